@@ -1,0 +1,46 @@
+# `make test` is all a fresh machine needs: Python 3.10 or newer and make.
+PYTHON ?= python3
+VENV   ?= .venv
+# An exact pin: an open range may pull a build with several gigabytes of CUDA packages.
+TORCH  ?= torch==2.13.0
+BIN    := $(VENV)/bin
+
+.PHONY: test test-slow test-gpu lint format bench clean
+
+test: $(VENV)/.dev lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow
+
+# Runs with whatever Python already has torch with CUDA: nothing is installed.
+test-gpu:
+	$(PYTHON) -m pytest -m gpu
+
+bench: $(VENV)/.parity
+	$(BIN)/python -m longspan.bench
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$(TORCH)"
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+$(VENV)/.parity: $(VENV)/.dev
+	$(BIN)/pip install --quiet --editable ".[parity]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

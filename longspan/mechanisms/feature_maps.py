@@ -1,0 +1,148 @@
+"""Feature maps φ for `linear` and `performer`; any `FeatureMap` of a user's own works beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from longspan.mechanism import FeatureMap
+from longspan.ops.features import MAPS, favor_projection, orthogonal_rows
+
+
+class FusedMap(FeatureMap):
+    """A map that `ops.features` knows with its derivative, so that features are made chunk by chunk."""
+
+    kind: ClassVar[str]
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The projection (M, D), where there is one."""
+        return None
+
+    def num_features(self, head_dim: int) -> int:
+        return head_dim
+
+    def query(self, q: Tensor) -> Tensor:
+        return MAPS[self.kind].query(q, self.weight)[0]
+
+    def key(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        return MAPS[self.kind].key(k, self.weight)
+
+
+class Elu(FusedMap):
+    """elu(x) + 1 (Katharopoulos et al., 2020)."""
+
+    kind = "elu"
+
+
+class Relu(FusedMap):
+    """relu(x) + 0.001: the constant keeps every query's normaliser above zero."""
+
+    kind = "relu"
+
+
+class Identity(FusedMap):
+    """x itself: features made elsewhere, or unnormalised attention."""
+
+    kind = "identity"
+
+
+class Softmax(FusedMap):
+    """softmax(q) over features, exp(k) (Shen et al., 2021); stable for any k, whose size travels as a log scale."""
+
+    kind = "softmax"
+    unbounded = True
+
+
+class RandomFeatures(FeatureMap):
+    """A map through a random projection (M, D), orthogonal in blocks; it is saved with the model."""
+
+    projection: Tensor | None
+
+    def __init__(self, head_dim: int, num_features: int | None, row_norms: str) -> None:
+        super().__init__()
+        self.row_norms = row_norms
+        self.register_buffer("projection", None if num_features is None else torch.empty(num_features, head_dim))
+        self.redraw()
+
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        """New rows, the generator's next."""
+        if self.projection is not None:
+            rows = orthogonal_rows(*self.projection.shape, unit=self.row_norms == "unit", generator=generator)
+            self.projection.copy_(rows)
+
+    def num_features(self, head_dim: int) -> int:
+        return head_dim if self.projection is None else len(self.projection)
+
+
+class Favor(RandomFeatures, FusedMap):
+    """FAVOR+: exp(w·x − ‖x‖²/2) with x scaled by D^−¼, an unbiased estimate of softmax attention's kernel.
+
+    epsilon: added to both features after stabilising, as performer-pytorch does; it pulls the estimate towards the mean
+    of the values.
+    """
+
+    kind = "favor"
+    unbounded = True
+    projection: Tensor
+
+    def __init__(self, head_dim: int, num_features: int, *, row_norms: str, epsilon: float) -> None:
+        super().__init__(head_dim, num_features, row_norms)
+        self.epsilon = epsilon
+
+    @property
+    def weight(self) -> Tensor:
+        return self.projection
+
+    def query(self, q: Tensor) -> Tensor:
+        if not self.epsilon:
+            return super().query(q)
+        projected, half_norm = favor_projection(q, self.projection.to(q.dtype))
+        return (projected - half_norm - projected.detach().amax(-1, keepdim=True)).exp() + self.epsilon
+
+    def key(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self.epsilon:
+            return super().key(k)
+        # The epsilon is measured against the largest w·k, not against the largest feature: old weights rely on it.
+        projected, half_norm = favor_projection(k, self.projection.to(k.dtype))
+        largest = projected.detach().amax(-1)
+        return (projected - half_norm - largest[..., None]).exp(), largest
+
+
+class Generalised(RandomFeatures):
+    """activation(w·x) + epsilon, with the projection of `Favor`, or activation(x) + epsilon without one."""
+
+    def __init__(
+        self,
+        activation: Callable[[Tensor], Tensor],
+        head_dim: int,
+        num_features: int | None,
+        *,
+        row_norms: str,
+        epsilon: float,
+    ) -> None:
+        super().__init__(head_dim, num_features, row_norms)
+        self.activation, self.floor = activation, epsilon
+
+    def query(self, q: Tensor) -> Tensor:
+        q = q * q.shape[-1] ** -0.25
+        return self.activation(q if self.projection is None else q @ self.projection.to(q.dtype).T) + self.floor
+
+    def key(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.query(k), None
+
+
+FEATURE_MAPS: dict[str, type[FusedMap]] = {"elu": Elu, "relu": Relu, "identity": Identity, "softmax": Softmax}
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": nn.functional.relu,
+    "elu": nn.functional.elu,
+    "gelu": nn.functional.gelu,
+    "silu": nn.functional.silu,
+    "sigmoid": torch.sigmoid,
+    "softplus": nn.functional.softplus,
+    "exp": torch.exp,
+}

@@ -1,0 +1,214 @@
+"""Linear attention: φ(q)·Σφ(k)vᵀ, normalised; time linear in the sequence, memory of constant size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from longspan.mechanism import FeatureMap, Mechanism, State
+from longspan.mechanisms.choices import choose
+from longspan.mechanisms.feature_maps import FEATURE_MAPS, FusedMap
+from longspan.ops.linear import (
+    FLOOR,
+    Sums,
+    accumulate,
+    attend_prefixes,
+    attend_sums,
+    causal_linear,
+    no_sums,
+    sum_dtype,
+)
+from longspan.ops.ragged import shift_left, shift_right
+
+
+@dataclass
+class LinearState(State):
+    """Σφ(k)vᵀ, Σφ(k) and their log scale; Σv for maps with an epsilon; the open bucket's sums with a blind spot."""
+
+    kv: Tensor  # (B, Hkv, M, E)
+    z: Tensor  # (B, Hkv, M)
+    shift: Tensor  # (B, Hkv)
+    total: Tensor | None = None  # (B, Hkv, E + 1): Σ[v, 1]
+    open_kv: Tensor | None = None  # as kv and z, of the bucket that holds the last token; same shift
+    open_z: Tensor | None = None
+
+    @property
+    def sums(self) -> Sums:
+        return Sums(self.kv, self.z, self.shift)
+
+    @property
+    def open(self) -> Sums | None:
+        return None if self.open_kv is None or self.open_z is None else Sums(self.open_kv, self.open_z, self.shift)
+
+
+class LinearAttention(Mechanism):
+    """out_i = φ(q_i)·Σφ(k_j)v_jᵀ / φ(q_i)·Σφ(k_j): O(n·M·E) time, a state of M·(E + 1) numbers a head.
+
+    feature_map: "elu", "softmax", "relu", "identity" or a FeatureMap.
+    normalise: "query" divides as above; "feature" makes each feature's weights over the keys sum to one
+    (Efficient Attention); "none" does not divide.
+    blind_spot: causal queries see only whole buckets of this many tokens before their own; 1 is none.
+    first_bucket: what the first bucket, which has none before it, sees: "causal", itself up to the query, or "zero".
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        value_dim: int | None = None,
+        feature_map: str | FeatureMap = "elu",
+        normalise: str = "query",
+        output_scale: float = 1.0,
+        blind_spot: int = 1,
+        first_bucket: str = "causal",
+    ) -> None:
+        super().__init__(num_heads, head_dim, num_kv_heads=num_kv_heads, value_dim=value_dim)
+        if not isinstance(feature_map, FeatureMap):
+            feature_map = FEATURE_MAPS[choose("feature_map", feature_map, FEATURE_MAPS)]()
+        self.feature_map = feature_map
+        self.num_features = feature_map.num_features(head_dim)
+        self.normalise = choose("normalise", normalise, ("query", "feature", "none"))
+        self.output_scale = output_scale
+        self.blind_spot = blind_spot
+        self.first_bucket = choose("first_bucket", first_bucket, ("causal", "zero"))
+        if blind_spot < 1:
+            raise ValueError(f"blind_spot must be at least 1 (no blind spot), got {blind_spot}")
+        if feature_map.unbounded and normalise == "none":
+            raise ValueError(
+                f"{type(feature_map).__name__} features are exponentials, bounded only once divided: "
+                'use normalise="query" or "feature"'
+            )
+        if feature_map.epsilon and (normalise != "query" or blind_spot > 1):
+            raise ValueError('a feature map with an epsilon needs normalise="query" and blind_spot=1')
+
+    def new_state(
+        self,
+        batch_size: int,
+        *,
+        max_length: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LinearState:
+        like = torch.empty(0, device=device, dtype=dtype)
+        like = like.to(sum_dtype(like))
+        sums = no_sums(batch_size, self.num_kv_heads, self.num_features, self.value_dim, like)
+        length = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        state = LinearState(length, *sums)
+        if self.feature_map.epsilon:
+            state = replace(state, total=like.new_zeros(batch_size, self.num_kv_heads, self.value_dim + 1))
+        if self.blind_spot > 1:
+            state = replace(state, open_kv=sums.kv.clone(), open_z=sums.z.clone())
+        return state
+
+    def _state_type(self) -> type[State]:
+        return LinearState
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        f, scale, v = self._keys(k, v, key_mask)
+        sums = no_sums(q.shape[0], self.num_kv_heads, self.num_features, self.value_dim, f)
+        total = self._ones(v, key_mask).sum(1) if self.feature_map.epsilon else None
+        return self._from_sums(q, accumulate(sums, f, v, scale), total)
+
+    def _read(self, state: State, q: Tensor) -> Tensor:
+        assert isinstance(state, LinearState)
+        sums = state.sums
+        if state.open is not None and self.first_bucket == "causal":
+            # The last token's bucket is hidden from it, unless it is the first.
+            sums = _merge(sums, state.open, state.length <= self.blind_spot)
+        return self._from_sums(q, sums, state.total)
+
+    def _write(self, state: State, k: Tensor, v: Tensor, lengths: Tensor | None) -> LinearState:
+        assert isinstance(state, LinearState)
+        visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
+        f, scale, v = self._keys(k, v, visible)
+        length = state.length + (k.shape[1] if lengths is None else lengths)
+        total = None if state.total is None else state.total + self._ones(v, visible).sum(1)
+        if state.open is None:
+            return LinearState(length, *accumulate(state.sums, f, v, scale), total)
+        # The bucket of the new last token stays open; it may be the one that is open already.
+        position = state.length[:, None] + torch.arange(k.shape[1], device=k.device)
+        last = (length - 1) // self.blind_spot
+        in_last = (position // self.blind_spot == last[:, None])[:, :, None, None]
+        moved_on = (state.length - 1) // self.blind_spot < last
+        closed = accumulate(_merge(state.sums, state.open, moved_on), f.masked_fill(in_last, 0), v, scale)
+        opened = accumulate(_drop(state.open, moved_on), f.masked_fill(~in_last, 0), v, scale)
+        return LinearState(length, *closed, total, opened.kv, opened.z)
+
+    def _extend(
+        self, state: State | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+    ) -> tuple[Tensor, LinearState]:
+        if state is None:
+            state = self._new_state_like(q, q.shape[0])
+        assert isinstance(state, LinearState)
+        if q.shape[1] == 1:
+            state = self._write(state, k, v, lengths)
+            return self._read(state, q), state
+        phi = self.feature_map
+        if isinstance(phi, FusedMap) and not phi.epsilon and self.normalise != "feature" and self.blind_spot == 1:
+            weight = None if phi.weight is None else phi.weight.to(state.kv.dtype)
+            divided = self.normalise == "query"
+            out, sums = causal_linear(
+                q, k, v, feature_map=phi.kind, weight=weight, lengths=lengths, sums=state.sums, normalise=divided
+            )
+            length = state.length + (k.shape[1] if lengths is None else lengths)
+            return self._scaled(out), LinearState(length, *sums)
+        visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
+        out = self._from_prefixes(state, phi.query(q.to(state.kv.dtype)), *self._keys(k, v, visible))
+        return self._scaled(out.to(q.dtype)), self._write(state, k, v, lengths)
+
+    def _from_sums(self, q: Tensor, sums: Sums, total: Tensor | None) -> Tensor:
+        constant = None if total is None else self.feature_map.epsilon * total
+        out = attend_sums(self.feature_map.query(q.to(sums.kv.dtype)), sums, self.normalise, constant)
+        return self._scaled(out.to(q.dtype))
+
+    def _from_prefixes(self, state: LinearState, query: Tensor, f: Tensor, scale: Tensor | None, v: Tensor) -> Tensor:
+        if state.open is None:
+            constant = None
+            if state.total is not None:
+                constant = self.feature_map.epsilon * (state.total[:, None] + self._ones(v, None).cumsum(1))
+            return attend_prefixes(query, f, v, scale, state.sums, self.normalise, constant=constant)
+        # Tokens are moved so that buckets begin at multiples of their size; then whole buckets are seen or hidden.
+        bucket, T = self.blind_spot, query.shape[1]
+        begun = state.length % bucket
+        query, f, v = (shift_right(x, begun, bucket - 1) for x in (query, f, v))
+        scale = None if scale is None else shift_right(scale, begun, bucket - 1, FLOOR)
+        sums, pending = _merge(state.sums, state.open, begun == 0), _drop(state.open, begun == 0)
+        out = attend_prefixes(query, f, v, scale, sums, self.normalise, bucket=bucket, pending=pending)
+        if self.first_bucket == "causal":
+            seen = _merge(sums, pending, begun > 0)
+            head = None if scale is None else scale[:, :bucket]
+            inside = attend_prefixes(query[:, :bucket], f[:, :bucket], v[:, :bucket], head, seen, self.normalise)
+            first = (state.length < bucket)[:, None, None, None]
+            out = torch.cat([torch.where(first, inside, out[:, :bucket]), out[:, bucket:]], 1)
+        return shift_left(out, begun, T)
+
+    def _keys(self, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Features, log scale and values in the dtype of sums; hidden keys have no features."""
+        f, scale = self.feature_map.key(k.to(sum_dtype(k)))
+        if visible is not None:
+            f = f.masked_fill(~visible[:, :, None, None], 0)
+            scale = None if scale is None else scale.masked_fill(~visible[:, :, None], FLOOR)
+        return f, scale, v.to(f.dtype)
+
+    def _ones(self, v: Tensor, visible: Tensor | None) -> Tensor:
+        """Values with a column that counts the keys: (B, S, Hkv, E + 1)."""
+        ones = torch.ones_like(v[..., :1])
+        return torch.cat([v, ones if visible is None else ones * visible[:, :, None, None]], -1)
+
+    def _scaled(self, out: Tensor) -> Tensor:
+        return out if self.output_scale == 1 else out * self.output_scale
+
+
+def _merge(sums: Sums, more: Sums, rows: Tensor) -> Sums:
+    """The sums with `more`, at the same shift, added in these rows."""
+    more = _drop(more, ~rows)
+    return Sums(sums.kv + more.kv, sums.z + more.z, sums.shift)
+
+
+def _drop(sums: Sums, rows: Tensor) -> Sums:
+    kv, z = sums.kv.masked_fill(rows[:, None, None, None], 0), sums.z.masked_fill(rows[:, None, None], 0)
+    return Sums(kv, z, sums.shift)

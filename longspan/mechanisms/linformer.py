@@ -1,0 +1,285 @@
+"""Linformer: softmax attention over R compressed rows; causal and streaming as two linear attentions.
+
+    K̃_t = b + Σ_{i ≤ t} e_i k_iᵀ,   Ṽ_t = b' + Σ_{i ≤ t} f_i v_iᵀ,   out_t = softmax(q_t K̃_tᵀ / √D) Ṽ_t
+
+The sums are prefix sums, so q_t K̃_tᵀ is unnormalised causal linear attention with keys k and values e, and the second
+product one with queries p, keys f and values v. Bidirectional attention is the case t = n for every query.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longspan.mechanism import Mechanism, State
+from longspan.mechanisms.choices import choose
+from longspan.ops.linear import Sums, causal_linear, sum_dtype
+from longspan.ops.ragged import shift_left, shift_right
+
+
+@dataclass
+class LinformerState(State):
+    """The compressed rows so far, without their biases."""
+
+    k: Tensor  # (B, Hkv, R, D)
+    v: Tensor  # (B, Hkv, R, E)
+
+
+class Projection(nn.Module):
+    """The rows e_i that compress a sequence; one object may serve keys and values, heads and layers.
+
+    kind: "learned", a table of (max_length, rank); "random", the same drawn once, not trained but saved;
+    "convolution", learned kernels of ⌈max_length / rank⌉ tokens, each giving one row from its own stretch.
+    num_heads: tables apart for so many key/value heads; None is one for all. dim: width of what a convolution takes.
+    periodic: the table repeats after max_length tokens, and its sums are divided by the number of periods begun.
+    bias: a learned constant added to each compressed row.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        max_length: int,
+        *,
+        kind: str = "learned",
+        num_heads: int | None = None,
+        dim: int | None = None,
+        periodic: bool = False,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        if rank < 1 or max_length < 1:
+            raise ValueError(f"rank and max_length must be positive, got {rank} and {max_length}")
+        self.kind = choose("projection", kind, ("learned", "random", "convolution"))
+        self.rank, self.max_length, self.num_heads, self.periodic = rank, max_length, num_heads, periodic
+        self.stride = 1
+        if kind == "convolution":
+            if dim is None or num_heads is not None or periodic:
+                raise ValueError("a convolution needs dim, and has neither num_heads nor periodic")
+            self.stride = -(-max_length // rank)
+            self.kernel = nn.Parameter(torch.randn(self.stride, dim, dim) * (self.stride * dim) ** -0.5)
+            self.rank = -(-max_length // self.stride)
+        else:
+            heads = 1 if num_heads is None else num_heads
+            # By length, not by rank: compressed keys keep the size of keys however long the sequence.
+            table = torch.randn(heads, max_length, rank) * max_length**-0.5
+            if kind == "learned":
+                self.table = nn.Parameter(table)
+            else:
+                self.register_buffer("table", table)
+        width = (self.rank, 1) if dim is None or kind != "convolution" else (1, dim)
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def check_length(self, longest: int) -> None:
+        """Refuses positions beyond a table that does not repeat."""
+        if longest > self.max_length and not self.periodic:
+            raise ValueError(
+                f"{longest} tokens are more than this projection's max_length of {self.max_length}; build it with a "
+                "larger max_length, or with periodic=True for any length"
+            )
+
+    def rows(self, x: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
+        """e (B or 1, T, Hkv or 1, R) and what it multiplies (B, T, Hkv, dim), for x (B, T, Hkv, dim) from `start`."""
+        T = x.shape[1]
+        position = torch.arange(T, device=x.device) + (0 if start is None else start[:, None])
+        if self.kind != "convolution":
+            table = self.table.to(x.dtype).transpose(0, 1)  # (max_length, heads, R)
+            index = position % self.max_length if self.periodic else position.clamp(max=self.max_length - 1)
+            return (table[index] if index.ndim == 2 else table[index][None]), x
+        s = self.stride
+        e = F.one_hot((position // s).clamp(max=self.rank - 1), self.rank).to(x.dtype)
+        e = e.reshape(-1, T, 1, self.rank)
+        begun = torch.zeros_like(x[:, 0, 0, 0], dtype=torch.int64) if start is None else start % s
+        padded = shift_right(x, begun, s - 1 + -(T + s - 1) % s)
+        folded = torch.einsum("bnshd,sdc->bnshc", padded.unflatten(1, (-1, s)), self.kernel.to(x.dtype))
+        return e, shift_left(folded.flatten(1, 2), begun, T)
+
+    def compress(self, x: Tensor) -> Tensor:
+        """Σ e_i x_iᵀ over the whole sequence: (B, Hkv, R, dim)."""
+        e, x = self.rows(x, None)
+        if e.shape[0] == 1 and e.shape[2] == 1:
+            return torch.einsum("sr,bshd->bhrd", e[0, :, 0], x)
+        return torch.einsum("bshr,bshd->bhrd", e.expand(*x.shape[:3], -1), x)
+
+    def periods(self, length: Tensor) -> Tensor:
+        """How many times the table has begun when `length` tokens have been seen; 1 if it does not repeat."""
+        if not self.periodic:
+            return torch.ones_like(length)
+        return (-(-length // self.max_length)).clamp(min=1)
+
+    def live(self, length: Tensor) -> Tensor:
+        """(..., R): which rows hold a token when `length` (...) tokens have been seen."""
+        row = torch.arange(self.rank, device=length.device)
+        first = row * self.stride if self.kind == "convolution" else torch.zeros_like(row)
+        return length[..., None] > first
+
+    def live_under(self, key_mask: Tensor) -> Tensor:
+        """(B, R): which rows hold a token that key_mask (B, S) keeps."""
+        if self.kind != "convolution":
+            return key_mask.any(1)[:, None].expand(-1, self.rank)
+        missing = self.rank * self.stride - key_mask.shape[1]
+        return F.pad(key_mask, (0, missing)).unflatten(1, (self.rank, self.stride)).any(2)
+
+
+class LinformerAttention(Mechanism):
+    """Wang et al., 2020, and its causal form: O(n·R) time, a state of R·(D + E) numbers a head.
+
+    rank: R. max_length: tokens the projection reaches. projection: "learned", "convolution", "random", or a Projection
+    to share with other layers. share_projection: one projection for keys and values. per_head: tables apart for heads.
+    periodic, bias: see `Projection`. dropout: on the weights over the R rows.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        value_dim: int | None = None,
+        rank: int = 256,
+        max_length: int = 4096,
+        projection: str | Projection = "learned",
+        share_projection: bool = False,
+        per_head: bool = False,
+        periodic: bool = False,
+        bias: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(num_heads, head_dim, num_kv_heads=num_kv_heads, value_dim=value_dim)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        self.dropout = dropout
+        if isinstance(projection, Projection):
+            if projection.num_heads not in (None, self.num_kv_heads):
+                raise ValueError(
+                    f"the projection has tables for {projection.num_heads} heads, this mechanism {self.num_kv_heads}"
+                )
+            self.keys = self.values = projection
+            return
+        if share_projection and projection == "convolution" and self.value_dim != head_dim:
+            raise ValueError(f"a shared convolution needs value_dim ({self.value_dim}) = head_dim ({head_dim})")
+
+        def build(dim: int) -> Projection:
+            return Projection(
+                rank,
+                max_length,
+                kind=projection,
+                num_heads=self.num_kv_heads if per_head else None,
+                dim=dim if projection == "convolution" else None,
+                periodic=periodic,
+                bias=bias,
+            )
+
+        self.keys = build(head_dim)
+        self.values = self.keys if share_projection else build(self.value_dim)
+
+    @property
+    def rank(self) -> int:
+        """R; for a convolution the number of stretches, which may be less than was asked for."""
+        return self.keys.rank
+
+    def new_state(
+        self,
+        batch_size: int,
+        *,
+        max_length: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LinformerState:
+        if max_length is not None:
+            self.keys.check_length(max_length)
+        dtype = sum_dtype(torch.empty(0, dtype=dtype))
+        k, v = (
+            torch.zeros(batch_size, self.num_kv_heads, self.rank, dim, device=device, dtype=dtype)
+            for dim in (self.head_dim, self.value_dim)
+        )
+        return LinformerState(torch.zeros(batch_size, dtype=torch.int64, device=device), k, v)
+
+    def _state_type(self) -> type[State]:
+        return LinformerState
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        self.keys.check_length(k.shape[1])
+        dtype = sum_dtype(q)
+        slot = torch.arange(1, k.shape[1] + 1, device=k.device)
+        # The last visible slot says how many periods have begun; hidden ones hold zeros.
+        reach = slot[-1:].expand(len(q)) if key_mask is None else (slot * key_mask).amax(1)
+        live = self.keys.live(reach) if key_mask is None else self.keys.live_under(key_mask)
+        rows = self.keys.compress(k.to(dtype)), self.values.compress(v.to(dtype))
+        return self._from_rows(q, *rows, live, reach)
+
+    def _read(self, state: State, q: Tensor) -> Tensor:
+        assert isinstance(state, LinformerState)
+        return self._from_rows(q, state.k, state.v, self.keys.live(state.length), state.length)
+
+    def _write(self, state: State, k: Tensor, v: Tensor, lengths: Tensor | None) -> LinformerState:
+        assert isinstance(state, LinformerState)
+        self._check_reach(state.length, k.shape[1], lengths)
+        # Hidden keys and values are zero, and so are their outer products.
+        rows = []
+        for projection, x, so_far in ((self.keys, k, state.k), (self.values, v, state.v)):
+            e, x = projection.rows(x.to(so_far.dtype), state.length)
+            rows.append(so_far + torch.einsum("bshr,bshd->bhrd", e.expand(*x.shape[:3], -1), x))
+        return LinformerState(state.length + (k.shape[1] if lengths is None else lengths), *rows)
+
+    def _extend(
+        self, state: State | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+    ) -> tuple[Tensor, LinformerState]:
+        before = self._new_state_like(q, q.shape[0]) if state is None else state
+        assert isinstance(before, LinformerState)
+        if q.shape[1] == 1:
+            after = self._write(before, k, v, lengths)
+            return self._read(after, q), after
+        dtype, start = before.k.dtype, None
+        if state is None:
+            self.keys.check_length(k.shape[1])
+        else:
+            start = before.length
+            self._check_reach(start, k.shape[1], lengths)
+        length = before.length[:, None] + torch.arange(1, q.shape[1] + 1, device=q.device)  # (B, T)
+        e, keys = self.keys.rows(k.to(dtype), start)
+        f, values = self.values.rows(v.to(dtype), start)
+        e, f = (x.expand(*k.shape[:3], -1) for x in (e, f))
+        q = q.to(dtype)
+        scores, rows_k = _prefix_products(q, keys, e, before.k.mT)
+        p = self._weights(q, scores, self.keys.live(length)[:, :, None], length[:, :, None, None])
+        out, rows_v = _prefix_products(p / self.values.periods(length)[:, :, None, None], f, values, before.v)
+        if self.values.bias is not None:
+            out = out + p @ self.values.bias.to(dtype).expand(self.rank, self.value_dim)
+        reached = before.length + (q.shape[1] if lengths is None else lengths)
+        return out.to(k.dtype), LinformerState(reached, rows_k.mT, rows_v)
+
+    def _from_rows(self, q: Tensor, k: Tensor, v: Tensor, live: Tensor, length: Tensor) -> Tensor:
+        """q: (B, T, H, D) over rows k (B, Hkv, R, D), v (B, Hkv, R, E) of which live (B, R) hold a token."""
+        dtype, length = q.dtype, length[:, None, None, None]
+        grouped = q.to(k.dtype).unflatten(2, (self.num_kv_heads, -1))
+        scores = torch.einsum("bthgd,bhrd->bthgr", grouped, k).flatten(2, 3)
+        p = self._weights(q.to(k.dtype), scores, live[:, None, None], length)
+        v = v / self.values.periods(length)
+        if self.values.bias is not None:
+            v = v + self.values.bias.to(v.dtype)
+        out = torch.einsum("bthgr,bhre->bthge", p.unflatten(2, (self.num_kv_heads, -1)), v)
+        return out.flatten(2, 3).to(dtype)
+
+    def _weights(self, q: Tensor, scores: Tensor, live: Tensor, length: Tensor) -> Tensor:
+        """Softmax over the live rows of (scores / periods + q·b) / √D; zeros where none is."""
+        scores = scores / self.keys.periods(length)
+        if self.keys.bias is not None:
+            scores = scores + q @ self.keys.bias.to(q.dtype).expand(self.rank, self.head_dim).T
+        nothing = ~live.any(-1, keepdim=True)
+        scores = (scores * self.head_dim**-0.5).masked_fill(~(live | nothing), float("-inf"))
+        return F.dropout(scores.softmax(-1).masked_fill(nothing, 0), self.dropout, self.training)
+
+    def _check_reach(self, start: Tensor, tokens: int, lengths: Tensor | None) -> None:
+        if torch.compiler.is_compiling() or start.device.type != "cpu" or start.numel() == 0:
+            return  # Looking at the lengths would wait for the device; `new_state(max_length=…)` checks beforehand.
+        self.keys.check_length(int((start + (tokens if lengths is None else lengths)).max()))
+
+
+def _prefix_products(q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ_{j ≤ i} (q_i·k_j) v_j after what came before, (B, T, H, ·), and the sums Σ k vᵀ after it all."""
+    sums = Sums(before, before[..., 0], before[:, :, 0, 0])
+    out, after = causal_linear(q, k, v, sums=sums, normalise=False)
+    return out, after.kv

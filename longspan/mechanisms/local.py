@@ -1,0 +1,212 @@
+"""Local attention: softmax over a window, exact or by blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longspan.mechanism import Mechanism, State
+from longspan.ops.local import Bias, Window, windowed
+from longspan.ops.sdpa import attend
+
+
+@dataclass
+class LocalState(State):
+    """The last tokens in a ring: position p in slot p modulo the ring's size."""
+
+    k: Tensor  # (B, Hkv, ring, D)
+    v: Tensor  # (B, Hkv, ring, E)
+
+
+class LocalAttention(Mechanism):
+    """Softmax over nearby keys: O(n·W) time, a state of the last W keys and values (or of the last blocks).
+
+    window: W keys, the query's own among them (non-causal: |i − j| < W), or (back, ahead), the number of keys on
+    either side of it. With look_back or look_ahead: the size of blocks; a query sees its own block whole, and that many
+    before and after it. Causal attention never looks ahead, whatever these say.
+    shared_qk: queries and keys share a space: keys are normalised, a token sees itself only if it sees nothing else.
+    bias: added to the scores: a module that maps distances i − j (n,) to (H, n), or, with blocks, a table
+    (H, W, (look_back + 1 + look_ahead)·W) of a query's place in its block and a key's place in the blocks it sees.
+    scale: of the scores, by default 1/√D. dropout: on the weights, in training.
+    """
+
+    supports_cross = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        value_dim: int | None = None,
+        window: int | tuple[int, int] = 256,
+        look_back: int | None = None,
+        look_ahead: int | None = None,
+        shared_qk: bool = False,
+        bias: nn.Module | Tensor | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(num_heads, head_dim, num_kv_heads=num_kv_heads, value_dim=value_dim)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        self.shared_qk, self.scale, self.dropout = shared_qk, scale, dropout
+        self.window = _window(window, look_back, look_ahead, shared_qk)
+        self.bias: nn.Module | Tensor | None
+        if isinstance(bias, Tensor):
+            shape = (num_heads, self.window.size, (self.window.back + 1 + self.window.ahead) * self.window.size)
+            if not self.window.size or bias.shape != shape:
+                raise ValueError(
+                    f"a bias table goes with blocks and has shape (H, W, (look_back + 1 + look_ahead)·W) = {shape}, "
+                    f"got {tuple(bias.shape)}; for an exact window pass a module of the distance"
+                )
+            if not isinstance(bias, nn.Parameter):
+                self.register_buffer("bias", bias)
+            else:
+                self.bias = bias
+        else:
+            self.bias = bias
+
+    @property
+    def _ring(self) -> int:
+        return self.window.reach[0] + 1
+
+    def new_state(
+        self,
+        batch_size: int,
+        *,
+        max_length: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LocalState:
+        k, v = (
+            torch.zeros(batch_size, self.num_kv_heads, self._ring, dim, device=device, dtype=dtype)
+            for dim in (self.head_dim, self.value_dim)
+        )
+        return LocalState(torch.zeros(batch_size, dtype=torch.int64, device=device), k, v)
+
+    def _state_type(self) -> type[State]:
+        return LocalState
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return self._windowed(q, self._key(k), v, self.window, key_mask=key_mask)
+
+    def _extend(
+        self, state: State | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+    ) -> tuple[Tensor, LocalState]:
+        causal = self.window._replace(causal=True)
+        if state is None:
+            out = self._windowed(q, self._key(k), v, causal)
+            return out, self._write(self._new_state_like(q, q.shape[0]), k, v, lengths)
+        assert isinstance(state, LocalState)
+        ring = self._ring
+        index = (state.length[:, None] + torch.arange(ring, device=q.device)) % ring
+        recent = [torch.take_along_dim(x, index[:, None, :, None], 2).transpose(1, 2) for x in (state.k, state.v)]
+        keys, values = torch.cat([recent[0], self._key(k)], 1), torch.cat([recent[1], v], 1)
+        out = self._windowed(q, keys, values, causal, start=state.length - ring)
+        return out, self._write(state, k, v, lengths)
+
+    def _write(self, state: State, k: Tensor, v: Tensor, lengths: Tensor | None) -> LocalState:
+        assert isinstance(state, LocalState)
+        T, xs = k.shape[1], (self._key(k).transpose(1, 2), v.transpose(1, 2))
+        length = state.length + (T if lengths is None else lengths)
+        if T == 1 and lengths is None:
+            slot = (state.length % self._ring)[:, None, None, None]
+            write = torch.scatter if torch.is_grad_enabled() else Tensor.scatter_
+            k, v = (
+                write(old, 2, slot.expand(-1, x.shape[1], 1, x.shape[3]), x)
+                for old, x in zip((state.k, state.v), xs, strict=True)
+            )
+            return replace(state, length=length, k=k, v=v)
+        new = self._positions(length) - state.length[:, None]  # (B, ring): which new token each slot now holds
+        index = new.clamp(0, T - 1)[:, None, :, None]
+        k, v = (
+            torch.where((new >= 0)[:, None, :, None], torch.take_along_dim(x, index, 2), old)
+            for old, x in zip((state.k, state.v), xs, strict=True)
+        )
+        return replace(state, length=length, k=k, v=v)
+
+    def _read(self, state: State, q: Tensor) -> Tensor:
+        assert isinstance(state, LocalState)
+        i = (state.length - 1)[:, None, None]  # (B, 1, 1)
+        j = self._positions(state.length)[:, None]  # (B, 1, ring)
+        window = self.window._replace(causal=True)
+        seen = window.restrict(window.sees(i, j) & (j >= 0), i, j)
+        bias = self._bias()
+        added = None if bias is None else bias(i, j).movedim(0, 1)  # (B, H, 1, ring)
+        out = attend(
+            q.transpose(1, 2), state.k, state.v, seen[:, None], bias=added, scale=self.scale, dropout=self._dropout
+        )
+        return out.transpose(1, 2)
+
+    def _positions(self, length: Tensor) -> Tensor:
+        """(B, ring): the position each slot holds after `length` tokens, negative where none."""
+        slot = torch.arange(self._ring, device=length.device)
+        last = length[:, None] - 1
+        return last - (last - slot) % self._ring
+
+    def _key(self, k: Tensor) -> Tensor:
+        return F.normalize(k, dim=-1) if self.shared_qk else k
+
+    @property
+    def _dropout(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _windowed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: Window,
+        *,
+        key_mask: Tensor | None = None,
+        start: Tensor | None = None,
+    ) -> Tensor:
+        return windowed(
+            q,
+            k,
+            v,
+            window,
+            key_mask=key_mask,
+            start=start,
+            bias=self._bias(),
+            scale=self.scale,
+            dropout=self._dropout,
+        )
+
+    def _bias(self) -> Bias | None:
+        if self.bias is None:
+            return None
+        if isinstance(self.bias, Tensor):
+            return self._from_table
+        # Once for each distance, then looked up.
+        back, ahead = self._ring - 1, self.window._replace(causal=False).reach[1]
+        distances = torch.arange(-ahead, back + 1, device=next(self.bias.parameters()).device)
+        by_distance = self.bias(distances)
+        return lambda i, j: by_distance[:, (i - j).clamp(-ahead, back) + ahead]
+
+    def _from_table(self, i: Tensor, j: Tensor) -> Tensor:
+        assert isinstance(self.bias, Tensor)
+        size = self.window.size
+        column = j - (i // size - self.window.back) * size
+        return self.bias[:, i % size, column.clamp(0, self.bias.shape[2] - 1)]
+
+
+def _window(window: int | tuple[int, int], look_back: int | None, look_ahead: int | None, shared_qk: bool) -> Window:
+    if isinstance(window, int):
+        if window < 1:
+            raise ValueError(f"window counts the query's own key and must be at least 1, got {window}")
+        if look_back is None and look_ahead is None:
+            return Window(0, window - 1, window - 1, False, shared_qk)
+        back, ahead = look_back or 0, look_ahead or 0
+        if min(back, ahead) < 0:
+            raise ValueError(f"look_back and look_ahead must not be negative, got {look_back} and {look_ahead}")
+        return Window(window, back, ahead, False, shared_qk)
+    if len(window) != 2 or min(window) < 0:
+        raise ValueError(f"window must be a number of keys or (back, ahead), neither negative, got {window}")
+    if look_back is not None or look_ahead is not None:
+        raise ValueError(f"look_back and look_ahead go with a block size: window must be one number, got {window}")
+    return Window(0, *window, False, shared_qk)

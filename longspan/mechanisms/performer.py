@@ -1,0 +1,147 @@
+"""Performer: linear attention whose random features estimate softmax attention (FAVOR+), or a generalised kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.mechanism import FeatureMap, State
+from longspan.mechanisms.choices import choose
+from longspan.mechanisms.feature_maps import ACTIVATIONS, Favor, Generalised, RandomFeatures, Softmax
+from longspan.mechanisms.linear import LinearAttention, LinearState
+
+
+@dataclass
+class PerformerState(LinearState):
+    """A linear state, and which draw of the features its sums belong to."""
+
+    draw: int = 0
+
+
+class PerformerAttention(LinearAttention):
+    """Choromanski et al., 2021: exp(q·k/√D) estimated by M positive orthogonal random features.
+
+    Causal keys are stabilised by a running maximum kept in the state, not by a maximum over all positions: the future
+    moves nothing, and decoding reproduces training.
+
+    num_features: M, by default ⌊D ln D⌋.
+    kernel: "softmax", or an activation (by name, or a function) for the generalised kernel activation(w·x) + epsilon.
+    projection: False takes x in place of w·x; with "softmax" that is `linear` with its softmax map.
+    row_norms: "sampled" like Gaussian rows, or "unit", all √D.
+    epsilon: added to features: None is 0 for "softmax" and 0.001 for a generalised kernel.
+    redraw_interval: training forwards (calls of `advance`) between redraws; None never redraws.
+    """
+
+    counts: Tensor  # (2,) int64: draws so far, training forwards since the last; saved, so that a resumed run goes on
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        value_dim: int | None = None,
+        num_features: int | None = None,
+        kernel: str | Callable[[Tensor], Tensor] = "softmax",
+        projection: bool = True,
+        row_norms: str = "sampled",
+        epsilon: float | None = None,
+        redraw_interval: int | None = 1000,
+        normalise: str = "query",
+    ) -> None:
+        if num_features is not None and (num_features < 1 or not projection):
+            raise ValueError(f"num_features must be positive and needs projection=True, got {num_features}")
+        if redraw_interval is not None and redraw_interval < 1:
+            raise ValueError(f"redraw_interval must be positive, or None for never, got {redraw_interval}")
+        choose("row_norms", row_norms, ("sampled", "unit"))
+        number = num_features or max(1, math.floor(head_dim * math.log(head_dim)))
+        feature_map: FeatureMap
+        if kernel == "softmax":
+            if not projection and epsilon:
+                raise ValueError(f"epsilon belongs to random features: it must be 0 or None without, got {epsilon}")
+            feature_map = (
+                Favor(head_dim, number, row_norms=row_norms, epsilon=epsilon or 0.0) if projection else Softmax()
+            )
+        else:
+            if isinstance(kernel, str):
+                kernel = ACTIVATIONS[choose("kernel", kernel, ["softmax", *ACTIVATIONS])]
+            feature_map = Generalised(
+                kernel,
+                head_dim,
+                number if projection else None,
+                row_norms=row_norms,
+                epsilon=1e-3 if epsilon is None else epsilon,
+            )
+        super().__init__(
+            num_heads,
+            head_dim,
+            num_kv_heads=num_kv_heads,
+            value_dim=value_dim,
+            feature_map=feature_map,
+            normalise=normalise,
+        )
+        self.redraw_interval = redraw_interval
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+        self.draw, self._forwards = 0, 0  # the same numbers, known without asking the device
+
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        """New random features; states made before are refused from now on."""
+        if isinstance(self.feature_map, RandomFeatures):
+            self.feature_map.redraw(generator)
+            self._count(self.draw + 1, 0)
+
+    def advance(self) -> None:
+        """Counts a training forward and redraws when the interval has passed; does nothing in eval mode."""
+        if not self.training or self.redraw_interval is None:
+            return
+        self._count(self.draw, self._forwards + 1)
+        if self._forwards >= self.redraw_interval:
+            self.redraw()
+
+    def new_state(
+        self,
+        batch_size: int,
+        *,
+        max_length: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> PerformerState:
+        return self._stamp(super().new_state(batch_size, max_length=max_length, device=device, dtype=dtype))
+
+    def _write(self, state: State, k: Tensor, v: Tensor, lengths: Tensor | None) -> PerformerState:
+        return self._stamp(super()._write(state, k, v, lengths))
+
+    def _extend(
+        self, state: State | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+    ) -> tuple[Tensor, PerformerState]:
+        out, after = super()._extend(state, q, k, v, lengths)
+        return out, self._stamp(after)
+
+    def _stamp(self, state: LinearState) -> PerformerState:
+        tensors = {field.name: getattr(state, field.name) for field in fields(LinearState)}
+        return PerformerState(**tensors, draw=self.draw)
+
+    def _state_type(self) -> type[State]:
+        return PerformerState
+
+    def _check_state(self, state: State, x: Tensor, packing: Any) -> None:
+        super()._check_state(state, x, packing)
+        assert isinstance(state, PerformerState)
+        if state.draw != self.draw:
+            raise ValueError(
+                f"this state was written with draw {state.draw} of the random features, the mechanism now has draw "
+                f"{self.draw}: start from new_state(), or redraw less often"
+            )
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.draw, self._forwards = self.counts.tolist()
+
+    def _count(self, draw: int, forwards: int) -> None:
+        self.draw, self._forwards = draw, forwards
+        self.counts.copy_(torch.tensor([draw, forwards]))

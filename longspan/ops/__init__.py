@@ -1,0 +1,1 @@
+"""Functions of tensors, without modules: what the mechanisms compute. `reference` holds the quadratic definitions."""

@@ -1,0 +1,137 @@
+"""Attention inside a window, tile by tile: no n × n matrix, and no rule about lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspan.ops.sdpa import attend
+
+
+class Window(NamedTuple):
+    """Which keys a query sees, by position.
+
+    size: 0 for an exact window of `back` keys before a query and `ahead` after it; otherwise the size of blocks, of
+    which a query sees its own whole, `back` before it and `ahead` after it. causal: nothing after the query itself.
+    alone: a query sees itself only if it sees nothing else (shared queries and keys).
+    """
+
+    size: int
+    back: int
+    ahead: int
+    causal: bool
+    alone: bool
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """How far back and ahead a query that stands anywhere in its block may see."""
+        back, ahead = self.back, self.ahead
+        if self.size:
+            back, ahead = (back + 1) * self.size - 1, (ahead + 1) * self.size - 1
+        return back, 0 if self.causal else ahead
+
+    def sees(self, i: Tensor, j: Tensor) -> Tensor:
+        """Whether a query at position i sees a key at position j, both ≥ 0; broadcast."""
+        if self.size:
+            apart = i // self.size - j // self.size
+            seen = (apart <= self.back) & (apart >= -self.ahead)
+        else:
+            seen = (i - j <= self.back) & (j - i <= self.ahead)
+        return seen & (j <= i) if self.causal else seen
+
+    def restrict(self, seen: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """`seen` (..., keys), without the query itself where `alone` hides it."""
+        if not self.alone:
+            return seen
+        others = seen & (i != j)
+        return others | (seen & ~others.any(-1, keepdim=True))
+
+
+Bias = Callable[[Tensor, Tensor], Tensor]  # positions i (..., T, 1) and j (..., 1, S) -> (H, ..., T, S)
+
+
+def windowed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: Window,
+    *,
+    key_mask: Tensor | None = None,
+    start: Tensor | None = None,
+    bias: Bias | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """q: (B, T, H, D), k: (B, S, Hkv, D), v: (B, S, Hkv, E) -> (B, T, H, E); the queries belong to the last T keys.
+
+    start: (B,) the position of the first key, where rows differ; keys at negative positions are hidden. None is 0.
+    """
+    B, T, H, D = q.shape
+    S, Hkv = k.shape[1:3]
+    offset = S - T
+    reach = [min(far, S) for far in window.reach]
+    aligned = window.size and start is None and window.size < T
+    if aligned:
+        tile, before, after = window.size, window.back, 0 if window.causal else window.ahead
+    else:
+        # Half a window: three copies of each key at the most, half as many scores again as are needed.
+        tile = min(T, max(16, -(-max(reach) // 2)))
+        before, after = -(-reach[0] // tile), -(-reach[1] // tile)
+    n = -(-T // tile)
+    queries = F.pad(q, (0, 0, 0, 0, 0, n * tile - T)).unflatten(1, (n, tile))  # (B, n, tile, H, D)
+    pads = (0, 0, 0, 0, before * tile - offset, offset + (n + after) * tile - S)
+    keys, values = (_neighbours(F.pad(x, pads).unflatten(1, (-1, tile)), n) for x in (k, v))
+    i = offset + torch.arange(n * tile, device=q.device).view(n, tile, 1)
+    j = offset + tile * (torch.arange(n, device=q.device)[:, None, None] - before)
+    j = j + torch.arange(keys.shape[2], device=q.device)  # (n, 1, Kw)
+
+    def piece(tiles: slice, uniform: bool) -> Tensor:
+        """Attention of some tiles; `uniform` ones lie inside the sequence and share one mask."""
+        one = slice(tiles.start, tiles.start + 1) if uniform else tiles
+        qi, kj = i[one], j[one]
+        first = 0 if start is None else start[:, None, None, None]
+        seen = window.sees(qi + first, kj + first)
+        if not uniform:
+            seen = seen & (kj >= 0) & (kj < S) & (kj + first >= 0)
+            if key_mask is not None:
+                seen = seen & key_mask[:, kj.clamp(0, S - 1)]
+        seen = window.restrict(seen, qi, kj)  # ([B,] tiles, tile, Kw)
+        added = None if bias is None else bias(qi + first, kj + first).movedim(0, -3)  # ([B,] tiles, H, tile, Kw)
+        return _attend(queries[:, tiles], keys[:, tiles], values[:, tiles], seen, added, scale, dropout)
+
+    # Tiles at either end see past the sequence; those in between are all alike.
+    tail = 0 if window.causal else after + 1
+    if start is not None or key_mask is not None or n <= before + tail + 1 or (window.size and not aligned):
+        out = piece(slice(0, n), uniform=False)
+    else:
+        ends = [piece(slice(0, before), uniform=False)] if before else []
+        ends.append(piece(slice(before, n - tail), uniform=True))
+        out = torch.cat(ends + ([piece(slice(n - tail, n), uniform=False)] if tail else []), 1)
+    return out.flatten(1, 2)[:, :T]
+
+
+def _neighbours(tiles: Tensor, n: int) -> Tensor:
+    """(B, n + extra, tile, H, D) -> (B, n, (extra + 1) · tile, H, D): each tile with those beside it."""
+    return torch.cat([tiles[:, s : s + n] for s in range(tiles.shape[1] - n + 1)], 2)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor | None, scale: float | None, dropout: float
+) -> Tensor:
+    """q: (B, n, tile, H, D), k, v: (B, n, Kw, Hkv, ·), seen: ([B,] n or 1, tile, Kw) -> (B, n, tile, H, E)."""
+    B, n, tile, H, _ = q.shape
+    Hkv = k.shape[3]
+    # Query heads that share a key head become rows of one matrix.
+    q = q.transpose(2, 3).reshape(B * n, Hkv, -1, q.shape[4])
+    k, v = (x.transpose(2, 3).flatten(0, 1) for x in (k, v))
+    seen = seen.repeat(*[1] * (seen.ndim - 2), H // Hkv, 1)[..., None, :, :]
+    seen = seen.flatten(0, 1) if seen.ndim == 5 else seen.expand(n, -1, -1, -1).repeat(B, 1, 1, 1)
+    if bias is not None:
+        bias = bias.unflatten(-3, (Hkv, -1)).flatten(-3, -2)
+        bias = bias.flatten(0, 1) if bias.ndim == 5 else bias.expand(n, -1, -1, -1).repeat(B, 1, 1, 1)
+    out = attend(q, k, v, seen, bias=bias, scale=scale, dropout=dropout)
+    return out.reshape(B, n, H, tile, -1).transpose(2, 3)

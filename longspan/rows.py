@@ -1,0 +1,128 @@
+"""Rows of tokens: how padded and packed inputs become plain rows that start at slot 0, and how answers go back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Sequences laid end to end in one row; the tensors it describes have B == 1.
+
+    offsets: (N + 1,) int32, sequence n occupying slots offsets[n] to offsets[n + 1].
+    max_length: the longest of them, a Python int so that launching a kernel never waits for the device.
+    """
+
+    offsets: Tensor
+    max_length: int
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> Packing:
+        """The packing of sequences of these lengths."""
+        if len(lengths) == 0 or min(lengths) < 0:
+            raise ValueError(f"lengths must be one or more non-negative integers, got {list(lengths)}")
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        return cls(offsets.to(device=device, dtype=torch.int32), max(lengths))
+
+    @property
+    def lengths(self) -> Tensor:
+        """(N,) int64, the length of each sequence."""
+        return self.offsets.diff().long()
+
+
+class Run(NamedTuple):
+    """A causal mask: the one run of real tokens in each row, and how to bring it to slot 0 and back."""
+
+    mask: Tensor
+    start: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, key_mask: Tensor) -> Run:
+        starts = key_mask.clone()
+        starts[:, 1:] &= ~key_mask[:, :-1]
+        contiguous = (starts.sum(1) <= 1).all()
+        message = (
+            "with causal, past or write each row of key_mask must be one run of True (left- or right-padded): "
+            "drop the tokens in between, or use bidirectional attention"
+        )
+        if torch.compiler.is_compiling() or key_mask.device.type != "cpu":
+            torch._assert_async(contiguous, message)
+        elif not contiguous:
+            raise ValueError(message)
+        return cls(key_mask, key_mask.int().argmax(1), key_mask.sum(1))
+
+    def roll(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        slots = torch.arange(self.mask.shape[1], device=self.mask.device)
+        index = (self.start[:, None] + slots).clamp(max=len(slots) - 1)
+        rolled = [torch.take_along_dim(x, index[:, :, None, None], 1) for x in xs]
+        return hide(slots >= self.lengths[:, None], *rolled)
+
+    def unroll(self, out: Tensor) -> Tensor:
+        index = torch.arange(self.mask.shape[1], device=self.mask.device) - self.start[:, None]
+        out = torch.take_along_dim(out, index.clamp(min=0)[:, :, None, None], 1)
+        return out.masked_fill(~self.mask[:, :, None, None], 0)
+
+
+class Group(NamedTuple):
+    """Packed sequences of about one length, padded to it; one entry of slots and lengths for each packing."""
+
+    sequences: Tensor
+    slots: list[Tensor]
+    lengths: list[Tensor]
+
+    def visible(self, of: int = 0) -> Tensor:
+        return torch.arange(self.slots[of].shape[1], device=self.sequences.device) < self.lengths[of][:, None]
+
+    def take(self, *xs: Tensor, of: int = 0) -> tuple[Tensor, ...]:
+        return hide(~self.visible(of), *(x[0][self.slots[of].clamp(max=x.shape[1] - 1)] for x in xs))
+
+
+def length_classes(*packings: Packing) -> list[Group]:
+    """Sequences grouped by length to the next power of two, so that padding at most doubles the work.
+
+    Under torch.compile lengths are unknown: one group, padded to max_length.
+    """
+    classes: dict[tuple[int, ...], list[int]] = {}
+    if torch.compiler.is_compiling():
+        classes[tuple(p.max_length for p in packings)] = list(range(len(packings[0].offsets) - 1))
+    else:
+        for n, lengths in enumerate(zip(*(p.lengths.tolist() for p in packings), strict=True)):
+            sizes = tuple(
+                min(1 << max(length - 1, 0).bit_length(), p.max_length)
+                for length, p in zip(lengths, packings, strict=True)
+            )
+            classes.setdefault(sizes, []).append(n)
+    groups = []
+    for sizes, members in classes.items():
+        sequences = torch.tensor(members, device=packings[0].offsets.device)
+        slots = [
+            p.offsets[sequences].long()[:, None] + torch.arange(size, device=sequences.device)
+            for size, p in zip(sizes, packings, strict=True)
+        ]
+        groups.append(Group(sequences, slots, [p.lengths[sequences] for p in packings]))
+    return groups
+
+
+def restore(packing: Packing, groups: list[Group], pieces: list[Tensor], total: int) -> Tensor:
+    """The groups' padded outputs, back in one packed row: (1, total, H, E)."""
+    offsets = packing.offsets.long()
+    first, base = torch.zeros_like(offsets[1:]), 0
+    for group in groups:
+        number, size = group.slots[0].shape
+        rows = base + size * torch.arange(number, device=offsets.device)
+        first, base = first.index_copy(0, group.sequences, rows), base + number * size
+    slot = torch.arange(total, device=offsets.device)
+    sequence = torch.searchsorted(offsets[1:], slot, right=True)
+    flat = torch.cat([piece.flatten(0, 1) for piece in pieces])
+    return flat[first[sequence] + slot - offsets[sequence]][None]
+
+
+def hide(hidden: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
+    # Filled, not multiplied: padding may hold NaN.
+    return tuple(x.masked_fill(hidden[:, :, None, None], 0) for x in xs)
