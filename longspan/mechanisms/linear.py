@@ -25,7 +25,7 @@ from longspan.ops.ragged import shift_left, shift_right
 
 @dataclass
 class LinearState(State):
-    """Σφ(k)vᵀ, Σφ(k) and their log scale; Σv for maps with an epsilon; the open bucket's sums with a blind spot."""
+    """Σφ(k)vᵀ, Σφ(k) and their log scale; Σ[v, 1] for maps with an epsilon; open sums with a blind spot."""
 
     kv: Tensor  # (B, Hkv, M, E)
     z: Tensor  # (B, Hkv, M)
@@ -33,6 +33,7 @@ class LinearState(State):
     total: Tensor | None = None  # (B, Hkv, E + 1): Σ[v, 1]
     open_kv: Tensor | None = None  # as kv and z, of the bucket that holds the last token; same shift
     open_z: Tensor | None = None
+    draw: int = 0  # which of the random features' draws made the sums; always 0 for maps without
 
     @property
     def sums(self) -> Sums:
@@ -128,7 +129,7 @@ class LinearAttention(Mechanism):
         length = state.length + (k.shape[1] if lengths is None else lengths)
         total = None if state.total is None else state.total + self._ones(v, visible).sum(1)
         if state.open is None:
-            return LinearState(length, *accumulate(state.sums, f, v, scale), total)
+            return _updated(state, length, accumulate(state.sums, f, v, scale), total)
         # The bucket of the new last token stays open; it may be the one that is open already.
         position = state.length[:, None] + torch.arange(k.shape[1], device=k.device)
         last = (length - 1) // self.blind_spot
@@ -136,7 +137,7 @@ class LinearAttention(Mechanism):
         moved_on = (state.length - 1) // self.blind_spot < last
         closed = accumulate(_merge(state.sums, state.open, moved_on), f.masked_fill(in_last, 0), v, scale)
         opened = accumulate(_drop(state.open, moved_on), f.masked_fill(~in_last, 0), v, scale)
-        return LinearState(length, *closed, total, opened.kv, opened.z)
+        return replace(_updated(state, length, closed, total), open_kv=opened.kv, open_z=opened.z)
 
     def _extend(
         self, state: State | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
@@ -155,7 +156,7 @@ class LinearAttention(Mechanism):
                 q, k, v, feature_map=phi.kind, weight=weight, lengths=lengths, sums=state.sums, normalise=divided
             )
             length = state.length + (k.shape[1] if lengths is None else lengths)
-            return self._scaled(out), LinearState(length, *sums)
+            return self._scaled(out), _updated(state, length, sums, None)
         visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
         out = self._from_prefixes(state, phi.query(q.to(state.kv.dtype)), *self._keys(k, v, visible))
         return self._scaled(out.to(q.dtype)), self._write(state, k, v, lengths)
@@ -201,6 +202,10 @@ class LinearAttention(Mechanism):
 
     def _scaled(self, out: Tensor) -> Tensor:
         return out if self.output_scale == 1 else out * self.output_scale
+
+
+def _updated(state: LinearState, length: Tensor, sums: Sums, total: Tensor | None) -> LinearState:
+    return replace(state, length=length, kv=sums.kv, z=sums.z, shift=sums.shift, total=total)
 
 
 def _merge(sums: Sums, more: Sums, rows: Tensor) -> Sums:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,13 +14,6 @@ from longspan.mechanism import FeatureMap, State
 from longspan.mechanisms.choices import choose
 from longspan.mechanisms.feature_maps import ACTIVATIONS, Favor, Generalised, RandomFeatures, Softmax
 from longspan.mechanisms.linear import LinearAttention, LinearState
-
-
-@dataclass
-class PerformerState(LinearState):
-    """A linear state, and which draw of the features its sums belong to."""
-
-    draw: int = 0
 
 
 class PerformerAttention(LinearAttention):
@@ -110,28 +103,13 @@ class PerformerAttention(LinearAttention):
         max_length: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> PerformerState:
-        return self._stamp(super().new_state(batch_size, max_length=max_length, device=device, dtype=dtype))
-
-    def _write(self, state: State, k: Tensor, v: Tensor, lengths: Tensor | None) -> PerformerState:
-        return self._stamp(super()._write(state, k, v, lengths))
-
-    def _extend(
-        self, state: State | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
-    ) -> tuple[Tensor, PerformerState]:
-        out, after = super()._extend(state, q, k, v, lengths)
-        return out, self._stamp(after)
-
-    def _stamp(self, state: LinearState) -> PerformerState:
-        tensors = {field.name: getattr(state, field.name) for field in fields(LinearState)}
-        return PerformerState(**tensors, draw=self.draw)
-
-    def _state_type(self) -> type[State]:
-        return PerformerState
+    ) -> LinearState:
+        state = super().new_state(batch_size, max_length=max_length, device=device, dtype=dtype)
+        return replace(state, draw=self.draw)
 
     def _check_state(self, state: State, x: Tensor, packing: Any) -> None:
         super()._check_state(state, x, packing)
-        assert isinstance(state, PerformerState)
+        assert isinstance(state, LinearState)
         if state.draw != self.draw:
             raise ValueError(
                 f"this state was written with draw {state.draw} of the random features, the mechanism now has draw "
