@@ -167,8 +167,8 @@ class Mechanism(nn.Module, ABC):
             if causal:
                 kept = past.clone() if past is not None and not torch.is_grad_enabled() else past
                 return self._causal(kept, q, k, v, key_mask, packing)[0]
-            if q.shape[1] == 0 or k.shape[1] == 0:
-                return q.new_zeros(*q.shape[:3], self.value_dim)
+            if 0 in (*q.shape[:2], k.shape[1]):
+                return self._nothing(q, k, v)
             if packing is not None:
                 return self._attend_packed(q, k, v, packing, packing if key_packing is None else key_packing)
             if key_mask is not None:
@@ -202,7 +202,7 @@ class Mechanism(nn.Module, ABC):
         self._check(None, k, v, key_mask, packing)
         self._check_state(state, k, packing)
         with _full_precision(k):
-            if k.shape[1] == 0:
+            if 0 in k.shape[:2]:
                 return state
             if packing is not None:
                 for group in length_classes(packing):
@@ -274,10 +274,9 @@ class Mechanism(nn.Module, ABC):
     def _causal(
         self, state: State | None, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, packing: Packing | None
     ) -> tuple[Tensor, State]:
-        if q.shape[1] == 0:
+        if 0 in q.shape[:2]:
             rows = q.shape[0] if packing is None else len(packing.offsets) - 1
-            empty = q.new_zeros(*q.shape[:3], self.value_dim)
-            return empty, self._new_state_like(q, rows) if state is None else state
+            return self._nothing(q, k, v), self._new_state_like(q, rows) if state is None else state
         if packing is not None:
             return self._extend_packed(state, q, k, v, packing)
         if key_mask is None:
@@ -308,6 +307,11 @@ class Mechanism(nn.Module, ABC):
             pieces.append(out)
             after = after.put(group.sequences, rows)
         return restore(packing, groups, pieces, q.shape[1]), after
+
+    def _nothing(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Zeros (B, T, H, E) for no queries or no keys; a backward pass goes through them like any other answer."""
+        out = q[..., :1].masked_fill(torch.ones_like(q[..., :1], dtype=torch.bool), 0)
+        return out + (k.sum() + v.sum()) + q.new_zeros(self.value_dim)
 
     def _new_state_like(self, q: Tensor, batch_size: int) -> State:
         return self.new_state(batch_size, device=q.device, dtype=q.dtype)

@@ -156,6 +156,13 @@ class LinformerAttention(Mechanism):
                 raise ValueError(
                     f"the projection has tables for {projection.num_heads} heads, this mechanism {self.num_kv_heads}"
                 )
+            if projection.kind == "convolution" and {head_dim, self.value_dim} != {projection.kernel.shape[1]}:
+                raise ValueError(
+                    f"the projection's convolution takes dim {projection.kernel.shape[1]}, "
+                    f"got head_dim {head_dim} and value_dim {self.value_dim}"
+                )
+            asked = {"rank": rank, "max_length": max_length, "per_head": per_head, "periodic": periodic, "bias": bias}
+            _check_agrees(projection, asked)
             self.keys = self.values = projection
             return
         if share_projection and projection == "convolution" and self.value_dim != head_dim:
@@ -276,6 +283,24 @@ class LinformerAttention(Mechanism):
         if torch.compiler.is_compiling() or start.device.type != "cpu" or start.numel() == 0:
             return  # Looking at the lengths would wait for the device; `new_state(max_length=…)` checks beforehand.
         self.keys.check_length(int((start + (tokens if lengths is None else lengths)).max()))
+
+
+def _check_agrees(projection: Projection, asked: dict[str, int]) -> None:
+    """Options beside a Projection may repeat what it has, never contradict it."""
+    has = {
+        "rank": projection.rank,
+        "max_length": projection.max_length,
+        "per_head": projection.num_heads is not None,
+        "periodic": projection.periodic,
+        "bias": projection.bias is not None,
+    }
+    defaults = LinformerAttention.__init__.__kwdefaults__ or {}
+    for option, value in asked.items():
+        if value not in (defaults[option], has[option]):
+            raise ValueError(
+                f"{option}={value} contradicts the projection, which has {option}={has[option]}; build it with that, "
+                f"or leave {option} out"
+            )
 
 
 def _prefix_products(q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:

@@ -135,7 +135,7 @@ class LocalAttention(Mechanism):
         j = self._positions(state.length)[:, None]  # (B, 1, ring)
         window = self.window._replace(causal=True)
         seen = window.restrict(window.sees(i, j) & (j >= 0), i, j)
-        bias = self._bias()
+        bias = self._bias(q.device)
         added = None if bias is None else bias(i, j).movedim(0, 1)  # (B, H, 1, ring)
         out = attend(
             q.transpose(1, 2), state.k, state.v, seen[:, None], bias=added, scale=self.scale, dropout=self._dropout
@@ -172,19 +172,19 @@ class LocalAttention(Mechanism):
             window,
             key_mask=key_mask,
             start=start,
-            bias=self._bias(),
+            bias=self._bias(q.device),
             scale=self.scale,
             dropout=self._dropout,
         )
 
-    def _bias(self) -> Bias | None:
+    def _bias(self, device: torch.device) -> Bias | None:
         if self.bias is None:
             return None
         if isinstance(self.bias, Tensor):
             return self._from_table
         # Once for each distance, then looked up.
         back, ahead = self._ring - 1, self.window._replace(causal=False).reach[1]
-        distances = torch.arange(-ahead, back + 1, device=next(self.bias.parameters()).device)
+        distances = torch.arange(-ahead, back + 1, device=device)
         by_distance = self.bias(distances)
         return lambda i, j: by_distance[:, (i - j).clamp(-ahead, back) + ahead]
 
