@@ -83,8 +83,8 @@ class PerformerAttention(LinearAttention):
         self.draw, self._forwards = 0, 0  # the same numbers, known without asking the device
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        """New random features; states made before are refused from now on."""
-        if isinstance(self.feature_map, RandomFeatures):
+        """New random features; states made before are refused from now on. Nothing without a projection."""
+        if isinstance(self.feature_map, RandomFeatures) and self.feature_map.projection is not None:
             self.feature_map.redraw(generator)
             self._count(self.draw + 1, 0)
 
