@@ -113,6 +113,7 @@ class Mechanism(nn.Module, ABC):
 
     supports_causal: bool = True
     supports_cross: bool = True
+    heads_alike: bool = True  # whether any of the heads could be computed apart from the others, all in the same way
 
     def __init__(
         self, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None, value_dim: int | None = None

@@ -126,3 +126,53 @@ def restore(packing: Packing, groups: list[Group], pieces: list[Tensor], total: 
 def hide(hidden: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
     # Filled, not multiplied: padding may hold NaN.
     return tuple(x.masked_fill(hidden[:, :, None, None], 0) for x in xs)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the tokens of a batch lie: which are real, where each stands in its sequence, where sequences end.
+
+    position: (B or 1, T) int64, counted from the start of each sequence. last: (B or 1, T) the final position of each
+    token's sequence.
+    """
+
+    position: Tensor
+    last: Tensor
+    key_mask: Tensor | None = None
+    packing: Packing | None = None
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        *,
+        causal: bool,
+        key_mask: Tensor | None = None,
+        packing: Packing | None = None,
+        start: Tensor | None = None,
+    ) -> Rows:
+        """The rows of x (B, T, ...). start: (B,), or (N,) when packed, tokens that came before each sequence."""
+        T = x.shape[1]
+        slot = torch.arange(T, device=x.device)
+        if packing is not None:
+            offsets = packing.offsets.long()
+            sequence = torch.searchsorted(offsets[1:], slot, right=True)
+            position, last = slot - offsets[sequence], packing.lengths[sequence] - 1
+            before = 0 if start is None else start[sequence]
+            return cls((position + before)[None], (last + before)[None], None, packing)
+        before = 0 if start is None else start[:, None]
+        if key_mask is not None and causal:
+            position = (key_mask.cumsum(1) - 1).clamp(min=0)
+            return cls(position + before, key_mask.sum(1, keepdim=True) - 1 + before + 0 * position, key_mask)
+        return cls(slot[None] + before, torch.full_like(slot[None], T - 1) + before, key_mask)
+
+    def hide(self, x: Tensor) -> Tensor:
+        """x (B, T, ...) with hidden tokens zero: NaN there would reach the gradients of every weight that meets it."""
+        if self.key_mask is None:
+            return x
+        return x.masked_fill(~self.key_mask.reshape(*self.key_mask.shape, *[1] * (x.ndim - 2)), 0)
+
+    def has_neighbour(self, offset: int) -> Tensor:
+        """(B or 1, T): whether there is a token `offset` places before (negative: after) in the same sequence."""
+        there = self.position - offset
+        return (there >= 0) & (there <= self.last)

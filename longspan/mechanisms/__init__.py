@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from types import ModuleType
 from typing import Any
 
 from longspan.mechanism import Mechanism
@@ -63,3 +65,13 @@ def mechanism_options(name: str) -> dict[str, Any]:
     parameters = inspect.signature(_REGISTRY[choose("mechanism", name, _REGISTRY)]).parameters
     shape = ("num_heads", "head_dim", "num_kv_heads", "value_dim")
     return {option: parameter.default for option, parameter in parameters.items() if option not in shape}
+
+
+class _Package(ModuleType):
+    """`longspan.mechanisms` is this package once it is imported, and the function of that name all the same."""
+
+    def __call__(self) -> dict[str, type[Mechanism]]:
+        return mechanisms()
+
+
+sys.modules[__name__].__class__ = _Package

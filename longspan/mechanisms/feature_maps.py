@@ -26,10 +26,13 @@ class FusedMap(FeatureMap):
         return head_dim
 
     def query(self, q: Tensor) -> Tensor:
-        return MAPS[self.kind].query(q, self.weight)[0]
+        return MAPS[self.kind].query(q, self._weight_like(q))[0]
 
     def key(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        return MAPS[self.kind].key(k, self.weight)
+        return MAPS[self.kind].key(k, self._weight_like(k))
+
+    def _weight_like(self, x: Tensor) -> Tensor | None:
+        return None if self.weight is None else self.weight.to(x.dtype)
 
 
 class Elu(FusedMap):

@@ -164,6 +164,7 @@ class LinformerAttention(Mechanism):
             asked = {"rank": rank, "max_length": max_length, "per_head": per_head, "periodic": periodic, "bias": bias}
             _check_agrees(projection, asked)
             self.keys = self.values = projection
+            self.heads_alike = projection.num_heads is None
             return
         if share_projection and projection == "convolution" and self.value_dim != head_dim:
             raise ValueError(f"a shared convolution needs value_dim ({self.value_dim}) = head_dim ({head_dim})")
@@ -181,6 +182,7 @@ class LinformerAttention(Mechanism):
 
         self.keys = build(head_dim)
         self.values = self.keys if share_projection else build(self.value_dim)
+        self.heads_alike = not per_head
 
     @property
     def rank(self) -> int:

@@ -54,6 +54,7 @@ class LocalAttention(Mechanism):
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         self.shared_qk, self.scale, self.dropout = shared_qk, scale, dropout
+        self.heads_alike = bias is None
         self.window = _window(window, look_back, look_ahead, shared_qk)
         self.bias: nn.Module | Tensor | None
         if isinstance(bias, Tensor):

@@ -59,6 +59,7 @@ class SplitAttention(Mechanism):
             shape = {"num_kv_heads": kv_size, "value_dim": value_dim}
             built.append(build_mechanism(part["mechanism"], part["num_heads"], head_dim, **shape, **options))
         self.parts = nn.ModuleList(built)
+        self.heads_alike = False
         self.supports_causal = all(part.supports_causal for part in built)
         self.supports_cross = all(part.supports_cross for part in built)
 

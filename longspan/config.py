@@ -1,0 +1,163 @@
+"""A model's description: plain values, checked where they are made, that go through JSON and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from longspan.mechanisms.choices import choose, nearest
+
+Spec = str | Mapping[str, Any]  # a mechanism's name, or {"mechanism": name, **options}
+
+NORMS = ("layer", "rms", "scale")
+POSITIONS = ("none", "learned", "sinusoidal", "axial")
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Heads, and what they compute.
+
+    mechanism: a name, {"mechanism": name, **options}, or a sequence of those, one a layer, repeated to the depth.
+    head_dim: dim / num_heads unless given. num_kv_heads: fewer key/value heads, shared by groups of query heads.
+    shared_kv: values are the keys. qk_norm: queries and keys normalised, with a learned scale.
+    rotary: "none", "halves" or "interleaved"; one for all, or one for each part of a split.
+    value_gates: each head's output times a gate read off the input. out_dim: a width between heads and output.
+    share_projection, rank_step: linformer's projection shared by all layers; R smaller by so much a layer, down to 1.
+    """
+
+    num_heads: int = 8
+    mechanism: Spec | Sequence[Spec] = "softmax"
+    head_dim: int | None = None
+    num_kv_heads: int | None = None
+    shared_kv: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = True
+    qk_norm: bool = False
+    rotary: str | Sequence[str] = "none"
+    rotary_base: float = 10000.0
+    value_gates: bool = False
+    out_dim: int | None = None
+    dropout: float = 0.0
+    share_projection: bool = False
+    rank_step: int = 0
+
+
+@dataclass(frozen=True)
+class FeedForwardConfig:
+    """The layer between attentions.
+
+    hidden: width inside, mult · dim unless given. activation: a name. gated: GLU, activation(a) · b.
+    chunks: pieces along the sequence, computed one after the other to save memory. dropout: inside; out_dropout: after.
+    product_keys: layers, counted from 0, that have a product-key memory of num_keys² values in place of it.
+    """
+
+    mult: float = 4
+    hidden: int | None = None
+    activation: str = "gelu"
+    gated: bool = False
+    bias: bool = True
+    dropout: float = 0.0
+    out_dropout: float = 0.0
+    chunks: int = 1
+    product_keys: tuple[int, ...] = ()
+    num_keys: int = 128
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that makes a model, as plain values: `to_dict` and `from_dict` round-trip through JSON.
+
+    Size: dim, depth; inner_dim, the width between the first feed-forward layer and the last, where it differs.
+    Layers: attention; cross, attention to a context after each self-attention; feed_forward. None leaves one out.
+    Norms: norm "layer", "rms" or "scale"; norm_position "pre", "post" or "rezero"; final_norm.
+    Positions: positions "none", "learned", "sinusoidal" or "axial", with max_length, position_base and axial_shape;
+    rotary positions belong to the attention.
+    Sequence: causal; token_shift, offsets over equal parts of the features, such as (0, 1) or (−1, 0, 1);
+    axial_stride, an extra attention in each layer along every stride-th token.
+    Residuals: residual "single", "double" or "hyper" with num_streams; execution "keep", "recompute",
+    "recompute_heads" or "reverse".
+    Tokens: vocab_size; embed_dim, a narrower embedding; tie_embeddings; embed_dropout. num_classes: for `Classifier`.
+    """
+
+    dim: int = 512
+    depth: int = 6
+    inner_dim: int | None = None
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    cross: AttentionConfig | None = None
+    feed_forward: FeedForwardConfig | None = field(default_factory=FeedForwardConfig)
+    norm: str = "layer"
+    norm_position: str = "pre"
+    final_norm: bool = True
+    positions: str = "none"
+    max_length: int | None = None
+    position_base: float = 10000.0
+    axial_shape: tuple[int, ...] | None = None
+    causal: bool = False
+    token_shift: tuple[int, ...] = ()
+    axial_stride: int | None = None
+    residual: str = "single"
+    num_streams: int = 4
+    execution: str = "keep"
+    vocab_size: int | None = None
+    embed_dim: int | None = None
+    tie_embeddings: bool = False
+    embed_dropout: float = 0.0
+    num_classes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("dim", self.dim), ("depth", self.depth)):
+            if value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
+        choose("norm", self.norm, NORMS)
+        choose("positions", self.positions, POSITIONS)
+        if self.positions == "learned" and self.max_length is None:
+            raise ValueError('positions="learned" needs max_length, the number of positions')
+        if self.positions == "axial" and self.axial_shape is None:
+            raise ValueError('positions="axial" needs axial_shape, such as (1024, 1024)')
+        if self.axial_shape is not None and self.positions != "axial":
+            raise ValueError(f'axial_shape goes with positions="axial", got positions="{self.positions}"')
+        if (
+            self.axial_shape is not None
+            and self.max_length is not None
+            and math.prod(self.axial_shape) < self.max_length
+        ):
+            reach = math.prod(self.axial_shape)
+            raise ValueError(
+                f"axial_shape {self.axial_shape} reaches {reach} positions, max_length is {self.max_length}"
+            )
+        if self.causal and any(offset < 0 for offset in self.token_shift):
+            raise ValueError(f"token_shift {self.token_shift} looks ahead; a causal model's offsets are 0 or more")
+        if self.token_shift and self.dim < len(self.token_shift):
+            raise ValueError(f"token_shift has {len(self.token_shift)} parts, more than dim ({self.dim})")
+        if self.axial_stride is not None and self.axial_stride < 2:
+            raise ValueError(f"axial_stride must be at least 2, or None, got {self.axial_stride}")
+        if self.inner_dim is not None and (self.feed_forward is None or self.depth < 2):
+            raise ValueError("inner_dim needs feed-forward layers to change the width, and a depth of at least 2")
+        if self.tie_embeddings and self.vocab_size is None:
+            raise ValueError("tie_embeddings needs vocab_size")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """The configuration `to_dict` described; a field that does not exist is refused."""
+        groups = {"attention": AttentionConfig, "cross": AttentionConfig, "feed_forward": FeedForwardConfig}
+        given = dict(values)
+        for name, group in groups.items():
+            if isinstance(given.get(name), Mapping):
+                given[name] = _build(group, given[name], f"{name}.")
+        return _build(cls, given, "")
+
+
+def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
+    names = [f.name for f in dataclasses.fields(cls)]
+    for name in values:
+        if name not in names:
+            raise ValueError(f"unknown field {prefix}{name}; there is {', '.join(names)}{nearest(name, names)}")
+    tuples = ("token_shift", "axial_shape", "product_keys")
+    return cls(**{k: tuple(v) if k in tuples and isinstance(v, Sequence) else v for k, v in values.items()})

@@ -1,0 +1,295 @@
+"""What a transformer is made of: norms, attention with its projections, feed-forward layers, token shift."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from longspan.config import AttentionConfig, FeedForwardConfig
+from longspan.mechanism import Mechanism, State
+from longspan.mechanisms import build_mechanism
+from longspan.mechanisms.choices import choose
+from longspan.positions import Rotary
+from longspan.rows import Rows
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "relu2": lambda x: F.relu(x).square(),
+    "identity": lambda x: x,
+}
+
+
+class ScaleNorm(nn.Module):
+    """x / ‖x‖ times one learned number (Nguyen & Salazar, 2019)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(dim**0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1, eps=1e-5) * self.scale.to(x.dtype)
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "layer": nn.LayerNorm,
+    "rms": lambda dim: nn.RMSNorm(dim, eps=1e-6),
+    "scale": ScaleNorm,
+}
+
+
+class Attention(nn.Module):
+    """Projections around a mechanism: (B, T, dim) -> (B, T, dim).
+
+    mechanism: what to compute, in place of the configuration's name for it. cross: keys and values come from a context.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        config: AttentionConfig | None = None,
+        *,
+        mechanism: Mechanism | None = None,
+        causal: bool = False,
+        cross: bool = False,
+        out_features: int | None = None,
+    ) -> None:
+        super().__init__()
+        config = AttentionConfig() if config is None else config
+        if config.head_dim is None and dim % config.num_heads:
+            raise ValueError(
+                f"dim ({dim}) must be a multiple of num_heads ({config.num_heads}), or head_dim must be given"
+            )
+        head_dim = config.head_dim or dim // config.num_heads
+        num_kv_heads = config.num_kv_heads or config.num_heads
+        if mechanism is None:
+            mechanism = mechanism_from(config.mechanism, config.num_heads, head_dim, num_kv_heads)
+        if (causal and not mechanism.supports_causal) or (cross and not mechanism.supports_cross):
+            raise ValueError(
+                f"{type(mechanism).__name__} cannot be used for {'cross' if cross else 'causal'} attention"
+            )
+        self.mechanism, self.causal, self.cross, self.head_groups = mechanism, causal, cross, 1
+        self.shared_kv = config.shared_kv
+        if self.shared_kv and mechanism.value_dim != mechanism.head_dim:
+            raise ValueError(f"shared_kv needs value_dim ({mechanism.value_dim}) = head_dim ({mechanism.head_dim})")
+        inner_q, inner_k = mechanism.num_heads * mechanism.head_dim, mechanism.num_kv_heads * mechanism.head_dim
+        inner_v = 0 if self.shared_kv else mechanism.num_kv_heads * mechanism.value_dim
+        self.to_q = nn.Linear(dim, inner_q, bias=config.qkv_bias)
+        self.to_kv = nn.Linear(dim, inner_k + inner_v, bias=config.qkv_bias)
+        self.q_norm = nn.RMSNorm(head_dim, eps=1e-6) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if config.qk_norm else None
+        self.rotary = nn.ModuleList() if cross else nn.ModuleList(_rotary(config, mechanism))
+        self.to_gates = nn.Linear(dim, mechanism.num_heads) if config.value_gates else None
+        inner_out = mechanism.num_heads * mechanism.value_dim
+        self.to_mid = None if config.out_dim is None else nn.Linear(inner_out, config.out_dim, bias=config.out_bias)
+        self.to_out = nn.Linear(config.out_dim or inner_out, out_features or dim, bias=config.out_bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: Tensor, rows: Rows | None = None, context: Tensor | None = None, *, context_rows: Rows | None = None
+    ) -> Tensor:
+        """x: (B, T, dim) with its masks and packing; for cross-attention a context (B, S, dim) with its own."""
+        rows = Rows.of(x, causal=self.causal) if rows is None else rows
+        x = rows.hide(x)
+        q = self._queries(x, rows.position)
+        if not self.cross:
+            k, v = self._keys(x, rows.position)
+            out = self._mix(q, k, v, key_mask=rows.key_mask, packing=rows.packing)
+        else:
+            if context is None:
+                raise ValueError("cross-attention needs a context: pass context=, of shape (B, S, dim)")
+            context_rows = Rows.of(context, causal=False) if context_rows is None else context_rows
+            k, v = self._keys(context_rows.hide(context), None)
+            out = self._mix(
+                q, k, v, key_mask=context_rows.key_mask, packing=rows.packing, key_packing=context_rows.packing
+            )
+        return self._output(x, out)
+
+    def new_state(self, batch_size: int, **options: Any) -> State:
+        """The mechanism's empty state; see `Mechanism.new_state`."""
+        return self.mechanism.new_state(batch_size, **options)
+
+    def write(self, state: State, context: Tensor, rows: Rows | None = None) -> State:
+        """A cross-attention's state after a context: paid once, then read by every step."""
+        rows = Rows.of(context, causal=False) if rows is None else rows
+        k, v = self._keys(rows.hide(context), None)
+        return self.mechanism.write(state, k, v, key_mask=rows.key_mask, packing=rows.packing)
+
+    def extend(self, x: Tensor, state: State, rows: Rows | None = None) -> tuple[Tensor, State]:
+        """Any number of new tokens; cross-attention reads its state and leaves it as it is."""
+        rows = Rows.of(x, causal=True, start=state.length) if rows is None else rows
+        x = rows.hide(x)
+        q = self._queries(x, rows.position)
+        if self.cross:
+            return self._output(x, self.mechanism.read(state, q)), state
+        k, v = self._keys(x, rows.position)
+        if x.shape[1] == 1 and rows.key_mask is None and rows.packing is None:
+            out, state = self.mechanism.step(state, q, k, v)
+        else:
+            out, state = self.mechanism.extend(state, q, k, v, key_mask=rows.key_mask, packing=rows.packing)
+        return self._output(x, out), state
+
+    def set_head_groups(self, apart: bool) -> None:
+        """Whether heads are computed group by group, each group made again in the backward pass."""
+        if apart and not self.mechanism.heads_alike:
+            raise ValueError(
+                f"the heads of this {type(self.mechanism).__name__} differ, so they cannot be recomputed by groups: "
+                'use execution="recompute"'
+            )
+        self.head_groups = self.mechanism.num_kv_heads if apart else 1
+
+    def _queries(self, x: Tensor, position: Tensor) -> Tensor:
+        q = self.to_q(x).unflatten(2, (self.mechanism.num_heads, -1))  # (B, T, H, D)
+        return self._rotated(q if self.q_norm is None else self.q_norm(q), position, self.mechanism.num_heads)
+
+    def _keys(self, x: Tensor, position: Tensor | None) -> tuple[Tensor, Tensor]:
+        heads, D = self.mechanism.num_kv_heads, self.mechanism.head_dim
+        k, v = self.to_kv(x).split([heads * D, self.to_kv.out_features - heads * D], -1)
+        v = (k if self.shared_kv else v).unflatten(2, (heads, -1))
+        k = k.unflatten(2, (heads, -1))
+        k = k if self.k_norm is None else self.k_norm(k)
+        return k if position is None else self._rotated(k, position, heads), v
+
+    def _rotated(self, x: Tensor, position: Tensor, heads: int) -> Tensor:
+        parts = len(self.rotary)
+        if parts == 0:
+            return x
+        if parts == 1:
+            return self.rotary[0](x, position)
+        sizes = self.mechanism.sizes if heads == self.mechanism.num_heads else self.mechanism.kv_sizes
+        pieces = zip(self.rotary, x.split(sizes, 2), strict=True)
+        return torch.cat([turn(piece, position) if isinstance(turn, Rotary) else piece for turn, piece in pieces], 2)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        if self.head_groups == 1:
+            return self.mechanism(q, k, v, causal=self.causal, **how)
+        pieces = []
+        kv_size = self.mechanism.num_kv_heads // self.head_groups
+        size = self.mechanism.num_heads // self.head_groups
+        for g in range(self.head_groups):
+            part = copy.copy(self.mechanism)
+            part.num_heads, part.num_kv_heads = size, kv_size
+            kv = slice(g * kv_size, (g + 1) * kv_size)
+            piece = q[:, :, g * size : (g + 1) * size], k[:, :, kv], v[:, :, kv]
+            pieces.append(checkpoint(part, *piece, use_reentrant=False, causal=self.causal, **how))
+        return torch.cat(pieces, 2)
+
+    def _output(self, x: Tensor, out: Tensor) -> Tensor:
+        if self.to_gates is not None:
+            out = out * self.to_gates(x).sigmoid()[..., None]
+        out = out.flatten(2)
+        out = out if self.to_mid is None else self.to_mid(out)
+        return self.dropout(self.to_out(out))
+
+
+def mechanism_from(spec: Any, num_heads: int, head_dim: int, num_kv_heads: int) -> Mechanism:
+    """The mechanism that a name or {"mechanism": name, **options} describes."""
+    if isinstance(spec, str):
+        return build_mechanism(spec, num_heads, head_dim, num_kv_heads=num_kv_heads)
+    if not isinstance(spec, Mapping) or "mechanism" not in spec:
+        raise ValueError(f'a mechanism is a name or {{"mechanism": name, **options}}, got {spec!r}')
+    options = {option: value for option, value in spec.items() if option != "mechanism"}
+    return build_mechanism(spec["mechanism"], num_heads, head_dim, num_kv_heads=num_kv_heads, **options)
+
+
+def _rotary(config: AttentionConfig, mechanism: Mechanism) -> list[nn.Module]:
+    names = [config.rotary] if isinstance(config.rotary, str) else list(config.rotary)
+    for name in names:
+        choose("rotary", name, ("none", "halves", "interleaved"))
+    if set(names) == {"none"}:
+        return []
+    if len(names) > 1 and len(names) != len(getattr(mechanism, "sizes", ())):
+        raise ValueError(f"rotary names {len(names)} parts, {type(mechanism).__name__} does not have as many")
+    return [
+        nn.Identity()
+        if name == "none"
+        else Rotary(mechanism.head_dim, config.rotary_base, interleaved=name == "interleaved")
+        for name in names
+    ]
+
+
+class FeedForward(nn.Module):
+    """activation(x W₁) W₂, or (activation(a) · b) W₂ with (a, b) = x W₁."""
+
+    def __init__(self, dim: int, config: FeedForwardConfig | None = None, *, out_features: int | None = None) -> None:
+        super().__init__()
+        config = FeedForwardConfig() if config is None else config
+        hidden = config.hidden or int(dim * config.mult)
+        self.activation = ACTIVATIONS[choose("activation", config.activation, ACTIVATIONS)]
+        self.gated, self.chunks = config.gated, config.chunks
+        if self.chunks < 1:
+            raise ValueError(f"chunks must be at least 1, got {self.chunks}")
+        self.to_hidden = nn.Linear(dim, hidden * 2 if self.gated else hidden, bias=config.bias)
+        self.to_out = nn.Linear(hidden, out_features or dim, bias=config.bias)
+        self.dropout, self.out_dropout = nn.Dropout(config.dropout), nn.Dropout(config.out_dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.chunks == 1:
+            return self._piece(x)
+        return torch.cat([self._piece(piece) for piece in x.chunk(self.chunks, 1)], 1)
+
+    def _piece(self, x: Tensor) -> Tensor:
+        hidden = self.to_hidden(x)
+        if self.gated:
+            hidden, gate = hidden.chunk(2, -1)
+            hidden = self.activation(hidden) * gate
+        else:
+            hidden = self.activation(hidden)
+        return self.out_dropout(self.to_out(self.dropout(hidden)))
+
+
+class ProductKeyMemory(nn.Module):
+    """A large memory of num_keys² values, found by the best pairs of half-keys (Lample et al., 2019)."""
+
+    def __init__(
+        self, dim: int, *, num_keys: int = 128, num_heads: int = 4, key_dim: int = 128, best: int = 32
+    ) -> None:
+        super().__init__()
+        self.num_keys, self.num_heads, self.best = num_keys, num_heads, min(best, num_keys)
+        self.to_queries = nn.Linear(dim, 2 * num_heads * key_dim, bias=False)
+        self.norm = nn.LayerNorm(key_dim)
+        self.keys = nn.Parameter(torch.randn(num_heads, num_keys, 2, key_dim) * key_dim**-0.5)
+        self.values = nn.Embedding(num_keys**2, dim)
+        nn.init.normal_(self.values.weight, std=dim**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.norm(self.to_queries(x).unflatten(-1, (2, self.num_heads, -1)))  # (B, T, 2, H, key_dim)
+        scores, index = torch.einsum("btphd,hnpd->btphn", queries, self.keys).topk(self.best, -1)
+        pairs = (scores[:, :, 0, :, :, None] + scores[:, :, 1, :, None]).flatten(-2)
+        places = (index[:, :, 0, :, :, None] * self.num_keys + index[:, :, 1, :, None]).flatten(-2)
+        scores, chosen = pairs.topk(self.best, -1)
+        places = places.gather(-1, chosen).flatten(-2)  # (B, T, H · best)
+        weights = scores.softmax(-1).flatten(-2)
+        return F.embedding_bag(
+            places.flatten(0, 1),
+            self.values.weight,
+            per_sample_weights=weights.flatten(0, 1).to(self.values.weight.dtype),
+            mode="sum",
+        ).view(*x.shape[:2], -1)
+
+
+def shift_tokens(x: Tensor, offsets: Sequence[int], rows: Rows, recent: Tensor | None = None) -> Tensor:
+    """Equal parts of the features, each from the token that many places before (negative: after); zeros where none is.
+
+    x: (B, T, dim), hidden tokens zero. recent: (B, max(offsets), dim), the tokens before these.
+    """
+    size = x.shape[2] // len(offsets)
+    parts = list(x.split(size, 2))
+    history = 0 if recent is None else recent.shape[1]
+    longer = x if recent is None else torch.cat([recent, x], 1)
+    for i, offset in enumerate(offsets):
+        if offset == 0:
+            continue
+        piece = longer[..., i * size : (i + 1) * size]
+        moved = F.pad(piece, (0, 0, offset, -offset)) if abs(offset) < piece.shape[1] else torch.zeros_like(piece)
+        parts[i] = moved[:, history:].masked_fill(~rows.has_neighbour(offset)[..., None], 0)
+    return torch.cat(parts, 2)

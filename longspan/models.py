@@ -1,0 +1,350 @@
+"""Models: one configuration, four things to build from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longspan.config import AttentionConfig, ModelConfig
+from longspan.layers import (
+    NORMS,
+    Attention,
+    FeedForward,
+    ProductKeyMemory,
+    mechanism_from,
+)
+from longspan.mechanism import Mechanism
+from longspan.mechanisms.linformer import LinformerAttention, Projection
+from longspan.positions import AbsolutePositions, AxialPositions, LearnedPositions, SinusoidalPositions
+from longspan.rows import Packing, Rows, Run
+from longspan.stack import Branch, BranchState, Stack, StackState
+
+
+class Transformer(nn.Module):
+    """Vectors in, vectors out: (B, T, dim) -> (B, T, dim)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        branches = []
+        mechanisms = _mechanisms(config)
+        for i in range(config.depth):
+            branches += _layer(config, i, mechanisms[i])
+        self.stack = Stack(
+            branches,
+            config.dim,
+            topology=config.residual,
+            num_streams=config.num_streams,
+            execution=config.execution,
+        )
+        self.norm = NORMS[config.norm](config.dim) if config.final_norm else None
+        _initialise(self.stack)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        packing: Packing | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        context_packing: Packing | None = None,
+    ) -> Tensor:
+        """x: (B, T, dim). key_mask, context_mask: (B, T), (B, S) bool, True = keep."""
+        self._advance()
+        rows = Rows.of(x, causal=self.config.causal, key_mask=key_mask, packing=packing)
+        context_rows = None
+        if self.config.cross is not None:
+            if context is None:
+                raise ValueError("this model attends to a context: pass context=, of shape (B, S, dim)")
+            context_rows = Rows.of(context, causal=False, key_mask=context_mask, packing=context_packing)
+        elif context is not None:
+            raise ValueError("a context was given, but this model has no cross-attention: set ModelConfig.cross")
+        return self._finish(self.stack(x, rows, context, context_rows))
+
+    def new_state(
+        self,
+        batch_size: int,
+        *,
+        max_length: int | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> StackState:
+        """An empty memory for `batch_size` sequences; a context is written into it once."""
+        example = next(self.parameters())
+        device, dtype = example.device if device is None else device, example.dtype if dtype is None else dtype
+        state = self.stack.new_state(batch_size, max_length=max_length, device=device, dtype=dtype)
+        if self.config.cross is None:
+            return state
+        if context is None:
+            raise ValueError("this model attends to a context: new_state needs context=, of shape (B, S, dim)")
+        rows = Rows.of(context, causal=False, key_mask=context_mask)
+        branches = []
+        for branch, held in zip(self.stack.branches, state.branches, strict=True):
+            if isinstance(branch, Branch) and isinstance(branch.layer, Attention) and branch.layer.cross:
+                written = branch.layer.write(held.inner[0], context, rows)
+                held = BranchState(held.length, held.recent, (written,))
+            branches.append(held)
+        return StackState(state.length, tuple(branches))
+
+    def extend(self, x: Tensor, state: StackState, *, key_mask: Tensor | None = None) -> tuple[Tensor, StackState]:
+        """New tokens x (B, T, dim) after what the state holds; causal models only."""
+        if not self.config.causal:
+            raise ValueError("only a causal model can be extended: build it with causal=True")
+        if key_mask is None:
+            out, state = self.stack.extend(x, Rows.of(x, causal=True, start=state.length), state)
+            return self._finish(out), state
+        run = Run.of(key_mask)
+        (rolled,) = run.roll(x[:, :, None])
+        slots = torch.arange(x.shape[1], device=x.device) < run.lengths[:, None]
+        rows = Rows.of(x, causal=True, key_mask=slots, start=state.length)
+        out, state = self.stack.extend(rolled[:, :, 0], rows, state)
+        return run.unroll(self._finish(out)[:, :, None])[:, :, 0], state
+
+    def _finish(self, x: Tensor) -> Tensor:
+        return x if self.norm is None else self.norm(x)
+
+    def _advance(self) -> None:
+        # Random features are redrawn here, before the first layer and outside anything that is recomputed.
+        for branch in self.stack.branches:
+            if isinstance(branch, Branch) and isinstance(branch.layer, Attention):
+                branch.layer.mechanism.advance()
+
+
+class LanguageModel(nn.Module):
+    """Tokens in, logits out: (B, T) int64 -> (B, T, vocab_size)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise ValueError("a language model needs vocab_size, the number of tokens")
+        self.config = config
+        width = config.embed_dim or config.dim
+        self.embedding = nn.Embedding(config.vocab_size, width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.positions = _positions(config, width)
+        self.dropout = nn.Dropout(config.embed_dropout)
+        self.to_dim = nn.Linear(width, config.dim) if width != config.dim else None
+        self.transformer = Transformer(config)
+        self.from_dim = nn.Linear(config.dim, width) if width != config.dim else None
+        self.to_logits = None if config.tie_embeddings else nn.Linear(width, config.vocab_size)
+
+    def forward(self, tokens: Tensor, **how: Any) -> Tensor:
+        """Logits (B, T, vocab_size). The keyword arguments are those of `Transformer.forward`."""
+        return self.logits(self.hidden(tokens, **how))
+
+    def hidden(self, tokens: Tensor, **how: Any) -> Tensor:
+        """The last layer's vectors (B, T, dim), normalised."""
+        rows = Rows.of(tokens, causal=self.config.causal, key_mask=how.get("key_mask"), packing=how.get("packing"))
+        longest = tokens.shape[1] if rows.packing is None else rows.packing.max_length
+        return self.transformer(self._embed(tokens, rows, longest), **how)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(B, T, dim) -> (B, T, vocab_size)."""
+        narrow = hidden if self.from_dim is None else self.from_dim(hidden)
+        return F.linear(narrow, self.embedding.weight) if self.to_logits is None else self.to_logits(narrow)
+
+    def new_state(self, batch_size: int, **options: Any) -> StackState:
+        """An empty memory; the options are those of `Transformer.new_state`."""
+        longest = options.get("max_length")
+        if longest is not None and self.positions is not None:
+            self.positions.check(longest)
+        return self.transformer.new_state(batch_size, **options)
+
+    def extend(self, tokens: Tensor, state: StackState, *, key_mask: Tensor | None = None) -> tuple[Tensor, StackState]:
+        """Logits of new tokens (B, T) after what the state holds."""
+        rows = Rows.of(tokens, causal=True, key_mask=key_mask, start=state.length)
+        longest = 0
+        if self.positions is not None and self.positions.reach is not None and tokens.device.type == "cpu":
+            longest = int(rows.position.max()) + 1 if rows.position.numel() else 0
+        out, state = self.transformer.extend(self._embed(tokens, rows, longest), state, key_mask=key_mask)
+        return self.logits(out), state
+
+    def state_size(self) -> int:
+        """Bytes of memory for one sequence; for `softmax`, which keeps every token, of an empty one."""
+        context = None
+        if self.config.cross is not None:
+            context = next(self.parameters()).new_zeros(1, 1, self.config.dim)
+        state = self.new_state(1, context=context)
+        return sum(x.numel() * x.element_size() for x in state.tensors().values())
+
+    def _embed(self, tokens: Tensor, rows: Rows, longest: int) -> Tensor:
+        if tokens.ndim != 2 or tokens.is_floating_point():
+            raise ValueError(f"tokens must be (B, T) integers, got {tuple(tokens.shape)} {tokens.dtype}")
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            self.positions.check(longest)
+            x = x + self.positions(rows.position).to(x.dtype)
+        x = self.dropout(x)
+        return x if self.to_dim is None else self.to_dim(x)
+
+
+class EncoderDecoder(nn.Module):
+    """A source read both ways, a target written from left to right with attention to it."""
+
+    def __init__(self, encoder: ModelConfig, decoder: ModelConfig, *, pad_token: int = 0, tie_embeddings: bool = False):
+        super().__init__()
+        if encoder.causal or encoder.cross is not None:
+            raise ValueError("the encoder must be bidirectional, without cross-attention")
+        if not decoder.causal or decoder.cross is None:
+            raise ValueError("the decoder must have causal=True and cross, its attention to the source")
+        if encoder.dim != decoder.dim:
+            raise ValueError(f"encoder and decoder must have one dim, got {encoder.dim} and {decoder.dim}")
+        self.encoder, self.decoder, self.pad_token = LanguageModel(encoder), LanguageModel(decoder), pad_token
+        self.encoder.to_logits = self.encoder.from_dim = None
+        if tie_embeddings:
+            if self.encoder.embedding.weight.shape != self.decoder.embedding.weight.shape:
+                raise ValueError("tie_embeddings needs one vocab_size and one embed_dim for encoder and decoder")
+            self.decoder.embedding = self.encoder.embedding
+
+    def forward(
+        self, source: Tensor, target: Tensor, *, source_mask: Tensor | None = None, target_mask: Tensor | None = None
+    ) -> Tensor:
+        """The mean cross-entropy of target (B, T) tokens 1 … T − 1 given those before them and source (B, S).
+
+        Masks are True for real tokens; without one, pad_token is padding.
+        """
+        target_mask = target != self.pad_token if target_mask is None else target_mask
+        context, source_mask = self.encode(source, source_mask)
+        logits = self.decoder(target[:, :-1], key_mask=target_mask[:, :-1], context=context, context_mask=source_mask)
+        labels = target[:, 1:].masked_fill(~(target_mask[:, 1:] & target_mask[:, :-1]), -100)
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
+
+    def encode(self, source: Tensor, source_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The source's vectors (B, S, dim) and its mask."""
+        source_mask = source != self.pad_token if source_mask is None else source_mask
+        return self.encoder.hidden(source, key_mask=source_mask), source_mask
+
+
+class Classifier(nn.Module):
+    """One answer for a sequence: (B, T) tokens, or (B, T, dim) vectors without a vocabulary -> (B, num_classes)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.num_classes is None:
+            raise ValueError("a classifier needs num_classes")
+        self.config = config
+        self.body = Transformer(config) if config.vocab_size is None else LanguageModel(config)
+        if isinstance(self.body, LanguageModel):
+            self.body.to_logits = self.body.from_dim = None
+        self.to_classes = nn.Linear(config.dim, config.num_classes)
+
+    def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        """Logits of the mean over real tokens."""
+        hidden = self.body.hidden if isinstance(self.body, LanguageModel) else self.body
+        vectors = hidden(x, key_mask=key_mask)
+        if key_mask is None:
+            return self.to_classes(vectors.mean(1))
+        total = vectors.masked_fill(~key_mask[..., None], 0).sum(1)
+        return self.to_classes(total / key_mask.sum(1, keepdim=True).clamp(min=1))
+
+
+def _positions(config: ModelConfig, width: int) -> AbsolutePositions | None:
+    if config.positions == "learned":
+        assert config.max_length is not None
+        return LearnedPositions(width, config.max_length)
+    if config.positions == "sinusoidal":
+        return SinusoidalPositions(width, config.position_base)
+    if config.positions == "axial":
+        assert config.axial_shape is not None
+        return AxialPositions(width, config.axial_shape)
+    return None
+
+
+def _layer(config: ModelConfig, i: int, mechanism: Mechanism) -> list[Branch]:
+    """The branches of layer i: self-attention, axial attention, cross-attention, each with its feed-forward layer."""
+    inner = config.inner_dim or config.dim
+    width = config.dim if i == 0 else inner
+    after = config.dim if i == config.depth - 1 else inner
+
+    def branch(layer: nn.Module, dim: int, **more: Any) -> Branch:
+        return Branch(layer, dim, norm=config.norm, norm_position=config.norm_position, **more)
+
+    def feed_forward(dim: int, out: int) -> list[Branch]:
+        if config.feed_forward is None:
+            return []
+        if i in config.feed_forward.product_keys:
+            if dim != out:
+                raise ValueError(f"layer {i} changes the width, which a product-key memory cannot: move product_keys")
+            layer: nn.Module = ProductKeyMemory(dim, num_keys=config.feed_forward.num_keys)
+        else:
+            layer = FeedForward(dim, config.feed_forward, out_features=out)
+        return [branch(layer, dim, token_shift=config.token_shift, out_features=out)]
+
+    attention = Attention(width, config.attention, mechanism=mechanism, causal=config.causal)
+    branches = [branch(attention, width, token_shift=config.token_shift)]
+    if config.axial_stride is not None:
+        head_dim, kv_heads = mechanism.head_dim, mechanism.num_kv_heads
+        spec = _spec(config.attention, i)
+        folded = mechanism_from(spec, mechanism.num_heads, head_dim, kv_heads)
+        axial = Attention(width, config.attention, mechanism=folded, causal=config.causal)
+        branches += [*feed_forward(width, width), branch(axial, width, stride=config.axial_stride)]
+    if config.cross is not None:
+        cross = Attention(width, config.cross, cross=True)
+        branches += [*feed_forward(width, width), branch(cross, width)]
+    return branches + feed_forward(width, after)
+
+
+def _spec(config: AttentionConfig, i: int) -> Any:
+    """What layer i computes: a sequence of mechanisms is repeated to the depth."""
+    if isinstance(config.mechanism, str | Mapping):
+        return config.mechanism
+    if not config.mechanism:
+        raise ValueError("attention.mechanism is an empty sequence: name at least one mechanism")
+    return config.mechanism[i % len(config.mechanism)]
+
+
+def _mechanisms(config: ModelConfig) -> list[Mechanism]:
+    """One for each layer, with linformer's projection shared or its rank shrinking where asked for."""
+    attention = config.attention
+    inner = config.inner_dim or config.dim
+    shared: Projection | None = None
+    built: list[Mechanism] = []
+    if attention.share_projection and attention.rank_step:
+        raise ValueError("share_projection and rank_step exclude each other: one projection has one rank")
+    for i in range(config.depth):
+        spec = _spec(attention, i)
+        width = config.dim if i == 0 else inner
+        head_dim = attention.head_dim or width // attention.num_heads
+        shape = (attention.num_heads, head_dim, attention.num_kv_heads or attention.num_heads)
+        if attention.share_projection or attention.rank_step:
+            options: dict[str, Any] = {"mechanism": spec} if isinstance(spec, str) else dict(spec)
+            if options["mechanism"] != "linformer":
+                raise ValueError(
+                    f"share_projection and rank_step are for linformer; layer {i} is {options['mechanism']}"
+                )
+            if shared is not None:
+                options["projection"] = shared
+            elif attention.rank_step:
+                options["rank"] = max(1, options.get("rank", 256) - i * attention.rank_step)
+            else:
+                options["share_projection"] = True
+            spec = options
+        mechanism = mechanism_from(spec, *shape)
+        if attention.share_projection and shared is None:
+            assert isinstance(mechanism, LinformerAttention)
+            shared = mechanism.keys
+        built.append(mechanism)
+    return built
+
+
+def _initialise(stack: Stack) -> None:
+    """Weights of order 1/√fan-in; what is added to the residual smaller by the number of additions."""
+    scale = len(stack.branches) ** -0.5
+    for branch in stack.branches:
+        for name, parameter in branch.named_parameters():
+            if name.endswith("bias") and parameter.ndim == 1:
+                nn.init.zeros_(parameter)
+        layer = getattr(branch, "layer", None)
+        if isinstance(layer, Attention | FeedForward):
+            for module in layer.modules():
+                if isinstance(module, nn.Linear):
+                    nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            with torch.no_grad():
+                layer.to_out.weight.mul_(scale)

@@ -1,0 +1,36 @@
+"""Rotation of feature pairs by angles, and the decay of xPos; all angles in float32 or float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def angles(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> Tensor:
+    """position / base^(2i/dim) for i < dim / 2: (..., dim / 2)."""
+    exponent = torch.arange(0, dim, 2, device=position.device, dtype=dtype) / dim
+    return position[..., None].to(dtype) * base**-exponent
+
+
+def rotate(x: Tensor, angle: Tensor, *, interleaved: bool = False, scale: Tensor | None = None) -> Tensor:
+    """x (..., D) with pair i turned by angle (..., D / 2) and multiplied by scale (..., D / 2); in x's dtype."""
+    cos, sin = angle.cos(), angle.sin()
+    if scale is not None:
+        cos, sin = cos * scale, sin * scale
+    wide = x.to(angle.dtype)
+    if interleaved:
+        a, b = wide[..., ::2], wide[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    else:
+        a, b = wide.chunk(2, -1)
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return turned.to(x.dtype)
+
+
+def xpos_scale(position: Tensor, dim: int, scale_base: float, dtype: torch.dtype) -> Tensor:
+    """ζ_i^(position / scale_base), ζ_i = (2i + 0.4 dim) / (1.4 dim): (..., dim / 2) (Sun et al., 2022).
+
+    Multiplied into queries and divided out of keys it leaves ζ_i^((i − j) / scale_base): far keys fade.
+    """
+    zeta = (torch.arange(0, dim, 2, device=position.device, dtype=dtype) + 0.4 * dim) / (1.4 * dim)
+    return zeta ** (position[..., None].to(dtype) / scale_base)
