@@ -25,6 +25,8 @@ class AttentionConfig:
     shared_kv: values are the keys. qk_norm: queries and keys normalised, with a learned scale.
     rotary: "none", "halves" or "interleaved"; one for all, or one for each part of a split.
     value_gates: each head's output times a gate read off the input. out_dim: a width between heads and output.
+    dynamic_bias: width of a small network of the distance whose answer is added to the scores of local heads, one
+    network for all layers; 0 is none.
     share_projection, rank_step: linformer's projection shared by all layers; R smaller by so much a layer, down to 1.
     """
 
@@ -41,6 +43,7 @@ class AttentionConfig:
     value_gates: bool = False
     out_dim: int | None = None
     dropout: float = 0.0
+    dynamic_bias: int = 0
     share_projection: bool = False
     rank_step: int = 0
 

@@ -19,7 +19,13 @@ from longspan.layers import (
 )
 from longspan.mechanism import Mechanism
 from longspan.mechanisms.linformer import LinformerAttention, Projection
-from longspan.positions import AbsolutePositions, AxialPositions, LearnedPositions, SinusoidalPositions
+from longspan.positions import (
+    AbsolutePositions,
+    AxialPositions,
+    DynamicPositionBias,
+    LearnedPositions,
+    SinusoidalPositions,
+)
 from longspan.rows import Packing, Rows, Run
 from longspan.stack import Branch, BranchState, Stack, StackState
 
@@ -305,6 +311,7 @@ def _mechanisms(config: ModelConfig) -> list[Mechanism]:
     attention = config.attention
     inner = config.inner_dim or config.dim
     shared: Projection | None = None
+    biases: dict[int, DynamicPositionBias] = {}
     built: list[Mechanism] = []
     if attention.share_projection and attention.rank_step:
         raise ValueError("share_projection and rank_step exclude each other: one projection has one rank")
@@ -326,12 +333,26 @@ def _mechanisms(config: ModelConfig) -> list[Mechanism]:
             else:
                 options["share_projection"] = True
             spec = options
+        if attention.dynamic_bias:
+            spec = _with_bias(spec, attention.num_heads, attention.dynamic_bias, biases)
         mechanism = mechanism_from(spec, *shape)
         if attention.share_projection and shared is None:
             assert isinstance(mechanism, LinformerAttention)
             shared = mechanism.keys
         built.append(mechanism)
+    if attention.dynamic_bias and not biases:
+        raise ValueError("attention.dynamic_bias is for local attention, and no layer has any: set it to 0")
     return built
+
+
+def _with_bias(spec: Any, num_heads: int, width: int, biases: dict[int, DynamicPositionBias]) -> Any:
+    """The spec with every local part given the network for its number of heads."""
+    options: dict[str, Any] = {"mechanism": spec} if isinstance(spec, str) else dict(spec)
+    if options["mechanism"] == "local":
+        options["bias"] = biases.setdefault(num_heads, DynamicPositionBias(num_heads, width))
+    elif options["mechanism"] == "split":
+        options["parts"] = [_with_bias(part, part["num_heads"], width, biases) for part in options["parts"]]
+    return options
 
 
 def _initialise(stack: Stack) -> None:

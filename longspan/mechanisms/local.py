@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.mechanism import Mechanism, State
-from longspan.ops.local import Bias, Window, windowed
+from longspan.ops.local import Bias, Window, turn, windowed
 from longspan.ops.sdpa import attend
 
 
@@ -30,6 +30,8 @@ class LocalAttention(Mechanism):
     shared_qk: queries and keys share a space: keys are normalised, a token sees itself only if it sees nothing else.
     bias: added to the scores: a module that maps distances i − j (n,) to (H, n), or, with blocks, a table
     (H, W, (look_back + 1 + look_ahead)·W) of a query's place in its block and a key's place in the blocks it sees.
+    xpos: the scale base of xPos, rotary positions whose products fade with distance, so that a window may be widened
+    after training (`resize`); W / 2 is usual.
     scale: of the scores, by default 1/√D. dropout: on the weights, in training.
     """
 
@@ -47,6 +49,7 @@ class LocalAttention(Mechanism):
         look_ahead: int | None = None,
         shared_qk: bool = False,
         bias: nn.Module | Tensor | None = None,
+        xpos: float | None = None,
         scale: float | None = None,
         dropout: float = 0.0,
     ) -> None:
@@ -55,6 +58,9 @@ class LocalAttention(Mechanism):
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         self.shared_qk, self.scale, self.dropout = shared_qk, scale, dropout
         self.heads_alike = bias is None
+        if xpos is not None and (xpos <= 0 or head_dim % 2):
+            raise ValueError(f"xpos needs a positive scale base and an even head_dim, got {xpos} and {head_dim}")
+        self.xpos = xpos
         self.window = _window(window, look_back, look_ahead, shared_qk)
         self.bias: nn.Module | Tensor | None
         if isinstance(bias, Tensor):
@@ -70,6 +76,13 @@ class LocalAttention(Mechanism):
                 self.bias = bias
         else:
             self.bias = bias
+
+    def resize(self, window: int) -> None:
+        """Another window of the same kind (exact, or blocks of this size); states made before do not fit it."""
+        if isinstance(self.bias, Tensor):
+            raise ValueError("a window with a bias table cannot be resized: the table has its size")
+        back, ahead = (self.window.back, self.window.ahead) if self.window.size else (None, None)
+        self.window = _window(window, back, ahead, self.shared_qk)
 
     @property
     def _ring(self) -> int:
@@ -138,9 +151,11 @@ class LocalAttention(Mechanism):
         seen = window.restrict(window.sees(i, j) & (j >= 0), i, j)
         bias = self._bias(q.device)
         added = None if bias is None else bias(i, j).movedim(0, 1)  # (B, H, 1, ring)
-        out = attend(
-            q.transpose(1, 2), state.k, state.v, seen[:, None], bias=added, scale=self.scale, dropout=self._dropout
-        )
+        k = state.k
+        if self.xpos is not None:
+            q = turn(q, torch.zeros_like(i[:, :, 0]), self.xpos)
+            k = turn(k.transpose(1, 2), (j - i)[:, 0].clamp(min=-self._ring), -self.xpos).transpose(1, 2)
+        out = attend(q.transpose(1, 2), k, state.v, seen[:, None], bias=added, scale=self.scale, dropout=self._dropout)
         return out.transpose(1, 2)
 
     def _positions(self, length: Tensor) -> Tensor:
@@ -174,6 +189,7 @@ class LocalAttention(Mechanism):
             key_mask=key_mask,
             start=start,
             bias=self._bias(q.device),
+            xpos=self.xpos,
             scale=self.scale,
             dropout=self._dropout,
         )

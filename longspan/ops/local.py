@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspan.ops.rotary import angles, rotate, xpos_scale
 from longspan.ops.sdpa import attend
 
 
@@ -63,12 +64,14 @@ def windowed(
     key_mask: Tensor | None = None,
     start: Tensor | None = None,
     bias: Bias | None = None,
+    xpos: float | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """q: (B, T, H, D), k: (B, S, Hkv, D), v: (B, S, Hkv, E) -> (B, T, H, E); the queries belong to the last T keys.
 
     start: (B,) the position of the first key, where rows differ; keys at negative positions are hidden. None is 0.
+    xpos: the scale base of xPos, measured within each tile: absolute scales would overflow.
     """
     B, T, H, D = q.shape
     S, Hkv = k.shape[1:3]
@@ -85,6 +88,10 @@ def windowed(
     queries = F.pad(q, (0, 0, 0, 0, 0, n * tile - T)).unflatten(1, (n, tile))  # (B, n, tile, H, D)
     pads = (0, 0, 0, 0, before * tile - offset, offset + (n + after) * tile - S)
     keys, values = (_neighbours(F.pad(x, pads).unflatten(1, (-1, tile)), n) for x in (k, v))
+    if xpos is not None:
+        place = torch.arange(keys.shape[2], device=q.device) - keys.shape[2] // 2
+        queries = turn(queries, place[before * tile : (before + 1) * tile], xpos)
+        keys = turn(keys, place, -xpos)
     i = offset + torch.arange(n * tile, device=q.device).view(n, tile, 1)
     j = offset + tile * (torch.arange(n, device=q.device)[:, None, None] - before)
     j = j + torch.arange(keys.shape[2], device=q.device)  # (n, 1, Kw)
@@ -112,6 +119,13 @@ def windowed(
         ends.append(piece(slice(before, n - tail), uniform=True))
         out = torch.cat(ends + ([piece(slice(n - tail, n), uniform=False)] if tail else []), 1)
     return out.flatten(1, 2)[:, :T]
+
+
+def turn(x: Tensor, position: Tensor, scale_base: float) -> Tensor:
+    """x: (..., L, H, D) rotated to position (..., L) with xPos's scale; for keys, scale_base is negative."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    angle = angles(position, x.shape[-1], 10000.0, dtype)[..., None, :]
+    return rotate(x, angle, scale=xpos_scale(position, x.shape[-1], scale_base, dtype)[..., None, :])
 
 
 def _neighbours(tiles: Tensor, n: int) -> Tensor:
