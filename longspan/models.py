@@ -165,12 +165,18 @@ class LanguageModel(nn.Module):
 
     def extend(self, tokens: Tensor, state: StackState, *, key_mask: Tensor | None = None) -> tuple[Tensor, StackState]:
         """Logits of new tokens (B, T) after what the state holds."""
+        hidden, state = self.extend_hidden(tokens, state, key_mask=key_mask)
+        return self.logits(hidden), state
+
+    def extend_hidden(
+        self, tokens: Tensor, state: StackState, *, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, StackState]:
+        """As `extend`, the last layer's vectors (B, T, dim) in place of logits."""
         rows = Rows.of(tokens, causal=True, key_mask=key_mask, start=state.length)
         longest = 0
         if self.positions is not None and self.positions.reach is not None and tokens.device.type == "cpu":
             longest = int(rows.position.max()) + 1 if rows.position.numel() else 0
-        out, state = self.transformer.extend(self._embed(tokens, rows, longest), state, key_mask=key_mask)
-        return self.logits(out), state
+        return self.transformer.extend(self._embed(tokens, rows, longest), state, key_mask=key_mask)
 
     def state_size(self) -> int:
         """Bytes of memory for one sequence; for `softmax`, which keeps every token, of an empty one."""

@@ -1,0 +1,292 @@
+"""Generation: a prompt is read in parallel chunks, then tokens come one at a time from a state of constant size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from longspan.models import EncoderDecoder, LanguageModel
+from longspan.stack import StackState
+
+Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]]
+_BLOCK = 1024  # random numbers drawn at a time
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen from its logits.
+
+    temperature: 0 takes the likeliest. top_k: only the k likeliest. top_p: the likeliest that together reach p.
+    min_p: those at least min_p times as likely as the likeliest. repetition_penalty: logits of the row's last
+    repetition_window tokens are divided by it if positive, multiplied if negative.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    repetition_window: int = 64
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {value}")
+        if self.repetition_penalty <= 0 or self.repetition_window < 1:
+            raise ValueError(
+                "repetition_penalty must be positive (1 is none) and repetition_window at least 1, got "
+                f"{self.repetition_penalty} and {self.repetition_window}"
+            )
+
+    def probabilities(self, logits: Tensor, recent: Tensor) -> Tensor:
+        """logits (B, V), recent (B, window) tokens, −1 where none -> (B, V) that sum to one."""
+        logits = self._penalised(logits.to(torch.promote_types(logits.dtype, torch.float32)), recent)
+        if self.temperature == 0:
+            return torch.zeros_like(logits).scatter(1, logits.argmax(1, keepdim=True), 1)
+        logits = logits / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[1]:
+            least = logits.topk(self.top_k, 1).values[:, -1:]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        probabilities = logits.softmax(1)
+        if self.min_p is not None:
+            probabilities = probabilities * (probabilities >= self.min_p * probabilities.amax(1, keepdim=True))
+        if self.top_p is not None:
+            ordered, order = probabilities.sort(1, descending=True)
+            # A token stays if those likelier than it do not reach p; the likeliest always does.
+            before = ordered.cumsum(1) - ordered
+            kept = torch.zeros_like(probabilities).scatter(1, order, ordered * (before < self.top_p))
+            probabilities = kept
+        return probabilities / probabilities.sum(1, keepdim=True)
+
+    def _penalised(self, logits: Tensor, recent: Tensor) -> Tensor:
+        if self.repetition_penalty == 1:
+            return logits
+        seen = torch.zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
+        seen = seen.scatter(1, recent.masked_fill(recent < 0, logits.shape[1]), True)[:, :-1]
+        weaker = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
+        return torch.where(seen, weaker, logits)
+
+
+@dataclass
+class Generated:
+    """What came after each prompt: tokens, without the prompt or the stop token, and their log-probabilities."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    log_probabilities: list[list[float]] = field(default_factory=list)
+
+
+@dataclass
+class Memory:
+    """A prompt read and waiting: fork it for many continuations, extend it, save it."""
+
+    state: StackState
+    logits: Tensor  # (B, V) of the next token
+    recent: Tensor  # (B, window) last tokens, −1 where none
+
+    def select(self, index: Sequence[int] | Tensor) -> Memory:
+        """Rows kept, dropped or repeated, as copies."""
+        where = torch.as_tensor(index, device=self.logits.device)
+        return Memory(self.state.select(where), self.logits[where], self.recent[where])
+
+
+def generate(
+    model: LanguageModel | EncoderDecoder,
+    prompt: Prompt | Memory,
+    max_tokens: int,
+    *,
+    sampling: Sampling | None = None,
+    stop: Sequence[int] = (),
+    stop_strings: Sequence[bytes | str] = (),
+    seed: int | Sequence[int] = 0,
+    source: Tensor | None = None,
+) -> Generated:
+    """Up to max_tokens after each prompt; a row ends at a token of `stop` or when its bytes end with a stop string.
+
+    prompt: tokens, of one sequence or of several that may differ in length, or what `prefill` gave. seed: row i draws
+    from seed + i, or from the i-th of several, so that it does not matter with whom it is batched.
+    source: what an `EncoderDecoder` reads.
+    """
+    endings = [s.encode() if isinstance(s, str) else bytes(s) for s in stop_strings]
+    result: Generated | None = None
+    for tokens, logs in stream(model, prompt, max_tokens, sampling=sampling, stop=stop, seed=seed, source=source):
+        if result is None:
+            result = Generated([[] for _ in tokens], [[] for _ in tokens])
+            live = [True] * len(tokens)
+        for row, (token, log) in enumerate(zip(tokens, logs, strict=True)):
+            live[row] = live[row] and token >= 0
+            if live[row]:
+                result.tokens[row].append(token)
+                result.log_probabilities[row].append(log)
+                live[row] = not any(result.tokens[row][-len(e) :] == list(e) for e in endings)
+        if not any(live):
+            break
+    if result is None:
+        rows = 1 if isinstance(prompt, Memory) else len(_rows(prompt))
+        result = Generated([[] for _ in range(rows)], [[] for _ in range(rows)])
+    return result
+
+
+@torch.no_grad()
+def stream(
+    model: LanguageModel | EncoderDecoder,
+    prompt: Prompt | Memory,
+    max_tokens: int | None = None,
+    *,
+    sampling: Sampling | None = None,
+    stop: Sequence[int] = (),
+    seed: int | Sequence[int] = 0,
+    source: Tensor | None = None,
+) -> Iterator[tuple[list[int], list[float]]]:
+    """Tokens as they come: at each step one for each row, −1 once it has ended, and their log-probabilities.
+
+    max_tokens: None goes on for ever. The model is in eval mode while it runs, and as it was afterwards.
+    """
+    sampling = Sampling() if sampling is None else sampling
+    decoder = model.decoder if isinstance(model, EncoderDecoder) else model
+    was_training = model.training
+    model.eval()
+    try:
+        if not isinstance(prompt, Memory):
+            prompt = prefill(model, prompt, max_tokens=max_tokens, source=source, window=sampling.repetition_window)
+        state, logits, recent = prompt.state.clone(), prompt.logits, prompt.recent
+        seeds = [seed + row for row in range(len(logits))] if isinstance(seed, int) else list(seed)
+        if len(seeds) != len(logits):
+            raise ValueError(f"seed must be one number or one for each of {len(logits)} rows, got {len(seeds)}")
+        generators = [torch.Generator().manual_seed(s) for s in seeds]
+        ended = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+        stops = torch.tensor(list(stop), dtype=torch.int64, device=logits.device)
+        step = 0
+        while max_tokens is None or step < max_tokens:
+            if step % _BLOCK == 0:
+                drawn = torch.stack([torch.rand(_BLOCK, generator=g, dtype=torch.float64) for g in generators])
+                drawn = drawn.to(logits.device)
+            probabilities = sampling.probabilities(logits, recent)
+            token = _pick(probabilities, drawn[:, step % _BLOCK])
+            logs = probabilities.gather(1, token[:, None]).log()[:, 0]
+            ended = ended | torch.isin(token, stops)
+            yield token.masked_fill(ended, -1).tolist(), logs.tolist()
+            if bool(ended.all()):
+                return
+            recent = torch.cat([recent[:, 1:], token[:, None]], 1)
+            out, state = decoder.extend(token[:, None], state)
+            logits, step = out[:, -1], step + 1
+    finally:
+        model.train(was_training)
+
+
+@torch.no_grad()
+def prefill(
+    model: LanguageModel | EncoderDecoder,
+    prompt: Prompt,
+    *,
+    max_tokens: int | None = None,
+    chunk: int = 4096,
+    source: Tensor | None = None,
+    window: int = 64,
+) -> Memory:
+    """A prompt read in chunks of so many tokens, in memory that does not grow with it.
+
+    max_tokens: how many will follow; with it, positions beyond the model's reach are refused now, not later.
+    """
+    rows = _rows(prompt)
+    if min(len(row) for row in rows) == 0:
+        raise ValueError("every prompt must have at least one token: there is nothing to continue")
+    decoder = model.decoder if isinstance(model, EncoderDecoder) else model
+    if not decoder.config.causal:
+        raise ValueError("only a causal model can generate: build it with causal=True")
+    device = next(model.parameters()).device
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    longest = int(lengths.max())
+    tokens = torch.zeros(len(rows), longest, dtype=torch.int64, device=device)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = torch.as_tensor(row, device=device)
+    reach = None if max_tokens is None else longest + max_tokens
+    if isinstance(model, EncoderDecoder):
+        if source is None:
+            raise ValueError("an EncoderDecoder generates from a source: pass source=, tokens of shape (B, S)")
+        context, mask = model.encode(source)
+        state = decoder.new_state(len(rows), max_length=reach, context=context, context_mask=mask)
+    else:
+        if source is not None:
+            raise ValueError("source is for an EncoderDecoder; a language model has only a prompt")
+        state = decoder.new_state(len(rows), max_length=reach)
+    last = tokens.new_zeros(len(rows), decoder.config.dim, dtype=next(model.parameters()).dtype)
+    ragged = bool((lengths < longest).any())
+    for start in range(0, longest, chunk):
+        piece = tokens[:, start : start + chunk]
+        seen = torch.arange(start, start + piece.shape[1], device=device) < lengths[:, None] if ragged else None
+        hidden, state = decoder.extend_hidden(piece, state, key_mask=seen)
+        index = (lengths - 1 - start).clamp(0, piece.shape[1] - 1)
+        here = ((lengths - 1 >= start) & (lengths - 1 < start + piece.shape[1]))[:, None]
+        last = torch.where(here, hidden[torch.arange(len(rows), device=device), index], last)
+    place = lengths[:, None] - window + torch.arange(window, device=device)
+    recent = tokens.gather(1, place.clamp(min=0)).masked_fill(place < 0, -1)
+    return Memory(state, decoder.logits(last[:, None])[:, 0], recent)
+
+
+@torch.no_grad()
+def beam_search(
+    model: LanguageModel, prompt: Prompt | Memory, max_tokens: int, *, num_beams: int = 4, stop: Sequence[int] = ()
+) -> Generated:
+    """The likeliest continuation of one prompt that `num_beams` beams find, by total log-probability."""
+    was_training = model.training
+    model.eval()
+    try:
+        memory = prompt if isinstance(prompt, Memory) else prefill(model, prompt, max_tokens=max_tokens)
+        if len(memory.logits) != 1:
+            raise ValueError(f"beam search takes one prompt at a time, got {len(memory.logits)}")
+        state, logs = memory.state, memory.logits.log_softmax(1)
+        scores, beams, done = torch.zeros(1, device=logs.device), [([], [])], []  # type: ignore[var-annotated]
+        for _ in range(max_tokens):
+            totals = (scores[:, None] + logs).flatten()
+            best = totals.topk(min(num_beams * 2, totals.numel()))
+            kept: list[int] = []
+            grown, grown_scores, tokens = [], [], []
+            for score, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                row, token = divmod(place, logs.shape[1])
+                each = [*beams[row][1], float(logs[row, token])]
+                if token in stop:
+                    done.append((score, beams[row][0], beams[row][1]))
+                elif len(kept) < num_beams:
+                    kept.append(row)
+                    grown.append(([*beams[row][0], token], each))
+                    grown_scores.append(score)
+                    tokens.append(token)
+            # Log-probabilities only fall: once enough have ended above the best that is left, they stay above.
+            done = sorted(done, key=lambda d: -d[0])[:num_beams]
+            if not kept or (len(done) == num_beams and done[-1][0] >= grown_scores[0]):
+                beams, grown_scores = [], []
+                break
+            beams, scores = grown, torch.tensor(grown_scores, device=logs.device)
+            out, state = model.extend(torch.tensor(tokens, device=logs.device)[:, None], state.select(kept))
+            logs = out[:, -1].log_softmax(1)
+        done += [(score, *beam) for score, beam in zip(scores.tolist(), beams, strict=False)]
+        _, found, found_logs = max(done, key=lambda d: d[0])
+        return Generated([found], [found_logs])
+    finally:
+        model.train(was_training)
+
+
+def _pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """(B,) the token at which the cumulative probability passes a uniform number of (B,)."""
+    cumulative = probabilities.double().cumsum(1)
+    token = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    # A number that rounds up to the total would fall past the last token that can be had.
+    last = probabilities.shape[1] - 1 - (probabilities > 0).flip(1).int().argmax(1)
+    return torch.minimum(token, last)
+
+
+def _rows(prompt: Prompt) -> list[Sequence[int]]:
+    if isinstance(prompt, Tensor):
+        return list(prompt[None] if prompt.ndim == 1 else prompt)
+    if len(prompt) and isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    return list(prompt)  # type: ignore[arg-type]
