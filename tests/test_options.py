@@ -445,9 +445,7 @@ def _() -> None:
     mechanism = build("performer", normalise="feature")
     w = mechanism.feature_map.projection
     keys = favor(k, w)
-    # Queries are divided by their largest feature.
-    projected = q * D**-0.25 @ w.T
-    query = (projected - projected.amax(-1, keepdim=True)).exp()
+    query = (q * D**-0.25 @ w.T).softmax(-1)  # A query's features sum to one, and so do its weights over the keys.
     same(mechanism(q, k, v), by_weights(scores(query, keys / keys.sum(1, keepdim=True)), v))
     relu = build("performer", kernel="relu", normalise="none")
     w = relu.feature_map.projection

@@ -101,9 +101,10 @@ class Favor(RandomFeatures, FusedMap):
         return self.projection
 
     def query(self, q: Tensor) -> Tensor:
-        if not self.epsilon:
-            return super().query(q)
         projected, half_norm = favor_projection(q, self.projection.to(q.dtype))
+        if not self.epsilon:
+            # Divided by their sum, which cancels where queries are normalised and is right where features are.
+            return projected.softmax(-1)
         return (projected - half_norm - projected.detach().amax(-1, keepdim=True)).exp() + self.epsilon
 
     def key(self, k: Tensor) -> tuple[Tensor, Tensor | None]:

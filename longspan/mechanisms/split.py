@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.mechanism import Mechanism, State
+from longspan.mechanism import Index, Mechanism, State
 from longspan.rows import Packing
 
 
@@ -18,6 +18,13 @@ class SplitState(State):
     """The parts' states, in order."""
 
     parts: tuple[State, ...]
+
+    def put(self, index: Index, rows: State) -> SplitState:
+        if not isinstance(rows, SplitState):
+            raise ValueError(f"rows must be a SplitState like the state they go into, got a {type(rows).__name__}")
+        # Each part by its own rule: one that keeps every token may have to grow.
+        parts = tuple(part.put(index, other) for part, other in zip(self.parts, rows.parts, strict=True))
+        return SplitState(State(self.length).put(index, State(rows.length)).length, parts)
 
 
 class SplitAttention(Mechanism):

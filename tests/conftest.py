@@ -1,0 +1,46 @@
+"""What holds for every test: one seed, fresh memory full of NaN, float32 products in full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_configure() -> None:
+    # The tensors are small: threads would only wait for one another.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # NaN in fresh memory comes with deterministic algorithms; an op that has none of its own says so, and may run.
+    for item in items:
+        item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(20260731)
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_nan() -> Iterator[None]:
+    """`torch.empty` and its kin return NaN, and the largest integer: reading what was never written shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> Iterator[None]:
+    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.allow_tf32 = cudnn

@@ -1,0 +1,456 @@
+"""What the tests share: the table of cases, inputs, the truth of each case, and how numbers are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import longspan
+from longspan import FeatureMap, Mechanism, Packing, Projection, build_mechanism
+from longspan.mechanisms.feature_maps import ACTIVATIONS
+from longspan.ops import reference
+
+# Distinct primes: a swapped dimension cannot go unnoticed.
+B, T, S, H, D, E = 2, 17, 19, 3, 5, 7
+EXACT = 1e-9
+
+
+class SquaredFeatures(FeatureMap):
+    """A user's own map, with a parameter: φ(x) = (x W)² + 0.01."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, 4, generator=torch.Generator().manual_seed(1)))
+
+    def num_features(self, head_dim: int) -> int:
+        return 4
+
+    def query(self, q: Tensor) -> Tensor:
+        return (q @ self.weight.to(q.dtype)).square() + 0.01
+
+    def key(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.query(k), None
+
+
+class ScaledExp(FeatureMap):
+    """A user's own map whose keys carry a log scale: exp(a·x)."""
+
+    unbounded = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.5, 0.7, 0.9, 1.1, 1.3]))
+
+    def num_features(self, head_dim: int) -> int:
+        return head_dim
+
+    def query(self, q: Tensor) -> Tensor:
+        return (q * self.scale.to(q.dtype)).softmax(-1)
+
+    def key(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        x = k * self.scale.to(k.dtype)
+        largest = x.detach().amax(-1)
+        return (x - largest[..., None]).exp(), largest
+
+
+class DistanceBias(nn.Module):
+    """A learned function of the distance for each head."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.linspace(-0.3, 0.4, num_heads))
+
+    def forward(self, distance: Tensor) -> Tensor:
+        distance = distance.to(self.slope.dtype)
+        return self.slope[:, None] * distance + (0.1 * distance).sin()
+
+
+def _table(heads: int, size: int, blocks: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(heads, size, blocks * size, generator=torch.Generator().manual_seed(2)))
+
+
+def _shared_projection() -> Projection:
+    return Projection(4, 131, num_heads=H, bias=True)
+
+
+GROUPED: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 2}
+
+# Options by mechanism; num_heads, num_kv_heads and value_dim may be among them. Modules are copied for each test.
+CASES: dict[str, list[dict[str, Any]]] = {
+    "softmax": [{}, {"scale": 0.3}, {**GROUPED}],
+    "local": [
+        {"window": 5},
+        {"window": 1},
+        {"window": 40},
+        {"window": (3, 2)},
+        {"window": (0, 4), **GROUPED},
+        {"window": 4, "look_back": 1},
+        {"window": 3, "look_back": 2, "look_ahead": 1, **GROUPED},
+        {"window": 4, "look_ahead": 1},
+        {"window": 5, "shared_qk": True, "scale": 1.0},
+        {"window": 4, "look_back": 1, "shared_qk": True, **GROUPED},
+        {"window": 5, "bias": DistanceBias(H)},
+        {"window": 4, "look_back": 1, "look_ahead": 1, "bias": DistanceBias(6), **GROUPED},
+        {"window": 4, "look_back": 1, "look_ahead": 1, "bias": _table(H, 4, 3)},
+        {"window": 3, "look_back": 1, "bias": _table(6, 3, 2), **GROUPED},
+        {"window": 5, "scale": 0.25},
+    ],
+    "linear": [
+        {},
+        {"feature_map": "relu"},
+        {"feature_map": "identity", "normalise": "none", **GROUPED},
+        {"feature_map": "softmax"},
+        {"feature_map": "softmax", "normalise": "feature", "output_scale": 0.4, **GROUPED},
+        {"feature_map": "elu", "normalise": "feature"},
+        {"feature_map": "elu", "normalise": "none", "output_scale": 0.4},
+        {"feature_map": SquaredFeatures(), **GROUPED},
+        {"feature_map": ScaledExp(), "normalise": "feature"},
+        {"blind_spot": 4, **GROUPED},
+        {"blind_spot": 4, "first_bucket": "zero"},
+        {"blind_spot": 3, "feature_map": "softmax"},
+        {"blind_spot": 3, "feature_map": "softmax", "first_bucket": "zero", "normalise": "feature", **GROUPED},
+        {"blind_spot": 2, "feature_map": "elu", "normalise": "none", "first_bucket": "zero"},
+        {"blind_spot": 5, "feature_map": ScaledExp(), "normalise": "feature"},
+        {"feature_map": "elu", **GROUPED},
+    ],
+    "performer": [
+        {},
+        {"num_features": 11, "row_norms": "unit", **GROUPED},
+        {"num_features": 11, "epsilon": 1e-2},
+        {"epsilon": 1e-4, **GROUPED},
+        {"normalise": "feature"},
+        {"kernel": "relu"},
+        {"kernel": "gelu", "epsilon": 0.5, "row_norms": "unit", **GROUPED},
+        {"kernel": torch.sigmoid, "num_features": 4},
+        {"kernel": "softplus", "projection": False},
+        {"projection": False},
+    ],
+    "linformer": [
+        {"rank": 4, "max_length": 131},
+        {"rank": 4, "max_length": 131, "projection": "random"},
+        {"rank": 4, "max_length": 131, "projection": "convolution"},
+        {"rank": 13, "max_length": 131, "projection": "convolution", "bias": True, **GROUPED},
+        {"rank": 13, "max_length": 131, "projection": "convolution", "share_projection": True, "value_dim": D},
+        {"rank": 4, "max_length": 6, "periodic": True},
+        {"rank": 4, "max_length": 5, "periodic": True, "bias": True, "per_head": True, **GROUPED},
+        {"rank": 4, "max_length": 131, "per_head": True},
+        {"rank": 4, "max_length": 131, "share_projection": True, "bias": True, **GROUPED},
+        {"rank": 4, "max_length": 131, "bias": True},
+        {"projection": _shared_projection()},
+    ],
+    "split": [
+        {
+            "parts": [
+                {"mechanism": "local", "num_heads": 2, "window": 5},
+                {"mechanism": "performer", "num_heads": 1},
+            ]
+        },
+        {
+            "num_heads": 6,
+            "num_kv_heads": 3,
+            "parts": [
+                {"mechanism": "linear", "num_heads": 2, "feature_map": "softmax"},
+                {"mechanism": "softmax", "num_heads": 2},
+                {"mechanism": "linformer", "num_heads": 2, "rank": 4, "max_length": 131, "bias": True},
+            ],
+        },
+        {
+            "num_heads": 4,
+            "num_kv_heads": 1,
+            "parts": [
+                {"mechanism": "local", "num_heads": 1, "window": 4, "look_back": 1},
+                {"mechanism": "linear", "num_heads": 2, "blind_spot": 4},
+                {"mechanism": "linformer", "num_heads": 1, "rank": 4, "max_length": 5, "periodic": True},
+            ],
+        },
+        {
+            "num_heads": 4,
+            "parts": [
+                {"mechanism": "performer", "num_heads": 1, "epsilon": 1e-3},
+                {
+                    "mechanism": "split",
+                    "num_heads": 3,
+                    "parts": [{"mechanism": "softmax", "num_heads": 1}, {"mechanism": "linear", "num_heads": 2}],
+                },
+            ],
+        },
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mechanism with its options, ready to be built."""
+
+    name: str
+    options: Mapping[str, Any] = field(hash=False)
+
+    @property
+    def num_heads(self) -> int:
+        return self.options.get("num_heads", H)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.options.get("num_kv_heads", self.num_heads)
+
+    @property
+    def value_dim(self) -> int:
+        return self.options.get("value_dim", E)
+
+    def build(self, dtype: torch.dtype = torch.float64) -> Mechanism:
+        options = {**deepcopy(dict(self.options)), "value_dim": self.value_dim}
+        mechanism = build_mechanism(self.name, options.pop("num_heads", H), D, **options).eval().to(dtype)
+        for name, parameter in mechanism.named_parameters():
+            if name.rsplit(".", 1)[-1] == "bias" and not parameter.any():
+                nn.init.normal_(parameter)  # Biases begin at zero, where they would hide mistakes.
+        return mechanism
+
+    def inputs(
+        self, batch: int = B, queries: int = T, keys: int | None = None, dtype: torch.dtype = torch.float64
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Random q, k, v."""
+        keys = queries if keys is None else keys
+        return (
+            torch.randn(batch, queries, self.num_heads, D, dtype=dtype),
+            torch.randn(batch, keys, self.num_kv_heads, D, dtype=dtype),
+            torch.randn(batch, keys, self.num_kv_heads, self.value_dim, dtype=dtype),
+        )
+
+    def __str__(self) -> str:
+        return "-".join([self.name, *(f"{key}={_short(value)}" for key, value in self.options.items())])
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "table"
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if isinstance(value, (list, tuple)):
+        return "+".join(str(part["mechanism"] if isinstance(part, Mapping) else part) for part in value)
+    return getattr(value, "__name__", str(value))
+
+
+def all_cases() -> list[Case]:
+    """Every registered mechanism in each of its cases; one without an entry is tested as it comes."""
+    return [Case(name, options) for name in longspan.mechanisms() for options in CASES.get(name, [{}])]
+
+
+def each_case(cases: Sequence[Case] | None = None) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", all_cases() if cases is None else cases, ids=str)
+
+
+def truth(
+    case: Case,
+    mechanism: Mechanism,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """What `mechanism`, built from `case`, must return, by `ops.reference`; differentiable in its parameters too.
+
+    Hidden slots must be finite here. A causal key_mask is one run for each row.
+    """
+    if causal and key_mask is not None:
+        rows = []
+        for b, mask in enumerate(key_mask):
+            row = q.new_zeros(1, q.shape[1], case.num_heads, case.value_dim)
+            if mask.any():
+                part = truth(case, mechanism, q[b, mask][None], k[b, mask][None], v[b, mask][None], causal=True)
+                row = row.index_copy(1, mask.nonzero()[:, 0], part)
+            rows.append(row)
+        return torch.cat(rows)
+    visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+    if causal:
+        visible = reference.causal_visibility(q.shape[1])
+    visible = visible.expand(q.shape[0], 1, -1, -1)
+    if key_mask is not None:
+        visible = visible & key_mask[:, None, None]
+    return _TRUTHS[case.name](case, mechanism, q, k, v, visible, causal)
+
+
+def has_truth(case: Case) -> bool:
+    return case.name in _TRUTHS
+
+
+def _softmax(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
+    return reference.softmax_attention(q, k, v, visible, scale=case.options.get("scale"))
+
+
+def _local(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
+    o, length = case.options, q.shape[1]
+    back, ahead = o.get("look_back"), o.get("look_ahead")
+    window = o.get("window", 256)
+    blocks = back is not None or ahead is not None
+    back, ahead = back or 0, ahead or 0
+    if blocks:
+        near = reference.block_visibility(window, back, ahead, length)
+    elif isinstance(window, tuple):
+        near = reference.window_visibility(*window, length)
+    else:
+        near = reference.window_visibility(window - 1, window - 1, length)
+    visible = visible & near
+    if o.get("shared_qk"):
+        visible = reference.self_as_last_resort(visible)
+        k = k / k.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+    bias = None
+    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    if isinstance(m.bias, nn.Module):
+        bias = m.bias((i - j).flatten()).unflatten(1, (length, length))
+    elif m.bias is not None:
+        column = (j - (i // window - back) * window).masked_fill(~near, 0)
+        bias = m.bias[:, i % window, column]
+    return reference.softmax_attention(q, k, v, visible, bias=bias, scale=o.get("scale"))
+
+
+def _linear(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
+    o = case.options
+    kind = o.get("feature_map", "elu")
+    if causal:
+        buckets = reference.blind_spot_visibility(o.get("blind_spot", 1), o.get("first_bucket", "causal"), q.shape[1])
+        visible = visible & buckets
+    if isinstance(kind, FeatureMap):
+        f, scale = m.feature_map.key(k)
+        query, key = m.feature_map.query(q), f if scale is None else f * scale[..., None].exp()
+    else:
+        of_query, of_key = _FEATURES[kind]
+        query, key = of_query(q), of_key(k)
+    out = reference.linear_attention(query, key, v, visible, o.get("normalise", "query"))
+    return out * o.get("output_scale", 1.0)
+
+
+def _performer(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
+    o = case.options
+    kernel, projected = o.get("kernel", "softmax"), o.get("projection", True)
+    epsilon, normalise = o.get("epsilon"), o.get("normalise", "query")
+    if kernel == "softmax":
+        if not projected:
+            return reference.linear_attention(q.softmax(-1), k.exp(), v, visible, normalise)
+        w = m.feature_map.projection
+        if epsilon:
+            return reference.favor_attention(q, k, v, w, visible, epsilon=epsilon)
+        if normalise == "query":
+            return reference.favor_attention(q, k, v, w, visible)
+        query = reference.favor_features(q, w)
+        query = query / query.sum(-1, keepdim=True)  # so that weights over features, and over keys, sum to one
+        return reference.linear_attention(query, reference.favor_features(k, w), v, visible, normalise)
+
+    def features(x: Tensor) -> Tensor:
+        x = x * D**-0.25
+        x = x @ m.feature_map.projection.T if projected else x
+        return (ACTIVATIONS[kernel] if isinstance(kernel, str) else kernel)(x) + (1e-3 if epsilon is None else epsilon)
+
+    return reference.linear_attention(features(q), features(k), v, visible, normalise)
+
+
+def _linformer(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
+    if m.keys.kind == "convolution":
+        (e, k), (f, v) = (reference.convolution_rows(x, p.kernel, p.rank) for x, p in ((k, m.keys), (v, m.values)))
+        stride = len(m.keys.kernel)
+    else:
+        e, f = (reference.table_rows(p.table, k.shape[1]) for p in (m.keys, m.values))
+        stride = None
+    period = case.options["max_length"] if case.options.get("periodic") else None
+    bias = {"key_bias": m.keys.bias, "value_bias": m.values.bias}
+    return reference.linformer_attention(q, k, v, e, f, visible[:, 0], period=period, stride=stride, **bias)
+
+
+def _split(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
+    outs, first = [], 0
+    group = case.num_heads // case.num_kv_heads
+    for part, built in zip(case.options["parts"], m.parts, strict=True):
+        heads = part["num_heads"]
+        kv = slice(0, 1) if case.num_kv_heads == 1 else slice(first // group, (first + heads) // group)
+        options = {key: value for key, value in part.items() if key != "mechanism"}
+        options["num_kv_heads"] = 1 if case.num_kv_heads == 1 else heads // group
+        own = Case(part["mechanism"], options)
+        out = _TRUTHS[own.name](own, built, q[:, :, first : first + heads], k[:, :, kv], v[:, :, kv], visible, causal)
+        outs.append(out)
+        first += heads
+    return torch.cat(outs, 2)
+
+
+_FEATURES = {
+    "elu": (lambda x: torch.where(x > 0, x + 1, x.clamp(max=0).exp()),) * 2,
+    "relu": (lambda x: x.clamp(min=0) + 1e-3,) * 2,
+    "identity": (lambda x: x,) * 2,
+    "softmax": (lambda x: x.exp() / x.exp().sum(-1, keepdim=True), torch.exp),
+}
+_TRUTHS = {
+    "softmax": _softmax,
+    "local": _local,
+    "linear": _linear,
+    "performer": _performer,
+    "linformer": _linformer,
+    "split": _split,
+}
+
+
+def assert_same(got: Tensor, expected: Tensor, what: str = "output") -> None:
+    """Equal to 1e-9, relative to the larger of 1 and the largest value; NaN equals nothing."""
+    torch.testing.assert_close(got, expected, atol=EXACT, rtol=EXACT, msg=lambda text: f"{what}: {text}")
+
+
+def assert_close_to_truth(fast: Tensor, plain_same_dtype: Tensor, truth64: Tensor) -> None:
+    """`fast` is no further from the truth than twice what plain PyTorch in the same dtype is, plus one ulp of the
+    largest value.
+    """
+    assert fast.dtype == plain_same_dtype.dtype
+    assert truth64.dtype == torch.float64
+    assert fast.isfinite().all(), "the fast result is not finite"
+    error, plain_error = ((x.double() - truth64).abs().max().item() for x in (fast, plain_same_dtype))
+    ulp = torch.finfo(fast.dtype).eps * truth64.abs().max().item()
+    assert error <= 2 * plain_error + ulp, f"{error:.3g} from the truth, plain PyTorch {plain_error:.3g}, ulp {ulp:.3g}"
+
+
+def leaves(mechanism: nn.Module, **tensors: Tensor) -> dict[str, Tensor]:
+    """Everything that may have a gradient, by name: the given tensors and the parameters."""
+    return {**tensors, **dict(mechanism.named_parameters())}
+
+
+def gradients(out: Tensor, of: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of a fixed random combination of `out`; zero where there is no path."""
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(out.dtype)
+    if not out.requires_grad:
+        return {name: torch.zeros_like(x) for name, x in of.items()}
+    found = torch.autograd.grad((out * weight).sum(), list(of.values()), allow_unused=True, retain_graph=True)
+    return {
+        name: torch.zeros_like(x) if grad is None else grad for (name, x), grad in zip(of.items(), found, strict=True)
+    }
+
+
+def check_gradients_by_name(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Every gradient equals its namesake to 1e-9; all that do not are named at once."""
+    assert got.keys() == expected.keys()
+    wrong = []
+    for name, want in expected.items():
+        scale = max(1.0, want.abs().max().item()) if want.numel() else 1.0
+        difference = (got[name] - want).abs().max().item() if want.numel() else 0.0
+        if not difference <= EXACT * scale:
+            wrong.append(f"{name}: differs by {difference:.3g} (largest value {scale:.3g})")
+    assert not wrong, "gradients differ: " + "; ".join(wrong)
+
+
+def require_gradients(*xs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.detach().requires_grad_() for x in xs)
+
+
+def lengths_to_mask(lengths: Sequence[int], size: int, side: str = "right") -> Tensor:
+    """(B, size): rows of so many tokens, padded on one side."""
+    slot = torch.arange(size)
+    number = torch.tensor(lengths)[:, None]
+    return slot < number if side == "right" else slot >= size - number
+
+
+def pack(rows: Sequence[Sequence[Tensor]]) -> tuple[tuple[Tensor, ...], Packing]:
+    """Sequences (1, T_n, ...) laid end to end."""
+    packed = tuple(torch.cat(parts, 1) for parts in zip(*rows, strict=True))
+    return packed, Packing.from_lengths([row[0].shape[1] for row in rows])
