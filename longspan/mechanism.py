@@ -378,7 +378,7 @@ class Mechanism(nn.Module, ABC):
 
 def _full_precision(x: Tensor) -> torch.autocast:
     """Autocast is off inside a mechanism: it would round sums over the sequence."""
-    return torch.autocast(x.device.type, enabled=False)
+    return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
 
 
 def _as_index(index: Index, device: torch.device, size: int = 0) -> Tensor:
