@@ -65,14 +65,13 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         config = AttentionConfig() if config is None else config
-        if config.head_dim is None and dim % config.num_heads:
-            raise ValueError(
-                f"dim ({dim}) must be a multiple of num_heads ({config.num_heads}), or head_dim must be given"
-            )
-        head_dim = config.head_dim or dim // config.num_heads
-        num_kv_heads = config.num_kv_heads or config.num_heads
         if mechanism is None:
-            mechanism = mechanism_from(config.mechanism, config.num_heads, head_dim, num_kv_heads)
+            if config.share_projection or config.rank_step or config.dynamic_bias:
+                raise ValueError(
+                    "share_projection and rank_step, and dynamic_bias too, belong to all layers of a model together: "
+                    "build a Transformer, or give this layer a mechanism that has them"
+                )
+            mechanism = mechanism_from(config.mechanism, *head_shape(dim, config))
         if (causal and not mechanism.supports_causal) or (cross and not mechanism.supports_cross):
             raise ValueError(
                 f"{type(mechanism).__name__} cannot be used for {'cross' if cross else 'causal'} attention"
@@ -85,9 +84,11 @@ class Attention(nn.Module):
         inner_v = 0 if self.shared_kv else mechanism.num_kv_heads * mechanism.value_dim
         self.to_q = nn.Linear(dim, inner_q, bias=config.qkv_bias)
         self.to_kv = nn.Linear(dim, inner_k + inner_v, bias=config.qkv_bias)
-        self.q_norm = nn.RMSNorm(head_dim, eps=1e-6) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if config.qk_norm else None
-        self.rotary = nn.ModuleList() if cross else nn.ModuleList(_rotary(config, mechanism))
+        self.q_norm = nn.RMSNorm(mechanism.head_dim, eps=1e-6) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(mechanism.head_dim, eps=1e-6) if config.qk_norm else None
+        self.rotary = nn.ModuleList(_rotary(config, mechanism))
+        if cross and self.rotary:
+            raise ValueError(f'cross-attention is never rotated: set rotary="none" for it, got {config.rotary!r}')
         self.to_gates = nn.Linear(dim, mechanism.num_heads) if config.value_gates else None
         inner_out = mechanism.num_heads * mechanism.value_dim
         self.to_mid = None if config.out_dim is None else nn.Linear(inner_out, config.out_dim, bias=config.out_bias)
@@ -191,6 +192,14 @@ class Attention(nn.Module):
         return self.dropout(self.to_out(out))
 
 
+def head_shape(dim: int, config: AttentionConfig) -> tuple[int, int, int]:
+    """num_heads, head_dim and num_kv_heads of an attention `dim` wide."""
+    if config.head_dim is None and dim % config.num_heads:
+        raise ValueError(f"dim ({dim}) must be a multiple of num_heads ({config.num_heads}), or head_dim must be given")
+    head_dim = dim // config.num_heads if config.head_dim is None else config.head_dim
+    return config.num_heads, head_dim, config.num_heads if config.num_kv_heads is None else config.num_kv_heads
+
+
 def mechanism_from(spec: Any, num_heads: int, head_dim: int, num_kv_heads: int) -> Mechanism:
     """The mechanism that a name or {"mechanism": name, **options} describes."""
     if isinstance(spec, str):
@@ -209,6 +218,10 @@ def _rotary(config: AttentionConfig, mechanism: Mechanism) -> list[nn.Module]:
         return []
     if len(names) > 1 and len(names) != len(getattr(mechanism, "sizes", ())):
         raise ValueError(f"rotary names {len(names)} parts, {type(mechanism).__name__} does not have as many")
+    if len(set(names)) > 1 and mechanism.num_kv_heads == 1:
+        raise ValueError(f"the parts share one key/value head, which is rotated in one way: got rotary {names}")
+    if len(set(names)) == 1:
+        names = names[:1]
     return [
         nn.Identity()
         if name == "none"

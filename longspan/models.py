@@ -15,6 +15,7 @@ from longspan.layers import (
     Attention,
     FeedForward,
     ProductKeyMemory,
+    head_shape,
     mechanism_from,
 )
 from longspan.mechanism import Mechanism
@@ -324,8 +325,7 @@ def _mechanisms(config: ModelConfig) -> list[Mechanism]:
     for i in range(config.depth):
         spec = _spec(attention, i)
         width = config.dim if i == 0 else inner
-        head_dim = attention.head_dim or width // attention.num_heads
-        shape = (attention.num_heads, head_dim, attention.num_kv_heads or attention.num_heads)
+        shape = head_shape(width, attention)
         if attention.share_projection or attention.rank_step:
             options: dict[str, Any] = {"mechanism": spec} if isinstance(spec, str) else dict(spec)
             if options["mechanism"] != "linformer":

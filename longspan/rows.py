@@ -154,6 +154,8 @@ class Rows:
         """The rows of x (B, T, ...). start: (B,), or (N,) when packed, tokens that came before each sequence."""
         T = x.shape[1]
         slot = torch.arange(T, device=x.device)
+        if key_mask is not None:
+            _check_mask(key_mask, x, packing)
         if packing is not None:
             offsets = packing.offsets.long()
             sequence = torch.searchsorted(offsets[1:], slot, right=True)
@@ -162,8 +164,10 @@ class Rows:
             return cls((position + before)[None], (last + before)[None], None, packing)
         before = 0 if start is None else start[:, None]
         if key_mask is not None and causal:
-            position = (key_mask.cumsum(1) - 1).clamp(min=0)
-            return cls(position + before, key_mask.sum(1, keepdim=True) - 1 + before + 0 * position, key_mask)
+            # Hidden tokens stand at 0: a position after the last may be one that a table does not have.
+            position = (key_mask.cumsum(1) - 1 + before).masked_fill(~key_mask, 0)
+            last = key_mask.sum(1, keepdim=True) - 1 + before
+            return cls(position, last.expand_as(position), key_mask)
         return cls(slot[None] + before, torch.full_like(slot[None], T - 1) + before, key_mask)
 
     def hide(self, x: Tensor) -> Tensor:
@@ -176,3 +180,12 @@ class Rows:
         """(B or 1, T): whether there is a token `offset` places before (negative: after) in the same sequence."""
         there = self.position - offset
         return (there >= 0) & (there <= self.last)
+
+
+def _check_mask(key_mask: Tensor, x: Tensor, packing: Packing | None) -> None:
+    if packing is not None:
+        raise ValueError("packing and key_mask exclude each other: a packed row has no padding; leave key_mask out")
+    if key_mask.dtype != torch.bool:
+        raise ValueError(f"key_mask must be bool, True = keep, got {key_mask.dtype}; use key_mask.bool()")
+    if key_mask.shape != x.shape[:2]:
+        raise ValueError(f"key_mask must be (B, T) = {tuple(x.shape[:2])}, got {tuple(key_mask.shape)}")
