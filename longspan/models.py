@@ -150,6 +150,9 @@ class LanguageModel(nn.Module):
         """The last layer's vectors (B, T, dim), normalised."""
         rows = Rows.of(tokens, causal=self.config.causal, key_mask=how.get("key_mask"), packing=how.get("packing"))
         longest = tokens.shape[1] if rows.packing is None else rows.packing.max_length
+        reach = None if self.positions is None else self.positions.reach
+        if reach is not None and longest > reach and rows.key_mask is not None:
+            longest = int(rows.position.max()) + 1  # padding is no position
         return self.transformer(self._embed(tokens, rows, longest), **how)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -74,10 +74,11 @@ class AxialPositions(AbsolutePositions):
 
     def forward(self, position: Tensor) -> Tensor:
         total: Tensor | None = None
-        for table, size in zip(reversed(self.tables), reversed(self.shape), strict=True):
-            row = table[position % size]
+        for axis in reversed(range(len(self.shape))):
+            # The first coordinate is not taken modulo its size: what lies beyond the grid must not begin it again.
+            row = self.tables[axis][position % self.shape[axis] if axis else position]
             total = row if total is None else total + row
-            position = position // size
+            position = position // self.shape[axis]
         assert total is not None
         return total
 
