@@ -370,6 +370,7 @@ def test_bad_sizes(arguments: dict, says: tuple[str, ...]) -> None:
     [
         ("softmax", {"dropout": 1.0}, ("dropout must be in [0, 1)", "got 1.0")),
         ("local", {"dropout": -0.1}, ("dropout must be in [0, 1)", "got -0.1")),
+        ("local", {"xpos": 3.0}, ("xpos needs a positive scale base and an even head_dim", "got 3.0 and 5")),
         ("linformer", {"dropout": 2}, ("dropout must be in [0, 1)", "got 2")),
         ("linear", {"blind_spot": 0}, ("blind_spot must be at least 1", "got 0")),
         ("linear", {"feature_map": "softmax", "normalise": "none"}, ("exponentials", 'use normalise="query"')),

@@ -216,6 +216,29 @@ def _() -> None:
     same(mechanism.read(state, q[:, -1:]), expected[:, -1:])
 
 
+@checks("local", "xpos")
+def _() -> None:
+    """Pairs as complex numbers, turned and scaled by their positions: far keys fade."""
+    dim, base = 6, 3.0
+    q, k = (torch.randn(B, T, H, dim, dtype=torch.float64) for _ in range(2))
+    _, _, v = inputs()
+    pair = torch.arange(0, dim, 2, dtype=torch.float64)
+    log_zeta = ((pair + 0.4 * dim) / (1.4 * dim)).log()
+    at = torch.arange(T)[:, None, None]
+    turn = torch.complex(at * log_zeta / base, at * 10000 ** (-pair / dim)).exp()
+    back = torch.complex(-at * log_zeta / base, at * 10000 ** (-pair / dim)).exp()
+    z, y = (torch.complex(*x.chunk(2, -1)) for x in (q, k))
+    products = torch.einsum("bthp,bshp->bhts", z * turn, (y * back).conj()).real * dim**-0.5
+    i, j = positions()
+    mechanism = build("local", head_dim=dim, window=5, xpos=base)
+    seen = (i - j < 5) & (j <= i)
+    expected = by_weights(products.masked_fill(~seen, float("-inf")).softmax(-1), v)
+    same(mechanism(q, k, v, causal=True), expected)
+    state = mechanism.write(mechanism.new_state(B, dtype=torch.float64), k, v)
+    same(mechanism.read(state, q[:, -1:]), expected[:, -1:])
+    differ(mechanism(q, k, v), build("local", head_dim=dim, window=5)(q, k, v))
+
+
 @checks("local", "dropout")
 def _() -> None:
     check_dropout("local", window=4)
