@@ -81,7 +81,7 @@ def _shared_projection() -> Projection:
 
 GROUPED: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 2}
 
-# Options by mechanism; num_heads, num_kv_heads and value_dim may be among them. Modules are copied for each test.
+# Options by mechanism; num_heads, num_kv_heads, head_dim and value_dim may be among them. Modules are copied per test.
 CASES: dict[str, list[dict[str, Any]]] = {
     "softmax": [{}, {"scale": 0.3}, {**GROUPED}],
     "local": [
@@ -100,6 +100,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"window": 4, "look_back": 1, "look_ahead": 1, "bias": _table(H, 4, 3)},
         {"window": 3, "look_back": 1, "bias": _table(6, 3, 2), **GROUPED},
         {"window": 5, "scale": 0.25},
+        {"window": 5, "xpos": 3.0, "head_dim": 6},
+        {"window": 4, "look_back": 1, "look_ahead": 1, "xpos": 2.0, "shared_qk": True, "head_dim": 6, **GROUPED},
     ],
     "linear": [
         {},
@@ -200,12 +202,18 @@ class Case:
         return self.options.get("num_kv_heads", self.num_heads)
 
     @property
+    def head_dim(self) -> int:
+        return self.options.get("head_dim", D)
+
+    @property
     def value_dim(self) -> int:
         return self.options.get("value_dim", E)
 
     def build(self, dtype: torch.dtype = torch.float64) -> Mechanism:
-        options = {**deepcopy(dict(self.options)), "value_dim": self.value_dim}
-        mechanism = build_mechanism(self.name, options.pop("num_heads", H), D, **options).eval().to(dtype)
+        shape = {"num_kv_heads": self.num_kv_heads, "value_dim": self.value_dim}
+        options = {key: value for key, value in self.options.items() if key not in (*shape, "num_heads", "head_dim")}
+        mechanism = build_mechanism(self.name, self.num_heads, self.head_dim, **shape, **deepcopy(options))
+        mechanism = mechanism.eval().to(dtype)
         for name, parameter in mechanism.named_parameters():
             if name.rsplit(".", 1)[-1] == "bias" and not parameter.any():
                 nn.init.normal_(parameter)  # Biases begin at zero, where they would hide mistakes.
@@ -217,8 +225,8 @@ class Case:
         """Random q, k, v."""
         keys = queries if keys is None else keys
         return (
-            torch.randn(batch, queries, self.num_heads, D, dtype=dtype),
-            torch.randn(batch, keys, self.num_kv_heads, D, dtype=dtype),
+            torch.randn(batch, queries, self.num_heads, self.head_dim, dtype=dtype),
+            torch.randn(batch, keys, self.num_kv_heads, self.head_dim, dtype=dtype),
             torch.randn(batch, keys, self.num_kv_heads, self.value_dim, dtype=dtype),
         )
 
@@ -308,7 +316,10 @@ def _local(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor,
     elif m.bias is not None:
         column = (j - (i // window - back) * window).masked_fill(~near, 0)
         bias = m.bias[:, i % window, column]
-    return reference.softmax_attention(q, k, v, visible, bias=bias, scale=o.get("scale"))
+    if o.get("xpos") is None:
+        return reference.softmax_attention(q, k, v, visible, bias=bias, scale=o.get("scale"))
+    scores = reference.xpos_scores(q, k, o["xpos"]) * o.get("scale", q.shape[3] ** -0.5)
+    return reference.softmax_over(scores if bias is None else scores + bias, v, visible)
 
 
 def _linear(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:

@@ -562,12 +562,13 @@ def test_gradients_match_the_definition_over_real_chunks(case: Case, real_chunks
     check_gradients_by_name(gradients(out, of), gradients(expected, of))
 
 
-@each_case([case for case in all_cases() if not has_truth(case)])
+@each_case([case for case in all_cases() if not has_truth(case) or len(case.options) <= 1])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_gradients_match_finite_differences(case: Case, causal: bool) -> None:
+    """Without a definition this is all there is; the plainest of the others are held to it too."""
     m = case.build()
     inputs = require_gradients(*case.inputs(batch=1, queries=3))
-    assert torch.autograd.gradcheck(lambda q, k, v: m(q, k, v, causal=causal), inputs)
+    assert torch.autograd.gradcheck(lambda q, k, v: m(q, k, v, causal=causal), inputs, fast_mode=True)
 
 
 def test_one_key_is_its_value() -> None:

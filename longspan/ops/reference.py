@@ -17,11 +17,34 @@ def softmax_attention(
 
     q: (B, T, H, D), k: (B, S, Hkv, D), v: (B, S, Hkv, E), bias: broadcast to (B, H, T, S) -> (B, T, H, E).
     """
-    k, v = (of_query_heads(x, q.shape[2]) for x in (k, v))
+    k = of_query_heads(k, q.shape[2])
     scores = torch.einsum("bthd,bshd->bhts", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
-    if bias is not None:
-        scores = scores + bias
-    return torch.einsum("bhts,bshe->bthe", masked_softmax(scores, visible), v)
+    return softmax_over(scores if bias is None else scores + bias, v, visible)
+
+
+def softmax_over(scores: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """Values v (B, S, Hkv, E) weighted by softmax of scores (B, H, T, S) over what is visible: (B, T, H, E)."""
+    return torch.einsum("bhts,bshe->bthe", masked_softmax(scores, visible), of_query_heads(v, scores.shape[1]))
+
+
+def xpos_scores(q: Tensor, k: Tensor, scale_base: float) -> Tensor:
+    """Products of queries and keys under xPos (Sun et al., 2022), by distance alone: (B, H, T, S).
+
+    With q_i = (a, b) and k_j = (c, d) in halves, Δ = i − j and θ_p = 10000^(−2p/D):
+    s_ij = Σ_p ζ_p^(Δ / scale_base) ((ac + bd)_p cos Δθ_p + (ad − bc)_p sin Δθ_p),   ζ_p = (2p + 0.4 D) / 1.4 D
+    """
+    D = q.shape[3]
+    (a, b), (c, d) = q.chunk(2, -1), of_query_heads(k, q.shape[2]).chunk(2, -1)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    pair = torch.arange(0, D, 2, dtype=wide, device=q.device)
+    i, j = torch.arange(q.shape[1], device=q.device), torch.arange(k.shape[1], device=q.device)
+    apart = (i[:, None] - j)[..., None].to(wide)  # (T, S, 1)
+    size = ((pair + 0.4 * D) / (1.4 * D)) ** (apart / scale_base)
+    angle = apart * 10000 ** (-pair / D)
+    along, across = (size * angle.cos()).to(q.dtype), (size * angle.sin()).to(q.dtype)
+    same = torch.einsum("bthp,bshp,tsp->bhts", a, c, along) + torch.einsum("bthp,bshp,tsp->bhts", b, d, along)
+    crossed = torch.einsum("bthp,bshp,tsp->bhts", a, d, across) - torch.einsum("bthp,bshp,tsp->bhts", b, c, across)
+    return same + crossed
 
 
 def linear_attention(query: Tensor, key: Tensor, v: Tensor, visible: Tensor, normalise: str = "query") -> Tensor:
