@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.ops import backend
 from longspan.ops.features import MAPS, Map
 
 # Stands for "no key yet": exp(FLOOR − anything real) is 0, and FLOOR − FLOOR is 0 where −inf would give NaN.
@@ -186,10 +185,6 @@ def _causal_linear(
     normalise: bool,
     bucket: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if backend.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
-        return backend.linear_kernels().causal_linear(
-            q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
-        )
     B, T, H, _ = q.shape
     out = v.new_empty(B, T, H, v.shape[3])
     den = kv.new_empty(B, T, H if normalise else 0)
@@ -235,10 +230,6 @@ def _causal_linear_backward(
     normalise: bool,
     bucket: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if backend.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
-        return backend.linear_kernels().causal_linear_backward(
-            d_out, d_kv, out, den, q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
-        )
     B, T, H, _ = q.shape
     Hkv = k.shape[2]
     walk = _Walk(MAPS[feature_map], weight, k, v, log_scale, lengths, kv.dtype, normalise, bucket)
