@@ -155,7 +155,16 @@ class LocalAttention(Mechanism):
         if self.xpos is not None:
             q = turn(q, torch.zeros_like(i[:, :, 0]), self.xpos)
             k = turn(k.transpose(1, 2), (j - i)[:, 0].clamp(min=-self._ring), -self.xpos).transpose(1, 2)
-        out = attend(q.transpose(1, 2), k, state.v, seen[:, None], bias=added, scale=self.scale, dropout=self._dropout)
+        out = attend(
+            q.transpose(1, 2),
+            k,
+            state.v,
+            seen[:, None],
+            bias=added,
+            grouped=self.num_heads > self.num_kv_heads,
+            scale=self.scale,
+            dropout=self._dropout,
+        )
         return out.transpose(1, 2)
 
     def _positions(self, length: Tensor) -> Tensor:

@@ -106,7 +106,8 @@ class SoftmaxAttention(Mechanism):
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        return attend(q.transpose(1, 2), k, v, mask, causal=causal, scale=self.scale, dropout=dropout).transpose(1, 2)
+        grouped, q = self.num_heads > self.num_kv_heads, q.transpose(1, 2)
+        return attend(q, k, v, mask, causal=causal, grouped=grouped, scale=self.scale, dropout=dropout).transpose(1, 2)
 
 
 def _filled(state: SoftmaxState) -> Tensor:

@@ -120,8 +120,9 @@ def orthogonal_rows(number: int, dim: int, *, unit: bool, generator: torch.Gener
 
     Row norms are those of independent Gaussian vectors, or √dim exactly with `unit` (lower variance, slightly biased).
     """
-    blocks = [torch.randn(dim, dim, generator=generator) for _ in range(-(-number // dim))]
-    rows = torch.cat([torch.linalg.qr(block).Q.T for block in blocks])[:number]
+    q, r = torch.linalg.qr(torch.randn(-(-number // dim), dim, dim, generator=generator))
+    # Without the signs of R the directions would lean to one side, and the estimate with them.
+    rows = (q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]).mT.reshape(-1, dim)[:number]
     if unit:
         return rows * dim**0.5
     return rows * torch.randn(number, dim, generator=generator).norm(dim=1, keepdim=True)

@@ -17,14 +17,15 @@ def attend(
     *,
     bias: Tensor | None = None,
     causal: bool = False,
+    grouped: bool = False,
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """q: (B, H, T, D), k: (B, Hkv, S, D), v: (B, Hkv, S, E), heads first -> (B, H, T, E).
 
     mask: bool, True = seen, broadcast to (B, H, T, S). bias: added to the scores, broadcast likewise.
+    grouped: whether Hkv < H; said, not found out, because under torch.compile sizes may be symbols.
     """
-    grouped = q.shape[1] != k.shape[1]
     if mask is None and bias is None:
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
