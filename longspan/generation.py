@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from longspan.memory import Memory
 from longspan.models import EncoderDecoder, LanguageModel
-from longspan.stack import StackState
 
 Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]]
 _BLOCK = 1024  # random numbers drawn at a time
@@ -83,20 +84,6 @@ class Generated:
     log_probabilities: list[list[float]] = field(default_factory=list)
 
 
-@dataclass
-class Memory:
-    """A prompt read and waiting: fork it for many continuations, extend it, save it."""
-
-    state: StackState
-    logits: Tensor  # (B, V) of the next token
-    recent: Tensor  # (B, window) last tokens, −1 where none
-
-    def select(self, index: Sequence[int] | Tensor) -> Memory:
-        """Rows kept, dropped or repeated, as copies."""
-        where = torch.as_tensor(index, device=self.logits.device)
-        return Memory(self.state.select(where), self.logits[where], self.recent[where])
-
-
 def generate(
     model: LanguageModel | EncoderDecoder,
     prompt: Prompt | Memory,
@@ -134,7 +121,6 @@ def generate(
     return result
 
 
-@torch.no_grad()
 def stream(
     model: LanguageModel | EncoderDecoder,
     prompt: Prompt | Memory,
@@ -144,42 +130,68 @@ def stream(
     stop: Sequence[int] = (),
     seed: int | Sequence[int] = 0,
     source: Tensor | None = None,
-) -> Iterator[tuple[list[int], list[float]]]:
-    """Tokens as they come: at each step one for each row, −1 once it has ended, and their log-probabilities.
-
-    max_tokens: None goes on for ever. The model is in eval mode while it runs, and as it was afterwards.
-    """
+) -> Stream:
+    """Tokens as they come: an iterator of steps. max_tokens: None goes on for ever. The rest is as in `generate`."""
     sampling = Sampling() if sampling is None else sampling
-    decoder = model.decoder if isinstance(model, EncoderDecoder) else model
-    was_training = model.training
-    model.eval()
-    try:
-        if not isinstance(prompt, Memory):
-            prompt = prefill(model, prompt, max_tokens=max_tokens, source=source, window=sampling.repetition_window)
-        state, logits, recent = prompt.state.clone(), prompt.logits, prompt.recent
-        seeds = [seed + row for row in range(len(logits))] if isinstance(seed, int) else list(seed)
-        if len(seeds) != len(logits):
-            raise ValueError(f"seed must be one number or one for each of {len(logits)} rows, got {len(seeds)}")
-        generators = [torch.Generator().manual_seed(s) for s in seeds]
-        ended = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-        stops = torch.tensor(list(stop), dtype=torch.int64, device=logits.device)
-        step = 0
-        while max_tokens is None or step < max_tokens:
-            if step % _BLOCK == 0:
-                drawn = torch.stack([torch.rand(_BLOCK, generator=g, dtype=torch.float64) for g in generators])
-                drawn = drawn.to(logits.device)
-            probabilities = sampling.probabilities(logits, recent)
-            token = _pick(probabilities, drawn[:, step % _BLOCK])
-            logs = probabilities.gather(1, token[:, None]).log()[:, 0]
-            ended = ended | torch.isin(token, stops)
-            yield token.masked_fill(ended, -1).tolist(), logs.tolist()
-            if bool(ended.all()):
-                return
-            recent = torch.cat([recent[:, 1:], token[:, None]], 1)
-            out, state = decoder.extend(token[:, None], state)
-            logits, step = out[:, -1], step + 1
-    finally:
-        model.train(was_training)
+    if not isinstance(prompt, Memory):
+        prompt = prefill(model, prompt, max_tokens=max_tokens, source=source, window=sampling.repetition_window)
+    return Stream(model, prompt, max_tokens, sampling, stop, seed)
+
+
+class Stream:
+    """An iterator of (tokens, log-probabilities): one for each row at each step, −1 once a row has ended.
+
+    memory: what was read and said so far, from which a later stream can go on.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel | EncoderDecoder,
+        memory: Memory,
+        max_tokens: int | None,
+        sampling: Sampling,
+        stop: Sequence[int],
+        seed: int | Sequence[int],
+    ) -> None:
+        rows = len(memory.logits)
+        seeds = [seed + row for row in range(rows)] if isinstance(seed, int) else list(seed)
+        if len(seeds) != rows:
+            raise ValueError(f"seed must be one number or one for each of {rows} rows, got {len(seeds)}")
+        self._model = model.decoder if isinstance(model, EncoderDecoder) else model
+        self._sampling, self._max_tokens, self._steps = sampling, max_tokens, 0
+        self._generators = [torch.Generator().manual_seed(s) for s in seeds]
+        device = memory.logits.device
+        self._stop = torch.tensor(list(stop), dtype=torch.int64, device=device)
+        self._ended = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._memory = Memory(memory.state.clone(), memory.logits, memory.recent)
+        self._said: Tensor | None = None  # chosen, not yet read by the model
+
+    def __iter__(self) -> Stream:
+        return self
+
+    @torch.no_grad()
+    def __next__(self) -> tuple[list[int], list[float]]:
+        if self._steps == self._max_tokens or bool(self._ended.all()):
+            raise StopIteration
+        memory = self.memory
+        if self._steps % _BLOCK == 0:
+            blocks = [torch.rand(_BLOCK, generator=g, dtype=torch.float64) for g in self._generators]
+            self._drawn = torch.stack(blocks).to(memory.logits.device)
+        probabilities = self._sampling.probabilities(memory.logits, memory.recent)
+        token = _pick(probabilities, self._drawn[:, self._steps % _BLOCK])
+        logs = probabilities.gather(1, token[:, None]).log()[:, 0]
+        self._ended = self._ended | torch.isin(token, self._stop)
+        self._said, self._steps = token, self._steps + 1
+        return token.masked_fill(self._ended, -1).tolist(), logs.tolist()
+
+    @property
+    def memory(self) -> Memory:
+        if self._said is not None:
+            with torch.no_grad(), _evaluating(self._model):
+                out, state = self._model.extend(self._said[:, None], self._memory.state)
+            recent = torch.cat([self._memory.recent[:, 1:], self._said[:, None]], 1)
+            self._memory, self._said = Memory(state, out[:, -1], recent), None
+        return self._memory
 
 
 @torch.no_grad()
@@ -202,6 +214,19 @@ def prefill(
     decoder = model.decoder if isinstance(model, EncoderDecoder) else model
     if not decoder.config.causal:
         raise ValueError("only a causal model can generate: build it with causal=True")
+    with _evaluating(model):
+        return _prefill(model, decoder, rows, max_tokens, chunk, source, window)
+
+
+def _prefill(
+    model: LanguageModel | EncoderDecoder,
+    decoder: LanguageModel,
+    rows: list[Sequence[int]],
+    max_tokens: int | None,
+    chunk: int,
+    source: Tensor | None,
+    window: int,
+) -> Memory:
     device = next(model.parameters()).device
     lengths = torch.tensor([len(row) for row in rows], device=device)
     longest = int(lengths.max())
@@ -237,42 +262,57 @@ def beam_search(
     model: LanguageModel, prompt: Prompt | Memory, max_tokens: int, *, num_beams: int = 4, stop: Sequence[int] = ()
 ) -> Generated:
     """The likeliest continuation of one prompt that `num_beams` beams find, by total log-probability."""
-    was_training = model.training
-    model.eval()
+    memory = prompt if isinstance(prompt, Memory) else prefill(model, prompt, max_tokens=max_tokens)
+    if len(memory.logits) != 1:
+        raise ValueError(f"beam search takes one prompt at a time, got {len(memory.logits)}")
+    state, logs = memory.state, memory.logits.log_softmax(1)
+    beams: list[Beam] = [Beam(0.0, [], [])]
+    done: list[Beam] = []
+    for _ in range(max_tokens):
+        totals = (torch.tensor([beam.score for beam in beams], device=logs.device)[:, None] + logs).flatten()
+        best = totals.topk(min(num_beams * 2, totals.numel()))
+        rows: list[int] = []
+        grown: list[Beam] = []
+        for score, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            row, token = divmod(place, logs.shape[1])
+            if token in stop:
+                done.append(replace(beams[row], score=score))
+            elif len(grown) < num_beams:
+                rows.append(row)
+                tokens, each = [*beams[row].tokens, token], [*beams[row].logs, float(logs[row, token])]
+                grown.append(Beam(score, tokens, each))
+        beams, done = grown, sorted(done, key=lambda beam: -beam.score)[:num_beams]
+        # Totals only fall: once enough have ended above the best that is left, they stay above.
+        if not beams or (len(done) == num_beams and done[-1].score >= beams[0].score):
+            break
+        with _evaluating(model):
+            latest = torch.tensor([beam.tokens[-1] for beam in beams], device=logs.device)
+            out, state = model.extend(latest[:, None], state.select(rows))
+        logs = out[:, -1].log_softmax(1)
+    best_beam = max([*done, *beams], key=lambda beam: beam.score)
+    return Generated([best_beam.tokens], [best_beam.logs])
+
+
+@dataclass(frozen=True)
+class Beam:
+    """One of the continuations that are kept: its total, its tokens and the log-probability of each."""
+
+    score: float
+    tokens: list[int]
+    logs: list[float]
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Eval mode, and then as it was."""
+    training = model.training
+    if training:
+        model.eval()
     try:
-        memory = prompt if isinstance(prompt, Memory) else prefill(model, prompt, max_tokens=max_tokens)
-        if len(memory.logits) != 1:
-            raise ValueError(f"beam search takes one prompt at a time, got {len(memory.logits)}")
-        state, logs = memory.state, memory.logits.log_softmax(1)
-        scores, beams, done = torch.zeros(1, device=logs.device), [([], [])], []  # type: ignore[var-annotated]
-        for _ in range(max_tokens):
-            totals = (scores[:, None] + logs).flatten()
-            best = totals.topk(min(num_beams * 2, totals.numel()))
-            kept: list[int] = []
-            grown, grown_scores, tokens = [], [], []
-            for score, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                row, token = divmod(place, logs.shape[1])
-                each = [*beams[row][1], float(logs[row, token])]
-                if token in stop:
-                    done.append((score, beams[row][0], beams[row][1]))
-                elif len(kept) < num_beams:
-                    kept.append(row)
-                    grown.append(([*beams[row][0], token], each))
-                    grown_scores.append(score)
-                    tokens.append(token)
-            # Log-probabilities only fall: once enough have ended above the best that is left, they stay above.
-            done = sorted(done, key=lambda d: -d[0])[:num_beams]
-            if not kept or (len(done) == num_beams and done[-1][0] >= grown_scores[0]):
-                beams, grown_scores = [], []
-                break
-            beams, scores = grown, torch.tensor(grown_scores, device=logs.device)
-            out, state = model.extend(torch.tensor(tokens, device=logs.device)[:, None], state.select(kept))
-            logs = out[:, -1].log_softmax(1)
-        done += [(score, *beam) for score, beam in zip(scores.tolist(), beams, strict=False)]
-        _, found, found_logs = max(done, key=lambda d: d[0])
-        return Generated([found], [found_logs])
+        yield
     finally:
-        model.train(was_training)
+        if training:
+            model.train()
 
 
 def _pick(probabilities: Tensor, uniform: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 
 from longspan.config import AttentionConfig, FeedForwardConfig, ModelConfig
 from longspan.generation import Generated, Sampling, beam_search, generate, prefill, stream
+from longspan.memory import Memory
 from longspan.models import EncoderDecoder, LanguageModel
 
 MECHANISMS = {
@@ -133,9 +134,43 @@ def test_stream_gives_tokens_as_they_come_and_restores_training(model):
     model.train()
     steps = stream(model, PROMPTS[0], None, seed=6)
     first = [next(steps)[0][0] for _ in range(7)]
-    steps.close()
     assert model.training
     assert first == generate(model.eval(), PROMPTS[0], 7, seed=6).tokens[0]
+
+
+def test_a_memory_saved_to_disk_goes_on_where_it_was(model, tmp_path):
+    whole = generate(model, PROMPTS, 12, sampling=GREEDY).tokens
+    steps = stream(model, PROMPTS, 5, sampling=GREEDY)
+    first = [tokens for tokens, _ in steps]
+    steps.memory.save(tmp_path / "memory.safetensors")
+    resumed = Memory.load(tmp_path / "memory.safetensors", model)
+    rest = generate(model, resumed, 7, sampling=GREEDY).tokens
+    assert [[step[row] for step in first] + rest[row] for row in range(3)] == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["memory.safetensors"]
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_kind_of_memory_can_be_saved(name, tmp_path):
+    model = language_model(MECHANISMS[name])
+    memory = prefill(model, PROMPTS)
+    memory.save(tmp_path / "memory.safetensors")
+    loaded = Memory.load(tmp_path / "memory.safetensors", model)
+    assert generate(model, loaded, 9).tokens == generate(model, memory, 9).tokens
+
+
+def test_a_memory_of_another_model_or_no_memory_is_refused(model, tmp_path):
+    path = tmp_path / "memory.safetensors"
+    prefill(model, PROMPTS).save(path)
+    with pytest.raises(ValueError, match="this memory is of another model"):
+        Memory.load(path, language_model({"mechanism": "local", "window": 5}))
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="is not a saved memory"):
+        Memory.load(path, model)
+    performer = language_model("performer")
+    prefill(performer, PROMPTS).save(path)
+    performer.transformer.stack.branches[0].layer.mechanism.redraw()
+    with pytest.raises(ValueError, match="draw 0 of the random features"):
+        generate(performer, Memory.load(path, performer), 3)
 
 
 def probabilities(logits, recent=(), **options):
