@@ -1,0 +1,172 @@
+"""The command: `python -m longspan.bench`."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from longspan.bench.machine import commit, cores, machine, versions
+from longspan.bench.measuring import Case, Effort, Subject, compare
+from longspan.bench.memory import available_gb
+from longspan.bench.ours import names, ours
+from longspan.bench.peers import peers
+from longspan.bench.report import Group, remarks, save, table
+from longspan.mechanisms.choices import choose
+
+_DTYPES = ("float32", "float64", "bfloat16", "float16")
+_DEVICES = ("cpu", "cuda")
+_BROKEN = ("wrong", "error", "crashed")  # Running out of memory or time is a result; these, in ours, are not.
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command()
+def bench(
+    mechanisms: Annotated[
+        str, typer.Option(help="Mechanisms, separated by commas.")
+    ] = "linear,performer,local,linformer,softmax",
+    lengths: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "8192,65536",
+    heads: Annotated[int, typer.Option(min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(min=1)] = 64,
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    causal: Annotated[bool, typer.Option("--causal/--bidirectional")] = True,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(_DTYPES)}.")] = "float32",
+    device: Annotated[str, typer.Option(help=f"One of {', '.join(_DEVICES)}.")] = "cpu",
+    memory_limit: Annotated[
+        float | None,
+        typer.Option(help="GB that a measurement may allocate. By default most of what is free; on CUDA no limit."),
+    ] = None,
+    with_peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the older packages too.")] = True,
+    rounds: Annotated[int, typer.Option(min=1, help="Processes per row; rows take turns.")] = 3,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Samples per process: 5 by default, 30 on CUDA.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="By default the cores there are.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a measurement is given up.")] = 900.0,
+    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("runs/bench.json"),
+) -> None:
+    """Times mechanisms and the older packages in one run: forward, forward + backward, peak memory.
+
+    Each measurement is a process of its own, after a check that what it computes is right.
+    """
+    try:
+        chosen = [choose("mechanism", name, names()) for name in _parts(mechanisms)]
+        wanted = _lengths(lengths)
+        choose("dtype", dtype, _DTYPES)
+        choose("device", device, _DEVICES)
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("this PyTorch finds no CUDA device; there is cpu")
+        if memory_limit is not None and memory_limit <= 0:
+            raise ValueError(f"--memory-limit must be a positive number of GB, got {memory_limit:g}")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.touch()
+    except ValueError as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"cannot write {out}: {error.strerror}")
+    if memory_limit is None and device == "cpu":
+        free = available_gb()
+        memory_limit = None if free is None else round(0.85 * free, 1)
+    effort = Effort(
+        rounds=rounds,
+        repeats=repeats or (30 if device == "cuda" else 5),
+        timeout=timeout,
+        threads=threads or cores(),
+        memory_limit=memory_limit,
+    )
+    cases = [Case(length, batch, heads, head_dim, causal, dtype, device) for length in wanted]
+    about: dict[str, Any] = {
+        "format": 1,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(device),
+        "versions": versions(),
+        "commit": commit(),
+        "arguments": {"mechanisms": chosen, "lengths": wanted, "peers": with_peers},
+        "effort": vars(effort),
+        "inputs": "standard normal q, k, v; forward without gradients; gradients to q, k, v and parameters",
+        "ratios": "a row's median divided by that of the first row of its mechanism and length",
+    }
+    load = about["machine"]["load"] or 0.0
+    if load > cores() / 2:
+        print(f"this machine is busy (load {load:g} on {cores()} cores): times will be noisy", file=sys.stderr)
+    groups = _run(chosen, cases, effort, with_peers, out, about)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(_title(about, cases[0]), highlight=False)
+    console.print(table(groups))
+    for remark in remarks(groups):
+        console.print(remark, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"written to {out}", markup=False, highlight=False, soft_wrap=True)
+    if any(row.failure and row.failure.status in _BROKEN for group in groups for row in group.ours):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Runs the command; wrong arguments are answered in one line."""
+    try:
+        sys.exit(app(standalone_mode=False))
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted; what was measured before is written", status=130)
+    except Exception as error:
+        # Of any release of the parser that typer stands on; it has no public name of its own.
+        if not hasattr(error, "format_message"):
+            raise
+        _fail(f"{error.format_message().rstrip('.')}; see --help")
+
+
+def _run(
+    chosen: list[str], cases: list[Case], effort: Effort, with_peers: bool, out: Path, about: dict[str, Any]
+) -> list[Group]:
+    """Every mechanism at every length; what is found is saved as it comes."""
+    groups: list[Group] = []
+    plan = [
+        (name, case, [*ours(name), *(peers(name, case) if with_peers else [])]) for name in chosen for case in cases
+    ]
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=sum(len(subjects) for *_, subjects in plan) * effort.rounds)
+        done = 0
+        for name, case, subjects in plan:
+
+            def show(subject: Subject, number: int, case: Case = case) -> None:
+                text = f"n = {case.length}, round {number}: {subject.name}"
+                progress.update(task, description=text, advance=1)
+                if not console.is_terminal:
+                    console.print(text, highlight=False)
+
+            groups.append(Group(name, case, compare(subjects, case, effort, show)))
+            save(out, groups, about)
+            done += len(subjects) * effort.rounds
+            progress.update(task, completed=done)
+    return groups
+
+
+def _title(about: dict[str, Any], case: Case) -> str:
+    where = about["machine"]["gpu"]["name"] if about["machine"]["gpu"] else about["machine"]["cpu"]
+    mode = "causal" if case.causal else "bidirectional"
+    sizes = f"batch {case.batch_size}, {case.num_heads} heads of {case.head_dim}, {case.dtype}, {mode}"
+    return f"{sizes}; {where}, threads: {about['effort']['threads']}, torch {about['versions']['torch']}"
+
+
+def _parts(text: str) -> list[str]:
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise ValueError(f"--mechanisms takes names separated by commas; there is {', '.join(names())}")
+    return list(dict.fromkeys(found))
+
+
+def _lengths(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"--lengths takes positive whole numbers separated by commas, got {text!r}")
+    return sorted({int(part) for part in parts})
+
+
+def _fail(message: str, status: int = 2) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(status)

@@ -1,0 +1,105 @@
+"""The process that takes one measurement: a pickled (subject, case, effort) on stdin, a `Run` as JSON on stdout."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+import torch
+from torch import Tensor
+
+from longspan.bench.measuring import Case, Effort, Run, Subject, one_line, out_of_memory
+from longspan.bench.memory import PeakMemory, limit_memory, release_freed
+
+_SHORT = 512
+
+# Steps before the first sample of each kind: kernels are compiled and caches filled. On the CPU the step whose memory
+# is measured serves as well.
+_WARM_UP = {"cpu": 1, "cuda": 3}
+
+
+def main() -> None:
+    """Answers on what was stdout; whatever a package prints goes to stderr."""
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")  # Deprecations inside older packages.
+    subject, case, effort = pickle.load(sys.stdin.buffer)
+    torch.set_num_threads(effort.threads)
+    try:
+        run = take(subject, case, effort)
+    except Exception as error:
+        message = one_line(error)
+        run = Run("out of memory" if out_of_memory(message) else "error", message)
+    with answer:
+        json.dump(asdict(run), answer)
+
+
+def take(subject: Subject, case: Case, effort: Effort) -> Run:
+    """Correctness at a small size, then memory, then times."""
+    if effort.memory_limit is not None:
+        limit_memory(effort.memory_limit, case.device)
+    torch.manual_seed(0)
+    check = subject.check(case)
+    if check is not None and not check.error <= check.tolerance:
+        message = f"error {check.error:.1e} against {check.against}, allowed {check.tolerance:.0e}"
+        return Run("wrong", message, check=check._asdict())
+    # Code that is loaded and threads that are started on first use are no part of a subject's memory.
+    subject.work(replace(case, length=min(case.length, _SHORT))).forward_backward()
+    work = subject.work(case)
+    gc.collect()
+    release_freed()
+
+    peak = PeakMemory(case.device)
+    made = work.forward_backward()
+    run = Run("ok", "", peak_mb=peak.stop(), memory=peak.how, check=None if check is None else check._asdict())
+    if not all(bool(x.isfinite().all()) for x in made):
+        return Run("wrong", "outputs or gradients are not finite", check=run.check)
+    del made
+
+    with torch.no_grad():
+        run.forward_ms = _samples(work.forward, case.device, effort)
+    run.forward_backward_ms = _samples(work.forward_backward, case.device, effort)
+    return run
+
+
+def _samples(step: Callable[[], Sequence[Tensor]], device: str, effort: Effort) -> list[float]:
+    clock = _cuda_ms if device == "cuda" else _cpu_ms
+    begun = time.perf_counter()
+    for _ in range(_WARM_UP[device]):
+        if time.perf_counter() - begun < effort.seconds:
+            clock(step)
+    samples: list[float] = []
+    begun = time.perf_counter()
+    while len(samples) < effort.repeats and (not samples or time.perf_counter() - begun < effort.seconds):
+        samples.append(clock(step))
+    return samples
+
+
+def _cpu_ms(step: Callable[[], Sequence[Tensor]]) -> float:
+    begun = time.perf_counter()
+    made = step()
+    took = time.perf_counter() - begun
+    del made
+    return took * 1e3
+
+
+def _cuda_ms(step: Callable[[], Sequence[Tensor]]) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    made = step()
+    end.record()
+    torch.cuda.synchronize()
+    del made
+    return begin.elapsed_time(end)
+
+
+if __name__ == "__main__":
+    main()
