@@ -146,6 +146,11 @@ class Attention(nn.Module):
                 f"the heads of this {type(self.mechanism).__name__} differ, so they cannot be recomputed by groups: "
                 'use execution="recompute"'
             )
+        if apart and getattr(self.mechanism, "dropout", False):
+            raise ValueError(
+                "dropout inside a mechanism draws for all its heads at once, so they cannot be recomputed by groups: "
+                'use execution="recompute", or the dropout of AttentionConfig'
+            )
         self.head_groups = self.mechanism.num_kv_heads if apart else 1
 
     def _queries(self, x: Tensor, position: Tensor) -> Tensor:

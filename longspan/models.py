@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from longspan.positions import (
     SinusoidalPositions,
 )
 from longspan.rows import Packing, Rows, Run
-from longspan.stack import Branch, BranchState, Stack, StackState
+from longspan.stack import Branch, Stack, StackState
 
 
 class Transformer(nn.Module):
@@ -96,7 +97,7 @@ class Transformer(nn.Module):
         for branch, held in zip(self.stack.branches, state.branches, strict=True):
             if isinstance(branch, Branch) and isinstance(branch.layer, Attention) and branch.layer.cross:
                 written = branch.layer.write(held.inner[0], context, rows)
-                held = BranchState(held.length, held.recent, (written,))
+                held = replace(held, inner=(written,))
             branches.append(held)
         return StackState(state.length, tuple(branches))
 

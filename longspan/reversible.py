@@ -53,10 +53,11 @@ class _Reversible(torch.autograd.Function):
         streams, d_streams = list(saved), list(grads)
         d_parameters: dict[int, Tensor] = {}
         d_context = None
+        device = streams[0].device
         wants_context = context is not None and ctx.needs_input_grad[5]
         for i in reversed(range(len(ctx.branches))):
             branch, mine, other = ctx.branches[i], i % 2, 1 - i % 2
-            with torch.enable_grad(), _replay(ctx.random[i], ctx.autocast):
+            with torch.enable_grad(), _replay(ctx.random[i], ctx.autocast, device):
                 x = streams[other].detach().requires_grad_()
                 c = None if context is None else context.detach().requires_grad_(wants_context)
                 y = branch(x, ctx.rows, c, ctx.context_rows)
@@ -85,12 +86,15 @@ def _autocast_state(device: str) -> tuple[str, bool, torch.dtype]:
 
 
 @contextmanager
-def _replay(random: tuple[Tensor, Tensor | None], autocast: tuple[str, bool, torch.dtype]) -> Iterator[None]:
-    device, enabled, dtype = autocast
+def _replay(
+    random: tuple[Tensor, Tensor | None], autocast: tuple[str, bool, torch.dtype], device: torch.device
+) -> Iterator[None]:
+    kind, enabled, dtype = autocast
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(enabled=True))
-        stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        # The one device: forking the generators of all of them would wait for each.
+        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
         torch.set_rng_state(random[0])
         if random[1] is not None:
-            torch.cuda.set_rng_state(random[1])
+            torch.cuda.set_rng_state(random[1], device)
         yield

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longspan.layers import NORMS, Attention, shift_tokens
-from longspan.mechanism import State
+from longspan.mechanism import Index, State
 from longspan.mechanisms.choices import choose
 from longspan.reversible import run_reversible
 from longspan.rows import Packing, Rows
@@ -32,10 +32,27 @@ EXECUTIONS = ("keep", "recompute", "recompute_heads", "reverse")
 
 @dataclass
 class BranchState(State):
-    """A branch's memory: the tokens a token shift still needs, and its attention's state."""
+    """A branch's memory: the tokens a token shift still needs, and its attention's state, `stride` rows a sequence."""
 
     recent: Tensor | None = None  # (B, max offset, dim)
     inner: tuple[State, ...] = ()
+    stride: int = 1
+
+    def select(self, index: Index) -> BranchState:
+        own = State.select(replace(self, inner=()), index)
+        return replace(own, inner=tuple(state.select(self._rows(index)) for state in self.inner))
+
+    def put(self, index: Index, rows: BranchState) -> BranchState:
+        own = State.put(replace(self, inner=()), index, replace(rows, inner=()))
+        pairs = zip(self.inner, rows.inner, strict=True)
+        return replace(own, inner=tuple(state.put(self._rows(index), other) for state, other in pairs))
+
+    def _rows(self, index: Index) -> Index:
+        if self.stride == 1:
+            return index
+        index = index if isinstance(index, slice) else torch.as_tensor(index, device=self.length.device)
+        first = torch.arange(len(self.length), device=self.length.device)[index] * self.stride
+        return (first[:, None] + torch.arange(self.stride, device=first.device)).flatten()
 
 
 @dataclass
@@ -43,6 +60,17 @@ class StackState(State):
     """The branches' states, in order."""
 
     branches: tuple[BranchState, ...] = ()
+
+    def select(self, index: Index) -> StackState:
+        length = State(self.length).select(index).length
+        return StackState(length, tuple(branch.select(index) for branch in self.branches))
+
+    def put(self, index: Index, rows: StackState) -> StackState:
+        if not isinstance(rows, StackState):
+            raise ValueError(f"rows must be a StackState like the state they go into, got a {type(rows).__name__}")
+        length = State(self.length).put(index, State(rows.length)).length
+        pairs = zip(self.branches, rows.branches, strict=True)
+        return StackState(length, tuple(branch.put(index, other) for branch, other in pairs))
 
 
 class Branch(nn.Module):
@@ -111,10 +139,11 @@ class Branch(nn.Module):
             recent = torch.zeros(batch_size, max(self.token_shift), self.dim, device=device, dtype=dtype)
         inner: tuple[State, ...] = ()
         if isinstance(self.layer, Attention):
-            longest = None if max_length is None else -(-max_length // self.stride)
+            # max_length counts this model's tokens, not those of a context.
+            longest = None if max_length is None or self.layer.cross else -(-max_length // self.stride)
             rows = batch_size * self.stride
             inner = (self.layer.new_state(rows, max_length=longest, device=device, dtype=dtype),)
-        return BranchState(length, recent, inner)
+        return BranchState(length, recent, inner, self.stride)
 
     def _prepared(self, x: Tensor, rows: Rows, recent: Tensor | None) -> Tensor:
         x = rows.hide(x)
@@ -129,7 +158,7 @@ class Branch(nn.Module):
         if T == 1 and rows.key_mask is None:
             index = torch.arange(B, device=x.device) * s + rows.position[:, 0] % s
             out, row = self.layer.extend(x, state.select(index))
-            return out, state.put(index, row)
+            return out, _put(state, index, row)
         fold = Fold.of(rows, s, B, T)
         out, state = self.layer.extend(fold(x), state, fold.rows)
         return fold.back(out), state
@@ -258,13 +287,14 @@ class Stack(nn.Module):
         choose("execution", name, EXECUTIONS)
         if name == "reverse" and self.topology != "double":
             raise ValueError(f'execution="reverse" needs residual="double", got residual="{self.topology}"')
-        self._execution = name
         for branch in self._branches():
             if isinstance(branch.layer, Attention):
                 branch.layer.set_head_groups(name == "recompute_heads")
+        self._execution = name
 
     def forward(self, x: Tensor, rows: Rows, context: Tensor | None = None, context_rows: Rows | None = None) -> Tensor:
         """x: (B, T, dim) through every branch."""
+        x = rows.hide(x)
         if self.execution == "reverse" and torch.is_grad_enabled():
             return run_reversible(self._branches(), x, rows, context, context_rows)
 
@@ -317,6 +347,16 @@ class Stack(nn.Module):
 
     def _branches(self) -> list[Branch]:
         return [branch for branch in self.branches if isinstance(branch, Branch)]
+
+
+def _put(state: State, index: Tensor, rows: State) -> State:
+    """As `state.put`; without gradients the state is consumed, so that its other rows are not copied."""
+    old, new = state.tensors(), rows.tensors()
+    if torch.is_grad_enabled() or any(x.shape[1:] != new[name].shape[1:] for name, x in old.items()):
+        return state.put(index, rows)
+    for name, x in old.items():
+        x.index_copy_(0, index, new[name])
+    return state
 
 
 def _latest(recent: Tensor, x: Tensor, rows: Rows) -> Tensor:
