@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from longspan.checks import check_key_mask, check_key_packing, check_packing, check_tensor, describe
 from longspan.rows import Packing, Run, hide, length_classes, restore
 
 S = TypeVar("S", bound="State")
@@ -40,7 +41,7 @@ class State:
     def put(self: S, index: Index, rows: S) -> S:
         """A state with the rows at `index` replaced by `rows`: a new request in a running batch."""
         if type(rows) is not type(self):
-            raise ValueError(f"rows must be a {type(self).__name__} like the state they go into, got {_name(rows)}")
+            raise ValueError(f"rows must be a {type(self).__name__} like the state they go into, got {describe(rows)}")
         where = _as_index(index, self.length.device, len(self.length))
         return self._map(lambda x, y: x.index_copy(0, where, y), rows)
 
@@ -157,7 +158,7 @@ class Mechanism(nn.Module, ABC):
         if past is not None:
             self._check_state(past, q, packing)
         if key_packing is not None:
-            _check_key_packing(packing, key_packing, k)
+            check_key_packing(packing, key_packing, k)
         elif packing is not None and q.shape[1] != k.shape[1]:
             raise ValueError(
                 f"queries ({q.shape[1]}) and keys ({k.shape[1]}) are packed differently: pass key_packing for the keys"
@@ -165,11 +166,13 @@ class Mechanism(nn.Module, ABC):
         if not self.supports_cross and not causal:
             self._check_self(q, k, key_packing)
         with _full_precision(q):
-            if causal:
-                kept = past.clone() if past is not None and not torch.is_grad_enabled() else past
-                return self._causal(kept, q, k, v, key_mask, packing)[0]
+            if past is not None:
+                kept = past if torch.is_grad_enabled() else past.clone()
+                return self._continue(kept, q, k, v, key_mask, packing)[0]
             if 0 in (*q.shape[:2], k.shape[1]):
                 return self._nothing(q, k, v)
+            if causal:
+                return self._begin(q, k, v, key_mask, packing)
             if packing is not None:
                 return self._attend_packed(q, k, v, packing, packing if key_packing is None else key_packing)
             if key_mask is not None:
@@ -194,7 +197,7 @@ class Mechanism(nn.Module, ABC):
         self._check_causal(q, k, None)
         self._check_state(state, q, packing)
         with _full_precision(q):
-            return self._causal(state, q, k, v, key_mask, packing)
+            return self._continue(state, q, k, v, key_mask, packing)
 
     def write(
         self, state: State, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, packing: Packing | None = None
@@ -258,11 +261,13 @@ class Mechanism(nn.Module, ABC):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         """Bidirectional; hidden keys and values are zero."""
 
+    def _attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
+        """As `_extend` from the empty state, where nobody asks for the state after it."""
+        return self._extend(self._new_state_like(q, q.shape[0]), q, k, v, lengths)[0]
+
     @abstractmethod
-    def _extend(
-        self, state: State | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
-    ) -> tuple[Tensor, State]:
-        """Causal, T ≥ 1; None is the empty state. Row b holds lengths[b] tokens from slot 0, then zeros."""
+    def _extend(self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, State]:
+        """Causal, T ≥ 1. Row b holds lengths[b] tokens from slot 0, then zeros."""
 
     @abstractmethod
     def _write(self, state: State, k: Tensor, v: Tensor, lengths: Tensor | None) -> State:
@@ -272,12 +277,21 @@ class Mechanism(nn.Module, ABC):
     def _read(self, state: State, q: Tensor) -> Tensor:
         """Every query at position length - 1; rows of length 0 give zeros."""
 
-    def _causal(
-        self, state: State | None, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, packing: Packing | None
+    def _begin(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, packing: Packing | None) -> Tensor:
+        if packing is not None:
+            groups = length_classes(packing)
+            pieces = [self._attend_causal(*group.take(q, k, v), group.lengths[0]) for group in groups]
+            return restore(packing, groups, pieces, q.shape[1])
+        if key_mask is None:
+            return self._attend_causal(q, k, v, None)
+        run = Run.of(key_mask)
+        return run.unroll(self._attend_causal(*run.roll(q, k, v), run.lengths))
+
+    def _continue(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, packing: Packing | None
     ) -> tuple[Tensor, State]:
         if 0 in q.shape[:2]:
-            rows = q.shape[0] if packing is None else len(packing.offsets) - 1
-            return self._nothing(q, k, v), self._new_state_like(q, rows) if state is None else state
+            return self._nothing(q, k, v), state
         if packing is not None:
             return self._extend_packed(state, q, k, v, packing)
         if key_mask is None:
@@ -295,19 +309,15 @@ class Mechanism(nn.Module, ABC):
             pieces.append(self._attend(qg, kg, vg, group.visible(1)))
         return restore(packing, groups, pieces, q.shape[1])
 
-    def _extend_packed(
-        self, state: State | None, q: Tensor, k: Tensor, v: Tensor, packing: Packing
-    ) -> tuple[Tensor, State]:
+    def _extend_packed(self, state: State, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, State]:
         pieces = []
         groups = length_classes(packing)
-        after = self._new_state_like(q, len(packing.offsets) - 1) if state is None else state
         for group in groups:
-            before = None if state is None else state.select(group.sequences)
             qg, kg, vg = group.take(q, k, v)
-            out, rows = self._extend(before, qg, kg, vg, group.lengths[0])
+            out, rows = self._extend(state.select(group.sequences), qg, kg, vg, group.lengths[0])
             pieces.append(out)
-            after = after.put(group.sequences, rows)
-        return restore(packing, groups, pieces, q.shape[1]), after
+            state = state.put(group.sequences, rows)
+        return restore(packing, groups, pieces, q.shape[1]), state
 
     def _nothing(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Zeros (B, T, H, E) for no queries or no keys; a backward pass goes through them like any other answer."""
@@ -320,8 +330,8 @@ class Mechanism(nn.Module, ABC):
     def _check(self, q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | None, packing: Packing | None) -> None:
         if q is not None:
             self._check_query(q)
-        _check_tensor("k", k, "(B, S, Hkv, D)", self.num_kv_heads, self.head_dim)
-        _check_tensor("v", v, "(B, S, Hkv, E)", self.num_kv_heads, self.value_dim)
+        check_tensor("k", k, "(B, S, Hkv, D)", self.num_kv_heads, self.head_dim)
+        check_tensor("v", v, "(B, S, Hkv, E)", self.num_kv_heads, self.value_dim)
         first = k if q is None else q
         for name, x in (("k", k), ("v", v)):
             if x.dtype != first.dtype:
@@ -335,12 +345,12 @@ class Mechanism(nn.Module, ABC):
         if first.shape[0] != k.shape[0]:
             raise ValueError(f"q and k must have one batch size, got {first.shape[0]} and {k.shape[0]}")
         if key_mask is not None:
-            _check_key_mask(key_mask, k, packing)
+            check_key_mask(key_mask, k, packing)
         if packing is not None:
-            _check_packing(packing, first)
+            check_packing(packing, first)
 
     def _check_query(self, q: Tensor) -> None:
-        _check_tensor("q", q, "(B, T, H, D)", self.num_heads, self.head_dim)
+        check_tensor("q", q, "(B, T, H, D)", self.num_heads, self.head_dim)
 
     def _check_causal(self, q: Tensor, k: Tensor, key_packing: Packing | None) -> None:
         if not self.supports_causal:
@@ -364,7 +374,7 @@ class Mechanism(nn.Module, ABC):
         expected = self._state_type()
         if type(state) is not expected:
             raise ValueError(
-                f"{type(self).__name__} needs a {expected.__name__} from its new_state(), got {_name(state)}"
+                f"{type(self).__name__} needs a {expected.__name__} from its new_state(), got {describe(state)}"
             )
         rows = x.shape[0] if packing is None else len(packing.offsets) - 1
         if len(state.length) != rows:
@@ -385,65 +395,3 @@ def _as_index(index: Index, device: torch.device, size: int = 0) -> Tensor:
     if isinstance(index, slice):
         return torch.arange(size, device=device)[index]
     return torch.as_tensor(index, device=device)
-
-
-def _name(x: object) -> str:
-    return "None" if x is None else f"a {type(x).__name__}"
-
-
-def _check_tensor(name: str, x: Tensor, shape: str, heads: int, dim: int) -> None:
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor of shape {shape}, got {_name(x)}")
-    if x.ndim != 4:
-        raise ValueError(f"{name} must have four dimensions {shape}, got {tuple(x.shape)}")
-    if not x.is_floating_point():
-        raise ValueError(f"{name} must be floating point, got {x.dtype}")
-    if x.shape[2:] != (heads, dim):
-        hint = " (are heads and length swapped?)" if x.shape[1] == heads and x.shape[3] == dim else ""
-        raise ValueError(
-            f"{name} must be {shape} with {heads} heads of {dim}, got {tuple(x.shape)}{hint}; "
-            "heads come third, after the sequence"
-        )
-
-
-def _check_key_mask(key_mask: Tensor, k: Tensor, packing: Packing | None) -> None:
-    if packing is not None:
-        raise ValueError("packing and key_mask exclude each other: a packed row has no padding; leave key_mask out")
-    if key_mask.dtype != torch.bool:
-        raise ValueError(f"key_mask must be bool, True = keep, got {key_mask.dtype}; use key_mask.bool()")
-    if key_mask.shape != k.shape[:2]:
-        hint = "; masks over (T, S) pairs are not supported" if key_mask.ndim > 2 else ""
-        raise ValueError(f"key_mask must be (B, S) = {tuple(k.shape[:2])}, got {tuple(key_mask.shape)}{hint}")
-    if key_mask.device != k.device:
-        raise ValueError(f"key_mask must be on the keys' device {k.device}, got {key_mask.device}")
-
-
-def _check_packing(packing: Packing, x: Tensor, name: str = "packing") -> None:
-    offsets = packing.offsets
-    if x.shape[0] != 1:
-        raise ValueError(f"packed sequences lie in one row: batch size must be 1 with {name}, got {x.shape[0]}")
-    if offsets.ndim != 1 or len(offsets) < 2 or offsets.dtype != torch.int32:
-        raise ValueError(
-            f"{name}.offsets must be (N + 1,) int32, got {tuple(offsets.shape)} {offsets.dtype}; "
-            "Packing.from_lengths makes them"
-        )
-    if offsets.device != x.device:
-        raise ValueError(f"{name}.offsets must be on the inputs' device {x.device}, got {offsets.device}")
-    if torch.compiler.is_compiling() or offsets.device.type != "cpu":
-        return  # Looking at the values would wait for the device.
-    lengths = packing.lengths
-    if offsets[0] != 0 or offsets[-1] != x.shape[1] or bool((lengths < 0).any()):
-        raise ValueError(f"{name}.offsets must rise from 0 to the row's length {x.shape[1]}, got {offsets.tolist()}")
-    if int(lengths.max()) > packing.max_length:
-        raise ValueError(f"{name}.max_length is {packing.max_length}, but a sequence has {int(lengths.max())} tokens")
-
-
-def _check_key_packing(packing: Packing | None, key_packing: Packing, k: Tensor) -> None:
-    if packing is None:
-        raise ValueError("key_packing needs packing for the queries too")
-    _check_packing(key_packing, k, "key_packing")
-    if len(key_packing.offsets) != len(packing.offsets):
-        raise ValueError(
-            f"packing and key_packing must hold as many sequences, got {len(packing.offsets) - 1} "
-            f"and {len(key_packing.offsets) - 1}"
-        )

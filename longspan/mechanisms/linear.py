@@ -140,10 +140,8 @@ class LinearAttention(Mechanism):
         return replace(_updated(state, length, closed, total), open_kv=opened.kv, open_z=opened.z)
 
     def _extend(
-        self, state: State | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
     ) -> tuple[Tensor, LinearState]:
-        if state is None:
-            state = self._new_state_like(q, q.shape[0])
         assert isinstance(state, LinearState)
         if q.shape[1] == 1:
             state = self._write(state, k, v, lengths)

@@ -18,6 +18,7 @@ from longspan.mechanism import Mechanism, State
 from longspan.mechanisms.choices import choose
 from longspan.ops.linear import Sums, causal_linear, sum_dtype
 from longspan.ops.ragged import shift_left, shift_right
+from longspan.ops.sdpa import attend
 
 
 @dataclass
@@ -103,11 +104,9 @@ class Projection(nn.Module):
             return torch.einsum("sr,bshd->bhrd", e[0, :, 0], x)
         return torch.einsum("bshr,bshd->bhrd", e.expand(*x.shape[:3], -1), x)
 
-    def periods(self, length: Tensor) -> Tensor:
-        """How many times the table has begun when `length` tokens have been seen; 1 if it does not repeat."""
-        if not self.periodic:
-            return torch.ones_like(length)
-        return (-(-length // self.max_length)).clamp(min=1)
+    def averaged(self, x: Tensor, length: Tensor) -> Tensor:
+        """x divided by how many times a periodic table has begun when `length` tokens have been seen."""
+        return x / (-(-length // self.max_length)).clamp(min=1) if self.periodic else x
 
     def live(self, length: Tensor) -> Tensor:
         """(..., R): which rows hold a token when `length` (...) tokens have been seen."""
@@ -212,12 +211,13 @@ class LinformerAttention(Mechanism):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         self.keys.check_length(k.shape[1])
         dtype = sum_dtype(q)
-        slot = torch.arange(1, k.shape[1] + 1, device=k.device)
-        # The last visible slot says how many periods have begun; hidden ones hold zeros.
-        reach = slot[-1:].expand(len(q)) if key_mask is None else (slot * key_mask).amax(1)
-        live = self.keys.live(reach) if key_mask is None else self.keys.live_under(key_mask)
         rows = self.keys.compress(k.to(dtype)), self.values.compress(v.to(dtype))
-        return self._from_rows(q, *rows, live, reach)
+        if key_mask is None:
+            reach = torch.full_like(q[:, 0, 0, 0], k.shape[1], dtype=torch.int64)
+            return self._from_rows(q, *rows, self.keys.live(reach) if self.keys.kind == "convolution" else None, reach)
+        # The last visible slot says how many periods have begun; hidden ones hold zeros.
+        reach = (torch.arange(1, k.shape[1] + 1, device=k.device) * key_mask).amax(1)
+        return self._from_rows(q, *rows, self.keys.live_under(key_mask), reach)
 
     def _read(self, state: State, q: Tensor) -> Tensor:
         assert isinstance(state, LinformerState)
@@ -233,53 +233,55 @@ class LinformerAttention(Mechanism):
             rows.append(so_far + torch.einsum("bshr,bshd->bhrd", e.expand(*x.shape[:3], -1), x))
         return LinformerState(state.length + (k.shape[1] if lengths is None else lengths), *rows)
 
+    def _attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
+        self.keys.check_length(k.shape[1])
+        return self._from_prefixes(self.new_state(len(q), device=q.device, dtype=q.dtype), None, q, k, v)[0]
+
     def _extend(
-        self, state: State | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
     ) -> tuple[Tensor, LinformerState]:
-        before = self._new_state_like(q, q.shape[0]) if state is None else state
-        assert isinstance(before, LinformerState)
+        assert isinstance(state, LinformerState)
         if q.shape[1] == 1:
-            after = self._write(before, k, v, lengths)
-            return self._read(after, q), after
-        dtype, start = before.k.dtype, None
-        if state is None:
-            self.keys.check_length(k.shape[1])
-        else:
-            start = before.length
-            self._check_reach(start, k.shape[1], lengths)
-        length = before.length[:, None] + torch.arange(1, q.shape[1] + 1, device=q.device)  # (B, T)
+            state = self._write(state, k, v, lengths)
+            return self._read(state, q), state
+        self._check_reach(state.length, k.shape[1], lengths)
+        out, rows_k, rows_v = self._from_prefixes(state, state.length, q, k, v)
+        return out, LinformerState(state.length + (k.shape[1] if lengths is None else lengths), rows_k, rows_v)
+
+    def _from_prefixes(
+        self, state: LinformerState, start: Tensor | None, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Each query over the rows that its own prefix compresses to, and the rows after the last."""
+        given, dtype = q.dtype, state.k.dtype
         e, keys = self.keys.rows(k.to(dtype), start)
         f, values = self.values.rows(v.to(dtype), start)
         e, f = (x.expand(*k.shape[:3], -1) for x in (e, f))
         q = q.to(dtype)
-        scores, rows_k = _prefix_products(q, keys, e, before.k.mT)
-        p = self._weights(q, scores, self.keys.live(length)[:, :, None], length[:, :, None, None])
-        out, rows_v = _prefix_products(p / self.values.periods(length)[:, :, None, None], f, values, before.v)
+        length = state.length[:, None] + torch.arange(1, q.shape[1] + 1, device=q.device)  # (B, T)
+        periods = length[:, :, None, None]
+        scores, rows_k = _prefix_products(q, keys, e, state.k.mT)
+        scores = self.keys.averaged(scores, periods)
+        if self.keys.bias is not None:
+            scores = scores + q @ self.keys.bias.to(dtype).expand(self.rank, self.head_dim).T
+        scores = scores * self.head_dim**-0.5
+        if self.keys.kind == "convolution":
+            # A query sees itself at least, so that one row is live.
+            scores = scores.masked_fill(~self.keys.live(length)[:, :, None], float("-inf"))
+        p = F.dropout(scores.softmax(-1), self.dropout, self.training)
+        out, rows_v = _prefix_products(self.values.averaged(p, periods), f, values, state.v)
         if self.values.bias is not None:
             out = out + p @ self.values.bias.to(dtype).expand(self.rank, self.value_dim)
-        reached = before.length + (q.shape[1] if lengths is None else lengths)
-        return out.to(k.dtype), LinformerState(reached, rows_k.mT, rows_v)
+        return out.to(given), rows_k.mT, rows_v
 
-    def _from_rows(self, q: Tensor, k: Tensor, v: Tensor, live: Tensor, length: Tensor) -> Tensor:
-        """q: (B, T, H, D) over rows k (B, Hkv, R, D), v (B, Hkv, R, E) of which live (B, R) hold a token."""
-        dtype, length = q.dtype, length[:, None, None, None]
-        grouped = q.to(k.dtype).unflatten(2, (self.num_kv_heads, -1))
-        scores = torch.einsum("bthgd,bhrd->bthgr", grouped, k).flatten(2, 3)
-        p = self._weights(q.to(k.dtype), scores, live[:, None, None], length)
-        v = v / self.values.periods(length)
-        if self.values.bias is not None:
-            v = v + self.values.bias.to(v.dtype)
-        out = torch.einsum("bthgr,bhre->bthge", p.unflatten(2, (self.num_kv_heads, -1)), v)
-        return out.flatten(2, 3).to(dtype)
-
-    def _weights(self, q: Tensor, scores: Tensor, live: Tensor, length: Tensor) -> Tensor:
-        """Softmax over the live rows of (scores / periods + q·b) / √D; zeros where none is."""
-        scores = scores / self.keys.periods(length)
-        if self.keys.bias is not None:
-            scores = scores + q @ self.keys.bias.to(q.dtype).expand(self.rank, self.head_dim).T
-        nothing = ~live.any(-1, keepdim=True)
-        scores = (scores * self.head_dim**-0.5).masked_fill(~(live | nothing), float("-inf"))
-        return F.dropout(scores.softmax(-1).masked_fill(nothing, 0), self.dropout, self.training)
+    def _from_rows(self, q: Tensor, k: Tensor, v: Tensor, live: Tensor | None, length: Tensor) -> Tensor:
+        """q: (B, T, H, D) over rows k (B, Hkv, R, D), v (B, Hkv, R, E), of which live (B, R) hold a token."""
+        rows = []
+        for projection, x in ((self.keys, k), (self.values, v)):
+            x = projection.averaged(x, length[:, None, None, None])
+            rows.append((x if projection.bias is None else x + projection.bias.to(x.dtype)).to(q.dtype))
+        mask = None if live is None else live[:, None, None]
+        grouped, dropout = self.num_heads > self.num_kv_heads, self.dropout if self.training else 0.0
+        return attend(q.transpose(1, 2), *rows, mask, grouped=grouped, dropout=dropout).transpose(1, 2)
 
     def _check_reach(self, start: Tensor, tokens: int, lengths: Tensor | None) -> None:
         if torch.compiler.is_compiling() or start.device.type != "cpu" or start.numel() == 0:

@@ -108,19 +108,18 @@ class LocalAttention(Mechanism):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         return self._windowed(q, self._key(k), v, self.window, key_mask=key_mask)
 
+    def _attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
+        return self._windowed(q, self._key(k), v, self.window._replace(causal=True))
+
     def _extend(
-        self, state: State | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
     ) -> tuple[Tensor, LocalState]:
-        causal = self.window._replace(causal=True)
-        if state is None:
-            out = self._windowed(q, self._key(k), v, causal)
-            return out, self._write(self._new_state_like(q, q.shape[0]), k, v, lengths)
         assert isinstance(state, LocalState)
         ring = self._ring
         index = (state.length[:, None] + torch.arange(ring, device=q.device)) % ring
         recent = [torch.take_along_dim(x, index[:, None, :, None], 2).transpose(1, 2) for x in (state.k, state.v)]
         keys, values = torch.cat([recent[0], self._key(k)], 1), torch.cat([recent[1], v], 1)
-        out = self._windowed(q, keys, values, causal, start=state.length - ring)
+        out = self._windowed(q, keys, values, self.window._replace(causal=True), start=state.length - ring)
         return out, self._write(state, k, v, lengths)
 
     def _write(self, state: State, k: Tensor, v: Tensor, lengths: Tensor | None) -> LocalState:

@@ -91,12 +91,12 @@ class SoftmaxAttention(Mechanism):
             buffers.append(buffer.scatter_(2, index, x) if consume else buffer.scatter(2, index, x))
         return replace(state, length=length, k=buffers[0], v=buffers[1])
 
+    def _attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
+        return self._sdpa(q, k.transpose(1, 2), v.transpose(1, 2), None, causal=True)
+
     def _extend(
-        self, state: State | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
     ) -> tuple[Tensor, SoftmaxState]:
-        if state is None:
-            out = self._sdpa(q, k.transpose(1, 2), v.transpose(1, 2), None, causal=True)
-            return out, self._write(self._new_state_like(q, q.shape[0]), k, v, lengths)
         assert isinstance(state, SoftmaxState)
         T = q.shape[1]
         new = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)

@@ -100,11 +100,16 @@ class SplitAttention(Mechanism):
         parts = zip(self._mechanisms(), self._queries(q), self._keys(k), self._keys(v), strict=True)
         return torch.cat([part._attend(q, k, v, key_mask) for part, q, k, v in parts], 2)
 
+    def _attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
+        parts = zip(self._mechanisms(), self._queries(q), self._keys(k), self._keys(v), strict=True)
+        return torch.cat([part._attend_causal(q, k, v, lengths) for part, q, k, v in parts], 2)
+
     def _extend(
-        self, state: State | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
     ) -> tuple[Tensor, SplitState]:
-        before = [None] * len(self.parts) if state is None else self._states(state)
-        parts = zip(self._mechanisms(), before, self._queries(q), self._keys(k), self._keys(v), strict=True)
+        parts = zip(
+            self._mechanisms(), self._states(state), self._queries(q), self._keys(k), self._keys(v), strict=True
+        )
         outs, after = zip(*(part._extend(held, q, k, v, lengths) for part, held, q, k, v in parts), strict=True)
         return torch.cat(outs, 2), SplitState(after[0].length, after)
 

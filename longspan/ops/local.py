@@ -52,6 +52,8 @@ class Window(NamedTuple):
         return others | (seen & ~others.any(-1, keepdim=True))
 
 
+LARGEST_TILE = 512  # so that masks stay small beside keys and values
+
 Bias = Callable[[Tensor, Tensor], Tensor]  # positions i (..., T, 1) and j (..., 1, S) -> (H, ..., T, S)
 
 
@@ -81,8 +83,8 @@ def windowed(
     if aligned:
         tile, before, after = window.size, window.back, 0 if window.causal else window.ahead
     else:
-        # Half a window: three copies of each key at the most, half as many scores again as are needed.
-        tile = min(T, max(16, -(-max(reach) // 2)))
+        # As wide as the window: each key is copied twice, or thrice where queries look ahead, and not more.
+        tile = min(T, max(16, min(max(reach) + 1, LARGEST_TILE)))
         before, after = -(-reach[0] // tile), -(-reach[1] // tile)
     n = -(-T // tile)
     queries = F.pad(q, (0, 0, 0, 0, 0, n * tile - T)).unflatten(1, (n, tile))  # (B, n, tile, H, D)
