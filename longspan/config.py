@@ -8,11 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from longspan.mechanisms import mechanisms
 from longspan.mechanisms.choices import choose, nearest
 
 Spec = str | Mapping[str, Any]  # a mechanism's name, or {"mechanism": name, **options}
 
+ACTIVATIONS = ("gelu", "relu", "silu", "tanh", "sigmoid", "relu2", "identity")
+ROTARIES = ("none", "halves", "interleaved")
 NORMS = ("layer", "rms", "scale")
+NORM_POSITIONS = ("pre", "post", "rezero")
+RESIDUALS = ("single", "double", "hyper")
+EXECUTIONS = ("keep", "recompute", "recompute_heads", "reverse")
 POSITIONS = ("none", "learned", "sinusoidal", "axial")
 
 
@@ -47,6 +53,23 @@ class AttentionConfig:
     share_projection: bool = False
     rank_step: int = 0
 
+    def __post_init__(self) -> None:
+        _freeze(self, "mechanism", "rotary")
+        _check_positive(self, "num_heads", "head_dim", "num_kv_heads", "out_dim")
+        _check_share(self, "dropout")
+        for name in ("dynamic_bias", "rank_step"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 (none) or more, got {getattr(self, name)}")
+        for rotary in [self.rotary] if isinstance(self.rotary, str) else self.rotary:
+            choose("rotary", rotary, ROTARIES)
+        one = isinstance(self.mechanism, str | Mapping)
+        if not self.mechanism:
+            raise ValueError("mechanism is empty: name at least one mechanism")
+        for spec in [self.mechanism] if one else self.mechanism:
+            if not isinstance(spec, str) and not (isinstance(spec, Mapping) and "mechanism" in spec):
+                raise ValueError(f'a mechanism is a name or {{"mechanism": name, **options}}, got {spec!r}')
+            choose("mechanism", spec if isinstance(spec, str) else spec["mechanism"], mechanisms())
+
 
 @dataclass(frozen=True)
 class FeedForwardConfig:
@@ -67,6 +90,16 @@ class FeedForwardConfig:
     chunks: int = 1
     product_keys: tuple[int, ...] = ()
     num_keys: int = 128
+
+    def __post_init__(self) -> None:
+        _freeze(self, "product_keys")
+        _check_positive(self, "hidden", "num_keys")
+        _check_share(self, "dropout", "out_dropout")
+        choose("activation", self.activation, ACTIVATIONS)
+        if self.mult <= 0:
+            raise ValueError(f"mult must be positive, got {self.mult}")
+        if self.chunks < 1:
+            raise ValueError(f"chunks must be at least 1, got {self.chunks}")
 
 
 @dataclass(frozen=True)
@@ -111,10 +144,14 @@ class ModelConfig:
     num_classes: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("dim", self.dim), ("depth", self.depth)):
-            if value < 1:
-                raise ValueError(f"{name} must be positive, got {value}")
+        _freeze(self, "axial_shape", "token_shift")
+        _check_positive(self, "dim", "depth", "inner_dim", "max_length", "num_streams", "vocab_size", "embed_dim")
+        _check_positive(self, "num_classes")
+        _check_share(self, "embed_dropout")
         choose("norm", self.norm, NORMS)
+        choose("norm_position", self.norm_position, NORM_POSITIONS)
+        choose("residual", self.residual, RESIDUALS)
+        choose("execution", self.execution, EXECUTIONS)
         choose("positions", self.positions, POSITIONS)
         if self.positions == "learned" and self.max_length is None:
             raise ValueError('positions="learned" needs max_length, the number of positions')
@@ -139,6 +176,9 @@ class ModelConfig:
             raise ValueError(f"axial_stride must be at least 2, or None, got {self.axial_stride}")
         if self.inner_dim is not None and (self.feed_forward is None or self.depth < 2):
             raise ValueError("inner_dim needs feed-forward layers to change the width, and a depth of at least 2")
+        far = () if self.feed_forward is None else self.feed_forward.product_keys
+        if any(not 0 <= layer < self.depth for layer in far):
+            raise ValueError(f"product_keys {far} must be layers from 0 to {self.depth - 1} (depth {self.depth})")
         if self.tie_embeddings and self.vocab_size is None:
             raise ValueError("tie_embeddings needs vocab_size")
 
@@ -162,5 +202,29 @@ def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
     for name in values:
         if name not in names:
             raise ValueError(f"unknown field {prefix}{name}; there is {', '.join(names)}{nearest(name, names)}")
-    tuples = ("token_shift", "axial_shape", "product_keys")
-    return cls(**{k: tuple(v) if k in tuples and isinstance(v, Sequence) else v for k, v in values.items()})
+    return cls(**values)
+
+
+def _freeze(config: Any, *names: str) -> None:
+    """Lists become tuples, so that a configuration equals the one that went through JSON."""
+    for name in names:
+        object.__setattr__(config, name, _frozen(getattr(config, name)))
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_frozen(x) for x in value)
+    return {name: _frozen(x) for name, x in value.items()} if isinstance(value, Mapping) else value
+
+
+def _check_positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _check_share(config: Any, *names: str) -> None:
+    for name in names:
+        if not 0 <= getattr(config, name) < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {getattr(config, name)}")

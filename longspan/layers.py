@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from longspan.config import AttentionConfig, FeedForwardConfig
 from longspan.mechanism import Mechanism, State
 from longspan.mechanisms import build_mechanism
-from longspan.mechanisms.choices import choose
 from longspan.positions import Rotary
 from longspan.rows import Rows
 
@@ -50,7 +49,8 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 class Attention(nn.Module):
     """Projections around a mechanism: (B, T, dim) -> (B, T, dim).
 
-    mechanism: what to compute, in place of the configuration's name for it. cross: keys and values come from a context.
+    mechanism: what to compute, in place of the configuration's name for it. cross: keys and values come from a context,
+    context_dim wide where that is not dim.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Attention(nn.Module):
         mechanism: Mechanism | None = None,
         causal: bool = False,
         cross: bool = False,
+        context_dim: int | None = None,
         out_features: int | None = None,
     ) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class Attention(nn.Module):
         inner_q, inner_k = mechanism.num_heads * mechanism.head_dim, mechanism.num_kv_heads * mechanism.head_dim
         inner_v = 0 if self.shared_kv else mechanism.num_kv_heads * mechanism.value_dim
         self.to_q = nn.Linear(dim, inner_q, bias=config.qkv_bias)
-        self.to_kv = nn.Linear(dim, inner_k + inner_v, bias=config.qkv_bias)
+        self.to_kv = nn.Linear(context_dim or dim, inner_k + inner_v, bias=config.qkv_bias)
         self.q_norm = nn.RMSNorm(mechanism.head_dim, eps=1e-6) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(mechanism.head_dim, eps=1e-6) if config.qk_norm else None
         self.rotary = nn.ModuleList(_rotary(config, mechanism))
@@ -217,8 +218,6 @@ def mechanism_from(spec: Any, num_heads: int, head_dim: int, num_kv_heads: int) 
 
 def _rotary(config: AttentionConfig, mechanism: Mechanism) -> list[nn.Module]:
     names = [config.rotary] if isinstance(config.rotary, str) else list(config.rotary)
-    for name in names:
-        choose("rotary", name, ("none", "halves", "interleaved"))
     if set(names) == {"none"}:
         return []
     if len(names) > 1 and len(names) != len(getattr(mechanism, "sizes", ())):
@@ -242,10 +241,8 @@ class FeedForward(nn.Module):
         super().__init__()
         config = FeedForwardConfig() if config is None else config
         hidden = config.hidden or int(dim * config.mult)
-        self.activation = ACTIVATIONS[choose("activation", config.activation, ACTIVATIONS)]
+        self.activation = ACTIVATIONS[config.activation]
         self.gated, self.chunks = config.gated, config.chunks
-        if self.chunks < 1:
-            raise ValueError(f"chunks must be at least 1, got {self.chunks}")
         self.to_hidden = nn.Linear(dim, hidden * 2 if self.gated else hidden, bias=config.bias)
         self.to_out = nn.Linear(hidden, out_features or dim, bias=config.bias)
         self.dropout, self.out_dropout = nn.Dropout(config.dropout), nn.Dropout(config.out_dropout)

@@ -38,10 +38,13 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        widths = [config.dim, *[config.inner_dim or config.dim] * (config.depth - 1)]
+        repeat = 1 if config.axial_stride is None else 2
+        own = _mechanisms(config.attention, [(i, width) for i, width in enumerate(widths) for _ in range(repeat)])
+        cross = [] if config.cross is None else _mechanisms(config.cross, list(enumerate(widths)))
         branches = []
-        mechanisms = _mechanisms(config)
         for i in range(config.depth):
-            branches += _layer(config, i, mechanisms[i])
+            branches += _layer(config, i, own[i * repeat : (i + 1) * repeat], cross[i : i + 1])
         self.stack = Stack(
             branches,
             config.dim,
@@ -70,7 +73,7 @@ class Transformer(nn.Module):
             if context is None:
                 raise ValueError("this model attends to a context: pass context=, of shape (B, S, dim)")
             context_rows = Rows.of(context, causal=False, key_mask=context_mask, packing=context_packing)
-        elif context is not None:
+        elif context is not None or context_mask is not None or context_packing is not None:
             raise ValueError("a context was given, but this model has no cross-attention: set ModelConfig.cross")
         return self._finish(self.stack(x, rows, context, context_rows))
 
@@ -105,7 +108,7 @@ class Transformer(nn.Module):
         """New tokens x (B, T, dim) after what the state holds; causal models only."""
         if not self.config.causal:
             raise ValueError("only a causal model can be extended: build it with causal=True")
-        if key_mask is None:
+        if key_mask is None or x.shape[1] == 0:
             out, state = self.stack.extend(x, Rows.of(x, causal=True, start=state.length), state)
             return self._finish(out), state
         run = Run.of(key_mask)
@@ -149,6 +152,7 @@ class LanguageModel(nn.Module):
 
     def hidden(self, tokens: Tensor, **how: Any) -> Tensor:
         """The last layer's vectors (B, T, dim), normalised."""
+        _check_tokens(tokens)
         rows = Rows.of(tokens, causal=self.config.causal, key_mask=how.get("key_mask"), packing=how.get("packing"))
         longest = tokens.shape[1] if rows.packing is None else rows.packing.max_length
         reach = None if self.positions is None else self.positions.reach
@@ -177,6 +181,7 @@ class LanguageModel(nn.Module):
         self, tokens: Tensor, state: StackState, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, StackState]:
         """As `extend`, the last layer's vectors (B, T, dim) in place of logits."""
+        _check_tokens(tokens)
         rows = Rows.of(tokens, causal=True, key_mask=key_mask, start=state.length)
         longest = 0
         if self.positions is not None and self.positions.reach is not None and tokens.device.type == "cpu":
@@ -192,8 +197,6 @@ class LanguageModel(nn.Module):
         return sum(x.numel() * x.element_size() for x in state.tensors().values())
 
     def _embed(self, tokens: Tensor, rows: Rows, longest: int) -> Tensor:
-        if tokens.ndim != 2 or tokens.is_floating_point():
-            raise ValueError(f"tokens must be (B, T) integers, got {tuple(tokens.shape)} {tokens.dtype}")
         x = self.embedding(tokens)
         if self.positions is not None:
             self.positions.check(longest)
@@ -231,7 +234,8 @@ class EncoderDecoder(nn.Module):
         context, source_mask = self.encode(source, source_mask)
         logits = self.decoder(target[:, :-1], key_mask=target_mask[:, :-1], context=context, context_mask=source_mask)
         labels = target[:, 1:].masked_fill(~(target_mask[:, 1:] & target_mask[:, :-1]), -100)
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The source's vectors (B, S, dim) and its mask."""
@@ -262,6 +266,11 @@ class Classifier(nn.Module):
         return self.to_classes(total / key_mask.sum(1, keepdim=True).clamp(min=1))
 
 
+def _check_tokens(tokens: Tensor) -> None:
+    if tokens.ndim != 2 or tokens.is_floating_point():
+        raise ValueError(f"tokens must be (B, T) integers, got {tuple(tokens.shape)} {tokens.dtype}")
+
+
 def _positions(config: ModelConfig, width: int) -> AbsolutePositions | None:
     if config.positions == "learned":
         assert config.max_length is not None
@@ -274,8 +283,11 @@ def _positions(config: ModelConfig, width: int) -> AbsolutePositions | None:
     return None
 
 
-def _layer(config: ModelConfig, i: int, mechanism: Mechanism) -> list[Branch]:
-    """The branches of layer i: self-attention, axial attention, cross-attention, each with its feed-forward layer."""
+def _layer(config: ModelConfig, i: int, own: list[Mechanism], cross: list[Mechanism]) -> list[Branch]:
+    """The branches of layer i: self-attention, axial attention, cross-attention, each with its feed-forward layer.
+
+    own: the mechanism of self-attention, and then that of axial attention; cross: that of cross-attention.
+    """
     inner = config.inner_dim or config.dim
     width = config.dim if i == 0 else inner
     after = config.dim if i == config.depth - 1 else inner
@@ -294,17 +306,14 @@ def _layer(config: ModelConfig, i: int, mechanism: Mechanism) -> list[Branch]:
             layer = FeedForward(dim, config.feed_forward, out_features=out)
         return [branch(layer, dim, token_shift=config.token_shift, out_features=out)]
 
-    attention = Attention(width, config.attention, mechanism=mechanism, causal=config.causal)
+    attention = Attention(width, config.attention, mechanism=own[0], causal=config.causal)
     branches = [branch(attention, width, token_shift=config.token_shift)]
     if config.axial_stride is not None:
-        head_dim, kv_heads = mechanism.head_dim, mechanism.num_kv_heads
-        spec = _spec(config.attention, i)
-        folded = mechanism_from(spec, mechanism.num_heads, head_dim, kv_heads)
-        axial = Attention(width, config.attention, mechanism=folded, causal=config.causal)
+        axial = Attention(width, config.attention, mechanism=own[1], causal=config.causal)
         branches += [*feed_forward(width, width), branch(axial, width, stride=config.axial_stride)]
     if config.cross is not None:
-        cross = Attention(width, config.cross, cross=True)
-        branches += [*feed_forward(width, width), branch(cross, width)]
+        layer = Attention(width, config.cross, mechanism=cross[0], cross=True, context_dim=config.dim)
+        branches += [*feed_forward(width, width), branch(layer, width)]
     return branches + feed_forward(width, after)
 
 
@@ -312,23 +321,18 @@ def _spec(config: AttentionConfig, i: int) -> Any:
     """What layer i computes: a sequence of mechanisms is repeated to the depth."""
     if isinstance(config.mechanism, str | Mapping):
         return config.mechanism
-    if not config.mechanism:
-        raise ValueError("attention.mechanism is an empty sequence: name at least one mechanism")
     return config.mechanism[i % len(config.mechanism)]
 
 
-def _mechanisms(config: ModelConfig) -> list[Mechanism]:
-    """One for each layer, with linformer's projection shared or its rank shrinking where asked for."""
-    attention = config.attention
-    inner = config.inner_dim or config.dim
+def _mechanisms(attention: AttentionConfig, places: list[tuple[int, int]]) -> list[Mechanism]:
+    """One for each place, a layer and its width, with linformer's projection shared or its rank shrinking."""
     shared: Projection | None = None
     biases: dict[int, DynamicPositionBias] = {}
     built: list[Mechanism] = []
     if attention.share_projection and attention.rank_step:
         raise ValueError("share_projection and rank_step exclude each other: one projection has one rank")
-    for i in range(config.depth):
+    for i, width in places:
         spec = _spec(attention, i)
-        width = config.dim if i == 0 else inner
         shape = head_shape(width, attention)
         if attention.share_projection or attention.rank_step:
             options: dict[str, Any] = {"mechanism": spec} if isinstance(spec, str) else dict(spec)

@@ -157,6 +157,7 @@ class Rows:
         if key_mask is not None:
             _check_mask(key_mask, x, packing)
         if packing is not None:
+            _check_end(packing, T)
             offsets = packing.offsets.long()
             sequence = torch.searchsorted(offsets[1:], slot, right=True)
             position, last = slot - offsets[sequence], packing.lengths[sequence] - 1
@@ -180,6 +181,14 @@ class Rows:
         """(B or 1, T): whether there is a token `offset` places before (negative: after) in the same sequence."""
         there = self.position - offset
         return (there >= 0) & (there <= self.last)
+
+
+def _check_end(packing: Packing, T: int) -> None:
+    if torch.compiler.is_compiling() or packing.offsets.device.type != "cpu":
+        return  # Looking at the values would wait for the device.
+    if packing.offsets[-1] != T:
+        offsets = packing.offsets.tolist()
+        raise ValueError(f"packing.offsets must rise from 0 to the row's length {T}, got {offsets}")
 
 
 def _check_mask(key_mask: Tensor, x: Tensor, packing: Packing | None) -> None:

@@ -20,14 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from longspan.config import EXECUTIONS, NORM_POSITIONS, RESIDUALS
 from longspan.layers import NORMS, Attention, shift_tokens
 from longspan.mechanism import Index, State
 from longspan.mechanisms.choices import choose
 from longspan.reversible import run_reversible
 from longspan.rows import Packing, Rows
-
-TOPOLOGIES = ("single", "double", "hyper")
-EXECUTIONS = ("keep", "recompute", "recompute_heads", "reverse")
 
 
 @dataclass
@@ -93,7 +91,7 @@ class Branch(nn.Module):
         out_features: int | None = None,
     ) -> None:
         super().__init__()
-        choose("norm_position", norm_position, ("pre", "post", "rezero"))
+        choose("norm_position", norm_position, NORM_POSITIONS)
         self.layer, self.dim, self.norm_position, self.stride = layer, dim, norm_position, stride
         self.residual = out_features in (None, dim)
         self.token_shift = tuple(token_shift)
@@ -106,7 +104,7 @@ class Branch(nn.Module):
         x = self._prepared(x, rows, None)
         if not isinstance(self.layer, Attention):
             return self.layer(x)
-        if self.stride > 1:
+        if self.stride > 1 and x.shape[1] > 0:
             fold = Fold.of(rows, self.stride, *x.shape[:2])
             return fold.back(self.layer(fold(x), fold.rows))
         return self.layer(x, rows, context, context_rows=context_rows)
@@ -155,6 +153,8 @@ class Branch(nn.Module):
         """Row b of the batch is `stride` rows of the state; one token touches one of them."""
         assert isinstance(self.layer, Attention)
         s, (B, T) = self.stride, x.shape[:2]
+        if T == 0:
+            return x, state
         if T == 1 and rows.key_mask is None:
             index = torch.arange(B, device=x.device) * s + rows.position[:, 0] % s
             out, row = self.layer.extend(x, state.select(index))
@@ -266,7 +266,7 @@ class Stack(nn.Module):
     ) -> None:
         super().__init__()
         self.branches = nn.ModuleList(branches)
-        self.topology, self.num_streams = choose("residual", topology, TOPOLOGIES), num_streams
+        self.topology, self.num_streams = choose("residual", topology, RESIDUALS), num_streams
         posts = [b for b in branches if b.norm_position == "post"]
         widths = [b for b in branches if not b.residual]
         if topology != "single" and (posts or widths):

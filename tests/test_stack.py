@@ -519,7 +519,7 @@ def test_hyper_connections_begin_as_one_stream(streams: int) -> None:
 
 def test_hyper_connections_need_a_stream() -> None:
     with pytest.raises(ValueError, match="num_streams must be at least 1, got 0"):
-        transformer("hyper", num_streams=0)
+        Stack([linear_branch()], DIM, topology="hyper", num_streams=0)
 
 
 @pytest.mark.parametrize("topology", EXECUTIONS)
