@@ -203,10 +203,13 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         before = _identity(path)
         try:
             description = _read_description(path / CONFIG)
-            return description, _read_tensors(path / TENSORS, description["sha256"])
+            tensors = _read_tensors(path / TENSORS, description["sha256"])
         except (FileNotFoundError, ValueError):
             if _identity(path) == before:
-                raise  # The folder is wrong, it was not exchanged under our eyes.
+                raise
+            continue  # The folder was exchanged as we read it.
+        if _identity(path) == before:
+            return description, tensors
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -244,7 +247,7 @@ def _read_tensors(path: Path, digest: str) -> dict[str, Tensor]:
     problem = None
     try:
         tensors = load_file(path)
-    except SafetensorError as error:
+    except (SafetensorError, RuntimeError, OSError) as error:  # torch maps the file and has errors of its own.
         problem = str(error)
     if problem is None and _digest(path) != digest:
         problem = f"its SHA-256 is not the one in {CONFIG}"
