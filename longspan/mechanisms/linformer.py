@@ -281,7 +281,7 @@ class LinformerAttention(Mechanism):
             rows.append((x if projection.bias is None else x + projection.bias.to(x.dtype)).to(q.dtype))
         mask = None if live is None else live[:, None, None]
         grouped, dropout = self.num_heads > self.num_kv_heads, self.dropout if self.training else 0.0
-        return attend(q.transpose(1, 2), *rows, mask, grouped=grouped, dropout=dropout).transpose(1, 2)
+        return attend(q.transpose(1, 2), rows[0], rows[1], mask, grouped=grouped, dropout=dropout).transpose(1, 2)
 
     def _check_reach(self, start: Tensor, tokens: int, lengths: Tensor | None) -> None:
         if torch.compiler.is_compiling() or start.device.type != "cpu" or start.numel() == 0:

@@ -1,0 +1,77 @@
+"""Which code runs an operation: the Triton kernels on a GPU that can, plain PyTorch everywhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+LARGEST = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def why_plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor | None,
+    log_scale: Tensor | None,
+    kv: Tensor,
+    feature_map: str,
+    bucket: int,
+) -> str | None:
+    """Why causal linear attention of these arguments runs in plain PyTorch; None where the kernels take them."""
+    if not q.is_cuda:
+        return f"the tensors are on {q.device.type}; the kernels need CUDA"
+    return _missing(q.device) or why_unsupported(q, k, v, weight, log_scale, kv, feature_map, bucket)
+
+
+def why_unsupported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor | None,
+    log_scale: Tensor | None,
+    kv: Tensor,
+    feature_map: str,
+    bucket: int,
+) -> str | None:
+    """What about the arguments themselves the kernels do not do; None where there is nothing."""
+    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in DTYPES or kv.dtype != torch.float32:
+        found = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v, kv))
+        return f"q, k, v and the sums are {found}; the kernels take one dtype of bfloat16, float16, float32"
+    sizes = q.shape[3], kv.shape[2], v.shape[3]
+    if max(sizes) > LARGEST:
+        return f"head, feature or value dimension ({', '.join(map(str, sizes))}) is over {LARGEST}"
+    if bucket > 1:
+        return f"a blind spot ({bucket})"
+    if log_scale is not None and feature_map != "identity":
+        return f"log scales given beside the feature map {feature_map!r}"
+    if (weight is not None and not weight.numel()) or not q.numel() or not v.numel():
+        return "an empty tensor"
+    return None
+
+
+def linear_kernels() -> ModuleType:
+    """The kernels' module, imported on first use."""
+    from longspan.kernels import linear
+
+    return linear
+
+
+@cache
+def _missing(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    return None
+
+
+def why_no_kernels() -> str | None:
+    """Why no operation here can run on the Triton kernels; None where some can."""
+    return _missing(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"
