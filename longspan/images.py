@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.mechanism import FeatureMap, Mechanism
+from longspan.mechanisms.feature_maps import softmax_over_keys
 from longspan.mechanisms.linear import LinearAttention
 
 
@@ -142,6 +143,9 @@ class ScaledSoftmax(FeatureMap):
         k = k * k.shape[-1] ** -0.25
         largest = k.detach().amax(-1)
         return (k - largest[..., None]).exp(), largest
+
+    def shares(self, k: Tensor, visible: Tensor | None) -> Tensor:
+        return softmax_over_keys(k * k.shape[-1] ** -0.25, visible)
 
 
 def efficient_attention(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.checks import check_key_mask, check_key_packing, check_packing, check_tensor, describe
+from longspan.ops.linear import over
 from longspan.rows import Packing, Run, hide, length_classes, restore
 
 S = TypeVar("S", bound="State")
@@ -104,6 +105,15 @@ class FeatureMap(nn.Module, ABC):
 
         With f of order one and the size in β, no key overflows. β is a constant to gradients; f carries them all.
         """
+
+    def shares(self, k: Tensor, visible: Tensor | None) -> Tensor:
+        """(B, S, Hkv, M): what part of each feature is each key's, of the keys that `visible` (B, S) keeps."""
+        f, scale = self.key(k)
+        if scale is not None:
+            f = f * (scale - scale.amax(1, keepdim=True)).exp()[..., None]
+        if visible is not None:
+            f = f.masked_fill(~visible[:, :, None, None], 0)
+        return over(f, f.sum(1, keepdim=True))
 
 
 class Mechanism(nn.Module, ABC):
@@ -280,12 +290,14 @@ class Mechanism(nn.Module, ABC):
     def _begin(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, packing: Packing | None) -> Tensor:
         if packing is not None:
             groups = length_classes(packing)
-            pieces = [self._attend_causal(*group.take(q, k, v), group.lengths[0]) for group in groups]
+            taken = [(*group.take(q, k, v), group.lengths[0]) for group in groups]
+            pieces = [self._attend_causal(*rows) for rows in taken]
             return restore(packing, groups, pieces, q.shape[1])
         if key_mask is None:
             return self._attend_causal(q, k, v, None)
         run = Run.of(key_mask)
-        return run.unroll(self._attend_causal(*run.roll(q, k, v), run.lengths))
+        q, k, v = run.roll(q, k, v)
+        return run.unroll(self._attend_causal(q, k, v, run.lengths))
 
     def _continue(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, packing: Packing | None

@@ -394,3 +394,16 @@ def test_small_keys_after_a_large_one_vanish() -> None:
         assert torch.equal(out[:, :30], mechanism(*(x[:, :30] for x in (q, k, v)), causal=True))
         ones = mechanism(q, k, torch.ones_like(v), causal=True)
         torch.testing.assert_close(ones, torch.ones_like(v))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_features_far_below_the_others_keep_their_weight(masked: bool) -> None:
+    """Efficient Attention in float32: one feature's keys lie 300 below another's, and its softmax is still exact."""
+    mechanism = build_mechanism("linear", 1, 4, feature_map="softmax", normalise="feature")
+    k = torch.randn(1, 9, 1, 4) + torch.tensor([-200.0, 100.0, 0.0, 0.0])
+    q = torch.tensor([200.0, 0.0, 0.0, 0.0]).view(1, 1, 1, 4)
+    v = torch.randn(1, 9, 1, 4)
+    mask = torch.arange(9)[None] < 6 if masked else None
+    n = 6 if masked else 9
+    expected = (k[0, :n, 0, 0].softmax(0)[:, None] * v[0, :n, 0]).sum(0)
+    torch.testing.assert_close(mechanism(q, k, v, key_mask=mask)[0, 0, 0], expected)

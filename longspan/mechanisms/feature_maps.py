@@ -59,6 +59,9 @@ class Softmax(FusedMap):
     kind = "softmax"
     unbounded = True
 
+    def shares(self, k: Tensor, visible: Tensor | None) -> Tensor:
+        return softmax_over_keys(k, visible)
+
 
 class RandomFeatures(FeatureMap):
     """A map through a random projection (M, D), orthogonal in blocks; it is saved with the model."""
@@ -79,6 +82,15 @@ class RandomFeatures(FeatureMap):
 
     def num_features(self, head_dim: int) -> int:
         return head_dim if self.projection is None else len(self.projection)
+
+
+def softmax_over_keys(logits: Tensor, visible: Tensor | None) -> Tensor:
+    """softmax of (B, S, Hkv, M) over the visible keys, each feature for itself: exact however far apart they lie."""
+    if visible is None:
+        return logits.softmax(1)
+    nothing = ~visible.any(1)[:, None]  # Softmax over nothing is NaN: such a row takes all, and gives none.
+    logits = logits.masked_fill(~(visible | nothing)[:, :, None, None], float("-inf"))
+    return logits.softmax(1).masked_fill(nothing[:, :, None, None], 0)
 
 
 class Favor(RandomFeatures, FusedMap):

@@ -109,6 +109,11 @@ class LinearAttention(Mechanism):
         return LinearState
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        if self.normalise == "feature":
+            weights = self.feature_map.shares(k.to(sum_dtype(k)), key_mask)
+            kv = torch.einsum("bshm,bshe->bhme", weights, v.to(weights.dtype))
+            query = self.feature_map.query(q.to(weights.dtype))
+            return self._scaled(attend_sums(query, Sums(kv, kv[..., 0], kv[..., 0, 0]), "none").to(q.dtype))
         f, scale, v = self._keys(k, v, key_mask)
         sums = no_sums(q.shape[0], self.num_kv_heads, self.num_features, self.value_dim, f)
         total = self._ones(v, key_mask).sum(1) if self.feature_map.epsilon else None

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longspan.ops import backend
 from longspan.ops.features import MAPS, Map
 
 # Stands for "no key yet": exp(FLOOR − anything real) is 0, and FLOOR − FLOOR is 0 where −inf would give NaN.
@@ -90,7 +91,7 @@ def attend_sums(query: Tensor, sums: Sums, normalise: str, constant: Tensor | No
     if normalise == "none":
         return torch.einsum("bthgm,bhme->bthge", q, sums.kv).flatten(2, 3)
     if normalise == "feature":
-        return torch.einsum("bthgm,bhme->bthge", q, _over(sums.kv, sums.z[..., None])).flatten(2, 3)
+        return torch.einsum("bthgm,bhme->bthge", q, over(sums.kv, sums.z[..., None])).flatten(2, 3)
     out = torch.einsum("bthgm,bhme->bthge", q, torch.cat([sums.kv, sums.z[..., None]], -1))
     if constant is not None:
         out = out + q.sum(-1, keepdim=True) * constant[:, None, :, None]
@@ -136,7 +137,7 @@ def attend_prefixes(
         z = z.repeat_interleave(query.shape[2] // f.shape[2], 2)
         # In two parts, the second of them z/z = 1: a gradient with z² below it would overflow.
         unit = z.detach()
-        query = _over(query, unit) / (_over(z, unit) + _is_nothing(unit))
+        query = over(query, unit) / (over(z, unit) + _is_nothing(unit))
         return prefixes(query, f, v, sums.kv, None if late is None else late.kv)
     v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], -1)
     with_z = [None if s is None else torch.cat([s.kv, s.z[..., None]], -1) for s in (sums, late)]
@@ -155,10 +156,10 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 
 def divide(num: Tensor, den: Tensor) -> Tensor:
     """num (..., E) / den (...); where den is 0, nothing was seen and the answer is 0."""
-    return _over(num, den[..., None])
+    return over(num, den[..., None])
 
 
-def _over(x: Tensor, z: Tensor) -> Tensor:
+def over(x: Tensor, z: Tensor) -> Tensor:
     """x / z, broadcast; 0 where z is 0, or so small that a gradient divided by it would overflow.
 
     Not x · (1/z), whose gradient squares 1/z.
@@ -185,6 +186,10 @@ def _causal_linear(
     normalise: bool,
     bucket: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if backend.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
+        return backend.linear_kernels().causal_linear(
+            q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
+        )
     B, T, H, _ = q.shape
     out = v.new_empty(B, T, H, v.shape[3])
     den = kv.new_empty(B, T, H if normalise else 0)
@@ -230,6 +235,10 @@ def _causal_linear_backward(
     normalise: bool,
     bucket: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if backend.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
+        return backend.linear_kernels().causal_linear_backward(
+            d_out, d_kv, out, den, q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
+        )
     B, T, H, _ = q.shape
     Hkv = k.shape[2]
     walk = _Walk(MAPS[feature_map], weight, k, v, log_scale, lengths, kv.dtype, normalise, bucket)
@@ -251,7 +260,7 @@ def _causal_linear_backward(
             # 1/den goes to the features: with them it makes weights of at most one, with gradients it may overflow.
             d_den = -(d_num * walk.rows(out, chunk)).sum(-1, keepdim=True)
             d_num, divisor = torch.cat([d_num, d_den], -1), walk.rows(den[..., None], chunk)
-            inverse = _over(torch.ones_like(divisor), divisor)
+            inverse = over(torch.ones_like(divisor), divisor)
             scaled = query * inverse
         row = keys.towards_start(d_num)
         d_query, d_f, d_v = row @ start.mT, keys.towards_end(keys.v @ d_kv.mT), keys.towards_end(keys.f) @ d_kv
