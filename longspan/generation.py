@@ -97,7 +97,7 @@ def generate(
 ) -> Generated:
     """Up to max_tokens after each prompt; a row ends at a token of `stop` or when its bytes end with a stop string.
 
-    prompt: tokens, of one sequence or of several that may differ in length, or what `prefill` gave. seed: row i draws
+    prompt: tokens (or bytes), of one sequence or of several that may differ in length, or what `prefill` gave. seed: row i draws
     from seed + i, or from the i-th of several, so that it does not matter with whom it is batched.
     source: what an `EncoderDecoder` reads.
     """
@@ -232,7 +232,7 @@ def _prefill(
     longest = int(lengths.max())
     tokens = torch.zeros(len(rows), longest, dtype=torch.int64, device=device)
     for i, row in enumerate(rows):
-        tokens[i, : len(row)] = torch.as_tensor(row, device=device)
+        tokens[i, : len(row)] = torch.as_tensor(row if isinstance(row, Tensor) else list(row), device=device)
     reach = None if max_tokens is None else longest + max_tokens
     if isinstance(model, EncoderDecoder):
         if source is None:
