@@ -97,8 +97,8 @@ def generate(
 ) -> Generated:
     """Up to max_tokens after each prompt; a row ends at a token of `stop` or when its bytes end with a stop string.
 
-    prompt: tokens (or bytes), of one sequence or of several that may differ in length, or what `prefill` gave. seed: row i draws
-    from seed + i, or from the i-th of several, so that it does not matter with whom it is batched.
+    prompt: tokens (or bytes), of one sequence or of several that may differ in length, or what `prefill` gave.
+    seed: row i draws from seed + i, or from the i-th of several, so that it does not matter with whom it is batched.
     source: what an `EncoderDecoder` reads.
     """
     endings = [s.encode() if isinstance(s, str) else bytes(s) for s in stop_strings]
