@@ -501,6 +501,14 @@ def test_more_padding_changes_no_loss_and_no_gradient(mechanism: str, cross: Any
     assert_same(garbage, loss)
 
 
+def test_padding_on_the_left_is_padding() -> None:
+    model = seq2seq(mechanism=MECHANISMS["split"], token_shift=(0, 1))
+    source, target = sentences([7, 4], 7), sentences([6, 3], 6)
+    left = target.clone()
+    left[1] = target[1].roll(3)
+    assert_same(model(source, left), model(source, target))
+
+
 def test_the_loss_by_hand() -> None:
     model = seq2seq()
     source, target = sentences([7, 4], 7), sentences([6, 3], 6)

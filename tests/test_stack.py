@@ -606,9 +606,10 @@ def test_folding_counts_real_tokens_when_causal(stride: int, side: str) -> None:
             assert_same(out[b, mask[b]][None], expected(x[b, mask[b]][None]))
 
 
+@pytest.mark.parametrize("mechanism", ["softmax", *MECHANISMS], ids=["softmax", "linear", "local", "linformer"])
 @pytest.mark.parametrize("stride", [2, 3])
-def test_folding_counts_slots_when_bidirectional(stride: int) -> None:
-    branch, _ = folding(stride, causal=False)
+def test_folding_counts_slots_when_bidirectional(stride: int, mechanism: Any) -> None:
+    branch, _ = folding(stride, causal=False, mechanism=mechanism)
     mask = torch.rand(4, 10) < 0.6
     mask[0, 0], mask[1], mask[2, 0] = False, True, True
     x = tokens(4, 10).masked_fill(~mask[..., None], float("nan"))
