@@ -1,0 +1,160 @@
+"""Causal linear attention and FAVOR+ on one GPU: checked first, then timed beside softmax attention and its like.
+
+    python benchmarks/gpu_linear.py results.json
+
+Times are medians over CUDA events, forward and forward + backward, with the second-level cache flushed before each run:
+as called from Python, and replayed from a CUDA graph, which leaves the launches out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspan.ops import backend
+from longspan.ops.linear import causal_linear
+
+# B, H, n, D, the feature map, targets in ms: forward, forward + backward.
+CASES = [
+    (4, 16, 8192, 64, "softmax", 0.16, 0.50),
+    (4, 16, 8192, 64, "elu", 0.16, 0.50),
+    (4, 16, 8192, 128, "softmax", 0.32, 1.0),
+    (1, 16, 65536, 64, "softmax", 0.32, 1.0),
+    (1, 16, 65536, 128, "softmax", 0.65, 2.0),
+    (4, 8, 8192, 64, "favor", 0.35, 1.4),
+    (1, 8, 65536, 64, "favor", 0.7, 2.8),
+    (4, 16, 2048, 64, "softmax", math.inf, math.inf),
+]
+NUM_FEATURES = 256
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def inputs(B: int, H: int, n: int, D: int) -> list[Tensor]:
+    return [torch.randn(B, n, H, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+
+def ours(feature_map: str, D: int) -> Attention:
+    weight = torch.randn(NUM_FEATURES, D, device="cuda") if feature_map == "favor" else None
+    return lambda q, k, v: causal_linear(
+        q, k, v, feature_map=feature_map, weight=None if weight is None else weight.to(_sums(q))
+    )[0]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+    return out.transpose(1, 2)
+
+
+def flash_linear_attention() -> Attention | None:
+    """Chunked linear attention of flash-linear-attention, feature maps outside its kernel, where it is installed."""
+    try:
+        from fla.ops.linear_attn import chunk_linear_attn
+    except ImportError:
+        return None
+    return lambda q, k, v: chunk_linear_attn(q.softmax(-1), k.softmax(-1), v, normalize=True)[0]
+
+
+def check(B: int, H: int, n: int, D: int, feature_map: str) -> dict[str, float]:
+    """Largest error of out and gradients against float64, over the largest value; raises where one is over 3 %."""
+    attend = ours(feature_map, D)
+    given = inputs(1, 2, min(n, 2048) - 3, D)
+    d_out = torch.randn_like(given[0])
+    kv = torch.empty(1, 2, NUM_FEATURES if feature_map == "favor" else D, D + 1, device="cuda")
+    weight = kv if feature_map == "favor" else None
+    why = backend.why_plain(*given, weight, None, kv, feature_map, 1)
+    if why is not None:
+        raise SystemExit(f"the kernels do not run: {why}")
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        x = [t.detach().to(dtype).requires_grad_() for t in given]
+        out = attend(*x)
+        return [out, *torch.autograd.grad(out, x, d_out.to(dtype))]
+
+    errors = {}
+    for name, exact, found in zip(("out", "d_q", "d_k", "d_v"), run(torch.float64), run(torch.bfloat16), strict=True):
+        errors[name] = ((found - exact).abs().max() / exact.abs().max()).item()
+        if not errors[name] < 0.03:
+            raise SystemExit(f"{feature_map} {D}: {name} is off by {errors[name]:.3g} of the largest value")
+    return errors
+
+
+def median_ms(run: Callable[[], Any], repeats: int = 30) -> float:
+    flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
+    for _ in range(3):
+        run()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, end in events:
+        flush.zero_()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(end) for start, end in events)[repeats // 2]
+
+
+def timed(attend: Attention, given: list[Tensor]) -> dict[str, float]:
+    d_out = torch.randn_like(given[0])
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend(*given)
+
+    def both() -> None:
+        torch.autograd.grad(attend(*given), given, d_out)
+
+    found = {}
+    for name, run in (("forward", forward), ("both", both)):
+        found[name] = median_ms(run)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        found[f"{name}_graph"] = median_ms(graph.replay)
+    return found
+
+
+def _sums(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="where to write the JSON")
+    path = parser.parse_args().results
+    torch.manual_seed(0)
+    peers = {"sdpa": sdpa, "fla": flash_linear_attention()}
+    rows = []
+    header = f"{'B·H·n·D map':<26}{'limit':>14}{'target':>14}{'ours':>14}{'ours, graph':>14}"
+    print(header + "".join(f"{name:>16}" for name, peer in peers.items() if peer))
+    for B, H, n, D, feature_map, *targets in CASES:
+        errors = check(B, H, n, D, feature_map)
+        given = inputs(B, H, n, D)
+        row: dict[str, Any] = {"case": [B, H, n, D, feature_map], "targets": targets, "errors": errors}
+        row["ours"] = timed(ours(feature_map, D), given)
+        row["peers"] = {name: timed(peer, given) for name, peer in peers.items() if peer}
+        # Each input read once and each output written once, at the bandwidth of an H200's copy.
+        size = given[0].numel() * given[0].element_size()
+        row["limit_ms"] = [4 * size / 4.2e9, 12 * size / 4.2e9]
+        rows.append(row)
+        pairs = [row["limit_ms"], targets, *([t["forward"], t["both"]] for t in [row["ours"]])]
+        pairs.append([row["ours"]["forward_graph"], row["ours"]["both_graph"]])
+        line = f"{f'{B}·{H}·{n}·{D} {feature_map}':<26}" + "".join(f"{f'{a:.3f} / {b:.3f}':>14}" for a, b in pairs)
+        print(line + "".join(f"{t['forward']:>9.3f} /{t['both']:>6.2f}" for t in row["peers"].values()), flush=True)
+        path.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Cases for the Triton kernels of causal linear attention, and their comparison with the plain path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspan.ops import backend
+from longspan.ops.linear import FLOOR, _causal_linear, _causal_linear_backward
+
+NAMES = ["out", "den", "kv", "shift", "d_q", "d_k", "d_v", "d_start"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes are distinct primes where nothing else matters."""
+
+    T: int = 17
+    B: int = 2
+    H: int = 3
+    Hkv: int = 3
+    D: int = 5
+    E: int = 7
+    feature_map: str = "elu"
+    normalise: bool = True
+    state: bool = True
+    lengths: tuple[int, ...] | None = None
+    scaled: bool = False
+    num_features: int | None = None
+    size: float = 1.0
+    strided: bool = False
+
+    def __str__(self) -> str:
+        plain = Case()
+        changed = {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
+        return "-".join(f"{name}={value}" for name, value in changed.items()) or "plain"
+
+
+Arguments = tuple[Tensor, Tensor, tuple[Tensor | None, ...]]
+
+
+def arguments(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    """The gradients of out and of the sums, and the tensors of the op."""
+    B, T, H, Hkv, D, E = case.B, case.T, case.H, case.Hkv, case.D, case.E
+
+    def inputs(heads: int, dim: int) -> Tensor:
+        if case.strided:
+            return torch.randn(B, heads, T + 1, dim + 3)[:, :, 1:, :dim].transpose(1, 2).to(device, dtype)
+        return torch.randn(B, T, heads, dim).to(device, dtype)
+
+    q, k, v, d_out = inputs(H, D) * case.size, inputs(Hkv, D) * case.size, inputs(Hkv, E), inputs(H, E)
+    if case.feature_map == "identity" and case.normalise:
+        q, k = q.abs(), k.abs()  # Features of either sign have normalisers near 0, and nothing near them is exact.
+    M = case.num_features or D
+    weight = torch.randn(M, D).to(device) if case.num_features else None
+    scale = 3 * torch.randn(B, T, Hkv).to(device) if case.scaled else None
+    lengths = None if case.lengths is None else torch.tensor(case.lengths, device=device)
+    kv, shift = torch.rand(B, Hkv, M, E + case.normalise), torch.randn(B, Hkv)
+    if not case.state:
+        kv, shift = torch.zeros_like(kv), torch.full_like(shift, FLOOR)
+    d_kv = torch.randn_like(kv).to(device)
+    return d_out, d_kv, (q, k, v, weight, scale, lengths, kv.to(device), shift.to(device))
+
+
+def by_plain(case: Case, given: Arguments, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """All results of the plain path, on the CPU, with inputs in this dtype."""
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def to(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        return x if x is None else x.cpu().to(dtype) if x.is_floating_point() else x.cpu()
+
+    d_out, d_kv, tensors = given
+    tensors = tuple(to(x, dtype if i < 3 else sums) for i, x in enumerate(tensors))
+    last = case.feature_map, case.normalise, 1
+    results = _causal_linear(*tensors, *last)
+    return *results, *_causal_linear_backward(to(d_out, dtype), to(d_kv, sums), *results[:2], *tensors, *last)
+
+
+def by_kernels(case: Case, given: Arguments) -> tuple[Tensor, ...]:
+    kernels = backend.linear_kernels()
+    d_out, d_kv, tensors = given
+    last = case.feature_map, case.normalise
+    results = kernels.causal_linear(*tensors, *last)
+    return *results, *kernels.causal_linear_backward(d_out, d_kv, *results[:2], *tensors, *last)
+
+
+def check(case: Case, given: Arguments, dtype: torch.dtype) -> None:
+    """No further from the float64 truth than twice the plain path in the same dtype, plus an ulp of the largest value.
+
+    Sums are compared at the truth's scale, and an ulp is one of the inputs' dtype, whose products they are.
+    """
+    truth = by_plain(case, given, torch.float64)
+    plain = by_plain(case, given, dtype)
+    found = by_kernels(case, given)
+    for name, exact, near, ours in zip(NAMES, truth, plain, found, strict=True):
+        assert ours.shape == exact.shape, name
+        assert ours.dtype == near.dtype, name
+        if not exact.numel():
+            continue
+        near, ours = near.double(), ours.cpu().double()
+        if name == "shift":
+            torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
+            continue
+        if name == "kv":
+            near, ours = (_at(truth[3], x, shift) for x, shift in ((near, plain[3]), (ours, found[3])))
+        ulp = exact.abs().max().item() * torch.finfo(dtype).eps
+        allowed = 2 * (near - exact).abs().max().item() + ulp
+        error = (ours - exact).abs().max().item()
+        assert error <= allowed, f"{name}: {error:.3g} from the truth, {allowed:.3g} allowed"
+
+
+def _at(shift: Tensor, kv: Tensor, own: Tensor) -> Tensor:
+    """Sums at the scale `own`, at the scale `shift`."""
+    return kv * (own.cpu() - shift).exp()[..., None, None]

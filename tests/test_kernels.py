@@ -1,0 +1,95 @@
+"""The Triton kernels under Triton's interpreter, on the CPU, against the plain path. bfloat16 is wrong there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_cases import Case, arguments, by_kernels, check
+
+from longspan.ops import backend
+
+# Triton decides when it is imported; this module therefore runs again in a process of its own.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_under_the_interpreter starts")
+
+CASES = [
+    Case(),
+    Case(T=1, feature_map="softmax"),
+    Case(T=33, H=4, Hkv=2, feature_map="softmax", lengths=(33, 29)),
+    Case(T=31, feature_map="relu", lengths=(0, 31), state=False),
+    Case(feature_map="identity", normalise=False),
+    Case(T=300, B=1, H=2, Hkv=1, feature_map="softmax", state=False),
+    Case(T=65, feature_map="identity", scaled=True, strided=True),
+    Case(T=65, B=1, H=1, Hkv=1, feature_map="identity", normalise=False, scaled=True, E=20),
+    Case(T=65, B=1, H=2, Hkv=1, feature_map="favor", num_features=19),
+    Case(T=35, B=1, H=1, Hkv=1, feature_map="softmax", D=130, E=140),
+    Case(T=33, B=1, H=2, Hkv=1, feature_map="favor", num_features=19, normalise=False, lengths=(20,)),
+]
+
+
+def test_under_the_interpreter() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed: pip install 'longspan[triton]'")
+    if INTERPRETED:
+        pytest.skip("already inside")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider"],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-5000:]
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of exponentials in slots that are then masked
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels(case: Case, dtype: torch.dtype) -> None:
+    if dtype == torch.float16 and CASES.index(case) % 2:
+        pytest.skip("every other case will do")
+    check(case, arguments(case, dtype, "cpu"), dtype)
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("feature_map", ["softmax", "elu"])
+def test_large_inputs(feature_map: str) -> None:
+    case = Case(T=40, feature_map=feature_map, size=50, state=False)
+    for result in by_kernels(case, arguments(case, torch.float16, "cpu")):
+        assert result.isfinite().all()
+
+
+@inside
+def test_constants_are_those_of_the_plain_path() -> None:
+    from longspan.kernels import blocks
+    from longspan.ops import features, linear
+
+    assert blocks.FLOOR.value == linear.FLOOR
+    assert blocks.RELU_EPSILON.value == features.RELU_EPSILON
+    below, above = (torch.tensor(blocks.NOTHING.value * factor) for factor in (0.99, 1.01))
+    assert linear.divide(below[None], below) == 0
+    assert linear.divide(above[None], above) == 1
+
+
+def test_reasons() -> None:
+    q = torch.zeros(1, 4, 2, 8)
+    kv = torch.zeros(1, 2, 8, 9)
+    known = {"weight": None, "log_scale": None, "kv": kv, "feature_map": "elu", "bucket": 1}
+    assert backend.why_unsupported(q, q, q, **known) is None
+    assert "CUDA" in str(backend.why_plain(q, q, q, **known))
+    double = q.double()
+    assert "float64" in str(backend.why_unsupported(double, double, double, **{**known, "kv": kv.double()}))
+    assert "blind spot (4)" in str(backend.why_unsupported(q, q, q, **{**known, "bucket": 4}))
+    assert "'elu'" in str(backend.why_unsupported(q, q, q, **{**known, "log_scale": torch.zeros(1, 4, 2)}))
+    wide = torch.zeros(1, 4, 2, 257)
+    assert "over 256" in str(backend.why_unsupported(wide, wide, q, **{**known, "kv": torch.zeros(1, 2, 257, 9)}))
+    none = q[:, :0]
+    assert "empty" in str(backend.why_unsupported(none, none, none, **known))
