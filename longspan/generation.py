@@ -221,7 +221,7 @@ def prefill(
 def _prefill(
     model: LanguageModel | EncoderDecoder,
     decoder: LanguageModel,
-    rows: list[Sequence[int]],
+    rows: list[Tensor],
     max_tokens: int | None,
     chunk: int,
     source: Tensor | None,
@@ -232,7 +232,7 @@ def _prefill(
     longest = int(lengths.max())
     tokens = torch.zeros(len(rows), longest, dtype=torch.int64, device=device)
     for i, row in enumerate(rows):
-        tokens[i, : len(row)] = torch.as_tensor(row if isinstance(row, Tensor) else list(row), device=device)
+        tokens[i, : len(row)] = row.to(device)
     reach = None if max_tokens is None else longest + max_tokens
     if isinstance(model, EncoderDecoder):
         if source is None:
@@ -324,9 +324,10 @@ def _pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
     return torch.minimum(token, last)
 
 
-def _rows(prompt: Prompt) -> list[Sequence[int]]:
+def _rows(prompt: Prompt) -> list[Tensor]:
+    """The prompts, each (T,)."""
     if isinstance(prompt, Tensor):
         return list(prompt[None] if prompt.ndim == 1 else prompt)
     if len(prompt) and isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    return list(prompt)  # type: ignore[arg-type]
+        return [torch.tensor(list(prompt))]
+    return [torch.tensor(list(row), dtype=torch.int64) for row in prompt]  # type: ignore[arg-type]
