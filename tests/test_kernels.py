@@ -87,6 +87,7 @@ def test_reasons() -> None:
     assert "CUDA" in str(backend.why_plain(q, q, q, **known))
     double = q.double()
     assert "float64" in str(backend.why_unsupported(double, double, double, **{**known, "kv": kv.double()}))
+    assert "single token" in str(backend.why_unsupported(q[:, :1], q[:, :1], q[:, :1], **known))
     assert "blind spot (4)" in str(backend.why_unsupported(q, q, q, **{**known, "bucket": 4}))
     assert "'elu'" in str(backend.why_unsupported(q, q, q, **{**known, "log_scale": torch.zeros(1, 4, 2)}))
     wide = torch.zeros(1, 4, 2, 257)

@@ -335,8 +335,8 @@ class _Call:
         )
 
 
-# bfloat16 needs no choice. A tf32 product keeps float16's precision and has float32's range; three keep float32's.
-_PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32", torch.float32: "tf32x3"}
+# bfloat16 needs no choice. One tf32 product would round float16's features once too often; float32 needs its own.
+_PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
 
 
 def _d_den(d_out: Tensor, out: Tensor, den: Tensor) -> Tensor:

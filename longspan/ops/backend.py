@@ -48,6 +48,8 @@ def why_unsupported(
         return f"head, feature or value dimension ({', '.join(map(str, sizes))}) is over {LARGEST}"
     if bucket > 1:
         return f"a blind spot ({bucket})"
+    if q.shape[1] == 1:
+        return "a single token"
     if log_scale is not None and feature_map != "identity":
         return f"log scales given beside the feature map {feature_map!r}"
     if (weight is not None and not weight.numel()) or not q.numel() or not v.numel():
