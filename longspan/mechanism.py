@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.checks import check_key_mask, check_key_packing, check_packing, check_tensor, describe
-from longspan.ops.linear import over
+from longspan.ops.chunks import over
 from longspan.rows import Packing, Run, hide, length_classes, restore
 
 S = TypeVar("S", bound="State")

@@ -74,8 +74,9 @@ def by_plain(case: Case, given: Arguments, dtype: torch.dtype) -> tuple[Tensor, 
     d_out, d_kv, tensors = given
     tensors = tuple(to(x, dtype if i < 3 else sums) for i, x in enumerate(tensors))
     last = case.feature_map, case.normalise, 1
-    results = _causal_linear(*tensors, *last)
-    return *results, *_causal_linear_backward(to(d_out, dtype), to(d_kv, sums), *results[:2], *tensors, *last)
+    out, den, after, shift, *starts = _causal_linear(*tensors, *last)
+    d = _causal_linear_backward(to(d_out, dtype), to(d_kv, sums), out, den, *starts, *tensors, *last)
+    return out, den, after, shift, *d
 
 
 def by_kernels(case: Case, given: Arguments) -> tuple[Tensor, ...]:

@@ -29,8 +29,7 @@ from torch import Tensor
 from longspan import Mechanism, Packing, State, mechanisms
 from longspan.mechanisms.linear import LinearAttention
 from longspan.mechanisms.local import LocalAttention
-from longspan.ops import linear as linear_ops
-from longspan.ops import reference
+from longspan.ops import chunks, reference
 
 SIDES = pytest.mark.parametrize("side", ["left", "right"])
 LENGTHS = [5, 0, 1, 7, 4]  # of packed sequences
@@ -40,7 +39,8 @@ LENGTHS = [5, 0, 1, 7, 4]  # of packed sequences
 def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many chunks in a short sequence, unless a test asks for the real ones."""
     if "real_chunks" not in request.fixturenames:
-        monkeypatch.setattr(linear_ops, "CHUNK", 4)
+        monkeypatch.setattr(chunks, "CHUNK", 4)
+        monkeypatch.setattr(chunks, "GROUP", 3)
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_gradients_reach_back_through_a_past(case: Case) -> None:
 
 @torch.no_grad()
 @each_case()
-@pytest.mark.parametrize("length", [1, 63, 65, linear_ops.CHUNK - 1, linear_ops.CHUNK + 1])
+@pytest.mark.parametrize("length", [1, 63, 65, chunks.CHUNK - 1, chunks.CHUNK + 1])
 def test_lengths_around_a_chunk(case: Case, length: int, real_chunks: None) -> None:
     m = case.build()
     q, k, v = case.inputs(batch=1, queries=length)
@@ -555,7 +555,7 @@ def test_gradients_match_the_definition(case: Case, causal: bool) -> None:
 @each_case([case for case in all_cases() if has_truth(case)])
 def test_gradients_match_the_definition_over_real_chunks(case: Case, real_chunks: None) -> None:
     m = case.build()
-    q, k, v = require_gradients(*case.inputs(batch=1, queries=linear_ops.CHUNK + 1))
+    q, k, v = require_gradients(*case.inputs(batch=1, queries=chunks.CHUNK + 1))
     of = leaves(m, q=q, k=k, v=v)
     out, expected = m(q, k, v, causal=True), truth(case, m, q, k, v, causal=True)
     assert_same(out, expected)

@@ -21,8 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan import Packing, build_mechanism
-from longspan.ops import linear as linear_ops
-from longspan.ops import reference
+from longspan.ops import chunks, reference
 
 CASES = st.sampled_from([case for case in all_cases() if has_truth(case)])
 few = settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -30,7 +29,8 @@ few = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_ops, "CHUNK", 4)
+    monkeypatch.setattr(chunks, "CHUNK", 4)
+    monkeypatch.setattr(chunks, "GROUP", 3)
 
 
 @st.composite
@@ -141,7 +141,7 @@ def test_any_shape_of_causal_linear(
 ) -> None:
     (heads, group), (D, E), (B, T) = groups, dims, size
     torch.manual_seed(T)
-    before, linear_ops.CHUNK = linear_ops.CHUNK, chunk
+    before, chunks.CHUNK = chunks.CHUNK, chunk
     try:
         q = torch.randn(B, T, heads * group, D, dtype=torch.float64, requires_grad=True)
         k = torch.randn(B, T, heads, D, dtype=torch.float64, requires_grad=True)
@@ -156,7 +156,7 @@ def test_any_shape_of_causal_linear(
         assert_same(out, expected)
         check_gradients_by_name(gradients(out, of), gradients(expected, of))
     finally:
-        linear_ops.CHUNK = before
+        chunks.CHUNK = before
 
 
 @few

@@ -167,10 +167,10 @@ def test_opcheck(feature_map: str, normalise: bool) -> None:
 
 def test_opcheck_backward() -> None:
     arguments = operator_inputs("elu", True, grad=False)
-    out, den, kv, _ = torch.ops.longspan.causal_linear(*arguments)
+    out, den, kv, _, *starts = torch.ops.longspan.causal_linear(*arguments)
     tests = ("test_schema", "test_faketensor")  # It is never differentiated again.
     operator = torch.ops.longspan.causal_linear_backward.default
-    arguments = (torch.randn_like(out), torch.randn_like(kv), out, den, *arguments)
+    arguments = (torch.randn_like(out), torch.randn_like(kv), out, den, *starts, *arguments)
     torch.library.opcheck(operator, arguments, test_utils=tests)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from longspan.mechanism import FeatureMap, Mechanism, State
 from longspan.mechanisms.choices import choose
 from longspan.mechanisms.feature_maps import FEATURE_MAPS, FusedMap
+from longspan.ops.chunks import FLOOR
 from longspan.ops.linear import (
-    FLOOR,
     Sums,
     accumulate,
     attend_prefixes,

@@ -10,19 +10,13 @@ kept for the backward pass.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longspan.ops import backend
-from longspan.ops.features import MAPS, Map
-
-# Stands for "no key yet": exp(FLOOR − anything real) is 0, and FLOOR − FLOOR is 0 where −inf would give NaN.
-FLOOR = -1e30
-CHUNK = 128
+from longspan.ops import backend, chunks
+from longspan.ops.chunks import FLOOR, Arguments, is_nothing, over
 
 
 class Sums(NamedTuple):
@@ -76,7 +70,7 @@ def causal_linear(
         M = k.shape[3] if weight is None else len(weight)
         before = no_sums(q.shape[0], k.shape[2], M, v.shape[3], k.new_empty(0, dtype=sum_dtype(k)))
     kv = torch.cat([before.kv, before.z[..., None]], -1) if normalise else before.kv
-    out, _, kv, shift = _causal_linear(
+    out, _, kv, shift, _, _ = _causal_linear(
         q, k, v, weight, log_scale, lengths, kv, before.shift, feature_map, normalise, bucket
     )
     return out, Sums(kv[..., :-1], kv[..., -1], shift) if normalise else Sums(kv, before.z, shift)
@@ -137,7 +131,7 @@ def attend_prefixes(
         z = z.repeat_interleave(query.shape[2] // f.shape[2], 2)
         # In two parts, the second of them z/z = 1: a gradient with z² below it would overflow.
         unit = z.detach()
-        query = over(query, unit) / (over(z, unit) + _is_nothing(unit))
+        query = over(query, unit) / (over(z, unit) + is_nothing(unit))
         return prefixes(query, f, v, sums.kv, None if late is None else late.kv)
     v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], -1)
     with_z = [None if s is None else torch.cat([s.kv, s.z[..., None]], -1) for s in (sums, late)]
@@ -159,19 +153,6 @@ def divide(num: Tensor, den: Tensor) -> Tensor:
     return over(num, den[..., None])
 
 
-def over(x: Tensor, z: Tensor) -> Tensor:
-    """x / z, broadcast; 0 where z is 0, or so small that a gradient divided by it would overflow.
-
-    Not x · (1/z), whose gradient squares 1/z.
-    """
-    nothing = _is_nothing(z)
-    return (x / z.masked_fill(nothing, 1)).masked_fill(nothing, 0)
-
-
-def _is_nothing(z: Tensor) -> Tensor:
-    return z.abs() < 1e6 * torch.finfo(z.dtype).tiny
-
-
 @torch.library.custom_op("longspan::causal_linear", mutates_args=())
 def _causal_linear(
     q: Tensor,
@@ -185,36 +166,27 @@ def _causal_linear(
     feature_map: str,
     normalise: bool,
     bucket: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The result, its normaliser, the sums and shift after it, and what the plain path's backward pass starts from."""
     if backend.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
-        return backend.linear_kernels().causal_linear(
+        found = backend.linear_kernels().causal_linear(
             q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
         )
-    B, T, H, _ = q.shape
-    out = v.new_empty(B, T, H, v.shape[3])
-    den = kv.new_empty(B, T, H if normalise else 0)
-    walk = _Walk(MAPS[feature_map], weight, k, v, log_scale, lengths, kv.dtype, normalise, bucket)
-    kv, c = kv.flatten(0, 1), shift.flatten()
-    for chunk in walk.chunks():
-        keys = walk.keys(chunk, c)
-        query = walk.map.query(walk.rows(q, chunk), weight)[0]
-        read = keys.towards_start(query @ kv)
-        if keys.pair is not None:
-            read = torch.baddbmm(read, keys.weigh(query, keys.f), keys.v)
-        if normalise:
-            den[:, chunk] = walk.unrows(read[..., -1:], H)[..., 0]
-            read = divide(read[..., :-1], read[..., -1])
-        out[:, chunk] = walk.unrows(read, H)
-        kv, c = keys.write(kv), keys.last
-    return out, den, kv.reshape(B, -1, *kv.shape[1:]).clone(), c.reshape(B, -1).clone()
+        return *found, kv.new_empty(0), kv.new_empty(0)
+    return chunks.forward(Arguments(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise, bucket))
 
 
 @_causal_linear.register_fake
-def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, v, kv, shift, normalise = args[0], args[2], args[6], args[7], args[9]
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    given = Arguments(*args)
+    q, k, v, kv = given.q, given.k, given.v, given.kv
     B, T, H, _ = q.shape
-    den = kv.new_empty(B, T, H if normalise else 0)
-    return v.new_empty(B, T, H, v.shape[3]), den, torch.empty_like(kv), torch.empty_like(shift)
+    starts, references = kv.new_empty(0), kv.new_empty(0)
+    if backend.why_plain(q, k, v, given.weight, given.log_scale, kv, given.feature_map, given.bucket) is not None:
+        starts, references = chunks.new_starts(given)
+    den = kv.new_empty(B, T, H if given.normalise else 0)
+    after = kv.new_empty(kv.shape), given.shift.new_empty(given.shift.shape)
+    return v.new_empty(B, T, H, v.shape[3]), den, *after, starts, references
 
 
 @torch.library.custom_op("longspan::causal_linear_backward", mutates_args=())
@@ -223,6 +195,8 @@ def _causal_linear_backward(
     d_kv: Tensor,
     out: Tensor,
     den: Tensor,
+    starts: Tensor,
+    references: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -239,184 +213,28 @@ def _causal_linear_backward(
         return backend.linear_kernels().causal_linear_backward(
             d_out, d_kv, out, den, q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
         )
-    B, T, H, _ = q.shape
-    Hkv = k.shape[2]
-    walk = _Walk(MAPS[feature_map], weight, k, v, log_scale, lengths, kv.dtype, normalise, bucket)
-    # The sums at each chunk's start are made again rather than kept: a quarter of the work, none of the memory.
-    starts, references = [kv.flatten(0, 1)], [shift.flatten()]
-    chunks = list(walk.chunks())
-    for chunk in chunks[:-1]:
-        keys = walk.keys(chunk, references[-1], pairs=False)
-        starts.append(keys.write(starts[-1]))
-        references.append(keys.last)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    d_kv = d_kv.flatten(0, 1)
-    for chunk, start, c in zip(reversed(chunks), reversed(starts), reversed(references), strict=True):
-        keys = walk.keys(chunk, c)
-        x = walk.rows(q, chunk)
-        query = walk.map.query(x, weight)[0]
-        d_num, scaled, inverse = walk.rows(d_out, chunk), query, None
-        if normalise:
-            # 1/den goes to the features: with them it makes weights of at most one, with gradients it may overflow.
-            d_den = -(d_num * walk.rows(out, chunk)).sum(-1, keepdim=True)
-            d_num, divisor = torch.cat([d_num, d_den], -1), walk.rows(den[..., None], chunk)
-            inverse = over(torch.ones_like(divisor), divisor)
-            scaled = query * inverse
-        row = keys.towards_start(d_num)
-        d_query, d_f, d_v = row @ start.mT, keys.towards_end(keys.v @ d_kv.mT), keys.towards_end(keys.f) @ d_kv
-        if keys.pair is not None:
-            d_scores = keys.weigh(d_num, keys.v)
-            d_query = torch.baddbmm(d_query, d_scores, keys.f)
-            d_f = torch.baddbmm(d_f, d_scores.mT, scaled)
-            d_v = torch.baddbmm(d_v, keys.weigh(scaled, keys.f).mT, d_num)
-        d_kv = torch.baddbmm(keys.carry(d_kv), scaled.mT, row)
-        d_query = d_query if inverse is None else d_query * inverse
-        dq[:, chunk] = walk.unrows(walk.map.query_grad(d_query, x, query, weight), H)
-        dk[:, chunk] = walk.unrows(walk.map.key_grad(keys.hide(d_f), keys.x, keys.f, weight), Hkv)
-        dv[:, chunk] = walk.unrows(d_v[..., : v.shape[3]], Hkv)
-    return dq, dk, dv, d_kv.reshape(kv.shape).clone()
+    given = Arguments(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise, bucket)
+    return chunks.backward(d_out, d_kv, out, den, starts, references, given)
 
 
 @_causal_linear_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, kv = args[4], args[5], args[6], args[10]
+    q, k, v, kv = args[6], args[7], args[8], args[12]
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(kv)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.feature_map, ctx.normalise, ctx.bucket = inputs
-    out, den = output[:2] if ctx.normalise else (None, output[1])
-    ctx.save_for_backward(out, den, *tensors)
+    out, den, _, _, starts, references = output
+    ctx.save_for_backward(out if ctx.normalise else None, den, starts, references, *tensors)
 
 
-def _differentiate(ctx: Any, d_out: Tensor, d_den: Tensor, d_kv: Tensor, d_shift: Tensor) -> tuple[Tensor | None, ...]:
-    out, den, *tensors = ctx.saved_tensors
+def _differentiate(ctx: Any, d_out: Tensor, d_den: Tensor, d_kv: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    out, *tensors = ctx.saved_tensors
     dq, dk, dv, d_start = _causal_linear_backward(
-        d_out, d_kv, d_out if out is None else out, den, *tensors, ctx.feature_map, ctx.normalise, ctx.bucket
+        d_out, d_kv, d_out if out is None else out, *tensors, ctx.feature_map, ctx.normalise, ctx.bucket
     )
     return dq, dk, dv, None, None, None, d_start, None, None, None, None
 
 
 _causal_linear.register_autograd(_differentiate, setup_context=_save)
-
-
-class _Walk:
-    """A sequence taken chunk by chunk, heads first: (B, C, H, ·) -> (B Hkv, G C, ·), G query heads to a key head."""
-
-    def __init__(
-        self,
-        map: Map,
-        weight: Tensor | None,
-        k: Tensor,
-        v: Tensor,
-        log_scale: Tensor | None,
-        lengths: Tensor | None,
-        dtype: torch.dtype,
-        normalise: bool,
-        bucket: int,
-    ) -> None:
-        self.map, self.weight, self.k, self.v, self.log_scale = map, weight, k, v, log_scale
-        self.lengths, self.dtype, self.normalise = lengths, dtype, normalise
-        self.size = min(bucket * max(1, CHUNK // bucket), k.shape[1])
-        slot = torch.arange(self.size, device=k.device) // bucket
-        self.seen = (slot[:, None] >= slot if bucket == 1 else slot[:, None] > slot).to(dtype)
-        self.alone = bucket > 1 and self.size <= bucket  # No token sees another of its chunk.
-
-    def chunks(self) -> Iterator[slice]:
-        T = self.k.shape[1]
-        return (slice(start, min(start + self.size, T)) for start in range(0, T, self.size))
-
-    def rows(self, x: Tensor, chunk: slice) -> Tensor:
-        B, _, H, dim = x.shape
-        return x[:, chunk].to(self.dtype).transpose(1, 2).reshape(B * self.k.shape[2], -1, dim)
-
-    def unrows(self, x: Tensor, heads: int) -> Tensor:
-        return x.reshape(self.k.shape[0], heads, -1, x.shape[-1]).transpose(1, 2)
-
-    def keys(self, chunk: slice, c: Tensor, *, pairs: bool = True) -> _Keys:
-        x, v = self.rows(self.k, chunk), self.rows(self.v, chunk)
-        if self.normalise:
-            v = torch.cat([v, v.new_ones(*v.shape[:2], 1)], -1)
-        f, beta = self.map.key(x, self.weight)
-        if self.log_scale is not None:
-            beta = self.rows(self.log_scale[..., None], chunk)[..., 0]
-        hidden = None
-        if self.lengths is not None:
-            slot = torch.arange(chunk.start, chunk.stop, device=x.device)
-            hidden = (slot >= self.lengths[:, None]).repeat_interleave(self.k.shape[2], 0)
-            f = f.masked_fill(hidden[..., None], 0)
-            beta = None if beta is None else beta.masked_fill(hidden, FLOOR)
-        reference = None if beta is None else torch.maximum(beta.cummax(1).values, c[:, None])
-        pair = self._pair(beta, reference, f.shape[1]) if pairs else None
-        return _Keys.of(x, f, v, hidden, pair, beta, reference, c)
-
-    def _pair(self, beta: Tensor | None, reference: Tensor | None, size: int) -> Tensor | None:
-        if self.alone:
-            return None
-        seen = self.seen[None, :size, :size]
-        if beta is None or reference is None:
-            return seen
-        return _factor(beta[:, None, :] - reference[:, :, None]).mul_(seen)
-
-
-def _factor(x: Tensor) -> Tensor:
-    """exp(x) of fresh x: 1 above 0, where the pair is hidden anyway, and the smallest normal number far below it,
-    where nothing is left to add and `exp` would be slow.
-    """
-    return x.clamp_(min=math.log(torch.finfo(x.dtype).tiny), max=0).exp_()
-
-
-class _Keys(NamedTuple):
-    """The keys of one chunk and the factors exp(β_j − c_i) between them, the chunk's start and its end."""
-
-    x: Tensor  # (X, C, D) before the feature map
-    f: Tensor  # (X, C, M)
-    v: Tensor  # (X, C, E), with a column of ones if normalised
-    hidden: Tensor | None  # (X, C)
-    pair: Tensor | None  # (X or 1, C, C), zero where j is hidden from i; None: no token sees another of its chunk
-    start: Tensor | None  # (X, C, 1) exp(c₀ − c_i); this and the next two are None where all are 1
-    end: Tensor | None  # (X, C, 1) exp(β_j − c_C)
-    decay: Tensor | None  # (X, 1, 1) exp(c₀ − c_C)
-    last: Tensor  # (X,) c_C
-
-    @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        f: Tensor,
-        v: Tensor,
-        hidden: Tensor | None,
-        pair: Tensor | None,
-        beta: Tensor | None,
-        reference: Tensor | None,
-        c: Tensor,
-    ) -> _Keys:
-        if beta is None or reference is None:
-            return cls(x, f, v, hidden, pair, None, None, None, c)
-        before, last = c[:, None, None], reference[:, -1]
-        start, end = _factor(before - reference[..., None]), _factor((beta - last[:, None])[..., None])
-        return cls(x, f, v, hidden, pair, start, end, _factor(before - last[:, None, None]), last)
-
-    def weigh(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """(X, G C, C): the products of rows (X, G C, ·) and keys (X, C, ·), weighted."""
-        assert self.pair is not None
-        products = torch.bmm(rows, keys.mT)
-        products.unflatten(1, (-1, self.pair.shape[1])).mul_(self.pair[:, None])
-        return products
-
-    def towards_start(self, rows: Tensor) -> Tensor:
-        if self.start is None:
-            return rows
-        return (rows.unflatten(1, (-1, self.start.shape[1])) * self.start[:, None]).flatten(1, 2)
-
-    def towards_end(self, keys: Tensor) -> Tensor:
-        return keys if self.end is None else keys * self.end
-
-    def carry(self, kv: Tensor) -> Tensor:
-        return kv if self.decay is None else kv * self.decay
-
-    def write(self, kv: Tensor) -> Tensor:
-        return torch.baddbmm(self.carry(kv), self.towards_end(self.f).mT, self.v)
-
-    def hide(self, d_f: Tensor) -> Tensor:
-        return d_f if self.hidden is None else d_f.masked_fill(self.hidden[..., None], 0)
