@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -84,10 +84,10 @@ def windowed(
         tile, before, after = window.size, window.back, 0 if window.causal else window.ahead
     else:
         # As wide as the window: each key is copied twice, or thrice where queries look ahead, and not more.
-        tile = min(T, max(16, min(max(reach) + 1, LARGEST_TILE)))
+        tile = min(T, min(-(-max(*reach, 1) // 16) * 16, LARGEST_TILE))
         before, after = -(-reach[0] // tile), -(-reach[1] // tile)
     n = -(-T // tile)
-    queries = F.pad(q, (0, 0, 0, 0, 0, n * tile - T)).unflatten(1, (n, tile))  # (B, n, tile, H, D)
+    queries = (F.pad(q, (0, 0, 0, 0, 0, n * tile - T)) if n * tile > T else q).unflatten(1, (n, tile))
     pads = (0, 0, 0, 0, before * tile - offset, offset + (n + after) * tile - S)
     keys, values = (_neighbours(F.pad(x, pads).unflatten(1, (-1, tile)), n) for x in (k, v))
     if xpos is not None:
@@ -99,7 +99,7 @@ def windowed(
     j = j + torch.arange(keys.shape[2], device=q.device)  # (n, 1, Kw)
 
     def piece(tiles: slice, uniform: bool) -> Tensor:
-        """Attention of some tiles; `uniform` ones lie inside the sequence and share one mask."""
+        """Attention of some tiles; `uniform` ones lie inside the sequence, share one mask, and see something."""
         one = slice(tiles.start, tiles.start + 1) if uniform else tiles
         qi, kj = i[one], j[one]
         first = 0 if start is None else start[:, None, None, None]
@@ -110,7 +110,8 @@ def windowed(
                 seen = seen & key_mask[:, kj.clamp(0, S - 1)]
         seen = window.restrict(seen, qi, kj)  # ([B,] tiles, tile, Kw)
         added = None if bias is None else bias(qi + first, kj + first).movedim(0, -3)  # ([B,] tiles, H, tile, Kw)
-        return _attend(queries[:, tiles], keys[:, tiles], values[:, tiles], seen, added, scale, dropout)
+        how: dict[str, Any] = {"bias": added, "blind": not uniform, "scale": scale, "dropout": dropout}
+        return _attend(queries[:, tiles], keys[:, tiles], values[:, tiles], seen, **how)
 
     # Tiles at either end see past the sequence; those in between are all alike.
     tail = 0 if window.causal else after + 1
@@ -135,9 +136,7 @@ def _neighbours(tiles: Tensor, n: int) -> Tensor:
     return torch.cat([tiles[:, s : s + n] for s in range(tiles.shape[1] - n + 1)], 2)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor | None, scale: float | None, dropout: float
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, bias: Tensor | None, **how: Any) -> Tensor:
     """q: (B, n, tile, H, D), k, v: (B, n, Kw, Hkv, ·), seen: ([B,] n or 1, tile, Kw) -> (B, n, tile, H, E)."""
     B, n, tile, H, _ = q.shape
     Hkv = k.shape[3]
@@ -149,5 +148,5 @@ def _attend(
     if bias is not None:
         bias = bias.unflatten(-3, (Hkv, -1)).flatten(-3, -2)
         bias = bias.flatten(0, 1) if bias.ndim == 5 else bias.expand(n, -1, -1, -1).repeat(B, 1, 1, 1)
-    out = attend(q, k, v, seen, bias=bias, scale=scale, dropout=dropout)
+    out = attend(q, k, v, seen, bias=bias, **how)
     return out.reshape(B, n, H, tile, -1).transpose(2, 3)
