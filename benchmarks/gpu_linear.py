@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspan.bench.machine import commit, machine, versions
 from longspan.ops import backend
 from longspan.ops.linear import causal_linear
 
@@ -137,12 +138,14 @@ def main() -> None:
     torch.manual_seed(0)
     peers = {"sdpa": sdpa, "fla": flash_linear_attention()}
     rows = []
+    about = {"machine": machine("cuda"), "versions": versions(), "commit": commit()}
     header = f"{'B·H·n·D map':<26}{'limit':>14}{'target':>14}{'ours':>14}{'ours, graph':>14}"
     print(header + "".join(f"{name:>16}" for name, peer in peers.items() if peer))
     for B, H, n, D, feature_map, *targets in CASES:
         errors = check(B, H, n, D, feature_map)
         given = inputs(B, H, n, D)
-        row: dict[str, Any] = {"case": [B, H, n, D, feature_map], "targets": targets, "errors": errors}
+        row: dict[str, Any] = {"case": [B, H, n, D, feature_map], "errors": errors}
+        row["targets"] = [target if math.isfinite(target) else None for target in targets]
         row["ours"] = timed(ours(feature_map, D), given)
         row["peers"] = {name: timed(peer, given) for name, peer in peers.items() if peer}
         # Each input read once and each output written once, at the bandwidth of an H200's copy.
@@ -153,7 +156,7 @@ def main() -> None:
         pairs.append([row["ours"]["forward_graph"], row["ours"]["both_graph"]])
         line = f"{f'{B}·{H}·{n}·{D} {feature_map}':<26}" + "".join(f"{f'{a:.3f} / {b:.3f}':>14}" for a, b in pairs)
         print(line + "".join(f"{t['forward']:>9.3f} /{t['both']:>6.2f}" for t in row["peers"].values()), flush=True)
-        path.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1))
+        path.write_text(json.dumps({**about, "dtype": "bfloat16", "unit": "ms", "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":
