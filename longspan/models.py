@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +40,9 @@ class Transformer(nn.Module):
         self.config = config
         widths = [config.dim, *[config.inner_dim or config.dim] * (config.depth - 1)]
         repeat = 1 if config.axial_stride is None else 2
-        own = _mechanisms(config.attention, [(i, width) for i, width in enumerate(widths) for _ in range(repeat)])
-        cross = [] if config.cross is None else _mechanisms(config.cross, list(enumerate(widths)))
+        places = [(i, width) for i, width in enumerate(widths) for _ in range(repeat)]
+        own = _mechanisms(config.attention, places, config.causal)
+        cross = [] if config.cross is None else _mechanisms(config.cross, list(enumerate(widths)), False)
         branches = []
         for i in range(config.depth):
             branches += _layer(config, i, own[i * repeat : (i + 1) * repeat], cross[i : i + 1])
@@ -324,8 +325,21 @@ def _spec(config: AttentionConfig, i: int) -> Any:
     return config.mechanism[i % len(config.mechanism)]
 
 
-def _mechanisms(attention: AttentionConfig, places: list[tuple[int, int]]) -> list[Mechanism]:
-    """One for each place, a layer and its width, with linformer's projection shared or its rank shrinking."""
+def _mechanisms(attention: AttentionConfig, places: list[tuple[int, int]], causal: bool) -> list[Mechanism]:
+    """One for each place, a layer and its width, with linformer's projection shared or its rank shrinking.
+
+    Softmaxed queries and exponentiated keys are normalised per query if causal, per feature if not, unless told.
+    """
+
+    def complete(options: dict[str, Any], num_heads: int) -> None:
+        softmaxed = options["mechanism"] == "linear" and options.get("feature_map") == "softmax"
+        if options["mechanism"] == "performer" and options.get("kernel", "softmax") == "softmax":
+            softmaxed = options.get("projection") is False
+        if softmaxed:
+            options.setdefault("normalise", "query" if causal else "feature")
+        if options["mechanism"] == "local" and attention.dynamic_bias:
+            options["bias"] = biases.setdefault(num_heads, DynamicPositionBias(num_heads, attention.dynamic_bias))
+
     shared: Projection | None = None
     biases: dict[int, DynamicPositionBias] = {}
     built: list[Mechanism] = []
@@ -347,9 +361,7 @@ def _mechanisms(attention: AttentionConfig, places: list[tuple[int, int]]) -> li
             else:
                 options["share_projection"] = True
             spec = options
-        if attention.dynamic_bias:
-            spec = _with_bias(spec, attention.num_heads, attention.dynamic_bias, biases)
-        mechanism = mechanism_from(spec, *shape)
+        mechanism = mechanism_from(_each_part(spec, attention.num_heads, complete), *shape)
         if attention.share_projection and shared is None:
             assert isinstance(mechanism, LinformerAttention)
             shared = mechanism.keys
@@ -359,13 +371,19 @@ def _mechanisms(attention: AttentionConfig, places: list[tuple[int, int]]) -> li
     return built
 
 
-def _with_bias(spec: Any, num_heads: int, width: int, biases: dict[int, DynamicPositionBias]) -> Any:
-    """The spec with every local part given the network for its number of heads."""
-    options: dict[str, Any] = {"mechanism": spec} if isinstance(spec, str) else dict(spec)
-    if options["mechanism"] == "local":
-        options["bias"] = biases.setdefault(num_heads, DynamicPositionBias(num_heads, width))
-    elif options["mechanism"] == "split":
-        options["parts"] = [_with_bias(part, part["num_heads"], width, biases) for part in options["parts"]]
+def _each_part(spec: Any, num_heads: int, change: Callable[[dict[str, Any], int], None]) -> Any:
+    """The spec after `change` of its options, or of those of each part of a split; what is no spec stays as it is."""
+    options: Any = {"mechanism": spec} if isinstance(spec, str) else spec
+    if not isinstance(options, Mapping) or "mechanism" not in options:
+        return spec
+    options = dict(options)
+    if options["mechanism"] == "split":
+        parts = options.get("parts", ())
+        options["parts"] = [
+            _each_part(part, part.get("num_heads", 0) if isinstance(part, Mapping) else 0, change) for part in parts
+        ]
+    else:
+        change(options, num_heads)
     return options
 
 

@@ -163,3 +163,7 @@ def test_documents_run(path: Path) -> None:
 def test_documents_have_blocks() -> None:
     assert len(python_blocks(ROOT / "README.md")) >= 3
     assert len(python_blocks(ROOT / "CONTRIBUTING.md")) == 1
+
+
+def test_the_public_surface_is_small() -> None:
+    assert len(longspan.__all__) <= 25
