@@ -77,7 +77,7 @@ def generate(
     except (ValueError, OSError) as error:
         _fail(str(error))
     began = time.perf_counter()
-    number = _print(steps, batch, [text.encode() for text in stop or []], built.config.vocab_size == 256)
+    number = _print(steps, batch, [text.encode() for text in stop or []])
     elapsed = max(time.perf_counter() - began, 1e-9)
     typer.echo(
         f"\n{number} tokens in {elapsed:.1f} s, {number / elapsed:.0f} a second; "
@@ -110,16 +110,10 @@ def _read(model: LanguageModel, prompt: bytes, resume: Path | None, max_tokens: 
             raise ValueError("there is nothing to continue: give --prompt, --prompt-file or text on standard input")
         return prefill(model, list(prompt), max_tokens=max_tokens)
     memory = Memory.load(resume, model)
-    if prompt:
-        tokens = torch.tensor([list(prompt)] * len(memory.logits), device=memory.logits.device)
-        with torch.no_grad():
-            logits, state = model.extend(tokens, memory.state)
-        recent = torch.cat([memory.recent, tokens], 1)[:, -memory.recent.shape[1] :]
-        memory = Memory(state, logits[:, -1], recent)
-    return memory
+    return memory.read(model, list(prompt)) if prompt else memory
 
 
-def _print(steps: Stream, batch: int, endings: list[bytes], text: bool) -> int:
+def _print(steps: Stream, batch: int, endings: list[bytes]) -> int:
     """The first row as it comes, the others afterwards; an interrupt ends it with what there is."""
     rows: list[bytearray] = [bytearray() for _ in range(batch)]
     live = [True] * batch

@@ -116,7 +116,7 @@ def generate(
         if not any(live):
             break
     if result is None:
-        rows = 1 if isinstance(prompt, Memory) else len(_rows(prompt))
+        rows = len(prompt.logits) if isinstance(prompt, Memory) else len(_rows(prompt))
         result = Generated([[] for _ in range(rows)], [[] for _ in range(rows)])
     return result
 

@@ -34,6 +34,14 @@ class Memory:
         where = torch.as_tensor(index, device=self.logits.device)
         return Memory(self.state.select(where), self.logits[where], self.recent[where])
 
+    @torch.no_grad()
+    def read(self, model: LanguageModel, tokens: Sequence[int]) -> Memory:
+        """The memory after more tokens, the same for every row."""
+        more = torch.tensor([list(tokens)] * len(self.logits), device=self.logits.device)
+        hidden, state = model.extend_hidden(more, self.state.clone())
+        recent = torch.cat([self.recent, more], 1)[:, -self.recent.shape[1] :]
+        return Memory(state, model.logits(hidden[:, -1:])[:, 0], recent)
+
     def save(self, path: str | Path) -> None:
         """To a safetensors file: written beside it first, so that a kill leaves the old file or the new one."""
         tensors = {f"state.{name}": x for name, x in self.state.tensors().items()}

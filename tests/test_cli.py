@@ -77,6 +77,21 @@ def test_every_option_reaches_the_sampler(folder, tmp_path):
     assert done.stdout.decode() == f"{parts[0]}\n\n--- 2 of 2 ---\n{parts[1]}"
 
 
+def test_a_prompt_after_a_memory_and_a_stop_text(folder, tmp_path):
+    memory = tmp_path / "memory.safetensors"
+    common = ["generate", "--model", folder, "--temperature", 0]
+    longspan(*common, "--max-tokens", 0, "--prompt", "once ", "--state", memory)
+    rest = longspan(*common, "--max-tokens", 9, "--prompt", "upon", "--resume", memory)
+    tokens = expected(folder, b"once upon", 9, sampling=Sampling(temperature=0))
+    assert rest.stdout.decode() == tokens.decode("utf-8", "replace")
+    text = longspan("generate", "--model", folder, "--prompt", "x", "--top-k", 200, "--max-tokens", 400).stdout.decode()
+    ending = next(c for c in text if c.isascii() and c.isprintable())
+    stopped = longspan(
+        "generate", "--model", folder, "--prompt", "x", "--top-k", 200, "--max-tokens", 400, "--stop", ending
+    )
+    assert stopped.stdout.decode() == text[: text.index(ending) + 1]
+
+
 def test_an_interrupt_ends_cleanly_with_what_there_is(folder):
     process = subprocess.Popen(
         [*RUN, "generate", "--model", str(folder), "--prompt", "once", "--max-tokens", "100000000"],

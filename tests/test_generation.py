@@ -149,6 +149,17 @@ def test_a_memory_saved_to_disk_goes_on_where_it_was(model, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["memory.safetensors"]
 
 
+def test_a_memory_that_reads_on_is_that_of_the_whole_prompt(model):
+    memory = prefill(model, PROMPTS[1][:4])
+    kept = memory.logits.clone()
+    grown, whole = memory.read(model, PROMPTS[1][4:]), prefill(model, PROMPTS[1])
+    torch.testing.assert_close(grown.logits, whole.logits)
+    assert torch.equal(grown.recent, whole.recent)
+    assert generate(model, grown, 9).tokens == generate(model, whole, 9).tokens
+    assert torch.equal(memory.read(model, PROMPTS[1][4:]).logits, grown.logits)
+    assert torch.equal(memory.logits, kept)
+
+
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_every_kind_of_memory_can_be_saved(name, tmp_path):
     model = language_model(MECHANISMS[name])
@@ -276,7 +287,8 @@ def test_what_cannot_be_is_refused_before_it_starts(model):
         generate(LanguageModel(ModelConfig(dim=32, depth=1, vocab_size=9)), [1], 3)
     with pytest.raises(ValueError, match="one prompt at a time, got 3"):
         beam_search(model, PROMPTS, 3)
-    assert generate(model, PROMPTS, 0) == Generated([[], [], []], [[], [], []])
+    for prompt in (PROMPTS, prefill(model, PROMPTS)):
+        assert generate(model, prompt, 0) == Generated([[], [], []], [[], [], []])
 
 
 @pytest.mark.parametrize(
