@@ -49,7 +49,7 @@ class Sampling:
 
     def probabilities(self, logits: Tensor, recent: Tensor) -> Tensor:
         """logits (B, V), recent (B, window) tokens, −1 where none -> (B, V) that sum to one."""
-        logits = self._penalised(logits.to(torch.promote_types(logits.dtype, torch.float32)), recent)
+        logits = self.penalised(logits.to(torch.promote_types(logits.dtype, torch.float32)), recent)
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter(1, logits.argmax(1, keepdim=True), 1)
         logits = logits / self.temperature
@@ -67,7 +67,8 @@ class Sampling:
             probabilities = kept
         return probabilities / probabilities.sum(1, keepdim=True)
 
-    def _penalised(self, logits: Tensor, recent: Tensor) -> Tensor:
+    def penalised(self, logits: Tensor, recent: Tensor) -> Tensor:
+        """Logits (B, V) after the repetition penalty for the tokens in recent, −1 where none."""
         if self.repetition_penalty == 1:
             return logits
         seen = torch.zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool, device=logits.device)

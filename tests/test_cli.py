@@ -133,3 +133,17 @@ def test_info_says_what_there_is(folder):
     assert done.returncode == 0, done.stderr
     for word in ("longspan", "Triton kernels", "softmax", "blind_spot", "redraw_interval", "state of one sequence"):
         assert word in done.stdout.decode()
+
+
+def test_every_command_is_there_and_listed_without_torch():
+    import typer
+
+    from longspan.cli import COMMANDS, app
+
+    group = typer.main.get_command(app)
+    for name in COMMANDS:
+        assert group.get_command(None, name).name == name
+    code = "import sys, longspan.cli as c; c.app(['--help'], standalone_mode=False); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "False"
+    assert all(f"  {name} " in done.stdout for name in COMMANDS)

@@ -34,7 +34,7 @@ TIERS = [
     {"generation"},
     {"longspan"},  # the public names
     {"compat"},
-    {"train", "bench"},
+    {"train", "bench", "terminal"},
     {"cli"},
     {"__main__"},
 ]
