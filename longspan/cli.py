@@ -11,6 +11,8 @@ from typer.core import TyperGroup
 # Where each command is, and what it is for.
 COMMANDS = {
     "generate": ("longspan.terminal:generate", "Continue a text with a saved model, streaming it as it comes."),
+    "run": ("longspan.compat.cli:run", "Run a script of the older libraries, unchanged, with longspan in their place."),
+    "convert": ("longspan.compat.cli:convert", "Turn an older library's checkpoint into one of longspan's."),
     "bench": ("longspan.bench.cli:bench", "Time mechanisms beside the older packages, with their peak memory."),
     "info": ("longspan.terminal:info", "Versions, devices, kernels, mechanisms and their options, a model's size."),
 }
