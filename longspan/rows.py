@@ -34,6 +34,12 @@ class Packing:
         """(N,) int64, the length of each sequence."""
         return self.offsets.diff().long()
 
+    def bounds(self, tokens: int) -> Tensor:
+        """(2, tokens) int32: the slots where each token's sequence begins and ends."""
+        slot = torch.arange(tokens, device=self.offsets.device, dtype=torch.int32)
+        sequence = torch.searchsorted(self.offsets[1:], slot, right=True)
+        return torch.stack([self.offsets[sequence], self.offsets[sequence + 1]])
+
 
 class Run(NamedTuple):
     """A causal mask: the one run of real tokens in each row, and how to bring it to slot 0 and back."""

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.mechanism import Mechanism, State
+from longspan.ops import backend
 from longspan.ops.local import Bias, Window, turn, windowed
 from longspan.ops.sdpa import attend
+from longspan.rows import Packing
 
 
 @dataclass
@@ -111,6 +113,22 @@ class LocalAttention(Mechanism):
     def _attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
         return self._windowed(q, self._key(k), v, self.window._replace(causal=True))
 
+    def _begin(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, packing: Packing | None) -> Tensor:
+        if packing is None or not self._fused(q, k, v):
+            return super()._begin(q, k, v, key_mask, packing)
+        window, bounds = self.window._replace(causal=True), packing.bounds(q.shape[1])
+        return self._windowed(q, self._key(k), v, window, bounds=bounds)
+
+    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, key_packing: Packing) -> Tensor:
+        if not self._fused(q, k, v):
+            return super()._attend_packed(q, k, v, packing, key_packing)
+        return self._windowed(q, self._key(k), v, self.window, bounds=packing.bounds(q.shape[1]))
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether the kernels take these, and with them a packed row as it lies."""
+        with_bias, with_xpos = self.bias is not None, self.xpos is not None
+        return backend.why_plain_local(q, k, v, bias=with_bias, xpos=with_xpos) is None
+
     def _extend(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
     ) -> tuple[Tensor, LocalState]:
@@ -188,6 +206,7 @@ class LocalAttention(Mechanism):
         *,
         key_mask: Tensor | None = None,
         start: Tensor | None = None,
+        bounds: Tensor | None = None,
     ) -> Tensor:
         return windowed(
             q,
@@ -196,6 +215,7 @@ class LocalAttention(Mechanism):
             window,
             key_mask=key_mask,
             start=start,
+            bounds=bounds,
             bias=self._bias(q.device),
             xpos=self.xpos,
             scale=self.scale,

@@ -57,6 +57,34 @@ def why_unsupported(
     return None
 
 
+def why_plain_local(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: bool = False) -> str | None:
+    """Why local attention of these arguments runs in plain PyTorch; None where the kernels take them."""
+    if not q.is_cuda:
+        return f"the tensors are on {q.device.type}; the kernels need CUDA"
+    return _missing(q.device) or why_unsupported_local(q, k, v, bias=bias, xpos=xpos)
+
+
+def why_unsupported_local(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: bool = False) -> str | None:
+    """What about the arguments themselves the kernels do not do; None where there is nothing."""
+    if bias or xpos:
+        return "a bias on the scores" if bias else "xPos, whose scales belong to tiles"
+    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in DTYPES:
+        found = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
+        return f"q, k and v are {found}; the kernels take one dtype of bfloat16, float16, float32"
+    if max(q.shape[3], v.shape[3]) > LARGEST:
+        return f"head or value dimension ({q.shape[3]}, {v.shape[3]}) is over {LARGEST}"
+    if not q.numel() or not v.numel():
+        return "an empty tensor"
+    return None
+
+
+def local_kernels() -> ModuleType:
+    """The kernels' module, imported on first use."""
+    from longspan.kernels import local
+
+    return local
+
+
 def linear_kernels() -> ModuleType:
     """The kernels' module, imported on first use."""
     from longspan.kernels import linear

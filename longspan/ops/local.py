@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspan.ops import backend
 from longspan.ops.rotary import angles, rotate, xpos_scale
 from longspan.ops.sdpa import attend
 
@@ -65,6 +66,7 @@ def windowed(
     *,
     key_mask: Tensor | None = None,
     start: Tensor | None = None,
+    bounds: Tensor | None = None,
     bias: Bias | None = None,
     xpos: float | None = None,
     scale: float | None = None,
@@ -73,8 +75,14 @@ def windowed(
     """q: (B, T, H, D), k: (B, S, Hkv, D), v: (B, S, Hkv, E) -> (B, T, H, E); the queries belong to the last T keys.
 
     start: (B,) the position of the first key, where rows differ; keys at negative positions are hidden. None is 0.
+    bounds: (2, T) int32, where the sequence of each token of a packed row begins and ends; for the kernels alone.
     xpos: the scale base of xPos, measured within each tile: absolute scales would overflow.
     """
+    if backend.why_plain_local(q, k, v, bias=bias is not None, xpos=xpos is not None) is None:
+        seed = torch.randint(2**31 - 1, (1,), device=q.device) if dropout else None
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        return _local_attention(q, k, v, key_mask, start, bounds, seed, *window, scale, dropout)[0]
+    assert bounds is None
     B, T, H, D = q.shape
     S, Hkv = k.shape[1:3]
     offset = S - T
@@ -150,3 +158,75 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, bias: Tensor | Non
         bias = bias.flatten(0, 1) if bias.ndim == 5 else bias.expand(n, -1, -1, -1).repeat(B, 1, 1, 1)
     out = attend(q, k, v, seen, bias=bias, **how)
     return out.reshape(B, n, H, tile, -1).transpose(2, 3)
+
+
+@torch.library.custom_op("longspan::local_attention", mutates_args=())
+def _local_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    start: Tensor | None,
+    bounds: Tensor | None,
+    seed: Tensor | None,
+    size: int,
+    back: int,
+    ahead: int,
+    causal: bool,
+    alone: bool,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """The result, and the logarithms of its sums of weights. seed: (1,) int64, which weights dropout hides."""
+    return backend.local_kernels().forward(
+        q, k, v, key_mask, start, bounds, seed, size, back, ahead, causal, alone, scale, dropout
+    )
+
+
+@_local_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    B, T, H, _D = q.shape
+    return q.new_empty(B, T, H, v.shape[3]), q.new_empty(B, H, T, dtype=torch.float32)
+
+
+@torch.library.custom_op("longspan::local_attention_backward", mutates_args=())
+def _local_attention_backward(
+    d_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    start: Tensor | None,
+    bounds: Tensor | None,
+    seed: Tensor | None,
+    size: int,
+    back: int,
+    ahead: int,
+    causal: bool,
+    alone: bool,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return backend.local_kernels().backward(
+        d_out, out, lse, q, k, v, key_mask, start, bounds, seed, size, back, ahead, causal, alone, scale, dropout
+    )
+
+
+@_local_attention_backward.register_fake
+def _(d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[:7])
+    ctx.window = inputs[7:]
+
+
+def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+    d_q, d_k, d_v = _local_attention_backward(d_out, *ctx.saved_tensors, *ctx.window)
+    return d_q, d_k, d_v, *[None] * 11
+
+
+_local_attention.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,96 @@
+"""Local attention, forward: softmax over a stretch of keys, block by block, without its scores in memory."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from longspan.kernels.blocks import load_rows, store_rows
+from longspan.kernels.local_blocks import LAST, is_between, kept, keys_seen
+
+
+@triton.jit(do_not_specialize=["T", "S"])
+def local_forward_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_mask,
+    p_start,
+    p_bounds,
+    p_seed,
+    p_out,
+    p_lse,
+    T,
+    S,
+    scale,
+    rate,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    SIZE: tl.constexpr,
+    BACK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ALONE: tl.constexpr,
+    BT: tl.constexpr,
+    BS: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """BT queries of one head. scale: that of the scores times log₂e. lse: log₂ of the sum, ∞ where nothing is seen."""
+    pid = tl.program_id(0)
+    i_h = pid % H
+    i_0 = (pid // H) % tl.cdiv(T, BT) * BT
+    i_b = (pid // H // tl.cdiv(T, BT)).to(tl.int64)
+    i_kv = i_h // (H // HKV)
+    p_q += i_b * stride_qb + i_0.to(tl.int64) * stride_qt + i_h.to(tl.int64) * stride_qh
+    p_k += i_b * stride_kb + i_kv.to(tl.int64) * stride_kh
+    p_v += i_b * stride_vb + i_kv.to(tl.int64) * stride_vh
+    i_t = i_0 + tl.arange(0, BT)
+    low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
+    last = tl.minimum(i_0 + BT, T) - 1
+    begin, _ = keys_seen(i_b, i_0, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
+    _, end = keys_seen(i_b, last, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
+
+    b_q = load_rows(p_q, stride_qt, T - i_0, D, BT, BD, D == BD)
+    b_max = tl.full((BT,), float("-inf"), tl.float32)
+    b_sum = tl.zeros((BT,), tl.float32)
+    b_out = tl.zeros((BT, BE), tl.float32)
+    for s_0 in range(begin, end, BS):
+        i_s = s_0 + tl.arange(0, BS)
+        b_k = load_rows(p_k + tl.cast(s_0, tl.int64) * stride_kt, stride_kt, S - s_0, D, BS, BD, D == BD)
+        b_v = load_rows(p_v + tl.cast(s_0, tl.int64) * stride_vt, stride_vt, S - s_0, E, BS, BE, E == BE)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
+        if ALONE:
+            b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], LAST, b_s)
+        m_seen = is_between(i_s[None, :], low[:, None], high[:, None])
+        if p_mask is not None:
+            m_seen = m_seen & (tl.load(p_mask + i_b * S + i_s, mask=i_s < S, other=0) != 0)[None, :]
+        b_s = tl.where(m_seen, b_s, float("-inf"))
+        b_top = tl.maximum(b_max, tl.max(b_s, 1))
+        b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
+        b_p = tl.exp2(b_s - b_base[:, None])
+        b_decay = tl.exp2(b_max - b_base)
+        b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+        b_out *= b_decay[:, None]
+        if p_seed is not None:
+            m_kept = kept(p_seed, i_b.to(tl.int32) * H + i_h, i_t[:, None], i_s[None, :], rate)
+            b_p = tl.where(m_kept, b_p / (1 - rate), 0.0)
+        b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out, input_precision=PRECISION)
+        b_max = b_top
+    m_blind = b_sum == 0
+    b_out = b_out / tl.where(m_blind, 1.0, b_sum)[:, None]
+    b_lse = tl.where(m_blind, float("inf"), b_max + tl.log2(tl.where(m_blind, 1.0, b_sum)))
+    tl.store(p_lse + (i_b * H + i_h) * T + i_t, b_lse, mask=i_t < T)
+    store_rows(p_out + ((i_b * T + i_0) * H + i_h) * E, H * E, T - i_0, E, b_out, BT, BE, E == BE)
