@@ -47,24 +47,34 @@ def save(model: Model, folder: str | os.PathLike[str]) -> None:
 
     Parameters and buffers keep their dtype. Tensors that share memory are written once.
     """
+    check_savable(model)
+    with replacing(folder, (TENSORS, CONFIG)) as partial:
+        write(model, partial)
+
+
+def check_savable(model: nn.Module) -> None:
+    """Refuses what `load` could not build again."""
     if type(model) not in CLASSES.values():
         raise ValueError(
             f"save takes a {', '.join(CLASSES)}, got a {type(model).__name__}; "
             "pass the model itself, not a wrapper around it or a class derived from it"
         )
+    _check_survives_json(_arguments(model))
+
+
+def write(model: Model, folder: Path) -> None:
+    """The two files of a checkpoint into a folder that is there: of `replacing`, to be exchanged with others beside."""
     tensors, ties = _stored(model)
+    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
     description = {
         "format": FORMAT,
         "longspan": __version__,
         "class": type(model).__name__,
         "arguments": _arguments(model),
         "ties": ties,
+        "sha256": _digest(folder / TENSORS),
     }
-    _check_survives_json(description)
-    with replacing(folder, (TENSORS, CONFIG)) as partial:
-        save_file(tensors, partial / TENSORS, metadata={"format": "pt"})
-        description["sha256"] = _digest(partial / TENSORS)
-        (partial / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = None) -> Model:
@@ -155,7 +165,7 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def _arguments(model: Model) -> dict[str, Any]:
+def _arguments(model: nn.Module) -> dict[str, Any]:
     """What the model's class was called with."""
     if isinstance(model, EncoderDecoder):
         return {
@@ -164,6 +174,7 @@ def _arguments(model: Model) -> dict[str, Any]:
             "pad_token": model.pad_token,
             "tie_embeddings": model.encoder.embedding is model.decoder.embedding,
         }
+    assert isinstance(model, Transformer | LanguageModel | Classifier)
     return {"config": model.config.to_dict()}
 
 

@@ -46,7 +46,7 @@ class Memory:
         """To a safetensors file: written beside it first, so that a kill leaves the old file or the new one."""
         tensors = {f"state.{name}": x for name, x in self.state.tensors().items()}
         tensors |= {"logits": self.logits, "recent": self.recent}
-        plain = {name: json.dumps(value) for name, value in _plain_values(self.state, "state").items()}
+        plain = {name: json.dumps(value) for name, value in plain_values(self.state, "state").items()}
         target = Path(path)
         beside = target.with_name(f".{target.name}.{os.getpid()}")
         try:
@@ -70,11 +70,11 @@ class Memory:
         if values.get("format") != "longspan" or "logits" not in tensors:
             raise ValueError(f"{path} is a safetensors file, but not a saved memory")
         empty = model.new_state(len(tensors["logits"]))
-        state = _filled(empty, tensors, {k: json.loads(v) for k, v in values.items() if k != "format"}, "state")
+        state = filled(empty, tensors, {k: json.loads(v) for k, v in values.items() if k != "format"}, "state")
         return cls(state, tensors["logits"], tensors["recent"])
 
 
-def _plain_values(state: State, prefix: str) -> dict[str, Any]:
+def plain_values(state: State, prefix: str) -> dict[str, Any]:
     """Everything in a state that is neither a tensor nor a state, by dotted name."""
     found: dict[str, Any] = {}
     for field in fields(state):
@@ -82,13 +82,13 @@ def _plain_values(state: State, prefix: str) -> dict[str, Any]:
         name = f"{prefix}.{field.name}"
         if isinstance(value, tuple):
             for i, part in enumerate(value):
-                found |= _plain_values(part, f"{name}.{i}")
+                found |= plain_values(part, f"{name}.{i}")
         elif value is not None and not isinstance(value, Tensor):
             found[name] = value
     return found
 
 
-def _filled(state: S, tensors: dict[str, Tensor], values: dict[str, Any], prefix: str) -> S:
+def filled(state: S, tensors: dict[str, Tensor], values: dict[str, Any], prefix: str) -> S:
     """A state of the same kind, with saved contents."""
     changed: dict[str, Any] = {}
     for field in fields(state):
@@ -102,7 +102,7 @@ def _filled(state: S, tensors: dict[str, Tensor], values: dict[str, Any], prefix
                 )
             changed[field.name] = saved
         elif isinstance(value, tuple):
-            changed[field.name] = tuple(_filled(part, tensors, values, f"{name}.{i}") for i, part in enumerate(value))
+            changed[field.name] = tuple(filled(part, tensors, values, f"{name}.{i}") for i, part in enumerate(value))
         elif name in values:
             changed[field.name] = values[name]
     return replace(state, **changed)
