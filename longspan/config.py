@@ -108,11 +108,14 @@ class ModelConfig:
 
     Size: dim, depth; inner_dim, the width between the first feed-forward layer and the last, where it differs.
     Layers: attention; cross, attention to a context after each self-attention; feed_forward. None leaves one out.
-    Norms: norm "layer", "rms" or "scale"; norm_position "pre", "post" or "rezero"; final_norm.
+    side_feed_forward: that after axial and cross-attention, where it differs.
+    Norms: norm "layer", "rms" or "scale"; norm_position "pre", "post" or "rezero"; final_norm; narrow_norm, one more
+    before logits, embed_dim wide.
     Positions: positions "none", "learned", "sinusoidal" or "axial", with max_length, position_base and axial_shape;
     rotary positions belong to the attention.
-    Sequence: causal; token_shift, offsets over equal parts of the features, such as (0, 1) or (−1, 0, 1);
-    axial_stride, an extra attention in each layer along every stride-th token.
+    Sequence: causal; token_shift, offsets over equal parts of the features, such as (0, 1) or (−1, 0, 1), before
+    self-attention and its feed-forward layer; axial_stride, an extra attention in each layer along every stride-th
+    token, with axial for its heads where they differ from attention's.
     Residuals: residual "single", "double" or "hyper" with num_streams; execution "keep", "recompute",
     "recompute_heads" or "reverse".
     Tokens: vocab_size; embed_dim, a narrower embedding; tie_embeddings; embed_dropout. num_classes: for `Classifier`.
@@ -124,9 +127,11 @@ class ModelConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     cross: AttentionConfig | None = None
     feed_forward: FeedForwardConfig | None = field(default_factory=FeedForwardConfig)
+    side_feed_forward: FeedForwardConfig | None = None
     norm: str = "layer"
     norm_position: str = "pre"
     final_norm: bool = True
+    narrow_norm: bool = False
     positions: str = "none"
     max_length: int | None = None
     position_base: float = 10000.0
@@ -134,6 +139,7 @@ class ModelConfig:
     causal: bool = False
     token_shift: tuple[int, ...] = ()
     axial_stride: int | None = None
+    axial: AttentionConfig | None = None
     residual: str = "single"
     num_streams: int = 4
     execution: str = "keep"
@@ -174,11 +180,19 @@ class ModelConfig:
             raise ValueError(f"token_shift has {len(self.token_shift)} parts, more than dim ({self.dim})")
         if self.axial_stride is not None and self.axial_stride < 2:
             raise ValueError(f"axial_stride must be at least 2, or None, got {self.axial_stride}")
+        if self.axial is not None and self.axial_stride is None:
+            raise ValueError("axial describes the attention along every axial_stride-th token: set axial_stride too")
+        beside = self.feed_forward is not None and (self.axial_stride is not None or self.cross is not None)
+        if self.side_feed_forward is not None and not beside:
+            raise ValueError("side_feed_forward goes with feed_forward, and with axial_stride or cross before it")
+        if self.narrow_norm and self.embed_dim in (None, self.dim):
+            raise ValueError("narrow_norm is for an embed_dim of its own: final_norm normalises vectors as wide as dim")
         if self.inner_dim is not None and (self.feed_forward is None or self.depth < 2):
             raise ValueError("inner_dim needs feed-forward layers to change the width, and a depth of at least 2")
-        far = () if self.feed_forward is None else self.feed_forward.product_keys
-        if any(not 0 <= layer < self.depth for layer in far):
-            raise ValueError(f"product_keys {far} must be layers from 0 to {self.depth - 1} (depth {self.depth})")
+        for group in (self.feed_forward, self.side_feed_forward):
+            far = () if group is None else group.product_keys
+            if any(not 0 <= layer < self.depth for layer in far):
+                raise ValueError(f"product_keys {far} must be layers from 0 to {self.depth - 1} (depth {self.depth})")
         if self.tie_embeddings and self.vocab_size is None:
             raise ValueError("tie_embeddings needs vocab_size")
 
@@ -189,7 +203,8 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
         """The configuration `to_dict` described; a field that does not exist is refused."""
-        groups = {"attention": AttentionConfig, "cross": AttentionConfig, "feed_forward": FeedForwardConfig}
+        groups: dict[str, type] = dict.fromkeys(("attention", "cross", "axial"), AttentionConfig)
+        groups |= dict.fromkeys(("feed_forward", "side_feed_forward"), FeedForwardConfig)
         given = dict(values)
         for name, group in groups.items():
             if isinstance(given.get(name), Mapping):

@@ -39,13 +39,12 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         widths = [config.dim, *[config.inner_dim or config.dim] * (config.depth - 1)]
-        repeat = 1 if config.axial_stride is None else 2
-        places = [(i, width) for i, width in enumerate(widths) for _ in range(repeat)]
-        own = _mechanisms(config.attention, places, config.causal)
-        cross = [] if config.cross is None else _mechanisms(config.cross, list(enumerate(widths)), False)
+        places = list(enumerate(widths))
+        own = _own_mechanisms(config, places)
+        cross = [] if config.cross is None else _mechanisms(config.cross, places, False)
         branches = []
         for i in range(config.depth):
-            branches += _layer(config, i, own[i * repeat : (i + 1) * repeat], cross[i : i + 1])
+            branches += _layer(config, i, own[i], cross[i : i + 1])
         self.stack = Stack(
             branches,
             config.dim,
@@ -145,6 +144,7 @@ class LanguageModel(nn.Module):
         self.to_dim = nn.Linear(width, config.dim) if width != config.dim else None
         self.transformer = Transformer(config)
         self.from_dim = nn.Linear(config.dim, width) if width != config.dim else None
+        self.narrow_norm = NORMS[config.norm](width) if config.narrow_norm else None
         self.to_logits = None if config.tie_embeddings else nn.Linear(width, config.vocab_size)
 
     def forward(self, tokens: Tensor, **how: Any) -> Tensor:
@@ -164,6 +164,7 @@ class LanguageModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, T, dim) -> (B, T, vocab_size)."""
         narrow = hidden if self.from_dim is None else self.from_dim(hidden)
+        narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
         return F.linear(narrow, self.embedding.weight) if self.to_logits is None else self.to_logits(narrow)
 
     def new_state(self, batch_size: int, **options: Any) -> StackState:
@@ -218,7 +219,7 @@ class EncoderDecoder(nn.Module):
         if encoder.dim != decoder.dim:
             raise ValueError(f"encoder and decoder must have one dim, got {encoder.dim} and {decoder.dim}")
         self.encoder, self.decoder, self.pad_token = LanguageModel(encoder), LanguageModel(decoder), pad_token
-        self.encoder.to_logits = self.encoder.from_dim = None
+        self.encoder.to_logits = self.encoder.from_dim = self.encoder.narrow_norm = None
         if tie_embeddings:
             if self.encoder.embedding.weight.shape != self.decoder.embedding.weight.shape:
                 raise ValueError("tie_embeddings needs one vocab_size and one embed_dim for encoder and decoder")
@@ -254,7 +255,7 @@ class Classifier(nn.Module):
         self.config = config
         self.body = Transformer(config) if config.vocab_size is None else LanguageModel(config)
         if isinstance(self.body, LanguageModel):
-            self.body.to_logits = self.body.from_dim = None
+            self.body.to_logits = self.body.from_dim = self.body.narrow_norm = None
         self.to_classes = nn.Linear(config.dim, config.num_classes)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
@@ -296,26 +297,32 @@ def _layer(config: ModelConfig, i: int, own: list[Mechanism], cross: list[Mechan
     def branch(layer: nn.Module, dim: int, **more: Any) -> Branch:
         return Branch(layer, dim, norm=config.norm, norm_position=config.norm_position, **more)
 
-    def feed_forward(dim: int, out: int) -> list[Branch]:
-        if config.feed_forward is None:
+    def feed_forward(out: int, place: int) -> list[Branch]:
+        settings = config.feed_forward if place == 0 else config.side_feed_forward or config.feed_forward
+        if config.feed_forward is None or settings is None:
             return []
-        if i in config.feed_forward.product_keys:
-            if dim != out:
+        if i in settings.product_keys:
+            if width != out:
                 raise ValueError(f"layer {i} changes the width, which a product-key memory cannot: move product_keys")
-            layer: nn.Module = ProductKeyMemory(dim, num_keys=config.feed_forward.num_keys)
+            layer: nn.Module = ProductKeyMemory(width, num_keys=settings.num_keys)
         else:
-            layer = FeedForward(dim, config.feed_forward, out_features=out)
-        return [branch(layer, dim, token_shift=config.token_shift, out_features=out)]
+            layer = FeedForward(width, settings, out_features=out)
+        return [branch(layer, width, token_shift=config.token_shift if place == 0 else (), out_features=out)]
 
     attention = Attention(width, config.attention, mechanism=own[0], causal=config.causal)
-    branches = [branch(attention, width, token_shift=config.token_shift)]
+    attentions = [branch(attention, width, token_shift=config.token_shift)]
     if config.axial_stride is not None:
-        axial = Attention(width, config.attention, mechanism=own[1], causal=config.causal)
-        branches += [*feed_forward(width, width), branch(axial, width, stride=config.axial_stride)]
+        axial = Attention(width, config.axial or config.attention, mechanism=own[1], causal=config.causal)
+        attentions.append(branch(axial, width, stride=config.axial_stride))
     if config.cross is not None:
         layer = Attention(width, config.cross, mechanism=cross[0], cross=True, context_dim=config.dim)
-        branches += [*feed_forward(width, width), branch(layer, width)]
-    return branches + feed_forward(width, after)
+        attentions.append(branch(layer, width))
+    last = len(attentions) - 1
+    return [
+        part
+        for place, attended in enumerate(attentions)
+        for part in [attended, *feed_forward(after if place == last else width, place)]
+    ]
 
 
 def _spec(config: AttentionConfig, i: int) -> Any:
@@ -323,6 +330,17 @@ def _spec(config: AttentionConfig, i: int) -> Any:
     if isinstance(config.mechanism, str | Mapping):
         return config.mechanism
     return config.mechanism[i % len(config.mechanism)]
+
+
+def _own_mechanisms(config: ModelConfig, places: list[tuple[int, int]]) -> list[list[Mechanism]]:
+    """For each layer, the mechanism of self-attention and then that of axial attention; one projection serves both."""
+    if config.axial_stride is None:
+        return [[mechanism] for mechanism in _mechanisms(config.attention, places, config.causal)]
+    if config.axial is None:
+        both = _mechanisms(config.attention, [place for place in places for _ in range(2)], config.causal)
+        return [both[i : i + 2] for i in range(0, len(both), 2)]
+    groups = [_mechanisms(group, places, config.causal) for group in (config.attention, config.axial)]
+    return [list(pair) for pair in zip(*groups, strict=True)]
 
 
 def _mechanisms(attention: AttentionConfig, places: list[tuple[int, int]], causal: bool) -> list[Mechanism]:

@@ -238,7 +238,7 @@ def test_the_order_of_branches() -> None:
     assert kinds == [Attention, FeedForward] * 3
     assert [branch.stride for branch in model.stack.branches] == [1, 1, 2, 1, 1, 1]
     assert [branch.layer.cross for branch in model.stack.branches[::2]] == [False, False, True]
-    assert [len(branch.token_shift) for branch in model.stack.branches] == [2, 2, 0, 2, 0, 2]
+    assert [len(branch.token_shift) for branch in model.stack.branches] == [2, 2, 0, 0, 0, 0]
     bare = Transformer(config(depth=2, feed_forward=None))
     assert [type(branch.layer) for branch in bare.stack.branches] == [Attention, Attention]
 
