@@ -118,7 +118,8 @@ class ModelConfig:
     token, with axial for its heads where they differ from attention's.
     Residuals: residual "single", "double" or "hyper" with num_streams; execution "keep", "recompute",
     "recompute_heads" or "reverse".
-    Tokens: vocab_size; embed_dim, a narrower embedding; tie_embeddings; embed_dropout. num_classes: for `Classifier`.
+    Tokens: vocab_size; embed_dim, a narrower embedding; tie_embeddings; logits_bias, where they are not tied;
+    embed_dropout. num_classes: for `Classifier`.
     """
 
     dim: int = 512
@@ -146,6 +147,7 @@ class ModelConfig:
     vocab_size: int | None = None
     embed_dim: int | None = None
     tie_embeddings: bool = False
+    logits_bias: bool = True
     embed_dropout: float = 0.0
     num_classes: int | None = None
 

@@ -145,7 +145,9 @@ class LanguageModel(nn.Module):
         self.transformer = Transformer(config)
         self.from_dim = nn.Linear(config.dim, width) if width != config.dim else None
         self.narrow_norm = NORMS[config.norm](width) if config.narrow_norm else None
-        self.to_logits = None if config.tie_embeddings else nn.Linear(width, config.vocab_size)
+        self.to_logits = None
+        if not config.tie_embeddings:
+            self.to_logits = nn.Linear(width, config.vocab_size, bias=config.logits_bias)
 
     def forward(self, tokens: Tensor, **how: Any) -> Tensor:
         """Logits (B, T, vocab_size). The keyword arguments are those of `Transformer.forward`."""

@@ -358,6 +358,12 @@ def test_tied_embeddings_are_one_table(embed_dim: int | None) -> None:
     assert count[False] - count[True] == extra
 
 
+def test_logits_without_a_bias() -> None:
+    model, x = shaken(LanguageModel(config(logits_bias=False))), tokens()
+    assert "to_logits.bias" not in model.state_dict()
+    assert_same(model(x), model.hidden(x) @ model.to_logits.weight.T)
+
+
 def test_embed_dropout_in_training_only() -> None:
     model, x = shaken(LanguageModel(config(embed_dropout=0.5))), tokens()
     assert torch.equal(model(x), model(x))
