@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from longspan import FeatureMap, Mechanism, Projection, build_mechanism, mechanisms
 from longspan.mechanisms import mechanism_options
 from longspan.mechanisms.feature_maps import ACTIVATIONS
+from longspan.ops.local import turn
+from longspan.positions import Rotary
 
 B, T, S, H, D, E = 2, 17, 19, 3, 5, 7
 Check = Callable[[], None]
@@ -203,6 +205,30 @@ def _() -> None:
     column = (j - (i // 4 - 1) * 4).clamp(0, 11)
     bias = table.detach()[:, (i % 4).expand(T, T), column]
     same(mechanism(q, k, v), softmax_attention(q, k, v, (i // 4 - j // 4).abs() <= 1, bias))
+    mechanism = build("local", window=(3, 4), bias=table)
+    same(mechanism(q, k, v), softmax_attention(q, k, v, (i - j <= 3) & (j - i <= 4), bias))
+    with pytest.raises(ValueError, match=r"bias table has shape .* here \(3, 4, 20\), .* got \(3, 4, 12\)"):
+        build("local", window=(5, 5), bias=table)
+
+
+@checks("local", "query_offset")
+def _() -> None:
+    """Queries rotated to position i + 3, keys to j."""
+    dim = 6
+    _, _, v = inputs()
+    q, k = (torch.randn(B, T, H, dim, dtype=torch.float64) for _ in range(2))
+    at, rotary = torch.arange(T)[None], Rotary(dim)
+    i, j = positions()
+    mechanism = build("local", head_dim=dim, window=5, query_offset=3)
+    turned = rotary(q, at), rotary(k, at)
+    expected = softmax_attention(rotary(q, at + 3), turned[1], v, (i - j).abs() < 5, scale=dim**-0.5)
+    same(mechanism(*turned, v), expected)
+    state = mechanism.write(mechanism.new_state(B, dtype=torch.float64), turned[1], v)
+    same(mechanism.read(state, turned[0][:, -1:]), expected[:, -1:])
+    plain, further = (build("local", head_dim=dim, window=5, xpos=2.0, query_offset=n) for n in (0, 3))
+    same(further(q, k, v), plain(turn(q, torch.tensor([3]), 2.0), k, v))
+    with pytest.raises(ValueError, match="query_offset turns pairs of features and needs an even head_dim, got 5"):
+        build("local", query_offset=3)
 
 
 @checks("local", "scale")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,10 +31,13 @@ class LocalAttention(Mechanism):
     either side of it. With look_back or look_ahead: the size of blocks; a query sees its own block whole, and that many
     before and after it. Causal attention never looks ahead, whatever these say.
     shared_qk: queries and keys share a space: keys are normalised, a token sees itself only if it sees nothing else.
-    bias: added to the scores: a module that maps distances i − j (n,) to (H, n), or, with blocks, a table
-    (H, W, (look_back + 1 + look_ahead)·W) of a query's place in its block and a key's place in the blocks it sees.
+    bias: added to the scores: a module that maps distances i − j (n,) to (H, n), or a table
+    (H, P, (back + 1 + ahead)·P) of a query's place in its block of P and a key's place in that and the blocks it
+    reaches; P is W where the window is one of blocks, and any size where it is exact.
     xpos: the scale base of xPos, rotary positions whose products fade with distance, so that a window may be widened
     after training (`resize`); W / 2 is usual.
+    query_offset: queries are turned, by xPos or by rotary positions in halves, as if they stood so many tokens later;
+    0 is right, an older library that looks ahead trained with the length of what it sees there.
     scale: of the scores, by default 1/√D. dropout: on the weights, in training.
     """
 
@@ -52,6 +56,7 @@ class LocalAttention(Mechanism):
         shared_qk: bool = False,
         bias: nn.Module | Tensor | None = None,
         xpos: float | None = None,
+        query_offset: int = 0,
         scale: float | None = None,
         dropout: float = 0.0,
     ) -> None:
@@ -63,14 +68,19 @@ class LocalAttention(Mechanism):
         if xpos is not None and (xpos <= 0 or head_dim % 2):
             raise ValueError(f"xpos needs a positive scale base and an even head_dim, got {xpos} and {head_dim}")
         self.xpos = xpos
+        if query_offset and head_dim % 2:
+            raise ValueError(f"query_offset turns pairs of features and needs an even head_dim, got {head_dim}")
+        self.query_offset = query_offset
         self.window = _window(window, look_back, look_ahead, shared_qk)
         self.bias: nn.Module | Tensor | None
         if isinstance(bias, Tensor):
-            shape = (num_heads, self.window.size, (self.window.back + 1 + self.window.ahead) * self.window.size)
-            if not self.window.size or bias.shape != shape:
+            size = self.window.size or (bias.shape[1] if bias.ndim == 3 else 1)
+            back, ahead = _blocks(self.window, size)
+            shape = num_heads, size, (back + 1 + ahead) * size
+            if bias.shape != shape:
                 raise ValueError(
-                    f"a bias table goes with blocks and has shape (H, W, (look_back + 1 + look_ahead)·W) = {shape}, "
-                    f"got {tuple(bias.shape)}; for an exact window pass a module of the distance"
+                    f"a bias table has shape (H, P, (back + 1 + ahead)·P), here {shape}, with P the size of the "
+                    f"window's blocks or, where it is exact, any, got {tuple(bias.shape)}"
                 )
             if not isinstance(bias, nn.Parameter):
                 self.register_buffer("bias", bias)
@@ -168,7 +178,7 @@ class LocalAttention(Mechanism):
         seen = window.restrict(window.sees(i, j) & (j >= 0), i, j)
         bias = self._bias(q.device)
         added = None if bias is None else bias(i, j).movedim(0, 1)  # (B, H, 1, ring)
-        k = state.k
+        k, q = state.k, self._turned(q)
         if self.xpos is not None:
             q = turn(q, torch.zeros_like(i[:, :, 0]), self.xpos)
             k = turn(k.transpose(1, 2), (j - i)[:, 0].clamp(min=-self._ring), -self.xpos).transpose(1, 2)
@@ -193,6 +203,12 @@ class LocalAttention(Mechanism):
     def _key(self, k: Tensor) -> Tensor:
         return F.normalize(k, dim=-1) if self.shared_qk else k
 
+    def _turned(self, q: Tensor) -> Tensor:
+        if not self.query_offset:
+            return q
+        further = torch.tensor([self.query_offset], device=q.device)
+        return turn(q, further, math.inf if self.xpos is None else self.xpos)
+
     @property
     def _dropout(self) -> float:
         return self.dropout if self.training else 0.0
@@ -209,7 +225,7 @@ class LocalAttention(Mechanism):
         bounds: Tensor | None = None,
     ) -> Tensor:
         return windowed(
-            q,
+            self._turned(q),
             k,
             v,
             window,
@@ -235,9 +251,14 @@ class LocalAttention(Mechanism):
 
     def _from_table(self, i: Tensor, j: Tensor) -> Tensor:
         assert isinstance(self.bias, Tensor)
-        size = self.window.size
-        column = j - (i // size - self.window.back) * size
+        size = self.bias.shape[1]
+        column = j - (i // size - _blocks(self.window, size)[0]) * size
         return self.bias[:, i % size, column.clamp(0, self.bias.shape[2] - 1)]
+
+
+def _blocks(window: Window, size: int) -> tuple[int, int]:
+    """How many blocks of `size` before a query's own, and after it, hold keys it may see."""
+    return (window.back, window.ahead) if window.size else (-(-window.back // size), -(-window.ahead // size))
 
 
 def _window(window: int | tuple[int, int], look_back: int | None, look_ahead: int | None, shared_qk: bool) -> Window:
