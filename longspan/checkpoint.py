@@ -33,7 +33,7 @@ from longspan.models import Classifier, EncoderDecoder, LanguageModel, Transform
 Model = Transformer | LanguageModel | EncoderDecoder | Classifier
 
 FORMAT = 1
-TENSORS, CONFIG = "model.safetensors", "config.json"
+TENSORS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 CLASSES: dict[str, type[Model]] = {
     "Transformer": Transformer,
     "LanguageModel": LanguageModel,
@@ -64,16 +64,8 @@ def check_savable(model: nn.Module) -> None:
 
 def write(model: Model, folder: Path) -> None:
     """The two files of a checkpoint into a folder that is there: of `replacing`, to be exchanged with others beside."""
-    tensors, ties = _stored(model)
-    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
-    description = {
-        "format": FORMAT,
-        "longspan": __version__,
-        "class": type(model).__name__,
-        "arguments": _arguments(model),
-        "ties": ties,
-        "sha256": _digest(folder / TENSORS),
-    }
+    save_file(_stored(model)[0], folder / TENSORS, metadata={"format": "pt"})
+    description = describe(model) | {"sha256": digests(folder)}
     (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
@@ -97,6 +89,26 @@ def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = 
         raise ValueError(f"cannot build the {cls.__name__} that {where} describes: {error}") from error
     _fill(model, tensors, description["ties"], folder)
     return model.to(device)
+
+
+def describe(model: Model) -> dict[str, Any]:
+    """What `config.json` says of a model, but for the digest of its tensors."""
+    return {
+        "model_type": "longspan",
+        "format": FORMAT,
+        "longspan": __version__,
+        "class": type(model).__name__,
+        "arguments": _arguments(model),
+        "ties": _stored(model)[1],
+    }
+
+
+def digests(folder: Path) -> str | dict[str, str]:
+    """The SHA-256 of a folder's tensors, or of each file they are divided into."""
+    if not (folder / INDEX).exists():
+        return _digest(folder / TENSORS)
+    names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    return {name: _digest(folder / name) for name in sorted(names)}
 
 
 @contextmanager
@@ -214,7 +226,10 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         before = _identity(path)
         try:
             description = _read_description(path / CONFIG)
-            tensors = _read_tensors(path / TENSORS, description["sha256"])
+            whole = description["sha256"]
+            tensors: dict[str, Tensor] = {}
+            for name, digest in ({TENSORS: whole} if isinstance(whole, str) else whole).items():
+                tensors |= _read_tensors(path / name, digest)
         except (FileNotFoundError, ValueError):
             if _identity(path) == before:
                 raise
@@ -245,9 +260,10 @@ def _read_description(path: Path) -> dict[str, Any]:
             f"{path} is of format {description['format']!r}, written by longspan {description.get('longspan')}; "
             f"this longspan ({__version__}) reads format {FORMAT}: install the one that wrote it, or a later one"
         )
-    for field, kind in (("class", str), ("arguments", dict), ("ties", dict), ("sha256", str)):
-        if not isinstance(description.get(field), kind):
-            raise ValueError(f"{path} is damaged: {field} must be a {kind.__name__}, got {description.get(field)!r}")
+    for field, *kinds in (("class", str), ("arguments", dict), ("ties", dict), ("sha256", str, dict)):
+        if not isinstance(description.get(field), tuple(kinds)):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise ValueError(f"{path} is damaged: {field} must be a {wanted}, got {description.get(field)!r}")
     return description
 
 

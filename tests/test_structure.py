@@ -34,7 +34,7 @@ TIERS = [
     {"generation"},
     {"longspan"},  # the public names
     {"compat"},
-    {"train", "bench", "terminal"},
+    {"train", "bench", "terminal", "hf"},
     {"cli"},
     {"__main__"},
 ]
