@@ -139,6 +139,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"rank": 4, "max_length": 131, "projection": "convolution"},
         {"rank": 13, "max_length": 131, "projection": "convolution", "bias": True, **GROUPED},
         {"rank": 13, "max_length": 131, "projection": "convolution", "share_projection": True, "value_dim": D},
+        {"rank": 3, "max_length": 131, "projection": "convolution", "per_head": True, "bias": True, **GROUPED},
+        {"rank": 41, "max_length": 131, "projection": "convolution", "whole_stretches": True, "bias": True},
         {"rank": 4, "max_length": 6, "periodic": True},
         {"rank": 4, "max_length": 5, "periodic": True, "bias": True, "per_head": True, **GROUPED},
         {"rank": 4, "max_length": 131, "per_head": True},
@@ -365,7 +367,7 @@ def _performer(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Ten
 def _linformer(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
     if m.keys.kind == "convolution":
         (e, k), (f, v) = (reference.convolution_rows(x, p.kernel, p.rank) for x, p in ((k, m.keys), (v, m.values)))
-        stride = len(m.keys.kernel)
+        stride = m.keys.kernel.shape[-3]
     else:
         e, f = (reference.table_rows(p.table, k.shape[1]) for p in (m.keys, m.values))
         stride = None

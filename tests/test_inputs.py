@@ -383,7 +383,7 @@ def test_bad_sizes(arguments: dict, says: tuple[str, ...]) -> None:
         (
             "linformer",
             {"projection": "convolution", "periodic": True},
-            ("a convolution needs dim, and has neither num_heads nor periodic",),
+            ("a convolution needs dim, and is not periodic",),
         ),
         (
             "linformer",

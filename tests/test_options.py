@@ -632,6 +632,37 @@ def _() -> None:
                 mechanism.values.table[h : h + 1],
             )
             same(out[:, :, h : h + 1], one(*(x[:, :, h : h + 1] for x in (q, k, v)), causal=causal))
+    # Kernels and biases are the heads' own too.
+    apart = build("linformer", rank=4, max_length=T, projection="convolution", per_head=True, bias=True)
+    assert apart.keys.kernel.shape == (H, 5, D, D)
+    assert apart.values.bias.shape == (H, 1, E)
+    assert build("linformer", rank=4, max_length=T, per_head=True, bias=True).keys.bias.shape == (H, 4, 1)
+    for parameter in apart.parameters():
+        nn.init.normal_(parameter)
+    for causal in (False, True):
+        out = apart(q, k, v, causal=causal)
+        for h in range(H):
+            one = build("linformer", rank=4, max_length=T, projection="convolution", bias=True, num_heads=1)
+            one.load_state_dict({name: x[h] for name, x in apart.state_dict().items()})
+            same(out[:, :, h : h + 1], one(*(x[:, :, h : h + 1] for x in (q, k, v)), causal=causal))
+
+
+@checks("linformer", "whole_stretches")
+def _() -> None:
+    q, k, v = inputs()
+    mechanism = build("linformer", rank=6, max_length=T, projection="convolution", whole_stretches=True)
+    assert mechanism.keys.kernel.shape == (2, D, D)
+    assert mechanism.rank == 8
+    out = mechanism(q, k, v)
+    half = [
+        torch.einsum("brshd,sdc->brhc", x[:, :16].unflatten(1, (8, 2)), p.kernel)
+        for x, p in ((k, mechanism.keys), (v, mechanism.values))
+    ]
+    same(out, softmax_attention(q, *half))
+    k[:, 16:], v[:, 16:] = 7, 7  # What is left over counts for nothing.
+    same(mechanism(q, k, v), out)
+    with pytest.raises(ValueError, match="whole_stretches is for a convolution"):
+        build("linformer", rank=4, max_length=T, whole_stretches=True)
 
 
 @checks("linformer", "periodic")

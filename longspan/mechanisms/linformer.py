@@ -34,7 +34,9 @@ class Projection(nn.Module):
 
     kind: "learned", a table of (max_length, rank); "random", the same drawn once, not trained but saved;
     "convolution", learned kernels of ⌈max_length / rank⌉ tokens, each giving one row from its own stretch.
-    num_heads: tables apart for so many key/value heads; None is one for all. dim: width of what a convolution takes.
+    num_heads: tables, kernels and biases apart for so many key/value heads; None is one for all.
+    dim: width of what a convolution takes. whole_stretches: its kernels take ⌊max_length / rank⌋ tokens, and what is
+    left over after the last whole stretch is dropped.
     periodic: the table repeats after max_length tokens, and its sums are divided by the number of periods begun.
     bias: a learned constant added to each compressed row.
     """
@@ -47,6 +49,7 @@ class Projection(nn.Module):
         kind: str = "learned",
         num_heads: int | None = None,
         dim: int | None = None,
+        whole_stretches: bool = False,
         periodic: bool = False,
         bias: bool = False,
     ) -> None:
@@ -55,13 +58,20 @@ class Projection(nn.Module):
             raise ValueError(f"rank and max_length must be positive, got {rank} and {max_length}")
         self.kind = choose("projection", kind, ("learned", "random", "convolution"))
         self.rank, self.max_length, self.num_heads, self.periodic = rank, max_length, num_heads, periodic
+        self.whole_stretches = whole_stretches
         self.stride = 1
+        apart = () if num_heads is None else (num_heads,)
+        if whole_stretches and (kind != "convolution" or rank > max_length):
+            raise ValueError(
+                f"whole_stretches is for a convolution with rank up to max_length ({max_length}), "
+                f"got projection {kind!r} and rank {rank}"
+            )
         if kind == "convolution":
-            if dim is None or num_heads is not None or periodic:
-                raise ValueError("a convolution needs dim, and has neither num_heads nor periodic")
-            self.stride = -(-max_length // rank)
-            self.kernel = nn.Parameter(torch.randn(self.stride, dim, dim) * (self.stride * dim) ** -0.5)
-            self.rank = -(-max_length // self.stride)
+            if dim is None or periodic:
+                raise ValueError("a convolution needs dim, and is not periodic")
+            self.stride = max_length // rank if whole_stretches else -(-max_length // rank)
+            self.rank = max_length // self.stride if whole_stretches else -(-max_length // self.stride)
+            self.kernel = nn.Parameter(torch.randn(*apart, self.stride, dim, dim) * (self.stride * dim) ** -0.5)
         else:
             heads = 1 if num_heads is None else num_heads
             # By length, not by rank: compressed keys keep the size of keys however long the sequence.
@@ -71,7 +81,7 @@ class Projection(nn.Module):
             else:
                 self.register_buffer("table", table)
         width = (self.rank, 1) if dim is None or kind != "convolution" else (1, dim)
-        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+        self.bias = nn.Parameter(torch.zeros(*apart, *width)) if bias else None
 
     def check_length(self, longest: int) -> None:
         """Refuses positions beyond a table that does not repeat."""
@@ -90,11 +100,13 @@ class Projection(nn.Module):
             index = position % self.max_length if self.periodic else position.clamp(max=self.max_length - 1)
             return (table[index] if index.ndim == 2 else table[index][None]), x
         s = self.stride
-        e = F.one_hot((position // s).clamp(max=self.rank - 1), self.rank).to(x.dtype)
+        # Positions past the last row, padding or what whole stretches leave over, belong to none.
+        e = F.one_hot((position // s).clamp(max=self.rank), self.rank + 1)[..., :-1].to(x.dtype)
         e = e.reshape(-1, T, 1, self.rank)
         begun = torch.zeros_like(x[:, 0, 0, 0], dtype=torch.int64) if start is None else start % s
         padded = shift_right(x, begun, s - 1 + -(T + s - 1) % s)
-        folded = torch.einsum("bnshd,sdc->bnshc", padded.unflatten(1, (-1, s)), self.kernel.to(x.dtype))
+        sides = "bnshd,sdc->bnshc" if self.num_heads is None else "bnshd,hsdc->bnshc"
+        folded = torch.einsum(sides, padded.unflatten(1, (-1, s)), self.kernel.to(x.dtype))
         return e, shift_left(folded.flatten(1, 2), begun, T)
 
     def compress(self, x: Tensor) -> Tensor:
@@ -103,6 +115,12 @@ class Projection(nn.Module):
         if e.shape[0] == 1 and e.shape[2] == 1:
             return torch.einsum("sr,bshd->bhrd", e[0, :, 0], x)
         return torch.einsum("bshr,bshd->bhrd", e.expand(*x.shape[:3], -1), x)
+
+    def constant(self, num_heads: int, dim: int) -> Tensor:
+        """The bias of the rows that each of num_heads heads reads: (num_heads, R, dim)."""
+        assert self.bias is not None
+        bias = self.bias.expand(self.num_heads or 1, self.rank, dim)
+        return bias.repeat_interleave(num_heads // len(bias), 0)
 
     def averaged(self, x: Tensor, length: Tensor) -> Tensor:
         """x divided by how many times a periodic table has begun when `length` tokens have been seen."""
@@ -118,7 +136,7 @@ class Projection(nn.Module):
         """(B, R): which rows hold a token that key_mask (B, S) keeps."""
         if self.kind != "convolution":
             return key_mask.any(1)[:, None].expand(-1, self.rank)
-        missing = self.rank * self.stride - key_mask.shape[1]
+        missing = self.rank * self.stride - key_mask.shape[1]  # negative where whole stretches leave something over
         return F.pad(key_mask, (0, missing)).unflatten(1, (self.rank, self.stride)).any(2)
 
 
@@ -126,8 +144,8 @@ class LinformerAttention(Mechanism):
     """Wang et al., 2020, and its causal form: O(n·R) time, a state of R·(D + E) numbers a head.
 
     rank: R. max_length: tokens the projection reaches. projection: "learned", "convolution", "random", or a Projection
-    to share with other layers. share_projection: one projection for keys and values. per_head: tables apart for heads.
-    periodic, bias: see `Projection`. dropout: on the weights over the R rows.
+    to share with other layers. share_projection: one projection for keys and values. per_head: projections apart for
+    heads. whole_stretches, periodic, bias: see `Projection`. dropout: on the weights over the R rows.
     """
 
     def __init__(
@@ -142,6 +160,7 @@ class LinformerAttention(Mechanism):
         projection: str | Projection = "learned",
         share_projection: bool = False,
         per_head: bool = False,
+        whole_stretches: bool = False,
         periodic: bool = False,
         bias: bool = False,
         dropout: float = 0.0,
@@ -155,13 +174,13 @@ class LinformerAttention(Mechanism):
                 raise ValueError(
                     f"the projection has tables for {projection.num_heads} heads, this mechanism {self.num_kv_heads}"
                 )
-            if projection.kind == "convolution" and {head_dim, self.value_dim} != {projection.kernel.shape[1]}:
+            if projection.kind == "convolution" and {head_dim, self.value_dim} != {projection.kernel.shape[-1]}:
                 raise ValueError(
-                    f"the projection's convolution takes dim {projection.kernel.shape[1]}, "
+                    f"the projection's convolution takes dim {projection.kernel.shape[-1]}, "
                     f"got head_dim {head_dim} and value_dim {self.value_dim}"
                 )
             asked = {"rank": rank, "max_length": max_length, "per_head": per_head, "periodic": periodic, "bias": bias}
-            _check_agrees(projection, asked)
+            _check_agrees(projection, asked | {"whole_stretches": whole_stretches})
             self.keys = self.values = projection
             self.heads_alike = projection.num_heads is None
             return
@@ -175,6 +194,7 @@ class LinformerAttention(Mechanism):
                 kind=projection,
                 num_heads=self.num_kv_heads if per_head else None,
                 dim=dim if projection == "convolution" else None,
+                whole_stretches=whole_stretches,
                 periodic=periodic,
                 bias=bias,
             )
@@ -262,7 +282,7 @@ class LinformerAttention(Mechanism):
         scores, rows_k = _prefix_products(q, keys, e, state.k.mT)
         scores = self.keys.averaged(scores, periods)
         if self.keys.bias is not None:
-            scores = scores + q @ self.keys.bias.to(dtype).expand(self.rank, self.head_dim).T
+            scores = scores + torch.einsum("bthd,hrd->bthr", q, self.keys.constant(q.shape[2], self.head_dim).to(dtype))
         scores = scores * self.head_dim**-0.5
         if self.keys.kind == "convolution":
             # A query sees itself at least, so that one row is live.
@@ -270,7 +290,7 @@ class LinformerAttention(Mechanism):
         p = F.dropout(scores.softmax(-1), self.dropout, self.training)
         out, rows_v = _prefix_products(self.values.averaged(p, periods), f, values, state.v)
         if self.values.bias is not None:
-            out = out + p @ self.values.bias.to(dtype).expand(self.rank, self.value_dim)
+            out = out + torch.einsum("bthr,hre->bthe", p, self.values.constant(q.shape[2], self.value_dim).to(dtype))
         return out.to(given), rows_k.mT, rows_v
 
     def _from_rows(self, q: Tensor, k: Tensor, v: Tensor, live: Tensor | None, length: Tensor) -> Tensor:
@@ -295,6 +315,7 @@ def _check_agrees(projection: Projection, asked: dict[str, int]) -> None:
         "rank": projection.rank,
         "max_length": projection.max_length,
         "per_head": projection.num_heads is not None,
+        "whole_stretches": projection.whole_stretches,
         "periodic": projection.periodic,
         "bias": projection.bias is not None,
     }

@@ -148,13 +148,14 @@ def table_rows(table: Tensor, length: int) -> Tensor:
 def convolution_rows(x: Tensor, kernel: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """A strided convolution as rows: e_i one-hot of ⌊i/s⌋ (S, 1, R), and W_{i mod s} x_i (B, S, Hkv, D).
 
-    kernel: (s, D, D), W_a mapping a token a places into its stretch.
+    kernel: (s, D, D) or (Hkv, s, D, D), W_a mapping a token a places into its stretch. Tokens after row R are in none.
     """
-    s, S = kernel.shape[0], x.shape[1]
+    kernel = kernel if kernel.ndim == 4 else kernel[None]
+    s, S = kernel.shape[1], x.shape[1]
     e = torch.zeros(S, 1, rank, dtype=x.dtype, device=x.device)
-    for i in range(S):
+    for i in range(min(S, rank * s)):
         e[i, 0, i // s] = 1
-    return e, torch.stack([x[:, i] @ kernel[i % s] for i in range(S)], 1)
+    return e, torch.stack([(x[:, i, :, None] @ kernel[:, i % s])[:, :, 0] for i in range(S)], 1)
 
 
 def causal_visibility(length: int, device: torch.device | None = None) -> Tensor:
