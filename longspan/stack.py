@@ -221,6 +221,17 @@ class Fold:
         return x.flatten(0, 1)[self.home].unflatten(0, self.shape)
 
 
+class CentredNorm(nn.Module):
+    """x / rms(x) · (1 + offset): decay draws the weight to one."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.offset.shape, 1 + self.offset, 1e-6)
+
+
 class HyperConnection(nn.Module):
     """Learned mixing of n residual streams around one branch (Zhu et al., 2024, dynamic form).
 
@@ -232,7 +243,7 @@ class HyperConnection(nn.Module):
         mix = torch.cat(
             [F.one_hot(torch.tensor([index % num_streams]), num_streams).T.float(), torch.eye(num_streams)], 1
         )
-        self.norm = nn.RMSNorm(dim, eps=1e-6)
+        self.norm = CentredNorm(dim)
         self.static_mix = nn.Parameter(mix)  # (n, 1 + n): into the branch, and into each stream
         self.dynamic_mix = nn.Parameter(torch.zeros(dim, num_streams + 1))
         self.mix_scale = nn.Parameter(torch.tensor(0.01))

@@ -154,7 +154,7 @@ def test_other_windows() -> None:
         build("local", window=4, look_back=-1)
     with refused("look_back and look_ahead go with a block size: window must be one number", "got (2, 2)"):
         build("local", window=(2, 2), look_back=1)
-    with refused("a bias table goes with blocks", "(3, 4, 8)", "got (3, 4, 4)", "a module of the distance"):
+    with refused("a bias table has shape (H, P, (back + 1 + ahead)·P), here (3, 4, 8)", "got (3, 4, 4)"):
         build("local", window=4, look_back=1, bias=torch.zeros(3, 4, 4))
 
 
