@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from longspan.mechanism import Mechanism, State
 from longspan.ops import backend
-from longspan.ops.local import Bias, Window, turn, windowed
+from longspan.ops.local import Bias, Window, table_bias, turn, windowed
 from longspan.ops.sdpa import attend
 from longspan.rows import Packing
 
@@ -242,18 +242,12 @@ class LocalAttention(Mechanism):
         if self.bias is None:
             return None
         if isinstance(self.bias, Tensor):
-            return self._from_table
+            return table_bias(self.bias, _blocks(self.window, self.bias.shape[1])[0])
         # Once for each distance, then looked up.
         back, ahead = self._ring - 1, self.window._replace(causal=False).reach[1]
         distances = torch.arange(-ahead, back + 1, device=device)
         by_distance = self.bias(distances)
         return lambda i, j: by_distance[:, (i - j).clamp(-ahead, back) + ahead]
-
-    def _from_table(self, i: Tensor, j: Tensor) -> Tensor:
-        assert isinstance(self.bias, Tensor)
-        size = self.bias.shape[1]
-        column = j - (i // size - _blocks(self.window, size)[0]) * size
-        return self.bias[:, i % size, column.clamp(0, self.bias.shape[2] - 1)]
 
 
 def _blocks(window: Window, size: int) -> tuple[int, int]:

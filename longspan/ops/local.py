@@ -132,6 +132,12 @@ def windowed(
     return out.flatten(1, 2)[:, :T]
 
 
+def table_bias(table: Tensor, back: int) -> Bias:
+    """The bias that table (H, P, K) holds for a query's place in its block of P and a key's from `back` blocks before."""
+    size, last = table.shape[1], table.shape[2] - 1
+    return lambda i, j: table[:, i % size, (j - (i // size - back) * size).clamp(0, last)]
+
+
 def turn(x: Tensor, position: Tensor, scale_base: float) -> Tensor:
     """x: (..., L, H, D) rotated to position (..., L) with xPos's scale; for keys, scale_base is negative."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
