@@ -1,0 +1,140 @@
+"""`longspan train`, `longspan eval` and `longspan report`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from longspan.mechanisms.choices import nearest
+from longspan.train.settings import Settings, fields_of, resolve
+
+_OTHER = ("--config", "--dry-run", "--debug", "--help")
+
+
+def _with_flags(function: Callable[..., None]) -> Callable[..., None]:
+    """The function with an option for every field of a run, so that --help lists them all."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for name, (hint, text) in fields_of().items():
+        flag = f"--{name}" if name.startswith("model.") else f"--{name.replace('_', '-')}"
+        panel = "The model" if name.startswith("model.") else None
+        annotation: Any
+        if hint is bool and not name.startswith("model."):
+            annotation = Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=text)]
+        elif name in ("data", "eval_data"):
+            annotation = Annotated[list[str] | None, typer.Option(flag, help=text)]
+        else:
+            annotation = Annotated[str | None, typer.Option(flag, help=text, metavar="VALUE", rich_help_panel=panel)]
+        parameters.append(inspect.Parameter(name.replace(".", "__"), kind, default=None, annotation=annotation))
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {p.name: p.annotation for p in parameters}
+    # Wrong flags are ours to answer: one line that names the nearest.
+    function.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}  # type: ignore[attr-defined]
+    return function
+
+
+def _train(
+    ctx: typer.Context,
+    config: Annotated[Path | None, typer.Option(help="A TOML file of settings; flags win over it.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show size, memory and time, and do nothing.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+    **flags: Any,
+) -> None:
+    """Train a model on files, folders or globs of text, code, DNA, images or tokens.
+
+    A run that was stopped, by whatever, goes on when the same command is given again.
+    """
+    with plainly(debug):
+        _refuse_unknown(ctx.args)
+        given = {name.replace("__", "."): value for name, value in flags.items() if value is not None and value != []}
+        settings = resolve(given, config)
+        _dry_run(settings) if dry_run else _run(settings)
+
+
+train = _with_flags(_train)
+train.__name__ = "train"
+
+
+def _run(settings: Settings) -> None:
+    from longspan.train.loop import Loop
+    from longspan.train.setup import make_accelerator, prepare
+    from longspan.train.state import check_writable
+    from longspan.train.watch import Silent, Terminal, Watch
+
+    run = Path(settings.train.out)
+    accelerator = make_accelerator(settings.train)
+    watch: Watch = Silent()
+    if accelerator.is_main_process:
+        check_writable(run, 0)
+        watch = Terminal(run, tensorboard=settings.train.tensorboard)
+    prepared = prepare(settings, watch, accelerator)
+    data, about = prepared.about["data"], prepared.about
+    watch.note(
+        f"{about['parameters']:,} parameters; {data['train_tokens']:,} tokens to train on, "
+        f"{data['held_out_tokens']:,} held out; {about['device']}, {about['precision']} precision"
+    )
+    left_out = prepared.batches.left_out
+    if left_out:
+        watch.note(f"{left_out:,} tokens are in documents shorter than a row and left out; --packing on takes them too")
+    score = Loop(prepared, watch).run()
+    if accelerator.is_main_process:
+        bits = score.get("eval_bits_per_byte")
+        unigram = data["unigram_bits_per_byte"]
+        if bits is not None:
+            watch.note(f"held out: {bits:.3f} bits per byte; a model that knows letters' frequencies: {unigram:.3f}")
+        watch.note(f"the model is in {run / 'checkpoint'}")
+    accelerator.end_training()
+
+
+def _dry_run(settings: Settings) -> None:
+    from longspan.train.estimate import estimate
+    from longspan.train.setup import make_accelerator, prepare
+    from longspan.train.watch import Silent
+
+    accelerator = make_accelerator(settings.train)
+    with tempfile.TemporaryDirectory() as folder:
+        for text in estimate(prepare(settings, Silent(), accelerator, Path(folder))):
+            typer.echo(text)
+
+
+@contextmanager
+def plainly(debug: bool) -> Iterator[None]:
+    """Errors as one line and a status, unless they are to be looked into."""
+    if not debug:
+        warnings.simplefilter("ignore")
+    try:
+        yield
+    except (typer.Exit, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        if debug:
+            raise
+        from longspan.train.control import StoppedError
+
+        text = " ".join(str(error).split()) or type(error).__name__
+        known = isinstance(error, ValueError | OSError | StoppedError)
+        typer.echo(f"longspan: {text if known else f'{type(error).__name__}: {text} (--debug shows where)'}", err=True)
+        sys.stderr.flush()
+        status = error.status if isinstance(error, StoppedError) else 2 if isinstance(error, ValueError) else 1
+        if "RANK" in os.environ:
+            os._exit(status)  # The others may be waiting for this process: leave without waiting for them.
+        raise typer.Exit(status) from None
+
+
+def _refuse_unknown(extra: list[str]) -> None:
+    if not extra:
+        return
+    names = [*_OTHER, *(f"--{n}" if n.startswith("model.") else f"--{n.replace('_', '-')}" for n in fields_of())]
+    flag = extra[0].split("=")[0]
+    if flag.startswith("-"):
+        raise ValueError(f"unknown flag {flag}{nearest(flag, names)}; longspan train --help lists them")
+    raise ValueError(f"{flag!r} belongs to no flag; data is given with --data {flag}")

@@ -1,0 +1,62 @@
+"""Sizes to begin with, and what goes with a mechanism when only its name is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Fields of ModelConfig and of TrainConfig, as in a file for --config."""
+
+    model: Values
+    train: Values
+
+
+def _model(dim: int, depth: int, num_heads: int) -> Values:
+    return {
+        "dim": dim,
+        "depth": depth,
+        "attention": {"num_heads": num_heads, "qk_norm": True, "out_bias": False},
+        "feed_forward": {"mult": 4, "activation": "relu2", "bias": False},
+        "norm": "rms",
+        "token_shift": [0, 1],
+    }
+
+
+PRESETS = {
+    "tiny": Preset(
+        _model(128, 4, 4),
+        {"context": 512, "batch_size": 8, "steps": 1000, "lr": 4e-3, "warmup": 50, "eval_tokens": 65_536},
+    ),
+    "small": Preset(
+        _model(512, 6, 8),
+        {"context": 4096, "batch_size": 16, "steps": 5000, "lr": 2e-3, "warmup": 200, "eval_tokens": 524_288},
+    ),
+    "base": Preset(
+        _model(768, 12, 12),
+        {"context": 8192, "batch_size": 8, "steps": 20_000, "lr": 1e-3, "warmup": 500, "eval_tokens": 1_048_576},
+    ),
+}
+
+
+def named_mechanism(name: str, num_heads: int, context: int) -> Values:
+    """The fields of AttentionConfig for a mechanism of which only the name is known.
+
+    "split" is half of the heads on a window, rotated, and half on everything before. Linear heads are not rotated:
+    where a key lies is told by the local ones.
+    """
+    window = max(2, min(256, context // 4))
+    local = {"mechanism": "local", "window": window}
+    linear = {"mechanism": "linear", "feature_map": "softmax"}
+    if name == "split":
+        half = num_heads // 2
+        parts = [{**local, "num_heads": half}, {**linear, "num_heads": num_heads - half}]
+        return {"mechanism": {"mechanism": "split", "parts": parts}, "rotary": ["halves", "none"]}
+    linformer = {"mechanism": "linformer", "rank": window, "max_length": context, "periodic": True}
+    known: dict[str, Values] = {"local": local, "linear": linear, "linformer": linformer}
+    rotary = "halves" if name in ("softmax", "local") else "none"
+    return {"mechanism": known.get(name, {"mechanism": name}), "rotary": rotary}
