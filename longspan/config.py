@@ -106,7 +106,8 @@ class FeedForwardConfig:
 class ModelConfig:
     """Everything that makes a model, as plain values: `to_dict` and `from_dict` round-trip through JSON.
 
-    Size: dim, depth; inner_dim, the width between the first feed-forward layer and the last, where it differs.
+    Size: dim, depth; inner_dim, the width between the first feed-forward layer and the last, where it differs, and
+    resample, whether x then stays in the residual, by a learned map to the new width, or is left out.
     Layers: attention; cross, attention to a context after each self-attention; feed_forward. None leaves one out.
     side_feed_forward: that after axial and cross-attention, where it differs.
     Norms: norm "layer", "rms" or "scale"; norm_position "pre", "post" or "rezero"; final_norm; narrow_norm, one more
@@ -116,8 +117,8 @@ class ModelConfig:
     Sequence: causal; token_shift, offsets over equal parts of the features, such as (0, 1) or (−1, 0, 1), before
     self-attention and its feed-forward layer; axial_stride, an extra attention in each layer along every stride-th
     token, with axial for its heads where they differ from attention's.
-    Residuals: residual "single", "double" or "hyper" with num_streams; execution "keep", "recompute",
-    "recompute_heads" or "reverse".
+    Residuals: residual "single", "double" or "hyper" with num_streams; sum_streams, double streams end as their sum
+    and not as their mean; execution "keep", "recompute", "recompute_heads" or "reverse".
     Tokens: vocab_size; embed_dim, a narrower embedding; tie_embeddings; logits_bias, where they are not tied;
     embed_dropout. num_classes: for `Classifier`.
     """
@@ -125,6 +126,7 @@ class ModelConfig:
     dim: int = 512
     depth: int = 6
     inner_dim: int | None = None
+    resample: bool = False
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     cross: AttentionConfig | None = None
     feed_forward: FeedForwardConfig | None = field(default_factory=FeedForwardConfig)
@@ -143,6 +145,7 @@ class ModelConfig:
     axial: AttentionConfig | None = None
     residual: str = "single"
     num_streams: int = 4
+    sum_streams: bool = False
     execution: str = "keep"
     vocab_size: int | None = None
     embed_dim: int | None = None
@@ -195,6 +198,10 @@ class ModelConfig:
             far = () if group is None else group.product_keys
             if any(not 0 <= layer < self.depth for layer in far):
                 raise ValueError(f"product_keys {far} must be layers from 0 to {self.depth - 1} (depth {self.depth})")
+        if self.resample and self.inner_dim is None:
+            raise ValueError("resample is for a width that changes: set inner_dim too")
+        if self.sum_streams and self.residual != "double":
+            raise ValueError(f'sum_streams needs residual="double", got residual="{self.residual}"')
         if self.tie_embeddings and self.vocab_size is None:
             raise ValueError("tie_embeddings needs vocab_size")
 

@@ -50,6 +50,7 @@ class Transformer(nn.Module):
             config.dim,
             topology=config.residual,
             num_streams=config.num_streams,
+            sum_streams=config.sum_streams,
             execution=config.execution,
         )
         self.norm = NORMS[config.norm](config.dim) if config.final_norm else None
@@ -210,7 +211,10 @@ class LanguageModel(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """A source read both ways, a target written from left to right with attention to it."""
+    """A source read both ways, a target written from left to right with attention to it.
+
+    A source's vectors are as wide as the decoder's dim: the encoder's own dim, or its embed_dim.
+    """
 
     def __init__(self, encoder: ModelConfig, decoder: ModelConfig, *, pad_token: int = 0, tie_embeddings: bool = False):
         super().__init__()
@@ -218,10 +222,15 @@ class EncoderDecoder(nn.Module):
             raise ValueError("the encoder must be bidirectional, without cross-attention")
         if not decoder.causal or decoder.cross is None:
             raise ValueError("the decoder must have causal=True and cross, its attention to the source")
-        if encoder.dim != decoder.dim:
-            raise ValueError(f"encoder and decoder must have one dim, got {encoder.dim} and {decoder.dim}")
+        if decoder.dim not in (encoder.dim, encoder.embed_dim):
+            raise ValueError(
+                f"encoder and decoder must have one dim, got {encoder.dim} and {decoder.dim}; "
+                "or give the encoder the decoder's dim as embed_dim"
+            )
         self.encoder, self.decoder, self.pad_token = LanguageModel(encoder), LanguageModel(decoder), pad_token
-        self.encoder.to_logits = self.encoder.from_dim = self.encoder.narrow_norm = None
+        self.encoder.to_logits = self.encoder.narrow_norm = None
+        if encoder.dim == decoder.dim:
+            self.encoder.from_dim = None
         if tie_embeddings:
             if self.encoder.embedding.weight.shape != self.decoder.embedding.weight.shape:
                 raise ValueError("tie_embeddings needs one vocab_size and one embed_dim for encoder and decoder")
@@ -244,7 +253,8 @@ class EncoderDecoder(nn.Module):
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The source's vectors (B, S, dim) and its mask."""
         source_mask = source != self.pad_token if source_mask is None else source_mask
-        return self.encoder.hidden(source, key_mask=source_mask), source_mask
+        vectors = self.encoder.hidden(source, key_mask=source_mask)
+        return vectors if self.encoder.from_dim is None else self.encoder.from_dim(vectors), source_mask
 
 
 class Classifier(nn.Module):
@@ -309,7 +319,8 @@ def _layer(config: ModelConfig, i: int, own: list[Mechanism], cross: list[Mechan
             layer: nn.Module = ProductKeyMemory(width, num_keys=settings.num_keys)
         else:
             layer = FeedForward(width, settings, out_features=out)
-        return [branch(layer, width, token_shift=config.token_shift if place == 0 else (), out_features=out)]
+        change: dict[str, Any] = {"out_features": out, "resample": config.resample}
+        return [branch(layer, width, token_shift=config.token_shift if place == 0 else (), **change)]
 
     attention = Attention(width, config.attention, mechanism=own[0], causal=config.causal)
     attentions = [branch(attention, width, token_shift=config.token_shift)]

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 
 
-def run_reversible(branches: Sequence[Any], x: Tensor, rows: Any, context: Tensor | None, context_rows: Any) -> Tensor:
-    """The mean of two streams that both start as x (B, T, dim), after all branches."""
+def run_reversible(
+    branches: Sequence[Any], x: Tensor, rows: Any, context: Tensor | None, context_rows: Any
+) -> list[Tensor]:
+    """Two streams that both start as x (B, T, dim), after all branches."""
     unique = list(dict.fromkeys(p for branch in branches for p in branch.parameters() if p.requires_grad))
     first, second = _Reversible.apply(  # type: ignore[no-untyped-call]
         branches, rows, context_rows, unique, x, context, *unique
     )
-    return (first + second) / 2
+    return [first, second]
 
 
 class _Reversible(torch.autograd.Function):

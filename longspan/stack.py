@@ -4,8 +4,8 @@ changes neither outputs nor gradients.
 A stack is a list of branches (attention, feed-forward, …). Streams x:
 
     single   x ← x + f(x)
-    double   x₁ ← x₁ + f(x₂), then x₂ ← x₂ + g(x₁), in turn; the answer is their mean. Each step can be undone, so
-             activations need not be kept: `reverse` rebuilds them, at the cost of a second forward pass.
+    double   x₁ ← x₁ + f(x₂), then x₂ ← x₂ + g(x₁), in turn; the answer is their mean, or their sum. Each step can be
+             undone, so activations need not be kept: `reverse` rebuilds them, at the cost of a second forward pass.
     hyper    n streams mixed by learned weights before and after each branch (Zhu et al., 2024)
 """
 
@@ -75,7 +75,7 @@ class Branch(nn.Module):
     """One residual branch: norm, token shift, axial folding, and the layer itself.
 
     norm_position: "pre" x + f(norm(x)); "post" norm(x + f(x)); "rezero" x + a·f(x), a learned from 0. Where the layer
-    changes the width, x itself is left out.
+    changes the width, x itself is left out, or with resample goes through a learned map to the new one.
     token_shift: see `shift_tokens`. stride: attention along every stride-th token only (axial folding).
     """
 
@@ -89,11 +89,13 @@ class Branch(nn.Module):
         token_shift: tuple[int, ...] = (),
         stride: int = 1,
         out_features: int | None = None,
+        resample: bool = False,
     ) -> None:
         super().__init__()
         choose("norm_position", norm_position, NORM_POSITIONS)
         self.layer, self.dim, self.norm_position, self.stride = layer, dim, norm_position, stride
         self.residual = out_features in (None, dim)
+        self.resample = nn.Linear(dim, out_features) if resample and out_features and not self.residual else None
         self.token_shift = tuple(token_shift)
         width = dim if norm_position == "pre" else out_features or dim
         self.norm = None if norm_position == "rezero" else NORMS[choose("norm", norm, NORMS)](width)
@@ -127,7 +129,8 @@ class Branch(nn.Module):
         """x after the branch whose answer was y."""
         if self.weight is not None:
             y = y * self.weight
-        total = x + y if self.residual else y
+        x = x if self.resample is None else self.resample(x)
+        total = x + y if self.residual or self.resample is not None else y
         return total if self.norm is None or self.norm_position == "pre" else self.norm(total)
 
     def new_state(self, batch_size: int, *, max_length: int | None, device: Any, dtype: Any) -> BranchState:
@@ -273,11 +276,13 @@ class Stack(nn.Module):
         *,
         topology: str = "single",
         num_streams: int = 4,
+        sum_streams: bool = False,
         execution: str = "keep",
     ) -> None:
         super().__init__()
         self.branches = nn.ModuleList(branches)
         self.topology, self.num_streams = choose("residual", topology, RESIDUALS), num_streams
+        self.sum_streams = sum_streams
         posts = [b for b in branches if b.norm_position == "post"]
         widths = [b for b in branches if not b.residual]
         if topology != "single" and (posts or widths):
@@ -307,7 +312,7 @@ class Stack(nn.Module):
         """x: (B, T, dim) through every branch."""
         x = rows.hide(x)
         if self.execution == "reverse" and torch.is_grad_enabled():
-            return run_reversible(self._branches(), x, rows, context, context_rows)
+            return self._joined(run_reversible(self._branches(), x, rows, context, context_rows))
 
         def apply(i: int, x: Tensor) -> Tensor:
             branch = self._branches()[i]
@@ -347,7 +352,7 @@ class Stack(nn.Module):
             streams = [x, x]
             for i, branch in enumerate(branches):
                 streams[i % 2] = branch.merge(streams[i % 2], apply(i, streams[1 - i % 2]))
-            return (streams[0] + streams[1]) / 2
+            return self._joined(streams)
         many = x[:, :, None].expand(-1, -1, self.num_streams, -1)
         for i, (branch, connection) in enumerate(zip(branches, self.connections, strict=True)):
             assert isinstance(connection, HyperConnection)
@@ -355,6 +360,10 @@ class Stack(nn.Module):
             y = apply(i, into)
             many = connection.after(many, share, y if branch.weight is None else y * branch.weight)
         return many.sum(2)
+
+    def _joined(self, streams: list[Tensor]) -> Tensor:
+        total = streams[0] + streams[1]
+        return total if self.sum_streams else total / 2
 
     def _branches(self) -> list[Branch]:
         return [branch for branch in self.branches if isinstance(branch, Branch)]
