@@ -107,6 +107,23 @@ def test_a_tensor_without_an_older_name_is_our_own_mistake():
         older.state_dict()
 
 
+def test_what_is_idle_there_goes_out_as_it_came_in():
+    class Idle(Older):
+        def __init__(self):
+            super().__init__()
+            self.idle = nn.Linear(2, 3, bias=False)
+
+        def entries(self):
+            yield from super().entries()
+            yield Entry(("unused.weight",), ("idle.weight",))
+
+    older, other = nn.ModuleDict({"net": Idle()}), nn.ModuleDict({"net": Idle()})
+    assert set(older.state_dict()) == {f"net.{name}" for name in NAMES | {"unused.weight"}}
+    other.load_state_dict(older.state_dict())
+    assert torch.equal(other["net"].idle.weight, older["net"].idle.weight)
+    assert "idle.weight" not in other["net"].model.state_dict()
+
+
 def test_stacked():
     entry = stacked(["q", "k"], "qk")
     whole = torch.randn(4, 3)

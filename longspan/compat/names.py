@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,9 +72,15 @@ class Translated(nn.Module):
     """A module around `model`, whose state dict has the names and shapes of an older library.
 
     A subclass sets `model` and says in `entries` which tensors are which. It nests in other modules like any other.
+    idle: holds tensors that the older library keeps without a use for them, so that a checkpoint goes out as it came
+    in; an entry calls them "idle.…".
     """
 
     model: nn.Module
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle: nn.Module | None = None
 
     def entries(self) -> Iterable[Entry]:
         """What the older library calls each tensor of `model`."""
@@ -87,8 +94,8 @@ class Translated(nn.Module):
         """Called before loading: where the shapes of a checkpoint show that an option had no effect, undo it."""
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        held = self.model.state_dict(keep_vars=keep_vars)
-        destination = type(held)() if destination is None else destination
+        held = self._held(keep_vars)
+        destination = OrderedDict() if destination is None else destination
         uncovered = set(held)
         for entry in self.entries():
             uncovered -= set(entry.new)
@@ -98,6 +105,13 @@ class Translated(nn.Module):
                     destination[prefix + name] = tensor
         assert not uncovered, f"no older names for {sorted(uncovered)}"
         return destination
+
+    def _held(self, keep_vars: bool = False) -> dict[str, Tensor]:
+        """Every tensor under the name that entries give it."""
+        held: dict[str, Tensor] = self.model.state_dict(keep_vars=keep_vars)
+        if self.idle is not None:
+            held |= self.idle.state_dict(prefix="idle.", keep_vars=keep_vars)
+        return held
 
     def _load_from_state_dict(
         self,
@@ -114,7 +128,7 @@ class Translated(nn.Module):
         for name in [name for name in state_dict if name.startswith(prefix)]:
             given[self.renamed(name[len(prefix) :])] = state_dict.pop(name)
         self.settle({name: tensor.shape for name, tensor in given.items()})
-        held = self.model.state_dict()
+        held = self._held()
         known: set[str] = set()
         for entry in self.entries():
             choices = (entry.old, *entry.copies)
@@ -140,6 +154,6 @@ class Translated(nn.Module):
                     for x, old in zip(entry.to_new([given[name] for name in present[0]]), now, strict=True)
                 ]
             for name, tensor in zip(entry.new, tensors, strict=True):
-                state_dict[f"{prefix}model.{name}"] = tensor
+                state_dict[prefix + (name if name.startswith("idle.") else f"model.{name}")] = tensor
         if strict:
             unexpected_keys.extend(prefix + name for name in given if name not in known)
