@@ -102,9 +102,9 @@ class Attention(nn.Module):
         """x: (B, T, dim) with its masks and packing; for cross-attention a context (B, S, dim) with its own."""
         rows = Rows.of(x, causal=self.causal) if rows is None else rows
         x = rows.hide(x)
-        q = self._queries(x, rows.position)
+        q = self._queries(x, rows)
         if not self.cross:
-            k, v = self._keys(x, rows.position)
+            k, v = self._keys(x, rows)
             out = self._mix(q, k, v, key_mask=rows.key_mask, packing=rows.packing)
         else:
             if context is None:
@@ -130,10 +130,10 @@ class Attention(nn.Module):
         """Any number of new tokens; cross-attention reads its state and leaves it as it is."""
         rows = Rows.of(x, causal=True, start=state.length) if rows is None else rows
         x = rows.hide(x)
-        q = self._queries(x, rows.position)
+        q = self._queries(x, rows)
         if self.cross:
             return self._output(x, self.mechanism.read(state, q)), state
-        k, v = self._keys(x, rows.position)
+        k, v = self._keys(x, rows)
         if x.shape[1] == 1 and rows.key_mask is None and rows.packing is None:
             out, state = self.mechanism.step(state, q, k, v)
         else:
@@ -154,27 +154,34 @@ class Attention(nn.Module):
             )
         self.head_groups = self.mechanism.num_kv_heads if apart else 1
 
-    def _queries(self, x: Tensor, position: Tensor) -> Tensor:
-        q = self.to_q(x).unflatten(2, (self.mechanism.num_heads, -1))  # (B, T, H, D)
-        return self._rotated(q if self.q_norm is None else self.q_norm(q), position, self.mechanism.num_heads)
+    @property
+    def turns(self) -> set[tuple[int, float]]:
+        """The kinds of rotary positions that its queries and keys take."""
+        return {turn.kind for turn in self.rotary if isinstance(turn, Rotary)}
 
-    def _keys(self, x: Tensor, position: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _queries(self, x: Tensor, rows: Rows) -> Tensor:
+        q = self.to_q(x).unflatten(2, (self.mechanism.num_heads, -1))  # (B, T, H, D)
+        return self._rotated(q if self.q_norm is None else self.q_norm(q), rows, self.mechanism.num_heads)
+
+    def _keys(self, x: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
         heads, D = self.mechanism.num_kv_heads, self.mechanism.head_dim
         k, v = self.to_kv(x).split([heads * D, self.to_kv.out_features - heads * D], -1)
         v = (k if self.shared_kv else v).unflatten(2, (heads, -1))
         k = k.unflatten(2, (heads, -1))
         k = k if self.k_norm is None else self.k_norm(k)
-        return k if position is None else self._rotated(k, position, heads), v
+        return k if rows is None else self._rotated(k, rows, heads), v
 
-    def _rotated(self, x: Tensor, position: Tensor, heads: int) -> Tensor:
+    def _rotated(self, x: Tensor, rows: Rows, heads: int) -> Tensor:
         parts = len(self.rotary)
         if parts == 0:
             return x
         if parts == 1:
-            return self.rotary[0](x, position)
+            only = self.rotary[0]
+            assert isinstance(only, Rotary)
+            return only.at(x, rows)
         sizes = self.mechanism.sizes if heads == self.mechanism.num_heads else self.mechanism.kv_sizes
         pieces = zip(self.rotary, x.split(sizes, 2), strict=True)
-        return torch.cat([turn(piece, position) if isinstance(turn, Rotary) else piece for turn, piece in pieces], 2)
+        return torch.cat([turn.at(piece, rows) if isinstance(turn, Rotary) else piece for turn, piece in pieces], 2)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         if self.head_groups == 1:

@@ -130,9 +130,9 @@ def _projected(
     with torch.no_grad():
         rows = Rows.of(x, causal=layer.causal, key_mask=None if layer.cross else key_mask)
         x = rows.hide(x)
-        q = layer._queries(x, rows.position)
+        q = layer._queries(x, rows)
         if context is None:
-            k, v = layer._keys(x, rows.position)
+            k, v = layer._keys(x, rows)
         else:
             k, v = layer._keys(Rows.of(context, causal=False, key_mask=key_mask).hide(context), None)
     dtype = torch.promote_types(q.dtype, torch.float32)

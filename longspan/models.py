@@ -21,6 +21,7 @@ from longspan.layers import (
 )
 from longspan.mechanism import Mechanism
 from longspan.mechanisms.linformer import LinformerAttention, Projection
+from longspan.ops.loss import IGNORED, cross_entropy
 from longspan.positions import (
     AbsolutePositions,
     AxialPositions,
@@ -53,7 +54,8 @@ class Transformer(nn.Module):
             sum_streams=config.sum_streams,
             execution=config.execution,
         )
-        self.norm = NORMS[config.norm](config.dim) if config.final_norm else None
+        last = config.norm if config.final_norm is True else config.final_norm
+        self.norm = NORMS[last](config.dim) if last else None
         _initialise(self.stack)
 
     def forward(
@@ -170,6 +172,25 @@ class LanguageModel(nn.Module):
         narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
         return F.linear(narrow, self.embedding.weight) if self.to_logits is None else self.to_logits(narrow)
 
+    def loss(self, tokens: Tensor, labels: Tensor | None = None, **how: Any) -> Tensor:
+        """The mean cross-entropy of labels (B, T), −100 where one does not count; logits are never whole in memory.
+
+        labels: by default each token's successor: in its own sequence if packed, and only real tokens under a mask.
+        The keyword arguments are those of `Transformer.forward`.
+        """
+        if labels is None:
+            labels = _successors(tokens, how.get("key_mask"), how.get("packing"))
+        elif labels.shape != tokens.shape or labels.is_floating_point():
+            raise ValueError(
+                f"labels must be integers of the tokens' shape {tuple(tokens.shape)}, "
+                f"got {tuple(labels.shape)} {labels.dtype}"
+            )
+        hidden = self.hidden(tokens, **how)
+        narrow = hidden if self.from_dim is None else self.from_dim(hidden)
+        weight = self.embedding.weight if self.to_logits is None else self.to_logits.weight
+        bias = None if self.to_logits is None else self.to_logits.bias
+        return cross_entropy(narrow.flatten(0, 1), weight, bias, labels.flatten())
+
     def new_state(self, batch_size: int, **options: Any) -> StackState:
         """An empty memory; the options are those of `Transformer.new_state`."""
         longest = options.get("max_length")
@@ -283,6 +304,18 @@ class Classifier(nn.Module):
 def _check_tokens(tokens: Tensor) -> None:
     if tokens.ndim != 2 or tokens.is_floating_point():
         raise ValueError(f"tokens must be (B, T) integers, got {tuple(tokens.shape)} {tokens.dtype}")
+
+
+def _successors(tokens: Tensor, key_mask: Tensor | None, packing: Packing | None) -> Tensor:
+    """(B, T): the token after each, −100 where there is none."""
+    labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+    if key_mask is not None:
+        labels = labels.masked_fill(~(key_mask & F.pad(key_mask[:, 1:], (0, 1))), IGNORED)
+    if packing is not None:
+        end = packing.bounds(tokens.shape[1])[1]
+        last = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) == end
+        labels = labels.masked_fill(last, IGNORED)
+    return labels
 
 
 def _positions(config: ModelConfig, width: int) -> AbsolutePositions | None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.ops.rotary import angles, rotate
+from longspan.rows import Rows
 
 
 class AbsolutePositions(nn.Module, ABC):
@@ -97,9 +98,17 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
         """x: (B, T, H, D), position: (B or 1, T) -> (B, T, H, D)."""
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        angle = angles(position, self.head_dim, self.base, dtype)[:, :, None]  # (B or 1, T, 1, D / 2)
-        return rotate(x, angle, interleaved=self.interleaved)
+        return self.at(x, Rows(position, position))
+
+    def at(self, x: Tensor, rows: Rows) -> Tensor:
+        """x: (B, T, H, D) at the positions of `rows`, with their cos and sin where those are made already."""
+        cos, sin = rows.turn(self.kind, torch.float64 if x.dtype == torch.float64 else torch.float32)
+        return rotate(x, cos[:, :, None], sin[:, :, None], interleaved=self.interleaved)
+
+    @property
+    def kind(self) -> tuple[int, float]:
+        """What the angles depend on beside positions."""
+        return self.head_dim, self.base
 
 
 class DynamicPositionBias(nn.Module):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from longspan.ops.rotary import turns
 
 
 @dataclass(frozen=True)
@@ -139,13 +141,14 @@ class Rows:
     """How the tokens of a batch lie: which are real, where each stands in its sequence, where sequences end.
 
     position: (B or 1, T) int64, counted from the start of each sequence. last: (B or 1, T) the final position of each
-    token's sequence.
+    token's sequence. turns: cos and sin (B or 1, T, D / 2) of rotary positions by (D, base), made once for all layers.
     """
 
     position: Tensor
     last: Tensor
     key_mask: Tensor | None = None
     packing: Packing | None = None
+    turns: Mapping[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -176,6 +179,16 @@ class Rows:
             last = key_mask.sum(1, keepdim=True) - 1 + before
             return cls(position, last.expand_as(position), key_mask)
         return cls(slot[None] + before, torch.full_like(slot[None], T - 1) + before, key_mask)
+
+    def with_turns(self, kinds: Iterable[tuple[int, float]], dtype: torch.dtype) -> Rows:
+        """The same rows with cos and sin for rotary positions of these kinds, (D, base)."""
+        made = {kind: turns(self.position, *kind, dtype) for kind in kinds}
+        return replace(self, turns=made) if made else self
+
+    def turn(self, kind: tuple[int, float], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of one kind: those that are there, or made now."""
+        made = self.turns.get(kind)
+        return turns(self.position, *kind, dtype) if made is None or made[0].dtype != dtype else made
 
     def hide(self, x: Tensor) -> Tensor:
         """x (B, T, ...) with hidden tokens zero: NaN there would reach the gradients of every weight that meets it."""

@@ -310,7 +310,7 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor, rows: Rows, context: Tensor | None = None, context_rows: Rows | None = None) -> Tensor:
         """x: (B, T, dim) through every branch."""
-        x = rows.hide(x)
+        x, rows = rows.hide(x), self._with_turns(rows, x)
         if self.execution == "reverse" and torch.is_grad_enabled():
             return self._joined(run_reversible(self._branches(), x, rows, context, context_rows))
 
@@ -324,7 +324,7 @@ class Stack(nn.Module):
 
     def extend(self, x: Tensor, rows: Rows, state: StackState) -> tuple[Tensor, StackState]:
         """New tokens through every branch, each with its own memory. rows: right-padded if masked."""
-        after = list(state.branches)
+        after, rows = list(state.branches), self._with_turns(rows, x)
 
         def apply(i: int, x: Tensor) -> Tensor:
             y, after[i] = self._branches()[i].extend(x, rows, after[i])
@@ -360,6 +360,14 @@ class Stack(nn.Module):
             y = apply(i, into)
             many = connection.after(many, share, y if branch.weight is None else y * branch.weight)
         return many.sum(2)
+
+    def _with_turns(self, rows: Rows, x: Tensor) -> Rows:
+        """Angles of rotary positions, once for all layers."""
+        kinds: set[tuple[int, float]] = set()
+        for branch in self._branches():
+            if branch.stride == 1 and isinstance(branch.layer, Attention) and branch.layer.rotary:
+                kinds |= branch.layer.turns
+        return rows.with_turns(sorted(kinds), torch.float64 if x.dtype == torch.float64 else torch.float32)
 
     def _joined(self, streams: list[Tensor]) -> Tensor:
         total = streams[0] + streams[1]

@@ -55,7 +55,7 @@ def make_mask(causal: bool, masked: bool) -> Tensor | None:
 
 def qkv(layer: Attention, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     rows = Rows.of(x, causal=layer.causal, key_mask=key_mask)
-    return layer._queries(rows.hide(x), rows.position), *layer._keys(rows.hide(x), rows.position)
+    return layer._queries(rows.hide(x), rows), *layer._keys(rows.hide(x), rows)
 
 
 def times(maps: Tensor, v: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def test_cross_attention(case: Case, masked: bool) -> None:
     maps = attention_map(layer, x, QUERIES, key_mask=key_mask, context=context)
     rows = Rows.of(context, causal=False, key_mask=key_mask)
     k, v = layer._keys(rows.hide(context), None)
-    q = layer._queries(x, torch.arange(T)[None])[:, QUERIES]
+    q = layer._queries(x, Rows.of(x, causal=False))[:, QUERIES]
     constant = layer.mechanism(q, k, torch.zeros_like(v), key_mask=key_mask)
     assert_same(times(maps, v) + constant, layer.mechanism(q, k, v, key_mask=key_mask))
 

@@ -77,8 +77,12 @@ class RandomFeatures(FeatureMap):
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """New rows, the generator's next."""
         if self.projection is not None:
-            rows = orthogonal_rows(*self.projection.shape, unit=self.row_norms == "unit", generator=generator)
-            self.projection.copy_(rows)
+            self.projection.copy_(self.drawn(generator))
+
+    def drawn(self, generator: torch.Generator | None) -> Tensor:
+        """Rows for a projection of this shape, not yet put into it."""
+        assert self.projection is not None
+        return orthogonal_rows(*self.projection.shape, unit=self.row_norms == "unit", generator=generator)
 
     def num_features(self, head_dim: int) -> int:
         return head_dim if self.projection is None else len(self.projection)

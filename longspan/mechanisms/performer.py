@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -46,6 +48,7 @@ class PerformerAttention(LinearAttention):
         epsilon: float | None = None,
         redraw_interval: int | None = 1000,
         normalise: str = "query",
+        phantom: float = 0.0,
     ) -> None:
         if num_features is not None and (num_features < 1 or not projection):
             raise ValueError(f"num_features must be positive and needs projection=True, got {num_features}")
@@ -77,24 +80,42 @@ class PerformerAttention(LinearAttention):
             value_dim=value_dim,
             feature_map=feature_map,
             normalise=normalise,
+            phantom=phantom,
         )
         self.redraw_interval = redraw_interval
         self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
         self.draw, self._forwards = 0, 0  # the same numbers, known without asking the device
+        self._ticket = _new_ticket(self)
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """New random features; states made before are refused from now on. Nothing without a projection."""
-        if isinstance(self.feature_map, RandomFeatures) and self.feature_map.projection is not None:
-            self.feature_map.redraw(generator)
-            self._count(self.draw + 1, 0)
+        self._redraw(self.counts, self._projection, generator)
 
     def advance(self) -> None:
         """Counts a training forward and redraws when the interval has passed; does nothing in eval mode."""
         if not self.training or self.redraw_interval is None:
             return
-        self._count(self.draw, self._forwards + 1)
+        if torch.compiler.is_compiling():
+            # Counted out of the compiler's sight, which would take each count for another program.
+            _advance_ticket(self.counts, self._projection, self._ticket)
+        else:
+            self._advance(self.counts, self._projection)
+
+    def _advance(self, counts: Tensor, projection: Tensor | None) -> None:
+        assert self.redraw_interval is not None
+        self._count(counts, self.draw, self._forwards + 1)
         if self._forwards >= self.redraw_interval:
-            self.redraw()
+            self._redraw(counts, projection, None)
+
+    def _redraw(self, counts: Tensor, projection: Tensor | None, generator: torch.Generator | None) -> None:
+        if projection is not None:
+            assert isinstance(self.feature_map, RandomFeatures)
+            projection.copy_(self.feature_map.drawn(generator))
+            self._count(counts, self.draw + 1, 0)
+
+    @property
+    def _projection(self) -> Tensor | None:
+        return self.feature_map.projection if isinstance(self.feature_map, RandomFeatures) else None
 
     def new_state(
         self,
@@ -107,6 +128,10 @@ class PerformerAttention(LinearAttention):
         state = super().new_state(batch_size, max_length=max_length, device=device, dtype=dtype)
         return replace(state, draw=self.draw)
 
+    def _new_state_like(self, q: Tensor, batch_size: int) -> LinearState:
+        # Nobody keeps it, so the draw is not asked for: to a compiler each would be another program.
+        return super().new_state(batch_size, device=q.device, dtype=q.dtype)
+
     def _check_state(self, state: State, x: Tensor, packing: Any) -> None:
         super()._check_state(state, x, packing)
         assert isinstance(state, LinearState)
@@ -116,10 +141,40 @@ class PerformerAttention(LinearAttention):
                 f"{self.draw}: start from new_state(), or redraw less often"
             )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._ticket = _new_ticket(self)  # a copy is advanced for itself
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.draw, self._forwards = self.counts.tolist()
 
-    def _count(self, draw: int, forwards: int) -> None:
+    def _count(self, counts: Tensor, draw: int, forwards: int) -> None:
         self.draw, self._forwards = draw, forwards
-        self.counts.copy_(torch.tensor([draw, forwards]))
+        # Filled, not copied: a copy from the host would wait for the device.
+        counts[0].fill_(draw)
+        counts[1].fill_(forwards)
+
+
+_tickets = itertools.count()
+_holders: weakref.WeakValueDictionary[int, PerformerAttention] = weakref.WeakValueDictionary()
+
+
+def _new_ticket(mechanism: PerformerAttention) -> int:
+    ticket = next(_tickets)
+    _holders[ticket] = mechanism
+    return ticket
+
+
+def _advance_holder(counts: Tensor, projection: Tensor | None, ticket: int) -> None:
+    """Into the tensors given, which a compiler may have put in place of the mechanism's own."""
+    _holders[ticket]._advance(counts, projection)
+
+
+_advance_ticket = torch.library.custom_op(
+    "longspan::advance_random_features",
+    _advance_holder,
+    mutates_args=("counts", "projection"),
+    # A replayed CUDA graph would count nothing.
+    tags=[torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else (),
+)

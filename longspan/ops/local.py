@@ -142,7 +142,8 @@ def turn(x: Tensor, position: Tensor, scale_base: float) -> Tensor:
     """x: (..., L, H, D) rotated to position (..., L) with xPos's scale; for keys, scale_base is negative."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     angle = angles(position, x.shape[-1], 10000.0, dtype)[..., None, :]
-    return rotate(x, angle, scale=xpos_scale(position, x.shape[-1], scale_base, dtype)[..., None, :])
+    scale = xpos_scale(position, x.shape[-1], scale_base, dtype)[..., None, :]
+    return rotate(x, angle.cos() * scale, angle.sin() * scale)
 
 
 def _neighbours(tiles: Tensor, n: int) -> Tensor:

@@ -12,12 +12,18 @@ def angles(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> Tenso
     return position[..., None].to(dtype) * base**-exponent
 
 
-def rotate(x: Tensor, angle: Tensor, *, interleaved: bool = False, scale: Tensor | None = None) -> Tensor:
-    """x (..., D) with pair i turned by angle (..., D / 2) and multiplied by scale (..., D / 2); in x's dtype."""
-    cos, sin = angle.cos(), angle.sin()
-    if scale is not None:
-        cos, sin = cos * scale, sin * scale
-    wide = x.to(angle.dtype)
+def turns(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of `angles`, which every layer of a model shares."""
+    if torch.compiler.is_compiling():
+        # A compiler would make them again, number by number, in every layer that turns something.
+        return _turns(position, dim, base, dtype)
+    angle = angles(position, dim, base, dtype)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """x (..., D) with pair i times cos + √−1 sin, both (..., D / 2); in x's dtype."""
+    wide = x.to(cos.dtype)
     if interleaved:
         a, b = wide[..., ::2], wide[..., 1::2]
         turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
@@ -34,3 +40,15 @@ def xpos_scale(position: Tensor, dim: int, scale_base: float, dtype: torch.dtype
     """
     zeta = (torch.arange(0, dim, 2, device=position.device, dtype=dtype) + 0.4 * dim) / (1.4 * dim)
     return zeta ** (position[..., None].to(dtype) / scale_base)
+
+
+@torch.library.custom_op("longspan::turns", mutates_args=())
+def _turns(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angle = angles(position, dim, base, dtype)
+    return angle.cos(), angle.sin()
+
+
+@_turns.register_fake
+def _(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = *position.shape, dim // 2
+    return position.new_empty(shape, dtype=dtype), position.new_empty(shape, dtype=dtype)
