@@ -110,8 +110,8 @@ class ModelConfig:
     resample, whether x then stays in the residual, by a learned map to the new width, or is left out.
     Layers: attention; cross, attention to a context after each self-attention; feed_forward. None leaves one out.
     side_feed_forward: that after axial and cross-attention, where it differs.
-    Norms: norm "layer", "rms" or "scale"; norm_position "pre", "post" or "rezero"; final_norm; narrow_norm, one more
-    before logits, embed_dim wide.
+    Norms: norm "layer", "rms" or "scale"; norm_position "pre", "post" or "rezero"; final_norm, one after the last
+    layer, of that kind (True) or of the one named; narrow_norm, one more before logits, embed_dim wide.
     Positions: positions "none", "learned", "sinusoidal" or "axial", with max_length, position_base and axial_shape;
     rotary positions belong to the attention.
     Sequence: causal; token_shift, offsets over equal parts of the features, such as (0, 1) or (−1, 0, 1), before
@@ -133,7 +133,7 @@ class ModelConfig:
     side_feed_forward: FeedForwardConfig | None = None
     norm: str = "layer"
     norm_position: str = "pre"
-    final_norm: bool = True
+    final_norm: bool | str = True
     narrow_norm: bool = False
     positions: str = "none"
     max_length: int | None = None
@@ -161,6 +161,8 @@ class ModelConfig:
         _check_share(self, "embed_dropout")
         choose("norm", self.norm, NORMS)
         choose("norm_position", self.norm_position, NORM_POSITIONS)
+        if isinstance(self.final_norm, str):
+            choose("final_norm", self.final_norm, NORMS)
         choose("residual", self.residual, RESIDUALS)
         choose("execution", self.execution, EXECUTIONS)
         choose("positions", self.positions, POSITIONS)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from longspan import Packing
 from longspan.config import AttentionConfig, FeedForwardConfig, ModelConfig
-from longspan.layers import Attention, FeedForward, ProductKeyMemory
+from longspan.layers import Attention, FeedForward, ProductKeyMemory, ScaleNorm
 from longspan.models import Classifier, EncoderDecoder, LanguageModel, Transformer
 from longspan.rows import Rows
 
@@ -379,6 +379,14 @@ def test_final_norm_can_be_left_out() -> None:
     bare.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith("norm.")})
     assert bare.norm is None
     assert_same(model(x), model.norm(bare(x)))
+
+
+def test_final_norm_can_be_of_another_kind() -> None:
+    model = Transformer(config(norm="scale", final_norm="layer"))
+    assert isinstance(model.norm, nn.LayerNorm)
+    assert isinstance(model.stack.branches[0].norm, ScaleNorm)
+    with pytest.raises(ValueError, match="unknown final_norm 'layers'; there is layer, rms, scale"):
+        config(final_norm="layers")
 
 
 def test_state_size_by_hand() -> None:

@@ -359,6 +359,42 @@ def _() -> None:
     same(causal[:, 4:], zero[:, 4:])
 
 
+@checks("linear", "phantom")
+def _() -> None:
+    q, k, v = inputs()
+    mechanism = build("linear", phantom=0.3)
+    first = torch.full_like(k[:, :1], math.log(0.3))  # elu(x) + 1 = 0.3
+    before = build("linear").write(build("linear").new_state(B, dtype=q.dtype), first, torch.zeros_like(v[:, :1]))
+    same(mechanism(q, k, v, causal=True), build("linear")(q, k, v, causal=True, past=before))
+    same(mechanism(q, k, v), build("linear")(q, k, v))  # Causal only.
+    stepped = mechanism.extend(mechanism.new_state(B, dtype=q.dtype), q[:, :1], k[:, :1], v[:, :1])[0]
+    same(stepped, mechanism(q, k, v, causal=True)[:, :1])
+    with pytest.raises(ValueError, match="needs normalise"):
+        build("linear", phantom=0.3, normalise="feature")
+    with pytest.raises(ValueError, match="Softmax features have no size"):
+        build("linear", phantom=0.3, feature_map="softmax")
+
+
+@checks("performer", "phantom")
+def _() -> None:
+    q, k, v = inputs()
+    mechanism = build("performer", epsilon=0.01, phantom=0.05)
+    plain = build("performer", epsilon=0.01)
+    plain.load_state_dict(mechanism.state_dict())
+    w = mechanism.feature_map.projection
+    largest = (k * D**-0.25 @ w.T).amax(-1).cummax(1).values  # (B, T, H)
+    query = (favor(q, w) * (-(q * D**-0.25 @ w.T).amax(-1, keepdim=True)).exp()) + 0.01
+    for t in (0, 1, T - 1):
+        keys = favor(k[:, : t + 1], w) * (-largest[:, t, None, :, None]).exp() + 0.01
+        weights = torch.einsum("bhm,bshm->bsh", query[:, t], keys)
+        den = weights.sum(1) + 0.05 * query[:, t].sum(-1)
+        expected = torch.einsum("bsh,bshe->bhe", weights, v[:, : t + 1]) / den[..., None]
+        same(mechanism(q, k, v, causal=True)[:, t], expected)
+    same(mechanism(q, k, v), plain(q, k, v))  # Causal only.
+    with pytest.raises(ValueError, match="must not be negative"):
+        build("performer", epsilon=0.01, phantom=-0.05)
+
+
 def favor(x: Tensor, w: Tensor) -> Tensor:
     x = x * x.shape[-1] ** -0.25
     return (x @ w.T - x.square().sum(-1, keepdim=True) / 2).exp()

@@ -52,6 +52,8 @@ class LinearAttention(Mechanism):
     (Efficient Attention); "none" does not divide.
     blind_spot: causal queries see only whole buckets of this many tokens before their own; 1 is none.
     first_bucket: what the first bucket, which has none before it, sees: "causal", itself up to the query, or "zero".
+    phantom: causal queries also see a key before the first, each of its features this number, with a value of zero;
+    0 is none, performer-pytorch trained with one.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class LinearAttention(Mechanism):
         output_scale: float = 1.0,
         blind_spot: int = 1,
         first_bucket: str = "causal",
+        phantom: float = 0.0,
     ) -> None:
         super().__init__(num_heads, head_dim, num_kv_heads=num_kv_heads, value_dim=value_dim)
         if not isinstance(feature_map, FeatureMap):
@@ -85,6 +88,15 @@ class LinearAttention(Mechanism):
             )
         if feature_map.epsilon and (normalise != "query" or blind_spot > 1):
             raise ValueError('a feature map with an epsilon needs normalise="query" and blind_spot=1')
+        self.phantom = phantom
+        if phantom < 0 or (phantom and (normalise != "query" or blind_spot > 1)):
+            raise ValueError(
+                f'a phantom must not be negative, and needs normalise="query" and blind_spot=1, got {phantom}'
+            )
+        if phantom and feature_map.unbounded and not feature_map.epsilon:
+            raise ValueError(
+                f"{type(feature_map).__name__} features have no size that a phantom of {phantom} could have"
+            )
 
     def new_state(
         self,
@@ -100,7 +112,12 @@ class LinearAttention(Mechanism):
         length = torch.zeros(batch_size, dtype=torch.int64, device=device)
         state = LinearState(length, *sums)
         if self.feature_map.epsilon:
-            state = replace(state, total=like.new_zeros(batch_size, self.num_kv_heads, self.value_dim + 1))
+            # An epsilon a key: the phantom is so many keys that have nothing else.
+            total = like.new_zeros(batch_size, self.num_kv_heads, self.value_dim + 1)
+            total[..., -1] = self.phantom / self.feature_map.epsilon
+            state = replace(state, total=total)
+        elif self.phantom:
+            state = replace(state, z=torch.full_like(sums.z, self.phantom))
         if self.blind_spot > 1:
             state = replace(state, open_kv=sums.kv.clone(), open_z=sums.z.clone())
         return state
