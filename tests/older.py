@@ -73,6 +73,7 @@ def copy_weights(theirs: nn.Module, ours: nn.Module) -> None:
 def assert_close(ours: Tensor, theirs: Tensor, what: str = "", tolerance: float = 1e-5) -> None:
     """Within `tolerance` of the largest value of theirs."""
     assert ours.shape == theirs.shape, f"{what}: {tuple(ours.shape)} for {tuple(theirs.shape)}"
+    ours, theirs = ours.detach(), theirs.detach()
     scale = float(theirs.abs().max().clamp(min=1e-6))
     error = float((ours - theirs).abs().max())
     assert error <= tolerance * scale, f"{what}: {error:.2e} apart on a scale of {scale:.2e}"
