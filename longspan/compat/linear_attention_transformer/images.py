@@ -1,0 +1,54 @@
+"""Attention over images: (B, chan, H, W) -> (B, chan_out, H, W)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from longspan.compat.names import Entry, Translated, layer
+from longspan.images import ImageAttention, efficient_attention
+
+__all__ = ["ImageLinearAttention"]
+
+
+class ImageLinearAttention(Translated):
+    """Every place of an image sees every other, at a cost linear in their number.
+
+    norm_queries: queries softmaxed over features. A context's keys are not scaled, as in the original.
+    """
+
+    model: ImageAttention
+
+    def __init__(
+        self,
+        chan: int,
+        chan_out: int | None = None,
+        kernel_size: int = 1,
+        padding: int = 0,
+        stride: int = 1,
+        key_dim: int = 64,
+        value_dim: int = 64,
+        heads: int = 8,
+        norm_queries: bool = True,
+    ) -> None:
+        super().__init__()
+        self.model = ImageAttention(
+            chan,
+            efficient_attention(heads, key_dim, value_dim, raw_queries=not norm_queries),
+            out_channels=chan_out,
+            kernel_size=kernel_size,
+            stride=stride,
+            padding=padding,
+            context_scale=key_dim**0.25,
+        )
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """x: (B, chan, H, W). context: (B, chan, …), keys and values beside the image's own."""
+        if context is not None:
+            context = context.flatten(2).mT
+        return self.model(x, context)
+
+    def entries(self) -> Iterable[Entry]:
+        for name in ("to_q", "to_k", "to_v", "to_out"):
+            yield from layer(name, name, "weight", "bias")
