@@ -29,6 +29,7 @@ TIERS = [
     {"config"},
     {"layers", "reversible"},
     {"stack"},
+    {"assembly"},
     {"models", "images"},
     {"checkpoint", "maps", "memory"},
     {"generation"},
