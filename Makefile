@@ -35,7 +35,7 @@ $(VENV)/bin/python:
 	$(BIN)/pip install --quiet "$(TORCH)"
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml
-	$(BIN)/pip install --quiet --editable ".[dev,triton,train]"
+	$(BIN)/pip install --quiet --editable ".[dev,triton,train,hf]"
 	touch $@
 
 $(VENV)/.parity: $(VENV)/.dev

@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
 )
 
 from longspan.hf.config import LongspanConfig
@@ -23,14 +24,19 @@ from longspan.hf.models import (
     LongspanForSequenceClassification,
     LongspanModel,
 )
+from longspan.hf.swap import load_swapped, swap_attention
+from longspan.hf.tokenizer import ByteTokenizer
 
 __all__ = [
+    "ByteTokenizer",
     "LongspanConfig",
     "LongspanForCausalLM",
     "LongspanForMaskedLM",
     "LongspanForSeq2SeqLM",
     "LongspanForSequenceClassification",
     "LongspanModel",
+    "load_swapped",
+    "swap_attention",
 ]
 
 AutoConfig.register("longspan", LongspanConfig)
@@ -39,3 +45,4 @@ AutoModelForCausalLM.register(LongspanConfig, LongspanForCausalLM)
 AutoModelForMaskedLM.register(LongspanConfig, LongspanForMaskedLM)
 AutoModelForSequenceClassification.register(LongspanConfig, LongspanForSequenceClassification)
 AutoModelForSeq2SeqLM.register(LongspanConfig, LongspanForSeq2SeqLM)
+AutoTokenizer.register(LongspanConfig, slow_tokenizer_class=ByteTokenizer)

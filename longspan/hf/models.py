@@ -73,7 +73,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:
         """As in transformers; `longspan.load` reads the folder too."""
         tensors = options.pop("state_dict", None) or self.state_dict()
-        own = {name.removeprefix("model."): x for name, x in tensors.items()}
+        own = {name.removeprefix("model."): x for name, x in tensors.items() if name not in self._tied_weights_keys}
         adapters = getattr(self, "_hf_peft_config_loaded", False)
         options.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, state_dict=tensors if adapters else own, **options)
@@ -198,7 +198,7 @@ class LongspanForCausalLM(LongspanPreTrainedModel, GenerationMixin):
         num_items_in_batch: Any = None,
         **given: Any,
     ) -> Any:
-        """labels: (B, T), −100 where there is nothing to learn; shifted inside. logits_to_keep: the last so many only."""
+        """labels: (B, T), −100 where there is nothing to learn; shifted inside. logits_to_keep: how many at the end."""
         hidden, cache = self._hidden(input_ids, attention_mask, past_key_values, use_cache, **given)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.logits(hidden[:, kept])
@@ -369,8 +369,9 @@ class _Encoder:
         return BaseModelOutput(last_hidden_state=self.model.encode(input_ids, mask.bool())[0])
 
     def __call__(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, return_dict: bool = True
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, return_dict: bool = True, **given: Any
     ) -> BaseModelOutput:
+        _unknown(given)
         return self.forward(input_ids, attention_mask)
 
 

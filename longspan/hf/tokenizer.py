@@ -1,0 +1,45 @@
+"""Bytes as tokens, in transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizer
+
+
+class ByteTokenizer(PreTrainedTokenizer):
+    """Token i is byte i; nothing is learned and nothing is unknown.
+
+    Text is UTF-8. Bytes that are not, decode to lone surrogates (Python's surrogateescape), which encode to the same
+    bytes again: any bytes survive the round trip. Byte 0 pads.
+    """
+
+    model_input_names = ("input_ids", "attention_mask")
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("pad_token", chr(0))
+        options.setdefault("clean_up_tokenization_spaces", False)
+        options.setdefault("split_special_tokens", True)
+        super().__init__(**options)
+
+    @property
+    def vocab_size(self) -> int:
+        return 256
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(i): i for i in range(256)}
+
+    def _tokenize(self, text: str, **_: Any) -> list[str]:
+        return [chr(byte) for byte in text.encode("utf-8", "surrogateescape")]
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return ord(token)
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return chr(index)
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return bytes(ord(token) for token in tokens).decode("utf-8", "surrogateescape")
+
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
+        return ()
