@@ -29,7 +29,8 @@ class AttentionConfig:
     mechanism: a name, {"mechanism": name, **options}, or a sequence of those, one a layer, repeated to the depth.
     head_dim: dim / num_heads unless given. num_kv_heads: fewer key/value heads, shared by groups of query heads.
     shared_kv: values are the keys. qk_norm: queries and keys normalised, with a learned scale.
-    rotary: "none", "halves" or "interleaved"; one for all, or one for each part of a split.
+    rotary: "none", "halves" or "interleaved"; one for all, one for each part of a split, or one for each mechanism by
+    its name (those not named have none), where layers differ in their parts.
     value_gates: each head's output times a gate read off the input. out_dim: a width between heads and output.
     dynamic_bias: width of a small network of the distance whose answer is added to the scores of local heads, one
     network for all layers; 0 is none.
@@ -44,7 +45,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     out_bias: bool = True
     qk_norm: bool = False
-    rotary: str | Sequence[str] = "none"
+    rotary: str | Sequence[str] | Mapping[str, str] = "none"
     rotary_base: float = 10000.0
     value_gates: bool = False
     out_dim: int | None = None
@@ -60,8 +61,11 @@ class AttentionConfig:
         for name in ("dynamic_bias", "rank_step"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 (none) or more, got {getattr(self, name)}")
-        for rotary in [self.rotary] if isinstance(self.rotary, str) else self.rotary:
+        named = self.rotary if isinstance(self.rotary, Mapping) else {}
+        for rotary in [self.rotary] if isinstance(self.rotary, str) else list(named.values()) or self.rotary:
             choose("rotary", rotary, ROTARIES)
+        for name in named:
+            choose("mechanism", name, mechanisms())
         one = isinstance(self.mechanism, str | Mapping)
         if not self.mechanism:
             raise ValueError("mechanism is empty: name at least one mechanism")

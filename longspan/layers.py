@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from longspan.config import AttentionConfig, FeedForwardConfig
 from longspan.mechanism import Mechanism, State
-from longspan.mechanisms import build_mechanism
+from longspan.mechanisms import build_mechanism, mechanisms
+from longspan.mechanisms.split import SplitAttention
 from longspan.positions import Rotary
 from longspan.rows import Rows
 
@@ -225,6 +226,10 @@ def mechanism_from(spec: Any, num_heads: int, head_dim: int, num_kv_heads: int) 
 
 def _rotary(config: AttentionConfig, mechanism: Mechanism) -> list[nn.Module]:
     names = [config.rotary] if isinstance(config.rotary, str) else list(config.rotary)
+    if isinstance(config.rotary, Mapping):
+        parts = mechanism.parts if isinstance(mechanism, SplitAttention) else [mechanism]
+        known: dict[type, str] = {kind: name for name, kind in mechanisms().items()}
+        names = [config.rotary.get(known.get(type(part), ""), "none") for part in parts]
     if set(names) == {"none"}:
         return []
     if len(names) > 1 and len(names) != len(getattr(mechanism, "sizes", ())):

@@ -321,6 +321,23 @@ def test_rotary_for_each_part_of_a_split() -> None:
     assert not torch.allclose(both(x), layer(x))
 
 
+def test_rotary_for_each_mechanism_by_name() -> None:
+    x, named = tokens(), {"local": "halves", "performer": "interleaved"}
+    for spec, rotary in (
+        (SPECS["split"], ("halves", "none")),
+        (SPECS["local"], "halves"),
+        (SPECS["performer"], "interleaved"),
+        (SPECS["linear"], "none"),
+    ):
+        layer, same = attention(mechanism=spec, rotary=named), attention(mechanism=spec, rotary=rotary)
+        same.load_state_dict(layer.state_dict())
+        assert_same(layer(x), same(x))
+    with pytest.raises(ValueError, match="unknown mechanism 'locals'"):
+        attention(rotary={"locals": "halves"})
+    with pytest.raises(ValueError, match="unknown rotary 'half'"):
+        attention(rotary={"local": "half"})
+
+
 @pytest.mark.parametrize("kv_heads", [1, 3])
 def test_rotary_of_parts_with_fewer_key_heads(kv_heads: int) -> None:
     parts = [{"mechanism": "local", "num_heads": 2, "window": 3}, {"mechanism": "linear", "num_heads": 4}]
