@@ -1,0 +1,5 @@
+"""linformer 0.2.3, served by longspan."""
+
+from longspan.compat.linformer.linformer import Linformer, LinformerLM, LinformerSelfAttention
+
+__all__ = ["Linformer", "LinformerLM", "LinformerSelfAttention"]
