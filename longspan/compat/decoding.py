@@ -80,14 +80,21 @@ def decode(
                     "the original; a larger max_seq_len streams at a constant cost",
                     stacklevel=3,
                 )
-            seen = mask[:, -window:]
-            logits = _last(recompute(tokens[:, -window:], seen), seen)
+            held, seen = _closed(tokens[:, -window:], mask[:, -window:])
+            logits = _last(recompute(held, seen), seen)
         latest = choose(logits, tokens)
         tokens = torch.cat([tokens, latest], 1)
         mask = torch.cat([mask, torch.ones_like(latest, dtype=torch.bool)], 1)
         if stop is not None and bool((latest == stop).all()):
             break
     return tokens[:, start.shape[1] :]
+
+
+def _closed(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows whose padding lies between a prompt and what was said after it, with that padding before them instead."""
+    gaps = ((mask[:, :-1] & ~mask[:, 1:]).any(1) & mask[:, -1])[:, None]
+    order = torch.where(gaps, mask.int().argsort(dim=1, stable=True), torch.arange(mask.shape[1], device=mask.device))
+    return tokens.gather(1, order), mask.gather(1, order)
 
 
 def _last(x: Tensor, mask: Tensor) -> Tensor:
