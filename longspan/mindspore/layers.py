@@ -1,0 +1,144 @@
+"""Heads over local attention, the feed-forward network, and a learned bias of the distance."""
+
+from __future__ import annotations
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+
+from longspan.mindspore.local_attention import LocalAttention, normalised
+
+
+class LocalMHA(nn.Cell):
+    """Multi-head local attention of x: (B, n, dim) -> (B, n, dim), for any length.
+
+    exact_windowsize is True unless given. prenorm: a layer norm first. qk_rmsnorm: queries and keys normalised to
+    length q_scale and k_scale, with scores times qk_scale. gate_values_per_head: each head's output times
+    sigmoid(Linear(x)). dropout: of the attention weights, in training. The rest is LocalAttention's.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        window_size: int,
+        dim_head: int = 64,
+        heads: int = 8,
+        dropout: float = 0.0,
+        causal: bool = False,
+        prenorm: bool = False,
+        qk_rmsnorm: bool = False,
+        qk_scale: float = 8,
+        use_xpos: bool = False,
+        xpos_scale_base: float | None = None,
+        exact_windowsize: bool | None = None,
+        gate_values_per_head: bool = False,
+        look_backward: int = 1,
+        look_forward: int | None = None,
+        shared_qk: bool = False,
+        use_rotary_pos_emb: bool = True,
+    ) -> None:
+        super().__init__()
+        inner = dim_head * heads
+        self.heads, self.dim_head, self.qk_rmsnorm = heads, dim_head, qk_rmsnorm
+        self.norm = nn.LayerNorm((dim,), epsilon=1e-5) if prenorm else None
+        self.to_qkv = nn.Dense(dim, inner * 3, has_bias=False)
+        if qk_rmsnorm:
+            self.q_scale = Parameter(Tensor(np.ones(dim_head, np.float32)))
+            self.k_scale = Parameter(Tensor(np.ones(dim_head, np.float32)))
+        self.attn_fn = LocalAttention(
+            window_size,
+            causal=causal,
+            look_backward=look_backward,
+            look_forward=look_forward,
+            dropout=dropout,
+            shared_qk=shared_qk,
+            dim=dim_head,
+            autopad=True,
+            exact_windowsize=True if exact_windowsize is None else exact_windowsize,
+            scale=qk_scale if qk_rmsnorm else None,
+            use_rotary_pos_emb=use_rotary_pos_emb,
+            use_xpos=use_xpos,
+            xpos_scale_base=xpos_scale_base,
+        )
+        self.to_v_gate = nn.SequentialCell(nn.Dense(dim, heads)) if gate_values_per_head else None
+        self.to_out = nn.Dense(inner, dim, has_bias=False)
+
+    def construct(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        attn_bias: Tensor | None = None,
+        cache: tuple[Tensor, Tensor] | None = None,
+        return_cache: bool = False,
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor]]:
+        """mask: (B, n), True = keep. attn_bias: (heads, W, Kw), as LocalAttention's.
+
+        return_cache: also the cache, (keys and values, tokens seen), of a constant size. With `cache`, x is the one
+        token that follows it.
+        """
+        if mask is not None:
+            if cache is not None or return_cache:
+                raise ValueError("a cache holds no mask: leave out mask, or cache and return_cache")
+            # Before anything is computed from it: padding may hold NaN, and weights' gradients sum over it.
+            x = ops.where(mask.astype("bool").expand_dims(-1), x, ops.zeros_like(x))
+        if self.norm is not None:
+            x = self.norm(x)
+        batch, n, _ = x.shape
+        qkv = self.to_qkv(x).reshape((batch, n, 3, self.heads, self.dim_head))
+        qkv = qkv.transpose((2, 0, 3, 1, 4))  # (3, B, heads, n, D)
+        q, k, v = qkv[0], qkv[1], qkv[2]
+        if self.qk_rmsnorm:
+            q = normalised(q) * self.q_scale.astype(q.dtype)
+            k = normalised(k) * self.k_scale.astype(k.dtype)
+        new = None
+        if cache is not None:
+            if n != 1:
+                raise ValueError(f"with a cache x is the one token that follows it, got {n} tokens")
+            kv, length = cache
+            out, kv = self.attn_fn.step(q, k, v, kv, length, attn_bias)
+            new = (kv, length + 1)
+        else:
+            out = self.attn_fn(q, k, v, mask=mask, attn_bias=attn_bias)
+            if return_cache:
+                new = (self.attn_fn.first_cache(k, v), ops.full((), n, dtype=Tensor(0).dtype))
+        if self.to_v_gate is not None:
+            out = out * ops.sigmoid(self.to_v_gate(x)).swapaxes(1, 2).expand_dims(-1)
+        out = self.to_out(out.swapaxes(1, 2).reshape((batch, n, -1)))
+        return (out, new) if return_cache else out
+
+
+class DynamicPositionBias(nn.Cell):
+    """A bias (heads, i, j) learned as a function of |query − key|, the i queries being the last of j positions."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.mlp = nn.SequentialCell(nn.Dense(1, dim), nn.SiLU(), nn.Dense(dim, dim), nn.SiLU(), nn.Dense(dim, heads))
+
+    def construct(self, i: int, j: int) -> Tensor:
+        if j < i:
+            raise ValueError(f"the i queries are the last of j positions: j must be at least i, got i={i} and j={j}")
+        by_distance = self.mlp(ops.arange(j).astype("float32").expand_dims(-1))  # (j, heads)
+        apart = ops.abs((ops.arange(i) + (j - i)).expand_dims(-1) - ops.arange(j))
+        return ops.gather(by_distance, apart, 0).transpose((2, 0, 1))
+
+
+class GEGLU(nn.Cell):
+    """x · GELU(gate), the two halves of the features."""
+
+    def construct(self, x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        return x[..., :half] * ops.gelu(x[..., half:])
+
+
+class FeedForward(nn.SequentialCell):
+    """Layer norm and a gated network as wide as 2/3 · mult · dim."""
+
+    def __init__(self, dim: int, mult: float = 4, dropout: float = 0.0) -> None:
+        inner = int(dim * mult * 2 / 3)
+        super().__init__(
+            nn.LayerNorm((dim,), epsilon=1e-5),
+            nn.Dense(dim, inner * 2, has_bias=False),
+            GEGLU(),
+            nn.Dropout(p=dropout),
+            nn.Dense(inner, dim, has_bias=False),
+        )
