@@ -1,0 +1,80 @@
+"""When random features are drawn again: the count that performer-pytorch keeps for a model, and our mechanisms'."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from longspan.compat.performer_pytorch.options import Options, redraws
+from longspan.mechanisms.performer import PerformerAttention
+from longspan.models import LanguageModel, Transformer
+
+
+class Schedule:
+    """`proj_updater` of a model of ours, whose mechanisms count for themselves and are redrawn by the model."""
+
+    def __init__(self, model: Transformer | LanguageModel, options: Options) -> None:
+        self.instance, self._options = model, options
+
+    @property
+    def feature_redraw_interval(self) -> int | None:
+        return self._options.feature_redraw_interval
+
+    @feature_redraw_interval.setter
+    def feature_redraw_interval(self, interval: int | None) -> None:
+        self._options = replace(self._options, feature_redraw_interval=interval)
+        for mechanism in performers(self.instance):
+            mechanism.redraw_interval = redraws(interval) if self._options.auto_check_redraw else None
+        # What is saved from now on says so too.
+        for module in (self.instance, *self.instance.modules()):
+            if isinstance(module, Transformer | LanguageModel):
+                module.config = self._options.config()
+
+    @property
+    def calls_since_last_redraw(self) -> Tensor:
+        return next((mechanism.counts[1] for mechanism in performers(self.instance)), torch.tensor(0))
+
+    def fix_projections_(self) -> None:
+        self.feature_redraw_interval = None
+
+    def redraw_projections(self) -> None:
+        """Counts a training forward, and redraws if the interval has passed."""
+        for mechanism in performers(self.instance):
+            held, mechanism.redraw_interval = mechanism.redraw_interval, redraws(self.feature_redraw_interval)
+            mechanism.advance()
+            mechanism.redraw_interval = held
+
+
+class ProjectionUpdater(nn.Module):
+    """Redraws the random features in `instance` every feature_redraw_interval calls, in training."""
+
+    calls_since_last_redraw: Tensor
+
+    def __init__(self, instance: nn.Module, feature_redraw_interval: int | None) -> None:
+        super().__init__()
+        self.instance, self.feature_redraw_interval = instance, feature_redraw_interval
+        self.register_buffer("calls_since_last_redraw", torch.tensor(0))
+
+    def fix_projections_(self) -> None:
+        """No redraws from now on."""
+        self.feature_redraw_interval = None
+
+    def redraw_projections(self) -> None:
+        """One call: in training it is counted, or redraws if the interval has passed."""
+        if not self.training:
+            return
+        if self.feature_redraw_interval is None or self.calls_since_last_redraw < self.feature_redraw_interval:
+            self.calls_since_last_redraw += 1
+            return
+        for mechanism in performers(self.instance):
+            mechanism.redraw()
+        self.calls_since_last_redraw.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError("a ProjectionUpdater is no layer: call redraw_projections() before each forward")
+
+
+def performers(module: nn.Module) -> list[PerformerAttention]:
+    return [found for found in module.modules() if isinstance(found, PerformerAttention)]
