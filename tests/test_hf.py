@@ -1,6 +1,10 @@
 """longspan's models in transformers, used as any other model there."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -299,3 +303,15 @@ def test_what_cannot_be_is_said():
         other.crop(3)
     with pytest.raises(ValueError, match="every_n_layers must be 1, got 2"):
         model._set_gradient_checkpointing(every_n_layers=2)
+
+
+def test_fsdp_gives_the_losses_of_one_process():
+    script = str(Path(__file__).parent / "fsdp_script.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    how = {"capture_output": True, "text": True, "timeout": 300, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    sharded = subprocess.run(launch, **how)
+    assert sharded.returncode == 0, sharded.stderr
+    alone = subprocess.run([sys.executable, script, "--alone"], check=True, **how)
+    losses = [[float(line) for line in run.stdout.split()] for run in (sharded, alone)]
+    assert len(losses[0]) == 5
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0, atol=1e-5)

