@@ -73,7 +73,7 @@ class Translated(nn.Module):
 
     A subclass sets `model` and says in `entries` which tensors are which. It nests in other modules like any other.
     idle: holds tensors that the older library keeps without a use for them, so that a checkpoint goes out as it came
-    in; an entry calls them "idle.…".
+    in; an entry calls them "idle.…". outside: what the module does beside `model`, so that `model` alone is not all.
     """
 
     model: nn.Module
@@ -81,6 +81,7 @@ class Translated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.idle: nn.Module | None = None
+        self.outside = ""
 
     def entries(self) -> Iterable[Entry]:
         """What the older library calls each tensor of `model`."""
