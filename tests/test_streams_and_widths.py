@@ -86,3 +86,14 @@ def test_masked_tokens_do_not_reach_the_others_through_resampling() -> None:
     torch.testing.assert_close(out[:, :5], model(x[:, :5]))
     out[:, :5].sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_convolution_with_more_stretches_than_asked_for_can_be_shared() -> None:
+    spec = {"mechanism": "linformer", "projection": "convolution", "rank": 6, "max_length": 10}
+    for whole, rows in ((False, 5), (True, 10)):
+        attention = AttentionConfig(num_heads=3, share_projection=True, mechanism=spec | {"whole_stretches": whole})
+        model = Transformer(ModelConfig(dim=12, depth=2, attention=attention))
+        first, second = (model.stack.branches[i].layer.mechanism for i in (0, 2))
+        assert first.keys is second.values
+        assert first.rank == rows
+        assert model(torch.randn(2, 7, 12)).shape == (2, 7, 12)

@@ -58,7 +58,7 @@ class Projection(nn.Module):
             raise ValueError(f"rank and max_length must be positive, got {rank} and {max_length}")
         self.kind = choose("projection", kind, ("learned", "random", "convolution"))
         self.rank, self.max_length, self.num_heads, self.periodic = rank, max_length, num_heads, periodic
-        self.whole_stretches = whole_stretches
+        self.whole_stretches, self.asked_rank = whole_stretches, rank
         self.stride = 1
         apart = () if num_heads is None else (num_heads,)
         if whole_stretches and (kind != "convolution" or rank > max_length):
@@ -321,7 +321,8 @@ def _check_agrees(projection: Projection, asked: dict[str, int]) -> None:
     }
     defaults = LinformerAttention.__init__.__kwdefaults__ or {}
     for option, value in asked.items():
-        if value not in (defaults[option], has[option]):
+        # A convolution asked for R rows may have another number of stretches.
+        if value not in (defaults[option], has[option], projection.asked_rank if option == "rank" else has[option]):
             raise ValueError(
                 f"{option}={value} contradicts the projection, which has {option}={has[option]}; build it with that, "
                 f"or leave {option} out"
