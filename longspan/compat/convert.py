@@ -59,7 +59,9 @@ def converted(weights: Mapping[str, Tensor], library: str, arguments: Mapping[st
     if not isinstance(older.model, Model):
         raise ValueError(f"a {name} is a layer, not a model: load it with longspan.compat.{module_name}.{name}")
     if older.outside:
-        raise ValueError(f"cannot convert this {name}: {older.outside}; use longspan.compat.{module_name}.{name} itself")
+        raise ValueError(
+            f"cannot convert this {name}: {older.outside}; use longspan.compat.{module_name}.{name} itself"
+        )
     try:
         older.load_state_dict(dict(weights))
     except RuntimeError as error:
