@@ -14,6 +14,9 @@ from longspan.kernels.local_backward import local_backward_keys_kernel, local_ba
 from longspan.kernels.local_forward import local_forward_kernel
 
 
+EDGES = True
+
+
 class Config(NamedTuple):
     """How one kernel is cut: queries and keys in a block, warps, loads in flight."""
 
@@ -37,9 +40,9 @@ def configs(dim: int, halves: bool) -> Configs:
         small = Config(32, 32, 4, 1) if dim <= 128 else Config(16, 32, 4, 1)
         return Configs(small, small, small)
     if dim <= 64:
-        return Configs(Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(64, 128, 8, 3))
+        return Configs(Config(64, 64, 4, 3), Config(64, 32, 4, 3), Config(64, 64, 4, 2))
     if dim <= 128:
-        return Configs(Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 128, 8, 2))
+        return Configs(Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 2))
     return Configs(Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(32, 64, 4, 2))
 
 
@@ -130,6 +133,7 @@ class _Call:
                 BS=config.keys,
                 BD=self.BD,
                 BE=self.BE,
+                EDGES=EDGES,
                 PRECISION=self.precision,
                 num_warps=config.warps,
                 num_stages=config.stages,

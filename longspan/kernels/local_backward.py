@@ -59,6 +59,7 @@ def local_backward_queries_kernel(
     BS: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
+    EDGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dq of BT queries of one head, and D. factor: the scale of the scores."""
@@ -74,8 +75,8 @@ def local_backward_queries_kernel(
     i_t = i_0 + tl.arange(0, BT)
     low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
     last = tl.minimum(i_0 + BT, T) - 1
-    begin, _ = keys_seen(i_b, i_0, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
-    _, end = keys_seen(i_b, last, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
+    begin, outer = keys_seen(i_b, i_0, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
+    inner, end = keys_seen(i_b, last, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
 
     i_row = (i_b * T + i_0) * H + i_h
     b_d_out = load_rows(p_d_out, stride_ot, T - i_0, E, BT, BE, E == BE)
@@ -92,12 +93,16 @@ def local_backward_queries_kernel(
         b_v = load_rows(p_v + tl.cast(s_0, tl.int64) * stride_vt, stride_vt, S - s_0, E, BS, BE, E == BE)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
         b_d_p = tl.dot(b_d_out, tl.trans(b_v), input_precision=PRECISION)
-        m_seen = is_between(i_s[None, :], low[:, None], high[:, None])
         if ALONE:
-            m_seen = m_seen & ((i_t + (S - T))[:, None] != i_s[None, :])
+            b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], float("-inf"), b_s)
         if p_mask is not None:
-            m_seen = m_seen & (tl.load(p_mask + i_b * S + i_s, mask=i_s < S, other=0) != 0)[None, :]
-        b_p = tl.exp2(tl.where(m_seen, b_s - b_lse[:, None], float("-inf")))
+            b_s = tl.where((tl.load(p_mask + i_b * S + i_s, mask=i_s < S, other=0) != 0)[None, :], b_s, float("-inf"))
+        if EDGES:
+            if (s_0 < inner) | (s_0 + BS > outer):
+                b_s = tl.where(is_between(i_s[None, :], low[:, None], high[:, None]), b_s, float("-inf"))
+        else:
+            b_s = tl.where(is_between(i_s[None, :], low[:, None], high[:, None]), b_s, float("-inf"))
+        b_p = tl.exp2(b_s - b_lse[:, None])
         if p_seed is not None:
             m_kept = kept(p_seed, i_b.to(tl.int32) * H + i_h, i_t[:, None], i_s[None, :], rate)
             b_d_p = tl.where(m_kept, b_d_p / (1 - rate), 0.0)
@@ -150,6 +155,7 @@ def local_backward_keys_kernel(
     BS: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
+    EDGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dk and dv of BS keys of one key head, from all the query heads that share it."""
@@ -186,13 +192,20 @@ def local_backward_keys_kernel(
             b_delta = tl.load(p_delta_h + i_t, mask=i_t < T, other=0.0)
             low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
             b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale
-            m_seen = is_between(i_s[:, None], low[None, :], high[None, :])
-            if p_mask is not None:
-                m_seen = m_seen & m_key[:, None]
             m_own = (i_t + (S - T))[None, :] == i_s[:, None]
             if ALONE:
                 b_s = tl.where(m_own, LAST, b_s)
-            b_p = tl.exp2(tl.where(m_seen, b_s - b_lse[None, :], float("-inf")))
+            if p_mask is not None:
+                b_s = tl.where(m_key[:, None], b_s, float("-inf"))
+            if EDGES:
+                t_last = tl.minimum(t_0 + BT, T) - 1
+                _, outer = keys_seen(i_b, t_0, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
+                inner, _ = keys_seen(i_b, t_last, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
+                if (s_0 < inner) | (s_0 + BS > outer):
+                    b_s = tl.where(is_between(i_s[:, None], low[None, :], high[None, :]), b_s, float("-inf"))
+            else:
+                b_s = tl.where(is_between(i_s[:, None], low[None, :], high[None, :]), b_s, float("-inf"))
+            b_p = tl.exp2(b_s - b_lse[None, :])
             b_d_p = tl.dot(b_v, tl.trans(b_d_out), input_precision=PRECISION)
             b_dropped = b_p
             if p_seed is not None:

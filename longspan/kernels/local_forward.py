@@ -46,6 +46,7 @@ def local_forward_kernel(
     BS: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
+    EDGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """BT queries of one head. scale: that of the scores times log₂e. lse: log₂ of the sum, ∞ where nothing is seen."""
@@ -60,8 +61,8 @@ def local_forward_kernel(
     i_t = i_0 + tl.arange(0, BT)
     low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
     last = tl.minimum(i_0 + BT, T) - 1
-    begin, _ = keys_seen(i_b, i_0, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
-    _, end = keys_seen(i_b, last, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
+    begin, outer = keys_seen(i_b, i_0, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
+    inner, end = keys_seen(i_b, last, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
 
     b_q = load_rows(p_q, stride_qt, T - i_0, D, BT, BD, D == BD)
     b_max = tl.full((BT,), float("-inf"), tl.float32)
@@ -74,10 +75,13 @@ def local_forward_kernel(
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
         if ALONE:
             b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], LAST, b_s)
-        m_seen = is_between(i_s[None, :], low[:, None], high[:, None])
         if p_mask is not None:
-            m_seen = m_seen & (tl.load(p_mask + i_b * S + i_s, mask=i_s < S, other=0) != 0)[None, :]
-        b_s = tl.where(m_seen, b_s, float("-inf"))
+            b_s = tl.where((tl.load(p_mask + i_b * S + i_s, mask=i_s < S, other=0) != 0)[None, :], b_s, float("-inf"))
+        if EDGES:
+            if (s_0 < inner) | (s_0 + BS > outer):
+                b_s = tl.where(is_between(i_s[None, :], low[:, None], high[:, None]), b_s, float("-inf"))
+        else:
+            b_s = tl.where(is_between(i_s[None, :], low[:, None], high[:, None]), b_s, float("-inf"))
         b_top = tl.maximum(b_max, tl.max(b_s, 1))
         b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
         b_p = tl.exp2(b_s - b_base[:, None])

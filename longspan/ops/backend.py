@@ -92,6 +92,7 @@ def linear_kernels() -> ModuleType:
     return linear
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @cache
 def _missing(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:

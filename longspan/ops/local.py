@@ -81,7 +81,8 @@ def windowed(
     if backend.why_plain_local(q, k, v, bias=bias is not None, xpos=xpos is not None) is None:
         seed = torch.randint(2**31 - 1, (1,), device=q.device) if dropout else None
         scale = q.shape[3] ** -0.5 if scale is None else scale
-        return _local_attention(q, k, v, key_mask, start, bounds, seed, *window, scale, dropout)[0]
+        given = q, k, v, key_mask, start, bounds, seed, *window, scale, dropout
+        return _local_attention(*given)[0] if torch.compiler.is_compiling() else _LocalAttention.apply(*given)  # type: ignore[no-untyped-call]
     assert bounds is None
     B, T, H, D = q.shape
     S, Hkv = k.shape[1:3]
@@ -224,6 +225,21 @@ def _local_attention_backward(
 @_local_attention_backward.register_fake
 def _(d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+class _LocalAttention(torch.autograd.Function):
+    """The same without a compiler, which has no use for what registering costs at every call."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        out, lse = backend.local_kernels().forward(*given)
+        _save(ctx, given, (out, lse))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = backend.local_kernels().backward(d_out, *ctx.saved_tensors, *ctx.window)
+        return *gradients, *[None] * 11
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
