@@ -134,7 +134,7 @@ def windowed(
 
 
 def table_bias(table: Tensor, back: int) -> Bias:
-    """A table (H, P, K) read by a query's place in its block of P, and a key's counted from `back` blocks before that."""
+    """A table (H, P, K) read by a query's place in its block of P, and a key's place from `back` blocks before it."""
     size, last = table.shape[1], table.shape[2] - 1
     return lambda i, j: table[:, i % size, (j - (i // size - back) * size).clamp(0, last)]
 
