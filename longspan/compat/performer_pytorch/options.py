@@ -81,6 +81,8 @@ class Options:
     def config(self) -> ModelConfig:
         mechanisms = [self._heads(local) for local in self.local_heads]
         alike = all(mechanism == mechanisms[0] for mechanism in mechanisms)
+        if self.use_scalenorm and self.use_rezero:
+            warnings.warn("use_rezero has no effect beside use_scalenorm, as in the original", stacklevel=3)
         norm = "scale" if self.use_scalenorm else "layer"
         return ModelConfig(
             dim=self.dim,

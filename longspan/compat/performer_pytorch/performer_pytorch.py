@@ -224,7 +224,7 @@ class PerformerLM(Translated):
     def settle(self, shapes: Mapping[str, torch.Size]) -> None:
         options = settled(self.options, shapes)
         if options is not self.options:
-            self.options = options
+            self._hold(self.model, options)
             place_positions(self.model, options)
 
 
