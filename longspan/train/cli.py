@@ -106,6 +106,43 @@ def _dry_run(settings: Settings) -> None:
             typer.echo(text)
 
 
+def evaluate(
+    model: Annotated[Path, typer.Option(help="A checkpoint folder, or the folder of a run.")],
+    data: Annotated[list[str], typer.Option(help="Files, folders or globs to score, all of them.")],
+    context: Annotated[int | None, typer.Option(min=2, help="Tokens in a window; those of the run without.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="About how many tokens to score.")] = 1_048_576,
+    extensions: Annotated[str, typer.Option(help="Extensions taken from folders, as .py,.md.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Where to write the figures (JSON), and a plot beside them.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+) -> None:
+    """Score a language model: bits per byte and perplexity, in all and by position in the context."""
+    with plainly(debug):
+        from longspan.train.scoring import print_scores, score, write_scores
+
+        found = score(
+            model, data, context, (batch_size, max_tokens), tuple(e for e in extensions.split(",") if e), device
+        )
+        print_scores(found)
+        if out is not None:
+            for path in write_scores(found, out):
+                typer.echo(f"written: {path}", err=True)
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders that `longspan train --out` made.")],
+    out: Annotated[Path | None, typer.Option(help="The page; report.html in the first run's folder without.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+) -> None:
+    """Draw loss against tokens and time for one run or several, with differences and samples, as one HTML file."""
+    with plainly(debug):
+        from longspan.train.report import read, write_report
+
+        for path in write_report([read(run) for run in runs], runs[0] / "report.html" if out is None else out):
+            typer.echo(path)
+
+
 @contextmanager
 def plainly(debug: bool) -> Iterator[None]:
     """Errors as one line and a status, unless they are to be looked into."""

@@ -206,7 +206,9 @@ class _Writer:
 
 def _split(tokens: Tokens, writer: _Writer, plan: Plan) -> NDArray[np.int64]:
     """(N, 5): start, length, source, label, held out."""
-    block = min(max(writer.place // 64, 2 * plan.context), max(_BLOCK, 4 * plan.context))
+    block = max(_BLOCK, 4 * plan.context)
+    if len(writer.documents) < 64:  # Too few to choose among: smaller parts of them will do.
+        block = min(block, max(writer.place // 64, 2 * plan.context))
     units: list[tuple[int, int, int, int, int]] = []  # document, start, length, hash, source
     for number, ((start, length, source, _), digest) in enumerate(zip(writer.documents, writer.hashes, strict=True)):
         pieces = 1 if plan.reading.labelled or source >= len(plan.sources) else max(1, length // block)
@@ -246,6 +248,11 @@ def _held_out(
     hashes = {digest for *_, digest, _ in units}
     if len(hashes) < 2:
         total = sum(length for _, _, length, _, _ in units)
+        if total >= 4 * plan.context:
+            raise ValueError(
+                f"the data ({total} tokens) is one thing over and over, and no part of it can be held out: "
+                "add data, or use --held-out 0"
+            )
         raise ValueError(
             f"the data is too small to hold a part of it out: {total} tokens for a context of {plan.context}; "
             f"it needs {4 * plan.context} at least: lower --context, add data, or use --held-out 0"

@@ -1,0 +1,163 @@
+"""Runs of `longspan train` for tests: the command line itself, in processes that share one import of torch."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# torch._dynamo because every optimiser imports it.
+_CONTEXT.set_forkserver_preload(
+    ["torch._dynamo", "longspan.cli", "longspan.train.cli", "longspan.train.loop", "longspan.train.estimate"]
+)
+
+WORDS = [
+    *("the", "a", "one", "some", "every", "old", "new", "long", "short", "far", "near", "river", "stone", "house"),
+    *("field", "bird", "tree", "light", "water", "word", "runs", "stands", "falls", "turns", "keeps", "finds"),
+    *("under", "over", "beside", "before", "after", "and", "but", "so", "then", "again", "slowly", "at", "last"),
+]
+
+
+def write_corpus(folder: Path, *, documents: int = 24, words: tuple[int, int] = (60, 400), seed: int = 7) -> Path:
+    """Text files of different lengths, different in content, with something to learn in them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(seed)
+    for i in range(documents):
+        text = f"document {i}. " + " ".join(draw.choice(WORDS) for _ in range(draw.randint(*words)))
+        (folder / f"{i:03}.txt").write_text(text + "\n")
+    return folder
+
+
+# Distinct and small; four heads so that a split has two of each.
+SMALL = {
+    "preset": "tiny",
+    "context": 61,
+    "batch-size": 3,
+    "model.dim": 24,
+    "model.depth": 2,
+    "model.attention.num_heads": 4,
+    "model.feed_forward.mult": 2,
+    "steps": 12,
+    "warmup": 3,
+    "log-every": 1,
+    "eval-every": 6,
+    "eval-tokens": 500,
+    "save-every": 5,
+    "sample-tokens": 5,
+}
+
+
+def arguments(data: Any, out: Path, **changes: Any) -> list[str]:
+    """`train` and its flags; a change of True or None is a flag without a value, or none at all."""
+    values = {**SMALL, **{name.replace("__", ".").replace("-", "-"): value for name, value in changes.items()}}
+    found = ["train", "--out", str(out)]
+    for source in data if isinstance(data, list) else [data]:
+        found += ["--data", str(source)]
+    for name, value in values.items():
+        flag = f"--{name}" if name.startswith("model.") else f"--{name.replace('_', '-')}"
+        if value is True:
+            found.append(flag)
+        elif value is not None:
+            found += [flag, str(value)]
+    return found
+
+
+@dataclass
+class Result:
+    """status: negative if a signal ended it."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+class Command:
+    """`longspan …` in a process of its own."""
+
+    def __init__(self, words: list[Any], log: Path, *, before: str | None = None, env: dict[str, str] | None = None):
+        self.log = log
+        log.mkdir(parents=True, exist_ok=True)
+        for name in ("out", "err"):
+            (log / name).write_text("")
+        self.process = _CONTEXT.Process(target=_main, args=([str(w) for w in words], str(log), before, env or {}))
+        self.process.start()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.is_alive()
+
+    def wait(self, seconds: float = 120) -> Result:
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+            raise AssertionError(f"still running after {seconds} s:\n{(self.log / 'err').read_text()}")
+        return Result(self.process.exitcode, (self.log / "out").read_text(), (self.log / "err").read_text())
+
+
+def longspan(*words: Any, log: Path, **how: Any) -> Result:
+    """Runs a command to its end."""
+    return Command(list(words), log, **how).wait()
+
+
+def trained(data: Any, out: Path, **changes: Any) -> list[dict[str, Any]]:
+    """A run that must succeed; its metrics."""
+    done = longspan(*arguments(data, out, **changes), log=out.with_name(out.name + "-log"))
+    assert done.status == 0, done.stderr
+    return metrics(out)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(records: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """What does not depend on the clock."""
+    names = ("step", "loss", "bits_per_byte", "lr", "tokens", "eval_loss", "eval_bits_per_byte")
+    return [tuple(record.get(name) for name in names) for record in records]
+
+
+def wait_for_step(run: Path, step: int, command: Command, seconds: float = 60) -> None:
+    """Until the run has recorded a step, or has ended."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit and command.alive:
+        try:
+            lines = (run / "metrics.jsonl").read_bytes().splitlines()
+            if lines and json.loads(lines[-1])["step"] >= step:
+                return
+        except (FileNotFoundError, ValueError):
+            pass
+        time.sleep(0.001)
+
+
+def _main(words: list[str], log: str, before: str | None, env: dict[str, str]) -> None:
+    """The command line, with its output in files. before: statements to run first."""
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(env)
+    for name, number in (("out", 1), ("err", 2)):
+        os.dup2(os.open(Path(log) / name, os.O_WRONLY | os.O_TRUNC), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    if before is not None:
+        exec(before, {})
+    from longspan.cli import app
+
+    try:
+        app(words)
+    except SystemExit as end:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
