@@ -49,6 +49,8 @@ class AutoregressiveWrapper(nn.Module):
         repetition_penalty: for the last repetition_penalty_ctx tokens of each row. more: for a net that is not a
         PerformerLM.
         """
+        if more and isinstance(self.net, PerformerLM):
+            raise TypeError(f"generate of a PerformerLM has no argument {', '.join(more)}")
         start = start_tokens if start_tokens.ndim == 2 else start_tokens[None]
         about = {} if context is None else {"context": context, "context_mask": context_mask}
         draw = sampler(filter_logits_fn, filter_thres, temperature)
