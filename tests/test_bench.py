@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.bench import PEERS, Case, Check, Effort, Ours, Row, Run, Subject, Theirs, Work, compare, measure
+from longspan.bench import PEERS, Case, Check, Effort, Ours, Row, Run, Step, Subject, Theirs, Work, compare, measure
 from longspan.bench import peers as peering
 from longspan.bench.cli import main
+from longspan.bench.models import OLDER, TheirModel
 from longspan.bench.ours import VARIANTS, ours
 from longspan.bench.report import Group, growth, remarks
 from longspan.bench.worker import take
@@ -32,7 +33,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def positive(row: dict[str, Any]) -> bool:
-    samples = [x for run in row["runs"] for x in (*run["forward_ms"], *run["forward_backward_ms"])]
+    samples = [x for run in row["runs"] for step in run["times"].values() for x in step]
     medians = [row[name] for name in ("forward_ms", "forward_backward_ms", "peak_mb")]
     return bool(samples) and all(x > 0 for x in (*samples, *medians[:2])) and medians[2] >= 0
 
@@ -52,7 +53,7 @@ def test_command_measures_ours_beside_a_peer(tmp_path: Path, monkeypatch: pytest
         assert (row["status"], row["message"]) == ("ok", "")
         assert positive(row)
         (run,) = row["runs"]
-        assert len(run["forward_ms"]) == len(run["forward_backward_ms"]) == 2
+        assert [len(samples) for samples in run["times"].values()] == [2, 2]
         assert run["check"]["error"] <= run["check"]["tolerance"]
         assert run["memory"].startswith("growth of")
     assert mine["ratios"]["forward_ms"] == 1
@@ -82,6 +83,10 @@ def test_command_without_peers(tmp_path: Path) -> None:
         ("--memory-limit -1", "positive number of GB, got -1"),
         ("--heads none", "--heads"),
         ("--lenghts 64", "--lengths"),
+        ("sing", "unknown subject 'sing'; there is mechanisms, train, generate"),
+        ("train --bidirectional", "measures causal models"),
+        ("generate --compile", "--compile is for bench train"),
+        ("train --mechanisms split", "there is linear, performer, local, linformer, softmax"),
     ],
 )
 def test_wrong_arguments_are_answered_in_one_line(
@@ -112,7 +117,7 @@ def test_an_installed_older_package_is_measured() -> None:
         pytest.skip("linear-attention-transformer is not installed: make bench installs it")
     run = measure(subject, TINY, QUICK)
     assert run.status == "ok", run.message
-    assert min(run.forward_ms + run.forward_backward_ms) > 0
+    assert min(run.times["forward"] + run.times["forward_backward"]) > 0
 
 
 def test_a_missing_package_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,13 +161,13 @@ class Fixed(Subject):
         return Check(float(self.name), 1e-4, "the truth")
 
     def work(self, case: Case) -> Work:
-        return Work(lambda: [torch.ones(1)], lambda: [torch.full((1,), float(case.length))])
+        return {"forward": Step(lambda: [torch.ones(1)]), "last": Step(lambda: [torch.full((1,), float(case.length))])}
 
 
 def test_nothing_wrong_is_timed() -> None:
     for error in ("0.5", "nan"):
         run = take(Fixed(error), TINY, QUICK)
-        assert (run.status, run.forward_ms) == ("wrong", [])
+        assert (run.status, run.times) == ("wrong", {})
         assert "against the truth, allowed 1e-04" in run.message
     assert take(Fixed("0"), TINY, QUICK).status == "ok"
 
@@ -174,13 +179,15 @@ def test_rows_take_turns_and_stop_after_a_failure(monkeypatch: pytest.MonkeyPatc
         order.append(subject.name)
         if subject.name == "b":
             return Run("out of memory", "too much")
-        return Run("ok", "", [float(len(order))], [2.0], 3.0)
+        return Run("ok", "", {"forward": [float(len(order))], "token": [2.0]}, {"token": 5}, 3.0)
 
     monkeypatch.setattr("longspan.bench.measuring.measure", fake)
     a, b, c = compare([Fixed("a"), Fixed("b"), Fixed("c")], TINY, Effort(rounds=3))
     assert order == ["a", "b", "c", "a", "c", "a", "c"]
-    assert a.forward_ms == 4  # the median of 1, 4 and 6
-    assert b.forward_ms is None
+    assert a.ms("forward") == 4  # the median of 1, 4 and 6
+    assert b.ms("forward") is None
+    assert (a.tokens_per_second("token"), a.tokens_per_second("forward")) == (2500, None)
+    assert a.as_dict()["token_tokens_per_second"] == 2500
     assert b.as_dict()["status"] == "out of memory"
     assert c.peak_mb == 3
 
@@ -188,10 +195,46 @@ def test_rows_take_turns_and_stop_after_a_failure(monkeypatch: pytest.MonkeyPatc
 def test_growth_is_an_exponent_of_the_length() -> None:
     def group(length: int, ms: float) -> Group:
         case = Case(length)
-        return Group("x", case, [Row(Fixed("0"), case, [Run("ok", "", [ms], [ms * ms], 1.0)])])
+        return Group(
+            "x",
+            case,
+            [Row(Fixed("0"), case, [Run("ok", "", {"forward": [ms], "forward_backward": [ms * ms]}, peak_mb=1.0)])],
+        )
 
     groups = [group(8, 1.0), group(64, 8.0)]
     assert growth(groups, groups[0], groups[0].rows[0]) is None
     found = growth(groups, groups[1], groups[1].rows[0])
     assert found is not None
     assert (found["from"], found["forward_ms"], found["forward_backward_ms"]) == (8, pytest.approx(1), pytest.approx(2))
+
+
+def test_command_measures_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    small = ["--heads=2", "--head-dim=8", "--depth=1", "--rounds=1", "--repeats=1", "--threads=1"]
+    for what, steps in (("train", ["step"]), ("generate", ["token", "prefill"])):
+        out = tmp_path / f"{what}.json"
+        arguments = [what, "--mechanisms=linear", "--lengths=40,80", "--no-peers", *small, "--out", str(out)]
+        assert command(monkeypatch, *arguments) == 0
+        rows = json.loads(out.read_text())["rows"]
+        assert [row["name"] for row in rows] == 2 * ["linear", "linear, half the heads local"]
+        for row in rows:
+            assert row["status"] == "ok", row["message"]
+            assert list(row["runs"][0]["times"]) == steps
+            for step in steps:
+                tokens = row["runs"][0]["tokens"][step]
+                assert row[f"{step}_tokens_per_second"] == pytest.approx(tokens / row[f"{step}_ms"] * 1e3)
+            assert row["runs"][0]["check"]["error"] <= row["runs"][0]["check"]["tolerance"]
+        assert "tokens/s" in capfd.readouterr().out
+        assert out.with_suffix(".png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", OLDER)
+@pytest.mark.parametrize("task", ["train", "generate"])
+def test_older_models_run(name: str, task: str) -> None:
+    case = Case(256, num_heads=2, head_dim=16, depth=1)
+    older = TheirModel(name, task)
+    unfit = older.unfit(case)
+    if unfit is not None:
+        pytest.skip(unfit[1])
+    run = measure(older, case, Effort(repeats=1))
+    assert run.status == "ok", run.message
+    assert list(run.times) == ["step" if task == "train" else "token"]

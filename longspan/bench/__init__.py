@@ -4,7 +4,7 @@
 `work` and a `check` (see `Subject`): the mechanisms (`Ours`) and the older packages (`PEERS`) are the first.
 """
 
-from longspan.bench.measuring import Case, Check, Effort, Row, Run, Subject, Work, compare, measure
+from longspan.bench.measuring import Case, Check, Effort, Row, Run, Step, Subject, Work, compare, measure
 from longspan.bench.ours import Ours
 from longspan.bench.peers import PEERS, Theirs
 
@@ -16,6 +16,7 @@ __all__ = [
     "Ours",
     "Row",
     "Run",
+    "Step",
     "Subject",
     "Theirs",
     "Work",

@@ -15,20 +15,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from longspan.bench.machine import commit, cores, machine, versions
 from longspan.bench.measuring import Case, Effort, Subject, compare
 from longspan.bench.memory import available_gb
+from longspan.bench.models import MODELS, TASKS, our_models, their_models
 from longspan.bench.ours import names, ours
 from longspan.bench.peers import peers
-from longspan.bench.report import Group, remarks, save, table
+from longspan.bench.report import Group, plot, remarks, save, table
 from longspan.mechanisms.choices import choose
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 _DEVICES = ("cpu", "cuda")
 _BROKEN = ("wrong", "error", "crashed")  # Running out of memory or time is a result; these, in ours, are not.
 
+_INPUTS = {
+    "mechanisms": "standard normal q, k, v; forward without gradients; gradients to q, k, v and parameters",
+    "train": "random bytes; loss, backward and AdamW; half precision by autocast",
+    "generate": "random bytes; greedy tokens after a prompt of so many; the older packages read it again for each",
+}
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command()
 def bench(
+    what: Annotated[str, typer.Argument(help=f"mechanisms, or whole models: {', '.join(TASKS)}.")] = "mechanisms",
     mechanisms: Annotated[
         str, typer.Option(help="Mechanisms, separated by commas.")
     ] = "linear,performer,local,linformer,softmax",
@@ -36,6 +44,10 @@ def bench(
     heads: Annotated[int, typer.Option(min=1)] = 8,
     head_dim: Annotated[int, typer.Option(min=1)] = 64,
     batch: Annotated[int, typer.Option(min=1)] = 1,
+    depth: Annotated[int, typer.Option(min=1, help="Layers of a model.")] = 6,
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Our training step by torch.compile.")
+    ] = False,
     causal: Annotated[bool, typer.Option("--causal/--bidirectional")] = True,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(_DTYPES)}.")] = "float32",
     device: Annotated[str, typer.Option(help=f"One of {', '.join(_DEVICES)}.")] = "cpu",
@@ -52,10 +64,17 @@ def bench(
 ) -> None:
     """Times mechanisms and the older packages in one run: forward, forward + backward, peak memory.
 
-    Each measurement is a process of its own, after a check that what it computes is right.
+    `train` times a training step of a whole model, `generate` reading a prompt of --lengths tokens and each token
+    after it. Each measurement is a process of its own, after a check that what it computes is right.
     """
     try:
-        chosen = [choose("mechanism", name, names()) for name in _parts(mechanisms)]
+        choose("subject", what, ("mechanisms", *TASKS))
+        known = names() if what == "mechanisms" else MODELS
+        chosen = [choose("mechanism", name, known) for name in _parts(mechanisms)]
+        if what != "mechanisms" and not causal:
+            raise ValueError(f"bench {what} measures causal models: leave out --bidirectional")
+        if compiled and what != "train":
+            raise ValueError("--compile is for bench train")
         wanted = _lengths(lengths)
         choose("dtype", dtype, _DTYPES)
         choose("device", device, _DEVICES)
@@ -79,28 +98,32 @@ def bench(
         threads=threads or cores(),
         memory_limit=memory_limit,
     )
-    cases = [Case(length, batch, heads, head_dim, causal, dtype, device) for length in wanted]
+    layers = 1 if what == "mechanisms" else depth
+    cases = [Case(length, batch, heads, head_dim, causal, dtype, device, layers) for length in wanted]
     about: dict[str, Any] = {
         "format": 1,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(device),
         "versions": versions(),
         "commit": commit(),
-        "arguments": {"mechanisms": chosen, "lengths": wanted, "peers": with_peers},
+        "arguments": {"what": what, "mechanisms": chosen, "lengths": wanted, "peers": with_peers, "compile": compiled},
         "effort": vars(effort),
-        "inputs": "standard normal q, k, v; forward without gradients; gradients to q, k, v and parameters",
+        "inputs": _INPUTS[what],
         "ratios": "a row's median divided by that of the first row of its mechanism and length",
     }
     load = about["machine"]["load"] or 0.0
     if load > cores() / 2:
         print(f"this machine is busy (load {load:g} on {cores()} cores): times will be noisy", file=sys.stderr)
-    groups = _run(chosen, cases, effort, with_peers, out, about)
+    plan = [(name, case, _subjects(what, name, case, compiled, with_peers)) for name in chosen for case in cases]
+    groups = _run(plan, effort, out, about)
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(_title(about, cases[0]), highlight=False)
     console.print(table(groups))
     for remark in remarks(groups):
         console.print(remark, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"written to {out}", markup=False, highlight=False, soft_wrap=True)
+    picture = out.with_suffix(".png")
+    written = f"{out} and {picture}" if plot(picture, groups) else str(out)
+    console.print(f"written to {written}", markup=False, highlight=False, soft_wrap=True)
     if any(row.failure and row.failure.status in _BROKEN for group in groups for row in group.ours):
         raise typer.Exit(1)
 
@@ -118,14 +141,16 @@ def main() -> None:
         _fail(f"{error.format_message().rstrip('.')}; see --help")
 
 
-def _run(
-    chosen: list[str], cases: list[Case], effort: Effort, with_peers: bool, out: Path, about: dict[str, Any]
-) -> list[Group]:
+def _subjects(what: str, name: str, case: Case, compiled: bool, with_peers: bool) -> list[Subject]:
+    """Ours, and then the peers, of one mechanism."""
+    if what == "mechanisms":
+        return [*ours(name), *(peers(name, case) if with_peers else [])]
+    return [*our_models(name, what, compiled), *(their_models(name, what) if with_peers else [])]
+
+
+def _run(plan: list[tuple[str, Case, list[Subject]]], effort: Effort, out: Path, about: dict[str, Any]) -> list[Group]:
     """Every mechanism at every length; what is found is saved as it comes."""
     groups: list[Group] = []
-    plan = [
-        (name, case, [*ours(name), *(peers(name, case) if with_peers else [])]) for name in chosen for case in cases
-    ]
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
@@ -150,6 +175,7 @@ def _title(about: dict[str, Any], case: Case) -> str:
     where = about["machine"]["gpu"]["name"] if about["machine"]["gpu"] else about["machine"]["cpu"]
     mode = "causal" if case.causal else "bidirectional"
     sizes = f"batch {case.batch_size}, {case.num_heads} heads of {case.head_dim}, {case.dtype}, {mode}"
+    sizes += f", {case.depth} layers" if about["arguments"]["what"] != "mechanisms" else ""
     return f"{sizes}; {where}, threads: {about['effort']['threads']}, torch {about['versions']['torch']}"
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -23,7 +23,7 @@ Status = Literal["ok", "out of memory", "timed out", "crashed", "error", "wrong"
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: the sizes of q, k and v, and where they live."""
+    """What is measured: the sizes of q, k and v, and where they live. depth: layers, where a model is measured."""
 
     length: int
     batch_size: int = 1
@@ -32,6 +32,11 @@ class Case:
     causal: bool = True
     dtype: str = "float32"
     device: str = "cpu"
+    depth: int = 1
+
+    @property
+    def dim(self) -> int:
+        return self.num_heads * self.head_dim
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -59,11 +64,18 @@ class Effort:
     memory_limit: float | None = None
 
 
-class Work(NamedTuple):
-    """Two steps to time. Each returns the tensors it made, and they are dropped after the clock has stopped."""
+class Step(NamedTuple):
+    """Something to time. It returns the tensors it made, which are dropped after the clock has stopped.
 
-    forward: Callable[[], Sequence[Tensor]]
-    forward_backward: Callable[[], Sequence[Tensor]]
+    gradients: whether it needs them; if not, it is timed without. tokens: how many it reads or writes, if that counts.
+    """
+
+    call: Callable[[], Sequence[Tensor]]
+    gradients: bool = False
+    tokens: int | None = None
+
+
+Work = Mapping[str, Step]  # by name, the one that needs most memory last
 
 
 class Check(NamedTuple):
@@ -100,12 +112,12 @@ class Subject(ABC):
 
 @dataclass
 class Run:
-    """One process's answer; times in milliseconds. `memory`: how the peak was taken."""
+    """One process's answer; times of each step in milliseconds. `memory`: how the peak was taken."""
 
     status: Status
     message: str = ""
-    forward_ms: list[float] = field(default_factory=list)
-    forward_backward_ms: list[float] = field(default_factory=list)
+    times: dict[str, list[float]] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
     peak_mb: float | None = None
     memory: str = ""
     check: dict[str, Any] | None = None
@@ -125,14 +137,18 @@ class Row:
         return next((run for run in self.runs if run.status != "ok"), None)
 
     @property
-    def forward_ms(self) -> float | None:
-        """The median over rounds of each round's median; None after a failure."""
-        return self._median([median(run.forward_ms) for run in self.runs if run.forward_ms])
+    def steps(self) -> list[str]:
+        """What was timed."""
+        return list(self.runs[0].times) if self.runs else []
 
-    @property
-    def forward_backward_ms(self) -> float | None:
-        """As `forward_ms`."""
-        return self._median([median(run.forward_backward_ms) for run in self.runs if run.forward_backward_ms])
+    def ms(self, step: str) -> float | None:
+        """The median over rounds of each round's median; None after a failure, or where there is no such step."""
+        return self._median([median(run.times[step]) for run in self.runs if run.times.get(step)])
+
+    def tokens_per_second(self, step: str) -> float | None:
+        """None where the step does not count tokens."""
+        ms, tokens = self.ms(step), self.runs[0].tokens.get(step) if self.runs else None
+        return None if ms is None or tokens is None else tokens / ms * 1e3
 
     @property
     def peak_mb(self) -> float | None:
@@ -148,8 +164,8 @@ class Row:
             "case": asdict(self.case),
             "status": "ok" if failure is None else failure.status,
             "message": "" if failure is None else failure.message,
-            "forward_ms": self.forward_ms,
-            "forward_backward_ms": self.forward_backward_ms,
+            **{f"{step}_ms": self.ms(step) for step in self.steps},
+            **{f"{step}_tokens_per_second": self.tokens_per_second(step) for step in self.runs[0].tokens},
             "peak_mb": self.peak_mb,
             "runs": [asdict(run) for run in self.runs],
         }

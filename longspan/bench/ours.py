@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.bench.measuring import Case, Check, Subject, Work
+from longspan.bench.measuring import Case, Check, Step, Subject, Work
 from longspan.mechanism import Mechanism
 from longspan.mechanisms import build_mechanism, mechanisms
 
@@ -130,7 +130,7 @@ def attention_work(
         found = torch.autograd.grad(out, leaves, gradients, allow_unused=True)
         return [*out, *(gradient for gradient in found if gradient is not None)]
 
-    return Work(forward, forward_backward)
+    return {"forward": Step(forward), "forward_backward": Step(forward_backward, gradients=True)}
 
 
 def relative_error(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:

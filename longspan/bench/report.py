@@ -1,4 +1,4 @@
-"""What a run found: groups of rows, their ratios to ours, how they grow; as JSON and as a table."""
+"""What a run found: groups of rows, their ratios to ours, how they grow; as JSON, as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rich.text import Text
 
 from longspan.bench.measuring import Case, Row
 
-_QUANTITIES = ("forward_ms", "forward_backward_ms", "peak_mb")
+MEMORY = "peak_mb"
+_WORDS = {"forward_backward": "fwd + bwd", MEMORY: "memory"}
 
 
 @dataclass
@@ -33,7 +34,18 @@ class Group:
 
     def ratios(self, row: Row) -> dict[str, float | None]:
         """Each quantity of a row divided by that of ours: above 1, ours needs less."""
-        return {name: _ratio(getattr(row, name), getattr(self.rows[0], name)) for name in _QUANTITIES}
+        return {name: _ratio(quantity(row, name), quantity(self.rows[0], name)) for name in quantities([self])}
+
+
+def quantity(row: Row, name: str) -> float | None:
+    """The milliseconds of a step, or the peak of memory."""
+    return row.peak_mb if name == MEMORY else row.ms(name.removesuffix("_ms"))
+
+
+def quantities(groups: Sequence[Group]) -> list[str]:
+    """What was measured, by its name in JSON."""
+    steps = dict.fromkeys(step for group in groups for row in group.rows for step in row.steps)
+    return [*(f"{step}_ms" for step in steps), MEMORY]
 
 
 def growth(groups: Sequence[Group], group: Group, row: Row) -> dict[str, Any] | None:
@@ -49,8 +61,8 @@ def growth(groups: Sequence[Group], group: Group, row: Row) -> dict[str, Any] | 
         return None
     length, earlier = max(shorter, key=lambda found: found[0])
     exponents: dict[str, Any] = {"from": length}
-    for name in _QUANTITIES:
-        ratio = _ratio(getattr(row, name), getattr(earlier, name))
+    for name in quantities([group]):
+        ratio = _ratio(quantity(row, name), quantity(earlier, name))
         exponents[name] = None if not ratio else math.log(ratio) / math.log(group.case.length / length)
     return exponents
 
@@ -69,19 +81,61 @@ def save(path: Path, groups: Sequence[Group], about: dict[str, Any]) -> None:
 
 def table(groups: Sequence[Group]) -> Table:
     """One table, ratios first. A failure stands where its times would."""
+    names = quantities(groups)
+    counted = {step for group in groups for row in group.rows for run in row.runs for step in run.tokens}
     found = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     found.add_column("n", justify="right")
     found.add_column("what")
-    for name in ("forward\n÷ ours", "fwd + bwd\n÷ ours", "memory\n÷ ours"):
-        found.add_column(name, justify="right", style="bold")
-    for name in ("forward\nms", "fwd + bwd\nms", "peak\nMB", "fwd + bwd\ngrows as"):
-        found.add_column(name, justify="right")
+    for name in names:
+        found.add_column(f"{_word(name)}\n÷ ours", justify="right", style="bold")
+    for name in names:
+        unit = "MB" if name == MEMORY else "ms"
+        if name.removesuffix("_ms") in counted:
+            unit = "tokens/s"
+        found.add_column(f"{'peak' if name == MEMORY else _word(name)}\n{unit}", justify="right")
+    slowest = names[-2] if len(names) > 1 else names[-1]
+    found.add_column(f"{_word(slowest)}\ngrows as", justify="right")
     for group in groups:
         for place, row in enumerate(group.rows):
             length = str(group.case.length) if place == 0 else ""
-            found.add_row(length, row.subject.name, *_cells(groups, group, row))
+            found.add_row(length, row.subject.name, *_cells(groups, group, row, names))
         found.add_section()
     return found
+
+
+def plot(path: Path, groups: Sequence[Group]) -> bool:
+    """Time and memory against the length, both logarithmic, as a PNG; False where there is only one length."""
+    if len({group.case.length for group in groups}) < 2:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = quantities(groups)
+    figure, axes = pyplot.subplots(1, len(names), figsize=(5.2 * len(names), 4.4), squeeze=False)
+    lines = list(dict.fromkeys(row.subject.name for group in groups for row in group.rows))
+    packages = {row.subject.name: row.subject.package for group in groups for row in group.rows}
+    for name, axis in zip(names, axes[0], strict=True):
+        for i, subject in enumerate(lines):
+            points = [
+                (group.case.length, value)
+                for group in groups
+                for row in group.rows
+                if row.subject.name == subject and (value := quantity(row, name)) is not None
+            ]
+            if points:
+                style = "-" if packages[subject] == "longspan" else "--"
+                axis.plot(*zip(*sorted(points), strict=True), style, marker="o", label=subject, color=f"C{i % 10}")
+        axis.set(xscale="log", yscale="log", xlabel="tokens", title=_word(name))
+        axis.set_ylabel("peak MB" if name == MEMORY else "ms")
+        axis.grid(alpha=0.3, which="both")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
+    figure.tight_layout(rect=(0, 0.06 + 0.035 * math.ceil(len(lines) / 2), 1, 1))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return True
 
 
 def remarks(groups: Sequence[Group]) -> list[str]:
@@ -97,17 +151,27 @@ def remarks(groups: Sequence[Group]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _cells(groups: Sequence[Group], group: Group, row: Row) -> list[str | Text]:
+def _cells(groups: Sequence[Group], group: Group, row: Row, names: list[str]) -> list[str | Text]:
     if row.failure is not None:
-        return [Text(row.failure.status, style="red"), *[""] * 6]
+        return [Text(row.failure.status, style="red"), *[""] * (2 * len(names))]
     ratios = group.ratios(row)
     grown = growth(groups, group, row)
-    exponent = None if grown is None else grown["forward_backward_ms"]
+    exponent = None if grown is None else grown.get(names[-2] if len(names) > 1 else names[-1])
     return [
-        *("" if ratios[name] is None else f"{ratios[name]:.2f}" for name in _QUANTITIES),
-        *(_three(getattr(row, name)) for name in _QUANTITIES),
+        *("" if ratios.get(name) is None else f"{ratios[name]:.2f}" for name in names),
+        *(_shown(row, name) for name in names),
         "" if exponent is None else f"n^{exponent:.2f}",
     ]
+
+
+def _shown(row: Row, name: str) -> str:
+    rate = row.tokens_per_second(name.removesuffix("_ms"))
+    return _three(quantity(row, name)) if rate is None else f"{rate:,.0f}"
+
+
+def _word(name: str) -> str:
+    step = name.removesuffix("_ms")
+    return _WORDS.get(step, step)
 
 
 def _three(value: float | None) -> str:

@@ -11,11 +11,12 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from longspan.bench.measuring import Case, Effort, Run, Subject, one_line, out_of_memory
+from longspan.bench.measuring import Case, Effort, Run, Step, Subject, one_line, out_of_memory
 from longspan.bench.memory import PeakMemory, limit_memory, release_freed
 
 _SHORT = 512
@@ -51,22 +52,30 @@ def take(subject: Subject, case: Case, effort: Effort) -> Run:
         message = f"error {check.error:.1e} against {check.against}, allowed {check.tolerance:.0e}"
         return Run("wrong", message, check=check._asdict())
     # Code that is loaded and threads that are started on first use are no part of a subject's memory.
-    subject.work(replace(case, length=min(case.length, _SHORT))).forward_backward()
+    *_, heaviest = subject.work(replace(case, length=min(case.length, _SHORT))).values()
+    _alone(heaviest)
     work = subject.work(case)
+    *_, heaviest = work.values()
     gc.collect()
     release_freed()
 
     peak = PeakMemory(case.device)
-    made = work.forward_backward()
+    made = _alone(heaviest)
     run = Run("ok", "", peak_mb=peak.stop(), memory=peak.how, check=None if check is None else check._asdict())
     if not all(bool(x.isfinite().all()) for x in made):
         return Run("wrong", "outputs or gradients are not finite", check=run.check)
     del made
 
-    with torch.no_grad():
-        run.forward_ms = _samples(work.forward, case.device, effort)
-    run.forward_backward_ms = _samples(work.forward_backward, case.device, effort)
+    for name, step in work.items():
+        run.times[name] = _samples(partial(_alone, step), case.device, effort)
+        if step.tokens is not None:
+            run.tokens[name] = step.tokens
     return run
+
+
+def _alone(step: Step) -> Sequence[Tensor]:
+    with torch.set_grad_enabled(step.gradients):
+        return step.call()
 
 
 def _samples(step: Callable[[], Sequence[Tensor]], device: str, effort: Effort) -> list[float]:
