@@ -186,11 +186,40 @@ def test_each_dropout_drops(options):
     assert torch.equal(mine.eval()(x), mine(x))
 
 
-def test_options_without_effect_say_so():
-    with pytest.warns(UserWarning, match="attn_dropout has no effect, as in the original"):
-        lat_cases.build(ours, MODEL, attn_dropout=0.1)
-    with pytest.warns(UserWarning, match="bucket_size has no effect, as in the original"):
-        lat_cases.build(ours, MODEL, bucket_size=32)
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("attn_dropout", {"attn_dropout": 0.1}),
+        ("n_local_attn_heads", {"n_local_attn_heads": 2, "linformer_settings": {"k": 5}}),
+        ("blindspot_size", {"blindspot_size": 4}),
+        ("context_linformer_settings", {"context_linformer_settings": {"seq_len": 16, "k": 5}}),
+        ("pkm_layers beyond 1 to 2", {"pkm_layers": (1, 3)}),
+        ("bucket_size", {"bucket_size": 32}),
+    ],
+)
+def test_options_without_effect_say_so(text, options):
+    with pytest.warns(UserWarning, match=rf"without effect.*, as in the original: {text}"):
+        mine = lat_cases.build(ours, MODEL, **options)
+    theirs = lat_cases.build(library(), MODEL, **options).eval()
+    mine.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 16, 32)
+    older.assert_close(mine.eval()(x), theirs(x))
+
+
+def test_a_part_of_a_checkpoint_undoes_nothing():
+    theirs, mine = (lat_cases.build(package, LM, ff_glu=True, pkm_layers=(1,)) for package in (library(), ours))
+    mine.load_state_dict({"token_emb.weight": torch.zeros(20, 32)}, strict=False)
+    assert mine.model.config == lat_cases.build(ours, LM, ff_glu=True, pkm_layers=(1,)).model.config
+    with pytest.warns(UserWarning, match="trained without ff_glu"):
+        mine.load_state_dict(theirs.state_dict())
+    kept = mine.model
+    mine.load_state_dict({"token_emb.weight": torch.zeros(20, 32)}, strict=False)
+    assert mine.model is kept
+    wrong = {
+        name: tensor[:, :9] if name.endswith("fn.keys") else tensor for name, tensor in theirs.state_dict().items()
+    }
+    with pytest.warns(UserWarning, match="ff_glu"), pytest.raises(RuntimeError, match=r"size mismatch for .*fn.keys"):
+        mine.load_state_dict(wrong)
 
 
 @pytest.mark.parametrize(

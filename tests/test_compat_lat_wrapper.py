@@ -109,6 +109,14 @@ def test_prompts_of_different_lengths():
     for i, row in enumerate(rows):
         right[i, : len(row)], left[i, 11 - len(row) :] = row, row
     mask = torch.arange(11) < torch.tensor([[11], [5]])
+    library = older.original("linear_attention_transformer")
+    theirs = library.AutoregressiveWrapper(
+        lat_cases.build(library, "LinearAttentionTransformerLM", **KINDS["blind spot"])
+    )
+    theirs.load_state_dict(wrapped.state_dict())
+    said = theirs.generate(right, 7, filter_thres=0.95, input_mask=mask)  # one token of 20: the likeliest
+    assert torch.equal(said[0], alone[0])
+    assert not torch.equal(said[1], alone[1]), "it goes on from the padding"
     assert torch.equal(wrapped.generate(right, 7, temperature=0, input_mask=mask), torch.stack(alone))
     assert torch.equal(wrapped.generate(left, 7, temperature=0, input_mask=mask.flip(1)), torch.stack(alone))
 
@@ -137,6 +145,13 @@ def test_one_row_and_an_end():
     twice = wrapped.generate(torch.stack([start, start.flip(0)]), 11, temperature=0, eos_token=eos)
     ended = (twice == eos).all(0)
     assert twice.shape[1] == 11 or bool(ended[-1])
+
+
+def test_embeddings_are_no_logits():
+    wrapped = wrapper(return_embeddings=True)
+    assert wrapped(torch.randint(0, 20, (2, 7))).shape == (2, 7, 32)
+    with pytest.raises(ValueError, match="no logits to choose a token by"):
+        wrapped.generate(torch.randint(0, 20, (2, 7)), 3)
 
 
 def test_generation_with_a_context():

@@ -43,6 +43,8 @@ class AutoregressiveWrapper(nn.Module):
         """Up to seq_len tokens after start_tokens (T,) or (B, T); it ends when every row says eos_token at once."""
         was_training, net = self.net.training, self.net.net
         assert isinstance(net, LinearAttentionTransformerLM)
+        if net.return_embeddings:
+            raise ValueError("with return_embeddings there are no logits to choose a token by: build the model without")
         start = start_tokens if start_tokens.ndim == 2 else start_tokens[None]
         mask = None if input_mask is None else input_mask.reshape(start.shape)
         about = {} if context is None else {"context": context, "context_mask": context_mask}

@@ -45,14 +45,10 @@ class _Model(Translated):
 
     def __init__(self, options: Options, fields: dict[str, Any]) -> None:
         super().__init__()
-        self.options, self.fields, self.max_seq_len = options, fields, options.max_seq_len
-        near = any(options.local_heads) or options.linformer_settings or options.context_linformer_settings
-        if options.attn_dropout and not near:
-            warnings.warn(
-                "attn_dropout has no effect, as in the original: it is for local heads (n_local_attn_heads) and "
-                "Linformer, and this model has neither; attn_layer_dropout is for all",
-                stacklevel=3,
-            )
+        self.asked = self.options = options
+        self.fields, self.max_seq_len = fields, options.max_seq_len
+        if idle := options.idle():
+            warnings.warn(f"without effect here, as in the original: {'; '.join(idle)}", stacklevel=3)
         self.model = self.kind(options.config(**fields))
 
     @property
@@ -61,14 +57,14 @@ class _Model(Translated):
         return self.options.pad_to_multiple
 
     def settle(self, shapes: Mapping[str, torch.Size]) -> None:
-        options, without = self.options.settled(shapes)
+        self.options, without = self.options.settled(shapes, self.asked)
         if without:
             warnings.warn(
                 f"this checkpoint was trained without {', '.join(without)}, which the original ignored in the layer "
-                "after self-attention: its shapes are kept, and the model is built to them",
+                "after self-attention: the model is built anew to its shapes (make the optimiser after loading)",
                 stacklevel=5,
             )
-        config, like = options.config(**self.fields), next(self.model.parameters())
+        config, like = self.options.config(**self.fields), next(self.model.parameters())
         if config != self.model.config:
             self.model = self.kind(config).to(like.device, like.dtype).train(self.training)
 
@@ -106,7 +102,7 @@ class LinearAttentionTransformer(_Model):
         shift_tokens: bool = False,
     ) -> None:
         if bucket_size != 64:
-            warnings.warn("bucket_size has no effect, as in the original: give blindspot_size", stacklevel=2)
+            warnings.warn("without effect, as in the original: bucket_size (give blindspot_size)", stacklevel=2)
         super().__init__(
             Options(
                 dim=dim,

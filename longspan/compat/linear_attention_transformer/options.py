@@ -70,11 +70,11 @@ class Options:
             **more,
         )
 
-    def settled(self, shapes: Mapping[str, Sequence[int]]) -> tuple[Options, list[str]]:
-        """The options that a checkpoint of these shapes was trained with, and what had no effect then.
+    def settled(self, shapes: Mapping[str, Sequence[int]], asked: Options) -> tuple[Options, list[str]]:
+        """These options as a checkpoint of such shapes has them, and which of those asked for had no effect on it.
 
         The original makes the feed-forward layers after self-attention without looking at ff_glu and pkm_num_keys, and
-        overlooks pkm_layers given as a list.
+        overlooks pkm_layers given as a list. What the shapes do not tell stays as it is.
         """
         widths: dict[int, int] = {}
         keys: dict[int, int] = {}
@@ -84,13 +84,34 @@ class Options:
                 if place == 0:
                     (keys if found[2] == "keys" else widths)[layer] = shape[1 if found[2] == "keys" else 0]
         options, without = self, list[str]()
-        if self.ff_glu and widths and set(widths.values()) == {4 * self.dim}:
-            options, without = replace(options, glu=False), [*without, "ff_glu"]
-        if set(keys) < set(self.memories):
-            options, without = replace(options, pkm_layers=tuple(i + 1 for i in sorted(keys))), [*without, "pkm_layers"]
-        if len(set(keys.values())) == 1 and self.pkm_num_keys not in keys.values():
-            options, without = replace(options, pkm_num_keys=keys[min(keys)]), [*without, "pkm_num_keys"]
+        if asked.ff_glu and widths:
+            options = replace(options, glu=set(widths.values()) != {4 * self.dim})
+            without += [] if options.glu else ["ff_glu"]
+        if asked.memories:
+            held = {layer for layer in asked.memories if layer in keys or layer in self.memories} - set(widths)
+            options = replace(options, pkm_layers=tuple(layer + 1 for layer in sorted(held)))
+            without += ["pkm_layers"] if set(asked.memories) & set(widths) else []
+        if keys:
+            ignored = set(keys.values()) == {128} and asked.pkm_num_keys != 128
+            options = replace(options, pkm_num_keys=128 if ignored else asked.pkm_num_keys)
+            without += ["pkm_num_keys"] if ignored else []
         return options, without
+
+    def idle(self) -> list[str]:
+        """Arguments that this model has no use for, and why."""
+        linformer = self.linformer_settings is not None
+        near = any(self.local_heads) or linformer or self.context_linformer_settings is not None
+        layers = (self.pkm_layers,) if isinstance(self.pkm_layers, int) else self.pkm_layers
+        found = {
+            "attn_dropout (for local heads and Linformer; attn_layer_dropout is for all)": self.attn_dropout
+            and not near,
+            "n_local_attn_heads (linformer_settings replace all heads)": linformer and any(self.local_heads),
+            "blindspot_size (for causal=True)": self.blindspot_size > 1 and not self.causal,
+            "context_linformer_settings (for receives_context=True)": self.context_linformer_settings is not None
+            and not self.receives_context,
+            f"pkm_layers beyond 1 to {self.depth}": len(self.memories) < len(layers),
+        }
+        return [name for name, unused in found.items() if unused]
 
     @property
     def pairs(self) -> int:
