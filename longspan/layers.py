@@ -86,8 +86,9 @@ class Attention(nn.Module):
         inner_v = 0 if self.shared_kv else mechanism.num_kv_heads * mechanism.value_dim
         self.to_q = nn.Linear(dim, inner_q, bias=config.qkv_bias)
         self.to_kv = nn.Linear(context_dim or dim, inner_k + inner_v, bias=config.qkv_bias)
-        self.q_norm = nn.RMSNorm(mechanism.head_dim, eps=1e-6) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(mechanism.head_dim, eps=1e-6) if config.qk_norm else None
+        # So small that a short query is normalised as fully as a long one, and large enough for gradients at zero.
+        self.q_norm = nn.RMSNorm(mechanism.head_dim, eps=1e-12) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(mechanism.head_dim, eps=1e-12) if config.qk_norm else None
         self.rotary = nn.ModuleList(_rotary(config, mechanism))
         if cross and self.rotary:
             raise ValueError(f'cross-attention is never rotated: set rotary="none" for it, got {config.rotary!r}')

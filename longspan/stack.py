@@ -232,7 +232,7 @@ class CentredNorm(nn.Module):
         self.offset = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.offset.shape, 1 + self.offset, 1e-6)
+        return F.rms_norm(x, self.offset.shape, 1 + self.offset, 1e-12)
 
 
 class HyperConnection(nn.Module):

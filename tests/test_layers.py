@@ -80,7 +80,7 @@ def by_definition(layer: Attention, config: AttentionConfig, x: Tensor, causal: 
         qh, kh, vh = q[..., h * D : (h + 1) * D], k[..., g * D : (g + 1) * D], v[..., g * D : (g + 1) * D]
         if config.qk_norm:
             qh, kh = (
-                y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weights[f"{name}_norm.weight"]
+                y / (y.square().mean(-1, keepdim=True) + 1e-12).sqrt() * weights[f"{name}_norm.weight"]
                 for name, y in (("q", qh), ("k", kh))
             )
         if config.rotary != "none":

@@ -493,7 +493,7 @@ def test_hyper_connections_by_hand(streams: int) -> None:
     many = [x] * streams
     for branch, connection in zip(branches, stack.connections, strict=True):
         weight = 1 + connection.norm.offset
-        normed = [y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight for y in many]
+        normed = [y / (y.square().mean(-1, keepdim=True) + 1e-12).sqrt() * weight for y in many]
         mix = [
             connection.mix_scale * (y @ connection.dynamic_mix).tanh() + connection.static_mix[i]
             for i, y in enumerate(normed)
