@@ -61,6 +61,8 @@ def test_folders_globs_and_extensions(tmp_path: Path) -> None:
     assert everything(every) == sorted([*TEXTS, b"a note " * 9])
     only = store(tmp_path / "2", folder, reading=Reading(extensions=("txt",)), held_out=0.0)
     assert everything(only) == sorted(TEXTS)
+    fewer = store(tmp_path / "5", folder, reading=Reading(exclude=("deep*", "[0-9].txt")), held_out=0.0)
+    assert everything(fewer) == sorted(TEXTS[10:])
     assert everything(store(tmp_path / "3", folder / "[12].txt", held_out=0.0)) == sorted(TEXTS[1:3])
     two = store(tmp_path / "4", folder / "**" / "*.md", folder / "3.txt", held_out=0.0)
     assert everything(two) == sorted([b"a note " * 9, TEXTS[3]])

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from longspan.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.config import AttentionConfig, ModelConfig
 from longspan.mechanisms.choices import choose, nearest
 from longspan.train.presets import PRESETS, Values, named_mechanism
 
@@ -56,6 +56,7 @@ class TrainConfig:
     mask_rate: float = _field(0.15, "Tokens hidden by the masked objective.")
     tokenizer: str | None = _field(None, "A Hugging Face tokenizer file (tokenizer.json); bytes without.")
     extensions: tuple[str, ...] = _field((), "Extensions taken from folders, as .py,.md; all without.")
+    exclude: tuple[str, ...] = _field((), "Names of files and folders inside folders that are not taken, as test,old*.")
     bin_dtype: str = _field("uint16", f"Numbers in .bin files: {', '.join(BIN_DTYPES)}.")
     image_size: int | None = _field(None, "Width and height images are brought to.")
     held_out: float = _field(0.05, "Share of the data that is scored and never trained on, chosen by content.")
@@ -163,16 +164,22 @@ def fields_of() -> dict[str, tuple[Any, str]]:
     """Every field by its name here: its type and a line of help."""
     hints = typing.get_type_hints(TrainConfig)
     found = {f.name: (hints[f.name], f.metadata["help"]) for f in dataclasses.fields(TrainConfig)}
-    for prefix, cls in (
-        ("model.", ModelConfig),
-        ("model.attention.", AttentionConfig),
-        ("model.feed_forward.", FeedForwardConfig),
-    ):
-        hints = typing.get_type_hints(cls)
-        for f in dataclasses.fields(cls):
-            if f.name not in ("attention", "cross", "feed_forward"):
-                found[prefix + f.name] = hints[f.name], ""
+    return found | _fields_within(ModelConfig, "model.")
+
+
+def _fields_within(cls: Any, prefix: str) -> dict[str, tuple[Any, str]]:
+    found: dict[str, tuple[Any, str]] = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        group = next((each for each in _options(hint) if dataclasses.is_dataclass(each)), None)
+        if group is None:
+            found[prefix + name] = hint, ""
+        elif name != "cross":  # There is nothing to attend to here.
+            found |= _fields_within(group, f"{prefix}{name}.")
     return found
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
 def described(settings: Settings, model: ModelConfig) -> Values:
@@ -235,7 +242,7 @@ def _flat(values: Values, prefix: str) -> Values:
     """Dotted names; a mechanism's options are one value."""
     found: Values = {}
     for name, value in values.items():
-        if isinstance(value, dict) and name in ("model", "attention", "feed_forward"):
+        if isinstance(value, dict) and name != "mechanism":
             found |= _flat(value, f"{prefix}{name}.")
         else:
             found[prefix + name] = value
@@ -256,13 +263,13 @@ def _converted(name: str, value: Any, source: str) -> Any:
 
 def _as(value: Any, hint: Any) -> Any:
     """The value, which may be text, as the type of a field."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    options = _options(hint)
     if type(None) in options and (value is None or value == "none"):
         return None
     kind = options[0]
     if kind is bool:
         answers = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
-        if isinstance(value, bool):
+        if isinstance(value, bool) or (str in options and str(value).lower() not in answers):
             return value
         return answers[str(value).lower()] if str(value).lower() in answers else _no()
     if kind in (int, float):
@@ -285,7 +292,7 @@ def _no() -> Any:
 
 
 def _say(hint: Any) -> str:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    options = _options(hint)
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
     return " or ".join(names.get(o, "a list, as 1,2") for o in options)
 

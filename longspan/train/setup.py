@@ -112,7 +112,8 @@ def is_compiled(train: TrainConfig, packed: bool, device: torch.device) -> bool:
 
 def open_data(train: TrainConfig, folder: Path, watch: Watch) -> Store:
     """The run's tokens, checked against what the run needs of them."""
-    reading = Reading(train.extensions, train.bin_dtype, train.image_size, train.objective == "classify")
+    labelled = train.objective == "classify"
+    reading = Reading(train.extensions, train.exclude, train.bin_dtype, train.image_size, labelled)
     sources, scored = (tuple(find_source(text, reading) for text in given) for given in (train.data, train.eval_data))
     tokenizer = None if train.tokenizer is None else Path(train.tokenizer)
     if tokenizer is not None and not tokenizer.is_file():

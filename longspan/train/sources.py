@@ -9,8 +9,9 @@ import io
 import lzma
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -45,13 +46,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Reading:
-    """How files are read. extensions: of the files taken from folders, all if empty. bin_dtype: numbers in .bin files.
+    """How files are read. extensions: of the files taken from folders, all if empty. exclude: names, which may be
+    patterns, of files and folders inside folders that are not taken. bin_dtype: numbers in .bin files.
 
     image_size: width and height images are brought to, as they are if None. labelled: documents have a label, the
     name of the folder they are in or a column of a CSV.
     """
 
     extensions: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
     bin_dtype: str = "uint16"
     image_size: int | None = None
     labelled: bool = False
@@ -65,7 +68,7 @@ def find_source(text: str, reading: Reading) -> Source:
         raise ValueError(f"--data {text}: a weight must be above 0; leave the source out instead")
     path = Path(name).expanduser()
     if path.is_dir():
-        files = _folder(path, reading.extensions)
+        files = _folder(path, reading)
         if not files:
             kind = f" with extension {', '.join(reading.extensions)}" if reading.extensions else ""
             raise ValueError(f"--data {name}: the folder holds no files{kind}")
@@ -130,14 +133,18 @@ def opened(path: Path) -> IO[bytes]:
     return open(path, "rb")
 
 
-def _folder(folder: Path, extensions: Sequence[str]) -> list[Path]:
-    wanted = {e.lower() if e.startswith(".") else f".{e.lower()}" for e in extensions}
+def _folder(folder: Path, reading: Reading) -> list[Path]:
+    wanted = {e.lower() if e.startswith(".") else f".{e.lower()}" for e in reading.extensions}
+
+    def taken(name: str) -> bool:
+        unwanted = (".*", "__pycache__", *reading.exclude)
+        return not any(fnmatch(name, pattern) for pattern in unwanted)
+
     found = []
     for where, names, files in os.walk(folder, followlinks=True):
-        names[:] = sorted(name for name in names if not name.startswith(".") and name != "__pycache__")
-        for name in files:
-            path = Path(where) / name
-            if not name.startswith(".") and (not wanted or {path.suffix.lower(), _inner(path)} & wanted):
+        names[:] = sorted(filter(taken, names))
+        for path in (Path(where) / name for name in filter(taken, files)):
+            if not wanted or {path.suffix.lower(), _inner(path)} & wanted:
                 found.append(path)
     return sorted(path for path in found if path.is_file())
 
