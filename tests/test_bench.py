@@ -192,6 +192,14 @@ def test_rows_take_turns_and_stop_after_a_failure(monkeypatch: pytest.MonkeyPatc
     assert c.peak_mb == 3
 
 
+def test_rows_compare_token_by_token() -> None:
+    def row(ms: float, tokens: int) -> Row:
+        return Row(Fixed("0"), TINY, [Run("ok", "", {"token": [ms]}, {"token": tokens}, 1.0)])
+
+    group = Group("x", TINY, [row(8.0, 16), row(6.0, 2)])
+    assert group.ratios(group.rows[1])["token_ms"] == pytest.approx(6)  # 3 ms a token against half of one
+
+
 def test_growth_is_an_exponent_of_the_length() -> None:
     def group(length: int, ms: float) -> Group:
         case = Case(length)

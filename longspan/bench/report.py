@@ -34,7 +34,7 @@ class Group:
 
     def ratios(self, row: Row) -> dict[str, float | None]:
         """Each quantity of a row divided by that of ours: above 1, ours needs less."""
-        return {name: _ratio(quantity(row, name), quantity(self.rows[0], name)) for name in quantities([self])}
+        return {name: _ratio(_cost(row, name), _cost(self.rows[0], name)) for name in quantities([self])}
 
 
 def quantity(row: Row, name: str) -> float | None:
@@ -162,6 +162,12 @@ def _cells(groups: Sequence[Group], group: Group, row: Row, names: list[str]) ->
         *(_shown(row, name) for name in names),
         "" if exponent is None else f"n^{exponent:.2f}",
     ]
+
+
+def _cost(row: Row, name: str) -> float | None:
+    """A quantity by which rows compare: a step that counts tokens may count fewer in one than in another."""
+    rate = row.tokens_per_second(name.removesuffix("_ms"))
+    return quantity(row, name) if rate is None else 1 / rate
 
 
 def _shown(row: Row, name: str) -> str:
