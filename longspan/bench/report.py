@@ -122,13 +122,16 @@ def plot(path: Path, groups: Sequence[Group]) -> bool:
                 (group.case.length, value)
                 for group in groups
                 for row in group.rows
-                if row.subject.name == subject and (value := quantity(row, name)) is not None
+                if row.subject.name == subject and (value := _cost(row, name)) is not None
             ]
             if points:
                 style = "-" if packages[subject] == "longspan" else "--"
                 axis.plot(*zip(*sorted(points), strict=True), style, marker="o", label=subject, color=f"C{i % 10}")
         axis.set(xscale="log", yscale="log", xlabel="tokens", title=_word(name))
-        axis.set_ylabel("peak MB" if name == MEMORY else "ms")
+        counted = any(
+            name.removesuffix("_ms") in run.tokens for group in groups for row in group.rows for run in row.runs
+        )
+        axis.set_ylabel("peak MB" if name == MEMORY else "ms a token" if counted else "ms")
         axis.grid(alpha=0.3, which="both")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
@@ -167,7 +170,7 @@ def _cells(groups: Sequence[Group], group: Group, row: Row, names: list[str]) ->
 def _cost(row: Row, name: str) -> float | None:
     """A quantity by which rows compare: a step that counts tokens may count fewer in one than in another."""
     rate = row.tokens_per_second(name.removesuffix("_ms"))
-    return quantity(row, name) if rate is None else 1 / rate
+    return quantity(row, name) if rate is None else 1e3 / rate
 
 
 def _shown(row: Row, name: str) -> str:
