@@ -178,12 +178,30 @@ def test_dropout_after_linformer():
 
 
 @pytest.mark.parametrize(
-    "options", [{"attn_layer_dropout": 0.5}, {"attn_dropout": 0.5, "n_local_attn_heads": 2}, {"ff_dropout": 0.5}]
+    "options",
+    [
+        {"attn_layer_dropout": 0.5},
+        {"attn_dropout": 0.5, "n_local_attn_heads": 2},
+        {"attn_dropout": 0.5, "linformer_settings": {"k": 5}},
+        {"attn_dropout": 0.5, "receives_context": True, "context_linformer_settings": {"seq_len": 16, "k": 5}},
+        {"ff_dropout": 0.5},
+    ],
 )
 def test_each_dropout_drops(options):
     mine, x = lat_cases.build(ours, MODEL, **options), torch.randn(2, 16, 32)
-    assert not torch.equal(mine(x), mine(x))
-    assert torch.equal(mine.eval()(x), mine(x))
+    given = {"context": x} if "receives_context" in options else {}
+    assert not torch.equal(mine(x, **given), mine(x, **given))
+    assert torch.equal(mine.eval()(x, **given), mine(x, **given))
+
+
+def test_chunks_are_computed_one_after_the_other():
+    mine = lat_cases.build(ours, MODEL, ff_chunks=4, attend_axially=True, local_attn_window_size=16)
+    layers = [branch.layer for branch in mine.model.stack.branches[1::2]]
+    sizes = []
+    for layer in layers:
+        layer.to_hidden.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))
+    mine(torch.randn(2, 16, 32))
+    assert sizes == [4] * 4 * len(layers)
 
 
 @pytest.mark.parametrize(

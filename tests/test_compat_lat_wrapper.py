@@ -32,11 +32,14 @@ def wrapper(kind="blind spot", **more):
     return ours.AutoregressiveWrapper(model)
 
 
-def pair(**options):
-    """The original's wrapper and ours, with the same weights."""
-    library = older.original("linear_attention_transformer")
-    theirs = library.AutoregressiveWrapper(lat_cases.build(library, "LinearAttentionTransformerLM", **options))
-    mine = ours.AutoregressiveWrapper(lat_cases.build(ours, "LinearAttentionTransformerLM", **options))
+def pair(given=None, **options):
+    """The original's wrapper and ours, given the same, of models with the same options and weights."""
+    theirs, mine = (
+        package.AutoregressiveWrapper(
+            lat_cases.build(package, "LinearAttentionTransformerLM", **options), **(given or {})
+        )
+        for package in (older.original("linear_attention_transformer"), ours)
+    )
     mine.load_state_dict(theirs.state_dict())
     return theirs, mine
 
@@ -55,8 +58,11 @@ def greedy(net, start, number, **given):
 @pytest.mark.parametrize("kind", KINDS)
 def test_generation_equals_reading_everything_anew(kind):
     wrapped, start = wrapper(kind), torch.randint(0, 20, (2, 7))
-    assert torch.equal(wrapped.generate(start, 23, temperature=0), greedy(wrapped.net.net.eval(), start, 23))
-    assert wrapped.training
+    wrapped.eval()
+    assert torch.equal(wrapped.generate(start, 23, temperature=0), greedy(wrapped.net.net, start, 23))
+    assert not wrapped.net.training
+    wrapped.train().generate(start, 1)
+    assert wrapped.net.net.model.training
 
 
 def test_generation_draws_what_the_original_draws():
@@ -171,17 +177,16 @@ def test_a_model_that_looks_both_ways_reads_everything_anew():
     assert torch.equal(wrapped.generate(start, 9, temperature=0), greedy(wrapped.net.net.eval(), start, 9))
 
 
-@pytest.mark.parametrize("ignore_index", [-100, 0])
-def test_losses(ignore_index):
-    theirs, mine = pair(causal=True, n_local_attn_heads=2, blindspot_size=8)
-    theirs.ignore_index = mine.ignore_index = ignore_index
+@pytest.mark.parametrize("given", [{}, {"ignore_index": 0}, {"ignore_index": 3, "pad_value": 3}, {"pad_value": 3}])
+def test_losses(given):
+    theirs, mine = pair(given, causal=True, n_local_attn_heads=2, blindspot_size=8)
     x = torch.randint(0, 20, (2, 33))
     rows = [torch.randint(1, 20, (n,)) for n in (17, 30, 9)]
-    for given in (x, rows):
-        losses = [module(given, return_loss=True) for module in (theirs, mine)]
+    for batch in (x, rows):
+        losses = [module(batch, return_loss=True) for module in (theirs, mine)]
         older.assert_close(*reversed(losses))
         losses[1].backward()
-        older.assert_close(mine(given), theirs(given))
+        older.assert_close(mine(batch), theirs(batch))
     assert mine.net.net.model.to_logits.weight.grad.any()
 
 
