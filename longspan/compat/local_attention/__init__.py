@@ -1,0 +1,6 @@
+"""local-attention 1.11.2: softmax over windows, and a transformer of it."""
+
+from longspan.compat.local_attention.local_attention import LocalAttention
+from longspan.compat.local_attention.transformer import DynamicPositionBias, LocalMHA, LocalTransformer
+
+__all__ = ["DynamicPositionBias", "LocalAttention", "LocalMHA", "LocalTransformer"]

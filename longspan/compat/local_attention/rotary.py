@@ -1,0 +1,53 @@
+"""Rotary positions by halves, with or without xPos."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from longspan.ops.rotary import angles, xpos_scale
+
+
+class SinusoidalEmbeddings(nn.Module):
+    """Angles (n, dim) of the positions of x (…, n, dim), and xPos's scales (n, dim), or 1 where there is no xPos."""
+
+    inv_freq: Tensor
+
+    def __init__(self, dim: int, scale_base: float | None = None, use_xpos: bool = False, theta: float = 10000) -> None:
+        super().__init__()
+        if use_xpos and scale_base is None:
+            raise ValueError("use_xpos needs scale_base, such as half the window")
+        self.dim, self.scale_base, self.use_xpos, self.theta = dim, scale_base, use_xpos, theta
+        self.register_buffer("inv_freq", frequencies(dim, theta))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        # In float32 whatever became of the buffer: in bfloat16 positions would collide.
+        place = torch.arange(x.shape[-2], device=x.device)
+        freqs = angles(place, self.dim, self.theta, torch.float32)
+        if not self.use_xpos or self.scale_base is None:
+            return torch.cat([freqs, freqs], -1), torch.ones(1, device=x.device)
+        scale = xpos_scale(place - x.shape[-2] // 2, self.dim, self.scale_base, torch.float32)
+        return torch.cat([freqs, freqs], -1), torch.cat([scale, scale], -1)
+
+
+def frequencies(dim: int, theta: float = 10000) -> Tensor:
+    """(dim / 2,) the angles of position 1, which older checkpoints hold."""
+    return angles(torch.ones(()), dim, theta, torch.float32)
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    """x (…, D) with every pair turned by a quarter."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([-b, a], -1)
+
+
+def apply_rotary_pos_emb(q: Tensor, k: Tensor, freqs: Tensor, scale: Tensor | float = 1) -> tuple[Tensor, Tensor]:
+    """q (…, n, D) and k (…, m, D), n ≤ m, turned by freqs (m, D); q stands at the last n of the m positions."""
+    scale = torch.as_tensor(scale, device=freqs.device)
+    last = slice(freqs.shape[-2] - q.shape[-2], None)
+    return _turned(q, freqs[..., last, :], scale[last] if scale.ndim == 2 else scale), _turned(k, freqs, 1 / scale)
+
+
+def _turned(x: Tensor, angle: Tensor, scale: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(angle.dtype, x.dtype))
+    return ((wide * angle.cos() + rotate_half(wide) * angle.sin()) * scale).to(x.dtype)

@@ -1,0 +1,414 @@
+"""LocalMHA and LocalTransformer beside the originals: outputs, gradients, caches, masks, generation."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from older import assert_close, assert_parity, copy_weights, gradients, original
+from torch import Tensor, nn
+
+from longspan.compat.local_attention import LocalMHA, LocalTransformer
+from longspan.compat.names import Translated
+
+B, N, DIM, W, V = 2, 19, 12, 5, 11
+LAYER = {"dim": DIM, "window_size": W, "heads": 3, "dim_head": 6}
+MODEL = {"num_tokens": V, "max_seq_len": 40, "dim": DIM, "depth": 2, "heads": 3, "dim_head": 6}
+MODEL |= {"local_attn_window_size": W}
+
+
+def vectors(n: int = N) -> Tensor:
+    return torch.randn(B, n, DIM, generator=torch.Generator().manual_seed(7))
+
+
+def tokens(n: int = N) -> Tensor:
+    return torch.randint(V, (B, n), generator=torch.Generator().manual_seed(8))
+
+
+def right_padded(n: int = N) -> Tensor:
+    return torch.arange(n) < torch.tensor([[n], [n - 6]])
+
+
+def shaken(module: nn.Module) -> nn.Module:
+    """Weights away from where they begin: zeros and ones would hide mistakes."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.2)
+    return module
+
+
+MHA: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "prenorm": {"causal": True, "prenorm": True},
+    "normed": {"causal": True, "qk_rmsnorm": True},
+    "normed both ways": {"qk_rmsnorm": True, "qk_scale": 5, "prenorm": True},
+    "blocks": {"causal": True, "exact_windowsize": False},
+    "blocks both ways": {"exact_windowsize": False},
+    "gates": {"causal": True, "gate_values_per_head": True, "prenorm": True},
+    "xpos": {"causal": True, "use_xpos": True},
+    "xpos both ways": {"use_xpos": True, "xpos_scale_base": 4},
+    "shared": {"causal": True, "shared_qk": True},
+    "far": {"look_backward": 2, "look_forward": 0},
+    "bare": {"causal": True, "use_rotary_pos_emb": False},
+    "rel_pos_emb_config": {"causal": True, "rel_pos_emb_config": (6, 3)},
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", MHA)
+def test_layer(name: str, training: bool) -> None:
+    arguments = LAYER | MHA[name]
+    theirs = shaken(original("local_attention").LocalMHA(**arguments)).train(training)
+    n = N if arguments.get("causal") else 20  # What the original pads both ways, it attends to.
+    keep = torch.ones(n, dtype=torch.bool)
+    masks = [None, keep if arguments.get("causal") else torch.arange(n) % 4 != 2]  # both ways, with holes
+
+    def run(module: nn.Module, mask: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        x = vectors(n).requires_grad_()
+        out = module(x, mask=None if mask is None else mask.expand(B, n))
+        return out * (keep if mask is None else mask)[:, None], {"x": x}
+
+    for mask in masks:
+        assert_parity(theirs, LocalMHA(**arguments).train(training), partial(run, mask=mask))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_layer_with_a_bias(causal: bool, exact: bool) -> None:
+    arguments = LAYER | {"causal": causal, "exact_windowsize": exact}
+    theirs = shaken(original("local_attention").LocalMHA(**arguments))
+    table = torch.randn(3, W, (2 if causal else 3) * W)
+
+    def run(module: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+        x, bias = vectors(20).requires_grad_(), table.clone().requires_grad_()
+        return module(x, attn_bias=bias), {"x": x, "bias": bias}
+
+    assert_parity(theirs, LocalMHA(**arguments), run)
+
+
+def test_layer_padding() -> None:
+    """Both ways, to a length that does not divide: the original attends to its padding unless a mask says otherwise."""
+    theirs = shaken(original("local_attention").LocalMHA(**LAYER))
+    ours = LocalMHA(**LAYER)
+    ours.load_state_dict(theirs.state_dict())
+    x = vectors()
+    right = theirs(x, mask=torch.ones(B, N, dtype=torch.bool))
+    assert_close(ours(x), right)
+    assert (theirs(x) - right).abs().max() > 1e-3
+
+
+CACHED = ["causal", "prenorm", "normed", "blocks", "gates", "xpos", "shared", "bare"]
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_layer_cache_is_recomputing(name: str) -> None:
+    layer = shaken(LocalMHA(**LAYER | MHA[name]))
+    x, bias = vectors(), torch.randn(3, W, 2 * W)
+    for table in (None, bias):
+        whole = layer(x, attn_bias=table)
+        out, cache = layer(x[:, :9], attn_bias=table, return_cache=True)
+        pieces = [out]
+        for t in range(9, N):
+            again, _ = layer(x[:, t : t + 1], attn_bias=table, cache=cache, return_cache=True)
+            out, cache = layer(x[:, t : t + 1], attn_bias=table, cache=cache, return_cache=True)
+            assert torch.equal(again, out)
+            pieces.append(out)
+        assert_close(torch.cat(pieces, 1), whole)
+        with torch.no_grad():
+            assert_close(layer(x[:, 4:], attn_bias=table, cache=layer(x[:, :4], return_cache=True)[1]), whole[:, 4:])
+
+
+def test_layer_cache_after_padding() -> None:
+    layer = shaken(LocalMHA(**LAYER, causal=True))
+    x, mask = vectors(), right_padded(N).flip(1)
+    _, cache = layer(x, mask=mask, return_cache=True)
+    more = vectors(1)
+    alone = layer(torch.cat([x[1:, 6:], more[1:]], 1))[:, -1:]
+    assert_close(layer(more, cache=cache)[1:], alone)
+
+
+def test_the_original_cache_is_wrong() -> None:
+    """With rotary positions from the second cached token; ours is recomputing."""
+    arguments = LAYER | {"causal": True}
+    theirs = shaken(original("local_attention").LocalMHA(**arguments)).eval()
+    ours = LocalMHA(**arguments).eval()
+    ours.load_state_dict(theirs.state_dict())
+    x = vectors(9)
+    errors = {}
+    for name, module in (("theirs", theirs), ("ours", ours)):
+        whole = module(x)
+        _, cache = module(x[:, :6], return_cache=True)
+        errors[name] = []
+        for t in range(6, 9):
+            out, cache = module(x[:, t : t + 1], cache=cache, return_cache=True)
+            errors[name].append(float((out[:, 0] - whole[:, t]).detach().abs().max()))
+    assert max(errors["ours"]) < 1e-5
+    assert errors["theirs"][0] < 1e-5
+    assert min(errors["theirs"][1:]) > 1e-2
+
+
+def test_layer_dropout() -> None:
+    """Ignored by the original, here on the weights; and only in training."""
+    arguments = LAYER | {"causal": True, "dropout": 0.5}
+    theirs = original("local_attention").LocalMHA(**arguments).train()
+    ours = LocalMHA(**arguments).train()
+    ours.load_state_dict(theirs.state_dict())
+    x = vectors()
+    assert torch.equal(theirs(x), theirs(x))
+    assert (ours(x) - ours(x)).abs().max() > 1e-2
+    assert_close(ours.eval()(x), theirs(x))
+
+
+def test_layer_errors() -> None:
+    with pytest.raises(TypeError, match="LocalMHA got unknown arguments dropuot; further ones are look_backward"):
+        LocalMHA(**LAYER, dropuot=0.1)
+    with pytest.raises(ValueError, match="rel_pos_emb_config is for 8 features, but dim_head is 6"):
+        LocalMHA(**LAYER, rel_pos_emb_config=(8, 3))
+    layer = LocalMHA(**LAYER)
+    assert layer(vectors(), return_cache=True)[1] is None
+    with pytest.raises(ValueError, match="a cache is for causal attention only"):
+        layer(vectors(1), cache=LocalMHA(**LAYER, causal=True)(vectors(), return_cache=True)[1])
+
+
+class Mixer(nn.Module):
+    """Something of a user's own that sees the whole sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_out = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.to_out(x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None])
+
+
+def assert_both_parities(theirs: nn.Module, ours: nn.Module, run: Callable[..., Any]) -> None:
+    """Output and gradient to 1e-5 in float32, and each parameter's gradient in float64.
+
+    In float32 those of single numbers, such as a connection's scale, are sums that cancel: noise in both.
+    """
+    copy_weights(theirs, ours)
+    answers = []
+    for module in (theirs, ours):
+        module.zero_grad()
+        out, inputs = run(module)
+        out.mul(torch.randn(out.shape, generator=torch.Generator().manual_seed(11))).sum().backward()
+        held = gradients(module)
+        whole = [held[name] for name, _ in theirs.named_parameters()] + [x.grad for x in inputs.values()]
+        answers.append((out.detach(), torch.cat([x.flatten() for x in whole])))
+    assert_close(answers[1][0], answers[0][0], "output")
+    assert (answers[1][1] - answers[0][1]).norm() <= 1e-5 * answers[0][1].norm()
+    if theirs.dynamic_pos_bias is not None:  # whose distances are float32 whatever its weights are
+        theirs.dynamic_pos_bias.mlp.register_forward_pre_hook(lambda _, inputs: (inputs[0].double(),))
+    assert_parity(theirs.double(), ours.double(), run)
+
+
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "streams 4": {},
+    "streams 1": {"num_residual_streams": 1},
+    "streams 3": {"num_residual_streams": 3, "depth": 1},
+    "both ways": {"causal": False},
+    "xpos": {"use_xpos": True},
+    "dynamic bias": {"use_dynamic_pos_bias": True},
+    "dynamic bias of blocks": {"use_dynamic_pos_bias": True, "exact_windowsize": False},
+    "normed": {"qk_rmsnorm": True, "qk_scale": 6},
+    "gates": {"gate_values_per_head": True, "ff_mult": 3, "look_backward": 2},
+    "vectors": {"num_tokens": None},
+    "vectors both ways": {"num_tokens": None, "causal": False, "use_xpos": True, "xpos_scale_base": 3},
+    "global": {"global_attn_layer": Mixer},
+    "global in one layer": {"global_attn_layer": Mixer, "layers_insert_global_attn": (2,), "num_residual_streams": 1},
+}
+
+
+def pair(name: str) -> tuple[nn.Module, LocalTransformer]:
+    arguments = MODEL | TRANSFORMERS[name]
+    if "global_attn_layer" in arguments:
+        arguments["global_attn_layer"] = arguments["global_attn_layer"]()
+    return shaken(original("local_attention").LocalTransformer(**arguments)), LocalTransformer(**arguments)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformer(name: str, training: bool) -> None:
+    theirs, ours = pair(name)
+
+    def run(module: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+        if TRANSFORMERS[name].get("num_tokens", V) is not None:
+            return module(tokens(20)), {}
+        x = vectors(20).to(next(module.parameters()).dtype).requires_grad_()
+        return module(x), {"x": x}
+
+    assert_both_parities(theirs.train(training), ours.train(training), run)
+
+
+@pytest.mark.parametrize("name", ["streams 4", "streams 1", "both ways", "dynamic bias"])
+def test_transformer_masks_and_loss(name: str) -> None:
+    theirs, ours = pair(name)
+    ours.load_state_dict(theirs.state_dict())
+    x, mask = tokens(20), right_padded(20)
+    assert_close(ours(x, mask=mask)[mask], theirs(x, mask=mask)[mask])
+    # 21 tokens leave windows that are full, so that the original's padding does not count.
+    assert_both_parities(theirs, ours, lambda module: (module(tokens(21), return_loss=True), {}))
+
+
+def test_loss_leaves_out_what_is_masked_or_ignored() -> None:
+    """The original counts labels that the mask hides, and cannot embed the token it is told to ignore."""
+    theirs, ours = pair("streams 4")
+    ours.load_state_dict(theirs.state_dict())
+    x, mask = tokens(21), right_padded(21)
+    rows = [ours(x[i : i + 1, :n], return_loss=True) * (n - 1) for i, n in enumerate(mask.sum(1).tolist())]
+    right = sum(rows) / (mask[:, 1:]).sum()
+    assert_close(ours(x, mask=mask, return_loss=True), right)
+    filled = x.masked_fill(~mask, -1)
+    assert_close(ours(filled, return_loss=True), right)
+    with pytest.raises(IndexError):
+        theirs(filled, return_loss=True)
+    counted = LocalTransformer(**MODEL, ignore_index=3)
+    logits = counted(x[:, :-1])
+    assert_close(counted(x, return_loss=True), F.cross_entropy(logits.mT, x[:, 1:], ignore_index=3))
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSFORMERS if "vectors" not in name])
+def test_transformer_cache_is_recomputing(name: str) -> None:
+    _, model = pair(name)
+    shaken(model).eval()
+    x = tokens()
+    _, cache = model(x[:, :7], return_cache=True)
+    for t in range(8, N + 1):
+        whole = model(x[:, :t])
+        again = model(x[:, :t], cache=cache)
+        logits, cache = model(x[:, :t], cache=cache, return_cache=True)
+        assert torch.equal(again, logits)
+        assert_close(logits, whole[:, -1:])
+
+
+def test_cache_of_vectors_and_its_errors() -> None:
+    model = shaken(LocalTransformer(**MODEL | {"num_tokens": None})).eval()
+    x = vectors()
+    out, cache = model(x[:, :-1], return_cache=True)
+    assert_close(out, model(x[:, :-1]))
+    assert_close(model(x, cache=cache), model(x)[:, -1:])
+    with pytest.raises(ValueError, match="with a cache x holds all tokens so far: got 1, the cache has as many"):
+        model(x[:, -1:], cache=cache)
+    with pytest.raises(ValueError, match="with a cache there is no mask"):
+        model(x, cache=cache, mask=right_padded())
+    for call in (lambda: model(x, return_loss=True), lambda: model.generate(tokens(), 3)):
+        with pytest.raises(ValueError, match="num_tokens is None"):
+            call()
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSFORMERS if "vectors" not in name])
+def test_generate_is_recomputing(name: str) -> None:
+    """Greedy tokens with and without the cache, and those of the original without its cache."""
+    theirs, ours = pair(name)
+    ours.load_state_dict(theirs.state_dict())
+    ours.train()
+    prime = tokens(5)
+    got = ours.generate(prime, 12, temperature=0.0)
+    assert ours.training
+    assert got.shape == (B, 12)
+    assert torch.equal(got, ours.generate(prime, 12, temperature=0.0, use_kv_cache=False))
+    if name != "both ways":
+        assert torch.equal(got, theirs.generate(prime, 12, temperature=0.0, use_kv_cache=False, filter_thres=0.5))
+
+
+def test_generate_reads_each_token_once() -> None:
+    _, model = pair("streams 4")
+    seen: list[int] = []
+    model.model.embedding.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    model.generate(tokens(7), 6)
+    assert seen == [7, 1, 1, 1, 1, 1]
+    seen.clear()
+    model.generate(tokens(7), 3, use_kv_cache=False)
+    assert seen == [7, 8, 9]
+
+
+def test_generate_from_padded_prompts_and_past_the_end() -> None:
+    _, model = pair("streams 4")
+    shaken(model)
+    prime, mask = tokens(9), right_padded(9).flip(1)
+    got = model.generate(prime, 5, temperature=0.0, mask=mask)
+    assert torch.equal(got[1:], model.generate(prime[1:, 6:], 5, temperature=0.0))
+    start = tokens(38)
+    with pytest.warns(UserWarning, match=r"generation has passed max_seq_len \(40\)"):
+        got = model.generate(start, 6, temperature=0.0)
+    out = start
+    for _ in range(6):
+        out = torch.cat([out, model(out[:, -40:])[:, -1:].argmax(-1)], 1)
+    assert torch.equal(got, out[:, 38:])
+
+
+def test_generate_samples_and_says_no() -> None:
+    _, model = pair("streams 1")
+    torch.manual_seed(1)
+    draws = model.generate(tokens(4), 30, temperature=3.0, filter_thres=0.0)
+    torch.manual_seed(1)
+    assert torch.equal(draws, model.generate(tokens(4), 30, temperature=3.0, filter_thres=0.0))
+    assert len(draws.unique()) > 3
+    # A vocabulary of 11 and a threshold of 0.99 leave less than one token; the original then has nothing to draw from.
+    assert torch.equal(model.generate(tokens(4), 5, filter_thres=0.99), model.generate(tokens(4), 5, temperature=0.0))
+    with pytest.raises(ValueError, match=r"temperature must be 0 .* got -1"):
+        model.generate(tokens(4), 5, temperature=-1)
+    with pytest.raises(TypeError, match="generate got unknown arguments top_k"):
+        model.generate(tokens(4), 5, top_k=3)
+    with pytest.raises(TypeError, match="LocalTransformer got unknown arguments window_size"):
+        LocalTransformer(**MODEL, window_size=3)
+    with pytest.raises(ValueError, match=r"counts layers from 1 to 2, got \[0, 3\]"):
+        LocalTransformer(**MODEL, global_attn_layer=Mixer(), layers_insert_global_attn=(0, 3))
+    with pytest.raises(ValueError, match="41 tokens are more than the 40 positions"):
+        model(tokens(41))
+
+
+@pytest.mark.parametrize("option", ["attn_dropout", "ff_dropout"])
+def test_transformer_dropout(option: str) -> None:
+    """The original ignores attn_dropout."""
+    model = shaken(LocalTransformer(**MODEL, **{option: 0.5})).train()
+    x = tokens()
+    assert (model(x) - model(x)).abs().max() > 1e-2
+    model.eval()
+    assert torch.equal(model(x), model(x))
+    if option == "attn_dropout":
+        theirs = original("local_attention").LocalTransformer(**MODEL, attn_dropout=0.5).train()
+        assert torch.equal(theirs(x), theirs(x))
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+def test_names_without_branch(streams: int) -> None:
+    """Releases before residual streams: the shapes win over num_residual_streams, with one warning."""
+    theirs = shaken(original("local_attention").LocalTransformer(**MODEL, num_residual_streams=1)).eval()
+    old = {name.replace(".branch.", "."): x for name, x in theirs.state_dict().items() if "inv_freq" not in name}
+    ours = LocalTransformer(**MODEL, num_residual_streams=streams).eval()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours.load_state_dict(old)
+    assert [str(w.message)[:58] for w in caught] == ["this checkpoint has no weights for residual streams: the m"] * (
+        streams > 1
+    )
+    assert_close(ours(tokens()), theirs(tokens()))
+    assert set(ours.state_dict()) == set(theirs.state_dict())
+    assert ours.model.config.residual == ours.model.transformer.config.residual == "single"
+
+
+def test_what_does_not_fit_is_listed() -> None:
+    model = LocalTransformer(**MODEL)
+    held = model.state_dict()
+    del held["layers.1.0.static_alpha"]
+    held["layers.1.0.branch.strange"] = torch.zeros(1)
+    with pytest.raises(RuntimeError) as error:
+        model.load_state_dict(held)
+    assert 'Missing key(s) in state_dict: "layers.1.0.static_alpha"' in str(error.value)
+    assert 'Unexpected key(s) in state_dict: "layers.1.0.branch.strange"' in str(error.value)
+
+
+def test_half_precision() -> None:
+    model = shaken(LocalTransformer(**MODEL)).eval()
+    exact = model(tokens())
+    assert isinstance(model, Translated)
+    half = model.bfloat16()(tokens())
+    assert half.dtype == torch.bfloat16
+    assert_close(half.float(), exact, tolerance=0.1)
