@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from longspan.mindspore.local_attention import LocalAttention, normalised
+from longspan.mindspore.padding import checked, filled, first, shifted
 
 
 class LocalMHA(nn.Cell):
@@ -39,7 +41,7 @@ class LocalMHA(nn.Cell):
     ) -> None:
         super().__init__()
         inner = dim_head * heads
-        self.heads, self.dim_head, self.qk_rmsnorm = heads, dim_head, qk_rmsnorm
+        self.heads, self.dim_head, self.qk_rmsnorm, self.causal = heads, dim_head, qk_rmsnorm, causal
         self.norm = nn.LayerNorm((dim,), epsilon=1e-5) if prenorm else None
         self.to_qkv = nn.Dense(dim, inner * 3, has_bias=False)
         if qk_rmsnorm:
@@ -70,17 +72,33 @@ class LocalMHA(nn.Cell):
         attn_bias: Tensor | None = None,
         cache: tuple[Tensor, Tensor] | None = None,
         return_cache: bool = False,
-    ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor]]:
-        """mask: (B, n), True = keep. attn_bias: (heads, W, Kw), as LocalAttention's.
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """mask: (B, n), True = keep; causal attention counts a row's tokens from the first that is kept.
 
-        return_cache: also the cache, (keys and values, tokens seen), of a constant size. With `cache`, x is the one
-        token that follows it.
+        attn_bias: (heads, W, Kw), as LocalAttention's. return_cache: also (keys and values, tokens seen), of a constant
+        size, or None unless causal. With `cache`, x is the one token that follows it.
         """
+        if mask is None:
+            return self.attend(x, None, attn_bias, cache, return_cache)
+        if cache is not None or (return_cache and self.causal):
+            raise ValueError("a cache holds no mask: leave out mask, or cache and return_cache")
+        mask = checked(mask, x)
+        start = first(mask)
+        if not self.causal:
+            return self.attend(x, mask, attn_bias, None, return_cache)
+        return shifted(self.attend(shifted(x, start), shifted(mask, start), attn_bias), -start)
+
+    def attend(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        attn_bias: Tensor | None = None,
+        cache: tuple[Tensor, Tensor] | None = None,
+        return_cache: bool = False,
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """The same, counting from slot 0 whatever is hidden."""
         if mask is not None:
-            if cache is not None or return_cache:
-                raise ValueError("a cache holds no mask: leave out mask, or cache and return_cache")
-            # Before anything is computed from it: padding may hold NaN, and weights' gradients sum over it.
-            x = ops.where(mask.astype("bool").expand_dims(-1), x, ops.zeros_like(x))
+            x = filled(x, mask)  # before anything is computed from it: the weights' gradients sum over it
         if self.norm is not None:
             x = self.norm(x)
         batch, n, _ = x.shape
@@ -99,8 +117,8 @@ class LocalMHA(nn.Cell):
             new = (kv, length + 1)
         else:
             out = self.attn_fn(q, k, v, mask=mask, attn_bias=attn_bias)
-            if return_cache:
-                new = (self.attn_fn.first_cache(k, v), ops.full((), n, dtype=Tensor(0).dtype))
+            if return_cache and self.causal:
+                new = (self.attn_fn.first_cache(k, v), ops.full((), n, dtype=ms.int64))
         if self.to_v_gate is not None:
             out = out * ops.sigmoid(self.to_v_gate(x)).swapaxes(1, 2).expand_dims(-1)
         out = self.to_out(out.swapaxes(1, 2).reshape((batch, n, -1)))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
+from longspan.mindspore.padding import filled
 from longspan.mindspore.rotary import Rotary
 
-LOWEST = -3.0e38  # hidden scores: finite, so that a row that sees nothing stays finite until it becomes zeros
+HIDDEN = -1.0e30  # added to hidden scores: their weights are exactly 0; finite, so that a row of them alone is too
 
 
 class LocalAttention(nn.Cell):
@@ -57,6 +58,7 @@ class LocalAttention(nn.Cell):
         self.shared_qk, self.autopad, self.exact_windowsize = shared_qk, autopad, exact_windowsize
         self.scale, self.use_xpos = scale, use_xpos
         self.dropout = nn.Dropout(p=dropout)
+        self.on_cpu = ms.get_context("device_target") == "CPU"
         if rel_pos_emb_config is not None:
             dim = rel_pos_emb_config[0]
         self.rel_pos = None
@@ -96,9 +98,8 @@ class LocalAttention(nn.Cell):
         v = v.reshape((-1, n, v.shape[-1])).astype(wide)
         B = q.shape[0]
         if mask is not None:
-            mask = self._rows(mask.astype(ms.bool_), B)
-            # Filled, not multiplied: padding may hold NaN.
-            q, k, v = (ops.where(mask.expand_dims(-1), x, ops.zeros_like(x)) for x in (q, k, v))
+            mask = self._rows(mask, B, n)
+            q, k, v = filled(q, mask), filled(k, mask), filled(v, mask)
         q, k = self._scaled(q), self._key(k)
 
         blocks = -(-n // W)
@@ -109,8 +110,9 @@ class LocalAttention(nn.Cell):
         v = _around(_padded(v, back * W, (blocks + ahead) * W - n), blocks, W, Kw)
         place = ops.arange(Kw)  # of a key in the blocks its query sees; that query's is back · W + its place
         if self.rel_pos is not None:
-            # Only differences count: from the middle, so that xPos's scales stay small.
-            q = self.rel_pos(q, place[back * W : (back + 1) * W] - Kw // 2, 1.0)
+            # Only differences count: from the middle, so that xPos's scales stay small. A query has the angles of the
+            # last block it sees: where it looks ahead, weights trained with local-attention expect that.
+            q = self.rel_pos(q, place[Kw - W :] - Kw // 2, 1.0)
             k = self.rel_pos(k, place - Kw // 2, -1.0)
         scores = ops.matmul(q, k.swapaxes(-1, -2))  # (B, blocks, W, Kw)
         if attn_bias is not None:
@@ -118,22 +120,18 @@ class LocalAttention(nn.Cell):
 
         i = (ops.arange(W) + back * W).expand_dims(-1)
         j = ops.arange(blocks).reshape((-1, 1, 1)) * W + place - back * W
-        seen = ops.logical_and(self._sees(i - place), ops.logical_and(j >= 0, j < n))  # (blocks, W, Kw)
+        seen = ops.logical_and(self._sees(i - place, W), ops.logical_and(j >= 0, j < n))  # (blocks, W, Kw)
         if mask is not None:
             keep = _around(
                 _padded(mask.expand_dims(-1).astype(ms.int32), back * W, (blocks + ahead) * W - n), blocks, W, Kw
             )
             seen = ops.logical_and(seen, keep.swapaxes(-1, -2) > 0)  # (B, blocks, W, Kw)
-        out = self._weighed(scores, self._alone(seen, i == place), v)
+        out = self._weighed(scores, self._alone(seen, i == place), v, mask is not None)
         out = out.reshape((B, blocks * W, -1))[:, :n]
         return out.reshape((*shape[:-1], out.shape[-1])).astype(dtype)
 
     def first_cache(self, k: Tensor, v: Tensor) -> Tensor:
         """The last R = (look_backward + 1) · W keys and values, (2, batch, heads, R, D): position p in slot p mod R."""
-        if not self.causal:
-            raise ValueError(
-                "a cache holds the past of causal attention: make it with causal=True, or read without one"
-            )
         size, n = (self.look_backward + 1) * self.window_size, k.shape[-2]
         kv = ops.stack((self._key(k), v))
         if n <= size:
@@ -167,16 +165,18 @@ class LocalAttention(nn.Cell):
             row = ops.gather(attn_bias, length % W, 1)  # (heads, Kw)
             column = position - (length // W - back) * W
             scores = scores + ops.gather(row, ops.clamp(column, 0, row.shape[1] - 1), 1).expand_dims(1)
-        out = self._weighed(scores, self._alone(seen, (apart == 0).expand_dims(0)), values)
+        out = self._weighed(scores, self._alone(seen, (apart == 0).expand_dims(0)), values, False)
         return out.astype(v.dtype), kv
 
-    def _rows(self, mask: Tensor, rows: int) -> Tensor:
+    def _rows(self, mask: Tensor, rows: int, n: int) -> Tensor:
         """mask (batch, n) -> (rows, n): each row of it for as many rows as it has heads."""
-        batch = mask.shape[0]
-        if rows % batch != 0:
-            raise ValueError(f"mask has {batch} rows, which must divide the batch times the heads ({rows})")
-        mask = mask.reshape((batch, 1, -1))
-        return mask.broadcast_to((batch, rows // batch, mask.shape[-1])).reshape((rows, -1))
+        batch, length = mask.shape
+        if rows % batch != 0 or length != n:
+            raise ValueError(
+                f"mask must be (batch, {n}), True = keep, batch dividing the {rows} rows of q; got {mask.shape}"
+            )
+        mask = mask.astype(ms.bool_).expand_dims(1)
+        return mask.broadcast_to((batch, rows // batch, n)).reshape((rows, n))
 
     def _scaled(self, q: Tensor) -> Tensor:
         return q * (q.shape[-1] ** -0.5 if self.scale is None else self.scale)
@@ -184,12 +184,12 @@ class LocalAttention(nn.Cell):
     def _key(self, k: Tensor) -> Tensor:
         return normalised(k) if self.shared_qk else k
 
-    def _sees(self, apart: Tensor) -> Tensor:
+    def _sees(self, apart: Tensor, W: int) -> Tensor:
         """Whether a query sees a key in its blocks, from how far back the key stands."""
         seen = apart >= 0 if self.causal else apart == apart
         if self.exact_windowsize:
-            back, ahead = self.look_backward * self.window_size, self.look_forward * self.window_size
-            seen = ops.logical_and(seen, ops.logical_and(apart <= back, apart >= -ahead))
+            near = ops.logical_and(apart <= self.look_backward * W, apart >= -self.look_forward * W)
+            seen = ops.logical_and(seen, near)
         return seen
 
     def _alone(self, seen: Tensor, itself: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ class LocalAttention(nn.Cell):
         """scores (batch · heads, blocks, W, Kw) with bias (heads, W, Kw)."""
         B, blocks, W, Kw = scores.shape
         heads = bias.shape[0]
-        if B % heads != 0 or bias.shape[1:] != (W, Kw):
+        if B % heads != 0 or bias.shape[1] not in (1, W) or bias.shape[2] not in (1, Kw):
             raise ValueError(
                 f"attn_bias must be (heads, {W}, {Kw}), a query's place in its block by a key's place in the blocks it "
                 f"sees, with heads a divisor of {B}; got {bias.shape}"
@@ -212,18 +212,25 @@ class LocalAttention(nn.Cell):
         scores = scores.reshape((-1, heads, blocks, W, Kw)) + bias.astype(scores.dtype).expand_dims(1)
         return scores.reshape((B, blocks, W, Kw))
 
-    def _weighed(self, scores: Tensor, seen: Tensor, v: Tensor) -> Tensor:
-        scores = ops.where(seen, scores, ops.full_like(scores, LOWEST))
-        out = ops.matmul(self.dropout(ops.softmax(scores, -1)), v)
-        # A query that sees nothing would get a mean of what is hidden.
-        return ops.where(seen.any(-1, True), out, ops.zeros_like(out))
+    def _weighed(self, scores: Tensor, seen: Tensor, v: Tensor, blind: bool) -> Tensor:
+        """blind: whether a query may see nothing; it would get a mean of what is hidden, and gets zeros."""
+        scores = scores + ops.logical_not(seen).astype(scores.dtype) * HIDDEN
+        # On the CPU MindSpore's exp is 6e-6 off in float32, which gradients show, and exact in float64.
+        exact = scores.astype(ms.float64) if self.on_cpu else scores
+        weights = ops.softmax(exact, -1).astype(scores.dtype)
+        out = ops.matmul(self.dropout(weights), v)
+        return ops.where(seen.any(-1, True), out, ops.zeros_like(out)) if blind else out
 
 
 def normalised(x: Tensor) -> Tensor:
-    """x / |x| over the last axis, in float32 at least; its gradient is finite where x is zero."""
-    wide = x if x.dtype == ms.float64 else x.astype(ms.float32)
-    square = (wide * wide).sum(-1, keepdims=True)
-    return (wide * ops.rsqrt(ops.maximum(square, 1e-24))).astype(x.dtype)
+    """x / |x| over the last axis."""
+    return x * inverse_length(x)
+
+
+def inverse_length(x: Tensor) -> Tensor:
+    """1 / |x| over the last axis, which stays; summed in float32 at least, with a finite gradient where x is zero."""
+    wide = x.astype(ms.float32) if x.dtype in (ms.float16, ms.bfloat16) else x
+    return ops.rsqrt(ops.maximum((wide * wide).sum(-1, keepdims=True), 1e-24)).astype(x.dtype)
 
 
 def _padded(x: Tensor, before: int, after: int) -> Tensor:

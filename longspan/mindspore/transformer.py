@@ -9,6 +9,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.common.initializer import Normal
 
 from longspan.mindspore.layers import DynamicPositionBias, FeedForward, LocalMHA
+from longspan.mindspore.padding import checked, filled, first, shifted
 from longspan.mindspore.streams import HyperConnections, Residual
 
 Cache = tuple[Tensor, ...]  # every layer's keys and values; the number of tokens seen; the bias, where there is one
@@ -114,33 +115,49 @@ class LocalTransformer(nn.Cell):
         cache: Cache | None = None,
         return_loss: bool = False,
         return_cache: bool = False,
-    ) -> Tensor | tuple[Tensor, Cache]:
-        """mask: (B, n), True = keep. return_loss: the mean cross entropy of each token from those before it.
+    ) -> Tensor | tuple[Tensor, Cache | None]:
+        """mask: (B, n), True = keep; a causal model counts a row's tokens from the first that is kept.
 
-        return_cache: also the cache; with `cache`, only the last token of x is read, as the one that follows it. In
-        graph mode pass it back as `mindspore.mutable(cache)`, or every step compiles anew.
+        return_loss: the mean cross entropy of each token from those before it. A mask may then leave out the last
+        token; what it hides is neither read nor predicted.
+        return_cache: also the cache, or None where there can be none: with a mask, global layers, or not causal. With
+        `cache`, only the last token of x is read, as the one that follows it. In graph mode pass it back as
+        `mindspore.mutable(cache)`, or every step compiles anew.
         """
-        if (cache is not None or return_cache) and self.has_global_layers:
-            raise ValueError("global layers see the whole sequence and have no cache: leave out cache and return_cache")
-        labels = None
         if return_loss:
-            x, labels = x[:, :-1], x[:, 1:]
-            if mask is not None:
-                mask, labels = mask[:, :-1], ops.where(mask[:, 1:], labels, ops.full_like(labels, self.ignore_index))
-        if cache is not None:
-            x = x[:, -1:]
+            return self._loss(x, mask)
+        if mask is not None:
+            if cache is not None:
+                raise ValueError("a cache holds no mask: leave out mask, or read without a cache")
+            out, new = self._masked(x, checked(mask, x)), None
+        elif cache is not None:
+            out, new = self._run(x[:, -1:], None, cache, return_cache)
+        else:
+            out, new = self._run(x, None, None, return_cache)
+        return (out, new) if return_cache else out
+
+    def _masked(self, x: Tensor, mask: Tensor) -> Tensor:
+        if not self.causal:
+            return self._run(x, mask, None, False)[0]
+        start = first(mask)
+        return shifted(self._run(shifted(x, start), shifted(mask, start), None, False)[0], -start)
+
+    def _run(
+        self, x: Tensor, mask: Tensor | None, cache: Cache | None, return_cache: bool
+    ) -> tuple[Tensor, Cache | None]:
+        """The layers, of rows that begin at slot 0 and a mask that is one of booleans."""
         n = x.shape[1]
         if self.has_embed_unembed:
             x = self.token_emb(x) + self._positions(n, cache)
         elif mask is not None:
-            x = ops.where(mask.expand_dims(-1), x, ops.zeros_like(x))
-
+            x = filled(x, mask)
         bias = None
         if self.dynamic_pos_bias is not None:
             if cache is None:
                 bias = self.dynamic_pos_bias(self.bias_rows, self.bias_columns)[:, : self.window]
             else:
                 bias = cache[2]
+        remembers = cache is not None or (return_cache and self.causal and not self.has_global_layers)
         if self.num_streams > 1:
             x = x.expand_dims(2).broadcast_to((x.shape[0], n, self.num_streams, x.shape[2]))
         kvs: tuple[Tensor, ...] = ()
@@ -149,23 +166,21 @@ class LocalTransformer(nn.Cell):
                 x = self.global_layers[layer](x)
             attention, feed_forward = self.layers[layer][0], self.layers[layer][1]
             inner, residual, beta = attention.width(x)
-            if cache is not None or return_cache:
+            if remembers:
                 past = None if cache is None else (cache[0][layer], cache[1])
-                out, new = attention.branch(inner, None, bias, past, True)
+                out, new = attention.branch.attend(inner, None, bias, past, True)
                 kvs = (*kvs, new[0])
             else:
-                out = attention.branch(inner, mask, bias)
+                out = attention.branch.attend(inner, mask, bias)
             x = feed_forward(attention.depth(out, residual, beta))
         if self.num_streams > 1:
             x = x.sum(2)
         if self.has_embed_unembed:
             x = self.to_logits(x)
-        if return_loss:
-            return self._loss(x, labels)
-        if return_cache:
-            length = ops.full((), n, dtype=ms.int64) if cache is None else cache[1] + 1
-            return x, ((kvs, length) if bias is None else (kvs, length, bias))
-        return x
+        if not return_cache or not remembers:
+            return x, None
+        length = ops.full((), n, dtype=ms.int64) if cache is None else cache[1] + 1
+        return x, ((kvs, length) if bias is None else (kvs, length, bias))
 
     def generate(
         self,
@@ -178,10 +193,11 @@ class LocalTransformer(nn.Cell):
         """prime: (B, n) ids, n ≥ 1 -> the (B, seq_len) that follow, drawn from the best (1 − filter_thres) of logits.
 
         temperature 0 takes the best. Past max_seq_len each token is computed from the last max_seq_len: their
-        positions shift from one to the next, so that no cache fits them; nor does one where there are global layers.
+        positions shift from one to the next, so that no cache fits them; nor does one fit where there are global
+        layers, or where attention is not causal.
         """
-        if not self.has_embed_unembed or not self.causal:
-            raise ValueError("generate needs a causal model of tokens: num_tokens given and causal=True")
+        if not self.has_embed_unembed:
+            raise ValueError("num_tokens is None: there are no tokens to generate")
         if temperature < 0:
             raise ValueError(f"temperature must be 0 (the best token) or more, got {temperature}")
         if prime.ndim != 2 or prime.shape[1] < 1:
@@ -191,7 +207,7 @@ class LocalTransformer(nn.Cell):
         out, cache = prime, None
         for _ in range(seq_len):
             length = out.shape[1]
-            if not use_kv_cache or self.has_global_layers or length > self.max_seq_len:
+            if not use_kv_cache or length > self.max_seq_len:
                 logits = self(out[:, -self.max_seq_len :])
             elif cache is None:
                 logits, cache = self(out, return_cache=True)
@@ -210,8 +226,22 @@ class LocalTransformer(nn.Cell):
             raise ValueError(f"the length ({n}) is over max_seq_len ({self.max_seq_len}), which positions end at")
         return self.pos_emb(ops.arange(n))
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _loss(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The mean over labels that are not ignore_index, in float32."""
+        if not self.has_embed_unembed:
+            raise ValueError("num_tokens is None: there are no tokens to predict; leave out return_loss")
+        labels, x = x[:, 1:], x[:, :-1]
+        if mask is not None:
+            whole = mask.shape[1] > x.shape[1]
+            kept = checked(mask[:, :-1] if whole else mask, x)
+            if whole:
+                known = ops.logical_and(kept, mask[:, 1:].astype(ms.bool_))
+                labels = ops.where(known, labels, ops.full_like(labels, self.ignore_index))
+            mask = kept
+        if self.ignore_index < 0:
+            # Not a token: where it stands in the input nothing is learnt from it.
+            x = ops.where(x == self.ignore_index, ops.zeros_like(x), x)
+        logits = self._run(x, None, None, False)[0] if mask is None else self._masked(x, mask)
         logs = ops.log_softmax(logits.astype(ms.float32), -1)
         counted = labels != self.ignore_index
         index = ops.where(counted, labels, ops.zeros_like(labels)).expand_dims(-1)

@@ -50,6 +50,8 @@ HEADED: dict[str, Options] = {
     "shared": {"causal": True, "shared_qk": True},
     "far": {"causal": True, "look_backward": 2},
     "mask": {"prenorm": True, "mask": True},
+    "mask_causal": {"prenorm": True, "mask": True, "causal": True},
+    "mask_blocks": {"mask": True, "causal": True, "exact_windowsize": False},
     "bias": {"causal": True, "bias": True, "use_rotary_pos_emb": False},
 }
 
@@ -65,7 +67,10 @@ MODELS: dict[str, Options] = {
     "blocks": {"exact_windowsize": False, "num_residual_streams": 1},
     "shared_far": {"shared_qk": True, "look_backward": 2},
     "wide": {"ff_mult": 2},
+    "dynamic_bias_both": {"use_dynamic_pos_bias": True, "causal": False},
     "mask": {"mask": True},
+    "mask_both": {"mask": True, "causal": False},
+    "mask_vectors": {"num_tokens": None, "mask": True},
     "vectors": {"num_tokens": None},
     "ignore": {"ignore_index": 3},
 }
