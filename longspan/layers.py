@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from longspan.config import AttentionConfig, FeedForwardConfig
 from longspan.mechanism import Mechanism, State
 from longspan.mechanisms import build_mechanism, mechanisms
+from longspan.mechanisms.linformer import LinformerAttention
 from longspan.mechanisms.split import SplitAttention
 from longspan.positions import Rotary
 from longspan.rows import Rows
@@ -93,6 +94,7 @@ class Attention(nn.Module):
         if cross and self.rotary:
             raise ValueError(f'cross-attention is never rotated: set rotary="none" for it, got {config.rotary!r}')
         self.to_gates = nn.Linear(dim, mechanism.num_heads) if config.value_gates else None
+        self.bare_keys = not (config.qkv_bias or config.qk_norm or self.rotary)
         inner_out = mechanism.num_heads * mechanism.value_dim
         self.to_mid = None if config.out_dim is None else nn.Linear(inner_out, config.out_dim, bias=config.out_bias)
         self.to_out = nn.Linear(config.out_dim or inner_out, out_features or dim, bias=config.out_bias)
@@ -105,17 +107,21 @@ class Attention(nn.Module):
         rows = Rows.of(x, causal=self.causal) if rows is None else rows
         x = rows.hide(x)
         q = self._queries(x, rows)
-        if not self.cross:
-            k, v = self._keys(x, rows)
-            out = self._mix(q, k, v, key_mask=rows.key_mask, packing=rows.packing)
-        else:
+        source, source_rows = x, rows
+        if self.cross:
             if context is None:
                 raise ValueError("cross-attention needs a context: pass context=, of shape (B, S, dim)")
-            context_rows = Rows.of(context, causal=False) if context_rows is None else context_rows
-            k, v = self._keys(context_rows.hide(context), None)
-            out = self._mix(
-                q, k, v, key_mask=context_rows.key_mask, packing=rows.packing, key_packing=context_rows.packing
+            source_rows = Rows.of(context, causal=False) if context_rows is None else context_rows
+            source = source_rows.hide(context)
+        if self._compresses(q, source, rows.packing is not None or source_rows.packing is not None):
+            assert isinstance(self.mechanism, LinformerAttention)
+            out = self.mechanism.attend_source(
+                q, source, self.to_kv.weight, shared_kv=self.shared_kv, key_mask=source_rows.key_mask
             )
+            return self._output(x, out)
+        k, v = self._keys(source, None if self.cross else rows)
+        key_packing = source_rows.packing if self.cross else None
+        out = self._mix(q, k, v, key_mask=source_rows.key_mask, packing=rows.packing, key_packing=key_packing)
         return self._output(x, out)
 
     def new_state(self, batch_size: int, **options: Any) -> State:
@@ -184,6 +190,14 @@ class Attention(nn.Module):
         sizes = self.mechanism.sizes if heads == self.mechanism.num_heads else self.mechanism.kv_sizes
         pieces = zip(self.rotary, x.split(sizes, 2), strict=True)
         return torch.cat([turn.at(piece, rows) if isinstance(turn, Rotary) else piece for turn, piece in pieces], 2)
+
+    def _compresses(self, q: Tensor, source: Tensor, packed: bool) -> bool:
+        """Whether the source is compressed before it is projected: where nothing happens to its keys in between."""
+        if not isinstance(self.mechanism, LinformerAttention) or packed or 0 in (*q.shape[:2], source.shape[1]):
+            return False
+        # A layer put in the place of to_kv is called, not read.
+        whole = self.bare_keys and not self.causal and self.head_groups == 1 and type(self.to_kv) is nn.Linear
+        return whole and self.mechanism.compresses_first(source.shape[2], self.to_kv.out_features)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         if self.head_groups == 1:

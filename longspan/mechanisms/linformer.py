@@ -228,16 +228,45 @@ class LinformerAttention(Mechanism):
     def _state_type(self) -> type[State]:
         return LinformerState
 
+    def attend_source(
+        self, q: Tensor, x: Tensor, weight: Tensor, *, shared_kv: bool = False, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """As bidirectional `forward` on keys and values x Wᵀ. x: (B, S, dim), hidden tokens zero; W (Hkv·(D + E), dim).
+
+        Eᵀ(x Wᵀ) = (Eᵀ x) Wᵀ: x is compressed first, so that keys and values of S tokens are never made.
+        shared_kv: W gives keys alone, and values are the keys.
+        """
+        self._check_query(q)
+        self.keys.check_length(x.shape[1])
+        with torch.autocast(x.device.type, enabled=False):
+            dtype, width = sum_dtype(q), self.num_kv_heads * self.head_dim
+            source, weight = x.to(dtype)[:, :, None], weight.to(dtype)
+            short = self.keys.compress(source)[:, 0]  # (B, R, dim)
+            other = short if self.values is self.keys else self.values.compress(source)[:, 0]
+            both = F.linear(short, weight[:width]), F.linear(other, weight[:width] if shared_kv else weight[width:])
+            rows = [row.unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2) for row in both]
+            return self._over(q, rows[0], rows[1], x.shape[1], key_mask)
+
+    def compresses_first(self, dim: int, width: int) -> bool:
+        """Whether `attend_source` is the cheaper way, of tokens `dim` wide to keys and values of `width` in all."""
+        tables = self.keys, self.values
+        if any(table.kind == "convolution" or table.num_heads is not None for table in tables):
+            return False
+        return len(set(tables)) * self.rank * dim <= (self.rank + dim) * width
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         self.keys.check_length(k.shape[1])
         dtype = sum_dtype(q)
-        rows = self.keys.compress(k.to(dtype)), self.values.compress(v.to(dtype))
+        return self._over(q, self.keys.compress(k.to(dtype)), self.values.compress(v.to(dtype)), k.shape[1], key_mask)
+
+    def _over(self, q: Tensor, k: Tensor, v: Tensor, length: int, key_mask: Tensor | None) -> Tensor:
+        """q over rows k (B, Hkv, R, D), v (B, Hkv, R, E) of `length` tokens, of which key_mask keeps some."""
         if key_mask is None:
-            reach = torch.full_like(q[:, 0, 0, 0], k.shape[1], dtype=torch.int64)
-            return self._from_rows(q, *rows, self.keys.live(reach) if self.keys.kind == "convolution" else None, reach)
+            reach = torch.full_like(q[:, 0, 0, 0], length, dtype=torch.int64)
+            return self._from_rows(q, k, v, self.keys.live(reach) if self.keys.kind == "convolution" else None, reach)
         # The last visible slot says how many periods have begun; hidden ones hold zeros.
-        reach = (torch.arange(1, k.shape[1] + 1, device=k.device) * key_mask).amax(1)
-        return self._from_rows(q, *rows, self.keys.live_under(key_mask), reach)
+        reach = (torch.arange(1, length + 1, device=q.device) * key_mask).amax(1)
+        return self._from_rows(q, k, v, self.keys.live_under(key_mask), reach)
 
     def _read(self, state: State, q: Tensor) -> Tensor:
         assert isinstance(state, LinformerState)
