@@ -7,6 +7,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+# As many attention weights at a time where PyTorch would keep them all; smaller blocks leave holes in glibc's memory.
+_WEIGHTS = 1 << 24
 
 
 def attend(
@@ -28,6 +32,62 @@ def attend(
     blind: whether there may be queries that see nothing. grouped: whether Hkv < H. Both are said, not found out:
     under torch.compile sizes may be symbols.
     """
+    if dropout and not causal and q.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _dropping(q, k, v, mask, bias, blind, grouped, scale, dropout)
+    return _attend(q, k, v, mask, bias, blind, causal, grouped, scale, dropout)
+
+
+def _dropping(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    blind: bool,
+    grouped: bool,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """Dropping weights on the CPU, PyTorch keeps all for the backward pass; here blocks of queries make them again."""
+    rows = max(1, _WEIGHTS // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    if q.shape[2] <= rows or not torch.is_grad_enabled():
+        return _attend(q, k, v, mask, bias, blind, False, grouped, scale, dropout)
+
+    def piece(x: Tensor | None, i: int) -> Tensor | None:
+        return x if x is None or x.shape[-2] == 1 else x[..., i : i + rows, :]
+
+    pieces = [
+        checkpoint(
+            _attend,
+            q[:, :, i : i + rows],
+            k,
+            v,
+            piece(mask, i),
+            piece(bias, i),
+            blind,
+            False,
+            grouped,
+            scale,
+            dropout,
+            use_reentrant=False,
+        )
+        for i in range(0, q.shape[2], rows)
+    ]
+    return torch.cat([x.transpose(1, 2) for x in pieces], 1).transpose(1, 2)  # in the order that callers take it
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    blind: bool,
+    causal: bool,
+    grouped: bool,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
     if mask is None and bias is None:
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
