@@ -77,8 +77,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise ValueError(
             f"{path} holds more than tensors, and is not read for safety: save model.state_dict() instead ({error})"
         ) from None
-    except RuntimeError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+    except OSError:
+        raise
+    except Exception as error:  # An unpickler stumbles over other bytes in a dozen ways.
+        raise ValueError(f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error})") from None
     for name in _INSIDE:
         if isinstance(held, Mapping) and isinstance(held.get(name), Mapping):
             held = held[name]
