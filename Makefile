@@ -5,10 +5,15 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: test test-slow test-gpu lint format bench clean
+.PHONY: test parity test-slow test-gpu lint format bench clean
 
-test: $(VENV)/.dev lint
+test: $(VENV)/.dev parity lint
 	$(BIN)/python -m pytest
+
+# The older libraries, to compare with. Where they cannot be installed those tests are skipped, or, with
+# PARITY=required, everything fails.
+parity: $(VENV)/.dev
+	@$(MAKE) --no-print-directory $(VENV)/.parity || [ "$(PARITY)" != required ]
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
