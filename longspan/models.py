@@ -162,6 +162,7 @@ class LanguageModel(nn.Module):
             )
         hidden = self.hidden(tokens, **how)
         narrow = hidden if self.from_dim is None else self.from_dim(hidden)
+        narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
         weight = self.embedding.weight if self.to_logits is None else self.to_logits.weight
         bias = None if self.to_logits is None else self.to_logits.bias
         return cross_entropy(narrow.flatten(0, 1), weight, bias, labels.flatten())

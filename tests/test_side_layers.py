@@ -68,6 +68,10 @@ def test_a_norm_as_narrow_as_the_embedding():
     narrow = model.from_dim(hidden)
     normed = torch.nn.functional.layer_norm(narrow, (5,), model.narrow_norm.weight, model.narrow_norm.bias)
     assert_same(model(tokens), model.to_logits(normed))
+    labels = torch.randint(7, (2, 5))
+    assert_same(
+        model.loss(tokens, labels), torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+    )
 
 
 def test_side_configurations_go_through_json():
