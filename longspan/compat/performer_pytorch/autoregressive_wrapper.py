@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from longspan.compat.decoding import Filter, decode, repetition_penalty_fn, sampler, top_k, top_p
 from longspan.compat.performer_pytorch.performer_pytorch import PerformerLM
+from longspan.ops.loss import IGNORED
 
 __all__ = ["AutoregressiveWrapper", "repetition_penalty_fn", "top_k", "top_p"]
 
@@ -94,5 +95,8 @@ class AutoregressiveWrapper(nn.Module):
         if mask is not None:
             mask = mask.bool()[:, : labels.shape[1]]
             labels = labels.masked_fill(~mask, self.ignore_index)
+        if type(self.net) is PerformerLM:
+            # Without whole logits: a large vocabulary's would need more memory than the model.
+            return self.net.loss(x[:, :-1], labels.masked_fill(labels == self.ignore_index, IGNORED), mask, **about)
         logits = self.net(x[:, :-1], mask=mask, **about)
         return F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.ignore_index)

@@ -207,13 +207,28 @@ class PerformerLM(Translated):
 
         Masks (B, T) and (B, S) are True for what is kept.
         """
+        self._check(x)
+        hidden = self.model.hidden(x, **_how(mask, context, context_mask))
+        return hidden if return_encodings else self.model.logits(hidden)
+
+    def loss(
+        self,
+        x: Tensor,
+        labels: Tensor,
+        mask: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The mean cross-entropy of labels (B, T), −100 where one does not count."""
+        self._check(x)
+        return self.model.loss(x, labels, **_how(mask, context, context_mask))
+
+    def _check(self, x: Tensor) -> None:
         if x.shape[1] > self.max_seq_len:
             raise ValueError(
                 f"x has {x.shape[1]} tokens, more than max_seq_len ({self.max_seq_len}): shorten it, or build the "
                 "model with a larger max_seq_len"
             )
-        hidden = self.model.hidden(x, **_how(mask, context, context_mask))
-        return hidden if return_encodings else self.model.logits(hidden)
 
     def entries(self) -> Iterator[Entry]:
         yield from language_model_entries(self.model, self.options)
@@ -286,8 +301,14 @@ def _options(arguments: Mapping[str, Any]) -> Options:
 
 
 def _how(mask: Tensor | None, context: Tensor | None, context_mask: Tensor | None) -> dict[str, Any]:
-    how = {"key_mask": mask, "context": context, "context_mask": context_mask}
-    return {name: x if x is None or name == "context" else x.bool() for name, x in how.items()}
+    return {"key_mask": _hiding(mask), "context": context, "context_mask": _hiding(context_mask)}
+
+
+def _hiding(mask: Tensor | None) -> Tensor | None:
+    """A mask that hides nothing is none, where looking costs nothing: scripts pass masks full of ones."""
+    if mask is None or (mask.device.type == "cpu" and bool(mask.all())):
+        return None
+    return mask.bool()
 
 
 def _table(length: int | None, dim: int, device: torch.device) -> Tensor:
