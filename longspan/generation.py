@@ -9,72 +9,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from longspan.loop import Loop
+from longspan.loop import Sampling as Sampling
 from longspan.memory import Memory
 from longspan.models import EncoderDecoder, LanguageModel
 
 Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]]
 _BLOCK = 1024  # random numbers drawn at a time
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is chosen from its logits.
-
-    temperature: 0 takes the likeliest. top_k: only the k likeliest. top_p: the likeliest that together reach p.
-    min_p: those at least min_p times as likely as the likeliest. repetition_penalty: logits of the row's last
-    repetition_window tokens are divided by it if positive, multiplied if negative.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    repetition_window: int = 64
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{name} must be in (0, 1], got {value}")
-        if self.repetition_penalty <= 0 or self.repetition_window < 1:
-            raise ValueError(
-                "repetition_penalty must be positive (1 is none) and repetition_window at least 1, got "
-                f"{self.repetition_penalty} and {self.repetition_window}"
-            )
-
-    def probabilities(self, logits: Tensor, recent: Tensor) -> Tensor:
-        """logits (B, V), recent (B, window) tokens, −1 where none -> (B, V) that sum to one."""
-        logits = self.penalised(logits.to(torch.promote_types(logits.dtype, torch.float32)), recent)
-        if self.temperature == 0:
-            return torch.zeros_like(logits).scatter(1, logits.argmax(1, keepdim=True), 1)
-        logits = logits / self.temperature
-        if self.top_k is not None and self.top_k < logits.shape[1]:
-            least = logits.topk(self.top_k, 1).values[:, -1:]
-            logits = logits.masked_fill(logits < least, float("-inf"))
-        probabilities = logits.softmax(1)
-        if self.min_p is not None:
-            probabilities = probabilities * (probabilities >= self.min_p * probabilities.amax(1, keepdim=True))
-        if self.top_p is not None:
-            ordered, order = probabilities.sort(1, descending=True)
-            # A token stays if those likelier than it do not reach p; the likeliest always does.
-            before = ordered.cumsum(1) - ordered
-            kept = torch.zeros_like(probabilities).scatter(1, order, ordered * (before < self.top_p))
-            probabilities = kept
-        return probabilities / probabilities.sum(1, keepdim=True)
-
-    def penalised(self, logits: Tensor, recent: Tensor) -> Tensor:
-        """Logits (B, V) after the repetition penalty for the tokens in recent, −1 where none."""
-        if self.repetition_penalty == 1:
-            return logits
-        seen = torch.zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
-        seen = seen.scatter(1, recent.masked_fill(recent < 0, logits.shape[1]), True)[:, :-1]
-        weaker = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
-        return torch.where(seen, weaker, logits)
+_AHEAD = 32  # steps before the device is asked whether a row has ended
 
 
 @dataclass
@@ -103,22 +45,23 @@ def generate(
     source: what an `EncoderDecoder` reads.
     """
     endings = [s.encode() if isinstance(s, str) else bytes(s) for s in stop_strings]
-    result: Generated | None = None
-    for tokens, logs in stream(model, prompt, max_tokens, sampling=sampling, stop=stop, seed=seed, source=source):
-        if result is None:
-            result = Generated([[] for _ in tokens], [[] for _ in tokens])
-            live = [True] * len(tokens)
-        for row, (token, log) in enumerate(zip(tokens, logs, strict=True)):
-            live[row] = live[row] and token >= 0
-            if live[row]:
-                result.tokens[row].append(token)
-                result.log_probabilities[row].append(log)
-                live[row] = not any(result.tokens[row][-len(e) :] == list(e) for e in endings)
+    steps = stream(model, prompt, max_tokens, sampling=sampling, stop=stop, seed=seed, source=source)
+    rows = len(prompt.logits) if isinstance(prompt, Memory) else len(_rows(prompt))
+    result = Generated([[] for _ in range(rows)], [[] for _ in range(rows)])
+    live = [True] * rows
+    # Where nothing stops a row the device is asked once; otherwise seldom, and a few tokens are made in vain.
+    near = next(model.parameters()).device.type == "cpu"
+    ahead = 1 if near else _AHEAD if stop or endings else max_tokens
+    for begun in range(0, max_tokens, max(ahead, 1)):
+        for tokens, logs in zip(*steps.take(min(ahead, max_tokens - begun)), strict=True):
+            for row, (token, log) in enumerate(zip(tokens, logs, strict=True)):
+                live[row] = live[row] and token >= 0
+                if live[row]:
+                    result.tokens[row].append(token)
+                    result.log_probabilities[row].append(log)
+                    live[row] = not any(result.tokens[row][-len(e) :] == list(e) for e in endings)
         if not any(live):
             break
-    if result is None:
-        rows = len(prompt.logits) if isinstance(prompt, Memory) else len(_rows(prompt))
-        result = Generated([[] for _ in range(rows)], [[] for _ in range(rows)])
     return result
 
 
@@ -142,7 +85,7 @@ def stream(
 class Stream:
     """An iterator of (tokens, log-probabilities): one for each row at each step, −1 once a row has ended.
 
-    memory: what was read and said so far, from which a later stream can go on.
+    On a GPU a step is one replayed CUDA graph, the choice of its token included.
     """
 
     def __init__(
@@ -159,40 +102,39 @@ class Stream:
         if len(seeds) != rows:
             raise ValueError(f"seed must be one number or one for each of {rows} rows, got {len(seeds)}")
         self._model = model.decoder if isinstance(model, EncoderDecoder) else model
-        self._sampling, self._max_tokens, self._steps = sampling, max_tokens, 0
+        self._loop = Loop(self._model, memory, sampling, stop)
+        self._max_tokens, self._steps, self._over = max_tokens, 0, False
         self._generators = [torch.Generator().manual_seed(s) for s in seeds]
-        device = memory.logits.device
-        self._stop = torch.tensor(list(stop), dtype=torch.int64, device=device)
-        self._ended = torch.zeros(rows, dtype=torch.bool, device=device)
-        self._memory = Memory(memory.state.clone(), memory.logits, memory.recent)
-        self._said: Tensor | None = None  # chosen, not yet read by the model
 
     def __iter__(self) -> Stream:
         return self
 
-    @torch.no_grad()
     def __next__(self) -> tuple[list[int], list[float]]:
-        if self._steps == self._max_tokens or bool(self._ended.all()):
+        if self._steps == self._max_tokens or self._over:
             raise StopIteration
-        memory = self.memory
-        if self._steps % _BLOCK == 0:
-            blocks = [torch.rand(_BLOCK, generator=g, dtype=torch.float64) for g in self._generators]
-            self._drawn = torch.stack(blocks).to(memory.logits.device)
-        probabilities = self._sampling.probabilities(memory.logits, memory.recent)
-        token = _pick(probabilities, self._drawn[:, self._steps % _BLOCK])
-        logs = probabilities.gather(1, token[:, None]).log()[:, 0]
-        self._ended = self._ended | torch.isin(token, self._stop)
-        self._said, self._steps = token, self._steps + 1
-        return token.masked_fill(self._ended, -1).tolist(), logs.tolist()
+        tokens, logs = self.take(1)
+        self._over = all(token < 0 for token in tokens[0])
+        return tokens[0], logs[0]
+
+    @torch.no_grad()
+    def take(self, number: int) -> tuple[list[list[int]], list[list[float]]]:
+        """As many steps, tokens and log-probabilities of each row at each: the device is waited for once."""
+        number = number if self._max_tokens is None else min(number, self._max_tokens - self._steps)
+        taken = []
+        with _evaluating(self._model):
+            for _ in range(number):
+                if self._steps % _BLOCK == 0:
+                    self._loop.fill([torch.rand(_BLOCK, generator=g, dtype=torch.float64) for g in self._generators])
+                taken.append(self._loop.step())
+                self._steps += 1
+        found = torch.stack(taken).tolist()  # (number, 2, B) float64, exact for any token
+        return [[int(token) for token in tokens] for tokens, _ in found], [logs for _, logs in found]
 
     @property
     def memory(self) -> Memory:
-        if self._said is not None:
-            with torch.no_grad(), _evaluating(self._model):
-                out, state = self._model.extend(self._said[:, None], self._memory.state)
-            recent = torch.cat([self._memory.recent[:, 1:], self._said[:, None]], 1)
-            self._memory, self._said = Memory(state, out[:, -1], recent), None
-        return self._memory
+        """What was read and said so far, from which a later stream can go on."""
+        with torch.no_grad(), _evaluating(self._model):
+            return self._loop.memory()
 
 
 @torch.no_grad()
@@ -314,15 +256,6 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         if training:
             model.train()
-
-
-def _pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """(B,) the token at which the cumulative probability passes a uniform number of (B,)."""
-    cumulative = probabilities.double().cumsum(1)
-    token = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    # A number that rounds up to the total would fall past the last token that can be had.
-    last = probabilities.shape[1] - 1 - (probabilities > 0).flip(1).int().argmax(1)
-    return torch.minimum(token, last)
 
 
 def _rows(prompt: Prompt) -> list[Tensor]:

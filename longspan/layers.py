@@ -16,6 +16,7 @@ from longspan.mechanism import Mechanism, State
 from longspan.mechanisms import build_mechanism, mechanisms
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.mechanisms.split import SplitAttention
+from longspan.ops.step import Turn
 from longspan.positions import Rotary
 from longspan.rows import Rows
 
@@ -28,6 +29,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
     "identity": lambda x: x,
 }
+
+
+Turns = Mapping[tuple[int, float], tuple[Tensor, Tensor]]
 
 
 class ScaleNorm(nn.Module):
@@ -146,6 +150,17 @@ class Attention(nn.Module):
             out, state = self.mechanism.step(state, q, k, v)
         else:
             out, state = self.mechanism.extend(state, q, k, v, key_mask=rows.key_mask, packing=rows.packing)
+        return self._output(x, out), state
+
+    def step_(self, x: Tensor, state: State, turns: Turns) -> tuple[Tensor, State]:
+        """One token (B, 1, dim) of a loop; see `Mechanism.step_`. turns: cos and sin for each kind of rotary."""
+        q = self.to_q(x).unflatten(2, (self.mechanism.num_heads, -1))
+        q = q if self.q_norm is None else self.q_norm(q)
+        if self.cross:
+            return self._output(x, self.mechanism._read(state, q)), state
+        k, v = self._keys(x, None)
+        own = [Turn(*turns[turn.kind], turn.interleaved) if isinstance(turn, Rotary) else None for turn in self.rotary]
+        out, state = self.mechanism.step_(state, q, k, v, own if len(own) > 1 else own[0] if own else None)
         return self._output(x, out), state
 
     def set_head_groups(self, apart: bool) -> None:
@@ -334,4 +349,17 @@ def shift_tokens(x: Tensor, offsets: Sequence[int], rows: Rows, recent: Tensor |
         piece = longer[..., i * size : (i + 1) * size]
         moved = F.pad(piece, (0, 0, offset, -offset)) if abs(offset) < piece.shape[1] else torch.zeros_like(piece)
         parts[i] = moved[:, history:].masked_fill(~rows.has_neighbour(offset)[..., None], 0)
+    return torch.cat(parts, 2)
+
+
+def shift_token(x: Tensor, offsets: tuple[int, ...], recent: Tensor) -> Tensor:
+    """As `shift_tokens` of one token x (B, 1, dim), which `recent` (B, s, dim) then holds too."""
+    size = x.shape[2] // len(offsets)
+    joined = torch.cat([recent, x], 1)
+    parts = list(x.split(size, 2))
+    for i, offset in enumerate(offsets):
+        # What came before the first token is zero already.
+        there = recent.shape[1] - offset
+        parts[i] = joined[:, there : there + 1, i * size : (i + 1) * size] if offset else parts[i]
+    recent.copy_(joined[:, 1:])
     return torch.cat(parts, 2)

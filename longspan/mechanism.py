@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from longspan.checks import check_key_mask, check_key_packing, check_packing, check_tensor, describe
 from longspan.ops.chunks import over
+from longspan.ops.step import Turn, turned
 from longspan.rows import Packing, Run, hide, length_classes, restore
 
 S = TypeVar("S", bound="State")
@@ -250,6 +251,19 @@ class Mechanism(nn.Module, ABC):
             state = self._write(state, k, v, None)
             return self._read(state, q), state
 
+    def step_(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, turn: Turn | Sequence[Turn | None] | None = None
+    ) -> tuple[Tensor, State]:
+        """`step` as a loop of many takes it: unchecked, without gradients, the state's tensors changed where they lie.
+
+        Its length stays as it was: the caller raises one for all layers. turn: rotary positions that q and k still have
+        to take, one for all heads or, for a split, one for each part.
+        """
+        assert turn is None or isinstance(turn, Turn)
+        q, k = turned(turn, q, k)
+        after = self._write(state, k, v, None)
+        return self._read(after, q), _kept_in_place(state, after)
+
     def advance(self) -> None:
         """Called by models once before each training forward, outside anything that is recomputed."""
 
@@ -396,6 +410,20 @@ class Mechanism(nn.Module, ABC):
     @abstractmethod
     def _state_type(self) -> type[State]:
         """The class of this mechanism's states."""
+
+
+def _kept_in_place(state: State, after: State) -> State:
+    """`after`, all but its length, in the tensors of `state` where they are as large."""
+    kept: dict[str, Any] = {}
+    for field in fields(state):
+        old, new = getattr(state, field.name), getattr(after, field.name)
+        if isinstance(old, tuple):
+            kept[field.name] = tuple(_kept_in_place(*parts) for parts in zip(old, new, strict=True))
+        elif field.name == "length":
+            kept[field.name] = old
+        elif isinstance(old, Tensor) and old.shape == new.shape and old.dtype == new.dtype:
+            kept[field.name] = old if old.data_ptr() == new.data_ptr() else old.copy_(new)
+    return replace(after, **kept)
 
 
 def _full_precision(x: Tensor) -> torch.autocast:

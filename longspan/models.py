@@ -190,6 +190,19 @@ class LanguageModel(nn.Module):
             longest = int(rows.position.max()) + 1 if rows.position.numel() else 0
         return self.transformer.extend(self._embed(tokens, rows, longest), state, key_mask=key_mask)
 
+    def step_(self, tokens: Tensor, state: StackState) -> tuple[Tensor, StackState]:
+        """Logits (B, V) of one token (B,) of a loop, unchecked and without gradients; the state is changed in place.
+
+        All lengths in it must be one tensor (`Stack.joined`), which is raised here.
+        """
+        x = self.embedding(tokens)[:, None]
+        if self.positions is not None:
+            x = x + self.positions(state.length[:, None]).to(x.dtype)
+        x = x if self.to_dim is None else self.to_dim(x)
+        out, state = self.transformer.stack.step_(x, state)
+        state.length.add_(1)
+        return self.logits(self.transformer._finish(out))[:, 0], state
+
     def state_size(self) -> int:
         """Bytes of memory for one sequence; for `softmax`, which keeps every token, of an empty one."""
         context = None

@@ -12,8 +12,8 @@ A stack is a list of branches (attention, feed-forward, …). Streams x:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longspan.config import EXECUTIONS, NORM_POSITIONS, RESIDUALS
-from longspan.layers import NORMS, Attention, shift_tokens
+from longspan.layers import NORMS, Attention, Turns, shift_token, shift_tokens
 from longspan.mechanism import Index, State
 from longspan.mechanisms.choices import choose
 from longspan.reversible import run_reversible
 from longspan.rows import Packing, Rows
+
+S = TypeVar("S", bound=State)
 
 
 @dataclass
@@ -124,6 +126,17 @@ class Branch(nn.Module):
         else:
             out, inner = self.layer.extend(shifted, state.inner[0], rows)
         return out, replace(state, inner=(inner,))
+
+    def step_(self, x: Tensor, state: BranchState, turns: Turns) -> tuple[Tensor, BranchState]:
+        """As `extend` by one token of a loop: unchecked, without gradients, the state changed where it lies."""
+        if self.norm is not None and self.norm_position == "pre":
+            x = self.norm(x)
+        if state.recent is not None:
+            x = shift_token(x, self.token_shift, state.recent)
+        if not isinstance(self.layer, Attention):
+            return self.layer(x), state
+        out, inner = self.layer.step_(x, state.inner[0], turns)
+        return out, state if inner is state.inner[0] else replace(state, inner=(inner,))
 
     def merge(self, x: Tensor, y: Tensor) -> Tensor:
         """x after the branch whose answer was y."""
@@ -335,6 +348,32 @@ class Stack(nn.Module):
         after = [replace(branch, length=length) for branch in after]
         return out, StackState(length, tuple(after))
 
+    def step_(self, x: Tensor, state: StackState) -> tuple[Tensor, StackState]:
+        """As `extend` by one token x (B, 1, dim) of a loop; lengths stay as they were. See `Mechanism.step_`."""
+        turns = self._with_turns(Rows(state.length[:, None], state.length[:, None]), x).turns
+        after = list(state.branches)
+
+        def apply(i: int, x: Tensor) -> Tensor:
+            y, after[i] = self._branches()[i].step_(x, after[i], turns)
+            return y
+
+        return self._run(x, apply), replace(state, branches=tuple(after))
+
+    def joined(self, state: StackState) -> StackState:
+        """The same state with one length for all that grows with the tokens, laid out as `step_` takes it."""
+        branches = []
+        state = state._map(Tensor.contiguous)
+        for branch, held in zip(self._branches(), state.branches, strict=True):
+            if not (isinstance(branch.layer, Attention) and branch.layer.cross):
+                held = replace(held, inner=tuple(_with_length(inner, state.length) for inner in held.inner))
+            branches.append(replace(held, length=state.length))
+        return StackState(state.length, tuple(branches))
+
+    @property
+    def steps(self) -> bool:
+        """Whether `step_` does all that these branches do."""
+        return all(branch.stride == 1 for branch in self._branches())
+
     def new_state(self, batch_size: int, *, max_length: int | None, device: Any, dtype: Any) -> StackState:
         branches = tuple(
             branch.new_state(batch_size, max_length=max_length, device=device, dtype=dtype)
@@ -375,6 +414,16 @@ class Stack(nn.Module):
 
     def _branches(self) -> list[Branch]:
         return [branch for branch in self.branches if isinstance(branch, Branch)]
+
+
+def _with_length(state: S, length: Tensor) -> S:
+    """A state, and the states in it, with this length."""
+    changed: dict[str, Any] = {"length": length}
+    for field in fields(state):
+        value = getattr(state, field.name)
+        if isinstance(value, tuple):
+            changed[field.name] = tuple(_with_length(part, length) for part in value)
+    return replace(state, **changed)
 
 
 def _put(state: State, index: Tensor, rows: State) -> State:

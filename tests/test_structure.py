@@ -32,6 +32,7 @@ TIERS = [
     {"assembly"},
     {"models", "images"},
     {"checkpoint", "maps", "memory"},
+    {"loop"},
     {"generation"},
     {"longspan"},  # the public names
     {"compat"},

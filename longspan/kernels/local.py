@@ -13,7 +13,6 @@ from torch import Tensor
 from longspan.kernels.local_backward import local_backward_keys_kernel, local_backward_queries_kernel
 from longspan.kernels.local_forward import local_forward_kernel
 
-
 EDGES = True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,7 @@ from longspan.ops.linear import (
     sum_dtype,
 )
 from longspan.ops.ragged import shift_left, shift_right
+from longspan.ops.step import Turn, linear_step_
 
 
 @dataclass
@@ -180,6 +182,20 @@ class LinearAttention(Mechanism):
         visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
         out = self._from_prefixes(state, phi.query(q.to(state.kv.dtype)), *self._keys(k, v, visible))
         return self._scaled(out.to(q.dtype)), self._write(state, k, v, lengths)
+
+    def step_(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, turn: Turn | Sequence[Turn | None] | None = None
+    ) -> tuple[Tensor, State]:
+        assert isinstance(state, LinearState)
+        assert turn is None or isinstance(turn, Turn)
+        phi = self.feature_map
+        if not isinstance(phi, FusedMap) or phi.epsilon or self.blind_spot > 1:
+            return super().step_(state, q, k, v, turn)
+        weight = None if phi.weight is None else phi.weight.to(state.kv.dtype)
+        out = linear_step_(
+            q, k, v, state.sums, feature_map=phi.kind, weight=weight, normalise=self.normalise, turn=turn
+        )
+        return self._scaled(out), state
 
     def _from_sums(self, q: Tensor, sums: Sums, total: Tensor | None) -> Tensor:
         constant = None if total is None else self.feature_map.epsilon * total

@@ -8,6 +8,7 @@ product one with queries p, keys f and values v. Bidirectional attention is the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 
 from longspan.mechanism import Mechanism, State
 from longspan.mechanisms.choices import choose
+from longspan.ops import backend
 from longspan.ops.linear import Sums, causal_linear, sum_dtype
 from longspan.ops.ragged import shift_left, shift_right
 from longspan.ops.sdpa import attend
+from longspan.ops.step import Turn, why_plain
 
 
 @dataclass
@@ -267,6 +270,20 @@ class LinformerAttention(Mechanism):
         # The last visible slot says how many periods have begun; hidden ones hold zeros.
         reach = (torch.arange(1, length + 1, device=q.device) * key_mask).amax(1)
         return self._from_rows(q, k, v, self.keys.live_under(key_mask), reach)
+
+    def step_(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, turn: Turn | Sequence[Turn | None] | None = None
+    ) -> tuple[Tensor, State]:
+        assert isinstance(state, LinformerState)
+        # A convolution's rows come alive one after the other.
+        plain = self.keys.kind == "convolution" or (self.training and self.dropout > 0)
+        if plain or why_plain(q, k, v, state.k, state.v) is not None or max(self.head_dim, self.value_dim) > 256:
+            return super().step_(state, q, k, v, turn)
+        assert turn is None or isinstance(turn, Turn)
+        pair = self.keys, self.values
+        tables, biases = tuple(p.table for p in pair), tuple(p.bias for p in pair)
+        held = tables, biases, state.k, state.v
+        return backend.step_kernels().linformer(q, k, v, turn, state.length, *held, self.keys.periodic), state
 
     def _read(self, state: State, q: Tensor) -> Tensor:
         assert isinstance(state, LinformerState)

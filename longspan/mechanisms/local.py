@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,7 @@ from longspan.mechanism import Mechanism, State
 from longspan.ops import backend
 from longspan.ops.local import Bias, Window, table_bias, turn, windowed
 from longspan.ops.sdpa import attend
+from longspan.ops.step import Turn, why_plain
 from longspan.rows import Packing
 
 
@@ -133,6 +135,17 @@ class LocalAttention(Mechanism):
         if not self._fused(q, k, v):
             return super()._attend_packed(q, k, v, packing, key_packing)
         return self._windowed(q, self._key(k), v, self.window, bounds=packing.bounds(q.shape[1]))
+
+    def step_(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, turn: Turn | Sequence[Turn | None] | None = None
+    ) -> tuple[Tensor, State]:
+        assert isinstance(state, LocalState)
+        if self._dropout or not self._fused(q, k, v) or why_plain(q, k, v, state.k, state.v) is not None:
+            return super().step_(state, q, k, v, turn)
+        assert turn is None or isinstance(turn, Turn)
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        kernels, held = backend.step_kernels(), (state.length, state.k, state.v)
+        return kernels.local(q, k, v, turn, *held, self.window, scale), state
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the kernels take these, and with them a packed row as it lies."""

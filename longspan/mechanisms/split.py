@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.mechanism import Index, Mechanism, State
+from longspan.ops.step import Turn
 from longspan.rows import Packing
 
 
@@ -112,6 +113,15 @@ class SplitAttention(Mechanism):
         )
         outs, after = zip(*(part._extend(held, q, k, v, lengths) for part, held, q, k, v in parts), strict=True)
         return torch.cat(outs, 2), SplitState(after[0].length, after)
+
+    def step_(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, turn: Turn | Sequence[Turn | None] | None = None
+    ) -> tuple[Tensor, SplitState]:
+        turns = [turn] * len(self.sizes) if turn is None or isinstance(turn, Turn) else turn
+        held = zip(self._mechanisms(), self._states(state), turns, strict=True)
+        parts = zip(held, self._queries(q), self._keys(k), self._keys(v), strict=True)
+        results = [part.step_(own, q, k, v, turn) for (part, own, turn), q, k, v in parts]
+        return torch.cat([out for out, _ in results], 2), SplitState(state.length, tuple(own for _, own in results))
 
     def _write(self, state: State, k: Tensor, v: Tensor, lengths: Tensor | None) -> SplitState:
         parts = zip(self._mechanisms(), self._states(state), self._keys(k), self._keys(v), strict=True)

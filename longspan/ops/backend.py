@@ -85,6 +85,13 @@ def local_kernels() -> ModuleType:
     return local
 
 
+def step_kernels() -> ModuleType:
+    """The kernels of one token's step, imported on first use."""
+    from longspan.kernels import step
+
+    return step
+
+
 def linear_kernels() -> ModuleType:
     """The kernels' module, imported on first use."""
     from longspan.kernels import linear

@@ -1,0 +1,198 @@
+"""One token after the other: a choice from logits, a step of the model, in memory that stays where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspan.layers import Attention
+from longspan.mechanisms.linformer import Projection
+from longspan.memory import Memory
+from longspan.models import LanguageModel
+from longspan.stack import Branch, StackState
+
+_WARM = 3  # steps before one is captured: kernels are compiled and libraries loaded by then
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen from its logits.
+
+    temperature: 0 takes the likeliest. top_k: only the k likeliest. top_p: the likeliest that together reach p.
+    min_p: those at least min_p times as likely as the likeliest. repetition_penalty: logits of the row's last
+    repetition_window tokens are divided by it if positive, multiplied if negative.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    repetition_window: int = 64
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {value}")
+        if self.repetition_penalty <= 0 or self.repetition_window < 1:
+            raise ValueError(
+                "repetition_penalty must be positive (1 is none) and repetition_window at least 1, got "
+                f"{self.repetition_penalty} and {self.repetition_window}"
+            )
+
+    def probabilities(self, logits: Tensor, recent: Tensor) -> Tensor:
+        """logits (B, V), recent (B, window) tokens, −1 where none -> (B, V) that sum to one."""
+        logits = self.penalised(logits.to(torch.promote_types(logits.dtype, torch.float32)), recent)
+        if self.temperature == 0:
+            return torch.zeros_like(logits).scatter(1, logits.argmax(1, keepdim=True), 1)
+        logits = logits / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[1]:
+            least = logits.topk(self.top_k, 1).values[:, -1:]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        probabilities = logits.softmax(1)
+        if self.min_p is not None:
+            probabilities = probabilities * (probabilities >= self.min_p * probabilities.amax(1, keepdim=True))
+        if self.top_p is not None:
+            ordered, order = probabilities.sort(1, descending=True)
+            # A token stays if those likelier than it do not reach p; the likeliest always does.
+            before = ordered.cumsum(1) - ordered
+            kept = torch.zeros_like(probabilities).scatter(1, order, ordered * (before < self.top_p))
+            probabilities = kept
+        return probabilities / probabilities.sum(1, keepdim=True)
+
+    def penalised(self, logits: Tensor, recent: Tensor) -> Tensor:
+        """Logits (B, V) after the repetition penalty for the tokens in recent, −1 where none."""
+        if self.repetition_penalty == 1:
+            return logits
+        seen = torch.zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
+        seen = seen.scatter(1, recent.masked_fill(recent < 0, logits.shape[1]), True)[:, :-1]
+        weaker = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
+        return torch.where(seen, weaker, logits)
+
+
+class Loop:
+    """Everything a step reads and writes, at fixed addresses, so that a CUDA graph can hold it.
+
+    A step takes the token chosen last, if any, into the state, and chooses the next.
+    """
+
+    def __init__(self, model: LanguageModel, memory: Memory, sampling: Sampling, stop: Sequence[int]) -> None:
+        self._model, self._sampling = model, sampling
+        device, rows = memory.logits.device, len(memory.logits)
+        stack = model.transformer.stack
+        # What `step_` does not do goes on by `extend`, which autocast reaches too.
+        self._stepping = stack.steps and not torch.is_autocast_enabled(device.type)
+        self._capturing = self._stepping and device.type == "cuda"
+        self._state: StackState = stack.joined(memory.state.clone()) if self._stepping else memory.state.clone()
+        self._logits, self._recent = memory.logits.clone(), memory.recent.clone()
+        self._stop = torch.tensor(list(stop), dtype=torch.int64, device=device)
+        self._ended = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._token = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._drawn = torch.zeros(rows, 0, dtype=torch.float64, device=device)
+        self._index = torch.zeros(1, dtype=torch.int64, device=device)
+        self._answer = torch.zeros(2, rows, dtype=torch.float64, device=device)
+        self._pending, self._steps = False, 0  # whether a token is chosen that the state does not hold yet
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._limits = _limits(model)
+        self._longest = int(memory.state.length.max()) if self._limits else 0
+
+    def fill(self, blocks: list[Tensor]) -> None:
+        """New uniform numbers (block,) for each row."""
+        drawn = torch.stack(blocks)
+        if self._drawn.shape == drawn.shape:
+            self._drawn.copy_(drawn)
+        else:
+            self._drawn = drawn.to(self._drawn.device)
+        self._index.zero_()
+
+    def step(self) -> Tensor:
+        """(2, B) float64: the next tokens, −1 for rows that have ended, and their log-probabilities."""
+        self._check()
+        if self._graph is not None and self._pending:
+            self._graph.replay()
+            self._steps += 1
+            return self._answer.clone()
+        trying = self._capturing and self._pending and self._steps >= _WARM
+        before = self._addresses() if trying else {}
+        if self._pending:
+            self._advance()
+        self._choose()
+        self._pending, self._steps = True, self._steps + 1
+        answer = self._answer.clone()
+        if trying:
+            # A memory that grows moves, and cannot be held.
+            self._capturing = False
+            if before == self._addresses():
+                self._graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self._graph):
+                    self._advance()
+                    self._choose()
+        return answer
+
+    def memory(self) -> Memory:
+        """A copy of all that was read and said so far."""
+        if self._pending:
+            self._advance()
+            self._pending = False
+        return Memory(self._state.clone(), self._logits.clone(), self._recent.clone())
+
+    def _advance(self) -> None:
+        if self._stepping:
+            logits, self._state = self._model.step_(self._token, self._state)
+        else:
+            out, self._state = self._model.extend(self._token[:, None], self._state)
+            logits = out[:, -1]
+        self._logits.copy_(logits)
+        self._recent.copy_(torch.cat([self._recent[:, 1:], self._token[:, None]], 1))
+
+    def _choose(self) -> None:
+        probabilities = self._sampling.probabilities(self._logits, self._recent)
+        token = _pick(probabilities, self._drawn.index_select(1, self._index)[:, 0])
+        self._answer[1].copy_(probabilities.gather(1, token[:, None]).log()[:, 0])
+        if len(self._stop):
+            self._ended.logical_or_(torch.isin(token, self._stop))
+        self._answer[0].copy_(token.masked_fill(self._ended, -1))
+        self._token.copy_(token)
+        self._index.add_(1)
+
+    def _check(self) -> None:
+        """At any step: a state of other random features than the model has now is refused, and the end of a table."""
+        for check in self._limits:
+            check(self._longest + self._steps)
+        if self._stepping:
+            for branch, held in zip(self._model.transformer.stack.branches, self._state.branches, strict=True):
+                if isinstance(branch, Branch) and isinstance(branch.layer, Attention):
+                    branch.layer.mechanism._check_state(held.inner[0], self._logits, None)
+
+    def _addresses(self) -> dict[str, int]:
+        return {name: x.data_ptr() for name, x in self._state.tensors().items()}
+
+
+def _limits(model: LanguageModel) -> list[Callable[[int], None]]:
+    """What refuses a number of tokens: tables of positions, and projections over a fixed length."""
+    found: list[Callable[[int], None]] = []
+    if model.positions is not None and model.positions.reach is not None:
+        found.append(model.positions.check)
+    for branch in model.transformer.stack.branches:
+        if isinstance(branch, Branch) and isinstance(branch.layer, Attention) and not branch.layer.cross:
+            tables = [module for module in branch.layer.mechanism.modules() if isinstance(module, Projection)]
+            # Along every stride-th token a table reaches as much further.
+            found += [table.check_length for table in tables if not table.periodic and branch.stride == 1]
+    return found
+
+
+def _pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """(B,) the token at which the cumulative probability passes a uniform number of (B,)."""
+    cumulative = probabilities.double().cumsum(1)
+    token = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    # A number that rounds up to the total would fall past the last token that can be had.
+    last = probabilities.shape[1] - 1 - (probabilities > 0).flip(1).int().argmax(1)
+    return torch.minimum(token, last)

@@ -1,0 +1,87 @@
+"""One token at a time: mechanisms whose step is one kernel, and its comparison with writing and then reading."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longspan import Mechanism, build_mechanism
+from longspan.ops.rotary import turns
+from longspan.ops.step import Turn
+
+H, HKV, D, E = 4, 2, 6, 7
+
+CASES: dict[str, tuple[str, dict]] = {
+    "linear": ("linear", {}),
+    "relu": ("linear", {"feature_map": "relu", "output_scale": 0.5}),
+    "identity": ("linear", {"feature_map": "identity", "normalise": "none"}),
+    "softmax map": ("linear", {"feature_map": "softmax"}),
+    "by feature": ("linear", {"feature_map": "softmax", "normalise": "feature"}),
+    "performer": ("performer", {"num_features": 19}),
+    "performer by feature": ("performer", {"num_features": 5, "normalise": "feature"}),
+    "local": ("local", {"window": 11}),
+    "window of one": ("local", {"window": 1}),
+    "blocks": ("local", {"window": 5, "look_back": 2, "scale": 0.3}),
+    "shared": ("local", {"window": 5, "shared_qk": True}),
+    "linformer": ("linformer", {"rank": 13, "max_length": 61}),
+    "linformer by head": ("linformer", {"rank": 3, "max_length": 61, "per_head": True, "share_projection": True}),
+    "linformer for ever": ("linformer", {"rank": 5, "max_length": 7, "periodic": True, "bias": True}),
+}
+
+
+def mechanism(name: str, device: str = "cpu") -> Mechanism:
+    kind, options = CASES[name]
+    built = build_mechanism(kind, H, D, num_kv_heads=HKV, value_dim=E, **options).eval().to(device)
+    for name, parameter in built.named_parameters():
+        if name.endswith("bias"):  # zeros would hide them
+            torch.nn.init.normal_(parameter)
+    return built
+
+
+def inputs(B: int, T: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    shapes = [(B, T, H, D), (B, T, HKV, D), (B, T, HKV, E)]
+    return [torch.randn(shape).to(device, dtype) for shape in shapes]
+
+
+def turn(length: Tensor, kind: int) -> Turn | None:
+    """Rotary positions of the next token: none, by halves, interleaved."""
+    if kind == 0:
+        return None
+    return Turn(*turns(length[:, None], D, 100.0, torch.float32), kind == 2)
+
+
+@torch.no_grad()
+def compare(name: str, dtype: torch.dtype, device: str, steps: int = 4) -> None:
+    """Step after step beside the plain path in the same dtype and the plain path in float64, by the tolerance rule."""
+    built = mechanism(name, device)
+    exact = mechanism(name).double()
+    exact.load_state_dict({k: x.double().cpu() for k, x in built.state_dict().items()})
+    B = 2
+    states = [m.new_state(B, device=d, dtype=t) for m, d, t in ((built, device, dtype), (exact, "cpu", torch.float64))]
+    for count in (3, 9):  # rows of different lengths
+        x = inputs(B, count, dtype, device)
+        mask = torch.arange(count) < torch.tensor([[count], [count - 2]])
+        states[0] = built.extend(states[0], *x, key_mask=mask.to(device))[1]
+        states[1] = exact.extend(states[1], *(y.cpu().double() for y in x), key_mask=mask)[1]
+    ours, truth = (state._map(lambda x: x.contiguous().clone()) for state in states)
+    plain = ours.clone()
+    for i in range(steps):
+        q, k, v = inputs(B, 1, dtype, device)
+        kind = i % 3
+        pointers = {key: x.data_ptr() for key, x in ours.tensors().items()}
+        out, ours = built.step_(ours, q, k, v, turn(ours.length, kind))
+        assert {key: x.data_ptr() for key, x in ours.tensors().items()} == pointers
+        near, plain = Mechanism.step_(built, plain, q, k, v, turn(plain.length, kind))
+        angles = turn(truth.length, kind)
+        wide = [x.cpu().double() for x in (q, k, v)]
+        best, truth = Mechanism.step_(exact, truth, *wide, angles)
+        found = {"out": (out, near, best)}
+        kept = zip(ours.tensors().items(), plain.tensors().values(), truth.tensors().values(), strict=True)
+        found |= {key: (x, y, z) for (key, x), y, z in kept if key != "length"}
+        for key, (x, y, z) in found.items():
+            allowed = 2 * (y.cpu().double() - z).abs().max().item() + z.abs().max().item() * torch.finfo(dtype).eps
+            error = (x.cpu().double() - z).abs().max().item()
+            assert x.dtype == y.dtype, key
+            assert error <= allowed, f"step {i}, {key}: {error:.3g} from the truth, {allowed:.3g} allowed"
+        for state in (ours, plain, truth):
+            state.length.add_(1)

@@ -1,0 +1,101 @@
+"""The Triton kernels of one token's step under Triton's interpreter, on the CPU; and the plain path they replace."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from step_cases import CASES, D, compare, inputs, mechanism, turn
+
+from longspan.mechanism import Mechanism
+from longspan.mechanisms import linformer, local
+from longspan.ops import backend, step
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_under_the_interpreter starts")
+by_name = pytest.mark.parametrize("name", CASES)
+
+
+@pytest.fixture
+def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (step, local, linformer):
+        monkeypatch.setattr(module, "why_plain", lambda *_: None)
+    monkeypatch.setattr(backend, "why_plain_local", lambda *_, **__: None)
+
+
+def test_under_the_interpreter() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed: pip install 'longspan[triton]'")
+    if INTERPRETED:
+        pytest.skip("already inside")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider"],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-5000:]
+
+
+@inside
+@by_name
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.usefixtures("kernels_on_the_cpu")
+def test_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    real = backend.step_kernels()
+    monkeypatch.setattr(backend, "step_kernels", lambda: used.append(1) or real)
+    # Prompts are read by the plain path.
+    monkeypatch.setattr(local.LocalAttention, "_windowed", _plain_windowed)
+    compare(name, dtype, "cpu")
+    assert len(used) == 4
+
+
+def _plain_windowed(self, q, k, v, window, **how):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "why_plain_local", lambda *_, **__: "asked to")
+        how.pop("bounds", None)
+        return local.windowed(q, k, v, window, scale=self.scale, **how)
+
+
+@by_name
+def test_a_plain_step_is_writing_and_then_reading(name: str) -> None:
+    """`step_` in float64, rotary positions included, is `step` of queries and keys that were turned before."""
+    built = mechanism(name).double()
+    with torch.no_grad():
+        state = built.extend(built.new_state(2, dtype=torch.float64), *inputs(2, 9, torch.float64, "cpu"))[1]
+        ours = state.clone()
+        for i in range(4):
+            q, k, v = inputs(2, 1, torch.float64, "cpu")
+            angles = turn(ours.length, i % 3)
+            out, ours = built.step_(ours, q, k, v, angles)
+            ours.length.add_(1)
+            expected, state = built.step(state, *((q, k) if angles is None else (angles(q), angles(k))), v)
+            torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+            for found, exact in zip(ours.tensors().values(), state.tensors().values(), strict=True):
+                torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
+
+
+def test_a_state_that_grows_is_given_back_grown() -> None:
+    built = mechanism("linear")
+    assert type(built).step_ is not Mechanism.step_
+    from longspan import build_mechanism
+
+    softmax = build_mechanism("softmax", 2, D)
+    q, k, v = (torch.randn(1, 1, 2, D) for _ in range(3))
+    with torch.no_grad():
+        _, state = softmax.step_(softmax.new_state(1), q, k, v)
+    assert state.k.shape[2] == 1
+    assert state.length.tolist() == [0]
+
+
+def test_reasons() -> None:
+    x = torch.zeros(1, 1, 2, 4)
+    assert "CUDA" in str(step.why_plain(x, x, x))
