@@ -86,6 +86,18 @@ def test_angles_are_float32_whatever_the_dtype(dtype: torch.dtype) -> None:
     assert (rows.double() - truth).abs().max() <= 2 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_million_positions_away_scores_are_the_same(interleaved: bool) -> None:
+    rotary = Rotary(D, interleaved=interleaved)
+    q, k = vectors(dtype=torch.float32), vectors(dtype=torch.float32)
+    near, far = at(*range(T)), at(*range(1_000_000, 1_000_000 + T))
+    scores = [torch.einsum("bthd,bshd->bhts", rotary(q, p), rotary(k, p)) for p in (near, far)]
+    assert (scores[0] - scores[1]).abs().max() < 1e-5
+    sinusoids = SinusoidalPositions(D)
+    exact = 1_000_003 * 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+    assert (sinusoids(at(1_000_003))[0, 0] - torch.cat([exact.sin(), exact.cos()])).abs().max() < 1e-6
+
+
 def test_a_model_in_bfloat16_tells_4096_positions_apart() -> None:
     for positions in ("sinusoidal", "learned"):
         config = ModelConfig(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 
 def angles(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> Tensor:
-    """position / base^(2i/dim) for i < dim / 2: (..., dim / 2)."""
-    exponent = torch.arange(0, dim, 2, device=position.device, dtype=dtype) / dim
-    return position[..., None].to(dtype) * base**-exponent
+    """position / base^(2i/dim) modulo 2π for i < dim / 2: (..., dim / 2)."""
+    # In float32 the product would be off by 0.004 at position 65,536, and by more further on.
+    wide = torch.float32 if position.device.type == "mps" else torch.float64
+    exponent = torch.arange(0, dim, 2, device=position.device, dtype=wide) / dim
+    return (position[..., None].to(wide) * base**-exponent).remainder(2 * math.pi).to(dtype)
 
 
 def turns(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
