@@ -68,7 +68,7 @@ def _run(settings: Settings) -> None:
     from longspan.train.loop import Loop
     from longspan.train.setup import make_accelerator, prepare
     from longspan.train.state import check_writable
-    from longspan.train.watch import Silent, Terminal, Watch
+    from longspan.train.watch import METRICS, Silent, Terminal, Watch, read_records
 
     run = Path(settings.train.out)
     accelerator = make_accelerator(settings.train)
@@ -87,11 +87,13 @@ def _run(settings: Settings) -> None:
         watch.note(f"{left_out:,} tokens are in documents shorter than a row and left out; --packing on takes them too")
     score = Loop(prepared, watch).run()
     if accelerator.is_main_process:
-        bits = score.get("eval_bits_per_byte")
-        unigram = data["unigram_bits_per_byte"]
+        bits, first = score.get("eval_bits_per_byte"), read_records(run / METRICS)[0]["bits_per_byte"]
         if bits is not None:
-            watch.note(f"held out: {bits:.3f} bits per byte; a model that knows letters' frequencies: {unigram:.3f}")
-        watch.note(f"the model is in {run / 'checkpoint'}")
+            watch.note(
+                f"bits per byte: {first:.3f} at the first step, {bits:.3f} now on held-out data; "
+                f"{data['unigram_bits_per_byte']:.3f} is what letters' frequencies alone give"
+            )
+        watch.note(f"the model is in {run / 'checkpoint'}; longspan report {run} draws its curves")
     accelerator.end_training()
 
 

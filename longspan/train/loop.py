@@ -128,14 +128,15 @@ class Loop:
         batches = self._draw()
         self.batches.append((self.step, batches))
         (count,) = self._agree(float(sum(batch.count for batch in batches)))
-        scale = p.shape.processes / max(count, 1.0)
+        count = max(count, 1.0)
         total = torch.zeros((), device=self.device)
         for micro, batch in enumerate(batches):
             last = micro == len(batches) - 1
             with contextlib.nullcontext() if last else p.accelerator.no_sync(p.wrapped):
                 loss = self._loss(micro, batch.to(self.device))
-                p.accelerator.backward(loss * scale)
-            total += loss.detach()
+                # Processes' gradients are averaged, and have different numbers of targets.
+                p.accelerator.backward(loss * (batch.count * p.shape.processes / count))
+            total += loss.detach() * batch.count
         if train.clip:
             p.accelerator.clip_grad_norm_(p.parameters, train.clip)
         self.lr = learning_rate(train, self.step, self.done)
@@ -222,7 +223,7 @@ class Loop:
 
     def _routine(self) -> None:
         train = self.p.train
-        if self.step % train.log_every == 0:
+        if self.step % train.log_every == 0 or self.step == 1:
             self._settle()
             self._record()
         if self.step % train.eval_every == 0 and self.done < 1:

@@ -1,4 +1,4 @@
-"""What is learnt: each objective is a module around a model that gives the sum of its losses over a batch, in nats."""
+"""What is learnt: each objective is a module around a model that gives its mean loss over a batch, in nats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from longspan.config import ModelConfig
 from longspan.models import Classifier, LanguageModel
@@ -16,11 +15,9 @@ from longspan.rows import Packing
 from longspan.stack import StackState
 from longspan.train.batches import IGNORED, Batch
 
-_LOGITS = 1 << 24  # logits kept at a time; more are computed again in the backward pass
-
 
 class Objective(nn.Module):
-    """forward(tokens, targets, …) is the summed loss; `losses` keeps one for each target.
+    """forward(tokens, targets, …) is the mean loss; `losses` keeps one for each target.
 
     context: the longest sequence there is in a packed row.
     """
@@ -37,13 +34,14 @@ class Objective(nn.Module):
         key_mask: Tensor | None = None,
         state: StackState | None = None,
     ) -> Any:
-        """The sum over targets that count; with a state, also the state after these tokens."""
+        """The mean over targets that count; with a state, also the state after these tokens."""
         model = self.model
         assert isinstance(model, LanguageModel)
-        if state is not None:
-            hidden, after = model.extend_hidden(tokens, state, key_mask=key_mask)
-            return self._total(hidden, targets), after
-        return self._total(model.hidden(tokens, **self._rows(offsets, key_mask)), targets)
+        if state is None:
+            return model.loss(tokens, targets, **self._rows(offsets, key_mask))
+        logits, after = model.extend(tokens, state, key_mask=key_mask)
+        total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        return total / (targets != IGNORED).sum().clamp(min=1), after
 
     def losses(self, batch: Batch) -> Tensor:
         """(B, T) nats, 0 where a target does not count."""
@@ -58,21 +56,6 @@ class Objective(nn.Module):
             return {} if key_mask is None else {"key_mask": key_mask}
         return {"packing": Packing(offsets, self.context)}
 
-    def _total(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        assert isinstance(self.model, LanguageModel)
-        flat, wanted = hidden.flatten(0, 1), targets.flatten()
-        size = max(1, _LOGITS // int(self.model.config.vocab_size or 1))
-        if len(flat) <= size:
-            return self._piece(flat, wanted)
-        pieces = zip(flat.split(size), wanted.split(size), strict=True)
-        totals = [checkpoint(self._piece, *piece, use_reentrant=False) for piece in pieces]
-        return torch.stack(totals).sum()
-
-    def _piece(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        assert isinstance(self.model, LanguageModel)
-        logits = self.model.logits(hidden[None])[0].float()
-        return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-
 
 class Classification(Objective):
     """The label of a document."""
@@ -85,7 +68,7 @@ class Classification(Objective):
         key_mask: Tensor | None = None,
         state: StackState | None = None,
     ) -> Tensor:
-        return F.cross_entropy(self._logits(tokens, key_mask), targets, reduction="sum")
+        return F.cross_entropy(self._logits(tokens, key_mask), targets)
 
     def losses(self, batch: Batch) -> Tensor:
         """(B,) nats."""
