@@ -143,12 +143,13 @@ def prefill(
     prompt: Prompt,
     *,
     max_tokens: int | None = None,
-    chunk: int = 4096,
+    chunk: int | None = None,
     source: Tensor | None = None,
     window: int = 64,
 ) -> Memory:
     """A prompt read in chunks of so many tokens, in memory that does not grow with it.
 
+    chunk: 4096 unless given; on a GPU, which waits for the next launch rather than for numbers, 65536 over all rows.
     max_tokens: how many will follow; with it, positions beyond the model's reach are refused now, not later.
     """
     rows = _rows(prompt)
@@ -157,6 +158,9 @@ def prefill(
     decoder = model.decoder if isinstance(model, EncoderDecoder) else model
     if not decoder.config.causal:
         raise ValueError("only a causal model can generate: build it with causal=True")
+    if chunk is None:
+        on_gpu = next(model.parameters()).device.type == "cuda"
+        chunk = max(1024, 65536 // len(rows)) if on_gpu else 4096
     with _evaluating(model):
         return _prefill(model, decoder, rows, max_tokens, chunk, source, window)
 
