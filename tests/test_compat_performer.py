@@ -151,6 +151,8 @@ def test_unknown_arguments_are_swallowed_there_and_refused_here(theirs):
 def test_what_does_not_go_is_said():
     with pytest.raises(ValueError, match=r"x has 24 tokens, more than max_seq_len \(23\)"):
         ours.PerformerLM(**LM)(torch.zeros(1, 24, dtype=torch.int64))
+    with pytest.raises(AttributeError, match="to_out cannot be exchanged"):
+        ours.PerformerLM(**LM).to_out = nn.Identity()
     with pytest.raises(ValueError, match="self-attention takes no context"):
         ours.SelfAttention(**LAYER)(torch.randn(B, T, 18), context=torch.randn(B, T, 18))
     with pytest.raises(ValueError, match="cross-attention needs a context"):

@@ -37,6 +37,8 @@ __all__ = [
     "gaussian_orthogonal_random_matrix",
 ]
 
+_INSIDE = ("token_emb", "pos_emb", "layer_pos_emb", "dropout", "performer", "norm", "to_out")
+
 
 class Performer(Translated):
     """Vectors in, vectors out: (B, T, dim) -> (B, T, dim). dim_head: dim / heads unless given."""
@@ -210,6 +212,14 @@ class PerformerLM(Translated):
         self._check(x)
         hidden = self.model.hidden(x, **_how(mask, context, context_mask))
         return hidden if return_encodings else self.model.logits(hidden)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _INSIDE:
+            raise AttributeError(
+                f"{name} cannot be exchanged: a PerformerLM holds no such module, but a longspan.LanguageModel as "
+                "`model`, whose parts can be (embedding, positions, dropout, transformer, to_logits)"
+            )
+        super().__setattr__(name, value)
 
     def loss(
         self,
