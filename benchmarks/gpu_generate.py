@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, prefill, stream
+from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, stream
 from longspan.bench.machine import commit, machine, versions
+from longspan.generation import prefill
 
 LOCAL = {"mechanism": "local", "window": 256}
 PERFORMER = {"mechanism": "performer", "num_features": 256}

@@ -6,7 +6,8 @@ import pytest
 import torch
 from step_cases import CASES, compare
 
-from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, generate, prefill, stream
+from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, generate, stream
+from longspan.generation import prefill
 from longspan.loop import Loop
 
 pytestmark = [
