@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from longspan.ops.rotary import angles, xpos_scale
+from longspan.ops.rotary import angles, rotate, xpos_scale
 
 
 class SinusoidalEmbeddings(nn.Module):
@@ -23,7 +23,7 @@ class SinusoidalEmbeddings(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # In float32 whatever became of the buffer: in bfloat16 positions would collide.
         place = torch.arange(x.shape[-2], device=x.device)
-        freqs = angles(place, self.dim, self.theta, torch.float32)
+        freqs = place[:, None] * frequencies(self.dim, self.theta).to(x.device)
         if not self.use_xpos or self.scale_base is None:
             return torch.cat([freqs, freqs], -1), torch.ones(1, device=x.device)
         scale = xpos_scale(place - x.shape[-2] // 2, self.dim, self.scale_base, torch.float32)
@@ -49,5 +49,5 @@ def apply_rotary_pos_emb(q: Tensor, k: Tensor, freqs: Tensor, scale: Tensor | fl
 
 
 def _turned(x: Tensor, angle: Tensor, scale: Tensor) -> Tensor:
-    wide = x.to(torch.promote_types(angle.dtype, x.dtype))
-    return ((wide * angle.cos() + rotate_half(wide) * angle.sin()) * scale).to(x.dtype)
+    half = x.shape[-1] // 2  # the angles are there twice
+    return rotate(x, (angle.cos() * scale)[..., :half], (angle.sin() * scale)[..., :half])
