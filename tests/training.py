@@ -16,7 +16,7 @@ from typing import Any
 _CONTEXT = multiprocessing.get_context("forkserver")
 # torch._dynamo because every optimiser imports it.
 _CONTEXT.set_forkserver_preload(
-    ["torch._dynamo", "longspan.cli", "longspan.train.cli", "longspan.train.loop", "longspan.train.estimate"]
+    ["torch._dynamo", "longspan.cli"] + [f"longspan.train.{name}" for name in ("cli", "estimate", "report", "scoring")]
 )
 
 WORDS = [
