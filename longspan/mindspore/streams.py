@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
@@ -53,7 +54,7 @@ class HyperConnections(nn.Cell):
         """x (B, n, S, D) -> the branch's input (B, n, D), the streams (B, n, S, D), their shares β (B, n, S, 1)."""
         # A norm is a number for each token: it goes on after the product, which is small.
         fn = ops.cat((self.dynamic_alpha_fn, self.dynamic_beta_fn.expand_dims(-1)), 1)
-        weight = ops.matmul(x, self.norm.weighed(fn).astype(x.dtype)) * inverse_length(x)
+        weight = ops.matmul(x, self.norm.weighed(fn).astype(x.dtype)).astype(ms.float32) * inverse_length(x)
         weight = _tanh(weight)  # (B, n, S, S + 2)
         alpha = weight[..., :-1] * self.dynamic_alpha_scale + self.static_alpha
         beta = weight[..., -1:] * self.dynamic_beta_scale + self.static_beta.expand_dims(-1)
