@@ -135,8 +135,9 @@ def _print(steps: Stream, batch: int, endings: list[bytes]) -> int:
 
 
 def _open(folder: Path, device: str = "cpu") -> LanguageModel:
+    run = folder / "checkpoint"  # where `longspan train` puts it
     try:
-        model = load(folder, device=device)
+        model = load(run if run.is_dir() else folder, device=device)
     except (ValueError, OSError) as error:
         _fail(str(error))
     if not isinstance(model, LanguageModel):

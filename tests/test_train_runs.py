@@ -299,3 +299,34 @@ def test_two_seeds_differ_and_one_does_not(corpus: Path, tmp_path: Path) -> None
     first, second = (curve(trained(corpus, tmp_path / name)) for name in ("a", "b"))
     assert first == second
     assert Shape(61, 3).rows == 3
+
+
+@pytest.mark.slow
+def test_divided_weights_are_saved_whole_and_taken_up(corpus: Path, tmp_path: Path) -> None:
+    """FSDP as accelerate configures it: the losses of one process, stopped and taken up in the middle."""
+    settings: dict[str, Any] = {"steps": 6, "save_every": 3, "packing": "off", "device": "cpu", "sample_tokens": 0}
+    one = trained(corpus, tmp_path / "one", **settings, batch_size=6)
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Branch",
+    }
+    stop = "import longspan.train.loop as loop, os\nsave = loop.Loop._save\n"
+    stop += "loop.Loop._save = lambda self: (save(self), os._exit(0) if self.step == 3 and BREAK else None)\n"
+    code = "import sys\nfrom longspan.cli import app\nBREAK = sys.argv.pop(1) == 'break'\n" + stop + "app()\n"
+    (tmp_path / "main.py").write_text(code)
+    for kind in ("break", "go"):
+        words = arguments(corpus, tmp_path / "two", **settings, batch_size=3)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        command = [*launch, str(tmp_path / "main.py"), kind, *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+        assert done.returncode == 0, done.stderr
+    two = metrics(tmp_path / "two")
+    losses = [[r["loss"] for r in records if "loss" in r] for records in (one, two)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    weights = [load(tmp_path / name / "checkpoint").state_dict() for name in ("one", "two")]
+    for name, x in weights[0].items():
+        torch.testing.assert_close(weights[1][name], x, rtol=1e-3, atol=1e-5)

@@ -22,6 +22,7 @@ from longspan.train.evaluation import evaluate
 from longspan.train.objectives import masked
 from longspan.train.presets import Values
 from longspan.train.setup import RUN, Prepared, learning_rate
+from longspan.train.sharding import is_sharded, load_optimiser, optimiser_values, whole_model
 from longspan.train.state import (
     check_writable,
     checkpoint_bytes,
@@ -55,6 +56,7 @@ class Loop:
         self.mark = (0.0, 0)  # seconds and tokens at the last record
         self.score: Record = {}
         self.text = Text(prepared.tokenizer)
+        self.sharded = is_sharded(prepared.accelerator)
 
     def run(self) -> Record:
         """Trains to the end and returns the last score; StoppedError says why it did not."""
@@ -138,7 +140,7 @@ class Loop:
                 p.accelerator.backward(loss * (batch.count * p.shape.processes / count))
             total += loss.detach() * batch.count
         if train.clip:
-            p.accelerator.clip_grad_norm_(p.parameters, train.clip)
+            p.accelerator.clip_grad_norm_(p.objective.parameters(), train.clip)
         self.lr = learning_rate(train, self.step, self.done)
         for group in p.optimiser.param_groups:
             group["lr"] = self.lr
@@ -269,7 +271,8 @@ class Loop:
             self.score = at | found
             if found:
                 self.watch.record(self.score)
-            if p.accelerator.is_main_process and p.train.sample_tokens and p.train.objective == "causal":
+            whole = p.accelerator.is_main_process and not self.sharded
+            if whole and p.train.sample_tokens and p.train.objective == "causal":
                 self.watch.sample({"step": self.step, **self._sample()})
 
     def _sample(self) -> Record:
@@ -286,6 +289,8 @@ class Loop:
 
     def _save(self) -> None:
         p = self.p
+        model = whole_model(p.objective) if self.sharded else p.model
+        optimiser = p.optimiser.optimizer
         states = gather_object([random_states(self.device)])
         carried = gather_object([[None if state is None else memory_values(state) for state in self.carried]])
         training: Values = {
@@ -297,7 +302,8 @@ class Loop:
             "recent": list(self.recent),
             "mark": list(self.mark),
             "position": p.batches.position,
-            "optimiser": p.optimiser.optimizer.state_dict(),
+            "optimiser": optimiser_values(p.objective, optimiser) if self.sharded else optimiser.state_dict(),
+            "sharded": self.sharded,
             "scaler": None if p.accelerator.scaler is None else p.accelerator.scaler.state_dict(),
             "random": states,
             "carried": carried,
@@ -305,7 +311,7 @@ class Loop:
         }
         with self.clock.paused():
             if p.accelerator.is_main_process:
-                save_run(p.run, p.model, training, p.tokenizer)
+                save_run(p.run, model, training, p.tokenizer)
             p.accelerator.wait_for_everyone()
 
     def _restore(self, saved: Values) -> None:
@@ -316,7 +322,12 @@ class Loop:
         self.score = saved["score"]
         self.clock = Clock(saved["seconds"])
         p.batches.position = saved["position"]
-        p.optimiser.optimizer.load_state_dict(saved["optimiser"])
+        if saved["sharded"] != self.sharded:
+            raise ValueError("the run was saved with FSDP or without it, and this command has it the other way round")
+        if self.sharded:
+            load_optimiser(p.objective, p.optimiser.optimizer, saved["optimiser"])
+        else:
+            p.optimiser.optimizer.load_state_dict(saved["optimiser"])
         if saved["scaler"] is not None and p.accelerator.scaler is not None:
             p.accelerator.scaler.load_state_dict(saved["scaler"])
         if len(saved["random"]) == p.shape.processes:

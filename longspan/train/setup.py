@@ -20,6 +20,7 @@ from longspan.train.batches import Batches, Labelled, Lanes, Rows, Shape, mixed
 from longspan.train.objectives import Objective, build, wrap
 from longspan.train.presets import Values
 from longspan.train.settings import Settings, TrainConfig, described
+from longspan.train.sharding import check_sharding, is_sharded, open_methods
 from longspan.train.sources import Reading, find_source
 from longspan.train.state import check_same, read_run
 from longspan.train.store import Plan, Store, open_store, unigram_bits
@@ -40,7 +41,6 @@ class Prepared:
     objective: Objective
     wrapped: Any
     optimiser: Any
-    parameters: list[torch.nn.Parameter]
     redraws: Redraws
     saved: Values | None
     about: Values
@@ -97,6 +97,8 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
         raise ValueError("--device mps: this machine has none; leave --device out, or say cpu")
     gpu = torch.cuda.is_available() and not cpu
     precision = train.precision
+    if precision == "auto" and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        return Accelerator(cpu=cpu)  # Its launcher was told.
     if precision == "auto":
         precision = "bf16" if gpu and torch.cuda.is_bf16_supported() else "fp32"
     if precision == "fp16" and not gpu:
@@ -166,7 +168,11 @@ def prepare(settings: Settings, watch: Watch, accelerator: Accelerator, data: Pa
     about["parameters"] = sum(p.numel() for p in objective.parameters())
     redraws = Redraws(objective.model, train.seed)
     parameters = [p for p in objective.parameters() if p.requires_grad]
+    check_sharding(accelerator)
     wrapped, optimiser = accelerator.prepare(objective, make_optimiser(train, parameters))
+    if is_sharded(accelerator):
+        objective = wrapped
+        open_methods(wrapped)
     compiled = is_compiled(train, packed, accelerator.device)
     about["compiled"] = compiled
     processes, process = accelerator.num_processes, accelerator.process_index
@@ -180,7 +186,6 @@ def prepare(settings: Settings, watch: Watch, accelerator: Accelerator, data: Pa
         objective=objective,
         wrapped=torch.compile(wrapped, dynamic=False) if compiled else wrapped,
         optimiser=optimiser,
-        parameters=parameters,
         redraws=redraws,
         saved=None if found is None else found[1],
         about=about,

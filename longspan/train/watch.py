@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
@@ -68,7 +68,7 @@ class Terminal:
         if not self.console.is_terminal:
             return
         if self._bar is None:
-            columns = TextColumn("{task.description}"), BarColumn(bar_width=None), _Figures()
+            columns = BarColumn(bar_width=None), _Figures()
             self._bar = Progress(*columns, console=self.console, expand=True, refresh_per_second=4)
             self._bar.add_task(self.run.name, total=1.0, record=record)
             self._bar.start()
@@ -175,7 +175,8 @@ class _Figures(ProgressColumn):
     def render(self, task: Task) -> Text:
         record = task.fields["record"]
         of = "" if record.get("steps") is None else f"/{record['steps']}"
-        return Text(f"step {record['step']}{of}  {figures(record)}")
+        # Narrow enough for 80 columns with a bar beside it.
+        return Text(f"step {record['step']}{of} {figures(record)}".replace("  ", " "), no_wrap=True)
 
 
 def _short(number: float) -> str:
