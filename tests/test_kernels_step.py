@@ -96,6 +96,19 @@ def test_a_state_that_grows_is_given_back_grown() -> None:
     assert state.length.tolist() == [0]
 
 
+@pytest.mark.usefixtures("kernels_on_the_cpu")
+def test_queries_turned_further_take_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan import build_mechanism
+
+    monkeypatch.setattr(backend, "step_kernels", lambda: pytest.fail("the kernel knows no query_offset"))
+    built = build_mechanism("local", 2, D, window=5, query_offset=3).eval()
+    with torch.no_grad():
+        q, k, v = (torch.randn(1, 1, 2, D) for _ in range(3))
+        state = built.step(built.new_state(1), q, k, v)[1]
+        expected = built.step(state.clone(), q, 2 * k, -v)[0]
+        assert torch.equal(built.step_(state, q, 2 * k, -v)[0], expected)
+
+
 def test_reasons() -> None:
     x = torch.zeros(1, 1, 2, 4)
     assert "CUDA" in str(step.why_plain(x, x, x))

@@ -140,7 +140,8 @@ class LocalAttention(Mechanism):
         self, state: State, q: Tensor, k: Tensor, v: Tensor, turn: Turn | Sequence[Turn | None] | None = None
     ) -> tuple[Tensor, State]:
         assert isinstance(state, LocalState)
-        if self._dropout or not self._fused(q, k, v) or why_plain(q, k, v, state.k, state.v) is not None:
+        plain = self._dropout or self.query_offset or not self._fused(q, k, v)
+        if plain or why_plain(q, k, v, state.k, state.v) is not None:
             return super().step_(state, q, k, v, turn)
         assert turn is None or isinstance(turn, Turn)
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
