@@ -109,27 +109,70 @@ def _dry_run(settings: Settings) -> None:
 
 
 def evaluate(
-    model: Annotated[Path, typer.Option(help="A checkpoint folder, or the folder of a run.")],
-    data: Annotated[list[str], typer.Option(help="Files, folders or globs to score, all of them.")],
+    model: Annotated[Path | None, typer.Option(help="A checkpoint folder, or the folder of a run.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="Files, folders or globs to score, all of them.")] = None,
     context: Annotated[int | None, typer.Option(min=2, help="Tokens in a window; those of the run without.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1)] = 4,
-    max_tokens: Annotated[int, typer.Option(min=1, help="About how many tokens to score.")] = 1_048_576,
-    extensions: Annotated[str, typer.Option(help="Extensions taken from folders, as .py,.md.")] = "",
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows at a time: 4, or 32 of a task.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="About how many tokens to score: 1048576.")] = None,
+    extensions: Annotated[str | None, typer.Option(help="Extensions taken from folders, as .py,.md.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="In place of a model and data: copy, mqar, needle, listops, or several of them.")
+    ] = None,
+    mechanisms: Annotated[
+        str | None, typer.Option(help="Those to try on a task, as linear,local; all without.")
+    ] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens in a task's row: 256, for listops 2000.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps to train on a task, at most: 400.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of a task's rows and its models' first weights.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write the figures (JSON), and a plot beside them.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
 ) -> None:
-    """Score a language model: bits per byte and perplexity, in all and by position in the context."""
+    """Score a language model: bits per byte and perplexity, in all and by position in the context.
+
+    With --task, train a small model of each mechanism on a synthetic task, and score those.
+    """
     with plainly(debug):
+        of_model = {
+            "model": model,
+            "data": data,
+            "context": context,
+            "max-tokens": max_tokens,
+            "extensions": extensions,
+        }
+        if task is not None:
+            _refuse_given(of_model, "for scoring a saved model; --task trains models of its own: leave it out")
+            from longspan.train.trials import Effort, print_trials, run_trials
+
+            given = {"steps": steps, "batch_size": batch_size, "seed": seed}
+            effort = Effort(**{name: value for name, value in given.items() if value is not None})
+            print_trials(
+                run_trials(
+                    _parts(task), None if mechanisms is None else _parts(mechanisms), length, effort, out, device
+                )
+            )
+            return
+        of_task = {"mechanisms": mechanisms, "length": length, "steps": steps, "seed": seed}
+        _refuse_given(of_task, "for training on a synthetic task: give --task too, or leave it out")
+        if model is None or not data:
+            raise ValueError("give --model and --data to score a saved model, or --task to try mechanisms on a task")
         from longspan.train.scoring import print_scores, score, write_scores
 
-        found = score(
-            model, data, context, (batch_size, max_tokens), tuple(e for e in extensions.split(",") if e), device
-        )
+        found = score(model, data, context, (batch_size or 4, max_tokens or 2**20), _parts(extensions or ""), device)
         print_scores(found)
         if out is not None:
             for path in write_scores(found, out):
                 typer.echo(f"written: {path}", err=True)
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _refuse_given(flags: dict[str, Any], why: str) -> None:
+    given = [f"--{name}" for name, value in flags.items() if value not in (None, [])]
+    if given:
+        raise ValueError(f"{', '.join(given)}: {why}")
 
 
 def report(
