@@ -42,6 +42,24 @@ class Whole(nn.Module):
         return self.net(x, mask=mask, **about)
 
 
+class Louder(ours.PerformerLM):
+    """A net of a user's own that changes ours: what it says counts, also in the loss."""
+
+    def forward(self, x, *args, **how):
+        return 2 * super().forward(x, *args, **how)
+
+
+def test_a_changed_model_is_asked_itself():
+    louder = ours.AutoregressiveWrapper(Louder(**PLAIN))
+    plain = ours.AutoregressiveWrapper(ours.PerformerLM(**PLAIN))
+    plain.load_state_dict(louder.state_dict())
+    logits = 2 * plain.net(prompt()[:, :-1])
+    assert_close(louder(prompt()), nn.functional.cross_entropy(logits.transpose(1, 2), prompt()[:, 1:]))
+    seen = []
+    louder.generate(prompt(), 1, filter_logits_fn=lambda logits, thres: seen.append(logits) or logits)
+    assert_close(seen[0], 2 * plain.net.eval()(prompt())[:, -1])
+
+
 def sampled(wrapper, *arguments, seed=5, **options):
     torch.manual_seed(seed)
     return wrapper.generate(*arguments, **options)

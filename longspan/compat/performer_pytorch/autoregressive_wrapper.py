@@ -29,6 +29,11 @@ class AutoregressiveWrapper(nn.Module):
         self.net, self.ignore_index, self.pad_value = net, ignore_index, pad_value
         self.max_seq_len: int = net.max_seq_len  # type: ignore[assignment]
 
+    def _model(self) -> PerformerLM | None:
+        """The net, if its forward is the one we know."""
+        net = self.net
+        return net if isinstance(net, PerformerLM) and type(net).forward is PerformerLM.forward else None
+
     @torch.no_grad()
     def generate(
         self,
@@ -50,7 +55,8 @@ class AutoregressiveWrapper(nn.Module):
         repetition_penalty: for the last repetition_penalty_ctx tokens of each row. more: for a net that is not a
         PerformerLM.
         """
-        if more and isinstance(self.net, PerformerLM):
+        known = self._model()
+        if more and known is not None:
             raise TypeError(f"generate of a PerformerLM has no argument {', '.join(more)}")
         start = start_tokens if start_tokens.ndim == 2 else start_tokens[None]
         about = {} if context is None else {"context": context, "context_mask": context_mask}
@@ -69,7 +75,7 @@ class AutoregressiveWrapper(nn.Module):
                 window=self.max_seq_len,
                 mask=None if mask is None else mask.reshape(start.shape),
                 stop=eos_token,
-                model=self.net.model if isinstance(self.net, PerformerLM) and self.net.options.causal else None,
+                model=known.model if known is not None and known.options.causal else None,
                 recompute=lambda tokens, seen: self.net(tokens, mask=seen, **about, **more),
                 **about,
             )
@@ -95,8 +101,8 @@ class AutoregressiveWrapper(nn.Module):
         if mask is not None:
             mask = mask.bool()[:, : labels.shape[1]]
             labels = labels.masked_fill(~mask, self.ignore_index)
-        if type(self.net) is PerformerLM:
+        if (known := self._model()) is not None:
             # Without whole logits: a large vocabulary's would need more memory than the model.
-            return self.net.loss(x[:, :-1], labels.masked_fill(labels == self.ignore_index, IGNORED), mask, **about)
+            return known.loss(x[:, :-1], labels.masked_fill(labels == self.ignore_index, IGNORED), mask, **about)
         logits = self.net(x[:, :-1], mask=mask, **about)
         return F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.ignore_index)

@@ -86,7 +86,8 @@ class Performer(Translated):
         view = cls.__new__(cls)
         Translated.__init__(view)
         view._hold(model, options)
-        return view.train(model.training)
+        view.training = model.training
+        return view
 
     def _hold(self, model: Transformer, options: Options) -> None:
         self.model, self.options = model, options
@@ -175,7 +176,8 @@ class PerformerLM(Translated):
         view = cls.__new__(cls)
         Translated.__init__(view)
         view._hold(model, options)
-        return view.train(model.training)
+        view.training = model.training
+        return view
 
     def _hold(self, model: LanguageModel, options: Options) -> None:
         assert options.max_seq_len is not None
