@@ -424,6 +424,10 @@ def test_names_without_branch(streams: int) -> None:
     assert_close(ours(tokens()), theirs(tokens()))
     assert set(ours.state_dict()) == set(theirs.state_dict())
     assert ours.model.config.residual == ours.model.transformer.config.residual == "single"
+    # A part of a checkpoint says nothing about streams.
+    other = LocalTransformer(**MODEL)
+    other.load_state_dict({"token_emb.weight": old["token_emb.weight"]}, strict=False)
+    assert other.model.config.residual == "hyper"
 
 
 def test_what_does_not_fit_is_listed() -> None:

@@ -270,7 +270,9 @@ class LocalTransformer(Translated):
 
     def settle(self, shapes: Mapping[str, torch.Size]) -> None:
         stack = self._transformer.stack
-        if stack.topology != "hyper" or not shapes or any(name.endswith(".static_alpha") for name in shapes):
+        missing = {name for name in self.state_dict() if name not in shapes and not name.endswith(".inv_freq")}
+        streams = {f"{place}.{entry.old[0]}" for place, _ in self._places() for entry in CONNECTION}
+        if stack.topology != "hyper" or missing != streams:
             return
         warnings.warn(
             "this checkpoint has no weights for residual streams: the model has a plain residual now, as it had; "
