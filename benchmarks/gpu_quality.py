@@ -24,6 +24,9 @@ from typing import Any
 import torch
 
 from longspan.bench.machine import commit, machine, versions
+from longspan.train.loop import WARM_UP, Loop
+from longspan.train.settings import resolve
+from longspan.train.setup import make_accelerator, prepare
 from longspan.train.sources import opened
 
 HELD_OUT, SCORED = 2_000_000, 1_048_576
@@ -51,14 +54,14 @@ class Turn:
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
-        self.waited = False
+        self.steps = 0
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     def progress(self, done: float, record: dict[str, Any]) -> None:
-        if not self.waited:
-            self.waited = True
+        self.steps += 1
+        if self.steps == WARM_UP:  # Until now no time has counted.
             print("ready", flush=True)
             sys.stdin.readline()
 
@@ -72,10 +75,6 @@ class Turn:
 
 def work(flags: dict[str, Any]) -> dict[str, Any]:
     """One run; what came of it."""
-    from longspan.train.loop import Loop
-    from longspan.train.settings import resolve
-    from longspan.train.setup import make_accelerator, prepare
-
     warnings.simplefilter("ignore")
     never = str(10**9)
     fixed = {

@@ -192,7 +192,7 @@ def test_the_others_do_what_they_say(corpus: Path, plain: list[Any], tmp_path: P
 
 COMPILED = """
 import torch
-def compile(module, dynamic=None):
+def compile(module, dynamic=None, mode=None):
     print("compiled with dynamic =", dynamic)
     return module
 torch.compile = compile

@@ -35,6 +35,7 @@ from longspan.train.state import (
 from longspan.train.text import Text
 from longspan.train.watch import Record, Watch, mean, memory, truncate_records
 
+WARM_UP = 3  # steps in which a compiled model is compiled, tried and captured
 _RECENT = 50  # losses that a new one is compared with
 BAD_BATCH = "bad-batch.pt"
 
@@ -76,14 +77,15 @@ class Loop:
         return self.score
 
     def _train(self) -> None:
-        compiling = self.p.about["compiled"]
+        warming = WARM_UP if self.p.about["compiled"] else 0
         while self._wanted():
-            with self.clock.paused() if compiling else contextlib.nullcontext():
-                self._one()
-                if compiling:
+            if warming:
+                with self.clock.paused():
+                    self._one()
                     self._settle()
-            if compiling:
-                compiling, self.mark = False, (self.clock.seconds, self.tokens)
+                warming, self.mark = warming - 1, (self.clock.seconds, self.tokens)
+            else:
+                self._one()
             self._routine()
         self._settle()
 

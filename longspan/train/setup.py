@@ -184,12 +184,18 @@ def prepare(settings: Settings, watch: Watch, accelerator: Accelerator, data: Pa
         shape=shape,
         batches=make_batches(train, store, shape, packed),
         objective=objective,
-        wrapped=torch.compile(wrapped, dynamic=False) if compiled else wrapped,
+        wrapped=_compiled(wrapped, train, accelerator.device) if compiled else wrapped,
         optimiser=optimiser,
         redraws=redraws,
         saved=None if found is None else found[1],
         about=about,
     )
+
+
+def _compiled(wrapped: Any, train: TrainConfig, device: torch.device) -> Any:
+    # Replayed graphs launch a step's kernels at once, but have gradients overwrite those of the batch before.
+    graphs = device.type == "cuda" and train.accumulate == 1
+    return torch.compile(wrapped, dynamic=False, mode="reduce-overhead" if graphs else None)
 
 
 def make_batches(train: TrainConfig, store: Store, shape: Shape, packed: bool) -> Batches:
