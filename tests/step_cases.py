@@ -25,6 +25,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "shared": ("local", {"window": 5, "shared_qk": True}),
     "linformer": ("linformer", {"rank": 13, "max_length": 61}),
     "linformer by head": ("linformer", {"rank": 3, "max_length": 61, "per_head": True, "share_projection": True}),
+    "linformer, biases by head": ("linformer", {"rank": 3, "max_length": 61, "per_head": True, "bias": True}),
     "linformer for ever": ("linformer", {"rank": 5, "max_length": 7, "periodic": True, "bias": True}),
 }
 

@@ -104,7 +104,9 @@ def linformer(
     Hkv, R = rows_k.shape[1:3]
     out = q.new_empty(B, 1, H, E)
     BG, wide = triton.next_power_of_2(H // Hkv), max(_block(D), _block(E))
+    # What is one for all heads has no step from head to head: tables (1 or Hkv, …), biases (R, 1) or (Hkv, R, 1).
     steps = [table.stride(0) if len(table) > 1 else 0 for table in tables]
+    steps += [0 if bias is None or bias.ndim == 2 else bias.stride(0) for bias in biases]
     with _on(q):
         linformer_step_kernel[(B * Hkv,)](
             *(q, k, v, *_angles(turn), length, *tables, *biases, rows_k, rows_v, out, D**-0.5),

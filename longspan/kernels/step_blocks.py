@@ -252,6 +252,8 @@ def linformer_step_kernel(
     stride_cb,
     stride_eh,
     stride_fh,
+    stride_bkh,
+    stride_bvh,
     G: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -302,9 +304,9 @@ def linformer_step_kernel(
         tl.store(p_values, b_values, mask=m_v)
         b_keys, b_values = b_keys * share, b_values * share
         if p_bias_k is not None:
-            b_keys += tl.load(p_bias_k + i_r, mask=m_r, other=0.0).to(tl.float32)[:, None]
+            b_keys += tl.load(p_bias_k + i_kv * stride_bkh + i_r, mask=m_r, other=0.0).to(tl.float32)[:, None]
         if p_bias_v is not None:
-            b_values += tl.load(p_bias_v + i_r, mask=m_r, other=0.0).to(tl.float32)[:, None]
+            b_values += tl.load(p_bias_v + i_kv * stride_bvh + i_r, mask=m_r, other=0.0).to(tl.float32)[:, None]
         b_s = tl.sum(b_q[:, None, :] * b_keys[None, :, :], 2) * scale  # (BG, BR)
         b_s = tl.where(m_r[None, :], b_s, float("-inf"))
         b_top = tl.maximum(b_max, tl.max(b_s, 1))
