@@ -41,7 +41,7 @@ class Case:
     def __str__(self) -> str:
         plain = Case()
         changed = {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
-        return "-".join(f"{name}={value}" for name, value in changed.items()) or "plain"
+        return "-".join(f"{name}={value}".replace(" ", "") for name, value in changed.items()) or "plain"
 
     @property
     def window(self) -> Window:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
 from types import ModuleType
 
 import torch
@@ -19,7 +18,7 @@ def why_plain(
     v: Tensor,
     weight: Tensor | None,
     log_scale: Tensor | None,
-    kv: Tensor,
+    kv: Tensor | None,
     feature_map: str,
     bucket: int,
 ) -> str | None:
@@ -35,15 +34,16 @@ def why_unsupported(
     v: Tensor,
     weight: Tensor | None,
     log_scale: Tensor | None,
-    kv: Tensor,
+    kv: Tensor | None,
     feature_map: str,
     bucket: int,
 ) -> str | None:
     """What about the arguments themselves the kernels do not do; None where there is nothing."""
-    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in DTYPES or kv.dtype != torch.float32:
-        found = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v, kv))
+    dtype = q.dtype
+    if k.dtype != dtype or v.dtype != dtype or dtype not in DTYPES or (kv is not None and kv.dtype != torch.float32):
+        found = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v, q if kv is None else kv))
         return f"q, k, v and the sums are {found}; the kernels take one dtype of bfloat16, float16, float32"
-    sizes = q.shape[3], kv.shape[2], v.shape[3]
+    sizes = q.shape[3], q.shape[3] if weight is None else len(weight), v.shape[3]
     if max(sizes) > LARGEST:
         return f"head, feature or value dimension ({', '.join(map(str, sizes))}) is over {LARGEST}"
     if bucket > 1:
@@ -99,9 +99,18 @@ def linear_kernels() -> ModuleType:
     return linear
 
 
+# Kept here and not by functools: a compiler looks through that to what it cannot follow.
+_found: dict[torch.device, str | None] = {}
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@cache
 def _missing(device: torch.device) -> str | None:
+    if device not in _found:
+        _found[device] = _look(device)
+    return _found[device]
+
+
+def _look(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     capability = torch.cuda.get_device_capability(device)
