@@ -158,14 +158,14 @@ forward, calls = objectives.Objective.forward, []
 def broken(self, *arguments, **how):
     calls.append(1)
     loss = forward(self, *arguments, **how)
-    return loss * {factor} if len(calls) == {call} else loss
+    return loss * {factor} if len(calls) {when} else loss
 objectives.Objective.forward = broken
 """
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_batch(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    before = NAN.format(factor="float('nan')", call=8)
+    before = NAN.format(factor="float('nan')", when="== 8")
     done = longspan(*arguments(corpus, run), log=tmp_path / "log", before=before)
     assert done.status == 3
     assert "the loss of step 8 is nan" in done.stderr
@@ -180,14 +180,17 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_batch(corpus: P
     assert curve(trained(corpus, run)) == curve(trained(corpus, tmp_path / "whole"))
 
 
-def test_a_diverging_loss_stops_the_run_unless_told(corpus: Path, tmp_path: Path) -> None:
-    before = NAN.format(factor="4.0", call=55)
-    words = arguments(corpus, tmp_path / "run", steps=58)
-    done = longspan(*words, log=tmp_path / "log", before=before)
+def test_a_diverging_loss_stops_the_run_and_one_odd_batch_does_not(corpus: Path, tmp_path: Path) -> None:
+    words = arguments(corpus, tmp_path / "run", steps=75)
+    done = longspan(*words, log=tmp_path / "log", before=NAN.format(factor="5.0", when=">= 58"))
     assert done.status == 3
-    assert "the loss of step 55 is" in done.stderr
-    assert "before" in done.stderr
-    done = longspan(*words, "--divergence", "0", log=tmp_path / "log", before=NAN.format(factor="4.0", call=5))
+    assert "from step 58 on the loss has been" in done.stderr
+    assert torch.load(tmp_path / "run" / "checkpoint" / "training.pt", weights_only=True)["step"] == 55
+    assert torch.load(tmp_path / "run" / "bad-batch.pt", weights_only=True)["batches"][0]["tokens"].shape == (3, 61)
+    spared = NAN.format(factor="5.0", when=">= 3")  # It goes on from step 55.
+    assert longspan(*words, "--divergence", "0", log=tmp_path / "log", before=spared).status == 0
+    odd = NAN.format(factor="20.0", when="== 58")
+    done = longspan(*arguments(corpus, tmp_path / "odd", steps=75), log=tmp_path / "log", before=odd)
     assert done.status == 0, done.stderr
 
 

@@ -36,7 +36,7 @@ from longspan.train.text import Text
 from longspan.train.watch import Record, Watch, mean, memory, truncate_records
 
 WARM_UP = 3  # steps in which a compiled model is compiled, tried and captured
-_RECENT = 50  # losses that a new one is compared with
+_USUAL, _LATE = 50, 10  # losses that are compared: a single odd batch is no divergence
 BAD_BATCH = "bad-batch.pt"
 
 
@@ -48,10 +48,10 @@ class Loop:
         self.device = prepared.accelerator.device
         self.step, self.tokens, self.clock = 0, 0, Clock()
         self.window: list[float] = []  # losses since the last record
-        self.recent: deque[float] = deque(maxlen=_RECENT)
+        self.recent: deque[float] = deque(maxlen=_USUAL + _LATE)
         self.carried: list[StackState | None] = [None] * prepared.train.accumulate
         self.pending: tuple[int, Tensor] | None = None
-        self.batches: deque[tuple[int, list[Batch]]] = deque(maxlen=2)
+        self.batches: deque[tuple[int, list[Batch]]] = deque(maxlen=_LATE + 1)
         self.signals = Signals()
         self.done, self.lr = 0.0, 0.0
         self.mark = (0.0, 0)  # seconds and tokens at the last record
@@ -205,25 +205,30 @@ class Loop:
 
     def _observe(self, step: int, loss: Tensor) -> None:
         value = float(loss)
-        limit = self.p.train.divergence
-        usual = mean(self.recent) if len(self.recent) == _RECENT else math.inf
-        if not math.isfinite(value) or (limit and value > limit * usual):
-            raise StoppedError(self._keep_batch(step, value, usual), 3)
+        if not math.isfinite(value):
+            raise StoppedError(self._keep_batch(step, f"the loss of step {step} is {value}"), 3)
         self.window.append(value)
         self.recent.append(value)
+        limit, late = self._limit(), list(self.recent)[-_LATE:]
+        if mean(late) > limit:
+            # The batch to look at is where it began.
+            first = step - _LATE + 1 + next(i for i, x in enumerate(late) if x > limit)
+            said = f"from step {first} on the loss has been {mean(late):.4g}, over {limit:.4g}"
+            raise StoppedError(self._keep_batch(first, said), 3)
         self.watch.progress(self.done, self._figures(value))
 
-    def _keep_batch(self, step: int, value: float, usual: float) -> str:
-        """Saves the batch of a step that went wrong and says so."""
+    def _limit(self) -> float:
+        """What the mean of the last losses may not exceed, from those before them."""
+        usual, times = list(self.recent)[:-_LATE], self.p.train.divergence
+        return times * mean(usual) if times and len(usual) == _USUAL else math.inf
+
+    def _keep_batch(self, step: int, said: str) -> str:
+        """Saves the batch of a step that went wrong; what was said of it, and where it is."""
         batches = next((found for number, found in self.batches if number == step - 1), [])
         one = self.p.shape.processes == 1
         path = self.p.run / (BAD_BATCH if one else f"bad-batch-{self.p.shape.process}.pt")
-        torch.save({"step": step, "loss": value, "batches": [vars(batch) for batch in batches]}, path)
-        what = f"{value:.4g}" if math.isinf(usual) else f"{value:.4g}, {usual:.4g} before"
-        return (
-            f"the loss of step {step} is {what}: its batch is in {path}, the last checkpoint is kept; "
-            "lower --lr, or lengthen --warmup"
-        )
+        torch.save({"step": step, "batches": [vars(batch) for batch in batches]}, path)
+        return f"{said}: its batch is in {path}, the last checkpoint is kept; lower --lr, or lengthen --warmup"
 
     def _routine(self) -> None:
         train = self.p.train
@@ -235,7 +240,8 @@ class Loop:
             self._evaluate()
         if self.step % train.save_every == 0:
             self._settle()
-            self._save()
+            if self.recent[-1] <= self._limit():  # Not in what may be the beginning of the end.
+                self._save()
 
     def _figures(self, loss: float) -> Record:
         seconds, tokens = self.clock.seconds, self.tokens

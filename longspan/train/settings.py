@@ -69,7 +69,7 @@ class TrainConfig:
     eval_every: int = _field(200, "Steps between scores of the held-out data, and samples.")
     eval_tokens: int = _field(65_536, "About how many held-out tokens are scored each time.")
     save_every: int = _field(200, "Steps between checkpoints.")
-    divergence: float = _field(3.0, "Stop when a loss is so many times the recent mean; 0 never.")
+    divergence: float = _field(3.0, "Stop when ten losses are on average so many times those before; 0 never.")
     prompt: str = _field("", "What samples continue; without, the start of the held-out data.")
     sample_tokens: int = _field(256, "Tokens in a sample; 0 draws none.")
     tensorboard: bool = _field(False, "Write TensorBoard's files to the run's folder too.")
