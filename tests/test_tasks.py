@@ -18,7 +18,7 @@ from training import longspan
 from longspan import mechanisms
 from longspan.config import ModelConfig
 from longspan.train.tasks import TASKS, Copy, Examples, ListOps, Needle, Recall, Task, scored
-from longspan.train.trials import DEPTHS, Effort, Show, by_depth, mechanism_for, model_for, run_trial
+from longspan.train.trials import DEPTHS, SCORED, Effort, Show, by_depth, mechanism_for, model_for, run_trial
 
 CPU = torch.device("cpu")
 SHORT = {"copy": 22, "mqar": 79, "needle": 29, "listops": 53}
@@ -265,6 +265,21 @@ def test_a_trial_can_be_had_again_and_leaves_random_numbers_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert (first["train_loss"], first["accuracy"]) == (again["train_loss"], again["accuracy"])
     assert first["train_loss"] != other["train_loss"]
+
+
+def test_scores_are_of_rows_for_scoring_and_weights_begin_from_the_seed() -> None:
+    class Watched(Copy):
+        def examples(self, side: str, seed: int, index: int, size: int) -> Examples:
+            asked.append((side, seed, index, size))
+            return super().examples(side, 0, index, size)
+
+    losses = []
+    for seed in (2, 3):
+        asked: list[tuple[str, int, int, int]] = []
+        losses.append(trial(Watched(16), mechanism_for("local", 16), steps=2, batch_size=300, seed=seed)["train_loss"])
+        trained = [("train", seed, 0, 300), ("train", seed, 1, 300)]
+        assert asked == [*trained, ("score", seed, 0, 300), ("score", seed, 1, SCORED - 300)]
+    assert losses[0] != losses[1]
 
 
 WRONG = {
