@@ -363,3 +363,13 @@ def shift_token(x: Tensor, offsets: tuple[int, ...], recent: Tensor) -> Tensor:
         parts[i] = joined[:, there : there + 1, i * size : (i + 1) * size] if offset else parts[i]
     recent.copy_(joined[:, 1:])
     return torch.cat(parts, 2)
+
+
+def latest_tokens(recent: Tensor, x: Tensor, rows: Rows) -> Tensor:
+    """The last tokens of recent (B, s, dim) and then x (B, T, dim), but for the masked ones at the end."""
+    s, T = recent.shape[1], x.shape[1]
+    joined = torch.cat([recent, x], 1)
+    if rows.key_mask is None:
+        return joined[:, T:]
+    index = rows.key_mask.sum(1, keepdim=True) + torch.arange(s, device=x.device)
+    return torch.take_along_dim(joined, index[..., None], 1)

@@ -53,11 +53,13 @@ class Sampling:
         logits = self.penalised(logits.to(torch.promote_types(logits.dtype, torch.float32)), recent)
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter(1, logits.argmax(1, keepdim=True), 1)
-        logits = logits / self.temperature
+        logits = logits if self.temperature == 1 else logits / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[1]:
             least = logits.topk(self.top_k, 1).values[:, -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))
         probabilities = logits.softmax(1)
+        if self.min_p is None and self.top_p is None:
+            return probabilities
         if self.min_p is not None:
             probabilities = probabilities * (probabilities >= self.min_p * probabilities.amax(1, keepdim=True))
         if self.top_p is not None:
@@ -192,7 +194,7 @@ def _limits(model: LanguageModel) -> list[Callable[[int], None]]:
 def _pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """(B,) the token at which the cumulative probability passes a uniform number of (B,)."""
     cumulative = probabilities.double().cumsum(1)
-    token = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    total = cumulative[:, -1:]
     # A number that rounds up to the total would fall past the last token that can be had.
-    last = probabilities.shape[1] - 1 - (probabilities > 0).flip(1).int().argmax(1)
-    return torch.minimum(token, last)
+    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longspan.config import EXECUTIONS, NORM_POSITIONS, RESIDUALS
-from longspan.layers import NORMS, Attention, Turns, shift_token, shift_tokens
+from longspan.layers import NORMS, Attention, Turns, latest_tokens, shift_token, shift_tokens
 from longspan.mechanism import Index, State
 from longspan.mechanisms.choices import choose
+from longspan.ops.step import add_norm
 from longspan.reversible import run_reversible
 from longspan.rows import Packing, Rows
 
@@ -117,8 +118,8 @@ class Branch(nn.Module):
         """f of new tokens, right-padded if masked."""
         shifted = self._prepared(x, rows, state.recent)
         if state.recent is not None:
-            normed = rows.hide(x if self.norm is None or self.norm_position != "pre" else self.norm(x))
-            state = replace(state, recent=_latest(state.recent, normed, rows))
+            normed = rows.hide(self.normed(x))
+            state = replace(state, recent=latest_tokens(state.recent, normed, rows))
         if not isinstance(self.layer, Attention):
             return self.layer(shifted), state
         if self.stride > 1:
@@ -128,15 +129,22 @@ class Branch(nn.Module):
         return out, replace(state, inner=(inner,))
 
     def step_(self, x: Tensor, state: BranchState, turns: Turns) -> tuple[Tensor, BranchState]:
-        """As `extend` by one token of a loop: unchecked, without gradients, the state changed where it lies."""
-        if self.norm is not None and self.norm_position == "pre":
-            x = self.norm(x)
+        """As `extend` by one normed token of a loop: unchecked, without gradients, the state changed where it lies."""
         if state.recent is not None:
             x = shift_token(x, self.token_shift, state.recent)
         if not isinstance(self.layer, Attention):
             return self.layer(x), state
         out, inner = self.layer.step_(x, state.inner[0], turns)
         return out, state if inner is state.inner[0] else replace(state, inner=(inner,))
+
+    def normed(self, x: Tensor) -> Tensor:
+        """What the layer takes: x after its norm, where that comes first."""
+        return self.norm(x) if self.norm is not None and self.norm_position == "pre" else x
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is x + f(LayerNorm(x)) and no more."""
+        return self.residual and self.norm_position == "pre" and type(self.norm) is nn.LayerNorm
 
     def merge(self, x: Tensor, y: Tensor) -> Tensor:
         """x after the branch whose answer was y."""
@@ -160,9 +168,7 @@ class Branch(nn.Module):
         return BranchState(length, recent, inner, self.stride)
 
     def _prepared(self, x: Tensor, rows: Rows, recent: Tensor | None) -> Tensor:
-        x = rows.hide(x)
-        if self.norm is not None and self.norm_position == "pre":
-            x = self.norm(x)
+        x = self.normed(rows.hide(x))
         return shift_tokens(rows.hide(x), self.token_shift, rows, recent) if self.token_shift else x
 
     def _extend_folded(self, x: Tensor, rows: Rows, state: State) -> tuple[Tensor, State]:
@@ -351,10 +357,18 @@ class Stack(nn.Module):
     def step_(self, x: Tensor, state: StackState) -> tuple[Tensor, StackState]:
         """As `extend` by one token x (B, 1, dim) of a loop; lengths stay as they were. See `Mechanism.step_`."""
         turns = self._with_turns(Rows(state.length[:, None], state.length[:, None]), x).turns
-        after = list(state.branches)
+        branches, after = self._branches(), list(state.branches)
+        if self.topology == "single" and all(branch.plain for branch in branches):
+            # A sum and the norm that follows it are one kernel.
+            y: Tensor | None = None
+            for i, branch in enumerate(branches):
+                assert isinstance(branch.norm, nn.LayerNorm)
+                x, normed = (x, branch.norm(x)) if y is None else add_norm(x, y, branch.norm)
+                y, after[i] = branch.step_(normed, after[i], turns)
+            return x if y is None else x + y, replace(state, branches=tuple(after))
 
         def apply(i: int, x: Tensor) -> Tensor:
-            y, after[i] = self._branches()[i].step_(x, after[i], turns)
+            y, after[i] = branches[i].step_(branches[i].normed(x), after[i], turns)
             return y
 
         return self._run(x, apply), replace(state, branches=tuple(after))
@@ -434,13 +448,3 @@ def _put(state: State, index: Tensor, rows: State) -> State:
     for name, x in old.items():
         x.index_copy_(0, index, new[name])
     return state
-
-
-def _latest(recent: Tensor, x: Tensor, rows: Rows) -> Tensor:
-    """The last tokens of recent (B, s, dim) and then x (B, T, dim), but for the masked ones at the end."""
-    s, T = recent.shape[1], x.shape[1]
-    joined = torch.cat([recent, x], 1)
-    if rows.key_mask is None:
-        return joined[:, T:]
-    index = rows.key_mask.sum(1, keepdim=True) + torch.arange(s, device=x.device)
-    return torch.take_along_dim(joined, index[..., None], 1)

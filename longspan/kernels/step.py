@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from longspan.kernels.step_blocks import linear_step_kernel, linformer_step_kernel, local_step_kernel
+from longspan.kernels.step_blocks import add_norm_kernel, linear_step_kernel, linformer_step_kernel, local_step_kernel
 
 Turned = tuple[Tensor, Tensor, bool] | None  # cos and sin (B or 1, 1, D / 2), and whether pairs are neighbours
 
@@ -30,7 +30,7 @@ def linear(
     (B, _, H, D), E, M = q.shape, v.shape[3], z.shape[2]
     out = q.new_empty(B, 1, H, E)
     BM = _block(M)
-    weight = None if weight is None else weight.float().contiguous()
+    weight = None if weight is None else weight.contiguous()
     with _on(q):
         linear_step_kernel[(z.shape[0] * z.shape[1],)](
             *(q, k, v, *_angles(turn), weight, kv, z, shift, out, *_strides(q, k, v, turn)),
@@ -65,7 +65,8 @@ def local(
     (B, _, H, D), E = q.shape, v.shape[3]
     Hkv, ring = ring_k.shape[1:3]
     out = q.new_empty(B, 1, H, E)
-    BG, wide = triton.next_power_of_2(H // Hkv), max(_block(D), _block(E))
+    halves = ring_k.dtype != torch.float32
+    wide = max(_block(D), _block(E))
     with _on(q):
         local_step_kernel[(B * Hkv,)](
             *(q, k, v, *_angles(turn), length, ring_k, ring_v, out, scale, *_strides(q, k, v, turn)),
@@ -77,12 +78,13 @@ def local(
             SIZE=window[0],
             BACK=window[1],
             ALONE=window[4],
-            BG=BG,
+            BG=_block(H // Hkv),
             BD=_block(D),
             BE=_block(E),
-            BS=_rows(BG * wide, ring),
+            BS=max(16, min(_rows(wide, ring), 64 if halves else 32)),
             TURN=_kind(turn),
-            num_warps=8,
+            PRECISION="tf32" if halves else "ieee",
+            num_warps=4,
         )
     return out
 
@@ -126,6 +128,20 @@ def linformer(
             num_warps=8,
         )
     return out
+
+
+def add_norm(x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """As `ops.step.add_norm`."""
+    B, _, dim = x.shape
+    total, out = x.new_empty(x.shape), x.new_empty(x.shape)
+    with _on(x):
+        add_norm_kernel[(B,)](
+            *(x, y, weight, bias, total, out, x.stride(0), y.stride(0), eps),
+            DIM=dim,
+            BLOCK=triton.next_power_of_2(dim),
+            num_warps=4,
+        )
+    return total, out
 
 
 def _rows(width: int, all_rows: int) -> int:

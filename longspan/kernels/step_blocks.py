@@ -176,6 +176,7 @@ def local_step_kernel(
     BE: tl.constexpr,
     BS: tl.constexpr,
     TURN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """The token takes its slot in the ring; softmax over the slots its window reaches. ALONE: keys are normalised."""
     i_x = tl.program_id(0).to(tl.int64)
@@ -207,20 +208,21 @@ def local_step_kernel(
     if ALONE:
         b_max = tl.full((BG,), LAST, tl.float32)
     b_sum = tl.full((BG,), 1.0, tl.float32)
+    b_q = b_q.to(b_k.dtype)
     b_out = tl.zeros((BG, BE), tl.float32) + b_v.to(tl.float32)[None, :]
     for s_0 in range(0, RING, BS):
         i_s = s_0 + tl.arange(0, BS)
         before = (slot - i_s + RING) % RING  # how many places before the token a slot's holder stands
         m_s = (i_s < RING) & (before > 0) & (before <= reach)
         m_k, m_v = m_s[:, None] & m_d[None, :], m_s[:, None] & m_e[None, :]
-        b_keys = tl.load(p_keys + i_s[:, None] * D + i_d[None, :], mask=m_k, other=0.0).to(tl.float32)
-        b_values = tl.load(p_values + i_s[:, None] * E + i_e[None, :], mask=m_v, other=0.0).to(tl.float32)
-        b_s = tl.sum(b_q[:, None, :] * b_keys[None, :, :], 2) * scale  # (BG, BS)
+        b_keys = tl.load(p_keys + i_s[:, None] * D + i_d[None, :], mask=m_k, other=0.0)
+        b_values = tl.load(p_values + i_s[:, None] * E + i_e[None, :], mask=m_v, other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_keys), input_precision=PRECISION) * scale  # (BG, BS)
         b_s = tl.where(m_s[None, :], b_s, float("-inf"))
         b_top = tl.maximum(b_max, tl.max(b_s, 1))
         b_p, b_decay = tl.exp(b_s - b_top[:, None]), tl.exp(b_max - b_top)
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
-        b_out = b_out * b_decay[:, None] + tl.sum(b_p[:, :, None] * b_values[None, :, :], 1)
+        b_out = tl.dot(b_p.to(b_values.dtype), b_values, b_out * b_decay[:, None], input_precision=PRECISION)
         b_max = b_top
     p_row = p_out + (i_b * (HKV * G) + i_kv * G + i_g)[:, None] * E + i_e[None, :]
     b_out = b_out / b_sum[:, None]
@@ -317,3 +319,27 @@ def linformer_step_kernel(
     p_row = p_out + (i_b * (HKV * G) + i_kv * G + i_g)[:, None] * E + i_e[None, :]
     b_out = b_out / b_sum[:, None]
     tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=m_g[:, None] & m_e[None, :])
+
+
+@triton.jit
+def add_norm_kernel(
+    p_x, p_y, p_weight, p_bias, p_sum, p_out, stride_x, stride_y, eps, DIM: tl.constexpr, BLOCK: tl.constexpr
+):
+    """x + y, and its layer norm; one program for each row."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_d = tl.arange(0, BLOCK)
+    m_d = i_d < DIM
+    b_x = tl.load(p_x + i_row * stride_x + i_d, mask=m_d, other=0.0).to(tl.float32)
+    b_y = tl.load(p_y + i_row * stride_y + i_d, mask=m_d, other=0.0).to(tl.float32)
+    # Rounded before it is normalised, as it is where the two are steps of their own.
+    b_x = (b_x + b_y).to(p_sum.dtype.element_ty)
+    tl.store(p_sum + i_row * DIM + i_d, b_x, mask=m_d)
+    b_x = b_x.to(tl.float32)
+    mean = tl.sum(b_x, 0) / DIM
+    b_x = tl.where(m_d, b_x - mean, 0.0)
+    b_x = b_x * tl.rsqrt(tl.sum(b_x * b_x, 0) / DIM + eps)
+    if p_weight is not None:
+        b_x *= tl.load(p_weight + i_d, mask=m_d, other=0.0).to(tl.float32)
+    if p_bias is not None:
+        b_x += tl.load(p_bias + i_d, mask=m_d, other=0.0).to(tl.float32)
+    tl.store(p_out + i_row * DIM + i_d, b_x.to(p_out.dtype.element_ty), mask=m_d)

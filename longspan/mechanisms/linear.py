@@ -191,9 +191,8 @@ class LinearAttention(Mechanism):
         phi = self.feature_map
         if not isinstance(phi, FusedMap) or phi.epsilon or self.blind_spot > 1:
             return super().step_(state, q, k, v, turn)
-        weight = None if phi.weight is None else phi.weight.to(state.kv.dtype)
         out = linear_step_(
-            q, k, v, state.sums, feature_map=phi.kind, weight=weight, normalise=self.normalise, turn=turn
+            q, k, v, state.sums, feature_map=phi.kind, weight=phi.weight, normalise=self.normalise, turn=turn
         )
         return self._scaled(out), state
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.ops import backend
 from longspan.ops.chunks import over
@@ -53,8 +53,8 @@ def linear_step_(
     if why_plain(q, k, v, *sums) is None and max(q.shape[3], v.shape[3], z.shape[2]) <= backend.LARGEST:
         return backend.step_kernels().linear(q, k, v, turn, weight, kv, z, shift, feature_map, normalise)
     q, k = turned(turn, q, k)
-    given, features = q.dtype, MAPS[feature_map]
-    dtype = kv.dtype
+    given, features, dtype = q.dtype, MAPS[feature_map], kv.dtype
+    weight = None if weight is None else weight.to(dtype)
     f, scale = features.key(k.to(dtype), weight)
     f = f[:, 0]  # (B, Hkv, M)
     if scale is not None:
@@ -74,6 +74,14 @@ def linear_step_(
     if normalise == "query":
         out = divide(out, (query * z[:, :, None]).sum(-1))
     return out.to(given).flatten(1, 2)[:, None]
+
+
+def add_norm(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """x + y of one token each (B, 1, dim), and its layer norm."""
+    if why_plain(x, y) is None and x.dtype == y.dtype and x.shape[2] <= 8192 and x.stride(2) == y.stride(2) == 1:
+        return backend.step_kernels().add_norm(x, y, norm.weight, norm.bias, norm.eps)
+    total = x + y
+    return total, norm(total)
 
 
 def why_plain(*tensors: Tensor) -> str | None:
