@@ -44,6 +44,8 @@ def test_a_run_learns_more_than_the_frequencies_of_letters(tmp_path: Path) -> No
     unigram = json.loads((tmp_path / "run" / "run.json").read_text())["data"]["unigram_bits_per_byte"]
     assert records[0]["bits_per_byte"] > 7
     assert last(records, "eval_bits_per_byte") < unigram - 1
+    seconds = [record["seconds"] for record in records]
+    assert seconds == sorted(seconds)  # The time that scoring takes is not counted.
 
 
 def test_two_processes_are_one_with_twice_the_batch(corpus: Path, tmp_path: Path) -> None:

@@ -273,9 +273,9 @@ class Loop:
         p = self.p
         if self.score.get("step") == self.step:
             return
+        at = {"step": self.step, "steps": p.train.steps, "tokens": self.tokens, "seconds": self.clock.seconds}
         with self.clock.paused():
             found = evaluate(p.objective, p.store, p.store.held_out, p.shape, p.train, p.accelerator)
-            at = {"step": self.step, "steps": p.train.steps, "tokens": self.tokens, "seconds": self.clock.seconds}
             self.score = at | found
             if found:
                 self.watch.record(self.score)

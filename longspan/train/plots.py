@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 Record = dict[str, Any]
 _COLOURS = ("#0b6e99", "#c4533a", "#4a8c3f", "#8a5aa8", "#b8860b", "#3f3f3f", "#2aa198", "#d33682")
@@ -21,7 +22,6 @@ def curves(runs: Mapping[str, Sequence[Record]], against: str, levels: Mapping[s
     figure, axes = _axes()
     bits = all(record.get("bits_per_byte") is not None for records in runs.values() for record in _trained(records))
     name, scored = ("bits_per_byte", "eval_bits_per_byte") if bits else ("loss", "eval_loss")
-    highest = 0.0
     for colour, (label, records) in zip(_cycle(len(runs)), runs.items(), strict=True):
         trained = _trained(records)
         axes.plot([r[against] for r in trained], [r[name] for r in trained], color=colour, alpha=0.35, linewidth=1)
@@ -29,7 +29,6 @@ def curves(runs: Mapping[str, Sequence[Record]], against: str, levels: Mapping[s
         axes.plot(
             [r[against] for r in points], [r[scored] for r in points], "o-", color=colour, markersize=4, label=label
         )
-        highest = max([highest, *(r[name] for r in trained[len(trained) // 10 :])])
     for text, height in levels.items():
         axes.axhline(height, color="#777777", linestyle="--", linewidth=1)
         axes.annotate(
@@ -38,8 +37,9 @@ def curves(runs: Mapping[str, Sequence[Record]], against: str, levels: Mapping[s
     axes.set_xlabel("tokens trained on" if against == "tokens" else "seconds of training")
     axes.set_ylabel("bits per byte" if bits else "loss (nats)")
     axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, title="○ held out, faint: training", title_fontsize=8, fontsize=9)
+        axes.legend(frameon=False, title="dots: held out; faint: training", title_fontsize=8, fontsize=9)
     return _png(figure)
 
 
