@@ -13,8 +13,6 @@ from torch import Tensor
 from longspan.kernels.local_backward import local_backward_keys_kernel, local_backward_queries_kernel
 from longspan.kernels.local_forward import local_forward_kernel
 
-EDGES = True
-
 
 class Config(NamedTuple):
     """How one kernel is cut: queries and keys in a block, warps, loads in flight."""
@@ -132,7 +130,6 @@ class _Call:
                 BS=config.keys,
                 BD=self.BD,
                 BE=self.BE,
-                EDGES=EDGES,
                 PRECISION=self.precision,
                 num_warps=config.warps,
                 num_stages=config.stages,

@@ -59,7 +59,6 @@ def local_backward_queries_kernel(
     BS: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
-    EDGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dq of BT queries of one head, and D. factor: the scale of the scores."""
@@ -97,10 +96,7 @@ def local_backward_queries_kernel(
             b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], float("-inf"), b_s)
         if p_mask is not None:
             b_s = tl.where((tl.load(p_mask + i_b * S + i_s, mask=i_s < S, other=0) != 0)[None, :], b_s, float("-inf"))
-        if EDGES:
-            if (s_0 < inner) | (s_0 + BS > outer):
-                b_s = tl.where(is_between(i_s[None, :], low[:, None], high[:, None]), b_s, float("-inf"))
-        else:
+        if (s_0 < inner) | (s_0 + BS > outer):
             b_s = tl.where(is_between(i_s[None, :], low[:, None], high[:, None]), b_s, float("-inf"))
         b_p = tl.exp2(b_s - b_lse[:, None])
         if p_seed is not None:
@@ -155,7 +151,6 @@ def local_backward_keys_kernel(
     BS: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
-    EDGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dk and dv of BS keys of one key head, from all the query heads that share it."""
@@ -197,13 +192,10 @@ def local_backward_keys_kernel(
                 b_s = tl.where(m_own, LAST, b_s)
             if p_mask is not None:
                 b_s = tl.where(m_key[:, None], b_s, float("-inf"))
-            if EDGES:
-                t_last = tl.minimum(t_0 + BT, T) - 1
-                _, outer = keys_seen(i_b, t_0, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
-                inner, _ = keys_seen(i_b, t_last, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
-                if (s_0 < inner) | (s_0 + BS > outer):
-                    b_s = tl.where(is_between(i_s[:, None], low[None, :], high[None, :]), b_s, float("-inf"))
-            else:
+            t_last = tl.minimum(t_0 + BT, T) - 1
+            _, outer = keys_seen(i_b, t_0, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
+            inner, _ = keys_seen(i_b, t_last, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
+            if (s_0 < inner) | (s_0 + BS > outer):
                 b_s = tl.where(is_between(i_s[:, None], low[None, :], high[None, :]), b_s, float("-inf"))
             b_p = tl.exp2(b_s - b_lse[None, :])
             b_d_p = tl.dot(b_v, tl.trans(b_d_out), input_precision=PRECISION)

@@ -2,7 +2,8 @@
 
 Every window, exact or by blocks, causal or not, packed or after a past, is for each query one stretch of key slots, and
 both ends of it rise with the query. A block of queries therefore walks from its first query's first key to its last
-query's last, and no mask is ever built: a pair is seen if the key lies in the query's stretch.
+query's last, and no mask is ever built: a pair is seen if the key lies in the query's stretch, and between the largest
+first key and the smallest last one every pair is.
 """
 
 from __future__ import annotations

@@ -46,7 +46,6 @@ def local_forward_kernel(
     BS: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
-    EDGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """BT queries of one head. scale: that of the scores times log₂e. lse: log₂ of the sum, ∞ where nothing is seen."""
@@ -77,10 +76,7 @@ def local_forward_kernel(
             b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], LAST, b_s)
         if p_mask is not None:
             b_s = tl.where((tl.load(p_mask + i_b * S + i_s, mask=i_s < S, other=0) != 0)[None, :], b_s, float("-inf"))
-        if EDGES:
-            if (s_0 < inner) | (s_0 + BS > outer):
-                b_s = tl.where(is_between(i_s[None, :], low[:, None], high[:, None]), b_s, float("-inf"))
-        else:
+        if (s_0 < inner) | (s_0 + BS > outer):
             b_s = tl.where(is_between(i_s[None, :], low[:, None], high[:, None]), b_s, float("-inf"))
         b_top = tl.maximum(b_max, tl.max(b_s, 1))
         b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
