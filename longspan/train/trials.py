@@ -291,7 +291,7 @@ def _plots(out: Path, found: Record) -> list[Path]:
     axes.set_ylim(0, 102)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     path = out.with_suffix(".png")
     figure.savefig(path, format="png")
     return [path]
