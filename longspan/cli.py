@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 # Where each command is, and what it is for.
 COMMANDS = {
     "train": ("longspan.train.cli:train", "Train a model on files, folders or globs; stopped runs go on."),
-    "eval": ("longspan.train.cli:evaluate", "Score a model by position in the context, or mechanisms on synthetic tasks."),
+    "eval": ("longspan.train.cli:evaluate", "Score a model by position in its context, or mechanisms on small tasks."),
     "report": ("longspan.train.cli:report", "Draw one run or several on one page: curves, differences, samples."),
     "generate": ("longspan.terminal:generate", "Continue a text with a saved model, streaming it as it comes."),
     "run": ("longspan.compat.cli:run", "Run a script of the older libraries, unchanged, with longspan in their place."),
