@@ -93,6 +93,17 @@ def test_a_page_needs_nothing_else_and_says_what_differs(runs: Path, tmp_path: P
     assert "What differs" not in (runs / "first" / "report.html").read_text()
 
 
+def test_a_run_s_folder_is_a_model_to_generate_with(runs: Path, tmp_path: Path) -> None:
+    words = ["--prompt", "the old", "--max-tokens", 7, "--temperature", 0]
+    said = [
+        longspan("generate", "--model", where, *words, log=tmp_path / "log")
+        for where in (runs / "first", runs / "first" / "checkpoint")
+    ]
+    assert [done.status for done in said] == [0, 0]
+    assert said[0].stdout
+    assert said[0].stdout == said[1].stdout
+
+
 def test_runs_of_one_name_are_told_apart(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     assert longspan("report", runs / "first", runs / "first", "--out", out, log=tmp_path / "log").status == 0
@@ -116,9 +127,10 @@ RECORD = {"step": 7, "steps": 9, "loss": 1.5, "bits_per_byte": 2.164, "tokens_pe
 RECORD |= {"memory": 300 * 2**20, "eta": 65.0, "tokens": 700, "seconds": 3.0, "lr": 0.1}
 
 
-def test_a_terminal_gets_a_bar_and_others_get_lines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_gets_a_bar_and_others_get_lines(tmp_path: Path, width: int) -> None:
     screen = io.StringIO()
-    watch = Terminal(tmp_path, console=Console(file=screen, force_terminal=True, width=120, highlight=False))
+    watch = Terminal(tmp_path, console=Console(file=screen, force_terminal=True, width=width, highlight=False))
     watch.progress(0.5, RECORD)
     watch.record(RECORD)
     watch.close()

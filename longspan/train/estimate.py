@@ -21,12 +21,12 @@ def estimate(prepared: Prepared) -> list[str]:
     loop.done = 0.0
     kept = _Kept()
     with kept:
-        loop._one()
-        loop._settle()
+        loop.advance()
+        loop.settle()
     began, steps = time.perf_counter(), 0
     while steps < 2 or time.perf_counter() - began < 1:
-        loop._one()
-        loop._settle()
+        loop.advance()
+        loop.settle()
         steps += 1
     each = (time.perf_counter() - began) / steps
     number = p.about["parameters"]

@@ -81,13 +81,13 @@ class Loop:
         while self._wanted():
             if warming:
                 with self.clock.paused():
-                    self._one()
-                    self._settle()
+                    self.advance()
+                    self.settle()
                 warming, self.mark = warming - 1, (self.clock.seconds, self.tokens)
             else:
-                self._one()
+                self.advance()
             self._routine()
-        self._settle()
+        self.settle()
 
     def _begin(self) -> None:
         p = self.p
@@ -109,7 +109,7 @@ class Loop:
         signalled, seconds = self._agree(float(received), self.clock.seconds / self.p.shape.processes)
         self.done = self._done(seconds)
         if signalled:
-            self._settle()
+            self.settle()
             self._save()
             name = signal.Signals(received or signal.SIGTERM).name
             raise StoppedError(f"{name}: saved at step {self.step}; run the same command to go on", 128 + received)
@@ -124,7 +124,7 @@ class Loop:
             parts.append(seconds / (60 * train.minutes))
         return max(parts)
 
-    def _one(self) -> None:
+    def advance(self) -> None:
         """One step: gradients of every micro-batch, weighted by their targets, clipped, applied."""
         p, train = self.p, self.p.train
         if p.redraws.before(self.step, train.accumulate):
@@ -156,7 +156,7 @@ class Loop:
         if before is not None:
             self._observe(*before)
         if self.device.type != "cuda":  # There, reading the loss at once would keep the device waiting.
-            self._settle()
+            self.settle()
 
     def _draw(self) -> list[Batch]:
         p, train = self.p, self.p.train
@@ -197,7 +197,7 @@ class Loop:
         # Not float32: counts of tokens are exact up to 2^53 only in this.
         return self.p.accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Reads the loss that is still on the device."""
         if self.pending is not None:
             before, self.pending = self.pending, None
@@ -233,13 +233,13 @@ class Loop:
     def _routine(self) -> None:
         train = self.p.train
         if self.step % train.log_every == 0 or self.step == 1:
-            self._settle()
+            self.settle()
             self._record()
         if self.step % train.eval_every == 0 and self.done < 1:
-            self._settle()
+            self.settle()
             self._evaluate()
         if self.step % train.save_every == 0:
-            self._settle()
+            self.settle()
             if self.recent[-1] <= self._limit():  # Not in what may be the beginning of the end.
                 self._save()
 

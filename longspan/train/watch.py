@@ -68,8 +68,9 @@ class Terminal:
         if not self.console.is_terminal:
             return
         if self._bar is None:
-            columns = BarColumn(bar_width=None), _Figures()
-            self._bar = Progress(*columns, console=self.console, expand=True, refresh_per_second=4)
+            # The figures come first: what a line has left beside them is the bar's.
+            columns = BarColumn(bar_width=max(4, min(40, self.console.width - 76))), _Figures()
+            self._bar = Progress(*columns, console=self.console, refresh_per_second=4)
             self._bar.add_task(self.run.name, total=1.0, record=record)
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], completed=done, record=record)
@@ -175,7 +176,6 @@ class _Figures(ProgressColumn):
     def render(self, task: Task) -> Text:
         record = task.fields["record"]
         of = "" if record.get("steps") is None else f"/{record['steps']}"
-        # Narrow enough for 80 columns with a bar beside it.
         return Text(f"step {record['step']}{of} {figures(record)}".replace("  ", " "), no_wrap=True)
 
 
