@@ -5,10 +5,12 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: test parity test-slow test-gpu lint format bench demo clean
+.PHONY: test parity test-slow test-mindspore test-gpu lint format bench demo clean
 
 test: $(VENV)/.dev parity lint
 	$(BIN)/python -m pytest
+	@if [ -d $(VENV)-mindspore ] || [ -n "$(WITH_MINDSPORE)" ]; then $(MAKE) --no-print-directory test-mindspore; else \
+		echo "MindSpore's tests were not run: make test-mindspore downloads 800 MB and runs them"; fi
 
 # The older libraries, to compare with. Where they cannot be installed those tests are skipped, or, with
 # PARITY=required, everything fails.
@@ -26,6 +28,13 @@ format: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow
+
+# No environment has both frameworks: PyTorch's half writes what it computes, MindSpore's compares, and the other way.
+test-mindspore: $(VENV)/.dev $(VENV)-mindspore/.dev
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	$(BIN)/python tests/mindspore/torch_side.py write "$$folder" && \
+	LONGSPAN_PARITY="$$folder" $(VENV)-mindspore/bin/python -m pytest --confcutdir tests/mindspore tests/mindspore && \
+	$(BIN)/python tests/mindspore/torch_side.py check "$$folder"
 
 # Runs with whatever Python already has torch with CUDA: nothing is installed.
 test-gpu:
@@ -58,5 +67,12 @@ $(VENV)/.parity: $(VENV)/.dev
 	$(BIN)/pip install --quiet --editable ".[parity]"
 	touch $@
 
+# Without torch; typer and rich are for `longspan run`.
+$(VENV)-mindspore/.dev: pyproject.toml
+	test -d $(VENV)-mindspore || $(PYTHON) -m venv $(VENV)-mindspore
+	$(VENV)-mindspore/bin/pip install --quiet "mindspore==2.10.0" "numpy<2" pytest safetensors typer rich
+	$(VENV)-mindspore/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-mindspore build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

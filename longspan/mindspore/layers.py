@@ -8,6 +8,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from longspan.mindspore.local_attention import LocalAttention, normalised
 from longspan.mindspore.padding import checked, filled, first, shifted
+from longspan.mindspore.precision import exact, on_cpu
 
 
 class LocalMHA(nn.Cell):
@@ -120,7 +121,8 @@ class LocalMHA(nn.Cell):
             if return_cache and self.causal:
                 new = (self.attn_fn.first_cache(k, v), ops.full((), n, dtype=ms.int64))
         if self.to_v_gate is not None:
-            out = out * ops.sigmoid(self.to_v_gate(x)).swapaxes(1, 2).expand_dims(-1)
+            gates = ops.sigmoid(exact(self.to_v_gate(x), self.attn_fn.on_cpu)).astype(out.dtype)  # (B, n, heads)
+            out = out * gates.swapaxes(1, 2).expand_dims(-1)
         out = self.to_out(out.swapaxes(1, 2).reshape((batch, n, -1)))
         return (out, new) if return_cache else out
 
@@ -143,9 +145,13 @@ class DynamicPositionBias(nn.Cell):
 class GEGLU(nn.Cell):
     """x · GELU(gate), the two halves of the features."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_cpu = on_cpu()
+
     def construct(self, x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
-        return x[..., :half] * ops.gelu(x[..., half:])
+        return x[..., :half] * ops.gelu(exact(x[..., half:], self.on_cpu)).astype(x.dtype)
 
 
 class FeedForward(nn.SequentialCell):

@@ -6,9 +6,8 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from longspan.mindspore.padding import filled
+from longspan.mindspore.precision import exact, on_cpu
 from longspan.mindspore.rotary import Rotary
-
-HIDDEN = -1.0e30  # added to hidden scores: their weights are exactly 0; finite, so that a row of them alone is too
 
 
 class LocalAttention(nn.Cell):
@@ -23,7 +22,8 @@ class LocalAttention(nn.Cell):
     use_xpos: positions whose products fade with distance, after xpos_scale_base tokens (half the window by default).
     scale: of the scores, 1/√D by default. dropout: on the weights, in training only.
 
-    Scores and sums are float32 for float16 inputs; the output has the dtype of v.
+    Scores and sums are float32 for float16 inputs, unless `to_float` makes every operation float16; the output has the
+    dtype of v.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LocalAttention(nn.Cell):
         self.shared_qk, self.autopad, self.exact_windowsize = shared_qk, autopad, exact_windowsize
         self.scale, self.use_xpos = scale, use_xpos
         self.dropout = nn.Dropout(p=dropout)
-        self.on_cpu = ms.get_context("device_target") == "CPU"
+        self.on_cpu = on_cpu()
         if rel_pos_emb_config is not None:
             dim = rel_pos_emb_config[0]
         self.rel_pos = None
@@ -214,10 +214,10 @@ class LocalAttention(nn.Cell):
 
     def _weighed(self, scores: Tensor, seen: Tensor, v: Tensor, blind: bool) -> Tensor:
         """blind: whether a query may see nothing; it would get a mean of what is hidden, and gets zeros."""
-        scores = scores + ops.logical_not(seen).astype(scores.dtype) * HIDDEN
-        # On the CPU MindSpore's exp is 6e-6 off in float32, which gradients show, and exact in float64.
-        exact = scores.astype(ms.float64) if self.on_cpu else scores
-        weights = ops.softmax(exact, -1).astype(scores.dtype)
+        # Weights of hidden keys are exactly 0; what makes them so is finite, so that a row of them alone is too.
+        hidden = -3.0e4 if scores.dtype == ms.float16 else -1.0e30
+        scores = scores + ops.logical_not(seen).astype(scores.dtype) * hidden
+        weights = ops.softmax(exact(scores, self.on_cpu), -1).astype(scores.dtype)
         out = ops.matmul(self.dropout(weights), v)
         return ops.where(seen.any(-1, True), out, ops.zeros_like(out)) if blind else out
 
@@ -230,7 +230,11 @@ def normalised(x: Tensor) -> Tensor:
 def inverse_length(x: Tensor) -> Tensor:
     """1 / |x| over the last axis, which stays; summed in float32 at least, with a finite gradient where x is zero."""
     wide = x.astype(ms.float32) if x.dtype in (ms.float16, ms.bfloat16) else x
-    return ops.rsqrt(ops.maximum((wide * wide).sum(-1, keepdims=True), 1e-24)).astype(x.dtype)
+    root = x.shape[-1] ** -0.5
+    part = wide * root  # so that the sum of squares is a mean, which fits into float16 too
+    square = (part * part).sum(-1, keepdims=True)
+    smallest = 1e-7 if square.dtype == ms.float16 else 1e-24
+    return (ops.rsqrt(ops.maximum(square, smallest)) * root).astype(x.dtype)
 
 
 def _padded(x: Tensor, before: int, after: int) -> Tensor:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from longspan.mindspore.local_attention import inverse_length
+from longspan.mindspore.precision import exact, on_cpu
 
 
 class Residual(nn.Cell):
@@ -41,6 +40,7 @@ class HyperConnections(nn.Cell):
         super().__init__()
         self.branch = branch
         self.norm = StreamNorm(dim)
+        self.on_cpu = on_cpu()
         first = np.zeros((num_streams, 1), np.float32)
         first[index % num_streams] = 1
         self.static_alpha = Parameter(Tensor(np.concatenate([first, np.eye(num_streams, dtype=np.float32)], 1)))
@@ -55,7 +55,7 @@ class HyperConnections(nn.Cell):
         # A norm is a number for each token: it goes on after the product, which is small.
         fn = ops.cat((self.dynamic_alpha_fn, self.dynamic_beta_fn.expand_dims(-1)), 1)
         weight = ops.matmul(x, self.norm.weighed(fn).astype(x.dtype)).astype(ms.float32) * inverse_length(x)
-        weight = _tanh(weight)  # (B, n, S, S + 2)
+        weight = ops.tanh(exact(weight, self.on_cpu)).astype(ms.float32)  # (B, n, S, S + 2)
         alpha = weight[..., :-1] * self.dynamic_alpha_scale + self.static_alpha
         beta = weight[..., -1:] * self.dynamic_beta_scale + self.static_beta.expand_dims(-1)
         alpha = alpha.swapaxes(-1, -2).astype(x.dtype)  # (B, n, S + 1, S)
@@ -68,11 +68,6 @@ class HyperConnections(nn.Cell):
     def construct(self, x: Tensor) -> Tensor:
         inner, residual, beta = self.width(x)
         return self.depth(self.branch(inner), residual, beta)
-
-
-def _tanh(x: Tensor) -> Tensor:
-    # MindSpore's own is 1e-4 off on the CPU, its powers of two are exact; beyond 15 a tanh is ±1 in float32.
-    return 1 - 2 / (ops.exp2(ops.clamp(x, -15, 15) * (2 / math.log(2))) + 1)
 
 
 class StreamNorm(nn.Cell):

@@ -31,7 +31,8 @@ def load_torch(cell: nn.Cell, path: str | Path) -> None:
     if missing or spare:
         raise ValueError(
             f"{path} does not fit: it lacks {missing[:4]} ({len(missing)} in all) and has {spare[:4]} ({len(spare)}) "
-            "that the cell does not; give the cell the options the weights were trained with"
+            "that the cell does not; give the cell the options the weights were trained with "
+            "(num_residual_streams=1 for weights from before there were streams)"
         )
     wrong = [
         f"{name} {found[name].shape}, not {own[name].shape}" for name in own if found[name].shape != own[name].shape

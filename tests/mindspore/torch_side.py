@@ -6,6 +6,7 @@ python tests/mindspore/torch_side.py check FOLDER    what MindSpore wrote there 
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -99,26 +100,43 @@ def _disturbed(module: nn.Module) -> nn.Module:
 def _save(
     path: Path, module: nn.Module, inputs: dict[str, Tensor], extra: dict[str, Tensor], loss: bool = False
 ) -> None:
-    """One file: weights, inputs, the output, and the gradients of a weighted sum of it (or of the loss)."""
-    inputs = {name: x.requires_grad_() for name, x in inputs.items()}
-    module.zero_grad()
-    out = module(**inputs, **extra)
+    """One file: weights, inputs, and results in float64, rounded once; beside each how far float32 is from it here."""
     found = {f"weight.{name}": x for name, x in module.state_dict().items()}
-    found |= {f"input.{name}": x for name, x in {**inputs, **extra}.items()} | {"output": out}
-    pull = torch.randn_like(out)
+    found |= {f"input.{name}": x for name, x in {**inputs, **extra}.items()}
+    pull = None
+    if not loss:
+        pull = found["pull"] = torch.randn(module(**inputs, **extra).shape)
+        if isinstance(module, LocalTransformer):
+            pull /= pull.numel() ** 0.5  # about one in all, as a loss is
+        if "mask" in extra:
+            pull *= extra["mask"].reshape(len(pull), *[1] * (pull.ndim - 3), -1, 1)
+    exact = _results(module, inputs, extra, pull, torch.float64)
+    plain = _results(module, inputs, extra, pull, torch.float32)
+    found |= exact | {f"rounding.{name}": (exact[name] - plain[name]).abs().max() for name in exact}
+    narrow = {name: x.float() if x.is_floating_point() else x for name, x in found.items()}
+    save_file({name: x.detach().contiguous() for name, x in narrow.items()}, path)
+
+
+def _results(
+    module: nn.Module, inputs: dict[str, Tensor], extra: dict[str, Tensor], pull: Tensor | None, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The output, and the gradients of its product with `pull`; without one, of the loss."""
+    module = copy.deepcopy(module).to(dtype)
+    inputs = {name: x.detach().to(dtype).requires_grad_() for name, x in inputs.items()}
+    extra = {name: x.to(dtype) if x.is_floating_point() else x for name, x in extra.items()}
+    out = module(**inputs, **extra)
+    found = {"output": out}
     if "mask" in extra:
-        # What stands at hidden tokens is nobody's: neither compared nor pulled at.
-        hidden = ~extra["mask"].reshape(len(out), *[1] * (out.ndim - 3), -1, 1)
-        found["output"], pull = out.masked_fill(hidden, 0), pull.masked_fill(hidden, 0)
-    if loss:
+        # What stands at hidden tokens is nobody's.
+        found["output"] = out.masked_fill(~extra["mask"].reshape(len(out), *[1] * (out.ndim - 3), -1, 1), 0)
+    if pull is None:
         total = found["loss"] = module(**extra, return_loss=True)
     else:
-        total, found["pull"] = (out * pull).sum(), pull
-    if total.requires_grad:
-        total.backward()
+        total = (out * pull.to(dtype)).sum()
+    total.backward()
     found |= {f"gradient.input.{name}": x.grad for name, x in inputs.items()}
     found |= {f"gradient.weight.{name}": x for name, x in _gradients(module).items()}
-    save_file({name: x.detach().contiguous() for name, x in found.items()}, path)
+    return {name: x.detach() for name, x in found.items()}
 
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
