@@ -14,7 +14,7 @@ from longspan.mechanism import Mechanism, State
 from longspan.ops import backend
 from longspan.ops.local import Bias, Window, table_bias, turn, windowed
 from longspan.ops.sdpa import attend
-from longspan.ops.step import Turn, why_plain
+from longspan.ops.step import Turn, turned, why_plain
 from longspan.rows import Packing
 
 
@@ -140,13 +140,28 @@ class LocalAttention(Mechanism):
         self, state: State, q: Tensor, k: Tensor, v: Tensor, turn: Turn | Sequence[Turn | None] | None = None
     ) -> tuple[Tensor, State]:
         assert isinstance(state, LocalState)
-        plain = self._dropout or self.query_offset or not self._fused(q, k, v)
-        if plain or why_plain(q, k, v, state.k, state.v) is not None:
-            return super().step_(state, q, k, v, turn)
         assert turn is None or isinstance(turn, Turn)
+        special = self._dropout or self.query_offset or self.bias is not None or self.xpos is not None
+        if special or not self._fused(q, k, v) or why_plain(q, k, v, state.k, state.v) is not None:
+            if special or self.window.size or self.window.alone or q.device.type != "cpu":
+                return super().step_(state, q, k, v, turn)
+            q, k = turned(turn, q, k)
+            return self._step_exact(state, q, k, v), state
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         kernels, held = backend.step_kernels(), (state.length, state.k, state.v)
         return kernels.local(q, k, v, turn, *held, self.window, scale), state
+
+    def _step_exact(self, state: LocalState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """A token in its slot of the ring, and its query over the slots that are filled: the window is the ring."""
+        slot = (state.length % self._ring)[:, None, None, None]
+        for ring, x in ((state.k, k), (state.v, v)):
+            ring.scatter_(2, slot.expand(-1, ring.shape[1], 1, ring.shape[3]), x.transpose(1, 2))
+        seen = None
+        if bool((state.length < self._ring - 1).any()):
+            seen = (torch.arange(self._ring) <= state.length[:, None])[:, None, None]
+        grouped = self.num_heads > self.num_kv_heads
+        out = attend(q.transpose(1, 2), state.k, state.v, seen, blind=False, grouped=grouped, scale=self.scale)
+        return out.transpose(1, 2)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the kernels take these, and with them a packed row as it lies."""

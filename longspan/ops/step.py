@@ -30,8 +30,10 @@ class Turn(NamedTuple):
 
 
 def turned(turn: Turn | None, *xs: Tensor) -> tuple[Tensor, ...]:
-    """Each x as it is, or turned."""
-    return xs if turn is None else tuple(turn(x) for x in xs)
+    """Each x (B, 1, heads, D) as it is, or turned, all in one go."""
+    if turn is None:
+        return xs
+    return turn(torch.cat(xs, 2)).split([x.shape[2] for x in xs], 2)
 
 
 def linear_step_(
