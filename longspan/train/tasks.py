@@ -229,7 +229,7 @@ class ListOps(Task):
     """
 
     name = "listops"
-    purpose = "the value of nested operations on digits, from 500 to 2000 tokens (Long Range Arena)"
+    purpose = "the value of nested operations on digits (Long Range Arena)"
     vocab_size = len(WORDS)
     num_classes = 10
     usual_length = 2000

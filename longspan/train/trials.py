@@ -241,7 +241,7 @@ def print_trials(found: Record) -> None:
     console = Console(highlight=False)
     for name in dict.fromkeys(trial["task"] for trial in found["trials"]):
         trials = [trial for trial in found["trials"] if trial["task"] == name]
-        console.print(f"\n{name}: {TASKS[name].purpose}; {trials[0]['length']} tokens", soft_wrap=True)
+        console.print(f"\n{name}: {TASKS[name].purpose}; rows of {trials[0]['length']} tokens at most", soft_wrap=True)
         table = Table("mechanism", box=None)
         for head in ("right", "training loss", "steps", "seconds", "parameters"):
             table.add_column(head, justify="right")
