@@ -3,7 +3,8 @@
     python benchmarks/gpu_linear.py results.json
 
 Times are medians over CUDA events, forward and forward + backward, with the second-level cache flushed before each run:
-as called from Python, and replayed from a CUDA graph, which leaves the launches out.
+as called from Python, and replayed from a CUDA graph, which leaves the launches out. Each kernel's own time stands
+beside the bytes it must move, and peak memory beside the inputs, outputs and their gradients.
 """
 
 from __future__ import annotations
@@ -127,6 +128,64 @@ def timed(attend: Attention, given: list[Tensor]) -> dict[str, float]:
     return found
 
 
+def kernels(attend: Attention, given: list[Tensor], feature_map: str) -> dict[str, dict[str, float]]:
+    """Milliseconds, bytes moved and bandwidth of each kernel of one forward + backward."""
+    d_out = torch.randn_like(given[0])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(3):
+            torch.autograd.grad(attend(*given), given, d_out)
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = {}
+    for event in profile.events():
+        if event.name.startswith("causal_linear_"):
+            times.setdefault(event.name.removeprefix("causal_linear_"), []).append(event.device_time_total / 1e3)
+    B, n, H, D = given[0].shape
+    M = NUM_FEATURES if feature_map == "favor" else D
+    rows, states = 2 * B * n * H * D, 2 * B * H * math.ceil(n / 64) * M * D
+    scalars = 4 * B * H * n
+    scales = 0 if feature_map == "elu" else 2 * scalars
+    moved = {
+        "forward_sums_kernel": 2 * rows + states + scales,
+        "forward_kernel": 4 * rows + states + scales + scalars,
+        "backward_sums_kernel": 3 * rows + states + scales / 2 + 2 * scalars,
+        # At least: once all inputs, both stacks of sums and all outputs; more where it runs in parts.
+        "backward_kernel": 7 * rows + 2 * states + scales + 2 * scalars,
+    }
+    found = {}
+    for name, each in times.items():
+        ms = sum(each) / 3 / (2 if name.startswith("forward_s") else 1)  # The backward pass sums again.
+        found[name] = {"ms": ms}
+        if name in moved:
+            found[name] |= {"bytes": moved[name], "TB/s": moved[name] / ms / 1e9}
+    return found
+
+
+def peak_memory(attend: Attention, given: list[Tensor]) -> dict[str, float]:
+    """Peak bytes of forward + backward, and of inputs, output and their gradients."""
+    d_out = torch.randn_like(given[0])
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(attend(*given), given, d_out)
+    torch.cuda.synchronize()
+    own = 4 * d_out.numel() * d_out.element_size()  # Inputs and d_out were there before.
+    peak = torch.cuda.max_memory_allocated() - before + own
+    return {"peak": peak, "tensors": 2 * own, "ratio": peak / (2 * own)}
+
+
+def longest(n: int = 4_194_304) -> dict[str, Any]:
+    """One step of one layer of 1·16·n·64."""
+    given = inputs(1, 16, n, 64)
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start[0].record()
+    grads = torch.autograd.grad(ours("elu", 64)(*given), given, torch.ones_like(given[0]))
+    start[1].record()
+    torch.cuda.synchronize()
+    finite = all(bool(x[:, ::4099].isfinite().all()) for x in grads)
+    return {"n": n, "ms": start[0].elapsed_time(start[1]), "peak": torch.cuda.max_memory_allocated(), "finite": finite}
+
+
 def _sums(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -147,6 +206,8 @@ def main() -> None:
         row: dict[str, Any] = {"case": [B, H, n, D, feature_map], "errors": errors}
         row["targets"] = [target if math.isfinite(target) else None for target in targets]
         row["ours"] = timed(ours(feature_map, D), given)
+        row["kernels"] = kernels(ours(feature_map, D), given, feature_map)
+        row["memory"] = peak_memory(ours(feature_map, D), given)
         row["peers"] = {name: timed(peer, given) for name, peer in peers.items() if peer}
         # Each input read once and each output written once, at the bandwidth of an H200's copy.
         size = given[0].numel() * given[0].element_size()
@@ -157,6 +218,10 @@ def main() -> None:
         line = f"{f'{B}·{H}·{n}·{D} {feature_map}':<26}" + "".join(f"{f'{a:.3f} / {b:.3f}':>14}" for a, b in pairs)
         print(line + "".join(f"{t['forward']:>9.3f} /{t['both']:>6.2f}" for t in row["peers"].values()), flush=True)
         path.write_text(json.dumps({**about, "dtype": "bfloat16", "unit": "ms", "rows": rows}, indent=1))
+        del given
+    found = {**about, "dtype": "bfloat16", "unit": "ms", "rows": rows, "longest": longest()}
+    print(found["longest"])
+    path.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -92,8 +92,46 @@ def test_offsets_beyond_32_bits() -> None:
 
 def test_the_op_takes_the_kernels() -> None:
     q, k, v = (torch.randn(2, 130, 3, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    kv = torch.zeros(2, 3, 16, 17, device="cuda")
-    assert backend.why_plain(q, k, v, None, None, kv, "elu", 1) is None
+    assert backend.why_plain(q, k, v, None, None, None, "elu", 1) is None
     out, _ = causal_linear(q, k, v, feature_map="elu")
     out.float().square().sum().backward()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
+
+
+def test_compiled_whole_and_for_any_length() -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return causal_linear(q, k, v, feature_map="softmax")[0] * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for T in (130, 257, 1031):
+            given = [torch.randn(2, T, 3, 16, device="cuda", requires_grad=True) for _ in range(3)]
+            out, plain = compiled(*given), attend(*given)
+            torch.testing.assert_close(out, plain)
+            d = torch.randn_like(out)
+            for ours, theirs in zip(
+                torch.autograd.grad(out, given, d), torch.autograd.grad(plain, given, d), strict=True
+            ):
+                torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_opcheck(state: bool) -> None:
+    case = Case(T=130, D=16, E=16, feature_map="softmax")
+    _, _, (q, k, v, *rest) = arguments(case, torch.float32, "cuda")
+    if not state:
+        rest[3:] = [None, None]
+    given = [x.requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(torch.ops.longspan.causal_linear.default, (*given, *rest, "softmax", True, 1))
+
+
+def test_memory_stays_near_the_tensors() -> None:
+    given = [torch.randn(4, 8192, 16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    d_out = torch.randn_like(given[0])
+    own = 4 * d_out.numel() * d_out.element_size()
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(causal_linear(*given, feature_map="softmax")[0], given, d_out)
+    assert torch.cuda.max_memory_allocated() - before + own <= 1.5 * 2 * own

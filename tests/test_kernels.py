@@ -1,4 +1,7 @@
-"""The Triton kernels under Triton's interpreter, on the CPU, against the plain path. bfloat16 is wrong there."""
+"""The Triton kernels under Triton's interpreter, on the CPU, against the plain path.
+
+The interpreter multiplies the bits of bfloat16 and cuts what it rounds to it; both are mended here for the tests.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases import Case, arguments, by_kernels, check
@@ -33,6 +38,33 @@ CASES = [
 ]
 
 
+@pytest.fixture
+def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 under the interpreter as a GPU has it: products exact, sums in float32, rounded to the nearest."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def whole(x: Any) -> np.ndarray:
+        if x.dtype.scalar == tl.bfloat16:
+            return (x.data.astype(np.uint32) << 16).view(np.float32)
+        return x.data.astype(np.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        return interpreter.TensorHandle(np.matmul(whole(a), whole(b)) + d.data, d.dtype.scalar)
+
+    def cast_impl(self: Any, x: Any, dtype: Any) -> Any:
+        if x.dtype.scalar != tl.float32 or dtype.scalar != tl.bfloat16:
+            return cast(self, x, dtype)
+        bits = np.ascontiguousarray(x.data).view(np.uint32).astype(np.uint64)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return interpreter.TensorHandle(bits.astype(np.uint16), dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast_impl)
+
+
 def test_under_the_interpreter() -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed: pip install 'longspan[triton]'")
@@ -56,6 +88,27 @@ def test_kernels(case: Case, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and CASES.index(case) % 2:
         pytest.skip("every other case will do")
     check(case, arguments(case, dtype, "cpu"), dtype)
+
+
+@inside
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bfloat16(case: Case) -> None:
+    check(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("normalise", [False, True])
+def test_no_sums_are_zeros(normalise: bool) -> None:
+    case = Case(T=65, feature_map="softmax", normalise=normalise, state=False)
+    d_out, d_kv, tensors = arguments(case, torch.float32, "cpu")
+    zeros = by_kernels(case, (d_out, torch.zeros_like(d_kv), tensors))
+    none = by_kernels(case, (d_out, None, (*tensors[:6], None, None)))
+    assert none[-1] is None
+    for ours, theirs in zip(none[:-1], zeros[:-1], strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @inside

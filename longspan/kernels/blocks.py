@@ -85,14 +85,16 @@ def store_sums(p_x, i_x, b_x, BM: tl.constexpr, BE: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit
-def load_weight(p_weight, D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr):
-    """The projection of FAVOR+ (M, D) as a (BM, BD) block; 0 for maps without one."""
-    b_weight = 0
+def load_weight(p_weight, D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, DOT: tl.constexpr):
+    """The projection of FAVOR+ (M, D), scaled, as two (BM, BD) blocks that add up to it; 0 for maps without one."""
+    b_weight, b_low = 0, 0
     if p_weight is not None:
         i_m, i_d = tl.arange(0, BM), tl.arange(0, BD)
         m_w = (i_m < M)[:, None] & (i_d < D)[None, :]
-        b_weight = tl.load(p_weight + i_m[:, None] * D + i_d[None, :], mask=m_w, other=0.0)
-    return b_weight
+        b_whole = tl.load(p_weight + i_m[:, None] * D + i_d[None, :], mask=m_w, other=0.0) * D**-0.25
+        b_weight = b_whole.to(DOT)
+        b_low = (b_whole - b_weight.to(tl.float32)).to(DOT)
+    return b_weight, b_low
 
 
 @triton.jit
@@ -108,9 +110,18 @@ def _project(b_x, b_weight, b_low, DOT: tl.constexpr):
 
 @triton.jit
 def query_features(
-    b_x, b_weight, b_low, D: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, MAP: tl.constexpr, DOT: tl.constexpr
+    b_x,
+    b_weight,
+    b_low,
+    M: tl.constexpr,
+    BM: tl.constexpr,
+    MAP: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    DOT: tl.constexpr,
 ):
-    """φ(q) (C, BM), float32; zeros beyond M features."""
+    """φ(q) (C, BM), float32; zeros beyond M features. A softmax's sum cancels where attention is normalised: left
+    out with bfloat16; float32 and float16 would miss how its gradient takes rounding errors with it.
+    """
     m_m = (tl.arange(0, BM) < M)[None, :]
     if MAP == "favor":
         b_f = _project(b_x, b_weight, b_low, DOT)
@@ -124,7 +135,7 @@ def query_features(
         if BM != M:
             b_f = tl.where(m_m, b_f, FLOOR)
         b_f = exp(b_f - tl.max(b_f, 1)[:, None])
-    if MAP == "softmax":
+    if MAP == "softmax" and not (NORMALISE and tl.bfloat16 == DOT):
         b_f = b_f / tl.sum(b_f, 1)[:, None]
     if BM != M and MAP != "identity":
         b_f = tl.where(m_m, b_f, 0)
@@ -132,14 +143,16 @@ def query_features(
 
 
 @triton.jit
-def query_gradient(b_g, b_x, b_f, b_weight, D: tl.constexpr, MAP: tl.constexpr, DOT: tl.constexpr):
-    """d q (C, BD) from d φ(q), q and φ(q)."""
+def query_gradient(b_g, b_x, b_f, b_weight, MAP: tl.constexpr, NORMALISE: tl.constexpr, DOT: tl.constexpr):
+    """d q (C, BD) from d φ(q), q and φ(q). Where attention is normalised φ(q) · d φ(q) is 0: its size cancels."""
     if MAP == "elu":
         b_g = b_g * tl.minimum(b_f, 1)
     if MAP == "relu":
-        b_g = tl.where(b_x > 0, b_g, 0)
+        b_g = tl.where(b_x.to(tl.float32) > 0, b_g, 0)
     if MAP == "softmax":
-        b_g = b_f * (b_g - tl.sum(b_g * b_f, 1)[:, None])
+        if not (NORMALISE and tl.bfloat16 == DOT):
+            b_g -= tl.sum(b_g * b_f, 1)[:, None]
+        b_g = b_g * b_f
     if MAP == "favor":
         b_g = tl.dot((b_g * b_f).to(DOT), b_weight, input_precision="tf32x3")
     return b_g
@@ -179,7 +192,7 @@ def key_gradient(b_g, b_x, b_f, b_weight, D: tl.constexpr, MAP: tl.constexpr, DO
     if MAP == "elu":
         b_g = b_g * tl.minimum(b_f, 1)
     if MAP == "relu":
-        b_g = tl.where(b_x > 0, b_g, 0)
+        b_g = tl.where(b_x.to(tl.float32) > 0, b_g, 0)
     if MAP == "softmax":
         b_g = b_g * b_f
     if MAP == "favor":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,26 +33,32 @@ class Config(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """One direction: tokens in a chunk, about how many programs sum segments, and its two kernels."""
+    """One direction: tokens in a chunk, about how many programs sum segments, the kernel that sums, and the kernel that
+    walks chunks; backward that one may run in parts, of d q, d k and d v.
+    """
 
     chunk: int
     programs: int
     sums: Config
-    chunks: Config
+    chunks: tuple[tuple[str, Config], ...]
 
 
 def directions(num_features: int, value_dim: int, halves: bool) -> tuple[Direction, Direction]:
     """Forward and backward for blocks of this many features and values; halves: products of bfloat16, not float32."""
     if not halves:
-        exact = Direction(32, 1024, Config(4096, 4, 1), Config(4096, 4, 1))
+        exact = Direction(32, 1024, Config(4096, 4, 1), (("qkv", Config(4096, 4, 1)),))
         return exact, exact
     if num_features * value_dim <= 64 * 64:
         sums = Config(4096, 4, 3)
-        return Direction(64, 1024, sums, Config(4096, 4, 1, 128)), Direction(64, 1024, sums, Config(4096, 4, 1, 168))
-    sums = Config(16384, 4, 2)
+        forward = Direction(64, 1024, sums, (("", Config(4096, 4, 1, 128)),))
+        return forward, forward._replace(chunks=(("qkv", Config(4096, 4, 1, 168)),))
+    # All gradients at once would need more registers than there are.
+    sums, four, eight = Config(16384, 4, 2), Config(16384, 4, 1), Config(16384, 8, 1)
     if num_features > 128:
-        return Direction(64, 256, sums, Config(16384, 4, 1)), Direction(64, 256, sums, Config(16384, 8, 1))
-    return Direction(64, 256, sums, Config(16384, 4, 1, 168)), Direction(64, 256, sums, Config(16384, 4, 1))
+        forward = Direction(64, 256, sums, (("", four),))
+        return forward, forward._replace(chunks=(("q", eight), ("k", four), ("v", four)))
+    forward = Direction(64, 256, sums, (("", Config(16384, 4, 1, 168)),))
+    return forward, forward._replace(chunks=(("q", four), ("k", four), ("v", four)))
 
 
 def causal_linear(
@@ -62,34 +68,35 @@ def causal_linear(
     weight: Tensor | None,
     log_scale: Tensor | None,
     lengths: Tensor | None,
-    kv: Tensor,
-    shift: Tensor,
+    kv: Tensor | None,
+    shift: Tensor | None,
     feature_map: str,
     normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`longspan::causal_linear` with bucket 1."""
-    call = _Call(q, k, v, weight, log_scale, lengths, feature_map, normalise)
-    B, T, H, _ = q.shape
-    out = v.new_empty(B, T, H, v.shape[3])
-    den = kv.new_empty(B, T, H if normalise else 0)
-    with call.device():
-        cut = call.cut(call.forward)
-        sums = call.sums(cut, kv, shift)
+    call = _Call(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise)
+    (B, T, H, _), (Hkv, E) = q.shape, v.shape[2:]
+    out = v.new_empty(B, T, H, E)
+    den = q.new_empty((B, T, H if normalise else 0), dtype=torch.float32)
+    kv_out = q.new_empty((B, Hkv, call.plan.M, E + normalise), dtype=torch.float32)
+    shift_out = q.new_empty((B, Hkv), dtype=torch.float32)
+    with call.on_device():
+        cut = call.cut(call.plan.forward)
+        sums = call.sums(cut, kv_out, shift_out)
         call.launch(
             causal_linear_forward_kernel,
             cut,
-            cut.direction.chunks,
-            (cut.chunks, H),
+            cut.direction.chunks[0][1],
+            cut.chunks * H,
             (call.q, call.k, call.v, *call.keys, *sums.before, *sums.scales, out, den),
             (call.q, call.k, call.v),
-            H=H,
         )
-    return out, den, sums.kv_out, sums.shift_out
+    return out, den, kv_out, shift_out
 
 
 def causal_linear_backward(
     d_out: Tensor,
-    d_kv: Tensor,
+    d_kv: Tensor | None,
     out: Tensor,
     den: Tensor,
     q: Tensor,
@@ -98,57 +105,62 @@ def causal_linear_backward(
     weight: Tensor | None,
     log_scale: Tensor | None,
     lengths: Tensor | None,
-    kv: Tensor,
-    shift: Tensor,
+    kv: Tensor | None,
+    shift: Tensor | None,
     feature_map: str,
     normalise: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`longspan::causal_linear_backward` with bucket 1."""
-    call = _Call(q, k, v, weight, log_scale, lengths, feature_map, normalise)
-    B, T, H, _ = q.shape
-    Hkv, E = v.shape[2:]
-    d_out, d_kv, out = _rows(d_out), d_kv.contiguous(), out.contiguous()
-    new = kv.new_empty
-    with call.device():
-        cut = call.cut(call.backward)
-        sums = call.sums(cut, kv, shift)
-        tiles = call.tiles(call.backward.chunks)
-        d_den = new(den.shape)
-        if normalise and call.tiles(call.backward.sums) > 1:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`longspan::causal_linear_backward` with bucket 1; the gradient of no kv is None."""
+    call = _Call(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise)
+    B, Hkv, plan = q.shape[0], v.shape[2], call.plan
+    d_out, d_end, out = _rows(d_out), _dense(d_kv), out.contiguous()
+    call.look(d_out, d_end, out, den, *d_out.stride())
+    d_q, d_k, d_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    d_start = None if kv is None else kv.new_empty(kv.shape)
+    with call.on_device():
+        cut = call.cut(plan.backward)
+        sums = call.sums(cut, None, None)
+        tiles = plan.tiles(plan.backward.chunks[0][1])
+        X, size = B * Hkv, plan.BM * plan.BE
+        d_total = den.new_empty(X * cut.segments * size)
+        d_total_z, suffix_z, d_den = _views(
+            q, torch.float32, X * cut.segments * plan.BM, X * cut.chunks * plan.BM, den.numel()
+        )
+        suffix, after = _views(q, plan.halves, X * cut.chunks * size, X * cut.segments * size)
+        if normalise and plan.tiles(plan.backward.sums) > 1:
             d_den = _d_den(d_out, out, den)
-        d_sums = call.segment_sums(cut)
         call.launch(
             causal_linear_backward_sums_kernel,
             cut,
             cut.direction.sums,
-            (cut.segments, Hkv),
-            (call.q, *call.keys[:2], sums.reference, sums.peak, out, den, d_out, d_den, *d_sums),
+            cut.segments * Hkv,
+            (
+                *(call.q, call.keys[0], sums.reference, sums.peak, out, den, d_out, d_den),
+                *(d_total, d_total_z, suffix, suffix_z),
+            ),
             (call.q, d_out),
-            H=H,
         )
-        d_start = torch.empty_like(d_kv)
-        after = torch.empty_like(d_sums[0], dtype=d_sums[2].dtype)
-        call.scan(causal_linear_backward_scan_kernel, cut, (*d_sums[:2], sums.reference, d_kv, d_start, after))
-        d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        call.scan(causal_linear_backward_scan_kernel, cut, (d_total, d_total_z, sums.reference, d_end, d_start, after))
         d_query, d_f = d_q, d_k
         if tiles > 1:
-            d_query, d_f = new(tiles, B, T, H, call.M), new(tiles, B, T, Hkv, call.M)
-        call.launch(
-            causal_linear_backward_kernel,
-            cut,
-            cut.direction.chunks,
-            (cut.chunks, Hkv),
-            (
-                *(call.q, call.k, call.v, *call.keys, *sums.before, after, *d_sums[1:], *sums.scales),
-                *(den, d_out, d_den, d_query, d_f, d_v),
-            ),
-            (call.q, call.k, call.v, d_out),
-            H=H,
-        )
+            d_query, d_f = (x.new_empty((tiles, *x.shape[:3], plan.M), dtype=torch.float32) for x in (q, k))
+        for part, config in plan.backward.chunks:
+            call.launch(
+                causal_linear_backward_kernel,
+                cut,
+                config,
+                cut.chunks * Hkv,
+                (
+                    *(call.q, call.k, call.v, *call.keys, *sums.before, after, d_total_z, suffix, suffix_z),
+                    *(*sums.scales, den, d_out, d_den, d_query, d_f, d_v),
+                ),
+                (call.q, call.k, call.v, d_out),
+                (("QUERIES", "q" in part), ("KEYS", "k" in part), ("VALUES", "v" in part)),
+            )
         if tiles > 1:
             call.finish(d_query, call.q, d_q, key=False)
             call.finish(d_f, call.k, d_k, key=True)
-    return _laid_out_as(q, d_q), _laid_out_as(k, d_k), _laid_out_as(v, d_v), d_start
+    return d_q, d_k, d_v, d_start
 
 
 class _Cut(NamedTuple):
@@ -167,16 +179,89 @@ class _Sums(NamedTuple):
     reference: Tensor
     beta: Tensor
     peak: Tensor
-    kv_out: Tensor
-    shift_out: Tensor
 
     @property
     def scales(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.reference, self.beta, self.peak
 
 
+class _Plan:
+    """What calls of the same sizes share: padded sizes, cuts, the kernels' constants, and the kernels once compiled for
+    this device.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        sizes: tuple[int, int, int, int],
+        num_features: int | None,
+        dtype: torch.dtype,
+        feature_map: str,
+        scaled: bool,
+        normalise: bool,
+    ) -> None:
+        H, Hkv, D, E = sizes
+        self.scaled = scaled
+        halves = dtype == torch.bfloat16
+        self.halves = torch.bfloat16 if halves else torch.float32
+        self.M = D if num_features is None else num_features
+        self.BD, self.BM, self.BE = (max(16, triton.next_power_of_2(n)) for n in (D, self.M, E))
+        self.forward, self.backward = directions(self.BM, self.BE, halves)
+        self.constants: dict[str, Any] = {
+            "H": H,
+            "HKV": Hkv,
+            "D": D,
+            "M": self.M,
+            "E": E,
+            "BD": self.BD,
+            "BM": self.BM,
+            "BE": self.BE,
+            "MAP": feature_map,
+            "SCALED": scaled,
+            "NORMALISE": normalise,
+            "DOT": tl.bfloat16 if halves else tl.float32,
+            "PRECISION": _PRECISION[dtype],
+        }
+        self.compiled: dict[Any, Any] = {}
+
+    def tiles(self, config: Config) -> int:
+        return max(1, self.BE * self.BM // config.tile)
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        given: tuple[Tensor | int | None, ...],
+        looks: tuple[Any, ...],
+        more: tuple[tuple[str, Any], ...],
+    ) -> None:
+        """Triton looks at every argument of every launch; what it found is kept for arguments that look alike."""
+        key = kernel, looks, more, tuple([x is None for x in given])
+        found = self.compiled.get(key)
+        if found is not None:
+            compiled, constants = found
+            compiled[grid](*given, *constants)
+            return
+        options = {**{name: self.constants[name] for name in kernel.arg_names if name in self.constants}, **dict(more)}
+        compiled = kernel[grid](*given, **options)
+        if compiled is not None and _DIRECT:
+            self.compiled[key] = compiled, tuple(options[name] for name in kernel.arg_names if name in options)
+
+
+_plan = cache(_Plan)
+# From this version on a compiled kernel takes all arguments, constants too.
+_DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 5)
+
+
+def _look(x: Tensor | int | None) -> Any:
+    """What a compiled kernel depends on: of a tensor its dtype and alignment, of a number its size and factors."""
+    if isinstance(x, int):
+        return x == 1, x % 16 == 0, x < 2**31
+    return x if x is None else (x.dtype, x.data_ptr() % 16 == 0)
+
+
 class _Call:
-    """The arguments as the kernels take them, padded sizes, and launches."""
+    """The arguments as the kernels take them, and launches."""
 
     def __init__(
         self,
@@ -186,152 +271,115 @@ class _Call:
         weight: Tensor | None,
         log_scale: Tensor | None,
         lengths: Tensor | None,
+        kv: Tensor | None,
+        shift: Tensor | None,
         feature_map: str,
         normalise: bool,
     ) -> None:
         self.q, self.k, self.v = _rows(q), _rows(k), _rows(v)
-        self.map, self.normalise = feature_map, normalise
-        self.scaled = log_scale is not None or feature_map in ("softmax", "favor")
-        halves = q.dtype == torch.bfloat16
-        self.dot, self.precision = tl.bfloat16 if halves else tl.float32, _PRECISION[q.dtype]
-        self.D, self.M = q.shape[3], q.shape[3] if weight is None else len(weight)
-        low = None
-        if weight is not None:
-            weight = weight.float() * self.D**-0.25
-            if halves:
-                high = weight.bfloat16()
-                weight, low = high, (weight - high).bfloat16()
-        log_scale = None if log_scale is None else log_scale.contiguous()
-        self.log_scale = log_scale
-        self.keys = weight, low, lengths
-        self.BD, self.BM, self.BE = (_block(n) for n in (self.D, self.M, v.shape[3]))
-        self.forward, self.backward = directions(self.BM, self.BE, halves)
+        self.log_scale = _dense(log_scale)
+        self.keys = _dense(weight), lengths
+        self.start = _dense(kv), _dense(shift)
+        scaled = log_scale is not None or feature_map in ("softmax", "favor")
+        sizes = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+        M = None if weight is None else len(weight)
+        self.plan = _plan(q.get_device(), sizes, M, q.dtype, feature_map, scaled, normalise)
+        self.looks: tuple[Any, ...] = ()
+        strides = *self.q.stride(), *self.k.stride(), *self.v.stride()
+        self.look(self.q, self.k, self.v, *self.keys, self.log_scale, *self.start, *strides)
 
-    def device(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.device(self.q.device) if self.q.is_cuda else contextlib.nullcontext()
+    def look(self, *given: Tensor | int | None) -> None:
+        """All that callers choose; what is allocated here looks the same every time."""
+        self.looks += tuple([_look(x) for x in given])
 
-    def tiles(self, config: Config) -> int:
-        return max(1, self.BE * self.BM // config.tile)
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        if not self.q.is_cuda or self.q.get_device() == torch.cuda.current_device():
+            return contextlib.nullcontext()
+        return torch.cuda.device(self.q.device)
 
     def cut(self, direction: Direction) -> _Cut:
         B, T, Hkv, _ = self.k.shape
-        chunks = triton.cdiv(T, direction.chunk)
-        run = triton.cdiv(chunks, min(chunks, triton.cdiv(direction.programs, B * Hkv)))
-        return _Cut(direction, chunks, triton.cdiv(chunks, run), run)
+        chunks = -(-T // direction.chunk)
+        run = -(-chunks // min(chunks, -(-direction.programs // (B * Hkv))))
+        return _Cut(direction, chunks, -(-chunks // run), run)
 
     def launch(
         self,
         kernel: Any,
         cut: _Cut,
         config: Config,
-        programs: tuple[int, int],
+        programs: int,
         tensors: tuple[Tensor | None, ...],
         strided: tuple[Tensor, ...],
-        **sizes: int,
+        more: tuple[tuple[str, Any], ...] = (),
     ) -> None:
         """One program for each row of the batch, each of `programs` (stretches of tokens, heads) and each tile."""
-        tiles = self.tiles(config)
-        kernel[(self.q.shape[0] * programs[0] * tiles * programs[1],)](
-            *tensors,
-            self.q.shape[1],
-            cut.segments,
-            cut.run,
-            *(stride for x in strided for stride in x.stride()[:3]),
-            HKV=self.k.shape[2],
-            D=self.D,
-            M=self.M,
-            E=self.v.shape[3],
-            TILES=tiles,
-            C=cut.direction.chunk,
-            BD=self.BD,
-            BM=self.BM,
-            BE=self.BE // tiles,
-            MAP=self.map,
-            SCALED=self.scaled,
-            NORMALISE=self.normalise,
-            DOT=self.dot,
-            PRECISION=self.precision,
-            num_warps=config.warps,
-            num_stages=config.stages,
-            maxnreg=config.registers,
-            **sizes,
+        tiles = self.plan.tiles(config)
+        strides = [stride for x in strided for stride in x.stride()[:3]]
+        self.plan.launch(
+            kernel,
+            (self.q.shape[0] * programs * tiles, 1, 1),
+            (*tensors, self.q.shape[1], cut.segments, cut.run, *strides),
+            self.looks,
+            (
+                ("TILES", tiles),
+                ("C", cut.direction.chunk),
+                ("BE", self.plan.BE // tiles),
+                ("num_warps", config.warps),
+                ("num_stages", config.stages),
+                ("maxnreg", config.registers),
+                *more,
+            ),
         )
 
-    def scan(self, kernel: Any, cut: _Cut, tensors: tuple[Tensor, ...]) -> None:
-        B, _, Hkv, E = self.v.shape
-        rows = min(self.BM, max(1, 512 // self.BE))
-        kernel[(B * Hkv, triton.cdiv(self.BM, rows))](
-            *tensors,
-            cut.segments,
-            M=self.M,
-            E=E,
-            BM=self.BM,
-            BE=self.BE,
-            ROWS=rows,
-            SCALED=self.scaled,
-            NORMALISE=self.normalise,
-        )
+    def scan(self, kernel: Any, cut: _Cut, tensors: tuple[Tensor | None, ...]) -> None:
+        plan = self.plan
+        rows = min(plan.BM, max(1, 512 // plan.BE))
+        grid = self.k.shape[0] * self.k.shape[2], -(-plan.BM // rows), 1
+        plan.launch(kernel, grid, (*tensors, cut.segments), self.looks, (("ROWS", rows),))
 
-    def segment_sums(self, cut: _Cut) -> tuple[Tensor, ...]:
-        """Room for sums of segments, kv and z, and for the parts of them beside each chunk, kv and z."""
-        X, size = self.k.shape[0] * self.k.shape[2], (self.BM, self.BE)
-        new = partial(self.q.new_empty, dtype=torch.float32)
-        halves = torch.bfloat16 if self.dot == tl.bfloat16 else torch.float32
-        return (
-            new((X, cut.segments, *size)),
-            new((X, cut.segments, self.BM)),
-            new((X, cut.chunks, *size), dtype=halves),
-            new((X, cut.chunks, self.BM)),
-        )
-
-    def sums(self, cut: _Cut, kv: Tensor, shift: Tensor) -> _Sums:
+    def sums(self, cut: _Cut, kv_out: Tensor | None, shift_out: Tensor | None) -> _Sums:
         """The sums before each segment and the sums from there to each chunk."""
-        kv, shift = kv.contiguous(), shift.contiguous()
-        X, tokens = shift.numel(), self.k.shape[1] if self.scaled else 0
-        new = kv.new_empty
-        total, total_z, prefix, prefix_z = self.segment_sums(cut)
-        before = torch.empty_like(total, dtype=prefix.dtype)
-        found = _Sums(
-            before=(before, total_z, prefix, prefix_z),
-            reference=new(X, cut.segments + 1),
-            beta=new(X, tokens),
-            peak=new(X, tokens),
-            kv_out=torch.empty_like(kv),
-            shift_out=torch.empty_like(shift),
+        plan, (B, T, Hkv, _) = self.plan, self.k.shape
+        X, size, tokens = B * Hkv, plan.BM * plan.BE, T if plan.scaled else 0
+        # By itself, because nobody needs it after the scan.
+        total = self.q.new_empty(X * cut.segments * size, dtype=torch.float32)
+        total_z, prefix_z, largest, reference, beta, peak = _views(
+            self.q,
+            torch.float32,
+            X * cut.segments * plan.BM,
+            X * cut.chunks * plan.BM,
+            X * cut.segments,
+            X * (cut.segments + 1),
+            X * tokens,
+            X * tokens,
         )
-        largest = new(X, cut.segments)
-        weight, low, lengths = self.keys
+        prefix, before = _views(self.q, plan.halves, X * cut.chunks * size, X * cut.segments * size)
         self.launch(
             causal_linear_forward_sums_kernel,
             cut,
             cut.direction.sums,
-            (cut.segments, self.k.shape[2]),
+            cut.segments * Hkv,
             (
-                *(self.k, self.v, weight, low, self.log_scale, lengths),
-                *(total, total_z, largest, prefix, prefix_z, found.beta, found.peak),
+                *(self.k, self.v, self.keys[0], self.log_scale, self.keys[1]),
+                *(total, total_z, largest, prefix, prefix_z, beta, peak),
             ),
             (self.k, self.v),
         )
-        ends = found.kv_out, found.shift_out, found.reference, before
-        self.scan(causal_linear_forward_scan_kernel, cut, (total, total_z, largest, kv, shift, *ends))
-        return found
+        ends = kv_out, shift_out, reference, before
+        self.scan(causal_linear_forward_scan_kernel, cut, (total, total_z, largest, *self.start, *ends))
+        return _Sums((before, total_z, prefix, prefix_z), reference, beta, peak)
 
     def finish(self, parts: Tensor, x: Tensor, d_x: Tensor, *, key: bool) -> None:
         """d x from the tiles' parts of the gradient of its features."""
-        B, T, H, D = x.shape
+        B, T, H, _ = x.shape
         chunk = 16
-        causal_linear_backward_finish_kernel[(B * H * triton.cdiv(T, chunk),)](
-            *(parts, x, *self.keys[:2], d_x, T, parts.stride(0), *x.stride()[:3]),
-            H=H,
-            D=D,
-            M=self.M,
-            TILES=len(parts),
-            C=chunk,
-            BD=self.BD,
-            BM=self.BM,
-            MAP=self.map,
-            KEY=key,
-            DOT=self.dot,
+        self.plan.launch(
+            causal_linear_backward_finish_kernel,
+            (B * H * -(-T // chunk), 1, 1),
+            (parts, x, self.keys[0], d_x, T, parts.stride(0), *x.stride()[:3]),
+            (*self.looks, _look(parts.stride(0))),
+            (("H", H), ("TILES", len(parts)), ("C", chunk), ("KEY", key)),
         )
 
 
@@ -346,8 +394,10 @@ def _d_den(d_out: Tensor, out: Tensor, den: Tensor) -> Tensor:
     return d_den.masked_fill(nothing, 0)
 
 
-def _block(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+def _views(like: Tensor, dtype: torch.dtype, *sizes: int) -> tuple[Tensor, ...]:
+    """Room for so many numbers each, allocated at once and aligned."""
+    sizes = tuple(-(-size // 64) * 64 for size in sizes)
+    return like.new_empty(sum(sizes), dtype=dtype).split(sizes)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -355,6 +405,5 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _laid_out_as(x: Tensor, d_x: Tensor) -> Tensor:
-    """d_x with the strides of `empty_like(x)`, which is what a compiler was told."""
-    return d_x if x.is_contiguous() else torch.empty_like(x).copy_(d_x)
+def _dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()

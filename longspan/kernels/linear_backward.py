@@ -28,7 +28,6 @@ from longspan.kernels.blocks import (
 def causal_linear_backward_sums_kernel(
     p_q,
     p_weight,
-    p_low,
     p_reference,
     p_peak,
     p_out,
@@ -86,8 +85,7 @@ def causal_linear_backward_sums_kernel(
     p_den += i_row * H + i_kv * GROUP
     p_d_den += i_row * H + i_kv * GROUP
     p_peak += i_x * T + i_l
-    b_weight = load_weight(p_weight, D, M, BD, BM)
-    b_low = load_weight(p_low, D, M, BD, BM)
+    b_weight, b_low = load_weight(p_weight, D, M, BD, BM, DOT)
     i_t, i_m = tl.arange(0, C), tl.arange(0, BM)
     b_d_kv = tl.zeros((BM, BE), tl.float32)
     b_d_z = tl.zeros((BM,), tl.float32)
@@ -113,7 +111,7 @@ def causal_linear_backward_sums_kernel(
         for g in range(GROUP):
             b_q = load_rows(p_q + g * stride_qh, stride_qt, left, D, C, BD, D == BD)
             b_d = load_rows(p_d_out + g * stride_dh, stride_dt, left, E - i_e * BE, C, BE, E % BE == 0)
-            b_query = query_features(b_q, b_weight, b_low, D, M, BM, MAP, DOT)
+            b_query = query_features(b_q, b_weight, b_low, M, BM, MAP, NORMALISE, DOT)
             b_weight_row = b_row
             if NORMALISE:
                 b_inverse = inverse(load_column(p_den + g, H, left, C, 0.0))
@@ -167,10 +165,12 @@ def causal_linear_backward_scan_kernel(
     m_m = i_m < M
     m_kv = m_m[:, None] & (i_e < E)[None, :]
     i_in = i_x * (M * columns) + i_m * columns
-    b_d_kv = tl.load(p_d_end + i_in[:, None] + i_e[None, :], mask=m_kv, other=0.0)
+    b_d_kv = tl.zeros((ROWS, BE), tl.float32)
     b_d_z = tl.zeros((ROWS,), tl.float32)
-    if NORMALISE:
-        b_d_z = tl.load(p_d_end + i_in + E, mask=m_m, other=0.0)
+    if p_d_end is not None:
+        b_d_kv = tl.load(p_d_end + i_in[:, None] + i_e[None, :], mask=m_kv, other=0.0)
+        if NORMALISE:
+            b_d_z = tl.load(p_d_end + i_in + E, mask=m_m, other=0.0)
     i_tile = i_x * segments * (BM * BE) + i_m[:, None] * BE + i_e[None, :]
     p_row = p_d_z + i_x * segments * BM + i_m
     p_reference += i_x * (segments + 1)
@@ -186,6 +186,7 @@ def causal_linear_backward_scan_kernel(
             b_more_z = tl.load(p_row + i_s * BM)
             tl.store(p_row + i_s * BM, b_d_z)
             b_d_z = b_d_z * decay + b_more_z
-    tl.store(p_d_start + i_in[:, None] + i_e[None, :], b_d_kv, mask=m_kv)
-    if NORMALISE:
-        tl.store(p_d_start + i_in + E, b_d_z, mask=m_m)
+    if p_d_start is not None:
+        tl.store(p_d_start + i_in[:, None] + i_e[None, :], b_d_kv, mask=m_kv)
+        if NORMALISE:
+            tl.store(p_d_start + i_in + E, b_d_z, mask=m_m)

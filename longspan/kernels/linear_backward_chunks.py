@@ -29,7 +29,6 @@ def causal_linear_backward_kernel(
     p_k,
     p_v,
     p_weight,
-    p_low,
     p_lengths,
     p_kv,
     p_z,
@@ -76,10 +75,15 @@ def causal_linear_backward_kernel(
     MAP: tl.constexpr,
     SCALED: tl.constexpr,
     NORMALISE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """d q, d k, d v of one chunk of one key head and its query heads.
+    """d q (QUERIES), d k (KEYS) and d v (VALUES) of one chunk of one key head and its query heads.
+
+    All at once reads each input once; one at a time needs fewer registers, and what others need is not computed.
 
     With TILES > 1 p_d_q, p_d_k: (TILES, B, T, ·, M) get a tile's part of the gradients of features.
     """
@@ -104,8 +108,7 @@ def causal_linear_backward_kernel(
     i_row = i_b * T + i_0
     width: tl.constexpr = D if TILES == 1 else M
     i_part = (i_e * B + i_b) * T + i_0
-    b_weight = load_weight(p_weight, D, M, BD, BM)
-    b_low = load_weight(p_low, D, M, BD, BM)
+    b_weight, b_low = load_weight(p_weight, D, M, BD, BM, DOT)
     i_t, i_m = tl.arange(0, C), tl.arange(0, BM)
     i_s, i_p = i_x * segments + i_c // chunks, i_x * tl.cdiv(T, C) + i_c
     b_k = load_rows(p_k, stride_kt, rows, D, C, BD, D == BD)
@@ -145,7 +148,7 @@ def causal_linear_backward_kernel(
             b_factor = inverse(load_column(p_den + i_g, H, left, C, 0.0))
             if i_e == 0:
                 b_d_den = load_column(p_d_den + i_g, H, left, C, 0.0)
-        b_query = query_features(b_q, b_weight, b_low, D, M, BM, MAP, DOT).to(DOT)
+        b_query = query_features(b_q, b_weight, b_low, M, BM, MAP, NORMALISE, DOT).to(DOT)
         b_p = tl.dot(b_query, tl.trans(b_f), input_precision=PRECISION)
         b_d_p = tl.dot(b_d, tl.trans(b_v), input_precision=PRECISION)
         b_kv = load_sums(p_kv + i_e * BE, i_s, BM, BE, BE * TILES)
@@ -169,17 +172,21 @@ def causal_linear_backward_kernel(
             b_d_query *= exp(c - b_reference)[:, None]
         b_d_query = tl.dot(b_d_p, b_f, b_d_query, input_precision=PRECISION)
         i_o = (i_part * H + i_kv * GROUP + g) * width
-        if TILES == 1:
+        if not QUERIES:
+            pass
+        elif TILES == 1:
             b_again = b_query.to(tl.float32)
             if AGAIN:
                 b_q = load_rows_again(p_q + g * stride_qh, stride_qt, left, D, C, BD, D == BD)
-                b_again = query_features(b_q, b_weight, b_low, D, M, BM, MAP, DOT)
-            b_d_query = query_gradient(b_d_query, b_q, b_again, b_weight, D, MAP, DOT)
+                b_again = query_features(b_q, b_weight, b_low, M, BM, MAP, NORMALISE, DOT)
+            b_d_query = query_gradient(b_d_query, b_q, b_again, b_weight, MAP, NORMALISE, DOT)
             store_rows(p_d_q + i_o, H * D, left, D, b_d_query, C, BD, D == BD)
         else:
             store_rows(p_d_q + i_o, H * M, left, M, b_d_query, C, BM, M == BM)
-        b_d_v = tl.dot(tl.trans(b_p), b_d, b_d_v, input_precision=PRECISION)
-        b_d_f = tl.dot(tl.trans(b_d_p), b_query, b_d_f, input_precision=PRECISION)
+        if VALUES:
+            b_d_v = tl.dot(tl.trans(b_p), b_d, b_d_v, input_precision=PRECISION)
+        if KEYS:
+            b_d_f = tl.dot(tl.trans(b_d_p), b_query, b_d_f, input_precision=PRECISION)
 
     b_d_kv = load_sums(p_d_kv + i_e * BE, i_s, BM, BE, BE * TILES)
     b_more = load_sums(p_suffix + i_e * BE, i_p, BM, BE, BE * TILES)
@@ -187,15 +194,18 @@ def causal_linear_backward_kernel(
     b_end = (i_t < rows).to(tl.float32)
     if SCALED:
         b_end = exp(b_beta - c_last)
-    b_d_v = tl.dot((b_f * b_end[:, None]).to(DOT), b_d_kv, b_d_v, input_precision=PRECISION)
-    store_rows(p_d_v + (i_row * HKV + i_kv) * E + i_e * BE, HKV * E, left, E - i_e * BE, b_d_v, C, BE, E % BE == 0)
+    if VALUES:
+        b_d_v = tl.dot((b_f * b_end[:, None]).to(DOT), b_d_kv, b_d_v, input_precision=PRECISION)
+        store_rows(p_d_v + (i_row * HKV + i_kv) * E + i_e * BE, HKV * E, left, E - i_e * BE, b_d_v, C, BE, E % BE == 0)
     b_d_f = tl.dot((b_v * b_end[:, None]).to(DOT), tl.trans(b_d_kv), b_d_f, input_precision=PRECISION)
     if NORMALISE:
         if i_e == 0:
             b_d_z = tl.load(p_d_z + i_s * BM + i_m) * after + tl.load(p_suffix_z + i_p * BM + i_m)
             b_d_f += b_end[:, None] * b_d_z[None, :]
     i_o = (i_part * HKV + i_kv) * width
-    if TILES == 1:
+    if not KEYS:
+        pass
+    elif TILES == 1:
         b_again = b_f.to(tl.float32)
         if AGAIN:
             b_k = load_rows_again(p_k, stride_kt, rows, D, C, BD, D == BD)
@@ -212,7 +222,6 @@ def causal_linear_backward_finish_kernel(
     p_part,
     p_x,
     p_weight,
-    p_low,
     p_d_x,
     T,
     stride_part,
@@ -227,6 +236,7 @@ def causal_linear_backward_finish_kernel(
     BD: tl.constexpr,
     BM: tl.constexpr,
     MAP: tl.constexpr,
+    NORMALISE: tl.constexpr,
     KEY: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -238,8 +248,7 @@ def causal_linear_backward_finish_kernel(
     left = T - i_0
     p_x += i_b * stride_xb + i_0.to(tl.int64) * stride_xt + i_h.to(tl.int64) * stride_xh
     i_row = (i_b * T + i_0) * H + i_h
-    b_weight = load_weight(p_weight, D, M, BD, BM)
-    b_low = load_weight(p_low, D, M, BD, BM)
+    b_weight, b_low = load_weight(p_weight, D, M, BD, BM, DOT)
     b_x = load_rows(p_x, stride_xt, left, D, C, BD, D == BD)
     b_g = tl.zeros((C, BM), tl.float32)
     for i_e in range(TILES):
@@ -249,6 +258,6 @@ def causal_linear_backward_finish_kernel(
         b_f = key_features(b_f, tl.max(b_f, 1), M, BM, MAP)
         b_g = key_gradient(b_g, b_x, b_f, b_weight, D, MAP, DOT)
     else:
-        b_f = query_features(b_x, b_weight, b_low, D, M, BM, MAP, DOT)
-        b_g = query_gradient(b_g, b_x, b_f, b_weight, D, MAP, DOT)
+        b_f = query_features(b_x, b_weight, b_low, M, BM, MAP, NORMALISE, DOT)
+        b_g = query_gradient(b_g, b_x, b_f, b_weight, MAP, NORMALISE, DOT)
     store_rows(p_d_x + i_row * D, H * D, left, D, b_g, C, BD, D == BD)

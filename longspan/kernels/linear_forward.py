@@ -32,7 +32,6 @@ def causal_linear_forward_sums_kernel(
     p_k,
     p_v,
     p_weight,
-    p_low,
     p_scale,
     p_lengths,
     p_kv,
@@ -84,8 +83,7 @@ def causal_linear_forward_sums_kernel(
     p_v += i_b * stride_vb + i_0.to(tl.int64) * stride_vt + i_h.to(tl.int64) * stride_vh + i_e * BE
     if p_scale is not None:
         p_scale += (i_b * T + i_0) * HKV + i_h
-    b_weight = load_weight(p_weight, D, M, BD, BM)
-    b_low = load_weight(p_low, D, M, BD, BM)
+    b_weight, b_low = load_weight(p_weight, D, M, BD, BM, DOT)
     b_kv = tl.zeros((BM, BE), tl.float32)
     b_z = tl.zeros((BM,), tl.float32)
     c = tl.max(tl.full((C,), FLOOR, tl.float32))
@@ -110,7 +108,6 @@ def causal_linear_forward_sums_kernel(
             else:
                 b_beta = load_column(p_scale, HKV, rows, C, 0.0).to(tl.float32)
             b_beta = tl.where(i_t < rows, b_beta, FLOOR)
-        b_f = key_features(b_f, b_beta, M, BM, MAP)
         if SCALED:
             b_peak = running_maximum(b_beta, c)
             if i_e == 0:
@@ -118,12 +115,18 @@ def causal_linear_forward_sums_kernel(
                 tl.store(p_peak + i_t, b_peak, mask=i_t < left)
             c_last = tl.max(b_peak)
             decay = exp(c - c_last)
-            b_f *= exp(b_beta - c_last)[:, None]
             b_kv *= decay
             b_z *= decay
             c = c_last
-        elif NORMALISE:
-            b_f = tl.where((i_t < rows)[:, None], b_f, 0)  # elsewhere v is 0
+            if p_scale is None and tl.bfloat16 == DOT:
+                # One exponential a number, at the scale of the sums; none is left of a hidden key.
+                b_f = key_features(b_f, tl.where(i_t < rows, c, -FLOOR), M, BM, MAP)
+            else:
+                b_f = key_features(b_f, b_beta, M, BM, MAP) * exp(b_beta - c)[:, None]
+        else:
+            b_f = key_features(b_f, b_beta, M, BM, MAP)
+            if NORMALISE:
+                b_f = tl.where((i_t < rows)[:, None], b_f, 0)  # elsewhere v is 0
         b_f = b_f.to(DOT)
         b_kv = tl.dot(tl.trans(b_f), b_v, b_kv, input_precision=PRECISION)
         if NORMALISE:
@@ -174,11 +177,14 @@ def causal_linear_forward_scan_kernel(
     m_m = i_m < M
     m_kv = m_m[:, None] & (i_e < E)[None, :]
     i_in = i_x * (M * columns) + i_m * columns
-    b_kv = tl.load(p_start + i_in[:, None] + i_e[None, :], mask=m_kv, other=0.0)
+    b_kv = tl.zeros((ROWS, BE), tl.float32)
     b_z = tl.zeros((ROWS,), tl.float32)
-    if NORMALISE:
-        b_z = tl.load(p_start + i_in + E, mask=m_m, other=0.0)
-    c = tl.load(p_shift + i_x)
+    c = tl.full((), FLOOR, tl.float32)
+    if p_start is not None:
+        b_kv = tl.load(p_start + i_in[:, None] + i_e[None, :], mask=m_kv, other=0.0)
+        if NORMALISE:
+            b_z = tl.load(p_start + i_in + E, mask=m_m, other=0.0)
+        c = tl.load(p_shift + i_x)
     i_tile = i_x * segments * (BM * BE) + i_m[:, None] * BE + i_e[None, :]
     p_row = p_z + i_x * segments * BM + i_m
     p_max += i_x * segments
@@ -205,10 +211,12 @@ def causal_linear_forward_scan_kernel(
             c = c_last
     if i_r == 0:
         tl.store(p_reference + segments, c)
-        tl.store(p_shift_out + i_x, c)
-    tl.store(p_kv_out + i_in[:, None] + i_e[None, :], b_kv, mask=m_kv)
-    if NORMALISE:
-        tl.store(p_kv_out + i_in + E, b_z, mask=m_m)
+    if p_kv_out is not None:
+        if i_r == 0:
+            tl.store(p_shift_out + i_x, c)
+        tl.store(p_kv_out + i_in[:, None] + i_e[None, :], b_kv, mask=m_kv)
+        if NORMALISE:
+            tl.store(p_kv_out + i_in + E, b_z, mask=m_m)
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks"])
@@ -217,7 +225,6 @@ def causal_linear_forward_kernel(
     p_k,
     p_v,
     p_weight,
-    p_low,
     p_lengths,
     p_kv,
     p_z,
@@ -271,8 +278,7 @@ def causal_linear_forward_kernel(
     p_q += i_b * stride_qb + i_0.to(tl.int64) * stride_qt + i_h.to(tl.int64) * stride_qh
     p_k += i_b * stride_kb + i_0.to(tl.int64) * stride_kt + i_kv.to(tl.int64) * stride_kh
     p_v += i_b * stride_vb + i_0.to(tl.int64) * stride_vt + i_kv.to(tl.int64) * stride_vh + i_e * BE
-    b_weight = load_weight(p_weight, D, M, BD, BM)
-    b_low = load_weight(p_low, D, M, BD, BM)
+    b_weight, b_low = load_weight(p_weight, D, M, BD, BM, DOT)
     i_t, i_m = tl.arange(0, C), tl.arange(0, BM)
     i_s, i_p = i_x * segments + i_c // chunks, i_x * tl.cdiv(T, C) + i_c
     b_q = load_rows(p_q, stride_qt, left, D, C, BD, D == BD)
@@ -290,7 +296,7 @@ def causal_linear_forward_kernel(
         b_reference = tl.maximum(b_reference, c)
     b_v = load_rows(p_v, stride_vt, rows, E - i_e * BE, C, BE, E % BE == 0).to(DOT)
 
-    b_query = query_features(b_q, b_weight, b_low, D, M, BM, MAP, DOT)
+    b_query = query_features(b_q, b_weight, b_low, M, BM, MAP, NORMALISE, DOT)
     b_den = tl.zeros((C,), tl.float32)
     if NORMALISE:
         b_z = tl.load(p_z + i_s * BM + i_m) * old + tl.load(p_prefix_z + i_p * BM + i_m) * new

@@ -80,7 +80,7 @@ def backward(
     """The gradients of q, k, v and of the sums before."""
     q, k, v, weight = given.q, given.k, given.v, given.weight
     map = MAPS[given.feature_map]
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     d_kv = d_kv.flatten(0, 1)
     for i, span in reversed(list(enumerate(_spans(given)))):
         group = _Group.of(given, span, references[i])

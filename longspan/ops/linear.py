@@ -65,15 +65,16 @@ def causal_linear(
     log_scale: (B, T, Hkv) for keys that are features already. lengths: (B,) tokens in each row, the rest is padding.
     sums: what came before. bucket: more than 1 hides from a query its own bucket of that size and all after it.
     """
-    before = sums
-    if before is None:
-        M = k.shape[3] if weight is None else len(weight)
-        before = no_sums(q.shape[0], k.shape[2], M, v.shape[3], k.new_empty(0, dtype=sum_dtype(k)))
-    kv = torch.cat([before.kv, before.z[..., None]], -1) if normalise else before.kv
-    out, _, kv, shift, _, _ = _causal_linear(
-        q, k, v, weight, log_scale, lengths, kv, before.shift, feature_map, normalise, bucket
-    )
-    return out, Sums(kv[..., :-1], kv[..., -1], shift) if normalise else Sums(kv, before.z, shift)
+    kv, shift = None, None
+    if sums is not None:
+        kv, shift = torch.cat([sums.kv, sums.z[..., None]], -1) if normalise else sums.kv, sums.shift
+    given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
+    if _at_once(q) and backend.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
+        apply: Any = _Kernels.apply
+        out, kv, shift = apply(*given)
+    else:
+        out, _, kv, shift, _, _ = _causal_linear(*given, bucket)
+    return out, Sums(kv[..., :-1], kv[..., -1], shift) if normalise else Sums(kv, kv[..., 0], shift)
 
 
 def attend_sums(query: Tensor, sums: Sums, normalise: str, constant: Tensor | None = None) -> Tensor:
@@ -153,6 +154,39 @@ def divide(num: Tensor, den: Tensor) -> Tensor:
     return over(num, den[..., None])
 
 
+def _at_once(q: Tensor) -> bool:
+    """Whether nobody watches operations go by: then calling the kernels directly saves half of the time on the host."""
+    return (
+        q.is_cuda
+        and type(q) in (Tensor, torch.nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+class _Kernels(torch.autograd.Function):
+    """`longspan::causal_linear` on the kernels, without its outputs that only its backward pass needs."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        out, den, kv, shift = backend.linear_kernels().causal_linear(*given)
+        *tensors, ctx.feature_map, ctx.normalise = given
+        ctx.save_for_backward(out, den, *tensors)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(shift)
+        return out, kv, shift
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, d_kv: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        out, *tensors = ctx.saved_tensors
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        d_q, d_k, d_v, d_start = backend.linear_kernels().causal_linear_backward(
+            d_out, d_kv, out, *tensors, ctx.feature_map, ctx.normalise
+        )
+        return d_q, d_k, d_v, None, None, None, d_start, None, None, None
+
+
 @torch.library.custom_op("longspan::causal_linear", mutates_args=())
 def _causal_linear(
     q: Tensor,
@@ -161,38 +195,46 @@ def _causal_linear(
     weight: Tensor | None,
     log_scale: Tensor | None,
     lengths: Tensor | None,
-    kv: Tensor,
-    shift: Tensor,
+    kv: Tensor | None,
+    shift: Tensor | None,
     feature_map: str,
     normalise: bool,
     bucket: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The result, its normaliser, the sums and shift after it, and what the plain path's backward pass starts from."""
+    given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
     if backend.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
-        found = backend.linear_kernels().causal_linear(
-            q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
-        )
-        return *found, kv.new_empty(0), kv.new_empty(0)
-    return chunks.forward(Arguments(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise, bucket))
+        out, den, kv_out, shift_out = backend.linear_kernels().causal_linear(*given)
+        return out, den, kv_out, shift_out, den.new_empty(0), den.new_empty(0)
+    return chunks.forward(_arguments(*given, bucket))
 
 
 @_causal_linear.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    given = Arguments(*args)
+    given = _arguments(*args)
     q, k, v, kv = given.q, given.k, given.v, given.kv
-    B, T, H, _ = q.shape
     starts, references = kv.new_empty(0), kv.new_empty(0)
     if backend.why_plain(q, k, v, given.weight, given.log_scale, kv, given.feature_map, given.bucket) is not None:
         starts, references = chunks.new_starts(given)
-    den = kv.new_empty(B, T, H if given.normalise else 0)
+    den = kv.new_empty(*q.shape[:2], q.shape[2] if given.normalise else 0)
     after = kv.new_empty(kv.shape), given.shift.new_empty(given.shift.shape)
-    return v.new_empty(B, T, H, v.shape[3]), den, *after, starts, references
+    return v.new_empty(*q.shape[:3], v.shape[3]), den, *after, starts, references
+
+
+def _arguments(*args: Any) -> Arguments:
+    """With no sums for sums that were not given."""
+    q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise, bucket = args
+    if kv is None:
+        M = k.shape[3] if weight is None else len(weight)
+        before = no_sums(q.shape[0], k.shape[2], M, v.shape[3] + normalise, k.new_empty(0, dtype=sum_dtype(k)))
+        kv, shift = before.kv, before.shift
+    return Arguments(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise, bucket)
 
 
 @torch.library.custom_op("longspan::causal_linear_backward", mutates_args=())
 def _causal_linear_backward(
     d_out: Tensor,
-    d_kv: Tensor,
+    d_kv: Tensor | None,
     out: Tensor,
     den: Tensor,
     starts: Tensor,
@@ -203,38 +245,47 @@ def _causal_linear_backward(
     weight: Tensor | None,
     log_scale: Tensor | None,
     lengths: Tensor | None,
-    kv: Tensor,
-    shift: Tensor,
+    kv: Tensor | None,
+    shift: Tensor | None,
     feature_map: str,
     normalise: bool,
     bucket: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and of kv, which is empty where no kv was given."""
+    given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
     if backend.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
-        return backend.linear_kernels().causal_linear_backward(
-            d_out, d_kv, out, den, q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
-        )
-    given = Arguments(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise, bucket)
-    return chunks.backward(d_out, d_kv, out, den, starts, references, given)
+        d_q, d_k, d_v, d_start = backend.linear_kernels().causal_linear_backward(d_out, d_kv, out, den, *given)
+    else:
+        full = _arguments(*given, bucket)
+        d_kv = torch.zeros_like(full.kv) if d_kv is None else d_kv
+        d_q, d_k, d_v, d_start = chunks.backward(d_out, d_kv, out, den, starts, references, full)
+    return d_q, d_k, d_v, den.new_empty(0) if kv is None else d_start
 
 
 @_causal_linear_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, kv = args[6], args[7], args[8], args[12]
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(kv)
+    den, q, k, v, kv = args[3], args[6], args[7], args[8], args[12]
+    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return *grads, den.new_empty(0) if kv is None else kv.new_empty(kv.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.feature_map, ctx.normalise, ctx.bucket = inputs
     out, den, _, _, starts, references = output
-    ctx.save_for_backward(out if ctx.normalise else None, den, starts, references, *tensors)
+    ctx.save_for_backward(out, den, starts, references, *tensors)
+    ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, d_out: Tensor, d_den: Tensor, d_kv: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(
+    ctx: Any, d_out: Tensor | None, d_den: None, d_kv: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
     out, *tensors = ctx.saved_tensors
+    d_out = torch.zeros_like(out) if d_out is None else d_out
     dq, dk, dv, d_start = _causal_linear_backward(
-        d_out, d_kv, d_out if out is None else out, *tensors, ctx.feature_map, ctx.normalise, ctx.bucket
+        d_out, d_kv, out, *tensors, ctx.feature_map, ctx.normalise, ctx.bucket
     )
-    return dq, dk, dv, None, None, None, d_start, None, None, None, None
+    given = tensors[9] is not None
+    return dq, dk, dv, None, None, None, d_start if given else None, None, None, None, None
 
 
 _causal_linear.register_autograd(_differentiate, setup_context=_save)
