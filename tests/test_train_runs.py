@@ -200,6 +200,9 @@ def test_the_schedule_rises_and_falls() -> None:
     assert rates[:4] == pytest.approx([0.5, 1, 1.5, 2], rel=0.01)
     assert all(a > b for a, b in pairwise(rates[4:]))
     assert learning_rate(train, 100, 1.0) == pytest.approx(0.2)
+    slow = resolve({"data": ["x"], "out": "y", "lr": "2", "warmup": "400", "minutes": "1"}).train
+    assert learning_rate(slow, 3, 0.05) == pytest.approx(1, rel=0.01)
+    assert learning_rate(slow, 9, 0.5) == pytest.approx(1)
 
 
 def test_a_dry_run_tells_sizes_and_leaves_nothing(corpus: Path, tmp_path: Path) -> None:

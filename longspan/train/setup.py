@@ -219,7 +219,10 @@ def make_optimiser(train: TrainConfig, parameters: list[torch.nn.Parameter]) -> 
 
 def learning_rate(train: TrainConfig, step: int, done: float) -> float:
     """Of this step (the first is 0): a straight rise, then half a cosine over the whole of the run."""
-    rise = min(1.0, (step + 1) / max(1, train.warmup))
+    rise = (step + 1) / max(1, train.warmup)
+    if train.steps is None:  # On a slow machine so many steps may be all there are: a tenth of the time is enough.
+        rise = max(rise, done / 0.1)
+    rise = min(1.0, rise)
     fall = train.min_lr + (1 - train.min_lr) * (1 + math.cos(math.pi * min(1.0, done))) / 2
     return train.lr * rise * fall
 
