@@ -30,7 +30,8 @@ def check_sharding(accelerator: Accelerator) -> None:
     """Refuses the older kind, which wraps models in place of changing them."""
     if is_sharded(accelerator) and accelerator.state.fsdp_plugin.fsdp_version != 2:
         raise ValueError(
-            f"FSDP version {accelerator.state.fsdp_plugin.fsdp_version} is not supported: set fsdp_version: 2 in accelerate's configuration"
+            f"FSDP version {accelerator.state.fsdp_plugin.fsdp_version} is not supported: "
+            "set fsdp_version: 2 in accelerate's configuration"
         )
 
 
