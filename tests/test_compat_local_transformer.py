@@ -276,6 +276,8 @@ def test_loss_leaves_out_what_is_masked_or_ignored() -> None:
     rows = [ours(x[i : i + 1, :n], return_loss=True) * (n - 1) for i, n in enumerate(mask.sum(1).tolist())]
     right = sum(rows) / (mask[:, 1:]).sum()
     assert_close(ours(x, mask=mask, return_loss=True), right)
+    left = torch.stack([row.roll(int((~kept).sum())) for row, kept in zip(x, mask, strict=True)])
+    assert_close(ours(left, mask=mask.flip(1), return_loss=True), right)
     filled = x.masked_fill(~mask, -1)
     assert_close(ours(filled, return_loss=True), right)
     with pytest.raises(IndexError):

@@ -355,8 +355,9 @@ class LocalTransformer(Translated):
         if self.ignore_index < 0:
             x = x.masked_fill(x == self.ignore_index, 0)  # Not a token; where it stands nothing is learnt.
         if mask is not None:
-            if mask.shape[1] > x.shape[1]:
-                labels = labels.masked_fill(~mask[:, 1:], self.ignore_index)
+            # Neither padding nor what would follow from padding is learnt.
+            kept = mask[:, 1:] & mask[:, :-1] if mask.shape[1] > x.shape[1] else mask
+            labels = labels.masked_fill(~kept, self.ignore_index)
             mask = mask[:, : x.shape[1]]
         logits = self.model(x, key_mask=mask)
         return F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.ignore_index)
