@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from longspan import __version__
 from longspan.bench.peers import PEERS, installed_version
+from longspan.origin import commit as commit
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -39,19 +39,6 @@ def versions() -> dict[str, str | None]:
         "longspan": __version__,
     }
     return found | {peer.package: installed_version(peer.package) for peer in PEERS.values() if peer.package != "torch"}
-
-
-def commit() -> dict[str, Any] | None:
-    """The commit of this checkout and whether the package differs from it; None outside a checkout."""
-    package = Path(__file__).parent.parent
-    try:
-        head, changed = (
-            subprocess.run(["git", *arguments], cwd=package, capture_output=True, text=True, check=True).stdout.strip()
-            for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "."])
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return {"hash": head, "changed": bool(changed)}
 
 
 def cores() -> int:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import platform
-import subprocess
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from longspan.mechanisms import mechanisms
 from longspan.mechanisms.choices import choose
 from longspan.models import Classifier, LanguageModel
 from longspan.ops.loss import IGNORED
+from longspan.origin import commit
 from longspan.train.tasks import TASKS, Examples, Task
 
 Model = LanguageModel | Classifier
@@ -304,20 +304,6 @@ def _about(device: torch.device) -> Record:
         "format": 1,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__), "longspan": __version__},
-        "commit": _commit(),
+        "commit": commit(),
         "device": gpu or f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)",
     }
-
-
-def _commit() -> Record | None:
-    """The commit of this checkout and whether the package differs from it; None outside a checkout."""
-    try:
-        head, changed = (
-            subprocess.run(
-                ["git", *words], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
-            ).stdout.strip()
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "."])
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return {"hash": head, "changed": bool(changed)}
