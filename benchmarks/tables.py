@@ -1,0 +1,123 @@
+"""Writes the README's tables of figures from `benchmarks/results/`: `python benchmarks/tables.py`.
+
+A table stands between `<!-- figures: name -->` and `<!-- end -->`; nobody types one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+
+
+def quality() -> str:
+    rows = [row for row in _read("h200-quality")["rows"] if "bits_per_byte" in row]
+    return _table(
+        ["context", "parameters", "bits per byte, held out", "tokens a second"],
+        [
+            [
+                f"{row['context']:,}",
+                f"{row['parameters'] / 1e6:.1f} M",
+                f"{row['bits_per_byte']:.3f}",
+                f"{row['tokens_per_second'] / 1e6:.2f} M",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def training() -> str:
+    rows = _read("h200-training-step")["rows"]
+    return _table(
+        ["19 M-parameter model", "batch × tokens", "torch.compile", "tokens a second"],
+        [
+            [row["model"], row["shape"].replace("x", " × "), row["mode"], f"{row['tokens_per_second'] / 1e6:.2f} M"]
+            for row in rows
+        ],
+    )
+
+
+def generation() -> str:
+    rows = _read("h200-generate")["rows"]
+    return _table(
+        [
+            "model",
+            "ms a token after 512",
+            "after 1,000,000",
+            "tokens a second, batch 256",
+            "prompt tokens a second",
+            "state",
+        ],
+        [
+            [
+                row["model"],
+                f"{row['ms_per_token_after_512']:.3f}",
+                f"{row['ms_per_token_after_1000000']:.3f}",
+                f"{row['batch_tokens_per_second']:,}",
+                f"{row['prefill_tokens_per_second'] / 1e6:.2f} M",
+                f"{row['state_bytes'] / 2**20:.1f} MiB",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def window() -> str:
+    (row,) = _read("h200-local-window")["rows"]
+    peers = {
+        "longspan": row["ours"],
+        "FlexAttention, compiled": row["peers"]["flex"],
+        "SDPA, full": row["peers"]["sdpa"],
+    }
+    return _table(
+        ["causal, 4 · 8 · 8192 · 64, window 256", "forward ms", "forward + backward ms"],
+        [[name, f"{times['forward']:.3f}", f"{times['both']:.3f}"] for name, times in peers.items()],
+    )
+
+
+def processor() -> str:
+    rows = _read("cpu-causal-8192")["rows"]
+    return _table(
+        ["causal, 1 · 8 · 8192 · 64, float32", "forward ms", "forward + backward ms", "peak MB"],
+        [
+            [row["name"], *(f"{row[name]:,.0f}" for name in ("forward_ms", "forward_backward_ms", "peak_mb"))]
+            for row in rows
+        ],
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "quality": quality,
+    "training": training,
+    "generation": generation,
+    "window": window,
+    "processor": processor,
+}
+
+
+def filled(text: str) -> str:
+    """The text with every table as the results are now."""
+
+    def fill(found: re.Match[str]) -> str:
+        return f"<!-- figures: {found[1]} -->\n{TABLES[found[1]]()}<!-- end -->"
+
+    return re.sub(r"<!-- figures: (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
+
+
+def _read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
