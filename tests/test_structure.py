@@ -120,6 +120,14 @@ def test_importing_longspan_does_not_import_torch() -> None:
     assert run.stdout.split() == []
 
 
+def test_using_longspan_does_not_load_the_compiler() -> None:
+    names = "'torch._dynamo', 'triton', 'transformers', 'matplotlib', 'accelerate'"
+    code = "import sys, longspan, longspan.compat.performer_pytorch\n[getattr(longspan, n) for n in longspan.__all__]\n"
+    code += f"print(*sorted({{{names}}} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
+
+
 @pytest.mark.parametrize("first", ["longspan", "longspan.mechanisms", "longspan.mechanisms.linear"])
 def test_the_list_of_mechanisms_and_its_package_share_a_name(first: str) -> None:
     code = f"import {first}, longspan; print('linear' in longspan.mechanisms(), longspan.build_mechanism.__name__)"

@@ -103,11 +103,14 @@ def linear_kernels() -> ModuleType:
 _found: dict[torch.device, str | None] = {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _missing(device: torch.device) -> str | None:
     if device not in _found:
         _found[device] = _look(device)
     return _found[device]
+
+
+# What torch.compiler.assume_constant_result does; calling it would load the compiler, a second on every import.
+_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _look(device: torch.device) -> str | None:
