@@ -296,6 +296,9 @@ def test_what_cannot_be_is_said():
         model(x, output_attentions=True)
     with pytest.raises(ValueError, match="inputs_embeds cannot be used"):
         model(inputs_embeds=torch.zeros(1, 3, 24))
+    model(x, position_ids=torch.arange(6)[None])
+    with pytest.raises(ValueError, match="position_ids must count the real tokens"):
+        model(x, position_ids=torch.arange(6)[None] + 1)
     short = causal("linear", positions="learned", max_length=8)
     with pytest.raises(ValueError, match="8"):
         short.generate(x, max_new_tokens=5, do_sample=False, pad_token_id=0)

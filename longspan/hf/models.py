@@ -148,6 +148,8 @@ class LongspanPreTrainedModel(PreTrainedModel):
                 raise ValueError("packed sequences are for training, not for generation: pad them, with attention_mask")
             return self._remember(model, input_ids, attention_mask, past)
         mask = None if attention_mask is None else attention_mask.bool()
+        if not how:
+            _check_positions(given.get("position_ids"), mask)
         return model.hidden(input_ids, key_mask=mask, **how), None
 
 
@@ -304,9 +306,8 @@ class LongspanForSeq2SeqLM(LongspanPreTrainedModel, GenerationMixin):
         """The labels one place later, after the token that starts."""
         start = self.generation_config.decoder_start_token_id
         first = labels.new_full((len(labels), 1), self.model.pad_token if start is None else start)
-        return torch.cat([first, labels[:, :-1]], 1).masked_fill(
-            torch.cat([first, labels[:, :-1]], 1) == -100, self.model.pad_token
-        )
+        given = torch.cat([first, labels[:, :-1]], 1)
+        return given.masked_fill(given == -100, self.model.pad_token)
 
     def forward(
         self,
@@ -397,6 +398,15 @@ def _packed(input_ids: Tensor, attention_mask: Tensor | None, given: Mapping[str
     ends = starts.new_tensor([positions.shape[1]])
     offsets = torch.cat([starts, ends]).int()
     return {"packing": Packing(offsets, int((offsets[1:] - offsets[:-1]).max()))}
+
+
+def _check_positions(positions: Tensor | None, mask: Tensor | None) -> None:
+    """Positions follow from the mask; others cannot be had, and are not passed over."""
+    if positions is None:
+        return
+    kept = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask
+    if bool(((positions != kept.long().cumsum(1) - 1) & kept).any()):
+        raise ValueError("position_ids must count the real tokens of each row from 0, or start again in one packed row")
 
 
 _PACKING = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
