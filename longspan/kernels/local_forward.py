@@ -90,7 +90,11 @@ def local_forward_kernel(
         b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out, input_precision=PRECISION)
         b_max = b_top
     m_blind = b_sum == 0
-    b_out = b_out / tl.where(m_blind, 1.0, b_sum)[:, None]
-    b_lse = tl.where(m_blind, float("inf"), b_max + tl.log2(tl.where(m_blind, 1.0, b_sum)))
+    b_sum = tl.where(m_blind, 1.0, b_sum)
+    b_out = b_out / b_sum[:, None]
+    # The hardware's logarithm is off by more than a rounding, which weights made from it would show: one Newton step.
+    b_log = tl.log2(b_sum)
+    b_log += (b_sum * tl.exp2(-b_log) - 1) * 1.4426950408889634
+    b_lse = tl.where(m_blind, float("inf"), b_max + b_log)
     tl.store(p_lse + (i_b * H + i_h) * T + i_t, b_lse, mask=i_t < T)
     store_rows(p_out + ((i_b * T + i_0) * H + i_h) * E, H * E, T - i_0, E, b_out, BT, BE, E == BE)
