@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import platform
 import sys
 import time
@@ -21,6 +20,7 @@ from longspan.mechanisms import mechanism_options, mechanisms
 from longspan.memory import Memory
 from longspan.models import LanguageModel
 from longspan.ops.backend import why_no_kernels
+from longspan.text import Text
 
 
 def info(
@@ -66,12 +66,13 @@ def generate(
     try:
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         built = _open(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        memory = _read(built, _prompt(prompt, prompt_file, resume), resume, max_tokens)
+        text = _text(model, built)
+        memory = _read(built, text.encode(_prompt(prompt, prompt_file, resume)), resume, max_tokens)
         steps = stream(built, memory.select([0] * batch), max_tokens, sampling=sampling, seed=seed)
     except (ValueError, OSError) as error:
         _fail(str(error))
     began = time.perf_counter()
-    number = _print(steps, batch, [text.encode() for text in stop or []])
+    number = _print(steps, text, batch, stop or [])
     elapsed = max(time.perf_counter() - began, 1e-9)
     typer.echo(
         f"\n{number} tokens in {elapsed:.1f} s, {number / elapsed:.0f} a second; "
@@ -93,51 +94,60 @@ def _prompt(prompt: str | None, prompt_file: Path | None, resume: Path | None) -
     return b"" if resume is not None else sys.stdin.buffer.read()
 
 
-def _read(model: LanguageModel, prompt: bytes, resume: Path | None, max_tokens: int) -> Memory:
-    if model.config.vocab_size != 256:
+def _text(folder: Path, model: LanguageModel) -> Text:
+    text = Text.beside(_checkpoint(folder))
+    if not text.fits(model.config.vocab_size):
         raise ValueError(
-            f"text goes in and out as bytes, and this model has {model.config.vocab_size} tokens, not 256; "
-            "use longspan.generate with tokens of its own"
+            f"this model has {model.config.vocab_size} tokens: text needs 256 of them, as bytes, or the model's own "
+            f"tokenizer.json in {_checkpoint(folder)}; use longspan.generate with tokens that are no text"
         )
+    return text
+
+
+def _read(model: LanguageModel, prompt: list[int], resume: Path | None, max_tokens: int) -> Memory:
     if resume is None:
         if not prompt:
             raise ValueError("there is nothing to continue: give --prompt, --prompt-file or text on standard input")
-        return prefill(model, list(prompt), max_tokens=max_tokens)
+        return prefill(model, prompt, max_tokens=max_tokens)
     memory = Memory.load(resume, model)
-    return memory.read(model, list(prompt)) if prompt else memory
+    return memory.read(model, prompt) if prompt else memory
 
 
-def _print(steps: Stream, batch: int, endings: list[bytes]) -> int:
+def _print(steps: Stream, text: Text, batch: int, endings: list[str]) -> int:
     """The first row as it comes, the others afterwards; an interrupt ends it with what there is."""
-    rows: list[bytearray] = [bytearray() for _ in range(batch)]
+    rows = [text.reader() for _ in range(batch)]
     live = [True] * batch
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     number = 0
     try:
         for tokens, _ in steps:
             number += sum(live)
             for row, token in enumerate(tokens):
                 if live[row]:
-                    rows[row].append(token)
-                    live[row] = not any(rows[row].endswith(ending) for ending in endings)
+                    piece, said = rows[row].read(token), rows[row].said
+                    live[row] = not any(ending in said[-len(piece) - len(ending) :] for ending in endings)
                     if row == 0:
-                        sys.stdout.write(decoder.decode(bytes([token])))
+                        sys.stdout.write(piece)
                         sys.stdout.flush()
             if not any(live):
                 break
     except KeyboardInterrupt:
         typer.echo("\ninterrupted", err=True)
-    sys.stdout.write(decoder.decode(b"", final=True))
-    for i, said in enumerate(rows[1:], 2):
-        sys.stdout.write(f"\n\n--- {i} of {batch} ---\n{said.decode('utf-8', 'replace')}")
+    sys.stdout.write(rows[0].rest())
+    for i, other in enumerate(rows[1:], 2):
+        other.rest()
+        sys.stdout.write(f"\n\n--- {i} of {batch} ---\n{other.said}")
     sys.stdout.flush()
     return number
 
 
-def _open(folder: Path, device: str = "cpu") -> LanguageModel:
+def _checkpoint(folder: Path) -> Path:
     run = folder / "checkpoint"  # where `longspan train` puts it
+    return run if run.is_dir() else folder
+
+
+def _open(folder: Path, device: str = "cpu") -> LanguageModel:
     try:
-        model = load(run if run.is_dir() else folder, device=device)
+        model = load(_checkpoint(folder), device=device)
     except (ValueError, OSError) as error:
         _fail(str(error))
     if not isinstance(model, LanguageModel):

@@ -92,6 +92,39 @@ def test_a_prompt_after_a_memory_and_a_stop_text(folder, tmp_path):
     assert stopped.stdout.decode() == text[: text.index(ending) + 1]
 
 
+def test_a_model_with_a_tokenizer_speaks_its_text(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=301, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["once upon a time, once upon a wave"] * 3, trainer)
+    vocab_size = tokenizer.get_vocab_size()
+    attention = AttentionConfig(num_heads=4, mechanism="linear")
+    torch.manual_seed(3)
+    model = LanguageModel(ModelConfig(dim=32, depth=1, causal=True, vocab_size=vocab_size, attention=attention))
+    run = tmp_path / "run"
+    save(model, run / "checkpoint")
+    common = ["generate", "--model", run, "--prompt", "once upon ", "--max-tokens", 150, "--seed", 2]
+    assert f"this model has {vocab_size} tokens".encode() in longspan(*common).stderr
+
+    tokenizer.save(str(run / "checkpoint" / "tokenizer.json"))
+    sampling = Sampling(temperature=0.8)
+    prompt = tokenizer.encode("once upon ").ids
+    said = [generate(model.eval(), prompt, 150, seed=seed, sampling=sampling).tokens[0] for seed in (2, 3)]
+    texts = [tokenizer.decode(tokens, skip_special_tokens=False) for tokens in said]
+    assert longspan(*common, "--batch", 2).stdout.decode() == f"{texts[0]}\n\n--- 2 of 2 ---\n{texts[1]}"
+    # A stop text may end inside a token: what was said then ends with that token.
+    token = next(token for token in said[0] if len(tokenizer.decode([token])) > 2)
+    inside = tokenizer.decode([token])[:2]
+    stopped = longspan(*common, "--stop", inside).stdout.decode()
+    assert inside in stopped
+    assert texts[0].startswith(stopped)
+    assert inside not in stopped[:-3]
+    assert stopped != texts[0]
+
+
 def test_an_interrupt_ends_cleanly_with_what_there_is(folder):
     process = subprocess.Popen(
         [*RUN, "generate", "--model", str(folder), "--prompt", "once", "--max-tokens", "100000000"],

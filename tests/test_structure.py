@@ -21,7 +21,7 @@ MAX_LINES = 450
 
 # From the bottom up: each part may import from its own or from those in lines above it.
 TIERS = [
-    {"kernels", "origin"},
+    {"kernels", "origin", "text"},
     {"ops"},
     {"rows"},
     {"checks"},

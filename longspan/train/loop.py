@@ -16,6 +16,7 @@ from torch import Tensor
 from longspan.generation import Sampling, generate
 from longspan.models import LanguageModel
 from longspan.stack import StackState
+from longspan.text import Text
 from longspan.train.batches import Batch, mixed
 from longspan.train.control import Clock, Signals, StoppedError, out_of_memory
 from longspan.train.evaluation import evaluate
@@ -32,7 +33,6 @@ from longspan.train.state import (
     restore_random,
     save_run,
 )
-from longspan.train.text import Text
 from longspan.train.watch import Record, Watch, mean, memory, truncate_records
 
 WARM_UP = 3  # steps in which a compiled model is compiled, tried and captured
@@ -286,7 +286,7 @@ class Loop:
     def _sample(self) -> Record:
         p = self.p
         assert isinstance(p.model, LanguageModel)
-        prompt = self.text.encode(p.train.prompt)
+        prompt = self.text.encode(p.train.prompt.encode())
         if not prompt:
             part = p.store.held_out if len(p.store.held_out) else p.store.train
             start = int(part.start[0])

@@ -14,13 +14,14 @@ from rich.table import Table
 
 from longspan.checkpoint import CONFIG, load
 from longspan.models import LanguageModel
+from longspan.text import TOKENIZER
 from longspan.train.batches import Shape
 from longspan.train.evaluation import by_position
 from longspan.train.objectives import wrap
 from longspan.train.plots import positions
 from longspan.train.setup import RUN
 from longspan.train.sources import Reading, find_source
-from longspan.train.state import FOLDER, TOKENIZER
+from longspan.train.state import FOLDER
 from longspan.train.store import Plan, open_store
 
 Record = dict[str, Any]

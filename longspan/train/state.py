@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from longspan.checkpoint import CONFIG, TENSORS, Model, load, replacing, settled, write
 from longspan.memory import filled, plain_values
 from longspan.stack import StackState
+from longspan.text import TOKENIZER
 from longspan.train.presets import Values
 from longspan.train.settings import FREE, differences
 
-FOLDER, TRAINING, TOKENIZER = "checkpoint", "training.pt", "tokenizer.json"
+FOLDER, TRAINING = "checkpoint", "training.pt"
 NAMES = (TENSORS, CONFIG, TRAINING, TOKENIZER)
 
 

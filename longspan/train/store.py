@@ -22,8 +22,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from longspan.text import load_tokenizer
 from longspan.train.sources import Reading, Source, Tokens, documents, kind_of
-from longspan.train.text import load_tokenizer
 
 TOKENS, SEGMENTS, STORE = "tokens.bin", "segments.npy", "store.json"
 FORMAT = 1
