@@ -187,12 +187,16 @@ class Attention(nn.Module):
         return self._rotated(q if self.q_norm is None else self.q_norm(q), rows, self.mechanism.num_heads)
 
     def _keys(self, x: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
+        k, v = self._heads(self.to_kv(x))
+        return k if rows is None else self._rotated(k, rows, self.mechanism.num_kv_heads), v
+
+    def _heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """k (B, S, Hkv, D), not rotated yet, and v (B, S, Hkv, E) of what to_kv gave."""
         heads, D = self.mechanism.num_kv_heads, self.mechanism.head_dim
-        k, v = self.to_kv(x).split([heads * D, self.to_kv.out_features - heads * D], -1)
-        v = (k if self.shared_kv else v).unflatten(2, (heads, -1))
+        k, v = kv.split([heads * D, kv.shape[2] - heads * D], -1)
         k = k.unflatten(2, (heads, -1))
-        k = k if self.k_norm is None else self.k_norm(k)
-        return k if rows is None else self._rotated(k, rows, heads), v
+        v = k if self.shared_kv else v.unflatten(2, (heads, -1))
+        return k if self.k_norm is None else self.k_norm(k), v
 
     def _rotated(self, x: Tensor, rows: Rows, heads: int) -> Tensor:
         parts = len(self.rotary)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from longspan.mechanism import Mechanism, State
 from longspan.mechanisms.choices import choose
 from longspan.ops import backend
+from longspan.ops.compress import compress
 from longspan.ops.linear import Sums, causal_linear, sum_dtype
 from longspan.ops.ragged import shift_left, shift_right
 from longspan.ops.sdpa import attend
@@ -97,11 +98,9 @@ class Projection(nn.Module):
     def rows(self, x: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
         """e (B or 1, T, Hkv or 1, R) and what it multiplies (B, T, Hkv, dim), for x (B, T, Hkv, dim) from `start`."""
         T = x.shape[1]
-        position = torch.arange(T, device=x.device) + (0 if start is None else start[:, None])
         if self.kind != "convolution":
-            table = self.table.to(x.dtype).transpose(0, 1)  # (max_length, heads, R)
-            index = position % self.max_length if self.periodic else position.clamp(max=self.max_length - 1)
-            return (table[index] if index.ndim == 2 else table[index][None]), x
+            return self._table(T, start).to(x.dtype), x
+        position = torch.arange(T, device=x.device) + (0 if start is None else start[:, None])
         s = self.stride
         # Positions past the last row, padding or what whole stretches leave over, belong to none.
         e = F.one_hot((position // s).clamp(max=self.rank), self.rank + 1)[..., :-1].to(x.dtype)
@@ -112,12 +111,23 @@ class Projection(nn.Module):
         folded = torch.einsum(sides, padded.unflatten(1, (-1, s)), self.kernel.to(x.dtype))
         return e, shift_left(folded.flatten(1, 2), begun, T)
 
-    def compress(self, x: Tensor) -> Tensor:
-        """Σ e_i x_iᵀ over the whole sequence: (B, Hkv, R, dim)."""
-        e, x = self.rows(x, None)
-        if e.shape[0] == 1 and e.shape[2] == 1:
-            return torch.einsum("sr,bshd->bhrd", e[0, :, 0], x)
-        return torch.einsum("bshr,bshd->bhrd", e.expand(*x.shape[:3], -1), x)
+    def _table(self, T: int, start: Tensor | None) -> Tensor:
+        """Its rows for T tokens from `start`: (B or 1, T, heads, R)."""
+        table = self.table.transpose(0, 1)  # (max_length, heads, R)
+        if start is not None:
+            position = torch.arange(T, device=start.device) + start[:, None]
+            return table[position % self.max_length if self.periodic else position.clamp(max=self.max_length - 1)]
+        # A slice, not an index, whose gradient would have to be sorted.
+        if self.periodic:
+            return table.repeat(-(-T // self.max_length), 1, 1)[None, :T]
+        whole = not torch.compiler.is_compiling() and len(table) == T
+        return (table if whole else table[:T])[None]
+
+    def compress(self, x: Tensor, start: Tensor | None = None) -> Tensor:
+        """Σ e_i x_iᵀ over all tokens, the first at `start`: (B, Hkv, R, dim) in the dtype of sums."""
+        if self.kind == "convolution":
+            x = x.to(sum_dtype(x))
+        return compress(*self.rows(x, start))
 
     def constant(self, num_heads: int, dim: int) -> Tensor:
         """The bias of the rows that each of num_heads heads reads: (num_heads, R, dim)."""
@@ -242,10 +252,10 @@ class LinformerAttention(Mechanism):
         self._check_query(q)
         self.keys.check_length(x.shape[1])
         with torch.autocast(x.device.type, enabled=False):
-            dtype, width = sum_dtype(q), self.num_kv_heads * self.head_dim
-            source, weight = x.to(dtype)[:, :, None], weight.to(dtype)
+            width, source = self.num_kv_heads * self.head_dim, x.to(q.dtype)[:, :, None]
             short = self.keys.compress(source)[:, 0]  # (B, R, dim)
             other = short if self.values is self.keys else self.values.compress(source)[:, 0]
+            weight = weight.to(short.dtype)
             both = F.linear(short, weight[:width]), F.linear(other, weight[:width] if shared_kv else weight[width:])
             rows = [row.unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2) for row in both]
             return self._over(q, rows[0], rows[1], x.shape[1], key_mask)
@@ -259,8 +269,10 @@ class LinformerAttention(Mechanism):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         self.keys.check_length(k.shape[1])
-        dtype = sum_dtype(q)
-        return self._over(q, self.keys.compress(k.to(dtype)), self.values.compress(v.to(dtype)), k.shape[1], key_mask)
+        rows = self.keys.compress(k)
+        # Keys that are their own values are compressed once.
+        same = k is v and self.values is self.keys
+        return self._over(q, rows, rows if same else self.values.compress(v), k.shape[1], key_mask)
 
     def _over(self, q: Tensor, k: Tensor, v: Tensor, length: int, key_mask: Tensor | None) -> Tensor:
         """q over rows k (B, Hkv, R, D), v (B, Hkv, R, E) of `length` tokens, of which key_mask keeps some."""
@@ -293,10 +305,8 @@ class LinformerAttention(Mechanism):
         assert isinstance(state, LinformerState)
         self._check_reach(state.length, k.shape[1], lengths)
         # Hidden keys and values are zero, and so are their outer products.
-        rows = []
-        for projection, x, so_far in ((self.keys, k, state.k), (self.values, v, state.v)):
-            e, x = projection.rows(x.to(so_far.dtype), state.length)
-            rows.append(so_far + torch.einsum("bshr,bshd->bhrd", e.expand(*x.shape[:3], -1), x))
+        pairs = (self.keys, k, state.k), (self.values, v, state.v)
+        rows = [so_far + projection.compress(x, state.length) for projection, x, so_far in pairs]
         return LinformerState(state.length + (k.shape[1] if lengths is None else lengths), *rows)
 
     def _attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
@@ -318,23 +328,24 @@ class LinformerAttention(Mechanism):
         self, state: LinformerState, start: Tensor | None, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Each query over the rows that its own prefix compresses to, and the rows after the last."""
-        given, dtype = q.dtype, state.k.dtype
+        # The kernels sum bfloat16 in float32; what they hand over is rounded as bfloat16 always is.
+        given, dtype = q.dtype, q.dtype if q.is_cuda and q.dtype == torch.bfloat16 else state.k.dtype
         e, keys = self.keys.rows(k.to(dtype), start)
         f, values = self.values.rows(v.to(dtype), start)
         e, f = (x.expand(*k.shape[:3], -1) for x in (e, f))
-        q = q.to(dtype)
+        q = q.to(dtype) * self.head_dim**-0.5
         length = state.length[:, None] + torch.arange(1, q.shape[1] + 1, device=q.device)  # (B, T)
         periods = length[:, :, None, None]
-        scores, rows_k = _prefix_products(q, keys, e, state.k.mT)
-        scores = self.keys.averaged(scores, periods)
+        # Queries and outputs are narrower than the R scores, so that what belongs to a token is multiplied there.
+        scores, rows_k = _prefix_products(self.keys.averaged(q, periods), keys, e, state.k.mT)
         if self.keys.bias is not None:
             scores = scores + torch.einsum("bthd,hrd->bthr", q, self.keys.constant(q.shape[2], self.head_dim).to(dtype))
-        scores = scores * self.head_dim**-0.5
         if self.keys.kind == "convolution":
             # A query sees itself at least, so that one row is live.
             scores = scores.masked_fill(~self.keys.live(length)[:, :, None], float("-inf"))
         p = F.dropout(scores.softmax(-1), self.dropout, self.training)
-        out, rows_v = _prefix_products(self.values.averaged(p, periods), f, values, state.v)
+        out, rows_v = _prefix_products(p, f, values, state.v)
+        out = self.values.averaged(out, periods)
         if self.values.bias is not None:
             out = out + torch.einsum("bthr,hre->bthe", p, self.values.constant(q.shape[2], self.value_dim).to(dtype))
         return out.to(given), rows_k.mT, rows_v
@@ -345,6 +356,9 @@ class LinformerAttention(Mechanism):
         for projection, x in ((self.keys, k), (self.values, v)):
             x = projection.averaged(x, length[:, None, None, None])
             rows.append((x if projection.bias is None else x + projection.bias.to(x.dtype)).to(q.dtype))
+        if live is not None and self.keys.kind != "convolution":
+            # A table's rows live all or none: without a mask SDPA is faster, and nothing weighs nothing.
+            rows[1], live = rows[1].masked_fill(~live[:, None, :, None], 0), None
         mask = None if live is None else live[:, None, None]
         grouped, dropout = self.num_heads > self.num_kv_heads, self.dropout if self.training else 0.0
         return attend(q.transpose(1, 2), rows[0], rows[1], mask, grouped=grouped, dropout=dropout).transpose(1, 2)

@@ -12,6 +12,10 @@ from torch.utils.checkpoint import checkpoint
 # As many attention weights at a time where PyTorch would keep them all; smaller blocks leave holes in glibc's memory.
 _WEIGHTS = 1 << 24
 
+# Gradients of few keys: PyTorch's kernels take one program for each block of so many keys of a head, which should be as
+# many programs as fill a large device, each with as many queries as pay for it.
+_KEYS, _PROGRAMS, _QUERIES = 64, 256, 512
+
 
 def attend(
     q: Tensor,
@@ -34,7 +38,36 @@ def attend(
     """
     if dropout and not causal and q.device.type == "cpu" and not torch.compiler.is_compiling():
         return _dropping(q, k, v, mask, bias, blind, grouped, scale, dropout)
-    return _attend(q, k, v, mask, bias, blind, causal, grouped, scale, dropout)
+    if mask is not None or bias is not None or causal:
+        return _attend(q, k, v, mask, bias, blind, causal, grouped, scale, dropout)
+    heads = q.shape[1]
+    alone = grouped and k.shape[1] == 1
+    if alone:
+        # All heads read the same keys: they are so many more queries of one head.
+        q = q.transpose(1, 2).flatten(1, 2)[:, None]
+    out = _folded(q, k, v, _folds(q, k), scale, grouped and not alone, dropout)
+    return out[:, 0].unflatten(1, (-1, heads)).transpose(1, 2) if alone else out
+
+
+def _folds(q: Tensor, k: Tensor) -> int:
+    """Into how many rows queries (B, H, T, D) are divided for the sake of the gradients of keys (B, Hkv, S, D)."""
+    if not q.is_cuda or not torch.is_grad_enabled():
+        return 1
+    programs = q.shape[0] * q.shape[1] * -(-k.shape[2] // _KEYS)
+    return max(1, min(_PROGRAMS // programs, q.shape[2] // _QUERIES))
+
+
+def _folded(q: Tensor, k: Tensor, v: Tensor, folds: int, scale: float | None, grouped: bool, dropout: float) -> Tensor:
+    """Every query over all keys, the queries of a row divided among `folds` rows."""
+    if folds == 1:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, enable_gqa=grouped)
+    B, _, T, _ = q.shape
+    if T % folds:
+        q = F.pad(q, (0, 0, 0, -T % folds))
+    q = q.unflatten(2, (folds, -1)).transpose(1, 2).flatten(0, 1)  # (B · folds, H, T / folds, D)
+    k, v = (x[:, None].expand(-1, folds, -1, -1, -1).flatten(0, 1) for x in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, enable_gqa=grouped)
+    return out.unflatten(0, (B, folds)).transpose(1, 2).flatten(2, 3)[:, :, :T]
 
 
 def _dropping(

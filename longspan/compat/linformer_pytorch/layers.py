@@ -40,7 +40,7 @@ class SequenceProjection(Translated):
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = self.model.compress(x.mT[:, :, None])  # (B, 1, k, d)
+        rows = self.model.compress(x.mT[:, :, None]).to(x.dtype)  # (B, 1, k, d)
         return (rows if self.model.bias is None else rows + self.model.bias)[:, 0].mT
 
     def entries(self) -> Iterable[Entry]:

@@ -1,0 +1,63 @@
+"""Σ_i e_i x_iᵀ: a sequence compressed to R rows, its sums in float32 whatever the inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A product of halves that leaves float32; older releases of PyTorch cannot.
+_WIDE = "dtype" in torch.ops.aten.bmm.overloads()
+
+
+def compress(e: Tensor, x: Tensor) -> Tensor:
+    """e (B or 1, S, Hkv or 1, R), x (B, S, Hkv, N) -> (B, Hkv, R, N), float32, or float64 of float64."""
+    heads = x.shape[2]
+    if e.shape[2] == 1:
+        x = x.flatten(2)[:, :, None]
+    # On the CPU halves gain nothing, and before a matrix unit rounds them they are as exact as they come.
+    halves = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    rows = _compress(e.to(x.dtype), x) if halves else _product(e, x)
+    return rows if e.shape[2] > 1 else rows[:, 0].unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def _product(e: Tensor, x: Tensor) -> Tensor:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return e.to(dtype).permute(0, 2, 3, 1) @ x.to(dtype).transpose(1, 2)
+
+
+@torch.library.custom_op("longspan::compress", mutates_args=())
+def _compress(e: Tensor, x: Tensor) -> Tensor:
+    """e (B or 1, S, G, R) and x (B, S, G, N) of one half precision -> (B, G, R, N) in float32."""
+    if not _WIDE or not x.is_cuda:
+        return _product(e, x).contiguous()
+    B, _, G, _ = x.shape
+    left, right = e.permute(0, 2, 3, 1).expand(B, -1, -1, -1).flatten(0, 1), x.transpose(1, 2).flatten(0, 1)
+    if B * G == 1:
+        # As a single product it is cut along the tokens, too, and fills the device.
+        return torch.mm(left[0], right[0], out_dtype=torch.float32)[None, None]
+    return torch.bmm(left, right, out_dtype=torch.float32).unflatten(0, (B, G))
+
+
+@_compress.register_fake
+def _(e: Tensor, x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[2], e.shape[3], x.shape[3], dtype=torch.float32)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    e, x = ctx.saved_tensors
+    d, d_e, d_x = d.to(x.dtype), None, None
+    if ctx.needs_input_grad[0]:
+        d_e = (x.transpose(1, 2) @ d.mT).transpose(1, 2)  # (B, S, G, R)
+        d_e = d_e if len(e) == len(x) else d_e.sum(0, keepdim=True)
+    if ctx.needs_input_grad[1]:
+        d_x = (e.transpose(1, 2) @ d).transpose(1, 2)  # (B, S, G, N)
+    return d_e, d_x
+
+
+_compress.register_autograd(_backward, setup_context=_keep)
