@@ -16,7 +16,7 @@ from longspan.mechanism import Mechanism, State
 from longspan.mechanisms import build_mechanism, mechanisms
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.mechanisms.split import SplitAttention
-from longspan.ops.step import Turn
+from longspan.ops.step import FUSED, Turn, project
 from longspan.positions import Rotary
 from longspan.rows import Rows
 
@@ -43,6 +43,17 @@ class ScaleNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.normalize(x, dim=-1, eps=1e-5) * self.scale.to(x.dtype)
+
+
+class CentredNorm(nn.Module):
+    """x / rms(x) · (1 + offset): decay draws the weight to one."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.offset.shape, 1 + self.offset, 1e-12)
 
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {
@@ -152,16 +163,26 @@ class Attention(nn.Module):
             out, state = self.mechanism.extend(state, q, k, v, key_mask=rows.key_mask, packing=rows.packing)
         return self._output(x, out), state
 
-    def step_(self, x: Tensor, state: State, turns: Turns) -> tuple[Tensor, State]:
-        """One token (B, 1, dim) of a loop; see `Mechanism.step_`. turns: cos and sin for each kind of rotary."""
-        q = self.to_q(x).unflatten(2, (self.mechanism.num_heads, -1))
+    def step_(
+        self, x: Tensor, state: State, turns: Turns, *, norm: nn.Module | None = None, add: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """One token (B, 1, dim) of a loop, in eval mode; see `Mechanism.step_`. turns: cos and sin for each kind of
+        rotary. norm: what x still has to go through. add: what the answer is added to.
+        """
+        if self.to_gates is not None and norm is not None:
+            x, norm = norm(x), None
+        q, *kv = project(x, *((self.to_q,) if self.cross else (self.to_q, self.to_kv)), norm=norm)
+        q = q.unflatten(2, (self.mechanism.num_heads, -1))
         q = q if self.q_norm is None else self.q_norm(q)
         if self.cross:
-            return self._output(x, self.mechanism._read(state, q)), state
-        k, v = self._keys(x, None)
-        own = [Turn(*turns[turn.kind], turn.interleaved) if isinstance(turn, Rotary) else None for turn in self.rotary]
-        out, state = self.mechanism.step_(state, q, k, v, own if len(own) > 1 else own[0] if own else None)
-        return self._output(x, out), state
+            out = self.mechanism._read(state, q)
+        else:
+            k, v = self._heads(kv[0])
+            own = [Turn(*turns[r.kind], r.interleaved) if isinstance(r, Rotary) else None for r in self.rotary]
+            out, state = self.mechanism.step_(state, q, k, v, own if len(own) > 1 else own[0] if own else None)
+        out = self._gated(x, out).flatten(2)
+        out = out if self.to_mid is None else project(out, self.to_mid)[0]
+        return project(out, self.to_out, add=add)[0], state
 
     def set_head_groups(self, apart: bool) -> None:
         """Whether heads are computed group by group, each group made again in the backward pass."""
@@ -233,11 +254,12 @@ class Attention(nn.Module):
         return torch.cat(pieces, 2)
 
     def _output(self, x: Tensor, out: Tensor) -> Tensor:
-        if self.to_gates is not None:
-            out = out * self.to_gates(x).sigmoid()[..., None]
-        out = out.flatten(2)
+        out = self._gated(x, out).flatten(2)
         out = out if self.to_mid is None else self.to_mid(out)
         return self.dropout(self.to_out(out))
+
+    def _gated(self, x: Tensor, out: Tensor) -> Tensor:
+        return out if self.to_gates is None else out * self.to_gates(x).sigmoid()[..., None]
 
 
 def head_shape(dim: int, config: AttentionConfig) -> tuple[int, int, int]:
@@ -287,7 +309,7 @@ class FeedForward(nn.Module):
         super().__init__()
         config = FeedForwardConfig() if config is None else config
         hidden = config.hidden or int(dim * config.mult)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation, self.activation_name = ACTIVATIONS[config.activation], config.activation
         self.gated, self.chunks = config.gated, config.chunks
         self.to_hidden = nn.Linear(dim, hidden * 2 if self.gated else hidden, bias=config.bias)
         self.to_out = nn.Linear(hidden, out_features or dim, bias=config.bias)
@@ -298,14 +320,21 @@ class FeedForward(nn.Module):
             return self._piece(x)
         return torch.cat([self._piece(piece) for piece in x.chunk(self.chunks, 1)], 1)
 
+    def step_(self, x: Tensor, *, norm: nn.Module | None = None, add: Tensor | None = None) -> Tensor:
+        """One token (B, 1, dim) of a loop, in eval mode. norm, add: as in `Attention.step_`."""
+        fused = not self.gated and self.activation_name in FUSED
+        (hidden,) = project(x, self.to_hidden, norm=norm, activation=self.activation_name if fused else "identity")
+        return project(hidden if fused else self._activated(hidden), self.to_out, add=add)[0]
+
     def _piece(self, x: Tensor) -> Tensor:
-        hidden = self.to_hidden(x)
-        if self.gated:
-            hidden, gate = hidden.chunk(2, -1)
-            hidden = self.activation(hidden) * gate
-        else:
-            hidden = self.activation(hidden)
+        hidden = self._activated(self.to_hidden(x))
         return self.out_dropout(self.to_out(self.dropout(hidden)))
+
+    def _activated(self, hidden: Tensor) -> Tensor:
+        if not self.gated:
+            return self.activation(hidden)
+        hidden, gate = hidden.chunk(2, -1)
+        return self.activation(hidden) * gate
 
 
 class ProductKeyMemory(nn.Module):

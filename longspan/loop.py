@@ -12,6 +12,8 @@ from longspan.layers import Attention
 from longspan.mechanisms.linformer import Projection
 from longspan.memory import Memory
 from longspan.models import LanguageModel
+from longspan.ops import backend
+from longspan.ops.step import why_plain
 from longspan.stack import Branch, StackState
 
 _WARM = 3  # steps before one is captured: kernels are compiled and libraries loaded by then
@@ -99,8 +101,11 @@ class Loop:
         self._ended = torch.zeros(rows, dtype=torch.bool, device=device)
         self._token = torch.zeros(rows, dtype=torch.int64, device=device)
         self._drawn = torch.zeros(rows, 0, dtype=torch.float64, device=device)
-        self._index = torch.zeros(1, dtype=torch.int64, device=device)
+        self._index = torch.zeros(rows, dtype=torch.int64, device=device)  # of the drawn number that is next
         self._answer = torch.zeros(2, rows, dtype=torch.float64, device=device)
+        self._fused = (
+            why_plain(self._logits) is None and memory.logits.shape[1] <= backend.step_kernels().LARGEST_CHOICE
+        )
         self._pending, self._steps = False, 0  # whether a token is chosen that the state does not hold yet
         self._graph: torch.cuda.CUDAGraph | None = None
         self._limits = _limits(model)
@@ -126,7 +131,7 @@ class Loop:
         before = self._addresses() if trying else {}
         if self._pending:
             self._advance()
-        self._choose()
+        self._choose(self._pending)
         self._pending, self._steps = True, self._steps + 1
         answer = self._answer.clone()
         if trying:
@@ -136,13 +141,14 @@ class Loop:
                 self._graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self._graph):
                     self._advance()
-                    self._choose()
+                    self._choose(True)
         return answer
 
     def memory(self) -> Memory:
         """A copy of all that was read and said so far."""
         if self._pending:
             self._advance()
+            self._join()
             self._pending = False
         return Memory(self._state.clone(), self._logits.clone(), self._recent.clone())
 
@@ -153,11 +159,21 @@ class Loop:
             out, self._state = self._model.extend(self._token[:, None], self._state)
             logits = out[:, -1]
         self._logits.copy_(logits)
+
+    def _join(self) -> None:
+        """The token chosen last becomes one of the recent ones."""
         self._recent.copy_(torch.cat([self._recent[:, 1:], self._token[:, None]], 1))
 
-    def _choose(self) -> None:
+    def _choose(self, joins: bool) -> None:
+        """The next token; joins: after the last one has become one of the recent."""
+        if self._fused:
+            own = self._recent, self._token, self._drawn, self._index, self._stop, self._ended, self._answer
+            backend.step_kernels().choose(self._logits, *own, joins=joins, how=self._sampling)
+            return
+        if joins:
+            self._join()
         probabilities = self._sampling.probabilities(self._logits, self._recent)
-        token = _pick(probabilities, self._drawn.index_select(1, self._index)[:, 0])
+        token = _pick(probabilities, self._drawn.gather(1, self._index[:, None])[:, 0])
         self._answer[1].copy_(probabilities.gather(1, token[:, None]).log()[:, 0])
         if len(self._stop):
             self._ended.logical_or_(torch.isin(token, self._stop))

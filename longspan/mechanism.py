@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from longspan.checks import check_key_mask, check_key_packing, check_packing, check_tensor, describe
 from longspan.ops.chunks import over
-from longspan.ops.step import Turn, turned
+from longspan.ops.step import Turn, placed, turned
 from longspan.rows import Packing, Run, hide, length_classes, restore
 
 S = TypeVar("S", bound="State")
@@ -252,17 +252,23 @@ class Mechanism(nn.Module, ABC):
             return self._read(state, q), state
 
     def step_(
-        self, state: State, q: Tensor, k: Tensor, v: Tensor, turn: Turn | Sequence[Turn | None] | None = None
+        self,
+        state: State,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        turn: Turn | Sequence[Turn | None] | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """`step` as a loop of many takes it: unchecked, without gradients, the state's tensors changed where they lie.
 
         Its length stays as it was: the caller raises one for all layers. turn: rotary positions that q and k still have
-        to take, one for all heads or, for a split, one for each part.
+        to take, one for all heads or, for a split, one for each part. out: (B, 1, H, E), where the answer goes.
         """
         assert turn is None or isinstance(turn, Turn)
         q, k = turned(turn, q, k)
         after = self._write(state, k, v, None)
-        return self._read(after, q), _kept_in_place(state, after)
+        return placed(self._read(after, q), out), _kept_in_place(state, after)
 
     def advance(self) -> None:
         """Called by models once before each training forward, outside anything that is recomputed."""

@@ -13,6 +13,7 @@ from longspan.assembly import build_stack
 from longspan.config import ModelConfig
 from longspan.layers import NORMS, Attention
 from longspan.ops.loss import IGNORED, cross_entropy
+from longspan.ops.step import project
 from longspan.positions import (
     AbsolutePositions,
     AxialPositions,
@@ -201,7 +202,10 @@ class LanguageModel(nn.Module):
         x = x if self.to_dim is None else self.to_dim(x)
         out, state = self.transformer.stack.step_(x, state)
         state.length.add_(1)
-        return self.logits(self.transformer._finish(out))[:, 0], state
+        if self.from_dim is not None or self.narrow_norm is not None:
+            return self.logits(self.transformer._finish(out))[:, 0], state
+        last = self.embedding.weight if self.to_logits is None else self.to_logits
+        return project(out, last, norm=self.transformer.norm)[0][:, 0], state
 
     def state_size(self) -> int:
         """Bytes of memory for one sequence; for `softmax`, which keeps every token, of an empty one."""

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longspan.config import EXECUTIONS, NORM_POSITIONS, RESIDUALS
-from longspan.layers import NORMS, Attention, Turns, latest_tokens, shift_token, shift_tokens
+from longspan.layers import NORMS, Attention, CentredNorm, FeedForward, Turns, latest_tokens, shift_token, shift_tokens
 from longspan.mechanism import Index, State
 from longspan.mechanisms.choices import choose
-from longspan.ops.step import add_norm
+from longspan.ops.step import turns_at
 from longspan.reversible import run_reversible
 from longspan.rows import Packing, Rows
 
@@ -128,14 +128,20 @@ class Branch(nn.Module):
             out, inner = self.layer.extend(shifted, state.inner[0], rows)
         return out, replace(state, inner=(inner,))
 
-    def step_(self, x: Tensor, state: BranchState, turns: Turns) -> tuple[Tensor, BranchState]:
-        """As `extend` by one normed token of a loop: unchecked, without gradients, the state changed where it lies."""
+    def step_(
+        self, x: Tensor, state: BranchState, turns: Turns, add: Tensor | None = None
+    ) -> tuple[Tensor, BranchState]:
+        """As `extend` by one token of a loop, see `Mechanism.step_`; in eval mode. add: what the answer is added to."""
+        norm = self.norm if self.norm_position == "pre" else None
         if state.recent is not None:
-            x = shift_token(x, self.token_shift, state.recent)
-        if not isinstance(self.layer, Attention):
-            return self.layer(x), state
-        out, inner = self.layer.step_(x, state.inner[0], turns)
-        return out, state if inner is state.inner[0] else replace(state, inner=(inner,))
+            x, norm = shift_token(self.normed(x), self.token_shift, state.recent), None
+        if isinstance(self.layer, Attention):
+            out, inner = self.layer.step_(x, state.inner[0], turns, norm=norm, add=add)
+            return out, state if inner is state.inner[0] else replace(state, inner=(inner,))
+        if isinstance(self.layer, FeedForward):
+            return self.layer.step_(x, norm=norm, add=add), state
+        y = self.layer(x if norm is None else norm(x))
+        return y if add is None else add + y, state
 
     def normed(self, x: Tensor) -> Tensor:
         """What the layer takes: x after its norm, where that comes first."""
@@ -143,8 +149,8 @@ class Branch(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Whether it is x + f(LayerNorm(x)) and no more."""
-        return self.residual and self.norm_position == "pre" and type(self.norm) is nn.LayerNorm
+        """Whether it is x + f(norm(x)) and no more."""
+        return self.residual and self.norm_position == "pre"
 
     def merge(self, x: Tensor, y: Tensor) -> Tensor:
         """x after the branch whose answer was y."""
@@ -241,17 +247,6 @@ class Fold:
 
     def back(self, x: Tensor) -> Tensor:
         return x.flatten(0, 1)[self.home].unflatten(0, self.shape)
-
-
-class CentredNorm(nn.Module):
-    """x / rms(x) · (1 + offset): decay draws the weight to one."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.offset = nn.Parameter(torch.zeros(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.offset.shape, 1 + self.offset, 1e-12)
 
 
 class HyperConnection(nn.Module):
@@ -356,19 +351,15 @@ class Stack(nn.Module):
 
     def step_(self, x: Tensor, state: StackState) -> tuple[Tensor, StackState]:
         """As `extend` by one token x (B, 1, dim) of a loop; lengths stay as they were. See `Mechanism.step_`."""
-        turns = self._with_turns(Rows(state.length[:, None], state.length[:, None]), x).turns
+        turns = {kind: turns_at(state.length, kind, _wide(x)) for kind in self._kinds()}
         branches, after = self._branches(), list(state.branches)
         if self.topology == "single" and all(branch.plain for branch in branches):
-            # A sum and the norm that follows it are one kernel.
-            y: Tensor | None = None
             for i, branch in enumerate(branches):
-                assert isinstance(branch.norm, nn.LayerNorm)
-                x, normed = (x, branch.norm(x)) if y is None else add_norm(x, y, branch.norm)
-                y, after[i] = branch.step_(normed, after[i], turns)
-            return x if y is None else x + y, replace(state, branches=tuple(after))
+                x, after[i] = branch.step_(x, after[i], turns, add=x)
+            return x, replace(state, branches=tuple(after))
 
         def apply(i: int, x: Tensor) -> Tensor:
-            y, after[i] = branches[i].step_(branches[i].normed(x), after[i], turns)
+            y, after[i] = branches[i].step_(x, after[i], turns)
             return y
 
         return self._run(x, apply), replace(state, branches=tuple(after))
@@ -416,11 +407,12 @@ class Stack(nn.Module):
 
     def _with_turns(self, rows: Rows, x: Tensor) -> Rows:
         """Angles of rotary positions, once for all layers."""
-        kinds: set[tuple[int, float]] = set()
-        for branch in self._branches():
-            if branch.stride == 1 and isinstance(branch.layer, Attention) and branch.layer.rotary:
-                kinds |= branch.layer.turns
-        return rows.with_turns(sorted(kinds), torch.float64 if x.dtype == torch.float64 else torch.float32)
+        return rows.with_turns(self._kinds(), _wide(x))
+
+    def _kinds(self) -> list[tuple[int, float]]:
+        """The kinds of rotary positions that layers take."""
+        layers = [branch.layer for branch in self._branches() if branch.stride == 1]
+        return sorted({kind for layer in layers if isinstance(layer, Attention) for kind in layer.turns})
 
     def _joined(self, streams: list[Tensor]) -> Tensor:
         total = streams[0] + streams[1]
@@ -428,6 +420,10 @@ class Stack(nn.Module):
 
     def _branches(self) -> list[Branch]:
         return [branch for branch in self.branches if isinstance(branch, Branch)]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _with_length(state: S, length: Tensor) -> S:

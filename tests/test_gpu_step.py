@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from step_cases import CASES, compare
+from token_cases import MAPS, SAMPLINGS, compare_choices, compare_maps, compare_turns
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, generate, stream
 from longspan.generation import prefill
 from longspan.loop import Loop
+from longspan.ops import step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,6 +45,46 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
 @pytest.mark.parametrize("name", CASES)
 def test_step_kernels(name: str, dtype: torch.dtype) -> None:
     compare(name, dtype, "cuda", steps=9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", MAPS)
+def test_maps(name: str, dtype: torch.dtype) -> None:
+    compare_maps(name, dtype, "cuda")
+
+
+def test_angles() -> None:
+    compare_turns("cuda")
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("vocabulary", [131, 5003])
+def test_choices(name: str, vocabulary: int) -> None:
+    compare_choices(name, "cuda", vocabulary, 37)
+
+
+@by_model
+@pytest.mark.parametrize("rows", [1, 3, 67])
+def test_a_step_in_bfloat16(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As near to float64 as a step of plain PyTorch in bfloat16, by the tolerance rule."""
+    lm = model(name, torch.bfloat16)
+    wide = model(name, torch.bfloat16).cpu().double()
+    tokens = torch.randint(37, (rows, 13))
+    logits: dict[str, list[torch.Tensor]] = {}
+    for how, one in (("kernels", lm), ("plain", lm), ("exact", wide)):
+        if how == "plain":
+            monkeypatch.setattr(step, "why_plain", lambda *_: "asked to")
+        given = tokens.to(next(one.parameters()).device)
+        with torch.no_grad():
+            state = one.extend(given[:, :7], one.new_state(rows, max_length=13))[1]
+            state = one.transformer.stack.joined(state)
+            logits[how] = []
+            for i in range(7, 13):
+                out, state = one.step_(given[:, i], state)
+                logits[how].append(out.double().cpu())
+    found, plain, exact = (torch.stack(logits[how]) for how in ("kernels", "plain", "exact"))
+    allowed = 2 * (plain - exact).abs().max() + exact.abs().max() * torch.finfo(torch.bfloat16).eps
+    assert (found - exact).abs().max() <= allowed
 
 
 @by_model

@@ -112,20 +112,3 @@ def test_queries_turned_further_take_the_plain_step(monkeypatch: pytest.MonkeyPa
 def test_reasons() -> None:
     x = torch.zeros(1, 1, 2, 4)
     assert "CUDA" in str(step.why_plain(x, x, x))
-
-
-@inside
-@pytest.mark.usefixtures("kernels_on_the_cpu")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-def test_sum_and_norm(dtype: torch.dtype) -> None:
-    norm = torch.nn.LayerNorm(37)
-    for parameter in norm.parameters():
-        torch.nn.init.normal_(parameter)
-    x, y = torch.randn(3, 2, 37).to(dtype)[:, :1], torch.randn(3, 1, 37).to(dtype)
-    with torch.no_grad():
-        found = step.add_norm(x, y, norm.to(dtype))
-        exact = norm.double()((x + y).double())
-        plain = norm.to(dtype)(x + y)
-    assert torch.equal(found[0], x + y)
-    allowed = 2 * (plain.double() - exact).abs().max() + exact.abs().max() * torch.finfo(dtype).eps
-    assert (found[1].double() - exact).abs().max() <= allowed

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import triton
 from torch import Tensor
 
-from longspan.kernels.step_blocks import add_norm_kernel, linear_step_kernel, linformer_step_kernel, local_step_kernel
+from longspan.kernels.choose_blocks import choose_kernel
+from longspan.kernels.step_blocks import linear_step_kernel, linformer_step_kernel, local_step_kernel
+from longspan.kernels.step_maps import map_rows_kernel, map_vector_kernel, turns_kernel
+
+LARGEST_CHOICE = 65536  # tokens to choose from: a program holds a row of them
 
 Turned = tuple[Tensor, Tensor, bool] | None  # cos and sin (B or 1, 1, D / 2), and whether pairs are neighbours
+
+
+class Sampling(Protocol):
+    """See `loop.Sampling`."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
 
 
 def linear(
@@ -25,15 +40,16 @@ def linear(
     shift: Tensor,
     feature_map: str,
     normalise: str,
+    out: Tensor | None,
 ) -> Tensor:
     """As `ops.step.linear_step_`."""
-    (B, _, H, D), E, M = q.shape, v.shape[3], z.shape[2]
-    out = q.new_empty(B, 1, H, E)
+    (_, _, H, D), E, M = q.shape, v.shape[3], z.shape[2]
+    out = _room(out, q, E)
     BM = _block(M)
     weight = None if weight is None else weight.contiguous()
-    with _on(q):
+    with on_device(q):
         linear_step_kernel[(z.shape[0] * z.shape[1],)](
-            *(q, k, v, *_angles(turn), weight, kv, z, shift, out, *_strides(q, k, v, turn)),
+            *(q, k, v, *_angles(turn), weight, kv, z, shift, out, *_strides(q, k, v, turn, out)),
             G=H // z.shape[1],
             HKV=z.shape[1],
             D=D,
@@ -60,16 +76,17 @@ def local(
     ring_v: Tensor,
     window: tuple[int, int, int, bool, bool],
     scale: float,
+    out: Tensor | None,
 ) -> Tensor:
-    """As `ops.step.local_step_`."""
+    """The token takes its slot in a ring (B, Hkv, size, ·), its queries see the slots within their window."""
     (B, _, H, D), E = q.shape, v.shape[3]
     Hkv, ring = ring_k.shape[1:3]
-    out = q.new_empty(B, 1, H, E)
+    out = _room(out, q, E)
     halves = ring_k.dtype != torch.float32
     wide = max(_block(D), _block(E))
-    with _on(q):
+    with on_device(q):
         local_step_kernel[(B * Hkv,)](
-            *(q, k, v, *_angles(turn), length, ring_k, ring_v, out, scale, *_strides(q, k, v, turn)),
+            *(q, k, v, *_angles(turn), length, ring_k, ring_v, out, scale, *_strides(q, k, v, turn, out)),
             G=H // Hkv,
             HKV=Hkv,
             D=D,
@@ -100,19 +117,20 @@ def linformer(
     rows_k: Tensor,
     rows_v: Tensor,
     periodic: bool,
+    out: Tensor | None,
 ) -> Tensor:
-    """As `ops.step.linformer_step_`."""
+    """The token is added to compressed rows (B, Hkv, R, ·), over which its queries attend."""
     (B, _, H, D), E = q.shape, v.shape[3]
     Hkv, R = rows_k.shape[1:3]
-    out = q.new_empty(B, 1, H, E)
+    out = _room(out, q, E)
     BG, wide = triton.next_power_of_2(H // Hkv), max(_block(D), _block(E))
     # What is one for all heads has no step from head to head: tables (1 or Hkv, …), biases (R, 1) or (Hkv, R, 1).
     steps = [table.stride(0) if len(table) > 1 else 0 for table in tables]
     steps += [0 if bias is None or bias.ndim == 2 else bias.stride(0) for bias in biases]
-    with _on(q):
+    with on_device(q):
         linformer_step_kernel[(B * Hkv,)](
             *(q, k, v, *_angles(turn), length, *tables, *biases, rows_k, rows_v, out, D**-0.5),
-            *(*_strides(q, k, v, turn), *steps),
+            *(*_strides(q, k, v, turn, out), *steps),
             G=H // Hkv,
             HKV=Hkv,
             D=D,
@@ -130,18 +148,90 @@ def linformer(
     return out
 
 
-def add_norm(x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """As `ops.step.add_norm`."""
-    B, _, dim = x.shape
-    total, out = x.new_empty(x.shape), x.new_empty(x.shape)
-    with _on(x):
-        add_norm_kernel[(B,)](
-            *(x, y, weight, bias, total, out, x.stride(0), y.stride(0), eps),
-            DIM=dim,
-            BLOCK=triton.next_power_of_2(dim),
+def project(
+    x: Tensor,
+    weights: Sequence[tuple[Tensor, Tensor | None]],
+    norm: tuple[int, Tensor | None, Tensor | None, float],
+    activation: str,
+    add: Tensor | None,
+) -> Tensor:
+    """As `ops.step.project`, (B, 1, N) of all maps end to end. norm: 0 none, 1 layer, 2 rms; gain, shift, epsilon."""
+    B, _, K = x.shape
+    (weight, bias), (other, other_bias) = weights[0], weights[1] if len(weights) > 1 else (None, None)
+    N, N_other = len(weight), 0 if other is None else len(other)
+    out = x.new_empty(B, 1, N + N_other)
+    kind, gain, shift, eps = norm
+    given = x, weight, bias, other, other_bias, gain, shift, add, out, eps
+    sizes = {"K": K, "N": N, "N_OTHER": N_other, "NORM": kind, "ACTIVATION": activation}
+    BK = triton.next_power_of_2(K)
+    with on_device(x):
+        if B == 1:
+            # Enough programs for every multiprocessor, each with at most 16,384 weights.
+            BN = max(1, min(4 if N + N_other <= 1024 else 16, 16384 // BK))
+            grid = -(-N // BN) + -(-N_other // BN)
+            map_vector_kernel[(grid,)](*given, **sizes, BK=BK, BN=BN, num_warps=4)
+            return out
+        halves = x.dtype != torch.float32
+        BB = 16 if B <= 16 else 32 if N + N_other <= 1024 or not halves else 64
+        BN = 64 if BB == 64 else 32
+        grid = -(-N // BN) + -(-N_other // BN)
+        map_rows_kernel[(grid, -(-B // BB))](
+            *(*given, B, x.stride(0), 0 if add is None else add.stride(0)),
+            **sizes,
+            BB=BB,
+            BK=max(16, min(BK, 128 if halves and BB < 64 else 64 if halves else 32)),
+            BN=BN,
+            PRECISION="tf32" if halves else "ieee",
             num_warps=4,
+            num_stages=4 if halves else 2,
         )
-    return total, out
+    return out
+
+
+def turns(length: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin (B, 1, D / 2) at positions (B,), for frequencies (D / 2,) in float64."""
+    half = len(frequency)
+    cos, sin = (frequency.new_empty((len(length), 1, half), dtype=torch.float32) for _ in range(2))
+    with on_device(length):
+        turns_kernel[(len(length),)](
+            *(length, frequency, cos, sin), HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1
+        )
+    return cos, sin
+
+
+def choose(
+    logits: Tensor,
+    recent: Tensor,
+    token: Tensor,
+    drawn: Tensor,
+    index: Tensor,
+    stop: Tensor,
+    ended: Tensor,
+    answer: Tensor,
+    *,
+    joins: bool,
+    how: Sampling,
+) -> None:
+    """As `Loop._choose`; all tensors are the loop's own and changed where they lie."""
+    B, V = logits.shape
+    with on_device(logits):
+        choose_kernel[(B,)](
+            *(logits, recent, token, drawn, index, stop, ended, answer, B, drawn.shape[1]),
+            *(float(how.temperature), how.top_k or 0, float(how.top_p or 0), float(how.min_p or 0)),
+            float(how.repetition_penalty),
+            V=V,
+            WINDOW=recent.shape[1],
+            STOPS=len(stop),
+            BV=triton.next_power_of_2(V),
+            BW=triton.next_power_of_2(recent.shape[1]),
+            JOINS=joins,
+            GREEDY=how.temperature == 0,
+            TOP_K=how.top_k is not None and how.top_k < V,
+            TOP_P=how.top_p is not None,
+            MIN_P=how.min_p is not None,
+            PENALTY=how.repetition_penalty != 1,
+            num_warps=1 if V <= 1024 else 4 if V <= 8192 else 16,
+        )
 
 
 def _rows(width: int, all_rows: int) -> int:
@@ -157,15 +247,20 @@ def _kind(turn: Turned) -> int:
     return 0 if turn is None else 2 if turn[2] else 1
 
 
-def _strides(q: Tensor, k: Tensor, v: Tensor, turn: Turned) -> tuple[int, ...]:
-    assert all(x.stride(3) == 1 for x in (q, k, v))
+def _strides(q: Tensor, k: Tensor, v: Tensor, turn: Turned, out: Tensor) -> tuple[int, ...]:
+    assert all(x.stride(3) == 1 for x in (q, k, v, out))
+    assert out.stride(2) == out.shape[3]
     angles = 0 if turn is None or len(turn[0]) == 1 else turn[0].stride(0)
-    return *(x.stride(i) for x in (q, k, v) for i in (0, 2)), angles
+    return *(x.stride(i) for x in (q, k, v) for i in (0, 2)), angles, out.stride(0)
+
+
+def _room(out: Tensor | None, q: Tensor, E: int) -> Tensor:
+    return q.new_empty(*q.shape[:3], E) if out is None else out
 
 
 def _block(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -38,7 +38,7 @@ def load_turned(p_x, p_cos, p_sin, i_d, D: tl.constexpr, m_x, TURN: tl.constexpr
 @triton.jit
 def project(b_x, b_weight, M: tl.constexpr, BM: tl.constexpr, D: tl.constexpr):
     """w·x (BM,) of x scaled by D^−¼, the floor beyond M features."""
-    b_p = tl.sum(b_weight * (b_x * D**-0.25)[None, :], 1)
+    b_p = tl.sum(b_weight.to(tl.float32) * (b_x * D**-0.25)[None, :], 1)
     return tl.where(tl.arange(0, BM) < M, b_p, FLOOR)
 
 
@@ -79,6 +79,7 @@ def linear_step_kernel(
     stride_vb,
     stride_vh,
     stride_cb,
+    stride_ob,
     G: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -99,27 +100,34 @@ def linear_step_kernel(
     p_angle, p_other = p_cos, p_sin
     if TURN > 0:
         p_angle, p_other = p_cos + i_b * stride_cb, p_sin + i_b * stride_cb
+    b_z = tl.load(p_z + i_x * M + i_m, mask=m_m, other=0.0)
     b_weight = 0.0
     if MAP == "favor":
         m_w = m_m[:, None] & m_d[None, :]
-        b_weight = tl.load(p_weight + i_m[:, None] * D + i_d[None, :], mask=m_w, other=0.0).to(tl.float32)
+        b_weight = tl.load(p_weight + i_m[:, None] * D + i_d[None, :], mask=m_w, other=0.0)
+    p_heads = p_q + i_b * stride_qb + i_kv * G * stride_qh
     b_k = load_turned(p_k + i_b * stride_kb + i_kv * stride_kh, p_angle, p_other, i_d, D, m_d, TURN)
+    b_q = load_turned(p_heads, p_angle, p_other, i_d, D, m_d, TURN)
     decay = 1.0
     if MAP == "softmax" or MAP == "favor":
+        before = tl.load(p_shift + i_x)
         b_f = b_k
         if MAP == "favor":
             b_f = project(b_k, b_weight, M, BM, D) - tl.sum(b_k * b_k, 0) * (0.5 * D**-0.5)
         b_f = tl.where(m_m, b_f, FLOOR)
-        beta = tl.max(b_f, 0)
-        before = tl.load(p_shift + i_x)
-        shift = tl.maximum(before, beta)
-        tl.store(p_shift + i_x, shift)
+        shift = tl.maximum(before, tl.max(b_f, 0))
         decay = tl.exp(before - shift)
         b_f = tl.where(m_m, tl.exp(b_f - shift), 0.0)
     else:
         b_f = query_map(b_k, b_weight, D, M, BM, MAP)
-    b_z = tl.load(p_z + i_x * M + i_m, mask=m_m, other=0.0) * decay + b_f
+    # The only query of most, before the sums are here: with them the weights would not fit in registers.
+    b_q = query_map(b_q, b_weight, D, M, BM, MAP)
+    # A block of fewer numbers than threads is read by several of them: all must have read what is changed now.
+    tl.debug_barrier()
+    b_z = b_z * decay + b_f
     tl.store(p_z + i_x * M + i_m, b_z, mask=m_m)
+    if MAP == "softmax" or MAP == "favor":
+        tl.store(p_shift + i_x, shift)
     for e_0 in range(0, E, BE):
         i_e = e_0 + tl.arange(0, BE)
         m_e = i_e < E
@@ -127,20 +135,22 @@ def linear_step_kernel(
         p_tile = p_kv + i_x * (M * E) + i_m[:, None] * E + i_e[None, :]
         m_tile = m_m[:, None] & m_e[None, :]
         b_kv = tl.load(p_tile, mask=m_tile, other=0.0) * decay + b_f[:, None] * b_v[None, :]
+        tl.debug_barrier()
         tl.store(p_tile, b_kv, mask=m_tile)
         for i_g in range(G):
-            i_h = i_kv * G + i_g
-            b_q = load_turned(p_q + i_b * stride_qb + i_h * stride_qh, p_angle, p_other, i_d, D, m_d, TURN)
-            b_q = query_map(b_q, b_weight, D, M, BM, MAP)
+            if G > 1:
+                b_q = load_turned(p_heads + i_g * stride_qh, p_angle, p_other, i_d, D, m_d, TURN)
+                b_q = query_map(b_q, b_weight, D, M, BM, MAP)
+            b_query = b_q
             if NORMALISE == "feature":
                 m_none = tl.abs(b_z) < NOTHING
-                b_q = tl.where(m_none, 0.0, b_q / tl.where(m_none, 1.0, b_z))
-            b_out = tl.sum(b_q[:, None] * b_kv, 0)
+                b_query = tl.where(m_none, 0.0, b_query / tl.where(m_none, 1.0, b_z))
+            b_out = tl.sum(b_query[:, None] * b_kv, 0)
             if NORMALISE == "query":
-                den = tl.sum(b_q * b_z, 0)
+                den = tl.sum(b_query * b_z, 0)
                 none = tl.abs(den) < NOTHING
                 b_out = tl.where(none, 0.0, b_out / tl.where(none, 1.0, den))
-            p_row = p_out + (i_b * (HKV * G) + i_h) * E
+            p_row = p_out + i_b * stride_ob + (i_kv * G + i_g) * E
             tl.store(p_row + i_e, b_out.to(p_out.dtype.element_ty), mask=m_e)
 
 
@@ -163,6 +173,7 @@ def local_step_kernel(
     stride_vb,
     stride_vh,
     stride_cb,
+    stride_ob,
     G: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -224,7 +235,7 @@ def local_step_kernel(
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
         b_out = tl.dot(b_p.to(b_values.dtype), b_values, b_out * b_decay[:, None], input_precision=PRECISION)
         b_max = b_top
-    p_row = p_out + (i_b * (HKV * G) + i_kv * G + i_g)[:, None] * E + i_e[None, :]
+    p_row = p_out + i_b * stride_ob + (i_kv * G + i_g)[:, None] * E + i_e[None, :]
     b_out = b_out / b_sum[:, None]
     tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=m_g[:, None] & m_e[None, :])
 
@@ -252,6 +263,7 @@ def linformer_step_kernel(
     stride_vb,
     stride_vh,
     stride_cb,
+    stride_ob,
     stride_eh,
     stride_fh,
     stride_bkh,
@@ -302,6 +314,8 @@ def linformer_step_kernel(
         m_k, m_v = m_r[:, None] & m_d[None, :], m_r[:, None] & m_e[None, :]
         b_keys = tl.load(p_keys, mask=m_k, other=0.0) + b_e.to(tl.float32)[:, None] * b_k[None, :]
         b_values = tl.load(p_values, mask=m_v, other=0.0) + b_f.to(tl.float32)[:, None] * b_v[None, :]
+        # As in `linear_step_kernel`.
+        tl.debug_barrier()
         tl.store(p_keys, b_keys, mask=m_k)
         tl.store(p_values, b_values, mask=m_v)
         b_keys, b_values = b_keys * share, b_values * share
@@ -316,30 +330,6 @@ def linformer_step_kernel(
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
         b_out = b_out * b_decay[:, None] + tl.sum(b_p[:, :, None] * b_values[None, :, :], 1)
         b_max = b_top
-    p_row = p_out + (i_b * (HKV * G) + i_kv * G + i_g)[:, None] * E + i_e[None, :]
+    p_row = p_out + i_b * stride_ob + (i_kv * G + i_g)[:, None] * E + i_e[None, :]
     b_out = b_out / b_sum[:, None]
     tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=m_g[:, None] & m_e[None, :])
-
-
-@triton.jit
-def add_norm_kernel(
-    p_x, p_y, p_weight, p_bias, p_sum, p_out, stride_x, stride_y, eps, DIM: tl.constexpr, BLOCK: tl.constexpr
-):
-    """x + y, and its layer norm; one program for each row."""
-    i_row = tl.program_id(0).to(tl.int64)
-    i_d = tl.arange(0, BLOCK)
-    m_d = i_d < DIM
-    b_x = tl.load(p_x + i_row * stride_x + i_d, mask=m_d, other=0.0).to(tl.float32)
-    b_y = tl.load(p_y + i_row * stride_y + i_d, mask=m_d, other=0.0).to(tl.float32)
-    # Rounded before it is normalised, as it is where the two are steps of their own.
-    b_x = (b_x + b_y).to(p_sum.dtype.element_ty)
-    tl.store(p_sum + i_row * DIM + i_d, b_x, mask=m_d)
-    b_x = b_x.to(tl.float32)
-    mean = tl.sum(b_x, 0) / DIM
-    b_x = tl.where(m_d, b_x - mean, 0.0)
-    b_x = b_x * tl.rsqrt(tl.sum(b_x * b_x, 0) / DIM + eps)
-    if p_weight is not None:
-        b_x *= tl.load(p_weight + i_d, mask=m_d, other=0.0).to(tl.float32)
-    if p_bias is not None:
-        b_x += tl.load(p_bias + i_d, mask=m_d, other=0.0).to(tl.float32)
-    tl.store(p_out + i_row * DIM + i_d, b_x.to(p_out.dtype.element_ty), mask=m_d)

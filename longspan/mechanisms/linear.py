@@ -184,17 +184,23 @@ class LinearAttention(Mechanism):
         return self._scaled(out.to(q.dtype)), self._write(state, k, v, lengths)
 
     def step_(
-        self, state: State, q: Tensor, k: Tensor, v: Tensor, turn: Turn | Sequence[Turn | None] | None = None
+        self,
+        state: State,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        turn: Turn | Sequence[Turn | None] | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         assert isinstance(state, LinearState)
         assert turn is None or isinstance(turn, Turn)
         phi = self.feature_map
         if not isinstance(phi, FusedMap) or phi.epsilon or self.blind_spot > 1:
-            return super().step_(state, q, k, v, turn)
-        out = linear_step_(
-            q, k, v, state.sums, feature_map=phi.kind, weight=phi.weight, normalise=self.normalise, turn=turn
+            return super().step_(state, q, k, v, turn, out)
+        found = linear_step_(
+            q, k, v, state.sums, feature_map=phi.kind, weight=phi.weight, normalise=self.normalise, turn=turn, out=out
         )
-        return self._scaled(out), state
+        return found if self.output_scale == 1 else found.mul_(self.output_scale), state
 
     def _from_sums(self, q: Tensor, sums: Sums, total: Tensor | None) -> Tensor:
         constant = None if total is None else self.feature_map.epsilon * total

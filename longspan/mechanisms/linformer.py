@@ -284,18 +284,24 @@ class LinformerAttention(Mechanism):
         return self._from_rows(q, k, v, self.keys.live_under(key_mask), reach)
 
     def step_(
-        self, state: State, q: Tensor, k: Tensor, v: Tensor, turn: Turn | Sequence[Turn | None] | None = None
+        self,
+        state: State,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        turn: Turn | Sequence[Turn | None] | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         assert isinstance(state, LinformerState)
         # A convolution's rows come alive one after the other.
         plain = self.keys.kind == "convolution" or (self.training and self.dropout > 0)
         if plain or why_plain(q, k, v, state.k, state.v) is not None or max(self.head_dim, self.value_dim) > 256:
-            return super().step_(state, q, k, v, turn)
+            return super().step_(state, q, k, v, turn, out)
         assert turn is None or isinstance(turn, Turn)
         pair = self.keys, self.values
         tables, biases = tuple(p.table for p in pair), tuple(p.bias for p in pair)
         held = tables, biases, state.k, state.v
-        return backend.step_kernels().linformer(q, k, v, turn, state.length, *held, self.keys.periodic), state
+        return backend.step_kernels().linformer(q, k, v, turn, state.length, *held, self.keys.periodic, out), state
 
     def _read(self, state: State, q: Tensor) -> Tensor:
         assert isinstance(state, LinformerState)

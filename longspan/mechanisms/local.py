@@ -14,7 +14,7 @@ from longspan.mechanism import Mechanism, State
 from longspan.ops import backend
 from longspan.ops.local import Bias, Window, table_bias, turn, windowed
 from longspan.ops.sdpa import attend
-from longspan.ops.step import Turn, turned, why_plain
+from longspan.ops.step import Turn, placed, turned, why_plain
 from longspan.rows import Packing
 
 
@@ -137,19 +137,25 @@ class LocalAttention(Mechanism):
         return self._windowed(q, self._key(k), v, self.window, bounds=packing.bounds(q.shape[1]))
 
     def step_(
-        self, state: State, q: Tensor, k: Tensor, v: Tensor, turn: Turn | Sequence[Turn | None] | None = None
+        self,
+        state: State,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        turn: Turn | Sequence[Turn | None] | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         assert isinstance(state, LocalState)
         assert turn is None or isinstance(turn, Turn)
         special = self._dropout or self.query_offset or self.bias is not None or self.xpos is not None
         if special or not self._fused(q, k, v) or why_plain(q, k, v, state.k, state.v) is not None:
             if special or self.window.size or self.window.alone or q.device.type != "cpu":
-                return super().step_(state, q, k, v, turn)
+                return super().step_(state, q, k, v, turn, out)
             q, k = turned(turn, q, k)
-            return self._step_exact(state, q, k, v), state
+            return placed(self._step_exact(state, q, k, v), out), state
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         kernels, held = backend.step_kernels(), (state.length, state.k, state.v)
-        return kernels.local(q, k, v, turn, *held, self.window, scale), state
+        return kernels.local(q, k, v, turn, *held, self.window, scale, out), state
 
     def _step_exact(self, state: LocalState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """A token in its slot of the ring, and its query over the slots that are filled: the window is the ring."""

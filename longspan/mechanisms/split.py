@@ -115,13 +115,23 @@ class SplitAttention(Mechanism):
         return torch.cat(outs, 2), SplitState(after[0].length, after)
 
     def step_(
-        self, state: State, q: Tensor, k: Tensor, v: Tensor, turn: Turn | Sequence[Turn | None] | None = None
+        self,
+        state: State,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        turn: Turn | Sequence[Turn | None] | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, SplitState]:
         turns = [turn] * len(self.sizes) if turn is None or isinstance(turn, Turn) else turn
-        held = zip(self._mechanisms(), self._states(state), turns, strict=True)
+        # On a GPU parts put their answers side by side themselves; elsewhere one call more is less than one a part.
+        room = q.new_empty(*q.shape[:3], self.value_dim) if q.is_cuda and out is None else out
+        rooms = [None] * len(self.sizes) if room is None else room.split(self.sizes, 2)
+        held = zip(self._mechanisms(), self._states(state), turns, rooms, strict=True)
         parts = zip(held, self._queries(q), self._keys(k), self._keys(v), strict=True)
-        results = [part.step_(own, q, k, v, turn) for (part, own, turn), q, k, v in parts]
-        return torch.cat([out for out, _ in results], 2), SplitState(state.length, tuple(own for _, own in results))
+        results = [part.step_(own, q, k, v, turn, there) for (part, own, turn, there), q, k, v in parts]
+        found = torch.cat([found for found, _ in results], 2) if room is None else room
+        return found, SplitState(state.length, tuple(own for _, own in results))
 
     def _write(self, state: State, k: Tensor, v: Tensor, lengths: Tensor | None) -> SplitState:
         parts = zip(self._mechanisms(), self._states(state), self._keys(k), self._keys(v), strict=True)
