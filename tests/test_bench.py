@@ -83,9 +83,11 @@ def test_command_without_peers(tmp_path: Path) -> None:
         ("--memory-limit -1", "positive number of GB, got -1"),
         ("--heads none", "--heads"),
         ("--lenghts 64", "--lengths"),
-        ("sing", "unknown subject 'sing'; there is mechanisms, train, generate"),
+        ("sing", "unknown subject 'sing'; there is mechanisms, layers, train, generate"),
         ("train --bidirectional", "measures causal models"),
-        ("generate --compile", "--compile is for bench train"),
+        ("generate --compile", "--compile is for bench layers and bench train"),
+        ("mechanisms --compile", "--compile is for bench layers and bench train"),
+        ("layers --mechanisms softmax", "there is linear, performer, local, linformer"),
         ("train --mechanisms split", "there is linear, performer, local, linformer, softmax"),
     ],
 )

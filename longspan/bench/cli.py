@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from longspan.bench.layers import LAYERS, layers
 from longspan.bench.machine import commit, cores, machine, versions
 from longspan.bench.measuring import Case, Effort, Subject, compare
 from longspan.bench.memory import available_gb
@@ -27,6 +28,7 @@ _BROKEN = ("wrong", "error", "crashed")  # Running out of memory or time is a re
 
 _INPUTS = {
     "mechanisms": "standard normal q, k, v; forward without gradients; gradients to q, k, v and parameters",
+    "layers": "standard normal x; forward without gradients; gradients to x and parameters, of the dtype of x",
     "train": "random bytes; loss, backward and AdamW; half precision by autocast",
     "generate": "random bytes; greedy tokens after a prompt of so many; the older packages read it again for each",
 }
@@ -36,17 +38,19 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(help=f"mechanisms, or whole models: {', '.join(TASKS)}.")] = "mechanisms",
+    what: Annotated[
+        str, typer.Argument(help=f"mechanisms, layers around them, or whole models: {', '.join(TASKS)}.")
+    ] = "mechanisms",
     mechanisms: Annotated[
-        str, typer.Option(help="Mechanisms, separated by commas.")
-    ] = "linear,performer,local,linformer,softmax",
+        str | None, typer.Option(help="Mechanisms, separated by commas. By default those that have peers.")
+    ] = None,
     lengths: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "8192,65536",
     heads: Annotated[int, typer.Option(min=1)] = 8,
     head_dim: Annotated[int, typer.Option(min=1)] = 64,
     batch: Annotated[int, typer.Option(min=1)] = 1,
     depth: Annotated[int, typer.Option(min=1, help="Layers of a model.")] = 6,
     compiled: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Our training step by torch.compile.")
+        bool, typer.Option("--compile/--no-compile", help="Our layer or training step by torch.compile.")
     ] = False,
     causal: Annotated[bool, typer.Option("--causal/--bidirectional")] = True,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(_DTYPES)}.")] = "float32",
@@ -55,26 +59,31 @@ def bench(
         float | None,
         typer.Option(help="GB that a measurement may allocate. By default most of what is free; on CUDA no limit."),
     ] = None,
-    with_peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the older packages too.")] = True,
+    with_peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Measure PyTorch's own and other packages too.")
+    ] = True,
     rounds: Annotated[int, typer.Option(min=1, help="Processes per row; rows take turns.")] = 3,
     repeats: Annotated[int | None, typer.Option(min=1, help="Samples per process: 5 by default, 30 on CUDA.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="By default the cores there are.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds after which a measurement is given up.")] = 900.0,
     out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("runs/bench.json"),
 ) -> None:
-    """Times mechanisms and the older packages in one run: forward, forward + backward, peak memory.
+    """Times mechanisms and their peers in one run: forward, forward + backward, peak memory.
 
-    `train` times a training step of a whole model, `generate` reading a prompt of --lengths tokens and each token
-    after it. Each measurement is a process of its own, after a check that what it computes is right.
+    `layers` times the older packages' layers and longspan in their place, `train` a training step of a whole model,
+    `generate` reading a prompt of --lengths tokens and each token after it. Each measurement is a process of its own,
+    after a check that what it computes is right.
     """
     try:
-        choose("subject", what, ("mechanisms", *TASKS))
-        known = names() if what == "mechanisms" else MODELS
-        chosen = [choose("mechanism", name, known) for name in _parts(mechanisms)]
-        if what != "mechanisms" and not causal:
+        choose("subject", what, _INPUTS)
+        with_layers = dict.fromkeys(layer.mechanism for layer in LAYERS.values())
+        known = {"mechanisms": names(), "layers": with_layers}.get(what, MODELS)
+        default = with_layers if what == "layers" else MODELS
+        chosen = [choose("mechanism", name, known) for name in (default if mechanisms is None else _parts(mechanisms))]
+        if what in TASKS and not causal:
             raise ValueError(f"bench {what} measures causal models: leave out --bidirectional")
-        if compiled and what != "train":
-            raise ValueError("--compile is for bench train")
+        if compiled and what not in ("layers", "train"):
+            raise ValueError("--compile is for bench layers and bench train")
         wanted = _lengths(lengths)
         choose("dtype", dtype, _DTYPES)
         choose("device", device, _DEVICES)
@@ -98,8 +107,9 @@ def bench(
         threads=threads or cores(),
         memory_limit=memory_limit,
     )
-    layers = 1 if what == "mechanisms" else depth
-    cases = [Case(length, batch, heads, head_dim, causal, dtype, device, layers) for length in wanted]
+    cases = [
+        Case(length, batch, heads, head_dim, causal, dtype, device, depth if what in TASKS else 1) for length in wanted
+    ]
     about: dict[str, Any] = {
         "format": 1,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -114,7 +124,12 @@ def bench(
     load = about["machine"]["load"] or 0.0
     if load > cores() / 2:
         print(f"this machine is busy (load {load:g} on {cores()} cores): times will be noisy", file=sys.stderr)
-    plan = [(name, case, _subjects(what, name, case, compiled, with_peers)) for name in chosen for case in cases]
+    plan = [
+        (name, case, subjects)
+        for name in chosen
+        for case in cases
+        for subjects in _groups(what, name, case, compiled, with_peers)
+    ]
     groups = _run(plan, effort, out, about)
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(_title(about, cases[0]), highlight=False)
@@ -141,11 +156,13 @@ def main() -> None:
         _fail(f"{error.format_message().rstrip('.')}; see --help")
 
 
-def _subjects(what: str, name: str, case: Case, compiled: bool, with_peers: bool) -> list[Subject]:
-    """Ours, and then the peers, of one mechanism."""
+def _groups(what: str, name: str, case: Case, compiled: bool, with_peers: bool) -> list[list[Subject]]:
+    """Ours, and then the peers, of one mechanism; ratios refer to the first of each list."""
     if what == "mechanisms":
-        return [*ours(name), *(peers(name, case) if with_peers else [])]
-    return [*our_models(name, what, compiled), *(their_models(name, what) if with_peers else [])]
+        return [[*ours(name), *(peers(name, case) if with_peers else [])]]
+    if what == "layers":
+        return layers(name, compiled, with_peers)
+    return [[*our_models(name, what, compiled), *(their_models(name, what) if with_peers else [])]]
 
 
 def _run(plan: list[tuple[str, Case, list[Subject]]], effort: Effort, out: Path, about: dict[str, Any]) -> list[Group]:
@@ -175,7 +192,7 @@ def _title(about: dict[str, Any], case: Case) -> str:
     where = about["machine"]["gpu"]["name"] if about["machine"]["gpu"] else about["machine"]["cpu"]
     mode = "causal" if case.causal else "bidirectional"
     sizes = f"batch {case.batch_size}, {case.num_heads} heads of {case.head_dim}, {case.dtype}, {mode}"
-    sizes += f", {case.depth} layers" if about["arguments"]["what"] != "mechanisms" else ""
+    sizes += f", {case.depth} layers" if about["arguments"]["what"] in TASKS else ""
     return f"{sizes}; {where}, threads: {about['effort']['threads']}, torch {about['versions']['torch']}"
 
 

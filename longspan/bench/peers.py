@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
@@ -32,6 +32,7 @@ class Peer(nn.Module, ABC):
     package: ClassVar[str]
     mode: ClassVar[bool | None] = None  # True: measured in causal runs only; False: in bidirectional ones
     not_causal: ClassVar[str] = ""  # why it cannot be measured causally
+    not_on_cpu: ClassVar[str] = ""  # why it is measured on CUDA only
     tolerance: ClassVar[float] = 1e-4
 
     @abstractmethod
@@ -105,6 +106,30 @@ class BlindSpot64(BlindSpot1):
     options: ClassVar[dict[str, Any]] = {"blind_spot": 64, "first_bucket": "zero"}
 
 
+class FlashLinearAttention(Peer):
+    """Its chunked linear attention; the feature maps stand outside of its kernel."""
+
+    mechanism, package = "linear", "flash-linear-attention"
+    mode = True
+    not_on_cpu = "flash-linear-attention has no CPU path"
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.attend = import_module("fla.ops.linear_attn").chunk_linear_attn
+
+    def arrange(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        return [q, k, v]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend(q.softmax(-1), k.exp(), v, normalize=True)[0]
+
+    def restore(self, out: Tensor) -> Tensor:
+        return out
+
+    def twin(self, case: Case) -> Mechanism:
+        return build_mechanism("linear", case.num_heads, case.head_dim, feature_map="softmax")
+
+
 class PerformerPytorch(Peer):
     mechanism, package = "performer", "performer-pytorch"
     tolerance = 1e-3  # Its causal form adds a second epsilon, 1e-6, to the sum of keys.
@@ -147,6 +172,32 @@ class LocalAttention(Peer):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.attention(q, k, v)
+
+    def twin(self, case: Case) -> Mechanism:
+        return build_mechanism("local", case.num_heads, case.head_dim, window=257)
+
+
+class FlexAttention(Peer):
+    """A sliding window by FlexAttention, compiled; its block mask is made beforehand."""
+
+    mechanism, package = "local", "torch"
+    not_on_cpu = "FlexAttention's kernels are for CUDA; elsewhere it makes all n² scores"
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        flex = import_module("torch.nn.attention.flex_attention")
+
+        def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (i >= j) & (i - j < 257) if case.causal else (i - j).abs() < 257
+
+        compiled = case.device == "cuda"
+        # Not compiled, making the mask takes all n² of it.
+        make = torch.compile(flex.create_block_mask) if compiled else flex.create_block_mask
+        self.mask = make(sees, None, None, case.length, case.length, device=case.device)
+        self.attend = torch.compile(flex.flex_attention, dynamic=False) if compiled else flex.flex_attention
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend(q, k, v, block_mask=self.mask)
 
     def twin(self, case: Case) -> Mechanism:
         return build_mechanism("local", case.num_heads, case.head_dim, window=257)
@@ -252,8 +303,10 @@ PEERS: dict[str, type[Peer]] = {
     "linear-attention-transformer": LinearAttentionTransformer,
     "linear-attention-transformer, blind spot 64": BlindSpot64,
     "linear-attention-transformer, blind spot 1": BlindSpot1,
+    "flash-linear-attention, softmax map": FlashLinearAttention,
     "performer-pytorch, 256 features": PerformerPytorch,
     "local-attention, 257 keys": LocalAttention,
+    "FlexAttention, 257 keys": FlexAttention,
     "linformer, k 256": Linformer,
     "linformer-pytorch, k 256": LinformerPytorch,
     "PyTorch SDPA": Sdpa,
@@ -272,8 +325,10 @@ class Theirs(Subject):
         peer = PEERS[self.name]
         if case.causal and peer.not_causal:
             return "not supported", peer.not_causal
+        if case.device == "cpu" and peer.not_on_cpu:
+            return "not supported", peer.not_on_cpu
         if installed_version(peer.package) is None:
-            return "not installed", f"{peer.package} is not installed: pip install 'longspan[parity]'"
+            return "not installed", not_installed(peer.package)
         return None
 
     def work(self, case: Case) -> Work:
@@ -284,7 +339,7 @@ class Theirs(Subject):
 
     def check(self, case: Case) -> Check:
         """Its output in float32 against our mechanism in float64, with its weights."""
-        case = small(case)
+        case = small(replace(case, dtype="float32"))
         peer = PEERS[self.name](case)
         twin = peer.twin(case).double().eval().to(case.device)
         peer = peer.to(case.device)
@@ -301,6 +356,12 @@ def peers(mechanism: str, case: Case) -> list[Theirs]:
     return [
         Theirs(name) for name, peer in PEERS.items() if peer.mechanism == mechanism and peer.mode in (None, case.causal)
     ]
+
+
+def not_installed(package: str) -> str:
+    """What to do about a package that is not there."""
+    extra = package if package == "flash-linear-attention" else "'longspan[parity]'"
+    return f"{package} is not installed: pip install {extra}"
 
 
 def installed_version(package: str) -> str | None:

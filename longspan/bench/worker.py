@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from longspan.bench.clock import cpu_ms, cuda_ms
 from longspan.bench.measuring import Case, Effort, Run, Step, Subject, one_line, out_of_memory
 from longspan.bench.memory import PeakMemory, limit_memory, release_freed
 
@@ -79,35 +80,22 @@ def _alone(step: Step) -> Sequence[Tensor]:
 
 
 def _samples(step: Callable[[], Sequence[Tensor]], device: str, effort: Effort) -> list[float]:
-    clock = _cuda_ms if device == "cuda" else _cpu_ms
-    begun = time.perf_counter()
+    once: Callable[[Callable[[], Sequence[Tensor]]], object] = (
+        partial(cuda_ms, repeats=1) if device == "cuda" else cpu_ms
+    )
+    begun, took = time.perf_counter(), 0.0
     for _ in range(_WARM_UP[device]):
         if time.perf_counter() - begun < effort.seconds:
-            clock(step)
+            took = -time.perf_counter()
+            once(step)
+            took += time.perf_counter()
+    if device == "cuda":
+        return cuda_ms(step, max(1, min(effort.repeats, int(effort.seconds / took))))
     samples: list[float] = []
     begun = time.perf_counter()
     while len(samples) < effort.repeats and (not samples or time.perf_counter() - begun < effort.seconds):
-        samples.append(clock(step))
+        samples.append(cpu_ms(step))
     return samples
-
-
-def _cpu_ms(step: Callable[[], Sequence[Tensor]]) -> float:
-    begun = time.perf_counter()
-    made = step()
-    took = time.perf_counter() - begun
-    del made
-    return took * 1e3
-
-
-def _cuda_ms(step: Callable[[], Sequence[Tensor]]) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    begin.record()
-    made = step()
-    end.record()
-    torch.cuda.synchronize()
-    del made
-    return begin.elapsed_time(end)
 
 
 if __name__ == "__main__":
