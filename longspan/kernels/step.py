@@ -171,19 +171,18 @@ def project(
             grid = -(-N // BN) + -(-N_other // BN)
             map_vector_kernel[(grid,)](*given, **sizes, BK=BK, BN=BN, num_warps=4)
             return out
-        halves = x.dtype != torch.float32
-        BB = 16 if B <= 16 else 32 if N + N_other <= 1024 or not halves else 64
-        BN = 64 if BB == 64 else 32
-        grid = -(-N // BN) + -(-N_other // BN)
-        map_rows_kernel[(grid, -(-B // BB))](
+        # As much of a row at a time as fits: then loads do not wait for one another.
+        wide = N + N_other > 1024 and x.dtype != torch.float32
+        BB, BN = 16 if B <= 16 else 64 if wide else 32, 64 if wide else 32
+        map_rows_kernel[(-(-N // BN) + -(-N_other // BN), -(-B // BB))](
             *(*given, B, x.stride(0), 0 if add is None else add.stride(0)),
             **sizes,
             BB=BB,
-            BK=max(16, min(BK, 128 if halves and BB < 64 else 64 if halves else 32)),
+            BK=max(16, min(BK, 32 if x.dtype == torch.float32 else 512)),
             BN=BN,
-            PRECISION="tf32" if halves else "ieee",
-            num_warps=4,
-            num_stages=4 if halves else 2,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            num_warps=8 if BB == 64 else 4,
+            num_stages=3,
         )
     return out
 

@@ -31,6 +31,17 @@ def finished(b_y, p_add, m_y, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def bias_of(p_bias, p_other_bias, i_n, m_n, first):
+    """Of the first map or of the other, either of which may have none."""
+    b_bias = tl.zeros(i_n.shape, tl.float32)
+    if p_bias is not None:
+        b_bias += tl.load(p_bias + i_n, mask=m_n & first, other=0.0).to(tl.float32)
+    if p_other_bias is not None:
+        b_bias += tl.load(p_other_bias + i_n, mask=m_n & (not first), other=0.0).to(tl.float32)
+    return b_bias
+
+
+@triton.jit
 def map_vector_kernel(
     p_x,
     p_weight,
@@ -58,7 +69,7 @@ def map_vector_kernel(
     rows, column = N, 0
     if p_other is not None:
         if pid >= first:
-            p_weight, p_bias = p_other, p_other_bias
+            p_weight = p_other
             rows, column, pid = N_OTHER, N, pid - first
     i_n += pid * BN
     m_n = i_n < rows
@@ -76,8 +87,7 @@ def map_vector_kernel(
             b_n += tl.load(p_shift + i_k, mask=m_k, other=0.0).to(tl.float32)
         b_x = b_n.to(b_x.dtype)
     b_y = tl.sum(b_w.to(tl.float32) * b_x.to(tl.float32)[None, :], 1)
-    if p_bias is not None:
-        b_y += tl.load(p_bias + i_n, mask=m_n, other=0.0).to(tl.float32)
+    b_y += bias_of(p_bias, p_other_bias, i_n, m_n, column == 0)
     if p_add is not None:
         p_add += i_n
     b_y = finished(b_y, p_add, m_n, p_out.dtype.element_ty, ACTIVATION)
@@ -118,7 +128,7 @@ def map_rows_kernel(
     rows, column = N, 0
     if p_other is not None:
         if pid >= first:
-            p_weight, p_bias = p_other, p_other_bias
+            p_weight = p_other
             rows, column, pid = N_OTHER, N, pid - first
     i_n += pid * BN
     m_n = i_n < rows
@@ -149,8 +159,7 @@ def map_rows_kernel(
                 b_n += tl.load(p_shift + k_0 + i_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
             b_x = tl.where(m_k[None, :], b_n, 0.0).to(b_x.dtype)
         b_y = tl.dot(b_x, tl.trans(b_w), b_y, input_precision=PRECISION)
-    if p_bias is not None:
-        b_y += tl.load(p_bias + i_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    b_y += bias_of(p_bias, p_other_bias, i_n, m_n, column == 0)[None, :]
     m_y = m_b[:, None] & m_n[None, :]
     if p_add is not None:
         p_add += i_b[:, None] * stride_add + i_n[None, :]
