@@ -1,0 +1,138 @@
+"""Linformer on one GPU: checked first, then timed beside the older packages' layers, with the same weights and options.
+
+    python benchmarks/gpu_linformer.py results.json
+
+Layers bidirectionally, of bfloat16 and by autocast; the mechanism causally, which no package has. All in one process,
+by the subjects and the clock of `longspan bench`; the kernels of one step of ours stand beside its times, and those
+replayed from a CUDA graph, which leaves the launches out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from longspan.bench.clock import cuda_ms
+from longspan.bench.layers import LAYERS, OurLayer, TheirLayer
+from longspan.bench.machine import commit, machine, versions
+from longspan.bench.measuring import Case, Effort, Row, Run, Step, Subject, one_line
+from longspan.bench.ours import Ours
+from longspan.bench.report import Group, save
+from longspan.bench.worker import take
+
+SHAPES = [(1, 65536), (4, 4096)]
+EFFORT = Effort(rounds=1, repeats=20, seconds=4)
+ATTENTION, WITH_FEED_FORWARD = (name for name, layer in LAYERS.items() if layer.mechanism == "linformer")
+# Forward and forward + backward ms at 1 × 65536 in bfloat16.
+TARGETS = {ATTENTION: (0.29, 0.91), WITH_FEED_FORWARD: (1.0, 3.8)}
+
+
+class Nothing(ModuleType):
+    """In the place of matplotlib, which linformer-pytorch imports with everything else."""
+
+    def __getattr__(self, name: str) -> Any:
+        return Nothing(name)
+
+
+def without_matplotlib() -> None:
+    try:
+        import matplotlib.pyplot  # noqa: F401
+    except ImportError:
+        sys.modules.update({name: Nothing(name) for name in ("matplotlib", "matplotlib.pyplot", "matplotlib.colors")})
+
+
+def subjects(name: str, autocast: bool) -> list[Subject]:
+    return [OurLayer(f"longspan for {name}", name, autocast=autocast), TheirLayer(name, name, autocast)]
+
+
+def run(subject: Subject, case: Case) -> Run:
+    unfit = subject.unfit(case)
+    if unfit is not None:
+        return Run(*unfit)
+    try:
+        return take(subject, case, EFFORT)
+    except Exception as error:
+        return Run("error", one_line(error))
+
+
+def replayed(step: Step) -> float:
+    """Milliseconds of a step replayed from a CUDA graph."""
+
+    def call() -> None:
+        with torch.set_grad_enabled(step.gradients):
+            step.call()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return median(cuda_ms(graph.replay, EFFORT.repeats))
+
+
+def kernels(call: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of each kernel of one call, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+    found = {event.key[:100]: event.device_time_total / 3e3 for event in profile.key_averages()}
+    return {key: ms for key, ms in sorted(found.items(), key=lambda pair: -pair[1])[:16] if ms > 1e-3}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="where to write the JSON")
+    path = parser.parse_args().results
+    without_matplotlib()
+    groups: list[Group] = []
+    about: dict[str, Any] = {
+        "machine": machine("cuda"),
+        "versions": versions(),
+        "commit": commit(),
+        "targets_ms": {name: {"forward": pair[0], "forward_backward": pair[1]} for name, pair in TARGETS.items()},
+        "replayed_ms": {},
+        "kernels_ms": {},
+    }
+    causal = Case(SHAPES[0][1], dtype="bfloat16", device="cuda")
+    plan: list[tuple[str, Case, list[Subject]]] = [
+        ("mechanism, causal", causal, [Ours("linformer, rank 256", "linformer")]),
+        ("mechanism, bidirectional", replace(causal, causal=False), [Ours("linformer, rank 256", "linformer")]),
+    ]
+    for B, n in SHAPES:
+        case = Case(n, B, causal=False, dtype="bfloat16", device="cuda")
+        for name in TARGETS:
+            plan += [(f"{name}, {how}", case, subjects(name, how == "autocast")) for how in ("bfloat16", "autocast")]
+    for title, case, rivals in plan:
+        group = Group(title, case, [Row(subject, case, [run(subject, case)]) for subject in rivals])
+        groups.append(group)
+        place = f"{title}, {case.batch_size} × {case.length}"
+        work = rivals[0].work(case)
+        with contextlib.suppress(RuntimeError):  # What cannot be captured has no such time.
+            about["replayed_ms"][place] = {name: replayed(step) for name, step in work.items()}
+        about["kernels_ms"][place] = kernels(work["forward_backward"].call)
+        del work
+        save(path, groups, about)
+        for row in group.rows:
+            times = " / ".join(f"{row.ms(step):.3f}" for step in row.steps) if row.failure is None else row.failure
+            print(f"{place:<90}{row.subject.package:<20}{times}", flush=True)
+        print(f"{'replayed':>100}", about["replayed_ms"].get(place), flush=True)
+    for place, found in about["kernels_ms"].items():
+        if f"× {SHAPES[0][1]}" in place and "autocast" not in place:
+            print(place, *(f"  {ms:.4f} {key}" for key, ms in found.items()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
