@@ -80,22 +80,16 @@ def _alone(step: Step) -> Sequence[Tensor]:
 
 
 def _samples(step: Callable[[], Sequence[Tensor]], device: str, effort: Effort) -> list[float]:
-    once: Callable[[Callable[[], Sequence[Tensor]]], object] = (
-        partial(cuda_ms, repeats=1) if device == "cuda" else cpu_ms
-    )
+    def some(repeats: int) -> list[float]:
+        return cuda_ms(step, repeats) if device == "cuda" else [cpu_ms(step) for _ in range(repeats)]
+
     begun, took = time.perf_counter(), 0.0
-    for _ in range(_WARM_UP[device]):
-        if time.perf_counter() - begun < effort.seconds:
-            took = -time.perf_counter()
-            once(step)
-            took += time.perf_counter()
-    if device == "cuda":
-        return cuda_ms(step, max(1, min(effort.repeats, int(effort.seconds / took))))
-    samples: list[float] = []
-    begun = time.perf_counter()
-    while len(samples) < effort.repeats and (not samples or time.perf_counter() - begun < effort.seconds):
-        samples.append(cpu_ms(step))
-    return samples
+    for number in range(_WARM_UP[device]):
+        started = time.perf_counter()
+        if number == 0 or started - begun < effort.seconds:
+            some(1)
+            took = time.perf_counter() - started
+    return some(max(1, min(effort.repeats, int(effort.seconds / took))))
 
 
 if __name__ == "__main__":
