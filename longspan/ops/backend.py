@@ -78,6 +78,51 @@ def why_unsupported_local(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False
     return None
 
 
+def why_plain_bidirectional(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, epsilon: float = 0.0) -> str | None:
+    """Why bidirectional linear attention of these arguments runs in plain PyTorch; None where the kernels take them."""
+    if not q.is_cuda:
+        return f"the tensors are on {q.device.type}; the kernels need CUDA"
+    return _missing(q.device) or why_unsupported_bidirectional(q, k, v, weight, epsilon)
+
+
+def why_unsupported_bidirectional(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, epsilon: float = 0.0
+) -> str | None:
+    """What about the arguments themselves the kernels do not do; None where there is nothing."""
+    if epsilon:
+        return f"an epsilon ({epsilon}) added to the features"
+    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in DTYPES:
+        found = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
+        return f"q, k and v are {found}; the kernels take one dtype of bfloat16, float16, float32"
+    D, M, E = q.shape[3], q.shape[3] if weight is None else weight.shape[0], v.shape[3]
+    if max(D, M, E) > LARGEST:
+        return f"head, feature or value dimension ({D}, {M}, {E}) is over {LARGEST}"
+    # A projection stays on the chip as long as a program runs, padded to powers of two; float32 takes twice the room.
+    room = 32768 if q.dtype == torch.bfloat16 else 16384
+    if weight is not None and room < 1 << ((int(D) - 1).bit_length() + (int(M) - 1).bit_length()):
+        return f"a projection of {M} × {D} numbers, padded, is over {room}"
+    if not q.numel() or not v.numel():
+        return "an empty tensor"
+    return None
+
+
+def at_once(q: Tensor) -> bool:
+    """Whether nobody watches operations go by: then calling the kernels directly saves half of the time on the host."""
+    return (
+        q.is_cuda
+        and type(q) in (Tensor, torch.nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def bidirectional_kernels() -> ModuleType:
+    """The kernels' module, imported on first use."""
+    from longspan.kernels import bidirectional
+
+    return bidirectional
+
+
 def local_kernels() -> ModuleType:
     """The kernels' module, imported on first use."""
     from longspan.kernels import local

@@ -1,0 +1,131 @@
+"""Cases for the Triton kernels of bidirectional linear attention, and their comparison with the plain path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspan.mechanisms.feature_maps import Favor
+from longspan.mechanisms.linear import LinearAttention
+from longspan.ops import backend
+from longspan.rows import Packing
+
+NAMES = ["out", "d_q", "d_k", "d_v"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes are distinct primes where nothing else matters.
+
+    mask: keys at random, none at all in the first row; hidden slots hold NaN. packed: lengths of queries and of keys.
+    """
+
+    B: int = 2
+    T: int = 17
+    S: int = 37
+    H: int = 3
+    Hkv: int = 3
+    D: int = 5
+    E: int = 7
+    feature_map: str = "softmax"
+    normalise: str = "query"
+    num_features: int | None = None
+    mask: bool = False
+    packed: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    size: float = 1.0
+    strided: bool = False
+    weight: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        plain = Case()
+        changed = {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
+        return "-".join(f"{name}={value}" for name, value in changed.items()) or "plain"
+
+
+@dataclass(frozen=True)
+class Given:
+    d_out: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    weight: Tensor | None
+    key_mask: Tensor | None
+    packing: Packing | None
+    key_packing: Packing | None
+
+
+def arguments(case: Case, dtype: torch.dtype, device: str) -> Given:
+    B, T, S = case.B, case.T, case.S
+    packings: list[Packing | None] = [None, None]
+    if case.packed is not None:
+        packings = [Packing.from_lengths(lengths, device) for lengths in case.packed]
+        B, T, S = 1, sum(case.packed[0]), sum(case.packed[1])
+
+    def inputs(tokens: int, heads: int, dim: int) -> Tensor:
+        if case.strided:
+            return torch.randn(B, heads, tokens + 1, dim + 3)[:, :, 1:, :dim].transpose(1, 2).to(device, dtype)
+        return torch.randn(B, tokens, heads, dim).to(device, dtype)
+
+    q, k = inputs(T, case.H, case.D) * case.size, inputs(S, case.Hkv, case.D) * case.size
+    v, d_out = inputs(S, case.Hkv, case.E), inputs(T, case.H, case.E)
+    if case.feature_map == "identity" and case.normalise != "none":
+        q, k = q.abs(), k.abs()  # Features of either sign have normalisers near 0, and nothing near them is exact.
+    weight = torch.randn(case.num_features, case.D).to(device, case.weight) if case.num_features else None
+    key_mask = None
+    if case.mask:
+        key_mask = torch.rand(B, S) < 0.7
+        key_mask[0] = False
+        key_mask = key_mask.to(device)
+        k, v = (x.masked_fill(~key_mask[:, :, None, None], float("nan")) for x in (k, v))
+    return Given(d_out, q, k, v, weight, key_mask, *packings)
+
+
+def mechanism(case: Case, given: Given) -> LinearAttention:
+    feature_map: str | Favor = case.feature_map
+    if given.weight is not None:
+        feature_map = Favor(case.D, len(given.weight), row_norms="sampled", epsilon=0.0)
+        feature_map.projection = given.weight.cpu()
+    return LinearAttention(
+        case.H, case.D, num_kv_heads=case.Hkv, value_dim=case.E, feature_map=feature_map, normalise=case.normalise
+    )
+
+
+def by_plain(case: Case, given: Given, dtype: torch.dtype) -> list[Tensor]:
+    """out and gradients of the plain path, on the CPU, with inputs in this dtype."""
+
+    def there(packing: Packing | None) -> Packing | None:
+        return None if packing is None else Packing(packing.offsets.cpu(), packing.max_length)
+
+    x = [t.cpu().to(dtype).requires_grad_() for t in (given.q, given.k, given.v)]
+    out = mechanism(case, given)(
+        *x,
+        key_mask=None if given.key_mask is None else given.key_mask.cpu(),
+        packing=there(given.packing),
+        key_packing=there(given.key_packing),
+    )
+    return [out, *torch.autograd.grad(out, x, given.d_out.cpu().to(dtype))]
+
+
+def by_kernels(case: Case, given: Given) -> list[Tensor]:
+    kernels = backend.bidirectional_kernels()
+    offsets = [None if packing is None else packing.offsets for packing in (given.packing, given.key_packing)]
+    tensors = given.q, given.k, given.v, given.weight, given.key_mask, *offsets
+    results = kernels.bidirectional_linear(*tensors, case.feature_map, case.normalise)
+    grads = kernels.bidirectional_linear_backward(given.d_out, *results[1:], *tensors, case.feature_map, case.normalise)
+    return [results.out, *grads]
+
+
+def check(case: Case, given: Given, dtype: torch.dtype) -> None:
+    """No further from the float64 truth than twice the plain path in the same dtype, plus an ulp of the largest."""
+    truth = by_plain(case, given, torch.float64)
+    plain = by_plain(case, given, dtype)
+    found = by_kernels(case, given)
+    for name, exact, near, ours in zip(NAMES, truth, plain, found, strict=True):
+        assert ours.shape == exact.shape, name
+        assert ours.dtype == near.dtype, name
+        near, ours = near.double(), ours.cpu().double()
+        allowed = 2 * (near - exact).abs().max().item() + exact.abs().max().item() * torch.finfo(dtype).eps
+        error = (ours - exact).abs().max().item()
+        assert error <= allowed, f"{name}: {error:.3g} from the truth, {allowed:.3g} allowed"

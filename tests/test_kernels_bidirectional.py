@@ -1,0 +1,127 @@
+"""The kernels of bidirectional linear attention under Triton's interpreter, on the CPU, against the plain path."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from bidirectional_cases import Case, arguments, by_kernels, check
+from interpreter import bfloat16  # noqa: F401
+
+from longspan.ops import backend
+
+# Triton decides when it is imported; this module therefore runs again in a process of its own.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_under_the_interpreter starts")
+
+PACKED = (11, 0, 1, 23, 5), (3, 7, 0, 41, 1)
+CASES = [
+    *(Case(feature_map=map, normalise=n) for map in ("elu", "relu") for n in ("query", "feature", "none")),
+    *(Case(feature_map="identity", normalise=n, mask=True) for n in ("query", "feature", "none")),
+    *(Case(normalise=n, **how) for n in ("query", "feature") for how in ({}, {"mask": True}, {"packed": PACKED})),
+    Case(feature_map="elu", mask=True, H=4, Hkv=2),
+    Case(feature_map="elu", packed=PACKED, normalise="feature"),
+    Case(feature_map="favor", num_features=19, H=6, Hkv=2, mask=True),
+    Case(feature_map="favor", num_features=19, packed=PACKED),
+    Case(feature_map="favor", num_features=19, normalise="feature", strided=True),
+    Case(feature_map="favor", num_features=19, weight=torch.bfloat16),
+    Case(T=1, S=2, B=1),
+    Case(T=1, S=1, feature_map="elu", normalise="none"),
+    Case(T=3, S=300, B=1, H=2, Hkv=1, D=16, E=16),
+    Case(T=11, S=7, B=1, H=2, Hkv=1, D=130, E=140),
+    Case(T=11, S=7, B=1, H=2, Hkv=1, D=130, E=140, feature_map="elu", normalise="feature"),
+]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="already inside")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: longspan[triton]")
+def test_under_the_interpreter() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider"],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-5000:]
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of numbers that are then masked
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels(case: Case, dtype: torch.dtype) -> None:
+    if dtype == torch.float16 and CASES.index(case) % 3:
+        pytest.skip("every third case will do")
+    check(case, arguments(case, dtype, "cpu"), dtype)
+
+
+@inside
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bfloat16(case: Case) -> None:
+    check(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("normalise", ["query", "feature"])
+@pytest.mark.parametrize("feature_map", ["softmax", "favor", "elu"])
+def test_large_inputs(feature_map: str, normalise: str) -> None:
+    features = 19 if feature_map == "favor" else None
+    case = Case(feature_map=feature_map, normalise=normalise, size=50, num_features=features)
+    given = arguments(case, torch.float16, "cpu")
+    for result in by_kernels(case, given):
+        assert result.isfinite().all()
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("feature_map", ["softmax", "favor", "elu", "relu"])
+def test_ones_come_back(feature_map: str) -> None:
+    features = 19 if feature_map == "favor" else None
+    case = Case(feature_map=feature_map, size=10, num_features=features)
+    given = arguments(case, torch.float32, "cpu")
+    kernels = backend.bidirectional_kernels()
+    for normalise in ("query", "feature"):
+        if normalise == "feature" and feature_map in ("elu", "relu"):
+            continue  # There weights sum to one over keys, not over a query's features.
+        tensors = given.q, given.k, torch.ones_like(given.v), given.weight, None, None, None
+        out = kernels.bidirectional_linear(*tensors, feature_map, normalise).out
+        torch.testing.assert_close(out, torch.ones_like(out), rtol=1e-5, atol=1e-5)
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("normalise", ["query", "feature"])
+def test_one_key_is_the_answer(normalise: str) -> None:
+    # Its own gradient is 0, a difference of equal numbers: it is as good as those are.
+    given = arguments(Case(S=1, normalise=normalise), torch.float32, "cpu")
+    out, d_q, d_k, d_v = by_kernels(Case(normalise=normalise), given)
+    torch.testing.assert_close(out, given.v.expand_as(out))
+    torch.testing.assert_close(d_v, given.d_out.sum(1, keepdim=True))
+    for gradient in (d_q, d_k):
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-5)
+
+
+def test_reasons() -> None:
+    q = torch.zeros(1, 4, 2, 8)
+    assert backend.why_unsupported_bidirectional(q, q, q, None) is None
+    assert "CUDA" in str(backend.why_plain_bidirectional(q, q, q, None))
+    assert "float64" in str(backend.why_unsupported_bidirectional(q.double(), q, q, None))
+    assert "epsilon (0.1)" in str(backend.why_unsupported_bidirectional(q, q, q, None, 0.1))
+    wide = torch.zeros(1, 4, 2, 257)
+    assert "over 256" in str(backend.why_unsupported_bidirectional(q, q, wide, None))
+    assert "empty" in str(backend.why_unsupported_bidirectional(q[:, :0], q, q, None))
+    large = torch.zeros(1, 4, 2, 129)
+    for dtype, number, fits in ((torch.bfloat16, 128, True), (torch.bfloat16, 129, False), (torch.float32, 128, False)):
+        x = large.to(dtype)
+        why = backend.why_unsupported_bidirectional(x, x, x, torch.zeros(number, 129))
+        assert (why is None) is fits
+        assert fits or "projection" in str(why)
