@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_generate.py results.json
 
-The models are those of `gpu_model.py`, in bfloat16.
+The models are those of `gpu_model.py`, in bfloat16. Beside them, where it can be imported, flash-linear-attention's
+language model of the same size, by its own `generate` with a cache.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, stream
 from longspan.bench.machine import commit, machine, versions
+from longspan.bench.measuring import Case
+from longspan.bench.models import OLDER
 from longspan.generation import prefill
 
 LOCAL = {"mechanism": "local", "window": 256}
@@ -77,11 +80,36 @@ def measure(name: str, long: int) -> dict[str, Any]:
     return row
 
 
+def measure_peer(name: str) -> dict[str, Any]:
+    """An older package's model: what a token takes beyond those before it, prompts of 512."""
+    row: dict[str, Any] = {"model": name}
+    case = Case(device="cuda", dtype="bfloat16", batch_size=1, length=512, num_heads=8, head_dim=64, depth=6)
+    try:
+        older = OLDER[name](case)
+        older.net.to("cuda", torch.bfloat16).eval()
+        for key, rows in (("ms_per_token_after_512", 1), ("batch_tokens_per_second", 256)):
+            prompt = torch.randint(256, (rows, 512), device="cuda")
+            found = []
+            with torch.no_grad():
+                for number in (8, 8, 32):
+                    torch.cuda.synchronize()
+                    begun = time.perf_counter()
+                    older.generate(prompt, number)
+                    torch.cuda.synchronize()
+                    found.append(time.perf_counter() - begun)
+            each = (found[2] - found[1]) / 24
+            row[key] = each * 1e3 if rows == 1 else round(rows / each)
+    except Exception as error:  # whatever another package raises: the row says so
+        row["skipped"] = f"{type(error).__name__}: {error}"
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="where to write the JSON")
     parser.add_argument("--long", type=int, default=1_000_000, help="tokens of the long prompt")
     parser.add_argument("--only", nargs="*", default=list(ATTENTIONS), choices=ATTENTIONS)
+    parser.add_argument("--peers", nargs="*", default=["flash-linear-attention"], choices=OLDER)
     options = parser.parse_args()
     torch.manual_seed(0)
     about = {"machine": machine("cuda"), "versions": versions(), "commit": commit()}
@@ -96,6 +124,10 @@ def main() -> None:
             f"{row['batch_tokens_per_second']:>12,}{row['prefill_tokens_per_second']:>12,}",
             flush=True,
         )
+        options.results.write_text(json.dumps({**about, "dtype": "bfloat16", "rows": rows}, indent=1))
+    for name in options.peers:
+        rows.append(measure_peer(name))
+        print(rows[-1], flush=True)
         options.results.write_text(json.dumps({**about, "dtype": "bfloat16", "rows": rows}, indent=1))
 
 

@@ -57,15 +57,21 @@ def generation() -> str:
         [
             [
                 row["model"],
-                f"{row['ms_per_token_after_512']:.3f}",
-                f"{row['ms_per_token_after_1000000']:.3f}",
-                f"{row['batch_tokens_per_second']:,}",
-                f"{row['prefill_tokens_per_second'] / 1e6:.2f} M",
-                f"{row['state_bytes'] / 2**20:.1f} MiB",
+                _given(row, "ms_per_token_after_512", ".3f"),
+                _given(row, "ms_per_token_after_1000000", ".3f"),
+                _given(row, "batch_tokens_per_second", ",.0f"),
+                _given(row, "prefill_tokens_per_second", ".2f", 1e6, " M"),
+                _given(row, "state_bytes", ".1f", 2**20, " MiB"),
             ]
             for row in rows
+            if "skipped" not in row
         ],
     )
+
+
+def _given(row: dict[str, Any], key: str, form: str, unit: float = 1, name: str = "") -> str:
+    """A figure, or a dash for what was not measured."""
+    return format(row[key] / unit, form) + name if key in row else "–"
 
 
 def window() -> str:
@@ -78,6 +84,22 @@ def window() -> str:
     return _table(
         ["causal, 4 · 8 · 8192 · 64, window 256", "forward ms", "forward + backward ms"],
         [[name, f"{times['forward']:.3f}", f"{times['both']:.3f}"] for name, times in peers.items()],
+    )
+
+
+def linformer() -> str:
+    rows = [row for row in _read("h200-linformer")["rows"] if row["mechanism"].endswith(", bfloat16")]
+    return _table(
+        ["bidirectional layer, dim 512, 8 heads", "batch × tokens", "forward ms", "forward + backward ms", "÷ ours"],
+        [
+            [
+                row["name"],
+                f"{row['case']['batch_size']} × {row['case']['length']}",
+                *(f"{row[name]:.2f}" for name in ("forward_ms", "forward_backward_ms")),
+                " / ".join(f"{row['ratios'][name]:.1f}" for name in ("forward_ms", "forward_backward_ms")),
+            ]
+            for row in rows
+        ],
     )
 
 
@@ -97,6 +119,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "generation": generation,
     "window": window,
+    "linformer": linformer,
     "processor": processor,
 }
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from longspan.layers import Attention
+from longspan.mechanism import Mechanism, State
 from longspan.mechanisms.linformer import Projection
 from longspan.memory import Memory
 from longspan.models import LanguageModel
@@ -95,7 +96,10 @@ class Loop:
         # What `step_` does not do goes on by `extend`, which autocast reaches too.
         self._stepping = stack.steps and not torch.is_autocast_enabled(device.type)
         self._capturing = self._stepping and device.type == "cuda"
-        self._state: StackState = stack.joined(memory.state.clone()) if self._stepping else memory.state.clone()
+        self._state: StackState = memory.state.clone()
+        if self._stepping:
+            dtype = next(model.parameters()).dtype
+            self._state = self._through(stack.joined(self._state), lambda own, held: own.opened(held, dtype))
         self._logits, self._recent = memory.logits.clone(), memory.recent.clone()
         self._stop = torch.tensor(list(stop), dtype=torch.int64, device=device)
         self._ended = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -150,7 +154,8 @@ class Loop:
             self._advance()
             self._join()
             self._pending = False
-        return Memory(self._state.clone(), self._logits.clone(), self._recent.clone())
+        state = self._through(self._state.clone(), lambda own, held: own.settled(held))
+        return Memory(state, self._logits.clone(), self._recent.clone())
 
     def _advance(self) -> None:
         if self._stepping:
@@ -189,6 +194,15 @@ class Loop:
             for branch, held in zip(self._model.transformer.stack.branches, self._state.branches, strict=True):
                 if isinstance(branch, Branch) and isinstance(branch.layer, Attention):
                     branch.layer.mechanism._check_state(held.inner[0], self._logits, None)
+
+    def _through(self, state: StackState, change: Callable[[Mechanism, State], State]) -> StackState:
+        """The state with that of every mechanism changed, but for a context's."""
+        branches = []
+        for branch, held in zip(self._model.transformer.stack.branches, state.branches, strict=True):
+            if isinstance(branch, Branch) and isinstance(branch.layer, Attention) and not branch.layer.cross:
+                held = replace(held, inner=tuple(change(branch.layer.mechanism, inner) for inner in held.inner))
+            branches.append(held)
+        return replace(state, branches=tuple(branches))
 
     def _addresses(self) -> dict[str, int]:
         return {name: x.data_ptr() for name, x in self._state.tensors().items()}

@@ -270,6 +270,13 @@ class Mechanism(nn.Module, ABC):
         after = self._write(state, k, v, None)
         return placed(self._read(after, q), out), _kept_in_place(state, after)
 
+    def opened(self, state: State, dtype: torch.dtype) -> State:
+        """The state as a loop of `step_` on inputs of this dtype likes it best; all else takes it when it is settled."""
+        return state
+
+    def settled(self, state: State) -> State:
+        return state
+
     def advance(self) -> None:
         """Called by models once before each training forward, outside anything that is recomputed."""
 

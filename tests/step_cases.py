@@ -52,8 +52,11 @@ def turn(length: Tensor, kind: int) -> Turn | None:
 
 
 @torch.no_grad()
-def compare(name: str, dtype: torch.dtype, device: str, steps: int = 4) -> None:
-    """Step after step beside the plain path in the same dtype and the plain path in float64, by the tolerance rule."""
+def compare(name: str, dtype: torch.dtype, device: str, steps: int = 4, *, opened: bool = False) -> None:
+    """Step after step beside the plain path in the same dtype and the plain path in float64, by the tolerance rule.
+
+    opened: the state is one that a loop has, settled again to be compared.
+    """
     built = mechanism(name, device)
     exact = mechanism(name).double()
     exact.load_state_dict({k: x.double().cpu() for k, x in built.state_dict().items()})
@@ -66,6 +69,9 @@ def compare(name: str, dtype: torch.dtype, device: str, steps: int = 4) -> None:
         states[1] = exact.extend(states[1], *(y.cpu().double() for y in x), key_mask=mask)[1]
     ours, truth = (state._map(lambda x: x.contiguous().clone()) for state in states)
     plain = ours.clone()
+    if opened:
+        ours = built.opened(ours, dtype)
+        assert bool(ours.late) == (CASES[name][0] != "local")
     for i in range(steps):
         q, k, v = inputs(B, 1, dtype, device)
         kind = i % 3
@@ -76,13 +82,14 @@ def compare(name: str, dtype: torch.dtype, device: str, steps: int = 4) -> None:
         angles = turn(truth.length, kind)
         wide = [x.cpu().double() for x in (q, k, v)]
         best, truth = Mechanism.step_(exact, truth, *wide, angles)
+        for state in (ours, plain, truth):
+            state.length.add_(1)
         found = {"out": (out, near, best)}
-        kept = zip(ours.tensors().items(), plain.tensors().values(), truth.tensors().values(), strict=True)
+        held = [state.tensors() for state in (built.settled(ours.clone()), plain, truth)]
+        kept = zip(held[0].items(), held[1].values(), held[2].values(), strict=True)
         found |= {key: (x, y, z) for (key, x), y, z in kept if key != "length"}
         for key, (x, y, z) in found.items():
             allowed = 2 * (y.cpu().double() - z).abs().max().item() + z.abs().max().item() * torch.finfo(dtype).eps
             error = (x.cpu().double() - z).abs().max().item()
             assert x.dtype == y.dtype, key
             assert error <= allowed, f"step {i}, {key}: {error:.3g} from the truth, {allowed:.3g} allowed"
-        for state in (ours, plain, truth):
-            state.length.add_(1)

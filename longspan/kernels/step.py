@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from longspan.kernels.choose_blocks import choose_kernel
+from longspan.kernels.late_blocks import linear_late_kernel, linformer_late_kernel
 from longspan.kernels.step_blocks import linear_step_kernel, linformer_step_kernel, local_step_kernel
 from longspan.kernels.step_maps import map_rows_kernel, map_vector_kernel, turns_kernel
 
@@ -40,29 +41,37 @@ def linear(
     shift: Tensor,
     feature_map: str,
     normalise: str,
+    late: tuple[Tensor, Tensor, Tensor, Tensor] | None,
     out: Tensor | None,
 ) -> Tensor:
-    """As `ops.step.linear_step_`."""
+    """As `ops.step.linear_step_`. late: lengths (B,), then slots of features, values and scales."""
     (_, _, H, D), E, M = q.shape, v.shape[3], z.shape[2]
     out = _room(out, q, E)
     BM = _block(M)
     weight = None if weight is None else weight.contiguous()
+    sizes: dict[str, Any] = {
+        "G": H // z.shape[1],
+        "HKV": z.shape[1],
+        "D": D,
+        "M": M,
+        "E": E,
+        "BD": _block(D),
+        "BM": BM,
+        "BE": min(_block(E), max(16, 16384 // BM)),
+        "MAP": feature_map,
+        "NORMALISE": normalise,
+        "TURN": _kind(turn),
+        "num_warps": 8 if BM * _block(E) > 4096 else 4,
+    }
+    given, strides = (q, k, v, *_angles(turn), weight), _strides(q, k, v, turn, out)
+    grid = (z.shape[0] * z.shape[1],)
     with on_device(q):
-        linear_step_kernel[(z.shape[0] * z.shape[1],)](
-            *(q, k, v, *_angles(turn), weight, kv, z, shift, out, *_strides(q, k, v, turn, out)),
-            G=H // z.shape[1],
-            HKV=z.shape[1],
-            D=D,
-            M=M,
-            E=E,
-            BD=_block(D),
-            BM=BM,
-            BE=min(_block(E), max(16, 16384 // BM)),
-            MAP=feature_map,
-            NORMALISE=normalise,
-            TURN=_kind(turn),
-            num_warps=8 if BM * _block(E) > 4096 else 4,
-        )
+        if late is None:
+            linear_step_kernel[grid](*given, kv, z, shift, out, *strides, **sizes)
+        else:
+            length, *slots = late
+            sizes["LATE"] = slots[0].shape[2]
+            linear_late_kernel[grid](*given, length, kv, z, shift, *slots, out, *strides, **sizes)
     return out
 
 
@@ -117,9 +126,13 @@ def linformer(
     rows_k: Tensor,
     rows_v: Tensor,
     periodic: bool,
+    late: tuple[Tensor, Tensor, Tensor, Tensor] | None,
     out: Tensor | None,
 ) -> Tensor:
-    """The token is added to compressed rows (B, Hkv, R, ·), over which its queries attend."""
+    """The token is added to compressed rows (B, Hkv, R, ·), over which its queries attend.
+
+    late: slots of keys and values, and the rows as they are read.
+    """
     (B, _, H, D), E = q.shape, v.shape[3]
     Hkv, R = rows_k.shape[1:3]
     out = _room(out, q, E)
@@ -127,24 +140,31 @@ def linformer(
     # What is one for all heads has no step from head to head: tables (1 or Hkv, …), biases (R, 1) or (Hkv, R, 1).
     steps = [table.stride(0) if len(table) > 1 else 0 for table in tables]
     steps += [0 if bias is None or bias.ndim == 2 else bias.stride(0) for bias in biases]
+    sizes: dict[str, Any] = {
+        "G": H // Hkv,
+        "HKV": Hkv,
+        "D": D,
+        "E": E,
+        "R": R,
+        "LENGTH": tables[0].shape[1],
+        "PERIODIC": periodic,
+        "BG": BG,
+        "BD": _block(D),
+        "BE": _block(E),
+        "BR": _rows(BG * wide, R),
+        "TURN": _kind(turn),
+        "num_warps": 8,
+    }
+    given = q, k, v, *_angles(turn), length, *tables, *biases, rows_k, rows_v
+    strides = *_strides(q, k, v, turn, out), *steps
     with on_device(q):
-        linformer_step_kernel[(B * Hkv,)](
-            *(q, k, v, *_angles(turn), length, *tables, *biases, rows_k, rows_v, out, D**-0.5),
-            *(*_strides(q, k, v, turn, out), *steps),
-            G=H // Hkv,
-            HKV=Hkv,
-            D=D,
-            E=E,
-            R=R,
-            LENGTH=tables[0].shape[1],
-            PERIODIC=periodic,
-            BG=BG,
-            BD=_block(D),
-            BE=_block(E),
-            BR=_rows(BG * wide, R),
-            TURN=_kind(turn),
-            num_warps=8,
-        )
+        if late is None:
+            linformer_step_kernel[(B * Hkv,)](*given, out, D**-0.5, *strides, **sizes)
+        else:
+            exact = late[0].dtype == torch.float32
+            sizes |= {"LATE": late[0].shape[2], "BG": _block(H // Hkv), "PRECISION": "ieee" if exact else "tf32"}
+            sizes |= {"BR": max(16, min(_rows(wide, R), 32 if exact else 64)), "num_warps": 4}
+            linformer_late_kernel[(B * Hkv,)](*given, *late, out, D**-0.5, *strides, **sizes)
     return out
 
 

@@ -11,6 +11,9 @@ from torch import Tensor
 from longspan.mechanism import FeatureMap, Mechanism, State
 from longspan.mechanisms.choices import choose
 from longspan.mechanisms.feature_maps import FEATURE_MAPS, FusedMap
+from longspan.mechanisms.late import LATE, LateSums, waiting
+from longspan.ops import backend
+from longspan.ops.bidirectional import bidirectional_linear
 from longspan.ops.chunks import FLOOR
 from longspan.ops.linear import (
     Sums,
@@ -22,7 +25,8 @@ from longspan.ops.linear import (
     sum_dtype,
 )
 from longspan.ops.ragged import shift_left, shift_right
-from longspan.ops.step import Turn, linear_step_
+from longspan.ops.step import Late, Turn, linear_step_, why_plain
+from longspan.rows import Packing
 
 
 @dataclass
@@ -36,6 +40,7 @@ class LinearState(State):
     open_kv: Tensor | None = None  # as kv and z, of the bucket that holds the last token; same shift
     open_z: Tensor | None = None
     draw: int = 0  # which of the random features' draws made the sums; always 0 for maps without
+    late: tuple[LateSums, ...] = ()  # in a loop, see `opened`
 
     @property
     def sums(self) -> Sums:
@@ -128,6 +133,8 @@ class LinearAttention(Mechanism):
         return LinearState
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        if self._fused(q, k, v):
+            return self._attend_fused(q, k, v, key_mask=key_mask)
         if self.normalise == "feature":
             weights = self.feature_map.shares(k.to(sum_dtype(k)), key_mask)
             kv = torch.einsum("bshm,bshe->bhme", weights, v.to(weights.dtype))
@@ -137,6 +144,23 @@ class LinearAttention(Mechanism):
         sums = no_sums(q.shape[0], self.num_kv_heads, self.num_features, self.value_dim, f)
         total = self._ones(v, key_mask).sum(1) if self.feature_map.epsilon else None
         return self._from_sums(q, accumulate(sums, f, v, scale), total)
+
+    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, key_packing: Packing) -> Tensor:
+        if self._fused(q, k, v):
+            return self._attend_fused(q, k, v, offsets=packing.offsets, key_offsets=key_packing.offsets)
+        return super()._attend_packed(q, k, v, packing, key_packing)
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        phi = self.feature_map
+        if not isinstance(phi, FusedMap):
+            return False
+        return backend.why_plain_bidirectional(q, k, v, phi.weight, phi.epsilon) is None
+
+    def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, **where: Tensor | None) -> Tensor:
+        phi = self.feature_map
+        assert isinstance(phi, FusedMap)
+        out = bidirectional_linear(q, k, v, feature_map=phi.kind, weight=phi.weight, normalise=self.normalise, **where)
+        return self._scaled(out)
 
     def _read(self, state: State, q: Tensor) -> Tensor:
         assert isinstance(state, LinearState)
@@ -195,12 +219,43 @@ class LinearAttention(Mechanism):
         assert isinstance(state, LinearState)
         assert turn is None or isinstance(turn, Turn)
         phi = self.feature_map
-        if not isinstance(phi, FusedMap) or phi.epsilon or self.blind_spot > 1:
+        if not self._one_step:
             return super().step_(state, q, k, v, turn, out)
+        assert isinstance(phi, FusedMap)
         found = linear_step_(
-            q, k, v, state.sums, feature_map=phi.kind, weight=phi.weight, normalise=self.normalise, turn=turn, out=out
+            *(q, k, v, state.sums),
+            feature_map=phi.kind,
+            weight=phi.weight,
+            normalise=self.normalise,
+            turn=turn,
+            late=next((Late(held.length, held.f, held.v, held.scale) for held in state.late), None),
+            out=out,
         )
         return found if self.output_scale == 1 else found.mul_(self.output_scale), state
+
+    @property
+    def _one_step(self) -> bool:
+        """Whether a step is one operation."""
+        return isinstance(self.feature_map, FusedMap) and not self.feature_map.epsilon and self.blind_spot == 1
+
+    def opened(self, state: State, dtype: torch.dtype) -> State:
+        assert isinstance(state, LinearState)
+        kv, largest = state.kv, max(self.head_dim, self.value_dim, self.num_features)
+        if not self._one_step or why_plain(kv) is not None or largest > backend.LARGEST:
+            return state
+        f, v = (kv.new_zeros(*kv.shape[:2], LATE, dim) for dim in kv.shape[2:])
+        late = LateSums(state.length, f, v.to(dtype), kv.new_full(f.shape[:3], FLOOR))
+        return replace(state, late=(late,))
+
+    def settled(self, state: State) -> State:
+        assert isinstance(state, LinearState)
+        for late in state.late:
+            here = waiting(state.length)[:, None]
+            f, scale = late.f.masked_fill(~here[..., None], 0), late.scale.masked_fill(~here, FLOOR)
+            scaled = None if not self.feature_map.unbounded else scale.transpose(1, 2)
+            sums = accumulate(state.sums, f.transpose(1, 2), late.v.to(f.dtype).transpose(1, 2), scaled)
+            state = replace(_updated(state, state.length, sums, state.total), late=())
+        return state
 
     def _from_sums(self, q: Tensor, sums: Sums, total: Tensor | None) -> Tensor:
         constant = None if total is None else self.feature_map.epsilon * total

@@ -9,7 +9,7 @@ product one with queries p, keys f and values v. Bidirectional attention is the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from longspan.mechanism import Mechanism, State
 from longspan.mechanisms.choices import choose
+from longspan.mechanisms.late import LATE, LateRows, waiting
 from longspan.ops import backend
 from longspan.ops.compress import compress
 from longspan.ops.linear import Sums, causal_linear, sum_dtype
@@ -31,6 +32,7 @@ class LinformerState(State):
 
     k: Tensor  # (B, Hkv, R, D)
     v: Tensor  # (B, Hkv, R, E)
+    late: tuple[LateRows, ...] = ()  # in a loop, see `opened`
 
 
 class Projection(nn.Module):
@@ -293,15 +295,36 @@ class LinformerAttention(Mechanism):
         out: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         assert isinstance(state, LinformerState)
-        # A convolution's rows come alive one after the other.
-        plain = self.keys.kind == "convolution" or (self.training and self.dropout > 0)
-        if plain or why_plain(q, k, v, state.k, state.v) is not None or max(self.head_dim, self.value_dim) > 256:
+        if self._plain or why_plain(q, k, v, state.k, state.v) is not None:
             return super().step_(state, q, k, v, turn, out)
         assert turn is None or isinstance(turn, Turn)
         pair = self.keys, self.values
         tables, biases = tuple(p.table for p in pair), tuple(p.bias for p in pair)
-        held = tables, biases, state.k, state.v
-        return backend.step_kernels().linformer(q, k, v, turn, state.length, *held, self.keys.periodic, out), state
+        held = tables, biases, state.k, state.v, self.keys.periodic
+        late = next(((part.k, part.v, part.short_k, part.short_v) for part in state.late), None)
+        return backend.step_kernels().linformer(q, k, v, turn, state.length, *held, late, out), state
+
+    @property
+    def _plain(self) -> bool:
+        """Whether a step is more than the kernels know; a convolution's rows come alive one after the other."""
+        special = self.keys.kind == "convolution" or (self.training and self.dropout > 0)
+        return special or max(self.head_dim, self.value_dim) > 256
+
+    def opened(self, state: State, dtype: torch.dtype) -> State:
+        assert isinstance(state, LinformerState)
+        if self._plain or why_plain(state.k) is not None:
+            return state
+        k, v = (x.new_zeros(*x.shape[:2], LATE, x.shape[3], dtype=dtype) for x in (state.k, state.v))
+        return replace(state, late=(LateRows(state.length, k, v, state.k.to(dtype), state.v.to(dtype)),))
+
+    def settled(self, state: State) -> State:
+        assert isinstance(state, LinformerState)
+        for late in state.late:
+            here, begun = waiting(state.length)[:, :, None, None], state.length - state.length % LATE
+            k, v = (x.transpose(1, 2).masked_fill(~here, 0) for x in (late.k, late.v))
+            k, v = self.keys.compress(k, begun), self.values.compress(v, begun)
+            state = LinformerState(state.length, state.k + k, state.v + v)
+        return state
 
     def _read(self, state: State, q: Tensor) -> Tensor:
         assert isinstance(state, LinformerState)
@@ -311,9 +334,9 @@ class LinformerAttention(Mechanism):
         assert isinstance(state, LinformerState)
         self._check_reach(state.length, k.shape[1], lengths)
         # Hidden keys and values are zero, and so are their outer products.
-        pairs = (self.keys, k, state.k), (self.values, v, state.v)
-        rows = [so_far + projection.compress(x, state.length) for projection, x, so_far in pairs]
-        return LinformerState(state.length + (k.shape[1] if lengths is None else lengths), *rows)
+        rows_k = state.k + self.keys.compress(k, state.length)
+        rows_v = state.v + self.values.compress(v, state.length)
+        return LinformerState(state.length + (k.shape[1] if lengths is None else lengths), rows_k, rows_v)
 
     def _attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
         self.keys.check_length(k.shape[1])

@@ -133,6 +133,14 @@ class SplitAttention(Mechanism):
         found = torch.cat([found for found, _ in results], 2) if room is None else room
         return found, SplitState(state.length, tuple(own for _, own in results))
 
+    def opened(self, state: State, dtype: torch.dtype) -> SplitState:
+        parts = zip(self._mechanisms(), self._states(state), strict=True)
+        return SplitState(state.length, tuple(part.opened(held, dtype) for part, held in parts))
+
+    def settled(self, state: State) -> SplitState:
+        parts = zip(self._mechanisms(), self._states(state), strict=True)
+        return SplitState(state.length, tuple(part.settled(held) for part, held in parts))
+
     def _write(self, state: State, k: Tensor, v: Tensor, lengths: Tensor | None) -> SplitState:
         parts = zip(self._mechanisms(), self._states(state), self._keys(k), self._keys(v), strict=True)
         after = tuple(part._write(held, k, v, lengths) for part, held, k, v in parts)

@@ -40,6 +40,15 @@ class Turn(NamedTuple):
         return rotate(x, self.cos[:, :, None], self.sin[:, :, None], interleaved=self.interleaved)
 
 
+class Late(NamedTuple):
+    """Slots of tokens that sums do not hold yet, and how many tokens came before (B,); see `kernels.late_blocks`."""
+
+    length: Tensor
+    f: Tensor
+    v: Tensor
+    scale: Tensor
+
+
 def turned(turn: Turn | None, *xs: Tensor) -> tuple[Tensor, ...]:
     """Each x (B, 1, heads, D) as it is, or turned, all in one go."""
     if turn is None:
@@ -57,16 +66,18 @@ def linear_step_(
     weight: Tensor | None,
     normalise: str,
     turn: Turn | None,
+    late: Late | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Linear attention of one token after what the sums hold, which then hold it too.
+    """Linear attention of one token after what the sums and slots hold, which then hold it too.
 
     q: (B, 1, H, D), k: (B, 1, Hkv, D), v: (B, 1, Hkv, E) -> (B, 1, H, E), in `out` if given. feature_map: one of
     `features.MAPS`.
     """
     kv, z, shift = sums
     if why_plain(q, k, v, *sums) is None and max(q.shape[3], v.shape[3], z.shape[2]) <= backend.LARGEST:
-        return backend.step_kernels().linear(q, k, v, turn, weight, kv, z, shift, feature_map, normalise, out)
+        return backend.step_kernels().linear(q, k, v, turn, weight, kv, z, shift, feature_map, normalise, late, out)
+    assert late is None
     q, k = turned(turn, q, k)
     given, features, dtype = q.dtype, MAPS[feature_map], kv.dtype
     weight = None if weight is None else weight.to(dtype)

@@ -1,0 +1,303 @@
+"""One token's step of memories that are read in every step, but written only in every LATE-th.
+
+A memory of sums is as much to write as to read. What came since the last time waits in slots, the token of position p
+in slot p modulo LATE; queries see the sums and the slots. With the last slot the slots are added to the sums.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from longspan.kernels.step_blocks import FLOOR, NOTHING, load_turned, project, query_map
+
+
+@triton.jit
+def linear_late_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_cos,
+    p_sin,
+    p_weight,
+    p_length,
+    p_kv,
+    p_z,
+    p_shift,
+    p_late_f,
+    p_late_v,
+    p_late_scale,
+    p_out,
+    stride_qb,
+    stride_qh,
+    stride_kb,
+    stride_kh,
+    stride_vb,
+    stride_vh,
+    stride_cb,
+    stride_ob,
+    G: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    LATE: tl.constexpr,
+    BD: tl.constexpr,
+    BM: tl.constexpr,
+    BE: tl.constexpr,
+    MAP: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    TURN: tl.constexpr,
+):
+    """As `linear_step_kernel`. Slots: features f (M,), each divided by exp of its own scale, and v (E,)."""
+    i_x = tl.program_id(0).to(tl.int64)
+    i_b, i_kv = i_x // HKV, i_x % HKV
+    i_d, i_m, i_j = tl.arange(0, BD), tl.arange(0, BM), tl.arange(0, LATE)
+    m_d, m_m = i_d < D, i_m < M
+    slot = (tl.load(p_length + i_b) % LATE).to(tl.int32)
+    m_late, m_own = i_j < slot, i_j == slot
+    p_angle, p_other = p_cos, p_sin
+    if TURN > 0:
+        p_angle, p_other = p_cos + i_b * stride_cb, p_sin + i_b * stride_cb
+    p_late_f += i_x * (LATE * M)
+    p_late_v += i_x * (LATE * E)
+    p_late_scale += i_x * LATE
+    b_z = tl.load(p_z + i_x * M + i_m, mask=m_m, other=0.0)
+    b_weight = 0.0
+    if MAP == "favor":
+        m_w = m_m[:, None] & m_d[None, :]
+        b_weight = tl.load(p_weight + i_m[:, None] * D + i_d[None, :], mask=m_w, other=0.0)
+    p_heads = p_q + i_b * stride_qb + i_kv * G * stride_qh
+    b_k = load_turned(p_k + i_b * stride_kb + i_kv * stride_kh, p_angle, p_other, i_d, D, m_d, TURN)
+    b_q = load_turned(p_heads, p_angle, p_other, i_d, D, m_d, TURN)
+    decay = 1.0
+    if MAP == "softmax" or MAP == "favor":
+        b_f = b_k
+        if MAP == "favor":
+            b_f = project(b_k, b_weight, M, BM, D) - tl.sum(b_k * b_k, 0) * (0.5 * D**-0.5)
+        b_f = tl.where(m_m, b_f, FLOOR)
+        own = tl.max(b_f, 0)
+        b_f = tl.where(m_m, tl.exp(b_f - own), 0.0)
+        before = tl.load(p_shift + i_x)
+        b_scale = tl.where(m_own, own, tl.load(p_late_scale + i_j, mask=m_late, other=FLOOR))
+        shift = tl.maximum(before, tl.max(b_scale, 0))
+        decay = tl.exp(before - shift)
+        b_share = tl.exp(b_scale - shift)
+    else:
+        b_f = query_map(b_k, b_weight, D, M, BM, MAP)
+        b_share = tl.where(i_j <= slot, 1.0, 0.0)
+    b_q = query_map(b_q, b_weight, D, M, BM, MAP)
+    m_slots = m_late[:, None] & m_m[None, :]
+    b_late = tl.load(p_late_f + i_j[:, None] * M + i_m[None, :], mask=m_slots, other=0.0)
+    b_late = tl.where(m_own[:, None], b_f[None, :], b_late) * b_share[:, None]
+    b_z = b_z * decay + tl.sum(b_late, 0)
+    tl.store(p_late_f + slot * M + i_m, b_f, mask=m_m)
+    if MAP == "softmax" or MAP == "favor":
+        tl.store(p_late_scale + slot, own)
+    for e_0 in range(0, E, BE):
+        i_e = e_0 + tl.arange(0, BE)
+        m_e = i_e < E
+        b_v = tl.load(p_v + i_b * stride_vb + i_kv * stride_vh + i_e, mask=m_e, other=0.0).to(tl.float32)
+        p_tile = p_kv + i_x * (M * E) + i_m[:, None] * E + i_e[None, :]
+        m_tile = m_m[:, None] & m_e[None, :]
+        b_kv = tl.load(p_tile, mask=m_tile, other=0.0) * decay
+        p_slots = p_late_v + i_j[:, None] * E + i_e[None, :]
+        b_values = tl.load(p_slots, mask=m_late[:, None] & m_e[None, :], other=0.0).to(tl.float32)
+        b_values = tl.where(m_own[:, None], b_v[None, :], b_values)
+        tl.store(p_late_v + slot * E + i_e, b_v.to(p_late_v.dtype.element_ty), mask=m_e)
+        for i_g in range(G):
+            if G > 1:
+                b_q = load_turned(p_heads + i_g * stride_qh, p_angle, p_other, i_d, D, m_d, TURN)
+                b_q = query_map(b_q, b_weight, D, M, BM, MAP)
+            b_query = b_q
+            if NORMALISE == "feature":
+                m_none = tl.abs(b_z) < NOTHING
+                b_query = tl.where(m_none, 0.0, b_query / tl.where(m_none, 1.0, b_z))
+            b_seen = tl.sum(b_query[None, :] * b_late, 1)  # (LATE,)
+            b_out = tl.sum(b_query[:, None] * b_kv, 0) + tl.sum(b_seen[:, None] * b_values, 0)
+            if NORMALISE == "query":
+                den = tl.sum(b_query * b_z, 0)
+                none = tl.abs(den) < NOTHING
+                b_out = tl.where(none, 0.0, b_out / tl.where(none, 1.0, den))
+            p_row = p_out + i_b * stride_ob + (i_kv * G + i_g) * E
+            tl.store(p_row + i_e, b_out.to(p_out.dtype.element_ty), mask=m_e)
+        if slot == LATE - 1:
+            # All threads have read what is changed now, and all slots are there.
+            tl.debug_barrier()
+            for j in range(LATE):
+                b_f = tl.load(p_late_f + j * M + i_m, mask=m_m, other=0.0)
+                if MAP == "softmax" or MAP == "favor":
+                    b_f *= tl.exp(tl.load(p_late_scale + j) - shift)
+                b_v = tl.load(p_late_v + j * E + i_e, mask=m_e, other=0.0).to(tl.float32)
+                b_kv += b_f[:, None] * b_v[None, :]
+            tl.store(p_tile, b_kv, mask=m_tile)
+    if slot == LATE - 1:
+        tl.store(p_z + i_x * M + i_m, b_z, mask=m_m)
+        if MAP == "softmax" or MAP == "favor":
+            tl.store(p_shift + i_x, shift)
+
+
+@triton.jit
+def linformer_late_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_cos,
+    p_sin,
+    p_length,
+    p_e,
+    p_f,
+    p_bias_k,
+    p_bias_v,
+    p_rows_k,
+    p_rows_v,
+    p_late_k,
+    p_late_v,
+    p_short_k,
+    p_short_v,
+    p_out,
+    scale,
+    stride_qb,
+    stride_qh,
+    stride_kb,
+    stride_kh,
+    stride_vb,
+    stride_vh,
+    stride_cb,
+    stride_ob,
+    stride_eh,
+    stride_fh,
+    stride_bkh,
+    stride_bvh,
+    G: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    R: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PERIODIC: tl.constexpr,
+    LATE: tl.constexpr,
+    BG: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    BR: tl.constexpr,
+    TURN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """As `linformer_step_kernel`. Slots: k (D,) and v (E,). p_short: the rows as they are read, in the dtype of k; in
+    float32 the rows themselves.
+    """
+    i_x = tl.program_id(0).to(tl.int64)
+    i_b, i_kv = i_x // HKV, i_x % HKV
+    i_d, i_e, i_g, i_j = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BG), tl.arange(0, LATE)
+    m_d, m_e, m_g = i_d < D, i_e < E, i_g < G
+    place = tl.load(p_length + i_b)
+    slot = (place % LATE).to(tl.int32)
+    m_late, m_own = i_j < slot, i_j == slot
+    # What the slots' tokens are compressed by.
+    i_at = place - slot + i_j
+    share = 1.0
+    if PERIODIC:
+        share = 1.0 / ((place + LENGTH) // LENGTH).to(tl.float32)
+        i_at = i_at % LENGTH
+    else:
+        i_at = tl.minimum(i_at, LENGTH - 1)
+    p_e += i_kv * stride_eh
+    p_f += i_kv * stride_fh
+    p_late_k += i_x * (LATE * D)
+    p_late_v += i_x * (LATE * E)
+    p_angle, p_other = p_cos, p_sin
+    if TURN > 0:
+        p_angle, p_other = p_cos + i_b * stride_cb, p_sin + i_b * stride_cb
+    b_k = load_turned(p_k + i_b * stride_kb + i_kv * stride_kh, p_angle, p_other, i_d, D, m_d, TURN)
+    b_v = tl.load(p_v + i_b * stride_vb + i_kv * stride_vh + i_e, mask=m_e, other=0.0).to(tl.float32)
+    p_heads = p_q + i_b * stride_qb + (i_kv * G + i_g)[:, None] * stride_qh
+    b_q = load_turned(p_heads, p_angle, p_other, i_d[None, :], D, m_g[:, None] & m_d[None, :], TURN)  # (BG, BD)
+    m_late_k, m_late_v = m_late[:, None] & m_d[None, :], m_late[:, None] & m_e[None, :]
+    b_late_k = tl.load(p_late_k + i_j[:, None] * D + i_d[None, :], mask=m_late_k, other=0.0)
+    b_late_v = tl.load(p_late_v + i_j[:, None] * E + i_e[None, :], mask=m_late_v, other=0.0)
+    b_k, b_v = b_k.to(b_late_k.dtype), b_v.to(b_late_v.dtype)
+    b_late_k = tl.where(m_own[:, None], b_k[None, :], b_late_k)
+    b_late_v = tl.where(m_own[:, None], b_v[None, :], b_late_v)
+    tl.store(p_late_k + slot * D + i_d, b_k, mask=m_d)
+    tl.store(p_late_v + slot * E + i_e, b_v, mask=m_e)
+    b_whole = tl.sum(b_q, 1)
+    b_q = b_q.to(b_k.dtype)
+    b_near = tl.dot(b_q, tl.trans(b_late_k), input_precision=PRECISION)  # (BG, LATE)
+    b_max = tl.full((BG,), float("-inf"), tl.float32)
+    b_sum, b_constant = tl.zeros((BG,), tl.float32), tl.zeros((BG,), tl.float32)
+    b_out, b_seen = tl.zeros((BG, BE), tl.float32), tl.zeros((BG, LATE), tl.float32)
+    for r_0 in range(0, R, BR):
+        i_r = r_0 + tl.arange(0, BR)
+        m_r = i_r < R
+        m_k, m_v = m_r[:, None] & m_d[None, :], m_r[:, None] & m_e[None, :]
+        b_keys = tl.load(p_short_k + (i_x * R + i_r)[:, None] * D + i_d[None, :], mask=m_k, other=0.0)
+        b_values = tl.load(p_short_v + (i_x * R + i_r)[:, None] * E + i_e[None, :], mask=m_v, other=0.0)
+        b_e = tl.load(p_e + i_at[:, None] * R + i_r[None, :], mask=m_r[None, :], other=0.0)
+        b_f = tl.load(p_f + i_at[:, None] * R + i_r[None, :], mask=m_r[None, :], other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_keys), input_precision=PRECISION)  # (BG, BR)
+        b_s = tl.dot(b_near, b_e.to(tl.float32), b_s, input_precision=PRECISION) * share
+        if p_bias_k is not None:
+            b_bias = tl.load(p_bias_k + i_kv * stride_bkh + i_r, mask=m_r, other=0.0).to(tl.float32)
+            b_s += b_whole[:, None] * b_bias[None, :]
+        b_s = tl.where(m_r[None, :], b_s * scale, float("-inf"))
+        b_top = tl.maximum(b_max, tl.max(b_s, 1))
+        b_p, b_decay = tl.exp(b_s - b_top[:, None]), tl.exp(b_max - b_top)
+        b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+        if p_bias_v is not None:
+            b_bias = tl.load(p_bias_v + i_kv * stride_bvh + i_r, mask=m_r, other=0.0).to(tl.float32)
+            b_constant = b_constant * b_decay + tl.sum(b_p * b_bias[None, :], 1)
+        b_p = b_p.to(b_values.dtype)
+        b_out = tl.dot(b_p, b_values, b_out * b_decay[:, None], input_precision=PRECISION)
+        b_f = tl.trans(b_f.to(b_p.dtype))
+        b_seen = tl.dot(b_p, b_f, b_seen * b_decay[:, None], input_precision=PRECISION)
+        b_max = b_top
+    b_out = tl.dot(b_seen, b_late_v.to(tl.float32), b_out, input_precision=PRECISION)
+    b_out = (b_out * share + b_constant[:, None]) / b_sum[:, None]
+    p_row = p_out + i_b * stride_ob + (i_kv * G + i_g)[:, None] * E + i_e[None, :]
+    tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=m_g[:, None] & m_e[None, :])
+    if slot == LATE - 1:
+        tl.debug_barrier()
+        add_slots(p_rows_k, p_short_k, p_late_k, p_e, i_x, place, D, R, LENGTH, PERIODIC, LATE, BD, BR)
+        add_slots(p_rows_v, p_short_v, p_late_v, p_f, i_x, place, E, R, LENGTH, PERIODIC, LATE, BE, BR)
+
+
+@triton.jit
+def add_slots(
+    p_rows,
+    p_short,
+    p_late,
+    p_table,
+    i_x,
+    place,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PERIODIC: tl.constexpr,
+    LATE: tl.constexpr,
+    BD: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """rows (R, D) ← rows + Σ e_j x_jᵀ over all slots, the last of them that of `place`."""
+    i_d = tl.arange(0, BD)
+    m_d = i_d < D
+    for r_0 in range(0, R, BR):
+        i_r = r_0 + tl.arange(0, BR)
+        m_r = i_r < R
+        m_rows = m_r[:, None] & m_d[None, :]
+        i_rows = (i_x * R + i_r)[:, None] * D + i_d[None, :]
+        b_rows = tl.load(p_rows + i_rows, mask=m_rows, other=0.0)
+        for j in range(LATE):
+            at = place - (LATE - 1) + j
+            if PERIODIC:
+                at = at % LENGTH
+            else:
+                at = tl.minimum(at, LENGTH - 1)
+            b_e = tl.load(p_table + at * R + i_r, mask=m_r, other=0.0).to(tl.float32)
+            b_x = tl.load(p_late + j * D + i_d, mask=m_d, other=0.0).to(tl.float32)
+            b_rows += b_e[:, None] * b_x[None, :]
+        # Threads may share a row, which all must have read.
+        tl.debug_barrier()
+        tl.store(p_rows + i_rows, b_rows, mask=m_rows)
+        if p_short.dtype.element_ty != tl.float32:
+            tl.store(p_short + i_rows, b_rows.to(p_short.dtype.element_ty), mask=m_rows)

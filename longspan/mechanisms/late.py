@@ -1,0 +1,36 @@
+"""What a loop's states hold beside their sums: the tokens since those were last written. See `kernels.late_blocks`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspan.mechanism import State
+
+LATE = 16  # slots: sums are written once for so many tokens
+
+
+@dataclass
+class LateSums(State):
+    """Of linear attention: features, each divided by exp of its own log scale, and values."""
+
+    f: Tensor  # (B, Hkv, LATE, M) float32
+    v: Tensor  # (B, Hkv, LATE, E) in the dtype of inputs
+    scale: Tensor  # (B, Hkv, LATE) float32
+
+
+@dataclass
+class LateRows(State):
+    """Of Linformer: keys and values, and the compressed rows as they are read."""
+
+    k: Tensor  # (B, Hkv, LATE, D) in the dtype of inputs
+    v: Tensor  # (B, Hkv, LATE, E)
+    short_k: Tensor  # (B, Hkv, R, D) in the dtype of inputs; in float32 the rows themselves
+    short_v: Tensor
+
+
+def waiting(length: Tensor) -> Tensor:
+    """(B, LATE): which slots hold a token that the sums do not, after `length` (B,) tokens."""
+    return torch.arange(LATE, device=length.device) < (length % LATE)[:, None]
