@@ -9,7 +9,69 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.step_blocks import FLOOR, NOTHING, load_turned, project, query_map
+from longspan.kernels.step_blocks import FLOOR, NOTHING, load_turned, query_map
+
+
+@triton.jit
+def favor_features_kernel(
+    p_q,
+    p_k,
+    p_cos,
+    p_sin,
+    p_weight,
+    p_length,
+    p_query,
+    p_late_f,
+    p_late_scale,
+    B,
+    stride_qb,
+    stride_qh,
+    stride_kb,
+    stride_kh,
+    stride_cb,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    LATE: tl.constexpr,
+    BX: tl.constexpr,
+    BD: tl.constexpr,
+    BM: tl.constexpr,
+    TURN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """φ(q) (B, H, M) to p_query, keys' features to their slots: BX heads a program, first those of queries."""
+    pid = tl.program_id(0)
+    keys = pid >= tl.cdiv(B * H, BX)
+    heads, p_x, stride_b, stride_h = H, p_q, stride_qb, stride_qh
+    if keys:
+        pid -= tl.cdiv(B * H, BX)
+        heads, p_x, stride_b, stride_h = HKV, p_k, stride_kb, stride_kh
+    i_x = pid.to(tl.int64) * BX + tl.arange(0, BX)
+    i_b, i_d, i_m = i_x // heads, tl.arange(0, BD), tl.arange(0, BM)
+    m_x, m_m = i_x < B * heads, i_m < M
+    m_rows = m_x[:, None] & (i_d < D)[None, :]
+    p_angle, p_other = p_cos, p_sin
+    if TURN > 0:
+        i_b = tl.minimum(i_b, B - 1)
+        p_angle, p_other = p_cos + i_b[:, None] * stride_cb, p_sin + i_b[:, None] * stride_cb
+    p_x += (i_b * stride_b + (i_x % heads) * stride_h)[:, None]
+    m_w = m_m[:, None] & (i_d < D)[None, :]
+    b_weight = tl.load(p_weight + i_m[:, None] * D + i_d[None, :], mask=m_w, other=0.0)
+    b_x = load_turned(p_x, p_angle, p_other, i_d[None, :], D, m_rows, TURN)  # (BX, BD)
+    b_p = tl.dot(b_x.to(b_weight.dtype), tl.trans(b_weight), input_precision=PRECISION) * D**-0.25  # (BX, BM)
+    b_p = tl.where(m_m[None, :], b_p, FLOOR)
+    b_scale = tl.max(b_p, 1)
+    b_f = tl.where(m_m[None, :], tl.exp(b_p - b_scale[:, None]), 0.0)
+    m_out = m_x[:, None] & m_m[None, :]
+    if keys:
+        b_scale -= tl.sum(b_x * b_x, 1) * (0.5 * D**-0.5)
+        i_slot = i_x * LATE + tl.load(p_length + i_b, mask=m_x, other=0) % LATE
+        tl.store(p_late_f + i_slot[:, None] * M + i_m[None, :], b_f, mask=m_out)
+        tl.store(p_late_scale + i_slot, b_scale, mask=m_x)
+    else:
+        b_f = b_f / tl.sum(b_f, 1)[:, None]
+        tl.store(p_query + i_x[:, None] * M + i_m[None, :], b_f, mask=m_out)
 
 
 @triton.jit
@@ -19,7 +81,6 @@ def linear_late_kernel(
     p_v,
     p_cos,
     p_sin,
-    p_weight,
     p_length,
     p_kv,
     p_z,
@@ -49,91 +110,95 @@ def linear_late_kernel(
     NORMALISE: tl.constexpr,
     TURN: tl.constexpr,
 ):
-    """As `linear_step_kernel`. Slots: features f (M,), each divided by exp of its own scale, and v (E,)."""
+    """As `linear_step_kernel`. Slots: features f (M,), each divided by exp of its own scale, and v (E,).
+
+    MAP "favor": p_q has the queries' features, and the own slot those of the key.
+    """
+    SCALED: tl.constexpr = MAP == "softmax" or MAP == "favor"
     i_x = tl.program_id(0).to(tl.int64)
     i_b, i_kv = i_x // HKV, i_x % HKV
-    i_d, i_m, i_j = tl.arange(0, BD), tl.arange(0, BM), tl.arange(0, LATE)
-    m_d, m_m = i_d < D, i_m < M
+    i_d, i_m, i_e, i_j = tl.arange(0, BD), tl.arange(0, BM), tl.arange(0, BE), tl.arange(0, LATE)
+    m_d, m_m, m_e = i_d < D, i_m < M, i_e < E
+    # Everything is on its way before anything is waited for.
+    p_tile = p_kv + i_x * (M * E) + i_m[:, None] * E + i_e[None, :]
+    m_tile = m_m[:, None] & m_e[None, :]
+    b_kv = tl.load(p_tile, mask=m_tile, other=0.0)
+    b_z = tl.load(p_z + i_x * M + i_m, mask=m_m, other=0.0)
+    b_v = tl.load(p_v + i_b * stride_vb + i_kv * stride_vh + i_e, mask=m_e, other=0.0).to(tl.float32)
     slot = (tl.load(p_length + i_b) % LATE).to(tl.int32)
     m_late, m_own = i_j < slot, i_j == slot
-    p_angle, p_other = p_cos, p_sin
-    if TURN > 0:
-        p_angle, p_other = p_cos + i_b * stride_cb, p_sin + i_b * stride_cb
     p_late_f += i_x * (LATE * M)
     p_late_v += i_x * (LATE * E)
     p_late_scale += i_x * LATE
-    b_z = tl.load(p_z + i_x * M + i_m, mask=m_m, other=0.0)
-    b_weight = 0.0
-    if MAP == "favor":
-        m_w = m_m[:, None] & m_d[None, :]
-        b_weight = tl.load(p_weight + i_m[:, None] * D + i_d[None, :], mask=m_w, other=0.0)
+    p_slots = p_late_v + i_j[:, None] * E + i_e[None, :]
+    b_values = tl.load(p_slots, mask=m_late[:, None] & m_e[None, :], other=0.0).to(tl.float32)
+    p_slots = p_late_f + i_j[:, None] * M + i_m[None, :]
     p_heads = p_q + i_b * stride_qb + i_kv * G * stride_qh
-    b_k = load_turned(p_k + i_b * stride_kb + i_kv * stride_kh, p_angle, p_other, i_d, D, m_d, TURN)
-    b_q = load_turned(p_heads, p_angle, p_other, i_d, D, m_d, TURN)
     decay = 1.0
-    if MAP == "softmax" or MAP == "favor":
-        b_f = b_k
-        if MAP == "favor":
-            b_f = project(b_k, b_weight, M, BM, D) - tl.sum(b_k * b_k, 0) * (0.5 * D**-0.5)
-        b_f = tl.where(m_m, b_f, FLOOR)
-        own = tl.max(b_f, 0)
-        b_f = tl.where(m_m, tl.exp(b_f - own), 0.0)
+    if MAP == "favor":
+        m_late = i_j <= slot
+        b_late = tl.load(p_slots, mask=m_late[:, None] & m_m[None, :], other=0.0)
+        b_q = tl.load(p_heads + i_m, mask=m_m, other=0.0)
+        b_scale = tl.load(p_late_scale + i_j, mask=m_late, other=FLOOR)
+    else:
+        p_angle, p_other = p_cos, p_sin
+        if TURN > 0:
+            p_angle, p_other = p_cos + i_b * stride_cb, p_sin + i_b * stride_cb
+        b_late = tl.load(p_slots, mask=m_late[:, None] & m_m[None, :], other=0.0)
+        b_k = load_turned(p_k + i_b * stride_kb + i_kv * stride_kh, p_angle, p_other, i_d, D, m_d, TURN)
+        b_q = load_turned(p_heads, p_angle, p_other, i_d, D, m_d, TURN)
+        if MAP == "softmax":
+            b_scale = tl.load(p_late_scale + i_j, mask=m_late, other=FLOOR)
+            b_f = tl.where(m_m, b_k, FLOOR)
+            own = tl.max(b_f, 0)
+            b_f = tl.where(m_m, tl.exp(b_f - own), 0.0)
+            b_scale = tl.where(m_own, own, b_scale)
+            tl.store(p_late_scale + slot, own)
+        else:
+            b_f = query_map(b_k, 0.0, D, M, BM, MAP)
+        b_q = query_map(b_q, 0.0, D, M, BM, MAP)
+        b_late = tl.where(m_own[:, None], b_f[None, :], b_late)
+        tl.store(p_late_f + slot * M + i_m, b_f, mask=m_m)
+    b_values = tl.where(m_own[:, None], b_v[None, :], b_values)
+    tl.store(p_late_v + slot * E + i_e, b_v.to(p_late_v.dtype.element_ty), mask=m_e)
+    if SCALED:
         before = tl.load(p_shift + i_x)
-        b_scale = tl.where(m_own, own, tl.load(p_late_scale + i_j, mask=m_late, other=FLOOR))
         shift = tl.maximum(before, tl.max(b_scale, 0))
         decay = tl.exp(before - shift)
-        b_share = tl.exp(b_scale - shift)
-    else:
-        b_f = query_map(b_k, b_weight, D, M, BM, MAP)
-        b_share = tl.where(i_j <= slot, 1.0, 0.0)
-    b_q = query_map(b_q, b_weight, D, M, BM, MAP)
-    m_slots = m_late[:, None] & m_m[None, :]
-    b_late = tl.load(p_late_f + i_j[:, None] * M + i_m[None, :], mask=m_slots, other=0.0)
-    b_late = tl.where(m_own[:, None], b_f[None, :], b_late) * b_share[:, None]
+        b_late *= tl.exp(b_scale - shift)[:, None]
+    b_kv *= decay
     b_z = b_z * decay + tl.sum(b_late, 0)
-    tl.store(p_late_f + slot * M + i_m, b_f, mask=m_m)
-    if MAP == "softmax" or MAP == "favor":
-        tl.store(p_late_scale + slot, own)
-    for e_0 in range(0, E, BE):
-        i_e = e_0 + tl.arange(0, BE)
-        m_e = i_e < E
-        b_v = tl.load(p_v + i_b * stride_vb + i_kv * stride_vh + i_e, mask=m_e, other=0.0).to(tl.float32)
-        p_tile = p_kv + i_x * (M * E) + i_m[:, None] * E + i_e[None, :]
-        m_tile = m_m[:, None] & m_e[None, :]
-        b_kv = tl.load(p_tile, mask=m_tile, other=0.0) * decay
-        p_slots = p_late_v + i_j[:, None] * E + i_e[None, :]
-        b_values = tl.load(p_slots, mask=m_late[:, None] & m_e[None, :], other=0.0).to(tl.float32)
-        b_values = tl.where(m_own[:, None], b_v[None, :], b_values)
-        tl.store(p_late_v + slot * E + i_e, b_v.to(p_late_v.dtype.element_ty), mask=m_e)
-        for i_g in range(G):
-            if G > 1:
+    for i_g in range(G):
+        if G > 1:
+            if MAP == "favor":
+                b_q = tl.load(p_heads + i_g * stride_qh + i_m, mask=m_m, other=0.0)
+            else:
                 b_q = load_turned(p_heads + i_g * stride_qh, p_angle, p_other, i_d, D, m_d, TURN)
-                b_q = query_map(b_q, b_weight, D, M, BM, MAP)
-            b_query = b_q
-            if NORMALISE == "feature":
-                m_none = tl.abs(b_z) < NOTHING
-                b_query = tl.where(m_none, 0.0, b_query / tl.where(m_none, 1.0, b_z))
-            b_seen = tl.sum(b_query[None, :] * b_late, 1)  # (LATE,)
-            b_out = tl.sum(b_query[:, None] * b_kv, 0) + tl.sum(b_seen[:, None] * b_values, 0)
-            if NORMALISE == "query":
-                den = tl.sum(b_query * b_z, 0)
-                none = tl.abs(den) < NOTHING
-                b_out = tl.where(none, 0.0, b_out / tl.where(none, 1.0, den))
-            p_row = p_out + i_b * stride_ob + (i_kv * G + i_g) * E
-            tl.store(p_row + i_e, b_out.to(p_out.dtype.element_ty), mask=m_e)
-        if slot == LATE - 1:
-            # All threads have read what is changed now, and all slots are there.
-            tl.debug_barrier()
-            for j in range(LATE):
-                b_f = tl.load(p_late_f + j * M + i_m, mask=m_m, other=0.0)
-                if MAP == "softmax" or MAP == "favor":
-                    b_f *= tl.exp(tl.load(p_late_scale + j) - shift)
-                b_v = tl.load(p_late_v + j * E + i_e, mask=m_e, other=0.0).to(tl.float32)
-                b_kv += b_f[:, None] * b_v[None, :]
-            tl.store(p_tile, b_kv, mask=m_tile)
+                b_q = query_map(b_q, 0.0, D, M, BM, MAP)
+        b_query = b_q
+        if NORMALISE == "feature":
+            m_none = tl.abs(b_z) < NOTHING
+            b_query = tl.where(m_none, 0.0, b_query / tl.where(m_none, 1.0, b_z))
+        b_seen = tl.sum(b_query[None, :] * b_late, 1)  # (LATE,)
+        b_out = tl.sum(b_query[:, None] * b_kv, 0) + tl.sum(b_seen[:, None] * b_values, 0)
+        if NORMALISE == "query":
+            den = tl.sum(b_query * b_z, 0)
+            none = tl.abs(den) < NOTHING
+            b_out = tl.where(none, 0.0, b_out / tl.where(none, 1.0, den))
+        p_row = p_out + i_b * stride_ob + (i_kv * G + i_g) * E
+        tl.store(p_row + i_e, b_out.to(p_out.dtype.element_ty), mask=m_e)
     if slot == LATE - 1:
+        # All threads have read what is changed now, and all slots are there.
+        tl.debug_barrier()
+        for j in range(LATE):
+            b_f = tl.load(p_late_f + j * M + i_m, mask=m_m, other=0.0)
+            if SCALED:
+                b_f *= tl.exp(tl.load(p_late_scale + j) - shift)
+            b_v = tl.load(p_late_v + j * E + i_e, mask=m_e, other=0.0).to(tl.float32)
+            b_kv += b_f[:, None] * b_v[None, :]
+        tl.store(p_tile, b_kv, mask=m_tile)
         tl.store(p_z + i_x * M + i_m, b_z, mask=m_m)
-        if MAP == "softmax" or MAP == "favor":
+        if SCALED:
             tl.store(p_shift + i_x, shift)
 
 
@@ -257,45 +322,28 @@ def linformer_late_kernel(
     p_row = p_out + i_b * stride_ob + (i_kv * G + i_g)[:, None] * E + i_e[None, :]
     tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=m_g[:, None] & m_e[None, :])
     if slot == LATE - 1:
+        # All threads have read what is changed now.
         tl.debug_barrier()
-        add_slots(p_rows_k, p_short_k, p_late_k, p_e, i_x, place, D, R, LENGTH, PERIODIC, LATE, BD, BR)
-        add_slots(p_rows_v, p_short_v, p_late_v, p_f, i_x, place, E, R, LENGTH, PERIODIC, LATE, BE, BR)
+        add_slots(p_rows_k, p_short_k, b_late_k, p_e, i_x, i_at, i_d, D, R, BR)
+        add_slots(p_rows_v, p_short_v, b_late_v, p_f, i_x, i_at, i_e, E, R, BR)
 
 
 @triton.jit
-def add_slots(
-    p_rows,
-    p_short,
-    p_late,
-    p_table,
-    i_x,
-    place,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    LENGTH: tl.constexpr,
-    PERIODIC: tl.constexpr,
-    LATE: tl.constexpr,
-    BD: tl.constexpr,
-    BR: tl.constexpr,
-):
-    """rows (R, D) ← rows + Σ e_j x_jᵀ over all slots, the last of them that of `place`."""
-    i_d = tl.arange(0, BD)
-    m_d = i_d < D
+def add_slots(p_rows, p_short, b_late, p_table, i_x, i_at, i_d, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
+    """rows (R, D) ← rows + Σ e_j x_jᵀ over all slots x (LATE, BD), compressed by the table's rows at i_at."""
     for r_0 in range(0, R, BR):
         i_r = r_0 + tl.arange(0, BR)
         m_r = i_r < R
-        m_rows = m_r[:, None] & m_d[None, :]
+        m_rows = m_r[:, None] & (i_d < D)[None, :]
         i_rows = (i_x * R + i_r)[:, None] * D + i_d[None, :]
         b_rows = tl.load(p_rows + i_rows, mask=m_rows, other=0.0)
-        for j in range(LATE):
-            at = place - (LATE - 1) + j
-            if PERIODIC:
-                at = at % LENGTH
-            else:
-                at = tl.minimum(at, LENGTH - 1)
-            b_e = tl.load(p_table + at * R + i_r, mask=m_r, other=0.0).to(tl.float32)
-            b_x = tl.load(p_late + j * D + i_d, mask=m_d, other=0.0).to(tl.float32)
-            b_rows += b_e[:, None] * b_x[None, :]
+        b_e = tl.load(p_table + i_at[:, None] * R + i_r[None, :], mask=m_r[None, :], other=0.0)
+        # Products of halves are exact in float32; any other must be made in it.
+        if b_e.dtype == b_late.dtype and b_e.dtype != tl.float32:
+            b_rows = tl.dot(tl.trans(b_e), b_late, b_rows)
+        else:
+            b_e, b_x = tl.trans(b_e).to(tl.float32), b_late.to(tl.float32)
+            b_rows = tl.dot(b_e, b_x, b_rows, input_precision="ieee")
         # Threads may share a row, which all must have read.
         tl.debug_barrier()
         tl.store(p_rows + i_rows, b_rows, mask=m_rows)

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from longspan.kernels.choose_blocks import choose_kernel
-from longspan.kernels.late_blocks import linear_late_kernel, linformer_late_kernel
+from longspan.kernels.late_blocks import favor_features_kernel, linear_late_kernel, linformer_late_kernel
 from longspan.kernels.step_blocks import linear_step_kernel, linformer_step_kernel, local_step_kernel
 from longspan.kernels.step_maps import map_rows_kernel, map_vector_kernel, turns_kernel
 
@@ -63,16 +63,46 @@ def linear(
         "TURN": _kind(turn),
         "num_warps": 8 if BM * _block(E) > 4096 else 4,
     }
-    given, strides = (q, k, v, *_angles(turn), weight), _strides(q, k, v, turn, out)
     grid = (z.shape[0] * z.shape[1],)
     with on_device(q):
         if late is None:
-            linear_step_kernel[grid](*given, kv, z, shift, out, *strides, **sizes)
-        else:
-            length, *slots = late
-            sizes["LATE"] = slots[0].shape[2]
-            linear_late_kernel[grid](*given, length, kv, z, shift, *slots, out, *strides, **sizes)
+            given = q, k, v, *_angles(turn), weight, kv, z, shift, out
+            linear_step_kernel[grid](*given, *_strides(q, k, v, turn, out), **sizes)
+            return out
+        if weight is not None:
+            q, turn, sizes["TURN"] = _favor_features(q, k, turn, weight, late), None, 0
+        length, *slots = late
+        sizes |= {"LATE": slots[0].shape[2], "BE": _block(E)}
+        linear_late_kernel[grid](
+            *(q, k, v, *_angles(turn), length, kv, z, shift, *slots, out), *_strides(q, k, v, turn, out), **sizes
+        )
     return out
+
+
+def _favor_features(
+    q: Tensor, k: Tensor, turn: Turned, weight: Tensor, late: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> Tensor:
+    """φ(q) (B, 1, H, M) in float32; keys' features go to their slots."""
+    (B, _, H, D), Hkv, (length, f, _, scale) = q.shape, k.shape[2], late
+    query = f.new_empty(B, 1, H, len(weight))
+    weight = weight if weight.dtype == q.dtype else weight.float()
+    BX = 16
+    strides = _strides(q, k, k, turn, query)
+    favor_features_kernel[(-(-B * H // BX) + -(-B * Hkv // BX),)](
+        *(q, k, *_angles(turn), weight, length, query, f, scale, B, *strides[:4], strides[6]),
+        H=H,
+        HKV=Hkv,
+        D=D,
+        M=len(weight),
+        LATE=f.shape[2],
+        BX=BX,
+        BD=_block(D),
+        BM=_block(len(weight)),
+        TURN=_kind(turn),
+        PRECISION="tf32" if weight.dtype != torch.float32 else "ieee",
+        num_warps=4,
+    )
+    return query
 
 
 def local(

@@ -9,28 +9,30 @@ from torch import Tensor
 
 from longspan.mechanism import State
 
-LATE = 16  # slots: sums are written once for so many tokens
+# Slots: sums are written once for so many tokens.
+LATE_SUMS = 16
+LATE_ROWS = 32  # compressed rows are more to write, their slots less to read
 
 
 @dataclass
 class LateSums(State):
     """Of linear attention: features, each divided by exp of its own log scale, and values."""
 
-    f: Tensor  # (B, Hkv, LATE, M) float32
-    v: Tensor  # (B, Hkv, LATE, E) in the dtype of inputs
-    scale: Tensor  # (B, Hkv, LATE) float32
+    f: Tensor  # (B, Hkv, slots, M) float32
+    v: Tensor  # (B, Hkv, slots, E) in the dtype of inputs
+    scale: Tensor  # (B, Hkv, slots) float32
 
 
 @dataclass
 class LateRows(State):
     """Of Linformer: keys and values, and the compressed rows as they are read."""
 
-    k: Tensor  # (B, Hkv, LATE, D) in the dtype of inputs
-    v: Tensor  # (B, Hkv, LATE, E)
+    k: Tensor  # (B, Hkv, slots, D) in the dtype of inputs
+    v: Tensor  # (B, Hkv, slots, E)
     short_k: Tensor  # (B, Hkv, R, D) in the dtype of inputs; in float32 the rows themselves
     short_v: Tensor
 
 
-def waiting(length: Tensor) -> Tensor:
-    """(B, LATE): which slots hold a token that the sums do not, after `length` (B,) tokens."""
-    return torch.arange(LATE, device=length.device) < (length % LATE)[:, None]
+def waiting(length: Tensor, slots: int) -> Tensor:
+    """(B, slots): which of them hold a token that the sums do not, after `length` (B,) tokens."""
+    return torch.arange(slots, device=length.device) < (length % slots)[:, None]

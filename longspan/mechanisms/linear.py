@@ -11,7 +11,7 @@ from torch import Tensor
 from longspan.mechanism import FeatureMap, Mechanism, State
 from longspan.mechanisms.choices import choose
 from longspan.mechanisms.feature_maps import FEATURE_MAPS, FusedMap
-from longspan.mechanisms.late import LATE, LateSums, waiting
+from longspan.mechanisms.late import LATE_SUMS, LateSums, waiting
 from longspan.ops import backend
 from longspan.ops.bidirectional import bidirectional_linear
 from longspan.ops.chunks import FLOOR
@@ -240,17 +240,19 @@ class LinearAttention(Mechanism):
 
     def opened(self, state: State, dtype: torch.dtype) -> State:
         assert isinstance(state, LinearState)
-        kv, largest = state.kv, max(self.head_dim, self.value_dim, self.num_features)
-        if not self._one_step or why_plain(kv) is not None or largest > backend.LARGEST:
+        kv = state.kv
+        # A program of a loop's kernel holds all of a head's sums.
+        large = max(self.head_dim, *kv.shape[2:]) > backend.LARGEST or kv.shape[2] * kv.shape[3] > 32768
+        if large or not self._one_step or why_plain(kv) is not None:
             return state
-        f, v = (kv.new_zeros(*kv.shape[:2], LATE, dim) for dim in kv.shape[2:])
+        f, v = (kv.new_zeros(*kv.shape[:2], LATE_SUMS, dim) for dim in kv.shape[2:])
         late = LateSums(state.length, f, v.to(dtype), kv.new_full(f.shape[:3], FLOOR))
         return replace(state, late=(late,))
 
     def settled(self, state: State) -> State:
         assert isinstance(state, LinearState)
         for late in state.late:
-            here = waiting(state.length)[:, None]
+            here = waiting(state.length, LATE_SUMS)[:, None]
             f, scale = late.f.masked_fill(~here[..., None], 0), late.scale.masked_fill(~here, FLOOR)
             scaled = None if not self.feature_map.unbounded else scale.transpose(1, 2)
             sums = accumulate(state.sums, f.transpose(1, 2), late.v.to(f.dtype).transpose(1, 2), scaled)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from longspan.mechanism import Mechanism, State
 from longspan.mechanisms.choices import choose
-from longspan.mechanisms.late import LATE, LateRows, waiting
+from longspan.mechanisms.late import LATE_ROWS, LateRows, waiting
 from longspan.ops import backend
 from longspan.ops.compress import compress
 from longspan.ops.linear import Sums, causal_linear, sum_dtype
@@ -254,13 +254,19 @@ class LinformerAttention(Mechanism):
         self._check_query(q)
         self.keys.check_length(x.shape[1])
         with torch.autocast(x.device.type, enabled=False):
-            width, source = self.num_kv_heads * self.head_dim, x.to(q.dtype)[:, :, None]
-            short = self.keys.compress(source)[:, 0]  # (B, R, dim)
-            other = short if self.values is self.keys else self.values.compress(source)[:, 0]
+            source, width = x.to(q.dtype)[:, :, None], self.num_kv_heads * self.head_dim
+            short = self.keys.compress(source).squeeze(1)  # (B, R, dim)
+            other = short if self.values is self.keys else self.values.compress(source).squeeze(1)
             weight = weight.to(short.dtype)
-            both = F.linear(short, weight[:width]), F.linear(other, weight[:width] if shared_kv else weight[width:])
-            rows = [row.unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2) for row in both]
-            return self._over(q, rows[0], rows[1], x.shape[1], key_mask)
+            if other is not short:
+                k, v = F.linear(short, weight[:width]), F.linear(other, weight[:width] if shared_kv else weight[width:])
+            elif shared_kv:
+                k = v = F.linear(short, weight)
+            else:
+                k, v = F.linear(short, weight).split([width, len(weight) - width], 2)
+            rows = k.unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2)
+            values = rows if k is v else v.unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2)
+            return self._over(q, rows, values, x.shape[1], key_mask)
 
     def compresses_first(self, dim: int, width: int) -> bool:
         """Whether `attend_source` is the cheaper way, of tokens `dim` wide to keys and values of `width` in all."""
@@ -278,9 +284,11 @@ class LinformerAttention(Mechanism):
 
     def _over(self, q: Tensor, k: Tensor, v: Tensor, length: int, key_mask: Tensor | None) -> Tensor:
         """q over rows k (B, Hkv, R, D), v (B, Hkv, R, E) of `length` tokens, of which key_mask keeps some."""
+        if key_mask is None and not self.keys.periodic and self.keys.kind != "convolution":
+            return self._from_rows(q, k, v, None, None)
         if key_mask is None:
             reach = torch.full_like(q[:, 0, 0, 0], length, dtype=torch.int64)
-            return self._from_rows(q, k, v, self.keys.live(reach) if self.keys.kind == "convolution" else None, reach)
+            return self._from_rows(q, k, v, self.keys.live(reach), reach)
         # The last visible slot says how many periods have begun; hidden ones hold zeros.
         reach = (torch.arange(1, length + 1, device=q.device) * key_mask).amax(1)
         return self._from_rows(q, k, v, self.keys.live_under(key_mask), reach)
@@ -314,13 +322,13 @@ class LinformerAttention(Mechanism):
         assert isinstance(state, LinformerState)
         if self._plain or why_plain(state.k) is not None:
             return state
-        k, v = (x.new_zeros(*x.shape[:2], LATE, x.shape[3], dtype=dtype) for x in (state.k, state.v))
+        k, v = (x.new_zeros(*x.shape[:2], LATE_ROWS, x.shape[3], dtype=dtype) for x in (state.k, state.v))
         return replace(state, late=(LateRows(state.length, k, v, state.k.to(dtype), state.v.to(dtype)),))
 
     def settled(self, state: State) -> State:
         assert isinstance(state, LinformerState)
         for late in state.late:
-            here, begun = waiting(state.length)[:, :, None, None], state.length - state.length % LATE
+            here, begun = waiting(state.length, LATE_ROWS)[:, :, None, None], state.length - state.length % LATE_ROWS
             k, v = (x.transpose(1, 2).masked_fill(~here, 0) for x in (late.k, late.v))
             k, v = self.keys.compress(k, begun), self.values.compress(v, begun)
             state = LinformerState(state.length, state.k + k, state.v + v)
@@ -379,18 +387,25 @@ class LinformerAttention(Mechanism):
             out = out + torch.einsum("bthr,hre->bthe", p, self.values.constant(q.shape[2], self.value_dim).to(dtype))
         return out.to(given), rows_k.mT, rows_v
 
-    def _from_rows(self, q: Tensor, k: Tensor, v: Tensor, live: Tensor | None, length: Tensor) -> Tensor:
-        """q: (B, T, H, D) over rows k (B, Hkv, R, D), v (B, Hkv, R, E), of which live (B, R) hold a token."""
-        rows = []
-        for projection, x in ((self.keys, k), (self.values, v)):
-            x = projection.averaged(x, length[:, None, None, None])
-            rows.append((x if projection.bias is None else x + projection.bias.to(x.dtype)).to(q.dtype))
+    def _from_rows(self, q: Tensor, k: Tensor, v: Tensor, live: Tensor | None, length: Tensor | None) -> Tensor:
+        """q: (B, T, H, D) over rows k (B, Hkv, R, D), v (B, Hkv, R, E), of which live (B, R) hold a token.
+
+        length: (B,) tokens, None where nothing depends on it.
+        """
+
+        def finished(projection: Projection, x: Tensor) -> Tensor:
+            if length is not None:
+                x = projection.averaged(x, length[:, None, None, None])
+            return (x if projection.bias is None else x + projection.bias.to(x.dtype)).to(q.dtype)
+
+        keys = finished(self.keys, k)
+        values = keys if k is v and self.keys is self.values else finished(self.values, v)
         if live is not None and self.keys.kind != "convolution":
             # A table's rows live all or none: without a mask SDPA is faster, and nothing weighs nothing.
-            rows[1], live = rows[1].masked_fill(~live[:, None, :, None], 0), None
+            values, live = values.masked_fill(~live[:, None, :, None], 0), None
         mask = None if live is None else live[:, None, None]
         grouped, dropout = self.num_heads > self.num_kv_heads, self.dropout if self.training else 0.0
-        return attend(q.transpose(1, 2), rows[0], rows[1], mask, grouped=grouped, dropout=dropout).transpose(1, 2)
+        return attend(q.transpose(1, 2), keys, values, mask, grouped=grouped, dropout=dropout).transpose(1, 2)
 
     def _check_reach(self, start: Tensor, tokens: int, lengths: Tensor | None) -> None:
         if torch.compiler.is_compiling() or start.device.type != "cpu" or start.numel() == 0:
