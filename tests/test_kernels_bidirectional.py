@@ -119,9 +119,16 @@ def test_reasons() -> None:
     wide = torch.zeros(1, 4, 2, 257)
     assert "over 256" in str(backend.why_unsupported_bidirectional(q, q, wide, None))
     assert "empty" in str(backend.why_unsupported_bidirectional(q[:, :0], q, q, None))
-    large = torch.zeros(1, 4, 2, 129)
-    for dtype, number, fits in ((torch.bfloat16, 128, True), (torch.bfloat16, 129, False), (torch.float32, 128, False)):
-        x = large.to(dtype)
-        why = backend.why_unsupported_bidirectional(x, x, x, torch.zeros(number, 129))
+    x, halves = torch.zeros(1, 4, 2, 129), torch.bfloat16
+    for inputs, number, weight, fits in (
+        (halves, 128, halves, True),
+        (halves, 129, halves, False),
+        (halves, 128, torch.float32, False),
+        (halves, 64, torch.float32, True),
+        (torch.float32, 32, torch.float32, True),
+        (torch.float32, 33, torch.float32, False),
+    ):
+        x = x.to(inputs)
+        why = backend.why_unsupported_bidirectional(x, x, x, torch.zeros(number, 129, dtype=weight))
         assert (why is None) is fits
         assert fits or "projection" in str(why)

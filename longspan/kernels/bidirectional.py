@@ -48,13 +48,20 @@ def configs(num_features: int, value_dim: int, halves: bool) -> Configs:
         exact = Config(32, 4096, 1024, 4, 1)
         return Configs(exact, exact, exact, exact)
     if num_features * value_dim <= 64 * 64:
-        small = Config(64, 4096, 1024, 4, 2)
-        return Configs(small, small, small, small)
-    large = Config(64, 16384, 512, 8, 2)
+        small = Config(64, 4096, 528, 4, 3)
+        return Configs(small._replace(registers=128), small, small, small)
+    large = Config(64, 16384, 264, 8, 2)
+    tiled = Config(32, 16384, 264, 8, 1)
     if num_features > 128:
-        return Configs(large, large, large._replace(chunk=32), large._replace(chunk=32))
-    # Features do not lie across in the read-out, and eight warps would need 128 tokens.
-    return Configs(large, large._replace(warps=4), large, large)
+        sums, read = large._replace(programs=132, stages=3), large._replace(chunk=32)
+        queries, keys = large._replace(chunk=32, programs=132, stages=3), large._replace(programs=132)
+    else:
+        # In the read-out features do not lie across: eight warps would need 128 tokens.
+        sums, read = large._replace(stages=3), large._replace(programs=528, warps=4)
+        queries, keys = large, large._replace(programs=528)
+    if num_features * value_dim > large.tile:
+        queries, keys = tiled, tiled
+    return Configs(sums, read, queries, keys)
 
 
 class Result(NamedTuple):
@@ -207,7 +214,7 @@ def _plan(
     halves = dtype == torch.bfloat16
     M = D if num_features is None else num_features
     BD, BM, BE = _padded(D), _padded(M), _padded(E)
-    projection = "unit" if halves else "none"
+    projection = "unit" if halves and BD <= 128 else "none"
     if num_features is not None:
         projection = "whole" if whole or not halves else "halves"
     constants = {

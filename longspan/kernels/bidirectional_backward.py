@@ -125,7 +125,7 @@ def bidirectional_backward_queries_kernel(
             b_d_kv = tl.dot(b_rounded, b_d_out, b_d_kv, input_precision=PRECISION)
         if QUERIES:
             b_g = tl.zeros((BM, C), tl.float32)
-            for i in tl.static_range(TILES):
+            for i in range(TILES):
                 if TILES > 1:
                     b_kv, b_kv_low = load_halves(p_kv + i * BE, i_x, BM, BE, BE * TILES, DOT)
                     b_d_out = load_block(p_d_out + i * BE, stride_dt, m_t, E - i * BE, C, BE, E % BE == 0).to(DOT)
@@ -269,7 +269,7 @@ def bidirectional_backward_keys_kernel(
             b_f = tl.where(m_t[None, :], plain_features(b_x, MAP), 0)
         b_rounded = b_f.to(DOT)
         b_g = tl.zeros((BM, C), tl.float32)
-        for i in tl.static_range(TILES):
+        for i in range(TILES):
             p_tile = p_d_v + i_row * E + i * BE
             b_v = load_block(p_v + i * BE, stride_vt, m_t, E - i * BE, C, BE, E % BE == 0).to(DOT)
             if TILES > 1:

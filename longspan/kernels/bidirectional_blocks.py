@@ -15,12 +15,18 @@ import triton.language as tl
 from longspan.kernels.blocks import FLOOR, RELU_EPSILON, exp
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E_REST = tl.constexpr(1.9259629911266175e-08)  # what float32 leaves of it
+LN2 = tl.constexpr(0.6931471805599453)
 
 if os.environ.get("TRITON_INTERPRET") == "1":
 
     @triton.jit
     def _exp2(x):
         return tl.exp2(x)
+
+    @triton.jit
+    def _exp(x):
+        return tl.exp(x)
 else:
 
     @triton.jit
@@ -30,14 +36,19 @@ else:
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
 
+    @triton.jit
+    def _exp(x):
+        """With what the product with log₂ e loses made good."""
+        b_high = x * LOG2E
+        b_low = tl.fma(x, LOG2E, -b_high) + x * LOG2E_REST
+        return _exp2(b_high) * (1 + b_low * LN2)
+
 
 @triton.jit
 def power(x, DOT: tl.constexpr):
-    """The base to the power of x. The base is 2 with products of bfloat16; e with float32, where a logit times log₂ e
-    would be rounded once too often.
-    """
+    """The base to the power of x: 2 with products of bfloat16, e with those of float32, where each rounding shows."""
     if tl.float32 == DOT:
-        x = exp(x)
+        x = _exp(x)
     else:
         x = _exp2(x)
     return x

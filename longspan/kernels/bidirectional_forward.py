@@ -239,19 +239,21 @@ def bidirectional_read_kernel(
             if BM != M:
                 b_f = tl.where(tl.expand_dims(i_m < M, TOKENS), b_f, 0)
         if ACROSS:
-            b_out = tl.dot(tl.trans(b_f.to(DOT)), b_kv, input_precision=PRECISION)
+            b_out = tl.dot(tl.trans(b_kv), b_f.to(DOT), input_precision=PRECISION)
         else:
             b_out = tl.dot(b_f.to(DOT), b_kv, input_precision=PRECISION)
         if DIVIDE:
             b_den = tl.sum(b_f * tl.expand_dims(b_z, TOKENS), FEATURES)
             b_inverse = inverse(b_den)
-            b_out *= b_inverse[:, None]
+            b_out *= tl.expand_dims(b_inverse, FEATURES)
             if i_e == 0:
                 b_scale = b_inverse
                 if EXPONENTIAL:
                     m_none = b_den < NOTHING
                     b_scale = tl.where(m_none, -FLOOR, b_top + logarithm(tl.where(m_none, 1.0, b_den), DOT))
                 tl.store(p_scale + i_row + i_t * H, b_scale, mask=m_t)
+        if ACROSS:
+            b_out = tl.trans(b_out)
         store_block(p_out + i_row * E + i_e * BE, H * E, m_t, E - i_e * BE, b_out, C, BE, E % BE == 0)
         p_q += C * stride_qt
         i_row += C * H

@@ -97,10 +97,11 @@ def why_unsupported_bidirectional(
     D, M, E = q.shape[3], q.shape[3] if weight is None else weight.shape[0], v.shape[3]
     if max(D, M, E) > LARGEST:
         return f"head, feature or value dimension ({D}, {M}, {E}) is over {LARGEST}"
-    # A projection stays on the chip as long as a program runs, padded to powers of two; float32 takes twice the room.
-    room = 32768 if q.dtype == torch.bfloat16 else 16384
-    if weight is not None and room < 1 << ((int(D) - 1).bit_length() + (int(M) - 1).bit_length()):
-        return f"a projection of {M} × {D} numbers, padded, is over {room}"
+    if weight is not None:
+        # It stays on the chip as long as a program runs, padded to powers of two: whole, in two halves, or in float32.
+        room = 8192 if q.dtype != torch.bfloat16 else 32768 if weight.dtype == torch.bfloat16 else 16384
+        if room < 1 << ((int(D) - 1).bit_length() + (int(M) - 1).bit_length()):
+            return f"a projection of {M} × {D} numbers, padded, is over {room}"
     if not q.numel() or not v.numel():
         return "an empty tensor"
     return None
