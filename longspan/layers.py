@@ -214,9 +214,10 @@ class Attention(nn.Module):
     def _heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """k (B, S, Hkv, D), not rotated yet, and v (B, S, Hkv, E) of what to_kv gave."""
         heads, D = self.mechanism.num_kv_heads, self.mechanism.head_dim
-        k, v = kv.split([heads * D, kv.shape[2] - heads * D], -1)
-        k = k.unflatten(2, (heads, -1))
-        v = k if self.shared_kv else v.unflatten(2, (heads, -1))
+        if self.shared_kv:
+            k = v = kv.unflatten(2, (heads, -1))
+        else:
+            k, v = (x.unflatten(2, (heads, -1)) for x in kv.split([heads * D, kv.shape[2] - heads * D], -1))
         return k if self.k_norm is None else self.k_norm(k), v
 
     def _rotated(self, x: Tensor, rows: Rows, heads: int) -> Tensor:

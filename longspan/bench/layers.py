@@ -58,7 +58,7 @@ def _linformer(case: Case) -> dict[str, Any]:
 
 def _linformer_pytorch(case: Case) -> dict[str, Any]:
     sizes = {"channels": case.dim, "nhead": case.num_heads, "dim_d": case.head_dim, "input_size": case.length}
-    return {**sizes, "dim_k": 256, "dim_ff": 4 * case.dim, "dropout": 0.0, "dropout_ff": 0.0}
+    return {**sizes, "dim_k": 256, "dropout": 0.0, "dropout_ff": 0.0}
 
 
 LAYERS = {

@@ -40,13 +40,12 @@ def attend(
         return _dropping(q, k, v, mask, bias, blind, grouped, scale, dropout)
     if mask is not None or bias is not None or causal:
         return _attend(q, k, v, mask, bias, blind, causal, grouped, scale, dropout)
-    heads = q.shape[1]
-    alone = grouped and k.shape[1] == 1
-    if alone:
-        # All heads read the same keys: they are so many more queries of one head.
-        q = q.transpose(1, 2).flatten(1, 2)[:, None]
-    out = _folded(q, k, v, _folds(q, k), scale, grouped and not alone, dropout)
-    return out[:, 0].unflatten(1, (-1, heads)).transpose(1, 2) if alone else out
+    if not grouped or k.shape[1] > 1:
+        return _folded(q, k, v, scale, grouped, dropout)
+    # All heads read the same keys: they are so many more queries of one head.
+    B, H, T, D = q.shape
+    out = _folded(q.transpose(1, 2).reshape(B, 1, T * H, D), k, v, scale, False, dropout)
+    return out.reshape(B, T, H, v.shape[3]).transpose(1, 2)
 
 
 def _folds(q: Tensor, k: Tensor) -> int:
@@ -57,17 +56,22 @@ def _folds(q: Tensor, k: Tensor) -> int:
     return max(1, min(_PROGRAMS // programs, q.shape[2] // _QUERIES))
 
 
-def _folded(q: Tensor, k: Tensor, v: Tensor, folds: int, scale: float | None, grouped: bool, dropout: float) -> Tensor:
-    """Every query over all keys, the queries of a row divided among `folds` rows."""
+def _folded(q: Tensor, k: Tensor, v: Tensor, scale: float | None, grouped: bool, dropout: float) -> Tensor:
+    """Every query over all keys, the queries of a row divided among `_folds` rows."""
+    folds = _folds(q, k)
     if folds == 1:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, enable_gqa=grouped)
-    B, _, T, _ = q.shape
-    if T % folds:
-        q = F.pad(q, (0, 0, 0, -T % folds))
-    q = q.unflatten(2, (folds, -1)).transpose(1, 2).flatten(0, 1)  # (B · folds, H, T / folds, D)
-    k, v = (x[:, None].expand(-1, folds, -1, -1, -1).flatten(0, 1) for x in (k, v))
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, enable_gqa=grouped)
-    return out.unflatten(0, (B, folds)).transpose(1, 2).flatten(2, 3)[:, :, :T]
+    B, H, T, D = q.shape
+    padded = q if T % folds == 0 else F.pad(q, (0, 0, 0, -T % folds))
+    t = padded.shape[2] // folds
+    rows = padded.reshape(B, H, folds, t, D).transpose(1, 2).reshape(B * folds, H, t, D)
+    shared = k is v
+    k = k[:, None].expand(-1, folds, -1, -1, -1).flatten(0, 1)
+    v = k if shared else v[:, None].expand(-1, folds, -1, -1, -1).flatten(0, 1)
+    out = F.scaled_dot_product_attention(rows, k, v, dropout_p=dropout, scale=scale, enable_gqa=grouped)
+    out = out.reshape(B, folds, H, t, -1).transpose(1, 2).reshape(B, H, folds * t, -1)
+    # Not a slice of all: its gradient would be copied into zeros.
+    return out if padded is q else out[:, :, :T]
 
 
 def _dropping(
