@@ -19,7 +19,7 @@ from longspan.generation import Sampling, Stream, prefill, stream
 from longspan.mechanisms import mechanism_options, mechanisms
 from longspan.memory import Memory
 from longspan.models import LanguageModel
-from longspan.ops.backend import why_no_kernels
+from longspan.ops.backend import KERNELS, why_no_kernels
 from longspan.text import Text
 
 
@@ -32,7 +32,7 @@ def info(
     console.print(f"longspan {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
     console.print(f"devices: cpu ({torch.get_num_threads()} threads){''.join(f', {name}' for name in gpus)}")
     missing = why_no_kernels()
-    console.print(f"Triton kernels: {'usable' if missing is None else f'not used, {missing}'}")
+    console.print(f"Triton kernels for {KERNELS}: {'usable' if missing is None else f'not used, {missing}'}")
     table = Table("mechanism", "causal", "cross", "options and defaults")
     for name, cls in mechanisms().items():
         options = ", ".join(f"{option}={default!r}" for option, default in mechanism_options(name).items())

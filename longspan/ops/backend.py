@@ -8,6 +8,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+# What there are kernels for, as `longspan info` says it.
+KERNELS = "causal and bidirectional linear attention and FAVOR+, local windows, one-token steps"
 LARGEST = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
