@@ -164,7 +164,8 @@ def test_a_mistake_is_one_line_and_no_traceback(folder, arguments, message):
 def test_info_says_what_there_is(folder):
     done = longspan("info", "--model", folder, env={**os.environ, "COLUMNS": "200"})
     assert done.returncode == 0, done.stderr
-    for word in ("Triton kernels", "bidirectional", "softmax", "blind_spot", "redraw_interval", "state of one sequence"):
+    words = "longspan", "Triton kernels", "bidirectional", "softmax", "blind_spot", "redraw_interval"
+    for word in (*words, "state of one sequence"):
         assert word in done.stdout.decode()
 
 
