@@ -214,8 +214,6 @@ def linformer_late_kernel(
     p_f,
     p_bias_k,
     p_bias_v,
-    p_rows_k,
-    p_rows_v,
     p_late_k,
     p_late_v,
     p_short_k,
@@ -249,8 +247,8 @@ def linformer_late_kernel(
     TURN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As `linformer_step_kernel`. Slots: k (D,) and v (E,). p_short: the rows as they are read, in the dtype of k; in
-    float32 the rows themselves.
+    """As `linformer_step_kernel`; `linformer_add_kernel` comes after it. Slots: k (D,) and v (E,). p_short: the rows as
+    they are read, in the dtype of k; in float32 the rows themselves.
     """
     i_x = tl.program_id(0).to(tl.int64)
     i_b, i_kv = i_x // HKV, i_x % HKV
@@ -298,8 +296,9 @@ def linformer_late_kernel(
         m_k, m_v = m_r[:, None] & m_d[None, :], m_r[:, None] & m_e[None, :]
         b_keys = tl.load(p_short_k + (i_x * R + i_r)[:, None] * D + i_d[None, :], mask=m_k, other=0.0)
         b_values = tl.load(p_short_v + (i_x * R + i_r)[:, None] * E + i_e[None, :], mask=m_v, other=0.0)
-        b_e = tl.load(p_e + i_at[:, None] * R + i_r[None, :], mask=m_r[None, :], other=0.0)
-        b_f = tl.load(p_f + i_at[:, None] * R + i_r[None, :], mask=m_r[None, :], other=0.0)
+        m_table = (i_j <= slot)[:, None] & m_r[None, :]
+        b_e = tl.load(p_e + i_at[:, None] * R + i_r[None, :], mask=m_table, other=0.0)
+        b_f = tl.load(p_f + i_at[:, None] * R + i_r[None, :], mask=m_table, other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_keys), input_precision=PRECISION)  # (BG, BR)
         b_s = tl.dot(b_near, b_e.to(tl.float32), b_s, input_precision=PRECISION) * share
         if p_bias_k is not None:
@@ -321,29 +320,76 @@ def linformer_late_kernel(
     b_out = (b_out * share + b_constant[:, None]) / b_sum[:, None]
     p_row = p_out + i_b * stride_ob + (i_kv * G + i_g)[:, None] * E + i_e[None, :]
     tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=m_g[:, None] & m_e[None, :])
-    if slot == LATE - 1:
-        # All threads have read what is changed now.
-        tl.debug_barrier()
-        add_slots(p_rows_k, p_short_k, b_late_k, p_e, i_x, i_at, i_d, D, R, BR)
-        add_slots(p_rows_v, p_short_v, b_late_v, p_f, i_x, i_at, i_e, E, R, BR)
 
 
 @triton.jit
-def add_slots(p_rows, p_short, b_late, p_table, i_x, i_at, i_d, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
-    """rows (R, D) ← rows + Σ e_j x_jᵀ over all slots x (LATE, BD), compressed by the table's rows at i_at."""
+def linformer_add_kernel(
+    p_length,
+    p_e,
+    p_f,
+    p_rows_k,
+    p_rows_v,
+    p_late_k,
+    p_late_v,
+    p_short_k,
+    p_short_v,
+    stride_eh,
+    stride_fh,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    R: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PERIODIC: tl.constexpr,
+    LATE: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """Slots are added to the rows where a token has just taken the last of them; nothing happens elsewhere."""
+    i_x = tl.program_id(0).to(tl.int64)
+    i_kv = i_x % HKV
+    place = tl.load(p_length + i_x // HKV)
+    if place % LATE == LATE - 1:
+        i_at = place - (LATE - 1) + tl.arange(0, LATE)
+        if PERIODIC:
+            i_at = i_at % LENGTH
+        else:
+            i_at = tl.minimum(i_at, LENGTH - 1)
+        add_slots(p_rows_k, p_short_k, p_late_k, p_e + i_kv * stride_eh, i_x, i_at, D, R, LATE, BD, BR)
+        add_slots(p_rows_v, p_short_v, p_late_v, p_f + i_kv * stride_fh, i_x, i_at, E, R, LATE, BE, BR)
+
+
+@triton.jit
+def add_slots(
+    p_rows,
+    p_short,
+    p_late,
+    p_table,
+    i_x,
+    i_at,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    LATE: tl.constexpr,
+    BD: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """rows (R, D) ← rows + Σ e_j x_jᵀ over all slots x (LATE, D), compressed by the table's rows at i_at."""
+    i_d, i_j = tl.arange(0, BD), tl.arange(0, LATE)
+    m_d = i_d < D
+    b_x = tl.load(p_late + (i_x * LATE + i_j)[:, None] * D + i_d[None, :], mask=m_d[None, :], other=0.0)
     for r_0 in range(0, R, BR):
         i_r = r_0 + tl.arange(0, BR)
         m_r = i_r < R
-        m_rows = m_r[:, None] & (i_d < D)[None, :]
+        m_rows = m_r[:, None] & m_d[None, :]
         i_rows = (i_x * R + i_r)[:, None] * D + i_d[None, :]
         b_rows = tl.load(p_rows + i_rows, mask=m_rows, other=0.0)
         b_e = tl.load(p_table + i_at[:, None] * R + i_r[None, :], mask=m_r[None, :], other=0.0)
         # Products of halves are exact in float32; any other must be made in it.
-        if b_e.dtype == b_late.dtype and b_e.dtype != tl.float32:
-            b_rows = tl.dot(tl.trans(b_e), b_late, b_rows)
+        if b_e.dtype == b_x.dtype and b_e.dtype != tl.float32:
+            b_rows = tl.dot(tl.trans(b_e), b_x, b_rows)
         else:
-            b_e, b_x = tl.trans(b_e).to(tl.float32), b_late.to(tl.float32)
-            b_rows = tl.dot(b_e, b_x, b_rows, input_precision="ieee")
+            b_rows = tl.dot(tl.trans(b_e).to(tl.float32), b_x.to(tl.float32), b_rows, input_precision="ieee")
         # Threads may share a row, which all must have read.
         tl.debug_barrier()
         tl.store(p_rows + i_rows, b_rows, mask=m_rows)

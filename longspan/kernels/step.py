@@ -11,7 +11,12 @@ import triton
 from torch import Tensor
 
 from longspan.kernels.choose_blocks import choose_kernel
-from longspan.kernels.late_blocks import favor_features_kernel, linear_late_kernel, linformer_late_kernel
+from longspan.kernels.late_blocks import (
+    favor_features_kernel,
+    linear_late_kernel,
+    linformer_add_kernel,
+    linformer_late_kernel,
+)
 from longspan.kernels.step_blocks import linear_step_kernel, linformer_step_kernel, local_step_kernel
 from longspan.kernels.step_maps import map_rows_kernel, map_vector_kernel, turns_kernel
 
@@ -185,16 +190,18 @@ def linformer(
         "TURN": _kind(turn),
         "num_warps": 8,
     }
-    given = q, k, v, *_angles(turn), length, *tables, *biases, rows_k, rows_v
+    given = q, k, v, *_angles(turn), length, *tables, *biases
     strides = *_strides(q, k, v, turn, out), *steps
     with on_device(q):
         if late is None:
-            linformer_step_kernel[(B * Hkv,)](*given, out, D**-0.5, *strides, **sizes)
-        else:
-            exact = late[0].dtype == torch.float32
-            sizes |= {"LATE": late[0].shape[2], "BG": _block(H // Hkv), "PRECISION": "ieee" if exact else "tf32"}
-            sizes |= {"BR": max(16, min(_rows(wide, R), 32 if exact else 64)), "num_warps": 4}
-            linformer_late_kernel[(B * Hkv,)](*given, *late, out, D**-0.5, *strides, **sizes)
+            linformer_step_kernel[(B * Hkv,)](*given, rows_k, rows_v, out, D**-0.5, *strides, **sizes)
+            return out
+        exact = late[0].dtype == torch.float32
+        sizes |= {"LATE": late[0].shape[2], "BG": _block(H // Hkv), "PRECISION": "ieee" if exact else "tf32"}
+        sizes |= {"BR": max(16, min(_rows(wide, R), 32 if exact else 64)), "num_warps": 4}
+        linformer_late_kernel[(B * Hkv,)](*given, *late, out, D**-0.5, *strides, **sizes)
+        sizes = {name: sizes[name] for name in linformer_add_kernel.arg_names if name in sizes}
+        linformer_add_kernel[(B * Hkv,)](length, *tables, rows_k, rows_v, *late, *steps[:2], **sizes, num_warps=4)
     return out
 
 
