@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_linear import NUM_FEATURES, Attention, inputs, peak_memory, timed
+from gpu_linear import NUM_FEATURES, Attention, inputs, peak_memory
 from torch import Tensor
 
+from longspan.bench.clock import attention_ms
 from longspan.bench.machine import commit, machine, versions
 from longspan.mechanisms.feature_maps import Favor
 from longspan.mechanisms.linear import LinearAttention
@@ -132,11 +133,11 @@ def main() -> None:
         row["errors"] = check(H, n, D, feature_map, normalise, weight)
         row["targets"] = [target if math.isfinite(target) else None for target in targets]
         given = inputs(B, H, n, D)
-        row["ours"] = timed(attend, given)
+        row["ours"] = attention_ms(attend, given)
         row["kernels"] = kernels(attend, given)
         row["memory"] = peak_memory(attend, given)
         peers = {"sdpa": sdpa, "performer-pytorch": performer(D) if dtype == torch.bfloat16 else None}
-        row["peers"] = {name: timed(peer, given) for name, peer in peers.items() if peer is not None}
+        row["peers"] = {name: attention_ms(peer, given) for name, peer in peers.items() if peer is not None}
         # Each input read once and each output written once, at the bandwidth of an H200's copy.
         size = given[0].numel() * given[0].element_size()
         row["limit_ms"] = [4 * size / 4.2e9, 12 * size / 4.2e9]

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspan.bench.clock import attention_ms
 from longspan.bench.machine import commit, machine, versions
 from longspan.ops import backend
 from longspan.ops.linear import causal_linear
@@ -87,45 +88,6 @@ def check(B: int, H: int, n: int, D: int, feature_map: str) -> dict[str, float]:
         if not errors[name] < 0.03:
             raise SystemExit(f"{feature_map} {D}: {name} is off by {errors[name]:.3g} of the largest value")
     return errors
-
-
-def median_ms(run: Callable[[], Any], repeats: int = 30) -> float:
-    flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
-    for _ in range(3):
-        run()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for start, end in events:
-        flush.zero_()
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return sorted(start.elapsed_time(end) for start, end in events)[repeats // 2]
-
-
-def timed(attend: Attention, given: list[Tensor]) -> dict[str, float]:
-    d_out = torch.randn_like(given[0])
-
-    def forward() -> None:
-        with torch.no_grad():
-            attend(*given)
-
-    def both() -> None:
-        torch.autograd.grad(attend(*given), given, d_out)
-
-    found = {}
-    for name, run in (("forward", forward), ("both", both)):
-        found[name] = median_ms(run)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        found[f"{name}_graph"] = median_ms(graph.replay)
-    return found
 
 
 def kernels(attend: Attention, given: list[Tensor], feature_map: str) -> dict[str, dict[str, float]]:
@@ -205,10 +167,10 @@ def main() -> None:
         given = inputs(B, H, n, D)
         row: dict[str, Any] = {"case": [B, H, n, D, feature_map], "errors": errors}
         row["targets"] = [target if math.isfinite(target) else None for target in targets]
-        row["ours"] = timed(ours(feature_map, D), given)
+        row["ours"] = attention_ms(ours(feature_map, D), given)
         row["kernels"] = kernels(ours(feature_map, D), given, feature_map)
         row["memory"] = peak_memory(ours(feature_map, D), given)
-        row["peers"] = {name: timed(peer, given) for name, peer in peers.items() if peer}
+        row["peers"] = {name: attention_ms(peer, given) for name, peer in peers.items() if peer}
         # Each input read once and each output written once, at the bandwidth of an H200's copy.
         size = given[0].numel() * given[0].element_size()
         row["limit_ms"] = [4 * size / 4.2e9, 12 * size / 4.2e9]

@@ -13,19 +13,20 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from longspan.bench.clock import cuda_ms
+from longspan.bench.clock import cuda_ms, replayed
 from longspan.bench.layers import LAYERS, OurLayer, TheirLayer
 from longspan.bench.machine import commit, machine, versions
-from longspan.bench.measuring import Case, Effort, Row, Run, Step, Subject, one_line
+from longspan.bench.measuring import Case, Effort, Row, Run, Subject, one_line
 from longspan.bench.ours import Ours
 from longspan.bench.report import Group, save
-from longspan.bench.worker import take
+from longspan.bench.worker import alone, take
 
 SHAPES = [(1, 65536), (4, 4096)]
 EFFORT = Effort(rounds=1, repeats=20, seconds=4)
@@ -62,28 +63,10 @@ def run(subject: Subject, case: Case) -> Run:
         # linformer-pytorch copies a number to the device on its way, which no graph takes.
         if found.status == "ok" and subject.package != "linformer-pytorch":
             for name, step in subject.work(case).items():
-                found.times[f"{name}_replayed"] = replayed(step)
+                found.times[f"{name}_replayed"] = cuda_ms(replayed(partial(alone, step)), EFFORT.repeats)
     except Exception as error:
         return Run("error", one_line(error))
     return found
-
-
-def replayed(step: Step) -> list[float]:
-    """Milliseconds of a step replayed from a CUDA graph."""
-
-    def call() -> None:
-        with torch.set_grad_enabled(step.gradients):
-            step.call()
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return cuda_ms(graph.replay, EFFORT.repeats)
 
 
 def kernels(call: Callable[[], Any]) -> dict[str, float]:

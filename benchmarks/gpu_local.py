@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from longspan.bench.clock import attention_ms
 from longspan.bench.machine import commit, machine, versions
 from longspan.ops import backend, reference
 from longspan.ops.local import Window, windowed
@@ -86,40 +87,6 @@ def check(attend: Attention, D: int, W: int, size: int, n: int = 2048) -> dict[s
     return errors
 
 
-def median_ms(run: Callable[[], Any], repeats: int = 30) -> float:
-    flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
-    for _ in range(3):
-        run()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for start, end in events:
-        flush.zero_()
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return sorted(start.elapsed_time(end) for start, end in events)[repeats // 2]
-
-
-def timed(attend: Attention, given: list[Tensor]) -> dict[str, float]:
-    d_out = torch.randn_like(given[0])
-
-    def forward() -> None:
-        with torch.no_grad():
-            attend(*given)
-
-    def both() -> None:
-        torch.autograd.grad(attend(*given), given, d_out)
-
-    found = {}
-    for name, run in (("forward", forward), ("both", both)):
-        found[name] = median_ms(run)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        found[f"{name}_graph"] = median_ms(graph.replay)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="where to write the JSON")
@@ -136,10 +103,14 @@ def main() -> None:
         errors = check(ours(W, size), D, W, size)
         given = [torch.randn(B, n, H, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
         bytes_moved = given[0].numel() * given[0].element_size()
-        row: dict[str, Any] = {"case": [B, H, n, D, W, size], "errors": errors, "ours": timed(ours(W, size), given)}
+        row: dict[str, Any] = {
+            "case": [B, H, n, D, W, size],
+            "errors": errors,
+            "ours": attention_ms(ours(W, size), given),
+        }
         # Each input read once and each output written once, at the bandwidth of an H200's copy.
         row["limit_ms"] = [4 * bytes_moved / 4.2e9, 12 * bytes_moved / 4.2e9]
-        row["peers"] = {"flex": timed(flex(n, W, size), given), "sdpa": timed(sdpa, given)}
+        row["peers"] = {"flex": attention_ms(flex(n, W, size), given), "sdpa": attention_ms(sdpa, given)}
         rows.append(row)
         o, f, s = row["ours"], row["peers"]["flex"], row["peers"]["sdpa"]
         pairs = [row["limit_ms"], [o["forward"], o["both"]], [o["forward_graph"], o["both_graph"]]]

@@ -87,22 +87,6 @@ def window() -> str:
     )
 
 
-def linformer() -> str:
-    rows = [row for row in _read("h200-linformer")["rows"] if row["mechanism"].endswith(", bfloat16")]
-    return _table(
-        ["bidirectional layer, dim 512, 8 heads", "batch × tokens", "forward ms", "forward + backward ms", "÷ ours"],
-        [
-            [
-                row["name"],
-                f"{row['case']['batch_size']} × {row['case']['length']}",
-                *(f"{row[name]:.2f}" for name in ("forward_ms", "forward_backward_ms")),
-                " / ".join(f"{row['ratios'][name]:.1f}" for name in ("forward_ms", "forward_backward_ms")),
-            ]
-            for row in rows
-        ],
-    )
-
-
 def processor() -> str:
     rows = _read("cpu-causal-8192")["rows"]
     return _table(
@@ -119,7 +103,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "generation": generation,
     "window": window,
-    "linformer": linformer,
     "processor": processor,
 }
 

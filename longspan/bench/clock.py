@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _CACHE = 1 << 28  # bytes: more than any second-level cache holds
 
@@ -36,3 +38,35 @@ def cuda_ms(step: Callable[[], Any], repeats: int) -> list[float]:
         del made
     torch.cuda.synchronize()
     return [begin.elapsed_time(end) for begin, end in events]
+
+
+def replayed(step: Callable[[], Any]) -> Callable[[], None]:
+    """The same step from a CUDA graph, which leaves the launches out."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def attention_ms(attend: Callable[..., Tensor], given: Sequence[Tensor], repeats: int = 30) -> dict[str, float]:
+    """Medians of forward and of forward + backward ("both"), as called and replayed ("…_graph")."""
+    d_out = torch.randn_like(given[0])
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend(*given)
+
+    def both() -> None:
+        torch.autograd.grad(attend(*given), given, d_out)
+
+    found = {}
+    for name, step in (("forward", forward), ("both", both)):
+        cuda_ms(step, 3)
+        found[name] = median(cuda_ms(step, repeats))
+        found[f"{name}_graph"] = median(cuda_ms(replayed(step), repeats))
+    return found

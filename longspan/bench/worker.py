@@ -54,27 +54,28 @@ def take(subject: Subject, case: Case, effort: Effort) -> Run:
         return Run("wrong", message, check=check._asdict())
     # Code that is loaded and threads that are started on first use are no part of a subject's memory.
     *_, heaviest = subject.work(replace(case, length=min(case.length, _SHORT))).values()
-    _alone(heaviest)
+    alone(heaviest)
     work = subject.work(case)
     *_, heaviest = work.values()
     gc.collect()
     release_freed()
 
     peak = PeakMemory(case.device)
-    made = _alone(heaviest)
+    made = alone(heaviest)
     run = Run("ok", "", peak_mb=peak.stop(), memory=peak.how, check=None if check is None else check._asdict())
     if not all(bool(x.isfinite().all()) for x in made):
         return Run("wrong", "outputs or gradients are not finite", check=run.check)
     del made
 
     for name, step in work.items():
-        run.times[name] = _samples(partial(_alone, step), case.device, effort)
+        run.times[name] = _samples(partial(alone, step), case.device, effort)
         if step.tokens is not None:
             run.tokens[name] = step.tokens
     return run
 
 
-def _alone(step: Step) -> Sequence[Tensor]:
+def alone(step: Step) -> Sequence[Tensor]:
+    """The step with gradients as it needs them."""
     with torch.set_grad_enabled(step.gradients):
         return step.call()
 
