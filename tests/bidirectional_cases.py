@@ -20,6 +20,7 @@ class Case:
     """Sizes are distinct primes where nothing else matters.
 
     mask: keys at random, none at all in the first row; hidden slots hold NaN. packed: lengths of queries and of keys.
+    weight, exact: the projection's dtype, and whether it is of numbers that bfloat16 holds.
     """
 
     B: int = 2
@@ -37,6 +38,7 @@ class Case:
     size: float = 1.0
     strided: bool = False
     weight: torch.dtype = torch.float32
+    exact: bool = False
 
     def __str__(self) -> str:
         plain = Case()
@@ -72,7 +74,10 @@ def arguments(case: Case, dtype: torch.dtype, device: str) -> Given:
     v, d_out = inputs(S, case.Hkv, case.E), inputs(T, case.H, case.E)
     if case.feature_map == "identity" and case.normalise != "none":
         q, k = q.abs(), k.abs()  # Features of either sign have normalisers near 0, and nothing near them is exact.
-    weight = torch.randn(case.num_features, case.D).to(device, case.weight) if case.num_features else None
+    weight = None
+    if case.num_features:
+        weight = torch.randn(case.num_features, case.D)
+        weight = (weight.bfloat16() if case.exact else weight).to(device, case.weight)
     key_mask = None
     if case.mask:
         key_mask = torch.rand(B, S) < 0.7

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,18 +24,20 @@ PACKED = (11, 0, 1, 23, 5), (3, 7, 0, 41, 1)
 CASES = [
     *(Case(feature_map=map, normalise=n) for map in ("elu", "relu") for n in ("query", "feature", "none")),
     *(Case(feature_map="identity", normalise=n, mask=True) for n in ("query", "feature", "none")),
-    *(Case(normalise=n, **how) for n in ("query", "feature") for how in ({}, {"mask": True}, {"packed": PACKED})),
+    *(Case(normalise=n, **how) for n in ("query", "feature") for how in ({}, {"mask": True})),
+    *(Case(normalise=n, packed=PACKED, H=2, Hkv=1) for n in ("query", "feature")),
     Case(feature_map="elu", mask=True, H=4, Hkv=2),
-    Case(feature_map="elu", packed=PACKED, normalise="feature"),
+    Case(feature_map="elu", packed=PACKED, normalise="feature", H=1, Hkv=1),
     Case(feature_map="favor", num_features=19, H=6, Hkv=2, mask=True),
-    Case(feature_map="favor", num_features=19, packed=PACKED),
+    Case(feature_map="favor", num_features=19, packed=PACKED, H=1, Hkv=1),
     Case(feature_map="favor", num_features=19, normalise="feature", strided=True),
     Case(feature_map="favor", num_features=19, weight=torch.bfloat16),
+    Case(feature_map="favor", num_features=19, exact=True),
     Case(T=1, S=2, B=1),
     Case(T=1, S=1, feature_map="elu", normalise="none"),
     Case(T=3, S=300, B=1, H=2, Hkv=1, D=16, E=16),
-    Case(T=11, S=7, B=1, H=2, Hkv=1, D=130, E=140),
-    Case(T=11, S=7, B=1, H=2, Hkv=1, D=130, E=140, feature_map="elu", normalise="feature"),
+    Case(T=3, S=5, B=1, H=1, Hkv=1, D=130, E=70),
+    Case(T=5, S=3, B=1, H=2, Hkv=1, D=20, E=140, feature_map="elu", normalise="feature"),
 ]
 
 
@@ -67,6 +70,18 @@ def test_kernels(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bfloat16(case: Case) -> None:
     check(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
+
+
+@inside
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_weight_that_bfloat16_holds_takes_one_product() -> None:
+    case = Case(feature_map="favor", num_features=19, exact=True)
+    given = arguments(case, torch.bfloat16, "cpu")
+    assert given.weight is not None
+    whole = replace(given, weight=given.weight.bfloat16())
+    for ours, theirs in zip(by_kernels(case, given), by_kernels(case, whole), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @inside

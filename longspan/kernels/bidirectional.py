@@ -18,6 +18,7 @@ from longspan.kernels.bidirectional_forward import (
     bidirectional_combine_kernel,
     bidirectional_read_kernel,
     bidirectional_sums_kernel,
+    bidirectional_weight_kernel,
 )
 from longspan.kernels.launch import Argument, Launcher, dense_rows, look, on_device
 
@@ -115,7 +116,7 @@ def bidirectional_linear(
         call.launch(
             bidirectional_sums_kernel,
             cut,
-            (call.k, call.v, call.weight, call.key_mask, call.key_offsets, parts, parts_z, parts_c),
+            (call.k, call.v, call.key_mask, call.key_offsets, parts, parts_z, parts_c),
             (call.k, call.v),
         )
         sums = parts, parts_z, parts_c, call.key_offsets, result.kv, result.z, result.c
@@ -123,7 +124,7 @@ def bidirectional_linear(
         call.launch(
             bidirectional_read_kernel,
             call.queries_cut(call.configs.read),
-            (call.q, call.weight, call.offsets, result.kv, result.z, result.c, result.out, result.scale),
+            (call.q, call.offsets, result.kv, result.z, result.c, result.out, result.scale),
             (call.q,),
         )
     return result
@@ -160,7 +161,7 @@ def bidirectional_linear_backward(
             call.launch(
                 bidirectional_backward_queries_kernel,
                 cut,
-                (call.q, d_out, call.weight, call.offsets, kv, z, c, scale, d_q, parts, parts_z),
+                (call.q, d_out, call.offsets, kv, z, c, scale, d_q, parts, parts_z),
                 (call.q, d_out),
                 (("QUERIES", queries), ("SUMS", sums)),
                 one_program=queries,
@@ -170,7 +171,7 @@ def bidirectional_linear_backward(
         call.launch(
             bidirectional_backward_keys_kernel,
             call.keys_cut(call.configs.keys),
-            (call.k, call.v, call.weight, call.key_mask, call.key_offsets, c, d_kv, d_z, d_k, d_v),
+            (call.k, call.v, call.key_mask, call.key_offsets, c, d_kv, d_z, d_k, d_v),
             (call.k, call.v),
             one_program=True,
         )
@@ -204,19 +205,14 @@ def _plan(
     device: int,
     sizes: tuple[int, int, int, int],
     num_features: int | None,
-    whole: bool,
     dtype: torch.dtype,
     feature_map: str,
     normalise: str,
 ) -> _Plan:
-    """whole: the weight, if there is one, is exact in products of this dtype."""
     H, Hkv, D, E = sizes
     halves = dtype == torch.bfloat16
     M = D if num_features is None else num_features
     BD, BM, BE = _padded(D), _padded(M), _padded(E)
-    projection = "unit" if halves and BD <= 128 else "none"
-    if num_features is not None:
-        projection = "whole" if whole or not halves else "halves"
     constants = {
         "H": H,
         "HKV": Hkv,
@@ -230,7 +226,6 @@ def _plan(
         "EXPONENTIAL": feature_map in _EXPONENTIAL,
         "DIVIDE": is_divided(feature_map, normalise),
         "FEATURE": normalise == "feature",
-        "PROJECTION": projection,
         "ACROSS": BM > 128,
         "DOT": tl.bfloat16 if halves else tl.float32,
         "PRECISION": _PRECISION[dtype],
@@ -254,17 +249,31 @@ class _Call:
         normalise: str,
     ) -> None:
         self.q, self.k, self.v = dense_rows(q), dense_rows(k), dense_rows(v)
-        self.weight = None if weight is None else weight.contiguous()
         self.key_mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
         self.offsets, self.key_offsets = offsets, key_offsets
         sizes = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
         M = None if weight is None else len(weight)
-        whole = weight is None or weight.dtype == torch.bfloat16
-        self.configs, self._launch = _plan(q.get_device(), sizes, M, whole, q.dtype, feature_map, normalise)
+        self.configs, self._launch = _plan(q.get_device(), sizes, M, q.dtype, feature_map, normalise)
         self.BM, self.BE = self._launch.constants["BM"], self._launch.constants["BE"]
         self.looks: tuple[Any, ...] = ()
         strides = *self.q.stride(), *self.k.stride(), *self.v.stride()
-        self.look(self.q, self.k, self.v, self.weight, self.key_mask, offsets, key_offsets, *strides)
+        self.look(self.q, self.k, self.v, weight, self.key_mask, offsets, key_offsets, *strides)
+        with on_device(q):
+            self.projections, self.rest = self._projections(weight)
+
+    def _projections(self, weight: Tensor | None) -> tuple[list[tuple[str, Tensor | None]], Tensor | None]:
+        """What inputs are multiplied with, as `load_projection` has it. For a weight that may or may not be exact in
+        bfloat16 two, of which the kernels take one.
+        """
+        halves = self.q.dtype == torch.bfloat16
+        if weight is None:
+            return [("unit" if halves and self.q.shape[3] <= 128 else "none", None)], None
+        weight = weight.contiguous()
+        if not halves or weight.dtype == torch.bfloat16:
+            return [("whole", weight)], None
+        high, rest = torch.empty_like(weight, dtype=torch.bfloat16), weight.new_empty(1, dtype=torch.float32)
+        self._launch(bidirectional_weight_kernel, (1, 1, 1), (weight, high, rest), self.looks, (("num_warps", 8),))
+        return [("whole", high), ("halves", weight)], rest
 
     def look(self, *given: Argument) -> None:
         """All that callers choose; what is allocated here looks the same every time."""
@@ -300,21 +309,23 @@ class _Call:
         offsets = self.offsets if strided[0] is self.q else self.key_offsets
         sequences = 0 if offsets is None else len(offsets) - 1
         strides = [stride for x in strided for stride in x.stride()[:3]]
-        self._launch(
-            kernel,
-            (cut.stretches * cut.heads * (1 if one_program else tiles), 1, 1),
-            (*tensors, cut.tokens, cut.length, sequences, *strides),
-            self.looks,
-            (
-                ("TILES", tiles),
-                ("C", config.chunk),
-                ("BE", self.BE // tiles),
-                ("num_warps", config.warps),
-                ("num_stages", config.stages),
-                ("maxnreg", config.registers),
-                *more,
-            ),
-        )
+        for projection, weight in self.projections:
+            self._launch(
+                kernel,
+                (cut.stretches * cut.heads * (1 if one_program else tiles), 1, 1),
+                (weight, self.rest, *tensors, cut.tokens, cut.length, sequences, *strides),
+                self.looks,
+                (
+                    ("TILES", tiles),
+                    ("C", config.chunk),
+                    ("BE", self.BE // tiles),
+                    ("PROJECTION", projection),
+                    ("num_warps", config.warps),
+                    ("num_stages", config.stages),
+                    ("maxnreg", config.registers),
+                    *more,
+                ),
+            )
 
     def combine(self, kernel: Any, cut: _Cut, tensors: tuple[Tensor | None, ...]) -> None:
         """Programs for some rows each of every sequence's and key head's sums."""

@@ -25,6 +25,7 @@ from longspan.kernels.bidirectional_blocks import (
     power,
     project_across,
     query_scales,
+    rows_to_take,
     store_block,
     store_halves,
     store_sums,
@@ -38,9 +39,10 @@ from longspan.kernels.blocks import FLOOR, inverse
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
 def bidirectional_backward_queries_kernel(
+    p_weight,
+    p_rest,
     p_q,
     p_d_out,
-    p_weight,
     p_offsets,
     p_kv,
     p_z,
@@ -88,6 +90,7 @@ def bidirectional_backward_queries_kernel(
     if not QUERIES:
         i_e, i_s = (pid // H) % TILES, pid // (H * TILES)
     i_n, i_b, i_0, rows = find_stretch(p_offsets, i_s, tokens, length, sequences)
+    rows = rows_to_take(p_rest, rows, PROJECTION)
     if rows <= 0:
         return
     i_x = i_n.to(tl.int64) * HKV + i_h // (H // HKV)
@@ -201,9 +204,10 @@ def bidirectional_backward_combine_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
 def bidirectional_backward_keys_kernel(
+    p_weight,
+    p_rest,
     p_k,
     p_v,
-    p_weight,
     p_mask,
     p_offsets,
     p_c,
@@ -240,6 +244,7 @@ def bidirectional_backward_keys_kernel(
     i_h = pid % HKV
     i_s = pid // HKV
     i_n, i_b, i_0, rows = find_stretch(p_offsets, i_s, tokens, length, sequences)
+    rows = rows_to_take(p_rest, rows, PROJECTION)
     if rows <= 0:
         return
     i_x = i_n.to(tl.int64) * HKV + i_h

@@ -222,6 +222,17 @@ def load_projection(
 
 
 @triton.jit
+def rows_to_take(p_rest, rows, PROJECTION: tl.constexpr):
+    """rows, or none where another launch takes them: whether a weight is exact in bfloat16 the host does not know.
+
+    p_rest: the largest rest that bfloat16 leaves of the weight; None where there is but one launch.
+    """
+    if p_rest is not None:
+        rows = tl.where((tl.load(p_rest) == 0) == (PROJECTION == "whole"), rows, 0)
+    return rows
+
+
+@triton.jit
 def project(b_x, b_weight, b_low, PROJECTION: tl.constexpr, DOT: tl.constexpr):
     """w·x (C, BM) with the precision of float32, which an exponent needs."""
     if PROJECTION == "none":

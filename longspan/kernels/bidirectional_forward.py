@@ -22,6 +22,7 @@ from longspan.kernels.bidirectional_blocks import (
     project,
     project_across,
     query_scales,
+    rows_to_take,
     store_block,
     store_halves,
     store_sums,
@@ -32,11 +33,25 @@ from longspan.kernels.bidirectional_blocks import (
 from longspan.kernels.blocks import FLOOR, NOTHING, inverse
 
 
+@triton.jit
+def bidirectional_weight_kernel(
+    p_weight, p_high, p_rest, D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr
+):
+    """A weight (M, D) rounded to bfloat16, and the largest of what that leaves."""
+    i_m, i_d = tl.arange(0, BM), tl.arange(0, BD)
+    i_w, m_w = i_m[:, None] * D + i_d[None, :], (i_m < M)[:, None] & (i_d < D)[None, :]
+    b_weight = tl.load(p_weight + i_w, mask=m_w, other=0.0).to(tl.float32)
+    b_high = b_weight.to(tl.bfloat16)
+    tl.store(p_high + i_w, b_high, mask=m_w)
+    tl.store(p_rest, tl.max(tl.max(tl.abs(b_weight - b_high.to(tl.float32)), 1)))
+
+
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
 def bidirectional_sums_kernel(
+    p_weight,
+    p_rest,
     p_k,
     p_v,
-    p_weight,
     p_mask,
     p_offsets,
     p_kv,
@@ -72,6 +87,7 @@ def bidirectional_sums_kernel(
     i_e = (pid // HKV) % TILES
     i_s = pid // (HKV * TILES)
     i_n, i_b, i_0, rows = find_stretch(p_offsets, i_s, tokens, length, sequences)
+    rows = rows_to_take(p_rest, rows, PROJECTION)
     if rows <= 0:
         return
     p_k += i_b * stride_kb + i_0 * stride_kt + i_h.to(tl.int64) * stride_kh
@@ -169,8 +185,9 @@ def bidirectional_combine_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
 def bidirectional_read_kernel(
-    p_q,
     p_weight,
+    p_rest,
+    p_q,
     p_offsets,
     p_kv,
     p_z,
@@ -214,6 +231,7 @@ def bidirectional_read_kernel(
     i_e = (pid // H) % TILES
     i_s = pid // (H * TILES)
     i_n, i_b, i_0, rows = find_stretch(p_offsets, i_s, tokens, length, sequences)
+    rows = rows_to_take(p_rest, rows, PROJECTION)
     if rows <= 0:
         return
     i_x = i_n.to(tl.int64) * HKV + i_h // (H // HKV)

@@ -37,8 +37,8 @@ def bidirectional_linear(
     key_mask: (B, S) True = keep; what hidden slots hold does not matter. normalise: "query", "feature" or "none".
     offsets, key_offsets: (N + 1,) int32, where sequences packed in one row begin. A query without keys returns zeros.
 
-    For arguments that `backend.why_plain_bidirectional` has nothing against. A bfloat16 weight is exact in bfloat16
-    products and takes one of them; a float32 weight takes two.
+    For arguments that `backend.why_plain_bidirectional` has nothing against. With bfloat16 inputs a weight of numbers
+    that bfloat16 holds takes one product, any other takes two.
     """
     given = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalise
     if backend.at_once(q):
