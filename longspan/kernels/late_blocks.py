@@ -38,9 +38,13 @@ def favor_features_kernel(
     BD: tl.constexpr,
     BM: tl.constexpr,
     TURN: tl.constexpr,
+    SHARES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """φ(q) (B, H, M) to p_query, keys' features to their slots: BX heads a program, first those of queries."""
+    """φ(q) (B, H, M) to p_query, keys' features to their slots: BX heads a program, first those of queries.
+
+    SHARES: a query's features add up to one; otherwise what they add up to cancels.
+    """
     pid = tl.program_id(0)
     keys = pid >= tl.cdiv(B * H, BX)
     heads, p_x, stride_b, stride_h = H, p_q, stride_qb, stride_qh
@@ -70,7 +74,8 @@ def favor_features_kernel(
         tl.store(p_late_f + i_slot[:, None] * M + i_m[None, :], b_f, mask=m_out)
         tl.store(p_late_scale + i_slot, b_scale, mask=m_x)
     else:
-        b_f = b_f / tl.sum(b_f, 1)[:, None]
+        if SHARES:
+            b_f = b_f / tl.sum(b_f, 1)[:, None]
         tl.store(p_query + i_x[:, None] * M + i_m[None, :], b_f, mask=m_out)
 
 

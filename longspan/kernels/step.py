@@ -75,7 +75,7 @@ def linear(
             linear_step_kernel[grid](*given, *_strides(q, k, v, turn, out), **sizes)
             return out
         if weight is not None:
-            q, turn, sizes["TURN"] = _favor_features(q, k, turn, weight, late), None, 0
+            q, turn, sizes["TURN"] = _favor_features(q, k, turn, weight, late, normalise), None, 0
         length, *slots = late
         sizes |= {"LATE": slots[0].shape[2], "BE": _block(E)}
         linear_late_kernel[grid](
@@ -85,7 +85,7 @@ def linear(
 
 
 def _favor_features(
-    q: Tensor, k: Tensor, turn: Turned, weight: Tensor, late: tuple[Tensor, Tensor, Tensor, Tensor]
+    q: Tensor, k: Tensor, turn: Turned, weight: Tensor, late: tuple[Tensor, Tensor, Tensor, Tensor], normalise: str
 ) -> Tensor:
     """φ(q) (B, 1, H, M) in float32; keys' features go to their slots."""
     (B, _, H, D), Hkv, (length, f, _, scale) = q.shape, k.shape[2], late
@@ -104,6 +104,7 @@ def _favor_features(
         BD=_block(D),
         BM=_block(len(weight)),
         TURN=_kind(turn),
+        SHARES=normalise == "feature",
         PRECISION="tf32" if weight.dtype != torch.float32 else "ieee",
         num_warps=4,
     )
