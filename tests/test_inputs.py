@@ -1,4 +1,4 @@
-"""Bad input is refused with a text that says what was got, what is allowed and what to do; odd input has an answer."""
+"""Bad input is refused with a text that says what was got, what is allowed and what to do."""
 
 from __future__ import annotations
 
@@ -6,36 +6,9 @@ import re
 
 import pytest
 import torch
-from torch import Tensor
+from input_cases import ALL, B, D, H, S, T, build, inputs
 
-from longspan import Mechanism, Packing, Projection, build_mechanism
-
-B, T, S, H, D, E = 2, 17, 19, 3, 5, 7
-
-OPTIONS = {
-    "softmax": {},
-    "local": {"window": 4},
-    "linear": {},
-    "performer": {},
-    "linformer": {"rank": 3, "max_length": 41},
-    "split": {
-        "parts": [
-            {"mechanism": "local", "num_heads": 1, "window": 4},
-            {"mechanism": "linear", "num_heads": 2, "feature_map": "softmax"},
-        ]
-    },
-}
-ALL = pytest.mark.parametrize("name", OPTIONS)
-CROSS = pytest.mark.parametrize("name", ["softmax", "linear", "performer", "linformer"])
-
-
-def build(name: str, **options) -> Mechanism:
-    return build_mechanism(name, H, D, value_dim=E, **(OPTIONS[name] | options)).eval()
-
-
-def inputs(batch: int = B, queries: int = T, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    keys = queries if keys is None else keys
-    return torch.randn(batch, queries, H, D), torch.randn(batch, keys, H, D), torch.randn(batch, keys, H, E)
+from longspan import Packing, Projection, build_mechanism
 
 
 def refused(*parts: str):
@@ -424,91 +397,3 @@ def test_split_inside_a_group_of_heads() -> None:
     parts = [{"mechanism": "linear", "num_heads": 3}, {"mechanism": "linear", "num_heads": 1}]
     with refused("with 2 key/value heads each part must have a multiple of 2 heads", "got [3, 1]"):
         build_mechanism("split", 4, D, num_kv_heads=2, parts=parts)
-
-
-def grads(out: Tensor, *xs: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(out.sum(), xs))
-
-
-@ALL
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("batch", "length"), [(0, T), (0, 1), (B, 0), (0, 0)])
-def test_empty_inputs(name: str, causal: bool, batch: int, length: int) -> None:
-    mechanism = build(name)
-    q, k, v = (x.requires_grad_() for x in inputs(batch, length))
-    for mask in (None, torch.ones(batch, length, dtype=torch.bool)):
-        out = mechanism(q, k, v, causal=causal, key_mask=mask)
-        assert out.shape == (batch, length, H, E)
-        assert [g.shape for g in grads(out, q, k, v)] == [q.shape, k.shape, v.shape]
-    state = mechanism.write(mechanism.new_state(batch), k, v)
-    out, state = mechanism.extend(state, q, k, v)
-    assert out.shape == (batch, length, H, E)
-    assert state.length.tolist() == [2 * length] * batch
-    assert mechanism.read(state, q).shape == (batch, length, H, E)
-
-
-@ALL
-def test_empty_extension_keeps_the_state(name: str) -> None:
-    mechanism, (q, k, v) = build(name), inputs()
-    state = mechanism.write(mechanism.new_state(B), k, v)
-    before = mechanism.read(state, q)
-    _, state = mechanism.extend(state, q[:, :0], k[:, :0], v[:, :0])
-    state = mechanism.write(state, k[:, :0], v[:, :0])
-    assert torch.equal(mechanism.read(state, q), before)
-
-
-@CROSS
-def test_no_keys(name: str) -> None:
-    mechanism, (q, k, v) = build(name), inputs(keys=0)
-    q[0, 0] = float("nan")
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = mechanism(q, k, v)
-    assert out.shape == (B, T, H, E)
-    assert (out == 0).all()
-    assert all((g == 0).all() for g in grads(out, q, k, v))
-
-
-@ALL
-def test_reading_an_empty_state(name: str) -> None:
-    mechanism, (q, *_) = build(name), inputs()
-    assert (mechanism.read(mechanism.new_state(B), q) == 0).all()
-
-
-@ALL
-@pytest.mark.parametrize("causal", [False, True])
-def test_empty_packed_sequences(name: str, causal: bool) -> None:
-    mechanism, (q, k, v) = build(name), inputs(1)
-    out = mechanism(q, k, v, causal=causal, packing=Packing.from_lengths([0, 5, 0, 12, 0]))
-    torch.testing.assert_close(out, mechanism(q, k, v, causal=causal, packing=Packing.from_lengths([5, 12])))
-    nothing = mechanism(q[:, :0], k[:, :0], v[:, :0], causal=causal, packing=Packing.from_lengths([0, 0]))
-    assert nothing.shape == (1, 0, H, E)
-
-
-@ALL
-@pytest.mark.parametrize("causal", [False, True])
-def test_nan_in_hidden_slots(name: str, causal: bool) -> None:
-    mechanism, (q, k, v) = build(name), inputs()
-    mask = torch.arange(T).expand(B, T) < torch.tensor([[T], [11]])
-    clean = mechanism(q, k, v, causal=causal, key_mask=mask)
-    dirty = []
-    for x in (q, k, v):
-        filled = x if x is q and not causal else x.masked_fill(~mask[:, :, None, None], float("nan"))
-        dirty.append(filled.requires_grad_())
-    out = mechanism(*dirty, causal=causal, key_mask=mask)
-    assert torch.equal(out, clean)
-    for g in torch.autograd.grad(out.square().sum(), (*dirty, *mechanism.parameters())):
-        assert g.isfinite().all()
-
-
-@ALL
-@pytest.mark.parametrize("causal", [False, True])
-def test_all_keys_hidden(name: str, causal: bool) -> None:
-    mechanism = build(name)
-    q, k, v = (x.requires_grad_() for x in inputs())
-    mask = torch.tensor([True, False])[:, None].expand(B, T)
-    out = mechanism(q, k, v, causal=causal, key_mask=mask)
-    assert (out[1] == 0).all()
-    assert (out[0] != 0).all(), "the other row is untouched"
-    for g in grads(out, q, k, v):
-        assert g.isfinite().all()
-        assert (g[1] == 0).all()

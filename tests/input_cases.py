@@ -1,0 +1,36 @@
+"""Small mechanisms and inputs that several files of tests build."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from longspan import Mechanism, build_mechanism
+
+B, T, S, H, D, E = 2, 17, 19, 3, 5, 7
+
+OPTIONS = {
+    "softmax": {},
+    "local": {"window": 4},
+    "linear": {},
+    "performer": {},
+    "linformer": {"rank": 3, "max_length": 41},
+    "split": {
+        "parts": [
+            {"mechanism": "local", "num_heads": 1, "window": 4},
+            {"mechanism": "linear", "num_heads": 2, "feature_map": "softmax"},
+        ]
+    },
+}
+ALL = pytest.mark.parametrize("name", OPTIONS)
+CROSS = pytest.mark.parametrize("name", ["softmax", "linear", "performer", "linformer"])
+
+
+def build(name: str, **options) -> Mechanism:
+    return build_mechanism(name, H, D, value_dim=E, **(OPTIONS[name] | options)).eval()
+
+
+def inputs(batch: int = B, queries: int = T, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    keys = queries if keys is None else keys
+    return torch.randn(batch, queries, H, D), torch.randn(batch, keys, H, D), torch.randn(batch, keys, H, E)
