@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspan.kernels import favor
 from longspan.kernels.blocks import NOTHING
 from longspan.kernels.linear_backward import causal_linear_backward_scan_kernel, causal_linear_backward_sums_kernel
 from longspan.kernels.linear_backward_chunks import causal_linear_backward_finish_kernel, causal_linear_backward_kernel
@@ -74,6 +75,9 @@ def causal_linear(
     normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`longspan::causal_linear` with bucket 1."""
+    if favor.takes(q, v, feature_map, normalise):
+        assert weight is not None
+        return favor.causal_favor(q, k, v, weight, lengths, kv, shift)
     call = _Call(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise)
     (B, T, H, _), (Hkv, E) = q.shape, v.shape[2:]
     out = v.new_empty(B, T, H, E)
@@ -111,6 +115,9 @@ def causal_linear_backward(
     normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`longspan::causal_linear_backward` with bucket 1; the gradient of no kv is None."""
+    if favor.takes(q, v, feature_map, normalise):
+        assert weight is not None
+        return favor.causal_favor_backward(d_out, d_kv, out, den, q, k, v, weight, lengths, kv, shift)
     call = _Call(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise)
     B, Hkv, plan = q.shape[0], v.shape[2], call.plan
     d_out, d_end, out = _rows(d_out), _dense(d_kv), out.contiguous()
