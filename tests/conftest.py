@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from longspan.ops import chunks
+
 
 def pytest_configure() -> None:
     # The tensors are small: threads would only wait for one another.
@@ -44,3 +46,22 @@ def full_precision() -> Iterator[None]:
     yield
     torch.set_float32_matmul_precision(matmul)
     torch.backends.cudnn.allow_tf32 = cudnn
+
+
+@pytest.fixture
+def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many chunks in a short sequence, unless a test asks for the real ones."""
+    if "real_chunks" not in request.fixturenames:
+        monkeypatch.setattr(chunks, "CHUNK", 4)
+        monkeypatch.setattr(chunks, "GROUP", 3)
+
+
+@pytest.fixture
+def real_chunks() -> None:
+    pass
+
+
+@pytest.fixture(params=[True, False], ids=["grad", "no_grad"])
+def grad(request: pytest.FixtureRequest) -> Iterator[bool]:
+    with torch.set_grad_enabled(request.param):
+        yield request.param
