@@ -193,9 +193,8 @@ def test_the_usual_number_of_features_and_their_norms():
     fast = ours.FastAttention(64)
     assert fast.projection_matrix.shape == (266, 64)
     rows = ours.FastAttention(8, nb_features=5, ortho_scaling=1).projection_matrix
-    torch.testing.assert_close(
-        rows @ rows.T, 8 * torch.eye(5), atol=8 * 2**-7, rtol=0
-    )  # rounded to bfloat16
+    # Their numbers are rounded to bfloat16, and orthogonal to its precision.
+    torch.testing.assert_close(rows @ rows.T, 8 * torch.eye(5), atol=8 * 2**-7, rtol=0)
     with pytest.raises(ValueError, match="ortho_scaling must be 0"):
         ours.FastAttention(8, ortho_scaling=2)
 
