@@ -13,7 +13,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore"),  # The compiler's and other packages' own.
 ]
-CASE = Case(1024, num_heads=2, dtype="bfloat16", device="cuda")
+# As long as what is checked, so that FlexAttention compiles for one length only.
+CASE = Case(512, num_heads=2, dtype="bfloat16", device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def test_checked_and_timed(subject: Subject) -> None:
     assert [len(samples) for samples in run.times.values()] == [5, 5]
     assert min(sample for samples in run.times.values() for sample in samples) > 0
     assert run.peak_mb is not None
-    assert run.peak_mb > 1
+    assert run.peak_mb > 0
 
 
 def test_samples_are_fewer_where_time_is_short() -> None:
