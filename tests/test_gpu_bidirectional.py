@@ -39,6 +39,9 @@ CASES = [
     Case(T=130, S=517, **FAVOR, mask=True, H=4, Hkv=2),
     Case(packed=PACKED, **FAVOR),
     Case(**LARGE, feature_map="favor", D=33, E=100, num_features=100),
+    Case(**LARGE, feature_map="favor", D=16, E=16, num_features=33),
+    Case(**LARGE, D=64, E=32),
+    Case(**LARGE, D=32, E=64, feature_map="elu"),
     Case(**LARGE, feature_map="favor", D=64, E=256, num_features=256),
 ]
 

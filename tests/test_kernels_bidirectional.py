@@ -39,6 +39,8 @@ CASES = [
     Case(T=3, S=5, B=1, H=1, Hkv=1, D=130, E=70),
     Case(T=5, S=3, B=1, H=2, Hkv=1, D=20, E=140, feature_map="elu", normalise="feature"),
 ]
+# Blocks are padded to 64 there, and slow: all that differs, and every other of the rest.
+HALVES = [case for i, case in enumerate(CASES) if i % 2 or case.num_features or case.packed or case.D > 64]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already inside")
@@ -71,7 +73,7 @@ def test_float16(case: Case) -> None:
 @inside
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", HALVES, ids=str)
 def test_bfloat16(case: Case) -> None:
     check(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
 

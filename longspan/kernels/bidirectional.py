@@ -37,10 +37,13 @@ class Config(NamedTuple):
 
 
 class Configs(NamedTuple):
+    """Those of the four kernels that go through tokens; at_once: whether one launch makes both d q and d kv."""
+
     sums: Config
     read: Config
     queries: Config
     keys: Config
+    at_once: bool = True
 
 
 def configs(num_features: int, value_dim: int, halves: bool) -> Configs:
@@ -52,17 +55,17 @@ def configs(num_features: int, value_dim: int, halves: bool) -> Configs:
         small = Config(64, 4096, 528, 4, 3)
         return Configs(small._replace(registers=128), small, small, small)
     large = Config(64, 16384, 264, 8, 2)
-    tiled = Config(32, 16384, 264, 8, 1)
     if num_features > 128:
-        sums, read = large._replace(programs=132, stages=3), large._replace(chunk=32)
-        queries, keys = large._replace(chunk=32, programs=132, stages=3), large._replace(programs=132)
+        few = large._replace(programs=132)
+        found = Configs(few._replace(stages=3), large._replace(registers=128), few, few, at_once=False)
     else:
         # In the read-out features do not lie across: eight warps would need 128 tokens.
-        sums, read = large._replace(stages=3), large._replace(programs=528, warps=4)
-        queries, keys = large, large._replace(programs=528)
+        many = large._replace(programs=528)
+        found = Configs(large._replace(stages=3), many._replace(warps=4), large, many)
     if num_features * value_dim > large.tile:
-        queries, keys = tiled, tiled
-    return Configs(sums, read, queries, keys)
+        tiled = large._replace(stages=1)
+        return found._replace(queries=tiled, keys=tiled, at_once=False)
+    return found
 
 
 class Result(NamedTuple):
@@ -82,10 +85,9 @@ def new_result(
 ) -> Result:
     """Room for the results."""
     N = k.shape[0] if key_offsets is None else len(key_offsets) - 1
-    D, E = k.shape[3], v.shape[3]
-    BM, BE = _padded(D if weight is None else len(weight)), _padded(E)
+    D, E, halves = k.shape[3], v.shape[3], q.dtype == torch.bfloat16
+    BM, BE = _padded(D if weight is None else len(weight), halves), _padded(E, halves)
     scale = q.new_empty((*q.shape[:2], q.shape[2] if divided else 0), dtype=torch.float32)
-    halves = q.dtype == torch.bfloat16
     kv = q.new_empty((N, k.shape[2], BM, 2 * BE if halves else BE), dtype=torch.bfloat16 if halves else torch.float32)
     z, c = (kv.new_empty(kv.shape[:3], dtype=torch.float32) for _ in range(2))
     return Result(v.new_empty(*q.shape[:3], E), scale, kv, z, c)
@@ -156,8 +158,8 @@ def bidirectional_linear_backward(
         cut = call.queries_cut(call.configs.queries)
         parts, parts_z = call.parts(cut, 1)
         # Tiles of d kv are programs of their own; d q needs all of them in one.
-        tiled = call.tiles(cut.config) > 1
-        for queries, sums in ((True, False), (False, True)) if tiled else ((True, True),):
+        at_once = call.configs.at_once and call.tiles(cut.config) == 1
+        for queries, sums in ((True, True),) if at_once else ((True, False), (False, True)):
             call.launch(
                 bidirectional_backward_queries_kernel,
                 cut,
@@ -212,7 +214,7 @@ def _plan(
     H, Hkv, D, E = sizes
     halves = dtype == torch.bfloat16
     M = D if num_features is None else num_features
-    BD, BM, BE = _padded(D), _padded(M), _padded(E)
+    BD, BM, BE = (_padded(n, halves) for n in (D, M, E))
     constants = {
         "H": H,
         "HKV": Hkv,
@@ -345,6 +347,7 @@ def _cut(config: Config, x: Tensor, offsets: Tensor | None) -> _Cut:
     return _Cut(config, T, heads, length, stretches)
 
 
-def _padded(n: int) -> int:
+def _padded(n: int, halves: bool) -> int:
+    # Products of bfloat16 with tiles narrower than 64 come out wrong on Hopper with Triton 3.6.
     # int: a compiler may hand in a symbol, and another size is another kernel.
-    return max(16, 1 << (int(n) - 1).bit_length())
+    return max(64 if halves else 16, 1 << (int(n) - 1).bit_length())
