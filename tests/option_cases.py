@@ -121,8 +121,3 @@ def dropped_share(mechanism: Mechanism) -> float:
     q, k, _ = inputs(E, batch=500)
     weights = mechanism.train()(q, k, torch.eye(E, dtype=torch.float64)[None, :, None].expand(500, -1, H, -1))
     return (weights == 0).double().mean().item()
-
-
-def favor(x: Tensor, w: Tensor) -> Tensor:
-    x = x * x.shape[-1] ** -0.25
-    return (x @ w.T - x.square().sum(-1, keepdim=True) / 2).exp()

@@ -20,7 +20,6 @@ from option_cases import (
     checks,
     differ,
     each_option,
-    favor,
     inputs,
     kernel_attention,
     same,
@@ -36,6 +35,11 @@ from longspan.mechanisms.feature_maps import ACTIVATIONS
 @each_option(Path(__file__).stem)
 def test_option(name: str, option: str) -> None:
     check_option(name, option)
+
+
+def favor(x: Tensor, w: Tensor) -> Tensor:
+    x = x * x.shape[-1] ** -0.25
+    return (x @ w.T - x.square().sum(-1, keepdim=True) / 2).exp()
 
 
 @checks("performer", "phantom")
