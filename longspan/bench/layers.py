@@ -62,7 +62,7 @@ def _linformer_pytorch(case: Case) -> dict[str, Any]:
 
 
 LAYERS = {
-    "linear-attention-transformer, attention and feed-forward": Layer(
+    "linear-attention-transformer, with feed-forward": Layer(
         "linear", "linear-attention-transformer", "LinearAttentionTransformer", _linear
     ),
     "performer-pytorch, 256 features": Layer("performer", "performer-pytorch", "SelfAttention", _performer, leaks=True),
@@ -70,7 +70,7 @@ LAYERS = {
     "linformer, k 256, one shared head": Layer(
         "linformer", "linformer", "LinformerSelfAttention", _linformer, "linformer has no causal mode"
     ),
-    "linformer-pytorch, k 256, attention and feed-forward": Layer(
+    "linformer-pytorch, k 256, with feed-forward": Layer(
         "linformer",
         "linformer-pytorch",
         "Linformer",
