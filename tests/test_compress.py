@@ -13,7 +13,7 @@ from longspan import Attention, AttentionConfig
 from longspan.mechanisms import linformer
 from longspan.mechanisms.linformer import LinformerAttention, Projection
 from longspan.ops import sdpa
-from longspan.ops.compress import _compress, compress
+from longspan.ops.compress import _compress, _Halves, compress
 
 B, S, HKV, R, N = 2, 19, 3, 5, 7
 SHAPES = [(rows, heads) for rows in (1, B) for heads in (1, HKV)]
@@ -119,3 +119,14 @@ def test_keys_that_are_values_are_compressed_once(shared: bool, times: int, monk
     layer = Attention(12, AttentionConfig(num_heads=4, num_kv_heads=1, shared_kv=True, mechanism=spec))
     layer(torch.randn(B, S, 12))
     assert len(calls) == times
+
+
+@pytest.mark.parametrize("batch", [1, B])
+def test_halves_at_once_are_what_the_op_gives(batch: int) -> None:
+    e, x = torch.randn(1, S, 1, R).bfloat16().requires_grad_(), torch.randn(batch, S, 1, N).bfloat16().requires_grad_()
+    d = torch.randn(batch, 1, R, N)
+    for ours, op in zip(
+        *(torch.autograd.grad(run(e, x), (e, x), d) for run in (_Halves.apply, _compress)), strict=True
+    ):
+        assert torch.equal(ours, op)
+    assert torch.equal(_Halves.apply(e, x), _compress(e, x))

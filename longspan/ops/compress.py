@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan.ops import backend
+
 # A product of halves that leaves float32; older releases of PyTorch cannot.
 _WIDE = "dtype" in torch.ops.aten.bmm.overloads()
 
@@ -19,12 +21,9 @@ def compress(e: Tensor, x: Tensor) -> Tensor:
         x = x.flatten(2).unsqueeze(2)
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         rows = _product(e, x)
-    elif torch.compiler.is_compiling():
-        rows = _compress(e.to(x.dtype), x)
     else:
-        # Half of the time on the host that the op would take.
-        apply: Any = _Halves.apply
-        rows = apply(e.to(x.dtype), x)
+        run: Any = _Halves.apply if backend.at_once(x) else _compress
+        rows = run(e.to(x.dtype), x)
     return rows.squeeze(1).unflatten(2, (heads, -1)).transpose(1, 2) if together else rows
 
 
@@ -57,7 +56,7 @@ def _backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 
 class _Halves(torch.autograd.Function):
-    """`longspan::compress` for where nobody watches operations go by."""
+    """`longspan::compress`, called at once."""
 
     @staticmethod
     def forward(ctx: Any, e: Tensor, x: Tensor) -> Tensor:
