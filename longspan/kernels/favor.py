@@ -14,7 +14,6 @@ import triton
 from torch import Tensor
 
 from longspan.kernels.favor_backward import (
-    favor_backward_kernel,
     favor_backward_rows_kernel,
     favor_backward_scan_kernel,
     favor_backward_sums_kernel,
@@ -26,6 +25,7 @@ from longspan.kernels.favor_forward import (
     favor_sizes_kernel,
     favor_weight_kernel,
 )
+from longspan.kernels.favor_gradients import favor_backward_keys_kernel, favor_backward_queries_kernel
 from longspan.kernels.launch import Argument, Launcher, dense_rows, look, on_device
 
 LARGEST = 128
@@ -43,17 +43,14 @@ class Config(NamedTuple):
     programs: int = 0
 
 
-class Cut(NamedTuple):
-    """One direction: tokens in a chunk, and each kernel's own. Gradients are those of queries, then of keys."""
-
-    chunk: int
-    sizes: Config
-    sums: Config
-    chunks: tuple[tuple[str, Config], ...]
-
-
-FORWARD = Cut(64, Config(0, 4, 3, None, 264), Config(64, 4, 3, 168, 396), (("", Config(64, 4, 1)),))
-BACKWARD = FORWARD._replace(chunks=(("q", Config(64, 4, 1)), ("k", Config(64, 4, 1))))
+# Tokens in a chunk, and how each kernel is cut.
+CHUNK = 64
+SIZES = Config(0, 4, 3, None, 264)
+SUMS = Config(64, 4, 3, 168, 396)
+READ = Config(64, 4, 1)
+ROWS = Config(0, 4, 1)
+QUERIES = Config(64, 4, 1)
+KEYS = Config(64, 4, 1)
 
 
 def takes(q: Tensor, v: Tensor, feature_map: str, normalise: bool) -> bool:
@@ -71,7 +68,7 @@ def causal_favor(
     shift: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out (B, T, H, E), den (B, T, H), and the sums and their shift after the last token."""
-    call = _Call(FORWARD, q, k, v, weight, lengths, kv, shift)
+    call = _Call(q, k, v, weight, lengths, kv, shift)
     (B, T, H, _), (Hkv, E) = q.shape, v.shape[2:]
     out = v.new_empty(B, T, H, E)
     den = q.new_empty((B, T, H), dtype=torch.float32)
@@ -83,9 +80,19 @@ def causal_favor(
         sums = call.sums(keys, kv_out, shift_out)
         call.launch(
             favor_forward_kernel,
-            FORWARD.chunks[0][1],
+            READ,
             B * call.chunks * H,
-            (*(call.q, call.k, call.v), *call.weight, lengths, query_offset, *keys.scales, *sums, out, den),
+            (
+                *(call.q, call.k, call.v),
+                *call.weight,
+                lengths,
+                query_offset,
+                *keys.scales,
+                sums.reference,
+                *sums.before,
+                out,
+                den,
+            ),
             (call.q, call.k, call.v),
         )
     return out, den, kv_out, shift_out
@@ -105,53 +112,52 @@ def causal_favor_backward(
     shift: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and kv; that of no kv is None."""
-    call = _Call(BACKWARD, q, k, v, weight, lengths, kv, shift)
+    call = _Call(q, k, v, weight, lengths, kv, shift)
     d_out, out, d_end = dense_rows(d_out), out.contiguous(), None if d_kv is None else d_kv.contiguous()
     call.look(d_out, out, den, d_end, *d_out.stride())
     (B, T, H, _), Hkv = q.shape, v.shape[2]
     X, size = B * Hkv, call.BM * call.BE
-    d_q, d_k, d_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    d_q = q.new_empty(q.shape)
     d_start = None if kv is None else kv.new_empty(kv.shape)
     with on_device(q):
         query_offset = call.query_sizes()
         keys = call.key_sizes()
-        sums = call.sums(keys, None, None)
         delta = torch.empty_like(query_offset)
         call.launch(
             favor_backward_rows_kernel,
-            BACKWARD.sizes,
+            ROWS,
             B * call.chunks * H,
             (out, den, d_out, query_offset, delta),
             (d_out,),
             lengths=(T,),
         )
+        sums = call.sums(keys, None, None)
+        given = (
+            *(call.q, call.k, call.v, d_out, *call.weight, lengths, query_offset, delta, *keys.scales),
+            sums.reference,
+        )
+        strided = call.q, call.k, call.v, d_out
+        call.launch(favor_backward_queries_kernel, QUERIES, B * call.chunks * H, (*given, *sums.before, d_q), strided)
+        reference = sums.reference
+        del sums  # Its place is taken by what comes next.
         d_total, d_total_z, suffix_z = call.numbers(
             X * call.segments * size, X * call.segments * call.BM, X * call.chunks * call.BM
         )
         suffix, after = call.halves(X * call.chunks * size, X * call.segments * size)
         call.launch(
             favor_backward_sums_kernel,
-            BACKWARD.sums,
-            X * call.segments * (call.BM // BACKWARD.sums.tile),
+            SUMS,
+            X * call.segments * (call.BM // SUMS.tile),
             (
-                *(call.q, d_out, *call.weight, query_offset, delta, keys.peak, sums.reference),
+                *(call.q, d_out, *call.weight, query_offset, delta, keys.peak, reference),
                 *(d_total, d_total_z, suffix, suffix_z),
             ),
             (call.q, d_out),
         )
-        call.scan(favor_backward_scan_kernel, (d_total, d_total_z, sums.reference, d_end, d_start, after))
-        for part, config in BACKWARD.chunks:
-            call.launch(
-                favor_backward_kernel,
-                config,
-                X * call.chunks,
-                (
-                    *(call.q, call.k, call.v, d_out, *call.weight, lengths, query_offset, delta, *keys.scales, *sums),
-                    *(after, d_total_z, suffix, suffix_z, d_q, d_k, d_v),
-                ),
-                (call.q, call.k, call.v, d_out),
-                (("QUERIES", "q" in part), ("KEYS", "k" in part)),
-            )
+        call.scan(favor_backward_scan_kernel, (d_total, d_total_z, reference, d_end, d_start, after))
+        d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)
+        ends = after, d_total_z, suffix, suffix_z, d_k, d_v
+        call.launch(favor_backward_keys_kernel, KEYS, X * call.chunks, (*given, *ends), strided)
     return d_q, d_k, d_v, d_start
 
 
@@ -172,10 +178,7 @@ class _Sums(NamedTuple):
     """What `favor_forward_sums_kernel` and the scan after it leave behind, as they describe it."""
 
     reference: Tensor
-    before: Tensor
-    before_z: Tensor
-    prefix: Tensor
-    prefix_z: Tensor
+    before: tuple[Tensor, ...]
 
 
 @cache
@@ -190,7 +193,6 @@ class _Call:
 
     def __init__(
         self,
-        cut: Cut,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -200,7 +202,7 @@ class _Call:
         shift: Tensor | None,
     ) -> None:
         B, T, Hkv, _ = k.shape
-        self.cut, self.lengths = cut, lengths
+        self.lengths = lengths
         self.q, self.k, self.v = dense_rows(q), dense_rows(k), dense_rows(v)
         self.start = [x if x is None else x.contiguous() for x in (kv, shift)]
         self.launcher = _launcher(q.get_device(), q.shape[2], Hkv, q.shape[3], len(weight), v.shape[3])
@@ -209,8 +211,8 @@ class _Call:
         weight = weight.contiguous()
         strides = *self.q.stride(), *self.k.stride(), *self.v.stride()
         self.look(self.q, self.k, self.v, weight, lengths, *self.start, *strides)
-        self.chunks = -(-T // cut.chunk)
-        self.segments, self.run = self.walk(cut.sums, B * Hkv * (self.BM // cut.sums.tile))
+        self.chunks = -(-T // CHUNK)
+        self.segments, self.run = self.walk(SUMS, B * Hkv * (self.BM // SUMS.tile))
         size = self.BM * self.launcher.constants["BD"]
         high, low = self.halves(size, size)
         self.weight = high, low, q.new_empty(1, dtype=torch.float32)
@@ -248,7 +250,7 @@ class _Call:
         strides = [stride for x in strided for stride in x.stride()[:3]]
         if lengths is None:
             lengths = self.q.shape[1], self.segments, self.run
-        options: tuple[tuple[str, Any], ...] = (("C", self.cut.chunk), ("num_warps", config.warps))
+        options: tuple[tuple[str, Any], ...] = (("C", CHUNK), ("num_warps", config.warps))
         options += (("num_stages", config.stages), ("maxnreg", config.registers))
         if "TILE" in kernel.arg_names:
             options += (("TILE", config.tile),)
@@ -258,26 +260,26 @@ class _Call:
         rows = max(1, 512 // self.BE)
         grid = self.k.shape[0] * self.k.shape[2], -(-self.BM // rows), 1
         given = *tensors, self.q.shape[1], self.segments, self.run
-        self.launcher(kernel, grid, given, self.looks, (("C", self.cut.chunk), ("ROWS", rows)))
+        self.launcher(kernel, grid, given, self.looks, (("C", CHUNK), ("ROWS", rows)))
 
     def query_sizes(self) -> Tensor:
         (B, _, H, _) = self.q.shape
-        (offset,) = self.numbers(B * H * self.chunks * self.cut.chunk)
+        (offset,) = self.numbers(B * H * self.chunks * CHUNK)
         self._sizes(self.q, None, (offset, None, None, None), key=False)
         return offset
 
     def key_sizes(self) -> _Keys:
         X = self.k.shape[0] * self.k.shape[2] * self.chunks
-        keys = _Keys(*self.numbers(*[X * self.cut.chunk] * 3, X))
+        keys = _Keys(*self.numbers(*[X * CHUNK] * 3, X))
         self._sizes(self.k, self.lengths, keys, key=True)
         return keys
 
     def _sizes(self, x: Tensor, lengths: Tensor | None, into: tuple[Tensor | None, ...], *, key: bool) -> None:
         B, T, H, _ = x.shape
-        segments, run = self.walk(self.cut.sizes, B * H)
+        segments, run = self.walk(SIZES, B * H)
         self.launch(
             favor_sizes_kernel,
-            self.cut.sizes,
+            SIZES,
             B * H * segments,
             (x, *self.weight, lengths, *into),
             (x,),
@@ -295,8 +297,8 @@ class _Call:
         prefix, before = self.halves(X * self.chunks * size, X * self.segments * size)
         self.launch(
             favor_forward_sums_kernel,
-            self.cut.sums,
-            X * self.segments * (BM // self.cut.sums.tile),
+            SUMS,
+            X * self.segments * (BM // SUMS.tile),
             (
                 *(self.k, self.v, *self.weight, self.lengths, keys.offset, keys.largest, self.start[1]),
                 *(total, total_z, prefix, prefix_z, reference),
@@ -305,7 +307,7 @@ class _Call:
         )
         ends = self.start[0], kv_out, shift_out, before
         self.scan(favor_forward_scan_kernel, (total, total_z, reference, *ends))
-        return _Sums(reference, before, total_z, prefix, prefix_z)
+        return _Sums(reference, (before, total_z, prefix, prefix_z))
 
 
 def _views(like: Tensor, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:

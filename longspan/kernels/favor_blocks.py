@@ -22,6 +22,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     @triton.jit
     def scaled_sum(b_x, factor, b_y):
         return (b_x.to(tl.float32) * factor + b_y.to(tl.float32)).to(tl.bfloat16)
+
+    @triton.jit
+    def whole(b_x):
+        return b_x.to(tl.float32)
 else:
 
     @triton.jit
@@ -39,6 +43,18 @@ else:
             "=r,r,r,r",
             [b_x, factor.to(tl.bfloat16), b_y],
             dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+
+    @triton.jit
+    def whole(b_x):
+        """x of bfloat16 as float32, two numbers at a time: else each would be rounded by itself, at the pace of 2^x."""
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [b_x],
+            dtype=tl.float32,
             is_pure=True,
             pack=2,
         )
@@ -88,9 +104,9 @@ def features(b_l, b_offset, m_real, D: tl.constexpr, WHOLE: tl.constexpr):
 def column(b_x):
     """x (N,) as a matrix (N, 8) of bfloat16 whose rows add up to it: what a product with a vector takes."""
     i_8 = tl.arange(0, 8)[None, :]
-    b_high = b_x.to(tl.bfloat16).to(tl.float32)[:, None]
-    b_low = b_x[:, None] - b_high
-    return tl.where(i_8 == 0, b_high, tl.where(i_8 == 1, b_low, 0.0)).to(tl.bfloat16)
+    b_high = (b_x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    b_rest = tl.where(i_8 == 1, (b_x - b_high)[:, None], 0.0)
+    return tl.where(i_8 == 0, b_high[:, None], b_rest).to(tl.bfloat16)
 
 
 @triton.jit
@@ -121,9 +137,10 @@ def pairs(b_scale, b_reference, C: tl.constexpr):
 
 
 @triton.jit
-def pairs_again(p_scale, b_reference, C: tl.constexpr):
-    """As `pairs`, but never merged with it: cheaper made twice than held for long."""
-    return pairs(tl.load(p_scale + tl.arange(0, C), eviction_policy="evict_first"), b_reference, C)
+def pairs_across(b_scale, b_reference, C: tl.constexpr):
+    """As `pairs`, with a row for each key."""
+    i_t = tl.arange(0, C)
+    return tl.where(i_t[:, None] <= i_t[None, :], power(b_scale[:, None] - b_reference[None, :]), 0.0)
 
 
 @triton.jit

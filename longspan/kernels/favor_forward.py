@@ -194,9 +194,9 @@ def favor_forward_sums_kernel(
         c_last = tl.maximum(c, tl.load(p_largest + i_c))
         decay = power(tl.ceil(c) - tl.ceil(c_last))
         b_f = project_across(b_k, b_high, p_low, flag, i_m, BD, TILE)
-        b_f = features(b_f, (b_offset + tl.ceil(c_last))[None, :], (i_f < M)[:, None], D, M == BM).to(tl.bfloat16)
-        b_kv = tl.dot(b_f, b_v, b_kv * decay)
-        b_z = b_z * decay + tl.sum(b_f.to(tl.float32), 1)
+        b_f = features(b_f, (b_offset + tl.ceil(c_last))[None, :], (i_f < M)[:, None], D, M == BM)
+        b_kv = tl.dot(b_f.to(tl.bfloat16), b_v, b_kv * decay)
+        b_z = b_z * decay + tl.sum(b_f, 1)
         c = c_last
         p_k += C * stride_kt
         p_v += C * stride_vt
