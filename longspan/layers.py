@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-Turns = Mapping[tuple[int, float], tuple[Tensor, Tensor]]
+Turns = Mapping[tuple[int, float], Turn]
 
 
 class ScaleNorm(nn.Module):
@@ -178,7 +178,10 @@ class Attention(nn.Module):
             out = self.mechanism._read(state, q)
         else:
             k, v = self._heads(kv[0])
-            own = [Turn(*turns[r.kind], r.interleaved) if isinstance(r, Rotary) else None for r in self.rotary]
+            own = [
+                turns[r.kind]._replace(interleaved=r.interleaved) if isinstance(r, Rotary) else None
+                for r in self.rotary
+            ]
             out, state = self.mechanism.step_(state, q, k, v, own if len(own) > 1 else own[0] if own else None)
         out = self._gated(x, out).flatten(2)
         out = out if self.to_mid is None else project(out, self.to_mid)[0]

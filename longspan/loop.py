@@ -177,14 +177,29 @@ class Loop:
             return
         if joins:
             self._join()
+        token = self._likeliest() if self._sampling.temperature == 0 else self._drawn_token()
+        if len(self._stop):
+            self._ended.logical_or_(torch.isin(token, self._stop))
+            self._answer[0].copy_(token.masked_fill(self._ended, -1))
+        else:
+            self._answer[0].copy_(token)
+        self._token.copy_(token)
+
+    def _likeliest(self) -> Tensor:
+        """(B,) the only token there is to choose, with certainty."""
+        logits = self._logits
+        if self._sampling.repetition_penalty != 1:
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        self._answer[1].zero_()
+        return self._sampling.penalised(logits, self._recent).argmax(1)
+
+    def _drawn_token(self) -> Tensor:
+        """(B,) by the next random number, its log-probability in the answer."""
         probabilities = self._sampling.probabilities(self._logits, self._recent)
         token = _pick(probabilities, self._drawn.gather(1, self._index[:, None])[:, 0])
         self._answer[1].copy_(probabilities.gather(1, token[:, None]).log()[:, 0])
-        if len(self._stop):
-            self._ended.logical_or_(torch.isin(token, self._stop))
-        self._answer[0].copy_(token.masked_fill(self._ended, -1))
-        self._token.copy_(token)
         self._index.add_(1)
+        return token
 
     def _check(self) -> None:
         """At any step: a state of other random features than the model has now is refused, and the end of a table."""

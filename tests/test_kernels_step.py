@@ -16,6 +16,7 @@ from longspan.mechanism import Mechanism
 from longspan.mechanisms import linear, linformer, local
 from longspan.mechanisms.late import LATE_ROWS, LATE_SUMS
 from longspan.ops import backend, step
+from longspan.ops.rotary import turns
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_under_the_interpreter starts")
@@ -73,14 +74,16 @@ def _plain_windowed(self, q, k, v, window, **how):
 
 
 @by_name
-def test_a_plain_step_is_writing_and_then_reading(name: str) -> None:
+@pytest.mark.parametrize("B", [1, 2])
+@pytest.mark.parametrize("begun", [2, 9])
+def test_a_plain_step_is_writing_and_then_reading(name: str, B: int, begun: int) -> None:
     """`step_` in float64, rotary positions included, is `step` of queries and keys that were turned before."""
     built = mechanism(name).double()
     with torch.no_grad():
-        state = built.extend(built.new_state(2, dtype=torch.float64), *inputs(2, 9, torch.float64, "cpu"))[1]
+        state = built.extend(built.new_state(B, dtype=torch.float64), *inputs(B, begun, torch.float64, "cpu"))[1]
         ours = state.clone()
         for i in range(4):
-            q, k, v = inputs(2, 1, torch.float64, "cpu")
+            q, k, v = inputs(B, 1, torch.float64, "cpu")
             angles = turn(ours.length, i % 3)
             out, ours = built.step_(ours, q, k, v, angles)
             ours.length.add_(1)
@@ -114,6 +117,18 @@ def test_queries_turned_further_take_the_plain_step(monkeypatch: pytest.MonkeyPa
         state = built.step(built.new_state(1), q, k, v)[1]
         expected = built.step(state.clone(), q, 2 * k, -v)[0]
         assert torch.equal(built.step_(state, q, 2 * k, -v)[0], expected)
+
+
+def test_angles_of_a_loop_turn_as_others_do() -> None:
+    """`turns_at`, which has them twice as wide for fewer operations, and `Turn` of plain ones."""
+    length, x = torch.tensor([3, 1_000_003]), torch.randn(2, 1, 3, D, dtype=torch.float64)
+    ours = step.turns_at(length, (D, 100.0), torch.float64)
+    assert ours.wide is not None
+    for interleaved in (False, True):
+        plain = step.Turn(*turns(length[:, None], D, 100.0, torch.float64), interleaved)
+        torch.testing.assert_close(ours._replace(interleaved=interleaved)(x), plain(x), rtol=1e-12, atol=1e-12)
+    # In another dtype than that of the angles x comes back as it came.
+    assert ours(x.float()).dtype == torch.float32
 
 
 def test_reasons() -> None:

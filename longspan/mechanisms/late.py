@@ -32,6 +32,18 @@ class LateRows(State):
     short_k: Tensor  # (B, Hkv, R, D) in the dtype of inputs; in float32 the rows themselves
     short_v: Tensor
 
+    @classmethod
+    def of(cls, length: Tensor, rows_k: Tensor, rows_v: Tensor, dtype: torch.dtype) -> LateRows:
+        """Beside rows (B, Hkv, R, ·) of `length` tokens: nothing waits."""
+        k, v = (x.new_zeros(*x.shape[:2], LATE_ROWS, x.shape[3], dtype=dtype) for x in (rows_k, rows_v))
+        return cls(length, k, v, rows_k.to(dtype), rows_v.to(dtype))
+
+    def waiting(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values (B, slots, Hkv, ·) that the rows do not hold, zeros elsewhere, and the first's position."""
+        here = waiting(self.length, LATE_ROWS)[:, :, None, None]
+        k, v = (x.transpose(1, 2).masked_fill(~here, 0) for x in (self.k, self.v))
+        return k, v, self.length - self.length % LATE_ROWS
+
 
 def waiting(length: Tensor, slots: int) -> Tensor:
     """(B, slots): which of them hold a token that the sums do not, after `length` (B,) tokens."""

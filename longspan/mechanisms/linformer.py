@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from longspan.mechanism import Mechanism, State
 from longspan.mechanisms.choices import choose
-from longspan.mechanisms.late import LATE_ROWS, LateRows, waiting
+from longspan.mechanisms.late import LateRows
 from longspan.ops import backend
 from longspan.ops.compress import compress
 from longspan.ops.linear import Sums, causal_linear, sum_dtype
 from longspan.ops.ragged import shift_left, shift_right
 from longspan.ops.sdpa import attend
-from longspan.ops.step import Turn, why_plain
+from longspan.ops.step import Turn, linformer_step_, placed, turned, why_plain
 
 
 @dataclass
@@ -303,9 +303,18 @@ class LinformerAttention(Mechanism):
         out: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         assert isinstance(state, LinformerState)
-        if self._plain or why_plain(q, k, v, state.k, state.v) is not None:
+        fused = why_plain(q, k, v, state.k, state.v) is None
+        alone = len(q) == 1 and self.keys.bias is None and (q.device.type, q.dtype) == ("cpu", state.k.dtype)
+        if self._plain or not (fused or alone):
             return super().step_(state, q, k, v, turn, out)
         assert turn is None or isinstance(turn, Turn)
+        if not fused:
+            place = int(state.length)
+            self.keys.check_length(place + 1)
+            e, f = (p.table.select(1, place % p.max_length) for p in (self.keys, self.values))
+            q, k = turned(turn, q, k)
+            periods = place // self.keys.max_length + 1
+            return placed(linformer_step_(q, k, v, state.k, state.v, e, f, periods), out), state
         pair = self.keys, self.values
         tables, biases = tuple(p.table for p in pair), tuple(p.bias for p in pair)
         held = tables, biases, state.k, state.v, self.keys.periodic
@@ -322,14 +331,12 @@ class LinformerAttention(Mechanism):
         assert isinstance(state, LinformerState)
         if self._plain or why_plain(state.k) is not None:
             return state
-        k, v = (x.new_zeros(*x.shape[:2], LATE_ROWS, x.shape[3], dtype=dtype) for x in (state.k, state.v))
-        return replace(state, late=(LateRows(state.length, k, v, state.k.to(dtype), state.v.to(dtype)),))
+        return replace(state, late=(LateRows.of(state.length, state.k, state.v, dtype),))
 
     def settled(self, state: State) -> State:
         assert isinstance(state, LinformerState)
         for late in state.late:
-            here, begun = waiting(state.length, LATE_ROWS)[:, :, None, None], state.length - state.length % LATE_ROWS
-            k, v = (x.transpose(1, 2).masked_fill(~here, 0) for x in (late.k, late.v))
+            k, v, begun = late.waiting()
             k, v = self.keys.compress(k, begun), self.values.compress(v, begun)
             state = LinformerState(state.length, state.k + k, state.v + v)
         return state

@@ -5,6 +5,7 @@ Lengths are the caller's to raise: a model's layers share one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -14,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.ops import backend
-from longspan.ops.chunks import over
+from longspan.ops.chunks import is_nothing, over
 from longspan.ops.features import MAPS
-from longspan.ops.linear import Sums, divide
-from longspan.ops.rotary import rotate, turns
+from longspan.ops.linear import Sums
+from longspan.ops.rotary import rotate
+from longspan.ops.sdpa import attend
 
 # Activations that a kernel knows how to apply.
 FUSED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -29,15 +31,21 @@ FUSED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Turn(NamedTuple):
-    """Rotary positions that queries and keys still have to take: cos and sin (B or 1, 1, D / 2)."""
+    """Rotary positions that queries and keys still have to take: cos and sin (B or 1, 1, D / 2).
+
+    wide: [cos, cos] and [−sin, sin] (B or 1, 1, 1, D), with which a rotation by halves is three operations.
+    """
 
     cos: Tensor
     sin: Tensor
     interleaved: bool
+    wide: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (B, 1, H, D) turned."""
-        return rotate(x, self.cos[:, :, None], self.sin[:, :, None], interleaved=self.interleaved)
+        if self.wide is None or self.interleaved or x.dtype != self.cos.dtype:
+            return rotate(x, self.cos[:, :, None], self.sin[:, :, None], interleaved=self.interleaved)
+        return torch.addcmul(x * self.wide[0], x.roll(x.shape[3] // 2, 3), self.wide[1])
 
 
 class Late(NamedTuple):
@@ -79,27 +87,55 @@ def linear_step_(
         return backend.step_kernels().linear(q, k, v, turn, weight, kv, z, shift, feature_map, normalise, late, out)
     assert late is None
     q, k = turned(turn, q, k)
-    given, features, dtype = q.dtype, MAPS[feature_map], kv.dtype
-    weight = None if weight is None else weight.to(dtype)
-    f, scale = features.key(k.to(dtype), weight)
-    f = f[:, 0]  # (B, Hkv, M)
+    given, dtype = q.dtype, kv.dtype
+    q, k, v = (x[:, 0] if x.dtype == dtype else x[:, 0].to(dtype) for x in (q, k, v))  # (B, heads, ·)
+    query, f, scale = _features(q, k, feature_map, weight if weight is None else weight.to(dtype))
     if scale is not None:
-        largest = torch.maximum(shift, scale[:, 0])
-        decay = (shift - largest).exp()[..., None]
-        f = f * (scale[:, 0] - largest).exp()[..., None]
+        largest = torch.maximum(shift, scale)
+        decay = (shift - largest).exp_()[..., None]
+        f = f * (scale - largest).exp_()[..., None]
         kv.mul_(decay[..., None])
         z.mul_(decay)
         shift.copy_(largest)
-    kv.addcmul_(f[..., None], v[:, 0, :, None].to(dtype))
+    kv.addcmul_(f[..., None], v[:, :, None])
     z.add_(f)
-    query = features.query(q.to(dtype), weight)[0][:, 0].unflatten(1, (kv.shape[1], -1))  # (B, Hkv, G, M)
+    query = query.unflatten(1, (kv.shape[1], -1))  # (B, Hkv, G, M)
     if normalise == "feature":
         query = query / query.sum(-1, keepdim=True) if feature_map == "favor" else query
         query = over(query, z[:, :, None])
     found = query @ kv
     if normalise == "query":
-        found = divide(found, (query * z[:, :, None]).sum(-1))
-    return placed(found.to(given).flatten(1, 2)[:, None], out)
+        den = (query * z[:, :, None]).sum(-1, keepdim=True)
+        found = found.div_(den).masked_fill_(is_nothing(den), 0)
+    found = found.flatten(1, 2)[:, None]
+    return placed(found if found.dtype == given else found.to(given), out)
+
+
+def _features(q: Tensor, k: Tensor, feature_map: str, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """φ(q) (B, H, M), f (B, Hkv, M) and log scale (B, Hkv), as `features.MAPS` has them."""
+    if weight is None:
+        f, scale = MAPS[feature_map].key(k, None)
+        return MAPS[feature_map].query(q, None)[0], f, scale
+    # Queries and keys at once: half the calls.
+    H, x = q.shape[1], torch.cat([q, k], 1) * q.shape[2] ** -0.25
+    projected = F.linear(x, weight)
+    largest = projected.amax(-1, keepdim=True)
+    projected.sub_(largest).exp_()
+    return projected[:, :H], projected[:, H:], largest[:, H:, 0] - x[:, H:].square().sum(-1) / 2
+
+
+def linformer_step_(
+    q: Tensor, k: Tensor, v: Tensor, rows_k: Tensor, rows_v: Tensor, e: Tensor, f: Tensor, periods: int
+) -> Tensor:
+    """Attention of one token of one sequence over compressed rows (1, Hkv, R, ·), which then hold it too.
+
+    e, f: (1 or Hkv, R), what compresses it. periods: by how many the rows, sums, are divided to be means.
+    """
+    for rows, weights, x in ((rows_k, e, k), (rows_v, f, v)):
+        rows.addcmul_(weights[:, :, None].to(rows.dtype), x.transpose(1, 2))
+    scale, grouped = q.shape[3] ** -0.5 / periods, q.shape[2] > k.shape[2]
+    out = attend(q.transpose(1, 2), rows_k, rows_v, None, grouped=grouped, scale=scale).transpose(1, 2)
+    return out if periods == 1 else out / periods
 
 
 def placed(found: Tensor, out: Tensor | None) -> Tensor:
@@ -166,11 +202,14 @@ def _bare(module: nn.Module) -> bool:
     return not (module._forward_hooks or module._forward_pre_hooks)
 
 
-def turns_at(length: Tensor, kind: tuple[int, float], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin (B, 1, D / 2) of rotary positions of a kind, (D, base), at `length` (B,)."""
-    if why_plain(length.to(dtype)) is not None or dtype != torch.float32:
-        return turns(length[:, None], *kind, dtype)
-    return backend.step_kernels().turns(length, _frequencies(*kind, length.device))
+def turns_at(length: Tensor, kind: tuple[int, float], dtype: torch.dtype) -> Turn:
+    """Rotary positions of a kind, (D, base), at `length` (B,), by halves."""
+    if not length.is_cuda or dtype != torch.float32 or backend.why_no_kernels() is not None:
+        angle = (length[:, None, None] * _frequencies(*kind, length.device)).remainder_(2 * math.pi).to(dtype)
+        cos, sin = angle.cos(), angle.sin()
+        return Turn(cos, sin, False, (torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]))
+    cos, sin = backend.step_kernels().turns(length, _frequencies(*kind, length.device))
+    return Turn(cos, sin, False)
 
 
 @cache
