@@ -83,15 +83,8 @@ def causal_favor(
             READ,
             B * call.chunks * H,
             (
-                *(call.q, call.k, call.v),
-                *call.weight,
-                lengths,
-                query_offset,
-                *keys.scales,
-                sums.reference,
-                *sums.before,
-                out,
-                den,
+                *(call.q, call.k, call.v, *call.weight, lengths, query_offset, *keys.scales),
+                *(sums.reference, *sums.before, out, den),
             ),
             (call.q, call.k, call.v),
         )
@@ -132,11 +125,8 @@ def causal_favor_backward(
             lengths=(T,),
         )
         sums = call.sums(keys, None, None)
-        given = (
-            *(call.q, call.k, call.v, d_out, *call.weight, lengths, query_offset, delta, *keys.scales),
-            sums.reference,
-        )
         strided = call.q, call.k, call.v, d_out
+        given = *strided, *call.weight, lengths, query_offset, delta, *keys.scales, sums.reference
         call.launch(favor_backward_queries_kernel, QUERIES, B * call.chunks * H, (*given, *sums.before, d_q), strided)
         reference = sums.reference
         del sums  # Its place is taken by what comes next.
