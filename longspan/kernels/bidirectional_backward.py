@@ -33,6 +33,7 @@ from longspan.kernels.bidirectional_blocks import (
     times_halves,
     to_logits,
     visible_rows,
+    widened,
 )
 from longspan.kernels.blocks import FLOOR, inverse
 
@@ -137,7 +138,7 @@ def bidirectional_backward_queries_kernel(
                 b_delta = tl.sum(b_p * b_g, 0)
                 b_g -= b_z[:, None] * b_delta[None, :]
                 # Rounded as in d kv: in the gradients of keys the two cancel.
-                b_d_z -= tl.sum(b_rounded.to(tl.float32) * b_delta[None, :], 1)
+                b_d_z -= tl.sum(widened(b_rounded, DOT) * b_delta[None, :], 1)
             if EXPONENTIAL:
                 b_g *= b_p
                 if MAP == "favor":

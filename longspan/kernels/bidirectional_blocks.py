@@ -27,6 +27,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     @triton.jit
     def _exp(x):
         return tl.exp(x)
+
+    @triton.jit
+    def _widened(b_x):
+        return b_x.to(tl.float32)
 else:
 
     @triton.jit
@@ -42,6 +46,26 @@ else:
         b_high = x * LOG2E
         b_low = tl.fma(x, LOG2E, -b_high) + x * LOG2E_REST
         return _exp2(b_high) * (1 + b_low * LN2)
+
+    @triton.jit
+    def _widened(b_x):
+        """Two numbers at a time: left to the compiler, each would be rounded by itself, at the pace of 2^x."""
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [b_x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def widened(b_x, DOT: tl.constexpr):
+    """Numbers rounded to DOT, as float32."""
+    if tl.float32 != DOT:
+        b_x = _widened(b_x)
+    return b_x
 
 
 @triton.jit

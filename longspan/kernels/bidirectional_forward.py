@@ -29,6 +29,7 @@ from longspan.kernels.bidirectional_blocks import (
     stretches_of,
     to_logits,
     visible_rows,
+    widened,
 )
 from longspan.kernels.blocks import FLOOR, NOTHING, inverse
 
@@ -118,7 +119,7 @@ def bidirectional_sums_kernel(
         else:
             b_f = tl.where(m_t[None, :], plain_features(b_f, MAP), 0)
         b_f = b_f.to(DOT)
-        b_z += tl.sum(b_f.to(tl.float32), 1)
+        b_z += tl.sum(widened(b_f, DOT), 1)
         b_kv = tl.dot(b_f, b_v, b_kv, input_precision=PRECISION)
         p_k += C * stride_kt
         p_v += C * stride_vt
