@@ -23,6 +23,7 @@ from torch import Tensor
 from longspan.bench.clock import attention_ms
 from longspan.bench.machine import commit, machine, versions
 from longspan.ops import backend
+from longspan.ops.features import orthogonal_rows
 from longspan.ops.linear import causal_linear
 
 # B, H, n, D, the feature map, targets in ms: forward, forward + backward.
@@ -46,7 +47,7 @@ def inputs(B: int, H: int, n: int, D: int) -> list[Tensor]:
 
 
 def ours(feature_map: str, D: int) -> Attention:
-    weight = torch.randn(NUM_FEATURES, D, device="cuda") if feature_map == "favor" else None
+    weight = orthogonal_rows(NUM_FEATURES, D, unit=False).cuda() if feature_map == "favor" else None
     return lambda q, k, v: causal_linear(
         q, k, v, feature_map=feature_map, weight=None if weight is None else weight.to(_sums(q))
     )[0]
@@ -99,7 +100,7 @@ def kernels(attend: Attention, given: list[Tensor], feature_map: str) -> dict[st
         torch.cuda.synchronize()
     times: dict[str, list[float]] = {}
     for event in profile.events():
-        if event.name.startswith("causal_linear_"):
+        if event.name.startswith(("causal_linear_", "favor_")):
             times.setdefault(event.name.removeprefix("causal_linear_"), []).append(event.device_time_total / 1e3)
     B, n, H, D = given[0].shape
     M = NUM_FEATURES if feature_map == "favor" else D
@@ -112,10 +113,20 @@ def kernels(attend: Attention, given: list[Tensor], feature_map: str) -> dict[st
         "backward_sums_kernel": 3 * rows + states + scales / 2 + 2 * scalars,
         # At least: once all inputs, both stacks of sums and all outputs; more where it runs in parts.
         "backward_kernel": 7 * rows + 2 * states + scales + 2 * scalars,
+        # One launch each; the sizes are those of queries or of keys.
+        "favor_sizes_kernel": rows + 2 * scalars,
+        "favor_forward_sums_kernel": 2 * rows + states + scalars,
+        "favor_forward_kernel": 4 * rows + states + 5 * scalars,
+        "favor_backward_rows_kernel": 2 * rows + 4 * scalars,
+        "favor_backward_sums_kernel": 2 * rows + states + 3 * scalars,
+        "favor_backward_queries_kernel": 5 * rows + states + 5 * scalars,
+        "favor_backward_keys_kernel": 6 * rows + states + 5 * scalars,
     }
     found = {}
     for name, each in times.items():
         ms = sum(each) / 3 / (2 if name.startswith("forward_s") else 1)  # The backward pass sums again.
+        if name.startswith("favor_"):
+            ms = sum(each) / len(each)
         found[name] = {"ms": ms}
         if name in moved:
             found[name] |= {"bytes": moved[name], "TB/s": moved[name] / ms / 1e9}
