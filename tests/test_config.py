@@ -13,7 +13,6 @@ from longspan.config import AttentionConfig, FeedForwardConfig, ModelConfig
 from longspan.layers import Attention
 from longspan.models import Transformer
 
-
 RICH = ModelConfig(
     dim=24,
     depth=3,
