@@ -122,7 +122,7 @@ class SplitAttention(Mechanism):
         v: Tensor,
         turn: Turn | Sequence[Turn | None] | None = None,
         out: Tensor | None = None,
-    ) -> tuple[Tensor, SplitState]:
+    ) -> tuple[Tensor, State]:
         turns = [turn] * len(self.sizes) if turn is None or isinstance(turn, Turn) else turn
         # On a GPU parts put their answers side by side themselves; elsewhere one call more is less than one a part.
         room = q.new_empty(*q.shape[:3], self.value_dim) if q.is_cuda and out is None else out
@@ -131,7 +131,9 @@ class SplitAttention(Mechanism):
         parts = zip(held, self._queries(q), self._keys(k), self._keys(v), strict=True)
         results = [part.step_(own, q, k, v, turn, there) for (part, own, turn, there), q, k, v in parts]
         found = torch.cat([found for found, _ in results], 2) if room is None else room
-        return found, SplitState(state.length, tuple(own for _, own in results))
+        after = tuple(own for _, own in results)
+        moved = any(own is not before for own, before in zip(after, self._states(state), strict=True))
+        return found, SplitState(state.length, after) if moved else state
 
     def opened(self, state: State, dtype: torch.dtype) -> SplitState:
         parts = zip(self._mechanisms(), self._states(state), strict=True)
