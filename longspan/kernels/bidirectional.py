@@ -46,12 +46,14 @@ class Configs(NamedTuple):
     at_once: bool = True
 
 
-def configs(num_features: int, value_dim: int, halves: bool) -> Configs:
-    """For blocks of this many features and values; halves: products of bfloat16, not float32."""
+def configs(num_features: int, value_dim: int, halves: bool, wide: bool) -> Configs:
+    """For blocks of this many features and values; halves: products of bfloat16, not float32; wide: a projection of
+    more than 64 columns takes the room of loads in flight.
+    """
     if not halves:
         exact = Config(32, 4096, 1024, 4, 1)
         return Configs(exact, exact, exact, exact)
-    if num_features * value_dim <= 64 * 64:
+    if num_features * value_dim <= 64 * 64 and not wide:
         small = Config(64, 4096, 528, 4, 3)
         return Configs(small._replace(registers=128), small, small, small)
     large = Config(64, 16384, 264, 8, 2)
@@ -62,7 +64,7 @@ def configs(num_features: int, value_dim: int, halves: bool) -> Configs:
         # In the read-out features do not lie across: eight warps would need 128 tokens.
         many = large._replace(programs=528)
         found = Configs(large._replace(stages=3), many._replace(warps=4), large, many)
-    if num_features * value_dim > large.tile:
+    if num_features * value_dim > large.tile or wide:
         tiled = large._replace(stages=1)
         return found._replace(queries=tiled, keys=tiled, at_once=False)
     return found
@@ -232,7 +234,7 @@ def _plan(
         "DOT": tl.bfloat16 if halves else tl.float32,
         "PRECISION": _PRECISION[dtype],
     }
-    return _Plan(configs(BM, BE, halves), Launcher(constants))
+    return _Plan(configs(BM, BE, halves, num_features is not None and BD > 64), Launcher(constants))
 
 
 class _Call:
