@@ -186,9 +186,7 @@ class Mechanism(nn.Module, ABC):
                 return self._begin(q, k, v, key_mask, packing)
             if packing is not None:
                 return self._attend_packed(q, k, v, packing, packing if key_packing is None else key_packing)
-            if key_mask is not None:
-                k, v = hide(~key_mask, k, v)
-            return self._attend(q, k, v, key_mask)
+            return self._attend(q, k, v, None) if key_mask is None else self._attend_masked(q, k, v, key_mask)
 
     def extend(
         self,
@@ -340,18 +338,20 @@ class Mechanism(nn.Module, ABC):
         out, state = self._extend(state, q, k, v, run.lengths)
         return run.unroll(out), state
 
+    def _attend_masked(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor) -> Tensor:
+        k, v = hide(~key_mask, k, v)
+        return self._attend(q, k, v, key_mask)
+
     def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, key_packing: Packing) -> Tensor:
         pieces = []
-        groups = length_classes(packing, key_packing)
-        for group in groups:
+        for group in (groups := length_classes(packing, key_packing)):
             (qg,), (kg, vg) = group.take(q), group.take(k, v, of=1)
             pieces.append(self._attend(qg, kg, vg, group.visible(1)))
         return restore(packing, groups, pieces, q.shape[1])
 
     def _extend_packed(self, state: State, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, State]:
         pieces = []
-        groups = length_classes(packing)
-        for group in groups:
+        for group in (groups := length_classes(packing)):
             qg, kg, vg = group.take(q, k, v)
             out, rows = self._extend(state.select(group.sequences), qg, kg, vg, group.lengths[0])
             pieces.append(out)

@@ -100,12 +100,14 @@ def test_offsets_beyond_32_bits() -> None:
 def test_mechanisms_take_the_kernels(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"feature_map": "softmax", "normalise": "feature"} if name == "linear" else {"num_features": 37}
     attend: Mechanism = build_mechanism(name, 4, 16, num_kv_heads=2, **options)
-    x = [torch.randn(1, 130, heads, 16, device="cuda", requires_grad=True) for heads in (4, 2, 2)]
+    x = [torch.randn(1, 130, heads, 16, device="cuda") for heads in (4, 2, 2)]
     where: dict = {}
     if how == "mask":
         where["key_mask"] = torch.rand(1, 130, device="cuda") < 0.6
+        x[1:] = [t.masked_fill(~where["key_mask"][:, :, None, None], float("nan")) for t in x[1:]]
     if how == "packed":
         where["packing"] = Packing.from_lengths([64, 0, 65, 1], "cuda")
+    x = [t.requires_grad_() for t in x]
     attend.cuda()
     called = []
     real = backend.bidirectional_kernels

@@ -145,6 +145,11 @@ class LinearAttention(Mechanism):
         total = self._ones(v, key_mask).sum(1) if self.feature_map.epsilon else None
         return self._from_sums(q, accumulate(sums, f, v, scale), total)
 
+    def _attend_masked(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor) -> Tensor:
+        if self._fused(q, k, v):
+            return self._attend_fused(q, k, v, key_mask=key_mask)  # It reads no hidden slot: nothing has to be filled.
+        return super()._attend_masked(q, k, v, key_mask)
+
     def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, key_packing: Packing) -> Tensor:
         if self._fused(q, k, v):
             return self._attend_fused(q, k, v, offsets=packing.offsets, key_offsets=key_packing.offsets)
