@@ -212,7 +212,9 @@ class _Plan:
         halves = dtype == torch.bfloat16
         self.halves = torch.bfloat16 if halves else torch.float32
         self.M = D if num_features is None else num_features
-        self.BD, self.BM, self.BE = (max(16, triton.next_power_of_2(n)) for n in (D, self.M, E))
+        # Triton 3.6 miscompiles products of fewer columns on Hopper's tensor cores.
+        least = 64 if halves else 16
+        self.BD, self.BM, self.BE = (max(least, triton.next_power_of_2(n)) for n in (D, self.M, E))
         self.forward, self.backward = directions(self.BM, self.BE, halves)
         self.constants: dict[str, Any] = {
             "H": H,
