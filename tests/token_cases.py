@@ -20,6 +20,8 @@ MAPS = {
     "rms rows": (3, 37, (29,), nn.RMSNorm, "relu", False),
     "gelu": (1, 17, (71,), nn.LayerNorm, "gelu", False),
     "gelu rows": (67, 131, (71,), nn.LayerNorm, "gelu", False),
+    "wide rows": (67, 131, (1031, 37), nn.LayerNorm, "gelu", False),
+    "wide rows, long": (67, 547, (1031,), None, "silu", True),
     "added": (1, 67, (37,), None, "identity", True),
     "added rows": (19, 67, (37,), None, "identity", True),
 }

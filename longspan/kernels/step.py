@@ -146,7 +146,7 @@ def local(
             BS=max(16, min(_rows(wide, ring), 64 if halves else 32)),
             TURN=_kind(turn),
             PRECISION="tf32" if halves else "ieee",
-            num_warps=4,
+            num_warps=_warps(_block(H // Hkv)),
         )
     return out
 
@@ -199,10 +199,11 @@ def linformer(
             return out
         exact = late[0].dtype == torch.float32
         sizes |= {"LATE": late[0].shape[2], "BG": _block(H // Hkv), "PRECISION": "ieee" if exact else "tf32"}
-        sizes |= {"BR": max(16, min(_rows(wide, R), 32 if exact else 64)), "num_warps": 4}
+        sizes |= {"BR": max(16, min(_rows(wide, R), 32 if exact else 64)), "num_warps": _warps(sizes["BG"])}
         linformer_late_kernel[(B * Hkv,)](*given, *late, out, D**-0.5, *strides, **sizes)
         sizes = {name: sizes[name] for name in linformer_add_kernel.arg_names if name in sizes}
-        linformer_add_kernel[(B * Hkv,)](length, *tables, rows_k, rows_v, *late, *steps[:2], **sizes, num_warps=4)
+        sizes["num_warps"] = 4 if min(sizes["BD"], sizes["BE"]) >= 64 else 2
+        linformer_add_kernel[(B * Hkv,)](length, *tables, rows_k, rows_v, *late, *steps[:2], **sizes)
     return out
 
 
@@ -313,6 +314,13 @@ def _strides(q: Tensor, k: Tensor, v: Tensor, turn: Turned, out: Tensor) -> tupl
 
 def _room(out: Tensor | None, q: Tensor, E: int) -> Tensor:
     return q.new_empty(*q.shape[:3], E) if out is None else out
+
+
+def _warps(rows: int) -> int:
+    """For products of so many rows: four warps would make Hopper's own, of 64, which Triton 3.6 gets wrong where the
+    other factor has fewer than 64 columns.
+    """
+    return 4 if rows < 64 else 2
 
 
 def _block(size: int) -> int:
