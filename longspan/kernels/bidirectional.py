@@ -56,16 +56,16 @@ def configs(num_features: int, value_dim: int, halves: bool, wide: bool) -> Conf
     if num_features * value_dim <= 64 * 64 and not wide:
         small = Config(64, 4096, 528, 4, 3)
         return Configs(small._replace(registers=128), small, small, small)
-    large = Config(64, 16384, 264, 8, 2)
+    large = Config(64, 16384, 132, 8, 3)
     if num_features > 128:
-        few = large._replace(programs=132)
-        found = Configs(few._replace(stages=3), large._replace(registers=128), few, few, at_once=False)
+        read = large._replace(programs=264, stages=2, registers=128)
+        found = Configs(large, read, large, large, at_once=False)
     else:
         # In the read-out features do not lie across: eight warps would need 128 tokens.
-        many = large._replace(programs=528)
-        found = Configs(large._replace(stages=3), many._replace(warps=4), large, many)
+        read = large._replace(programs=528, warps=4, stages=2)
+        found = Configs(large, read, large._replace(programs=264), large._replace(programs=528))
     if num_features * value_dim > large.tile or wide:
-        tiled = large._replace(stages=1)
+        tiled = large._replace(programs=264, stages=1)
         return found._replace(queries=tiled, keys=tiled, at_once=False)
     return found
 
@@ -314,6 +314,8 @@ class _Call:
         sequences = 0 if offsets is None else len(offsets) - 1
         strides = [stride for x in strided for stride in x.stride()[:3]]
         for projection, weight in self.projections:
+            # A second half of the weight takes the room of a load in flight.
+            stages = config.stages - 1 if projection == "halves" and config.stages > 1 else config.stages
             self._launch(
                 kernel,
                 (cut.stretches * cut.heads * (1 if one_program else tiles), 1, 1),
@@ -325,7 +327,7 @@ class _Call:
                     ("BE", self.BE // tiles),
                     ("PROJECTION", projection),
                     ("num_warps", config.warps),
-                    ("num_stages", config.stages),
+                    ("num_stages", stages),
                     ("maxnreg", config.registers),
                     *more,
                 ),
