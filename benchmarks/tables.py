@@ -87,6 +87,16 @@ def window() -> str:
     )
 
 
+def bidirectional() -> str:
+    rows = [row for row in _read("h200-bidirectional")["rows"] if row["case"][4:] == ["softmax", "query"]]
+    lines = []
+    for row in rows:
+        ours = row["ours"]
+        pairs = [f"{ours['forward' + how]:.3f} / {ours['both' + how]:.3f}" for how in ("_graph", "")]
+        lines.append([" · ".join(str(n) for n in row["case"][:4]), *pairs, f"{row['peers']['sdpa']['both_graph']:.1f}"])
+    return _table(["bidirectional `linear`", "longspan", "as called from Python", "SDPA, both"], lines)
+
+
 def processor() -> str:
     rows = _read("cpu-causal-8192")["rows"]
     return _table(
@@ -103,6 +113,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "generation": generation,
     "window": window,
+    "bidirectional": bidirectional,
     "processor": processor,
 }
 
