@@ -14,7 +14,9 @@ import torch
 from bidirectional_cases import Case, arguments, by_kernels, check
 from interpreter import bfloat16  # noqa: F401
 
+from longspan import Packing, build_mechanism
 from longspan.ops import backend
+from longspan.ops.bidirectional import bidirectional_linear
 
 # Triton decides when it is imported; this module therefore runs again in a process of its own.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -129,6 +131,52 @@ def test_one_key_is_the_answer(normalise: str) -> None:
     torch.testing.assert_close(d_v, given.d_out.sum(1, keepdim=True))
     for gradient in (d_q, d_k):
         torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-5)
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck(packed: bool) -> None:
+    case = Case(B=1, H=2, Hkv=1, packed=((5, 0, 6), (7, 3, 1)) if packed else None, mask=not packed)
+    given = arguments(case, torch.float32, "cpu")
+    offsets = [None if packing is None else packing.offsets for packing in (given.packing, given.key_packing)]
+    x = [t.nan_to_num().requires_grad_() for t in (given.q, given.k, given.v)]
+    op = torch.ops.longspan.bidirectional_linear.default
+    torch.library.opcheck(op, (*x, None, given.key_mask, *offsets, "softmax", "query"))
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_gradients_are_taken_once() -> None:
+    q, k, v = (torch.randn(1, 5, 2, 7, requires_grad=True) for _ in range(3))
+    (d_q,) = torch.autograd.grad(bidirectional_linear(q, k, v, feature_map="elu").sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="bidirectional_linear_backward"):
+        d_q.sum().backward()
+
+
+@inside
+@pytest.mark.filterwarnings("ignore")  # NumPy's, and those of torch's compiler
+@pytest.mark.parametrize("how", ["plain", "mask", "packed"])
+def test_compiled_whole_and_for_any_length(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "why_plain_bidirectional", lambda *_: None)
+    performer = build_mechanism("performer", 2, 5, num_features=7, num_kv_heads=1)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: dict) -> torch.Tensor:
+        return performer(q, k, v, **where) * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for T, S in ((11, 13), (17, 7), (5, 23)):
+            x = [torch.randn(1, n, heads, 5, requires_grad=True) for n, heads in ((T, 2), (S, 1), (S, 1))]
+            where: dict = {"key_mask": torch.rand(1, S) < 0.5} if how == "mask" else {}
+            if how == "packed":
+                where = {"packing": Packing.from_lengths([3, T - 3]), "key_packing": Packing.from_lengths([S - 2, 2])}
+            out, plain = compiled(*x, where), attend(*x, where)
+            torch.testing.assert_close(out, plain)
+            d = torch.randn_like(out)
+            for ours, theirs in zip(torch.autograd.grad(out, x, d), torch.autograd.grad(plain, x, d), strict=True):
+                torch.testing.assert_close(ours, theirs)
 
 
 def test_reasons() -> None:
