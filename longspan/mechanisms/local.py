@@ -163,7 +163,7 @@ class LocalAttention(Mechanism):
         if len(state.length) == 1:
             place = int(state.length)
             for ring, x in ((state.k, k), (state.v, v)):
-                ring.select(2, place % self._ring).copy_(x[:, 0])
+                ring.select(2, place % self._ring).copy_(x.squeeze(1))
             if place < self._ring - 1:
                 keys, values = keys[:, :, : place + 1], values[:, :, : place + 1]
         else:

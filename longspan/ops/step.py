@@ -88,26 +88,29 @@ def linear_step_(
     assert late is None
     q, k = turned(turn, q, k)
     given, dtype = q.dtype, kv.dtype
-    q, k, v = (x[:, 0] if x.dtype == dtype else x[:, 0].to(dtype) for x in (q, k, v))  # (B, heads, ·)
+    # Methods, not indices: on a CPU the calls are most of what a small step costs.
+    q, k, v = (x.squeeze(1) if x.dtype == dtype else x.squeeze(1).to(dtype) for x in (q, k, v))  # (B, heads, ·)
     query, f, scale = _features(q, k, feature_map, weight if weight is None else weight.to(dtype))
     if scale is not None:
         largest = torch.maximum(shift, scale)
-        decay = (shift - largest).exp_()[..., None]
-        f = f * (scale - largest).exp_()[..., None]
-        kv.mul_(decay[..., None])
-        z.mul_(decay)
-        shift.copy_(largest)
-    kv.addcmul_(f[..., None], v[:, :, None])
+        f = f * (scale - largest).exp_().unsqueeze(-1)
+        # After many keys the largest is seldom a new one; a GPU would be waited for to know.
+        if kv.is_cuda or not torch.equal(largest, shift):
+            decay = (shift - largest).exp_().unsqueeze(-1)
+            kv.mul_(decay.unsqueeze(-1))
+            z.mul_(decay)
+            shift.copy_(largest)
+    kv.addcmul_(f.unsqueeze(-1), v.unsqueeze(2))
     z.add_(f)
     query = query.unflatten(1, (kv.shape[1], -1))  # (B, Hkv, G, M)
     if normalise == "feature":
         query = query / query.sum(-1, keepdim=True) if feature_map == "favor" else query
-        query = over(query, z[:, :, None])
+        query = over(query, z.unsqueeze(2))
     found = query @ kv
     if normalise == "query":
-        den = (query * z[:, :, None]).sum(-1, keepdim=True)
+        den = (query * z.unsqueeze(2)).sum(-1, keepdim=True)
         found = found.div_(den).masked_fill_(is_nothing(den), 0)
-    found = found.flatten(1, 2)[:, None]
+    found = found.flatten(1, 2).unsqueeze(1)
     return placed(found if found.dtype == given else found.to(given), out)
 
 
