@@ -47,7 +47,7 @@ class Config(NamedTuple):
 CHUNK = 64
 SIZES = Config(0, 4, 3, None, 264)
 SUMS = Config(64, 4, 3, 168, 396)
-READ = Config(64, 4, 1)
+READ = Config(64, 4, 1, 168)
 ROWS = Config(0, 4, 1)
 QUERIES = Config(64, 4, 1)
 KEYS = Config(64, 4, 1)
@@ -178,6 +178,10 @@ def _launcher(device: int, H: int, Hkv: int, D: int, M: int, E: int) -> Launcher
     return Launcher({"H": H, "HKV": Hkv, "D": D, "M": M, "E": E, "BD": BD, "BM": BM, "BE": BE})
 
 
+# A number for each look of arguments, which every launch compares faster than the look itself.
+_numbers: dict[tuple[Any, ...], int] = {}
+
+
 class _Call:
     """The arguments as the kernels take them, the sequence cut into chunks and those into segments, and launches."""
 
@@ -197,7 +201,7 @@ class _Call:
         self.start = [x if x is None else x.contiguous() for x in (kv, shift)]
         self.launcher = _launcher(q.get_device(), q.shape[2], Hkv, q.shape[3], len(weight), v.shape[3])
         self.BM, self.BE = self.launcher.constants["BM"], self.launcher.constants["BE"]
-        self.looks: tuple[Any, ...] = ()
+        self.looked: tuple[Any, ...] = ()
         weight = weight.contiguous()
         strides = *self.q.stride(), *self.k.stride(), *self.v.stride()
         self.look(self.q, self.k, self.v, weight, lengths, *self.start, *strides)
@@ -211,7 +215,8 @@ class _Call:
 
     def look(self, *given: Argument) -> None:
         """All that callers choose; what is allocated here looks the same every time."""
-        self.looks += tuple([look(x) for x in given])
+        self.looked += tuple([look(x) for x in given])
+        self.looks = (_numbers.setdefault(self.looked, len(_numbers)),)
 
     def numbers(self, *sizes: int) -> tuple[Tensor, ...]:
         """Room for so many float32 each, allocated at once and aligned."""
