@@ -269,7 +269,7 @@ class Mechanism(nn.Module, ABC):
         return placed(self._read(after, q), out), _kept_in_place(state, after)
 
     def opened(self, state: State, dtype: torch.dtype) -> State:
-        """The state as a loop of `step_` on inputs of this dtype likes it best; all else takes it when it is settled."""
+        """The state as a loop of `step_` on inputs of this dtype likes it best; all else takes it settled."""
         return state
 
     def settled(self, state: State) -> State:
