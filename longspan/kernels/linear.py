@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.kernels import favor
+from longspan.kernels import favor, walking
 from longspan.kernels.blocks import NOTHING
 from longspan.kernels.linear_backward import causal_linear_backward_scan_kernel, causal_linear_backward_sums_kernel
 from longspan.kernels.linear_backward_chunks import causal_linear_backward_finish_kernel, causal_linear_backward_kernel
@@ -75,6 +75,8 @@ def causal_linear(
     normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`longspan::causal_linear` with bucket 1."""
+    if walking.takes(q, v, log_scale, feature_map, normalise):
+        return walking.forward(q, k, v, lengths, kv, shift, feature_map)[0]
     if favor.takes(q, v, feature_map, normalise):
         assert weight is not None
         return favor.causal_favor(q, k, v, weight, lengths, kv, shift)
@@ -98,6 +100,24 @@ def causal_linear(
     return out, den, kv_out, shift_out
 
 
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor | None,
+    log_scale: Tensor | None,
+    lengths: Tensor | None,
+    kv: Tensor | None,
+    shift: Tensor | None,
+    feature_map: str,
+    normalise: bool,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], walking.Sums | None]:
+    """The results of `causal_linear`, and what saves the backward pass from summing keys again, if anything does."""
+    if walking.takes(q, v, log_scale, feature_map, normalise):
+        return walking.forward(q, k, v, lengths, kv, shift, feature_map)
+    return causal_linear(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise), None
+
+
 def causal_linear_backward(
     d_out: Tensor,
     d_kv: Tensor | None,
@@ -113,8 +133,11 @@ def causal_linear_backward(
     shift: Tensor | None,
     feature_map: str,
     normalise: bool,
+    kept: walking.Sums | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`longspan::causal_linear_backward` with bucket 1; the gradient of no kv is None."""
+    """`longspan::causal_linear_backward` with bucket 1; the gradient of no kv is None. kept: by `forward`."""
+    if walking.takes(q, v, log_scale, feature_map, normalise):
+        return walking.backward(d_out, d_kv, out, den, q, k, v, lengths, kv, shift, feature_map, kept)
     if favor.takes(q, v, feature_map, normalise):
         assert weight is not None
         return favor.causal_favor_backward(d_out, d_kv, out, den, q, k, v, weight, lengths, kv, shift)

@@ -1,0 +1,185 @@
+"""What the kernels that walk segments share: blocks in and out, references, feature maps on blocks, their derivatives.
+
+A key's features are f · 2ⁿ with a whole number n, its reference: to go from one reference to another moves no digit of
+f. Maps that are no exponentials have none.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+from longspan.kernels.blocks import FLOOR, RELU_EPSILON, running_maximum
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# Features may be larger than their reference says, by 2 to this power, before references must be looked at closely.
+SLACK = tl.constexpr(32.0)
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+
+    @triton.jit
+    def exp2(x):
+        return tl.exp2(x)
+
+    @triton.jit
+    def settled(x):
+        return x.to(tl.bfloat16)
+else:
+
+    @triton.jit
+    def exp2(x):
+        """In one instruction: what is too small to be a normal number is 0."""
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def settled(x):
+        """x rounded to bfloat16, and from then on moved rather than made again wherever it is needed."""
+        x = x.to(tl.bfloat16)
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+
+
+@triton.jit
+def load_rows(p_x, STRIDE: tl.constexpr, rows, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr):
+    """The first rows and D columns of the (C, BD) block at p_x, zeros in the rest. WHOLE: all rows are there."""
+    i_t, i_d = tl.arange(0, C), tl.arange(0, BD)
+    p_x += i_t[:, None] * STRIDE + i_d[None, :]
+    if WHOLE and D == BD:
+        return tl.load(p_x)
+    m_x = (i_t < rows)[:, None]
+    if D != BD:
+        m_x = m_x & (i_d < D)[None, :]
+    return tl.load(p_x, mask=m_x, other=0.0)
+
+
+@triton.jit
+def store_rows(
+    p_x, STRIDE: tl.constexpr, rows, b_x, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr
+):
+    """As `load_rows`, the other way."""
+    i_t, i_d = tl.arange(0, C), tl.arange(0, BD)
+    p_x += i_t[:, None] * STRIDE + i_d[None, :]
+    b_x = b_x.to(p_x.dtype.element_ty)
+    if WHOLE and D == BD:
+        tl.store(p_x, b_x)
+    else:
+        m_x = (i_t < rows)[:, None]
+        if D != BD:
+            m_x = m_x & (i_d < D)[None, :]
+        tl.store(p_x, b_x, mask=m_x)
+
+
+@triton.jit
+def load_column(p_x, STRIDE: tl.constexpr, rows, C: tl.constexpr, WHOLE: tl.constexpr):
+    i_t = tl.arange(0, C)
+    if WHOLE:
+        return tl.load(p_x + i_t * STRIDE)
+    return tl.load(p_x + i_t * STRIDE, mask=i_t < rows, other=0.0)
+
+
+@triton.jit
+def load_sums(p_x, i_x, BD: tl.constexpr, BE: tl.constexpr):
+    """Matrix i_x of a stack of (BD, BE) at p_x."""
+    return tl.load(p_x + i_x * (BD * BE) + tl.arange(0, BD)[:, None] * BE + tl.arange(0, BE)[None, :])
+
+
+@triton.jit
+def store_sums(p_x, i_x, b_x, BD: tl.constexpr, BE: tl.constexpr):
+    """As `load_sums`, the other way."""
+    tl.store(p_x + i_x * (BD * BE) + tl.arange(0, BD)[:, None] * BE + tl.arange(0, BE)[None, :], b_x)
+
+
+@triton.jit
+def reference(x):
+    """The smallest whole number n with exp(x) ≤ 2ⁿ; FLOOR stays FLOOR."""
+    return tl.where(x <= FLOOR, FLOOR, tl.ceil(x * LOG2E))
+
+
+@triton.jit
+def _features(b_f, D: tl.constexpr, BD: tl.constexpr, MAP: tl.constexpr):
+    """Of maps that are no exponentials."""
+    if MAP == "elu":
+        b_f = tl.maximum(b_f, 0) + exp2(tl.minimum(b_f, 0) * LOG2E)
+    if MAP == "relu":
+        b_f = tl.maximum(b_f, 0) + RELU_EPSILON
+    if BD != D and MAP != "identity":
+        b_f = tl.where((tl.arange(0, BD) < D)[None, :], b_f, 0)
+    return b_f
+
+
+@triton.jit
+def _logits(b_x, D: tl.constexpr, BD: tl.constexpr):
+    """x in float32, FLOOR beyond D: no feature there, and no maximum."""
+    b_x = b_x.to(tl.float32)
+    if BD != D:
+        b_x = tl.where((tl.arange(0, BD) < D)[None, :], b_x, FLOOR)
+    return b_x
+
+
+@triton.jit
+def query_features(b_x, D: tl.constexpr, BD: tl.constexpr, MAP: tl.constexpr):
+    """φ(q) (C, BD), float32. A softmax's sum cancels where attention is normalised and is left out."""
+    if MAP == "softmax":
+        b_f = _logits(b_x, D, BD)
+        return exp2(b_f * LOG2E - (tl.max(b_f, 1) * LOG2E)[:, None])
+    return _features(b_x.to(tl.float32), D, BD, MAP)
+
+
+@triton.jit
+def key_features(
+    b_x, b_n, rows, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, MAP: tl.constexpr, WHOLE: tl.constexpr
+):
+    """f (C, BD), float32, in units of references n (C,); zeros where a key is hidden."""
+    if MAP == "softmax":
+        b_f = exp2(_logits(b_x, D, BD) * LOG2E - tl.where(b_n <= FLOOR, 0, b_n)[:, None])
+    else:
+        b_f = _features(b_x.to(tl.float32), D, BD, MAP)
+    if not WHOLE:
+        b_f = tl.where((tl.arange(0, C) < rows)[:, None], b_f, 0)
+    return b_f
+
+
+@triton.jit
+def gradient(b_g, b_x, b_f, MAP: tl.constexpr):
+    """d x (C, BD) from d f, x and f, of queries and keys alike; references are constants, and where attention is
+    normalised φ(q) · d φ(q) is 0.
+    """
+    if MAP == "elu":
+        b_g = b_g * tl.minimum(b_f, 1)
+    if MAP == "relu":
+        b_g = tl.where(b_x.to(tl.float32) > 0, b_g, 0)
+    if MAP == "softmax":
+        b_g = b_g * b_f
+    return b_g
+
+
+@triton.jit
+def key_sizes(b_x, rows, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr):
+    """Logarithms of features (C, BD), the largest of a row being its key's size; FLOOR where a key is hidden."""
+    b_x = _logits(b_x, D, BD)
+    if not WHOLE:
+        b_x = tl.where((tl.arange(0, C) < rows)[:, None], b_x, FLOOR)
+    return b_x
+
+
+@triton.jit
+def row_references(b_x, rows, c, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
+    """Each key's reference and each row's, the largest that it sees; c: that of all before."""
+    b_n = reference(tl.max(key_sizes(b_x, rows, D, C, BD, False), 1))
+    return b_n, running_maximum(b_n, c)
+
+
+@triton.jit
+def walk_references(p_reference, p_sizes, i_x, i_s, segments, SCALED: tl.constexpr):
+    """The reference of the sums before a segment, the one that does for all of it, and 1 where none does, else 0."""
+    c_before, c, chosen = 0.0, 0.0, 0
+    if SCALED:
+        i_o = i_x * segments + i_s
+        c_before = tl.load(p_reference + i_x * (segments + 1) + i_s)
+        c = tl.maximum(c_before, tl.load(p_sizes + i_o * 4))
+        chosen = (reference(tl.load(p_sizes + i_o * 4 + 2)) > c + SLACK).to(tl.int32)
+    return c_before, c, chosen
