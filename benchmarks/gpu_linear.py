@@ -99,26 +99,24 @@ def kernels(attend: Attention, given: list[Tensor], feature_map: str) -> dict[st
         torch.cuda.synchronize()
     times: dict[str, list[float]] = {}
     for event in profile.events():
-        if event.name.startswith("causal_linear_"):
+        if event.name.startswith(("causal_linear_", "favor_")):
             times.setdefault(event.name.removeprefix("causal_linear_"), []).append(event.device_time_total / 1e3)
     B, n, H, D = given[0].shape
-    M = NUM_FEATURES if feature_map == "favor" else D
-    rows, states = 2 * B * n * H * D, 2 * B * H * math.ceil(n / 64) * M * D
-    scalars = 4 * B * H * n
-    scales = 0 if feature_map == "elu" else 2 * scalars
+    rows, scalars = 2 * B * n * H * D, 4 * B * H * n
+    # Inputs and outputs of each, and one number or two for each token; sums are next to nothing beside them.
     moved = {
-        "forward_sums_kernel": 2 * rows + states + scales,
-        "forward_kernel": 4 * rows + states + scales + scalars,
-        "backward_sums_kernel": 3 * rows + states + scales / 2 + 2 * scalars,
-        # At least: once all inputs, both stacks of sums and all outputs; more where it runs in parts.
-        "backward_kernel": 7 * rows + 2 * states + scales + 2 * scalars,
+        "forward_sums_kernel": 2 * rows,
+        "forward_kernel": 4 * rows + scalars,
+        "backward_sums_kernel": 3 * rows + 2 * scalars,
+        "backward_queries_kernel": 5 * rows + 2 * scalars,
+        # Above 64 dimensions it runs twice, once for values and once for keys.
+        "backward_keys_kernel": (6 if D <= 64 else 9) * rows + 2 * scalars,
     }
     found = {}
     for name, each in times.items():
-        ms = sum(each) / 3 / (2 if name.startswith("forward_s") else 1)  # The backward pass sums again.
-        found[name] = {"ms": ms}
-        if name in moved:
-            found[name] |= {"bytes": moved[name], "TB/s": moved[name] / ms / 1e9}
+        found[name] = {"ms": sum(each) / 3}
+        if name in moved and feature_map != "favor":
+            found[name] |= {"bytes": moved[name], "TB/s": moved[name] / found[name]["ms"] / 1e9}
     return found
 
 
@@ -135,17 +133,18 @@ def peak_memory(attend: Attention, given: list[Tensor]) -> dict[str, float]:
     return {"peak": peak, "tensors": 2 * own, "ratio": peak / (2 * own)}
 
 
-def longest(n: int = 4_194_304) -> dict[str, Any]:
+def longest(feature_map: str, n: int = 4_194_304) -> dict[str, Any]:
     """One step of one layer of 1·16·n·64."""
     given = inputs(1, 16, n, 64)
     torch.cuda.reset_peak_memory_stats()
-    start = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start[0].record()
-    grads = torch.autograd.grad(ours("elu", 64)(*given), given, torch.ones_like(given[0]))
-    start[1].record()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    grads = torch.autograd.grad(ours(feature_map, 64)(*given), given, torch.ones_like(given[0]))
+    end.record()
     torch.cuda.synchronize()
     finite = all(bool(x[:, ::4099].isfinite().all()) for x in grads)
-    return {"n": n, "ms": start[0].elapsed_time(start[1]), "peak": torch.cuda.max_memory_allocated(), "finite": finite}
+    peak = torch.cuda.max_memory_allocated()
+    return {"map": feature_map, "n": n, "ms": begin.elapsed_time(end), "peak": peak, "finite": finite}
 
 
 def _sums(x: Tensor) -> torch.dtype:
@@ -157,11 +156,8 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="where to write the JSON")
     path = parser.parse_args().results
     torch.manual_seed(0)
-    peers = {"sdpa": sdpa, "fla": flash_linear_attention()}
-    rows = []
-    about = {"machine": machine("cuda"), "versions": versions(), "commit": commit()}
-    header = f"{'B·H·n·D map':<26}{'limit':>14}{'target':>14}{'ours':>14}{'ours, graph':>14}"
-    print(header + "".join(f"{name:>16}" for name, peer in peers.items() if peer))
+    found: dict[str, Any] = {"machine": machine("cuda"), "versions": versions(), "commit": commit()}
+    found |= {"dtype": "bfloat16", "unit": "ms", "rows": []}
     for B, H, n, D, feature_map, *targets in CASES:
         errors = check(B, H, n, D, feature_map)
         given = inputs(B, H, n, D)
@@ -170,20 +166,33 @@ def main() -> None:
         row["ours"] = attention_ms(ours(feature_map, D), given)
         row["kernels"] = kernels(ours(feature_map, D), given, feature_map)
         row["memory"] = peak_memory(ours(feature_map, D), given)
-        row["peers"] = {name: attention_ms(peer, given) for name, peer in peers.items() if peer}
         # Each input read once and each output written once, at the bandwidth of an H200's copy.
         size = given[0].numel() * given[0].element_size()
         row["limit_ms"] = [4 * size / 4.2e9, 12 * size / 4.2e9]
-        rows.append(row)
-        pairs = [row["limit_ms"], targets, *([t["forward"], t["both"]] for t in [row["ours"]])]
-        pairs.append([row["ours"]["forward_graph"], row["ours"]["both_graph"]])
-        line = f"{f'{B}·{H}·{n}·{D} {feature_map}':<26}" + "".join(f"{f'{a:.3f} / {b:.3f}':>14}" for a, b in pairs)
-        print(line + "".join(f"{t['forward']:>9.3f} /{t['both']:>6.2f}" for t in row["peers"].values()), flush=True)
-        path.write_text(json.dumps({**about, "dtype": "bfloat16", "unit": "ms", "rows": rows}, indent=1))
+        row["peers"] = {}
+        found["rows"].append(row)
+        show(row)
+        path.write_text(json.dumps(found, indent=1))
         del given
-    found = {**about, "dtype": "bfloat16", "unit": "ms", "rows": rows, "longest": longest()}
-    print(found["longest"])
-    path.write_text(json.dumps(found, indent=1))
+    found["longest"] = [longest("elu"), longest("softmax")]
+    print(found["longest"], flush=True)
+    # Last, because they take the longest: what was measured before is there if they do not end.
+    for name, peer in (("sdpa", sdpa), ("fla", flash_linear_attention())):
+        for row in found["rows"] if peer else []:
+            B, H, n, D, feature_map = row["case"]
+            row["peers"][name] = attention_ms(peer, inputs(B, H, n, D), repeats=30 if n < 65536 else 7)
+            show(row)
+            path.write_text(json.dumps(found, indent=1))
+
+
+def show(row: dict[str, Any]) -> None:
+    B, H, n, D, feature_map = row["case"]
+    times = {"ours": row["ours"], **row["peers"]}
+    shown = {"limit": row["limit_ms"], "target": row["targets"]}
+    for name, t in times.items():
+        shown |= {name: [t["forward"], t["both"]], f"{name}, graph": [t["forward_graph"], t["both_graph"]]}
+    pairs = [f"{name} {a:.3f} / {b:.3f}" for name, (a, b) in shown.items() if a is not None]
+    print(f"{f'{B}·{H}·{n}·{D} {feature_map}':<26}" + "  ".join(pairs), flush=True)
 
 
 if __name__ == "__main__":

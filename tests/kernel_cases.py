@@ -31,6 +31,7 @@ class Case:
     num_features: int | None = None
     size: float = 1.0
     strided: bool = False
+    jump: float = 0.0  # How much larger the later half of the keys is, or their log scales.
 
     def __str__(self) -> str:
         plain = Case()
@@ -53,9 +54,13 @@ def arguments(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     q, k, v, d_out = inputs(H, D) * case.size, inputs(Hkv, D) * case.size, inputs(Hkv, E), inputs(H, E)
     if case.feature_map == "identity" and case.normalise:
         q, k = q.abs(), k.abs()  # Features of either sign have normalisers near 0, and nothing near them is exact.
+    if case.jump and not case.scaled:
+        k[:, T // 2 :] += case.jump
     M = case.num_features or D
     weight = torch.randn(M, D).to(device) if case.num_features else None
     scale = 3 * torch.randn(B, T, Hkv).to(device) if case.scaled else None
+    if scale is not None:
+        scale[:, T // 2 :] += case.jump
     lengths = None if case.lengths is None else torch.tensor(case.lengths, device=device)
     kv, shift = torch.rand(B, Hkv, M, E + case.normalise), torch.randn(B, Hkv)
     if not case.state:
@@ -98,8 +103,8 @@ def check(case: Case, given: Arguments, dtype: torch.dtype) -> None:
     for name, exact, near, ours in zip(NAMES, truth, plain, found, strict=True):
         assert ours.shape == exact.shape, name
         assert ours.dtype == near.dtype, name
-        exponentials = case.feature_map in ("softmax", "favor")
-        if not exact.numel() or (name == "den" and exponentials and dtype == torch.bfloat16):
+        scaled = case.scaled or case.feature_map in ("softmax", "favor")
+        if not exact.numel() or (name == "den" and scaled and dtype == torch.bfloat16):
             continue  # There the kernels' normalisers have a scale of their own, which cancels.
         near, ours = near.double(), ours.cpu().double()
         if name == "shift":

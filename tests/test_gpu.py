@@ -29,6 +29,8 @@ CASES = [
     Case(T=517, B=1, H=2, Hkv=2, D=256, E=64, feature_map="identity", normalise=False),
     Case(T=517, D=64, E=64, feature_map="identity", scaled=True),
     Case(T=517, D=64, E=64, feature_map="softmax", strided=True),
+    *(Case(T=517, D=64, E=64, feature_map="softmax", jump=jump) for jump in (60.0, -60.0)),
+    Case(T=1031, D=64, E=64, feature_map="identity", scaled=True, jump=80.0, lengths=(1031, 700)),
     Case(T=517, B=1, D=64, E=64, feature_map="favor", num_features=256, state=False),
     Case(T=517, B=1, D=64, E=64, feature_map="favor", num_features=100),
     Case(T=300, B=1, H=2, Hkv=1, D=33, E=100, feature_map="favor", num_features=256),

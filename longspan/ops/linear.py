@@ -169,7 +169,7 @@ class _Kernels(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        out, den, kv, shift = backend.linear_kernels().causal_linear(*given)
+        (out, den, kv, shift), ctx.sums = backend.linear_kernels().forward(*given)
         *tensors, ctx.feature_map, ctx.normalise = given
         ctx.save_for_backward(out, den, *tensors)
         ctx.set_materialize_grads(False)
@@ -182,7 +182,7 @@ class _Kernels(torch.autograd.Function):
         out, *tensors = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
         d_q, d_k, d_v, d_start = backend.linear_kernels().causal_linear_backward(
-            d_out, d_kv, out, *tensors, ctx.feature_map, ctx.normalise
+            d_out, d_kv, out, *tensors, ctx.feature_map, ctx.normalise, ctx.sums
         )
         return d_q, d_k, d_v, None, None, None, d_start, None, None, None
 
