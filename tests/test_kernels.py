@@ -35,6 +35,8 @@ CASES = [
     Case(T=65, B=1, H=2, Hkv=1, feature_map="favor", num_features=19),
     Case(T=35, B=1, H=1, Hkv=1, feature_map="softmax", D=130, E=140),
     Case(T=33, B=1, H=2, Hkv=1, feature_map="favor", num_features=19, normalise=False, lengths=(20,)),
+    Case(T=256, B=1, H=2, Hkv=1, feature_map="softmax"),
+    Case(T=128, B=1, H=1, Hkv=1, state=False),
     Case(T=150, B=1, H=2, Hkv=1, feature_map="softmax", jump=60.0),
     Case(T=200, B=2, H=1, Hkv=1, feature_map="softmax", jump=-60.0, state=False),
     Case(T=300, B=1, H=1, Hkv=1, feature_map="identity", scaled=True, jump=80.0),
