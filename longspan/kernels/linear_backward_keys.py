@@ -298,7 +298,7 @@ def causal_linear_backward_keys_kernel(
     p_den += i_row
     p_delta += i_row
     i_row = (i_b * T + i_0) * HKV + i_h
-    p_d_k += (i_row + i_e * B * T * HKV) * (D if TILES == 1 else M)
+    p_d_k += (i_row + i_e.to(tl.int64) * B * T * HKV) * (D if TILES == 1 else M)
     p_d_v += i_row * E + i_e * BE
     p_starts += i_x * tl.cdiv(T, C) + i_c
     i_o = i_x * segments + i_s

@@ -217,7 +217,7 @@ def causal_linear_backward_queries_kernel(
     i_row = (i_b * T + i_0) * H + i_h * GROUP
     p_den += i_row
     p_delta += i_row
-    p_d_q += (i_row + i_e * B * T * H) * (D if TILES == 1 else M)
+    p_d_q += (i_row + i_e.to(tl.int64) * B * T * H) * (D if TILES == 1 else M)
     steps = tl.minimum(chunks, tl.cdiv(T - i_0, C))
     i_o = i_x * segments + i_s
     c_before, c, chosen = walk_references(p_reference, p_sizes, i_x, i_s, segments, SCALED, QUICK)
