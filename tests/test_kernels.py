@@ -104,6 +104,22 @@ def test_bfloat16(case: Case) -> None:
 
 
 @inside
+@pytest.mark.usefixtures("bfloat16")
+def test_sums_kept_for_the_backward_pass_are_those_it_would_make() -> None:
+    case = Case(T=200, B=1, H=2, Hkv=1, feature_map="softmax")
+    d_out, d_kv, tensors = arguments(case, torch.bfloat16, "cpu")
+    kernels = backend.linear_kernels()
+    (out, den, *_), kept = kernels.forward(*tensors, "softmax", True)
+    assert kept is not None
+    given = d_out, d_kv, out, den, *tensors, "softmax", True
+    again, at_once = kernels.causal_linear_backward(*given), kernels.causal_linear_backward(*given, kept)
+    kept.kv.zero_()
+    wrong = kernels.causal_linear_backward(*given, kept)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, at_once, strict=True))
+    assert not torch.equal(wrong[0], again[0])
+
+
+@inside
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("normalise", [False, True])
 def test_no_sums_are_zeros(normalise: bool) -> None:

@@ -22,6 +22,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     @triton.jit
     def exp(x):
         return tl.exp(x)
+
+    @triton.jit
+    def exact_exp(x):
+        return tl.exp(x)
 else:
 
     @triton.jit
@@ -30,6 +34,13 @@ else:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
         )
+
+    @triton.jit
+    def exact_exp(x):
+        """With what the product with log₂ e loses made good: float32 has no digit to spare."""
+        high = x * 1.4426950408889634
+        low = tl.fma(x, 1.4426950408889634, -high) + x * 1.9259629911266175e-08
+        return exp(x) * (1 + low * 0.6931471805599453)
 
 
 @triton.jit
@@ -128,13 +139,13 @@ def query_features(
     else:
         b_f = b_x.to(tl.float32)
     if MAP == "elu":
-        b_f = tl.maximum(b_f, 0) + exp(tl.minimum(b_f, 0))
+        b_f = tl.maximum(b_f, 0) + exact_exp(tl.minimum(b_f, 0))
     if MAP == "relu":
         b_f = tl.maximum(b_f, 0) + RELU_EPSILON
     if MAP == "softmax" or MAP == "favor":
         if BM != M:
             b_f = tl.where(m_m, b_f, FLOOR)
-        b_f = exp(b_f - tl.max(b_f, 1)[:, None])
+        b_f = exact_exp(b_f - tl.max(b_f, 1)[:, None])
     if MAP == "softmax" and not (NORMALISE and tl.bfloat16 == DOT):
         b_f = b_f / tl.sum(b_f, 1)[:, None]
     if BM != M and MAP != "identity":
@@ -176,11 +187,11 @@ def key_logits(
 def key_features(b_f, b_beta, M: tl.constexpr, BM: tl.constexpr, MAP: tl.constexpr):
     """f (C, BM) from logits and β (C,). A hidden key has features too: its β is FLOOR, or its pairs are masked."""
     if MAP == "elu":
-        b_f = tl.maximum(b_f, 0) + exp(tl.minimum(b_f, 0))
+        b_f = tl.maximum(b_f, 0) + exact_exp(tl.minimum(b_f, 0))
     if MAP == "relu":
         b_f = tl.maximum(b_f, 0) + RELU_EPSILON
     if MAP == "softmax" or MAP == "favor":
-        b_f = exp(b_f - tl.where(b_beta == FLOOR, 0, b_beta)[:, None])
+        b_f = exact_exp(b_f - tl.where(b_beta == FLOOR, 0, b_beta)[:, None])
     if BM != M and MAP != "identity":
         b_f = tl.where((tl.arange(0, BM) < M)[None, :], b_f, 0)
     return b_f

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from longspan.kernels.blocks import (
     FLOOR,
-    exp,
+    exact_exp,
     inverse,
     load_column,
     load_rows,
@@ -104,8 +104,8 @@ def causal_linear_backward_sums_kernel(
         if SCALED:
             c_last = tl.maximum(tl.load(p_peak + tl.minimum(left, C) - 1), c_start)
             c_before = tl.maximum(tl.load(p_peak - 1, mask=i < steps - 1, other=FLOOR), c_start)
-            b_row = exp(c_before - tl.maximum(load_column(p_peak, 1, left, C, 1e30), c_start))
-            decay = exp(c_before - c_last)
+            b_row = exact_exp(c_before - tl.maximum(load_column(p_peak, 1, left, C, 1e30), c_start))
+            decay = exact_exp(c_before - c_last)
             b_d_kv *= decay
             b_d_z *= decay
         for g in range(GROUP):
@@ -180,7 +180,7 @@ def causal_linear_backward_scan_kernel(
         tl.store(p_after + i_tile + i_s * (BM * BE), b_d_kv.to(p_after.dtype.element_ty))
         decay = 1.0
         if SCALED:
-            decay = exp(tl.load(p_reference + i_s) - tl.load(p_reference + i_s + 1))
+            decay = exact_exp(tl.load(p_reference + i_s) - tl.load(p_reference + i_s + 1))
         b_d_kv = b_d_kv * decay + b_more
         if NORMALISE:
             b_more_z = tl.load(p_row + i_s * BM)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from longspan.kernels.blocks import (
     FLOOR,
-    exp,
+    exact_exp,
     inverse,
     key_features,
     key_gradient,
@@ -126,7 +126,7 @@ def causal_linear_backward_kernel(
         after = tl.load(p_reference + 1)
         c = tl.maximum(c_old, c_new)
         c_last = tl.maximum(c_last, c)
-        old, new, after = exp(c_old - c), exp(c_new - c), exp(c_last - after)
+        old, new, after = exact_exp(c_old - c), exact_exp(c_new - c), exact_exp(c_last - after)
         b_reference = tl.maximum(b_reference, c)
     b_z = tl.zeros((BM,), tl.float32)
     if NORMALISE:
@@ -157,7 +157,7 @@ def causal_linear_backward_kernel(
             b_p *= b_factor[:, None]
             b_d_p = b_d_p * b_factor[:, None] + b_d_den[:, None]
         if SCALED:
-            b_pair = exp(tl.where(m_seen, b_beta[None, :] - b_reference[:, None], FLOOR))
+            b_pair = exact_exp(tl.where(m_seen, b_beta[None, :] - b_reference[:, None], FLOOR))
             b_p *= b_pair
             b_d_p *= b_pair
         else:
@@ -169,7 +169,7 @@ def causal_linear_backward_kernel(
         if NORMALISE:
             b_d_query = b_d_query * b_factor[:, None] + b_d_den[:, None] * b_z[None, :]
         if SCALED:
-            b_d_query *= exp(c - b_reference)[:, None]
+            b_d_query *= exact_exp(c - b_reference)[:, None]
         b_d_query = tl.dot(b_d_p, b_f, b_d_query, input_precision=PRECISION)
         i_o = (i_part * H + i_kv * GROUP + g) * width
         if not QUERIES:
@@ -193,7 +193,7 @@ def causal_linear_backward_kernel(
     b_d_kv = (b_d_kv.to(tl.float32) * after + b_more.to(tl.float32)).to(DOT)
     b_end = (i_t < rows).to(tl.float32)
     if SCALED:
-        b_end = exp(b_beta - c_last)
+        b_end = exact_exp(b_beta - c_last)
     if VALUES:
         b_d_v = tl.dot((b_f * b_end[:, None]).to(DOT), b_d_kv, b_d_v, input_precision=PRECISION)
         store_rows(p_d_v + (i_row * HKV + i_kv) * E + i_e * BE, HKV * E, left, E - i_e * BE, b_d_v, C, BE, E % BE == 0)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from longspan.kernels.blocks import (
     FLOOR,
-    exp,
+    exact_exp,
     inverse,
     key_features,
     key_logits,
@@ -114,7 +114,7 @@ def causal_linear_forward_sums_kernel(
                 tl.store(p_beta + i_t, b_beta, mask=i_t < left)
                 tl.store(p_peak + i_t, b_peak, mask=i_t < left)
             c_last = tl.max(b_peak)
-            decay = exp(c - c_last)
+            decay = exact_exp(c - c_last)
             b_kv *= decay
             b_z *= decay
             c = c_last
@@ -122,7 +122,7 @@ def causal_linear_forward_sums_kernel(
                 # One exponential a number, at the scale of the sums; none is left of a hidden key.
                 b_f = key_features(b_f, tl.where(i_t < rows, c, -FLOOR), M, BM, MAP)
             else:
-                b_f = key_features(b_f, b_beta, M, BM, MAP) * exp(b_beta - c)[:, None]
+                b_f = key_features(b_f, b_beta, M, BM, MAP) * exact_exp(b_beta - c)[:, None]
         else:
             b_f = key_features(b_f, b_beta, M, BM, MAP)
             if NORMALISE:
@@ -196,14 +196,14 @@ def causal_linear_forward_scan_kernel(
         if SCALED:
             c_more = tl.load(p_max + i_s)
             c_last = tl.maximum(c, c_more)
-            factor = exp(c_more - c_last)
-            b_kv *= exp(c - c_last)
+            factor = exact_exp(c_more - c_last)
+            b_kv *= exact_exp(c - c_last)
         b_kv += b_more * factor
         if NORMALISE:
             b_more_z = tl.load(p_row + i_s * BM)
             tl.store(p_row + i_s * BM, b_z)
             if SCALED:
-                b_z *= exp(c - c_last)
+                b_z *= exact_exp(c - c_last)
             b_z += b_more_z * factor
         if SCALED:
             if i_r == 0:
@@ -292,7 +292,7 @@ def causal_linear_forward_kernel(
         c_old = tl.load(p_reference + i_x * (segments + 1) + i_c // chunks)
         c_new = tl.load(p_peak - 1, mask=i_c % chunks > 0, other=FLOOR)
         c = tl.maximum(c_old, c_new)
-        old, new = exp(c_old - c), exp(c_new - c)
+        old, new = exact_exp(c_old - c), exact_exp(c_new - c)
         b_reference = tl.maximum(b_reference, c)
     b_v = load_rows(p_v, stride_vt, rows, E - i_e * BE, C, BE, E % BE == 0).to(DOT)
 
@@ -309,18 +309,18 @@ def causal_linear_forward_kernel(
     b_more = load_sums(p_prefix + i_e * BE, i_p, BM, BE, BE * TILES)
     m_seen = (i_t[None, :] <= i_t[:, None]) & (i_t < rows)[None, :]
     if SCALED:
-        b_p *= exp(tl.where(m_seen, b_beta[None, :] - b_reference[:, None], FLOOR))
+        b_p *= exact_exp(tl.where(m_seen, b_beta[None, :] - b_reference[:, None], FLOOR))
     else:
         b_p = tl.where(m_seen, b_p, 0)
     if NORMALISE:
         if SCALED:
-            b_den *= exp(c - b_reference)
+            b_den *= exact_exp(c - b_reference)
         b_den += tl.sum(b_p, 1)
     b_p = b_p.to(DOT)
     b_kv = (b_kv.to(tl.float32) * old + b_more.to(tl.float32) * new).to(DOT)
     b_out = tl.dot(b_query, b_kv, input_precision=PRECISION)
     if SCALED:
-        b_out *= exp(c - b_reference)[:, None]
+        b_out *= exact_exp(c - b_reference)[:, None]
     b_out = tl.dot(b_p, b_v, b_out, input_precision=PRECISION)
     i_row = (i_b * T + i_0) * H + i_h
     if NORMALISE:
