@@ -130,6 +130,7 @@ def test_an_interrupt_ends_cleanly_with_what_there_is(folder):
         [*RUN, "generate", "--model", str(folder), "--prompt", "once", "--max-tokens", "100000000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored where tests run behind
     )
     assert process.stdout is not None
     first = process.stdout.read(1)

@@ -41,7 +41,7 @@ MODELS = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**QWEN2)),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
 }
-GREEDY = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+GREEDY = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "pad_token_id": 0}  # no row ends early
 
 
 def built(name):
