@@ -69,7 +69,7 @@ def causal_linear(
     if sums is not None:
         kv, shift = torch.cat([sums.kv, sums.z[..., None]], -1) if normalise else sums.kv, sums.shift
     given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
-    if _at_once(q) and backend.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
+    if backend.at_once(q) and backend.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
         apply: Any = _Kernels.apply
         out, kv, shift = apply(*given)
     else:
@@ -152,16 +152,6 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 def divide(num: Tensor, den: Tensor) -> Tensor:
     """num (..., E) / den (...); where den is 0, nothing was seen and the answer is 0."""
     return over(num, den[..., None])
-
-
-def _at_once(q: Tensor) -> bool:
-    """Whether nobody watches operations go by: then calling the kernels directly saves half of the time on the host."""
-    return (
-        q.is_cuda
-        and type(q) in (Tensor, torch.nn.Parameter)
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-    )
 
 
 class _Kernels(torch.autograd.Function):
