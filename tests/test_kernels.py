@@ -1,7 +1,4 @@
-"""The Triton kernels under Triton's interpreter, on the CPU, against the plain path.
-
-The interpreter multiplies the bits of bfloat16 and cuts what it rounds to it; both are mended here for the tests.
-"""
+"""The Triton kernels under Triton's interpreter, on the CPU, against the plain path."""
 
 from __future__ import annotations
 
@@ -10,11 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from interpreter import bfloat16  # noqa: F401
 from kernel_cases import Case, arguments, by_kernels, check
 
 from longspan.ops import backend
@@ -41,33 +37,6 @@ CASES = [
     Case(T=200, B=2, H=1, Hkv=1, feature_map="softmax", jump=-60.0, state=False),
     Case(T=300, B=1, H=1, Hkv=1, feature_map="identity", scaled=True, jump=80.0),
 ]
-
-
-@pytest.fixture
-def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bfloat16 under the interpreter as a GPU has it: products exact, sums in float32, rounded to the nearest."""
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    cast = interpreter.InterpreterBuilder.cast_impl
-
-    def whole(x: Any) -> np.ndarray:
-        if x.dtype.scalar == tl.bfloat16:
-            return (x.data.astype(np.uint32) << 16).view(np.float32)
-        return x.data.astype(np.float32)
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        return interpreter.TensorHandle(np.matmul(whole(a), whole(b)) + d.data, d.dtype.scalar)
-
-    def cast_impl(self: Any, x: Any, dtype: Any) -> Any:
-        if x.dtype.scalar != tl.float32 or dtype.scalar != tl.bfloat16:
-            return cast(self, x, dtype)
-        bits = np.ascontiguousarray(x.data).view(np.uint32).astype(np.uint64)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return interpreter.TensorHandle(bits.astype(np.uint16), dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast_impl)
 
 
 def test_under_the_interpreter() -> None:
