@@ -216,7 +216,7 @@ def _arguments(*args: Any) -> Arguments:
     q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise, bucket = args
     if kv is None:
         M = k.shape[3] if weight is None else len(weight)
-        before = no_sums(q.shape[0], k.shape[2], M, v.shape[3] + normalise, k.new_empty(0, dtype=sum_dtype(k)))
+        before = no_sums(q.shape[0], k.shape[2], M, v.shape[3] + int(normalise), k.new_empty(0, dtype=sum_dtype(k)))
         kv, shift = before.kv, before.shift
     return Arguments(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise, bucket)
 
