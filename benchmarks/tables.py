@@ -87,6 +87,22 @@ def window() -> str:
     )
 
 
+def causal() -> str:
+    lines = []
+    for row in _read("h200-causal-linear")["rows"]:
+        *shape, name = row["case"]
+        name = "`performer`, 256 features" if name == "favor" else f"`linear`, {name}"
+        runs = [
+            (row["ours"], "_graph"),
+            (row["ours"], ""),
+            *((row["peers"].get(peer), "_graph") for peer in ("fla", "sdpa")),
+        ]
+        cells = [f"{x['forward' + how]:.3f} / {x['both' + how]:.3f}" if x else "–" for x, how in runs]
+        lines.append([name, " · ".join(str(n) for n in shape), *cells])
+    head = ["causal", "batch · heads · tokens · width", "longspan", "as called from Python"]
+    return _table([*head, "flash-linear-attention", "SDPA"], lines)
+
+
 def bidirectional() -> str:
     rows = [row for row in _read("h200-bidirectional")["rows"] if row["case"][4:] == ["softmax", "query"]]
     lines = []
@@ -113,6 +129,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "generation": generation,
     "window": window,
+    "causal": causal,
     "bidirectional": bidirectional,
     "processor": processor,
 }
