@@ -23,6 +23,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "window-of-one": ("local", {"window": 1}),
     "blocks": ("local", {"window": 5, "look_back": 2, "scale": 0.3}),
     "shared": ("local", {"window": 5, "shared_qk": True}),
+    "performer, column by column": ("performer", {"num_features": 251, "value_dim": 131}),
     "linformer": ("linformer", {"rank": 13, "max_length": 61}),
     "linformer-by-head": ("linformer", {"rank": 3, "max_length": 61, "per_head": True, "share_projection": True}),
     "linformer, biases by head": ("linformer", {"rank": 3, "max_length": 61, "per_head": True, "bias": True}),
@@ -32,15 +33,15 @@ CASES: dict[str, tuple[str, dict]] = {
 
 def mechanism(name: str, device: str = "cpu") -> Mechanism:
     kind, options = CASES[name]
-    built = build_mechanism(kind, H, D, num_kv_heads=HKV, value_dim=E, **options).eval().to(device)
+    built = build_mechanism(kind, H, D, num_kv_heads=HKV, **{"value_dim": E, **options}).eval().to(device)
     for name, parameter in built.named_parameters():
         if name.endswith("bias"):  # zeros would hide them
             torch.nn.init.normal_(parameter)
     return built
 
 
-def inputs(B: int, T: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    shapes = [(B, T, H, D), (B, T, HKV, D), (B, T, HKV, E)]
+def inputs(name: str, B: int, T: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    shapes = [(B, T, H, D), (B, T, HKV, D), (B, T, HKV, CASES[name][1].get("value_dim", E))]
     return [torch.randn(shape).to(device, dtype) for shape in shapes]
 
 
@@ -52,10 +53,10 @@ def turn(length: Tensor, kind: int) -> Turn | None:
 
 
 @torch.no_grad()
-def compare(name: str, dtype: torch.dtype, device: str, steps: int = 4, *, opened: bool = False) -> None:
+def compare(name: str, dtype: torch.dtype, device: str, steps: int) -> None:
     """Step after step beside the plain path in the same dtype and the plain path in float64, by the tolerance rule.
 
-    opened: the state is one that a loop has, settled again to be compared.
+    The state is opened as a loop has it, and settled again to be compared.
     """
     built = mechanism(name, device)
     exact = mechanism(name).double()
@@ -63,18 +64,17 @@ def compare(name: str, dtype: torch.dtype, device: str, steps: int = 4, *, opene
     B = 2
     states = [m.new_state(B, device=d, dtype=t) for m, d, t in ((built, device, dtype), (exact, "cpu", torch.float64))]
     for count in (3, 9):  # rows of different lengths
-        x = inputs(B, count, dtype, device)
+        x = inputs(name, B, count, dtype, device)
         mask = torch.arange(count) < torch.tensor([[count], [count - 2]])
         states[0] = built.extend(states[0], *x, key_mask=mask.to(device))[1]
         states[1] = exact.extend(states[1], *(y.cpu().double() for y in x), key_mask=mask)[1]
     ours, truth = (state._map(lambda x: x.contiguous().clone()) for state in states)
     plain = ours.clone()
-    if opened:
-        ours = built.opened(ours, dtype)
-        assert bool(ours.late) == (CASES[name][0] != "local")
+    ours = built.opened(ours, dtype)
+    assert CASES[name][0] == "local" or ours.late
     found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
     for i in range(steps):
-        q, k, v = inputs(B, 1, dtype, device)
+        q, k, v = inputs(name, B, 1, dtype, device)
         kind = i % 3
         pointers = {key: x.data_ptr() for key, x in ours.tensors().items()}
         out, ours = built.step_(ours, q, k, v, turn(ours.length, kind))

@@ -21,7 +21,6 @@ from longspan.ops.rotary import turns
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_under_the_interpreter starts")
 by_name = pytest.mark.parametrize("name", CASES)
-WINDOWS = [name for name, (kind, _) in CASES.items() if kind == "local"]
 
 
 @pytest.fixture
@@ -49,20 +48,17 @@ def test_under_the_interpreter() -> None:
 @inside
 @by_name
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-@pytest.mark.parametrize("opened", [False, True], ids=["", "opened"])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.usefixtures("kernels_on_the_cpu")
-def test_kernels(name: str, dtype: torch.dtype, opened: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if opened and name in WINDOWS:
-        pytest.skip("a window is written slot by slot, opened or not")
+def test_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
     real = backend.step_kernels()
     monkeypatch.setattr(backend, "step_kernels", lambda: used.append(1) or real)
     # Prompts are read by the plain path.
     monkeypatch.setattr(local.LocalAttention, "_windowed", _plain_windowed)
     # From 12 and 8 tokens on: far enough for slots to be added up in both rows, and for one that is not.
-    steps = 4 if not opened else LATE_ROWS - 6 if CASES[name][0] == "linformer" else LATE_SUMS - 6
-    compare(name, dtype, "cpu", steps, opened=opened)
+    steps = {"local": 4, "linformer": LATE_ROWS - 6}.get(CASES[name][0], LATE_SUMS - 6)
+    compare(name, dtype, "cpu", steps)
     assert len(used) == steps
 
 
@@ -80,10 +76,10 @@ def test_a_plain_step_is_writing_and_then_reading(name: str, B: int, begun: int)
     """`step_` in float64, rotary positions included, is `step` of queries and keys that were turned before."""
     built = mechanism(name).double()
     with torch.no_grad():
-        state = built.extend(built.new_state(B, dtype=torch.float64), *inputs(B, begun, torch.float64, "cpu"))[1]
+        state = built.extend(built.new_state(B, dtype=torch.float64), *inputs(name, B, begun, torch.float64, "cpu"))[1]
         ours = state.clone()
         for i in range(4):
-            q, k, v = inputs(B, 1, torch.float64, "cpu")
+            q, k, v = inputs(name, B, 1, torch.float64, "cpu")
             angles = turn(ours.length, i % 3)
             out, ours = built.step_(ours, q, k, v, angles)
             ours.length.add_(1)
@@ -131,6 +127,11 @@ def test_angles_of_a_loop_turn_as_others_do() -> None:
     assert ours(x.float()).dtype == torch.float32
 
 
-def test_reasons() -> None:
+def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1, 1, 2, 4)
     assert "CUDA" in str(step.why_plain(x, x, x))
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    for version, reason in (("3.3.1", "triton 3.3.1 is older than 3.4: install torch 2.8 or newer"), ("3.10.0", None)):
+        monkeypatch.setattr(triton, "__version__", version)
+        assert backend._look(torch.device("cuda")) == reason

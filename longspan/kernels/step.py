@@ -11,14 +11,10 @@ import triton
 from torch import Tensor
 
 from longspan.kernels.choose_blocks import choose_kernel
-from longspan.kernels.late_blocks import (
-    favor_features_kernel,
-    linear_late_kernel,
-    linformer_add_kernel,
-    linformer_late_kernel,
-)
-from longspan.kernels.step_blocks import linear_step_kernel, linformer_step_kernel, local_step_kernel
-from longspan.kernels.step_maps import map_rows_kernel, map_vector_kernel, turns_kernel
+from longspan.kernels.step_blocks import Sizes, Token
+from longspan.kernels.step_linear import Sums, favor_features_kernel, linear_step_kernel
+from longspan.kernels.step_maps import Maps, Widths, map_rows_kernel, map_vector_kernel, turns_kernel
+from longspan.kernels.step_rows import Rows, Table, linformer_add_kernel, linformer_step_kernel, local_step_kernel
 
 LARGEST_CHOICE = 65536  # tokens to choose from: a program holds a row of them
 
@@ -46,40 +42,25 @@ def linear(
     shift: Tensor,
     feature_map: str,
     normalise: str,
-    late: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    late: tuple[Tensor, Tensor, Tensor, Tensor],
     out: Tensor | None,
 ) -> Tensor:
     """As `ops.step.linear_step_`. late: lengths (B,), then slots of features, values and scales."""
-    (_, _, H, D), E, M = q.shape, v.shape[3], z.shape[2]
+    M, E = kv.shape[2:]
     out = _room(out, q, E)
-    BM = _block(M)
-    weight = None if weight is None else weight.contiguous()
-    sizes: dict[str, Any] = {
-        "G": H // z.shape[1],
-        "HKV": z.shape[1],
-        "D": D,
-        "M": M,
-        "E": E,
-        "BD": _block(D),
-        "BM": BM,
-        "BE": min(_block(E), max(16, 16384 // BM)),
-        "MAP": feature_map,
-        "NORMALISE": normalise,
-        "TURN": _kind(turn),
-        "num_warps": 8 if BM * _block(E) > 4096 else 4,
-    }
-    grid = (z.shape[0] * z.shape[1],)
     with on_device(q):
-        if late is None:
-            given = q, k, v, *_angles(turn), weight, kv, z, shift, out
-            linear_step_kernel[grid](*given, *_strides(q, k, v, turn, out), **sizes)
-            return out
         if weight is not None:
-            q, turn, sizes["TURN"] = _favor_features(q, k, turn, weight, late, normalise), None, 0
-        length, *slots = late
-        sizes |= {"LATE": slots[0].shape[2], "BE": _block(E)}
-        linear_late_kernel[grid](
-            *(q, k, v, *_angles(turn), length, kv, z, shift, *slots, out), *_strides(q, k, v, turn, out), **sizes
+            q, turn = _favor_features(q, k, turn, weight, late, normalise), None
+        sizes = _sizes(q, v, turn)
+        if sizes.BD * sizes.BE > 32768:
+            sizes = sizes._replace(BE=16384 // sizes.BD)
+        linear_step_kernel[(len(kv) * sizes.HKV,)](
+            *(_token(q, k, v, turn, out), Sums(kv, z, shift, *late)),
+            S=sizes,
+            LATE=late[1].shape[2],
+            MAP=feature_map,
+            NORMALISE=normalise,
+            num_warps=8 if sizes.BD * sizes.BE > 4096 else 4,
         )
     return out
 
@@ -88,22 +69,17 @@ def _favor_features(
     q: Tensor, k: Tensor, turn: Turned, weight: Tensor, late: tuple[Tensor, Tensor, Tensor, Tensor], normalise: str
 ) -> Tensor:
     """φ(q) (B, 1, H, M) in float32; keys' features go to their slots."""
-    (B, _, H, D), Hkv, (length, f, _, scale) = q.shape, k.shape[2], late
-    query = f.new_empty(B, 1, H, len(weight))
-    weight = weight if weight.dtype == q.dtype else weight.float()
-    BX = 16
-    strides = _strides(q, k, k, turn, query)
-    favor_features_kernel[(-(-B * H // BX) + -(-B * Hkv // BX),)](
-        *(q, k, *_angles(turn), weight, length, query, f, scale, B, *strides[:4], strides[6]),
-        H=H,
-        HKV=Hkv,
-        D=D,
-        M=len(weight),
+    (B, _, H, _), M, (length, f, _, scale) = q.shape, len(weight), late
+    query = f.new_empty(B, 1, H, M)
+    weight = weight.contiguous() if weight.dtype == q.dtype else weight.contiguous().float()
+    sizes, BX = _sizes(q, k, turn), 16
+    favor_features_kernel[(-(-B * H // BX) + -(-B * sizes.HKV // BX),)](
+        *(_token(q, k, k, turn, query), weight, length, query, f, scale, B),
+        S=sizes,
+        M=M,
         LATE=f.shape[2],
         BX=BX,
-        BD=_block(D),
-        BM=_block(len(weight)),
-        TURN=_kind(turn),
+        BM=_block(M),
         SHARES=normalise == "feature",
         PRECISION="tf32" if weight.dtype != torch.float32 else "ieee",
         num_warps=4,
@@ -124,29 +100,19 @@ def local(
     out: Tensor | None,
 ) -> Tensor:
     """The token takes its slot in a ring (B, Hkv, size, ·), its queries see the slots within their window."""
-    (B, _, H, D), E = q.shape, v.shape[3]
-    Hkv, ring = ring_k.shape[1:3]
-    out = _room(out, q, E)
+    out, sizes = _room(out, q, v.shape[3]), _sizes(q, v, turn)
     halves = ring_k.dtype != torch.float32
-    wide = max(_block(D), _block(E))
     with on_device(q):
-        local_step_kernel[(B * Hkv,)](
-            *(q, k, v, *_angles(turn), length, ring_k, ring_v, out, scale, *_strides(q, k, v, turn, out)),
-            G=H // Hkv,
-            HKV=Hkv,
-            D=D,
-            E=E,
-            RING=ring,
+        local_step_kernel[(len(q) * sizes.HKV,)](
+            *(_token(q, k, v, turn, out), length, ring_k, ring_v, scale),
+            S=sizes,
+            RING=ring_k.shape[2],
             SIZE=window[0],
             BACK=window[1],
             ALONE=window[4],
-            BG=_block(H // Hkv),
-            BD=_block(D),
-            BE=_block(E),
-            BS=max(16, min(_rows(wide, ring), 64 if halves else 32)),
-            TURN=_kind(turn),
+            BS=_rows(sizes, ring_k.shape[2], halves),
             PRECISION="tf32" if halves else "ieee",
-            num_warps=_warps(_block(H // Hkv)),
+            num_warps=_warps(sizes.BG),
         )
     return out
 
@@ -162,48 +128,29 @@ def linformer(
     rows_k: Tensor,
     rows_v: Tensor,
     periodic: bool,
-    late: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    late: tuple[Tensor, Tensor, Tensor, Tensor],
     out: Tensor | None,
 ) -> Tensor:
     """The token is added to compressed rows (B, Hkv, R, ·), over which its queries attend.
 
     late: slots of keys and values, and the rows as they are read.
     """
-    (B, _, H, D), E = q.shape, v.shape[3]
-    Hkv, R = rows_k.shape[1:3]
-    out = _room(out, q, E)
-    BG, wide = triton.next_power_of_2(H // Hkv), max(_block(D), _block(E))
+    out, sizes = _room(out, q, v.shape[3]), _sizes(q, v, turn)
     # What is one for all heads has no step from head to head: tables (1 or Hkv, …), biases (R, 1) or (Hkv, R, 1).
     steps = [table.stride(0) if len(table) > 1 else 0 for table in tables]
     steps += [0 if bias is None or bias.ndim == 2 else bias.stride(0) for bias in biases]
-    sizes: dict[str, Any] = {
-        "G": H // Hkv,
-        "HKV": Hkv,
-        "D": D,
-        "E": E,
-        "R": R,
-        "LENGTH": tables[0].shape[1],
-        "PERIODIC": periodic,
-        "BG": BG,
-        "BD": _block(D),
-        "BE": _block(E),
-        "BR": _rows(BG * wide, R),
-        "TURN": _kind(turn),
-        "num_warps": 8,
-    }
-    given = q, k, v, *_angles(turn), length, *tables, *biases
-    strides = *_strides(q, k, v, turn, out), *steps
+    rows = Rows(rows_k, rows_v, length, *late, *tables, *biases, *steps)
+    grid, R, halves = (len(q) * sizes.HKV,), rows_k.shape[2], late[0].dtype != torch.float32
+    table = Table(R, _rows(sizes, R, halves), tables[0].shape[1], late[0].shape[2], periodic)
     with on_device(q):
-        if late is None:
-            linformer_step_kernel[(B * Hkv,)](*given, rows_k, rows_v, out, D**-0.5, *strides, **sizes)
-            return out
-        exact = late[0].dtype == torch.float32
-        sizes |= {"LATE": late[0].shape[2], "BG": _block(H // Hkv), "PRECISION": "ieee" if exact else "tf32"}
-        sizes |= {"BR": max(16, min(_rows(wide, R), 32 if exact else 64)), "num_warps": _warps(sizes["BG"])}
-        linformer_late_kernel[(B * Hkv,)](*given, *late, out, D**-0.5, *strides, **sizes)
-        sizes = {name: sizes[name] for name in linformer_add_kernel.arg_names if name in sizes}
-        sizes["num_warps"] = 4 if min(sizes["BD"], sizes["BE"]) >= 64 else 2
-        linformer_add_kernel[(B * Hkv,)](length, *tables, rows_k, rows_v, *late, *steps[:2], **sizes)
+        linformer_step_kernel[grid](
+            *(_token(q, k, v, turn, out), rows, q.shape[3] ** -0.5),
+            S=sizes,
+            T=table,
+            PRECISION="tf32" if halves else "ieee",
+            num_warps=_warps(sizes.BG),
+        )
+        linformer_add_kernel[grid](rows, S=sizes, T=table, num_warps=4 if min(sizes.BD, sizes.BE) >= 64 else 2)
     return out
 
 
@@ -220,29 +167,30 @@ def project(
     N, N_other = len(weight), 0 if other is None else len(other)
     out = x.new_empty(B, 1, N + N_other)
     kind, gain, shift, eps = norm
-    given = x, weight, bias, other, other_bias, gain, shift, add, out, eps
-    sizes = {"K": K, "N": N, "N_OTHER": N_other, "NORM": kind, "ACTIVATION": activation}
-    BK = triton.next_power_of_2(K)
+    maps = Maps(x, gain, shift, weight, bias, other, other_bias, add, out, eps)
+    whole = x.dtype == torch.float32
+    BK, wide = triton.next_power_of_2(K), N + N_other > 1024
+    if B == 1:
+        # Enough programs for every multiprocessor, each with at most 16,384 weights.
+        BB, BN = 1, max(1, min(16 if wide else 4, 16384 // BK))
+    else:
+        # As much of a row at a time as fits: then loads do not wait for one another.
+        wide = wide and not whole
+        BB, BN, BK = 16 if B <= 16 else 64 if wide else 32, 64 if wide else 32, max(16, min(BK, 32 if whole else 512))
+    widths = Widths(K, N, N_other, BK, BN, kind, activation)
+    grid = -(-N // BN) + -(-N_other // BN), -(-B // BB)
     with on_device(x):
         if B == 1:
-            # Enough programs for every multiprocessor, each with at most 16,384 weights.
-            BN = max(1, min(4 if N + N_other <= 1024 else 16, 16384 // BK))
-            grid = -(-N // BN) + -(-N_other // BN)
-            map_vector_kernel[(grid,)](*given, **sizes, BK=BK, BN=BN, num_warps=4)
-            return out
-        # As much of a row at a time as fits: then loads do not wait for one another.
-        wide = N + N_other > 1024 and x.dtype != torch.float32
-        BB, BN = 16 if B <= 16 else 64 if wide else 32, 64 if wide else 32
-        map_rows_kernel[(-(-N // BN) + -(-N_other // BN), -(-B // BB))](
-            *(*given, B, x.stride(0), 0 if add is None else add.stride(0)),
-            **sizes,
-            BB=BB,
-            BK=max(16, min(BK, 32 if x.dtype == torch.float32 else 512)),
-            BN=BN,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-            num_warps=8 if BB == 64 else 4,
-            num_stages=3,
-        )
+            map_vector_kernel[grid](maps, W=widths, num_warps=4)
+        else:
+            map_rows_kernel[grid](
+                *(maps, B, x.stride(0), 0 if add is None else add.stride(0)),
+                W=widths,
+                BB=BB,
+                PRECISION="ieee" if whole else "tf32",
+                num_warps=8 if BB == 64 else 4,
+                num_stages=3,
+            )
     return out
 
 
@@ -292,24 +240,25 @@ def choose(
         )
 
 
-def _rows(width: int, all_rows: int) -> int:
-    """Rows of a memory in a block: few enough for registers."""
-    return max(1, min(triton.next_power_of_2(all_rows), 8192 // width))
-
-
-def _angles(turn: Turned) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if turn is None else (turn[0], turn[1])
-
-
-def _kind(turn: Turned) -> int:
-    return 0 if turn is None else 2 if turn[2] else 1
-
-
-def _strides(q: Tensor, k: Tensor, v: Tensor, turn: Turned, out: Tensor) -> tuple[int, ...]:
+def _token(q: Tensor, k: Tensor, v: Tensor, turn: Turned, out: Tensor) -> Token:
     assert all(x.stride(3) == 1 for x in (q, k, v, out))
     assert out.stride(2) == out.shape[3]
-    angles = 0 if turn is None or len(turn[0]) == 1 else turn[0].stride(0)
-    return *(x.stride(i) for x in (q, k, v) for i in (0, 2)), angles, out.stride(0)
+    cos, sin = (None, None) if turn is None else (turn[0], turn[1])
+    angles = 0 if cos is None or len(cos) == 1 else cos.stride(0)
+    (q_b, q_h), (k_b, k_h), (v_b, v_h) = ((x.stride(0), x.stride(2)) for x in (q, k, v))
+    return Token(q, k, v, cos, sin, out, q_b, q_h, k_b, k_h, v_b, v_h, angles, out.stride(0))
+
+
+def _sizes(q: Tensor, v: Tensor, turn: Turned) -> Sizes:
+    (H, D), (Hkv, E) = q.shape[2:], v.shape[2:]
+    kind = 0 if turn is None else 2 if turn[2] else 1
+    return Sizes(H // Hkv, Hkv, D, E, _block(H // Hkv), _block(D), _block(E), kind)
+
+
+def _rows(sizes: Sizes, all_rows: int, halves: bool) -> int:
+    """Rows of a memory in a block: few enough for registers."""
+    few = min(triton.next_power_of_2(all_rows), 8192 // max(sizes.BD, sizes.BE))
+    return max(16, min(few, 64 if halves else 32))
 
 
 def _room(out: Tensor | None, q: Tensor, E: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a loop's states hold beside their sums: the tokens since those were last written. See `kernels.late_blocks`."""
+"""What a loop's states hold beside their sums: the tokens since those were last written. See `kernels.step_linear`."""
 
 from __future__ import annotations
 

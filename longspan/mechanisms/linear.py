@@ -246,13 +246,14 @@ class LinearAttention(Mechanism):
     def opened(self, state: State, dtype: torch.dtype) -> State:
         assert isinstance(state, LinearState)
         kv = state.kv
-        # A program of a loop's kernel holds all of a head's sums.
-        large = max(self.head_dim, *kv.shape[2:]) > backend.LARGEST or kv.shape[2] * kv.shape[3] > 32768
+        large = max(self.head_dim, *kv.shape[2:]) > backend.LARGEST
         if large or not self._one_step or why_plain(kv) is not None:
             return state
         f, v = (kv.new_zeros(*kv.shape[:2], LATE_SUMS, dim) for dim in kv.shape[2:])
         late = LateSums(state.length, f, v.to(dtype), kv.new_full(f.shape[:3], FLOOR))
-        return replace(state, late=(late,))
+        # Sums as the kernels read them.
+        kv, z, shift = (x.contiguous() for x in state.sums)
+        return replace(state, kv=kv, z=z, shift=shift, late=(late,))
 
     def settled(self, state: State) -> State:
         assert isinstance(state, LinearState)

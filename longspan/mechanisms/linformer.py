@@ -303,12 +303,11 @@ class LinformerAttention(Mechanism):
         out: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         assert isinstance(state, LinformerState)
-        fused = why_plain(q, k, v, state.k, state.v) is None
         alone = len(q) == 1 and self.keys.bias is None and (q.device.type, q.dtype) == ("cpu", state.k.dtype)
-        if self._plain or not (fused or alone):
+        if self._plain or not (state.late or alone):
             return super().step_(state, q, k, v, turn, out)
         assert turn is None or isinstance(turn, Turn)
-        if not fused:
+        if not state.late:
             place = int(state.length)
             self.keys.check_length(place + 1)
             e, f = (p.table.select(1, place % p.max_length) for p in (self.keys, self.values))
@@ -318,7 +317,7 @@ class LinformerAttention(Mechanism):
         pair = self.keys, self.values
         tables, biases = tuple(p.table for p in pair), tuple(p.bias for p in pair)
         held = tables, biases, state.k, state.v, self.keys.periodic
-        late = next(((part.k, part.v, part.short_k, part.short_v) for part in state.late), None)
+        late = next((part.k, part.v, part.short_k, part.short_v) for part in state.late)
         return backend.step_kernels().linformer(q, k, v, turn, state.length, *held, late, out), state
 
     @property
@@ -331,6 +330,7 @@ class LinformerAttention(Mechanism):
         assert isinstance(state, LinformerState)
         if self._plain or why_plain(state.k) is not None:
             return state
+        state = replace(state, k=state.k.contiguous(), v=state.v.contiguous())  # as the kernels read them
         return replace(state, late=(LateRows.of(state.length, state.k, state.v, dtype),))
 
     def settled(self, state: State) -> State:

@@ -164,6 +164,10 @@ _missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _look(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
+    from triton import __version__
+
+    if tuple(int(part) for part in __version__.split(".")[:2]) < (3, 4):
+        return f"triton {__version__} is older than 3.4: install torch 2.8 or newer"
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]} is below 8.0"

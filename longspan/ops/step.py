@@ -49,7 +49,7 @@ class Turn(NamedTuple):
 
 
 class Late(NamedTuple):
-    """Slots of tokens that sums do not hold yet, and how many tokens came before (B,); see `kernels.late_blocks`."""
+    """Slots of tokens that sums do not hold yet, and how many tokens came before (B,); see `kernels.step_linear`."""
 
     length: Tensor
     f: Tensor
@@ -83,9 +83,8 @@ def linear_step_(
     `features.MAPS`.
     """
     kv, z, shift = sums
-    if why_plain(q, k, v, *sums) is None and max(q.shape[3], v.shape[3], z.shape[2]) <= backend.LARGEST:
+    if late is not None:
         return backend.step_kernels().linear(q, k, v, turn, weight, kv, z, shift, feature_map, normalise, late, out)
-    assert late is None
     q, k = turned(turn, q, k)
     given, dtype = q.dtype, kv.dtype
     # Methods, not indices: on a CPU the calls are most of what a small step costs.
