@@ -88,8 +88,8 @@ def by_kernels(case: Case, given: Arguments) -> tuple[Tensor, ...]:
     kernels = backend.linear_kernels()
     d_out, d_kv, tensors = given
     last = case.feature_map, case.normalise
-    results = kernels.causal_linear(*tensors, *last)
-    return *results, *kernels.causal_linear_backward(d_out, d_kv, *results[:2], *tensors, *last)
+    results, kept = kernels.forward(*tensors, *last)
+    return *results, *kernels.causal_linear_backward(d_out, d_kv, *results[:2], *tensors, *last, kept)
 
 
 def check(case: Case, given: Arguments, dtype: torch.dtype) -> None:

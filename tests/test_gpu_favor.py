@@ -62,7 +62,7 @@ def test_the_second_product_counts() -> None:
     case = replace(FAVOR, state=False)
     _, _, (q, k, v, weight, *rest) = given(case, exact=False)
     assert weight is not None
-    whole, cut = (favor.causal_favor(q, k, v, w, *rest[1:])[1] for w in (weight, weight.bfloat16().float()))
+    whole, cut = (favor.forward(q, k, v, w, *rest[1:])[0][1] for w in (weight, weight.bfloat16().float()))
     assert not torch.equal(whole, cut)
 
 
@@ -85,11 +85,11 @@ def test_the_future_moves_no_bit(change: float) -> None:
     case = replace(FAVOR, T=1031)
     _, _, (q, k, v, weight, _, *rest) = given(case)
     assert weight is not None
-    before = favor.causal_favor(q, k, v, weight, *rest)[:2]
+    before = favor.forward(q, k, v, weight, *rest)[0][:2]
     for cut in (300, 320, 1000):
         later = torch.arange(case.T, device="cuda")[:, None, None] >= cut
-        after = favor.causal_favor(q, torch.where(later, k * change, k), torch.where(later, -v, v), weight, *rest)[:2]
-        for x, y in zip(before, after, strict=True):
+        results, _ = favor.forward(q, torch.where(later, k * change, k), torch.where(later, -v, v), weight, *rest)
+        for x, y in zip(before, results[:2], strict=True):
             assert torch.equal(x[:, :cut], y[:, :cut])
 
 
@@ -133,6 +133,20 @@ def test_compiled_whole_and_for_any_length() -> None:
             d = torch.randn_like(out)
             for ours, theirs in zip(torch.autograd.grad(out, x, d), torch.autograd.grad(plain, x, d), strict=True):
                 assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("batch", "heads", "dim"), [(1, 16, 64), (4, 8, 64), (2, 8, 32), (1, 8, 128)])
+def test_memory_stays_near_the_tensors(batch: int, heads: int, dim: int) -> None:
+    weight = orthogonal_rows(256, dim, unit=False).cuda()
+    shape = batch, 8192, heads, dim
+    x = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    d_out = torch.randn_like(x[0])
+    own = 4 * d_out.numel() * d_out.element_size()
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(causal_linear(*x, feature_map="favor", weight=weight)[0], x, d_out)
+    assert torch.cuda.max_memory_allocated() - before + own <= 1.5 * 2 * own
 
 
 @pytest.mark.parametrize("state", [False, True])

@@ -81,6 +81,40 @@ def test_segments_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @inside
 @quiet
 @pytest.mark.usefixtures("bfloat16")
+def test_sequences_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan.kernels import favor
+
+    for name, value in (("SMALL", 0), ("QUERIES_SHARE", 10.0), ("KEYS_SHARE", 5.0)):
+        monkeypatch.setattr(favor, name, value)
+    case = Case(T=71, B=1, H=6, Hkv=3, feature_map="favor", num_features=19)
+    arguments = given(case)
+    check(case, arguments, torch.bfloat16)
+    q, k, v, weight, _, lengths, kv, _ = arguments[2]
+    plan = favor._Backward(-1, favor.looks(q, k, v, weight, lengths, kv, arguments[0]))
+    parts = [[launches[0].numbers[3:5] for launches in part] for part in (plan.query_parts, plan.key_parts)]
+    assert parts == [[(0, 2), (2, 1)], [(0, 1), (1, 1), (2, 1)]]
+
+
+@inside
+@quiet
+@pytest.mark.usefixtures("bfloat16")
+def test_what_was_not_kept_is_found_again() -> None:
+    case = Case(T=67, B=1, H=2, Hkv=1, feature_map="favor", num_features=19, lengths=(50,))
+    d_out, d_kv, tensors = given(case)
+    kernels = backend.linear_kernels()
+    results, kept = kernels.forward(*tensors, "favor", True)
+    before = kept.clone()
+    grads = [
+        kernels.causal_linear_backward(d_out, d_kv, *results[:2], *tensors, "favor", True, x) for x in (kept, None)
+    ]
+    for name, x, y in zip(NAMES[4:], *grads, strict=True):
+        assert torch.equal(x, y), name
+    torch.testing.assert_close(kept, before, rtol=0, atol=0, equal_nan=True)  # It may be needed a second time.
+
+
+@inside
+@quiet
+@pytest.mark.usefixtures("bfloat16")
 def test_no_sums_are_zeros() -> None:
     case = Case(T=65, B=1, H=1, Hkv=1, feature_map="favor", num_features=19, state=False)
     d_out, d_kv, tensors = given(case)

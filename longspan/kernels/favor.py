@@ -6,11 +6,10 @@ there are; these make a tile of them at a time.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from longspan.kernels.favor_backward import (
@@ -26,7 +25,7 @@ from longspan.kernels.favor_forward import (
     favor_weight_kernel,
 )
 from longspan.kernels.favor_gradients import favor_backward_keys_kernel, favor_backward_queries_kernel
-from longspan.kernels.launch import Argument, Launcher, dense_rows, look, on_device
+from longspan.kernels.launch import Launch, Looks, Room, dense, dense_rows, looks, on_device
 
 LARGEST = 128
 
@@ -51,6 +50,11 @@ READ = Config(64, 4, 1, 168)
 ROWS = Config(0, 4, 1)
 QUERIES = Config(64, 4, 1)
 KEYS = Config(64, 4, 1)
+# The backward pass goes through sequences part by part where the sums before all chunks of all of them, four times the
+# size of an input, would be more bytes than this, and more than these shares of q, k, v and out: while gradients of
+# queries are made, and of keys, when there are three gradients already.
+SMALL = 1 << 24
+QUERIES_SHARE, KEYS_SHARE = 1.25, 0.625
 
 
 def takes(q: Tensor, v: Tensor, feature_map: str, normalise: bool) -> bool:
@@ -58,7 +62,13 @@ def takes(q: Tensor, v: Tensor, feature_map: str, normalise: bool) -> bool:
     return feature_map == "favor" and normalise and q.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= LARGEST
 
 
-def causal_favor(
+def kept_size(q: Tensor, k: Tensor, weight: Tensor) -> int:
+    """How many numbers `forward` keeps for the backward pass: four for each token and head, and the projection."""
+    B, T, H, D = q.shape
+    return _kept(B, T, H, k.shape[2], D, len(weight)).size
+
+
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -66,32 +76,36 @@ def causal_favor(
     lengths: Tensor | None,
     kv: Tensor | None,
     shift: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out (B, T, H, E), den (B, T, H), and the sums and their shift after the last token."""
-    call = _Call(q, k, v, weight, lengths, kv, shift)
-    (B, T, H, _), (Hkv, E) = q.shape, v.shape[2:]
-    out = v.new_empty(B, T, H, E)
-    den = q.new_empty((B, T, H), dtype=torch.float32)
-    kv_out = q.new_empty((B, Hkv, len(weight), E + 1), dtype=torch.float32)
-    shift_out = q.new_empty((B, Hkv), dtype=torch.float32)
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """out (B, T, H, E), den (B, T, H), and the sums and their shift after the last token; then what is kept."""
+    q, k, v, weight = dense_rows(q), dense_rows(k), dense_rows(v), weight.contiguous()
+    kv, shift = dense(kv), dense(shift)
+    plan = _forward_plan(q.get_device(), looks(q, k, v, weight, lengths, kv, shift))
+    out = v.new_empty(plan.out_shape)
+    den = q.new_empty(plan.out_shape[:3], dtype=torch.float32)
+    kv_out = q.new_empty(plan.kv_shape, dtype=torch.float32)
+    shift_out = q.new_empty(plan.kv_shape[:2], dtype=torch.float32)
+    kept, work = plan.kept.new(q), plan.work.new(q)
+    high, low, flag, query_offset, offset, scale, peak, reference = plan.kept.places(kept, plan.ready)
+    total, total_z, prefix, prefix_z, before, largest = plan.work.places(work, plan.ready)
     with on_device(q):
-        query_offset = call.query_sizes()
-        keys = call.key_sizes()
-        sums = call.sums(keys, kv_out, shift_out)
-        call.launch(
-            favor_forward_kernel,
-            READ,
-            B * call.chunks * H,
-            (
-                *(call.q, call.k, call.v, *call.weight, lengths, query_offset, *keys.scales),
-                *(sums.reference, *sums.before, out, den),
-            ),
-            (call.q, call.k, call.v),
+        plan.weight(weight, high, low, flag)
+        plan.query_sizes(q, high, low, flag, None, query_offset, None, None, None)
+        plan.key_sizes(k, high, low, flag, lengths, offset, scale, peak, largest)
+        plan.sums(
+            *(k, v, high, low, flag, lengths, offset, largest, shift),
+            *(total, total_z, prefix, prefix_z, reference),
         )
-    return out, den, kv_out, shift_out
+        plan.scan(total, total_z, reference, kv, kv_out, shift_out, before)
+        plan.read(
+            *(q, k, v, high, low, flag, lengths, query_offset, offset, scale, peak, reference),
+            *(before, total_z, prefix, prefix_z, out, den),
+        )
+    plan.ready = plan.read.ready is not None
+    return (out, den, kv_out, shift_out), kept
 
 
-def causal_favor_backward(
+def backward(
     d_out: Tensor,
     d_kv: Tensor | None,
     out: Tensor,
@@ -102,209 +116,188 @@ def causal_favor_backward(
     weight: Tensor,
     lengths: Tensor | None,
     kv: Tensor | None,
-    shift: Tensor | None,
+    kept: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and kv; that of no kv is None."""
-    call = _Call(q, k, v, weight, lengths, kv, shift)
-    d_out, out, d_end = dense_rows(d_out), out.contiguous(), None if d_kv is None else d_kv.contiguous()
-    call.look(d_out, out, den, d_end, *d_out.stride())
-    (B, T, H, _), Hkv = q.shape, v.shape[2]
-    X, size = B * Hkv, call.BM * call.BE
+    q, k, v, d_out, out = dense_rows(q), dense_rows(k), dense_rows(v), dense_rows(d_out), out.contiguous()
+    kv, d_kv = dense(kv), dense(d_kv)
+    plan = _backward_plan(q.get_device(), looks(q, k, v, weight, lengths, kv, d_out, d_kv, out, den, kept))
+    high, low, flag, query_offset, offset, scale, peak, reference = plan.kept.places(kept, plan.ready)
+    rows = plan.rows_room.new(q)
+    offset_over_den, delta = plan.rows_room.places(rows, plan.ready)
+    stack = plan.query_stack.new(q)
+    total, total_z, prefix, prefix_z, before = plan.query_stack.places(stack, plan.ready)
     d_q = q.new_empty(q.shape)
     d_start = None if kv is None else kv.new_empty(kv.shape)
+    keys = offset, scale, peak, reference
     with on_device(q):
-        query_offset = call.query_sizes()
-        keys = call.key_sizes()
-        delta = torch.empty_like(query_offset)
-        call.launch(
-            favor_backward_rows_kernel,
-            ROWS,
-            B * call.chunks * H,
-            (out, den, d_out, query_offset, delta),
-            (d_out,),
-            lengths=(T,),
-        )
-        sums = call.sums(keys, None, None)
-        strided = call.q, call.k, call.v, d_out
-        given = *strided, *call.weight, lengths, query_offset, delta, *keys.scales, sums.reference
-        call.launch(favor_backward_queries_kernel, QUERIES, B * call.chunks * H, (*given, *sums.before, d_q), strided)
-        reference = sums.reference
-        del sums  # Its place is taken by what comes next.
-        d_total, d_total_z, suffix_z = call.numbers(
-            X * call.segments * size, X * call.segments * call.BM, X * call.chunks * call.BM
-        )
-        suffix, after = call.halves(X * call.chunks * size, X * call.segments * size)
-        call.launch(
-            favor_backward_sums_kernel,
-            SUMS,
-            X * call.segments * (call.BM // SUMS.tile),
-            (
-                *(call.q, d_out, *call.weight, query_offset, delta, keys.peak, reference),
-                *(d_total, d_total_z, suffix, suffix_z),
-            ),
-            (call.q, d_out),
-        )
-        call.scan(favor_backward_scan_kernel, (d_total, d_total_z, reference, d_end, d_start, after))
+        plan.rows(out, den, d_out, query_offset, offset_over_den, delta)
+        given = q, k, v, d_out, high, low, flag, lengths, offset_over_den, delta, *keys
+        for sums, scan, queries in plan.query_parts:
+            sums(k, v, high, low, flag, lengths, offset, None, None, total, total_z, prefix, prefix_z, reference)
+            scan(total, total_z, reference, kv, None, None, before)
+            queries(*given, before, total_z, prefix, prefix_z, d_q)
+        del stack, total, total_z, prefix, prefix_z, before  # What comes next takes their place.
+        stack = plan.key_stack.new(q)
+        total, total_z, suffix, suffix_z, after = plan.key_stack.places(stack, plan.ready)
         d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)
-        ends = after, d_total_z, suffix, suffix_z, d_k, d_v
-        call.launch(favor_backward_keys_kernel, KEYS, X * call.chunks, (*given, *ends), strided)
+        for sums, scan, gradients in plan.key_parts:
+            sums(
+                *(q, d_out, high, low, flag, offset_over_den, delta, peak, reference),
+                *(total, total_z, suffix, suffix_z),
+            )
+            scan(total, total_z, reference, d_kv, d_start, after)
+            gradients(*given, after, total_z, suffix, suffix_z, d_k, d_v)
+    plan.ready = plan.key_parts[-1][2].ready is not None
     return d_q, d_k, d_v, d_start
 
 
-class _Keys(NamedTuple):
-    """What `favor_sizes_kernel` finds out about keys."""
+class _Part(NamedTuple):
+    """Sequences of keys from the first on, each of them walked in segments of `run` chunks."""
 
-    offset: Tensor
-    scale: Tensor
-    peak: Tensor
-    largest: Tensor
-
-    @property
-    def scales(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.offset, self.scale, self.peak
+    first: int
+    sequences: int
+    segments: int
+    run: int
 
 
-class _Sums(NamedTuple):
-    """What `favor_forward_sums_kernel` and the scan after it leave behind, as they describe it."""
+class _Plan:
+    """All that calls with arguments that look alike share: sizes, room, and kernels with their numbers."""
 
-    reference: Tensor
-    before: tuple[Tensor, ...]
+    def __init__(self, device: int, given: Looks) -> None:
+        q, k, v, weight, *_ = given
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        assert weight is not None
+        (self.B, self.T, self.H, D), self.Hkv, E, M = q[0], k[0][2], v[0][3], weight[0][0]
+        self.device, self.chunks = device, -(-self.T // CHUNK)
+        self.strides = {"q": q[1][:3], "k": k[1][:3], "v": v[1][:3]}
+        self.BD, self.BM, self.BE = _padded(D), _padded(M), _padded(E)
+        self.constants = {"H": self.H, "HKV": self.Hkv, "D": D, "M": M, "E": E, "C": CHUNK}
+        self.constants |= {"BD": self.BD, "BM": self.BM, "BE": self.BE}
+        self.kept = _kept(self.B, self.T, self.H, self.Hkv, D, M)
+        self.ready = False
 
+    def parts(self, number: int) -> list[_Part]:
+        """All sequences, in about so many parts."""
+        all_of_them = self.B * self.Hkv
+        size = -(-all_of_them // number)
+        segments, run = self.walk(SUMS, size * (self.BM // SUMS.tile))
+        firsts = range(0, all_of_them, size)
+        return [_Part(first, min(size, all_of_them - first), segments, run) for first in firsts]
 
-@cache
-def _launcher(device: int, H: int, Hkv: int, D: int, M: int, E: int) -> Launcher:
-    # Products with tiles narrower than 64 come out wrong on Hopper with Triton 3.6.
-    BD, BM, BE = (max(64, triton.next_power_of_2(size)) for size in (D, M, E))
-    return Launcher({"H": H, "HKV": Hkv, "D": D, "M": M, "E": E, "BD": BD, "BM": BM, "BE": BE})
+    def stack(self, part: _Part) -> list[tuple[int, torch.dtype]]:
+        """For each segment its total, and the sums on its far side; for each chunk the sums from there to it."""
+        segments, chunks, size = part.sequences * part.segments, part.sequences * self.chunks, self.BM * self.BE
+        whole, half = torch.float32, torch.bfloat16
+        totals = (segments * size, whole), (segments * self.BM, whole)
+        return [*totals, (chunks * size, half), (chunks * self.BM, whole), (segments * size, half)]
 
-
-# A number for each look of arguments, which every launch compares faster than the look itself.
-_numbers: dict[tuple[Any, ...], int] = {}
-
-
-class _Call:
-    """The arguments as the kernels take them, the sequence cut into chunks and those into segments, and launches."""
-
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        weight: Tensor,
-        lengths: Tensor | None,
-        kv: Tensor | None,
-        shift: Tensor | None,
-    ) -> None:
-        B, T, Hkv, _ = k.shape
-        self.lengths = lengths
-        self.q, self.k, self.v = dense_rows(q), dense_rows(k), dense_rows(v)
-        self.start = [x if x is None else x.contiguous() for x in (kv, shift)]
-        self.launcher = _launcher(q.get_device(), q.shape[2], Hkv, q.shape[3], len(weight), v.shape[3])
-        self.BM, self.BE = self.launcher.constants["BM"], self.launcher.constants["BE"]
-        self.looked: tuple[Any, ...] = ()
-        weight = weight.contiguous()
-        strides = *self.q.stride(), *self.k.stride(), *self.v.stride()
-        self.look(self.q, self.k, self.v, weight, lengths, *self.start, *strides)
-        self.chunks = -(-T // CHUNK)
-        self.segments, self.run = self.walk(SUMS, B * Hkv * (self.BM // SUMS.tile))
-        size = self.BM * self.launcher.constants["BD"]
-        high, low = self.halves(size, size)
-        self.weight = high, low, q.new_empty(1, dtype=torch.float32)
-        with on_device(q):
-            self.launcher(favor_weight_kernel, (1, 1, 1), (weight, *self.weight), self.looks, (("num_warps", 16),))
-
-    def look(self, *given: Argument) -> None:
-        """All that callers choose; what is allocated here looks the same every time."""
-        self.looked += tuple([look(x) for x in given])
-        self.looks = (_numbers.setdefault(self.looked, len(_numbers)),)
-
-    def numbers(self, *sizes: int) -> tuple[Tensor, ...]:
-        """Room for so many float32 each, allocated at once and aligned."""
-        return _views(self.q, torch.float32, sizes)
-
-    def halves(self, *sizes: int) -> tuple[Tensor, ...]:
-        return _views(self.q, torch.bfloat16, sizes)
-
-    def walk(self, config: Config, sequences: int) -> tuple[int, int]:
-        """Into how many segments each sequence is cut, and how many chunks those have."""
-        run = -(-self.chunks // max(1, min(self.chunks, config.programs // sequences)))
+    def walk(self, config: Config, programs: int) -> tuple[int, int]:
+        """Into how many segments each sequence is cut, so many programs going through them, and their chunks."""
+        run = -(-self.chunks // max(1, min(self.chunks, config.programs // programs)))
         return -(-self.chunks // run), run
 
     def launch(
-        self,
-        kernel: Any,
-        config: Config,
-        programs: int,
-        tensors: tuple[Tensor | None, ...],
-        strided: tuple[Tensor, ...],
-        more: tuple[tuple[str, Any], ...] = (),
-        *,
-        lengths: tuple[int, ...] | None = None,
-    ) -> None:
-        """lengths: tokens, and where it is not that of the sums the cut into segments."""
-        strides = [stride for x in strided for stride in x.stride()[:3]]
-        if lengths is None:
-            lengths = self.q.shape[1], self.segments, self.run
-        options: tuple[tuple[str, Any], ...] = (("C", CHUNK), ("num_warps", config.warps))
-        options += (("num_stages", config.stages), ("maxnreg", config.registers))
-        if "TILE" in kernel.arg_names:
-            options += (("TILE", config.tile),)
-        self.launcher(kernel, (programs, 1, 1), (*tensors, *lengths, *strides), self.looks, (*options, *more))
+        self, kernel: Any, config: Config, programs: int, numbers: tuple[int, ...], strided: str, **more: Any
+    ) -> Launch:
+        """strided: which tensors' strides follow the numbers."""
+        options = {"TILE": config.tile, "num_warps": config.warps, "num_stages": config.stages}
+        strides = [stride for name in strided for stride in self.strides[name]]
+        constants = {**self.constants, **options, "maxnreg": config.registers, **more}
+        return Launch(self.device, kernel, (programs, 1, 1), (self.T, *numbers, *strides), constants)
 
-    def scan(self, kernel: Any, tensors: tuple[Tensor | None, ...]) -> None:
+    def walking(self, kernel: Any, part: _Part, strided: str) -> Launch:
+        programs = part.sequences * part.segments * (self.BM // SUMS.tile)
+        return self.launch(kernel, SUMS, programs, (part.segments, part.run, part.first, part.sequences), strided)
+
+    def scanning(self, kernel: Any, part: _Part) -> Launch:
         rows = max(1, 512 // self.BE)
-        grid = self.k.shape[0] * self.k.shape[2], -(-self.BM // rows), 1
-        given = *tensors, self.q.shape[1], self.segments, self.run
-        self.launcher(kernel, grid, given, self.looks, (("C", CHUNK), ("ROWS", rows)))
+        numbers = self.T, part.segments, part.run, part.first
+        grid = part.sequences, -(-self.BM // rows), 1
+        return Launch(self.device, kernel, grid, numbers, {**self.constants, "ROWS": rows})
 
-    def query_sizes(self) -> Tensor:
-        (B, _, H, _) = self.q.shape
-        (offset,) = self.numbers(B * H * self.chunks * CHUNK)
-        self._sizes(self.q, None, (offset, None, None, None), key=False)
-        return offset
 
-    def key_sizes(self) -> _Keys:
-        X = self.k.shape[0] * self.k.shape[2] * self.chunks
-        keys = _Keys(*self.numbers(*[X * CHUNK] * 3, X))
-        self._sizes(self.k, self.lengths, keys, key=True)
-        return keys
+class _Forward(_Plan):
+    def __init__(self, device: int, given: Looks) -> None:
+        super().__init__(device, given)
+        (whole,) = self.parts(1)
+        X, E, M = self.B * self.Hkv, self.constants["E"], self.constants["M"]
+        self.out_shape, self.kv_shape = (self.B, self.T, self.H, E), (self.B, self.Hkv, M, E + 1)
+        self.work = Room(*self.stack(whole), (X * self.chunks, torch.float32))
+        self.weight = Launch(device, favor_weight_kernel, (1, 1, 1), (), {**self.constants, "num_warps": 16})
+        self.query_sizes, self.key_sizes = self.sizes("q", self.H, key=False), self.sizes("k", self.Hkv, key=True)
+        self.sums = self.walking(favor_forward_sums_kernel, whole, "kv")
+        self.scan = self.scanning(favor_forward_scan_kernel, whole)
+        cut = whole.segments, whole.run
+        self.read = self.launch(favor_forward_kernel, READ, self.B * self.chunks * self.H, cut, "qkv")
 
-    def _sizes(self, x: Tensor, lengths: Tensor | None, into: tuple[Tensor | None, ...], *, key: bool) -> None:
-        B, T, H, _ = x.shape
-        segments, run = self.walk(SIZES, B * H)
-        self.launch(
-            favor_sizes_kernel,
-            SIZES,
-            B * H * segments,
-            (x, *self.weight, lengths, *into),
-            (x,),
-            (("KEY", key), ("H", H)),
-            lengths=(T, segments, run),
+    def sizes(self, name: str, heads: int, *, key: bool) -> Launch:
+        segments, run = self.walk(SIZES, self.B * heads)
+        return self.launch(
+            favor_sizes_kernel, SIZES, self.B * heads * segments, (segments, run), name, H=heads, KEY=key
         )
 
-    def sums(self, keys: _Keys, kv_out: Tensor | None, shift_out: Tensor | None) -> _Sums:
-        """The sums before each segment and the sums from there to each chunk."""
-        (B, _, Hkv, _), BM = self.k.shape, self.BM
-        X, size = B * Hkv, BM * self.BE
-        # By itself, because nobody needs it after the scan.
-        (total,) = self.numbers(X * self.segments * size)
-        total_z, prefix_z, reference = self.numbers(X * self.segments * BM, X * self.chunks * BM, X * (self.chunks + 1))
-        prefix, before = self.halves(X * self.chunks * size, X * self.segments * size)
-        self.launch(
-            favor_forward_sums_kernel,
-            SUMS,
-            X * self.segments * (BM // SUMS.tile),
+
+class _Backward(_Plan):
+    def __init__(self, device: int, given: Looks) -> None:
+        super().__init__(device, given)
+        d_out = given[6]
+        assert d_out is not None
+        self.strides["d"] = d_out[1][:3]
+        tokens, D, E = self.B * self.T, self.constants["D"], self.constants["E"]
+        tensors = 2 * tokens * (self.H + self.Hkv) * (D + E)
+        (whole,) = self.parts(1)
+        size = 4 * Room(*self.stack(whole)).size
+
+        def share(of_tensors: float) -> list[_Part]:
+            return self.parts(1 if size <= SMALL else -(-size // int(of_tensors * tensors)))
+
+        group, queries, keys = self.H // self.Hkv, share(QUERIES_SHARE), share(KEYS_SHARE)
+        rows = self.B * self.chunks * self.H
+        self.rows_room = Room((rows * CHUNK, torch.float32), (rows * CHUNK, torch.float32))
+        self.query_stack, self.key_stack = Room(*self.stack(queries[0])), Room(*self.stack(keys[0]))
+        self.rows = self.launch(favor_backward_rows_kernel, ROWS, rows, (), "d")
+        self.query_parts = [
             (
-                *(self.k, self.v, *self.weight, self.lengths, keys.offset, keys.largest, self.start[1]),
-                *(total, total_z, prefix, prefix_z, reference),
-            ),
-            (self.k, self.v),
-        )
-        ends = self.start[0], kv_out, shift_out, before
-        self.scan(favor_forward_scan_kernel, (total, total_z, reference, *ends))
-        return _Sums(reference, (before, total_z, prefix, prefix_z))
+                self.walking(favor_forward_sums_kernel, part, "kv"),
+                self.scanning(favor_forward_scan_kernel, part),
+                self.launch(
+                    favor_backward_queries_kernel,
+                    QUERIES,
+                    part.sequences * group * self.chunks,
+                    part[2:] + part[:2],
+                    "qkvd",
+                ),
+            )
+            for part in queries
+        ]
+        self.key_parts = [
+            (
+                self.walking(favor_backward_sums_kernel, part, "qd"),
+                self.scanning(favor_backward_scan_kernel, part),
+                self.launch(
+                    favor_backward_keys_kernel, KEYS, part.sequences * self.chunks, part[2:] + part[:2], "qkvd"
+                ),
+            )
+            for part in keys
+        ]
 
 
-def _views(like: Tensor, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    sizes = tuple(-(-size // 64) * 64 for size in sizes)
-    return like.new_empty(sum(sizes), dtype=dtype).split(sizes)
+_forward_plan = lru_cache(maxsize=1024)(_Forward)
+_backward_plan = lru_cache(maxsize=1024)(_Backward)
+
+
+def _kept(B: int, T: int, H: int, Hkv: int, D: int, M: int) -> Room:
+    """The projection in two halves and its flag; sizes of queries, and of keys; references before each chunk."""
+    size, chunks = _padded(D) * _padded(M), (T + CHUNK - 1) // CHUNK
+    halves = (size, torch.bfloat16), (size, torch.bfloat16), (1, torch.float32)
+    tokens = [(B * heads * chunks * CHUNK, torch.float32) for heads in (H, Hkv, Hkv, Hkv)]
+    return Room(*halves, *tokens, (B * Hkv * (chunks + 1), torch.float32))
+
+
+def _padded(size: int) -> int:
+    # Products with tiles narrower than 64 come out wrong on Hopper with Triton 3.6.
+    # int: a compiler may hand in a symbol, and another size is another kernel.
+    return max(64, 1 << (int(size) - 1).bit_length())

@@ -25,6 +25,7 @@ def favor_backward_rows_kernel(
     p_den,
     p_d_out,
     p_query_offset,
+    p_over_den,
     p_delta,
     T,
     stride_db,
@@ -35,7 +36,7 @@ def favor_backward_rows_kernel(
     C: tl.constexpr,
     BE: tl.constexpr,
 ):
-    """Δ (B, H, chunks, C), and den taken into the offsets of queries, so that their features are q̂."""
+    """Δ (B, H, chunks, C), and offsets of queries with den taken into them, so that their features are q̂."""
     pid = tl.program_id(0)
     i_h = pid % H
     i_0 = (pid // H) % tl.cdiv(T, C) * C
@@ -49,11 +50,11 @@ def favor_backward_rows_kernel(
     i_o = ((i_b * H + i_h) * tl.cdiv(T, C) + i_0 // C) * C + tl.arange(0, C)
     m_nothing = b_den < NOTHING
     b_offset = tl.load(p_query_offset + i_o) + tl.log2(tl.where(m_nothing, 1.0, b_den))
-    tl.store(p_query_offset + i_o, tl.where(m_nothing, -2 * FLOOR, b_offset))
+    tl.store(p_over_den + i_o, tl.where(m_nothing, -2 * FLOOR, b_offset))
     tl.store(p_delta + i_o, tl.sum(b_d * b_out, 1))
 
 
-@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
 def favor_backward_sums_kernel(
     p_q,
     p_d_out,
@@ -71,6 +72,8 @@ def favor_backward_sums_kernel(
     T,
     segments,
     chunks,
+    first,
+    sequences,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -90,21 +93,24 @@ def favor_backward_sums_kernel(
 ):
     """dS and dz of one segment and one tile of features, summed over the heads of a group, at its start's scale.
 
-    p_suffix, p_suffix_z: (B, Hkv, chunks, BM, ·) the part of them that comes after each chunk, at its end's scale.
+    Of all (B, Hkv) sequences only some, from the first on, are gone through, and only they have sums.
+    p_suffix, p_suffix_z: (sequences, chunks, BM, ·) the part of them that comes after each chunk, at its end's scale.
     """
     pid = tl.program_id(0)
     TILES: tl.constexpr = BM // TILE
     GROUP: tl.constexpr = H // HKV
     i_m = pid % TILES * TILE
-    i_kv = (pid // TILES) % HKV
-    i_s = (pid // (HKV * TILES)) % segments
-    i_b = (pid // (HKV * TILES) // segments).to(tl.int64)
+    i_s = pid // TILES // sequences
+    i_x = first + pid // TILES % sequences
+    i_b, i_kv = (i_x // HKV).to(tl.int64), i_x % HKV
+    i_x = i_x.to(tl.int64)
+    i_n = i_x - first
     steps = tl.minimum(chunks, tl.cdiv(T, C) - i_s * chunks)
     i_l = (i_s * chunks + steps - 1) * C
-    i_x = i_b * HKV + i_kv
     p_q += i_b * stride_qb + i_l.to(tl.int64) * stride_qt + i_kv.to(tl.int64) * GROUP * stride_qh
     p_d_out += i_b * stride_db + i_l.to(tl.int64) * stride_dt + i_kv.to(tl.int64) * GROUP * stride_dh
     i_c = i_x * tl.cdiv(T, C) + i_s * chunks + steps - 1
+    i_p = i_n * tl.cdiv(T, C) + i_s * chunks + steps - 1
     i_q = (i_b * H + i_kv * GROUP) * tl.cdiv(T, C) + i_s * chunks + steps - 1
     p_reference += i_x
     i_t, i_f = tl.arange(0, C), i_m + tl.arange(0, TILE)
@@ -115,8 +121,8 @@ def favor_backward_sums_kernel(
     c_last = reference(p_reference, i_c + 1)
     left = T - i_l
     for _ in range(steps):
-        store_tile(p_suffix, i_c, i_m, b_d_kv, BM, BE, TILE)
-        tl.store(p_suffix_z + i_c * BM + i_f, b_d_z)
+        store_tile(p_suffix, i_p, i_m, b_d_kv, BM, BE, TILE)
+        tl.store(p_suffix_z + i_p * BM + i_f, b_d_z)
         c = reference(p_reference, i_c)
         decay = power(c - c_last)
         b_d_kv *= decay
@@ -135,14 +141,15 @@ def favor_backward_sums_kernel(
         p_q -= C * stride_qt
         p_d_out -= C * stride_dt
         i_c -= 1
+        i_p -= 1
         i_q -= 1
         left += C
-    i_o = i_x * segments + i_s
+    i_o = i_n * segments + i_s
     store_tile(p_d_total, i_o, i_m, b_d_kv, BM, BE, TILE)
     tl.store(p_d_total_z + i_o * BM + i_f, b_d_z)
 
 
-@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "first"])
 def favor_backward_scan_kernel(
     p_d_total,
     p_d_total_z,
@@ -153,6 +160,7 @@ def favor_backward_scan_kernel(
     T,
     segments,
     chunks,
+    first,
     M: tl.constexpr,
     E: tl.constexpr,
     C: tl.constexpr,
@@ -161,7 +169,8 @@ def favor_backward_scan_kernel(
     ROWS: tl.constexpr,
 ):
     """Gradients of the sums after each segment, from the segments' own: those of kv in p_after, of z in place."""
-    i_x = tl.program_id(0).to(tl.int64)
+    i_n = tl.program_id(0).to(tl.int64)
+    i_x = first + i_n
     i_r = tl.program_id(1)
     i_m, i_e = i_r * ROWS + tl.arange(0, ROWS), tl.arange(0, BE)
     m_m = i_m < M
@@ -175,8 +184,8 @@ def favor_backward_scan_kernel(
         own = power(tl.ceil(c) - c)
         b_d_kv = tl.load(p_d_end + i_in[:, None] + i_e[None, :], mask=m_kv, other=0.0) * own
         b_d_z = tl.load(p_d_end + i_in + E, mask=m_m, other=0.0) * own
-    i_tile = i_x * segments * (BM * BE) + i_m[:, None] * BE + i_e[None, :]
-    p_row = p_d_total_z + i_x * segments * BM + i_m
+    i_tile = i_n * segments * (BM * BE) + i_m[:, None] * BE + i_e[None, :]
+    p_row = p_d_total_z + i_n * segments * BM + i_m
     for i in tl.range(segments, num_stages=4):
         i_s = segments - 1 - i
         b_more = tl.load(p_d_total + i_tile + i_s * (BM * BE))

@@ -115,7 +115,7 @@ def favor_sizes_kernel(
         rows -= C
 
 
-@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
 def favor_forward_sums_kernel(
     p_k,
     p_v,
@@ -134,6 +134,8 @@ def favor_forward_sums_kernel(
     T,
     segments,
     chunks,
+    first,
+    sequences,
     stride_kb,
     stride_kt,
     stride_kh,
@@ -152,46 +154,56 @@ def favor_forward_sums_kernel(
 ):
     """Σ φ(k) vᵀ and Σ φ(k) of one segment and one tile of features, at the scale of the segment's end.
 
-    p_prefix, p_prefix_z: (B, Hkv, chunks, BM, ·) the segment's sums before each chunk, at the scale of that place.
-    p_reference: (B, Hkv, chunks + 1) the references before each chunk and after the last.
+    Of all (B, Hkv) sequences only some, from the first on, are gone through, and only they have sums.
+    p_prefix, p_prefix_z: (sequences, chunks, BM, ·) the segment's sums before each chunk, at the scale of that place.
+    p_reference: (B, Hkv, chunks + 1) the references before each chunk and after the last, which are found here unless
+    they are there already and p_largest is None.
     """
     pid = tl.program_id(0)
     TILES: tl.constexpr = BM // TILE
     i_m = pid % TILES * TILE
-    i_h = (pid // TILES) % HKV
-    i_s = (pid // (HKV * TILES)) % segments
-    i_b = (pid // (HKV * TILES) // segments).to(tl.int64)
+    i_s = pid // TILES // sequences
+    i_x = first + pid // TILES % sequences
+    i_b, i_h = (i_x // HKV).to(tl.int64), i_x % HKV
+    i_x = i_x.to(tl.int64)
+    i_n = i_x - first
     i_0 = i_s * chunks * C
     rows = T - i_0
     if p_lengths is not None:
         rows = tl.load(p_lengths + i_b).to(tl.int32) - i_0
-    i_x = i_b * HKV + i_h
     i_c = i_x * tl.cdiv(T, C)
-    c = tl.max(tl.full((256,), FLOOR, tl.float32))
-    if p_shift is not None:
-        c = tl.maximum(c, tl.load(p_shift + i_x) * LOG2E)
-    for i in range(0, i_s * chunks, 256):
-        i_earlier = i + tl.arange(0, 256)
-        b_largest = tl.load(p_largest + i_c + i_earlier, mask=i_earlier < i_s * chunks, other=FLOOR)
-        c = tl.maximum(c, tl.max(b_largest))
+    p_reference += i_x  # of which there is one more than of chunks
+    if p_largest is None:
+        c = tl.load(p_reference + i_c + i_s * chunks)
+    else:
+        c = tl.max(tl.full((256,), FLOOR, tl.float32))
+        if p_shift is not None:
+            c = tl.maximum(c, tl.load(p_shift + i_x) * LOG2E)
+        for i in range(0, i_s * chunks, 256):
+            i_earlier = i + tl.arange(0, 256)
+            b_largest = tl.load(p_largest + i_c + i_earlier, mask=i_earlier < i_s * chunks, other=FLOOR)
+            c = tl.maximum(c, tl.max(b_largest))
     i_c += i_s * chunks
+    i_p = i_n * tl.cdiv(T, C) + i_s * chunks
     p_k += i_b * stride_kb + i_0.to(tl.int64) * stride_kt + i_h.to(tl.int64) * stride_kh
     p_v += i_b * stride_vb + i_0.to(tl.int64) * stride_vt + i_h.to(tl.int64) * stride_vh
-    p_reference += i_x  # of which there is one more than of chunks
     i_t, i_f = tl.arange(0, C), i_m + tl.arange(0, TILE)
     flag = tl.load(p_flag)
     b_high = load_tile(p_high, 0, i_m, 0, BD, TILE)
     b_kv = tl.zeros((TILE, BE), tl.float32)
     b_z = tl.zeros((TILE,), tl.float32)
     for _ in range(tl.minimum(chunks, tl.cdiv(T - i_0, C))):
-        store_tile(p_prefix, i_c, i_m, b_kv, BM, BE, TILE)
-        tl.store(p_prefix_z + i_c * BM + i_f, b_z)
-        if i_m == 0:
-            tl.store(p_reference + i_c, c)
+        store_tile(p_prefix, i_p, i_m, b_kv, BM, BE, TILE)
+        tl.store(p_prefix_z + i_p * BM + i_f, b_z)
         b_k = load_rows(p_k, stride_kt, rows, D, C, BD, D == BD)
         b_v = load_rows(p_v, stride_vt, rows, E, C, BE, E == BE)
         b_offset = tl.load(p_offset + i_c * C + i_t)
-        c_last = tl.maximum(c, tl.load(p_largest + i_c))
+        if p_largest is None:
+            c_last = tl.load(p_reference + i_c + 1)
+        else:
+            c_last = tl.maximum(c, tl.load(p_largest + i_c))
+            if i_m == 0:
+                tl.store(p_reference + i_c, c)
         decay = power(tl.ceil(c) - tl.ceil(c_last))
         b_f = project_across(b_k, b_high, p_low, flag, i_m, BD, TILE)
         b_f = features(b_f, (b_offset + tl.ceil(c_last))[None, :], (i_f < M)[:, None], D, M == BM)
@@ -201,15 +213,17 @@ def favor_forward_sums_kernel(
         p_k += C * stride_kt
         p_v += C * stride_vt
         i_c += 1
+        i_p += 1
         rows -= C
-    i_o = i_x * segments + i_s
+    i_o = i_n * segments + i_s
     store_tile(p_total, i_o, i_m, b_kv, BM, BE, TILE)
     tl.store(p_total_z + i_o * BM + i_f, b_z)
-    if i_m == 0:
-        tl.store(p_reference + i_c, c)
+    if p_largest is not None:
+        if i_m == 0:
+            tl.store(p_reference + i_c, c)
 
 
-@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "first"])
 def favor_forward_scan_kernel(
     p_total,
     p_total_z,
@@ -221,6 +235,7 @@ def favor_forward_scan_kernel(
     T,
     segments,
     chunks,
+    first,
     M: tl.constexpr,
     E: tl.constexpr,
     C: tl.constexpr,
@@ -229,7 +244,8 @@ def favor_forward_scan_kernel(
     ROWS: tl.constexpr,
 ):
     """The sums before each segment, from the segments' own: kv in p_before, z in place."""
-    i_x = tl.program_id(0).to(tl.int64)
+    i_n = tl.program_id(0).to(tl.int64)
+    i_x = first + i_n
     i_r = tl.program_id(1)
     i_m, i_e = i_r * ROWS + tl.arange(0, ROWS), tl.arange(0, BE)
     m_m = i_m < M
@@ -243,8 +259,8 @@ def favor_forward_scan_kernel(
         own = power(c - tl.ceil(c))
         b_kv = tl.load(p_start + i_in[:, None] + i_e[None, :], mask=m_kv, other=0.0) * own
         b_z = tl.load(p_start + i_in + E, mask=m_m, other=0.0) * own
-    i_tile = i_x * segments * (BM * BE) + i_m[:, None] * BE + i_e[None, :]
-    p_row = p_total_z + i_x * segments * BM + i_m
+    i_tile = i_n * segments * (BM * BE) + i_m[:, None] * BE + i_e[None, :]
+    p_row = p_total_z + i_n * segments * BM + i_m
     for i_s in tl.range(segments, num_stages=4):
         b_more = tl.load(p_total + i_tile + i_s * (BM * BE))
         b_more_z = tl.load(p_row + i_s * BM)

@@ -23,7 +23,7 @@ from longspan.kernels.favor_blocks import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
 def favor_backward_queries_kernel(
     p_q,
     p_k,
@@ -47,6 +47,8 @@ def favor_backward_queries_kernel(
     T,
     segments,
     chunks,
+    first,
+    sequences,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -70,14 +72,16 @@ def favor_backward_queries_kernel(
     BE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """d q of one chunk of one query head."""
+    """d q of one chunk of one query head, of those whose keys are among the sequences that have sums."""
     pid = tl.program_id(0)
-    i_h = pid % H
-    i_c = (pid // H) % tl.cdiv(T, C)
-    i_b = (pid // H // tl.cdiv(T, C)).to(tl.int64)
-    i_kv = i_h // (H // HKV)
+    GROUP: tl.constexpr = H // HKV
+    i_c = pid // GROUP // sequences
+    i_x = first + pid // GROUP % sequences
+    i_b, i_kv = (i_x // HKV).to(tl.int64), i_x % HKV
+    i_h = i_kv * GROUP + pid % GROUP
+    i_x = i_x.to(tl.int64)
+    i_n = i_x - first
     i_0 = i_c * C
-    i_x = i_b * HKV + i_kv
     left, rows = T - i_0, T - i_0
     if p_lengths is not None:
         rows = tl.load(p_lengths + i_b).to(tl.int32) - i_0
@@ -86,7 +90,8 @@ def favor_backward_queries_kernel(
     p_v += i_b * stride_vb + i_0.to(tl.int64) * stride_vt + i_kv.to(tl.int64) * stride_vh
     p_d_out += i_b * stride_db + i_0.to(tl.int64) * stride_dt + i_h.to(tl.int64) * stride_dh
     i_t = tl.arange(0, C)
-    i_s, i_p = i_x * segments + i_c // chunks, i_x * tl.cdiv(T, C) + i_c
+    i_s, i_p = i_n * segments + i_c // chunks, i_x * tl.cdiv(T, C) + i_c
+    i_sums = i_n * tl.cdiv(T, C) + i_c
     i_o = ((i_b * H + i_h) * tl.cdiv(T, C) + i_c) * C + i_t
     flag = tl.load(p_flag)
     p_reference += i_x * (tl.cdiv(T, C) + 1)
@@ -113,8 +118,8 @@ def favor_backward_queries_kernel(
         b_f = features(b_f, b_offset[:, None], (i_f < M)[None, :], D, M == BM).to(tl.bfloat16)
         b_query = features(b_query, b_query_offset[:, None], (i_f < M)[None, :], D, M == BM)
         b_old = load_tile(p_before, i_s, i_m, BM, BE, TILE)
-        b_kv = scaled_sum(b_old, old, load_tile(p_prefix, i_p, i_m, BM, BE, TILE))
-        b_z = tl.load(p_before_z + i_s * BM + i_f) * old + tl.load(p_prefix_z + i_p * BM + i_f)
+        b_kv = scaled_sum(b_old, old, load_tile(p_prefix, i_sums, i_m, BM, BE, TILE))
+        b_z = tl.load(p_before_z + i_s * BM + i_f) * old + tl.load(p_prefix_z + i_sums * BM + i_f)
         b_g = tl.dot(b_d, tl.trans(b_kv), b_delta[:, None] * b_z[None, :])
         b_g = tl.dot(b_a, b_f, b_g) * b_query
         b_d_q = tl.dot(b_g.to(tl.bfloat16), b_high, b_d_q)
@@ -122,7 +127,7 @@ def favor_backward_queries_kernel(
     store_rows(p_d_q + i_row * D, H * D, left, D, b_d_q * D**-0.25, C, BD, D == BD)
 
 
-@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
 def favor_backward_keys_kernel(
     p_q,
     p_k,
@@ -147,6 +152,8 @@ def favor_backward_keys_kernel(
     T,
     segments,
     chunks,
+    first,
+    sequences,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -170,14 +177,15 @@ def favor_backward_keys_kernel(
     BE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """d k and d v of one chunk of one key head; keys are rows, and queries columns."""
+    """d k and d v of one chunk of one of the sequences that have sums; keys are rows, and queries columns."""
     pid = tl.program_id(0)
     GROUP: tl.constexpr = H // HKV
-    i_kv = pid % HKV
-    i_c = (pid // HKV) % tl.cdiv(T, C)
-    i_b = (pid // HKV // tl.cdiv(T, C)).to(tl.int64)
+    i_c = pid // sequences
+    i_x = first + pid % sequences
+    i_b, i_kv = (i_x // HKV).to(tl.int64), i_x % HKV
+    i_x = i_x.to(tl.int64)
+    i_n = i_x - first
     i_0 = i_c * C
-    i_x = i_b * HKV + i_kv
     left, rows = T - i_0, T - i_0
     if p_lengths is not None:
         rows = tl.load(p_lengths + i_b).to(tl.int32) - i_0
@@ -186,7 +194,8 @@ def favor_backward_keys_kernel(
     p_v += i_b * stride_vb + i_0.to(tl.int64) * stride_vt + i_kv.to(tl.int64) * stride_vh
     p_d_out += i_b * stride_db + i_0.to(tl.int64) * stride_dt + i_kv.to(tl.int64) * GROUP * stride_dh
     i_t = tl.arange(0, C)
-    i_s, i_p = i_x * segments + i_c // chunks, i_x * tl.cdiv(T, C) + i_c
+    i_s, i_p = i_n * segments + i_c // chunks, i_x * tl.cdiv(T, C) + i_c
+    i_sums = i_n * tl.cdiv(T, C) + i_c
     flag = tl.load(p_flag)
     p_reference += i_x * (tl.cdiv(T, C) + 1)
     c, c_last = reference(p_reference, i_c), reference(p_reference, i_c + 1)
@@ -221,8 +230,8 @@ def favor_backward_keys_kernel(
             b_g = tl.zeros((C, TILE), tl.float32)
             if g == 0:
                 b_new = load_tile(p_after, i_s, i_m, BM, BE, TILE)
-                b_d_kv = scaled_sum(b_new, new, load_tile(p_suffix, i_p, i_m, BM, BE, TILE))
-                b_d_z = tl.load(p_after_z + i_s * BM + i_f) * new + tl.load(p_suffix_z + i_p * BM + i_f)
+                b_d_kv = scaled_sum(b_new, new, load_tile(p_suffix, i_sums, i_m, BM, BE, TILE))
+                b_d_z = tl.load(p_after_z + i_s * BM + i_f) * new + tl.load(p_suffix_z + i_sums * BM + i_f)
                 b_g = tl.dot(b_v_end, tl.trans(b_d_kv), b_end[:, None] * b_d_z[None, :])
                 b_d_v = tl.dot(b_f, b_d_kv, b_d_v)
             b_g = tl.dot(b_a, b_query, b_g) * whole(b_f)

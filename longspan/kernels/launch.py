@@ -1,4 +1,4 @@
-"""Launches without Triton's look at every argument: what it found is kept for arguments that look alike."""
+"""Launches that cost the host little: what Triton finds out about arguments is kept for arguments that look alike."""
 
 from __future__ import annotations
 
@@ -13,6 +13,77 @@ from torch import Tensor
 _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 5)
 
 Argument = Tensor | int | None
+# A tensor, or the address of one.
+Place = Tensor | int
+# All that a kernel is cut and compiled for: see `looks`.
+Looks = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, bool] | None, ...]
+
+
+def looks(*given: Tensor | None) -> Looks:
+    """Of each tensor its shape, strides and dtype, and whether it is aligned."""
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0) for x in given])
+
+
+class Launch:
+    """A kernel with its grid, numbers and constants, for tensors that look alike whenever it is called.
+
+    The first call compiles; after it nobody looks at an argument.
+    """
+
+    def __init__(
+        self, device: int, kernel: Any, grid: tuple[int, int, int], numbers: tuple[int, ...], constants: dict[str, Any]
+    ) -> None:
+        self.device, self.kernel, self.grid, self.numbers = device, kernel, grid, numbers
+        # Kernels of a family share constants, of which each takes some.
+        taken = {*kernel.arg_names, "num_warps", "num_stages", "maxnreg"}
+        self.constants = {name: value for name, value in constants.items() if name in taken}
+        self.ready: tuple[Any, ...] | None = None
+
+    def __call__(self, *given: Place | None) -> None:
+        """given: addresses only where `ready` is not None."""
+        if self.ready is None:
+            self._compile(given)
+            return
+        compiled, run, head, rest = self.ready
+        if _hooks().calls:
+            compiled[self.grid](*given, *rest)
+        else:
+            run(*self.grid, torch._C._cuda_getCurrentRawStream(self.device), *head, *given, *rest)
+
+    def _compile(self, given: tuple[Place | None, ...]) -> None:
+        compiled = self.kernel[self.grid](*given, *self.numbers, **self.constants)
+        if compiled is not None and _DIRECT:
+            constants = [self.constants[name] for name in self.kernel.arg_names if name in self.constants]
+            # Nothing for the hooks around a launch, of which there are none.
+            head = compiled.function, compiled.packed_metadata, None, None, None
+            self.ready = compiled, compiled.run, head, (*self.numbers, *constants)
+
+
+def _hooks() -> Any:
+    """Profilers hang themselves in here."""
+    return triton.knobs.runtime.launch_enter_hook
+
+
+class Room:
+    """Tensors of so many numbers each in one allocation, which costs the host as much as any: all are aligned."""
+
+    def __init__(self, *parts: tuple[int, torch.dtype]) -> None:
+        self.parts, self.offsets, end = parts, [], 0
+        for number, dtype in parts:
+            self.offsets.append(end)
+            end += -(-number * dtype.itemsize // 256) * 256
+        self.size = end // 4
+
+    def new(self, like: Tensor) -> Tensor:
+        return like.new_empty(self.size, dtype=torch.float32)
+
+    def places(self, room: Tensor, ready: bool) -> list[Any]:
+        """ready: whether all kernels that are to be called with them are; else tensors are made, which takes longer."""
+        if ready:
+            first = room.data_ptr()
+            return [first + offset for offset in self.offsets]
+        views = zip(self.parts, self.offsets, strict=True)
+        return [room[offset // 4 :].view(dtype)[:number] for (number, dtype), offset in views]
 
 
 class Launcher:
@@ -59,3 +130,7 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 def dense_rows(x: Tensor) -> Tensor:
     """x with its last dimension dense, as loads of whole rows need it."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()

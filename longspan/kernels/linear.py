@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from longspan.kernels import favor, walking
 from longspan.kernels.blocks import NOTHING
+from longspan.kernels.launch import dense, dense_rows, on_device
 from longspan.kernels.linear_backward import causal_linear_backward_scan_kernel, causal_linear_backward_sums_kernel
 from longspan.kernels.linear_backward_chunks import causal_linear_backward_finish_kernel, causal_linear_backward_kernel
 from longspan.kernels.linear_forward import (
@@ -20,6 +20,9 @@ from longspan.kernels.linear_forward import (
     causal_linear_forward_scan_kernel,
     causal_linear_forward_sums_kernel,
 )
+
+# What a forward pass keeps for the backward pass beside the tensors, if anything.
+Kept = walking.Sums | Tensor | None
 
 
 class Config(NamedTuple):
@@ -75,29 +78,7 @@ def causal_linear(
     normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`longspan::causal_linear` with bucket 1."""
-    if walking.takes(q, v, log_scale, feature_map, normalise):
-        return walking.forward(q, k, v, lengths, kv, shift, feature_map)[0]
-    if favor.takes(q, v, feature_map, normalise):
-        assert weight is not None
-        return favor.causal_favor(q, k, v, weight, lengths, kv, shift)
-    call = _Call(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise)
-    (B, T, H, _), (Hkv, E) = q.shape, v.shape[2:]
-    out = v.new_empty(B, T, H, E)
-    den = q.new_empty((B, T, H if normalise else 0), dtype=torch.float32)
-    kv_out = q.new_empty((B, Hkv, call.plan.M, E + normalise), dtype=torch.float32)
-    shift_out = q.new_empty((B, Hkv), dtype=torch.float32)
-    with call.on_device():
-        cut = call.cut(call.plan.forward)
-        sums = call.sums(cut, kv_out, shift_out)
-        call.launch(
-            causal_linear_forward_kernel,
-            cut,
-            cut.direction.chunks[0][1],
-            cut.chunks * H,
-            (call.q, call.k, call.v, *call.keys, *sums.before, *sums.scales, out, den),
-            (call.q, call.k, call.v),
-        )
-    return out, den, kv_out, shift_out
+    return forward(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise)[0]
 
 
 def forward(
@@ -111,17 +92,45 @@ def forward(
     shift: Tensor | None,
     feature_map: str,
     normalise: bool,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], walking.Sums | None]:
-    """The results of `causal_linear`, and what saves the backward pass from summing keys again, if anything does."""
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Kept]:
+    """The results of `causal_linear`, and what saves the backward pass from finding it again, if anything does."""
     if walking.takes(q, v, log_scale, feature_map, normalise):
         return walking.forward(q, k, v, lengths, kv, shift, feature_map)
-    return causal_linear(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise), None
+    if favor.takes(q, v, feature_map, normalise):
+        assert weight is not None
+        return favor.forward(q, k, v, weight, lengths, kv, shift)
+    call = _Call(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise)
+    (B, T, H, _), (Hkv, E) = q.shape, v.shape[2:]
+    out = v.new_empty(B, T, H, E)
+    den = q.new_empty((B, T, H if normalise else 0), dtype=torch.float32)
+    kv_out = q.new_empty((B, Hkv, call.plan.M, E + normalise), dtype=torch.float32)
+    shift_out = q.new_empty((B, Hkv), dtype=torch.float32)
+    with on_device(q):
+        cut = call.cut(call.plan.forward)
+        sums = call.sums(cut, kv_out, shift_out)
+        call.launch(
+            causal_linear_forward_kernel,
+            cut,
+            cut.direction.chunks[0][1],
+            cut.chunks * H,
+            (call.q, call.k, call.v, *call.keys, *sums.before, *sums.scales, out, den),
+            (call.q, call.k, call.v),
+        )
+    return (out, den, kv_out, shift_out), None
+
+
+def kept_size(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, feature_map: str, normalise: bool) -> int:
+    """How many numbers `forward` keeps that a compiled graph keeps too."""
+    if not favor.takes(q, v, feature_map, normalise):
+        return 0
+    assert weight is not None
+    return favor.kept_size(q, k, weight)
 
 
 def causal_linear_backward(
     d_out: Tensor,
     d_kv: Tensor | None,
-    out: Tensor,
+    out: Tensor | None,
     den: Tensor,
     q: Tensor,
     k: Tensor,
@@ -133,21 +142,30 @@ def causal_linear_backward(
     shift: Tensor | None,
     feature_map: str,
     normalise: bool,
-    kept: walking.Sums | None = None,
+    kept: Kept = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`longspan::causal_linear_backward` with bucket 1; the gradient of no kv is None. kept: by `forward`."""
+    """`longspan::causal_linear_backward` with bucket 1; the gradient of no kv is None.
+
+    out: may be None where nothing is normalised. kept: by `forward`; else it is found again.
+    """
     if walking.takes(q, v, log_scale, feature_map, normalise):
+        assert out is not None
+        assert not isinstance(kept, Tensor)
         return walking.backward(d_out, d_kv, out, den, q, k, v, lengths, kv, shift, feature_map, kept)
     if favor.takes(q, v, feature_map, normalise):
         assert weight is not None
-        return favor.causal_favor_backward(d_out, d_kv, out, den, q, k, v, weight, lengths, kv, shift)
+        assert out is not None
+        if not isinstance(kept, Tensor):
+            kept = favor.forward(q, k, v, weight, lengths, kv, shift)[1]
+        return favor.backward(d_out, d_kv, out, den, q, k, v, weight, lengths, kv, kept)
     call = _Call(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise)
     B, Hkv, plan = q.shape[0], v.shape[2], call.plan
-    d_out, d_end, out = _rows(d_out), _dense(d_kv), out.contiguous()
+    d_out, d_end = dense_rows(d_out), dense(d_kv)
+    out = d_out if out is None else out.contiguous()  # None reads nothing of it.
     call.look(d_out, d_end, out, den, *d_out.stride())
     d_q, d_k, d_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     d_start = None if kv is None else kv.new_empty(kv.shape)
-    with call.on_device():
+    with on_device(q):
         cut = call.cut(plan.backward)
         sums = call.sums(cut, None, None)
         tiles = plan.tiles(plan.backward.chunks[0][1])
@@ -308,10 +326,10 @@ class _Call:
         feature_map: str,
         normalise: bool,
     ) -> None:
-        self.q, self.k, self.v = _rows(q), _rows(k), _rows(v)
-        self.log_scale = _dense(log_scale)
-        self.keys = _dense(weight), lengths
-        self.start = _dense(kv), _dense(shift)
+        self.q, self.k, self.v = dense_rows(q), dense_rows(k), dense_rows(v)
+        self.log_scale = dense(log_scale)
+        self.keys = dense(weight), lengths
+        self.start = dense(kv), dense(shift)
         scaled = log_scale is not None or feature_map in ("softmax", "favor")
         sizes = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
         M = None if weight is None else len(weight)
@@ -323,11 +341,6 @@ class _Call:
     def look(self, *given: Tensor | int | None) -> None:
         """All that callers choose; what is allocated here looks the same every time."""
         self.looks += tuple([_look(x) for x in given])
-
-    def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        if not self.q.is_cuda or self.q.get_device() == torch.cuda.current_device():
-            return contextlib.nullcontext()
-        return torch.cuda.device(self.q.device)
 
     def cut(self, direction: Direction) -> _Cut:
         B, T, Hkv, _ = self.k.shape
@@ -430,12 +443,3 @@ def _views(like: Tensor, dtype: torch.dtype, *sizes: int) -> tuple[Tensor, ...]:
     """Room for so many numbers each, allocated at once and aligned."""
     sizes = tuple(-(-size // 64) * 64 for size in sizes)
     return like.new_empty(sum(sizes), dtype=dtype).split(sizes)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x with its last dimension dense, as loads of whole rows need it."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _dense(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()

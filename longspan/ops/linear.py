@@ -70,8 +70,7 @@ def causal_linear(
         kv, shift = torch.cat([sums.kv, sums.z[..., None]], -1) if normalise else sums.kv, sums.shift
     given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
     if backend.at_once(q) and backend.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
-        apply: Any = _Kernels.apply
-        out, kv, shift = apply(*given)
+        out, kv, shift = _apply(*given)
     else:
         out, _, kv, shift, _, _ = _causal_linear(*given, bucket)
     return out, Sums(kv[..., :-1], kv[..., -1], shift) if normalise else Sums(kv, kv[..., 0], shift)
@@ -159,22 +158,32 @@ class _Kernels(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        (out, den, kv, shift), ctx.sums = backend.linear_kernels().forward(*given)
-        *tensors, ctx.feature_map, ctx.normalise = given
-        ctx.save_for_backward(out, den, *tensors)
+        (out, den, kv, shift), kept = backend.linear_kernels().forward(*given)
+        *tensors, feature_map, normalise = given
+        ctx.save_for_backward(out if normalise else None, den, *tensors)
+        ctx.rest = feature_map, normalise, kept
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(shift)
         return out, kv, shift
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_kv: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        out, *tensors = ctx.saved_tensors
-        d_out = torch.zeros_like(out) if d_out is None else d_out
-        d_q, d_k, d_v, d_start = backend.linear_kernels().causal_linear_backward(
-            d_out, d_kv, out, *tensors, ctx.feature_map, ctx.normalise, ctx.sums
-        )
-        return d_q, d_k, d_v, None, None, None, d_start, None, None, None
+        # Asked first, because saying that gradients are taken once takes as long as a launch.
+        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, d_out, d_kv)
+
+
+def _gradients(ctx: Any, d_out: Tensor | None, d_kv: Tensor | None) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    if d_out is None:
+        q, v = tensors[2], tensors[4]
+        d_out = v.new_zeros(*q.shape[:3], v.shape[3])
+    grads = backend.linear_kernels().causal_linear_backward(d_out, d_kv, *tensors, *ctx.rest)
+    return *grads[:3], None, None, None, grads[3], None, None, None
+
+
+_gradients_once: Any = torch.autograd.function.once_differentiable(_gradients)
+# `Function.apply` looks for transforms of functorch first, as `backend.at_once` has done.
+_apply: Any = super(torch.autograd.Function, _Kernels).apply
 
 
 @torch.library.custom_op("longspan::causal_linear", mutates_args=())
@@ -191,11 +200,12 @@ def _causal_linear(
     normalise: bool,
     bucket: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The result, its normaliser, the sums and shift after it, and what the plain path's backward pass starts from."""
+    """The result, its normaliser, the sums and shift after it, and what the backward pass starts from."""
     given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
     if backend.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
-        out, den, kv_out, shift_out = backend.linear_kernels().causal_linear(*given)
-        return out, den, kv_out, shift_out, den.new_empty(0), den.new_empty(0)
+        results, kept = backend.linear_kernels().forward(*given)
+        starts = kept if isinstance(kept, Tensor) else results[1].new_empty(0)
+        return *results, starts, results[1].new_empty(0)
     return chunks.forward(_arguments(*given, bucket))
 
 
@@ -203,8 +213,10 @@ def _causal_linear(
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     given = _arguments(*args)
     q, k, v, kv = given.q, given.k, given.v, given.kv
-    starts, references = kv.new_empty(0), kv.new_empty(0)
-    if backend.why_plain(q, k, v, given.weight, given.log_scale, kv, given.feature_map, given.bucket) is not None:
+    if backend.why_plain(q, k, v, given.weight, given.log_scale, kv, given.feature_map, given.bucket) is None:
+        size = backend.linear_kernels().kept_size(q, k, v, given.weight, given.feature_map, given.normalise)
+        starts, references = kv.new_empty(size), kv.new_empty(0)
+    else:
         starts, references = chunks.new_starts(given)
     den = kv.new_empty(*q.shape[:2], q.shape[2] if given.normalise else 0)
     after = kv.new_empty(kv.shape), given.shift.new_empty(given.shift.shape)
@@ -244,7 +256,9 @@ def _causal_linear_backward(
     """The gradients of q, k, v and of kv, which is empty where no kv was given."""
     given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
     if backend.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
-        d_q, d_k, d_v, d_start = backend.linear_kernels().causal_linear_backward(d_out, d_kv, out, den, *given)
+        kept = starts if starts.numel() else None
+        grads = backend.linear_kernels().causal_linear_backward(d_out, d_kv, out, den, *given, kept)
+        d_q, d_k, d_v, d_start = grads
     else:
         full = _arguments(*given, bucket)
         d_kv = torch.zeros_like(full.kv) if d_kv is None else d_kv
@@ -262,7 +276,8 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.feature_map, ctx.normalise, ctx.bucket = inputs
     out, den, _, _, starts, references = output
-    ctx.save_for_backward(out, den, starts, references, *tensors)
+    # Only normalisers need the result.
+    ctx.save_for_backward(out if ctx.normalise else None, den, starts, references, *tensors)
     ctx.set_materialize_grads(False)
 
 
@@ -270,9 +285,10 @@ def _differentiate(
     ctx: Any, d_out: Tensor | None, d_den: None, d_kv: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
     out, *tensors = ctx.saved_tensors
-    d_out = torch.zeros_like(out) if d_out is None else d_out
+    q, v = tensors[3], tensors[5]
+    d_out = v.new_zeros(*q.shape[:3], v.shape[3]) if d_out is None else d_out
     dq, dk, dv, d_start = _causal_linear_backward(
-        d_out, d_kv, out, *tensors, ctx.feature_map, ctx.normalise, ctx.bucket
+        d_out, d_kv, d_out if out is None else out, *tensors, ctx.feature_map, ctx.normalise, ctx.bucket
     )
     given = tensors[9] is not None
     return dq, dk, dv, None, None, None, d_start if given else None, None, None, None, None
