@@ -25,7 +25,7 @@ from longspan.kernels.favor_forward import (
     favor_weight_kernel,
 )
 from longspan.kernels.favor_gradients import favor_backward_keys_kernel, favor_backward_queries_kernel
-from longspan.kernels.launch import Launch, Looks, Room, dense, dense_rows, looks, on_device
+from longspan.kernels.launch import Launch, Looks, Room, dense, dense_rows, looks, new_like, on_device
 
 LARGEST = 128
 
@@ -82,9 +82,9 @@ def forward(
     kv, shift = dense(kv), dense(shift)
     plan = _forward_plan(q.get_device(), looks(q, k, v, weight, lengths, kv, shift))
     out = v.new_empty(plan.out_shape)
-    den = q.new_empty(plan.out_shape[:3], dtype=torch.float32)
+    den = q.new_empty(plan.den_shape, dtype=torch.float32)
     kv_out = q.new_empty(plan.kv_shape, dtype=torch.float32)
-    shift_out = q.new_empty(plan.kv_shape[:2], dtype=torch.float32)
+    shift_out = q.new_empty(plan.shift_shape, dtype=torch.float32)
     kept, work = plan.kept.new(q), plan.work.new(q)
     high, low, flag, query_offset, offset, scale, peak, reference = plan.kept.places(kept, plan.ready)
     total, total_z, prefix, prefix_z, before, largest = plan.work.places(work, plan.ready)
@@ -127,7 +127,7 @@ def backward(
     offset_over_den, delta = plan.rows_room.places(rows, plan.ready)
     stack = plan.query_stack.new(q)
     total, total_z, prefix, prefix_z, before = plan.query_stack.places(stack, plan.ready)
-    d_q = q.new_empty(q.shape)
+    d_q = new_like(q)
     d_start = None if kv is None else kv.new_empty(kv.shape)
     keys = offset, scale, peak, reference
     with on_device(q):
@@ -140,7 +140,7 @@ def backward(
         del stack, total, total_z, prefix, prefix_z, before  # What comes next takes their place.
         stack = plan.key_stack.new(q)
         total, total_z, suffix, suffix_z, after = plan.key_stack.places(stack, plan.ready)
-        d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)
+        d_k, d_v = new_like(k), new_like(v)
         for sums, scan, gradients in plan.key_parts:
             sums(
                 *(q, d_out, high, low, flag, offset_over_den, delta, peak, reference),
@@ -224,7 +224,8 @@ class _Forward(_Plan):
         super().__init__(device, given)
         (whole,) = self.parts(1)
         X, E, M = self.B * self.Hkv, self.constants["E"], self.constants["M"]
-        self.out_shape, self.kv_shape = (self.B, self.T, self.H, E), (self.B, self.Hkv, M, E + 1)
+        self.out_shape, self.den_shape = (self.B, self.T, self.H, E), (self.B, self.T, self.H)
+        self.kv_shape, self.shift_shape = (self.B, self.Hkv, M, E + 1), (self.B, self.Hkv)
         self.work = Room(*self.stack(whole), (X * self.chunks, torch.float32))
         self.weight = Launch(device, favor_weight_kernel, (1, 1, 1), (), {**self.constants, "num_warps": 16})
         self.query_sizes, self.key_sizes = self.sizes("q", self.H, key=False), self.sizes("k", self.Hkv, key=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan.kernels import favor, walking
 from longspan.kernels.blocks import NOTHING
-from longspan.kernels.launch import dense, dense_rows, on_device
+from longspan.kernels.launch import Launcher, dense, dense_rows, look, on_device
 from longspan.kernels.linear_backward import causal_linear_backward_scan_kernel, causal_linear_backward_sums_kernel
 from longspan.kernels.linear_backward_chunks import causal_linear_backward_finish_kernel, causal_linear_backward_kernel
 from longspan.kernels.linear_forward import (
@@ -20,9 +20,6 @@ from longspan.kernels.linear_forward import (
     causal_linear_forward_scan_kernel,
     causal_linear_forward_sums_kernel,
 )
-
-# What a forward pass keeps for the backward pass beside the tensors, if anything.
-Kept = walking.Sums | Tensor | None
 
 
 class Config(NamedTuple):
@@ -92,7 +89,7 @@ def forward(
     shift: Tensor | None,
     feature_map: str,
     normalise: bool,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Kept]:
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]:
     """The results of `causal_linear`, and what saves the backward pass from finding it again, if anything does."""
     if walking.takes(q, v, log_scale, feature_map, normalise):
         return walking.forward(q, k, v, lengths, kv, shift, feature_map)
@@ -119,12 +116,22 @@ def forward(
     return (out, den, kv_out, shift_out), None
 
 
-def kept_size(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, feature_map: str, normalise: bool) -> int:
-    """How many numbers `forward` keeps that a compiled graph keeps too."""
-    if not favor.takes(q, v, feature_map, normalise):
-        return 0
-    assert weight is not None
-    return favor.kept_size(q, k, weight)
+def kept_size(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor | None,
+    log_scale: Tensor | None,
+    feature_map: str,
+    normalise: bool,
+) -> int:
+    """How many numbers `forward` keeps."""
+    if walking.takes(q, v, log_scale, feature_map, normalise):
+        return walking.kept_size(q, k, v)
+    if favor.takes(q, v, feature_map, normalise):
+        assert weight is not None
+        return favor.kept_size(q, k, weight)
+    return 0
 
 
 def causal_linear_backward(
@@ -142,7 +149,7 @@ def causal_linear_backward(
     shift: Tensor | None,
     feature_map: str,
     normalise: bool,
-    kept: Kept = None,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`longspan::causal_linear_backward` with bucket 1; the gradient of no kv is None.
 
@@ -150,12 +157,13 @@ def causal_linear_backward(
     """
     if walking.takes(q, v, log_scale, feature_map, normalise):
         assert out is not None
-        assert not isinstance(kept, Tensor)
+        if kept is None:
+            kept = walking.forward(q, k, v, lengths, kv, shift, feature_map)[1]
         return walking.backward(d_out, d_kv, out, den, q, k, v, lengths, kv, shift, feature_map, kept)
     if favor.takes(q, v, feature_map, normalise):
         assert weight is not None
         assert out is not None
-        if not isinstance(kept, Tensor):
+        if kept is None:
             kept = favor.forward(q, k, v, weight, lengths, kv, shift)[1]
         return favor.backward(d_out, d_kv, out, den, q, k, v, weight, lengths, kv, kept)
     call = _Call(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise)
@@ -272,42 +280,13 @@ class _Plan:
             "DOT": tl.bfloat16 if halves else tl.float32,
             "PRECISION": _PRECISION[dtype],
         }
-        self.compiled: dict[Any, Any] = {}
+        self.launch = Launcher(self.constants)
 
     def tiles(self, config: Config) -> int:
         return max(1, self.BE * self.BM // config.tile)
 
-    def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        given: tuple[Tensor | int | None, ...],
-        looks: tuple[Any, ...],
-        more: tuple[tuple[str, Any], ...],
-    ) -> None:
-        """Triton looks at every argument of every launch; what it found is kept for arguments that look alike."""
-        key = kernel, looks, more, tuple([x is None for x in given])
-        found = self.compiled.get(key)
-        if found is not None:
-            compiled, constants = found
-            compiled[grid](*given, *constants)
-            return
-        options = {**{name: self.constants[name] for name in kernel.arg_names if name in self.constants}, **dict(more)}
-        compiled = kernel[grid](*given, **options)
-        if compiled is not None and _DIRECT:
-            self.compiled[key] = compiled, tuple(options[name] for name in kernel.arg_names if name in options)
-
 
 _plan = cache(_Plan)
-# From this version on a compiled kernel takes all arguments, constants too.
-_DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 5)
-
-
-def _look(x: Tensor | int | None) -> Any:
-    """What a compiled kernel depends on: of a tensor its dtype and alignment, of a number its size and factors."""
-    if isinstance(x, int):
-        return x == 1, x % 16 == 0, x < 2**31
-    return x if x is None else (x.dtype, x.data_ptr() % 16 == 0)
 
 
 class _Call:
@@ -340,7 +319,7 @@ class _Call:
 
     def look(self, *given: Tensor | int | None) -> None:
         """All that callers choose; what is allocated here looks the same every time."""
-        self.looks += tuple([_look(x) for x in given])
+        self.looks += tuple([look(x) for x in given])
 
     def cut(self, direction: Direction) -> _Cut:
         B, T, Hkv, _ = self.k.shape
@@ -423,7 +402,7 @@ class _Call:
             causal_linear_backward_finish_kernel,
             (B * H * -(-T // chunk), 1, 1),
             (parts, x, self.keys[0], d_x, T, parts.stride(0), *x.stride()[:3]),
-            (*self.looks, _look(parts.stride(0))),
+            (*self.looks, look(parts.stride(0))),
             (("H", H), ("TILES", len(parts)), ("C", chunk), ("KEY", key)),
         )
 

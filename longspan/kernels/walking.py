@@ -6,15 +6,13 @@ walk segments with the sums in registers and need neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from longspan.kernels.launch import dense_rows, on_device
+from longspan.kernels.launch import Launch, Looks, Room, dense, dense_rows, looks, new_like, on_device
 from longspan.kernels.walking_backward import walking_backward_scan_kernel, walking_backward_sums_kernel
 from longspan.kernels.walking_forward import walking_forward_kernel
 from longspan.kernels.walking_keys import walking_backward_keys_kernel
@@ -56,19 +54,16 @@ def configs(head_dim: int, value_dim: int) -> Configs:
     return Configs(1, three, three, three, three, (("k", two), ("v", two)))
 
 
-class Sums(NamedTuple):
-    """The sums before each segment, as the kernels that make them describe it."""
-
-    kv: Tensor
-    z: Tensor
-    sizes: Tensor
-    reference: Tensor
-
-
 def takes(q: Tensor, v: Tensor, log_scale: Tensor | None, feature_map: str, normalise: bool) -> bool:
     """Whether these kernels are for such arguments."""
     small = q.shape[3] <= LARGEST and v.shape[3] <= LARGEST
     return normalise and feature_map in MAPS and log_scale is None and q.dtype == torch.bfloat16 and small
+
+
+def kept_size(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """How many numbers `forward` keeps for the backward pass: the sums before each segment, whatever the length."""
+    device = q.device.index if q.is_cuda else -1
+    return _kept(device, k.shape[0] * k.shape[2], _padded(q.shape[3]), _padded(v.shape[3])).size
 
 
 def forward(
@@ -79,18 +74,22 @@ def forward(
     kv: Tensor | None,
     shift: Tensor | None,
     feature_map: str,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Sums]:
-    """The results of `causal_linear`, and what saves the backward pass from summing keys again."""
-    q, k, v, kv, shift = _dense(q, k, v, kv, shift)
-    plan = _plan(_look(q, k, v, lengths, kv, shift), feature_map)
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The results of `causal_linear`, and what is kept."""
+    q, k, v, kv, shift = dense_rows(q), dense_rows(k), dense_rows(v), dense(kv), dense(shift)
+    plan = _forward_plan(q.get_device(), looks(q, k, v, lengths, kv, shift), feature_map)
     out = v.new_empty(plan.out_shape)
-    den = q.new_empty(plan.out_shape[:3], dtype=torch.float32)
+    den = q.new_empty(plan.den_shape, dtype=torch.float32)
     kv_out = q.new_empty(plan.kv_shape, dtype=torch.float32)
-    shift_out = q.new_empty(plan.kv_shape[:2], dtype=torch.float32)
+    shift_out = q.new_empty(plan.shift_shape, dtype=torch.float32)
+    kept = plan.kept.new(q)
+    sums, z, sizes, reference = plan.kept.places(kept, plan.ready)
     with on_device(q):
-        sums = plan.sums(k, v, lengths, kv, shift, kv_out, shift_out)
-        plan.launch(walking_forward_kernel, (q, k, v, lengths, *sums, out, den))
-    return (out, den, kv_out, shift_out), sums
+        plan.sums(k, v, lengths, sums, z, sizes)
+        plan.scan(sums, z, sizes, kv, shift, kv_out, shift_out, reference)
+        plan.read(q, k, v, lengths, sums, z, sizes, reference, out, den)
+    plan.ready = plan.read.ready is not None
+    return (out, den, kv_out, shift_out), kept
 
 
 def backward(
@@ -105,153 +104,122 @@ def backward(
     kv: Tensor | None,
     shift: Tensor | None,
     feature_map: str,
-    sums: Sums | None,
+    kept: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The results of `causal_linear_backward`. sums: those of `forward`, where they were kept."""
-    q, k, v, kv, shift = _dense(q, k, v, kv, shift)
-    d_out, d_kv, out = dense_rows(d_out), None if d_kv is None else d_kv.contiguous(), out.contiguous()
-    plan = _plan(_look(q, k, v, lengths, kv, shift, d_out, d_kv, out, den), feature_map)
-    d_q, d_k, d_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    """The results of `causal_linear_backward`. kept: by `forward`."""
+    q, k, v, shift = dense_rows(q), dense_rows(k), dense_rows(v), dense(shift)
+    d_out, d_kv, out = dense_rows(d_out), dense(d_kv), out.contiguous()
+    plan = _backward_plan(q.get_device(), looks(q, k, v, lengths, shift, d_kv, d_out, out, den, kept), feature_map)
+    d_q, d_k, d_v = new_like(q), new_like(k), new_like(v)
     d_start = None if kv is None else kv.new_empty(kv.shape)
+    work = plan.work.new(q)
+    sums, z, sizes, reference = plan.kept.places(kept, plan.ready)
+    d_total, d_z, starts, delta = plan.work.places(work, plan.ready)
     with on_device(q):
-        if sums is None:
-            sums = plan.sums(k, v, lengths, kv, shift, None, None)
-        d_total, d_z, starts, delta = _views(q, *plan.backward_sizes)
-        scales = sums.sizes, sums.reference
-        plan.launch(
-            walking_backward_sums_kernel,
-            (q, k, lengths, *scales, starts, out, den, d_out, delta, d_total, d_z),
-        )
-        plan.launch(walking_backward_scan_kernel, (d_total, d_z, *scales, shift, d_kv, d_start))
-        plan.launch(walking_backward_queries_kernel, (q, k, v, lengths, *sums, den, d_out, delta, d_q))
-        for part, _ in plan.configs.keys:
-            plan.launch(
-                walking_backward_keys_kernel,
-                (q, k, v, lengths, d_total, d_z, *scales, starts, den, d_out, delta, d_k, d_v),
-                part,
-            )
+        plan.sums(q, k, lengths, sizes, reference, starts, out, den, d_out, delta, d_total, d_z)
+        plan.scan(d_total, d_z, sizes, reference, shift, d_kv, d_start)
+        plan.queries(q, k, v, lengths, sums, z, sizes, reference, den, d_out, delta, d_q)
+        for keys in plan.keys:
+            keys(q, k, v, lengths, d_total, d_z, sizes, reference, starts, den, d_out, delta, d_k, d_v)
+    plan.ready = plan.keys[-1].ready is not None
     return d_q, d_k, d_v, d_start
 
 
-class _Look(NamedTuple):
-    """What a plan depends on: of a tensor its shape, strides, dtype and whether it is aligned."""
-
-    device: int
-    given: tuple[tuple[Any, ...] | None, ...]
-
-
-def _look(*given: Tensor | None) -> _Look:
-    looks = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in given]
-    assert given[0] is not None
-    return _Look(given[0].get_device(), tuple(looks))
-
-
 class _Plan:
-    """All that calls with arguments that look alike share: how they are cut, numbers and constants for each kernel, and
-    the kernels once compiled.
-    """
+    """All that calls with arguments that look alike share: how they are cut, room, and kernels with their numbers."""
 
-    def __init__(self, look: _Look, feature_map: str) -> None:
-        q, k, v, lengths, *_ = look.given
+    def __init__(self, device: int, given: Looks, feature_map: str) -> None:
+        q, k, v, lengths, *_ = given
         assert q is not None
         assert k is not None
         assert v is not None
-        (B, T, H, D), (Hkv, E) = q[0], v[0][2:]
-        # Triton 3.6 miscompiles products of fewer columns on Hopper's tensor cores.
-        BD, BE = (max(64, triton.next_power_of_2(size)) for size in (D, E))
-        self.BD, self.BE = BD, BE
-        self.configs, self.T, self.heads = configs(BD, BE), T, B * Hkv
-        chunks = -(-T // CHUNK)
-        # As many segments as fill the device, but none of a single chunk. The interpreter runs one after the other.
-        processors = torch.cuda.get_device_properties(look.device).multi_processor_count if look.device >= 0 else 4
-        segments = max(1, min(processors * self.configs.resident // self.heads, chunks // 2))
+        (self.B, self.T, self.H, self.D), (self.Hkv, self.E) = q[0], v[0][2:]
+        self.device, self.BD, self.BE = device, _padded(self.D), _padded(self.E)
+        self.configs, self.heads = configs(self.BD, self.BE), self.B * self.Hkv
+        chunks = -(-self.T // CHUNK)
+        # As many segments as fill the device, but none of a single chunk.
+        segments = max(1, min(_programs(device, self.BD, self.BE) // self.heads, chunks // 2))
         self.run = -(-chunks // segments)
         self.segments = -(-chunks // self.run)
-        self.out_shape, self.kv_shape = (B, T, H, E), (B, Hkv, D, E + 1)
-        X = self.heads * self.segments
-        self.forward_sizes = X * BD * BE, X * BD, X * 4, X + self.heads
-        self.backward_sizes = X * BD * BE, X * BD, X * self.run, B * T * H
+        self.kept = _kept(device, self.heads, self.BD, self.BE)
         # Of each tensor whose rows callers may lay out as they like.
-        named = zip("QKVD", (q, k, v, look.given[6] if len(look.given) > 6 else None), strict=True)
-        self.strides = {name: x[1] for name, x in named if x is not None}
+        self.strides = {"Q": q[1], "K": k[1], "V": v[1]}
         self.constants: dict[str, Any] = {
-            "H": H,
-            "HKV": Hkv,
-            "D": D,
-            "E": E,
+            "H": self.H,
+            "HKV": self.Hkv,
+            "D": self.D,
+            "E": self.E,
             "C": CHUNK,
-            "BD": BD,
-            "BE": BE,
+            "BD": self.BD,
+            "BE": self.BE,
             "MAP": feature_map,
             "SCALED": feature_map == "softmax",
-            "WHOLE": lengths is None and T % CHUNK == 0,
+            "WHOLE": lengths is None and self.T % CHUNK == 0,
         }
-        self.ready: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        self.ready = False
 
-    def sums(
-        self,
-        k: Tensor,
-        v: Tensor,
-        lengths: Tensor | None,
-        kv: Tensor | None,
-        shift: Tensor | None,
-        kv_out: Tensor | None,
-        shift_out: Tensor | None,
-    ) -> Sums:
-        """The sums before each segment, and those after the last in kv_out and shift_out."""
-        found = Sums(*_views(k, *self.forward_sizes))
-        self.launch(walking_forward_sums_kernel, (k, v, lengths, *found[:3]))
-        ends = kv, shift, kv_out, shift_out
-        part = "" if kv_out is None else "ends"
-        self.launch(walking_forward_scan_kernel, (*found[:3], *ends, found.reference), part)
-        return found
+    def walking(self, kernel: Any, config: Config, strided: str, **more: bool) -> Launch:
+        """strided: which tensors' strides the kernel takes."""
+        options = {f"STRIDE_{name}": self.strides[name][1] for name in strided}
+        options |= {"STAGES": config.stages, "num_warps": config.warps, **more}
+        strides = [self.strides[name][i] for name in strided for i in (0, 2)]
+        numbers = self.T, self.segments, self.run, *strides
+        return Launch(self.device, kernel, (self.heads * self.segments, 1, 1), numbers, {**self.constants, **options})
 
-    def launch(self, kernel: Any, tensors: tuple[Tensor | None, ...], part: str = "") -> None:
-        """Triton looks at every argument of a launch; what it made of them is kept."""
-        found = self.ready.get((kernel.__name__, part))
-        if found is not None:
-            run, rest = found
-            run(*tensors, *rest)
-            return
-        grid, numbers, more = self._cut(kernel, part)
-        options = {**{name: x for name, x in self.constants.items() if name in kernel.arg_names}, **more}
-        compiled = kernel[grid](*tensors, *numbers, **options)
-        if compiled is not None and _DIRECT:
-            constants = [options[name] for name in kernel.arg_names if name in options]
-            self.ready[kernel.__name__, part] = compiled[grid], (*numbers, *constants)
-
-    def _cut(self, kernel: Any, part: str) -> tuple[tuple[int, int, int], tuple[int, ...], dict[str, Any]]:
-        """The grid of a kernel, its numbers, and constants and options of its own."""
-        if kernel in (walking_forward_scan_kernel, walking_backward_scan_kernel):
-            rows = 512 // self.BE
-            return (self.heads, self.BD // rows, 1), (self.segments,), {"ROWS": rows}
-        config, names = {
-            walking_forward_sums_kernel: (self.configs.forward_sums, "KV"),
-            walking_forward_kernel: (self.configs.forward, "QKV"),
-            walking_backward_sums_kernel: (self.configs.backward_sums, "QKD"),
-            walking_backward_queries_kernel: (self.configs.queries, "QKVD"),
-            walking_backward_keys_kernel: (dict(self.configs.keys).get(part), "QKVD"),
-        }[kernel]
-        assert config is not None
-        more = {f"STRIDE_{name}": self.strides[name][1] for name in names}
-        more |= {"STAGES": config.stages, "num_warps": config.warps}
-        if kernel is walking_backward_keys_kernel:
-            more |= {"KEYS": "k" in part, "VALUES": "v" in part}
-        strides = [self.strides[name][i] for name in names for i in (0, 2)]
-        return (self.heads * self.segments, 1, 1), (self.T, self.segments, self.run, *strides), more
+    def scanning(self, kernel: Any) -> Launch:
+        rows = 512 // self.BE
+        grid = self.heads, self.BD // rows, 1
+        return Launch(self.device, kernel, grid, (self.segments,), {**self.constants, "ROWS": rows})
 
 
-_plan = lru_cache(maxsize=1024)(_Plan)
-# From this version on a compiled kernel takes all arguments, constants too.
-_DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 5)
+class _Forward(_Plan):
+    def __init__(self, device: int, given: Looks, feature_map: str) -> None:
+        super().__init__(device, given, feature_map)
+        self.out_shape, self.den_shape = (self.B, self.T, self.H, self.E), (self.B, self.T, self.H)
+        self.kv_shape, self.shift_shape = (self.B, self.Hkv, self.D, self.E + 1), (self.B, self.Hkv)
+        self.sums = self.walking(walking_forward_sums_kernel, self.configs.forward_sums, "KV")
+        self.scan = self.scanning(walking_forward_scan_kernel)
+        self.read = self.walking(walking_forward_kernel, self.configs.forward, "QKV")
 
 
-def _views(like: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-    """Room for so many float32 numbers each, allocated at once and aligned."""
-    sizes = tuple([-(-size // 64) * 64 for size in sizes])
-    return like.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
+class _Backward(_Plan):
+    def __init__(self, device: int, given: Looks, feature_map: str) -> None:
+        super().__init__(device, given, feature_map)
+        d_out = given[6]
+        assert d_out is not None
+        self.strides["D"] = d_out[1]
+        X = self.heads * self.segments
+        sizes = X * self.BD * self.BE, X * self.BD, X * self.run, self.B * self.T * self.H
+        self.work = Room(*[(size, torch.float32) for size in sizes])
+        self.sums = self.walking(walking_backward_sums_kernel, self.configs.backward_sums, "QKD")
+        self.scan = self.scanning(walking_backward_scan_kernel)
+        self.queries = self.walking(walking_backward_queries_kernel, self.configs.queries, "QKVD")
+        self.keys = [
+            self.walking(walking_backward_keys_kernel, config, "QKVD", KEYS="k" in part, VALUES="v" in part)
+            for part, config in self.configs.keys
+        ]
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """q, k and v with dense rows, the others dense."""
-    return dense_rows(q), dense_rows(k), dense_rows(v), *[None if x is None else x.contiguous() for x in others]
+_forward_plan = lru_cache(maxsize=1024)(_Forward)
+_backward_plan = lru_cache(maxsize=1024)(_Backward)
+
+
+def _programs(device: int, BD: int, BE: int) -> int:
+    """How many the device runs at once. The interpreter runs one after the other."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
+    return processors * configs(BD, BE).resident
+
+
+def _kept(device: int, heads: int, BD: int, BE: int) -> Room:
+    """For each segment its sums, z and sizes, and for each and each head a reference.
+
+    However long the heads are, they have no more segments than this: a compiler does not know their length.
+    """
+    X = heads + _programs(device, BD, BE)
+    return Room(*[(size, torch.float32) for size in (X * BD * BE, X * BD, X * 4, X + heads)])
+
+
+def _padded(size: int) -> int:
+    # Triton 3.6 miscompiles products of fewer columns on Hopper's tensor cores.
+    # int: a compiler may hand in a symbol, and another size is another kernel.
+    return max(64, 1 << (int(size) - 1).bit_length())

@@ -204,8 +204,8 @@ def _causal_linear(
     given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
     if backend.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
         results, kept = backend.linear_kernels().forward(*given)
-        starts = kept if isinstance(kept, Tensor) else results[1].new_empty(0)
-        return *results, starts, results[1].new_empty(0)
+        nothing = results[1].new_empty(0)
+        return *results, nothing if kept is None else kept, results[1].new_empty(0)
     return chunks.forward(_arguments(*given, bucket))
 
 
@@ -214,7 +214,8 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     given = _arguments(*args)
     q, k, v, kv = given.q, given.k, given.v, given.kv
     if backend.why_plain(q, k, v, given.weight, given.log_scale, kv, given.feature_map, given.bucket) is None:
-        size = backend.linear_kernels().kept_size(q, k, v, given.weight, given.feature_map, given.normalise)
+        kernels = backend.linear_kernels()
+        size = kernels.kept_size(q, k, v, given.weight, given.log_scale, given.feature_map, given.normalise)
         starts, references = kv.new_empty(size), kv.new_empty(0)
     else:
         starts, references = chunks.new_starts(given)
