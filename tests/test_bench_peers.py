@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from longspan.bench import Case, Ours, Theirs
 from longspan.bench import layers as layering
+from longspan.bench import models as modelling
 from longspan.bench import peers as peering
 from longspan.bench.cli import main
 from longspan.bench.layers import LAYERS, OurLayer, TheirLayer, layer_work, layers
+from longspan.bench.models import OLDER, TheirModel
 from longspan.bench.ours import TOLERANCES
 
 TINY = Case(64, num_heads=2, head_dim=8)
@@ -91,6 +93,29 @@ def test_a_layer_that_computes_something_else_is_found(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(layering, "_results", louder)
     check = TheirLayer("theirs", name).check(replace(TINY, causal=False))
+    assert check.error > check.tolerance
+
+
+@pytest.mark.parametrize("name", [name for name, older in OLDER.items() if older.replaced])
+def test_an_older_model_computes_what_ours_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, case = TheirModel(name, "train"), Case(64)
+    unfit = subject.unfit(case)
+    if unfit is not None:
+        pytest.skip(unfit[1])
+    real = modelling._inner
+
+    def louder(net: nn.Module) -> Any:
+        factor = 1.0 if next(net.parameters()).dtype == torch.float64 else 1.01
+        return lambda tokens: factor * real(net)(tokens)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        check = subject.check(case)
+        assert check is not None
+        assert check.error <= check.tolerance == TOLERANCES["float32"]
+        monkeypatch.setattr(modelling, "_inner", louder)
+        check = subject.check(case)
+    assert check is not None
     assert check.error > check.tolerance
 
 

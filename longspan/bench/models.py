@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.bench.measuring import Case, Check, Status, Step, Subject, Work
-from longspan.bench.ours import relative_error
+from longspan.bench.ours import TOLERANCES, relative_error
 from longspan.bench.peers import installed_version
 from longspan.config import AttentionConfig, ModelConfig
 from longspan.generation import Sampling, prefill, stream
@@ -103,14 +103,19 @@ class OurModel(Subject):
 
 
 class OlderModel(ABC):
-    """One way of calling one package's language model."""
+    """One way of calling one package's language model, or longspan in its place with the same arguments.
+
+    leaks: whether the future moves the past, so that only the last token is right.
+    """
 
     mechanism: ClassVar[str]
     package: ClassVar[str]
+    replaced: ClassVar[bool] = True  # whether longspan can take its place
+    leaks: ClassVar[bool] = False
     tokens: ClassVar[int] = 2  # generated in one measurement: each recomputes what came before
 
     @abstractmethod
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, *, ours: bool = False) -> None:
         self.net: nn.Module
 
     @abstractmethod
@@ -123,8 +128,8 @@ class OlderModel(ABC):
 class LinearAttentionTransformerLM(OlderModel):
     mechanism, package = "linear", "linear-attention-transformer"
 
-    def __init__(self, case: Case) -> None:
-        library = import_module("linear_attention_transformer")
+    def __init__(self, case: Case, *, ours: bool = False) -> None:
+        library = _library("linear_attention_transformer", ours)
         self.net = library.AutoregressiveWrapper(
             library.LinearAttentionTransformerLM(
                 num_tokens=VOCABULARY,
@@ -146,9 +151,10 @@ class LinearAttentionTransformerLM(OlderModel):
 
 class PerformerLM(OlderModel):
     mechanism, package = "performer", "performer-pytorch"
+    leaks = True
 
-    def __init__(self, case: Case) -> None:
-        library = import_module("performer_pytorch")
+    def __init__(self, case: Case, *, ours: bool = False) -> None:
+        library = _library("performer_pytorch", ours)
         self.net = library.AutoregressiveWrapper(
             library.PerformerLM(
                 num_tokens=VOCABULARY,
@@ -171,8 +177,8 @@ class PerformerLM(OlderModel):
 class LocalTransformer(OlderModel):
     mechanism, package = "local", "local-attention"
 
-    def __init__(self, case: Case) -> None:
-        self.net = import_module("local_attention").LocalTransformer(
+    def __init__(self, case: Case, *, ours: bool = False) -> None:
+        self.net = _library("local_attention", ours).LocalTransformer(
             num_tokens=VOCABULARY,
             max_seq_len=_rounded(case.length),
             dim=case.dim,
@@ -188,9 +194,10 @@ class LocalTransformer(OlderModel):
 
 class FlashLinearAttention(OlderModel):
     mechanism, package = "linear", "flash-linear-attention"
+    replaced = False
     tokens = _TOKENS
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, *, ours: bool = False) -> None:
         library = import_module("fla.models")
         config = library.LinearAttentionConfig(
             hidden_size=case.dim,
@@ -246,6 +253,19 @@ class TheirModel(Subject):
             "token": Step(lambda: [older.generate(prompt, older.tokens).float()], tokens=older.tokens * case.batch_size)
         }
 
+    def check(self, case: Case) -> Check | None:
+        """One layer's logits in float32 against ours in its place, with its weights, in float64."""
+        if not OLDER[self.name].replaced:
+            return None
+        case = replace(case, length=512, batch_size=1, depth=1, num_heads=2, head_dim=16, dtype="float32")
+        theirs, ours = (OLDER[self.name](case, ours=ours).net.eval() for ours in (False, True))
+        ours.load_state_dict(theirs.state_dict())
+        tokens = random_tokens(case)
+        with torch.no_grad():
+            logits = [_inner(net.to(case.device))(tokens) for net in (theirs, ours.double())]
+        found, truth = (x[:, -1:] if OLDER[self.name].leaks else x for x in logits)
+        return Check(relative_error([found], [truth]), TOLERANCES["float32"], "ours with its weights in float64")
+
 
 def our_models(mechanism: str, task: str, compiled: bool) -> list[Subject]:
     """The models of a mechanism, the one to compare with first."""
@@ -280,6 +300,17 @@ def training_work(case: Case, model: nn.Module, loss_of: Callable[[Tensor], Tens
 def random_tokens(case: Case) -> Tensor:
     """(B, T) bytes."""
     return torch.randint(1, VOCABULARY, (case.batch_size, case.length)).to(case.device)
+
+
+def _library(name: str, ours: bool) -> Any:
+    return import_module(f"longspan.compat.{name}" if ours else name)
+
+
+def _inner(net: nn.Module) -> nn.Module:
+    """What a wrapper for training and generation calls."""
+    inner = getattr(net, "net", net)
+    assert isinstance(inner, nn.Module)
+    return inner
 
 
 def _rounded(length: int) -> int:

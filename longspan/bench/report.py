@@ -34,7 +34,12 @@ class Group:
 
     def ratios(self, row: Row) -> dict[str, float | None]:
         """Each quantity of a row divided by that of ours: above 1, ours needs less."""
-        return {name: _ratio(_cost(row, name), _cost(self.rows[0], name)) for name in quantities([self])}
+        return {name: compared(row, self.rows[0], name) for name in quantities([self])}
+
+
+def compared(row: Row, ours: Row, name: str) -> float | None:
+    """A quantity of a row divided by that of ours; None where one of them has none."""
+    return _ratio(_cost(row, name), _cost(ours, name))
 
 
 def quantity(row: Row, name: str) -> float | None:
@@ -76,7 +81,10 @@ def save(path: Path, groups: Sequence[Group], about: dict[str, Any]) -> None:
         for group in groups
         for row in group.rows
     ]
-    path.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    # At once or not at all: whoever ends a run while it is written keeps what was there.
+    partial = path.with_name(path.name + ".partial") if path.is_file() else path
+    partial.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    partial.replace(path)
 
 
 def table(groups: Sequence[Group]) -> Table:
@@ -87,14 +95,14 @@ def table(groups: Sequence[Group]) -> Table:
     found.add_column("n", justify="right")
     found.add_column("what")
     for name in names:
-        found.add_column(f"{_word(name)}\n÷ ours", justify="right", style="bold")
+        found.add_column(f"{word(name)}\n÷ ours", justify="right", style="bold")
     for name in names:
         unit = "MB" if name == MEMORY else "ms"
         if name.removesuffix("_ms") in counted:
             unit = "tokens/s"
-        found.add_column(f"{'peak' if name == MEMORY else _word(name)}\n{unit}", justify="right")
+        found.add_column(f"{'peak' if name == MEMORY else word(name)}\n{unit}", justify="right")
     slowest = names[-2] if len(names) > 1 else names[-1]
-    found.add_column(f"{_word(slowest)}\ngrows as", justify="right")
+    found.add_column(f"{word(slowest)}\ngrows as", justify="right")
     for group in groups:
         for place, row in enumerate(group.rows):
             length = str(group.case.length) if place == 0 else ""
@@ -127,7 +135,7 @@ def plot(path: Path, groups: Sequence[Group]) -> bool:
             if points:
                 style = "-" if packages[subject] == "longspan" else "--"
                 axis.plot(*zip(*sorted(points), strict=True), style, marker="o", label=subject, color=f"C{i % 10}")
-        axis.set(xscale="log", yscale="log", xlabel="tokens", title=_word(name))
+        axis.set(xscale="log", yscale="log", xlabel="tokens", title=word(name))
         counted = any(
             name.removesuffix("_ms") in run.tokens for group in groups for row in group.rows for run in row.runs
         )
@@ -178,7 +186,8 @@ def _shown(row: Row, name: str) -> str:
     return _three(quantity(row, name)) if rate is None else f"{rate:,.0f}"
 
 
-def _word(name: str) -> str:
+def word(name: str) -> str:
+    """A quantity as it is headed."""
     step = name.removesuffix("_ms")
     return _WORDS.get(step, step)
 
