@@ -31,7 +31,7 @@ class Launch:
     """
 
     def __init__(
-        self, device: int, kernel: Any, grid: tuple[int, int, int], numbers: tuple[int, ...], constants: dict[str, Any]
+        self, device: int, kernel: Any, grid: tuple[int, int, int], numbers: tuple[Any, ...], constants: dict[str, Any]
     ) -> None:
         self.device, self.kernel, self.grid, self.numbers = device, kernel, grid, numbers
         # Kernels of a family share constants, of which each takes some.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from longspan.kernels.launch import Launch, Looks, dense_rows, looks, new_like, on_device
 from longspan.kernels.local_backward import local_backward_keys_kernel, local_backward_queries_kernel
 from longspan.kernels.local_forward import local_forward_kernel
 
@@ -64,78 +64,94 @@ class Arguments(NamedTuple):
 
 def forward(*args: Any) -> tuple[Tensor, Tensor]:
     """out (B, T, H, E) and the log₂-sums of its weights (B, H, T), float32."""
-    call = _Call(Arguments(*args))
-    q, v = call.given.q, call.given.v
-    B, T, H, _ = q.shape
-    out, lse = q.new_empty(B, T, H, v.shape[3]), q.new_empty(B, H, T, dtype=torch.float32)
-    call.launch(local_forward_kernel, call.configs.forward, (out, lse), (), over_keys=False)
+    tensors, rest = _given(Arguments(*args))
+    q = tensors[0]
+    plan = _forward_plan(q.get_device(), looks(*tensors), rest)
+    out, lse = q.new_empty(plan.out_shape), q.new_empty(plan.lse_shape, dtype=torch.float32)
+    with on_device(q):
+        plan.read(*tensors, out, lse)
     return out, lse
 
 
 def backward(d_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    call = _Call(Arguments(*args))
-    d_q, d_k, d_v = (x.new_empty(x.shape) for x in call.given[:3])
-    delta, d_out = torch.empty_like(lse), _dense(d_out)
-    tensors = out.contiguous(), lse, d_out, d_q, delta
-    call.launch(local_backward_queries_kernel, call.configs.d_queries, tensors, (d_out,), over_keys=False)
-    call.launch(
-        local_backward_keys_kernel, call.configs.d_keys, (lse, d_out, delta, d_k, d_v), (d_out,), over_keys=True
-    )
+    tensors, rest = _given(Arguments(*args))
+    q, k, v = tensors[:3]
+    d_out, out = dense_rows(d_out), out.contiguous()
+    plan = _backward_plan(q.get_device(), looks(*tensors, d_out, out, lse), rest)
+    d_q, d_k, d_v, delta = new_like(q), new_like(k), new_like(v), torch.empty_like(lse)
+    with on_device(q):
+        plan.queries(*tensors, out, lse, d_out, d_q, delta)
+        plan.keys(*tensors, lse, d_out, delta, d_k, d_v)
     return d_q, d_k, d_v
 
 
-class _Call:
-    """The arguments as the kernels take them, padded sizes, and launches."""
+def _given(given: Arguments) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The tensors as the kernels take them, and the rest."""
+    q, k, v, key_mask, *others = given[:7]
+    mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
+    return (dense_rows(q), dense_rows(k), dense_rows(v), mask, *others), given[7:]
 
-    def __init__(self, given: Arguments) -> None:
-        self.given = given._replace(q=_dense(given.q), k=_dense(given.k), v=_dense(given.v))
-        self.D, self.E = given.q.shape[3], given.v.shape[3]
-        self.BD, self.BE = (max(16, triton.next_power_of_2(n)) for n in (self.D, self.E))
-        halves = given.q.dtype != torch.float32
-        self.configs = configs(max(self.BD, self.BE), halves)
-        self.precision = "tf32" if halves else "ieee"
 
-    def launch(
-        self, kernel: Any, config: Config, tensors: tuple[Tensor, ...], strided: tuple[Tensor, ...], *, over_keys: bool
-    ) -> None:
-        """One program for each block of queries, or of keys, of each head of each row."""
-        given = self.given
-        q, k, v, key_mask, start, bounds, seed = given[:7]
-        B, T, H, _ = q.shape
-        S, Hkv = k.shape[1:3]
-        stretches = triton.cdiv(S, config.keys) * Hkv if over_keys else triton.cdiv(T, config.queries) * H
-        mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
-        # The backward pass undoes the scale of the scores too.
-        factor = (given.scale,) if strided else ()
+class _Plan:
+    """All that calls with arguments that look alike share: how they are cut, and kernels with their numbers."""
+
+    def __init__(self, device: int, given: Looks, rest: tuple[Any, ...]) -> None:
+        q, k, v, *_ = given
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        size, back, ahead, causal, alone, self.scale, self.dropout = rest
+        (self.B, self.T, self.H, D), (self.S, self.Hkv), E = q[0], k[0][1:3], v[0][3]
+        self.device, self.strides = device, [stride for x in (q, k, v) for stride in x[1][:3]]
+        BD, BE = (max(16, 1 << (dim - 1).bit_length()) for dim in (D, E))
+        halves = q[2] != torch.float32
+        self.configs = configs(max(BD, BE), halves)
+        self.out_shape, self.lse_shape = (self.B, self.T, self.H, E), (self.B, self.H, self.T)
         # A window past every sequence would only overflow.
-        far = 2**30 // max(given.size, 1) - 1
-        with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
-            kernel[(B * stretches,)](
-                *(q, k, v, mask, start, bounds, seed),
-                *tensors,
-                *(T, S, given.scale * math.log2(math.e), given.dropout),
-                *factor,
-                *(stride for x in (q, k, v, *strided) for stride in x.stride()[:3]),
-                H=H,
-                HKV=Hkv,
-                D=self.D,
-                E=self.E,
-                SIZE=given.size,
-                BACK=min(given.back, far),
-                AHEAD=min(given.ahead, far),
-                CAUSAL=given.causal,
-                ALONE=given.alone,
-                BT=config.queries,
-                BS=config.keys,
-                BD=self.BD,
-                BE=self.BE,
-                PRECISION=self.precision,
-                num_warps=config.warps,
-                num_stages=config.stages,
-            )
+        far = 2**30 // max(size, 1) - 1
+        self.constants = {
+            "H": self.H,
+            "HKV": self.Hkv,
+            "D": D,
+            "E": E,
+            "SIZE": size,
+            "BACK": min(back, far),
+            "AHEAD": min(ahead, far),
+            "CAUSAL": causal,
+            "ALONE": alone,
+            "BD": BD,
+            "BE": BE,
+            "PRECISION": "tf32" if halves else "ieee",
+        }
+
+    def launch(self, kernel: Any, config: Config, programs: int, more: tuple[Any, ...] = ()) -> Launch:
+        """more: numbers of this kernel, before all strides."""
+        options = {"BT": config.queries, "BS": config.keys, "num_warps": config.warps, "num_stages": config.stages}
+        numbers = self.T, self.S, self.scale * math.log2(math.e), self.dropout, *more, *self.strides
+        return Launch(self.device, kernel, (self.B * programs, 1, 1), numbers, {**self.constants, **options})
 
 
-def _dense(x: Tensor) -> Tensor:
-    """x with its last dimension dense, as loads of whole rows need it."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+class _Forward(_Plan):
+    def __init__(self, device: int, given: Looks, rest: tuple[Any, ...]) -> None:
+        super().__init__(device, given, rest)
+        config = self.configs.forward
+        self.read = self.launch(local_forward_kernel, config, -(-self.T // config.queries) * self.H)
+
+
+class _Backward(_Plan):
+    def __init__(self, device: int, given: Looks, rest: tuple[Any, ...]) -> None:
+        super().__init__(device, given, rest)
+        d_out = given[7]
+        assert d_out is not None
+        self.strides += d_out[1][:3]
+        queries, keys = self.configs.d_queries, self.configs.d_keys
+        # The backward pass undoes the scale of the scores too.
+        scale = (self.scale,)
+        blocks = -(-self.T // queries.queries) * self.H, -(-self.S // keys.keys) * self.Hkv
+        self.queries = self.launch(local_backward_queries_kernel, queries, blocks[0], scale)
+        self.keys = self.launch(local_backward_keys_kernel, keys, blocks[1], scale)
+
+
+_forward_plan = lru_cache(maxsize=1024)(_Forward)
+_backward_plan = lru_cache(maxsize=1024)(_Backward)
