@@ -1,4 +1,4 @@
-"""What the tests share: the table of cases, inputs, the truth of each case, and how numbers are compared."""
+"""What the tests share: the table of cases, inputs, and how numbers are compared; `truths` has what must come out."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 import longspan
 from longspan import FeatureMap, Mechanism, Packing, Projection, build_mechanism
-from longspan.mechanisms.feature_maps import ACTIVATIONS
-from longspan.ops import reference
 
 # Distinct primes: a swapped dimension cannot go unnoticed.
 B, T, S, H, D, E = 2, 17, 19, 3, 5, 7
@@ -253,158 +251,6 @@ def all_cases() -> list[Case]:
 
 def each_case(cases: Sequence[Case] | None = None) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", all_cases() if cases is None else cases, ids=str)
-
-
-def truth(
-    case: Case,
-    mechanism: Mechanism,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    key_mask: Tensor | None = None,
-) -> Tensor:
-    """What `mechanism`, built from `case`, must return, by `ops.reference`; differentiable in its parameters too.
-
-    Hidden slots must be finite here. A causal key_mask is one run for each row.
-    """
-    if causal and key_mask is not None:
-        rows = []
-        for b, mask in enumerate(key_mask):
-            row = q.new_zeros(1, q.shape[1], case.num_heads, case.value_dim)
-            if mask.any():
-                part = truth(case, mechanism, q[b, mask][None], k[b, mask][None], v[b, mask][None], causal=True)
-                row = row.index_copy(1, mask.nonzero()[:, 0], part)
-            rows.append(row)
-        return torch.cat(rows)
-    visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
-    if causal:
-        visible = reference.causal_visibility(q.shape[1])
-    visible = visible.expand(q.shape[0], 1, -1, -1)
-    if key_mask is not None:
-        visible = visible & key_mask[:, None, None]
-    return _TRUTHS[case.name](case, mechanism, q, k, v, visible, causal)
-
-
-def has_truth(case: Case) -> bool:
-    return case.name in _TRUTHS
-
-
-def _softmax(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
-    return reference.softmax_attention(q, k, v, visible, scale=case.options.get("scale"))
-
-
-def _local(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
-    o, length = case.options, q.shape[1]
-    back, ahead = o.get("look_back"), o.get("look_ahead")
-    window = o.get("window", 256)
-    blocks = back is not None or ahead is not None
-    back, ahead = back or 0, ahead or 0
-    if blocks:
-        near = reference.block_visibility(window, back, ahead, length)
-    elif isinstance(window, tuple):
-        near = reference.window_visibility(*window, length)
-    else:
-        near = reference.window_visibility(window - 1, window - 1, length)
-    visible = visible & near
-    if o.get("shared_qk"):
-        visible = reference.self_as_last_resort(visible)
-        k = k / k.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-    bias = None
-    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
-    if isinstance(m.bias, nn.Module):
-        bias = m.bias((i - j).flatten()).unflatten(1, (length, length))
-    elif m.bias is not None:
-        column = (j - (i // window - back) * window).masked_fill(~near, 0)
-        bias = m.bias[:, i % window, column]
-    if o.get("xpos") is None:
-        return reference.softmax_attention(q, k, v, visible, bias=bias, scale=o.get("scale"))
-    scores = reference.xpos_scores(q, k, o["xpos"]) * o.get("scale", q.shape[3] ** -0.5)
-    return reference.softmax_over(scores if bias is None else scores + bias, v, visible)
-
-
-def _linear(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
-    o = case.options
-    kind = o.get("feature_map", "elu")
-    if causal:
-        buckets = reference.blind_spot_visibility(o.get("blind_spot", 1), o.get("first_bucket", "causal"), q.shape[1])
-        visible = visible & buckets
-    if isinstance(kind, FeatureMap):
-        f, scale = m.feature_map.key(k)
-        query, key = m.feature_map.query(q), f if scale is None else f * scale[..., None].exp()
-    else:
-        of_query, of_key = _FEATURES[kind]
-        query, key = of_query(q), of_key(k)
-    out = reference.linear_attention(query, key, v, visible, o.get("normalise", "query"))
-    return out * o.get("output_scale", 1.0)
-
-
-def _performer(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
-    o = case.options
-    kernel, projected = o.get("kernel", "softmax"), o.get("projection", True)
-    epsilon, normalise = o.get("epsilon"), o.get("normalise", "query")
-    if kernel == "softmax":
-        if not projected:
-            return reference.linear_attention(q.softmax(-1), k.exp(), v, visible, normalise)
-        w = m.feature_map.projection
-        if epsilon:
-            return reference.favor_attention(q, k, v, w, visible, epsilon=epsilon)
-        if normalise == "query":
-            return reference.favor_attention(q, k, v, w, visible)
-        query = reference.favor_features(q, w)
-        query = query / query.sum(-1, keepdim=True)  # so that weights over features, and over keys, sum to one
-        return reference.linear_attention(query, reference.favor_features(k, w), v, visible, normalise)
-
-    def features(x: Tensor) -> Tensor:
-        x = x * D**-0.25
-        x = x @ m.feature_map.projection.T if projected else x
-        return (ACTIVATIONS[kernel] if isinstance(kernel, str) else kernel)(x) + (1e-3 if epsilon is None else epsilon)
-
-    return reference.linear_attention(features(q), features(k), v, visible, normalise)
-
-
-def _linformer(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
-    if m.keys.kind == "convolution":
-        (e, k), (f, v) = (reference.convolution_rows(x, p.kernel, p.rank) for x, p in ((k, m.keys), (v, m.values)))
-        stride = m.keys.kernel.shape[-3]
-    else:
-        e, f = (reference.table_rows(p.table, k.shape[1]) for p in (m.keys, m.values))
-        stride = None
-    period = case.options["max_length"] if case.options.get("periodic") else None
-    bias = {"key_bias": m.keys.bias, "value_bias": m.values.bias}
-    return reference.linformer_attention(q, k, v, e, f, visible[:, 0], period=period, stride=stride, **bias)
-
-
-def _split(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
-    outs, first = [], 0
-    group = case.num_heads // case.num_kv_heads
-    for part, built in zip(case.options["parts"], m.parts, strict=True):
-        heads = part["num_heads"]
-        kv = slice(0, 1) if case.num_kv_heads == 1 else slice(first // group, (first + heads) // group)
-        options = {key: value for key, value in part.items() if key != "mechanism"}
-        options["num_kv_heads"] = 1 if case.num_kv_heads == 1 else heads // group
-        own = Case(part["mechanism"], options)
-        out = _TRUTHS[own.name](own, built, q[:, :, first : first + heads], k[:, :, kv], v[:, :, kv], visible, causal)
-        outs.append(out)
-        first += heads
-    return torch.cat(outs, 2)
-
-
-_FEATURES = {
-    "elu": (lambda x: torch.where(x > 0, x + 1, x.clamp(max=0).exp()),) * 2,
-    "relu": (lambda x: x.clamp(min=0) + 1e-3,) * 2,
-    "identity": (lambda x: x,) * 2,
-    "softmax": (lambda x: x.exp() / x.exp().sum(-1, keepdim=True), torch.exp),
-}
-_TRUTHS = {
-    "softmax": _softmax,
-    "local": _local,
-    "linear": _linear,
-    "performer": _performer,
-    "linformer": _linformer,
-    "split": _split,
-}
 
 
 def assert_same(got: Tensor, expected: Tensor, what: str = "output") -> None:

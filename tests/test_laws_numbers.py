@@ -15,14 +15,13 @@ from helpers import (
     check_gradients_by_name,
     each_case,
     gradients,
-    has_truth,
     leaves,
     lengths_to_mask,
     require_gradients,
-    truth,
 )
 from law_cases import assert_unchanged, by_steps, poisoned, snapshot
 from torch import Tensor
+from truths import has_truth, truth
 
 from longspan import Mechanism
 from longspan.ops import chunks, reference

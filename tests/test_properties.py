@@ -12,13 +12,12 @@ from helpers import (
     assert_same,
     check_gradients_by_name,
     gradients,
-    has_truth,
     leaves,
     require_gradients,
-    truth,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from truths import has_truth, truth
 
 from longspan import Packing, build_mechanism
 from longspan.ops import chunks, reference
