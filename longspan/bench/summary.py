@@ -51,7 +51,7 @@ def summary(parts: Parts) -> Table:
         box=box.SIMPLE_HEAD, pad_edge=False, title="÷ ours: above 1, longspan needs less", title_justify="left"
     )
     for heading in ("measured", "ours", "beside"):
-        shown.add_column(heading)
+        shown.add_column(heading, overflow="fold")
     shown.add_column("n", justify="right")
     for name in names:
         shown.add_column(word(name), justify="right")
