@@ -175,7 +175,7 @@ def bidirectional_linear_backward(
         call.launch(
             bidirectional_backward_keys_kernel,
             call.keys_cut(call.configs.keys),
-            (call.k, call.v, call.key_mask, call.key_offsets, c, d_kv, d_z, d_k, d_v),
+            (call.k, call.v, call.key_mask, call.key_offsets, kv, c, d_kv, d_z, d_k, d_v),
             (call.k, call.v),
             one_program=True,
         )

@@ -25,6 +25,7 @@ from longspan.kernels.bidirectional_blocks import (
     power,
     project_across,
     query_scales,
+    reciprocal,
     rows_to_take,
     store_block,
     store_halves,
@@ -35,7 +36,7 @@ from longspan.kernels.bidirectional_blocks import (
     visible_rows,
     widened,
 )
-from longspan.kernels.blocks import FLOOR, inverse
+from longspan.kernels.blocks import FLOOR, add_product, product
 
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
@@ -109,13 +110,13 @@ def bidirectional_backward_queries_kernel(
         m_t = i_t < rows
         b_q = load_block(p_q, stride_qt, m_t, D, C, BD, D == BD)
         b_d_out = load_block(p_d_out, stride_dt, m_t, E - i_e * BE, C, BE, E % BE == 0).to(DOT)
-        b_x = project_across(b_q, b_weight, b_low, PROJECTION, DOT)
+        b_x = project_across(b_q, b_weight, b_low, PROJECTION, DOT, PRECISION)
         if EXPONENTIAL:
             b_scale = tl.load(p_scale + i_row + i_t * H, mask=m_t, other=-FLOOR)
             b_p = power(to_logits(b_x, D, MAP, DOT) + b_c[:, None] - b_scale[None, :], DOT)
             if tl.float32 == DOT:
                 # The rounding of one logarithm is in all of a query's features: more than float32 allows.
-                b_p *= inverse(tl.sum(b_p * b_z[:, None], 0))[None, :]
+                b_p *= reciprocal(tl.sum(b_p * b_z[:, None], 0), DOT)[None, :]
         else:
             b_f = plain_features(b_x, MAP)
             if BM != M:
@@ -126,7 +127,7 @@ def bidirectional_backward_queries_kernel(
                 b_p = b_f * b_scale[None, :]
         b_rounded = b_p.to(DOT)
         if SUMS:
-            b_d_kv = tl.dot(b_rounded, b_d_out, b_d_kv, input_precision=PRECISION)
+            b_d_kv = add_product(b_rounded, b_d_out, b_d_kv, PRECISION)
         if QUERIES:
             b_g = tl.zeros((BM, C), tl.float32)
             for i in range(TILES):
@@ -137,12 +138,17 @@ def bidirectional_backward_queries_kernel(
             if DIVIDE:
                 b_delta = tl.sum(b_p * b_g, 0)
                 b_g -= b_z[:, None] * b_delta[None, :]
+                if tl.float32 == DOT:
+                    # What rounding left of the sum that is now 0, and of normalised features' sum beside 1.
+                    b_rest = tl.sum(b_p * b_g, 0)
+                    b_g -= b_z[:, None] * b_rest[None, :]
+                    b_delta += b_rest
                 # Rounded as in d kv: in the gradients of keys the two cancel.
                 b_d_z -= tl.sum(widened(b_rounded, DOT) * b_delta[None, :], 1)
             if EXPONENTIAL:
                 b_g *= b_p
                 if MAP == "favor":
-                    b_g = tl.dot(tl.trans(b_weight), b_g.to(DOT), input_precision="tf32x3") * D**-0.25
+                    b_g = product(tl.trans(b_weight), b_g.to(DOT), PRECISION) * D**-0.25
             else:
                 if DIVIDE:
                     b_g *= b_scale[None, :]
@@ -196,8 +202,10 @@ def bidirectional_backward_combine_kernel(
     if FEATURE:
         # kv is Σ φ(k) v / z already.
         b_kv = load_row_halves(p_kv, i_x * BM + i_m, BE, DOT)
-        b_inverse = inverse(tl.load(p_z + i_x * BM + i_m))
+        b_inverse = reciprocal(tl.load(p_z + i_x * BM + i_m), DOT)
         b_d_kv *= b_inverse[:, None]
+        if tl.float32 == DOT:
+            b_kv -= tl.load(p_kv + i_x * (BM * BE) + i_e)[None, :]  # from values too, see the next kernel
         b_d_z = -tl.sum(b_d_kv * b_kv, 1)
     store_halves(p_d_kv, i_x * BM + i_m, b_d_kv, BE, DOT)
     tl.store(p_d_z + i_x * BM + i_m, b_d_z)
@@ -211,6 +219,7 @@ def bidirectional_backward_keys_kernel(
     p_v,
     p_mask,
     p_offsets,
+    p_kv,
     p_c,
     p_d_kv,
     p_d_z,
@@ -236,6 +245,7 @@ def bidirectional_backward_keys_kernel(
     BE: tl.constexpr,
     MAP: tl.constexpr,
     EXPONENTIAL: tl.constexpr,
+    FEATURE: tl.constexpr,
     PROJECTION: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -265,7 +275,7 @@ def bidirectional_backward_keys_kernel(
         m_t = visible_rows(p_mask, rows, C)
         m_there = i_t < rows
         b_k = load_block(p_k, stride_kt, m_t, D, C, BD, D == BD)
-        b_x = project_across(b_k, b_weight, b_low, PROJECTION, DOT)
+        b_x = project_across(b_k, b_weight, b_low, PROJECTION, DOT, PRECISION)
         if EXPONENTIAL:
             b_f = to_logits(b_x, D, MAP, DOT) - b_c[:, None]
             if MAP == "favor":
@@ -280,15 +290,19 @@ def bidirectional_backward_keys_kernel(
             b_v = load_block(p_v + i * BE, stride_vt, m_t, E - i * BE, C, BE, E % BE == 0).to(DOT)
             if TILES > 1:
                 b_d_kv, b_d_kv_low = load_halves(p_d_kv + i * BE, i_x, BM, BE, BE * TILES, DOT)
+            if FEATURE and tl.float32 == DOT:
+                # Each feature's mean is subtracted from its values, and one mean from both first: of few keys they are
+                # nearly alike, of one key the same, and float32 would keep what rounding left of either.
+                b_v -= tl.load(p_kv + i_x * (BM * BE * TILES) + i * BE + tl.arange(0, BE))[None, :]
             b_g = times_halves(b_d_kv, b_d_kv_low, b_v, b_g, DOT, PRECISION)
-            b_d_v = tl.dot(tl.trans(b_d_kv), b_rounded, input_precision=PRECISION)
+            b_d_v = product(tl.trans(b_d_kv), b_rounded, PRECISION)
             store_block(p_tile, HKV * E, m_there, E - i * BE, tl.trans(b_d_v), C, BE, E % BE == 0)
         b_g += b_d_z[:, None]
         if EXPONENTIAL:
             b_g *= b_f
             if MAP == "favor":
                 b_total = tl.sum(b_g, 0) * D**-0.5
-                b_g = tl.dot(tl.trans(b_weight), b_g.to(DOT), input_precision="tf32x3") * D**-0.25
+                b_g = product(tl.trans(b_weight), b_g.to(DOT), PRECISION) * D**-0.25
                 b_g -= tl.trans(b_k.to(tl.float32)) * b_total[None, :]
         else:
             b_g = tl.where(m_t[None, :], plain_gradient(b_g, b_x, b_f, MAP), 0)

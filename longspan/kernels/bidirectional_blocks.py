@@ -12,7 +12,7 @@ import os
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import FLOOR, RELU_EPSILON, exp
+from longspan.kernels.blocks import FLOOR, RELU_EPSILON, add_product, exact_inverse, exp, inverse, product
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.9259629911266175e-08)  # what float32 leaves of it
@@ -85,6 +85,16 @@ def logarithm(x, DOT: tl.constexpr):
         x = tl.log(x)
     else:
         x = tl.log2(x)
+    return x
+
+
+@triton.jit
+def reciprocal(x, DOT: tl.constexpr):
+    """1 / x, and 0 where there is nothing to divide by."""
+    if tl.float32 == DOT:
+        x = exact_inverse(x)
+    else:
+        x = inverse(x)
     return x
 
 
@@ -206,7 +216,7 @@ def load_row_halves(p_x, i_row, BE: tl.constexpr, DOT: tl.constexpr):
 @triton.jit
 def times_halves(b_high, b_low, b_x, b_g, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """b_g + sums times x (C, BE) across: (BM, C). Both halves count: normalisers are subtracted from this."""
-    b_g = tl.dot(b_high, tl.trans(b_x), b_g, input_precision=PRECISION)
+    b_g = add_product(b_high, tl.trans(b_x), b_g, PRECISION)
     if tl.float32 != DOT:
         b_g = tl.dot(b_low, tl.trans(b_x), b_g)
     return b_g
@@ -257,12 +267,12 @@ def rows_to_take(p_rest, rows, PROJECTION: tl.constexpr):
 
 
 @triton.jit
-def project(b_x, b_weight, b_low, PROJECTION: tl.constexpr, DOT: tl.constexpr):
+def project(b_x, b_weight, b_low, PROJECTION: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """w·x (C, BM) with the precision of float32, which an exponent needs."""
     if PROJECTION == "none":
         b_p = b_x.to(tl.float32)
     elif tl.float32 == DOT:
-        b_p = tl.dot(b_x.to(tl.float32), tl.trans(b_weight), input_precision="tf32x3")
+        b_p = product(b_x.to(tl.float32), tl.trans(b_weight), PRECISION)
     else:
         b_p = tl.dot(b_x, tl.trans(b_weight))
         if PROJECTION == "halves":
@@ -271,12 +281,12 @@ def project(b_x, b_weight, b_low, PROJECTION: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def project_across(b_x, b_weight, b_low, PROJECTION: tl.constexpr, DOT: tl.constexpr):
+def project_across(b_x, b_weight, b_low, PROJECTION: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """As `project`, (BM, C)."""
     if PROJECTION == "none":
         b_p = tl.trans(b_x.to(tl.float32))
     elif tl.float32 == DOT:
-        b_p = tl.dot(b_weight, tl.trans(b_x.to(tl.float32)), input_precision="tf32x3")
+        b_p = product(b_weight, tl.trans(b_x.to(tl.float32)), PRECISION)
     else:
         b_p = tl.dot(b_weight, tl.trans(b_x))
         if PROJECTION == "halves":

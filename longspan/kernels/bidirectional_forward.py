@@ -22,6 +22,7 @@ from longspan.kernels.bidirectional_blocks import (
     project,
     project_across,
     query_scales,
+    reciprocal,
     rows_to_take,
     store_block,
     store_halves,
@@ -31,7 +32,7 @@ from longspan.kernels.bidirectional_blocks import (
     visible_rows,
     widened,
 )
-from longspan.kernels.blocks import FLOOR, NOTHING, inverse
+from longspan.kernels.blocks import FLOOR, NOTHING, add_product, product
 
 
 @triton.jit
@@ -103,7 +104,7 @@ def bidirectional_sums_kernel(
         m_t = visible_rows(p_mask, rows, C)
         b_k = load_block(p_k, stride_kt, m_t, D, C, BD, D == BD)
         b_v = load_block(p_v, stride_vt, m_t, E - i_e * BE, C, BE, E % BE == 0).to(DOT)
-        b_f = project_across(b_k, b_weight, b_low, PROJECTION, DOT)
+        b_f = project_across(b_k, b_weight, b_low, PROJECTION, DOT, PRECISION)
         if EXPONENTIAL:
             b_f = to_logits(b_f, D, MAP, DOT)
             if MAP == "favor":
@@ -120,7 +121,7 @@ def bidirectional_sums_kernel(
             b_f = tl.where(m_t[None, :], plain_features(b_f, MAP), 0)
         b_f = b_f.to(DOT)
         b_z += tl.sum(widened(b_f, DOT), 1)
-        b_kv = tl.dot(b_f, b_v, b_kv, input_precision=PRECISION)
+        b_kv = add_product(b_f, b_v, b_kv, PRECISION)
         p_k += C * stride_kt
         p_v += C * stride_vt
         if p_mask is not None:
@@ -178,7 +179,7 @@ def bidirectional_combine_kernel(
         b_z += b_more_z
         i_part += HKV * BM
     if FEATURE:
-        b_kv *= inverse(b_z)[:, None]
+        b_kv *= reciprocal(b_z, DOT)[:, None]
     store_halves(p_kv, i_x * BM + i_m, b_kv, BE, DOT)
     tl.store(p_z + i_x * BM + i_m, b_z)
     tl.store(p_c + i_x * BM + i_m, b_c)
@@ -246,9 +247,9 @@ def bidirectional_read_kernel(
         m_t = i_t < rows
         b_q = load_block(p_q, stride_qt, m_t, D, C, BD, D == BD)
         if ACROSS:
-            b_f = project_across(b_q, b_weight, b_low, PROJECTION, DOT)
+            b_f = project_across(b_q, b_weight, b_low, PROJECTION, DOT, PRECISION)
         else:
-            b_f = project(b_q, b_weight, b_low, PROJECTION, DOT)
+            b_f = project(b_q, b_weight, b_low, PROJECTION, DOT, PRECISION)
         if EXPONENTIAL:
             b_f = to_logits(b_f, D, MAP, DOT) + tl.expand_dims(b_c, TOKENS)
             b_top = tl.max(b_f, FEATURES)
@@ -258,12 +259,12 @@ def bidirectional_read_kernel(
             if BM != M:
                 b_f = tl.where(tl.expand_dims(i_m < M, TOKENS), b_f, 0)
         if ACROSS:
-            b_out = tl.dot(tl.trans(b_kv), b_f.to(DOT), input_precision=PRECISION)
+            b_out = product(tl.trans(b_kv), b_f.to(DOT), PRECISION)
         else:
-            b_out = tl.dot(b_f.to(DOT), b_kv, input_precision=PRECISION)
+            b_out = product(b_f.to(DOT), b_kv, PRECISION)
         if DIVIDE:
             b_den = tl.sum(b_f * tl.expand_dims(b_z, TOKENS), FEATURES)
-            b_inverse = inverse(b_den)
+            b_inverse = reciprocal(b_den, DOT)
             b_out *= tl.expand_dims(b_inverse, FEATURES)
             if i_e == 0:
                 b_scale = b_inverse

@@ -44,6 +44,34 @@ else:
 
 
 @triton.jit
+def product(b_x, b_y, PRECISION: tl.constexpr):
+    """x·y. "ieee": in pieces of 16 along the axis they share, or as many as there is room for. Without tensor cores a
+    number is one chain of additions, on through all blocks; PyTorch's chains are short, and each rounding shows.
+    """
+    if PRECISION == "ieee":
+        N: tl.constexpr = b_x.shape[0]
+        K: tl.constexpr = b_x.shape[1]
+        P: tl.constexpr = b_y.shape[1]
+        PIECES: tl.constexpr = K // 16 if N * K * P <= 16 * 8192 else 8192 // (N * P)
+        b_x = tl.permute(tl.reshape(b_x, (N, PIECES, K // PIECES)), (1, 0, 2))
+        b_y = tl.reshape(b_y, (PIECES, K // PIECES, P))
+        b_xy = tl.sum(tl.dot(b_x, b_y, input_precision="ieee"), 0)
+    else:
+        b_xy = tl.dot(b_x, b_y, input_precision=PRECISION)
+    return b_xy
+
+
+@triton.jit
+def add_product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
+    """sum + x·y."""
+    if PRECISION == "ieee":
+        b_sum += product(b_x, b_y, PRECISION)
+    else:
+        b_sum = tl.dot(b_x, b_y, b_sum, input_precision=PRECISION)
+    return b_sum
+
+
+@triton.jit
 def load_rows(p_x, stride_t, rows, columns, C: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr):
     """The first rows and columns of the (C, BD) block at p_x, zeros in the rest. WHOLE: all columns are there."""
     i_t, i_d = tl.arange(0, C), tl.arange(0, BD)
@@ -115,8 +143,18 @@ def _project(b_x, b_weight, b_low, DOT: tl.constexpr):
         b_p = tl.dot(b_x, tl.trans(b_low))
         b_p = tl.dot(b_x, tl.trans(b_weight), b_p)
     else:
-        b_p = tl.dot(b_x.to(tl.float32), tl.trans(b_weight), input_precision="tf32x3")
+        b_p = _times_weight(b_x.to(tl.float32), tl.trans(b_weight), b_x)
     return b_p
+
+
+@triton.jit
+def _times_weight(b_x, b_weight, b_like):
+    """x·w with the precision that inputs like these need: of float32 three products of tf32 lose some."""
+    if b_like.dtype == tl.float32:
+        b_x = product(b_x, b_weight, "ieee")
+    else:
+        b_x = tl.dot(b_x, b_weight, input_precision="tf32x3")
+    return b_x
 
 
 @triton.jit
@@ -165,7 +203,7 @@ def query_gradient(b_g, b_x, b_f, b_weight, MAP: tl.constexpr, NORMALISE: tl.con
             b_g -= tl.sum(b_g * b_f, 1)[:, None]
         b_g = b_g * b_f
     if MAP == "favor":
-        b_g = tl.dot((b_g * b_f).to(DOT), b_weight, input_precision="tf32x3")
+        b_g = _times_weight((b_g * b_f).to(DOT), b_weight, b_x)
     return b_g
 
 
@@ -209,7 +247,7 @@ def key_gradient(b_g, b_x, b_f, b_weight, D: tl.constexpr, MAP: tl.constexpr, DO
     if MAP == "favor":
         b_g = b_g * b_f
         b_total = tl.sum(b_g, 1) * D**-0.5
-        b_g = tl.dot(b_g.to(DOT), b_weight, input_precision="tf32x3")
+        b_g = _times_weight(b_g.to(DOT), b_weight, b_x)
         b_g = b_g - b_x.to(tl.float32) * b_total[:, None]
     return b_g
 
@@ -219,6 +257,13 @@ def inverse(b_den):
     """1 / den, and 0 where there is nothing to divide by."""
     m_nothing = tl.abs(b_den) < NOTHING
     return tl.where(m_nothing, 0.0, 1 / tl.where(m_nothing, 1.0, b_den))
+
+
+@triton.jit
+def exact_inverse(b_den):
+    """As `inverse`, rounded once: a plain division is off by two ulps, and all that is multiplied by it as well."""
+    m_nothing = tl.abs(b_den) < NOTHING
+    return tl.where(m_nothing, 0.0, tl.div_rn(1.0, tl.where(m_nothing, 1.0, b_den)))
 
 
 @triton.jit

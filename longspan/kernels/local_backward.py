@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import load_rows, store_rows
+from longspan.kernels.blocks import add_product, load_rows, product, store_rows
 from longspan.kernels.local_blocks import LAST, is_between, kept, keys_seen, queries_that_see
 
 
@@ -90,8 +90,8 @@ def local_backward_queries_kernel(
         i_s = s_0 + tl.arange(0, BS)
         b_k = load_rows(p_k + tl.cast(s_0, tl.int64) * stride_kt, stride_kt, S - s_0, D, BS, BD, D == BD)
         b_v = load_rows(p_v + tl.cast(s_0, tl.int64) * stride_vt, stride_vt, S - s_0, E, BS, BE, E == BE)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
-        b_d_p = tl.dot(b_d_out, tl.trans(b_v), input_precision=PRECISION)
+        b_s = product(b_q, tl.trans(b_k), PRECISION) * scale
+        b_d_p = product(b_d_out, tl.trans(b_v), PRECISION)
         if ALONE:
             b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], float("-inf"), b_s)
         if p_mask is not None:
@@ -103,7 +103,7 @@ def local_backward_queries_kernel(
             m_kept = kept(p_seed, i_b.to(tl.int32) * H + i_h, i_t[:, None], i_s[None, :], rate)
             b_d_p = tl.where(m_kept, b_d_p / (1 - rate), 0.0)
         b_d_s = b_p * (b_d_p - b_delta[:, None])
-        b_d_q = tl.dot(b_d_s.to(b_k.dtype), b_k, b_d_q, input_precision=PRECISION)
+        b_d_q = add_product(b_d_s.to(b_k.dtype), b_k, b_d_q, PRECISION)
     store_rows(p_d_q + i_row * D, H * D, T - i_0, D, b_d_q * factor, BT, BD, D == BD)
 
 
@@ -186,7 +186,7 @@ def local_backward_keys_kernel(
             b_lse = tl.load(p_lse_h + i_t, mask=i_t < T, other=float("inf"))
             b_delta = tl.load(p_delta_h + i_t, mask=i_t < T, other=0.0)
             low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
-            b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale
+            b_s = product(b_k, tl.trans(b_q), PRECISION) * scale
             m_own = (i_t + (S - T))[None, :] == i_s[:, None]
             if ALONE:
                 b_s = tl.where(m_own, LAST, b_s)
@@ -198,17 +198,17 @@ def local_backward_keys_kernel(
             if (s_0 < inner) | (s_0 + BS > outer):
                 b_s = tl.where(is_between(i_s[:, None], low[None, :], high[None, :]), b_s, float("-inf"))
             b_p = tl.exp2(b_s - b_lse[None, :])
-            b_d_p = tl.dot(b_v, tl.trans(b_d_out), input_precision=PRECISION)
+            b_d_p = product(b_v, tl.trans(b_d_out), PRECISION)
             b_dropped = b_p
             if p_seed is not None:
                 m_kept = kept(p_seed, i_b.to(tl.int32) * H + i_h, i_t[None, :], i_s[:, None], rate)
                 b_dropped = tl.where(m_kept, b_p / (1 - rate), 0.0)
                 b_d_p = tl.where(m_kept, b_d_p / (1 - rate), 0.0)
-            b_d_v = tl.dot(b_dropped.to(b_d_out.dtype), b_d_out, b_d_v, input_precision=PRECISION)
+            b_d_v = add_product(b_dropped.to(b_d_out.dtype), b_d_out, b_d_v, PRECISION)
             b_d_s = b_p * (b_d_p - b_delta[None, :])
             if ALONE:
                 b_d_s = tl.where(m_own, 0.0, b_d_s)
-            b_d_k = tl.dot(b_d_s.to(b_q.dtype), b_q, b_d_k, input_precision=PRECISION)
+            b_d_k = add_product(b_d_s.to(b_q.dtype), b_q, b_d_k, PRECISION)
     i_row = (i_b * S + s_0) * HKV + i_kv
     store_rows(p_d_k + i_row * D, HKV * D, S - s_0, D, b_d_k * factor, BS, BD, D == BD)
     store_rows(p_d_v + i_row * E, HKV * E, S - s_0, E, b_d_v, BS, BE, E == BE)

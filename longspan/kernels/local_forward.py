@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import load_rows, store_rows
+from longspan.kernels.blocks import add_product, load_rows, product, store_rows
 from longspan.kernels.local_blocks import LAST, is_between, kept, keys_seen
 
 
@@ -71,7 +71,7 @@ def local_forward_kernel(
         i_s = s_0 + tl.arange(0, BS)
         b_k = load_rows(p_k + tl.cast(s_0, tl.int64) * stride_kt, stride_kt, S - s_0, D, BS, BD, D == BD)
         b_v = load_rows(p_v + tl.cast(s_0, tl.int64) * stride_vt, stride_vt, S - s_0, E, BS, BE, E == BE)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
+        b_s = product(b_q, tl.trans(b_k), PRECISION) * scale
         if ALONE:
             b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], LAST, b_s)
         if p_mask is not None:
@@ -87,11 +87,12 @@ def local_forward_kernel(
         if p_seed is not None:
             m_kept = kept(p_seed, i_b.to(tl.int32) * H + i_h, i_t[:, None], i_s[None, :], rate)
             b_p = tl.where(m_kept, b_p / (1 - rate), 0.0)
-        b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out, input_precision=PRECISION)
+        b_out = add_product(b_p.to(b_v.dtype), b_v, b_out, PRECISION)
         b_max = b_top
     m_blind = b_sum == 0
     b_sum = tl.where(m_blind, 1.0, b_sum)
-    b_out = b_out / b_sum[:, None]
+    # A plain division is off by two ulps, the same in all of a row, and the backward pass takes differences.
+    b_out *= tl.div_rn(1.0, b_sum)[:, None]
     # The hardware's logarithm is off by more than a rounding, which weights made from it would show: one Newton step.
     b_log = tl.log2(b_sum)
     b_log += (b_sum * tl.exp2(-b_log) - 1) * 1.4426950408889634
