@@ -72,7 +72,11 @@ def favor_backward_queries_kernel(
     BE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """d q of one chunk of one query head, of those whose keys are among the sequences that have sums."""
+    """d q of one chunk of one query head, of those whose keys are among the sequences that have sums.
+
+    p_delta: Δ, which takes over the rounding of `out`; from here on Δ of the very sums that `out` was read from, which
+    is what makes φ(q)·dφ(q) zero.
+    """
     pid = tl.program_id(0)
     GROUP: tl.constexpr = H // HKV
     i_c = pid // GROUP // sequences
@@ -111,6 +115,7 @@ def favor_backward_queries_kernel(
     # Times powers of two: nothing is lost.
     b_d, b_delta = (b_d * b_row[:, None]).to(tl.bfloat16), -b_delta * b_row
     b_d_q = tl.zeros((C, BD), tl.float32)
+    b_rest = tl.zeros((C,), tl.float32)
     for i_m in range(0, BM, TILE):
         i_f = i_m + tl.arange(0, TILE)
         b_high = load_tile(p_high, 0, i_m, 0, BD, TILE)
@@ -122,7 +127,9 @@ def favor_backward_queries_kernel(
         b_z = tl.load(p_before_z + i_s * BM + i_f) * old + tl.load(p_prefix_z + i_sums * BM + i_f)
         b_g = tl.dot(b_d, tl.trans(b_kv), b_delta[:, None] * b_z[None, :])
         b_g = tl.dot(b_a, b_f, b_g) * b_query
+        b_rest += tl.sum(b_g, 1)
         b_d_q = tl.dot(b_g.to(tl.bfloat16), b_high, b_d_q)
+    tl.store(p_delta + i_o, tl.load(p_delta + i_o) + b_rest)
     i_row = (i_b * T + i_0) * H + i_h
     store_rows(p_d_q + i_row * D, H * D, left, D, b_d_q * D**-0.25, C, BD, D == BD)
 
