@@ -116,12 +116,12 @@ class Stream:
         self._over = all(token < 0 for token in tokens[0])
         return tokens[0], logs[0]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def take(self, number: int) -> tuple[list[list[int]], list[list[float]]]:
         """As many steps, tokens and log-probabilities of each row at each: the device is waited for once."""
         number = number if self._max_tokens is None else min(number, self._max_tokens - self._steps)
         taken = []
-        with _evaluating(self._model):
+        with _evaluating(self._model), self._loop.alone():
             for _ in range(number):
                 if self._steps % _BLOCK == 0:
                     self._loop.fill([torch.rand(_BLOCK, generator=g, dtype=torch.float64) for g in self._generators])

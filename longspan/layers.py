@@ -173,16 +173,13 @@ class Attention(nn.Module):
             x, norm = norm(x), None
         q, *kv = project(x, *((self.to_q,) if self.cross else (self.to_q, self.to_kv)), norm=norm)
         mechanism = self.mechanism
-        q = q.view(*q.shape[:2], mechanism.num_heads, mechanism.head_dim)
+        q = q.view(len(q), 1, mechanism.num_heads, mechanism.head_dim)
         q = q if self.q_norm is None else self.q_norm(q)
         if self.cross:
             out = mechanism._read(state, q)
         else:
             k, v = self._heads(kv[0])
-            own = [
-                turns[r.kind]._replace(interleaved=r.interleaved) if isinstance(r, Rotary) else None
-                for r in self.rotary
-            ]
+            own = [turns[r.kind].paired(r.interleaved) if isinstance(r, Rotary) else None for r in self.rotary]
             out, state = mechanism.step_(state, q, k, v, own if len(own) > 1 else own[0] if own else None)
         out = self._gated(x, out).flatten(2)
         out = out if self.to_mid is None else project(out, self.to_mid)[0]

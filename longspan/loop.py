@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +19,8 @@ from longspan.ops import backend
 from longspan.ops.step import why_plain
 from longspan.stack import Branch, StackState
 
+# Numbers that a step reads: for fewer, threads on a CPU wait for each other longer than they help.
+_SMALL = 1 << 23
 _WARM = 3  # steps before one is captured: kernels are compiled and libraries loaded by then
 
 
@@ -112,7 +116,7 @@ class Loop:
         )
         self._pending, self._steps = False, 0  # whether a token is chosen that the state does not hold yet
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._limits = _limits(model)
+        self._limits, self._small = _limits(model), self._is_small()
         self._longest = int(memory.state.length.max()) if self._limits else 0
 
     def fill(self, blocks: list[Tensor]) -> None:
@@ -123,6 +127,23 @@ class Loop:
         else:
             self._drawn = drawn.to(self._drawn.device)
         self._index.zero_()
+        self._small = self._is_small()  # from time to time: a memory may grow
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """One thread within, where a step is small; then as many as there were.
+
+        A thread that meets PyTorch for the first time keeps the number it finds: only where there are no others.
+        """
+        threads = torch.get_num_threads()
+        if not self._small or threads == 1 or threading.active_count() > 1:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     def step(self) -> Tensor:
         """(2, B) float64: the next tokens, −1 for rows that have ended, and their log-probabilities."""
@@ -151,11 +172,17 @@ class Loop:
     def memory(self) -> Memory:
         """A copy of all that was read and said so far."""
         if self._pending:
-            self._advance()
-            self._join()
+            with torch.inference_mode(), self.alone():
+                self._advance()
+                self._join()
             self._pending = False
         state = self._through(self._state.clone(), lambda own, held: own.settled(held))
         return Memory(state, self._logits.clone(), self._recent.clone())
+
+    def _is_small(self) -> bool:
+        held = sum(x.numel() for x in self._state.tensors().values())
+        read = len(self._logits) * sum(x.numel() for x in self._model.parameters()) + held
+        return self._logits.device.type == "cpu" and read <= _SMALL
 
     def _advance(self) -> None:
         if self._stepping:
@@ -190,7 +217,6 @@ class Loop:
         logits = self._logits
         if self._sampling.repetition_penalty != 1:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        self._answer[1].zero_()
         return self._sampling.penalised(logits, self._recent).argmax(1)
 
     def _drawn_token(self) -> Tensor:

@@ -132,15 +132,15 @@ class Branch(nn.Module):
         self, x: Tensor, state: BranchState, turns: Turns, add: Tensor | None = None
     ) -> tuple[Tensor, BranchState]:
         """As `extend` by one token of a loop, see `Mechanism.step_`; in eval mode. add: what the answer is added to."""
-        norm = self.norm if self.norm_position == "pre" else None
+        layer, norm = self.layer, self.norm if self.norm_position == "pre" else None
         if state.recent is not None:
             x, norm = shift_token(self.normed(x), self.token_shift, state.recent), None
-        if isinstance(self.layer, Attention):
-            out, inner = self.layer.step_(x, state.inner[0], turns, norm=norm, add=add)
+        if isinstance(layer, Attention):
+            out, inner = layer.step_(x, state.inner[0], turns, norm=norm, add=add)
             return out, state if inner is state.inner[0] else replace(state, inner=(inner,))
-        if isinstance(self.layer, FeedForward):
-            return self.layer.step_(x, norm=norm, add=add), state
-        y = self.layer(x if norm is None else norm(x))
+        if isinstance(layer, FeedForward):
+            return layer.step_(x, norm=norm, add=add), state
+        y = layer(x if norm is None else norm(x))
         return y if add is None else add + y, state
 
     def normed(self, x: Tensor) -> Tensor:
@@ -351,8 +351,8 @@ class Stack(nn.Module):
 
     def step_(self, x: Tensor, state: StackState) -> tuple[Tensor, StackState]:
         """As `extend` by one token x (B, 1, dim) of a loop; lengths stay as they were. See `Mechanism.step_`."""
-        turns = {kind: turns_at(state.length, kind, _wide(x)) for kind in self._kinds()}
         branches, after = self._branches(), list(state.branches)
+        turns = {kind: turns_at(state.length, kind, _wide(x)) for kind in _kinds(branches)}
         if self.topology == "single" and all(branch.plain for branch in branches):
             for i, branch in enumerate(branches):
                 x, after[i] = branch.step_(x, after[i], turns, add=x)
@@ -407,12 +407,7 @@ class Stack(nn.Module):
 
     def _with_turns(self, rows: Rows, x: Tensor) -> Rows:
         """Angles of rotary positions, once for all layers."""
-        return rows.with_turns(self._kinds(), _wide(x))
-
-    def _kinds(self) -> list[tuple[int, float]]:
-        """The kinds of rotary positions that layers take."""
-        layers = [branch.layer for branch in self._branches() if branch.stride == 1]
-        return sorted({kind for layer in layers if isinstance(layer, Attention) for kind in layer.turns})
+        return rows.with_turns(_kinds(self._branches()), _wide(x))
 
     def _joined(self, streams: list[Tensor]) -> Tensor:
         total = streams[0] + streams[1]
@@ -420,6 +415,12 @@ class Stack(nn.Module):
 
     def _branches(self) -> list[Branch]:
         return [branch for branch in self.branches if isinstance(branch, Branch)]
+
+
+def _kinds(branches: list[Branch]) -> list[tuple[int, float]]:
+    """The kinds of rotary positions that layers take."""
+    layers = [branch.layer for branch in branches if branch.stride == 1]
+    return sorted({kind for layer in layers if isinstance(layer, Attention) for kind in layer.turns})
 
 
 def _wide(x: Tensor) -> torch.dtype:

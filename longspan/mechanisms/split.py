@@ -160,7 +160,7 @@ class SplitAttention(Mechanism):
         return state.parts
 
     def _queries(self, q: Tensor) -> Sequence[Tensor]:
-        return q.split(self.sizes, 2)
+        return q.split_with_sizes(self.sizes, 2)
 
     def _keys(self, x: Tensor) -> Sequence[Tensor]:
-        return [x] * len(self.sizes) if self.num_kv_heads == 1 else x.split(self.kv_sizes, 2)
+        return [x] * len(self.sizes) if self.num_kv_heads == 1 else x.split_with_sizes(self.kv_sizes, 2)

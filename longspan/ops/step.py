@@ -41,6 +41,10 @@ class Turn(NamedTuple):
     interleaved: bool
     wide: tuple[Tensor, Tensor] | None = None
 
+    def paired(self, interleaved: bool) -> Turn:
+        """The same angles for pairs that are neighbours, or halves."""
+        return self if interleaved == self.interleaved else self._replace(interleaved=interleaved)
+
     def __call__(self, x: Tensor) -> Tensor:
         """x: (B, 1, H, D) turned."""
         if self.wide is None or self.interleaved or x.dtype != self.cos.dtype:
@@ -61,7 +65,7 @@ def turned(turn: Turn | None, *xs: Tensor) -> tuple[Tensor, ...]:
     """Each x (B, 1, heads, D) as it is, or turned, all in one go."""
     if turn is None:
         return xs
-    return turn(torch.cat(xs, 2)).split([x.shape[2] for x in xs], 2)
+    return turn(torch.cat(xs, 2)).split_with_sizes([x.shape[2] for x in xs], 2)
 
 
 def linear_step_(
@@ -87,43 +91,55 @@ def linear_step_(
         return backend.step_kernels().linear(q, k, v, turn, weight, kv, z, shift, feature_map, normalise, late, out)
     q, k = turned(turn, q, k)
     given, dtype = q.dtype, kv.dtype
-    # Methods, not indices: on a CPU the calls are most of what a small step costs.
-    q, k, v = (x.squeeze(1) if x.dtype == dtype else x.squeeze(1).to(dtype) for x in (q, k, v))  # (B, heads, ·)
-    query, f, scale = _features(q, k, feature_map, weight if weight is None else weight.to(dtype))
-    if scale is not None:
-        largest = torch.maximum(shift, scale)
-        f = f * (scale - largest).exp_().unsqueeze(-1)
-        # After many keys the largest is seldom a new one; a GPU would be waited for to know.
-        if kv.is_cuda or not torch.equal(largest, shift):
-            decay = (shift - largest).exp_().unsqueeze(-1)
-            kv.mul_(decay.unsqueeze(-1))
-            z.mul_(decay)
-            shift.copy_(largest)
-    kv.addcmul_(f.unsqueeze(-1), v.unsqueeze(2))
-    z.add_(f)
-    query = query.unflatten(1, (kv.shape[1], -1))  # (B, Hkv, G, M)
+    q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
+    weight = weight if weight is None or weight.dtype == dtype else weight.to(dtype)
+    # On a CPU the calls are most of what a small step costs, views among them.
+    query, f, largest = _features(q.squeeze(1), k.squeeze(1), shift, feature_map, weight)
+    # After many keys the largest is seldom a new one; a GPU would be waited for to know.
+    if largest is not None and (kv.is_cuda or not torch.equal(largest, shift)):
+        decay = (shift - largest).exp_().unsqueeze(-1)
+        kv.mul_(decay.unsqueeze(-1))
+        z.mul_(decay)
+        shift.copy_(largest)
+    B, Hkv, M, E = kv.shape
+    f, column = f.view(B, Hkv, M, 1), z.unsqueeze(-1)
+    kv.addcmul_(f, v.view(B, Hkv, 1, E))
+    column.add_(f)
+    query = query.view(B, Hkv, -1, M)  # (B, Hkv, G, M)
     if normalise == "feature":
         query = query / query.sum(-1, keepdim=True) if feature_map == "favor" else query
         query = over(query, z.unsqueeze(2))
     found = query @ kv
     if normalise == "query":
-        den = (query * z.unsqueeze(2)).sum(-1, keepdim=True)
-        found = found.div_(den).masked_fill_(is_nothing(den), 0)
-    found = found.flatten(1, 2).unsqueeze(1)
+        den = query @ column
+        found.div_(den).masked_fill_(is_nothing(den), 0)
+    found = found.view(B, 1, -1, E)
     return placed(found if found.dtype == given else found.to(given), out)
 
 
-def _features(q: Tensor, k: Tensor, feature_map: str, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """φ(q) (B, H, M), f (B, Hkv, M) and log scale (B, Hkv), as `features.MAPS` has them."""
+def _features(
+    q: Tensor, k: Tensor, shift: Tensor, feature_map: str, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """φ(q) (B, H, M), φ(k) / exp(largest) (B, Hkv, M), and largest (B, Hkv), the log scale of sums that hold this key.
+
+    q: (B, H, D), k: (B, Hkv, D). shift: (B, Hkv), the log scale so far. largest: None for maps that keep to 0.
+    """
     if weight is None:
-        f, scale = MAPS[feature_map].key(k, None)
-        return MAPS[feature_map].query(q, None)[0], f, scale
-    # Queries and keys at once: half the calls.
-    H, x = q.shape[1], torch.cat([q, k], 1) * q.shape[2] ** -0.25
-    projected = F.linear(x, weight)
-    largest = projected.amax(-1, keepdim=True)
-    projected.sub_(largest).exp_()
-    return projected[:, :H], projected[:, H:], largest[:, H:, 0] - x[:, H:].square().sum(-1) / 2
+        (query, _), (f, scale) = MAPS[feature_map].query(q, None), MAPS[feature_map].key(k, None)
+        if scale is None:
+            return query, f, None
+        largest = torch.maximum(shift, scale)
+        return query, f * (scale - largest).exp_().unsqueeze(-1), largest
+    # Queries and keys at once: half the calls. A query's own largest is divided out, of keys the largest so far.
+    heads = q.shape[1], k.shape[1]
+    x = torch.cat([q, k], 1).mul_(q.shape[2] ** -0.25)
+    projected, square = F.linear(x, weight), (x * x).sum(-1)
+    top = projected.amax(-1)  # (B, H + Hkv)
+    (_, size), (_, square) = top.split_with_sizes(heads, 1), square.split_with_sizes(heads, 1)
+    largest = torch.maximum(shift, size.sub_(square, alpha=0.5))
+    torch.add(largest, square, alpha=0.5, out=size)
+    query, f = projected.sub_(top.unsqueeze(-1)).exp_().split_with_sizes(heads, 1)
+    return query, f, largest
 
 
 def linformer_step_(
@@ -134,7 +150,7 @@ def linformer_step_(
     e, f: (1 or Hkv, R), what compresses it. periods: by how many the rows, sums, are divided to be means.
     """
     for rows, weights, x in ((rows_k, e, k), (rows_v, f, v)):
-        rows.addcmul_(weights[:, :, None].to(rows.dtype), x.transpose(1, 2))
+        rows.addcmul_(weights.unsqueeze(2), x.transpose(1, 2))
     scale, grouped = q.shape[3] ** -0.5 / periods, q.shape[2] > k.shape[2]
     out = attend(q.transpose(1, 2), rows_k, rows_v, None, grouped=grouped, scale=scale).transpose(1, 2)
     return out if periods == 1 else out / periods
@@ -160,7 +176,7 @@ def project(
     if known is not None:
         out = backend.step_kernels().project(x, known.weights, known.norm, activation, add)
         return out.split([len(weight) for weight, _ in known.weights], 2)
-    x = x if norm is None else norm(x)
+    x = x if norm is None else _normed(x, norm)
     results = []
     for f in maps:
         if isinstance(f, Tensor):
@@ -203,6 +219,12 @@ def _known(x: Tensor, maps: Sequence[nn.Module | Tensor], norm: nn.Module | None
     alike = all(t is None or (t.dtype == x.dtype and t.stride(-1) == 1) for t in given)
     whole = all(weight.is_contiguous() for weight, _ in weights)
     return _Known(weights, normed) if alike and whole and x.shape[2] <= 8192 else None
+
+
+def _normed(x: Tensor, norm: nn.Module) -> Tensor:
+    if type(norm) is nn.LayerNorm and _bare(norm):
+        return torch.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    return norm(x)
 
 
 def _bare(module: nn.Module) -> bool:

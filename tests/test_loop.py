@@ -1,0 +1,84 @@
+"""The loop behind generation on a CPU: threads, and what comes out of inference mode."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, stream
+from longspan import loop as loops
+from longspan.generation import prefill
+
+
+def language_model(mechanism="linear"):
+    attention = AttentionConfig(num_heads=3, head_dim=5, mechanism=mechanism)
+    config = ModelConfig(dim=13, depth=2, causal=True, vocab_size=29, attention=attention)
+    return LanguageModel(config).double()
+
+
+@pytest.fixture
+def threads():
+    """Two threads, whatever the machine has; then as before. What a step runs with is recorded by a hook."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield 2
+    torch.set_num_threads(before)
+
+
+def seen_in_steps(model, number=2):
+    """The number of threads at each step after the first, which chooses from what the prompt gave."""
+    seen = []
+    handle = model.embedding.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+    memory = prefill(model, [3, 1, 4])
+    seen.clear()
+    list(stream(model, memory, number + 1, sampling=Sampling(temperature=0)))
+    handle.remove()
+    return seen
+
+
+def test_a_small_step_has_one_thread_and_then_there_are_as_many_as_before(threads):
+    assert seen_in_steps(language_model()) == [1, 1]
+    assert torch.get_num_threads() == threads
+
+
+def test_a_large_step_keeps_its_threads(threads, monkeypatch):
+    monkeypatch.setattr(loops, "_SMALL", 100)
+    assert seen_in_steps(language_model()) == [2, 2]
+
+
+def test_a_step_beside_other_threads_leaves_their_number_alone(threads):
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        assert seen_in_steps(language_model()) == [2, 2]
+    finally:
+        done.set()
+        other.join()
+
+
+def test_threads_are_back_after_an_error(threads):
+    model = language_model()
+    memory = prefill(model, [3, 1, 4])
+    steps = stream(model, memory, sampling=Sampling(temperature=0))
+    next(steps)
+    model.embedding.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyError("now")))
+    with pytest.raises(KeyError):
+        next(steps)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "softmax", "local"])
+def test_gradients_flow_through_tokens_after_a_memory(mechanism):
+    model = language_model(mechanism)
+    steps = stream(model, prefill(model, [3, 1, 4, 1]), sampling=Sampling(temperature=0))
+    said = [next(steps)[0][0] for _ in range(3)]
+    memory = steps.memory
+    assert not any(x.is_inference() for x in (memory.logits, memory.recent, *memory.state.tensors().values()))
+    logits, _ = model.extend(torch.tensor([[7, 2]]), memory.state)
+    logits.sum().backward()
+    whole = model(torch.tensor([[3, 1, 4, 1, *said, 7, 2]]))[:, -2:]
+    torch.testing.assert_close(logits, whole, rtol=0, atol=1e-9)
+    assert model.embedding.weight.grad is not None
