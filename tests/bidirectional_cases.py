@@ -119,7 +119,7 @@ def by_kernels(case: Case, given: Given) -> list[Tensor]:
     tensors = given.q, given.k, given.v, given.weight, given.key_mask, *offsets
     results = kernels.bidirectional_linear(*tensors, case.feature_map, case.normalise)
     grads = kernels.bidirectional_linear_backward(given.d_out, *results[1:], *tensors, case.feature_map, case.normalise)
-    return [results.out, *grads]
+    return [results[0], *grads]
 
 
 def check(case: Case, given: Given, dtype: torch.dtype) -> None:

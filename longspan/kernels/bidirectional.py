@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from longspan.kernels.bidirectional_forward import (
     bidirectional_sums_kernel,
     bidirectional_weight_kernel,
 )
-from longspan.kernels.launch import Argument, Launcher, dense_rows, look, on_device
+from longspan.kernels.launch import Launch, Looks, Room, dense, dense_rows, looks, new_like, on_device
 
 
 class Config(NamedTuple):
@@ -70,34 +70,19 @@ def configs(num_features: int, value_dim: int, halves: bool, wide: bool) -> Conf
     return found
 
 
-class Result(NamedTuple):
-    """out (B, T, H, E), and what the backward pass starts from: each query's normaliser, and the sums with both
-    scales, as `bidirectional_combine_kernel` leaves them, N sequences each.
-    """
-
-    out: Tensor
-    scale: Tensor  # (B, T, H)
-    kv: Tensor  # (N, Hkv, BM, BE) float32, or (N, Hkv, BM, 2 BE) as two halves of bfloat16
-    z: Tensor  # (N, Hkv, BM)
-    c: Tensor  # (N, Hkv, BM)
-
-
-def new_result(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, key_offsets: Tensor | None, divided: bool
-) -> Result:
-    """Room for the results."""
-    N = k.shape[0] if key_offsets is None else len(key_offsets) - 1
-    D, E, halves = k.shape[3], v.shape[3], q.dtype == torch.bfloat16
-    BM, BE = _padded(D if weight is None else len(weight), halves), _padded(E, halves)
-    scale = q.new_empty((*q.shape[:2], q.shape[2] if divided else 0), dtype=torch.float32)
-    kv = q.new_empty((N, k.shape[2], BM, 2 * BE if halves else BE), dtype=torch.bfloat16 if halves else torch.float32)
-    z, c = (kv.new_empty(kv.shape[:3], dtype=torch.float32) for _ in range(2))
-    return Result(v.new_empty(*q.shape[:3], E), scale, kv, z, c)
-
-
 def is_divided(feature_map: str, normalise: str) -> bool:
     """Whether each query divides: by its normaliser or, with sums divided already, by the sum of its features."""
     return normalise == "query" or (normalise == "feature" and feature_map in _EXPONENTIAL)
+
+
+def kept_size(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, key_offsets: Tensor | None, feature_map: str, normalise: str
+) -> int:
+    """How many numbers `bidirectional_linear` keeps for the backward pass."""
+    N = k.shape[0] if key_offsets is None else len(key_offsets) - 1
+    M = None if weight is None else len(weight)
+    rows = q.shape[0] * q.shape[1] * q.shape[2] if is_divided(feature_map, normalise) else 0
+    return _kept(rows, N * k.shape[2], q.shape[3], M, v.shape[3], q.dtype == torch.bfloat16).size
 
 
 def bidirectional_linear(
@@ -110,36 +95,35 @@ def bidirectional_linear(
     key_offsets: Tensor | None,
     feature_map: str,
     normalise: str,
-) -> Result:
-    """`longspan::bidirectional_linear`."""
-    call = _Call(q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalise)
-    result = new_result(q, k, v, weight, key_offsets, is_divided(feature_map, normalise))
+    *,
+    clean: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`longspan::bidirectional_linear`: out (B, T, H, E), and what is kept for the backward pass.
+
+    clean: what is kept has the same bits every time, which takes a launch.
+    """
+    q, k, v, weight, key_mask = _dense(q, k, v, weight, key_mask)
+    given = looks(q, k, v, weight, key_mask, offsets, key_offsets)
+    plan = _forward_plan(q.get_device(), given, feature_map, normalise)
+    out, kept, work = v.new_empty(plan.out_shape), plan.kept.new(q, clean=clean), plan.work.new(q)
+    scale, kv, z, c, high, rest = plan.kept.places(kept, plan.ready)
+    parts, parts_z, parts_c = plan.work.places(work, plan.ready)
     with on_device(q):
-        cut = call.keys_cut(call.configs.sums)
-        parts, parts_z, parts_c = call.parts(cut, 2)
-        call.launch(
-            bidirectional_sums_kernel,
-            cut,
-            (call.k, call.v, call.key_mask, call.key_offsets, parts, parts_z, parts_c),
-            (call.k, call.v),
-        )
-        sums = parts, parts_z, parts_c, call.key_offsets, result.kv, result.z, result.c
-        call.combine(bidirectional_combine_kernel, cut, sums)
-        call.launch(
-            bidirectional_read_kernel,
-            call.queries_cut(call.configs.read),
-            (call.q, call.offsets, result.kv, result.z, result.c, result.out, result.scale),
-            (call.q,),
-        )
-    return result
+        if plan.halve is not None:
+            plan.halve(weight, high, rest)
+        weights = plan.weights(weight, high, rest)
+        for sums, w in zip(plan.sums, weights, strict=True):
+            sums(*w, k, v, key_mask, key_offsets, parts, parts_z, parts_c)
+        plan.combine(parts, parts_z, parts_c, key_offsets, kv, z, c)
+        for read, w in zip(plan.read, weights, strict=True):
+            read(*w, q, offsets, kv, z, c, out, scale)
+    plan.ready = plan.read[-1].ready is not None
+    return out, kept
 
 
 def bidirectional_linear_backward(
     d_out: Tensor,
-    scale: Tensor,
-    kv: Tensor,
-    z: Tensor,
-    c: Tensor,
+    kept: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -151,45 +135,34 @@ def bidirectional_linear_backward(
     normalise: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`longspan::bidirectional_linear_backward`."""
-    call = _Call(q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalise)
+    q, k, v, weight, key_mask = _dense(q, k, v, weight, key_mask)
     d_out = dense_rows(d_out)
-    call.look(d_out, *d_out.stride())
-    d_q, d_k, d_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    d_kv, d_z = torch.empty_like(kv), torch.empty_like(z)
+    given = looks(q, k, v, weight, key_mask, offsets, key_offsets, d_out, kept)
+    plan = _backward_plan(q.get_device(), given, feature_map, normalise)
+    d_q, d_k, d_v, work = new_like(q), new_like(k), new_like(v), plan.work.new(q)
+    scale, kv, z, c, high, rest = plan.kept.places(kept, plan.ready)
+    d_kv, d_z, parts, parts_z = plan.work.places(work, plan.ready)
+    weights = plan.weights(weight, high, rest)
     with on_device(q):
-        cut = call.queries_cut(call.configs.queries)
-        parts, parts_z = call.parts(cut, 1)
-        # Tiles of d kv are programs of their own; d q needs all of them in one.
-        at_once = call.configs.at_once and call.tiles(cut.config) == 1
-        for queries, sums in ((True, True),) if at_once else ((True, False), (False, True)):
-            call.launch(
-                bidirectional_backward_queries_kernel,
-                cut,
-                (call.q, d_out, call.offsets, kv, z, c, scale, d_q, parts, parts_z),
-                (call.q, d_out),
-                (("QUERIES", queries), ("SUMS", sums)),
-                one_program=queries,
-            )
-        ends = parts, parts_z, call.offsets, kv, z, d_kv, d_z
-        call.combine(bidirectional_backward_combine_kernel, cut, ends)
-        call.launch(
-            bidirectional_backward_keys_kernel,
-            call.keys_cut(call.configs.keys),
-            (call.k, call.v, call.key_mask, call.key_offsets, kv, c, d_kv, d_z, d_k, d_v),
-            (call.k, call.v),
-            one_program=True,
-        )
+        for launches in plan.queries:
+            for queries, w in zip(launches, weights, strict=True):
+                queries(*w, q, d_out, offsets, kv, z, c, scale, d_q, parts, parts_z)
+        plan.combine(parts, parts_z, offsets, kv, z, d_kv, d_z)
+        for keys, w in zip(plan.keys, weights, strict=True):
+            keys(*w, k, v, key_mask, key_offsets, kv, c, d_kv, d_z, d_k, d_v)
+    plan.ready = plan.keys[-1].ready is not None
     return d_q, d_k, d_v
 
 
 class _Cut(NamedTuple):
-    """Rows of so many tokens, and heads, in stretches of `length` tokens each."""
+    """Rows of so many tokens, and heads, in stretches of `length` tokens each; packed, of so many sequences."""
 
     config: Config
     tokens: int
     heads: int
     length: int
     stretches: int
+    sequences: int
 
 
 _EXPONENTIAL = ("softmax", "favor")
@@ -197,158 +170,145 @@ _EXPONENTIAL = ("softmax", "favor")
 _PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
 
 
-class _Plan(NamedTuple):
-    """What calls of the same sizes share."""
+class _Plan:
+    """All that calls with arguments that look alike share: how they are cut, room, and kernels with their numbers."""
 
-    configs: Configs
-    launch: Launcher
+    def __init__(self, device: int, given: Looks, feature_map: str, normalise: str) -> None:
+        q, k, v, weight, _, offsets, key_offsets, *_ = given
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        (B, T, H, D), (Hkv, E), dtype = q[0], v[0][2:], q[2]
+        halves, M = dtype == torch.bfloat16, None if weight is None else weight[0][0]
+        BD, self.BM, self.BE = (_padded(size, halves) for size in (D, D if M is None else M, E))
+        self.configs = configs(self.BM, self.BE, halves, M is not None and BD > 64)
+        self.device, self.out_shape, self.Hkv = device, (B, T, H, E), Hkv
+        self.rows = {"q": q, "k": k, "v": v}
+        self.offsets = {"q": offsets, "k": key_offsets}
+        self.constants = {
+            "H": H,
+            "HKV": Hkv,
+            "D": D,
+            "M": D if M is None else M,
+            "E": E,
+            "BD": BD,
+            "BM": self.BM,
+            "BE": self.BE,
+            "MAP": feature_map,
+            "EXPONENTIAL": feature_map in _EXPONENTIAL,
+            "DIVIDE": is_divided(feature_map, normalise),
+            "FEATURE": normalise == "feature",
+            "ACROSS": self.BM > 128,
+            "DOT": tl.bfloat16 if halves else tl.float32,
+            "PRECISION": _PRECISION[dtype],
+        }
+        # What inputs are multiplied with, as `load_projection` has it. For a weight that may or may not be exact in
+        # bfloat16 two, of which the kernels take one.
+        self.projections = ["unit" if halves and D <= 128 else "none"] if weight is None else ["whole"]
+        self.halved = weight is not None and halves and weight[2] != torch.bfloat16
+        if self.halved:
+            self.projections.append("halves")
+        self.N = B if key_offsets is None else key_offsets[0][0] - 1
+        rows = B * T * H if self.constants["DIVIDE"] else 0
+        self.kept = _kept(rows, self.N * Hkv, D, M, E, halves)
+        self.ready = False
 
+    def weights(self, weight: Tensor | None, high: Any, rest: Any) -> list[tuple[Any, Any]]:
+        """For each projection, and how far it is from being exact."""
+        return [(high, rest), (weight, rest)] if self.halved else [(weight, None)]
 
-@cache
-def _plan(
-    device: int,
-    sizes: tuple[int, int, int, int],
-    num_features: int | None,
-    dtype: torch.dtype,
-    feature_map: str,
-    normalise: str,
-) -> _Plan:
-    H, Hkv, D, E = sizes
-    halves = dtype == torch.bfloat16
-    M = D if num_features is None else num_features
-    BD, BM, BE = (_padded(n, halves) for n in (D, M, E))
-    constants = {
-        "H": H,
-        "HKV": Hkv,
-        "D": D,
-        "M": M,
-        "E": E,
-        "BD": BD,
-        "BM": BM,
-        "BE": BE,
-        "MAP": feature_map,
-        "EXPONENTIAL": feature_map in _EXPONENTIAL,
-        "DIVIDE": is_divided(feature_map, normalise),
-        "FEATURE": normalise == "feature",
-        "ACROSS": BM > 128,
-        "DOT": tl.bfloat16 if halves else tl.float32,
-        "PRECISION": _PRECISION[dtype],
-    }
-    return _Plan(configs(BM, BE, halves, num_features is not None and BD > 64), Launcher(constants))
-
-
-class _Call:
-    """The arguments as the kernels take them, and launches."""
-
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        weight: Tensor | None,
-        key_mask: Tensor | None,
-        offsets: Tensor | None,
-        key_offsets: Tensor | None,
-        feature_map: str,
-        normalise: str,
-    ) -> None:
-        self.q, self.k, self.v = dense_rows(q), dense_rows(k), dense_rows(v)
-        self.key_mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
-        self.offsets, self.key_offsets = offsets, key_offsets
-        sizes = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-        M = None if weight is None else len(weight)
-        self.configs, self._launch = _plan(q.get_device(), sizes, M, q.dtype, feature_map, normalise)
-        self.BM, self.BE = self._launch.constants["BM"], self._launch.constants["BE"]
-        self.looks: tuple[Any, ...] = ()
-        strides = *self.q.stride(), *self.k.stride(), *self.v.stride()
-        self.look(self.q, self.k, self.v, weight, self.key_mask, offsets, key_offsets, *strides)
-        with on_device(q):
-            self.projections, self.rest = self._projections(weight)
-
-    def _projections(self, weight: Tensor | None) -> tuple[list[tuple[str, Tensor | None]], Tensor | None]:
-        """What inputs are multiplied with, as `load_projection` has it. For a weight that may or may not be exact in
-        bfloat16 two, of which the kernels take one.
-        """
-        halves = self.q.dtype == torch.bfloat16
-        if weight is None:
-            return [("unit" if halves and self.q.shape[3] <= 128 else "none", None)], None
-        weight = weight.contiguous()
-        if not halves or weight.dtype == torch.bfloat16:
-            return [("whole", weight)], None
-        high, rest = torch.empty_like(weight, dtype=torch.bfloat16), weight.new_empty(1, dtype=torch.float32)
-        self._launch(bidirectional_weight_kernel, (1, 1, 1), (weight, high, rest), self.looks, (("num_warps", 8),))
-        return [("whole", high), ("halves", weight)], rest
-
-    def look(self, *given: Argument) -> None:
-        """All that callers choose; what is allocated here looks the same every time."""
-        self.looks += tuple([look(x) for x in given])
-
-    def queries_cut(self, config: Config) -> _Cut:
-        return _cut(config, self.q, self.offsets)
-
-    def keys_cut(self, config: Config) -> _Cut:
-        return _cut(config, self.k, self.key_offsets)
+    def cut(self, config: Config, name: str) -> _Cut:
+        """q or k in stretches; packed, each sequence may need one more than its share."""
+        (B, T, heads, _), offsets = self.rows[name][0], self.offsets[name]
+        wanted = max(1, config.programs // (B * heads))
+        length = -(-T // (wanted * config.chunk)) * config.chunk
+        sequences = 0 if offsets is None else offsets[0][0] - 1
+        stretches = B * -(-T // length) if offsets is None else T // length + sequences
+        return _Cut(config, T, heads, length, stretches, sequences)
 
     def tiles(self, config: Config) -> int:
         return max(1, self.BM * self.BE // config.tile)
 
-    def parts(self, cut: _Cut, vectors: int) -> tuple[Tensor, ...]:
+    def parts(self, cut: _Cut, vectors: int) -> list[tuple[int, torch.dtype]]:
         """Room for the sums of each stretch and head, and for so many vectors beside them."""
         number = cut.stretches * cut.heads * self.BM
-        kv = self.q.new_empty(number * self.BE, dtype=torch.float32)
-        return kv, *self.q.new_empty((vectors, number), dtype=torch.float32).unbind()
+        return [(number * self.BE, torch.float32), *[(number, torch.float32)] * vectors]
 
-    def launch(
-        self,
-        kernel: Any,
-        cut: _Cut,
-        tensors: tuple[Tensor | None, ...],
-        strided: tuple[Tensor, ...],
-        more: tuple[tuple[str, Any], ...] = (),
-        *,
-        one_program: bool = False,
-    ) -> None:
-        """A program for each stretch and head and, unless one goes through all of them, each tile of the sums."""
+    def launches(self, kernel: Any, cut: _Cut, strided: str, *, one_program: bool, **more: bool) -> list[Launch]:
+        """For each projection. A program for each stretch and head and, unless one goes through all, each tile."""
         config, tiles = cut.config, self.tiles(cut.config)
-        offsets = self.offsets if strided[0] is self.q else self.key_offsets
-        sequences = 0 if offsets is None else len(offsets) - 1
-        strides = [stride for x in strided for stride in x.stride()[:3]]
-        for projection, weight in self.projections:
+        strides = [stride for name in strided for stride in self.rows[name][1][:3]]
+        grid = cut.stretches * cut.heads * (1 if one_program else tiles), 1, 1
+        options = {"TILES": tiles, "C": config.chunk, "BE": self.BE // tiles, "num_warps": config.warps}
+        constants = {**self.constants, **options, "maxnreg": config.registers, **more}
+        found = []
+        for projection in self.projections:
             # A second half of the weight takes the room of a load in flight.
             stages = config.stages - 1 if projection == "halves" and config.stages > 1 else config.stages
-            self._launch(
-                kernel,
-                (cut.stretches * cut.heads * (1 if one_program else tiles), 1, 1),
-                (weight, self.rest, *tensors, cut.tokens, cut.length, sequences, *strides),
-                self.looks,
-                (
-                    ("TILES", tiles),
-                    ("C", config.chunk),
-                    ("BE", self.BE // tiles),
-                    ("PROJECTION", projection),
-                    ("num_warps", config.warps),
-                    ("num_stages", stages),
-                    ("maxnreg", config.registers),
-                    *more,
-                ),
-            )
+            numbers = cut.tokens, cut.length, cut.sequences, *strides
+            own = {**constants, "PROJECTION": projection, "num_stages": stages}
+            found.append(Launch(self.device, kernel, grid, numbers, own))
+        return found
 
-    def combine(self, kernel: Any, cut: _Cut, tensors: tuple[Tensor | None, ...]) -> None:
+    def combining(self, kernel: Any, cut: _Cut) -> Launch:
         """Programs for some rows each of every sequence's and key head's sums."""
-        kv = tensors[4] if kernel is bidirectional_combine_kernel else tensors[3]
-        assert kv is not None
         rows = min(self.BM, max(1, 512 // self.BE))
-        grid = kv.shape[0] * kv.shape[1], self.BM // rows, 1
-        self._launch(kernel, grid, (*tensors, cut.tokens, cut.length), self.looks, (("ROWS", rows),))
+        grid = self.N * self.Hkv, self.BM // rows, 1
+        return Launch(self.device, kernel, grid, (cut.tokens, cut.length), {**self.constants, "ROWS": rows})
 
 
-def _cut(config: Config, x: Tensor, offsets: Tensor | None) -> _Cut:
-    """x (B, T, heads, ·) in stretches; packed, each sequence may need one more than its share."""
-    B, T, heads, _ = x.shape
-    wanted = max(1, config.programs // (B * heads))
-    length = -(-T // (wanted * config.chunk)) * config.chunk
-    stretches = B * -(-T // length) if offsets is None else T // length + len(offsets) - 1
-    return _Cut(config, T, heads, length, stretches)
+class _Forward(_Plan):
+    def __init__(self, device: int, given: Looks, feature_map: str, normalise: str) -> None:
+        super().__init__(device, given, feature_map, normalise)
+        cut = self.cut(self.configs.sums, "k")
+        self.work = Room(*self.parts(cut, 2))
+        halve = Launch(device, bidirectional_weight_kernel, (1, 1, 1), (), {**self.constants, "num_warps": 8})
+        self.halve = halve if self.halved else None
+        self.sums = self.launches(bidirectional_sums_kernel, cut, "kv", one_program=False)
+        self.combine = self.combining(bidirectional_combine_kernel, cut)
+        read = self.cut(self.configs.read, "q")
+        self.read = self.launches(bidirectional_read_kernel, read, "q", one_program=False)
+
+
+class _Backward(_Plan):
+    def __init__(self, device: int, given: Looks, feature_map: str, normalise: str) -> None:
+        super().__init__(device, given, feature_map, normalise)
+        d_out = given[7]
+        assert d_out is not None
+        self.rows["d"] = d_out
+        cut = self.cut(self.configs.queries, "q")
+        self.work = Room(*self.kept.parts[1:3], *self.parts(cut, 1))
+        # Tiles of d kv are programs of their own; d q needs all of them in one.
+        at_once = self.configs.at_once and self.tiles(cut.config) == 1
+        kernel = bidirectional_backward_queries_kernel
+        self.queries = [
+            self.launches(kernel, cut, "qd", one_program=queries, QUERIES=queries, SUMS=sums)
+            for queries, sums in (((True, True),) if at_once else ((True, False), (False, True)))
+        ]
+        self.combine = self.combining(bidirectional_backward_combine_kernel, cut)
+        keys = self.cut(self.configs.keys, "k")
+        self.keys = self.launches(bidirectional_backward_keys_kernel, keys, "kv", one_program=True)
+
+
+_forward_plan = lru_cache(maxsize=1024)(_Forward)
+_backward_plan = lru_cache(maxsize=1024)(_Backward)
+
+
+def _kept(rows: int, heads: int, D: int, M: int | None, E: int, halves: bool) -> Room:
+    """Each query's normaliser; the sums with both scales, as `bidirectional_combine_kernel` leaves them, a matrix
+    (BM, BE) of float32 or two halves of bfloat16 side by side, and two vectors (BM,); and the projection's larger half.
+    """
+    whole, half = torch.float32, torch.bfloat16
+    BM, BE = _padded(D if M is None else M, halves), _padded(E, halves)
+    kv = (heads * BM * 2 * BE, half) if halves else (heads * BM * BE, whole)
+    projection = (0 if M is None or not halves else M * D, half), (1, whole)
+    return Room((rows, whole), kv, (heads * BM, whole), (heads * BM, whole), *projection)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, key_mask: Tensor | None) -> tuple[Any, ...]:
+    """The tensors as the kernels take them."""
+    mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
+    return dense_rows(q), dense_rows(k), dense_rows(v), dense(weight), mask
 
 
 def _padded(n: int, halves: bool) -> int:

@@ -76,8 +76,13 @@ def forward(
     lengths: Tensor | None,
     kv: Tensor | None,
     shift: Tensor | None,
+    *,
+    clean: bool = False,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """out (B, T, H, E), den (B, T, H), and the sums and their shift after the last token; then what is kept."""
+    """out (B, T, H, E), den (B, T, H), and the sums and their shift after the last token; then what is kept.
+
+    clean: what is kept has the same bits every time.
+    """
     q, k, v, weight = dense_rows(q), dense_rows(k), dense_rows(v), weight.contiguous()
     kv, shift = dense(kv), dense(shift)
     plan = _forward_plan(q.get_device(), looks(q, k, v, weight, lengths, kv, shift))
@@ -85,7 +90,7 @@ def forward(
     den = q.new_empty(plan.den_shape, dtype=torch.float32)
     kv_out = q.new_empty(plan.kv_shape, dtype=torch.float32)
     shift_out = q.new_empty(plan.shift_shape, dtype=torch.float32)
-    kept, work = plan.kept.new(q), plan.work.new(q)
+    kept, work = plan.kept.new(q, clean=clean), plan.work.new(q)
     high, low, flag, query_offset, offset, scale, peak, reference = plan.kept.places(kept, plan.ready)
     total, total_z, prefix, prefix_z, before, largest = plan.work.places(work, plan.ready)
     with on_device(q):

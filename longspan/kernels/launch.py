@@ -71,8 +71,9 @@ class Room:
             end += -(-number * dtype.itemsize // 256) * 256
         self.size = end // 4
 
-    def new(self, like: Tensor) -> Tensor:
-        return like.new_empty(self.size, dtype=torch.float32)
+    def new(self, like: Tensor, *, clean: bool = False) -> Tensor:
+        """clean: zeros in between and wherever nobody writes."""
+        return (like.new_zeros if clean else like.new_empty)(self.size, dtype=torch.float32)
 
     def places(self, room: Tensor, ready: bool) -> list[Any]:
         """ready: whether all kernels that are to be called with them are; else tensors are made, which takes longer."""

@@ -89,13 +89,18 @@ def forward(
     shift: Tensor | None,
     feature_map: str,
     normalise: bool,
+    *,
+    clean: bool = False,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]:
-    """The results of `causal_linear`, and what saves the backward pass from finding it again, if anything does."""
+    """The results of `causal_linear`, and what saves the backward pass from finding it again, if anything does.
+
+    clean: what is kept has the same bits every time, which takes a launch.
+    """
     if walking.takes(q, v, log_scale, feature_map, normalise):
-        return walking.forward(q, k, v, lengths, kv, shift, feature_map)
+        return walking.forward(q, k, v, lengths, kv, shift, feature_map, clean=clean)
     if favor.takes(q, v, feature_map, normalise):
         assert weight is not None
-        return favor.forward(q, k, v, weight, lengths, kv, shift)
+        return favor.forward(q, k, v, weight, lengths, kv, shift, clean=clean)
     call = _Call(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise)
     (B, T, H, _), (Hkv, E) = q.shape, v.shape[2:]
     out = v.new_empty(B, T, H, E)

@@ -74,15 +74,17 @@ def forward(
     kv: Tensor | None,
     shift: Tensor | None,
     feature_map: str,
+    *,
+    clean: bool = False,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The results of `causal_linear`, and what is kept."""
+    """The results of `causal_linear`, and what is kept. clean: that has the same bits every time."""
     q, k, v, kv, shift = dense_rows(q), dense_rows(k), dense_rows(v), dense(kv), dense(shift)
     plan = _forward_plan(q.get_device(), looks(q, k, v, lengths, kv, shift), feature_map)
     out = v.new_empty(plan.out_shape)
     den = q.new_empty(plan.den_shape, dtype=torch.float32)
     kv_out = q.new_empty(plan.kv_shape, dtype=torch.float32)
     shift_out = q.new_empty(plan.shift_shape, dtype=torch.float32)
-    kept = plan.kept.new(q)
+    kept = plan.kept.new(q, clean=clean)
     sums, z, sizes, reference = plan.kept.places(kept, plan.ready)
     with on_device(q):
         plan.sums(k, v, lengths, sums, z, sizes)

@@ -15,9 +15,6 @@ from torch import Tensor
 
 from longspan.ops import backend
 
-# out, and what the backward pass starts from: each query's normaliser, the sums, and their two scales.
-Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
 
 def bidirectional_linear(
     q: Tensor,
@@ -41,10 +38,11 @@ def bidirectional_linear(
     that bfloat16 holds takes one product, any other takes two.
     """
     given = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalise
-    if backend.at_once(q):
-        apply: Any = _Kernels.apply
-        return apply(*given)
-    return _bidirectional_linear(*given)[0]
+    if not backend.at_once(q):
+        return _bidirectional_linear(*given)[0]
+    if torch.is_grad_enabled():
+        return _apply(*given)
+    return backend.bidirectional_kernels().bidirectional_linear(*given)[0]
 
 
 class _Kernels(torch.autograd.Function):
@@ -52,17 +50,26 @@ class _Kernels(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        results = backend.bidirectional_kernels().bidirectional_linear(*given)
-        *tensors, ctx.feature_map, ctx.normalise = given
-        ctx.save_for_backward(*results[1:], *tensors)
-        return results[0]
+        out, kept = backend.bidirectional_kernels().bidirectional_linear(*given)
+        *tensors, feature_map, normalise = given
+        ctx.save_for_backward(kept, *tensors)
+        ctx.rest = feature_map, normalise
+        return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        kernels = backend.bidirectional_kernels()
-        grads = kernels.bidirectional_linear_backward(d_out, *ctx.saved_tensors, ctx.feature_map, ctx.normalise)
-        return *grads, None, None, None, None, None, None
+        # Asked first, because saying that gradients are taken once takes as long as a launch.
+        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, d_out)
+
+
+def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    grads = backend.bidirectional_kernels().bidirectional_linear_backward(d_out, *ctx.saved_tensors, *ctx.rest)
+    return *grads, None, None, None, None, None, None
+
+
+_gradients_once: Any = torch.autograd.function.once_differentiable(_gradients)
+# `Function.apply` looks for transforms of functorch first, as `backend.at_once` has done.
+_apply: Any = super(torch.autograd.Function, _Kernels).apply
 
 
 @torch.library.custom_op("longspan::bidirectional_linear", mutates_args=())
@@ -76,9 +83,10 @@ def _bidirectional_linear(
     key_offsets: Tensor | None,
     feature_map: str,
     normalise: str,
-) -> Results:
+) -> tuple[Tensor, Tensor]:
+    """The result, and what the backward pass starts from."""
     given = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalise
-    return tuple(backend.bidirectional_kernels().bidirectional_linear(*given))
+    return backend.bidirectional_kernels().bidirectional_linear(*given, clean=True)
 
 
 @_bidirectional_linear.register_fake
@@ -92,19 +100,15 @@ def _(
     key_offsets: Tensor | None,
     feature_map: str,
     normalise: str,
-) -> Results:
-    kernels = backend.bidirectional_kernels()
-    divided = kernels.is_divided(feature_map, normalise)
-    return tuple(kernels.new_result(q, k, v, weight, key_offsets, divided))
+) -> tuple[Tensor, Tensor]:
+    size = backend.bidirectional_kernels().kept_size(q, k, v, weight, key_offsets, feature_map, normalise)
+    return v.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(size, dtype=torch.float32)
 
 
 @torch.library.custom_op("longspan::bidirectional_linear_backward", mutates_args=())
 def _bidirectional_linear_backward(
     d_out: Tensor,
-    scale: Tensor,
-    kv: Tensor,
-    z: Tensor,
-    c: Tensor,
+    kept: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -116,23 +120,22 @@ def _bidirectional_linear_backward(
     normalise: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    found = scale, kv, z, c
     given = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalise
-    return backend.bidirectional_kernels().bidirectional_linear_backward(d_out, *found, *given)
+    return backend.bidirectional_kernels().bidirectional_linear_backward(d_out, kept, *given)
 
 
 @_bidirectional_linear_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = args[5:8]
+    q, k, v = args[2:5]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.feature_map, ctx.normalise = inputs
-    ctx.save_for_backward(*output[1:], *tensors)
+    ctx.save_for_backward(output[1], *tensors)
 
 
-def _differentiate(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     grads = _bidirectional_linear_backward(d_out, *ctx.saved_tensors, ctx.feature_map, ctx.normalise)
     return *grads, None, None, None, None, None, None
 

@@ -70,7 +70,10 @@ def causal_linear(
         kv, shift = torch.cat([sums.kv, sums.z[..., None]], -1) if normalise else sums.kv, sums.shift
     given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
     if backend.at_once(q) and backend.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
-        out, kv, shift = _apply(*given)
+        if torch.is_grad_enabled():
+            out, kv, shift = _apply(*given)
+        else:
+            (out, _, kv, shift), _ = backend.linear_kernels().forward(*given)
     else:
         out, _, kv, shift, _, _ = _causal_linear(*given, bucket)
     return out, Sums(kv[..., :-1], kv[..., -1], shift) if normalise else Sums(kv, kv[..., 0], shift)
@@ -203,7 +206,7 @@ def _causal_linear(
     """The result, its normaliser, the sums and shift after it, and what the backward pass starts from."""
     given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
     if backend.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
-        results, kept = backend.linear_kernels().forward(*given)
+        results, kept = backend.linear_kernels().forward(*given, clean=True)
         nothing = results[1].new_empty(0)
         return *results, nothing if kept is None else kept, results[1].new_empty(0)
     return chunks.forward(_arguments(*given, bucket))
