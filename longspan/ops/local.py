@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.ops import backend
+from longspan.ops.once import once, refuse
 from longspan.ops.rotary import angles, rotate, xpos_scale
 from longspan.ops.sdpa import attend
 
@@ -227,6 +228,9 @@ def _(d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, 
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+_local_attention_backward.register_autograd(refuse)
+
+
 class _LocalAttention(torch.autograd.Function):
     """The same without a compiler, which has no use for what registering costs at every call."""
 
@@ -237,6 +241,7 @@ class _LocalAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         gradients = backend.local_kernels().backward(d_out, *ctx.saved_tensors, *ctx.window)
         return *gradients, *[None] * 11
