@@ -34,7 +34,7 @@ class Configs(NamedTuple):
 def configs(dim: int, halves: bool) -> Configs:
     """For heads of this many numbers, padded; halves: products of bfloat16 or float16, not float32."""
     if not halves:
-        small = Config(32, 32, 4, 1) if dim <= 128 else Config(16, 32, 4, 1)
+        small = Config(32, 32, 4 if dim <= 64 else 8, 1) if dim <= 128 else Config(16, 32, 8, 1)
         return Configs(small, small, small)
     if dim <= 64:
         return Configs(Config(64, 64, 4, 3), Config(64, 32, 4, 3), Config(64, 64, 4, 2))
