@@ -101,6 +101,19 @@ def test_the_op_takes_the_kernels() -> None:
     assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
 
 
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_are_taken_once(dtype: torch.dtype, direct: bool) -> None:
+    q, k, v = (torch.randn(1, 9, 2, 16, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+    if direct:
+        out = causal_linear(q, k, v, feature_map="elu")[0]
+    else:
+        out = torch.ops.longspan.causal_linear(q, k, v, None, None, None, None, None, "elu", True, 1)[0]
+    (d_q,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"gradients of gradients .* longspan\.ops\.reference"):
+        (d_q.square().sum() + q.sum()).backward()
+
+
 def test_compiled_whole_and_for_any_length() -> None:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return causal_linear(q, k, v, feature_map="softmax")[0] * 2

@@ -130,14 +130,18 @@ def test_autocast_and_fallbacks() -> None:
     torch.testing.assert_close(out.cpu(), by_plain(case, given, torch.float64)[0])
 
 
-def test_gradients_are_taken_once() -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_gradients_are_taken_once(direct: bool) -> None:
     q, k, v = (torch.randn(1, 9, 2, 16, device="cuda", requires_grad=True) for _ in range(3))
-    (d_q,) = torch.autograd.grad(bidirectional_linear(q, k, v, feature_map="elu").sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        d_q.sum().backward()
+    if direct:
+        out = bidirectional_linear(q, k, v, feature_map="elu")
+    else:
+        out = torch.ops.longspan.bidirectional_linear(q, k, v, None, None, None, None, "elu", "query")[0]
+    (d_q,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"gradients of gradients .* longspan\.ops\.reference"):
+        (d_q.square().sum() + q.sum()).backward()
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, where its compiler is imported
 def test_compiled_whole_and_for_any_length() -> None:
     linear = build_mechanism("linear", 3, 16, feature_map="softmax")
 
