@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan.ops import backend
+from longspan.ops.once import once, refuse
 
 
 def bidirectional_linear(
@@ -57,17 +58,12 @@ class _Kernels(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        # Asked first, because saying that gradients are taken once takes as long as a launch.
-        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, d_out)
+        grads = backend.bidirectional_kernels().bidirectional_linear_backward(d_out, *ctx.saved_tensors, *ctx.rest)
+        return *grads, None, None, None, None, None, None
 
 
-def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    grads = backend.bidirectional_kernels().bidirectional_linear_backward(d_out, *ctx.saved_tensors, *ctx.rest)
-    return *grads, None, None, None, None, None, None
-
-
-_gradients_once: Any = torch.autograd.function.once_differentiable(_gradients)
 # `Function.apply` looks for transforms of functorch first, as `backend.at_once` has done.
 _apply: Any = super(torch.autograd.Function, _Kernels).apply
 
@@ -128,6 +124,9 @@ def _bidirectional_linear_backward(
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = args[2:5]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_bidirectional_linear_backward.register_autograd(refuse)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longspan.ops import backend, chunks
 from longspan.ops.chunks import FLOOR, Arguments, is_nothing, over
+from longspan.ops.once import once, refuse
 
 
 class Sums(NamedTuple):
@@ -170,21 +171,16 @@ class _Kernels(torch.autograd.Function):
         return out, kv, shift
 
     @staticmethod
+    @once
     def backward(ctx: Any, d_out: Tensor | None, d_kv: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        # Asked first, because saying that gradients are taken once takes as long as a launch.
-        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, d_out, d_kv)
+        tensors = ctx.saved_tensors
+        if d_out is None:
+            q, v = tensors[2], tensors[4]
+            d_out = v.new_zeros(*q.shape[:3], v.shape[3])
+        grads = backend.linear_kernels().causal_linear_backward(d_out, d_kv, *tensors, *ctx.rest)
+        return *grads[:3], None, None, None, grads[3], None, None, None
 
 
-def _gradients(ctx: Any, d_out: Tensor | None, d_kv: Tensor | None) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    if d_out is None:
-        q, v = tensors[2], tensors[4]
-        d_out = v.new_zeros(*q.shape[:3], v.shape[3])
-    grads = backend.linear_kernels().causal_linear_backward(d_out, d_kv, *tensors, *ctx.rest)
-    return *grads[:3], None, None, None, grads[3], None, None, None
-
-
-_gradients_once: Any = torch.autograd.function.once_differentiable(_gradients)
 # `Function.apply` looks for transforms of functorch first, as `backend.at_once` has done.
 _apply: Any = super(torch.autograd.Function, _Kernels).apply
 
@@ -275,6 +271,9 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     den, q, k, v, kv = args[3], args[6], args[7], args[8], args[12]
     grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     return *grads, den.new_empty(0) if kv is None else kv.new_empty(kv.shape)
+
+
+_causal_linear_backward.register_autograd(refuse)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

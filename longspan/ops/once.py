@@ -21,10 +21,12 @@ def once(gradients: Gradients) -> Gradients:
 
     @wraps(gradients)
     def found_once(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return gradients(ctx, *d_outputs)  # At once: a context costs the host as much as a launch.
         with torch.no_grad():
             found = gradients(ctx, *d_outputs)
         given = [x for x in (*d_outputs, *ctx.saved_tensors) if x is not None and x.requires_grad]
-        if not torch.is_grad_enabled() or not given:
+        if not given:
             return found
         apply: Any = _Refusing.apply
         there = iter(apply(*[x for x in found if x is not None], *given))
