@@ -1,25 +1,31 @@
 """Generation on one GPU: milliseconds per token, tokens per second in a batch, and how fast a prompt is read.
 
     python benchmarks/gpu_generate.py results.json
+    python benchmarks/gpu_generate.py results.json --add --only --peers flash-linear-attention --limit 150
 
 The models are those of `gpu_model.py`, in bfloat16. Beside them, where it can be imported, flash-linear-attention's
-language model of the same size, by its own `generate` with a cache.
+language model of the same size, by its own `generate` with a cache. A peer runs in a process of its own for so many
+seconds: what it has measured by then stays in the results.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, stream
 from longspan.bench.machine import commit, machine, versions
 from longspan.bench.measuring import Case
-from longspan.bench.models import OLDER
+from longspan.bench.models import OLDER, OlderModel
 from longspan.generation import prefill
 
 LOCAL = {"mechanism": "local", "window": 256}
@@ -80,28 +86,75 @@ def measure(name: str, long: int) -> dict[str, Any]:
     return row
 
 
-def measure_peer(name: str) -> dict[str, Any]:
-    """An older package's model: what a token takes beyond those before it, prompts of 512."""
+def measure_peer(name: str, long: int, kept: Path) -> None:
+    """An older package's model: what a token takes beyond those before it. Its row is in a file as it grows."""
     row: dict[str, Any] = {"model": name}
-    case = Case(device="cuda", dtype="bfloat16", batch_size=1, length=512, num_heads=8, head_dim=64, depth=6)
+    start = time.perf_counter()
+
+    def keep() -> None:
+        beside = kept.with_suffix(".half")
+        beside.write_text(json.dumps(row))
+        beside.replace(kept)
+
+    # Prompts of 64 first: longer ones may be read by other kernels, which are tuned for a minute or more.
+    shapes = {
+        "ms_per_token_after_64": (1, 64),
+        "batch_tokens_per_second_after_64": (256, 64),
+        "ms_per_token_after_512": (1, 512),
+        "batch_tokens_per_second": (256, 512),
+        f"ms_per_token_after_{long}": (1, long),
+    }
     try:
+        case = Case(device="cuda", dtype="bfloat16", length=512, num_heads=8, head_dim=64, depth=6)
         older = OLDER[name](case)
         older.net.to("cuda", torch.bfloat16).eval()
-        for key, rows in (("ms_per_token_after_512", 1), ("batch_tokens_per_second", 256)):
-            prompt = torch.randint(256, (rows, 512), device="cuda")
-            found = []
-            with torch.no_grad():
-                for number in (8, 8, 32):
-                    torch.cuda.synchronize()
-                    begun = time.perf_counter()
-                    older.generate(prompt, number)
-                    torch.cuda.synchronize()
-                    found.append(time.perf_counter() - begun)
-            each = (found[2] - found[1]) / 24
-            row[key] = each * 1e3 if rows == 1 else round(rows / each)
+        row["parameters"] = sum(x.numel() for x in older.net.parameters())
+        for key, (rows, length) in shapes.items():
+            row["unfinished"] = key
+            keep()
+            seconds = peer_seconds_per_step(older, torch.randint(256, (rows, length), device="cuda"), start)
+            row[key] = seconds * 1e3 if rows == 1 else round(rows / seconds)
+        del row["unfinished"]
     except Exception as error:  # whatever another package raises: the row says so
         row["skipped"] = f"{type(error).__name__}: {error}"
-    return row
+    keep()
+
+
+def peer_seconds_per_step(older: OlderModel, prompt: Tensor, start: float) -> float:
+    """Many tokens less few, after a first call in which kernels are compiled and tuned."""
+    found = []
+    for number in (8, 8, 32):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        with torch.no_grad():
+            older.generate(prompt, number)
+        torch.cuda.synchronize()
+        now = time.perf_counter()
+        found.append(now - begun)
+        print(f"{now - start:7.1f} s  {number} tokens after {tuple(prompt.shape)}: {found[-1]:.3f} s", flush=True)
+    return (found[2] - found[1]) / 24
+
+
+def run_peer(name: str, long: int, limit: float, kept: Path, keep: Callable[[dict[str, Any]], None]) -> None:
+    """`measure_peer` in a process of its own, for `limit` seconds; its row is handed on as it grows."""
+    kept.unlink(missing_ok=True)
+    row: dict[str, Any] = {"model": name}
+    child = subprocess.Popen([sys.executable, __file__, str(kept), "--within", name, "--long", str(long)])
+    end = time.monotonic() + limit
+    while child.poll() is None and time.monotonic() < end:
+        time.sleep(1)
+        if kept.exists():
+            row = json.loads(kept.read_text())
+            keep(row)
+    if child.poll() is None:
+        row["skipped"] = f"not finished after {limit:g} s"
+        child.kill()
+    elif child.returncode:
+        row["skipped"] = f"ended with status {child.returncode}"
+    child.wait()
+    kept.unlink(missing_ok=True)
+    keep(row)
+    print(row, flush=True)
 
 
 def main() -> None:
@@ -110,25 +163,40 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=1_000_000, help="tokens of the long prompt")
     parser.add_argument("--only", nargs="*", default=list(ATTENTIONS), choices=ATTENTIONS)
     parser.add_argument("--peers", nargs="*", default=["flash-linear-attention"], choices=OLDER)
+    parser.add_argument("--limit", type=float, default=150, help="seconds for each peer")
+    parser.add_argument("--add", action="store_true", help="keep the rows that are in the results already")
+    parser.add_argument(
+        "--within", choices=OLDER, help="measure this peer in this process; its row is all that is kept"
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
-    about = {"machine": machine("cuda"), "versions": versions(), "commit": commit()}
-    rows = []
+    if options.within:
+        measure_peer(options.within, options.long, options.results)
+        return
+    ran = {"machine": machine("cuda"), "versions": versions(), "commit": commit(), "dtype": "bfloat16"}
+    rows: dict[str, dict[str, Any]] = {}
+    if options.add and options.results.exists():
+        page = json.loads(options.results.read_text())
+        # Rows of two runs: each says itself what ran.
+        about = {name: page[name] for name in ran}
+        rows = {row["model"]: {**about, **row} for row in page["rows"]}
+
+    def keep(row: dict[str, Any]) -> None:
+        rows[row["model"]] = {**ran, **row} if options.add else row
+        options.results.write_text(json.dumps({**ran, "rows": list(rows.values())}, indent=1))
+
     print(f"{'model':<34}{'ms/token, 512':>14}{f'{options.long}':>10}{'streamed':>10}{'batch 256':>12}{'prefill':>12}")
     for name in options.only:
         row = measure(name, options.long)
-        rows.append(row)
+        keep(row)
         short, far = row["ms_per_token_after_512"], row[f"ms_per_token_after_{options.long}"]
         print(
             f"{name:<34}{short:>14.3f}{far:>10.3f}{row['ms_per_streamed_token']:>10.3f}"
             f"{row['batch_tokens_per_second']:>12,}{row['prefill_tokens_per_second']:>12,}",
             flush=True,
         )
-        options.results.write_text(json.dumps({**about, "dtype": "bfloat16", "rows": rows}, indent=1))
     for name in options.peers:
-        rows.append(measure_peer(name))
-        print(rows[-1], flush=True)
-        options.results.write_text(json.dumps({**about, "dtype": "bfloat16", "rows": rows}, indent=1))
+        run_peer(name, options.long, options.limit, options.results.with_suffix(".peer.json"), keep)
 
 
 if __name__ == "__main__":
