@@ -1,6 +1,6 @@
 """Causal linear attention and FAVOR+ on one GPU: checked first, then timed beside softmax attention and its like.
 
-    python benchmarks/gpu_linear.py results.json
+    python benchmarks/gpu_linear.py results.json [--only favor 2048]
 
 Times are medians over CUDA events, forward and forward + backward, with the second-level cache flushed before each run:
 as called from Python, and replayed from a CUDA graph, which leaves the launches out. Each kernel's own time stands
@@ -157,6 +157,10 @@ def longest(feature_map: str, n: int = 4_194_304) -> dict[str, Any]:
     return {"map": feature_map, "n": n, "ms": begin.elapsed_time(end), "peak": peak, "finite": finite}
 
 
+def _words(case: tuple[Any, ...]) -> set[str]:
+    return {str(word) for word in case[:5]}
+
+
 def _sums(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -164,11 +168,15 @@ def _sums(x: Tensor) -> torch.dtype:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="where to write the JSON")
-    path = parser.parse_args().results
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="words of which a case's name, 4·8·8192·64 favor, has one"
+    )
+    options = parser.parse_args()
+    path, wanted = options.results, [case for case in CASES if not options.only or set(options.only) & _words(case)]
     torch.manual_seed(0)
     found: dict[str, Any] = {"machine": machine("cuda"), "versions": versions(), "commit": commit()}
     found |= {"dtype": "bfloat16", "unit": "ms", "rows": []}
-    for B, H, n, D, feature_map, *targets in CASES:
+    for B, H, n, D, feature_map, *targets in wanted:
         errors = check(B, H, n, D, feature_map)
         given = inputs(B, H, n, D)
         row: dict[str, Any] = {"case": [B, H, n, D, feature_map], "errors": errors}
@@ -184,8 +192,9 @@ def main() -> None:
         show(row)
         path.write_text(json.dumps(found, indent=1))
         del given
-    found["longest"] = [longest("elu"), longest("softmax")]
-    print(found["longest"], flush=True)
+    if not options.only:
+        found["longest"] = [longest("elu"), longest("softmax")]
+        print(found["longest"], flush=True)
     # Last, because they take the longest: what was measured before is there if they do not end.
     peers: dict[str, Attention] = {"sdpa": sdpa}
     fla = flash_linear_attention()
