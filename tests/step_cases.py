@@ -63,9 +63,9 @@ def compare(name: str, dtype: torch.dtype, device: str, steps: int) -> None:
     exact.load_state_dict({k: x.double().cpu() for k, x in built.state_dict().items()})
     B = 2
     states = [m.new_state(B, device=d, dtype=t) for m, d, t in ((built, device, dtype), (exact, "cpu", torch.float64))]
-    for count in (3, 9):  # rows of different lengths
+    for count, fewer in ((3, 2), (9, 1)):  # rows of 12 and 9 tokens
         x = inputs(name, B, count, dtype, device)
-        mask = torch.arange(count) < torch.tensor([[count], [count - 2]])
+        mask = torch.arange(count) < torch.tensor([[count], [count - fewer]])
         states[0] = built.extend(states[0], *x, key_mask=mask.to(device))[1]
         states[1] = exact.extend(states[1], *(y.cpu().double() for y in x), key_mask=mask)[1]
     ours, truth = (state._map(lambda x: x.contiguous().clone()) for state in states)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from interpreter import bfloat16  # noqa: F401
+from interpreter import bfloat16, inside, run_under_the_interpreter  # noqa: F401
 from kernel_cases import NAMES, Arguments, Case, arguments, by_kernels, check
 from torch import Tensor
 
@@ -19,9 +13,6 @@ from longspan.ops import backend
 from longspan.ops.features import orthogonal_rows
 from longspan.ops.linear import causal_linear
 
-# Triton decides when it is imported; this module therefore runs again in a process of its own.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_under_the_interpreter starts")
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of exponentials in slots that are then masked
 
 CASES = [
@@ -43,18 +34,7 @@ def given(case: Case, *, exact: bool = True) -> Arguments:
 
 
 def test_under_the_interpreter() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed: pip install 'longspan[triton]'")
-    if INTERPRETED:
-        pytest.skip("already inside")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider"],
-        cwd=Path(__file__).parent.parent,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-5000:]
+    run_under_the_interpreter(__file__)
 
 
 @inside

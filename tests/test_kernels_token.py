@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreter import inside, run_under_the_interpreter
 from token_cases import MAPS, SAMPLINGS, compare_choices, compare_maps, compare_turns
 from torch import nn
 
 from longspan.ops import backend, step
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_under_the_interpreter starts")
 
 
 @pytest.fixture
@@ -25,18 +17,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_under_the_interpreter() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed: pip install 'longspan[triton]'")
-    if INTERPRETED:
-        pytest.skip("already inside")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider"],
-        cwd=Path(__file__).parent.parent,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-5000:]
+    run_under_the_interpreter(__file__)
 
 
 @inside
@@ -44,6 +25,8 @@ def test_under_the_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.usefixtures("kernels_on_the_cpu")
 def test_maps(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name.startswith("wide") and dtype == torch.float32:
+        pytest.skip("blocks are wider for halves only")
     used, real = [], backend.step_kernels()
     monkeypatch.setattr(backend, "step_kernels", lambda: used.append(1) or real)
     compare_maps(name, dtype, "cpu")
