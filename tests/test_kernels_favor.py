@@ -64,15 +64,17 @@ def test_segments_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sequences_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     from longspan.kernels import favor
 
-    for name, value in (("SMALL", 0), ("QUERIES_SHARE", 10.0), ("KEYS_SHARE", 5.0)):
+    for name, value in (("SMALL", 0), ("READ_SHARE", 10.0), ("QUERIES_SHARE", 10.0), ("KEYS_SHARE", 5.0)):
         monkeypatch.setattr(favor, name, value)
     case = Case(T=71, B=1, H=6, Hkv=3, feature_map="favor", num_features=19)
     arguments = given(case)
     check(case, arguments, torch.bfloat16)
     q, k, v, weight, _, lengths, kv, _ = arguments[2]
+    forward = favor._Forward(-1, favor.looks(q, k, v, weight, lengths, kv, None))
     plan = favor._Backward(-1, favor.looks(q, k, v, weight, lengths, kv, arguments[0]))
-    parts = [[launches[0].numbers[3:5] for launches in part] for part in (plan.query_parts, plan.key_parts)]
-    assert parts == [[(0, 2), (2, 1)], [(0, 1), (1, 1), (2, 1)]]
+    found = forward.parts, plan.query_parts, plan.key_parts
+    parts = [[launches[2].numbers[3:5] for launches in part] for part in found]
+    assert parts == [[(0, 2), (2, 1)], [(0, 2), (2, 1)], [(0, 1), (1, 1), (2, 1)]]
 
 
 @inside

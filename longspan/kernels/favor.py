@@ -50,11 +50,11 @@ READ = Config(64, 4, 1, 168)
 ROWS = Config(0, 4, 1)
 QUERIES = Config(64, 4, 1)
 KEYS = Config(64, 4, 1)
-# The backward pass goes through sequences part by part where the sums before all chunks of all of them, four times the
-# size of an input, would be more bytes than this, and more than these shares of q, k, v and out: while gradients of
-# queries are made, and of keys, when there are three gradients already.
+# Sequences are gone through part by part where the sums before all chunks of all of them, four times the size of an
+# input or more, would be more bytes than this, and more than these shares of q, k, v and out: for the results, for the
+# gradients of queries, and for those of keys, when there are three gradients already.
 SMALL = 1 << 24
-QUERIES_SHARE, KEYS_SHARE = 1.25, 0.625
+READ_SHARE, QUERIES_SHARE, KEYS_SHARE = 1.75, 1.25, 0.625
 
 
 def takes(q: Tensor, v: Tensor, feature_map: str, normalise: bool) -> bool:
@@ -97,16 +97,17 @@ def forward(
         plan.weight(weight, high, low, flag)
         plan.query_sizes(q, high, low, flag, None, query_offset, None, None, None)
         plan.key_sizes(k, high, low, flag, lengths, offset, scale, peak, largest)
-        plan.sums(
-            *(k, v, high, low, flag, lengths, offset, largest, shift),
-            *(total, total_z, prefix, prefix_z, reference),
-        )
-        plan.scan(total, total_z, reference, kv, kv_out, shift_out, before)
-        plan.read(
-            *(q, k, v, high, low, flag, lengths, query_offset, offset, scale, peak, reference),
-            *(before, total_z, prefix, prefix_z, out, den),
-        )
-    plan.ready = plan.read.ready is not None
+        for sums, scan, read in plan.parts:
+            sums(
+                *(k, v, high, low, flag, lengths, offset, largest, shift),
+                *(total, total_z, prefix, prefix_z, reference),
+            )
+            scan(total, total_z, reference, kv, kv_out, shift_out, before)
+            read(
+                *(q, k, v, high, low, flag, lengths, query_offset, offset, scale, peak, reference),
+                *(before, total_z, prefix, prefix_z, out, den),
+            )
+    plan.ready = plan.parts[-1][2].ready is not None
     return (out, den, kv_out, shift_out), kept
 
 
@@ -176,7 +177,7 @@ class _Plan:
         assert v is not None
         assert weight is not None
         (self.B, self.T, self.H, D), self.Hkv, E, M = q[0], k[0][2], v[0][3], weight[0][0]
-        self.device, self.chunks = device, -(-self.T // CHUNK)
+        self.device, self.chunks, self.X = device, -(-self.T // CHUNK), self.B * self.Hkv
         self.strides = {"q": q[1][:3], "k": k[1][:3], "v": v[1][:3]}
         self.BD, self.BM, self.BE = _padded(D), _padded(M), _padded(E)
         self.constants = {"H": self.H, "HKV": self.Hkv, "D": D, "M": M, "E": E, "C": CHUNK}
@@ -184,13 +185,17 @@ class _Plan:
         self.kept = _kept(self.B, self.T, self.H, self.Hkv, D, M)
         self.ready = False
 
-    def parts(self, number: int) -> list[_Part]:
-        """All sequences, in about so many parts."""
-        all_of_them = self.B * self.Hkv
-        size = -(-all_of_them // number)
+    def cut(self, share: float) -> list[_Part]:
+        """All sequences, in parts whose sums take about such a share of the bytes of q, k, v and out."""
+        tensors = 2 * self.B * self.T * (self.H + self.Hkv) * (self.constants["D"] + self.constants["E"])
+        bytes_of_all = 4 * Room(*self.stack(self.part(0, self.X))).size
+        number = 1 if bytes_of_all <= SMALL else -(-bytes_of_all // int(share * tensors))
+        size = -(-self.X // number)
+        return [self.part(first, size) for first in range(0, self.X, size)]
+
+    def part(self, first: int, size: int) -> _Part:
         segments, run = self.walk(SUMS, size * (self.BM // SUMS.tile))
-        firsts = range(0, all_of_them, size)
-        return [_Part(first, min(size, all_of_them - first), segments, run) for first in firsts]
+        return _Part(first, min(size, self.X - first), segments, run)
 
     def stack(self, part: _Part) -> list[tuple[int, torch.dtype]]:
         """For each segment its total, and the sums on its far side; for each chunk the sums from there to it."""
@@ -213,9 +218,13 @@ class _Plan:
         constants = {**self.constants, **options, "maxnreg": config.registers, **more}
         return Launch(self.device, kernel, (programs, 1, 1), (self.T, *numbers, *strides), constants)
 
+    def of_part(self, kernel: Any, config: Config, part: _Part, programs: int, strided: str) -> Launch:
+        """programs: for each sequence."""
+        numbers = part.segments, part.run, part.first, part.sequences
+        return self.launch(kernel, config, part.sequences * programs, numbers, strided)
+
     def walking(self, kernel: Any, part: _Part, strided: str) -> Launch:
-        programs = part.sequences * part.segments * (self.BM // SUMS.tile)
-        return self.launch(kernel, SUMS, programs, (part.segments, part.run, part.first, part.sequences), strided)
+        return self.of_part(kernel, SUMS, part, part.segments * (self.BM // SUMS.tile), strided)
 
     def scanning(self, kernel: Any, part: _Part) -> Launch:
         rows = max(1, 512 // self.BE)
@@ -227,17 +236,21 @@ class _Plan:
 class _Forward(_Plan):
     def __init__(self, device: int, given: Looks) -> None:
         super().__init__(device, given)
-        (whole,) = self.parts(1)
-        X, E, M = self.B * self.Hkv, self.constants["E"], self.constants["M"]
+        parts, E, M = self.cut(READ_SHARE), self.constants["E"], self.constants["M"]
         self.out_shape, self.den_shape = (self.B, self.T, self.H, E), (self.B, self.T, self.H)
         self.kv_shape, self.shift_shape = (self.B, self.Hkv, M, E + 1), (self.B, self.Hkv)
-        self.work = Room(*self.stack(whole), (X * self.chunks, torch.float32))
+        self.work = Room(*self.stack(parts[0]), (self.X * self.chunks, torch.float32))
         self.weight = Launch(device, favor_weight_kernel, (1, 1, 1), (), {**self.constants, "num_warps": 16})
         self.query_sizes, self.key_sizes = self.sizes("q", self.H, key=False), self.sizes("k", self.Hkv, key=True)
-        self.sums = self.walking(favor_forward_sums_kernel, whole, "kv")
-        self.scan = self.scanning(favor_forward_scan_kernel, whole)
-        cut = whole.segments, whole.run
-        self.read = self.launch(favor_forward_kernel, READ, self.B * self.chunks * self.H, cut, "qkv")
+        programs = self.H // self.Hkv * self.chunks
+        self.parts = [
+            (
+                self.walking(favor_forward_sums_kernel, part, "kv"),
+                self.scanning(favor_forward_scan_kernel, part),
+                self.of_part(favor_forward_kernel, READ, part, programs, "qkv"),
+            )
+            for part in parts
+        ]
 
     def sizes(self, name: str, heads: int, *, key: bool) -> Launch:
         segments, run = self.walk(SIZES, self.B * heads)
@@ -252,15 +265,7 @@ class _Backward(_Plan):
         d_out = given[6]
         assert d_out is not None
         self.strides["d"] = d_out[1][:3]
-        tokens, D, E = self.B * self.T, self.constants["D"], self.constants["E"]
-        tensors = 2 * tokens * (self.H + self.Hkv) * (D + E)
-        (whole,) = self.parts(1)
-        size = 4 * Room(*self.stack(whole)).size
-
-        def share(of_tensors: float) -> list[_Part]:
-            return self.parts(1 if size <= SMALL else -(-size // int(of_tensors * tensors)))
-
-        group, queries, keys = self.H // self.Hkv, share(QUERIES_SHARE), share(KEYS_SHARE)
+        group, queries, keys = self.H // self.Hkv, self.cut(QUERIES_SHARE), self.cut(KEYS_SHARE)
         rows = self.B * self.chunks * self.H
         self.rows_room = Room((rows * CHUNK, torch.float32), (rows * CHUNK, torch.float32))
         self.query_stack, self.key_stack = Room(*self.stack(queries[0])), Room(*self.stack(keys[0]))
@@ -269,13 +274,7 @@ class _Backward(_Plan):
             (
                 self.walking(favor_forward_sums_kernel, part, "kv"),
                 self.scanning(favor_forward_scan_kernel, part),
-                self.launch(
-                    favor_backward_queries_kernel,
-                    QUERIES,
-                    part.sequences * group * self.chunks,
-                    part[2:] + part[:2],
-                    "qkvd",
-                ),
+                self.of_part(favor_backward_queries_kernel, QUERIES, part, group * self.chunks, "qkvd"),
             )
             for part in queries
         ]
@@ -283,9 +282,7 @@ class _Backward(_Plan):
             (
                 self.walking(favor_backward_sums_kernel, part, "qd"),
                 self.scanning(favor_backward_scan_kernel, part),
-                self.launch(
-                    favor_backward_keys_kernel, KEYS, part.sequences * self.chunks, part[2:] + part[:2], "qkvd"
-                ),
+                self.of_part(favor_backward_keys_kernel, KEYS, part, self.chunks, "qkvd"),
             )
             for part in keys
         ]

@@ -279,7 +279,7 @@ def favor_forward_scan_kernel(
         tl.store(p_kv_out + i_in + E, b_z * own, mask=m_m)
 
 
-@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
 def favor_forward_kernel(
     p_q,
     p_k,
@@ -302,6 +302,8 @@ def favor_forward_kernel(
     T,
     segments,
     chunks,
+    first,
+    sequences,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -322,14 +324,16 @@ def favor_forward_kernel(
     BE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One chunk of one query head."""
+    """One chunk of one query head, of those whose keys are among the sequences that have sums."""
     pid = tl.program_id(0)
-    i_h = pid % H
-    i_c = (pid // H) % tl.cdiv(T, C)
-    i_b = (pid // H // tl.cdiv(T, C)).to(tl.int64)
-    i_kv = i_h // (H // HKV)
+    GROUP: tl.constexpr = H // HKV
+    i_c = pid // GROUP // sequences
+    i_x = first + pid // GROUP % sequences
+    i_b, i_kv = (i_x // HKV).to(tl.int64), i_x % HKV
+    i_h = i_kv * GROUP + pid % GROUP
+    i_x = i_x.to(tl.int64)
+    i_n = i_x - first
     i_0 = i_c * C
-    i_x = i_b * HKV + i_kv
     left, rows = T - i_0, T - i_0
     if p_lengths is not None:
         rows = tl.load(p_lengths + i_b).to(tl.int32) - i_0
@@ -337,7 +341,8 @@ def favor_forward_kernel(
     p_k += i_b * stride_kb + i_0.to(tl.int64) * stride_kt + i_kv.to(tl.int64) * stride_kh
     p_v += i_b * stride_vb + i_0.to(tl.int64) * stride_vt + i_kv.to(tl.int64) * stride_vh
     i_t = tl.arange(0, C)
-    i_s, i_p = i_x * segments + i_c // chunks, i_x * tl.cdiv(T, C) + i_c
+    i_s, i_p = i_n * segments + i_c // chunks, i_x * tl.cdiv(T, C) + i_c
+    i_sums = i_n * tl.cdiv(T, C) + i_c
     flag = tl.load(p_flag)
     p_reference += i_x * (tl.cdiv(T, C) + 1)
     c = reference(p_reference, i_c)
@@ -352,9 +357,9 @@ def favor_forward_kernel(
     for i_m in range(0, BM, TILE):
         b_high = load_tile(p_high, 0, i_m, 0, BD, TILE)
         b_old = load_tile(p_before, i_s, i_m, BM, BE, TILE)
-        b_kv = scaled_sum(b_old, old, load_tile(p_prefix, i_p, i_m, BM, BE, TILE))
+        b_kv = scaled_sum(b_old, old, load_tile(p_prefix, i_sums, i_m, BM, BE, TILE))
         i_f = i_m + tl.arange(0, TILE)
-        b_z = tl.load(p_before_z + i_s * BM + i_f) * old + tl.load(p_prefix_z + i_p * BM + i_f)
+        b_z = tl.load(p_before_z + i_s * BM + i_f) * old + tl.load(p_prefix_z + i_sums * BM + i_f)
         b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_m, BD, TILE)
         b_query = features(b_query, b_query_offset[:, None], (i_f < M)[None, :], D, M == BM).to(tl.bfloat16)
         b_f = features(b_f, b_offset[:, None], (i_f < M)[None, :], D, M == BM).to(tl.bfloat16)
