@@ -12,8 +12,9 @@ from torch import Tensor
 from longspan import Attention, AttentionConfig
 from longspan.mechanisms import linformer
 from longspan.mechanisms.linformer import LinformerAttention, Projection
+from longspan.ops import compress as pieces
 from longspan.ops import sdpa
-from longspan.ops.compress import _compress, _Halves, compress
+from longspan.ops.compress import _compress, _Halves, _in_pieces, compress
 
 B, S, HKV, R, N = 2, 19, 3, 5, 7
 SHAPES = [(rows, heads) for rows in (1, B) for heads in (1, HKV)]
@@ -49,6 +50,50 @@ def test_the_op_of_halves(rows: int, heads: int) -> None:
     torch.library.opcheck(
         _compress, (e, x), test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
     )
+
+
+@pytest.mark.parametrize("rows", [1, B])
+@pytest.mark.parametrize("heads", [1, HKV])
+def test_gradients_of_gradients(rows: int, heads: int) -> None:
+    e = torch.randn(rows, S, heads, R, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(B, S, heads, N, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(_Halves.apply, (e, x))
+
+
+@pytest.mark.parametrize(("rows", "heads"), SHAPES)
+@pytest.mark.parametrize(("piece", "most"), [(4, 32), (4, 3), (19, 32)])
+def test_pieces_are_the_whole(rows: int, heads: int, piece: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_PIECE", piece)
+    monkeypatch.setattr(pieces, "_PIECES", most)
+    left = torch.randn(rows, heads, R, S, dtype=torch.float64, requires_grad=True)
+    right = torch.randn(B, HKV, S, N, dtype=torch.float64, requires_grad=True)
+    results = []
+    for out in (_in_pieces(left, right), left @ right):
+        results.append([out, *torch.autograd.grad(out.square().sum(), (left, right))])
+    for mine, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+def test_pieces_are_nearer_to_the_truth_than_a_chain() -> None:
+    left, right = torch.randn(1, 1, R, 4099), torch.randn(1, 1, 4099, N)
+    truth = left.double() @ right.double()
+
+    def chain(a: Tensor, b: Tensor) -> Tensor:
+        total = torch.zeros(*a.shape[:-1], b.shape[-1])
+        for i in range(a.shape[-1]):
+            total = torch.addcmul(total, a[..., i : i + 1], b[..., i : i + 1, :])
+        return total
+
+    class Chained(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (Tensor.__matmul__, Tensor.matmul):
+                return chain(*(x.as_subclass(Tensor) for x in args)).as_subclass(cls)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    a, b = (x.as_subclass(Chained) for x in (left, right))
+    errors = [float((x.as_subclass(Tensor).double() - truth).abs().max()) for x in (_in_pieces(a, b), a @ b)]
+    assert errors[0] < errors[1] / 2
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 3), (5, 1)])

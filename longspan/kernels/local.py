@@ -63,7 +63,7 @@ class Arguments(NamedTuple):
 
 
 def forward(*args: Any) -> tuple[Tensor, Tensor]:
-    """out (B, T, H, E) and the log₂-sums of its weights (B, H, T), float32."""
+    """out (B, T, H, E) and the log₂-sums of its weights (B, H, T, 1), as two numbers of float32 (·, 2)."""
     tensors, rest = _given(Arguments(*args))
     q = tensors[0]
     plan = _forward_plan(q.get_device(), looks(*tensors), rest)
@@ -107,7 +107,7 @@ class _Plan:
         BD, BE = (max(16, 1 << (dim - 1).bit_length()) for dim in (D, E))
         halves = q[2] != torch.float32
         self.configs = configs(max(BD, BE), halves)
-        self.out_shape, self.lse_shape = (self.B, self.T, self.H, E), (self.B, self.H, self.T)
+        self.out_shape, self.lse_shape = (self.B, self.T, self.H, E), (self.B, self.H, self.T, 1 if halves else 2)
         # A window past every sequence would only overflow.
         far = 2**30 // max(size, 1) - 1
         self.constants = {

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from longspan.kernels.blocks import add_product, load_rows, product, store_rows
-from longspan.kernels.local_blocks import LAST, is_between, kept, keys_seen, queries_that_see
+from longspan.kernels.local_blocks import LAST, is_between, kept, keys_seen, load_log, queries_that_see, weights
 
 
 @triton.jit(do_not_specialize=["T", "S"])
@@ -82,10 +82,11 @@ def local_backward_queries_kernel(
     b_out = load_rows(p_out + i_row * E, H * E, T - i_0, E, BT, BE, E == BE)
     b_delta = tl.sum(b_d_out.to(tl.float32) * b_out.to(tl.float32), 1)
     i_lse = (i_b * H + i_h) * T + i_t
-    tl.store(p_delta + i_lse, b_delta, mask=i_t < T)
-    b_lse = tl.load(p_lse + i_lse, mask=i_t < T, other=float("inf"))
+    b_lse, b_rest = load_log(p_lse, i_lse, i_t < T, PRECISION)
     b_q = load_rows(p_q, stride_qt, T - i_0, D, BT, BD, D == BD)
     b_d_q = tl.zeros((BT, BD), tl.float32)
+    b_left = tl.zeros((BT,), tl.float32)
+    b_mean = tl.zeros((BT, BD), tl.float32)
     for s_0 in range(begin, end, BS):
         i_s = s_0 + tl.arange(0, BS)
         b_k = load_rows(p_k + tl.cast(s_0, tl.int64) * stride_kt, stride_kt, S - s_0, D, BS, BD, D == BD)
@@ -98,12 +99,20 @@ def local_backward_queries_kernel(
             b_s = tl.where((tl.load(p_mask + i_b * S + i_s, mask=i_s < S, other=0) != 0)[None, :], b_s, float("-inf"))
         if (s_0 < inner) | (s_0 + BS > outer):
             b_s = tl.where(is_between(i_s[None, :], low[:, None], high[:, None]), b_s, float("-inf"))
-        b_p = tl.exp2(b_s - b_lse[:, None])
+        b_p = weights(b_s, b_lse[:, None], b_rest[:, None], PRECISION)
         if p_seed is not None:
             m_kept = kept(p_seed, i_b.to(tl.int32) * H + i_h, i_t[:, None], i_s[None, :], rate)
             b_d_p = tl.where(m_kept, b_d_p / (1 - rate), 0.0)
         b_d_s = b_p * (b_d_p - b_delta[:, None])
         b_d_q = add_product(b_d_s.to(b_k.dtype), b_k, b_d_q, PRECISION)
+        if PRECISION == "ieee":
+            b_left += tl.sum(b_d_s, 1)
+            b_mean = add_product(b_p, b_k, b_mean, PRECISION)
+    if PRECISION == "ieee":
+        # Σ dS is 0. What is left of it is D's rounding, which shows where few keys are seen, and most where one is.
+        b_d_q -= b_left[:, None] * b_mean
+        b_delta += b_left
+    tl.store(p_delta + i_lse, b_delta, mask=i_t < T)
     store_rows(p_d_q + i_row * D, H * D, T - i_0, D, b_d_q * factor, BT, BD, D == BD)
 
 
@@ -177,14 +186,14 @@ def local_backward_keys_kernel(
         m_key = tl.load(p_mask + i_b * S + i_s, mask=m_key, other=0) != 0
     for i_g in range(G):
         i_h = i_kv * G + i_g
-        p_lse_h, p_delta_h = p_lse + (i_b * H + i_h) * T, p_delta + (i_b * H + i_h) * T
+        i_row = (i_b * H + i_h) * T
         for t_0 in range(begin, end, BT):
             i_t = t_0 + tl.arange(0, BT)
             there = tl.cast(t_0, tl.int64)
             b_q = load_rows(p_q + there * stride_qt + i_h * stride_qh, stride_qt, T - t_0, D, BT, BD, D == BD)
             b_d_out = load_rows(p_d_out + there * stride_ot + i_h * stride_oh, stride_ot, T - t_0, E, BT, BE, E == BE)
-            b_lse = tl.load(p_lse_h + i_t, mask=i_t < T, other=float("inf"))
-            b_delta = tl.load(p_delta_h + i_t, mask=i_t < T, other=0.0)
+            b_lse, b_rest = load_log(p_lse, i_row + i_t, i_t < T, PRECISION)
+            b_delta = tl.load(p_delta + i_row + i_t, mask=i_t < T, other=0.0)
             low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
             b_s = product(b_k, tl.trans(b_q), PRECISION) * scale
             m_own = (i_t + (S - T))[None, :] == i_s[:, None]
@@ -197,7 +206,7 @@ def local_backward_keys_kernel(
             inner, _ = keys_seen(i_b, t_last, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
             if (s_0 < inner) | (s_0 + BS > outer):
                 b_s = tl.where(is_between(i_s[:, None], low[None, :], high[None, :]), b_s, float("-inf"))
-            b_p = tl.exp2(b_s - b_lse[None, :])
+            b_p = weights(b_s, b_lse[None, :], b_rest[None, :], PRECISION)
             b_d_p = product(b_v, tl.trans(b_d_out), PRECISION)
             b_dropped = b_p
             if p_seed is not None:

@@ -98,3 +98,56 @@ def kept(p_seed, i_x, i_t, i_s, rate):
 def is_between(i, low, high):
     """low ≤ i < high in one comparison."""
     return (i - low).to(tl.uint32) < tl.maximum(high - low, 0).to(tl.uint32)
+
+
+@triton.jit
+def power(b_x, PRECISION: tl.constexpr):
+    """2^x of x ≤ 0. "ieee": to the last digit, from a series; the hardware's is off by two."""
+    if PRECISION == "ieee":
+        b_x = tl.where(b_x < -150.0, -150.0, b_x)  # What is less than that is 0, and what is no number stays so.
+        b_whole = tl.floor(b_x + 0.5)
+        b_y = (b_x - b_whole) * 0.6931471805599453
+        b_series = b_y * (1 / 5040) + 1 / 720
+        b_series = b_series * b_y + 1 / 120
+        b_series = b_series * b_y + 1 / 24
+        b_series = b_series * b_y + 1 / 6
+        b_series = b_series * b_y + 0.5
+        b_series = b_series * b_y + 1.0
+        b_x = (b_series * b_y + 1.0) * tl.exp2(b_whole)
+    else:
+        b_x = tl.exp2(b_x)
+    return b_x
+
+
+@triton.jit
+def store_log(p_log, i_row, m_row, b_max, b_log, PRECISION: tl.constexpr):
+    """max + log; ∞ for max = −∞, where nothing is seen. "ieee": and what rounding leaves of the sum beside it."""
+    m_blind = b_max == float("-inf")
+    b_sum = tl.where(m_blind, float("inf"), b_max + b_log)
+    if PRECISION == "ieee":
+        b_rest = tl.where(m_blind, 0.0, (b_max - b_sum) + b_log)
+        tl.store(p_log + 2 * i_row, b_sum, mask=m_row)
+        tl.store(p_log + 2 * i_row + 1, b_rest, mask=m_row)
+    else:
+        tl.store(p_log + i_row, b_sum, mask=m_row)
+
+
+@triton.jit
+def load_log(p_log, i_row, m_row, PRECISION: tl.constexpr):
+    """As `store_log` left it, and what `weights` takes beside it."""
+    if PRECISION == "ieee":
+        b_sum = tl.load(p_log + 2 * i_row, mask=m_row, other=float("inf"))
+        b_rest = tl.load(p_log + 2 * i_row + 1, mask=m_row, other=0.0)
+    else:
+        b_sum = tl.load(p_log + i_row, mask=m_row, other=float("inf"))
+        b_rest = b_sum  # not read
+    return b_sum, b_rest
+
+
+@triton.jit
+def weights(b_s, b_log, b_rest, PRECISION: tl.constexpr):
+    """2^(s − log), the weights of scores s, from `load_log`."""
+    b_s -= b_log
+    if PRECISION == "ieee":
+        b_s -= b_rest
+    return power(b_s, PRECISION)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from longspan.kernels.blocks import add_product, load_rows, product, store_rows
-from longspan.kernels.local_blocks import LAST, is_between, kept, keys_seen
+from longspan.kernels.local_blocks import LAST, is_between, kept, keys_seen, power, store_log
 
 
 @triton.jit(do_not_specialize=["T", "S"])
@@ -48,7 +48,7 @@ def local_forward_kernel(
     BE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """BT queries of one head. scale: that of the scores times log₂e. lse: log₂ of the sum, ∞ where nothing is seen."""
+    """BT queries of one head. scale: that of the scores times log₂e. lse: log₂ of the sum, see `store_log`."""
     pid = tl.program_id(0)
     i_h = pid % H
     i_0 = (pid // H) % tl.cdiv(T, BT) * BT
@@ -80,8 +80,8 @@ def local_forward_kernel(
             b_s = tl.where(is_between(i_s[None, :], low[:, None], high[:, None]), b_s, float("-inf"))
         b_top = tl.maximum(b_max, tl.max(b_s, 1))
         b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
-        b_p = tl.exp2(b_s - b_base[:, None])
-        b_decay = tl.exp2(b_max - b_base)
+        b_p = power(b_s - b_base[:, None], PRECISION)
+        b_decay = power(b_max - b_base, PRECISION)
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
         b_out *= b_decay[:, None]
         if p_seed is not None:
@@ -89,13 +89,11 @@ def local_forward_kernel(
             b_p = tl.where(m_kept, b_p / (1 - rate), 0.0)
         b_out = add_product(b_p.to(b_v.dtype), b_v, b_out, PRECISION)
         b_max = b_top
-    m_blind = b_sum == 0
-    b_sum = tl.where(m_blind, 1.0, b_sum)
+    b_sum = tl.where(b_sum == 0, 1.0, b_sum)
     # A plain division is off by two ulps, the same in all of a row, and the backward pass takes differences.
     b_out *= tl.div_rn(1.0, b_sum)[:, None]
     # The hardware's logarithm is off by more than a rounding, which weights made from it would show: one Newton step.
     b_log = tl.log2(b_sum)
-    b_log += (b_sum * tl.exp2(-b_log) - 1) * 1.4426950408889634
-    b_lse = tl.where(m_blind, float("inf"), b_max + b_log)
-    tl.store(p_lse + (i_b * H + i_h) * T + i_t, b_lse, mask=i_t < T)
+    b_log += (b_sum * power(-b_log, PRECISION) - 1) * 1.4426950408889634
+    store_log(p_lse, (i_b * H + i_h) * T + i_t, i_t < T, b_max, b_log, PRECISION)
     store_rows(p_out + ((i_b * T + i_0) * H + i_h) * E, H * E, T - i_0, E, b_out, BT, BE, E == BE)

@@ -12,6 +12,9 @@ from longspan.ops import backend
 # A product of halves that leaves float32; older releases of PyTorch cannot.
 _WIDE = "dtype" in torch.ops.aten.bmm.overloads()
 
+# Tokens that float32 sums at a time on a GPU, at least, and how many such sums there are at most.
+_PIECE, _PIECES = 128, 32
+
 
 def compress(e: Tensor, x: Tensor) -> Tensor:
     """e (B or 1, S, Hkv or 1, R), x (B, S, Hkv, N) -> (B, Hkv, R, N), float32, or float64 of float64."""
@@ -29,7 +32,24 @@ def compress(e: Tensor, x: Tensor) -> Tensor:
 
 def _product(e: Tensor, x: Tensor) -> Tensor:
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return e.to(dtype).permute(0, 2, 3, 1) @ x.to(dtype).transpose(1, 2)
+    left, right = e.to(dtype).permute(0, 2, 3, 1), x.to(dtype).transpose(1, 2)
+    if x.is_cuda and dtype == torch.float32 and not torch.compiler.is_compiling():
+        return _in_pieces(left, right)
+    return left @ right
+
+
+def _in_pieces(left: Tensor, right: Tensor) -> Tensor:
+    """left (·, S) @ right (S, ·), in pieces along S: a GPU sums it as one chain, whose roundings add up."""
+    S = right.shape[2]
+    number = min(S // _PIECE, _PIECES)
+    if number < 2:
+        return left @ right
+    whole = S - S % number
+    pieces = left[..., :whole].unflatten(3, (number, -1)).transpose(2, 3) @ right[:, :, :whole].unflatten(
+        2, (number, -1)
+    )
+    rows = pieces.sum(2)
+    return rows if whole == S else rows + left[..., whole:] @ right[:, :, whole:]
 
 
 def _forward(e: Tensor, x: Tensor) -> Tensor:
@@ -64,7 +84,6 @@ class _Halves(torch.autograd.Function):
         return _forward(e, x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:
         return _backward(ctx, d)
 

@@ -195,7 +195,8 @@ def _local_attention(
 @_local_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     B, T, H, _D = q.shape
-    return q.new_empty(B, T, H, v.shape[3]), q.new_empty(B, H, T, dtype=torch.float32)
+    parts = 2 if q.dtype == torch.float32 else 1
+    return q.new_empty(B, T, H, v.shape[3]), q.new_empty(B, H, T, parts, dtype=torch.float32)
 
 
 @torch.library.custom_op("longspan::local_attention_backward", mutates_args=())
