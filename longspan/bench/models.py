@@ -132,12 +132,7 @@ class LinearAttentionTransformerLM(OlderModel):
         library = _library("linear_attention_transformer", ours)
         self.net = library.AutoregressiveWrapper(
             library.LinearAttentionTransformerLM(
-                num_tokens=VOCABULARY,
-                dim=case.dim,
-                depth=case.depth,
-                max_seq_len=_rounded(case.length),
-                heads=case.num_heads,
-                dim_head=case.head_dim,
+                **_sizes(case),
                 causal=True,
                 blindspot_size=64,
                 n_local_attn_heads=case.num_heads // 2,
@@ -157,12 +152,7 @@ class PerformerLM(OlderModel):
         library = _library("performer_pytorch", ours)
         self.net = library.AutoregressiveWrapper(
             library.PerformerLM(
-                num_tokens=VOCABULARY,
-                max_seq_len=_rounded(case.length),
-                dim=case.dim,
-                depth=case.depth,
-                heads=case.num_heads,
-                dim_head=case.head_dim,
+                **_sizes(case),
                 causal=True,
                 nb_features=256,
                 local_attn_heads=case.num_heads // 2,
@@ -178,15 +168,7 @@ class LocalTransformer(OlderModel):
     mechanism, package = "local", "local-attention"
 
     def __init__(self, case: Case, *, ours: bool = False) -> None:
-        self.net = _library("local_attention", ours).LocalTransformer(
-            num_tokens=VOCABULARY,
-            max_seq_len=_rounded(case.length),
-            dim=case.dim,
-            depth=case.depth,
-            heads=case.num_heads,
-            dim_head=case.head_dim,
-            local_attn_window_size=256,
-        )
+        self.net = _library("local_attention", ours).LocalTransformer(**_sizes(case), local_attn_window_size=256)
 
     def loss(self, tokens: Tensor) -> Tensor:
         return self.net(tokens, return_loss=True)
@@ -313,6 +295,9 @@ def _inner(net: nn.Module) -> nn.Module:
     return inner
 
 
-def _rounded(length: int) -> int:
-    """Room for what is generated, in the multiples that older packages ask for."""
-    return -(-(length + 4 * _TOKENS) // 256) * 256
+def _sizes(case: Case) -> dict[str, int]:
+    """What the older language models all call by the same names."""
+    # Room for what is generated, in the multiples that they ask for.
+    room = -(-(case.length + 4 * _TOKENS) // 256) * 256
+    shape = {"dim": case.dim, "depth": case.depth, "heads": case.num_heads, "dim_head": case.head_dim}
+    return {"num_tokens": VOCABULARY, "max_seq_len": room, **shape}

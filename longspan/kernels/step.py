@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -11,6 +10,7 @@ import triton
 from torch import Tensor
 
 from longspan.kernels.choose_blocks import choose_kernel
+from longspan.kernels.launch import on_device
 from longspan.kernels.step_blocks import Sizes, Token
 from longspan.kernels.step_linear import Sums, favor_features_kernel, linear_step_kernel
 from longspan.kernels.step_maps import Maps, Widths, map_rows_kernel, map_vector_kernel, turns_kernel
@@ -274,7 +274,3 @@ def _warps(rows: int) -> int:
 
 def _block(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
-
-
-def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
