@@ -192,6 +192,23 @@ class LinearAttention(Mechanism):
         opened = accumulate(_drop(state.open, moved_on), f.masked_fill(~in_last, 0), v, scale)
         return replace(_updated(state, length, closed, total), open_kv=opened.kv, open_z=opened.z)
 
+    def _attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
+        if not self._one_pass or self.phantom or q.shape[1] == 1:
+            return super()._attend_causal(q, k, v, lengths)
+        return self._causal(q, k, v, lengths, None)[0]  # No sums are zeros that nobody has to make.
+
+    def _causal(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, sums: Sums | None
+    ) -> tuple[Tensor, Sums]:
+        phi, divided = self.feature_map, self.normalise == "query"
+        assert isinstance(phi, FusedMap)
+        dtype = sum_dtype(q) if sums is None else sums.kv.dtype
+        weight = None if phi.weight is None else phi.weight.to(dtype)
+        out, sums = causal_linear(
+            q, k, v, feature_map=phi.kind, weight=weight, lengths=lengths, sums=sums, normalise=divided
+        )
+        return self._scaled(out), sums
+
     def _extend(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
     ) -> tuple[Tensor, LinearState]:
@@ -200,14 +217,10 @@ class LinearAttention(Mechanism):
             state = self._write(state, k, v, lengths)
             return self._read(state, q), state
         phi = self.feature_map
-        if isinstance(phi, FusedMap) and not phi.epsilon and self.normalise != "feature" and self.blind_spot == 1:
-            weight = None if phi.weight is None else phi.weight.to(state.kv.dtype)
-            divided = self.normalise == "query"
-            out, sums = causal_linear(
-                q, k, v, feature_map=phi.kind, weight=weight, lengths=lengths, sums=state.sums, normalise=divided
-            )
+        if self._one_pass:
+            out, sums = self._causal(q, k, v, lengths, state.sums)
             length = state.length + (k.shape[1] if lengths is None else lengths)
-            return self._scaled(out), _updated(state, length, sums, None)
+            return out, _updated(state, length, sums, None)
         visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
         out = self._from_prefixes(state, phi.query(q.to(state.kv.dtype)), *self._keys(k, v, visible))
         return self._scaled(out.to(q.dtype)), self._write(state, k, v, lengths)
@@ -237,6 +250,11 @@ class LinearAttention(Mechanism):
             out=out,
         )
         return found if self.output_scale == 1 else found.mul_(self.output_scale), state
+
+    @property
+    def _one_pass(self) -> bool:
+        """Whether causal attention of many tokens is one operation."""
+        return self._one_step and self.normalise != "feature"
 
     @property
     def _one_step(self) -> bool:
