@@ -109,10 +109,9 @@ def kernels(attend: Attention, given: list[Tensor], feature_map: str) -> dict[st
     moved = {
         "forward_sums_kernel": 2 * rows,
         "forward_kernel": 4 * rows + scalars,
-        "backward_sums_kernel": 3 * rows + 2 * scalars,
+        "backward_sums_kernel": 3 * rows + 3 * scalars,
         "backward_queries_kernel": 5 * rows + 2 * scalars,
-        # Above 64 dimensions it runs twice, once for keys and once for values.
-        "backward_keys_kernel": (6 if D <= 64 else 9) * rows + 2 * scalars,
+        "backward_keys_kernel": 6 * rows + 2 * scalars,
         # One launch each; the sizes are those of queries or of keys.
         "favor_sizes_kernel": rows + 2 * scalars,
         "favor_forward_sums_kernel": 2 * rows + states + scalars,

@@ -21,6 +21,7 @@ from longspan.kernels.walking_sums import walking_forward_scan_kernel, walking_f
 
 LARGEST = 128
 CHUNK = 64
+FEATURES = 16  # of a program that adds up segments
 MAPS = ("softmax", "elu", "relu", "identity")
 
 
@@ -32,26 +33,18 @@ class Config(NamedTuple):
 
 
 class Configs(NamedTuple):
-    """Programs that a multiprocessor runs at once, and each kernel's own; that of keys and values may run in parts, of
-    d k and d v.
-    """
+    """Programs that a multiprocessor runs at once, and how kernels are compiled; that of keys needs the most memory."""
 
     resident: int
-    forward_sums: Config
-    forward: Config
-    backward_sums: Config
-    queries: Config
-    keys: tuple[tuple[str, Config], ...]
+    most: Config
+    keys: Config
 
 
 def configs(head_dim: int, value_dim: int) -> Configs:
     """For blocks of these sizes."""
     if head_dim * value_dim <= 64 * 64:
-        one = Config(4, 3)
-        return Configs(2, one, one, one, one, (("kv", one),))
-    # All gradients of keys at once would need more registers than there are.
-    two, three = Config(8, 2), Config(8, 3)
-    return Configs(1, three, three, three, three, (("k", two), ("v", two)))
+        return Configs(2, Config(4, 3), Config(4, 3))
+    return Configs(1, Config(8, 3), Config(8, 2))
 
 
 def takes(q: Tensor, v: Tensor, log_scale: Tensor | None, feature_map: str, normalise: bool) -> bool:
@@ -116,14 +109,13 @@ def backward(
     d_start = None if kv is None else kv.new_empty(kv.shape)
     work = plan.work.new(q)
     sums, z, sizes, reference = plan.kept.places(kept, plan.ready)
-    d_total, d_z, starts, delta = plan.work.places(work, plan.ready)
+    d_total, d_z, starts, rows = plan.work.places(work, plan.ready)
     with on_device(q):
-        plan.sums(q, k, lengths, sizes, reference, starts, out, den, d_out, delta, d_total, d_z)
+        plan.sums(q, k, lengths, sizes, reference, starts, out, den, d_out, rows, d_total, d_z)
         plan.scan(d_total, d_z, sizes, reference, shift, d_kv, d_start)
-        plan.queries(q, k, v, lengths, sums, z, sizes, reference, den, d_out, delta, d_q)
-        for keys in plan.keys:
-            keys(q, k, v, lengths, d_total, d_z, sizes, reference, starts, den, d_out, delta, d_k, d_v)
-    plan.ready = plan.keys[-1].ready is not None
+        plan.queries(q, k, v, lengths, sums, z, sizes, reference, d_out, rows, d_q)
+        plan.keys(q, k, v, lengths, d_total, d_z, sizes, reference, starts, d_out, rows, d_k, d_v)
+    plan.ready = plan.keys.ready is not None
     return d_q, d_k, d_v, d_start
 
 
@@ -160,18 +152,17 @@ class _Plan:
         }
         self.ready = False
 
-    def walking(self, kernel: Any, config: Config, strided: str, **more: bool) -> Launch:
+    def walking(self, kernel: Any, config: Config, strided: str) -> Launch:
         """strided: which tensors' strides the kernel takes."""
         options = {f"STRIDE_{name}": self.strides[name][1] for name in strided}
-        options |= {"STAGES": config.stages, "num_warps": config.warps, **more}
+        options |= {"STAGES": config.stages, "num_warps": config.warps}
         strides = [self.strides[name][i] for name in strided for i in (0, 2)]
         numbers = self.T, self.segments, self.run, *strides
         return Launch(self.device, kernel, (self.heads * self.segments, 1, 1), numbers, {**self.constants, **options})
 
     def scanning(self, kernel: Any) -> Launch:
-        rows = 512 // self.BE
-        grid = self.heads, self.BD // rows, 1
-        return Launch(self.device, kernel, grid, (self.segments,), {**self.constants, "ROWS": rows})
+        grid = self.heads, self.BD // FEATURES, 1
+        return Launch(self.device, kernel, grid, (self.segments,), {**self.constants, "FEATURES": FEATURES})
 
 
 class _Forward(_Plan):
@@ -179,9 +170,9 @@ class _Forward(_Plan):
         super().__init__(device, given, feature_map)
         self.out_shape, self.den_shape = (self.B, self.T, self.H, self.E), (self.B, self.T, self.H)
         self.kv_shape, self.shift_shape = (self.B, self.Hkv, self.D, self.E + 1), (self.B, self.Hkv)
-        self.sums = self.walking(walking_forward_sums_kernel, self.configs.forward_sums, "KV")
+        self.sums = self.walking(walking_forward_sums_kernel, self.configs.most, "KV")
         self.scan = self.scanning(walking_forward_scan_kernel)
-        self.read = self.walking(walking_forward_kernel, self.configs.forward, "QKV")
+        self.read = self.walking(walking_forward_kernel, self.configs.most, "QKV")
 
 
 class _Backward(_Plan):
@@ -191,15 +182,13 @@ class _Backward(_Plan):
         assert d_out is not None
         self.strides["D"] = d_out[1]
         X = self.heads * self.segments
-        sizes = X * self.BD * self.BE, X * self.BD, X * self.run, self.B * self.T * self.H
+        rows = X * self.run * 2 * CHUNK * (self.H // self.Hkv)
+        sizes = X * self.BD * self.BE, X * self.BD, X * self.run, rows
         self.work = Room(*[(size, torch.float32) for size in sizes])
-        self.sums = self.walking(walking_backward_sums_kernel, self.configs.backward_sums, "QKD")
+        self.sums = self.walking(walking_backward_sums_kernel, self.configs.most, "QKD")
         self.scan = self.scanning(walking_backward_scan_kernel)
-        self.queries = self.walking(walking_backward_queries_kernel, self.configs.queries, "QKVD")
-        self.keys = [
-            self.walking(walking_backward_keys_kernel, config, "QKVD", KEYS="k" in part, VALUES="v" in part)
-            for part, config in self.configs.keys
-        ]
+        self.queries = self.walking(walking_backward_queries_kernel, self.configs.most, "QKVD")
+        self.keys = self.walking(walking_backward_keys_kernel, self.configs.keys, "QKVD")
 
 
 _forward_plan = lru_cache(maxsize=1024)(_Forward)

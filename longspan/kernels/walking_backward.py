@@ -21,6 +21,7 @@ from longspan.kernels.walking_blocks import (
     load_rows,
     query_features,
     row_references,
+    share_scale,
     store_sums,
     walk_references,
 )
@@ -33,7 +34,7 @@ def _sum_segment(
     p_out,
     p_den,
     p_d_out,
-    p_delta,
+    p_rows,
     p_starts,
     c,
     left,
@@ -56,13 +57,12 @@ def _sum_segment(
     CAREFUL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dS (BD, BE) and d z (BD,) of one segment at the reference c of its start."""
+    """dS (BE, BD) and d z (BD,) of one segment at the reference c of its start."""
     i_t = tl.arange(0, C)
-    b_d_kv = tl.zeros((BD, BE), tl.float32)
+    b_d_kv = tl.zeros((BE, BD), tl.float32)
     b_d_z = tl.zeros((C, BD), tl.float32)  # added up at the end, over the chunks' rows
     c_start = c
     for _ in tl.range(steps, num_stages=STAGES):
-        b_row = tl.full((C,), 1.0, tl.float32)
         if CAREFUL:
             b_k = load_rows(p_k, STRIDE_K, rows, D, C, BD, WHOLE)
             _, b_reference = row_references(b_k, rows, c, D, C, BD)
@@ -73,20 +73,23 @@ def _sum_segment(
         for g in range(H // HKV):
             b_q = load_rows(p_q + g * stride_qh, STRIDE_Q, left, D, C, BD, WHOLE)
             b_d = load_rows(p_d_out + g * stride_dh, STRIDE_D, left, E, C, BE, WHOLE)
-            b_query = query_features(b_q, D, BD, MAP)
-            b_factor = b_row * inverse(load_column(p_den + g, H, left, C, WHOLE))
+            b_query, b_size = query_features(b_q, D, BD, MAP)
+            b_den = load_column(p_den + g, H, left, C, WHOLE)
+            b_query *= inverse(b_den)[:, None]
             b_out = load_rows(p_out + g * E, H * E, left, E, C, BE, WHOLE)
             b_delta = tl.sum(b_d.to(tl.float32) * b_out.to(tl.float32), 1)
-            tl.store(p_delta + g + i_t * H, b_delta, mask=i_t < left)
-            b_query *= b_factor[:, None]
+            tl.store(p_rows + (2 * g) * C + i_t, b_delta)
+            tl.store(p_rows + (2 * g + 1) * C + i_t, share_scale(b_den, b_size, MAP))
+            if CAREFUL:
+                b_query *= b_row[:, None]
             b_d_z -= b_query * b_delta[:, None]
-            b_d_kv = tl.dot(tl.trans(b_query.to(tl.bfloat16)), b_d, b_d_kv)
+            b_d_kv = tl.dot(tl.trans(b_d), b_query.to(tl.bfloat16), b_d_kv)
         p_q += C * STRIDE_Q
         p_k += C * STRIDE_K
         p_d_out += C * STRIDE_D
         p_out += C * H * E
         p_den += C * H
-        p_delta += C * H
+        p_rows += 2 * C * (H // HKV)
         left -= C
         rows -= C
     return b_d_kv, tl.sum(b_d_z, 0)
@@ -103,7 +106,7 @@ def walking_backward_sums_kernel(
     p_out,
     p_den,
     p_d_out,
-    p_delta,
+    p_rows,
     p_d_kv,
     p_d_z,
     T,
@@ -132,8 +135,8 @@ def walking_backward_sums_kernel(
 ):
     """dS of one segment, summed over the heads of a group, at the reference of the sums before it.
 
-    p_delta: (B, T, H) gets δ. p_starts: (B, Hkv, chunks) gets the references before each chunk, where they rise within
-    a segment.
+    p_rows: (B, Hkv, chunks, group, 2, C) gets δ and what makes shares of queries. p_starts: (B, Hkv, chunks) gets the
+    references before each chunk, where they rise within a segment.
     """
     pid = tl.program_id(0)
     GROUP: tl.constexpr = H // HKV
@@ -151,8 +154,9 @@ def walking_backward_sums_kernel(
     i_row = (i_b * T + i_0) * H + i_h * GROUP
     p_out += i_row * E
     p_den += i_row
-    p_delta += i_row
-    p_starts += i_x * tl.cdiv(T, C) + i_s * chunks
+    i_c = i_x * tl.cdiv(T, C) + i_s * chunks
+    p_rows += i_c * (2 * C * GROUP)
+    p_starts += i_c
     steps = tl.minimum(chunks, tl.cdiv(T - i_0, C))
     i_o = i_x * segments + i_s
     c_before, c, chosen = walk_references(p_reference, p_sizes, i_x, i_s, segments, SCALED)
@@ -160,7 +164,7 @@ def walking_backward_sums_kernel(
         if chosen == careful:
             c_0 = c_before if careful else c
             b_d_kv, b_d_z = _sum_segment(
-                *(p_q, p_k, p_out, p_den, p_d_out, p_delta, p_starts, c_0, left, rows, steps, stride_qh, stride_dh),
+                *(p_q, p_k, p_out, p_den, p_d_out, p_rows, p_starts, c_0, left, rows, steps, stride_qh, stride_dh),
                 *(H, HKV, D, E, C, BD, BE, STRIDE_Q, STRIDE_K, STRIDE_D, MAP, WHOLE, careful == 1),
                 1 if careful else STAGES,
             )
@@ -182,24 +186,24 @@ def walking_backward_scan_kernel(
     E: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
-    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
     SCALED: tl.constexpr,
 ):
     """The gradients of the sums after each segment from the segments' own dS, in place."""
     i_x = tl.program_id(0).to(tl.int64)
     i_r = tl.program_id(1)
-    i_m, i_e = i_r * ROWS + tl.arange(0, ROWS), tl.arange(0, BE)
+    i_m, i_e = i_r * FEATURES + tl.arange(0, FEATURES), tl.arange(0, BE)
     m_m = i_m < D
-    m_kv = m_m[:, None] & (i_e < E)[None, :]
+    m_kv = (i_e < E)[:, None] & m_m[None, :]
     i_in = i_x * (D * (E + 1)) + i_m * (E + 1)
-    b_d_kv = tl.zeros((ROWS, BE), tl.float32)
-    b_d_z = tl.zeros((ROWS,), tl.float32)
-    i_tile = i_x * segments * (BD * BE) + i_m[:, None] * BE + i_e[None, :]
+    b_d_kv = tl.zeros((BE, FEATURES), tl.float32)
+    b_d_z = tl.zeros((FEATURES,), tl.float32)
+    i_tile = i_x * segments * (BD * BE) + i_e[:, None] * BD + i_m[None, :]
     p_row = p_d_z + i_x * segments * BD + i_m
     p_sizes += i_x * segments * 4
     p_reference += i_x * (segments + 1)
     if p_d_end is not None:
-        b_d_kv = tl.load(p_d_end + i_in[:, None] + i_e[None, :], mask=m_kv, other=0.0)
+        b_d_kv = tl.load(p_d_end + i_in[None, :] + i_e[:, None], mask=m_kv, other=0.0)
         b_d_z = tl.load(p_d_end + i_in + E, mask=m_m, other=0.0)
         if SCALED:
             top = tl.full((), FLOOR, tl.float32)
@@ -226,5 +230,5 @@ def walking_backward_scan_kernel(
             factor = tl.where(top <= FLOOR, 1.0, exp2(top * LOG2E - tl.load(p_reference)))
             b_d_kv *= factor
             b_d_z *= factor
-        tl.store(p_d_start + i_in[:, None] + i_e[None, :], b_d_kv, mask=m_kv)
+        tl.store(p_d_start + i_in[None, :] + i_e[:, None], b_d_kv, mask=m_kv)
         tl.store(p_d_start + i_in + E, b_d_z, mask=m_m)

@@ -11,7 +11,7 @@ import os
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import FLOOR, RELU_EPSILON, running_maximum
+from longspan.kernels.blocks import FLOOR, NOTHING, RELU_EPSILON, inverse, running_maximum
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Features may be larger than their reference says, by 2 to this power, before references must be looked at closely.
@@ -27,6 +27,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     @triton.jit
     def settled(x):
         return x.to(tl.bfloat16)
+
+    @triton.jit
+    def log2(x):
+        return tl.log2(x)
 else:
 
     @triton.jit
@@ -37,10 +41,22 @@ else:
         )
 
     @triton.jit
+    def log2(x):
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
     def settled(x):
         """x rounded to bfloat16, and from then on moved rather than made again wherever it is needed."""
         x = x.to(tl.bfloat16)
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+
+
+@triton.jit
+def add(b_x, b_y):
+    """x + y of two products, not x as what y is added to: of a chain each group of warps would make the first whole."""
+    return tl.fma(b_y, 1.0, b_x)
 
 
 @triton.jit
@@ -83,14 +99,23 @@ def load_column(p_x, STRIDE: tl.constexpr, rows, C: tl.constexpr, WHOLE: tl.cons
 
 @triton.jit
 def load_sums(p_x, i_x, BD: tl.constexpr, BE: tl.constexpr):
-    """Matrix i_x of a stack of (BD, BE) at p_x."""
-    return tl.load(p_x + i_x * (BD * BE) + tl.arange(0, BD)[:, None] * BE + tl.arange(0, BE)[None, :])
+    """Matrix i_x of a stack of (BE, BD) at p_x: with values first, a product takes them from where they are loaded."""
+    return tl.load(p_x + i_x * (BD * BE) + tl.arange(0, BE)[:, None] * BD + tl.arange(0, BD)[None, :])
 
 
 @triton.jit
 def store_sums(p_x, i_x, b_x, BD: tl.constexpr, BE: tl.constexpr):
     """As `load_sums`, the other way."""
-    tl.store(p_x + i_x * (BD * BE) + tl.arange(0, BD)[:, None] * BE + tl.arange(0, BE)[None, :], b_x)
+    tl.store(p_x + i_x * (BD * BE) + tl.arange(0, BE)[:, None] * BD + tl.arange(0, BD)[None, :], b_x)
+
+
+@triton.jit
+def in_halves(b_x, R: tl.constexpr, BD: tl.constexpr):
+    """float32 x (R, BD) as bfloat16 (2 R, BD) of which two rows each add up to one of x, to 16 digits."""
+    b_high = b_x.to(tl.bfloat16)
+    b_low = (b_x - b_high.to(tl.float32)).to(tl.bfloat16)
+    m_high = tl.arange(0, 2)[:, None, None] == 0
+    return tl.reshape(tl.where(m_high, b_high[None, :, :], b_low[None, :, :]), (2 * R, BD))
 
 
 @triton.jit
@@ -122,11 +147,38 @@ def _logits(b_x, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def query_features(b_x, D: tl.constexpr, BD: tl.constexpr, MAP: tl.constexpr):
-    """φ(q) (C, BD), float32. A softmax's sum cancels where attention is normalised and is left out."""
+    """φ(q) (C, BD), float32, and the largest q of each row. A softmax's sum cancels where attention is normalised and
+    is left out.
+    """
     if MAP == "softmax":
         b_f = _logits(b_x, D, BD)
-        return exp2(b_f * LOG2E - (tl.max(b_f, 1) * LOG2E)[:, None])
-    return _features(b_x.to(tl.float32), D, BD, MAP)
+        b_size = tl.max(b_f, 1)
+        return exp2(b_f * LOG2E - (b_size * LOG2E)[:, None]), b_size
+    return _features(b_x.to(tl.float32), D, BD, MAP), tl.zeros((b_x.shape[0],), tl.float32)
+
+
+@triton.jit
+def share_scale(b_den, b_size, MAP: tl.constexpr):
+    """What makes shares of queries: 1 / den, or of a softmax the binary logarithm of what divides exp(q) itself."""
+    if MAP == "softmax":
+        return tl.where(b_den < NOTHING, float("inf"), b_size * LOG2E + log2(tl.maximum(b_den, NOTHING)))
+    return inverse(b_den)
+
+
+@triton.jit
+def query_shares(b_x, b_scale, D: tl.constexpr, BD: tl.constexpr, MAP: tl.constexpr):
+    """φ(q) / den (C, BD), float32."""
+    if MAP == "softmax":
+        return exp2(_logits(b_x, D, BD) * LOG2E - b_scale[:, None])
+    return _features(b_x.to(tl.float32), D, BD, MAP) * b_scale[:, None]
+
+
+@triton.jit
+def query_slopes(b_x, b_scale, D: tl.constexpr, BD: tl.constexpr, MAP: tl.constexpr):
+    """What d q is of d φ(q) · den (C, BD): where attention is normalised φ(q) · d φ(q) is 0, so sizes are constants."""
+    if MAP == "softmax":
+        return query_shares(b_x, b_scale, D, BD, MAP)
+    return gradient(b_scale[:, None], b_x, _features(b_x.to(tl.float32), D, BD, MAP), MAP)
 
 
 @triton.jit
@@ -145,9 +197,7 @@ def key_features(
 
 @triton.jit
 def gradient(b_g, b_x, b_f, MAP: tl.constexpr):
-    """d x (C, BD) from d f, x and f, of queries and keys alike; references are constants, and where attention is
-    normalised φ(q) · d φ(q) is 0.
-    """
+    """d x (C, BD) from d f, x and f; references are constants."""
     if MAP == "elu":
         b_g = b_g * tl.minimum(b_f, 1)
     if MAP == "relu":

@@ -12,7 +12,9 @@ import triton.language as tl
 
 from longspan.kernels.blocks import FLOOR, inverse
 from longspan.kernels.walking_blocks import (
+    add,
     exp2,
+    in_halves,
     key_features,
     load_rows,
     load_sums,
@@ -22,6 +24,9 @@ from longspan.kernels.walking_blocks import (
     store_rows,
     walk_references,
 )
+
+# Of a chunk's rows a thread has every 16th: its share of z needs no other thread.
+R = tl.constexpr(16)
 
 
 @triton.jit
@@ -53,7 +58,9 @@ def _walk(
     CAREFUL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """b_kv (BD, BE), b_z (BD,): the sums before, at reference c. CAREFUL: each row at a reference of its own."""
+    """b_kv (BE, BD), b_z (R, BD), rows that add up to z: the sums before, at reference c. CAREFUL: each row at a
+    reference of its own.
+    """
     i_t = tl.arange(0, C)
     for _ in tl.range(steps, num_stages=STAGES):
         b_k = load_rows(p_k, STRIDE_K, rows, D, C, BD, WHOLE)
@@ -66,28 +73,27 @@ def _walk(
         b_end = b_f
         if CAREFUL:
             b_end = b_f * exp2(b_n - c_last)[:, None]
-        b_more_z = tl.sum(b_end, 0)
+        b_more_z = tl.sum(tl.reshape(b_end, (C // R, R, BD)), 0)
         b_f = settled(b_f)
         b_end = b_end.to(tl.bfloat16) if CAREFUL else b_f
+        b_half = b_kv.to(tl.bfloat16)
+        b_half_z = in_halves(b_z, R, BD)
         m_seen = i_t[None, :] <= i_t[:, None]
         for g in range(H // HKV):
             b_q = load_rows(p_q + g * stride_qh, STRIDE_Q, left, D, C, BD, WHOLE)
-            b_query = query_features(b_q, D, BD, MAP)
-            b_den = tl.sum(b_query * b_z[None, :], 1)
-            b_query = b_query.to(tl.bfloat16)
+            b_query = query_features(b_q, D, BD, MAP)[0].to(tl.bfloat16)
+            b_out = tl.dot(b_query, tl.trans(b_half))
             b_p = tl.dot(b_query, tl.trans(b_f))
+            b_before = tl.dot(b_query, tl.trans(b_half_z))
             if CAREFUL:
                 b_p *= exp2(tl.where(m_seen, b_n[None, :] - b_reference[:, None], FLOOR))
-                b_den *= exp2(c - b_reference)
+                b_before *= exp2(c - b_reference)[:, None]
             else:
                 b_p = tl.where(m_seen, b_p, 0)
-            b_den += tl.sum(b_p, 1)
-            b_p = b_p.to(tl.bfloat16)
-            b_out = tl.dot(b_query, b_kv.to(tl.bfloat16))
+            b_den = tl.sum(b_p, 1) + tl.sum(b_before, 1)
             if CAREFUL:
                 b_out *= exp2(c - b_reference)[:, None]
-            b_out = tl.dot(b_p, b_v, b_out)
-            b_out *= inverse(b_den)[:, None]
+            b_out = add(b_out, tl.dot(b_p.to(tl.bfloat16), b_v)) * inverse(b_den)[:, None]
             tl.store(p_den + g + i_t * H, b_den, mask=i_t < left)
             store_rows(p_out + g * E, H * E, left, b_out, E, C, BE, WHOLE)
         if CAREFUL:
@@ -95,7 +101,7 @@ def _walk(
             b_kv *= decay
             b_z *= decay
             c = c_last
-        b_kv = tl.dot(tl.trans(b_end), b_v, b_kv)
+        b_kv = tl.dot(tl.trans(b_v), b_end, b_kv)
         b_z += b_more_z
         p_q += C * STRIDE_Q
         p_k += C * STRIDE_K
@@ -163,7 +169,8 @@ def walking_forward_kernel(
     i_o = i_x * segments + i_s
     c_before, c, chosen = walk_references(p_reference, p_sizes, i_x, i_s, segments, SCALED)
     b_kv = load_sums(p_kv, i_o, BD, BE)
-    b_z = tl.load(p_z + i_o * BD + tl.arange(0, BD))
+    b_z = tl.load(p_z + i_o * BD + tl.arange(0, BD))[None, :]
+    b_z = tl.where(tl.arange(0, R)[:, None] == 0, b_z, 0)
     for careful in tl.static_range(2 if SCALED else 1):
         if chosen == careful:
             c_0 = c_before if careful else c

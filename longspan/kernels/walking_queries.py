@@ -5,15 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import FLOOR, inverse
+from longspan.kernels.blocks import FLOOR
 from longspan.kernels.walking_blocks import (
+    add,
     exp2,
-    gradient,
     key_features,
-    load_column,
     load_rows,
     load_sums,
-    query_features,
+    query_slopes,
     row_references,
     settled,
     store_rows,
@@ -26,9 +25,8 @@ def _walk(
     p_q,
     p_k,
     p_v,
-    p_den,
     p_d_out,
-    p_delta,
+    p_rows,
     p_d_q,
     b_kv,
     b_z,
@@ -54,7 +52,9 @@ def _walk(
     CAREFUL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """b_kv (BD, BE), b_z (BD,): the sums before, at reference c. CAREFUL: each row at a reference of its own."""
+    """b_kv (BE, BD), b_z (C, BD), all rows alike: the sums before, at reference c. CAREFUL: each row at a reference of
+    its own.
+    """
     i_t = tl.arange(0, C)
     for _ in tl.range(steps, num_stages=STAGES):
         b_k = load_rows(p_k, STRIDE_K, rows, D, C, BD, WHOLE)
@@ -67,43 +67,40 @@ def _walk(
         b_end = b_f
         if CAREFUL:
             b_end = b_f * exp2(b_n - c_last)[:, None]
-        b_more_z = tl.sum(b_end, 0)
         b_f = settled(b_f)
         b_end = b_end.to(tl.bfloat16) if CAREFUL else b_f
         m_seen = i_t[None, :] <= i_t[:, None]
+        b_half = b_kv.to(tl.bfloat16)
         for g in range(H // HKV):
             b_d = load_rows(p_d_out + g * stride_dh, STRIDE_D, left, E, C, BE, WHOLE)
+            b_g = tl.dot(b_d, b_half)
             b_d_p = tl.dot(b_d, tl.trans(b_v))
-            b_delta = load_column(p_delta + g, H, left, C, WHOLE)
+            b_delta = tl.load(p_rows + (2 * g) * C + i_t)
             b_d_p -= b_delta[:, None]
             if CAREFUL:
                 b_d_p *= exp2(tl.where(m_seen, b_n[None, :] - b_reference[:, None], FLOOR))
             else:
                 b_d_p = tl.where(m_seen, b_d_p, 0)
-            b_d_p = b_d_p.to(tl.bfloat16)
-            b_g = tl.dot(b_d, tl.trans(b_kv.to(tl.bfloat16)))
-            b_g -= b_delta[:, None] * b_z[None, :]
+            b_g -= b_delta[:, None] * b_z
             if CAREFUL:
                 b_g *= exp2(c - b_reference)[:, None]
-            b_g = tl.dot(b_d_p, b_f, b_g)
-            b_g *= inverse(load_column(p_den + g, H, left, C, WHOLE))[:, None]
             b_q = load_rows(p_q + g * stride_qh, STRIDE_Q, left, D, C, BD, WHOLE)
-            b_g = gradient(b_g, b_q, query_features(b_q, D, BD, MAP), MAP)
+            b_slope = query_slopes(b_q, tl.load(p_rows + (2 * g + 1) * C + i_t), D, BD, MAP)
+            b_g = add(b_g, tl.dot(b_d_p.to(tl.bfloat16), b_f)) * b_slope
             store_rows(p_d_q + g * D, H * D, left, b_g, D, C, BD, WHOLE)
         if CAREFUL:
             decay = exp2(c - c_last)
             b_kv *= decay
             b_z *= decay
             c = c_last
-        b_kv = tl.dot(tl.trans(b_end), b_v, b_kv)
-        b_z += b_more_z
+        b_kv = tl.dot(tl.trans(b_v), b_end, b_kv)
+        b_z = tl.dot(tl.full((C, C), 1.0, tl.bfloat16), b_end, b_z)
         p_q += C * STRIDE_Q
         p_k += C * STRIDE_K
         p_v += C * STRIDE_V
         p_d_out += C * STRIDE_D
         p_d_q += C * H * D
-        p_den += C * H
-        p_delta += C * H
+        p_rows += 2 * C * (H // HKV)
         left -= C
         rows -= C
 
@@ -118,9 +115,8 @@ def walking_backward_queries_kernel(
     p_z,
     p_sizes,
     p_reference,
-    p_den,
     p_d_out,
-    p_delta,
+    p_rows,
     p_d_q,
     T,
     segments,
@@ -165,20 +161,19 @@ def walking_backward_queries_kernel(
     p_v += i_b * stride_vb + i_0.to(tl.int64) * STRIDE_V + i_h.to(tl.int64) * stride_vh
     p_d_out += i_b * stride_db + i_0.to(tl.int64) * STRIDE_D + i_h.to(tl.int64) * GROUP * stride_dh
     i_row = (i_b * T + i_0) * H + i_h * GROUP
-    p_den += i_row
-    p_delta += i_row
+    p_rows += (i_x * tl.cdiv(T, C) + i_s * chunks) * (2 * C * GROUP)
     p_d_q += i_row * D
     steps = tl.minimum(chunks, tl.cdiv(T - i_0, C))
     i_o = i_x * segments + i_s
     c_before, c, chosen = walk_references(p_reference, p_sizes, i_x, i_s, segments, SCALED)
     b_kv = load_sums(p_kv, i_o, BD, BE)
-    b_z = tl.load(p_z + i_o * BD + tl.arange(0, BD))
+    b_z = tl.load(p_z + i_o * BD + tl.arange(0, BD))[None, :] + tl.zeros((C, BD), tl.float32)
     for careful in tl.static_range(2 if SCALED else 1):
         if chosen == careful:
             c_0 = c_before if careful else c
             factor = exp2(c_before - c_0)
             _walk(
-                *(p_q, p_k, p_v, p_den, p_d_out, p_delta, p_d_q, b_kv * factor, b_z * factor, c_0, left, rows, steps),
+                *(p_q, p_k, p_v, p_d_out, p_rows, p_d_q, b_kv * factor, b_z * factor, c_0, left, rows, steps),
                 *(stride_qh, stride_dh, H, HKV, D, E, C, BD, BE, STRIDE_Q, STRIDE_K, STRIDE_V, STRIDE_D, MAP, WHOLE),
                 *(careful == 1, 1 if careful else STAGES),
             )

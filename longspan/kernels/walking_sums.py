@@ -44,11 +44,11 @@ def _sum_segment(
     CAREFUL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Σ φ(k) vᵀ (BD, BE), Σ φ(k) (BD,), their reference, and the logarithm of the largest key.
+    """Σ v φ(k)ᵀ (BE, BD), Σ φ(k) (BD,), their reference, and the logarithm of the largest key.
 
     CAREFUL: references rise with the keys; otherwise c is one for all of them.
     """
-    b_kv = tl.zeros((BD, BE), tl.float32)
+    b_kv = tl.zeros((BE, BD), tl.float32)
     b_z = tl.zeros((C, BD), tl.float32)  # added up at the end, over the chunks' rows
     b_top = tl.full((C, BD), FLOOR, tl.float32)
     for _ in tl.range(steps, num_stages=STAGES):
@@ -65,7 +65,7 @@ def _sum_segment(
                 c = c_last
         b_f = key_features(b_k, tl.zeros((C,), tl.float32) + c, rows, D, C, BD, MAP, WHOLE)
         b_z += b_f
-        b_kv = tl.dot(tl.trans(b_f.to(tl.bfloat16)), b_v, b_kv)
+        b_kv = tl.dot(tl.trans(b_v), b_f.to(tl.bfloat16), b_kv)
         p_k += C * STRIDE_K
         p_v += C * STRIDE_V
         rows -= C
@@ -154,21 +154,21 @@ def walking_forward_scan_kernel(
     E: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
-    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
     SCALED: tl.constexpr,
 ):
     """The sums before each segment from the segments' own, in place; their references in p_reference."""
     i_x = tl.program_id(0).to(tl.int64)
     i_r = tl.program_id(1)
-    i_m, i_e = i_r * ROWS + tl.arange(0, ROWS), tl.arange(0, BE)
+    i_m, i_e = i_r * FEATURES + tl.arange(0, FEATURES), tl.arange(0, BE)
     m_m = i_m < D
-    m_kv = m_m[:, None] & (i_e < E)[None, :]
+    m_kv = (i_e < E)[:, None] & m_m[None, :]
     i_in = i_x * (D * (E + 1)) + i_m * (E + 1)
-    b_kv = tl.zeros((ROWS, BE), tl.float32)
-    b_z = tl.zeros((ROWS,), tl.float32)
+    b_kv = tl.zeros((BE, FEATURES), tl.float32)
+    b_z = tl.zeros((FEATURES,), tl.float32)
     c, top = tl.full((), FLOOR, tl.float32), tl.full((), FLOOR, tl.float32)
     if p_start is not None:
-        b_kv = tl.load(p_start + i_in[:, None] + i_e[None, :], mask=m_kv, other=0.0)
+        b_kv = tl.load(p_start + i_in[None, :] + i_e[:, None], mask=m_kv, other=0.0)
         b_z = tl.load(p_start + i_in + E, mask=m_m, other=0.0)
         top = tl.load(p_shift + i_x)
         if SCALED:
@@ -176,7 +176,7 @@ def walking_forward_scan_kernel(
             factor = tl.where(c <= FLOOR, 1.0, exp2(top * LOG2E - c))
             b_kv *= factor
             b_z *= factor
-    i_tile = i_x * segments * (BD * BE) + i_m[:, None] * BE + i_e[None, :]
+    i_tile = i_x * segments * (BD * BE) + i_e[:, None] * BD + i_m[None, :]
     p_row = p_z + i_x * segments * BD + i_m
     p_sizes += i_x * segments * 4
     p_reference += i_x * (segments + 1)
@@ -206,5 +206,5 @@ def walking_forward_scan_kernel(
             b_z *= factor
         if i_r == 0:
             tl.store(p_shift_out + i_x, top)
-        tl.store(p_kv_out + i_in[:, None] + i_e[None, :], b_kv, mask=m_kv)
+        tl.store(p_kv_out + i_in[None, :] + i_e[:, None], b_kv, mask=m_kv)
         tl.store(p_kv_out + i_in + E, b_z, mask=m_m)
