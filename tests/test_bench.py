@@ -222,10 +222,10 @@ def test_command_measures_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     small = ["--heads=2", "--head-dim=8", "--depth=1", "--rounds=1", "--repeats=1", "--threads=1"]
     for what, steps in (("train", ["step"]), ("generate", ["token", "prefill"])):
         out = tmp_path / f"{what}.json"
-        arguments = [what, "--mechanisms=linear", "--lengths=40,80", "--no-peers", *small, "--out", str(out)]
+        arguments = [what, "--mechanisms=linear", "--lengths=40", "--no-peers", *small, "--out", str(out)]
         assert command(monkeypatch, *arguments) == 0
         rows = json.loads(out.read_text())["rows"]
-        assert [row["name"] for row in rows] == 2 * ["linear", "linear, half the heads local"]
+        assert [row["name"] for row in rows] == ["linear", "linear, half the heads local"]
         for row in rows:
             assert row["status"] == "ok", row["message"]
             assert list(row["runs"][0]["times"]) == steps
@@ -234,7 +234,6 @@ def test_command_measures_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 assert row[f"{step}_tokens_per_second"] == pytest.approx(tokens / row[f"{step}_ms"] * 1e3)
             assert row["runs"][0]["check"]["error"] <= row["runs"][0]["check"]["tolerance"]
         assert "tokens/s" in capfd.readouterr().out
-        assert out.with_suffix(".png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("name", OLDER)
