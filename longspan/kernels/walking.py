@@ -21,30 +21,21 @@ from longspan.kernels.walking_sums import walking_forward_scan_kernel, walking_f
 
 LARGEST = 128
 CHUNK = 64
+STAGES = 3  # With fewer no chunk is loaded while another is in use.
 FEATURES = 16  # of a program that adds up segments
 MAPS = ("softmax", "elu", "relu", "identity")
 
 
 class Config(NamedTuple):
-    """How one kernel is compiled: warps, and chunks in flight and in use."""
-
-    warps: int
-    stages: int
-
-
-class Configs(NamedTuple):
-    """Programs that a multiprocessor runs at once, and how kernels are compiled; that of keys needs the most memory."""
+    """Programs that a multiprocessor runs at once, and warps of each."""
 
     resident: int
-    most: Config
-    keys: Config
+    warps: int
 
 
-def configs(head_dim: int, value_dim: int) -> Configs:
+def config(head_dim: int, value_dim: int) -> Config:
     """For blocks of these sizes."""
-    if head_dim * value_dim <= 64 * 64:
-        return Configs(2, Config(4, 3), Config(4, 3))
-    return Configs(1, Config(8, 3), Config(8, 2))
+    return Config(2, 4) if head_dim * value_dim <= 64 * 64 else Config(1, 8)
 
 
 def takes(q: Tensor, v: Tensor, log_scale: Tensor | None, feature_map: str, normalise: bool) -> bool:
@@ -129,7 +120,7 @@ class _Plan:
         assert v is not None
         (self.B, self.T, self.H, self.D), (self.Hkv, self.E) = q[0], v[0][2:]
         self.device, self.BD, self.BE = device, _padded(self.D), _padded(self.E)
-        self.configs, self.heads = configs(self.BD, self.BE), self.B * self.Hkv
+        self.heads = self.B * self.Hkv
         chunks = -(-self.T // CHUNK)
         # As many segments as fill the device, but none of a single chunk.
         segments = max(1, min(_programs(device, self.BD, self.BE) // self.heads, chunks // 2))
@@ -152,10 +143,10 @@ class _Plan:
         }
         self.ready = False
 
-    def walking(self, kernel: Any, config: Config, strided: str) -> Launch:
+    def walking(self, kernel: Any, strided: str) -> Launch:
         """strided: which tensors' strides the kernel takes."""
         options = {f"STRIDE_{name}": self.strides[name][1] for name in strided}
-        options |= {"STAGES": config.stages, "num_warps": config.warps}
+        options |= {"STAGES": STAGES, "num_warps": config(self.BD, self.BE).warps}
         strides = [self.strides[name][i] for name in strided for i in (0, 2)]
         numbers = self.T, self.segments, self.run, *strides
         return Launch(self.device, kernel, (self.heads * self.segments, 1, 1), numbers, {**self.constants, **options})
@@ -170,9 +161,9 @@ class _Forward(_Plan):
         super().__init__(device, given, feature_map)
         self.out_shape, self.den_shape = (self.B, self.T, self.H, self.E), (self.B, self.T, self.H)
         self.kv_shape, self.shift_shape = (self.B, self.Hkv, self.D, self.E + 1), (self.B, self.Hkv)
-        self.sums = self.walking(walking_forward_sums_kernel, self.configs.most, "KV")
+        self.sums = self.walking(walking_forward_sums_kernel, "KV")
         self.scan = self.scanning(walking_forward_scan_kernel)
-        self.read = self.walking(walking_forward_kernel, self.configs.most, "QKV")
+        self.read = self.walking(walking_forward_kernel, "QKV")
 
 
 class _Backward(_Plan):
@@ -185,10 +176,10 @@ class _Backward(_Plan):
         rows = X * self.run * 2 * CHUNK * (self.H // self.Hkv)
         sizes = X * self.BD * self.BE, X * self.BD, X * self.run, rows
         self.work = Room(*[(size, torch.float32) for size in sizes])
-        self.sums = self.walking(walking_backward_sums_kernel, self.configs.most, "QKD")
+        self.sums = self.walking(walking_backward_sums_kernel, "QKD")
         self.scan = self.scanning(walking_backward_scan_kernel)
-        self.queries = self.walking(walking_backward_queries_kernel, self.configs.most, "QKVD")
-        self.keys = self.walking(walking_backward_keys_kernel, self.configs.keys, "QKVD")
+        self.queries = self.walking(walking_backward_queries_kernel, "QKVD")
+        self.keys = self.walking(walking_backward_keys_kernel, "QKVD")
 
 
 _forward_plan = lru_cache(maxsize=1024)(_Forward)
@@ -198,7 +189,7 @@ _backward_plan = lru_cache(maxsize=1024)(_Backward)
 def _programs(device: int, BD: int, BE: int) -> int:
     """How many the device runs at once. The interpreter runs one after the other."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
-    return processors * configs(BD, BE).resident
+    return processors * config(BD, BE).resident
 
 
 def _kept(device: int, heads: int, BD: int, BE: int) -> Room:

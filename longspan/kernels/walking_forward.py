@@ -76,13 +76,11 @@ def _walk(
         b_more_z = tl.sum(tl.reshape(b_end, (C // R, R, BD)), 0)
         b_f = settled(b_f)
         b_end = b_end.to(tl.bfloat16) if CAREFUL else b_f
-        b_half = b_kv.to(tl.bfloat16)
         b_half_z = in_halves(b_z, R, BD)
         m_seen = i_t[None, :] <= i_t[:, None]
         for g in range(H // HKV):
             b_q = load_rows(p_q + g * stride_qh, STRIDE_Q, left, D, C, BD, WHOLE)
             b_query = query_features(b_q, D, BD, MAP)[0].to(tl.bfloat16)
-            b_out = tl.dot(b_query, tl.trans(b_half))
             b_p = tl.dot(b_query, tl.trans(b_f))
             b_before = tl.dot(b_query, tl.trans(b_half_z))
             if CAREFUL:
@@ -91,6 +89,7 @@ def _walk(
             else:
                 b_p = tl.where(m_seen, b_p, 0)
             b_den = tl.sum(b_p, 1) + tl.sum(b_before, 1)
+            b_out = tl.dot(b_query, tl.trans(b_kv.to(tl.bfloat16)))
             if CAREFUL:
                 b_out *= exp2(c - b_reference)[:, None]
             b_out = add(b_out, tl.dot(b_p.to(tl.bfloat16), b_v)) * inverse(b_den)[:, None]

@@ -83,7 +83,6 @@ def _walk(
     """
     GROUP: tl.constexpr = H // HKV
     i_t = tl.arange(0, C)
-    b_same = (i_t[:, None] == i_t[None, :]).to(tl.bfloat16)
     for _ in tl.range(steps, num_stages=STAGES):
         b_k = load_rows(p_k, STRIDE_K, rows, D, C, BD, WHOLE)
         b_v = load_rows(p_v, STRIDE_V, rows, E, C, BE, WHOLE)
@@ -139,9 +138,6 @@ def _walk(
             b_d_kv = tl.dot(tl.trans(b_d), b_row, b_d_kv)
             b_minus = tl.zeros((C, C), tl.float32) - b_delta[None, :]
             b_d_z = tl.dot(b_minus.to(tl.bfloat16), b_row, b_d_z)
-        if BD > 64:
-            # Where products lie, by a product: k would be read once more from where its rows collide.
-            b_features = tl.dot(b_same, b_f)
         b_g = gradient(b_g, b_k, b_features, MAP)
         store_rows(p_d_k, HKV * D, left, b_g, D, C, BD, WHOLE)
         p_q -= C * STRIDE_Q

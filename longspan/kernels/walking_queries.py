@@ -70,10 +70,8 @@ def _walk(
         b_f = settled(b_f)
         b_end = b_end.to(tl.bfloat16) if CAREFUL else b_f
         m_seen = i_t[None, :] <= i_t[:, None]
-        b_half = b_kv.to(tl.bfloat16)
         for g in range(H // HKV):
             b_d = load_rows(p_d_out + g * stride_dh, STRIDE_D, left, E, C, BE, WHOLE)
-            b_g = tl.dot(b_d, b_half)
             b_d_p = tl.dot(b_d, tl.trans(b_v))
             b_delta = tl.load(p_rows + (2 * g) * C + i_t)
             b_d_p -= b_delta[:, None]
@@ -81,6 +79,7 @@ def _walk(
                 b_d_p *= exp2(tl.where(m_seen, b_n[None, :] - b_reference[:, None], FLOOR))
             else:
                 b_d_p = tl.where(m_seen, b_d_p, 0)
+            b_g = tl.dot(b_d, b_kv.to(tl.bfloat16))
             b_g -= b_delta[:, None] * b_z
             if CAREFUL:
                 b_g *= exp2(c - b_reference)[:, None]
