@@ -24,7 +24,7 @@ from longspan.bench.clock import attention_ms
 from longspan.bench.machine import commit, machine, versions
 from longspan.ops import backend
 from longspan.ops.features import orthogonal_rows
-from longspan.ops.linear import causal_linear
+from longspan.ops.linear import causal_linear_out
 
 # B, H, n, D, the feature map, targets in ms: forward, forward + backward.
 CASES = [
@@ -48,9 +48,9 @@ def inputs(B: int, H: int, n: int, D: int) -> list[Tensor]:
 
 def ours(feature_map: str, D: int) -> Attention:
     weight = orthogonal_rows(NUM_FEATURES, D, unit=False).cuda() if feature_map == "favor" else None
-    return lambda q, k, v: causal_linear(
+    return lambda q, k, v: causal_linear_out(
         q, k, v, feature_map=feature_map, weight=None if weight is None else weight.to(_sums(q))
-    )[0]
+    )
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

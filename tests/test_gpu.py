@@ -9,7 +9,8 @@ import torch
 from kernel_cases import NAMES, Case, arguments, by_kernels, check
 
 from longspan.ops import backend
-from longspan.ops.linear import causal_linear
+from longspan.ops.features import orthogonal_rows
+from longspan.ops.linear import causal_linear, causal_linear_out
 
 pytestmark = [
     pytest.mark.gpu,
@@ -141,6 +142,23 @@ def test_opcheck(state: bool) -> None:
         rest[3:] = [None, None]
     given = [x.requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.longspan.causal_linear.default, (*given, *rest, "softmax", True, 1))
+
+
+@pytest.mark.parametrize("feature_map", ["softmax", "favor", "identity"])
+def test_the_result_alone(feature_map: str) -> None:
+    """Called twice, because from the second time on kernels are given addresses."""
+    x = [torch.randn(2, 517, 3, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    weight = orthogonal_rows(100, 64, unit=False).cuda() if feature_map == "favor" else None
+    how = {"feature_map": feature_map, "weight": weight, "normalise": feature_map != "identity"}
+    whole = causal_linear(*x, **how)[0]
+    d = torch.randn_like(whole)
+    grads = torch.autograd.grad(whole, x, d)
+    for _ in range(2):
+        out = causal_linear_out(*x, **how)
+        assert torch.equal(out, whole)
+        assert torch.equal(causal_linear_out(*(t.detach() for t in x), **how), whole)
+        for ours, theirs in zip(torch.autograd.grad(out, x, d), grads, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("batch", [1, 4])

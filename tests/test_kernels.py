@@ -68,6 +68,29 @@ def test_sums_kept_for_the_backward_pass_are_those_it_would_make() -> None:
 
 
 @inside
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(T=67, B=1, H=2, Hkv=1, feature_map="softmax"),
+        Case(T=35, B=1, H=1, Hkv=1, feature_map="favor", num_features=19),
+        Case(T=35, B=1, H=1, Hkv=1, feature_map="identity", normalise=False),
+    ],
+    ids=str,
+)
+def test_sums_that_nobody_asks_for(case: Case) -> None:
+    _, _, tensors = arguments(case, torch.bfloat16, "cpu")
+    given = *tensors[:6], None, None, case.feature_map, case.normalise
+    kernels = backend.linear_kernels()
+    (out, den, *ends), _ = kernels.forward(*given, ends=False)
+    whole, _ = kernels.forward(*given)
+    assert ends == [None, None]
+    assert torch.equal(out, whole[0])
+    assert torch.equal(den, whole[1])
+
+
+@inside
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("normalise", [False, True])
 def test_no_sums_are_zeros(normalise: bool) -> None:
@@ -99,6 +122,19 @@ def test_constants_are_those_of_the_plain_path() -> None:
     below, above = (torch.tensor(blocks.NOTHING.value * factor) for factor in (0.99, 1.01))
     assert linear.divide(below[None], below) == 0
     assert linear.divide(above[None], above) == 1
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_the_result_alone(normalise: bool) -> None:
+    from longspan.ops.linear import causal_linear, causal_linear_out
+
+    x = [torch.randn(2, 17, 3, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    how = {"feature_map": "elu", "lengths": torch.tensor([17, 11]), "normalise": normalise}
+    out, whole = causal_linear_out(*x, **how), causal_linear(*x, **how)[0]
+    assert torch.equal(out, whole)
+    d = torch.randn_like(out)
+    for ours, theirs in zip(torch.autograd.grad(out, x, d), torch.autograd.grad(whole, x, d), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_reasons() -> None:

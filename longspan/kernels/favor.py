@@ -29,6 +29,9 @@ from longspan.kernels.launch import Launch, Looks, Room, dense, dense_rows, look
 
 LARGEST = 128
 
+# out, den, and the sums and their shift after the last token, where they are asked for.
+Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
 
 class Config(NamedTuple):
     """Features in a tile, warps, loads in flight, the most registers a thread may take, None for all there are, and
@@ -77,19 +80,20 @@ def forward(
     kv: Tensor | None,
     shift: Tensor | None,
     *,
+    ends: bool = True,
     clean: bool = False,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+) -> tuple[Results, Tensor]:
     """out (B, T, H, E), den (B, T, H), and the sums and their shift after the last token; then what is kept.
 
-    clean: what is kept has the same bits every time.
+    ends, clean: as in `kernels.linear.forward`.
     """
     q, k, v, weight = dense_rows(q), dense_rows(k), dense_rows(v), weight.contiguous()
     kv, shift = dense(kv), dense(shift)
-    plan = _forward_plan(q.get_device(), looks(q, k, v, weight, lengths, kv, shift))
+    plan = _forward_plan(q.get_device(), looks(q, k, v, weight, lengths, kv, shift), ends)
     out = v.new_empty(plan.out_shape)
     den = q.new_empty(plan.den_shape, dtype=torch.float32)
-    kv_out = q.new_empty(plan.kv_shape, dtype=torch.float32)
-    shift_out = q.new_empty(plan.shift_shape, dtype=torch.float32)
+    kv_out = q.new_empty(plan.kv_shape, dtype=torch.float32) if ends else None
+    shift_out = q.new_empty(plan.shift_shape, dtype=torch.float32) if ends else None
     kept, work = plan.kept.new(q, clean=clean), plan.work.new(q)
     high, low, flag, query_offset, offset, scale, peak, reference = plan.kept.places(kept, plan.ready)
     total, total_z, prefix, prefix_z, before, largest = plan.work.places(work, plan.ready)
@@ -234,7 +238,7 @@ class _Plan:
 
 
 class _Forward(_Plan):
-    def __init__(self, device: int, given: Looks) -> None:
+    def __init__(self, device: int, given: Looks, ends: bool) -> None:
         super().__init__(device, given)
         parts, E, M = self.cut(READ_SHARE), self.constants["E"], self.constants["M"]
         self.out_shape, self.den_shape = (self.B, self.T, self.H, E), (self.B, self.T, self.H)

@@ -73,7 +73,7 @@ def causal_linear(
     shift: Tensor | None,
     feature_map: str,
     normalise: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> walking.Results:
     """`longspan::causal_linear` with bucket 1."""
     return forward(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise)[0]
 
@@ -90,23 +90,25 @@ def forward(
     feature_map: str,
     normalise: bool,
     *,
+    ends: bool = True,
     clean: bool = False,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]:
+) -> tuple[walking.Results, Tensor | None]:
     """The results of `causal_linear`, and what saves the backward pass from finding it again, if anything does.
 
-    clean: what is kept has the same bits every time, which takes a launch.
+    ends: whether the sums after the last token are asked for. clean: what is kept has the same bits every time, which
+    takes a launch.
     """
     if walking.takes(q, v, log_scale, feature_map, normalise):
-        return walking.forward(q, k, v, lengths, kv, shift, feature_map, clean=clean)
+        return walking.forward(q, k, v, lengths, kv, shift, feature_map, ends=ends, clean=clean)
     if favor.takes(q, v, feature_map, normalise):
         assert weight is not None
-        return favor.forward(q, k, v, weight, lengths, kv, shift, clean=clean)
+        return favor.forward(q, k, v, weight, lengths, kv, shift, ends=ends, clean=clean)
     call = _Call(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise)
     (B, T, H, _), (Hkv, E) = q.shape, v.shape[2:]
     out = v.new_empty(B, T, H, E)
     den = q.new_empty((B, T, H if normalise else 0), dtype=torch.float32)
-    kv_out = q.new_empty((B, Hkv, call.plan.M, E + normalise), dtype=torch.float32)
-    shift_out = q.new_empty((B, Hkv), dtype=torch.float32)
+    kv_out = q.new_empty((B, Hkv, call.plan.M, E + normalise), dtype=torch.float32) if ends else None
+    shift_out = q.new_empty((B, Hkv), dtype=torch.float32) if ends else None
     with on_device(q):
         cut = call.cut(call.plan.forward)
         sums = call.sums(cut, kv_out, shift_out)

@@ -25,6 +25,9 @@ STAGES = 3  # With fewer no chunk is loaded while another is in use.
 FEATURES = 16  # of a program that adds up segments
 MAPS = ("softmax", "elu", "relu", "identity")
 
+# out, den, and the sums and their shift after the last token, where they are asked for.
+Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
 
 class Config(NamedTuple):
     """Programs that a multiprocessor runs at once, and warps of each."""
@@ -59,15 +62,16 @@ def forward(
     shift: Tensor | None,
     feature_map: str,
     *,
+    ends: bool = True,
     clean: bool = False,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The results of `causal_linear`, and what is kept. clean: that has the same bits every time."""
+) -> tuple[Results, Tensor]:
+    """The results of `causal_linear`, and what is kept. ends, clean: as in `kernels.linear.forward`."""
     q, k, v, kv, shift = dense_rows(q), dense_rows(k), dense_rows(v), dense(kv), dense(shift)
-    plan = _forward_plan(q.get_device(), looks(q, k, v, lengths, kv, shift), feature_map)
+    plan = _forward_plan(q.get_device(), looks(q, k, v, lengths, kv, shift), feature_map, ends)
     out = v.new_empty(plan.out_shape)
     den = q.new_empty(plan.den_shape, dtype=torch.float32)
-    kv_out = q.new_empty(plan.kv_shape, dtype=torch.float32)
-    shift_out = q.new_empty(plan.shift_shape, dtype=torch.float32)
+    kv_out = q.new_empty(plan.kv_shape, dtype=torch.float32) if ends else None
+    shift_out = q.new_empty(plan.shift_shape, dtype=torch.float32) if ends else None
     kept = plan.kept.new(q, clean=clean)
     sums, z, sizes, reference = plan.kept.places(kept, plan.ready)
     with on_device(q):
@@ -157,7 +161,7 @@ class _Plan:
 
 
 class _Forward(_Plan):
-    def __init__(self, device: int, given: Looks, feature_map: str) -> None:
+    def __init__(self, device: int, given: Looks, feature_map: str, ends: bool) -> None:
         super().__init__(device, given, feature_map)
         self.out_shape, self.den_shape = (self.B, self.T, self.H, self.E), (self.B, self.T, self.H)
         self.kv_shape, self.shift_shape = (self.B, self.Hkv, self.D, self.E + 1), (self.B, self.Hkv)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from longspan.ops.linear import (
     attend_prefixes,
     attend_sums,
     causal_linear,
+    causal_linear_out,
     no_sums,
     sum_dtype,
 )
@@ -195,19 +197,15 @@ class LinearAttention(Mechanism):
     def _attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
         if not self._one_pass or self.phantom or q.shape[1] == 1:
             return super()._attend_causal(q, k, v, lengths)
-        return self._causal(q, k, v, lengths, None)[0]  # No sums are zeros that nobody has to make.
+        # No sums are zeros that nobody has to make.
+        return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._how(sum_dtype(q))))
 
-    def _causal(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, sums: Sums | None
-    ) -> tuple[Tensor, Sums]:
-        phi, divided = self.feature_map, self.normalise == "query"
+    def _how(self, dtype: torch.dtype) -> dict[str, Any]:
+        """What causal attention in one operation depends on; its projection in the dtype of sums."""
+        phi = self.feature_map
         assert isinstance(phi, FusedMap)
-        dtype = sum_dtype(q) if sums is None else sums.kv.dtype
         weight = None if phi.weight is None else phi.weight.to(dtype)
-        out, sums = causal_linear(
-            q, k, v, feature_map=phi.kind, weight=weight, lengths=lengths, sums=sums, normalise=divided
-        )
-        return self._scaled(out), sums
+        return {"feature_map": phi.kind, "weight": weight, "normalise": self.normalise == "query"}
 
     def _extend(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
@@ -218,9 +216,9 @@ class LinearAttention(Mechanism):
             return self._read(state, q), state
         phi = self.feature_map
         if self._one_pass:
-            out, sums = self._causal(q, k, v, lengths, state.sums)
+            out, sums = causal_linear(q, k, v, lengths=lengths, sums=state.sums, **self._how(state.kv.dtype))
             length = state.length + (k.shape[1] if lengths is None else lengths)
-            return out, _updated(state, length, sums, None)
+            return self._scaled(out), _updated(state, length, sums, None)
         visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
         out = self._from_prefixes(state, phi.query(q.to(state.kv.dtype)), *self._keys(k, v, visible))
         return self._scaled(out.to(q.dtype)), self._write(state, k, v, lengths)
