@@ -16,7 +16,7 @@ from longspan.mechanism import Mechanism, State
 from longspan.mechanisms import build_mechanism, mechanisms
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.mechanisms.split import SplitAttention
-from longspan.ops.step import FUSED, Turn, project
+from longspan.ops.step import FUSED, TurnsAt, project
 from longspan.positions import Rotary
 from longspan.rows import Rows
 
@@ -29,9 +29,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
     "identity": lambda x: x,
 }
-
-
-Turns = Mapping[tuple[int, float], Turn]
 
 
 class ScaleNorm(nn.Module):
@@ -164,7 +161,7 @@ class Attention(nn.Module):
         return self._output(x, out), state
 
     def step_(
-        self, x: Tensor, state: State, turns: Turns, *, norm: nn.Module | None = None, add: Tensor | None = None
+        self, x: Tensor, state: State, turns: TurnsAt, *, norm: nn.Module | None = None, add: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """One token (B, 1, dim) of a loop, in eval mode; see `Mechanism.step_`. turns: cos and sin for each kind of
         rotary. norm: what x still has to go through. add: what the answer is added to.
@@ -173,7 +170,7 @@ class Attention(nn.Module):
             x, norm = norm(x), None
         q, *kv = project(x, *((self.to_q,) if self.cross else (self.to_q, self.to_kv)), norm=norm)
         mechanism = self.mechanism
-        q = q.view(len(q), 1, mechanism.num_heads, mechanism.head_dim)
+        q = q.view(q.shape[0], 1, mechanism.num_heads, mechanism.head_dim)
         q = q if self.q_norm is None else self.q_norm(q)
         if self.cross:
             out = mechanism._read(state, q)
@@ -214,11 +211,13 @@ class Attention(nn.Module):
 
     def _heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """k (B, S, Hkv, D), not rotated yet, and v (B, S, Hkv, E) of what to_kv gave."""
-        heads, D = self.mechanism.num_kv_heads, self.mechanism.head_dim
+        mechanism = self.mechanism
+        heads, width = mechanism.num_kv_heads, mechanism.num_kv_heads * mechanism.head_dim
         if self.shared_kv:
             k = v = kv.unflatten(2, (heads, -1))
         else:
-            k, v = (x.unflatten(2, (heads, -1)) for x in kv.split([heads * D, kv.shape[2] - heads * D], -1))
+            k, v = kv.split_with_sizes([width, kv.shape[2] - width], 2)
+            k, v = k.unflatten(2, (heads, -1)), v.unflatten(2, (heads, -1))
         return k if self.k_norm is None else self.k_norm(k), v
 
     def _rotated(self, x: Tensor, rows: Rows, heads: int) -> Tensor:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.layers import Attention
 from longspan.mechanism import Mechanism, State
@@ -19,7 +19,7 @@ from longspan.ops import backend
 from longspan.ops.step import why_plain
 from longspan.stack import Branch, StackState
 
-# Numbers that a step reads: for fewer, threads on a CPU wait for each other longer than they help.
+# Multiplications and numbers held: where a step has fewer, threads on a CPU wait for each other longer than they help.
 _SMALL = 1 << 23
 _WARM = 3  # steps before one is captured: kernels are compiled and libraries loaded by then
 
@@ -116,6 +116,11 @@ class Loop:
         )
         self._pending, self._steps = False, 0  # whether a token is chosen that the state does not hold yet
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._mechanisms = [
+            (place, branch.layer.mechanism)
+            for place, branch in enumerate(stack.branches)
+            if isinstance(branch, Branch) and isinstance(branch.layer, Attention)
+        ]
         self._limits, self._small = _limits(model), self._is_small()
         self._longest = int(memory.state.length.max()) if self._limits else 0
 
@@ -180,9 +185,9 @@ class Loop:
         return Memory(state, self._logits.clone(), self._recent.clone())
 
     def _is_small(self) -> bool:
+        products = sum(x.weight.numel() for x in self._model.modules() if isinstance(x, nn.Linear))
         held = sum(x.numel() for x in self._state.tensors().values())
-        read = len(self._logits) * sum(x.numel() for x in self._model.parameters()) + held
-        return self._logits.device.type == "cpu" and read <= _SMALL
+        return self._logits.device.type == "cpu" and len(self._logits) * products + held <= _SMALL
 
     def _advance(self) -> None:
         if self._stepping:
@@ -232,9 +237,8 @@ class Loop:
         for check in self._limits:
             check(self._longest + self._steps)
         if self._stepping:
-            for branch, held in zip(self._model.transformer.stack.branches, self._state.branches, strict=True):
-                if isinstance(branch, Branch) and isinstance(branch.layer, Attention):
-                    branch.layer.mechanism._check_state(held.inner[0], self._logits, None)
+            for place, mechanism in self._mechanisms:
+                mechanism._check_state(self._state.branches[place].inner[0], self._logits, None)
 
     def _through(self, state: StackState, change: Callable[[Mechanism, State], State]) -> StackState:
         """The state with that of every mechanism changed, but for a context's."""

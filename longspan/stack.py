@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longspan.config import EXECUTIONS, NORM_POSITIONS, RESIDUALS
-from longspan.layers import NORMS, Attention, CentredNorm, FeedForward, Turns, latest_tokens, shift_token, shift_tokens
+from longspan.layers import NORMS, Attention, CentredNorm, FeedForward, latest_tokens, shift_token, shift_tokens
 from longspan.mechanism import Index, State
 from longspan.mechanisms.choices import choose
-from longspan.ops.step import turns_at
+from longspan.ops.step import TurnsAt
 from longspan.reversible import run_reversible
 from longspan.rows import Packing, Rows
 
@@ -129,7 +129,7 @@ class Branch(nn.Module):
         return out, replace(state, inner=(inner,))
 
     def step_(
-        self, x: Tensor, state: BranchState, turns: Turns, add: Tensor | None = None
+        self, x: Tensor, state: BranchState, turns: TurnsAt, add: Tensor | None = None
     ) -> tuple[Tensor, BranchState]:
         """As `extend` by one token of a loop, see `Mechanism.step_`; in eval mode. add: what the answer is added to."""
         layer, norm = self.layer, self.norm if self.norm_position == "pre" else None
@@ -352,7 +352,7 @@ class Stack(nn.Module):
     def step_(self, x: Tensor, state: StackState) -> tuple[Tensor, StackState]:
         """As `extend` by one token x (B, 1, dim) of a loop; lengths stay as they were. See `Mechanism.step_`."""
         branches, after = self._branches(), list(state.branches)
-        turns = {kind: turns_at(state.length, kind, _wide(x)) for kind in _kinds(branches)}
+        turns = TurnsAt(state.length, _wide(x))
         if self.topology == "single" and all(branch.plain for branch in branches):
             for i, branch in enumerate(branches):
                 x, after[i] = branch.step_(x, after[i], turns, add=x)
@@ -407,7 +407,12 @@ class Stack(nn.Module):
 
     def _with_turns(self, rows: Rows, x: Tensor) -> Rows:
         """Angles of rotary positions, once for all layers."""
-        return rows.with_turns(_kinds(self._branches()), _wide(x))
+        return rows.with_turns(self._kinds(), _wide(x))
+
+    def _kinds(self) -> list[tuple[int, float]]:
+        """The kinds of rotary positions that layers take."""
+        layers = [branch.layer for branch in self._branches() if branch.stride == 1]
+        return sorted({kind for layer in layers if isinstance(layer, Attention) for kind in layer.turns})
 
     def _joined(self, streams: list[Tensor]) -> Tensor:
         total = streams[0] + streams[1]
@@ -415,12 +420,6 @@ class Stack(nn.Module):
 
     def _branches(self) -> list[Branch]:
         return [branch for branch in self.branches if isinstance(branch, Branch)]
-
-
-def _kinds(branches: list[Branch]) -> list[tuple[int, float]]:
-    """The kinds of rotary positions that layers take."""
-    layers = [branch.layer for branch in branches if branch.stride == 1]
-    return sorted({kind for layer in layers if isinstance(layer, Attention) for kind in layer.turns})
 
 
 def _wide(x: Tensor) -> torch.dtype:

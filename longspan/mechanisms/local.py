@@ -160,18 +160,19 @@ class LocalAttention(Mechanism):
     def _step_exact(self, state: LocalState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """A token in its slot of the ring, and its query over the slots that are filled: the window is the ring."""
         keys, values, seen = state.k, state.v, None
-        if len(state.length) == 1:
+        B, Hkv, ring, _ = keys.shape
+        if B == 1:
             place = int(state.length)
-            for ring, x in ((state.k, k), (state.v, v)):
-                ring.select(2, place % self._ring).copy_(x.squeeze(1))
-            if place < self._ring - 1:
+            keys.select(2, place % ring).copy_(k.squeeze(1))
+            values.select(2, place % ring).copy_(v.squeeze(1))
+            if place < ring - 1:
                 keys, values = keys[:, :, : place + 1], values[:, :, : place + 1]
         else:
-            slot = (state.length % self._ring)[:, None, None, None]
-            for ring, x in ((state.k, k), (state.v, v)):
-                ring.scatter_(2, slot.expand(-1, ring.shape[1], 1, ring.shape[3]), x.transpose(1, 2))
-            if bool((state.length < self._ring - 1).any()):
-                seen = (torch.arange(self._ring) <= state.length[:, None])[:, None, None]
+            slot = (state.length % ring)[:, None, None, None]
+            for held, x in ((keys, k), (values, v)):
+                held.scatter_(2, slot.expand(-1, Hkv, 1, held.shape[3]), x.transpose(1, 2))
+            if bool((state.length < ring - 1).any()):
+                seen = (torch.arange(ring) <= state.length[:, None])[:, None, None]
         grouped = self.num_heads > self.num_kv_heads
         out = attend(q.transpose(1, 2), keys, values, seen, blind=False, grouped=grouped, scale=self.scale)
         return out.transpose(1, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -153,7 +153,7 @@ class SplitAttention(Mechanism):
         return torch.cat([part._read(held, x) for part, held, x in parts], 2)
 
     def _mechanisms(self) -> list[Mechanism]:
-        return [part for part in self.parts if isinstance(part, Mechanism)]
+        return cast("list[Mechanism]", list(self.parts))
 
     def _states(self, state: State) -> Sequence[State]:
         assert isinstance(state, SplitState)

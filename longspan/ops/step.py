@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -91,8 +91,9 @@ def linear_step_(
         return backend.step_kernels().linear(q, k, v, turn, weight, kv, z, shift, feature_map, normalise, late, out)
     q, k = turned(turn, q, k)
     given, dtype = q.dtype, kv.dtype
-    q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
-    weight = weight if weight is None or weight.dtype == dtype else weight.to(dtype)
+    if given != dtype:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    weight = None if weight is None else weight.to(dtype)
     # On a CPU the calls are most of what a small step costs, views among them.
     query, f, largest = _features(q.squeeze(1), k.squeeze(1), shift, feature_map, weight)
     # After many keys the largest is seldom a new one; a GPU would be waited for to know.
@@ -183,7 +184,7 @@ def project(
             y = F.linear(x, f)
         else:
             # Around a small product a module's own call is worth a quarter of it.
-            y = F.linear(x, f.weight, f.bias) if type(f) is nn.Linear and _bare(f) else f(x)
+            y = F.linear(x, *_own(f)) if type(f) is nn.Linear and _bare(f) else f(x)
         y = y if activation == "identity" else FUSED[activation](y)
         results.append(y if add is None else add + y)
     return tuple(results)
@@ -223,8 +224,14 @@ def _known(x: Tensor, maps: Sequence[nn.Module | Tensor], norm: nn.Module | None
 
 def _normed(x: Tensor, norm: nn.Module) -> Tensor:
     if type(norm) is nn.LayerNorm and _bare(norm):
-        return torch.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+        return torch.layer_norm(x, norm.normalized_shape, *_own(norm), norm.eps)
     return norm(x)
+
+
+def _own(module: nn.Module) -> tuple[Any, Any]:
+    """Weight and bias, as attributes found three times as slowly; for a module from which none was taken away."""
+    own = module._parameters
+    return (own["weight"], own["bias"]) if len(own) == 2 else (module.weight, module.bias)
 
 
 def _bare(module: nn.Module) -> bool:
@@ -239,6 +246,17 @@ def turns_at(length: Tensor, kind: tuple[int, float], dtype: torch.dtype) -> Tur
         return Turn(cos, sin, False, (torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]))
     cos, sin = backend.step_kernels().turns(length, _frequencies(*kind, length.device))
     return Turn(cos, sin, False)
+
+
+class TurnsAt(dict[tuple[int, float], Turn]):
+    """`turns_at` of each kind that is asked for, made once for all layers."""
+
+    def __init__(self, length: Tensor, dtype: torch.dtype) -> None:
+        self._length, self._dtype = length, dtype
+
+    def __missing__(self, kind: tuple[int, float]) -> Turn:
+        self[kind] = turns_at(self._length, kind, self._dtype)
+        return self[kind]
 
 
 @cache
