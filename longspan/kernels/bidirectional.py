@@ -14,6 +14,7 @@ from longspan.kernels.bidirectional_backward import (
     bidirectional_backward_keys_kernel,
     bidirectional_backward_queries_kernel,
 )
+from longspan.kernels.bidirectional_blocks import Sizes, Steps
 from longspan.kernels.bidirectional_forward import (
     bidirectional_combine_kernel,
     bidirectional_read_kernel,
@@ -185,23 +186,14 @@ class _Plan:
         self.device, self.out_shape, self.Hkv = device, (B, T, H, E), Hkv
         self.rows = {"q": q, "k": k, "v": v}
         self.offsets = {"q": offsets, "k": key_offsets}
-        self.constants = {
-            "H": H,
-            "HKV": Hkv,
-            "D": D,
-            "M": D if M is None else M,
-            "E": E,
-            "BD": BD,
-            "BM": self.BM,
-            "BE": self.BE,
-            "MAP": feature_map,
-            "EXPONENTIAL": feature_map in _EXPONENTIAL,
-            "DIVIDE": is_divided(feature_map, normalise),
-            "FEATURE": normalise == "feature",
-            "ACROSS": self.BM > 128,
-            "DOT": tl.bfloat16 if halves else tl.float32,
-            "PRECISION": _PRECISION[dtype],
-        }
+        self.sizes = Sizes(
+            *(H, Hkv, D, D if M is None else M, E, BD, self.BM, self.BE, feature_map),
+            EXPONENTIAL=feature_map in _EXPONENTIAL,
+            DIVIDE=is_divided(feature_map, normalise),
+            FEATURE=normalise == "feature",
+            DOT=tl.bfloat16 if halves else tl.float32,
+            PRECISION=_PRECISION[dtype],
+        )
         # What inputs are multiplied with, as `load_projection` has it. For a weight that may or may not be exact in
         # bfloat16 two, of which the kernels take one.
         self.projections = ["unit" if halves and D <= 128 else "none"] if weight is None else ["whole"]
@@ -209,7 +201,7 @@ class _Plan:
         if self.halved:
             self.projections.append("halves")
         self.N = B if key_offsets is None else key_offsets[0][0] - 1
-        rows = B * T * H if self.constants["DIVIDE"] else 0
+        rows = B * T * H if self.sizes.DIVIDE else 0
         self.kept = _kept(rows, self.N * Hkv, D, M, E, halves)
         self.ready = False
 
@@ -234,27 +226,31 @@ class _Plan:
         number = cut.stretches * cut.heads * self.BM
         return [(number * self.BE, torch.float32), *[(number, torch.float32)] * vectors]
 
-    def launches(self, kernel: Any, cut: _Cut, strided: str, *, one_program: bool, **more: bool) -> list[Launch]:
-        """For each projection. A program for each stretch and head and, unless one goes through all, each tile."""
+    def launches(self, kernel: Any, cut: _Cut, strided: str, *, one_program: bool, **more: Any) -> list[Launch]:
+        """For each projection. A program for each stretch and head and, unless one goes through all, each tile.
+
+        more: sizes of this kernel; 0 for those that it does not look at, so that it is compiled once.
+        """
         config, tiles = cut.config, self.tiles(cut.config)
-        strides = [stride for name in strided for stride in self.rows[name][1][:3]]
+        steps = [Steps(*self.rows[name][1][:3]) for name in strided]
         grid = cut.stretches * cut.heads * (1 if one_program else tiles), 1, 1
-        options = {"TILES": tiles, "C": config.chunk, "BE": self.BE // tiles, "num_warps": config.warps}
-        constants = {**self.constants, **options, "maxnreg": config.registers, **more}
+        sizes = self.sizes._replace(TILES=tiles, C=config.chunk, BE=self.BE // tiles, **more)
+        options = {"num_warps": config.warps, "maxnreg": config.registers}
         found = []
         for projection in self.projections:
             # A second half of the weight takes the room of a load in flight.
             stages = config.stages - 1 if projection == "halves" and config.stages > 1 else config.stages
-            numbers = cut.tokens, cut.length, cut.sequences, *strides
-            own = {**constants, "PROJECTION": projection, "num_stages": stages}
+            numbers = cut.tokens, cut.length, cut.sequences, *steps
+            own = {**options, "num_stages": stages, "S": sizes._replace(PROJECTION=projection)}
             found.append(Launch(self.device, kernel, grid, numbers, own))
         return found
 
-    def combining(self, kernel: Any, cut: _Cut) -> Launch:
-        """Programs for some rows each of every sequence's and key head's sums."""
+    def combining(self, kernel: Any, cut: _Cut, **more: Any) -> Launch:
+        """Programs for some rows each of every sequence's and key head's sums; more: as of `launches`."""
         rows = min(self.BM, max(1, 512 // self.BE))
         grid = self.N * self.Hkv, self.BM // rows, 1
-        return Launch(self.device, kernel, grid, (cut.tokens, cut.length), {**self.constants, "ROWS": rows})
+        sizes = self.sizes._replace(C=rows, D=0, M=0, E=0, BD=0, MAP="", PRECISION="", **more)
+        return Launch(self.device, kernel, grid, (cut.tokens, cut.length), {"S": sizes})
 
 
 class _Forward(_Plan):
@@ -262,10 +258,10 @@ class _Forward(_Plan):
         super().__init__(device, given, feature_map, normalise)
         cut = self.cut(self.configs.sums, "k")
         self.work = Room(*self.parts(cut, 2))
-        halve = Launch(device, bidirectional_weight_kernel, (1, 1, 1), (), {**self.constants, "num_warps": 8})
+        halve = Launch(device, bidirectional_weight_kernel, (1, 1, 1), (), {**self.sizes._asdict(), "num_warps": 8})
         self.halve = halve if self.halved else None
-        self.sums = self.launches(bidirectional_sums_kernel, cut, "kv", one_program=False)
-        self.combine = self.combining(bidirectional_combine_kernel, cut)
+        self.sums = self.launches(bidirectional_sums_kernel, cut, "kv", one_program=False, H=0, DIVIDE=0, FEATURE=0)
+        self.combine = self.combining(bidirectional_combine_kernel, cut, H=0, DIVIDE=0)
         read = self.cut(self.configs.read, "q")
         self.read = self.launches(bidirectional_read_kernel, read, "q", one_program=False)
 
@@ -285,9 +281,9 @@ class _Backward(_Plan):
             self.launches(kernel, cut, "qd", one_program=queries, QUERIES=queries, SUMS=sums)
             for queries, sums in (((True, True),) if at_once else ((True, False), (False, True)))
         ]
-        self.combine = self.combining(bidirectional_backward_combine_kernel, cut)
+        self.combine = self.combining(bidirectional_backward_combine_kernel, cut, EXPONENTIAL=0)
         keys = self.cut(self.configs.keys, "k")
-        self.keys = self.launches(bidirectional_backward_keys_kernel, keys, "kv", one_program=True)
+        self.keys = self.launches(bidirectional_backward_keys_kernel, keys, "kv", one_program=True, H=0, DIVIDE=0)
 
 
 _forward_plan = lru_cache(maxsize=1024)(_Forward)

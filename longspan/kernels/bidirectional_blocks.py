@@ -8,15 +8,54 @@ least 1 wherever there is a key.
 from __future__ import annotations
 
 import os
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import FLOOR, RELU_EPSILON, add_product, exact_inverse, exp, inverse, product
+from longspan.kernels.blocks import FLOOR, RELU_EPSILON, add_product, exact_inverse, exp, inverse, load_sums, product
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.9259629911266175e-08)  # what float32 leaves of it
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Sizes(NamedTuple):
+    """What kernels are compiled for: heads, dimensions, features, values, blocks of them (powers of two), tiles of
+    values, and C tokens, or rows of the sums, at once.
+
+    DIVIDE: each query divides. FEATURE: the sums are divided. DOT: what products are of. PROJECTION: see
+    `load_projection`. QUERIES, SUMS: what the backward pass over queries makes.
+    """
+
+    H: int
+    HKV: int
+    D: int
+    M: int
+    E: int
+    BD: int
+    BM: int
+    BE: int
+    MAP: str
+    EXPONENTIAL: bool
+    DIVIDE: bool
+    FEATURE: bool
+    DOT: Any
+    PRECISION: str
+    TILES: int = 1
+    C: int = 0
+    PROJECTION: str = "none"
+    QUERIES: bool = False
+    SUMS: bool = False
+
+
+class Steps(NamedTuple):
+    """From row to row, from token to token and from head to head of a tensor (B, T, H, D)."""
+
+    b: int
+    t: int
+    h: int
+
 
 if os.environ.get("TRITON_INTERPRET") == "1":
 
@@ -61,17 +100,17 @@ else:
 
 
 @triton.jit
-def widened(b_x, DOT: tl.constexpr):
+def widened(b_x, S: tl.constexpr):
     """Numbers rounded to DOT, as float32."""
-    if tl.float32 != DOT:
+    if tl.float32 != S.DOT:
         b_x = _widened(b_x)
     return b_x
 
 
 @triton.jit
-def power(x, DOT: tl.constexpr):
+def power(x, S: tl.constexpr):
     """The base to the power of x: 2 with products of bfloat16, e with those of float32, where each rounding shows."""
-    if tl.float32 == DOT:
+    if tl.float32 == S.DOT:
         x = _exp(x)
     else:
         x = _exp2(x)
@@ -79,9 +118,9 @@ def power(x, DOT: tl.constexpr):
 
 
 @triton.jit
-def logarithm(x, DOT: tl.constexpr):
+def logarithm(x, S: tl.constexpr):
     """`power`, the other way."""
-    if tl.float32 == DOT:
+    if tl.float32 == S.DOT:
         x = tl.log(x)
     else:
         x = tl.log2(x)
@@ -89,9 +128,9 @@ def logarithm(x, DOT: tl.constexpr):
 
 
 @triton.jit
-def reciprocal(x, DOT: tl.constexpr):
+def reciprocal(x, S: tl.constexpr):
     """1 / x, and 0 where there is nothing to divide by."""
-    if tl.float32 == DOT:
+    if tl.float32 == S.DOT:
         x = exact_inverse(x)
     else:
         x = inverse(x)
@@ -99,11 +138,13 @@ def reciprocal(x, DOT: tl.constexpr):
 
 
 @triton.jit
-def find_stretch(p_offsets, i_s, tokens, length, sequences):
+def find_stretch(p_offsets, p_rest, i_s, tokens, length, sequences, S: tl.constexpr):
     """The sequence of stretch i_s, its row of the batch, its first token's slot in that row, and the tokens of the
     sequence from there on, which may be none.
 
-    Packed sequence n has stretches from offsets[n] // length + n on: at least as many as it needs.
+    Packed sequence n has stretches from offsets[n] // length + n on: at least as many as it needs. p_rest: the largest
+    rest that bfloat16 leaves of the weight, None where there is but one launch; the host does not know whether there is
+    any, so that of two launches one finds no tokens.
     """
     if p_offsets is None:
         each = tl.cdiv(tokens, length)
@@ -123,6 +164,8 @@ def find_stretch(p_offsets, i_s, tokens, length, sequences):
         i_b = i_s * 0
         i_0 = start + (i_s - start // length - i_n) * length
         rows = tl.load(p_offsets + i_n + 1) - i_0
+    if p_rest is not None:
+        rows = tl.where((tl.load(p_rest) == 0) == (S.PROJECTION == "whole"), rows, 0)
     return i_n, i_b.to(tl.int64), i_0.to(tl.int64), rows
 
 
@@ -140,29 +183,29 @@ def stretches_of(p_offsets, i_n, tokens, length):
 
 
 @triton.jit
-def load_block(p_x, stride_t, m_t, columns, C: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr):
-    """The rows of the (C, BD) block at p_x that m_t keeps, zeros in the rest. WHOLE: all columns are there."""
-    i_t, i_d = tl.arange(0, C), tl.arange(0, BD)
+def load_block(p_x, step, m_t, i_x, SIZE: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr):
+    """The rows that m_t keeps of the (C, BLOCK) block at p_x, the i_x-th of SIZE columns; zeros in the rest."""
+    i_t, i_d = tl.arange(0, S.C), tl.arange(0, BLOCK)
     m_x = m_t[:, None]
-    if not WHOLE:
-        m_x = m_x & (i_d < columns)[None, :]
-    return tl.load(p_x + i_t[:, None] * stride_t + i_d[None, :], mask=m_x, other=0.0)
+    if SIZE % BLOCK != 0:
+        m_x = m_x & (i_d < SIZE - i_x * BLOCK)[None, :]
+    return tl.load(p_x + i_t[:, None] * step + i_d[None, :], mask=m_x, other=0.0)
 
 
 @triton.jit
-def store_block(p_x, stride_t, m_t, columns, b_x, C: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr):
+def store_block(p_x, step, m_t, i_x, b_x, SIZE: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr):
     """As `load_block`, the other way."""
-    i_t, i_d = tl.arange(0, C), tl.arange(0, BD)
+    i_t, i_d = tl.arange(0, S.C), tl.arange(0, BLOCK)
     m_x = m_t[:, None]
-    if not WHOLE:
-        m_x = m_x & (i_d < columns)[None, :]
-    tl.store(p_x + i_t[:, None] * stride_t + i_d[None, :], b_x.to(p_x.dtype.element_ty), mask=m_x)
+    if SIZE % BLOCK != 0:
+        m_x = m_x & (i_d < SIZE - i_x * BLOCK)[None, :]
+    tl.store(p_x + i_t[:, None] * step + i_d[None, :], b_x.to(p_x.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
-def visible_rows(p_mask, rows, C: tl.constexpr):
+def visible_rows(p_mask, rows, S: tl.constexpr):
     """Which of C keys there are: the first `rows`, of them those that p_mask keeps."""
-    i_t = tl.arange(0, C)
+    i_t = tl.arange(0, S.C)
     m_t = i_t < rows
     if p_mask is not None:
         m_t = tl.load(p_mask + i_t, mask=m_t, other=0) != 0
@@ -170,183 +213,156 @@ def visible_rows(p_mask, rows, C: tl.constexpr):
 
 
 @triton.jit
-def load_sums(p_x, i_x, BM: tl.constexpr, BE: tl.constexpr, COLUMNS: tl.constexpr):
-    """The first BE columns of matrix i_x of a stack of (BM, COLUMNS) at p_x."""
-    i_m, i_e = tl.arange(0, BM), tl.arange(0, BE)
-    return tl.load(p_x + i_x * (BM * COLUMNS) + i_m[:, None] * COLUMNS + i_e[None, :])
-
-
-@triton.jit
-def load_halves(p_x, i_x, BM: tl.constexpr, BE: tl.constexpr, COLUMNS: tl.constexpr, DOT: tl.constexpr):
-    """As `load_sums` of (BM, COLUMNS) whose sum they are: two halves of bfloat16 side by side, or float32 and 0."""
+def load_halves(p_x, i_x, S: tl.constexpr):
+    """A tile of matrix i_x of a stack of (BM, BE · TILES) at p_x, as two whose sum it is: halves of
+    bfloat16 side by side, or float32 and 0.
+    """
+    COLUMNS: tl.constexpr = S.BE * S.TILES
     b_low = 0
-    if tl.float32 == DOT:
-        b_high = load_sums(p_x, i_x, BM, BE, COLUMNS)
+    if tl.float32 == S.DOT:
+        b_high = load_sums(p_x, i_x, S.BM, S.BE, COLUMNS)
     else:
-        b_high = load_sums(p_x, i_x, BM, BE, 2 * COLUMNS)
-        b_low = load_sums(p_x + COLUMNS, i_x, BM, BE, 2 * COLUMNS)
+        b_high = load_sums(p_x, i_x, S.BM, S.BE, 2 * COLUMNS)
+        b_low = load_sums(p_x + COLUMNS, i_x, S.BM, S.BE, 2 * COLUMNS)
     return b_high, b_low
 
 
 @triton.jit
-def store_halves(p_x, i_row, b_x, BE: tl.constexpr, DOT: tl.constexpr):
+def store_halves(p_x, i_row, b_x, S: tl.constexpr):
     """Rows i_row of sums as `load_halves` takes them."""
-    i_e = tl.arange(0, BE)
-    if tl.float32 == DOT:
-        tl.store(p_x + i_row[:, None] * BE + i_e[None, :], b_x)
+    i_e = tl.arange(0, S.BE)
+    if tl.float32 == S.DOT:
+        tl.store(p_x + i_row[:, None] * S.BE + i_e[None, :], b_x)
     else:
-        p_x += i_row[:, None] * (2 * BE) + i_e[None, :]
-        b_high = b_x.to(DOT)
+        p_x += i_row[:, None] * (2 * S.BE) + i_e[None, :]
+        b_high = b_x.to(S.DOT)
         tl.store(p_x, b_high)
-        tl.store(p_x + BE, (b_x - b_high.to(tl.float32)).to(DOT))
+        tl.store(p_x + S.BE, (b_x - b_high.to(tl.float32)).to(S.DOT))
 
 
 @triton.jit
-def load_row_halves(p_x, i_row, BE: tl.constexpr, DOT: tl.constexpr):
+def load_row_halves(p_x, i_row, S: tl.constexpr):
     """As `store_halves`, the other way: float32."""
-    i_e = tl.arange(0, BE)
-    if tl.float32 == DOT:
-        b_x = tl.load(p_x + i_row[:, None] * BE + i_e[None, :])
+    i_e = tl.arange(0, S.BE)
+    if tl.float32 == S.DOT:
+        b_x = tl.load(p_x + i_row[:, None] * S.BE + i_e[None, :])
     else:
-        p_x += i_row[:, None] * (2 * BE) + i_e[None, :]
-        b_x = tl.load(p_x).to(tl.float32) + tl.load(p_x + BE).to(tl.float32)
+        p_x += i_row[:, None] * (2 * S.BE) + i_e[None, :]
+        b_x = tl.load(p_x).to(tl.float32) + tl.load(p_x + S.BE).to(tl.float32)
     return b_x
 
 
 @triton.jit
-def times_halves(b_high, b_low, b_x, b_g, DOT: tl.constexpr, PRECISION: tl.constexpr):
+def times_halves(b_high, b_low, b_x, b_g, S: tl.constexpr):
     """b_g + sums times x (C, BE) across: (BM, C). Both halves count: normalisers are subtracted from this."""
+    PRECISION: tl.constexpr = S.PRECISION
     b_g = add_product(b_high, tl.trans(b_x), b_g, PRECISION)
-    if tl.float32 != DOT:
+    if tl.float32 != S.DOT:
         b_g = tl.dot(b_low, tl.trans(b_x), b_g)
     return b_g
 
 
 @triton.jit
-def store_sums(p_x, i_x, b_x, BM: tl.constexpr, BE: tl.constexpr, COLUMNS: tl.constexpr):
-    """As `load_sums`, the other way."""
-    i_m, i_e = tl.arange(0, BM), tl.arange(0, BE)
-    tl.store(p_x + i_x * (BM * COLUMNS) + i_m[:, None] * COLUMNS + i_e[None, :], b_x)
-
-
-@triton.jit
-def load_projection(
-    p_weight,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    PROJECTION: tl.constexpr,
-    DOT: tl.constexpr,
-):
+def load_projection(p_weight, S: tl.constexpr):
     """What inputs are multiplied with, (BM, BD): a weight, as two halves where it is not a number of DOT, or a unit
     matrix, whose product lies in registers as the next product wants it. 0 where there is nothing to multiply with.
     """
     b_weight, b_low = 0, 0
-    i_m, i_d = tl.arange(0, BM), tl.arange(0, BD)
-    if PROJECTION == "unit":
-        b_weight = tl.where(i_m[:, None] == i_d[None, :], 1.0, 0.0).to(DOT)
-    if PROJECTION == "whole" or PROJECTION == "halves":
-        m_w = (i_m < M)[:, None] & (i_d < D)[None, :]
-        b_whole = tl.load(p_weight + i_m[:, None] * D + i_d[None, :], mask=m_w, other=0.0)
-        b_weight = b_whole.to(DOT)
-        if PROJECTION == "halves":
-            b_low = (b_whole - b_weight.to(tl.float32)).to(DOT)
+    i_m, i_d = tl.arange(0, S.BM), tl.arange(0, S.BD)
+    if S.PROJECTION == "unit":
+        b_weight = tl.where(i_m[:, None] == i_d[None, :], 1.0, 0.0).to(S.DOT)
+    if S.PROJECTION == "whole" or S.PROJECTION == "halves":
+        m_w = (i_m < S.M)[:, None] & (i_d < S.D)[None, :]
+        b_whole = tl.load(p_weight + i_m[:, None] * S.D + i_d[None, :], mask=m_w, other=0.0)
+        b_weight = b_whole.to(S.DOT)
+        if S.PROJECTION == "halves":
+            b_low = (b_whole - b_weight.to(tl.float32)).to(S.DOT)
     return b_weight, b_low
 
 
 @triton.jit
-def rows_to_take(p_rest, rows, PROJECTION: tl.constexpr):
-    """rows, or none where another launch takes them: whether a weight is exact in bfloat16 the host does not know.
-
-    p_rest: the largest rest that bfloat16 leaves of the weight; None where there is but one launch.
-    """
-    if p_rest is not None:
-        rows = tl.where((tl.load(p_rest) == 0) == (PROJECTION == "whole"), rows, 0)
-    return rows
-
-
-@triton.jit
-def project(b_x, b_weight, b_low, PROJECTION: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+def project(b_x, b_weight, b_low, S: tl.constexpr):
     """w·x (C, BM) with the precision of float32, which an exponent needs."""
-    if PROJECTION == "none":
+    PRECISION: tl.constexpr = S.PRECISION
+    if S.PROJECTION == "none":
         b_p = b_x.to(tl.float32)
-    elif tl.float32 == DOT:
+    elif tl.float32 == S.DOT:
         b_p = product(b_x.to(tl.float32), tl.trans(b_weight), PRECISION)
     else:
         b_p = tl.dot(b_x, tl.trans(b_weight))
-        if PROJECTION == "halves":
+        if S.PROJECTION == "halves":
             b_p = tl.dot(b_x, tl.trans(b_low), b_p)
     return b_p
 
 
 @triton.jit
-def project_across(b_x, b_weight, b_low, PROJECTION: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+def project_across(b_x, b_weight, b_low, S: tl.constexpr):
     """As `project`, (BM, C)."""
-    if PROJECTION == "none":
+    PRECISION: tl.constexpr = S.PRECISION
+    if S.PROJECTION == "none":
         b_p = tl.trans(b_x.to(tl.float32))
-    elif tl.float32 == DOT:
+    elif tl.float32 == S.DOT:
         b_p = product(b_weight, tl.trans(b_x.to(tl.float32)), PRECISION)
     else:
         b_p = tl.dot(b_weight, tl.trans(b_x))
-        if PROJECTION == "halves":
+        if S.PROJECTION == "halves":
             b_p = tl.dot(b_low, tl.trans(b_x), b_p)
     return b_p
 
 
 @triton.jit
-def to_logits(b_p, D: tl.constexpr, MAP: tl.constexpr, DOT: tl.constexpr):
+def to_logits(b_p, S: tl.constexpr):
     """Logits to the base of `power` from projections, where features are exponentials."""
-    if MAP == "favor":
-        b_p *= D**-0.25
-    if tl.float32 != DOT:
+    if S.MAP == "favor":
+        b_p *= S.D**-0.25
+    if tl.float32 != S.DOT:
         b_p *= LOG2E
     return b_p
 
 
 @triton.jit
-def half_norm(b_x, D: tl.constexpr, DOT: tl.constexpr):
+def half_norm(b_x, S: tl.constexpr):
     """‖x‖²/2 (C,), which FAVOR+'s keys have in their logits."""
     b_x = b_x.to(tl.float32)
-    b_half = tl.sum(b_x * b_x, 1) * (0.5 * D**-0.5)
-    if tl.float32 != DOT:
+    b_half = tl.sum(b_x * b_x, 1) * (0.5 * S.D**-0.5)
+    if tl.float32 != S.DOT:
         b_half *= LOG2E
     return b_half
 
 
 @triton.jit
-def plain_features(b_x, MAP: tl.constexpr):
+def plain_features(b_x, S: tl.constexpr):
     """φ of maps that are no exponentials."""
-    if MAP == "elu":
+    if S.MAP == "elu":
         b_x = tl.maximum(b_x, 0) + exp(tl.minimum(b_x, 0))
-    if MAP == "relu":
+    if S.MAP == "relu":
         b_x = tl.maximum(b_x, 0) + RELU_EPSILON
     return b_x
 
 
 @triton.jit
-def plain_gradient(b_g, b_x, b_f, MAP: tl.constexpr):
+def plain_gradient(b_g, b_x, b_f, S: tl.constexpr):
     """d x from d φ(x), x and φ(x) of maps that are no exponentials."""
-    if MAP == "elu":
+    if S.MAP == "elu":
         b_g *= tl.minimum(b_f, 1)
-    if MAP == "relu":
+    if S.MAP == "relu":
         b_g = tl.where(b_x > 0, b_g, 0)
     return b_g
 
 
 @triton.jit
-def query_scales(p_z, p_c, i_x, M: tl.constexpr, BM: tl.constexpr, EXPONENTIAL: tl.constexpr, FEATURE: tl.constexpr):
+def query_scales(p_z, p_c, i_x, S: tl.constexpr):
     """Each feature's share of the normaliser and what its logits get added; no feature has any beyond M.
 
     Where the sums are divided already, a query's features are divided by their own sum.
     """
-    i_m = tl.arange(0, BM)
-    if FEATURE:
-        b_z = tl.where(i_m < M, 1.0, 0.0)
-        b_c = tl.where(i_m < M, 0.0, FLOOR)
+    i_m = tl.arange(0, S.BM)
+    if S.FEATURE:
+        b_z = tl.where(i_m < S.M, 1.0, 0.0)
+        b_c = tl.where(i_m < S.M, 0.0, FLOOR)
     else:
-        b_z = tl.load(p_z + i_x * BM + i_m, mask=i_m < M, other=0.0)
-        b_c = tl.zeros((BM,), tl.float32)
-        if EXPONENTIAL:
-            b_c = tl.load(p_c + i_x * BM + i_m, mask=i_m < M, other=FLOOR)
+        b_z = tl.load(p_z + i_x * S.BM + i_m, mask=i_m < S.M, other=0.0)
+        b_c = tl.full((S.BM,), 0.0, tl.float32)
+        if S.EXPONENTIAL:
+            b_c = tl.load(p_c + i_x * S.BM + i_m, mask=i_m < S.M, other=FLOOR)
     return b_z, b_c

@@ -23,16 +23,14 @@ from longspan.kernels.bidirectional_blocks import (
     project_across,
     query_scales,
     reciprocal,
-    rows_to_take,
     store_block,
     store_halves,
-    store_sums,
     stretches_of,
     to_logits,
     visible_rows,
     widened,
 )
-from longspan.kernels.blocks import FLOOR, NOTHING, add_product, product
+from longspan.kernels.blocks import FLOOR, NOTHING, add_product, product, store_sums
 
 
 @triton.jit
@@ -50,231 +48,154 @@ def bidirectional_weight_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
 def bidirectional_sums_kernel(
-    p_weight,
-    p_rest,
-    p_k,
-    p_v,
-    p_mask,
-    p_offsets,
-    p_kv,
-    p_z,
-    p_c,
-    tokens,
-    length,
-    sequences,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    E: tl.constexpr,
-    TILES: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BE: tl.constexpr,
-    MAP: tl.constexpr,
-    EXPONENTIAL: tl.constexpr,
-    PROJECTION: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    p_weight, p_rest, p_k, p_v, p_mask, p_offsets, p_kv, p_z, p_c, tokens, length, sequences, k, v, S: tl.constexpr
 ):
     """kv, z and c of one stretch. Features lie across, (BM, C): a feature's maximum and sum are those of a row."""
+    PRECISION: tl.constexpr = S.PRECISION
     pid = tl.program_id(0)
-    i_h = pid % HKV
-    i_e = (pid // HKV) % TILES
-    i_s = pid // (HKV * TILES)
-    i_n, i_b, i_0, rows = find_stretch(p_offsets, i_s, tokens, length, sequences)
-    rows = rows_to_take(p_rest, rows, PROJECTION)
+    i_h = pid % S.HKV
+    i_e = (pid // S.HKV) % S.TILES
+    i_s = pid // (S.HKV * S.TILES)
+    i_n, i_b, i_0, rows = find_stretch(p_offsets, p_rest, i_s, tokens, length, sequences, S)
     if rows <= 0:
         return
-    p_k += i_b * stride_kb + i_0 * stride_kt + i_h.to(tl.int64) * stride_kh
-    p_v += i_b * stride_vb + i_0 * stride_vt + i_h.to(tl.int64) * stride_vh + i_e * BE
+    p_k += i_b * k.b + i_0 * k.t + i_h.to(tl.int64) * k.h
+    p_v += i_b * v.b + i_0 * v.t + i_h.to(tl.int64) * v.h + i_e * S.BE
     if p_mask is not None:
         p_mask += i_b * tokens + i_0
-    b_weight, b_low = load_projection(p_weight, D, M, BD, BM, PROJECTION, DOT)
-    b_kv = tl.zeros((BM, BE), tl.float32)
-    b_z = tl.zeros((BM,), tl.float32)
-    b_c = tl.full((BM,), FLOOR, tl.float32)
-    for _ in range(tl.cdiv(tl.minimum(rows, length), C)):
-        m_t = visible_rows(p_mask, rows, C)
-        b_k = load_block(p_k, stride_kt, m_t, D, C, BD, D == BD)
-        b_v = load_block(p_v, stride_vt, m_t, E - i_e * BE, C, BE, E % BE == 0).to(DOT)
-        b_f = project_across(b_k, b_weight, b_low, PROJECTION, DOT, PRECISION)
-        if EXPONENTIAL:
-            b_f = to_logits(b_f, D, MAP, DOT)
-            if MAP == "favor":
-                b_f -= half_norm(b_k, D, DOT)[None, :]
+    b_weight, b_low = load_projection(p_weight, S)
+    b_kv = tl.full((S.BM, S.BE), 0.0, tl.float32)
+    b_z = tl.full((S.BM,), 0.0, tl.float32)
+    b_c = tl.full((S.BM,), FLOOR, tl.float32)
+    for _ in range(tl.cdiv(tl.minimum(rows, length), S.C)):
+        m_t = visible_rows(p_mask, rows, S)
+        b_k = load_block(p_k, k.t, m_t, 0, S.D, S.BD, S)
+        b_v = load_block(p_v, v.t, m_t, i_e, S.E, S.BE, S).to(S.DOT)
+        b_f = project_across(b_k, b_weight, b_low, S)
+        if S.EXPONENTIAL:
+            b_f = to_logits(b_f, S)
+            if S.MAP == "favor":
+                b_f -= half_norm(b_k, S)[None, :]
             b_f = tl.where(m_t[None, :], b_f, FLOOR)
             b_new = tl.maximum(b_c, tl.max(b_f, 1))
-            b_decay = power(b_c - b_new, DOT)
+            b_decay = power(b_c - b_new, S)
             b_kv *= b_decay[:, None]
             b_z *= b_decay
             b_c = b_new
             # Where no key was visible yet, c is FLOOR like the keys that are not.
-            b_f = power(b_f - tl.where(b_c == FLOOR, 0, b_c)[:, None], DOT)
+            b_f = power(b_f - tl.where(b_c == FLOOR, 0, b_c)[:, None], S)
         else:
-            b_f = tl.where(m_t[None, :], plain_features(b_f, MAP), 0)
-        b_f = b_f.to(DOT)
-        b_z += tl.sum(widened(b_f, DOT), 1)
+            b_f = tl.where(m_t[None, :], plain_features(b_f, S), 0)
+        b_f = b_f.to(S.DOT)
+        b_z += tl.sum(widened(b_f, S), 1)
         b_kv = add_product(b_f, b_v, b_kv, PRECISION)
-        p_k += C * stride_kt
-        p_v += C * stride_vt
+        p_k += S.C * k.t
+        p_v += S.C * v.t
         if p_mask is not None:
-            p_mask += C
-        rows -= C
-    i_o = i_s.to(tl.int64) * HKV + i_h
-    i_m = tl.arange(0, BM)
-    store_sums(p_kv + i_e * BE, i_o, b_kv, BM, BE, BE * TILES)
+            p_mask += S.C
+        rows -= S.C
+    i_o = i_s.to(tl.int64) * S.HKV + i_h
+    i_m = tl.arange(0, S.BM)
+    store_sums(p_kv + i_e * S.BE, i_o, b_kv, S.BM, S.BE, S.BE * S.TILES)
     if i_e == 0:
-        tl.store(p_z + i_o * BM + i_m, b_z)
-        tl.store(p_c + i_o * BM + i_m, b_c)
+        tl.store(p_z + i_o * S.BM + i_m, b_z)
+        tl.store(p_c + i_o * S.BM + i_m, b_c)
 
 
 @triton.jit(do_not_specialize=["tokens", "length"])
 def bidirectional_combine_kernel(
-    p_part,
-    p_part_z,
-    p_part_c,
-    p_offsets,
-    p_kv,
-    p_z,
-    p_c,
-    tokens,
-    length,
-    HKV: tl.constexpr,
-    BM: tl.constexpr,
-    BE: tl.constexpr,
-    ROWS: tl.constexpr,
-    EXPONENTIAL: tl.constexpr,
-    FEATURE: tl.constexpr,
-    DOT: tl.constexpr,
+    p_part, p_part_z, p_part_c, p_offsets, p_kv, p_z, p_c, tokens, length, S: tl.constexpr
 ):
     """Some rows of one head's sums over one sequence, from those of its stretches."""
     i_x = tl.program_id(0).to(tl.int64)
-    i_n, i_h = i_x // HKV, i_x % HKV
-    i_m, i_e = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BE)
+    i_n, i_h = i_x // S.HKV, i_x % S.HKV
+    i_m, i_e = tl.program_id(1) * S.C + tl.arange(0, S.C), tl.arange(0, S.BE)
     first, number = stretches_of(p_offsets, i_n, tokens, length)
-    i_part = (first.to(tl.int64) * HKV + i_h) * BM + i_m
-    b_c = tl.full((ROWS,), FLOOR, tl.float32)
-    if EXPONENTIAL:
+    i_part = (first.to(tl.int64) * S.HKV + i_h) * S.BM + i_m
+    b_c = tl.full((S.C,), FLOOR, tl.float32)
+    if S.EXPONENTIAL:
         i_more = i_part
         for _ in range(number):
             b_c = tl.maximum(b_c, tl.load(p_part_c + i_more))
-            i_more += HKV * BM
-    b_kv = tl.zeros((ROWS, BE), tl.float32)
-    b_z = tl.zeros((ROWS,), tl.float32)
+            i_more += S.HKV * S.BM
+    b_kv = tl.full((S.C, S.BE), 0.0, tl.float32)
+    b_z = tl.full((S.C,), 0.0, tl.float32)
     for _ in tl.range(number, num_stages=3):
-        b_more = tl.load(p_part + i_part[:, None] * BE + i_e[None, :])
+        b_more = tl.load(p_part + i_part[:, None] * S.BE + i_e[None, :])
         b_more_z = tl.load(p_part_z + i_part)
-        if EXPONENTIAL:
-            b_factor = power(tl.load(p_part_c + i_part) - b_c, DOT)
+        if S.EXPONENTIAL:
+            b_factor = power(tl.load(p_part_c + i_part) - b_c, S)
             b_more *= b_factor[:, None]
             b_more_z *= b_factor
         b_kv += b_more
         b_z += b_more_z
-        i_part += HKV * BM
-    if FEATURE:
-        b_kv *= reciprocal(b_z, DOT)[:, None]
-    store_halves(p_kv, i_x * BM + i_m, b_kv, BE, DOT)
-    tl.store(p_z + i_x * BM + i_m, b_z)
-    tl.store(p_c + i_x * BM + i_m, b_c)
+        i_part += S.HKV * S.BM
+    if S.FEATURE:
+        b_kv *= reciprocal(b_z, S)[:, None]
+    store_halves(p_kv, i_x * S.BM + i_m, b_kv, S)
+    tl.store(p_z + i_x * S.BM + i_m, b_z)
+    tl.store(p_c + i_x * S.BM + i_m, b_c)
 
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
 def bidirectional_read_kernel(
-    p_weight,
-    p_rest,
-    p_q,
-    p_offsets,
-    p_kv,
-    p_z,
-    p_c,
-    p_out,
-    p_scale,
-    tokens,
-    length,
-    sequences,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    E: tl.constexpr,
-    TILES: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BE: tl.constexpr,
-    MAP: tl.constexpr,
-    EXPONENTIAL: tl.constexpr,
-    DIVIDE: tl.constexpr,
-    FEATURE: tl.constexpr,
-    PROJECTION: tl.constexpr,
-    ACROSS: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    p_weight, p_rest, p_q, p_offsets, p_kv, p_z, p_c, p_out, p_scale, tokens, length, sequences, q, S: tl.constexpr
 ):
     """One stretch of one head's queries.
 
     p_scale: (B, T, H) what the backward pass makes normalised features with: the logarithm of an exponential's
-    normaliser, of other maps its inverse. ACROSS: features lie (BM, C), so that many of them fit into registers.
+    normaliser, of other maps its inverse.
     """
+    ACROSS: tl.constexpr = S.BM > 128  # Features lie (BM, C), so that many of them fit into registers.
     TOKENS: tl.constexpr = 1 if ACROSS else 0
     FEATURES: tl.constexpr = 0 if ACROSS else 1
+    PRECISION: tl.constexpr = S.PRECISION
     pid = tl.program_id(0)
-    i_h = pid % H
-    i_e = (pid // H) % TILES
-    i_s = pid // (H * TILES)
-    i_n, i_b, i_0, rows = find_stretch(p_offsets, i_s, tokens, length, sequences)
-    rows = rows_to_take(p_rest, rows, PROJECTION)
+    i_h = pid % S.H
+    i_e = (pid // S.H) % S.TILES
+    i_s = pid // (S.H * S.TILES)
+    i_n, i_b, i_0, rows = find_stretch(p_offsets, p_rest, i_s, tokens, length, sequences, S)
     if rows <= 0:
         return
-    i_x = i_n.to(tl.int64) * HKV + i_h // (H // HKV)
-    p_q += i_b * stride_qb + i_0 * stride_qt + i_h.to(tl.int64) * stride_qh
-    i_row = (i_b * tokens + i_0) * H + i_h
-    b_weight, b_low = load_projection(p_weight, D, M, BD, BM, PROJECTION, DOT)
-    b_kv, _ = load_halves(p_kv + i_e * BE, i_x, BM, BE, BE * TILES, DOT)
-    b_z, b_c = query_scales(p_z, p_c, i_x, M, BM, EXPONENTIAL, FEATURE)
-    i_t, i_m = tl.arange(0, C), tl.arange(0, BM)
-    for _ in range(tl.cdiv(tl.minimum(rows, length), C)):
+    i_x = i_n.to(tl.int64) * S.HKV + i_h // (S.H // S.HKV)
+    p_q += i_b * q.b + i_0 * q.t + i_h.to(tl.int64) * q.h
+    i_row = (i_b * tokens + i_0) * S.H + i_h
+    b_weight, b_low = load_projection(p_weight, S)
+    b_kv, _ = load_halves(p_kv + i_e * S.BE, i_x, S)
+    b_z, b_c = query_scales(p_z, p_c, i_x, S)
+    i_t, i_m = tl.arange(0, S.C), tl.arange(0, S.BM)
+    for _ in range(tl.cdiv(tl.minimum(rows, length), S.C)):
         m_t = i_t < rows
-        b_q = load_block(p_q, stride_qt, m_t, D, C, BD, D == BD)
+        b_q = load_block(p_q, q.t, m_t, 0, S.D, S.BD, S)
         if ACROSS:
-            b_f = project_across(b_q, b_weight, b_low, PROJECTION, DOT, PRECISION)
+            b_f = project_across(b_q, b_weight, b_low, S)
         else:
-            b_f = project(b_q, b_weight, b_low, PROJECTION, DOT, PRECISION)
-        if EXPONENTIAL:
-            b_f = to_logits(b_f, D, MAP, DOT) + tl.expand_dims(b_c, TOKENS)
+            b_f = project(b_q, b_weight, b_low, S)
+        if S.EXPONENTIAL:
+            b_f = to_logits(b_f, S) + tl.expand_dims(b_c, TOKENS)
             b_top = tl.max(b_f, FEATURES)
-            b_f = power(b_f - tl.expand_dims(b_top, FEATURES), DOT)
+            b_f = power(b_f - tl.expand_dims(b_top, FEATURES), S)
         else:
-            b_f = plain_features(b_f, MAP)
-            if BM != M:
-                b_f = tl.where(tl.expand_dims(i_m < M, TOKENS), b_f, 0)
+            b_f = plain_features(b_f, S)
+            if S.BM != S.M:
+                b_f = tl.where(tl.expand_dims(i_m < S.M, TOKENS), b_f, 0)
         if ACROSS:
-            b_out = product(tl.trans(b_kv), b_f.to(DOT), PRECISION)
+            b_out = product(tl.trans(b_kv), b_f.to(S.DOT), PRECISION)
         else:
-            b_out = product(b_f.to(DOT), b_kv, PRECISION)
-        if DIVIDE:
+            b_out = product(b_f.to(S.DOT), b_kv, PRECISION)
+        if S.DIVIDE:
             b_den = tl.sum(b_f * tl.expand_dims(b_z, TOKENS), FEATURES)
-            b_inverse = reciprocal(b_den, DOT)
+            b_inverse = reciprocal(b_den, S)
             b_out *= tl.expand_dims(b_inverse, FEATURES)
             if i_e == 0:
                 b_scale = b_inverse
-                if EXPONENTIAL:
+                if S.EXPONENTIAL:
                     m_none = b_den < NOTHING
-                    b_scale = tl.where(m_none, -FLOOR, b_top + logarithm(tl.where(m_none, 1.0, b_den), DOT))
-                tl.store(p_scale + i_row + i_t * H, b_scale, mask=m_t)
+                    b_scale = tl.where(m_none, -FLOOR, b_top + logarithm(tl.where(m_none, 1.0, b_den), S))
+                tl.store(p_scale + i_row + i_t * S.H, b_scale, mask=m_t)
         if ACROSS:
             b_out = tl.trans(b_out)
-        store_block(p_out + i_row * E + i_e * BE, H * E, m_t, E - i_e * BE, b_out, C, BE, E % BE == 0)
-        p_q += C * stride_qt
-        i_row += C * H
-        rows -= C
+        store_block(p_out + i_row * S.E + i_e * S.BE, S.H * S.E, m_t, i_e, b_out, S.E, S.BE, S)
+        p_q += S.C * q.t
+        i_row += S.C * S.H
+        rows -= S.C
