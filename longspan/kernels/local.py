@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longspan.kernels.launch import Launch, Looks, dense_rows, looks, new_like, on_device
 from longspan.kernels.local_backward import local_backward_keys_kernel, local_backward_queries_kernel
+from longspan.kernels.local_blocks import Sizes, Steps
 from longspan.kernels.local_forward import local_forward_kernel
 
 
@@ -110,26 +111,15 @@ class _Plan:
         self.out_shape, self.lse_shape = (self.B, self.T, self.H, E), (self.B, self.H, self.T, 1 if halves else 2)
         # A window past every sequence would only overflow.
         far = 2**30 // max(size, 1) - 1
-        self.constants = {
-            "H": self.H,
-            "HKV": self.Hkv,
-            "D": D,
-            "E": E,
-            "SIZE": size,
-            "BACK": min(back, far),
-            "AHEAD": min(ahead, far),
-            "CAUSAL": causal,
-            "ALONE": alone,
-            "BD": BD,
-            "BE": BE,
-            "PRECISION": "tf32" if halves else "ieee",
-        }
+        window = size, min(back, far), min(ahead, far), causal, alone
+        self.sizes = Sizes(self.H, self.Hkv, D, E, *window, 0, 0, BD, BE, "tf32" if halves else "ieee")
 
     def launch(self, kernel: Any, config: Config, programs: int, more: tuple[Any, ...] = ()) -> Launch:
         """more: numbers of this kernel, before all strides."""
-        options = {"BT": config.queries, "BS": config.keys, "num_warps": config.warps, "num_stages": config.stages}
-        numbers = self.T, self.S, self.scale * math.log2(math.e), self.dropout, *more, *self.strides
-        return Launch(self.device, kernel, (self.B * programs, 1, 1), numbers, {**self.constants, **options})
+        sizes = self.sizes._replace(BT=config.queries, BS=config.keys)
+        constants = {"W": sizes, "num_warps": config.warps, "num_stages": config.stages}
+        numbers = self.T, self.S, self.scale * math.log2(math.e), self.dropout, *more, Steps(*self.strides)
+        return Launch(self.device, kernel, (self.B * programs, 1, 1), numbers, constants)
 
 
 class _Forward(_Plan):

@@ -34,86 +34,63 @@ def local_backward_queries_kernel(
     scale,
     rate,
     factor,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_ob,
-    stride_ot,
-    stride_oh,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    SIZE: tl.constexpr,
-    BACK: tl.constexpr,
-    AHEAD: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ALONE: tl.constexpr,
-    BT: tl.constexpr,
-    BS: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    steps,
+    W: tl.constexpr,
 ):
     """dq of BT queries of one head, and D. factor: the scale of the scores."""
+    PRECISION: tl.constexpr = W.PRECISION
     pid = tl.program_id(0)
-    i_h = pid % H
-    i_0 = (pid // H) % tl.cdiv(T, BT) * BT
-    i_b = (pid // H // tl.cdiv(T, BT)).to(tl.int64)
-    i_kv = i_h // (H // HKV)
-    p_q += i_b * stride_qb + i_0.to(tl.int64) * stride_qt + i_h.to(tl.int64) * stride_qh
-    p_d_out += i_b * stride_ob + i_0.to(tl.int64) * stride_ot + i_h.to(tl.int64) * stride_oh
-    p_k += i_b * stride_kb + i_kv.to(tl.int64) * stride_kh
-    p_v += i_b * stride_vb + i_kv.to(tl.int64) * stride_vh
-    i_t = i_0 + tl.arange(0, BT)
-    low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
-    last = tl.minimum(i_0 + BT, T) - 1
-    begin, outer = keys_seen(i_b, i_0, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
-    inner, end = keys_seen(i_b, last, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
+    i_h = pid % W.H
+    i_0 = (pid // W.H) % tl.cdiv(T, W.BT) * W.BT
+    i_b = (pid // W.H // tl.cdiv(T, W.BT)).to(tl.int64)
+    i_kv = i_h // (W.H // W.HKV)
+    p_q += i_b * steps.qb + i_0.to(tl.int64) * steps.qt + i_h.to(tl.int64) * steps.qh
+    p_d_out += i_b * steps.ob + i_0.to(tl.int64) * steps.ot + i_h.to(tl.int64) * steps.oh
+    p_k += i_b * steps.kb + i_kv.to(tl.int64) * steps.kh
+    p_v += i_b * steps.vb + i_kv.to(tl.int64) * steps.vh
+    i_t = i_0 + tl.arange(0, W.BT)
+    low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, W)
+    last = tl.minimum(i_0 + W.BT, T) - 1
+    begin, outer = keys_seen(i_b, i_0, p_start, p_bounds, T, S, W)
+    inner, end = keys_seen(i_b, last, p_start, p_bounds, T, S, W)
 
-    i_row = (i_b * T + i_0) * H + i_h
-    b_d_out = load_rows(p_d_out, stride_ot, T - i_0, E, BT, BE, E == BE)
-    b_out = load_rows(p_out + i_row * E, H * E, T - i_0, E, BT, BE, E == BE)
+    i_row = (i_b * T + i_0) * W.H + i_h
+    b_d_out = load_rows(p_d_out, steps.ot, T - i_0, W.E, W.BT, W.BE, W.E == W.BE)
+    b_out = load_rows(p_out + i_row * W.E, W.H * W.E, T - i_0, W.E, W.BT, W.BE, W.E == W.BE)
     b_delta = tl.sum(b_d_out.to(tl.float32) * b_out.to(tl.float32), 1)
-    i_lse = (i_b * H + i_h) * T + i_t
-    b_lse, b_rest = load_log(p_lse, i_lse, i_t < T, PRECISION)
-    b_q = load_rows(p_q, stride_qt, T - i_0, D, BT, BD, D == BD)
-    b_d_q = tl.zeros((BT, BD), tl.float32)
-    b_left = tl.zeros((BT,), tl.float32)
-    b_mean = tl.zeros((BT, BD), tl.float32)
-    for s_0 in range(begin, end, BS):
-        i_s = s_0 + tl.arange(0, BS)
-        b_k = load_rows(p_k + tl.cast(s_0, tl.int64) * stride_kt, stride_kt, S - s_0, D, BS, BD, D == BD)
-        b_v = load_rows(p_v + tl.cast(s_0, tl.int64) * stride_vt, stride_vt, S - s_0, E, BS, BE, E == BE)
+    i_lse = (i_b * W.H + i_h) * T + i_t
+    b_lse, b_rest = load_log(p_lse, i_lse, i_t < T, W)
+    b_q = load_rows(p_q, steps.qt, T - i_0, W.D, W.BT, W.BD, W.D == W.BD)
+    b_d_q = tl.full((W.BT, W.BD), 0.0, tl.float32)
+    b_left = tl.full((W.BT,), 0.0, tl.float32)
+    b_mean = tl.full((W.BT, W.BD), 0.0, tl.float32)
+    for s_0 in range(begin, end, W.BS):
+        i_s = s_0 + tl.arange(0, W.BS)
+        b_k = load_rows(p_k + tl.cast(s_0, tl.int64) * steps.kt, steps.kt, S - s_0, W.D, W.BS, W.BD, W.D == W.BD)
+        b_v = load_rows(p_v + tl.cast(s_0, tl.int64) * steps.vt, steps.vt, S - s_0, W.E, W.BS, W.BE, W.E == W.BE)
         b_s = product(b_q, tl.trans(b_k), PRECISION) * scale
         b_d_p = product(b_d_out, tl.trans(b_v), PRECISION)
-        if ALONE:
+        if W.ALONE:
             b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], float("-inf"), b_s)
         if p_mask is not None:
             b_s = tl.where((tl.load(p_mask + i_b * S + i_s, mask=i_s < S, other=0) != 0)[None, :], b_s, float("-inf"))
-        if (s_0 < inner) | (s_0 + BS > outer):
+        if (s_0 < inner) | (s_0 + W.BS > outer):
             b_s = tl.where(is_between(i_s[None, :], low[:, None], high[:, None]), b_s, float("-inf"))
-        b_p = weights(b_s, b_lse[:, None], b_rest[:, None], PRECISION)
+        b_p = weights(b_s, b_lse[:, None], b_rest[:, None], W)
         if p_seed is not None:
-            m_kept = kept(p_seed, i_b.to(tl.int32) * H + i_h, i_t[:, None], i_s[None, :], rate)
+            m_kept = kept(p_seed, i_b.to(tl.int32) * W.H + i_h, i_t[:, None], i_s[None, :], rate)
             b_d_p = tl.where(m_kept, b_d_p / (1 - rate), 0.0)
         b_d_s = b_p * (b_d_p - b_delta[:, None])
         b_d_q = add_product(b_d_s.to(b_k.dtype), b_k, b_d_q, PRECISION)
-        if PRECISION == "ieee":
+        if W.PRECISION == "ieee":
             b_left += tl.sum(b_d_s, 1)
             b_mean = add_product(b_p, b_k, b_mean, PRECISION)
-    if PRECISION == "ieee":
+    if W.PRECISION == "ieee":
         # Σ dS is 0. What is left of it is D's rounding, which shows where few keys are seen, and most where one is.
         b_d_q -= b_left[:, None] * b_mean
         b_delta += b_left
     tl.store(p_delta + i_lse, b_delta, mask=i_t < T)
-    store_rows(p_d_q + i_row * D, H * D, T - i_0, D, b_d_q * factor, BT, BD, D == BD)
+    store_rows(p_d_q + i_row * W.D, W.H * W.D, T - i_0, W.D, b_d_q * factor, W.BT, W.BD, W.D == W.BD)
 
 
 @triton.jit(do_not_specialize=["T", "S"])
@@ -135,89 +112,68 @@ def local_backward_keys_kernel(
     scale,
     rate,
     factor,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_ob,
-    stride_ot,
-    stride_oh,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    SIZE: tl.constexpr,
-    BACK: tl.constexpr,
-    AHEAD: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ALONE: tl.constexpr,
-    BT: tl.constexpr,
-    BS: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    steps,
+    W: tl.constexpr,
 ):
     """dk and dv of BS keys of one key head, from all the query heads that share it."""
-    G: tl.constexpr = H // HKV
+    G: tl.constexpr = W.H // W.HKV
+    PRECISION: tl.constexpr = W.PRECISION
     pid = tl.program_id(0)
-    i_kv = pid % HKV
-    s_0 = (pid // HKV) % tl.cdiv(S, BS) * BS
-    i_b = (pid // HKV // tl.cdiv(S, BS)).to(tl.int64)
-    p_k += i_b * stride_kb + s_0.to(tl.int64) * stride_kt + i_kv.to(tl.int64) * stride_kh
-    p_v += i_b * stride_vb + s_0.to(tl.int64) * stride_vt + i_kv.to(tl.int64) * stride_vh
-    p_q += i_b * stride_qb
-    p_d_out += i_b * stride_ob
-    i_s = s_0 + tl.arange(0, BS)
-    last = tl.minimum(s_0 + BS, S) - 1
-    begin, _ = queries_that_see(i_b, s_0, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
-    _, end = queries_that_see(i_b, last, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
+    i_kv = pid % W.HKV
+    s_0 = (pid // W.HKV) % tl.cdiv(S, W.BS) * W.BS
+    i_b = (pid // W.HKV // tl.cdiv(S, W.BS)).to(tl.int64)
+    p_k += i_b * steps.kb + s_0.to(tl.int64) * steps.kt + i_kv.to(tl.int64) * steps.kh
+    p_v += i_b * steps.vb + s_0.to(tl.int64) * steps.vt + i_kv.to(tl.int64) * steps.vh
+    p_q += i_b * steps.qb
+    p_d_out += i_b * steps.ob
+    i_s = s_0 + tl.arange(0, W.BS)
+    last = tl.minimum(s_0 + W.BS, S) - 1
+    begin, _ = queries_that_see(i_b, s_0, p_start, p_bounds, T, S, W)
+    _, end = queries_that_see(i_b, last, p_start, p_bounds, T, S, W)
 
-    b_k = load_rows(p_k, stride_kt, S - s_0, D, BS, BD, D == BD)
-    b_v = load_rows(p_v, stride_vt, S - s_0, E, BS, BE, E == BE)
-    b_d_k = tl.zeros((BS, BD), tl.float32)
-    b_d_v = tl.zeros((BS, BE), tl.float32)
+    b_k = load_rows(p_k, steps.kt, S - s_0, W.D, W.BS, W.BD, W.D == W.BD)
+    b_v = load_rows(p_v, steps.vt, S - s_0, W.E, W.BS, W.BE, W.E == W.BE)
+    b_d_k = tl.full((W.BS, W.BD), 0.0, tl.float32)
+    b_d_v = tl.full((W.BS, W.BE), 0.0, tl.float32)
     m_key = i_s < S
     if p_mask is not None:
         m_key = tl.load(p_mask + i_b * S + i_s, mask=m_key, other=0) != 0
     for i_g in range(G):
         i_h = i_kv * G + i_g
-        i_row = (i_b * H + i_h) * T
-        for t_0 in range(begin, end, BT):
-            i_t = t_0 + tl.arange(0, BT)
+        i_row = (i_b * W.H + i_h) * T
+        for t_0 in range(begin, end, W.BT):
+            i_t = t_0 + tl.arange(0, W.BT)
             there = tl.cast(t_0, tl.int64)
-            b_q = load_rows(p_q + there * stride_qt + i_h * stride_qh, stride_qt, T - t_0, D, BT, BD, D == BD)
-            b_d_out = load_rows(p_d_out + there * stride_ot + i_h * stride_oh, stride_ot, T - t_0, E, BT, BE, E == BE)
-            b_lse, b_rest = load_log(p_lse, i_row + i_t, i_t < T, PRECISION)
+            b_q = load_rows(p_q + there * steps.qt + i_h * steps.qh, steps.qt, T - t_0, W.D, W.BT, W.BD, W.D == W.BD)
+            b_d_out = load_rows(
+                p_d_out + there * steps.ot + i_h * steps.oh, steps.ot, T - t_0, W.E, W.BT, W.BE, W.E == W.BE
+            )
+            b_lse, b_rest = load_log(p_lse, i_row + i_t, i_t < T, W)
             b_delta = tl.load(p_delta + i_row + i_t, mask=i_t < T, other=0.0)
-            low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
+            low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, W)
             b_s = product(b_k, tl.trans(b_q), PRECISION) * scale
             m_own = (i_t + (S - T))[None, :] == i_s[:, None]
-            if ALONE:
+            if W.ALONE:
                 b_s = tl.where(m_own, LAST, b_s)
             if p_mask is not None:
                 b_s = tl.where(m_key[:, None], b_s, float("-inf"))
-            t_last = tl.minimum(t_0 + BT, T) - 1
-            _, outer = keys_seen(i_b, t_0, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
-            inner, _ = keys_seen(i_b, t_last, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
-            if (s_0 < inner) | (s_0 + BS > outer):
+            t_last = tl.minimum(t_0 + W.BT, T) - 1
+            _, outer = keys_seen(i_b, t_0, p_start, p_bounds, T, S, W)
+            inner, _ = keys_seen(i_b, t_last, p_start, p_bounds, T, S, W)
+            if (s_0 < inner) | (s_0 + W.BS > outer):
                 b_s = tl.where(is_between(i_s[:, None], low[None, :], high[None, :]), b_s, float("-inf"))
-            b_p = weights(b_s, b_lse[None, :], b_rest[None, :], PRECISION)
+            b_p = weights(b_s, b_lse[None, :], b_rest[None, :], W)
             b_d_p = product(b_v, tl.trans(b_d_out), PRECISION)
             b_dropped = b_p
             if p_seed is not None:
-                m_kept = kept(p_seed, i_b.to(tl.int32) * H + i_h, i_t[None, :], i_s[:, None], rate)
+                m_kept = kept(p_seed, i_b.to(tl.int32) * W.H + i_h, i_t[None, :], i_s[:, None], rate)
                 b_dropped = tl.where(m_kept, b_p / (1 - rate), 0.0)
                 b_d_p = tl.where(m_kept, b_d_p / (1 - rate), 0.0)
             b_d_v = add_product(b_dropped.to(b_d_out.dtype), b_d_out, b_d_v, PRECISION)
             b_d_s = b_p * (b_d_p - b_delta[None, :])
-            if ALONE:
+            if W.ALONE:
                 b_d_s = tl.where(m_own, 0.0, b_d_s)
             b_d_k = add_product(b_d_s.to(b_q.dtype), b_q, b_d_k, PRECISION)
-    i_row = (i_b * S + s_0) * HKV + i_kv
-    store_rows(p_d_k + i_row * D, HKV * D, S - s_0, D, b_d_k * factor, BS, BD, D == BD)
-    store_rows(p_d_v + i_row * E, HKV * E, S - s_0, E, b_d_v, BS, BE, E == BE)
+    i_row = (i_b * S + s_0) * W.HKV + i_kv
+    store_rows(p_d_k + i_row * W.D, W.HKV * W.D, S - s_0, W.D, b_d_k * factor, W.BS, W.BD, W.D == W.BD)
+    store_rows(p_d_v + i_row * W.E, W.HKV * W.E, S - s_0, W.E, b_d_v, W.BS, W.BE, W.E == W.BE)

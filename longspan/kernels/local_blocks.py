@@ -8,6 +8,8 @@ first key and the smallest last one every pair is.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -16,8 +18,44 @@ LAST = tl.constexpr(-1e30)
 ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass every test of randomness
 
 
+class Sizes(NamedTuple):
+    """What kernels are compiled for: heads, their numbers, the window, queries and keys in a block, padded numbers."""
+
+    H: int
+    HKV: int
+    D: int
+    E: int
+    SIZE: int
+    BACK: int
+    AHEAD: int
+    CAUSAL: bool
+    ALONE: bool
+    BT: int
+    BS: int
+    BD: int
+    BE: int
+    PRECISION: str
+
+
+class Steps(NamedTuple):
+    """From row to row, token to token and head to head of q, k, v and the result's gradient."""
+
+    qb: int
+    qt: int
+    qh: int
+    kb: int
+    kt: int
+    kh: int
+    vb: int
+    vt: int
+    vh: int
+    ob: int | None = None
+    ot: int | None = None
+    oh: int | None = None
+
+
 @triton.jit
-def row_bounds(i_b, i_t, p_start, p_bounds, T, S, SIZE: tl.constexpr):
+def row_bounds(i_b, i_t, p_start, p_bounds, T, S, W: tl.constexpr):
     """Where the sequence of token i_t begins and ends, in key slots, and what brings its blocks to multiples of SIZE.
 
     p_bounds: (2, T), of packed sequences. p_start: (B,), the position of key 0; keys before position 0 are hidden.
@@ -30,58 +68,36 @@ def row_bounds(i_b, i_t, p_start, p_bounds, T, S, SIZE: tl.constexpr):
     if p_start is not None:
         start = tl.load(p_start + i_b)
         first += tl.maximum(-start, 0).to(tl.int32)
-        if SIZE > 0:
-            phase += ((start % SIZE + SIZE) % SIZE).to(tl.int32)
+        if W.SIZE > 0:
+            phase += ((start % W.SIZE + W.SIZE) % W.SIZE).to(tl.int32)
     return first, end, phase
 
 
 @triton.jit
-def keys_seen(
-    i_b,
-    i_t,
-    p_start,
-    p_bounds,
-    T,
-    S,
-    SIZE: tl.constexpr,
-    BACK: tl.constexpr,
-    AHEAD: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
+def keys_seen(i_b, i_t, p_start, p_bounds, T, S, W: tl.constexpr):
     """The stretch of key slots [low, high) that query i_t sees; a scalar or a block."""
-    first, end, phase = row_bounds(i_b, i_t, p_start, p_bounds, T, S, SIZE)
+    first, end, phase = row_bounds(i_b, i_t, p_start, p_bounds, T, S, W)
     i_s = i_t + (S - T)
-    if SIZE > 0:
-        block = (i_s + phase) // SIZE * SIZE - phase
-        low, high = block - BACK * SIZE, block + (AHEAD + 1) * SIZE
+    if W.SIZE > 0:
+        block = (i_s + phase) // W.SIZE * W.SIZE - phase
+        low, high = block - W.BACK * W.SIZE, block + (W.AHEAD + 1) * W.SIZE
     else:
-        low, high = i_s - BACK, i_s + (AHEAD + 1)
-    if CAUSAL:
+        low, high = i_s - W.BACK, i_s + (W.AHEAD + 1)
+    if W.CAUSAL:
         high = tl.minimum(high, i_s + 1)
     return tl.maximum(low, first), tl.minimum(high, end)
 
 
 @triton.jit
-def queries_that_see(
-    i_b,
-    i_s,
-    p_start,
-    p_bounds,
-    T,
-    S,
-    SIZE: tl.constexpr,
-    BACK: tl.constexpr,
-    AHEAD: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
+def queries_that_see(i_b, i_s, p_start, p_bounds, T, S, W: tl.constexpr):
     """The stretch of queries [low, high) that see the key of slot i_s, a scalar."""
-    first, end, phase = row_bounds(i_b, i_s, p_start, p_bounds, S, S, SIZE)
-    if SIZE > 0:
-        block = (i_s + phase) // SIZE * SIZE - phase
-        low, high = block - AHEAD * SIZE, block + (BACK + 1) * SIZE
+    first, end, phase = row_bounds(i_b, i_s, p_start, p_bounds, S, S, W)
+    if W.SIZE > 0:
+        block = (i_s + phase) // W.SIZE * W.SIZE - phase
+        low, high = block - W.AHEAD * W.SIZE, block + (W.BACK + 1) * W.SIZE
     else:
-        low, high = i_s - AHEAD, i_s + (BACK + 1)
-    if CAUSAL:
+        low, high = i_s - W.AHEAD, i_s + (W.BACK + 1)
+    if W.CAUSAL:
         low = tl.maximum(low, i_s)
     offset = S - T
     return tl.maximum(low - offset, 0), tl.minimum(high, end) - offset
@@ -101,9 +117,9 @@ def is_between(i, low, high):
 
 
 @triton.jit
-def power(b_x, PRECISION: tl.constexpr):
+def power(b_x, W: tl.constexpr):
     """2^x of x ≤ 0. "ieee": to the last digit, from a series; the hardware's is off by two."""
-    if PRECISION == "ieee":
+    if W.PRECISION == "ieee":
         b_x = tl.where(b_x < -150.0, -150.0, b_x)  # What is less than that is 0, and what is no number stays so.
         b_whole = tl.floor(b_x + 0.5)
         b_y = (b_x - b_whole) * 0.6931471805599453
@@ -120,11 +136,11 @@ def power(b_x, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def store_log(p_log, i_row, m_row, b_max, b_log, PRECISION: tl.constexpr):
+def store_log(p_log, i_row, m_row, b_max, b_log, W: tl.constexpr):
     """max + log; ∞ for max = −∞, where nothing is seen. "ieee": and what rounding leaves of the sum beside it."""
     m_blind = b_max == float("-inf")
     b_sum = tl.where(m_blind, float("inf"), b_max + b_log)
-    if PRECISION == "ieee":
+    if W.PRECISION == "ieee":
         b_rest = tl.where(m_blind, 0.0, (b_max - b_sum) + b_log)
         tl.store(p_log + 2 * i_row, b_sum, mask=m_row)
         tl.store(p_log + 2 * i_row + 1, b_rest, mask=m_row)
@@ -133,9 +149,9 @@ def store_log(p_log, i_row, m_row, b_max, b_log, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_log(p_log, i_row, m_row, PRECISION: tl.constexpr):
+def load_log(p_log, i_row, m_row, W: tl.constexpr):
     """As `store_log` left it, and what `weights` takes beside it."""
-    if PRECISION == "ieee":
+    if W.PRECISION == "ieee":
         b_sum = tl.load(p_log + 2 * i_row, mask=m_row, other=float("inf"))
         b_rest = tl.load(p_log + 2 * i_row + 1, mask=m_row, other=0.0)
     else:
@@ -145,9 +161,9 @@ def load_log(p_log, i_row, m_row, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def weights(b_s, b_log, b_rest, PRECISION: tl.constexpr):
+def weights(b_s, b_log, b_rest, W: tl.constexpr):
     """2^(s − log), the weights of scores s, from `load_log`."""
     b_s -= b_log
-    if PRECISION == "ieee":
+    if W.PRECISION == "ieee":
         b_s -= b_rest
-    return power(b_s, PRECISION)
+    return power(b_s, W)

@@ -11,81 +11,47 @@ from longspan.kernels.local_blocks import LAST, is_between, kept, keys_seen, pow
 
 @triton.jit(do_not_specialize=["T", "S"])
 def local_forward_kernel(
-    p_q,
-    p_k,
-    p_v,
-    p_mask,
-    p_start,
-    p_bounds,
-    p_seed,
-    p_out,
-    p_lse,
-    T,
-    S,
-    scale,
-    rate,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    SIZE: tl.constexpr,
-    BACK: tl.constexpr,
-    AHEAD: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ALONE: tl.constexpr,
-    BT: tl.constexpr,
-    BS: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    p_q, p_k, p_v, p_mask, p_start, p_bounds, p_seed, p_out, p_lse, T, S, scale, rate, steps, W: tl.constexpr
 ):
     """BT queries of one head. scale: that of the scores times log₂e. lse: log₂ of the sum, see `store_log`."""
+    PRECISION: tl.constexpr = W.PRECISION
     pid = tl.program_id(0)
-    i_h = pid % H
-    i_0 = (pid // H) % tl.cdiv(T, BT) * BT
-    i_b = (pid // H // tl.cdiv(T, BT)).to(tl.int64)
-    i_kv = i_h // (H // HKV)
-    p_q += i_b * stride_qb + i_0.to(tl.int64) * stride_qt + i_h.to(tl.int64) * stride_qh
-    p_k += i_b * stride_kb + i_kv.to(tl.int64) * stride_kh
-    p_v += i_b * stride_vb + i_kv.to(tl.int64) * stride_vh
-    i_t = i_0 + tl.arange(0, BT)
-    low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
-    last = tl.minimum(i_0 + BT, T) - 1
-    begin, outer = keys_seen(i_b, i_0, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
-    inner, end = keys_seen(i_b, last, p_start, p_bounds, T, S, SIZE, BACK, AHEAD, CAUSAL)
+    i_h = pid % W.H
+    i_0 = (pid // W.H) % tl.cdiv(T, W.BT) * W.BT
+    i_b = (pid // W.H // tl.cdiv(T, W.BT)).to(tl.int64)
+    i_kv = i_h // (W.H // W.HKV)
+    p_q += i_b * steps.qb + i_0.to(tl.int64) * steps.qt + i_h.to(tl.int64) * steps.qh
+    p_k += i_b * steps.kb + i_kv.to(tl.int64) * steps.kh
+    p_v += i_b * steps.vb + i_kv.to(tl.int64) * steps.vh
+    i_t = i_0 + tl.arange(0, W.BT)
+    low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, W)
+    last = tl.minimum(i_0 + W.BT, T) - 1
+    begin, outer = keys_seen(i_b, i_0, p_start, p_bounds, T, S, W)
+    inner, end = keys_seen(i_b, last, p_start, p_bounds, T, S, W)
 
-    b_q = load_rows(p_q, stride_qt, T - i_0, D, BT, BD, D == BD)
-    b_max = tl.full((BT,), float("-inf"), tl.float32)
-    b_sum = tl.zeros((BT,), tl.float32)
-    b_out = tl.zeros((BT, BE), tl.float32)
-    for s_0 in range(begin, end, BS):
-        i_s = s_0 + tl.arange(0, BS)
-        b_k = load_rows(p_k + tl.cast(s_0, tl.int64) * stride_kt, stride_kt, S - s_0, D, BS, BD, D == BD)
-        b_v = load_rows(p_v + tl.cast(s_0, tl.int64) * stride_vt, stride_vt, S - s_0, E, BS, BE, E == BE)
+    b_q = load_rows(p_q, steps.qt, T - i_0, W.D, W.BT, W.BD, W.D == W.BD)
+    b_max = tl.full((W.BT,), float("-inf"), tl.float32)
+    b_sum = tl.full((W.BT,), 0.0, tl.float32)
+    b_out = tl.full((W.BT, W.BE), 0.0, tl.float32)
+    for s_0 in range(begin, end, W.BS):
+        i_s = s_0 + tl.arange(0, W.BS)
+        b_k = load_rows(p_k + tl.cast(s_0, tl.int64) * steps.kt, steps.kt, S - s_0, W.D, W.BS, W.BD, W.D == W.BD)
+        b_v = load_rows(p_v + tl.cast(s_0, tl.int64) * steps.vt, steps.vt, S - s_0, W.E, W.BS, W.BE, W.E == W.BE)
         b_s = product(b_q, tl.trans(b_k), PRECISION) * scale
-        if ALONE:
+        if W.ALONE:
             b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], LAST, b_s)
         if p_mask is not None:
             b_s = tl.where((tl.load(p_mask + i_b * S + i_s, mask=i_s < S, other=0) != 0)[None, :], b_s, float("-inf"))
-        if (s_0 < inner) | (s_0 + BS > outer):
+        if (s_0 < inner) | (s_0 + W.BS > outer):
             b_s = tl.where(is_between(i_s[None, :], low[:, None], high[:, None]), b_s, float("-inf"))
         b_top = tl.maximum(b_max, tl.max(b_s, 1))
         b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
-        b_p = power(b_s - b_base[:, None], PRECISION)
-        b_decay = power(b_max - b_base, PRECISION)
+        b_p = power(b_s - b_base[:, None], W)
+        b_decay = power(b_max - b_base, W)
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
         b_out *= b_decay[:, None]
         if p_seed is not None:
-            m_kept = kept(p_seed, i_b.to(tl.int32) * H + i_h, i_t[:, None], i_s[None, :], rate)
+            m_kept = kept(p_seed, i_b.to(tl.int32) * W.H + i_h, i_t[:, None], i_s[None, :], rate)
             b_p = tl.where(m_kept, b_p / (1 - rate), 0.0)
         b_out = add_product(b_p.to(b_v.dtype), b_v, b_out, PRECISION)
         b_max = b_top
@@ -94,6 +60,6 @@ def local_forward_kernel(
     b_out *= tl.div_rn(1.0, b_sum)[:, None]
     # The hardware's logarithm is off by more than a rounding, which weights made from it would show: one Newton step.
     b_log = tl.log2(b_sum)
-    b_log += (b_sum * power(-b_log, PRECISION) - 1) * 1.4426950408889634
-    store_log(p_lse, (i_b * H + i_h) * T + i_t, i_t < T, b_max, b_log, PRECISION)
-    store_rows(p_out + ((i_b * T + i_0) * H + i_h) * E, H * E, T - i_0, E, b_out, BT, BE, E == BE)
+    b_log += (b_sum * power(-b_log, W) - 1) * 1.4426950408889634
+    store_log(p_lse, (i_b * W.H + i_h) * T + i_t, i_t < T, b_max, b_log, W)
+    store_rows(p_out + ((i_b * T + i_0) * W.H + i_h) * W.E, W.H * W.E, T - i_0, W.E, b_out, W.BT, W.BE, W.E == W.BE)
