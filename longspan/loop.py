@@ -100,10 +100,12 @@ class Loop:
         # What `step_` does not do goes on by `extend`, which autocast reaches too.
         self._stepping = stack.steps and not torch.is_autocast_enabled(device.type)
         self._capturing = self._stepping and device.type == "cuda"
-        self._state: StackState = memory.state.clone()
-        if self._stepping:
-            dtype = next(model.parameters()).dtype
-            self._state = self._through(stack.joined(self._state), lambda own, held: own.opened(held, dtype))
+        self._small = _is_small(model, memory.state)
+        with self.alone():
+            self._state: StackState = memory.state.clone()
+            if self._stepping:
+                dtype = next(model.parameters()).dtype
+                self._state = self._through(stack.joined(self._state), lambda own, held: own.opened(held, dtype))
         self._logits, self._recent = memory.logits.clone(), memory.recent.clone()
         self._stop = torch.tensor(list(stop), dtype=torch.int64, device=device)
         self._ended = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -121,7 +123,7 @@ class Loop:
             for place, branch in enumerate(stack.branches)
             if isinstance(branch, Branch) and isinstance(branch.layer, Attention)
         ]
-        self._limits, self._small = _limits(model), self._is_small()
+        self._limits = _limits(model)
         self._longest = int(memory.state.length.max()) if self._limits else 0
 
     def fill(self, blocks: list[Tensor]) -> None:
@@ -132,11 +134,12 @@ class Loop:
         else:
             self._drawn = drawn.to(self._drawn.device)
         self._index.zero_()
-        self._small = self._is_small()  # from time to time: a memory may grow
+        if self._steps:
+            self._small = _is_small(self._model, self._state)  # a memory may have grown
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """One thread within, where a step is small; then as many as there were.
+        """One thread within, where steps are small; then as many as there were.
 
         A thread that meets PyTorch for the first time keeps the number it finds: only where there are no others.
         """
@@ -176,18 +179,14 @@ class Loop:
 
     def memory(self) -> Memory:
         """A copy of all that was read and said so far."""
-        if self._pending:
-            with torch.inference_mode(), self.alone():
-                self._advance()
-                self._join()
-            self._pending = False
-        state = self._through(self._state.clone(), lambda own, held: own.settled(held))
-        return Memory(state, self._logits.clone(), self._recent.clone())
-
-    def _is_small(self) -> bool:
-        products = sum(x.weight.numel() for x in self._model.modules() if isinstance(x, nn.Linear))
-        held = sum(x.numel() for x in self._state.tensors().values())
-        return self._logits.device.type == "cpu" and len(self._logits) * products + held <= _SMALL
+        with self.alone():
+            if self._pending:
+                with torch.inference_mode():
+                    self._advance()
+                    self._join()
+                self._pending = False
+            state = self._through(self._state.clone(), lambda own, held: own.settled(held))
+            return Memory(state, self._logits.clone(), self._recent.clone())
 
     def _advance(self) -> None:
         if self._stepping:
@@ -251,6 +250,12 @@ class Loop:
 
     def _addresses(self) -> dict[str, int]:
         return {name: x.data_ptr() for name, x in self._state.tensors().items()}
+
+
+def _is_small(model: LanguageModel, state: StackState) -> bool:
+    products = sum(x.weight.numel() for x in model.modules() if isinstance(x, nn.Linear))
+    held = sum(x.numel() for x in state.tensors().values())
+    return state.length.device.type == "cpu" and len(state.length) * products + held <= _SMALL
 
 
 def _limits(model: LanguageModel) -> list[Callable[[int], None]]:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, stream
+from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, generation, stream
 from longspan import loop as loops
 from longspan.generation import prefill
 
@@ -46,6 +46,18 @@ def test_a_small_step_has_one_thread_and_then_there_are_as_many_as_before(thread
 def test_a_large_step_keeps_its_threads(threads, monkeypatch):
     monkeypatch.setattr(loops, "_SMALL", 100)
     assert seen_in_steps(language_model()) == [2, 2]
+
+
+def test_a_memory_that_grows_is_large_one_day(threads, monkeypatch):
+    model = language_model("softmax")
+    memory = prefill(model, [3, 1, 4])
+    held = sum(x.numel() for x in memory.state.tensors().values())
+    products = sum(x.weight.numel() for x in model.modules() if isinstance(x, torch.nn.Linear))
+    monkeypatch.setattr(loops, "_SMALL", products + held)
+    monkeypatch.setattr(generation, "_BLOCK", 97)
+    seen = seen_in_steps(model, 200)
+    assert seen[0] == 1
+    assert seen[-1] == 2
 
 
 def test_a_step_beside_other_threads_leaves_their_number_alone(threads):
