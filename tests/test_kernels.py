@@ -152,3 +152,28 @@ def test_reasons() -> None:
     assert "over 256" in str(backend.why_unsupported(wide, wide, q, **{**known, "kv": torch.zeros(1, 2, 257, 9)}))
     none = q[:, :0]
     assert "empty" in str(backend.why_unsupported(none, none, none, **known))
+
+
+def test_reasons_about_projections(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"log_scale": None, "kv": None, "feature_map": "favor", "bucket": 1}
+
+    def why(D: int, M: int, dtype: torch.dtype) -> str | None:
+        q = torch.empty(1, 4, 2, D, dtype=dtype, device="meta")
+        return backend.why_unsupported(q, q, q, weight=torch.empty(M, D, device="meta"), **known)
+
+    assert why(64, 256, torch.float32) is None
+    assert why(128, 256, torch.bfloat16) is None
+    for D, dtype in ((65, torch.float32), (65, torch.float16), (129, torch.bfloat16)):
+        assert "padded, is over 16384" in str(why(D, 256, dtype))
+
+    # Devices with little shared memory take projections in bfloat16 alone.
+    class Cuda(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(backend, "_missing", lambda device: None)
+    for roomy in (False, True):
+        monkeypatch.setattr(backend, "_roomy", lambda device, roomy=roomy: roomy)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            q = torch.zeros(1, 4, 2, 8, dtype=dtype).as_subclass(Cuda)
+            found = backend.why_plain(q, q, q, weight=torch.zeros(16, 8), **known)
+            assert (found is None) == (roomy or dtype == torch.bfloat16)

@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install 'longspan[triton]'")
 
+from triton.runtime.errors import OutOfResources
+
 from longspan.kernels import launch
 from longspan.kernels.launch import Launch, Launcher, Room, looks
 
@@ -64,6 +66,32 @@ def test_a_kernel_is_compiled_once(calls: Calls) -> None:
     assert calls == [
         ("run", 7, 5, 1, "stream of 3", "function", "metadata", None, None, None, 17, None, 11, 13, 64, True)
     ]
+
+
+@pytest.mark.parametrize("stages", ["STAGES", "num_stages"])
+def test_a_device_with_less_room_loads_less_ahead(calls: Calls, stages: str) -> None:
+    class Large(Kernel):
+        arg_names = (*Kernel.arg_names, "STAGES")
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def compile_and_run(*given: Any, **constants: Any) -> Any:
+                calls.append((constants[stages],))
+                if constants[stages] > least:
+                    raise OutOfResources(100 * constants[stages], 150, "shared memory")
+                return Compiled(calls)
+
+            return compile_and_run
+
+    least = 1
+    read = Launch(3, Large(calls), (7, 1, 1), (11, 13), {"D": 64, "KEY": False, stages: 3})
+    read(torch.zeros(1), None)
+    assert calls == [(3,), (2,), (1,)]
+    calls.clear()
+    read(17, None)
+    assert calls[0][-1] == (1 if stages == "STAGES" else False)
+    least = 0
+    with pytest.raises(RuntimeError, match="kernel needs 100 of shared memory, this device has 150: use bfloat16"):
+        Launch(3, Large(calls), (7, 1, 1), (), {stages: 2})(torch.zeros(1))
 
 
 def test_hooks_are_called(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 # From this version on a compiled kernel takes all arguments, constants too.
 _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 5)
@@ -45,11 +46,29 @@ class Launch:
         if self.ready is not None:
             _run(self.ready, self.grid, self.device, (*given, *self.rest))
             return
-        compiled = self.kernel[self.grid](*given, *self.numbers, **self.constants)
+        compiled = _compiled(self.kernel, self.grid, (*given, *self.numbers), self.constants)
         if compiled is not None and _DIRECT:
             constants = [self.constants[name] for name in self.kernel.arg_names if name in self.constants]
             self.rest = *self.numbers, *constants
             self.ready = compiled
+
+
+def _compiled(kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    """Compiled and launched. Kernels are cut for an H200; a device with less room gets fewer loads in flight, which
+    changes no result and is written into the constants.
+    """
+    stages = "STAGES" if "STAGES" in constants else "num_stages"
+    while True:
+        try:
+            return kernel[grid](*given, **constants)
+        except OutOfResources as error:
+            if constants.get(stages, 1) > 1:
+                constants[stages] -= 1
+                continue
+            raise RuntimeError(
+                f"{kernel.__name__} needs {error.required} of {error.name}, this device has {error.limit}: "
+                "use bfloat16, or smaller head, feature or value dimensions"
+            ) from error
 
 
 def _run(compiled: Any, grid: tuple[int, ...], device: int, given: tuple[Any, ...]) -> None:
@@ -109,7 +128,7 @@ class Launcher:
             _run(compiled, grid, torch.cuda.current_device(), (*given, *constants))
             return
         options = {**{name: self.constants[name] for name in kernel.arg_names if name in self.constants}, **dict(more)}
-        compiled = kernel[grid](*given, **options)
+        compiled = _compiled(kernel, grid, given, options)
         if compiled is not None and _DIRECT:
             self.compiled[key] = compiled, tuple(options[name] for name in kernel.arg_names if name in options)
 

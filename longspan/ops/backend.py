@@ -27,7 +27,10 @@ def why_plain(
     """Why causal linear attention of these arguments runs in plain PyTorch; None where the kernels take them."""
     if not q.is_cuda:
         return f"the tensors are on {q.device.type}; the kernels need CUDA"
-    return _missing(q.device) or why_unsupported(q, k, v, weight, log_scale, kv, feature_map, bucket)
+    why = _missing(q.device) or why_unsupported(q, k, v, weight, log_scale, kv, feature_map, bucket)
+    if why is None and weight is not None and q.dtype != torch.bfloat16 and not _roomy(q.device):
+        return "a projection, which in float16 and float32 needs more shared memory than this device has"
+    return why
 
 
 def why_unsupported(
@@ -56,6 +59,11 @@ def why_unsupported(
         return f"log scales given beside the feature map {feature_map!r}"
     if (weight is not None and not weight.numel()) or not q.numel() or not v.numel():
         return "an empty tensor"
+    if weight is not None:
+        D, M, E = sizes
+        # A part of it stays on the chip as long as a program runs.
+        room = 32768 if dtype == torch.bfloat16 and max(D, E) <= 128 else 16384
+        return _too_large(D, M, room)
     return None
 
 
@@ -102,10 +110,17 @@ def why_unsupported_bidirectional(
     if weight is not None:
         # It stays on the chip as long as a program runs, padded to powers of two: whole, in two halves, or in float32.
         room = 8192 if q.dtype != torch.bfloat16 else 32768 if weight.dtype == torch.bfloat16 else 16384
-        if room < 1 << ((int(D) - 1).bit_length() + (int(M) - 1).bit_length()):
-            return f"a projection of {M} × {D} numbers, padded, is over {room}"
+        if (why := _too_large(D, M, room)) is not None:
+            return why
     if not q.numel() or not v.numel():
         return "an empty tensor"
+    return None
+
+
+def _too_large(D: int, M: int, room: int) -> str | None:
+    """Whether a projection, padded to powers of two, is."""
+    if room < 1 << ((int(D) - 1).bit_length() + (int(M) - 1).bit_length()):
+        return f"a projection of {M} × {D} numbers, padded, is over {room}"
     return None
 
 
@@ -157,8 +172,14 @@ def _missing(device: torch.device) -> str | None:
     return _found[device]
 
 
+def _roomy(device: torch.device) -> bool:
+    """Whether a program has 227 KB of shared memory, as on Hopper and large Blackwells; others have 99 or 163."""
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 # What torch.compiler.assume_constant_result does; calling it would load the compiler, a second on every import.
 _missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_roomy._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _look(device: torch.device) -> str | None:
