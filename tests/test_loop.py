@@ -94,3 +94,12 @@ def test_gradients_flow_through_tokens_after_a_memory(mechanism):
     whole = model(torch.tensor([[3, 1, 4, 1, *said, 7, 2]]))[:, -2:]
     torch.testing.assert_close(logits, whole, rtol=0, atol=1e-9)
     assert model.embedding.weight.grad is not None
+
+
+def test_a_model_that_spoke_under_autocast_goes_on_learning_there():
+    model = language_model().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        generation.generate(model, [3, 1, 4], 3)
+        loss = model(torch.tensor([[1, 5, 9]])).float().square().mean()
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -262,7 +262,8 @@ class TurnsAt(dict[tuple[int, float], Turn]):
 @cache
 def _frequencies(dim: int, base: float, device: torch.device) -> Tensor:
     """base^(−2i/dim) in float64, made once: a step asks for nothing else of it."""
-    return base ** -(torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
+    with torch.inference_mode(False):  # It outlives the loop that asks first.
+        return base ** -(torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
 
 
 def why_plain(*tensors: Tensor) -> str | None:
