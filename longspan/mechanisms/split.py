@@ -127,13 +127,15 @@ class SplitAttention(Mechanism):
         # On a GPU parts put their answers side by side themselves; elsewhere one call more is less than one a part.
         room = q.new_empty(*q.shape[:3], self.value_dim) if q.is_cuda and out is None else out
         rooms = [None] * len(self.sizes) if room is None else room.split(self.sizes, 2)
-        held = zip(self._mechanisms(), self._states(state), turns, rooms, strict=True)
-        parts = zip(held, self._queries(q), self._keys(k), self._keys(v), strict=True)
-        results = [part.step_(own, q, k, v, turn, there) for (part, own, turn, there), q, k, v in parts]
-        found = torch.cat([found for found, _ in results], 2) if room is None else room
-        after = tuple(own for _, own in results)
-        moved = any(own is not before for own, before in zip(after, self._states(state), strict=True))
-        return found, SplitState(state.length, after) if moved else state
+        states, outs, after, moved = self._states(state), [], [], False
+        given = self._queries(q), self._keys(k), self._keys(v), turns, rooms
+        for part, held, *rest in zip(self._mechanisms(), states, *given, strict=True):
+            answer, own = part.step_(held, *rest)
+            moved = moved or own is not held
+            outs.append(answer)
+            after.append(own)
+        found = torch.cat(outs, 2) if room is None else room
+        return found, SplitState(state.length, tuple(after)) if moved else state
 
     def opened(self, state: State, dtype: torch.dtype) -> SplitState:
         parts = zip(self._mechanisms(), self._states(state), strict=True)

@@ -270,7 +270,7 @@ def why_plain(*tensors: Tensor) -> str | None:
     """Why a step of these tensors (q, k, v, then the memory) runs in plain PyTorch; None where the kernels take it."""
     q = tensors[0]
     if not q.is_cuda:
-        return f"the tensors are on {q.device.type}; the kernels need CUDA"
+        return "the tensors are on no GPU; the kernels need CUDA"  # no device in it: asked for every product of a step
     missing = backend.why_no_kernels()
     if missing is not None:
         return missing
