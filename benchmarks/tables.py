@@ -88,29 +88,32 @@ def window() -> str:
 
 
 def causal() -> str:
-    lines = []
-    for row in _read("h200-causal-linear")["rows"]:
-        *shape, name = row["case"]
-        name = "`performer`, 256 features" if name == "favor" else f"`linear`, {name}"
-        runs = [
-            (row["ours"], "_graph"),
-            (row["ours"], ""),
-            *((row["peers"].get(peer), "_graph") for peer in ("fla", "sdpa")),
-        ]
-        cells = [f"{x['forward' + how]:.3f} / {x['both' + how]:.3f}" if x else "–" for x, how in runs]
-        lines.append([name, " · ".join(str(n) for n in shape), *cells])
-    head = ["causal", "batch · heads · tokens · width", "longspan", "as called from Python"]
-    return _table([*head, "flash-linear-attention", "SDPA"], lines)
+    rows = _read("h200-causal-linear")["rows"]
+    return _attention("causal", rows, {"flash-linear-attention": "fla", "SDPA": "sdpa"})
 
 
 def bidirectional() -> str:
-    rows = [row for row in _read("h200-bidirectional")["rows"] if row["case"][4:] == ["softmax", "query"]]
+    rows = [
+        row
+        for row in _read("h200-bidirectional")["rows"]
+        if row["case"][4:] in (["softmax", "query"], ["favor", "query"]) and row.get("weight", "drawn") == "drawn"
+    ]
+    return _attention("bidirectional", rows, {"performer-pytorch": "performer-pytorch", "SDPA": "sdpa"})
+
+
+def _attention(kind: str, rows: list[dict[str, Any]], peers: dict[str, str]) -> str:
+    """Forward / forward + backward of each case, ours and the peers', from a graph; ours as called too."""
+
+    def cell(times: dict[str, float] | None, how: str = "_graph") -> str:
+        return "–" if times is None else f"{times['forward' + how]:.3f} / {times['both' + how]:.3f}"
+
     lines = []
     for row in rows:
-        ours = row["ours"]
-        pairs = [f"{ours['forward' + how]:.3f} / {ours['both' + how]:.3f}" for how in ("_graph", "")]
-        lines.append([" · ".join(str(n) for n in row["case"][:4]), *pairs, f"{row['peers']['sdpa']['both_graph']:.1f}"])
-    return _table(["bidirectional `linear`", "longspan", "as called from Python", "SDPA, both"], lines)
+        *shape, name = row["case"][:5]
+        name = "`performer`, 256 features" if name == "favor" else f"`linear`, {name}"
+        cells = [cell(row["ours"]), cell(row["ours"], ""), *(cell(row["peers"].get(key)) for key in peers.values())]
+        lines.append([name, " · ".join(str(n) for n in shape), *cells])
+    return _table([kind, "batch · heads · tokens · width", "longspan", "as called from Python", *peers], lines)
 
 
 def processor() -> str:
