@@ -96,7 +96,7 @@ def bidirectional() -> str:
     rows = [
         row
         for row in _read("h200-bidirectional")["rows"]
-        if row["case"][4:] in (["softmax", "query"], ["favor", "query"]) and row.get("weight", "drawn") == "drawn"
+        if row["case"][4:] in (["softmax", "query"], ["favor", "query"]) and row["weight"] in (None, "drawn")
     ]
     return _attention("bidirectional", rows, {"performer-pytorch": "performer-pytorch", "SDPA": "sdpa"})
 
