@@ -60,7 +60,7 @@ class Steps(NamedTuple):
 if os.environ.get("TRITON_INTERPRET") == "1":
 
     @triton.jit
-    def _exp2(x):
+    def exp2(x):
         return tl.exp2(x)
 
     @triton.jit
@@ -68,13 +68,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         return tl.exp(x)
 
     @triton.jit
-    def _widened(b_x):
+    def whole(b_x):
         return b_x.to(tl.float32)
 else:
 
     @triton.jit
-    def _exp2(x):
-        """In one instruction: what is too small to be a normal number is 0."""
+    def exp2(x):
+        """In one instruction, exact where x is whole: what is too small to be a normal number is 0."""
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -84,10 +84,10 @@ else:
         """With what the product with log₂ e loses made good."""
         b_high = x * LOG2E
         b_low = tl.fma(x, LOG2E, -b_high) + x * LOG2E_REST
-        return _exp2(b_high) * (1 + b_low * LN2)
+        return exp2(b_high) * (1 + b_low * LN2)
 
     @triton.jit
-    def _widened(b_x):
+    def whole(b_x):
         """Two numbers at a time: left to the compiler, each would be rounded by itself, at the pace of 2^x."""
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
@@ -103,7 +103,7 @@ else:
 def widened(b_x, S: tl.constexpr):
     """Numbers rounded to DOT, as float32."""
     if tl.float32 != S.DOT:
-        b_x = _widened(b_x)
+        b_x = whole(b_x)
     return b_x
 
 
@@ -113,7 +113,7 @@ def power(x, S: tl.constexpr):
     if tl.float32 == S.DOT:
         x = _exp(x)
     else:
-        x = _exp2(x)
+        x = exp2(x)
     return x
 
 

@@ -12,15 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.kernels.favor_backward import (
-    favor_backward_rows_kernel,
-    favor_backward_scan_kernel,
-    favor_backward_sums_kernel,
-)
+from longspan.kernels.bidirectional_blocks import Steps
+from longspan.kernels.favor_backward import favor_backward_rows_kernel, favor_backward_sums_kernel
+from longspan.kernels.favor_blocks import Sizes
 from longspan.kernels.favor_forward import (
     favor_forward_kernel,
-    favor_forward_scan_kernel,
     favor_forward_sums_kernel,
+    favor_scan_kernel,
     favor_sizes_kernel,
     favor_weight_kernel,
 )
@@ -156,7 +154,7 @@ def backward(
                 *(q, d_out, high, low, flag, offset_over_den, delta, peak, reference),
                 *(total, total_z, suffix, suffix_z),
             )
-            scan(total, total_z, reference, d_kv, d_start, after)
+            scan(total, total_z, reference, d_kv, d_start, None, after)
             gradients(*given, after, total_z, suffix, suffix_z, d_k, d_v)
     plan.ready = plan.key_parts[-1][2].ready is not None
     return d_q, d_k, d_v, d_start
@@ -182,31 +180,29 @@ class _Plan:
         assert weight is not None
         (self.B, self.T, self.H, D), self.Hkv, E, M = q[0], k[0][2], v[0][3], weight[0][0]
         self.device, self.chunks, self.X = device, -(-self.T // CHUNK), self.B * self.Hkv
-        self.strides = {"q": q[1][:3], "k": k[1][:3], "v": v[1][:3]}
-        self.BD, self.BM, self.BE = _padded(D), _padded(M), _padded(E)
-        self.constants = {"H": self.H, "HKV": self.Hkv, "D": D, "M": M, "E": E, "C": CHUNK}
-        self.constants |= {"BD": self.BD, "BM": self.BM, "BE": self.BE}
+        self.steps = {"q": Steps(*q[1][:3]), "k": Steps(*k[1][:3]), "v": Steps(*v[1][:3])}
+        self.S = Sizes(self.H, self.Hkv, D, M, E, CHUNK, _padded(D), _padded(M), _padded(E))
         self.kept = _kept(self.B, self.T, self.H, self.Hkv, D, M)
         self.ready = False
 
     def cut(self, share: float) -> list[_Part]:
         """All sequences, in parts whose sums take about such a share of the bytes of q, k, v and out."""
-        tensors = 2 * self.B * self.T * (self.H + self.Hkv) * (self.constants["D"] + self.constants["E"])
+        tensors = 2 * self.B * self.T * (self.H + self.Hkv) * (self.S.D + self.S.E)
         bytes_of_all = 4 * Room(*self.stack(self.part(0, self.X))).size
         number = 1 if bytes_of_all <= SMALL else -(-bytes_of_all // int(share * tensors))
         size = -(-self.X // number)
         return [self.part(first, size) for first in range(0, self.X, size)]
 
     def part(self, first: int, size: int) -> _Part:
-        segments, run = self.walk(SUMS, size * (self.BM // SUMS.tile))
+        segments, run = self.walk(SUMS, size * (self.S.BM // SUMS.tile))
         return _Part(first, min(size, self.X - first), segments, run)
 
     def stack(self, part: _Part) -> list[tuple[int, torch.dtype]]:
         """For each segment its total, and the sums on its far side; for each chunk the sums from there to it."""
-        segments, chunks, size = part.sequences * part.segments, part.sequences * self.chunks, self.BM * self.BE
+        segments, chunks, size = part.sequences * part.segments, part.sequences * self.chunks, self.S.BM * self.S.BE
         whole, half = torch.float32, torch.bfloat16
-        totals = (segments * size, whole), (segments * self.BM, whole)
-        return [*totals, (chunks * size, half), (chunks * self.BM, whole), (segments * size, half)]
+        totals = (segments * size, whole), (segments * self.S.BM, whole)
+        return [*totals, (chunks * size, half), (chunks * self.S.BM, whole), (segments * size, half)]
 
     def walk(self, config: Config, programs: int) -> tuple[int, int]:
         """Into how many segments each sequence is cut, so many programs going through them, and their chunks."""
@@ -214,43 +210,46 @@ class _Plan:
         return -(-self.chunks // run), run
 
     def launch(
-        self, kernel: Any, config: Config, programs: int, numbers: tuple[int, ...], strided: str, **more: Any
+        self, kernel: Any, config: Config, programs: int, numbers: tuple[int, ...], strided: str, **other: Any
     ) -> Launch:
-        """strided: which tensors' strides follow the numbers."""
-        options = {"TILE": config.tile, "num_warps": config.warps, "num_stages": config.stages}
-        strides = [stride for name in strided for stride in self.strides[name]]
-        constants = {**self.constants, **options, "maxnreg": config.registers, **more}
-        return Launch(self.device, kernel, (programs, 1, 1), (self.T, *numbers, *strides), constants)
+        """strided: which tensors' steps follow the numbers. other: sizes that are not those of the plan; 0 for what
+        the kernel does not ask for, so that it is not compiled again for nothing.
+        """
+        constants = {"S": self.S._replace(**{"TILE": config.tile, **other})}
+        options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
+        given = self.T, *numbers, *(self.steps[name] for name in strided)
+        return Launch(self.device, kernel, (programs, 1, 1), given, {**constants, **options})
 
-    def of_part(self, kernel: Any, config: Config, part: _Part, programs: int, strided: str) -> Launch:
+    def of_part(self, kernel: Any, config: Config, part: _Part, programs: int, strided: str, **other: Any) -> Launch:
         """programs: for each sequence."""
         numbers = part.segments, part.run, part.first, part.sequences
-        return self.launch(kernel, config, part.sequences * programs, numbers, strided)
+        return self.launch(kernel, config, part.sequences * programs, numbers, strided, **other)
 
-    def walking(self, kernel: Any, part: _Part, strided: str) -> Launch:
-        return self.of_part(kernel, SUMS, part, part.segments * (self.BM // SUMS.tile), strided)
+    def walking(self, kernel: Any, part: _Part, strided: str, **other: Any) -> Launch:
+        return self.of_part(kernel, SUMS, part, part.segments * (self.S.BM // SUMS.tile), strided, **other)
 
-    def scanning(self, kernel: Any, part: _Part) -> Launch:
-        rows = max(1, 512 // self.BE)
+    def scanning(self, part: _Part, *, back: bool = False) -> Launch:
+        rows = max(1, 512 // self.S.BE)
+        sizes = self.S._replace(H=0, HKV=0, D=0, BD=0, TILE=rows, BACK=back)
         numbers = self.T, part.segments, part.run, part.first
-        grid = part.sequences, -(-self.BM // rows), 1
-        return Launch(self.device, kernel, grid, numbers, {**self.constants, "ROWS": rows})
+        grid = part.sequences, -(-self.S.BM // rows), 1
+        return Launch(self.device, favor_scan_kernel, grid, numbers, {"S": sizes})
 
 
 class _Forward(_Plan):
     def __init__(self, device: int, given: Looks, ends: bool) -> None:
         super().__init__(device, given)
-        parts, E, M = self.cut(READ_SHARE), self.constants["E"], self.constants["M"]
+        parts, E, M = self.cut(READ_SHARE), self.S.E, self.S.M
         self.out_shape, self.den_shape = (self.B, self.T, self.H, E), (self.B, self.T, self.H)
         self.kv_shape, self.shift_shape = (self.B, self.Hkv, M, E + 1), (self.B, self.Hkv)
         self.work = Room(*self.stack(parts[0]), (self.X * self.chunks, torch.float32))
-        self.weight = Launch(device, favor_weight_kernel, (1, 1, 1), (), {**self.constants, "num_warps": 16})
+        self.weight = Launch(device, favor_weight_kernel, (1, 1, 1), (), {**self.S._asdict(), "num_warps": 16})
         self.query_sizes, self.key_sizes = self.sizes("q", self.H, key=False), self.sizes("k", self.Hkv, key=True)
         programs = self.H // self.Hkv * self.chunks
         self.parts = [
             (
-                self.walking(favor_forward_sums_kernel, part, "kv"),
-                self.scanning(favor_forward_scan_kernel, part),
+                self.walking(favor_forward_sums_kernel, part, "kv", H=0),
+                self.scanning(part),
                 self.of_part(favor_forward_kernel, READ, part, programs, "qkv"),
             )
             for part in parts
@@ -258,9 +257,8 @@ class _Forward(_Plan):
 
     def sizes(self, name: str, heads: int, *, key: bool) -> Launch:
         segments, run = self.walk(SIZES, self.B * heads)
-        return self.launch(
-            favor_sizes_kernel, SIZES, self.B * heads * segments, (segments, run), name, H=heads, KEY=key
-        )
+        sizes = {"H": heads, "HKV": 0, "E": 0, "BE": 0, "TILE": self.S.BM, "KEY": key}
+        return self.launch(favor_sizes_kernel, SIZES, self.B * heads * segments, (segments, run), name, **sizes)
 
 
 class _Backward(_Plan):
@@ -268,16 +266,16 @@ class _Backward(_Plan):
         super().__init__(device, given)
         d_out = given[6]
         assert d_out is not None
-        self.strides["d"] = d_out[1][:3]
+        self.steps["d"] = Steps(*d_out[1][:3])
         group, queries, keys = self.H // self.Hkv, self.cut(QUERIES_SHARE), self.cut(KEYS_SHARE)
         rows = self.B * self.chunks * self.H
         self.rows_room = Room((rows * CHUNK, torch.float32), (rows * CHUNK, torch.float32))
         self.query_stack, self.key_stack = Room(*self.stack(queries[0])), Room(*self.stack(keys[0]))
-        self.rows = self.launch(favor_backward_rows_kernel, ROWS, rows, (), "d")
+        self.rows = self.launch(favor_backward_rows_kernel, ROWS, rows, (), "d", HKV=0, D=0, M=0, BD=0, BM=0)
         self.query_parts = [
             (
-                self.walking(favor_forward_sums_kernel, part, "kv"),
-                self.scanning(favor_forward_scan_kernel, part),
+                self.walking(favor_forward_sums_kernel, part, "kv", H=0),
+                self.scanning(part),
                 self.of_part(favor_backward_queries_kernel, QUERIES, part, group * self.chunks, "qkvd"),
             )
             for part in queries
@@ -285,7 +283,7 @@ class _Backward(_Plan):
         self.key_parts = [
             (
                 self.walking(favor_backward_sums_kernel, part, "qd"),
-                self.scanning(favor_backward_scan_kernel, part),
+                self.scanning(part, back=True),
                 self.of_part(favor_backward_keys_kernel, KEYS, part, self.chunks, "qkvd"),
             )
             for part in keys

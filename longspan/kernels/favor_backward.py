@@ -15,39 +15,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from longspan.kernels.bidirectional_blocks import exp2
 from longspan.kernels.blocks import FLOOR, NOTHING, load_column, load_rows
-from longspan.kernels.favor_blocks import features, load_tile, power, project_across, reference, store_tile
+from longspan.kernels.favor_blocks import (
+    at,
+    features,
+    find_sequence,
+    load_half,
+    project_across,
+    reference,
+    store_sums,
+    zeros,
+)
 
 
 @triton.jit(do_not_specialize=["T"])
-def favor_backward_rows_kernel(
-    p_out,
-    p_den,
-    p_d_out,
-    p_query_offset,
-    p_over_den,
-    p_delta,
-    T,
-    stride_db,
-    stride_dt,
-    stride_dh,
-    H: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    BE: tl.constexpr,
-):
+def favor_backward_rows_kernel(p_out, p_den, p_d_out, p_query_offset, p_over_den, p_delta, T, d_steps, S: tl.constexpr):
     """Δ (B, H, chunks, C), and offsets of queries with den taken into them, so that their features are q̂."""
     pid = tl.program_id(0)
-    i_h = pid % H
-    i_0 = (pid // H) % tl.cdiv(T, C) * C
-    i_b = (pid // H // tl.cdiv(T, C)).to(tl.int64)
+    i_h = pid % S.H
+    i_0 = (pid // S.H) % tl.cdiv(T, S.C) * S.C
+    i_b = (pid // S.H // tl.cdiv(T, S.C)).to(tl.int64)
     left = T - i_0
-    i_row = (i_b * T + i_0) * H + i_h
-    p_d_out += i_b * stride_db + i_0.to(tl.int64) * stride_dt + i_h.to(tl.int64) * stride_dh
-    b_d = load_rows(p_d_out, stride_dt, left, E, C, BE, E == BE).to(tl.float32)
-    b_out = load_rows(p_out + i_row * E, H * E, left, E, C, BE, E == BE).to(tl.float32)
-    b_den = load_column(p_den + i_row, H, left, C, 0.0)
-    i_o = ((i_b * H + i_h) * tl.cdiv(T, C) + i_0 // C) * C + tl.arange(0, C)
+    i_row = (i_b * T + i_0) * S.H + i_h
+    p_d_out = at(p_d_out, i_b, i_0, i_h, d_steps)
+    b_d = load_rows(p_d_out, d_steps.t, left, S.E, S.C, S.BE, S.E == S.BE).to(tl.float32)
+    b_out = load_rows(p_out + i_row * S.E, S.H * S.E, left, S.E, S.C, S.BE, S.E == S.BE).to(tl.float32)
+    b_den = load_column(p_den + i_row, S.H, left, S.C, 0.0)
+    i_o = ((i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_0 // S.C) * S.C + tl.arange(0, S.C)
     m_nothing = b_den < NOTHING
     b_offset = tl.load(p_query_offset + i_o) + tl.log2(tl.where(m_nothing, 1.0, b_den))
     tl.store(p_over_den + i_o, tl.where(m_nothing, -2 * FLOOR, b_offset))
@@ -74,130 +69,56 @@ def favor_backward_sums_kernel(
     chunks,
     first,
     sequences,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_db,
-    stride_dt,
-    stride_dh,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BE: tl.constexpr,
-    TILE: tl.constexpr,
+    q_steps,
+    d_steps,
+    S: tl.constexpr,
 ):
     """dS and dz of one segment and one tile of features, summed over the heads of a group, at its start's scale.
 
-    Of all (B, Hkv) sequences only some, from the first on, are gone through, and only they have sums.
     p_suffix, p_suffix_z: (sequences, chunks, BM, ·) the part of them that comes after each chunk, at its end's scale.
     """
     pid = tl.program_id(0)
-    TILES: tl.constexpr = BM // TILE
-    GROUP: tl.constexpr = H // HKV
-    i_m = pid % TILES * TILE
-    i_s = pid // TILES // sequences
-    i_x = first + pid // TILES % sequences
-    i_b, i_kv = (i_x // HKV).to(tl.int64), i_x % HKV
+    TILES: tl.constexpr = S.BM // S.TILE
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_m = pid % TILES * S.TILE
+    i_s, i_x, i_b, i_kv = find_sequence(pid // TILES, first, sequences, S)
     i_x = i_x.to(tl.int64)
     i_n = i_x - first
-    steps = tl.minimum(chunks, tl.cdiv(T, C) - i_s * chunks)
-    i_l = (i_s * chunks + steps - 1) * C
-    p_q += i_b * stride_qb + i_l.to(tl.int64) * stride_qt + i_kv.to(tl.int64) * GROUP * stride_qh
-    p_d_out += i_b * stride_db + i_l.to(tl.int64) * stride_dt + i_kv.to(tl.int64) * GROUP * stride_dh
-    i_c = i_x * tl.cdiv(T, C) + i_s * chunks + steps - 1
-    i_p = i_n * tl.cdiv(T, C) + i_s * chunks + steps - 1
-    i_q = (i_b * H + i_kv * GROUP) * tl.cdiv(T, C) + i_s * chunks + steps - 1
+    steps = tl.minimum(chunks, tl.cdiv(T, S.C) - i_s * chunks)
+    i_l = (i_s * chunks + steps - 1) * S.C
+    p_q, p_d_out = at(p_q, i_b, i_l, i_kv, q_steps, GROUP), at(p_d_out, i_b, i_l, i_kv, d_steps, GROUP)
+    i_c = i_x * tl.cdiv(T, S.C) + i_s * chunks + steps - 1
+    i_p = i_n * tl.cdiv(T, S.C) + i_s * chunks + steps - 1
+    i_q = (i_b * S.H + i_kv * GROUP) * tl.cdiv(T, S.C) + i_s * chunks + steps - 1
     p_reference += i_x
-    i_t, i_f = tl.arange(0, C), i_m + tl.arange(0, TILE)
+    i_t, i_f = tl.arange(0, S.C), i_m + tl.arange(0, S.TILE)
     flag = tl.load(p_flag)
-    b_high = load_tile(p_high, 0, i_m, 0, BD, TILE)
-    b_d_kv = tl.zeros((TILE, BE), tl.float32)
-    b_d_z = tl.zeros((TILE,), tl.float32)
+    b_high = load_half(p_high, i_f, S)
+    b_d_kv = zeros(S.TILE, S.BE)
+    b_d_z = zeros(S.TILE)
     c_last = reference(p_reference, i_c + 1)
     left = T - i_l
     for _ in range(steps):
-        store_tile(p_suffix, i_p, i_m, b_d_kv, BM, BE, TILE)
-        tl.store(p_suffix_z + i_p * BM + i_f, b_d_z)
+        store_sums(p_suffix, p_suffix_z, i_p, i_f, b_d_kv, b_d_z, S)
         c = reference(p_reference, i_c)
-        decay = power(c - c_last)
+        decay = exp2(c - c_last)
         b_d_kv *= decay
         b_d_z *= decay
-        b_back = tl.maximum(tl.load(p_peak + i_c * C + i_t), c) - c
+        b_back = tl.maximum(tl.load(p_peak + i_c * S.C + i_t), c) - c
         for g in range(GROUP):
-            b_q = load_rows(p_q + g * stride_qh, stride_qt, left, D, C, BD, D == BD)
-            b_d = load_rows(p_d_out + g * stride_dh, stride_dt, left, E, C, BE, E == BE)
-            i_o = (i_q + g * tl.cdiv(T, C)) * C + i_t
+            b_q = load_rows(p_q + g * q_steps.h, q_steps.t, left, S.D, S.C, S.BD, S.D == S.BD)
+            b_d = load_rows(p_d_out + g * d_steps.h, d_steps.t, left, S.E, S.C, S.BE, S.E == S.BE)
+            i_o = (i_q + g * tl.cdiv(T, S.C)) * S.C + i_t
             b_offset, b_delta = tl.load(p_query_offset + i_o) + b_back, tl.load(p_delta + i_o)
-            b_query = project_across(b_q, b_high, p_low, flag, i_m, BD, TILE)
-            b_query = features(b_query, b_offset[None, :], (i_f < M)[:, None], D, M == BM)
+            b_query = project_across(b_q, b_high, p_low, flag, i_f, S)
+            b_query = features(b_query, b_offset[None, :], i_f[:, None], S)
             b_d_kv = tl.dot(b_query.to(tl.bfloat16), b_d, b_d_kv)
             b_d_z -= tl.sum(b_query * b_delta[None, :], 1)
         c_last = c
-        p_q -= C * stride_qt
-        p_d_out -= C * stride_dt
+        p_q -= S.C * q_steps.t
+        p_d_out -= S.C * d_steps.t
         i_c -= 1
         i_p -= 1
         i_q -= 1
-        left += C
-    i_o = i_n * segments + i_s
-    store_tile(p_d_total, i_o, i_m, b_d_kv, BM, BE, TILE)
-    tl.store(p_d_total_z + i_o * BM + i_f, b_d_z)
-
-
-@triton.jit(do_not_specialize=["T", "segments", "chunks", "first"])
-def favor_backward_scan_kernel(
-    p_d_total,
-    p_d_total_z,
-    p_reference,
-    p_d_end,
-    p_d_start,
-    p_after,
-    T,
-    segments,
-    chunks,
-    first,
-    M: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    BM: tl.constexpr,
-    BE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Gradients of the sums after each segment, from the segments' own: those of kv in p_after, of z in place."""
-    i_n = tl.program_id(0).to(tl.int64)
-    i_x = first + i_n
-    i_r = tl.program_id(1)
-    i_m, i_e = i_r * ROWS + tl.arange(0, ROWS), tl.arange(0, BE)
-    m_m = i_m < M
-    m_kv = m_m[:, None] & (i_e < E)[None, :]
-    i_in = (i_x * M + i_m) * (E + 1)
-    p_reference += i_x * (tl.cdiv(T, C) + 1)
-    c = tl.load(p_reference + tl.cdiv(T, C))
-    b_d_kv = tl.zeros((ROWS, BE), tl.float32)
-    b_d_z = tl.zeros((ROWS,), tl.float32)
-    if p_d_end is not None:
-        own = power(tl.ceil(c) - c)
-        b_d_kv = tl.load(p_d_end + i_in[:, None] + i_e[None, :], mask=m_kv, other=0.0) * own
-        b_d_z = tl.load(p_d_end + i_in + E, mask=m_m, other=0.0) * own
-    i_tile = i_n * segments * (BM * BE) + i_m[:, None] * BE + i_e[None, :]
-    p_row = p_d_total_z + i_n * segments * BM + i_m
-    for i in tl.range(segments, num_stages=4):
-        i_s = segments - 1 - i
-        b_more = tl.load(p_d_total + i_tile + i_s * (BM * BE))
-        b_more_z = tl.load(p_row + i_s * BM)
-        tl.store(p_after + i_tile + i_s * (BM * BE), b_d_kv.to(p_after.dtype.element_ty))
-        tl.store(p_row + i_s * BM, b_d_z)
-        c_first = tl.load(p_reference + i_s * chunks)
-        decay = power(tl.ceil(c_first) - tl.ceil(c))
-        b_d_kv = b_d_kv * decay + b_more
-        b_d_z = b_d_z * decay + b_more_z
-        c = c_first
-    if p_d_start is not None:
-        own = power(c - tl.ceil(c))
-        tl.store(p_d_start + i_in[:, None] + i_e[None, :], b_d_kv * own, mask=m_kv)
-        tl.store(p_d_start + i_in + E, b_d_z * own, mask=m_m)
+        left += S.C
+    store_sums(p_d_total, p_d_total_z, i_n * segments + i_s, i_f, b_d_kv, b_d_z, S)

@@ -13,21 +13,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from longspan.kernels.bidirectional_blocks import LOG2E, exp2
 from longspan.kernels.blocks import FLOOR, inverse, load_rows, store_rows
 from longspan.kernels.favor_blocks import (
-    LOG2E,
+    at,
     column,
     features,
-    load_tile,
+    find_chunk,
+    find_sequence,
+    load_half,
+    load_sums,
     pairs,
-    power,
     project,
     project_across,
     project_both,
     reference,
     running_maximum,
-    scaled_sum,
-    store_tile,
+    store_sums,
+    visible,
+    zeros,
 )
 
 
@@ -62,16 +66,8 @@ def favor_sizes_kernel(
     T,
     segments,
     chunks,
-    stride_b,
-    stride_t,
-    stride_h,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    KEY: tl.constexpr,
+    steps,
+    S: tl.constexpr,
 ):
     """What must be known of all features of a token before the first of them is made. All are (B, H, chunks, C).
 
@@ -80,28 +76,26 @@ def favor_sizes_kernel(
     largest of those so far in the chunk; p_largest: (B, H, chunks) the chunk's, not rounded.
     """
     pid = tl.program_id(0)
-    i_h = pid % H
-    i_s = (pid // H) % segments
-    i_b = (pid // H // segments).to(tl.int64)
-    i_0 = i_s * chunks * C
-    rows = T - i_0
-    if p_lengths is not None:
-        rows = tl.load(p_lengths + i_b).to(tl.int32) - i_0
-    i_t = tl.arange(0, C)
-    i_c = (i_b * H + i_h) * tl.cdiv(T, C) + i_s * chunks
-    p_x += i_b * stride_b + i_0.to(tl.int64) * stride_t + i_h.to(tl.int64) * stride_h
-    b_high = load_tile(p_high, 0, 0, 0, BD, BM)
+    i_h = pid % S.H
+    i_s = (pid // S.H) % segments
+    i_b = (pid // S.H // segments).to(tl.int64)
+    i_0 = i_s * chunks * S.C
+    rows = visible(p_lengths, i_b, T) - i_0
+    i_t = tl.arange(0, S.C)
+    i_c = (i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_s * chunks
+    p_x = at(p_x, i_b, i_0, i_h, steps)
+    b_high = load_half(p_high, tl.arange(0, S.BM), S)
     flag = tl.load(p_flag)
-    for _ in range(tl.minimum(chunks, tl.cdiv(T - i_0, C))):
-        b_x = load_rows(p_x, stride_t, rows, D, C, BD, D == BD)
-        b_l = project(b_x, b_high, p_low, flag, 0, BD, BM)
-        if BM != M:
-            b_l = tl.where((tl.arange(0, BM) < M)[None, :], b_l, FLOOR)
-        b_beta = tl.max(b_l, 1) * (D**-0.25 * LOG2E)
-        i_o = i_c * C + i_t
-        if KEY:
+    for _ in range(tl.minimum(chunks, tl.cdiv(T - i_0, S.C))):
+        b_x = load_rows(p_x, steps.t, rows, S.D, S.C, S.BD, S.D == S.BD)
+        b_l = project(b_x, b_high, p_low, flag, tl.arange(0, S.BM), S)
+        if S.BM != S.M:
+            b_l = tl.where((tl.arange(0, S.BM) < S.M)[None, :], b_l, FLOOR)
+        b_beta = tl.max(b_l, 1) * (S.D**-0.25 * LOG2E)
+        i_o = i_c * S.C + i_t
+        if S.KEY:
             b_x = b_x.to(tl.float32)
-            b_half = tl.sum(b_x * b_x, 1) * (0.5 * D**-0.5 * LOG2E)
+            b_half = tl.sum(b_x * b_x, 1) * (0.5 * S.D**-0.5 * LOG2E)
             b_beta = tl.where(i_t < rows, b_beta - b_half, FLOOR)
             b_scale = tl.ceil(b_beta)
             tl.store(p_offset + i_o, tl.where(i_t < rows, b_half, -2 * FLOOR))
@@ -110,9 +104,9 @@ def favor_sizes_kernel(
             tl.store(p_largest + i_c, tl.max(b_beta))
         else:
             tl.store(p_offset + i_o, b_beta)
-        p_x += C * stride_t
+        p_x += S.C * steps.t
         i_c += 1
-        rows -= C
+        rows -= S.C
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
@@ -136,42 +130,24 @@ def favor_forward_sums_kernel(
     chunks,
     first,
     sequences,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BE: tl.constexpr,
-    TILE: tl.constexpr,
+    k_steps,
+    v_steps,
+    S: tl.constexpr,
 ):
     """Σ φ(k) vᵀ and Σ φ(k) of one segment and one tile of features, at the scale of the segment's end.
 
-    Of all (B, Hkv) sequences only some, from the first on, are gone through, and only they have sums.
     p_prefix, p_prefix_z: (sequences, chunks, BM, ·) the segment's sums before each chunk, at the scale of that place.
     p_reference: (B, Hkv, chunks + 1) the references before each chunk and after the last, which are found here unless
     they are there already and p_largest is None.
     """
     pid = tl.program_id(0)
-    TILES: tl.constexpr = BM // TILE
-    i_m = pid % TILES * TILE
-    i_s = pid // TILES // sequences
-    i_x = first + pid // TILES % sequences
-    i_b, i_h = (i_x // HKV).to(tl.int64), i_x % HKV
+    TILES: tl.constexpr = S.BM // S.TILE
+    i_m = pid % TILES * S.TILE
+    i_s, i_x, i_b, i_h = find_sequence(pid // TILES, first, sequences, S)
     i_x = i_x.to(tl.int64)
-    i_n = i_x - first
-    i_0 = i_s * chunks * C
-    rows = T - i_0
-    if p_lengths is not None:
-        rows = tl.load(p_lengths + i_b).to(tl.int32) - i_0
-    i_c = i_x * tl.cdiv(T, C)
+    i_n, i_0 = i_x - first, i_s * chunks * S.C
+    rows = visible(p_lengths, i_b, T) - i_0
+    i_c = i_x * tl.cdiv(T, S.C)
     p_reference += i_x  # of which there is one more than of chunks
     if p_largest is None:
         c = tl.load(p_reference + i_c + i_s * chunks)
@@ -184,99 +160,102 @@ def favor_forward_sums_kernel(
             b_largest = tl.load(p_largest + i_c + i_earlier, mask=i_earlier < i_s * chunks, other=FLOOR)
             c = tl.maximum(c, tl.max(b_largest))
     i_c += i_s * chunks
-    i_p = i_n * tl.cdiv(T, C) + i_s * chunks
-    p_k += i_b * stride_kb + i_0.to(tl.int64) * stride_kt + i_h.to(tl.int64) * stride_kh
-    p_v += i_b * stride_vb + i_0.to(tl.int64) * stride_vt + i_h.to(tl.int64) * stride_vh
-    i_t, i_f = tl.arange(0, C), i_m + tl.arange(0, TILE)
+    i_p = i_n * tl.cdiv(T, S.C) + i_s * chunks
+    p_k, p_v = at(p_k, i_b, i_0, i_h, k_steps), at(p_v, i_b, i_0, i_h, v_steps)
+    i_t, i_f = tl.arange(0, S.C), i_m + tl.arange(0, S.TILE)
     flag = tl.load(p_flag)
-    b_high = load_tile(p_high, 0, i_m, 0, BD, TILE)
-    b_kv = tl.zeros((TILE, BE), tl.float32)
-    b_z = tl.zeros((TILE,), tl.float32)
-    for _ in range(tl.minimum(chunks, tl.cdiv(T - i_0, C))):
-        store_tile(p_prefix, i_p, i_m, b_kv, BM, BE, TILE)
-        tl.store(p_prefix_z + i_p * BM + i_f, b_z)
-        b_k = load_rows(p_k, stride_kt, rows, D, C, BD, D == BD)
-        b_v = load_rows(p_v, stride_vt, rows, E, C, BE, E == BE)
-        b_offset = tl.load(p_offset + i_c * C + i_t)
+    b_high = load_half(p_high, i_f, S)
+    b_kv = zeros(S.TILE, S.BE)
+    b_z = zeros(S.TILE)
+    for _ in range(tl.minimum(chunks, tl.cdiv(T - i_0, S.C))):
+        store_sums(p_prefix, p_prefix_z, i_p, i_f, b_kv, b_z, S)
+        b_k = load_rows(p_k, k_steps.t, rows, S.D, S.C, S.BD, S.D == S.BD)
+        b_v = load_rows(p_v, v_steps.t, rows, S.E, S.C, S.BE, S.E == S.BE)
+        b_offset = tl.load(p_offset + i_c * S.C + i_t)
         if p_largest is None:
             c_last = tl.load(p_reference + i_c + 1)
         else:
             c_last = tl.maximum(c, tl.load(p_largest + i_c))
             if i_m == 0:
                 tl.store(p_reference + i_c, c)
-        decay = power(tl.ceil(c) - tl.ceil(c_last))
-        b_f = project_across(b_k, b_high, p_low, flag, i_m, BD, TILE)
-        b_f = features(b_f, (b_offset + tl.ceil(c_last))[None, :], (i_f < M)[:, None], D, M == BM)
+        decay = exp2(tl.ceil(c) - tl.ceil(c_last))
+        b_f = project_across(b_k, b_high, p_low, flag, i_f, S)
+        b_f = features(b_f, (b_offset + tl.ceil(c_last))[None, :], i_f[:, None], S)
         b_kv = tl.dot(b_f.to(tl.bfloat16), b_v, b_kv * decay)
         b_z = b_z * decay + tl.sum(b_f, 1)
         c = c_last
-        p_k += C * stride_kt
-        p_v += C * stride_vt
+        p_k += S.C * k_steps.t
+        p_v += S.C * v_steps.t
         i_c += 1
         i_p += 1
-        rows -= C
-    i_o = i_n * segments + i_s
-    store_tile(p_total, i_o, i_m, b_kv, BM, BE, TILE)
-    tl.store(p_total_z + i_o * BM + i_f, b_z)
+        rows -= S.C
+    store_sums(p_total, p_total_z, i_n * segments + i_s, i_f, b_kv, b_z, S)
     if p_largest is not None:
         if i_m == 0:
             tl.store(p_reference + i_c, c)
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first"])
-def favor_forward_scan_kernel(
-    p_total,
-    p_total_z,
-    p_reference,
-    p_start,
-    p_kv_out,
-    p_shift_out,
-    p_before,
-    T,
-    segments,
-    chunks,
-    first,
-    M: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    BM: tl.constexpr,
-    BE: tl.constexpr,
-    ROWS: tl.constexpr,
+def favor_scan_kernel(
+    p_total, p_total_z, p_reference, p_first, p_last, p_shift_out, p_sums, T, segments, chunks, first, S: tl.constexpr
 ):
-    """The sums before each segment, from the segments' own: kv in p_before, z in place."""
+    """The sums before each segment, from the segments' own: kv in p_sums, z in place. BACK: as gradients of sums are
+    summed up, those after each segment. p_first, p_last: (B, Hkv, M, E + 1) where the walk begins and ends.
+    """
     i_n = tl.program_id(0).to(tl.int64)
     i_x = first + i_n
     i_r = tl.program_id(1)
-    i_m, i_e = i_r * ROWS + tl.arange(0, ROWS), tl.arange(0, BE)
-    m_m = i_m < M
-    m_kv = m_m[:, None] & (i_e < E)[None, :]
-    i_in = (i_x * M + i_m) * (E + 1)
-    p_reference += i_x * (tl.cdiv(T, C) + 1)
-    c = tl.load(p_reference)
-    b_kv = tl.zeros((ROWS, BE), tl.float32)
-    b_z = tl.zeros((ROWS,), tl.float32)
-    if p_start is not None:
-        own = power(c - tl.ceil(c))
-        b_kv = tl.load(p_start + i_in[:, None] + i_e[None, :], mask=m_kv, other=0.0) * own
-        b_z = tl.load(p_start + i_in + E, mask=m_m, other=0.0) * own
-    i_tile = i_n * segments * (BM * BE) + i_m[:, None] * BE + i_e[None, :]
-    p_row = p_total_z + i_n * segments * BM + i_m
-    for i_s in tl.range(segments, num_stages=4):
-        b_more = tl.load(p_total + i_tile + i_s * (BM * BE))
-        b_more_z = tl.load(p_row + i_s * BM)
-        tl.store(p_before + i_tile + i_s * (BM * BE), b_kv.to(p_before.dtype.element_ty))
-        tl.store(p_row + i_s * BM, b_z)
-        c_last = tl.load(p_reference + tl.minimum((i_s + 1) * chunks, tl.cdiv(T, C)))
-        decay = power(tl.ceil(c) - tl.ceil(c_last))
+    i_m, i_e = i_r * S.TILE + tl.arange(0, S.TILE), tl.arange(0, S.BE)
+    m_m = i_m < S.M
+    m_kv = m_m[:, None] & (i_e < S.E)[None, :]
+    i_in = (i_x * S.M + i_m) * (S.E + 1)
+    p_reference += i_x * (tl.cdiv(T, S.C) + 1)
+    if S.BACK:
+        c = tl.load(p_reference + tl.cdiv(T, S.C))
+    else:
+        c = tl.load(p_reference)
+    b_kv = zeros(S.TILE, S.BE)
+    b_z = zeros(S.TILE)
+    if p_first is not None:
+        own = _decay(c, tl.ceil(c), S)
+        b_kv = tl.load(p_first + i_in[:, None] + i_e[None, :], mask=m_kv, other=0.0) * own
+        b_z = tl.load(p_first + i_in + S.E, mask=m_m, other=0.0) * own
+    i_tile = i_n * segments * (S.BM * S.BE) + i_m[:, None] * S.BE + i_e[None, :]
+    p_row = p_total_z + i_n * segments * S.BM + i_m
+    for i in tl.range(segments, num_stages=4):
+        if S.BACK:
+            i_s = segments - 1 - i
+        else:
+            i_s = i
+        b_more = tl.load(p_total + i_tile + i_s * (S.BM * S.BE))
+        b_more_z = tl.load(p_row + i_s * S.BM)
+        tl.store(p_sums + i_tile + i_s * (S.BM * S.BE), b_kv.to(p_sums.dtype.element_ty))
+        tl.store(p_row + i_s * S.BM, b_z)
+        if S.BACK:
+            c_next = tl.load(p_reference + i_s * chunks)
+        else:
+            c_next = tl.load(p_reference + tl.minimum((i_s + 1) * chunks, tl.cdiv(T, S.C)))
+        decay = _decay(tl.ceil(c), tl.ceil(c_next), S)
         b_kv = b_kv * decay + b_more
         b_z = b_z * decay + b_more_z
-        c = c_last
-    if p_kv_out is not None:
-        own = power(tl.ceil(c) - c)
-        if i_r == 0:
-            tl.store(p_shift_out + i_x, tl.where(c <= FLOOR, FLOOR, c / LOG2E))
-        tl.store(p_kv_out + i_in[:, None] + i_e[None, :], b_kv * own, mask=m_kv)
-        tl.store(p_kv_out + i_in + E, b_z * own, mask=m_m)
+        c = c_next
+    if p_last is not None:
+        own = _decay(tl.ceil(c), c, S)
+        if p_shift_out is not None:
+            if i_r == 0:
+                tl.store(p_shift_out + i_x, tl.where(c <= FLOOR, FLOOR, c / LOG2E))
+        tl.store(p_last + i_in[:, None] + i_e[None, :], b_kv * own, mask=m_kv)
+        tl.store(p_last + i_in + S.E, b_z * own, mask=m_m)
+
+
+@triton.jit
+def _decay(c, c_next, S: tl.constexpr):
+    """What sums are multiplied by from one reference to the next; gradients of them go the other way."""
+    if S.BACK:
+        c = c_next - c
+    else:
+        c -= c_next
+    return exp2(c)
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
@@ -304,74 +283,49 @@ def favor_forward_kernel(
     chunks,
     first,
     sequences,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BE: tl.constexpr,
-    TILE: tl.constexpr,
+    q_steps,
+    k_steps,
+    v_steps,
+    S: tl.constexpr,
 ):
     """One chunk of one query head, of those whose keys are among the sequences that have sums."""
     pid = tl.program_id(0)
-    GROUP: tl.constexpr = H // HKV
-    i_c = pid // GROUP // sequences
-    i_x = first + pid // GROUP % sequences
-    i_b, i_kv = (i_x // HKV).to(tl.int64), i_x % HKV
-    i_h = i_kv * GROUP + pid % GROUP
-    i_x = i_x.to(tl.int64)
-    i_n = i_x - first
-    i_0 = i_c * C
-    left, rows = T - i_0, T - i_0
-    if p_lengths is not None:
-        rows = tl.load(p_lengths + i_b).to(tl.int32) - i_0
-    p_q += i_b * stride_qb + i_0.to(tl.int64) * stride_qt + i_h.to(tl.int64) * stride_qh
-    p_k += i_b * stride_kb + i_0.to(tl.int64) * stride_kt + i_kv.to(tl.int64) * stride_kh
-    p_v += i_b * stride_vb + i_0.to(tl.int64) * stride_vt + i_kv.to(tl.int64) * stride_vh
-    i_t = tl.arange(0, C)
-    i_s, i_p = i_n * segments + i_c // chunks, i_x * tl.cdiv(T, C) + i_c
-    i_sums = i_n * tl.cdiv(T, C) + i_c
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_c, i_x, i_b, i_kv = find_sequence(pid // GROUP, first, sequences, S)
+    i_h, i_x = i_kv * GROUP + pid % GROUP, i_x.to(tl.int64)
+    i_n, i_0 = i_x - first, i_c * S.C
+    left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
+    p_q = at(p_q, i_b, i_0, i_h, q_steps)
+    p_k, p_v = at(p_k, i_b, i_0, i_kv, k_steps), at(p_v, i_b, i_0, i_kv, v_steps)
+    i_t = tl.arange(0, S.C)
+    i_far, i_p, i_near = find_chunk(i_c, i_x, i_n, T, segments, chunks, S)
     flag = tl.load(p_flag)
-    p_reference += i_x * (tl.cdiv(T, C) + 1)
+    p_reference += i_x * (tl.cdiv(T, S.C) + 1)
     c = reference(p_reference, i_c)
-    old = power(reference(p_reference, i_c // chunks * chunks) - c)
-    b_q = load_rows(p_q, stride_qt, left, D, C, BD, D == BD)
-    b_k = load_rows(p_k, stride_kt, rows, D, C, BD, D == BD)
-    b_query_offset = tl.load(p_query_offset + ((i_b * H + i_h) * tl.cdiv(T, C) + i_c) * C + i_t)
-    b_offset = tl.load(p_offset + i_p * C + i_t) + tl.load(p_scale + i_p * C + i_t)
-    b_p = tl.zeros((C, C), tl.float32)
-    b_out = tl.zeros((C, BE), tl.float32)
-    b_den = tl.zeros((C, 8), tl.float32)
-    for i_m in range(0, BM, TILE):
-        b_high = load_tile(p_high, 0, i_m, 0, BD, TILE)
-        b_old = load_tile(p_before, i_s, i_m, BM, BE, TILE)
-        b_kv = scaled_sum(b_old, old, load_tile(p_prefix, i_sums, i_m, BM, BE, TILE))
-        i_f = i_m + tl.arange(0, TILE)
-        b_z = tl.load(p_before_z + i_s * BM + i_f) * old + tl.load(p_prefix_z + i_sums * BM + i_f)
-        b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_m, BD, TILE)
-        b_query = features(b_query, b_query_offset[:, None], (i_f < M)[None, :], D, M == BM).to(tl.bfloat16)
-        b_f = features(b_f, b_offset[:, None], (i_f < M)[None, :], D, M == BM).to(tl.bfloat16)
+    old = exp2(reference(p_reference, i_c // chunks * chunks) - c)
+    b_q = load_rows(p_q, q_steps.t, left, S.D, S.C, S.BD, S.D == S.BD)
+    b_k = load_rows(p_k, k_steps.t, rows, S.D, S.C, S.BD, S.D == S.BD)
+    b_query_offset = tl.load(p_query_offset + ((i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_c) * S.C + i_t)
+    b_offset = tl.load(p_offset + i_p * S.C + i_t) + tl.load(p_scale + i_p * S.C + i_t)
+    b_p = zeros(S.C, S.C)
+    b_out = zeros(S.C, S.BE)
+    b_den = zeros(S.C, 8)
+    for i_m in range(0, S.BM, S.TILE):
+        i_f = i_m + tl.arange(0, S.TILE)
+        b_high = load_half(p_high, i_f, S)
+        b_kv, b_z = load_sums(p_before, p_before_z, i_far, p_prefix, p_prefix_z, i_near, old, i_f, S)
+        b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_f, S)
+        b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
+        b_f = features(b_f, b_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
         b_p = tl.dot(b_query, tl.trans(b_f), b_p)
         b_out = tl.dot(b_query, b_kv, b_out)
         b_den = tl.dot(b_query, column(b_z), b_den)
-    b_reference = tl.maximum(tl.load(p_peak + i_p * C + i_t), c)
-    b_p *= pairs(tl.load(p_scale + i_p * C + i_t), b_reference, C)
-    b_row = power(c - b_reference)
+    b_reference = tl.maximum(tl.load(p_peak + i_p * S.C + i_t), c)
+    b_p *= pairs(tl.load(p_scale + i_p * S.C + i_t), b_reference, S)
+    b_row = exp2(c - b_reference)
     b_sum = tl.sum(b_den, 1) * b_row + tl.sum(b_p, 1)
-    b_v = load_rows(p_v, stride_vt, rows, E, C, BE, E == BE)
+    b_v = load_rows(p_v, v_steps.t, rows, S.E, S.C, S.BE, S.E == S.BE)
     b_out = tl.dot(b_p.to(tl.bfloat16), b_v, b_out * b_row[:, None]) * inverse(b_sum)[:, None]
-    i_row = (i_b * T + i_0) * H + i_h
-    tl.store(p_den + i_row + i_t * H, b_sum, mask=i_t < left)
-    store_rows(p_out + i_row * E, H * E, left, E, b_out, C, BE, E == BE)
+    i_row = (i_b * T + i_0) * S.H + i_h
+    tl.store(p_den + i_row + i_t * S.H, b_sum, mask=i_t < left)
+    store_rows(p_out + i_row * S.E, S.H * S.E, left, S.E, b_out, S.C, S.BE, S.E == S.BE)

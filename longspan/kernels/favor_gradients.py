@@ -9,17 +9,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from longspan.kernels.bidirectional_blocks import exp2, whole
 from longspan.kernels.blocks import load_rows, load_rows_again, store_rows
 from longspan.kernels.favor_blocks import (
+    at,
     features,
-    load_tile,
+    find_chunk,
+    find_sequence,
+    load_half,
+    load_sums,
     pairs,
     pairs_across,
-    power,
     project_both,
     reference,
-    scaled_sum,
-    whole,
+    visible,
+    zeros,
 )
 
 
@@ -49,28 +53,11 @@ def favor_backward_queries_kernel(
     chunks,
     first,
     sequences,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_db,
-    stride_dt,
-    stride_dh,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BE: tl.constexpr,
-    TILE: tl.constexpr,
+    q_steps,
+    k_steps,
+    v_steps,
+    d_steps,
+    S: tl.constexpr,
 ):
     """d q of one chunk of one query head, of those whose keys are among the sequences that have sums.
 
@@ -78,60 +65,49 @@ def favor_backward_queries_kernel(
     is what makes φ(q)·dφ(q) zero.
     """
     pid = tl.program_id(0)
-    GROUP: tl.constexpr = H // HKV
-    i_c = pid // GROUP // sequences
-    i_x = first + pid // GROUP % sequences
-    i_b, i_kv = (i_x // HKV).to(tl.int64), i_x % HKV
-    i_h = i_kv * GROUP + pid % GROUP
-    i_x = i_x.to(tl.int64)
-    i_n = i_x - first
-    i_0 = i_c * C
-    left, rows = T - i_0, T - i_0
-    if p_lengths is not None:
-        rows = tl.load(p_lengths + i_b).to(tl.int32) - i_0
-    p_q += i_b * stride_qb + i_0.to(tl.int64) * stride_qt + i_h.to(tl.int64) * stride_qh
-    p_k += i_b * stride_kb + i_0.to(tl.int64) * stride_kt + i_kv.to(tl.int64) * stride_kh
-    p_v += i_b * stride_vb + i_0.to(tl.int64) * stride_vt + i_kv.to(tl.int64) * stride_vh
-    p_d_out += i_b * stride_db + i_0.to(tl.int64) * stride_dt + i_h.to(tl.int64) * stride_dh
-    i_t = tl.arange(0, C)
-    i_s, i_p = i_n * segments + i_c // chunks, i_x * tl.cdiv(T, C) + i_c
-    i_sums = i_n * tl.cdiv(T, C) + i_c
-    i_o = ((i_b * H + i_h) * tl.cdiv(T, C) + i_c) * C + i_t
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_c, i_x, i_b, i_kv = find_sequence(pid // GROUP, first, sequences, S)
+    i_h, i_x = i_kv * GROUP + pid % GROUP, i_x.to(tl.int64)
+    i_n, i_0 = i_x - first, i_c * S.C
+    left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
+    p_q, p_k = at(p_q, i_b, i_0, i_h, q_steps), at(p_k, i_b, i_0, i_kv, k_steps)
+    p_v, p_d_out = at(p_v, i_b, i_0, i_kv, v_steps), at(p_d_out, i_b, i_0, i_h, d_steps)
+    i_t = tl.arange(0, S.C)
+    i_far, i_p, i_near = find_chunk(i_c, i_x, i_n, T, segments, chunks, S)
+    i_o = ((i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_c) * S.C + i_t
     flag = tl.load(p_flag)
-    p_reference += i_x * (tl.cdiv(T, C) + 1)
+    p_reference += i_x * (tl.cdiv(T, S.C) + 1)
     c = reference(p_reference, i_c)
-    old = power(reference(p_reference, i_c // chunks * chunks) - c)
-    b_q = load_rows(p_q, stride_qt, left, D, C, BD, D == BD)
-    b_k = load_rows(p_k, stride_kt, rows, D, C, BD, D == BD)
-    b_v = load_rows(p_v, stride_vt, rows, E, C, BE, E == BE)
-    b_d = load_rows(p_d_out, stride_dt, left, E, C, BE, E == BE)
+    old = exp2(reference(p_reference, i_c // chunks * chunks) - c)
+    b_q = load_rows(p_q, q_steps.t, left, S.D, S.C, S.BD, S.D == S.BD)
+    b_k = load_rows(p_k, k_steps.t, rows, S.D, S.C, S.BD, S.D == S.BD)
+    b_v = load_rows(p_v, v_steps.t, rows, S.E, S.C, S.BE, S.E == S.BE)
+    b_d = load_rows(p_d_out, d_steps.t, left, S.E, S.C, S.BE, S.E == S.BE)
     b_query_offset, b_delta = tl.load(p_query_offset + i_o), tl.load(p_delta + i_o)
-    b_scale = tl.load(p_scale + i_p * C + i_t)
-    b_offset = tl.load(p_offset + i_p * C + i_t) + b_scale
-    b_reference = tl.maximum(tl.load(p_peak + i_p * C + i_t), c)
-    b_row = power(c - b_reference)
+    b_scale = tl.load(p_scale + i_p * S.C + i_t)
+    b_offset = tl.load(p_offset + i_p * S.C + i_t) + b_scale
+    b_reference = tl.maximum(tl.load(p_peak + i_p * S.C + i_t), c)
+    b_row = exp2(c - b_reference)
     b_a = tl.dot(b_d, tl.trans(b_v)) - b_delta[:, None]
-    b_a = (b_a * pairs(b_scale, b_reference, C)).to(tl.bfloat16)
+    b_a = (b_a * pairs(b_scale, b_reference, S)).to(tl.bfloat16)
     # Times powers of two: nothing is lost.
     b_d, b_delta = (b_d * b_row[:, None]).to(tl.bfloat16), -b_delta * b_row
-    b_d_q = tl.zeros((C, BD), tl.float32)
-    b_rest = tl.zeros((C,), tl.float32)
-    for i_m in range(0, BM, TILE):
-        i_f = i_m + tl.arange(0, TILE)
-        b_high = load_tile(p_high, 0, i_m, 0, BD, TILE)
-        b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_m, BD, TILE)
-        b_f = features(b_f, b_offset[:, None], (i_f < M)[None, :], D, M == BM).to(tl.bfloat16)
-        b_query = features(b_query, b_query_offset[:, None], (i_f < M)[None, :], D, M == BM)
-        b_old = load_tile(p_before, i_s, i_m, BM, BE, TILE)
-        b_kv = scaled_sum(b_old, old, load_tile(p_prefix, i_sums, i_m, BM, BE, TILE))
-        b_z = tl.load(p_before_z + i_s * BM + i_f) * old + tl.load(p_prefix_z + i_sums * BM + i_f)
+    b_d_q = zeros(S.C, S.BD)
+    b_rest = zeros(S.C)
+    for i_m in range(0, S.BM, S.TILE):
+        i_f = i_m + tl.arange(0, S.TILE)
+        b_high = load_half(p_high, i_f, S)
+        b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_f, S)
+        b_f = features(b_f, b_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
+        b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S)
+        b_kv, b_z = load_sums(p_before, p_before_z, i_far, p_prefix, p_prefix_z, i_near, old, i_f, S)
         b_g = tl.dot(b_d, tl.trans(b_kv), b_delta[:, None] * b_z[None, :])
         b_g = tl.dot(b_a, b_f, b_g) * b_query
         b_rest += tl.sum(b_g, 1)
         b_d_q = tl.dot(b_g.to(tl.bfloat16), b_high, b_d_q)
     tl.store(p_delta + i_o, tl.load(p_delta + i_o) + b_rest)
-    i_row = (i_b * T + i_0) * H + i_h
-    store_rows(p_d_q + i_row * D, H * D, left, D, b_d_q * D**-0.25, C, BD, D == BD)
+    i_row = (i_b * T + i_0) * S.H + i_h
+    store_rows(p_d_q + i_row * S.D, S.H * S.D, left, S.D, b_d_q * S.D**-0.25, S.C, S.BD, S.D == S.BD)
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
@@ -161,84 +137,56 @@ def favor_backward_keys_kernel(
     chunks,
     first,
     sequences,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_db,
-    stride_dt,
-    stride_dh,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BE: tl.constexpr,
-    TILE: tl.constexpr,
+    q_steps,
+    k_steps,
+    v_steps,
+    d_steps,
+    S: tl.constexpr,
 ):
     """d k and d v of one chunk of one of the sequences that have sums; keys are rows, and queries columns."""
     pid = tl.program_id(0)
-    GROUP: tl.constexpr = H // HKV
-    i_c = pid // sequences
-    i_x = first + pid % sequences
-    i_b, i_kv = (i_x // HKV).to(tl.int64), i_x % HKV
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_c, i_x, i_b, i_kv = find_sequence(pid, first, sequences, S)
     i_x = i_x.to(tl.int64)
-    i_n = i_x - first
-    i_0 = i_c * C
-    left, rows = T - i_0, T - i_0
-    if p_lengths is not None:
-        rows = tl.load(p_lengths + i_b).to(tl.int32) - i_0
-    p_q += i_b * stride_qb + i_0.to(tl.int64) * stride_qt + i_kv.to(tl.int64) * GROUP * stride_qh
-    p_k += i_b * stride_kb + i_0.to(tl.int64) * stride_kt + i_kv.to(tl.int64) * stride_kh
-    p_v += i_b * stride_vb + i_0.to(tl.int64) * stride_vt + i_kv.to(tl.int64) * stride_vh
-    p_d_out += i_b * stride_db + i_0.to(tl.int64) * stride_dt + i_kv.to(tl.int64) * GROUP * stride_dh
-    i_t = tl.arange(0, C)
-    i_s, i_p = i_n * segments + i_c // chunks, i_x * tl.cdiv(T, C) + i_c
-    i_sums = i_n * tl.cdiv(T, C) + i_c
+    i_n, i_0 = i_x - first, i_c * S.C
+    left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
+    p_q, p_k = at(p_q, i_b, i_0, i_kv, q_steps, GROUP), at(p_k, i_b, i_0, i_kv, k_steps)
+    p_v, p_d_out = at(p_v, i_b, i_0, i_kv, v_steps), at(p_d_out, i_b, i_0, i_kv, d_steps, GROUP)
+    i_t = tl.arange(0, S.C)
+    i_far, i_p, i_near = find_chunk(i_c, i_x, i_n, T, segments, chunks, S)
     flag = tl.load(p_flag)
-    p_reference += i_x * (tl.cdiv(T, C) + 1)
+    p_reference += i_x * (tl.cdiv(T, S.C) + 1)
     c, c_last = reference(p_reference, i_c), reference(p_reference, i_c + 1)
-    i_end = tl.minimum((i_c // chunks + 1) * chunks, tl.cdiv(T, C))
-    new = power(c_last - reference(p_reference, i_end))
-    b_k = load_rows(p_k, stride_kt, rows, D, C, BD, D == BD)
-    b_v = load_rows(p_v, stride_vt, rows, E, C, BE, E == BE)
-    p_scale += i_p * C
-    b_scale = tl.load(p_scale + i_t)
-    b_offset = tl.load(p_offset + i_p * C + i_t) + b_scale
-    b_end = power(b_scale - c_last)
+    i_end = tl.minimum((i_c // chunks + 1) * chunks, tl.cdiv(T, S.C))
+    new = exp2(c_last - reference(p_reference, i_end))
+    b_k = load_rows(p_k, k_steps.t, rows, S.D, S.C, S.BD, S.D == S.BD)
+    b_v = load_rows(p_v, v_steps.t, rows, S.E, S.C, S.BE, S.E == S.BE)
+    b_scale = tl.load(p_scale + i_p * S.C + i_t)
+    b_offset = tl.load(p_offset + i_p * S.C + i_t) + b_scale
+    b_end = exp2(b_scale - c_last)
     b_v_end = (b_v * b_end[:, None]).to(tl.bfloat16)  # times powers of two: nothing is lost
-    b_reference = tl.maximum(tl.load(p_peak + i_p * C + i_t), c)
-    b_d_k = tl.zeros((C, BD), tl.float32)
-    b_d_v = tl.zeros((C, BE), tl.float32)
-    b_total = tl.zeros((C,), tl.float32)
+    b_reference = tl.maximum(tl.load(p_peak + i_p * S.C + i_t), c)
+    b_d_k = zeros(S.C, S.BD)
+    b_d_v = zeros(S.C, S.BE)
+    b_total = zeros(S.C)
     for g in range(GROUP):
-        b_q = load_rows(p_q + g * stride_qh, stride_qt, left, D, C, BD, D == BD)
-        b_d = load_rows(p_d_out + g * stride_dh, stride_dt, left, E, C, BE, E == BE)
-        i_o = ((i_b * H + i_kv * GROUP + g) * tl.cdiv(T, C) + i_c) * C + i_t
+        b_q = load_rows(p_q + g * q_steps.h, q_steps.t, left, S.D, S.C, S.BD, S.D == S.BD)
+        b_d = load_rows(p_d_out + g * d_steps.h, d_steps.t, left, S.E, S.C, S.BE, S.E == S.BE)
+        i_o = ((i_b * S.H + i_kv * GROUP + g) * tl.cdiv(T, S.C) + i_c) * S.C + i_t
         b_query_offset = tl.load(p_query_offset + i_o)
         b_a = tl.dot(b_v, tl.trans(b_d)) - tl.load(p_delta + i_o)[None, :]
-        b_a = (b_a * pairs_across(b_scale, b_reference, C)).to(tl.bfloat16)
-        b_p = tl.zeros((C, C), tl.float32)
-        for i_m in range(0, BM, TILE):
-            i_f = i_m + tl.arange(0, TILE)
-            b_high = load_tile(p_high, 0, i_m, 0, BD, TILE)
-            b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_m, BD, TILE)
-            b_query = features(b_query, b_query_offset[:, None], (i_f < M)[None, :], D, M == BM).to(tl.bfloat16)
-            b_f = features(b_f, b_offset[:, None], (i_f < M)[None, :], D, M == BM).to(tl.bfloat16)
+        b_a = (b_a * pairs_across(b_scale, b_reference, S)).to(tl.bfloat16)
+        b_p = zeros(S.C, S.C)
+        for i_m in range(0, S.BM, S.TILE):
+            i_f = i_m + tl.arange(0, S.TILE)
+            b_high = load_half(p_high, i_f, S)
+            b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_f, S)
+            b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
+            b_f = features(b_f, b_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
             b_p = tl.dot(b_f, tl.trans(b_query), b_p)
-            b_g = tl.zeros((C, TILE), tl.float32)
+            b_g = zeros(S.C, S.TILE)
             if g == 0:
-                b_new = load_tile(p_after, i_s, i_m, BM, BE, TILE)
-                b_d_kv = scaled_sum(b_new, new, load_tile(p_suffix, i_sums, i_m, BM, BE, TILE))
-                b_d_z = tl.load(p_after_z + i_s * BM + i_f) * new + tl.load(p_suffix_z + i_sums * BM + i_f)
+                b_d_kv, b_d_z = load_sums(p_after, p_after_z, i_far, p_suffix, p_suffix_z, i_near, new, i_f, S)
                 b_g = tl.dot(b_v_end, tl.trans(b_d_kv), b_end[:, None] * b_d_z[None, :])
                 b_d_v = tl.dot(b_f, b_d_kv, b_d_v)
             b_g = tl.dot(b_a, b_query, b_g) * whole(b_f)
@@ -247,11 +195,11 @@ def favor_backward_keys_kernel(
         if g == 0:
             b_d_v *= b_end[:, None]
         # Both loaded again, which is cheaper than to hold them for so long.
-        b_d = load_rows_again(p_d_out + g * stride_dh, stride_dt, left, E, C, BE, E == BE)
-        b_p *= pairs_across(tl.load(p_scale + i_t, eviction_policy="evict_first"), b_reference, C)
+        b_d = load_rows_again(p_d_out + g * d_steps.h, d_steps.t, left, S.E, S.C, S.BE, S.E == S.BE)
+        b_p *= pairs_across(tl.load(p_scale + i_p * S.C + i_t, eviction_policy="evict_first"), b_reference, S)
         b_d_v = tl.dot(b_p.to(tl.bfloat16), b_d, b_d_v)
-    i_row = (i_b * T + i_0) * HKV + i_kv
-    b_k = load_rows_again(p_k, stride_kt, rows, D, C, BD, D == BD).to(tl.float32)
-    b_d_k = b_d_k * D**-0.25 - b_k * (b_total * D**-0.5)[:, None]
-    store_rows(p_d_k + i_row * D, HKV * D, left, D, b_d_k, C, BD, D == BD)
-    store_rows(p_d_v + i_row * E, HKV * E, left, E, b_d_v, C, BE, E == BE)
+    i_row = (i_b * T + i_0) * S.HKV + i_kv
+    b_k = load_rows_again(p_k, k_steps.t, rows, S.D, S.C, S.BD, S.D == S.BD).to(tl.float32)
+    b_d_k = b_d_k * S.D**-0.25 - b_k * (b_total * S.D**-0.5)[:, None]
+    store_rows(p_d_k + i_row * S.D, S.HKV * S.D, left, S.D, b_d_k, S.C, S.BD, S.D == S.BD)
+    store_rows(p_d_v + i_row * S.E, S.HKV * S.E, left, S.E, b_d_v, S.C, S.BE, S.E == S.BE)
