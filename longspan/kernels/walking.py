@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longspan.kernels.launch import Launch, Looks, Room, dense, dense_rows, looks, new_like, on_device
 from longspan.kernels.walking_backward import walking_backward_scan_kernel, walking_backward_sums_kernel
+from longspan.kernels.walking_blocks import Sizes, Strides
 from longspan.kernels.walking_forward import walking_forward_kernel
 from longspan.kernels.walking_keys import walking_backward_keys_kernel
 from longspan.kernels.walking_queries import walking_backward_queries_kernel
@@ -133,31 +134,24 @@ class _Plan:
         self.kept = _kept(device, self.heads, self.BD, self.BE)
         # Of each tensor whose rows callers may lay out as they like.
         self.strides = {"Q": q[1], "K": k[1], "V": v[1]}
-        self.constants: dict[str, Any] = {
-            "H": self.H,
-            "HKV": self.Hkv,
-            "D": self.D,
-            "E": self.E,
-            "C": CHUNK,
-            "BD": self.BD,
-            "BE": self.BE,
-            "MAP": feature_map,
-            "SCALED": feature_map == "softmax",
-            "WHOLE": lengths is None and self.T % CHUNK == 0,
-        }
+        whole = lengths is None and self.T % CHUNK == 0
+        sizes = self.H, self.Hkv, self.D, self.E, CHUNK, self.BD, self.BE
+        self.sizes = Sizes(*sizes, feature_map, feature_map == "softmax", whole)
         self.ready = False
 
     def walking(self, kernel: Any, strided: str) -> Launch:
         """strided: which tensors' strides the kernel takes."""
-        options = {f"STRIDE_{name}": self.strides[name][1] for name in strided}
-        options |= {"STAGES": STAGES, "num_warps": config(self.BD, self.BE).warps}
-        strides = [self.strides[name][i] for name in strided for i in (0, 2)]
-        numbers = self.T, self.segments, self.run, *strides
-        return Launch(self.device, kernel, (self.heads * self.segments, 1, 1), numbers, {**self.constants, **options})
+        steps: dict[str, Any] = {f"STRIDE_{name}": self.strides[name][1] for name in strided}
+        if "Q" not in strided:
+            steps["H"] = 0
+        numbers = self.T, self.segments, self.run, *[Strides(self.strides[x][0], self.strides[x][2]) for x in strided]
+        constants = {"S": self.sizes._replace(**steps), "STAGES": STAGES, "num_warps": config(self.BD, self.BE).warps}
+        return Launch(self.device, kernel, (self.heads * self.segments, 1, 1), numbers, constants)
 
     def scanning(self, kernel: Any) -> Launch:
+        sizes = self.sizes._replace(H=0, HKV=0, C=0, MAP="", WHOLE=False)
         grid = self.heads, self.BD // FEATURES, 1
-        return Launch(self.device, kernel, grid, (self.segments,), {**self.constants, "FEATURES": FEATURES})
+        return Launch(self.device, kernel, grid, (self.segments,), {"S": sizes, "FEATURES": FEATURES})
 
 
 class _Forward(_Plan):

@@ -20,7 +20,9 @@ from longspan.kernels.walking_blocks import (
     load_sums,
     query_features,
     row_references,
+    segment,
     settled,
+    steps_in,
     store_rows,
     walk_references,
 )
@@ -30,57 +32,33 @@ R = tl.constexpr(16)
 
 
 @triton.jit
-def _walk(
-    p_q,
-    p_k,
-    p_v,
-    p_out,
-    p_den,
-    b_kv,
-    b_z,
-    c,
-    left,
-    rows,
-    steps,
-    stride_qh,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    STRIDE_Q: tl.constexpr,
-    STRIDE_K: tl.constexpr,
-    STRIDE_V: tl.constexpr,
-    MAP: tl.constexpr,
-    WHOLE: tl.constexpr,
-    CAREFUL: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+def _walk(start, counts, stride_q, S: tl.constexpr, CAREFUL: tl.constexpr, STAGES: tl.constexpr):
     """b_kv (BE, BD), b_z (R, BD), rows that add up to z: the sums before, at reference c. CAREFUL: each row at a
     reference of its own.
     """
-    i_t = tl.arange(0, C)
-    for _ in tl.range(steps, num_stages=STAGES):
-        b_k = load_rows(p_k, STRIDE_K, rows, D, C, BD, WHOLE)
-        b_v = load_rows(p_v, STRIDE_V, rows, E, C, BE, WHOLE)
+    C: tl.constexpr = S.C
+    p_q, p_k, p_v, p_out, p_den, b_kv, b_z, c = start
+    left, rows, steps = counts
+    i_t = tl.arange(0, S.C)
+    for _ in tl.range(steps, num_stages=1 if CAREFUL else STAGES):
+        b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
+        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S)
         b_n = tl.zeros((C,), tl.float32) + c
         if CAREFUL:
-            b_n, b_reference = row_references(b_k, rows, c, D, C, BD)
+            b_n, b_reference = row_references(b_k, rows, c, S)
             c_last = tl.max(b_reference)
-        b_f = key_features(b_k, b_n, rows, D, C, BD, MAP, WHOLE)
+        b_f = key_features(b_k, b_n, rows, S)
         b_end = b_f
         if CAREFUL:
             b_end = b_f * exp2(b_n - c_last)[:, None]
-        b_more_z = tl.sum(tl.reshape(b_end, (C // R, R, BD)), 0)
+        b_more_z = tl.sum(tl.reshape(b_end, (S.C // R, R, S.BD)), 0)
         b_f = settled(b_f)
         b_end = b_end.to(tl.bfloat16) if CAREFUL else b_f
-        b_half_z = in_halves(b_z, R, BD)
+        b_half_z = in_halves(b_z, R, S.BD)
         m_seen = i_t[None, :] <= i_t[:, None]
-        for g in range(H // HKV):
-            b_q = load_rows(p_q + g * stride_qh, STRIDE_Q, left, D, C, BD, WHOLE)
-            b_query = query_features(b_q, D, BD, MAP)[0].to(tl.bfloat16)
+        for g in range(S.H // S.HKV):
+            b_q = load_rows(p_q + g * stride_q.h, S.STRIDE_Q, left, S.D, S.BD, S)
+            b_query = query_features(b_q, S)[0].to(tl.bfloat16)
             b_p = tl.dot(b_query, tl.trans(b_f))
             b_before = tl.dot(b_query, tl.trans(b_half_z))
             if CAREFUL:
@@ -93,8 +71,8 @@ def _walk(
             if CAREFUL:
                 b_out *= exp2(c - b_reference)[:, None]
             b_out = add(b_out, tl.dot(b_p.to(tl.bfloat16), b_v)) * inverse(b_den)[:, None]
-            tl.store(p_den + g + i_t * H, b_den, mask=i_t < left)
-            store_rows(p_out + g * E, H * E, left, b_out, E, C, BE, WHOLE)
+            tl.store(p_den + g + i_t * S.H, b_den, mask=i_t < left)
+            store_rows(p_out + g * S.E, S.H * S.E, left, b_out, S.E, S.BE, S)
         if CAREFUL:
             decay = exp2(c - c_last)
             b_kv *= decay
@@ -102,13 +80,13 @@ def _walk(
             c = c_last
         b_kv = tl.dot(tl.trans(b_v), b_end, b_kv)
         b_z += b_more_z
-        p_q += C * STRIDE_Q
-        p_k += C * STRIDE_K
-        p_v += C * STRIDE_V
-        p_out += C * H * E
-        p_den += C * H
-        left -= C
-        rows -= C
+        p_q += S.C * S.STRIDE_Q
+        p_k += S.C * S.STRIDE_K
+        p_v += S.C * S.STRIDE_V
+        p_out += S.C * S.H * S.E
+        p_den += S.C * S.H
+        left -= S.C
+        rows -= S.C
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks"])
@@ -126,56 +104,30 @@ def walking_forward_kernel(
     T,
     segments,
     chunks,
-    stride_qb,
-    stride_qh,
-    stride_kb,
-    stride_kh,
-    stride_vb,
-    stride_vh,
-    STRIDE_Q: tl.constexpr,
-    STRIDE_K: tl.constexpr,
-    STRIDE_V: tl.constexpr,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    MAP: tl.constexpr,
-    SCALED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    stride_q,
+    stride_k,
+    stride_v,
+    S: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One segment of one key head and its query heads. p_den: (B, T, H), at the reference of its row."""
-    pid = tl.program_id(0)
-    GROUP: tl.constexpr = H // HKV
-    i_h = pid % HKV
-    i_s = (pid // HKV) % segments
-    i_b = (pid // HKV // segments).to(tl.int64)
-    i_0 = i_s * chunks * C
-    i_x = i_b * HKV + i_h
-    left, rows = T - i_0, T - i_0
-    if p_lengths is not None:
-        rows = tl.load(p_lengths + i_b).to(tl.int32) - i_0
-    p_q += i_b * stride_qb + i_0.to(tl.int64) * STRIDE_Q + i_h.to(tl.int64) * GROUP * stride_qh
-    p_k += i_b * stride_kb + i_0.to(tl.int64) * STRIDE_K + i_h.to(tl.int64) * stride_kh
-    p_v += i_b * stride_vb + i_0.to(tl.int64) * STRIDE_V + i_h.to(tl.int64) * stride_vh
-    i_row = (i_b * T + i_0) * H + i_h * GROUP
-    p_out += i_row * E
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_b, i_h, i_x, i_s, i_c, i_0, left, rows = segment(p_lengths, T, segments, chunks, False, S)
+    p_q += i_b * stride_q.b + i_0.to(tl.int64) * S.STRIDE_Q + i_h.to(tl.int64) * GROUP * stride_q.h
+    p_k += i_b * stride_k.b + i_0.to(tl.int64) * S.STRIDE_K + i_h.to(tl.int64) * stride_k.h
+    p_v += i_b * stride_v.b + i_0.to(tl.int64) * S.STRIDE_V + i_h.to(tl.int64) * stride_v.h
+    i_row = (i_b * T + i_0) * S.H + i_h * GROUP
+    p_out += i_row * S.E
     p_den += i_row
-    steps = tl.minimum(chunks, tl.cdiv(T - i_0, C))
+    steps = steps_in(i_s, T, chunks, S)
     i_o = i_x * segments + i_s
-    c_before, c, chosen = walk_references(p_reference, p_sizes, i_x, i_s, segments, SCALED)
-    b_kv = load_sums(p_kv, i_o, BD, BE)
-    b_z = tl.load(p_z + i_o * BD + tl.arange(0, BD))[None, :]
+    c_before, c, chosen = walk_references(p_reference, p_sizes, i_x, i_s, segments, S)
+    b_kv = load_sums(p_kv, i_o, S)
+    b_z = tl.load(p_z + i_o * S.BD + tl.arange(0, S.BD))[None, :]
     b_z = tl.where(tl.arange(0, R)[:, None] == 0, b_z, 0)
-    for careful in tl.static_range(2 if SCALED else 1):
+    for careful in tl.static_range(2 if S.SCALED else 1):
         if chosen == careful:
             c_0 = c_before if careful else c
             factor = exp2(c_before - c_0)
-            _walk(
-                *(p_q, p_k, p_v, p_out, p_den, b_kv * factor, b_z * factor, c_0, left, rows, steps, stride_qh),
-                *(H, HKV, D, E, C, BD, BE, STRIDE_Q, STRIDE_K, STRIDE_V, MAP, WHOLE, careful == 1),
-                1 if careful else STAGES,
-            )
+            start = p_q, p_k, p_v, p_out, p_den, b_kv * factor, b_z * factor, c_0
+            _walk(start, (left, rows, steps), stride_q, S, careful, STAGES)

@@ -14,66 +14,41 @@ from longspan.kernels.walking_blocks import (
     load_sums,
     query_slopes,
     row_references,
+    segment,
     settled,
+    steps_in,
     store_rows,
     walk_references,
 )
 
 
 @triton.jit
-def _walk(
-    p_q,
-    p_k,
-    p_v,
-    p_d_out,
-    p_rows,
-    p_d_q,
-    b_kv,
-    b_z,
-    c,
-    left,
-    rows,
-    steps,
-    stride_qh,
-    stride_dh,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    STRIDE_Q: tl.constexpr,
-    STRIDE_K: tl.constexpr,
-    STRIDE_V: tl.constexpr,
-    STRIDE_D: tl.constexpr,
-    MAP: tl.constexpr,
-    WHOLE: tl.constexpr,
-    CAREFUL: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+def _walk(start, counts, stride_q, stride_d, S: tl.constexpr, CAREFUL: tl.constexpr, STAGES: tl.constexpr):
     """b_kv (BE, BD), b_z (C, BD), all rows alike: the sums before, at reference c. CAREFUL: each row at a reference of
     its own.
     """
-    i_t = tl.arange(0, C)
-    for _ in tl.range(steps, num_stages=STAGES):
-        b_k = load_rows(p_k, STRIDE_K, rows, D, C, BD, WHOLE)
-        b_v = load_rows(p_v, STRIDE_V, rows, E, C, BE, WHOLE)
+    C: tl.constexpr = S.C
+    p_q, p_k, p_v, p_d_out, p_rows, p_d_q, b_kv, b_z, c = start
+    left, rows, steps = counts
+    i_t = tl.arange(0, S.C)
+    for _ in tl.range(steps, num_stages=1 if CAREFUL else STAGES):
+        b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
+        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S)
         b_n = tl.zeros((C,), tl.float32) + c
         if CAREFUL:
-            b_n, b_reference = row_references(b_k, rows, c, D, C, BD)
+            b_n, b_reference = row_references(b_k, rows, c, S)
             c_last = tl.max(b_reference)
-        b_f = key_features(b_k, b_n, rows, D, C, BD, MAP, WHOLE)
+        b_f = key_features(b_k, b_n, rows, S)
         b_end = b_f
         if CAREFUL:
             b_end = b_f * exp2(b_n - c_last)[:, None]
         b_f = settled(b_f)
         b_end = b_end.to(tl.bfloat16) if CAREFUL else b_f
         m_seen = i_t[None, :] <= i_t[:, None]
-        for g in range(H // HKV):
-            b_d = load_rows(p_d_out + g * stride_dh, STRIDE_D, left, E, C, BE, WHOLE)
+        for g in range(S.H // S.HKV):
+            b_d = load_rows(p_d_out + g * stride_d.h, S.STRIDE_D, left, S.E, S.BE, S)
             b_d_p = tl.dot(b_d, tl.trans(b_v))
-            b_delta = tl.load(p_rows + (2 * g) * C + i_t)
+            b_delta = tl.load(p_rows + (2 * g) * S.C + i_t)
             b_d_p -= b_delta[:, None]
             if CAREFUL:
                 b_d_p *= exp2(tl.where(m_seen, b_n[None, :] - b_reference[:, None], FLOOR))
@@ -83,25 +58,25 @@ def _walk(
             b_g -= b_delta[:, None] * b_z
             if CAREFUL:
                 b_g *= exp2(c - b_reference)[:, None]
-            b_q = load_rows(p_q + g * stride_qh, STRIDE_Q, left, D, C, BD, WHOLE)
-            b_slope = query_slopes(b_q, tl.load(p_rows + (2 * g + 1) * C + i_t), D, BD, MAP)
+            b_q = load_rows(p_q + g * stride_q.h, S.STRIDE_Q, left, S.D, S.BD, S)
+            b_slope = query_slopes(b_q, tl.load(p_rows + (2 * g + 1) * S.C + i_t), S)
             b_g = add(b_g, tl.dot(b_d_p.to(tl.bfloat16), b_f)) * b_slope
-            store_rows(p_d_q + g * D, H * D, left, b_g, D, C, BD, WHOLE)
+            store_rows(p_d_q + g * S.D, S.H * S.D, left, b_g, S.D, S.BD, S)
         if CAREFUL:
             decay = exp2(c - c_last)
             b_kv *= decay
             b_z *= decay
             c = c_last
         b_kv = tl.dot(tl.trans(b_v), b_end, b_kv)
-        b_z = tl.dot(tl.full((C, C), 1.0, tl.bfloat16), b_end, b_z)
-        p_q += C * STRIDE_Q
-        p_k += C * STRIDE_K
-        p_v += C * STRIDE_V
-        p_d_out += C * STRIDE_D
-        p_d_q += C * H * D
-        p_rows += 2 * C * (H // HKV)
-        left -= C
-        rows -= C
+        b_z = tl.dot(tl.full((S.C, S.C), 1.0, tl.bfloat16), b_end, b_z)
+        p_q += S.C * S.STRIDE_Q
+        p_k += S.C * S.STRIDE_K
+        p_v += S.C * S.STRIDE_V
+        p_d_out += S.C * S.STRIDE_D
+        p_d_q += S.C * S.H * S.D
+        p_rows += 2 * S.C * (S.H // S.HKV)
+        left -= S.C
+        rows -= S.C
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks"])
@@ -120,59 +95,33 @@ def walking_backward_queries_kernel(
     T,
     segments,
     chunks,
-    stride_qb,
-    stride_qh,
-    stride_kb,
-    stride_kh,
-    stride_vb,
-    stride_vh,
-    stride_db,
-    stride_dh,
-    STRIDE_Q: tl.constexpr,
-    STRIDE_K: tl.constexpr,
-    STRIDE_V: tl.constexpr,
-    STRIDE_D: tl.constexpr,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BE: tl.constexpr,
-    MAP: tl.constexpr,
-    SCALED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    stride_q,
+    stride_k,
+    stride_v,
+    stride_d,
+    S: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """d q of one segment of one key head's query heads."""
-    pid = tl.program_id(0)
-    GROUP: tl.constexpr = H // HKV
-    i_h = pid % HKV
-    i_s = (pid // HKV) % segments
-    i_b = (pid // HKV // segments).to(tl.int64)
-    i_0 = i_s * chunks * C
-    i_x = i_b * HKV + i_h
-    left, rows = T - i_0, T - i_0
-    if p_lengths is not None:
-        rows = tl.load(p_lengths + i_b).to(tl.int32) - i_0
-    p_q += i_b * stride_qb + i_0.to(tl.int64) * STRIDE_Q + i_h.to(tl.int64) * GROUP * stride_qh
-    p_k += i_b * stride_kb + i_0.to(tl.int64) * STRIDE_K + i_h.to(tl.int64) * stride_kh
-    p_v += i_b * stride_vb + i_0.to(tl.int64) * STRIDE_V + i_h.to(tl.int64) * stride_vh
-    p_d_out += i_b * stride_db + i_0.to(tl.int64) * STRIDE_D + i_h.to(tl.int64) * GROUP * stride_dh
-    i_row = (i_b * T + i_0) * H + i_h * GROUP
-    p_rows += (i_x * tl.cdiv(T, C) + i_s * chunks) * (2 * C * GROUP)
-    p_d_q += i_row * D
-    steps = tl.minimum(chunks, tl.cdiv(T - i_0, C))
+    C: tl.constexpr = S.C
+    BD: tl.constexpr = S.BD
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_b, i_h, i_x, i_s, i_c, i_0, left, rows = segment(p_lengths, T, segments, chunks, False, S)
+    p_q += i_b * stride_q.b + i_0.to(tl.int64) * S.STRIDE_Q + i_h.to(tl.int64) * GROUP * stride_q.h
+    p_k += i_b * stride_k.b + i_0.to(tl.int64) * S.STRIDE_K + i_h.to(tl.int64) * stride_k.h
+    p_v += i_b * stride_v.b + i_0.to(tl.int64) * S.STRIDE_V + i_h.to(tl.int64) * stride_v.h
+    p_d_out += i_b * stride_d.b + i_0.to(tl.int64) * S.STRIDE_D + i_h.to(tl.int64) * GROUP * stride_d.h
+    i_row = (i_b * T + i_0) * S.H + i_h * GROUP
+    p_rows += (i_x * tl.cdiv(T, S.C) + i_c) * (2 * S.C * GROUP)
+    p_d_q += i_row * S.D
+    steps = steps_in(i_s, T, chunks, S)
     i_o = i_x * segments + i_s
-    c_before, c, chosen = walk_references(p_reference, p_sizes, i_x, i_s, segments, SCALED)
-    b_kv = load_sums(p_kv, i_o, BD, BE)
-    b_z = tl.load(p_z + i_o * BD + tl.arange(0, BD))[None, :] + tl.zeros((C, BD), tl.float32)
-    for careful in tl.static_range(2 if SCALED else 1):
+    c_before, c, chosen = walk_references(p_reference, p_sizes, i_x, i_s, segments, S)
+    b_kv = load_sums(p_kv, i_o, S)
+    b_z = tl.load(p_z + i_o * S.BD + tl.arange(0, S.BD))[None, :] + tl.zeros((C, BD), tl.float32)
+    for careful in tl.static_range(2 if S.SCALED else 1):
         if chosen == careful:
             c_0 = c_before if careful else c
             factor = exp2(c_before - c_0)
-            _walk(
-                *(p_q, p_k, p_v, p_d_out, p_rows, p_d_q, b_kv * factor, b_z * factor, c_0, left, rows, steps),
-                *(stride_qh, stride_dh, H, HKV, D, E, C, BD, BE, STRIDE_Q, STRIDE_K, STRIDE_V, STRIDE_D, MAP, WHOLE),
-                *(careful == 1, 1 if careful else STAGES),
-            )
+            start = p_q, p_k, p_v, p_d_out, p_rows, p_d_q, b_kv * factor, b_z * factor, c_0
+            _walk(start, (left, rows, steps), stride_q, stride_d, S, careful, STAGES)
