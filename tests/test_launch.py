@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install 'long
 from triton.runtime.errors import OutOfResources
 
 from longspan.kernels import launch
-from longspan.kernels.launch import Launch, Launcher, Room, looks
+from longspan.kernels.launch import Launch, Room, looks
 
 Calls = list[tuple[Any, ...]]
 
@@ -50,7 +50,6 @@ class Kernel:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: f"stream of {device}", raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(launch, "_DIRECT", True)
     return []
 
@@ -103,17 +102,6 @@ def test_hooks_are_called(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(triton.knobs.runtime.launch_exit_hook, "calls", [print])
     read(17, None)
     assert calls == [("with hooks", (7, 1, 1), 17, None, 11, 13, 64, False)]
-
-
-def test_kernels_by_their_looks(calls: Calls) -> None:
-    launcher = Launcher({"D": 64, "KEY": True, "other kernels'": 1})
-    for look in ("a", "a", "b"):
-        launcher(Kernel(calls), (7, 1, 1), (17, None, 11, 13), (look,), (("num_warps", 4),))
-    first, second, third = calls
-    assert first == ("compile", (7, 1, 1), (17, None, 11, 13), {"D": 64, "KEY": True, "num_warps": 4})
-    assert second[:5] == ("run", 7, 1, 1, "stream of 3")
-    assert second[-6:] == (17, None, 11, 13, 64, True)
-    assert third == first
 
 
 def test_addresses_are_those_of_the_tensors() -> None:

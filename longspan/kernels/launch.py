@@ -13,7 +13,6 @@ from triton.runtime.errors import OutOfResources
 # From this version on a compiled kernel takes all arguments, constants too.
 _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 5)
 
-Argument = Tensor | int | None
 # A tensor, or the address of one.
 Place = Tensor | int
 # All that a kernel is cut and compiled for: see `looks`.
@@ -102,42 +101,6 @@ class Room:
             return [first + offset for offset in self.offsets]
         views = zip(self.parts, self.offsets, strict=True)
         return [room[offset // 4 :].view(dtype)[:number] for (number, dtype), offset in views]
-
-
-class Launcher:
-    """Kernels that share constants, once compiled for one device."""
-
-    def __init__(self, constants: dict[str, Any]) -> None:
-        self.constants = constants
-        self.compiled: dict[Any, Any] = {}
-
-    def __call__(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        given: tuple[Argument, ...],
-        looks: tuple[Any, ...],
-        more: tuple[tuple[str, Any], ...],
-    ) -> None:
-        """looks: those of all arguments that callers choose. more: constants and options of this launch."""
-        # Its name, because Triton hashes a kernel's whole source.
-        key = kernel.__name__, looks, more, tuple([x is None for x in given])
-        found = self.compiled.get(key)
-        if found is not None:
-            compiled, constants = found
-            _run(compiled, grid, torch.cuda.current_device(), (*given, *constants))
-            return
-        options = {**{name: self.constants[name] for name in kernel.arg_names if name in self.constants}, **dict(more)}
-        compiled = _compiled(kernel, grid, given, options)
-        if compiled is not None and _DIRECT:
-            self.compiled[key] = compiled, tuple(options[name] for name in kernel.arg_names if name in options)
-
-
-def look(x: Argument) -> Any:
-    """What a compiled kernel depends on: of a tensor its dtype and alignment, of a number its size and factors."""
-    if isinstance(x, int):
-        return x == 1, x % 16 == 0, x < 2**31
-    return x if x is None else (x.dtype, x.data_ptr() % 16 == 0)
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from longspan.kernels import favor, walking
 from longspan.kernels.blocks import NOTHING
-from longspan.kernels.launch import Launcher, dense, dense_rows, look, on_device
+from longspan.kernels.launch import Launch, Looks, Room, dense, dense_rows, looks, new_like, on_device
 from longspan.kernels.linear_backward import causal_linear_backward_scan_kernel, causal_linear_backward_sums_kernel
 from longspan.kernels.linear_backward_chunks import causal_linear_backward_finish_kernel, causal_linear_backward_kernel
+from longspan.kernels.linear_blocks import Sizes, Steps
 from longspan.kernels.linear_forward import (
     causal_linear_forward_kernel,
     causal_linear_forward_scan_kernel,
@@ -103,23 +104,17 @@ def forward(
     if favor.takes(q, v, feature_map, normalise):
         assert weight is not None
         return favor.forward(q, k, v, weight, lengths, kv, shift, ends=ends, clean=clean)
-    call = _Call(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise)
-    (B, T, H, _), (Hkv, E) = q.shape, v.shape[2:]
-    out = v.new_empty(B, T, H, E)
-    den = q.new_empty((B, T, H if normalise else 0), dtype=torch.float32)
-    kv_out = q.new_empty((B, Hkv, call.plan.M, E + normalise), dtype=torch.float32) if ends else None
-    shift_out = q.new_empty((B, Hkv), dtype=torch.float32) if ends else None
+    tensors = _dense(q, k, v, weight, log_scale, lengths, kv, shift)
+    plan = _forward_plan(q.get_device(), looks(*tensors), feature_map, normalise, ends)
+    out, den = v.new_empty(plan.out_shape), q.new_empty(plan.den_shape, dtype=torch.float32)
+    kv_out = q.new_empty(plan.kv_shape, dtype=torch.float32) if ends else None
+    shift_out = q.new_empty(plan.shift_shape, dtype=torch.float32) if ends else None
+    room = plan.room.new(q)
+    places = plan.room.places(room, plan.ready)
     with on_device(q):
-        cut = call.cut(call.plan.forward)
-        sums = call.sums(cut, kv_out, shift_out)
-        call.launch(
-            causal_linear_forward_kernel,
-            cut,
-            cut.direction.chunks[0][1],
-            cut.chunks * H,
-            (call.q, call.k, call.v, *call.keys, *sums.before, *sums.scales, out, den),
-            (call.q, call.k, call.v),
-        )
+        before, scales = plan.sum(tensors, _Work(*places), kv_out, shift_out)
+        plan.read(*before, *scales, out, den)
+    plan.ready = plan.read.ready is not None
     return (out, den, kv_out, shift_out), None
 
 
@@ -173,245 +168,171 @@ def causal_linear_backward(
         if kept is None:
             kept = favor.forward(q, k, v, weight, lengths, kv, shift)[1]
         return favor.backward(d_out, d_kv, out, den, q, k, v, weight, lengths, kv, kept)
-    call = _Call(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise)
-    B, Hkv, plan = q.shape[0], v.shape[2], call.plan
+    tensors = _dense(q, k, v, weight, log_scale, lengths, kv, shift)
     d_out, d_end = dense_rows(d_out), dense(d_kv)
     out = d_out if out is None else out.contiguous()  # None reads nothing of it.
-    call.look(d_out, d_end, out, den, *d_out.stride())
-    d_q, d_k, d_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    d_start = None if kv is None else kv.new_empty(kv.shape)
-    with on_device(q):
-        cut = call.cut(plan.backward)
-        sums = call.sums(cut, None, None)
-        tiles = plan.tiles(plan.backward.chunks[0][1])
-        X, size = B * Hkv, plan.BM * plan.BE
-        d_total = den.new_empty(X * cut.segments * size)
-        d_total_z, suffix_z, d_den = _views(
-            q, torch.float32, X * cut.segments * plan.BM, X * cut.chunks * plan.BM, den.numel()
-        )
-        suffix, after = _views(q, plan.halves, X * cut.chunks * size, X * cut.segments * size)
-        if normalise and plan.tiles(plan.backward.sums) > 1:
-            d_den = _d_den(d_out, out, den)
-        call.launch(
-            causal_linear_backward_sums_kernel,
-            cut,
-            cut.direction.sums,
-            cut.segments * Hkv,
-            (
-                *(call.q, call.keys[0], sums.reference, sums.peak, out, den, d_out, d_den),
-                *(d_total, d_total_z, suffix, suffix_z),
-            ),
-            (call.q, d_out),
-        )
-        call.scan(causal_linear_backward_scan_kernel, cut, (d_total, d_total_z, sums.reference, d_end, d_start, after))
+    plan = _backward_plan(q.get_device(), looks(*tensors, d_out, d_end, out, den), feature_map, normalise)
+    d_q, d_k, d_v = new_like(q), new_like(k), new_like(v)
+    d_start = None if kv is None else new_like(kv)
+    room = plan.room.new(q)
+    places = plan.room.places(room, plan.ready)
+    d_z, suffix_z, d_den, suffix, after, d_query, d_f = places[len(_Work._fields) :]
+    work, (q, k, _, weight, *_) = _Work(*places[: len(_Work._fields)]), tensors
+    if plan.finish:
+        d_den = _d_den(d_out, out, den) if normalise else d_den
+    else:
         d_query, d_f = d_q, d_k
-        if tiles > 1:
-            d_query, d_f = (x.new_empty((tiles, *x.shape[:3], plan.M), dtype=torch.float32) for x in (q, k))
-        for part, config in plan.backward.chunks:
-            call.launch(
-                causal_linear_backward_kernel,
-                cut,
-                config,
-                cut.chunks * Hkv,
-                (
-                    *(call.q, call.k, call.v, *call.keys, *sums.before, after, d_total_z, suffix, suffix_z),
-                    *(*sums.scales, den, d_out, d_den, d_query, d_f, d_v),
-                ),
-                (call.q, call.k, call.v, d_out),
-                (("QUERIES", "q" in part), ("KEYS", "k" in part), ("VALUES", "v" in part)),
-            )
-        if tiles > 1:
-            call.finish(d_query, call.q, d_q, key=False)
-            call.finish(d_f, call.k, d_k, key=True)
+    with on_device(q):
+        before, scales = plan.sum(tensors, work, None, None)
+        # From here on nobody needs the segments' sums: theirs is the room for their gradients.
+        d_total = work.total
+        plan.d_sums(q, weight, work.reference, work.peak, out, den, d_out, d_den, d_total, d_z, suffix, suffix_z)
+        plan.d_scan(d_total, d_z, work.reference, d_end, d_start, after)
+        for launch in plan.chunks:
+            launch(*before, after, d_z, suffix, suffix_z, *scales, den, d_out, d_den, d_query, d_f, d_v)
+        for launch, part, x, d_x in zip(plan.finish, (d_query, d_f), (q, k), (d_q, d_k), strict=False):
+            launch(part, x, weight, d_x)
+    plan.ready = plan.chunks[-1].ready is not None
     return d_q, d_k, d_v, d_start
 
 
-class _Cut(NamedTuple):
-    """A sequence cut into chunks, and those into segments of `run` chunks each."""
+class _Work(NamedTuple):
+    """What `causal_linear_forward_sums_kernel` and the scan after it leave behind, as they describe it: tensors, or
+    where they are.
+    """
 
-    direction: Direction
-    chunks: int
-    segments: int
-    run: int
-
-
-class _Sums(NamedTuple):
-    """What `forward_sums` and the scan after it leave behind, as those kernels describe it."""
-
-    before: tuple[Tensor, ...]
-    reference: Tensor
-    beta: Tensor
-    peak: Tensor
-
-    @property
-    def scales(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.reference, self.beta, self.peak
+    total: Any
+    z: Any
+    prefix_z: Any
+    largest: Any
+    reference: Any
+    beta: Any
+    peak: Any
+    prefix: Any
+    before: Any
 
 
 class _Plan:
-    """What calls of the same sizes share: padded sizes, cuts, the kernels' constants, and the kernels once compiled for
-    this device.
+    """All that calls with arguments that look alike share: how they are cut, room, and kernels with their numbers.
+
+    A sequence is cut into chunks, and those into segments of `run` chunks each.
     """
 
-    def __init__(
-        self,
-        device: int,
-        sizes: tuple[int, int, int, int],
-        num_features: int | None,
-        dtype: torch.dtype,
-        feature_map: str,
-        scaled: bool,
-        normalise: bool,
-    ) -> None:
-        H, Hkv, D, E = sizes
-        self.scaled = scaled
-        halves = dtype == torch.bfloat16
-        self.halves = torch.bfloat16 if halves else torch.float32
-        self.M = D if num_features is None else num_features
+    def __init__(self, device: int, given: Looks, feature_map: str, normalise: bool, backward: bool) -> None:
+        q, k, v, weight, log_scale, *_ = given
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        (self.B, self.T, H, D), (Hkv, E), dtype = q[0], v[0][2:], q[2]
+        halves, M = dtype == torch.bfloat16, D if weight is None else weight[0][0]
         # Triton 3.6 miscompiles products of fewer columns on Hopper's tensor cores.
         least = 64 if halves else 16
-        self.BD, self.BM, self.BE = (max(least, triton.next_power_of_2(n)) for n in (D, self.M, E))
-        self.forward, self.backward = directions(self.BM, self.BE, halves)
-        self.constants: dict[str, Any] = {
-            "H": H,
-            "HKV": Hkv,
-            "D": D,
-            "M": self.M,
-            "E": E,
-            "BD": self.BD,
-            "BM": self.BM,
-            "BE": self.BE,
-            "MAP": feature_map,
-            "SCALED": scaled,
-            "NORMALISE": normalise,
-            "DOT": tl.bfloat16 if halves else tl.float32,
-            "PRECISION": _PRECISION[dtype],
-        }
-        self.launch = Launcher(self.constants)
+        BD, BM, BE = (max(least, triton.next_power_of_2(n)) for n in (D, M, E))
+        self.direction = directions(BM, BE, halves)[backward]
+        chunks = -(-self.T // self.direction.chunk)
+        self.heads = self.B * Hkv
+        self.run = -(-chunks // min(chunks, -(-self.direction.programs // self.heads)))
+        self.segments = -(-chunks // self.run)
+        self.num_chunks = chunks
+        scaled = log_scale is not None or feature_map in ("softmax", "favor")
+        dot = tl.bfloat16 if halves else tl.float32
+        sizes = H, Hkv, D, M, E, BD, BM, BE, self.direction.chunk
+        self.sizes = Sizes(*sizes, feature_map, scaled, normalise, dot, _PRECISION[dtype])
+        self.device, self.rows = device, {"q": q, "k": k, "v": v}
+        self.whole, self.half = torch.float32, torch.bfloat16 if halves else torch.float32
+        self.sums = self.launch(causal_linear_forward_sums_kernel, self.direction.sums, "kv", self.segments * Hkv, H=0)
+        self.scan = self.scanning(causal_linear_forward_scan_kernel)
+        self.ready = False
+
+    def parts(self) -> list[tuple[int, torch.dtype]]:
+        """The room of `_Work`."""
+        segments, tokens = self.heads * self.segments, self.heads * self.T if self.sizes.SCALED else 0
+        z, prefix_z, prefix, before = self.stacks()
+        total = before[0], self.whole
+        scales = [(number, self.whole) for number in (segments, segments + self.heads, tokens, tokens)]
+        return [total, z, prefix_z, *scales, prefix, before]
+
+    def stacks(self) -> list[tuple[int, torch.dtype]]:
+        """A vector for each segment and each chunk, then a matrix for each chunk and each segment."""
+        segments, chunks, size = self.heads * self.segments, self.heads * self.num_chunks, self.sizes.BM * self.sizes.BE
+        vectors = [(number * self.sizes.BM, self.whole) for number in (segments, chunks)]
+        return [*vectors, (chunks * size, self.half), (segments * size, self.half)]
 
     def tiles(self, config: Config) -> int:
-        return max(1, self.BE * self.BM // config.tile)
+        return max(1, self.sizes.BE * self.sizes.BM // config.tile)
+
+    def launch(self, kernel: Any, config: Config, strided: str, programs: int, **more: Any) -> Launch:
+        """One program for each row of the batch, each of `programs` (stretches of tokens, heads) and each tile.
+
+        strided: whose strides the kernel takes. more: sizes of this kernel; 0 for one that it does not look at, so that
+        it is compiled once.
+        """
+        tiles = self.tiles(config)
+        sizes = self.sizes._replace(TILES=tiles, BE=self.sizes.BE // tiles, **more)
+        numbers = self.T, self.segments, self.run, *[Steps(*self.rows[name][1][:3]) for name in strided]
+        options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
+        return Launch(self.device, kernel, (self.B * programs * tiles, 1, 1), numbers, {"S": sizes, **options})
+
+    def scanning(self, kernel: Any) -> Launch:
+        BM, BE = self.sizes.BM, self.sizes.BE
+        rows = min(BM, max(1, 512 // BE))
+        sizes = self.sizes._replace(C=rows, H=0, HKV=0, D=0, BD=0, MAP="", PRECISION="")
+        return Launch(self.device, kernel, (self.heads, -(-BM // rows), 1), (self.segments,), {"S": sizes})
+
+    def sum(self, tensors: tuple[Any, ...], work: _Work, kv_out: Tensor | None, shift_out: Tensor | None) -> Any:
+        """The sums before each segment and the sums from there to each chunk; what kernels of chunks begin with."""
+        q, k, v, weight, log_scale, lengths, kv, shift = tensors
+        total, z, prefix_z, largest, reference, beta, peak, prefix, before = work
+        self.sums(k, v, weight, log_scale, lengths, total, z, largest, prefix, prefix_z, beta, peak)
+        self.scan(total, z, largest, kv, shift, kv_out, shift_out, reference, before)
+        return [q, k, v, weight, lengths, before, z, prefix, prefix_z], [reference, beta, peak]
 
 
-_plan = cache(_Plan)
+class _Forward(_Plan):
+    def __init__(self, device: int, given: Looks, feature_map: str, normalise: bool, ends: bool) -> None:
+        """ends: whether there are sums to be returned, for which the scan is compiled."""
+        super().__init__(device, given, feature_map, normalise, False)
+        (H, Hkv, _, M, E, *_), (B, T) = self.sizes, (self.B, self.T)
+        self.out_shape, self.den_shape = (B, T, H, E), (B, T, H if normalise else 0)
+        self.kv_shape, self.shift_shape = (B, Hkv, M, E + normalise), (B, Hkv)
+        self.room = Room(*self.parts())
+        config = self.direction.chunks[0][1]
+        self.read = self.launch(causal_linear_forward_kernel, config, "qkv", self.num_chunks * H)
 
 
-class _Call:
-    """The arguments as the kernels take them, and launches."""
+class _Backward(_Plan):
+    def __init__(self, device: int, given: Looks, feature_map: str, normalise: bool) -> None:
+        super().__init__(device, given, feature_map, normalise, True)
+        d_out = given[8]
+        assert d_out is not None
+        self.rows["d"] = d_out
+        (H, Hkv, _, M, *_), tokens, direction = self.sizes, self.B * self.T, self.direction
+        self.d_sums = self.launch(causal_linear_backward_sums_kernel, direction.sums, "qd", self.segments * Hkv)
+        self.d_scan = self.scanning(causal_linear_backward_scan_kernel)
+        kernel, programs = causal_linear_backward_kernel, self.num_chunks * Hkv
+        self.chunks = [
+            self.launch(kernel, config, "qkvd", programs, QUERIES="q" in part, KEYS="k" in part, VALUES="v" in part)
+            for part, config in direction.chunks
+        ]
+        tiles = self.tiles(direction.chunks[0][1])
+        # With tiles no program sees all of a row: their parts of the features' gradients are added up at the end.
+        self.finish = [self.finishing("q", H, tiles), self.finishing("k", Hkv, tiles)] if tiles > 1 else []
+        d_features = [(tiles * tokens * heads * M if tiles > 1 else 0, self.whole) for heads in (H, Hkv)]
+        d_den = tokens * H if normalise and tiles == 1 else 0, self.whole
+        z, suffix_z, suffix, after = self.stacks()
+        self.room = Room(*self.parts(), z, suffix_z, d_den, suffix, after, *d_features)
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        weight: Tensor | None,
-        log_scale: Tensor | None,
-        lengths: Tensor | None,
-        kv: Tensor | None,
-        shift: Tensor | None,
-        feature_map: str,
-        normalise: bool,
-    ) -> None:
-        self.q, self.k, self.v = dense_rows(q), dense_rows(k), dense_rows(v)
-        self.log_scale = dense(log_scale)
-        self.keys = dense(weight), lengths
-        self.start = dense(kv), dense(shift)
-        scaled = log_scale is not None or feature_map in ("softmax", "favor")
-        sizes = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-        M = None if weight is None else len(weight)
-        self.plan = _plan(q.get_device(), sizes, M, q.dtype, feature_map, scaled, normalise)
-        self.looks: tuple[Any, ...] = ()
-        strides = *self.q.stride(), *self.k.stride(), *self.v.stride()
-        self.look(self.q, self.k, self.v, *self.keys, self.log_scale, *self.start, *strides)
-
-    def look(self, *given: Tensor | int | None) -> None:
-        """All that callers choose; what is allocated here looks the same every time."""
-        self.looks += tuple([look(x) for x in given])
-
-    def cut(self, direction: Direction) -> _Cut:
-        B, T, Hkv, _ = self.k.shape
-        chunks = -(-T // direction.chunk)
-        run = -(-chunks // min(chunks, -(-direction.programs // (B * Hkv))))
-        return _Cut(direction, chunks, -(-chunks // run), run)
-
-    def launch(
-        self,
-        kernel: Any,
-        cut: _Cut,
-        config: Config,
-        programs: int,
-        tensors: tuple[Tensor | None, ...],
-        strided: tuple[Tensor, ...],
-        more: tuple[tuple[str, Any], ...] = (),
-    ) -> None:
-        """One program for each row of the batch, each of `programs` (stretches of tokens, heads) and each tile."""
-        tiles = self.plan.tiles(config)
-        strides = [stride for x in strided for stride in x.stride()[:3]]
-        self.plan.launch(
-            kernel,
-            (self.q.shape[0] * programs * tiles, 1, 1),
-            (*tensors, self.q.shape[1], cut.segments, cut.run, *strides),
-            self.looks,
-            (
-                ("TILES", tiles),
-                ("C", cut.direction.chunk),
-                ("BE", self.plan.BE // tiles),
-                ("num_warps", config.warps),
-                ("num_stages", config.stages),
-                ("maxnreg", config.registers),
-                *more,
-            ),
-        )
-
-    def scan(self, kernel: Any, cut: _Cut, tensors: tuple[Tensor | None, ...]) -> None:
-        plan = self.plan
-        rows = min(plan.BM, max(1, 512 // plan.BE))
-        grid = self.k.shape[0] * self.k.shape[2], -(-plan.BM // rows), 1
-        plan.launch(kernel, grid, (*tensors, cut.segments), self.looks, (("ROWS", rows),))
-
-    def sums(self, cut: _Cut, kv_out: Tensor | None, shift_out: Tensor | None) -> _Sums:
-        """The sums before each segment and the sums from there to each chunk."""
-        plan, (B, T, Hkv, _) = self.plan, self.k.shape
-        X, size, tokens = B * Hkv, plan.BM * plan.BE, T if plan.scaled else 0
-        # By itself, because nobody needs it after the scan.
-        total = self.q.new_empty(X * cut.segments * size, dtype=torch.float32)
-        total_z, prefix_z, largest, reference, beta, peak = _views(
-            self.q,
-            torch.float32,
-            X * cut.segments * plan.BM,
-            X * cut.chunks * plan.BM,
-            X * cut.segments,
-            X * (cut.segments + 1),
-            X * tokens,
-            X * tokens,
-        )
-        prefix, before = _views(self.q, plan.halves, X * cut.chunks * size, X * cut.segments * size)
-        self.launch(
-            causal_linear_forward_sums_kernel,
-            cut,
-            cut.direction.sums,
-            cut.segments * Hkv,
-            (
-                *(self.k, self.v, self.keys[0], self.log_scale, self.keys[1]),
-                *(total, total_z, largest, prefix, prefix_z, beta, peak),
-            ),
-            (self.k, self.v),
-        )
-        ends = kv_out, shift_out, reference, before
-        self.scan(causal_linear_forward_scan_kernel, cut, (total, total_z, largest, *self.start, *ends))
-        return _Sums((before, total_z, prefix, prefix_z), reference, beta, peak)
-
-    def finish(self, parts: Tensor, x: Tensor, d_x: Tensor, *, key: bool) -> None:
+    def finishing(self, name: str, heads: int, tiles: int) -> Launch:
         """d x from the tiles' parts of the gradient of its features."""
-        B, T, H, _ = x.shape
         chunk = 16
-        self.plan.launch(
-            causal_linear_backward_finish_kernel,
-            (B * H * -(-T // chunk), 1, 1),
-            (parts, x, self.keys[0], d_x, T, parts.stride(0), *x.stride()[:3]),
-            (*self.looks, look(parts.stride(0))),
-            (("H", H), ("TILES", len(parts)), ("C", chunk), ("KEY", key)),
-        )
+        sizes = self.sizes._replace(H=heads, HKV=0, E=0, BE=0, SCALED=False, TILES=tiles, C=chunk, KEYS=name == "k")
+        numbers = self.T, self.B * self.T * heads * self.sizes.M, Steps(*self.rows[name][1][:3])
+        grid = self.B * heads * -(-self.T // chunk), 1, 1
+        return Launch(self.device, causal_linear_backward_finish_kernel, grid, numbers, {"S": sizes})
+
+
+_forward_plan = lru_cache(maxsize=1024)(_Forward)
+_backward_plan = lru_cache(maxsize=1024)(_Backward)
 
 
 # bfloat16 needs no choice. One tf32 product would round float16's features once too often; float32 needs its own.
@@ -425,7 +346,6 @@ def _d_den(d_out: Tensor, out: Tensor, den: Tensor) -> Tensor:
     return d_den.masked_fill(nothing, 0)
 
 
-def _views(like: Tensor, dtype: torch.dtype, *sizes: int) -> tuple[Tensor, ...]:
-    """Room for so many numbers each, allocated at once and aligned."""
-    sizes = tuple(-(-size // 64) * 64 for size in sizes)
-    return like.new_empty(sum(sizes), dtype=dtype).split(sizes)
+def _dense(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """The tensors as the kernels take them."""
+    return dense_rows(q), dense_rows(k), dense_rows(v), *[dense(x) for x in others]

@@ -15,11 +15,20 @@ from longspan.kernels.blocks import (
     load_column,
     load_rows,
     load_rows_again,
-    load_sums,
-    load_weight,
-    query_features,
     query_gradient,
     store_rows,
+)
+from longspan.kernels.linear_blocks import (
+    at,
+    load_inputs,
+    load_tile,
+    load_values,
+    of_keys,
+    of_queries,
+    place,
+    projection,
+    scales,
+    store_values,
 )
 
 
@@ -50,36 +59,11 @@ def causal_linear_backward_kernel(
     T,
     segments,
     chunks,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_db,
-    stride_dt,
-    stride_dh,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    E: tl.constexpr,
-    TILES: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BE: tl.constexpr,
-    MAP: tl.constexpr,
-    SCALED: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_steps,
+    k_steps,
+    v_steps,
+    d_steps,
+    S: tl.constexpr,
 ):
     """d q (QUERIES), d k (KEYS) and d v (VALUES) of one chunk of one key head and its query heads.
 
@@ -87,177 +71,138 @@ def causal_linear_backward_kernel(
 
     With TILES > 1 p_d_q, p_d_k: (TILES, B, T, ·, M) get a tile's part of the gradients of features.
     """
-    pid = tl.program_id(0)
-    GROUP: tl.constexpr = H // HKV
+    MAP: tl.constexpr = S.MAP
+    GROUP: tl.constexpr = S.H // S.HKV
     # For derivatives features are made a second time, unless they cost more than the registers that would hold them.
-    AGAIN: tl.constexpr = MAP != "favor" and (MAP != "softmax" or BM > 64)
-    i_kv = pid % HKV
-    i_e = (pid // HKV) % TILES
-    i_c = (pid // (HKV * TILES)) % tl.cdiv(T, C)
-    i_b = (pid // (HKV * TILES) // tl.cdiv(T, C)).to(tl.int64)
-    B = tl.num_programs(0) // (HKV * TILES) // tl.cdiv(T, C)
-    i_0 = i_c * C
-    i_x = i_b * HKV + i_kv
+    AGAIN: tl.constexpr = MAP != "favor" and (MAP != "softmax" or S.BM > 64)
+    i_kv, i_e, i_c, i_b = place(tl.cdiv(T, S.C), S.HKV, S.TILES)
+    B = tl.num_programs(0) // (S.HKV * S.TILES) // tl.cdiv(T, S.C)
+    i_0 = i_c * S.C
+    i_x = i_b * S.HKV + i_kv
     left, rows = T - i_0, T - i_0
     if p_lengths is not None:
         rows = tl.load(p_lengths + i_b).to(tl.int32) - i_0
-    p_q += i_b * stride_qb + i_0.to(tl.int64) * stride_qt + i_kv.to(tl.int64) * GROUP * stride_qh
-    p_k += i_b * stride_kb + i_0.to(tl.int64) * stride_kt + i_kv.to(tl.int64) * stride_kh
-    p_v += i_b * stride_vb + i_0.to(tl.int64) * stride_vt + i_kv.to(tl.int64) * stride_vh + i_e * BE
-    p_d_out += i_b * stride_db + i_0.to(tl.int64) * stride_dt + i_kv.to(tl.int64) * GROUP * stride_dh + i_e * BE
+    p_q = at(p_q, q_steps, i_b, i_0, i_kv.to(tl.int64) * GROUP, 0)
+    p_k = at(p_k, k_steps, i_b, i_0, i_kv, 0)
+    p_v = at(p_v, v_steps, i_b, i_0, i_kv, i_e * S.BE)
+    p_d_out = at(p_d_out, d_steps, i_b, i_0, i_kv.to(tl.int64) * GROUP, i_e * S.BE)
     i_row = i_b * T + i_0
-    width: tl.constexpr = D if TILES == 1 else M
+    width: tl.constexpr = S.D if S.TILES == 1 else S.M
     i_part = (i_e * B + i_b) * T + i_0
-    b_weight, b_low = load_weight(p_weight, D, M, BD, BM, DOT)
-    i_t, i_m = tl.arange(0, C), tl.arange(0, BM)
-    i_s, i_p = i_x * segments + i_c // chunks, i_x * tl.cdiv(T, C) + i_c
-    b_k = load_rows(p_k, stride_kt, rows, D, C, BD, D == BD)
-    b_v = load_rows(p_v, stride_vt, rows, E - i_e * BE, C, BE, E % BE == 0).to(DOT)
-    b_beta = tl.zeros((C,), tl.float32)
-    old, new, after, c = 1.0, 1.0, 1.0, 0.0
-    if SCALED:
-        p_peak += i_x * T + i_0
-        p_reference += i_x * (segments + 1) + i_c // chunks
-        b_beta = load_column(p_beta + i_x * T + i_0, 1, left, C, FLOOR)
-        b_reference = load_column(p_peak, 1, left, C, 1e30)
-        c_old = tl.load(p_reference)
-        c_new = tl.load(p_peak - 1, mask=i_c % chunks > 0, other=FLOOR)
-        c_last = tl.load(p_peak + tl.minimum(left, C) - 1)
-        after = tl.load(p_reference + 1)
-        c = tl.maximum(c_old, c_new)
-        c_last = tl.maximum(c_last, c)
-        old, new, after = exact_exp(c_old - c), exact_exp(c_new - c), exact_exp(c_last - after)
-        b_reference = tl.maximum(b_reference, c)
-    b_z = tl.zeros((BM,), tl.float32)
-    if NORMALISE:
+    b_weight, b_low = projection(p_weight, S)
+    i_t, i_m = tl.arange(0, S.C), tl.arange(0, S.BM)
+    i_s, i_p = i_x * segments + i_c // chunks, i_x * tl.cdiv(T, S.C) + i_c
+    b_k = load_inputs(p_k, k_steps.t, rows, S)
+    b_v = load_values(p_v, v_steps.t, rows, i_e, S).to(S.DOT)
+    b_beta, b_reference, c, c_last, old, new, after = scales(
+        p_reference, p_beta, p_peak, i_x, i_c, T, segments, chunks, S
+    )
+    b_z = tl.full((S.BM,), 0.0, tl.float32)
+    if S.NORMALISE:
         if i_e == 0:
-            b_z = tl.load(p_z + i_s * BM + i_m) * old + tl.load(p_prefix_z + i_p * BM + i_m) * new
+            b_z = tl.load(p_z + i_s * S.BM + i_m) * old + tl.load(p_prefix_z + i_p * S.BM + i_m) * new
 
-    b_f = key_logits(b_k, b_weight, b_low, D, M, BM, MAP, DOT)
-    b_f = key_features(b_f, b_beta, M, BM, MAP).to(DOT)
-    b_d_f = tl.zeros((C, BM), tl.float32)
-    b_d_v = tl.zeros((C, BE), tl.float32)
+    b_f = of_keys(b_k, b_weight, b_low, b_beta, S).to(S.DOT)
+    b_d_f = tl.full((S.C, S.BM), 0.0, tl.float32)
+    b_d_v = tl.full((S.C, S.BE), 0.0, tl.float32)
     m_seen = (i_t[None, :] <= i_t[:, None]) & (i_t < rows)[None, :]
     for g in range(GROUP):
-        b_q = load_rows(p_q + g * stride_qh, stride_qt, left, D, C, BD, D == BD)
-        b_d = load_rows(p_d_out + g * stride_dh, stride_dt, left, E - i_e * BE, C, BE, E % BE == 0).to(DOT)
-        b_factor = tl.full((C,), 1.0, tl.float32)
-        b_d_den = tl.zeros((C,), tl.float32)
-        if NORMALISE:
-            i_g = i_row * H + i_kv * GROUP + g
-            b_factor = inverse(load_column(p_den + i_g, H, left, C, 0.0))
+        b_q = load_inputs(p_q + g * q_steps.h, q_steps.t, left, S)
+        b_d = load_values(p_d_out + g * d_steps.h, d_steps.t, left, i_e, S).to(S.DOT)
+        b_factor = tl.full((S.C,), 1.0, tl.float32)
+        b_d_den = tl.full((S.C,), 0.0, tl.float32)
+        if S.NORMALISE:
+            i_g = i_row * S.H + i_kv * GROUP + g
+            b_factor = inverse(load_column(p_den + i_g, S.H, left, S.C, 0.0))
             if i_e == 0:
-                b_d_den = load_column(p_d_den + i_g, H, left, C, 0.0)
-        b_query = query_features(b_q, b_weight, b_low, M, BM, MAP, NORMALISE, DOT).to(DOT)
-        b_p = tl.dot(b_query, tl.trans(b_f), input_precision=PRECISION)
-        b_d_p = tl.dot(b_d, tl.trans(b_v), input_precision=PRECISION)
-        b_kv = load_sums(p_kv + i_e * BE, i_s, BM, BE, BE * TILES)
-        b_more = load_sums(p_prefix + i_e * BE, i_p, BM, BE, BE * TILES)
-        if NORMALISE:
+                b_d_den = load_column(p_d_den + i_g, S.H, left, S.C, 0.0)
+        b_query = of_queries(b_q, b_weight, b_low, S).to(S.DOT)
+        b_p = tl.dot(b_query, tl.trans(b_f), input_precision=S.PRECISION)
+        b_d_p = tl.dot(b_d, tl.trans(b_v), input_precision=S.PRECISION)
+        b_kv = load_tile(p_kv, i_s, i_e, S)
+        b_more = load_tile(p_prefix, i_p, i_e, S)
+        if S.NORMALISE:
             b_p *= b_factor[:, None]
             b_d_p = b_d_p * b_factor[:, None] + b_d_den[:, None]
-        if SCALED:
+        if S.SCALED:
             b_pair = exact_exp(tl.where(m_seen, b_beta[None, :] - b_reference[:, None], FLOOR))
             b_p *= b_pair
             b_d_p *= b_pair
         else:
             b_p = tl.where(m_seen, b_p, 0)
             b_d_p = tl.where(m_seen, b_d_p, 0)
-        b_p, b_d_p = b_p.to(DOT), b_d_p.to(DOT)
-        b_kv = (b_kv.to(tl.float32) * old + b_more.to(tl.float32) * new).to(DOT)
-        b_d_query = tl.dot(b_d, tl.trans(b_kv), input_precision=PRECISION)
-        if NORMALISE:
+        b_p, b_d_p = b_p.to(S.DOT), b_d_p.to(S.DOT)
+        b_kv = (b_kv.to(tl.float32) * old + b_more.to(tl.float32) * new).to(S.DOT)
+        b_d_query = tl.dot(b_d, tl.trans(b_kv), input_precision=S.PRECISION)
+        if S.NORMALISE:
             b_d_query = b_d_query * b_factor[:, None] + b_d_den[:, None] * b_z[None, :]
-        if SCALED:
+        if S.SCALED:
             b_d_query *= exact_exp(c - b_reference)[:, None]
-        b_d_query = tl.dot(b_d_p, b_f, b_d_query, input_precision=PRECISION)
-        i_o = (i_part * H + i_kv * GROUP + g) * width
-        if not QUERIES:
+        b_d_query = tl.dot(b_d_p, b_f, b_d_query, input_precision=S.PRECISION)
+        i_o = (i_part * S.H + i_kv * GROUP + g) * width
+        if not S.QUERIES:
             pass
-        elif TILES == 1:
+        elif S.TILES == 1:
             b_again = b_query.to(tl.float32)
             if AGAIN:
-                b_q = load_rows_again(p_q + g * stride_qh, stride_qt, left, D, C, BD, D == BD)
-                b_again = query_features(b_q, b_weight, b_low, M, BM, MAP, NORMALISE, DOT)
-            b_d_query = query_gradient(b_d_query, b_q, b_again, b_weight, MAP, NORMALISE, DOT)
-            store_rows(p_d_q + i_o, H * D, left, D, b_d_query, C, BD, D == BD)
+                b_q = load_rows_again(p_q + g * q_steps.h, q_steps.t, left, S.D, S.C, S.BD, S.D == S.BD)
+                b_again = of_queries(b_q, b_weight, b_low, S)
+            b_d_query = query_gradient(b_d_query, b_q, b_again, b_weight, MAP, S.NORMALISE, S.DOT)
+            store_rows(p_d_q + i_o, S.H * S.D, left, S.D, b_d_query, S.C, S.BD, S.D == S.BD)
         else:
-            store_rows(p_d_q + i_o, H * M, left, M, b_d_query, C, BM, M == BM)
-        if VALUES:
-            b_d_v = tl.dot(tl.trans(b_p), b_d, b_d_v, input_precision=PRECISION)
-        if KEYS:
-            b_d_f = tl.dot(tl.trans(b_d_p), b_query, b_d_f, input_precision=PRECISION)
+            store_rows(p_d_q + i_o, S.H * S.M, left, S.M, b_d_query, S.C, S.BM, S.M == S.BM)
+        if S.VALUES:
+            b_d_v = tl.dot(tl.trans(b_p), b_d, b_d_v, input_precision=S.PRECISION)
+        if S.KEYS:
+            b_d_f = tl.dot(tl.trans(b_d_p), b_query, b_d_f, input_precision=S.PRECISION)
 
-    b_d_kv = load_sums(p_d_kv + i_e * BE, i_s, BM, BE, BE * TILES)
-    b_more = load_sums(p_suffix + i_e * BE, i_p, BM, BE, BE * TILES)
-    b_d_kv = (b_d_kv.to(tl.float32) * after + b_more.to(tl.float32)).to(DOT)
+    b_d_kv = load_tile(p_d_kv, i_s, i_e, S)
+    b_more = load_tile(p_suffix, i_p, i_e, S)
+    b_d_kv = (b_d_kv.to(tl.float32) * after + b_more.to(tl.float32)).to(S.DOT)
     b_end = (i_t < rows).to(tl.float32)
-    if SCALED:
+    if S.SCALED:
         b_end = exact_exp(b_beta - c_last)
-    if VALUES:
-        b_d_v = tl.dot((b_f * b_end[:, None]).to(DOT), b_d_kv, b_d_v, input_precision=PRECISION)
-        store_rows(p_d_v + (i_row * HKV + i_kv) * E + i_e * BE, HKV * E, left, E - i_e * BE, b_d_v, C, BE, E % BE == 0)
-    b_d_f = tl.dot((b_v * b_end[:, None]).to(DOT), tl.trans(b_d_kv), b_d_f, input_precision=PRECISION)
-    if NORMALISE:
+    if S.VALUES:
+        b_d_v = tl.dot((b_f * b_end[:, None]).to(S.DOT), b_d_kv, b_d_v, input_precision=S.PRECISION)
+        store_values(p_d_v + (i_row * S.HKV + i_kv) * S.E, S.HKV * S.E, left, i_e, b_d_v, S)
+    b_d_f = tl.dot((b_v * b_end[:, None]).to(S.DOT), tl.trans(b_d_kv), b_d_f, input_precision=S.PRECISION)
+    if S.NORMALISE:
         if i_e == 0:
-            b_d_z = tl.load(p_d_z + i_s * BM + i_m) * after + tl.load(p_suffix_z + i_p * BM + i_m)
+            b_d_z = tl.load(p_d_z + i_s * S.BM + i_m) * after + tl.load(p_suffix_z + i_p * S.BM + i_m)
             b_d_f += b_end[:, None] * b_d_z[None, :]
-    i_o = (i_part * HKV + i_kv) * width
-    if not KEYS:
+    i_o = (i_part * S.HKV + i_kv) * width
+    if not S.KEYS:
         pass
-    elif TILES == 1:
+    elif S.TILES == 1:
         b_again = b_f.to(tl.float32)
         if AGAIN:
-            b_k = load_rows_again(p_k, stride_kt, rows, D, C, BD, D == BD)
-            b_again = key_logits(b_k, b_weight, b_low, D, M, BM, MAP, DOT)
-            b_again = key_features(b_again, b_beta, M, BM, MAP)
-        b_d_f = key_gradient(b_d_f, b_k, b_again, b_weight, D, MAP, DOT)
-        store_rows(p_d_k + i_o, HKV * D, left, D, b_d_f, C, BD, D == BD)
+            b_k = load_rows_again(p_k, k_steps.t, rows, S.D, S.C, S.BD, S.D == S.BD)
+            b_again = of_keys(b_k, b_weight, b_low, b_beta, S)
+        b_d_f = key_gradient(b_d_f, b_k, b_again, b_weight, S.D, MAP, S.DOT)
+        store_rows(p_d_k + i_o, S.HKV * S.D, left, S.D, b_d_f, S.C, S.BD, S.D == S.BD)
     else:
-        store_rows(p_d_k + i_o, HKV * M, left, M, b_d_f, C, BM, M == BM)
+        store_rows(p_d_k + i_o, S.HKV * S.M, left, S.M, b_d_f, S.C, S.BM, S.M == S.BM)
 
 
 @triton.jit(do_not_specialize=["T"])
-def causal_linear_backward_finish_kernel(
-    p_part,
-    p_x,
-    p_weight,
-    p_d_x,
-    T,
-    stride_part,
-    stride_xb,
-    stride_xt,
-    stride_xh,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    TILES: tl.constexpr,
-    C: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    MAP: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    KEY: tl.constexpr,
-    DOT: tl.constexpr,
-):
+def causal_linear_backward_finish_kernel(p_part, p_x, p_weight, p_d_x, T, stride_part, steps, S: tl.constexpr):
     """d q or d k from the tiles' parts of the gradient of its features."""
-    pid = tl.program_id(0)
-    i_h = pid % H
-    i_0 = (pid // H) % tl.cdiv(T, C) * C
-    i_b = (pid // H // tl.cdiv(T, C)).to(tl.int64)
+    MAP: tl.constexpr = S.MAP
+    i_h, _, i_c, i_b = place(tl.cdiv(T, S.C), S.H, 1)
+    i_0 = i_c * S.C
     left = T - i_0
-    p_x += i_b * stride_xb + i_0.to(tl.int64) * stride_xt + i_h.to(tl.int64) * stride_xh
-    i_row = (i_b * T + i_0) * H + i_h
-    b_weight, b_low = load_weight(p_weight, D, M, BD, BM, DOT)
-    b_x = load_rows(p_x, stride_xt, left, D, C, BD, D == BD)
-    b_g = tl.zeros((C, BM), tl.float32)
-    for i_e in range(TILES):
-        b_g += load_rows(p_part + i_e * stride_part + i_row * M, H * M, left, M, C, BM, M == BM)
-    if KEY:
-        b_f = key_logits(b_x, b_weight, b_low, D, M, BM, MAP, DOT)
-        b_f = key_features(b_f, tl.max(b_f, 1), M, BM, MAP)
-        b_g = key_gradient(b_g, b_x, b_f, b_weight, D, MAP, DOT)
+    i_row = (i_b * T + i_0) * S.H + i_h
+    b_weight, b_low = projection(p_weight, S)
+    b_x = load_inputs(at(p_x, steps, i_b, i_0, i_h, 0), steps.t, left, S)
+    b_g = tl.full((S.C, S.BM), 0.0, tl.float32)
+    for i_e in range(S.TILES):
+        p_tile = p_part + i_e * stride_part + i_row * S.M
+        b_g += load_rows(p_tile, S.H * S.M, left, S.M, S.C, S.BM, S.M == S.BM)
+    if S.KEYS:
+        b_f = key_logits(b_x, b_weight, b_low, S.D, S.M, S.BM, MAP, S.DOT)
+        b_f = key_features(b_f, tl.max(b_f, 1), S.M, S.BM, MAP)
+        b_g = key_gradient(b_g, b_x, b_f, b_weight, S.D, MAP, S.DOT)
     else:
-        b_f = query_features(b_x, b_weight, b_low, M, BM, MAP, NORMALISE, DOT)
-        b_g = query_gradient(b_g, b_x, b_f, b_weight, MAP, NORMALISE, DOT)
-    store_rows(p_d_x + i_row * D, H * D, left, D, b_g, C, BD, D == BD)
+        b_f = of_queries(b_x, b_weight, b_low, S)
+        b_g = query_gradient(b_g, b_x, b_f, b_weight, MAP, S.NORMALISE, S.DOT)
+    store_rows(p_d_x + i_row * S.D, S.H * S.D, left, S.D, b_g, S.C, S.BD, S.D == S.BD)
