@@ -13,14 +13,16 @@ import argparse
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.bench.clock import attention_ms
+from longspan.bench.clock import attention_ms, cuda_ms
 from longspan.bench.machine import commit, machine, versions
 from longspan.ops import backend
 from longspan.ops.features import orthogonal_rows
@@ -156,6 +158,28 @@ def longest(feature_map: str, n: int = 4_194_304) -> dict[str, Any]:
     return {"map": feature_map, "n": n, "ms": begin.elapsed_time(end), "peak": peak, "finite": finite}
 
 
+def in_turns(attends: dict[str, Attention], given: list[Tensor], depth: int, rounds: int = 7) -> dict[str, float]:
+    """Forward + backward as called, of `depth` attentions in a row, each the next one's queries: medians for one.
+
+    Here the host decides, and its speed changes from one tenth of a second to the next: everybody takes turns. The
+    wake-up of autograd's thread, once a backward pass, is most of it for one attention and little for a model of them.
+    """
+    d_out = torch.randn_like(given[0])
+
+    def both(attend: Attention) -> None:
+        out, k, v = given
+        for _ in range(depth):
+            out = attend(out, k, v)
+        torch.autograd.grad(out, given, d_out)
+
+    steps = {name: partial(both, attend) for name, attend in attends.items()}
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            found[name] += cuda_ms(step, 10)
+    return {name: median(each) / depth for name, each in found.items()}
+
+
 def _words(case: tuple[Any, ...]) -> set[str]:
     return {str(word) for word in case[:5]}
 
@@ -170,6 +194,8 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", default=[], help="words of which a case's name, 4·8·8192·64 favor, has one"
     )
+    known = ("sdpa", "fla")
+    parser.add_argument("--peers", nargs="*", choices=known, default=known, help="whom to time beside")
     options = parser.parse_args()
     path, wanted = options.results, [case for case in CASES if not options.only or set(options.only) & _words(case)]
     torch.manual_seed(0)
@@ -187,6 +213,10 @@ def main() -> None:
         size = given[0].numel() * given[0].element_size()
         row["limit_ms"] = [4 * size / 4.2e9, 12 * size / 4.2e9]
         row["peers"] = {}
+        if not math.isfinite(targets[0]):
+            rivals = {"ours": ours(feature_map, D), "sdpa": sdpa}
+            row["in_turns"] = {str(depth): in_turns(rivals, given, depth) for depth in (1, 8)}
+            print("forward + backward as called, in turns, of 1 and of 8 in a row:", row["in_turns"], flush=True)
         found["rows"].append(row)
         show(row)
         path.write_text(json.dumps(found, indent=1))
@@ -195,11 +225,11 @@ def main() -> None:
         found["longest"] = [longest("elu"), longest("softmax")]
         print(found["longest"], flush=True)
     # Last, because they take the longest: what was measured before is there if they do not end.
-    peers: dict[str, Attention] = {"sdpa": sdpa}
-    fla = flash_linear_attention()
-    if fla is not None:
-        peers["fla"] = fla
-    for name, peer in peers.items():
+    for name in options.peers:
+        peer = sdpa if name == "sdpa" else flash_linear_attention()
+        if peer is None:
+            print("flash-linear-attention is not installed", flush=True)
+            continue
         for row in found["rows"]:
             B, H, n, D, feature_map = row["case"]
             row["peers"][name] = attention_ms(peer, inputs(B, H, n, D), repeats=30 if n < 65536 else 7)
