@@ -105,18 +105,22 @@ class OurModel(Subject):
 class OlderModel(ABC):
     """One way of calling one package's language model, or longspan in its place with the same arguments.
 
+    library: the package's module; where longspan can take its place, longspan.compat has one of the same name.
     leaks: whether the future moves the past, so that only the last token is right.
     """
 
     mechanism: ClassVar[str]
     package: ClassVar[str]
+    library: ClassVar[str]
     replaced: ClassVar[bool] = True  # whether longspan can take its place
     leaks: ClassVar[bool] = False
     tokens: ClassVar[int] = 2  # generated in one measurement: each recomputes what came before
 
-    @abstractmethod
     def __init__(self, case: Case, *, ours: bool = False) -> None:
-        self.net: nn.Module
+        self.net = self.build(case, import_module(f"longspan.compat.{self.library}" if ours else self.library))
+
+    @abstractmethod
+    def build(self, case: Case, library: Any) -> nn.Module: ...
 
     @abstractmethod
     def loss(self, tokens: Tensor) -> Tensor: ...
@@ -126,61 +130,46 @@ class OlderModel(ABC):
 
 
 class LinearAttentionTransformerLM(OlderModel):
-    mechanism, package = "linear", "linear-attention-transformer"
+    mechanism, package, library = "linear", "linear-attention-transformer", "linear_attention_transformer"
 
-    def __init__(self, case: Case, *, ours: bool = False) -> None:
-        library = _library("linear_attention_transformer", ours)
-        self.net = library.AutoregressiveWrapper(
-            library.LinearAttentionTransformerLM(
-                **_sizes(case),
-                causal=True,
-                blindspot_size=64,
-                n_local_attn_heads=case.num_heads // 2,
-                local_attn_window_size=256,
-            )
-        )
+    def build(self, case: Case, library: Any) -> nn.Module:
+        local = {"n_local_attn_heads": case.num_heads // 2, "local_attn_window_size": 256}
+        model = library.LinearAttentionTransformerLM(**_sizes(case), causal=True, blindspot_size=64, **local)
+        return library.AutoregressiveWrapper(model)
 
     def loss(self, tokens: Tensor) -> Tensor:
         return self.net(tokens, return_loss=True)
 
 
 class PerformerLM(OlderModel):
-    mechanism, package = "performer", "performer-pytorch"
+    mechanism, package, library = "performer", "performer-pytorch", "performer_pytorch"
     leaks = True
 
-    def __init__(self, case: Case, *, ours: bool = False) -> None:
-        library = _library("performer_pytorch", ours)
-        self.net = library.AutoregressiveWrapper(
-            library.PerformerLM(
-                **_sizes(case),
-                causal=True,
-                nb_features=256,
-                local_attn_heads=case.num_heads // 2,
-                local_window_size=256,
-            )
-        )
+    def build(self, case: Case, library: Any) -> nn.Module:
+        local = {"local_attn_heads": case.num_heads // 2, "local_window_size": 256}
+        model = library.PerformerLM(**_sizes(case), causal=True, nb_features=256, **local)
+        return library.AutoregressiveWrapper(model)
 
     def loss(self, tokens: Tensor) -> Tensor:
         return self.net(tokens)
 
 
 class LocalTransformer(OlderModel):
-    mechanism, package = "local", "local-attention"
+    mechanism, package, library = "local", "local-attention", "local_attention"
 
-    def __init__(self, case: Case, *, ours: bool = False) -> None:
-        self.net = _library("local_attention", ours).LocalTransformer(**_sizes(case), local_attn_window_size=256)
+    def build(self, case: Case, library: Any) -> nn.Module:
+        return library.LocalTransformer(**_sizes(case), local_attn_window_size=256)
 
     def loss(self, tokens: Tensor) -> Tensor:
         return self.net(tokens, return_loss=True)
 
 
 class FlashLinearAttention(OlderModel):
-    mechanism, package = "linear", "flash-linear-attention"
+    mechanism, package, library = "linear", "flash-linear-attention", "fla.models"
     replaced = False
     tokens = _TOKENS
 
-    def __init__(self, case: Case, *, ours: bool = False) -> None:
-        library = import_module("fla.models")
+    def build(self, case: Case, library: Any) -> nn.Module:
         config = library.LinearAttentionConfig(
             hidden_size=case.dim,
             num_hidden_layers=case.depth,
@@ -189,7 +178,7 @@ class FlashLinearAttention(OlderModel):
             norm_q=False,
             use_cache=True,
         )
-        self.net = library.LinearAttentionForCausalLM(config)
+        return library.LinearAttentionForCausalLM(config)
 
     def loss(self, tokens: Tensor) -> Tensor:
         return self.net(tokens, labels=tokens).loss
@@ -282,10 +271,6 @@ def training_work(case: Case, model: nn.Module, loss_of: Callable[[Tensor], Tens
 def random_tokens(case: Case) -> Tensor:
     """(B, T) bytes."""
     return torch.randint(1, VOCABULARY, (case.batch_size, case.length)).to(case.device)
-
-
-def _library(name: str, ours: bool) -> Any:
-    return import_module(f"longspan.compat.{name}" if ours else name)
 
 
 def _inner(net: nn.Module) -> nn.Module:
