@@ -22,6 +22,17 @@ def cpu_ms(step: Callable[[], Any]) -> float:
     return took * 1e3
 
 
+def warm_up(step: Callable[[], Any], *, least: int = 3, seconds: float = 0.2) -> None:
+    """So many calls at least, and so long that the host, too, runs as fast as it does in use."""
+    begun, calls = time.perf_counter(), 0
+    while calls < least or time.perf_counter() - begun < seconds:
+        step()
+        calls += 1
+        if calls % 8 == 0:  # The host runs ahead, but not by more than a few calls.
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+
+
 def cuda_ms(step: Callable[[], Any], repeats: int) -> list[float]:
     """Samples between CUDA events, each after the second-level cache was filled with something else.
 
@@ -66,7 +77,7 @@ def attention_ms(attend: Callable[..., Tensor], given: Sequence[Tensor], repeats
 
     found = {}
     for name, step in (("forward", forward), ("both", both)):
-        cuda_ms(step, 3)
+        warm_up(step)
         found[name] = median(cuda_ms(step, repeats))
         found[f"{name}_graph"] = median(cuda_ms(replayed(step), repeats))
     return found

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from longspan.bench.clock import cpu_ms, cuda_ms
+from longspan.bench.clock import cpu_ms, cuda_ms, warm_up
 from longspan.bench.measuring import Case, Effort, Run, Step, Subject, one_line, out_of_memory
 from longspan.bench.memory import PeakMemory, limit_memory, release_freed
 
@@ -90,6 +90,8 @@ def _samples(step: Callable[[], Sequence[Tensor]], device: str, effort: Effort) 
         if number == 0 or started - begun < effort.seconds:
             some(1)
             took = time.perf_counter() - started
+    if device == "cuda":
+        warm_up(step, least=0)
     return some(max(1, min(effort.repeats, int(effort.seconds / took))))
 
 
