@@ -89,7 +89,7 @@ def by_kernels(case: Case, given: Arguments) -> tuple[Tensor, ...]:
     d_out, d_kv, tensors = given
     last = case.feature_map, case.normalise
     results, kept = kernels.forward(*tensors, *last)
-    return *results, *kernels.causal_linear_backward(d_out, d_kv, *results[:2], *tensors, *last, kept)
+    return *results, *kernels.backward(d_out, d_kv, *results[:2], *tensors, *last, kept)
 
 
 def check(case: Case, given: Arguments, dtype: torch.dtype) -> None:

@@ -67,11 +67,11 @@ def test_the_future_does_not_move_the_past() -> None:
     case = Case(T=517, D=64, E=64, feature_map="softmax")
     _, _, (q, k, v, *rest) = arguments(case, torch.bfloat16, "cuda")
     kernels = backend.linear_kernels()
-    before = kernels.causal_linear(q, k, v, *rest, "softmax", True)[0]
+    before = kernels.forward(q, k, v, *rest, "softmax", True)[0][0]
     k, v = k.clone(), v.clone()
     k[:, 300:] += 30
     v[:, 300:] = 0
-    after = kernels.causal_linear(q, k, v, *rest, "softmax", True)[0]
+    after = kernels.forward(q, k, v, *rest, "softmax", True)[0][0]
     torch.testing.assert_close(after[:, :300], before[:, :300], rtol=1e-2, atol=1e-2)
 
 
@@ -79,7 +79,7 @@ def test_ones_come_back() -> None:
     for feature_map in ("elu", "relu", "softmax"):
         case = replace(Case(T=517, D=64, E=64, size=10, state=False), feature_map=feature_map)
         _, _, (q, k, v, *rest) = arguments(case, torch.float32, "cuda")
-        out = backend.linear_kernels().causal_linear(q, k, torch.ones_like(v), *rest, feature_map, True)[0]
+        out = backend.linear_kernels().forward(q, k, torch.ones_like(v), *rest, feature_map, True)[0][0]
         torch.testing.assert_close(out, torch.ones_like(out), rtol=1e-5, atol=1e-5)
 
 

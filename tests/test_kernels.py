@@ -60,9 +60,9 @@ def test_sums_kept_for_the_backward_pass_are_those_it_would_make() -> None:
     (out, den, *_), kept = kernels.forward(*tensors, "softmax", True)
     assert kept is not None
     given = d_out, d_kv, out, den, *tensors, "softmax", True
-    again, at_once = kernels.causal_linear_backward(*given), kernels.causal_linear_backward(*given, kept)
+    again, at_once = kernels.backward(*given), kernels.backward(*given, kept)
     kept.zero_()
-    wrong = kernels.causal_linear_backward(*given, kept)
+    wrong = kernels.backward(*given, kept)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, at_once, strict=True))
     assert not torch.equal(wrong[0], again[0])
 

@@ -86,9 +86,7 @@ def test_what_was_not_kept_is_found_again() -> None:
     kernels = backend.linear_kernels()
     results, kept = kernels.forward(*tensors, "favor", True)
     before = kept.clone()
-    grads = [
-        kernels.causal_linear_backward(d_out, d_kv, *results[:2], *tensors, "favor", True, x) for x in (kept, None)
-    ]
+    grads = [kernels.backward(d_out, d_kv, *results[:2], *tensors, "favor", True, x) for x in (kept, None)]
     for name, x, y in zip(NAMES[4:], *grads, strict=True):
         assert torch.equal(x, y), name
     torch.testing.assert_close(kept, before, rtol=0, atol=0, equal_nan=True)  # It may be needed a second time.
@@ -125,10 +123,10 @@ def test_the_future_moves_no_bit(change: float) -> None:
     case = Case(T=150, B=1, H=1, Hkv=1, feature_map="favor", num_features=19)
     _, _, (q, k, v, *rest) = given(case)
     kernels = backend.linear_kernels()
-    before = kernels.causal_linear(q, k, v, *rest, "favor", True)[:2]
+    before = kernels.forward(q, k, v, *rest, "favor", True)[0][:2]
     later = torch.arange(case.T)[:, None, None] >= 100
     k, v = torch.where(later, k * change, k), torch.where(later, -v, v)
-    for x, y in zip(before, kernels.causal_linear(q, k, v, *rest, "favor", True)[:2], strict=True):
+    for x, y in zip(before, kernels.forward(q, k, v, *rest, "favor", True)[0][:2], strict=True):
         assert torch.equal(x[:, :100], y[:, :100])
 
 

@@ -63,22 +63,6 @@ def directions(num_features: int, value_dim: int, halves: bool) -> tuple[Directi
     return forward, forward._replace(chunks=(("q", four), ("k", four), ("v", four)))
 
 
-def causal_linear(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor | None,
-    log_scale: Tensor | None,
-    lengths: Tensor | None,
-    kv: Tensor | None,
-    shift: Tensor | None,
-    feature_map: str,
-    normalise: bool,
-) -> walking.Results:
-    """`longspan::causal_linear` with bucket 1."""
-    return forward(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise)[0]
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -94,7 +78,8 @@ def forward(
     ends: bool = True,
     clean: bool = False,
 ) -> tuple[walking.Results, Tensor | None]:
-    """The results of `causal_linear`, and what saves the backward pass from finding it again, if anything does.
+    """out, den, kv and shift of `longspan::causal_linear`, and what saves the backward pass from finding it again, if
+    anything does.
 
     ends: whether the sums after the last token are asked for. clean: what is kept has the same bits every time, which
     takes a launch.
@@ -136,7 +121,7 @@ def kept_size(
     return 0
 
 
-def causal_linear_backward(
+def backward(
     d_out: Tensor,
     d_kv: Tensor | None,
     out: Tensor | None,

@@ -219,7 +219,7 @@ def _gradients(ctx: Any, d_out: Tensor | None, d_kv: Tensor | None) -> tuple[Ten
     if d_out is None:
         q, v = tensors[2], tensors[4]
         d_out = v.new_zeros(*q.shape[:3], v.shape[3])
-    grads = backend.linear_kernels().causal_linear_backward(d_out, d_kv, *tensors, *ctx.rest)
+    grads = backend.linear_kernels().backward(d_out, d_kv, *tensors, *ctx.rest)
     return *grads[:3], None, None, None, grads[3], None, None, None
 
 
@@ -300,7 +300,7 @@ def _causal_linear_backward(
     given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
     if backend.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
         kept = starts if starts.numel() else None
-        grads = backend.linear_kernels().causal_linear_backward(d_out, d_kv, out, den, *given, kept)
+        grads = backend.linear_kernels().backward(d_out, d_kv, out, den, *given, kept)
         d_q, d_k, d_v, d_start = grads
     else:
         full = _arguments(*given, bucket)
