@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_linformer.py results.json
 
-Layers bidirectionally, of bfloat16 and by autocast; the mechanism causally, which no package has. All in one process,
-by the subjects and the clock of `longspan bench`: as called from Python, and replayed from a CUDA graph, which leaves
-the launches out. The kernels of one step of ours stand beside its times.
+Layers bidirectionally, of bfloat16 and by autocast, and the mechanism alone; causally too, which no package has. All in
+one process, by the subjects and the clock of `longspan bench`: as called from Python, and replayed from a CUDA graph,
+which leaves the launches out. The kernels of one step of ours stand beside its times.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from typing import Any
 
 import torch
 
-from longspan.bench.clock import cuda_ms, replayed
+from longspan.bench.clock import cuda_ms, replayed, warm_up
 from longspan.bench.layers import LAYERS, OurLayer, TheirLayer
 from longspan.bench.machine import commit, machine, versions
 from longspan.bench.measuring import Case, Effort, Row, Run, Subject, one_line
 from longspan.bench.ours import Ours
+from longspan.bench.peers import peers
 from longspan.bench.report import Group, save
 from longspan.bench.worker import alone, take
 
 SHAPES = [(1, 65536), (4, 4096)]
-EFFORT = Effort(rounds=1, repeats=20, seconds=4)
+ROUNDS, REPEATS, ONCE = 3, 20, Effort(rounds=1, repeats=1)
 ATTENTION, WITH_FEED_FORWARD = (name for name, layer in LAYERS.items() if layer.mechanism == "linformer")
 # Forward and forward + backward ms at 1 × 65536 in bfloat16.
 TARGETS = {ATTENTION: (0.29, 0.91), WITH_FEED_FORWARD: (1.0, 3.8)}
@@ -53,19 +54,32 @@ def subjects(name: str, autocast: bool) -> list[Subject]:
     return [OurLayer(f"longspan for {name}", name, autocast=autocast), TheirLayer(name, name, autocast)]
 
 
-def run(subject: Subject, case: Case) -> Run:
-    """Checked and timed as called, then replayed."""
-    unfit = subject.unfit(case)
-    if unfit is not None:
-        return Run(*unfit)
-    try:
-        found = take(subject, case, EFFORT)
-        # linformer-pytorch copies a number to the device on its way, which no graph takes.
-        if found.status == "ok" and subject.package != "linformer-pytorch":
-            for name, step in subject.work(case).items():
-                found.times[f"{name}_replayed"] = cuda_ms(replayed(partial(alone, step)), EFFORT.repeats)
-    except Exception as error:
-        return Run("error", one_line(error))
+def compare(subjects: list[Subject], case: Case) -> list[Row]:
+    """Each checked alone; then timed in turns, so that a host that drifts drifts for all, as called and replayed."""
+    rows, steps = [], []
+    for subject in subjects:
+        unfit = subject.unfit(case)
+        try:
+            found = take(subject, case, ONCE) if unfit is None else Run(*unfit)
+            steps.append(calls(subject, case) if found.status == "ok" else {})
+        except Exception as error:
+            found, steps = Run("error", one_line(error)), [*steps, {}]
+        rows.append(Row(subject, case, [replace(found, times={}) for _ in range(ROUNDS)]))
+    for number in range(ROUNDS):
+        for row, each in zip(rows, steps, strict=True):
+            for name, call in each.items():
+                # Replayed, the host has next to nothing to do.
+                warm_up(call, seconds=0 if name.endswith("replayed") else 0.05 if number else 0.2)
+                row.runs[number].times[name] = cuda_ms(call, REPEATS)
+    return rows
+
+
+def calls(subject: Subject, case: Case) -> dict[str, Callable[[], Any]]:
+    """Its steps, and after them the same from graphs."""
+    found: dict[str, Callable[[], Any]] = {name: partial(alone, step) for name, step in subject.work(case).items()}
+    # linformer-pytorch copies a number to the device on its way, which no graph takes.
+    if subject.package != "linformer-pytorch":
+        found |= {f"{name}_replayed": replayed(call) for name, call in found.items()}
     return found
 
 
@@ -93,16 +107,21 @@ def main() -> None:
         "kernels_ms": {},
     }
     causal = Case(SHAPES[0][1], dtype="bfloat16", device="cuda")
+    both_ways = replace(causal, causal=False)
     plan: list[tuple[str, Case, list[Subject]]] = [
         ("mechanism, causal", causal, [Ours("linformer, rank 256", "linformer")]),
-        ("mechanism, bidirectional", replace(causal, causal=False), [Ours("linformer, rank 256", "linformer")]),
+        (
+            "mechanism, bidirectional",
+            both_ways,
+            [Ours("linformer, rank 256", "linformer"), *peers("linformer", both_ways)],
+        ),
     ]
     for B, n in SHAPES:
         case = Case(n, B, causal=False, dtype="bfloat16", device="cuda")
         for name in TARGETS:
             plan += [(f"{name}, {how}", case, subjects(name, how == "autocast")) for how in ("bfloat16", "autocast")]
     for title, case, rivals in plan:
-        group = Group(title, case, [Row(subject, case, [run(subject, case)]) for subject in rivals])
+        group = Group(title, case, compare(rivals, case))
         groups.append(group)
         place = f"{title}, {case.batch_size} × {case.length}"
         if group.rows[0].failure is None and case.length == causal.length and "autocast" not in title:

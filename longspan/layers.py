@@ -116,6 +116,9 @@ class Attention(nn.Module):
         self, x: Tensor, rows: Rows | None = None, context: Tensor | None = None, *, context_rows: Rows | None = None
     ) -> Tensor:
         """x: (B, T, dim) with its masks and packing; for cross-attention a context (B, S, dim) with its own."""
+        whole = self._in_one(x, rows)
+        if whole is not None:
+            return whole
         rows = Rows.of(x, causal=self.causal) if rows is None else rows
         x = rows.hide(x)
         q = self._queries(x, rows)
@@ -240,6 +243,19 @@ class Attention(nn.Module):
         whole = self.bare_keys and not self.causal and self.head_groups == 1 and type(self.to_kv) is nn.Linear
         return whole and self.mechanism.compresses_first(source.shape[2], self.to_kv.out_features)
 
+    def _in_one(self, x: Tensor, rows: Rows | None) -> Tensor | None:
+        """All of it at once, on a GPU: a Linformer's layer that has nothing in it but products and softmax."""
+        mechanism, maps = self.mechanism, (self.to_q, self.to_kv, self.to_out)
+        if not isinstance(mechanism, LinformerAttention) or not self.bare_keys or self.causal or self.cross:
+            return None
+        if rows is not None and (rows.key_mask is not None or rows.packing is not None):
+            return None
+        more = self.to_gates is not None or self.to_mid is not None or self.training * self.dropout.p
+        if more or self.head_groups > 1 or not all(_is_bare(layer) for layer in maps):
+            return None
+        weights = self.to_q.weight, self.to_kv.weight, self.to_out.weight
+        return mechanism.attend_layer(x, *weights, self.to_out.bias, shared_kv=self.shared_kv)
+
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         if self.head_groups == 1:
             return self.mechanism(q, k, v, causal=self.causal, **how)
@@ -261,6 +277,12 @@ class Attention(nn.Module):
 
     def _gated(self, x: Tensor, out: Tensor) -> Tensor:
         return out if self.to_gates is None else out * self.to_gates(x).sigmoid()[..., None]
+
+
+def _is_bare(layer: nn.Module) -> bool:
+    """Whether a layer is its weight and nothing else: what stands in its place, or hooks onto it, is called."""
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not any(hooks)
 
 
 def head_shape(dim: int, config: AttentionConfig) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Linformer on a GPU: halves summed in float32, divided queries, and the causal form on the kernels."""
+"""Linformer on a GPU: halves summed in float32, few rows on the kernels, a layer in one step, and the causal form."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from longspan import Attention, AttentionConfig
+from longspan.mechanisms import linformer
 from longspan.mechanisms.linformer import LinformerAttention
-from longspan.ops import sdpa
+from longspan.ops import backend, sdpa
 from longspan.ops.compress import _compress
 
 pytestmark = [
@@ -63,6 +65,67 @@ def test_no_further_from_the_truth_than_twice_plain_pytorch(dtype: torch.dtype, 
 
     names = ["out", "d_q", "d_k", "d_v", "d_e", "d_f"]
     no_further(run(ours, dtype), run(equations, dtype), run(equations, torch.float64), names)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "rank", "dims"), [(8, 8, 256, (64, 64)), (6, 2, 200, (40, 24)), (3, 3, 5, (8, 7))]
+)
+def test_few_rows(heads: int, kv_heads: int, rank: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    B, T, (D, E) = 2, 4099, dims
+    q = torch.randn(B, T, heads, D, device="cuda", dtype=dtype)
+    k, v = (torch.randn(B, rank, kv_heads, n, device="cuda", dtype=dtype).transpose(1, 2) for n in dims)
+    d = torch.randn(B, T, heads, E, device="cuda", dtype=dtype)
+    assert backend.why_plain_rows(q, dtype, heads, kv_heads, rank, dims) is None
+
+    def run(dtype: torch.dtype, ours: bool) -> list[Tensor]:
+        x = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+        wide = [t.repeat_interleave(heads // kv_heads, 1) for t in x[1:]]
+        if ours:
+            out = linformer.attend_rows(*x)
+        else:
+            out = ((x[0].transpose(1, 2) @ wide[0].mT * D**-0.5).softmax(-1) @ wide[1]).transpose(1, 2)
+        return [out, *torch.autograd.grad(out, x, d.to(dtype))]
+
+    found = run(dtype, True)
+    no_further(found, run(dtype, False), run(torch.float64, False), ["out", "d_q", "d_k", "d_v"])
+    assert all(torch.equal(x, y) for x, y in zip(found, run(dtype, True), strict=True))
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "float16", "autocast"])
+@pytest.mark.parametrize("options", [{"shared_kv": True}, {}, {"num_kv_heads": 2, "shared_kv": True}], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_layer_in_one_step(batch: int, options: dict, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    T, dim, dtype = 1031, 96, torch.float32 if how == "autocast" else getattr(torch, how)
+    spec = {"mechanism": "linformer", "rank": R, "max_length": 1100, "share_projection": True}
+    config = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 40, "mechanism": spec} | options
+    layer = Attention(dim, AttentionConfig(**config)).to("cuda", dtype)
+    x, d = (torch.randn(batch, T, dim, device="cuda", dtype=dtype) for _ in range(2))
+    calls: list[int] = []
+    real = linformer.linformer_layer
+    monkeypatch.setattr(linformer, "linformer_layer", lambda *given: calls.append(1) or real(*given))
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        given, module = x.to(dtype).requires_grad_(), layer.to(dtype)
+        with torch.autocast("cuda", torch.bfloat16, enabled=how == "autocast" and dtype == torch.float32):
+            out = module(given)
+        wanted = [given, *(p for p in module.parameters())]
+        found = torch.autograd.grad(out, wanted, d.to(out.dtype))
+        assert all(g.dtype == p.dtype for g, p in zip(found, wanted, strict=True))
+        return [out, *found]
+
+    ours = run(dtype)
+    assert calls == [1]
+    monkeypatch.setattr(LinformerAttention, "attend_layer", lambda *_, **__: None)
+    monkeypatch.setattr(backend, "why_plain_rows", lambda *_: "not now")
+    names = ["out", "d_x", *(name for name, _ in layer.named_parameters())]
+    plainly, truth = run(dtype), run(torch.float64)
+    assert calls == [1]
+    # Under autocast results of halves come as float32.
+    eps = torch.finfo(torch.bfloat16 if how == "autocast" else dtype).eps
+    for name, found, other, true in zip(names, ours, plainly, truth, strict=True):
+        error, allowed = (float((y.double() - true).detach().abs().max()) for y in (found, other))
+        assert error <= 2 * allowed + eps * float(true.detach().abs().max()), (name, error, allowed)
 
 
 @pytest.mark.parametrize("T", [4096, 4099])

@@ -31,9 +31,10 @@ class Layer(NamedTuple):
     leaks: bool = False
 
     def build(self, case: Case, ours: bool) -> nn.Module:
-        """Without dropout, in float32 on the CPU."""
+        """Without dropout, in float32, where it is measured: a long table takes seconds to draw on a CPU."""
         module = import_module(("longspan.compat." if ours else "") + self.package.replace("-", "_"))
-        return getattr(module, self.kind)(**self.arguments(case)).eval()
+        with torch.device(case.device):
+            return getattr(module, self.kind)(**self.arguments(case)).eval()
 
 
 def _linear(case: Case) -> dict[str, Any]:
@@ -170,7 +171,7 @@ def layer_work(case: Case, layer: nn.Module, autocast: bool, compiled: bool = Fa
 
 def random_vectors(case: Case) -> Tensor:
     """Standard normal x: (B, T, dim)."""
-    return torch.randn(case.batch_size, case.length, case.dim).to(case.device, case.torch_dtype)
+    return torch.randn(case.batch_size, case.length, case.dim, device=case.device).to(case.torch_dtype)
 
 
 def _results(layer: nn.Module, x: Tensor, d: Tensor) -> list[Tensor]:

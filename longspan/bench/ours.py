@@ -64,10 +64,10 @@ class Ours(Subject):
     mechanism: str
 
     def build(self, case: Case) -> Mechanism:
-        """The mechanism, with random weights, in float32 on the CPU."""
+        """The mechanism, with random weights, in float32, where it is measured."""
         options = VARIANTS.get(self.mechanism, {}).get(self.name, _defaults)
-        mechanism = build_mechanism(self.mechanism, case.num_heads, case.head_dim, **options(case))
-        return mechanism.eval()
+        with torch.device(case.device):
+            return build_mechanism(self.mechanism, case.num_heads, case.head_dim, **options(case)).eval()
 
     def work(self, case: Case) -> Work:
         mechanism = self.build(case).to(case.device, case.torch_dtype)
@@ -110,7 +110,7 @@ def small(case: Case) -> Case:
 def random_qkv(case: Case) -> list[Tensor]:
     """Standard normal q, k and v: (B, T, H, D) each."""
     shape = (case.batch_size, case.length, case.num_heads, case.head_dim)
-    return [torch.randn(shape).to(case.device, case.torch_dtype) for _ in range(3)]
+    return [torch.randn(shape, device=case.device).to(case.torch_dtype) for _ in range(3)]
 
 
 def trained(module: torch.nn.Module) -> list[Tensor]:

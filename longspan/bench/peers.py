@@ -333,9 +333,10 @@ class Theirs(Subject):
         return None
 
     def work(self, case: Case) -> Work:
-        peer = PEERS[self.name](case).to(case.device, case.torch_dtype)
-        leaves = [x.detach().requires_grad_() for x in peer.arrange(*random_qkv(case))]
-        gradient = torch.randn(*peer.out_shape(leaves)).to(case.device, case.torch_dtype)
+        with torch.device(case.device):
+            peer = PEERS[self.name](case).to(case.torch_dtype)
+            leaves = [x.detach().requires_grad_() for x in peer.arrange(*random_qkv(case))]
+            gradient = torch.randn(*peer.out_shape(leaves)).to(case.torch_dtype)
         return attention_work(lambda: [peer(*leaves)], [*leaves, *trained(peer)], [gradient])
 
     def check(self, case: Case) -> Check:

@@ -117,6 +117,23 @@ def why_unsupported_bidirectional(
     return None
 
 
+def why_plain_rows(
+    q: Tensor, dtype: torch.dtype, heads: int, kv_heads: int, rank: int, dims: tuple[int, int]
+) -> str | None:
+    """Why attention of tokens q (B, T, …) in this dtype over `rank` rows runs in plain PyTorch; None where the kernels
+    take it. dims: numbers of a key and of a value.
+    """
+    if not at_once(q):
+        return "the tensors are not on CUDA, or somebody watches operations go by"
+    if dtype not in DTYPES[:2] or "dtype" not in torch.ops.aten.bmm.overloads():
+        return f"{str(dtype).removeprefix('torch.')}; the kernels take bfloat16 and float16, with PyTorch 2.8 or newer"
+    if rank > LARGEST or max(dims) > 64 or heads > 64 * kv_heads:
+        return f"{rank} rows of {max(dims)} numbers for {heads} heads; the kernels take {LARGEST} of 64 for 64"
+    if not q.shape[0] or q.shape[1] < 128:
+        return f"{q.shape[1]} tokens, which gain nothing"
+    return _missing(q.device) or (None if _roomy(q.device) else "less shared memory than rows and sums need")
+
+
 def _too_large(D: int, M: int, room: int) -> str | None:
     """Whether a projection, padded to powers of two, is."""
     if room < 1 << ((int(D) - 1).bit_length() + (int(M) - 1).bit_length()):
@@ -146,6 +163,13 @@ def local_kernels() -> ModuleType:
     from longspan.kernels import local
 
     return local
+
+
+def rows_kernels() -> ModuleType:
+    """The kernels' module, imported on first use."""
+    from longspan.kernels import rows
+
+    return rows
 
 
 def step_kernels() -> ModuleType:

@@ -18,16 +18,19 @@ _PIECE, _PIECES = 128, 32
 
 def compress(e: Tensor, x: Tensor) -> Tensor:
     """e (B or 1, S, Hkv or 1, R), x (B, S, Hkv, N) -> (B, Hkv, R, N), float32, or float64 of float64."""
-    heads = x.shape[2]
-    together = heads > 1 and e.shape[2] == 1
-    if together:
-        x = x.flatten(2).unsqueeze(2)
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
-        rows = _product(e, x)
-    else:
-        run: Any = _Halves.apply if backend.at_once(x) else _compress
-        rows = run(e.to(x.dtype), x)
-    return rows.squeeze(1).unflatten(2, (heads, -1)).transpose(1, 2) if together else rows
+        return _for_all_heads(_product, e, x)
+    e = e.to(x.dtype)
+    return _halves(e, x) if backend.at_once(x) else _for_all_heads(_compress, e, x)
+
+
+def _for_all_heads(product: Any, e: Tensor, x: Tensor) -> Tensor:
+    """One table for all heads takes them as one, so much wider."""
+    heads = x.shape[2]
+    if heads == e.shape[2]:
+        return product(e, x)
+    rows = product(e, x.flatten(2).unsqueeze(2))  # (B, 1, R, Hkv·N)
+    return rows.squeeze(1).unflatten(2, (heads, -1)).transpose(1, 2)
 
 
 def _product(e: Tensor, x: Tensor) -> Tensor:
@@ -65,28 +68,38 @@ def _forward(e: Tensor, x: Tensor) -> Tensor:
 
 
 def _backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    e, x = ctx.saved_tensors
-    d, d_e, d_x = d.to(x.dtype), None, None
+    e, given = ctx.saved_tensors
+    x, d, d_e, d_x = given, d.to(given.dtype), None, None
+    if e.shape[2] < given.shape[2]:
+        x, d = given.flatten(2).unsqueeze(2), d.transpose(1, 2).flatten(2).unsqueeze(1)
+    B, S, G, N = x.shape
+    one = B * G == 1
     if ctx.needs_input_grad[0]:
-        d_e = (x.transpose(1, 2) @ d.mT).transpose(1, 2)  # (B, S, G, R)
+        # (B, S, G, R)
+        d_e = (x.view(S, N) @ d[0, 0].t())[None, :, None] if one else (x.transpose(1, 2) @ d.mT).transpose(1, 2)
         d_e = d_e if len(e) == len(x) else d_e.sum(0, keepdim=True)
     if ctx.needs_input_grad[1]:
-        d_x = (e.transpose(1, 2) @ d).transpose(1, 2)  # (B, S, G, N)
+        # (B, S, G, N)
+        d_x = (e.view(S, -1) @ d[0, 0])[None, :, None] if one else (e.transpose(1, 2) @ d).transpose(1, 2)
+        d_x = d_x.reshape(given.shape)
     return d_e, d_x
 
 
 class _Halves(torch.autograd.Function):
-    """`longspan::compress`, called at once."""
+    """`longspan::compress` for all heads, called at once."""
 
     @staticmethod
     def forward(ctx: Any, e: Tensor, x: Tensor) -> Tensor:
         ctx.save_for_backward(e, x)
-        return _forward(e, x)
+        return _for_all_heads(_forward, e, x)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:
         return _backward(ctx, d)
 
+
+# `Function.apply` looks for transforms of functorch first, as `backend.at_once` has done.
+_halves: Any = super(torch.autograd.Function, _Halves).apply
 
 _compress = torch.library.custom_op("longspan::compress", _forward, mutates_args=())
 

@@ -60,7 +60,7 @@ class LinformerSelfAttention(Translated):
         """x: (B, n, dim). context: (B, m, dim), where keys and values come from in place of x."""
         if context is None and context_mask is not None:
             raise ValueError("context_mask was given without a context: the mask of x itself is mask=")
-        rows = Rows.of(x, causal=False, key_mask=mask)
+        rows = None if mask is None else Rows.of(x, causal=False, key_mask=mask)
         if context is None:
             return self.model(x, rows)
         across = copy.copy(self.model)

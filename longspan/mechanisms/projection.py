@@ -1,0 +1,132 @@
+"""What compresses a sequence to R rows: tables and convolutions, for keys and values of Linformer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longspan.mechanisms.choices import choose
+from longspan.ops.compress import compress
+from longspan.ops.linear import sum_dtype
+from longspan.ops.ragged import shift_left, shift_right
+
+
+class Projection(nn.Module):
+    """The rows e_i that compress a sequence; one object may serve keys and values, heads and layers.
+
+    kind: "learned", a table of (max_length, rank); "random", the same drawn once, not trained but saved;
+    "convolution", learned kernels of ⌈max_length / rank⌉ tokens, each giving one row from its own stretch.
+    num_heads: tables, kernels and biases apart for so many key/value heads; None is one for all.
+    dim: width of what a convolution takes. whole_stretches: its kernels take ⌊max_length / rank⌋ tokens, and what is
+    left over after the last whole stretch is dropped.
+    periodic: the table repeats after max_length tokens, and its sums are divided by the number of periods begun.
+    bias: a learned constant added to each compressed row.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        max_length: int,
+        *,
+        kind: str = "learned",
+        num_heads: int | None = None,
+        dim: int | None = None,
+        whole_stretches: bool = False,
+        periodic: bool = False,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        if rank < 1 or max_length < 1:
+            raise ValueError(f"rank and max_length must be positive, got {rank} and {max_length}")
+        self.kind = choose("projection", kind, ("learned", "random", "convolution"))
+        self.rank, self.max_length, self.num_heads, self.periodic = rank, max_length, num_heads, periodic
+        self.whole_stretches, self.asked_rank = whole_stretches, rank
+        self.stride = 1
+        apart = () if num_heads is None else (num_heads,)
+        if whole_stretches and (kind != "convolution" or rank > max_length):
+            raise ValueError(
+                f"whole_stretches is for a convolution with rank up to max_length ({max_length}), "
+                f"got projection {kind!r} and rank {rank}"
+            )
+        if kind == "convolution":
+            if dim is None or periodic:
+                raise ValueError("a convolution needs dim, and is not periodic")
+            self.stride = max_length // rank if whole_stretches else -(-max_length // rank)
+            self.rank = max_length // self.stride if whole_stretches else -(-max_length // self.stride)
+            self.kernel = nn.Parameter(torch.randn(*apart, self.stride, dim, dim) * (self.stride * dim) ** -0.5)
+        else:
+            heads = 1 if num_heads is None else num_heads
+            # By length, not by rank: compressed keys keep the size of keys however long the sequence.
+            table = torch.randn(heads, max_length, rank) * max_length**-0.5
+            if kind == "learned":
+                self.table = nn.Parameter(table)
+            else:
+                self.register_buffer("table", table)
+        width = (self.rank, 1) if dim is None or kind != "convolution" else (1, dim)
+        self.bias = nn.Parameter(torch.zeros(*apart, *width)) if bias else None
+
+    def check_length(self, longest: int) -> None:
+        """Refuses positions beyond a table that does not repeat."""
+        if longest > self.max_length and not self.periodic:
+            raise ValueError(
+                f"{longest} tokens are more than this projection's max_length of {self.max_length}; build it with a "
+                "larger max_length, or with periodic=True for any length"
+            )
+
+    def rows(self, x: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
+        """e (B or 1, T, Hkv or 1, R) and what it multiplies (B, T, Hkv, dim), for x (B, T, Hkv, dim) from `start`."""
+        T = x.shape[1]
+        if self.kind != "convolution":
+            return self._table(T, start).to(x.dtype), x
+        position = torch.arange(T, device=x.device) + (0 if start is None else start[:, None])
+        s = self.stride
+        # Positions past the last row, padding or what whole stretches leave over, belong to none.
+        e = F.one_hot((position // s).clamp(max=self.rank), self.rank + 1)[..., :-1].to(x.dtype)
+        e = e.reshape(-1, T, 1, self.rank)
+        begun = torch.zeros_like(x[:, 0, 0, 0], dtype=torch.int64) if start is None else start % s
+        padded = shift_right(x, begun, s - 1 + -(T + s - 1) % s)
+        sides = "bnshd,sdc->bnshc" if self.num_heads is None else "bnshd,hsdc->bnshc"
+        folded = torch.einsum(sides, padded.unflatten(1, (-1, s)), self.kernel.to(x.dtype))
+        return e, shift_left(folded.flatten(1, 2), begun, T)
+
+    def _table(self, T: int, start: Tensor | None) -> Tensor:
+        """Its rows for T tokens from `start`: (B or 1, T, heads, R)."""
+        table = self.table.transpose(0, 1)  # (max_length, heads, R)
+        if start is not None:
+            position = torch.arange(T, device=start.device) + start[:, None]
+            return table[position % self.max_length if self.periodic else position.clamp(max=self.max_length - 1)]
+        # A slice, not an index, whose gradient would have to be sorted.
+        if self.periodic:
+            return table.repeat(-(-T // self.max_length), 1, 1)[None, :T]
+        whole = not torch.compiler.is_compiling() and len(table) == T
+        return (table if whole else table[:T])[None]
+
+    def compress(self, x: Tensor, start: Tensor | None = None) -> Tensor:
+        """Σ e_i x_iᵀ over all tokens, the first at `start`: (B, Hkv, R, dim) in the dtype of sums."""
+        if self.kind == "convolution":
+            x = x.to(sum_dtype(x))
+        return compress(*self.rows(x, start))
+
+    def constant(self, num_heads: int, dim: int) -> Tensor:
+        """The bias of the rows that each of num_heads heads reads: (num_heads, R, dim)."""
+        assert self.bias is not None
+        bias = self.bias.expand(self.num_heads or 1, self.rank, dim)
+        return bias.repeat_interleave(num_heads // len(bias), 0)
+
+    def averaged(self, x: Tensor, length: Tensor) -> Tensor:
+        """x divided by how many times a periodic table has begun when `length` tokens have been seen."""
+        return x / (-(-length // self.max_length)).clamp(min=1) if self.periodic else x
+
+    def live(self, length: Tensor) -> Tensor:
+        """(..., R): which rows hold a token when `length` (...) tokens have been seen."""
+        row = torch.arange(self.rank, device=length.device)
+        first = row * self.stride if self.kind == "convolution" else torch.zeros_like(row)
+        return length[..., None] > first
+
+    def live_under(self, key_mask: Tensor) -> Tensor:
+        """(B, R): which rows hold a token that key_mask (B, S) keeps."""
+        if self.kind != "convolution":
+            return key_mask.any(1)[:, None].expand(-1, self.rank)
+        missing = self.rank * self.stride - key_mask.shape[1]  # negative where whole stretches leave something over
+        return F.pad(key_mask, (0, missing)).unflatten(1, (self.rank, self.stride)).any(2)
