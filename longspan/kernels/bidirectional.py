@@ -14,13 +14,14 @@ from longspan.kernels.bidirectional_backward import (
     bidirectional_backward_keys_kernel,
     bidirectional_backward_queries_kernel,
 )
-from longspan.kernels.bidirectional_blocks import Sizes, Steps
+from longspan.kernels.bidirectional_blocks import Sizes
 from longspan.kernels.bidirectional_forward import (
     bidirectional_combine_kernel,
     bidirectional_read_kernel,
     bidirectional_sums_kernel,
     bidirectional_weight_kernel,
 )
+from longspan.kernels.blocks import Steps
 from longspan.kernels.launch import Launch, Looks, Room, dense, dense_rows, looks, new_like, on_device
 
 

@@ -16,17 +16,13 @@ import triton.language as tl
 from longspan.kernels.bidirectional_blocks import (
     find_stretch,
     half_norm,
-    load_block,
     load_halves,
     load_projection,
     load_row_halves,
-    plain_features,
-    plain_gradient,
     power,
     project_across,
     query_scales,
     reciprocal,
-    store_block,
     store_halves,
     stretches_of,
     times_halves,
@@ -34,7 +30,17 @@ from longspan.kernels.bidirectional_blocks import (
     visible_rows,
     widened,
 )
-from longspan.kernels.blocks import FLOOR, add_product, product, store_sums
+from longspan.kernels.blocks import (
+    FLOOR,
+    add_product,
+    at,
+    load_block,
+    plain_features,
+    plain_gradient,
+    product,
+    store_block,
+    store_tile,
+)
 
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
@@ -63,17 +69,14 @@ def bidirectional_backward_queries_kernel(
     Both at once where d kv is one tile; else d q goes through all tiles, and each tile of d kv is a program's.
     """
     PRECISION: tl.constexpr = S.PRECISION
-    pid = tl.program_id(0)
-    i_h = pid % S.H
-    i_e, i_s = 0, pid // S.H
-    if not S.QUERIES:
-        i_e, i_s = (pid // S.H) % S.TILES, pid // (S.H * S.TILES)
-    i_n, i_b, i_0, rows = find_stretch(p_offsets, p_rest, i_s, tokens, length, sequences, S)
+    TILES: tl.constexpr = 1 if S.QUERIES else S.TILES
+    found = find_stretch(p_offsets, p_rest, tokens, length, sequences, S.H, TILES, S)
+    i_h, i_e, i_s, i_n, i_b, i_0, rows = found
     if rows <= 0:
         return
     i_x = i_n.to(tl.int64) * S.HKV + i_h // (S.H // S.HKV)
-    p_q += i_b * q.b + i_0 * q.t + i_h.to(tl.int64) * q.h
-    p_d_out += i_b * d_out.b + i_0 * d_out.t + i_h.to(tl.int64) * d_out.h + i_e * S.BE
+    p_q = at(p_q, q, i_b, i_0, i_h)
+    p_d_out = at(p_d_out, d_out, i_b, i_0, i_h, i_e * S.BE)
     i_row = (i_b * tokens + i_0) * S.H + i_h
     b_weight, b_low = load_projection(p_weight, S)
     b_z, b_c = query_scales(p_z, p_c, i_x, S)
@@ -84,8 +87,8 @@ def bidirectional_backward_queries_kernel(
     i_t, i_m = tl.arange(0, S.C), tl.arange(0, S.BM)
     for _ in range(tl.cdiv(tl.minimum(rows, length), S.C)):
         m_t = i_t < rows
-        b_q = load_block(p_q, q.t, m_t, 0, S.D, S.BD, S)
-        b_d_out = load_block(p_d_out, d_out.t, m_t, i_e, S.E, S.BE, S).to(S.DOT)
+        b_q = load_block(p_q, q.t, m_t, S.D, S.C, S.BD)
+        b_d_out = load_block(p_d_out, d_out.t, m_t, S.E, S.C, S.BE, i_e).to(S.DOT)
         b_x = project_across(b_q, b_weight, b_low, S)
         if S.EXPONENTIAL:
             b_scale = tl.load(p_scale + i_row + i_t * S.H, mask=m_t, other=-FLOOR)
@@ -94,7 +97,7 @@ def bidirectional_backward_queries_kernel(
                 # The rounding of one logarithm is in all of a query's features: more than float32 allows.
                 b_p *= reciprocal(tl.sum(b_p * b_z[:, None], 0), S)[None, :]
         else:
-            b_f = plain_features(b_x, S)
+            b_f = plain_features(b_x, S, False)
             if S.BM != S.M:
                 b_f = tl.where((i_m < S.M)[:, None], b_f, 0)
             b_p = b_f
@@ -109,7 +112,7 @@ def bidirectional_backward_queries_kernel(
             for i in range(S.TILES):
                 if S.TILES > 1:
                     b_kv, b_kv_low = load_halves(p_kv + i * S.BE, i_x, S)
-                    b_d_out = load_block(p_d_out + i * S.BE, d_out.t, m_t, i, S.E, S.BE, S).to(S.DOT)
+                    b_d_out = load_block(p_d_out + i * S.BE, d_out.t, m_t, S.E, S.C, S.BE, i).to(S.DOT)
                 b_g = times_halves(b_kv, b_kv_low, b_d_out, b_g, S)
             if S.DIVIDE:
                 b_delta = tl.sum(b_p * b_g, 0)
@@ -129,14 +132,14 @@ def bidirectional_backward_queries_kernel(
                 if S.DIVIDE:
                     b_g *= b_scale[None, :]
                 b_g = plain_gradient(b_g, b_x, b_f, S)
-            store_block(p_d_q + i_row * S.D, S.H * S.D, m_t, 0, tl.trans(b_g), S.D, S.BD, S)
+            store_block(p_d_q + i_row * S.D, S.H * S.D, m_t, tl.trans(b_g), S.D, S.C, S.BD)
         p_q += S.C * q.t
         p_d_out += S.C * d_out.t
         i_row += S.C * S.H
         rows -= S.C
     i_o = i_s.to(tl.int64) * S.H + i_h
     if S.SUMS:
-        store_sums(p_d_kv + i_e * S.BE, i_o, b_d_kv, S.BM, S.BE, S.BE * S.TILES)
+        store_tile(p_d_kv + i_e * S.BE, i_o, b_d_kv, S)
     if S.QUERIES and S.DIVIDE and not S.FEATURE:
         tl.store(p_d_z + i_o * S.BM + i_m, b_d_z)
 
@@ -194,15 +197,12 @@ def bidirectional_backward_keys_kernel(
 ):
     """d k and d v of one stretch of one head's keys."""
     PRECISION: tl.constexpr = S.PRECISION
-    pid = tl.program_id(0)
-    i_h = pid % S.HKV
-    i_s = pid // S.HKV
-    i_n, i_b, i_0, rows = find_stretch(p_offsets, p_rest, i_s, tokens, length, sequences, S)
+    i_h, _, _, i_n, i_b, i_0, rows = find_stretch(p_offsets, p_rest, tokens, length, sequences, S.HKV, 1, S)
     if rows <= 0:
         return
     i_x = i_n.to(tl.int64) * S.HKV + i_h
-    p_k += i_b * k.b + i_0 * k.t + i_h.to(tl.int64) * k.h
-    p_v += i_b * v.b + i_0 * v.t + i_h.to(tl.int64) * v.h
+    p_k = at(p_k, k, i_b, i_0, i_h)
+    p_v = at(p_v, v, i_b, i_0, i_h)
     i_row = (i_b * tokens + i_0) * S.HKV + i_h
     if p_mask is not None:
         p_mask += i_b * tokens + i_0
@@ -216,7 +216,7 @@ def bidirectional_backward_keys_kernel(
     for _ in range(tl.cdiv(tl.minimum(rows, length), S.C)):
         m_t = visible_rows(p_mask, rows, S)
         m_there = i_t < rows
-        b_k = load_block(p_k, k.t, m_t, 0, S.D, S.BD, S)
+        b_k = load_block(p_k, k.t, m_t, S.D, S.C, S.BD)
         b_x = project_across(b_k, b_weight, b_low, S)
         if S.EXPONENTIAL:
             b_f = to_logits(b_x, S) - b_c[:, None]
@@ -224,12 +224,12 @@ def bidirectional_backward_keys_kernel(
                 b_f -= half_norm(b_k, S)[None, :]
             b_f = power(tl.where(m_t[None, :], b_f, FLOOR), S)
         else:
-            b_f = tl.where(m_t[None, :], plain_features(b_x, S), 0)
+            b_f = tl.where(m_t[None, :], plain_features(b_x, S, False), 0)
         b_rounded = b_f.to(S.DOT)
         b_g = tl.full((S.BM, S.C), 0.0, tl.float32)
         for i in range(S.TILES):
             p_tile = p_d_v + i_row * S.E + i * S.BE
-            b_v = load_block(p_v + i * S.BE, v.t, m_t, i, S.E, S.BE, S).to(S.DOT)
+            b_v = load_block(p_v + i * S.BE, v.t, m_t, S.E, S.C, S.BE, i).to(S.DOT)
             if S.TILES > 1:
                 b_d_kv, b_d_kv_low = load_halves(p_d_kv + i * S.BE, i_x, S)
             if S.FEATURE and tl.float32 == S.DOT:
@@ -238,7 +238,7 @@ def bidirectional_backward_keys_kernel(
                 b_v -= tl.load(p_kv + i_x * (S.BM * S.BE * S.TILES) + i * S.BE + tl.arange(0, S.BE))[None, :]
             b_g = times_halves(b_d_kv, b_d_kv_low, b_v, b_g, S)
             b_d_v = product(tl.trans(b_d_kv), b_rounded, PRECISION)
-            store_block(p_tile, S.HKV * S.E, m_there, i, tl.trans(b_d_v), S.E, S.BE, S)
+            store_block(p_tile, S.HKV * S.E, m_there, tl.trans(b_d_v), S.E, S.C, S.BE, i)
         b_g += b_d_z[:, None]
         if S.EXPONENTIAL:
             b_g *= b_f
@@ -248,7 +248,7 @@ def bidirectional_backward_keys_kernel(
                 b_g -= tl.trans(b_k.to(tl.float32)) * b_total[None, :]
         else:
             b_g = tl.where(m_t[None, :], plain_gradient(b_g, b_x, b_f, S), 0)
-        store_block(p_d_k + i_row * S.D, S.HKV * S.D, m_there, 0, tl.trans(b_g), S.D, S.BD, S)
+        store_block(p_d_k + i_row * S.D, S.HKV * S.D, m_there, tl.trans(b_g), S.D, S.C, S.BD)
         p_k += S.C * k.t
         p_v += S.C * v.t
         if p_mask is not None:

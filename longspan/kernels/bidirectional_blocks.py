@@ -7,17 +7,23 @@ least 1 wherever there is a key.
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import FLOOR, RELU_EPSILON, add_product, exact_inverse, exp, inverse, load_sums, product
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LOG2E_REST = tl.constexpr(1.9259629911266175e-08)  # what float32 leaves of it
-LN2 = tl.constexpr(0.6931471805599453)
+from longspan.kernels.blocks import (
+    FLOOR,
+    LOG2E,
+    add_product,
+    exact_exp,
+    exact_inverse,
+    exp2,
+    inverse,
+    load_tile,
+    product,
+    whole,
+)
 
 
 class Sizes(NamedTuple):
@@ -49,56 +55,6 @@ class Sizes(NamedTuple):
     SUMS: bool = False
 
 
-class Steps(NamedTuple):
-    """From row to row, from token to token and from head to head of a tensor (B, T, H, D)."""
-
-    b: int
-    t: int
-    h: int
-
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-
-    @triton.jit
-    def exp2(x):
-        return tl.exp2(x)
-
-    @triton.jit
-    def _exp(x):
-        return tl.exp(x)
-
-    @triton.jit
-    def whole(b_x):
-        return b_x.to(tl.float32)
-else:
-
-    @triton.jit
-    def exp2(x):
-        """In one instruction, exact where x is whole: what is too small to be a normal number is 0."""
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-    @triton.jit
-    def _exp(x):
-        """With what the product with log₂ e loses made good."""
-        b_high = x * LOG2E
-        b_low = tl.fma(x, LOG2E, -b_high) + x * LOG2E_REST
-        return exp2(b_high) * (1 + b_low * LN2)
-
-    @triton.jit
-    def whole(b_x):
-        """Two numbers at a time: left to the compiler, each would be rounded by itself, at the pace of 2^x."""
-        return tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
-            "=r,=r,r",
-            [b_x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
-
-
 @triton.jit
 def widened(b_x, S: tl.constexpr):
     """Numbers rounded to DOT, as float32."""
@@ -111,7 +67,7 @@ def widened(b_x, S: tl.constexpr):
 def power(x, S: tl.constexpr):
     """The base to the power of x: 2 with products of bfloat16, e with those of float32, where each rounding shows."""
     if tl.float32 == S.DOT:
-        x = _exp(x)
+        x = exact_exp(x)
     else:
         x = exp2(x)
     return x
@@ -138,14 +94,20 @@ def reciprocal(x, S: tl.constexpr):
 
 
 @triton.jit
-def find_stretch(p_offsets, p_rest, i_s, tokens, length, sequences, S: tl.constexpr):
-    """The sequence of stretch i_s, its row of the batch, its first token's slot in that row, and the tokens of the
-    sequence from there on, which may be none.
+def find_stretch(
+    p_offsets, p_rest, tokens, length, sequences, HEADS: tl.constexpr, TILES: tl.constexpr, S: tl.constexpr
+):
+    """The head, tile of values and stretch that a program is for; the stretch's sequence, its row of the batch, its
+    first token's slot in that row, and the tokens of the sequence from there on, which may be none.
 
     Packed sequence n has stretches from offsets[n] // length + n on: at least as many as it needs. p_rest: the largest
     rest that bfloat16 leaves of the weight, None where there is but one launch; the host does not know whether there is
     any, so that of two launches one finds no tokens.
     """
+    pid = tl.program_id(0)
+    i_h = pid % HEADS
+    i_e = (pid // HEADS) % TILES
+    i_s = pid // (HEADS * TILES)
     if p_offsets is None:
         each = tl.cdiv(tokens, length)
         i_n = i_s // each
@@ -166,7 +128,7 @@ def find_stretch(p_offsets, p_rest, i_s, tokens, length, sequences, S: tl.conste
         rows = tl.load(p_offsets + i_n + 1) - i_0
     if p_rest is not None:
         rows = tl.where((tl.load(p_rest) == 0) == (S.PROJECTION == "whole"), rows, 0)
-    return i_n, i_b.to(tl.int64), i_0.to(tl.int64), rows
+    return i_h, i_e, i_s, i_n, i_b.to(tl.int64), i_0.to(tl.int64), rows
 
 
 @triton.jit
@@ -180,26 +142,6 @@ def stretches_of(p_offsets, i_n, tokens, length):
         first = start // length + i_n
         number = tl.cdiv(tl.load(p_offsets + i_n + 1) - start, length)
     return first, number
-
-
-@triton.jit
-def load_block(p_x, step, m_t, i_x, SIZE: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr):
-    """The rows that m_t keeps of the (C, BLOCK) block at p_x, the i_x-th of SIZE columns; zeros in the rest."""
-    i_t, i_d = tl.arange(0, S.C), tl.arange(0, BLOCK)
-    m_x = m_t[:, None]
-    if SIZE % BLOCK != 0:
-        m_x = m_x & (i_d < SIZE - i_x * BLOCK)[None, :]
-    return tl.load(p_x + i_t[:, None] * step + i_d[None, :], mask=m_x, other=0.0)
-
-
-@triton.jit
-def store_block(p_x, step, m_t, i_x, b_x, SIZE: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr):
-    """As `load_block`, the other way."""
-    i_t, i_d = tl.arange(0, S.C), tl.arange(0, BLOCK)
-    m_x = m_t[:, None]
-    if SIZE % BLOCK != 0:
-        m_x = m_x & (i_d < SIZE - i_x * BLOCK)[None, :]
-    tl.store(p_x + i_t[:, None] * step + i_d[None, :], b_x.to(p_x.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
@@ -217,13 +159,12 @@ def load_halves(p_x, i_x, S: tl.constexpr):
     """A tile of matrix i_x of a stack of (BM, BE · TILES) at p_x, as two whose sum it is: halves of
     bfloat16 side by side, or float32 and 0.
     """
-    COLUMNS: tl.constexpr = S.BE * S.TILES
     b_low = 0
     if tl.float32 == S.DOT:
-        b_high = load_sums(p_x, i_x, S.BM, S.BE, COLUMNS)
+        b_high = load_tile(p_x, i_x, S)
     else:
-        b_high = load_sums(p_x, i_x, S.BM, S.BE, 2 * COLUMNS)
-        b_low = load_sums(p_x + COLUMNS, i_x, S.BM, S.BE, 2 * COLUMNS)
+        b_high = load_tile(p_x, i_x, S, 2)
+        b_low = load_tile(p_x + S.BE * S.TILES, i_x, S, 2)
     return b_high, b_low
 
 
@@ -328,26 +269,6 @@ def half_norm(b_x, S: tl.constexpr):
     if tl.float32 != S.DOT:
         b_half *= LOG2E
     return b_half
-
-
-@triton.jit
-def plain_features(b_x, S: tl.constexpr):
-    """φ of maps that are no exponentials."""
-    if S.MAP == "elu":
-        b_x = tl.maximum(b_x, 0) + exp(tl.minimum(b_x, 0))
-    if S.MAP == "relu":
-        b_x = tl.maximum(b_x, 0) + RELU_EPSILON
-    return b_x
-
-
-@triton.jit
-def plain_gradient(b_g, b_x, b_f, S: tl.constexpr):
-    """d x from d φ(x), x and φ(x) of maps that are no exponentials."""
-    if S.MAP == "elu":
-        b_g *= tl.minimum(b_f, 1)
-    if S.MAP == "relu":
-        b_g = tl.where(b_x > 0, b_g, 0)
-    return b_g
 
 
 @triton.jit

@@ -13,24 +13,31 @@ import triton.language as tl
 from longspan.kernels.bidirectional_blocks import (
     find_stretch,
     half_norm,
-    load_block,
     load_halves,
     load_projection,
     logarithm,
-    plain_features,
     power,
     project,
     project_across,
     query_scales,
     reciprocal,
-    store_block,
     store_halves,
     stretches_of,
     to_logits,
     visible_rows,
     widened,
 )
-from longspan.kernels.blocks import FLOOR, NOTHING, add_product, product, store_sums
+from longspan.kernels.blocks import (
+    FLOOR,
+    NOTHING,
+    add_product,
+    at,
+    load_block,
+    plain_features,
+    product,
+    store_block,
+    store_tile,
+)
 
 
 @triton.jit
@@ -52,15 +59,12 @@ def bidirectional_sums_kernel(
 ):
     """kv, z and c of one stretch. Features lie across, (BM, C): a feature's maximum and sum are those of a row."""
     PRECISION: tl.constexpr = S.PRECISION
-    pid = tl.program_id(0)
-    i_h = pid % S.HKV
-    i_e = (pid // S.HKV) % S.TILES
-    i_s = pid // (S.HKV * S.TILES)
-    i_n, i_b, i_0, rows = find_stretch(p_offsets, p_rest, i_s, tokens, length, sequences, S)
+    found = find_stretch(p_offsets, p_rest, tokens, length, sequences, S.HKV, S.TILES, S)
+    i_h, i_e, i_s, i_n, i_b, i_0, rows = found
     if rows <= 0:
         return
-    p_k += i_b * k.b + i_0 * k.t + i_h.to(tl.int64) * k.h
-    p_v += i_b * v.b + i_0 * v.t + i_h.to(tl.int64) * v.h + i_e * S.BE
+    p_k = at(p_k, k, i_b, i_0, i_h)
+    p_v = at(p_v, v, i_b, i_0, i_h, i_e * S.BE)
     if p_mask is not None:
         p_mask += i_b * tokens + i_0
     b_weight, b_low = load_projection(p_weight, S)
@@ -69,8 +73,8 @@ def bidirectional_sums_kernel(
     b_c = tl.full((S.BM,), FLOOR, tl.float32)
     for _ in range(tl.cdiv(tl.minimum(rows, length), S.C)):
         m_t = visible_rows(p_mask, rows, S)
-        b_k = load_block(p_k, k.t, m_t, 0, S.D, S.BD, S)
-        b_v = load_block(p_v, v.t, m_t, i_e, S.E, S.BE, S).to(S.DOT)
+        b_k = load_block(p_k, k.t, m_t, S.D, S.C, S.BD)
+        b_v = load_block(p_v, v.t, m_t, S.E, S.C, S.BE, i_e).to(S.DOT)
         b_f = project_across(b_k, b_weight, b_low, S)
         if S.EXPONENTIAL:
             b_f = to_logits(b_f, S)
@@ -85,7 +89,7 @@ def bidirectional_sums_kernel(
             # Where no key was visible yet, c is FLOOR like the keys that are not.
             b_f = power(b_f - tl.where(b_c == FLOOR, 0, b_c)[:, None], S)
         else:
-            b_f = tl.where(m_t[None, :], plain_features(b_f, S), 0)
+            b_f = tl.where(m_t[None, :], plain_features(b_f, S, False), 0)
         b_f = b_f.to(S.DOT)
         b_z += tl.sum(widened(b_f, S), 1)
         b_kv = add_product(b_f, b_v, b_kv, PRECISION)
@@ -96,7 +100,7 @@ def bidirectional_sums_kernel(
         rows -= S.C
     i_o = i_s.to(tl.int64) * S.HKV + i_h
     i_m = tl.arange(0, S.BM)
-    store_sums(p_kv + i_e * S.BE, i_o, b_kv, S.BM, S.BE, S.BE * S.TILES)
+    store_tile(p_kv + i_e * S.BE, i_o, b_kv, S)
     if i_e == 0:
         tl.store(p_z + i_o * S.BM + i_m, b_z)
         tl.store(p_c + i_o * S.BM + i_m, b_c)
@@ -150,15 +154,12 @@ def bidirectional_read_kernel(
     TOKENS: tl.constexpr = 1 if ACROSS else 0
     FEATURES: tl.constexpr = 0 if ACROSS else 1
     PRECISION: tl.constexpr = S.PRECISION
-    pid = tl.program_id(0)
-    i_h = pid % S.H
-    i_e = (pid // S.H) % S.TILES
-    i_s = pid // (S.H * S.TILES)
-    i_n, i_b, i_0, rows = find_stretch(p_offsets, p_rest, i_s, tokens, length, sequences, S)
+    found = find_stretch(p_offsets, p_rest, tokens, length, sequences, S.H, S.TILES, S)
+    i_h, i_e, i_s, i_n, i_b, i_0, rows = found
     if rows <= 0:
         return
     i_x = i_n.to(tl.int64) * S.HKV + i_h // (S.H // S.HKV)
-    p_q += i_b * q.b + i_0 * q.t + i_h.to(tl.int64) * q.h
+    p_q = at(p_q, q, i_b, i_0, i_h)
     i_row = (i_b * tokens + i_0) * S.H + i_h
     b_weight, b_low = load_projection(p_weight, S)
     b_kv, _ = load_halves(p_kv + i_e * S.BE, i_x, S)
@@ -166,7 +167,7 @@ def bidirectional_read_kernel(
     i_t, i_m = tl.arange(0, S.C), tl.arange(0, S.BM)
     for _ in range(tl.cdiv(tl.minimum(rows, length), S.C)):
         m_t = i_t < rows
-        b_q = load_block(p_q, q.t, m_t, 0, S.D, S.BD, S)
+        b_q = load_block(p_q, q.t, m_t, S.D, S.C, S.BD)
         if ACROSS:
             b_f = project_across(b_q, b_weight, b_low, S)
         else:
@@ -176,7 +177,7 @@ def bidirectional_read_kernel(
             b_top = tl.max(b_f, FEATURES)
             b_f = power(b_f - tl.expand_dims(b_top, FEATURES), S)
         else:
-            b_f = plain_features(b_f, S)
+            b_f = plain_features(b_f, S, False)
             if S.BM != S.M:
                 b_f = tl.where(tl.expand_dims(i_m < S.M, TOKENS), b_f, 0)
         if ACROSS:
@@ -195,7 +196,7 @@ def bidirectional_read_kernel(
                 tl.store(p_scale + i_row + i_t * S.H, b_scale, mask=m_t)
         if ACROSS:
             b_out = tl.trans(b_out)
-        store_block(p_out + i_row * S.E + i_e * S.BE, S.H * S.E, m_t, i_e, b_out, S.E, S.BE, S)
+        store_block(p_out + i_row * S.E + i_e * S.BE, S.H * S.E, m_t, b_out, S.E, S.C, S.BE, i_e)
         p_q += S.C * q.t
         i_row += S.C * S.H
         rows -= S.C

@@ -1,11 +1,9 @@
-"""What the linear-attention kernels share: blocks of rows in and out, feature maps on blocks, and their derivatives.
-
-A chunk is C tokens of one head. A key's features are f · exp(β), as in `ops.features`; β is 0 for maps without a scale.
-"""
+"""What kernels share: where programs and tensors' rows lie, blocks in and out, powers, products, plain feature maps."""
 
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,32 +13,69 @@ FLOOR = tl.constexpr(-1e30)
 RELU_EPSILON = tl.constexpr(1e-3)
 # A normaliser below this is a sum that underflowed: as good as none, and its reciprocal would overflow.
 NOTHING = tl.constexpr(1.1754943508222875e-32)
+LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E_REST = tl.constexpr(1.9259629911266175e-08)  # what float32 leaves of it
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Steps(NamedTuple):
+    """From row to row, from token to token and from head to head of a tensor (B, T, H, D)."""
+
+    b: int
+    t: int
+    h: int
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
 
     @triton.jit
+    def exp2(x):
+        return tl.exp2(x)
+
+    @triton.jit
     def exp(x):
         return tl.exp(x)
 
     @triton.jit
     def exact_exp(x):
         return tl.exp(x)
+
+    @triton.jit
+    def whole(b_x):
+        return b_x.to(tl.float32)
 else:
 
     @triton.jit
-    def exp(x):
-        """In two instructions: what is too small to be a normal number is 0."""
+    def exp2(x):
+        """In one instruction, exact where x is whole: what is too small to be a normal number is 0."""
         return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
+
+    @triton.jit
+    def exp(x):
+        return exp2(x * LOG2E)
 
     @triton.jit
     def exact_exp(x):
         """With what the product with log₂ e loses made good: float32 has no digit to spare."""
-        high = x * 1.4426950408889634
-        low = tl.fma(x, 1.4426950408889634, -high) + x * 1.9259629911266175e-08
-        return exp(x) * (1 + low * 0.6931471805599453)
+        high = x * LOG2E
+        low = tl.fma(x, LOG2E, -high) + x * LOG2E_REST
+        return exp2(high) * (1 + low * LN2)
+
+    @triton.jit
+    def whole(b_x):
+        """bfloat16 as float32, two numbers at a time: left to the compiler, numbers rounded just before would each be
+        rounded by itself, at the pace of 2^x.
+        """
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [b_x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
 
 
 @triton.jit
@@ -72,183 +107,130 @@ def add_product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_rows(p_x, stride_t, rows, columns, C: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr):
-    """The first rows and columns of the (C, BD) block at p_x, zeros in the rest. WHOLE: all columns are there."""
-    i_t, i_d = tl.arange(0, C), tl.arange(0, BD)
-    m_x = (i_t < rows)[:, None]
-    if not WHOLE:
-        m_x = m_x & (i_d < columns)[None, :]
-    return tl.load(p_x + i_t[:, None] * stride_t + i_d[None, :], mask=m_x, other=0.0)
+def place(stretches, HEADS: tl.constexpr, TILES: tl.constexpr = 1):
+    """The head, tile of values, stretch of tokens and row of the batch that a program is for."""
+    pid = tl.program_id(0)
+    i_h = pid % HEADS
+    i_e = (pid // HEADS) % TILES
+    i_s = (pid // (HEADS * TILES)) % stretches
+    return i_h, i_e, i_s, (pid // (HEADS * TILES) // stretches).to(tl.int64)
 
 
 @triton.jit
-def load_rows_again(p_x, stride_t, rows, columns, C: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr):
+def at(p_x, steps, i_b, i_t, i_h, column=0):
+    """Where token i_t of one row and head begins, or a column of it."""
+    return p_x + (i_b * steps.b + i_t.to(tl.int64) * steps.t + i_h.to(tl.int64) * steps.h + column)
+
+
+@triton.jit
+def visible(p_lengths, i_b, T):
+    """How many keys of a row are not hidden."""
+    if p_lengths is not None:
+        T = tl.load(p_lengths + i_b).to(tl.int32)
+    return T
+
+
+@triton.jit
+def _block(p_x, step, m_t, i_x, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the (C, BLOCK) block at p_x lies, and what of it is there: the rows that m_t keeps, and of its columns, the
+    i_x-th BLOCK, those among SIZE.
+    """
+    i_t, i_d = tl.arange(0, C), tl.arange(0, BLOCK)
+    m_x = m_t[:, None]
+    if SIZE % BLOCK != 0:
+        m_x = m_x & (i_d < SIZE - i_x * BLOCK)[None, :]
+    return p_x + i_t[:, None] * step + i_d[None, :], m_x
+
+
+@triton.jit
+def load_block(p_x, step, m_t, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, i_x=0):
+    """The rows that m_t keeps of the (C, BLOCK) block at p_x, the i_x-th of SIZE columns; zeros in the rest."""
+    p_x, m_x = _block(p_x, step, m_t, i_x, SIZE, C, BLOCK)
+    return tl.load(p_x, mask=m_x, other=0.0)
+
+
+@triton.jit
+def store_block(p_x, step, m_t, b_x, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, i_x=0):
+    """As `load_block`, the other way."""
+    p_x, m_x = _block(p_x, step, m_t, i_x, SIZE, C, BLOCK)
+    tl.store(p_x, b_x.to(p_x.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def load_rows(p_x, step, rows, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, i_x=0):
+    """`load_block` of the first rows."""
+    return load_block(p_x, step, tl.arange(0, C) < rows, SIZE, C, BLOCK, i_x)
+
+
+@triton.jit
+def load_rows_again(p_x, step, rows, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
     """As `load_rows`, but never merged with it: from the cache rather than from registers held for long."""
-    i_t, i_d = tl.arange(0, C), tl.arange(0, BD)
-    m_x = (i_t < rows)[:, None]
-    if not WHOLE:
-        m_x = m_x & (i_d < columns)[None, :]
-    p_x += i_t[:, None] * stride_t + i_d[None, :]
-    return tl.load(p_x, mask=m_x, other=0.0, eviction_policy="evict_first")
+    i_t, i_d = tl.arange(0, C), tl.arange(0, BLOCK)
+    _, m_x = _block(p_x, step, i_t < rows, 0, SIZE, C, BLOCK)
+    return tl.load(p_x + (i_t[:, None] * step + i_d[None, :]), mask=m_x, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
-def store_rows(p_x, stride_t, rows, columns, b_x, C: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr):
+def store_rows(p_x, step, rows, b_x, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, i_x=0):
     """As `load_rows`, the other way."""
-    i_t, i_d = tl.arange(0, C), tl.arange(0, BD)
-    m_x = (i_t < rows)[:, None]
-    if not WHOLE:
-        m_x = m_x & (i_d < columns)[None, :]
-    tl.store(p_x + i_t[:, None] * stride_t + i_d[None, :], b_x.to(p_x.dtype.element_ty), mask=m_x)
+    store_block(p_x, step, tl.arange(0, C) < rows, b_x, SIZE, C, BLOCK, i_x)
 
 
 @triton.jit
-def load_column(p_x, stride_t, rows, C: tl.constexpr, other: tl.constexpr):
+def load_inputs(p_x, step, rows, S: tl.constexpr):
+    """Rows of q or k (C, BD)."""
+    return load_rows(p_x, step, rows, S.D, S.C, S.BD)
+
+
+@triton.jit
+def load_values(p_x, step, rows, S: tl.constexpr, i_e=0):
+    """Rows of v or of what is as wide, or of tile i_e of them, which begins at p_x: (C, BE)."""
+    return load_rows(p_x, step, rows, S.E, S.C, S.BE, i_e)
+
+
+@triton.jit
+def load_column(p_x, step, rows, C: tl.constexpr, other: tl.constexpr):
     i_t = tl.arange(0, C)
-    return tl.load(p_x + i_t * stride_t, mask=i_t < rows, other=other)
+    return tl.load(p_x + i_t * step, mask=i_t < rows, other=other)
 
 
 @triton.jit
-def load_sums(p_x, i_x, BM: tl.constexpr, BE: tl.constexpr, COLUMNS: tl.constexpr):
-    """The first BE columns of matrix i_x of a stack of (BM, COLUMNS) at p_x."""
-    i_m, i_e = tl.arange(0, BM), tl.arange(0, BE)
-    return tl.load(p_x + i_x * (BM * COLUMNS) + i_m[:, None] * COLUMNS + i_e[None, :])
+def load_tile(p_x, i_x, S: tl.constexpr, HALVES: tl.constexpr = 1):
+    """The tile (BM, BE) at p_x of matrix i_x of a stack of sums, HALVES · TILES of them side by side."""
+    COLUMNS: tl.constexpr = HALVES * S.BE * S.TILES
+    i_m, i_e = tl.arange(0, S.BM), tl.arange(0, S.BE)
+    return tl.load(p_x + i_x * (S.BM * COLUMNS) + i_m[:, None] * COLUMNS + i_e[None, :])
 
 
 @triton.jit
-def store_sums(p_x, i_x, b_x, BM: tl.constexpr, BE: tl.constexpr, COLUMNS: tl.constexpr):
-    """As `load_sums`, the other way."""
-    i_m, i_e = tl.arange(0, BM), tl.arange(0, BE)
-    p_x += i_x * (BM * COLUMNS) + i_m[:, None] * COLUMNS + i_e[None, :]
+def store_tile(p_x, i_x, b_x, S: tl.constexpr):
+    """As `load_tile`, the other way."""
+    COLUMNS: tl.constexpr = S.BE * S.TILES
+    i_m, i_e = tl.arange(0, S.BM), tl.arange(0, S.BE)
+    p_x += i_x * (S.BM * COLUMNS) + i_m[:, None] * COLUMNS + i_e[None, :]
     tl.store(p_x, b_x.to(p_x.dtype.element_ty))
 
 
 @triton.jit
-def load_weight(p_weight, D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, DOT: tl.constexpr):
-    """The projection of FAVOR+ (M, D), scaled, as two (BM, BD) blocks that add up to it; 0 for maps without one."""
-    b_weight, b_low = 0, 0
-    if p_weight is not None:
-        i_m, i_d = tl.arange(0, BM), tl.arange(0, BD)
-        m_w = (i_m < M)[:, None] & (i_d < D)[None, :]
-        b_whole = tl.load(p_weight + i_m[:, None] * D + i_d[None, :], mask=m_w, other=0.0) * D**-0.25
-        b_weight = b_whole.to(DOT)
-        b_low = (b_whole - b_weight.to(tl.float32)).to(DOT)
-    return b_weight, b_low
-
-
-@triton.jit
-def _project(b_x, b_weight, b_low, DOT: tl.constexpr):
-    """w·x with the precision of float32, which an exponent needs: x is exact, w is the sum of two halves."""
-    if tl.bfloat16 == DOT:
-        b_p = tl.dot(b_x, tl.trans(b_low))
-        b_p = tl.dot(b_x, tl.trans(b_weight), b_p)
-    else:
-        b_p = _times_weight(b_x.to(tl.float32), tl.trans(b_weight), b_x)
-    return b_p
-
-
-@triton.jit
-def _times_weight(b_x, b_weight, b_like):
-    """x·w with the precision that inputs like these need: of float32 three products of tf32 lose some."""
-    if b_like.dtype == tl.float32:
-        b_x = product(b_x, b_weight, "ieee")
-    else:
-        b_x = tl.dot(b_x, b_weight, input_precision="tf32x3")
+def plain_features(b_x, S: tl.constexpr, EXACT: tl.constexpr):
+    """φ of maps that are no exponentials; of others x as it is."""
+    if S.MAP == "elu":
+        if EXACT:
+            b_x = tl.maximum(b_x, 0) + exact_exp(tl.minimum(b_x, 0))
+        else:
+            b_x = tl.maximum(b_x, 0) + exp(tl.minimum(b_x, 0))
+    if S.MAP == "relu":
+        b_x = tl.maximum(b_x, 0) + RELU_EPSILON
     return b_x
 
 
 @triton.jit
-def query_features(
-    b_x,
-    b_weight,
-    b_low,
-    M: tl.constexpr,
-    BM: tl.constexpr,
-    MAP: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """φ(q) (C, BM), float32; zeros beyond M features. A softmax's sum cancels where attention is normalised: left
-    out with bfloat16; float32 and float16 would miss how its gradient takes rounding errors with it.
-    """
-    m_m = (tl.arange(0, BM) < M)[None, :]
-    if MAP == "favor":
-        b_f = _project(b_x, b_weight, b_low, DOT)
-    else:
-        b_f = b_x.to(tl.float32)
-    if MAP == "elu":
-        b_f = tl.maximum(b_f, 0) + exact_exp(tl.minimum(b_f, 0))
-    if MAP == "relu":
-        b_f = tl.maximum(b_f, 0) + RELU_EPSILON
-    if MAP == "softmax" or MAP == "favor":
-        if BM != M:
-            b_f = tl.where(m_m, b_f, FLOOR)
-        b_f = exact_exp(b_f - tl.max(b_f, 1)[:, None])
-    if MAP == "softmax" and not (NORMALISE and tl.bfloat16 == DOT):
-        b_f = b_f / tl.sum(b_f, 1)[:, None]
-    if BM != M and MAP != "identity":
-        b_f = tl.where(m_m, b_f, 0)
-    return b_f
-
-
-@triton.jit
-def query_gradient(b_g, b_x, b_f, b_weight, MAP: tl.constexpr, NORMALISE: tl.constexpr, DOT: tl.constexpr):
-    """d q (C, BD) from d φ(q), q and φ(q). Where attention is normalised φ(q) · d φ(q) is 0: its size cancels."""
-    if MAP == "elu":
-        b_g = b_g * tl.minimum(b_f, 1)
-    if MAP == "relu":
+def plain_gradient(b_g, b_x, b_f, S: tl.constexpr):
+    """d x from d φ(x), x and φ(x) of maps that are no exponentials; of others d φ(x) as it is."""
+    if S.MAP == "elu":
+        b_g *= tl.minimum(b_f, 1)
+    if S.MAP == "relu":
         b_g = tl.where(b_x.to(tl.float32) > 0, b_g, 0)
-    if MAP == "softmax":
-        if not (NORMALISE and tl.bfloat16 == DOT):
-            b_g -= tl.sum(b_g * b_f, 1)[:, None]
-        b_g = b_g * b_f
-    if MAP == "favor":
-        b_g = _times_weight((b_g * b_f).to(DOT), b_weight, b_x)
-    return b_g
-
-
-@triton.jit
-def key_logits(
-    b_x, b_weight, b_low, D: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, MAP: tl.constexpr, DOT: tl.constexpr
-):
-    """Of maps that are exponentials, log φ(k) (C, BM); of the others k itself."""
-    b_f = b_x.to(tl.float32)
-    if MAP == "favor":
-        b_half = tl.sum(b_f * b_f, 1) * (0.5 * D**-0.5)
-        b_f = _project(b_x, b_weight, b_low, DOT) - b_half[:, None]
-    if BM != M and (MAP == "softmax" or MAP == "favor"):
-        b_f = tl.where((tl.arange(0, BM) < M)[None, :], b_f, FLOOR)
-    return b_f
-
-
-@triton.jit
-def key_features(b_f, b_beta, M: tl.constexpr, BM: tl.constexpr, MAP: tl.constexpr):
-    """f (C, BM) from logits and β (C,). A hidden key has features too: its β is FLOOR, or its pairs are masked."""
-    if MAP == "elu":
-        b_f = tl.maximum(b_f, 0) + exact_exp(tl.minimum(b_f, 0))
-    if MAP == "relu":
-        b_f = tl.maximum(b_f, 0) + RELU_EPSILON
-    if MAP == "softmax" or MAP == "favor":
-        b_f = exact_exp(b_f - tl.where(b_beta == FLOOR, 0, b_beta)[:, None])
-    if BM != M and MAP != "identity":
-        b_f = tl.where((tl.arange(0, BM) < M)[None, :], b_f, 0)
-    return b_f
-
-
-@triton.jit
-def key_gradient(b_g, b_x, b_f, b_weight, D: tl.constexpr, MAP: tl.constexpr, DOT: tl.constexpr):
-    """d k (C, BD) from d f, k and f; β is a constant."""
-    if MAP == "elu":
-        b_g = b_g * tl.minimum(b_f, 1)
-    if MAP == "relu":
-        b_g = tl.where(b_x.to(tl.float32) > 0, b_g, 0)
-    if MAP == "softmax":
-        b_g = b_g * b_f
-    if MAP == "favor":
-        b_g = b_g * b_f
-        b_total = tl.sum(b_g, 1) * D**-0.5
-        b_g = _times_weight(b_g.to(DOT), b_weight, b_x)
-        b_g = b_g - b_x.to(tl.float32) * b_total[:, None]
     return b_g
 
 
@@ -272,6 +254,9 @@ def _larger(a, b):
 
 
 @triton.jit
-def running_maximum(b_beta, c):
-    """max(c, max_{j ≤ i} β_j) of each row."""
-    return tl.maximum(tl.associative_scan(b_beta, 0, _larger), c)
+def running_maximum(b_x, c=None):
+    """max_{j ≤ i} x_j of each row i, and no less than c."""
+    b_x = tl.associative_scan(b_x, 0, _larger)
+    if c is not None:
+        b_x = tl.maximum(b_x, c)
+    return b_x

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.kernels.bidirectional_blocks import Steps
+from longspan.kernels.blocks import Steps
 from longspan.kernels.favor_backward import favor_backward_rows_kernel, favor_backward_sums_kernel
 from longspan.kernels.favor_blocks import Sizes
 from longspan.kernels.favor_forward import (

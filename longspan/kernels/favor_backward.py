@@ -15,10 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.bidirectional_blocks import exp2
-from longspan.kernels.blocks import FLOOR, NOTHING, load_column, load_rows
+from longspan.kernels.blocks import FLOOR, NOTHING, at, exp2, load_column, load_inputs, load_values, place
 from longspan.kernels.favor_blocks import (
-    at,
     features,
     find_sequence,
     load_half,
@@ -32,17 +30,15 @@ from longspan.kernels.favor_blocks import (
 @triton.jit(do_not_specialize=["T"])
 def favor_backward_rows_kernel(p_out, p_den, p_d_out, p_query_offset, p_over_den, p_delta, T, d_steps, S: tl.constexpr):
     """Δ (B, H, chunks, C), and offsets of queries with den taken into them, so that their features are q̂."""
-    pid = tl.program_id(0)
-    i_h = pid % S.H
-    i_0 = (pid // S.H) % tl.cdiv(T, S.C) * S.C
-    i_b = (pid // S.H // tl.cdiv(T, S.C)).to(tl.int64)
+    i_h, _, i_c, i_b = place(tl.cdiv(T, S.C), S.H)
+    i_0 = i_c * S.C
     left = T - i_0
     i_row = (i_b * T + i_0) * S.H + i_h
-    p_d_out = at(p_d_out, i_b, i_0, i_h, d_steps)
-    b_d = load_rows(p_d_out, d_steps.t, left, S.E, S.C, S.BE, S.E == S.BE).to(tl.float32)
-    b_out = load_rows(p_out + i_row * S.E, S.H * S.E, left, S.E, S.C, S.BE, S.E == S.BE).to(tl.float32)
+    p_d_out = at(p_d_out, d_steps, i_b, i_0, i_h)
+    b_d = load_values(p_d_out, d_steps.t, left, S).to(tl.float32)
+    b_out = load_values(p_out + i_row * S.E, S.H * S.E, left, S).to(tl.float32)
     b_den = load_column(p_den + i_row, S.H, left, S.C, 0.0)
-    i_o = ((i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_0 // S.C) * S.C + tl.arange(0, S.C)
+    i_o = ((i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_c) * S.C + tl.arange(0, S.C)
     m_nothing = b_den < NOTHING
     b_offset = tl.load(p_query_offset + i_o) + tl.log2(tl.where(m_nothing, 1.0, b_den))
     tl.store(p_over_den + i_o, tl.where(m_nothing, -2 * FLOOR, b_offset))
@@ -81,12 +77,11 @@ def favor_backward_sums_kernel(
     TILES: tl.constexpr = S.BM // S.TILE
     GROUP: tl.constexpr = S.H // S.HKV
     i_m = pid % TILES * S.TILE
-    i_s, i_x, i_b, i_kv = find_sequence(pid // TILES, first, sequences, S)
-    i_x = i_x.to(tl.int64)
-    i_n = i_x - first
+    i_s, i_x, i_n, i_b, i_kv = find_sequence(pid // TILES, first, sequences, S)
     steps = tl.minimum(chunks, tl.cdiv(T, S.C) - i_s * chunks)
     i_l = (i_s * chunks + steps - 1) * S.C
-    p_q, p_d_out = at(p_q, i_b, i_l, i_kv, q_steps, GROUP), at(p_d_out, i_b, i_l, i_kv, d_steps, GROUP)
+    p_q = at(p_q, q_steps, i_b, i_l, i_kv.to(tl.int64) * GROUP)
+    p_d_out = at(p_d_out, d_steps, i_b, i_l, i_kv.to(tl.int64) * GROUP)
     i_c = i_x * tl.cdiv(T, S.C) + i_s * chunks + steps - 1
     i_p = i_n * tl.cdiv(T, S.C) + i_s * chunks + steps - 1
     i_q = (i_b * S.H + i_kv * GROUP) * tl.cdiv(T, S.C) + i_s * chunks + steps - 1
@@ -106,8 +101,8 @@ def favor_backward_sums_kernel(
         b_d_z *= decay
         b_back = tl.maximum(tl.load(p_peak + i_c * S.C + i_t), c) - c
         for g in range(GROUP):
-            b_q = load_rows(p_q + g * q_steps.h, q_steps.t, left, S.D, S.C, S.BD, S.D == S.BD)
-            b_d = load_rows(p_d_out + g * d_steps.h, d_steps.t, left, S.E, S.C, S.BE, S.E == S.BE)
+            b_q = load_inputs(p_q + g * q_steps.h, q_steps.t, left, S)
+            b_d = load_values(p_d_out + g * d_steps.h, d_steps.t, left, S)
             i_o = (i_q + g * tl.cdiv(T, S.C)) * S.C + i_t
             b_offset, b_delta = tl.load(p_query_offset + i_o) + b_back, tl.load(p_delta + i_o)
             b_query = project_across(b_q, b_high, p_low, flag, i_f, S)

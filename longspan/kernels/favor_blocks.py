@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from longspan.kernels.bidirectional_blocks import LOG2E, exp2
+from longspan.kernels.blocks import LOG2E, exp2
 
 
 class Sizes(NamedTuple):
@@ -58,12 +58,11 @@ else:
 
 @triton.jit
 def find_sequence(pid, first, sequences, S: tl.constexpr):
-    """Which piece of which sequence of all (B, Hkv) a program has, then its row and its head.
-
-    Only so many sequences, from the first on, are gone through, and only they have sums.
+    """Which piece a program has of which sequence among all (B, Hkv) and among those that have sums, its row and its
+    head. Only so many sequences, from the first on, are gone through, and only they have sums.
     """
     i_piece, i_x = pid // sequences, first + pid % sequences
-    return i_piece, i_x, (i_x // S.HKV).to(tl.int64), i_x % S.HKV
+    return i_piece, i_x.to(tl.int64), i_x.to(tl.int64) - first, (i_x // S.HKV).to(tl.int64), i_x % S.HKV
 
 
 @triton.jit
@@ -72,20 +71,6 @@ def find_chunk(i_c, i_x, i_n, T, segments, chunks, S: tl.constexpr):
     among those sequences.
     """
     return i_n * segments + i_c // chunks, i_x * tl.cdiv(T, S.C) + i_c, i_n * tl.cdiv(T, S.C) + i_c
-
-
-@triton.jit
-def at(p_x, i_b, i_t, i_h, steps, GROUP: tl.constexpr = 1):
-    """Where token i_t of one row and head begins, or of the first head of a group."""
-    return p_x + (i_b * steps.b + i_t.to(tl.int64) * steps.t + i_h.to(tl.int64) * GROUP * steps.h)
-
-
-@triton.jit
-def visible(p_lengths, i_b, T):
-    """How many keys of a row are not hidden."""
-    if p_lengths is not None:
-        T = tl.load(p_lengths + i_b).to(tl.int32)
-    return T
 
 
 @triton.jit
@@ -187,13 +172,3 @@ def pairs_across(b_scale, b_reference, S: tl.constexpr):
     """As `pairs`, with a row for each key."""
     i_t = tl.arange(0, S.C)
     return tl.where(i_t[:, None] <= i_t[None, :], exp2(b_scale[:, None] - b_reference[None, :]), 0.0)
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def running_maximum(b_x):
-    return tl.associative_scan(b_x, 0, _larger)

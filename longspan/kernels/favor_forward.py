@@ -13,10 +13,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.bidirectional_blocks import LOG2E, exp2
-from longspan.kernels.blocks import FLOOR, inverse, load_rows, store_rows
-from longspan.kernels.favor_blocks import (
+from longspan.kernels.blocks import (
+    FLOOR,
+    LOG2E,
     at,
+    exp2,
+    inverse,
+    load_inputs,
+    load_values,
+    place,
+    running_maximum,
+    store_rows,
+    visible,
+)
+from longspan.kernels.favor_blocks import (
     column,
     features,
     find_chunk,
@@ -28,9 +38,7 @@ from longspan.kernels.favor_blocks import (
     project_across,
     project_both,
     reference,
-    running_maximum,
     store_sums,
-    visible,
     zeros,
 )
 
@@ -75,19 +83,16 @@ def favor_sizes_kernel(
     is left of their features. p_scale, p_peak: of keys the logarithm of the largest feature, rounded up, and the
     largest of those so far in the chunk; p_largest: (B, H, chunks) the chunk's, not rounded.
     """
-    pid = tl.program_id(0)
-    i_h = pid % S.H
-    i_s = (pid // S.H) % segments
-    i_b = (pid // S.H // segments).to(tl.int64)
+    i_h, _, i_s, i_b = place(segments, S.H)
     i_0 = i_s * chunks * S.C
     rows = visible(p_lengths, i_b, T) - i_0
     i_t = tl.arange(0, S.C)
     i_c = (i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_s * chunks
-    p_x = at(p_x, i_b, i_0, i_h, steps)
+    p_x = at(p_x, steps, i_b, i_0, i_h)
     b_high = load_half(p_high, tl.arange(0, S.BM), S)
     flag = tl.load(p_flag)
     for _ in range(tl.minimum(chunks, tl.cdiv(T - i_0, S.C))):
-        b_x = load_rows(p_x, steps.t, rows, S.D, S.C, S.BD, S.D == S.BD)
+        b_x = load_inputs(p_x, steps.t, rows, S)
         b_l = project(b_x, b_high, p_low, flag, tl.arange(0, S.BM), S)
         if S.BM != S.M:
             b_l = tl.where((tl.arange(0, S.BM) < S.M)[None, :], b_l, FLOOR)
@@ -143,9 +148,8 @@ def favor_forward_sums_kernel(
     pid = tl.program_id(0)
     TILES: tl.constexpr = S.BM // S.TILE
     i_m = pid % TILES * S.TILE
-    i_s, i_x, i_b, i_h = find_sequence(pid // TILES, first, sequences, S)
-    i_x = i_x.to(tl.int64)
-    i_n, i_0 = i_x - first, i_s * chunks * S.C
+    i_s, i_x, i_n, i_b, i_h = find_sequence(pid // TILES, first, sequences, S)
+    i_0 = i_s * chunks * S.C
     rows = visible(p_lengths, i_b, T) - i_0
     i_c = i_x * tl.cdiv(T, S.C)
     p_reference += i_x  # of which there is one more than of chunks
@@ -161,7 +165,7 @@ def favor_forward_sums_kernel(
             c = tl.maximum(c, tl.max(b_largest))
     i_c += i_s * chunks
     i_p = i_n * tl.cdiv(T, S.C) + i_s * chunks
-    p_k, p_v = at(p_k, i_b, i_0, i_h, k_steps), at(p_v, i_b, i_0, i_h, v_steps)
+    p_k, p_v = at(p_k, k_steps, i_b, i_0, i_h), at(p_v, v_steps, i_b, i_0, i_h)
     i_t, i_f = tl.arange(0, S.C), i_m + tl.arange(0, S.TILE)
     flag = tl.load(p_flag)
     b_high = load_half(p_high, i_f, S)
@@ -169,8 +173,8 @@ def favor_forward_sums_kernel(
     b_z = zeros(S.TILE)
     for _ in range(tl.minimum(chunks, tl.cdiv(T - i_0, S.C))):
         store_sums(p_prefix, p_prefix_z, i_p, i_f, b_kv, b_z, S)
-        b_k = load_rows(p_k, k_steps.t, rows, S.D, S.C, S.BD, S.D == S.BD)
-        b_v = load_rows(p_v, v_steps.t, rows, S.E, S.C, S.BE, S.E == S.BE)
+        b_k = load_inputs(p_k, k_steps.t, rows, S)
+        b_v = load_values(p_v, v_steps.t, rows, S)
         b_offset = tl.load(p_offset + i_c * S.C + i_t)
         if p_largest is None:
             c_last = tl.load(p_reference + i_c + 1)
@@ -291,20 +295,19 @@ def favor_forward_kernel(
     """One chunk of one query head, of those whose keys are among the sequences that have sums."""
     pid = tl.program_id(0)
     GROUP: tl.constexpr = S.H // S.HKV
-    i_c, i_x, i_b, i_kv = find_sequence(pid // GROUP, first, sequences, S)
-    i_h, i_x = i_kv * GROUP + pid % GROUP, i_x.to(tl.int64)
-    i_n, i_0 = i_x - first, i_c * S.C
+    i_c, i_x, i_n, i_b, i_kv = find_sequence(pid // GROUP, first, sequences, S)
+    i_h, i_0 = i_kv * GROUP + pid % GROUP, i_c * S.C
     left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
-    p_q = at(p_q, i_b, i_0, i_h, q_steps)
-    p_k, p_v = at(p_k, i_b, i_0, i_kv, k_steps), at(p_v, i_b, i_0, i_kv, v_steps)
+    p_q = at(p_q, q_steps, i_b, i_0, i_h)
+    p_k, p_v = at(p_k, k_steps, i_b, i_0, i_kv), at(p_v, v_steps, i_b, i_0, i_kv)
     i_t = tl.arange(0, S.C)
     i_far, i_p, i_near = find_chunk(i_c, i_x, i_n, T, segments, chunks, S)
     flag = tl.load(p_flag)
     p_reference += i_x * (tl.cdiv(T, S.C) + 1)
     c = reference(p_reference, i_c)
     old = exp2(reference(p_reference, i_c // chunks * chunks) - c)
-    b_q = load_rows(p_q, q_steps.t, left, S.D, S.C, S.BD, S.D == S.BD)
-    b_k = load_rows(p_k, k_steps.t, rows, S.D, S.C, S.BD, S.D == S.BD)
+    b_q = load_inputs(p_q, q_steps.t, left, S)
+    b_k = load_inputs(p_k, k_steps.t, rows, S)
     b_query_offset = tl.load(p_query_offset + ((i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_c) * S.C + i_t)
     b_offset = tl.load(p_offset + i_p * S.C + i_t) + tl.load(p_scale + i_p * S.C + i_t)
     b_p = zeros(S.C, S.C)
@@ -324,8 +327,8 @@ def favor_forward_kernel(
     b_p *= pairs(tl.load(p_scale + i_p * S.C + i_t), b_reference, S)
     b_row = exp2(c - b_reference)
     b_sum = tl.sum(b_den, 1) * b_row + tl.sum(b_p, 1)
-    b_v = load_rows(p_v, v_steps.t, rows, S.E, S.C, S.BE, S.E == S.BE)
+    b_v = load_values(p_v, v_steps.t, rows, S)
     b_out = tl.dot(b_p.to(tl.bfloat16), b_v, b_out * b_row[:, None]) * inverse(b_sum)[:, None]
     i_row = (i_b * T + i_0) * S.H + i_h
     tl.store(p_den + i_row + i_t * S.H, b_sum, mask=i_t < left)
-    store_rows(p_out + i_row * S.E, S.H * S.E, left, S.E, b_out, S.C, S.BE, S.E == S.BE)
+    store_rows(p_out + i_row * S.E, S.H * S.E, left, b_out, S.E, S.C, S.BE)

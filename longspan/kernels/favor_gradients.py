@@ -9,10 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.bidirectional_blocks import exp2, whole
-from longspan.kernels.blocks import load_rows, load_rows_again, store_rows
+from longspan.kernels.blocks import at, exp2, load_inputs, load_rows_again, load_values, store_rows, visible, whole
 from longspan.kernels.favor_blocks import (
-    at,
     features,
     find_chunk,
     find_sequence,
@@ -22,7 +20,6 @@ from longspan.kernels.favor_blocks import (
     pairs_across,
     project_both,
     reference,
-    visible,
     zeros,
 )
 
@@ -66,12 +63,11 @@ def favor_backward_queries_kernel(
     """
     pid = tl.program_id(0)
     GROUP: tl.constexpr = S.H // S.HKV
-    i_c, i_x, i_b, i_kv = find_sequence(pid // GROUP, first, sequences, S)
-    i_h, i_x = i_kv * GROUP + pid % GROUP, i_x.to(tl.int64)
-    i_n, i_0 = i_x - first, i_c * S.C
+    i_c, i_x, i_n, i_b, i_kv = find_sequence(pid // GROUP, first, sequences, S)
+    i_h, i_0 = i_kv * GROUP + pid % GROUP, i_c * S.C
     left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
-    p_q, p_k = at(p_q, i_b, i_0, i_h, q_steps), at(p_k, i_b, i_0, i_kv, k_steps)
-    p_v, p_d_out = at(p_v, i_b, i_0, i_kv, v_steps), at(p_d_out, i_b, i_0, i_h, d_steps)
+    p_q, p_k = at(p_q, q_steps, i_b, i_0, i_h), at(p_k, k_steps, i_b, i_0, i_kv)
+    p_v, p_d_out = at(p_v, v_steps, i_b, i_0, i_kv), at(p_d_out, d_steps, i_b, i_0, i_h)
     i_t = tl.arange(0, S.C)
     i_far, i_p, i_near = find_chunk(i_c, i_x, i_n, T, segments, chunks, S)
     i_o = ((i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_c) * S.C + i_t
@@ -79,10 +75,10 @@ def favor_backward_queries_kernel(
     p_reference += i_x * (tl.cdiv(T, S.C) + 1)
     c = reference(p_reference, i_c)
     old = exp2(reference(p_reference, i_c // chunks * chunks) - c)
-    b_q = load_rows(p_q, q_steps.t, left, S.D, S.C, S.BD, S.D == S.BD)
-    b_k = load_rows(p_k, k_steps.t, rows, S.D, S.C, S.BD, S.D == S.BD)
-    b_v = load_rows(p_v, v_steps.t, rows, S.E, S.C, S.BE, S.E == S.BE)
-    b_d = load_rows(p_d_out, d_steps.t, left, S.E, S.C, S.BE, S.E == S.BE)
+    b_q = load_inputs(p_q, q_steps.t, left, S)
+    b_k = load_inputs(p_k, k_steps.t, rows, S)
+    b_v = load_values(p_v, v_steps.t, rows, S)
+    b_d = load_values(p_d_out, d_steps.t, left, S)
     b_query_offset, b_delta = tl.load(p_query_offset + i_o), tl.load(p_delta + i_o)
     b_scale = tl.load(p_scale + i_p * S.C + i_t)
     b_offset = tl.load(p_offset + i_p * S.C + i_t) + b_scale
@@ -107,7 +103,7 @@ def favor_backward_queries_kernel(
         b_d_q = tl.dot(b_g.to(tl.bfloat16), b_high, b_d_q)
     tl.store(p_delta + i_o, tl.load(p_delta + i_o) + b_rest)
     i_row = (i_b * T + i_0) * S.H + i_h
-    store_rows(p_d_q + i_row * S.D, S.H * S.D, left, S.D, b_d_q * S.D**-0.25, S.C, S.BD, S.D == S.BD)
+    store_rows(p_d_q + i_row * S.D, S.H * S.D, left, b_d_q * S.D**-0.25, S.D, S.C, S.BD)
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
@@ -146,12 +142,11 @@ def favor_backward_keys_kernel(
     """d k and d v of one chunk of one of the sequences that have sums; keys are rows, and queries columns."""
     pid = tl.program_id(0)
     GROUP: tl.constexpr = S.H // S.HKV
-    i_c, i_x, i_b, i_kv = find_sequence(pid, first, sequences, S)
-    i_x = i_x.to(tl.int64)
-    i_n, i_0 = i_x - first, i_c * S.C
+    i_c, i_x, i_n, i_b, i_kv = find_sequence(pid, first, sequences, S)
+    i_0 = i_c * S.C
     left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
-    p_q, p_k = at(p_q, i_b, i_0, i_kv, q_steps, GROUP), at(p_k, i_b, i_0, i_kv, k_steps)
-    p_v, p_d_out = at(p_v, i_b, i_0, i_kv, v_steps), at(p_d_out, i_b, i_0, i_kv, d_steps, GROUP)
+    p_q, p_k = at(p_q, q_steps, i_b, i_0, i_kv.to(tl.int64) * GROUP), at(p_k, k_steps, i_b, i_0, i_kv)
+    p_v, p_d_out = at(p_v, v_steps, i_b, i_0, i_kv), at(p_d_out, d_steps, i_b, i_0, i_kv.to(tl.int64) * GROUP)
     i_t = tl.arange(0, S.C)
     i_far, i_p, i_near = find_chunk(i_c, i_x, i_n, T, segments, chunks, S)
     flag = tl.load(p_flag)
@@ -159,8 +154,8 @@ def favor_backward_keys_kernel(
     c, c_last = reference(p_reference, i_c), reference(p_reference, i_c + 1)
     i_end = tl.minimum((i_c // chunks + 1) * chunks, tl.cdiv(T, S.C))
     new = exp2(c_last - reference(p_reference, i_end))
-    b_k = load_rows(p_k, k_steps.t, rows, S.D, S.C, S.BD, S.D == S.BD)
-    b_v = load_rows(p_v, v_steps.t, rows, S.E, S.C, S.BE, S.E == S.BE)
+    b_k = load_inputs(p_k, k_steps.t, rows, S)
+    b_v = load_values(p_v, v_steps.t, rows, S)
     b_scale = tl.load(p_scale + i_p * S.C + i_t)
     b_offset = tl.load(p_offset + i_p * S.C + i_t) + b_scale
     b_end = exp2(b_scale - c_last)
@@ -170,8 +165,8 @@ def favor_backward_keys_kernel(
     b_d_v = zeros(S.C, S.BE)
     b_total = zeros(S.C)
     for g in range(GROUP):
-        b_q = load_rows(p_q + g * q_steps.h, q_steps.t, left, S.D, S.C, S.BD, S.D == S.BD)
-        b_d = load_rows(p_d_out + g * d_steps.h, d_steps.t, left, S.E, S.C, S.BE, S.E == S.BE)
+        b_q = load_inputs(p_q + g * q_steps.h, q_steps.t, left, S)
+        b_d = load_values(p_d_out + g * d_steps.h, d_steps.t, left, S)
         i_o = ((i_b * S.H + i_kv * GROUP + g) * tl.cdiv(T, S.C) + i_c) * S.C + i_t
         b_query_offset = tl.load(p_query_offset + i_o)
         b_a = tl.dot(b_v, tl.trans(b_d)) - tl.load(p_delta + i_o)[None, :]
@@ -195,11 +190,11 @@ def favor_backward_keys_kernel(
         if g == 0:
             b_d_v *= b_end[:, None]
         # Both loaded again, which is cheaper than to hold them for so long.
-        b_d = load_rows_again(p_d_out + g * d_steps.h, d_steps.t, left, S.E, S.C, S.BE, S.E == S.BE)
+        b_d = load_rows_again(p_d_out + g * d_steps.h, d_steps.t, left, S.E, S.C, S.BE)
         b_p *= pairs_across(tl.load(p_scale + i_p * S.C + i_t, eviction_policy="evict_first"), b_reference, S)
         b_d_v = tl.dot(b_p.to(tl.bfloat16), b_d, b_d_v)
     i_row = (i_b * T + i_0) * S.HKV + i_kv
-    b_k = load_rows_again(p_k, k_steps.t, rows, S.D, S.C, S.BD, S.D == S.BD).to(tl.float32)
+    b_k = load_rows_again(p_k, k_steps.t, rows, S.D, S.C, S.BD).to(tl.float32)
     b_d_k = b_d_k * S.D**-0.25 - b_k * (b_total * S.D**-0.5)[:, None]
-    store_rows(p_d_k + i_row * S.D, S.HKV * S.D, left, S.D, b_d_k, S.C, S.BD, S.D == S.BD)
-    store_rows(p_d_v + i_row * S.E, S.HKV * S.E, left, S.E, b_d_v, S.C, S.BE, S.E == S.BE)
+    store_rows(p_d_k + i_row * S.D, S.HKV * S.D, left, b_d_k, S.D, S.C, S.BD)
+    store_rows(p_d_v + i_row * S.E, S.HKV * S.E, left, b_d_v, S.E, S.C, S.BE)

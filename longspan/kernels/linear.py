@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.kernels import favor, walking
-from longspan.kernels.blocks import NOTHING
+from longspan.kernels.blocks import NOTHING, Steps
 from longspan.kernels.launch import Launch, Looks, Room, dense, dense_rows, looks, new_like, on_device
 from longspan.kernels.linear_backward import causal_linear_backward_scan_kernel, causal_linear_backward_sums_kernel
 from longspan.kernels.linear_backward_chunks import causal_linear_backward_finish_kernel, causal_linear_backward_kernel
-from longspan.kernels.linear_blocks import Sizes, Steps
+from longspan.kernels.linear_blocks import Sizes
 from longspan.kernels.linear_forward import (
     causal_linear_forward_kernel,
     causal_linear_forward_scan_kernel,

@@ -12,18 +12,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import FLOOR, exact_exp, inverse, load_column, load_rows
-from longspan.kernels.linear_blocks import (
+from longspan.kernels.blocks import (
+    FLOOR,
     at,
+    exact_exp,
+    inverse,
+    load_column,
     load_inputs,
-    load_state,
     load_values,
-    of_queries,
     place,
-    projection,
-    store_state,
     store_tile,
 )
+from longspan.kernels.linear_blocks import load_state, load_weight, query_features, store_state
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks"])
@@ -59,13 +59,13 @@ def causal_linear_backward_sums_kernel(
     i_l = i_0 + (steps - 1) * S.C
     i_x = i_b * S.HKV + i_kv
     i_row = i_b * T + i_l
-    p_q = at(p_q, q_steps, i_b, i_l, i_kv.to(tl.int64) * GROUP, 0)
+    p_q = at(p_q, q_steps, i_b, i_l, i_kv.to(tl.int64) * GROUP)
     p_d_out = at(p_d_out, d_steps, i_b, i_l, i_kv.to(tl.int64) * GROUP, i_e * S.BE)
     p_out += (i_row * S.H + i_kv * GROUP) * S.E
     p_den += i_row * S.H + i_kv * GROUP
     p_d_den += i_row * S.H + i_kv * GROUP
     p_peak += i_x * T + i_l
-    b_weight, b_low = projection(p_weight, S)
+    b_weight, b_low = load_weight(p_weight, S)
     i_t, i_m = tl.arange(0, S.C), tl.arange(0, S.BM)
     b_d_kv = tl.full((S.BM, S.BE), 0.0, tl.float32)
     b_d_z = tl.full((S.BM,), 0.0, tl.float32)
@@ -90,14 +90,14 @@ def causal_linear_backward_sums_kernel(
             b_d_z *= decay
         for g in range(GROUP):
             b_q = load_inputs(p_q + g * q_steps.h, q_steps.t, left, S)
-            b_d = load_values(p_d_out + g * d_steps.h, d_steps.t, left, i_e, S)
-            b_query = of_queries(b_q, b_weight, b_low, S)
+            b_d = load_values(p_d_out + g * d_steps.h, d_steps.t, left, S, i_e)
+            b_query = query_features(b_q, b_weight, b_low, S)
             b_weight_row = b_row
             if S.NORMALISE:
                 b_inverse = inverse(load_column(p_den + g, S.H, left, S.C, 0.0))
                 b_weight_row = b_row * b_inverse
                 if S.TILES == 1:
-                    b_out = load_rows(p_out + g * S.E, S.H * S.E, left, S.E, S.C, S.BE, S.E % S.BE == 0).to(tl.float32)
+                    b_out = load_values(p_out + g * S.E, S.H * S.E, left, S).to(tl.float32)
                     b_d_den = -tl.sum(b_d.to(tl.float32) * b_out, 1) * b_inverse
                     tl.store(p_d_den + g + i_t * S.H, b_d_den, mask=i_t < left)
                 else:

@@ -7,26 +7,26 @@ import triton.language as tl
 
 from longspan.kernels.blocks import (
     FLOOR,
+    at,
     exact_exp,
     inverse,
+    load_column,
+    load_inputs,
+    load_rows,
+    load_rows_again,
+    load_tile,
+    load_values,
+    place,
+    store_rows,
+    visible,
+)
+from longspan.kernels.linear_blocks import (
     key_features,
     key_gradient,
     key_logits,
-    load_column,
-    load_rows,
-    load_rows_again,
+    load_weight,
+    query_features,
     query_gradient,
-    store_rows,
-)
-from longspan.kernels.linear_blocks import (
-    at,
-    load_inputs,
-    load_tile,
-    load_values,
-    of_keys,
-    of_queries,
-    place,
-    projection,
     scales,
     store_values,
 )
@@ -71,29 +71,26 @@ def causal_linear_backward_kernel(
 
     With TILES > 1 p_d_q, p_d_k: (TILES, B, T, ·, M) get a tile's part of the gradients of features.
     """
-    MAP: tl.constexpr = S.MAP
     GROUP: tl.constexpr = S.H // S.HKV
     # For derivatives features are made a second time, unless they cost more than the registers that would hold them.
-    AGAIN: tl.constexpr = MAP != "favor" and (MAP != "softmax" or S.BM > 64)
+    AGAIN: tl.constexpr = S.MAP != "favor" and (S.MAP != "softmax" or S.BM > 64)
     i_kv, i_e, i_c, i_b = place(tl.cdiv(T, S.C), S.HKV, S.TILES)
     B = tl.num_programs(0) // (S.HKV * S.TILES) // tl.cdiv(T, S.C)
     i_0 = i_c * S.C
     i_x = i_b * S.HKV + i_kv
-    left, rows = T - i_0, T - i_0
-    if p_lengths is not None:
-        rows = tl.load(p_lengths + i_b).to(tl.int32) - i_0
-    p_q = at(p_q, q_steps, i_b, i_0, i_kv.to(tl.int64) * GROUP, 0)
-    p_k = at(p_k, k_steps, i_b, i_0, i_kv, 0)
+    left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
+    p_q = at(p_q, q_steps, i_b, i_0, i_kv.to(tl.int64) * GROUP)
+    p_k = at(p_k, k_steps, i_b, i_0, i_kv)
     p_v = at(p_v, v_steps, i_b, i_0, i_kv, i_e * S.BE)
     p_d_out = at(p_d_out, d_steps, i_b, i_0, i_kv.to(tl.int64) * GROUP, i_e * S.BE)
     i_row = i_b * T + i_0
     width: tl.constexpr = S.D if S.TILES == 1 else S.M
     i_part = (i_e * B + i_b) * T + i_0
-    b_weight, b_low = projection(p_weight, S)
+    b_weight, b_low = load_weight(p_weight, S)
     i_t, i_m = tl.arange(0, S.C), tl.arange(0, S.BM)
     i_s, i_p = i_x * segments + i_c // chunks, i_x * tl.cdiv(T, S.C) + i_c
     b_k = load_inputs(p_k, k_steps.t, rows, S)
-    b_v = load_values(p_v, v_steps.t, rows, i_e, S).to(S.DOT)
+    b_v = load_values(p_v, v_steps.t, rows, S, i_e).to(S.DOT)
     b_beta, b_reference, c, c_last, old, new, after = scales(
         p_reference, p_beta, p_peak, i_x, i_c, T, segments, chunks, S
     )
@@ -102,13 +99,13 @@ def causal_linear_backward_kernel(
         if i_e == 0:
             b_z = tl.load(p_z + i_s * S.BM + i_m) * old + tl.load(p_prefix_z + i_p * S.BM + i_m) * new
 
-    b_f = of_keys(b_k, b_weight, b_low, b_beta, S).to(S.DOT)
+    b_f = key_features(key_logits(b_k, b_weight, b_low, S), b_beta, S).to(S.DOT)
     b_d_f = tl.full((S.C, S.BM), 0.0, tl.float32)
     b_d_v = tl.full((S.C, S.BE), 0.0, tl.float32)
     m_seen = (i_t[None, :] <= i_t[:, None]) & (i_t < rows)[None, :]
     for g in range(GROUP):
         b_q = load_inputs(p_q + g * q_steps.h, q_steps.t, left, S)
-        b_d = load_values(p_d_out + g * d_steps.h, d_steps.t, left, i_e, S).to(S.DOT)
+        b_d = load_values(p_d_out + g * d_steps.h, d_steps.t, left, S, i_e).to(S.DOT)
         b_factor = tl.full((S.C,), 1.0, tl.float32)
         b_d_den = tl.full((S.C,), 0.0, tl.float32)
         if S.NORMALISE:
@@ -116,11 +113,11 @@ def causal_linear_backward_kernel(
             b_factor = inverse(load_column(p_den + i_g, S.H, left, S.C, 0.0))
             if i_e == 0:
                 b_d_den = load_column(p_d_den + i_g, S.H, left, S.C, 0.0)
-        b_query = of_queries(b_q, b_weight, b_low, S).to(S.DOT)
+        b_query = query_features(b_q, b_weight, b_low, S).to(S.DOT)
         b_p = tl.dot(b_query, tl.trans(b_f), input_precision=S.PRECISION)
         b_d_p = tl.dot(b_d, tl.trans(b_v), input_precision=S.PRECISION)
-        b_kv = load_tile(p_kv, i_s, i_e, S)
-        b_more = load_tile(p_prefix, i_p, i_e, S)
+        b_kv = load_tile(p_kv + i_e * S.BE, i_s, S)
+        b_more = load_tile(p_prefix + i_e * S.BE, i_p, S)
         if S.NORMALISE:
             b_p *= b_factor[:, None]
             b_d_p = b_d_p * b_factor[:, None] + b_d_den[:, None]
@@ -145,19 +142,19 @@ def causal_linear_backward_kernel(
         elif S.TILES == 1:
             b_again = b_query.to(tl.float32)
             if AGAIN:
-                b_q = load_rows_again(p_q + g * q_steps.h, q_steps.t, left, S.D, S.C, S.BD, S.D == S.BD)
-                b_again = of_queries(b_q, b_weight, b_low, S)
-            b_d_query = query_gradient(b_d_query, b_q, b_again, b_weight, MAP, S.NORMALISE, S.DOT)
-            store_rows(p_d_q + i_o, S.H * S.D, left, S.D, b_d_query, S.C, S.BD, S.D == S.BD)
+                b_q = load_rows_again(p_q + g * q_steps.h, q_steps.t, left, S.D, S.C, S.BD)
+                b_again = query_features(b_q, b_weight, b_low, S)
+            b_d_query = query_gradient(b_d_query, b_q, b_again, b_weight, S)
+            store_rows(p_d_q + i_o, S.H * S.D, left, b_d_query, S.D, S.C, S.BD)
         else:
-            store_rows(p_d_q + i_o, S.H * S.M, left, S.M, b_d_query, S.C, S.BM, S.M == S.BM)
+            store_rows(p_d_q + i_o, S.H * S.M, left, b_d_query, S.M, S.C, S.BM)
         if S.VALUES:
             b_d_v = tl.dot(tl.trans(b_p), b_d, b_d_v, input_precision=S.PRECISION)
         if S.KEYS:
             b_d_f = tl.dot(tl.trans(b_d_p), b_query, b_d_f, input_precision=S.PRECISION)
 
-    b_d_kv = load_tile(p_d_kv, i_s, i_e, S)
-    b_more = load_tile(p_suffix, i_p, i_e, S)
+    b_d_kv = load_tile(p_d_kv + i_e * S.BE, i_s, S)
+    b_more = load_tile(p_suffix + i_e * S.BE, i_p, S)
     b_d_kv = (b_d_kv.to(tl.float32) * after + b_more.to(tl.float32)).to(S.DOT)
     b_end = (i_t < rows).to(tl.float32)
     if S.SCALED:
@@ -176,33 +173,32 @@ def causal_linear_backward_kernel(
     elif S.TILES == 1:
         b_again = b_f.to(tl.float32)
         if AGAIN:
-            b_k = load_rows_again(p_k, k_steps.t, rows, S.D, S.C, S.BD, S.D == S.BD)
-            b_again = of_keys(b_k, b_weight, b_low, b_beta, S)
-        b_d_f = key_gradient(b_d_f, b_k, b_again, b_weight, S.D, MAP, S.DOT)
-        store_rows(p_d_k + i_o, S.HKV * S.D, left, S.D, b_d_f, S.C, S.BD, S.D == S.BD)
+            b_k = load_rows_again(p_k, k_steps.t, rows, S.D, S.C, S.BD)
+            b_again = key_features(key_logits(b_k, b_weight, b_low, S), b_beta, S)
+        b_d_f = key_gradient(b_d_f, b_k, b_again, b_weight, S)
+        store_rows(p_d_k + i_o, S.HKV * S.D, left, b_d_f, S.D, S.C, S.BD)
     else:
-        store_rows(p_d_k + i_o, S.HKV * S.M, left, S.M, b_d_f, S.C, S.BM, S.M == S.BM)
+        store_rows(p_d_k + i_o, S.HKV * S.M, left, b_d_f, S.M, S.C, S.BM)
 
 
 @triton.jit(do_not_specialize=["T"])
 def causal_linear_backward_finish_kernel(p_part, p_x, p_weight, p_d_x, T, stride_part, steps, S: tl.constexpr):
     """d q or d k from the tiles' parts of the gradient of its features."""
-    MAP: tl.constexpr = S.MAP
     i_h, _, i_c, i_b = place(tl.cdiv(T, S.C), S.H, 1)
     i_0 = i_c * S.C
     left = T - i_0
     i_row = (i_b * T + i_0) * S.H + i_h
-    b_weight, b_low = projection(p_weight, S)
-    b_x = load_inputs(at(p_x, steps, i_b, i_0, i_h, 0), steps.t, left, S)
+    b_weight, b_low = load_weight(p_weight, S)
+    b_x = load_inputs(at(p_x, steps, i_b, i_0, i_h), steps.t, left, S)
     b_g = tl.full((S.C, S.BM), 0.0, tl.float32)
     for i_e in range(S.TILES):
         p_tile = p_part + i_e * stride_part + i_row * S.M
-        b_g += load_rows(p_tile, S.H * S.M, left, S.M, S.C, S.BM, S.M == S.BM)
+        b_g += load_rows(p_tile, S.H * S.M, left, S.M, S.C, S.BM)
     if S.KEYS:
-        b_f = key_logits(b_x, b_weight, b_low, S.D, S.M, S.BM, MAP, S.DOT)
-        b_f = key_features(b_f, tl.max(b_f, 1), S.M, S.BM, MAP)
-        b_g = key_gradient(b_g, b_x, b_f, b_weight, S.D, MAP, S.DOT)
+        b_f = key_logits(b_x, b_weight, b_low, S)
+        b_f = key_features(b_f, tl.max(b_f, 1), S)
+        b_g = key_gradient(b_g, b_x, b_f, b_weight, S)
     else:
-        b_f = of_queries(b_x, b_weight, b_low, S)
-        b_g = query_gradient(b_g, b_x, b_f, b_weight, MAP, S.NORMALISE, S.DOT)
-    store_rows(p_d_x + i_row * S.D, S.H * S.D, left, S.D, b_g, S.C, S.BD, S.D == S.BD)
+        b_f = query_features(b_x, b_weight, b_low, S)
+        b_g = query_gradient(b_g, b_x, b_f, b_weight, S)
+    store_rows(p_d_x + i_row * S.D, S.H * S.D, left, b_g, S.D, S.C, S.BD)

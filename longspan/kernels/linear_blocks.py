@@ -1,4 +1,7 @@
-"""What the kernels of causal linear attention share: where a program's tokens and sums lie, and how they are read."""
+"""What the kernels of causal linear attention share: feature maps on blocks, their derivatives, scales, and states.
+
+A chunk is C tokens of one head. A key's features are f · exp(β), as in `ops.features`; β is 0 for maps without a scale.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import (
-    FLOOR,
-    exact_exp,
-    key_features,
-    key_logits,
-    load_column,
-    load_rows,
-    load_sums,
-    load_weight,
-    query_features,
-    store_rows,
-    store_sums,
-)
+from longspan.kernels.blocks import FLOOR, exact_exp, load_column, plain_features, plain_gradient, product, store_rows
 
 
 class Sizes(NamedTuple):
@@ -49,75 +40,117 @@ class Sizes(NamedTuple):
     VALUES: bool = False
 
 
-class Steps(NamedTuple):
-    """From row to row, from token to token and from head to head of a tensor (B, T, H, D)."""
-
-    b: int
-    t: int
-    h: int
+@triton.jit
+def store_values(p_x, step, rows, i_e, b_x, S: tl.constexpr):
+    """A tile of values into rows that begin at p_x."""
+    store_rows(p_x + i_e * S.BE, step, rows, b_x, S.E, S.C, S.BE, i_e)
 
 
 @triton.jit
-def place(stretches, HEADS: tl.constexpr, TILES: tl.constexpr):
-    """The head, tile of values, stretch of tokens and row of the batch that a program is for."""
-    pid = tl.program_id(0)
-    i_h = pid % HEADS
-    i_e = (pid // HEADS) % TILES
-    i_s = (pid // (HEADS * TILES)) % stretches
-    return i_h, i_e, i_s, (pid // (HEADS * TILES) // stretches).to(tl.int64)
+def load_weight(p_weight, S: tl.constexpr):
+    """The projection of FAVOR+ (M, D), scaled, as two (BM, BD) blocks that add up to it; 0 for maps without one."""
+    b_weight, b_low = 0, 0
+    if p_weight is not None:
+        i_m, i_d = tl.arange(0, S.BM), tl.arange(0, S.BD)
+        m_w = (i_m < S.M)[:, None] & (i_d < S.D)[None, :]
+        b_whole = tl.load(p_weight + i_m[:, None] * S.D + i_d[None, :], mask=m_w, other=0.0) * S.D**-0.25
+        b_weight = b_whole.to(S.DOT)
+        b_low = (b_whole - b_weight.to(tl.float32)).to(S.DOT)
+    return b_weight, b_low
 
 
 @triton.jit
-def at(p_x, steps, i_b, i_t, i_h, column):
-    return p_x + (i_b * steps.b + i_t.to(tl.int64) * steps.t + i_h.to(tl.int64) * steps.h + column)
+def _project(b_x, b_weight, b_low, S: tl.constexpr):
+    """w·x with the precision of float32, which an exponent needs: x is exact, w is the sum of two halves."""
+    if tl.bfloat16 == S.DOT:
+        b_p = tl.dot(b_x, tl.trans(b_low))
+        b_p = tl.dot(b_x, tl.trans(b_weight), b_p)
+    else:
+        b_p = _times_weight(b_x.to(tl.float32), tl.trans(b_weight), b_x)
+    return b_p
 
 
 @triton.jit
-def load_inputs(p_x, stride_t, rows, S: tl.constexpr):
-    """Rows of q or k (C, BD)."""
-    return load_rows(p_x, stride_t, rows, S.D, S.C, S.BD, S.D == S.BD)
+def _times_weight(b_x, b_weight, b_like):
+    """x·w with the precision that inputs like these need: of float32 three products of tf32 lose some."""
+    if b_like.dtype == tl.float32:
+        b_x = product(b_x, b_weight, "ieee")
+    else:
+        b_x = tl.dot(b_x, b_weight, input_precision="tf32x3")
+    return b_x
 
 
 @triton.jit
-def load_values(p_x, stride_t, rows, i_e, S: tl.constexpr):
-    """Rows of a tile of v or of what is as wide (C, BE)."""
-    return load_rows(p_x, stride_t, rows, S.E - i_e * S.BE, S.C, S.BE, S.E % S.BE == 0)
+def query_features(b_x, b_weight, b_low, S: tl.constexpr):
+    """φ(q) (C, BM), float32; zeros beyond M features. A softmax's sum cancels where attention is normalised: left
+    out with bfloat16; float32 and float16 would miss how its gradient takes rounding errors with it.
+    """
+    m_m = (tl.arange(0, S.BM) < S.M)[None, :]
+    if S.MAP == "favor":
+        b_f = _project(b_x, b_weight, b_low, S)
+    else:
+        b_f = plain_features(b_x.to(tl.float32), S, True)
+    if S.MAP == "softmax" or S.MAP == "favor":
+        if S.BM != S.M:
+            b_f = tl.where(m_m, b_f, FLOOR)
+        b_f = exact_exp(b_f - tl.max(b_f, 1)[:, None])
+    if S.MAP == "softmax" and not (S.NORMALISE and tl.bfloat16 == S.DOT):
+        b_f = b_f / tl.sum(b_f, 1)[:, None]
+    if S.BM != S.M and S.MAP != "identity":
+        b_f = tl.where(m_m, b_f, 0)
+    return b_f
 
 
 @triton.jit
-def store_values(p_x, stride_t, rows, i_e, b_x, S: tl.constexpr):
-    store_rows(p_x + i_e * S.BE, stride_t, rows, S.E - i_e * S.BE, b_x, S.C, S.BE, S.E % S.BE == 0)
+def query_gradient(b_g, b_x, b_f, b_weight, S: tl.constexpr):
+    """d q (C, BD) from d φ(q), q and φ(q). Where attention is normalised φ(q) · d φ(q) is 0: its size cancels."""
+    b_g = plain_gradient(b_g, b_x, b_f, S)
+    if S.MAP == "softmax":
+        if not (S.NORMALISE and tl.bfloat16 == S.DOT):
+            b_g -= tl.sum(b_g * b_f, 1)[:, None]
+        b_g = b_g * b_f
+    if S.MAP == "favor":
+        b_g = _times_weight((b_g * b_f).to(S.DOT), b_weight, b_x)
+    return b_g
 
 
 @triton.jit
-def load_tile(p_x, i_x, i_e, S: tl.constexpr):
-    """One tile (BM, BE) of matrix i_x of a stack of sums."""
-    return load_sums(p_x + i_e * S.BE, i_x, S.BM, S.BE, S.BE * S.TILES)
+def key_logits(b_x, b_weight, b_low, S: tl.constexpr):
+    """Of maps that are exponentials, log φ(k) (C, BM); of the others k itself."""
+    b_f = b_x.to(tl.float32)
+    if S.MAP == "favor":
+        b_half = tl.sum(b_f * b_f, 1) * (0.5 * S.D**-0.5)
+        b_f = _project(b_x, b_weight, b_low, S) - b_half[:, None]
+    if S.BM != S.M and (S.MAP == "softmax" or S.MAP == "favor"):
+        b_f = tl.where((tl.arange(0, S.BM) < S.M)[None, :], b_f, FLOOR)
+    return b_f
 
 
 @triton.jit
-def store_tile(p_x, i_x, b_x, S: tl.constexpr):
-    store_sums(p_x, i_x, b_x, S.BM, S.BE, S.BE * S.TILES)
+def key_features(b_f, b_beta, S: tl.constexpr):
+    """f (C, BM), float32, φ(k) / exp(β) from logits and β (C,). A hidden key has features too: its β is FLOOR, or its
+    pairs are masked.
+    """
+    b_f = plain_features(b_f, S, True)
+    if S.MAP == "softmax" or S.MAP == "favor":
+        b_f = exact_exp(b_f - tl.where(b_beta == FLOOR, 0, b_beta)[:, None])
+    if S.BM != S.M and S.MAP != "identity":
+        b_f = tl.where((tl.arange(0, S.BM) < S.M)[None, :], b_f, 0)
+    return b_f
 
 
 @triton.jit
-def projection(p_weight, S: tl.constexpr):
-    return load_weight(p_weight, S.D, S.M, S.BD, S.BM, S.DOT)
-
-
-@triton.jit
-def of_queries(b_q, b_weight, b_low, S: tl.constexpr):
-    """φ(q) (C, BM), float32."""
-    MAP: tl.constexpr = S.MAP
-    return query_features(b_q, b_weight, b_low, S.M, S.BM, MAP, S.NORMALISE, S.DOT)
-
-
-@triton.jit
-def of_keys(b_k, b_weight, b_low, b_beta, S: tl.constexpr):
-    """f (C, BM), float32: φ(k) / exp(β)."""
-    MAP: tl.constexpr = S.MAP
-    b_f = key_logits(b_k, b_weight, b_low, S.D, S.M, S.BM, MAP, S.DOT)
-    return key_features(b_f, b_beta, S.M, S.BM, MAP)
+def key_gradient(b_g, b_x, b_f, b_weight, S: tl.constexpr):
+    """d k (C, BD) from d f, k and f; β is a constant."""
+    b_g = plain_gradient(b_g, b_x, b_f, S)
+    if S.MAP == "softmax":
+        b_g = b_g * b_f
+    if S.MAP == "favor":
+        b_g = b_g * b_f
+        b_total = tl.sum(b_g, 1) * S.D**-0.5
+        b_g = _times_weight(b_g.to(S.DOT), b_weight, b_x)
+        b_g = b_g - b_x.to(tl.float32) * b_total[:, None]
+    return b_g
 
 
 @triton.jit

@@ -12,26 +12,26 @@ import triton.language as tl
 
 from longspan.kernels.blocks import (
     FLOOR,
+    at,
     exact_exp,
     inverse,
-    key_features,
-    key_logits,
     load_column,
-    running_maximum,
-)
-from longspan.kernels.linear_blocks import (
-    at,
     load_inputs,
-    load_state,
     load_tile,
     load_values,
-    of_keys,
-    of_queries,
     place,
-    projection,
+    running_maximum,
+    store_tile,
+    visible,
+)
+from longspan.kernels.linear_blocks import (
+    key_features,
+    key_logits,
+    load_state,
+    load_weight,
+    query_features,
     scales,
     store_state,
-    store_tile,
     store_values,
 )
 
@@ -62,18 +62,15 @@ def causal_linear_forward_sums_kernel(
     p_prefix, p_prefix_z: (B, Hkv, chunks, ·) the segment's sums before each chunk, at the scale of the largest β yet.
     p_beta, p_peak: (B, Hkv, T) each key's β and the largest so far in its segment.
     """
-    MAP: tl.constexpr = S.MAP
     i_h, i_e, i_s, i_b = place(segments, S.HKV, S.TILES)
     i_0 = i_s * chunks * S.C
     i_x = i_b * S.HKV + i_h
-    length = T
-    if p_lengths is not None:
-        length = tl.load(p_lengths + i_b).to(tl.int32)
-    p_k = at(p_k, k_steps, i_b, i_0, i_h, 0)
+    rows = visible(p_lengths, i_b, T) - i_0
+    p_k = at(p_k, k_steps, i_b, i_0, i_h)
     p_v = at(p_v, v_steps, i_b, i_0, i_h, i_e * S.BE)
     if p_scale is not None:
         p_scale += (i_b * T + i_0) * S.HKV + i_h
-    b_weight, b_low = projection(p_weight, S)
+    b_weight, b_low = load_weight(p_weight, S)
     b_kv = tl.full((S.BM, S.BE), 0.0, tl.float32)
     b_z = tl.full((S.BM,), 0.0, tl.float32)
     c = tl.max(tl.full((S.C,), FLOOR, tl.float32))
@@ -82,15 +79,15 @@ def causal_linear_forward_sums_kernel(
     p_peak += i_x * T + i_0
     i_c = i_x * tl.cdiv(T, S.C) + i_s * chunks
     p_prefix += i_e * S.BE
-    left, rows = T - i_0, length - i_0
+    left = T - i_0
     for _ in range(tl.minimum(chunks, tl.cdiv(T - i_0, S.C))):
         store_tile(p_prefix, i_c, b_kv, S)
         if S.NORMALISE:
             if i_e == 0:
                 tl.store(p_prefix_z + i_c * S.BM + tl.arange(0, S.BM), b_z)
         b_k = load_inputs(p_k, k_steps.t, rows, S)
-        b_v = load_values(p_v, v_steps.t, rows, i_e, S).to(S.DOT)
-        b_f = key_logits(b_k, b_weight, b_low, S.D, S.M, S.BM, MAP, S.DOT)
+        b_v = load_values(p_v, v_steps.t, rows, S, i_e).to(S.DOT)
+        b_f = key_logits(b_k, b_weight, b_low, S)
         b_beta = tl.full((S.C,), 0.0, tl.float32)
         if S.SCALED:
             if p_scale is None:
@@ -109,11 +106,11 @@ def causal_linear_forward_sums_kernel(
             c = c_last
             if p_scale is None and tl.bfloat16 == S.DOT:
                 # One exponential a number, at the scale of the sums; none is left of a hidden key.
-                b_f = key_features(b_f, tl.where(i_t < rows, c, -FLOOR), S.M, S.BM, MAP)
+                b_f = key_features(b_f, tl.where(i_t < rows, c, -FLOOR), S)
             else:
-                b_f = key_features(b_f, b_beta, S.M, S.BM, MAP) * exact_exp(b_beta - c)[:, None]
+                b_f = key_features(b_f, b_beta, S) * exact_exp(b_beta - c)[:, None]
         else:
-            b_f = key_features(b_f, b_beta, S.M, S.BM, MAP)
+            b_f = key_features(b_f, b_beta, S)
             if S.NORMALISE:
                 b_f = tl.where((i_t < rows)[:, None], b_f, 0)  # elsewhere v is 0
         b_f = b_f.to(S.DOT)
@@ -211,30 +208,28 @@ def causal_linear_forward_kernel(
     i_kv = i_h // (S.H // S.HKV)
     i_0 = i_c * S.C
     i_x = i_b * S.HKV + i_kv
-    left, rows = T - i_0, T - i_0
-    if p_lengths is not None:
-        rows = tl.load(p_lengths + i_b).to(tl.int32) - i_0
-    p_q = at(p_q, q_steps, i_b, i_0, i_h, 0)
-    p_k = at(p_k, k_steps, i_b, i_0, i_kv, 0)
+    left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
+    p_q = at(p_q, q_steps, i_b, i_0, i_h)
+    p_k = at(p_k, k_steps, i_b, i_0, i_kv)
     p_v = at(p_v, v_steps, i_b, i_0, i_kv, i_e * S.BE)
-    b_weight, b_low = projection(p_weight, S)
+    b_weight, b_low = load_weight(p_weight, S)
     i_t, i_m = tl.arange(0, S.C), tl.arange(0, S.BM)
     i_s, i_p = i_x * segments + i_c // chunks, i_x * tl.cdiv(T, S.C) + i_c
     b_q = load_inputs(p_q, q_steps.t, left, S)
     b_k = load_inputs(p_k, k_steps.t, rows, S)
     b_beta, b_reference, c, _, old, new, _ = scales(p_reference, p_beta, p_peak, i_x, i_c, T, segments, chunks, S)
-    b_v = load_values(p_v, v_steps.t, rows, i_e, S).to(S.DOT)
+    b_v = load_values(p_v, v_steps.t, rows, S, i_e).to(S.DOT)
 
-    b_query = of_queries(b_q, b_weight, b_low, S)
+    b_query = query_features(b_q, b_weight, b_low, S)
     b_den = tl.full((S.C,), 0.0, tl.float32)
     if S.NORMALISE:
         b_z = tl.load(p_z + i_s * S.BM + i_m) * old + tl.load(p_prefix_z + i_p * S.BM + i_m) * new
         b_den = tl.sum(b_query * b_z[None, :], 1)
     b_query = b_query.to(S.DOT)
-    b_f = of_keys(b_k, b_weight, b_low, b_beta, S).to(S.DOT)
+    b_f = key_features(key_logits(b_k, b_weight, b_low, S), b_beta, S).to(S.DOT)
     b_p = tl.dot(b_query, tl.trans(b_f), input_precision=S.PRECISION)
-    b_kv = load_tile(p_kv, i_s, i_e, S)
-    b_more = load_tile(p_prefix, i_p, i_e, S)
+    b_kv = load_tile(p_kv + i_e * S.BE, i_s, S)
+    b_more = load_tile(p_prefix + i_e * S.BE, i_p, S)
     m_seen = (i_t[None, :] <= i_t[:, None]) & (i_t < rows)[None, :]
     if S.SCALED:
         b_p *= exact_exp(tl.where(m_seen, b_beta[None, :] - b_reference[:, None], FLOOR))

@@ -55,19 +55,19 @@ def local_backward_queries_kernel(
     inner, end = keys_seen(i_b, last, p_start, p_bounds, T, S, W)
 
     i_row = (i_b * T + i_0) * W.H + i_h
-    b_d_out = load_rows(p_d_out, steps.ot, T - i_0, W.E, W.BT, W.BE, W.E == W.BE)
-    b_out = load_rows(p_out + i_row * W.E, W.H * W.E, T - i_0, W.E, W.BT, W.BE, W.E == W.BE)
+    b_d_out = load_rows(p_d_out, steps.ot, T - i_0, W.E, W.BT, W.BE)
+    b_out = load_rows(p_out + i_row * W.E, W.H * W.E, T - i_0, W.E, W.BT, W.BE)
     b_delta = tl.sum(b_d_out.to(tl.float32) * b_out.to(tl.float32), 1)
     i_lse = (i_b * W.H + i_h) * T + i_t
     b_lse, b_rest = load_log(p_lse, i_lse, i_t < T, W)
-    b_q = load_rows(p_q, steps.qt, T - i_0, W.D, W.BT, W.BD, W.D == W.BD)
+    b_q = load_rows(p_q, steps.qt, T - i_0, W.D, W.BT, W.BD)
     b_d_q = tl.full((W.BT, W.BD), 0.0, tl.float32)
     b_left = tl.full((W.BT,), 0.0, tl.float32)
     b_mean = tl.full((W.BT, W.BD), 0.0, tl.float32)
     for s_0 in range(begin, end, W.BS):
         i_s = s_0 + tl.arange(0, W.BS)
-        b_k = load_rows(p_k + tl.cast(s_0, tl.int64) * steps.kt, steps.kt, S - s_0, W.D, W.BS, W.BD, W.D == W.BD)
-        b_v = load_rows(p_v + tl.cast(s_0, tl.int64) * steps.vt, steps.vt, S - s_0, W.E, W.BS, W.BE, W.E == W.BE)
+        b_k = load_rows(p_k + tl.cast(s_0, tl.int64) * steps.kt, steps.kt, S - s_0, W.D, W.BS, W.BD)
+        b_v = load_rows(p_v + tl.cast(s_0, tl.int64) * steps.vt, steps.vt, S - s_0, W.E, W.BS, W.BE)
         b_s = product(b_q, tl.trans(b_k), PRECISION) * scale
         b_d_p = product(b_d_out, tl.trans(b_v), PRECISION)
         if W.ALONE:
@@ -90,7 +90,7 @@ def local_backward_queries_kernel(
         b_d_q -= b_left[:, None] * b_mean
         b_delta += b_left
     tl.store(p_delta + i_lse, b_delta, mask=i_t < T)
-    store_rows(p_d_q + i_row * W.D, W.H * W.D, T - i_0, W.D, b_d_q * factor, W.BT, W.BD, W.D == W.BD)
+    store_rows(p_d_q + i_row * W.D, W.H * W.D, T - i_0, b_d_q * factor, W.D, W.BT, W.BD)
 
 
 @triton.jit(do_not_specialize=["T", "S"])
@@ -131,8 +131,8 @@ def local_backward_keys_kernel(
     begin, _ = queries_that_see(i_b, s_0, p_start, p_bounds, T, S, W)
     _, end = queries_that_see(i_b, last, p_start, p_bounds, T, S, W)
 
-    b_k = load_rows(p_k, steps.kt, S - s_0, W.D, W.BS, W.BD, W.D == W.BD)
-    b_v = load_rows(p_v, steps.vt, S - s_0, W.E, W.BS, W.BE, W.E == W.BE)
+    b_k = load_rows(p_k, steps.kt, S - s_0, W.D, W.BS, W.BD)
+    b_v = load_rows(p_v, steps.vt, S - s_0, W.E, W.BS, W.BE)
     b_d_k = tl.full((W.BS, W.BD), 0.0, tl.float32)
     b_d_v = tl.full((W.BS, W.BE), 0.0, tl.float32)
     m_key = i_s < S
@@ -144,10 +144,8 @@ def local_backward_keys_kernel(
         for t_0 in range(begin, end, W.BT):
             i_t = t_0 + tl.arange(0, W.BT)
             there = tl.cast(t_0, tl.int64)
-            b_q = load_rows(p_q + there * steps.qt + i_h * steps.qh, steps.qt, T - t_0, W.D, W.BT, W.BD, W.D == W.BD)
-            b_d_out = load_rows(
-                p_d_out + there * steps.ot + i_h * steps.oh, steps.ot, T - t_0, W.E, W.BT, W.BE, W.E == W.BE
-            )
+            b_q = load_rows(p_q + there * steps.qt + i_h * steps.qh, steps.qt, T - t_0, W.D, W.BT, W.BD)
+            b_d_out = load_rows(p_d_out + there * steps.ot + i_h * steps.oh, steps.ot, T - t_0, W.E, W.BT, W.BE)
             b_lse, b_rest = load_log(p_lse, i_row + i_t, i_t < T, W)
             b_delta = tl.load(p_delta + i_row + i_t, mask=i_t < T, other=0.0)
             low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, W)
@@ -175,5 +173,5 @@ def local_backward_keys_kernel(
                 b_d_s = tl.where(m_own, 0.0, b_d_s)
             b_d_k = add_product(b_d_s.to(b_q.dtype), b_q, b_d_k, PRECISION)
     i_row = (i_b * S + s_0) * W.HKV + i_kv
-    store_rows(p_d_k + i_row * W.D, W.HKV * W.D, S - s_0, W.D, b_d_k * factor, W.BS, W.BD, W.D == W.BD)
-    store_rows(p_d_v + i_row * W.E, W.HKV * W.E, S - s_0, W.E, b_d_v, W.BS, W.BE, W.E == W.BE)
+    store_rows(p_d_k + i_row * W.D, W.HKV * W.D, S - s_0, b_d_k * factor, W.D, W.BS, W.BD)
+    store_rows(p_d_v + i_row * W.E, W.HKV * W.E, S - s_0, b_d_v, W.E, W.BS, W.BE)

@@ -29,14 +29,14 @@ def local_forward_kernel(
     begin, outer = keys_seen(i_b, i_0, p_start, p_bounds, T, S, W)
     inner, end = keys_seen(i_b, last, p_start, p_bounds, T, S, W)
 
-    b_q = load_rows(p_q, steps.qt, T - i_0, W.D, W.BT, W.BD, W.D == W.BD)
+    b_q = load_rows(p_q, steps.qt, T - i_0, W.D, W.BT, W.BD)
     b_max = tl.full((W.BT,), float("-inf"), tl.float32)
     b_sum = tl.full((W.BT,), 0.0, tl.float32)
     b_out = tl.full((W.BT, W.BE), 0.0, tl.float32)
     for s_0 in range(begin, end, W.BS):
         i_s = s_0 + tl.arange(0, W.BS)
-        b_k = load_rows(p_k + tl.cast(s_0, tl.int64) * steps.kt, steps.kt, S - s_0, W.D, W.BS, W.BD, W.D == W.BD)
-        b_v = load_rows(p_v + tl.cast(s_0, tl.int64) * steps.vt, steps.vt, S - s_0, W.E, W.BS, W.BE, W.E == W.BE)
+        b_k = load_rows(p_k + tl.cast(s_0, tl.int64) * steps.kt, steps.kt, S - s_0, W.D, W.BS, W.BD)
+        b_v = load_rows(p_v + tl.cast(s_0, tl.int64) * steps.vt, steps.vt, S - s_0, W.E, W.BS, W.BE)
         b_s = product(b_q, tl.trans(b_k), PRECISION) * scale
         if W.ALONE:
             b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], LAST, b_s)
@@ -62,4 +62,4 @@ def local_forward_kernel(
     b_log = tl.log2(b_sum)
     b_log += (b_sum * power(-b_log, W) - 1) * 1.4426950408889634
     store_log(p_lse, (i_b * W.H + i_h) * T + i_t, i_t < T, b_max, b_log, W)
-    store_rows(p_out + ((i_b * T + i_0) * W.H + i_h) * W.E, W.H * W.E, T - i_0, W.E, b_out, W.BT, W.BE, W.E == W.BE)
+    store_rows(p_out + ((i_b * T + i_0) * W.H + i_h) * W.E, W.H * W.E, T - i_0, b_out, W.E, W.BT, W.BE)
