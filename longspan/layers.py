@@ -245,16 +245,18 @@ class Attention(nn.Module):
 
     def _in_one(self, x: Tensor, rows: Rows | None) -> Tensor | None:
         """All of it at once, on a GPU: a Linformer's layer that has nothing in it but products and softmax."""
-        mechanism, maps = self.mechanism, (self.to_q, self.to_kv, self.to_out)
+        mechanism = self.mechanism
         if not isinstance(mechanism, LinformerAttention) or not self.bare_keys or self.causal or self.cross:
             return None
         if rows is not None and (rows.key_mask is not None or rows.packing is not None):
             return None
-        more = self.to_gates is not None or self.to_mid is not None or self.training * self.dropout.p
-        if more or self.head_groups > 1 or not all(_is_bare(layer) for layer in maps):
+        to_q, to_kv, to_out = self.to_q, self.to_kv, self.to_out
+        if self.head_groups > 1 or not (_is_bare(to_q) and _is_bare(to_kv) and _is_bare(to_out)):
             return None
-        weights = self.to_q.weight, self.to_kv.weight, self.to_out.weight
-        return mechanism.attend_layer(x, *weights, self.to_out.bias, shared_kv=self.shared_kv)
+        if self.to_gates is not None or self.to_mid is not None or (self.training and self.dropout.p):
+            return None
+        weights = to_q.weight, to_kv.weight, to_out.weight
+        return mechanism.attend_layer(x, *weights, to_out.bias, shared_kv=self.shared_kv)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         if self.head_groups == 1:

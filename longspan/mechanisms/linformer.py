@@ -155,27 +155,28 @@ class LinformerAttention(Mechanism):
         queries: (H·D, dim), keys: (Hkv·(D + E), dim), or keys alone where values are the keys. out, bias: the last map.
         """
         table = self.keys
-        if not backend.at_once(x) or table is not self.values or table.kind == "convolution" or table.periodic:
+        if not backend.at_once(x) or table is not self.values or table.periodic or not table.alike:
             return None
-        if table.num_heads is not None or table.bias is not None or (self.training and self.dropout > 0):
+        if table.bias is not None or (self.training and self.dropout > 0):
             return None
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-        if self._why_plain(x, dtype) is not None or self.compresses_first(x.shape[2], len(keys)):
+        if self._why_plain(x, dtype, table.rank) is not None or self.compresses_first(x.shape[2], len(keys)):
             return None
         table.check_length(x.shape[1])
         layer = Layer(self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, shared_kv)
         return linformer_layer(x, queries, keys, table.table, out, bias, layer, dtype)
 
-    def _why_plain(self, x: Tensor, dtype: torch.dtype) -> str | None:
-        sizes = self.num_heads, self.num_kv_heads, self.rank, (self.head_dim, self.value_dim)
-        return backend.why_plain_rows(x, dtype, *sizes)
+    def _why_plain(self, x: Tensor, dtype: torch.dtype, rank: int) -> str | None:
+        return backend.why_plain_rows(
+            x, dtype, self.num_heads, self.num_kv_heads, rank, (self.head_dim, self.value_dim)
+        )
 
     def compresses_first(self, dim: int, width: int) -> bool:
         """Whether `attend_source` is the cheaper way, of tokens `dim` wide to keys and values of `width` in all."""
-        tables = self.keys, self.values
-        if any(table.kind == "convolution" or table.num_heads is not None for table in tables):
+        keys, values = self.keys, self.values
+        if not (keys.alike and values.alike):
             return False
-        return len(set(tables)) * self.rank * dim <= (self.rank + dim) * width
+        return (1 if keys is values else 2) * keys.rank * dim <= (keys.rank + dim) * width
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         self.keys.check_length(k.shape[1])
@@ -313,7 +314,7 @@ class LinformerAttention(Mechanism):
             # A table's rows live all or none: without a mask all is faster, and nothing weighs nothing.
             values, live = values.masked_fill(~live[:, None, :, None], 0), None
         dropout = self.dropout if self.training else 0.0
-        if live is None and not dropout and self._why_plain(q, q.dtype) is None:
+        if live is None and not dropout and self._why_plain(q, q.dtype, self.rank) is None:
             return attend_rows(q, keys, values)
         shared, keys = values is keys, keys.to(q.dtype)
         values = keys if shared else values.to(q.dtype)

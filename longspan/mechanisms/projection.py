@@ -43,6 +43,7 @@ class Projection(nn.Module):
         self.rank, self.max_length, self.num_heads, self.periodic = rank, max_length, num_heads, periodic
         self.whole_stretches, self.asked_rank = whole_stretches, rank
         self.stride = 1
+        self.alike = num_heads is None and kind != "convolution"  # whether it is one table, whatever it multiplies
         apart = () if num_heads is None else (num_heads,)
         if whole_stretches and (kind != "convolution" or rank > max_length):
             raise ValueError(
