@@ -117,8 +117,8 @@ def by_kernels(case: Case, given: Given) -> list[Tensor]:
     kernels = backend.bidirectional_kernels()
     offsets = [None if packing is None else packing.offsets for packing in (given.packing, given.key_packing)]
     tensors = given.q, given.k, given.v, given.weight, given.key_mask, *offsets
-    results = kernels.bidirectional_linear(*tensors, case.feature_map, case.normalise)
-    grads = kernels.bidirectional_linear_backward(given.d_out, *results[1:], *tensors, case.feature_map, case.normalise)
+    results = kernels.forward(*tensors, case.feature_map, case.normalise)
+    grads = kernels.backward(given.d_out, *results[1:], *tensors, case.feature_map, case.normalise)
     return [results[0], *grads]
 
 

@@ -102,7 +102,7 @@ def test_ones_come_back(feature_map: str) -> None:
         if normalise == "feature" and feature_map in ("elu", "relu"):
             continue  # There weights sum to one over keys, not over a query's features.
         tensors = given.q, given.k, torch.ones_like(given.v), given.weight, None, None, None
-        out = kernels.bidirectional_linear(*tensors, feature_map, normalise)[0]
+        out = kernels.forward(*tensors, feature_map, normalise)[0]
         torch.testing.assert_close(out, torch.ones_like(out), rtol=1e-5, atol=1e-5)
 
 

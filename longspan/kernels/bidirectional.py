@@ -80,33 +80,21 @@ def is_divided(feature_map: str, normalise: str) -> bool:
 def kept_size(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, key_offsets: Tensor | None, feature_map: str, normalise: str
 ) -> int:
-    """How many numbers `bidirectional_linear` keeps for the backward pass."""
+    """How many numbers `forward` keeps for the backward pass."""
     N = k.shape[0] if key_offsets is None else len(key_offsets) - 1
     M = None if weight is None else len(weight)
     rows = q.shape[0] * q.shape[1] * q.shape[2] if is_divided(feature_map, normalise) else 0
     return _kept(rows, N * k.shape[2], q.shape[3], M, v.shape[3], q.dtype == torch.bfloat16).size
 
 
-def bidirectional_linear(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor | None,
-    key_mask: Tensor | None,
-    offsets: Tensor | None,
-    key_offsets: Tensor | None,
-    feature_map: str,
-    normalise: str,
-    *,
-    clean: bool = False,
-) -> tuple[Tensor, Tensor]:
+def forward(*args: Any, clean: bool = False) -> tuple[Tensor, Tensor]:
     """`longspan::bidirectional_linear`: out (B, T, H, E), and what is kept for the backward pass.
 
     clean: what is kept has the same bits every time, which takes a launch.
     """
-    q, k, v, weight, key_mask = _dense(q, k, v, weight, key_mask)
-    given = looks(q, k, v, weight, key_mask, offsets, key_offsets)
-    plan = _forward_plan(q.get_device(), given, feature_map, normalise)
+    given, rest = _given(*args)
+    q, k, v, weight, key_mask, offsets, key_offsets = given
+    plan = _forward_plan(q.get_device(), looks(*given), *rest)
     out, kept, work = v.new_empty(plan.out_shape), plan.kept.new(q, clean=clean), plan.work.new(q)
     scale, kv, z, c, high, rest = plan.kept.places(kept, plan.ready)
     parts, parts_z, parts_c = plan.work.places(work, plan.ready)
@@ -123,24 +111,12 @@ def bidirectional_linear(
     return out, kept
 
 
-def bidirectional_linear_backward(
-    d_out: Tensor,
-    kept: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor | None,
-    key_mask: Tensor | None,
-    offsets: Tensor | None,
-    key_offsets: Tensor | None,
-    feature_map: str,
-    normalise: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`longspan::bidirectional_linear_backward`."""
-    q, k, v, weight, key_mask = _dense(q, k, v, weight, key_mask)
+def backward(d_out: Tensor, kept: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`longspan::bidirectional_linear_backward`: the gradients of q, k and v."""
+    given, rest = _given(*args)
+    q, k, v, weight, key_mask, offsets, key_offsets = given
     d_out = dense_rows(d_out)
-    given = looks(q, k, v, weight, key_mask, offsets, key_offsets, d_out, kept)
-    plan = _backward_plan(q.get_device(), given, feature_map, normalise)
+    plan = _backward_plan(q.get_device(), looks(*given, d_out, kept), *rest)
     d_q, d_k, d_v, work = new_like(q), new_like(k), new_like(v), plan.work.new(q)
     scale, kv, z, c, high, rest = plan.kept.places(kept, plan.ready)
     d_kv, d_z, parts, parts_z = plan.work.places(work, plan.ready)
@@ -302,10 +278,19 @@ def _kept(rows: int, heads: int, D: int, M: int | None, E: int, halves: bool) ->
     return Room((rows, whole), kv, (heads * BM, whole), (heads * BM, whole), *projection)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, key_mask: Tensor | None) -> tuple[Any, ...]:
-    """The tensors as the kernels take them."""
+def _given(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor | None,
+    key_mask: Tensor | None,
+    offsets: Tensor | None,
+    key_offsets: Tensor | None,
+    *rest: str,
+) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """The tensors as the kernels take them, and the rest: the feature map, and how it is normalised."""
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
-    return dense_rows(q), dense_rows(k), dense_rows(v), dense(weight), mask
+    return (dense_rows(q), dense_rows(k), dense_rows(v), dense(weight), mask, offsets, key_offsets), rest
 
 
 def _padded(n: int, halves: bool) -> int:

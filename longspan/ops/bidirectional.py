@@ -43,7 +43,7 @@ def bidirectional_linear(
         return _bidirectional_linear(*given)[0]
     if torch.is_grad_enabled():
         return _apply(*given)
-    return backend.bidirectional_kernels().bidirectional_linear(*given)[0]
+    return backend.bidirectional_kernels().forward(*given)[0]
 
 
 class _Kernels(torch.autograd.Function):
@@ -51,17 +51,15 @@ class _Kernels(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        out, kept = backend.bidirectional_kernels().bidirectional_linear(*given)
-        *tensors, feature_map, normalise = given
-        ctx.save_for_backward(kept, *tensors)
-        ctx.rest = feature_map, normalise
-        return out
+        results = backend.bidirectional_kernels().forward(*given)
+        _save(ctx, given, results)
+        return results[0]
 
     @staticmethod
     @once
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        grads = backend.bidirectional_kernels().bidirectional_linear_backward(d_out, *ctx.saved_tensors, *ctx.rest)
-        return *grads, None, None, None, None, None, None
+        grads = backend.bidirectional_kernels().backward(d_out, *ctx.saved_tensors, *ctx.rest)
+        return *grads, *[None] * 6
 
 
 # `Function.apply` looks for transforms of functorch first, as `backend.at_once` has done.
@@ -82,21 +80,12 @@ def _bidirectional_linear(
 ) -> tuple[Tensor, Tensor]:
     """The result, and what the backward pass starts from."""
     given = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalise
-    return backend.bidirectional_kernels().bidirectional_linear(*given, clean=True)
+    return backend.bidirectional_kernels().forward(*given, clean=True)
 
 
 @_bidirectional_linear.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor | None,
-    key_mask: Tensor | None,
-    offsets: Tensor | None,
-    key_offsets: Tensor | None,
-    feature_map: str,
-    normalise: str,
-) -> tuple[Tensor, Tensor]:
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    q, k, v, weight, _key_mask, _offsets, key_offsets, feature_map, normalise = args
     size = backend.bidirectional_kernels().kept_size(q, k, v, weight, key_offsets, feature_map, normalise)
     return v.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(size, dtype=torch.float32)
 
@@ -117,7 +106,7 @@ def _bidirectional_linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     given = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalise
-    return backend.bidirectional_kernels().bidirectional_linear_backward(d_out, kept, *given)
+    return backend.bidirectional_kernels().backward(d_out, kept, *given)
 
 
 @_bidirectional_linear_backward.register_fake
@@ -130,13 +119,13 @@ _bidirectional_linear_backward.register_autograd(refuse)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.feature_map, ctx.normalise = inputs
-    ctx.save_for_backward(output[1], *tensors)
+    ctx.save_for_backward(output[1], *inputs[:7])
+    ctx.rest = inputs[7:]
 
 
 def _differentiate(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _bidirectional_linear_backward(d_out, *ctx.saved_tensors, ctx.feature_map, ctx.normalise)
-    return *grads, None, None, None, None, None, None
+    grads = _bidirectional_linear_backward(d_out, *ctx.saved_tensors, *ctx.rest)
+    return *grads, *[None] * 6
 
 
 _bidirectional_linear.register_autograd(_differentiate, setup_context=_save)
