@@ -1,4 +1,8 @@
-"""What kernels share: where programs and tensors' rows lie, blocks in and out, powers, products, plain feature maps."""
+"""What kernels share: where programs and tensors' rows lie, blocks in and out, powers, products, plain feature maps.
+
+In all of them p_x is where x lies, x or x_steps its steps, b_x a block of it, i_x an index and m_x a mask; capitals are
+known when a kernel is compiled.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +123,7 @@ def place(stretches, HEADS: tl.constexpr, TILES: tl.constexpr = 1):
 @triton.jit
 def at(p_x, steps, i_b, i_t, i_h, column=0):
     """Where token i_t of one row and head begins, or a column of it."""
-    return p_x + (i_b * steps.b + i_t.to(tl.int64) * steps.t + i_h.to(tl.int64) * steps.h + column)
+    return p_x + (i_b * steps.b + tl.cast(i_t, tl.int64) * steps.t + i_h.to(tl.int64) * steps.h + column)
 
 
 @triton.jit

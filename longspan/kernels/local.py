@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longspan.kernels.blocks import Steps
 from longspan.kernels.launch import Launch, Looks, dense_rows, looks, new_like, on_device
 from longspan.kernels.local_backward import local_backward_keys_kernel, local_backward_queries_kernel
-from longspan.kernels.local_blocks import Sizes, Steps
+from longspan.kernels.local_blocks import Sizes
 from longspan.kernels.local_forward import local_forward_kernel
 
 
@@ -104,7 +105,7 @@ class _Plan:
         assert v is not None
         size, back, ahead, causal, alone, self.scale, self.dropout = rest
         (self.B, self.T, self.H, D), (self.S, self.Hkv), E = q[0], k[0][1:3], v[0][3]
-        self.device, self.strides = device, [stride for x in (q, k, v) for stride in x[1][:3]]
+        self.device, self.steps = device, [Steps(*x[1][:3]) for x in (q, k, v)]
         BD, BE = (max(16, 1 << (dim - 1).bit_length()) for dim in (D, E))
         halves = q[2] != torch.float32
         self.configs = configs(max(BD, BE), halves)
@@ -115,10 +116,10 @@ class _Plan:
         self.sizes = Sizes(self.H, self.Hkv, D, E, *window, 0, 0, BD, BE, "tf32" if halves else "ieee")
 
     def launch(self, kernel: Any, config: Config, programs: int, more: tuple[Any, ...] = ()) -> Launch:
-        """more: numbers of this kernel, before all strides."""
+        """more: numbers of this kernel, before all steps."""
         sizes = self.sizes._replace(BT=config.queries, BS=config.keys)
         constants = {"W": sizes, "num_warps": config.warps, "num_stages": config.stages}
-        numbers = self.T, self.S, self.scale * math.log2(math.e), self.dropout, *more, Steps(*self.strides)
+        numbers = self.T, self.S, self.scale * math.log2(math.e), self.dropout, *more, *self.steps
         return Launch(self.device, kernel, (self.B * programs, 1, 1), numbers, constants)
 
 
@@ -134,7 +135,7 @@ class _Backward(_Plan):
         super().__init__(device, given, rest)
         d_out = given[7]
         assert d_out is not None
-        self.strides += d_out[1][:3]
+        self.steps.append(Steps(*d_out[1][:3]))
         queries, keys = self.configs.d_queries, self.configs.d_keys
         # The backward pass undoes the scale of the scores too.
         scale = (self.scale,)

@@ -11,8 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import add_product, load_rows, product, store_rows
-from longspan.kernels.local_blocks import LAST, is_between, kept, keys_seen, load_log, queries_that_see, weights
+from longspan.kernels.blocks import add_product, at, load_rows, place, product, store_rows
+from longspan.kernels.local_blocks import (
+    LAST,
+    find_queries,
+    is_between,
+    kept,
+    keys_seen,
+    load_log,
+    queries_that_see,
+    weights,
+)
 
 
 @triton.jit(do_not_specialize=["T", "S"])
@@ -34,40 +43,33 @@ def local_backward_queries_kernel(
     scale,
     rate,
     factor,
-    steps,
+    q,
+    k,
+    v,
+    d_out,
     W: tl.constexpr,
 ):
     """dq of BT queries of one head, and D. factor: the scale of the scores."""
     PRECISION: tl.constexpr = W.PRECISION
-    pid = tl.program_id(0)
-    i_h = pid % W.H
-    i_0 = (pid // W.H) % tl.cdiv(T, W.BT) * W.BT
-    i_b = (pid // W.H // tl.cdiv(T, W.BT)).to(tl.int64)
+    i_b, i_h, i_0, i_t, low, high, begin, end, inner, outer = find_queries(p_start, p_bounds, T, S, W)
     i_kv = i_h // (W.H // W.HKV)
-    p_q += i_b * steps.qb + i_0.to(tl.int64) * steps.qt + i_h.to(tl.int64) * steps.qh
-    p_d_out += i_b * steps.ob + i_0.to(tl.int64) * steps.ot + i_h.to(tl.int64) * steps.oh
-    p_k += i_b * steps.kb + i_kv.to(tl.int64) * steps.kh
-    p_v += i_b * steps.vb + i_kv.to(tl.int64) * steps.vh
-    i_t = i_0 + tl.arange(0, W.BT)
-    low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, W)
-    last = tl.minimum(i_0 + W.BT, T) - 1
-    begin, outer = keys_seen(i_b, i_0, p_start, p_bounds, T, S, W)
-    inner, end = keys_seen(i_b, last, p_start, p_bounds, T, S, W)
+    p_q = at(p_q, q, i_b, i_0, i_h)
+    p_d_out = at(p_d_out, d_out, i_b, i_0, i_h)
 
     i_row = (i_b * T + i_0) * W.H + i_h
-    b_d_out = load_rows(p_d_out, steps.ot, T - i_0, W.E, W.BT, W.BE)
+    b_d_out = load_rows(p_d_out, d_out.t, T - i_0, W.E, W.BT, W.BE)
     b_out = load_rows(p_out + i_row * W.E, W.H * W.E, T - i_0, W.E, W.BT, W.BE)
     b_delta = tl.sum(b_d_out.to(tl.float32) * b_out.to(tl.float32), 1)
     i_lse = (i_b * W.H + i_h) * T + i_t
     b_lse, b_rest = load_log(p_lse, i_lse, i_t < T, W)
-    b_q = load_rows(p_q, steps.qt, T - i_0, W.D, W.BT, W.BD)
+    b_q = load_rows(p_q, q.t, T - i_0, W.D, W.BT, W.BD)
     b_d_q = tl.full((W.BT, W.BD), 0.0, tl.float32)
     b_left = tl.full((W.BT,), 0.0, tl.float32)
     b_mean = tl.full((W.BT, W.BD), 0.0, tl.float32)
     for s_0 in range(begin, end, W.BS):
         i_s = s_0 + tl.arange(0, W.BS)
-        b_k = load_rows(p_k + tl.cast(s_0, tl.int64) * steps.kt, steps.kt, S - s_0, W.D, W.BS, W.BD)
-        b_v = load_rows(p_v + tl.cast(s_0, tl.int64) * steps.vt, steps.vt, S - s_0, W.E, W.BS, W.BE)
+        b_k = load_rows(at(p_k, k, i_b, s_0, i_kv), k.t, S - s_0, W.D, W.BS, W.BD)
+        b_v = load_rows(at(p_v, v, i_b, s_0, i_kv), v.t, S - s_0, W.E, W.BS, W.BE)
         b_s = product(b_q, tl.trans(b_k), PRECISION) * scale
         b_d_p = product(b_d_out, tl.trans(b_v), PRECISION)
         if W.ALONE:
@@ -112,27 +114,26 @@ def local_backward_keys_kernel(
     scale,
     rate,
     factor,
-    steps,
+    q,
+    k,
+    v,
+    d_out,
     W: tl.constexpr,
 ):
     """dk and dv of BS keys of one key head, from all the query heads that share it."""
     G: tl.constexpr = W.H // W.HKV
     PRECISION: tl.constexpr = W.PRECISION
-    pid = tl.program_id(0)
-    i_kv = pid % W.HKV
-    s_0 = (pid // W.HKV) % tl.cdiv(S, W.BS) * W.BS
-    i_b = (pid // W.HKV // tl.cdiv(S, W.BS)).to(tl.int64)
-    p_k += i_b * steps.kb + s_0.to(tl.int64) * steps.kt + i_kv.to(tl.int64) * steps.kh
-    p_v += i_b * steps.vb + s_0.to(tl.int64) * steps.vt + i_kv.to(tl.int64) * steps.vh
-    p_q += i_b * steps.qb
-    p_d_out += i_b * steps.ob
+    i_kv, _, i_block, i_b = place(tl.cdiv(S, W.BS), W.HKV)
+    s_0 = i_block * W.BS
+    p_k = at(p_k, k, i_b, s_0, i_kv)
+    p_v = at(p_v, v, i_b, s_0, i_kv)
     i_s = s_0 + tl.arange(0, W.BS)
     last = tl.minimum(s_0 + W.BS, S) - 1
     begin, _ = queries_that_see(i_b, s_0, p_start, p_bounds, T, S, W)
     _, end = queries_that_see(i_b, last, p_start, p_bounds, T, S, W)
 
-    b_k = load_rows(p_k, steps.kt, S - s_0, W.D, W.BS, W.BD)
-    b_v = load_rows(p_v, steps.vt, S - s_0, W.E, W.BS, W.BE)
+    b_k = load_rows(p_k, k.t, S - s_0, W.D, W.BS, W.BD)
+    b_v = load_rows(p_v, v.t, S - s_0, W.E, W.BS, W.BE)
     b_d_k = tl.full((W.BS, W.BD), 0.0, tl.float32)
     b_d_v = tl.full((W.BS, W.BE), 0.0, tl.float32)
     m_key = i_s < S
@@ -143,9 +144,8 @@ def local_backward_keys_kernel(
         i_row = (i_b * W.H + i_h) * T
         for t_0 in range(begin, end, W.BT):
             i_t = t_0 + tl.arange(0, W.BT)
-            there = tl.cast(t_0, tl.int64)
-            b_q = load_rows(p_q + there * steps.qt + i_h * steps.qh, steps.qt, T - t_0, W.D, W.BT, W.BD)
-            b_d_out = load_rows(p_d_out + there * steps.ot + i_h * steps.oh, steps.ot, T - t_0, W.E, W.BT, W.BE)
+            b_q = load_rows(at(p_q, q, i_b, t_0, i_h), q.t, T - t_0, W.D, W.BT, W.BD)
+            b_d_out = load_rows(at(p_d_out, d_out, i_b, t_0, i_h), d_out.t, T - t_0, W.E, W.BT, W.BE)
             b_lse, b_rest = load_log(p_lse, i_row + i_t, i_t < T, W)
             b_delta = tl.load(p_delta + i_row + i_t, mask=i_t < T, other=0.0)
             low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, W)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from longspan.kernels.blocks import place
+
 # The score of a query's own key where it is seen only if nothing else is: below every score, above none at all.
 LAST = tl.constexpr(-1e30)
 ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass every test of randomness
@@ -35,23 +37,6 @@ class Sizes(NamedTuple):
     BD: int
     BE: int
     PRECISION: str
-
-
-class Steps(NamedTuple):
-    """From row to row, token to token and head to head of q, k, v and the result's gradient."""
-
-    qb: int
-    qt: int
-    qh: int
-    kb: int
-    kt: int
-    kh: int
-    vb: int
-    vt: int
-    vh: int
-    ob: int | None = None
-    ot: int | None = None
-    oh: int | None = None
 
 
 @triton.jit
@@ -86,6 +71,21 @@ def keys_seen(i_b, i_t, p_start, p_bounds, T, S, W: tl.constexpr):
     if W.CAUSAL:
         high = tl.minimum(high, i_s + 1)
     return tl.maximum(low, first), tl.minimum(high, end)
+
+
+@triton.jit
+def find_queries(p_start, p_bounds, T, S, W: tl.constexpr):
+    """The BT queries that a program is for: row of the batch, head, the first of them, all of them, and the stretch of
+    keys that each sees; then where the first stretch begins and the last ends, and between which keys all see all.
+    """
+    i_h, _, i_block, i_b = place(tl.cdiv(T, W.BT), W.H)
+    i_0 = i_block * W.BT
+    i_t = i_0 + tl.arange(0, W.BT)
+    low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, W)
+    last = tl.minimum(i_0 + W.BT, T) - 1
+    begin, outer = keys_seen(i_b, i_0, p_start, p_bounds, T, S, W)
+    inner, end = keys_seen(i_b, last, p_start, p_bounds, T, S, W)
+    return i_b, i_h, i_0, i_t, low, high, begin, end, inner, outer
 
 
 @triton.jit

@@ -5,38 +5,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import add_product, load_rows, product, store_rows
-from longspan.kernels.local_blocks import LAST, is_between, kept, keys_seen, power, store_log
+from longspan.kernels.blocks import add_product, at, load_rows, product, store_rows
+from longspan.kernels.local_blocks import LAST, find_queries, is_between, kept, power, store_log
 
 
 @triton.jit(do_not_specialize=["T", "S"])
 def local_forward_kernel(
-    p_q, p_k, p_v, p_mask, p_start, p_bounds, p_seed, p_out, p_lse, T, S, scale, rate, steps, W: tl.constexpr
+    p_q, p_k, p_v, p_mask, p_start, p_bounds, p_seed, p_out, p_lse, T, S, scale, rate, q, k, v, W: tl.constexpr
 ):
     """BT queries of one head. scale: that of the scores times log₂e. lse: log₂ of the sum, see `store_log`."""
     PRECISION: tl.constexpr = W.PRECISION
-    pid = tl.program_id(0)
-    i_h = pid % W.H
-    i_0 = (pid // W.H) % tl.cdiv(T, W.BT) * W.BT
-    i_b = (pid // W.H // tl.cdiv(T, W.BT)).to(tl.int64)
+    i_b, i_h, i_0, i_t, low, high, begin, end, inner, outer = find_queries(p_start, p_bounds, T, S, W)
     i_kv = i_h // (W.H // W.HKV)
-    p_q += i_b * steps.qb + i_0.to(tl.int64) * steps.qt + i_h.to(tl.int64) * steps.qh
-    p_k += i_b * steps.kb + i_kv.to(tl.int64) * steps.kh
-    p_v += i_b * steps.vb + i_kv.to(tl.int64) * steps.vh
-    i_t = i_0 + tl.arange(0, W.BT)
-    low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, W)
-    last = tl.minimum(i_0 + W.BT, T) - 1
-    begin, outer = keys_seen(i_b, i_0, p_start, p_bounds, T, S, W)
-    inner, end = keys_seen(i_b, last, p_start, p_bounds, T, S, W)
+    p_q = at(p_q, q, i_b, i_0, i_h)
 
-    b_q = load_rows(p_q, steps.qt, T - i_0, W.D, W.BT, W.BD)
+    b_q = load_rows(p_q, q.t, T - i_0, W.D, W.BT, W.BD)
     b_max = tl.full((W.BT,), float("-inf"), tl.float32)
     b_sum = tl.full((W.BT,), 0.0, tl.float32)
     b_out = tl.full((W.BT, W.BE), 0.0, tl.float32)
     for s_0 in range(begin, end, W.BS):
         i_s = s_0 + tl.arange(0, W.BS)
-        b_k = load_rows(p_k + tl.cast(s_0, tl.int64) * steps.kt, steps.kt, S - s_0, W.D, W.BS, W.BD)
-        b_v = load_rows(p_v + tl.cast(s_0, tl.int64) * steps.vt, steps.vt, S - s_0, W.E, W.BS, W.BE)
+        b_k = load_rows(at(p_k, k, i_b, s_0, i_kv), k.t, S - s_0, W.D, W.BS, W.BD)
+        b_v = load_rows(at(p_v, v, i_b, s_0, i_kv), v.t, S - s_0, W.E, W.BS, W.BE)
         b_s = product(b_q, tl.trans(b_k), PRECISION) * scale
         if W.ALONE:
             b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], LAST, b_s)
