@@ -17,6 +17,8 @@ from longspan.ops.compress import _compress
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # Of a backward pass that begins with a product, in a process's first.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
 ]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 R = 64

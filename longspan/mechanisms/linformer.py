@@ -20,7 +20,7 @@ from longspan.mechanisms.late import LateRows
 from longspan.mechanisms.projection import Projection as Projection
 from longspan.ops import backend
 from longspan.ops.linear import Sums, causal_linear, sum_dtype
-from longspan.ops.rows import Layer, attend_rows, linformer_layer
+from longspan.ops.rows import Layer, attend_rows, attend_tables, linformer_layer
 from longspan.ops.sdpa import attend
 from longspan.ops.step import Turn, linformer_step_, placed, turned, why_plain
 
@@ -155,9 +155,7 @@ class LinformerAttention(Mechanism):
         queries: (H·D, dim), keys: (Hkv·(D + E), dim), or keys alone where values are the keys. out, bias: the last map.
         """
         table = self.keys
-        if not backend.at_once(x) or table is not self.values or table.periodic or not table.alike:
-            return None
-        if table.bias is not None or (self.training and self.dropout > 0):
+        if not backend.at_once(x) or table is not self.values or not self._is_bare:
             return None
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
         if self._why_plain(x, dtype, table.rank) is not None or self.compresses_first(x.shape[2], len(keys)):
@@ -165,6 +163,13 @@ class LinformerAttention(Mechanism):
         table.check_length(x.shape[1])
         layer = Layer(self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, shared_kv)
         return linformer_layer(x, queries, keys, table.table, out, bias, layer, dtype)
+
+    @property
+    def _is_bare(self) -> bool:
+        """Whether rows are what tables make of keys and values, and nothing happens to them or to weights."""
+        keys = self.keys
+        bare = not keys.periodic and keys.bias is None and not (self.training and self.dropout > 0)
+        return bare and keys.alike and self.values.alike
 
     def _why_plain(self, x: Tensor, dtype: torch.dtype, rank: int) -> str | None:
         return backend.why_plain_rows(
@@ -180,6 +185,9 @@ class LinformerAttention(Mechanism):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         self.keys.check_length(k.shape[1])
+        plain = key_mask is not None or not self._is_bare or not q.dtype == k.dtype == v.dtype
+        if not plain and self._why_plain(q, q.dtype, self.rank) is None:
+            return attend_tables(q, k, v, self.keys.table, self.values.table)
         rows = self.keys.compress(k)
         # Keys that are their own values are compressed once.
         same = k is v and self.values is self.keys

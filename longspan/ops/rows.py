@@ -1,6 +1,7 @@
-"""Softmax attention of many queries over few rows on the GPU kernels, and a whole Linformer layer around it.
+"""Softmax attention of many queries over few rows on the GPU kernels, with what makes the rows, and with a whole layer.
 
-Called at once: host and device both have less to do than when each operation of a layer is recorded by itself.
+Each is one step with its gradients written out: host and device both have less to do than when every operation is
+recorded by itself.
 """
 
 from __future__ import annotations
@@ -40,6 +41,48 @@ class _Attend(torch.autograd.Function):
         if v is None:
             return d_q, d_rows.to(k.dtype), None
         return d_q, d_rows[..., :D].to(k.dtype), d_rows[..., D:].to(v.dtype)
+
+
+def attend_tables(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """q (B, T, H, D) over the rows that tables (1, at least S, R) make of k (B, S, Hkv, D) and v (B, S, Hkv, E).
+
+    For arguments that `backend.why_plain_rows` has nothing against.
+    """
+    return _tables(q, k, v, keys, values)
+
+
+class _Tables(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        S, (heads, D), E = k.shape[1], k.shape[2:], v.shape[3]
+        ctx.layer = layer = Layer(q.shape[2], heads, D, E, k is v and keys is values)
+        ctx.tables = [(table.shape[1], table.dtype) for table in (keys, values)]
+        e, x = keys[0, :S].to(q.dtype), k.flatten(2)
+        f = e if keys is values else values[0, :S].to(q.dtype)
+        y = x if k is v else v.flatten(2)
+        rows = _compressed(e, x)
+        others = rows if layer.shared else _compressed(f, y)
+        out, lse = backend.rows_kernels().forward(q, *_pair(rows, others, layer), D**-0.5)
+        ctx.save_for_backward(q, e, x, f, y, rows, others, out, lse)
+        return out
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, e, x, f, y, rows, others, out, lse = ctx.saved_tensors
+        layer, D = ctx.layer, ctx.layer.head_dim
+        d_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+        pair = _pair(rows, others, layer)
+        d_rows = backend.rows_kernels().backward(d_out, out, lse, q, *pair, D**-0.5, d_q)
+        made: list[Tensor | None] = []
+        for i, (table, source, d) in enumerate(((e, x, d_rows[..., :D]), (f, y, d_rows[..., D:]))):
+            if i and layer.shared:
+                made += [None, None]
+                continue
+            d = d.transpose(1, 2).to(q.dtype, memory_format=torch.contiguous_format).flatten(2)
+            made.append(_spread(table, d).unflatten(2, (layer.kv_heads, -1)))
+            made.append(_table_gradient(source, d, *ctx.tables[i]) if ctx.needs_input_grad[3 + i] else None)
+        return d_q, made[0], made[2], made[1], made[3]
 
 
 class Layer(NamedTuple):
@@ -83,8 +126,8 @@ class _Linformer(torch.autograd.Function):
         maps, out_map = torch.cat([queries, keys]).to(dtype), out.to(dtype)
         joint = torch.mm(source, maps.t())
         q, short = _parts(joint, B, layer)
-        rows = _wide(e.t(), short[0]) if B == 1 else _wide(e.t().expand(B, -1, -1), short)
-        mixed, lse = backend.rows_kernels().forward(q, *_keys_and_values(rows, B, layer), layer.head_dim**-0.5)
+        rows = _compressed(e, short)
+        mixed, lse = backend.rows_kernels().forward(q, *_pair(rows, rows, layer), layer.head_dim**-0.5)
         ctx.save_for_backward(source, e, maps, out_map, joint, rows, mixed, lse)
         ctx.rest = layer, table.shape[1], [None if t is None else t.dtype for t in (x, *given[:5])]
         flat = mixed.view(B * T, -1)
@@ -99,29 +142,27 @@ class _Linformer(torch.autograd.Function):
         (B, T), D, width = mixed.shape[:2], layer.head_dim, layer.heads * layer.head_dim
         d_x, d_maps, d_table, d_out, d_bias = None, None, None, None, None
         d = d.reshape(B * T, -1)
-        if ctx.needs_input_grad[4]:
-            d_out = _product(d.t(), mixed.view(B * T, -1), out_dtype)
         if ctx.needs_input_grad[5]:
             # As a product: PyTorch's sum over many rows of few columns leaves most of a device idle.
             d_bias = _product(d.new_ones(1, B * T), d, bias_dtype)[0]
+        if ctx.needs_input_grad[4]:
+            d_out = _product(d.t(), mixed.view(B * T, -1), out_dtype)
         q, short = _parts(joint, B, layer)
         d_joint = torch.empty_like(joint)
         d_q, d_short = _parts(d_joint, B, layer)
         d_mixed = torch.mm(d, out_map).view(mixed.shape)
-        pair = _keys_and_values(rows, B, layer)
+        pair = _pair(rows, rows, layer)
         d_rows = backend.rows_kernels().backward(d_mixed, mixed, lse, q, *pair, D**-0.5, d_q)
         if layer.kv_heads > 1:
             parts = (d_rows,) if layer.shared else (d_rows[..., :D], d_rows[..., D:])
             d_rows = torch.cat([part.transpose(1, 2).flatten(2) for part in parts], 2)
-        d_rows = d_rows.view(B, rows.shape[-2], -1).to(joint.dtype)
+        d_rows = d_rows.view(rows.shape).to(joint.dtype)
         if B == 1:
             torch.mm(e, d_rows[0], out=d_short[0])
         else:
-            d_short.copy_(e @ d_rows)
+            d_short.copy_(_spread(e, d_rows))
         if ctx.needs_input_grad[3]:
-            d_table = _product(short.transpose(0, 1).flatten(1), d_rows.mT.flatten(0, 1), table_dtype)[None]
-            if longest > T:
-                d_table = torch.nn.functional.pad(d_table, (0, 0, 0, longest - T))
+            d_table = _table_gradient(short, d_rows, longest, table_dtype)
         if ctx.needs_input_grad[0]:
             d_x = _product(d_joint, maps, x_dtype).view(B, T, -1)
         if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
@@ -138,11 +179,31 @@ def _parts(joint: Tensor, B: int, layer: Layer) -> tuple[Tensor, Tensor]:
     return q, joint.as_strided((B, T, all_of_it - width), (T * all_of_it, all_of_it, 1), width)
 
 
-def _keys_and_values(rows: Tensor, B: int, layer: Layer) -> tuple[Tensor, Tensor]:
-    """Of compressed rows (B, R, ·) keys (B, Hkv, R, D) and values (B, Hkv, R, E)."""
-    (R, width), heads, D, E = rows.shape[-2:], layer.kv_heads, layer.head_dim, layer.value_dim
+def _pair(rows: Tensor, others: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
+    """Of compressed rows (B, R, ·) keys (B, Hkv, R, D) and values (B, Hkv, R, E), which stand beside them or apart."""
+    (B, R, width), heads, D, E = rows.shape, layer.kv_heads, layer.head_dim, layer.value_dim
     k = rows.as_strided((B, heads, R, D), (R * width, D, width, 1))
-    return k, k if layer.shared else rows.as_strided((B, heads, R, E), (R * width, E, width, 1), heads * D)
+    if layer.shared:
+        return k, k
+    first, width = heads * D if others is rows else 0, others.shape[2]
+    return k, others.as_strided((B, heads, R, E), (R * width, E, width, 1), first)
+
+
+def _compressed(e: Tensor, x: Tensor) -> Tensor:
+    """e (S, R), x (B, S, ·) -> (B, R, ·), the sums in float32."""
+    # As a single product it is cut along the tokens, too, and fills the device.
+    return _wide(e.t(), x[0])[None] if len(x) == 1 else _wide(e.t().expand(len(x), -1, -1), x)
+
+
+def _spread(e: Tensor, d_rows: Tensor) -> Tensor:
+    """e (S, R), d_rows (B, R, ·) -> (B, S, ·)."""
+    return torch.mm(e, d_rows[0])[None] if len(d_rows) == 1 else e @ d_rows
+
+
+def _table_gradient(x: Tensor, d_rows: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
+    """x (B, S, ·), d_rows (B, R, ·) -> (1, longest, R)."""
+    d = _product(x.transpose(0, 1).flatten(1), d_rows.mT.flatten(0, 1), dtype)[None]
+    return d if longest == x.shape[1] else torch.nn.functional.pad(d, (0, 0, 0, longest - x.shape[1]))
 
 
 def _wide(a: Tensor, b: Tensor) -> Tensor:
@@ -156,4 +217,5 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 # `Function.apply` looks for transforms of functorch first, as `backend.at_once` has done.
 _attend: Any = super(torch.autograd.Function, _Attend).apply
+_tables: Any = super(torch.autograd.Function, _Tables).apply
 _linformer: Any = super(torch.autograd.Function, _Linformer).apply
