@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # What there are kernels for, as `longspan info` says it.
-KERNELS = "causal and bidirectional linear attention and FAVOR+, local windows, one-token steps"
+KERNELS = "causal and bidirectional linear attention and FAVOR+, local windows, compressed rows, one-token steps"
 LARGEST = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
