@@ -21,7 +21,7 @@ from longspan.kernels.bidirectional_forward import (
     bidirectional_sums_kernel,
     bidirectional_weight_kernel,
 )
-from longspan.kernels.blocks import Steps
+from longspan.kernels.blocks import Steps, padded
 from longspan.kernels.launch import Launch, Looks, Room, dense, dense_rows, looks, new_like, on_device
 
 
@@ -158,7 +158,7 @@ class _Plan:
         assert v is not None
         (B, T, H, D), (Hkv, E), dtype = q[0], v[0][2:], q[2]
         halves, M = dtype == torch.bfloat16, None if weight is None else weight[0][0]
-        BD, self.BM, self.BE = (_padded(size, halves) for size in (D, D if M is None else M, E))
+        BD, self.BM, self.BE = (padded(size, 64 if halves else 16) for size in (D, D if M is None else M, E))
         self.configs = configs(self.BM, self.BE, halves, M is not None and BD > 64)
         self.device, self.out_shape, self.Hkv = device, (B, T, H, E), Hkv
         self.rows = {"q": q, "k": k, "v": v}
@@ -272,7 +272,7 @@ def _kept(rows: int, heads: int, D: int, M: int | None, E: int, halves: bool) ->
     (BM, BE) of float32 or two halves of bfloat16 side by side, and two vectors (BM,); and the projection's larger half.
     """
     whole, half = torch.float32, torch.bfloat16
-    BM, BE = _padded(D if M is None else M, halves), _padded(E, halves)
+    BM, BE = (padded(size, 64 if halves else 16) for size in (D if M is None else M, E))
     kv = (heads * BM * 2 * BE, half) if halves else (heads * BM * BE, whole)
     projection = (0 if M is None or not halves else M * D, half), (1, whole)
     return Room((rows, whole), kv, (heads * BM, whole), (heads * BM, whole), *projection)
@@ -291,9 +291,3 @@ def _given(
     """The tensors as the kernels take them, and the rest: the feature map, and how it is normalised."""
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
     return (dense_rows(q), dense_rows(k), dense_rows(v), dense(weight), mask, offsets, key_offsets), rest
-
-
-def _padded(n: int, halves: bool) -> int:
-    # Products of bfloat16 with tiles narrower than 64 come out wrong on Hopper with Triton 3.6.
-    # int: a compiler may hand in a symbol, and another size is another kernel.
-    return max(64 if halves else 16, 1 << (int(n) - 1).bit_length())

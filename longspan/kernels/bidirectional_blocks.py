@@ -1,8 +1,7 @@
 """What the kernels of bidirectional linear attention share: where a stretch of tokens lies, and feature maps on blocks.
 
-Keys whose features are exponentials are scaled by each feature's own maximum c, and
-queries get c added to their logits: nothing overflows, and a normaliser is at
-least 1 wherever there is a key.
+Keys whose features are exponentials are scaled by each feature's own maximum c, and queries get c added to their
+logits: nothing overflows, and a normaliser is at least 1 wherever there is a key.
 """
 
 from __future__ import annotations
@@ -156,8 +155,8 @@ def visible_rows(p_mask, rows, S: tl.constexpr):
 
 @triton.jit
 def load_halves(p_x, i_x, S: tl.constexpr):
-    """A tile of matrix i_x of a stack of (BM, BE · TILES) at p_x, as two whose sum it is: halves of
-    bfloat16 side by side, or float32 and 0.
+    """A tile of matrix i_x of a stack of (BM, BE · TILES) at p_x, as two whose sum it is: halves of bfloat16 side by
+    side, or float32 and 0.
     """
     b_low = 0
     if tl.float32 == S.DOT:

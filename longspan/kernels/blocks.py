@@ -30,6 +30,14 @@ class Steps(NamedTuple):
     h: int
 
 
+def padded(size: int, least: int = 64) -> int:
+    """The block for so many columns. On Hopper, products of bfloat16 with tiles narrower than 64 come out wrong with
+    Triton 3.6.
+    """
+    # int: a compiler may hand in a symbol, and another size is another kernel.
+    return max(least, 1 << (int(size) - 1).bit_length())
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
 
     @triton.jit

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.kernels.blocks import Steps
+from longspan.kernels.blocks import Steps, padded
 from longspan.kernels.favor_backward import favor_backward_rows_kernel, favor_backward_sums_kernel
 from longspan.kernels.favor_blocks import Sizes
 from longspan.kernels.favor_forward import (
@@ -181,7 +181,7 @@ class _Plan:
         (self.B, self.T, self.H, D), self.Hkv, E, M = q[0], k[0][2], v[0][3], weight[0][0]
         self.device, self.chunks, self.X = device, -(-self.T // CHUNK), self.B * self.Hkv
         self.steps = {"q": Steps(*q[1][:3]), "k": Steps(*k[1][:3]), "v": Steps(*v[1][:3])}
-        self.S = Sizes(self.H, self.Hkv, D, M, E, CHUNK, _padded(D), _padded(M), _padded(E))
+        self.S = Sizes(self.H, self.Hkv, D, M, E, CHUNK, padded(D), padded(M), padded(E))
         self.kept = _kept(self.B, self.T, self.H, self.Hkv, D, M)
         self.ready = False
 
@@ -296,13 +296,7 @@ _backward_plan = lru_cache(maxsize=1024)(_Backward)
 
 def _kept(B: int, T: int, H: int, Hkv: int, D: int, M: int) -> Room:
     """The projection in two halves and its flag; sizes of queries, and of keys; references before each chunk."""
-    size, chunks = _padded(D) * _padded(M), (T + CHUNK - 1) // CHUNK
+    size, chunks = padded(D) * padded(M), (T + CHUNK - 1) // CHUNK
     halves = (size, torch.bfloat16), (size, torch.bfloat16), (1, torch.float32)
     tokens = [(B * heads * chunks * CHUNK, torch.float32) for heads in (H, Hkv, Hkv, Hkv)]
     return Room(*halves, *tokens, (B * Hkv * (chunks + 1), torch.float32))
-
-
-def _padded(size: int) -> int:
-    # Products with tiles narrower than 64 come out wrong on Hopper with Triton 3.6.
-    # int: a compiler may hand in a symbol, and another size is another kernel.
-    return max(64, 1 << (int(size) - 1).bit_length())

@@ -73,11 +73,9 @@ def favor_backward_sums_kernel(
 
     p_suffix, p_suffix_z: (sequences, chunks, BM, ·) the part of them that comes after each chunk, at its end's scale.
     """
-    pid = tl.program_id(0)
-    TILES: tl.constexpr = S.BM // S.TILE
     GROUP: tl.constexpr = S.H // S.HKV
-    i_m = pid % TILES * S.TILE
-    i_s, i_x, i_n, i_b, i_kv = find_sequence(pid // TILES, first, sequences, S)
+    i_m, i_s, i_x, i_n, i_b, i_kv = find_sequence(first, sequences, S.BM // S.TILE, S)
+    i_m *= S.TILE
     steps = tl.minimum(chunks, tl.cdiv(T, S.C) - i_s * chunks)
     i_l = (i_s * chunks + steps - 1) * S.C
     p_q = at(p_q, q_steps, i_b, i_l, i_kv.to(tl.int64) * GROUP)

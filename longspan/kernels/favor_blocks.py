@@ -57,12 +57,15 @@ else:
 
 
 @triton.jit
-def find_sequence(pid, first, sequences, S: tl.constexpr):
-    """Which piece a program has of which sequence among all (B, Hkv) and among those that have sums, its row and its
-    head. Only so many sequences, from the first on, are gone through, and only they have sums.
+def find_sequence(first, sequences, EACH: tl.constexpr, S: tl.constexpr):
+    """Which of EACH programs for a piece of a sequence this is; which piece, of which sequence among all (B, Hkv) and
+    among those that have sums, its row and its head. Only so many sequences, from the first on, are gone through, and
+    only they have sums.
     """
+    i_each, pid = tl.program_id(0) % EACH, tl.program_id(0) // EACH
     i_piece, i_x = pid // sequences, first + pid % sequences
-    return i_piece, i_x.to(tl.int64), i_x.to(tl.int64) - first, (i_x // S.HKV).to(tl.int64), i_x % S.HKV
+    i_b, i_kv = (i_x // S.HKV).to(tl.int64), i_x % S.HKV
+    return i_each, i_piece, i_x.to(tl.int64), i_x.to(tl.int64) - first, i_b, i_kv
 
 
 @triton.jit

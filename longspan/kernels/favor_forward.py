@@ -145,10 +145,8 @@ def favor_forward_sums_kernel(
     p_reference: (B, Hkv, chunks + 1) the references before each chunk and after the last, which are found here unless
     they are there already and p_largest is None.
     """
-    pid = tl.program_id(0)
-    TILES: tl.constexpr = S.BM // S.TILE
-    i_m = pid % TILES * S.TILE
-    i_s, i_x, i_n, i_b, i_h = find_sequence(pid // TILES, first, sequences, S)
+    i_m, i_s, i_x, i_n, i_b, i_h = find_sequence(first, sequences, S.BM // S.TILE, S)
+    i_m *= S.TILE
     i_0 = i_s * chunks * S.C
     rows = visible(p_lengths, i_b, T) - i_0
     i_c = i_x * tl.cdiv(T, S.C)
@@ -293,10 +291,9 @@ def favor_forward_kernel(
     S: tl.constexpr,
 ):
     """One chunk of one query head, of those whose keys are among the sequences that have sums."""
-    pid = tl.program_id(0)
     GROUP: tl.constexpr = S.H // S.HKV
-    i_c, i_x, i_n, i_b, i_kv = find_sequence(pid // GROUP, first, sequences, S)
-    i_h, i_0 = i_kv * GROUP + pid % GROUP, i_c * S.C
+    i_g, i_c, i_x, i_n, i_b, i_kv = find_sequence(first, sequences, GROUP, S)
+    i_h, i_0 = i_kv * GROUP + i_g, i_c * S.C
     left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
     p_q = at(p_q, q_steps, i_b, i_0, i_h)
     p_k, p_v = at(p_k, k_steps, i_b, i_0, i_kv), at(p_v, v_steps, i_b, i_0, i_kv)

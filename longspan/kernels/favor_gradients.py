@@ -61,10 +61,9 @@ def favor_backward_queries_kernel(
     p_delta: Δ, which takes over the rounding of `out`; from here on Δ of the very sums that `out` was read from, which
     is what makes φ(q)·dφ(q) zero.
     """
-    pid = tl.program_id(0)
     GROUP: tl.constexpr = S.H // S.HKV
-    i_c, i_x, i_n, i_b, i_kv = find_sequence(pid // GROUP, first, sequences, S)
-    i_h, i_0 = i_kv * GROUP + pid % GROUP, i_c * S.C
+    i_g, i_c, i_x, i_n, i_b, i_kv = find_sequence(first, sequences, GROUP, S)
+    i_h, i_0 = i_kv * GROUP + i_g, i_c * S.C
     left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
     p_q, p_k = at(p_q, q_steps, i_b, i_0, i_h), at(p_k, k_steps, i_b, i_0, i_kv)
     p_v, p_d_out = at(p_v, v_steps, i_b, i_0, i_kv), at(p_d_out, d_steps, i_b, i_0, i_h)
@@ -140,9 +139,8 @@ def favor_backward_keys_kernel(
     S: tl.constexpr,
 ):
     """d k and d v of one chunk of one of the sequences that have sums; keys are rows, and queries columns."""
-    pid = tl.program_id(0)
     GROUP: tl.constexpr = S.H // S.HKV
-    i_c, i_x, i_n, i_b, i_kv = find_sequence(pid, first, sequences, S)
+    _, i_c, i_x, i_n, i_b, i_kv = find_sequence(first, sequences, 1, S)
     i_0 = i_c * S.C
     left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
     p_q, p_k = at(p_q, q_steps, i_b, i_0, i_kv.to(tl.int64) * GROUP), at(p_k, k_steps, i_b, i_0, i_kv)

@@ -137,16 +137,14 @@ def causal_linear_backward_kernel(
             b_d_query *= exact_exp(c - b_reference)[:, None]
         b_d_query = tl.dot(b_d_p, b_f, b_d_query, input_precision=S.PRECISION)
         i_o = (i_part * S.H + i_kv * GROUP + g) * width
-        if not S.QUERIES:
-            pass
-        elif S.TILES == 1:
+        if S.QUERIES and S.TILES == 1:
             b_again = b_query.to(tl.float32)
             if AGAIN:
                 b_q = load_rows_again(p_q + g * q_steps.h, q_steps.t, left, S.D, S.C, S.BD)
                 b_again = query_features(b_q, b_weight, b_low, S)
             b_d_query = query_gradient(b_d_query, b_q, b_again, b_weight, S)
             store_rows(p_d_q + i_o, S.H * S.D, left, b_d_query, S.D, S.C, S.BD)
-        else:
+        elif S.QUERIES:
             store_rows(p_d_q + i_o, S.H * S.M, left, b_d_query, S.M, S.C, S.BM)
         if S.VALUES:
             b_d_v = tl.dot(tl.trans(b_p), b_d, b_d_v, input_precision=S.PRECISION)
@@ -168,16 +166,14 @@ def causal_linear_backward_kernel(
             b_d_z = tl.load(p_d_z + i_s * S.BM + i_m) * after + tl.load(p_suffix_z + i_p * S.BM + i_m)
             b_d_f += b_end[:, None] * b_d_z[None, :]
     i_o = (i_part * S.HKV + i_kv) * width
-    if not S.KEYS:
-        pass
-    elif S.TILES == 1:
+    if S.KEYS and S.TILES == 1:
         b_again = b_f.to(tl.float32)
         if AGAIN:
             b_k = load_rows_again(p_k, k_steps.t, rows, S.D, S.C, S.BD)
             b_again = key_features(key_logits(b_k, b_weight, b_low, S), b_beta, S)
         b_d_f = key_gradient(b_d_f, b_k, b_again, b_weight, S)
         store_rows(p_d_k + i_o, S.HKV * S.D, left, b_d_f, S.D, S.C, S.BD)
-    else:
+    elif S.KEYS:
         store_rows(p_d_k + i_o, S.HKV * S.M, left, b_d_f, S.M, S.C, S.BM)
 
 

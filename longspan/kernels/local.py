@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.kernels.blocks import Steps
+from longspan.kernels.blocks import Steps, padded
 from longspan.kernels.launch import Launch, Looks, dense_rows, looks, new_like, on_device
 from longspan.kernels.local_backward import local_backward_keys_kernel, local_backward_queries_kernel
 from longspan.kernels.local_blocks import Sizes
@@ -45,28 +45,9 @@ def configs(dim: int, halves: bool) -> Configs:
     return Configs(Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(32, 64, 4, 2))
 
 
-class Arguments(NamedTuple):
-    """What `ops.local` asks for, once: tensors, then the window, then numbers. See `ops.local.local_attention`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    key_mask: Tensor | None
-    start: Tensor | None
-    bounds: Tensor | None
-    seed: Tensor | None
-    size: int
-    back: int
-    ahead: int
-    causal: bool
-    alone: bool
-    scale: float
-    dropout: float
-
-
 def forward(*args: Any) -> tuple[Tensor, Tensor]:
     """out (B, T, H, E) and the log₂-sums of its weights (B, H, T, 1), as two numbers of float32 (·, 2)."""
-    tensors, rest = _given(Arguments(*args))
+    tensors, rest = _given(*args)
     q = tensors[0]
     plan = _forward_plan(q.get_device(), looks(*tensors), rest)
     out, lse = q.new_empty(plan.out_shape), q.new_empty(plan.lse_shape, dtype=torch.float32)
@@ -77,7 +58,7 @@ def forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 def backward(d_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    tensors, rest = _given(Arguments(*args))
+    tensors, rest = _given(*args)
     q, k, v = tensors[:3]
     d_out, out = dense_rows(d_out), out.contiguous()
     plan = _backward_plan(q.get_device(), looks(*tensors, d_out, out, lse), rest)
@@ -88,11 +69,19 @@ def backward(d_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tenso
     return d_q, d_k, d_v
 
 
-def _given(given: Arguments) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The tensors as the kernels take them, and the rest."""
-    q, k, v, key_mask, *others = given[:7]
+def _given(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    start: Tensor | None,
+    bounds: Tensor | None,
+    seed: Tensor | None,
+    *rest: Any,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The tensors as the kernels take them, and the rest: the window, the scale of the scores, and dropout."""
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
-    return (dense_rows(q), dense_rows(k), dense_rows(v), mask, *others), given[7:]
+    return (dense_rows(q), dense_rows(k), dense_rows(v), mask, start, bounds, seed), rest
 
 
 class _Plan:
@@ -106,7 +95,7 @@ class _Plan:
         size, back, ahead, causal, alone, self.scale, self.dropout = rest
         (self.B, self.T, self.H, D), (self.S, self.Hkv), E = q[0], k[0][1:3], v[0][3]
         self.device, self.steps = device, [Steps(*x[1][:3]) for x in (q, k, v)]
-        BD, BE = (max(16, 1 << (dim - 1).bit_length()) for dim in (D, E))
+        BD, BE = (padded(dim, 16) for dim in (D, E))
         halves = q[2] != torch.float32
         self.configs = configs(max(BD, BE), halves)
         self.out_shape, self.lse_shape = (self.B, self.T, self.H, E), (self.B, self.H, self.T, 1 if halves else 2)

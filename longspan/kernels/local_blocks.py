@@ -13,7 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import place
+from longspan.kernels.blocks import LN2, place
 
 # The score of a query's own key where it is seen only if nothing else is: below every score, above none at all.
 LAST = tl.constexpr(-1e30)
@@ -59,15 +59,22 @@ def row_bounds(i_b, i_t, p_start, p_bounds, T, S, W: tl.constexpr):
 
 
 @triton.jit
+def _window(i_s, phase, BACK: tl.constexpr, AHEAD: tl.constexpr, W: tl.constexpr):
+    """The slots from BACK before i_s to AHEAD after it, or from as many blocks before its own to as many after it."""
+    if W.SIZE > 0:
+        block = (i_s + phase) // W.SIZE * W.SIZE - phase
+        low, high = block - BACK * W.SIZE, block + (AHEAD + 1) * W.SIZE
+    else:
+        low, high = i_s - BACK, i_s + (AHEAD + 1)
+    return low, high
+
+
+@triton.jit
 def keys_seen(i_b, i_t, p_start, p_bounds, T, S, W: tl.constexpr):
     """The stretch of key slots [low, high) that query i_t sees; a scalar or a block."""
     first, end, phase = row_bounds(i_b, i_t, p_start, p_bounds, T, S, W)
     i_s = i_t + (S - T)
-    if W.SIZE > 0:
-        block = (i_s + phase) // W.SIZE * W.SIZE - phase
-        low, high = block - W.BACK * W.SIZE, block + (W.AHEAD + 1) * W.SIZE
-    else:
-        low, high = i_s - W.BACK, i_s + (W.AHEAD + 1)
+    low, high = _window(i_s, phase, W.BACK, W.AHEAD, W)
     if W.CAUSAL:
         high = tl.minimum(high, i_s + 1)
     return tl.maximum(low, first), tl.minimum(high, end)
@@ -92,11 +99,7 @@ def find_queries(p_start, p_bounds, T, S, W: tl.constexpr):
 def queries_that_see(i_b, i_s, p_start, p_bounds, T, S, W: tl.constexpr):
     """The stretch of queries [low, high) that see the key of slot i_s, a scalar."""
     first, end, phase = row_bounds(i_b, i_s, p_start, p_bounds, S, S, W)
-    if W.SIZE > 0:
-        block = (i_s + phase) // W.SIZE * W.SIZE - phase
-        low, high = block - W.AHEAD * W.SIZE, block + (W.BACK + 1) * W.SIZE
-    else:
-        low, high = i_s - W.AHEAD, i_s + (W.BACK + 1)
+    low, high = _window(i_s, phase, W.AHEAD, W.BACK, W)
     if W.CAUSAL:
         low = tl.maximum(low, i_s)
     offset = S - T
@@ -122,7 +125,7 @@ def power(b_x, W: tl.constexpr):
     if W.PRECISION == "ieee":
         b_x = tl.where(b_x < -150.0, -150.0, b_x)  # What is less than that is 0, and what is no number stays so.
         b_whole = tl.floor(b_x + 0.5)
-        b_y = (b_x - b_whole) * 0.6931471805599453
+        b_y = (b_x - b_whole) * LN2
         b_series = b_y * (1 / 5040) + 1 / 720
         b_series = b_series * b_y + 1 / 120
         b_series = b_series * b_y + 1 / 24

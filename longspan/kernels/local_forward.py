@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import add_product, at, load_rows, product, store_rows
+from longspan.kernels.blocks import LOG2E, add_product, at, load_rows, product, store_rows
 from longspan.kernels.local_blocks import LAST, find_queries, is_between, kept, power, store_log
 
 
@@ -50,6 +50,6 @@ def local_forward_kernel(
     b_out *= tl.div_rn(1.0, b_sum)[:, None]
     # The hardware's logarithm is off by more than a rounding, which weights made from it would show: one Newton step.
     b_log = tl.log2(b_sum)
-    b_log += (b_sum * power(-b_log, W) - 1) * 1.4426950408889634
+    b_log += (b_sum * power(-b_log, W) - 1) * LOG2E
     store_log(p_lse, (i_b * W.H + i_h) * T + i_t, i_t < T, b_max, b_log, W)
     store_rows(p_out + ((i_b * T + i_0) * W.H + i_h) * W.E, W.H * W.E, T - i_0, b_out, W.E, W.BT, W.BE)
