@@ -40,6 +40,7 @@ from longspan.kernels.blocks import (
     product,
     store_block,
     store_tile,
+    zeros,
 )
 
 
@@ -82,8 +83,8 @@ def bidirectional_backward_queries_kernel(
     b_z, b_c = query_scales(p_z, p_c, i_x, S)
     if S.TILES == 1:
         b_kv, b_kv_low = load_halves(p_kv, i_x, S)
-    b_d_kv = tl.full((S.BM, S.BE), 0.0, tl.float32)
-    b_d_z = tl.full((S.BM,), 0.0, tl.float32)
+    b_d_kv = zeros(S.BM, S.BE)
+    b_d_z = zeros(S.BM)
     i_t, i_m = tl.arange(0, S.C), tl.arange(0, S.BM)
     for _ in range(tl.cdiv(tl.minimum(rows, length), S.C)):
         m_t = i_t < rows
@@ -108,7 +109,7 @@ def bidirectional_backward_queries_kernel(
         if S.SUMS:
             b_d_kv = add_product(b_rounded, b_d_out, b_d_kv, PRECISION)
         if S.QUERIES:
-            b_g = tl.full((S.BM, S.C), 0.0, tl.float32)
+            b_g = zeros(S.BM, S.C)
             for i in range(S.TILES):
                 if S.TILES > 1:
                     b_kv, b_kv_low = load_halves(p_kv + i * S.BE, i_x, S)
@@ -155,8 +156,8 @@ def bidirectional_backward_combine_kernel(
     i_m, i_e = tl.program_id(1) * S.C + tl.arange(0, S.C), tl.arange(0, S.BE)
     first, number = stretches_of(p_offsets, i_n, tokens, length)
     i_first = first.to(tl.int64) * S.H + i_h * GROUP
-    b_d_kv = tl.full((S.C, S.BE), 0.0, tl.float32)
-    b_d_z = tl.full((S.C,), 0.0, tl.float32)
+    b_d_kv = zeros(S.C, S.BE)
+    b_d_z = zeros(S.C)
     for i in tl.range(number * GROUP, num_stages=3):
         i_part = (i_first + i // GROUP * S.H + i % GROUP) * S.BM + i_m
         b_d_kv += tl.load(p_part + i_part[:, None] * S.BE + i_e[None, :])
@@ -226,7 +227,7 @@ def bidirectional_backward_keys_kernel(
         else:
             b_f = tl.where(m_t[None, :], plain_features(b_x, S, False), 0)
         b_rounded = b_f.to(S.DOT)
-        b_g = tl.full((S.BM, S.C), 0.0, tl.float32)
+        b_g = zeros(S.BM, S.C)
         for i in range(S.TILES):
             p_tile = p_d_v + i_row * S.E + i * S.BE
             b_v = load_block(p_v + i * S.BE, v.t, m_t, S.E, S.C, S.BE, i).to(S.DOT)

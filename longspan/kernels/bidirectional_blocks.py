@@ -22,6 +22,7 @@ from longspan.kernels.blocks import (
     load_tile,
     product,
     whole,
+    zeros,
 )
 
 
@@ -282,7 +283,7 @@ def query_scales(p_z, p_c, i_x, S: tl.constexpr):
         b_c = tl.where(i_m < S.M, 0.0, FLOOR)
     else:
         b_z = tl.load(p_z + i_x * S.BM + i_m, mask=i_m < S.M, other=0.0)
-        b_c = tl.full((S.BM,), 0.0, tl.float32)
+        b_c = zeros(S.BM)
         if S.EXPONENTIAL:
             b_c = tl.load(p_c + i_x * S.BM + i_m, mask=i_m < S.M, other=FLOOR)
     return b_z, b_c

@@ -37,6 +37,7 @@ from longspan.kernels.blocks import (
     product,
     store_block,
     store_tile,
+    zeros,
 )
 
 
@@ -68,8 +69,8 @@ def bidirectional_sums_kernel(
     if p_mask is not None:
         p_mask += i_b * tokens + i_0
     b_weight, b_low = load_projection(p_weight, S)
-    b_kv = tl.full((S.BM, S.BE), 0.0, tl.float32)
-    b_z = tl.full((S.BM,), 0.0, tl.float32)
+    b_kv = zeros(S.BM, S.BE)
+    b_z = zeros(S.BM)
     b_c = tl.full((S.BM,), FLOOR, tl.float32)
     for _ in range(tl.cdiv(tl.minimum(rows, length), S.C)):
         m_t = visible_rows(p_mask, rows, S)
@@ -122,8 +123,8 @@ def bidirectional_combine_kernel(
         for _ in range(number):
             b_c = tl.maximum(b_c, tl.load(p_part_c + i_more))
             i_more += S.HKV * S.BM
-    b_kv = tl.full((S.C, S.BE), 0.0, tl.float32)
-    b_z = tl.full((S.C,), 0.0, tl.float32)
+    b_kv = zeros(S.C, S.BE)
+    b_z = zeros(S.C)
     for _ in tl.range(number, num_stages=3):
         b_more = tl.load(p_part + i_part[:, None] * S.BE + i_e[None, :])
         b_more_z = tl.load(p_part_z + i_part)

@@ -143,6 +143,16 @@ def visible(p_lengths, i_b, T):
 
 
 @triton.jit
+def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr = 0):
+    """(ROWS,) or (ROWS, COLUMNS). tl.zeros takes no shapes made of members of a tuple."""
+    if COLUMNS == 0:
+        b_x = tl.full((ROWS,), 0, tl.float32)
+    else:
+        b_x = tl.full((ROWS, COLUMNS), 0, tl.float32)
+    return b_x
+
+
+@triton.jit
 def _block(p_x, step, m_t, i_x, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
     """Where the (C, BLOCK) block at p_x lies, and what of it is there: the rows that m_t keeps, and of its columns, the
     i_x-th BLOCK, those among SIZE.
@@ -198,6 +208,18 @@ def load_inputs(p_x, step, rows, S: tl.constexpr):
 def load_values(p_x, step, rows, S: tl.constexpr, i_e=0):
     """Rows of v or of what is as wide, or of tile i_e of them, which begins at p_x: (C, BE)."""
     return load_rows(p_x, step, rows, S.E, S.C, S.BE, i_e)
+
+
+@triton.jit
+def store_inputs(p_x, step, rows, b_x, S: tl.constexpr):
+    """As `load_inputs`, the other way."""
+    store_rows(p_x, step, rows, b_x, S.D, S.C, S.BD)
+
+
+@triton.jit
+def store_values(p_x, step, rows, b_x, S: tl.constexpr, i_e=0):
+    """As `load_values`, the other way."""
+    store_rows(p_x, step, rows, b_x, S.E, S.C, S.BE, i_e)
 
 
 @triton.jit

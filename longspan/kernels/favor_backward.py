@@ -15,16 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import FLOOR, NOTHING, at, exp2, load_column, load_inputs, load_values, place
-from longspan.kernels.favor_blocks import (
-    features,
-    find_sequence,
-    load_half,
-    project_across,
-    reference,
-    store_sums,
-    zeros,
-)
+from longspan.kernels.blocks import FLOOR, NOTHING, at, exp2, load_column, load_inputs, load_values, place, zeros
+from longspan.kernels.favor_blocks import features, find_sequence, load_half, project_across, reference, store_sums
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -78,8 +70,8 @@ def favor_backward_sums_kernel(
     i_m *= S.TILE
     steps = tl.minimum(chunks, tl.cdiv(T, S.C) - i_s * chunks)
     i_l = (i_s * chunks + steps - 1) * S.C
-    p_q = at(p_q, q_steps, i_b, i_l, i_kv.to(tl.int64) * GROUP)
-    p_d_out = at(p_d_out, d_steps, i_b, i_l, i_kv.to(tl.int64) * GROUP)
+    p_q = at(p_q, q_steps, i_b, i_l, i_kv * GROUP)
+    p_d_out = at(p_d_out, d_steps, i_b, i_l, i_kv * GROUP)
     i_c = i_x * tl.cdiv(T, S.C) + i_s * chunks + steps - 1
     i_p = i_n * tl.cdiv(T, S.C) + i_s * chunks + steps - 1
     i_q = (i_b * S.H + i_kv * GROUP) * tl.cdiv(T, S.C) + i_s * chunks + steps - 1

@@ -77,16 +77,6 @@ def find_chunk(i_c, i_x, i_n, T, segments, chunks, S: tl.constexpr):
 
 
 @triton.jit
-def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr = 0):
-    """Where tl.zeros cannot be: it takes no shapes made of members of a tuple."""
-    if COLUMNS == 0:
-        b_x = tl.full((ROWS,), 0, tl.float32)
-    else:
-        b_x = tl.full((ROWS, COLUMNS), 0, tl.float32)
-    return b_x
-
-
-@triton.jit
 def project(b_x, b_high, p_low, flag, i_f, S: tl.constexpr):
     """w·x (C, TILE) of a tile of features, with the precision of float32, which an exponent needs.
 

@@ -23,8 +23,9 @@ from longspan.kernels.blocks import (
     load_values,
     place,
     running_maximum,
-    store_rows,
+    store_values,
     visible,
+    zeros,
 )
 from longspan.kernels.favor_blocks import (
     column,
@@ -39,7 +40,6 @@ from longspan.kernels.favor_blocks import (
     project_both,
     reference,
     store_sums,
-    zeros,
 )
 
 
@@ -328,4 +328,4 @@ def favor_forward_kernel(
     b_out = tl.dot(b_p.to(tl.bfloat16), b_v, b_out * b_row[:, None]) * inverse(b_sum)[:, None]
     i_row = (i_b * T + i_0) * S.H + i_h
     tl.store(p_den + i_row + i_t * S.H, b_sum, mask=i_t < left)
-    store_rows(p_out + i_row * S.E, S.H * S.E, left, b_out, S.E, S.C, S.BE)
+    store_values(p_out + i_row * S.E, S.H * S.E, left, b_out, S)

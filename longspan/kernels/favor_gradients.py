@@ -9,7 +9,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import at, exp2, load_inputs, load_rows_again, load_values, store_rows, visible, whole
+from longspan.kernels.blocks import (
+    at,
+    exp2,
+    load_inputs,
+    load_rows_again,
+    load_values,
+    store_inputs,
+    store_values,
+    visible,
+    whole,
+    zeros,
+)
 from longspan.kernels.favor_blocks import (
     features,
     find_chunk,
@@ -20,7 +31,6 @@ from longspan.kernels.favor_blocks import (
     pairs_across,
     project_both,
     reference,
-    zeros,
 )
 
 
@@ -102,7 +112,7 @@ def favor_backward_queries_kernel(
         b_d_q = tl.dot(b_g.to(tl.bfloat16), b_high, b_d_q)
     tl.store(p_delta + i_o, tl.load(p_delta + i_o) + b_rest)
     i_row = (i_b * T + i_0) * S.H + i_h
-    store_rows(p_d_q + i_row * S.D, S.H * S.D, left, b_d_q * S.D**-0.25, S.D, S.C, S.BD)
+    store_inputs(p_d_q + i_row * S.D, S.H * S.D, left, b_d_q * S.D**-0.25, S)
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
@@ -143,8 +153,8 @@ def favor_backward_keys_kernel(
     _, i_c, i_x, i_n, i_b, i_kv = find_sequence(first, sequences, 1, S)
     i_0 = i_c * S.C
     left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
-    p_q, p_k = at(p_q, q_steps, i_b, i_0, i_kv.to(tl.int64) * GROUP), at(p_k, k_steps, i_b, i_0, i_kv)
-    p_v, p_d_out = at(p_v, v_steps, i_b, i_0, i_kv), at(p_d_out, d_steps, i_b, i_0, i_kv.to(tl.int64) * GROUP)
+    p_q, p_k = at(p_q, q_steps, i_b, i_0, i_kv * GROUP), at(p_k, k_steps, i_b, i_0, i_kv)
+    p_v, p_d_out = at(p_v, v_steps, i_b, i_0, i_kv), at(p_d_out, d_steps, i_b, i_0, i_kv * GROUP)
     i_t = tl.arange(0, S.C)
     i_far, i_p, i_near = find_chunk(i_c, i_x, i_n, T, segments, chunks, S)
     flag = tl.load(p_flag)
@@ -194,5 +204,5 @@ def favor_backward_keys_kernel(
     i_row = (i_b * T + i_0) * S.HKV + i_kv
     b_k = load_rows_again(p_k, k_steps.t, rows, S.D, S.C, S.BD).to(tl.float32)
     b_d_k = b_d_k * S.D**-0.25 - b_k * (b_total * S.D**-0.5)[:, None]
-    store_rows(p_d_k + i_row * S.D, S.HKV * S.D, left, b_d_k, S.D, S.C, S.BD)
-    store_rows(p_d_v + i_row * S.E, S.HKV * S.E, left, b_d_v, S.E, S.C, S.BE)
+    store_inputs(p_d_k + i_row * S.D, S.HKV * S.D, left, b_d_k, S)
+    store_values(p_d_v + i_row * S.E, S.HKV * S.E, left, b_d_v, S)

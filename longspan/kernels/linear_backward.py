@@ -22,6 +22,7 @@ from longspan.kernels.blocks import (
     load_values,
     place,
     store_tile,
+    zeros,
 )
 from longspan.kernels.linear_blocks import load_state, load_weight, query_features, store_state
 
@@ -59,16 +60,16 @@ def causal_linear_backward_sums_kernel(
     i_l = i_0 + (steps - 1) * S.C
     i_x = i_b * S.HKV + i_kv
     i_row = i_b * T + i_l
-    p_q = at(p_q, q_steps, i_b, i_l, i_kv.to(tl.int64) * GROUP)
-    p_d_out = at(p_d_out, d_steps, i_b, i_l, i_kv.to(tl.int64) * GROUP, i_e * S.BE)
+    p_q = at(p_q, q_steps, i_b, i_l, i_kv * GROUP)
+    p_d_out = at(p_d_out, d_steps, i_b, i_l, i_kv * GROUP, i_e * S.BE)
     p_out += (i_row * S.H + i_kv * GROUP) * S.E
     p_den += i_row * S.H + i_kv * GROUP
     p_d_den += i_row * S.H + i_kv * GROUP
     p_peak += i_x * T + i_l
     b_weight, b_low = load_weight(p_weight, S)
     i_t, i_m = tl.arange(0, S.C), tl.arange(0, S.BM)
-    b_d_kv = tl.full((S.BM, S.BE), 0.0, tl.float32)
-    b_d_z = tl.full((S.BM,), 0.0, tl.float32)
+    b_d_kv = zeros(S.BM, S.BE)
+    b_d_z = zeros(S.BM)
     c_start = 0.0
     if S.SCALED:
         c_start = tl.load(p_reference + i_x * (segments + 1) + i_s)

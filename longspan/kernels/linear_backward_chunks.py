@@ -17,8 +17,11 @@ from longspan.kernels.blocks import (
     load_tile,
     load_values,
     place,
+    store_inputs,
     store_rows,
+    store_values,
     visible,
+    zeros,
 )
 from longspan.kernels.linear_blocks import (
     key_features,
@@ -28,7 +31,6 @@ from longspan.kernels.linear_blocks import (
     query_features,
     query_gradient,
     scales,
-    store_values,
 )
 
 
@@ -79,10 +81,10 @@ def causal_linear_backward_kernel(
     i_0 = i_c * S.C
     i_x = i_b * S.HKV + i_kv
     left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
-    p_q = at(p_q, q_steps, i_b, i_0, i_kv.to(tl.int64) * GROUP)
+    p_q = at(p_q, q_steps, i_b, i_0, i_kv * GROUP)
     p_k = at(p_k, k_steps, i_b, i_0, i_kv)
     p_v = at(p_v, v_steps, i_b, i_0, i_kv, i_e * S.BE)
-    p_d_out = at(p_d_out, d_steps, i_b, i_0, i_kv.to(tl.int64) * GROUP, i_e * S.BE)
+    p_d_out = at(p_d_out, d_steps, i_b, i_0, i_kv * GROUP, i_e * S.BE)
     i_row = i_b * T + i_0
     width: tl.constexpr = S.D if S.TILES == 1 else S.M
     i_part = (i_e * B + i_b) * T + i_0
@@ -94,20 +96,20 @@ def causal_linear_backward_kernel(
     b_beta, b_reference, c, c_last, old, new, after = scales(
         p_reference, p_beta, p_peak, i_x, i_c, T, segments, chunks, S
     )
-    b_z = tl.full((S.BM,), 0.0, tl.float32)
+    b_z = zeros(S.BM)
     if S.NORMALISE:
         if i_e == 0:
             b_z = tl.load(p_z + i_s * S.BM + i_m) * old + tl.load(p_prefix_z + i_p * S.BM + i_m) * new
 
     b_f = key_features(key_logits(b_k, b_weight, b_low, S), b_beta, S).to(S.DOT)
-    b_d_f = tl.full((S.C, S.BM), 0.0, tl.float32)
-    b_d_v = tl.full((S.C, S.BE), 0.0, tl.float32)
+    b_d_f = zeros(S.C, S.BM)
+    b_d_v = zeros(S.C, S.BE)
     m_seen = (i_t[None, :] <= i_t[:, None]) & (i_t < rows)[None, :]
     for g in range(GROUP):
         b_q = load_inputs(p_q + g * q_steps.h, q_steps.t, left, S)
         b_d = load_values(p_d_out + g * d_steps.h, d_steps.t, left, S, i_e).to(S.DOT)
         b_factor = tl.full((S.C,), 1.0, tl.float32)
-        b_d_den = tl.full((S.C,), 0.0, tl.float32)
+        b_d_den = zeros(S.C)
         if S.NORMALISE:
             i_g = i_row * S.H + i_kv * GROUP + g
             b_factor = inverse(load_column(p_den + i_g, S.H, left, S.C, 0.0))
@@ -143,7 +145,7 @@ def causal_linear_backward_kernel(
                 b_q = load_rows_again(p_q + g * q_steps.h, q_steps.t, left, S.D, S.C, S.BD)
                 b_again = query_features(b_q, b_weight, b_low, S)
             b_d_query = query_gradient(b_d_query, b_q, b_again, b_weight, S)
-            store_rows(p_d_q + i_o, S.H * S.D, left, b_d_query, S.D, S.C, S.BD)
+            store_inputs(p_d_q + i_o, S.H * S.D, left, b_d_query, S)
         elif S.QUERIES:
             store_rows(p_d_q + i_o, S.H * S.M, left, b_d_query, S.M, S.C, S.BM)
         if S.VALUES:
@@ -159,7 +161,7 @@ def causal_linear_backward_kernel(
         b_end = exact_exp(b_beta - c_last)
     if S.VALUES:
         b_d_v = tl.dot((b_f * b_end[:, None]).to(S.DOT), b_d_kv, b_d_v, input_precision=S.PRECISION)
-        store_values(p_d_v + (i_row * S.HKV + i_kv) * S.E, S.HKV * S.E, left, i_e, b_d_v, S)
+        store_values(p_d_v + (i_row * S.HKV + i_kv) * S.E + i_e * S.BE, S.HKV * S.E, left, b_d_v, S, i_e)
     b_d_f = tl.dot((b_v * b_end[:, None]).to(S.DOT), tl.trans(b_d_kv), b_d_f, input_precision=S.PRECISION)
     if S.NORMALISE:
         if i_e == 0:
@@ -172,7 +174,7 @@ def causal_linear_backward_kernel(
             b_k = load_rows_again(p_k, k_steps.t, rows, S.D, S.C, S.BD)
             b_again = key_features(key_logits(b_k, b_weight, b_low, S), b_beta, S)
         b_d_f = key_gradient(b_d_f, b_k, b_again, b_weight, S)
-        store_rows(p_d_k + i_o, S.HKV * S.D, left, b_d_f, S.D, S.C, S.BD)
+        store_inputs(p_d_k + i_o, S.HKV * S.D, left, b_d_f, S)
     elif S.KEYS:
         store_rows(p_d_k + i_o, S.HKV * S.M, left, b_d_f, S.M, S.C, S.BM)
 
@@ -186,7 +188,7 @@ def causal_linear_backward_finish_kernel(p_part, p_x, p_weight, p_d_x, T, stride
     i_row = (i_b * T + i_0) * S.H + i_h
     b_weight, b_low = load_weight(p_weight, S)
     b_x = load_inputs(at(p_x, steps, i_b, i_0, i_h), steps.t, left, S)
-    b_g = tl.full((S.C, S.BM), 0.0, tl.float32)
+    b_g = zeros(S.C, S.BM)
     for i_e in range(S.TILES):
         p_tile = p_part + i_e * stride_part + i_row * S.M
         b_g += load_rows(p_tile, S.H * S.M, left, S.M, S.C, S.BM)
@@ -197,4 +199,4 @@ def causal_linear_backward_finish_kernel(p_part, p_x, p_weight, p_d_x, T, stride
     else:
         b_f = query_features(b_x, b_weight, b_low, S)
         b_g = query_gradient(b_g, b_x, b_f, b_weight, S)
-    store_rows(p_d_x + i_row * S.D, S.H * S.D, left, b_g, S.D, S.C, S.BD)
+    store_inputs(p_d_x + i_row * S.D, S.H * S.D, left, b_g, S)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import FLOOR, exact_exp, load_column, plain_features, plain_gradient, product, store_rows
+from longspan.kernels.blocks import FLOOR, exact_exp, load_column, plain_features, plain_gradient, product, zeros
 
 
 class Sizes(NamedTuple):
@@ -38,12 +38,6 @@ class Sizes(NamedTuple):
     QUERIES: bool = False
     KEYS: bool = False
     VALUES: bool = False
-
-
-@triton.jit
-def store_values(p_x, step, rows, i_e, b_x, S: tl.constexpr):
-    """A tile of values into rows that begin at p_x."""
-    store_rows(p_x + i_e * S.BE, step, rows, b_x, S.E, S.C, S.BE, i_e)
 
 
 @triton.jit
@@ -159,7 +153,7 @@ def scales(p_reference, p_beta, p_peak, i_x, i_c, T, segments, chunks, S: tl.con
     sums before and after it; and what brings the sums before its segment and those since then to c, and the gradients
     after its segment to its end. What a kernel does not use is not loaded.
     """
-    b_beta = tl.full((S.C,), 0.0, tl.float32)
+    b_beta = zeros(S.C)
     b_reference = b_beta
     old, new, after, c, c_last = 1.0, 1.0, 1.0, 0.0, 0.0
     if S.SCALED:
@@ -190,8 +184,8 @@ def _rows(i_x, i_m, S: tl.constexpr):
 @triton.jit
 def load_state(p_x, i_x, i_m, S: tl.constexpr):
     """Rows i_m of a head's sums (C, BE) and normalisers (C,) as callers have them; zeros of no state."""
-    b_kv = tl.full((S.C, S.BE), 0.0, tl.float32)
-    b_z = tl.full((S.C,), 0.0, tl.float32)
+    b_kv = zeros(S.C, S.BE)
+    b_z = zeros(S.C)
     if p_x is not None:
         i_in, i_e = _rows(i_x, i_m, S), tl.arange(0, S.BE)
         m_m = i_m < S.M

@@ -22,7 +22,9 @@ from longspan.kernels.blocks import (
     place,
     running_maximum,
     store_tile,
+    store_values,
     visible,
+    zeros,
 )
 from longspan.kernels.linear_blocks import (
     key_features,
@@ -32,7 +34,6 @@ from longspan.kernels.linear_blocks import (
     query_features,
     scales,
     store_state,
-    store_values,
 )
 
 
@@ -71,8 +72,8 @@ def causal_linear_forward_sums_kernel(
     if p_scale is not None:
         p_scale += (i_b * T + i_0) * S.HKV + i_h
     b_weight, b_low = load_weight(p_weight, S)
-    b_kv = tl.full((S.BM, S.BE), 0.0, tl.float32)
-    b_z = tl.full((S.BM,), 0.0, tl.float32)
+    b_kv = zeros(S.BM, S.BE)
+    b_z = zeros(S.BM)
     c = tl.max(tl.full((S.C,), FLOOR, tl.float32))
     i_t = tl.arange(0, S.C)
     p_beta += i_x * T + i_0
@@ -88,7 +89,7 @@ def causal_linear_forward_sums_kernel(
         b_k = load_inputs(p_k, k_steps.t, rows, S)
         b_v = load_values(p_v, v_steps.t, rows, S, i_e).to(S.DOT)
         b_f = key_logits(b_k, b_weight, b_low, S)
-        b_beta = tl.full((S.C,), 0.0, tl.float32)
+        b_beta = zeros(S.C)
         if S.SCALED:
             if p_scale is None:
                 b_beta = tl.max(b_f, 1)
@@ -221,7 +222,7 @@ def causal_linear_forward_kernel(
     b_v = load_values(p_v, v_steps.t, rows, S, i_e).to(S.DOT)
 
     b_query = query_features(b_q, b_weight, b_low, S)
-    b_den = tl.full((S.C,), 0.0, tl.float32)
+    b_den = zeros(S.C)
     if S.NORMALISE:
         b_z = tl.load(p_z + i_s * S.BM + i_m) * old + tl.load(p_prefix_z + i_p * S.BM + i_m) * new
         b_den = tl.sum(b_query * b_z[None, :], 1)
@@ -250,4 +251,4 @@ def causal_linear_forward_kernel(
         b_out *= inverse(b_den)[:, None]
         if i_e == 0:
             tl.store(p_den + i_row + i_t * S.H, b_den, mask=i_t < left)
-    store_values(p_out + i_row * S.E, S.H * S.E, left, i_e, b_out, S)
+    store_values(p_out + i_row * S.E + i_e * S.BE, S.H * S.E, left, b_out, S, i_e)

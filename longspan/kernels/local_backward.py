@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import add_product, at, load_rows, place, product, store_rows
+from longspan.kernels.blocks import add_product, at, load_rows, place, product, store_rows, zeros
 from longspan.kernels.local_blocks import (
     LAST,
     find_queries,
@@ -63,9 +63,9 @@ def local_backward_queries_kernel(
     i_lse = (i_b * W.H + i_h) * T + i_t
     b_lse, b_rest = load_log(p_lse, i_lse, i_t < T, W)
     b_q = load_rows(p_q, q.t, T - i_0, W.D, W.BT, W.BD)
-    b_d_q = tl.full((W.BT, W.BD), 0.0, tl.float32)
-    b_left = tl.full((W.BT,), 0.0, tl.float32)
-    b_mean = tl.full((W.BT, W.BD), 0.0, tl.float32)
+    b_d_q = zeros(W.BT, W.BD)
+    b_left = zeros(W.BT)
+    b_mean = zeros(W.BT, W.BD)
     for s_0 in range(begin, end, W.BS):
         i_s = s_0 + tl.arange(0, W.BS)
         b_k = load_rows(at(p_k, k, i_b, s_0, i_kv), k.t, S - s_0, W.D, W.BS, W.BD)
@@ -134,8 +134,8 @@ def local_backward_keys_kernel(
 
     b_k = load_rows(p_k, k.t, S - s_0, W.D, W.BS, W.BD)
     b_v = load_rows(p_v, v.t, S - s_0, W.E, W.BS, W.BE)
-    b_d_k = tl.full((W.BS, W.BD), 0.0, tl.float32)
-    b_d_v = tl.full((W.BS, W.BE), 0.0, tl.float32)
+    b_d_k = zeros(W.BS, W.BD)
+    b_d_v = zeros(W.BS, W.BE)
     m_key = i_s < S
     if p_mask is not None:
         m_key = tl.load(p_mask + i_b * S + i_s, mask=m_key, other=0) != 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import LOG2E, add_product, at, load_rows, product, store_rows
+from longspan.kernels.blocks import LOG2E, add_product, at, load_rows, product, store_rows, zeros
 from longspan.kernels.local_blocks import LAST, find_queries, is_between, kept, power, store_log
 
 
@@ -21,8 +21,8 @@ def local_forward_kernel(
 
     b_q = load_rows(p_q, q.t, T - i_0, W.D, W.BT, W.BD)
     b_max = tl.full((W.BT,), float("-inf"), tl.float32)
-    b_sum = tl.full((W.BT,), 0.0, tl.float32)
-    b_out = tl.full((W.BT, W.BE), 0.0, tl.float32)
+    b_sum = zeros(W.BT)
+    b_out = zeros(W.BT, W.BE)
     for s_0 in range(begin, end, W.BS):
         i_s = s_0 + tl.arange(0, W.BS)
         b_k = load_rows(at(p_k, k, i_b, s_0, i_kv), k.t, S - s_0, W.D, W.BS, W.BD)
