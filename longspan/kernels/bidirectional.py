@@ -209,7 +209,7 @@ class _Plan:
         more: sizes of this kernel; 0 for those that it does not look at, so that it is compiled once.
         """
         config, tiles = cut.config, self.tiles(cut.config)
-        steps = [Steps(*self.rows[name][1][:3]) for name in strided]
+        numbers = cut.tokens, cut.length, cut.sequences, *[Steps(*self.rows[name][1][:3]) for name in strided]
         grid = cut.stretches * cut.heads * (1 if one_program else tiles), 1, 1
         sizes = self.sizes._replace(TILES=tiles, C=config.chunk, BE=self.BE // tiles, **more)
         options = {"num_warps": config.warps, "maxnreg": config.registers}
@@ -217,7 +217,6 @@ class _Plan:
         for projection in self.projections:
             # A second half of the weight takes the room of a load in flight.
             stages = config.stages - 1 if projection == "halves" and config.stages > 1 else config.stages
-            numbers = cut.tokens, cut.length, cut.sequences, *steps
             own = {**options, "num_stages": stages, "S": sizes._replace(PROJECTION=projection)}
             found.append(Launch(self.device, kernel, grid, numbers, own))
         return found
