@@ -25,6 +25,9 @@ LARGER = [
     Case(T=517, B=1, H=2, Hkv=1, D=64, E=128, back=100, ahead=50, masked=True),
     Case(T=517, B=1, H=2, Hkv=2, D=128, E=128, back=200, ahead=200),
     Case(T=517, B=1, H=2, Hkv=1, D=128, E=64, size=64, back=2, ahead=1),
+    # Narrow heads that lie aligned: narrow products on tensor cores.
+    Case(T=517, B=1, H=2, Hkv=1, D=16, E=16, back=99, causal=True),
+    Case(T=517, B=1, H=2, Hkv=1, D=32, E=32, back=99, ahead=50),
     Case(T=300, B=1, H=2, Hkv=2, D=256, E=256, back=70, causal=True),
     Case(T=300, B=2, H=6, Hkv=2, D=70, E=40, back=70, causal=True, past=71, start=(-71, 1000), strided=True),
     Case(T=600, B=1, H=2, Hkv=1, D=64, E=64, back=99, ahead=99, packed=(1, 0, 300, 128, 0, 171), causal=True),
