@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longspan.kernels.blocks import padded
 from longspan.kernels.launch import Launch, Looks, Room, dense, dense_rows, looks, new_like, on_device
 from longspan.kernels.walking_backward import walking_backward_scan_kernel, walking_backward_sums_kernel
 from longspan.kernels.walking_blocks import Sizes, Strides
@@ -51,7 +52,7 @@ def takes(q: Tensor, v: Tensor, log_scale: Tensor | None, feature_map: str, norm
 def kept_size(q: Tensor, k: Tensor, v: Tensor) -> int:
     """How many numbers `forward` keeps for the backward pass: the sums before each segment, whatever the length."""
     device = q.device.index if q.is_cuda else -1
-    return _kept(device, k.shape[0] * k.shape[2], _padded(q.shape[3]), _padded(v.shape[3])).size
+    return _kept(device, k.shape[0] * k.shape[2], padded(q.shape[3]), padded(v.shape[3])).size
 
 
 def forward(
@@ -124,7 +125,7 @@ class _Plan:
         assert k is not None
         assert v is not None
         (self.B, self.T, self.H, self.D), (self.Hkv, self.E) = q[0], v[0][2:]
-        self.device, self.BD, self.BE = device, _padded(self.D), _padded(self.E)
+        self.device, self.BD, self.BE = device, padded(self.D), padded(self.E)
         self.heads = self.B * self.Hkv
         chunks = -(-self.T // CHUNK)
         # As many segments as fill the device, but none of a single chunk.
@@ -197,9 +198,3 @@ def _kept(device: int, heads: int, BD: int, BE: int) -> Room:
     """
     X = heads + _programs(device, BD, BE)
     return Room(*[(size, torch.float32) for size in (X * BD * BE, X * BD, X * 4, X + heads)])
-
-
-def _padded(size: int) -> int:
-    # Triton 3.6 miscompiles products of fewer columns on Hopper's tensor cores.
-    # int: a compiler may hand in a symbol, and another size is another kernel.
-    return max(64, 1 << (int(size) - 1).bit_length())

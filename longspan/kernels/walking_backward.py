@@ -13,10 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import FLOOR, inverse
+from longspan.kernels.blocks import FLOOR, LOG2E, exp2, inverse
 from longspan.kernels.walking_blocks import (
-    LOG2E,
-    exp2,
     load_column,
     load_rows,
     load_state,

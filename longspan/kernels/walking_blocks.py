@@ -12,9 +12,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import FLOOR, NOTHING, RELU_EPSILON, inverse, running_maximum
+from longspan.kernels.blocks import FLOOR, LOG2E, NOTHING, RELU_EPSILON, exp2, inverse, running_maximum
 
-LOG2E = tl.constexpr(1.4426950408889634)
 # Features may be larger than their reference says, by 2 to this power, before references must be looked at closely.
 SLACK = tl.constexpr(32.0)
 
@@ -51,12 +50,12 @@ class Strides(NamedTuple):
 if os.environ.get("TRITON_INTERPRET") == "1":
 
     @triton.jit
-    def exp2(x):
-        return tl.exp2(x)
-
-    @triton.jit
     def settled(x):
         return x.to(tl.bfloat16)
+
+    @triton.jit
+    def beside(x, y):
+        return x
 
     @triton.jit
     def log2(x):
@@ -64,17 +63,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 else:
 
     @triton.jit
-    def exp2(x):
-        """In one instruction: what is too small to be a normal number is 0."""
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-    @triton.jit
     def log2(x):
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
+
+    @triton.jit
+    def beside(x, y):
+        """x, but Triton lays out y like it: as if all that x goes into depended on y."""
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
 
     @triton.jit
     def settled(x):
@@ -192,12 +189,17 @@ def store_state(p_x, i_in, i_m, b_kv, b_z, S: tl.constexpr):
 
 
 @triton.jit
-def in_halves(b_x, R: tl.constexpr, BD: tl.constexpr):
-    """float32 x (R, BD) as bfloat16 (2 R, BD) of which two rows each add up to one of x, to 16 digits."""
-    b_high = b_x.to(tl.bfloat16)
-    b_low = (b_x - b_high.to(tl.float32)).to(tl.bfloat16)
-    m_high = tl.arange(0, 2)[:, None, None] == 0
-    return tl.reshape(tl.where(m_high, b_high[None, :, :], b_low[None, :, :]), (2 * R, BD))
+def in_parts(b_x, R: tl.constexpr, S: tl.constexpr):
+    """float32 x (R, BD) as bfloat16 (C, BD) of which all rows add up to those of x, to 16 digits.
+
+    Two rows would do for one of x, the rest are zeros: a product of as many columns as that with a chunk's keys takes
+    queries from where they lie for it.
+    """
+    b_high = (b_x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    i_part = tl.arange(0, S.C // R)[:, None, None]
+    b_low = tl.where(i_part == 1, (b_x - b_high)[None, :, :], 0.0)
+    b_parts = tl.where(i_part == 0, b_high[None, :, :], b_low)
+    return tl.reshape(b_parts.to(tl.bfloat16), (S.C, S.BD))
 
 
 @triton.jit

@@ -10,11 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import FLOOR, inverse
+from longspan.kernels.blocks import FLOOR, exp2, inverse
 from longspan.kernels.walking_blocks import (
     add,
-    exp2,
-    in_halves,
+    beside,
+    in_parts,
     key_features,
     load_rows,
     load_sums,
@@ -54,24 +54,25 @@ def _walk(start, counts, stride_q, S: tl.constexpr, CAREFUL: tl.constexpr, STAGE
         b_more_z = tl.sum(tl.reshape(b_end, (S.C // R, R, S.BD)), 0)
         b_f = settled(b_f)
         b_end = b_end.to(tl.bfloat16) if CAREFUL else b_f
-        b_half_z = in_halves(b_z, R, S.BD)
+        b_parts = in_parts(b_z, R, S)
         m_seen = i_t[None, :] <= i_t[:, None]
         for g in range(S.H // S.HKV):
             b_q = load_rows(p_q + g * stride_q.h, S.STRIDE_Q, left, S.D, S.BD, S)
             b_query = query_features(b_q, S)[0].to(tl.bfloat16)
             b_p = tl.dot(b_query, tl.trans(b_f))
-            b_before = tl.dot(b_query, tl.trans(b_half_z))
+            b_before = tl.dot(b_query, tl.trans(b_parts))
             if CAREFUL:
                 b_p *= exp2(tl.where(m_seen, b_n[None, :] - b_reference[:, None], FLOOR))
                 b_before *= exp2(c - b_reference)[:, None]
             else:
                 b_p = tl.where(m_seen, b_p, 0)
+            b_p = beside(b_p, b_before)
             b_den = tl.sum(b_p, 1) + tl.sum(b_before, 1)
+            tl.store(p_den + g + i_t * S.H, b_den, mask=i_t < left)
             b_out = tl.dot(b_query, tl.trans(b_kv.to(tl.bfloat16)))
             if CAREFUL:
                 b_out *= exp2(c - b_reference)[:, None]
             b_out = add(b_out, tl.dot(b_p.to(tl.bfloat16), b_v)) * inverse(b_den)[:, None]
-            tl.store(p_den + g + i_t * S.H, b_den, mask=i_t < left)
             store_rows(p_out + g * S.E, S.H * S.E, left, b_out, S.E, S.BE, S)
         if CAREFUL:
             decay = exp2(c - c_last)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import FLOOR
+from longspan.kernels.blocks import FLOOR, exp2
 from longspan.kernels.walking_blocks import (
     add,
-    exp2,
     key_features,
     load_rows,
     load_sums,

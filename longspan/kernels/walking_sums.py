@@ -11,11 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import FLOOR
+from longspan.kernels.blocks import FLOOR, LOG2E, exp2
 from longspan.kernels.walking_blocks import (
-    LOG2E,
     SLACK,
-    exp2,
     key_features,
     key_sizes,
     load_rows,
