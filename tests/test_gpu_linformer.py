@@ -98,10 +98,11 @@ def test_few_rows(heads: int, kv_heads: int, rank: int, dims: tuple[int, int], d
 @pytest.mark.parametrize("options", [{"shared_kv": True}, {}, {"num_kv_heads": 2, "shared_kv": True}], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_layer_in_one_step(batch: int, options: dict, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    T, dim, dtype = 1031, 96, torch.float32 if how == "autocast" else getattr(torch, how)
-    spec = {"mechanism": "linformer", "rank": R, "max_length": 1100, "share_projection": True}
+    T, dim, dtype = 1031, 227, torch.float32 if how == "autocast" else getattr(torch, how)
+    spec = {"mechanism": "linformer", "rank": 2 * R, "max_length": 1100, "share_projection": True}
     config = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 40, "mechanism": spec} | options
     layer = Attention(dim, AttentionConfig(**config)).to("cuda", dtype)
+    assert not layer.mechanism.compresses_first(dim, layer.to_kv.out_features)
     x, d = (torch.randn(batch, T, dim, device="cuda", dtype=dtype) for _ in range(2))
     calls: list[int] = []
     real = linformer.linformer_layer

@@ -189,17 +189,16 @@ def store_state(p_x, i_in, i_m, b_kv, b_z, S: tl.constexpr):
 
 
 @triton.jit
-def in_parts(b_x, R: tl.constexpr, S: tl.constexpr):
-    """float32 x (R, BD) as bfloat16 (C, BD) of which all rows add up to those of x, to 16 digits.
+def in_parts(b_x, R: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr):
+    """float32 x (R, BD) as bfloat16 (ROWS, BD) of which all rows add up to those of x, to 16 digits.
 
-    Two rows would do for one of x, the rest are zeros: a product of as many columns as that with a chunk's keys takes
-    queries from where they lie for it.
+    Two rows do for one of x; what is more are zeros.
     """
     b_high = (b_x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    i_part = tl.arange(0, S.C // R)[:, None, None]
+    i_part = tl.arange(0, ROWS // R)[:, None, None]
     b_low = tl.where(i_part == 1, (b_x - b_high)[None, :, :], 0.0)
     b_parts = tl.where(i_part == 0, b_high[None, :, :], b_low)
-    return tl.reshape(b_parts.to(tl.bfloat16), (S.C, S.BD))
+    return tl.reshape(b_parts.to(tl.bfloat16), (ROWS, BD))
 
 
 @triton.jit

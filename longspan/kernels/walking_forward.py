@@ -37,6 +37,10 @@ def _walk(start, counts, stride_q, S: tl.constexpr, CAREFUL: tl.constexpr, STAGE
     reference of its own.
     """
     C: tl.constexpr = S.C
+    # With a product for z as wide as that for the keys, queries are fetched once for both. Registers run out where rows
+    # may be missing, and other maps gain nothing.
+    ALIKE: tl.constexpr = S.WHOLE and S.SCALED
+    ROWS: tl.constexpr = S.C if ALIKE else 2 * R
     p_q, p_k, p_v, p_out, p_den, b_kv, b_z, c = start
     left, rows, steps = counts
     i_t = tl.arange(0, S.C)
@@ -54,7 +58,7 @@ def _walk(start, counts, stride_q, S: tl.constexpr, CAREFUL: tl.constexpr, STAGE
         b_more_z = tl.sum(tl.reshape(b_end, (S.C // R, R, S.BD)), 0)
         b_f = settled(b_f)
         b_end = b_end.to(tl.bfloat16) if CAREFUL else b_f
-        b_parts = in_parts(b_z, R, S)
+        b_parts = in_parts(b_z, R, ROWS, S.BD)
         m_seen = i_t[None, :] <= i_t[:, None]
         for g in range(S.H // S.HKV):
             b_q = load_rows(p_q + g * stride_q.h, S.STRIDE_Q, left, S.D, S.BD, S)
@@ -66,7 +70,8 @@ def _walk(start, counts, stride_q, S: tl.constexpr, CAREFUL: tl.constexpr, STAGE
                 b_before *= exp2(c - b_reference)[:, None]
             else:
                 b_p = tl.where(m_seen, b_p, 0)
-            b_p = beside(b_p, b_before)
+            if ALIKE:
+                b_p = beside(b_p, b_before)
             b_den = tl.sum(b_p, 1) + tl.sum(b_before, 1)
             tl.store(p_den + g + i_t * S.H, b_den, mask=i_t < left)
             b_out = tl.dot(b_query, tl.trans(b_kv.to(tl.bfloat16)))
