@@ -116,6 +116,31 @@ def _attention(kind: str, rows: list[dict[str, Any]], peers: dict[str, str]) -> 
     return _table([kind, "batch · heads · tokens · width", "longspan", "as called from Python", *peers], lines)
 
 
+def linformer() -> str:
+    rows = [
+        row
+        for row in _read("h200-linformer")["rows"]
+        if row["mechanism"].endswith((", bfloat16", "bidirectional")) and row["status"] == "ok"
+    ]
+    steps = ["forward_ms", "forward_backward_ms", "forward_replayed_ms", "forward_backward_replayed_ms"]
+
+    def cell(row: dict[str, Any], step: str) -> str:
+        # Beside each time how many times ours it is.
+        return f"{row[step]:.2f} ({row['ratios'][step]:.1f})" if row.get(step) else "–"
+
+    def name(row: dict[str, Any]) -> str:
+        return f"{row['package']}, attention alone" if row["mechanism"].startswith("mechanism") else row["name"]
+
+    head = ["bidirectional, dim 512, 8 heads", "batch × tokens", "forward ms", "forward + backward"]
+    return _table(
+        [*head, "forward, replayed", "forward + backward, replayed"],
+        [
+            [name(row), f"{row['case']['batch_size']} × {row['case']['length']}", *(cell(row, s) for s in steps)]
+            for row in rows
+        ],
+    )
+
+
 def processor() -> str:
     rows = _read("cpu-causal-8192")["rows"]
     return _table(
@@ -134,6 +159,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "window": window,
     "causal": causal,
     "bidirectional": bidirectional,
+    "linformer": linformer,
     "processor": processor,
 }
 
