@@ -33,6 +33,7 @@ CASES = [
     Case(T=517, D=64, E=64, feature_map="identity", scaled=True),
     Case(T=517, D=64, E=64, feature_map="softmax", strided=True),
     *(Case(T=517, D=64, E=64, feature_map="softmax", jump=jump) for jump in (60.0, -60.0)),
+    Case(T=1024, H=4, Hkv=2, D=128, E=128, feature_map="softmax", jump=60.0),
     Case(T=1031, D=64, E=64, feature_map="identity", scaled=True, jump=80.0, lengths=(1031, 700)),
     Case(T=517, B=1, D=64, E=64, feature_map="favor", num_features=256, state=False),
     Case(T=517, B=1, D=64, E=64, feature_map="favor", num_features=100),

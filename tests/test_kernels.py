@@ -53,6 +53,17 @@ def test_bfloat16(case: Case) -> None:
 
 @inside
 @pytest.mark.usefixtures("bfloat16")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("T", "jump", "seed"), [(70, 0.0, 4), (70, 0.0, 12), (150, 60.0, 1), (150, 60.0, 13)])
+def test_gradients_of_queries_do_not_depend_on_luck(T: int, jump: float, seed: int) -> None:
+    # With these numbers a result's own rounding alone brings d q over the limit.
+    torch.manual_seed(seed)
+    case = Case(T=T, B=1, H=2, Hkv=1, feature_map="softmax", jump=jump)
+    check(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
+
+
+@inside
+@pytest.mark.usefixtures("bfloat16")
 def test_sums_kept_for_the_backward_pass_are_those_it_would_make() -> None:
     case = Case(T=200, B=1, H=2, Hkv=1, feature_map="softmax")
     d_out, d_kv, tensors = arguments(case, torch.bfloat16, "cpu")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.kernels.blocks import FLOOR, exp2
+from longspan.kernels.blocks import FLOOR, exp2, inverse
 from longspan.kernels.walking_blocks import (
     add,
+    beside,
     key_features,
     load_rows,
     load_sums,
@@ -60,6 +61,10 @@ def _walk(start, counts, stride_q, stride_d, S: tl.constexpr, CAREFUL: tl.conste
             b_q = load_rows(p_q + g * stride_q.h, S.STRIDE_Q, left, S.D, S.BD, S)
             b_slope = query_slopes(b_q, tl.load(p_rows + (2 * g + 1) * S.C + i_t), S)
             b_g = add(b_g, tl.dot(b_d_p.to(tl.bfloat16), b_f)) * b_slope
+            if S.MAP == "softmax":
+                # To move all of q alike moves nothing: d q adds up to 0, but for what δ, of a rounded result, is off.
+                b_share = tl.sum(beside(b_slope, b_g), 1)
+                b_g -= b_slope * (tl.sum(b_g, 1) * inverse(b_share))[:, None]
             store_rows(p_d_q + g * S.D, S.H * S.D, left, b_g, S.D, S.BD, S)
         if CAREFUL:
             decay = exp2(c - c_last)
