@@ -165,7 +165,7 @@ def test_reasons() -> None:
     assert "empty" in str(backend.why_unsupported(none, none, none, **known))
 
 
-def test_reasons_about_projections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_about_projections() -> None:
     known = {"log_scale": None, "kv": None, "feature_map": "favor", "bucket": 1}
 
     def why(D: int, M: int, dtype: torch.dtype) -> str | None:
@@ -177,14 +177,42 @@ def test_reasons_about_projections(monkeypatch: pytest.MonkeyPatch) -> None:
     for D, dtype in ((65, torch.float32), (65, torch.float16), (129, torch.bfloat16)):
         assert "padded, is over 16384" in str(why(D, 256, dtype))
 
-    # Devices with little shared memory take projections in bfloat16 alone.
+
+@pytest.mark.parametrize("room", [99, 163, 227])
+def test_devices_with_little_shared_memory(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Cuda(torch.Tensor):
         is_cuda = True
 
     monkeypatch.setattr(backend, "_missing", lambda device: None)
-    for roomy in (False, True):
-        monkeypatch.setattr(backend, "_roomy", lambda device, roomy=roomy: roomy)
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            q = torch.zeros(1, 4, 2, 8, dtype=dtype).as_subclass(Cuda)
-            found = backend.why_plain(q, q, q, weight=torch.zeros(16, 8), **known)
-            assert (found is None) == (roomy or dtype == torch.bfloat16)
+    monkeypatch.setattr(backend, "_room", lambda device: room)
+
+    def taken(D: int, dtype: torch.dtype, M: int | None = None) -> tuple[bool, ...]:
+        """Causally, bidirectionally, and in a window, which knows no projection."""
+        q = torch.zeros(1, 4, 2, D, dtype=dtype).as_subclass(Cuda)
+        weight = None if M is None else torch.zeros(M, D)
+        found = [
+            backend.why_plain(q, q, q, weight, None, None, "softmax" if M is None else "favor", 1),
+            backend.why_plain_bidirectional(q, q, q, weight),
+            backend.why_plain_local(q, q, q),
+        ]
+        assert all(why is None or f"this device has {room}" in why for why in found)
+        return tuple(why is None for why in found[: 3 if M is None else 2])
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        exact = dtype != torch.bfloat16
+        assert taken(64, dtype) == (True, True, True)
+        assert taken(128, dtype) == (True, exact or room > 99, True)
+        assert taken(256, dtype) == (True, exact or room > 99, dtype == torch.float32 or room > 99)
+        assert taken(32, dtype, 64) == (room > 163 or not exact, room > 163)
+    assert taken(128, torch.bfloat16, 64) == (room > 99, room > 163)
+
+
+def test_wide_heads_walk_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from longspan.kernels import walking
+
+    for tight in (False, True):
+        monkeypatch.setattr(walking, "is_tight", lambda device, tight=tight: tight)
+        for size, found in ((64, True), (128, not tight), (129, False)):
+            q = torch.empty(1, 4, 2, size, dtype=torch.bfloat16)
+            assert walking.takes(q, q, None, "elu", True) is found

@@ -211,7 +211,7 @@ def test_what_the_kernels_take(
 ) -> None:
     monkeypatch.setattr(backend, "at_once", lambda q: True)
     monkeypatch.setattr(backend, "_missing", lambda device: None)
-    monkeypatch.setattr(backend, "_roomy", lambda device: True)
+    monkeypatch.setattr(backend, "_room", lambda device: 227)
     assert why in str(backend.why_plain_rows(torch.empty(1, tokens, 8), dtype, heads, 1, rank, dims))
 
 

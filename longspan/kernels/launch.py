@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -101,6 +102,13 @@ class Room:
             return [first + offset for offset in self.offsets]
         views = zip(self.parts, self.offsets, strict=True)
         return [room[offset // 4 :].view(dtype)[:number] for (number, dtype), offset in views]
+
+
+@lru_cache
+def is_tight(device: int) -> bool:
+    """Whether programs have 99 KB of shared memory, as on cards for desktops, where others have 163 or 227."""
+    capability = torch.cuda.get_device_capability(device) if device >= 0 else (9, 0)
+    return capability[0] not in (9, 10) and capability not in ((8, 0), (8, 7))
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:

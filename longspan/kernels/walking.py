@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan.kernels.blocks import padded
-from longspan.kernels.launch import Launch, Looks, Room, dense, dense_rows, looks, new_like, on_device
+from longspan.kernels.launch import Launch, Looks, Room, dense, dense_rows, is_tight, looks, new_like, on_device
 from longspan.kernels.walking_backward import walking_backward_scan_kernel, walking_backward_sums_kernel
 from longspan.kernels.walking_blocks import Sizes, Strides
 from longspan.kernels.walking_forward import walking_forward_kernel
@@ -45,8 +45,10 @@ def config(head_dim: int, value_dim: int) -> Config:
 
 def takes(q: Tensor, v: Tensor, log_scale: Tensor | None, feature_map: str, normalise: bool) -> bool:
     """Whether these kernels are for such arguments."""
-    small = q.shape[3] <= LARGEST and v.shape[3] <= LARGEST
-    return normalise and feature_map in MAPS and log_scale is None and q.dtype == torch.bfloat16 and small
+    if not normalise or feature_map not in MAPS or log_scale is not None or q.dtype != torch.bfloat16:
+        return False
+    size = max(q.shape[3], v.shape[3])
+    return size <= 64 or (size <= LARGEST and not is_tight(q.get_device()))
 
 
 def kept_size(q: Tensor, k: Tensor, v: Tensor) -> int:

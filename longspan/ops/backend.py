@@ -28,9 +28,9 @@ def why_plain(
     if not q.is_cuda:
         return f"the tensors are on {q.device.type}; the kernels need CUDA"
     why = _missing(q.device) or why_unsupported(q, k, v, weight, log_scale, kv, feature_map, bucket)
-    if why is None and weight is not None and q.dtype != torch.bfloat16 and not _roomy(q.device):
-        return "a projection, which in float16 and float32 needs more shared memory than this device has"
-    return why
+    if why is not None or weight is None:
+        return why
+    return _too_tight(q, 227 if q.dtype != torch.bfloat16 else 163 if max(q.shape[3], v.shape[3]) > 64 else 99)
 
 
 def why_unsupported(
@@ -71,7 +71,9 @@ def why_plain_local(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos
     """Why local attention of these arguments runs in plain PyTorch; None where the kernels take them."""
     if not q.is_cuda:
         return f"the tensors are on {q.device.type}; the kernels need CUDA"
-    return _missing(q.device) or why_unsupported_local(q, k, v, bias=bias, xpos=xpos)
+    why = _missing(q.device) or why_unsupported_local(q, k, v, bias=bias, xpos=xpos)
+    wide = q.dtype != torch.float32 and max(q.shape[3], v.shape[3]) > 128
+    return why or (_too_tight(q, 163) if wide else None)
 
 
 def why_unsupported_local(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: bool = False) -> str | None:
@@ -92,7 +94,9 @@ def why_plain_bidirectional(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | No
     """Why bidirectional linear attention of these arguments runs in plain PyTorch; None where the kernels take them."""
     if not q.is_cuda:
         return f"the tensors are on {q.device.type}; the kernels need CUDA"
-    return _missing(q.device) or why_unsupported_bidirectional(q, k, v, weight, epsilon)
+    why = _missing(q.device) or why_unsupported_bidirectional(q, k, v, weight, epsilon)
+    wide = q.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) > 64
+    return why or (_too_tight(q, 163 if weight is None else 227) if wide or weight is not None else None)
 
 
 def why_unsupported_bidirectional(
@@ -131,7 +135,7 @@ def why_plain_rows(
         return f"{rank} rows of {max(dims)} numbers for {heads} heads; the kernels take {LARGEST} of 64 for 64"
     if not q.shape[0] or q.shape[1] < 128:
         return f"{q.shape[1]} tokens, which gain nothing"
-    return _missing(q.device) or (None if _roomy(q.device) else "less shared memory than rows and sums need")
+    return _missing(q.device) or _too_tight(q, 227)
 
 
 def _too_large(D: int, M: int, room: int) -> str | None:
@@ -188,6 +192,7 @@ def linear_kernels() -> ModuleType:
 
 # Kept here and not by functools: a compiler looks through that to what it cannot follow.
 _found: dict[torch.device, str | None] = {}
+_rooms: dict[torch.device, int] = {}
 
 
 def _missing(device: torch.device) -> str | None:
@@ -196,14 +201,23 @@ def _missing(device: torch.device) -> str | None:
     return _found[device]
 
 
-def _roomy(device: torch.device) -> bool:
-    """Whether a program has 227 KB of shared memory, as on Hopper and large Blackwells; others have 99 or 163."""
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+def _too_tight(q: Tensor, needed: int) -> str | None:
+    """Whether programs need more shared memory, in KB, than they have there."""
+    found = _room(q.device)
+    return None if found >= needed else f"a program needs up to {needed} KB of shared memory, this device has {found}"
+
+
+def _room(device: torch.device) -> int:
+    """Of shared memory that a program may have: Hopper and large Blackwells, large Amperes, cards for desktops."""
+    if device not in _rooms:
+        capability = torch.cuda.get_device_capability(device)
+        _rooms[device] = 227 if capability[0] in (9, 10) else 163 if capability in ((8, 0), (8, 7)) else 99
+    return _rooms[device]
 
 
 # What torch.compiler.assume_constant_result does; calling it would load the compiler, a second on every import.
 _missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_roomy._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_room._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _look(device: torch.device) -> str | None:
