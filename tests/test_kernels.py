@@ -211,8 +211,20 @@ def test_wide_heads_walk_where_there_is_room(monkeypatch: pytest.MonkeyPatch) ->
     pytest.importorskip("triton")
     from longspan.kernels import walking
 
-    for tight in (False, True):
-        monkeypatch.setattr(walking, "is_tight", lambda device, tight=tight: tight)
-        for size, found in ((64, True), (128, not tight), (129, False)):
+    for room in (99, 163, 227):
+        monkeypatch.setattr(walking, "room", lambda device, room=room: room)
+        for size, found in ((64, True), (128, room > 99), (129, False)):
             q = torch.empty(1, 4, 2, size, dtype=torch.bfloat16)
             assert walking.takes(q, q, None, "elu", True) is found
+
+
+def test_room_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from longspan.kernels.launch import room
+
+    for capability, found in {(9, 0): 227, (10, 0): 227, (8, 0): 163, (8, 7): 163, (8, 9): 99, (12, 0): 99}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert room.__wrapped__(0) == found
+        room.cache_clear()
+        assert backend._room(torch.device("cuda", 0)) == found
+    room.cache_clear()

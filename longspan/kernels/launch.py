@@ -105,10 +105,10 @@ class Room:
 
 
 @lru_cache
-def is_tight(device: int) -> bool:
-    """Whether programs have 99 KB of shared memory, as on cards for desktops, where others have 163 or 227."""
+def room(device: int) -> int:
+    """KB of shared memory that a program may have: Hopper and large Blackwells, large Amperes, cards for desktops."""
     capability = torch.cuda.get_device_capability(device) if device >= 0 else (9, 0)
-    return capability[0] not in (9, 10) and capability not in ((8, 0), (8, 7))
+    return 227 if capability[0] in (9, 10) else 163 if capability in ((8, 0), (8, 7)) else 99
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:

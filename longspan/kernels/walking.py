@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan.kernels.blocks import padded
-from longspan.kernels.launch import Launch, Looks, Room, dense, dense_rows, is_tight, looks, new_like, on_device
+from longspan.kernels.launch import Launch, Looks, Room, dense, dense_rows, looks, new_like, on_device, room
 from longspan.kernels.walking_backward import walking_backward_scan_kernel, walking_backward_sums_kernel
 from longspan.kernels.walking_blocks import Sizes, Strides
 from longspan.kernels.walking_forward import walking_forward_kernel
@@ -48,7 +48,7 @@ def takes(q: Tensor, v: Tensor, log_scale: Tensor | None, feature_map: str, norm
     if not normalise or feature_map not in MAPS or log_scale is not None or q.dtype != torch.bfloat16:
         return False
     size = max(q.shape[3], v.shape[3])
-    return size <= 64 or (size <= LARGEST and not is_tight(q.get_device()))
+    return size <= 64 or (size <= LARGEST and room(q.get_device()) >= 163)
 
 
 def kept_size(q: Tensor, k: Tensor, v: Tensor) -> int:

@@ -192,7 +192,6 @@ def linear_kernels() -> ModuleType:
 
 # Kept here and not by functools: a compiler looks through that to what it cannot follow.
 _found: dict[torch.device, str | None] = {}
-_rooms: dict[torch.device, int] = {}
 
 
 def _missing(device: torch.device) -> str | None:
@@ -208,11 +207,9 @@ def _too_tight(q: Tensor, needed: int) -> str | None:
 
 
 def _room(device: torch.device) -> int:
-    """Of shared memory that a program may have: Hopper and large Blackwells, large Amperes, cards for desktops."""
-    if device not in _rooms:
-        capability = torch.cuda.get_device_capability(device)
-        _rooms[device] = 227 if capability[0] in (9, 10) else 163 if capability in ((8, 0), (8, 7)) else 99
-    return _rooms[device]
+    from longspan.kernels.launch import room
+
+    return room(device.index)
 
 
 # What torch.compiler.assume_constant_result does; calling it would load the compiler, a second on every import.
