@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan.kernels.blocks import padded
 from longspan.kernels.launch import Launch, Looks, dense_rows, looks, on_device
 from longspan.kernels.rows_blocks import Sizes, Steps, rows_backward_kernel, rows_forward_kernel
 
@@ -51,8 +52,7 @@ class _Plan:
         assert v is not None
         (self.B, self.T, self.H, D), (self.Hkv, R), E = q[0], k[0][1:3], v[0][3]
         self.device, self.scale = device, scale
-        # Triton's products on a Hopper are wrong where tiles have fewer than 64 columns.
-        BR, BD, BE = (max(64, 1 << (size - 1).bit_length()) for size in (R, D, E))
+        BR, BD, BE = (padded(size) for size in (R, D, E))
         self.sizes = Sizes(self.H, self.Hkv, R, D, E, 64 * self.Hkv // self.H, 64, BR, min(BR, 128), BD, BE, shared)
         self.steps = Steps(*(step for x in (q, k, v, *rest) if x is not None for step in x[1][:3]))
 
