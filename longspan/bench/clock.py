@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_WARM = 0.2  # seconds
 _CACHE = 1 << 28  # bytes: more than any second-level cache holds
 
 
@@ -22,10 +23,10 @@ def cpu_ms(step: Callable[[], Any]) -> float:
     return took * 1e3
 
 
-def warm_up(step: Callable[[], Any], *, least: int = 3, seconds: float = 0.2) -> None:
+def warm_up(step: Callable[[], Any], *, least: int = 3) -> None:
     """So many calls at least, and so long that the host, too, runs as fast as it does in use."""
     begun, calls = time.perf_counter(), 0
-    while calls < least or time.perf_counter() - begun < seconds:
+    while calls < least or time.perf_counter() - begun < _WARM:
         step()
         calls += 1
         if calls % 8 == 0:  # The host runs ahead, but not by more than a few calls.
