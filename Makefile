@@ -41,7 +41,7 @@ test-gpu:
 	$(PYTHON) -m pytest -m gpu
 
 bench: $(VENV)/.parity
-	$(BIN)/python -m longspan.bench
+	$(BIN)/longspan bench
 
 # From nothing to a model that writes, in about three minutes on two cores: everything is in runs/demo afterwards.
 demo: $(VENV)/.train

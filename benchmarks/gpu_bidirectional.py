@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from gpu_linear import NUM_FEATURES, Attention, inputs, peak_memory
 from torch import Tensor
 
-from longspan.bench.clock import attention_ms
-from longspan.bench.machine import commit, machine, versions
+from longspan.bench.environment import commit, machine, versions
+from longspan.bench.timing import attention_ms
 from longspan.mechanisms.feature_maps import Favor
 from longspan.mechanisms.linear import LinearAttention
-from longspan.ops import backend
-from longspan.ops.bidirectional import bidirectional_linear
+from longspan.ops.common import dispatch
+from longspan.ops.linear.bidirectional import bidirectional_linear
 
 # A projection as longspan draws it, float32 of numbers that bfloat16 holds; any other; and one of bfloat16.
 WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -83,7 +83,7 @@ def performer(D: int) -> Attention | None:
 def check(H: int, n: int, D: int, feature_map: str, normalise: str, weight: Tensor | None) -> dict[str, float]:
     """Largest error of out and gradients against the plain path in float64, over the largest value; at most 3 %."""
     given = inputs(1, 2, min(n, 2048) - 3, D)
-    why = backend.why_plain_bidirectional(*given, weight)
+    why = dispatch.why_plain_bidirectional(*given, weight)
     if why is not None:
         raise SystemExit(f"the kernels do not run: {why}")
     phi: str | Favor = feature_map

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, stream
-from longspan.bench.machine import commit, machine, versions
-from longspan.bench.measuring import Case
-from longspan.bench.models import OLDER, OlderModel
-from longspan.generation import prefill
+from longspan.bench.environment import commit, machine, versions
+from longspan.bench.runner import Case
+from longspan.bench.subjects.models import OLDER, OlderModel
+from longspan.generation.generate import prefill
 
 LOCAL = {"mechanism": "local", "window": 256}
 PERFORMER = {"mechanism": "performer", "num_features": 256}

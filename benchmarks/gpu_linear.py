@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.bench.clock import attention_ms, cuda_ms
-from longspan.bench.machine import commit, machine, versions
-from longspan.ops import backend
-from longspan.ops.features import orthogonal_rows
+from longspan.bench.environment import commit, machine, versions
+from longspan.bench.timing import attention_ms, cuda_ms
+from longspan.ops.common import dispatch
 from longspan.ops.linear import causal_linear_out
+from longspan.ops.linear.feature_maps import orthogonal_rows
 
 # B, H, n, D, the feature map, targets in ms: forward, forward + backward.
 CASES = [
@@ -76,7 +76,7 @@ def check(B: int, H: int, n: int, D: int, feature_map: str) -> dict[str, float]:
     d_out = torch.randn_like(given[0])
     kv = torch.empty(1, 2, NUM_FEATURES if feature_map == "favor" else D, D + 1, device="cuda")
     weight = kv if feature_map == "favor" else None
-    why = backend.why_plain(*given, weight, None, kv, feature_map, 1)
+    why = dispatch.why_plain(*given, weight, None, kv, feature_map, 1)
     if why is not None:
         raise SystemExit(f"the kernels do not run: {why}")
 

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from longspan.bench.clock import cuda_ms, replayed, warm_up
-from longspan.bench.layers import LAYERS, OurLayer, TheirLayer
-from longspan.bench.machine import commit, machine, versions
-from longspan.bench.measuring import Case, Effort, Row, Run, Subject, one_line
-from longspan.bench.ours import Ours
-from longspan.bench.peers import peers
+from longspan.bench.environment import commit, machine, versions
 from longspan.bench.report import Group, save
+from longspan.bench.runner import Case, Effort, Row, Run, Subject, one_line
+from longspan.bench.subjects.layers import LAYERS, OurLayer, TheirLayer
+from longspan.bench.subjects.mechanisms import Ours
+from longspan.bench.subjects.peers import peers
+from longspan.bench.timing import cuda_ms, replayed, warm_up
 from longspan.bench.worker import alone, take
 
 SHAPES = [(1, 65536), (4, 4096)]

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from longspan.bench.clock import attention_ms
-from longspan.bench.machine import commit, machine, versions
-from longspan.ops import backend, reference
-from longspan.ops.local import Window, windowed
+from longspan.bench.environment import commit, machine, versions
+from longspan.bench.timing import attention_ms
+from longspan.ops import reference
+from longspan.ops.common import dispatch
+from longspan.ops.window import Window, windowed
 
 # B, H, n, D, window, size of blocks (0: exact).
 CASES = [
@@ -67,7 +68,7 @@ def check(attend: Attention, D: int, W: int, size: int, n: int = 2048) -> dict[s
     """Largest error of out and gradients against float64, over the largest value; raises where one is over 2 %."""
     given = [torch.randn(1, n, 2, D, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     d_out = torch.randn_like(given[0])
-    why = backend.why_plain_local(*given)
+    why = dispatch.why_plain_local(*given)
     if why is not None:
         raise SystemExit(f"the kernels do not run: {why}")
     i, j = torch.arange(n, device="cuda")[:, None], torch.arange(n, device="cuda")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig
-from longspan.bench.machine import commit, machine, versions
+from longspan.bench.environment import commit, machine, versions
 
 LOCAL = {"mechanism": "local", "window": 256}
 PERFORMER = {"mechanism": "performer", "num_features": 256}

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from longspan.bench.machine import commit, machine, versions
-from longspan.train.loop import WARM_UP, Loop
-from longspan.train.settings import resolve
+from longspan.bench.environment import commit, machine, versions
+from longspan.train.config import resolve
+from longspan.train.data.readers import opened
 from longspan.train.setup import make_accelerator, prepare
-from longspan.train.sources import opened
+from longspan.train.trainer import WARM_UP, Loop
 
 HELD_OUT, SCORED = 2_000_000, 1_048_576
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longspan.layout import Packing
 from longspan.mechanisms.feature_maps import Favor
 from longspan.mechanisms.linear import LinearAttention
-from longspan.ops import backend
-from longspan.rows import Packing
+from longspan.ops.common import dispatch
 
 NAMES = ["out", "d_q", "d_k", "d_v"]
 
@@ -114,7 +114,7 @@ def by_plain(case: Case, given: Given, dtype: torch.dtype) -> list[Tensor]:
 
 
 def by_kernels(case: Case, given: Given) -> list[Tensor]:
-    kernels = backend.bidirectional_kernels()
+    kernels = dispatch.bidirectional_kernels()
     offsets = [None if packing is None else packing.offsets for packing in (given.packing, given.key_packing)]
     tensors = given.q, given.k, given.v, given.weight, given.key_mask, *offsets
     results = kernels.forward(*tensors, case.feature_map, case.normalise)

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from longspan import AttentionConfig, ModelConfig
 from longspan.hf import LongspanConfig, LongspanForCausalLM
-from longspan.stack import Branch
+from longspan.models.residual import Branch
 
 alone = "--alone" in sys.argv
 torch.manual_seed(0)

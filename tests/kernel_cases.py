@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.ops import backend
+from longspan.ops.common import dispatch
 from longspan.ops.linear import FLOOR, _causal_linear, _causal_linear_backward
 
 NAMES = ["out", "den", "kv", "shift", "d_q", "d_k", "d_v", "d_start"]
@@ -85,7 +85,7 @@ def by_plain(case: Case, given: Arguments, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def by_kernels(case: Case, given: Arguments) -> tuple[Tensor, ...]:
-    kernels = backend.linear_kernels()
+    kernels = dispatch.linear_kernels()
     d_out, d_kv, tensors = given
     last = case.feature_map, case.normalise
     results, kept = kernels.forward(*tensors, *last)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.config import AttentionConfig
-from longspan.layers import Attention
+from longspan.models.config import AttentionConfig
+from longspan.models.layers import Attention
 
 B, T, S, DIM = 2, 11, 7, 12
 

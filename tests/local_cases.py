@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.ops import backend, reference
-from longspan.ops.local import Window
-from longspan.ops.sdpa import attend
-from longspan.rows import Packing
+from longspan.layout import Packing
+from longspan.ops import reference
+from longspan.ops.common import dispatch
+from longspan.ops.softmax import attend
+from longspan.ops.window import Window
 
 NAMES = ["out", "d_q", "d_k", "d_v"]
 
@@ -128,7 +129,7 @@ def by_definition(case: Case, d_out: Tensor, given: tuple, dtype: torch.dtype) -
 
 
 def by_kernels(d_out: Tensor, given: tuple) -> list[Tensor]:
-    kernels = backend.local_kernels()
+    kernels = dispatch.local_kernels()
     out, lse = kernels.forward(*given)
     return [out, *kernels.backward(d_out, out, lse, *given)]
 
@@ -159,7 +160,7 @@ def dropped(given: tuple, rate: float, seed: int) -> tuple[Tensor, tuple]:
     S = k.shape[1]
     ones = torch.eye(S, device=q.device, dtype=q.dtype)[None, :, None].expand(len(k), S, k.shape[2], S).contiguous()
     drawn = torch.tensor([seed], device=q.device)
-    kernels = backend.local_kernels()
+    kernels = dispatch.local_kernels()
     with_dropout = (*given[:6], drawn, *given[7:-1], rate)
     weights = kernels.forward(q, k, ones, *given[3:])[0].float()  # (B, T, H, S)
     left = kernels.forward(q, k, ones, *with_dropout[3:])[0].float()

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.config import AttentionConfig, FeedForwardConfig, ModelConfig
-from longspan.layers import Attention
-from longspan.models import EncoderDecoder, LanguageModel
+from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.models.layers import Attention
+from longspan.models.transformer import EncoderDecoder, LanguageModel
 
 B, T, DIM, V = 2, 11, 12, 13
 

@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from longspan.config import AttentionConfig, FeedForwardConfig, ModelConfig
-from longspan.models import Transformer
+from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.models.transformer import Transformer
 
 B, T, S, DIM = 2, 9, 5, 12
 EXECUTIONS = {

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from longspan import Mechanism, build_mechanism
-from longspan.ops.rotary import turns
-from longspan.ops.step import Turn
+from longspan.ops.decode import Turn
+from longspan.ops.rotary import cos_sin
 
 H, HKV, D, E = 4, 2, 6, 7
 
@@ -49,7 +49,7 @@ def turn(length: Tensor, kind: int) -> Turn | None:
     """Rotary positions of the next token: none, by halves, interleaved."""
     if kind == 0:
         return None
-    return Turn(*turns(length[:, None], D, 100.0, torch.float32), kind == 2)
+    return Turn(*cos_sin(length[:, None], D, 100.0, torch.float32), kind == 2)
 
 
 @torch.no_grad()

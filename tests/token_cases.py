@@ -7,9 +7,9 @@ import copy
 import torch
 from torch import nn
 
-from longspan.loop import Loop, Sampling
-from longspan.ops import step
-from longspan.ops.rotary import turns
+from longspan.generation.decode import Loop, Sampling
+from longspan.ops import decode as step
+from longspan.ops.rotary import cos_sin
 
 # Rows, width, widths of the maps, norm, activation, whether something is added.
 MAPS = {
@@ -75,7 +75,7 @@ def _plainly(x, modules, activation, add):
 def compare_turns(device: str) -> None:
     length = torch.tensor([0, 1, 65537, 1_000_003], device=device)
     found = step.turns_at(length, (10, 100.0), torch.float32)
-    for ours, best in zip(found[:2], turns(length[:, None].cpu(), 10, 100.0, torch.float64), strict=True):
+    for ours, best in zip(found[:2], cos_sin(length[:, None].cpu(), 10, 100.0, torch.float64), strict=True):
         assert ours.shape == (4, 1, 5)
         assert (ours.cpu().double() - best).abs().max() < 3e-7
 

@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from longspan.bench.measuring import Case, Row
+from longspan.bench.runner import Case, Row
 
 MEMORY = "peak_mb"
 _WORDS = {"forward_backward": "fwd + bwd", MEMORY: "memory"}

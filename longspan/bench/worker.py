@@ -16,9 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from longspan.bench.clock import cpu_ms, cuda_ms, warm_up
-from longspan.bench.measuring import Case, Effort, Run, Step, Subject, one_line, out_of_memory
-from longspan.bench.memory import PeakMemory, limit_memory, release_freed
+from longspan.bench.runner import Case, Effort, Run, Step, Subject, one_line, out_of_memory
+from longspan.bench.subjects.memory import PeakMemory, limit_memory, release_freed
+from longspan.bench.timing import cpu_ms, cuda_ms, warm_up
 
 _SHORT = 512
 

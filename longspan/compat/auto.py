@@ -1,5 +1,5 @@
 """`import longspan.compat.auto` before the older libraries: their names are then served by longspan."""
 
-from longspan.compat.serving import serve
+from longspan.compat.import_hook import serve
 
 serve()

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.checkpoint import Model, save
-from longspan.compat.names import Translated
-from longspan.mechanisms.choices import choose
+from longspan.compat.state_dict import Translated
+from longspan.models.checkpoint import Model, save
+from longspan.utils import choose
 
 # Each library's module, and the class a configuration means if it names none.
 LIBRARIES = {

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from longspan.config import ModelConfig
-from longspan.stack import StackState
+from longspan.models.config import ModelConfig
+from longspan.models.residual import StackState
 
 
 class StateCache:

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from longspan import __version__
-from longspan.checkpoint import FORMAT
-from longspan.config import ModelConfig
+from longspan.models.checkpoint import FORMAT
+from longspan.models.config import ModelConfig
 
 
 class LongspanConfig(PreTrainedConfig):

@@ -20,12 +20,12 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
 )
 
-from longspan.checkpoint import CONFIG, describe, digests
 from longspan.hf.cache import StateCache
 from longspan.hf.config import LongspanConfig
-from longspan.models import Classifier, EncoderDecoder, LanguageModel
-from longspan.rows import Packing
-from longspan.stack import Stack
+from longspan.layout import Packing
+from longspan.models.checkpoint import CONFIG, describe, digests
+from longspan.models.residual import Stack
+from longspan.models.transformer import Classifier, EncoderDecoder, LanguageModel
 
 
 class LongspanPreTrainedModel(PreTrainedModel):

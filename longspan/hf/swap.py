@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import CacheLayerMixin
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from longspan.layers import mechanism_from
-from longspan.mechanism import Mechanism, State
+from longspan.models.layers import mechanism_from
+from longspan.protocol import Mechanism, State
 
 FAMILIES = ("llama", "mistral", "qwen2", "gpt2")
 

@@ -7,14 +7,14 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from longspan.mechanism import Mechanism
-from longspan.mechanisms.choices import choose, nearest
 from longspan.mechanisms.linear import LinearAttention
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.mechanisms.local import LocalAttention
 from longspan.mechanisms.performer import PerformerAttention
 from longspan.mechanisms.softmax import SoftmaxAttention
 from longspan.mechanisms.split import SplitAttention
+from longspan.protocol import Mechanism
+from longspan.utils import choose, nearest
 
 _REGISTRY: dict[str, type[Mechanism]] = {
     "softmax": SoftmaxAttention,

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from longspan.mechanism import FeatureMap
-from longspan.ops.features import MAPS, favor_projection, orthogonal_rows
+from longspan.ops.linear.feature_maps import MAPS, favor_projection, orthogonal_rows
+from longspan.protocol import FeatureMap
 
 
 class FusedMap(FeatureMap):

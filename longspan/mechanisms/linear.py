@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.mechanism import FeatureMap, Mechanism, State
-from longspan.mechanisms.choices import choose
+from longspan.layout import Packing
 from longspan.mechanisms.feature_maps import FEATURE_MAPS, FusedMap
-from longspan.mechanisms.late import LATE_SUMS, LateSums, waiting
-from longspan.ops import backend
-from longspan.ops.bidirectional import bidirectional_linear
-from longspan.ops.chunks import FLOOR
+from longspan.mechanisms.write_buffer import LATE_SUMS, LateSums, waiting
+from longspan.ops.common import dispatch
+from longspan.ops.decode import Late, Turn, linear_step_, why_plain
 from longspan.ops.linear import (
     Sums,
     accumulate,
@@ -26,9 +24,11 @@ from longspan.ops.linear import (
     no_sums,
     sum_dtype,
 )
-from longspan.ops.ragged import shift_left, shift_right
-from longspan.ops.step import Late, Turn, linear_step_, why_plain
-from longspan.rows import Packing
+from longspan.ops.linear.bidirectional import bidirectional_linear
+from longspan.ops.linear.torch_chunk import FLOOR
+from longspan.ops.shift import shift_left, shift_right
+from longspan.protocol import FeatureMap, Mechanism, State
+from longspan.utils import choose
 
 
 @dataclass
@@ -161,7 +161,7 @@ class LinearAttention(Mechanism):
         phi = self.feature_map
         if not isinstance(phi, FusedMap):
             return False
-        return backend.why_plain_bidirectional(q, k, v, phi.weight, phi.epsilon) is None
+        return dispatch.why_plain_bidirectional(q, k, v, phi.weight, phi.epsilon) is None
 
     def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, **where: Tensor | None) -> Tensor:
         phi = self.feature_map
@@ -262,7 +262,7 @@ class LinearAttention(Mechanism):
     def opened(self, state: State, dtype: torch.dtype) -> State:
         assert isinstance(state, LinearState)
         kv = state.kv
-        large = max(self.head_dim, *kv.shape[2:]) > backend.LARGEST
+        large = max(self.head_dim, *kv.shape[2:]) > dispatch.LARGEST
         if large or not self._one_step or why_plain(kv) is not None:
             return state
         f, v = (kv.new_zeros(*kv.shape[:2], LATE_SUMS, dim) for dim in kv.shape[2:])

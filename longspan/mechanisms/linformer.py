@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.mechanism import Mechanism, State
-from longspan.mechanisms.late import LateRows
 from longspan.mechanisms.projection import Projection as Projection
-from longspan.ops import backend
+from longspan.mechanisms.write_buffer import LateRows
+from longspan.ops.common import dispatch
+from longspan.ops.compressed import Layer, attend_rows, attend_tables, linformer_layer
+from longspan.ops.decode import Turn, linformer_step_, placed, turned, why_plain
 from longspan.ops.linear import Sums, causal_linear, sum_dtype
-from longspan.ops.rows import Layer, attend_rows, attend_tables, linformer_layer
-from longspan.ops.sdpa import attend
-from longspan.ops.step import Turn, linformer_step_, placed, turned, why_plain
+from longspan.ops.softmax import attend
+from longspan.protocol import Mechanism, State
 
 
 @dataclass
@@ -155,7 +155,7 @@ class LinformerAttention(Mechanism):
         queries: (H·D, dim), keys: (Hkv·(D + E), dim), or keys alone where values are the keys. out, bias: the last map.
         """
         table = self.keys
-        if not backend.at_once(x) or table is not self.values or not self._is_bare:
+        if not dispatch.at_once(x) or table is not self.values or not self._is_bare:
             return None
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
         if self._why_plain(x, dtype, table.rank) is not None or self.compresses_first(x.shape[2], len(keys)):
@@ -172,7 +172,7 @@ class LinformerAttention(Mechanism):
         return bare and keys.alike and self.values.alike
 
     def _why_plain(self, x: Tensor, dtype: torch.dtype, rank: int) -> str | None:
-        return backend.why_plain_rows(
+        return dispatch.why_plain_rows(
             x, dtype, self.num_heads, self.num_kv_heads, rank, (self.head_dim, self.value_dim)
         )
 
@@ -229,7 +229,7 @@ class LinformerAttention(Mechanism):
         tables, biases = tuple(p.table for p in pair), tuple(p.bias for p in pair)
         held = tables, biases, state.k, state.v, self.keys.periodic
         late = next((part.k, part.v, part.short_k, part.short_v) for part in state.late)
-        return backend.step_kernels().linformer(q, k, v, turn, state.length, *held, late, out), state
+        return dispatch.step_kernels().linformer(q, k, v, turn, state.length, *held, late, out), state
 
     @property
     def _plain(self) -> bool:

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.mechanism import Mechanism, State
-from longspan.ops import backend
-from longspan.ops.local import Bias, Window, table_bias, turn, windowed
-from longspan.ops.sdpa import attend
-from longspan.ops.step import Turn, placed, turned, why_plain
-from longspan.rows import Packing
+from longspan.layout import Packing
+from longspan.ops.common import dispatch
+from longspan.ops.decode import Turn, placed, turned, why_plain
+from longspan.ops.softmax import attend
+from longspan.ops.window import Bias, Window, table_bias, turn, windowed
+from longspan.protocol import Mechanism, State
 
 
 @dataclass
@@ -154,7 +154,7 @@ class LocalAttention(Mechanism):
             q, k = turned(turn, q, k)
             return placed(self._step_exact(state, q, k, v), out), state
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        kernels, held = backend.step_kernels(), (state.length, state.k, state.v)
+        kernels, held = dispatch.step_kernels(), (state.length, state.k, state.v)
         return kernels.local(q, k, v, turn, *held, self.window, scale, out), state
 
     def _step_exact(self, state: LocalState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class LocalAttention(Mechanism):
     def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the kernels take these, and with them a packed row as it lies."""
         with_bias, with_xpos = self.bias is not None, self.xpos is not None
-        return backend.why_plain_local(q, k, v, bias=with_bias, xpos=with_xpos) is None
+        return dispatch.why_plain_local(q, k, v, bias=with_bias, xpos=with_xpos) is None
 
     def _extend(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None

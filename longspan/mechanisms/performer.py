@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.mechanism import FeatureMap, State
-from longspan.mechanisms.choices import choose
 from longspan.mechanisms.feature_maps import ACTIVATIONS, Favor, Generalised, RandomFeatures, Softmax
 from longspan.mechanisms.linear import LinearAttention, LinearState
+from longspan.protocol import FeatureMap, State
+from longspan.utils import choose
 
 
 class PerformerAttention(LinearAttention):

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.mechanisms.choices import choose
-from longspan.ops.compress import compress
+from longspan.ops.compressed.compress import compress
 from longspan.ops.linear import sum_dtype
-from longspan.ops.ragged import shift_left, shift_right
+from longspan.ops.shift import shift_left, shift_right
+from longspan.utils import choose
 
 
 class Projection(nn.Module):

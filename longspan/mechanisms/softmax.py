@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.mechanism import Index, Mechanism, State
-from longspan.ops.sdpa import attend
+from longspan.ops.softmax import attend
+from longspan.protocol import Index, Mechanism, State
 
 
 @dataclass

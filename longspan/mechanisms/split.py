@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from longspan.mechanism import Index, Mechanism, State
-from longspan.ops.step import Turn
-from longspan.rows import Packing
+from longspan.layout import Packing
+from longspan.ops.decode import Turn
+from longspan.protocol import Index, Mechanism, State
 
 
 @dataclass

@@ -16,11 +16,11 @@ def angles(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> Tenso
     return (position[..., None].to(wide) * base**-exponent).remainder(2 * math.pi).to(dtype)
 
 
-def turns(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cos_sin(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of `angles`, which every layer of a model shares."""
     if torch.compiler.is_compiling():
-        # A compiler would make them again, number by number, in every layer that turns something.
-        return _turns(position, dim, base, dtype)
+        # An opaque op: inductor would otherwise recompute the table inside every layer.
+        return _cos_sin(position, dim, base, dtype)
     angle = angles(position, dim, base, dtype)
     return angle.cos(), angle.sin()
 
@@ -30,11 +30,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     wide = x.to(cos.dtype)
     if interleaved:
         a, b = wide[..., ::2], wide[..., 1::2]
-        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
     else:
         a, b = wide.chunk(2, -1)
-        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    return turned.to(x.dtype)
+        rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return rotated.to(x.dtype)
 
 
 def xpos_scale(position: Tensor, dim: int, scale_base: float, dtype: torch.dtype) -> Tensor:
@@ -46,13 +46,13 @@ def xpos_scale(position: Tensor, dim: int, scale_base: float, dtype: torch.dtype
     return zeta ** (position[..., None].to(dtype) / scale_base)
 
 
-@torch.library.custom_op("longspan::turns", mutates_args=())
-def _turns(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("longspan::rotary_cos_sin", mutates_args=())
+def _cos_sin(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     angle = angles(position, dim, base, dtype)
     return angle.cos(), angle.sin()
 
 
-@_turns.register_fake
+@_cos_sin.register_fake
 def _(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     shape = *position.shape, dim // 2
     return position.new_empty(shape, dtype=dtype), position.new_empty(shape, dtype=dtype)

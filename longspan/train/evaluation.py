@@ -12,10 +12,10 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longspan.train.batches import IGNORED, Batch, Shape, evaluation, labelled_evaluation, mixed
+from longspan.train.config import TrainConfig
+from longspan.train.data.batches import IGNORED, Batch, Shape, evaluation, labelled_evaluation, mixed
+from longspan.train.data.token_store import Segments, Store
 from longspan.train.objectives import Classification, Objective, masked
-from longspan.train.settings import TrainConfig
-from longspan.train.store import Segments, Store
 
 Record = dict[str, Any]
 

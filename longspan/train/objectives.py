@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.config import ModelConfig
-from longspan.models import Classifier, LanguageModel
-from longspan.rows import Packing
-from longspan.stack import StackState
-from longspan.train.batches import IGNORED, Batch
+from longspan.layout import Packing
+from longspan.models.config import ModelConfig
+from longspan.models.residual import StackState
+from longspan.models.transformer import Classifier, LanguageModel
+from longspan.train.data.batches import IGNORED, Batch
 
 
 class Objective(nn.Module):

@@ -12,17 +12,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from longspan.checkpoint import CONFIG, load
-from longspan.models import LanguageModel
-from longspan.text import TOKENIZER
-from longspan.train.batches import Shape
+from longspan.generation.tokenization import TOKENIZER
+from longspan.models.checkpoint import CONFIG, load
+from longspan.models.transformer import LanguageModel
+from longspan.train.data.batches import Shape
+from longspan.train.data.readers import Reading, find_source
+from longspan.train.data.token_store import Plan, open_store
 from longspan.train.evaluation import by_position
 from longspan.train.objectives import wrap
-from longspan.train.plots import positions
+from longspan.train.report.plots import positions
+from longspan.train.run_checkpoint import FOLDER
 from longspan.train.setup import RUN
-from longspan.train.sources import Reading, find_source
-from longspan.train.state import FOLDER
-from longspan.train.store import Plan, open_store
 
 Record = dict[str, Any]
 

@@ -13,18 +13,18 @@ import torch
 from accelerate import Accelerator
 
 from longspan import __version__
-from longspan.config import ModelConfig
 from longspan.mechanisms.performer import PerformerAttention
-from longspan.models import Classifier, LanguageModel
-from longspan.train.batches import Batches, Labelled, Lanes, Rows, Shape, mixed
+from longspan.models.config import ModelConfig
+from longspan.models.transformer import Classifier, LanguageModel
+from longspan.train.config import Settings, TrainConfig, described
+from longspan.train.data.batches import Batches, Labelled, Lanes, Rows, Shape, mixed
+from longspan.train.data.readers import Reading, find_source
+from longspan.train.data.token_store import Plan, Store, open_store, unigram_bits
+from longspan.train.fsdp import check_sharding, is_sharded, open_methods
+from longspan.train.loggers import Watch
 from longspan.train.objectives import Objective, build, wrap
 from longspan.train.presets import Values
-from longspan.train.settings import Settings, TrainConfig, described
-from longspan.train.sharding import check_sharding, is_sharded, open_methods
-from longspan.train.sources import Reading, find_source
-from longspan.train.state import check_same, read_run
-from longspan.train.store import Plan, Store, open_store, unigram_bits
-from longspan.train.watch import Watch
+from longspan.train.run_checkpoint import check_same, read_run
 
 RUN = "run.json"
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from longspan.compat.decoding import Filter, decode, sampler, top_k, top_p
+from longspan.compat.generate import Filter, decode, sampler, top_k, top_p
 from longspan.compat.linear_attention_transformer.autopadder import Autopadder
 from longspan.compat.linear_attention_transformer.linear_attention_transformer import LinearAttentionTransformerLM
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from longspan.compat.names import Entry, Translated, layer
-from longspan.images import ImageAttention, efficient_attention
+from longspan.compat.state_dict import Entry, Translated, layer
+from longspan.models.vision import ImageAttention, efficient_attention
 
 __all__ = ["ImageLinearAttention"]
 

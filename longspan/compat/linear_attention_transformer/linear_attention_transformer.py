@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from longspan.compat.linear_attention_transformer.keys import layer_entries, stack_entries
 from longspan.compat.linear_attention_transformer.options import (
     LinformerContextSettings,
     LinformerSettings,
@@ -17,14 +18,13 @@ from longspan.compat.linear_attention_transformer.options import (
 from longspan.compat.linear_attention_transformer.options import (
     heads as mechanism_of,
 )
-from longspan.compat.linear_attention_transformer.parts import layer_entries, stack_entries
-from longspan.compat.names import Entry, Translated, constant, layer, same, shaped
-from longspan.config import AttentionConfig, FeedForwardConfig
-from longspan.layers import Attention, mechanism_from
-from longspan.layers import FeedForward as _FeedForward
-from longspan.models import LanguageModel, Transformer
-from longspan.positions import AxialPositions, LearnedPositions, SinusoidalPositions
-from longspan.rows import Rows
+from longspan.compat.state_dict import Entry, Translated, constant, layer, same, shaped
+from longspan.layout import Rows
+from longspan.models.config import AttentionConfig, FeedForwardConfig
+from longspan.models.layers import Attention, mechanism_from
+from longspan.models.layers import FeedForward as _FeedForward
+from longspan.models.positions import AxialPositions, LearnedPositions, SinusoidalPositions
+from longspan.models.transformer import LanguageModel, Transformer
 
 __all__ = [
     "FeedForward",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
 
 LinformerSettings = namedtuple("LinformerSettings", ["k"])
 LinformerContextSettings = namedtuple("LinformerContextSettings", ["seq_len", "k"])

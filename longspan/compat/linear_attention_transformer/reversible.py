@@ -1,5 +1,5 @@
 """Pairs of layers of one's own, in turn or reversibly."""
 
-from longspan.compat.sequences import ReversibleSequence, SequentialSequence
+from longspan.compat.containers import ReversibleSequence, SequentialSequence
 
 __all__ = ["ReversibleSequence", "SequentialSequence"]

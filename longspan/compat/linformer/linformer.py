@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-from longspan.compat.names import Entry, Translated, layer, same, shaped, stacked
-from longspan.config import AttentionConfig, FeedForwardConfig, ModelConfig
-from longspan.layers import Attention
-from longspan.layers import FeedForward as _FeedForward
+from longspan.compat.state_dict import Entry, Translated, layer, same, shaped, stacked
+from longspan.layout import Rows
 from longspan.mechanisms.linformer import LinformerAttention
-from longspan.models import LanguageModel, Transformer
-from longspan.rows import Rows
+from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.models.layers import Attention
+from longspan.models.layers import FeedForward as _FeedForward
+from longspan.models.transformer import LanguageModel, Transformer
 
 __all__ = ["FeedForward", "Linformer", "LinformerLM", "LinformerSelfAttention"]
 

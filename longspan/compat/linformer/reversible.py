@@ -1,12 +1,12 @@
 """Pairs of layers of one's own, in turn or reversibly; here the two streams are added."""
 
-from longspan.compat import sequences
-from longspan.compat.sequences import SequentialSequence
+from longspan.compat import containers
+from longspan.compat.containers import SequentialSequence
 
 __all__ = ["ReversibleSequence", "SequentialSequence"]
 
 
-class ReversibleSequence(sequences.ReversibleSequence):
+class ReversibleSequence(containers.ReversibleSequence):
     """Two streams, the answer their sum."""
 
     summed = True

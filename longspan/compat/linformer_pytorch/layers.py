@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.compat.linformer_pytorch.options import METHODS, SHARING, draw
-from longspan.compat.linformer_pytorch.parts import (
+from longspan.compat.linformer_pytorch.keys import (
     BASE,
     Use,
     attention_entries,
@@ -18,16 +17,17 @@ from longspan.compat.linformer_pytorch.parts import (
     mechanism_uses,
     projection_entries,
 )
-from longspan.compat.names import Entry, Translated, constant
-from longspan.config import AttentionConfig, FeedForwardConfig
-from longspan.layers import Attention
-from longspan.layers import FeedForward as _FeedForward
-from longspan.mechanism import Mechanism
-from longspan.mechanisms.choices import choose
+from longspan.compat.linformer_pytorch.options import METHODS, SHARING, draw
+from longspan.compat.state_dict import Entry, Translated, constant
+from longspan.layout import Rows
 from longspan.mechanisms.linformer import LinformerAttention, Projection
 from longspan.mechanisms.softmax import SoftmaxAttention
-from longspan.positions import SinusoidalPositions
-from longspan.rows import Rows
+from longspan.models.config import AttentionConfig, FeedForwardConfig
+from longspan.models.layers import Attention
+from longspan.models.layers import FeedForward as _FeedForward
+from longspan.models.positions import SinusoidalPositions
+from longspan.protocol import Mechanism
+from longspan.utils import choose
 
 
 class SequenceProjection(Translated):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longspan.compat.linformer_pytorch.keys import BASE, frequencies, language_model_entries, stack_entries
 from longspan.compat.linformer_pytorch.layers import (
     FeedForward,
     LinearAttentionHead,
@@ -23,10 +24,9 @@ from longspan.compat.linformer_pytorch.layers import (
     get_EF,
 )
 from longspan.compat.linformer_pytorch.options import Options
-from longspan.compat.linformer_pytorch.parts import BASE, frequencies, language_model_entries, stack_entries
-from longspan.compat.names import Entry, Translated, constant
-from longspan.models import EncoderDecoder, LanguageModel, Transformer
-from longspan.positions import SinusoidalPositions
+from longspan.compat.state_dict import Entry, Translated, constant
+from longspan.models.positions import SinusoidalPositions
+from longspan.models.transformer import EncoderDecoder, LanguageModel, Transformer
 
 __all__ = [
     "FeedForward",

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from longspan.config import AttentionConfig, FeedForwardConfig, ModelConfig
-from longspan.layers import Attention
-from longspan.mechanisms.choices import choose
 from longspan.mechanisms.linformer import LinformerAttention, Projection
-from longspan.models import Transformer
+from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.models.layers import Attention
+from longspan.models.transformer import Transformer
+from longspan.utils import choose
 
 SHARING = ("none", "headwise", "kv", "layerwise")
 METHODS = {"learnable": "learned", "convolution": "convolution", "no_params": "random"}

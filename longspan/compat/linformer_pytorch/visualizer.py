@@ -10,9 +10,9 @@ from torch import Tensor
 
 from longspan.compat.linformer_pytorch.layers import MHAttention
 from longspan.compat.linformer_pytorch.linformer_pytorch import Linformer, LinformerLM
-from longspan.layers import Attention
-from longspan.maps import attention_map, compressed_map
 from longspan.mechanisms.linformer import LinformerAttention
+from longspan.models.attention_maps import attention_map, compressed_map
+from longspan.models.layers import Attention
 
 __all__ = ["Visualizer"]
 

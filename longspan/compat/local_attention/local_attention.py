@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.compat.local_attention.rotary import SinusoidalEmbeddings
-from longspan.ops.local import Window, table_bias, turn, windowed
-from longspan.positions import Rotary
-from longspan.rows import hide
+from longspan.layout import hide
+from longspan.models.positions import Rotary
+from longspan.ops.window import Window, table_bias, turn, windowed
 
 
 class LocalAttention(nn.Module):

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan import layers
-from longspan.compat.decoding import decode, sampler, top_k
-from longspan.compat.local_attention.translation import (
+from longspan.compat.generate import decode, sampler, top_k
+from longspan.compat.local_attention.keys import (
     CONNECTION,
     attention_config,
     attention_entries,
@@ -25,13 +24,14 @@ from longspan.compat.local_attention.translation import (
     refuse_unknown,
     with_children,
 )
-from longspan.compat.names import Entry, Translated, layer, same
-from longspan.config import ModelConfig
+from longspan.compat.state_dict import Entry, Translated, layer, same
+from longspan.layout import Rows
 from longspan.mechanisms import build_mechanism
-from longspan.models import LanguageModel, Transformer
-from longspan.positions import DynamicPositionBias as Bias
-from longspan.rows import Rows
-from longspan.stack import Branch, BranchState, HyperConnection, StackState
+from longspan.models import layers
+from longspan.models.config import ModelConfig
+from longspan.models.positions import DynamicPositionBias as Bias
+from longspan.models.residual import Branch, BranchState, HyperConnection, StackState
+from longspan.models.transformer import LanguageModel, Transformer
 
 # What LocalMHA hands on to LocalAttention, and LocalTransformer to LocalMHA.
 _OF_ATTENTION = ("look_backward", "look_forward", "shared_qk", "rel_pos_emb_config", "use_rotary_pos_emb")

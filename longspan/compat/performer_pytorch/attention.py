@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from longspan.compat.names import Entry, Translated
+from longspan.compat.performer_pytorch.keys import attention_entries, fast_entries, idle_tensors, initialise
 from longspan.compat.performer_pytorch.options import (
     RELU,
     Kernel,
@@ -20,17 +20,17 @@ from longspan.compat.performer_pytorch.options import (
     split,
     window,
 )
-from longspan.compat.performer_pytorch.parts import attention_entries, fast_entries, idle_tensors, initialise
 from longspan.compat.performer_pytorch.redrawing import ProjectionUpdater, performers
-from longspan.config import AttentionConfig
-from longspan.layers import Attention, mechanism_from
+from longspan.compat.state_dict import Entry, Translated
+from longspan.layout import Rows
 from longspan.mechanisms.performer import PerformerAttention
 from longspan.mechanisms.split import SplitAttention
-from longspan.models import Transformer
-from longspan.ops.features import orthogonal_rows
-from longspan.positions import Rotary, SinusoidalPositions
-from longspan.rows import Rows
-from longspan.stack import Branch
+from longspan.models.config import AttentionConfig
+from longspan.models.layers import Attention, mechanism_from
+from longspan.models.positions import Rotary, SinusoidalPositions
+from longspan.models.residual import Branch
+from longspan.models.transformer import Transformer
+from longspan.ops.linear.feature_maps import orthogonal_rows
 
 __all__ = [
     "CrossAttention",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from longspan.compat.decoding import Filter, decode, repetition_penalty_fn, sampler, top_k, top_p
+from longspan.compat.generate import Filter, decode, repetition_penalty_fn, sampler, top_k, top_p
 from longspan.compat.performer_pytorch.performer_pytorch import PerformerLM
 from longspan.ops.loss import IGNORED
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.config import AttentionConfig, FeedForwardConfig, ModelConfig
-from longspan.mechanisms.choices import choose
 from longspan.mechanisms.feature_maps import ACTIVATIONS
+from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.utils import choose
 
 Kernel = str | Callable[[Tensor], Tensor]
 

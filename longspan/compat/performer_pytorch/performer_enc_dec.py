@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.compat.names import Entry, Translated, layer
 from longspan.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper
+from longspan.compat.performer_pytorch.keys import idle_tensors, initialise
 from longspan.compat.performer_pytorch.options import Options, features_of
-from longspan.compat.performer_pytorch.parts import idle_tensors, initialise
 from longspan.compat.performer_pytorch.performer_pytorch import (
     PerformerLM,
     language_model_entries,
@@ -20,7 +19,8 @@ from longspan.compat.performer_pytorch.performer_pytorch import (
     renamed,
     settled,
 )
-from longspan.models import EncoderDecoder
+from longspan.compat.state_dict import Entry, Translated, layer
+from longspan.models.transformer import EncoderDecoder
 
 _SIDES = ("enc_", "dec_")
 

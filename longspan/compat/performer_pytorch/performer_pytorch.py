@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.compat.names import Entry, Translated, constant, layer, same, shaped
 from longspan.compat.performer_pytorch.attention import (
     CrossAttention,
     FastAttention,
@@ -20,11 +19,12 @@ from longspan.compat.performer_pytorch.attention import (
     gaussian_orthogonal_random_matrix,
     turned,
 )
+from longspan.compat.performer_pytorch.keys import idle_tensors, initialise, stack_entries
 from longspan.compat.performer_pytorch.options import RELU, Kernel, Options, features_of
-from longspan.compat.performer_pytorch.parts import idle_tensors, initialise, stack_entries
 from longspan.compat.performer_pytorch.redrawing import Schedule
-from longspan.models import LanguageModel, Transformer
-from longspan.positions import AxialPositions, SinusoidalPositions
+from longspan.compat.state_dict import Entry, Translated, constant, layer, same, shaped
+from longspan.models.positions import AxialPositions, SinusoidalPositions
+from longspan.models.transformer import LanguageModel, Transformer
 
 __all__ = [
     "CrossAttention",

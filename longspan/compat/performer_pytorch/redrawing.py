@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from longspan.compat.performer_pytorch.options import Options, redraws
 from longspan.mechanisms.performer import PerformerAttention
-from longspan.models import LanguageModel, Transformer
+from longspan.models.transformer import LanguageModel, Transformer
 
 
 class Schedule:

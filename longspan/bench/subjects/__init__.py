@@ -1,0 +1,1 @@
+"""What can be measured: mechanisms, layers, models, memory, and peers."""

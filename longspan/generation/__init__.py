@@ -1,0 +1,1 @@
+"""Generation: prompts, the decode loop, sampling, sessions and tokenization."""

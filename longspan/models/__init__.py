@@ -1,0 +1,1 @@
+"""Models over any mechanism: configuration, layers, residual streams, transformers, checkpoints."""

@@ -1,0 +1,178 @@
+"""Looking at attention: rows of the matrix that a mechanism never makes.
+
+Every mechanism's output is linear in the values, out_i = Σ_j a_ij v_j (plus a constant, for compressed rows with a
+bias), so the gradient of w·out_i with respect to v_j is a_ij w: one backward pass gives a whole row of any mechanism,
+in the time and memory of one query.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Sequence
+from importlib import import_module
+
+import torch
+from torch import Tensor, nn
+
+from longspan.layout import Rows
+from longspan.mechanisms.linformer import LinformerAttention, Projection
+from longspan.models.layers import Attention
+from longspan.protocol import Mechanism
+
+
+def attention_map(
+    layer: Attention,
+    x: Tensor,
+    queries: Sequence[int],
+    *,
+    key_mask: Tensor | None = None,
+    context: Tensor | None = None,
+) -> Tensor:
+    """The weights a_ij of the chosen queries i on every key j: (B, H, len(queries), S), detached.
+
+    The layer's attention before gates and output projection is Σ_j a_ij v_j, plus a constant for linformer with a bias.
+    Weights need not be positive or sum to one; dropout counts, so call `layer.eval()` first. Time and memory are O(S) a
+    row, except that softmax heads beside bidirectional local ones cost what their forward costs.
+
+    x: (B, T, dim), queries: positions in it, negative ones from its end. context: (B, S, dim), the keys' source for
+    cross-attention; otherwise keys are x's own and S = T. key_mask: (B, S) bool, True = keep.
+    """
+    positions = _positions(queries, x.shape[1])
+    with torch.inference_mode(False):  # Gradients are how it works, also where there are to be none.
+        key_mask = None if key_mask is None else key_mask.clone()
+        q, k, v = _projected(layer, x, key_mask, context)
+        rows = [_row(layer, q, k, v, i, key_mask) for i in positions]
+    return torch.stack(rows, 2) if rows else q.new_zeros(len(x), q.shape[2], 0, k.shape[1])
+
+
+def compressed_map(layer: Attention, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+    """Linformer's weights p on its R compressed rows, for every query: (B, H, T, R), detached; O(T·R·(D + R)).
+
+    A causal query's rows are compressed from what it sees. x, key_mask: as for `attention_map`.
+    """
+    m = layer.mechanism
+    if not isinstance(m, LinformerAttention) or layer.cross:
+        kind = f"cross-attention with {type(m).__name__}" if layer.cross else type(m).__name__
+        raise ValueError(f"only linformer's self-attention has compressed rows, got {kind}; use attention_map")
+    q, k, _ = _projected(layer, x, key_mask, None)
+    # out = p (Ṽ + b): where values are zero and b is the identity, it is p.
+    probe = copy.copy(m)
+    probe._modules, probe.value_dim = dict(m._modules), m.rank
+    with torch.random.fork_rng(devices=[]):
+        probe.values = Projection(m.rank, 1, periodic=True, bias=True).to(q)
+    probe.values.bias = nn.Parameter(torch.eye(m.rank, dtype=q.dtype, device=q.device))
+    with torch.no_grad():
+        values = q.new_zeros(*k.shape[:3], m.rank)
+        return probe(q, k, values, causal=layer.causal, key_mask=key_mask).transpose(1, 2)
+
+
+def plot_attention(maps: Tensor, path: str | os.PathLike[str], *, queries: Sequence[int] | None = None) -> None:
+    """Saves a heat map of every head to `path`, a PNG; one colour scale for all.
+
+    maps: (H, queries, keys), one sequence of what `attention_map` or `compressed_map` returns. queries: their
+    positions, to label the rows with.
+    """
+    if maps.ndim != 3:
+        raise ValueError(
+            f"maps must be (H, queries, keys), one sequence of a batch, got {tuple(maps.shape)}; plot maps[b]"
+        )
+    if 0 in maps.shape:
+        raise ValueError(f"there is nothing to plot in maps of shape {tuple(maps.shape)}")
+    if queries is not None and len(queries) != maps.shape[1]:
+        raise ValueError(f"queries must label {maps.shape[1]} rows, got {len(queries)}")
+    try:
+        figure_module = import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ImportError("plot_attention needs matplotlib: pip install 'longspan[train]'") from error
+    values = maps.detach().float().cpu()
+    heads, rows, _ = values.shape
+    labels = list(range(rows)) if queries is None else list(queries)
+    low, high = min(0.0, values.min().item()), max(0.0, values.max().item())
+    colours = "viridis"
+    if low < 0:  # Zero in the middle of a diverging scale.
+        low, high, colours = -max(-low, high), max(-low, high), "RdBu_r"
+    across = math.ceil(math.sqrt(heads))
+    down = math.ceil(heads / across)
+    height = 0.9 + min(3.0, max(1.0, 0.25 * rows))
+    figure = figure_module.Figure(figsize=(1 + 3.6 * across, 0.4 + height * down), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    scale = {"vmin": low, "vmax": high, "cmap": colours}
+    for head, ax in zip(range(heads), axes.flat, strict=False):
+        image = ax.imshow(values[head].numpy(), aspect="auto", interpolation="nearest", **scale)
+        ax.set_title(f"head {head}")
+    for column in range(across - (across * down - heads), across):
+        axes[-1, column].set_visible(False)
+        axes[-2, column].tick_params(labelbottom=True)
+    ticks = range(0, rows, -(-rows // 12))
+    axes[0, 0].set_yticks(ticks, [str(labels[i]) for i in ticks])
+    figure.supxlabel("key")
+    figure.supylabel("query")
+    figure.colorbar(image, ax=axes, label="weight")
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _positions(queries: Sequence[int], T: int) -> list[int]:
+    for i in queries:
+        if not -T <= i < T:
+            raise ValueError(f"queries must be positions in x, {-T} to {T - 1}, got {i}")
+    return [i % T for i in queries]
+
+
+def _projected(
+    layer: Attention, x: Tensor, key_mask: Tensor | None, context: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as the layer's mechanism gets them, in float32 at least."""
+    if layer.cross != (context is not None):
+        need = "needs context=, of shape (B, S, dim)" if layer.cross else "has no use for a context"
+        raise ValueError(f"this layer {need}")
+    with torch.no_grad():
+        rows = Rows.of(x, causal=layer.causal, key_mask=None if layer.cross else key_mask)
+        x = rows.hide(x)
+        q = layer._queries(x, rows)
+        if context is None:
+            k, v = layer._keys(x, rows)
+        else:
+            k, v = layer._keys(Rows.of(context, causal=False, key_mask=key_mask).hide(context), None)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _row(layer: Attention, q: Tensor, k: Tensor, v: Tensor, i: int, key_mask: Tensor | None) -> Tensor:
+    """Query i's weights: (B, H, S)."""
+    m, (Hkv, E) = layer.mechanism, v.shape[2:]
+    with torch.enable_grad():
+        v = v.detach().requires_grad_()
+        out = _one_query(m, q, k, v, i, layer.causal, key_mask)  # (B, H, E)
+    # Different for each feature, so that a mechanism that mixes features shows.
+    w = torch.arange(1, E + 1, dtype=v.dtype, device=v.device) / E
+    weights = []
+    group = m.num_heads // Hkv
+    for member in range(group):
+        # Query heads that share a key/value head would add up; one of each group at a time does not.
+        chosen = torch.zeros_like(out).unflatten(1, (Hkv, group))
+        chosen[:, :, member] = w
+        (gradient,) = torch.autograd.grad(out, v, chosen.flatten(1, 2), retain_graph=True)  # (B, S, Hkv, E)
+        weight = (gradient / w).mean(-1)
+        if ((gradient - weight[..., None] * w).abs().amax() > 1e-3 * gradient.abs().amax()).item():
+            raise ValueError(
+                f"this {type(m).__name__} mixes the features of values, so a key has no single weight; "
+                "for linformer's convolution use compressed_map"
+            )
+        weights.append(weight)
+    return torch.stack(weights, 3).flatten(2).transpose(1, 2)
+
+
+def _one_query(m: Mechanism, q: Tensor, k: Tensor, v: Tensor, i: int, causal: bool, key_mask: Tensor | None) -> Tensor:
+    """The mechanism's output for query i alone: (B, H, E)."""
+    query = q[:, i : i + 1]
+    if causal:
+        # A memory of all up to i, read by i.
+        k, v, seen = k[:, : i + 1], v[:, : i + 1], None if key_mask is None else key_mask[:, : i + 1]
+        state = m.write(m.new_state(len(q), device=q.device, dtype=q.dtype), k, v, key_mask=seen)
+        out = m.read(state, query)[:, 0]
+        return out if seen is None else out.masked_fill(~seen[:, i, None, None], 0)
+    if m.supports_cross:
+        return m(query, k, v, key_mask=key_mask)[:, 0]
+    return m(q, k, v, key_mask=key_mask)[:, i]

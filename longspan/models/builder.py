@@ -1,0 +1,174 @@
+"""From a configuration to a stack: which mechanism, which branches, which initial weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from longspan.mechanisms.linformer import LinformerAttention, Projection
+from longspan.models.config import AttentionConfig, ModelConfig
+from longspan.models.layers import Attention, FeedForward, ProductKeyMemory, head_shape, mechanism_from
+from longspan.models.positions import DynamicPositionBias
+from longspan.models.residual import Branch, Stack
+from longspan.protocol import Mechanism
+
+
+def build_stack(config: ModelConfig) -> Stack:
+    """The layers that a configuration describes, initialised."""
+    widths = [config.dim, *[config.inner_dim or config.dim] * (config.depth - 1)]
+    places = list(enumerate(widths))
+    own = _own_mechanisms(config, places)
+    cross = [] if config.cross is None else _mechanisms(config.cross, places, False)
+    branches = []
+    for i in range(config.depth):
+        branches += _layer(config, i, own[i], cross[i : i + 1])
+    stack = Stack(
+        branches,
+        config.dim,
+        topology=config.residual,
+        num_streams=config.num_streams,
+        sum_streams=config.sum_streams,
+        execution=config.execution,
+    )
+    _initialise(stack)
+    return stack
+
+
+def _layer(config: ModelConfig, i: int, own: list[Mechanism], cross: list[Mechanism]) -> list[Branch]:
+    """The branches of layer i: self-attention, axial attention, cross-attention, each with its feed-forward layer.
+
+    own: the mechanism of self-attention, and then that of axial attention; cross: that of cross-attention.
+    """
+    inner = config.inner_dim or config.dim
+    width = config.dim if i == 0 else inner
+    after = config.dim if i == config.depth - 1 else inner
+
+    def branch(layer: nn.Module, dim: int, **more: Any) -> Branch:
+        return Branch(layer, dim, norm=config.norm, norm_position=config.norm_position, **more)
+
+    def feed_forward(out: int, place: int) -> list[Branch]:
+        settings = config.feed_forward if place == 0 else config.side_feed_forward or config.feed_forward
+        if config.feed_forward is None or settings is None:
+            return []
+        if i in settings.product_keys:
+            if width != out:
+                raise ValueError(f"layer {i} changes the width, which a product-key memory cannot: move product_keys")
+            layer: nn.Module = ProductKeyMemory(width, num_keys=settings.num_keys)
+        else:
+            layer = FeedForward(width, settings, out_features=out)
+        change: dict[str, Any] = {"out_features": out, "resample": config.resample}
+        return [branch(layer, width, token_shift=config.token_shift if place == 0 else (), **change)]
+
+    attention = Attention(width, config.attention, mechanism=own[0], causal=config.causal)
+    attentions = [branch(attention, width, token_shift=config.token_shift)]
+    if config.axial_stride is not None:
+        axial = Attention(width, config.axial or config.attention, mechanism=own[1], causal=config.causal)
+        attentions.append(branch(axial, width, stride=config.axial_stride))
+    if config.cross is not None:
+        layer = Attention(width, config.cross, mechanism=cross[0], cross=True, context_dim=config.dim)
+        attentions.append(branch(layer, width))
+    last = len(attentions) - 1
+    return [
+        part
+        for place, attended in enumerate(attentions)
+        for part in [attended, *feed_forward(after if place == last else width, place)]
+    ]
+
+
+def _spec(config: AttentionConfig, i: int) -> Any:
+    """What layer i computes: a sequence of mechanisms is repeated to the depth."""
+    if isinstance(config.mechanism, str | Mapping):
+        return config.mechanism
+    return config.mechanism[i % len(config.mechanism)]
+
+
+def _own_mechanisms(config: ModelConfig, places: list[tuple[int, int]]) -> list[list[Mechanism]]:
+    """For each layer, the mechanism of self-attention and then that of axial attention; one projection serves both."""
+    if config.axial_stride is None:
+        return [[mechanism] for mechanism in _mechanisms(config.attention, places, config.causal)]
+    if config.axial is None:
+        both = _mechanisms(config.attention, [place for place in places for _ in range(2)], config.causal)
+        return [both[i : i + 2] for i in range(0, len(both), 2)]
+    groups = [_mechanisms(group, places, config.causal) for group in (config.attention, config.axial)]
+    return [list(pair) for pair in zip(*groups, strict=True)]
+
+
+def _mechanisms(attention: AttentionConfig, places: list[tuple[int, int]], causal: bool) -> list[Mechanism]:
+    """One for each place, a layer and its width, with linformer's projection shared or its rank shrinking.
+
+    Softmaxed queries and exponentiated keys are normalised per query if causal, per feature if not, unless told.
+    """
+
+    def complete(options: dict[str, Any], num_heads: int) -> None:
+        softmaxed = options["mechanism"] == "linear" and options.get("feature_map") == "softmax"
+        if options["mechanism"] == "performer" and options.get("kernel", "softmax") == "softmax":
+            softmaxed = options.get("projection") is False
+        if softmaxed:
+            options.setdefault("normalise", "query" if causal else "feature")
+        if options["mechanism"] == "local" and attention.dynamic_bias:
+            options["bias"] = biases.setdefault(num_heads, DynamicPositionBias(num_heads, attention.dynamic_bias))
+
+    shared: Projection | None = None
+    biases: dict[int, DynamicPositionBias] = {}
+    built: list[Mechanism] = []
+    if attention.share_projection and attention.rank_step:
+        raise ValueError("share_projection and rank_step exclude each other: one projection has one rank")
+    for i, width in places:
+        spec = _spec(attention, i)
+        shape = head_shape(width, attention)
+        if attention.share_projection or attention.rank_step:
+            options: dict[str, Any] = {"mechanism": spec} if isinstance(spec, str) else dict(spec)
+            if options["mechanism"] != "linformer":
+                raise ValueError(
+                    f"share_projection and rank_step are for linformer; layer {i} is {options['mechanism']}"
+                )
+            if shared is not None:
+                options["projection"] = shared
+            elif attention.rank_step:
+                options["rank"] = max(1, options.get("rank", 256) - i * attention.rank_step)
+            else:
+                options["share_projection"] = True
+            spec = options
+        mechanism = mechanism_from(_each_part(spec, attention.num_heads, complete), *shape)
+        if attention.share_projection and shared is None:
+            assert isinstance(mechanism, LinformerAttention)
+            shared = mechanism.keys
+        built.append(mechanism)
+    if attention.dynamic_bias and not biases:
+        raise ValueError("attention.dynamic_bias is for local attention, and no layer has any: set it to 0")
+    return built
+
+
+def _each_part(spec: Any, num_heads: int, change: Callable[[dict[str, Any], int], None]) -> Any:
+    """The spec after `change` of its options, or of those of each part of a split; what is no spec stays as it is."""
+    options: Any = {"mechanism": spec} if isinstance(spec, str) else spec
+    if not isinstance(options, Mapping) or "mechanism" not in options:
+        return spec
+    options = dict(options)
+    if options["mechanism"] == "split":
+        parts = options.get("parts", ())
+        options["parts"] = [
+            _each_part(part, part.get("num_heads", 0) if isinstance(part, Mapping) else 0, change) for part in parts
+        ]
+    else:
+        change(options, num_heads)
+    return options
+
+
+def _initialise(stack: Stack) -> None:
+    """Weights of order 1/√fan-in; what is added to the residual smaller by the number of additions."""
+    scale = len(stack.branches) ** -0.5
+    for branch in stack.branches:
+        for name, parameter in branch.named_parameters():
+            if name.endswith("bias") and parameter.ndim == 1:
+                nn.init.zeros_(parameter)
+        layer = getattr(branch, "layer", None)
+        if isinstance(layer, Attention | FeedForward):
+            for module in layer.modules():
+                if isinstance(module, nn.Linear):
+                    nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            with torch.no_grad():
+                layer.to_out.weight.mul_(scale)

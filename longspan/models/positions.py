@@ -1,0 +1,135 @@
+"""Where a token stands: added to embeddings (learned, sinusoidal, axial), turned into queries and keys (rotary), or
+added to local attention's scores (dynamic bias). Angles are computed in float32 whatever the model's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longspan.layout import Rows
+from longspan.ops.rotary import angles, cos_sin, rotate
+
+
+class AbsolutePositions(nn.Module, ABC):
+    """A vector for each position, added to the embeddings. reach: how many positions there are; None is no end."""
+
+    reach: int | None = None
+
+    @abstractmethod
+    def forward(self, position: Tensor) -> Tensor:
+        """position: (B or 1, T) int64 -> (B or 1, T, dim)."""
+
+    def check(self, longest: int) -> None:
+        """Refuses positions beyond a table."""
+        if self.reach is not None and longest > self.reach:
+            raise ValueError(
+                f"{longest} tokens are more than the {self.reach} positions of this model ({type(self).__name__}); "
+                "shorten the input, build the model with a larger max_length, or use rotary or sinusoidal positions"
+            )
+
+
+class LearnedPositions(AbsolutePositions):
+    """One learned vector for each of max_length positions."""
+
+    def __init__(self, dim: int, max_length: int) -> None:
+        super().__init__()
+        self.reach = max_length
+        self.table = nn.Parameter(torch.randn(max_length, dim) * 0.02)
+
+    def forward(self, position: Tensor) -> Tensor:
+        return self.table[position]
+
+
+class SinusoidalPositions(AbsolutePositions):
+    """sin and cos of position / base^(2i/dim), sines first; without end."""
+
+    def __init__(self, dim: int, base: float = 10000.0) -> None:
+        super().__init__()
+        if dim % 2:
+            raise ValueError(f"sinusoidal positions need an even dim, got {dim}")
+        self.dim, self.base = dim, base
+
+    def forward(self, position: Tensor) -> Tensor:
+        angle = angles(position, self.dim, self.base, torch.float32)
+        return torch.cat([angle.sin(), angle.cos()], -1)
+
+
+class AxialPositions(AbsolutePositions):
+    """A grid of positions, each the sum of one vector for each of its coordinates: two tables of 1,024 reach a million.
+
+    shape: the grid, filled row by row.
+    """
+
+    def __init__(self, dim: int, shape: Sequence[int]) -> None:
+        super().__init__()
+        if not shape or min(shape) < 1:
+            raise ValueError(f"an axial shape is one or more positive numbers, got {tuple(shape)}")
+        self.shape, self.reach = tuple(shape), math.prod(shape)
+        self.tables = nn.ParameterList(nn.Parameter(torch.randn(size, dim) * 0.02) for size in shape)
+
+    def forward(self, position: Tensor) -> Tensor:
+        total: Tensor | None = None
+        for axis in reversed(range(len(self.shape))):
+            # The first coordinate is not taken modulo its size: what lies beyond the grid must not begin it again.
+            row = self.tables[axis][position % self.shape[axis] if axis else position]
+            total = row if total is None else total + row
+            position = position // self.shape[axis]
+        assert total is not None
+        return total
+
+
+class Rotary(nn.Module):
+    """Turns pairs of features of queries and keys by an angle in proportion to position (Su et al., 2021).
+
+    interleaved: pairs are neighbours (0, 1), (2, 3), …; otherwise feature i pairs with i + head_dim / 2.
+    """
+
+    def __init__(self, head_dim: int, base: float = 10000.0, *, interleaved: bool = False) -> None:
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"rotary positions need an even head_dim, got {head_dim}")
+        self.head_dim, self.base, self.interleaved = head_dim, base, interleaved
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        """x: (B, T, H, D), position: (B or 1, T) -> (B, T, H, D)."""
+        return self.at(x, Rows(position, position))
+
+    def at(self, x: Tensor, rows: Rows) -> Tensor:
+        """x: (B, T, H, D) at the positions of `rows`, with its cached cos and sin if there are any."""
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        cached = rows.rotary.get(self.kind)
+        if cached is None or cached[0].dtype != dtype:
+            cached = cos_sin(rows.position, *self.kind, dtype)
+        cos, sin = cached
+        return rotate(x, cos[:, :, None], sin[:, :, None], interleaved=self.interleaved)
+
+    @property
+    def kind(self) -> tuple[int, float]:
+        """What the angles depend on beside positions."""
+        return self.head_dim, self.base
+
+
+def with_rotary(layout: Rows, kinds: Iterable[tuple[int, float]], dtype: torch.dtype) -> Rows:
+    """Adds the cos and sin of these kinds of rotary embeddings, (head_dim, base), to a token layout."""
+    rotary = {kind: cos_sin(layout.position, *kind, dtype) for kind in kinds}
+    return replace(layout, rotary=rotary) if rotary else layout
+
+
+class DynamicPositionBias(nn.Module):
+    """A bias on local attention's scores, a small network of the distance |i − j|: (n,) -> (H, n)."""
+
+    def __init__(self, num_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(1, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, num_heads)])
+
+    def forward(self, distance: Tensor) -> Tensor:
+        first, second, last = self.layers
+        x = distance.abs().to(next(self.parameters()).dtype)[:, None]
+        return last(F.silu(second(F.silu(first(x))))).T

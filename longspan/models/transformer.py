@@ -1,0 +1,323 @@
+"""Models: one configuration, four things to build from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longspan.layout import Packing, Rows, Run
+from longspan.models.builder import build_stack
+from longspan.models.config import ModelConfig
+from longspan.models.layers import NORMS, Attention
+from longspan.models.positions import (
+    AbsolutePositions,
+    AxialPositions,
+    LearnedPositions,
+    SinusoidalPositions,
+)
+from longspan.models.residual import Branch, StackState
+from longspan.ops.decode import project
+from longspan.ops.loss import IGNORED, cross_entropy
+
+
+class Transformer(nn.Module):
+    """Vectors in, vectors out: (B, T, dim) -> (B, T, dim)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.stack = build_stack(config)
+        last = config.norm if config.final_norm is True else config.final_norm
+        self.norm = NORMS[last](config.dim) if last else None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        packing: Packing | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        context_packing: Packing | None = None,
+    ) -> Tensor:
+        """x: (B, T, dim). key_mask, context_mask: (B, T), (B, S) bool, True = keep."""
+        self._advance()
+        rows = Rows.of(x, causal=self.config.causal, key_mask=key_mask, packing=packing)
+        context_rows = None
+        if self.config.cross is not None:
+            if context is None:
+                raise ValueError("this model attends to a context: pass context=, of shape (B, S, dim)")
+            context_rows = Rows.of(context, causal=False, key_mask=context_mask, packing=context_packing)
+        elif context is not None or context_mask is not None or context_packing is not None:
+            raise ValueError("a context was given, but this model has no cross-attention: set ModelConfig.cross")
+        return self._finish(self.stack(x, rows, context, context_rows))
+
+    def new_state(
+        self,
+        batch_size: int,
+        *,
+        max_length: int | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> StackState:
+        """An empty memory for `batch_size` sequences; a context is written into it once."""
+        example = next(self.parameters())
+        device, dtype = example.device if device is None else device, example.dtype if dtype is None else dtype
+        state = self.stack.new_state(batch_size, max_length=max_length, device=device, dtype=dtype)
+        if self.config.cross is None:
+            return state
+        if context is None:
+            raise ValueError("this model attends to a context: new_state needs context=, of shape (B, S, dim)")
+        rows = Rows.of(context, causal=False, key_mask=context_mask)
+        branches = []
+        for branch, held in zip(self.stack.branches, state.branches, strict=True):
+            if isinstance(branch, Branch) and isinstance(branch.layer, Attention) and branch.layer.cross:
+                written = branch.layer.write(held.inner[0], context, rows)
+                held = replace(held, inner=(written,))
+            branches.append(held)
+        return StackState(state.length, tuple(branches))
+
+    def extend(self, x: Tensor, state: StackState, *, key_mask: Tensor | None = None) -> tuple[Tensor, StackState]:
+        """New tokens x (B, T, dim) after what the state holds; causal models only."""
+        if not self.config.causal:
+            raise ValueError("only a causal model can be extended: build it with causal=True")
+        if key_mask is None or x.shape[1] == 0:
+            out, state = self.stack.extend(x, Rows.of(x, causal=True, start=state.length), state)
+            return self._finish(out), state
+        run = Run.of(key_mask)
+        (rolled,) = run.roll(x[:, :, None])
+        slots = torch.arange(x.shape[1], device=x.device) < run.lengths[:, None]
+        rows = Rows.of(x, causal=True, key_mask=slots, start=state.length)
+        out, state = self.stack.extend(rolled[:, :, 0], rows, state)
+        return run.unroll(self._finish(out)[:, :, None])[:, :, 0], state
+
+    def _finish(self, x: Tensor) -> Tensor:
+        return x if self.norm is None else self.norm(x)
+
+    def _advance(self) -> None:
+        # Random features are redrawn here, before the first layer and outside anything that is recomputed.
+        for branch in self.stack.branches:
+            if isinstance(branch, Branch) and isinstance(branch.layer, Attention):
+                branch.layer.mechanism.advance()
+
+
+class LanguageModel(nn.Module):
+    """Tokens in, logits out: (B, T) int64 -> (B, T, vocab_size)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise ValueError("a language model needs vocab_size, the number of tokens")
+        self.config = config
+        width = config.embed_dim or config.dim
+        self.embedding = nn.Embedding(config.vocab_size, width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.positions = _positions(config, width)
+        self.dropout = nn.Dropout(config.embed_dropout)
+        self.to_dim = nn.Linear(width, config.dim) if width != config.dim else None
+        self.transformer = Transformer(config)
+        self.from_dim = nn.Linear(config.dim, width) if width != config.dim else None
+        self.narrow_norm = NORMS[config.norm](width) if config.narrow_norm else None
+        self.to_logits = None
+        if not config.tie_embeddings:
+            self.to_logits = nn.Linear(width, config.vocab_size, bias=config.logits_bias)
+
+    def forward(self, tokens: Tensor, **how: Any) -> Tensor:
+        """Logits (B, T, vocab_size). The keyword arguments are those of `Transformer.forward`."""
+        return self.logits(self.hidden(tokens, **how))
+
+    def hidden(self, tokens: Tensor, **how: Any) -> Tensor:
+        """The last layer's vectors (B, T, dim), normalised."""
+        _check_tokens(tokens)
+        rows = Rows.of(tokens, causal=self.config.causal, key_mask=how.get("key_mask"), packing=how.get("packing"))
+        longest = tokens.shape[1] if rows.packing is None else rows.packing.max_length
+        reach = None if self.positions is None else self.positions.reach
+        if reach is not None and longest > reach and rows.key_mask is not None:
+            longest = int(rows.position.max()) + 1  # padding is no position
+        return self.transformer(self._embed(tokens, rows, longest), **how)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(B, T, dim) -> (B, T, vocab_size)."""
+        narrow = hidden if self.from_dim is None else self.from_dim(hidden)
+        narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
+        return F.linear(narrow, self.embedding.weight) if self.to_logits is None else self.to_logits(narrow)
+
+    def loss(self, tokens: Tensor, labels: Tensor | None = None, **how: Any) -> Tensor:
+        """The mean cross-entropy of labels (B, T), −100 where one does not count; logits are never whole in memory.
+
+        labels: by default each token's successor: in its own sequence if packed, and only real tokens under a mask.
+        The keyword arguments are those of `Transformer.forward`.
+        """
+        if labels is None:
+            labels = _successors(tokens, how.get("key_mask"), how.get("packing"))
+        elif labels.shape != tokens.shape or labels.is_floating_point():
+            raise ValueError(
+                f"labels must be integers of the tokens' shape {tuple(tokens.shape)}, "
+                f"got {tuple(labels.shape)} {labels.dtype}"
+            )
+        hidden = self.hidden(tokens, **how)
+        narrow = hidden if self.from_dim is None else self.from_dim(hidden)
+        narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
+        weight = self.embedding.weight if self.to_logits is None else self.to_logits.weight
+        bias = None if self.to_logits is None else self.to_logits.bias
+        return cross_entropy(narrow.flatten(0, 1), weight, bias, labels.flatten())
+
+    def new_state(self, batch_size: int, **options: Any) -> StackState:
+        """An empty memory; the options are those of `Transformer.new_state`."""
+        longest = options.get("max_length")
+        if longest is not None and self.positions is not None:
+            self.positions.check(longest)
+        return self.transformer.new_state(batch_size, **options)
+
+    def extend(self, tokens: Tensor, state: StackState, *, key_mask: Tensor | None = None) -> tuple[Tensor, StackState]:
+        """Logits of new tokens (B, T) after what the state holds."""
+        hidden, state = self.extend_hidden(tokens, state, key_mask=key_mask)
+        return self.logits(hidden), state
+
+    def extend_hidden(
+        self, tokens: Tensor, state: StackState, *, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, StackState]:
+        """As `extend`, the last layer's vectors (B, T, dim) in place of logits."""
+        _check_tokens(tokens)
+        rows = Rows.of(tokens, causal=True, key_mask=key_mask, start=state.length)
+        longest = 0
+        if self.positions is not None and self.positions.reach is not None and tokens.device.type == "cpu":
+            longest = int(rows.position.max()) + 1 if rows.position.numel() else 0
+        return self.transformer.extend(self._embed(tokens, rows, longest), state, key_mask=key_mask)
+
+    def step_(self, tokens: Tensor, state: StackState) -> tuple[Tensor, StackState]:
+        """Logits (B, V) of one token (B,) of a loop, unchecked and without gradients; the state is changed in place.
+
+        All lengths in it must be one tensor (`Stack.joined`), which is raised here.
+        """
+        x = self.embedding(tokens)[:, None]
+        if self.positions is not None:
+            x = x + self.positions(state.length[:, None]).to(x.dtype)
+        x = x if self.to_dim is None else self.to_dim(x)
+        out, state = self.transformer.stack.step_(x, state)
+        state.length.add_(1)
+        if self.from_dim is not None or self.narrow_norm is not None:
+            return self.logits(self.transformer._finish(out))[:, 0], state
+        last = self.embedding.weight if self.to_logits is None else self.to_logits
+        return project(out, last, norm=self.transformer.norm)[0][:, 0], state
+
+    def state_size(self) -> int:
+        """Bytes of memory for one sequence; for `softmax`, which keeps every token, of an empty one."""
+        context = None
+        if self.config.cross is not None:
+            context = next(self.parameters()).new_zeros(1, 1, self.config.dim)
+        state = self.new_state(1, context=context)
+        return sum(x.numel() * x.element_size() for x in state.tensors().values())
+
+    def _embed(self, tokens: Tensor, rows: Rows, longest: int) -> Tensor:
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            self.positions.check(longest)
+            x = x + self.positions(rows.position).to(x.dtype)
+        x = self.dropout(x)
+        return x if self.to_dim is None else self.to_dim(x)
+
+
+class EncoderDecoder(nn.Module):
+    """A source read both ways, a target written from left to right with attention to it.
+
+    A source's vectors are as wide as the decoder's dim: the encoder's own dim, or its embed_dim.
+    """
+
+    def __init__(self, encoder: ModelConfig, decoder: ModelConfig, *, pad_token: int = 0, tie_embeddings: bool = False):
+        super().__init__()
+        if encoder.causal or encoder.cross is not None:
+            raise ValueError("the encoder must be bidirectional, without cross-attention")
+        if not decoder.causal or decoder.cross is None:
+            raise ValueError("the decoder must have causal=True and cross, its attention to the source")
+        if decoder.dim not in (encoder.dim, encoder.embed_dim):
+            raise ValueError(
+                f"encoder and decoder must have one dim, got {encoder.dim} and {decoder.dim}; "
+                "or give the encoder the decoder's dim as embed_dim"
+            )
+        self.encoder, self.decoder, self.pad_token = LanguageModel(encoder), LanguageModel(decoder), pad_token
+        self.encoder.to_logits = self.encoder.narrow_norm = None
+        if encoder.dim == decoder.dim:
+            self.encoder.from_dim = None
+        if tie_embeddings:
+            if self.encoder.embedding.weight.shape != self.decoder.embedding.weight.shape:
+                raise ValueError("tie_embeddings needs one vocab_size and one embed_dim for encoder and decoder")
+            self.decoder.embedding = self.encoder.embedding
+
+    def forward(
+        self, source: Tensor, target: Tensor, *, source_mask: Tensor | None = None, target_mask: Tensor | None = None
+    ) -> Tensor:
+        """The mean cross-entropy of target (B, T) tokens 1 … T − 1 given those before them and source (B, S).
+
+        Masks are True for real tokens; without one, pad_token is padding.
+        """
+        target_mask = target != self.pad_token if target_mask is None else target_mask
+        context, source_mask = self.encode(source, source_mask)
+        logits = self.decoder(target[:, :-1], key_mask=target_mask[:, :-1], context=context, context_mask=source_mask)
+        labels = target[:, 1:].masked_fill(~(target_mask[:, 1:] & target_mask[:, :-1]), -100)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+    def encode(self, source: Tensor, source_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The source's vectors (B, S, dim) and its mask."""
+        source_mask = source != self.pad_token if source_mask is None else source_mask
+        vectors = self.encoder.hidden(source, key_mask=source_mask)
+        return vectors if self.encoder.from_dim is None else self.encoder.from_dim(vectors), source_mask
+
+
+class Classifier(nn.Module):
+    """One answer for a sequence: (B, T) tokens, or (B, T, dim) vectors without a vocabulary -> (B, num_classes)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.num_classes is None:
+            raise ValueError("a classifier needs num_classes")
+        self.config = config
+        self.body = Transformer(config) if config.vocab_size is None else LanguageModel(config)
+        if isinstance(self.body, LanguageModel):
+            self.body.to_logits = self.body.from_dim = self.body.narrow_norm = None
+        self.to_classes = nn.Linear(config.dim, config.num_classes)
+
+    def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        """Logits of the mean over real tokens."""
+        hidden = self.body.hidden if isinstance(self.body, LanguageModel) else self.body
+        vectors = hidden(x, key_mask=key_mask)
+        if key_mask is None:
+            return self.to_classes(vectors.mean(1))
+        total = vectors.masked_fill(~key_mask[..., None], 0).sum(1)
+        return self.to_classes(total / key_mask.sum(1, keepdim=True).clamp(min=1))
+
+
+def _check_tokens(tokens: Tensor) -> None:
+    if tokens.ndim != 2 or tokens.is_floating_point():
+        raise ValueError(f"tokens must be (B, T) integers, got {tuple(tokens.shape)} {tokens.dtype}")
+
+
+def _successors(tokens: Tensor, key_mask: Tensor | None, packing: Packing | None) -> Tensor:
+    """(B, T): the token after each, −100 where there is none."""
+    labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+    if key_mask is not None:
+        labels = labels.masked_fill(~(key_mask & F.pad(key_mask[:, 1:], (0, 1))), IGNORED)
+    if packing is not None:
+        end = packing.bounds(tokens.shape[1])[1]
+        last = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) == end
+        labels = labels.masked_fill(last, IGNORED)
+    return labels
+
+
+def _positions(config: ModelConfig, width: int) -> AbsolutePositions | None:
+    if config.positions == "learned":
+        assert config.max_length is not None
+        return LearnedPositions(width, config.max_length)
+    if config.positions == "sinusoidal":
+        return SinusoidalPositions(width, config.position_base)
+    if config.positions == "axial":
+        assert config.axial_shape is not None
+        return AxialPositions(width, config.axial_shape)
+    return None

@@ -1,0 +1,1 @@
+"""What all operations share: dispatch, kernel launches, tiles, autograd helpers."""

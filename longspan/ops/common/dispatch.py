@@ -1,0 +1,235 @@
+"""Which code runs an operation: the Triton kernels on a GPU that can, plain PyTorch everywhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+# What there are kernels for, as `longspan info` says it.
+KERNELS = "causal and bidirectional linear attention and FAVOR+, local windows, compressed rows, one-token steps"
+LARGEST = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def why_plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor | None,
+    log_scale: Tensor | None,
+    kv: Tensor | None,
+    feature_map: str,
+    bucket: int,
+) -> str | None:
+    """Why causal linear attention of these arguments runs in plain PyTorch; None where the kernels take them."""
+    if not q.is_cuda:
+        return f"the tensors are on {q.device.type}; the kernels need CUDA"
+    why = _missing(q.device) or why_unsupported(q, k, v, weight, log_scale, kv, feature_map, bucket)
+    if why is not None or weight is None:
+        return why
+    return _too_tight(q, 227 if q.dtype != torch.bfloat16 else 163 if max(q.shape[3], v.shape[3]) > 64 else 99)
+
+
+def why_unsupported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor | None,
+    log_scale: Tensor | None,
+    kv: Tensor | None,
+    feature_map: str,
+    bucket: int,
+) -> str | None:
+    """What about the arguments themselves the kernels do not do; None where there is nothing."""
+    dtype = q.dtype
+    if k.dtype != dtype or v.dtype != dtype or dtype not in DTYPES or (kv is not None and kv.dtype != torch.float32):
+        found = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v, q if kv is None else kv))
+        return f"q, k, v and the sums are {found}; the kernels take one dtype of bfloat16, float16, float32"
+    sizes = q.shape[3], q.shape[3] if weight is None else len(weight), v.shape[3]
+    if max(sizes) > LARGEST:
+        return f"head, feature or value dimension ({', '.join(map(str, sizes))}) is over {LARGEST}"
+    if bucket > 1:
+        return f"a blind spot ({bucket})"
+    if q.shape[1] == 1:
+        return "a single token"
+    if log_scale is not None and feature_map != "identity":
+        return f"log scales given beside the feature map {feature_map!r}"
+    if (weight is not None and not weight.numel()) or not q.numel() or not v.numel():
+        return "an empty tensor"
+    if weight is not None:
+        D, M, E = sizes
+        # A part of it stays on the chip as long as a program runs.
+        room = 32768 if dtype == torch.bfloat16 and max(D, E) <= 128 else 16384
+        return _too_large(D, M, room)
+    return None
+
+
+def why_plain_local(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: bool = False) -> str | None:
+    """Why local attention of these arguments runs in plain PyTorch; None where the kernels take them."""
+    if not q.is_cuda:
+        return f"the tensors are on {q.device.type}; the kernels need CUDA"
+    why = _missing(q.device) or why_unsupported_local(q, k, v, bias=bias, xpos=xpos)
+    wide = q.dtype != torch.float32 and max(q.shape[3], v.shape[3]) > 128
+    return why or (_too_tight(q, 163) if wide else None)
+
+
+def why_unsupported_local(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: bool = False) -> str | None:
+    """What about the arguments themselves the kernels do not do; None where there is nothing."""
+    if bias or xpos:
+        return "a bias on the scores" if bias else "xPos, whose scales belong to tiles"
+    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in DTYPES:
+        found = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
+        return f"q, k and v are {found}; the kernels take one dtype of bfloat16, float16, float32"
+    if max(q.shape[3], v.shape[3]) > LARGEST:
+        return f"head or value dimension ({q.shape[3]}, {v.shape[3]}) is over {LARGEST}"
+    if not q.numel() or not v.numel():
+        return "an empty tensor"
+    return None
+
+
+def why_plain_bidirectional(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, epsilon: float = 0.0) -> str | None:
+    """Why bidirectional linear attention of these arguments runs in plain PyTorch; None where the kernels take them."""
+    if not q.is_cuda:
+        return f"the tensors are on {q.device.type}; the kernels need CUDA"
+    why = _missing(q.device) or why_unsupported_bidirectional(q, k, v, weight, epsilon)
+    wide = q.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) > 64
+    return why or (_too_tight(q, 163 if weight is None else 227) if wide or weight is not None else None)
+
+
+def why_unsupported_bidirectional(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, epsilon: float = 0.0
+) -> str | None:
+    """What about the arguments themselves the kernels do not do; None where there is nothing."""
+    if epsilon:
+        return f"an epsilon ({epsilon}) added to the features"
+    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in DTYPES:
+        found = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
+        return f"q, k and v are {found}; the kernels take one dtype of bfloat16, float16, float32"
+    D, M, E = q.shape[3], q.shape[3] if weight is None else weight.shape[0], v.shape[3]
+    if max(D, M, E) > LARGEST:
+        return f"head, feature or value dimension ({D}, {M}, {E}) is over {LARGEST}"
+    if weight is not None:
+        # It stays on the chip as long as a program runs, padded to powers of two: whole, in two halves, or in float32.
+        room = 8192 if q.dtype != torch.bfloat16 else 32768 if weight.dtype == torch.bfloat16 else 16384
+        if (why := _too_large(D, M, room)) is not None:
+            return why
+    if not q.numel() or not v.numel():
+        return "an empty tensor"
+    return None
+
+
+def why_plain_rows(
+    q: Tensor, dtype: torch.dtype, heads: int, kv_heads: int, rank: int, dims: tuple[int, int]
+) -> str | None:
+    """Why attention of tokens q (B, T, …) in this dtype over `rank` rows runs in plain PyTorch; None where the kernels
+    take it. dims: numbers of a key and of a value.
+    """
+    if not at_once(q):
+        return "the tensors are not on CUDA, or somebody watches operations go by"
+    if dtype not in DTYPES[:2] or "dtype" not in torch.ops.aten.bmm.overloads():
+        return f"{str(dtype).removeprefix('torch.')}; the kernels take bfloat16 and float16, with PyTorch 2.8 or newer"
+    if rank > LARGEST or max(dims) > 64 or heads > 64 * kv_heads:
+        return f"{rank} rows of {max(dims)} numbers for {heads} heads; the kernels take {LARGEST} of 64 for 64"
+    if not q.shape[0] or q.shape[1] < 128:
+        return f"{q.shape[1]} tokens, which gain nothing"
+    return _missing(q.device) or _too_tight(q, 227)
+
+
+def _too_large(D: int, M: int, room: int) -> str | None:
+    """Whether a projection, padded to powers of two, is."""
+    if room < 1 << ((int(D) - 1).bit_length() + (int(M) - 1).bit_length()):
+        return f"a projection of {M} × {D} numbers, padded, is over {room}"
+    return None
+
+
+def at_once(q: Tensor) -> bool:
+    """Whether nobody watches operations go by: then calling the kernels directly saves half of the time on the host."""
+    return (
+        q.is_cuda
+        and type(q) in (Tensor, torch.nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def bidirectional_kernels() -> ModuleType:
+    """The kernels' module, imported on first use."""
+    from longspan.ops.linear.triton import bidirectional
+
+    return bidirectional
+
+
+def local_kernels() -> ModuleType:
+    """The kernels' module, imported on first use."""
+    from longspan.ops.window.triton import window as local
+
+    return local
+
+
+def rows_kernels() -> ModuleType:
+    """The kernels' module, imported on first use."""
+    from longspan.ops.compressed.triton import compressed as rows
+
+    return rows
+
+
+def step_kernels() -> ModuleType:
+    """The kernels of one token's step, imported on first use."""
+    from longspan.ops.decode.triton import decode as step
+
+    return step
+
+
+def linear_kernels() -> ModuleType:
+    """The kernels' module, imported on first use."""
+    from longspan.ops.linear.triton import chunk as linear
+
+    return linear
+
+
+# Kept here and not by functools: a compiler looks through that to what it cannot follow.
+_found: dict[torch.device, str | None] = {}
+
+
+def _missing(device: torch.device) -> str | None:
+    if device not in _found:
+        _found[device] = _look(device)
+    return _found[device]
+
+
+def _too_tight(q: Tensor, needed: int) -> str | None:
+    """Whether programs need more shared memory, in KB, than they have there."""
+    found = _room(q.device)
+    return None if found >= needed else f"a program needs up to {needed} KB of shared memory, this device has {found}"
+
+
+def _room(device: torch.device) -> int:
+    from longspan.ops.common.launch import room
+
+    return room(device.index)
+
+
+# What torch.compiler.assume_constant_result does; calling it would load the compiler, a second on every import.
+_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_room._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _look(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    from triton import __version__
+
+    if tuple(int(part) for part in __version__.split(".")[:2]) < (3, 4):
+        return f"triton {__version__} is older than 3.4: install torch 2.8 or newer"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    return None
+
+
+def why_no_kernels() -> str | None:
+    """Why no operation here can run on the Triton kernels; None where some can."""
+    return _missing(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"

@@ -1,0 +1,1 @@
+"""Triton kernels of attention over compressed keys and values."""

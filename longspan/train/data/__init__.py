@@ -1,0 +1,1 @@
+"""Training data: readers, the token store and batches."""

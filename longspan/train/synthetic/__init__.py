@@ -1,0 +1,1 @@
+"""Synthetic tasks and the evaluation of mechanisms on them."""

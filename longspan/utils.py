@@ -1,0 +1,36 @@
+"""Small helpers that need no torch: errors for wrong names, and the commit of a checkout."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+
+def choose(what: str, given: str, allowed: Iterable[str]) -> str:
+    """`given`, if it is one of `allowed`; otherwise an error that lists them and the nearest."""
+    names = list(allowed)
+    if given in names:
+        return given
+    raise ValueError(f"unknown {what} {given!r}; there is {', '.join(names)}{nearest(given, names)}")
+
+
+def nearest(given: object, names: Iterable[str]) -> str:
+    """A question whether the closest of `names` was meant, to end an error with; empty if none is close."""
+    close = get_close_matches(str(given), list(names), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def commit() -> dict[str, Any] | None:
+    """The commit of this checkout and whether the package differs from it; None outside a checkout."""
+    package = Path(__file__).parent
+    try:
+        head, changed = (
+            subprocess.run(["git", *arguments], cwd=package, capture_output=True, text=True, check=True).stdout.strip()
+            for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "."])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return {"hash": head, "changed": bool(changed)}

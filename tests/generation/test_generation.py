@@ -1,0 +1,321 @@
+"""Generation is forward, one token at a time."""
+
+import itertools
+
+import pytest
+import torch
+
+from longspan.generation.generate import Generated, Sampling, beam_search, generate, prefill, stream
+from longspan.generation.session import Memory
+from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.models.transformer import EncoderDecoder, LanguageModel
+
+MECHANISMS = {
+    "softmax": "softmax",
+    "local": {"mechanism": "local", "window": 5},
+    "linear": {"mechanism": "linear", "feature_map": "softmax"},
+    "performer": "performer",
+    "linformer": {"mechanism": "linformer", "rank": 7, "max_length": 64},
+    "hybrid": (
+        {
+            "mechanism": "split",
+            "parts": [
+                {"mechanism": "local", "num_heads": 2, "window": 5},
+                {"mechanism": "linear", "num_heads": 2},
+            ],
+        },
+        {"mechanism": "linear", "blind_spot": 3},
+    ),
+}
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [3, 1, 3, 1, 3]]
+GREEDY = Sampling(temperature=0)
+
+
+def language_model(mechanism="linear", vocab_size=29, **fields):
+    fields = {"token_shift": (0, 1), **fields}
+    attention = AttentionConfig(num_heads=4, mechanism=mechanism, rotary="halves")
+    config = ModelConfig(
+        dim=32,
+        depth=2,
+        causal=True,
+        vocab_size=vocab_size,
+        attention=attention,
+        feed_forward=FeedForwardConfig(mult=2),
+        **fields,
+    )
+    model = LanguageModel(config).double().eval()
+    with torch.no_grad():
+        # Logits that differ enough for a choice to matter.
+        model.to_logits.weight.mul_(4)
+    return model
+
+
+@pytest.fixture
+def model():
+    return language_model()
+
+
+def recomputed(model, prompt, number, choose=lambda logits: int(logits.argmax())):
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(number):
+            tokens.append(choose(model(torch.tensor([tokens]))[0, -1]))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_greedy_text_equals_recomputing_from_scratch(name):
+    model = language_model(MECHANISMS[name])
+    for prompt in PROMPTS:
+        assert generate(model, prompt, 12, sampling=GREEDY).tokens == [recomputed(model, prompt, 12)]
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_batch_of_different_lengths_equals_one_by_one(name):
+    model = language_model(MECHANISMS[name])
+    together = generate(model, PROMPTS, 12, seed=5)
+    apart = [generate(model, prompt, 12, seed=5 + i) for i, prompt in enumerate(PROMPTS)]
+    assert together.tokens == [one.tokens[0] for one in apart]
+    assert len({tuple(row) for row in together.tokens}) == 3
+
+
+def test_the_same_seed_gives_the_same_text_and_another_does_not(model):
+    first = generate(model, PROMPTS[0], 20, seed=3).tokens
+    assert generate(model, PROMPTS[0], 20, seed=3).tokens == first
+    assert generate(model, PROMPTS[0], 20, seed=4).tokens != first
+    assert generate(model, [PROMPTS[0]] * 2, 20, seed=[3, 3]).tokens == first * 2
+
+
+def test_log_probabilities_are_those_of_forward(model):
+    found = generate(model, PROMPTS[0], 9, seed=2)
+    tokens = torch.tensor([PROMPTS[0] + found.tokens[0]])
+    logs = model(tokens).log_softmax(-1)[0, len(PROMPTS[0]) - 1 : -1]
+    expected = logs.gather(1, tokens[0, len(PROMPTS[0]) :, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(found.log_probabilities[0], dtype=torch.float64), expected)
+
+
+def test_prefill_in_chunks_of_any_size_is_the_same(model):
+    whole = prefill(model, PROMPTS, chunk=100)
+    for chunk in (1, 2, 3):
+        pieces = prefill(model, PROMPTS, chunk=chunk)
+        torch.testing.assert_close(pieces.logits, whole.logits)
+        for name, x in pieces.state.tensors().items():
+            torch.testing.assert_close(x, whole.state.tensors()[name])
+    assert whole.state.length.tolist() == [3, 7, 5]
+
+
+def test_a_prompt_is_read_once_and_continued_many_times(model):
+    memory = prefill(model, PROMPTS[1], max_tokens=10)
+    kept = {name: x.clone() for name, x in memory.state.tensors().items()}
+    forked = generate(model, memory.select([0, 0, 0]), 10, seed=8)
+    assert forked.tokens == [generate(model, PROMPTS[1], 10, seed=8 + i).tokens[0] for i in range(3)]
+    generate(model, memory, 10)
+    assert all(torch.equal(x, kept[name]) for name, x in memory.state.tensors().items())
+
+
+def test_a_row_ends_at_its_stop_token_and_the_others_go_on(model):
+    free = generate(model, PROMPTS, 15, seed=1)
+    stop = free.tokens[0][4]
+    found = generate(model, PROMPTS, 15, seed=1, stop=[stop])
+    for row, without in zip(found.tokens, free.tokens, strict=True):
+        assert row == list(itertools.takewhile(lambda token: token != stop, without))
+    assert len({len(row) for row in found.tokens}) > 1
+
+
+def test_stop_strings_end_a_row_of_bytes(model):
+    free = generate(model, PROMPTS[0], 15, seed=1).tokens[0]
+    ending = bytes(free[3:6])
+    found = generate(model, PROMPTS[0], 15, seed=1, stop_strings=[ending])
+    assert found.tokens[0] == free[: bytes(free).index(ending) + 3]
+    assert len(found.log_probabilities[0]) == len(found.tokens[0])
+
+
+def test_stream_gives_tokens_as_they_come_and_restores_training(model):
+    model.train()
+    steps = stream(model, PROMPTS[0], None, seed=6)
+    first = [next(steps)[0][0] for _ in range(7)]
+    assert model.training
+    assert first == generate(model.eval(), PROMPTS[0], 7, seed=6).tokens[0]
+
+
+def test_a_memory_saved_to_disk_goes_on_where_it_was(model, tmp_path):
+    whole = generate(model, PROMPTS, 12, sampling=GREEDY).tokens
+    steps = stream(model, PROMPTS, 5, sampling=GREEDY)
+    first = [tokens for tokens, _ in steps]
+    steps.memory.save(tmp_path / "memory.safetensors")
+    resumed = Memory.load(tmp_path / "memory.safetensors", model)
+    rest = generate(model, resumed, 7, sampling=GREEDY).tokens
+    assert [[step[row] for step in first] + rest[row] for row in range(3)] == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["memory.safetensors"]
+
+
+def test_a_memory_that_reads_on_is_that_of_the_whole_prompt(model):
+    memory = prefill(model, PROMPTS[1][:4])
+    kept = memory.logits.clone()
+    grown, whole = memory.read(model, PROMPTS[1][4:]), prefill(model, PROMPTS[1])
+    torch.testing.assert_close(grown.logits, whole.logits)
+    assert torch.equal(grown.recent, whole.recent)
+    assert generate(model, grown, 9).tokens == generate(model, whole, 9).tokens
+    assert torch.equal(memory.read(model, PROMPTS[1][4:]).logits, grown.logits)
+    assert torch.equal(memory.logits, kept)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_kind_of_memory_can_be_saved(name, tmp_path):
+    model = language_model(MECHANISMS[name])
+    memory = prefill(model, PROMPTS)
+    memory.save(tmp_path / "memory.safetensors")
+    loaded = Memory.load(tmp_path / "memory.safetensors", model)
+    assert generate(model, loaded, 9).tokens == generate(model, memory, 9).tokens
+
+
+def test_a_memory_of_another_model_or_no_memory_is_refused(model, tmp_path):
+    path = tmp_path / "memory.safetensors"
+    prefill(model, PROMPTS).save(path)
+    with pytest.raises(ValueError, match="this memory is of another model"):
+        Memory.load(path, language_model({"mechanism": "local", "window": 5}))
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="is not a saved memory"):
+        Memory.load(path, model)
+    performer = language_model("performer")
+    prefill(performer, PROMPTS).save(path)
+    performer.transformer.stack.branches[0].layer.mechanism.redraw()
+    with pytest.raises(ValueError, match="draw 0 of the random features"):
+        generate(performer, Memory.load(path, performer), 3)
+
+
+def probabilities(logits, recent=(), **options):
+    recent = torch.tensor([list(recent) or [-1]])
+    return Sampling(**options).probabilities(torch.tensor([logits], dtype=torch.float64), recent)[0]
+
+
+def test_sampling_options_one_by_one():
+    logits = [2.0, 1.0, 0.0, -1.0]
+    plain = torch.tensor(logits, dtype=torch.float64).softmax(0)
+    torch.testing.assert_close(probabilities(logits), plain)
+    torch.testing.assert_close(
+        probabilities(logits, temperature=0.5), (torch.tensor(logits, dtype=torch.float64) * 2).softmax(0)
+    )
+    assert probabilities(logits, temperature=0.0).tolist() == [1, 0, 0, 0]
+    assert probabilities(logits, top_k=2).nonzero().flatten().tolist() == [0, 1]
+    torch.testing.assert_close(probabilities(logits, top_k=99), plain)
+    # 0.644 + 0.237 = 0.881: two tokens reach 0.7, one alone reaches 0.6.
+    assert probabilities(logits, top_p=0.7).nonzero().flatten().tolist() == [0, 1]
+    assert probabilities(logits, top_p=0.6).nonzero().flatten().tolist() == [0]
+    assert probabilities(logits, top_p=1e-9).nonzero().flatten().tolist() == [0]
+    assert probabilities(logits, min_p=0.3).nonzero().flatten().tolist() == [0, 1]
+    assert probabilities(logits, min_p=0.3).sum() == pytest.approx(1)
+
+
+def test_repetition_penalty_lowers_positive_and_negative_logits():
+    logits = [2.0, 1.0, 0.5, -1.0]
+    plain = probabilities(logits)
+    for token in (0, 3):
+        assert probabilities(logits, [token], repetition_penalty=2.0)[token] < plain[token]
+    torch.testing.assert_close(probabilities(logits, [-1], repetition_penalty=2.0), plain)
+
+
+def test_repetition_penalty_looks_back_by_time(model):
+    inside = Sampling(temperature=0, repetition_penalty=1e9, repetition_window=4)
+    found = generate(model, PROMPTS[0], 20, sampling=inside).tokens[0]
+    history = PROMPTS[0] + found
+    for i in range(3, len(history)):
+        assert history[i] not in history[max(0, i - 4) : i]
+    assert len(set(found)) < len(found)  # ... and no further.
+
+
+def test_a_sample_follows_its_distribution(model):
+    memory = prefill(model, PROMPTS[0]).select([0] * 4000)
+    first = torch.tensor(generate(model, memory, 1, seed=0).tokens)[:, 0]
+    counts = torch.bincount(first, minlength=29).double() / 4000
+    expected = memory.logits[0].softmax(0)
+    assert (counts - expected).abs().max() < 4 * (expected * (1 - expected) / 4000).sqrt().max()
+
+
+def test_one_beam_is_greedy_and_enough_beams_find_the_best():
+    model = language_model(vocab_size=5)
+    assert beam_search(model, [1, 2], 6, num_beams=1).tokens == generate(model, [1, 2], 6, sampling=GREEDY).tokens
+    best = beam_search(model, [1, 2], 3, num_beams=25)
+    totals = {}
+    for tail in itertools.product(range(5), repeat=3):
+        logs = model(torch.tensor([[1, 2, *tail]])).detach().log_softmax(-1)[0]
+        totals[tail] = sum(float(logs[1 + i, token]) for i, token in enumerate(tail))
+    assert tuple(best.tokens[0]) == max(totals, key=totals.get)
+    assert sum(best.log_probabilities[0]) == pytest.approx(max(totals.values()))
+
+
+def test_beams_end_at_a_stop_token():
+    model = language_model(vocab_size=5)
+    free = beam_search(model, [1, 2], 6, num_beams=3).tokens[0]
+    found = beam_search(model, [1, 2], 6, num_beams=3, stop=[free[2]])
+    assert free[2] not in found.tokens[0]
+
+
+def test_an_encoder_decoder_generates_from_its_source():
+    attention = AttentionConfig(num_heads=4, mechanism="linear")
+    model = EncoderDecoder(
+        ModelConfig(dim=32, depth=1, vocab_size=11, attention=attention),
+        ModelConfig(dim=32, depth=2, vocab_size=13, causal=True, attention=attention, cross=attention),
+    ).double()
+    source = torch.tensor([[1, 2, 3, 4, 0, 0]])
+    found = generate(model, [5], 8, sampling=GREEDY, source=source).tokens[0]
+    model.eval()
+    context, mask = model.encode(source)
+    tokens = [5]
+    for _ in range(8):
+        logits = model.decoder(torch.tensor([tokens]), context=context, context_mask=mask)
+        tokens.append(int(logits[0, -1].argmax()))
+    assert found == tokens[1:]
+    other = torch.tensor([[4, 3, 2, 1, 0, 0]])
+    assert prefill(model, [5], source=other).logits.ne(prefill(model, [5], source=source).logits).any()
+
+
+def test_what_cannot_be_is_refused_before_it_starts(model):
+    table = language_model(positions="learned", max_length=16)
+    with pytest.raises(ValueError, match="20 tokens are more than the 16 positions"):
+        next(stream(table, [1, 2, 3, 4, 5], 15))
+    short = language_model({"mechanism": "linformer", "rank": 4, "max_length": 16})
+    with pytest.raises(ValueError, match="max_length of 16"):
+        generate(short, [1, 2, 3, 4, 5], 15)
+    with pytest.raises(ValueError, match="at least one token"):
+        generate(model, [[1], []], 3)
+    with pytest.raises(ValueError, match="one for each of 3 rows, got 2"):
+        generate(model, PROMPTS, 3, seed=[1, 2])
+    with pytest.raises(ValueError, match="source is for an EncoderDecoder"):
+        generate(model, [1], 3, source=torch.ones(1, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="only a causal model can generate"):
+        generate(LanguageModel(ModelConfig(dim=32, depth=1, vocab_size=9)), [1], 3)
+    with pytest.raises(ValueError, match="one prompt at a time, got 3"):
+        beam_search(model, PROMPTS, 3)
+    for prompt in (PROMPTS, prefill(model, PROMPTS)):
+        assert generate(model, prompt, 0) == Generated([[], [], []], [[], [], []])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1}, "temperature must be 0"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_p": 0}, r"top_p must be in \(0, 1\], got 0"),
+        ({"min_p": 1.5}, r"min_p must be in \(0, 1\], got 1.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be positive"),
+        ({"repetition_window": 0}, "repetition_window at least 1"),
+    ],
+)
+def test_sampling_says_what_it_takes(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+@pytest.mark.slow
+def test_generating_long_texts_does_not_grow_the_process():
+    import resource
+
+    model = language_model().float()
+    steps = stream(model, PROMPTS[0], None)
+    for _ in range(2000):
+        next(steps)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(100_000):
+        next(steps)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 8 * 1024  # kilobytes

@@ -1,0 +1,172 @@
+"""The Triton kernels of causal FAVOR+ on a GPU: lengths, sizes, states, and what the interpreter cannot show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import NAMES, Arguments, Case, arguments, by_kernels, check
+
+from longspan.ops.common import dispatch
+from longspan.ops.linear import causal_linear
+from longspan.ops.linear.feature_maps import orthogonal_rows
+from longspan.ops.linear.triton import favor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+FAVOR = Case(T=517, B=1, H=2, Hkv=2, D=64, E=64, feature_map="favor", num_features=256)
+
+CASES = [
+    *(replace(FAVOR, T=T) for T in (2, 63, 64, 65, 127, 128, 129, 1031, 4099)),
+    replace(FAVOR, T=1031, state=False),
+    replace(FAVOR, B=3, lengths=(0, 1, 400)),
+    replace(FAVOR, strided=True),
+    replace(FAVOR, size=3.0),
+    replace(FAVOR, H=6, lengths=(300,)),
+    replace(FAVOR, num_features=100),
+    replace(FAVOR, T=300, D=33, E=100, Hkv=1, num_features=256),
+    replace(FAVOR, T=300, D=128, E=20, num_features=100),
+    replace(FAVOR, T=130, D=16, E=16, num_features=19),
+    replace(FAVOR, T=7, D=16, E=16, num_features=33),
+    replace(FAVOR, T=300, D=16, E=128, num_features=19),
+]
+
+
+def given(case: Case, *, exact: bool = True) -> Arguments:
+    """exact: a projection that bfloat16 holds, as longspan draws them."""
+    d_out, d_kv, tensors = arguments(case, torch.bfloat16, "cuda")
+    weight = tensors[3]
+    assert weight is not None
+    if exact:
+        weight = weight.to(torch.bfloat16).float()
+    assert tensors[0] is not None
+    assert tensors[2] is not None
+    assert favor.takes(tensors[0], tensors[2], "favor", True)
+    return d_out, d_kv, (*tensors[:3], weight, *tensors[4:])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels(case: Case) -> None:
+    check(case, given(case), torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", [FAVOR, replace(FAVOR, T=65, H=4)], ids=str)
+def test_a_projection_that_needs_two_products(case: Case) -> None:
+    check(case, given(case, exact=False), torch.bfloat16)
+
+
+def test_the_second_product_counts() -> None:
+    case = replace(FAVOR, state=False)
+    _, _, (q, k, v, weight, *rest) = given(case, exact=False)
+    assert weight is not None
+    whole, cut = (favor.forward(q, k, v, w, *rest[1:])[0][1] for w in (weight, weight.bfloat16().float()))
+    assert not torch.equal(whole, cut)
+
+
+@pytest.mark.parametrize("size", [10.0, 50.0])
+def test_large_inputs(size: float) -> None:
+    case = replace(FAVOR, size=size, state=False)
+    for name, result in zip(NAMES, by_kernels(case, given(case)), strict=True):
+        assert result.isfinite().all(), name
+
+
+def test_the_same_bits_twice() -> None:
+    case = replace(FAVOR, T=2111, B=2, H=4)
+    arguments = given(case)
+    for first, second in zip(by_kernels(case, arguments), by_kernels(case, arguments), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("change", [0.5, 5.0, 100.0])
+def test_the_future_moves_no_bit(change: float) -> None:
+    case = replace(FAVOR, T=1031)
+    _, _, (q, k, v, weight, _, *rest) = given(case)
+    assert weight is not None
+    before = favor.forward(q, k, v, weight, *rest)[0][:2]
+    for cut in (300, 320, 1000):
+        later = torch.arange(case.T, device="cuda")[:, None, None] >= cut
+        results, _ = favor.forward(q, torch.where(later, k * change, k), torch.where(later, -v, v), weight, *rest)
+        for x, y in zip(before, results[:2], strict=True):
+            assert torch.equal(x[:, :cut], y[:, :cut])
+
+
+def test_the_future_has_no_gradient_from_the_past() -> None:
+    _, _, (q, k, v, weight, *_) = given(replace(FAVOR, state=False))
+    x = [t.requires_grad_() for t in (q, k, v)]
+    out, _ = causal_linear(*x, feature_map="favor", weight=weight)
+    for grad in torch.autograd.grad(out[:, :300].float().square().sum(), x):
+        assert not grad[:, 300:].any()
+
+
+def test_ones_come_back() -> None:
+    _, _, (q, k, v, weight, *_) = given(replace(FAVOR, state=False))
+    out, _ = causal_linear(q, k, torch.ones_like(v), feature_map="favor", weight=weight)
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=2**-7, atol=0)
+
+
+def test_pieces_are_the_whole() -> None:
+    _, _, (q, k, v, weight, *_) = given(replace(FAVOR, T=700, state=False))
+    whole, end = causal_linear(q, k, v, feature_map="favor", weight=weight)
+    first, sums = causal_linear(q[:, :333], k[:, :333], v[:, :333], feature_map="favor", weight=weight)
+    second, sums = causal_linear(q[:, 333:], k[:, 333:], v[:, 333:], feature_map="favor", weight=weight, sums=sums)
+    torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(sums.kv, end.kv, rtol=1e-2, atol=1e-2 * end.kv.abs().max().item())
+    torch.testing.assert_close(sums.shift, end.shift)
+
+
+def test_compiled_whole_and_for_any_length() -> None:
+    weight = orthogonal_rows(100, 16, unit=False).cuda()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return causal_linear(q, k, v, feature_map="favor", weight=weight)[0] * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for T in (130, 257, 1031):
+            x = [torch.randn(2, T, 3, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+            out, plain = compiled(*x), attend(*x)
+            assert torch.equal(out, plain)
+            d = torch.randn_like(out)
+            for ours, theirs in zip(torch.autograd.grad(out, x, d), torch.autograd.grad(plain, x, d), strict=True):
+                assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("batch", "heads", "dim"), [(1, 16, 64), (4, 8, 64), (2, 8, 32), (1, 8, 128)])
+def test_memory_stays_near_the_tensors(batch: int, heads: int, dim: int) -> None:
+    weight = orthogonal_rows(256, dim, unit=False).cuda()
+    shape = batch, 8192, heads, dim
+    x = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    d_out = torch.randn_like(x[0])
+    own = 4 * d_out.numel() * d_out.element_size()
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(causal_linear(*x, feature_map="favor", weight=weight)[0], x, d_out)
+    assert torch.cuda.max_memory_allocated() - before + own <= 1.5 * 2 * own
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_opcheck(state: bool) -> None:
+    _, _, (q, k, v, *rest) = given(Case(T=130, D=16, E=16, feature_map="favor", num_features=19))
+    if not state:
+        rest[3:] = [None, None]
+    x = [t.requires_grad_() for t in (q, k, v)]
+    torch.library.opcheck(torch.ops.longspan.causal_linear.default, (*x, *rest, "favor", True, 1))
+
+
+def test_what_else_goes_to_the_other_kernels() -> None:
+    q = torch.empty(1, 5, 2, 64, dtype=torch.bfloat16)
+    wide = torch.empty(1, 5, 2, 129, dtype=torch.bfloat16)
+    assert favor.takes(q, q, "favor", True)
+    assert not favor.takes(q.float(), q.float(), "favor", True)
+    assert not favor.takes(q, q, "favor", False)
+    assert not favor.takes(q, q, "softmax", True)
+    assert not favor.takes(q, wide, "favor", True)
+    assert not favor.takes(wide, q, "favor", True)
+    case = replace(FAVOR, D=16, E=130, T=130, num_features=19)
+    check(case, arguments(case, torch.bfloat16, "cuda"), torch.bfloat16)
+    assert dispatch.why_plain(q.cuda(), q.cuda(), q.cuda(), None, None, None, "favor", 1) is None

@@ -1,0 +1,81 @@
+"""Softmax attention of PyTorch on a GPU, by the tolerance rule against products of matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_gpu_linformer import DTYPES, no_further
+from torch import Tensor
+
+from longspan import build_mechanism
+from longspan.ops import softmax as sdpa
+from longspan.ops.common import dispatch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+NAMES = ["out", "d_q", "d_k", "d_v", "d_bias"]
+
+
+def by_products(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Heads first; each product, and the softmax, rounded to the dtype."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * q.shape[3] ** -0.5
+    scores = scores if bias is None else scores + bias
+    return (scores if seen is None else scores.masked_fill(~seen, float("-inf"))).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("how", ["plain", "causal", "mask", "bias", "grouped"])
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_attend(how: str, dtype: torch.dtype, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    B, H, T, D, E = 2, 4, 517, 64, 48
+    heads = 2 if how == "grouped" else H
+    given = [torch.randn(B, h, T, n, device="cuda", dtype=dtype) for h, n in ((H, D), (heads, D), (heads, E))]
+    d = torch.randn(B, H, T, E, device="cuda", dtype=dtype)
+    if how == "bias":
+        given.append(torch.randn(H, T, T, device="cuda", dtype=dtype))
+    seen = {
+        "mask": torch.rand(B, 1, T, T, device="cuda") < 0.6,
+        "causal": torch.ones(T, T, device="cuda", dtype=torch.bool).tril(),
+    }.get(how)
+    monkeypatch.setattr(sdpa, "_WEIGHTS", B * H * T * -(-T // blocks))
+
+    def run(dtype: torch.dtype, ours: bool) -> list[Tensor]:
+        x = [t.to(dtype).requires_grad_() for t in given]
+        bias = x[3] if how == "bias" else None
+        if ours:
+            options: dict[str, Any] = {"causal": how == "causal", "grouped": how == "grouped", "bias": bias}
+            out = sdpa.attend(*x[:3], seen if how == "mask" else None, **options)
+        else:
+            out = by_products(x[0], x[1], x[2], seen, bias)
+        return [out, *torch.autograd.grad(out, x, d.to(dtype))]
+
+    no_further(run(dtype, True), run(dtype, False), run(torch.float64, False), NAMES[: 1 + len(given)])
+
+
+@pytest.mark.parametrize("options", [{"window": 64, "look_back": 1}, {"window": 40}], ids=str)
+def test_local_without_its_kernels(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "why_plain_local", lambda *_, **__: "not now")
+    T, H, D = 517, 2, 64
+    local = build_mechanism("local", H, D, **options)
+    given = [torch.randn(1, T, H, D, device="cuda") for _ in range(3)]
+    d = torch.randn(1, T, H, D, device="cuda")
+    i = torch.arange(T, device="cuda")[:, None]
+    j = i.mT
+    first = (i // 64 - 1) * 64 if "look_back" in options else i - 39
+    seen = (j <= i) & (j >= first)
+
+    def run(dtype: torch.dtype, ours: bool) -> list[Tensor]:
+        x = [t.to(dtype).requires_grad_() for t in given]
+        if ours:
+            out = local(*x, causal=True)
+        else:
+            q, k, v = (t.transpose(1, 2) for t in x)
+            out = by_products(q, k, v, seen, None).transpose(1, 2)
+        return [out, *torch.autograd.grad(out, x, d.to(dtype))]
+
+    no_further(run(torch.float32, True), run(torch.float32, False), run(torch.float64, False), NAMES[:4])

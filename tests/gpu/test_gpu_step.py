@@ -1,0 +1,153 @@
+"""One token at a time on a GPU: the step kernels, and generation from a captured graph."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from step_cases import CASES, compare
+from token_cases import MAPS, SAMPLINGS, compare_choices, compare_maps, compare_turns
+
+from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, generate, stream
+from longspan.generation.decode import Loop
+from longspan.generation.generate import prefill
+from longspan.mechanisms import linear, linformer, local
+from longspan.ops import decode as step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LOCAL = {"mechanism": "local", "window": 7}
+MODELS: dict[str, dict] = {
+    "linear": {"mechanism": "linear", "num_kv_heads": 2},
+    "performer": {"mechanism": {"mechanism": "performer", "num_features": 33}},
+    "local": {"mechanism": LOCAL, "rotary": "halves"},
+    "linformer": {"mechanism": {"mechanism": "linformer", "rank": 5, "max_length": 512}, "rotary": "interleaved"},
+    "softmax": {"mechanism": "softmax", "rotary": "halves"},
+    "split": {
+        "mechanism": {
+            "mechanism": "split",
+            "parts": [{**LOCAL, "num_heads": 2}, {"mechanism": "performer", "num_heads": 2}],
+        },
+        "rotary": ("halves", "none"),
+    },
+}
+by_model = pytest.mark.parametrize("name", MODELS)
+
+
+def model(name: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    torch.manual_seed(3)
+    attention = AttentionConfig(num_heads=4, **MODELS[name])
+    config = ModelConfig(dim=64, depth=2, causal=True, vocab_size=37, token_shift=(0, 1), attention=attention)
+    return LanguageModel(config).eval().to("cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_step_kernels(name: str, dtype: torch.dtype) -> None:
+    compare(name, dtype, "cuda", steps=37)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", MAPS)
+def test_maps(name: str, dtype: torch.dtype) -> None:
+    compare_maps(name, dtype, "cuda")
+
+
+def test_angles() -> None:
+    compare_turns("cuda")
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("vocabulary", [131, 5003])
+def test_choices(name: str, vocabulary: int) -> None:
+    compare_choices(name, "cuda", vocabulary, 37)
+
+
+@by_model
+@pytest.mark.parametrize("rows", [1, 3, 67])
+def test_a_step_in_bfloat16(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As near to float64 as a step of plain PyTorch in bfloat16, by the tolerance rule."""
+    lm = model(name, torch.bfloat16)
+    wide = model(name, torch.bfloat16).cpu().double()
+    tokens = torch.randint(37, (rows, 13))
+    logits: dict[str, list[torch.Tensor]] = {}
+    for how, one in (("kernels", lm), ("plain", lm), ("exact", wide)):
+        if how == "plain":
+            for module in (step, linear, local, linformer):
+                monkeypatch.setattr(module, "why_plain", lambda *_: "asked to")
+        given = tokens.to(next(one.parameters()).device)
+        state = Loop(one, prefill(one, given[:, :7], max_tokens=6), Sampling(), [])._state
+        with torch.no_grad():
+            logits[how] = []
+            for i in range(7, 13):
+                out, state = one.step_(given[:, i], state)
+                logits[how].append(out.double().cpu())
+    found, plain, exact = (torch.stack(logits[how]) for how in ("kernels", "plain", "exact"))
+    allowed = 2 * (plain - exact).abs().max() + exact.abs().max() * torch.finfo(torch.bfloat16).eps
+    assert (found - exact).abs().max() <= allowed
+
+
+@by_model
+def test_a_captured_step_says_what_the_parallel_form_says(name: str) -> None:
+    lm = model(name)
+    prompts = [[1, 2, 3, 4, 5], [6, 7], [8] * 11]
+    said = generate(lm, prompts, 40, sampling=Sampling(temperature=0))
+    for prompt, tokens, logs in zip(prompts, said.tokens, said.log_probabilities, strict=True):
+        assert len(tokens) == 40
+        assert all(log == 0 for log in logs)
+        with torch.no_grad():
+            logits = lm(torch.tensor([prompt + tokens], device="cuda"))[0, len(prompt) - 1 : -1]
+        best, second = logits.topk(2).values.unbind(-1)
+        chosen = logits.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
+        # The likeliest, or one that rounding cannot tell from it.
+        assert ((chosen == best) | (best - chosen < 1e-3)).all()
+
+
+@by_model
+def test_a_graph_and_no_graph_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = model(name)
+    how = {"sampling": Sampling(temperature=0.9, top_k=20, top_p=0.95, repetition_penalty=1.2), "seed": 5}
+    captured = generate(lm, [[1, 2, 3], [4]], 30, **how)
+    replays = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: replays.append(1) or replay(self))
+    assert generate(lm, [[1, 2, 3], [4]], 30, **how).tokens == captured.tokens
+    assert len(replays) > 20
+    elsewhere = itertools.count()
+    monkeypatch.setattr(Loop, "_addresses", lambda self: {"never the same": next(elsewhere)})
+    replays.clear()
+    assert generate(lm, [[1, 2, 3], [4]], 30, **how).tokens == captured.tokens
+    assert not replays
+
+
+def test_a_stream_can_be_left_and_taken_up() -> None:
+    lm = model("split")
+    whole = [tokens for tokens, _ in stream(lm, [1, 2, 3], 24, sampling=Sampling(temperature=0))]
+    first = stream(lm, [1, 2, 3], 24, sampling=Sampling(temperature=0))
+    begun = [next(first)[0] for _ in range(12)]
+    memory = first.memory
+    rest = [tokens for tokens, _ in stream(lm, memory, 12, sampling=Sampling(temperature=0))]
+    assert begun + rest == whole
+    assert begun + [tokens for tokens, _ in first] == whole
+
+
+def test_stopping() -> None:
+    lm = model("linear")
+    free = generate(lm, [[1, 2], [3]], 64, sampling=Sampling(temperature=1), seed=2)
+    stop = free.tokens[0][40]
+    found = generate(lm, [[1, 2], [3]], 64, sampling=Sampling(temperature=1), seed=2, stop=[stop])
+    for row, tokens in zip(found.tokens, free.tokens, strict=True):
+        assert row == tokens[: tokens.index(stop) if stop in tokens else None]
+
+
+def test_a_memory_that_grows_is_not_captured() -> None:
+    lm = model("softmax")
+    memory = prefill(lm, [1, 2, 3])  # without max_tokens it grows
+    loop = stream(lm, memory, 12)._loop
+    for _ in range(12):
+        loop.fill([torch.rand(1, dtype=torch.float64)])
+        loop.step()
+    assert loop._graph is None

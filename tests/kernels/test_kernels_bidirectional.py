@@ -1,0 +1,189 @@
+"""The kernels of bidirectional linear attention under Triton's interpreter, on the CPU, against the plain path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from bidirectional_cases import Case, arguments, by_kernels, check
+from interpreter import bfloat16, inside, run_under_the_interpreter  # noqa: F401
+
+from longspan import Packing, build_mechanism
+from longspan.ops.common import dispatch
+from longspan.ops.linear.bidirectional import bidirectional_linear
+
+PACKED = (11, 0, 1, 23, 5), (3, 7, 0, 41, 1)
+CASES = [
+    *(Case(feature_map=map, normalise=n) for map in ("elu", "relu") for n in ("query", "feature", "none")),
+    *(Case(feature_map="identity", normalise=n, mask=True) for n in ("query", "feature", "none")),
+    *(Case(normalise=n, **how) for n in ("query", "feature") for how in ({}, {"mask": True})),
+    *(Case(normalise=n, packed=PACKED, H=2, Hkv=1) for n in ("query", "feature")),
+    Case(feature_map="elu", mask=True, H=4, Hkv=2),
+    Case(feature_map="elu", packed=PACKED, normalise="feature", H=1, Hkv=1),
+    Case(feature_map="favor", num_features=19, H=6, Hkv=2, mask=True),
+    Case(feature_map="favor", num_features=19, packed=PACKED, H=1, Hkv=1),
+    Case(feature_map="favor", num_features=19, normalise="feature", strided=True),
+    Case(feature_map="favor", num_features=19, weight=torch.bfloat16),
+    Case(feature_map="favor", num_features=19, exact=True),
+    Case(T=1, S=2, B=1),
+    Case(T=1, S=1, feature_map="elu", normalise="none"),
+    Case(T=3, S=300, B=1, H=2, Hkv=1, D=16, E=16),
+    Case(T=3, S=5, B=1, H=1, Hkv=1, D=130, E=70),
+    Case(T=5, S=3, B=1, H=2, Hkv=1, D=20, E=140, feature_map="elu", normalise="feature"),
+]
+# Blocks of bfloat16 are padded to 64, and slow here: one head, all that differs, and every other of the rest.
+HALVES = [
+    replace(case, H=case.H // case.Hkv, Hkv=1)
+    for i, case in enumerate(CASES)
+    if i % 2 or case.num_features or case.packed or case.D > 64
+]
+
+
+def test_under_the_interpreter() -> None:
+    run_under_the_interpreter(__file__)
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of numbers that are then masked
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float32(case: Case) -> None:
+    check(case, arguments(case, torch.float32, "cpu"), torch.float32)
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("case", CASES[::3], ids=str)
+def test_float16(case: Case) -> None:
+    check(case, arguments(case, torch.float16, "cpu"), torch.float16)
+
+
+@inside
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("case", HALVES, ids=str)
+def test_bfloat16(case: Case) -> None:
+    check(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
+
+
+@inside
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_weight_that_bfloat16_holds_takes_one_product() -> None:
+    case = Case(feature_map="favor", num_features=19, exact=True)
+    given = arguments(case, torch.bfloat16, "cpu")
+    assert given.weight is not None
+    whole = replace(given, weight=given.weight.bfloat16())
+    for ours, theirs in zip(by_kernels(case, given), by_kernels(case, whole), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("normalise", ["query", "feature"])
+@pytest.mark.parametrize("feature_map", ["softmax", "favor", "elu"])
+def test_large_inputs(feature_map: str, normalise: str) -> None:
+    features = 19 if feature_map == "favor" else None
+    case = Case(feature_map=feature_map, normalise=normalise, size=50, num_features=features)
+    given = arguments(case, torch.float16, "cpu")
+    for result in by_kernels(case, given):
+        assert result.isfinite().all()
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("feature_map", ["softmax", "favor", "elu", "relu"])
+def test_ones_come_back(feature_map: str) -> None:
+    features = 19 if feature_map == "favor" else None
+    case = Case(feature_map=feature_map, size=10, num_features=features)
+    given = arguments(case, torch.float32, "cpu")
+    kernels = dispatch.bidirectional_kernels()
+    for normalise in ("query", "feature"):
+        if normalise == "feature" and feature_map in ("elu", "relu"):
+            continue  # There weights sum to one over keys, not over a query's features.
+        tensors = given.q, given.k, torch.ones_like(given.v), given.weight, None, None, None
+        out = kernels.forward(*tensors, feature_map, normalise)[0]
+        torch.testing.assert_close(out, torch.ones_like(out), rtol=1e-5, atol=1e-5)
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("normalise", ["query", "feature"])
+def test_one_key_is_the_answer(normalise: str) -> None:
+    # Its own gradient is 0, a difference of equal numbers: it is as good as those are.
+    given = arguments(Case(S=1, normalise=normalise), torch.float32, "cpu")
+    out, d_q, d_k, d_v = by_kernels(Case(normalise=normalise), given)
+    torch.testing.assert_close(out, given.v.expand_as(out))
+    torch.testing.assert_close(d_v, given.d_out.sum(1, keepdim=True))
+    for gradient in (d_q, d_k):
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-5)
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck(packed: bool) -> None:
+    case = Case(B=1, H=2, Hkv=1, packed=((5, 0, 6), (7, 3, 1)) if packed else None, mask=not packed)
+    given = arguments(case, torch.float32, "cpu")
+    offsets = [None if packing is None else packing.offsets for packing in (given.packing, given.key_packing)]
+    x = [t.nan_to_num().requires_grad_() for t in (given.q, given.k, given.v)]
+    op = torch.ops.longspan.bidirectional_linear.default
+    torch.library.opcheck(op, (*x, None, given.key_mask, *offsets, "softmax", "query"))
+
+
+@inside
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_gradients_are_taken_once() -> None:
+    q, k, v = (torch.randn(1, 5, 2, 7, requires_grad=True) for _ in range(3))
+    (d_q,) = torch.autograd.grad(bidirectional_linear(q, k, v, feature_map="elu").sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
+        d_q.sum().backward()
+
+
+@inside
+@pytest.mark.filterwarnings("ignore")  # NumPy's, and those of torch's compiler
+@pytest.mark.parametrize("how", ["plain", "mask", "packed"])
+def test_compiled_whole_and_for_any_length(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "why_plain_bidirectional", lambda *_: None)
+    performer = build_mechanism("performer", 2, 5, num_features=7, num_kv_heads=1)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: dict) -> torch.Tensor:
+        return performer(q, k, v, **where) * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for T, S in ((11, 13), (17, 7), (5, 23)):
+            x = [torch.randn(1, n, heads, 5, requires_grad=True) for n, heads in ((T, 2), (S, 1), (S, 1))]
+            where: dict = {"key_mask": torch.rand(1, S) < 0.5} if how == "mask" else {}
+            if how == "packed":
+                where = {"packing": Packing.from_lengths([3, T - 3]), "key_packing": Packing.from_lengths([S - 2, 2])}
+            out, plain = compiled(*x, where), attend(*x, where)
+            torch.testing.assert_close(out, plain)
+            d = torch.randn_like(out)
+            for ours, theirs in zip(torch.autograd.grad(out, x, d), torch.autograd.grad(plain, x, d), strict=True):
+                torch.testing.assert_close(ours, theirs)
+
+
+def test_reasons() -> None:
+    q = torch.zeros(1, 4, 2, 8)
+    assert dispatch.why_unsupported_bidirectional(q, q, q, None) is None
+    assert "CUDA" in str(dispatch.why_plain_bidirectional(q, q, q, None))
+    assert "float64" in str(dispatch.why_unsupported_bidirectional(q.double(), q, q, None))
+    assert "epsilon (0.1)" in str(dispatch.why_unsupported_bidirectional(q, q, q, None, 0.1))
+    wide = torch.zeros(1, 4, 2, 257)
+    assert "over 256" in str(dispatch.why_unsupported_bidirectional(q, q, wide, None))
+    assert "empty" in str(dispatch.why_unsupported_bidirectional(q[:, :0], q, q, None))
+    x, halves = torch.zeros(1, 4, 2, 129), torch.bfloat16
+    for inputs, number, weight, fits in (
+        (halves, 128, halves, True),
+        (halves, 129, halves, False),
+        (halves, 128, torch.float32, False),
+        (halves, 64, torch.float32, True),
+        (torch.float32, 32, torch.float32, True),
+        (torch.float32, 33, torch.float32, False),
+    ):
+        x = x.to(inputs)
+        why = dispatch.why_unsupported_bidirectional(x, x, x, torch.zeros(number, 129, dtype=weight))
+        assert (why is None) is fits
+        assert fits or "projection" in str(why)

@@ -1,0 +1,183 @@
+"""The Triton kernels of causal FAVOR+ under Triton's interpreter, on the CPU, against the plain path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreter import bfloat16, inside, run_under_the_interpreter  # noqa: F401
+from kernel_cases import NAMES, Arguments, Case, arguments, by_kernels, check
+from torch import Tensor
+
+from longspan import build_mechanism
+from longspan.ops.common import dispatch
+from longspan.ops.linear import causal_linear
+from longspan.ops.linear.feature_maps import orthogonal_rows
+
+quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of exponentials in slots that are then masked
+
+CASES = [
+    Case(T=2, B=1, H=2, Hkv=1, feature_map="favor", num_features=19, state=False),
+    Case(T=63, B=1, H=1, Hkv=1, feature_map="favor", num_features=70),
+    Case(T=64, B=1, H=2, Hkv=2, feature_map="favor", num_features=19, lengths=(40,)),
+    Case(T=65, B=1, H=4, Hkv=2, feature_map="favor", num_features=19),
+    Case(T=193, B=2, H=1, Hkv=1, D=33, E=20, feature_map="favor", num_features=19, lengths=(0, 150)),
+    Case(T=300, B=1, H=1, Hkv=1, feature_map="favor", num_features=19, size=4),
+]
+
+
+def given(case: Case, *, exact: bool = True) -> Arguments:
+    """exact: a projection that bfloat16 holds, as longspan draws them."""
+    d_out, d_kv, tensors = arguments(case, torch.bfloat16, "cpu")
+    weight = tensors[3]
+    assert weight is not None
+    return d_out, d_kv, (*tensors[:3], weight.bfloat16().float() if exact else weight, *tensors[4:])
+
+
+def test_under_the_interpreter() -> None:
+    run_under_the_interpreter(__file__)
+
+
+@inside
+@quiet
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("exact", [True, False], ids=["one product", "two products"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels(case: Case, exact: bool) -> None:
+    check(case, given(case, exact=exact), torch.bfloat16)
+
+
+@inside
+@quiet
+@pytest.mark.usefixtures("bfloat16")
+def test_segments_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan.ops.linear.triton import favor
+
+    for name in ("SIZES", "SUMS"):
+        monkeypatch.setattr(favor, name, getattr(favor, name)._replace(programs=2))
+    case = Case(T=389, B=1, H=1, Hkv=1, feature_map="favor", num_features=19, size=2)
+    check(case, given(case), torch.bfloat16)
+
+
+@inside
+@quiet
+@pytest.mark.usefixtures("bfloat16")
+def test_sequences_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan.ops.linear.triton import favor
+
+    for name, value in (("SMALL", 0), ("READ_SHARE", 10.0), ("QUERIES_SHARE", 10.0), ("KEYS_SHARE", 5.0)):
+        monkeypatch.setattr(favor, name, value)
+    case = Case(T=71, B=1, H=6, Hkv=3, feature_map="favor", num_features=19)
+    arguments = given(case)
+    check(case, arguments, torch.bfloat16)
+    q, k, v, weight, _, lengths, kv, _ = arguments[2]
+    forward = favor._Forward(-1, favor.looks(q, k, v, weight, lengths, kv, None), True)
+    plan = favor._Backward(-1, favor.looks(q, k, v, weight, lengths, kv, arguments[0]))
+    found = forward.parts, plan.query_parts, plan.key_parts
+    parts = [[launches[2].numbers[3:5] for launches in part] for part in found]
+    assert parts == [[(0, 2), (2, 1)], [(0, 2), (2, 1)], [(0, 1), (1, 1), (2, 1)]]
+
+
+@inside
+@quiet
+@pytest.mark.usefixtures("bfloat16")
+def test_what_was_not_kept_is_found_again() -> None:
+    case = Case(T=67, B=1, H=2, Hkv=1, feature_map="favor", num_features=19, lengths=(50,))
+    d_out, d_kv, tensors = given(case)
+    kernels = dispatch.linear_kernels()
+    results, kept = kernels.forward(*tensors, "favor", True)
+    before = kept.clone()
+    grads = [kernels.backward(d_out, d_kv, *results[:2], *tensors, "favor", True, x) for x in (kept, None)]
+    for name, x, y in zip(NAMES[4:], *grads, strict=True):
+        assert torch.equal(x, y), name
+    torch.testing.assert_close(kept, before, rtol=0, atol=0, equal_nan=True)  # It may be needed a second time.
+
+
+@inside
+@quiet
+@pytest.mark.usefixtures("bfloat16")
+def test_no_sums_are_zeros() -> None:
+    case = Case(T=65, B=1, H=1, Hkv=1, feature_map="favor", num_features=19, state=False)
+    d_out, d_kv, tensors = given(case)
+    zeros = by_kernels(case, (d_out, torch.zeros_like(d_kv), tensors))
+    none = by_kernels(case, (d_out, None, (*tensors[:6], None, None)))
+    assert none[-1] is None
+    for name, ours, theirs in zip(NAMES, none[:-1], zeros[:-1], strict=False):
+        assert torch.equal(ours, theirs), name
+
+
+@inside
+@quiet
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("size", [10.0, 50.0])
+def test_large_inputs(size: float) -> None:
+    case = Case(T=70, B=1, H=1, Hkv=1, feature_map="favor", num_features=19, size=size, state=False)
+    for name, result in zip(NAMES, by_kernels(case, given(case)), strict=True):
+        assert result.isfinite().all(), name
+
+
+@inside
+@quiet
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("change", [0.5, 40.0])
+def test_the_future_moves_no_bit(change: float) -> None:
+    case = Case(T=150, B=1, H=1, Hkv=1, feature_map="favor", num_features=19)
+    _, _, (q, k, v, *rest) = given(case)
+    kernels = dispatch.linear_kernels()
+    before = kernels.forward(q, k, v, *rest, "favor", True)[0][:2]
+    later = torch.arange(case.T)[:, None, None] >= 100
+    k, v = torch.where(later, k * change, k), torch.where(later, -v, v)
+    for x, y in zip(before, kernels.forward(q, k, v, *rest, "favor", True)[0][:2], strict=True):
+        assert torch.equal(x[:, :100], y[:, :100])
+
+
+@inside
+@quiet
+def test_weights_are_two_halves() -> None:
+    from longspan.ops.linear.triton.favor_forward import favor_weight_kernel
+
+    for weight, exact in ((torch.randn(19, 5), False), (orthogonal_rows(19, 5, unit=False), True)):
+        high, low = torch.full((2, 64, 16), float("nan"), dtype=torch.bfloat16)
+        flag = torch.full((1,), float("nan"))
+        favor_weight_kernel[(1,)](weight, high, low, flag, D=5, M=19, BD=16, BM=64)
+        both = high.double() + low.double()
+        torch.testing.assert_close(both[:19, :5], weight.double(), atol=0, rtol=2**-15)
+        assert not both[19:].any()
+        assert not both[:, 5:].any()
+        assert (flag.item() == 0) == exact
+
+
+def estimated(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+    return causal_linear(q, k, v, feature_map="favor", weight=weight)[0]
+
+
+@pytest.mark.parametrize("unit", [False, True])
+def test_rounded_rows_estimate_as_well(unit: bool) -> None:
+    """The mean error of causal attention over many draws, beside the same draws before they are rounded."""
+    D, M = 16, 48
+    q, k, v = (torch.randn(1, 41, 2, D, dtype=torch.float64) for _ in range(3))
+    causal = torch.ones(41, 41).tril().log()
+    truth = (torch.einsum("bthd,bshd->bhts", q, k) * D**-0.5 + causal).softmax(-1) @ v.transpose(1, 2)
+    errors = torch.zeros(2)
+    for seed in range(40):
+        rows = orthogonal_rows(M, D, unit=unit, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        directions, r = torch.linalg.qr(torch.randn(M // D, D, D, generator=generator))
+        directions = (directions * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]).mT.reshape(M, D)
+        norms = D**0.5 if unit else torch.randn(M, D, generator=generator).norm(dim=1, keepdim=True)
+        assert torch.equal(rows, rows.bfloat16().float())
+        torch.testing.assert_close(rows, directions * norms, atol=0, rtol=2**-8)
+        for i, weight in enumerate((rows, directions * norms)):
+            error = estimated(q, k, v, weight.double()).transpose(1, 2) - truth
+            errors[i] += error.square().mean().sqrt().item()
+    assert abs(errors[0] / errors[1] - 1) < 0.002
+
+
+def test_older_projections_are_kept() -> None:
+    """Checkpoints from before rows were rounded give what they gave."""
+    mechanism = build_mechanism("performer", 2, 16, num_features=24)
+    older = torch.randn(24, 16)
+    state = {**mechanism.state_dict(), "feature_map.projection": older}
+    mechanism.load_state_dict(state)
+    assert torch.equal(mechanism.state_dict()["feature_map.projection"], older)
+    q, k, v = (torch.randn(1, 9, 2, 16) for _ in range(3))
+    torch.testing.assert_close(mechanism(q, k, v, causal=True), estimated(q, k, v, older))

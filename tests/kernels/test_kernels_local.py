@@ -1,0 +1,90 @@
+"""The Triton kernels of local attention under Triton's interpreter, on the CPU. bfloat16 is wrong there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreter import inside, run_under_the_interpreter
+from local_cases import CASES, Case, arguments, by_kernels, check, dropped, visible
+
+from longspan.layout import Packing
+from longspan.ops import reference
+from longspan.ops.common import dispatch
+
+quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of slots that are then masked
+
+
+def test_under_the_interpreter() -> None:
+    run_under_the_interpreter(__file__)
+
+
+@inside
+@quiet
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels(case: Case, dtype: torch.dtype) -> None:
+    if dtype == torch.float16 and CASES.index(case) % 2:
+        pytest.skip("every other case will do")
+    check(case, dtype, "cpu")
+
+
+@inside
+@quiet
+def test_large_inputs_are_finite() -> None:
+    for result in by_kernels(*arguments(Case(large=50, masked=True), torch.float16, "cpu")):
+        assert result.isfinite().all()
+
+
+@inside
+@quiet
+def test_the_future_does_not_move_the_past() -> None:
+    _, (q, k, v, *rest) = arguments(Case(causal=True), torch.float32, "cpu")
+    before = dispatch.local_kernels().forward(q, k, v, *rest)[0]
+    k, v = k.clone(), v.clone()
+    k[:, 40:], v[:, 40:] = 30, 0
+    after = dispatch.local_kernels().forward(q, k, v, *rest)[0]
+    assert torch.equal(after[:, :40], before[:, :40])
+    assert not torch.equal(after[:, 40:], before[:, 40:])
+
+
+@inside
+@quiet
+def test_dropout() -> None:
+    """About as many weights are dropped as asked, the rest grow to match, and gradients go through the same ones."""
+    case, rate = Case(T=37, H=4, Hkv=2, B=2), 0.3
+    d_out, given = arguments(case, torch.float32, "cpu")
+    factor, with_dropout = dropped(given, rate, 5)
+    seen = visible(case, None).expand_as(factor)
+    hidden = (factor[seen] == 0).float().mean().item()
+    assert abs(hidden - rate) < 0.05
+    left = factor[seen & (factor > 0)]
+    torch.testing.assert_close(left, torch.full_like(left, 1 / (1 - rate)), rtol=1e-4, atol=0)
+    assert not torch.equal(factor[0, 0], factor[0, 1])
+    assert not torch.equal(factor[0, 0], factor[1, 0])
+    other, _ = dropped(given, rate, 6)
+    assert not torch.equal(factor, other)
+
+    q, k, v = (x.double().requires_grad_() for x in given[:3])
+    scores = torch.einsum("bthd,bshd->bhts", q, reference.of_query_heads(k, 4)) * given[-2]
+    weights = reference.masked_softmax(scores, visible(case, None)) * (factor > 0) / (1 - rate)
+    out = torch.einsum("bhts,bshe->bthe", weights, reference.of_query_heads(v, 4))
+    exact = [out, *torch.autograd.grad(out, (q, k, v), d_out.double())]
+    for found, expected in zip(by_kernels(d_out, with_dropout), exact, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_reasons() -> None:
+    q = torch.zeros(1, 4, 2, 8)
+    assert dispatch.why_unsupported_local(q, q, q) is None
+    assert "CUDA" in str(dispatch.why_plain_local(q, q, q))
+    assert "bias" in str(dispatch.why_unsupported_local(q, q, q, bias=True))
+    assert "xPos" in str(dispatch.why_unsupported_local(q, q, q, xpos=True))
+    assert "float64" in str(dispatch.why_unsupported_local(q.double(), q.double(), q.double()))
+    assert "over 256" in str(dispatch.why_unsupported_local(q, q, torch.zeros(1, 4, 2, 257)))
+    assert "empty" in str(dispatch.why_unsupported_local(q[:, :0], q[:, :0], q[:, :0]))
+
+
+def test_bounds_of_packed_rows() -> None:
+    bounds = Packing.from_lengths([2, 0, 3, 1, 0]).bounds(6)
+    assert bounds.tolist() == [[0, 0, 2, 2, 2, 5], [2, 2, 5, 5, 5, 6]]
+    assert bounds.dtype == torch.int32

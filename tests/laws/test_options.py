@@ -1,0 +1,334 @@
+"""Every option of every mechanism does what its docstring says: each is checked against a formula written out here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from option_cases import (
+    FILES,
+    B,
+    D,
+    E,
+    H,
+    T,
+    build,
+    by_weights,
+    check_dropout,
+    check_option,
+    checks,
+    differ,
+    dropped_share,
+    each_option,
+    inputs,
+    kernel_attention,
+    positions,
+    same,
+    scores,
+    softmax_attention,
+)
+from torch import Tensor, nn
+
+from longspan import FeatureMap, mechanisms
+from longspan.models.positions import Rotary
+from longspan.ops.window import turn
+
+
+@each_option(Path(__file__).stem)
+def test_option(name: str, option: str) -> None:
+    check_option(name, option)
+
+
+def test_every_mechanism_is_in_one_file() -> None:
+    assert sorted(name for names in FILES.values() for name in names) == sorted(mechanisms())
+
+
+@checks("softmax", "scale")
+def _() -> None:
+    q, k, v = inputs()
+    same(build("softmax")(q, k, v), softmax_attention(q, k, v))
+    same(build("softmax", scale=0.9)(q, k, v), softmax_attention(q, k, v, scale=0.9))
+
+
+@checks("softmax", "dropout")
+def _() -> None:
+    check_dropout("softmax")
+    assert abs(dropped_share(build("softmax", dropout=0.3)) - 0.3) < 0.01
+
+
+@checks("local", "window")
+def _() -> None:
+    q, k, v = inputs()
+    i, j = positions()
+    for window in (1, 4, T + 3):
+        mechanism = build("local", window=window)
+        same(mechanism(q, k, v), softmax_attention(q, k, v, (i - j).abs() < window))
+        same(mechanism(q, k, v, causal=True), softmax_attention(q, k, v, (i - j < window) & (j <= i)))
+        assert mechanism.new_state(B).k.shape[2] == window
+    mechanism = build("local", window=(3, 1))
+    same(mechanism(q, k, v), softmax_attention(q, k, v, (i - j <= 3) & (j - i <= 1)))
+    same(mechanism(q, k, v, causal=True), softmax_attention(q, k, v, (i - j <= 3) & (j <= i)))
+
+
+@checks("local", "look_back")
+def _() -> None:
+    q, k, v = inputs()
+    i, j = positions()
+    for back in (0, 2):
+        mechanism = build("local", window=4, look_back=back)
+        apart = i // 4 - j // 4
+        same(mechanism(q, k, v), softmax_attention(q, k, v, (apart >= 0) & (apart <= back)))
+        same(mechanism(q, k, v, causal=True), softmax_attention(q, k, v, (apart <= back) & (j <= i)))
+
+
+@checks("local", "look_ahead")
+def _() -> None:
+    q, k, v = inputs()
+    i, j = positions()
+    mechanism = build("local", window=4, look_back=1, look_ahead=2)
+    apart = i // 4 - j // 4
+    same(mechanism(q, k, v), softmax_attention(q, k, v, (apart >= -2) & (apart <= 1)))
+    same(mechanism(q, k, v, causal=True), build("local", window=4, look_back=1)(q, k, v, causal=True))
+
+
+@checks("local", "shared_qk")
+def _() -> None:
+    q, k, v = inputs()
+    i, j = positions()
+    mechanism = build("local", window=4, shared_qk=True)
+    unit = k / k.norm(dim=-1, keepdim=True)
+    same(mechanism(q, k, v), softmax_attention(q, unit, v, ((i - j).abs() < 4) & (i != j)))
+    out = mechanism(q, k, v, causal=True)
+    same(out[:, :1], v[:, :1])  # The first token sees nothing else.
+    same(out[:, 1:], softmax_attention(q, unit, v, (i - j < 4) & (j < i) | ((i == 0) & (j == 0)))[:, 1:])
+
+
+class ByDistance(nn.Module):
+    """A bias without parameters: −s·|distance|."""
+
+    def forward(self, distance: Tensor) -> Tensor:
+        return -torch.tensor([0.1, 0.5, 1.0], dtype=torch.float64)[:, None] * distance.abs()
+
+
+@checks("local", "bias")
+def _() -> None:
+    q, k, v = inputs()
+    i, j = positions()
+    mechanism = build("local", window=4, bias=ByDistance())
+    bias = mechanism.bias((i - j).flatten()).view(H, T, T)
+    same(mechanism(q, k, v), softmax_attention(q, k, v, (i - j).abs() < 4, bias))
+    state = mechanism.write(mechanism.new_state(B, dtype=torch.float64), k[:, :9], v[:, :9])
+    same(mechanism.read(state, q[:, 8:9]), mechanism(q, k, v, causal=True)[:, 8:9])
+
+    table = nn.Parameter(torch.randn(H, 4, 12, dtype=torch.float64))
+    mechanism = build("local", window=4, look_back=1, look_ahead=1, bias=table)
+    assert [name for name, _ in mechanism.named_parameters()] == ["bias"]
+    assert "bias" in build("local", window=4, look_back=1, look_ahead=1, bias=table.detach()).state_dict()
+    column = (j - (i // 4 - 1) * 4).clamp(0, 11)
+    bias = table.detach()[:, (i % 4).expand(T, T), column]
+    same(mechanism(q, k, v), softmax_attention(q, k, v, (i // 4 - j // 4).abs() <= 1, bias))
+    mechanism = build("local", window=(3, 4), bias=table)
+    same(mechanism(q, k, v), softmax_attention(q, k, v, (i - j <= 3) & (j - i <= 4), bias))
+    with pytest.raises(ValueError, match=r"bias table has shape .* here \(3, 4, 20\), .* got \(3, 4, 12\)"):
+        build("local", window=(5, 5), bias=table)
+
+
+@checks("local", "query_offset")
+def _() -> None:
+    """Queries rotated to position i + 3, keys to j."""
+    dim = 6
+    _, _, v = inputs()
+    q, k = (torch.randn(B, T, H, dim, dtype=torch.float64) for _ in range(2))
+    at, rotary = torch.arange(T)[None], Rotary(dim)
+    i, j = positions()
+    mechanism = build("local", head_dim=dim, window=5, query_offset=3)
+    turned = rotary(q, at), rotary(k, at)
+    expected = softmax_attention(rotary(q, at + 3), turned[1], v, (i - j).abs() < 5, scale=dim**-0.5)
+    same(mechanism(*turned, v), expected)
+    state = mechanism.write(mechanism.new_state(B, dtype=torch.float64), turned[1], v)
+    same(mechanism.read(state, turned[0][:, -1:]), expected[:, -1:])
+    plain, further = (build("local", head_dim=dim, window=5, xpos=2.0, query_offset=n) for n in (0, 3))
+    same(further(q, k, v), plain(turn(q, torch.tensor([3]), 2.0), k, v))
+    with pytest.raises(ValueError, match="query_offset turns pairs of features and needs an even head_dim, got 5"):
+        build("local", query_offset=3)
+
+
+@checks("local", "scale")
+def _() -> None:
+    q, k, v = inputs()
+    i, j = positions()
+    expected = softmax_attention(q, k, v, (i - j < 4) & (j <= i), scale=2.0)
+    mechanism = build("local", window=4, scale=2.0)
+    same(mechanism(q, k, v, causal=True), expected)
+    state = mechanism.write(mechanism.new_state(B, dtype=torch.float64), k, v)
+    same(mechanism.read(state, q[:, -1:]), expected[:, -1:])
+
+
+@checks("local", "xpos")
+def _() -> None:
+    """Pairs as complex numbers, turned and scaled by their positions: far keys fade."""
+    dim, base = 6, 3.0
+    q, k = (torch.randn(B, T, H, dim, dtype=torch.float64) for _ in range(2))
+    _, _, v = inputs()
+    pair = torch.arange(0, dim, 2, dtype=torch.float64)
+    log_zeta = ((pair + 0.4 * dim) / (1.4 * dim)).log()
+    at = torch.arange(T)[:, None, None]
+    turn = torch.complex(at * log_zeta / base, at * 10000 ** (-pair / dim)).exp()
+    back = torch.complex(-at * log_zeta / base, at * 10000 ** (-pair / dim)).exp()
+    z, y = (torch.complex(*x.chunk(2, -1)) for x in (q, k))
+    products = torch.einsum("bthp,bshp->bhts", z * turn, (y * back).conj()).real * dim**-0.5
+    i, j = positions()
+    mechanism = build("local", head_dim=dim, window=5, xpos=base)
+    seen = (i - j < 5) & (j <= i)
+    expected = by_weights(products.masked_fill(~seen, float("-inf")).softmax(-1), v)
+    same(mechanism(q, k, v, causal=True), expected)
+    state = mechanism.write(mechanism.new_state(B, dtype=torch.float64), k, v)
+    same(mechanism.read(state, q[:, -1:]), expected[:, -1:])
+    differ(mechanism(q, k, v), build("local", head_dim=dim, window=5)(q, k, v))
+
+
+@checks("local", "dropout")
+def _() -> None:
+    check_dropout("local", window=4)
+    assert abs(dropped_share(build("local", window=E, dropout=0.3)) - 0.3) < 0.01
+
+
+class Cosines(FeatureMap):
+    """A map of a user's own, with more features than dimensions."""
+
+    def num_features(self, head_dim: int) -> int:
+        return 2 * head_dim
+
+    def query(self, q: Tensor) -> Tensor:
+        return torch.cat([1 + q.cos(), 1 + q.sin()], -1)
+
+    def key(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.query(k), None
+
+
+@checks("linear", "feature_map")
+def _() -> None:
+    q, k, v = inputs()
+    formulas: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+        "elu": (lambda x: F.elu(x) + 1,) * 2,
+        "relu": (lambda x: F.relu(x) + 1e-3,) * 2,
+        "softmax": (lambda x: x.softmax(-1), torch.exp),
+        "identity": (lambda x: x,) * 2,
+    }
+    for name, (query, key) in formulas.items():
+        # Sums of signed features come near zero: made positive for the identity.
+        x, y = (q.abs(), k.abs()) if name == "identity" else (q, k)
+        mechanism = build("linear", feature_map=name)
+        for causal in (False, True):
+            same(mechanism(x, y, v, causal=causal), kernel_attention(query(x), key(y), v, causal))
+    mine = build("linear", feature_map=Cosines())
+    same(mine(q, k, v, causal=True), kernel_attention(mine.feature_map.query(q), mine.feature_map.query(k), v, True))
+    assert mine.new_state(B).kv.shape == (B, H, 2 * D, E)
+
+
+@checks("linear", "normalise")
+def _() -> None:
+    q, k, v = inputs()
+    fq, fk = F.elu(q) + 1, F.elu(k) + 1
+    same(build("linear", normalise="query")(q, k, v), kernel_attention(fq, fk, v))
+    same(build("linear", normalise="none")(q, k, v), by_weights(scores(fq, fk), v))
+    same(build("linear", normalise="none")(q, k, v, causal=True), by_weights(scores(fq, fk).tril(), v))
+    # Efficient Attention: softmax of the keys over the sequence, of the queries over the features.
+    efficient = build("linear", feature_map="softmax", normalise="feature")
+    same(efficient(q, k, v), by_weights(scores(q.softmax(-1), k.softmax(1)), v))
+    for t in (0, 5, T - 1):
+        last = efficient(q[:, t : t + 1], k[:, : t + 1], v[:, : t + 1])
+        same(efficient(q, k, v, causal=True)[:, t : t + 1], last)
+
+
+@checks("linear", "output_scale")
+def _() -> None:
+    q, k, v = inputs()
+    plain, scaled = build("linear"), build("linear", output_scale=0.25)
+    for causal in (False, True):
+        same(scaled(q, k, v, causal=causal), 0.25 * plain(q, k, v, causal=causal))
+    state = scaled.new_state(B, dtype=torch.float64)
+    same(scaled.step(state, q[:, :1], k[:, :1], v[:, :1])[0], 0.25 * v[:, :1])
+
+
+def in_buckets(q: Tensor, k: Tensor, v: Tensor, size: int, first: str) -> Tensor:
+    fq, fk = F.elu(q) + 1, F.elu(k) + 1
+    i, j = positions()
+    seen = j // size < i // size
+    if first == "causal":
+        seen = seen | ((i < size) & (j <= i))
+    weights = scores(fq, fk) * seen
+    return by_weights(weights / weights.sum(-1, keepdim=True).where(seen.any(-1, keepdim=True), 1), v)
+
+
+@checks("linear", "blind_spot")
+def _() -> None:
+    q, k, v = inputs()
+    for size in (2, 3, 17, 20):
+        same(build("linear", blind_spot=size)(q, k, v, causal=True), in_buckets(q, k, v, size, "causal"))
+    same(build("linear", blind_spot=1)(q, k, v, causal=True), build("linear")(q, k, v, causal=True))
+    same(build("linear", blind_spot=3)(q, k, v), build("linear")(q, k, v))  # Causal only.
+
+
+@checks("linear", "first_bucket")
+def _() -> None:
+    q, k, v = inputs()
+    zero = build("linear", blind_spot=4, first_bucket="zero")(q, k, v, causal=True)
+    assert (zero[:, :4] == 0).all()
+    same(zero, in_buckets(q, k, v, 4, "zero"))
+    causal = build("linear", blind_spot=4, first_bucket="causal")(q, k, v, causal=True)
+    same(causal[:, :4], build("linear")(q, k, v, causal=True)[:, :4])
+    same(causal[:, 4:], zero[:, 4:])
+
+
+@checks("linear", "phantom")
+def _() -> None:
+    q, k, v = inputs()
+    mechanism = build("linear", phantom=0.3)
+    first = torch.full_like(k[:, :1], math.log(0.3))  # elu(x) + 1 = 0.3
+    before = build("linear").write(build("linear").new_state(B, dtype=q.dtype), first, torch.zeros_like(v[:, :1]))
+    same(mechanism(q, k, v, causal=True), build("linear")(q, k, v, causal=True, past=before))
+    same(mechanism(q, k, v), build("linear")(q, k, v))  # Causal only.
+    stepped = mechanism.extend(mechanism.new_state(B, dtype=q.dtype), q[:, :1], k[:, :1], v[:, :1])[0]
+    same(stepped, mechanism(q, k, v, causal=True)[:, :1])
+    with pytest.raises(ValueError, match="needs normalise"):
+        build("linear", phantom=0.3, normalise="feature")
+    with pytest.raises(ValueError, match="Softmax features have no size"):
+        build("linear", phantom=0.3, feature_map="softmax")
+
+
+@checks("split", "parts")
+def _() -> None:
+    q, k, v = inputs()
+    parts = [{"mechanism": "local", "num_heads": 1, "window": 3}, {"mechanism": "linear", "num_heads": 2}]
+    split = build("split", parts=parts)
+    for causal in (False, True):
+        out = split(q, k, v, causal=causal)
+        same(out[:, :, :1], build("local", num_heads=1, window=3)(*(x[:, :, :1] for x in (q, k, v)), causal=causal))
+        same(out[:, :, 1:], build("linear", num_heads=2)(*(x[:, :, 1:] for x in (q, k, v)), causal=causal))
+    one_key_head = build("split", parts=parts, num_kv_heads=1)
+    out = one_key_head(q, k[:, :, :1], v[:, :, :1], causal=True)
+    same(out, split(q, k[:, :, :1].expand_as(k), v[:, :, :1].expand_as(v), causal=True))
+
+
+@pytest.mark.parametrize("name", list(mechanisms()))
+def test_grouped_heads_and_value_width(name: str) -> None:
+    """num_kv_heads and value_dim belong to every mechanism: a shared key head is that head repeated."""
+    options: dict = {
+        "linformer": {"rank": 4, "max_length": T, "projection": "random"},
+        "split": {"parts": [{"mechanism": "local", "num_heads": 2}, {"mechanism": "linear", "num_heads": 4}]},
+    }.get(name, {})
+    torch.manual_seed(1)
+    grouped = build(name, num_heads=6, num_kv_heads=3, **options)
+    torch.manual_seed(1)
+    full = build(name, num_heads=6, **options)
+    _, k, v = inputs()
+    q = torch.randn(B, T, 6, D, dtype=torch.float64)
+    for causal in (False, True):
+        out = grouped(q, k, v, causal=causal)
+        assert out.shape == (B, T, 6, E)
+        same(out, full(q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2), causal=causal))

@@ -1,0 +1,155 @@
+"""Configurations: through JSON and back, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from model_cases import MECHANISMS, V, config
+
+from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.models.layers import Attention
+from longspan.models.transformer import Transformer
+
+RICH = ModelConfig(
+    dim=24,
+    depth=3,
+    attention=AttentionConfig(
+        num_heads=3,
+        mechanism=(
+            "local",
+            {"mechanism": "local", "window": (3, 2)},
+            MECHANISMS["split"],
+        ),
+        rotary="halves",
+        num_kv_heads=1,
+    ),
+    cross=AttentionConfig(num_heads=2, mechanism={"mechanism": "linformer", "rank": 3}, dropout=0.1),
+    feed_forward=FeedForwardConfig(mult=2.5, product_keys=(0, 2), num_keys=3),
+    positions="axial",
+    axial_shape=(3, 4),
+    token_shift=(0, 1),
+    causal=True,
+    vocab_size=V,
+)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [ModelConfig(), RICH, config(feed_forward=None), config(rotary=("halves", "none"), mechanism=MECHANISMS["split"])],
+    ids=["default", "rich", "bare", "parts"],
+)
+def test_a_configuration_goes_through_json(given: ModelConfig) -> None:
+    again = ModelConfig.from_dict(json.loads(json.dumps(given.to_dict())))
+    assert again == given
+    assert again.to_dict() == given.to_dict()
+    assert type(again.attention) is AttentionConfig
+    assert again.token_shift.__class__ is tuple
+
+
+def test_lists_and_tuples_are_one_configuration() -> None:
+    feed_forward = replace(RICH.feed_forward, product_keys=[0, 2])
+    lists = replace(RICH, token_shift=[0, 1], axial_shape=[3, 4], feed_forward=feed_forward)
+    assert lists == RICH
+    assert Transformer(lists).stack.branches[0].token_shift == (0, 1)
+
+
+def test_an_unknown_field_gives_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"unknown field dept;.*did you mean 'depth'"):
+        ModelConfig.from_dict({"dept": 3})
+    with pytest.raises(ValueError, match=r"unknown field attention.num_head;.*did you mean 'num_heads'"):
+        ModelConfig.from_dict({"attention": {"num_head": 3}})
+    with pytest.raises(ValueError, match=r"unknown field feed_forward.multt;.*did you mean 'mult'"):
+        ModelConfig.from_dict({"feed_forward": {"multt": 3}})
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("dim must be a positive integer, got 0", {"dim": 0}),
+    ("dim must be a positive integer, got 1.5", {"dim": 1.5}),
+    ("depth must be a positive integer, got -1", {"depth": -1}),
+    ("inner_dim must be a positive integer, got 0", {"inner_dim": 0}),
+    ("inner_dim needs feed-forward layers", {"inner_dim": 24, "feed_forward": None}),
+    ("inner_dim needs .* depth of at least 2", {"inner_dim": 24, "depth": 1}),
+    ("unknown norm 'layr'.*did you mean 'layer'", {"norm": "layr"}),
+    ("unknown norm_position 'Pre'.*did you mean 'pre'", {"norm_position": "Pre"}),
+    ("unknown positions 'learnt'.*did you mean 'learned'", {"positions": "learnt"}),
+    ("unknown residual 'doubl'.*did you mean 'double'", {"residual": "doubl"}),
+    ("unknown execution 'recomput'.*did you mean 'recompute'", {"execution": "recomput"}),
+    ('positions="learned" needs max_length', {"positions": "learned"}),
+    ('positions="axial" needs axial_shape', {"positions": "axial"}),
+    ('axial_shape goes with positions="axial"', {"axial_shape": (2, 3)}),
+    ("reaches 6 positions, max_length is 7", {"positions": "axial", "axial_shape": (2, 3), "max_length": 7}),
+    ("max_length must be a positive integer, got 0", {"positions": "learned", "max_length": 0}),
+    ("token_shift .* looks ahead", {"token_shift": (-1, 0), "causal": True}),
+    ("token_shift has 5 parts, more than dim", {"token_shift": (0,) * 5, "dim": 4}),
+    ("axial_stride must be at least 2, or None, got 1", {"axial_stride": 1}),
+    ("num_streams must be a positive integer, got 0", {"num_streams": 0}),
+    ("vocab_size must be a positive integer, got 0", {"vocab_size": 0}),
+    ("embed_dim must be a positive integer, got -3", {"embed_dim": -3}),
+    ("num_classes must be a positive integer, got 0", {"num_classes": 0}),
+    (r"embed_dropout must be in \[0, 1\), got 1", {"embed_dropout": 1}),
+    ("tie_embeddings needs vocab_size", {"tie_embeddings": True}),
+    (r"product_keys \(6,\) must be layers from 0 to 5", {"feed_forward": FeedForwardConfig(product_keys=(6,))}),
+]
+
+
+@pytest.mark.parametrize(("text", "options"), REFUSED)
+def test_a_model_configuration_names_the_field_that_is_wrong(text: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=text):
+        ModelConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("num_heads must be a positive integer, got 0", {"num_heads": 0}),
+        ("out_dim must be a positive integer, got 0", {"out_dim": 0}),
+        (r"dropout must be in \[0, 1\), got -0.1", {"dropout": -0.1}),
+        ("rank_step must be 0 .* got -1", {"rank_step": -1}),
+        ("dynamic_bias must be 0 .* got -4", {"dynamic_bias": -4}),
+        ("unknown mechanism 'linea'.*did you mean 'linear'", {"mechanism": "linea"}),
+        ("unknown mechanism 'loc'.*did you mean 'local'", {"mechanism": ("linear", {"mechanism": "loc"})}),
+        ("a mechanism is a name or", {"mechanism": {"window": 5}}),
+        ("mechanism is empty", {"mechanism": ()}),
+    ],
+)
+def test_an_attention_configuration_names_the_field_that_is_wrong(text: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=text):
+        AttentionConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("mult must be positive, got 0", {"mult": 0}),
+        ("hidden must be a positive integer, got 0", {"hidden": 0}),
+        ("num_keys must be a positive integer, got 0", {"num_keys": 0}),
+        (r"out_dropout must be in \[0, 1\), got 2", {"out_dropout": 2}),
+        (r"dropout must be in \[0, 1\), got 1", {"dropout": 1}),
+    ],
+)
+def test_a_feed_forward_configuration_names_the_field_that_is_wrong(text: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=text):
+        FeedForwardConfig(**options)
+
+
+def test_softmaxed_features_are_normalised_by_direction() -> None:
+    """Per query where the model is causal, per feature where it is not, in every part; what is asked for stays."""
+    softmax = {"mechanism": "linear", "feature_map": "softmax"}
+    plain = {"mechanism": "performer", "projection": False}
+    split = {"mechanism": "split", "parts": [{**softmax, "num_heads": 2}, {**plain, "num_heads": 2}]}
+
+    def found(mechanism: Any, causal: bool) -> list[str]:
+        attention = AttentionConfig(num_heads=4, mechanism=mechanism)
+        model = Transformer(ModelConfig(dim=16, depth=1, causal=causal, attention=attention, cross=attention))
+        layers = [branch.layer for branch in model.stack.branches if isinstance(branch.layer, Attention)]
+        parts = [part for layer in layers for part in getattr(layer.mechanism, "parts", [layer.mechanism])]
+        return [part.normalise for part in parts]
+
+    assert found(softmax, True) == ["query", "feature"]
+    assert found(plain, False) == ["feature", "feature"]
+    assert found(split, True) == ["query", "query", "feature", "feature"]
+    assert found({**softmax, "normalise": "query"}, False) == ["query", "query"]
+    assert found("linear", False) == found("performer", False) == ["query", "query"]

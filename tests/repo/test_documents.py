@@ -1,0 +1,68 @@
+"""Documents that keep up: every mechanism has a page, and every option stands on it."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from longspan.cli import app
+from longspan.mechanisms import mechanism_options, mechanisms
+
+DOCS = Path(__file__).parents[2] / "docs"
+SHAPE = {"num_kv_heads", "value_dim"}  # of every mechanism
+
+
+@pytest.mark.parametrize("name", sorted(mechanisms()))
+def test_a_mechanism_s_page_names_its_options_and_no_others(name):
+    text = (DOCS / "mechanisms" / f"{name}.md").read_text()
+    rows = re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE)
+    named = {option for row in rows for option in re.findall(r"`(\w+)`", row)}
+    assert named == set(mechanism_options(name)) - SHAPE
+
+
+def test_every_page_can_be_reached():
+    listed = set(re.findall(r"[\w/-]+\.md", (DOCS.parent / "mkdocs.yml").read_text()))
+    assert listed == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+
+
+def test_links_lead_somewhere():
+    for path in [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def commands():
+    """Every `longspan …` line of a shell block."""
+    for path in [*DOCS.rglob("*.md"), DOCS.parent / "README.md"]:
+        for block in re.findall(r"^```sh\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL):
+            for line in block.splitlines():
+                words = shlex.split(line, comments=True)
+                if "longspan" in words and words[0] != "pip":
+                    yield path.name, words[words.index("longspan") + 1 :]
+
+
+def test_commands_in_documents_exist_with_their_flags():
+    group = typer.main.get_command(app)
+    found = list(commands())
+    assert len(found) >= 10
+    for where, (name, *words) in found:
+        command = group.get_command(None, name)
+        assert command is not None, f"{where}: longspan {name}"
+        flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+        if name == "run":
+            words = words[: 2 if words[0].startswith("--") else 0]  # the rest is the script's
+        for word in words:
+            assert not word.startswith("--") or word.partition("=")[0] in flags, f"{where}: longspan {name} {word}"
+
+
+def test_the_readme_s_figures_are_the_results():
+    spec = importlib.util.spec_from_file_location("tables", DOCS.parent / "benchmarks" / "tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    text = (DOCS.parent / "README.md").read_text()
+    assert set(re.findall(r"<!-- figures: (\w+) -->", text)) == set(tables.TABLES)
+    assert tables.filled(text) == text, "run python benchmarks/tables.py"
+    assert tables.filled(text.replace("| linear |", "| liner |")) == text

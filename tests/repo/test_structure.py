@@ -1,0 +1,87 @@
+"""The shape of the repository: which way imports point, what importing costs, and documents that run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import longspan
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS.remove(ROOT / "docs" / "mindspore.md")  # run by tests/mindspore, where there is MindSpore
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_imports_point_one_way() -> None:
+    """The layers are declared in pyproject.toml and checked by import-linter."""
+    run = subprocess.run(["lint-imports", "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
+
+
+def test_importing_longspan_does_not_import_torch() -> None:
+    code = "import sys, longspan; longspan.__version__; print(*sorted({'torch', 'numpy', 'triton'} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
+
+
+def test_using_longspan_does_not_load_the_compiler() -> None:
+    names = "'torch._dynamo', 'triton', 'transformers', 'matplotlib', 'accelerate'"
+    code = "import sys, longspan, longspan.compat.performer_pytorch\n[getattr(longspan, n) for n in longspan.__all__]\n"
+    code += f"print(*sorted({{{names}}} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
+
+
+@pytest.mark.parametrize("first", ["longspan", "longspan.mechanisms", "longspan.mechanisms.linear"])
+def test_the_list_of_mechanisms_and_its_package_share_a_name(first: str) -> None:
+    code = f"import {first}, longspan; print('linear' in longspan.mechanisms(), longspan.build_mechanism.__name__)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["True", "build_mechanism"]
+
+
+def test_public_names() -> None:
+    assert len(set(longspan.__all__)) == len(longspan.__all__)
+    for name in longspan.__all__:
+        assert getattr(longspan, name) is not None
+    assert set(longspan.__all__) == set(dir(longspan))
+    with pytest.raises(AttributeError, match=r"no attribute 'build_mechanisms'; it has .*build_mechanism"):
+        _ = longspan.build_mechanisms
+
+
+def python_blocks(path: Path) -> list[str]:
+    """The ```python blocks of a document, each with blank lines before it so that errors give the right line."""
+    text = path.read_text()
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return ["\n" * text[: match.start(1)].count("\n") + match.group(1) for match in found]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=short)
+def test_documents_run(path: Path) -> None:
+    from longspan import mechanisms as package
+
+    before = dict(package._REGISTRY)
+    # A module's name of its own, so that dataclasses find where they are defined.
+    namespace: dict = {"__name__": f"document_{path.stem}"}
+    try:
+        for block in python_blocks(path):
+            exec(compile(block, str(path), "exec", dont_inherit=True), namespace)
+    finally:
+        package._REGISTRY.clear()
+        package._REGISTRY.update(before)
+
+
+def test_documents_have_blocks() -> None:
+    assert len(python_blocks(ROOT / "README.md")) >= 3
+    assert len(python_blocks(ROOT / "CONTRIBUTING.md")) == 1
+
+
+def test_the_public_surface_is_small() -> None:
+    assert len(longspan.__all__) <= 25

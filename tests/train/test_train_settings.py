@@ -1,0 +1,274 @@
+"""Settings: presets, files and flags; every one of them has an effect, and a wrong one is answered."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training import SMALL, arguments, curve, longspan, metrics, trained, write_corpus
+
+from longspan.mechanisms import mechanisms
+from longspan.models.config import ModelConfig
+from longspan.models.transformer import LanguageModel
+from longspan.train.config import TrainConfig, described, differences, fields_of, resolve
+from longspan.train.presets import PRESETS
+
+NEEDED = {"data": ["x"], "out": "y"}
+
+
+def resolved(**flags: Any) -> Any:
+    settings = resolve({**NEEDED, **{name.replace("__", "."): value for name, value in flags.items()}})
+    return settings.train, settings.complete(256, 2)
+
+
+def test_later_wins(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('preset = "tiny"\nlr = 0.5\nsteps = 7\n[model]\ndim = 32\n[model.attention]\nnum_heads = 2\n')
+    file = resolve({**NEEDED, "steps": "9", "model.depth": "3"}, path)
+    assert (file.train.lr, file.train.steps, file.train.context) == (0.5, 9, PRESETS["tiny"].train["context"])
+    model = file.complete(256, 0)
+    assert (model.dim, model.depth, model.attention.num_heads, model.norm) == (32, 3, 2, "rms")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_hybrids_that_can_be_built(name: str) -> None:
+    train, model = resolved(preset=name)
+    assert train.preset == name
+    assert [part["mechanism"] for part in model.attention.mechanism["parts"]] == ["local", "linear"]
+    if name == "tiny":
+        LanguageModel(model)
+
+
+def test_the_small_preset_has_the_size_of_the_measurements() -> None:
+    _, model = resolved(preset="small")
+    number = sum(p.numel() for p in LanguageModel(model).parameters())
+    assert 18e6 < number < 20e6
+
+
+@pytest.mark.parametrize("name", mechanisms())
+def test_a_mechanism_is_known_by_its_name(name: str) -> None:
+    _, model = resolved(preset="tiny", mechanism=name, context="64")
+    spec = model.attention.mechanism
+    assert spec["mechanism"] == name
+    LanguageModel(model)
+    with_options = json.dumps({"mechanism": "local", "window": 5})
+    assert resolved(mechanism=with_options)[1].attention.mechanism == {"mechanism": "local", "window": 5}
+
+
+# Values for fields of a model whose own value does not suggest another.
+MODEL_VALUES: dict[str, tuple[str, Any]] = {
+    "model.inner_dim": ("64", 64),
+    "model.norm": ("scale", "scale"),
+    "model.norm_position": ("post", "post"),
+    "model.positions": ("sinusoidal", "sinusoidal"),
+    "model.max_length": ("999", 999),
+    "model.axial_shape": ("64,64", (64, 64)),
+    "model.token_shift": ("0,1,2", (0, 1, 2)),
+    "model.axial_stride": ("4", 4),
+    "model.residual": ("double", "double"),
+    "model.execution": ("recompute", "recompute"),
+    "model.embed_dim": ("24", 24),
+    "model.num_classes": ("7", 7),
+    "model.attention.mechanism": ("linear", "linear"),
+    "model.attention.rotary": ("interleaved", "interleaved"),
+    "model.attention.dropout": ("0.1", 0.1),
+    "model.embed_dropout": ("0.1", 0.1),
+    "model.feed_forward.activation": ("gelu", "gelu"),
+    "model.feed_forward.dropout": ("0.1", 0.1),
+    "model.feed_forward.out_dropout": ("0.1", 0.1),
+    "model.feed_forward.product_keys": ("1", (1,)),
+}
+
+
+def within(model: Any, name: str) -> Any:
+    for part in name.split(".")[1:]:
+        model = getattr(model, part, None)
+    return model
+
+
+def another(name: str) -> tuple[str, Any]:
+    """A value for a field that it does not have yet."""
+    own, hint = within(resolved()[1], name), fields_of()[name][0]
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if name in MODEL_VALUES:
+        return MODEL_VALUES[name]
+    if tuple in map(typing.get_origin, kinds):
+        return "1,2", (1, 2)
+    if bool in kinds:
+        return str(not own).lower(), not own
+    if int in kinds:
+        return str((own or 6) + 1), (own or 6) + 1
+    if float in kinds:
+        return str((own or 0) + 0.5), (own or 0) + 0.5
+    # One of a side group, like the same field of attention or feed_forward.
+    return next(value for other, value in MODEL_VALUES.items() if other.split(".")[-1] == name.split(".")[-1])
+
+
+@pytest.mark.parametrize("name", [name for name in fields_of() if name.startswith("model.")])
+def test_every_field_of_the_model_is_a_flag(name: str) -> None:
+    text, value = another(name)
+    assert within(resolved()[1], name) != value
+    found: Any = resolve({**NEEDED, name: text}).model  # what ModelConfig is then made of
+    for part in name.split(".")[1:]:
+        found = found[part]
+    assert found == value
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_corpus(tmp_path_factory.mktemp("corpus") / "text")
+    (folder / "other.md").write_text("another kind of file, with other words in it " * 20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(corpus: Path) -> list[Any]:
+    return curve(trained(corpus, corpus.parent / "plain", sample_tokens=0))
+
+
+# Fields that change the numbers of a run, with a value that must do so; the others are below.
+NUMBERS: dict[str, dict[str, Any]] = {
+    "mechanism": {"mechanism": "local"},
+    "objective": {"objective": "masked"},
+    "context": {"context": 47},
+    "batch_size": {"batch_size": 4},
+    "accumulate": {"accumulate": 2},
+    "lr": {"lr": 0.001},
+    "warmup": {"warmup": 5},
+    "min_lr": {"min_lr": 0.5},
+    "weight_decay": {"weight_decay": 0.9},
+    "betas": {"betas": "0.5,0.6"},
+    "clip": {"clip": 0.01},
+    "carry_state": {"carry_state": True},
+    "packing": {"packing": "on"},
+    "extensions": {"extensions": ".txt"},
+    "exclude": {"exclude": "other.md,02*"},
+    "held_out": {"held_out": 0.3},
+    "precision": {"precision": "bf16"},
+    "seed": {"seed": 5},
+    "eval_every": {"eval_every": 4},
+    "eval_tokens": {"eval_tokens": 100},
+    "log_every": {"log_every": 3},
+    "steps": {"steps": 11},
+    "preset": {"preset": "small", "lr": None, "warmup": None},
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_setting_changes_the_run(corpus: Path, plain: list[Any], tmp_path: Path, name: str) -> None:
+    assert curve(trained(corpus, tmp_path / "run", sample_tokens=0, **NUMBERS[name])) != plain
+
+
+def test_the_others_do_what_they_say(corpus: Path, plain: list[Any], tmp_path: Path) -> None:
+    def run(name: str, **changes: Any) -> Path:
+        trained(changes.pop("data", corpus), tmp_path / name, **changes)
+        return tmp_path / name
+
+    same = run("same", prompt="once upon", sample_tokens=3, save_every=1000, tensorboard=True, device="cpu")
+    assert curve(metrics(same)) == plain  # None of these touches the numbers.
+    samples = [json.loads(line) for line in (same / "samples.jsonl").read_text().splitlines()]
+    assert [s["prompt"] for s in samples] == ["once upon"] * 2
+    assert {len(s["text"].encode()) for s in samples} <= set(range(3, 10))
+    assert list((same / "tensorboard").glob("events*"))
+    assert not (run("none", sample_tokens=0) / "samples.jsonl").exists()
+    about = json.loads((same / "run.json").read_text())
+    assert about["device"].startswith("cpu")
+    scored = run("scored", eval_data=corpus / "001.txt")
+    assert json.loads((scored / "run.json").read_text())["data"]["held_out_tokens"] == (
+        len((corpus / "001.txt").read_bytes())
+    )
+    for record in metrics(run("short", steps=None, minutes=0.01)):
+        assert record["steps"] is None
+    other = run("masked", objective="masked", mask_rate=0.5)
+    assert curve(metrics(other)) != curve(metrics(run("less", objective="masked", mask_rate=0.1)))
+    done = longspan(*arguments(corpus, tmp_path / "gpu", device="cuda"), log=tmp_path / "log")
+    assert done.status in (0, 2)
+
+
+COMPILED = """
+import torch
+def compile(module, dynamic=None, mode=None):
+    print("compiled with dynamic =", dynamic)
+    return module
+torch.compile = compile
+"""
+
+
+def test_compile_is_asked_for(corpus: Path, tmp_path: Path) -> None:
+    for switch, number in (("on", 1), ("off", 0), ("auto", 0)):
+        words = arguments(corpus, tmp_path / switch, compile=switch, device="cpu")
+        done = longspan(*words, log=tmp_path / "log", before=COMPILED)
+        assert done.stdout.count("compiled with dynamic = False") == number
+        assert json.loads((tmp_path / switch / "run.json").read_text())["compiled"] == bool(number)
+
+
+# divergence, bin_dtype, image_size and tokenizer have tests of their own, beside what they change.
+ELSEWHERE = {"data", "out", "prompt", "sample_tokens", "save_every", "tensorboard", "device", "eval_data", "minutes"}
+ELSEWHERE |= {"mask_rate", "compile", "divergence", "bin_dtype", "image_size", "tokenizer"}
+
+
+def test_no_setting_is_without_a_test() -> None:
+    fields = {f.name for f in dataclasses.fields(TrainConfig)}
+    assert fields == set(NUMBERS) | ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"lr": "fast"}, "--lr must be a number, got 'fast'"),
+        ({"steps": "1.5"}, "--steps must be a whole number or none, got '1.5'"),
+        ({"lr": "-1"}, "--lr must be above 0, got -1.0"),
+        ({"batch_size": "0"}, "--batch-size must be at least 1, got 0"),
+        ({"betas": "0.9"}, "--betas are two numbers"),
+        ({"carry_state": "perhaps"}, "--carry-state must be true or false, got 'perhaps'"),
+        (
+            {"objective": "causl"},
+            "unknown --objective 'causl'; there is causal, masked, classify (did you mean 'causal'?)",
+        ),
+        ({"preset": "huge"}, "unknown --preset 'huge'; there is tiny, small, base"),
+        ({"mechanism": "lokal"}, "unknown mechanism 'lokal'"),
+        ({"mechanism": "{oops"}, "--mechanism is neither a name nor JSON"),
+        ({"mechanism": "local", "model.attention.mechanism": "local"}, "say the same"),
+        ({"model.dim": "wide"}, "--model.dim must be a whole number, got 'wide'"),
+        ({"model.attention.qk_norm": "maybe"}, "must be true or false, got 'maybe'"),
+        ({"contxt": "5"}, "unknown setting --contxt in flags (did you mean '--context'?)"),
+        ({"held_out": "1"}, "--held-out must be in [0, 1)"),
+        ({"carry_state": True, "objective": "masked"}, "--carry-state is for --objective causal"),
+        ({"carry_state": True, "packing": "on"}, "leave --packing out"),
+        ({"data": []}, "nothing to train on"),
+        ({"out": ""}, "give --out"),
+        ({"model.vocab_size": "100"}, "--model.vocab_size is 100, and the data needs 256 at least"),
+        ({"model.causal": "false"}, "needs a model with causal=True"),
+    ],
+)
+def test_a_wrong_value_is_answered(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        resolve({**NEEDED, **flags}).complete(256, 2)
+    assert message in str(caught.value)
+
+
+def test_a_wrong_file_is_answered(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[model]\ndimm = 5\n")
+    with pytest.raises(
+        ValueError, match=r"unknown setting --model\.dimm in the file \(did you mean '--model\.dim'\?\)"
+    ):
+        resolve(NEEDED, path)
+    path.write_text("= 5")
+    with pytest.raises(ValueError, match="is not TOML"):
+        resolve(NEEDED, path)
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        resolve(NEEDED, tmp_path / "none.toml")
+
+
+def test_differences_are_named_by_their_path() -> None:
+    one, two = (resolve({**NEEDED, "model.dim": dim, "seed": seed}) for dim, seed in (("32", "1"), ("48", "2")))
+    found = differences(described(one, one.complete(256, 0)), described(two, two.complete(256, 0)))
+    assert found == {"train.seed": (1, 2), "model.dim": (32, 48)}
+    assert isinstance(one.complete(256, 0), ModelConfig)
+    assert SMALL["model.dim"] == 24
