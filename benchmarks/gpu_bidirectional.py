@@ -34,7 +34,7 @@ WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
     "any": lambda weight: weight,
     "bfloat16": lambda weight: weight.bfloat16(),
 }
-# B, H, n, D, the feature map, how it is normalised, its weight, targets in ms: forward, forward + backward.
+# B, H, n, D, the feature map, how it is normalized, its weight, targets in ms: forward, forward + backward.
 CASES = [
     (4, 16, 8192, 64, "softmax", "query", None, 0.16, 0.48),
     (4, 16, 8192, 64, "softmax", "feature", None, 0.16, 0.48),
@@ -61,8 +61,8 @@ def projection(D: int, kind: str | None) -> Tensor | None:
     return None if kind is None else WEIGHTS[kind](torch.randn(NUM_FEATURES, D, device="cuda"))
 
 
-def ours(feature_map: str, normalise: str, weight: Tensor | None) -> Attention:
-    return lambda q, k, v: bidirectional_linear(q, k, v, feature_map=feature_map, weight=weight, normalise=normalise)
+def ours(feature_map: str, normalize: str, weight: Tensor | None) -> Attention:
+    return lambda q, k, v: bidirectional_linear(q, k, v, feature_map=feature_map, weight=weight, normalize=normalize)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -80,17 +80,17 @@ def performer(D: int) -> Attention | None:
     return lambda q, k, v: attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
-def check(H: int, n: int, D: int, feature_map: str, normalise: str, weight: Tensor | None) -> dict[str, float]:
+def check(H: int, n: int, D: int, feature_map: str, normalize: str, weight: Tensor | None) -> dict[str, float]:
     """Largest error of out and gradients against the plain path in float64, over the largest value; at most 3 %."""
     given = inputs(1, 2, min(n, 2048) - 3, D)
-    why = dispatch.why_plain_bidirectional(*given, weight)
+    why = dispatch.why_not_triton_bidirectional(*given, weight)
     if why is not None:
         raise SystemExit(f"the kernels do not run: {why}")
     phi: str | Favor = feature_map
     if weight is not None:
         phi = Favor(D, len(weight), row_norms="sampled", epsilon=0.0)
         phi.projection = weight
-    plain = LinearAttention(2, D, feature_map=phi, normalise=normalise)
+    plain = LinearAttention(2, D, feature_map=phi, normalize=normalize)
     d_out = torch.randn_like(given[0])
 
     def run(attend: Attention, dtype: torch.dtype) -> list[Tensor]:
@@ -99,7 +99,7 @@ def check(H: int, n: int, D: int, feature_map: str, normalise: str, weight: Tens
         return [out, *torch.autograd.grad(out, x, d_out.to(dtype))]
 
     errors = {}
-    found = run(ours(feature_map, normalise, weight), torch.bfloat16)
+    found = run(ours(feature_map, normalize, weight), torch.bfloat16)
     for name, exact, near in zip(("out", "d_q", "d_k", "d_v"), run(plain, torch.float64), found, strict=True):
         errors[name] = ((near - exact).abs().max() / exact.abs().max()).item()
         if not errors[name] < 0.03:
@@ -134,11 +134,11 @@ def main() -> None:
     about = {"machine": machine("cuda"), "versions": versions(), "commit": commit()}
     rows: list[dict[str, Any]] = []
     print(f"{'B·H·n·D':<36}{'limit':>15}{'target':>15}{'ours':>15}{'graph':>15}{'sdpa':>15}{'performer':>15}")
-    for B, H, n, D, feature_map, normalise, kind, *targets in CASES:
+    for B, H, n, D, feature_map, normalize, kind, *targets in CASES:
         weight = projection(D, kind)
-        attend = ours(feature_map, normalise, weight)
-        row: dict[str, Any] = {"case": [B, H, n, D, feature_map, normalise], "weight": kind}
-        row["errors"] = check(H, n, D, feature_map, normalise, weight)
+        attend = ours(feature_map, normalize, weight)
+        row: dict[str, Any] = {"case": [B, H, n, D, feature_map, normalize], "weight": kind}
+        row["errors"] = check(H, n, D, feature_map, normalize, weight)
         row["targets"] = [target if math.isfinite(target) else None for target in targets]
         given = inputs(B, H, n, D)
         row["ours"] = attention_ms(attend, given)
@@ -154,7 +154,7 @@ def main() -> None:
         times = [row["ours"], *row["peers"].values()]
         pairs = [row["limit_ms"], targets, *([t["forward"], t["both"]] for t in times)]
         pairs.insert(3, [row["ours"]["forward_graph"], row["ours"]["both_graph"]])
-        name = f"{B}·{H}·{n}·{D} {feature_map} {normalise} {kind or ''}"
+        name = f"{B}·{H}·{n}·{D} {feature_map} {normalize} {kind or ''}"
         print(f"{name:<36}" + "".join(f"{f'{a:.3f} / {b:.3f}':>15}" for a, b in pairs), flush=True)
         path.write_text(json.dumps({**about, "dtype": "bfloat16", "unit": "ms", "rows": rows}, indent=1))
 

@@ -76,7 +76,7 @@ def check(B: int, H: int, n: int, D: int, feature_map: str) -> dict[str, float]:
     d_out = torch.randn_like(given[0])
     kv = torch.empty(1, 2, NUM_FEATURES if feature_map == "favor" else D, D + 1, device="cuda")
     weight = kv if feature_map == "favor" else None
-    why = dispatch.why_plain(*given, weight, None, kv, feature_map, 1)
+    why = dispatch.why_not_triton(*given, weight, None, kv, feature_map, 1)
     if why is not None:
         raise SystemExit(f"the kernels do not run: {why}")
 

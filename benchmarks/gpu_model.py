@@ -48,7 +48,7 @@ def work(name: str, shape: str, mode: str, steps: int = 20) -> dict[str, Any]:
     """One worker: compiles, says so, waits for its turn, and measures."""
     torch.manual_seed(0)
     model = build(name)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(256, SHAPES[shape], device="cuda")
     loss_of = model.loss if mode == "eager" else torch.compile(model.loss, fullgraph=True, mode=mode)
 
@@ -56,8 +56,8 @@ def work(name: str, shape: str, mode: str, steps: int = 20) -> dict[str, Any]:
         with torch.autocast("cuda", torch.bfloat16):
             loss = loss_of(tokens)
         loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         return loss.detach()
 
     begun = time.perf_counter()

@@ -44,17 +44,17 @@ def train(steps: int, batch: int = 32, seed: int = 0) -> float:
         heads=2,
         num_residual_streams=1,
     )
-    optimiser = nn.AdamWeightDecay(model.trainable_params(), learning_rate=2e-3, weight_decay=0.01)
+    optimizer = nn.AdamWeightDecay(model.trainable_params(), learning_rate=2e-3, weight_decay=0.01)
 
     def loss(x: Tensor) -> Tensor:
         return model(x, return_loss=True)
 
-    gradients = ms.value_and_grad(loss, None, optimiser.parameters)
+    gradients = ms.value_and_grad(loss, None, optimizer.parameters)
 
     @ms.jit
     def step(x: Tensor) -> Tensor:
         value, found = gradients(x)
-        optimiser(found)
+        optimizer(found)
         return value
 
     model.set_train(True)

@@ -41,7 +41,7 @@ class Packing:
         return torch.stack([self.offsets[sequence], self.offsets[sequence + 1]])
 
 
-class Run(NamedTuple):
+class PaddedSpan(NamedTuple):
     """A causal mask: the one run of real tokens in each row, and how to bring it to slot 0 and back."""
 
     mask: Tensor
@@ -49,7 +49,7 @@ class Run(NamedTuple):
     lengths: Tensor
 
     @classmethod
-    def of(cls, key_mask: Tensor) -> Run:
+    def of(cls, key_mask: Tensor) -> PaddedSpan:
         starts = key_mask.clone()
         starts[:, 1:] &= ~key_mask[:, :-1]
         contiguous = (starts.sum(1) <= 1).all()
@@ -75,7 +75,7 @@ class Run(NamedTuple):
         return out.masked_fill(~self.mask[:, :, None, None], 0)
 
 
-class Group(NamedTuple):
+class LengthBucket(NamedTuple):
     """Packed sequences of about one length, padded to it; one entry of slots and lengths for each packing."""
 
     sequences: Tensor
@@ -89,7 +89,7 @@ class Group(NamedTuple):
         return hide(~self.visible(of), *(x[0][self.slots[of].clamp(max=x.shape[1] - 1)] for x in xs))
 
 
-def length_classes(*packings: Packing) -> list[Group]:
+def length_buckets(*packings: Packing) -> list[LengthBucket]:
     """Sequences grouped by length to the next power of two, so that padding at most doubles the work.
 
     Under torch.compile lengths are unknown: one group, padded to max_length.
@@ -111,11 +111,11 @@ def length_classes(*packings: Packing) -> list[Group]:
             p.offsets[sequences].long()[:, None] + torch.arange(size, device=sequences.device)
             for size, p in zip(sizes, packings, strict=True)
         ]
-        groups.append(Group(sequences, slots, [p.lengths[sequences] for p in packings]))
+        groups.append(LengthBucket(sequences, slots, [p.lengths[sequences] for p in packings]))
     return groups
 
 
-def restore(packing: Packing, groups: list[Group], pieces: list[Tensor], total: int) -> Tensor:
+def restore(packing: Packing, groups: list[LengthBucket], pieces: list[Tensor], total: int) -> Tensor:
     """The groups' padded outputs, back in one packed row: (1, total, H, E)."""
     offsets = packing.offsets.long()
     first, base = torch.zeros_like(offsets[1:]), 0
@@ -135,7 +135,7 @@ def hide(hidden: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokenLayout:
     """How the tokens of a batch lie: which are real, where each stands in its sequence, where sequences end.
 
     position: (B or 1, T) int64, counted from the start of each sequence. last: (B or 1, T) the final position of each
@@ -157,7 +157,7 @@ class Rows:
         key_mask: Tensor | None = None,
         packing: Packing | None = None,
         start: Tensor | None = None,
-    ) -> Rows:
+    ) -> TokenLayout:
         """The rows of x (B, T, ...). start: (B,), or (N,) when packed, tokens that came before each sequence."""
         T = x.shape[1]
         slot = torch.arange(T, device=x.device)
@@ -184,7 +184,7 @@ class Rows:
             return x
         return x.masked_fill(~self.key_mask.reshape(*self.key_mask.shape, *[1] * (x.ndim - 2)), 0)
 
-    def has_neighbour(self, offset: int) -> Tensor:
+    def has_neighbor(self, offset: int) -> Tensor:
         """(B or 1, T): whether there is a token `offset` places before (negative: after) in the same sequence."""
         there = self.position - offset
         return (there >= 0) & (there <= self.last)

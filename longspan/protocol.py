@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from longspan.layout import Packing, Run, hide, length_classes, restore
-from longspan.ops.decode import Turn, placed, turned
+from longspan.layout import Packing, PaddedSpan, hide, length_buckets, restore
+from longspan.ops.decode import CosSin, apply_rotary, placed
 from longspan.ops.linear.torch_chunk import over
 
 S = TypeVar("S", bound="State")
@@ -85,7 +85,7 @@ class FeatureMap(nn.Module, ABC):
     """φ of linear attention: similarity(q, k) = φ(q)·φ(k).
 
     epsilon: added to every key feature after the keys' common scale has been divided out (FAVOR+ of older checkpoints).
-    unbounded: whether keys carry a log scale, so that only normalised attention is defined.
+    unbounded: whether keys carry a log scale, so that only normalized attention is defined.
     """
 
     epsilon: float = 0.0
@@ -97,7 +97,7 @@ class FeatureMap(nn.Module, ABC):
 
     @abstractmethod
     def query(self, q: Tensor) -> Tensor:
-        """q: (B, T, H, D) queries -> (B, T, H, M) features; each query's may be scaled freely if normalised."""
+        """q: (B, T, H, D) queries -> (B, T, H, M) features; each query's may be scaled freely if normalized."""
 
     @abstractmethod
     def key(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -217,14 +217,14 @@ class Mechanism(nn.Module, ABC):
             if 0 in k.shape[:2]:
                 return state
             if packing is not None:
-                for group in length_classes(packing):
+                for group in length_buckets(packing):
                     kg, vg = group.take(k, v)
                     rows = self._write(state.select(group.sequences), kg, vg, group.lengths[0])
                     state = state.put(group.sequences, rows)
                 return state
             if key_mask is None:
                 return self._write(state, k, v, None)
-            run = Run.of(key_mask)
+            run = PaddedSpan.of(key_mask)
             k, v = run.roll(k, v)
             return self._write(state, k, v, run.lengths)
 
@@ -254,7 +254,7 @@ class Mechanism(nn.Module, ABC):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        turn: Turn | Sequence[Turn | None] | None = None,
+        turn: CosSin | Sequence[CosSin | None] | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """`step` as a loop of many takes it: unchecked, without gradients, the state's tensors changed where they lie.
@@ -262,8 +262,8 @@ class Mechanism(nn.Module, ABC):
         Its length stays as it was: the caller raises one for all layers. turn: rotary positions that q and k still have
         to take, one for all heads or, for a split, one for each part. out: (B, 1, H, E), where the answer goes.
         """
-        assert turn is None or isinstance(turn, Turn)
-        q, k = turned(turn, q, k)
+        assert turn is None or isinstance(turn, CosSin)
+        q, k = apply_rotary(turn, q, k)
         after = self._write(state, k, v, None)
         return placed(self._read(after, q), out), _kept_in_place(state, after)
 
@@ -313,13 +313,13 @@ class Mechanism(nn.Module, ABC):
 
     def _begin(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, packing: Packing | None) -> Tensor:
         if packing is not None:
-            groups = length_classes(packing)
+            groups = length_buckets(packing)
             taken = [(*group.take(q, k, v), group.lengths[0]) for group in groups]
             pieces = [self._attend_causal(*rows) for rows in taken]
             return restore(packing, groups, pieces, q.shape[1])
         if key_mask is None:
             return self._attend_causal(q, k, v, None)
-        run = Run.of(key_mask)
+        run = PaddedSpan.of(key_mask)
         q, k, v = run.roll(q, k, v)
         return run.unroll(self._attend_causal(q, k, v, run.lengths))
 
@@ -332,7 +332,7 @@ class Mechanism(nn.Module, ABC):
             return self._extend_packed(state, q, k, v, packing)
         if key_mask is None:
             return self._extend(state, q, k, v, None)
-        run = Run.of(key_mask)
+        run = PaddedSpan.of(key_mask)
         q, k, v = run.roll(q, k, v)
         out, state = self._extend(state, q, k, v, run.lengths)
         return run.unroll(out), state
@@ -343,14 +343,14 @@ class Mechanism(nn.Module, ABC):
 
     def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, key_packing: Packing) -> Tensor:
         pieces = []
-        for group in (groups := length_classes(packing, key_packing)):
+        for group in (groups := length_buckets(packing, key_packing)):
             (qg,), (kg, vg) = group.take(q), group.take(k, v, of=1)
             pieces.append(self._attend(qg, kg, vg, group.visible(1)))
         return restore(packing, groups, pieces, q.shape[1])
 
     def _extend_packed(self, state: State, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, State]:
         pieces = []
-        for group in (groups := length_classes(packing)):
+        for group in (groups := length_buckets(packing)):
             qg, kg, vg = group.take(q, k, v)
             out, rows = self._extend(state.select(group.sequences), qg, kg, vg, group.lengths[0])
             pieces.append(out)

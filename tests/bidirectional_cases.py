@@ -31,7 +31,7 @@ class Case:
     D: int = 5
     E: int = 7
     feature_map: str = "softmax"
-    normalise: str = "query"
+    normalize: str = "query"
     num_features: int | None = None
     mask: bool = False
     packed: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -72,8 +72,8 @@ def arguments(case: Case, dtype: torch.dtype, device: str) -> Given:
 
     q, k = inputs(T, case.H, case.D) * case.size, inputs(S, case.Hkv, case.D) * case.size
     v, d_out = inputs(S, case.Hkv, case.E), inputs(T, case.H, case.E)
-    if case.feature_map == "identity" and case.normalise != "none":
-        q, k = q.abs(), k.abs()  # Features of either sign have normalisers near 0, and nothing near them is exact.
+    if case.feature_map == "identity" and case.normalize != "none":
+        q, k = q.abs(), k.abs()  # Features of either sign have normalizers near 0, and nothing near them is exact.
     weight = None
     if case.num_features:
         weight = torch.randn(case.num_features, case.D)
@@ -93,7 +93,7 @@ def mechanism(case: Case, given: Given) -> LinearAttention:
         feature_map = Favor(case.D, len(given.weight), row_norms="sampled", epsilon=0.0)
         feature_map.projection = given.weight.cpu()
     return LinearAttention(
-        case.H, case.D, num_kv_heads=case.Hkv, value_dim=case.E, feature_map=feature_map, normalise=case.normalise
+        case.H, case.D, num_kv_heads=case.Hkv, value_dim=case.E, feature_map=feature_map, normalize=case.normalize
     )
 
 
@@ -117,8 +117,8 @@ def by_kernels(case: Case, given: Given) -> list[Tensor]:
     kernels = dispatch.bidirectional_kernels()
     offsets = [None if packing is None else packing.offsets for packing in (given.packing, given.key_packing)]
     tensors = given.q, given.k, given.v, given.weight, given.key_mask, *offsets
-    results = kernels.forward(*tensors, case.feature_map, case.normalise)
-    grads = kernels.backward(given.d_out, *results[1:], *tensors, case.feature_map, case.normalise)
+    results = kernels.forward(*tensors, case.feature_map, case.normalize)
+    grads = kernels.backward(given.d_out, *results[1:], *tensors, case.feature_map, case.normalize)
     return [results[0], *grads]
 
 

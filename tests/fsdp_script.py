@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from longspan import AttentionConfig, ModelConfig
 from longspan.hf import LongspanConfig, LongspanForCausalLM
-from longspan.models.residual import Branch
+from longspan.models.residual import ResidualBranch
 
 alone = "--alone" in sys.argv
 torch.manual_seed(0)
@@ -23,16 +23,16 @@ if not alone:
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = dist.init_device_mesh("cpu", (world,))
     for module in model.modules():
-        if isinstance(module, Branch):
+        if isinstance(module, ResidualBranch):
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
-optimiser = torch.optim.AdamW(model.parameters(), 1e-2)
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
 for batch in data:
     mine = batch.chunk(world)[rank]
     loss = model(mine, labels=mine).loss
     loss.backward()
-    optimiser.step()
-    optimiser.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
     whole = loss.detach().clone()
     if not alone:
         dist.all_reduce(whole)

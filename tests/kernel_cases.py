@@ -24,7 +24,7 @@ class Case:
     D: int = 5
     E: int = 7
     feature_map: str = "elu"
-    normalise: bool = True
+    normalize: bool = True
     state: bool = True
     lengths: tuple[int, ...] | None = None
     scaled: bool = False
@@ -52,8 +52,8 @@ def arguments(case: Case, dtype: torch.dtype, device: str) -> Arguments:
         return torch.randn(B, T, heads, dim).to(device, dtype)
 
     q, k, v, d_out = inputs(H, D) * case.size, inputs(Hkv, D) * case.size, inputs(Hkv, E), inputs(H, E)
-    if case.feature_map == "identity" and case.normalise:
-        q, k = q.abs(), k.abs()  # Features of either sign have normalisers near 0, and nothing near them is exact.
+    if case.feature_map == "identity" and case.normalize:
+        q, k = q.abs(), k.abs()  # Features of either sign have normalizers near 0, and nothing near them is exact.
     if case.jump and not case.scaled:
         k[:, T // 2 :] += case.jump
     M = case.num_features or D
@@ -62,7 +62,7 @@ def arguments(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     if scale is not None:
         scale[:, T // 2 :] += case.jump
     lengths = None if case.lengths is None else torch.tensor(case.lengths, device=device)
-    kv, shift = torch.rand(B, Hkv, M, E + case.normalise), torch.randn(B, Hkv)
+    kv, shift = torch.rand(B, Hkv, M, E + case.normalize), torch.randn(B, Hkv)
     if not case.state:
         kv, shift = torch.zeros_like(kv), torch.full_like(shift, FLOOR)
     d_kv = torch.randn_like(kv).to(device)
@@ -78,7 +78,7 @@ def by_plain(case: Case, given: Arguments, dtype: torch.dtype) -> tuple[Tensor, 
 
     d_out, d_kv, tensors = given
     tensors = tuple(to(x, dtype if i < 3 else sums) for i, x in enumerate(tensors))
-    last = case.feature_map, case.normalise, 1
+    last = case.feature_map, case.normalize, 1
     out, den, after, shift, *starts = _causal_linear(*tensors, *last)
     d = _causal_linear_backward(to(d_out, dtype), to(d_kv, sums), out, den, *starts, *tensors, *last)
     return out, den, after, shift, *d
@@ -87,7 +87,7 @@ def by_plain(case: Case, given: Arguments, dtype: torch.dtype) -> tuple[Tensor, 
 def by_kernels(case: Case, given: Arguments) -> tuple[Tensor, ...]:
     kernels = dispatch.linear_kernels()
     d_out, d_kv, tensors = given
-    last = case.feature_map, case.normalise
+    last = case.feature_map, case.normalize
     results, kept = kernels.forward(*tensors, *last)
     return *results, *kernels.backward(d_out, d_kv, *results[:2], *tensors, *last, kept)
 
@@ -105,7 +105,7 @@ def check(case: Case, given: Arguments, dtype: torch.dtype) -> None:
         assert ours.dtype == near.dtype, name
         own_scale = case.feature_map in ("softmax", "favor") and dtype == torch.bfloat16
         if not exact.numel() or (name == "den" and own_scale):
-            continue  # There the kernels' normalisers have a scale of their own, which cancels.
+            continue  # There the kernels' normalizers have a scale of their own, which cancels.
         near, ours = near.double(), ours.cpu().double()
         if name == "shift":
             torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)

@@ -39,7 +39,7 @@ def shaken(module: Any) -> Any:
 
 
 def config(**options: Any) -> ModelConfig:
-    """A small causal language model; fields of the attention are recognised by name."""
+    """A small causal language model; fields of the attention are recognized by name."""
     of_attention = {f.name for f in fields(AttentionConfig)} - {"dropout"}
     attention = {"num_heads": 3, **{k: v for k, v in options.items() if k in of_attention}}
     rest = {k: v for k, v in options.items() if k not in of_attention}

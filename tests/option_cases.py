@@ -82,7 +82,7 @@ def softmax_attention(
 
 
 def kernel_attention(fq: Tensor, fk: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Normalised attention by features."""
+    """Normalized attention by features."""
     weights = scores(fq, fk)
     weights = weights.tril() if causal else weights
     return by_weights(weights / weights.sum(-1, keepdim=True), v)

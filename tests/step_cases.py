@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longspan import Mechanism, build_mechanism
-from longspan.ops.decode import Turn
+from longspan.ops.decode import CosSin
 from longspan.ops.rotary import cos_sin
 
 H, HKV, D, E = 4, 2, 6, 7
@@ -14,11 +14,11 @@ H, HKV, D, E = 4, 2, 6, 7
 CASES: dict[str, tuple[str, dict]] = {
     "linear": ("linear", {}),
     "relu": ("linear", {"feature_map": "relu", "output_scale": 0.5}),
-    "identity": ("linear", {"feature_map": "identity", "normalise": "none"}),
+    "identity": ("linear", {"feature_map": "identity", "normalize": "none"}),
     "softmax-map": ("linear", {"feature_map": "softmax"}),
-    "by-feature": ("linear", {"feature_map": "softmax", "normalise": "feature"}),
+    "by-feature": ("linear", {"feature_map": "softmax", "normalize": "feature"}),
     "performer": ("performer", {"num_features": 19}),
-    "performer-by-feature": ("performer", {"num_features": 5, "normalise": "feature"}),
+    "performer-by-feature": ("performer", {"num_features": 5, "normalize": "feature"}),
     "local": ("local", {"window": 11}),
     "window-of-one": ("local", {"window": 1}),
     "blocks": ("local", {"window": 5, "look_back": 2, "scale": 0.3}),
@@ -45,11 +45,11 @@ def inputs(name: str, B: int, T: int, dtype: torch.dtype, device: str) -> list[T
     return [torch.randn(shape).to(device, dtype) for shape in shapes]
 
 
-def turn(length: Tensor, kind: int) -> Turn | None:
+def turn(length: Tensor, kind: int) -> CosSin | None:
     """Rotary positions of the next token: none, by halves, interleaved."""
     if kind == 0:
         return None
-    return Turn(*cos_sin(length[:, None], D, 100.0, torch.float32), kind == 2)
+    return CosSin(*cos_sin(length[:, None], D, 100.0, torch.float32), kind == 2)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from longspan.generation.decode import Loop, Sampling
+from longspan.generation.decode import DecodeLoop, Sampling
 from longspan.ops import decode as step
 from longspan.ops.rotary import cos_sin
 
@@ -36,7 +36,7 @@ SAMPLINGS = {
     "min_p": Sampling(min_p=0.2),
     "penalty": Sampling(repetition_penalty=3.0),
     "everything": Sampling(temperature=0.8, top_k=31, top_p=0.9, min_p=0.01, repetition_penalty=1.3),
-    "greedy, penalised": Sampling(temperature=0, repetition_penalty=9.0),
+    "greedy, penalized": Sampling(temperature=0, repetition_penalty=9.0),
 }
 
 
@@ -74,13 +74,13 @@ def _plainly(x, modules, activation, add):
 
 def compare_turns(device: str) -> None:
     length = torch.tensor([0, 1, 65537, 1_000_003], device=device)
-    found = step.turns_at(length, (10, 100.0), torch.float32)
+    found = step.cos_sin_at(length, (10, 100.0), torch.float32)
     for ours, best in zip(found[:2], cos_sin(length[:, None].cpu(), 10, 100.0, torch.float64), strict=True):
         assert ours.shape == (4, 1, 5)
         assert (ours.cpu().double() - best).abs().max() < 3e-7
 
 
-class _Choice(Loop):
+class _Choice(DecodeLoop):
     """A loop without a model: the numbers a choice is made from, and where it is kept."""
 
     def __init__(self, logits: torch.Tensor, sampling: Sampling, stop: list[int], fused: bool) -> None:

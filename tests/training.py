@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# torch._dynamo because every optimiser imports it.
+# torch._dynamo because every optimizer imports it.
 _CONTEXT.set_forkserver_preload(
     ["torch._dynamo", "longspan.cli"] + [f"longspan.train.{name}" for name in ("cli", "estimate", "report", "scoring")]
 )

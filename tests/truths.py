@@ -94,32 +94,32 @@ def _linear(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor
     else:
         of_query, of_key = _FEATURES[kind]
         query, key = of_query(q), of_key(k)
-    out = reference.linear_attention(query, key, v, visible, o.get("normalise", "query"))
+    out = reference.linear_attention(query, key, v, visible, o.get("normalize", "query"))
     return out * o.get("output_scale", 1.0)
 
 
 def _performer(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
     o = case.options
     kernel, projected = o.get("kernel", "softmax"), o.get("projection", True)
-    epsilon, normalise = o.get("epsilon"), o.get("normalise", "query")
+    epsilon, normalize = o.get("epsilon"), o.get("normalize", "query")
     if kernel == "softmax":
         if not projected:
-            return reference.linear_attention(q.softmax(-1), k.exp(), v, visible, normalise)
+            return reference.linear_attention(q.softmax(-1), k.exp(), v, visible, normalize)
         w = m.feature_map.projection
         if epsilon:
             return reference.favor_attention(q, k, v, w, visible, epsilon=epsilon)
-        if normalise == "query":
+        if normalize == "query":
             return reference.favor_attention(q, k, v, w, visible)
         query = reference.favor_features(q, w)
         query = query / query.sum(-1, keepdim=True)  # so that weights over features, and over keys, sum to one
-        return reference.linear_attention(query, reference.favor_features(k, w), v, visible, normalise)
+        return reference.linear_attention(query, reference.favor_features(k, w), v, visible, normalize)
 
     def features(x: Tensor) -> Tensor:
         x = x * D**-0.25
         x = x @ m.feature_map.projection.T if projected else x
         return (ACTIVATIONS[kernel] if isinstance(kernel, str) else kernel)(x) + (1e-3 if epsilon is None else epsilon)
 
-    return reference.linear_attention(features(q), features(k), v, visible, normalise)
+    return reference.linear_attention(features(q), features(k), v, visible, normalize)
 
 
 def _linformer(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:

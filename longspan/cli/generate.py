@@ -15,12 +15,12 @@ from rich.table import Table
 
 from longspan import __version__
 from longspan.generation.generate import Sampling, Stream, prefill, stream
-from longspan.generation.session import Memory
-from longspan.generation.tokenization import Text
+from longspan.generation.session import Session
+from longspan.generation.tokenization import TextCodec
 from longspan.mechanisms import mechanism_options, mechanisms
 from longspan.models.checkpoint import load
 from longspan.models.transformer import LanguageModel
-from longspan.ops.common.dispatch import KERNELS, why_no_kernels
+from longspan.ops.common.dispatch import KERNELS, why_no_triton
 
 
 def info(
@@ -31,7 +31,7 @@ def info(
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     console.print(f"longspan {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
     console.print(f"devices: cpu ({torch.get_num_threads()} threads){''.join(f', {name}' for name in gpus)}")
-    missing = why_no_kernels()
+    missing = why_no_triton()
     console.print(f"Triton kernels for {KERNELS}: {'usable' if missing is None else f'not used, {missing}'}")
     table = Table("mechanism", "causal", "cross", "options and defaults")
     for name, cls in mechanisms().items():
@@ -94,8 +94,8 @@ def _prompt(prompt: str | None, prompt_file: Path | None, resume: Path | None) -
     return b"" if resume is not None else sys.stdin.buffer.read()
 
 
-def _text(folder: Path, model: LanguageModel) -> Text:
-    text = Text.beside(_checkpoint(folder))
+def _text(folder: Path, model: LanguageModel) -> TextCodec:
+    text = TextCodec.beside(_checkpoint(folder))
     if not text.fits(model.config.vocab_size):
         raise ValueError(
             f"this model has {model.config.vocab_size} tokens: text needs 256 of them, as bytes, or the model's own "
@@ -104,16 +104,16 @@ def _text(folder: Path, model: LanguageModel) -> Text:
     return text
 
 
-def _read(model: LanguageModel, prompt: list[int], resume: Path | None, max_tokens: int) -> Memory:
+def _read(model: LanguageModel, prompt: list[int], resume: Path | None, max_tokens: int) -> Session:
     if resume is None:
         if not prompt:
             raise ValueError("there is nothing to continue: give --prompt, --prompt-file or text on standard input")
         return prefill(model, prompt, max_tokens=max_tokens)
-    memory = Memory.load(resume, model)
+    memory = Session.load(resume, model)
     return memory.read(model, prompt) if prompt else memory
 
 
-def _print(steps: Stream, text: Text, batch: int, endings: list[str]) -> int:
+def _print(steps: Stream, text: TextCodec, batch: int, endings: list[str]) -> int:
     """The first row as it comes, the others afterwards; an interrupt ends it with what there is."""
     rows = [text.reader() for _ in range(batch)]
     live = [True] * batch

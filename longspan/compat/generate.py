@@ -27,7 +27,7 @@ def top_p(logits: Tensor, thres: float = 0.9) -> Tensor:
 
 def repetition_penalty_fn(logits: Tensor, ctx: Tensor, theta: float = 1.2) -> Tensor:
     """Logits (B, V) of the tokens in ctx (B, T) divided by theta if positive, multiplied if negative."""
-    return Sampling(repetition_penalty=theta).penalised(logits, ctx)
+    return Sampling(repetition_penalty=theta).penalized(logits, ctx)
 
 
 def sampler(filter_logits_fn: Filter, filter_thres: float, temperature: float) -> Callable[[Tensor], Tensor]:

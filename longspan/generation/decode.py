@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from longspan.generation.session import Memory
+from longspan.generation.session import Session
 from longspan.mechanisms.linformer import Projection
 from longspan.models.layers import Attention
-from longspan.models.residual import Branch, StackState
+from longspan.models.residual import ResidualBranch, StackState
 from longspan.models.transformer import LanguageModel
 from longspan.ops.common import dispatch
-from longspan.ops.decode import why_plain
+from longspan.ops.decode import why_not_triton
 from longspan.protocol import Mechanism, State
 
 # Multiplications and numbers held: where a step has fewer, threads on a CPU wait for each other longer than they help.
@@ -57,7 +57,7 @@ class Sampling:
 
     def probabilities(self, logits: Tensor, recent: Tensor) -> Tensor:
         """logits (B, V), recent (B, window) tokens, −1 where none -> (B, V) that sum to one."""
-        logits = self.penalised(logits.to(torch.promote_types(logits.dtype, torch.float32)), recent)
+        logits = self.penalized(logits.to(torch.promote_types(logits.dtype, torch.float32)), recent)
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter(1, logits.argmax(1, keepdim=True), 1)
         logits = logits if self.temperature == 1 else logits / self.temperature
@@ -77,7 +77,7 @@ class Sampling:
             probabilities = kept
         return probabilities / probabilities.sum(1, keepdim=True)
 
-    def penalised(self, logits: Tensor, recent: Tensor) -> Tensor:
+    def penalized(self, logits: Tensor, recent: Tensor) -> Tensor:
         """Logits (B, V) after the repetition penalty for the tokens in recent, −1 where none."""
         if self.repetition_penalty == 1:
             return logits
@@ -87,13 +87,13 @@ class Sampling:
         return torch.where(seen, weaker, logits)
 
 
-class Loop:
+class DecodeLoop:
     """Everything a step reads and writes, at fixed addresses, so that a CUDA graph can hold it.
 
     A step takes the token chosen last, if any, into the state, and chooses the next.
     """
 
-    def __init__(self, model: LanguageModel, memory: Memory, sampling: Sampling, stop: Sequence[int]) -> None:
+    def __init__(self, model: LanguageModel, memory: Session, sampling: Sampling, stop: Sequence[int]) -> None:
         self._model, self._sampling = model, sampling
         device, rows = memory.logits.device, len(memory.logits)
         stack = model.transformer.stack
@@ -114,14 +114,14 @@ class Loop:
         self._index = torch.zeros(rows, dtype=torch.int64, device=device)  # of the drawn number that is next
         self._answer = torch.zeros(2, rows, dtype=torch.float64, device=device)
         self._fused = (
-            why_plain(self._logits) is None and memory.logits.shape[1] <= dispatch.step_kernels().LARGEST_CHOICE
+            why_not_triton(self._logits) is None and memory.logits.shape[1] <= dispatch.step_kernels().LARGEST_CHOICE
         )
         self._pending, self._steps = False, 0  # whether a token is chosen that the state does not hold yet
         self._graph: torch.cuda.CUDAGraph | None = None
         self._mechanisms = [
             (place, branch.layer.mechanism)
             for place, branch in enumerate(stack.branches)
-            if isinstance(branch, Branch) and isinstance(branch.layer, Attention)
+            if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention)
         ]
         self._limits = _limits(model)
         self._longest = int(memory.state.length.max()) if self._limits else 0
@@ -177,7 +177,7 @@ class Loop:
                     self._choose(True)
         return answer
 
-    def memory(self) -> Memory:
+    def memory(self) -> Session:
         """A copy of all that was read and said so far."""
         with self.alone():
             if self._pending:
@@ -186,7 +186,7 @@ class Loop:
                     self._join()
                 self._pending = False
             state = self._through(self._state.clone(), lambda own, held: own.settled(held))
-            return Memory(state, self._logits.clone(), self._recent.clone())
+            return Session(state, self._logits.clone(), self._recent.clone())
 
     def _advance(self) -> None:
         if self._stepping:
@@ -221,7 +221,7 @@ class Loop:
         logits = self._logits
         if self._sampling.repetition_penalty != 1:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return self._sampling.penalised(logits, self._recent).argmax(1)
+        return self._sampling.penalized(logits, self._recent).argmax(1)
 
     def _drawn_token(self) -> Tensor:
         """(B,) by the next random number, its log-probability in the answer."""
@@ -243,7 +243,7 @@ class Loop:
         """The state with that of every mechanism changed, but for a context's."""
         branches = []
         for branch, held in zip(self._model.transformer.stack.branches, state.branches, strict=True):
-            if isinstance(branch, Branch) and isinstance(branch.layer, Attention) and not branch.layer.cross:
+            if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention) and not branch.layer.cross:
                 held = replace(held, inner=tuple(change(branch.layer.mechanism, inner) for inner in held.inner))
             branches.append(held)
         return replace(state, branches=tuple(branches))
@@ -264,7 +264,7 @@ def _limits(model: LanguageModel) -> list[Callable[[int], None]]:
     if model.positions is not None and model.positions.reach is not None:
         found.append(model.positions.check)
     for branch in model.transformer.stack.branches:
-        if isinstance(branch, Branch) and isinstance(branch.layer, Attention) and not branch.layer.cross:
+        if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention) and not branch.layer.cross:
             tables = [module for module in branch.layer.mechanism.modules() if isinstance(module, Projection)]
             # Along every stride-th token a table reaches as much further.
             found += [table.check_length for table in tables if not table.periodic and branch.stride == 1]

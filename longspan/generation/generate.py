@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from longspan.generation.decode import Loop
+from longspan.generation.decode import DecodeLoop
 from longspan.generation.decode import Sampling as Sampling
-from longspan.generation.session import Memory
+from longspan.generation.session import Session
 from longspan.models.transformer import EncoderDecoder, LanguageModel
 
 Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]]
@@ -29,7 +29,7 @@ class Generated:
 
 def generate(
     model: LanguageModel | EncoderDecoder,
-    prompt: Prompt | Memory,
+    prompt: Prompt | Session,
     max_tokens: int,
     *,
     sampling: Sampling | None = None,
@@ -46,7 +46,7 @@ def generate(
     """
     endings = [s.encode() if isinstance(s, str) else bytes(s) for s in stop_strings]
     steps = stream(model, prompt, max_tokens, sampling=sampling, stop=stop, seed=seed, source=source)
-    rows = len(prompt.logits) if isinstance(prompt, Memory) else len(_rows(prompt))
+    rows = len(prompt.logits) if isinstance(prompt, Session) else len(_rows(prompt))
     result = Generated([[] for _ in range(rows)], [[] for _ in range(rows)])
     live = [True] * rows
     # Where nothing stops a row the device is asked once; otherwise seldom, and a few tokens are made in vain.
@@ -67,7 +67,7 @@ def generate(
 
 def stream(
     model: LanguageModel | EncoderDecoder,
-    prompt: Prompt | Memory,
+    prompt: Prompt | Session,
     max_tokens: int | None = None,
     *,
     sampling: Sampling | None = None,
@@ -77,7 +77,7 @@ def stream(
 ) -> Stream:
     """Tokens as they come: an iterator of steps. max_tokens: None goes on for ever. The rest is as in `generate`."""
     sampling = Sampling() if sampling is None else sampling
-    if not isinstance(prompt, Memory):
+    if not isinstance(prompt, Session):
         prompt = prefill(model, prompt, max_tokens=max_tokens, source=source, window=sampling.repetition_window)
     return Stream(model, prompt, max_tokens, sampling, stop, seed)
 
@@ -91,7 +91,7 @@ class Stream:
     def __init__(
         self,
         model: LanguageModel | EncoderDecoder,
-        memory: Memory,
+        memory: Session,
         max_tokens: int | None,
         sampling: Sampling,
         stop: Sequence[int],
@@ -102,7 +102,7 @@ class Stream:
         if len(seeds) != rows:
             raise ValueError(f"seed must be one number or one for each of {rows} rows, got {len(seeds)}")
         self._model = model.decoder if isinstance(model, EncoderDecoder) else model
-        self._loop = Loop(self._model, memory, sampling, stop)
+        self._loop = DecodeLoop(self._model, memory, sampling, stop)
         self._max_tokens, self._steps, self._over = max_tokens, 0, False
         self._generators = [torch.Generator().manual_seed(s) for s in seeds]
 
@@ -131,7 +131,7 @@ class Stream:
         return [[int(token) for token in tokens] for tokens, _ in found], [logs for _, logs in found]
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> Session:
         """What was read and said so far, from which a later stream can go on."""
         with torch.no_grad(), _evaluating(self._model):
             return self._loop.memory()
@@ -146,7 +146,7 @@ def prefill(
     chunk: int | None = None,
     source: Tensor | None = None,
     window: int = 64,
-) -> Memory:
+) -> Session:
     """A prompt read in chunks of so many tokens, in memory that does not grow with it.
 
     chunk: 4096 unless given; on a GPU, which waits for the next launch rather than for numbers, 65536 over all rows.
@@ -173,7 +173,7 @@ def _prefill(
     chunk: int,
     source: Tensor | None,
     window: int,
-) -> Memory:
+) -> Session:
     device = next(model.parameters()).device
     lengths = torch.tensor([len(row) for row in rows], device=device)
     longest = int(lengths.max())
@@ -201,15 +201,15 @@ def _prefill(
         last = torch.where(here, hidden[torch.arange(len(rows), device=device), index], last)
     place = lengths[:, None] - window + torch.arange(window, device=device)
     recent = tokens.gather(1, place.clamp(min=0)).masked_fill(place < 0, -1)
-    return Memory(state, decoder.logits(last[:, None])[:, 0], recent)
+    return Session(state, decoder.logits(last[:, None])[:, 0], recent)
 
 
 @torch.no_grad()
 def beam_search(
-    model: LanguageModel, prompt: Prompt | Memory, max_tokens: int, *, num_beams: int = 4, stop: Sequence[int] = ()
+    model: LanguageModel, prompt: Prompt | Session, max_tokens: int, *, num_beams: int = 4, stop: Sequence[int] = ()
 ) -> Generated:
     """The likeliest continuation of one prompt that `num_beams` beams find, by total log-probability."""
-    memory = prompt if isinstance(prompt, Memory) else prefill(model, prompt, max_tokens=max_tokens)
+    memory = prompt if isinstance(prompt, Session) else prefill(model, prompt, max_tokens=max_tokens)
     if len(memory.logits) != 1:
         raise ValueError(f"beam search takes one prompt at a time, got {len(memory.logits)}")
     state, logs = memory.state, memory.logits.log_softmax(1)

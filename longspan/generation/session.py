@@ -22,25 +22,25 @@ S = TypeVar("S", bound=State)
 
 
 @dataclass
-class Memory:
+class Session:
     """What a language model needs to go on: its state, the next token's logits, and the latest tokens."""
 
     state: StackState
     logits: Tensor  # (B, V)
     recent: Tensor  # (B, window), −1 where there was no token yet
 
-    def select(self, index: Sequence[int] | Tensor) -> Memory:
+    def select(self, index: Sequence[int] | Tensor) -> Session:
         """Rows kept, dropped or repeated, as copies: one prompt, many continuations."""
         where = torch.as_tensor(index, device=self.logits.device)
-        return Memory(self.state.select(where), self.logits[where], self.recent[where])
+        return Session(self.state.select(where), self.logits[where], self.recent[where])
 
     @torch.no_grad()
-    def read(self, model: LanguageModel, tokens: Sequence[int]) -> Memory:
+    def read(self, model: LanguageModel, tokens: Sequence[int]) -> Session:
         """The memory after more tokens, the same for every row."""
         more = torch.tensor([list(tokens)] * len(self.logits), device=self.logits.device)
         hidden, state = model.extend_hidden(more, self.state.clone())
         recent = torch.cat([self.recent, more], 1)[:, -self.recent.shape[1] :]
-        return Memory(state, model.logits(hidden[:, -1:])[:, 0], recent)
+        return Session(state, model.logits(hidden[:, -1:])[:, 0], recent)
 
     def save(self, path: str | Path) -> None:
         """To a safetensors file: written beside it first, so that a kill leaves the old file or the new one."""
@@ -58,7 +58,7 @@ class Memory:
             beside.unlink(missing_ok=True)
 
     @classmethod
-    def load(cls, path: str | Path, model: LanguageModel) -> Memory:
+    def load(cls, path: str | Path, model: LanguageModel) -> Session:
         """What `save` wrote, for the same model."""
         device = next(model.parameters()).device
         try:

@@ -22,14 +22,14 @@ def load_tokenizer(path: Path) -> Any:
         raise ValueError(f"{path} is not a Hugging Face tokenizer file (tokenizer.json): {error}") from None
 
 
-class Text:
+class TextCodec:
     """encode and decode for a model; tokens above 255 without a tokenizer are shown as numbers."""
 
     def __init__(self, tokenizer: Path | None) -> None:
         self._tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
 
     @classmethod
-    def beside(cls, model: Path) -> Text:
+    def beside(cls, model: Path) -> TextCodec:
         """Of a checkpoint folder: with the tokenizer in it, if there is one."""
         tokenizer = model / TOKENIZER
         return cls(tokenizer if tokenizer.exists() else None)
@@ -53,11 +53,11 @@ class Text:
             return " ".join(map(str, tokens))
         return bytes(tokens).decode("utf-8", "replace")
 
-    def reader(self) -> Reader:
-        return Reader(self._tokenizer)
+    def reader(self) -> StreamDecoder:
+        return StreamDecoder(self._tokenizer)
 
 
-class Reader:
+class StreamDecoder:
     """Text as its tokens come, in whole characters. said: all of it so far."""
 
     def __init__(self, tokenizer: Any) -> None:

@@ -35,7 +35,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     gradient_checkpointing = False
-    _no_split_modules = ("Branch",)
+    _no_split_modules = ("ResidualBranch",)
     _is_stateful = True  # a state cannot be rolled back
     model: LanguageModel | EncoderDecoder | Classifier
 
@@ -51,7 +51,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
         config.tie_word_embeddings = bool(ties)
         if next(self.model.parameters()).device.type != "meta":
             for module in self.model.modules():
-                setattr(module, "_is_hf_initialized", True)  # noqa: B010  longspan's initialisation stays
+                setattr(module, "_is_hf_initialized", True)  # noqa: B010  longspan's initialization stays
         self.post_init()
 
     def _build(self, config: LongspanConfig) -> LanguageModel | EncoderDecoder | Classifier:

@@ -42,13 +42,13 @@ class Elu(FusedMap):
 
 
 class Relu(FusedMap):
-    """relu(x) + 0.001: the constant keeps every query's normaliser above zero."""
+    """relu(x) + 0.001: the constant keeps every query's normalizer above zero."""
 
     kind = "relu"
 
 
 class Identity(FusedMap):
-    """x itself: features made elsewhere, or unnormalised attention."""
+    """x itself: features made elsewhere, or unnormalized attention."""
 
     kind = "identity"
 
@@ -100,7 +100,7 @@ def softmax_over_keys(logits: Tensor, visible: Tensor | None) -> Tensor:
 class Favor(RandomFeatures, FusedMap):
     """FAVOR+: exp(w·x − ‖x‖²/2) with x scaled by D^−¼, an unbiased estimate of softmax attention's kernel.
 
-    epsilon: added to both features after stabilising, as performer-pytorch does; it pulls the estimate towards the mean
+    epsilon: added to both features after stabilizing, as performer-pytorch does; it pulls the estimate towards the mean
     of the values.
     """
 
@@ -119,7 +119,7 @@ class Favor(RandomFeatures, FusedMap):
     def query(self, q: Tensor) -> Tensor:
         projected, half_norm = favor_projection(q, self.projection.to(q.dtype))
         if not self.epsilon:
-            # Divided by their sum, which cancels where queries are normalised and is right where features are.
+            # Divided by their sum, which cancels where queries are normalized and is right where features are.
             return projected.softmax(-1)
         return (projected - half_norm - projected.detach().amax(-1, keepdim=True)).exp() + self.epsilon
 
@@ -132,7 +132,7 @@ class Favor(RandomFeatures, FusedMap):
         return (projected - half_norm - largest[..., None]).exp(), largest
 
 
-class Generalised(RandomFeatures):
+class Generalized(RandomFeatures):
     """activation(w·x) + epsilon, with the projection of `Favor`, or activation(x) + epsilon without one."""
 
     def __init__(

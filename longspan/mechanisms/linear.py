@@ -1,4 +1,4 @@
-"""Linear attention: φ(q)·Σφ(k)vᵀ, normalised; time linear in the sequence, memory of constant size."""
+"""Linear attention: φ(q)·Σφ(k)vᵀ, normalized; time linear in the sequence, memory of constant size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longspan.layout import Packing
 from longspan.mechanisms.feature_maps import FEATURE_MAPS, FusedMap
 from longspan.mechanisms.write_buffer import LATE_SUMS, LateSums, waiting
 from longspan.ops.common import dispatch
-from longspan.ops.decode import Late, Turn, linear_step_, why_plain
+from longspan.ops.decode import CosSin, Late, linear_step_, why_not_triton
 from longspan.ops.linear import (
     Sums,
     accumulate,
@@ -57,7 +57,7 @@ class LinearAttention(Mechanism):
     """out_i = φ(q_i)·Σφ(k_j)v_jᵀ / φ(q_i)·Σφ(k_j): O(n·M·E) time, a state of M·(E + 1) numbers a head.
 
     feature_map: "elu", "softmax", "relu", "identity" or a FeatureMap.
-    normalise: "query" divides as above; "feature" makes each feature's weights over the keys sum to one
+    normalize: "query" divides as above; "feature" makes each feature's weights over the keys sum to one
     (Efficient Attention); "none" does not divide.
     blind_spot: causal queries see only whole buckets of this many tokens before their own; 1 is none.
     first_bucket: what the first bucket, which has none before it, sees: "causal", itself up to the query, or "zero".
@@ -73,7 +73,7 @@ class LinearAttention(Mechanism):
         num_kv_heads: int | None = None,
         value_dim: int | None = None,
         feature_map: str | FeatureMap = "elu",
-        normalise: str = "query",
+        normalize: str = "query",
         output_scale: float = 1.0,
         blind_spot: int = 1,
         first_bucket: str = "causal",
@@ -84,23 +84,23 @@ class LinearAttention(Mechanism):
             feature_map = FEATURE_MAPS[choose("feature_map", feature_map, FEATURE_MAPS)]()
         self.feature_map = feature_map
         self.num_features = feature_map.num_features(head_dim)
-        self.normalise = choose("normalise", normalise, ("query", "feature", "none"))
+        self.normalize = choose("normalize", normalize, ("query", "feature", "none"))
         self.output_scale = output_scale
         self.blind_spot = blind_spot
         self.first_bucket = choose("first_bucket", first_bucket, ("causal", "zero"))
         if blind_spot < 1:
             raise ValueError(f"blind_spot must be at least 1 (no blind spot), got {blind_spot}")
-        if feature_map.unbounded and normalise == "none":
+        if feature_map.unbounded and normalize == "none":
             raise ValueError(
                 f"{type(feature_map).__name__} features are exponentials, bounded only once divided: "
-                'use normalise="query" or "feature"'
+                'use normalize="query" or "feature"'
             )
-        if feature_map.epsilon and (normalise != "query" or blind_spot > 1):
-            raise ValueError('a feature map with an epsilon needs normalise="query" and blind_spot=1')
+        if feature_map.epsilon and (normalize != "query" or blind_spot > 1):
+            raise ValueError('a feature map with an epsilon needs normalize="query" and blind_spot=1')
         self.phantom = phantom
-        if phantom < 0 or (phantom and (normalise != "query" or blind_spot > 1)):
+        if phantom < 0 or (phantom and (normalize != "query" or blind_spot > 1)):
             raise ValueError(
-                f'a phantom must not be negative, and needs normalise="query" and blind_spot=1, got {phantom}'
+                f'a phantom must not be negative, and needs normalize="query" and blind_spot=1, got {phantom}'
             )
         if phantom and feature_map.unbounded and not feature_map.epsilon:
             raise ValueError(
@@ -137,7 +137,7 @@ class LinearAttention(Mechanism):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         if self._fused(q, k, v):
             return self._attend_fused(q, k, v, key_mask=key_mask)
-        if self.normalise == "feature":
+        if self.normalize == "feature":
             weights = self.feature_map.shares(k.to(sum_dtype(k)), key_mask)
             kv = torch.einsum("bshm,bshe->bhme", weights, v.to(weights.dtype))
             query = self.feature_map.query(q.to(weights.dtype))
@@ -161,12 +161,12 @@ class LinearAttention(Mechanism):
         phi = self.feature_map
         if not isinstance(phi, FusedMap):
             return False
-        return dispatch.why_plain_bidirectional(q, k, v, phi.weight, phi.epsilon) is None
+        return dispatch.why_not_triton_bidirectional(q, k, v, phi.weight, phi.epsilon) is None
 
     def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, **where: Tensor | None) -> Tensor:
         phi = self.feature_map
         assert isinstance(phi, FusedMap)
-        out = bidirectional_linear(q, k, v, feature_map=phi.kind, weight=phi.weight, normalise=self.normalise, **where)
+        out = bidirectional_linear(q, k, v, feature_map=phi.kind, weight=phi.weight, normalize=self.normalize, **where)
         return self._scaled(out)
 
     def _read(self, state: State, q: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ class LinearAttention(Mechanism):
         phi = self.feature_map
         assert isinstance(phi, FusedMap)
         weight = None if phi.weight is None else phi.weight.to(dtype)
-        return {"feature_map": phi.kind, "weight": weight, "normalise": self.normalise == "query"}
+        return {"feature_map": phi.kind, "weight": weight, "normalize": self.normalize == "query"}
 
     def _extend(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
@@ -229,11 +229,11 @@ class LinearAttention(Mechanism):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        turn: Turn | Sequence[Turn | None] | None = None,
+        turn: CosSin | Sequence[CosSin | None] | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         assert isinstance(state, LinearState)
-        assert turn is None or isinstance(turn, Turn)
+        assert turn is None or isinstance(turn, CosSin)
         phi = self.feature_map
         if not self._one_step:
             return super().step_(state, q, k, v, turn, out)
@@ -242,7 +242,7 @@ class LinearAttention(Mechanism):
             *(q, k, v, state.sums),
             feature_map=phi.kind,
             weight=phi.weight,
-            normalise=self.normalise,
+            normalize=self.normalize,
             turn=turn,
             late=next((Late(held.length, held.f, held.v, held.scale) for held in state.late), None),
             out=out,
@@ -252,7 +252,7 @@ class LinearAttention(Mechanism):
     @property
     def _one_pass(self) -> bool:
         """Whether causal attention of many tokens is one operation."""
-        return self._one_step and self.normalise != "feature"
+        return self._one_step and self.normalize != "feature"
 
     @property
     def _one_step(self) -> bool:
@@ -263,7 +263,7 @@ class LinearAttention(Mechanism):
         assert isinstance(state, LinearState)
         kv = state.kv
         large = max(self.head_dim, *kv.shape[2:]) > dispatch.LARGEST
-        if large or not self._one_step or why_plain(kv) is not None:
+        if large or not self._one_step or why_not_triton(kv) is not None:
             return state
         f, v = (kv.new_zeros(*kv.shape[:2], LATE_SUMS, dim) for dim in kv.shape[2:])
         late = LateSums(state.length, f, v.to(dtype), kv.new_full(f.shape[:3], FLOOR))
@@ -283,7 +283,7 @@ class LinearAttention(Mechanism):
 
     def _from_sums(self, q: Tensor, sums: Sums, total: Tensor | None) -> Tensor:
         constant = None if total is None else self.feature_map.epsilon * total
-        out = attend_sums(self.feature_map.query(q.to(sums.kv.dtype)), sums, self.normalise, constant)
+        out = attend_sums(self.feature_map.query(q.to(sums.kv.dtype)), sums, self.normalize, constant)
         return self._scaled(out.to(q.dtype))
 
     def _from_prefixes(self, state: LinearState, query: Tensor, f: Tensor, scale: Tensor | None, v: Tensor) -> Tensor:
@@ -291,18 +291,18 @@ class LinearAttention(Mechanism):
             constant = None
             if state.total is not None:
                 constant = self.feature_map.epsilon * (state.total[:, None] + self._ones(v, None).cumsum(1))
-            return attend_prefixes(query, f, v, scale, state.sums, self.normalise, constant=constant)
+            return attend_prefixes(query, f, v, scale, state.sums, self.normalize, constant=constant)
         # Tokens are moved so that buckets begin at multiples of their size; then whole buckets are seen or hidden.
         bucket, T = self.blind_spot, query.shape[1]
         begun = state.length % bucket
         query, f, v = (shift_right(x, begun, bucket - 1) for x in (query, f, v))
         scale = None if scale is None else shift_right(scale, begun, bucket - 1, FLOOR)
         sums, pending = _merge(state.sums, state.open, begun == 0), _drop(state.open, begun == 0)
-        out = attend_prefixes(query, f, v, scale, sums, self.normalise, bucket=bucket, pending=pending)
+        out = attend_prefixes(query, f, v, scale, sums, self.normalize, bucket=bucket, pending=pending)
         if self.first_bucket == "causal":
             seen = _merge(sums, pending, begun > 0)
             head = None if scale is None else scale[:, :bucket]
-            inside = attend_prefixes(query[:, :bucket], f[:, :bucket], v[:, :bucket], head, seen, self.normalise)
+            inside = attend_prefixes(query[:, :bucket], f[:, :bucket], v[:, :bucket], head, seen, self.normalize)
             first = (state.length < bucket)[:, None, None, None]
             out = torch.cat([torch.where(first, inside, out[:, :bucket]), out[:, bucket:]], 1)
         return shift_left(out, begun, T)

@@ -2,7 +2,7 @@
 
     K̃_t = b + Σ_{i ≤ t} e_i k_iᵀ,   Ṽ_t = b' + Σ_{i ≤ t} f_i v_iᵀ,   out_t = softmax(q_t K̃_tᵀ / √D) Ṽ_t
 
-The sums are prefix sums, so q_t K̃_tᵀ is unnormalised causal linear attention with keys k and values e, and the second
+The sums are prefix sums, so q_t K̃_tᵀ is unnormalized causal linear attention with keys k and values e, and the second
 product one with queries p, keys f and values v. Bidirectional attention is the case t = n for every query.
 """
 
@@ -19,7 +19,7 @@ from longspan.mechanisms.projection import Projection as Projection
 from longspan.mechanisms.write_buffer import LateRows
 from longspan.ops.common import dispatch
 from longspan.ops.compressed import Layer, attend_rows, attend_tables, linformer_layer
-from longspan.ops.decode import Turn, linformer_step_, placed, turned, why_plain
+from longspan.ops.decode import CosSin, apply_rotary, linformer_step_, placed, why_not_triton
 from longspan.ops.linear import Sums, causal_linear, sum_dtype
 from longspan.ops.softmax import attend
 from longspan.protocol import Mechanism, State
@@ -155,7 +155,7 @@ class LinformerAttention(Mechanism):
         queries: (H·D, dim), keys: (Hkv·(D + E), dim), or keys alone where values are the keys. out, bias: the last map.
         """
         table = self.keys
-        if not dispatch.at_once(x) or table is not self.values or not self._is_bare:
+        if not dispatch.eager_untraced(x) or table is not self.values or not self._is_bare:
             return None
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
         if self._why_plain(x, dtype, table.rank) is not None or self.compresses_first(x.shape[2], len(keys)):
@@ -172,7 +172,7 @@ class LinformerAttention(Mechanism):
         return bare and keys.alike and self.values.alike
 
     def _why_plain(self, x: Tensor, dtype: torch.dtype, rank: int) -> str | None:
-        return dispatch.why_plain_rows(
+        return dispatch.why_not_triton_compressed(
             x, dtype, self.num_heads, self.num_kv_heads, rank, (self.head_dim, self.value_dim)
         )
 
@@ -210,19 +210,19 @@ class LinformerAttention(Mechanism):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        turn: Turn | Sequence[Turn | None] | None = None,
+        turn: CosSin | Sequence[CosSin | None] | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         assert isinstance(state, LinformerState)
         alone = len(q) == 1 and self.keys.bias is None and (q.device.type, q.dtype) == ("cpu", state.k.dtype)
         if self._plain or not (state.late or alone):
             return super().step_(state, q, k, v, turn, out)
-        assert turn is None or isinstance(turn, Turn)
+        assert turn is None or isinstance(turn, CosSin)
         if not state.late:
             place = int(state.length)
             self.keys.check_length(place + 1)
             e, f = (p.table.select(1, place % p.max_length) for p in (self.keys, self.values))
-            q, k = turned(turn, q, k)
+            q, k = apply_rotary(turn, q, k)
             periods = place // self.keys.max_length + 1
             return placed(linformer_step_(q, k, v, state.k, state.v, e, f, periods), out), state
         pair = self.keys, self.values
@@ -239,7 +239,7 @@ class LinformerAttention(Mechanism):
 
     def opened(self, state: State, dtype: torch.dtype) -> State:
         assert isinstance(state, LinformerState)
-        if self._plain or why_plain(state.k) is not None:
+        if self._plain or why_not_triton(state.k) is not None:
             return state
         state = replace(state, k=state.k.contiguous(), v=state.v.contiguous())  # as the kernels read them
         return replace(state, late=(LateRows.of(state.length, state.k, state.v, dtype),))
@@ -358,5 +358,5 @@ def _check_agrees(projection: Projection, asked: dict[str, int]) -> None:
 def _prefix_products(q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     """Σ_{j ≤ i} (q_i·k_j) v_j after what came before, (B, T, H, ·), and the sums Σ k vᵀ after it all."""
     sums = Sums(before, before[..., 0], before[:, :, 0, 0])
-    out, after = causal_linear(q, k, v, sums=sums, normalise=False)
+    out, after = causal_linear(q, k, v, sums=sums, normalize=False)
     return out, after.kv

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longspan.layout import Packing
 from longspan.ops.common import dispatch
-from longspan.ops.decode import Turn, placed, turned, why_plain
+from longspan.ops.decode import CosSin, apply_rotary, placed, why_not_triton
 from longspan.ops.softmax import attend
 from longspan.ops.window import Bias, Window, table_bias, turn, windowed
 from longspan.protocol import Mechanism, State
@@ -32,7 +32,7 @@ class LocalAttention(Mechanism):
     window: W keys, the query's own among them (non-causal: |i − j| < W), or (back, ahead), the number of keys on
     either side of it. With look_back or look_ahead: the size of blocks; a query sees its own block whole, and that many
     before and after it. Causal attention never looks ahead, whatever these say.
-    shared_qk: queries and keys share a space: keys are normalised, a token sees itself only if it sees nothing else.
+    shared_qk: queries and keys share a space: keys are normalized, a token sees itself only if it sees nothing else.
     bias: added to the scores: a module that maps distances i − j (n,) to (H, n), or a table
     (H, P, (back + 1 + ahead)·P) of a query's place in its block of P and a key's place in that and the blocks it
     reaches; P is W where the window is one of blocks, and any size where it is exact.
@@ -142,16 +142,16 @@ class LocalAttention(Mechanism):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        turn: Turn | Sequence[Turn | None] | None = None,
+        turn: CosSin | Sequence[CosSin | None] | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         assert isinstance(state, LocalState)
-        assert turn is None or isinstance(turn, Turn)
+        assert turn is None or isinstance(turn, CosSin)
         special = self._dropout or self.query_offset or self.bias is not None or self.xpos is not None
-        if special or not self._fused(q, k, v) or why_plain(q, k, v, state.k, state.v) is not None:
+        if special or not self._fused(q, k, v) or why_not_triton(q, k, v, state.k, state.v) is not None:
             if special or self.window.size or self.window.alone or q.device.type != "cpu":
                 return super().step_(state, q, k, v, turn, out)
-            q, k = turned(turn, q, k)
+            q, k = apply_rotary(turn, q, k)
             return placed(self._step_exact(state, q, k, v), out), state
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         kernels, held = dispatch.step_kernels(), (state.length, state.k, state.v)
@@ -180,7 +180,7 @@ class LocalAttention(Mechanism):
     def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the kernels take these, and with them a packed row as it lies."""
         with_bias, with_xpos = self.bias is not None, self.xpos is not None
-        return dispatch.why_plain_local(q, k, v, bias=with_bias, xpos=with_xpos) is None
+        return dispatch.why_not_triton_window(q, k, v, bias=with_bias, xpos=with_xpos) is None
 
     def _extend(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None

@@ -1,4 +1,4 @@
-"""Performer: linear attention whose random features estimate softmax attention (FAVOR+), or a generalised kernel."""
+"""Performer: linear attention whose random features estimate softmax attention (FAVOR+), or a generalized kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.mechanisms.feature_maps import ACTIVATIONS, Favor, Generalised, RandomFeatures, Softmax
+from longspan.mechanisms.feature_maps import ACTIVATIONS, Favor, Generalized, RandomFeatures, Softmax
 from longspan.mechanisms.linear import LinearAttention, LinearState
 from longspan.protocol import FeatureMap, State
 from longspan.utils import choose
@@ -21,14 +21,14 @@ from longspan.utils import choose
 class PerformerAttention(LinearAttention):
     """Choromanski et al., 2021: exp(q·k/√D) estimated by M positive orthogonal random features.
 
-    Causal keys are stabilised by a running maximum kept in the state, not by a maximum over all positions: the future
+    Causal keys are stabilized by a running maximum kept in the state, not by a maximum over all positions: the future
     moves nothing, and decoding reproduces training.
 
     num_features: M, by default ⌊D ln D⌋.
-    kernel: "softmax", or an activation (by name, or a function) for the generalised kernel activation(w·x) + epsilon.
+    kernel: "softmax", or an activation (by name, or a function) for the generalized kernel activation(w·x) + epsilon.
     projection: False takes x in place of w·x; with "softmax" that is `linear` with its softmax map.
     row_norms: "sampled" like Gaussian rows, or "unit", all √D.
-    epsilon: added to features: None is 0 for "softmax" and 0.001 for a generalised kernel.
+    epsilon: added to features: None is 0 for "softmax" and 0.001 for a generalized kernel.
     redraw_interval: training forwards (calls of `advance`) between redraws; None never redraws.
     """
 
@@ -47,7 +47,7 @@ class PerformerAttention(LinearAttention):
         row_norms: str = "sampled",
         epsilon: float | None = None,
         redraw_interval: int | None = 1000,
-        normalise: str = "query",
+        normalize: str = "query",
         phantom: float = 0.0,
     ) -> None:
         if num_features is not None and (num_features < 1 or not projection):
@@ -66,7 +66,7 @@ class PerformerAttention(LinearAttention):
         else:
             if isinstance(kernel, str):
                 kernel = ACTIVATIONS[choose("kernel", kernel, ["softmax", *ACTIVATIONS])]
-            feature_map = Generalised(
+            feature_map = Generalized(
                 kernel,
                 head_dim,
                 number if projection else None,
@@ -79,7 +79,7 @@ class PerformerAttention(LinearAttention):
             num_kv_heads=num_kv_heads,
             value_dim=value_dim,
             feature_map=feature_map,
-            normalise=normalise,
+            normalize=normalize,
             phantom=phantom,
         )
         self.redraw_interval = redraw_interval

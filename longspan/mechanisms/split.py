@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.layout import Packing
-from longspan.ops.decode import Turn
+from longspan.ops.decode import CosSin
 from longspan.protocol import Index, Mechanism, State
 
 
@@ -120,10 +120,10 @@ class SplitAttention(Mechanism):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        turn: Turn | Sequence[Turn | None] | None = None,
+        turn: CosSin | Sequence[CosSin | None] | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        turns = [turn] * len(self.sizes) if turn is None or isinstance(turn, Turn) else turn
+        turns = [turn] * len(self.sizes) if turn is None or isinstance(turn, CosSin) else turn
         # On a GPU parts put their answers side by side themselves; elsewhere one call more is less than one a part.
         room = q.new_empty(*q.shape[:3], self.value_dim) if q.is_cuda and out is None else out
         rooms = [None] * len(self.sizes) if room is None else room.split(self.sizes, 2)

@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from longspan.mindspore.local_attention import LocalAttention, normalised
+from longspan.mindspore.local_attention import LocalAttention, normalized
 from longspan.mindspore.padding import checked, filled, first, shifted
 from longspan.mindspore.precision import exact, on_cpu
 
@@ -14,7 +14,7 @@ from longspan.mindspore.precision import exact, on_cpu
 class LocalMHA(nn.Cell):
     """Multi-head local attention of x: (B, n, dim) -> (B, n, dim), for any length.
 
-    exact_windowsize is True unless given. prenorm: a layer norm first. qk_rmsnorm: queries and keys normalised to
+    exact_windowsize is True unless given. prenorm: a layer norm first. qk_rmsnorm: queries and keys normalized to
     length q_scale and k_scale, with scores times qk_scale. gate_values_per_head: each head's output times
     sigmoid(Linear(x)). dropout: of the attention weights, in training. The rest is LocalAttention's.
     """
@@ -107,8 +107,8 @@ class LocalMHA(nn.Cell):
         qkv = qkv.transpose((2, 0, 3, 1, 4))  # (3, B, heads, n, D)
         q, k, v = qkv[0], qkv[1], qkv[2]
         if self.qk_rmsnorm:
-            q = normalised(q) * self.q_scale.astype(q.dtype)
-            k = normalised(k) * self.k_scale.astype(k.dtype)
+            q = normalized(q) * self.q_scale.astype(q.dtype)
+            k = normalized(k) * self.k_scale.astype(k.dtype)
         new = None
         if cache is not None:
             if n != 1:

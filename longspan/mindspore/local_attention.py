@@ -16,7 +16,7 @@ class LocalAttention(nn.Cell):
     The sequence lies in blocks of window_size. A query sees its own block, look_backward blocks before it and
     look_forward after it (1 unless causal); with exact_windowsize the window_size · look_backward keys before itself
     and window_size · look_forward after it, wherever it stands in its block; itself always.
-    shared_qk: queries and keys share a space: keys are normalised, a token sees itself only if it sees nothing else.
+    shared_qk: queries and keys share a space: keys are normalized, a token sees itself only if it sees nothing else.
     autopad: any length; padding is never seen. Without it the length must be a multiple of window_size.
     dim: of a head, for rotary positions (or rel_pos_emb_config, whose first entry is that); without it there are none.
     use_xpos: positions whose products fade with distance, after xpos_scale_base tokens (half the window by default).
@@ -182,7 +182,7 @@ class LocalAttention(nn.Cell):
         return q * (q.shape[-1] ** -0.5 if self.scale is None else self.scale)
 
     def _key(self, k: Tensor) -> Tensor:
-        return normalised(k) if self.shared_qk else k
+        return normalized(k) if self.shared_qk else k
 
     def _sees(self, apart: Tensor, W: int) -> Tensor:
         """Whether a query sees a key in its blocks, from how far back the key stands."""
@@ -222,7 +222,7 @@ class LocalAttention(nn.Cell):
         return ops.where(seen.any(-1, True), out, ops.zeros_like(out)) if blind else out
 
 
-def normalised(x: Tensor) -> Tensor:
+def normalized(x: Tensor) -> Tensor:
     """x / |x| over the last axis."""
     return x * inverse_length(x)
 

@@ -79,5 +79,5 @@ class StreamNorm(nn.Cell):
         self.gamma = Parameter(Tensor(np.zeros(dim, np.float32)))
 
     def weighed(self, matrix: Tensor) -> Tensor:
-        """A matrix (D, ·) that normalised features are multiplied by, with the norm's own factors in its rows."""
+        """A matrix (D, ·) that normalized features are multiplied by, with the norm's own factors in its rows."""
         return matrix * ((self.gamma + 1) * self.scale).expand_dims(-1)

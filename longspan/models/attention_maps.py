@@ -16,7 +16,7 @@ from importlib import import_module
 import torch
 from torch import Tensor, nn
 
-from longspan.layout import Rows
+from longspan.layout import TokenLayout
 from longspan.mechanisms.linformer import LinformerAttention, Projection
 from longspan.models.layers import Attention
 from longspan.protocol import Mechanism
@@ -69,7 +69,7 @@ def compressed_map(layer: Attention, x: Tensor, *, key_mask: Tensor | None = Non
 
 
 def plot_attention(maps: Tensor, path: str | os.PathLike[str], *, queries: Sequence[int] | None = None) -> None:
-    """Saves a heat map of every head to `path`, a PNG; one colour scale for all.
+    """Saves a heat map of every head to `path`, a PNG; one color scale for all.
 
     maps: (H, queries, keys), one sequence of what `attention_map` or `compressed_map` returns. queries: their
     positions, to label the rows with.
@@ -90,15 +90,15 @@ def plot_attention(maps: Tensor, path: str | os.PathLike[str], *, queries: Seque
     heads, rows, _ = values.shape
     labels = list(range(rows)) if queries is None else list(queries)
     low, high = min(0.0, values.min().item()), max(0.0, values.max().item())
-    colours = "viridis"
+    colors = "viridis"
     if low < 0:  # Zero in the middle of a diverging scale.
-        low, high, colours = -max(-low, high), max(-low, high), "RdBu_r"
+        low, high, colors = -max(-low, high), max(-low, high), "RdBu_r"
     across = math.ceil(math.sqrt(heads))
     down = math.ceil(heads / across)
     height = 0.9 + min(3.0, max(1.0, 0.25 * rows))
     figure = figure_module.Figure(figsize=(1 + 3.6 * across, 0.4 + height * down), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
-    scale = {"vmin": low, "vmax": high, "cmap": colours}
+    scale = {"vmin": low, "vmax": high, "cmap": colors}
     for head, ax in zip(range(heads), axes.flat, strict=False):
         image = ax.imshow(values[head].numpy(), aspect="auto", interpolation="nearest", **scale)
         ax.set_title(f"head {head}")
@@ -128,13 +128,13 @@ def _projected(
         need = "needs context=, of shape (B, S, dim)" if layer.cross else "has no use for a context"
         raise ValueError(f"this layer {need}")
     with torch.no_grad():
-        rows = Rows.of(x, causal=layer.causal, key_mask=None if layer.cross else key_mask)
+        rows = TokenLayout.of(x, causal=layer.causal, key_mask=None if layer.cross else key_mask)
         x = rows.hide(x)
         q = layer._queries(x, rows)
         if context is None:
             k, v = layer._keys(x, rows)
         else:
-            k, v = layer._keys(Rows.of(context, causal=False, key_mask=key_mask).hide(context), None)
+            k, v = layer._keys(TokenLayout.of(context, causal=False, key_mask=key_mask).hide(context), None)
     dtype = torch.promote_types(q.dtype, torch.float32)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 

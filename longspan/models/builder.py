@@ -12,12 +12,12 @@ from longspan.mechanisms.linformer import LinformerAttention, Projection
 from longspan.models.config import AttentionConfig, ModelConfig
 from longspan.models.layers import Attention, FeedForward, ProductKeyMemory, head_shape, mechanism_from
 from longspan.models.positions import DynamicPositionBias
-from longspan.models.residual import Branch, Stack
+from longspan.models.residual import ResidualBranch, Stack
 from longspan.protocol import Mechanism
 
 
 def build_stack(config: ModelConfig) -> Stack:
-    """The layers that a configuration describes, initialised."""
+    """The layers that a configuration describes, initialized."""
     widths = [config.dim, *[config.inner_dim or config.dim] * (config.depth - 1)]
     places = list(enumerate(widths))
     own = _own_mechanisms(config, places)
@@ -33,11 +33,11 @@ def build_stack(config: ModelConfig) -> Stack:
         sum_streams=config.sum_streams,
         execution=config.execution,
     )
-    _initialise(stack)
+    _initialize(stack)
     return stack
 
 
-def _layer(config: ModelConfig, i: int, own: list[Mechanism], cross: list[Mechanism]) -> list[Branch]:
+def _layer(config: ModelConfig, i: int, own: list[Mechanism], cross: list[Mechanism]) -> list[ResidualBranch]:
     """The branches of layer i: self-attention, axial attention, cross-attention, each with its feed-forward layer.
 
     own: the mechanism of self-attention, and then that of axial attention; cross: that of cross-attention.
@@ -46,10 +46,10 @@ def _layer(config: ModelConfig, i: int, own: list[Mechanism], cross: list[Mechan
     width = config.dim if i == 0 else inner
     after = config.dim if i == config.depth - 1 else inner
 
-    def branch(layer: nn.Module, dim: int, **more: Any) -> Branch:
-        return Branch(layer, dim, norm=config.norm, norm_position=config.norm_position, **more)
+    def branch(layer: nn.Module, dim: int, **more: Any) -> ResidualBranch:
+        return ResidualBranch(layer, dim, norm=config.norm, norm_position=config.norm_position, **more)
 
-    def feed_forward(out: int, place: int) -> list[Branch]:
+    def feed_forward(out: int, place: int) -> list[ResidualBranch]:
         settings = config.feed_forward if place == 0 else config.side_feed_forward or config.feed_forward
         if config.feed_forward is None or settings is None:
             return []
@@ -99,7 +99,7 @@ def _own_mechanisms(config: ModelConfig, places: list[tuple[int, int]]) -> list[
 def _mechanisms(attention: AttentionConfig, places: list[tuple[int, int]], causal: bool) -> list[Mechanism]:
     """One for each place, a layer and its width, with linformer's projection shared or its rank shrinking.
 
-    Softmaxed queries and exponentiated keys are normalised per query if causal, per feature if not, unless told.
+    Softmaxed queries and exponentiated keys are normalized per query if causal, per feature if not, unless told.
     """
 
     def complete(options: dict[str, Any], num_heads: int) -> None:
@@ -107,7 +107,7 @@ def _mechanisms(attention: AttentionConfig, places: list[tuple[int, int]], causa
         if options["mechanism"] == "performer" and options.get("kernel", "softmax") == "softmax":
             softmaxed = options.get("projection") is False
         if softmaxed:
-            options.setdefault("normalise", "query" if causal else "feature")
+            options.setdefault("normalize", "query" if causal else "feature")
         if options["mechanism"] == "local" and attention.dynamic_bias:
             options["bias"] = biases.setdefault(num_heads, DynamicPositionBias(num_heads, attention.dynamic_bias))
 
@@ -158,7 +158,7 @@ def _each_part(spec: Any, num_heads: int, change: Callable[[dict[str, Any], int]
     return options
 
 
-def _initialise(stack: Stack) -> None:
+def _initialize(stack: Stack) -> None:
     """Weights of order 1/√fan-in; what is added to the residual smaller by the number of additions."""
     scale = len(stack.branches) ** -0.5
     for branch in stack.branches:

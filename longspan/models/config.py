@@ -28,7 +28,7 @@ class AttentionConfig:
 
     mechanism: a name, {"mechanism": name, **options}, or a sequence of those, one a layer, repeated to the depth.
     head_dim: dim / num_heads unless given. num_kv_heads: fewer key/value heads, shared by groups of query heads.
-    shared_kv: values are the keys. qk_norm: queries and keys normalised, with a learned scale.
+    shared_kv: values are the keys. qk_norm: queries and keys normalized, with a learned scale.
     rotary: "none", "halves" or "interleaved"; one for all, one for each part of a split, or one for each mechanism by
     its name (those not named have none), where layers differ in their parts.
     value_gates: each head's output times a gate read off the input. out_dim: a width between heads and output.
@@ -197,7 +197,7 @@ class ModelConfig:
         if self.side_feed_forward is not None and not beside:
             raise ValueError("side_feed_forward goes with feed_forward, and with axial_stride or cross before it")
         if self.narrow_norm and self.embed_dim in (None, self.dim):
-            raise ValueError("narrow_norm is for an embed_dim of its own: final_norm normalises vectors as wide as dim")
+            raise ValueError("narrow_norm is for an embed_dim of its own: final_norm normalizes vectors as wide as dim")
         if self.inner_dim is not None and (self.feed_forward is None or self.depth < 2):
             raise ValueError("inner_dim needs feed-forward layers to change the width, and a depth of at least 2")
         for group in (self.feed_forward, self.side_feed_forward):
@@ -223,8 +223,15 @@ class ModelConfig:
         given = dict(values)
         for name, group in groups.items():
             if isinstance(given.get(name), Mapping):
-                given[name] = _build(group, given[name], f"{name}.")
+                given[name] = _build(group, migrated(given[name]), f"{name}.")
         return _build(cls, given, "")
+
+
+def migrated(value: Any) -> Any:
+    """Rename `normalise` to `normalize`, at any depth, in a configuration written before version 0.2."""
+    if isinstance(value, Mapping):
+        return {"normalize" if name == "normalise" else name: migrated(x) for name, x in value.items()}
+    return [migrated(x) for x in value] if isinstance(value, list | tuple) else value
 
 
 def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:

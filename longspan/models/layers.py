@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from longspan.layout import Rows
+from longspan.layout import TokenLayout
 from longspan.mechanisms import build_mechanism, mechanisms
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.mechanisms.split import SplitAttention
 from longspan.models.config import AttentionConfig, FeedForwardConfig
 from longspan.models.positions import Rotary
-from longspan.ops.decode import FUSED, TurnsAt, project
+from longspan.ops.decode import FUSED, RotaryCache, project
 from longspan.protocol import Mechanism, State
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -42,7 +42,7 @@ class ScaleNorm(nn.Module):
         return F.normalize(x, dim=-1, eps=1e-5) * self.scale.to(x.dtype)
 
 
-class CentredNorm(nn.Module):
+class CenteredNorm(nn.Module):
     """x / rms(x) · (1 + offset): decay draws the weight to one."""
 
     def __init__(self, dim: int) -> None:
@@ -99,7 +99,7 @@ class Attention(nn.Module):
         inner_v = 0 if self.shared_kv else mechanism.num_kv_heads * mechanism.value_dim
         self.to_q = nn.Linear(dim, inner_q, bias=config.qkv_bias)
         self.to_kv = nn.Linear(context_dim or dim, inner_k + inner_v, bias=config.qkv_bias)
-        # So small that a short query is normalised as fully as a long one, and large enough for gradients at zero.
+        # So small that a short query is normalized as fully as a long one, and large enough for gradients at zero.
         self.q_norm = nn.RMSNorm(mechanism.head_dim, eps=1e-12) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(mechanism.head_dim, eps=1e-12) if config.qk_norm else None
         self.rotary = nn.ModuleList(_rotary(config, mechanism))
@@ -113,20 +113,25 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, rows: Rows | None = None, context: Tensor | None = None, *, context_rows: Rows | None = None
+        self,
+        x: Tensor,
+        rows: TokenLayout | None = None,
+        context: Tensor | None = None,
+        *,
+        context_rows: TokenLayout | None = None,
     ) -> Tensor:
         """x: (B, T, dim) with its masks and packing; for cross-attention a context (B, S, dim) with its own."""
         whole = self._in_one(x, rows)
         if whole is not None:
             return whole
-        rows = Rows.of(x, causal=self.causal) if rows is None else rows
+        rows = TokenLayout.of(x, causal=self.causal) if rows is None else rows
         x = rows.hide(x)
         q = self._queries(x, rows)
         source, source_rows = x, rows
         if self.cross:
             if context is None:
                 raise ValueError("cross-attention needs a context: pass context=, of shape (B, S, dim)")
-            source_rows = Rows.of(context, causal=False) if context_rows is None else context_rows
+            source_rows = TokenLayout.of(context, causal=False) if context_rows is None else context_rows
             source = source_rows.hide(context)
         if self._compresses(q, source, rows.packing is not None or source_rows.packing is not None):
             assert isinstance(self.mechanism, LinformerAttention)
@@ -143,15 +148,15 @@ class Attention(nn.Module):
         """The mechanism's empty state; see `Mechanism.new_state`."""
         return self.mechanism.new_state(batch_size, **options)
 
-    def write(self, state: State, context: Tensor, rows: Rows | None = None) -> State:
+    def write(self, state: State, context: Tensor, rows: TokenLayout | None = None) -> State:
         """A cross-attention's state after a context: paid once, then read by every step."""
-        rows = Rows.of(context, causal=False) if rows is None else rows
+        rows = TokenLayout.of(context, causal=False) if rows is None else rows
         k, v = self._keys(rows.hide(context), None)
         return self.mechanism.write(state, k, v, key_mask=rows.key_mask, packing=rows.packing)
 
-    def extend(self, x: Tensor, state: State, rows: Rows | None = None) -> tuple[Tensor, State]:
+    def extend(self, x: Tensor, state: State, rows: TokenLayout | None = None) -> tuple[Tensor, State]:
         """Any number of new tokens; cross-attention reads its state and leaves it as it is."""
-        rows = Rows.of(x, causal=True, start=state.length) if rows is None else rows
+        rows = TokenLayout.of(x, causal=True, start=state.length) if rows is None else rows
         x = rows.hide(x)
         q = self._queries(x, rows)
         if self.cross:
@@ -164,7 +169,7 @@ class Attention(nn.Module):
         return self._output(x, out), state
 
     def step_(
-        self, x: Tensor, state: State, turns: TurnsAt, *, norm: nn.Module | None = None, add: Tensor | None = None
+        self, x: Tensor, state: State, turns: RotaryCache, *, norm: nn.Module | None = None, add: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """One token (B, 1, dim) of a loop, in eval mode; see `Mechanism.step_`. turns: cos and sin for each kind of
         rotary. norm: what x still has to go through. add: what the answer is added to.
@@ -204,11 +209,11 @@ class Attention(nn.Module):
         """The kinds of rotary positions that its queries and keys take."""
         return {turn.kind for turn in self.rotary if isinstance(turn, Rotary)}
 
-    def _queries(self, x: Tensor, rows: Rows) -> Tensor:
+    def _queries(self, x: Tensor, rows: TokenLayout) -> Tensor:
         q = self.to_q(x).unflatten(2, (self.mechanism.num_heads, -1))  # (B, T, H, D)
         return self._rotated(q if self.q_norm is None else self.q_norm(q), rows, self.mechanism.num_heads)
 
-    def _keys(self, x: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
+    def _keys(self, x: Tensor, rows: TokenLayout | None) -> tuple[Tensor, Tensor]:
         k, v = self._heads(self.to_kv(x))
         return k if rows is None else self._rotated(k, rows, self.mechanism.num_kv_heads), v
 
@@ -223,7 +228,7 @@ class Attention(nn.Module):
             k, v = k.unflatten(2, (heads, -1)), v.unflatten(2, (heads, -1))
         return k if self.k_norm is None else self.k_norm(k), v
 
-    def _rotated(self, x: Tensor, rows: Rows, heads: int) -> Tensor:
+    def _rotated(self, x: Tensor, rows: TokenLayout, heads: int) -> Tensor:
         parts = len(self.rotary)
         if parts == 0:
             return x
@@ -243,7 +248,7 @@ class Attention(nn.Module):
         whole = self.bare_keys and not self.causal and self.head_groups == 1 and type(self.to_kv) is nn.Linear
         return whole and self.mechanism.compresses_first(source.shape[2], self.to_kv.out_features)
 
-    def _in_one(self, x: Tensor, rows: Rows | None) -> Tensor | None:
+    def _in_one(self, x: Tensor, rows: TokenLayout | None) -> Tensor | None:
         """All of it at once, on a GPU: a Linformer's layer that has nothing in it but products and softmax."""
         mechanism = self.mechanism
         if not isinstance(mechanism, LinformerAttention) or not self.bare_keys or self.causal or self.cross:
@@ -392,7 +397,7 @@ class ProductKeyMemory(nn.Module):
         ).view(*x.shape[:2], -1)
 
 
-def shift_tokens(x: Tensor, offsets: Sequence[int], rows: Rows, recent: Tensor | None = None) -> Tensor:
+def shift_tokens(x: Tensor, offsets: Sequence[int], rows: TokenLayout, recent: Tensor | None = None) -> Tensor:
     """Equal parts of the features, each from the token that many places before (negative: after); zeros where none is.
 
     x: (B, T, dim), hidden tokens zero. recent: (B, max(offsets), dim), the tokens before these.
@@ -406,7 +411,7 @@ def shift_tokens(x: Tensor, offsets: Sequence[int], rows: Rows, recent: Tensor |
             continue
         piece = longer[..., i * size : (i + 1) * size]
         moved = F.pad(piece, (0, 0, offset, -offset)) if abs(offset) < piece.shape[1] else torch.zeros_like(piece)
-        parts[i] = moved[:, history:].masked_fill(~rows.has_neighbour(offset)[..., None], 0)
+        parts[i] = moved[:, history:].masked_fill(~rows.has_neighbor(offset)[..., None], 0)
     return torch.cat(parts, 2)
 
 
@@ -423,7 +428,7 @@ def shift_token(x: Tensor, offsets: tuple[int, ...], recent: Tensor) -> Tensor:
     return torch.cat(parts, 2)
 
 
-def latest_tokens(recent: Tensor, x: Tensor, rows: Rows) -> Tensor:
+def latest_tokens(recent: Tensor, x: Tensor, rows: TokenLayout) -> Tensor:
     """The last tokens of recent (B, s, dim) and then x (B, T, dim), but for the masked ones at the end."""
     s, T = recent.shape[1], x.shape[1]
     joined = torch.cat([recent, x], 1)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.layout import Rows
+from longspan.layout import TokenLayout
 from longspan.ops.rotary import angles, cos_sin, rotate
 
 
@@ -88,7 +88,7 @@ class AxialPositions(AbsolutePositions):
 class Rotary(nn.Module):
     """Turns pairs of features of queries and keys by an angle in proportion to position (Su et al., 2021).
 
-    interleaved: pairs are neighbours (0, 1), (2, 3), …; otherwise feature i pairs with i + head_dim / 2.
+    interleaved: pairs are neighbors (0, 1), (2, 3), …; otherwise feature i pairs with i + head_dim / 2.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0, *, interleaved: bool = False) -> None:
@@ -99,9 +99,9 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
         """x: (B, T, H, D), position: (B or 1, T) -> (B, T, H, D)."""
-        return self.at(x, Rows(position, position))
+        return self.at(x, TokenLayout(position, position))
 
-    def at(self, x: Tensor, rows: Rows) -> Tensor:
+    def at(self, x: Tensor, rows: TokenLayout) -> Tensor:
         """x: (B, T, H, D) at the positions of `rows`, with its cached cos and sin if there are any."""
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         cached = rows.rotary.get(self.kind)
@@ -116,7 +116,7 @@ class Rotary(nn.Module):
         return self.head_dim, self.base
 
 
-def with_rotary(layout: Rows, kinds: Iterable[tuple[int, float]], dtype: torch.dtype) -> Rows:
+def with_rotary(layout: TokenLayout, kinds: Iterable[tuple[int, float]], dtype: torch.dtype) -> TokenLayout:
     """Adds the cos and sin of these kinds of rotary embeddings, (head_dim, base), to a token layout."""
     rotary = {kind: cos_sin(layout.position, *kind, dtype) for kind in kinds}
     return replace(layout, rotary=rotary) if rotary else layout

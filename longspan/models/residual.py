@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from longspan.layout import Packing, Rows
+from longspan.layout import Packing, TokenLayout
 from longspan.models.config import EXECUTIONS, NORM_POSITIONS, RESIDUALS
-from longspan.models.layers import NORMS, Attention, CentredNorm, FeedForward, latest_tokens, shift_token, shift_tokens
+from longspan.models.layers import NORMS, Attention, CenteredNorm, FeedForward, latest_tokens, shift_token, shift_tokens
 from longspan.models.positions import with_rotary
 from longspan.models.reversible import run_reversible
-from longspan.ops.decode import TurnsAt
+from longspan.ops.decode import RotaryCache
 from longspan.protocol import Index, State
 from longspan.utils import choose
 
@@ -75,7 +75,7 @@ class StackState(State):
         return StackState(length, tuple(branch.put(index, other) for branch, other in pairs))
 
 
-class Branch(nn.Module):
+class ResidualBranch(nn.Module):
     """One residual branch: norm, token shift, axial folding, and the layer itself.
 
     norm_position: "pre" x + f(norm(x)); "post" norm(x + f(x)); "rezero" x + a·f(x), a learned from 0. Where the layer
@@ -105,17 +105,17 @@ class Branch(nn.Module):
         self.norm = None if norm_position == "rezero" else NORMS[choose("norm", norm, NORMS)](width)
         self.weight = nn.Parameter(torch.zeros(())) if norm_position == "rezero" else None
 
-    def forward(self, x: Tensor, rows: Rows, context: Tensor | None, context_rows: Rows | None) -> Tensor:
+    def forward(self, x: Tensor, rows: TokenLayout, context: Tensor | None, context_rows: TokenLayout | None) -> Tensor:
         """f(x), still to be merged with x."""
         x = self._prepared(x, rows, None)
         if not isinstance(self.layer, Attention):
             return self.layer(x)
         if self.stride > 1 and x.shape[1] > 0:
-            fold = Fold.of(rows, self.stride, *x.shape[:2])
+            fold = AxialFold.of(rows, self.stride, *x.shape[:2])
             return fold.back(self.layer(fold(x), fold.rows))
         return self.layer(x, rows, context, context_rows=context_rows)
 
-    def extend(self, x: Tensor, rows: Rows, state: BranchState) -> tuple[Tensor, BranchState]:
+    def extend(self, x: Tensor, rows: TokenLayout, state: BranchState) -> tuple[Tensor, BranchState]:
         """f of new tokens, right-padded if masked."""
         shifted = self._prepared(x, rows, state.recent)
         if state.recent is not None:
@@ -130,7 +130,7 @@ class Branch(nn.Module):
         return out, replace(state, inner=(inner,))
 
     def step_(
-        self, x: Tensor, state: BranchState, turns: TurnsAt, add: Tensor | None = None
+        self, x: Tensor, state: BranchState, turns: RotaryCache, add: Tensor | None = None
     ) -> tuple[Tensor, BranchState]:
         """As `extend` by one token of a loop, see `Mechanism.step_`; in eval mode. add: what the answer is added to."""
         layer, norm = self.layer, self.norm if self.norm_position == "pre" else None
@@ -174,11 +174,11 @@ class Branch(nn.Module):
             inner = (self.layer.new_state(rows, max_length=longest, device=device, dtype=dtype),)
         return BranchState(length, recent, inner, self.stride)
 
-    def _prepared(self, x: Tensor, rows: Rows, recent: Tensor | None) -> Tensor:
+    def _prepared(self, x: Tensor, rows: TokenLayout, recent: Tensor | None) -> Tensor:
         x = self.normed(rows.hide(x))
         return shift_tokens(rows.hide(x), self.token_shift, rows, recent) if self.token_shift else x
 
-    def _extend_folded(self, x: Tensor, rows: Rows, state: State) -> tuple[Tensor, State]:
+    def _extend_folded(self, x: Tensor, rows: TokenLayout, state: State) -> tuple[Tensor, State]:
         """Row b of the batch is `stride` rows of the state; one token touches one of them."""
         assert isinstance(self.layer, Attention)
         s, (B, T) = self.stride, x.shape[:2]
@@ -188,26 +188,26 @@ class Branch(nn.Module):
             index = torch.arange(B, device=x.device) * s + rows.position[:, 0] % s
             out, row = self.layer.extend(x, state.select(index))
             return out, _put(state, index, row)
-        fold = Fold.of(rows, s, B, T)
+        fold = AxialFold.of(rows, s, B, T)
         out, state = self.layer.extend(fold(x), state, fold.rows)
         return fold.back(out), state
 
 
 @dataclass(frozen=True)
-class Fold:
+class AxialFold:
     """Every stride-th token a row of its own: token of position p goes to row p mod stride of its sequence's rows."""
 
     there: Tensor  # (rows, L) where each folded slot comes from, in x flattened over batch and time
     home: Tensor  # (B · T,) where each token went
-    rows: Rows
+    rows: TokenLayout
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, rows: Rows, stride: int, B: int, T: int) -> Fold:
+    def of(cls, rows: TokenLayout, stride: int, B: int, T: int) -> AxialFold:
         return cls._packed(rows, stride, T) if rows.packing is not None else cls._padded(rows, stride, B, T)
 
     @classmethod
-    def _padded(cls, rows: Rows, stride: int, B: int, T: int) -> Fold:
+    def _padded(cls, rows: TokenLayout, stride: int, B: int, T: int) -> AxialFold:
         device = rows.position.device
         position = rows.position.expand(B, T)
         seen = torch.ones_like(position, dtype=torch.bool) if rows.key_mask is None else rows.key_mask
@@ -227,11 +227,11 @@ class Fold:
         index = (torch.arange(T, device=device) - begin.gather(1, column)) // stride
         batch = torch.arange(B, device=device)[:, None]
         home = (batch * stride + column) * L + index.clamp(0, L - 1)
-        layout = Rows(folded, last, None if rows.key_mask is None and T % stride == 0 else mask)
+        layout = TokenLayout(folded, last, None if rows.key_mask is None and T % stride == 0 else mask)
         return cls((batch * T + clamped).view(B * stride, L), home.flatten(), layout, (B, T))
 
     @classmethod
-    def _packed(cls, rows: Rows, stride: int, T: int) -> Fold:
+    def _packed(cls, rows: TokenLayout, stride: int, T: int) -> AxialFold:
         assert rows.packing is not None
         offsets, position = rows.packing.offsets.long(), rows.position[0]
         sequence = torch.searchsorted(offsets[1:], torch.arange(T, device=offsets.device), right=True)
@@ -241,7 +241,7 @@ class Fold:
         order = torch.argsort(column, stable=True)
         packing = Packing(F.pad(counts.cumsum(0), (1, 0)).to(torch.int32), -(-rows.packing.max_length // stride))
         folded = (position // stride)[order][None]
-        return cls(order[None], torch.argsort(order), Rows(folded, folded, None, packing), (1, T))
+        return cls(order[None], torch.argsort(order), TokenLayout(folded, folded, None, packing), (1, T))
 
     def __call__(self, x: Tensor) -> Tensor:
         return x.flatten(0, 1)[self.there]
@@ -261,7 +261,7 @@ class HyperConnection(nn.Module):
         mix = torch.cat(
             [F.one_hot(torch.tensor([index % num_streams]), num_streams).T.float(), torch.eye(num_streams)], 1
         )
-        self.norm = CentredNorm(dim)
+        self.norm = CenteredNorm(dim)
         self.static_mix = nn.Parameter(mix)  # (n, 1 + n): into the branch, and into each stream
         self.dynamic_mix = nn.Parameter(torch.zeros(dim, num_streams + 1))
         self.mix_scale = nn.Parameter(torch.tensor(0.01))
@@ -286,7 +286,7 @@ class Stack(nn.Module):
 
     def __init__(
         self,
-        branches: list[Branch],
+        branches: list[ResidualBranch],
         dim: int,
         *,
         topology: str = "single",
@@ -323,7 +323,9 @@ class Stack(nn.Module):
                 branch.layer.set_head_groups(name == "recompute_heads")
         self._execution = name
 
-    def forward(self, x: Tensor, rows: Rows, context: Tensor | None = None, context_rows: Rows | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rows: TokenLayout, context: Tensor | None = None, context_rows: TokenLayout | None = None
+    ) -> Tensor:
         """x: (B, T, dim) through every branch."""
         x, rows = rows.hide(x), self._with_rotary(rows, x)
         if self.execution == "reverse" and torch.is_grad_enabled():
@@ -337,7 +339,7 @@ class Stack(nn.Module):
 
         return self._run(x, apply)
 
-    def extend(self, x: Tensor, rows: Rows, state: StackState) -> tuple[Tensor, StackState]:
+    def extend(self, x: Tensor, rows: TokenLayout, state: StackState) -> tuple[Tensor, StackState]:
         """New tokens through every branch, each with its own memory. rows: right-padded if masked."""
         after, rows = list(state.branches), self._with_rotary(rows, x)
 
@@ -353,7 +355,7 @@ class Stack(nn.Module):
     def step_(self, x: Tensor, state: StackState) -> tuple[Tensor, StackState]:
         """As `extend` by one token x (B, 1, dim) of a loop; lengths stay as they were. See `Mechanism.step_`."""
         branches, after = self._branches(), list(state.branches)
-        turns = TurnsAt(state.length, _wide(x))
+        turns = RotaryCache(state.length, _wide(x))
         if self.topology == "single" and all(branch.plain for branch in branches):
             for i, branch in enumerate(branches):
                 x, after[i] = branch.step_(x, after[i], turns, add=x)
@@ -406,7 +408,7 @@ class Stack(nn.Module):
             many = connection.after(many, share, y if branch.weight is None else y * branch.weight)
         return many.sum(2)
 
-    def _with_rotary(self, rows: Rows, x: Tensor) -> Rows:
+    def _with_rotary(self, rows: TokenLayout, x: Tensor) -> TokenLayout:
         """Compute the rotary cos and sin once for all layers."""
         return with_rotary(rows, self._kinds(), _wide(x))
 
@@ -419,8 +421,8 @@ class Stack(nn.Module):
         total = streams[0] + streams[1]
         return total if self.sum_streams else total / 2
 
-    def _branches(self) -> list[Branch]:
-        return [branch for branch in self.branches if isinstance(branch, Branch)]
+    def _branches(self) -> list[ResidualBranch]:
+        return [branch for branch in self.branches if isinstance(branch, ResidualBranch)]
 
 
 def _wide(x: Tensor) -> torch.dtype:

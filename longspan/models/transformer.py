@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.layout import Packing, Rows, Run
+from longspan.layout import Packing, PaddedSpan, TokenLayout
 from longspan.models.builder import build_stack
 from longspan.models.config import ModelConfig
 from longspan.models.layers import NORMS, Attention
@@ -19,7 +19,7 @@ from longspan.models.positions import (
     LearnedPositions,
     SinusoidalPositions,
 )
-from longspan.models.residual import Branch, StackState
+from longspan.models.residual import ResidualBranch, StackState
 from longspan.ops.decode import project
 from longspan.ops.loss import IGNORED, cross_entropy
 
@@ -46,12 +46,12 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """x: (B, T, dim). key_mask, context_mask: (B, T), (B, S) bool, True = keep."""
         self._advance()
-        rows = Rows.of(x, causal=self.config.causal, key_mask=key_mask, packing=packing)
+        rows = TokenLayout.of(x, causal=self.config.causal, key_mask=key_mask, packing=packing)
         context_rows = None
         if self.config.cross is not None:
             if context is None:
                 raise ValueError("this model attends to a context: pass context=, of shape (B, S, dim)")
-            context_rows = Rows.of(context, causal=False, key_mask=context_mask, packing=context_packing)
+            context_rows = TokenLayout.of(context, causal=False, key_mask=context_mask, packing=context_packing)
         elif context is not None or context_mask is not None or context_packing is not None:
             raise ValueError("a context was given, but this model has no cross-attention: set ModelConfig.cross")
         return self._finish(self.stack(x, rows, context, context_rows))
@@ -74,10 +74,10 @@ class Transformer(nn.Module):
             return state
         if context is None:
             raise ValueError("this model attends to a context: new_state needs context=, of shape (B, S, dim)")
-        rows = Rows.of(context, causal=False, key_mask=context_mask)
+        rows = TokenLayout.of(context, causal=False, key_mask=context_mask)
         branches = []
         for branch, held in zip(self.stack.branches, state.branches, strict=True):
-            if isinstance(branch, Branch) and isinstance(branch.layer, Attention) and branch.layer.cross:
+            if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention) and branch.layer.cross:
                 written = branch.layer.write(held.inner[0], context, rows)
                 held = replace(held, inner=(written,))
             branches.append(held)
@@ -88,12 +88,12 @@ class Transformer(nn.Module):
         if not self.config.causal:
             raise ValueError("only a causal model can be extended: build it with causal=True")
         if key_mask is None or x.shape[1] == 0:
-            out, state = self.stack.extend(x, Rows.of(x, causal=True, start=state.length), state)
+            out, state = self.stack.extend(x, TokenLayout.of(x, causal=True, start=state.length), state)
             return self._finish(out), state
-        run = Run.of(key_mask)
+        run = PaddedSpan.of(key_mask)
         (rolled,) = run.roll(x[:, :, None])
         slots = torch.arange(x.shape[1], device=x.device) < run.lengths[:, None]
-        rows = Rows.of(x, causal=True, key_mask=slots, start=state.length)
+        rows = TokenLayout.of(x, causal=True, key_mask=slots, start=state.length)
         out, state = self.stack.extend(rolled[:, :, 0], rows, state)
         return run.unroll(self._finish(out)[:, :, None])[:, :, 0], state
 
@@ -103,7 +103,7 @@ class Transformer(nn.Module):
     def _advance(self) -> None:
         # Random features are redrawn here, before the first layer and outside anything that is recomputed.
         for branch in self.stack.branches:
-            if isinstance(branch, Branch) and isinstance(branch.layer, Attention):
+            if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention):
                 branch.layer.mechanism.advance()
 
 
@@ -133,9 +133,11 @@ class LanguageModel(nn.Module):
         return self.logits(self.hidden(tokens, **how))
 
     def hidden(self, tokens: Tensor, **how: Any) -> Tensor:
-        """The last layer's vectors (B, T, dim), normalised."""
+        """The last layer's vectors (B, T, dim), normalized."""
         _check_tokens(tokens)
-        rows = Rows.of(tokens, causal=self.config.causal, key_mask=how.get("key_mask"), packing=how.get("packing"))
+        rows = TokenLayout.of(
+            tokens, causal=self.config.causal, key_mask=how.get("key_mask"), packing=how.get("packing")
+        )
         longest = tokens.shape[1] if rows.packing is None else rows.packing.max_length
         reach = None if self.positions is None else self.positions.reach
         if reach is not None and longest > reach and rows.key_mask is not None:
@@ -185,7 +187,7 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, StackState]:
         """As `extend`, the last layer's vectors (B, T, dim) in place of logits."""
         _check_tokens(tokens)
-        rows = Rows.of(tokens, causal=True, key_mask=key_mask, start=state.length)
+        rows = TokenLayout.of(tokens, causal=True, key_mask=key_mask, start=state.length)
         longest = 0
         if self.positions is not None and self.positions.reach is not None and tokens.device.type == "cpu":
             longest = int(rows.position.max()) + 1 if rows.position.numel() else 0
@@ -215,7 +217,7 @@ class LanguageModel(nn.Module):
         state = self.new_state(1, context=context)
         return sum(x.numel() * x.element_size() for x in state.tensors().values())
 
-    def _embed(self, tokens: Tensor, rows: Rows, longest: int) -> Tensor:
+    def _embed(self, tokens: Tensor, rows: TokenLayout, longest: int) -> Tensor:
         x = self.embedding(tokens)
         if self.positions is not None:
             self.positions.check(longest)

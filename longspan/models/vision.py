@@ -124,7 +124,7 @@ class ImageAttention(nn.Module):
 
 
 class ScaledSoftmax(FeatureMap):
-    """softmax(q·D^−¼) over features, exp(k·D^−¼); with raw_queries q·D^−¼ itself, for normalise="feature" only."""
+    """softmax(q·D^−¼) over features, exp(k·D^−¼); with raw_queries q·D^−¼ itself, for normalize="feature" only."""
 
     unbounded = True
 
@@ -160,7 +160,7 @@ def efficient_attention(
         key_dim,
         value_dim=value_dim,
         feature_map=ScaledSoftmax(raw_queries=raw_queries),
-        normalise="feature",
+        normalize="feature",
     )
 
 

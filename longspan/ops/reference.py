@@ -1,6 +1,6 @@
 """The quadratic definitions, and the only truth: what the fast paths must equal, written to be read and not to be fast.
 
-Everything here follows the equations one by one, with (T, S) matrices in full and no stabilising beyond softmax's own.
+Everything here follows the equations one by one, with (T, S) matrices in full and no stabilizing beyond softmax's own.
 `visible` says which of S keys each of T queries sees: bool, broadcast to (B, H, T, S).
 """
 
@@ -47,21 +47,21 @@ def xpos_scores(q: Tensor, k: Tensor, scale_base: float) -> Tensor:
     return same + crossed
 
 
-def linear_attention(query: Tensor, key: Tensor, v: Tensor, visible: Tensor, normalise: str = "query") -> Tensor:
+def linear_attention(query: Tensor, key: Tensor, v: Tensor, visible: Tensor, normalize: str = "query") -> Tensor:
     """out_i = Σ_j w_ij v_j over visible j, from features alone.
 
     query: φ(q) (B, T, H, M), key: φ(k) (B, S, Hkv, M), v: (B, S, Hkv, E) -> (B, T, H, E).
-    normalise: "none": w_ij = Σ_m φ(q_i)_m φ(k_j)_m. "query": that, divided by its sum over visible j.
+    normalize: "none": w_ij = Σ_m φ(q_i)_m φ(k_j)_m. "query": that, divided by its sum over visible j.
     "feature": w_ij = Σ_m φ(q_i)_m φ(k_j)_m / Σ_{j' visible to i} φ(k_j')_m. A zero divisor gives zero.
     """
     key, v = (of_query_heads(x, query.shape[2]) for x in (key, v))
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     seen = visible.expand(shape).to(query.dtype)
-    if normalise == "feature":
+    if normalize == "feature":
         z = torch.einsum("bhts,bshm->bthm", seen, key)
         query = query * _inverse(z)
     weights = torch.einsum("bthm,bshm->bhts", query, key) * seen
-    if normalise == "query":
+    if normalize == "query":
         weights = weights * _inverse(weights.sum(-1, keepdim=True))
     return torch.einsum("bhts,bshe->bthe", weights, v)
 

@@ -44,7 +44,7 @@ def estimate(prepared: Prepared) -> list[str]:
     if isinstance(p.model, LanguageModel) and p.model.config.causal:
         lines.append(f"state of one sequence: {_size(p.model.state_size())}")
     lines.append(
-        f"memory: {_size(fixed)} for weights, gradients and optimiser, {_size(kept.bytes)} for activations of "
+        f"memory: {_size(fixed)} for weights, gradients and optimizer, {_size(kept.bytes)} for activations of "
         f"{train.batch_size} rows of {train.context}: about {_size(fixed + kept.bytes)}"
     )
     if p.accelerator.device.type == "cuda":

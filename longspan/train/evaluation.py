@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longspan.train.config import TrainConfig
-from longspan.train.data.batches import IGNORED, Batch, Shape, evaluation, labelled_evaluation, mixed
+from longspan.train.data.batches import IGNORED, Batch, Shape, evaluation, labeled_evaluation, mixed
 from longspan.train.data.token_store import Segments, Store
 from longspan.train.objectives import Classification, Objective, masked
 
@@ -35,7 +35,7 @@ def evaluate(
     training = objective.training
     objective.eval()
     classify = isinstance(objective, Classification)
-    batches = (labelled_evaluation if classify else evaluation)(store, segments, shape, train.eval_tokens)
+    batches = (labeled_evaluation if classify else evaluation)(store, segments, shape, train.eval_tokens)
     with torch.no_grad(), accelerator.autocast():
         for number, batch in enumerate(batches):
             if train.objective == "masked":

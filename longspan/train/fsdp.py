@@ -53,11 +53,11 @@ def whole_model(objective: Objective) -> LanguageModel | Classifier:
     return model
 
 
-def optimiser_values(objective: Objective, optimiser: torch.optim.Optimizer) -> Values:
-    """The optimiser's state by parameter name, in the first process; every process must ask for it."""
-    return dict(get_optimizer_state_dict(objective, optimiser, options=_WHOLE))
+def optimizer_values(objective: Objective, optimizer: torch.optim.Optimizer) -> Values:
+    """The optimizer's state by parameter name, in the first process; every process must ask for it."""
+    return dict(get_optimizer_state_dict(objective, optimizer, options=_WHOLE))
 
 
-def load_optimiser(objective: Objective, optimiser: torch.optim.Optimizer, values: Values) -> None:
-    """What `optimiser_values` gave, each process its part."""
-    set_optimizer_state_dict(objective, optimiser, values, options=StateDictOptions(full_state_dict=True))
+def load_optimizer(objective: Objective, optimizer: torch.optim.Optimizer, values: Values) -> None:
+    """What `optimizer_values` gave, each process its part."""
+    set_optimizer_state_dict(objective, optimizer, values, options=StateDictOptions(full_state_dict=True))

@@ -1,7 +1,7 @@
 """A run's checkpoint: everything that makes the next step, in one folder that is replaced as a whole or not at all.
 
 checkpoint/model.safetensors and config.json are the model, as `longspan.load` opens it; training.pt beside them holds
-the optimiser, the data position, random states and carried memory.
+the optimizer, the data position, random states and carried memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from longspan.generation.session import filled, plain_values
 from longspan.generation.tokenization import TOKENIZER
 from longspan.models.checkpoint import CONFIG, TENSORS, Model, load, replacing, settled, write
+from longspan.models.config import migrated
 from longspan.models.residual import StackState
 from longspan.train.config import FREE, differences
 from longspan.train.presets import Values
@@ -42,6 +43,9 @@ def read_run(run: Path) -> tuple[Model, Values] | None:
         return None
     # Only numbers, names and tensors: nothing in the file is executed.
     training = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
+    if "optimiser" in training:  # written before version 0.2
+        training["optimizer"] = training.pop("optimiser")
+        training["about"]["settings"] = migrated(training["about"]["settings"])
     return load(run / FOLDER), training
 
 

@@ -1,4 +1,4 @@
-"""From settings to a run that can be stepped: data, model, optimiser, and whatever an earlier run left."""
+"""From settings to a run that can be stepped: data, model, optimizer, and whatever an earlier run left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from longspan.mechanisms.performer import PerformerAttention
 from longspan.models.config import ModelConfig
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.train.config import Settings, TrainConfig, described
-from longspan.train.data.batches import Batches, Labelled, Lanes, Rows, Shape, mixed
+from longspan.train.data.batches import Batches, Labeled, Lanes, Rows, Shape, mixed
 from longspan.train.data.readers import Reading, find_source
 from longspan.train.data.token_store import Plan, Store, open_store, unigram_bits
 from longspan.train.fsdp import check_sharding, is_sharded, open_methods
@@ -40,7 +40,7 @@ class Prepared:
     batches: Batches
     objective: Objective
     wrapped: Any
-    optimiser: Any
+    optimizer: Any
     redraws: Redraws
     saved: Values | None
     about: Values
@@ -114,8 +114,8 @@ def is_compiled(train: TrainConfig, packed: bool, device: torch.device) -> bool:
 
 def open_data(train: TrainConfig, folder: Path, watch: Watch) -> Store:
     """The run's tokens, checked against what the run needs of them."""
-    labelled = train.objective == "classify"
-    reading = Reading(train.extensions, train.exclude, train.bin_dtype, train.image_size, labelled)
+    labeled = train.objective == "classify"
+    reading = Reading(train.extensions, train.exclude, train.bin_dtype, train.image_size, labeled)
     sources, scored = (tuple(find_source(text, reading) for text in given) for given in (train.data, train.eval_data))
     tokenizer = None if train.tokenizer is None else Path(train.tokenizer)
     if tokenizer is not None and not tokenizer.is_file():
@@ -169,7 +169,7 @@ def prepare(settings: Settings, watch: Watch, accelerator: Accelerator, data: Pa
     redraws = Redraws(objective.model, train.seed)
     parameters = [p for p in objective.parameters() if p.requires_grad]
     check_sharding(accelerator)
-    wrapped, optimiser = accelerator.prepare(objective, make_optimiser(train, parameters))
+    wrapped, optimizer = accelerator.prepare(objective, make_optimizer(train, parameters))
     if is_sharded(accelerator):
         objective = wrapped
         open_methods(wrapped)
@@ -185,7 +185,7 @@ def prepare(settings: Settings, watch: Watch, accelerator: Accelerator, data: Pa
         batches=make_batches(train, store, shape, packed),
         objective=objective,
         wrapped=_compiled(wrapped, train, accelerator.device) if compiled else wrapped,
-        optimiser=optimiser,
+        optimizer=optimizer,
         redraws=redraws,
         saved=None if found is None else found[1],
         about=about,
@@ -201,13 +201,13 @@ def _compiled(wrapped: Any, train: TrainConfig, device: torch.device) -> Any:
 def make_batches(train: TrainConfig, store: Store, shape: Shape, packed: bool) -> Batches:
     """The order in which the data is read."""
     if train.objective == "classify":
-        return Labelled(store, shape, seed=train.seed)
+        return Labeled(store, shape, seed=train.seed)
     if train.carry_state:
         return Lanes(store, shape, seed=train.seed)
     return Rows(store, shape, packed=packed, seed=train.seed)
 
 
-def make_optimiser(train: TrainConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.AdamW:
+def make_optimizer(train: TrainConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.AdamW:
     """AdamW, fused; decay for matrices only."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},

@@ -14,12 +14,12 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from longspan.generation.generate import Sampling, generate
-from longspan.generation.tokenization import Text
+from longspan.generation.tokenization import TextCodec
 from longspan.models.residual import StackState
 from longspan.models.transformer import LanguageModel
 from longspan.train.data.batches import Batch, mixed
 from longspan.train.evaluation import evaluate
-from longspan.train.fsdp import is_sharded, load_optimiser, optimiser_values, whole_model
+from longspan.train.fsdp import is_sharded, load_optimizer, optimizer_values, whole_model
 from longspan.train.loggers import Record, Watch, mean, memory, truncate_records
 from longspan.train.objectives import masked
 from longspan.train.presets import Values
@@ -56,7 +56,7 @@ class Loop:
         self.done, self.lr = 0.0, 0.0
         self.mark = (0.0, 0)  # seconds and tokens at the last record
         self.score: Record = {}
-        self.text = Text(prepared.tokenizer)
+        self.text = TextCodec(prepared.tokenizer)
         self.sharded = is_sharded(prepared.accelerator)
 
     def run(self) -> Record:
@@ -144,10 +144,10 @@ class Loop:
         if train.clip:
             p.accelerator.clip_grad_norm_(p.objective.parameters(), train.clip)
         self.lr = learning_rate(train, self.step, self.done)
-        for group in p.optimiser.param_groups:
+        for group in p.optimizer.param_groups:
             group["lr"] = self.lr
-        p.optimiser.step()
-        p.optimiser.zero_grad(set_to_none=True)
+        p.optimizer.step()
+        p.optimizer.zero_grad(set_to_none=True)
         if p.shape.processes > 1:
             total = p.accelerator.reduce(total)
         self.step += 1
@@ -298,7 +298,7 @@ class Loop:
     def _save(self) -> None:
         p = self.p
         model = whole_model(p.objective) if self.sharded else p.model
-        optimiser = p.optimiser.optimizer
+        optimizer = p.optimizer.optimizer
         states = gather_object([random_states(self.device)])
         carried = gather_object([[None if state is None else memory_values(state) for state in self.carried]])
         training: Values = {
@@ -310,7 +310,7 @@ class Loop:
             "recent": list(self.recent),
             "mark": list(self.mark),
             "position": p.batches.position,
-            "optimiser": optimiser_values(p.objective, optimiser) if self.sharded else optimiser.state_dict(),
+            "optimizer": optimizer_values(p.objective, optimizer) if self.sharded else optimizer.state_dict(),
             "sharded": self.sharded,
             "scaler": None if p.accelerator.scaler is None else p.accelerator.scaler.state_dict(),
             "random": states,
@@ -333,9 +333,9 @@ class Loop:
         if saved["sharded"] != self.sharded:
             raise ValueError("the run was saved with FSDP or without it, and this command has it the other way round")
         if self.sharded:
-            load_optimiser(p.objective, p.optimiser.optimizer, saved["optimiser"])
+            load_optimizer(p.objective, p.optimizer.optimizer, saved["optimizer"])
         else:
-            p.optimiser.optimizer.load_state_dict(saved["optimiser"])
+            p.optimizer.optimizer.load_state_dict(saved["optimizer"])
         if saved["scaler"] is not None and p.accelerator.scaler is not None:
             p.accelerator.scaler.load_state_dict(saved["scaler"])
         if len(saved["random"]) == p.shape.processes:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from longspan.bench import Case, Ours, Theirs
 from longspan.bench.subjects import layers as layering
-from longspan.bench.subjects import models as modelling
+from longspan.bench.subjects import models as modeling
 from longspan.bench.subjects import peers as peering
 from longspan.bench.subjects.layers import LAYERS, OurLayer, TheirLayer, layer_work, layers
 from longspan.bench.subjects.mechanisms import TOLERANCES
@@ -102,7 +102,7 @@ def test_an_older_model_computes_what_ours_does(name: str, monkeypatch: pytest.M
     unfit = subject.unfit(case)
     if unfit is not None:
         pytest.skip(unfit[1])
-    real = modelling._inner
+    real = modeling._inner
 
     def louder(net: nn.Module) -> Any:
         factor = 1.0 if next(net.parameters()).dtype == torch.float64 else 1.01
@@ -113,7 +113,7 @@ def test_an_older_model_computes_what_ours_does(name: str, monkeypatch: pytest.M
         check = subject.check(case)
         assert check is not None
         assert check.error <= check.tolerance == TOLERANCES["float32"]
-        monkeypatch.setattr(modelling, "_inner", louder)
+        monkeypatch.setattr(modeling, "_inner", louder)
         check = subject.check(case)
     assert check is not None
     assert check.error > check.tolerance

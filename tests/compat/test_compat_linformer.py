@@ -202,7 +202,7 @@ from linformer import LinformerLM
 
 torch.manual_seed(0)
 model = LinformerLM(num_tokens=16, dim=32, seq_len=64, depth=2, heads=4, k=16, one_kv_head=True, reversible=REVERSIBLE)
-optimiser = torch.optim.Adam(model.parameters(), lr=3e-3)
+optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 losses = []
 for step in range(STEPS):
     # Each token is seen twice, and half are hidden behind token 0: the other copy tells.
@@ -211,8 +211,8 @@ for step in range(STEPS):
     loss = F.cross_entropy(model(given).transpose(1, 2), whole)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimiser.step()
-    optimiser.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
     losses.append(loss.item())
 model.eval()
 with torch.no_grad():

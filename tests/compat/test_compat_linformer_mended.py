@@ -359,7 +359,7 @@ torch.manual_seed(0)
 model = LinformerLM(num_tokens=16, input_size=64, channels=32, dim_k=16, dim_ff=64, nhead=4, depth=2, causal=True)
 model = model.cuda()
 padded = Padder(model)
-optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 losses = []
 for step in range(STEPS):
     start = torch.randint(0, 16, (8, 1))
@@ -368,8 +368,8 @@ for step in range(STEPS):
     loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:].cuda())
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimiser.step()
-    optimiser.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
     losses.append(loss.item())
 model.eval()
 with torch.no_grad():

@@ -85,7 +85,7 @@ print(type(model).__module__, losses[0], sum(losses[-3:]) / 3, valid.item(), *sa
 
 
 def test_training_script(tmp_path: Path) -> None:
-    """The shape of the library's enwik8 example: model, loss, optimiser, generation; nothing in it changed."""
+    """The shape of the library's enwik8 example: model, loss, optimizer, generation; nothing in it changed."""
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     done = subprocess.run(

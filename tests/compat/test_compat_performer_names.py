@@ -176,7 +176,7 @@ def test_axial_positions_beside_rotary_ones_and_the_checkpoint_that_had_none():
     options = {**LM, "axial_position_emb": True, "axial_position_shape": (4, 16)}
     theirs = original("performer_pytorch").PerformerLM(**options)
     model = ours.PerformerLM(**options)
-    assert "pos_emb.weights.1" in model.state_dict()  # honoured here
+    assert "pos_emb.weights.1" in model.state_dict()  # honored here
     assert "pos_emb.weights.1" not in theirs.state_dict()  # ignored there
     with pytest.warns(UserWarning, match="trained without axial_position_emb") as caught:
         model.load_state_dict(theirs.state_dict())

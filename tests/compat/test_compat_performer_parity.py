@@ -38,8 +38,8 @@ OPTIONS = {
     "cross, shift, local, glu": {"cross_attend": True, "shift_tokens": True, "ff_glu": True, **LOCAL},
     "reversible": {"reversible": True},
     "reversible, cross, rezero": {"reversible": True, "cross_attend": True, "use_rezero": True},
-    "generalised": {"generalized_attention": True},
-    "generalised, gelu": {"generalized_attention": True, "kernel_fn": nn.GELU()},
+    "generalized": {"generalized_attention": True},
+    "generalized, gelu": {"generalized_attention": True, "kernel_fn": nn.GELU()},
     "no projection": {"no_projection": True},
     "no projection, cross": {"no_projection": True, "cross_attend": True},
 }
@@ -52,7 +52,7 @@ def theirs():
 
 @pytest.fixture
 def on_prefixes(theirs, monkeypatch):
-    """The original without its leak: each causal query has keys stabilised by those before it alone."""
+    """The original without its leak: each causal query has keys stabilized by those before it alone."""
     forward = theirs.FastAttention.forward
 
     def causally(self, q, k, v):
@@ -206,7 +206,7 @@ LAYERS = {
     "local": {"local_heads": 2, "local_window_size": 5},
     "all local": {"local_heads": 3, "local_window_size": 5},
     "biases": {"qkv_bias": True, "attn_out_bias": False},
-    "generalised": {"generalized_attention": True, "kernel_fn": nn.Softplus()},
+    "generalized": {"generalized_attention": True, "kernel_fn": nn.Softplus()},
     "no projection": {"no_projection": True},
 }
 

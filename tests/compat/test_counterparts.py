@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from longspan import build_mechanism
-from longspan.layout import Rows
+from longspan.layout import TokenLayout
 from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
 from longspan.models.layers import Attention, FeedForward
-from longspan.models.residual import Branch, Stack
+from longspan.models.residual import ResidualBranch, Stack
 from longspan.models.transformer import EncoderDecoder, LanguageModel, Transformer
 from longspan.models.vision import ImageAttention, efficient_attention
 
@@ -33,7 +33,7 @@ NAMES = {
     "ImageAttention": ImageAttention,
     "efficient_attention": efficient_attention,
     "Stack": Stack,
-    "Branch": Branch,
+    "ResidualBranch": ResidualBranch,
     "Attention": Attention,
     "FeedForward": FeedForward,
     "torch": torch,
@@ -52,7 +52,7 @@ def test_counterpart_builds_and_runs(option, code):
             tokens = torch.randint(0, built.vocab_size, (2, 9))
             assert LanguageModel(built)(tokens, **how).shape == (2, 9, built.vocab_size)
     elif isinstance(built, Stack):
-        assert built(x, Rows.of(x, causal=False)).shape == x.shape
+        assert built(x, TokenLayout.of(x, causal=False)).shape == x.shape
     elif isinstance(built, EncoderDecoder):
         assert built(torch.randint(1, 9, (2, 5)), torch.randint(1, 9, (2, 6))).isfinite()
     elif isinstance(built, ImageAttention):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longspan.generation.generate import Generated, Sampling, beam_search, generate, prefill, stream
-from longspan.generation.session import Memory
+from longspan.generation.session import Session
 from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
 from longspan.models.transformer import EncoderDecoder, LanguageModel
 
@@ -143,7 +143,7 @@ def test_a_memory_saved_to_disk_goes_on_where_it_was(model, tmp_path):
     steps = stream(model, PROMPTS, 5, sampling=GREEDY)
     first = [tokens for tokens, _ in steps]
     steps.memory.save(tmp_path / "memory.safetensors")
-    resumed = Memory.load(tmp_path / "memory.safetensors", model)
+    resumed = Session.load(tmp_path / "memory.safetensors", model)
     rest = generate(model, resumed, 7, sampling=GREEDY).tokens
     assert [[step[row] for step in first] + rest[row] for row in range(3)] == whole
     assert [path.name for path in tmp_path.iterdir()] == ["memory.safetensors"]
@@ -165,7 +165,7 @@ def test_every_kind_of_memory_can_be_saved(name, tmp_path):
     model = language_model(MECHANISMS[name])
     memory = prefill(model, PROMPTS)
     memory.save(tmp_path / "memory.safetensors")
-    loaded = Memory.load(tmp_path / "memory.safetensors", model)
+    loaded = Session.load(tmp_path / "memory.safetensors", model)
     assert generate(model, loaded, 9).tokens == generate(model, memory, 9).tokens
 
 
@@ -173,15 +173,15 @@ def test_a_memory_of_another_model_or_no_memory_is_refused(model, tmp_path):
     path = tmp_path / "memory.safetensors"
     prefill(model, PROMPTS).save(path)
     with pytest.raises(ValueError, match="this memory is of another model"):
-        Memory.load(path, language_model({"mechanism": "local", "window": 5}))
+        Session.load(path, language_model({"mechanism": "local", "window": 5}))
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match="is not a saved memory"):
-        Memory.load(path, model)
+        Session.load(path, model)
     performer = language_model("performer")
     prefill(performer, PROMPTS).save(path)
     performer.transformer.stack.branches[0].layer.mechanism.redraw()
     with pytest.raises(ValueError, match="draw 0 of the random features"):
-        generate(performer, Memory.load(path, performer), 3)
+        generate(performer, Session.load(path, performer), 3)
 
 
 def probabilities(logits, recent=(), **options):

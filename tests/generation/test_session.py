@@ -14,8 +14,8 @@ HEADS, D, E, N = 3, 8, 11, 1024
 LINEAR_TIME = [
     ("linear", {}),
     ("linear", {"feature_map": "softmax"}),
-    ("linear", {"feature_map": "softmax", "normalise": "feature"}),
-    ("linear", {"feature_map": "relu", "normalise": "none"}),
+    ("linear", {"feature_map": "softmax", "normalize": "feature"}),
+    ("linear", {"feature_map": "relu", "normalize": "none"}),
     ("linear", {"blind_spot": 64}),
     ("performer", {"num_features": 13}),
     ("performer", {"num_features": 13, "epsilon": 1e-4}),
@@ -65,7 +65,7 @@ def build(name: str, options: dict[str, object]) -> Mechanism:
     [
         ("linear", {}),
         ("linear", {"feature_map": "softmax"}),
-        ("linear", {"feature_map": "softmax", "normalise": "feature"}),
+        ("linear", {"feature_map": "softmax", "normalize": "feature"}),
         ("linear", {"blind_spot": 64}),
         ("performer", {"num_features": 13}),
         ("performer", {"num_features": 13, "kernel": "relu"}),

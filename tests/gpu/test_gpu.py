@@ -27,9 +27,9 @@ CASES = [
     Case(T=517, B=1, H=2, Hkv=1, D=128, E=64, feature_map="relu", state=False),
     Case(T=517, B=1, H=6, Hkv=2, D=70, E=40, lengths=(400,)),
     Case(T=517, B=3, H=4, Hkv=2, D=64, E=64, feature_map="softmax", lengths=(0, 1, 517)),
-    Case(T=517, B=1, H=2, Hkv=2, D=64, E=64, feature_map="identity", normalise=False),
-    Case(T=517, B=1, H=2, Hkv=2, D=64, E=256, feature_map="identity", normalise=False),
-    Case(T=517, B=1, H=2, Hkv=2, D=256, E=64, feature_map="identity", normalise=False),
+    Case(T=517, B=1, H=2, Hkv=2, D=64, E=64, feature_map="identity", normalize=False),
+    Case(T=517, B=1, H=2, Hkv=2, D=64, E=256, feature_map="identity", normalize=False),
+    Case(T=517, B=1, H=2, Hkv=2, D=256, E=64, feature_map="identity", normalize=False),
     Case(T=517, D=64, E=64, feature_map="identity", scaled=True),
     Case(T=517, D=64, E=64, feature_map="softmax", strided=True),
     *(Case(T=517, D=64, E=64, feature_map="softmax", jump=jump) for jump in (60.0, -60.0)),
@@ -98,7 +98,7 @@ def test_offsets_beyond_32_bits() -> None:
 
 def test_the_op_takes_the_kernels() -> None:
     q, k, v = (torch.randn(2, 130, 3, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    assert dispatch.why_plain(q, k, v, None, None, None, "elu", 1) is None
+    assert dispatch.why_not_triton(q, k, v, None, None, None, "elu", 1) is None
     out, _ = causal_linear(q, k, v, feature_map="elu")
     out.float().square().sum().backward()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
@@ -150,7 +150,7 @@ def test_the_result_alone(feature_map: str) -> None:
     """Called twice, because from the second time on kernels are given addresses."""
     x = [torch.randn(2, 517, 3, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     weight = orthogonal_rows(100, 64, unit=False).cuda() if feature_map == "favor" else None
-    how = {"feature_map": feature_map, "weight": weight, "normalise": feature_map != "identity"}
+    how = {"feature_map": feature_map, "weight": weight, "normalize": feature_map != "identity"}
     whole = causal_linear(*x, **how)[0]
     d = torch.randn_like(whole)
     grads = torch.autograd.grad(whole, x, d)

@@ -24,18 +24,18 @@ FAVOR = {"feature_map": "favor", "D": 64, "E": 64, "num_features": 256}
 
 CASES = [
     *(Case(T=67, S=S, D=16, E=16, feature_map=map) for S in (2, 63, 64, 65, 1031) for map in ("elu", "softmax")),
-    *(Case(**LARGE, D=dim, E=dim, normalise=n) for dim in (32, 64, 128, 256) for n in ("query", "feature")),
-    *(Case(**LARGE, D=64, E=64, feature_map=map, normalise=n) for map in ("elu", "relu") for n in ("feature", "none")),
+    *(Case(**LARGE, D=dim, E=dim, normalize=n) for dim in (32, 64, 128, 256) for n in ("query", "feature")),
+    *(Case(**LARGE, D=64, E=64, feature_map=map, normalize=n) for map in ("elu", "relu") for n in ("feature", "none")),
     Case(T=517, S=517, D=64, E=64, mask=True),
-    Case(T=517, S=300, D=64, E=64, mask=True, normalise="feature", feature_map="relu"),
+    Case(T=517, S=300, D=64, E=64, mask=True, normalize="feature", feature_map="relu"),
     Case(**LARGE, D=64, E=128, strided=True),
     Case(**LARGE, D=128, E=64, feature_map="elu"),
     Case(**LARGE, D=64, E=256),
-    Case(**LARGE, D=256, E=64, feature_map="identity", normalise="none"),
-    *(Case(packed=PACKED, H=4, Hkv=2, D=64, E=64, normalise=n) for n in ("query", "feature")),
+    Case(**LARGE, D=256, E=64, feature_map="identity", normalize="none"),
+    *(Case(packed=PACKED, H=4, Hkv=2, D=64, E=64, normalize=n) for n in ("query", "feature")),
     Case(packed=PACKED, D=128, E=128, feature_map="elu"),
     *(Case(T=130, S=517, **FAVOR, weight=dtype) for dtype in (torch.float32, torch.bfloat16)),
-    Case(T=130, S=517, **FAVOR, normalise="feature", exact=True),
+    Case(T=130, S=517, **FAVOR, normalize="feature", exact=True),
     Case(T=130, S=517, **FAVOR, mask=True, H=4, Hkv=2),
     Case(packed=PACKED, **FAVOR),
     Case(**LARGE, feature_map="favor", D=33, E=100, num_features=100),
@@ -61,11 +61,11 @@ def test_wide_projections(number: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("normalise", ["query", "feature"])
+@pytest.mark.parametrize("normalize", ["query", "feature"])
 @pytest.mark.parametrize("feature_map", ["elu", "softmax", "favor"])
-def test_large_inputs(feature_map: str, normalise: str, dtype: torch.dtype) -> None:
+def test_large_inputs(feature_map: str, normalize: str, dtype: torch.dtype) -> None:
     features = 64 if feature_map == "favor" else None
-    case = Case(**LARGE, D=64, E=64, feature_map=feature_map, normalise=normalise, size=50, num_features=features)
+    case = Case(**LARGE, D=64, E=64, feature_map=feature_map, normalize=normalize, size=50, num_features=features)
     for name, result in zip(NAMES, by_kernels(case, arguments(case, dtype, "cuda")), strict=True):
         assert result.isfinite().all(), name
 
@@ -98,7 +98,7 @@ def test_offsets_beyond_32_bits() -> None:
 @pytest.mark.parametrize("name", ["linear", "performer"])
 @pytest.mark.parametrize("how", ["plain", "mask", "packed"])
 def test_mechanisms_take_the_kernels(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"feature_map": "softmax", "normalise": "feature"} if name == "linear" else {"num_features": 37}
+    options = {"feature_map": "softmax", "normalize": "feature"} if name == "linear" else {"num_features": 37}
     attend: Mechanism = build_mechanism(name, 4, 16, num_kv_heads=2, **options)
     x = [torch.randn(1, 130, heads, 16, device="cuda") for heads in (4, 2, 2)]
     where: dict = {}
@@ -116,7 +116,7 @@ def test_mechanisms_take_the_kernels(name: str, how: str, monkeypatch: pytest.Mo
     out = attend(*x, **where)
     ours = [out, *torch.autograd.grad(out, x, d_out)]
     assert called
-    monkeypatch.setattr(dispatch, "why_plain_bidirectional", lambda *_: "not now")
+    monkeypatch.setattr(dispatch, "why_not_triton_bidirectional", lambda *_: "not now")
     out = attend(*x, **where)
     for fast, plain in zip(ours, [out, *torch.autograd.grad(out, x, d_out)], strict=True):
         torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5)
@@ -125,7 +125,7 @@ def test_mechanisms_take_the_kernels(name: str, how: str, monkeypatch: pytest.Mo
 def test_autocast_and_fallbacks() -> None:
     case = Case(D=16, E=16, feature_map="elu")
     given = arguments(case, torch.float64, "cuda")
-    assert "float64" in str(dispatch.why_plain_bidirectional(given.q, given.k, given.v, None))
+    assert "float64" in str(dispatch.why_not_triton_bidirectional(given.q, given.k, given.v, None))
     out = mechanism(case, given).cuda()(given.q, given.k, given.v)
     torch.testing.assert_close(out.cpu(), by_plain(case, given, torch.float64)[0])
 

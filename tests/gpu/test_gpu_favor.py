@@ -169,4 +169,4 @@ def test_what_else_goes_to_the_other_kernels() -> None:
     assert not favor.takes(wide, q, "favor", True)
     case = replace(FAVOR, D=16, E=130, T=130, num_features=19)
     check(case, arguments(case, torch.bfloat16, "cuda"), torch.bfloat16)
-    assert dispatch.why_plain(q.cuda(), q.cuda(), q.cuda(), None, None, None, "favor", 1) is None
+    assert dispatch.why_not_triton(q.cuda(), q.cuda(), q.cuda(), None, None, None, "favor", 1) is None

@@ -79,7 +79,7 @@ def test_few_rows(heads: int, kv_heads: int, rank: int, dims: tuple[int, int], d
     q = torch.randn(B, T, heads, D, device="cuda", dtype=dtype)
     k, v = (torch.randn(B, rank, kv_heads, n, device="cuda", dtype=dtype).transpose(1, 2) for n in dims)
     d = torch.randn(B, T, heads, E, device="cuda", dtype=dtype)
-    assert dispatch.why_plain_rows(q, dtype, heads, kv_heads, rank, dims) is None
+    assert dispatch.why_not_triton_compressed(q, dtype, heads, kv_heads, rank, dims) is None
 
     def run(dtype: torch.dtype, ours: bool) -> list[Tensor]:
         x = [t.to(dtype).requires_grad_() for t in (q, k, v)]
@@ -121,7 +121,7 @@ def test_a_layer_in_one_step(batch: int, options: dict, how: str, monkeypatch: p
     ours = run(dtype)
     assert calls == [1]
     monkeypatch.setattr(LinformerAttention, "attend_layer", lambda *_, **__: None)
-    monkeypatch.setattr(dispatch, "why_plain_rows", lambda *_: "not now")
+    monkeypatch.setattr(dispatch, "why_not_triton_compressed", lambda *_: "not now")
     names = ["out", "d_x", *(name for name, _ in layer.named_parameters())]
     plainly, truth = run(dtype), run(torch.float64)
     assert calls == [1]

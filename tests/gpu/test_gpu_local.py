@@ -123,7 +123,7 @@ def test_the_mechanism_takes_the_kernels_and_agrees_with_the_cpu() -> None:
         local = build_mechanism("local", 4, 32, num_kv_heads=2, **options)
         q, k, v = torch.randn(1, 130, 4, 32), torch.randn(1, 130, 2, 32), torch.randn(1, 130, 2, 32)
         there = [x.cuda() for x in (q, k, v)]
-        assert dispatch.why_plain_local(*there) is None
+        assert dispatch.why_not_triton_window(*there) is None
         moved = replace(packing, offsets=packing.offsets.cuda())
         mask = torch.rand(1, 130) < 0.7
         for causal in (True, False):

@@ -59,7 +59,7 @@ def test_attend(how: str, dtype: torch.dtype, blocks: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("options", [{"window": 64, "look_back": 1}, {"window": 40}], ids=str)
 def test_local_without_its_kernels(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "why_plain_local", lambda *_, **__: "not now")
+    monkeypatch.setattr(dispatch, "why_not_triton_window", lambda *_, **__: "not now")
     T, H, D = 517, 2, 64
     local = build_mechanism("local", H, D, **options)
     given = [torch.randn(1, T, H, D, device="cuda") for _ in range(3)]

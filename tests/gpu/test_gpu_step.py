@@ -10,7 +10,7 @@ from step_cases import CASES, compare
 from token_cases import MAPS, SAMPLINGS, compare_choices, compare_maps, compare_turns
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, generate, stream
-from longspan.generation.decode import Loop
+from longspan.generation.decode import DecodeLoop
 from longspan.generation.generate import prefill
 from longspan.mechanisms import linear, linformer, local
 from longspan.ops import decode as step
@@ -77,9 +77,9 @@ def test_a_step_in_bfloat16(name: str, rows: int, monkeypatch: pytest.MonkeyPatc
     for how, one in (("kernels", lm), ("plain", lm), ("exact", wide)):
         if how == "plain":
             for module in (step, linear, local, linformer):
-                monkeypatch.setattr(module, "why_plain", lambda *_: "asked to")
+                monkeypatch.setattr(module, "why_not_triton", lambda *_: "asked to")
         given = tokens.to(next(one.parameters()).device)
-        state = Loop(one, prefill(one, given[:, :7], max_tokens=6), Sampling(), [])._state
+        state = DecodeLoop(one, prefill(one, given[:, :7], max_tokens=6), Sampling(), [])._state
         with torch.no_grad():
             logits[how] = []
             for i in range(7, 13):
@@ -117,7 +117,7 @@ def test_a_graph_and_no_graph_agree(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert generate(lm, [[1, 2, 3], [4]], 30, **how).tokens == captured.tokens
     assert len(replays) > 20
     elsewhere = itertools.count()
-    monkeypatch.setattr(Loop, "_addresses", lambda self: {"never the same": next(elsewhere)})
+    monkeypatch.setattr(DecodeLoop, "_addresses", lambda self: {"never the same": next(elsewhere)})
     replays.clear()
     assert generate(lm, [[1, 2, 3], [4]], 30, **how).tokens == captured.tokens
     assert not replays

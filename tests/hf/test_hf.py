@@ -238,13 +238,13 @@ def test_lora_trains_and_merges(tmp_path):
     model, x = causal(), tokens(2, 16)
     lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["to_q", "to_kv", "to_out"]))
     trained = [parameter for parameter in lora.parameters() if parameter.requires_grad]
-    optimiser = torch.optim.Adam(trained, 2e-2)
+    optimizer = torch.optim.Adam(trained, 2e-2)
     losses = []
     for _ in range(8):
         loss = lora(input_ids=x, labels=x).loss
         loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     wanted = lora.eval()(input_ids=x).logits

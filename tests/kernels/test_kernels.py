@@ -14,13 +14,13 @@ CASES = [
     Case(T=1, feature_map="softmax"),
     Case(T=33, H=4, Hkv=2, feature_map="softmax", lengths=(33, 29)),
     Case(T=31, feature_map="relu", lengths=(0, 31), state=False),
-    Case(feature_map="identity", normalise=False),
+    Case(feature_map="identity", normalize=False),
     Case(T=300, B=1, H=2, Hkv=1, feature_map="softmax", state=False),
     Case(T=65, feature_map="identity", scaled=True, strided=True),
-    Case(T=65, B=1, H=1, Hkv=1, feature_map="identity", normalise=False, scaled=True, E=20),
+    Case(T=65, B=1, H=1, Hkv=1, feature_map="identity", normalize=False, scaled=True, E=20),
     Case(T=65, B=1, H=2, Hkv=1, feature_map="favor", num_features=19),
     Case(T=35, B=1, H=1, Hkv=1, feature_map="softmax", D=130, E=140),
-    Case(T=33, B=1, H=2, Hkv=1, feature_map="favor", num_features=19, normalise=False, lengths=(20,)),
+    Case(T=33, B=1, H=2, Hkv=1, feature_map="favor", num_features=19, normalize=False, lengths=(20,)),
     Case(T=256, B=1, H=2, Hkv=1, feature_map="softmax"),
     Case(T=128, B=1, H=1, Hkv=1, state=False),
     Case(T=150, B=1, H=2, Hkv=1, feature_map="softmax", jump=60.0),
@@ -71,10 +71,10 @@ def test_sums_kept_for_the_backward_pass_are_those_it_would_make() -> None:
     (out, den, *_), kept = kernels.forward(*tensors, "softmax", True)
     assert kept is not None
     given = d_out, d_kv, out, den, *tensors, "softmax", True
-    again, at_once = kernels.backward(*given), kernels.backward(*given, kept)
+    again, eager_untraced = kernels.backward(*given), kernels.backward(*given, kept)
     kept.zero_()
     wrong = kernels.backward(*given, kept)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, at_once, strict=True))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, eager_untraced, strict=True))
     assert not torch.equal(wrong[0], again[0])
 
 
@@ -86,13 +86,13 @@ def test_sums_kept_for_the_backward_pass_are_those_it_would_make() -> None:
     [
         Case(T=67, B=1, H=2, Hkv=1, feature_map="softmax"),
         Case(T=35, B=1, H=1, Hkv=1, feature_map="favor", num_features=19),
-        Case(T=35, B=1, H=1, Hkv=1, feature_map="identity", normalise=False),
+        Case(T=35, B=1, H=1, Hkv=1, feature_map="identity", normalize=False),
     ],
     ids=str,
 )
 def test_sums_that_nobody_asks_for(case: Case) -> None:
     _, _, tensors = arguments(case, torch.bfloat16, "cpu")
-    given = *tensors[:6], None, None, case.feature_map, case.normalise
+    given = *tensors[:6], None, None, case.feature_map, case.normalize
     kernels = dispatch.linear_kernels()
     (out, den, *ends), _ = kernels.forward(*given, ends=False)
     whole, _ = kernels.forward(*given)
@@ -103,9 +103,9 @@ def test_sums_that_nobody_asks_for(case: Case) -> None:
 
 @inside
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("normalise", [False, True])
-def test_no_sums_are_zeros(normalise: bool) -> None:
-    case = Case(T=65, feature_map="softmax", normalise=normalise, state=False)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_no_sums_are_zeros(normalize: bool) -> None:
+    case = Case(T=65, feature_map="softmax", normalize=normalize, state=False)
     d_out, d_kv, tensors = arguments(case, torch.float32, "cpu")
     zeros = by_kernels(case, (d_out, torch.zeros_like(d_kv), tensors))
     none = by_kernels(case, (d_out, None, (*tensors[:6], None, None)))
@@ -136,12 +136,12 @@ def test_constants_are_those_of_the_plain_path() -> None:
     assert linear.divide(above[None], above) == 1
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-def test_the_result_alone(normalise: bool) -> None:
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_result_alone(normalize: bool) -> None:
     from longspan.ops.linear import causal_linear, causal_linear_out
 
     x = [torch.randn(2, 17, 3, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    how = {"feature_map": "elu", "lengths": torch.tensor([17, 11]), "normalise": normalise}
+    how = {"feature_map": "elu", "lengths": torch.tensor([17, 11]), "normalize": normalize}
     out, whole = causal_linear_out(*x, **how), causal_linear(*x, **how)[0]
     assert torch.equal(out, whole)
     d = torch.randn_like(out)
@@ -154,7 +154,7 @@ def test_reasons() -> None:
     kv = torch.zeros(1, 2, 8, 9)
     known = {"weight": None, "log_scale": None, "kv": kv, "feature_map": "elu", "bucket": 1}
     assert dispatch.why_unsupported(q, q, q, **known) is None
-    assert "CUDA" in str(dispatch.why_plain(q, q, q, **known))
+    assert "CUDA" in str(dispatch.why_not_triton(q, q, q, **known))
     double = q.double()
     assert "float64" in str(dispatch.why_unsupported(double, double, double, **{**known, "kv": kv.double()}))
     assert "single token" in str(dispatch.why_unsupported(q[:, :1], q[:, :1], q[:, :1], **known))
@@ -192,9 +192,9 @@ def test_devices_with_little_shared_memory(room: int, monkeypatch: pytest.Monkey
         q = torch.zeros(1, 4, 2, D, dtype=dtype).as_subclass(Cuda)
         weight = None if M is None else torch.zeros(M, D)
         found = [
-            dispatch.why_plain(q, q, q, weight, None, None, "softmax" if M is None else "favor", 1),
-            dispatch.why_plain_bidirectional(q, q, q, weight),
-            dispatch.why_plain_local(q, q, q),
+            dispatch.why_not_triton(q, q, q, weight, None, None, "softmax" if M is None else "favor", 1),
+            dispatch.why_not_triton_bidirectional(q, q, q, weight),
+            dispatch.why_not_triton_window(q, q, q),
         ]
         assert all(why is None or f"this device has {room}" in why for why in found)
         return tuple(why is None for why in found[: 3 if M is None else 2])

@@ -15,22 +15,22 @@ from longspan.ops.linear.bidirectional import bidirectional_linear
 
 PACKED = (11, 0, 1, 23, 5), (3, 7, 0, 41, 1)
 CASES = [
-    *(Case(feature_map=map, normalise=n) for map in ("elu", "relu") for n in ("query", "feature", "none")),
-    *(Case(feature_map="identity", normalise=n, mask=True) for n in ("query", "feature", "none")),
-    *(Case(normalise=n, **how) for n in ("query", "feature") for how in ({}, {"mask": True})),
-    *(Case(normalise=n, packed=PACKED, H=2, Hkv=1) for n in ("query", "feature")),
+    *(Case(feature_map=map, normalize=n) for map in ("elu", "relu") for n in ("query", "feature", "none")),
+    *(Case(feature_map="identity", normalize=n, mask=True) for n in ("query", "feature", "none")),
+    *(Case(normalize=n, **how) for n in ("query", "feature") for how in ({}, {"mask": True})),
+    *(Case(normalize=n, packed=PACKED, H=2, Hkv=1) for n in ("query", "feature")),
     Case(feature_map="elu", mask=True, H=4, Hkv=2),
-    Case(feature_map="elu", packed=PACKED, normalise="feature", H=1, Hkv=1),
+    Case(feature_map="elu", packed=PACKED, normalize="feature", H=1, Hkv=1),
     Case(feature_map="favor", num_features=19, H=6, Hkv=2, mask=True),
     Case(feature_map="favor", num_features=19, packed=PACKED, H=1, Hkv=1),
-    Case(feature_map="favor", num_features=19, normalise="feature", strided=True),
+    Case(feature_map="favor", num_features=19, normalize="feature", strided=True),
     Case(feature_map="favor", num_features=19, weight=torch.bfloat16),
     Case(feature_map="favor", num_features=19, exact=True),
     Case(T=1, S=2, B=1),
-    Case(T=1, S=1, feature_map="elu", normalise="none"),
+    Case(T=1, S=1, feature_map="elu", normalize="none"),
     Case(T=3, S=300, B=1, H=2, Hkv=1, D=16, E=16),
     Case(T=3, S=5, B=1, H=1, Hkv=1, D=130, E=70),
-    Case(T=5, S=3, B=1, H=2, Hkv=1, D=20, E=140, feature_map="elu", normalise="feature"),
+    Case(T=5, S=3, B=1, H=2, Hkv=1, D=20, E=140, feature_map="elu", normalize="feature"),
 ]
 # Blocks of bfloat16 are padded to 64, and slow here: one head, all that differs, and every other of the rest.
 HALVES = [
@@ -80,11 +80,11 @@ def test_a_weight_that_bfloat16_holds_takes_one_product() -> None:
 
 @inside
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("normalise", ["query", "feature"])
+@pytest.mark.parametrize("normalize", ["query", "feature"])
 @pytest.mark.parametrize("feature_map", ["softmax", "favor", "elu"])
-def test_large_inputs(feature_map: str, normalise: str) -> None:
+def test_large_inputs(feature_map: str, normalize: str) -> None:
     features = 19 if feature_map == "favor" else None
-    case = Case(feature_map=feature_map, normalise=normalise, size=50, num_features=features)
+    case = Case(feature_map=feature_map, normalize=normalize, size=50, num_features=features)
     given = arguments(case, torch.float16, "cpu")
     for result in by_kernels(case, given):
         assert result.isfinite().all()
@@ -98,21 +98,21 @@ def test_ones_come_back(feature_map: str) -> None:
     case = Case(feature_map=feature_map, size=10, num_features=features)
     given = arguments(case, torch.float32, "cpu")
     kernels = dispatch.bidirectional_kernels()
-    for normalise in ("query", "feature"):
-        if normalise == "feature" and feature_map in ("elu", "relu"):
+    for normalize in ("query", "feature"):
+        if normalize == "feature" and feature_map in ("elu", "relu"):
             continue  # There weights sum to one over keys, not over a query's features.
         tensors = given.q, given.k, torch.ones_like(given.v), given.weight, None, None, None
-        out = kernels.forward(*tensors, feature_map, normalise)[0]
+        out = kernels.forward(*tensors, feature_map, normalize)[0]
         torch.testing.assert_close(out, torch.ones_like(out), rtol=1e-5, atol=1e-5)
 
 
 @inside
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("normalise", ["query", "feature"])
-def test_one_key_is_the_answer(normalise: str) -> None:
+@pytest.mark.parametrize("normalize", ["query", "feature"])
+def test_one_key_is_the_answer(normalize: str) -> None:
     # Its own gradient is 0, a difference of equal numbers: it is as good as those are.
-    given = arguments(Case(S=1, normalise=normalise), torch.float32, "cpu")
-    out, d_q, d_k, d_v = by_kernels(Case(normalise=normalise), given)
+    given = arguments(Case(S=1, normalize=normalize), torch.float32, "cpu")
+    out, d_q, d_k, d_v = by_kernels(Case(normalize=normalize), given)
     torch.testing.assert_close(out, given.v.expand_as(out))
     torch.testing.assert_close(d_v, given.d_out.sum(1, keepdim=True))
     for gradient in (d_q, d_k):
@@ -144,7 +144,7 @@ def test_gradients_are_taken_once() -> None:
 @pytest.mark.filterwarnings("ignore")  # NumPy's, and those of torch's compiler
 @pytest.mark.parametrize("how", ["plain", "mask", "packed"])
 def test_compiled_whole_and_for_any_length(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "why_plain_bidirectional", lambda *_: None)
+    monkeypatch.setattr(dispatch, "why_not_triton_bidirectional", lambda *_: None)
     performer = build_mechanism("performer", 2, 5, num_features=7, num_kv_heads=1)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: dict) -> torch.Tensor:
@@ -168,7 +168,7 @@ def test_compiled_whole_and_for_any_length(how: str, monkeypatch: pytest.MonkeyP
 def test_reasons() -> None:
     q = torch.zeros(1, 4, 2, 8)
     assert dispatch.why_unsupported_bidirectional(q, q, q, None) is None
-    assert "CUDA" in str(dispatch.why_plain_bidirectional(q, q, q, None))
+    assert "CUDA" in str(dispatch.why_not_triton_bidirectional(q, q, q, None))
     assert "float64" in str(dispatch.why_unsupported_bidirectional(q.double(), q, q, None))
     assert "epsilon (0.1)" in str(dispatch.why_unsupported_bidirectional(q, q, q, None, 0.1))
     wide = torch.zeros(1, 4, 2, 257)

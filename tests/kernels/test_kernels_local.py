@@ -75,13 +75,13 @@ def test_dropout() -> None:
 
 def test_reasons() -> None:
     q = torch.zeros(1, 4, 2, 8)
-    assert dispatch.why_unsupported_local(q, q, q) is None
-    assert "CUDA" in str(dispatch.why_plain_local(q, q, q))
-    assert "bias" in str(dispatch.why_unsupported_local(q, q, q, bias=True))
-    assert "xPos" in str(dispatch.why_unsupported_local(q, q, q, xpos=True))
-    assert "float64" in str(dispatch.why_unsupported_local(q.double(), q.double(), q.double()))
-    assert "over 256" in str(dispatch.why_unsupported_local(q, q, torch.zeros(1, 4, 2, 257)))
-    assert "empty" in str(dispatch.why_unsupported_local(q[:, :0], q[:, :0], q[:, :0]))
+    assert dispatch.why_unsupported_window(q, q, q) is None
+    assert "CUDA" in str(dispatch.why_not_triton_window(q, q, q))
+    assert "bias" in str(dispatch.why_unsupported_window(q, q, q, bias=True))
+    assert "xPos" in str(dispatch.why_unsupported_window(q, q, q, xpos=True))
+    assert "float64" in str(dispatch.why_unsupported_window(q.double(), q.double(), q.double()))
+    assert "over 256" in str(dispatch.why_unsupported_window(q, q, torch.zeros(1, 4, 2, 257)))
+    assert "empty" in str(dispatch.why_unsupported_window(q[:, :0], q[:, :0], q[:, :0]))
 
 
 def test_bounds_of_packed_rows() -> None:

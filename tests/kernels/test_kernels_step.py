@@ -20,8 +20,8 @@ by_name = pytest.mark.parametrize("name", CASES)
 @pytest.fixture
 def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (step, linear, local, linformer):
-        monkeypatch.setattr(module, "why_plain", lambda *_: None)
-    monkeypatch.setattr(dispatch, "why_plain_local", lambda *_, **__: None)
+        monkeypatch.setattr(module, "why_not_triton", lambda *_: None)
+    monkeypatch.setattr(dispatch, "why_not_triton_window", lambda *_, **__: None)
 
 
 def test_under_the_interpreter() -> None:
@@ -49,7 +49,7 @@ def test_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
 
 def _plain_windowed(self, q, k, v, window, **how):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "why_plain_local", lambda *_, **__: "asked to")
+        patch.setattr(dispatch, "why_not_triton_window", lambda *_, **__: "asked to")
         how.pop("bounds", None)
         return local.windowed(q, k, v, window, scale=self.scale, **how)
 
@@ -101,9 +101,9 @@ def test_queries_turned_further_take_the_plain_step(monkeypatch: pytest.MonkeyPa
 
 
 def test_angles_of_a_loop_turn_as_others_do() -> None:
-    """`turns_at`, which has them twice as wide for fewer operations, and `Turn` of plain ones."""
+    """`cos_sin_at`, which has them twice as wide for fewer operations, and `Turn` of plain ones."""
     length, x = torch.tensor([3, 1_000_003]), torch.randn(2, 1, 3, D, dtype=torch.float64)
-    ours = step.turns_at(length, (D, 100.0), torch.float64)
+    ours = step.cos_sin_at(length, (D, 100.0), torch.float64)
     assert ours.wide is not None
     for interleaved in (False, True):
         plain = step.Turn(*cos_sin(length[:, None], D, 100.0, torch.float64), interleaved)
@@ -114,7 +114,7 @@ def test_angles_of_a_loop_turn_as_others_do() -> None:
 
 def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1, 1, 2, 4)
-    assert "CUDA" in str(step.why_plain(x, x, x))
+    assert "CUDA" in str(step.why_not_triton(x, x, x))
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     for version, reason in (("3.3.1", "triton 3.3.1 is older than 3.4: install torch 2.8 or newer"), ("3.10.0", None)):

@@ -14,7 +14,7 @@ from longspan.ops.common import dispatch
 
 @pytest.fixture
 def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "why_plain", lambda *_: None)
+    monkeypatch.setattr(step, "why_not_triton", lambda *_: None)
 
 
 def test_under_the_interpreter() -> None:

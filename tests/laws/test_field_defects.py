@@ -1,4 +1,4 @@
-"""Defects that older libraries have in causality, padding, normalisation, windows and overflow, one test each.
+"""Defects that older libraries have in causality, padding, normalization, windows and overflow, one test each.
 
 Where it is cheap, the older formula is written out beside ours, and the test shows that it does have the defect.
 """
@@ -48,7 +48,7 @@ def relative_error(got: Tensor, truth: Tensor) -> float:
 
 
 @pytest.mark.parametrize("epsilon", [None, 1e-4])
-def test_causal_performer_leaks_the_future_through_its_stabiliser(epsilon: float | None) -> None:
+def test_causal_performer_leaks_the_future_through_its_stabilizer(epsilon: float | None) -> None:
     q, k, v = inputs(1, 128)
     later = k.clone()
     later[:, -1] *= 6
@@ -110,7 +110,7 @@ def test_decoding_differs_from_training() -> None:
 
 
 @pytest.mark.parametrize("name", ["performer", "linear"])
-def test_padded_keys_stay_in_the_normaliser(name: str) -> None:
+def test_padded_keys_stay_in_the_normalizer(name: str) -> None:
     """Values were zeroed, keys were not."""
     q, k, v = inputs(1, 24)
     mask = torch.arange(24)[None] < 15
@@ -177,7 +177,7 @@ def test_cross_attention_ignores_its_mask(name: str) -> None:
     assert (out - mechanism(q, k, v))[1].abs().max() > 0.01
 
 
-# Normalisation
+# Normalization
 
 
 def test_epsilon_collapses_performer_to_a_plain_mean() -> None:
@@ -209,14 +209,14 @@ def test_clamped_denominator_scales_the_answer() -> None:
     assert old.max() < 0.5
     for mechanism in (
         build("linear", feature_map="softmax"),
-        build("linear", feature_map="softmax", normalise="feature"),
+        build("linear", feature_map="softmax", normalize="feature"),
     ):
         torch.testing.assert_close(mechanism(q, k, v, causal=True), v)
         torch.testing.assert_close(mechanism(q, k, v), v)
 
 
 def test_projected_keys_grow_with_the_length() -> None:
-    """A table initialised by its rank: compressed keys were √(n/rank) times as large as keys."""
+    """A table initialized by its rank: compressed keys were √(n/rank) times as large as keys."""
     rank, length = 16, 4096
     x = torch.randn(1, length, 1, 8)
     old = torch.einsum("sr,bshd->bhrd", torch.randn(length, rank) * rank**-0.5, x)
@@ -346,7 +346,7 @@ def test_causal_exp_overflows(dtype: torch.dtype, size: float) -> None:
     q, k, v = (x.to(dtype) for x in inputs(1, 70))
     k = torch.full_like(k, size)
     assert not k.exp().isfinite().all()
-    for options in ({}, {"normalise": "feature"}, {"blind_spot": 4}):
+    for options in ({}, {"normalize": "feature"}, {"blind_spot": 4}):
         mechanism = build("linear", feature_map="softmax", **options)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = mechanism(*leaves, causal=True)
@@ -399,7 +399,7 @@ def test_small_keys_after_a_large_one_vanish() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_features_far_below_the_others_keep_their_weight(masked: bool) -> None:
     """Efficient Attention in float32: one feature's keys lie 300 below another's, and its softmax is still exact."""
-    mechanism = build_mechanism("linear", 1, 4, feature_map="softmax", normalise="feature")
+    mechanism = build_mechanism("linear", 1, 4, feature_map="softmax", normalize="feature")
     k = torch.randn(1, 9, 1, 4) + torch.tensor([-200.0, 100.0, 0.0, 0.0])
     q = torch.tensor([200.0, 0.0, 0.0, 0.0]).view(1, 1, 1, 4)
     v = torch.randn(1, 9, 1, 4)

@@ -191,7 +191,7 @@ def test_gradients_match_finite_differences(case: Case, causal: bool) -> None:
 
 
 def test_one_key_is_its_value() -> None:
-    """What softmax and normalised attention give needs no reference where there is one key."""
+    """What softmax and normalized attention give needs no reference where there is one key."""
     for name in ("softmax", "local", "linear", "performer"):
         case = Case(name, {})
         q, k, v = case.inputs(queries=1)
@@ -206,13 +206,13 @@ def test_the_definitions_on_small_numbers() -> None:
     e = torch.e
     softmax = reference.softmax_attention(q, k, v, seen, scale=0.5).flatten()
     assert_same(softmax, torch.tensor([1.0, (e * 1 + e**2 * 10) / (e + e**2), 37.0], dtype=torch.float64))
-    for normalise, expected in {
+    for normalize, expected in {
         "none": [1.0, 2 * 1 + 4 * 10, 0.0],
         "query": [1.0, 42 / 6, 0.0],
         "feature": [1.0, 2 * (1 + 20) / 3, 0.0],
     }.items():
-        out = reference.linear_attention(q, k, v, seen, normalise).flatten()
-        assert_same(out, torch.tensor(expected, dtype=torch.float64), normalise)
+        out = reference.linear_attention(q, k, v, seen, normalize).flatten()
+        assert_same(out, torch.tensor(expected, dtype=torch.float64), normalize)
     assert reference.blind_spot_visibility(2, "causal", 5).int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
@@ -253,12 +253,12 @@ def test_large_inputs_are_finite(case: Case, dtype: torch.dtype, causal: bool) -
         # Only where the answer itself does not fit into the dtype may there be an infinity.
         fits = wanted.abs().amax() < torch.finfo(dtype).max / 2
         assert result.isfinite().all() if fits else not result.isnan().any(), name
-    normalised = case.options.get("normalise") != "none"
-    assert not normalised or exact.abs().amax() < torch.finfo(dtype).max
+    normalized = case.options.get("normalize") != "none"
+    assert not normalized or exact.abs().amax() < torch.finfo(dtype).max
 
 
 def sums_to_one(case: Case) -> bool:
-    """Whether a query's weights sum to one; compressed rows, unnormalised products and features that do not sum to
+    """Whether a query's weights sum to one; compressed rows, unnormalized products and features that do not sum to
     one themselves make no such promise.
     """
     o = case.options
@@ -266,9 +266,9 @@ def sums_to_one(case: Case) -> bool:
         return all(sums_to_one(Case(part["mechanism"], part)) for part in o["parts"])
     if case.name == "linformer" or o.get("output_scale", 1.0) != 1:
         return False
-    if o.get("normalise", "query") == "feature":
+    if o.get("normalize", "query") == "feature":
         return o.get("feature_map") != "elu"
-    return o.get("normalise", "query") == "query"
+    return o.get("normalize", "query") == "query"
 
 
 @each_case([case for case in all_cases() if sums_to_one(case)])

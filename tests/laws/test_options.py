@@ -230,15 +230,15 @@ def _() -> None:
     assert mine.new_state(B).kv.shape == (B, H, 2 * D, E)
 
 
-@checks("linear", "normalise")
+@checks("linear", "normalize")
 def _() -> None:
     q, k, v = inputs()
     fq, fk = F.elu(q) + 1, F.elu(k) + 1
-    same(build("linear", normalise="query")(q, k, v), kernel_attention(fq, fk, v))
-    same(build("linear", normalise="none")(q, k, v), by_weights(scores(fq, fk), v))
-    same(build("linear", normalise="none")(q, k, v, causal=True), by_weights(scores(fq, fk).tril(), v))
+    same(build("linear", normalize="query")(q, k, v), kernel_attention(fq, fk, v))
+    same(build("linear", normalize="none")(q, k, v), by_weights(scores(fq, fk), v))
+    same(build("linear", normalize="none")(q, k, v, causal=True), by_weights(scores(fq, fk).tril(), v))
     # Efficient Attention: softmax of the keys over the sequence, of the queries over the features.
-    efficient = build("linear", feature_map="softmax", normalise="feature")
+    efficient = build("linear", feature_map="softmax", normalize="feature")
     same(efficient(q, k, v), by_weights(scores(q.softmax(-1), k.softmax(1)), v))
     for t in (0, 5, T - 1):
         last = efficient(q[:, t : t + 1], k[:, : t + 1], v[:, : t + 1])
@@ -295,8 +295,8 @@ def _() -> None:
     same(mechanism(q, k, v), build("linear")(q, k, v))  # Causal only.
     stepped = mechanism.extend(mechanism.new_state(B, dtype=q.dtype), q[:, :1], k[:, :1], v[:, :1])[0]
     same(stepped, mechanism(q, k, v, causal=True)[:, :1])
-    with pytest.raises(ValueError, match="needs normalise"):
-        build("linear", phantom=0.3, normalise="feature")
+    with pytest.raises(ValueError, match="needs normalize"):
+        build("linear", phantom=0.3, normalize="feature")
     with pytest.raises(ValueError, match="Softmax features have no size"):
         build("linear", phantom=0.3, feature_map="softmax")
 

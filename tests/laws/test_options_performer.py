@@ -94,7 +94,7 @@ def _() -> None:
         mechanism = build("performer", kernel=kernel)
         act, w = ACTIVATIONS.get(kernel, kernel), mechanism.feature_map.projection
         fq, fk = (act(x * D**-0.25 @ w.T) + 1e-3 for x in (q, k))
-        # elu, silu and gelu have a sign, so their normaliser may come near zero and lose digits.
+        # elu, silu and gelu have a sign, so their normalizer may come near zero and lose digits.
         expected = kernel_attention(fq, fk, v)
         torch.testing.assert_close(mechanism(q, k, v), expected, atol=1e-7, rtol=1e-7)
     softmax, relu = build("performer"), build("performer", kernel="relu")
@@ -181,15 +181,15 @@ def _() -> None:
     assert frozen.counts.tolist() == [0, 0]
 
 
-@checks("performer", "normalise")
+@checks("performer", "normalize")
 def _() -> None:
     q, k, v = inputs()
-    mechanism = build("performer", normalise="feature")
+    mechanism = build("performer", normalize="feature")
     w = mechanism.feature_map.projection
     keys = favor(k, w)
     query = (q * D**-0.25 @ w.T).softmax(-1)  # A query's features sum to one, and so do its weights over the keys.
     same(mechanism(q, k, v), by_weights(scores(query, keys / keys.sum(1, keepdim=True)), v))
-    relu = build("performer", kernel="relu", normalise="none")
+    relu = build("performer", kernel="relu", normalize="none")
     w = relu.feature_map.projection
     same(relu(q, k, v), by_weights(scores(*(F.relu(x * D**-0.25 @ w.T) + 1e-3 for x in (q, k))), v))
 

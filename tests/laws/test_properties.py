@@ -146,11 +146,11 @@ def test_any_shape_of_causal_linear(
         q = torch.randn(B, T, heads * group, D, dtype=torch.float64, requires_grad=True)
         k = torch.randn(B, T, heads, D, dtype=torch.float64, requires_grad=True)
         v = torch.randn(B, T, heads, E, dtype=torch.float64, requires_grad=True)
-        normalise = "none" if kind == "identity" else "query"
+        normalize = "none" if kind == "identity" else "query"
         m = build_mechanism(
-            "linear", heads * group, D, num_kv_heads=heads, value_dim=E, feature_map=kind, normalise=normalise
+            "linear", heads * group, D, num_kv_heads=heads, value_dim=E, feature_map=kind, normalize=normalize
         )
-        case = Case("linear", {"feature_map": kind, "normalise": normalise})
+        case = Case("linear", {"feature_map": kind, "normalize": normalize})
         of = leaves(m, q=q, k=k, v=v)
         out, expected = m(q, k, v, causal=True), truth(case, m, q, k, v, causal=True)
         assert_same(out, expected)

@@ -126,7 +126,7 @@ def test_wrong_option_inside_a_split() -> None:
             {"feature_map": "elu1"},
             "unknown feature_map 'elu1'; there is elu, relu, identity, softmax (did",
         ),
-        ("linear", {"normalise": "querys"}, "unknown normalise 'querys'; there is query, feature, none (did you mean"),
+        ("linear", {"normalize": "querys"}, "unknown normalize 'querys'; there is query, feature, none (did you mean"),
         (
             "linear",
             {"first_bucket": "zeros"},

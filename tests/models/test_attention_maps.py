@@ -12,7 +12,7 @@ from helpers import B, Case, D, T, all_cases, assert_same, each_case, lengths_to
 from torch import Tensor
 
 from longspan import Mechanism
-from longspan.layout import Rows
+from longspan.layout import TokenLayout
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.mechanisms.local import LocalAttention
 from longspan.mechanisms.softmax import SoftmaxAttention
@@ -54,7 +54,7 @@ def make_mask(causal: bool, masked: bool) -> Tensor | None:
 
 
 def qkv(layer: Attention, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    rows = Rows.of(x, causal=layer.causal, key_mask=key_mask)
+    rows = TokenLayout.of(x, causal=layer.causal, key_mask=key_mask)
     return layer._queries(rows.hide(x), rows), *layer._keys(rows.hide(x), rows)
 
 
@@ -119,7 +119,7 @@ def test_options_of_the_layer(causal: bool) -> None:
     m = SoftmaxAttention(6, 4, num_kv_heads=2)
     layer = build(m, causal, **options)
     x, key_mask = torch.randn(B, T, DIM, dtype=torch.float64), make_mask(causal, True)
-    rows = Rows.of(x, causal=causal, key_mask=key_mask)
+    rows = TokenLayout.of(x, causal=causal, key_mask=key_mask)
     _, _, v = qkv(layer, x, key_mask)
     out = times(attention_map(layer, x, range(T), key_mask=key_mask), v)
     assert_same(layer._output(rows.hide(x), out), layer(x, rows))
@@ -133,9 +133,9 @@ def test_cross_attention(case: Case, masked: bool) -> None:
     x, context = torch.randn(B, T, DIM, dtype=torch.float64), torch.randn(B, S, DIM, dtype=torch.float64)
     key_mask = torch.rand(B, S) < 0.6 if masked else None
     maps = attention_map(layer, x, QUERIES, key_mask=key_mask, context=context)
-    rows = Rows.of(context, causal=False, key_mask=key_mask)
+    rows = TokenLayout.of(context, causal=False, key_mask=key_mask)
     k, v = layer._keys(rows.hide(context), None)
-    q = layer._queries(x, Rows.of(x, causal=False))[:, QUERIES]
+    q = layer._queries(x, TokenLayout.of(x, causal=False))[:, QUERIES]
     constant = layer.mechanism(q, k, torch.zeros_like(v), key_mask=key_mask)
     assert_same(times(maps, v) + constant, layer.mechanism(q, k, v, key_mask=key_mask))
 

@@ -149,20 +149,20 @@ def test_compiled_checks_still_speak() -> None:
 # The custom operator
 
 
-def operator_inputs(feature_map: str, normalise: bool, grad: bool = True, dtype: torch.dtype = torch.float64) -> tuple:
+def operator_inputs(feature_map: str, normalize: bool, grad: bool = True, dtype: torch.dtype = torch.float64) -> tuple:
     q, k = (torch.randn(B, T, heads, D, dtype=dtype, requires_grad=grad) for heads in (2 * H, H))
     v = torch.randn(B, T, H, E, dtype=dtype, requires_grad=grad)
     weight = torch.randn(4, D, dtype=dtype) if feature_map == "favor" else None
-    features, width = D if weight is None else 4, E + normalise
+    features, width = D if weight is None else 4, E + normalize
     kv = torch.rand(B, H, features, width, dtype=dtype, requires_grad=grad)
     shift = torch.full((B, H), FLOOR if feature_map == "favor" else 0.0, dtype=dtype)
     kv = (kv.detach() * 0).requires_grad_(grad) if feature_map == "favor" else kv
-    return q, k, v, weight, None, torch.tensor([T, 11]), kv, shift, feature_map, normalise, 1
+    return q, k, v, weight, None, torch.tensor([T, 11]), kv, shift, feature_map, normalize, 1
 
 
-@pytest.mark.parametrize(("feature_map", "normalise"), [("elu", True), ("favor", True), ("identity", False)])
-def test_opcheck(feature_map: str, normalise: bool) -> None:
-    torch.library.opcheck(torch.ops.longspan.causal_linear.default, operator_inputs(feature_map, normalise))
+@pytest.mark.parametrize(("feature_map", "normalize"), [("elu", True), ("favor", True), ("identity", False)])
+def test_opcheck(feature_map: str, normalize: bool) -> None:
+    torch.library.opcheck(torch.ops.longspan.causal_linear.default, operator_inputs(feature_map, normalize))
 
 
 def test_opcheck_backward() -> None:

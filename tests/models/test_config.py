@@ -135,7 +135,7 @@ def test_a_feed_forward_configuration_names_the_field_that_is_wrong(text: str, o
         FeedForwardConfig(**options)
 
 
-def test_softmaxed_features_are_normalised_by_direction() -> None:
+def test_softmaxed_features_are_normalized_by_direction() -> None:
     """Per query where the model is causal, per feature where it is not, in every part; what is asked for stays."""
     softmax = {"mechanism": "linear", "feature_map": "softmax"}
     plain = {"mechanism": "performer", "projection": False}
@@ -146,10 +146,10 @@ def test_softmaxed_features_are_normalised_by_direction() -> None:
         model = Transformer(ModelConfig(dim=16, depth=1, causal=causal, attention=attention, cross=attention))
         layers = [branch.layer for branch in model.stack.branches if isinstance(branch.layer, Attention)]
         parts = [part for layer in layers for part in getattr(layer.mechanism, "parts", [layer.mechanism])]
-        return [part.normalise for part in parts]
+        return [part.normalize for part in parts]
 
     assert found(softmax, True) == ["query", "feature"]
     assert found(plain, False) == ["feature", "feature"]
     assert found(split, True) == ["query", "query", "feature", "feature"]
-    assert found({**softmax, "normalise": "query"}, False) == ["query", "query"]
+    assert found({**softmax, "normalize": "query"}, False) == ["query", "query"]
     assert found("linear", False) == found("performer", False) == ["query", "query"]

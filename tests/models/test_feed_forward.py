@@ -14,10 +14,10 @@ from layer_cases import DIM, B, T, attention, shaken, tokens
 from torch import Tensor, nn
 
 from longspan import Packing
-from longspan.layout import Rows
+from longspan.layout import TokenLayout
 from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
 from longspan.models.layers import ACTIVATIONS, NORMS, Attention, FeedForward, ProductKeyMemory, shift_tokens
-from longspan.models.residual import Branch
+from longspan.models.residual import ResidualBranch
 from longspan.models.transformer import Transformer
 
 
@@ -162,8 +162,8 @@ def test_product_key_memory_trains_all_it_has() -> None:
 def test_norms_are_their_formulas(norm: str) -> None:
     layer, x = shaken(NORMS[norm](DIM)), tokens()
     if norm == "layer":
-        centred = x - x.mean(-1, keepdim=True)
-        expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.weight + layer.bias
+        centered = x - x.mean(-1, keepdim=True)
+        expected = centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.weight + layer.bias
     elif norm == "rms":
         expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.weight
     else:
@@ -196,7 +196,7 @@ CAUSAL_OFFSETS = [offsets for offsets in OFFSETS if min(offsets) >= 0]
 @pytest.mark.parametrize("offsets", OFFSETS)
 def test_shift_by_hand(offsets: tuple[int, ...], length: int) -> None:
     x = tokens(length=length)
-    got = shift_tokens(x, offsets, Rows.of(x, causal=False))
+    got = shift_tokens(x, offsets, TokenLayout.of(x, causal=False))
     assert torch.equal(got, torch.stack([shifted(row, offsets) for row in x]))
 
 
@@ -206,7 +206,7 @@ def test_shift_by_hand(offsets: tuple[int, ...], length: int) -> None:
 def test_shift_does_not_cross_padding(offsets: tuple[int, ...], side: str, causal: bool) -> None:
     mask = lengths_to_mask([T, 5], T, side)
     x = tokens().masked_fill(~mask[..., None], 0)
-    got = shift_tokens(x, offsets, Rows.of(x, causal=causal, key_mask=mask))
+    got = shift_tokens(x, offsets, TokenLayout.of(x, causal=causal, key_mask=mask))
     for b in range(B):
         assert torch.equal(got[b, mask[b]], shifted(x[b, mask[b]], offsets))
 
@@ -214,7 +214,7 @@ def test_shift_does_not_cross_padding(offsets: tuple[int, ...], side: str, causa
 def test_shift_past_a_hole_brings_zeros() -> None:
     mask = torch.tensor([[True, True, False, True, True]])
     x = tokens(1, 5).masked_fill(~mask[..., None], 0)
-    got = shift_tokens(x, (-1, 0, 1), Rows.of(x, causal=False, key_mask=mask))
+    got = shift_tokens(x, (-1, 0, 1), TokenLayout.of(x, causal=False, key_mask=mask))
     assert torch.equal(got[0, mask[0]], shifted(x[0], (-1, 0, 1))[mask[0]])
 
 
@@ -222,7 +222,7 @@ def test_shift_past_a_hole_brings_zeros() -> None:
 def test_shift_does_not_cross_packed_sequences(offsets: tuple[int, ...]) -> None:
     lengths = [4, 1, 0, 6]
     x = tokens(1, T)
-    got = shift_tokens(x, offsets, Rows.of(x, causal=False, packing=Packing.from_lengths(lengths)))
+    got = shift_tokens(x, offsets, TokenLayout.of(x, causal=False, packing=Packing.from_lengths(lengths)))
     assert torch.equal(got[0], torch.cat([shifted(piece, offsets) for piece in x[0].split(lengths)]))
 
 
@@ -230,27 +230,27 @@ def test_shift_does_not_cross_packed_sequences(offsets: tuple[int, ...]) -> None
 @pytest.mark.parametrize("splits", [[1] * T, [2, 1, 8], [3, 3, 3, 2]])
 @pytest.mark.parametrize("offsets", CAUSAL_OFFSETS)
 def test_shift_streams(offsets: tuple[int, ...], splits: list[int], norm_position: str) -> None:
-    branch = shaken(Branch(nn.Identity(), DIM, norm_position=norm_position, token_shift=offsets))
+    branch = shaken(ResidualBranch(nn.Identity(), DIM, norm_position=norm_position, token_shift=offsets))
     x = tokens()
-    expected = branch(x, Rows.of(x, causal=True), None, None)
+    expected = branch(x, TokenLayout.of(x, causal=True), None, None)
     state = branch.new_state(B, max_length=None, device=None, dtype=torch.float64)
     assert state.recent.shape == (B, max(offsets), DIM)
     bounds = torch.tensor([0, *splits]).cumsum(0).tolist()
     for start, stop in pairwise(bounds):
         piece = x[:, start:stop]
-        rows = Rows.of(piece, causal=True, start=torch.full((B,), start))
+        rows = TokenLayout.of(piece, causal=True, start=torch.full((B,), start))
         out, state = branch.extend(piece, rows, state)
         assert torch.equal(out, expected[:, start:stop])
 
 
 def test_shift_streams_rows_of_different_length() -> None:
-    branch = shaken(Branch(nn.Identity(), DIM, norm_position="rezero", token_shift=(2, 0, 1)))
+    branch = shaken(ResidualBranch(nn.Identity(), DIM, norm_position="rezero", token_shift=(2, 0, 1)))
     x, seen = tokens(), [torch.empty(0, DIM, dtype=torch.float64)] * B
     state, start = branch.new_state(B, max_length=None, device=None, dtype=torch.float64), torch.zeros(B).long()
     for lengths in ([1, 3], [0, 2], [4, 0], [2, 1], [1, 1]):
         mask = lengths_to_mask(lengths, max(lengths))
         piece = x[:, : max(lengths)].masked_fill(~mask[..., None], float("nan"))
-        rows = Rows.of(piece, causal=True, key_mask=mask, start=start)
+        rows = TokenLayout.of(piece, causal=True, key_mask=mask, start=start)
         out, state = branch.extend(piece, rows, state)
         for b, length in enumerate(lengths):
             seen[b] = torch.cat([seen[b], piece[b, :length]])
@@ -260,7 +260,7 @@ def test_shift_streams_rows_of_different_length() -> None:
 
 def test_features_left_over_stay() -> None:
     x = tokens(dim=7)
-    got = shift_tokens(x, (1, 2), Rows.of(x, causal=True))
+    got = shift_tokens(x, (1, 2), TokenLayout.of(x, causal=True))
     assert torch.equal(got[..., 6], x[..., 6])
     assert torch.equal(got[..., :6], torch.stack([shifted(row, (1, 2)) for row in x[..., :6]]))
 
@@ -270,7 +270,7 @@ def test_hidden_nan_stays_out_of_every_gradient(shift: tuple[int, ...]) -> None:
     mask = lengths_to_mask([T, 6], T)
     x = tokens().masked_fill(~mask[..., None], float("nan"))
     for layer in (attention(True), shaken(FeedForward(DIM)), shaken(ProductKeyMemory(DIM, num_keys=3))):
-        branch = shaken(Branch(layer, DIM, token_shift=shift))
-        out = branch(x, Rows.of(x, causal=True, key_mask=mask), None, None)
+        branch = shaken(ResidualBranch(layer, DIM, token_shift=shift))
+        out = branch(x, TokenLayout.of(x, causal=True, key_mask=mask), None, None)
         for name, grad in gradients(out[mask], leaves(branch)).items():
             assert grad.isfinite().all(), f"{type(layer).__name__} {name}"

@@ -10,7 +10,7 @@ from interpreter import inside, run_under_the_interpreter
 from torch import Tensor
 
 from longspan import Attention, AttentionConfig, Packing
-from longspan.layout import Rows
+from longspan.layout import TokenLayout
 from longspan.mechanisms import linformer
 from longspan.ops import compressed as rows
 from longspan.ops.common import dispatch
@@ -50,8 +50,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     tables = linformer.attend_tables
     monkeypatch.setattr(linformer, "linformer_layer", lambda *given: found.append(1) or real(*given))
     monkeypatch.setattr(linformer, "attend_tables", lambda *given: found.append(2) or tables(*given))
-    monkeypatch.setattr(dispatch, "at_once", lambda x: True)
-    monkeypatch.setattr(dispatch, "why_plain_rows", lambda *_: None)
+    monkeypatch.setattr(dispatch, "eager_untraced", lambda x: True)
+    monkeypatch.setattr(dispatch, "why_not_triton_compressed", lambda *_: None)
     monkeypatch.setattr(dispatch, "rows_kernels", lambda: Plain)
     monkeypatch.setattr(rows, "_wide", lambda a, b: a @ b)
     return found
@@ -78,8 +78,8 @@ def test_a_layer_in_one_step(options: dict, batch: int, calls: list[int], monkey
         out = layer(x)
         results.append([out, *torch.autograd.grad(out, [x, *layer.parameters()], d)])
         monkeypatch.setattr(linformer.LinformerAttention, "attend_layer", lambda *_, **__: None)
-        monkeypatch.setattr(dispatch, "at_once", lambda x: False)
-        monkeypatch.setattr(dispatch, "why_plain_rows", lambda *_: "not now")
+        monkeypatch.setattr(dispatch, "eager_untraced", lambda x: False)
+        monkeypatch.setattr(dispatch, "why_not_triton_compressed", lambda *_: "not now")
     assert calls == [1]
     for ours, wanted in zip(*results, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-9)
@@ -106,8 +106,8 @@ def test_a_mechanism_in_one_step(
     for _ in range(2):
         out = mechanism(given[0], given[1], given[-1])
         results.append([out, *torch.autograd.grad(out, [*given, *mechanism.parameters()], d)])
-        monkeypatch.setattr(dispatch, "at_once", lambda x: False)
-        monkeypatch.setattr(dispatch, "why_plain_rows", lambda *_: "not now")
+        monkeypatch.setattr(dispatch, "eager_untraced", lambda x: False)
+        monkeypatch.setattr(dispatch, "why_not_triton_compressed", lambda *_: "not now")
     assert calls == [2]
     for ours, wanted in zip(*results, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-9)
@@ -177,17 +177,19 @@ def test_what_stands_between_is_called(calls: list[int]) -> None:
     layer(x)
     assert (seen, calls) == ([1], [2])
     handle.remove()
-    layer(x, Rows.of(x, causal=False, key_mask=torch.arange(T)[None] < 11))
-    layer(x, Rows.of(x, causal=False, packing=Packing.from_lengths([5, 12])))
+    layer(x, TokenLayout.of(x, causal=False, key_mask=torch.arange(T)[None] < 11))
+    layer(x, TokenLayout.of(x, causal=False, packing=Packing.from_lengths([5, 12])))
     assert calls == [2]
-    layer(x, Rows.of(x, causal=False))
+    layer(x, TokenLayout.of(x, causal=False))
     assert calls == [2, 1]
     with pytest.raises(ValueError, match="max_length of 19"):
         layer(torch.randn(1, 20, DIM).double())
 
 
 def test_why_plain_pytorch() -> None:
-    assert "CUDA" in str(dispatch.why_plain_rows(torch.empty(1, 200, 8), torch.bfloat16, 8, 1, 256, (64, 64)))
+    assert "CUDA" in str(
+        dispatch.why_not_triton_compressed(torch.empty(1, 200, 8), torch.bfloat16, 8, 1, 256, (64, 64))
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,10 +212,10 @@ def test_what_the_kernels_take(
     why: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dispatch, "at_once", lambda q: True)
+    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
     monkeypatch.setattr(dispatch, "_missing", lambda device: None)
     monkeypatch.setattr(dispatch, "_room", lambda device: 227)
-    assert why in str(dispatch.why_plain_rows(torch.empty(1, tokens, 8), dtype, heads, 1, rank, dims))
+    assert why in str(dispatch.why_not_triton_compressed(torch.empty(1, tokens, 8), dtype, heads, 1, rank, dims))
 
 
 def test_under_the_interpreter() -> None:

@@ -13,7 +13,7 @@ from model_cases import DIM, MECHANISMS, B, T, V, attentions, config, shaken, st
 from torch import Tensor, nn
 
 from longspan import Packing
-from longspan.layout import Rows
+from longspan.layout import TokenLayout
 from longspan.models.config import AttentionConfig, FeedForwardConfig
 from longspan.models.layers import Attention, FeedForward, ProductKeyMemory, ScaleNorm
 from longspan.models.transformer import LanguageModel, Transformer
@@ -360,5 +360,5 @@ def test_initial_values_keep_the_residual_small() -> None:
             assert 0.8 < weight.std() / (scale * weight.shape[1] ** -0.5) < 1.2
             assert all(not p.any() for name, p in branch.layer.named_parameters() if name.endswith("bias"))
         x = torch.randn(B, 50, 64)
-        out = model.stack(x, Rows.of(x, causal=True))
+        out = model.stack(x, TokenLayout.of(x, causal=True))
         assert 0.5 < (out - x).std() / x.std() < 2, depth

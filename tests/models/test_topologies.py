@@ -14,15 +14,17 @@ from stack_cases import DIM, EXECUTIONS, B, Live, T, tokens, transformer
 from torch import Tensor
 
 from longspan import Packing
-from longspan.layout import Rows
+from longspan.layout import TokenLayout
 from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
 from longspan.models.layers import Attention, FeedForward
-from longspan.models.residual import Branch, HyperConnection, Stack
+from longspan.models.residual import HyperConnection, ResidualBranch, Stack
 from longspan.models.transformer import Transformer
 
 
-def linear_branch(norm_position: str = "pre", **options: Any) -> Branch:
-    return shaken(Branch(FeedForward(DIM, FeedForwardConfig(mult=1)), DIM, norm_position=norm_position, **options))
+def linear_branch(norm_position: str = "pre", **options: Any) -> ResidualBranch:
+    return shaken(
+        ResidualBranch(FeedForward(DIM, FeedForwardConfig(mult=1)), DIM, norm_position=norm_position, **options)
+    )
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms", "scale"])
@@ -37,7 +39,7 @@ def test_norm_positions_by_hand(norm_position: str, norm: str) -> None:
             expected = branch.norm(expected + branch.layer(expected))
         else:
             expected = expected + branch.weight * branch.layer(expected)
-    assert_same(Stack(branches, DIM)(x, Rows.of(x, causal=False)), expected)
+    assert_same(Stack(branches, DIM)(x, TokenLayout.of(x, causal=False)), expected)
 
 
 def test_two_streams_by_hand() -> None:
@@ -51,7 +53,7 @@ def test_two_streams_by_hand() -> None:
     first = first + f[4](second)
     for execution in EXECUTIONS["double"]:
         stack = Stack(branches, DIM, topology="double", execution=execution)
-        assert_same(stack(x, Rows.of(x, causal=False)), (first + second) / 2)
+        assert_same(stack(x, TokenLayout.of(x, causal=False)), (first + second) / 2)
 
 
 @pytest.mark.parametrize("streams", [1, 2, 4])
@@ -73,13 +75,13 @@ def test_hyper_connections_by_hand(streams: int) -> None:
         mixed = [sum(mix[i][..., c, None] * many[i] for i in range(streams)) for c in range(streams + 1)]
         answer = branch.layer(branch.norm(mixed[0]))
         many = [mixed[1 + i] + share[i][..., None] * answer for i in range(streams)]
-    assert_same(stack(x, Rows.of(x, causal=False)), sum(many))
+    assert_same(stack(x, TokenLayout.of(x, causal=False)), sum(many))
 
 
 @pytest.mark.parametrize("streams", [1, 3])
 def test_hyper_connections_begin_as_one_stream(streams: int) -> None:
     branches, x = [linear_branch() for _ in range(3)], tokens()
-    rows = Rows.of(x, causal=False)
+    rows = TokenLayout.of(x, causal=False)
     hyper = Stack(branches, DIM, topology="hyper", num_streams=streams).double()
     assert_same(hyper(x, rows), streams * Stack(branches, DIM)(x, rows))
     assert [int(c.static_mix[:, 0].argmax()) for c in hyper.connections] == [i % streams for i in range(3)]
@@ -131,9 +133,9 @@ def folded_by_definition(layer: Attention, x: Tensor, stride: int, **how: Any) -
     return out
 
 
-def folding(stride: int, causal: bool, **options: Any) -> tuple[Branch, Callable[[Tensor], Tensor]]:
+def folding(stride: int, causal: bool, **options: Any) -> tuple[ResidualBranch, Callable[[Tensor], Tensor]]:
     config = AttentionConfig(**{"num_heads": 3, "rotary": "halves", **options})
-    branch = shaken(Branch(Attention(DIM, config, causal=causal), DIM, norm_position="rezero", stride=stride))
+    branch = shaken(ResidualBranch(Attention(DIM, config, causal=causal), DIM, norm_position="rezero", stride=stride))
     return branch, lambda x: folded_by_definition(branch.layer, x, stride)
 
 
@@ -143,7 +145,7 @@ def test_folding_is_its_definition_for_any_length(stride: int, causal: bool) -> 
     branch, expected = folding(stride, causal)
     for length in range(1, 14):
         x = tokens(length=length)
-        assert_same(branch(x, Rows.of(x, causal=causal), None, None), expected(x))
+        assert_same(branch(x, TokenLayout.of(x, causal=causal), None, None), expected(x))
 
 
 MECHANISMS: list[Any] = [
@@ -158,7 +160,7 @@ MECHANISMS: list[Any] = [
 def test_folding_takes_any_mechanism(mechanism: Any, causal: bool) -> None:
     branch, expected = folding(3, causal, mechanism=mechanism)
     x = tokens(length=11)
-    assert_same(branch(x, Rows.of(x, causal=causal), None, None), expected(x))
+    assert_same(branch(x, TokenLayout.of(x, causal=causal), None, None), expected(x))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -168,7 +170,7 @@ def test_folding_counts_real_tokens_when_causal(stride: int, side: str) -> None:
     lengths = [11, 7, 1, 0, 6]
     mask = lengths_to_mask(lengths, 11, side)
     x = tokens(5, 11).masked_fill(~mask[..., None], float("nan"))
-    out = branch(x, Rows.of(x, causal=True, key_mask=mask), None, None)
+    out = branch(x, TokenLayout.of(x, causal=True, key_mask=mask), None, None)
     assert out.isfinite().all()
     for b in range(5):
         if lengths[b]:
@@ -182,11 +184,11 @@ def test_folding_counts_slots_when_bidirectional(stride: int, mechanism: Any) ->
     mask = torch.rand(4, 10) < 0.6
     mask[0, 0], mask[1], mask[2, 0] = False, True, True
     x = tokens(4, 10).masked_fill(~mask[..., None], float("nan"))
-    out = branch(x, Rows.of(x, causal=False, key_mask=mask), None, None)
+    out = branch(x, TokenLayout.of(x, causal=False, key_mask=mask), None, None)
     for b in range(4):
         for column in range(stride):
             piece, seen = x[b : b + 1, column::stride], mask[b : b + 1, column::stride]
-            want = branch.layer(piece, Rows.of(piece, causal=False, key_mask=seen))
+            want = branch.layer(piece, TokenLayout.of(piece, causal=False, key_mask=seen))
             assert_same(out[b, column::stride][seen[0]], want[0, seen[0]])
 
 
@@ -195,7 +197,7 @@ def test_folding_stays_inside_packed_sequences(causal: bool) -> None:
     branch, expected = folding(3, causal)
     lengths = [4, 1, 0, 8, 2]
     x = tokens(1, 15)
-    out = branch(x, Rows.of(x, causal=causal, packing=Packing.from_lengths(lengths)), None, None)
+    out = branch(x, TokenLayout.of(x, causal=causal, packing=Packing.from_lengths(lengths)), None, None)
     assert_same(out, torch.cat([expected(piece) for piece in x.split(lengths, 1) if piece.shape[1]], 1))
 
 
@@ -210,7 +212,7 @@ def test_folding_streams(mechanism: Any, splits: list[int], grad: bool) -> None:
         state = branch.new_state(B, max_length=13, device=None, dtype=torch.float64)
         for piece in x.split(splits, 1):
             before = state.clone()
-            rows = Rows.of(piece, causal=True, start=torch.full((B,), start))
+            rows = TokenLayout.of(piece, causal=True, start=torch.full((B,), start))
             given, (out, state) = state, branch.extend(piece, rows, state)
             assert_same(out, want[:, start : start + piece.shape[1]])
             start += piece.shape[1]
@@ -226,7 +228,7 @@ def test_folding_streams_rows_of_different_length() -> None:
     for lengths in ([2, 5], [0, 1], [4, 0], [1, 1], [3, 2]):
         mask = lengths_to_mask(lengths, max(lengths))
         x = tokens(B, max(lengths)).masked_fill(~mask[..., None], float("nan"))
-        out, state = branch.extend(x, Rows.of(x, causal=True, key_mask=mask, start=start), state)
+        out, state = branch.extend(x, TokenLayout.of(x, causal=True, key_mask=mask, start=start), state)
         for b, length in enumerate(lengths):
             seen[b] = torch.cat([seen[b], x[b : b + 1, :length]], 1)
             assert_same(out[b : b + 1, :length], expected(seen[b])[:, seen[b].shape[1] - length :])
@@ -240,7 +242,7 @@ def test_a_streamed_token_costs_the_same_for_any_stride(mechanism: Any) -> None:
         x = tokens(length=1)
         state = branch.new_state(B, max_length=None, device=None, dtype=torch.float64)
         with torch.no_grad(), Live() as live:
-            branch.extend(x, Rows.of(x, causal=True, start=state.length), state)
+            branch.extend(x, TokenLayout.of(x, causal=True, start=state.length), state)
         return live.made
 
     assert cost(64) == cost(2) > 0

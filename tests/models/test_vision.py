@@ -91,7 +91,7 @@ def test_older_library(kernel_size: int, padding: int, norm_queries: bool, with_
         ("softmax", {}),
         ("softmax", {"num_kv_heads": 1}),
         ("linear", {}),
-        ("linear", {"num_kv_heads": 2, "feature_map": "softmax", "normalise": "feature"}),
+        ("linear", {"num_kv_heads": 2, "feature_map": "softmax", "normalize": "feature"}),
         ("performer", {}),
         ("linformer", {"rank": 4, "max_length": 131, "num_kv_heads": 2}),
     ],
@@ -156,11 +156,11 @@ def test_compiles() -> None:
     assert_same(torch.compile(m, fullgraph=True, backend="aot_eager")(x, context), m(x, context))
 
 
-def test_raw_queries_need_feature_normalising() -> None:
+def test_raw_queries_need_feature_normalizing() -> None:
     raw = ScaledSoftmax(raw_queries=True)
     assert raw.num_features(D) == D
-    with refused("exponentials", 'normalise="query" or "feature"'):
-        build_mechanism("linear", H, D, feature_map=raw, normalise="none")
+    with refused("exponentials", 'normalize="query" or "feature"'):
+        build_mechanism("linear", H, D, feature_map=raw, normalize="none")
 
 
 def test_refusals() -> None:

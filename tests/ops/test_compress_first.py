@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from longspan import Attention, AttentionConfig
-from longspan.layout import Rows
+from longspan.layout import TokenLayout
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.ops import softmax as sdpa
 
@@ -63,14 +63,14 @@ def test_the_same_answers_and_gradients(options: dict, cross: bool, masked: bool
     mask = torch.arange(source.shape[1]).expand(B, -1) < torch.tensor([[9], [0]]) if masked else None
     if mask is not None:
         source[~mask] = float("nan")
-    rows = Rows.of(source, causal=False, key_mask=mask)
+    rows = TokenLayout.of(source, causal=False, key_mask=mask)
     results = []
     for manual in (False, True):
         layer.zero_grad()
         if manual:
             hidden = x if cross else rows.hide(x)
             k, v = layer._keys(rows.hide(source), rows)
-            mixed = layer.mechanism(layer._queries(hidden, Rows.of(x, causal=False)), k, v, key_mask=mask)
+            mixed = layer.mechanism(layer._queries(hidden, TokenLayout.of(x, causal=False)), k, v, key_mask=mask)
             out = layer._output(hidden, mixed)
         elif cross:
             out = layer(x, None, context, context_rows=rows)

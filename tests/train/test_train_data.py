@@ -188,7 +188,7 @@ def test_a_long_file_is_held_out_by_blocks_that_do_not_touch_what_is_trained_on(
             owner[start : start + length] = side
     assert owner.all()
     assert len(found.held_out) >= 2
-    assert len(found.train) <= len(found.held_out) + 1  # neighbours on one side are one document
+    assert len(found.train) <= len(found.held_out) + 1  # neighbors on one side are one document
     seen = np.zeros(len(text), bool)
     rows = Rows(found, Shape(31, 4), packed=False, seed=0)
     for _ in range(rows.sources[0].count // 4 * 3):

@@ -80,14 +80,14 @@ def test_the_curve_would_differ_if_anything_were_forgotten(corpus: Path, tmp_pat
     """The comparison above can fail: each part of a checkpoint, left out, shows in the curve."""
     settings = {**EVERYTHING, "steps": 12, "save_every": 6}
     expected = curve(trained(corpus, tmp_path / "whole", **settings))
-    for forgotten in ("nothing", "optimiser", "random", "position"):
+    for forgotten in ("nothing", "optimizer", "random", "position"):
         run = tmp_path / forgotten
         words = arguments(corpus, run, **settings)
         assert longspan(*words, log=tmp_path / "log", before=END_AFTER_A_SAVE).status == 9
         path = run / "checkpoint" / "training.pt"
         saved = torch.load(path, weights_only=True)
-        if forgotten == "optimiser":
-            saved["optimiser"]["state"] = {}
+        if forgotten == "optimizer":
+            saved["optimizer"]["state"] = {}
         elif forgotten == "random":
             saved["random"] = [{"cpu": torch.Generator().manual_seed(1).get_state()}]
         elif forgotten == "position":

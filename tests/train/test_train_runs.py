@@ -86,7 +86,7 @@ def small_model(**options: Any) -> LanguageModel:
 
 
 @pytest.mark.parametrize("mechanism", ["linear", "softmax", "local", "performer"])
-def test_a_packed_document_does_not_see_its_neighbours(mechanism: str) -> None:
+def test_a_packed_document_does_not_see_its_neighbors(mechanism: str) -> None:
     model = small_model(mechanism=mechanism, token_shift=(0, 1)).eval()
     objective = Objective(model, context=37)
     tokens, targets = torch.randint(256, (1, 61)), torch.randint(256, (1, 61))
@@ -317,7 +317,7 @@ def test_divided_weights_are_saved_whole_and_taken_up(corpus: Path, tmp_path: Pa
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Branch",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "ResidualBranch",
     }
     stop = "import longspan.train.trainer as loop, os\nsave = loop.Loop._save\n"
     stop += "loop.Loop._save = lambda self: (save(self), os._exit(0) if self.step == 3 and BREAK else None)\n"

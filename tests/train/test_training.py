@@ -1,4 +1,4 @@
-"""Models that begin as they are initialised learn what their mechanism can reach, and no more than that."""
+"""Models that begin as they are initialized learn what their mechanism can reach, and no more than that."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Batch = tuple[Tensor, Tensor]  # tokens (B, T), and what follows each of them; â
 
 def train(model: LanguageModel, batch: Callable[[], Batch], steps: int, lr: float) -> float:
     """Accuracy on fresh batches after at most `steps`, or as soon as it is perfect."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda i: min(1, (i + 1) / 20, 2 - 2 * i / steps))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1, (i + 1) / 20, 2 - 2 * i / steps))
     for step in range(steps):
         tokens, labels = batch()
         loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         schedule.step()
         if step % 20 == 19 and loss < 0.002:
             break

@@ -27,7 +27,7 @@ def _defaults(case: Case) -> dict[str, Any]:
 def _softmax_map(case: Case) -> dict[str, Any]:
     if case.causal:
         return {"feature_map": "softmax"}
-    return {"feature_map": "softmax", "normalise": "feature", "output_scale": case.head_dim**-0.5}
+    return {"feature_map": "softmax", "normalize": "feature", "output_scale": case.head_dim**-0.5}
 
 
 # The first variant of each mechanism is the one that its peers' ratios refer to.

@@ -250,7 +250,7 @@ def their_models(mechanism: str, task: str) -> list[Subject]:
 
 def training_work(case: Case, model: nn.Module, loss_of: Callable[[Tensor], Tensor]) -> Work:
     """A whole step: loss, backward, AdamW; half precision means autocast around parameters in float32."""
-    optimiser = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
     tokens = random_tokens(case)
 
     def autocast() -> AbstractContextManager[Any]:
@@ -261,8 +261,8 @@ def training_work(case: Case, model: nn.Module, loss_of: Callable[[Tensor], Tens
         with autocast():
             loss = loss_of(tokens)
         loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         return [loss.detach()]
 
     return {"step": Step(step, gradients=True, tokens=tokens.numel())}

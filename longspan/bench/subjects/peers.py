@@ -77,7 +77,7 @@ class Sdpa(Peer):
 class LinearAttentionTransformer(Peer):
     mechanism, package = "linear", "linear-attention-transformer"
     mode = False
-    options: ClassVar[dict[str, Any]] = {"normalise": "feature"}
+    options: ClassVar[dict[str, Any]] = {"normalize": "feature"}
     scaled: ClassVar[bool] = True  # by D^−½, which cancels where a query's weights are divided by their sum
 
     def __init__(self, case: Case) -> None:

@@ -9,14 +9,14 @@ from torch import nn
 from longspan.compat.state_dict import Entry, layer, same, shaped, stacked
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.models.layers import Attention, FeedForward, ProductKeyMemory
-from longspan.models.residual import Branch
+from longspan.models.residual import ResidualBranch
 from longspan.models.transformer import Transformer
 
 
 def stack_entries(model: Transformer, *, reversible: bool) -> Iterator[Entry]:
     """A transformer's: branches come in pairs, each an attention and a feed-forward layer."""
     for i, branch in enumerate(model.stack.branches):
-        assert isinstance(branch, Branch)
+        assert isinstance(branch, ResidualBranch)
         old, new = _pair(i, reversible), f"stack.branches.{i}"
         yield from layer(f"{old}norm", f"{new}.norm", "weight", "bias")
         # Each wrapper there adds a level: token shift, axial folding, chunks.

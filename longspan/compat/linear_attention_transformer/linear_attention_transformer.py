@@ -19,7 +19,7 @@ from longspan.compat.linear_attention_transformer.options import (
     heads as mechanism_of,
 )
 from longspan.compat.state_dict import Entry, Translated, constant, layer, same, shaped
-from longspan.layout import Rows
+from longspan.layout import TokenLayout
 from longspan.models.config import AttentionConfig, FeedForwardConfig
 from longspan.models.layers import Attention, mechanism_from
 from longspan.models.layers import FeedForward as _FeedForward
@@ -61,7 +61,7 @@ class _Model(Translated):
         if without:
             warnings.warn(
                 f"this checkpoint was trained without {', '.join(without)}, which the original ignored in the layer "
-                "after self-attention: the model is built anew to its shapes (make the optimiser after loading)",
+                "after self-attention: the model is built anew to its shapes (make the optimizer after loading)",
                 stacklevel=5,
             )
         config, like = self.options.config(**self.fields), next(self.model.parameters())
@@ -190,7 +190,7 @@ class LinearAttentionTransformerLM(_Model):
             "positions": positions,
             "max_length": max_seq_len,
             "axial_shape": grid if positions == "axial" else None,
-            # Vectors are normalised last: after they are narrowed, if they are.
+            # Vectors are normalized last: after they are narrowed, if they are.
             "narrow_norm": narrow and not return_embeddings,
             "final_norm": not narrow or return_embeddings,
             # Embeddings returned need no weights to make logits of.
@@ -315,10 +315,10 @@ class SelfAttention(Translated):
         context_mask: Tensor | None = None,
     ) -> Tensor:
         """As the models' forward."""
-        rows = Rows.of(x, causal=self.model.causal, key_mask=_bool(input_mask))
+        rows = TokenLayout.of(x, causal=self.model.causal, key_mask=_bool(input_mask))
         if not self.model.cross:
             return self.model(x, rows)
-        context_rows = None if context is None else Rows.of(context, causal=False, key_mask=_bool(context_mask))
+        context_rows = None if context is None else TokenLayout.of(context, causal=False, key_mask=_bool(context_mask))
         return self.model(x, rows, context, context_rows=context_rows)
 
     def entries(self) -> Iterable[Entry]:

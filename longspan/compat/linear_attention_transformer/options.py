@@ -188,9 +188,9 @@ def heads(
     near["dropout"] = dropout
     far: dict[str, Any] = {"mechanism": "linear", "feature_map": "softmax"}
     if causal:
-        far |= {"normalise": "query", "blind_spot": max(blindspot_size, 1), "first_bucket": "zero"}
+        far |= {"normalize": "query", "blind_spot": max(blindspot_size, 1), "first_bucket": "zero"}
     else:
-        far |= {"normalise": "feature", "output_scale": head_dim**-0.5}
+        far |= {"normalize": "feature", "output_scale": head_dim**-0.5}
     if local in (0, number):
         return near if local else far
     parts = [{**near, "num_heads": local}, {**far, "num_heads": number - local}]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 
 from longspan.compat.state_dict import Entry, Translated, layer, same, shaped, stacked
-from longspan.layout import Rows
+from longspan.layout import TokenLayout
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
 from longspan.models.layers import Attention
@@ -60,12 +60,12 @@ class LinformerSelfAttention(Translated):
         """x: (B, n, dim). context: (B, m, dim), where keys and values come from in place of x."""
         if context is None and context_mask is not None:
             raise ValueError("context_mask was given without a context: the mask of x itself is mask=")
-        rows = None if mask is None else Rows.of(x, causal=False, key_mask=mask)
+        rows = None if mask is None else TokenLayout.of(x, causal=False, key_mask=mask)
         if context is None:
             return self.model(x, rows)
         across = copy.copy(self.model)
         across.cross = True
-        return across(x, rows, context, context_rows=Rows.of(context, causal=False, key_mask=context_mask))
+        return across(x, rows, context, context_rows=TokenLayout.of(context, causal=False, key_mask=context_mask))
 
     def entries(self) -> Iterable[Entry]:
         return _attention_entries(self.model, "", "")

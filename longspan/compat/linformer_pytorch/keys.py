@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from longspan.compat.state_dict import Entry, Many, constant, layer, same, stacked
 from longspan.mechanisms.linformer import LinformerAttention, Projection
 from longspan.models.layers import Attention, FeedForward
-from longspan.models.residual import Branch
+from longspan.models.residual import ResidualBranch
 from longspan.models.transformer import LanguageModel, Transformer
 
 BASE = 100000.0  # of the sinusoidal positions
@@ -48,7 +48,7 @@ def stack_entries(model: Transformer, idle: nn.Module | None, old: str, new: str
     uses: list[Use] = []
     unused = list(idle) if isinstance(idle, nn.ModuleList) else []
     for i, branch in enumerate(model.stack.branches):
-        assert isinstance(branch, Branch)
+        assert isinstance(branch, ResidualBranch)
         there, here = f"{old}seq.{i}.", f"{new}stack.branches.{i}."
         yield from layer(f"{there}norm", f"{here}norm", "weight", "bias")
         if branch.resample is not None:

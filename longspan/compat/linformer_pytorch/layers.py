@@ -19,7 +19,7 @@ from longspan.compat.linformer_pytorch.keys import (
 )
 from longspan.compat.linformer_pytorch.options import METHODS, SHARING, draw
 from longspan.compat.state_dict import Entry, Translated, constant
-from longspan.layout import Rows
+from longspan.layout import TokenLayout
 from longspan.mechanisms.linformer import LinformerAttention, Projection
 from longspan.mechanisms.softmax import SoftmaxAttention
 from longspan.models.config import AttentionConfig, FeedForwardConfig
@@ -148,10 +148,10 @@ class MHAttention(Translated):
         if self.decoder_mode != (embeddings is not None) or (embeddings is None and embeddings_mask is not None):
             need = "attends to embeddings: pass embeddings=" if self.decoder_mode else "has no use for embeddings"
             raise ValueError(f"this layer {need} (decoder_mode={self.decoder_mode})")
-        rows = Rows.of(tensor, causal=self.model.causal and not self.decoder_mode, key_mask=input_mask)
+        rows = TokenLayout.of(tensor, causal=self.model.causal and not self.decoder_mode, key_mask=input_mask)
         context_rows = None
         if embeddings is not None:
-            context_rows = Rows.of(embeddings, causal=False, key_mask=embeddings_mask)
+            context_rows = TokenLayout.of(embeddings, causal=False, key_mask=embeddings_mask)
         if visualize:
             self.last_seen = {"x": tensor.detach(), "rows": rows, "context": embeddings, "context_rows": context_rows}
         return self.model(tensor, rows, embeddings, context_rows=context_rows)

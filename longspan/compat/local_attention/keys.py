@@ -13,7 +13,7 @@ from longspan.compat.local_attention.local_attention import windows_ahead
 from longspan.compat.local_attention.rotary import frequencies
 from longspan.compat.state_dict import Entry, constant, layer, same
 from longspan.models.config import AttentionConfig, FeedForwardConfig
-from longspan.models.residual import Branch
+from longspan.models.residual import ResidualBranch
 
 CONNECTION = [
     same("static_alpha", "static_mix"),
@@ -78,7 +78,7 @@ def feed_forward_config(dim: int, mult: float, dropout: float) -> FeedForwardCon
     return FeedForwardConfig(hidden=int(dim * mult * 2 / 3), gated=True, bias=False, dropout=dropout)
 
 
-def attention_entries(branch: Branch, config: AttentionConfig) -> Iterator[Entry]:
+def attention_entries(branch: ResidualBranch, config: AttentionConfig) -> Iterator[Entry]:
     head_dim, spec = config.head_dim, config.mechanism
     assert head_dim is not None
     assert isinstance(spec, Mapping)

@@ -25,12 +25,12 @@ from longspan.compat.local_attention.keys import (
     with_children,
 )
 from longspan.compat.state_dict import Entry, Translated, layer, same
-from longspan.layout import Rows
+from longspan.layout import TokenLayout
 from longspan.mechanisms import build_mechanism
 from longspan.models import layers
 from longspan.models.config import ModelConfig
 from longspan.models.positions import DynamicPositionBias as Bias
-from longspan.models.residual import Branch, BranchState, HyperConnection, StackState
+from longspan.models.residual import BranchState, HyperConnection, ResidualBranch, StackState
 from longspan.models.transformer import LanguageModel, Transformer
 
 # What LocalMHA hands on to LocalAttention, and LocalTransformer to LocalMHA.
@@ -45,7 +45,7 @@ class LocalMHA(Translated):
     exact_windowsize: by default True. Further arguments are those of LocalAttention.
     """
 
-    model: Branch
+    model: ResidualBranch
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class LocalMHA(Translated):
             **kwargs,
         )
         self.causal, self.window_size, self.heads = causal, window_size, heads
-        self.model = Branch(layers.Attention(dim, self.config, causal=causal), dim)
+        self.model = ResidualBranch(layers.Attention(dim, self.config, causal=causal), dim)
         if not prenorm:
             self.model.norm = None
 
@@ -103,7 +103,7 @@ class LocalMHA(Translated):
         """
         branch = self.model if attn_bias is None else self._biased(attn_bias)
         start = None if cache is None else cache.inner[0].length
-        rows = Rows.of(x, causal=self.causal, key_mask=None if mask is None else mask.bool(), start=start)
+        rows = TokenLayout.of(x, causal=self.causal, key_mask=None if mask is None else mask.bool(), start=start)
         if cache is None and not (return_cache and self.causal):
             out = branch(x, rows, None, None)
             return (out, None) if return_cache else out
@@ -116,7 +116,7 @@ class LocalMHA(Translated):
         out, state = branch.extend(x, rows, state)
         return (out, state) if return_cache else out
 
-    def _biased(self, table: Tensor) -> Branch:
+    def _biased(self, table: Tensor) -> ResidualBranch:
         """The same weights around a mechanism with this bias."""
         assert isinstance(self.model.layer, layers.Attention)
         held, spec = self.model.layer.mechanism, self.config.mechanism
@@ -131,17 +131,17 @@ class LocalMHA(Translated):
 class FeedForward(Translated):
     """LayerNorm and a gated feed-forward layer, without a residual."""
 
-    model: Branch
+    model: ResidualBranch
 
     def __init__(self, dim: int, mult: float = 4, dropout: float = 0.0) -> None:
         super().__init__()
-        self.model = Branch(layers.FeedForward(dim, feed_forward_config(dim, mult, dropout)), dim)
+        self.model = ResidualBranch(layers.FeedForward(dim, feed_forward_config(dim, mult, dropout)), dim)
 
     def entries(self) -> Iterator[Entry]:
         return feed_forward_entries()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.model(x, Rows.of(x, causal=False), None, None)
+        return self.model(x, TokenLayout.of(x, causal=False), None, None)
 
 
 class DynamicPositionBias(Translated):
@@ -249,7 +249,7 @@ class LocalTransformer(Translated):
             yield same("to_logits.1.weight", "to_logits.weight")
         attention, stack, biases = self.model.config.attention, self._transformer.stack, []
         for i, ((name, kind), branch) in enumerate(zip(self._places(), stack.branches, strict=True)):
-            assert isinstance(branch, Branch)
+            assert isinstance(branch, ResidualBranch)
             if kind == "attention":
                 parts: Iterable[Entry] = attention_entries(branch, attention)
                 biases.append(f"{inside}stack.branches.{i}.layer.mechanism.bias.")
@@ -386,7 +386,7 @@ class LocalTransformer(Translated):
             raise ValueError(f"layers_insert_global_attn counts layers from 1 to {config.depth}, got {wrong}")
         for i, (_, kind) in enumerate(self._places()):
             if kind == "global":
-                branch = Branch(copy.deepcopy(module), config.dim)
+                branch = ResidualBranch(copy.deepcopy(module), config.dim)
                 branch.norm = None
                 stack.branches.insert(i, branch)
                 if stack.topology == "hyper":

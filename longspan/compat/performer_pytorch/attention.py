@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from longspan.compat.performer_pytorch.keys import attention_entries, fast_entries, idle_tensors, initialise
+from longspan.compat.performer_pytorch.keys import attention_entries, fast_entries, idle_tensors, initialize
 from longspan.compat.performer_pytorch.options import (
     RELU,
     Kernel,
@@ -22,13 +22,13 @@ from longspan.compat.performer_pytorch.options import (
 )
 from longspan.compat.performer_pytorch.redrawing import ProjectionUpdater, performers
 from longspan.compat.state_dict import Entry, Translated
-from longspan.layout import Rows
+from longspan.layout import TokenLayout
 from longspan.mechanisms.performer import PerformerAttention
 from longspan.mechanisms.split import SplitAttention
 from longspan.models.config import AttentionConfig
 from longspan.models.layers import Attention, mechanism_from
 from longspan.models.positions import Rotary, SinusoidalPositions
-from longspan.models.residual import Branch
+from longspan.models.residual import ResidualBranch
 from longspan.models.transformer import Transformer
 from longspan.ops.linear.feature_maps import orthogonal_rows
 
@@ -148,7 +148,7 @@ class _Attention(Translated):
             dropout=dropout,
         )
         self.model = Attention(dim, config, causal=causal, cross=self.cross)
-        initialise(self.model)
+        initialize(self.model)
         self.idle = idle_tensors(self.model, features_of(head_dim, nb_features))
 
     def entries(self) -> Iterator[Entry]:
@@ -178,7 +178,7 @@ class SelfAttention(_Attention):
         mask = context_mask if mask is None else mask
         self.model.mechanism.advance()
         model = self.model if pos_emb is None else _turned_layer(self.model, pos_emb, x)
-        return model(x, Rows.of(x, causal=model.causal, key_mask=None if mask is None else mask.bool()))
+        return model(x, TokenLayout.of(x, causal=model.causal, key_mask=None if mask is None else mask.bool()))
 
 
 class CrossAttention(_Attention):
@@ -200,8 +200,8 @@ class CrossAttention(_Attention):
         if pos_emb is not None:
             warnings.warn("pos_emb has no effect: cross-attention is not rotated, as in the original", stacklevel=2)
         self.model.mechanism.advance()
-        rows = Rows.of(x, causal=False, key_mask=None if mask is None else mask.bool())
-        seen = Rows.of(context, causal=False, key_mask=None if context_mask is None else context_mask.bool())
+        rows = TokenLayout.of(x, causal=False, key_mask=None if mask is None else mask.bool())
+        seen = TokenLayout.of(context, causal=False, key_mask=None if context_mask is None else context_mask.bool())
         return self.model(x, rows, context, context_rows=seen)
 
 
@@ -233,7 +233,7 @@ def turned(model: Transformer, pos_emb: Tensor, x: Tensor) -> Transformer:
     twin.stack = _apart(model.stack)
     branches = []
     for branch in model.stack.branches:
-        assert isinstance(branch, Branch)
+        assert isinstance(branch, ResidualBranch)
         if isinstance(branch.layer, Attention) and not branch.layer.cross:
             layer = _turned_layer(branch.layer, pos_emb, x)
             branch = _apart(branch)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from longspan.compat.state_dict import Entry, constant, layer, same, shaped, stacked
-from longspan.mechanisms.feature_maps import Generalised, RandomFeatures
+from longspan.mechanisms.feature_maps import Generalized, RandomFeatures
 from longspan.mechanisms.local import LocalAttention
 from longspan.mechanisms.performer import PerformerAttention
 from longspan.mechanisms.split import SplitAttention
 from longspan.models.layers import Attention, FeedForward, ScaleNorm
 from longspan.models.positions import AxialPositions, LearnedPositions
-from longspan.models.residual import Branch
+from longspan.models.residual import ResidualBranch
 from longspan.models.transformer import Transformer
 from longspan.ops.linear.feature_maps import orthogonal_rows
 from longspan.protocol import Mechanism
@@ -66,7 +66,7 @@ def fast_entries(fast: PerformerAttention | None, old: str, new: str, idle: str)
         yield same(f"{old}projection_matrix", f"{new}feature_map.projection")
     else:
         yield same(f"{old}projection_matrix", f"idle.{idle}projection")
-    if isinstance(feature_map, Generalised) and isinstance(feature_map.activation, nn.Module):
+    if isinstance(feature_map, Generalized) and isinstance(feature_map.activation, nn.Module):
         for name in feature_map.activation.state_dict():
             yield same(f"{old}kernel_fn.{name}", f"{new}feature_map.activation.{name}")
 
@@ -92,15 +92,15 @@ def idle_tensors(model: nn.Module, features: int) -> nn.Module:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module) -> None:
+def initialize(model: nn.Module) -> None:
     """Starts weights as the original does, so that a script's learning rates mean what they meant."""
-    given = {m for g in model.modules() if isinstance(g, Generalised) for m in g.modules()}
+    given = {m for g in model.modules() if isinstance(g, Generalized) for m in g.modules()}
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding) and module not in given:
             module.reset_parameters()
         elif isinstance(module, ScaleNorm):
             module.scale.fill_(1)
-        elif isinstance(module, Branch) and module.weight is not None:
+        elif isinstance(module, ResidualBranch) and module.weight is not None:
             module.weight.fill_(1e-3)
         elif isinstance(module, LearnedPositions):
             module.table.normal_()
@@ -112,7 +112,7 @@ def initialise(model: nn.Module) -> None:
 def _branches(model: Transformer, reversible: bool, idle: str) -> Iterator[Entry]:
     attentions = 0
     for i, branch in enumerate(model.stack.branches):
-        assert isinstance(branch, Branch)
+        assert isinstance(branch, ResidualBranch)
         pair, second = divmod(i, 2)
         old = f"blocks.{pair}.{'fg'[second]}.net." if reversible else f"layers.{pair}.{second}."
         new = f"stack.branches.{i}."

@@ -190,8 +190,8 @@ def favor(
                 "kernel_fn have no effect beside it",
                 stacklevel=2,
             )
-        normalise = "query" if causal else "feature"
-        return {"mechanism": "performer", "projection": False, "normalise": normalise, "redraw_interval": None}
+        normalize = "query" if causal else "feature"
+        return {"mechanism": "performer", "projection": False, "normalize": normalize, "redraw_interval": None}
     number = features_of(head_dim, nb_features)
     spec: dict[str, Any] = {"mechanism": "performer", "num_features": number, "redraw_interval": redraws(interval)}
     if ortho_scaling:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper
-from longspan.compat.performer_pytorch.keys import idle_tensors, initialise
+from longspan.compat.performer_pytorch.keys import idle_tensors, initialize
 from longspan.compat.performer_pytorch.options import Options, features_of
 from longspan.compat.performer_pytorch.performer_pytorch import (
     PerformerLM,
@@ -53,7 +53,7 @@ class PerformerEncDec(Translated):
         tie = tie_token_embeds or tie_token_embed
         configs = [options.config() for options in self.options]
         self.model = EncoderDecoder(*configs, pad_token=pad_value, tie_embeddings=tie)
-        initialise(self.model)
+        initialize(self.model)
         self.idle = nn.Module()
         for name, options, part in zip(
             ("enc", "dec"), self.options, (self.model.encoder, self.model.decoder), strict=True

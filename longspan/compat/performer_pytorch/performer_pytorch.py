@@ -19,7 +19,7 @@ from longspan.compat.performer_pytorch.attention import (
     gaussian_orthogonal_random_matrix,
     turned,
 )
-from longspan.compat.performer_pytorch.keys import idle_tensors, initialise, stack_entries
+from longspan.compat.performer_pytorch.keys import idle_tensors, initialize, stack_entries
 from longspan.compat.performer_pytorch.options import RELU, Kernel, Options, features_of
 from longspan.compat.performer_pytorch.redrawing import Schedule
 from longspan.compat.state_dict import Entry, Translated, constant, layer, same, shaped
@@ -75,7 +75,7 @@ class Performer(Translated):
     ) -> None:
         options = _options(locals())
         model = Transformer(options.config())
-        initialise(model)
+        initialize(model)
         super().__init__()
         self._hold(model, options)
         self.idle = idle_tensors(model, features_of(options.head_dim, nb_features))
@@ -165,7 +165,7 @@ class PerformerLM(Translated):
     ) -> None:
         options = _options({**locals(), "tie_embed": tie_embed or tie_embedding})
         model = LanguageModel(options.config())
-        initialise(model)
+        initialize(model)
         super().__init__()
         self._hold(model, options)
         self.idle = idle_tensors(model, features_of(options.head_dim, nb_features))

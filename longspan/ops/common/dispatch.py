@@ -14,7 +14,7 @@ LARGEST = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def why_plain(
+def why_not_triton(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -67,16 +67,16 @@ def why_unsupported(
     return None
 
 
-def why_plain_local(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: bool = False) -> str | None:
+def why_not_triton_window(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: bool = False) -> str | None:
     """Why local attention of these arguments runs in plain PyTorch; None where the kernels take them."""
     if not q.is_cuda:
         return f"the tensors are on {q.device.type}; the kernels need CUDA"
-    why = _missing(q.device) or why_unsupported_local(q, k, v, bias=bias, xpos=xpos)
+    why = _missing(q.device) or why_unsupported_window(q, k, v, bias=bias, xpos=xpos)
     wide = q.dtype != torch.float32 and max(q.shape[3], v.shape[3]) > 128
     return why or (_too_tight(q, 163) if wide else None)
 
 
-def why_unsupported_local(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: bool = False) -> str | None:
+def why_unsupported_window(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: bool = False) -> str | None:
     """What about the arguments themselves the kernels do not do; None where there is nothing."""
     if bias or xpos:
         return "a bias on the scores" if bias else "xPos, whose scales belong to tiles"
@@ -90,7 +90,9 @@ def why_unsupported_local(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False
     return None
 
 
-def why_plain_bidirectional(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, epsilon: float = 0.0) -> str | None:
+def why_not_triton_bidirectional(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, epsilon: float = 0.0
+) -> str | None:
     """Why bidirectional linear attention of these arguments runs in plain PyTorch; None where the kernels take them."""
     if not q.is_cuda:
         return f"the tensors are on {q.device.type}; the kernels need CUDA"
@@ -121,13 +123,13 @@ def why_unsupported_bidirectional(
     return None
 
 
-def why_plain_rows(
+def why_not_triton_compressed(
     q: Tensor, dtype: torch.dtype, heads: int, kv_heads: int, rank: int, dims: tuple[int, int]
 ) -> str | None:
     """Why attention of tokens q (B, T, …) in this dtype over `rank` rows runs in plain PyTorch; None where the kernels
     take it. dims: numbers of a key and of a value.
     """
-    if not at_once(q):
+    if not eager_untraced(q):
         return "the tensors are not on CUDA, or somebody watches operations go by"
     if dtype not in DTYPES[:2] or "dtype" not in torch.ops.aten.bmm.overloads():
         return f"{str(dtype).removeprefix('torch.')}; the kernels take bfloat16 and float16, with PyTorch 2.8 or newer"
@@ -145,7 +147,7 @@ def _too_large(D: int, M: int, room: int) -> str | None:
     return None
 
 
-def at_once(q: Tensor) -> bool:
+def eager_untraced(q: Tensor) -> bool:
     """Whether nobody watches operations go by: then calling the kernels directly saves half of the time on the host."""
     return (
         q.is_cuda
@@ -230,6 +232,6 @@ def _look(device: torch.device) -> str | None:
     return None
 
 
-def why_no_kernels() -> str | None:
+def why_no_triton() -> str | None:
     """Why no operation here can run on the Triton kernels; None where some can."""
     return _missing(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"

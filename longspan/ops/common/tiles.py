@@ -15,7 +15,7 @@ import triton.language as tl
 # ops.linear and ops.features have them too; a test holds them equal.
 FLOOR = tl.constexpr(-1e30)
 RELU_EPSILON = tl.constexpr(1e-3)
-# A normaliser below this is a sum that underflowed: as good as none, and its reciprocal would overflow.
+# A normalizer below this is a sum that underflowed: as good as none, and its reciprocal would overflow.
 NOTHING = tl.constexpr(1.1754943508222875e-32)
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.9259629911266175e-08)  # what float32 leaves of it

@@ -18,7 +18,7 @@ from longspan.ops.common.autograd import once
 def attend_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q (B, T, H, D), k (B, Hkv, R, D), v (B, Hkv, R, E), float32 or as q, -> (B, T, H, E).
 
-    For arguments that `dispatch.why_plain_rows` has nothing against.
+    For arguments that `dispatch.why_not_triton_compressed` has nothing against.
     """
     if torch.is_grad_enabled():
         return _attend(q, k, v)
@@ -46,7 +46,7 @@ class _Attend(torch.autograd.Function):
 def attend_tables(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """q (B, T, H, D) over the rows that tables (1, at least S, R) make of k (B, S, Hkv, D) and v (B, S, Hkv, E).
 
-    For arguments that `dispatch.why_plain_rows` has nothing against.
+    For arguments that `dispatch.why_not_triton_compressed` has nothing against.
     """
     return _tables(q, k, v, keys, values)
 
@@ -108,7 +108,7 @@ def linformer_layer(
     """Bidirectional self-attention (B, T, dim) -> (B, T, ·), from tokens to the last map, in halves of this dtype.
 
     queries, keys, out: weights of maps, keys' with values' below; bias: of the last. table: (1, at least T, R). For
-    arguments that `dispatch.why_plain_rows` has nothing against.
+    arguments that `dispatch.why_not_triton_compressed` has nothing against.
     """
     if not torch.is_autocast_enabled("cuda"):
         return _linformer(x, queries, keys, table, out, bias, layer, dtype)
@@ -215,7 +215,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(a, b) if a.dtype == dtype else _wide(a, b).to(dtype)
 
 
-# `Function.apply` looks for transforms of functorch first, as `dispatch.at_once` has done.
+# `Function.apply` looks for transforms of functorch first, as `dispatch.eager_untraced` has done.
 _attend: Any = super(torch.autograd.Function, _Attend).apply
 _tables: Any = super(torch.autograd.Function, _Tables).apply
 _linformer: Any = super(torch.autograd.Function, _Linformer).apply

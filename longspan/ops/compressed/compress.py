@@ -21,7 +21,7 @@ def compress(e: Tensor, x: Tensor) -> Tensor:
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return _for_all_heads(_product, e, x)
     e = e.to(x.dtype)
-    return _halves(e, x) if dispatch.at_once(x) else _for_all_heads(_compress, e, x)
+    return _halves(e, x) if dispatch.eager_untraced(x) else _for_all_heads(_compress, e, x)
 
 
 def _for_all_heads(product: Any, e: Tensor, x: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class _Halves(torch.autograd.Function):
         return _backward(ctx, d)
 
 
-# `Function.apply` looks for transforms of functorch first, as `dispatch.at_once` has done.
+# `Function.apply` looks for transforms of functorch first, as `dispatch.eager_untraced` has done.
 _halves: Any = super(torch.autograd.Function, _Halves).apply
 
 _compress = torch.library.custom_op("longspan::compress", _forward, mutates_args=())

@@ -30,7 +30,7 @@ FUSED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Turn(NamedTuple):
+class CosSin(NamedTuple):
     """Rotary positions that queries and keys still have to take: cos and sin (B or 1, 1, D / 2).
 
     wide: [cos, cos] and [−sin, sin] (B or 1, 1, 1, D), with which a rotation by halves is three operations.
@@ -41,8 +41,8 @@ class Turn(NamedTuple):
     interleaved: bool
     wide: tuple[Tensor, Tensor] | None = None
 
-    def paired(self, interleaved: bool) -> Turn:
-        """The same angles for pairs that are neighbours, or halves."""
+    def paired(self, interleaved: bool) -> CosSin:
+        """The same angles for pairs that are neighbors, or halves."""
         return self if interleaved == self.interleaved else self._replace(interleaved=interleaved)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Late(NamedTuple):
     scale: Tensor
 
 
-def turned(turn: Turn | None, *xs: Tensor) -> tuple[Tensor, ...]:
+def apply_rotary(turn: CosSin | None, *xs: Tensor) -> tuple[Tensor, ...]:
     """Each x (B, 1, heads, D) as it is, or turned, all in one go."""
     if turn is None:
         return xs
@@ -76,8 +76,8 @@ def linear_step_(
     *,
     feature_map: str,
     weight: Tensor | None,
-    normalise: str,
-    turn: Turn | None,
+    normalize: str,
+    turn: CosSin | None,
     late: Late | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -88,8 +88,8 @@ def linear_step_(
     """
     kv, z, shift = sums
     if late is not None:
-        return dispatch.step_kernels().linear(q, k, v, turn, weight, kv, z, shift, feature_map, normalise, late, out)
-    q, k = turned(turn, q, k)
+        return dispatch.step_kernels().linear(q, k, v, turn, weight, kv, z, shift, feature_map, normalize, late, out)
+    q, k = apply_rotary(turn, q, k)
     given, dtype = q.dtype, kv.dtype
     if given != dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -107,11 +107,11 @@ def linear_step_(
     kv.addcmul_(f, v.view(B, Hkv, 1, E))
     column.add_(f)
     query = query.view(B, Hkv, -1, M)  # (B, Hkv, G, M)
-    if normalise == "feature":
+    if normalize == "feature":
         query = query / query.sum(-1, keepdim=True) if feature_map == "favor" else query
         query = over(query, z.unsqueeze(2))
     found = query @ kv
-    if normalise == "query":
+    if normalize == "query":
         den = query @ column
         found.div_(den).masked_fill_(is_nothing(den), 0)
     found = found.view(B, 1, -1, E)
@@ -173,7 +173,7 @@ def project(
 
     A map is a module, or the weight (N, dim) of one without a bias. activation: one of FUSED.
     """
-    known = None if why_plain(x) is not None else _known(x, maps, norm, add)
+    known = None if why_not_triton(x) is not None else _known(x, maps, norm, add)
     if known is not None:
         out = dispatch.step_kernels().project(x, known.weights, known.norm, activation, add)
         return out.split([len(weight) for weight, _ in known.weights], 2)
@@ -238,24 +238,24 @@ def _bare(module: nn.Module) -> bool:
     return not (module._forward_hooks or module._forward_pre_hooks)
 
 
-def turns_at(length: Tensor, kind: tuple[int, float], dtype: torch.dtype) -> Turn:
+def cos_sin_at(length: Tensor, kind: tuple[int, float], dtype: torch.dtype) -> CosSin:
     """Rotary positions of a kind, (D, base), at `length` (B,), by halves."""
-    if not length.is_cuda or dtype != torch.float32 or dispatch.why_no_kernels() is not None:
+    if not length.is_cuda or dtype != torch.float32 or dispatch.why_no_triton() is not None:
         angle = (length[:, None, None] * _frequencies(*kind, length.device)).remainder_(2 * math.pi).to(dtype)
         cos, sin = angle.cos(), angle.sin()
-        return Turn(cos, sin, False, (torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]))
+        return CosSin(cos, sin, False, (torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]))
     cos, sin = dispatch.step_kernels().turns(length, _frequencies(*kind, length.device))
-    return Turn(cos, sin, False)
+    return CosSin(cos, sin, False)
 
 
-class TurnsAt(dict[tuple[int, float], Turn]):
-    """`turns_at` of each kind that is asked for, made once for all layers."""
+class RotaryCache(dict[tuple[int, float], CosSin]):
+    """`cos_sin_at` of each kind that is asked for, made once for all layers."""
 
     def __init__(self, length: Tensor, dtype: torch.dtype) -> None:
         self._length, self._dtype = length, dtype
 
-    def __missing__(self, kind: tuple[int, float]) -> Turn:
-        self[kind] = turns_at(self._length, kind, self._dtype)
+    def __missing__(self, kind: tuple[int, float]) -> CosSin:
+        self[kind] = cos_sin_at(self._length, kind, self._dtype)
         return self[kind]
 
 
@@ -266,12 +266,12 @@ def _frequencies(dim: int, base: float, device: torch.device) -> Tensor:
         return base ** -(torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
 
 
-def why_plain(*tensors: Tensor) -> str | None:
+def why_not_triton(*tensors: Tensor) -> str | None:
     """Why a step of these tensors (q, k, v, then the memory) runs in plain PyTorch; None where the kernels take it."""
     q = tensors[0]
     if not q.is_cuda:
         return "the tensors are on no GPU; the kernels need CUDA"  # no device in it: asked for every product of a step
-    missing = dispatch.why_no_kernels()
+    missing = dispatch.why_no_triton()
     if missing is not None:
         return missing
     if any(x.dtype not in dispatch.DTYPES for x in tensors):

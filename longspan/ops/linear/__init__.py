@@ -3,7 +3,7 @@
     num_i = Σ_{j ≤ i} (φ(q_i) · f_j) exp(β_j − c_i) v_j,      c_i = max_{j ≤ i} β_j,      φ(k_j) = f_j exp(β_j)
 
 Keys carry their size as a log scale β, so `exp` never sees a positive argument, and the row reference c_i depends on
-the past alone, so the future moves no bit of it. The normaliser is the same sum over v ≡ 1; c_i cancels in the ratio.
+the past alone, so the future moves no bit of it. The normalizer is the same sum over v ≡ 1; c_i cancels in the ratio.
 Feature maps are applied chunk by chunk: φ(q) and φ(k) are never whole in memory, and only q, k, v and the result are
 kept for the backward pass.
 """
@@ -58,7 +58,7 @@ def causal_linear(
     log_scale: Tensor | None = None,
     lengths: Tensor | None = None,
     sums: Sums | None = None,
-    normalise: bool = True,
+    normalize: bool = True,
     bucket: int = 1,
 ) -> tuple[Tensor, Sums]:
     """Causal linear attention (B, T, H, E) in q's dtype, num_i / den_i or num_i alone, and the sums after it.
@@ -69,16 +69,19 @@ def causal_linear(
     """
     kv, shift = None, None
     if sums is not None:
-        kv, shift = torch.cat([sums.kv, sums.z[..., None]], -1) if normalise else sums.kv, sums.shift
-    given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
-    if dispatch.at_once(q) and dispatch.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
+        kv, shift = torch.cat([sums.kv, sums.z[..., None]], -1) if normalize else sums.kv, sums.shift
+    given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalize
+    if (
+        dispatch.eager_untraced(q)
+        and dispatch.why_not_triton(q, k, v, weight, log_scale, kv, feature_map, bucket) is None
+    ):
         if torch.is_grad_enabled():
             out, kv, shift = _apply(*given)
         else:
             (out, _, kv, shift), _ = dispatch.linear_kernels().forward(*given)
     else:
         out, _, kv, shift, _, _ = _causal_linear(*given, bucket)
-    return out, Sums(kv[..., :-1], kv[..., -1], shift) if normalise else Sums(kv, kv[..., 0], shift)
+    return out, Sums(kv[..., :-1], kv[..., -1], shift) if normalize else Sums(kv, kv[..., 0], shift)
 
 
 def causal_linear_out(
@@ -89,26 +92,29 @@ def causal_linear_out(
     feature_map: str = "identity",
     weight: Tensor | None = None,
     lengths: Tensor | None = None,
-    normalise: bool = True,
+    normalize: bool = True,
 ) -> Tensor:
     """`causal_linear` with nothing before it, where nobody asks for the sums after it: a third less for the host."""
-    given = q, k, v, weight, None, lengths, None, None, feature_map, normalise
-    if not dispatch.at_once(q) or dispatch.why_plain(q, k, v, weight, None, None, feature_map, 1) is not None:
+    given = q, k, v, weight, None, lengths, None, None, feature_map, normalize
+    if (
+        not dispatch.eager_untraced(q)
+        or dispatch.why_not_triton(q, k, v, weight, None, None, feature_map, 1) is not None
+    ):
         return _causal_linear(*given, 1)[0]
     if torch.is_grad_enabled():
         return _apply_out(*given)
     return dispatch.linear_kernels().forward(*given, ends=False)[0][0]
 
 
-def attend_sums(query: Tensor, sums: Sums, normalise: str, constant: Tensor | None = None) -> Tensor:
+def attend_sums(query: Tensor, sums: Sums, normalize: str, constant: Tensor | None = None) -> Tensor:
     """Attention of query features (B, T, H, M), each after everything the sums hold: (B, T, H, E).
 
     constant: (B, Hkv, E + 1) epsilon·[Σv, count], where every key has a constant added to its features.
     """
     q = query.unflatten(2, (sums.kv.shape[1], -1))  # (B, T, Hkv, G, M)
-    if normalise == "none":
+    if normalize == "none":
         return torch.einsum("bthgm,bhme->bthge", q, sums.kv).flatten(2, 3)
-    if normalise == "feature":
+    if normalize == "feature":
         return torch.einsum("bthgm,bhme->bthge", q, over(sums.kv, sums.z[..., None])).flatten(2, 3)
     out = torch.einsum("bthgm,bhme->bthge", q, torch.cat([sums.kv, sums.z[..., None]], -1))
     if constant is not None:
@@ -122,13 +128,13 @@ def attend_prefixes(
     v: Tensor,
     log_scale: Tensor | None,
     sums: Sums,
-    normalise: str,
+    normalize: str,
     *,
     constant: Tensor | None = None,
     bucket: int = 1,
     pending: Sums | None = None,
 ) -> Tensor:
-    """As `attend_sums`, each query after its own prefix; features are given whole. Any map and any normaliser.
+    """As `attend_sums`, each query after its own prefix; features are given whole. Any map and any normalizer.
 
     constant: (B, T, Hkv, E + 1), one for each token. pending: sums at the shift of `sums` that later buckets see, but
     not the first.
@@ -136,7 +142,7 @@ def attend_prefixes(
 
     def prefixes(query: Tensor, f: Tensor, v: Tensor, kv: Tensor, late: Tensor | None) -> Tensor:
         before = Sums(kv, kv[..., 0], sums.shift)
-        out, _ = causal_linear(query, f, v, log_scale=log_scale, sums=before, normalise=False, bucket=bucket)
+        out, _ = causal_linear(query, f, v, log_scale=log_scale, sums=before, normalize=False, bucket=bucket)
         if late is None:
             return out
         read = attend_sums(query[:, bucket:], Sums(late, late[..., 0], sums.shift), "none")
@@ -147,9 +153,9 @@ def attend_prefixes(
         return torch.cat([out[:, :bucket], out[:, bucket:] + read], 1)
 
     late = pending
-    if normalise == "none":
+    if normalize == "none":
         return prefixes(query, f, v, sums.kv, None if late is None else late.kv)
-    if normalise == "feature":
+    if normalize == "feature":
         ones = f.new_ones(*f.shape[:3], 1)
         z = prefixes(ones, ones, f, sums.z[:, :, None], None if late is None else late.z[:, :, None])
         z = z.repeat_interleave(query.shape[2] // f.shape[2], 2)
@@ -210,9 +216,9 @@ class _KernelsOut(torch.autograd.Function):
 
 
 def _keep(ctx: Any, out: Tensor, den: Tensor, kept: Tensor | None, given: tuple[Any, ...]) -> None:
-    *tensors, feature_map, normalise = given
-    ctx.save_for_backward(out if normalise else None, den, *tensors)
-    ctx.rest = feature_map, normalise, kept
+    *tensors, feature_map, normalize = given
+    ctx.save_for_backward(out if normalize else None, den, *tensors)
+    ctx.rest = feature_map, normalize, kept
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, d_kv: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -224,7 +230,7 @@ def _gradients(ctx: Any, d_out: Tensor | None, d_kv: Tensor | None) -> tuple[Ten
     return *grads[:3], None, None, None, grads[3], None, None, None
 
 
-# `Function.apply` looks for transforms of functorch first, as `dispatch.at_once` has done.
+# `Function.apply` looks for transforms of functorch first, as `dispatch.eager_untraced` has done.
 _apply: Any = super(torch.autograd.Function, _Kernels).apply
 _apply_out: Any = super(torch.autograd.Function, _KernelsOut).apply
 
@@ -240,12 +246,12 @@ def _causal_linear(
     kv: Tensor | None,
     shift: Tensor | None,
     feature_map: str,
-    normalise: bool,
+    normalize: bool,
     bucket: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The result, its normaliser, the sums and shift after it, and what the backward pass starts from."""
-    given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
-    if dispatch.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
+    """The result, its normalizer, the sums and shift after it, and what the backward pass starts from."""
+    given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalize
+    if dispatch.why_not_triton(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
         results, kept = dispatch.linear_kernels().forward(*given, clean=True)
         nothing = results[1].new_empty(0)
         return *results, nothing if kept is None else kept, results[1].new_empty(0)
@@ -256,25 +262,25 @@ def _causal_linear(
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     given = _arguments(*args)
     q, k, v, kv = given.q, given.k, given.v, given.kv
-    if dispatch.why_plain(q, k, v, given.weight, given.log_scale, kv, given.feature_map, given.bucket) is None:
+    if dispatch.why_not_triton(q, k, v, given.weight, given.log_scale, kv, given.feature_map, given.bucket) is None:
         kernels = dispatch.linear_kernels()
-        size = kernels.kept_size(q, k, v, given.weight, given.log_scale, given.feature_map, given.normalise)
+        size = kernels.kept_size(q, k, v, given.weight, given.log_scale, given.feature_map, given.normalize)
         starts, references = kv.new_empty(size), kv.new_empty(0)
     else:
         starts, references = chunks.new_starts(given)
-    den = kv.new_empty(*q.shape[:2], q.shape[2] if given.normalise else 0)
+    den = kv.new_empty(*q.shape[:2], q.shape[2] if given.normalize else 0)
     after = kv.new_empty(kv.shape), given.shift.new_empty(given.shift.shape)
     return v.new_empty(*q.shape[:3], v.shape[3]), den, *after, starts, references
 
 
 def _arguments(*args: Any) -> Arguments:
     """With no sums for sums that were not given."""
-    q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise, bucket = args
+    q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalize, bucket = args
     if kv is None:
         M = k.shape[3] if weight is None else len(weight)
-        before = no_sums(q.shape[0], k.shape[2], M, v.shape[3] + int(normalise), k.new_empty(0, dtype=sum_dtype(k)))
+        before = no_sums(q.shape[0], k.shape[2], M, v.shape[3] + int(normalize), k.new_empty(0, dtype=sum_dtype(k)))
         kv, shift = before.kv, before.shift
-    return Arguments(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise, bucket)
+    return Arguments(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalize, bucket)
 
 
 @torch.library.custom_op("longspan::causal_linear_backward", mutates_args=())
@@ -294,12 +300,12 @@ def _causal_linear_backward(
     kv: Tensor | None,
     shift: Tensor | None,
     feature_map: str,
-    normalise: bool,
+    normalize: bool,
     bucket: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and of kv, which is empty where no kv was given."""
-    given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalise
-    if dispatch.why_plain(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
+    given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalize
+    if dispatch.why_not_triton(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
         kept = starts if starts.numel() else None
         grads = dispatch.linear_kernels().backward(d_out, d_kv, out, den, *given, kept)
         d_q, d_k, d_v, d_start = grads
@@ -321,10 +327,10 @@ _causal_linear_backward.register_autograd(refuse)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.feature_map, ctx.normalise, ctx.bucket = inputs
+    *tensors, ctx.feature_map, ctx.normalize, ctx.bucket = inputs
     out, den, _, _, starts, references = output
-    # Only normalisers need the result.
-    ctx.save_for_backward(out if ctx.normalise else None, den, starts, references, *tensors)
+    # Only normalizers need the result.
+    ctx.save_for_backward(out if ctx.normalize else None, den, starts, references, *tensors)
     ctx.set_materialize_grads(False)
 
 
@@ -335,7 +341,7 @@ def _differentiate(
     q, v = tensors[3], tensors[5]
     d_out = v.new_zeros(*q.shape[:3], v.shape[3]) if d_out is None else d_out
     dq, dk, dv, d_start = _causal_linear_backward(
-        d_out, d_kv, d_out if out is None else out, *tensors, ctx.feature_map, ctx.normalise, ctx.bucket
+        d_out, d_kv, d_out if out is None else out, *tensors, ctx.feature_map, ctx.normalize, ctx.bucket
     )
     given = tensors[9] is not None
     return dq, dk, dv, None, None, None, d_start if given else None, None, None, None, None

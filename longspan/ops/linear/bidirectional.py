@@ -27,19 +27,19 @@ def bidirectional_linear(
     key_mask: Tensor | None = None,
     offsets: Tensor | None = None,
     key_offsets: Tensor | None = None,
-    normalise: str = "query",
+    normalize: str = "query",
 ) -> Tensor:
     """Linear attention of every query to every key: (B, T, H, E) in q's dtype.
 
     q: (B, T, H, D), k: (B, S, Hkv, D), v: (B, S, Hkv, E). feature_map: one of `features.MAPS`, with its weight.
-    key_mask: (B, S) True = keep; what hidden slots hold does not matter. normalise: "query", "feature" or "none".
+    key_mask: (B, S) True = keep; what hidden slots hold does not matter. normalize: "query", "feature" or "none".
     offsets, key_offsets: (N + 1,) int32, where sequences packed in one row begin. A query without keys returns zeros.
 
-    For arguments that `dispatch.why_plain_bidirectional` has nothing against. With bfloat16 inputs a weight of numbers
-    that bfloat16 holds takes one product, any other takes two.
+    The arguments must pass `dispatch.why_not_triton_bidirectional`. With bfloat16 inputs a weight that bfloat16
+    represents exactly takes one product, any other takes two.
     """
-    given = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalise
-    if not dispatch.at_once(q):
+    given = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalize
+    if not dispatch.eager_untraced(q):
         return _bidirectional_linear(*given)[0]
     if torch.is_grad_enabled():
         return _apply(*given)
@@ -62,7 +62,7 @@ class _Kernels(torch.autograd.Function):
         return *grads, *[None] * 6
 
 
-# `Function.apply` looks for transforms of functorch first, as `dispatch.at_once` has done.
+# `Function.apply` looks for transforms of functorch first, as `dispatch.eager_untraced` has done.
 _apply: Any = super(torch.autograd.Function, _Kernels).apply
 
 
@@ -76,17 +76,17 @@ def _bidirectional_linear(
     offsets: Tensor | None,
     key_offsets: Tensor | None,
     feature_map: str,
-    normalise: str,
+    normalize: str,
 ) -> tuple[Tensor, Tensor]:
     """The result, and what the backward pass starts from."""
-    given = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalise
+    given = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalize
     return dispatch.bidirectional_kernels().forward(*given, clean=True)
 
 
 @_bidirectional_linear.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor]:
-    q, k, v, weight, _key_mask, _offsets, key_offsets, feature_map, normalise = args
-    size = dispatch.bidirectional_kernels().kept_size(q, k, v, weight, key_offsets, feature_map, normalise)
+    q, k, v, weight, _key_mask, _offsets, key_offsets, feature_map, normalize = args
+    size = dispatch.bidirectional_kernels().kept_size(q, k, v, weight, key_offsets, feature_map, normalize)
     return v.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(size, dtype=torch.float32)
 
 
@@ -102,10 +102,10 @@ def _bidirectional_linear_backward(
     offsets: Tensor | None,
     key_offsets: Tensor | None,
     feature_map: str,
-    normalise: str,
+    normalize: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    given = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalise
+    given = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalize
     return dispatch.bidirectional_kernels().backward(d_out, kept, *given)
 
 

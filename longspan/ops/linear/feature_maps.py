@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# relu(x) + RELU_EPSILON keeps every normaliser above zero.
+# relu(x) + RELU_EPSILON keeps every normalizer above zero.
 RELU_EPSILON = 1e-3
 
 
@@ -29,7 +29,7 @@ class Differentiate(Protocol):
 
 
 class Map(NamedTuple):
-    """φ for queries and keys. A query's log scale cancels in normalised attention and is left out."""
+    """φ for queries and keys. A query's log scale cancels in normalized attention and is left out."""
 
     query: Apply
     key: Apply

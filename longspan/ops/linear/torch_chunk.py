@@ -33,7 +33,7 @@ class Arguments(NamedTuple):
     kv: Tensor
     shift: Tensor
     feature_map: str
-    normalise: bool
+    normalize: bool
     bucket: int
 
 
@@ -42,7 +42,7 @@ def forward(given: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
     q, v, kv = given.q, given.v, given.kv
     (B, T, H, _), map = q.shape, MAPS[given.feature_map]
     out = v.new_empty(B, T, H, v.shape[3])
-    den = kv.new_empty(B, T, H if given.normalise else 0)
+    den = kv.new_empty(B, T, H if given.normalize else 0)
     kv, c = kv.flatten(0, 1), given.shift.flatten()
     starts, references = new_starts(given)
     for i, span in enumerate(_spans(given)):
@@ -53,7 +53,7 @@ def forward(given: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, T
         read = group.towards_start(query @ before)
         if group.pair is not None:
             read = torch.baddbmm(read, group.weigh(query, group.f), group.v)
-        if given.normalise:
+        if given.normalize:
             _put(den[..., None], read[..., -1:], span, given)
             read = read[..., :-1] * _inverse(read[..., -1:])
         _put(out, read, span, given)
@@ -86,8 +86,8 @@ def backward(
         group = _Group.of(given, span, references[i])
         x = _rows(q, span, given)
         query = map.query(x, weight)[0]
-        d_num, scaled, inverse = _rows(d_out, span, given, extra=given.normalise), query, None
-        if given.normalise:
+        d_num, scaled, inverse = _rows(d_out, span, given, extra=given.normalize), query, None
+        if given.normalize:
             # 1/den goes to the features: with them it makes weights of at most one, with gradients it may overflow.
             d_den = (d_out[:, span.tokens].to(den.dtype) * out[:, span.tokens]).sum(-1, keepdim=True)
             d_num[..., -1:] = -_rows(d_den, _Span(slice(0, None), span.size), given)
@@ -124,7 +124,7 @@ def _inverse(z: Tensor) -> Tensor:
 
 
 def is_nothing(z: Tensor) -> Tensor:
-    """Where a normaliser counts as zero."""
+    """Where a normalizer counts as zero."""
     return z.abs() < 1e6 * torch.finfo(z.dtype).tiny
 
 
@@ -179,7 +179,7 @@ class _Group(NamedTuple):
 
     x: Tensor  # (Y, C, D) before the feature map
     f: Tensor  # (Y, C, M)
-    v: Tensor  # (Y, C, E), with a column of ones if normalised
+    v: Tensor  # (Y, C, E), with a column of ones if normalized
     hidden: Tensor | None  # (Y, C)
     pair: Tensor | None  # (Y or 1, C, C), zero where j is hidden from i; None: no token sees another of its chunk
     start: Tensor | None  # (Y, C, 1) to the chunk's start; this and the next are None where all are 1
@@ -189,7 +189,7 @@ class _Group(NamedTuple):
 
     @classmethod
     def of(cls, given: Arguments, span: _Span, c: Tensor) -> _Group:
-        x, v = _rows(given.k, span, given), _rows(given.v, span, given, extra=given.normalise)
+        x, v = _rows(given.k, span, given), _rows(given.v, span, given, extra=given.normalize)
         f, beta = MAPS[given.feature_map].key(x, given.weight)
         if given.log_scale is not None:
             beta = _rows(given.log_scale[..., None], span, given)[..., 0]

@@ -79,7 +79,7 @@ def windowed(
     bounds: (2, T) int32, where the sequence of each token of a packed row begins and ends; for the kernels alone.
     xpos: the scale base of xPos, measured within each tile: absolute scales would overflow.
     """
-    if dispatch.why_plain_local(q, k, v, bias=bias is not None, xpos=xpos is not None) is None:
+    if dispatch.why_not_triton_window(q, k, v, bias=bias is not None, xpos=xpos is not None) is None:
         seed = torch.randint(2**31 - 1, (1,), device=q.device) if dropout else None
         scale = q.shape[3] ** -0.5 if scale is None else scale
         given = q, k, v, key_mask, start, bounds, seed, *window, scale, dropout
@@ -99,7 +99,7 @@ def windowed(
     n = -(-T // tile)
     queries = (F.pad(q, (0, 0, 0, 0, 0, n * tile - T)) if n * tile > T else q).unflatten(1, (n, tile))
     pads = (0, 0, 0, 0, before * tile - offset, offset + (n + after) * tile - S)
-    keys, values = (_neighbours(F.pad(x, pads).unflatten(1, (-1, tile)), n) for x in (k, v))
+    keys, values = (_neighbors(F.pad(x, pads).unflatten(1, (-1, tile)), n) for x in (k, v))
     if xpos is not None:
         place = torch.arange(keys.shape[2], device=q.device) - keys.shape[2] // 2
         queries = turn(queries, place[before * tile : (before + 1) * tile], xpos)
@@ -148,7 +148,7 @@ def turn(x: Tensor, position: Tensor, scale_base: float) -> Tensor:
     return rotate(x, angle.cos() * scale, angle.sin() * scale)
 
 
-def _neighbours(tiles: Tensor, n: int) -> Tensor:
+def _neighbors(tiles: Tensor, n: int) -> Tensor:
     """(B, n + extra, tile, H, D) -> (B, n, (extra + 1) · tile, H, D): each tile with those beside it."""
     return torch.cat([tiles[:, s : s + n] for s in range(tiles.shape[1] - n + 1)], 2)
 

@@ -246,7 +246,7 @@ class Lanes:
         return replace(batch, fresh=torch.tensor([fresh for _, fresh in chunks]))
 
 
-class Labelled:
+class Labeled:
     """Documents with labels, cropped at random if longer than the context, padded if shorter."""
 
     def __init__(self, store: Store, shape: Shape, *, seed: int) -> None:
@@ -271,7 +271,7 @@ class Labelled:
     def step(self) -> list[Batch]:
         chosen = [self._next() for _ in range(self.shape.rows)]
         own = [chosen[self.shape.own(micro)] for micro in range(self.shape.accumulate)]
-        return [labelled_batch(self.store, part, self.shape.context) for part in own]
+        return [labeled_batch(self.store, part, self.shape.context) for part in own]
 
     def _next(self) -> tuple[Span, int]:
         segments, number = self.store.train, self.drawn
@@ -317,7 +317,7 @@ def padded_batch(store: Store, spans: Sequence[Span], context: int) -> Batch:
     return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), count, key_mask=key_mask)
 
 
-def labelled_batch(store: Store, rows: Sequence[tuple[Span, int]], context: int) -> Batch:
+def labeled_batch(store: Store, rows: Sequence[tuple[Span, int]], context: int) -> Batch:
     """Spans with labels, padded to the longest of them."""
     longest = max(span.length for span, _ in rows)
     batch = padded_batch(store, [span for span, _ in rows], min(longest, context))
@@ -350,7 +350,7 @@ def evaluation(store: Store, segments: Segments, shape: Shape, limit: int) -> It
                 yield make_batch(store, [group], sum(span.length for span in group), True)
 
 
-def labelled_evaluation(store: Store, segments: Segments, shape: Shape, limit: int) -> Iterator[Batch]:
+def labeled_evaluation(store: Store, segments: Segments, shape: Shape, limit: int) -> Iterator[Batch]:
     """The process's share of the documents to be scored, from the start of each, at most `limit` tokens."""
     lengths = np.minimum(segments.length, shape.context)
     number = max(1, int(np.searchsorted(lengths.cumsum(), limit, side="right")))
@@ -358,7 +358,7 @@ def labelled_evaluation(store: Store, segments: Segments, shape: Shape, limit: i
     rows = [(Span(start, length, False), label) for start, length, label in zip(*columns, strict=True)]
     for i in range(0, len(rows), shape.batch_size):
         if i // shape.batch_size % shape.processes == shape.process:
-            yield labelled_batch(store, rows[i : i + shape.batch_size], shape.context)
+            yield labeled_batch(store, rows[i : i + shape.batch_size], shape.context)
 
 
 def shuffled(index: int, count: int, seed: int) -> int:

@@ -49,7 +49,7 @@ class Reading:
     """How files are read. extensions: of the files taken from folders, all if empty. exclude: names, which may be
     patterns, of files and folders inside folders that are not taken. bin_dtype: numbers in .bin files.
 
-    image_size: width and height images are brought to, as they are if None. labelled: documents have a label, the
+    image_size: width and height images are brought to, as they are if None. labeled: documents have a label, the
     name of the folder they are in or a column of a CSV.
     """
 
@@ -57,7 +57,7 @@ class Reading:
     exclude: tuple[str, ...] = ()
     bin_dtype: str = "uint16"
     image_size: int | None = None
-    labelled: bool = False
+    labeled: bool = False
 
 
 def find_source(text: str, reading: Reading) -> Source:
@@ -99,10 +99,10 @@ def documents(path: Path, root: Path | None, reading: Reading) -> Iterator[Piece
     """
     kind = kind_of(path)
     try:
-        if reading.labelled and kind == "csv":
+        if reading.labeled and kind == "csv":
             yield from _rows(path)
             return
-        label = _label(path, root) if reading.labelled else None
+        label = _label(path, root) if reading.labeled else None
         if kind == "tokens":
             pieces = _arrays(path, reading)
         elif kind == "image":
@@ -225,7 +225,7 @@ def _cut(row: Tokens) -> Iterator[Piece]:
 
 
 def _pixels(path: Path, size: int | None) -> bytes:
-    """Row by row, one byte a pixel for grey images and three for all others."""
+    """Row by row, one byte a pixel for gray images and three for all others."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:

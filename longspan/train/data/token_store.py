@@ -211,7 +211,7 @@ def _split(tokens: Tokens, writer: _Writer, plan: Plan) -> NDArray[np.int64]:
         block = min(block, max(writer.place // 64, 2 * plan.context))
     units: list[tuple[int, int, int, int, int]] = []  # document, start, length, hash, source
     for number, ((start, length, source, _), digest) in enumerate(zip(writer.documents, writer.hashes, strict=True)):
-        pieces = 1 if plan.reading.labelled or source >= len(plan.sources) else max(1, length // block)
+        pieces = 1 if plan.reading.labeled or source >= len(plan.sources) else max(1, length // block)
         if pieces == 1 or length < 2 * block:
             units.append((number, start, length, digest, source))
             continue

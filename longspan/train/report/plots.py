@@ -22,12 +22,12 @@ def curves(runs: Mapping[str, Sequence[Record]], against: str, levels: Mapping[s
     figure, axes = _axes()
     bits = all(record.get("bits_per_byte") is not None for records in runs.values() for record in _trained(records))
     name, scored = ("bits_per_byte", "eval_bits_per_byte") if bits else ("loss", "eval_loss")
-    for colour, (label, records) in zip(_cycle(len(runs)), runs.items(), strict=True):
+    for color, (label, records) in zip(_cycle(len(runs)), runs.items(), strict=True):
         trained = _trained(records)
-        axes.plot([r[against] for r in trained], [r[name] for r in trained], color=colour, alpha=0.35, linewidth=1)
+        axes.plot([r[against] for r in trained], [r[name] for r in trained], color=color, alpha=0.35, linewidth=1)
         points = [r for r in records if r.get(scored) is not None]
         axes.plot(
-            [r[against] for r in points], [r[scored] for r in points], "o-", color=colour, markersize=4, label=label
+            [r[against] for r in points], [r[scored] for r in points], "o-", color=color, markersize=4, label=label
         )
     for text, height in levels.items():
         axes.axhline(height, color="#777777", linestyle="--", linewidth=1)
@@ -47,10 +47,10 @@ def positions(scores: Mapping[str, Sequence[Record]]) -> bytes:
     """Mean loss of the tokens at each position in the context; each bucket stands at its middle."""
     figure, axes = _axes()
     bits = all(bucket["bits_per_byte"] is not None for buckets in scores.values() for bucket in buckets)
-    for colour, (label, buckets) in zip(_cycle(len(scores)), scores.items(), strict=True):
+    for color, (label, buckets) in zip(_cycle(len(scores)), scores.items(), strict=True):
         middle = [((b["from"] + 1) * (b["to"] + 1)) ** 0.5 for b in buckets]
         heights = [b["bits_per_byte"] if bits else b["loss"] for b in buckets]
-        axes.plot(middle, heights, "o-", color=colour, markersize=4, label=label)
+        axes.plot(middle, heights, "o-", color=color, markersize=4, label=label)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("position in the context, tokens")
     axes.set_ylabel("bits per byte" if bits else "loss (nats)")

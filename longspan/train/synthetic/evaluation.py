@@ -141,19 +141,19 @@ def run_trial(task: Task, config: ModelConfig, effort: Effort, device: torch.dev
 
 def train(model: Model, task: Task, effort: Effort, device: torch.device, show: Show) -> tuple[int, float]:
     """Steps taken, and the mean loss of the last of them."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=effort.lr, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=effort.lr, betas=(0.9, 0.98), weight_decay=0.0)
     recent: deque[float] = deque(maxlen=20)
     model.train()
     for step in range(effort.steps):
         rise, fall = min(1.0, (step + 1) / effort.warmup), (1 + math.cos(math.pi * step / effort.steps)) / 2
-        for group in optimiser.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = effort.lr * rise * max(0.02, fall)
         examples = task.examples("train", effort.seed, step, effort.batch_size).to(device)
         loss = F.cross_entropy(_logits(model, examples).flatten(0, -2), examples.labels.flatten(), ignore_index=IGNORED)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         recent.append(loss.item())
         mean = math.fsum(recent) / len(recent)
         show.step(step + 1, mean)

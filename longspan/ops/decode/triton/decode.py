@@ -24,7 +24,7 @@ from longspan.ops.decode.triton.window import (
 
 LARGEST_CHOICE = 65536  # tokens to choose from: a program holds a row of them
 
-Turned = tuple[Tensor, Tensor, bool] | None  # cos and sin (B or 1, 1, D / 2), and whether pairs are neighbours
+Turned = tuple[Tensor, Tensor, bool] | None  # cos and sin (B or 1, 1, D / 2), and whether pairs are neighbors
 
 
 class Sampling(Protocol):
@@ -47,7 +47,7 @@ def linear(
     z: Tensor,
     shift: Tensor,
     feature_map: str,
-    normalise: str,
+    normalize: str,
     late: tuple[Tensor, Tensor, Tensor, Tensor],
     out: Tensor | None,
 ) -> Tensor:
@@ -56,7 +56,7 @@ def linear(
     out = _room(out, q, E)
     with on_device(q):
         if weight is not None:
-            q, turn = _favor_features(q, k, turn, weight, late, normalise), None
+            q, turn = _favor_features(q, k, turn, weight, late, normalize), None
         sizes = _sizes(q, v, turn)
         if sizes.BD * sizes.BE > 32768:
             sizes = sizes._replace(BE=16384 // sizes.BD)
@@ -65,14 +65,14 @@ def linear(
             S=sizes,
             LATE=late[1].shape[2],
             MAP=feature_map,
-            NORMALISE=normalise,
+            NORMALIZE=normalize,
             num_warps=8 if sizes.BD * sizes.BE > 4096 else 4,
         )
     return out
 
 
 def _favor_features(
-    q: Tensor, k: Tensor, turn: Turned, weight: Tensor, late: tuple[Tensor, Tensor, Tensor, Tensor], normalise: str
+    q: Tensor, k: Tensor, turn: Turned, weight: Tensor, late: tuple[Tensor, Tensor, Tensor, Tensor], normalize: str
 ) -> Tensor:
     """φ(q) (B, 1, H, M) in float32; keys' features go to their slots."""
     (B, _, H, _), M, (length, f, _, scale) = q.shape, len(weight), late
@@ -86,7 +86,7 @@ def _favor_features(
         LATE=f.shape[2],
         BX=BX,
         BM=_block(M),
-        SHARES=normalise == "feature",
+        SHARES=normalize == "feature",
         PRECISION="tf32" if weight.dtype != torch.float32 else "ieee",
         num_warps=4,
     )

@@ -94,7 +94,7 @@ def features(b_x, m_x, MAP: tl.constexpr):
 
 
 @triton.jit
-def linear_step_kernel(token, sums, S: tl.constexpr, LATE: tl.constexpr, MAP: tl.constexpr, NORMALISE: tl.constexpr):
+def linear_step_kernel(token, sums, S: tl.constexpr, LATE: tl.constexpr, MAP: tl.constexpr, NORMALIZE: tl.constexpr):
     """kv ← kv + φ(k)vᵀ, z ← z + φ(k), out = φ(q)·kv / φ(q)·z. One program for each key/value head of each row.
 
     MAP "favor": the token's q is its features, and the own slot has those of the key.
@@ -154,12 +154,12 @@ def linear_step_kernel(token, sums, S: tl.constexpr, LATE: tl.constexpr, MAP: tl
                 b_q = load_turned(token, p_heads + i_g * token.q_h, i_b, i_m, m_m, S)
                 b_q = features(b_q, m_m, MAP)
             b_query = b_q
-            if NORMALISE == "feature":
+            if NORMALIZE == "feature":
                 m_none = tl.abs(b_z) < NOTHING
                 b_query = tl.where(m_none, 0.0, b_query / tl.where(m_none, 1.0, b_z))
             b_seen = tl.sum(b_query[None, :] * b_late, 1)  # (LATE,)
             b_out = tl.sum(b_query[:, None] * b_kv, 0) + tl.sum(b_seen[:, None] * b_values, 0)
-            if NORMALISE == "query":
+            if NORMALIZE == "query":
                 den = tl.sum(b_query * b_z, 0)
                 none = tl.abs(den) < NOTHING
                 b_out = tl.where(none, 0.0, b_out / tl.where(none, 1.0, den))

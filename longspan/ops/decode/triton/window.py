@@ -36,7 +36,7 @@ def local_step_kernel(
     BS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The token takes its slot in the ring; softmax over the slots its window reaches. ALONE: keys are normalised."""
+    """The token takes its slot in the ring; softmax over the slots its window reaches. ALONE: keys are normalized."""
     i_x = tl.program_id(0).to(tl.int64)
     i_b, i_kv = i_x // S.HKV, i_x % S.HKV
     i_d, i_e, i_g = tl.arange(0, S.BD), tl.arange(0, S.BE), tl.arange(0, S.BG)

@@ -39,13 +39,13 @@ class Config(NamedTuple):
 
 
 class Configs(NamedTuple):
-    """Those of the four kernels that go through tokens; at_once: whether one launch makes both d q and d kv."""
+    """Those of the four kernels that go through tokens; eager_untraced: whether one launch makes both d q and d kv."""
 
     sums: Config
     read: Config
     queries: Config
     keys: Config
-    at_once: bool = True
+    eager_untraced: bool = True
 
 
 def configs(num_features: int, value_dim: int, halves: bool, wide: bool) -> Configs:
@@ -61,29 +61,29 @@ def configs(num_features: int, value_dim: int, halves: bool, wide: bool) -> Conf
     large = Config(64, 16384, 132, 8, 3)
     if num_features > 128:
         read = large._replace(programs=264, stages=2, registers=128)
-        found = Configs(large, read, large, large, at_once=False)
+        found = Configs(large, read, large, large, eager_untraced=False)
     else:
         # In the read-out features do not lie across: eight warps would need 128 tokens.
         read = large._replace(programs=528, warps=4, stages=2)
         found = Configs(large, read, large._replace(programs=264), large._replace(programs=528))
     if num_features * value_dim > large.tile or wide:
         tiled = large._replace(programs=264, stages=1)
-        return found._replace(queries=tiled, keys=tiled, at_once=False)
+        return found._replace(queries=tiled, keys=tiled, eager_untraced=False)
     return found
 
 
-def is_divided(feature_map: str, normalise: str) -> bool:
-    """Whether each query divides: by its normaliser or, with sums divided already, by the sum of its features."""
-    return normalise == "query" or (normalise == "feature" and feature_map in _EXPONENTIAL)
+def is_divided(feature_map: str, normalize: str) -> bool:
+    """Whether each query divides: by its normalizer or, with sums divided already, by the sum of its features."""
+    return normalize == "query" or (normalize == "feature" and feature_map in _EXPONENTIAL)
 
 
 def kept_size(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, key_offsets: Tensor | None, feature_map: str, normalise: str
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, key_offsets: Tensor | None, feature_map: str, normalize: str
 ) -> int:
     """How many numbers `forward` keeps for the backward pass."""
     N = k.shape[0] if key_offsets is None else len(key_offsets) - 1
     M = None if weight is None else len(weight)
-    rows = q.shape[0] * q.shape[1] * q.shape[2] if is_divided(feature_map, normalise) else 0
+    rows = q.shape[0] * q.shape[1] * q.shape[2] if is_divided(feature_map, normalize) else 0
     return _kept(rows, N * k.shape[2], q.shape[3], M, v.shape[3], q.dtype == torch.bfloat16).size
 
 
@@ -151,7 +151,7 @@ _PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "i
 class _Plan:
     """All that calls with arguments that look alike share: how they are cut, room, and kernels with their numbers."""
 
-    def __init__(self, device: int, given: Looks, feature_map: str, normalise: str) -> None:
+    def __init__(self, device: int, given: Looks, feature_map: str, normalize: str) -> None:
         q, k, v, weight, _, offsets, key_offsets, *_ = given
         assert q is not None
         assert k is not None
@@ -166,8 +166,8 @@ class _Plan:
         self.sizes = Sizes(
             *(H, Hkv, D, D if M is None else M, E, BD, self.BM, self.BE, feature_map),
             EXPONENTIAL=feature_map in _EXPONENTIAL,
-            DIVIDE=is_divided(feature_map, normalise),
-            FEATURE=normalise == "feature",
+            DIVIDE=is_divided(feature_map, normalize),
+            FEATURE=normalize == "feature",
             DOT=tl.bfloat16 if halves else tl.float32,
             PRECISION=_PRECISION[dtype],
         )
@@ -230,8 +230,8 @@ class _Plan:
 
 
 class _Forward(_Plan):
-    def __init__(self, device: int, given: Looks, feature_map: str, normalise: str) -> None:
-        super().__init__(device, given, feature_map, normalise)
+    def __init__(self, device: int, given: Looks, feature_map: str, normalize: str) -> None:
+        super().__init__(device, given, feature_map, normalize)
         cut = self.cut(self.configs.sums, "k")
         self.work = Room(*self.parts(cut, 2))
         halve = Launch(device, bidirectional_weight_kernel, (1, 1, 1), (), {**self.sizes._asdict(), "num_warps": 8})
@@ -243,19 +243,19 @@ class _Forward(_Plan):
 
 
 class _Backward(_Plan):
-    def __init__(self, device: int, given: Looks, feature_map: str, normalise: str) -> None:
-        super().__init__(device, given, feature_map, normalise)
+    def __init__(self, device: int, given: Looks, feature_map: str, normalize: str) -> None:
+        super().__init__(device, given, feature_map, normalize)
         d_out = given[7]
         assert d_out is not None
         self.rows["d"] = d_out
         cut = self.cut(self.configs.queries, "q")
         self.work = Room(*self.kept.parts[1:3], *self.parts(cut, 1))
         # Tiles of d kv are programs of their own; d q needs all of them in one.
-        at_once = self.configs.at_once and self.tiles(cut.config) == 1
+        eager_untraced = self.configs.eager_untraced and self.tiles(cut.config) == 1
         kernel = bidirectional_backward_queries_kernel
         self.queries = [
             self.launches(kernel, cut, "qd", one_program=queries, QUERIES=queries, SUMS=sums)
-            for queries, sums in (((True, True),) if at_once else ((True, False), (False, True)))
+            for queries, sums in (((True, True),) if eager_untraced else ((True, False), (False, True)))
         ]
         self.combine = self.combining(bidirectional_backward_combine_kernel, cut, EXPONENTIAL=0)
         keys = self.cut(self.configs.keys, "k")
@@ -267,7 +267,7 @@ _backward_plan = lru_cache(maxsize=1024)(_Backward)
 
 
 def _kept(rows: int, heads: int, D: int, M: int | None, E: int, halves: bool) -> Room:
-    """Each query's normaliser; the sums with both scales, as `bidirectional_combine_kernel` leaves them, a matrix
+    """Each query's normalizer; the sums with both scales, as `bidirectional_combine_kernel` leaves them, a matrix
     (BM, BE) of float32 or two halves of bfloat16 side by side, and two vectors (BM,); and the projection's larger half.
     """
     whole, half = torch.float32, torch.bfloat16
@@ -287,6 +287,6 @@ def _given(
     key_offsets: Tensor | None,
     *rest: str,
 ) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """The tensors as the kernels take them, and the rest: the feature map, and how it is normalised."""
+    """The tensors as the kernels take them, and the rest: the feature map, and how it is normalized."""
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
     return (dense_rows(q), dense_rows(k), dense_rows(v), dense(weight), mask, offsets, key_offsets), rest

@@ -1,6 +1,6 @@
 """Bidirectional linear attention, backward: one pass over queries, one that adds up, one pass over keys.
 
-With normalised features p_im = φ(q_i)_m / den_i and Δ_i = Σ_m p_im (d out_i · kv_m), which is d out_i · out_i:
+With normalized features p_im = φ(q_i)_m / den_i and Δ_i = Σ_m p_im (d out_i · kv_m), which is d out_i · out_i:
 
     queries: d φ(q_i)_m = (d out_i · kv_m − Δ_i z_m) / den_i,   d kv_m = Σ_i p_im d out_i,   d z_m = − Σ_i p_im Δ_i
     keys:    d φ(k_j)_m = v_j · d kv_m + d z_m,                 d v_j = φ(k_j)·d kv
@@ -119,7 +119,7 @@ def bidirectional_backward_queries_kernel(
                 b_delta = tl.sum(b_p * b_g, 0)
                 b_g -= b_z[:, None] * b_delta[None, :]
                 if tl.float32 == S.DOT:
-                    # What rounding left of the sum that is now 0, and of normalised features' sum beside 1.
+                    # What rounding left of the sum that is now 0, and of normalized features' sum beside 1.
                     b_rest = tl.sum(b_p * b_g, 0)
                     b_g -= b_z[:, None] * b_rest[None, :]
                     b_delta += b_rest

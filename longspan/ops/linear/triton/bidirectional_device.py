@@ -1,7 +1,7 @@
 """What the kernels of bidirectional linear attention share: where a stretch of tokens lies, and feature maps on blocks.
 
 Keys whose features are exponentials are scaled by each feature's own maximum c, and queries get c added to their
-logits: nothing overflows, and a normaliser is at least 1 wherever there is a key.
+logits: nothing overflows, and a normalizer is at least 1 wherever there is a key.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def load_row_halves(p_x, i_row, S: tl.constexpr):
 
 @triton.jit
 def times_halves(b_high, b_low, b_x, b_g, S: tl.constexpr):
-    """b_g + sums times x (C, BE) across: (BM, C). Both halves count: normalisers are subtracted from this."""
+    """b_g + sums times x (C, BE) across: (BM, C). Both halves count: normalizers are subtracted from this."""
     PRECISION: tl.constexpr = S.PRECISION
     b_g = add_product(b_high, tl.trans(b_x), b_g, PRECISION)
     if tl.float32 != S.DOT:
@@ -273,7 +273,7 @@ def half_norm(b_x, S: tl.constexpr):
 
 @triton.jit
 def query_scales(p_z, p_c, i_x, S: tl.constexpr):
-    """Each feature's share of the normaliser and what its logits get added; no feature has any beyond M.
+    """Each feature's share of the normalizer and what its logits get added; no feature has any beyond M.
 
     Where the sums are divided already, a query's features are divided by their own sum.
     """

@@ -1,7 +1,7 @@
 """Bidirectional linear attention, forward: sums over stretches of keys, one short pass that adds them up, a read-out.
 
 sums:    kv_me = Σ_j φ(k_j)_m v_je,  z_m = Σ_j φ(k_j)_m,  both divided by exp(c_m), c_m the largest logit of feature m
-combine: the stretches' sums at their common scale; normalised by feature, kv / z
+combine: the stretches' sums at their common scale; normalized by feature, kv / z
 read:    out_i = φ(q_i)·kv / φ(q_i)·z
 """
 
@@ -148,8 +148,8 @@ def bidirectional_read_kernel(
 ):
     """One stretch of one head's queries.
 
-    p_scale: (B, T, H) what the backward pass makes normalised features with: the logarithm of an exponential's
-    normaliser, of other maps its inverse.
+    p_scale: (B, T, H) what the backward pass makes normalized features with: the logarithm of an exponential's
+    normalizer, of other maps its inverse.
     """
     ACROSS: tl.constexpr = S.BM > 128  # Features lie (BM, C), so that many of them fit into registers.
     TOKENS: tl.constexpr = 1 if ACROSS else 0

@@ -80,7 +80,7 @@ def forward(
     kv: Tensor | None,
     shift: Tensor | None,
     feature_map: str,
-    normalise: bool,
+    normalize: bool,
     *,
     ends: bool = True,
     clean: bool = False,
@@ -91,13 +91,13 @@ def forward(
     ends: whether the sums after the last token are asked for. clean: what is kept has the same bits every time, which
     takes a launch.
     """
-    if walking.takes(q, v, log_scale, feature_map, normalise):
+    if walking.takes(q, v, log_scale, feature_map, normalize):
         return walking.forward(q, k, v, lengths, kv, shift, feature_map, ends=ends, clean=clean)
-    if favor.takes(q, v, feature_map, normalise):
+    if favor.takes(q, v, feature_map, normalize):
         assert weight is not None
         return favor.forward(q, k, v, weight, lengths, kv, shift, ends=ends, clean=clean)
     tensors = _dense(q, k, v, weight, log_scale, lengths, kv, shift)
-    plan = _forward_plan(q.get_device(), looks(*tensors), feature_map, normalise, ends)
+    plan = _forward_plan(q.get_device(), looks(*tensors), feature_map, normalize, ends)
     out, den = v.new_empty(plan.out_shape), q.new_empty(plan.den_shape, dtype=torch.float32)
     kv_out = q.new_empty(plan.kv_shape, dtype=torch.float32) if ends else None
     shift_out = q.new_empty(plan.shift_shape, dtype=torch.float32) if ends else None
@@ -117,12 +117,12 @@ def kept_size(
     weight: Tensor | None,
     log_scale: Tensor | None,
     feature_map: str,
-    normalise: bool,
+    normalize: bool,
 ) -> int:
     """How many numbers `forward` keeps."""
-    if walking.takes(q, v, log_scale, feature_map, normalise):
+    if walking.takes(q, v, log_scale, feature_map, normalize):
         return walking.kept_size(q, k, v)
-    if favor.takes(q, v, feature_map, normalise):
+    if favor.takes(q, v, feature_map, normalize):
         assert weight is not None
         return favor.kept_size(q, k, weight)
     return 0
@@ -142,19 +142,19 @@ def backward(
     kv: Tensor | None,
     shift: Tensor | None,
     feature_map: str,
-    normalise: bool,
+    normalize: bool,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`longspan::causal_linear_backward` with bucket 1; the gradient of no kv is None.
 
-    out: may be None where nothing is normalised. kept: by `forward`; else it is found again.
+    out: may be None where nothing is normalized. kept: by `forward`; else it is found again.
     """
-    if walking.takes(q, v, log_scale, feature_map, normalise):
+    if walking.takes(q, v, log_scale, feature_map, normalize):
         assert out is not None
         if kept is None:
             kept = walking.forward(q, k, v, lengths, kv, shift, feature_map)[1]
         return walking.backward(d_out, d_kv, out, den, q, k, v, lengths, kv, shift, feature_map, kept)
-    if favor.takes(q, v, feature_map, normalise):
+    if favor.takes(q, v, feature_map, normalize):
         assert weight is not None
         assert out is not None
         if kept is None:
@@ -163,7 +163,7 @@ def backward(
     tensors = _dense(q, k, v, weight, log_scale, lengths, kv, shift)
     d_out, d_end = dense_rows(d_out), dense(d_kv)
     out = d_out if out is None else out.contiguous()  # None reads nothing of it.
-    plan = _backward_plan(q.get_device(), looks(*tensors, d_out, d_end, out, den), feature_map, normalise)
+    plan = _backward_plan(q.get_device(), looks(*tensors, d_out, d_end, out, den), feature_map, normalize)
     d_q, d_k, d_v = new_like(q), new_like(k), new_like(v)
     d_start = None if kv is None else new_like(kv)
     room = plan.room.new(q)
@@ -171,7 +171,7 @@ def backward(
     d_z, suffix_z, d_den, suffix, after, d_query, d_f = places[len(_Work._fields) :]
     work, (q, k, _, weight, *_) = _Work(*places[: len(_Work._fields)]), tensors
     if plan.finish:
-        d_den = _d_den(d_out, out, den) if normalise else d_den
+        d_den = _d_den(d_out, out, den) if normalize else d_den
     else:
         d_query, d_f = d_q, d_k
     with on_device(q):
@@ -210,7 +210,7 @@ class _Plan:
     A sequence is cut into chunks, and those into segments of `run` chunks each.
     """
 
-    def __init__(self, device: int, given: Looks, feature_map: str, normalise: bool, backward: bool) -> None:
+    def __init__(self, device: int, given: Looks, feature_map: str, normalize: bool, backward: bool) -> None:
         q, k, v, weight, log_scale, *_ = given
         assert q is not None
         assert k is not None
@@ -229,7 +229,7 @@ class _Plan:
         scaled = log_scale is not None or feature_map in ("softmax", "favor")
         dot = tl.bfloat16 if halves else tl.float32
         sizes = H, Hkv, D, M, E, BD, BM, BE, self.direction.chunk
-        self.sizes = Sizes(*sizes, feature_map, scaled, normalise, dot, _PRECISION[dtype])
+        self.sizes = Sizes(*sizes, feature_map, scaled, normalize, dot, _PRECISION[dtype])
         self.device, self.rows = device, {"q": q, "k": k, "v": v}
         self.whole, self.half = torch.float32, torch.bfloat16 if halves else torch.float32
         self.sums = self.launch(causal_linear_forward_sums_kernel, self.direction.sums, "kv", self.segments * Hkv, H=0)
@@ -281,20 +281,20 @@ class _Plan:
 
 
 class _Forward(_Plan):
-    def __init__(self, device: int, given: Looks, feature_map: str, normalise: bool, ends: bool) -> None:
+    def __init__(self, device: int, given: Looks, feature_map: str, normalize: bool, ends: bool) -> None:
         """ends: whether there are sums to be returned, for which the scan is compiled."""
-        super().__init__(device, given, feature_map, normalise, False)
+        super().__init__(device, given, feature_map, normalize, False)
         (H, Hkv, _, M, E, *_), (B, T) = self.sizes, (self.B, self.T)
-        self.out_shape, self.den_shape = (B, T, H, E), (B, T, H if normalise else 0)
-        self.kv_shape, self.shift_shape = (B, Hkv, M, E + normalise), (B, Hkv)
+        self.out_shape, self.den_shape = (B, T, H, E), (B, T, H if normalize else 0)
+        self.kv_shape, self.shift_shape = (B, Hkv, M, E + normalize), (B, Hkv)
         self.room = Room(*self.parts())
         config = self.direction.chunks[0][1]
         self.read = self.launch(causal_linear_forward_kernel, config, "qkv", self.num_chunks * H)
 
 
 class _Backward(_Plan):
-    def __init__(self, device: int, given: Looks, feature_map: str, normalise: bool) -> None:
-        super().__init__(device, given, feature_map, normalise, True)
+    def __init__(self, device: int, given: Looks, feature_map: str, normalize: bool) -> None:
+        super().__init__(device, given, feature_map, normalize, True)
         d_out = given[8]
         assert d_out is not None
         self.rows["d"] = d_out
@@ -310,7 +310,7 @@ class _Backward(_Plan):
         # With tiles no program sees all of a row: their parts of the features' gradients are added up at the end.
         self.finish = [self.finishing("q", H, tiles), self.finishing("k", Hkv, tiles)] if tiles > 1 else []
         d_features = [(tiles * tokens * heads * M if tiles > 1 else 0, self.whole) for heads in (H, Hkv)]
-        d_den = tokens * H if normalise and tiles == 1 else 0, self.whole
+        d_den = tokens * H if normalize and tiles == 1 else 0, self.whole
         z, suffix_z, suffix, after = self.stacks()
         self.room = Room(*self.parts(), z, suffix_z, d_den, suffix, after, *d_features)
 

@@ -78,7 +78,7 @@ def causal_linear_backward_sums_kernel(
     left = T - i_l
     for i in range(steps):
         store_tile(p_suffix, i_c, b_d_kv, S)
-        if S.NORMALISE:
+        if S.NORMALIZE:
             if i_e == 0:
                 tl.store(p_suffix_z + i_c * S.BM + i_m, b_d_z)
         b_row = tl.full((S.C,), 1.0, tl.float32)
@@ -94,7 +94,7 @@ def causal_linear_backward_sums_kernel(
             b_d = load_values(p_d_out + g * d_steps.h, d_steps.t, left, S, i_e)
             b_query = query_features(b_q, b_weight, b_low, S)
             b_weight_row = b_row
-            if S.NORMALISE:
+            if S.NORMALIZE:
                 b_inverse = inverse(load_column(p_den + g, S.H, left, S.C, 0.0))
                 b_weight_row = b_row * b_inverse
                 if S.TILES == 1:
@@ -116,7 +116,7 @@ def causal_linear_backward_sums_kernel(
         left += S.C
     i_o = i_x * segments + i_s
     store_tile(p_d_kv + i_e * S.BE, i_o, b_d_kv, S)
-    if S.NORMALISE:
+    if S.NORMALIZE:
         if i_e == 0:
             tl.store(p_d_z + i_o * S.BM + i_m, b_d_z)
 
@@ -141,7 +141,7 @@ def causal_linear_backward_scan_kernel(
         if S.SCALED:
             decay = exact_exp(tl.load(p_reference + i_s) - tl.load(p_reference + i_s + 1))
         b_d_kv = b_d_kv * decay + b_more
-        if S.NORMALISE:
+        if S.NORMALIZE:
             b_more_z = tl.load(p_row + i_s * S.BM)
             tl.store(p_row + i_s * S.BM, b_d_z)
             b_d_z = b_d_z * decay + b_more_z

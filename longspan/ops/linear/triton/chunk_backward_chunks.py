@@ -97,7 +97,7 @@ def causal_linear_backward_kernel(
         p_reference, p_beta, p_peak, i_x, i_c, T, segments, chunks, S
     )
     b_z = zeros(S.BM)
-    if S.NORMALISE:
+    if S.NORMALIZE:
         if i_e == 0:
             b_z = tl.load(p_z + i_s * S.BM + i_m) * old + tl.load(p_prefix_z + i_p * S.BM + i_m) * new
 
@@ -110,7 +110,7 @@ def causal_linear_backward_kernel(
         b_d = load_values(p_d_out + g * d_steps.h, d_steps.t, left, S, i_e).to(S.DOT)
         b_factor = tl.full((S.C,), 1.0, tl.float32)
         b_d_den = zeros(S.C)
-        if S.NORMALISE:
+        if S.NORMALIZE:
             i_g = i_row * S.H + i_kv * GROUP + g
             b_factor = inverse(load_column(p_den + i_g, S.H, left, S.C, 0.0))
             if i_e == 0:
@@ -120,7 +120,7 @@ def causal_linear_backward_kernel(
         b_d_p = tl.dot(b_d, tl.trans(b_v), input_precision=S.PRECISION)
         b_kv = load_tile(p_kv + i_e * S.BE, i_s, S)
         b_more = load_tile(p_prefix + i_e * S.BE, i_p, S)
-        if S.NORMALISE:
+        if S.NORMALIZE:
             b_p *= b_factor[:, None]
             b_d_p = b_d_p * b_factor[:, None] + b_d_den[:, None]
         if S.SCALED:
@@ -133,7 +133,7 @@ def causal_linear_backward_kernel(
         b_p, b_d_p = b_p.to(S.DOT), b_d_p.to(S.DOT)
         b_kv = (b_kv.to(tl.float32) * old + b_more.to(tl.float32) * new).to(S.DOT)
         b_d_query = tl.dot(b_d, tl.trans(b_kv), input_precision=S.PRECISION)
-        if S.NORMALISE:
+        if S.NORMALIZE:
             b_d_query = b_d_query * b_factor[:, None] + b_d_den[:, None] * b_z[None, :]
         if S.SCALED:
             b_d_query *= exact_exp(c - b_reference)[:, None]
@@ -163,7 +163,7 @@ def causal_linear_backward_kernel(
         b_d_v = tl.dot((b_f * b_end[:, None]).to(S.DOT), b_d_kv, b_d_v, input_precision=S.PRECISION)
         store_values(p_d_v + (i_row * S.HKV + i_kv) * S.E + i_e * S.BE, S.HKV * S.E, left, b_d_v, S, i_e)
     b_d_f = tl.dot((b_v * b_end[:, None]).to(S.DOT), tl.trans(b_d_kv), b_d_f, input_precision=S.PRECISION)
-    if S.NORMALISE:
+    if S.NORMALIZE:
         if i_e == 0:
             b_d_z = tl.load(p_d_z + i_s * S.BM + i_m) * after + tl.load(p_suffix_z + i_p * S.BM + i_m)
             b_d_f += b_end[:, None] * b_d_z[None, :]

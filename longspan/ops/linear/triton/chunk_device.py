@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
     C: int
     MAP: str
     SCALED: bool
-    NORMALISE: bool
+    NORMALIZE: bool
     DOT: Any
     PRECISION: str
     TILES: int = 1
@@ -76,7 +76,7 @@ def _times_weight(b_x, b_weight, b_like):
 
 @triton.jit
 def query_features(b_x, b_weight, b_low, S: tl.constexpr):
-    """φ(q) (C, BM), float32; zeros beyond M features. A softmax's sum cancels where attention is normalised: left
+    """φ(q) (C, BM), float32; zeros beyond M features. A softmax's sum cancels where attention is normalized: left
     out with bfloat16; float32 and float16 would miss how its gradient takes rounding errors with it.
     """
     m_m = (tl.arange(0, S.BM) < S.M)[None, :]
@@ -88,7 +88,7 @@ def query_features(b_x, b_weight, b_low, S: tl.constexpr):
         if S.BM != S.M:
             b_f = tl.where(m_m, b_f, FLOOR)
         b_f = exact_exp(b_f - tl.max(b_f, 1)[:, None])
-    if S.MAP == "softmax" and not (S.NORMALISE and tl.bfloat16 == S.DOT):
+    if S.MAP == "softmax" and not (S.NORMALIZE and tl.bfloat16 == S.DOT):
         b_f = b_f / tl.sum(b_f, 1)[:, None]
     if S.BM != S.M and S.MAP != "identity":
         b_f = tl.where(m_m, b_f, 0)
@@ -97,10 +97,10 @@ def query_features(b_x, b_weight, b_low, S: tl.constexpr):
 
 @triton.jit
 def query_gradient(b_g, b_x, b_f, b_weight, S: tl.constexpr):
-    """d q (C, BD) from d φ(q), q and φ(q). Where attention is normalised φ(q) · d φ(q) is 0: its size cancels."""
+    """d q (C, BD) from d φ(q), q and φ(q). Where attention is normalized φ(q) · d φ(q) is 0: its size cancels."""
     b_g = plain_gradient(b_g, b_x, b_f, S)
     if S.MAP == "softmax":
-        if not (S.NORMALISE and tl.bfloat16 == S.DOT):
+        if not (S.NORMALIZE and tl.bfloat16 == S.DOT):
             b_g -= tl.sum(b_g * b_f, 1)[:, None]
         b_g = b_g * b_f
     if S.MAP == "favor":
@@ -176,21 +176,21 @@ def scales(p_reference, p_beta, p_peak, i_x, i_c, T, segments, chunks, S: tl.con
 
 @triton.jit
 def _rows(i_x, i_m, S: tl.constexpr):
-    """Where rows i_m of head i_x begin in a state (B, Hkv, M, E), with a column more for normalisers."""
-    COLUMNS: tl.constexpr = S.E + 1 if S.NORMALISE else S.E
+    """Where rows i_m of head i_x begin in a state (B, Hkv, M, E), with a column more for normalizers."""
+    COLUMNS: tl.constexpr = S.E + 1 if S.NORMALIZE else S.E
     return i_x * (S.M * COLUMNS) + i_m * COLUMNS
 
 
 @triton.jit
 def load_state(p_x, i_x, i_m, S: tl.constexpr):
-    """Rows i_m of a head's sums (C, BE) and normalisers (C,) as callers have them; zeros of no state."""
+    """Rows i_m of a head's sums (C, BE) and normalizers (C,) as callers have them; zeros of no state."""
     b_kv = zeros(S.C, S.BE)
     b_z = zeros(S.C)
     if p_x is not None:
         i_in, i_e = _rows(i_x, i_m, S), tl.arange(0, S.BE)
         m_m = i_m < S.M
         b_kv = tl.load(p_x + i_in[:, None] + i_e[None, :], mask=m_m[:, None] & (i_e < S.E)[None, :], other=0.0)
-        if S.NORMALISE:
+        if S.NORMALIZE:
             b_z = tl.load(p_x + i_in + S.E, mask=m_m, other=0.0)
     return b_kv, b_z
 
@@ -202,5 +202,5 @@ def store_state(p_x, i_x, i_m, b_kv, b_z, S: tl.constexpr):
         i_in, i_e = _rows(i_x, i_m, S), tl.arange(0, S.BE)
         m_m = i_m < S.M
         tl.store(p_x + i_in[:, None] + i_e[None, :], b_kv, mask=m_m[:, None] & (i_e < S.E)[None, :])
-        if S.NORMALISE:
+        if S.NORMALIZE:
             tl.store(p_x + i_in + S.E, b_z, mask=m_m)

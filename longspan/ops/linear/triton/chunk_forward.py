@@ -83,7 +83,7 @@ def causal_linear_forward_sums_kernel(
     left = T - i_0
     for _ in range(tl.minimum(chunks, tl.cdiv(T - i_0, S.C))):
         store_tile(p_prefix, i_c, b_kv, S)
-        if S.NORMALISE:
+        if S.NORMALIZE:
             if i_e == 0:
                 tl.store(p_prefix_z + i_c * S.BM + tl.arange(0, S.BM), b_z)
         b_k = load_inputs(p_k, k_steps.t, rows, S)
@@ -112,11 +112,11 @@ def causal_linear_forward_sums_kernel(
                 b_f = key_features(b_f, b_beta, S) * exact_exp(b_beta - c)[:, None]
         else:
             b_f = key_features(b_f, b_beta, S)
-            if S.NORMALISE:
+            if S.NORMALIZE:
                 b_f = tl.where((i_t < rows)[:, None], b_f, 0)  # elsewhere v is 0
         b_f = b_f.to(S.DOT)
         b_kv = tl.dot(tl.trans(b_f), b_v, b_kv, input_precision=S.PRECISION)
-        if S.NORMALISE:
+        if S.NORMALIZE:
             b_z += tl.sum(b_f.to(tl.float32), 0)
         p_k += S.C * k_steps.t
         p_v += S.C * v_steps.t
@@ -130,7 +130,7 @@ def causal_linear_forward_sums_kernel(
     i_o = i_x * segments + i_s
     store_tile(p_kv + i_e * S.BE, i_o, b_kv, S)
     if i_e == 0:
-        if S.NORMALISE:
+        if S.NORMALIZE:
             tl.store(p_z + i_o * S.BM + tl.arange(0, S.BM), b_z)
         if S.SCALED:
             tl.store(p_max + i_o, c)
@@ -163,7 +163,7 @@ def causal_linear_forward_scan_kernel(
             factor = exact_exp(c_more - c_last)
             b_kv *= exact_exp(c - c_last)
         b_kv += b_more * factor
-        if S.NORMALISE:
+        if S.NORMALIZE:
             b_more_z = tl.load(p_row + i_s * S.BM)
             tl.store(p_row + i_s * S.BM, b_z)
             if S.SCALED:
@@ -223,7 +223,7 @@ def causal_linear_forward_kernel(
 
     b_query = query_features(b_q, b_weight, b_low, S)
     b_den = zeros(S.C)
-    if S.NORMALISE:
+    if S.NORMALIZE:
         b_z = tl.load(p_z + i_s * S.BM + i_m) * old + tl.load(p_prefix_z + i_p * S.BM + i_m) * new
         b_den = tl.sum(b_query * b_z[None, :], 1)
     b_query = b_query.to(S.DOT)
@@ -236,7 +236,7 @@ def causal_linear_forward_kernel(
         b_p *= exact_exp(tl.where(m_seen, b_beta[None, :] - b_reference[:, None], FLOOR))
     else:
         b_p = tl.where(m_seen, b_p, 0)
-    if S.NORMALISE:
+    if S.NORMALIZE:
         if S.SCALED:
             b_den *= exact_exp(c - b_reference)
         b_den += tl.sum(b_p, 1)
@@ -247,7 +247,7 @@ def causal_linear_forward_kernel(
         b_out *= exact_exp(c - b_reference)[:, None]
     b_out = tl.dot(b_p, b_v, b_out, input_precision=S.PRECISION)
     i_row = (i_b * T + i_0) * S.H + i_h
-    if S.NORMALISE:
+    if S.NORMALIZE:
         b_out *= inverse(b_den)[:, None]
         if i_e == 0:
             tl.store(p_den + i_row + i_t * S.H, b_den, mask=i_t < left)

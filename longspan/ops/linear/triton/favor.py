@@ -1,4 +1,4 @@
-"""Causal FAVOR+ of bfloat16, normalised, in Triton: what `kernels.linear` calls for it, with its arguments and results.
+"""Causal FAVOR+ of bfloat16, normalized, in Triton: what `kernels.linear` calls for it, with its arguments and results.
 
 The other kernels make all features of a chunk at once, which for the few hundred of FAVOR+ needs more registers than
 there are; these make a tile of them at a time.
@@ -58,9 +58,9 @@ SMALL = 1 << 24
 READ_SHARE, QUERIES_SHARE, KEYS_SHARE = 1.75, 1.25, 0.625
 
 
-def takes(q: Tensor, v: Tensor, feature_map: str, normalise: bool) -> bool:
+def takes(q: Tensor, v: Tensor, feature_map: str, normalize: bool) -> bool:
     """Whether these kernels are for such arguments."""
-    return feature_map == "favor" and normalise and q.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= LARGEST
+    return feature_map == "favor" and normalize and q.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= LARGEST
 
 
 def kept_size(q: Tensor, k: Tensor, weight: Tensor) -> int:

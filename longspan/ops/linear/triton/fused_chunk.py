@@ -1,4 +1,4 @@
-"""Causal linear attention of bfloat16, normalised, in Triton: what `kernels.linear` calls for it.
+"""Causal linear attention of bfloat16, normalized, in Triton: what `kernels.linear` calls for it.
 
 The other kernels keep the sums before every chunk in memory, and give each pair of tokens a factor of its own; these
 walk segments with the sums in registers and need neither.
@@ -43,9 +43,9 @@ def config(head_dim: int, value_dim: int) -> Config:
     return Config(2, 4) if head_dim * value_dim <= 64 * 64 else Config(1, 8)
 
 
-def takes(q: Tensor, v: Tensor, log_scale: Tensor | None, feature_map: str, normalise: bool) -> bool:
+def takes(q: Tensor, v: Tensor, log_scale: Tensor | None, feature_map: str, normalize: bool) -> bool:
     """Whether these kernels are for such arguments."""
-    if not normalise or feature_map not in MAPS or log_scale is not None or q.dtype != torch.bfloat16:
+    if not normalize or feature_map not in MAPS or log_scale is not None or q.dtype != torch.bfloat16:
         return False
     size = max(q.shape[3], v.shape[3])
     return size <= 64 or (size <= LARGEST and room(q.get_device()) >= 163)

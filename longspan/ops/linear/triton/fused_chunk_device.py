@@ -230,7 +230,7 @@ def _logits(b_x, S: tl.constexpr):
 
 @triton.jit
 def query_features(b_x, S: tl.constexpr):
-    """φ(q) (C, BD), float32, and the largest q of each row. A softmax's sum cancels where attention is normalised and
+    """φ(q) (C, BD), float32, and the largest q of each row. A softmax's sum cancels where attention is normalized and
     is left out.
     """
     if S.MAP == "softmax":
@@ -258,7 +258,7 @@ def query_shares(b_x, b_scale, S: tl.constexpr):
 
 @triton.jit
 def query_slopes(b_x, b_scale, S: tl.constexpr):
-    """What d q is of d φ(q) · den (C, BD): where attention is normalised φ(q) · d φ(q) is 0, so sizes are constants."""
+    """What d q is of d φ(q) · den (C, BD): where attention is normalized φ(q) · d φ(q) is 0, so sizes are constants."""
     if S.MAP == "softmax":
         return query_shares(b_x, b_scale, S)
     return gradient(b_scale[:, None], b_x, _features(b_x.to(tl.float32), S), S)
