@@ -248,7 +248,7 @@ class Mechanism(nn.Module, ABC):
             state = self._write(state, k, v, None)
             return self._read(state, q), state
 
-    def step_(
+    def decode_step(
         self,
         state: State,
         q: Tensor,
@@ -267,11 +267,11 @@ class Mechanism(nn.Module, ABC):
         after = self._write(state, k, v, None)
         return placed(self._read(after, q), out), _kept_in_place(state, after)
 
-    def opened(self, state: State, dtype: torch.dtype) -> State:
-        """The state as a loop of `step_` on inputs of this dtype likes it best; all else takes it settled."""
+    def decode_state(self, state: State, dtype: torch.dtype) -> State:
+        """The state as a loop of `decode_step` on inputs of this dtype likes it best; all else takes it settled."""
         return state
 
-    def settled(self, state: State) -> State:
+    def finish_decode(self, state: State) -> State:
         return state
 
     def advance(self) -> None:

@@ -70,23 +70,23 @@ def compare(name: str, dtype: torch.dtype, device: str, steps: int) -> None:
         states[1] = exact.extend(states[1], *(y.cpu().double() for y in x), key_mask=mask)[1]
     ours, truth = (state._map(lambda x: x.contiguous().clone()) for state in states)
     plain = ours.clone()
-    ours = built.opened(ours, dtype)
+    ours = built.decode_state(ours, dtype)
     assert CASES[name][0] == "local" or ours.late
     found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
     for i in range(steps):
         q, k, v = inputs(name, B, 1, dtype, device)
         kind = i % 3
         pointers = {key: x.data_ptr() for key, x in ours.tensors().items()}
-        out, ours = built.step_(ours, q, k, v, turn(ours.length, kind))
+        out, ours = built.decode_step(ours, q, k, v, turn(ours.length, kind))
         assert {key: x.data_ptr() for key, x in ours.tensors().items()} == pointers
-        near, plain = Mechanism.step_(built, plain, q, k, v, turn(plain.length, kind))
+        near, plain = Mechanism.decode_step(built, plain, q, k, v, turn(plain.length, kind))
         angles = turn(truth.length, kind)
         wide = [x.cpu().double() for x in (q, k, v)]
-        best, truth = Mechanism.step_(exact, truth, *wide, angles)
+        best, truth = Mechanism.decode_step(exact, truth, *wide, angles)
         for state in (ours, plain, truth):
             state.length.add_(1)
         found.setdefault("out", []).append((out, near, best))
-        held = [state.clone().tensors() for state in (built.settled(ours.clone()), plain, truth)]
+        held = [state.clone().tensors() for state in (built.finish_decode(ours.clone()), plain, truth)]
         for key in held[0].keys() - {"length"}:
             found.setdefault(key, []).append((held[0][key], held[1][key], held[2][key]))
     for key, triples in found.items():

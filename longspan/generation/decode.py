@@ -97,15 +97,17 @@ class DecodeLoop:
         self._model, self._sampling = model, sampling
         device, rows = memory.logits.device, len(memory.logits)
         stack = model.transformer.stack
-        # What `step_` does not do goes on by `extend`, which autocast reaches too.
-        self._stepping = stack.steps and not torch.is_autocast_enabled(device.type)
+        # What `decode_step` does not do goes on by `extend`, which autocast reaches too.
+        self._stepping = stack.supports_decode and not torch.is_autocast_enabled(device.type)
         self._capturing = self._stepping and device.type == "cuda"
         self._small = _is_small(model, memory.state)
         with self.alone():
             self._state: StackState = memory.state.clone()
             if self._stepping:
                 dtype = next(model.parameters()).dtype
-                self._state = self._through(stack.joined(self._state), lambda own, held: own.opened(held, dtype))
+                self._state = self._through(
+                    stack.share_length(self._state), lambda own, held: own.decode_state(held, dtype)
+                )
         self._logits, self._recent = memory.logits.clone(), memory.recent.clone()
         self._stop = torch.tensor(list(stop), dtype=torch.int64, device=device)
         self._ended = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -185,12 +187,12 @@ class DecodeLoop:
                     self._advance()
                     self._join()
                 self._pending = False
-            state = self._through(self._state.clone(), lambda own, held: own.settled(held))
+            state = self._through(self._state.clone(), lambda own, held: own.finish_decode(held))
             return Session(state, self._logits.clone(), self._recent.clone())
 
     def _advance(self) -> None:
         if self._stepping:
-            logits, self._state = self._model.step_(self._token, self._state)
+            logits, self._state = self._model.decode_step(self._token, self._state)
         else:
             out, self._state = self._model.extend(self._token[:, None], self._state)
             logits = out[:, -1]

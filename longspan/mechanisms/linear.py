@@ -11,9 +11,9 @@ from torch import Tensor
 
 from longspan.layout import Packing
 from longspan.mechanisms.feature_maps import FEATURE_MAPS, FusedMap
-from longspan.mechanisms.write_buffer import LATE_SUMS, LateSums, waiting
+from longspan.mechanisms.write_buffer import LATE_SUMS, PendingFeatures, waiting
 from longspan.ops.common import dispatch
-from longspan.ops.decode import CosSin, Late, linear_step_, why_not_triton
+from longspan.ops.decode import CosSin, Late, linear_decode_step, why_not_triton
 from longspan.ops.linear import (
     Sums,
     accumulate,
@@ -42,7 +42,7 @@ class LinearState(State):
     open_kv: Tensor | None = None  # as kv and z, of the bucket that holds the last token; same shift
     open_z: Tensor | None = None
     draw: int = 0  # which of the random features' draws made the sums; always 0 for maps without
-    late: tuple[LateSums, ...] = ()  # in a loop, see `opened`
+    late: tuple[PendingFeatures, ...] = ()  # in a loop, see `decode_state`
 
     @property
     def sums(self) -> Sums:
@@ -223,7 +223,7 @@ class LinearAttention(Mechanism):
         out = self._from_prefixes(state, phi.query(q.to(state.kv.dtype)), *self._keys(k, v, visible))
         return self._scaled(out.to(q.dtype)), self._write(state, k, v, lengths)
 
-    def step_(
+    def decode_step(
         self,
         state: State,
         q: Tensor,
@@ -236,9 +236,9 @@ class LinearAttention(Mechanism):
         assert turn is None or isinstance(turn, CosSin)
         phi = self.feature_map
         if not self._one_step:
-            return super().step_(state, q, k, v, turn, out)
+            return super().decode_step(state, q, k, v, turn, out)
         assert isinstance(phi, FusedMap)
-        found = linear_step_(
+        found = linear_decode_step(
             *(q, k, v, state.sums),
             feature_map=phi.kind,
             weight=phi.weight,
@@ -259,19 +259,19 @@ class LinearAttention(Mechanism):
         """Whether a step is one operation."""
         return isinstance(self.feature_map, FusedMap) and not self.feature_map.epsilon and self.blind_spot == 1
 
-    def opened(self, state: State, dtype: torch.dtype) -> State:
+    def decode_state(self, state: State, dtype: torch.dtype) -> State:
         assert isinstance(state, LinearState)
         kv = state.kv
         large = max(self.head_dim, *kv.shape[2:]) > dispatch.LARGEST
         if large or not self._one_step or why_not_triton(kv) is not None:
             return state
         f, v = (kv.new_zeros(*kv.shape[:2], LATE_SUMS, dim) for dim in kv.shape[2:])
-        late = LateSums(state.length, f, v.to(dtype), kv.new_full(f.shape[:3], FLOOR))
+        late = PendingFeatures(state.length, f, v.to(dtype), kv.new_full(f.shape[:3], FLOOR))
         # Sums as the kernels read them.
         kv, z, shift = (x.contiguous() for x in state.sums)
         return replace(state, kv=kv, z=z, shift=shift, late=(late,))
 
-    def settled(self, state: State) -> State:
+    def finish_decode(self, state: State) -> State:
         assert isinstance(state, LinearState)
         for late in state.late:
             here = waiting(state.length, LATE_SUMS)[:, None]

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.mechanisms.projection import Projection as Projection
-from longspan.mechanisms.write_buffer import LateRows
+from longspan.mechanisms.write_buffer import PendingTokens
 from longspan.ops.common import dispatch
 from longspan.ops.compressed import Layer, attend_rows, attend_tables, linformer_layer
-from longspan.ops.decode import CosSin, apply_rotary, linformer_step_, placed, why_not_triton
+from longspan.ops.decode import CosSin, apply_rotary, compressed_decode_step, placed, why_not_triton
 from longspan.ops.linear import Sums, causal_linear, sum_dtype
 from longspan.ops.softmax import attend
 from longspan.protocol import Mechanism, State
@@ -31,7 +31,7 @@ class LinformerState(State):
 
     k: Tensor  # (B, Hkv, R, D)
     v: Tensor  # (B, Hkv, R, E)
-    late: tuple[LateRows, ...] = ()  # in a loop, see `opened`
+    late: tuple[PendingTokens, ...] = ()  # in a loop, see `decode_state`
 
 
 class LinformerAttention(Mechanism):
@@ -204,7 +204,7 @@ class LinformerAttention(Mechanism):
         reach = (torch.arange(1, length + 1, device=q.device) * key_mask).amax(1)
         return self._from_rows(q, k, v, self.keys.live_under(key_mask), reach)
 
-    def step_(
+    def decode_step(
         self,
         state: State,
         q: Tensor,
@@ -216,7 +216,7 @@ class LinformerAttention(Mechanism):
         assert isinstance(state, LinformerState)
         alone = len(q) == 1 and self.keys.bias is None and (q.device.type, q.dtype) == ("cpu", state.k.dtype)
         if self._plain or not (state.late or alone):
-            return super().step_(state, q, k, v, turn, out)
+            return super().decode_step(state, q, k, v, turn, out)
         assert turn is None or isinstance(turn, CosSin)
         if not state.late:
             place = int(state.length)
@@ -224,7 +224,7 @@ class LinformerAttention(Mechanism):
             e, f = (p.table.select(1, place % p.max_length) for p in (self.keys, self.values))
             q, k = apply_rotary(turn, q, k)
             periods = place // self.keys.max_length + 1
-            return placed(linformer_step_(q, k, v, state.k, state.v, e, f, periods), out), state
+            return placed(compressed_decode_step(q, k, v, state.k, state.v, e, f, periods), out), state
         pair = self.keys, self.values
         tables, biases = tuple(p.table for p in pair), tuple(p.bias for p in pair)
         held = tables, biases, state.k, state.v, self.keys.periodic
@@ -237,14 +237,14 @@ class LinformerAttention(Mechanism):
         special = self.keys.kind == "convolution" or (self.training and self.dropout > 0)
         return special or max(self.head_dim, self.value_dim) > 256
 
-    def opened(self, state: State, dtype: torch.dtype) -> State:
+    def decode_state(self, state: State, dtype: torch.dtype) -> State:
         assert isinstance(state, LinformerState)
         if self._plain or why_not_triton(state.k) is not None:
             return state
         state = replace(state, k=state.k.contiguous(), v=state.v.contiguous())  # as the kernels read them
-        return replace(state, late=(LateRows.of(state.length, state.k, state.v, dtype),))
+        return replace(state, late=(PendingTokens.of(state.length, state.k, state.v, dtype),))
 
-    def settled(self, state: State) -> State:
+    def finish_decode(self, state: State) -> State:
         assert isinstance(state, LinformerState)
         for late in state.late:
             k, v, begun = late.waiting()

@@ -136,7 +136,7 @@ class LocalAttention(Mechanism):
             return super()._attend_packed(q, k, v, packing, key_packing)
         return self._windowed(q, self._key(k), v, self.window, bounds=packing.bounds(q.shape[1]))
 
-    def step_(
+    def decode_step(
         self,
         state: State,
         q: Tensor,
@@ -150,7 +150,7 @@ class LocalAttention(Mechanism):
         special = self._dropout or self.query_offset or self.bias is not None or self.xpos is not None
         if special or not self._fused(q, k, v) or why_not_triton(q, k, v, state.k, state.v) is not None:
             if special or self.window.size or self.window.alone or q.device.type != "cpu":
-                return super().step_(state, q, k, v, turn, out)
+                return super().decode_step(state, q, k, v, turn, out)
             q, k = apply_rotary(turn, q, k)
             return placed(self._step_exact(state, q, k, v), out), state
         scale = self.head_dim**-0.5 if self.scale is None else self.scale

@@ -114,7 +114,7 @@ class SplitAttention(Mechanism):
         outs, after = zip(*(part._extend(held, q, k, v, lengths) for part, held, q, k, v in parts), strict=True)
         return torch.cat(outs, 2), SplitState(after[0].length, after)
 
-    def step_(
+    def decode_step(
         self,
         state: State,
         q: Tensor,
@@ -130,20 +130,20 @@ class SplitAttention(Mechanism):
         states, outs, after, moved = self._states(state), [], [], False
         given = self._queries(q), self._keys(k), self._keys(v), turns, rooms
         for part, held, *rest in zip(self._mechanisms(), states, *given, strict=True):
-            answer, own = part.step_(held, *rest)
+            answer, own = part.decode_step(held, *rest)
             moved = moved or own is not held
             outs.append(answer)
             after.append(own)
         found = torch.cat(outs, 2) if room is None else room
         return found, SplitState(state.length, tuple(after)) if moved else state
 
-    def opened(self, state: State, dtype: torch.dtype) -> SplitState:
+    def decode_state(self, state: State, dtype: torch.dtype) -> SplitState:
         parts = zip(self._mechanisms(), self._states(state), strict=True)
-        return SplitState(state.length, tuple(part.opened(held, dtype) for part, held in parts))
+        return SplitState(state.length, tuple(part.decode_state(held, dtype) for part, held in parts))
 
-    def settled(self, state: State) -> SplitState:
+    def finish_decode(self, state: State) -> SplitState:
         parts = zip(self._mechanisms(), self._states(state), strict=True)
-        return SplitState(state.length, tuple(part.settled(held) for part, held in parts))
+        return SplitState(state.length, tuple(part.finish_decode(held) for part, held in parts))
 
     def _write(self, state: State, k: Tensor, v: Tensor, lengths: Tensor | None) -> SplitState:
         parts = zip(self._mechanisms(), self._states(state), self._keys(k), self._keys(v), strict=True)

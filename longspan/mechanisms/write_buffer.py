@@ -15,7 +15,7 @@ LATE_ROWS = 32  # compressed rows are more to write, their slots less to read
 
 
 @dataclass
-class LateSums(State):
+class PendingFeatures(State):
     """Of linear attention: features, each divided by exp of its own log scale, and values."""
 
     f: Tensor  # (B, Hkv, slots, M) float32
@@ -24,7 +24,7 @@ class LateSums(State):
 
 
 @dataclass
-class LateRows(State):
+class PendingTokens(State):
     """Of Linformer: keys and values, and the compressed rows as they are read."""
 
     k: Tensor  # (B, Hkv, slots, D) in the dtype of inputs
@@ -33,7 +33,7 @@ class LateRows(State):
     short_v: Tensor
 
     @classmethod
-    def of(cls, length: Tensor, rows_k: Tensor, rows_v: Tensor, dtype: torch.dtype) -> LateRows:
+    def of(cls, length: Tensor, rows_k: Tensor, rows_v: Tensor, dtype: torch.dtype) -> PendingTokens:
         """Beside rows (B, Hkv, R, ·) of `length` tokens: nothing waits."""
         k, v = (x.new_zeros(*x.shape[:2], LATE_ROWS, x.shape[3], dtype=dtype) for x in (rows_k, rows_v))
         return cls(length, k, v, rows_k.to(dtype), rows_v.to(dtype))

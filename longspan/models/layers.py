@@ -168,11 +168,12 @@ class Attention(nn.Module):
             out, state = self.mechanism.extend(state, q, k, v, key_mask=rows.key_mask, packing=rows.packing)
         return self._output(x, out), state
 
-    def step_(
+    def decode_step(
         self, x: Tensor, state: State, turns: RotaryCache, *, norm: nn.Module | None = None, add: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """One token (B, 1, dim) of a loop, in eval mode; see `Mechanism.step_`. turns: cos and sin for each kind of
-        rotary. norm: what x still has to go through. add: what the answer is added to.
+        """One decode step of x (B, 1, dim), in eval mode; see `Mechanism.decode_step`.
+
+        turns: cos and sin for each kind of rotary. norm: applied to x first. add: a residual added to the output.
         """
         if self.to_gates is not None and norm is not None:
             x, norm = norm(x), None
@@ -185,7 +186,7 @@ class Attention(nn.Module):
         else:
             k, v = self._heads(kv[0])
             own = [turns[r.kind].paired(r.interleaved) if isinstance(r, Rotary) else None for r in self.rotary]
-            out, state = mechanism.step_(state, q, k, v, own if len(own) > 1 else own[0] if own else None)
+            out, state = mechanism.decode_step(state, q, k, v, own if len(own) > 1 else own[0] if own else None)
         out = self._gated(x, out).flatten(2)
         out = out if self.to_mid is None else project(out, self.to_mid)[0]
         return project(out, self.to_out, add=add)[0], state
@@ -350,8 +351,8 @@ class FeedForward(nn.Module):
             return self._piece(x)
         return torch.cat([self._piece(piece) for piece in x.chunk(self.chunks, 1)], 1)
 
-    def step_(self, x: Tensor, *, norm: nn.Module | None = None, add: Tensor | None = None) -> Tensor:
-        """One token (B, 1, dim) of a loop, in eval mode. norm, add: as in `Attention.step_`."""
+    def decode_step(self, x: Tensor, *, norm: nn.Module | None = None, add: Tensor | None = None) -> Tensor:
+        """One token (B, 1, dim) of a loop, in eval mode. norm, add: as in `Attention.decode_step`."""
         fused = not self.gated and self.activation_name in FUSED
         (hidden,) = project(x, self.to_hidden, norm=norm, activation=self.activation_name if fused else "identity")
         return project(hidden if fused else self._activated(hidden), self.to_out, add=add)[0]

@@ -129,18 +129,18 @@ class ResidualBranch(nn.Module):
             out, inner = self.layer.extend(shifted, state.inner[0], rows)
         return out, replace(state, inner=(inner,))
 
-    def step_(
+    def decode_step(
         self, x: Tensor, state: BranchState, turns: RotaryCache, add: Tensor | None = None
     ) -> tuple[Tensor, BranchState]:
-        """As `extend` by one token of a loop, see `Mechanism.step_`; in eval mode. add: what the answer is added to."""
+        """One decode step, in eval mode; see `Mechanism.decode_step`. add: a residual added to the output."""
         layer, norm = self.layer, self.norm if self.norm_position == "pre" else None
         if state.recent is not None:
             x, norm = shift_token(self.normed(x), self.token_shift, state.recent), None
         if isinstance(layer, Attention):
-            out, inner = layer.step_(x, state.inner[0], turns, norm=norm, add=add)
+            out, inner = layer.decode_step(x, state.inner[0], turns, norm=norm, add=add)
             return out, state if inner is state.inner[0] else replace(state, inner=(inner,))
         if isinstance(layer, FeedForward):
-            return layer.step_(x, norm=norm, add=add), state
+            return layer.decode_step(x, norm=norm, add=add), state
         y = layer(x if norm is None else norm(x))
         return y if add is None else add + y, state
 
@@ -352,23 +352,23 @@ class Stack(nn.Module):
         after = [replace(branch, length=length) for branch in after]
         return out, StackState(length, tuple(after))
 
-    def step_(self, x: Tensor, state: StackState) -> tuple[Tensor, StackState]:
-        """As `extend` by one token x (B, 1, dim) of a loop; lengths stay as they were. See `Mechanism.step_`."""
+    def decode_step(self, x: Tensor, state: StackState) -> tuple[Tensor, StackState]:
+        """As `extend` by one token x (B, 1, dim) of a loop; lengths stay as they were. See `Mechanism.decode_step`."""
         branches, after = self._branches(), list(state.branches)
         turns = RotaryCache(state.length, _wide(x))
         if self.topology == "single" and all(branch.plain for branch in branches):
             for i, branch in enumerate(branches):
-                x, after[i] = branch.step_(x, after[i], turns, add=x)
+                x, after[i] = branch.decode_step(x, after[i], turns, add=x)
             return x, replace(state, branches=tuple(after))
 
         def apply(i: int, x: Tensor) -> Tensor:
-            y, after[i] = branches[i].step_(x, after[i], turns)
+            y, after[i] = branches[i].decode_step(x, after[i], turns)
             return y
 
         return self._run(x, apply), replace(state, branches=tuple(after))
 
-    def joined(self, state: StackState) -> StackState:
-        """The same state with one length for all that grows with the tokens, laid out as `step_` takes it."""
+    def share_length(self, state: StackState) -> StackState:
+        """The same state with one length for all that grows with the tokens, laid out as `decode_step` takes it."""
         branches = []
         state = state._map(Tensor.contiguous)
         for branch, held in zip(self._branches(), state.branches, strict=True):
@@ -378,8 +378,8 @@ class Stack(nn.Module):
         return StackState(state.length, tuple(branches))
 
     @property
-    def steps(self) -> bool:
-        """Whether `step_` does all that these branches do."""
+    def supports_decode(self) -> bool:
+        """Whether `decode_step` does all that these branches do."""
         return all(branch.stride == 1 for branch in self._branches())
 
     def new_state(self, batch_size: int, *, max_length: int | None, device: Any, dtype: Any) -> StackState:

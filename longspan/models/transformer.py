@@ -193,16 +193,16 @@ class LanguageModel(nn.Module):
             longest = int(rows.position.max()) + 1 if rows.position.numel() else 0
         return self.transformer.extend(self._embed(tokens, rows, longest), state, key_mask=key_mask)
 
-    def step_(self, tokens: Tensor, state: StackState) -> tuple[Tensor, StackState]:
+    def decode_step(self, tokens: Tensor, state: StackState) -> tuple[Tensor, StackState]:
         """Logits (B, V) of one token (B,) of a loop, unchecked and without gradients; the state is changed in place.
 
-        All lengths in it must be one tensor (`Stack.joined`), which is raised here.
+        All lengths in it must be one tensor (`Stack.share_length`), which is raised here.
         """
         x = self.embedding(tokens)[:, None]
         if self.positions is not None:
             x = x + self.positions(state.length[:, None]).to(x.dtype)
         x = x if self.to_dim is None else self.to_dim(x)
-        out, state = self.transformer.stack.step_(x, state)
+        out, state = self.transformer.stack.decode_step(x, state)
         state.length.add_(1)
         if self.from_dim is not None or self.narrow_norm is not None:
             return self.logits(self.transformer._finish(out))[:, 0], state

@@ -58,7 +58,7 @@ def _plain_windowed(self, q, k, v, window, **how):
 @pytest.mark.parametrize("B", [1, 2])
 @pytest.mark.parametrize("begun", [2, 9])
 def test_a_plain_step_is_writing_and_then_reading(name: str, B: int, begun: int) -> None:
-    """`step_` in float64, rotary positions included, is `step` of queries and keys that were turned before."""
+    """`decode_step` in float64, rotary positions included, is `step` of queries and keys that were turned before."""
     built = mechanism(name).double()
     with torch.no_grad():
         state = built.extend(built.new_state(B, dtype=torch.float64), *inputs(name, B, begun, torch.float64, "cpu"))[1]
@@ -66,7 +66,7 @@ def test_a_plain_step_is_writing_and_then_reading(name: str, B: int, begun: int)
         for i in range(4):
             q, k, v = inputs(name, B, 1, torch.float64, "cpu")
             angles = turn(ours.length, i % 3)
-            out, ours = built.step_(ours, q, k, v, angles)
+            out, ours = built.decode_step(ours, q, k, v, angles)
             ours.length.add_(1)
             expected, state = built.step(state, *((q, k) if angles is None else (angles(q), angles(k))), v)
             torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
@@ -76,13 +76,13 @@ def test_a_plain_step_is_writing_and_then_reading(name: str, B: int, begun: int)
 
 def test_a_state_that_grows_is_given_back_grown() -> None:
     built = mechanism("linear")
-    assert type(built).step_ is not Mechanism.step_
+    assert type(built).decode_step is not Mechanism.decode_step
     from longspan import build_mechanism
 
     softmax = build_mechanism("softmax", 2, D)
     q, k, v = (torch.randn(1, 1, 2, D) for _ in range(3))
     with torch.no_grad():
-        _, state = softmax.step_(softmax.new_state(1), q, k, v)
+        _, state = softmax.decode_step(softmax.new_state(1), q, k, v)
     assert state.k.shape[2] == 1
     assert state.length.tolist() == [0]
 
@@ -97,7 +97,7 @@ def test_queries_turned_further_take_the_plain_step(monkeypatch: pytest.MonkeyPa
         q, k, v = (torch.randn(1, 1, 2, D) for _ in range(3))
         state = built.step(built.new_state(1), q, k, v)[1]
         expected = built.step(state.clone(), q, 2 * k, -v)[0]
-        assert torch.equal(built.step_(state, q, 2 * k, -v)[0], expected)
+        assert torch.equal(built.decode_step(state, q, 2 * k, -v)[0], expected)
 
 
 def test_angles_of_a_loop_turn_as_others_do() -> None:

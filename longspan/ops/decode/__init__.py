@@ -68,7 +68,7 @@ def apply_rotary(turn: CosSin | None, *xs: Tensor) -> tuple[Tensor, ...]:
     return turn(torch.cat(xs, 2)).split_with_sizes([x.shape[2] for x in xs], 2)
 
 
-def linear_step_(
+def linear_decode_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -143,7 +143,7 @@ def _features(
     return query, f, largest
 
 
-def linformer_step_(
+def compressed_decode_step(
     q: Tensor, k: Tensor, v: Tensor, rows_k: Tensor, rows_v: Tensor, e: Tensor, f: Tensor, periods: int
 ) -> Tensor:
     """Attention of one token of one sequence over compressed rows (1, Hkv, R, ·), which then hold it too.

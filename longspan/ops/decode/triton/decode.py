@@ -51,7 +51,7 @@ def linear(
     late: tuple[Tensor, Tensor, Tensor, Tensor],
     out: Tensor | None,
 ) -> Tensor:
-    """As `ops.step.linear_step_`. late: lengths (B,), then slots of features, values and scales."""
+    """As `ops.step.linear_decode_step`. late: lengths (B,), then slots of features, values and scales."""
     M, E = kv.shape[2:]
     out = _room(out, q, E)
     with on_device(q):
