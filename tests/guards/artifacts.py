@@ -74,7 +74,7 @@ TRAIN = {
 INTERRUPTED = """
 import os, sys, torch
 torch.set_num_threads(1)
-import longspan.train.loop as loop
+import longspan.train.trainer as loop
 save = loop.Loop._save
 def once(self):
     save(self)

@@ -24,7 +24,7 @@ from longspan import Packing, build_mechanism
 FIXTURES = Path(__file__).parent / "fixtures"
 
 # How options of mechanisms are spelled: cases use the keys, the library is given the values.
-OPTIONS = {"normalize": "normalise"}
+OPTIONS = {"normalize": "normalize"}
 
 B, T, S, D, E, V, DIM = 2, 17, 17, 4, 6, 13, 16
 PACKED = (5, 1, 9, 2)
