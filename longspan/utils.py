@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -21,6 +22,18 @@ def nearest(given: object, names: Iterable[str]) -> str:
     """A question whether the closest of `names` was meant, to end an error with; empty if none is close."""
     close = get_close_matches(str(given), list(names), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader, or a process killed at any moment, sees the old content or the new one.
+
+    Args:
+        path: The file to create or replace. Its folder must exist.
+        content: Bytes, or text to encode as UTF-8.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content.encode() if isinstance(content, str) else content)
+    os.replace(partial, path)
 
 
 def commit() -> dict[str, Any] | None:
