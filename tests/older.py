@@ -131,7 +131,7 @@ def blocks(document: str) -> list[str]:
 @contextlib.contextmanager
 def older_names() -> Iterator[dict[str, Any]]:
     """A namespace in which blocks run: the older names are ours, `.cuda()` is the CPU, `nn` is there."""
-    from longspan.compat.import_hook import placed, served
+    from longspan.compat.import_hook import redirect_imports, use_device
 
-    with served(), placed("cpu"):
+    with redirect_imports(), use_device("cpu"):
         yield {"__name__": "__main__", "nn": nn}

@@ -18,7 +18,7 @@ def run(
     """Runs an unmodified script with the five older libraries' names served by longspan."""
     try:
         import_hook.run(script, arguments or [], device=device)
-    except import_hook.RefusedError as error:
+    except import_hook.UsageError as error:
         _fail(str(error))
 
 

@@ -1,5 +1,6 @@
-"""The five older libraries, served by longspan: same names and arguments, and their checkpoints load.
+"""Replacements for five older libraries: the same names and arguments, and their checkpoints load.
 
-`longspan.compat.performer_pytorch` stands for `performer_pytorch`, and so on. Each module translates arguments and
-names; the mathematics is longspan's own. `docs/migrating.md` lists where behavior differs on purpose.
+`longspan.compat.performer_pytorch` replaces `performer_pytorch`, and so on. Each package translates arguments to a
+`ModelConfig` (`options.py`) and state-dict keys to those of a longspan model (`keys.py`); all computation is in
+`longspan.models`. `docs/migrating.md` lists the intentional differences in behavior.
 """

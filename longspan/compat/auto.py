@@ -1,5 +1,5 @@
-"""`import longspan.compat.auto` before the older libraries: their names are then served by longspan."""
+"""Redirect imports of the older libraries to longspan: `import longspan.compat.auto` before importing them."""
 
-from longspan.compat.import_hook import serve
+from longspan.compat.import_hook import install
 
-serve()
+install()

@@ -1,4 +1,4 @@
-"""Checkpoints of the older libraries, written as longspan's own."""
+"""Convert checkpoints of the older libraries to longspan checkpoints."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.compat.state_dict import Translated
+from longspan.compat.state_dict import CompatModule
 from longspan.models.checkpoint import Model, save
 from longspan.utils import choose
 
-# Each library's module, and the class a configuration means if it names none.
+# For each library its module, and the class that a configuration without "class" describes.
 LIBRARIES = {
     "linear-attention-transformer": ("linear_attention_transformer", "LinearAttentionTransformerLM"),
     "linformer-pytorch": ("linformer_pytorch", "LinformerLM"),
@@ -24,69 +24,93 @@ LIBRARIES = {
     "performer-pytorch": ("performer_pytorch", "PerformerLM"),
     "local-attention": ("local_attention", "LocalTransformer"),
 }
-_INSIDE = ("state_dict", "model_state_dict", "model", "net")  # where training scripts put the weights of a checkpoint
-_AROUND = ("module.", "net.")  # what wrappers put before every name
+_STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "net")  # where training scripts save the weights
+_WRAPPER_PREFIXES = ("module.", "net.")
 
 
 def convert_file(checkpoint: Path, folder: Path, library: str, config: Path) -> None:
-    """Writes the weights in `checkpoint`, for the model that the JSON in `config` describes, to `folder`."""
+    """Convert a file written by `torch.save` to a longspan checkpoint.
+
+    Args:
+        checkpoint: The file with the state dict.
+        folder: The folder to write.
+        library: The name of the older library, such as "performer-pytorch".
+        config: A JSON file with the arguments of the model's constructor; see `convert_weights`.
+
+    Raises:
+        ValueError: If a file cannot be read or the weights do not fit the model.
+    """
     try:
         arguments = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{config} cannot be read as JSON: {error}") from None
+        raise ValueError(f"{config} is not valid JSON: {error}") from None
     if not isinstance(arguments, dict):
-        raise ValueError(f'{config} must hold {{"argument": value, …}}, got a {type(arguments).__name__}')
-    save(converted(read_weights(checkpoint), library, arguments), folder)
+        raise ValueError(f'{config} must contain {{"argument": value, …}}, got a {type(arguments).__name__}')
+    save(convert_weights(read_weights(checkpoint), library, arguments), folder)
 
 
-def converted(weights: Mapping[str, Tensor], library: str, arguments: Mapping[str, Any]) -> Model:
-    """The longspan model of an older library's state dict.
+def convert_weights(weights: Mapping[str, Tensor], library: str, arguments: Mapping[str, Any]) -> Model:
+    """Return the longspan model for a state dict of an older library.
 
-    library: as it is installed, such as "performer-pytorch". arguments: those of the constructor, and under "class" its
-    name where that is not the library's language model.
+    Args:
+        weights: The state dict.
+        library: The name of the package, such as "performer-pytorch".
+        arguments: The arguments of the constructor, and under "class" the name of the class, by default the library's
+            language model.
+
+    Raises:
+        ValueError: If there is no such library or class, or the arguments or weights do not fit it.
     """
-    module_name, usual = LIBRARIES[choose("library", library, LIBRARIES)]
+    module_name, default_class = LIBRARIES[choose("library", library, LIBRARIES)]
     module = import_module(f"longspan.compat.{module_name}")
     arguments = dict(arguments)
-    name = arguments.pop("class", usual)
+    name = arguments.pop("class", default_class)
     cls = getattr(module, name, None)
-    if not (isinstance(cls, type) and issubclass(cls, Translated)):
-        raise ValueError(f"{library} has no model {name!r}; name the class of the model itself, not of a wrapper")
+    if not (isinstance(cls, type) and issubclass(cls, CompatModule)):
+        raise ValueError(f"{library} has no model {name!r}; give the class of the model, not of a wrapper around it")
     try:
-        older = cls(**arguments)
+        wrapper = cls(**arguments)
     except TypeError as error:
         raise ValueError(f"cannot build {name}: {error}") from None
-    if not isinstance(older.model, Model):
-        raise ValueError(f"a {name} is a layer, not a model: load it with longspan.compat.{module_name}.{name}")
-    if older.outside:
+    if not isinstance(wrapper.model, Model):
+        raise ValueError(f"{name} is a layer, not a model: load it with longspan.compat.{module_name}.{name}")
+    if wrapper.not_in_model:
         raise ValueError(
-            f"cannot convert this {name}: {older.outside}; use longspan.compat.{module_name}.{name} itself"
+            f"cannot convert this {name}: {wrapper.not_in_model}; load it with longspan.compat.{module_name}.{name}"
         )
     try:
-        older.load_state_dict(dict(weights))
+        wrapper.load_state_dict(dict(weights))
     except RuntimeError as error:
         raise ValueError(str(error)) from None
-    return older.model
+    return wrapper.model
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The state dict in a file of torch.save, without running anything in it; wrappers' prefixes are taken off."""
+    """Load the state dict from a file written by `torch.save`, without executing code from it.
+
+    The state dict may be nested in a training checkpoint, and its keys may have the prefixes of wrappers.
+
+    Raises:
+        ValueError: If the file has no state dict, or contains more than tensors and plain containers.
+    """
     try:
-        held = torch.load(path, map_location="cpu", weights_only=True)
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} holds more than tensors, and is not read for safety: save model.state_dict() instead ({error})"
+            f"{path} contains objects that are not loaded for safety: save model.state_dict() instead ({error})"
         ) from None
     except OSError:
         raise
-    except Exception as error:  # An unpickler stumbles over other bytes in a dozen ways.
-        raise ValueError(f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error})") from None
-    for name in _INSIDE:
-        if isinstance(held, Mapping) and isinstance(held.get(name), Mapping):
-            held = held[name]
-    if not isinstance(held, Mapping) or not held or not all(isinstance(x, Tensor) for x in held.values()):
-        raise ValueError(f"{path} does not hold a state dict, names and tensors, nor one under {', '.join(_INSIDE)}")
-    weights = dict(held)
-    while prefix := next((p for p in _AROUND if all(name.startswith(p) for name in weights)), None):
-        weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    except Exception as error:  # The unpickler raises many types for a file that is not a pickle.
+        raise ValueError(f"{path} was not written by torch.save ({type(error).__name__}: {error})") from None
+    for key in _STATE_DICT_KEYS:
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
+            loaded = loaded[key]
+    if not isinstance(loaded, Mapping) or not loaded or not all(isinstance(x, Tensor) for x in loaded.values()):
+        raise ValueError(
+            f"{path} has no state dict, keys with tensors, at the top level or under {', '.join(_STATE_DICT_KEYS)}"
+        )
+    weights = dict(loaded)
+    while prefix := next((p for p in _WRAPPER_PREFIXES if all(key.startswith(p) for key in weights)), None):
+        weights = {key.removeprefix(prefix): tensor for key, tensor in weights.items()}
     return weights

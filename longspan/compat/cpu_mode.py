@@ -1,4 +1,4 @@
-"""Scripts that ask for CUDA, on a machine without it."""
+"""Run scripts that use CUDA on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-class OnCPU(TorchFunctionMode):
-    """`.cuda()`, `.to("cuda")` and `device="cuda"` mean the CPU while this is active."""
+class CudaToCpuMode(TorchFunctionMode):
+    """While active, `.cuda()`, `.to("cuda")` and `device="cuda"` use the CPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -20,13 +20,13 @@ class OnCPU(TorchFunctionMode):
         if func is Tensor.cuda:
             return args[0]
         if func is Tensor.to or "device" in kwargs:
-            args = tuple(_placed(arg) for arg in args)
-            kwargs = {name: _placed(value) if name == "device" else value for name, value in kwargs.items()}
+            args = tuple(_cuda_to_cpu(arg) for arg in args)
+            kwargs = {name: _cuda_to_cpu(value) if name == "device" else value for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
-def _placed(value: Any) -> Any:
-    """A CUDA device, given as itself or by name, becomes the CPU; anything else stays."""
+def _cuda_to_cpu(value: Any) -> Any:
+    """Replace a CUDA device or its name by the CPU; return any other value unchanged."""
     if isinstance(value, torch.device) and value.type == "cuda":
         return torch.device("cpu")
     if isinstance(value, str) and value.partition(":")[0] == "cuda":

@@ -1,6 +1,6 @@
-"""Serving the older libraries' import names, for one script or for a whole process; nothing is written anywhere.
+"""Redirect imports of the older libraries to `longspan.compat`, for one script or for a process.
 
-Imports no torch by itself: in a script that uses MindSpore, `local_attention` is longspan.mindspore.
+This module does not import torch: in a script that imports MindSpore, `local_attention` is `longspan.mindspore`.
 """
 
 from __future__ import annotations
@@ -18,136 +18,142 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-HOMES = {
-    name: f"longspan.compat.{name}"
-    for name in (
-        "linear_attention_transformer",
-        "linformer_pytorch",
-        "linformer",
-        "performer_pytorch",
-        "local_attention",
-    )
-}
-MINDSPORE_HOMES = {"local_attention": "longspan.mindspore"}
+LIBRARIES = ("linear_attention_transformer", "linformer_pytorch", "linformer", "performer_pytorch", "local_attention")
+REPLACEMENTS = {name: f"longspan.compat.{name}" for name in LIBRARIES}
+MINDSPORE_REPLACEMENTS = {"local_attention": "longspan.mindspore"}
 
 
-class RefusedError(ValueError):
-    """What the caller asked for cannot be; a script's own errors are never of this kind."""
+class UsageError(ValueError):
+    """A script or device that `run` cannot use; errors raised by the script itself are never of this type."""
 
 
 def run(script: Path, arguments: Sequence[str], *, device: str | None = None) -> None:
-    """Runs a script as Python would, with the older names served and `.cuda()` on the CPU where there is no GPU.
+    """Run a script with the older libraries replaced, as `python script` would.
 
-    device: "cpu" keeps everything on the CPU where there is one. `nn` is torch's in the script's namespace, as some of
-    the older libraries' examples expect.
+    Without a GPU, `.cuda()` uses the CPU. The script's namespace contains torch's `nn`, which examples of the older
+    libraries use without importing it.
+
+    Args:
+        script: The path of the script.
+        arguments: The script's `sys.argv[1:]`.
+        device: "cpu" to use the CPU even if there is a GPU, "cuda" to require a GPU.
+
+    Raises:
+        UsageError: If there is no such script or device.
     """
     if not script.is_file():
-        raise RefusedError(f"there is no script {script}")
-    mindspore = "mindspore" in imported_names(script.read_text(encoding="utf-8"))
-    homes = MINDSPORE_HOMES if mindspore else HOMES
-    known: dict[str, Any] = {} if mindspore else {"nn": import_module("torch.nn")}
-    before = sys.argv, sys.path[:]
+        raise UsageError(f"script not found: {script}")
+    mindspore = "mindspore" in imported_packages(script.read_text(encoding="utf-8"))
+    replacements = MINDSPORE_REPLACEMENTS if mindspore else REPLACEMENTS
+    namespace: dict[str, Any] = {} if mindspore else {"nn": import_module("torch.nn")}
+    argv, path = sys.argv, sys.path[:]
     sys.argv, sys.path[:] = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
     try:
-        with served(homes), nullcontext() if mindspore else placed(device):
-            runpy.run_path(str(script), init_globals=known, run_name="__main__")
+        with redirect_imports(replacements), nullcontext() if mindspore else use_device(device):
+            runpy.run_path(str(script), init_globals=namespace, run_name="__main__")
     finally:
-        sys.argv, sys.path[:] = before[0], before[1]
+        sys.argv, sys.path[:] = argv, path
 
 
-def serve() -> None:
-    """Serves the older names in this process from now on: what `import longspan.compat.auto` does."""
-    homes = HOMES if find_spec("torch") is not None else MINDSPORE_HOMES
-    taken = sorted(name for name in homes if name in sys.modules and not _ours(sys.modules[name]))
-    if taken:
-        raise ImportError(f"{', '.join(taken)} was imported already: import longspan.compat.auto before it")
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder(homes))
+def install() -> None:
+    """Redirect imports of the older libraries for the rest of the process.
+
+    Raises:
+        ImportError: If one of them has already been imported.
+    """
+    replacements = REPLACEMENTS if find_spec("torch") is not None else MINDSPORE_REPLACEMENTS
+    imported = sorted(name for name in replacements if name in sys.modules and not _is_ours(sys.modules[name]))
+    if imported:
+        raise ImportError(f"{', '.join(imported)} was already imported: import longspan.compat.auto before it")
+    if not any(isinstance(finder, _RedirectFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RedirectFinder(replacements))
 
 
 @contextmanager
-def served(homes: Mapping[str, str] = HOMES) -> Iterator[None]:
-    """The older names are longspan's inside this block; then everything is as it was, installed originals included."""
+def redirect_imports(replacements: Mapping[str, str] = REPLACEMENTS) -> Iterator[None]:
+    """Redirect imports inside this block; on exit, restore `sys.modules`, with any originals imported before."""
 
-    def of(name: str) -> bool:
-        return name.partition(".")[0] in homes
+    def is_replaced(name: str) -> bool:
+        return name.partition(".")[0] in replacements
 
-    finder = _Finder(homes)
-    originals = {name: sys.modules.pop(name) for name in list(sys.modules) if of(name)}
+    finder = _RedirectFinder(replacements)
+    originals = {name: sys.modules.pop(name) for name in list(sys.modules) if is_replaced(name)}
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if of(name)]:
+        for name in [name for name in sys.modules if is_replaced(name)]:
             del sys.modules[name]
         sys.modules.update(originals)
 
 
 @contextmanager
-def placed(device: str | None) -> Iterator[None]:
-    """Inside this block, what asks for CUDA stays on the CPU: if device is "cpu", or if there is no GPU."""
+def use_device(device: str | None) -> Iterator[None]:
+    """Use the CPU in place of CUDA inside this block if device is "cpu" or there is no GPU."""
     import torch
 
     if device not in (None, "cpu", "cuda"):
-        raise RefusedError(f'device must be "cpu" or "cuda", got {device!r}')
+        raise UsageError(f'device must be "cpu" or "cuda", got {device!r}')
     if device == "cuda" and not torch.cuda.is_available():
-        raise RefusedError("device is cuda, but torch sees no GPU here: leave it out, or give cpu")
+        raise UsageError('device is "cuda", but torch finds no GPU: omit device, or use "cpu"')
     if device != "cpu" and torch.cuda.is_available():
         yield
         return
-    from longspan.compat.cpu_mode import OnCPU
+    from longspan.compat.cpu_mode import CudaToCpuMode
 
-    with OnCPU():
+    with CudaToCpuMode():
         yield
 
 
-def imported_names(source: str) -> set[str]:
-    """The top-level names of everything a script imports; of one that does not parse, nothing."""
+def imported_packages(source: str) -> set[str]:
+    """Return the top-level packages that a script imports; an empty set if it does not parse."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
-        return set()  # Python itself will say what is wrong.
-    found: set[str] = set()
+        return set()  # Python reports the error when the script runs.
+    packages: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {name.name.partition(".")[0] for name in node.names}
+            packages |= {name.name.partition(".")[0] for name in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.add(node.module.partition(".")[0])
-    return found
+            packages.add(node.module.partition(".")[0])
+    return packages
 
 
-class _Finder(MetaPathFinder):
-    def __init__(self, homes: Mapping[str, str]) -> None:
-        self.homes = homes
+class _RedirectFinder(MetaPathFinder):
+    """Find modules of the older libraries in their replacements."""
+
+    def __init__(self, replacements: Mapping[str, str]) -> None:
+        self.replacements = replacements
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        top, _, rest = fullname.partition(".")
-        if top not in self.homes:
+        package, _, submodule = fullname.partition(".")
+        if package not in self.replacements:
             return None
-        home = f"{self.homes[top]}.{rest}" if rest else self.homes[top]
+        name = f"{self.replacements[package]}.{submodule}" if submodule else self.replacements[package]
         try:
-            exists = find_spec(home) is not None
+            found = find_spec(name) is not None
         except ModuleNotFoundError:
-            exists = False
-        return ModuleSpec(fullname, _Alias(home), is_package=not rest) if exists else None
+            found = False
+        return ModuleSpec(fullname, _RedirectLoader(name), is_package=not submodule) if found else None
 
 
-class _Alias(Loader):
-    """Loads a module of longspan under a second name."""
+class _RedirectLoader(Loader):
+    """Load a longspan module under a second name."""
 
-    def __init__(self, home: str) -> None:
-        self.home = home
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = import_module(self.home)
-        self.own = module.__spec__, getattr(module, "__loader__", None), module.__package__
+        module = import_module(self.name)
+        self.attributes = module.__spec__, getattr(module, "__loader__", None), module.__package__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has just written the second name over these.
-        module.__spec__, module.__loader__, module.__package__ = self.own
+        # Between the two calls the import system has overwritten these attributes.
+        module.__spec__, module.__loader__, module.__package__ = self.attributes
 
 
-def _ours(module: ModuleType) -> bool:
+def _is_ours(module: ModuleType) -> bool:
     return module.__name__.partition(".")[0] == "longspan"

@@ -1,4 +1,4 @@
-"""Tensors under an older library's names: a module that saves and loads the state dicts of that library."""
+"""Modules that save and load state dicts in the format of an older library."""
 
 from __future__ import annotations
 
@@ -10,109 +10,118 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Many = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+TensorMap = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+UNUSED = "unused."  # the prefix of keys that belong to `CompatModule.unused`
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Tensors of the older library, and those of `Translated.model` that say the same.
+class KeyMapping:
+    """Map entries of an older library's state dict to entries of `CompatModule.model`.
 
-    to_new, to_old: from one to the other; what `to_new` gives is brought to the shape of `new`.
-    copies: further names under which the older library holds the same tensors.
-    Without `new` the older tensors are constants: written by `to_old`, and not needed when loading.
+    Attributes:
+        old: Keys in the older library's state dict.
+        new: Keys in the state dict of `model`, or of `CompatModule.unused` if they start with "unused.". Empty for
+            constants, which are saved but not needed for loading.
+        to_new: Convert the old tensors to the new ones, which are then reshaped to the shapes in `model`.
+        to_old: Convert the new tensors to the old ones.
+        aliases: Further keys under which the older library saves the same tensors.
     """
 
     old: tuple[str, ...]
     new: tuple[str, ...]
-    to_new: Many = tuple
-    to_old: Many = tuple
-    copies: tuple[tuple[str, ...], ...] = ()
+    to_new: TensorMap = tuple
+    to_old: TensorMap = tuple
+    aliases: tuple[tuple[str, ...], ...] = ()
 
-    def under(self, old: str, new: str) -> Entry:
-        """The same with prefixes before the names."""
+    def with_prefix(self, old: str, new: str) -> KeyMapping:
+        """Return the mapping with a prefix before the old keys and one before the new keys of `model`."""
         return replace(
             self,
-            old=tuple(old + name for name in self.old),
-            new=tuple(new + name for name in self.new),
-            copies=tuple(tuple(old + name for name in names) for names in self.copies),
+            old=tuple(old + key for key in self.old),
+            new=tuple(key if key.startswith(UNUSED) else new + key for key in self.new),
+            aliases=tuple(tuple(old + key for key in keys) for keys in self.aliases),
         )
 
 
-def same(old: str, new: str) -> Entry:
-    """One tensor, with another name."""
-    return Entry((old,), (new,))
+def rename(old: str, new: str) -> KeyMapping:
+    """Map one tensor to another key."""
+    return KeyMapping((old,), (new,))
 
 
-def layer(old: str, new: str, *names: str) -> list[Entry]:
-    """Tensors of a layer that differ in the layer's name only."""
-    return [same(f"{old}.{name}", f"{new}.{name}") for name in names]
+def rename_layer(old: str, new: str, *names: str) -> list[KeyMapping]:
+    """Map the tensors of a layer, by default its weight and bias, to another prefix."""
+    return [rename(f"{old}.{name}", f"{new}.{name}") for name in names or ("weight", "bias")]
 
 
-def shaped(old: str, new: str, shape: Sequence[int]) -> Entry:
-    """One tensor that had `shape` there."""
-    return Entry((old,), (new,), to_old=lambda tensors: [tensors[0].reshape(shape)])
+def reshape(old: str, new: str, shape: Sequence[int]) -> KeyMapping:
+    """Map one tensor that has `shape` in the older library."""
+    return KeyMapping((old,), (new,), to_old=lambda tensors: [tensors[0].reshape(shape)])
 
 
-def stacked(old: Sequence[str], new: str, sizes: Sequence[int] | None = None) -> Entry:
-    """Tensors that are one here, one below the other; of equal height unless sizes are given."""
-
-    def apart(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        whole = tensors[0]
-        return whole.split(list(sizes), 0) if sizes is not None else whole.chunk(len(old), 0)
-
-    return Entry(tuple(old), (new,), lambda tensors: [torch.cat(list(tensors), 0)], apart)
-
-
-def constant(old: str, value: Callable[[], Tensor]) -> Entry:
-    """A tensor that the older library keeps and longspan computes."""
-    return Entry((old,), (), to_old=lambda _: [value()])
+def concatenate(old: Sequence[str], new: str) -> KeyMapping:
+    """Map tensors of equal shape to one tensor, concatenated along the first dimension."""
+    return KeyMapping(
+        tuple(old),
+        (new,),
+        lambda tensors: [torch.cat(list(tensors), 0)],
+        lambda tensors: tensors[0].chunk(len(old), 0),
+    )
 
 
-class Translated(nn.Module):
-    """A module around `model`, whose state dict has the names and shapes of an older library.
+def constant(old: str, value: Callable[[], Tensor]) -> KeyMapping:
+    """Map a tensor that the older library saves and longspan computes."""
+    return KeyMapping((old,), (), to_old=lambda _: [value()])
 
-    A subclass sets `model` and says in `entries` which tensors are which. It nests in other modules like any other.
-    idle: holds tensors that the older library keeps without a use for them, so that a checkpoint goes out as it came
-    in; an entry calls them "idle.…". outside: what the module does beside `model`, so that `model` alone is not all.
+
+class CompatModule(nn.Module):
+    """Wrap a longspan module as `model`, with the state-dict keys and shapes of an older library.
+
+    A subclass sets `model` and maps its tensors in `key_mappings`. It can be a submodule of any other module.
+
+    Attributes:
+        model: The longspan module that computes the result.
+        unused: Tensors that the older library saves and never reads, so that a checkpoint is saved as it was loaded.
+        not_in_model: What the wrapper computes beside `model`, for the error if `model` alone is converted.
     """
 
     model: nn.Module
 
     def __init__(self) -> None:
         super().__init__()
-        self.idle: nn.Module | None = None
-        self.outside = ""
+        self.unused: nn.Module | None = None
+        self.not_in_model = ""
 
-    def entries(self) -> Iterable[Entry]:
-        """What the older library calls each tensor of `model`."""
+    def key_mappings(self) -> Iterable[KeyMapping]:
+        """Map every tensor of `model` and `unused` to its key in the older library."""
         raise NotImplementedError
 
-    def renamed(self, name: str) -> str:
-        """Today's name of a tensor that another release of the older library named differently."""
-        return name
+    def upgrade_key(self, key: str) -> str:
+        """Return the current key for a key from another release of the older library."""
+        return key
 
-    def settle(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Called before loading: where the shapes of a checkpoint show that an option had no effect, undo it."""
+    def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Adapt the model, before loading, to a checkpoint whose shapes show that the original ignored an option."""
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        held = self._held(keep_vars)
+        """Return the state dict in the older library's format; see `torch.nn.Module.state_dict`."""
+        tensors = self._tensors(keep_vars)
         destination = OrderedDict() if destination is None else destination
-        uncovered = set(held)
-        for entry in self.entries():
-            uncovered -= set(entry.new)
-            tensors = entry.to_old([held[name] for name in entry.new])
-            for names in (entry.old, *entry.copies):
-                for name, tensor in zip(names, tensors, strict=True):
-                    destination[prefix + name] = tensor
-        assert not uncovered, f"no older names for {sorted(uncovered)}"
+        unmapped = set(tensors)
+        for mapping in self.key_mappings():
+            unmapped -= set(mapping.new)
+            old = mapping.to_old([tensors[key] for key in mapping.new])
+            for keys in (mapping.old, *mapping.aliases):
+                for key, tensor in zip(keys, old, strict=True):
+                    destination[prefix + key] = tensor
+        assert not unmapped, f"no key mapping for {sorted(unmapped)}"
         return destination
 
-    def _held(self, keep_vars: bool = False) -> dict[str, Tensor]:
-        """Every tensor under the name that entries give it."""
-        held: dict[str, Tensor] = self.model.state_dict(keep_vars=keep_vars)
-        if self.idle is not None:
-            held |= self.idle.state_dict(prefix="idle.", keep_vars=keep_vars)
-        return held
+    def _tensors(self, keep_vars: bool = False) -> dict[str, Tensor]:
+        """Return all tensors by their new keys."""
+        tensors: dict[str, Tensor] = self.model.state_dict(keep_vars=keep_vars)
+        if self.unused is not None:
+            tensors |= self.unused.state_dict(prefix=UNUSED, keep_vars=keep_vars)
+        return tensors
 
     def _load_from_state_dict(
         self,
@@ -124,37 +133,37 @@ class Translated(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Exchanges the older names in state_dict for new ones, which `model` then loads by itself."""
+        """Replace the old keys in state_dict by new ones, which the submodules then load."""
         given: dict[str, Tensor] = {}
-        for name in [name for name in state_dict if name.startswith(prefix)]:
-            given[self.renamed(name[len(prefix) :])] = state_dict.pop(name)
-        self.settle({name: tensor.shape for name, tensor in given.items()})
-        held = self._held()
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            given[self.upgrade_key(key[len(prefix) :])] = state_dict.pop(key)
+        self.adapt_to_checkpoint({key: tensor.shape for key, tensor in given.items()})
+        tensors = self._tensors()
         known: set[str] = set()
-        for entry in self.entries():
-            choices = (entry.old, *entry.copies)
-            known.update(name for names in choices for name in names)
-            if not entry.new:
+        for mapping in self.key_mappings():
+            alternatives = (mapping.old, *mapping.aliases)
+            known.update(key for keys in alternatives for key in keys)
+            if not mapping.new:
                 continue
-            present = [names for names in choices if all(name in given for name in names)]
-            now = [held[name] for name in entry.new]
-            if not present:
-                missing_keys.extend(prefix + name for name in entry.old if name not in given)
-                tensors: Sequence[Tensor] = now
-            elif wrong := [
-                f"size mismatch for {prefix + name}: the checkpoint has {tuple(given[name].shape)}, this model "
+            current = [tensors[key] for key in mapping.new]
+            keys = next((keys for keys in alternatives if all(key in given for key in keys)), None)
+            if keys is None:
+                missing_keys.extend(prefix + key for key in mapping.old if key not in given)
+                loaded: Sequence[Tensor] = current
+            elif mismatches := [
+                f"size mismatch for {prefix + key}: the checkpoint has {tuple(given[key].shape)}, this model "
                 f"{tuple(old.shape)}"
-                for name, old in zip(present[0], entry.to_old(now), strict=True)
-                if given[name].shape != old.shape
+                for key, old in zip(keys, mapping.to_old(current), strict=True)
+                if given[key].shape != old.shape
             ]:
-                error_msgs.extend(wrong)
-                tensors = now
+                error_msgs.extend(mismatches)
+                loaded = current
             else:
-                tensors = [
-                    x.reshape(old.shape)
-                    for x, old in zip(entry.to_new([given[name] for name in present[0]]), now, strict=True)
+                loaded = [
+                    new.reshape(old.shape)
+                    for new, old in zip(mapping.to_new([given[key] for key in keys]), current, strict=True)
                 ]
-            for name, tensor in zip(entry.new, tensors, strict=True):
-                state_dict[prefix + (name if name.startswith("idle.") else f"model.{name}")] = tensor
+            for key, tensor in zip(mapping.new, loaded, strict=True):
+                state_dict[prefix + (key if key.startswith(UNUSED) else f"model.{key}")] = tensor
         if strict:
-            unexpected_keys.extend(prefix + name for name in given if name not in known)
+            unexpected_keys.extend(prefix + key for key in given if key not in known)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import pytest
 from older import REFERENCE, original
 
-from longspan.compat.import_hook import HOMES
+from longspan.compat.import_hook import REPLACEMENTS
 
-LIBRARIES = sorted(HOMES)
+LIBRARIES = sorted(REPLACEMENTS)
 # Names that scripts import from within the libraries.
 INSIDE = {
     "linear_attention_transformer": {
@@ -66,7 +66,7 @@ class Argument(NamedTuple):
 
 
 def ours(library: str) -> ModuleType:
-    return import_module(HOMES[library])
+    return import_module(REPLACEMENTS[library])
 
 
 def written(default: Any) -> str:
@@ -164,7 +164,10 @@ def test_recorded_names(library: str, record: dict[str, list[Public]]) -> None:
     assert len(names) >= 5
     for public in names:
         if public.kind == "submodule":
-            assert import_module(f"{HOMES[library]}.{public.name}").__name__ == f"{HOMES[library]}.{public.name}"
+            assert (
+                import_module(f"{REPLACEMENTS[library]}.{public.name}").__name__
+                == f"{REPLACEMENTS[library]}.{public.name}"
+            )
             continue
         held = getattr(module, public.name)
         if public.kind == "namedtuple":
@@ -212,7 +215,7 @@ def test_installed_names(library: str) -> None:
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_names_inside(library: str) -> None:
     for submodule, names in INSIDE[library].items():
-        module, theirs = import_module(f"{HOMES[library]}.{submodule}"), original(f"{library}.{submodule}")
+        module, theirs = import_module(f"{REPLACEMENTS[library]}.{submodule}"), original(f"{library}.{submodule}")
         for name in names:
             assert hasattr(theirs, name), f"{library}.{submodule} has no {name}"
             assert hasattr(module, name), f"longspan's {library}.{submodule} has no {name}"

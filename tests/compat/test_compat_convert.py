@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 import longspan
 from longspan.cli import app
-from longspan.compat.convert import LIBRARIES, converted, read_weights
+from longspan.compat.convert import LIBRARIES, convert_weights, read_weights
 from longspan.compat.local_attention import LocalTransformer
 
 ARGUMENTS = {"num_tokens": 11, "max_seq_len": 23, "dim": 12, "depth": 1, "heads": 2, "dim_head": 4}
@@ -91,10 +91,10 @@ class Anything:
 @pytest.mark.parametrize(
     ("held", "text"),
     [
-        ([1, 2], "does not hold a state dict, names and tensors, nor one under state_dict, model_state_dict"),
-        ({"step": 3}, "does not hold a state dict"),
-        ({}, "does not hold a state dict"),
-        (Anything(), "holds more than tensors, and is not read for safety: save model.state_dict() instead"),
+        ([1, 2], "has no state dict, keys with tensors, at the top level or under state_dict, model_state_dict"),
+        ({"step": 3}, "has no state dict"),
+        ({}, "has no state dict"),
+        (Anything(), "contains objects that are not loaded for safety: save model.state_dict() instead"),
     ],
 )
 def test_files_that_hold_something_else(tmp_path: Path, held: Any, text: str) -> None:
@@ -132,8 +132,8 @@ def test_a_library_there_is_not(tmp_path: Path, checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ("{", "cannot be read as JSON"),
-        ("[1]", 'must hold {"argument": value, …}, got a list'),
+        ("{", "is not valid JSON"),
+        ("[1]", 'must contain {"argument": value, …}, got a list'),
         (
             json.dumps(ARGUMENTS | {"widht": 3}),
             "cannot build LocalTransformer: LocalTransformer got unknown arguments widht",
@@ -141,8 +141,8 @@ def test_a_library_there_is_not(tmp_path: Path, checkpoint: Path) -> None:
         ('{"dim": 12}', "cannot build LocalTransformer"),
         (json.dumps(ARGUMENTS | {"depth": 0}), "depth must be a positive integer, got 0"),
         ('{"class": "LocalTransfomer"}', "local-attention has no model 'LocalTransfomer'"),
-        ('{"class": "LocalAttention", "window_size": 4}', "has no model 'LocalAttention'; name the class of the model"),
-        ('{"class": "LocalMHA", "dim": 12, "window_size": 4}', "a LocalMHA is a layer, not a model"),
+        ('{"class": "LocalAttention", "window_size": 4}', "has no model 'LocalAttention'; give the class of the model"),
+        ('{"class": "LocalMHA", "dim": 12, "window_size": 4}', "LocalMHA is a layer, not a model"),
     ],
 )
 def test_configurations_that_cannot_be(tmp_path: Path, checkpoint: Path, config: str, text: str) -> None:
@@ -167,10 +167,10 @@ def test_weights_are_read_without_running_anything(tmp_path: Path) -> None:
             return Path.touch, (mark,)
 
     torch.save({"x": Trap()}, tmp_path / "trap.pt")
-    with pytest.raises(ValueError, match="not read for safety"):
+    with pytest.raises(ValueError, match="not loaded for safety"):
         read_weights(tmp_path / "trap.pt")
     assert not mark.exists()
 
 
-def test_converted_needs_no_file(model: LocalTransformer) -> None:
-    assert torch.equal(logits(converted(model.state_dict(), "local-attention", ARGUMENTS).eval()), logits(model))
+def test_convert_weights_needs_no_file(model: LocalTransformer) -> None:
+    assert torch.equal(logits(convert_weights(model.state_dict(), "local-attention", ARGUMENTS).eval()), logits(model))

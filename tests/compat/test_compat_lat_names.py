@@ -13,8 +13,8 @@ from lat_cases import MODELS, VARIANTS
 
 import longspan
 from longspan.compat import linear_attention_transformer as ours
-from longspan.compat.convert import convert_file, converted
-from longspan.compat.state_dict import Translated
+from longspan.compat.convert import convert_file, convert_weights
+from longspan.compat.state_dict import CompatModule
 
 IGNORED = "this checkpoint was trained without ff_glu, which the original ignored"
 
@@ -71,12 +71,12 @@ def test_convert_names_what_is_wrong():
     with pytest.raises(
         ValueError, match=r"expected LinformerSettings\(k\), or a mapping with these, got \{'rank': 4\}"
     ):
-        converted(weights, "linear-attention-transformer", {**lat_cases.LM, "linformer_settings": {"rank": 4}})
+        convert_weights(weights, "linear-attention-transformer", {**lat_cases.LM, "linformer_settings": {"rank": 4}})
     with pytest.raises(ValueError, match="unexpected keyword argument 'headz'"):
-        converted(weights, "linear-attention-transformer", {**lat_cases.LM, "headz": 4})
+        convert_weights(weights, "linear-attention-transformer", {**lat_cases.LM, "headz": 4})
     del weights["out.bias"]
     with pytest.raises(ValueError, match=r'Missing key\(s\) in state_dict: "out.bias"'):
-        converted(weights, "linear-attention-transformer", lat_cases.LM)
+        convert_weights(weights, "linear-attention-transformer", lat_cases.LM)
 
 
 def test_every_public_name_has_its_arguments_and_defaults():
@@ -122,7 +122,7 @@ def test_submodules_and_the_names_in_them():
     found = [Autopadder, AutoregressiveWrapper, top_k, top_p, ImageLinearAttention, FeedForward, SelfAttention]
     found += [LinearAttentionTransformer, causal_linear_attn, linear_attn, ReversibleSequence, SequentialSequence]
     assert all(thing.__module__.startswith("longspan.compat.") for thing in found)
-    assert issubclass(SelfAttention, Translated)
+    assert issubclass(SelfAttention, CompatModule)
 
 
 def test_unknown_arguments_are_refused():

@@ -284,7 +284,7 @@ def test_sequences_of_layers_of_ones_own(reverse, dropped):
         return module(inputs["x"], context=context), inputs
 
     older.assert_parity(make(original), make(reversible), call)
-    with pytest.raises(TypeError, match="args_route does not say where mask goes"):
+    with pytest.raises(TypeError, match="args_route has no entry for mask"):
         make(reversible)(torch.randn(B, 5, DIM), mask=None)
     with pytest.raises(ValueError, match="one entry for each of 1 pairs"):
         getattr(reversible, name)(nn.ModuleList([nn.ModuleList([Layer(), Layer()])]), args_route=route)

@@ -11,7 +11,7 @@ import torch
 
 import longspan
 from longspan.compat import linformer as ours
-from longspan.compat.convert import converted
+from longspan.compat.convert import convert_weights
 from longspan.models.layers import Attention, FeedForward
 
 # The recorded variants: the class, and the arguments that differ from these.
@@ -171,7 +171,7 @@ def test_models_convert(variant: str, tmp_path) -> None:
     name = variant.removeprefix("linformer.").partition("[")[0]
     model = build(variant).eval()
     arguments = {"class": name, **ARGUMENTS[name], **VARIANTS[variant]}
-    longspan.save(converted(model.state_dict(), "linformer", arguments), tmp_path / "model")
+    longspan.save(convert_weights(model.state_dict(), "linformer", arguments), tmp_path / "model")
     loaded = longspan.load(tmp_path / "model").eval()
     x = torch.randint(20, (2, 13)) if name == "LinformerLM" else torch.randn(2, 13, 32)
     torch.testing.assert_close(loaded(x), model(x), rtol=0, atol=0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from longspan.compat import linformer_pytorch as ours
-from longspan.compat.convert import converted
+from longspan.compat.convert import convert_weights
 from longspan.models.layers import Attention, FeedForward
 
 SMALL = {"input_size": 11, "channels": 12, "dim_k": 4, "dim_ff": 10, "nhead": 3, "depth": 2}
@@ -168,7 +168,8 @@ def test_fixed_projections_survive_a_checkpoint() -> None:
     assert not torch.allclose(theirs[0](x), theirs[1](x)), "the original draws anew and saves nothing"
     assert torch.equal(mine[0](x), mine[1](x))
     assert torch.equal(
-        converted(mine[0].state_dict(), "linformer-pytorch", {"class": "Linformer", **arguments}).eval()(x), mine[0](x)
+        convert_weights(mine[0].state_dict(), "linformer-pytorch", {"class": "Linformer", **arguments}).eval()(x),
+        mine[0](x),
     )
     table = mine[0].model.stack.branches[0].layer.mechanism.keys.table
     assert 0.5 < float(table.std()) * 4 < 2
@@ -258,7 +259,7 @@ def test_positions_for_vectors() -> None:
     with pytest.raises(TypeError, match="use_pos_emb"):
         older.original("linformer_pytorch").Linformer(**SMALL, use_pos_emb=True)
     with pytest.raises(ValueError, match="cannot convert this Linformer: use_pos_emb adds positions"):
-        converted(mine.state_dict(), "linformer-pytorch", {"class": "Linformer", "use_pos_emb": True, **SMALL})
+        convert_weights(mine.state_dict(), "linformer-pytorch", {"class": "Linformer", "use_pos_emb": True, **SMALL})
 
 
 def test_positions_do_not_collide_in_half_precision() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import longspan
 from longspan.compat import linformer_pytorch as ours
-from longspan.compat.convert import converted
+from longspan.compat.convert import convert_weights
 
 SIZES = {"input_size": 16, "channels": 32, "dim_k": 4, "dim_ff": 48, "nhead": 2, "depth": 2}
 ENC_DEC = dict.fromkeys(("enc_num_tokens", "dec_num_tokens"), 20) | dict.fromkeys(("enc_channels", "dec_channels"), 32)
@@ -82,7 +82,7 @@ def test_names(variant: str) -> None:
 def test_models_convert(variant: str, tmp_path) -> None:
     name, arguments = MODELS[variant]
     model = getattr(ours, name)(**arguments).eval()
-    new = converted(model.state_dict(), "linformer-pytorch", {"class": name, **arguments})
+    new = convert_weights(model.state_dict(), "linformer-pytorch", {"class": name, **arguments})
     longspan.save(new, tmp_path / "model")
     loaded = longspan.load(tmp_path / "model").eval()
     x, context = torch.randn(2, 13, 32), torch.randn(2, 11, 32)

@@ -12,7 +12,7 @@ from older import assert_close, blocks, older_names, original
 from test_compat_local import MODEL, VARIANTS
 
 import longspan
-from longspan.compat.convert import converted
+from longspan.compat.convert import convert_weights
 
 SHAPES = [(2, 8, 2048, 64), (2, 8, 2048, 64), (8, 2057, 64), (1, 8192, 256)]
 
@@ -44,7 +44,7 @@ def test_conversion(variant: str, tmp_path: Path) -> None:
         "LocalTransformer[num_tokens_none]": {"num_tokens": None},
     }.get(variant, {})
     theirs = original("local_attention").LocalTransformer(**arguments).eval()
-    longspan.save(converted(theirs.state_dict(), "local-attention", arguments), tmp_path / "model")
+    longspan.save(convert_weights(theirs.state_dict(), "local-attention", arguments), tmp_path / "model")
     ours = longspan.load(tmp_path / "model").eval()
     x = torch.randn(2, 24, 32) if arguments["num_tokens"] is None else torch.randint(20, (2, 24))
     assert_close(ours(x), theirs(x))

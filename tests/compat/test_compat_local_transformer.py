@@ -15,7 +15,7 @@ from test_compat_local_layer import DIM, B, N, W, right_padded, shaken, vectors
 from torch import Tensor, nn
 
 from longspan.compat.local_attention import LocalTransformer
-from longspan.compat.state_dict import Translated
+from longspan.compat.state_dict import CompatModule
 
 V = 11
 MODEL = {"num_tokens": V, "max_seq_len": 40, "dim": DIM, "depth": 2, "heads": 3, "dim_head": 6}
@@ -295,7 +295,7 @@ def test_what_does_not_fit_is_listed() -> None:
 def test_half_precision() -> None:
     model = shaken(LocalTransformer(**MODEL)).eval()
     exact = model(tokens())
-    assert isinstance(model, Translated)
+    assert isinstance(model, CompatModule)
     half = model.bfloat16()(tokens())
     assert half.dtype == torch.bfloat16
     assert_close(half.float(), exact, tolerance=0.1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from longspan.compat.state_dict import Entry, Translated, constant, layer, shaped, stacked
+from longspan.compat.state_dict import CompatModule, KeyMapping, concatenate, constant, rename_layer, reshape
 
 
 class Inner(nn.Module):
@@ -15,28 +15,28 @@ class Inner(nn.Module):
         self.table = nn.Parameter(torch.randn(5, 3))
 
 
-class Older(Translated):
+class Older(CompatModule):
     def __init__(self):
         super().__init__()
         self.model = Inner()
         self.shapes = None
 
-    def entries(self):
-        yield from layer("layers.0.norm", "norm", "weight", "bias")
-        yield Entry(
+    def key_mappings(self):
+        yield from rename_layer("layers.0.norm", "norm")
+        yield KeyMapping(
             ("layers.0.k.weight", "layers.0.v.weight"),
             ("to_kv.weight",),
             lambda x: [torch.cat(list(x), 0)],
             lambda x: x[0].split([2, 6]),
-            copies=(("twin.k.weight", "twin.v.weight"),),
+            aliases=(("twin.k.weight", "twin.v.weight"),),
         )
-        yield shaped("emb.weights.0", "table", (1, 5, 1, 3))
+        yield reshape("emb.weights.0", "table", (1, 5, 1, 3))
         yield constant("inv_freq", lambda: torch.arange(2.0))
 
-    def renamed(self, name):
-        return name.replace("weights_", "weights.")
+    def upgrade_key(self, key):
+        return key.replace("weights_", "weights.")
 
-    def settle(self, shapes):
+    def adapt_to_checkpoint(self, shapes):
         self.shapes = dict(shapes)
 
 
@@ -103,29 +103,28 @@ def test_what_does_not_fit_is_listed_by_its_older_name():
 def test_a_tensor_without_an_older_name_is_our_own_mistake():
     older = Older()
     older.model.extra = nn.Parameter(torch.zeros(1))
-    with pytest.raises(AssertionError, match=r"no older names for \['extra'\]"):
+    with pytest.raises(AssertionError, match=r"no key mapping for \['extra'\]"):
         older.state_dict()
 
 
-def test_what_is_idle_there_goes_out_as_it_came_in():
-    class Idle(Older):
+def test_unused_tensors_are_saved_as_they_were_loaded():
+    class WithUnused(Older):
         def __init__(self):
             super().__init__()
-            self.idle = nn.Linear(2, 3, bias=False)
+            self.unused = nn.Linear(2, 3, bias=False)
 
-        def entries(self):
-            yield from super().entries()
-            yield Entry(("unused.weight",), ("idle.weight",))
+        def key_mappings(self):
+            yield from super().key_mappings()
+            yield KeyMapping(("spare.weight",), ("unused.weight",))
 
-    older, other = nn.ModuleDict({"net": Idle()}), nn.ModuleDict({"net": Idle()})
-    assert set(older.state_dict()) == {f"net.{name}" for name in NAMES | {"unused.weight"}}
+    older, other = nn.ModuleDict({"net": WithUnused()}), nn.ModuleDict({"net": WithUnused()})
+    assert set(older.state_dict()) == {f"net.{name}" for name in NAMES | {"spare.weight"}}
     other.load_state_dict(older.state_dict())
-    assert torch.equal(other["net"].idle.weight, older["net"].idle.weight)
-    assert "idle.weight" not in other["net"].model.state_dict()
+    assert torch.equal(other["net"].unused.weight, older["net"].unused.weight)
+    assert "unused.weight" not in other["net"].model.state_dict()
 
 
-def test_stacked():
-    entry = stacked(["q", "k"], "qk")
+def test_concatenate():
+    mapping = concatenate(["q", "k"], "qk")
     whole = torch.randn(4, 3)
-    assert torch.equal(entry.to_new(entry.to_old([whole]))[0], whole)
-    assert [x.shape[0] for x in stacked(["q", "k"], "qk", [1, 3]).to_old([whole])] == [1, 3]
+    assert torch.equal(mapping.to_new(mapping.to_old([whole]))[0], whole)

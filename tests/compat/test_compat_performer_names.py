@@ -9,8 +9,8 @@ from older import assert_names, copy_weights, original, recorded
 
 import longspan
 from longspan.compat import performer_pytorch as ours
-from longspan.compat.convert import converted
-from longspan.compat.state_dict import Translated
+from longspan.compat.convert import convert_weights
+from longspan.compat.state_dict import CompatModule
 
 BODY = {"dim": 32, "depth": 2, "heads": 4, "dim_head": 8, "nb_features": 12}
 LM = {"num_tokens": 20, "max_seq_len": 64, **BODY}
@@ -108,7 +108,9 @@ def test_models_convert_and_answer_as_before(variant, tmp_path):
     older = build(variant).eval()
     library = original("performer_pytorch")
     theirs = getattr(library, name)(**arguments)
-    model = converted(theirs.state_dict(), "performer-pytorch", {"class": name, **json.loads(json.dumps(arguments))})
+    model = convert_weights(
+        theirs.state_dict(), "performer-pytorch", {"class": name, **json.loads(json.dumps(arguments))}
+    )
     longspan.save(model, tmp_path / "model")
     model = longspan.load(tmp_path / "model").eval()
     copy_weights(theirs, older)
@@ -201,4 +203,4 @@ def test_a_wrapper_and_a_module_of_ones_own_around_it():
     mine.load_state_dict(theirs.state_dict())
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(mine.state_dict()[name], tensor), name
-    assert isinstance(mine.attention, Translated)
+    assert isinstance(mine.attention, CompatModule)

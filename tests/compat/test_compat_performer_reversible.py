@@ -56,7 +56,7 @@ def test_weights_get_gradients_if_the_input_needs_none():
 
 def test_arguments_without_a_route_are_refused():
     for cls in (ours.SequentialSequence, ours.ReversibleSequence):
-        with pytest.raises(TypeError, match=r"does not say where mask goes; it has \['scale'\]"):
+        with pytest.raises(TypeError, match=r"has no entry for mask; it has \['scale'\]"):
             cls(layers(), {"scale": ROUTES["scale"]})(torch.randn(2, 7, 5), mask=None)
         with pytest.raises(ValueError, match=r"one entry for each of 2 pairs of layers, got \{'scale': 1\}"):
             cls(layers(), {"scale": ROUTES["scale"][:1]})

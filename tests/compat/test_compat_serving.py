@@ -43,7 +43,7 @@ def test_run_passes_on_errors_and_exit_codes(tmp_path):
 def test_run_refuses_a_script_that_is_not_there(tmp_path):
     done = longspan("run", tmp_path / "none.py")
     assert done.returncode == 2
-    assert "there is no script" in done.stderr
+    assert "script not found" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -54,7 +54,7 @@ def test_run_refuses_a_device_there_is_not(tmp_path):
 
 
 def test_cuda_means_the_cpu():
-    with import_hook.placed("cpu"):
+    with import_hook.use_device("cpu"):
         x = torch.zeros(2, 3).cuda()
         assert x.device.type == "cpu"
         assert x.to("cuda").device.type == "cpu"
@@ -64,10 +64,10 @@ def test_cuda_means_the_cpu():
         assert torch.nn.Linear(2, 3).to("cuda").weight.device.type == "cpu"
 
 
-@pytest.mark.parametrize("name", sorted(import_hook.HOMES))
+@pytest.mark.parametrize("name", sorted(import_hook.REPLACEMENTS))
 def test_served_names_are_ours_and_then_gone(name):
     before = dict(sys.modules), list(sys.meta_path)
-    with import_hook.served():
+    with import_hook.redirect_imports():
         module = __import__(name)
         assert module.__name__ == f"longspan.compat.{name}"
         assert module.__spec__.name == f"longspan.compat.{name}"
@@ -79,7 +79,7 @@ def test_served_names_are_ours_and_then_gone(name):
 
 
 def test_submodules_are_served_and_strangers_are_not():
-    with import_hook.served():
+    with import_hook.redirect_imports():
         from performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper
 
         assert AutoregressiveWrapper.__module__.startswith("longspan.compat")
@@ -94,23 +94,23 @@ def test_auto_serves_a_process_and_says_when_it_comes_too_late(tmp_path):
     text = "import sys, types\nsys.modules['linformer'] = types.ModuleType('linformer')\nimport longspan.compat.auto\n"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "linformer was imported already: import longspan.compat.auto before it" in done.stderr
+    assert "linformer was already imported: import longspan.compat.auto before it" in done.stderr
 
 
 def test_the_framework_is_read_off_the_script():
-    assert import_hook.imported_names("import mindspore as ms\nfrom local_attention import LocalAttention") == {
+    assert import_hook.imported_packages("import mindspore as ms\nfrom local_attention import LocalAttention") == {
         "mindspore",
         "local_attention",
     }
-    assert import_hook.imported_names("def f():\n    from torch.nn import functional\n") == {"torch"}
-    assert import_hook.imported_names("not python at all") == set()
+    assert import_hook.imported_packages("def f():\n    from torch.nn import functional\n") == {"torch"}
+    assert import_hook.imported_packages("not python at all") == set()
 
 
 def test_run_serves_mindspore_scripts_without_torch(tmp_path):
     path = script(tmp_path, "try:\n    import mindspore\nexcept ImportError:\n    pass\nprint('nn' in globals())\n")
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        f"from pathlib import Path; from longspan.compat import serving; import_hook.run(Path({str(path)!r}), [])"
+        f"from pathlib import Path; from longspan.compat import import_hook; import_hook.run(Path({str(path)!r}), [])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from longspan.compat.state_dict import Entry, Translated, layer
+from longspan.compat.state_dict import CompatModule, KeyMapping, rename_layer
 from longspan.models.vision import ImageAttention, efficient_attention
 
 __all__ = ["ImageLinearAttention"]
 
 
-class ImageLinearAttention(Translated):
+class ImageLinearAttention(CompatModule):
     """Every place of an image sees every other, at a cost linear in their number.
 
     norm_queries: queries softmaxed over features. A context's keys are not scaled, as in the original.
@@ -49,6 +49,6 @@ class ImageLinearAttention(Translated):
             context = context.flatten(2).mT
         return self.model(x, context)
 
-    def entries(self) -> Iterable[Entry]:
+    def key_mappings(self) -> Iterable[KeyMapping]:
         for name in ("to_q", "to_k", "to_v", "to_out"):
-            yield from layer(name, name, "weight", "bias")
+            yield from rename_layer(name, name)

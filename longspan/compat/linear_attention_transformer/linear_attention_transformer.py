@@ -18,7 +18,7 @@ from longspan.compat.linear_attention_transformer.options import (
 from longspan.compat.linear_attention_transformer.options import (
     heads as mechanism_of,
 )
-from longspan.compat.state_dict import Entry, Translated, constant, layer, same, shaped
+from longspan.compat.state_dict import CompatModule, KeyMapping, constant, rename, rename_layer, reshape
 from longspan.layout import TokenLayout
 from longspan.models.config import AttentionConfig, FeedForwardConfig
 from longspan.models.layers import Attention, mechanism_from
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-class _Model(Translated):
+class _Model(CompatModule):
     """What both models share: a checkpoint's shapes may show that some of the options had no effect."""
 
     kind: ClassVar[type[Transformer] | type[LanguageModel]]
@@ -56,7 +56,7 @@ class _Model(Translated):
         """What lengths had to divide by in the original; here they need not."""
         return self.options.pad_to_multiple
 
-    def settle(self, shapes: Mapping[str, torch.Size]) -> None:
+    def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
         self.options, without = self.options.settled(shapes, self.asked)
         if without:
             warnings.warn(
@@ -141,7 +141,7 @@ class LinearAttentionTransformer(_Model):
         """x: (B, T, dim). input_mask, context_mask: (B, T), (B, S), True for real tokens. context: (B, S, dim)."""
         return self.model(x, key_mask=_bool(input_mask), context=context, context_mask=_bool(context_mask))
 
-    def entries(self) -> Iterable[Entry]:
+    def key_mappings(self) -> Iterable[KeyMapping]:
         return stack_entries(self.model, reversible=self.options.reversible)
 
 
@@ -237,32 +237,32 @@ class LinearAttentionTransformerLM(_Model):
         call = self.model.hidden if self.return_embeddings else self.model
         return call(x, key_mask=_bool(input_mask), context=context, context_mask=_bool(context_mask))
 
-    def entries(self) -> Iterable[Entry]:
+    def key_mappings(self) -> Iterable[KeyMapping]:
         model, inner = self.model, "transformer."
-        yield same("token_emb.weight", "embedding.weight")
+        yield rename("token_emb.weight", "embedding.weight")
         yield from self._positions()
         if model.to_dim is not None:
             inner = "transformer.fn."
-            yield from layer("transformer.project_in", "to_dim", "weight", "bias")
-            yield from layer("transformer.project_out", "from_dim", "weight", "bias")
+            yield from rename_layer("transformer.project_in", "to_dim")
+            yield from rename_layer("transformer.project_out", "from_dim")
         for entry in stack_entries(model.transformer, reversible=self.options.reversible):
-            yield entry.under(inner, "transformer.")
+            yield entry.with_prefix(inner, "transformer.")
         norm = "transformer.norm" if model.narrow_norm is None else "narrow_norm"
-        yield from layer("norm", norm, "weight", "bias")
+        yield from rename_layer("norm", norm)
         if not self.return_embeddings:
-            yield from layer("out", "to_logits", "weight", "bias")
+            yield from rename_layer("out", "to_logits")
 
-    def renamed(self, name: str) -> str:
-        return name.replace("pos_emb.weights_", "pos_emb.weights.")
+    def upgrade_key(self, key: str) -> str:
+        return key.replace("pos_emb.weights_", "pos_emb.weights.")
 
-    def _positions(self) -> Iterator[Entry]:
+    def _positions(self) -> Iterator[KeyMapping]:
         positions = self.model.positions
         if isinstance(positions, LearnedPositions):
-            yield same("pos_emb.emb.weight", "positions.table")
+            yield rename("pos_emb.emb.weight", "positions.table")
         elif isinstance(positions, AxialPositions):
             rows, columns = positions.shape
             for i, shape in enumerate([(1, rows, 1, -1), (1, 1, columns, -1)]):
-                yield shaped(f"pos_emb.weights.{i}", f"positions.tables.{i}", shape)
+                yield reshape(f"pos_emb.weights.{i}", f"positions.tables.{i}", shape)
         else:
             yield constant("pos_emb.emb", lambda: self._sinusoids(self.model.embedding.embedding_dim))
             yield constant("layer_pos_emb.emb", lambda: self._sinusoids(self.options.head_dim))
@@ -273,7 +273,7 @@ class LinearAttentionTransformerLM(_Model):
         return SinusoidalPositions(width)(position)[0].to(weight.dtype)
 
 
-class SelfAttention(Translated):
+class SelfAttention(CompatModule):
     """Local heads and then linear ones, with their projections: (B, T, dim) -> (B, T, dim)."""
 
     model: Attention
@@ -321,11 +321,11 @@ class SelfAttention(Translated):
         context_rows = None if context is None else TokenLayout.of(context, causal=False, key_mask=_bool(context_mask))
         return self.model(x, rows, context, context_rows=context_rows)
 
-    def entries(self) -> Iterable[Entry]:
+    def key_mappings(self) -> Iterable[KeyMapping]:
         return layer_entries(self.model)
 
 
-class FeedForward(Translated):
+class FeedForward(CompatModule):
     """activation(x W₁) W₂, or gated; activation: a class of torch.nn, GELU unless given."""
 
     model: _FeedForward
@@ -345,7 +345,7 @@ class FeedForward(Translated):
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x)
 
-    def entries(self) -> Iterable[Entry]:
+    def key_mappings(self) -> Iterable[KeyMapping]:
         return layer_entries(self.model)
 
 

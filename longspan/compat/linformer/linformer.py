@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-from longspan.compat.state_dict import Entry, Translated, layer, same, shaped, stacked
+from longspan.compat.state_dict import CompatModule, KeyMapping, concatenate, rename, rename_layer, reshape
 from longspan.layout import TokenLayout
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
@@ -30,7 +30,7 @@ _ACTIVATIONS: dict[type[nn.Module], str] = {
 }
 
 
-class LinformerSelfAttention(Translated):
+class LinformerSelfAttention(CompatModule):
     """Attention over k compressed rows: (B, n, dim) -> (B, n, dim). share_kv: values are the keys, too."""
 
     model: Attention
@@ -67,11 +67,11 @@ class LinformerSelfAttention(Translated):
         across.cross = True
         return across(x, rows, context, context_rows=TokenLayout.of(context, causal=False, key_mask=context_mask))
 
-    def entries(self) -> Iterable[Entry]:
+    def key_mappings(self) -> Iterable[KeyMapping]:
         return _attention_entries(self.model, "", "")
 
 
-class FeedForward(Translated):
+class FeedForward(CompatModule):
     """activation(x W₁) W₂, or gated with glu. activation: a class of torch.nn, GELU unless given."""
 
     model: _FeedForward
@@ -95,11 +95,11 @@ class FeedForward(Translated):
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x)
 
-    def entries(self) -> Iterable[Entry]:
+    def key_mappings(self) -> Iterable[KeyMapping]:
         return _feed_forward_entries("", "")
 
 
-class Linformer(Translated):
+class Linformer(CompatModule):
     """Vectors in, vectors out: (B, n, dim) -> (B, n, dim), for n up to seq_len."""
 
     model: Transformer
@@ -125,11 +125,11 @@ class Linformer(Translated):
         """x: (B, n, dim)."""
         return self.model(x, key_mask=mask)
 
-    def entries(self) -> Iterable[Entry]:
+    def key_mappings(self) -> Iterable[KeyMapping]:
         return _stack_entries(self.model, "", "")
 
 
-class LinformerLM(Translated):
+class LinformerLM(CompatModule):
     """Tokens in, logits out: (B, n) -> (B, n, num_tokens), for n up to seq_len. Each sees all; there is no causal."""
 
     model: LanguageModel
@@ -157,11 +157,11 @@ class LinformerLM(Translated):
         """x: (B, n) tokens."""
         return self.model(x, key_mask=mask)
 
-    def entries(self) -> Iterable[Entry]:
-        yield same("token_emb.weight", "embedding.weight")
-        yield same("pos_emb.weight", "positions.table")
+    def key_mappings(self) -> Iterable[KeyMapping]:
+        yield rename("token_emb.weight", "embedding.weight")
+        yield rename("pos_emb.weight", "positions.table")
         yield from _stack_entries(self.model.transformer, "linformer.", "transformer.")
-        yield from layer("to_logits", "to_logits", "weight", "bias")
+        yield from rename_layer("to_logits", "to_logits")
 
 
 def _attention(
@@ -209,35 +209,35 @@ def _config(
     )
 
 
-def _stack_entries(model: Transformer, old: str, new: str) -> Iterator[Entry]:
+def _stack_entries(model: Transformer, old: str, new: str) -> Iterator[KeyMapping]:
     reversible = model.config.residual == "double"
     for i, branch in enumerate(model.stack.branches):
         pair, second = divmod(i, 2)
         there = f"{old}net.blocks.{pair}.{'fg'[second]}.net" if reversible else f"{old}net.layers.{pair}.{second}"
         here = f"{new}stack.branches.{i}"
-        yield from layer(f"{there}.norm", f"{here}.norm", "weight", "bias")
+        yield from rename_layer(f"{there}.norm", f"{here}.norm")
         if isinstance(branch.layer, Attention):
             yield from _attention_entries(branch.layer, f"{there}.fn.", f"{here}.layer.")
         else:
             yield from _feed_forward_entries(f"{there}.fn.", f"{here}.layer.")
 
 
-def _attention_entries(attention: Attention, old: str, new: str) -> Iterator[Entry]:
+def _attention_entries(attention: Attention, old: str, new: str) -> Iterator[KeyMapping]:
     keys, values = f"{new}mechanism.keys.table", f"{new}mechanism.values.table"
     assert isinstance(attention.mechanism, LinformerAttention)
     shape = attention.mechanism.keys.table.shape[1:]
-    yield same(f"{old}to_q.weight", f"{new}to_q.weight")
-    yield from layer(f"{old}to_out", f"{new}to_out", "weight", "bias")
+    yield rename(f"{old}to_q.weight", f"{new}to_q.weight")
+    yield from rename_layer(f"{old}to_out", f"{new}to_out")
     if attention.shared_kv:
-        yield same(f"{old}to_k.weight", f"{new}to_kv.weight")
+        yield rename(f"{old}to_k.weight", f"{new}to_kv.weight")
         both = (f"{old}proj_k",), (keys, values)
-        yield Entry(*both, lambda tensors: [tensors[0]] * 2, lambda tensors: [tensors[0].reshape(shape)])
+        yield KeyMapping(*both, lambda tensors: [tensors[0]] * 2, lambda tensors: [tensors[0].reshape(shape)])
     else:
-        yield stacked([f"{old}to_k.weight", f"{old}to_v.weight"], f"{new}to_kv.weight")
-        yield shaped(f"{old}proj_k", keys, shape)
-        yield shaped(f"{old}proj_v", values, shape)
+        yield concatenate([f"{old}to_k.weight", f"{old}to_v.weight"], f"{new}to_kv.weight")
+        yield reshape(f"{old}proj_k", keys, shape)
+        yield reshape(f"{old}proj_v", values, shape)
 
 
-def _feed_forward_entries(old: str, new: str) -> Iterator[Entry]:
-    yield from layer(f"{old}w1", f"{new}to_hidden", "weight", "bias")
-    yield from layer(f"{old}w2", f"{new}to_out", "weight", "bias")
+def _feed_forward_entries(old: str, new: str) -> Iterator[KeyMapping]:
+    yield from rename_layer(f"{old}w1", f"{new}to_hidden")
+    yield from rename_layer(f"{old}w2", f"{new}to_out")

@@ -9,4 +9,4 @@ __all__ = ["ReversibleSequence", "SequentialSequence"]
 class ReversibleSequence(containers.ReversibleSequence):
     """Two streams, the answer their sum."""
 
-    summed = True
+    sum_streams = True

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longspan.compat.state_dict import Entry, Many, constant, layer, same, stacked
+from longspan.compat.state_dict import KeyMapping, TensorMap, concatenate, constant, rename, rename_layer
 from longspan.mechanisms.linformer import LinformerAttention, Projection
 from longspan.models.layers import Attention, FeedForward
 from longspan.models.residual import ResidualBranch
@@ -28,31 +28,31 @@ class Use(NamedTuple):
 
 def language_model_entries(
     model: LanguageModel, idle: nn.Module | None, old: str, new: str, at: str
-) -> Iterator[Entry]:
+) -> Iterator[KeyMapping]:
     """at: the name of `idle` within the module's own."""
-    yield same(f"{old}to_token_emb.weight", f"{new}embedding.weight")
+    yield rename(f"{old}to_token_emb.weight", f"{new}embedding.weight")
     width = model.embedding.weight.shape[1]
     yield constant(f"{old}pos_emb.inv_freq", lambda: frequencies(width))
     inner = f"{old}linformer."
     if model.to_dim is not None:
-        yield from layer(f"{inner}project_in", f"{new}to_dim", "weight", "bias")
-        yield from layer(f"{inner}project_out", f"{new}from_dim", "weight", "bias")
+        yield from rename_layer(f"{inner}project_in", f"{new}to_dim")
+        yield from rename_layer(f"{inner}project_out", f"{new}from_dim")
         inner += "fn."
     yield from stack_entries(model.transformer, idle, inner, f"{new}transformer.", at)
     if model.to_logits is not None:
-        yield from layer(f"{old}to_logits", f"{new}to_logits", "weight", "bias")
+        yield from rename_layer(f"{old}to_logits", f"{new}to_logits")
 
 
-def stack_entries(model: Transformer, idle: nn.Module | None, old: str, new: str, at: str) -> Iterator[Entry]:
+def stack_entries(model: Transformer, idle: nn.Module | None, old: str, new: str, at: str) -> Iterator[KeyMapping]:
     """idle: the unused projections, one mechanism for each attention."""
     uses: list[Use] = []
     unused = list(idle) if isinstance(idle, nn.ModuleList) else []
     for i, branch in enumerate(model.stack.branches):
         assert isinstance(branch, ResidualBranch)
         there, here = f"{old}seq.{i}.", f"{new}stack.branches.{i}."
-        yield from layer(f"{there}norm", f"{here}norm", "weight", "bias")
+        yield from rename_layer(f"{there}norm", f"{here}norm")
         if branch.resample is not None:
-            yield from layer(f"{there}resample", f"{here}resample", "weight", "bias")
+            yield from rename_layer(f"{there}resample", f"{here}resample")
         if isinstance(branch.layer, FeedForward):
             yield from feed_forward_entries(f"{there}fn.", f"{here}layer.")
             continue
@@ -66,21 +66,21 @@ def stack_entries(model: Transformer, idle: nn.Module | None, old: str, new: str
     yield from projection_entries(uses)
 
 
-def attention_entries(attention: Attention, old: str, new: str) -> Iterator[Entry]:
+def attention_entries(attention: Attention, old: str, new: str) -> Iterator[KeyMapping]:
     """Without the projections of the sequence."""
     heads = range(attention.mechanism.num_heads)
-    yield stacked([f"{old}to_q.{h}.weight" for h in heads], f"{new}to_q.weight")
-    yield stacked([f"{old}{name}.{h}.weight" for name in ("to_k", "to_v") for h in heads], f"{new}to_kv.weight")
+    yield concatenate([f"{old}to_q.{h}.weight" for h in heads], f"{new}to_q.weight")
+    yield concatenate([f"{old}{name}.{h}.weight" for name in ("to_k", "to_v") for h in heads], f"{new}to_kv.weight")
     if attention.to_mid is None:
-        yield from layer(f"{old}w_o", f"{new}to_out", "weight", "bias")
+        yield from rename_layer(f"{old}w_o", f"{new}to_out")
     else:
-        yield from layer(f"{old}w_o_1", f"{new}to_mid", "weight", "bias")
-        yield from layer(f"{old}w_o_2", f"{new}to_out", "weight", "bias")
+        yield from rename_layer(f"{old}w_o_1", f"{new}to_mid")
+        yield from rename_layer(f"{old}w_o_2", f"{new}to_out")
 
 
-def feed_forward_entries(old: str, new: str) -> Iterator[Entry]:
-    yield from layer(f"{old}w_1", f"{new}to_hidden", "weight", "bias")
-    yield from layer(f"{old}w_2", f"{new}to_out", "weight", "bias")
+def feed_forward_entries(old: str, new: str) -> Iterator[KeyMapping]:
+    yield from rename_layer(f"{old}w_1", f"{new}to_hidden")
+    yield from rename_layer(f"{old}w_2", f"{new}to_out")
 
 
 def mechanism_uses(mechanism: nn.Module, heads: Sequence[str], new: str) -> list[Use]:
@@ -93,7 +93,7 @@ def mechanism_uses(mechanism: nn.Module, heads: Sequence[str], new: str) -> list
     ]
 
 
-def projection_entries(uses: Iterable[Use]) -> Iterator[Entry]:
+def projection_entries(uses: Iterable[Use]) -> Iterator[KeyMapping]:
     """One entry for each tensor, however many places share it: there under a name for each head of each place."""
     places: dict[Projection, list[Use]] = {}
     for use in uses:
@@ -108,7 +108,7 @@ def projection_entries(uses: Iterable[Use]) -> Iterator[Entry]:
         for name, (tensor, ndim, turned) in _tensors(projection).items():
             first, *copies = (tuple(f"{head}{name}" for head in group) for group in groups)
             news = tuple(f"{use.new}{tensor}" for use in shared)
-            yield Entry(first, news, *_both_ways(len(news), ndim, turned), copies=tuple(copies))
+            yield KeyMapping(first, news, *_both_ways(len(news), ndim, turned), aliases=tuple(copies))
 
 
 def frequencies(width: int) -> Tensor:
@@ -126,7 +126,7 @@ def _tensors(projection: Projection) -> dict[str, tuple[str, int, Turn]]:
     return found
 
 
-def _both_ways(places: int, ndim: int, turned: Turn) -> tuple[Many, Many]:
+def _both_ways(places: int, ndim: int, turned: Turn) -> tuple[TensorMap, TensorMap]:
     def to_new(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [torch.stack([turned(x) for x in tensors])] * places
 
@@ -137,6 +137,6 @@ def _both_ways(places: int, ndim: int, turned: Turn) -> tuple[Many, Many]:
     return to_new, to_old
 
 
-def _unsaved(projection: Projection, names: list[str]) -> Entry:
+def _unsaved(projection: Projection, names: list[str]) -> KeyMapping:
     """Tables that the original draws and does not save: what was drawn here stays."""
-    return Entry((), tuple(names), lambda _: [projection.table] * len(names), lambda _: [])
+    return KeyMapping((), tuple(names), lambda _: [projection.table] * len(names), lambda _: [])

@@ -18,7 +18,7 @@ from longspan.compat.linformer_pytorch.keys import (
     projection_entries,
 )
 from longspan.compat.linformer_pytorch.options import METHODS, SHARING, draw
-from longspan.compat.state_dict import Entry, Translated, constant
+from longspan.compat.state_dict import CompatModule, KeyMapping, constant
 from longspan.layout import TokenLayout
 from longspan.mechanisms.linformer import LinformerAttention, Projection
 from longspan.mechanisms.softmax import SoftmaxAttention
@@ -30,7 +30,7 @@ from longspan.protocol import Mechanism
 from longspan.utils import choose
 
 
-class SequenceProjection(Translated):
+class SequenceProjection(CompatModule):
     """A matrix E or F, or a convolution, that compresses a sequence: (B, d, n) -> (B, d, k)."""
 
     model: Projection
@@ -43,7 +43,7 @@ class SequenceProjection(Translated):
         rows = self.model.compress(x.mT[:, :, None]).to(x.dtype)  # (B, 1, k, d)
         return (rows if self.model.bias is None else rows + self.model.bias)[:, 0].mT
 
-    def entries(self) -> Iterable[Entry]:
+    def key_mappings(self) -> Iterable[KeyMapping]:
         return projection_entries([Use([""], "", self.model)])
 
 
@@ -67,7 +67,7 @@ def gen_causal_mask(input_size: int, dim_k: int, full_attention: bool = False) -
     return torch.ones(input_size, input_size if full_attention else dim_k, dtype=torch.bool).tril()
 
 
-class MHAttention(Translated):
+class MHAttention(CompatModule):
     """Attention of heads of their own weights: (B, n, channels) -> (B, n, channels).
 
     E_proj, F_proj: of `get_EF`, used with parameter_sharing="layerwise". causal_mask: None, or the pattern of
@@ -121,7 +121,7 @@ class MHAttention(Translated):
                 draw([linformer])
         mechanism: Mechanism
         if full_attention:
-            mechanism, self.idle = SoftmaxAttention(nhead, dim, dropout=dropout), linformer
+            mechanism, self.unused = SoftmaxAttention(nhead, dim, dropout=dropout), linformer
         else:
             assert linformer is not None
             mechanism = linformer
@@ -156,14 +156,14 @@ class MHAttention(Translated):
             self.last_seen = {"x": tensor.detach(), "rows": rows, "context": embeddings, "context_rows": context_rows}
         return self.model(tensor, rows, embeddings, context_rows=context_rows)
 
-    def entries(self) -> Iterable[Entry]:
+    def key_mappings(self) -> Iterable[KeyMapping]:
         yield from attention_entries(self.model, "", "")
         heads = [f"heads.{h}." for h in range(self.nhead)]
-        used = self.model.mechanism if self.idle is None else self.idle
-        yield from projection_entries(mechanism_uses(used, heads, "mechanism." if self.idle is None else "idle."))
+        used = self.model.mechanism if self.unused is None else self.unused
+        yield from projection_entries(mechanism_uses(used, heads, "mechanism." if self.unused is None else "unused."))
 
 
-class LinearAttentionHead(Translated):
+class LinearAttentionHead(CompatModule):
     """One head without weights of its own: Q, K and V (B, n, dim) -> (B, n, dim). The rest as for `MHAttention`."""
 
     model: Mechanism
@@ -180,7 +180,7 @@ class LinearAttentionHead(Translated):
         super().__init__()
         linformer = None if full_attention and E_proj is None else _linformer(1, dim, E_proj, F_proj, dropout)
         if full_attention:
-            self.model, self.idle = SoftmaxAttention(1, dim, dropout=dropout), linformer
+            self.model, self.unused = SoftmaxAttention(1, dim, dropout=dropout), linformer
         else:
             assert linformer is not None
             self.model = linformer
@@ -193,12 +193,12 @@ class LinearAttentionHead(Translated):
         q, k, v = (x[:, :, None] for x in (Q, K, V))
         return self.model(q, k, v, causal=self.causal, key_mask=input_mask)[:, :, 0]
 
-    def entries(self) -> Iterable[Entry]:
-        used, new = (self.model, "") if self.idle is None else (self.idle, "idle.")
+    def key_mappings(self) -> Iterable[KeyMapping]:
+        used, new = (self.model, "") if self.unused is None else (self.unused, "unused.")
         return projection_entries(mechanism_uses(used, [""], new))
 
 
-class FeedForward(Translated):
+class FeedForward(CompatModule):
     """activation(x W₁) W₂ with dropout after both: (B, n, input_channels) -> (B, n, output_channels)."""
 
     model: _FeedForward
@@ -214,11 +214,11 @@ class FeedForward(Translated):
     def forward(self, tensor: Tensor) -> Tensor:
         return self.model(tensor)
 
-    def entries(self) -> Iterable[Entry]:
+    def key_mappings(self) -> Iterable[KeyMapping]:
         return feed_forward_entries("", "")
 
 
-class PositionalEmbedding(Translated):
+class PositionalEmbedding(CompatModule):
     """Sines, then cosines, of each position: (B, n, …) -> (1, n, channels)."""
 
     model: SinusoidalPositions
@@ -230,7 +230,7 @@ class PositionalEmbedding(Translated):
     def forward(self, tensor: Tensor) -> Tensor:
         return self.model(torch.arange(tensor.shape[1], device=tensor.device)[None])
 
-    def entries(self) -> Iterable[Entry]:
+    def key_mappings(self) -> Iterable[KeyMapping]:
         yield constant("inv_freq", lambda: frequencies(self.model.dim))
 
 

@@ -24,7 +24,7 @@ from longspan.compat.linformer_pytorch.layers import (
     get_EF,
 )
 from longspan.compat.linformer_pytorch.options import Options
-from longspan.compat.state_dict import Entry, Translated, constant
+from longspan.compat.state_dict import CompatModule, KeyMapping, constant
 from longspan.models.positions import SinusoidalPositions
 from longspan.models.transformer import EncoderDecoder, LanguageModel, Transformer
 
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-class Linformer(Translated):
+class Linformer(CompatModule):
     """Vectors in, vectors out: (B, n, channels) -> (B, n, channels).
 
     use_pos_emb: sinusoidal positions are added to the input.
@@ -100,7 +100,7 @@ class Linformer(Translated):
         self.input_size, self.channels, self.depth, self.nhead = input_size, channels, depth, nhead
         self.decoder_mode, self.checkpoint_level = decoder_mode, checkpoint_level
         self.pos_emb = SinusoidalPositions(channels, BASE) if use_pos_emb else None
-        self.outside = "use_pos_emb adds positions before the model" if use_pos_emb else ""
+        self.not_in_model = "use_pos_emb adds positions before the model" if use_pos_emb else ""
         self.last_seen: dict[str, Any] | None = None
         self._build()
 
@@ -121,12 +121,12 @@ class Linformer(Translated):
             self.last_seen = {"x": tensor.detach(), **how}
         return self.model(tensor, **how)
 
-    def entries(self) -> Iterable[Entry]:
+    def key_mappings(self) -> Iterable[KeyMapping]:
         if self.pos_emb is not None:
             yield constant("pos_emb.inv_freq", lambda: frequencies(self.channels))
-        yield from stack_entries(self.model, self.idle, "", "", "idle.")
+        yield from stack_entries(self.model, self.unused, "", "", "unused.")
 
-    def settle(self, shapes: Mapping[str, torch.Size]) -> None:
+    def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
         flat = _flat(self.options, shapes)
         if flat != self.options:
             self.options = flat
@@ -134,10 +134,10 @@ class Linformer(Translated):
 
     def _build(self) -> None:
         self.model = Transformer(self.options.config())
-        self.idle = self.options.finish(self.model)
+        self.unused = self.options.finish(self.model)
 
 
-class LinformerLM(Translated):
+class LinformerLM(CompatModule):
     """Tokens in, logits out: (B, n) -> (B, n, num_tokens); with return_emb vectors, (B, n, emb_dim)."""
 
     model: LanguageModel
@@ -216,10 +216,10 @@ class LinformerLM(Translated):
             return self.model.logits(hidden)
         return hidden if self.model.from_dim is None else self.model.from_dim(hidden)
 
-    def entries(self) -> Iterable[Entry]:
-        return language_model_entries(self.model, self.idle, "", "", "idle.")
+    def key_mappings(self) -> Iterable[KeyMapping]:
+        return language_model_entries(self.model, self.unused, "", "", "unused.")
 
-    def settle(self, shapes: Mapping[str, torch.Size]) -> None:
+    def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
         flat = _flat(self.options, shapes)
         if flat != self.options:
             self.options = flat
@@ -227,10 +227,10 @@ class LinformerLM(Translated):
 
     def _build(self) -> None:
         self.model = LanguageModel(self.options.config(**self.fields))
-        self.idle = self.options.finish(self.model.transformer)
+        self.unused = self.options.finish(self.model.transformer)
 
 
-class LinformerEncDec(Translated):
+class LinformerEncDec(CompatModule):
     """A source read both ways, and the logits of a target, each token from those before it: (B, n, dec_num_tokens)."""
 
     model: EncoderDecoder
@@ -331,13 +331,13 @@ class LinformerEncDec(Translated):
         context, _ = self.model.encode(x, seen)
         return self.model.decoder(y, context=context, context_mask=input_mask)
 
-    def entries(self) -> Iterable[Entry]:
-        assert isinstance(self.idle, nn.ModuleDict)
+    def key_mappings(self) -> Iterable[KeyMapping]:
+        assert isinstance(self.unused, nn.ModuleDict)
         for name, model in (("encoder", self.model.encoder), ("decoder", self.model.decoder)):
-            idle = dict(self.idle.items()).get(name)
-            yield from language_model_entries(model, idle, f"{name}.", f"{name}.", f"idle.{name}.")
+            idle = dict(self.unused.items()).get(name)
+            yield from language_model_entries(model, idle, f"{name}.", f"{name}.", f"unused.{name}.")
 
-    def settle(self, shapes: Mapping[str, torch.Size]) -> None:
+    def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
         encoder, decoder = (
             _flat(options, {name: shape for name, shape in shapes.items() if name.startswith(side)})
             for side, options in (("encoder.", self.encoder_options), ("decoder.", self.decoder_options))
@@ -355,7 +355,7 @@ class LinformerEncDec(Translated):
             "encoder": self.encoder_options.finish(self.model.encoder.transformer),
             "decoder": self.decoder_options.finish(self.model.decoder.transformer),
         }
-        self.idle = nn.ModuleDict({name: idle for name, idle in unused.items() if idle is not None})
+        self.unused = nn.ModuleDict({name: idle for name, idle in unused.items() if idle is not None})
 
 
 def _tokens(number: int, emb_dim: int | None, dropout: float) -> dict[str, Any]:

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from longspan.compat.local_attention.local_attention import windows_ahead
 from longspan.compat.local_attention.rotary import frequencies
-from longspan.compat.state_dict import Entry, constant, layer, same
+from longspan.compat.state_dict import KeyMapping, constant, rename, rename_layer
 from longspan.models.config import AttentionConfig, FeedForwardConfig
 from longspan.models.residual import ResidualBranch
 
 CONNECTION = [
-    same("static_alpha", "static_mix"),
-    same("dynamic_alpha_fn", "dynamic_mix"),
-    same("dynamic_alpha_scale", "mix_scale"),
-    same("static_beta", "static_out"),
-    same("dynamic_beta_fn", "dynamic_out"),
-    same("dynamic_beta_scale", "out_scale"),
-    same("norm.gamma", "norm.offset"),
+    rename("static_alpha", "static_mix"),
+    rename("dynamic_alpha_fn", "dynamic_mix"),
+    rename("dynamic_alpha_scale", "mix_scale"),
+    rename("static_beta", "static_out"),
+    rename("dynamic_beta_fn", "dynamic_out"),
+    rename("dynamic_beta_scale", "out_scale"),
+    rename("norm.gamma", "norm.offset"),
 ]
 
 
@@ -78,42 +78,42 @@ def feed_forward_config(dim: int, mult: float, dropout: float) -> FeedForwardCon
     return FeedForwardConfig(hidden=int(dim * mult * 2 / 3), gated=True, bias=False, dropout=dropout)
 
 
-def attention_entries(branch: ResidualBranch, config: AttentionConfig) -> Iterator[Entry]:
+def attention_entries(branch: ResidualBranch, config: AttentionConfig) -> Iterator[KeyMapping]:
     head_dim, spec = config.head_dim, config.mechanism
     assert head_dim is not None
     assert isinstance(spec, Mapping)
     inner = config.num_heads * head_dim
     if branch.norm is not None:
-        yield from layer("norm", "norm", "weight", "bias")
-    yield Entry(
+        yield from rename_layer("norm", "norm")
+    yield KeyMapping(
         ("to_qkv.weight",),
         ("layer.to_q.weight", "layer.to_kv.weight"),
         lambda old: old[0].split([inner, 2 * inner]),
         lambda new: [torch.cat(list(new))],
     )
-    yield same("to_out.weight", "layer.to_out.weight")
+    yield rename("to_out.weight", "layer.to_out.weight")
     if config.qk_norm:
-        yield same("q_scale", "layer.q_norm.weight")
-        yield same("k_scale", "layer.k_norm.weight")
+        yield rename("q_scale", "layer.q_norm.weight")
+        yield rename("k_scale", "layer.k_norm.weight")
     if config.value_gates:
-        yield from layer("to_v_gate.0", "layer.to_gates", "weight", "bias")
+        yield from rename_layer("to_v_gate.0", "layer.to_gates")
     if config.rotary != "none" or "xpos" in spec:
         yield constant("attn_fn.rel_pos.inv_freq", lambda: frequencies(head_dim))
 
 
-def feed_forward_entries() -> Iterator[Entry]:
-    yield from layer("0", "norm", "weight", "bias")
+def feed_forward_entries() -> Iterator[KeyMapping]:
+    yield from rename_layer("0", "norm")
     # They gate by the second half, we by the first.
-    yield Entry(("1.weight",), ("layer.to_hidden.weight",), _exchanged, _exchanged)
-    yield same("4.weight", "layer.to_out.weight")
+    yield KeyMapping(("1.weight",), ("layer.to_hidden.weight",), _exchanged, _exchanged)
+    yield rename("4.weight", "layer.to_out.weight")
 
 
-def bias_entries(old: str, new: list[str]) -> Iterator[Entry]:
+def bias_entries(old: str, new: list[str]) -> Iterator[KeyMapping]:
     """One network, which every attention layer holds."""
     for theirs, ours in (("0", "0"), ("2", "1"), ("4", "2")):
         for part in ("weight", "bias"):
             names = tuple(f"{prefix}layers.{ours}.{part}" for prefix in new)
-            yield Entry((f"{old}mlp.{theirs}.{part}",), names, lambda x: [x[0]] * len(new), lambda x: [x[0]])
+            yield KeyMapping((f"{old}mlp.{theirs}.{part}",), names, lambda x: [x[0]] * len(new), lambda x: [x[0]])
 
 
 def _exchanged(halves: Any) -> list[Tensor]:

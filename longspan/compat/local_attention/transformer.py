@@ -24,7 +24,7 @@ from longspan.compat.local_attention.keys import (
     refuse_unknown,
     with_children,
 )
-from longspan.compat.state_dict import Entry, Translated, layer, same
+from longspan.compat.state_dict import CompatModule, KeyMapping, rename, rename_layer
 from longspan.layout import TokenLayout
 from longspan.mechanisms import build_mechanism
 from longspan.models import layers
@@ -38,7 +38,7 @@ _OF_ATTENTION = ("look_backward", "look_forward", "shared_qk", "rel_pos_emb_conf
 _OF_LAYERS = ("qk_rmsnorm", "qk_scale", "exact_windowsize", "gate_values_per_head", *_OF_ATTENTION[:-1])
 
 
-class LocalMHA(Translated):
+class LocalMHA(CompatModule):
     """Multi-head attention over windows: x (b, n, dim) -> (b, n, dim), without a residual.
 
     qk_rmsnorm: queries and keys of length one, with learned scales, and scores times qk_scale. dropout: on the weights.
@@ -86,7 +86,7 @@ class LocalMHA(Translated):
         if not prenorm:
             self.model.norm = None
 
-    def entries(self) -> Iterator[Entry]:
+    def key_mappings(self) -> Iterator[KeyMapping]:
         return attention_entries(self.model, self.config)
 
     def forward(
@@ -128,7 +128,7 @@ class LocalMHA(Translated):
         return with_children(self.model, layer=with_children(self.model.layer, mechanism=mechanism))
 
 
-class FeedForward(Translated):
+class FeedForward(CompatModule):
     """LayerNorm and a gated feed-forward layer, without a residual."""
 
     model: ResidualBranch
@@ -137,14 +137,14 @@ class FeedForward(Translated):
         super().__init__()
         self.model = ResidualBranch(layers.FeedForward(dim, feed_forward_config(dim, mult, dropout)), dim)
 
-    def entries(self) -> Iterator[Entry]:
+    def key_mappings(self) -> Iterator[KeyMapping]:
         return feed_forward_entries()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x, TokenLayout.of(x, causal=False), None, None)
 
 
-class DynamicPositionBias(Translated):
+class DynamicPositionBias(CompatModule):
     """A bias (heads, i, j) of the distances between the last i of j tokens and all of them."""
 
     model: Bias
@@ -153,7 +153,7 @@ class DynamicPositionBias(Translated):
         super().__init__()
         self.model = Bias(heads, dim)
 
-    def entries(self) -> Iterator[Entry]:
+    def key_mappings(self) -> Iterator[KeyMapping]:
         return bias_entries("", [""])
 
     def forward(self, i: int, j: int) -> Tensor:
@@ -170,7 +170,7 @@ class Cache(NamedTuple):
     maybe_cached_attn_bias: None = None
 
 
-class LocalTransformer(Translated):
+class LocalTransformer(CompatModule):
     """A language model of local attention, or, with num_tokens=None, its layers alone: (b, n, dim) -> (b, n, dim).
 
     global_attn_layer: a module (b, n, dim) -> (b, n, dim), of which a copy goes before the local attention of the
@@ -240,35 +240,35 @@ class LocalTransformer(Translated):
             self.global_layers = tuple(sorted(set(chosen)))
             self._insert(global_attn_layer)
 
-    def entries(self) -> Iterator[Entry]:
+    def key_mappings(self) -> Iterator[KeyMapping]:
         inside = "transformer." if self.has_embed_unembed else ""
         if self.has_embed_unembed:
-            yield same("token_emb.weight", "embedding.weight")
-            yield same("pos_emb.weight", "positions.table")
-            yield from layer("to_logits.0", "transformer.norm", "weight", "bias")
-            yield same("to_logits.1.weight", "to_logits.weight")
+            yield rename("token_emb.weight", "embedding.weight")
+            yield rename("pos_emb.weight", "positions.table")
+            yield from rename_layer("to_logits.0", "transformer.norm")
+            yield rename("to_logits.1.weight", "to_logits.weight")
         attention, stack, biases = self.model.config.attention, self._transformer.stack, []
         for i, ((name, kind), branch) in enumerate(zip(self._places(), stack.branches, strict=True)):
             assert isinstance(branch, ResidualBranch)
             if kind == "attention":
-                parts: Iterable[Entry] = attention_entries(branch, attention)
+                parts: Iterable[KeyMapping] = attention_entries(branch, attention)
                 biases.append(f"{inside}stack.branches.{i}.layer.mechanism.bias.")
             elif kind == "feed_forward":
                 parts = feed_forward_entries()
             else:
-                parts = [same(old, f"layer.{old}") for old in branch.layer.state_dict()]
-            yield from (part.under(f"{name}.branch.", f"{inside}stack.branches.{i}.") for part in parts)
+                parts = [rename(old, f"layer.{old}") for old in branch.layer.state_dict()]
+            yield from (part.with_prefix(f"{name}.branch.", f"{inside}stack.branches.{i}.") for part in parts)
             if stack.topology == "hyper":
-                yield from (part.under(f"{name}.", f"{inside}stack.connections.{i}.") for part in CONNECTION)
+                yield from (part.with_prefix(f"{name}.", f"{inside}stack.connections.{i}.") for part in CONNECTION)
         if attention.dynamic_bias:
             yield from bias_entries("dynamic_pos_bias.", biases)
 
-    def renamed(self, name: str) -> str:
+    def upgrade_key(self, key: str) -> str:
         """Releases before residual streams had no `branch`."""
-        found = re.fullmatch(r"(layers\.\d+\.[01])\.((?!branch\.|norm\.gamma|static_|dynamic_).*)", name)
-        return f"{found[1]}.branch.{found[2]}" if found else name
+        found = re.fullmatch(r"(layers\.\d+\.[01])\.((?!branch\.|norm\.gamma|static_|dynamic_).*)", key)
+        return f"{found[1]}.branch.{found[2]}" if found else key
 
-    def settle(self, shapes: Mapping[str, torch.Size]) -> None:
+    def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
         stack = self._transformer.stack
         missing = {name for name in self.state_dict() if name not in shapes and not name.endswith(".inv_freq")}
         streams = {f"{place}.{entry.old[0]}" for place, _ in self._places() for entry in CONNECTION}

@@ -21,7 +21,7 @@ from longspan.compat.performer_pytorch.options import (
     window,
 )
 from longspan.compat.performer_pytorch.redrawing import ProjectionUpdater, performers
-from longspan.compat.state_dict import Entry, Translated
+from longspan.compat.state_dict import CompatModule, KeyMapping
 from longspan.layout import TokenLayout
 from longspan.mechanisms.performer import PerformerAttention
 from longspan.mechanisms.split import SplitAttention
@@ -44,7 +44,7 @@ __all__ = [
 M = TypeVar("M", bound=nn.Module)
 
 
-class FastAttention(Translated):
+class FastAttention(CompatModule):
     """Attention by random features on q, k, v (B, H, T, dim_heads) with any number of heads."""
 
     model: PerformerAttention
@@ -76,8 +76,8 @@ class FastAttention(Translated):
         assert isinstance(model, PerformerAttention)
         self.model = model
         if no_projection:
-            self.idle = nn.Module()
-            self.idle.register_buffer("projection", orthogonal_rows(self.nb_features, dim_heads, unit=False))
+            self.unused = nn.Module()
+            self.unused.register_buffer("projection", orthogonal_rows(self.nb_features, dim_heads, unit=False))
 
     @property
     def projection_matrix(self) -> Tensor:
@@ -94,12 +94,12 @@ class FastAttention(Translated):
         out = heads(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=self.causal)
         return out.transpose(1, 2)
 
-    def entries(self) -> Iterator[Entry]:
+    def key_mappings(self) -> Iterator[KeyMapping]:
         yield from fast_entries(self.model, "", "", "")
         yield _uncounted("counts")
 
 
-class _Attention(Translated):
+class _Attention(CompatModule):
     """What self- and cross-attention share. dim_head: dim / heads if None."""
 
     model: Attention
@@ -149,14 +149,14 @@ class _Attention(Translated):
         )
         self.model = Attention(dim, config, causal=causal, cross=self.cross)
         initialize(self.model)
-        self.idle = idle_tensors(self.model, features_of(head_dim, nb_features))
+        self.unused = idle_tensors(self.model, features_of(head_dim, nb_features))
 
-    def entries(self) -> Iterator[Entry]:
+    def key_mappings(self) -> Iterator[KeyMapping]:
         yield from attention_entries(self.model, "attention_0.")
         names = [name for name, module in self.model.named_modules() if isinstance(module, PerformerAttention)]
         yield from (_uncounted(f"{name}.counts") for name in names)
         if not names:
-            yield _uncounted("idle.counts")
+            yield _uncounted("unused.counts")
 
 
 class SelfAttention(_Attention):
@@ -266,6 +266,6 @@ def _apart(module: M) -> M:
     return twin
 
 
-def _uncounted(name: str) -> Entry:
+def _uncounted(name: str) -> KeyMapping:
     """A layer by itself never said how often it was called."""
-    return Entry((), (name,), lambda _: [torch.zeros(2, dtype=torch.int64)], lambda _: ())
+    return KeyMapping((), (name,), lambda _: [torch.zeros(2, dtype=torch.int64)], lambda _: ())

@@ -16,16 +16,16 @@ from longspan.compat.performer_pytorch.performer_pytorch import (
     PerformerLM,
     language_model_entries,
     place_positions,
-    renamed,
     settled,
+    upgrade_key,
 )
-from longspan.compat.state_dict import Entry, Translated, layer
+from longspan.compat.state_dict import CompatModule, KeyMapping, rename_layer
 from longspan.models.transformer import EncoderDecoder
 
 _SIDES = ("enc_", "dec_")
 
 
-class PerformerEncDec(Translated):
+class PerformerEncDec(CompatModule):
     """Arguments that begin with enc_ or dec_ are those of PerformerLM. tie_token_embed: another tie_token_embeds."""
 
     model: EncoderDecoder
@@ -54,16 +54,16 @@ class PerformerEncDec(Translated):
         configs = [options.config() for options in self.options]
         self.model = EncoderDecoder(*configs, pad_token=pad_value, tie_embeddings=tie)
         initialize(self.model)
-        self.idle = nn.Module()
+        self.unused = nn.Module()
         for name, options, part in zip(
             ("enc", "dec"), self.options, (self.model.encoder, self.model.decoder), strict=True
         ):
-            self.idle.add_module(name, idle_tensors(part, features_of(options.head_dim, options.nb_features)))
+            self.unused.add_module(name, idle_tensors(part, features_of(options.head_dim, options.nb_features)))
         # The encoder's logits, which nobody asks for, are in every checkpoint.
         vocabulary = self.options[0].num_tokens
         assert vocabulary is not None
         if not self.options[0].tie_embed:
-            self.idle.add_module("to_out", nn.Linear(dim, vocabulary))
+            self.unused.add_module("to_out", nn.Linear(dim, vocabulary))
 
     @property
     def enc(self) -> PerformerLM:
@@ -103,17 +103,17 @@ class PerformerEncDec(Translated):
         about = {"context": encodings, "context_mask": enc_mask}
         return self.dec(seq_out, return_loss=return_loss, mask=dec_mask, **about)
 
-    def entries(self) -> Iterator[Entry]:
+    def key_mappings(self) -> Iterator[KeyMapping]:
         parts = self.model.encoder, self.model.decoder
         yield from language_model_entries(parts[0], self.options[0], "enc.", "encoder.", "enc.")
         if not self.options[0].tie_embed:
-            yield from layer("enc.to_out", "idle.to_out", "weight", "bias")
+            yield from rename_layer("enc.to_out", "unused.to_out")
         yield from language_model_entries(parts[1], self.options[1], "dec.net.", "decoder.", "dec.")
 
-    def renamed(self, name: str) -> str:
-        return renamed(name)
+    def upgrade_key(self, key: str) -> str:
+        return upgrade_key(key)
 
-    def settle(self, shapes: Mapping[str, torch.Size]) -> None:
+    def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
         found = [settled(options, shapes, old) for options, old in zip(self.options, ("enc.", "dec.net."), strict=True)]
         for now, before, part in zip(found, self.options, (self.model.encoder, self.model.decoder), strict=True):
             if now is not before:

@@ -22,7 +22,7 @@ from longspan.compat.performer_pytorch.attention import (
 from longspan.compat.performer_pytorch.keys import idle_tensors, initialize, stack_entries
 from longspan.compat.performer_pytorch.options import RELU, Kernel, Options, features_of
 from longspan.compat.performer_pytorch.redrawing import Schedule
-from longspan.compat.state_dict import Entry, Translated, constant, layer, same, shaped
+from longspan.compat.state_dict import CompatModule, KeyMapping, constant, rename, rename_layer, reshape
 from longspan.models.positions import AxialPositions, SinusoidalPositions
 from longspan.models.transformer import LanguageModel, Transformer
 
@@ -40,7 +40,7 @@ __all__ = [
 _INSIDE = ("token_emb", "pos_emb", "layer_pos_emb", "dropout", "performer", "norm", "to_out")
 
 
-class Performer(Translated):
+class Performer(CompatModule):
     """Vectors in, vectors out: (B, T, dim) -> (B, T, dim). dim_head: dim / heads unless given."""
 
     model: Transformer
@@ -78,13 +78,13 @@ class Performer(Translated):
         initialize(model)
         super().__init__()
         self._hold(model, options)
-        self.idle = idle_tensors(model, features_of(options.head_dim, nb_features))
+        self.unused = idle_tensors(model, features_of(options.head_dim, nb_features))
 
     @classmethod
     def around(cls, model: Transformer, options: Options) -> Performer:
         """A second view of a transformer that another module holds."""
         view = cls.__new__(cls)
-        Translated.__init__(view)
+        CompatModule.__init__(view)
         view._hold(model, options)
         view.training = model.training
         return view
@@ -114,14 +114,14 @@ class Performer(Translated):
         model = self.model if pos_emb is None else turned(self.model, pos_emb, x)
         return model(x, **_how(mask, context, context_mask))
 
-    def entries(self) -> Iterator[Entry]:
+    def key_mappings(self) -> Iterator[KeyMapping]:
         yield from stack_entries(self.model, reversible=self.options.reversible)
 
-    def renamed(self, name: str) -> str:
-        return "proj_updater.calls_since_last_redraw" if name == "calls_since_last_redraw" else name
+    def upgrade_key(self, key: str) -> str:
+        return "proj_updater.calls_since_last_redraw" if key == "calls_since_last_redraw" else key
 
 
-class PerformerLM(Translated):
+class PerformerLM(CompatModule):
     """Tokens in, logits out: (B, T) -> (B, T, num_tokens). tie_embedding: another name for tie_embed."""
 
     model: LanguageModel
@@ -168,13 +168,13 @@ class PerformerLM(Translated):
         initialize(model)
         super().__init__()
         self._hold(model, options)
-        self.idle = idle_tensors(model, features_of(options.head_dim, nb_features))
+        self.unused = idle_tensors(model, features_of(options.head_dim, nb_features))
 
     @classmethod
     def around(cls, model: LanguageModel, options: Options) -> PerformerLM:
         """A second view of a language model that another module holds."""
         view = cls.__new__(cls)
-        Translated.__init__(view)
+        CompatModule.__init__(view)
         view._hold(model, options)
         view.training = model.training
         return view
@@ -242,13 +242,13 @@ class PerformerLM(Translated):
                 "model with a larger max_seq_len"
             )
 
-    def entries(self) -> Iterator[Entry]:
+    def key_mappings(self) -> Iterator[KeyMapping]:
         yield from language_model_entries(self.model, self.options)
 
-    def renamed(self, name: str) -> str:
-        return renamed(name)
+    def upgrade_key(self, key: str) -> str:
+        return upgrade_key(key)
 
-    def settle(self, shapes: Mapping[str, torch.Size]) -> None:
+    def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
         options = settled(self.options, shapes)
         if options is not self.options:
             self._hold(self.model, options)
@@ -257,18 +257,18 @@ class PerformerLM(Translated):
 
 def language_model_entries(
     model: LanguageModel, options: Options, old: str = "", new: str = "", idle: str = ""
-) -> Iterator[Entry]:
+) -> Iterator[KeyMapping]:
     """Those of PerformerLM. old, new, idle: prefixes where it is part of another module."""
     device = model.embedding.weight.device
-    yield same(f"{old}token_emb.weight", f"{new}embedding.weight")
+    yield rename(f"{old}token_emb.weight", f"{new}embedding.weight")
     if isinstance(model.positions, AxialPositions):
         for i, table in enumerate(model.positions.tables):
             shape = [1, *(len(table) if axis == i else 1 for axis in range(len(options.axial_shape))), options.dim]
-            yield shaped(f"{old}pos_emb.weights.{i}", f"{new}positions.tables.{i}", shape)
+            yield reshape(f"{old}pos_emb.weights.{i}", f"{new}positions.tables.{i}", shape)
     elif isinstance(model.positions, SinusoidalPositions):
         yield constant(f"{old}pos_emb.emb", lambda: _table(options.max_seq_len, options.dim, device))
     else:
-        yield same(f"{old}pos_emb.emb.weight", f"{new}positions.table")
+        yield rename(f"{old}pos_emb.emb.weight", f"{new}positions.table")
     if options.rotary_position_emb:
         yield constant(f"{old}layer_pos_emb.emb", lambda: _table(options.max_seq_len, options.head_dim, device))
     yield from stack_entries(
@@ -278,15 +278,15 @@ def language_model_entries(
         new=f"{new}transformer.",
         idle=idle,
     )
-    yield from layer(f"{old}norm", f"{new}transformer.norm", "weight", "bias")
+    yield from rename_layer(f"{old}norm", f"{new}transformer.norm")
     if model.to_logits is not None:
-        yield from layer(f"{old}to_out", f"{new}to_logits", "weight", "bias")
+        yield from rename_layer(f"{old}to_out", f"{new}to_logits")
 
 
-def renamed(name: str) -> str:
+def upgrade_key(key: str) -> str:
     """PerformerLM's names of today: axial tables and the count of calls were named differently once."""
-    name = name.replace("pos_emb.weights_", "pos_emb.weights.")
-    return name.replace("performer.calls_since_last_redraw", "performer.proj_updater.calls_since_last_redraw")
+    key = key.replace("pos_emb.weights_", "pos_emb.weights.")
+    return key.replace("performer.calls_since_last_redraw", "performer.proj_updater.calls_since_last_redraw")
 
 
 def settled(options: Options, shapes: Mapping[str, torch.Size], old: str = "") -> Options:
