@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from longspan.generation.generate import Sampling as Sampling
     from longspan.generation.generate import generate as generate
     from longspan.generation.generate import stream as stream
+    from longspan.generation.sampling import Sampling as Sampling
     from longspan.layout import Packing as Packing
     from longspan.mechanisms import build_mechanism as build_mechanism
     from longspan.mechanisms import mechanisms as mechanisms
@@ -52,7 +52,7 @@ _HOME = {
     "EncoderDecoder": "longspan.models.transformer",
     "Classifier": "longspan.models.transformer",
     "ImageAttention": "longspan.models.vision",
-    "Sampling": "longspan.generation.generate",
+    "Sampling": "longspan.generation.sampling",
     "generate": "longspan.generation.generate",
     "stream": "longspan.generation.generate",
     "save": "longspan.models.checkpoint",

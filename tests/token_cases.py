@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from longspan.generation.decode import DecodeLoop, Sampling
+from longspan.generation.sampling import Sampling, SeededSampler
 from longspan.ops import decode as step
 from longspan.ops.rotary import cos_sin
 
@@ -80,33 +80,30 @@ def compare_turns(device: str) -> None:
         assert (ours.cpu().double() - best).abs().max() < 3e-7
 
 
-class _Choice(DecodeLoop):
-    """A loop without a model: the numbers a choice is made from, and where it is kept."""
-
-    def __init__(self, logits: torch.Tensor, sampling: Sampling, stop: list[int], fused: bool) -> None:
-        B, device = len(logits), logits.device
-        generator = torch.Generator().manual_seed(7)
-        self._logits, self._sampling, self._fused = logits, sampling, fused
-        self._recent = torch.randint(-1, logits.shape[1], (B, 5), generator=generator).to(device)
-        self._token = torch.randint(logits.shape[1], (B,), generator=generator).to(device)
-        self._drawn = torch.rand(B, 11, generator=generator, dtype=torch.float64).to(device)
-        self._index = torch.full((B,), 2, device=device)
-        self._stop = torch.tensor(stop, dtype=torch.int64, device=device)
-        self._ended = torch.zeros(B, dtype=torch.bool, device=device)
-        self._answer = torch.zeros(2, B, dtype=torch.float64, device=device)
+def _sampler(logits: torch.Tensor, sampling: Sampling, stop: list[int], fused: bool) -> SeededSampler:
+    """A sampler with recent tokens and uniform numbers of its own, the same for each call."""
+    B, generator = len(logits), torch.Generator().manual_seed(7)
+    recent = torch.randint(-1, logits.shape[1], (B, 5), generator=generator).to(logits.device)
+    sampler = SeededSampler(sampling, recent, stop, range(B))
+    sampler.prepare()
+    sampler._index.fill_(2)
+    sampler._fused = fused
+    return sampler
 
 
 def compare_choices(name: str, device: str, vocabulary: int = 131, rows: int = 5) -> None:
-    """The kernel chooses what plain PyTorch chooses from the same numbers, time after time."""
+    """The kernel chooses what eager PyTorch chooses from the same numbers, time after time."""
     logits = (torch.randn(rows, vocabulary) * 3).to(device)
     logits[:, 3] = logits[:, 5] = logits[:, 4]  # ties
     stop = [4, 17]
-    ours, plain = (_Choice(logits, SAMPLINGS[name], stop, fused) for fused in (True, False))
-    for joins in (False, True, True):
-        for loop in (ours, plain):
-            loop._choose(joins)
-        for kept in ("_recent", "_token", "_ended"):
-            assert torch.equal(getattr(ours, kept), getattr(plain, kept)), kept
-        assert torch.equal(ours._answer[0], plain._answer[0])
-        torch.testing.assert_close(ours._answer[1], plain._answer[1], rtol=1e-5, atol=1e-5)
-    assert plain._ended.any() or not (plain._token[:, None] == plain._stop).any()
+    ours, plain = (_sampler(logits, SAMPLINGS[name], stop, fused) for fused in (True, False))
+    tokens = [torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2)]
+    for append in (False, True, True):
+        for sampler, token in zip((ours, plain), tokens, strict=True):
+            sampler.sample(logits, token, append=append)
+        assert torch.equal(*tokens)
+        assert torch.equal(ours.recent, plain.recent)
+        assert torch.equal(ours._ended, plain._ended)
+        assert torch.equal(ours.answer[0], plain.answer[0])
+        torch.testing.assert_close(ours.answer[1], plain.answer[1], rtol=1e-5, atol=1e-5)
+    assert plain._ended.any() or not (tokens[1][:, None] == plain._stop).any()

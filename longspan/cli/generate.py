@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from longspan import __version__
-from longspan.generation.generate import Sampling, Stream, prefill, stream
+from longspan.generation.generate import Stream, prefill, stream
+from longspan.generation.sampling import Sampling
 from longspan.generation.session import Session
 from longspan.generation.tokenization import TextCodec
 from longspan.mechanisms import mechanism_options, mechanisms
@@ -80,7 +81,7 @@ def generate(
         err=True,
     )
     if state is not None:
-        steps.memory.save(state)
+        steps.session.save(state)
         typer.echo(f"memory saved to {state}; go on with --resume {state}", err=True)
 
 
@@ -95,7 +96,7 @@ def _prompt(prompt: str | None, prompt_file: Path | None, resume: Path | None) -
 
 
 def _text(folder: Path, model: LanguageModel) -> TextCodec:
-    text = TextCodec.beside(_checkpoint(folder))
+    text = TextCodec.from_checkpoint(_checkpoint(folder))
     if not text.fits(model.config.vocab_size):
         raise ValueError(
             f"this model has {model.config.vocab_size} tokens: text needs 256 of them, as bytes, or the model's own "
@@ -110,12 +111,12 @@ def _read(model: LanguageModel, prompt: list[int], resume: Path | None, max_toke
             raise ValueError("there is nothing to continue: give --prompt, --prompt-file or text on standard input")
         return prefill(model, prompt, max_tokens=max_tokens)
     memory = Session.load(resume, model)
-    return memory.read(model, prompt) if prompt else memory
+    return memory.extend(model, prompt) if prompt else memory
 
 
 def _print(steps: Stream, text: TextCodec, batch: int, endings: list[str]) -> int:
     """The first row as it comes, the others afterwards; an interrupt ends it with what there is."""
-    rows = [text.reader() for _ in range(batch)]
+    rows = [text.stream_decoder() for _ in range(batch)]
     live = [True] * batch
     number = 0
     try:
@@ -123,7 +124,7 @@ def _print(steps: Stream, text: TextCodec, batch: int, endings: list[str]) -> in
             number += sum(live)
             for row, token in enumerate(tokens):
                 if live[row]:
-                    piece, said = rows[row].read(token), rows[row].said
+                    piece, said = rows[row].push(token), rows[row].text
                     live[row] = not any(ending in said[-len(piece) - len(ending) :] for ending in endings)
                     if row == 0:
                         sys.stdout.write(piece)
@@ -132,10 +133,10 @@ def _print(steps: Stream, text: TextCodec, batch: int, endings: list[str]) -> in
                 break
     except KeyboardInterrupt:
         typer.echo("\ninterrupted", err=True)
-    sys.stdout.write(rows[0].rest())
+    sys.stdout.write(rows[0].flush())
     for i, other in enumerate(rows[1:], 2):
-        other.rest()
-        sys.stdout.write(f"\n\n--- {i} of {batch} ---\n{other.said}")
+        other.flush()
+        sys.stdout.write(f"\n\n--- {i} of {batch} ---\n{other.text}")
     sys.stdout.flush()
     return number
 

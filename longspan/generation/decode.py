@@ -1,149 +1,94 @@
-"""One token after the other: a choice from logits, a step of the model, in memory that stays where it is."""
+"""The decode loop: one token after another, from a state of constant size."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from longspan.generation.session import Session
+from longspan.generation.sampling import Sampler
 from longspan.mechanisms.linformer import Projection
 from longspan.models.layers import Attention
 from longspan.models.residual import ResidualBranch, StackState
 from longspan.models.transformer import LanguageModel
-from longspan.ops.common import dispatch
-from longspan.ops.decode import why_not_triton
 from longspan.protocol import Mechanism, State
 
-# Multiplications and numbers held: where a step has fewer, threads on a CPU wait for each other longer than they help.
+# Multiplications plus state elements of a step. Below this, threads on a CPU cost more than they save.
 _SMALL = 1 << 23
-_WARM = 3  # steps before one is captured: kernels are compiled and libraries loaded by then
+_RECOUNT = 1024  # steps until the elements of a state, which may grow, are counted again
+_WARMUP = 3  # steps before a CUDA graph is captured: kernels are compiled and libraries loaded by then
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is chosen from its logits.
+@dataclass
+class _Snapshot:
+    """A point that `DecodeLoop.rollback` can return to, and the tokens chosen since."""
 
-    temperature: 0 takes the likeliest. top_k: only the k likeliest. top_p: the likeliest that together reach p.
-    min_p: those at least min_p times as likely as the likeliest. repetition_penalty: logits of the row's last
-    repetition_window tokens are divided by it if positive, multiplied if negative.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    repetition_window: int = 64
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{name} must be in (0, 1], got {value}")
-        if self.repetition_penalty <= 0 or self.repetition_window < 1:
-            raise ValueError(
-                "repetition_penalty must be positive (1 is none) and repetition_window at least 1, got "
-                f"{self.repetition_penalty} and {self.repetition_window}"
-            )
-
-    def probabilities(self, logits: Tensor, recent: Tensor) -> Tensor:
-        """logits (B, V), recent (B, window) tokens, −1 where none -> (B, V) that sum to one."""
-        logits = self.penalized(logits.to(torch.promote_types(logits.dtype, torch.float32)), recent)
-        if self.temperature == 0:
-            return torch.zeros_like(logits).scatter(1, logits.argmax(1, keepdim=True), 1)
-        logits = logits if self.temperature == 1 else logits / self.temperature
-        if self.top_k is not None and self.top_k < logits.shape[1]:
-            least = logits.topk(self.top_k, 1).values[:, -1:]
-            logits = logits.masked_fill(logits < least, float("-inf"))
-        probabilities = logits.softmax(1)
-        if self.min_p is None and self.top_p is None:
-            return probabilities
-        if self.min_p is not None:
-            probabilities = probabilities * (probabilities >= self.min_p * probabilities.amax(1, keepdim=True))
-        if self.top_p is not None:
-            ordered, order = probabilities.sort(1, descending=True)
-            # A token stays if those likelier than it do not reach p; the likeliest always does.
-            before = ordered.cumsum(1) - ordered
-            kept = torch.zeros_like(probabilities).scatter(1, order, ordered * (before < self.top_p))
-            probabilities = kept
-        return probabilities / probabilities.sum(1, keepdim=True)
-
-    def penalized(self, logits: Tensor, recent: Tensor) -> Tensor:
-        """Logits (B, V) after the repetition penalty for the tokens in recent, −1 where none."""
-        if self.repetition_penalty == 1:
-            return logits
-        seen = torch.zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
-        seen = seen.scatter(1, recent.masked_fill(recent < 0, logits.shape[1]), True)[:, :-1]
-        weaker = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
-        return torch.where(seen, weaker, logits)
+    state: StackState
+    logits: Tensor
+    token: Tensor
+    pending: bool
+    steps: int
+    sampler: Any
+    tokens: list[Tensor] = field(default_factory=list)
 
 
 class DecodeLoop:
-    """Everything a step reads and writes, at fixed addresses, so that a CUDA graph can hold it.
+    """Decodes one token at a time for a fixed number of sequences.
 
-    A step takes the token chosen last, if any, into the state, and chooses the next.
+    Every tensor that a step reads or writes keeps its address, so that on a GPU a step is one replayed CUDA graph. A
+    step writes the pending token, chosen by the step before, to the state and chooses the next one.
+
+    The state is converted to the mechanisms' decode layout (`Mechanism.decode_state`) on entry and back
+    (`Mechanism.finish_decode`) by `state_and_logits`; nothing else sees the decode layout.
+
+    Call `step`, `snapshot` and `rollback` under `torch.no_grad` or `torch.inference_mode`, the same one for all calls.
+
+    Args:
+        model: A causal model in eval mode.
+        state: The state after the prompt; copied.
+        logits: (B, V), the logits after the prompt; copied.
+        sampler: Chooses the tokens.
+
+    Attributes:
+        token: (B,) int64, the tokens chosen last. The next step overwrites it.
     """
 
-    def __init__(self, model: LanguageModel, memory: Session, sampling: Sampling, stop: Sequence[int]) -> None:
-        self._model, self._sampling = model, sampling
-        device, rows = memory.logits.device, len(memory.logits)
-        stack = model.transformer.stack
-        # What `decode_step` does not do goes on by `extend`, which autocast reaches too.
-        self._stepping = stack.supports_decode and not torch.is_autocast_enabled(device.type)
-        self._capturing = self._stepping and device.type == "cuda"
-        self._small = _is_small(model, memory.state)
-        with self.alone():
-            self._state: StackState = memory.state.clone()
-            if self._stepping:
+    def __init__(self, model: LanguageModel, state: StackState, logits: Tensor, sampler: Sampler) -> None:
+        self._model, self._sampler = model, sampler
+        device, stack = logits.device, model.transformer.stack
+        # `extend` covers what `decode_step` does not: axial folding and autocast.
+        self._in_place = stack.supports_decode and not torch.is_autocast_enabled(device.type)
+        self._capturing = self._in_place and device.type == "cuda"
+        self._small = _is_small(model, state)
+        with self.single_thread():
+            self._state: StackState = state.clone()
+            if self._in_place:
                 dtype = next(model.parameters()).dtype
-                self._state = self._through(
-                    stack.share_length(self._state), lambda own, held: own.decode_state(held, dtype)
-                )
-        self._logits, self._recent = memory.logits.clone(), memory.recent.clone()
-        self._stop = torch.tensor(list(stop), dtype=torch.int64, device=device)
-        self._ended = torch.zeros(rows, dtype=torch.bool, device=device)
-        self._token = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._drawn = torch.zeros(rows, 0, dtype=torch.float64, device=device)
-        self._index = torch.zeros(rows, dtype=torch.int64, device=device)  # of the drawn number that is next
-        self._answer = torch.zeros(2, rows, dtype=torch.float64, device=device)
-        self._fused = (
-            why_not_triton(self._logits) is None and memory.logits.shape[1] <= dispatch.step_kernels().LARGEST_CHOICE
-        )
-        self._pending, self._steps = False, 0  # whether a token is chosen that the state does not hold yet
+                shared = stack.share_length(self._state)
+                self._state = self._map(shared, lambda mechanism, inner: mechanism.decode_state(inner, dtype))
+        self._logits = logits.clone()
+        self.token = torch.zeros(len(logits), dtype=torch.int64, device=device)
+        self._pending, self._steps = False, 0  # pending: `token` is not in the state yet
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._snapshot: _Snapshot | None = None
         self._mechanisms = [
             (place, branch.layer.mechanism)
             for place, branch in enumerate(stack.branches)
             if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention)
         ]
         self._limits = _limits(model)
-        self._longest = int(memory.state.length.max()) if self._limits else 0
-
-    def fill(self, blocks: list[Tensor]) -> None:
-        """New uniform numbers (block,) for each row."""
-        drawn = torch.stack(blocks)
-        if self._drawn.shape == drawn.shape:
-            self._drawn.copy_(drawn)
-        else:
-            self._drawn = drawn.to(self._drawn.device)
-        self._index.zero_()
-        if self._steps:
-            self._small = _is_small(self._model, self._state)  # a memory may have grown
+        self._prompt_length = int(state.length.max()) if self._limits else 0
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """One thread within, where steps are small; then as many as there were.
+    def single_thread(self) -> Iterator[None]:
+        """Run with one PyTorch thread where steps are small, then restore the number of threads.
 
-        A thread that meets PyTorch for the first time keeps the number it finds: only where there are no others.
+        A new Python thread inherits the number that it finds, so this does nothing in a process with several.
         """
         threads = torch.get_num_threads()
         if not self._small or threads == 1 or threading.active_count() > 1:
@@ -156,93 +101,139 @@ class DecodeLoop:
             torch.set_num_threads(threads)
 
     def step(self) -> Tensor:
-        """(2, B) float64: the next tokens, −1 for rows that have ended, and their log-probabilities."""
+        """Write the pending token to the state and choose the next one.
+
+        Returns:
+            (B,) int64, `self.token`. The next step overwrites it.
+        """
         self._check()
+        self._sampler.prepare()
         if self._graph is not None and self._pending:
             self._graph.replay()
-            self._steps += 1
-            return self._answer.clone()
-        trying = self._capturing and self._pending and self._steps >= _WARM
-        before = self._addresses() if trying else {}
-        if self._pending:
-            self._advance()
-        self._choose(self._pending)
+            if not self._sampler.capturable:
+                self._sample()
+        else:
+            capture = self._capturing and self._pending and self._steps >= _WARMUP
+            before = self._addresses() if capture else {}
+            if self._pending:
+                self._advance()
+            self._sample()
+            if capture:
+                self._capture(before)
         self._pending, self._steps = True, self._steps + 1
-        answer = self._answer.clone()
-        if trying:
-            # A memory that grows moves, and cannot be held.
-            self._capturing = False
-            if before == self._addresses():
-                self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph):
-                    self._advance()
-                    self._choose(True)
-        return answer
+        if self._steps % _RECOUNT == 0:
+            self._small = _is_small(self._model, self._state)
+        if self._snapshot is not None:
+            self._snapshot.tokens.append(self.token.clone())
+        return self.token
 
-    def memory(self) -> Session:
-        """A copy of all that was read and said so far."""
-        with self.alone():
+    def state_and_logits(self) -> tuple[StackState, Tensor]:
+        """Return copies of the state and the logits after every token chosen so far. The loop can go on."""
+        with self.single_thread():
             if self._pending:
                 with torch.inference_mode():
                     self._advance()
-                    self._join()
+                    self._sampler.append(self.token)
                 self._pending = False
-            state = self._through(self._state.clone(), lambda own, held: own.finish_decode(held))
-            return Session(state, self._logits.clone(), self._recent.clone())
+            state = self._map(self._state.clone(), lambda mechanism, inner: mechanism.finish_decode(inner))
+            return state, self._logits.clone()
+
+    def snapshot(self) -> None:
+        """Remember this point for `rollback`, at the cost of one copy of the state. Replaces the last snapshot."""
+        self._snapshot = _Snapshot(
+            self._state.clone(),
+            self._logits.clone(),
+            self.token.clone(),
+            self._pending,
+            self._steps,
+            self._sampler.snapshot(),
+        )
+
+    def rollback(self, number: int) -> None:
+        """Drop the last `number` tokens, as if they had never been chosen.
+
+        A single token that is still pending is dropped for free. Otherwise the state of the last `snapshot` is restored
+        and the tokens between it and the dropped ones are decoded again.
+
+        Args:
+            number: How many tokens to drop, at most as many as were chosen since the last `snapshot`.
+
+        Raises:
+            ValueError: If fewer tokens were chosen since the last `snapshot`, or there is none.
+        """
+        saved = self._snapshot
+        available = 0 if saved is None else len(saved.tokens)
+        if not 0 <= number <= available:
+            raise ValueError(
+                f"rollback can drop 0 to {available} tokens, those chosen since the last snapshot, got {number}: "
+                "call snapshot() before the tokens that may be dropped"
+            )
+        if saved is None or number == 0:
+            return
+        del saved.tokens[available - number :]
+        only_pending = number == 1 and self._pending
+        self._sampler.restore(saved.sampler)
+        if not only_pending:
+            self._restore(saved)
+        token, pending = saved.token, saved.pending
+        for chosen in saved.tokens:
+            self._sampler.prepare()
+            if pending:
+                self._sampler.append(token)
+                if not only_pending:
+                    self._advance()
+            self._sampler.skip(chosen)
+            self.token.copy_(chosen)
+            token, pending = chosen, True
+        if only_pending and pending:
+            self._sampler.append(token)  # it is in the state already
+        self._pending, self._steps = pending and not only_pending, saved.steps + len(saved.tokens)
+
+    def _restore(self, saved: _Snapshot) -> None:
+        """Copy a snapshot into the loop's tensors, which keep their addresses unless the state has grown."""
+        old, new = self._state.tensors(), saved.state.tensors()
+        if all(x.shape == new[name].shape for name, x in old.items()):
+            for name, x in old.items():
+                x.copy_(new[name])
+        else:
+            clone = saved.state.clone()
+            self._state = self._model.transformer.stack.share_length(clone) if self._in_place else clone
+        self._logits.copy_(saved.logits)
+        self.token.copy_(saved.token)
 
     def _advance(self) -> None:
-        if self._stepping:
-            logits, self._state = self._model.decode_step(self._token, self._state)
+        """Write the token to the state and compute the logits after it."""
+        if self._in_place:
+            logits, self._state = self._model.decode_step(self.token, self._state)
         else:
-            out, self._state = self._model.extend(self._token[:, None], self._state)
+            out, self._state = self._model.extend(self.token[:, None], self._state)
             logits = out[:, -1]
         self._logits.copy_(logits)
 
-    def _join(self) -> None:
-        """The token chosen last becomes one of the recent ones."""
-        self._recent.copy_(torch.cat([self._recent[:, 1:], self._token[:, None]], 1))
+    def _sample(self) -> None:
+        self._sampler.sample(self._logits, self.token, append=self._pending)
 
-    def _choose(self, joins: bool) -> None:
-        """The next token; joins: after the last one has become one of the recent."""
-        if self._fused:
-            own = self._recent, self._token, self._drawn, self._index, self._stop, self._ended, self._answer
-            dispatch.step_kernels().choose(self._logits, *own, joins=joins, how=self._sampling)
+    def _capture(self, before: dict[str, int]) -> None:
+        """Capture a step in a CUDA graph, unless the state is one that grows and so changes its address."""
+        self._capturing = False
+        if before != self._addresses():
             return
-        if joins:
-            self._join()
-        token = self._likeliest() if self._sampling.temperature == 0 else self._drawn_token()
-        if len(self._stop):
-            self._ended.logical_or_(torch.isin(token, self._stop))
-            self._answer[0].copy_(token.masked_fill(self._ended, -1))
-        else:
-            self._answer[0].copy_(token)
-        self._token.copy_(token)
-
-    def _likeliest(self) -> Tensor:
-        """(B,) the only token there is to choose, with certainty."""
-        logits = self._logits
-        if self._sampling.repetition_penalty != 1:
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return self._sampling.penalized(logits, self._recent).argmax(1)
-
-    def _drawn_token(self) -> Tensor:
-        """(B,) by the next random number, its log-probability in the answer."""
-        probabilities = self._sampling.probabilities(self._logits, self._recent)
-        token = _pick(probabilities, self._drawn.gather(1, self._index[:, None])[:, 0])
-        self._answer[1].copy_(probabilities.gather(1, token[:, None]).log()[:, 0])
-        self._index.add_(1)
-        return token
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._advance()
+            if self._sampler.capturable:
+                self._sample()
 
     def _check(self) -> None:
-        """At any step: a state of other random features than the model has now is refused, and the end of a table."""
+        """Raise at the end of a table of positions, or if the model's random features were redrawn."""
         for check in self._limits:
-            check(self._longest + self._steps)
-        if self._stepping:
+            check(self._prompt_length + self._steps)
+        if self._in_place:
             for place, mechanism in self._mechanisms:
                 mechanism._check_state(self._state.branches[place].inner[0], self._logits, None)
 
-    def _through(self, state: StackState, change: Callable[[Mechanism, State], State]) -> StackState:
-        """The state with that of every mechanism changed, but for a context's."""
+    def _map(self, state: StackState, change: Callable[[Mechanism, State], State]) -> StackState:
+        """Apply a function to the state of every self-attention mechanism."""
         branches = []
         for branch, held in zip(self._model.transformer.stack.branches, state.branches, strict=True):
             if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention) and not branch.layer.cross:
@@ -256,27 +247,18 @@ class DecodeLoop:
 
 def _is_small(model: LanguageModel, state: StackState) -> bool:
     products = sum(x.weight.numel() for x in model.modules() if isinstance(x, nn.Linear))
-    held = sum(x.numel() for x in state.tensors().values())
-    return state.length.device.type == "cpu" and len(state.length) * products + held <= _SMALL
+    elements = sum(x.numel() for x in state.tensors().values())
+    return state.length.device.type == "cpu" and len(state.length) * products + elements <= _SMALL
 
 
 def _limits(model: LanguageModel) -> list[Callable[[int], None]]:
-    """What refuses a number of tokens: tables of positions, and projections over a fixed length."""
+    """Return checks that refuse a number of tokens: tables of positions, and projections over a fixed length."""
     found: list[Callable[[int], None]] = []
     if model.positions is not None and model.positions.reach is not None:
         found.append(model.positions.check)
     for branch in model.transformer.stack.branches:
         if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention) and not branch.layer.cross:
             tables = [module for module in branch.layer.mechanism.modules() if isinstance(module, Projection)]
-            # Along every stride-th token a table reaches as much further.
+            # With axial folding a table covers stride times as many tokens.
             found += [table.check_length for table in tables if not table.periodic and branch.stride == 1]
     return found
-
-
-def _pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """(B,) the token at which the cumulative probability passes a uniform number of (B,)."""
-    cumulative = probabilities.double().cumsum(1)
-    total = cumulative[:, -1:]
-    # A number that rounds up to the total would fall past the last token that can be had.
-    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True)[:, 0]

@@ -1,4 +1,4 @@
-"""Tokens as text: bytes, or what a tokenizer makes of it."""
+"""Text and tokens: bytes, or a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-TOKENIZER = "tokenizer.json"  # beside a model's weights, where it was trained with one
+TOKENIZER = "tokenizer.json"  # in a checkpoint folder, if the model was trained with a tokenizer
 
 
 def load_tokenizer(path: Path) -> Any:
-    """A Hugging Face tokenizer file."""
+    """Load a Hugging Face tokenizer file.
+
+    Args:
+        path: A tokenizer.json.
+
+    Returns:
+        A `tokenizers.Tokenizer`.
+
+    Raises:
+        ValueError: If the file is not one, or the package tokenizers is missing.
+    """
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -23,45 +33,58 @@ def load_tokenizer(path: Path) -> Any:
 
 
 class TextCodec:
-    """encode and decode for a model; tokens above 255 without a tokenizer are shown as numbers."""
+    """Encodes and decodes a model's text.
+
+    Args:
+        tokenizer: A tokenizer.json, or None for bytes.
+    """
 
     def __init__(self, tokenizer: Path | None) -> None:
         self._tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
 
     @classmethod
-    def beside(cls, model: Path) -> TextCodec:
-        """Of a checkpoint folder: with the tokenizer in it, if there is one."""
-        tokenizer = model / TOKENIZER
+    def from_checkpoint(cls, folder: Path) -> TextCodec:
+        """Return the codec of a checkpoint folder: its tokenizer if there is one, otherwise bytes."""
+        tokenizer = folder / TOKENIZER
         return cls(tokenizer if tokenizer.exists() else None)
 
     def fits(self, vocab_size: int | None) -> bool:
-        """Whether a model with this many tokens can read any text and say only what can be shown."""
+        """Return whether a model with this vocabulary can read any text, and text can show all it generates."""
         if vocab_size is None or self._tokenizer is None:
             return vocab_size == 256
         return vocab_size >= int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: bytes) -> list[int]:
-        """text is UTF-8 where there is a tokenizer, and anything at all where there is none."""
+        """Return the tokens of a text, which must be UTF-8 if there is a tokenizer."""
         if self._tokenizer is None:
             return list(text)
         return list(self._tokenizer.encode(text.decode(), add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens. Without a tokenizer, tokens above 255 are shown as numbers."""
         if self._tokenizer is not None:
             return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
         if max(tokens, default=0) > 255:
             return " ".join(map(str, tokens))
         return bytes(tokens).decode("utf-8", "replace")
 
-    def reader(self) -> StreamDecoder:
+    def stream_decoder(self) -> StreamDecoder:
+        """Return a decoder for tokens that arrive one at a time."""
         return StreamDecoder(self._tokenizer)
 
 
 class StreamDecoder:
-    """Text as its tokens come, in whole characters. said: all of it so far."""
+    """Decodes tokens one at a time into complete characters.
+
+    Args:
+        tokenizer: A `tokenizers.Tokenizer`, or None for bytes.
+
+    Attributes:
+        text: The text so far.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.said = ""
+        self.text = ""
         self._tokens: list[int] = []
         self._tokenizer, self._decoder = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
         if tokenizer is not None:
@@ -69,21 +92,21 @@ class StreamDecoder:
 
             self._stream = DecodeStream(skip_special_tokens=False)
 
-    def read(self, token: int) -> str:
-        """What the token adds: nothing while its character is not whole."""
+    def push(self, token: int) -> str:
+        """Return the text that a token adds, empty while a character is incomplete."""
         if self._tokenizer is None:
             piece = self._decoder.decode(bytes([token]))
         else:
             self._tokens.append(token)
             piece = self._stream.step(self._tokenizer, token) or ""
-        self.said += piece
+        self.text += piece
         return piece
 
-    def rest(self) -> str:
-        """What is left at the end: marks for a character that never became whole."""
+    def flush(self) -> str:
+        """Return the text left at the end: replacement characters for an incomplete one."""
         if self._tokenizer is None:
             piece = self._decoder.decode(b"", final=True)
         else:
-            piece = self._tokenizer.decode(self._tokens, skip_special_tokens=False)[len(self.said) :]
-        self.said += piece
+            piece = self._tokenizer.decode(self._tokens, skip_special_tokens=False)[len(self.text) :]
+        self.text += piece
         return piece

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from longspan.generation.session import filled, plain_values
+from longspan.generation.session import fill_state, state_values
 from longspan.generation.tokenization import TOKENIZER
 from longspan.models.checkpoint import CONFIG, TENSORS, Model, load, replacing, settled, write
 from longspan.models.config import migrated
@@ -103,10 +103,10 @@ def restore_random(states: Mapping[str, Tensor], device: torch.device) -> None:
 def memory_values(state: StackState) -> Values:
     """A carried memory as plain values, on the CPU."""
     tensors = {f"state.{name}": x.detach().cpu() for name, x in state.tensors().items()}
-    return {"tensors": tensors, "values": plain_values(state, "state")}
+    return {"tensors": tensors, "values": state_values(state, "state")}
 
 
 def memory_from(values: Values, empty: StackState) -> StackState:
     """What `memory_values` described, where `empty` is."""
     tensors = {name: x.to(empty.length.device) for name, x in values["tensors"].items()}
-    return filled(empty, tensors, values["values"], "state")
+    return fill_state(empty, tensors, values["values"], "state")

@@ -13,7 +13,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from longspan.generation.generate import Sampling, generate
+from longspan.generation.generate import generate
+from longspan.generation.sampling import Sampling
 from longspan.generation.tokenization import TextCodec
 from longspan.models.residual import StackState
 from longspan.models.transformer import LanguageModel

@@ -203,7 +203,7 @@ def test_generate_is_recomputing(name: str) -> None:
 def test_generate_reads_each_token_once() -> None:
     _, model = pair("streams 4")
     seen: list[int] = []
-    model.model.embedding.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    model.model.embedding.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel() // B))
     model.generate(tokens(7), 6)
     assert seen == [7, 1, 1, 1, 1, 1]
     seen.clear()

@@ -77,12 +77,9 @@ def test_tokens_are_the_original_ones(theirs, more):
 def test_tokens_equal_those_of_recomputing_at_a_constant_cost(more):
     mine = ours.AutoregressiveWrapper(ours.PerformerLM(**PLAIN, **more))
     whole = ours.AutoregressiveWrapper(Whole(mine.net))
-    read = []
-    extend = mine.net.model.extend_hidden
-    mine.net.model.extend_hidden = lambda tokens, *args, **how: (
-        read.append(tokens.shape[1]) or extend(tokens, *args, **how)
-    )
-    assert torch.equal(sampled(mine, prompt(), 20), sampled(whole, prompt(), 20))
+    wanted, read = sampled(whole, prompt(), 20), []
+    mine.net.model.embedding.register_forward_pre_hook(lambda _, given: read.append(given[0].numel() // B))
+    assert torch.equal(sampled(mine, prompt(), 20), wanted)
     assert read == [7] + [1] * 19
 
 
@@ -214,9 +211,9 @@ def test_encoder_and_decoder_generate_what_they_did(theirs):
 
 def test_the_encoder_is_read_once_and_the_decoder_streams():
     mine = seq2seq(ours)
-    read, extend, hidden = [], mine.model.decoder.extend_hidden, mine.model.encoder.hidden
-    mine.model.decoder.extend_hidden = lambda x, *a, **how: read.append(x.shape[1]) or extend(x, *a, **how)
-    mine.model.encoder.hidden = lambda x, **how: read.append(-x.shape[1]) or hidden(x, **how)
+    read = []
+    mine.model.decoder.embedding.register_forward_pre_hook(lambda _, given: read.append(given[0].numel() // B))
+    mine.model.encoder.embedding.register_forward_pre_hook(lambda _, given: read.append(-given[0].numel() // B))
     assert mine.generate(prompt(11), prompt(3), 5).shape == (B, 5)
     assert read == [-11, 3, 1, 1, 1, 1]
 

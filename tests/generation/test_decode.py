@@ -57,7 +57,7 @@ def test_a_memory_that_grows_is_large_one_day(threads, monkeypatch):
     held = sum(x.numel() for x in memory.state.tensors().values())
     products = sum(x.weight.numel() for x in model.modules() if isinstance(x, torch.nn.Linear))
     monkeypatch.setattr(loops, "_SMALL", products + held)
-    monkeypatch.setattr(generation, "_BLOCK", 97)
+    monkeypatch.setattr(loops, "_RECOUNT", 97)
     seen = seen_in_steps(model, 200)
     assert seen[0] == 1
     assert seen[-1] == 2
@@ -90,7 +90,7 @@ def test_gradients_flow_through_tokens_after_a_memory(mechanism):
     model = language_model(mechanism)
     steps = stream(model, prefill(model, [3, 1, 4, 1]), sampling=Sampling(temperature=0))
     said = [next(steps)[0][0] for _ in range(3)]
-    memory = steps.memory
+    memory = steps.session
     assert not any(x.is_inference() for x in (memory.logits, memory.recent, *memory.state.tensors().values()))
     logits, _ = model.extend(torch.tensor([[7, 2]]), memory.state)
     logits.sum().backward()

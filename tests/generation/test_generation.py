@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from longspan.generation.generate import Generated, Sampling, beam_search, generate, prefill, stream
+from longspan.generation.generate import Generated, beam_search, generate, prefill, stream
+from longspan.generation.sampling import Sampling
 from longspan.generation.session import Session
 from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
 from longspan.models.transformer import EncoderDecoder, LanguageModel
@@ -142,7 +143,7 @@ def test_a_memory_saved_to_disk_goes_on_where_it_was(model, tmp_path):
     whole = generate(model, PROMPTS, 12, sampling=GREEDY).tokens
     steps = stream(model, PROMPTS, 5, sampling=GREEDY)
     first = [tokens for tokens, _ in steps]
-    steps.memory.save(tmp_path / "memory.safetensors")
+    steps.session.save(tmp_path / "memory.safetensors")
     resumed = Session.load(tmp_path / "memory.safetensors", model)
     rest = generate(model, resumed, 7, sampling=GREEDY).tokens
     assert [[step[row] for step in first] + rest[row] for row in range(3)] == whole
@@ -152,11 +153,11 @@ def test_a_memory_saved_to_disk_goes_on_where_it_was(model, tmp_path):
 def test_a_memory_that_reads_on_is_that_of_the_whole_prompt(model):
     memory = prefill(model, PROMPTS[1][:4])
     kept = memory.logits.clone()
-    grown, whole = memory.read(model, PROMPTS[1][4:]), prefill(model, PROMPTS[1])
+    grown, whole = memory.extend(model, PROMPTS[1][4:]), prefill(model, PROMPTS[1])
     torch.testing.assert_close(grown.logits, whole.logits)
     assert torch.equal(grown.recent, whole.recent)
     assert generate(model, grown, 9).tokens == generate(model, whole, 9).tokens
-    assert torch.equal(memory.read(model, PROMPTS[1][4:]).logits, grown.logits)
+    assert torch.equal(memory.extend(model, PROMPTS[1][4:]).logits, grown.logits)
     assert torch.equal(memory.logits, kept)
 
 
@@ -172,10 +173,10 @@ def test_every_kind_of_memory_can_be_saved(name, tmp_path):
 def test_a_memory_of_another_model_or_no_memory_is_refused(model, tmp_path):
     path = tmp_path / "memory.safetensors"
     prefill(model, PROMPTS).save(path)
-    with pytest.raises(ValueError, match="this memory is of another model"):
+    with pytest.raises(ValueError, match="this session is of another model"):
         Session.load(path, language_model({"mechanism": "local", "window": 5}))
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match="is not a saved memory"):
+    with pytest.raises(ValueError, match="is not a saved session"):
         Session.load(path, model)
     performer = language_model("performer")
     prefill(performer, PROMPTS).save(path)
@@ -279,7 +280,7 @@ def test_what_cannot_be_is_refused_before_it_starts(model):
         generate(short, [1, 2, 3, 4, 5], 15)
     with pytest.raises(ValueError, match="at least one token"):
         generate(model, [[1], []], 3)
-    with pytest.raises(ValueError, match="one for each of 3 rows, got 2"):
+    with pytest.raises(ValueError, match="one for each of 3 sequences, got 2"):
         generate(model, PROMPTS, 3, seed=[1, 2])
     with pytest.raises(ValueError, match="source is for an EncoderDecoder"):
         generate(model, [1], 3, source=torch.ones(1, 3, dtype=torch.int64))

@@ -43,5 +43,5 @@ def test_a_hundred_thousand_tokens_do_not_grow_the_process():
     for i, _ in enumerate(steps):
         if i in (5_000, 99_999):
             peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # KiB
-    assert int(steps.memory.state.length) == 100_003
+    assert int(steps.session.state.length) == 100_003
     assert peaks[1] - peaks[0] < 4096

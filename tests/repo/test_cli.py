@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 
-from longspan.generation.generate import Sampling, generate
+from longspan.generation.generate import generate
+from longspan.generation.sampling import Sampling
 from longspan.models.checkpoint import save
 from longspan.models.config import AttentionConfig, ModelConfig
 from longspan.models.transformer import LanguageModel
@@ -152,7 +153,7 @@ def test_an_interrupt_ends_cleanly_with_what_there_is(folder):
         (["generate", "--model", "FOLDER", "--prompt", "x", "--prompt-file", "y"], b"exclude each other"),
         (["generate", "--model", "FOLDER", "--prompt-file", "missing.txt"], b"missing.txt"),
         (["generate", "--model", "FOLDER", "--prompt", "x", "--top-p", "2"], b"top_p must be in (0, 1], got 2.0"),
-        (["generate", "--model", "FOLDER", "--resume", "missing.safetensors"], b"is not a saved memory"),
+        (["generate", "--model", "FOLDER", "--resume", "missing.safetensors"], b"is not a saved session"),
     ],
 )
 def test_a_mistake_is_one_line_and_no_traceback(folder, arguments, message):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from longspan.bench.runner import Case, Check, Status, Step, Subject, Work
 from longspan.bench.subjects.mechanisms import TOLERANCES, relative_error
 from longspan.bench.subjects.peers import installed_version
-from longspan.generation.generate import Sampling, prefill, stream
+from longspan.generation.generate import prefill, stream
+from longspan.generation.sampling import Sampling
 from longspan.models.config import AttentionConfig, ModelConfig
 from longspan.models.transformer import LanguageModel
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from longspan.compat.generate import Filter, decode, sampler, top_k, top_p
+from longspan.compat.generate import Filter, FilterSampler, decode, top_k, top_p
 from longspan.compat.linear_attention_transformer.autopadder import Autopadder
 from longspan.compat.linear_attention_transformer.linear_attention_transformer import LinearAttentionTransformerLM
 
@@ -48,12 +48,11 @@ class AutoregressiveWrapper(nn.Module):
         start = start_tokens if start_tokens.ndim == 2 else start_tokens[None]
         mask = None if input_mask is None else input_mask.reshape(start.shape)
         about = {} if context is None else {"context": context, "context_mask": context_mask}
-        draw = sampler(filter_logits_fn, filter_thres, temperature)
         self.net.eval()
         out = decode(
             start,
             seq_len,
-            lambda logits, _: draw(logits),
+            FilterSampler(start, filter_logits_fn, filter_thres, temperature),
             window=self.max_seq_len,
             mask=mask,
             stop=eos_token,

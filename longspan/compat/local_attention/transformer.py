@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.compat.generate import decode, sampler, top_k
+from longspan.compat.generate import FilterSampler, decode, top_k
 from longspan.compat.local_attention.keys import (
     CONNECTION,
     attention_config,
@@ -299,14 +299,13 @@ class LocalTransformer(CompatModule):
             raise ValueError("num_tokens is None: this model has no tokens to generate")
         if temperature < 0:
             raise ValueError(f"temperature must be 0 (the likeliest token) or more, got {temperature}")
-        draw = sampler(top_k, filter_thres, temperature)
         before = self.training
         self.eval()
         try:
             return decode(
                 prime,
                 seq_len,
-                lambda logits, _: draw(logits),
+                FilterSampler(prime, top_k, filter_thres, temperature),
                 window=self.max_seq_len,
                 mask=kwargs.get("mask"),
                 model=self.model if use_kv_cache and self._remembers else None,

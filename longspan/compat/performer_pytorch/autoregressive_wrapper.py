@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from longspan.compat.generate import Filter, decode, repetition_penalty_fn, sampler, top_k, top_p
+from longspan.compat.generate import Filter, FilterSampler, decode, repetition_penalty_fn, top_k, top_p
 from longspan.compat.performer_pytorch.performer_pytorch import PerformerLM
 from longspan.ops.loss import IGNORED
 
@@ -60,18 +60,16 @@ class AutoregressiveWrapper(nn.Module):
             raise TypeError(f"generate of a PerformerLM has no argument {', '.join(more)}")
         start = start_tokens if start_tokens.ndim == 2 else start_tokens[None]
         about = {} if context is None else {"context": context, "context_mask": context_mask}
-        draw = sampler(filter_logits_fn, filter_thres, temperature)
-
-        def choose(logits: Tensor, tokens: Tensor) -> Tensor:
-            return draw(repetition_penalty_fn(logits, tokens[:, -repetition_penalty_ctx:], theta=repetition_penalty))
-
+        sampler = FilterSampler(
+            start, filter_logits_fn, filter_thres, temperature, repetition_penalty, repetition_penalty_ctx
+        )
         was_training = self.net.training
         self.net.eval()
         try:
             out = decode(
                 start,
                 seq_len,
-                choose,
+                sampler,
                 window=self.max_seq_len,
                 mask=None if mask is None else mask.reshape(start.shape),
                 stop=eos_token,

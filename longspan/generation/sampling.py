@@ -1,0 +1,249 @@
+"""Choosing the next token from logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.ops.common import dispatch
+from longspan.ops.decode import why_not_triton
+
+_BLOCK = 1024  # random numbers drawn at a time for each sequence
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Options for choosing a token from its logits.
+
+    Filters apply in this order: repetition penalty, temperature, top-k, min-p, top-p.
+
+    Args:
+        temperature: Divisor of the logits; 0 takes the likeliest token.
+        top_k: Keep only the k likeliest tokens.
+        top_p: Keep only the likeliest tokens that together reach probability p.
+        min_p: Keep only tokens at least min_p times as likely as the likeliest.
+        repetition_penalty: Divisor of positive and factor of negative logits of recent tokens; 1 is no penalty.
+        repetition_window: Number of recent tokens that the penalty covers.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    repetition_window: int = 64
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {value}")
+        if self.repetition_penalty <= 0 or self.repetition_window < 1:
+            raise ValueError(
+                "repetition_penalty must be positive (1 is none) and repetition_window at least 1, got "
+                f"{self.repetition_penalty} and {self.repetition_window}"
+            )
+
+    def probabilities(self, logits: Tensor, recent: Tensor) -> Tensor:
+        """Return the distribution that a token is drawn from.
+
+        Args:
+            logits: (B, V).
+            recent: (B, window) recent tokens, −1 for none.
+
+        Returns:
+            (B, V) probabilities that sum to one, in float32 or float64.
+        """
+        logits = self.penalize(logits.to(torch.promote_types(logits.dtype, torch.float32)), recent)
+        if self.temperature == 0:
+            return torch.zeros_like(logits).scatter(1, logits.argmax(1, keepdim=True), 1)
+        logits = logits if self.temperature == 1 else logits / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[1]:
+            least = logits.topk(self.top_k, 1).values[:, -1:]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        probabilities = logits.softmax(1)
+        if self.min_p is None and self.top_p is None:
+            return probabilities
+        if self.min_p is not None:
+            probabilities = probabilities * (probabilities >= self.min_p * probabilities.amax(1, keepdim=True))
+        if self.top_p is not None:
+            ordered, order = probabilities.sort(1, descending=True)
+            # A token stays if the likelier ones do not reach p; the likeliest always stays.
+            before = ordered.cumsum(1) - ordered
+            probabilities = torch.zeros_like(probabilities).scatter(1, order, ordered * (before < self.top_p))
+        return probabilities / probabilities.sum(1, keepdim=True)
+
+    def penalize(self, logits: Tensor, recent: Tensor) -> Tensor:
+        """Apply the repetition penalty.
+
+        Args:
+            logits: (B, V).
+            recent: (B, window) tokens to penalize, −1 for none.
+
+        Returns:
+            (B, V) logits.
+        """
+        if self.repetition_penalty == 1:
+            return logits
+        seen = torch.zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
+        seen = seen.scatter(1, recent.masked_fill(recent < 0, logits.shape[1]), True)[:, :-1]
+        lower = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
+        return torch.where(seen, lower, logits)
+
+
+class Sampler:
+    """Chooses the next token of each sequence in a `DecodeLoop`. Subclasses implement `choose`.
+
+    Attributes:
+        recent: (B, window) int64, the latest tokens of each sequence, −1 for none. The window may be 0.
+        capturable: Whether `sample` may be captured in a CUDA graph, i.e. runs no host code that matters.
+    """
+
+    capturable = False
+
+    def __init__(self, recent: Tensor) -> None:
+        self.recent = recent.clone()
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """Return the next tokens (B,) int64 for logits (B, V)."""
+        raise NotImplementedError
+
+    def sample(self, logits: Tensor, token: Tensor, *, append: bool) -> None:
+        """Replace `token` (B,) by the next tokens.
+
+        Args:
+            logits: (B, V).
+            token: (B,) int64, overwritten.
+            append: Whether to add the old content of `token` to `recent` first.
+        """
+        if append:
+            self.append(token)
+        token.copy_(self.choose(logits))
+
+    def append(self, token: Tensor) -> None:
+        """Add tokens (B,) to `recent`."""
+        if self.recent.shape[1]:
+            self.recent.copy_(torch.cat([self.recent[:, 1:], token[:, None]], 1))
+
+    def prepare(self) -> None:
+        """Run host code before a step, outside a CUDA graph."""
+
+    def skip(self, token: Tensor) -> None:
+        """Update counters as if tokens (B,) had been chosen."""
+
+    def snapshot(self) -> Any:
+        """Return what `restore` needs. A global random number generator is not part of it."""
+        return self.recent.clone()
+
+    def restore(self, saved: Any) -> None:
+        """Return to a `snapshot`; a capturable sampler's tensors keep their addresses."""
+        self.recent = saved.clone()
+
+
+class SeededSampler(Sampler):
+    """Draws tokens as `Sampling` says, each sequence from its own seed, whatever else is in the batch.
+
+    A token is where the cumulative probability passes a uniform number. These are drawn on the host, so that a seed
+    gives the same numbers on any device.
+
+    Args:
+        sampling: The options.
+        recent: (B, window) recent tokens, −1 for none.
+        stop: Tokens that end a sequence.
+        seeds: One for each sequence.
+
+    Attributes:
+        answer: (2, B) float64: the tokens chosen last, −1 for ended sequences, and their log-probabilities.
+    """
+
+    capturable = True
+
+    def __init__(self, sampling: Sampling, recent: Tensor, stop: Sequence[int], seeds: Sequence[int]) -> None:
+        super().__init__(recent)
+        B, device = len(recent), recent.device
+        self.answer = torch.zeros(2, B, dtype=torch.float64, device=device)
+        self._sampling = sampling
+        self._stop = torch.tensor(list(stop), dtype=torch.int64, device=device)
+        self._ended = torch.zeros(B, dtype=torch.bool, device=device)
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._uniform = torch.zeros(B, _BLOCK, dtype=torch.float64, device=device)
+        self._index = torch.zeros(B, dtype=torch.int64, device=device)  # of the next uniform number
+        self._steps = 0
+        self._fused: bool | None = None  # whether one kernel does all of `sample`
+
+    def prepare(self) -> None:
+        if self._steps % _BLOCK == 0:
+            blocks = [torch.rand(_BLOCK, generator=g, dtype=torch.float64) for g in self._generators]
+            self._uniform.copy_(torch.stack(blocks))
+            self._index.zero_()
+        self._steps += 1
+
+    def sample(self, logits: Tensor, token: Tensor, *, append: bool) -> None:
+        if self._fused is None:
+            largest = dispatch.step_kernels().LARGEST_CHOICE if why_not_triton(logits) is None else 0
+            self._fused = logits.shape[1] <= largest
+        if self._fused:
+            own = self.recent, token, self._uniform, self._index, self._stop, self._ended, self.answer
+            dispatch.step_kernels().choose(logits, *own, joins=append, how=self._sampling)
+            return
+        super().sample(logits, token, append=append)
+
+    def choose(self, logits: Tensor) -> Tensor:
+        token = self._likeliest(logits) if self._sampling.temperature == 0 else self._draw(logits)
+        if len(self._stop):
+            self._ended.logical_or_(torch.isin(token, self._stop))
+            self.answer[0].copy_(token.masked_fill(self._ended, -1))
+        else:
+            self.answer[0].copy_(token)
+        return token
+
+    def skip(self, token: Tensor) -> None:
+        self._ended.logical_or_(torch.isin(token, self._stop))
+        if self._sampling.temperature != 0:
+            self._index.add_(1)
+
+    def snapshot(self) -> Any:
+        tensors = [x.clone() for x in self._tensors()]
+        return tensors, self._steps, [generator.get_state() for generator in self._generators]
+
+    def restore(self, saved: Any) -> None:
+        tensors, self._steps, states = saved
+        for x, kept in zip(self._tensors(), tensors, strict=True):
+            x.copy_(kept)
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.recent, self._ended, self._uniform, self._index
+
+    def _likeliest(self, logits: Tensor) -> Tensor:
+        if self._sampling.repetition_penalty != 1:
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return self._sampling.penalize(logits, self.recent).argmax(1)
+
+    def _draw(self, logits: Tensor) -> Tensor:
+        probabilities = self._sampling.probabilities(logits, self.recent)
+        token = _pick(probabilities, self._uniform.gather(1, self._index[:, None])[:, 0])
+        self.answer[1].copy_(probabilities.gather(1, token[:, None]).log()[:, 0])
+        self._index.add_(1)
+        return token
+
+
+def _pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """Return the tokens (B,) where the cumulative probability passes uniform numbers (B,)."""
+    cumulative = probabilities.double().cumsum(1)
+    total = cumulative[:, -1:]
+    # A product that rounds up to the total would select a token past the last possible one.
+    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]
