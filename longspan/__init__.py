@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from longspan.models.checkpoint import save as save
     from longspan.models.config import AttentionConfig as AttentionConfig
     from longspan.models.config import FeedForwardConfig as FeedForwardConfig
+    from longspan.models.config import LegacyConfig as LegacyConfig
     from longspan.models.config import ModelConfig as ModelConfig
     from longspan.models.layers import Attention as Attention
     from longspan.models.transformer import Classifier as Classifier
@@ -45,6 +46,7 @@ _HOME = {
     "Projection": "longspan.mechanisms.linformer",
     "AttentionConfig": "longspan.models.config",
     "FeedForwardConfig": "longspan.models.config",
+    "LegacyConfig": "longspan.models.config",
     "ModelConfig": "longspan.models.config",
     "Attention": "longspan.models.layers",
     "Transformer": "longspan.models.transformer",

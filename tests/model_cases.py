@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig
 from longspan.models.layers import Attention
 from longspan.models.transformer import EncoderDecoder, LanguageModel
 
@@ -39,12 +39,14 @@ def shaken(module: Any) -> Any:
 
 
 def config(**options: Any) -> ModelConfig:
-    """A small causal language model; fields of the attention are recognized by name."""
+    """A small causal language model; fields of the attention and of the legacy section are recognized by name."""
     of_attention = {f.name for f in fields(AttentionConfig)} - {"dropout"}
     attention = {"num_heads": 3, **{k: v for k, v in options.items() if k in of_attention}}
-    rest = {k: v for k, v in options.items() if k not in of_attention}
+    of_legacy = {f.name for f in fields(LegacyConfig)}
+    legacy = LegacyConfig(**{k: v for k, v in options.items() if k in of_legacy})
+    rest = {k: v for k, v in options.items() if k not in of_attention | of_legacy}
     defaults = {"dim": DIM, "depth": 2, "causal": True, "vocab_size": V, "feed_forward": FeedForwardConfig(mult=1)}
-    return ModelConfig(**{**defaults, "attention": AttentionConfig(**attention), **rest})
+    return ModelConfig(**{**defaults, "attention": AttentionConfig(**attention), "legacy": legacy, **rest})
 
 
 def tokens(batch: int = B, length: int = T) -> Tensor:

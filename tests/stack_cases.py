@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig
 from longspan.models.transformer import Transformer
 
 B, T, S, DIM = 2, 9, 5, 12
@@ -32,13 +33,16 @@ def transformer(topology: str, **options: Any) -> Transformer:
         "depth": 2,
         "attention": AttentionConfig(num_heads=3, dropout=0.2, rotary="halves"),
         "cross": AttentionConfig(num_heads=2, mechanism="linear", dropout=0.2),
-        "feed_forward": FeedForwardConfig(mult=2, dropout=0.3, out_dropout=0.1),
+        "feed_forward": FeedForwardConfig(mult=2, dropout=0.3),
         "token_shift": (0, 1),
         "causal": True,
         "residual": topology,
         "num_streams": 3,
     }
-    return shaken(Transformer(ModelConfig(**{**defaults, **options})))
+    of_legacy = {f.name for f in fields(LegacyConfig)}
+    legacy = LegacyConfig(**{"out_dropout": 0.1, **{k: v for k, v in options.items() if k in of_legacy}})
+    rest = {k: v for k, v in options.items() if k not in of_legacy}
+    return shaken(Transformer(ModelConfig(**{**defaults, "legacy": legacy, **rest})))
 
 
 class Live(TorchDispatchMode):

@@ -18,7 +18,7 @@ from longspan.protocol import Mechanism
 
 def build_stack(config: ModelConfig) -> Stack:
     """The layers that a configuration describes, initialized."""
-    widths = [config.dim, *[config.inner_dim or config.dim] * (config.depth - 1)]
+    widths = [config.dim, *[config.legacy.inner_dim or config.dim] * (config.depth - 1)]
     places = list(enumerate(widths))
     own = _own_mechanisms(config, places)
     cross = [] if config.cross is None else _mechanisms(config.cross, places, False)
@@ -30,7 +30,7 @@ def build_stack(config: ModelConfig) -> Stack:
         config.dim,
         topology=config.residual,
         num_streams=config.num_streams,
-        sum_streams=config.sum_streams,
+        sum_streams=config.legacy.sum_streams,
         execution=config.execution,
     )
     _initialize(stack)
@@ -42,7 +42,8 @@ def _layer(config: ModelConfig, i: int, own: list[Mechanism], cross: list[Mechan
 
     own: the mechanism of self-attention, and then that of axial attention; cross: that of cross-attention.
     """
-    inner = config.inner_dim or config.dim
+    legacy = config.legacy
+    inner = legacy.inner_dim or config.dim
     width = config.dim if i == 0 else inner
     after = config.dim if i == config.depth - 1 else inner
 
@@ -50,25 +51,28 @@ def _layer(config: ModelConfig, i: int, own: list[Mechanism], cross: list[Mechan
         return ResidualBranch(layer, dim, norm=config.norm, norm_position=config.norm_position, **more)
 
     def feed_forward(out: int, place: int) -> list[ResidualBranch]:
-        settings = config.feed_forward if place == 0 else config.side_feed_forward or config.feed_forward
-        if config.feed_forward is None or settings is None:
+        if config.feed_forward is None:
             return []
-        if i in settings.product_keys:
+        side = None if place == 0 else legacy.side_feed_forward
+        if i in legacy.product_keys and side is None:
             if width != out:
                 raise ValueError(f"layer {i} changes the width, which a product-key memory cannot: move product_keys")
-            layer: nn.Module = ProductKeyMemory(width, num_keys=settings.num_keys)
+            layer: nn.Module = ProductKeyMemory(width, num_keys=legacy.num_keys)
         else:
-            layer = FeedForward(width, settings, out_features=out)
-        change: dict[str, Any] = {"out_features": out, "resample": config.resample}
+            settings = side or config.feed_forward
+            layer = FeedForward(width, settings, out_features=out, out_dropout=legacy.out_dropout)
+        change: dict[str, Any] = {"out_features": out, "resample": legacy.resample}
         return [branch(layer, width, token_shift=config.token_shift if place == 0 else (), **change)]
 
-    attention = Attention(width, config.attention, mechanism=own[0], causal=config.causal)
+    how: dict[str, Any] = {"causal": config.causal, "mid_features": legacy.out_dim}
+    attention = Attention(width, config.attention, mechanism=own[0], **how)
     attentions = [branch(attention, width, token_shift=config.token_shift)]
-    if config.axial_stride is not None:
-        axial = Attention(width, config.axial or config.attention, mechanism=own[1], causal=config.causal)
-        attentions.append(branch(axial, width, stride=config.axial_stride))
+    if legacy.axial_stride is not None:
+        axial = Attention(width, legacy.axial or config.attention, mechanism=own[1], **how)
+        attentions.append(branch(axial, width, stride=legacy.axial_stride))
     if config.cross is not None:
-        layer = Attention(width, config.cross, mechanism=cross[0], cross=True, context_dim=config.dim)
+        how = {"cross": True, "context_dim": config.dim, "mid_features": legacy.out_dim}
+        layer = Attention(width, config.cross, mechanism=cross[0], **how)
         attentions.append(branch(layer, width))
     last = len(attentions) - 1
     return [
@@ -87,17 +91,17 @@ def _spec(config: AttentionConfig, i: int) -> Any:
 
 def _own_mechanisms(config: ModelConfig, places: list[tuple[int, int]]) -> list[list[Mechanism]]:
     """For each layer, the mechanism of self-attention and then that of axial attention; one projection serves both."""
-    if config.axial_stride is None:
+    if config.legacy.axial_stride is None:
         return [[mechanism] for mechanism in _mechanisms(config.attention, places, config.causal)]
-    if config.axial is None:
+    if config.legacy.axial is None:
         both = _mechanisms(config.attention, [place for place in places for _ in range(2)], config.causal)
         return [both[i : i + 2] for i in range(0, len(both), 2)]
-    groups = [_mechanisms(group, places, config.causal) for group in (config.attention, config.axial)]
+    groups = [_mechanisms(group, places, config.causal) for group in (config.attention, config.legacy.axial)]
     return [list(pair) for pair in zip(*groups, strict=True)]
 
 
 def _mechanisms(attention: AttentionConfig, places: list[tuple[int, int]], causal: bool) -> list[Mechanism]:
-    """One for each place, a layer and its width, with linformer's projection shared or its rank shrinking.
+    """One for each place, a layer and its width, with linformer's projection shared.
 
     Softmaxed queries and exponentiated keys are normalized per query if causal, per feature if not, unless told.
     """
@@ -114,21 +118,15 @@ def _mechanisms(attention: AttentionConfig, places: list[tuple[int, int]], causa
     shared: Projection | None = None
     biases: dict[int, DynamicPositionBias] = {}
     built: list[Mechanism] = []
-    if attention.share_projection and attention.rank_step:
-        raise ValueError("share_projection and rank_step exclude each other: one projection has one rank")
     for i, width in places:
         spec = _spec(attention, i)
         shape = head_shape(width, attention)
-        if attention.share_projection or attention.rank_step:
+        if attention.share_projection:
             options: dict[str, Any] = {"mechanism": spec} if isinstance(spec, str) else dict(spec)
             if options["mechanism"] != "linformer":
-                raise ValueError(
-                    f"share_projection and rank_step are for linformer; layer {i} is {options['mechanism']}"
-                )
+                raise ValueError(f"share_projection is for linformer; layer {i} is {options['mechanism']}")
             if shared is not None:
                 options["projection"] = shared
-            elif attention.rank_step:
-                options["rank"] = max(1, options.get("rank", 256) - i * attention.rank_step)
             else:
                 options["share_projection"] = True
             spec = options

@@ -1,4 +1,4 @@
-"""A model's description: plain values, checked where they are made, that go through JSON and back."""
+"""Model configurations: frozen dataclasses that check their values and round-trip through JSON."""
 
 from __future__ import annotations
 
@@ -6,70 +6,69 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from longspan.mechanisms import mechanisms
 from longspan.utils import choose, nearest
 
 Spec = str | Mapping[str, Any]  # a mechanism's name, or {"mechanism": name, **options}
 
-ACTIVATIONS = ("gelu", "relu", "silu", "tanh", "sigmoid", "relu2", "identity")
-ROTARIES = ("none", "halves", "interleaved")
-NORMS = ("layer", "rms", "scale")
-NORM_POSITIONS = ("pre", "post", "rezero")
-RESIDUALS = ("single", "double", "hyper")
-EXECUTIONS = ("keep", "recompute", "recompute_heads", "reverse")
-POSITIONS = ("none", "learned", "sinusoidal", "axial")
+Activation = Literal["gelu", "relu", "silu", "tanh", "sigmoid", "relu2", "identity"]
+RotaryStyle = Literal["none", "halves", "interleaved"]
+Norm = Literal["layer", "rms", "scale"]
+NormPosition = Literal["pre", "post", "rezero"]
+Residual = Literal["single", "double", "hyper"]
+Execution = Literal["keep", "recompute", "recompute_heads", "reverse"]
+Positions = Literal["none", "learned", "sinusoidal", "axial"]
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Heads, and what they compute.
-
-    mechanism: a name, {"mechanism": name, **options}, or a sequence of those, one a layer, repeated to the depth.
-    head_dim: dim / num_heads unless given. num_kv_heads: fewer key/value heads, shared by groups of query heads.
-    shared_kv: values are the keys. qk_norm: queries and keys normalized, with a learned scale.
-    rotary: "none", "halves" or "interleaved"; one for all, one for each part of a split, or one for each mechanism by
-    its name (those not named have none), where layers differ in their parts.
-    value_gates: each head's output times a gate read off the input. out_dim: a width between heads and output.
-    dynamic_bias: width of a small network of the distance whose answer is added to the scores of local heads, one
-    network for all layers; 0 is none.
-    share_projection, rank_step: linformer's projection shared by all layers; R smaller by so much a layer, down to 1.
-    """
+    """Configuration of an attention layer."""
 
     num_heads: int = 8
+    """Number of query heads."""
     mechanism: Spec | Sequence[Spec] = "softmax"
+    """Name, {"mechanism": name, **options}, or one of these per layer, repeated to the depth."""
     head_dim: int | None = None
+    """Width of a head; dim / num_heads by default."""
     num_kv_heads: int | None = None
+    """Number of key/value heads (grouped-query attention); num_heads by default."""
     shared_kv: bool = False
+    """Use the keys as values."""
     qkv_bias: bool = False
+    """Add a bias to the query, key and value projections."""
     out_bias: bool = True
+    """Add a bias to the output projection."""
     qk_norm: bool = False
-    rotary: str | Sequence[str] | Mapping[str, str] = "none"
+    """Normalize queries and keys (RMS norm with a learned scale)."""
+    rotary: RotaryStyle | Sequence[RotaryStyle] | Mapping[str, RotaryStyle] = "none"
+    """Rotary embeddings: none, halves, interleaved; a list for the parts of a split, or a mapping by mechanism."""
     rotary_base: float = 10000.0
+    """Base of the rotary frequencies."""
     value_gates: bool = False
-    out_dim: int | None = None
+    """Multiply each head's output by a sigmoid gate computed from the input."""
     dropout: float = 0.0
+    """Dropout after the output projection."""
     dynamic_bias: int = 0
+    """Hidden width of the position-bias MLP that local heads of all layers share; 0 disables it."""
     share_projection: bool = False
-    rank_step: int = 0
+    """Share one Linformer projection among all layers."""
 
     def __post_init__(self) -> None:
         _freeze(self, "mechanism", "rotary")
-        _check_positive(self, "num_heads", "head_dim", "num_kv_heads", "out_dim")
-        _check_share(self, "dropout")
-        for name in ("dynamic_bias", "rank_step"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 (none) or more, got {getattr(self, name)}")
-        named = self.rotary if isinstance(self.rotary, Mapping) else {}
-        for rotary in [self.rotary] if isinstance(self.rotary, str) else list(named.values()) or self.rotary:
-            choose("rotary", rotary, ROTARIES)
-        for name in named:
+        _check_positive(self, "num_heads", "head_dim", "num_kv_heads")
+        _check_fraction(self, "dropout")
+        if self.dynamic_bias < 0:
+            raise ValueError(f"dynamic_bias must be 0 (none) or more, got {self.dynamic_bias}")
+        by_name = self.rotary if isinstance(self.rotary, Mapping) else {}
+        for style in [self.rotary] if isinstance(self.rotary, str) else list(by_name.values()) or self.rotary:
+            choose("rotary", style, get_args(RotaryStyle))
+        for name in by_name:
             choose("mechanism", name, mechanisms())
-        one = isinstance(self.mechanism, str | Mapping)
         if not self.mechanism:
             raise ValueError("mechanism is empty: name at least one mechanism")
-        for spec in [self.mechanism] if one else self.mechanism:
+        for spec in _specs(self.mechanism):
             if not isinstance(spec, str) and not (isinstance(spec, Mapping) and "mechanism" in spec):
                 raise ValueError(f'a mechanism is a name or {{"mechanism": name, **options}}, got {spec!r}')
             choose("mechanism", spec if isinstance(spec, str) else spec["mechanism"], mechanisms())
@@ -77,29 +76,27 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class FeedForwardConfig:
-    """The layer between attentions.
-
-    hidden: width inside, mult · dim unless given. activation: a name. gated: GLU, activation(a) · b.
-    chunks: pieces along the sequence, computed one after the other to save memory. dropout: inside; out_dropout: after.
-    product_keys: layers, counted from 0, that have a product-key memory of num_keys² values in place of it.
-    """
+    """Configuration of a feed-forward layer."""
 
     mult: float = 4
+    """Hidden width as a multiple of dim."""
     hidden: int | None = None
-    activation: str = "gelu"
+    """Hidden width; mult · dim by default."""
+    activation: Activation = "gelu"
+    """Activation function."""
     gated: bool = False
+    """Gated linear unit: activation(a) · b."""
     bias: bool = True
+    """Add biases to both linear layers."""
     dropout: float = 0.0
-    out_dropout: float = 0.0
+    """Dropout of the hidden activations."""
     chunks: int = 1
-    product_keys: tuple[int, ...] = ()
-    num_keys: int = 128
+    """Compute the sequence in this many chunks, one after another, to save memory."""
 
     def __post_init__(self) -> None:
-        _freeze(self, "product_keys")
-        _check_positive(self, "hidden", "num_keys")
-        _check_share(self, "dropout", "out_dropout")
-        choose("activation", self.activation, ACTIVATIONS)
+        _check_positive(self, "hidden")
+        _check_fraction(self, "dropout")
+        choose("activation", self.activation, get_args(Activation))
         if self.mult <= 0:
             raise ValueError(f"mult must be positive, got {self.mult}")
         if self.chunks < 1:
@@ -107,131 +104,180 @@ class FeedForwardConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Everything that makes a model, as plain values: `to_dict` and `from_dict` round-trip through JSON.
+class LegacyConfig:
+    """Options that only checkpoints of the older packages need; new models leave them at their defaults."""
 
-    Size: dim, depth; inner_dim, the width between the first feed-forward layer and the last, where it differs, and
-    resample, whether x then stays in the residual, by a learned map to the new width, or is left out.
-    Layers: attention; cross, attention to a context after each self-attention; feed_forward. None leaves one out.
-    side_feed_forward: that after axial and cross-attention, where it differs.
-    Norms: norm "layer", "rms" or "scale"; norm_position "pre", "post" or "rezero"; final_norm, one after the last
-    layer, of that kind (True) or of the one named; narrow_norm, one more before logits, embed_dim wide.
-    Positions: positions "none", "learned", "sinusoidal" or "axial", with max_length, position_base and axial_shape;
-    rotary positions belong to the attention.
-    Sequence: causal; token_shift, offsets over equal parts of the features, such as (0, 1) or (−1, 0, 1), before
-    self-attention and its feed-forward layer; axial_stride, an extra attention in each layer along every stride-th
-    token, with axial for its heads where they differ from attention's.
-    Residuals: residual "single", "double" or "hyper" with num_streams; sum_streams, double streams end as their sum
-    and not as their mean; execution "keep", "recompute", "recompute_heads" or "reverse".
-    Tokens: vocab_size; embed_dim, a narrower embedding; tie_embeddings; logits_bias, where they are not tied;
-    embed_dropout. num_classes: for `Classifier`.
-    """
-
-    dim: int = 512
-    depth: int = 6
     inner_dim: int | None = None
+    """Width between the first and the last feed-forward layer; dim by default."""
     resample: bool = False
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
-    cross: AttentionConfig | None = None
-    feed_forward: FeedForwardConfig | None = field(default_factory=FeedForwardConfig)
-    side_feed_forward: FeedForwardConfig | None = None
-    norm: str = "layer"
-    norm_position: str = "pre"
-    final_norm: bool | str = True
-    narrow_norm: bool = False
-    positions: str = "none"
-    max_length: int | None = None
-    position_base: float = 10000.0
-    axial_shape: tuple[int, ...] | None = None
-    causal: bool = False
-    token_shift: tuple[int, ...] = ()
+    """Project the residual to the new width where inner_dim changes it, instead of dropping it."""
     axial_stride: int | None = None
+    """Add attention along every axial_stride-th token to each layer."""
     axial: AttentionConfig | None = None
-    residual: str = "single"
-    num_streams: int = 4
+    """Configuration of the axial attention; that of the self-attention by default."""
+    side_feed_forward: FeedForwardConfig | None = None
+    """Feed-forward layers after axial and cross-attention; the same as after self-attention by default."""
+    out_dim: int | None = None
+    """Width of an extra linear layer between the heads and the output projection of every attention."""
+    product_keys: tuple[int, ...] = ()
+    """Layers, counted from 0, with a product-key memory instead of a feed-forward layer."""
+    num_keys: int = 128
+    """A product-key memory holds num_keys² values."""
+    out_dropout: float = 0.0
+    """Dropout after every feed-forward layer."""
+    narrow_norm: bool = False
+    """Normalize after the projection to embed_dim."""
     sum_streams: bool = False
-    execution: str = "keep"
-    vocab_size: int | None = None
-    embed_dim: int | None = None
-    tie_embeddings: bool = False
+    """Add the two streams of residual="double" at the end instead of averaging them."""
+    position_base: float = 10000.0
+    """Base of the sinusoidal position frequencies."""
     logits_bias: bool = True
-    embed_dropout: float = 0.0
-    num_classes: int | None = None
+    """Add a bias to the logits where the embeddings are not tied."""
 
     def __post_init__(self) -> None:
-        _freeze(self, "axial_shape", "token_shift")
-        _check_positive(self, "dim", "depth", "inner_dim", "max_length", "num_streams", "vocab_size", "embed_dim")
-        _check_positive(self, "num_classes")
-        _check_share(self, "embed_dropout")
-        choose("norm", self.norm, NORMS)
-        choose("norm_position", self.norm_position, NORM_POSITIONS)
-        if isinstance(self.final_norm, str):
-            choose("final_norm", self.final_norm, NORMS)
-        choose("residual", self.residual, RESIDUALS)
-        choose("execution", self.execution, EXECUTIONS)
-        choose("positions", self.positions, POSITIONS)
-        if self.positions == "learned" and self.max_length is None:
-            raise ValueError('positions="learned" needs max_length, the number of positions')
-        if self.positions == "axial" and self.axial_shape is None:
-            raise ValueError('positions="axial" needs axial_shape, such as (1024, 1024)')
-        if self.axial_shape is not None and self.positions != "axial":
-            raise ValueError(f'axial_shape goes with positions="axial", got positions="{self.positions}"')
-        if (
-            self.axial_shape is not None
-            and self.max_length is not None
-            and math.prod(self.axial_shape) < self.max_length
-        ):
-            reach = math.prod(self.axial_shape)
-            raise ValueError(
-                f"axial_shape {self.axial_shape} reaches {reach} positions, max_length is {self.max_length}"
-            )
-        if self.causal and any(offset < 0 for offset in self.token_shift):
-            raise ValueError(f"token_shift {self.token_shift} looks ahead; a causal model's offsets are 0 or more")
-        if self.token_shift and self.dim < len(self.token_shift):
-            raise ValueError(f"token_shift has {len(self.token_shift)} parts, more than dim ({self.dim})")
+        _freeze(self, "product_keys")
+        _check_positive(self, "inner_dim", "out_dim", "num_keys")
+        _check_fraction(self, "out_dropout")
         if self.axial_stride is not None and self.axial_stride < 2:
             raise ValueError(f"axial_stride must be at least 2, or None, got {self.axial_stride}")
         if self.axial is not None and self.axial_stride is None:
             raise ValueError("axial describes the attention along every axial_stride-th token: set axial_stride too")
-        beside = self.feed_forward is not None and (self.axial_stride is not None or self.cross is not None)
-        if self.side_feed_forward is not None and not beside:
-            raise ValueError("side_feed_forward goes with feed_forward, and with axial_stride or cross before it")
-        if self.narrow_norm and self.embed_dim in (None, self.dim):
-            raise ValueError("narrow_norm is for an embed_dim of its own: final_norm normalizes vectors as wide as dim")
-        if self.inner_dim is not None and (self.feed_forward is None or self.depth < 2):
-            raise ValueError("inner_dim needs feed-forward layers to change the width, and a depth of at least 2")
-        for group in (self.feed_forward, self.side_feed_forward):
-            far = () if group is None else group.product_keys
-            if any(not 0 <= layer < self.depth for layer in far):
-                raise ValueError(f"product_keys {far} must be layers from 0 to {self.depth - 1} (depth {self.depth})")
         if self.resample and self.inner_dim is None:
             raise ValueError("resample is for a width that changes: set inner_dim too")
-        if self.sum_streams and self.residual != "double":
-            raise ValueError(f'sum_streams needs residual="double", got residual="{self.residual}"')
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Configuration of a model; `to_dict` and `from_dict` round-trip through JSON."""
+
+    dim: int = 512
+    """Width of the model."""
+    depth: int = 6
+    """Number of layers."""
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    """Self-attention."""
+    cross: AttentionConfig | None = None
+    """Cross-attention after each self-attention; None for no cross-attention."""
+    feed_forward: FeedForwardConfig | None = field(default_factory=FeedForwardConfig)
+    """Feed-forward layer after each attention; None for no feed-forward layers."""
+    norm: Norm = "layer"
+    """Normalization: layer norm, RMS norm, or ScaleNorm."""
+    norm_position: NormPosition = "pre"
+    """Pre-norm, post-norm, or ReZero (a learned scale for each layer, no norm)."""
+    final_norm: bool | Norm = True
+    """Norm after the last layer: true (the kind of `norm`), false, or the name of a norm."""
+    positions: Positions = "none"
+    """Absolute position embeddings; rotary embeddings belong to `attention`."""
+    max_length: int | None = None
+    """Number of positions of learned and axial embeddings."""
+    axial_shape: tuple[int, ...] | None = None
+    """Grid of the axial position embeddings, such as 64,64."""
+    causal: bool = False
+    """Let tokens attend to themselves and earlier tokens only."""
+    token_shift: tuple[int, ...] = ()
+    """Shift equal parts of the features by these offsets before self-attention and feed-forward, such as 0,1."""
+    residual: Residual = "single"
+    """Residual streams: one, two (reversible networks), or num_streams hyper-connections."""
+    num_streams: int = 4
+    """Number of streams of residual="hyper"."""
+    execution: Execution = "keep"
+    """Activations: keep, recompute per layer or per head group in the backward pass, or reverse from the outputs."""
+    vocab_size: int | None = None
+    """Number of tokens."""
+    embed_dim: int | None = None
+    """Width of the token embeddings; dim by default."""
+    tie_embeddings: bool = False
+    """Compute logits with the token embeddings."""
+    embed_dropout: float = 0.0
+    """Dropout of the embeddings."""
+    num_classes: int | None = None
+    """Number of classes of a `Classifier`."""
+    legacy: LegacyConfig = field(default_factory=LegacyConfig)
+    """Options that only checkpoints of the older packages need."""
+
+    def __post_init__(self) -> None:
+        _freeze(self, "axial_shape", "token_shift")
+        _check_positive(self, "dim", "depth", "max_length", "num_streams", "vocab_size", "embed_dim", "num_classes")
+        _check_fraction(self, "embed_dropout")
+        choose("norm", self.norm, get_args(Norm))
+        choose("norm_position", self.norm_position, get_args(NormPosition))
+        if isinstance(self.final_norm, str):
+            choose("final_norm", self.final_norm, get_args(Norm))
+        choose("residual", self.residual, get_args(Residual))
+        choose("execution", self.execution, get_args(Execution))
+        choose("positions", self.positions, get_args(Positions))
+        self._check_positions()
+        if self.causal and any(offset < 0 for offset in self.token_shift):
+            raise ValueError(f"token_shift {self.token_shift} looks ahead; a causal model's offsets are 0 or more")
+        if self.token_shift and self.dim < len(self.token_shift):
+            raise ValueError(f"token_shift has {len(self.token_shift)} parts, more than dim ({self.dim})")
         if self.tie_embeddings and self.vocab_size is None:
             raise ValueError("tie_embeddings needs vocab_size")
+        self._check_legacy()
+
+    def _check_positions(self) -> None:
+        if self.positions == "learned" and self.max_length is None:
+            raise ValueError('positions="learned" needs max_length, the number of positions')
+        if self.positions == "axial" and self.axial_shape is None:
+            raise ValueError('positions="axial" needs axial_shape, such as (1024, 1024)')
+        if self.axial_shape is None:
+            return
+        if self.positions != "axial":
+            raise ValueError(f'axial_shape goes with positions="axial", got positions="{self.positions}"')
+        reach = math.prod(self.axial_shape)
+        if self.max_length is not None and reach < self.max_length:
+            raise ValueError(
+                f"axial_shape {self.axial_shape} reaches {reach} positions, max_length is {self.max_length}"
+            )
+
+    def _check_legacy(self) -> None:
+        legacy = self.legacy
+        has_side = self.feed_forward is not None and (legacy.axial_stride is not None or self.cross is not None)
+        if legacy.side_feed_forward is not None and not has_side:
+            raise ValueError("side_feed_forward goes with feed_forward, and with axial_stride or cross before it")
+        if legacy.narrow_norm and self.embed_dim in (None, self.dim):
+            raise ValueError("narrow_norm is for an embed_dim of its own: final_norm normalizes vectors as wide as dim")
+        if legacy.inner_dim is not None and (self.feed_forward is None or self.depth < 2):
+            raise ValueError("inner_dim needs feed-forward layers to change the width, and a depth of at least 2")
+        if any(not 0 <= layer < self.depth for layer in legacy.product_keys):
+            raise ValueError(
+                f"product_keys {legacy.product_keys} must be layers from 0 to {self.depth - 1} (depth {self.depth})"
+            )
+        if legacy.sum_streams and self.residual != "double":
+            raise ValueError(f'sum_streams needs residual="double", got residual="{self.residual}"')
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return the configuration as values that JSON can hold."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """The configuration `to_dict` described; a field that does not exist is refused."""
-        groups: dict[str, type] = dict.fromkeys(("attention", "cross", "axial"), AttentionConfig)
-        groups |= dict.fromkeys(("feed_forward", "side_feed_forward"), FeedForwardConfig)
-        given = dict(values)
-        for name, group in groups.items():
-            if isinstance(given.get(name), Mapping):
-                given[name] = _build(group, migrated(given[name]), f"{name}.")
-        return _build(cls, given, "")
+        """Build the configuration that `to_dict` returned, in this or an earlier version.
+
+        Raises:
+            ValueError: If a field does not exist, or a value is not allowed.
+        """
+        given = _migrated(values)
+        given["legacy"] = _with_groups(LegacyConfig, given["legacy"], "legacy.")
+        return _with_groups(cls, given, "")
 
 
-def migrated(value: Any) -> Any:
-    """Rename `normalise` to `normalize`, at any depth, in a configuration written before version 0.2."""
-    if isinstance(value, Mapping):
-        return {"normalize" if name == "normalise" else name: migrated(x) for name, x in value.items()}
-    return [migrated(x) for x in value] if isinstance(value, list | tuple) else value
+_GROUPS: dict[str, type] = {
+    "attention": AttentionConfig,
+    "cross": AttentionConfig,
+    "axial": AttentionConfig,
+    "feed_forward": FeedForwardConfig,
+    "side_feed_forward": FeedForwardConfig,
+}
+
+
+def _with_groups(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
+    """Build cls from a mapping in which nested configurations may be mappings too."""
+    given = dict(values)
+    for name, group in _GROUPS.items():
+        if isinstance(given.get(name), Mapping):
+            given[name] = _build(group, given[name], f"{prefix}{name}.")
+    return _build(cls, given, prefix)
 
 
 def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
@@ -242,8 +288,54 @@ def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
     return cls(**values)
 
 
+def _migrated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert values written before version 0.2: `normalise`, `rank_step`, and legacy fields outside `legacy`."""
+    given: dict[str, Any] = _respelled(values)
+    legacy = given.pop("legacy", {})
+    legacy |= {f.name: given.pop(f.name) for f in dataclasses.fields(LegacyConfig) if f.name in given}
+    groups = {name: group for name in _GROUPS if isinstance(group := {**given, **legacy}.get(name), dict)}
+    for name in ("attention", "cross", "axial"):
+        step = groups.get(name, {}).pop("rank_step", 0)
+        if step:
+            groups[name]["mechanism"] = _shrinking(groups[name], step, given.get("depth", ModelConfig.depth))
+    side = groups.get("side_feed_forward", {})
+    if side.pop("product_keys", ()):
+        raise ValueError("product keys in side_feed_forward are not supported since version 0.2")
+    side.pop("num_keys", None)
+    for name in ("out_dim", "product_keys", "num_keys", "out_dropout"):
+        found = [group.pop(name) for group in groups.values() if name in group]
+        if any(value != found[0] for value in found):
+            raise ValueError(f"{name} must be the same in all layers of a kind since version 0.2, got {found}")
+        if found:
+            legacy[name] = found[0]
+    return {**given, "legacy": legacy}
+
+
+def _respelled(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {"normalize" if name == "normalise" else name: _respelled(x) for name, x in value.items()}
+    return [_respelled(x) for x in value] if isinstance(value, list | tuple) else value
+
+
+def _shrinking(attention: Mapping[str, Any], step: int, depth: int) -> list[Spec]:
+    """The Linformer of each layer, where the rank is smaller by `step` in each, down to 1."""
+    specs = _specs(attention.get("mechanism", AttentionConfig.mechanism))
+    found: list[Spec] = []
+    for i in range(depth):
+        spec = specs[i % len(specs)]
+        options: dict[str, Any] = {"mechanism": spec} if isinstance(spec, str) else dict(spec)
+        if options["mechanism"] != "linformer":
+            raise ValueError(f"rank_step is for linformer; layer {i} is {options['mechanism']}")
+        found.append({**options, "rank": max(1, options.get("rank", 256) - i * step)})
+    return found
+
+
+def _specs(mechanism: Spec | Sequence[Spec]) -> Sequence[Spec]:
+    return [mechanism] if isinstance(mechanism, str | Mapping) else mechanism
+
+
 def _freeze(config: Any, *names: str) -> None:
-    """Lists become tuples, so that a configuration equals the one that went through JSON."""
+    """Turn lists into tuples, so that a configuration equals the one that went through JSON."""
     for name in names:
         object.__setattr__(config, name, _frozen(getattr(config, name)))
 
@@ -261,7 +353,7 @@ def _check_positive(config: Any, *names: str) -> None:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
-def _check_share(config: Any, *names: str) -> None:
+def _check_fraction(config: Any, *names: str) -> None:
     for name in names:
         if not 0 <= getattr(config, name) < 1:
             raise ValueError(f"{name} must be in [0, 1), got {getattr(config, name)}")

@@ -64,7 +64,7 @@ class Attention(nn.Module):
     """Projections around a mechanism: (B, T, dim) -> (B, T, dim).
 
     mechanism: what to compute, in place of the configuration's name for it. cross: keys and values come from a context,
-    context_dim wide where that is not dim.
+    context_dim wide where that is not dim. mid_features: width of an extra linear layer before the output projection.
     """
 
     def __init__(
@@ -76,14 +76,15 @@ class Attention(nn.Module):
         causal: bool = False,
         cross: bool = False,
         context_dim: int | None = None,
+        mid_features: int | None = None,
         out_features: int | None = None,
     ) -> None:
         super().__init__()
         config = AttentionConfig() if config is None else config
         if mechanism is None:
-            if config.share_projection or config.rank_step or config.dynamic_bias:
+            if config.share_projection or config.dynamic_bias:
                 raise ValueError(
-                    "share_projection and rank_step, and dynamic_bias too, belong to all layers of a model together: "
+                    "share_projection and dynamic_bias belong to all layers of a model together: "
                     "build a Transformer, or give this layer a mechanism that has them"
                 )
             mechanism = mechanism_from(config.mechanism, *head_shape(dim, config))
@@ -108,8 +109,8 @@ class Attention(nn.Module):
         self.to_gates = nn.Linear(dim, mechanism.num_heads) if config.value_gates else None
         self.bare_keys = not (config.qkv_bias or config.qk_norm or self.rotary)
         inner_out = mechanism.num_heads * mechanism.value_dim
-        self.to_mid = None if config.out_dim is None else nn.Linear(inner_out, config.out_dim, bias=config.out_bias)
-        self.to_out = nn.Linear(config.out_dim or inner_out, out_features or dim, bias=config.out_bias)
+        self.to_mid = None if mid_features is None else nn.Linear(inner_out, mid_features, bias=config.out_bias)
+        self.to_out = nn.Linear(mid_features or inner_out, out_features or dim, bias=config.out_bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -336,7 +337,14 @@ def _rotary(config: AttentionConfig, mechanism: Mechanism) -> list[nn.Module]:
 class FeedForward(nn.Module):
     """activation(x W₁) W₂, or (activation(a) · b) W₂ with (a, b) = x W₁."""
 
-    def __init__(self, dim: int, config: FeedForwardConfig | None = None, *, out_features: int | None = None) -> None:
+    def __init__(
+        self,
+        dim: int,
+        config: FeedForwardConfig | None = None,
+        *,
+        out_features: int | None = None,
+        out_dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         config = FeedForwardConfig() if config is None else config
         hidden = config.hidden or int(dim * config.mult)
@@ -344,7 +352,7 @@ class FeedForward(nn.Module):
         self.gated, self.chunks = config.gated, config.chunks
         self.to_hidden = nn.Linear(dim, hidden * 2 if self.gated else hidden, bias=config.bias)
         self.to_out = nn.Linear(hidden, out_features or dim, bias=config.bias)
-        self.dropout, self.out_dropout = nn.Dropout(config.dropout), nn.Dropout(config.out_dropout)
+        self.dropout, self.out_dropout = nn.Dropout(config.dropout), nn.Dropout(out_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.chunks == 1:

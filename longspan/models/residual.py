@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longspan.layout import Packing, TokenLayout
-from longspan.models.config import EXECUTIONS, NORM_POSITIONS, RESIDUALS
+from longspan.models.config import Execution, NormPosition, Residual
 from longspan.models.layers import NORMS, Attention, CenteredNorm, FeedForward, latest_tokens, shift_token, shift_tokens
 from longspan.models.positions import with_rotary
 from longspan.models.reversible import run_reversible
@@ -96,7 +96,7 @@ class ResidualBranch(nn.Module):
         resample: bool = False,
     ) -> None:
         super().__init__()
-        choose("norm_position", norm_position, NORM_POSITIONS)
+        choose("norm_position", norm_position, get_args(NormPosition))
         self.layer, self.dim, self.norm_position, self.stride = layer, dim, norm_position, stride
         self.residual = out_features in (None, dim)
         self.resample = nn.Linear(dim, out_features) if resample and out_features and not self.residual else None
@@ -282,7 +282,7 @@ class HyperConnection(nn.Module):
 
 
 class Stack(nn.Module):
-    """Branches on residual streams. execution: how they run, any of EXECUTIONS; may be changed at any time."""
+    """Branches on residual streams. execution: how they run, any of `Execution`; may be changed at any time."""
 
     def __init__(
         self,
@@ -296,7 +296,7 @@ class Stack(nn.Module):
     ) -> None:
         super().__init__()
         self.branches = nn.ModuleList(branches)
-        self.topology, self.num_streams = choose("residual", topology, RESIDUALS), num_streams
+        self.topology, self.num_streams = choose("residual", topology, get_args(Residual)), num_streams
         self.sum_streams = sum_streams
         posts = [b for b in branches if b.norm_position == "post"]
         widths = [b for b in branches if not b.residual]
@@ -315,7 +315,7 @@ class Stack(nn.Module):
 
     @execution.setter
     def execution(self, name: str) -> None:
-        choose("execution", name, EXECUTIONS)
+        choose("execution", name, get_args(Execution))
         if name == "reverse" and self.topology != "double":
             raise ValueError(f'execution="reverse" needs residual="double", got residual="{self.topology}"')
         for branch in self._branches():

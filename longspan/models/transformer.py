@@ -123,10 +123,10 @@ class LanguageModel(nn.Module):
         self.to_dim = nn.Linear(width, config.dim) if width != config.dim else None
         self.transformer = Transformer(config)
         self.from_dim = nn.Linear(config.dim, width) if width != config.dim else None
-        self.narrow_norm = NORMS[config.norm](width) if config.narrow_norm else None
+        self.narrow_norm = NORMS[config.norm](width) if config.legacy.narrow_norm else None
         self.to_logits = None
         if not config.tie_embeddings:
-            self.to_logits = nn.Linear(width, config.vocab_size, bias=config.logits_bias)
+            self.to_logits = nn.Linear(width, config.vocab_size, bias=config.legacy.logits_bias)
 
     def forward(self, tokens: Tensor, **how: Any) -> Tensor:
         """Logits (B, T, vocab_size). The keyword arguments are those of `Transformer.forward`."""
@@ -318,7 +318,7 @@ def _positions(config: ModelConfig, width: int) -> AbsolutePositions | None:
         assert config.max_length is not None
         return LearnedPositions(width, config.max_length)
     if config.positions == "sinusoidal":
-        return SinusoidalPositions(width, config.position_base)
+        return SinusoidalPositions(width, config.legacy.position_base)
     if config.positions == "axial":
         assert config.axial_shape is not None
         return AxialPositions(width, config.axial_shape)

@@ -179,7 +179,7 @@ def _fields_within(cls: Any, prefix: str) -> dict[str, tuple[Any, str]]:
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 def described(settings: Settings, model: ModelConfig) -> Values:

@@ -6,6 +6,7 @@ the optimizer, the data position, random states and carried memory.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from longspan.generation.session import fill_state, state_values
 from longspan.generation.tokenization import TOKENIZER
 from longspan.models.checkpoint import CONFIG, TENSORS, Model, load, replacing, settled, write
-from longspan.models.config import migrated
+from longspan.models.config import ModelConfig
 from longspan.models.residual import StackState
 from longspan.train.config import FREE, differences
 from longspan.train.presets import Values
@@ -45,7 +46,8 @@ def read_run(run: Path) -> tuple[Model, Values] | None:
     training = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
     if "optimiser" in training:  # written before version 0.2
         training["optimizer"] = training.pop("optimiser")
-        training["about"]["settings"] = migrated(training["about"]["settings"])
+        settings = training["about"]["settings"]
+        settings["model"] = json.loads(json.dumps(ModelConfig.from_dict(settings["model"]).to_dict()))
     return load(run / FOLDER), training
 
 

@@ -8,7 +8,7 @@ import torch
 
 from longspan import build_mechanism
 from longspan.layout import TokenLayout
-from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig
 from longspan.models.layers import Attention, FeedForward
 from longspan.models.residual import ResidualBranch, Stack
 from longspan.models.transformer import EncoderDecoder, LanguageModel, Transformer
@@ -27,6 +27,7 @@ def small(**fields):
 NAMES = {
     "A": AttentionConfig,
     "F": FeedForwardConfig,
+    "L": LegacyConfig,
     "M": small,
     "mechanism": lambda name, **options: build_mechanism(name, 8, 64, **options),
     "EncoderDecoder": EncoderDecoder,

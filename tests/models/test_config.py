@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from model_cases import MECHANISMS, V, config
 
-from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
-from longspan.models.layers import Attention
+from longspan.models.config import Activation, AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig, Norm
+from longspan.models.layers import ACTIVATIONS, NORMS, Attention
 from longspan.models.transformer import Transformer
 
 RICH = ModelConfig(
@@ -27,7 +27,8 @@ RICH = ModelConfig(
         num_kv_heads=1,
     ),
     cross=AttentionConfig(num_heads=2, mechanism={"mechanism": "linformer", "rank": 3}, dropout=0.1),
-    feed_forward=FeedForwardConfig(mult=2.5, product_keys=(0, 2), num_keys=3),
+    feed_forward=FeedForwardConfig(mult=2.5),
+    legacy=LegacyConfig(product_keys=(0, 2), num_keys=3, axial_stride=2, axial=AttentionConfig(num_heads=2)),
     positions="axial",
     axial_shape=(3, 4),
     token_shift=(0, 1),
@@ -50,8 +51,8 @@ def test_a_configuration_goes_through_json(given: ModelConfig) -> None:
 
 
 def test_lists_and_tuples_are_one_configuration() -> None:
-    feed_forward = replace(RICH.feed_forward, product_keys=[0, 2])
-    lists = replace(RICH, token_shift=[0, 1], axial_shape=[3, 4], feed_forward=feed_forward)
+    legacy = replace(RICH.legacy, product_keys=[0, 2])
+    lists = replace(RICH, token_shift=[0, 1], axial_shape=[3, 4], legacy=legacy)
     assert lists == RICH
     assert Transformer(lists).stack.branches[0].token_shift == (0, 1)
 
@@ -63,15 +64,16 @@ def test_an_unknown_field_gives_the_nearest() -> None:
         ModelConfig.from_dict({"attention": {"num_head": 3}})
     with pytest.raises(ValueError, match=r"unknown field feed_forward.multt;.*did you mean 'mult'"):
         ModelConfig.from_dict({"feed_forward": {"multt": 3}})
+    with pytest.raises(ValueError, match=r"unknown field legacy.axial.num_head;.*did you mean 'num_heads'"):
+        ModelConfig.from_dict({"legacy": {"axial_stride": 2, "axial": {"num_head": 3}}})
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("dim must be a positive integer, got 0", {"dim": 0}),
     ("dim must be a positive integer, got 1.5", {"dim": 1.5}),
     ("depth must be a positive integer, got -1", {"depth": -1}),
-    ("inner_dim must be a positive integer, got 0", {"inner_dim": 0}),
-    ("inner_dim needs feed-forward layers", {"inner_dim": 24, "feed_forward": None}),
-    ("inner_dim needs .* depth of at least 2", {"inner_dim": 24, "depth": 1}),
+    ("inner_dim needs feed-forward layers", {"legacy": LegacyConfig(inner_dim=24), "feed_forward": None}),
+    ("inner_dim needs .* depth of at least 2", {"legacy": LegacyConfig(inner_dim=24), "depth": 1}),
     ("unknown norm 'layr'.*did you mean 'layer'", {"norm": "layr"}),
     ("unknown norm_position 'Pre'.*did you mean 'pre'", {"norm_position": "Pre"}),
     ("unknown positions 'learnt'.*did you mean 'learned'", {"positions": "learnt"}),
@@ -84,14 +86,13 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("max_length must be a positive integer, got 0", {"positions": "learned", "max_length": 0}),
     ("token_shift .* looks ahead", {"token_shift": (-1, 0), "causal": True}),
     ("token_shift has 5 parts, more than dim", {"token_shift": (0,) * 5, "dim": 4}),
-    ("axial_stride must be at least 2, or None, got 1", {"axial_stride": 1}),
     ("num_streams must be a positive integer, got 0", {"num_streams": 0}),
     ("vocab_size must be a positive integer, got 0", {"vocab_size": 0}),
     ("embed_dim must be a positive integer, got -3", {"embed_dim": -3}),
     ("num_classes must be a positive integer, got 0", {"num_classes": 0}),
     (r"embed_dropout must be in \[0, 1\), got 1", {"embed_dropout": 1}),
     ("tie_embeddings needs vocab_size", {"tie_embeddings": True}),
-    (r"product_keys \(6,\) must be layers from 0 to 5", {"feed_forward": FeedForwardConfig(product_keys=(6,))}),
+    (r"product_keys \(6,\) must be layers from 0 to 5", {"legacy": LegacyConfig(product_keys=(6,))}),
 ]
 
 
@@ -105,9 +106,7 @@ def test_a_model_configuration_names_the_field_that_is_wrong(text: str, options:
     ("text", "options"),
     [
         ("num_heads must be a positive integer, got 0", {"num_heads": 0}),
-        ("out_dim must be a positive integer, got 0", {"out_dim": 0}),
         (r"dropout must be in \[0, 1\), got -0.1", {"dropout": -0.1}),
-        ("rank_step must be 0 .* got -1", {"rank_step": -1}),
         ("dynamic_bias must be 0 .* got -4", {"dynamic_bias": -4}),
         ("unknown mechanism 'linea'.*did you mean 'linear'", {"mechanism": "linea"}),
         ("unknown mechanism 'loc'.*did you mean 'local'", {"mechanism": ("linear", {"mechanism": "loc"})}),
@@ -125,14 +124,66 @@ def test_an_attention_configuration_names_the_field_that_is_wrong(text: str, opt
     [
         ("mult must be positive, got 0", {"mult": 0}),
         ("hidden must be a positive integer, got 0", {"hidden": 0}),
-        ("num_keys must be a positive integer, got 0", {"num_keys": 0}),
-        (r"out_dropout must be in \[0, 1\), got 2", {"out_dropout": 2}),
         (r"dropout must be in \[0, 1\), got 1", {"dropout": 1}),
     ],
 )
 def test_a_feed_forward_configuration_names_the_field_that_is_wrong(text: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=text):
         FeedForwardConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("inner_dim must be a positive integer, got 0", {"inner_dim": 0}),
+        ("axial_stride must be at least 2, or None, got 1", {"axial_stride": 1}),
+        ("out_dim must be a positive integer, got 0", {"out_dim": 0}),
+        ("num_keys must be a positive integer, got 0", {"num_keys": 0}),
+        (r"out_dropout must be in \[0, 1\), got 2", {"out_dropout": 2}),
+    ],
+)
+def test_a_legacy_configuration_names_the_field_that_is_wrong(text: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=text):
+        LegacyConfig(**options)
+
+
+def test_configurations_of_version_0_1_are_migrated() -> None:
+    linformer = {"mechanism": "linformer", "rank": 5}
+    linear = {"mechanism": "linear", "normalise": "query"}
+    old = {
+        "depth": 3,
+        "inner_dim": 24,
+        "axial_stride": 2,
+        "axial": {"mechanism": linear, "out_dim": 6, "rank_step": 0},
+        "attention": {"mechanism": linformer, "out_dim": 6, "rank_step": 2},
+        "feed_forward": {"mult": 2, "product_keys": [1], "num_keys": 9, "out_dropout": 0.5},
+        "side_feed_forward": {"gated": True, "product_keys": [], "num_keys": 128, "out_dropout": 0.5},
+    }
+    kept = json.dumps(old)
+    found = ModelConfig.from_dict(old)
+    assert json.dumps(old) == kept
+    assert [spec["rank"] for spec in found.attention.mechanism] == [5, 3, 1]
+    assert found.feed_forward == FeedForwardConfig(mult=2)
+    assert found.legacy == LegacyConfig(
+        inner_dim=24,
+        axial_stride=2,
+        axial=AttentionConfig(mechanism={"mechanism": "linear", "normalize": "query"}),
+        side_feed_forward=FeedForwardConfig(gated=True),
+        out_dim=6,
+        product_keys=(1,),
+        num_keys=9,
+        out_dropout=0.5,
+    )
+    assert ModelConfig.from_dict(found.to_dict()) == found
+    with pytest.raises(ValueError, match="out_dropout must be the same"):
+        ModelConfig.from_dict({**old, "side_feed_forward": {"out_dropout": 0.1}})
+    with pytest.raises(ValueError, match="product keys in side_feed_forward"):
+        ModelConfig.from_dict({**old, "side_feed_forward": {"product_keys": [1]}})
+
+
+def test_names_in_the_configuration_are_those_of_the_layers() -> None:
+    assert set(get_args(Activation)) == ACTIVATIONS.keys()
+    assert set(get_args(Norm)) == NORMS.keys()
 
 
 def test_softmaxed_features_are_normalized_by_direction() -> None:

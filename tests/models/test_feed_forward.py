@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from longspan import Packing
 from longspan.layout import TokenLayout
-from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig
 from longspan.models.layers import ACTIVATIONS, NORMS, Attention, FeedForward, ProductKeyMemory, shift_tokens
 from longspan.models.residual import ResidualBranch
 from longspan.models.transformer import Transformer
@@ -51,7 +51,7 @@ FEED_FORWARD: dict[str, list[dict[str, Any]]] = {
     "gated": [{"gated": True}, {"gated": True, "activation": "sigmoid"}, {"gated": True, "hidden": 5}],
     "bias": [{"bias": False}, {"bias": False, "gated": True}],
 }
-FEED_FORWARD_APART = {"dropout", "out_dropout", "chunks", "product_keys", "num_keys"}
+FEED_FORWARD_APART = {"dropout", "chunks"}
 
 
 def test_every_field_of_feed_forward_has_a_test() -> None:
@@ -101,7 +101,7 @@ def test_chunks_below_one_are_refused() -> None:
 def test_dropout_inside_and_after() -> None:
     x = tokens(8)
     inside = shaken(FeedForward(DIM, FeedForwardConfig(dropout=0.5)))
-    after = shaken(FeedForward(DIM, FeedForwardConfig(out_dropout=0.5)))
+    after = shaken(FeedForward(DIM, out_dropout=0.5))
     for layer in (inside, after):
         assert torch.equal(layer(x), layer(x))
         assert not torch.allclose(layer.train()(x), layer.eval()(x))
@@ -116,9 +116,8 @@ def test_dropout_inside_and_after() -> None:
 
 
 def test_product_keys_and_their_number() -> None:
-    feed_forward = FeedForwardConfig(product_keys=(1,), num_keys=5)
-    attention = AttentionConfig(num_heads=3)
-    model = Transformer(ModelConfig(dim=DIM, depth=3, attention=attention, feed_forward=feed_forward))
+    legacy = LegacyConfig(product_keys=(1,), num_keys=5)
+    model = Transformer(ModelConfig(dim=DIM, depth=3, attention=AttentionConfig(num_heads=3), legacy=legacy))
     layers = [branch.layer for branch in model.stack.branches if not isinstance(branch.layer, Attention)]
     assert [type(layer) for layer in layers] == [FeedForward, ProductKeyMemory, FeedForward]
     assert layers[1].values.num_embeddings == 25

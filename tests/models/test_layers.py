@@ -73,9 +73,8 @@ def by_definition(layer: Attention, config: AttentionConfig, x: Tensor, causal: 
             out = out / (1 + (-gate).exp())[..., None]
         heads.append(out)
     out = torch.cat(heads, 2)
-    if config.out_dim is not None:
+    if layer.to_mid is not None:
         out = linear("to_mid", out, config.out_bias)
-        assert out.shape[2] == config.out_dim
     return linear("to_out", out, config.out_bias)
 
 
@@ -97,14 +96,13 @@ ATTENTION: dict[str, list[dict[str, Any]]] = {
     "num_kv_heads": [{"num_kv_heads": 1}, {"num_heads": 6, "num_kv_heads": 2}],
     "shared_kv": [{"shared_kv": True}, {"shared_kv": True, "qk_norm": True, "rotary": "halves"}],
     "qkv_bias": [{"qkv_bias": True}, {"qkv_bias": True, "num_kv_heads": 1}],
-    "out_bias": [{"out_bias": False}, {"out_bias": False, "out_dim": 5}],
+    "out_bias": [{"out_bias": False}],
     "qk_norm": [{"qk_norm": True}, {"qk_norm": True, "head_dim": 6, "rotary": "interleaved"}],
     "rotary": [{"rotary": "halves"}, {"rotary": "interleaved"}],
     "rotary_base": [{"rotary": "halves", "rotary_base": 7.0}],
     "value_gates": [{"value_gates": True}, {"value_gates": True, "num_kv_heads": 1}],
-    "out_dim": [{"out_dim": 7}],
 }
-APART = {"mechanism", "dropout", "dynamic_bias", "share_projection", "rank_step"}
+APART = {"mechanism", "dropout", "dynamic_bias", "share_projection"}
 
 
 def test_every_field_of_attention_has_a_test() -> None:
@@ -196,11 +194,6 @@ def test_share_projection_is_one_object_for_all_layers() -> None:
     assert len({id(p) for m in linformers() for p in (m.keys, m.values)}) == 6
 
 
-def test_rank_step_shrinks_the_rank() -> None:
-    assert [m.rank for m in linformers(rank_step=1)] == [3, 2, 1]
-    assert [m.rank for m in linformers(rank_step=2)] == [3, 1, 1]
-
-
 def test_dynamic_bias_is_one_network_for_all_local_heads() -> None:
     def biases(width: int) -> list[Any]:
         attention = AttentionConfig(num_heads=3, mechanism=(SPECS["local"], "linear"), dynamic_bias=width)
@@ -214,9 +207,17 @@ def test_dynamic_bias_is_one_network_for_all_local_heads() -> None:
     assert biases(0) == [None, None]
 
 
-@pytest.mark.parametrize("options", [{"share_projection": True}, {"rank_step": 1}, {"dynamic_bias": 4}])
+@pytest.mark.parametrize("out_bias", [False, True])
+def test_an_extra_linear_layer_before_the_output_projection(out_bias: bool) -> None:
+    config = AttentionConfig(num_heads=3, out_bias=out_bias)
+    layer, x = shaken(Attention(DIM, config, mid_features=7)), tokens()
+    assert layer.to_mid.out_features == 7
+    assert_same(layer(x), by_definition(layer, config, x))
+
+
+@pytest.mark.parametrize("options", [{"share_projection": True}, {"dynamic_bias": 4}])
 def test_one_layer_alone_refuses_what_spans_layers(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="share_projection and rank_step"):
+    with pytest.raises(ValueError, match="share_projection and dynamic_bias belong to all layers"):
         attention(mechanism=SPECS["linformer"], **options)
 
 
@@ -414,8 +415,9 @@ def test_cross_attention_beside_local_self_attention(name: str) -> None:
 
 def test_half_precision_runs() -> None:
     x = tokens().bfloat16()
-    config = AttentionConfig(num_heads=3, qk_norm=True, rotary="halves", value_gates=True, out_dim=5)
-    for layer in (Attention(DIM, config), FeedForward(DIM), ProductKeyMemory(DIM, num_keys=3), NORMS["scale"](DIM)):
+    config = AttentionConfig(num_heads=3, qk_norm=True, rotary="halves", value_gates=True)
+    attention = Attention(DIM, config, mid_features=5)
+    for layer in (attention, FeedForward(DIM), ProductKeyMemory(DIM, num_keys=3), NORMS["scale"](DIM)):
         out = layer.bfloat16()(x)
         assert out.dtype == torch.bfloat16
         assert out.isfinite().all()

@@ -59,7 +59,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def layer_of(**options: Any) -> Attention:
     config = {"num_heads": 4, "head_dim": 6, "num_kv_heads": 1, "mechanism": SPEC} | options
-    layer = Attention(DIM, AttentionConfig(**config)).double()
+    mid_features = config.pop("mid_features", None)
+    layer = Attention(DIM, AttentionConfig(**config), mid_features=mid_features).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return layer
@@ -152,7 +153,7 @@ def test_no_gradients_of_gradients(calls: list[int]) -> None:
         {"qk_norm": True},
         {"rotary": "halves"},
         {"value_gates": True},
-        {"out_dim": 5},
+        {"mid_features": 5},
         {"dropout": 0.5},
         {"num_kv_heads": 4, "head_dim": 24},  # keys so wide that their source is compressed
         {"mechanism": SPEC | {"share_projection": False}},

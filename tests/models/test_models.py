@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from longspan import Packing
 from longspan.layout import TokenLayout
-from longspan.models.config import AttentionConfig, FeedForwardConfig
+from longspan.models.config import AttentionConfig, ModelConfig
 from longspan.models.layers import Attention, FeedForward, ProductKeyMemory, ScaleNorm
 from longspan.models.transformer import LanguageModel, Transformer
 
@@ -207,25 +207,24 @@ def test_share_projection_reaches_every_layer(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["own", "axial", "cross"])
-def test_rank_step_reaches_every_layer(where: str) -> None:
-    options: dict[str, Any] = {"mechanism": LINFORMER, "rank_step": 2}
+def test_rank_step_of_old_configurations_reaches_every_layer(where: str) -> None:
+    shrinking = {"num_heads": 2, "mechanism": LINFORMER, "rank_step": 2}
+    values = config(depth=3).to_dict() | {"cross" if where == "cross" else "attention": shrinking}
     if where == "axial":
-        options["axial_stride"] = 2
-    if where == "cross":
-        options = {"cross": AttentionConfig(num_heads=2, mechanism=LINFORMER, rank_step=2)}
-    layers = [a for a in attentions(Transformer(config(depth=3, **options))) if a.cross == (where == "cross")]
+        values["axial_stride"] = 2
+    model = Transformer(ModelConfig.from_dict(values))
+    layers = [a for a in attentions(model) if a.cross == (where == "cross")]
     ranks = [layer.mechanism.rank for layer in layers]
     assert ranks == ([4, 4, 2, 2, 1, 1] if where == "axial" else [4, 2, 1])
 
 
 def test_combinations_of_linformer_options_that_cannot_hold() -> None:
-    with pytest.raises(ValueError, match="share_projection and rank_step exclude each other"):
-        Transformer(config(mechanism=LINFORMER, share_projection=True, rank_step=1))
-    for options in ({"share_projection": True}, {"rank_step": 1}):
-        with pytest.raises(ValueError, match="are for linformer; layer 1 is linear"):
-            Transformer(config(mechanism=(LINFORMER, "linear"), **options))
-        with pytest.raises(ValueError, match="are for linformer; layer 0 is split"):
-            Transformer(config(mechanism=MECHANISMS["split"], **options))
+    with pytest.raises(ValueError, match="rank_step is for linformer; layer 1 is linear"):
+        ModelConfig.from_dict({"attention": {"mechanism": (LINFORMER, "linear"), "rank_step": 1}})
+    with pytest.raises(ValueError, match="is for linformer; layer 1 is linear"):
+        Transformer(config(mechanism=(LINFORMER, "linear"), share_projection=True))
+    with pytest.raises(ValueError, match="is for linformer; layer 0 is split"):
+        Transformer(config(mechanism=MECHANISMS["split"], share_projection=True))
     with pytest.raises(ValueError, match="rank"):
         Transformer(config(mechanism=(LINFORMER, {**LINFORMER, "rank": 3}), share_projection=True))
     convolution = {**LINFORMER, "projection": "convolution"}
@@ -255,11 +254,10 @@ def test_inner_dim_is_the_width_between() -> None:
 
 
 def test_product_keys_cannot_change_the_width() -> None:
-    feed_forward = FeedForwardConfig(product_keys=(1,), num_keys=3)
-    model = Transformer(config(depth=3, inner_dim=24, feed_forward=feed_forward))
+    model = Transformer(config(depth=3, inner_dim=24, product_keys=(1,), num_keys=3))
     assert isinstance(model.stack.branches[3].layer, ProductKeyMemory)
     with pytest.raises(ValueError, match="layer 0 changes the width"):
-        Transformer(config(depth=2, inner_dim=24, feed_forward=FeedForwardConfig(product_keys=(0,))))
+        Transformer(config(depth=2, inner_dim=24, product_keys=(0,)))
 
 
 def test_a_context_may_be_longer_than_the_model() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from helpers import assert_same, gradients, leaves
 from torch import Tensor
 
 from longspan import build_mechanism
-from longspan.models.config import AttentionConfig, ModelConfig
+from longspan.models.config import AttentionConfig, LegacyConfig, ModelConfig
 from longspan.models.positions import (
     AxialPositions,
     DynamicPositionBias,
@@ -231,7 +232,7 @@ def test_without_positions_nothing_is_added() -> None:
 
 def test_position_base_arrives() -> None:
     config = ModelConfig(dim=12, depth=1, attention=AttentionConfig(num_heads=3), vocab_size=5)
-    far = LanguageModel(ModelConfig(**{**vars(config), "positions": "sinusoidal", "position_base": 10.0}))
+    far = LanguageModel(replace(config, positions="sinusoidal", legacy=LegacyConfig(position_base=10.0)))
     assert torch.equal(far.positions(at(3)), SinusoidalPositions(12, 10.0)(at(3)))
 
 

@@ -91,7 +91,7 @@ def test_every_execution_is_the_same(
         {"attention": AttentionConfig(num_heads=3, mechanism={"mechanism": "performer", "redraw_interval": None})},
         {"attention": AttentionConfig(num_heads=3, mechanism={"mechanism": "linformer", "rank": 3, "max_length": 20})},
         {"norm_position": "rezero", "norm": "rms"},
-        {"axial_stride": 2, "feed_forward": FeedForwardConfig(chunks=2, product_keys=(0,), num_keys=3)},
+        {"axial_stride": 2, "product_keys": (0,), "num_keys": 3, "feed_forward": FeedForwardConfig(chunks=2)},
         {"feed_forward": None, "norm": "scale", "token_shift": (), "causal": False},
     ],
     ids=["grouped", "one-kv-head", "performer", "linformer", "rezero", "axial", "attention-only"],

@@ -1,13 +1,13 @@
 """What stands beside self-attention: axial attention's own heads, feed-forward layers after it, a narrow norm."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from helpers import assert_same
 
-from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig
 from longspan.models.layers import Attention, FeedForward, ProductKeyMemory
 from longspan.models.transformer import LanguageModel, Transformer
 
@@ -15,11 +15,15 @@ BASE = ModelConfig(
     dim=12,
     depth=2,
     attention=AttentionConfig(num_heads=3, mechanism={"mechanism": "local", "window": 3}),
-    feed_forward=FeedForwardConfig(mult=1, product_keys=(1,), num_keys=5),
+    feed_forward=FeedForwardConfig(mult=1),
     causal=True,
-    axial_stride=2,
     cross=AttentionConfig(num_heads=2, mechanism="linear"),
+    legacy=LegacyConfig(axial_stride=2, product_keys=(1,), num_keys=5),
 )
+
+
+def with_legacy(**options):
+    return replace(BASE, legacy=replace(BASE.legacy, **options))
 
 
 def shaken(module):
@@ -29,7 +33,7 @@ def shaken(module):
 
 
 def test_axial_attention_has_heads_of_its_own():
-    config = replace(BASE, axial=AttentionConfig(num_heads=2, head_dim=7, mechanism=("linear", "softmax")))
+    config = with_legacy(axial=AttentionConfig(num_heads=2, head_dim=7, mechanism=("linear", "softmax")))
     layers = [b.layer for b in Transformer(config).stack.branches if b.stride == 2]
     assert [type(layer.mechanism).__name__ for layer in layers] == ["LinearAttention", "SoftmaxAttention"]
     assert [(layer.mechanism.num_heads, layer.mechanism.head_dim) for layer in layers] == [(2, 7), (2, 7)]
@@ -37,7 +41,7 @@ def test_axial_attention_has_heads_of_its_own():
 
 
 def test_feed_forward_layers_after_axial_and_cross_attention():
-    config = replace(BASE, side_feed_forward=FeedForwardConfig(mult=2, gated=True, dropout=0.5))
+    config = with_legacy(side_feed_forward=FeedForwardConfig(mult=2, gated=True, dropout=0.5))
     plain, gated, memory = (FeedForward, False), (FeedForward, True), (ProductKeyMemory, None)
 
     def kinds(config):
@@ -50,7 +54,7 @@ def test_feed_forward_layers_after_axial_and_cross_attention():
 
 def test_side_layers_stream():
     side = FeedForwardConfig(mult=2, gated=True)
-    config = replace(BASE, side_feed_forward=side, axial=AttentionConfig(num_heads=2, mechanism="linear"))
+    config = with_legacy(side_feed_forward=side, axial=AttentionConfig(num_heads=2, mechanism="linear"))
     model = shaken(Transformer(replace(config, token_shift=(0, 1))))
     x, context = torch.randn(2, 11, 12).double(), torch.randn(2, 5, 12).double()
     state, outs = model.new_state(2, context=context), []
@@ -62,7 +66,7 @@ def test_side_layers_stream():
 
 def test_a_norm_as_narrow_as_the_embedding():
     config = ModelConfig(dim=12, depth=1, attention=AttentionConfig(num_heads=3), vocab_size=7, embed_dim=5)
-    model = shaken(LanguageModel(replace(config, narrow_norm=True, final_norm=False)))
+    model = shaken(LanguageModel(replace(config, legacy=LegacyConfig(narrow_norm=True), final_norm=False)))
     tokens = torch.randint(7, (2, 5))
     hidden = model.hidden(tokens)
     narrow = model.from_dim(hidden)
@@ -75,11 +79,11 @@ def test_a_norm_as_narrow_as_the_embedding():
 
 
 def test_side_configurations_go_through_json():
-    config = replace(BASE, side_feed_forward=FeedForwardConfig(gated=True), axial=AttentionConfig(num_heads=2))
+    config = with_legacy(side_feed_forward=FeedForwardConfig(gated=True), axial=AttentionConfig(num_heads=2))
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-SIDE = FeedForwardConfig(product_keys=(6,))
+LEGACY = {field.name for field in fields(LegacyConfig)}
 
 
 @pytest.mark.parametrize(
@@ -87,12 +91,17 @@ SIDE = FeedForwardConfig(product_keys=(6,))
     [
         ("set axial_stride too", {"axial": AttentionConfig()}),
         ("side_feed_forward goes with", {"side_feed_forward": FeedForwardConfig()}),
-        ("side_feed_forward goes with", {"side_feed_forward": SIDE, "feed_forward": None, "axial_stride": 2}),
+        (
+            "side_feed_forward goes with",
+            {"side_feed_forward": FeedForwardConfig(), "feed_forward": None, "axial_stride": 2},
+        ),
         ("narrow_norm is for an embed_dim of its own", {"narrow_norm": True}),
         ("narrow_norm is for an embed_dim of its own", {"narrow_norm": True, "dim": 8, "embed_dim": 8}),
-        (r"product_keys \(6,\) must be layers", {"axial_stride": 2, "side_feed_forward": SIDE}),
+        (r"product_keys \(6,\) must be layers", {"axial_stride": 2, "product_keys": (6,)}),
     ],
 )
 def test_side_options_that_cannot_hold(text, options):
+    legacy = {name: options[name] for name in LEGACY & options.keys()}
+    rest = {name: options[name] for name in options.keys() - LEGACY}
     with pytest.raises(ValueError, match=text):
-        ModelConfig(**options)
+        ModelConfig(**rest, legacy=LegacyConfig(**legacy))

@@ -1,10 +1,12 @@
 """How streams end, how a changing width keeps its residual, how an encoder meets a decoder of another width."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from longspan import AttentionConfig, EncoderDecoder, ModelConfig, Transformer, load, save
+from longspan import AttentionConfig, EncoderDecoder, LegacyConfig, ModelConfig, Transformer, load, save
 
 SMALL = {"dim": 12, "depth": 3, "attention": AttentionConfig(num_heads=3)}
 
@@ -19,7 +21,7 @@ def shaken(model):
 def test_sum_streams_is_twice_their_mean(execution: str) -> None:
     config = ModelConfig(**SMALL, residual="double", final_norm=False, execution=execution)
     mean = shaken(Transformer(config))
-    total = Transformer(ModelConfig(**{**config.__dict__, "sum_streams": True}))
+    total = Transformer(replace(config, legacy=LegacyConfig(sum_streams=True)))
     total.load_state_dict(mean.state_dict())
     x = torch.randn(2, 7, 12)
     torch.testing.assert_close(total(x), 2 * mean(x))
@@ -31,7 +33,8 @@ def test_sum_streams_is_twice_their_mean(execution: str) -> None:
 
 @pytest.mark.parametrize("norm_position", ["pre", "post", "rezero"])
 def test_resample_keeps_the_residual_where_the_width_changes(norm_position: str) -> None:
-    config = ModelConfig(**SMALL, inner_dim=18, resample=True, norm_position=norm_position, final_norm=False)
+    legacy = LegacyConfig(inner_dim=18, resample=True)
+    config = ModelConfig(**SMALL, legacy=legacy, norm_position=norm_position, final_norm=False)
     model = shaken(Transformer(config))
     x = expected = torch.randn(2, 7, 12)
     resampled = 0
@@ -73,11 +76,12 @@ def test_an_encoder_of_another_width_projects_to_the_decoders(tmp_path) -> None:
 )
 def test_options_that_would_do_nothing_are_refused(message: str, options: dict) -> None:
     with pytest.raises(ValueError, match=message):
-        ModelConfig(**SMALL, **options)
+        ModelConfig(**SMALL, legacy=LegacyConfig(**options))
 
 
 def test_masked_tokens_do_not_reach_the_others_through_resampling() -> None:
-    model = shaken(Transformer(ModelConfig(**SMALL, inner_dim=18, resample=True, norm_position="post")))
+    legacy = LegacyConfig(inner_dim=18, resample=True)
+    model = shaken(Transformer(ModelConfig(**SMALL, legacy=legacy, norm_position="post")))
     x: Tensor = torch.randn(2, 7, 12)
     mask = torch.ones(2, 7, dtype=torch.bool)
     mask[:, 5:] = False

@@ -19,7 +19,7 @@ USED = [
     {"num_kv_heads": 3},
     {"mechanism": LINFORMER | {"share_projection": True}, "shared_kv": True},
     {"mechanism": LINFORMER | {"bias": True, "periodic": True, "max_length": 7}},
-    {"mechanism": LINFORMER | {"projection": "random"}, "out_dim": 3},
+    {"mechanism": LINFORMER | {"projection": "random"}, "mid_features": 3},
 ]
 NOT_USED = [
     {"mechanism": LINFORMER | {"per_head": True}},
@@ -32,9 +32,9 @@ NOT_USED = [
 
 
 def layer_of(options: dict, **how) -> Attention:
-    layer = Attention(
-        DIM, AttentionConfig(**({"num_heads": 6, "head_dim": 5, "mechanism": LINFORMER} | options)), **how
-    )
+    config = {"num_heads": 6, "head_dim": 5, "mechanism": LINFORMER} | options
+    mid_features = config.pop("mid_features", None)
+    layer = Attention(DIM, AttentionConfig(**config), mid_features=mid_features, **how)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return layer.double()

@@ -62,14 +62,15 @@ def test_a_mechanism_is_known_by_its_name(name: str) -> None:
 
 # Values for fields of a model whose own value does not suggest another.
 MODEL_VALUES: dict[str, tuple[str, Any]] = {
-    "model.inner_dim": ("64", 64),
+    "model.legacy.inner_dim": ("64", 64),
     "model.norm": ("scale", "scale"),
+    "model.final_norm": ("rms", "rms"),
     "model.norm_position": ("post", "post"),
     "model.positions": ("sinusoidal", "sinusoidal"),
     "model.max_length": ("999", 999),
     "model.axial_shape": ("64,64", (64, 64)),
     "model.token_shift": ("0,1,2", (0, 1, 2)),
-    "model.axial_stride": ("4", 4),
+    "model.legacy.axial_stride": ("4", 4),
     "model.residual": ("double", "double"),
     "model.execution": ("recompute", "recompute"),
     "model.embed_dim": ("24", 24),
@@ -80,8 +81,8 @@ MODEL_VALUES: dict[str, tuple[str, Any]] = {
     "model.embed_dropout": ("0.1", 0.1),
     "model.feed_forward.activation": ("gelu", "gelu"),
     "model.feed_forward.dropout": ("0.1", 0.1),
-    "model.feed_forward.out_dropout": ("0.1", 0.1),
-    "model.feed_forward.product_keys": ("1", (1,)),
+    "model.legacy.out_dropout": ("0.1", 0.1),
+    "model.legacy.product_keys": ("1", (1,)),
 }
 
 

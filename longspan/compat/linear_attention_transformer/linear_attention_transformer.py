@@ -339,7 +339,7 @@ class FeedForward(CompatModule):
         glu: bool = False,
     ) -> None:
         super().__init__()
-        name = "gelu" if activation is None else activation.__name__.lower()
+        name: Any = "gelu" if activation is None else activation.__name__.lower()
         self.model = _FeedForward(dim, FeedForwardConfig(mult=mult, dropout=dropout, activation=name, gated=glu))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig
 
 LinformerSettings = namedtuple("LinformerSettings", ["k"])
 LinformerContextSettings = namedtuple("LinformerContextSettings", ["seq_len", "k"])
@@ -47,12 +47,12 @@ class Options:
     rotary: bool = False
     glu: bool = True
 
-    def config(self, **more: Any) -> ModelConfig:
+    def config(self, narrow_norm: bool = False, **more: Any) -> ModelConfig:
         """more: further fields, those of a language model."""
         if self.causal and self.linformer_settings is not None:
             raise ValueError("linformer_settings need causal=False; the causal Linformer is longspan's own (docs)")
         side = FeedForwardConfig(gated=self.ff_glu, dropout=self.ff_dropout, chunks=self.ff_chunks)
-        own = replace(side, gated=self.ff_glu and self.glu, product_keys=self.memories, num_keys=self.pkm_num_keys)
+        own = replace(side, gated=self.ff_glu and self.glu)
         axial = heads(self.heads, self.dim // self.heads, 0, causal=self.causal)
         return ModelConfig(
             dim=self.dim,
@@ -60,13 +60,18 @@ class Options:
             attention=self._attention(self._own(), self.dim_head, self.rotary and self.linformer_settings is None),
             cross=self._attention(self._cross(), self.dim_head, False) if self.receives_context else None,
             feed_forward=own,
-            side_feed_forward=side if self.pairs > 1 else None,
             causal=self.causal,
             token_shift=((1, 0) if self.causal else (1, 0, -1)) if self.shift_tokens else (),
-            axial_stride=self.local_attn_window_size if self.attend_axially else None,
-            axial=self._attention(axial, None, self.rotary) if self.attend_axially else None,
             residual="double" if self.reversible else "single",
             execution="reverse" if self.reversible else "keep",
+            legacy=LegacyConfig(
+                axial_stride=self.local_attn_window_size if self.attend_axially else None,
+                axial=self._attention(axial, None, self.rotary) if self.attend_axially else None,
+                side_feed_forward=side if self.pairs > 1 else None,
+                product_keys=self.memories,
+                num_keys=self.pkm_num_keys,
+                narrow_norm=narrow_norm,
+            ),
             **more,
         )
 

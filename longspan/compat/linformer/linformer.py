@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
 from longspan.compat.state_dict import CompatModule, KeyMapping, concatenate, rename, rename_layer, reshape
 from longspan.layout import TokenLayout
 from longspan.mechanisms.linformer import LinformerAttention
-from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig
 from longspan.models.layers import Attention
 from longspan.models.layers import FeedForward as _FeedForward
 from longspan.models.transformer import LanguageModel, Transformer
@@ -85,7 +86,7 @@ class FeedForward(CompatModule):
         glu: bool = False,
     ) -> None:
         super().__init__()
-        name = _ACTIVATIONS.get(nn.GELU if activation is None else activation)
+        name: Any = _ACTIVATIONS.get(nn.GELU if activation is None else activation)
         if name is None:
             allowed = ", ".join(known.__name__ for known in _ACTIVATIONS)
             raise ValueError(f"activation must be one of torch.nn's {allowed}, as a class, got {activation!r}")
@@ -201,7 +202,7 @@ def _config(
         feed_forward=FeedForwardConfig(dropout=dropout),
         final_norm=False,
         residual="double" if reversible else "single",
-        sum_streams=reversible,
+        legacy=LegacyConfig(sum_streams=reversible),
         execution="reverse" if reversible else "keep",
         vocab_size=num_tokens,
         positions="none" if num_tokens is None else "learned",

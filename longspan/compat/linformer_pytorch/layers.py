@@ -127,7 +127,8 @@ class MHAttention(CompatModule):
             mechanism = linformer
         self.model = Attention(
             channels,
-            AttentionConfig(num_heads=nhead, head_dim=dim, out_dim=w_o_intermediate_dim, dropout=dropout),
+            AttentionConfig(num_heads=nhead, head_dim=dim, dropout=dropout),
+            mid_features=w_o_intermediate_dim,
             mechanism=mechanism,
             causal=_is_causal(causal_mask, dim_k, full_attention),
             cross=decoder_mode,
@@ -207,9 +208,9 @@ class FeedForward(CompatModule):
         self, input_channels: int, output_channels: int, ff_dim: int, dropout: float, activation: str | None = "gelu"
     ) -> None:
         super().__init__()
-        name = "identity" if activation is None else choose("activation", activation, ("gelu", "relu"))
-        config = FeedForwardConfig(hidden=ff_dim, dropout=dropout, out_dropout=dropout, activation=name)
-        self.model = _FeedForward(input_channels, config, out_features=output_channels)
+        name: Any = "identity" if activation is None else choose("activation", activation, ("gelu", "relu"))
+        config = FeedForwardConfig(hidden=ff_dim, dropout=dropout, activation=name)
+        self.model = _FeedForward(input_channels, config, out_features=output_channels, out_dropout=dropout)
 
     def forward(self, tensor: Tensor) -> Tensor:
         return self.model(tensor)

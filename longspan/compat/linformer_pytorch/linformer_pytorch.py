@@ -365,7 +365,6 @@ def _tokens(number: int, emb_dim: int | None, dropout: float) -> dict[str, Any]:
         "embed_dim": emb_dim,
         "embed_dropout": dropout,
         "positions": "sinusoidal",
-        "position_base": BASE,
     }
 
 

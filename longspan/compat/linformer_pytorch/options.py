@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from longspan.compat.linformer_pytorch.keys import BASE
 from longspan.mechanisms.linformer import LinformerAttention, Projection
-from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.models.config import AttentionConfig, Execution, FeedForwardConfig, LegacyConfig, ModelConfig
 from longspan.models.layers import Attention
 from longspan.models.transformer import Transformer
 from longspan.utils import choose
@@ -76,8 +77,6 @@ class Options:
         return ModelConfig(
             dim=self.channels,
             depth=self.depth,
-            inner_dim=self.ff_intermediate if widens else None,
-            resample=widens,
             attention=attention,
             cross=attention if self.decoder_mode else None,
             feed_forward=self._feed_forward() if self.include_ff else None,
@@ -85,11 +84,18 @@ class Options:
             final_norm=False,
             causal=self.causal,
             execution=self.execution,
+            legacy=LegacyConfig(
+                inner_dim=self.ff_intermediate if widens else None,
+                resample=widens,
+                out_dim=self.w_o_intermediate_dim,
+                out_dropout=self.dropout_ff if self.include_ff else 0.0,
+                position_base=BASE,
+            ),
             **more,
         )
 
     @property
-    def execution(self) -> str:
+    def execution(self) -> Execution:
         if self.checkpoint_level == "C2" and not self.dropout and self.parameter_sharing != "none":
             return "recompute_heads"
         # Heads that differ, or drop weights together, are made again with their whole layer.
@@ -138,15 +144,13 @@ class Options:
             num_heads=self.nhead,
             head_dim=self.head_dim,
             mechanism=mechanism,
-            out_dim=self.w_o_intermediate_dim,
             dropout=self.dropout,
             share_projection=self.layerwise and not self.full_attention,
         )
 
     def _feed_forward(self) -> FeedForwardConfig:
-        return FeedForwardConfig(
-            hidden=self.dim_ff, activation=self.activation, dropout=self.dropout_ff, out_dropout=self.dropout_ff
-        )
+        activation: Any = self.activation
+        return FeedForwardConfig(hidden=self.dim_ff, activation=activation, dropout=self.dropout_ff)
 
 
 def draw(mechanisms: list[nn.Module]) -> None:

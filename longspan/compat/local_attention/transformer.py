@@ -28,7 +28,7 @@ from longspan.compat.state_dict import CompatModule, KeyMapping, rename, rename_
 from longspan.layout import TokenLayout
 from longspan.mechanisms import build_mechanism
 from longspan.models import layers
-from longspan.models.config import ModelConfig
+from longspan.models.config import LegacyConfig, ModelConfig
 from longspan.models.positions import DynamicPositionBias as Bias
 from longspan.models.residual import BranchState, HyperConnection, ResidualBranch, StackState
 from longspan.models.transformer import LanguageModel, Transformer
@@ -231,7 +231,7 @@ class LocalTransformer(CompatModule):
             residual="single" if num_residual_streams == 1 else "hyper",
             num_streams=num_residual_streams,
             vocab_size=num_tokens,
-            logits_bias=False,
+            legacy=LegacyConfig(logits_bias=False),
         )
         self.model = LanguageModel(config) if self.has_embed_unembed else Transformer(config)
         self.global_layers: tuple[int, ...] = ()

@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.mechanisms.feature_maps import ACTIVATIONS
-from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.models.config import (
+    AttentionConfig,
+    FeedForwardConfig,
+    LegacyConfig,
+    ModelConfig,
+    Norm,
+    Positions,
+    RotaryStyle,
+)
 from longspan.utils import choose
 
 Kernel = str | Callable[[Tensor], Tensor]
@@ -83,7 +91,7 @@ class Options:
         alike = all(mechanism == mechanisms[0] for mechanism in mechanisms)
         if self.use_scalenorm and self.use_rezero:
             warnings.warn("use_rezero has no effect beside use_scalenorm, as in the original", stacklevel=3)
-        norm = "scale" if self.use_scalenorm else "layer"
+        norm: Norm = "scale" if self.use_scalenorm else "layer"
         return ModelConfig(
             dim=self.dim,
             depth=self.depth,
@@ -99,7 +107,7 @@ class Options:
             causal=self.causal,
             token_shift=((0, 1) if self.causal else (-1, 0, 1)) if self.shift_tokens else (),
             residual="double" if self.reversible else "single",
-            sum_streams=self.reversible,
+            legacy=LegacyConfig(sum_streams=self.reversible),
             execution="reverse" if self.reversible else "keep",
             positions=self._positions,
             max_length=self.max_seq_len,
@@ -132,7 +140,7 @@ class Options:
         return tuple(self.axial_position_shape or (math.ceil(self.max_seq_len / 64), 64))
 
     @property
-    def _positions(self) -> str:
+    def _positions(self) -> Positions:
         if self.num_tokens is None:
             return "none"
         if self.axial_position_emb:
@@ -140,12 +148,12 @@ class Options:
         return "sinusoidal" if self.rotary_position_emb else "learned"
 
     def _attention(self, mechanism: Any, *, rotary: bool) -> AttentionConfig:
-        turned = {"performer": "interleaved" if self.rotary_position_emb else "none", "local": "halves"}
+        far: RotaryStyle = "interleaved" if self.rotary_position_emb else "none"
         return AttentionConfig(
             num_heads=self.heads,
             mechanism=mechanism,
             head_dim=self.head_dim,
-            rotary=turned if rotary else "none",
+            rotary={"performer": far, "local": "halves"} if rotary else "none",
             qkv_bias=self.qkv_bias,
             out_bias=self.attn_out_bias,
             dropout=self.attn_dropout,
