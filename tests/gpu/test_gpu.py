@@ -113,7 +113,7 @@ def test_gradients_are_taken_once(dtype: torch.dtype, direct: bool) -> None:
     else:
         out = torch.ops.longspan.causal_linear(q, k, v, None, None, None, None, None, "elu", True, 1)[0]
     (d_q,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"gradients of gradients .* longspan\.ops\.reference"):
+    with pytest.raises(RuntimeError, match=r"gradients of gradients .* longspan\.ops\.\*\.reference"):
         (d_q.square().sum() + q.sum()).backward()
 
 

@@ -138,7 +138,7 @@ def test_gradients_are_taken_once(direct: bool) -> None:
     else:
         out = torch.ops.longspan.bidirectional_linear(q, k, v, None, None, None, None, "elu", "query")[0]
     (d_q,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"gradients of gradients .* longspan\.ops\.reference"):
+    with pytest.raises(RuntimeError, match=r"gradients of gradients .* longspan\.ops\.\*\.reference"):
         (d_q.square().sum() + q.sum()).backward()
 
 

@@ -112,7 +112,7 @@ def test_gradients_are_taken_once(compiled: bool) -> None:
     else:
         out = windowed(q, k, v, Window(0, 9, 0, True, False))
     (d_q,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"gradients of gradients .* longspan\.ops\.reference"):
+    with pytest.raises(RuntimeError, match=r"gradients of gradients .* longspan\.ops\.\*\.reference"):
         (d_q.square().sum() + q.sum()).backward()
 
 

@@ -126,12 +126,13 @@ def test_large_inputs(feature_map: str) -> None:
 @inside
 def test_constants_are_those_of_the_plain_path() -> None:
     from longspan.ops import linear
+    from longspan.ops.common import feature_maps as maps
     from longspan.ops.common import tiles as blocks
     from longspan.ops.linear import feature_maps as features
 
     assert blocks.FLOOR.value == linear.FLOOR
-    assert blocks.RELU_EPSILON.value == features.RELU_EPSILON
-    below, above = (torch.tensor(blocks.NOTHING.value * factor) for factor in (0.99, 1.01))
+    assert maps.RELU_EPSILON.value == features.RELU_EPSILON
+    below, above = (torch.tensor(blocks.ZERO_NORMALIZER.value * factor) for factor in (0.99, 1.01))
     assert linear.divide(below[None], below) == 0
     assert linear.divide(above[None], above) == 1
 
@@ -184,8 +185,8 @@ def test_devices_with_little_shared_memory(room: int, monkeypatch: pytest.Monkey
     class Cuda(torch.Tensor):
         is_cuda = True
 
-    monkeypatch.setattr(dispatch, "_missing", lambda device: None)
-    monkeypatch.setattr(dispatch, "_room", lambda device: room)
+    monkeypatch.setattr(dispatch, "triton_missing", lambda device: None)
+    monkeypatch.setattr(dispatch, "_shared_memory_kb", lambda device: room)
 
     def taken(D: int, dtype: torch.dtype, M: int | None = None) -> tuple[bool, ...]:
         """Causally, bidirectionally, and in a window, which knows no projection."""
@@ -213,7 +214,7 @@ def test_wide_heads_walk_where_there_is_room(monkeypatch: pytest.MonkeyPatch) ->
     from longspan.ops.linear.triton import fused_chunk as walking
 
     for room in (99, 163, 227):
-        monkeypatch.setattr(walking, "room", lambda device, room=room: room)
+        monkeypatch.setattr(walking, "shared_memory_kb", lambda device, room=room: room)
         for size, found in ((64, True), (128, room > 99), (129, False)):
             q = torch.empty(1, 4, 2, size, dtype=torch.bfloat16)
             assert walking.takes(q, q, None, "elu", True) is found
@@ -221,11 +222,11 @@ def test_wide_heads_walk_where_there_is_room(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_room_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from longspan.ops.common.launch import room
+    from longspan.ops.common.launch import shared_memory_kb
 
     for capability, found in {(9, 0): 227, (10, 0): 227, (8, 0): 163, (8, 7): 163, (8, 9): 99, (12, 0): 99}.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
-        assert room.__wrapped__(0) == found
-        room.cache_clear()
-        assert dispatch._room(torch.device("cuda", 0)) == found
-    room.cache_clear()
+        assert shared_memory_kb.__wrapped__(0) == found
+        shared_memory_kb.cache_clear()
+        assert dispatch._shared_memory_kb(torch.device("cuda", 0)) == found
+    shared_memory_kb.cache_clear()

@@ -70,10 +70,10 @@ def test_sequences_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = given(case)
     check(case, arguments, torch.bfloat16)
     q, k, v, weight, _, lengths, kv, _ = arguments[2]
-    forward = favor._Forward(-1, favor.looks(q, k, v, weight, lengths, kv, None), True)
-    plan = favor._Backward(-1, favor.looks(q, k, v, weight, lengths, kv, arguments[0]))
+    forward = favor._Forward(-1, favor.signature(q, k, v, weight, lengths, kv, None), True)
+    plan = favor._Backward(-1, favor.signature(q, k, v, weight, lengths, kv, arguments[0]))
     found = forward.parts, plan.query_parts, plan.key_parts
-    parts = [[launches[2].numbers[3:5] for launches in part] for part in found]
+    parts = [[launches[2].scalars[3:5] for launches in part] for part in found]
     assert parts == [[(0, 2), (2, 1)], [(0, 2), (2, 1)], [(0, 1), (1, 1), (2, 1)]]
 
 

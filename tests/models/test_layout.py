@@ -214,8 +214,8 @@ def test_what_the_kernels_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
-    monkeypatch.setattr(dispatch, "_missing", lambda device: None)
-    monkeypatch.setattr(dispatch, "_room", lambda device: 227)
+    monkeypatch.setattr(dispatch, "triton_missing", lambda device: None)
+    monkeypatch.setattr(dispatch, "_shared_memory_kb", lambda device: 227)
     assert why in str(dispatch.why_not_triton_compressed(torch.empty(1, tokens, 8), dtype, heads, 1, rank, dims))
 
 

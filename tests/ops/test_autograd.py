@@ -1,14 +1,14 @@
-"""Gradients of gradients where there are none: an error that says what to do, never a constant."""
+"""Double backward raises an error that says what to do; the op decorator, traced and direct."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from longspan.ops.common.autograd import once
+from longspan.ops.common.autograd import differentiable_op, once_differentiable
 
 
 class Cube(torch.autograd.Function):
@@ -18,7 +18,7 @@ class Cube(torch.autograd.Function):
         return x**power
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         return 3 * x**2 * d, None
@@ -42,7 +42,7 @@ def test_a_penalty_on_gradients_is_refused(constant: bool) -> None:
     y = cube(x)
     (d,) = torch.autograd.grad(y.sum() if constant else y.square().sum(), x, create_graph=True)
     # With another term beside it a constant would go unnoticed.
-    with pytest.raises(RuntimeError, match=r"gradients of gradients .* longspan\.ops\.reference"):
+    with pytest.raises(RuntimeError, match=r"gradients of gradients .* longspan\.ops\.\*\.reference"):
         (d.square().sum() + x.sum()).backward()
 
 
@@ -51,3 +51,89 @@ def test_nothing_is_refused_that_is_not_asked_for() -> None:
     (d,) = torch.autograd.grad((cube(x) + w * x).sum(), w, create_graph=True)
     d.sum().backward()
     torch.testing.assert_close(x.grad, torch.ones(5))
+
+
+class Input(NamedTuple):
+    x: Tensor
+    factor: Tensor | None
+    power: int
+
+
+class Saved(NamedTuple):
+    d_out: Tensor
+    slope: Tensor
+
+
+@differentiable_op("longspan_test::power", (Input,), (Saved,), outputs=2, grads=1)
+class Power:
+    """x^power · factor."""
+
+    @staticmethod
+    def forward(*args: Any, zeroed: bool = True) -> tuple[Tensor, Tensor]:
+        x, factor, power = args
+        scale = 1.0 if factor is None else factor
+        return x**power * scale, power * x ** (power - 1) * scale
+
+    @staticmethod
+    def fake(*args: Any) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(args[0]), torch.empty_like(args[0])
+
+    @staticmethod
+    def visible(outputs: tuple[Tensor, ...]) -> Tensor:
+        return outputs[0]
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(output[1], *inputs[:2])
+        ctx.power = inputs[2]
+
+    @staticmethod
+    def differentiate(backward: Any, ctx: Any, d_out: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        return backward(d_out, *ctx.saved_tensors, ctx.power), None, None
+
+    @staticmethod
+    def backward(*args: Any) -> Tensor:
+        d_out, slope, *_ = args
+        return d_out * slope
+
+    @staticmethod
+    def backward_fake(*args: Any) -> Tensor:
+        return torch.empty_like(args[0])
+
+
+CALLS = {"traced": lambda *args: Power.traced(*args)[0], "direct": Power.direct}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_op_and_its_gradient(call: str, grad: bool) -> None:
+    x = torch.randn(5, requires_grad=grad)
+    y = CALLS[call](x, None, 3)
+    torch.testing.assert_close(y.detach(), x.detach() ** 3)
+    assert y.requires_grad is grad
+    if grad:
+        (d,) = torch.autograd.grad(y.sum(), x)
+        torch.testing.assert_close(d, 3 * x.detach() ** 2)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_op_refuses_double_backward(call: str) -> None:
+    x = torch.randn(5, requires_grad=True)
+    (d,) = torch.autograd.grad(CALLS[call](x, None, 3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
+        (d.square().sum() + x.sum()).backward()
+
+
+def test_opcheck() -> None:
+    x = torch.randn(5, requires_grad=True)
+    torch.library.opcheck(torch.ops.longspan_test.power.default, (x, torch.ones(1), 3))
+
+
+def test_fallbacks_of_private_apis(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan.ops.common import torch_private
+
+    assert not torch_private.functorch_active()
+    monkeypatch.delattr(torch._C, "_are_functorch_transforms_active")
+    assert torch_private.functorch_active()
+    assert torch_private.direct_apply(Cube) is not Cube.apply
+    x = torch.randn(5, requires_grad=True)
+    torch.testing.assert_close(torch_private.direct_apply(Cube)(x, 3), x**3)

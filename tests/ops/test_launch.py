@@ -1,4 +1,4 @@
-"""Launches on the host: what is compiled once, what is handed over from then on, and where tensors in one room are."""
+"""Launches, workspaces and plans on the host, without a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install 'long
 from triton.runtime.errors import OutOfResources
 
 from longspan.ops.common import launch
-from longspan.ops.common.launch import Launch, Room, looks
+from longspan.ops.common.launch import Launch, Plan, Signature, Workspace, signature
 
 Calls = list[tuple[Any, ...]]
 
@@ -68,7 +68,7 @@ def test_a_kernel_is_compiled_once(calls: Calls) -> None:
 
 
 @pytest.mark.parametrize("stages", ["STAGES", "num_stages"])
-def test_a_device_with_less_room_loads_less_ahead(calls: Calls, stages: str) -> None:
+def test_fewer_stages_with_less_shared_memory(calls: Calls, stages: str) -> None:
     class Large(Kernel):
         arg_names = (*Kernel.arg_names, "STAGES")
 
@@ -106,9 +106,9 @@ def test_hooks_are_called(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_addresses_are_those_of_the_tensors() -> None:
     parts = (3, torch.float32), (130, torch.bfloat16), (0, torch.float32), (65, torch.float32), (1, torch.bfloat16)
-    room = Room(*parts)
-    buffer = room.new(torch.empty(0))
-    tensors, addresses = room.places(buffer, False), room.places(buffer, True)
+    workspace = Workspace(*parts)
+    buffer = workspace.allocate(torch.empty(0))
+    tensors, addresses = workspace.pointers(buffer, False), workspace.pointers(buffer, True)
     for (number, dtype), tensor, address in zip(parts, tensors, addresses, strict=True):
         assert (tensor.shape, tensor.dtype) == ((number,), dtype)
         assert not number or tensor.data_ptr() == address
@@ -116,12 +116,44 @@ def test_addresses_are_those_of_the_tensors() -> None:
     for i, tensor in enumerate(tensors):
         tensor.fill_(i)
     for i, tensor in enumerate(tensors):
-        assert (tensor == i).all()  # None lies in another.
-    assert not room.new(buffer, clean=True).any()
+        assert (tensor == i).all()  # The buffers do not overlap.
+    assert not workspace.allocate(buffer, zeroed=True).any()
 
 
-def test_looks() -> None:
+def test_signature() -> None:
     x = torch.zeros(7, 8, dtype=torch.bfloat16)
-    assert looks(x, None) == looks(x.clone(), None)
+    assert signature(x, None) == signature(x.clone(), None)
     others = x[1:], x.float(), x[:, :7], x.t(), x.view(-1)[4:]
-    assert len({looks(x), looks(None), *(looks(other) for other in others)}) == 7
+    assert len({signature(x), signature(None), *(signature(other) for other in others)}) == 7
+
+
+class Doubled(Plan):
+    """A plan that counts how often it is made."""
+
+    made = 0
+
+    def __init__(self, device: int, key: Signature, factor: int) -> None:
+        super().__init__(device)
+        type(self).made += 1
+        self.factor, self.kernels = factor, [self.launch(Kernel([]), (7,), (11, 13), {"D": 64, "KEY": True})]
+
+
+def test_plans_are_cached_per_signature_and_options() -> None:
+    x = torch.zeros(7, 8)
+    first = Doubled.of((x, None), 2)
+    assert Doubled.of((x.clone(), None), 2) is first
+    assert Doubled.of((x, None), 3).factor == 3
+    assert Doubled.of((x, x), 2) is not first
+    assert Doubled.made == 3
+    assert first.kernels[0].grid == (7, 1, 1)
+
+
+def test_a_plan_is_compiled_once_all_its_kernels_are(calls: Calls) -> None:
+    plan = Doubled.of((torch.zeros(3),), 5)
+    workspace = Workspace((3, torch.float32))
+    buffer = workspace.allocate(torch.empty(0))
+    assert not plan.compiled
+    assert isinstance(plan.pointers(workspace, buffer)[0], torch.Tensor)
+    plan.kernels[0](buffer, None)
+    assert plan.compiled
+    assert plan.pointers(workspace, buffer) == [buffer.data_ptr()]

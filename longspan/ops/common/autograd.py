@@ -1,53 +1,143 @@
-"""Gradients that can be taken once: whoever asks for gradients of them is told so, and told what to do."""
+"""Operations with hand-written backward passes, differentiable once, and one decorator that makes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
-Gradients = Callable[..., tuple[Tensor | None, ...]]
+from longspan.ops.common.torch_private import direct_apply
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
+T = TypeVar("T", bound=type)
+
+_SCHEMA = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", bool: "bool", int: "SymInt", float: "float"}
 
 
-def once(gradients: Gradients) -> Gradients:
-    """`gradients(ctx, *d_outputs)`, the backward pass of an autograd function, with results that have no gradients.
+def once_differentiable(backward: Backward) -> Backward:
+    """Make the `backward(ctx, *grad_outputs)` of an autograd function refuse to be differentiated.
 
-    PyTorch's own `once_differentiable` does so only where d_outputs need gradients. Those of a plain sum need none, and
-    then a penalty on gradients would be a constant, silently.
+    PyTorch's own `once_differentiable` refuses only if a grad_output requires gradients. That of a sum does not, and a
+    gradient penalty would silently be a constant.
     """
 
-    @wraps(gradients)
-    def found_once(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    @wraps(backward)
+    def wrapped(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
-            return gradients(ctx, *d_outputs)  # At once: a context costs the host as much as a launch.
+            return backward(ctx, *grad_outputs)  # Entering no_grad costs the host as much as a launch.
         with torch.no_grad():
-            found = gradients(ctx, *d_outputs)
-        given = [x for x in (*d_outputs, *ctx.saved_tensors) if x is not None and x.requires_grad]
-        if not given:
-            return found
+            grads = backward(ctx, *grad_outputs)
+        sources = [x for x in (*grad_outputs, *ctx.saved_tensors) if x is not None and x.requires_grad]
+        if not sources:
+            return grads
         apply: Any = _Refusing.apply
-        there = iter(apply(*[x for x in found if x is not None], *given))
-        return tuple(None if x is None else next(there) for x in found)
+        guarded = iter(apply(*[x for x in grads if x is not None], *sources))
+        return tuple(None if x is None else next(guarded) for x in grads)
 
-    return found_once
+    return wrapped
 
 
-def refuse(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    """In the place of gradients of gradients."""
+def refuse_double_backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Backward pass of a backward pass: an error that says what to do."""
     raise RuntimeError(
-        "gradients of gradients were asked for, and longspan's kernels and chunked operations give gradients once; the "
-        "definitions in longspan.ops.reference, quadratic in the length, can be differentiated any number of times"
+        "gradients of gradients were requested, but longspan's kernels and chunked operations are differentiable once; "
+        "the quadratic definitions in longspan.ops.*.reference can be differentiated any number of times"
     )
 
 
 class _Refusing(torch.autograd.Function):
-    """Its arguments; those after the gradients are there to need gradients themselves."""
+    """Return the arguments; those after the gradients only make them require gradients."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
 
-    backward = staticmethod(refuse)
+    backward = staticmethod(refuse_double_backward)
+
+
+def differentiable_op(
+    name: str,
+    arguments: tuple[type, ...],
+    saved: tuple[type, ...],
+    *,
+    outputs: int,
+    grads: int,
+    differentiable: int = 1,
+) -> Callable[[T], T]:
+    """Make an operation of a class of static functions.
+
+    The class gets two callables that take the arguments one by one:
+
+    - `traced`: a `torch.library` custom op, for torch.compile, torch.func, tensor subclasses and any device. It returns
+      all outputs of `forward`.
+    - `direct`: the same functions called without `torch.library`, which halves the host overhead. Only for arguments
+      that `dispatch.eager_untraced` accepts. It returns what `visible` selects.
+
+    Both raise an error when their gradients are differentiated. The class defines
+
+    - `forward(*args, zeroed=True) -> tuple[Tensor, ...]`: the results, then what the backward pass needs. `zeroed` asks
+      for buffers without uninitialized parts.
+    - `fake(*args)`: empty tensors of the same shapes and dtypes.
+    - `visible(outputs)`: the results for the caller, a tensor or a tuple. The first `differentiable` have gradients.
+    - `save(ctx, args, outputs)`: save for backward.
+    - `differentiate(backward, ctx, *grad_outputs)`: gradients of all arguments, by one call of `backward`.
+    - `backward(*grad_outputs, *saved, *args)` and `backward_fake`: the gradients.
+
+    Args:
+        name: Qualified name of the custom op; its backward pass is `<name>_backward`.
+        arguments: Classes with annotated fields (NamedTuple, dataclass) that name the arguments.
+        saved: The same for what `backward` takes before the arguments.
+        outputs: Number of tensors that `forward` returns.
+        grads: Number of tensors that `backward` returns.
+        differentiable: Number of visible results with gradients.
+    """
+
+    def decorate(cls: T) -> T:
+        op: Any = cls
+        op.traced = torch.library.custom_op(name, op.forward, mutates_args=(), schema=_schema(arguments, outputs))
+        op.traced.register_fake(op.fake)
+        backward = torch.library.custom_op(
+            f"{name}_backward", op.backward, mutates_args=(), schema=_schema((*saved, *arguments), grads)
+        )
+        backward.register_fake(op.backward_fake)
+        backward.register_autograd(refuse_double_backward)
+        op.traced.register_autograd(partial(op.differentiate, backward), setup_context=op.save)
+        op.traced_backward = backward
+        op.direct = staticmethod(_direct(op, differentiable))
+        return cls
+
+    return decorate
+
+
+def _direct(op: Any, differentiable: int) -> Callable[..., Any]:
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            outputs = op.forward(*args, zeroed=False)
+            op.save(ctx, args, outputs)
+            visible = op.visible(outputs)
+            if isinstance(visible, tuple):
+                ctx.mark_non_differentiable(*visible[differentiable:])
+            return visible
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+            return op.differentiate(op.backward, ctx, *grad_outputs)
+
+    apply = direct_apply(Direct)
+
+    def direct(*args: Any) -> Any:
+        return apply(*args) if torch.is_grad_enabled() else op.visible(op.forward(*args, zeroed=False))
+
+    return direct
+
+
+def _schema(types: tuple[type, ...], results: int) -> str:
+    """Return the schema of a custom op whose arguments are the fields of these classes, in order."""
+    fields = [f"{_SCHEMA[hint]} {name}" for cls in types for name, hint in get_type_hints(cls).items()]
+    returned = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
+    return f"({', '.join(fields)}) -> {returned}"

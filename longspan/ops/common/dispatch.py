@@ -1,4 +1,4 @@
-"""Which code runs an operation: the Triton kernels on a GPU that can, plain PyTorch everywhere else."""
+"""Which code runs an operation: Triton kernels on a GPU that supports them, eager PyTorch everywhere else."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from longspan.ops.common.torch_private import assume_constant, functorch_active
 
 # What there are kernels for, as `longspan info` says it.
 KERNELS = "causal and bidirectional linear attention and FAVOR+, local windows, compressed rows, one-token steps"
@@ -27,10 +29,12 @@ def why_not_triton(
     """Why causal linear attention of these arguments runs in plain PyTorch; None where the kernels take them."""
     if not q.is_cuda:
         return f"the tensors are on {q.device.type}; the kernels need CUDA"
-    why = _missing(q.device) or why_unsupported(q, k, v, weight, log_scale, kv, feature_map, bucket)
+    why = triton_missing(q.device) or why_unsupported(q, k, v, weight, log_scale, kv, feature_map, bucket)
     if why is not None or weight is None:
         return why
-    return _too_tight(q, 227 if q.dtype != torch.bfloat16 else 163 if max(q.shape[3], v.shape[3]) > 64 else 99)
+    return insufficient_shared_memory(
+        q, 227 if q.dtype != torch.bfloat16 else 163 if max(q.shape[3], v.shape[3]) > 64 else 99
+    )
 
 
 def why_unsupported(
@@ -71,9 +75,9 @@ def why_not_triton_window(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False
     """Why local attention of these arguments runs in plain PyTorch; None where the kernels take them."""
     if not q.is_cuda:
         return f"the tensors are on {q.device.type}; the kernels need CUDA"
-    why = _missing(q.device) or why_unsupported_window(q, k, v, bias=bias, xpos=xpos)
+    why = triton_missing(q.device) or why_unsupported_window(q, k, v, bias=bias, xpos=xpos)
     wide = q.dtype != torch.float32 and max(q.shape[3], v.shape[3]) > 128
-    return why or (_too_tight(q, 163) if wide else None)
+    return why or (insufficient_shared_memory(q, 163) if wide else None)
 
 
 def why_unsupported_window(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: bool = False) -> str | None:
@@ -96,9 +100,11 @@ def why_not_triton_bidirectional(
     """Why bidirectional linear attention of these arguments runs in plain PyTorch; None where the kernels take them."""
     if not q.is_cuda:
         return f"the tensors are on {q.device.type}; the kernels need CUDA"
-    why = _missing(q.device) or why_unsupported_bidirectional(q, k, v, weight, epsilon)
+    why = triton_missing(q.device) or why_unsupported_bidirectional(q, k, v, weight, epsilon)
     wide = q.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) > 64
-    return why or (_too_tight(q, 163 if weight is None else 227) if wide or weight is not None else None)
+    return why or (
+        insufficient_shared_memory(q, 163 if weight is None else 227) if wide or weight is not None else None
+    )
 
 
 def why_unsupported_bidirectional(
@@ -130,14 +136,14 @@ def why_not_triton_compressed(
     take it. dims: numbers of a key and of a value.
     """
     if not eager_untraced(q):
-        return "the tensors are not on CUDA, or somebody watches operations go by"
+        return "tensors are not on CUDA, or a tracer is active (torch.compile, torch.func, tensor subclass)"
     if dtype not in DTYPES[:2] or "dtype" not in torch.ops.aten.bmm.overloads():
         return f"{str(dtype).removeprefix('torch.')}; the kernels take bfloat16 and float16, with PyTorch 2.8 or newer"
     if rank > LARGEST or max(dims) > 64 or heads > 64 * kv_heads:
         return f"{rank} rows of {max(dims)} numbers for {heads} heads; the kernels take {LARGEST} of 64 for 64"
     if not q.shape[0] or q.shape[1] < 128:
         return f"{q.shape[1]} tokens, which gain nothing"
-    return _missing(q.device) or _too_tight(q, 227)
+    return triton_missing(q.device) or insufficient_shared_memory(q, 227)
 
 
 def _too_large(D: int, M: int, room: int) -> str | None:
@@ -148,12 +154,12 @@ def _too_large(D: int, M: int, room: int) -> str | None:
 
 
 def eager_untraced(q: Tensor) -> bool:
-    """Whether nobody watches operations go by: then calling the kernels directly saves half of the time on the host."""
+    """True if nothing traces the call, so that kernels can be launched without torch.library at half the overhead."""
     return (
         q.is_cuda
         and type(q) in (Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
+        and not functorch_active()
     )
 
 
@@ -196,27 +202,24 @@ def linear_kernels() -> ModuleType:
 _found: dict[torch.device, str | None] = {}
 
 
-def _missing(device: torch.device) -> str | None:
+@assume_constant
+def triton_missing(device: torch.device) -> str | None:
     if device not in _found:
         _found[device] = _look(device)
     return _found[device]
 
 
-def _too_tight(q: Tensor, needed: int) -> str | None:
+def insufficient_shared_memory(q: Tensor, needed: int) -> str | None:
     """Whether programs need more shared memory, in KB, than they have there."""
-    found = _room(q.device)
+    found = _shared_memory_kb(q.device)
     return None if found >= needed else f"a program needs up to {needed} KB of shared memory, this device has {found}"
 
 
-def _room(device: torch.device) -> int:
-    from longspan.ops.common.launch import room
+@assume_constant
+def _shared_memory_kb(device: torch.device) -> int:
+    from longspan.ops.common.launch import shared_memory_kb
 
-    return room(device.index)
-
-
-# What torch.compiler.assume_constant_result does; calling it would load the compiler, a second on every import.
-_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_room._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return shared_memory_kb(device.index)
 
 
 def _look(device: torch.device) -> str | None:
@@ -234,4 +237,4 @@ def _look(device: torch.device) -> str | None:
 
 def why_no_triton() -> str | None:
     """Why no operation here can run on the Triton kernels; None where some can."""
-    return _missing(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"
+    return triton_missing(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"

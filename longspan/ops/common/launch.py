@@ -1,66 +1,92 @@
-"""Launches that cost the host little: what Triton finds out about arguments is kept for arguments that look alike."""
+"""Kernel launches with little host overhead: launch plans cached per argument signature, and workspaces."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-# From this version on a compiled kernel takes all arguments, constants too.
+from longspan.ops.common.torch_private import current_stream
+
+# Since Triton 3.5 a compiled kernel takes all arguments, compile-time constants included.
 _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 5)
 
-# A tensor, or the address of one.
-Place = Tensor | int
-# All that a kernel is cut and compiled for: see `looks`.
-Looks = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, bool] | None, ...]
+# Shape, strides, dtype and 16-byte alignment of a tensor: all that a kernel is compiled for.
+TensorSignature = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
+Signature = tuple[TensorSignature | None, ...]
+
+P = TypeVar("P", bound="Plan")
 
 
-def looks(*given: Tensor | None) -> Looks:
-    """Of each tensor its shape, strides and dtype, and whether it is aligned."""
-    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0) for x in given])
+def signature(*tensors: Tensor | None) -> Signature:
+    """Return the cache key of a call with these tensors."""
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0) for x in tensors])
+
+
+class Strides(NamedTuple):
+    """Strides of a tensor (B, T, H, D) along batch, tokens and heads, as kernels take them."""
+
+    b: int
+    t: int
+    h: int
+
+    @classmethod
+    def of(cls, x: TensorSignature) -> Strides:
+        return cls(*x[1][:3])
 
 
 class Launch:
-    """A kernel with its grid, numbers and constants, for tensors that look alike whenever it is called.
+    """A kernel with its grid, scalar arguments and constants, for tensors of one signature.
 
-    The first call compiles; after it nobody looks at an argument.
+    The first call compiles. From then on the compiled kernel is launched without inspecting arguments, and pointers may
+    be given as integers.
+
+    Args:
+        device: Index of the CUDA device, -1 for the CPU (Triton's interpreter).
+        kernel: The function decorated with `triton.jit`.
+        grid: Number of programs along the three axes.
+        scalars: Arguments after the pointers: sizes and strides.
+        constants: Compile-time constants and launch options. Those that the kernel does not take are dropped, so that
+            kernels of a family can share one dictionary.
     """
 
     def __init__(
-        self, device: int, kernel: Any, grid: tuple[int, int, int], numbers: tuple[Any, ...], constants: dict[str, Any]
+        self, device: int, kernel: Any, grid: tuple[int, int, int], scalars: tuple[Any, ...], constants: dict[str, Any]
     ) -> None:
-        self.device, self.kernel, self.grid, self.numbers = device, kernel, grid, numbers
-        # Kernels of a family share constants, of which each takes some.
+        self.device, self.kernel, self.grid, self.scalars = device, kernel, grid, scalars
         taken = {*kernel.arg_names, "num_warps", "num_stages", "maxnreg"}
         self.constants = {name: value for name, value in constants.items() if name in taken}
-        self.ready: Any = None  # What Triton compiled.
-        self.rest: tuple[Any, ...] = ()
+        self.compiled: Any = None
+        self._trailing: tuple[Any, ...] = ()
 
-    def __call__(self, *given: Place | None) -> None:
-        """given: addresses only where `ready` is not None."""
-        if self.ready is not None:
-            _run(self.ready, self.grid, self.device, (*given, *self.rest))
+    def __call__(self, *pointers: Any) -> None:
+        """Launch the kernel. Integers are accepted as pointers only once `compiled` is set."""
+        if self.compiled is not None:
+            _run(self.compiled, self.grid, self.device, (*pointers, *self._trailing))
             return
-        compiled = _compiled(self.kernel, self.grid, (*given, *self.numbers), self.constants)
+        compiled = _compile(self.kernel, self.grid, (*pointers, *self.scalars), self.constants)
         if compiled is not None and _DIRECT:
             constants = [self.constants[name] for name in self.kernel.arg_names if name in self.constants]
-            self.rest = *self.numbers, *constants
-            self.ready = compiled
+            self._trailing = *self.scalars, *constants
+            self.compiled = compiled
 
 
-def _compiled(kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-    """Compiled and launched. Kernels are cut for an H200; a device with less room gets fewer loads in flight, which
-    changes no result and is written into the constants.
+def _compile(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    """Compile and launch.
+
+    Kernels are tuned for an H200. On a device with less shared memory the number of pipeline stages is lowered in
+    `constants`, which changes no result.
     """
     stages = "STAGES" if "STAGES" in constants else "num_stages"
     while True:
         try:
-            return kernel[grid](*given, **constants)
+            return kernel[grid](*arguments, **constants)
         except OutOfResources as error:
             if constants.get(stages, 1) > 1:
                 constants[stages] -= 1
@@ -71,60 +97,119 @@ def _compiled(kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], consta
             ) from error
 
 
-def _run(compiled: Any, grid: tuple[int, ...], device: int, given: tuple[Any, ...]) -> None:
-    """Triton's `compiled[grid](*given)` without what hooks need, at half of its time, where there are none."""
+def _run(compiled: Any, grid: tuple[int, ...], device: int, arguments: tuple[Any, ...]) -> None:
+    """Triton's `compiled[grid](*arguments)` at half of its host overhead, unless launch hooks are installed."""
     runtime = triton.knobs.runtime
     if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-        compiled[grid](*given)
+        compiled[grid](*arguments)
         return
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *given)
+    stream = current_stream(device)
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
-class Room:
-    """Tensors of so many numbers each in one allocation, which costs the host as much as any: all are aligned."""
+class Workspace:
+    """Several aligned buffers in one allocation.
 
-    def __init__(self, *parts: tuple[int, torch.dtype]) -> None:
-        self.parts, self.offsets, end = parts, [], 0
-        for number, dtype in parts:
+    Args:
+        *buffers: Number of elements and dtype of each buffer.
+    """
+
+    def __init__(self, *buffers: tuple[int, torch.dtype]) -> None:
+        self.buffers, self.offsets, end = buffers, [], 0
+        for size, dtype in buffers:
             self.offsets.append(end)
-            end += -(-number * dtype.itemsize // 256) * 256
+            end += -(-size * dtype.itemsize // 256) * 256
         self.size = end // 4
 
-    def new(self, like: Tensor, *, clean: bool = False) -> Tensor:
-        """clean: zeros in between and wherever nobody writes."""
-        return (like.new_zeros if clean else like.new_empty)(self.size, dtype=torch.float32)
+    def allocate(self, like: Tensor, *, zeroed: bool = False) -> Tensor:
+        """Return `size` float32 elements on the device of `like`.
 
-    def places(self, room: Tensor, ready: bool) -> list[Any]:
-        """ready: whether all kernels that are to be called with them are; else tensors are made, which takes longer."""
-        if ready:
-            first = room.data_ptr()
+        Args:
+            like: A tensor on the device to allocate on.
+            zeroed: Fill with zeros, so that padding and unused buffers have the same bits every time.
+        """
+        return (like.new_zeros if zeroed else like.new_empty)(self.size, dtype=torch.float32)
+
+    def pointers(self, allocation: Tensor, compiled: bool) -> list[Any]:
+        """Return the buffers as addresses if all kernels are compiled, else as tensors, which takes longer."""
+        if compiled:
+            first = allocation.data_ptr()
             return [first + offset for offset in self.offsets]
-        views = zip(self.parts, self.offsets, strict=True)
-        return [room[offset // 4 :].view(dtype)[:number] for (number, dtype), offset in views]
+        views = zip(self.buffers, self.offsets, strict=True)
+        return [allocation[offset // 4 :].view(dtype)[:size] for (size, dtype), offset in views]
+
+
+class Plan:
+    """Launch plan, cached per argument signature: tiling, workspaces and compiled kernels.
+
+    A subclass computes in `__init__` all that depends on shapes, strides, dtypes and options alone, and creates its
+    launches with `launch`. `Plan.of` returns the cached plan of a call.
+
+    Args:
+        device: Index of the CUDA device, -1 for the CPU.
+    """
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self._launches: list[Launch] = []
+        self._compiled = False
+
+    @classmethod
+    def of(cls: type[P], tensors: Sequence[Tensor | None], *options: Hashable) -> P:
+        """Return the plan for these tensors, the first of which names the device."""
+        first = tensors[0]
+        assert first is not None
+        cached: Any = _cached_plan
+        return cached(cls, first.get_device(), signature(*tensors), options)
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], scalars: tuple[Any, ...], constants: dict[str, Any]) -> Launch:
+        """Create a launch of this plan; missing axes of the grid are 1."""
+        x, y, z = (*grid, 1, 1)[:3]
+        launch = Launch(self.device, kernel, (x, y, z), scalars, constants)
+        self._launches.append(launch)
+        return launch
+
+    @property
+    def compiled(self) -> bool:
+        """True once all kernels are compiled, so that they take addresses in place of tensors."""
+        if not self._compiled:
+            self._compiled = all(launch.compiled is not None for launch in self._launches)
+        return self._compiled
+
+    def pointers(self, workspace: Workspace, allocation: Tensor) -> list[Any]:
+        return workspace.pointers(allocation, self.compiled)
+
+
+@lru_cache(maxsize=8192)
+def _cached_plan(cls: type[Any], device: int, key: Signature, options: tuple[Hashable, ...]) -> Any:
+    """The one cache of launch plans."""
+    return cls(device, key, *options)
 
 
 @lru_cache
-def room(device: int) -> int:
-    """KB of shared memory that a program may have: Hopper and large Blackwells, large Amperes, cards for desktops."""
+def shared_memory_kb(device: int) -> int:
+    """Shared memory per block in KB: sm_90 and sm_100 227, sm_80 and sm_87 163, others 99."""
     capability = torch.cuda.get_device_capability(device) if device >= 0 else (9, 0)
     return 227 if capability[0] in (9, 10) else 163 if capability in ((8, 0), (8, 7)) else 99
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Make the device of x the current one, if it is not."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """x with its last dimension dense, as loads of whole rows need it."""
+    """Return x with a contiguous last dimension, which block loads require."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def new_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def dense(x: Tensor | None) -> Tensor | None:
+    """Return x contiguous."""
     return None if x is None else x.contiguous()
+
+
+def new_like(x: Tensor) -> Tensor:
+    """Return an uninitialized contiguous tensor like x."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import once
+from longspan.ops.common.autograd import once_differentiable
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         d_q, D = torch.empty_like(q, memory_format=torch.contiguous_format), q.shape[3]
@@ -67,7 +67,7 @@ class _Tables(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, e, x, f, y, rows, others, out, lse = ctx.saved_tensors
         layer, D = ctx.layer, ctx.layer.head_dim
@@ -135,7 +135,7 @@ class _Linformer(torch.autograd.Function):
         return made.view(B, T, -1)
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         source, e, maps, out_map, joint, rows, mixed, lse = ctx.saved_tensors
         layer, longest, (x_dtype, q_dtype, k_dtype, table_dtype, out_dtype, bias_dtype) = ctx.rest

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import once, refuse
+from longspan.ops.common.autograd import once_differentiable, refuse_double_backward
 from longspan.ops.linear import torch_chunk as chunks
 from longspan.ops.linear.torch_chunk import FLOOR, Arguments, is_nothing, over
 
@@ -195,7 +195,7 @@ class _Kernels(torch.autograd.Function):
         return out, kv, shift
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_kv: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         return _gradients(ctx, d_out, d_kv)
 
@@ -210,7 +210,7 @@ class _KernelsOut(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         return _gradients(ctx, d_out, None)
 
@@ -252,7 +252,7 @@ def _causal_linear(
     """The result, its normalizer, the sums and shift after it, and what the backward pass starts from."""
     given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalize
     if dispatch.why_not_triton(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
-        results, kept = dispatch.linear_kernels().forward(*given, clean=True)
+        results, kept = dispatch.linear_kernels().forward(*given, zeroed=True)
         nothing = results[1].new_empty(0)
         return *results, nothing if kept is None else kept, results[1].new_empty(0)
     return chunks.forward(_arguments(*given, bucket))
@@ -323,7 +323,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return *grads, den.new_empty(0) if kv is None else kv.new_empty(kv.shape)
 
 
-_causal_linear_backward.register_autograd(refuse)
+_causal_linear_backward.register_autograd(refuse_double_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import once, refuse
+from longspan.ops.common.autograd import once_differentiable, refuse_double_backward
 
 
 def bidirectional_linear(
@@ -56,7 +56,7 @@ class _Kernels(torch.autograd.Function):
         return results[0]
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         grads = dispatch.bidirectional_kernels().backward(d_out, *ctx.saved_tensors, *ctx.rest)
         return *grads, *[None] * 6
@@ -80,7 +80,7 @@ def _bidirectional_linear(
 ) -> tuple[Tensor, Tensor]:
     """The result, and what the backward pass starts from."""
     given = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalize
-    return dispatch.bidirectional_kernels().forward(*given, clean=True)
+    return dispatch.bidirectional_kernels().forward(*given, zeroed=True)
 
 
 @_bidirectional_linear.register_fake
@@ -115,7 +115,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-_bidirectional_linear_backward.register_autograd(refuse)
+_bidirectional_linear_backward.register_autograd(refuse_double_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import once, refuse
+from longspan.ops.common.autograd import once_differentiable, refuse_double_backward
 from longspan.ops.rotary import angles, rotate, xpos_scale
 from longspan.ops.softmax import attend
 
@@ -229,7 +229,7 @@ def _(d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, 
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-_local_attention_backward.register_autograd(refuse)
+_local_attention_backward.register_autograd(refuse_double_backward)
 
 
 class _LocalAttention(torch.autograd.Function):
@@ -242,7 +242,7 @@ class _LocalAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         gradients = dispatch.local_kernels().backward(d_out, *ctx.saved_tensors, *ctx.window)
         return *gradients, *[None] * 11

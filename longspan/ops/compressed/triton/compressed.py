@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.ops.common.launch import Launch, Looks, dense_rows, looks, on_device
+from longspan.ops.common.launch import Launch, Signature, dense_rows, on_device, signature
 from longspan.ops.common.tiles import padded
 from longspan.ops.compressed.triton.compressed_device import Sizes, Steps, rows_backward_kernel, rows_forward_kernel
 
@@ -20,7 +20,7 @@ _PROCESSORS = 132
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """q (B, T, H, D), halves, k (B, Hkv, R, D), v (B, Hkv, R, E) -> (B, T, H, E), and what the backward pass needs."""
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-    plan = _forward_plan(q.get_device(), looks(q, k, v), scale, k is v)
+    plan = _forward_plan(q.get_device(), signature(q, k, v), scale, k is v)
     out, lse = q.new_empty(plan.out_shape), q.new_empty(plan.lse_shape, dtype=torch.float32)
     with on_device(q):
         plan.read(q, k, v, out, lse)
@@ -35,7 +35,7 @@ def backward(
     Where k is v it is one of both: (B, Hkv, R, D).
     """
     q, k, v, d_out, shared = dense_rows(q), dense_rows(k), dense_rows(v), dense_rows(d_out), k is v
-    plan = _backward_plan(q.get_device(), looks(q, k, v, d_out, d_q), scale, shared)
+    plan = _backward_plan(q.get_device(), signature(q, k, v, d_out, d_q), scale, shared)
     parts = q.new_empty(plan.parts_shape, dtype=torch.float32)
     with on_device(q):
         plan.differentiate(q, k, v, out, lse, d_out, d_q, parts)
@@ -45,7 +45,7 @@ def backward(
 class _Plan:
     """All that calls with arguments that look alike share: how they are cut, and a kernel with its numbers."""
 
-    def __init__(self, device: int, given: Looks, scale: float, shared: bool) -> None:
+    def __init__(self, device: int, given: Signature, scale: float, shared: bool) -> None:
         q, k, v, *rest = given
         assert q is not None
         assert k is not None
@@ -67,14 +67,14 @@ class _Plan:
 
 
 class _Forward(_Plan):
-    def __init__(self, device: int, given: Looks, scale: float, shared: bool) -> None:
+    def __init__(self, device: int, given: Signature, scale: float, shared: bool) -> None:
         super().__init__(device, given, scale, shared)
         self.out_shape, self.lse_shape = (self.B, self.T, self.H, self.sizes.E), (self.B, self.T, self.H)
         self.read = self.launch(rows_forward_kernel, 2 * _PROCESSORS, 4, 3)
 
 
 class _Backward(_Plan):
-    def __init__(self, device: int, given: Looks, scale: float, shared: bool) -> None:
+    def __init__(self, device: int, given: Signature, scale: float, shared: bool) -> None:
         super().__init__(device, given, scale, shared)
         self.differentiate = self.launch(rows_backward_kernel, _PROCESSORS, 8, 3, self.scale)
         S = self.sizes

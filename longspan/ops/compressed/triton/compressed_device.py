@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from longspan.ops.linear.triton.fused_chunk_device import add
+from longspan.ops.common.exp import add
 
 
 class Sizes(NamedTuple):

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from longspan.ops.common.tiles import FLOOR, NOTHING, RELU_EPSILON
+from longspan.ops.common.feature_maps import RELU_EPSILON
+from longspan.ops.common.tiles import FLOOR, ZERO_NORMALIZER
 from longspan.ops.decode.triton.decode_device import load_block, load_key, load_turned, load_value
 
 
@@ -155,13 +156,13 @@ def linear_step_kernel(token, sums, S: tl.constexpr, LATE: tl.constexpr, MAP: tl
                 b_q = features(b_q, m_m, MAP)
             b_query = b_q
             if NORMALIZE == "feature":
-                m_none = tl.abs(b_z) < NOTHING
+                m_none = tl.abs(b_z) < ZERO_NORMALIZER
                 b_query = tl.where(m_none, 0.0, b_query / tl.where(m_none, 1.0, b_z))
             b_seen = tl.sum(b_query[None, :] * b_late, 1)  # (LATE,)
             b_out = tl.sum(b_query[:, None] * b_kv, 0) + tl.sum(b_seen[:, None] * b_values, 0)
             if NORMALIZE == "query":
                 den = tl.sum(b_query * b_z, 0)
-                none = tl.abs(den) < NOTHING
+                none = tl.abs(den) < ZERO_NORMALIZER
                 b_out = tl.where(none, 0.0, b_out / tl.where(none, 1.0, den))
             p_row = token.p_out + i_b * token.out_b + (i_kv * S.G + i_g) * S.E
             tl.store(p_row + i_e, b_out.to(p_row.dtype.element_ty), mask=m_e)

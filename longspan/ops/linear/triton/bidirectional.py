@@ -9,8 +9,18 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.launch import Launch, Looks, Room, dense, dense_rows, looks, new_like, on_device
-from longspan.ops.common.tiles import Steps, padded
+from longspan.ops.common.launch import (
+    Launch,
+    Signature,
+    Strides,
+    Workspace,
+    dense,
+    dense_rows,
+    new_like,
+    on_device,
+    signature,
+)
+from longspan.ops.common.tiles import padded
 from longspan.ops.linear.triton.bidirectional_backward import (
     bidirectional_backward_combine_kernel,
     bidirectional_backward_keys_kernel,
@@ -87,17 +97,17 @@ def kept_size(
     return _kept(rows, N * k.shape[2], q.shape[3], M, v.shape[3], q.dtype == torch.bfloat16).size
 
 
-def forward(*args: Any, clean: bool = False) -> tuple[Tensor, Tensor]:
+def forward(*args: Any, zeroed: bool = False) -> tuple[Tensor, Tensor]:
     """`longspan::bidirectional_linear`: out (B, T, H, E), and what is kept for the backward pass.
 
-    clean: what is kept has the same bits every time, which takes a launch.
+    zeroed: what is kept has the same bits every time, which takes a launch.
     """
     given, rest = _given(*args)
     q, k, v, weight, key_mask, offsets, key_offsets = given
-    plan = _forward_plan(q.get_device(), looks(*given), *rest)
-    out, kept, work = v.new_empty(plan.out_shape), plan.kept.new(q, clean=clean), plan.work.new(q)
-    scale, kv, z, c, high, rest = plan.kept.places(kept, plan.ready)
-    parts, parts_z, parts_c = plan.work.places(work, plan.ready)
+    plan = _forward_plan(q.get_device(), signature(*given), *rest)
+    out, kept, work = v.new_empty(plan.out_shape), plan.kept.allocate(q, zeroed=zeroed), plan.work.allocate(q)
+    scale, kv, z, c, high, rest = plan.kept.pointers(kept, plan.compiled)
+    parts, parts_z, parts_c = plan.work.pointers(work, plan.compiled)
     with on_device(q):
         if plan.halve is not None:
             plan.halve(weight, high, rest)
@@ -107,7 +117,7 @@ def forward(*args: Any, clean: bool = False) -> tuple[Tensor, Tensor]:
         plan.combine(parts, parts_z, parts_c, key_offsets, kv, z, c)
         for read, w in zip(plan.read, weights, strict=True):
             read(*w, q, offsets, kv, z, c, out, scale)
-    plan.ready = plan.read[-1].ready is not None
+    plan.compiled = plan.read[-1].compiled is not None
     return out, kept
 
 
@@ -116,10 +126,10 @@ def backward(d_out: Tensor, kept: Tensor, *args: Any) -> tuple[Tensor, Tensor, T
     given, rest = _given(*args)
     q, k, v, weight, key_mask, offsets, key_offsets = given
     d_out = dense_rows(d_out)
-    plan = _backward_plan(q.get_device(), looks(*given, d_out, kept), *rest)
-    d_q, d_k, d_v, work = new_like(q), new_like(k), new_like(v), plan.work.new(q)
-    scale, kv, z, c, high, rest = plan.kept.places(kept, plan.ready)
-    d_kv, d_z, parts, parts_z = plan.work.places(work, plan.ready)
+    plan = _backward_plan(q.get_device(), signature(*given, d_out, kept), *rest)
+    d_q, d_k, d_v, work = new_like(q), new_like(k), new_like(v), plan.work.allocate(q)
+    scale, kv, z, c, high, rest = plan.kept.pointers(kept, plan.compiled)
+    d_kv, d_z, parts, parts_z = plan.work.pointers(work, plan.compiled)
     weights = plan.weights(weight, high, rest)
     with on_device(q):
         for launches in plan.queries:
@@ -128,7 +138,7 @@ def backward(d_out: Tensor, kept: Tensor, *args: Any) -> tuple[Tensor, Tensor, T
         plan.combine(parts, parts_z, offsets, kv, z, d_kv, d_z)
         for keys, w in zip(plan.keys, weights, strict=True):
             keys(*w, k, v, key_mask, key_offsets, kv, c, d_kv, d_z, d_k, d_v)
-    plan.ready = plan.keys[-1].ready is not None
+    plan.compiled = plan.keys[-1].compiled is not None
     return d_q, d_k, d_v
 
 
@@ -151,7 +161,7 @@ _PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "i
 class _Plan:
     """All that calls with arguments that look alike share: how they are cut, room, and kernels with their numbers."""
 
-    def __init__(self, device: int, given: Looks, feature_map: str, normalize: str) -> None:
+    def __init__(self, device: int, given: Signature, feature_map: str, normalize: str) -> None:
         q, k, v, weight, _, offsets, key_offsets, *_ = given
         assert q is not None
         assert k is not None
@@ -180,7 +190,7 @@ class _Plan:
         self.N = B if key_offsets is None else key_offsets[0][0] - 1
         rows = B * T * H if self.sizes.DIVIDE else 0
         self.kept = _kept(rows, self.N * Hkv, D, M, E, halves)
-        self.ready = False
+        self.compiled = False
 
     def weights(self, weight: Tensor | None, high: Any, rest: Any) -> list[tuple[Any, Any]]:
         """For each projection, and how far it is from being exact."""
@@ -199,7 +209,7 @@ class _Plan:
         return max(1, self.BM * self.BE // config.tile)
 
     def parts(self, cut: _Cut, vectors: int) -> list[tuple[int, torch.dtype]]:
-        """Room for the sums of each stretch and head, and for so many vectors beside them."""
+        """Workspace for the sums of each stretch and head, and for so many vectors beside them."""
         number = cut.stretches * cut.heads * self.BM
         return [(number * self.BE, torch.float32), *[(number, torch.float32)] * vectors]
 
@@ -209,7 +219,7 @@ class _Plan:
         more: sizes of this kernel; 0 for those that it does not look at, so that it is compiled once.
         """
         config, tiles = cut.config, self.tiles(cut.config)
-        numbers = cut.tokens, cut.length, cut.sequences, *[Steps(*self.rows[name][1][:3]) for name in strided]
+        numbers = cut.tokens, cut.length, cut.sequences, *[Strides(*self.rows[name][1][:3]) for name in strided]
         grid = cut.stretches * cut.heads * (1 if one_program else tiles), 1, 1
         sizes = self.sizes._replace(TILES=tiles, C=config.chunk, BE=self.BE // tiles, **more)
         options = {"num_warps": config.warps, "maxnreg": config.registers}
@@ -230,10 +240,10 @@ class _Plan:
 
 
 class _Forward(_Plan):
-    def __init__(self, device: int, given: Looks, feature_map: str, normalize: str) -> None:
+    def __init__(self, device: int, given: Signature, feature_map: str, normalize: str) -> None:
         super().__init__(device, given, feature_map, normalize)
         cut = self.cut(self.configs.sums, "k")
-        self.work = Room(*self.parts(cut, 2))
+        self.work = Workspace(*self.parts(cut, 2))
         halve = Launch(device, bidirectional_weight_kernel, (1, 1, 1), (), {**self.sizes._asdict(), "num_warps": 8})
         self.halve = halve if self.halved else None
         self.sums = self.launches(bidirectional_sums_kernel, cut, "kv", one_program=False, H=0, DIVIDE=0, FEATURE=0)
@@ -243,13 +253,13 @@ class _Forward(_Plan):
 
 
 class _Backward(_Plan):
-    def __init__(self, device: int, given: Looks, feature_map: str, normalize: str) -> None:
+    def __init__(self, device: int, given: Signature, feature_map: str, normalize: str) -> None:
         super().__init__(device, given, feature_map, normalize)
         d_out = given[7]
         assert d_out is not None
         self.rows["d"] = d_out
         cut = self.cut(self.configs.queries, "q")
-        self.work = Room(*self.kept.parts[1:3], *self.parts(cut, 1))
+        self.work = Workspace(*self.kept.buffers[1:3], *self.parts(cut, 1))
         # Tiles of d kv are programs of their own; d q needs all of them in one.
         eager_untraced = self.configs.eager_untraced and self.tiles(cut.config) == 1
         kernel = bidirectional_backward_queries_kernel
@@ -266,7 +276,7 @@ _forward_plan = lru_cache(maxsize=1024)(_Forward)
 _backward_plan = lru_cache(maxsize=1024)(_Backward)
 
 
-def _kept(rows: int, heads: int, D: int, M: int | None, E: int, halves: bool) -> Room:
+def _kept(rows: int, heads: int, D: int, M: int | None, E: int, halves: bool) -> Workspace:
     """Each query's normalizer; the sums with both scales, as `bidirectional_combine_kernel` leaves them, a matrix
     (BM, BE) of float32 or two halves of bfloat16 side by side, and two vectors (BM,); and the projection's larger half.
     """
@@ -274,7 +284,7 @@ def _kept(rows: int, heads: int, D: int, M: int | None, E: int, halves: bool) ->
     BM, BE = (padded(size, 64 if halves else 16) for size in (D if M is None else M, E))
     kv = (heads * BM * 2 * BE, half) if halves else (heads * BM * BE, whole)
     projection = (0 if M is None or not halves else M * D, half), (1, whole)
-    return Room((rows, whole), kv, (heads * BM, whole), (heads * BM, whole), *projection)
+    return Workspace((rows, whole), kv, (heads * BM, whole), (heads * BM, whole), *projection)
 
 
 def _given(

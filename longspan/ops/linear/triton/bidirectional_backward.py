@@ -13,16 +13,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from longspan.ops.common.feature_maps import pointwise_features, pointwise_gradient
 from longspan.ops.common.tiles import (
     FLOOR,
     add_product,
-    at,
     load_block,
-    plain_features,
-    plain_gradient,
     product,
     store_block,
     store_tile,
+    token_pointer,
     zeros,
 )
 from longspan.ops.linear.triton.bidirectional_device import (
@@ -76,8 +75,8 @@ def bidirectional_backward_queries_kernel(
     if rows <= 0:
         return
     i_x = i_n.to(tl.int64) * S.HKV + i_h // (S.H // S.HKV)
-    p_q = at(p_q, q, i_b, i_0, i_h)
-    p_d_out = at(p_d_out, d_out, i_b, i_0, i_h, i_e * S.BE)
+    p_q = token_pointer(p_q, q, i_b, i_0, i_h)
+    p_d_out = token_pointer(p_d_out, d_out, i_b, i_0, i_h, i_e * S.BE)
     i_row = (i_b * tokens + i_0) * S.H + i_h
     b_weight, b_low = load_projection(p_weight, S)
     b_z, b_c = query_scales(p_z, p_c, i_x, S)
@@ -98,7 +97,7 @@ def bidirectional_backward_queries_kernel(
                 # The rounding of one logarithm is in all of a query's features: more than float32 allows.
                 b_p *= reciprocal(tl.sum(b_p * b_z[:, None], 0), S)[None, :]
         else:
-            b_f = plain_features(b_x, S, False)
+            b_f = pointwise_features(b_x, S.MAP, False)
             if S.BM != S.M:
                 b_f = tl.where((i_m < S.M)[:, None], b_f, 0)
             b_p = b_f
@@ -132,7 +131,7 @@ def bidirectional_backward_queries_kernel(
             else:
                 if S.DIVIDE:
                     b_g *= b_scale[None, :]
-                b_g = plain_gradient(b_g, b_x, b_f, S)
+                b_g = pointwise_gradient(b_g, b_x, b_f, S.MAP)
             store_block(p_d_q + i_row * S.D, S.H * S.D, m_t, tl.trans(b_g), S.D, S.C, S.BD)
         p_q += S.C * q.t
         p_d_out += S.C * d_out.t
@@ -202,8 +201,8 @@ def bidirectional_backward_keys_kernel(
     if rows <= 0:
         return
     i_x = i_n.to(tl.int64) * S.HKV + i_h
-    p_k = at(p_k, k, i_b, i_0, i_h)
-    p_v = at(p_v, v, i_b, i_0, i_h)
+    p_k = token_pointer(p_k, k, i_b, i_0, i_h)
+    p_v = token_pointer(p_v, v, i_b, i_0, i_h)
     i_row = (i_b * tokens + i_0) * S.HKV + i_h
     if p_mask is not None:
         p_mask += i_b * tokens + i_0
@@ -225,7 +224,7 @@ def bidirectional_backward_keys_kernel(
                 b_f -= half_norm(b_k, S)[None, :]
             b_f = power(tl.where(m_t[None, :], b_f, FLOOR), S)
         else:
-            b_f = tl.where(m_t[None, :], plain_features(b_x, S, False), 0)
+            b_f = tl.where(m_t[None, :], pointwise_features(b_x, S.MAP, False), 0)
         b_rounded = b_f.to(S.DOT)
         b_g = zeros(S.BM, S.C)
         for i in range(S.TILES):
@@ -248,7 +247,7 @@ def bidirectional_backward_keys_kernel(
                 b_g = product(tl.trans(b_weight), b_g.to(S.DOT), PRECISION) * S.D**-0.25
                 b_g -= tl.trans(b_k.to(tl.float32)) * b_total[None, :]
         else:
-            b_g = tl.where(m_t[None, :], plain_gradient(b_g, b_x, b_f, S), 0)
+            b_g = tl.where(m_t[None, :], pointwise_gradient(b_g, b_x, b_f, S.MAP), 0)
         store_block(p_d_k + i_row * S.D, S.HKV * S.D, m_there, tl.trans(b_g), S.D, S.C, S.BD)
         p_k += S.C * k.t
         p_v += S.C * v.t

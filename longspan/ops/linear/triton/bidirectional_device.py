@@ -11,19 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from longspan.ops.common.tiles import (
-    FLOOR,
-    LOG2E,
-    add_product,
-    exact_exp,
-    exact_inverse,
-    exp2,
-    inverse,
-    load_tile,
-    product,
-    whole,
-    zeros,
-)
+from longspan.ops.common.exp import LOG2E, exact_exp, exp2, widen
+from longspan.ops.common.tiles import FLOOR, add_product, exact_inverse, inverse, load_tile, product, zeros
 
 
 class Sizes(NamedTuple):
@@ -59,7 +48,7 @@ class Sizes(NamedTuple):
 def widened(b_x, S: tl.constexpr):
     """Numbers rounded to DOT, as float32."""
     if tl.float32 != S.DOT:
-        b_x = whole(b_x)
+        b_x = widen(b_x)
     return b_x
 
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from longspan.ops.common.feature_maps import pointwise_features
 from longspan.ops.common.tiles import (
     FLOOR,
-    NOTHING,
+    ZERO_NORMALIZER,
     add_product,
-    at,
     load_block,
-    plain_features,
     product,
     store_block,
     store_tile,
+    token_pointer,
     zeros,
 )
 from longspan.ops.linear.triton.bidirectional_device import (
@@ -64,8 +64,8 @@ def bidirectional_sums_kernel(
     i_h, i_e, i_s, i_n, i_b, i_0, rows = found
     if rows <= 0:
         return
-    p_k = at(p_k, k, i_b, i_0, i_h)
-    p_v = at(p_v, v, i_b, i_0, i_h, i_e * S.BE)
+    p_k = token_pointer(p_k, k, i_b, i_0, i_h)
+    p_v = token_pointer(p_v, v, i_b, i_0, i_h, i_e * S.BE)
     if p_mask is not None:
         p_mask += i_b * tokens + i_0
     b_weight, b_low = load_projection(p_weight, S)
@@ -90,7 +90,7 @@ def bidirectional_sums_kernel(
             # Where no key was visible yet, c is FLOOR like the keys that are not.
             b_f = power(b_f - tl.where(b_c == FLOOR, 0, b_c)[:, None], S)
         else:
-            b_f = tl.where(m_t[None, :], plain_features(b_f, S, False), 0)
+            b_f = tl.where(m_t[None, :], pointwise_features(b_f, S.MAP, False), 0)
         b_f = b_f.to(S.DOT)
         b_z += tl.sum(widened(b_f, S), 1)
         b_kv = add_product(b_f, b_v, b_kv, PRECISION)
@@ -160,7 +160,7 @@ def bidirectional_read_kernel(
     if rows <= 0:
         return
     i_x = i_n.to(tl.int64) * S.HKV + i_h // (S.H // S.HKV)
-    p_q = at(p_q, q, i_b, i_0, i_h)
+    p_q = token_pointer(p_q, q, i_b, i_0, i_h)
     i_row = (i_b * tokens + i_0) * S.H + i_h
     b_weight, b_low = load_projection(p_weight, S)
     b_kv, _ = load_halves(p_kv + i_e * S.BE, i_x, S)
@@ -178,7 +178,7 @@ def bidirectional_read_kernel(
             b_top = tl.max(b_f, FEATURES)
             b_f = power(b_f - tl.expand_dims(b_top, FEATURES), S)
         else:
-            b_f = plain_features(b_f, S, False)
+            b_f = pointwise_features(b_f, S.MAP, False)
             if S.BM != S.M:
                 b_f = tl.where(tl.expand_dims(i_m < S.M, TOKENS), b_f, 0)
         if ACROSS:
@@ -192,7 +192,7 @@ def bidirectional_read_kernel(
             if i_e == 0:
                 b_scale = b_inverse
                 if S.EXPONENTIAL:
-                    m_none = b_den < NOTHING
+                    m_none = b_den < ZERO_NORMALIZER
                     b_scale = tl.where(m_none, -FLOOR, b_top + logarithm(tl.where(m_none, 1.0, b_den), S))
                 tl.store(p_scale + i_row + i_t * S.H, b_scale, mask=m_t)
         if ACROSS:

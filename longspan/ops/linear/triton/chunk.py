@@ -10,8 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.launch import Launch, Looks, Room, dense, dense_rows, looks, new_like, on_device
-from longspan.ops.common.tiles import NOTHING, Steps
+from longspan.ops.common.launch import (
+    Launch,
+    Signature,
+    Strides,
+    Workspace,
+    dense,
+    dense_rows,
+    new_like,
+    on_device,
+    signature,
+)
+from longspan.ops.common.tiles import ZERO_NORMALIZER
 from longspan.ops.linear.triton import favor
 from longspan.ops.linear.triton import fused_chunk as walking
 from longspan.ops.linear.triton.chunk_backward import (
@@ -83,30 +93,30 @@ def forward(
     normalize: bool,
     *,
     ends: bool = True,
-    clean: bool = False,
+    zeroed: bool = False,
 ) -> tuple[walking.Results, Tensor | None]:
     """out, den, kv and shift of `longspan::causal_linear`, and what saves the backward pass from finding it again, if
     anything does.
 
-    ends: whether the sums after the last token are asked for. clean: what is kept has the same bits every time, which
+    ends: whether the sums after the last token are asked for. zeroed: what is kept has the same bits every time, which
     takes a launch.
     """
     if walking.takes(q, v, log_scale, feature_map, normalize):
-        return walking.forward(q, k, v, lengths, kv, shift, feature_map, ends=ends, clean=clean)
+        return walking.forward(q, k, v, lengths, kv, shift, feature_map, ends=ends, zeroed=zeroed)
     if favor.takes(q, v, feature_map, normalize):
         assert weight is not None
-        return favor.forward(q, k, v, weight, lengths, kv, shift, ends=ends, clean=clean)
+        return favor.forward(q, k, v, weight, lengths, kv, shift, ends=ends, zeroed=zeroed)
     tensors = _dense(q, k, v, weight, log_scale, lengths, kv, shift)
-    plan = _forward_plan(q.get_device(), looks(*tensors), feature_map, normalize, ends)
+    plan = _forward_plan(q.get_device(), signature(*tensors), feature_map, normalize, ends)
     out, den = v.new_empty(plan.out_shape), q.new_empty(plan.den_shape, dtype=torch.float32)
     kv_out = q.new_empty(plan.kv_shape, dtype=torch.float32) if ends else None
     shift_out = q.new_empty(plan.shift_shape, dtype=torch.float32) if ends else None
-    room = plan.room.new(q)
-    places = plan.room.places(room, plan.ready)
+    room = plan.room.allocate(q)
+    places = plan.room.pointers(room, plan.compiled)
     with on_device(q):
         before, scales = plan.sum(tensors, _Work(*places), kv_out, shift_out)
         plan.read(*before, *scales, out, den)
-    plan.ready = plan.read.ready is not None
+    plan.compiled = plan.read.compiled is not None
     return (out, den, kv_out, shift_out), None
 
 
@@ -163,11 +173,11 @@ def backward(
     tensors = _dense(q, k, v, weight, log_scale, lengths, kv, shift)
     d_out, d_end = dense_rows(d_out), dense(d_kv)
     out = d_out if out is None else out.contiguous()  # None reads nothing of it.
-    plan = _backward_plan(q.get_device(), looks(*tensors, d_out, d_end, out, den), feature_map, normalize)
+    plan = _backward_plan(q.get_device(), signature(*tensors, d_out, d_end, out, den), feature_map, normalize)
     d_q, d_k, d_v = new_like(q), new_like(k), new_like(v)
     d_start = None if kv is None else new_like(kv)
-    room = plan.room.new(q)
-    places = plan.room.places(room, plan.ready)
+    room = plan.room.allocate(q)
+    places = plan.room.pointers(room, plan.compiled)
     d_z, suffix_z, d_den, suffix, after, d_query, d_f = places[len(_Work._fields) :]
     work, (q, k, _, weight, *_) = _Work(*places[: len(_Work._fields)]), tensors
     if plan.finish:
@@ -184,7 +194,7 @@ def backward(
             launch(*before, after, d_z, suffix, suffix_z, *scales, den, d_out, d_den, d_query, d_f, d_v)
         for launch, part, x, d_x in zip(plan.finish, (d_query, d_f), (q, k), (d_q, d_k), strict=False):
             launch(part, x, weight, d_x)
-    plan.ready = plan.chunks[-1].ready is not None
+    plan.compiled = plan.chunks[-1].compiled is not None
     return d_q, d_k, d_v, d_start
 
 
@@ -210,7 +220,7 @@ class _Plan:
     A sequence is cut into chunks, and those into segments of `run` chunks each.
     """
 
-    def __init__(self, device: int, given: Looks, feature_map: str, normalize: bool, backward: bool) -> None:
+    def __init__(self, device: int, given: Signature, feature_map: str, normalize: bool, backward: bool) -> None:
         q, k, v, weight, log_scale, *_ = given
         assert q is not None
         assert k is not None
@@ -234,7 +244,7 @@ class _Plan:
         self.whole, self.half = torch.float32, torch.bfloat16 if halves else torch.float32
         self.sums = self.launch(causal_linear_forward_sums_kernel, self.direction.sums, "kv", self.segments * Hkv, H=0)
         self.scan = self.scanning(causal_linear_forward_scan_kernel)
-        self.ready = False
+        self.compiled = False
 
     def parts(self) -> list[tuple[int, torch.dtype]]:
         """The room of `_Work`."""
@@ -261,7 +271,7 @@ class _Plan:
         """
         tiles = self.tiles(config)
         sizes = self.sizes._replace(TILES=tiles, BE=self.sizes.BE // tiles, **more)
-        numbers = self.T, self.segments, self.run, *[Steps(*self.rows[name][1][:3]) for name in strided]
+        numbers = self.T, self.segments, self.run, *[Strides(*self.rows[name][1][:3]) for name in strided]
         options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
         return Launch(self.device, kernel, (self.B * programs * tiles, 1, 1), numbers, {"S": sizes, **options})
 
@@ -281,19 +291,19 @@ class _Plan:
 
 
 class _Forward(_Plan):
-    def __init__(self, device: int, given: Looks, feature_map: str, normalize: bool, ends: bool) -> None:
+    def __init__(self, device: int, given: Signature, feature_map: str, normalize: bool, ends: bool) -> None:
         """ends: whether there are sums to be returned, for which the scan is compiled."""
         super().__init__(device, given, feature_map, normalize, False)
         (H, Hkv, _, M, E, *_), (B, T) = self.sizes, (self.B, self.T)
         self.out_shape, self.den_shape = (B, T, H, E), (B, T, H if normalize else 0)
         self.kv_shape, self.shift_shape = (B, Hkv, M, E + normalize), (B, Hkv)
-        self.room = Room(*self.parts())
+        self.room = Workspace(*self.parts())
         config = self.direction.chunks[0][1]
         self.read = self.launch(causal_linear_forward_kernel, config, "qkv", self.num_chunks * H)
 
 
 class _Backward(_Plan):
-    def __init__(self, device: int, given: Looks, feature_map: str, normalize: bool) -> None:
+    def __init__(self, device: int, given: Signature, feature_map: str, normalize: bool) -> None:
         super().__init__(device, given, feature_map, normalize, True)
         d_out = given[8]
         assert d_out is not None
@@ -312,13 +322,13 @@ class _Backward(_Plan):
         d_features = [(tiles * tokens * heads * M if tiles > 1 else 0, self.whole) for heads in (H, Hkv)]
         d_den = tokens * H if normalize and tiles == 1 else 0, self.whole
         z, suffix_z, suffix, after = self.stacks()
-        self.room = Room(*self.parts(), z, suffix_z, d_den, suffix, after, *d_features)
+        self.room = Workspace(*self.parts(), z, suffix_z, d_den, suffix, after, *d_features)
 
     def finishing(self, name: str, heads: int, tiles: int) -> Launch:
         """d x from the tiles' parts of the gradient of its features."""
         chunk = 16
         sizes = self.sizes._replace(H=heads, HKV=0, E=0, BE=0, SCALED=False, TILES=tiles, C=chunk, KEYS=name == "k")
-        numbers = self.T, self.B * self.T * heads * self.sizes.M, Steps(*self.rows[name][1][:3])
+        numbers = self.T, self.B * self.T * heads * self.sizes.M, Strides(*self.rows[name][1][:3])
         grid = self.B * heads * -(-self.T // chunk), 1, 1
         return Launch(self.device, causal_linear_backward_finish_kernel, grid, numbers, {"S": sizes})
 
@@ -333,7 +343,7 @@ _PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "i
 
 def _d_den(d_out: Tensor, out: Tensor, den: Tensor) -> Tensor:
     """The gradients of den (B, T, H), where no program sees all of a row of out."""
-    nothing = den.abs() < NOTHING.value
+    nothing = den.abs() < ZERO_NORMALIZER.value
     d_den = -(d_out.to(den.dtype) * out).sum(-1) / den.masked_fill(nothing, 1)
     return d_den.masked_fill(nothing, 0)
 

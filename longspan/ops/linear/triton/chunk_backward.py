@@ -12,16 +12,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from longspan.ops.common.exp import exact_exp
 from longspan.ops.common.tiles import (
     FLOOR,
-    at,
-    exact_exp,
     inverse,
     load_column,
     load_inputs,
     load_values,
-    place,
+    program_index,
     store_tile,
+    token_pointer,
     zeros,
 )
 from longspan.ops.linear.triton.chunk_device import load_state, load_weight, query_features, store_state
@@ -54,14 +54,14 @@ def causal_linear_backward_sums_kernel(
     p_d_den: (B, T, H) gradients of den, written here with TILES = 1, else given.
     """
     GROUP: tl.constexpr = S.H // S.HKV
-    i_kv, i_e, i_s, i_b = place(segments, S.HKV, S.TILES)
+    i_kv, i_e, i_s, i_b = program_index(segments, S.HKV, S.TILES)
     i_0 = i_s * chunks * S.C
     steps = tl.minimum(chunks, tl.cdiv(T - i_0, S.C))
     i_l = i_0 + (steps - 1) * S.C
     i_x = i_b * S.HKV + i_kv
     i_row = i_b * T + i_l
-    p_q = at(p_q, q_steps, i_b, i_l, i_kv * GROUP)
-    p_d_out = at(p_d_out, d_steps, i_b, i_l, i_kv * GROUP, i_e * S.BE)
+    p_q = token_pointer(p_q, q_steps, i_b, i_l, i_kv * GROUP)
+    p_d_out = token_pointer(p_d_out, d_steps, i_b, i_l, i_kv * GROUP, i_e * S.BE)
     p_out += (i_row * S.H + i_kv * GROUP) * S.E
     p_den += i_row * S.H + i_kv * GROUP
     p_d_den += i_row * S.H + i_kv * GROUP

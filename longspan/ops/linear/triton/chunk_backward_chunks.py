@@ -5,22 +5,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from longspan.ops.common.exp import exact_exp
 from longspan.ops.common.tiles import (
     FLOOR,
-    at,
-    exact_exp,
     inverse,
     load_column,
     load_inputs,
     load_rows,
-    load_rows_again,
     load_tile,
     load_values,
-    place,
+    program_index,
+    reload_rows,
     store_inputs,
     store_rows,
     store_values,
-    visible,
+    token_pointer,
+    visible_length,
     zeros,
 )
 from longspan.ops.linear.triton.chunk_device import (
@@ -76,15 +76,15 @@ def causal_linear_backward_kernel(
     GROUP: tl.constexpr = S.H // S.HKV
     # For derivatives features are made a second time, unless they cost more than the registers that would hold them.
     AGAIN: tl.constexpr = S.MAP != "favor" and (S.MAP != "softmax" or S.BM > 64)
-    i_kv, i_e, i_c, i_b = place(tl.cdiv(T, S.C), S.HKV, S.TILES)
+    i_kv, i_e, i_c, i_b = program_index(tl.cdiv(T, S.C), S.HKV, S.TILES)
     B = tl.num_programs(0) // (S.HKV * S.TILES) // tl.cdiv(T, S.C)
     i_0 = i_c * S.C
     i_x = i_b * S.HKV + i_kv
-    left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
-    p_q = at(p_q, q_steps, i_b, i_0, i_kv * GROUP)
-    p_k = at(p_k, k_steps, i_b, i_0, i_kv)
-    p_v = at(p_v, v_steps, i_b, i_0, i_kv, i_e * S.BE)
-    p_d_out = at(p_d_out, d_steps, i_b, i_0, i_kv * GROUP, i_e * S.BE)
+    left, rows = T - i_0, visible_length(p_lengths, i_b, T) - i_0
+    p_q = token_pointer(p_q, q_steps, i_b, i_0, i_kv * GROUP)
+    p_k = token_pointer(p_k, k_steps, i_b, i_0, i_kv)
+    p_v = token_pointer(p_v, v_steps, i_b, i_0, i_kv, i_e * S.BE)
+    p_d_out = token_pointer(p_d_out, d_steps, i_b, i_0, i_kv * GROUP, i_e * S.BE)
     i_row = i_b * T + i_0
     width: tl.constexpr = S.D if S.TILES == 1 else S.M
     i_part = (i_e * B + i_b) * T + i_0
@@ -142,7 +142,7 @@ def causal_linear_backward_kernel(
         if S.QUERIES and S.TILES == 1:
             b_again = b_query.to(tl.float32)
             if AGAIN:
-                b_q = load_rows_again(p_q + g * q_steps.h, q_steps.t, left, S.D, S.C, S.BD)
+                b_q = reload_rows(p_q + g * q_steps.h, q_steps.t, left, S.D, S.C, S.BD)
                 b_again = query_features(b_q, b_weight, b_low, S)
             b_d_query = query_gradient(b_d_query, b_q, b_again, b_weight, S)
             store_inputs(p_d_q + i_o, S.H * S.D, left, b_d_query, S)
@@ -171,7 +171,7 @@ def causal_linear_backward_kernel(
     if S.KEYS and S.TILES == 1:
         b_again = b_f.to(tl.float32)
         if AGAIN:
-            b_k = load_rows_again(p_k, k_steps.t, rows, S.D, S.C, S.BD)
+            b_k = reload_rows(p_k, k_steps.t, rows, S.D, S.C, S.BD)
             b_again = key_features(key_logits(b_k, b_weight, b_low, S), b_beta, S)
         b_d_f = key_gradient(b_d_f, b_k, b_again, b_weight, S)
         store_inputs(p_d_k + i_o, S.HKV * S.D, left, b_d_f, S)
@@ -182,12 +182,12 @@ def causal_linear_backward_kernel(
 @triton.jit(do_not_specialize=["T"])
 def causal_linear_backward_finish_kernel(p_part, p_x, p_weight, p_d_x, T, stride_part, steps, S: tl.constexpr):
     """d q or d k from the tiles' parts of the gradient of its features."""
-    i_h, _, i_c, i_b = place(tl.cdiv(T, S.C), S.H, 1)
+    i_h, _, i_c, i_b = program_index(tl.cdiv(T, S.C), S.H, 1)
     i_0 = i_c * S.C
     left = T - i_0
     i_row = (i_b * T + i_0) * S.H + i_h
     b_weight, b_low = load_weight(p_weight, S)
-    b_x = load_inputs(at(p_x, steps, i_b, i_0, i_h), steps.t, left, S)
+    b_x = load_inputs(token_pointer(p_x, steps, i_b, i_0, i_h), steps.t, left, S)
     b_g = zeros(S.C, S.BM)
     for i_e in range(S.TILES):
         p_tile = p_part + i_e * stride_part + i_row * S.M

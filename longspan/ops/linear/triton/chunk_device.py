@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from longspan.ops.common.tiles import FLOOR, exact_exp, load_column, plain_features, plain_gradient, product, zeros
+from longspan.ops.common.exp import exact_exp
+from longspan.ops.common.feature_maps import pointwise_features, pointwise_gradient
+from longspan.ops.common.tiles import FLOOR, load_column, product, zeros
 
 
 class Sizes(NamedTuple):
@@ -83,7 +85,7 @@ def query_features(b_x, b_weight, b_low, S: tl.constexpr):
     if S.MAP == "favor":
         b_f = _project(b_x, b_weight, b_low, S)
     else:
-        b_f = plain_features(b_x.to(tl.float32), S, True)
+        b_f = pointwise_features(b_x.to(tl.float32), S.MAP, True)
     if S.MAP == "softmax" or S.MAP == "favor":
         if S.BM != S.M:
             b_f = tl.where(m_m, b_f, FLOOR)
@@ -98,7 +100,7 @@ def query_features(b_x, b_weight, b_low, S: tl.constexpr):
 @triton.jit
 def query_gradient(b_g, b_x, b_f, b_weight, S: tl.constexpr):
     """d q (C, BD) from d φ(q), q and φ(q). Where attention is normalized φ(q) · d φ(q) is 0: its size cancels."""
-    b_g = plain_gradient(b_g, b_x, b_f, S)
+    b_g = pointwise_gradient(b_g, b_x, b_f, S.MAP)
     if S.MAP == "softmax":
         if not (S.NORMALIZE and tl.bfloat16 == S.DOT):
             b_g -= tl.sum(b_g * b_f, 1)[:, None]
@@ -125,7 +127,7 @@ def key_features(b_f, b_beta, S: tl.constexpr):
     """f (C, BM), float32, φ(k) / exp(β) from logits and β (C,). A hidden key has features too: its β is FLOOR, or its
     pairs are masked.
     """
-    b_f = plain_features(b_f, S, True)
+    b_f = pointwise_features(b_f, S.MAP, True)
     if S.MAP == "softmax" or S.MAP == "favor":
         b_f = exact_exp(b_f - tl.where(b_beta == FLOOR, 0, b_beta)[:, None])
     if S.BM != S.M and S.MAP != "identity":
@@ -136,7 +138,7 @@ def key_features(b_f, b_beta, S: tl.constexpr):
 @triton.jit
 def key_gradient(b_g, b_x, b_f, b_weight, S: tl.constexpr):
     """d k (C, BD) from d f, k and f; β is a constant."""
-    b_g = plain_gradient(b_g, b_x, b_f, S)
+    b_g = pointwise_gradient(b_g, b_x, b_f, S.MAP)
     if S.MAP == "softmax":
         b_g = b_g * b_f
     if S.MAP == "favor":

@@ -10,20 +10,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from longspan.ops.common.exp import exact_exp
 from longspan.ops.common.tiles import (
     FLOOR,
-    at,
-    exact_exp,
     inverse,
     load_column,
     load_inputs,
     load_tile,
     load_values,
-    place,
+    program_index,
     running_maximum,
     store_tile,
     store_values,
-    visible,
+    token_pointer,
+    visible_length,
     zeros,
 )
 from longspan.ops.linear.triton.chunk_device import (
@@ -63,12 +63,12 @@ def causal_linear_forward_sums_kernel(
     p_prefix, p_prefix_z: (B, Hkv, chunks, ·) the segment's sums before each chunk, at the scale of the largest β yet.
     p_beta, p_peak: (B, Hkv, T) each key's β and the largest so far in its segment.
     """
-    i_h, i_e, i_s, i_b = place(segments, S.HKV, S.TILES)
+    i_h, i_e, i_s, i_b = program_index(segments, S.HKV, S.TILES)
     i_0 = i_s * chunks * S.C
     i_x = i_b * S.HKV + i_h
-    rows = visible(p_lengths, i_b, T) - i_0
-    p_k = at(p_k, k_steps, i_b, i_0, i_h)
-    p_v = at(p_v, v_steps, i_b, i_0, i_h, i_e * S.BE)
+    rows = visible_length(p_lengths, i_b, T) - i_0
+    p_k = token_pointer(p_k, k_steps, i_b, i_0, i_h)
+    p_v = token_pointer(p_v, v_steps, i_b, i_0, i_h, i_e * S.BE)
     if p_scale is not None:
         p_scale += (i_b * T + i_0) * S.HKV + i_h
     b_weight, b_low = load_weight(p_weight, S)
@@ -205,14 +205,14 @@ def causal_linear_forward_kernel(
     S: tl.constexpr,
 ):
     """One chunk of one query head."""
-    i_h, i_e, i_c, i_b = place(tl.cdiv(T, S.C), S.H, S.TILES)
+    i_h, i_e, i_c, i_b = program_index(tl.cdiv(T, S.C), S.H, S.TILES)
     i_kv = i_h // (S.H // S.HKV)
     i_0 = i_c * S.C
     i_x = i_b * S.HKV + i_kv
-    left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
-    p_q = at(p_q, q_steps, i_b, i_0, i_h)
-    p_k = at(p_k, k_steps, i_b, i_0, i_kv)
-    p_v = at(p_v, v_steps, i_b, i_0, i_kv, i_e * S.BE)
+    left, rows = T - i_0, visible_length(p_lengths, i_b, T) - i_0
+    p_q = token_pointer(p_q, q_steps, i_b, i_0, i_h)
+    p_k = token_pointer(p_k, k_steps, i_b, i_0, i_kv)
+    p_v = token_pointer(p_v, v_steps, i_b, i_0, i_kv, i_e * S.BE)
     b_weight, b_low = load_weight(p_weight, S)
     i_t, i_m = tl.arange(0, S.C), tl.arange(0, S.BM)
     i_s, i_p = i_x * segments + i_c // chunks, i_x * tl.cdiv(T, S.C) + i_c

@@ -12,8 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.ops.common.launch import Launch, Looks, Room, dense, dense_rows, looks, new_like, on_device
-from longspan.ops.common.tiles import Steps, padded
+from longspan.ops.common.launch import (
+    Launch,
+    Signature,
+    Strides,
+    Workspace,
+    dense,
+    dense_rows,
+    new_like,
+    on_device,
+    signature,
+)
+from longspan.ops.common.tiles import padded
 from longspan.ops.linear.triton.favor_backward import favor_backward_rows_kernel, favor_backward_sums_kernel
 from longspan.ops.linear.triton.favor_device import Sizes
 from longspan.ops.linear.triton.favor_forward import (
@@ -79,22 +89,22 @@ def forward(
     shift: Tensor | None,
     *,
     ends: bool = True,
-    clean: bool = False,
+    zeroed: bool = False,
 ) -> tuple[Results, Tensor]:
     """out (B, T, H, E), den (B, T, H), and the sums and their shift after the last token; then what is kept.
 
-    ends, clean: as in `kernels.linear.forward`.
+    ends, zeroed: as in `kernels.linear.forward`.
     """
     q, k, v, weight = dense_rows(q), dense_rows(k), dense_rows(v), weight.contiguous()
     kv, shift = dense(kv), dense(shift)
-    plan = _forward_plan(q.get_device(), looks(q, k, v, weight, lengths, kv, shift), ends)
+    plan = _forward_plan(q.get_device(), signature(q, k, v, weight, lengths, kv, shift), ends)
     out = v.new_empty(plan.out_shape)
     den = q.new_empty(plan.den_shape, dtype=torch.float32)
     kv_out = q.new_empty(plan.kv_shape, dtype=torch.float32) if ends else None
     shift_out = q.new_empty(plan.shift_shape, dtype=torch.float32) if ends else None
-    kept, work = plan.kept.new(q, clean=clean), plan.work.new(q)
-    high, low, flag, query_offset, offset, scale, peak, reference = plan.kept.places(kept, plan.ready)
-    total, total_z, prefix, prefix_z, before, largest = plan.work.places(work, plan.ready)
+    kept, work = plan.kept.allocate(q, zeroed=zeroed), plan.work.allocate(q)
+    high, low, flag, query_offset, offset, scale, peak, reference = plan.kept.pointers(kept, plan.compiled)
+    total, total_z, prefix, prefix_z, before, largest = plan.work.pointers(work, plan.compiled)
     with on_device(q):
         plan.weight(weight, high, low, flag)
         plan.query_sizes(q, high, low, flag, None, query_offset, None, None, None)
@@ -109,7 +119,7 @@ def forward(
                 *(q, k, v, high, low, flag, lengths, query_offset, offset, scale, peak, reference),
                 *(before, total_z, prefix, prefix_z, out, den),
             )
-    plan.ready = plan.parts[-1][2].ready is not None
+    plan.compiled = plan.parts[-1][2].compiled is not None
     return (out, den, kv_out, shift_out), kept
 
 
@@ -129,12 +139,12 @@ def backward(
     """The gradients of q, k, v and kv; that of no kv is None."""
     q, k, v, d_out, out = dense_rows(q), dense_rows(k), dense_rows(v), dense_rows(d_out), out.contiguous()
     kv, d_kv = dense(kv), dense(d_kv)
-    plan = _backward_plan(q.get_device(), looks(q, k, v, weight, lengths, kv, d_out, d_kv, out, den, kept))
-    high, low, flag, query_offset, offset, scale, peak, reference = plan.kept.places(kept, plan.ready)
-    rows = plan.rows_room.new(q)
-    offset_over_den, delta = plan.rows_room.places(rows, plan.ready)
-    stack = plan.query_stack.new(q)
-    total, total_z, prefix, prefix_z, before = plan.query_stack.places(stack, plan.ready)
+    plan = _backward_plan(q.get_device(), signature(q, k, v, weight, lengths, kv, d_out, d_kv, out, den, kept))
+    high, low, flag, query_offset, offset, scale, peak, reference = plan.kept.pointers(kept, plan.compiled)
+    rows = plan.rows_room.allocate(q)
+    offset_over_den, delta = plan.rows_room.pointers(rows, plan.compiled)
+    stack = plan.query_stack.allocate(q)
+    total, total_z, prefix, prefix_z, before = plan.query_stack.pointers(stack, plan.compiled)
     d_q = new_like(q)
     d_start = None if kv is None else kv.new_empty(kv.shape)
     keys = offset, scale, peak, reference
@@ -146,8 +156,8 @@ def backward(
             scan(total, total_z, reference, kv, None, None, before)
             queries(*given, before, total_z, prefix, prefix_z, d_q)
         del stack, total, total_z, prefix, prefix_z, before  # What comes next takes their place.
-        stack = plan.key_stack.new(q)
-        total, total_z, suffix, suffix_z, after = plan.key_stack.places(stack, plan.ready)
+        stack = plan.key_stack.allocate(q)
+        total, total_z, suffix, suffix_z, after = plan.key_stack.pointers(stack, plan.compiled)
         d_k, d_v = new_like(k), new_like(v)
         for sums, scan, gradients in plan.key_parts:
             sums(
@@ -156,7 +166,7 @@ def backward(
             )
             scan(total, total_z, reference, d_kv, d_start, None, after)
             gradients(*given, after, total_z, suffix, suffix_z, d_k, d_v)
-    plan.ready = plan.key_parts[-1][2].ready is not None
+    plan.compiled = plan.key_parts[-1][2].compiled is not None
     return d_q, d_k, d_v, d_start
 
 
@@ -172,7 +182,7 @@ class _Part(NamedTuple):
 class _Plan:
     """All that calls with arguments that look alike share: sizes, room, and kernels with their numbers."""
 
-    def __init__(self, device: int, given: Looks) -> None:
+    def __init__(self, device: int, given: Signature) -> None:
         q, k, v, weight, *_ = given
         assert q is not None
         assert k is not None
@@ -180,15 +190,15 @@ class _Plan:
         assert weight is not None
         (self.B, self.T, self.H, D), self.Hkv, E, M = q[0], k[0][2], v[0][3], weight[0][0]
         self.device, self.chunks, self.X = device, -(-self.T // CHUNK), self.B * self.Hkv
-        self.steps = {"q": Steps(*q[1][:3]), "k": Steps(*k[1][:3]), "v": Steps(*v[1][:3])}
+        self.steps = {"q": Strides(*q[1][:3]), "k": Strides(*k[1][:3]), "v": Strides(*v[1][:3])}
         self.S = Sizes(self.H, self.Hkv, D, M, E, CHUNK, padded(D), padded(M), padded(E))
         self.kept = _kept(self.B, self.T, self.H, self.Hkv, D, M)
-        self.ready = False
+        self.compiled = False
 
     def cut(self, share: float) -> list[_Part]:
         """All sequences, in parts whose sums take about such a share of the bytes of q, k, v and out."""
         tensors = 2 * self.B * self.T * (self.H + self.Hkv) * (self.S.D + self.S.E)
-        bytes_of_all = 4 * Room(*self.stack(self.part(0, self.X))).size
+        bytes_of_all = 4 * Workspace(*self.stack(self.part(0, self.X))).size
         number = 1 if bytes_of_all <= SMALL else -(-bytes_of_all // int(share * tensors))
         size = -(-self.X // number)
         return [self.part(first, size) for first in range(0, self.X, size)]
@@ -237,12 +247,12 @@ class _Plan:
 
 
 class _Forward(_Plan):
-    def __init__(self, device: int, given: Looks, ends: bool) -> None:
+    def __init__(self, device: int, given: Signature, ends: bool) -> None:
         super().__init__(device, given)
         parts, E, M = self.cut(READ_SHARE), self.S.E, self.S.M
         self.out_shape, self.den_shape = (self.B, self.T, self.H, E), (self.B, self.T, self.H)
         self.kv_shape, self.shift_shape = (self.B, self.Hkv, M, E + 1), (self.B, self.Hkv)
-        self.work = Room(*self.stack(parts[0]), (self.X * self.chunks, torch.float32))
+        self.work = Workspace(*self.stack(parts[0]), (self.X * self.chunks, torch.float32))
         self.weight = Launch(device, favor_weight_kernel, (1, 1, 1), (), {**self.S._asdict(), "num_warps": 16})
         self.query_sizes, self.key_sizes = self.sizes("q", self.H, key=False), self.sizes("k", self.Hkv, key=True)
         programs = self.H // self.Hkv * self.chunks
@@ -262,15 +272,15 @@ class _Forward(_Plan):
 
 
 class _Backward(_Plan):
-    def __init__(self, device: int, given: Looks) -> None:
+    def __init__(self, device: int, given: Signature) -> None:
         super().__init__(device, given)
         d_out = given[6]
         assert d_out is not None
-        self.steps["d"] = Steps(*d_out[1][:3])
+        self.steps["d"] = Strides(*d_out[1][:3])
         group, queries, keys = self.H // self.Hkv, self.cut(QUERIES_SHARE), self.cut(KEYS_SHARE)
         rows = self.B * self.chunks * self.H
-        self.rows_room = Room((rows * CHUNK, torch.float32), (rows * CHUNK, torch.float32))
-        self.query_stack, self.key_stack = Room(*self.stack(queries[0])), Room(*self.stack(keys[0]))
+        self.rows_room = Workspace((rows * CHUNK, torch.float32), (rows * CHUNK, torch.float32))
+        self.query_stack, self.key_stack = Workspace(*self.stack(queries[0])), Workspace(*self.stack(keys[0]))
         self.rows = self.launch(favor_backward_rows_kernel, ROWS, rows, (), "d", HKV=0, D=0, M=0, BD=0, BM=0)
         self.query_parts = [
             (
@@ -294,9 +304,9 @@ _forward_plan = lru_cache(maxsize=1024)(_Forward)
 _backward_plan = lru_cache(maxsize=1024)(_Backward)
 
 
-def _kept(B: int, T: int, H: int, Hkv: int, D: int, M: int) -> Room:
+def _kept(B: int, T: int, H: int, Hkv: int, D: int, M: int) -> Workspace:
     """The projection in two halves and its flag; sizes of queries, and of keys; references before each chunk."""
     size, chunks = padded(D) * padded(M), (T + CHUNK - 1) // CHUNK
     halves = (size, torch.bfloat16), (size, torch.bfloat16), (1, torch.float32)
     tokens = [(B * heads * chunks * CHUNK, torch.float32) for heads in (H, Hkv, Hkv, Hkv)]
-    return Room(*halves, *tokens, (B * Hkv * (chunks + 1), torch.float32))
+    return Workspace(*halves, *tokens, (B * Hkv * (chunks + 1), torch.float32))

@@ -15,7 +15,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.ops.common.tiles import FLOOR, NOTHING, at, exp2, load_column, load_inputs, load_values, place, zeros
+from longspan.ops.common.exp import exp2
+from longspan.ops.common.tiles import (
+    FLOOR,
+    ZERO_NORMALIZER,
+    load_column,
+    load_inputs,
+    load_values,
+    program_index,
+    token_pointer,
+    zeros,
+)
 from longspan.ops.linear.triton.favor_device import (
     features,
     find_sequence,
@@ -29,16 +39,16 @@ from longspan.ops.linear.triton.favor_device import (
 @triton.jit(do_not_specialize=["T"])
 def favor_backward_rows_kernel(p_out, p_den, p_d_out, p_query_offset, p_over_den, p_delta, T, d_steps, S: tl.constexpr):
     """Δ (B, H, chunks, C), and offsets of queries with den taken into them, so that their features are q̂."""
-    i_h, _, i_c, i_b = place(tl.cdiv(T, S.C), S.H)
+    i_h, _, i_c, i_b = program_index(tl.cdiv(T, S.C), S.H)
     i_0 = i_c * S.C
     left = T - i_0
     i_row = (i_b * T + i_0) * S.H + i_h
-    p_d_out = at(p_d_out, d_steps, i_b, i_0, i_h)
+    p_d_out = token_pointer(p_d_out, d_steps, i_b, i_0, i_h)
     b_d = load_values(p_d_out, d_steps.t, left, S).to(tl.float32)
     b_out = load_values(p_out + i_row * S.E, S.H * S.E, left, S).to(tl.float32)
     b_den = load_column(p_den + i_row, S.H, left, S.C, 0.0)
     i_o = ((i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_c) * S.C + tl.arange(0, S.C)
-    m_nothing = b_den < NOTHING
+    m_nothing = b_den < ZERO_NORMALIZER
     b_offset = tl.load(p_query_offset + i_o) + tl.log2(tl.where(m_nothing, 1.0, b_den))
     tl.store(p_over_den + i_o, tl.where(m_nothing, -2 * FLOOR, b_offset))
     tl.store(p_delta + i_o, tl.sum(b_d * b_out, 1))
@@ -77,8 +87,8 @@ def favor_backward_sums_kernel(
     i_m *= S.TILE
     steps = tl.minimum(chunks, tl.cdiv(T, S.C) - i_s * chunks)
     i_l = (i_s * chunks + steps - 1) * S.C
-    p_q = at(p_q, q_steps, i_b, i_l, i_kv * GROUP)
-    p_d_out = at(p_d_out, d_steps, i_b, i_l, i_kv * GROUP)
+    p_q = token_pointer(p_q, q_steps, i_b, i_l, i_kv * GROUP)
+    p_d_out = token_pointer(p_d_out, d_steps, i_b, i_l, i_kv * GROUP)
     i_c = i_x * tl.cdiv(T, S.C) + i_s * chunks + steps - 1
     i_p = i_n * tl.cdiv(T, S.C) + i_s * chunks + steps - 1
     i_q = (i_b * S.H + i_kv * GROUP) * tl.cdiv(T, S.C) + i_s * chunks + steps - 1

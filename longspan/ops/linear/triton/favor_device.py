@@ -6,13 +6,12 @@ its power, rounded up, so that every change of scale is exact.
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from longspan.ops.common.tiles import LOG2E, exp2
+from longspan.ops.common.exp import LOG2E, exp2, scaled_sum
 
 
 class Sizes(NamedTuple):
@@ -34,26 +33,6 @@ class Sizes(NamedTuple):
     TILE: int = 0
     KEY: bool = False
     BACK: bool = False
-
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-
-    @triton.jit
-    def scaled_sum(b_x, factor, b_y):
-        return (b_x.to(tl.float32) * factor + b_y.to(tl.float32)).to(tl.bfloat16)
-else:
-
-    @triton.jit
-    def scaled_sum(b_x, factor, b_y):
-        """x · factor + y, two numbers at a time, with one rounding where factor is a power of two."""
-        return tl.inline_asm_elementwise(
-            "fma.rn.bf16x2 $0, $1, $2, $3;",
-            "=r,r,r,r",
-            [b_x, factor.to(tl.bfloat16), b_y],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
 
 
 @triton.jit

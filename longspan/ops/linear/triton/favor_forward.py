@@ -13,18 +13,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from longspan.ops.common.exp import LOG2E, exp2
 from longspan.ops.common.tiles import (
     FLOOR,
-    LOG2E,
-    at,
-    exp2,
     inverse,
     load_inputs,
     load_values,
-    place,
+    program_index,
     running_maximum,
     store_values,
-    visible,
+    token_pointer,
+    visible_length,
     zeros,
 )
 from longspan.ops.linear.triton.favor_device import (
@@ -83,12 +82,12 @@ def favor_sizes_kernel(
     is left of their features. p_scale, p_peak: of keys the logarithm of the largest feature, rounded up, and the
     largest of those so far in the chunk; p_largest: (B, H, chunks) the chunk's, not rounded.
     """
-    i_h, _, i_s, i_b = place(segments, S.H)
+    i_h, _, i_s, i_b = program_index(segments, S.H)
     i_0 = i_s * chunks * S.C
-    rows = visible(p_lengths, i_b, T) - i_0
+    rows = visible_length(p_lengths, i_b, T) - i_0
     i_t = tl.arange(0, S.C)
     i_c = (i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_s * chunks
-    p_x = at(p_x, steps, i_b, i_0, i_h)
+    p_x = token_pointer(p_x, steps, i_b, i_0, i_h)
     b_high = load_half(p_high, tl.arange(0, S.BM), S)
     flag = tl.load(p_flag)
     for _ in range(tl.minimum(chunks, tl.cdiv(T - i_0, S.C))):
@@ -148,7 +147,7 @@ def favor_forward_sums_kernel(
     i_m, i_s, i_x, i_n, i_b, i_h = find_sequence(first, sequences, S.BM // S.TILE, S)
     i_m *= S.TILE
     i_0 = i_s * chunks * S.C
-    rows = visible(p_lengths, i_b, T) - i_0
+    rows = visible_length(p_lengths, i_b, T) - i_0
     i_c = i_x * tl.cdiv(T, S.C)
     p_reference += i_x  # of which there is one more than of chunks
     if p_largest is None:
@@ -163,7 +162,7 @@ def favor_forward_sums_kernel(
             c = tl.maximum(c, tl.max(b_largest))
     i_c += i_s * chunks
     i_p = i_n * tl.cdiv(T, S.C) + i_s * chunks
-    p_k, p_v = at(p_k, k_steps, i_b, i_0, i_h), at(p_v, v_steps, i_b, i_0, i_h)
+    p_k, p_v = token_pointer(p_k, k_steps, i_b, i_0, i_h), token_pointer(p_v, v_steps, i_b, i_0, i_h)
     i_t, i_f = tl.arange(0, S.C), i_m + tl.arange(0, S.TILE)
     flag = tl.load(p_flag)
     b_high = load_half(p_high, i_f, S)
@@ -294,9 +293,9 @@ def favor_forward_kernel(
     GROUP: tl.constexpr = S.H // S.HKV
     i_g, i_c, i_x, i_n, i_b, i_kv = find_sequence(first, sequences, GROUP, S)
     i_h, i_0 = i_kv * GROUP + i_g, i_c * S.C
-    left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
-    p_q = at(p_q, q_steps, i_b, i_0, i_h)
-    p_k, p_v = at(p_k, k_steps, i_b, i_0, i_kv), at(p_v, v_steps, i_b, i_0, i_kv)
+    left, rows = T - i_0, visible_length(p_lengths, i_b, T) - i_0
+    p_q = token_pointer(p_q, q_steps, i_b, i_0, i_h)
+    p_k, p_v = token_pointer(p_k, k_steps, i_b, i_0, i_kv), token_pointer(p_v, v_steps, i_b, i_0, i_kv)
     i_t = tl.arange(0, S.C)
     i_far, i_p, i_near = find_chunk(i_c, i_x, i_n, T, segments, chunks, S)
     flag = tl.load(p_flag)

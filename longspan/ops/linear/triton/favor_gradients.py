@@ -9,16 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from longspan.ops.common.exp import exp2, widen
 from longspan.ops.common.tiles import (
-    at,
-    exp2,
     load_inputs,
-    load_rows_again,
     load_values,
+    reload_rows,
     store_inputs,
     store_values,
-    visible,
-    whole,
+    token_pointer,
+    visible_length,
     zeros,
 )
 from longspan.ops.linear.triton.favor_device import (
@@ -74,9 +73,9 @@ def favor_backward_queries_kernel(
     GROUP: tl.constexpr = S.H // S.HKV
     i_g, i_c, i_x, i_n, i_b, i_kv = find_sequence(first, sequences, GROUP, S)
     i_h, i_0 = i_kv * GROUP + i_g, i_c * S.C
-    left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
-    p_q, p_k = at(p_q, q_steps, i_b, i_0, i_h), at(p_k, k_steps, i_b, i_0, i_kv)
-    p_v, p_d_out = at(p_v, v_steps, i_b, i_0, i_kv), at(p_d_out, d_steps, i_b, i_0, i_h)
+    left, rows = T - i_0, visible_length(p_lengths, i_b, T) - i_0
+    p_q, p_k = token_pointer(p_q, q_steps, i_b, i_0, i_h), token_pointer(p_k, k_steps, i_b, i_0, i_kv)
+    p_v, p_d_out = token_pointer(p_v, v_steps, i_b, i_0, i_kv), token_pointer(p_d_out, d_steps, i_b, i_0, i_h)
     i_t = tl.arange(0, S.C)
     i_far, i_p, i_near = find_chunk(i_c, i_x, i_n, T, segments, chunks, S)
     i_o = ((i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_c) * S.C + i_t
@@ -152,9 +151,9 @@ def favor_backward_keys_kernel(
     GROUP: tl.constexpr = S.H // S.HKV
     _, i_c, i_x, i_n, i_b, i_kv = find_sequence(first, sequences, 1, S)
     i_0 = i_c * S.C
-    left, rows = T - i_0, visible(p_lengths, i_b, T) - i_0
-    p_q, p_k = at(p_q, q_steps, i_b, i_0, i_kv * GROUP), at(p_k, k_steps, i_b, i_0, i_kv)
-    p_v, p_d_out = at(p_v, v_steps, i_b, i_0, i_kv), at(p_d_out, d_steps, i_b, i_0, i_kv * GROUP)
+    left, rows = T - i_0, visible_length(p_lengths, i_b, T) - i_0
+    p_q, p_k = token_pointer(p_q, q_steps, i_b, i_0, i_kv * GROUP), token_pointer(p_k, k_steps, i_b, i_0, i_kv)
+    p_v, p_d_out = token_pointer(p_v, v_steps, i_b, i_0, i_kv), token_pointer(p_d_out, d_steps, i_b, i_0, i_kv * GROUP)
     i_t = tl.arange(0, S.C)
     i_far, i_p, i_near = find_chunk(i_c, i_x, i_n, T, segments, chunks, S)
     flag = tl.load(p_flag)
@@ -192,17 +191,17 @@ def favor_backward_keys_kernel(
                 b_d_kv, b_d_z = load_sums(p_after, p_after_z, i_far, p_suffix, p_suffix_z, i_near, new, i_f, S)
                 b_g = tl.dot(b_v_end, tl.trans(b_d_kv), b_end[:, None] * b_d_z[None, :])
                 b_d_v = tl.dot(b_f, b_d_kv, b_d_v)
-            b_g = tl.dot(b_a, b_query, b_g) * whole(b_f)
+            b_g = tl.dot(b_a, b_query, b_g) * widen(b_f)
             b_total += tl.sum(b_g, 1)
             b_d_k = tl.dot(b_g.to(tl.bfloat16), b_high, b_d_k)
         if g == 0:
             b_d_v *= b_end[:, None]
         # Both loaded again, which is cheaper than to hold them for so long.
-        b_d = load_rows_again(p_d_out + g * d_steps.h, d_steps.t, left, S.E, S.C, S.BE)
+        b_d = reload_rows(p_d_out + g * d_steps.h, d_steps.t, left, S.E, S.C, S.BE)
         b_p *= pairs_across(tl.load(p_scale + i_p * S.C + i_t, eviction_policy="evict_first"), b_reference, S)
         b_d_v = tl.dot(b_p.to(tl.bfloat16), b_d, b_d_v)
     i_row = (i_b * T + i_0) * S.HKV + i_kv
-    b_k = load_rows_again(p_k, k_steps.t, rows, S.D, S.C, S.BD).to(tl.float32)
+    b_k = reload_rows(p_k, k_steps.t, rows, S.D, S.C, S.BD).to(tl.float32)
     b_d_k = b_d_k * S.D**-0.25 - b_k * (b_total * S.D**-0.5)[:, None]
     store_inputs(p_d_k + i_row * S.D, S.HKV * S.D, left, b_d_k, S)
     store_values(p_d_v + i_row * S.E, S.HKV * S.E, left, b_d_v, S)

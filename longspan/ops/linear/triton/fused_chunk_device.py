@@ -6,13 +6,14 @@ f. Maps that are no exponentials have none.
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from longspan.ops.common.tiles import FLOOR, LOG2E, NOTHING, RELU_EPSILON, exp2, inverse, running_maximum
+from longspan.ops.common.exp import LOG2E, exp2, log2
+from longspan.ops.common.feature_maps import RELU_EPSILON
+from longspan.ops.common.tiles import FLOOR, ZERO_NORMALIZER, inverse, running_maximum
 
 # Features may be larger than their reference says, by 2 to this power, before references must be looked at closely.
 SLACK = tl.constexpr(32.0)
@@ -40,50 +41,11 @@ class Sizes(NamedTuple):
     STRIDE_D: int = 0
 
 
-class Strides(NamedTuple):
+class BatchStrides(NamedTuple):
     """The steps of a tensor from row to row of the batch, and from head to head."""
 
     b: int
     h: int
-
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-
-    @triton.jit
-    def settled(x):
-        return x.to(tl.bfloat16)
-
-    @triton.jit
-    def beside(x, y):
-        return x
-
-    @triton.jit
-    def log2(x):
-        return tl.log2(x)
-else:
-
-    @triton.jit
-    def log2(x):
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-    @triton.jit
-    def beside(x, y):
-        """x, but Triton lays out y like it: as if all that x goes into depended on y."""
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
-
-    @triton.jit
-    def settled(x):
-        """x rounded to bfloat16, and from then on moved rather than made again wherever it is needed."""
-        x = x.to(tl.bfloat16)
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
-
-
-@triton.jit
-def add(b_x, b_y):
-    """x + y of two products, not x as what y is added to: of a chain each group of warps would make the first whole."""
-    return tl.fma(b_y, 1.0, b_x)
 
 
 @triton.jit
@@ -244,7 +206,9 @@ def query_features(b_x, S: tl.constexpr):
 def share_scale(b_den, b_size, S: tl.constexpr):
     """What makes shares of queries: 1 / den, or of a softmax the binary logarithm of what divides exp(q) itself."""
     if S.MAP == "softmax":
-        return tl.where(b_den < NOTHING, float("inf"), b_size * LOG2E + log2(tl.maximum(b_den, NOTHING)))
+        return tl.where(
+            b_den < ZERO_NORMALIZER, float("inf"), b_size * LOG2E + log2(tl.maximum(b_den, ZERO_NORMALIZER))
+        )
     return inverse(b_den)
 
 

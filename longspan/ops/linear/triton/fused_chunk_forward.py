@@ -10,10 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.ops.common.tiles import FLOOR, exp2, inverse
+from longspan.ops.common.exp import add, exp2, round_once, same_layout
+from longspan.ops.common.tiles import FLOOR, inverse
 from longspan.ops.linear.triton.fused_chunk_device import (
-    add,
-    beside,
     in_parts,
     key_features,
     load_rows,
@@ -21,7 +20,6 @@ from longspan.ops.linear.triton.fused_chunk_device import (
     query_features,
     row_references,
     segment,
-    settled,
     steps_in,
     store_rows,
     walk_references,
@@ -56,7 +54,7 @@ def _walk(start, counts, stride_q, S: tl.constexpr, CAREFUL: tl.constexpr, STAGE
         if CAREFUL:
             b_end = b_f * exp2(b_n - c_last)[:, None]
         b_more_z = tl.sum(tl.reshape(b_end, (S.C // R, R, S.BD)), 0)
-        b_f = settled(b_f)
+        b_f = round_once(b_f)
         b_end = b_end.to(tl.bfloat16) if CAREFUL else b_f
         b_parts = in_parts(b_z, R, ROWS, S.BD)
         m_seen = i_t[None, :] <= i_t[:, None]
@@ -71,7 +69,7 @@ def _walk(start, counts, stride_q, S: tl.constexpr, CAREFUL: tl.constexpr, STAGE
             else:
                 b_p = tl.where(m_seen, b_p, 0)
             if ALIKE:
-                b_p = beside(b_p, b_before)
+                b_p = same_layout(b_p, b_before)
             b_den = tl.sum(b_p, 1) + tl.sum(b_before, 1)
             tl.store(p_den + g + i_t * S.H, b_den, mask=i_t < left)
             b_out = tl.dot(b_query, tl.trans(b_kv.to(tl.bfloat16)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.ops.common.tiles import FLOOR, exp2
+from longspan.ops.common.exp import add, exp2, round_once
+from longspan.ops.common.tiles import FLOOR
 from longspan.ops.linear.triton.fused_chunk_device import (
-    add,
     gradient,
     key_features,
     load_rows,
@@ -15,7 +15,6 @@ from longspan.ops.linear.triton.fused_chunk_device import (
     query_shares,
     row_references,
     segment,
-    settled,
     steps_in,
     store_rows,
     walk_references,
@@ -28,7 +27,7 @@ def _load_queries(p_q, p_rows, p_d_out, left, S: tl.constexpr):
     b_q = load_rows(p_q, S.STRIDE_Q, left, S.D, S.BD, S)
     b_d = load_rows(p_d_out, S.STRIDE_D, left, S.E, S.BE, S)
     b_query = query_shares(b_q, tl.load(p_rows + S.C + tl.arange(0, S.C)), S)
-    return settled(b_query), b_d
+    return round_once(b_query), b_d
 
 
 @triton.jit
@@ -55,7 +54,7 @@ def _walk(start, counts, stride_q, stride_d, S: tl.constexpr, CAREFUL: tl.conste
             b_end = exp2(b_n - c_last)
             b_pair = exp2(tl.where(m_seen, b_n[:, None] - b_reference[None, :], FLOOR))
         b_features = key_features(b_k, b_n, rows, S)
-        b_f = settled(b_features)
+        b_f = round_once(b_features)
         b_half = b_d_kv.to(tl.bfloat16)
         # First values, then keys: both at once would need more registers.
         b_query, b_d = _load_queries(p_q, p_rows, p_d_out, left, S)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.ops.common.tiles import FLOOR, exp2, inverse
+from longspan.ops.common.exp import add, exp2, round_once, same_layout
+from longspan.ops.common.tiles import FLOOR, inverse
 from longspan.ops.linear.triton.fused_chunk_device import (
-    add,
-    beside,
     key_features,
     load_rows,
     load_sums,
     query_slopes,
     row_references,
     segment,
-    settled,
     steps_in,
     store_rows,
     walk_references,
@@ -42,7 +40,7 @@ def _walk(start, counts, stride_q, stride_d, S: tl.constexpr, CAREFUL: tl.conste
         b_end = b_f
         if CAREFUL:
             b_end = b_f * exp2(b_n - c_last)[:, None]
-        b_f = settled(b_f)
+        b_f = round_once(b_f)
         b_end = b_end.to(tl.bfloat16) if CAREFUL else b_f
         m_seen = i_t[None, :] <= i_t[:, None]
         for g in range(S.H // S.HKV):
@@ -63,7 +61,7 @@ def _walk(start, counts, stride_q, stride_d, S: tl.constexpr, CAREFUL: tl.conste
             b_g = add(b_g, tl.dot(b_d_p.to(tl.bfloat16), b_f)) * b_slope
             if S.MAP == "softmax":
                 # To move all of q alike moves nothing: d q adds up to 0, but for what δ, of a rounded result, is off.
-                b_share = tl.sum(beside(b_slope, b_g), 1)
+                b_share = tl.sum(same_layout(b_slope, b_g), 1)
                 b_g -= b_slope * (tl.sum(b_g, 1) * inverse(b_share))[:, None]
             store_rows(p_d_q + g * S.D, S.H * S.D, left, b_g, S.D, S.BD, S)
         if CAREFUL:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.ops.common.tiles import FLOOR, LOG2E, exp2
+from longspan.ops.common.exp import LOG2E, exp2
+from longspan.ops.common.tiles import FLOOR
 from longspan.ops.linear.triton.fused_chunk_device import (
     SLACK,
     key_features,

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.ops.common.launch import Launch, Looks, dense_rows, looks, new_like, on_device
-from longspan.ops.common.tiles import Steps, padded
+from longspan.ops.common.launch import Launch, Signature, Strides, dense_rows, new_like, on_device, signature
+from longspan.ops.common.tiles import padded
 from longspan.ops.window.triton.window_backward import local_backward_keys_kernel, local_backward_queries_kernel
 from longspan.ops.window.triton.window_device import Sizes
 from longspan.ops.window.triton.window_forward import local_forward_kernel
@@ -49,7 +49,7 @@ def forward(*args: Any) -> tuple[Tensor, Tensor]:
     """out (B, T, H, E) and the log₂-sums of its weights (B, H, T, 1), as two numbers of float32 (·, 2)."""
     tensors, rest = _given(*args)
     q = tensors[0]
-    plan = _forward_plan(q.get_device(), looks(*tensors), rest)
+    plan = _forward_plan(q.get_device(), signature(*tensors), rest)
     out, lse = q.new_empty(plan.out_shape), q.new_empty(plan.lse_shape, dtype=torch.float32)
     with on_device(q):
         plan.read(*tensors, out, lse)
@@ -61,7 +61,7 @@ def backward(d_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tenso
     tensors, rest = _given(*args)
     q, k, v = tensors[:3]
     d_out, out = dense_rows(d_out), out.contiguous()
-    plan = _backward_plan(q.get_device(), looks(*tensors, d_out, out, lse), rest)
+    plan = _backward_plan(q.get_device(), signature(*tensors, d_out, out, lse), rest)
     d_q, d_k, d_v, delta = new_like(q), new_like(k), new_like(v), torch.empty_like(lse)
     with on_device(q):
         plan.queries(*tensors, out, lse, d_out, d_q, delta)
@@ -87,14 +87,14 @@ def _given(
 class _Plan:
     """All that calls with arguments that look alike share: how they are cut, and kernels with their numbers."""
 
-    def __init__(self, device: int, given: Looks, rest: tuple[Any, ...]) -> None:
+    def __init__(self, device: int, given: Signature, rest: tuple[Any, ...]) -> None:
         q, k, v, *_ = given
         assert q is not None
         assert k is not None
         assert v is not None
         size, back, ahead, causal, alone, self.scale, self.dropout = rest
         (self.B, self.T, self.H, D), (self.S, self.Hkv), E = q[0], k[0][1:3], v[0][3]
-        self.device, self.steps = device, [Steps(*x[1][:3]) for x in (q, k, v)]
+        self.device, self.steps = device, [Strides(*x[1][:3]) for x in (q, k, v)]
         BD, BE = (padded(dim, 16) for dim in (D, E))
         halves = q[2] != torch.float32
         self.configs = configs(max(BD, BE), halves)
@@ -113,18 +113,18 @@ class _Plan:
 
 
 class _Forward(_Plan):
-    def __init__(self, device: int, given: Looks, rest: tuple[Any, ...]) -> None:
+    def __init__(self, device: int, given: Signature, rest: tuple[Any, ...]) -> None:
         super().__init__(device, given, rest)
         config = self.configs.forward
         self.read = self.launch(local_forward_kernel, config, -(-self.T // config.queries) * self.H)
 
 
 class _Backward(_Plan):
-    def __init__(self, device: int, given: Looks, rest: tuple[Any, ...]) -> None:
+    def __init__(self, device: int, given: Signature, rest: tuple[Any, ...]) -> None:
         super().__init__(device, given, rest)
         d_out = given[7]
         assert d_out is not None
-        self.steps.append(Steps(*d_out[1][:3]))
+        self.steps.append(Strides(*d_out[1][:3]))
         queries, keys = self.configs.d_queries, self.configs.d_keys
         # The backward pass undoes the scale of the scores too.
         scale = (self.scale,)

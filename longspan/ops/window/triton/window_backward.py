@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.ops.common.tiles import add_product, at, load_rows, place, product, store_rows, zeros
+from longspan.ops.common.tiles import add_product, load_rows, product, program_index, store_rows, token_pointer, zeros
 from longspan.ops.window.triton.window_device import (
     LAST,
     find_queries,
@@ -53,8 +53,8 @@ def local_backward_queries_kernel(
     PRECISION: tl.constexpr = W.PRECISION
     i_b, i_h, i_0, i_t, low, high, begin, end, inner, outer = find_queries(p_start, p_bounds, T, S, W)
     i_kv = i_h // (W.H // W.HKV)
-    p_q = at(p_q, q, i_b, i_0, i_h)
-    p_d_out = at(p_d_out, d_out, i_b, i_0, i_h)
+    p_q = token_pointer(p_q, q, i_b, i_0, i_h)
+    p_d_out = token_pointer(p_d_out, d_out, i_b, i_0, i_h)
 
     i_row = (i_b * T + i_0) * W.H + i_h
     b_d_out = load_rows(p_d_out, d_out.t, T - i_0, W.E, W.BT, W.BE)
@@ -68,8 +68,8 @@ def local_backward_queries_kernel(
     b_mean = zeros(W.BT, W.BD)
     for s_0 in range(begin, end, W.BS):
         i_s = s_0 + tl.arange(0, W.BS)
-        b_k = load_rows(at(p_k, k, i_b, s_0, i_kv), k.t, S - s_0, W.D, W.BS, W.BD)
-        b_v = load_rows(at(p_v, v, i_b, s_0, i_kv), v.t, S - s_0, W.E, W.BS, W.BE)
+        b_k = load_rows(token_pointer(p_k, k, i_b, s_0, i_kv), k.t, S - s_0, W.D, W.BS, W.BD)
+        b_v = load_rows(token_pointer(p_v, v, i_b, s_0, i_kv), v.t, S - s_0, W.E, W.BS, W.BE)
         b_s = product(b_q, tl.trans(b_k), PRECISION) * scale
         b_d_p = product(b_d_out, tl.trans(b_v), PRECISION)
         if W.ALONE:
@@ -123,10 +123,10 @@ def local_backward_keys_kernel(
     """dk and dv of BS keys of one key head, from all the query heads that share it."""
     G: tl.constexpr = W.H // W.HKV
     PRECISION: tl.constexpr = W.PRECISION
-    i_kv, _, i_block, i_b = place(tl.cdiv(S, W.BS), W.HKV)
+    i_kv, _, i_block, i_b = program_index(tl.cdiv(S, W.BS), W.HKV)
     s_0 = i_block * W.BS
-    p_k = at(p_k, k, i_b, s_0, i_kv)
-    p_v = at(p_v, v, i_b, s_0, i_kv)
+    p_k = token_pointer(p_k, k, i_b, s_0, i_kv)
+    p_v = token_pointer(p_v, v, i_b, s_0, i_kv)
     i_s = s_0 + tl.arange(0, W.BS)
     last = tl.minimum(s_0 + W.BS, S) - 1
     begin, _ = queries_that_see(i_b, s_0, p_start, p_bounds, T, S, W)
@@ -144,8 +144,8 @@ def local_backward_keys_kernel(
         i_row = (i_b * W.H + i_h) * T
         for t_0 in range(begin, end, W.BT):
             i_t = t_0 + tl.arange(0, W.BT)
-            b_q = load_rows(at(p_q, q, i_b, t_0, i_h), q.t, T - t_0, W.D, W.BT, W.BD)
-            b_d_out = load_rows(at(p_d_out, d_out, i_b, t_0, i_h), d_out.t, T - t_0, W.E, W.BT, W.BE)
+            b_q = load_rows(token_pointer(p_q, q, i_b, t_0, i_h), q.t, T - t_0, W.D, W.BT, W.BD)
+            b_d_out = load_rows(token_pointer(p_d_out, d_out, i_b, t_0, i_h), d_out.t, T - t_0, W.E, W.BT, W.BE)
             b_lse, b_rest = load_log(p_lse, i_row + i_t, i_t < T, W)
             b_delta = tl.load(p_delta + i_row + i_t, mask=i_t < T, other=0.0)
             low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, W)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from longspan.ops.common.tiles import LN2, place
+from longspan.ops.common.exp import LN2
+from longspan.ops.common.tiles import program_index
 
 # The score of a query's own key where it is seen only if nothing else is: below every score, above none at all.
 LAST = tl.constexpr(-1e30)
@@ -85,7 +86,7 @@ def find_queries(p_start, p_bounds, T, S, W: tl.constexpr):
     """The BT queries that a program is for: row of the batch, head, the first of them, all of them, and the stretch of
     keys that each sees; then where the first stretch begins and the last ends, and between which keys all see all.
     """
-    i_h, _, i_block, i_b = place(tl.cdiv(T, W.BT), W.H)
+    i_h, _, i_block, i_b = program_index(tl.cdiv(T, W.BT), W.H)
     i_0 = i_block * W.BT
     i_t = i_0 + tl.arange(0, W.BT)
     low, high = keys_seen(i_b, i_t, p_start, p_bounds, T, S, W)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.ops.common.tiles import LOG2E, add_product, at, load_rows, product, store_rows, zeros
+from longspan.ops.common.exp import LOG2E
+from longspan.ops.common.tiles import add_product, load_rows, product, store_rows, token_pointer, zeros
 from longspan.ops.window.triton.window_device import LAST, find_queries, is_between, kept, power, store_log
 
 
@@ -17,7 +18,7 @@ def local_forward_kernel(
     PRECISION: tl.constexpr = W.PRECISION
     i_b, i_h, i_0, i_t, low, high, begin, end, inner, outer = find_queries(p_start, p_bounds, T, S, W)
     i_kv = i_h // (W.H // W.HKV)
-    p_q = at(p_q, q, i_b, i_0, i_h)
+    p_q = token_pointer(p_q, q, i_b, i_0, i_h)
 
     b_q = load_rows(p_q, q.t, T - i_0, W.D, W.BT, W.BD)
     b_max = tl.full((W.BT,), float("-inf"), tl.float32)
@@ -25,8 +26,8 @@ def local_forward_kernel(
     b_out = zeros(W.BT, W.BE)
     for s_0 in range(begin, end, W.BS):
         i_s = s_0 + tl.arange(0, W.BS)
-        b_k = load_rows(at(p_k, k, i_b, s_0, i_kv), k.t, S - s_0, W.D, W.BS, W.BD)
-        b_v = load_rows(at(p_v, v, i_b, s_0, i_kv), v.t, S - s_0, W.E, W.BS, W.BE)
+        b_k = load_rows(token_pointer(p_k, k, i_b, s_0, i_kv), k.t, S - s_0, W.D, W.BS, W.BD)
+        b_v = load_rows(token_pointer(p_v, v, i_b, s_0, i_kv), v.t, S - s_0, W.E, W.BS, W.BE)
         b_s = product(b_q, tl.trans(b_k), PRECISION) * scale
         if W.ALONE:
             b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], LAST, b_s)
