@@ -108,6 +108,10 @@ def check(where: str, function: Any, wanted: list[Argument]) -> None:
     """
     got, kinds = arguments(function), {a.kind for a in wanted}
     named, ours = ([a for a in arguments if not a.kind.startswith("VAR_")] for arguments in (wanted, got))
+    # The order of keyword-only arguments has no meaning.
+    order = {a.name: i for i, a in enumerate(named)}
+    keywords = sorted((a for a in ours if a.kind == "KEYWORD_ONLY"), key=lambda a: order.get(a.name, len(order)))
+    ours = [a for a in ours if a.kind != "KEYWORD_ONLY"] + keywords
     if "VAR_POSITIONAL" in kinds:
         assert {(a.name, a.default) for a in named} <= {(a.name, a.default) for a in ours}, where
         return

@@ -8,7 +8,7 @@ from older import assert_close, copy_weights, original
 from torch import nn
 
 from longspan.compat import performer_pytorch as ours
-from longspan.compat.performer_pytorch.options import kernel_of
+from longspan.compat.performer_pytorch.options import resolve_kernel
 
 B, T, H, D = 2, 17, 3, 10
 LM = {"num_tokens": 13, "max_seq_len": 23, "dim": 18, "depth": 2, "heads": H, "dim_head": D}
@@ -151,7 +151,7 @@ def test_unknown_arguments_are_swallowed_there_and_refused_here(theirs):
 def test_what_does_not_go_is_said():
     with pytest.raises(ValueError, match=r"x has 24 tokens, more than max_seq_len \(23\)"):
         ours.PerformerLM(**LM)(torch.zeros(1, 24, dtype=torch.int64))
-    with pytest.raises(AttributeError, match="to_out cannot be exchanged"):
+    with pytest.raises(AttributeError, match="to_out cannot be replaced"):
         ours.PerformerLM(**LM).to_out = nn.Identity()
     with pytest.raises(ValueError, match="self-attention takes no context"):
         ours.SelfAttention(**LAYER)(torch.randn(B, T, 18), context=torch.randn(B, T, 18))
@@ -166,15 +166,15 @@ def test_what_does_not_go_is_said():
     with pytest.raises(ValueError, match="must be a multiple of heads"):
         ours.Performer(dim=17, depth=1, heads=4)
     with pytest.raises(ValueError, match="kernel_fn must be a function or one of relu, elu"):
-        kernel_of(3)
+        resolve_kernel(3)
     with pytest.raises(ValueError, match="unknown kernel_fn 'reelu'"):
         ours.FastAttention(8, generalized_attention=True, kernel_fn="reelu")
 
 
 def test_options_that_exclude_others_say_so():
-    with pytest.warns(UserWarning, match="kernel_fn have no effect beside it"):
+    with pytest.warns(UserWarning, match="kernel_fn have no effect with it"):
         ours.FastAttention(8, generalized_attention=True, no_projection=True)
-    with pytest.warns(UserWarning, match="use_rezero has no effect beside use_scalenorm"):
+    with pytest.warns(UserWarning, match="use_rezero has no effect with use_scalenorm"):
         model = ours.PerformerLM(**LM, use_scalenorm=True, use_rezero=True)
     assert "performer.net.layers.0.0.g" in model.state_dict()
     with pytest.warns(UserWarning, match="pos_emb has no effect"):
@@ -182,10 +182,10 @@ def test_options_that_exclude_others_say_so():
 
 
 def test_kernels_by_name_can_be_saved():
-    assert kernel_of(nn.ReLU(inplace=True)) == kernel_of(torch.relu) == kernel_of("relu") == "relu"
-    assert kernel_of(nn.Softplus()) == "softplus"
+    assert resolve_kernel(nn.ReLU(inplace=True)) == resolve_kernel(torch.relu) == resolve_kernel("relu") == "relu"
+    assert resolve_kernel(nn.Softplus()) == "softplus"
     own = nn.Softplus(beta=2)
-    assert kernel_of(own) is own
+    assert resolve_kernel(own) is own
 
 
 # Redrawing the random features.

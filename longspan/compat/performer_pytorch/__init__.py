@@ -1,4 +1,4 @@
-"""performer-pytorch 1.1.4, served by longspan."""
+"""Replacement for performer-pytorch 1.1.4."""
 
 from longspan.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper
 from longspan.compat.performer_pytorch.performer_enc_dec import PerformerEncDec

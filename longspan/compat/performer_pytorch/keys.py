@@ -1,102 +1,137 @@
-"""What performer-pytorch calls the tensors of our layers, and how it starts them."""
+"""Map performer-pytorch's state-dict keys to those of longspan modules, and initialize weights as it does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from longspan.compat.layers import feed_forward_keys, inverse_frequencies
+from longspan.compat.performer_pytorch.options import PerformerLMOptions
 from longspan.compat.state_dict import KeyMapping, concatenate, constant, rename, rename_layer, reshape
 from longspan.mechanisms.feature_maps import Generalized, RandomFeatures
 from longspan.mechanisms.local import LocalAttention
 from longspan.mechanisms.performer import PerformerAttention
 from longspan.mechanisms.split import SplitAttention
 from longspan.models.layers import Attention, FeedForward, ScaleNorm
-from longspan.models.positions import AxialPositions, LearnedPositions
+from longspan.models.positions import AxialPositions, LearnedPositions, SinusoidalPositions
 from longspan.models.residual import ResidualBranch
-from longspan.models.transformer import Transformer
+from longspan.models.transformer import LanguageModel, Transformer
 from longspan.ops.linear.feature_maps import orthogonal_rows
 from longspan.protocol import Mechanism
 
 
-def stack_entries(
-    model: Transformer, *, reversible: bool, old: str = "", new: str = "", idle: str = ""
+def language_model_keys(
+    model: LanguageModel, options: PerformerLMOptions, old: str = "", new: str = "", unused: str = ""
 ) -> Iterator[KeyMapping]:
-    """A transformer's: each layer twice, for the updater of its projections holds them too."""
-    for entry in _branches(model, reversible, idle):
-        yield replace(
-            entry,
-            old=tuple(f"{old}net.{name}" for name in entry.old),
-            new=tuple(name if name.startswith("unused.") else new + name for name in entry.new),
-            aliases=(tuple(f"{old}proj_updater.instance.{name}" for name in entry.old),),
-        )
-    counts = [f"{new}{name}.counts" for name, module in model.named_modules() if isinstance(module, PerformerAttention)]
-    yield calls_entry(f"{old}proj_updater.calls_since_last_redraw", counts or [f"unused.{idle}counts"])
+    """Map the keys of a PerformerLM. old, new, unused: prefixes if it is part of another model."""
+    device = model.embedding.weight.device
+
+    def table(dim: int) -> Tensor:
+        return SinusoidalPositions(dim)(torch.arange(options.max_seq_len, device=device)[None])[0]
+
+    yield rename(f"{old}token_emb.weight", f"{new}embedding.weight")
+    if isinstance(model.positions, AxialPositions):
+        for i, axis_table in enumerate(model.positions.tables):
+            shape = [1, *(len(axis_table) if axis == i else 1 for axis in range(len(options.axial_shape))), options.dim]
+            yield reshape(f"{old}pos_emb.weights.{i}", f"{new}positions.tables.{i}", shape)
+    elif isinstance(model.positions, SinusoidalPositions):
+        yield constant(f"{old}pos_emb.emb", lambda: table(options.dim))
+    else:
+        yield rename(f"{old}pos_emb.emb.weight", f"{new}positions.table")
+    if options.rotary_position_emb:
+        yield constant(f"{old}layer_pos_emb.emb", lambda: table(options.head_dim))
+    for mapping in stack_keys(model.transformer, reversible=options.reversible, unused=unused):
+        yield mapping.with_prefix(f"{old}performer.", f"{new}transformer.")
+    yield from rename_layer(f"{old}norm", f"{new}transformer.norm")
+    if model.to_logits is not None:
+        yield from rename_layer(f"{old}to_out", f"{new}to_logits")
 
 
-def calls_entry(old: str, counts: list[str]) -> KeyMapping:
-    """One count there, one for each mechanism here; how often they were redrawn was never kept."""
+def upgrade_key(key: str) -> str:
+    """Return the current key: earlier releases named axial tables and the number of calls differently."""
+    key = key.replace("pos_emb.weights_", "pos_emb.weights.")
+    return key.replace("performer.calls_since_last_redraw", "performer.proj_updater.calls_since_last_redraw")
 
-    def each(tensors: Iterable[Tensor]) -> list[Tensor]:
+
+def stack_keys(model: Transformer, *, reversible: bool, unused: str = "") -> Iterator[KeyMapping]:
+    """Map the keys of a Performer, which saves every layer twice: `proj_updater` contains them too."""
+    for mapping in _branch_keys(model, reversible, unused):
+        aliases = (tuple(f"proj_updater.instance.{key}" for key in mapping.old),)
+        yield replace(mapping.with_prefix("net.", ""), aliases=aliases)
+    counts = [f"{name}.counts" for name, module in model.named_modules() if isinstance(module, PerformerAttention)]
+    counts = counts or [f"unused.{unused}counts"]
+
+    def to_new(tensors: Iterable[Tensor]) -> list[Tensor]:
         (calls,) = tensors
         return [torch.stack([torch.zeros_like(calls), calls])] * len(counts)
 
-    return KeyMapping((old,), tuple(counts), each, lambda tensors: [tensors[0][1]])
+    # The original has one counter, each of our mechanisms its own; the original does not save the number of redraws.
+    old = ("proj_updater.calls_since_last_redraw",)
+    yield KeyMapping(old, tuple(counts), to_new, lambda tensors: [tensors[0][1]])
 
 
-def attention_entries(attention: Attention, idle: str) -> Iterator[KeyMapping]:
-    """An attention's, without the count of calls."""
-    yield from fast_entries(fast_part(attention.mechanism), "fast_attention.", *_fast_place(attention), idle)
-    if any(isinstance(part, LocalAttention) for part in _parts(attention.mechanism)):
-        D = attention.mechanism.head_dim
-        yield constant("local_attn.rel_pos.inv_freq", lambda: 10000 ** -(torch.arange(0, D, 2) / D))
-    biased = attention.to_q.bias is not None
-    for name in ("weight", "bias") if biased else ("weight",):
+def attention_keys(attention: Attention, unused: str) -> Iterator[KeyMapping]:
+    """Map the keys of an attention layer, except the counters. unused: the prefix of its unused tensors."""
+    mechanism = attention.mechanism
+    new = "mechanism.parts.0." if isinstance(mechanism, SplitAttention) else "mechanism."
+    yield from feature_keys(global_heads(mechanism), "fast_attention.", new, unused)
+    if any(isinstance(part, LocalAttention) for part in _parts(mechanism)):
+        yield constant("local_attn.rel_pos.inv_freq", lambda: inverse_frequencies(mechanism.head_dim))
+    for name in ("weight",) if attention.to_q.bias is None else ("weight", "bias"):
         yield rename(f"to_q.{name}", f"to_q.{name}")
         yield concatenate([f"to_k.{name}", f"to_v.{name}"], f"to_kv.{name}")
-    yield from rename_layer("to_out", "to_out", *(("weight",) if attention.to_out.bias is None else ("weight", "bias")))
+    yield from rename_layer("to_out", "to_out", *(("weight",) if attention.to_out.bias is None else ()))
 
 
-def fast_entries(fast: PerformerAttention | None, old: str, new: str, idle: str) -> Iterator[KeyMapping]:
-    """Of random features; `idle` keeps a projection that the original has without using it."""
-    feature_map = None if fast is None else fast.feature_map
-    if isinstance(feature_map, RandomFeatures) and feature_map.projection is not None:
-        yield rename(f"{old}projection_matrix", f"{new}feature_map.projection")
-    else:
-        yield rename(f"{old}projection_matrix", f"unused.{idle}projection")
+def feature_keys(mechanism: PerformerAttention | None, old: str, new: str, unused: str) -> Iterator[KeyMapping]:
+    """Map the keys of random features; the original has a projection even if the mechanism uses none."""
+    feature_map = None if mechanism is None else mechanism.feature_map
+    used = isinstance(feature_map, RandomFeatures) and feature_map.projection is not None
+    yield rename(f"{old}projection_matrix", f"{new}feature_map.projection" if used else f"unused.{unused}projection")
     if isinstance(feature_map, Generalized) and isinstance(feature_map.activation, nn.Module):
         for name in feature_map.activation.state_dict():
             yield rename(f"{old}kernel_fn.{name}", f"{new}feature_map.activation.{name}")
 
 
-def fast_part(mechanism: Mechanism) -> PerformerAttention | None:
-    """The heads that are not local."""
+def uncounted(key: str) -> KeyMapping:
+    """Map a counter that the original does not save: that of a single layer."""
+    return KeyMapping((), (key,), lambda _: [torch.zeros(2, dtype=torch.int64)], lambda _: ())
+
+
+def global_heads(mechanism: Mechanism) -> PerformerAttention | None:
+    """Return the part of a mechanism that is not local."""
     return next((part for part in _parts(mechanism) if isinstance(part, PerformerAttention)), None)
 
 
-def idle_tensors(model: nn.Module, features: int) -> nn.Module:
-    """Projections of layers that use none, and a count where no layer counts, by the names that entries give them."""
-    idle = nn.Module()
+def unused_tensors(model: nn.Module, num_features: int) -> nn.Module:
+    """Return a module with projections for layers that use none, and a counter if no layer has one."""
+    unused = nn.Module()
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     for i, attention in enumerate(attentions):
-        fast = fast_part(attention.mechanism)
-        if fast is None or fast._projection is None:
-            rows = orthogonal_rows(features, attention.mechanism.head_dim, unit=False)
-            idle.add_module(f"attention_{i}", held := nn.Module())
-            held.register_buffer("projection", rows)
-    if all(fast_part(attention.mechanism) is None for attention in attentions):
-        idle.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
-    return idle
+        performer = global_heads(attention.mechanism)
+        if performer is None or performer._projection is None:
+            unused.add_module(f"attention_{i}", unused_projection(num_features, attention.mechanism.head_dim))
+    if all(global_heads(attention.mechanism) is None for attention in attentions):
+        unused.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+    return unused
+
+
+def unused_projection(num_features: int, head_dim: int) -> nn.Module:
+    """Return a module with a projection."""
+    unused = nn.Module()
+    unused.register_buffer("projection", orthogonal_rows(num_features, head_dim, unit=False))
+    return unused
 
 
 @torch.no_grad()
 def initialize(model: nn.Module) -> None:
-    """Starts weights as the original does, so that a script's learning rates mean what they meant."""
-    given = {m for g in model.modules() if isinstance(g, Generalized) for m in g.modules()}
+    """Initialize weights as the original does, so that the learning rates of scripts keep their effect."""
+    kernels = {m for g in model.modules() if isinstance(g, Generalized) for m in g.modules()}
     for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding) and module not in given:
+        if isinstance(module, nn.Linear | nn.Embedding) and module not in kernels:
             module.reset_parameters()
         elif isinstance(module, ScaleNorm):
             module.scale.fill_(1)
@@ -109,7 +144,7 @@ def initialize(model: nn.Module) -> None:
                 table.normal_()
 
 
-def _branches(model: Transformer, reversible: bool, idle: str) -> Iterator[KeyMapping]:
+def _branch_keys(model: Transformer, reversible: bool, unused: str) -> Iterator[KeyMapping]:
     attentions = 0
     for i, branch in enumerate(model.stack.branches):
         assert isinstance(branch, ResidualBranch)
@@ -122,21 +157,14 @@ def _branches(model: Transformer, reversible: bool, idle: str) -> Iterator[KeyMa
             yield reshape(f"{old}g", f"{new}norm.scale", (1,))
         else:
             yield from rename_layer(f"{old}norm", f"{new}norm")
-        # Each wrapper there adds a level: the norm, token shift, chunks.
+        # Each of the original's wrappers adds a level: the norm, token shift, chunks.
         inside = old + "fn." * (1 + bool(branch.token_shift) + isinstance(branch.layer, FeedForward))
+        mappings: Iterable[KeyMapping] = feed_forward_keys()
         if isinstance(branch.layer, Attention):
-            entries = attention_entries(branch.layer, f"{idle}attention_{attentions}.")
+            mappings = attention_keys(branch.layer, f"{unused}attention_{attentions}.")
             attentions += 1
-        else:
-            entries = iter([*rename_layer("w1", "to_hidden"), *rename_layer("w2", "to_out")])
-        for entry in entries:
-            moved = entry.with_prefix(inside, f"{new}layer.")
-            yield replace(moved, new=entry.new) if any(name.startswith("unused.") for name in entry.new) else moved
+        yield from (mapping.with_prefix(inside, f"{new}layer.") for mapping in mappings)
 
 
-def _parts(mechanism: Mechanism) -> list[nn.Module]:
+def _parts(mechanism: Mechanism) -> Sequence[nn.Module]:
     return list(mechanism.parts) if isinstance(mechanism, SplitAttention) else [mechanism]
-
-
-def _fast_place(attention: Attention) -> tuple[str]:
-    return ("mechanism.parts.0." if isinstance(attention.mechanism, SplitAttention) else "mechanism.",)

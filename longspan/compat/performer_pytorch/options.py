@@ -1,11 +1,11 @@
-"""The arguments of performer-pytorch's models as a configuration of ours."""
+"""Translate the arguments of performer-pytorch to longspan configurations."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,23 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.mechanisms.feature_maps import ACTIVATIONS
-from longspan.models.config import (
-    AttentionConfig,
-    FeedForwardConfig,
-    LegacyConfig,
-    ModelConfig,
-    Norm,
-    Positions,
-    RotaryStyle,
-)
+from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig, Positions, RotaryStyle
 from longspan.utils import choose
 
 Kernel = str | Callable[[Tensor], Tensor]
 
 RELU = nn.ReLU()
-EPSILON = 1e-4  # what the original adds to FAVOR+'s features: its weights were trained with it
-PHANTOM = 1e-6  # what it adds to the sums of key features, before they are divided by √M, if causal
-_MODULES: dict[type[nn.Module], str] = {
+EPSILON = 1e-4  # added to FAVOR+ features by the original, whose checkpoints were trained with it
+PHANTOM = 1e-6  # added by the original's causal attention to sums of key features, before division by √M
+_KERNEL_MODULES: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
     nn.ELU: "elu",
     nn.GELU: "gelu",
@@ -37,7 +29,7 @@ _MODULES: dict[type[nn.Module], str] = {
     nn.Sigmoid: "sigmoid",
     nn.Softplus: "softplus",
 }
-_FUNCTIONS: dict[Any, str] = {
+_KERNEL_FUNCTIONS: dict[Any, str] = {
     F.relu: "relu",
     torch.relu: "relu",
     F.elu: "elu",
@@ -50,80 +42,177 @@ _FUNCTIONS: dict[Any, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Those of PerformerLM, with its defaults; without num_tokens, those of Performer."""
+class FeatureOptions:
+    """Arguments for the features of linear attention, which every class takes."""
 
-    dim: int
-    depth: int
-    heads: int
-    dim_head: int | None = 64
-    local_attn_heads: int | Sequence[int] = 0
-    local_window_size: int = 256
     causal: bool = False
-    ff_mult: int = 4
     nb_features: int | None = None
-    feature_redraw_interval: int | None = 1000
-    reversible: bool = False
-    ff_chunks: int = 1
     generalized_attention: bool = False
     kernel_fn: Kernel = RELU
+    no_projection: bool = False
+
+    def num_features(self, head_dim: int) -> int:
+        """Return nb_features, by default head_dim · log(head_dim)."""
+        return max(1, int(head_dim * math.log(head_dim))) if self.nb_features is None else self.nb_features
+
+    def performer(
+        self, head_dim: int, *, causal: bool, interval: int | None = None, ortho_scaling: int = 0
+    ) -> dict[str, Any]:
+        """Return FastAttention as a mechanism specification. interval: feature_redraw_interval."""
+        if ortho_scaling not in (0, 1):
+            raise ValueError(
+                "ortho_scaling must be 0 (norms distributed as those of Gaussian vectors) or 1 (norms √dim_heads), got "
+                f"{ortho_scaling}"
+            )
+        if self.no_projection:
+            if self.generalized_attention:
+                warnings.warn(
+                    "no_projection applies a softmax to queries and keys, as in the original: generalized_attention "
+                    "and kernel_fn have no effect with it",
+                    stacklevel=2,
+                )
+            normalize = "query" if causal else "feature"
+            return {"mechanism": "performer", "projection": False, "normalize": normalize, "redraw_interval": None}
+        number = self.num_features(head_dim)
+        spec: dict[str, Any] = {"mechanism": "performer", "num_features": number}
+        spec["redraw_interval"] = redraw_interval(interval)
+        if ortho_scaling:
+            spec["row_norms"] = "unit"
+        if self.generalized_attention:
+            return spec | {"kernel": resolve_kernel(self.kernel_fn), "phantom": PHANTOM if causal else 0.0}
+        return spec | {"epsilon": EPSILON, "phantom": PHANTOM * math.sqrt(number) if causal else 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastAttentionOptions(FeatureOptions):
+    """Arguments of FastAttention."""
+
+    dim_heads: int
+    ortho_scaling: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions(FeatureOptions):
+    """Arguments that attention layers and models share. dim_head: by default dim / heads."""
+
+    dim: int
+    heads: int
+    dim_head: int | None
+    local_window_size: int = 256
+    feature_redraw_interval: int | None = 1000
+    qkv_bias: bool
+    attn_out_bias: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        if self.dim_head is None and self.dim % self.heads:
+            raise ValueError(f"dim ({self.dim}) must be a multiple of heads ({self.heads}), or give dim_head")
+        return self.dim // self.heads if self.dim_head is None else self.dim_head
+
+    def attention(self, mechanism: Any, rotary: Any, dropout: float) -> AttentionConfig:
+        """Return the configuration of an attention layer."""
+        return AttentionConfig(
+            num_heads=self.heads,
+            mechanism=mechanism,
+            head_dim=self.head_dim,
+            rotary=rotary,
+            qkv_bias=self.qkv_bias,
+            out_bias=self.attn_out_bias,
+            dropout=dropout,
+        )
+
+    def mechanism(self, num_local: int, dropout: float, interval: int | None) -> dict[str, Any]:
+        """Return the specification of a layer's heads, of which the last `num_local` are local.
+
+        A local head sees its own block, the one before it and, unless causal, the one after it.
+        """
+        ahead = int(not self.causal)
+        local: dict[str, Any] = {
+            "mechanism": "local",
+            "window": self.local_window_size,
+            "look_back": 1,
+            "look_ahead": ahead,
+            # With look_ahead the original rotates queries by one block too much, and checkpoints depend on it.
+            "query_offset": ahead * self.local_window_size,
+            "dropout": dropout,
+        }
+        if num_local == self.heads:
+            return local
+        performer = self.performer(self.head_dim, causal=self.causal, interval=interval)
+        if num_local == 0:
+            return performer
+        parts = [{**performer, "num_heads": self.heads - num_local}, {**local, "num_heads": num_local}]
+        return {"mechanism": "split", "parts": parts}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions(HeadOptions):
+    """Arguments of SelfAttention and CrossAttention."""
+
+    heads: int = 8
+    dim_head: int | None = 64
+    local_heads: int = 0
+    dropout: float = 0.0
+    qkv_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerformerOptions(HeadOptions):
+    """Arguments of Performer."""
+
+    depth: int
+    dim_head: int | None = None
+    local_attn_heads: int | Sequence[int] = 0
+    ff_mult: int = 4
+    reversible: bool = False
+    ff_chunks: int = 1
     use_scalenorm: bool = False
     use_rezero: bool = False
     ff_glu: bool = False
     ff_dropout: float = 0.0
     attn_dropout: float = 0.0
     cross_attend: bool = False
-    no_projection: bool = False
     auto_check_redraw: bool = True
-    qkv_bias: bool = False
-    attn_out_bias: bool = False
+    qkv_bias: bool = True
     shift_tokens: bool = False
-    num_tokens: int | None = None
-    max_seq_len: int | None = None
-    emb_dropout: float = 0.0
-    tie_embed: bool = False
-    rotary_position_emb: bool = False
-    axial_position_emb: bool = False
-    axial_position_shape: Sequence[int] | None = None
 
     def config(self) -> ModelConfig:
-        mechanisms = [self._heads(local) for local in self.local_heads]
-        alike = all(mechanism == mechanisms[0] for mechanism in mechanisms)
+        """Return the configuration of the longspan model."""
+        interval = self.feature_redraw_interval if self.auto_check_redraw else None
+        mechanisms = [self.mechanism(number, self.attn_dropout, interval) for number in self.local_heads]
+        same = all(mechanism == mechanisms[0] for mechanism in mechanisms)
+        cross = None
+        if self.cross_attend:
+            performer = self.performer(self.head_dim, causal=False, interval=interval)
+            cross = self.attention(performer, "none", self.attn_dropout)
         if self.use_scalenorm and self.use_rezero:
-            warnings.warn("use_rezero has no effect beside use_scalenorm, as in the original", stacklevel=3)
-        norm: Norm = "scale" if self.use_scalenorm else "layer"
+            warnings.warn("use_rezero has no effect with use_scalenorm, as in the original", stacklevel=5)
         return ModelConfig(
             dim=self.dim,
             depth=self.depth,
-            attention=self._attention(mechanisms[0] if alike else mechanisms, rotary=True),
-            cross=self._attention(self._favor(causal=False), rotary=False) if self.cross_attend else None,
+            attention=self.attention(mechanisms[0] if same else mechanisms, self.rotary, self.attn_dropout),
+            cross=cross,
             feed_forward=FeedForwardConfig(
                 mult=self.ff_mult, gated=self.ff_glu, dropout=self.ff_dropout, chunks=self.ff_chunks
             ),
-            norm=norm,
+            norm="scale" if self.use_scalenorm else "layer",
             norm_position="rezero" if self.use_rezero and not self.use_scalenorm else "pre",
-            # The last norm is a layer norm whatever the others are.
-            final_norm=False if self.num_tokens is None else "layer",
+            final_norm=False,
             causal=self.causal,
             token_shift=((0, 1) if self.causal else (-1, 0, 1)) if self.shift_tokens else (),
             residual="double" if self.reversible else "single",
             legacy=LegacyConfig(sum_streams=self.reversible),
             execution="reverse" if self.reversible else "keep",
-            positions=self._positions,
-            max_length=self.max_seq_len,
-            axial_shape=self.axial_shape if self._positions == "axial" else None,
-            vocab_size=self.num_tokens,
-            tie_embeddings=self.tie_embed,
-            embed_dropout=self.emb_dropout,
         )
 
     @property
-    def head_dim(self) -> int:
-        return head_dim_of(self.dim, self.heads, self.dim_head)
+    def rotary(self) -> dict[str, RotaryStyle]:
+        """The rotary positions of each kind of head; those of linear heads are an argument of Performer.forward."""
+        return {"performer": "none", "local": "halves"}
 
     @property
     def local_heads(self) -> tuple[int, ...]:
-        """Local heads of each layer."""
+        """The number of local heads of each layer."""
         given = self.local_attn_heads
         counts = (given,) if isinstance(given, int) else tuple(given)
         counts = counts * self.depth if len(counts) == 1 else counts
@@ -134,128 +223,67 @@ class Options:
             )
         return counts
 
+
+@dataclass(frozen=True, kw_only=True)
+class PerformerLMOptions(PerformerOptions):
+    """Arguments of PerformerLM. tie_embedding: an alias of tie_embed."""
+
+    num_tokens: int
+    max_seq_len: int
+    dim_head: int | None = 64
+    qkv_bias: bool = False
+    attn_out_bias: bool = False
+    emb_dropout: float = 0.0
+    tie_embed: bool = False
+    tie_embedding: bool = False
+    rotary_position_emb: bool = True
+    axial_position_emb: bool = False
+    axial_position_shape: Sequence[int] | None = None
+
+    def config(self) -> ModelConfig:
+        positions: Positions = "sinusoidal" if self.rotary_position_emb else "learned"
+        return replace(
+            super().config(),
+            # The original's last norm is a layer norm whatever the other norms are.
+            final_norm="layer",
+            positions="axial" if self.axial_position_emb else positions,
+            max_length=self.max_seq_len,
+            axial_shape=self.axial_shape if self.axial_position_emb else None,
+            vocab_size=self.num_tokens,
+            tie_embeddings=self.tied,
+            embed_dropout=self.emb_dropout,
+        )
+
+    @property
+    def rotary(self) -> dict[str, RotaryStyle]:
+        return {"performer": "interleaved" if self.rotary_position_emb else "none", "local": "halves"}
+
+    @property
+    def tied(self) -> bool:
+        """Whether the logits use the token embedding."""
+        return self.tie_embed or self.tie_embedding
+
     @property
     def axial_shape(self) -> tuple[int, ...]:
-        assert self.max_seq_len is not None
         return tuple(self.axial_position_shape or (math.ceil(self.max_seq_len / 64), 64))
 
-    @property
-    def _positions(self) -> Positions:
-        if self.num_tokens is None:
-            return "none"
-        if self.axial_position_emb:
-            return "axial"
-        return "sinusoidal" if self.rotary_position_emb else "learned"
 
-    def _attention(self, mechanism: Any, *, rotary: bool) -> AttentionConfig:
-        far: RotaryStyle = "interleaved" if self.rotary_position_emb else "none"
-        return AttentionConfig(
-            num_heads=self.heads,
-            mechanism=mechanism,
-            head_dim=self.head_dim,
-            rotary={"performer": far, "local": "halves"} if rotary else "none",
-            qkv_bias=self.qkv_bias,
-            out_bias=self.attn_out_bias,
-            dropout=self.attn_dropout,
-        )
-
-    def _heads(self, local: int) -> dict[str, Any]:
-        near = window(self.local_window_size, causal=self.causal, dropout=self.attn_dropout)
-        return split(self._favor(causal=self.causal), near, self.heads, local)
-
-    def _favor(self, *, causal: bool) -> dict[str, Any]:
-        return favor(
-            self.head_dim,
-            nb_features=self.nb_features,
-            causal=causal,
-            generalized_attention=self.generalized_attention,
-            kernel_fn=self.kernel_fn,
-            no_projection=self.no_projection,
-            interval=self.feature_redraw_interval if self.auto_check_redraw else None,
-        )
+def redraw_interval(feature_redraw_interval: int | None) -> int | None:
+    """Return the mechanism's redraw_interval: the original does not count the call that redraws."""
+    return None if feature_redraw_interval is None else feature_redraw_interval + 1
 
 
-def favor(
-    head_dim: int,
-    *,
-    nb_features: int | None,
-    causal: bool,
-    generalized_attention: bool,
-    kernel_fn: Kernel,
-    no_projection: bool,
-    interval: int | None = None,
-    ortho_scaling: int = 0,
-) -> dict[str, Any]:
-    """FastAttention as a mechanism of ours."""
-    if ortho_scaling not in (0, 1):
-        raise ValueError(
-            f"ortho_scaling must be 0, norms like Gaussian rows', or 1, all √dim_heads, got {ortho_scaling}"
-        )
-    if no_projection:
-        if generalized_attention:
-            warnings.warn(
-                "no_projection takes the softmax of queries and keys, as in the original: generalized_attention and "
-                "kernel_fn have no effect beside it",
-                stacklevel=2,
-            )
-        normalize = "query" if causal else "feature"
-        return {"mechanism": "performer", "projection": False, "normalize": normalize, "redraw_interval": None}
-    number = features_of(head_dim, nb_features)
-    spec: dict[str, Any] = {"mechanism": "performer", "num_features": number, "redraw_interval": redraws(interval)}
-    if ortho_scaling:
-        spec["row_norms"] = "unit"
-    if generalized_attention:
-        return spec | {"kernel": kernel_of(kernel_fn), "phantom": PHANTOM if causal else 0.0}
-    return spec | {"epsilon": EPSILON, "phantom": PHANTOM * math.sqrt(number) if causal else 0.0}
-
-
-def window(size: int, *, causal: bool, dropout: float) -> dict[str, Any]:
-    """Local heads: their block of `size`, one before and, unless causal, one after it.
-
-    Looking ahead, the original turns queries by a block too much; its weights know no other.
-    """
-    ahead = int(not causal)
-    return {
-        "mechanism": "local",
-        "window": size,
-        "look_back": 1,
-        "look_ahead": ahead,
-        "query_offset": ahead * size,
-        "dropout": dropout,
-    }
-
-
-def split(far: dict[str, Any], near: dict[str, Any], heads: int, local: int) -> dict[str, Any]:
-    """The first heads far, the last `local` near."""
-    if local in (0, heads):
-        return near if local else far
-    return {"mechanism": "split", "parts": [{**far, "num_heads": heads - local}, {**near, "num_heads": local}]}
-
-
-def features_of(head_dim: int, nb_features: int | None) -> int:
-    return max(1, int(head_dim * math.log(head_dim))) if nb_features is None else nb_features
-
-
-def head_dim_of(dim: int, heads: int, dim_head: int | None) -> int:
-    if dim_head is None and dim % heads:
-        raise ValueError(f"dim ({dim}) must be a multiple of heads ({heads}), or dim_head must be given")
-    return dim // heads if dim_head is None else dim_head
-
-
-def redraws(interval: int | None) -> int | None:
-    """feature_redraw_interval as redraw_interval: the original's call that redraws is not one of those it counts."""
-    return None if interval is None else interval + 1
-
-
-def kernel_of(kernel_fn: Kernel) -> Kernel:
-    """The name of a kernel that longspan has, so that a model can be saved; any other function stays what it is."""
+def resolve_kernel(kernel_fn: Kernel) -> Kernel:
+    """Return the name of a kernel that longspan provides, so that a model can be saved, or the function itself."""
     if isinstance(kernel_fn, str):
         return choose("kernel_fn", kernel_fn, ACTIVATIONS)
-    name = _MODULES.get(type(kernel_fn)) if isinstance(kernel_fn, nn.Module) else _FUNCTIONS.get(kernel_fn)
-    if name == "relu" or (
-        name and (not isinstance(kernel_fn, nn.Module) or repr(kernel_fn) == repr(type(kernel_fn)()))
-    ):
-        return name
+    if isinstance(kernel_fn, nn.Module):
+        name = _KERNEL_MODULES.get(type(kernel_fn))
+        # A module with arguments of its own, other than inplace, has no name.
+        if name == "relu" or (name and repr(kernel_fn) == repr(type(kernel_fn)())):
+            return name
+    elif kernel_fn in _KERNEL_FUNCTIONS:
+        return _KERNEL_FUNCTIONS[kernel_fn]
     if not callable(kernel_fn):
         raise ValueError(f"kernel_fn must be a function or one of {', '.join(ACTIVATIONS)}, got {kernel_fn!r}")
     return kernel_fn

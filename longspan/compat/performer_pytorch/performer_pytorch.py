@@ -1,29 +1,35 @@
-"""Performer and PerformerLM: performer-pytorch's models as longspan's."""
+"""Performer and PerformerLM of performer-pytorch."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from longspan.compat.performer_pytorch.attention import (
+from longspan.compat.options import init_from
+from longspan.compat.performer_pytorch.keys import (
+    initialize,
+    language_model_keys,
+    stack_keys,
+    unused_tensors,
+    upgrade_key,
+)
+from longspan.compat.performer_pytorch.layers import (
     CrossAttention,
     FastAttention,
     FixedPositionalEmbedding,
-    ProjectionUpdater,
     SelfAttention,
     gaussian_orthogonal_random_matrix,
-    turned,
+    with_rotary,
 )
-from longspan.compat.performer_pytorch.keys import idle_tensors, initialize, stack_entries
-from longspan.compat.performer_pytorch.options import RELU, Kernel, Options, features_of
-from longspan.compat.performer_pytorch.redrawing import Schedule
-from longspan.compat.state_dict import CompatModule, KeyMapping, constant, rename, rename_layer, reshape
-from longspan.models.positions import AxialPositions, SinusoidalPositions
+from longspan.compat.performer_pytorch.options import PerformerLMOptions, PerformerOptions
+from longspan.compat.performer_pytorch.projection_updater import ModelProjectionUpdater, ProjectionUpdater
+from longspan.compat.state_dict import CompatModule, KeyMapping
+from longspan.models.positions import SinusoidalPositions
 from longspan.models.transformer import LanguageModel, Transformer
 
 __all__ = [
@@ -37,70 +43,61 @@ __all__ = [
     "gaussian_orthogonal_random_matrix",
 ]
 
-_INSIDE = ("token_emb", "pos_emb", "layer_pos_emb", "dropout", "performer", "norm", "to_out")
+_PERFORMER_POSITIONAL = (
+    "dim depth heads dim_head local_attn_heads local_window_size causal ff_mult nb_features feature_redraw_interval "
+    "reversible ff_chunks generalized_attention kernel_fn use_scalenorm use_rezero ff_glu ff_dropout attn_dropout "
+    "cross_attend no_projection auto_check_redraw qkv_bias attn_out_bias shift_tokens"
+)
+_LM_SUBMODULES = ("token_emb", "pos_emb", "layer_pos_emb", "dropout", "performer", "norm", "to_out")
+Model = TypeVar("Model", Transformer, LanguageModel)
+P = TypeVar("P", bound="_PerformerModule[Any]")
 
 
-class Performer(CompatModule):
-    """Vectors in, vectors out: (B, T, dim) -> (B, T, dim). dim_head: dim / heads unless given."""
+class _PerformerModule(CompatModule, Generic[Model]):
+    model: Model
+    options: Any
 
-    model: Transformer
-
-    def __init__(
-        self,
-        dim: int,
-        depth: int,
-        heads: int,
-        dim_head: int | None = None,
-        local_attn_heads: int | Sequence[int] = 0,
-        local_window_size: int = 256,
-        causal: bool = False,
-        ff_mult: int = 4,
-        nb_features: int | None = None,
-        feature_redraw_interval: int | None = 1000,
-        reversible: bool = False,
-        ff_chunks: int = 1,
-        generalized_attention: bool = False,
-        kernel_fn: Kernel = RELU,
-        use_scalenorm: bool = False,
-        use_rezero: bool = False,
-        ff_glu: bool = False,
-        ff_dropout: float = 0.0,
-        attn_dropout: float = 0.0,
-        cross_attend: bool = False,
-        no_projection: bool = False,
-        auto_check_redraw: bool = True,
-        qkv_bias: bool = True,
-        attn_out_bias: bool = True,
-        shift_tokens: bool = False,
-    ) -> None:
-        options = _options(locals())
-        model = Transformer(options.config())
+    def _build(self, model: Model, options: PerformerOptions) -> None:
         initialize(model)
-        super().__init__()
-        self._hold(model, options)
-        self.unused = idle_tensors(model, features_of(options.head_dim, nb_features))
+        CompatModule.__init__(self)
+        self._wrap(model, options)
+        self.unused = unused_tensors(model, options.num_features(options.head_dim))
+
+    def _wrap(self, model: Model, options: Any) -> None:
+        self.model, self.options = model, options
+        self.proj_updater = ModelProjectionUpdater(model, options)
 
     @classmethod
-    def around(cls, model: Transformer, options: Options) -> Performer:
-        """A second view of a transformer that another module holds."""
-        view = cls.__new__(cls)
-        CompatModule.__init__(view)
-        view._hold(model, options)
-        view.training = model.training
-        return view
-
-    def _hold(self, model: Transformer, options: Options) -> None:
-        self.model, self.options = model, options
-        self.auto_check_redraw = options.auto_check_redraw
-        self.proj_updater = Schedule(model, options)
+    def around(cls: type[P], model: Any, options: PerformerOptions) -> P:
+        """Return a wrapper around a model that another module owns."""
+        wrapper = cls.__new__(cls)
+        CompatModule.__init__(wrapper)
+        wrapper._wrap(model, options)
+        wrapper.training = model.training
+        return wrapper
 
     def fix_projection_matrices_(self) -> None:
-        """No redraws from now on."""
+        """Stop redrawing random features."""
         self.proj_updater.fix_projections_()
 
     def check_redraw_projections(self) -> None:
-        """Counts a training forward, and redraws if it is time: for auto_check_redraw=False."""
+        """Count a training step and redraw if the interval has passed: for auto_check_redraw=False."""
         self.proj_updater.redraw_projections()
+
+
+class Performer(_PerformerModule[Transformer]):
+    """Transformer of FAVOR+ attention for vectors, (B, T, dim) -> (B, T, dim). dim_head: by default dim / heads."""
+
+    options: PerformerOptions
+
+    @init_from(PerformerOptions, _PERFORMER_POSITIONAL)
+    def __init__(self, options: PerformerOptions) -> None:
+        self._build(Transformer(options.config()), options)
+
+    @property
+    def auto_check_redraw(self) -> bool:
+        """Whether forward counts training steps and redraws random features."""
+        return self.options.auto_check_redraw
 
     def forward(
         self,
@@ -110,94 +107,47 @@ class Performer(CompatModule):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """pos_emb: what FixedPositionalEmbedding(dim_head, …) gives. Masks are True for what is kept."""
-        model = self.model if pos_emb is None else turned(self.model, pos_emb, x)
-        return model(x, **_how(mask, context, context_mask))
+        """Map x (B, T, dim) to (B, T, dim).
+
+        Args:
+            x: The input.
+            pos_emb: The output of FixedPositionalEmbedding(dim_head, …), for rotary positions.
+            mask: (B, T), True for tokens to attend to.
+            context: (B, S, dim), for cross-attention.
+            context_mask: (B, S), True for tokens of the context to attend to.
+        """
+        model = self.model if pos_emb is None else with_rotary(self.model, pos_emb, x)
+        return model(x, **_model_arguments(mask, context, context_mask))
 
     def key_mappings(self) -> Iterator[KeyMapping]:
-        yield from stack_entries(self.model, reversible=self.options.reversible)
+        return stack_keys(self.model, reversible=self.options.reversible)
 
     def upgrade_key(self, key: str) -> str:
         return "proj_updater.calls_since_last_redraw" if key == "calls_since_last_redraw" else key
 
 
-class PerformerLM(CompatModule):
-    """Tokens in, logits out: (B, T) -> (B, T, num_tokens). tie_embedding: another name for tie_embed."""
+class PerformerLM(_PerformerModule[LanguageModel]):
+    """Language model of FAVOR+ attention: tokens (B, T) -> logits (B, T, num_tokens).
 
-    model: LanguageModel
+    tie_embedding: An alias of tie_embed.
+    """
 
-    def __init__(
-        self,
-        *,
-        num_tokens: int,
-        max_seq_len: int,
-        dim: int,
-        depth: int,
-        heads: int,
-        dim_head: int | None = 64,
-        local_attn_heads: int | Sequence[int] = 0,
-        local_window_size: int = 256,
-        causal: bool = False,
-        ff_mult: int = 4,
-        nb_features: int | None = None,
-        feature_redraw_interval: int | None = 1000,
-        reversible: bool = False,
-        ff_chunks: int = 1,
-        ff_glu: bool = False,
-        emb_dropout: float = 0.0,
-        ff_dropout: float = 0.0,
-        attn_dropout: float = 0.0,
-        generalized_attention: bool = False,
-        kernel_fn: Kernel = RELU,
-        use_scalenorm: bool = False,
-        use_rezero: bool = False,
-        cross_attend: bool = False,
-        no_projection: bool = False,
-        tie_embed: bool = False,
-        rotary_position_emb: bool = True,
-        axial_position_emb: bool = False,
-        axial_position_shape: Sequence[int] | None = None,
-        auto_check_redraw: bool = True,
-        qkv_bias: bool = False,
-        attn_out_bias: bool = False,
-        shift_tokens: bool = False,
-        tie_embedding: bool = False,
-    ) -> None:
-        options = _options({**locals(), "tie_embed": tie_embed or tie_embedding})
-        model = LanguageModel(options.config())
-        initialize(model)
-        super().__init__()
-        self._hold(model, options)
-        self.unused = idle_tensors(model, features_of(options.head_dim, nb_features))
+    options: PerformerLMOptions
 
-    @classmethod
-    def around(cls, model: LanguageModel, options: Options) -> PerformerLM:
-        """A second view of a language model that another module holds."""
-        view = cls.__new__(cls)
-        CompatModule.__init__(view)
-        view._hold(model, options)
-        view.training = model.training
-        return view
+    @init_from(PerformerLMOptions)
+    def __init__(self, options: PerformerLMOptions) -> None:
+        self._build(LanguageModel(options.config()), options)
 
-    def _hold(self, model: LanguageModel, options: Options) -> None:
-        assert options.max_seq_len is not None
-        self.model, self.options, self.max_seq_len = model, options, options.max_seq_len
-        self._schedule = Schedule(model, options)
+    def _wrap(self, model: LanguageModel, options: PerformerLMOptions) -> None:
+        super()._wrap(model, options)
+        self.max_seq_len = options.max_seq_len
 
     @property
     def performer(self) -> Performer:
         """The layers without the embeddings."""
-        view = Performer.around(self.model.transformer, self.options)
-        view.proj_updater = self._schedule
-        return view
-
-    def fix_projection_matrices_(self) -> None:
-        """No redraws from now on."""
-        self._schedule.fix_projections_()
-
-    def check_redraw_projections(self) -> None:
-        """Counts a training forward, and redraws if it is time: for auto_check_redraw=False."""
-        self._schedule.redraw_projections()
+        wrapper = Performer.around(self.model.transformer, self.options)
+        wrapper.proj_updater = self.proj_updater
+        return wrapper
 
     def forward(
         self,
@@ -207,19 +157,24 @@ class PerformerLM(CompatModule):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, num_tokens) of x (B, T), or with return_encodings the vectors (B, T, dim) before them.
+        """Return logits (B, T, num_tokens), or with return_encodings the final hidden states (B, T, dim).
 
-        Masks (B, T) and (B, S) are True for what is kept.
+        Args:
+            x: Tokens (B, T).
+            return_encodings: Whether to return hidden states.
+            mask: (B, T), True for tokens to attend to.
+            context: (B, S, dim), for cross-attention.
+            context_mask: (B, S), True for tokens of the context to attend to.
         """
-        self._check(x)
-        hidden = self.model.hidden(x, **_how(mask, context, context_mask))
+        self._check_length(x)
+        hidden = self.model.hidden(x, **_model_arguments(mask, context, context_mask))
         return hidden if return_encodings else self.model.logits(hidden)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _INSIDE:
+        if name in _LM_SUBMODULES:
             raise AttributeError(
-                f"{name} cannot be exchanged: a PerformerLM holds no such module, but a longspan.LanguageModel as "
-                "`model`, whose parts can be (embedding, positions, dropout, transformer, to_logits)"
+                f"{name} cannot be replaced: PerformerLM has no such submodule; replace a submodule of its `model`, a "
+                "longspan.LanguageModel (embedding, positions, dropout, transformer, to_logits)"
             )
         super().__setattr__(name, value)
 
@@ -231,11 +186,11 @@ class PerformerLM(CompatModule):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """The mean cross-entropy of labels (B, T), −100 where one does not count."""
-        self._check(x)
-        return self.model.loss(x, labels, **_how(mask, context, context_mask))
+        """Return the mean cross-entropy of labels (B, T), ignoring labels of −100."""
+        self._check_length(x)
+        return self.model.loss(x, labels, **_model_arguments(mask, context, context_mask))
 
-    def _check(self, x: Tensor) -> None:
+    def _check_length(self, x: Tensor) -> None:
         if x.shape[1] > self.max_seq_len:
             raise ValueError(
                 f"x has {x.shape[1]} tokens, more than max_seq_len ({self.max_seq_len}): shorten it, or build the "
@@ -243,85 +198,40 @@ class PerformerLM(CompatModule):
             )
 
     def key_mappings(self) -> Iterator[KeyMapping]:
-        yield from language_model_entries(self.model, self.options)
+        return language_model_keys(self.model, self.options)
 
     def upgrade_key(self, key: str) -> str:
         return upgrade_key(key)
 
     def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
-        options = settled(self.options, shapes)
-        if options is not self.options:
-            self._hold(self.model, options)
-            place_positions(self.model, options)
+        if ignored_axial_positions(self.options, shapes):
+            self._wrap(self.model, without_axial_positions(self.model, self.options))
 
 
-def language_model_entries(
-    model: LanguageModel, options: Options, old: str = "", new: str = "", idle: str = ""
-) -> Iterator[KeyMapping]:
-    """Those of PerformerLM. old, new, idle: prefixes where it is part of another module."""
-    device = model.embedding.weight.device
-    yield rename(f"{old}token_emb.weight", f"{new}embedding.weight")
-    if isinstance(model.positions, AxialPositions):
-        for i, table in enumerate(model.positions.tables):
-            shape = [1, *(len(table) if axis == i else 1 for axis in range(len(options.axial_shape))), options.dim]
-            yield reshape(f"{old}pos_emb.weights.{i}", f"{new}positions.tables.{i}", shape)
-    elif isinstance(model.positions, SinusoidalPositions):
-        yield constant(f"{old}pos_emb.emb", lambda: _table(options.max_seq_len, options.dim, device))
-    else:
-        yield rename(f"{old}pos_emb.emb.weight", f"{new}positions.table")
-    if options.rotary_position_emb:
-        yield constant(f"{old}layer_pos_emb.emb", lambda: _table(options.max_seq_len, options.head_dim, device))
-    yield from stack_entries(
-        model.transformer,
-        reversible=options.reversible,
-        old=f"{old}performer.",
-        new=f"{new}transformer.",
-        idle=idle,
-    )
-    yield from rename_layer(f"{old}norm", f"{new}transformer.norm")
-    if model.to_logits is not None:
-        yield from rename_layer(f"{old}to_out", f"{new}to_logits")
+def ignored_axial_positions(options: PerformerLMOptions, shapes: Mapping[str, torch.Size], old: str = "") -> bool:
+    """Whether the original ignored axial_position_emb for a checkpoint: it does so with rotary positions."""
+    return options.axial_position_emb and options.rotary_position_emb and f"{old}pos_emb.emb" in shapes
 
 
-def upgrade_key(key: str) -> str:
-    """PerformerLM's names of today: axial tables and the count of calls were named differently once."""
-    key = key.replace("pos_emb.weights_", "pos_emb.weights.")
-    return key.replace("performer.calls_since_last_redraw", "performer.proj_updater.calls_since_last_redraw")
-
-
-def settled(options: Options, shapes: Mapping[str, torch.Size], old: str = "") -> Options:
-    """The original ignored axial_position_emb beside rotary positions: its checkpoint then has no axial tables."""
-    if not (options.axial_position_emb and options.rotary_position_emb and f"{old}pos_emb.emb" in shapes):
-        return options
+def without_axial_positions(model: LanguageModel, options: PerformerLMOptions) -> PerformerLMOptions:
+    """Give the model sinusoidal positions, which have no weights, and return its new options."""
     warnings.warn(
-        "this checkpoint was trained without axial_position_emb, which the original ignored beside "
-        "rotary_position_emb: its sinusoidal positions are kept",
+        "this checkpoint was trained without axial_position_emb, which the original ignores with rotary_position_emb: "
+        "the model now has sinusoidal positions",
         stacklevel=6,
     )
-    return replace(options, axial_position_emb=False)
-
-
-def place_positions(model: LanguageModel, options: Options) -> None:
-    """Brings the positions, which have no weights, to what the options say."""
+    options = replace(options, axial_position_emb=False)
     model.positions = SinusoidalPositions(options.dim)
     model.config = model.transformer.config = options.config()
+    return options
 
 
-def _options(arguments: Mapping[str, Any]) -> Options:
-    """Those of a constructor's arguments that describe the model."""
-    return Options(**{field.name: arguments[field.name] for field in fields(Options) if field.name in arguments})
+def _model_arguments(mask: Tensor | None, context: Tensor | None, context_mask: Tensor | None) -> dict[str, Any]:
+    return {"key_mask": _drop_full(mask), "context": context, "context_mask": _drop_full(context_mask)}
 
 
-def _how(mask: Tensor | None, context: Tensor | None, context_mask: Tensor | None) -> dict[str, Any]:
-    return {"key_mask": _hiding(mask), "context": context, "context_mask": _hiding(context_mask)}
-
-
-def _hiding(mask: Tensor | None) -> Tensor | None:
-    """A mask that hides nothing is none, where looking costs nothing: scripts pass masks full of ones."""
+def _drop_full(mask: Tensor | None) -> Tensor | None:
+    """Replace a mask that is all True by None, where the check needs no synchronization: scripts often pass one."""
     if mask is None or (mask.device.type == "cpu" and bool(mask.all())):
         return None
     return mask.bool()
-
-
-def _table(length: int | None, dim: int, device: torch.device) -> Tensor:
-    return SinusoidalPositions(dim)(torch.arange(length or 0, device=device)[None])[0]

@@ -1,4 +1,4 @@
-"""Pairs of layers of one's own: linformer's containers, which performer-pytorch has too."""
+"""Containers for pairs of layers, those of linformer."""
 
 from longspan.compat.linformer.reversible import ReversibleSequence, SequentialSequence
 

@@ -1,4 +1,4 @@
-"""When random features are drawn again: the count that performer-pytorch keeps for a model, and our mechanisms'."""
+"""Redraw random features: performer-pytorch's counter, and an equivalent for longspan models."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from longspan.compat.performer_pytorch.options import Options, redraws
+from longspan.compat.performer_pytorch.options import PerformerOptions, redraw_interval
 from longspan.mechanisms.performer import PerformerAttention
 from longspan.models.transformer import LanguageModel, Transformer
 
 
-class Schedule:
-    """`proj_updater` of a model of ours, whose mechanisms count for themselves and are redrawn by the model."""
+class ModelProjectionUpdater:
+    """`proj_updater` of a longspan model, which counts calls and redraws by itself."""
 
-    def __init__(self, model: Transformer | LanguageModel, options: Options) -> None:
+    def __init__(self, model: Transformer | LanguageModel, options: PerformerOptions) -> None:
         self.instance, self._options = model, options
 
     @property
@@ -26,8 +26,8 @@ class Schedule:
     def feature_redraw_interval(self, interval: int | None) -> None:
         self._options = replace(self._options, feature_redraw_interval=interval)
         for mechanism in performers(self.instance):
-            mechanism.redraw_interval = redraws(interval) if self._options.auto_check_redraw else None
-        # What is saved from now on says so too.
+            mechanism.redraw_interval = redraw_interval(interval) if self._options.auto_check_redraw else None
+        # Save the new interval with the model.
         for module in (self.instance, *self.instance.modules()):
             if isinstance(module, Transformer | LanguageModel):
                 module.config = self._options.config()
@@ -37,18 +37,22 @@ class Schedule:
         return next((mechanism.counts[1] for mechanism in performers(self.instance)), torch.tensor(0))
 
     def fix_projections_(self) -> None:
+        """Stop redrawing."""
         self.feature_redraw_interval = None
 
     def redraw_projections(self) -> None:
-        """Counts a training forward, and redraws if the interval has passed."""
+        """Count a training step, and redraw if the interval has passed."""
         for mechanism in performers(self.instance):
-            held, mechanism.redraw_interval = mechanism.redraw_interval, redraws(self.feature_redraw_interval)
+            previous, mechanism.redraw_interval = (
+                mechanism.redraw_interval,
+                redraw_interval(self.feature_redraw_interval),
+            )
             mechanism.advance()
-            mechanism.redraw_interval = held
+            mechanism.redraw_interval = previous
 
 
 class ProjectionUpdater(nn.Module):
-    """Redraws the random features in `instance` every feature_redraw_interval calls, in training."""
+    """Redraw the random features in `instance` every feature_redraw_interval calls, in training mode."""
 
     calls_since_last_redraw: Tensor
 
@@ -58,11 +62,11 @@ class ProjectionUpdater(nn.Module):
         self.register_buffer("calls_since_last_redraw", torch.tensor(0))
 
     def fix_projections_(self) -> None:
-        """No redraws from now on."""
+        """Stop redrawing."""
         self.feature_redraw_interval = None
 
     def redraw_projections(self) -> None:
-        """One call: in training it is counted, or redraws if the interval has passed."""
+        """In training mode, count a call, or redraw if the interval has passed."""
         if not self.training:
             return
         if self.feature_redraw_interval is None or self.calls_since_last_redraw < self.feature_redraw_interval:
@@ -73,8 +77,9 @@ class ProjectionUpdater(nn.Module):
         self.calls_since_last_redraw.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError("a ProjectionUpdater is no layer: call redraw_projections() before each forward")
+        raise NotImplementedError("ProjectionUpdater is not a layer: call redraw_projections() before each forward")
 
 
 def performers(module: nn.Module) -> list[PerformerAttention]:
+    """Return all FAVOR+ mechanisms in a module."""
     return [found for found in module.modules() if isinstance(found, PerformerAttention)]

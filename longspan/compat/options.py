@@ -1,0 +1,52 @@
+"""Constructors whose arguments are the fields of an options dataclass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from inspect import Parameter, Signature
+from typing import Any, TypeVar
+
+Options = TypeVar("Options")
+
+
+def init_from(
+    options: type[Options], positional: str = ""
+) -> Callable[[Callable[[Any, Options], None]], Callable[..., None]]:
+    """Decorate an `__init__` that takes an options object, so that it takes the object's fields as arguments.
+
+    Args:
+        options: A keyword-only dataclass.
+        positional: Names of fields that can also be passed by position, in this order and separated by spaces; the
+            other fields are keyword-only.
+    """
+    order = positional.split()
+    by_name = {field.name: field for field in fields(options)}  # type: ignore[arg-type]
+
+    def parameter(name: str, kind: Any) -> Parameter:
+        default = by_name[name].default
+        return Parameter(name, kind, default=Parameter.empty if default is MISSING else default)
+
+    signature = Signature(
+        [
+            Parameter("self", Parameter.POSITIONAL_OR_KEYWORD),
+            *(parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in order),
+            *(parameter(name, Parameter.KEYWORD_ONLY) for name in by_name if name not in order),
+        ]
+    )
+
+    def decorate(init: Callable[[Any, Options], None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            try:
+                arguments = signature.bind(self, *args, **kwargs).arguments
+            except TypeError as error:
+                raise TypeError(f"{type(self).__name__}: {error}") from None
+            del arguments["self"]
+            init(self, options(**arguments))
+
+        __init__.__signature__ = signature  # type: ignore[attr-defined]
+        return __init__
+
+    return decorate

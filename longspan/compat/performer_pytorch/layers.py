@@ -1,0 +1,213 @@
+"""Layers of performer-pytorch that can be used on their own."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan.compat.layers import as_bool, with_children
+from longspan.compat.options import init_from
+from longspan.compat.performer_pytorch.keys import (
+    attention_keys,
+    feature_keys,
+    initialize,
+    uncounted,
+    unused_projection,
+    unused_tensors,
+)
+from longspan.compat.performer_pytorch.options import AttentionOptions, FastAttentionOptions
+from longspan.compat.performer_pytorch.projection_updater import performers
+from longspan.compat.state_dict import CompatModule, KeyMapping
+from longspan.layout import TokenLayout
+from longspan.mechanisms.performer import PerformerAttention
+from longspan.mechanisms.split import SplitAttention
+from longspan.models.layers import Attention, mechanism_from
+from longspan.models.positions import Rotary, SinusoidalPositions
+from longspan.models.residual import ResidualBranch
+from longspan.models.transformer import Transformer
+from longspan.ops.linear.feature_maps import orthogonal_rows
+
+_POSITIONAL = (
+    "dim causal heads dim_head local_heads local_window_size nb_features feature_redraw_interval generalized_attention "
+    "kernel_fn dropout no_projection qkv_bias attn_out_bias"
+)
+
+
+class FastAttention(CompatModule):
+    """Attention by random features for q, k and v (B, H, T, dim_heads) with any number of heads."""
+
+    model: PerformerAttention
+
+    @init_from(
+        FastAttentionOptions,
+        "dim_heads nb_features ortho_scaling causal generalized_attention kernel_fn no_projection",
+    )
+    def __init__(self, options: FastAttentionOptions) -> None:
+        super().__init__()
+        self.dim_heads, self.causal, self.ortho_scaling = options.dim_heads, options.causal, options.ortho_scaling
+        self.nb_features = options.num_features(self.dim_heads)
+        self.generalized_attention, self.no_projection = options.generalized_attention, options.no_projection
+        spec = options.performer(self.dim_heads, causal=self.causal, ortho_scaling=self.ortho_scaling)
+        model = mechanism_from(spec, 1, self.dim_heads, 1)
+        assert isinstance(model, PerformerAttention)
+        self.model = model
+        if self.no_projection:
+            self.unused = unused_projection(self.nb_features, self.dim_heads)
+
+    @property
+    def projection_matrix(self) -> Tensor:
+        """The random features (nb_features, dim_heads)."""
+        return self.state_dict()["projection_matrix"]
+
+    def redraw_projection_matrix(self, device: Any = None) -> None:
+        """Draw new random features, which stay on the device of the module."""
+        self.model.redraw()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Map q (B, H, T, dim_heads), k (B, H, S, dim_heads) and v (B, H, S, E) to (B, H, T, E)."""
+        mechanism = copy.copy(self.model)  # shares the features, with the number of heads and width of these values
+        mechanism.num_heads, mechanism.num_kv_heads, mechanism.value_dim = q.shape[1], k.shape[1], v.shape[3]
+        out = mechanism(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=self.causal)
+        return out.transpose(1, 2)
+
+    def key_mappings(self) -> Iterator[KeyMapping]:
+        yield from feature_keys(self.model, "", "", "")
+        yield uncounted("counts")
+
+
+class _AttentionLayer(CompatModule):
+    model: Attention
+    cross = False
+
+    @init_from(AttentionOptions, _POSITIONAL)
+    def __init__(self, options: AttentionOptions) -> None:
+        super().__init__()
+        heads, num_local = options.heads, options.local_heads
+        self.heads, self.global_heads = heads, heads - num_local
+        if not 0 <= num_local <= heads:
+            raise ValueError(f"local_heads must be from 0 to heads ({heads}), got {num_local}")
+        if num_local and self.cross:
+            raise ValueError(f"local heads cannot attend to a context: local_heads must be 0, got {num_local}")
+        mechanism = options.mechanism(num_local, options.dropout, options.feature_redraw_interval)
+        config = options.attention(mechanism, {"local": "halves"}, options.dropout)
+        self.model = Attention(options.dim, config, causal=options.causal, cross=self.cross)
+        initialize(self.model)
+        self.unused = unused_tensors(self.model, options.num_features(options.head_dim))
+
+    def key_mappings(self) -> Iterator[KeyMapping]:
+        yield from attention_keys(self.model, "attention_0.")
+        names = [name for name, module in self.model.named_modules() if isinstance(module, PerformerAttention)]
+        yield from (uncounted(f"{name}.counts") for name in names)
+        if not names:
+            yield uncounted("unused.counts")
+
+
+class SelfAttention(_AttentionLayer):
+    """Self-attention with projections, (B, T, dim) -> (B, T, dim)."""
+
+    def forward(
+        self,
+        x: Tensor,
+        pos_emb: Tensor | None = None,
+        context: Tensor | None = None,
+        mask: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to x.
+
+        Args:
+            x: (B, T, dim).
+            pos_emb: The output of FixedPositionalEmbedding(dim_head, …), for rotary positions.
+            context: Not supported; use CrossAttention.
+            mask: (B, T), True for tokens to attend to.
+            context_mask: An alias of mask.
+        """
+        if context is not None:
+            raise ValueError("self-attention takes no context: use CrossAttention")
+        if mask is not None and context_mask is not None:
+            raise ValueError("mask and context_mask both mask tokens of x: pass one of them")
+        mask = as_bool(context_mask if mask is None else mask)
+        self.model.mechanism.advance()
+        model = self.model if pos_emb is None else _rotate_layer(self.model, pos_emb, x)
+        return model(x, TokenLayout.of(x, causal=model.causal, key_mask=mask))
+
+
+class CrossAttention(_AttentionLayer):
+    """Attention of x (B, T, dim) to a context (B, S, dim), with projections: -> (B, T, dim)."""
+
+    cross = True
+
+    def forward(
+        self,
+        x: Tensor,
+        pos_emb: Tensor | None = None,
+        context: Tensor | None = None,
+        mask: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to a context. mask (B, T) and context_mask (B, S) are True for tokens to use."""
+        if context is None:
+            raise ValueError("cross-attention needs a context: pass context=, of shape (B, S, dim)")
+        if pos_emb is not None:
+            warnings.warn("pos_emb has no effect: cross-attention is not rotated, as in the original", stacklevel=2)
+        self.model.mechanism.advance()
+        layout = TokenLayout.of(x, causal=False, key_mask=as_bool(mask))
+        context_layout = TokenLayout.of(context, causal=False, key_mask=as_bool(context_mask))
+        return self.model(x, layout, context, context_rows=context_layout)
+
+
+class FixedPositionalEmbedding(nn.Module):
+    """Sinusoidal positions (1, T, dim) for x (B, T, …)."""
+
+    emb: Tensor
+
+    def __init__(self, dim: int, max_seq_len: int) -> None:
+        super().__init__()
+        self.register_buffer("emb", SinusoidalPositions(dim)(torch.arange(max_seq_len)[None])[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.emb[None, : x.shape[1]].to(x)
+
+
+def gaussian_orthogonal_random_matrix(
+    nb_rows: int, nb_columns: int, scaling: int = 0, device: torch.device | str | None = None
+) -> Tensor:
+    """Draw a matrix (nb_rows, nb_columns) of orthogonal blocks.
+
+    scaling: 0 for row norms distributed as those of Gaussian vectors, 1 for norms √nb_columns.
+    """
+    if scaling not in (0, 1):
+        raise ValueError(f"scaling must be 0 or 1, got {scaling}")
+    return orthogonal_rows(nb_rows, nb_columns, unit=scaling == 1).to(device)
+
+
+def with_rotary(model: Transformer, pos_emb: Tensor, x: Tensor) -> Transformer:
+    """Return the transformer, sharing its weights, with rotary positions pos_emb in its global self-attention heads."""
+    branches = []
+    for branch in model.stack.branches:
+        assert isinstance(branch, ResidualBranch)
+        if isinstance(branch.layer, Attention) and not branch.layer.cross:
+            branch = with_children(branch, layer=_rotate_layer(branch.layer, pos_emb, x))
+        branches.append(branch)
+    return with_children(model, stack=with_children(model.stack, branches=nn.ModuleList(branches)))
+
+
+def _rotate_layer(attention: Attention, pos_emb: Tensor, x: Tensor) -> Attention:
+    head_dim = attention.mechanism.head_dim
+    expected = SinusoidalPositions(head_dim)(torch.arange(x.shape[1], device=x.device)[None])
+    if pos_emb.shape != expected.shape or not torch.allclose(pos_emb.float(), expected, atol=0.01):
+        raise ValueError(
+            f"pos_emb must be what FixedPositionalEmbedding({head_dim}, …) returns for x, of shape "
+            f"{tuple(expected.shape)}, got {tuple(pos_emb.shape)}; add other position embeddings to x instead"
+        )
+    if not performers(attention):
+        return attention
+    rotary = [Rotary(head_dim, interleaved=True)]
+    if isinstance(attention.mechanism, SplitAttention):
+        rotary.append(Rotary(head_dim))
+    return with_children(attention, rotary=nn.ModuleList(rotary))
