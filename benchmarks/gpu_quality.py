@@ -25,9 +25,10 @@ import torch
 
 from longspan.bench.environment import commit, machine, versions
 from longspan.train.config import resolve
-from longspan.train.data.readers import opened
+from longspan.train.data.readers import open_decompressed
+from longspan.train.loggers import Logger
 from longspan.train.setup import make_accelerator, prepare
-from longspan.train.trainer import WARM_UP, Loop
+from longspan.train.trainer import WARMUP_STEPS, Trainer
 
 HELD_OUT, SCORED = 2_000_000, 1_048_576
 
@@ -41,7 +42,7 @@ TARGETS = {4096: 1.48, 32768: 1.60}
 
 def prepare_data(source: Path, folder: Path) -> tuple[Path, Path]:
     """The file without its end, and what is scored of the end."""
-    with opened(source) as file:
+    with open_decompressed(source) as file:
         text = file.read()
     train, scored = folder / "train.txt", folder / "scored.txt"
     train.write_bytes(text[:-HELD_OUT])
@@ -49,28 +50,24 @@ def prepare_data(source: Path, folder: Path) -> tuple[Path, Path]:
     return train, scored
 
 
-class Turn:
+class Turn(Logger):
     """Watches a run: says when it has compiled, and then waits to be told to go on."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
         self.steps = 0
 
-    def note(self, text: str) -> None:
+    def info(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def progress(self, done: float, record: dict[str, Any]) -> None:
+    def progress(self, fraction: float, record: dict[str, Any]) -> None:
         self.steps += 1
-        if self.steps == WARM_UP:  # Until now no time has counted.
+        if self.steps == WARMUP_STEPS:  # Until now no time has counted.
             print("ready", flush=True)
             sys.stdin.readline()
 
-    def record(self, record: dict[str, Any]) -> None:
+    def log_metrics(self, record: dict[str, Any]) -> None:
         self.records.append(record)
-
-    def sample(self, record: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def work(flags: dict[str, Any]) -> dict[str, Any]:
@@ -87,8 +84,8 @@ def work(flags: dict[str, Any]) -> dict[str, Any]:
     settings = resolve({**fixed, **flags})
     watch, begun = Turn(), time.perf_counter()
     prepared = prepare(settings, watch, make_accelerator(settings.train))
-    loop = Loop(prepared, watch)
-    score = loop.run()
+    trainer = Trainer(prepared, watch)
+    score = trainer.run()
     last = next(record for record in reversed(watch.records) if "loss" in record)
     return {
         "context": settings.train.context,
@@ -99,10 +96,10 @@ def work(flags: dict[str, Any]) -> dict[str, Any]:
         "steps": last["step"],
         "tokens": last["tokens"],
         "tokens_per_second": round(last["tokens"] / last["seconds"]),
-        "parameters": prepared.about["parameters"],
+        "parameters": prepared.metadata["parameters"],
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else None,
         "process_seconds": time.perf_counter() - begun,
-        "settings": prepared.about["settings"],
+        "settings": prepared.metadata["settings"],
         "curve": [[r["tokens"], r["seconds"], r["bits_per_byte"]] for r in watch.records if "loss" in r],
     }
 

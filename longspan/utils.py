@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,27 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(partial, path)
+
+
+def render_template(package: str, name: str, **values: Any) -> str:
+    """Render a jinja2 template of a package as HTML, with autoescaping.
+
+    Args:
+        package: The package that contains the template, as "longspan.bench".
+        name: File name of the template.
+        **values: Variables of the template. The filter `to_json` formats values as indented JSON.
+
+    Raises:
+        ValueError: jinja2 is not installed.
+    """
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ImportError:
+        raise ValueError("HTML reports require jinja2: pip install jinja2") from None
+    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters["to_json"] = lambda value: json.dumps(value, indent=1)
+    source = files(package).joinpath(name).read_text(encoding="utf-8")
+    return environment.from_string(source).render(values)
 
 
 def commit() -> dict[str, Any] | None:

@@ -16,7 +16,8 @@ from typing import Any
 _CONTEXT = multiprocessing.get_context("forkserver")
 # torch._dynamo because every optimizer imports it.
 _CONTEXT.set_forkserver_preload(
-    ["torch._dynamo", "longspan.cli"] + [f"longspan.train.{name}" for name in ("cli", "estimate", "report", "scoring")]
+    ["torch._dynamo", "longspan.cli", "longspan.cli.train"]
+    + [f"longspan.train.{name}" for name in ("dry_run", "evaluation", "report", "synthetic.evaluation", "trainer")]
 )
 
 WORDS = [

@@ -65,46 +65,48 @@ train.__name__ = "train"
 
 
 def _run(settings: Settings) -> None:
-    from longspan.train.loggers import METRICS, Silent, Terminal, Watch, read_records
+    from longspan.train.loggers import METRICS, Logger, RunLogger, read_records
     from longspan.train.run_checkpoint import check_writable
     from longspan.train.setup import make_accelerator, prepare
-    from longspan.train.trainer import Loop
+    from longspan.train.trainer import Trainer
 
     run = Path(settings.train.out)
     accelerator = make_accelerator(settings.train)
-    watch: Watch = Silent()
+    logger = Logger()
     if accelerator.is_main_process:
         check_writable(run, 0)
-        watch = Terminal(run, tensorboard=settings.train.tensorboard)
-    prepared = prepare(settings, watch, accelerator)
-    data, about = prepared.about["data"], prepared.about
-    watch.note(
+        logger = RunLogger(run, tensorboard=settings.train.tensorboard)
+    prepared = prepare(settings, logger, accelerator)
+    data, about = prepared.metadata["data"], prepared.metadata
+    logger.info(
         f"{about['parameters']:,} parameters; {data['train_tokens']:,} tokens to train on, "
         f"{data['held_out_tokens']:,} held out; {about['device']}, {about['precision']} precision"
     )
-    left_out = prepared.batches.left_out
+    left_out = prepared.batches.unused_tokens
     if left_out:
-        watch.note(f"{left_out:,} tokens are in documents shorter than a row and left out; --packing on takes them too")
-    score = Loop(prepared, watch).run()
+        logger.info(
+            f"{left_out:,} tokens are in documents shorter than the context and not read; --packing on reads them"
+        )
+    score = Trainer(prepared, logger).run()
     if accelerator.is_main_process:
         bits, first = score.get("eval_bits_per_byte"), read_records(run / METRICS)[0]["bits_per_byte"]
         if bits is not None:
-            watch.note(
+            logger.info(
                 f"bits per byte: {first:.3f} at the first step, {bits:.3f} now on held-out data; "
-                f"{data['unigram_bits_per_byte']:.3f} is what letters' frequencies alone give"
+                f"the unigram baseline is {data['unigram_bits_per_byte']:.3f}"
             )
-        watch.note(f"the model is in {run / 'checkpoint'}; longspan report {run} draws its curves")
+        logger.info(f"the model is in {run / 'checkpoint'}; longspan report {run} draws its curves")
     accelerator.end_training()
 
 
 def _dry_run(settings: Settings) -> None:
     from longspan.train.dry_run import estimate
-    from longspan.train.loggers import Silent
+    from longspan.train.loggers import Logger
     from longspan.train.setup import make_accelerator, prepare
 
     accelerator = make_accelerator(settings.train)
     with tempfile.TemporaryDirectory() as folder:
-        for text in estimate(prepare(settings, Silent(), accelerator, Path(folder))):
+        for text in estimate(prepare(settings, Logger(), accelerator, Path(folder))):
             typer.echo(text)
 
 
@@ -142,26 +144,32 @@ def evaluate(
         }
         if task is not None:
             _refuse_given(of_model, "for scoring a saved model; --task trains models of its own: leave it out")
-            from longspan.train.synthetic.evaluation import Effort, print_trials, run_trials
+            from longspan.train.synthetic.evaluation import TrialConfig, print_trials, run_trials
 
             given = {"steps": steps, "batch_size": batch_size, "seed": seed}
-            effort = Effort(**{name: value for name, value in given.items() if value is not None})
+            trial = TrialConfig(**{name: value for name, value in given.items() if value is not None})
             print_trials(
-                run_trials(
-                    _parts(task), None if mechanisms is None else _parts(mechanisms), length, effort, out, device
-                )
+                run_trials(_parts(task), None if mechanisms is None else _parts(mechanisms), length, trial, out, device)
             )
             return
         of_task = {"mechanisms": mechanisms, "length": length, "steps": steps, "seed": seed}
         _refuse_given(of_task, "for training on a synthetic task: give --task too, or leave it out")
         if model is None or not data:
             raise ValueError("give --model and --data to score a saved model, or --task to try mechanisms on a task")
-        from longspan.train.scoring import print_scores, score, write_scores
+        from longspan.train.evaluation import evaluate_checkpoint, print_evaluation, write_evaluation
 
-        found = score(model, data, context, (batch_size or 4, max_tokens or 2**20), _parts(extensions or ""), device)
-        print_scores(found)
+        found = evaluate_checkpoint(
+            model,
+            data,
+            context=context,
+            batch_size=batch_size or 4,
+            max_tokens=max_tokens or 2**20,
+            extensions=_parts(extensions or ""),
+            device=device,
+        )
+        print_evaluation(found)
         if out is not None:
-            for path in write_scores(found, out):
+            for path in write_evaluation(found, out):
                 typer.echo(f"written: {path}", err=True)
 
 
@@ -182,9 +190,9 @@ def report(
 ) -> None:
     """Draw loss against tokens and time for one run or several, with differences and samples, as one HTML file."""
     with plainly(debug):
-        from longspan.train.report import read, write_report
+        from longspan.train.report import read_run, write_report
 
-        for path in write_report([read(run) for run in runs], runs[0] / "report.html" if out is None else out):
+        for path in write_report([read_run(run) for run in runs], runs[0] / "report.html" if out is None else out):
             typer.echo(path)
 
 

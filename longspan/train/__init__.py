@@ -1,1 +1,1 @@
-"""Training: data on disk, deterministic batches, the loop, checkpoints that lose nothing, and reports."""
+"""Training: data, objectives, the trainer, resumable checkpoints, evaluation and reports."""

@@ -1,106 +1,122 @@
-"""Scores: bits per byte and perplexity of data a model has not seen, in all and by position in the context."""
+"""Loss, perplexity and bits per byte: of held-out data during a run, and of any data by position in the context."""
 
 from __future__ import annotations
 
+import json
 import math
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
+from longspan.generation.tokenization import TOKENIZER
+from longspan.models.checkpoint import CONFIG, load
+from longspan.models.transformer import LanguageModel
+from longspan.ops.loss import IGNORED
 from longspan.train.config import TrainConfig
-from longspan.train.data.batches import IGNORED, Batch, Shape, evaluation, labeled_evaluation, mixed
-from longspan.train.data.token_store import Segments, Store
-from longspan.train.objectives import Classification, Objective, masked
+from longspan.train.data.batches import (
+    Batch,
+    BatchShape,
+    derive_seed,
+    evaluation_batches,
+    labeled_evaluation_batches,
+)
+from longspan.train.data.readers import ReadOptions, find_source
+from longspan.train.data.token_store import StoreSpec, TokenStore, open_store
+from longspan.train.loggers import Record
+from longspan.train.objectives import Classification, Objective, mask_tokens, wrap_model
+from longspan.train.run_checkpoint import FOLDER, RUN
 
-Record = dict[str, Any]
 
-
-def evaluate(
-    objective: Objective,
-    store: Store,
-    segments: Segments,
-    shape: Shape,
-    train: TrainConfig,
-    accelerator: Accelerator,
+def evaluate_held_out(
+    objective: Objective, store: TokenStore, shape: BatchShape, train: TrainConfig, accelerator: Accelerator
 ) -> Record:
-    """The held-out loss (nats a target) and what follows from it; empty where nothing is held out."""
-    if not len(segments):
+    """Evaluate the held-out data of a run.
+
+    Returns:
+        `eval_loss` (nats per target), `eval_tokens`, and accuracy or perplexity and bits per byte; empty if nothing
+        is held out.
+    """
+    if not len(store.held_out):
         return {}
-    total, count, right = 0.0, 0, 0
+    total, count, correct = 0.0, 0, 0
     training = objective.training
     objective.eval()
     classify = isinstance(objective, Classification)
-    batches = (labeled_evaluation if classify else evaluation)(store, segments, shape, train.eval_tokens)
+    batches = labeled_evaluation_batches if classify else evaluation_batches
     with torch.no_grad(), accelerator.autocast():
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(batches(store, store.held_out, shape, train.eval_tokens)):
             if train.objective == "masked":
-                batch = masked(batch, train.mask_rate, store.vocab_size, [mixed(shape.process, number)])
+                batch = mask_tokens(batch, train.mask_rate, store.vocab_size, [derive_seed(shape.process, number)])
             batch = batch.to(accelerator.device)
             total += float(objective.losses(batch).double().sum())
-            count += batch.count
+            count += batch.num_targets
             if isinstance(objective, Classification):
-                right += int(objective.correct(batch).sum())
+                correct += int(objective.correct(batch).sum())
     objective.train(training)
-    sums = torch.tensor([total, count, right], dtype=torch.float64, device=accelerator.device)
-    total, count, right = (accelerator.reduce(sums) if shape.processes > 1 else sums).tolist()
+    sums = torch.tensor([total, count, correct], dtype=torch.float64, device=accelerator.device)
+    total, count, correct = (accelerator.reduce(sums) if shape.processes > 1 else sums).tolist()
     loss = total / count
     found = {"eval_loss": loss, "eval_tokens": int(count)}
     if classify:
-        return found | {"eval_accuracy": right / count}
+        return found | {"eval_accuracy": correct / count}
     found["eval_perplexity"] = math.exp(min(loss, 700))
-    if train.objective == "causal" and store.bytes_per_token is not None:
-        found["eval_bits_per_byte"] = loss / math.log(2) / store.bytes_per_token
-    return found
+    bits = store.bits_per_byte(loss)
+    return found if bits is None or train.objective != "causal" else found | {"eval_bits_per_byte": bits}
 
 
 @dataclass(frozen=True)
-class ByPosition:
-    """Summed losses (nats) and how many there are, at each position in the context: (context,)."""
+class PositionLosses:
+    """Losses by position in the context.
+
+    Args:
+        total: (context,), summed loss in nats.
+        count: (context,), number of targets.
+    """
 
     total: NDArray[np.float64]
     count: NDArray[np.int64]
-    bytes_per_token: float | None
 
     @property
-    def loss(self) -> float:
+    def mean(self) -> float:
+        """The mean loss over all positions."""
         return float(self.total.sum() / max(1, self.count.sum()))
 
-    @property
-    def bits_per_byte(self) -> float | None:
-        return None if self.bytes_per_token is None else self.loss / math.log(2) / self.bytes_per_token
-
-    def buckets(self) -> list[Record]:
-        """Positions in groups that double: 0, 1, 2–3, 4–7, …, each with its mean loss."""
+    def buckets(self, store: TokenStore) -> list[Record]:
+        """Return the mean loss of positions 0, 1, 2–3, 4–7, …"""
         found, start, end = [], 0, 1
         while start < len(self.total):
             count = int(self.count[start:end].sum())
             if count:
                 loss = float(self.total[start:end].sum()) / count
-                bits = None if self.bytes_per_token is None else loss / math.log(2) / self.bytes_per_token
-                last = min(end, len(self.total)) - 1
+                last, bits = min(end, len(self.total)) - 1, store.bits_per_byte(loss)
                 found.append({"from": start, "to": last, "tokens": count, "loss": loss, "bits_per_byte": bits})
             start, end = end, 2 * end
         return found
 
 
-def by_position(
-    objective: Objective, store: Store, segments: Segments, shape: Shape, limit: int, device: torch.device
-) -> ByPosition:
-    """Every token of the segments, or about `limit` of them, scored in windows of the context."""
+def losses_by_position(
+    objective: Objective, store: TokenStore, shape: BatchShape, limit: int, device: torch.device
+) -> PositionLosses:
+    """Evaluate the training segments of a store, or about `limit` tokens of them, in windows of the context."""
     total, count = np.zeros(shape.context), np.zeros(shape.context, np.int64)
     objective.eval()
     with torch.no_grad():
-        for batch in evaluation(store, segments, shape, limit):
+        for batch in evaluation_batches(store, store.train, shape, limit):
             losses = objective.losses(batch.to(device)).double().cpu()
-            place, counted = _positions(batch), batch.targets != IGNORED
-            total += np.bincount(place[counted].numpy(), losses[counted].numpy(), shape.context)
-            count += np.bincount(place[counted].numpy(), minlength=shape.context)
-    return ByPosition(total, count, store.bytes_per_token)
+            counted = batch.targets != IGNORED
+            position = _positions(batch)[counted].numpy()
+            total += np.bincount(position, losses[counted].numpy(), shape.context)
+            count += np.bincount(position, minlength=shape.context)
+    return PositionLosses(total, count)
 
 
 def _positions(batch: Batch) -> Tensor:
@@ -109,3 +125,94 @@ def _positions(batch: Batch) -> Tensor:
         return slots
     offsets = batch.offsets.long()
     return slots - offsets[torch.searchsorted(offsets[1:], slots.contiguous(), right=True)]
+
+
+def evaluate_checkpoint(
+    model: Path,
+    data: Sequence[str],
+    *,
+    context: int | None = None,
+    batch_size: int = 4,
+    max_tokens: int = 2**20,
+    extensions: tuple[str, ...] = (),
+    device: str | None = None,
+) -> Record:
+    """Evaluate a saved causal language model on data, in total and by position in the context.
+
+    Args:
+        model: A checkpoint folder, or the folder of a run.
+        data: Files, folders or globs.
+        context: Window length. Default: that of the run, or 4096.
+        batch_size: Windows per forward pass.
+        max_tokens: Approximate number of tokens to evaluate.
+        extensions: Extensions to read from folders. Empty: all.
+        device: Default: "cuda" if available, else "cpu".
+
+    Raises:
+        ValueError: The model is not a causal language model, or the data does not fit it.
+    """
+    folder = model / FOLDER if not (model / CONFIG).exists() and (model / FOLDER).exists() else model
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    loaded = load(folder, device=where)
+    if not isinstance(loaded, LanguageModel) or not loaded.config.causal:
+        raise ValueError(f"{folder} is a {type(loaded).__name__}; bits per byte require a causal language model")
+    context = context or _run_context(folder)
+    tokenizer = folder / TOKENIZER if (folder / TOKENIZER).exists() else None
+    options = ReadOptions(extensions)
+    with tempfile.TemporaryDirectory() as temporary:
+        sources = tuple(find_source(text, options) for text in data)
+        store = open_store(Path(temporary), StoreSpec(sources, (), options, tokenizer, context, 0.0))
+        if store.vocab_size > (loaded.config.vocab_size or 0):
+            raise ValueError(
+                f"the data has tokens up to {store.vocab_size - 1}, the model has {loaded.config.vocab_size} tokens"
+            )
+        if store.train.longest < 2:
+            raise ValueError("the data is too small: no document has two tokens")
+        context = min(context, store.train.longest - 1)
+        shape = BatchShape(context, batch_size)
+        losses = losses_by_position(wrap_model(loaded, context), store, shape, max_tokens, where)
+    return {
+        "model": str(model),
+        "data": list(data),
+        "sha256": store.metadata["sha256"],
+        "context": context,
+        "tokens": int(losses.count.sum()),
+        "loss": losses.mean,
+        "perplexity": float(torch.tensor(losses.mean, dtype=torch.float64).exp()),
+        "bits_per_byte": store.bits_per_byte(losses.mean),
+        "positions": losses.buckets(store),
+    }
+
+
+def print_evaluation(result: Record) -> None:
+    """Print the losses by position as a table, and the total."""
+    table = Table("position", "tokens", "loss", "bits per byte", box=None)
+    for bucket in result["positions"]:
+        bits = "–" if bucket["bits_per_byte"] is None else f"{bucket['bits_per_byte']:.4f}"
+        position = str(bucket["from"]) if bucket["from"] == bucket["to"] else f"{bucket['from']}–{bucket['to']}"
+        table.add_row(position, f"{bucket['tokens']:,}", f"{bucket['loss']:.4f}", bits)
+    console = Console(highlight=False)
+    console.print(table)
+    bits = "" if result["bits_per_byte"] is None else f"{result['bits_per_byte']:.4f} bits per byte, "
+    total = f"{bits}perplexity {result['perplexity']:.3f}"
+    console.print(f"{result['tokens']:,} tokens in windows of {result['context']}: {total}")
+
+
+def write_evaluation(result: Record, out: Path) -> list[Path]:
+    """Write the result as JSON and a plot beside it; return both paths."""
+    from longspan.train.report.plots import plot_positions
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    plot = out.with_suffix(".png")
+    plot.write_bytes(plot_positions({Path(result["model"]).name: result["positions"]}))
+    return [out, plot]
+
+
+def _run_context(folder: Path) -> int:
+    """Return the context length of the run that a checkpoint belongs to; 4096 if there is none."""
+    try:
+        metadata = json.loads((folder.resolve().parent / RUN).read_text(encoding="utf-8"))
+        return int(metadata["settings"]["train"]["context"])
+    except (FileNotFoundError, KeyError, ValueError):
+        return 4096

@@ -1,4 +1,4 @@
-"""Models whose weights are divided among processes (FSDP, by accelerate's own configuration): saved and read whole."""
+"""Models sharded by FSDP, as configured by accelerate: gather weights and optimizer state for a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from torch.distributed.checkpoint.state_dict import (
 
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.train.objectives import Objective
-from longspan.train.presets import Values
 
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether the processes hold parts of the weights."""
-    return bool(accelerator.distributed_type == DistributedType.FSDP)
+    """Return whether FSDP is enabled.
 
-
-def check_sharding(accelerator: Accelerator) -> None:
-    """Refuses the older kind, which wraps models in place of changing them."""
-    if is_sharded(accelerator) and accelerator.state.fsdp_plugin.fsdp_version != 2:
+    Raises:
+        ValueError: FSDP is version 1, which replaces modules by wrappers.
+    """
+    sharded = bool(accelerator.distributed_type == DistributedType.FSDP)
+    if sharded and accelerator.state.fsdp_plugin.fsdp_version != 2:
         raise ValueError(
             f"FSDP version {accelerator.state.fsdp_plugin.fsdp_version} is not supported: "
-            "set fsdp_version: 2 in accelerate's configuration"
+            "set fsdp_version: 2 in the configuration of accelerate"
         )
+    return sharded
 
 
-def open_methods(wrapped: Any) -> None:
-    """Lets methods beside forward gather the weights they need."""
+def register_methods(wrapped: Any) -> None:
+    """Let the methods of the objective other than `forward` gather the weights that they use."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     for name in ("losses", "correct"):
@@ -44,20 +44,20 @@ def open_methods(wrapped: Any) -> None:
             register_fsdp_forward_method(wrapped, name)
 
 
-def whole_model(objective: Objective) -> LanguageModel | Classifier:
-    """A model with all the weights, in the first process; every process must ask for it."""
-    state = get_model_state_dict(objective, options=_WHOLE)
+def gather_model(objective: Objective) -> LanguageModel | Classifier:
+    """Return the model with all weights in the main process. Every process must call this."""
+    state = get_model_state_dict(objective, options=_FULL)
     model = type(objective.model)(objective.model.config)
     if state:
         model.load_state_dict({name.removeprefix("model."): x for name, x in state.items()})
     return model
 
 
-def optimizer_values(objective: Objective, optimizer: torch.optim.Optimizer) -> Values:
-    """The optimizer's state by parameter name, in the first process; every process must ask for it."""
-    return dict(get_optimizer_state_dict(objective, optimizer, options=_WHOLE))
+def gather_optimizer(objective: Objective, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer state by parameter name in the main process. Every process must call this."""
+    return dict(get_optimizer_state_dict(objective, optimizer, options=_FULL))
 
 
-def load_optimizer(objective: Objective, optimizer: torch.optim.Optimizer, values: Values) -> None:
-    """What `optimizer_values` gave, each process its part."""
-    set_optimizer_state_dict(objective, optimizer, values, options=StateDictOptions(full_state_dict=True))
+def load_optimizer(objective: Objective, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load the state that `gather_optimizer` returned; each process keeps its shard."""
+    set_optimizer_state_dict(objective, optimizer, state, options=StateDictOptions(full_state_dict=True))

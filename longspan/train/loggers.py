@@ -1,13 +1,12 @@
-"""Watching a run: a progress bar on a terminal, plain lines elsewhere, metrics.jsonl always, TensorBoard if asked."""
+"""Logging a run: metrics.jsonl and samples.jsonl, a progress bar or lines of text, and optionally TensorBoard."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -15,180 +14,168 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
+from longspan.utils import write_atomically
+
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 Record = dict[str, Any]
 
 
-class Watch(Protocol):
-    """What the loop tells as it goes."""
+class Logger:
+    """Receives the progress of a run. This base class ignores it, for processes other than the main one."""
 
-    def note(self, text: str) -> None:
-        """A line of news."""
+    def info(self, text: str) -> None:
+        """Show a message."""
 
-    def progress(self, done: float, record: Record) -> None:
-        """After every step; done: from 0 to 1."""
+    def progress(self, fraction: float, record: Record) -> None:
+        """Show the progress after a step; `fraction` of the run, from 0 to 1, is done."""
 
-    def record(self, record: Record) -> None:
-        """A line of metrics."""
+    def log_metrics(self, record: Record) -> None:
+        """Record the metrics of a step."""
 
-    def sample(self, record: Record) -> None:
-        """A continuation the model wrote."""
+    def log_sample(self, record: Record) -> None:
+        """Record a generated text."""
 
     def close(self) -> None:
-        """The end, good or bad."""
+        """Finish, also after an error."""
 
 
-class Silent:
-    """For the processes that are not the first."""
+class RunLogger(Logger):
+    """Writes the log files of a run and shows its progress.
 
-    def note(self, text: str) -> None: ...
-
-    def progress(self, done: float, record: Record) -> None: ...
-
-    def record(self, record: Record) -> None: ...
-
-    def sample(self, record: Record) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Terminal:
-    """The screen, and the run's files."""
+    Args:
+        run: The folder of the run.
+        tensorboard: Write TensorBoard event files too.
+        console: Where to show progress: a bar on a terminal, lines elsewhere. Default: stderr.
+    """
 
     def __init__(self, run: Path, *, tensorboard: bool = False, console: Console | None = None) -> None:
         self.console = Console(stderr=True, highlight=False) if console is None else console
         self.run = run
         self._bar: Progress | None = None
-        self._board = _board(run) if tensorboard else None
+        self._tensorboard = _summary_writer(run) if tensorboard else None
 
-    def note(self, text: str) -> None:
+    def info(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
-    def progress(self, done: float, record: Record) -> None:
+    def progress(self, fraction: float, record: Record) -> None:
         if not self.console.is_terminal:
             return
         if self._bar is None:
-            # The figures come first: what a line has left beside them is the bar's.
-            columns = BarColumn(bar_width=max(4, min(40, self.console.width - 76))), _Figures()
+            columns = BarColumn(bar_width=max(4, min(40, self.console.width - 76))), _MetricsColumn()
             self._bar = Progress(*columns, console=self.console, refresh_per_second=4)
             self._bar.add_task(self.run.name, total=1.0, record=record)
             self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=done, record=record)
+        self._bar.update(self._bar.task_ids[0], completed=fraction, record=record)
 
-    def record(self, record: Record) -> None:
-        self._write(METRICS, record)
+    def log_metrics(self, record: Record) -> None:
+        self._append(METRICS, record)
         if self._bar is None or "eval_loss" in record:
-            self.note(line(record))
-        if self._board is not None:
+            self.info(format_record(record))
+        if self._tensorboard is not None:
             for name, value in record.items():
                 if name not in ("step", "steps", "eta") and isinstance(value, int | float):
-                    self._board.add_scalar(name, value, record["step"])
+                    self._tensorboard.add_scalar(name, value, record["step"])
 
-    def sample(self, record: Record) -> None:
-        self._write(SAMPLES, record)
-        if self._board is not None:
-            self._board.add_text("sample", record["text"], record["step"])
+    def log_sample(self, record: Record) -> None:
+        self._append(SAMPLES, record)
+        if self._tensorboard is not None:
+            self._tensorboard.add_text("sample", record["text"], record["step"])
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        if self._board is not None:
-            self._board.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
-    def _write(self, name: str, record: Record) -> None:
+    def _append(self, name: str, record: Record) -> None:
         with open(self.run / name, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
 
 def read_records(path: Path) -> list[Record]:
-    """The lines of a metrics file; one that a kill cut off is left out."""
-    found = []
+    """Return the records of a JSON Lines file, without lines that a killed process left incomplete."""
+    records = []
     if path.exists():
-        for text in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                found.append(json.loads(text))
+                records.append(json.loads(line))
             except ValueError:
                 continue
-    return found
+    return records
 
 
 def truncate_records(run: Path, step: int) -> None:
-    """Drops what was written after the checkpoint a run goes on from."""
-    for name in (METRICS, SAMPLES):
-        path = run / name
+    """Remove the records of later steps than that of the checkpoint from which the run is resumed."""
+    for path in (run / METRICS, run / SAMPLES):
         if path.exists():
-            kept = [record for record in read_records(path) if record["step"] <= step]
-            beside = path.with_name(f".{name}")
-            beside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-            os.replace(beside, path)
+            records = [record for record in read_records(path) if record["step"] <= step]
+            write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
-def line(record: Record) -> str:
-    """A record in words."""
-    of = "" if record.get("steps") is None else f"/{record['steps']}"
-    if "eval_loss" in record:
-        parts = [f"step {record['step']}{of} held out: loss {record['eval_loss']:.4f}"]
-        for name, text in (
-            ("eval_bits_per_byte", "{:.4f} bits per byte"),
-            ("eval_perplexity", "perplexity {:.2f}"),
-            ("eval_accuracy", "accuracy {:.1%}"),
-        ):
-            if record.get(name) is not None:
-                parts.append(text.format(record[name]))
-        return ", ".join(parts)
-    return f"step {record['step']}{of} " + figures(record)
+def format_record(record: Record) -> str:
+    """Return a record as a line of text."""
+    step = f"step {record['step']}" + ("" if record.get("steps") is None else f"/{record['steps']}")
+    if "eval_loss" not in record:
+        return f"{step} {format_metrics(record)}"
+    parts = [f"{step} held out: loss {record['eval_loss']:.4f}"]
+    for name, template in (
+        ("eval_bits_per_byte", "{:.4f} bits per byte"),
+        ("eval_perplexity", "perplexity {:.2f}"),
+        ("eval_accuracy", "accuracy {:.1%}"),
+    ):
+        if record.get(name) is not None:
+            parts.append(template.format(record[name]))
+    return ", ".join(parts)
 
 
-def figures(record: Record) -> str:
-    """Loss, bits per byte, speed, memory and the time that is left."""
+def format_metrics(record: Record) -> str:
+    """Return loss, bits per byte, throughput, memory and remaining time of a training record."""
     parts = [f"loss {record['loss']:.4f}"]
     if record.get("bits_per_byte") is not None:
         parts.append(f"{record['bits_per_byte']:.3f} bits/byte")
-    parts.append(f"{_short(record['tokens_per_second'])} tokens/s")
+    parts.append(f"{_with_unit(record['tokens_per_second'])} tokens/s")
     parts.append(f"{record['memory'] / 2**20:,.0f} MiB")
     if record.get("eta") is not None:
-        parts.append(f"ETA {clock(record['eta'])}")
+        parts.append(f"ETA {format_duration(record['eta'])}")
     return "  ".join(parts)
 
 
-def clock(seconds: float) -> str:
-    """65 -> 1:05."""
+def format_duration(seconds: float) -> str:
+    """Format seconds as h:mm:ss, or m:ss below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def memory(device: torch.device) -> int:
-    """Bytes: the most the device has held where it counts them, else what the process holds."""
+def memory_used(device: torch.device) -> int:
+    """Return the peak of allocated bytes on a GPU, or the resident set size of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
 
 
 def mean(values: Iterable[float]) -> float:
-    """Exactly rounded, so that it does not depend on the order."""
-    held = list(values)
-    return math.fsum(held) / len(held)
+    """Return the mean of an exactly rounded sum, which does not depend on the order."""
+    values = list(values)
+    return math.fsum(values) / len(values)
 
 
-class _Figures(ProgressColumn):
+class _MetricsColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
-        record = task.fields["record"]
-        of = "" if record.get("steps") is None else f"/{record['steps']}"
-        return Text(f"step {record['step']}{of} {figures(record)}".replace("  ", " "), no_wrap=True)
+        return Text(format_record(task.fields["record"]).replace("  ", " "), no_wrap=True)
 
 
-def _short(number: float) -> str:
+def _with_unit(number: float) -> str:
     for size, unit in ((1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.0f}"
 
 
-def _board(run: Path) -> Any:
+def _summary_writer(run: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ValueError("--tensorboard needs the package tensorboard: pip install tensorboard") from None
+        raise ValueError("--tensorboard requires tensorboard: pip install tensorboard") from None
     return SummaryWriter(str(run / "tensorboard"))

@@ -1,9 +1,8 @@
-"""What is learnt: each objective is a module around a model that gives its mean loss over a batch, in nats."""
+"""Training objectives: modules around a model that compute the mean loss of a batch in nats."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +12,16 @@ from longspan.layout import Packing
 from longspan.models.config import ModelConfig
 from longspan.models.residual import StackState
 from longspan.models.transformer import Classifier, LanguageModel
-from longspan.train.data.batches import IGNORED, Batch
+from longspan.ops.loss import IGNORED
+from longspan.train.data.batches import Batch
 
 
 class Objective(nn.Module):
-    """forward(tokens, targets, …) is the mean loss; `losses` keeps one for each target.
+    """Cross-entropy of a language model: of the next token, or of masked tokens.
 
-    context: the longest sequence there is in a packed row.
+    Args:
+        model: The model to train.
+        context: Length of the longest sequence inside a packed batch.
     """
 
     def __init__(self, model: LanguageModel | Classifier, context: int) -> None:
@@ -33,32 +35,41 @@ class Objective(nn.Module):
         offsets: Tensor | None = None,
         key_mask: Tensor | None = None,
         state: StackState | None = None,
-    ) -> Any:
-        """The mean over targets that count; with a state, also the state after these tokens."""
+    ) -> tuple[Tensor, StackState | None]:
+        """Compute the mean loss over the targets that are not IGNORED.
+
+        Args:
+            tokens: (B, T).
+            targets: (B, T).
+            offsets: (N + 1,), boundaries of packed sequences.
+            key_mask: (B, T), False for padding.
+            state: Recurrent state after the preceding tokens.
+
+        Returns:
+            The loss and, if `state` was given, the state after these tokens.
+        """
         model = self.model
         assert isinstance(model, LanguageModel)
         if state is None:
-            return model.loss(tokens, targets, **self._rows(offsets, key_mask))
-        logits, after = model.extend(tokens, state, key_mask=key_mask)
+            return model.loss(tokens, targets, key_mask=key_mask, packing=self._packing(offsets)), None
+        logits, state = model.extend(tokens, state, key_mask=key_mask)
         total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        return total / (targets != IGNORED).sum().clamp(min=1), after
+        return total / (targets != IGNORED).sum().clamp(min=1), state
 
     def losses(self, batch: Batch) -> Tensor:
-        """(B, T) nats, 0 where a target does not count."""
+        """Return the loss of each target, (B, T), 0 where it is IGNORED."""
         model = self.model
         assert isinstance(model, LanguageModel)
-        logits = model(batch.tokens, **self._rows(batch.offsets, batch.key_mask))
+        logits = model(batch.tokens, key_mask=batch.key_mask, packing=self._packing(batch.offsets))
         losses = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="none")
         return losses.view_as(batch.targets)
 
-    def _rows(self, offsets: Tensor | None, key_mask: Tensor | None) -> dict[str, Any]:
-        if offsets is None:
-            return {} if key_mask is None else {"key_mask": key_mask}
-        return {"packing": Packing(offsets, self.context)}
+    def _packing(self, offsets: Tensor | None) -> Packing | None:
+        return None if offsets is None else Packing(offsets, self.context)
 
 
 class Classification(Objective):
-    """The label of a document."""
+    """Cross-entropy of the class of a document."""
 
     def forward(
         self,
@@ -67,15 +78,18 @@ class Classification(Objective):
         offsets: Tensor | None = None,
         key_mask: Tensor | None = None,
         state: StackState | None = None,
-    ) -> Tensor:
-        return F.cross_entropy(self._logits(tokens, key_mask), targets)
+    ) -> tuple[Tensor, StackState | None]:
+        """Compute the mean loss of `targets`, (B,); classification neither packs nor carries a state."""
+        assert offsets is None
+        assert state is None
+        return F.cross_entropy(self._logits(tokens, key_mask), targets), None
 
     def losses(self, batch: Batch) -> Tensor:
-        """(B,) nats."""
+        """Return the loss of each document, (B,)."""
         return F.cross_entropy(self._logits(batch.tokens, batch.key_mask), batch.targets, reduction="none")
 
     def correct(self, batch: Batch) -> Tensor:
-        """(B,) whether the likeliest label is the right one."""
+        """Return whether each document is classified correctly, (B,)."""
         return self._logits(batch.tokens, batch.key_mask).argmax(1) == batch.targets
 
     def _logits(self, tokens: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -83,30 +97,36 @@ class Classification(Objective):
         return self.model(tokens, key_mask=key_mask).float()
 
 
-def build(kind: str, config: ModelConfig, context: int) -> Objective:
-    """The objective with a new model."""
-    return wrap(Classifier(config) if kind == "classify" else LanguageModel(config), context)
+def build_objective(kind: str, config: ModelConfig, context: int) -> Objective:
+    """Return the objective "causal", "masked" or "classify" with a newly initialized model."""
+    return wrap_model(Classifier(config) if kind == "classify" else LanguageModel(config), context)
 
 
-def wrap(model: nn.Module, context: int) -> Objective:
-    """The objective of a model that is there."""
+def wrap_model(model: nn.Module, context: int) -> Objective:
+    """Return the objective for an existing model."""
     assert isinstance(model, LanguageModel | Classifier)
     return Classification(model, context) if isinstance(model, Classifier) else Objective(model, context)
 
 
-def masked(batch: Batch, rate: float, mask_token: int, seeds: Sequence[int]) -> Batch:
-    """The batch for a model that reads both ways: some tokens are to be found, and most of those are hidden.
+def mask_tokens(batch: Batch, rate: float, mask_token: int, seeds: Sequence[int]) -> Batch:
+    """Return the batch for masked language modeling (Devlin et al. 2018).
 
-    As Devlin et al. (2018): of the chosen, 8 in 10 become mask_token, 1 another token, 1 stays. seeds: one for each of
-    so many equal parts of the batch, so that a row's fate does not depend on the rows beside it.
+    Of the tokens chosen as targets, 80 % become `mask_token`, 10 % a random token, and 10 % remain unchanged.
+
+    Args:
+        batch: Tokens to mask.
+        rate: Probability of a token to be a target.
+        mask_token: Index of the mask token, which is also the number of other tokens.
+        seeds: One seed for each of `len(seeds)` equal parts of the batch, so that the masks of a sequence do not
+            depend on the other sequences.
     """
     size = batch.tokens.numel() // len(seeds)
     draws = [torch.rand(3, size, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-    choice, fate, other = torch.cat(draws, 1).view(3, *batch.tokens.shape)
+    choice, action, replacement = torch.cat(draws, 1).view(3, *batch.tokens.shape)
     chosen = choice < rate
     if batch.key_mask is not None:
         chosen &= batch.key_mask
-    tokens = torch.where(chosen & (fate < 0.8), mask_token, batch.tokens)
-    tokens = torch.where(chosen & (fate >= 0.9), (other * mask_token).long(), tokens)
+    tokens = torch.where(chosen & (action < 0.8), mask_token, batch.tokens)
+    tokens = torch.where(chosen & (action >= 0.9), (replacement * mask_token).long(), tokens)
     targets = batch.tokens.masked_fill(~chosen, IGNORED)
     return Batch(tokens, targets, int(chosen.sum()), batch.offsets, batch.key_mask)

@@ -1,7 +1,7 @@
-"""A run's checkpoint: everything that makes the next step, in one folder that is replaced as a whole or not at all.
+"""The checkpoint of a run: everything that the next step depends on, in a folder that is replaced atomically.
 
-checkpoint/model.safetensors and config.json are the model, as `longspan.load` opens it; training.pt beside them holds
-the optimizer, the data position, random states and carried memory.
+`checkpoint/model.safetensors` and `config.json` are the model, as `longspan.load` reads it. `training.pt` contains the
+optimizer, the position in the data, random states and carried recurrent states.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,28 +22,26 @@ from longspan.models.checkpoint import CONFIG, TENSORS, Model, load, replacing, 
 from longspan.models.config import ModelConfig
 from longspan.models.residual import StackState
 from longspan.train.config import FREE, differences
-from longspan.train.presets import Values
 
-FOLDER, TRAINING = "checkpoint", "training.pt"
-NAMES = (TENSORS, CONFIG, TRAINING, TOKENIZER)
+RUN, FOLDER, TRAINING = "run.json", "checkpoint", "training.pt"
 
 
-def save_run(run: Path, model: Model, training: Values, tokenizer: Path | None) -> None:
-    """Writes a checkpoint; if it cannot, the one before stays and OSError says why."""
-    with replacing(run / FOLDER, NAMES) as partial:
+def save_checkpoint(run: Path, model: Model, training: dict[str, Any], tokenizer: Path | None) -> None:
+    """Write a checkpoint. If this fails, the previous one remains."""
+    with replacing(run / FOLDER, (TENSORS, CONFIG, TRAINING, TOKENIZER)) as partial:
         write(model, partial)
         torch.save(training, partial / TRAINING)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / TOKENIZER)
 
 
-def read_run(run: Path) -> tuple[Model, Values] | None:
-    """The model and the rest of the last checkpoint; None if the run has none."""
+def load_checkpoint(run: Path) -> tuple[Model, dict[str, Any]] | None:
+    """Return the model and the training state of the last checkpoint; None if the run has none."""
     try:
         folder = settled((run / FOLDER).resolve())
     except FileNotFoundError:
         return None
-    # Only numbers, names and tensors: nothing in the file is executed.
+    # weights_only: nothing in the file is executed.
     training = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
     if "optimiser" in training:  # written before version 0.2
         training["optimizer"] = training.pop("optimiser")
@@ -51,21 +50,29 @@ def read_run(run: Path) -> tuple[Model, Values] | None:
     return load(run / FOLDER), training
 
 
-def check_same(run: Path, before: Values, now: Values) -> None:
-    """Refuses to go on with a run that was something else."""
+def check_settings(run: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise ValueError if a setting differs that a run may not change when it is resumed."""
     found = differences(before, now)
     changed = {name: pair for name, pair in found.items() if name.removeprefix("train.") not in FREE}
     if changed:
-        first = ", ".join(f"{name} {old!r} → {new!r}" for name, (old, new) in list(changed.items())[:4])
+        shown = ", ".join(f"{name} {old!r} → {new!r}" for name, (old, new) in list(changed.items())[:4])
         more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
         raise ValueError(
-            f"{run} is a run with other settings ({first}{more}): give the same command to go on with it, "
-            "or another --out to begin a new one"
+            f"{run} is a run with other settings ({shown}{more}): use the same settings to resume it, "
+            "or another --out to start a new run"
         )
 
 
-def check_writable(run: Path, needed: int) -> None:
-    """Says before training what would stop a save: no permission, or less room than two checkpoints need."""
+def check_writable(run: Path, required: int) -> None:
+    """Create the folder of a run and check that checkpoints can be written to it.
+
+    Args:
+        run: The folder.
+        required: Bytes that must be free.
+
+    Raises:
+        OSError: The folder is not writable, or the disk is too full.
+    """
     run.mkdir(parents=True, exist_ok=True)
     probe = run / f".probe.{os.getpid()}"
     try:
@@ -75,40 +82,40 @@ def check_writable(run: Path, needed: int) -> None:
     finally:
         probe.unlink(missing_ok=True)
     free = shutil.disk_usage(run).free
-    if free < needed:
+    if free < required:
         raise OSError(
-            f"{run} has {free / 2**20:,.0f} MiB free, and two checkpoints need {needed / 2**20:,.0f} MiB: "
-            "make room, or choose another --out"
+            f"{run} has {free / 2**20:,.0f} MiB free, and two checkpoints need {required / 2**20:,.0f} MiB: "
+            "free disk space, or choose another --out"
         )
 
 
 def checkpoint_bytes(model: nn.Module) -> int:
-    """About what one checkpoint takes: the model and AdamW's two averages."""
+    """Return the approximate size of a checkpoint: the model and two AdamW moments."""
     return sum(x.numel() * x.element_size() for x in model.state_dict().values()) * 3
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Those of this process."""
-    found = {"cpu": torch.get_rng_state()}
+    """Return the random states of this process."""
+    states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    return found
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
-def restore_random(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Sets this process's; one from another kind of device is left out."""
+def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Restore the random states of this process, as far as they are of this kind of device."""
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def memory_values(state: StackState) -> Values:
-    """A carried memory as plain values, on the CPU."""
+def pack_state(state: StackState) -> dict[str, Any]:
+    """Convert a recurrent state to CPU tensors and plain values."""
     tensors = {f"state.{name}": x.detach().cpu() for name, x in state.tensors().items()}
     return {"tensors": tensors, "values": state_values(state, "state")}
 
 
-def memory_from(values: Values, empty: StackState) -> StackState:
-    """What `memory_values` described, where `empty` is."""
-    tensors = {name: x.to(empty.length.device) for name, x in values["tensors"].items()}
-    return fill_state(empty, tensors, values["values"], "state")
+def unpack_state(packed: dict[str, Any], empty: StackState) -> StackState:
+    """Restore what `pack_state` returned, on the device of an empty state of the same model."""
+    tensors = {name: x.to(empty.length.device) for name, x in packed["tensors"].items()}
+    return fill_state(empty, tensors, packed["values"], "state")

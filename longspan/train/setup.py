@@ -1,4 +1,4 @@
-"""From settings to a run that can be stepped: data, model, optimizer, and whatever an earlier run left."""
+"""Build everything that a run needs from its settings: data, model, optimizer, and the state of an earlier run."""
 
 from __future__ import annotations
 
@@ -17,33 +17,51 @@ from longspan.mechanisms.performer import PerformerAttention
 from longspan.models.config import ModelConfig
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.train.config import Settings, TrainConfig, described
-from longspan.train.data.batches import Batches, Labeled, Lanes, Rows, Shape, mixed
-from longspan.train.data.readers import Reading, find_source
-from longspan.train.data.token_store import Plan, Store, open_store, unigram_bits
-from longspan.train.fsdp import check_sharding, is_sharded, open_methods
-from longspan.train.loggers import Watch
-from longspan.train.objectives import Objective, build, wrap
-from longspan.train.presets import Values
-from longspan.train.run_checkpoint import check_same, read_run
-
-RUN = "run.json"
+from longspan.train.data.batches import (
+    Batches,
+    BatchShape,
+    LabeledBatches,
+    ShuffledBatches,
+    StatefulBatches,
+    derive_seed,
+)
+from longspan.train.data.readers import ReadOptions, find_source
+from longspan.train.data.token_store import StoreSpec, TokenStore, open_store, unigram_bits
+from longspan.train.fsdp import is_sharded, register_methods
+from longspan.train.loggers import Logger, Record
+from longspan.train.objectives import Objective, build_objective, wrap_model
+from longspan.train.run_checkpoint import check_settings, load_checkpoint
 
 
 @dataclass
-class Prepared:
-    """What the loop works with. objective: the plain module; step through `wrapped`, which accelerate made of it."""
+class TrainingSetup:
+    """What the trainer works with.
+
+    Args:
+        settings: The settings of the run.
+        accelerator: Device, precision and processes.
+        store: The data.
+        shape: Sizes of a step.
+        batches: Training batches.
+        objective: The module to evaluate and save.
+        wrapped: The module to call in a training step: the objective, prepared by accelerate and possibly compiled.
+        optimizer: The optimizer, prepared by accelerate.
+        redraws: Schedule of random features.
+        saved: Training state of the last checkpoint; None for a new run.
+        metadata: Contents of `run.json`.
+    """
 
     settings: Settings
     accelerator: Accelerator
-    store: Store
-    shape: Shape
-    batches: Batches
+    store: TokenStore
+    shape: BatchShape
+    batches: Batches[Any]
     objective: Objective
     wrapped: Any
     optimizer: Any
-    redraws: Redraws
-    saved: Values | None
-    about: Values
+    redraws: RedrawSchedule
+    saved: Record | None
+    metadata: Record
 
     @property
     def train(self) -> TrainConfig:
@@ -62,10 +80,10 @@ class Prepared:
         return None if self.train.tokenizer is None else Path(self.train.tokenizer)
 
 
-class Redraws:
-    """Random features, redrawn between steps: the same ones in every process, and outside what is compiled.
+class RedrawSchedule:
+    """Redraws random features between steps: the same ones in every process, and outside of compiled code.
 
-    A model redraws by itself, counting its forward passes; here that is switched off and done in its place.
+    It replaces the counter by which a model redraws its features in `forward`.
     """
 
     def __init__(self, model: torch.nn.Module, seed: int) -> None:
@@ -76,29 +94,32 @@ class Redraws:
                 self.mechanisms.append((module, module.redraw_interval))
                 module.redraw_interval = None
 
-    def before(self, step: int, accumulate: int) -> bool:
-        """Redraws what is due before this step (the first is 0) and says whether anything was."""
-        any_due = False
+    def before_step(self, step: int, accumulate: int) -> bool:
+        """Redraw the features that are due before a step (counted from 0); return whether there were any."""
+        redrawn = False
         for number, (mechanism, interval) in enumerate(self.mechanisms):
             due = step * accumulate // interval
             if step and due > (step - 1) * accumulate // interval:
-                generator = torch.Generator().manual_seed(mixed(self.seed, due, number))
-                mechanism.redraw(generator)
-                any_due = True
-        return any_due
+                mechanism.redraw(torch.Generator().manual_seed(derive_seed(self.seed, due, number)))
+                redrawn = True
+        return redrawn
 
 
 def make_accelerator(train: TrainConfig) -> Accelerator:
-    """Device and precision, as accelerate understands them; what its launcher and its files say is its own affair."""
+    """Create the accelerator for --device and --precision.
+
+    Raises:
+        ValueError: The device is not available, or does not support the precision.
+    """
     cpu = train.device == "cpu"
     if train.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this machine has no usable CUDA device; leave --device out, or say cpu")
+        raise ValueError("--device cuda: no CUDA device is available; remove --device, or use --device cpu")
     if train.device == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("--device mps: this machine has none; leave --device out, or say cpu")
+        raise ValueError("--device mps: MPS is not available; remove --device, or use --device cpu")
     gpu = torch.cuda.is_available() and not cpu
     precision = train.precision
     if precision == "auto" and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        return Accelerator(cpu=cpu)  # Its launcher was told.
+        return Accelerator(cpu=cpu)  # `accelerate launch` has set the precision.
     if precision == "auto":
         precision = "bf16" if gpu and torch.cuda.is_bf16_supported() else "fp32"
     if precision == "fp16" and not gpu:
@@ -106,21 +127,84 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
     return Accelerator(cpu=cpu, mixed_precision="no" if precision == "fp32" else precision)
 
 
-def is_compiled(train: TrainConfig, packed: bool, device: torch.device) -> bool:
-    """auto: on a GPU, where rows always have the same shape."""
-    plain = not packed and not train.carry_state and train.objective != "classify"
-    return train.compile == "on" or (train.compile == "auto" and device.type == "cuda" and plain)
+def prepare(
+    settings: Settings, logger: Logger, accelerator: Accelerator, data_folder: Path | None = None
+) -> TrainingSetup:
+    """Build the data, the model and the optimizer of a run, or restore them from its checkpoint.
+
+    Args:
+        settings: The settings of the run.
+        logger: Receives messages while data is read.
+        accelerator: Device, precision and processes.
+        data_folder: Where to store tokens. Default: the folder `data` of the run.
+
+    Raises:
+        ValueError: Settings and data do not fit together, or differ from those of the run in `--out`.
+    """
+    train, run = settings.train, Path(settings.train.out)
+    with accelerator.main_process_first():
+        store = open_data(train, run / "data" if data_folder is None else data_folder, logger)
+    packed = is_packed(train, store)
+    config = settings.complete(store.vocab_size, len(store.labels))
+    _check_model(train, config)
+    metadata = _metadata(settings, config, store, accelerator)
+    checkpoint = load_checkpoint(run)
+    if checkpoint is not None:
+        before = checkpoint[1]["about"]
+        check_settings(run, before["settings"], metadata["settings"])
+        if before["data"]["sha256"] != metadata["data"]["sha256"]:
+            raise ValueError(f"the data of {run} has changed since the run started: restore it, or use another --out")
+    torch.manual_seed(train.seed)
+    if checkpoint is None:
+        objective = build_objective(train.objective, config, train.context)
+    else:
+        objective = wrap_model(checkpoint[0], train.context)
+    metadata["parameters"] = sum(p.numel() for p in objective.parameters())
+    redraws = RedrawSchedule(objective.model, train.seed)
+    sharded = is_sharded(accelerator)
+    parameters = [p for p in objective.parameters() if p.requires_grad]
+    wrapped, optimizer = accelerator.prepare(objective, make_optimizer(train, parameters))
+    if sharded:
+        objective = wrapped
+        register_methods(wrapped)
+    metadata["compiled"] = is_compiled(train, packed, accelerator.device)
+    if metadata["compiled"]:
+        # CUDA graphs overwrite the gradients of the previous micro-batch, so that they cannot accumulate.
+        graphs = accelerator.device.type == "cuda" and train.accumulate == 1
+        wrapped = torch.compile(wrapped, dynamic=False, mode="reduce-overhead" if graphs else None)
+    shape = BatchShape(
+        train.context, train.batch_size, train.accumulate, accelerator.num_processes, accelerator.process_index
+    )
+    return TrainingSetup(
+        settings=settings,
+        accelerator=accelerator,
+        store=store,
+        shape=shape,
+        batches=make_batches(train, store, shape, packed),
+        objective=objective,
+        wrapped=wrapped,
+        optimizer=optimizer,
+        redraws=redraws,
+        saved=None if checkpoint is None else checkpoint[1],
+        metadata=metadata,
+    )
 
 
-def open_data(train: TrainConfig, folder: Path, watch: Watch) -> Store:
-    """The run's tokens, checked against what the run needs of them."""
+def open_data(train: TrainConfig, folder: Path, logger: Logger) -> TokenStore:
+    """Open the tokens of a run in `folder`, building the store first if necessary.
+
+    Raises:
+        ValueError: The data cannot be read or is too small for the settings.
+        FileNotFoundError: A source or the tokenizer file does not exist.
+    """
     labeled = train.objective == "classify"
-    reading = Reading(train.extensions, train.exclude, train.bin_dtype, train.image_size, labeled)
-    sources, scored = (tuple(find_source(text, reading) for text in given) for given in (train.data, train.eval_data))
+    options = ReadOptions(train.extensions, train.exclude, train.bin_dtype, train.image_size, labeled)
+    sources, eval_sources = (tuple(find_source(text, options) for text in d) for d in (train.data, train.eval_data))
     tokenizer = None if train.tokenizer is None else Path(train.tokenizer)
     if tokenizer is not None and not tokenizer.is_file():
-        raise FileNotFoundError(f"--tokenizer {tokenizer}: there is no such file")
-    store = open_store(folder, Plan(sources, scored, reading, tokenizer, train.context, train.held_out), watch.note)
+        raise FileNotFoundError(f"--tokenizer {tokenizer}: no such file")
+    spec = StoreSpec(sources, eval_sources, options, tokenizer, train.context, train.held_out)
+    store = open_store(folder, spec, logger.info)
     longest, total = store.train.longest, store.train.total
     if total < 2:
         raise ValueError(f"the data is too small: {total} tokens are left to train on")
@@ -129,13 +213,13 @@ def open_data(train: TrainConfig, folder: Path, watch: Watch) -> Store:
             f"--context {train.context} is longer than any document to train on: the longest has {longest} tokens; "
             f"use --context {longest} or less, or data with longer documents"
         )
-    if train.objective == "classify" and len(store.labels) < 2:
-        raise ValueError(f"classification needs two labels at least, the data has {store.labels}")
+    if labeled and len(store.labels) < 2:
+        raise ValueError(f"classification requires at least two labels, the data has {store.labels}")
     return store
 
 
-def is_packed(train: TrainConfig, store: Store) -> bool:
-    """Whether rows hold several documents. auto: if over one token in a hundred is in one too short for a plain row."""
+def is_packed(train: TrainConfig, store: TokenStore) -> bool:
+    """Return whether sequences are packed. auto: if over 1 % of tokens are in documents too short for a window."""
     if train.carry_state or train.objective == "classify":
         return False
     lengths = store.train.length
@@ -143,72 +227,29 @@ def is_packed(train: TrainConfig, store: Store) -> bool:
         return float(lengths[lengths <= train.context].sum()) > 0.01 * store.train.total
     if train.packing == "off" and store.train.longest <= train.context:
         raise ValueError(
-            f"--packing off needs documents longer than the context ({train.context}), and the longest has "
-            f"{store.train.longest} tokens: use --context {store.train.longest - 1}, or leave --packing out"
+            f"--packing off requires documents longer than the context ({train.context}), and the longest has "
+            f"{store.train.longest} tokens: use --context {store.train.longest - 1}, or remove --packing"
         )
     return train.packing == "on"
 
 
-def prepare(settings: Settings, watch: Watch, accelerator: Accelerator, data: Path | None = None) -> Prepared:
-    """Everything of a run; an earlier run in the same folder is taken up. data: where the tokens go, if not there."""
-    train, run = settings.train, Path(settings.train.out)
-    with accelerator.main_process_first():
-        store = open_data(train, run / "data" if data is None else data, watch)
-    packed = is_packed(train, store)
-    config = settings.complete(store.vocab_size, len(store.labels))
-    _check_model(train, config)
-    about = _about(settings, config, store, accelerator)
-    found = read_run(run)
-    if found is not None:
-        check_same(run, found[1]["about"]["settings"], about["settings"])
-        if found[1]["about"]["data"]["sha256"] != about["data"]["sha256"]:
-            raise ValueError(f"the data of {run} has changed since it began: restore it, or give another --out")
-    torch.manual_seed(train.seed)
-    objective = build(train.objective, config, train.context) if found is None else wrap(found[0], train.context)
-    about["parameters"] = sum(p.numel() for p in objective.parameters())
-    redraws = Redraws(objective.model, train.seed)
-    parameters = [p for p in objective.parameters() if p.requires_grad]
-    check_sharding(accelerator)
-    wrapped, optimizer = accelerator.prepare(objective, make_optimizer(train, parameters))
-    if is_sharded(accelerator):
-        objective = wrapped
-        open_methods(wrapped)
-    compiled = is_compiled(train, packed, accelerator.device)
-    about["compiled"] = compiled
-    processes, process = accelerator.num_processes, accelerator.process_index
-    shape = Shape(train.context, train.batch_size, train.accumulate, processes, process)
-    return Prepared(
-        settings=settings,
-        accelerator=accelerator,
-        store=store,
-        shape=shape,
-        batches=make_batches(train, store, shape, packed),
-        objective=objective,
-        wrapped=_compiled(wrapped, train, accelerator.device) if compiled else wrapped,
-        optimizer=optimizer,
-        redraws=redraws,
-        saved=None if found is None else found[1],
-        about=about,
-    )
+def is_compiled(train: TrainConfig, packed: bool, device: torch.device) -> bool:
+    """Return whether the model is compiled. auto: on a GPU, if all batches have the same shape."""
+    same_shape = not packed and not train.carry_state and train.objective != "classify"
+    return train.compile == "on" or (train.compile == "auto" and device.type == "cuda" and same_shape)
 
 
-def _compiled(wrapped: Any, train: TrainConfig, device: torch.device) -> Any:
-    # Replayed graphs launch a step's kernels at once, but have gradients overwrite those of the batch before.
-    graphs = device.type == "cuda" and train.accumulate == 1
-    return torch.compile(wrapped, dynamic=False, mode="reduce-overhead" if graphs else None)
-
-
-def make_batches(train: TrainConfig, store: Store, shape: Shape, packed: bool) -> Batches:
-    """The order in which the data is read."""
+def make_batches(train: TrainConfig, store: TokenStore, shape: BatchShape, packed: bool) -> Batches[Any]:
+    """Return the training batches for the objective and --carry-state."""
     if train.objective == "classify":
-        return Labeled(store, shape, seed=train.seed)
+        return LabeledBatches(store, shape, seed=train.seed)
     if train.carry_state:
-        return Lanes(store, shape, seed=train.seed)
-    return Rows(store, shape, packed=packed, seed=train.seed)
+        return StatefulBatches(store, shape, seed=train.seed)
+    return ShuffledBatches(store, shape, packed=packed, seed=train.seed)
 
 
 def make_optimizer(train: TrainConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.AdamW:
-    """AdamW, fused; decay for matrices only."""
+    """Return fused AdamW with weight decay on matrices only."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -218,45 +259,51 @@ def make_optimizer(train: TrainConfig, parameters: list[torch.nn.Parameter]) -> 
 
 
 def learning_rate(train: TrainConfig, step: int, done: float) -> float:
-    """Of this step (the first is 0): a straight rise, then half a cosine over the whole of the run."""
-    rise = (step + 1) / max(1, train.warmup)
-    if train.steps is None:  # On a slow machine so many steps may be all there are: a tenth of the time is enough.
-        rise = max(rise, done / 0.1)
-    rise = min(1.0, rise)
-    fall = train.min_lr + (1 - train.min_lr) * (1 + math.cos(math.pi * min(1.0, done))) / 2
-    return train.lr * rise * fall
+    """Return the learning rate: linear warmup times a cosine over the whole run.
+
+    Args:
+        train: The settings of the run.
+        step: Steps done before this one.
+        done: Fraction of the run done, from 0 to 1.
+    """
+    warmup = (step + 1) / max(1, train.warmup)
+    if train.steps is None:  # A slow machine may not reach `warmup` steps: end it after 10 % of the time.
+        warmup = max(warmup, done / 0.1)
+    warmup = min(1.0, warmup)
+    cosine = train.min_lr + (1 - train.min_lr) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+    return train.lr * warmup * cosine
 
 
 def _check_model(train: TrainConfig, config: ModelConfig) -> None:
     if config.cross is not None:
-        raise ValueError("a model with cross-attention has nothing to attend to here: leave cross out")
+        raise ValueError("training has no context for cross-attention: remove cross from the model")
     if train.carry_state and config.execution != "keep":
         raise ValueError(
-            f"--carry-state keeps what a chunk computes, and cannot {config.execution} it: "
-            "use --model.execution keep, or a shorter --context"
+            f"--carry-state cannot be combined with --model.execution {config.execution}: "
+            "use --model.execution keep, and a shorter --context to save memory"
         )
     if config.max_length is not None and config.positions == "learned" and config.max_length < train.context:
         raise ValueError(f"--model.max_length ({config.max_length}) is below --context ({train.context})")
 
 
-def _about(settings: Settings, config: ModelConfig, store: Store, accelerator: Accelerator) -> Values:
-    """What run.json says: settings, data and machine."""
-    data = {name: store.about[name] for name in ("tokens", "bytes", "documents", "sha256", "vocab_size", "labels")}
-    data |= {"train_tokens": store.train.total, "held_out_tokens": store.held_out.total}
-    data |= {"sources": store.about["sources"], "unigram_bits_per_byte": unigram_bits(store)}
+def _metadata(settings: Settings, config: ModelConfig, store: TokenStore, accelerator: Accelerator) -> Record:
+    """Return the contents of run.json: settings, data, versions and hardware."""
+    names = ("tokens", "bytes", "documents", "sha256", "vocab_size", "labels", "sources")
     device = accelerator.device
+    cpu = f"{device.type} ({platform.machine()}, {os.cpu_count()} cores)"
     return {
         "settings": described(settings, config),
-        "data": data,
+        "data": {
+            **{name: store.metadata[name] for name in names},
+            "train_tokens": store.train.total,
+            "held_out_tokens": store.held_out.total,
+            "unigram_bits_per_byte": unigram_bits(store),
+        },
         "longspan": __version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({_cpu()})",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "threads": torch.get_num_threads(),
         "processes": accelerator.num_processes,
         "precision": accelerator.mixed_precision.replace("no", "fp32"),
     }
-
-
-def _cpu() -> str:
-    return f"{platform.machine()}, {os.cpu_count()} cores"

@@ -1,4 +1,4 @@
-"""When a run stops, and how long it has run."""
+"""Stopping a run: signals, training time, and the errors that end it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 from longspan.train.config import TrainConfig
 
 
 class StoppedError(Exception):
-    """A run that ended before its time; status is for the shell."""
+    """A run ended before its last step.
+
+    Args:
+        message: The reason, and what to do.
+        status: Exit status of the command.
+    """
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
 
 
-class Clock:
-    """Seconds spent training: scoring, saving and compiling do not count."""
+class TrainingTimer:
+    """Seconds spent on training steps; evaluation, saving and compilation are excluded by `paused`."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._before, self._since = seconds, time.perf_counter()
@@ -34,49 +38,50 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        held = self.seconds
+        """Stop the timer inside the block."""
+        seconds = self.seconds
         try:
             yield
         finally:
-            self._before, self._since = held, time.perf_counter()
+            self._before, self._since = seconds, time.perf_counter()
 
 
-class Signals:
-    """SIGINT and SIGTERM, noticed between steps; a second one ends the process at once. received: 0 if none."""
+class SignalHandler:
+    """Records SIGINT and SIGTERM in `received` (0: none) for the trainer to check; a second one interrupts at once."""
 
     def __init__(self) -> None:
         self.received = 0
 
     @contextlib.contextmanager
-    def noticed(self) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
+        """Handle the signals inside the block."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # Python hears signals in its first thread only.
+            yield  # Python delivers signals to the main thread only.
             return
-        before: dict[int, Any] = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, self._note)
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        previous = [signal.signal(number, self._handle) for number in numbers]
         try:
             yield
         finally:
-            for which, handler in before.items():
-                signal.signal(which, handler)
+            for number, handler in zip(numbers, previous, strict=True):
+                signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received:
             raise KeyboardInterrupt
         self.received = number
 
 
-def out_of_memory(error: BaseException, train: TrainConfig) -> str:
-    """What to change, and by how much."""
-    tried = re.search(r"Tried to allocate ([\d.]+ [KMG]iB)", str(error))
-    size = f" ({tried[1]} more were needed)" if tried else ""
-    said = f"out of GPU memory with --batch-size {train.batch_size} and --context {train.context}{size}: use "
+def out_of_memory_message(error: BaseException, train: TrainConfig) -> str:
+    """Return which settings to change after running out of GPU memory."""
+    size = re.search(r"Tried to allocate ([\d.]+ [KMG]iB)", str(error))
+    missing = f" ({size[1]} more needed)" if size else ""
+    start = f"out of GPU memory with --batch-size {train.batch_size} and --context {train.context}{missing}: use "
     if train.batch_size > 1:
         half = train.batch_size // 2
-        more = -(-train.batch_size * train.accumulate // half)
-        return f"{said}--batch-size {half} --accumulate {more}, the same step in half the memory"
+        accumulate = -(-train.batch_size * train.accumulate // half)
+        return f"{start}--batch-size {half} --accumulate {accumulate}, the same step in half the memory"
     return (
-        f"{said}--context {max(1, train.context // 2)}, or --model.execution recompute, "
-        "which keeps one activation a layer at the price of a second forward pass"
+        f"{start}--context {max(1, train.context // 2)}, or --model.execution recompute, which saves one activation "
+        "per layer and runs a second forward pass"
     )

@@ -1,11 +1,10 @@
-"""The loop: steps, scores, checkpoints, and an end that loses nothing."""
+"""The training loop: steps, evaluation, checkpoints, and an orderly end after signals and errors."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-import os
 import signal
 from collections import deque
 
@@ -18,337 +17,347 @@ from longspan.generation.sampling import Sampling
 from longspan.generation.tokenization import TextCodec
 from longspan.models.residual import StackState
 from longspan.models.transformer import LanguageModel
-from longspan.train.data.batches import Batch, mixed
-from longspan.train.evaluation import evaluate
-from longspan.train.fsdp import is_sharded, load_optimizer, optimizer_values, whole_model
-from longspan.train.loggers import Record, Watch, mean, memory, truncate_records
-from longspan.train.objectives import masked
-from longspan.train.presets import Values
+from longspan.train.data.batches import Batch, derive_seed
+from longspan.train.evaluation import evaluate_held_out
+from longspan.train.fsdp import gather_model, gather_optimizer, is_sharded, load_optimizer
+from longspan.train.loggers import Logger, Record, mean, memory_used, truncate_records
+from longspan.train.objectives import mask_tokens
 from longspan.train.run_checkpoint import (
+    RUN,
     check_writable,
     checkpoint_bytes,
-    memory_from,
-    memory_values,
+    pack_state,
     random_states,
-    restore_random,
-    save_run,
+    save_checkpoint,
+    set_random_states,
+    unpack_state,
 )
-from longspan.train.setup import RUN, Prepared, learning_rate
-from longspan.train.signals import Clock, Signals, StoppedError, out_of_memory
+from longspan.train.setup import TrainingSetup, learning_rate
+from longspan.train.signals import SignalHandler, StoppedError, TrainingTimer, out_of_memory_message
+from longspan.utils import write_atomically
 
-WARM_UP = 3  # steps in which a compiled model is compiled, tried and captured
-_USUAL, _LATE = 50, 10  # losses that are compared: a single odd batch is no divergence
+WARMUP_STEPS = 3  # steps in which torch.compile compiles, runs eagerly once and captures CUDA graphs
+# Divergence compares the mean of the latest losses with that of the losses before them.
+_BASELINE_LOSSES, _LATEST_LOSSES = 50, 10
 BAD_BATCH = "bad-batch.pt"
 
 
-class Loop:
-    """A run, step by step. step: how many are done. tokens: how many were read for them."""
+class Trainer:
+    """Trains a model to the end of a run.
 
-    def __init__(self, prepared: Prepared, watch: Watch) -> None:
-        self.p, self.watch = prepared, watch
-        self.device = prepared.accelerator.device
-        self.step, self.tokens, self.clock = 0, 0, Clock()
-        self.window: list[float] = []  # losses since the last record
-        self.recent: deque[float] = deque(maxlen=_USUAL + _LATE)
-        self.carried: list[StackState | None] = [None] * prepared.train.accumulate
-        self.pending: tuple[int, Tensor] | None = None
-        self.batches: deque[tuple[int, list[Batch]]] = deque(maxlen=_LATE + 1)
-        self.signals = Signals()
+    Args:
+        setup: Model, data and optimizer.
+        logger: Receives metrics and messages.
+
+    Attributes:
+        step: Steps done.
+        tokens: Tokens read for them.
+        done: Fraction of the run that is done, from 0 to 1.
+    """
+
+    def __init__(self, setup: TrainingSetup, logger: Logger) -> None:
+        self.setup, self.logger = setup, logger
+        self.device = setup.accelerator.device
+        self.sharded = is_sharded(setup.accelerator)
+        self.step, self.tokens = 0, 0
         self.done, self.lr = 0.0, 0.0
-        self.mark = (0.0, 0)  # seconds and tokens at the last record
-        self.score: Record = {}
-        self.text = TextCodec(prepared.tokenizer)
-        self.sharded = is_sharded(prepared.accelerator)
+        self.timer, self.signals = TrainingTimer(), SignalHandler()
+        self._score: Record = {}
+        self._codec = TextCodec(setup.tokenizer)
+        self._unlogged: list[float] = []  # losses since the last record
+        self._last_record = (0.0, 0)  # its seconds and tokens
+        self._recent: deque[float] = deque(maxlen=_BASELINE_LOSSES + _LATEST_LOSSES)
+        self._pending: tuple[int, Tensor] | None = None  # step and loss still on the device
+        self._states: list[StackState | None] = [None] * setup.train.accumulate  # carried, of each micro-batch
+        self._batches: deque[tuple[int, list[Batch]]] = deque(maxlen=_LATEST_LOSSES + 1)
 
     def run(self) -> Record:
-        """Trains to the end and returns the last score; StoppedError says why it did not."""
-        p = self.p
-        check_writable(p.run, 2 * checkpoint_bytes(p.model))
-        self._begin()
+        """Train, save and evaluate.
+
+        Returns:
+            The last evaluation.
+
+        Raises:
+            StoppedError: A signal, a diverging loss or a lack of memory ended the run.
+            OSError: The folder of the run is not writable, or the disk is too full.
+        """
+        setup = self.setup
+        check_writable(setup.run, 2 * checkpoint_bytes(setup.model))
+        self._start()
         try:
-            with self.signals.noticed():
+            with self.signals.installed():
                 self._train()
-            self._record()
+            self._log()
             self._evaluate()
             self._save()
         except torch.OutOfMemoryError as error:
-            raise StoppedError(out_of_memory(error, p.train), 4) from error
+            raise StoppedError(out_of_memory_message(error, setup.train), 4) from error
         finally:
-            self.watch.close()
-        return self.score
+            self.logger.close()
+        return self._score
+
+    def _start(self) -> None:
+        setup = self.setup
+        setup.objective.train()
+        if setup.saved is None:
+            torch.manual_seed(derive_seed(setup.train.seed, setup.shape.process))  # for dropout
+        else:
+            self._restore(setup.saved)
+        if setup.accelerator.is_main_process:
+            truncate_records(setup.run, self.step if setup.saved is not None else -1)
+            write_atomically(setup.run / RUN, json.dumps(setup.metadata, indent=1) + "\n")
+        setup.accelerator.wait_for_everyone()
 
     def _train(self) -> None:
-        warming = WARM_UP if self.p.about["compiled"] else 0
-        while self._wanted():
-            if warming:
-                with self.clock.paused():
-                    self.advance()
-                    self.settle()
-                warming, self.mark = warming - 1, (self.clock.seconds, self.tokens)
+        warmup = WARMUP_STEPS if self.setup.metadata["compiled"] else 0
+        while self._continues():
+            if warmup:
+                with self.timer.paused():
+                    self.train_step()
+                    self.read_loss()
+                warmup, self._last_record = warmup - 1, (self.timer.seconds, self.tokens)
             else:
-                self.advance()
-            self._routine()
-        self.settle()
+                self.train_step()
+            self._after_step()
+        self.read_loss()
 
-    def _begin(self) -> None:
-        p = self.p
-        p.objective.train()
-        if p.saved is None:
-            torch.manual_seed(mixed(p.train.seed, p.shape.process))  # Dropout differs between processes.
-        else:
-            self._restore(p.saved)
-        if p.accelerator.is_main_process:
-            truncate_records(p.run, self.step if p.saved is not None else -1)
-            beside = p.run / f".{RUN}"
-            beside.write_text(json.dumps(p.about, indent=1) + "\n", encoding="utf-8")
-            os.replace(beside, p.run / RUN)
-        p.accelerator.wait_for_everyone()
-
-    def _wanted(self) -> bool:
-        """Whether another step is to be made; every process comes to the same answer."""
-        received = self.signals.received
-        signalled, seconds = self._agree(float(received), self.clock.seconds / self.p.shape.processes)
-        self.done = self._done(seconds)
-        if signalled:
-            self.settle()
+    def _continues(self) -> bool:
+        """Return whether to run another step: the same in every process."""
+        received, train = self.signals.received, self.setup.train
+        signaled, seconds = self._sum(float(received), self.timer.seconds / self.setup.shape.processes)
+        by_steps = 0.0 if train.steps is None else self.step / train.steps
+        by_time = 0.0 if train.minutes is None else seconds / (60 * train.minutes)
+        self.done = max(by_steps, by_time)
+        if signaled:
+            self.read_loss()
             self._save()
             name = signal.Signals(received or signal.SIGTERM).name
-            raise StoppedError(f"{name}: saved at step {self.step}; run the same command to go on", 128 + received)
+            raise StoppedError(f"{name}: saved at step {self.step}; run the same command to resume", 128 + received)
         return self.done < 1
 
-    def _done(self, seconds: float) -> float:
-        train = self.p.train
-        parts = [0.0]
-        if train.steps is not None:
-            parts.append(self.step / train.steps)
-        if train.minutes is not None:
-            parts.append(seconds / (60 * train.minutes))
-        return max(parts)
-
-    def advance(self) -> None:
-        """One step: gradients of every micro-batch, weighted by their targets, clipped, applied."""
-        p, train = self.p, self.p.train
-        if p.redraws.before(self.step, train.accumulate):
-            self.carried = [None] * train.accumulate
-        batches = self._draw()
-        self.batches.append((self.step, batches))
-        (count,) = self._agree(float(sum(batch.count for batch in batches)))
-        count = max(count, 1.0)
+    def train_step(self) -> None:
+        """Run one step: accumulate the gradients of all micro-batches, clip them and update the weights."""
+        setup, train = self.setup, self.setup.train
+        if setup.redraws.before_step(self.step, train.accumulate):
+            self._states = [None] * train.accumulate
+        batches = self._next_batches()
+        self._batches.append((self.step, batches))
+        (num_targets,) = self._sum(float(sum(batch.num_targets for batch in batches)))
+        num_targets = max(num_targets, 1.0)
         total = torch.zeros((), device=self.device)
         for micro, batch in enumerate(batches):
             last = micro == len(batches) - 1
-            with contextlib.nullcontext() if last else p.accelerator.no_sync(p.wrapped):
+            with contextlib.nullcontext() if last else setup.accelerator.no_sync(setup.wrapped):
                 loss = self._loss(micro, batch.to(self.device))
-                # Processes' gradients are averaged, and have different numbers of targets.
-                p.accelerator.backward(loss * (batch.count * p.shape.processes / count))
-            total += loss.detach() * batch.count
+                # Gradients are averaged over processes, which differ in their number of targets.
+                setup.accelerator.backward(loss * (batch.num_targets * setup.shape.processes / num_targets))
+            total += loss.detach() * batch.num_targets
         if train.clip:
-            p.accelerator.clip_grad_norm_(p.objective.parameters(), train.clip)
+            setup.accelerator.clip_grad_norm_(setup.objective.parameters(), train.clip)
         self.lr = learning_rate(train, self.step, self.done)
-        for group in p.optimizer.param_groups:
+        for group in setup.optimizer.param_groups:
             group["lr"] = self.lr
-        p.optimizer.step()
-        p.optimizer.zero_grad(set_to_none=True)
-        if p.shape.processes > 1:
-            total = p.accelerator.reduce(total)
+        setup.optimizer.step()
+        setup.optimizer.zero_grad(set_to_none=True)
+        if setup.shape.processes > 1:
+            total = setup.accelerator.reduce(total)
         self.step += 1
-        self.tokens += p.shape.rows * train.context
-        before, self.pending = self.pending, (self.step, total / count)
-        if before is not None:
-            self._observe(*before)
-        if self.device.type != "cuda":  # There, reading the loss at once would keep the device waiting.
-            self.settle()
+        self.tokens += setup.shape.num_sequences * train.context
+        previous, self._pending = self._pending, (self.step, total / num_targets)
+        if previous is not None:
+            self._observe(*previous)
+        if self.device.type != "cuda":  # On a GPU, reading this loss now would wait for the step to finish.
+            self.read_loss()
 
-    def _draw(self) -> list[Batch]:
-        p, train = self.p, self.p.train
-        batches = p.batches.step()
+    def _next_batches(self) -> list[Batch]:
+        setup, train = self.setup, self.setup.train
+        batches = setup.batches.next_step()
         if train.objective != "masked":
             return batches
-        found = []
+        masked = []
         for micro, batch in enumerate(batches):
-            own = p.shape.own(micro)
-            seeds = [mixed(train.seed, self.step, row) for row in range(own.start, own.stop)]
-            found.append(masked(batch, train.mask_rate, p.store.vocab_size, seeds))
-        return found
+            rows = setup.shape.micro_batch(micro)
+            seeds = [derive_seed(train.seed, self.step, row) for row in range(rows.start, rows.stop)]
+            masked.append(mask_tokens(batch, train.mask_rate, setup.store.vocab_size, seeds))
+        return masked
 
     def _loss(self, micro: int, batch: Batch) -> Tensor:
-        p = self.p
-        if not p.train.carry_state:
-            return p.wrapped(batch.tokens, batch.targets, batch.offsets, batch.key_mask)
-        assert batch.fresh is not None
-        state = self.carried[micro]
-        if state is None:
-            state = self._empty(len(batch.fresh))
-        elif batch.fresh.any():
-            rows = batch.fresh.nonzero()[:, 0]
-            state = state.put(rows, self._empty(len(rows)))
-        loss, after = p.wrapped(batch.tokens, batch.targets, None, batch.key_mask, state)
-        self.carried[micro] = after.detach()
+        state = self._states[micro]
+        if self.setup.train.carry_state:
+            assert batch.new_document is not None
+            if state is None:
+                state = self._new_state(len(batch.new_document))
+            elif batch.new_document.any():
+                rows = batch.new_document.nonzero()[:, 0]
+                state = state.put(rows, self._new_state(len(rows)))
+        loss, state = self.setup.wrapped(batch.tokens, batch.targets, batch.offsets, batch.key_mask, state)
+        self._states[micro] = None if state is None else state.detach()
         return loss
 
-    def _empty(self, rows: int) -> StackState:
-        assert isinstance(self.p.model, LanguageModel)
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        return self.p.model.new_state(rows, device=self.device, dtype=half.get(self.p.accelerator.mixed_precision))
+    def _new_state(self, batch_size: int) -> StackState:
+        assert isinstance(self.setup.model, LanguageModel)
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        dtype = dtypes.get(self.setup.accelerator.mixed_precision)
+        return self.setup.model.new_state(batch_size, device=self.device, dtype=dtype)
 
-    def _agree(self, *values: float) -> list[float]:
-        """Each value's sum over the processes."""
-        if self.p.shape.processes == 1:
+    def _sum(self, *values: float) -> list[float]:
+        """Return the sum of each value over the processes."""
+        if self.setup.shape.processes == 1:
             return list(values)
-        # Not float32: counts of tokens are exact up to 2^53 only in this.
-        return self.p.accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
+        # float64 represents token counts exactly up to 2^53.
+        return self.setup.accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
 
-    def settle(self) -> None:
-        """Reads the loss that is still on the device."""
-        if self.pending is not None:
-            before, self.pending = self.pending, None
-            self._observe(*before)
+    def read_loss(self) -> None:
+        """Wait for the loss of the last step and check it."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._observe(*pending)
 
     def _observe(self, step: int, loss: Tensor) -> None:
         value = float(loss)
         if not math.isfinite(value):
-            raise StoppedError(self._keep_batch(step, f"the loss of step {step} is {value}"), 3)
-        self.window.append(value)
-        self.recent.append(value)
-        limit, late = self._limit(), list(self.recent)[-_LATE:]
-        if mean(late) > limit:
-            # The batch to look at is where it began.
-            first = step - _LATE + 1 + next(i for i, x in enumerate(late) if x > limit)
-            said = f"from step {first} on the loss has been {mean(late):.4g}, over {limit:.4g}"
-            raise StoppedError(self._keep_batch(first, said), 3)
-        self.watch.progress(self.done, self._figures(value))
+            raise self._bad_batch(step, f"the loss of step {step} is {value}")
+        self._unlogged.append(value)
+        self._recent.append(value)
+        limit, latest = self._loss_limit(), list(self._recent)[-_LATEST_LOSSES:]
+        if mean(latest) > limit:
+            first = step - _LATEST_LOSSES + 1 + next(i for i, x in enumerate(latest) if x > limit)
+            average = f"the mean of the last {_LATEST_LOSSES} losses is {mean(latest):.4g}, the limit {limit:.4g}"
+            raise self._bad_batch(first, f"the loss has diverged since step {first}: {average}")
+        self.logger.progress(self.done, self._metrics(value))
 
-    def _limit(self) -> float:
-        """What the mean of the last losses may not exceed, from those before them."""
-        usual, times = list(self.recent)[:-_LATE], self.p.train.divergence
-        return times * mean(usual) if times and len(usual) == _USUAL else math.inf
+    def _loss_limit(self) -> float:
+        """Return the mean of the latest losses above which the run is diverging."""
+        baseline, factor = list(self._recent)[:-_LATEST_LOSSES], self.setup.train.divergence
+        return factor * mean(baseline) if factor and len(baseline) == _BASELINE_LOSSES else math.inf
 
-    def _keep_batch(self, step: int, said: str) -> str:
-        """Saves the batch of a step that went wrong; what was said of it, and where it is."""
-        batches = next((found for number, found in self.batches if number == step - 1), [])
-        one = self.p.shape.processes == 1
-        path = self.p.run / (BAD_BATCH if one else f"bad-batch-{self.p.shape.process}.pt")
+    def _bad_batch(self, step: int, message: str) -> StoppedError:
+        """Save the batch of a step and return the error that refers to it."""
+        shape = self.setup.shape
+        batches = next((found for number, found in self._batches if number == step - 1), [])
+        path = self.setup.run / (BAD_BATCH if shape.processes == 1 else f"bad-batch-{shape.process}.pt")
         torch.save({"step": step, "batches": [vars(batch) for batch in batches]}, path)
-        return f"{said}: its batch is in {path}, the last checkpoint is kept; lower --lr, or lengthen --warmup"
+        return StoppedError(
+            f"{message}; the batch of that step is in {path}, the last checkpoint is unchanged; "
+            "lower --lr, or increase --warmup",
+            3,
+        )
 
-    def _routine(self) -> None:
-        train = self.p.train
+    def _after_step(self) -> None:
+        train = self.setup.train
         if self.step % train.log_every == 0 or self.step == 1:
-            self.settle()
-            self._record()
+            self.read_loss()
+            self._log()
         if self.step % train.eval_every == 0 and self.done < 1:
-            self.settle()
+            self.read_loss()
             self._evaluate()
         if self.step % train.save_every == 0:
-            self.settle()
-            if self.recent[-1] <= self._limit():  # Not in what may be the beginning of the end.
+            self.read_loss()
+            if self._recent[-1] <= self._loss_limit():  # Do not save a model that may be diverging.
                 self._save()
 
-    def _figures(self, loss: float) -> Record:
-        seconds, tokens = self.clock.seconds, self.tokens
-        speed = (tokens - self.mark[1]) / max(seconds - self.mark[0], 1e-9)
-        per_byte = self.p.store.bytes_per_token
-        causal = self.p.train.objective == "causal"
+    def _metrics(self, loss: float) -> Record:
+        seconds, causal = self.timer.seconds, self.setup.train.objective == "causal"
+        before, tokens_before = self._last_record
         return {
             "step": self.step,
-            "steps": self.p.train.steps,
+            "steps": self.setup.train.steps,
             "loss": loss,
-            "bits_per_byte": loss / math.log(2) / per_byte if causal and per_byte else None,
+            "bits_per_byte": self.setup.store.bits_per_byte(loss) if causal else None,
             "lr": self.lr,
-            "tokens": tokens,
+            "tokens": self.tokens,
             "seconds": seconds,
-            "tokens_per_second": speed,
-            "memory": memory(self.device),
+            "tokens_per_second": (self.tokens - tokens_before) / max(seconds - before, 1e-9),
+            "memory": memory_used(self.device),
             "eta": seconds * (1 - self.done) / self.done if self.done else None,
         }
 
-    def _record(self) -> None:
-        if not self.window:
-            return
-        record = self._figures(mean(self.window))
-        self.window, self.mark = [], (record["seconds"], record["tokens"])
-        self.watch.record(record)
+    def _log(self) -> None:
+        if self._unlogged:
+            record = self._metrics(mean(self._unlogged))
+            self._unlogged, self._last_record = [], (record["seconds"], record["tokens"])
+            self.logger.log_metrics(record)
 
     def _evaluate(self) -> None:
-        """Scores the held-out data and draws a sample, unless that is done for this step."""
-        p = self.p
-        if self.score.get("step") == self.step:
+        """Evaluate the held-out data and generate a sample, unless this step was evaluated before."""
+        setup = self.setup
+        if self._score.get("step") == self.step:
             return
-        at = {"step": self.step, "steps": p.train.steps, "tokens": self.tokens, "seconds": self.clock.seconds}
-        with self.clock.paused():
-            found = evaluate(p.objective, p.store, p.store.held_out, p.shape, p.train, p.accelerator)
-            self.score = at | found
+        names = {"step": self.step, "steps": setup.train.steps, "tokens": self.tokens, "seconds": self.timer.seconds}
+        with self.timer.paused():
+            found = evaluate_held_out(setup.objective, setup.store, setup.shape, setup.train, setup.accelerator)
+            self._score = names | found
             if found:
-                self.watch.record(self.score)
-            whole = p.accelerator.is_main_process and not self.sharded
-            if whole and p.train.sample_tokens and p.train.objective == "causal":
-                self.watch.sample({"step": self.step, **self._sample()})
+                self.logger.log_metrics(self._score)
+            can_sample = setup.accelerator.is_main_process and not self.sharded
+            if can_sample and setup.train.sample_tokens and setup.train.objective == "causal":
+                self.logger.log_sample({"step": self.step, **self._sample()})
 
     def _sample(self) -> Record:
-        p = self.p
-        assert isinstance(p.model, LanguageModel)
-        prompt = self.text.encode(p.train.prompt.encode())
+        setup, train = self.setup, self.setup.train
+        assert isinstance(setup.model, LanguageModel)
+        prompt = self._codec.encode(train.prompt.encode())
         if not prompt:
-            part = p.store.held_out if len(p.store.held_out) else p.store.train
-            start = int(part.start[0])
-            prompt = p.store.tokens[start : start + min(64, int(part.length[0]))].tolist()
+            segments = setup.store.held_out if len(setup.store.held_out) else setup.store.train
+            start = int(segments.start[0])
+            prompt = setup.store.tokens[start : start + min(64, int(segments.length[0]))].tolist()
         sampling = Sampling(temperature=0.8, top_p=0.95)
-        said = generate(p.model, prompt, p.train.sample_tokens, sampling=sampling, seed=p.train.seed).tokens[0]
-        return {"prompt": self.text.decode(prompt), "text": self.text.decode(said)}
+        generated = generate(setup.model, prompt, train.sample_tokens, sampling=sampling, seed=train.seed)
+        return {"prompt": self._codec.decode(prompt), "text": self._codec.decode(generated.tokens[0])}
 
     def _save(self) -> None:
-        p = self.p
-        model = whole_model(p.objective) if self.sharded else p.model
-        optimizer = p.optimizer.optimizer
-        states = gather_object([random_states(self.device)])
-        carried = gather_object([[None if state is None else memory_values(state) for state in self.carried]])
-        training: Values = {
-            "about": p.about,
+        setup = self.setup
+        model = gather_model(setup.objective) if self.sharded else setup.model
+        optimizer, scaler = setup.optimizer.optimizer, setup.accelerator.scaler
+        states = [None if state is None else pack_state(state) for state in self._states]
+        # Runs of earlier versions are resumed, so these names are part of the file format.
+        training: Record = {
+            "about": setup.metadata,
             "step": self.step,
             "tokens": self.tokens,
-            "seconds": self.clock.seconds,
-            "window": self.window,
-            "recent": list(self.recent),
-            "mark": list(self.mark),
-            "position": p.batches.position,
-            "optimizer": optimizer_values(p.objective, optimizer) if self.sharded else optimizer.state_dict(),
+            "seconds": self.timer.seconds,
+            "window": self._unlogged,
+            "recent": list(self._recent),
+            "mark": list(self._last_record),
+            "position": setup.batches.state_dict(),
+            "optimizer": gather_optimizer(setup.objective, optimizer) if self.sharded else optimizer.state_dict(),
             "sharded": self.sharded,
-            "scaler": None if p.accelerator.scaler is None else p.accelerator.scaler.state_dict(),
-            "random": states,
-            "carried": carried,
-            "score": self.score,
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "random": gather_object([random_states(self.device)]),
+            "carried": gather_object([states]),
+            "score": self._score,
         }
-        with self.clock.paused():
-            if p.accelerator.is_main_process:
-                save_run(p.run, model, training, p.tokenizer)
-            p.accelerator.wait_for_everyone()
+        with self.timer.paused():
+            if setup.accelerator.is_main_process:
+                save_checkpoint(setup.run, model, training, setup.tokenizer)
+            setup.accelerator.wait_for_everyone()
 
-    def _restore(self, saved: Values) -> None:
-        p = self.p
-        self.step, self.tokens = saved["step"], saved["tokens"]
-        self.window, self.mark = list(saved["window"]), tuple(saved["mark"])
-        self.recent.extend(saved["recent"])
-        self.score = saved["score"]
-        self.clock = Clock(saved["seconds"])
-        p.batches.position = saved["position"]
+    def _restore(self, saved: Record) -> None:
+        setup, shape = self.setup, self.setup.shape
+        self.step, self.tokens, self._score = saved["step"], saved["tokens"], saved["score"]
+        self._unlogged, self._last_record = list(saved["window"]), tuple(saved["mark"])
+        self._recent.extend(saved["recent"])
+        self.timer = TrainingTimer(saved["seconds"])
+        setup.batches.load_state_dict(saved["position"])
         if saved["sharded"] != self.sharded:
-            raise ValueError("the run was saved with FSDP or without it, and this command has it the other way round")
+            before, now = ("with", "without") if saved["sharded"] else ("without", "with")
+            raise ValueError(f"the run was saved {before} FSDP: resume it {before} FSDP too, not {now}")
         if self.sharded:
-            load_optimizer(p.objective, p.optimizer.optimizer, saved["optimizer"])
+            load_optimizer(setup.objective, setup.optimizer.optimizer, saved["optimizer"])
         else:
-            p.optimizer.optimizer.load_state_dict(saved["optimizer"])
-        if saved["scaler"] is not None and p.accelerator.scaler is not None:
-            p.accelerator.scaler.load_state_dict(saved["scaler"])
-        if len(saved["random"]) == p.shape.processes:
-            restore_random(saved["random"][p.shape.process], self.device)
+            setup.optimizer.optimizer.load_state_dict(saved["optimizer"])
+        if saved["scaler"] is not None and setup.accelerator.scaler is not None:
+            setup.accelerator.scaler.load_state_dict(saved["scaler"])
+        if len(saved["random"]) == shape.processes:
+            set_random_states(saved["random"][shape.process], self.device)
         else:
-            torch.manual_seed(mixed(p.train.seed, p.shape.process, self.step))
-        if p.train.carry_state:
-            if len(saved["carried"]) != p.shape.processes:
+            torch.manual_seed(derive_seed(setup.train.seed, shape.process, self.step))
+        if setup.train.carry_state:
+            if len(saved["carried"]) != shape.processes:
                 raise ValueError(
-                    f"the run carries the state of {len(saved['carried'])} processes, this command has "
-                    f"{p.shape.processes}: resume it with as many"
+                    f"the run carries recurrent states of {len(saved['carried'])} processes, this command has "
+                    f"{shape.processes}: resume it with the same number"
                 )
-            own = saved["carried"][p.shape.process]
-            self.carried = [None if v is None else memory_from(v, self._empty(p.shape.batch_size)) for v in own]
-        self.watch.note(f"going on from step {self.step}")
+            packed = saved["carried"][shape.process]
+            self._states = [None if x is None else unpack_state(x, self._new_state(shape.batch_size)) for x in packed]
+        self.logger.info(f"resuming from step {self.step}")

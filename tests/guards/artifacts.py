@@ -74,12 +74,12 @@ TRAIN = {
 INTERRUPTED = """
 import os, sys, torch
 torch.set_num_threads(1)
-import longspan.train.trainer as loop
-save = loop.Loop._save
+from longspan.train.trainer import Trainer
+save = Trainer._save
 def once(self):
     save(self)
     os._exit(9)
-loop.Loop._save = once
+Trainer._save = once
 from longspan.cli import app
 app(sys.argv[1:])
 """

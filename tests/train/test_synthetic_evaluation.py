@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from longspan.train.synthetic.evaluation import DEPTHS, SCORED, Effort, Show, model_for, run_trial
+from longspan.train.synthetic.evaluation import DEPTHS, NUM_SCORED, TrialConfig, TrialProgress, model_for, run_trial
 from longspan.train.synthetic.tasks import Copy, Needle, Recall, Task
 
 LINEAR = {"mechanism": "linear"}
@@ -16,7 +16,7 @@ LINEAR = {"mechanism": "linear"}
 
 def trial(task: Task, mechanism: dict[str, Any], steps: int) -> dict[str, Any]:
     """The figures of a small model of two layers."""
-    effort, show = Effort(steps=steps), Show(1, steps, Console(quiet=True))
+    effort, show = TrialConfig(steps=steps), TrialProgress(1, steps, Console(quiet=True))
     return run_trial(task, model_for(task, mechanism), effort, torch.device("cpu"), show)
 
 
@@ -35,7 +35,7 @@ def test_a_copy_is_learnt(name: str) -> None:
     found = trial(Copy(2 * LENGTH), COPY[name], steps=300)
     assert found["accuracy"] >= 0.99
     assert found["steps"] < 300, "done when solved"
-    assert found["answers"] == LENGTH * SCORED
+    assert found["answers"] == LENGTH * NUM_SCORED
 
 
 def test_a_copy_out_of_reach_is_not() -> None:

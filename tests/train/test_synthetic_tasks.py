@@ -19,15 +19,15 @@ from longspan import mechanisms
 from longspan.models.config import ModelConfig
 from longspan.train.synthetic.evaluation import (
     DEPTHS,
-    SCORED,
-    Effort,
-    Show,
-    by_depth,
+    NUM_SCORED,
+    TrialConfig,
+    TrialProgress,
+    accuracy_by_depth,
     mechanism_for,
     model_for,
     run_trial,
 )
-from longspan.train.synthetic.tasks import TASKS, Copy, Examples, ListOps, Needle, Recall, Task, scored
+from longspan.train.synthetic.tasks import TASKS, Copy, Examples, ListOps, Needle, Recall, Task, in_score_split
 
 CPU = torch.device("cpu")
 SHORT = {"copy": 22, "mqar": 79, "needle": 29, "listops": 53}
@@ -74,7 +74,7 @@ def test_the_sides_of_longer_rows_are_a_matter_of_content(name: str) -> None:
     found = {side: examples(task, 41, side).tokens for side in ("train", "score")}
     for side, tokens in found.items():
         whole = F.pad(tokens, (0, task.length - tokens.shape[1])) if name == "listops" else tokens
-        assert (scored(whole.numpy(), task.length) == (side == "score")).all()
+        assert (in_score_split(whole.numpy(), task.length) == (side == "score")).all()
 
 
 def test_a_copy_asks_for_what_was_said() -> None:
@@ -198,21 +198,21 @@ def test_medians_are_rounded_down_and_sums_keep_their_last_digit() -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_rows_too_short_are_refused(name: str) -> None:
-    least = TASKS[name].least_length
+    least = TASKS[name].min_length
     assert len(TASKS[name](least).examples("train", 0, 0, 3).tokens) == 3
-    with pytest.raises(ValueError, match=rf"--length {least - 1} is too short for {name}: {least} at least"):
+    with pytest.raises(ValueError, match=rf"--length {least - 1} is too short for {name}: use at least {least}"):
         TASKS[name](least - 1)
 
 
 def trial(task: Task, mechanism: dict[str, Any], **effort: Any) -> dict[str, Any]:
-    show = Show(1, 1, Console(quiet=True))
-    return run_trial(task, model_for(task, mechanism), Effort(**effort), CPU, show)
+    show = TrialProgress(1, 1, Console(quiet=True))
+    return run_trial(task, model_for(task, mechanism), TrialConfig(**effort), CPU, show)
 
 
 def test_depths_are_counted_where_they_are() -> None:
     hits = torch.tensor([True, False, True, True, False])
     depth = torch.tensor([0.0, 0.1, 0.5, 1.0, 0.99])
-    found = {part["from"]: (part["rows"], part["accuracy"]) for part in by_depth(hits, depth)}
+    found = {part["from"]: (part["rows"], part["accuracy"]) for part in accuracy_by_depth(hits, depth)}
     assert len(found) == DEPTHS
     assert found[0.0] == (2, 0.5)
     assert found[0.5] == (1, 1.0)
@@ -252,11 +252,11 @@ def test_the_table_says_what_was_tried_and_the_file_what_with(tmp_path: Path) ->
     assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     for t in found["trials"]:
         assert f"{t['accuracy']:.1%}" in done.stdout
-    assert "guessing" in done.stdout
+    assert "chance" in done.stdout
     assert "88–100" in done.stdout
     lines = [line for line in done.stderr.splitlines() if line.startswith("copy, linear: ")]
     assert re.fullmatch(r"copy, linear: step 8/8, loss \d\.\d{4}", lines[-2])
-    assert re.fullmatch(r"copy, linear: \d+\.\d% right after 8 steps, \d+ s", lines[-1])
+    assert re.fullmatch(r"copy, linear: accuracy \d+\.\d% after 8 steps, \d+ s", lines[-1])
     assert "\x1b" not in done.stdout + done.stderr
     for flag, name, value in (("--seed", "seed", 1), ("--batch-size", "batch_size", 5)):
         other = longspan(*words, flag, value, "--mechanisms", "linear", "--out", out, log=tmp_path / "log")
@@ -287,20 +287,20 @@ def test_scores_are_of_rows_for_scoring_and_weights_begin_from_the_seed() -> Non
         asked: list[tuple[str, int, int, int]] = []
         losses.append(trial(Watched(16), mechanism_for("local", 16), steps=2, batch_size=300, seed=seed)["train_loss"])
         trained = [("train", seed, 0, 300), ("train", seed, 1, 300)]
-        assert asked == [*trained, ("score", seed, 0, 300), ("score", seed, 1, SCORED - 300)]
+        assert asked == [*trained, ("score", seed, 0, 300), ("score", seed, 1, NUM_SCORED - 300)]
     assert losses[0] != losses[1]
 
 
 WRONG = {
     "a task nobody knows": (["--task", "coppy"], "unknown task 'coppy'; there is copy, mqar, needle, listops (did"),
-    "no task": (["--task", ","], "--task names none; there is copy"),
+    "no task": (["--task", ","], "--task is empty; use copy"),
     "a mechanism nobody knows": (["--task", "copy", "--mechanisms", "liner"], "did you mean 'linear'?"),
-    "no mechanism": (["--task", "copy", "--mechanisms", ","], "--mechanisms names none; there is softmax"),
+    "no mechanism": (["--task", "copy", "--mechanisms", ","], "--mechanisms is empty; use softmax"),
     "a saved model": (["--task", "copy", "--model", "x", "--data", "y"], "--model, --data: for scoring a saved model"),
     "a context": (["--task", "copy", "--context", "9"], "--context: for scoring a saved model"),
     "tokens": (["--task", "copy", "--max-tokens", "9"], "--max-tokens: for scoring a saved model"),
     "extensions": (["--task", "copy", "--extensions", ".py"], "--extensions: for scoring a saved model"),
-    "too short": (["--task", "mqar", "--length", "9"], "--length 9 is too short for mqar: 16 at least"),
+    "too short": (["--task", "mqar", "--length", "9"], "--length 9 is too short for mqar: use at least 16"),
     "no such device": (["--task", "copy", "--device", "gpu"], "unknown device 'gpu'; there is cpu, cuda, mps"),
     "steps of no task": (["--model", "x", "--data", "y", "--steps", "9"], "--steps: for training on a synthetic task"),
     "other flags of no task": (

@@ -18,27 +18,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training import WORDS, write_corpus
 
-from longspan.train.data.batches import IGNORED, Batch, Lanes, Rows, Shape, evaluation, shuffled
-from longspan.train.data.readers import Reading, find_source
-from longspan.train.data.token_store import Plan, Store, open_store, unigram_bits
+from longspan.ops.loss import IGNORED
+from longspan.train.data.batches import (
+    Batch,
+    BatchShape,
+    ShuffledBatches,
+    StatefulBatches,
+    evaluation_batches,
+    permute_index,
+)
+from longspan.train.data.readers import ReadOptions, find_source
+from longspan.train.data.token_store import StoreSpec, TokenStore, open_store, unigram_bits
 
 
-def store(folder: Path, *data: Any, context: int = 31, held_out: float = 0.2, **how: Any) -> Store:
-    reading = how.pop("reading", Reading())
-    scored = tuple(find_source(str(text), reading) for text in how.pop("eval_data", ()))
-    sources = tuple(find_source(str(text), reading) for text in data)
-    plan = Plan(sources, scored, reading, how.pop("tokenizer", None), context, held_out)
+def store(folder: Path, *data: Any, context: int = 31, held_out: float = 0.2, **how: Any) -> TokenStore:
+    options = how.pop("options", ReadOptions())
+    scored = tuple(find_source(str(text), options) for text in how.pop("eval_data", ()))
+    sources = tuple(find_source(str(text), options) for text in data)
+    plan = StoreSpec(sources, scored, options, how.pop("tokenizer", None), context, held_out)
     assert not how
     return open_store(folder, plan)
 
 
-def contents(found: Store, side: str = "train") -> list[bytes]:
+def contents(found: TokenStore, side: str = "train") -> list[bytes]:
     segments = getattr(found, side)
     pairs = zip(segments.start, segments.length, strict=True)
     return [found.tokens[start : start + length].astype(np.uint8).tobytes() for start, length in pairs]
 
 
-def everything(found: Store) -> list[bytes]:
+def everything(found: TokenStore) -> list[bytes]:
     return sorted(contents(found) + contents(found, "held_out"))
 
 
@@ -59,9 +67,9 @@ def test_folders_globs_and_extensions(tmp_path: Path) -> None:
     (folder / ".hidden").write_bytes(b"not this")
     every = store(tmp_path / "1", folder, held_out=0.0)
     assert everything(every) == sorted([*TEXTS, b"a note " * 9])
-    only = store(tmp_path / "2", folder, reading=Reading(extensions=("txt",)), held_out=0.0)
+    only = store(tmp_path / "2", folder, options=ReadOptions(extensions=("txt",)), held_out=0.0)
     assert everything(only) == sorted(TEXTS)
-    fewer = store(tmp_path / "5", folder, reading=Reading(exclude=("deep*", "[0-9].txt")), held_out=0.0)
+    fewer = store(tmp_path / "5", folder, options=ReadOptions(exclude=("deep*", "[0-9].txt")), held_out=0.0)
     assert everything(fewer) == sorted(TEXTS[10:])
     assert everything(store(tmp_path / "3", folder / "[12].txt", held_out=0.0)) == sorted(TEXTS[1:3])
     two = store(tmp_path / "4", folder / "**" / "*.md", folder / "3.txt", held_out=0.0)
@@ -78,7 +86,7 @@ def test_compressed_files(tmp_path: Path) -> None:
     (folder / "3.txt").write_bytes(TEXTS[3])
     assert everything(store(tmp_path / "store", folder, held_out=0.0)) == sorted(TEXTS[:4])
     # What a file is called inside decides, and a folder's extensions see through the compression.
-    only = store(tmp_path / "other", folder, reading=Reading(extensions=(".txt",)), held_out=0.0)
+    only = store(tmp_path / "other", folder, options=ReadOptions(extensions=(".txt",)), held_out=0.0)
     assert everything(only) == sorted(TEXTS[:4])
     (folder / "4.txt.gz").write_bytes(gzip.compress(TEXTS[4])[:-9])
     with pytest.raises(ValueError, match=r"4\.txt\.gz cannot be read"):
@@ -94,13 +102,13 @@ def test_files_of_tokens(tmp_path: Path, dtype: str) -> None:
     assert found.vocab_size == 211
     assert found.bytes_per_token is None
     rows.astype(dtype).tofile(tmp_path / "flat.bin")
-    flat = store(tmp_path / "2", tmp_path / "flat.bin", reading=Reading(bin_dtype=dtype), held_out=0.0)
+    flat = store(tmp_path / "2", tmp_path / "flat.bin", options=ReadOptions(bin_dtype=dtype), held_out=0.0)
     assert contents(flat) == [rows.astype(np.uint8).tobytes()]
     (tmp_path / "odd.bin").write_bytes(b"12345")
     np.save(tmp_path / "real.npy", rows * 0.5)
-    with pytest.raises(ValueError, match="whole int32 numbers"):
-        store(tmp_path / "3", tmp_path / "odd.bin", reading=Reading(bin_dtype="int32"))
-    with pytest.raises(ValueError, match="must hold integers"):
+    with pytest.raises(ValueError, match="not a multiple of 4 bytes"):
+        store(tmp_path / "3", tmp_path / "odd.bin", options=ReadOptions(bin_dtype="int32"))
+    with pytest.raises(ValueError, match="must be an integer array"):
         store(tmp_path / "4", tmp_path / "real.npy")
     (tmp_path / "text.txt").write_text("text")
     with pytest.raises(ValueError, match="are mixed"):
@@ -125,7 +133,7 @@ def test_images_are_rows_of_pixels(tmp_path: Path) -> None:
     assert everything(store(tmp_path / "1", tmp_path / "*.png")) == sorted(
         [pixels.tobytes(), pixels[:, :, 0].tobytes()]
     )
-    sized = store(tmp_path / "2", tmp_path / "*.png", reading=Reading(image_size=4))
+    sized = store(tmp_path / "2", tmp_path / "*.png", options=ReadOptions(image_size=4))
     assert sorted(len(x) for x in everything(sized)) == [16, 48]
     (tmp_path / "c.png").write_text("no image")
     with pytest.raises(ValueError, match=r"c\.png is not an image"):
@@ -190,10 +198,10 @@ def test_a_long_file_is_held_out_by_blocks_that_do_not_touch_what_is_trained_on(
     assert len(found.held_out) >= 2
     assert len(found.train) <= len(found.held_out) + 1  # neighbors on one side are one document
     seen = np.zeros(len(text), bool)
-    rows = Rows(found, Shape(31, 4), packed=False, seed=0)
-    for _ in range(rows.sources[0].count // 4 * 3):
-        before = [rows.sources[0].row(*divmod(rows.drawn[0] + i, rows.sources[0].count)) for i in range(4)]
-        rows.step()
+    rows = ShuffledBatches(found, BatchShape(31, 4), packed=False, seed=0)
+    for _ in range(rows.samplers[0].count // 4 * 3):
+        before = [rows.samplers[0].row(*divmod(rows.drawn[0] + i, rows.samplers[0].count)) for i in range(4)]
+        rows.next_step()
         for (span,) in before:
             seen[span.start : span.start + span.length + 1] = True
     assert not (seen & (owner == 2)).any()
@@ -213,10 +221,10 @@ def test_a_store_is_made_once_and_again_when_its_data_changes(tmp_path: Path) ->
     stamp = (tmp_path / "store" / "tokens.bin").stat().st_mtime_ns
     again = store(tmp_path / "store", folder)
     assert (tmp_path / "store" / "tokens.bin").stat().st_mtime_ns == stamp
-    assert again.about == first.about
+    assert again.metadata == first.metadata
     assert isinstance(again.tokens, np.memmap)
     (folder / "0.txt").write_bytes(b"something else " * 9)
-    assert store(tmp_path / "store", folder).about["sha256"] != first.about["sha256"]
+    assert store(tmp_path / "store", folder).metadata["sha256"] != first.metadata["sha256"]
     (tmp_path / "store" / "store.json").write_text("{")  # as a kill might leave it
     assert everything(store(tmp_path / "store", folder))
 
@@ -235,11 +243,11 @@ def spans_of(batch: Batch) -> list[tuple[bytes, list[int]]]:
 def test_targets_are_the_next_token_of_the_same_document(tmp_path: Path, packed: bool) -> None:
     found = store(tmp_path / "store", write_corpus(tmp_path / "text"))
     documents = contents(found)
-    rows = Rows(found, Shape(31, 5), packed=packed, seed=3)
+    rows = ShuffledBatches(found, BatchShape(31, 5), packed=packed, seed=3)
     ends = 0
     for _ in range(40):
-        (batch,) = rows.step()
-        assert batch.count == int((batch.targets != IGNORED).sum())
+        (batch,) = rows.next_step()
+        assert batch.num_targets == int((batch.targets != IGNORED).sum())
         assert batch.tokens.numel() == 5 * 31
         for text, targets in spans_of(batch):
             known = bytes(t for t in targets if t != IGNORED)
@@ -254,13 +262,13 @@ def test_targets_are_the_next_token_of_the_same_document(tmp_path: Path, packed:
 
 def test_an_epoch_of_packed_rows_is_every_token_once(tmp_path: Path) -> None:
     found = store(tmp_path / "store", write_corpus(tmp_path / "text"))
-    rows = Rows(found, Shape(31, 1), packed=True, seed=3)
+    rows = ShuffledBatches(found, BatchShape(31, 1), packed=True, seed=3)
     for epoch in range(2):
         seen: Counter[int] = Counter()
-        for _ in range(rows.sources[0].count):
-            spans = rows.sources[0].row(*divmod(rows.drawn[0], rows.sources[0].count))
+        for _ in range(rows.samplers[0].count):
+            spans = rows.samplers[0].row(*divmod(rows.drawn[0], rows.samplers[0].count))
             seen.update(i for start, length, _ in spans for i in range(start, start + length))
-            rows.step()
+            rows.next_step()
         assert set(seen.values()) == {1}
         assert len(seen) > found.train.total - 31, epoch
 
@@ -270,22 +278,24 @@ def test_the_order_is_the_seed_s_and_a_position_brings_it_back(tmp_path: Path, k
     found = store(tmp_path / "store", write_corpus(tmp_path / "text"))
 
     def made(seed: int, batch_size: int = 3) -> Any:
-        shape = Shape(31, batch_size, accumulate=2)
+        shape = BatchShape(31, batch_size, accumulate=2)
         return (
-            Lanes(found, shape, seed=seed) if kind == "lanes" else Rows(found, shape, packed=kind != "plain", seed=seed)
+            StatefulBatches(found, shape, seed=seed)
+            if kind == "lanes"
+            else ShuffledBatches(found, shape, packed=kind != "plain", seed=seed)
         )
 
     def drawn(batches: Any, number: int = 5) -> list[Any]:
-        return [[(b.tokens.tolist(), b.targets.tolist()) for b in batches.step()] for _ in range(number)]
+        return [[(b.tokens.tolist(), b.targets.tolist()) for b in batches.next_step()] for _ in range(number)]
 
     one, two, other = made(1), made(1), made(2)
     first = drawn(one)
     assert drawn(two) == first
     assert drawn(other) != first
-    position = one.position
+    position = one.state_dict()
     rest = drawn(one)
     fresh = made(1)
-    fresh.position = position
+    fresh.load_state_dict(position)
     assert drawn(fresh) == rest
 
 
@@ -293,31 +303,35 @@ def test_the_order_is_the_seed_s_and_a_position_brings_it_back(tmp_path: Path, k
 def test_two_processes_read_what_one_with_twice_the_batch_reads(tmp_path: Path, kind: str) -> None:
     found = store(tmp_path / "store", write_corpus(tmp_path / "text"))
 
-    def made(shape: Shape) -> Any:
-        return Lanes(found, shape, seed=5) if kind == "lanes" else Rows(found, shape, packed=kind != "plain", seed=5)
+    def made(shape: BatchShape) -> Any:
+        return (
+            StatefulBatches(found, shape, seed=5)
+            if kind == "lanes"
+            else ShuffledBatches(found, shape, packed=kind != "plain", seed=5)
+        )
 
-    whole = made(Shape(31, 6, accumulate=2))
-    parts = [made(Shape(31, 3, accumulate=2, processes=2, process=i)) for i in range(2)]
+    whole = made(BatchShape(31, 6, accumulate=2))
+    parts = [made(BatchShape(31, 3, accumulate=2, processes=2, process=i)) for i in range(2)]
     for _ in range(7):
-        together = whole.step()
-        apart = zip(*(part.step() for part in parts), strict=True)
+        together = whole.next_step()
+        apart = zip(*(part.next_step() for part in parts), strict=True)
         for one, pair in zip(together, apart, strict=True):
             dim = 1 if kind == "packed" else 0
             assert torch.equal(torch.cat([p.tokens for p in pair], dim), one.tokens)
             assert torch.equal(torch.cat([p.targets for p in pair], dim), one.targets)
-            assert sum(p.count for p in pair) == one.count
+            assert sum(p.num_targets for p in pair) == one.num_targets
 
 
 def test_lanes_read_documents_from_start_to_end(tmp_path: Path) -> None:
     found = store(tmp_path / "store", write_corpus(tmp_path / "text", documents=7))
-    lanes = Lanes(found, Shape(31, 2), seed=1)
+    lanes = StatefulBatches(found, BatchShape(31, 2), seed=1)
     texts = [bytearray(), bytearray()]
     done: list[bytes] = []
     while len(done) < 2 * len(found.train):
-        (batch,) = lanes.step()
-        assert batch.fresh is not None
+        (batch,) = lanes.next_step()
+        assert batch.new_document is not None
         for row in range(2):
-            if batch.fresh[row] and texts[row]:
+            if batch.new_document[row] and texts[row]:
                 done.append(bytes(texts[row]))
                 texts[row] = bytearray()
             mask = torch.ones(31, dtype=torch.bool) if batch.key_mask is None else batch.key_mask[row]
@@ -336,13 +350,13 @@ def test_weights_decide_how_often_a_source_is_read(tmp_path: Path) -> None:
 
     def share(*data: str) -> float:
         found = store(tmp_path / "store", *data, held_out=0.0)
-        rows = Rows(found, Shape(31, 10), packed=False, seed=0)
-        letters = torch.cat([rows.step()[0].tokens.flatten() for _ in range(20)])
+        rows = ShuffledBatches(found, BatchShape(31, 10), packed=False, seed=0)
+        letters = torch.cat([rows.next_step()[0].tokens.flatten() for _ in range(20)])
         return float((letters == ord("a")).double().mean())
 
     assert share(str(small), str(large)) == pytest.approx(5 / 55, abs=0.02)
     assert share(f"3={small}", f"1={large}") == pytest.approx(0.75, abs=0.02)
-    with pytest.raises(ValueError, match="has no weight, and others have"):
+    with pytest.raises(ValueError, match="has no weight, but another source has"):
         share(f"3={small}", str(large))
     with pytest.raises(ValueError, match="must be above 0"):
         share(f"0={small}", str(large))
@@ -350,12 +364,14 @@ def test_weights_decide_how_often_a_source_is_read(tmp_path: Path) -> None:
 
 def test_an_evaluation_scores_every_token_once(tmp_path: Path) -> None:
     found = store(tmp_path / "store", write_corpus(tmp_path / "text"))
-    batches = [b for i in range(2) for b in evaluation(found, found.held_out, Shape(31, 3, 1, 2, i), 10**9)]
+    batches = [
+        b for i in range(2) for b in evaluation_batches(found, found.held_out, BatchShape(31, 3, 1, 2, i), 10**9)
+    ]
     expected = sorted(token for text in contents(found, "held_out") for token in text[1:])
     scored = sorted(t for batch in batches for t in batch.targets.flatten().tolist() if t != IGNORED)
     assert scored == expected
-    fewer = list(evaluation(found, found.held_out, Shape(31, 3), 300))
-    assert 150 < sum(batch.count for batch in fewer) < 450
+    fewer = list(evaluation_batches(found, found.held_out, BatchShape(31, 3), 300))
+    assert 150 < sum(batch.num_targets for batch in fewer) < 450
 
 
 def test_the_unigram_figure_is_that_of_the_letters(tmp_path: Path) -> None:
@@ -367,4 +383,4 @@ def test_the_unigram_figure_is_that_of_the_letters(tmp_path: Path) -> None:
 
 @given(st.integers(1, 300), st.integers(0, 2**62))
 def test_a_shuffle_is_a_permutation(count: int, seed: int) -> None:
-    assert sorted(shuffled(i, count, seed) for i in range(count)) == list(range(count))
+    assert sorted(permute_index(i, count, seed) for i in range(count)) == list(range(count))

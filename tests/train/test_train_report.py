@@ -16,7 +16,7 @@ from rich.console import Console
 from training import longspan, metrics, trained, write_corpus
 
 from longspan.models.checkpoint import load
-from longspan.train.loggers import Terminal, clock, figures, read_records, truncate_records
+from longspan.train.loggers import RunLogger, format_duration, format_metrics, read_records, truncate_records
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_a_page_needs_nothing_else_and_says_what_differs(runs: Path, tmp_path: P
     alone = longspan("report", runs / "first", log=tmp_path / "log")
     assert alone.status == 0
     assert (runs / "first" / "report.html").exists()
-    assert "What differs" not in (runs / "first" / "report.html").read_text()
+    assert "Differences" not in (runs / "first" / "report.html").read_text()
 
 
 def test_a_run_s_folder_is_a_model_to_generate_with(runs: Path, tmp_path: Path) -> None:
@@ -130,18 +130,18 @@ RECORD |= {"memory": 300 * 2**20, "eta": 65.0, "tokens": 700, "seconds": 3.0, "l
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_terminal_gets_a_bar_and_others_get_lines(tmp_path: Path, width: int) -> None:
     screen = io.StringIO()
-    watch = Terminal(tmp_path, console=Console(file=screen, force_terminal=True, width=width, highlight=False))
-    watch.progress(0.5, RECORD)
-    watch.record(RECORD)
-    watch.close()
+    logger = RunLogger(tmp_path, console=Console(file=screen, force_terminal=True, width=width, highlight=False))
+    logger.progress(0.5, RECORD)
+    logger.log_metrics(RECORD)
+    logger.close()
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
     for word in ("step 7/9", "loss 1.5000", "2.164 bits/byte", "12.3k tokens/s", "300 MiB", "ETA 1:05", "━"):
         assert word in shown
     lines = io.StringIO()
-    watch = Terminal(tmp_path, console=Console(file=lines, force_terminal=False, width=40, highlight=False))
-    watch.progress(0.5, RECORD)
-    watch.record(RECORD)
-    assert lines.getvalue() == f"step 7/9 {figures(RECORD)}\n"
+    logger = RunLogger(tmp_path, console=Console(file=lines, force_terminal=False, width=40, highlight=False))
+    logger.progress(0.5, RECORD)
+    logger.log_metrics(RECORD)
+    assert lines.getvalue() == f"step 7/9 {format_metrics(RECORD)}\n"
     assert read_records(tmp_path / "metrics.jsonl") == [RECORD, RECORD]
 
 
@@ -150,4 +150,4 @@ def test_records_after_a_checkpoint_and_lines_cut_off_are_dropped(tmp_path: Path
     path.write_text("".join(json.dumps({"step": i, "loss": 1.0}) + "\n" for i in range(5)) + '{"step": 5, "lo')
     truncate_records(tmp_path, 3)
     assert [record["step"] for record in read_records(path)] == [0, 1, 2, 3]
-    assert [clock(seconds) for seconds in (5, 65, 3725)] == ["0:05", "1:05", "1:02:05"]
+    assert [format_duration(seconds) for seconds in (5, 65, 3725)] == ["0:05", "1:05", "1:02:05"]

@@ -67,12 +67,13 @@ def test_killed_at_random_moments_a_run_continues_bit_for_bit(
 
 
 END_AFTER_A_SAVE = """
-import os, longspan.train.trainer as loop
-save = loop.Loop._save
+import os
+from longspan.train.trainer import Trainer
+save = Trainer._save
 def once(self):
     save(self)
     os._exit(9)
-loop.Loop._save = once
+Trainer._save = once
 """
 
 
@@ -142,7 +143,7 @@ def test_changed_files_are_noticed(tmp_path: Path) -> None:
     (data / "003.txt").write_text("something else entirely, but long enough to be read " * 9)
     done = longspan(*arguments(data, tmp_path / "run", steps=20), log=tmp_path / "log")
     assert done.status == 2
-    assert "has changed since it began" in done.stderr
+    assert "has changed since the run started" in done.stderr
 
 
 def test_the_run_s_model_opens_and_nothing_is_left_beside_it(corpus: Path, tmp_path: Path) -> None:
@@ -157,8 +158,8 @@ import longspan.train.objectives as objectives
 forward, calls = objectives.Objective.forward, []
 def broken(self, *arguments, **how):
     calls.append(1)
-    loss = forward(self, *arguments, **how)
-    return loss * {factor} if len(calls) {when} else loss
+    loss, state = forward(self, *arguments, **how)
+    return loss * {factor} if len(calls) {when} else loss, state
 objectives.Objective.forward = broken
 """
 
@@ -184,7 +185,7 @@ def test_a_diverging_loss_stops_the_run_and_one_odd_batch_does_not(corpus: Path,
     words = arguments(corpus, tmp_path / "run", steps=75)
     done = longspan(*words, log=tmp_path / "log", before=NAN.format(factor="5.0", when=">= 58"))
     assert done.status == 3
-    assert "from step 58 on the loss has been" in done.stderr
+    assert "the loss has diverged since step 58" in done.stderr
     assert torch.load(tmp_path / "run" / "checkpoint" / "training.pt", weights_only=True)["step"] == 55
     assert torch.load(tmp_path / "run" / "bad-batch.pt", weights_only=True)["batches"][0]["tokens"].shape == (3, 61)
     spared = NAN.format(factor="5.0", when=">= 3")  # It goes on from step 55.

@@ -23,9 +23,9 @@ from longspan.models.checkpoint import load
 from longspan.models.config import AttentionConfig, ModelConfig
 from longspan.models.transformer import LanguageModel
 from longspan.train.config import resolve
-from longspan.train.data.batches import Shape
-from longspan.train.objectives import Objective, masked
-from longspan.train.setup import Redraws, learning_rate
+from longspan.train.data.batches import Batch, BatchShape
+from longspan.train.objectives import Objective, mask_tokens
+from longspan.train.setup import RedrawSchedule, learning_rate
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,8 @@ def test_a_packed_document_does_not_see_its_neighbors(mechanism: str) -> None:
     objective = Objective(model, context=37)
     tokens, targets = torch.randint(256, (1, 61)), torch.randint(256, (1, 61))
     offsets = torch.tensor([0, 24, 61], dtype=torch.int32)
-    together = 61 * float(objective(tokens, targets, offsets).detach())
-    pieces = [(j - i) * float(objective(tokens[:, i:j], targets[:, i:j]).detach()) for i, j in ((0, 24), (24, 61))]
+    together = 61 * float(objective(tokens, targets, offsets)[0].detach())
+    pieces = [(j - i) * float(objective(tokens[:, i:j], targets[:, i:j])[0].detach()) for i, j in ((0, 24), (24, 61))]
     assert together == pytest.approx(sum(pieces), rel=1e-5)
     other = tokens.clone()
     other[:, :24] = torch.randint(256, (1, 24))
@@ -109,7 +109,7 @@ def test_a_carried_state_is_the_whole_document_with_gradients_cut(mechanism: str
     for i in range(0, 60, 20):
         loss, state = objective(tokens[:, i : i + 20], targets[:, i : i + 20], state=state)
         state, total = state.detach(), total + float(loss.detach())
-    assert total / 3 == pytest.approx(float(Objective(model, 60)(tokens, targets).detach()), rel=1e-5)
+    assert total / 3 == pytest.approx(float(Objective(model, 60)(tokens, targets)[0].detach()), rel=1e-5)
 
 
 def test_a_run_carries_the_state_through_a_document_and_starts_anew_after_it(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_a_run_carries_the_state_through_a_document_and_starts_anew_after_it(tmp
     assert isinstance(model, LanguageModel)
     tokens = torch.tensor([list(text)])
     with torch.no_grad():
-        whole = Objective(model, 170)(tokens[:, :-1], tokens[:, 1:])
-        alone = Objective(model, 20)(tokens[:, 20:40], tokens[:, 21:41])
+        whole, _ = Objective(model, 170)(tokens[:, :-1], tokens[:, 1:])
+        alone, _ = Objective(model, 20)(tokens[:, 20:40], tokens[:, 21:41])
     total = sum(loss * count for loss, count in zip(losses[:9], counts, strict=True))
     assert total / 170 == pytest.approx(float(whole), rel=1e-5)
     assert losses[9:] == pytest.approx(losses[:9], rel=1e-6)
@@ -134,8 +134,8 @@ def test_a_run_carries_the_state_through_a_document_and_starts_anew_after_it(tmp
 
 def test_features_are_redrawn_between_steps_and_alike_everywhere() -> None:
     models = [small_model(mechanism={"mechanism": "performer", "redraw_interval": 6}) for _ in range(2)]
-    redraws = [Redraws(model, seed=3) for model in models]
-    drawn = [[r.before(step, accumulate=2) for step in range(13)] for r in redraws]
+    redraws = [RedrawSchedule(model, seed=3) for model in models]
+    drawn = [[r.before_step(step, accumulate=2) for step in range(13)] for r in redraws]
     assert drawn[0] == [step in (3, 6, 9, 12) for step in range(13)]
     states = [model.state_dict() for model in models]
     names = [name for name in states[0] if name.endswith("projection")]
@@ -147,13 +147,11 @@ def test_features_are_redrawn_between_steps_and_alike_everywhere() -> None:
 
 
 def test_masked_tokens_are_hidden_or_changed_and_asked_for() -> None:
-    from longspan.train.data.batches import Batch
-
     batch = Batch(torch.randint(200, (7, 300)), torch.zeros(7, 300, dtype=torch.int64), 2100)
     seeds = list(range(7))
-    found = masked(batch, 0.25, 200, seeds)
+    found = mask_tokens(batch, 0.25, 200, seeds)
     asked = found.targets != -100
-    assert found.count == int(asked.sum())
+    assert found.num_targets == int(asked.sum())
     assert 0.2 < asked.double().mean() < 0.3
     assert torch.equal(found.targets[asked], batch.tokens[asked])
     assert torch.equal(found.tokens[~asked], batch.tokens[~asked])
@@ -162,7 +160,7 @@ def test_masked_tokens_are_hidden_or_changed_and_asked_for() -> None:
     assert 0.74 < hidden < 0.86
     assert 0.05 < kept < 0.16
     two = Batch(batch.tokens[2:4], batch.targets[2:4], 600)
-    assert torch.equal(masked(two, 0.25, 200, seeds[2:4]).tokens, found.tokens[2:4])
+    assert torch.equal(mask_tokens(two, 0.25, 200, seeds[2:4]).tokens, found.tokens[2:4])
 
 
 def test_a_masked_model_learns(corpus: Path, tmp_path: Path) -> None:
@@ -209,7 +207,12 @@ def test_a_dry_run_tells_sizes_and_leaves_nothing(corpus: Path, tmp_path: Path) 
     done = longspan(*arguments(corpus, tmp_path / "run"), "--dry-run", log=tmp_path / "log")
     assert done.status == 0, done.stderr
     number = sum(p.numel() for p in LanguageModel(_model_of(corpus, tmp_path)).parameters())
-    for words in (f"{number:,} parameters", "state of one sequence", "for activations of 3 rows of 61", "for 12 steps"):
+    for words in (
+        f"{number:,} parameters",
+        "state of one sequence",
+        "for activations of 3 sequences of 61 tokens",
+        "for 12 steps",
+    ):
         assert words in done.stdout
     assert not (tmp_path / "run").exists()
 
@@ -230,7 +233,7 @@ objectives.Objective.forward = broken
 def test_too_little_memory_says_what_to_change(corpus: Path, tmp_path: Path) -> None:
     done = longspan(*arguments(corpus, tmp_path / "run", batch_size=6), log=tmp_path / "log", before=MEMORY)
     assert done.status == 4
-    assert "7.50 GiB more" in done.stderr
+    assert "7.50 GiB more needed" in done.stderr
     assert "--batch-size 3 --accumulate 2" in done.stderr
     done = longspan(*arguments(corpus, tmp_path / "run", batch_size=1), log=tmp_path / "log", before=MEMORY)
     assert "--context 30" in done.stderr
@@ -238,12 +241,12 @@ def test_too_little_memory_says_what_to_change(corpus: Path, tmp_path: Path) -> 
 
 
 BAD: list[tuple[str, dict[str, Any], list[str], int]] = [
-    ("missing", {"data": "nowhere.txt"}, ["nowhere.txt", "there is no such file or folder"], 1),
+    ("missing", {"data": "nowhere.txt"}, ["nowhere.txt", "no such file or folder"], 1),
     ("no match", {"data": "no*where"}, ["no*where", "no file matches this pattern"], 1),
     ("empty file", {"data": "EMPTY/empty.txt"}, ["empty.txt is empty"], 2),
-    ("empty folder", {"data": "EMPTY/folder"}, ["holds no files"], 2),
+    ("empty folder", {"data": "EMPTY/folder"}, ["contains no files"], 2),
     ("no such extension", {"data": "TEXT", "extensions": ".zzz"}, ["no files with extension .zzz"], 2),
-    ("too small", {"data": "EMPTY/small.txt"}, ["too small", "it needs 244 at least"], 2),
+    ("too small", {"data": "EMPTY/small.txt"}, ["too small", "at least 244 are required"], 2),
     ("not text", {"data": "EMPTY/bytes.txt", "tokenizer": "TOKENIZER"}, ["is not UTF-8 text at byte 3"], 2),
     ("no tokenizer", {"data": "TEXT", "tokenizer": "none.json"}, ["none.json", "no such file"], 1),
     ("context too long", {"data": "TEXT", "context": 999_999}, ["longer than any document", "use --context"], 2),
@@ -254,7 +257,12 @@ BAD: list[tuple[str, dict[str, Any], list[str], int]] = [
     ("heads", {"data": "TEXT", "model.attention.num_heads": 5}, ["must be a multiple of num_heads"], 2),
     ("fp16", {"data": "TEXT", "precision": "fp16", "device": "cpu"}, ["fp16 needs a CUDA device"], 2),
     ("no config", {"data": "TEXT", "config": "none.toml"}, ["none.toml", "no such file"], 1),
-    ("recompute", {"data": "TEXT", "carry_state": True, "model.execution": "recompute"}, ["cannot recompute"], 2),
+    (
+        "recompute",
+        {"data": "TEXT", "carry_state": True, "model.execution": "recompute"},
+        ["--carry-state cannot be combined with --model.execution recompute"],
+        2,
+    ),
 ]
 
 
@@ -303,7 +311,7 @@ def test_help_lists_every_field(tmp_path: Path) -> None:
 def test_two_seeds_differ_and_one_does_not(corpus: Path, tmp_path: Path) -> None:
     first, second = (curve(trained(corpus, tmp_path / name)) for name in ("a", "b"))
     assert first == second
-    assert Shape(61, 3).rows == 3
+    assert BatchShape(61, 3).num_sequences == 3
 
 
 @pytest.mark.slow
@@ -319,8 +327,8 @@ def test_divided_weights_are_saved_whole_and_taken_up(corpus: Path, tmp_path: Pa
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
         "FSDP_TRANSFORMER_CLS_TO_WRAP": "ResidualBranch",
     }
-    stop = "import longspan.train.trainer as loop, os\nsave = loop.Loop._save\n"
-    stop += "loop.Loop._save = lambda self: (save(self), os._exit(0) if self.step == 3 and BREAK else None)\n"
+    stop = "from longspan.train.trainer import Trainer\nimport os\nsave = Trainer._save\n"
+    stop += "Trainer._save = lambda self: (save(self), os._exit(0) if self.step == 3 and BREAK else None)\n"
     code = "import sys\nfrom longspan.cli import app\nBREAK = sys.argv.pop(1) == 'break'\n" + stop + "app()\n"
     (tmp_path / "main.py").write_text(code)
     for kind in ("break", "go"):

@@ -1,1 +1,1 @@
-"""Training data: readers, the token store and batches."""
+"""Training data: file readers, the token store and batches."""

@@ -1,64 +1,71 @@
-"""Batches, each a function of the seed and a position that fits in a checkpoint.
+"""Batches as a function of the seed and a position that is saved in checkpoints.
 
-Rows are `context` tokens long. Plain rows lie inside one document. Packed rows hold documents end to end, with their
-boundaries, so that nothing is read across them. Which rows make up a step does not depend on how many processes share
-it: two processes read what one with twice the batch reads.
+A step reads the same sequences however many processes share it: two processes read what one process with twice the
+batch size reads.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from longspan.train.data.token_store import Segments, Store
+from longspan.ops.loss import IGNORED
+from longspan.train.data.token_store import Segments, TokenStore
 
-IGNORED = -100  # a target that does not count
+Row = TypeVar("Row")
+TokenArray = NDArray[np.int64]
+_MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
 class Span(NamedTuple):
-    """Tokens start … start + length of the store; `follows`: the token after them may be predicted."""
+    """`length` tokens of the store from `start` on. `has_next`: the token after them is their last target."""
 
     start: int
     length: int
-    follows: bool
+    has_next: bool
 
 
 @dataclass
 class Batch:
-    """tokens, targets: (B, T), or (1, B · T) with offsets (N + 1,) when packed; classification has (B,) targets.
+    """Tokens and targets of one forward pass.
 
-    key_mask: (B, T), True for real tokens; None if all are. fresh: (B,) rows that begin a document, for a carried
-    state. count: how many targets count.
+    Args:
+        tokens: (B, T); (1, B · T) if packed.
+        targets: Same shape, the next token or IGNORED; (B,) class indices for classification.
+        num_targets: Number of targets that are not IGNORED.
+        offsets: (N + 1,), boundaries of the packed sequences.
+        key_mask: (B, T), True for tokens, False for padding. None: no padding.
+        new_document: (B,), True where a sequence starts a document, so that a carried state must be reset.
     """
 
     tokens: Tensor
     targets: Tensor
-    count: int
+    num_targets: int
     offsets: Tensor | None = None
     key_mask: Tensor | None = None
-    fresh: Tensor | None = None
+    new_document: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        def move(x: Tensor | None) -> Tensor | None:
-            if x is None or device.type == "cpu":
-                return x
-            return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
-
-        moved = [move(getattr(self, name)) for name in ("tokens", "targets", "offsets", "key_mask", "fresh")]
-        tokens, targets, *rest = moved
-        assert tokens is not None
-        assert targets is not None
-        return Batch(tokens, targets, self.count, *rest)
+        """Return the batch on `device`, copied asynchronously to a GPU."""
+        if device.type == "cpu":
+            return self
+        moved: dict[str, Any] = {}
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):
+                moved[name] = (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of a step: rows of `context` tokens, `batch_size` of them a process and micro-batch, `accumulate` of those."""
+class BatchShape:
+    """Sizes of a step: `accumulate` micro-batches of `batch_size` sequences of `context` tokens in each process."""
 
     context: int
     batch_size: int
@@ -67,291 +74,291 @@ class Shape:
     process: int = 0
 
     @property
-    def rows(self) -> int:
+    def num_sequences(self) -> int:
+        """The sequences of a step in all processes."""
         return self.batch_size * self.accumulate * self.processes
 
-    def own(self, micro: int) -> slice:
-        """Which of the step's rows are this process's."""
-        first = (micro * self.processes + self.process) * self.batch_size
+    def micro_batch(self, index: int) -> slice:
+        """Return which sequences of a step are in this process's micro-batch `index`."""
+        first = (index * self.processes + self.process) * self.batch_size
         return slice(first, first + self.batch_size)
 
 
-class Batches(Protocol):
-    """What the loop draws from. `position` goes into checkpoints; setting it continues from there."""
+class Batches(ABC, Generic[Row]):
+    """Endless training batches. Every process computes the position of all sequences and collates its own."""
 
-    position: dict[str, Any]
+    def __init__(self, store: TokenStore, shape: BatchShape, *, seed: int) -> None:
+        self.store, self.shape, self.seed = store, shape, seed
 
     @property
-    def left_out(self) -> int:
+    def unused_tokens(self) -> int:
         """Training tokens that are never read."""
+        return 0
 
-    def step(self) -> list[Batch]:
-        """The micro-batches of the next step, for this process."""
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position that `state_dict` returned."""
+
+    def next_step(self) -> list[Batch]:
+        """Return this process's micro-batches of the next step."""
+        rows = [self._next(index) for index in range(self.shape.num_sequences)]
+        return [self._collate(rows[self.shape.micro_batch(i)]) for i in range(self.shape.accumulate)]
+
+    @abstractmethod
+    def _next(self, index: int) -> Row: ...
+
+    @abstractmethod
+    def _collate(self, rows: Sequence[Row]) -> Batch: ...
 
 
-class Rows:
-    """Rows in an order that the seed decides; every source is read once through before it begins again."""
+class ShuffledBatches(Batches[list[Span]]):
+    """Independent sequences in shuffled order. Every source is read completely before it is repeated.
 
-    def __init__(self, store: Store, shape: Shape, *, packed: bool, seed: int) -> None:
-        self.store, self.shape, self.packed = store, shape, packed
+    Args:
+        store: The tokens.
+        shape: Sizes of a step.
+        packed: Fill sequences with several documents and record their boundaries. Otherwise every sequence is a
+            window of one document, and documents shorter than the context are not read.
+        seed: Seed of the order.
+    """
+
+    def __init__(self, store: TokenStore, shape: BatchShape, *, packed: bool, seed: int) -> None:
+        super().__init__(store, shape, seed=seed)
+        self.packed = packed
+        kind = _PackedSampler if packed else _WindowSampler
         sources = sorted(set(store.train.source.tolist()))
-        parts = [store.train.of_source(s) for s in sources]
-        kind = _PackedSource if packed else _PlainSource
-        made = [kind(part, shape.context, mixed(seed, s)) for part, s in zip(parts, sources, strict=True)]
-        kept = [(source, part) for source, part in zip(sources, made, strict=True) if part.count]
-        self.sources = [part for _, part in kept]
-        self.weights = _weights(store, [s for s, _ in kept], [part.tokens for part in self.sources])
-        self.drawn = [0] * len(self.sources)
+        made = {s: kind(store.train.of_source(s), shape.context, derive_seed(seed, s)) for s in sources}
+        samplers = {s: sampler for s, sampler in made.items() if sampler.count}
+        self.samplers = list(samplers.values())
+        self.weights = _source_weights(store, list(samplers), [sampler.tokens for sampler in self.samplers])
+        self.drawn = [0] * len(self.samplers)
 
     @property
-    def left_out(self) -> int:
-        """Training tokens that no row holds: those of documents shorter than a plain row."""
-        return self.store.train.total - sum(source.tokens for source in self.sources)
+    def unused_tokens(self) -> int:
+        """Training tokens in documents that are too short for a window."""
+        return self.store.train.total - sum(sampler.tokens for sampler in self.samplers)
 
-    @property
-    def position(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"drawn": list(self.drawn)}
 
-    @position.setter
-    def position(self, value: dict[str, Any]) -> None:
-        self.drawn = [int(n) for n in value["drawn"]]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn = [int(n) for n in state["drawn"]]
 
-    @property
-    def epochs(self) -> float:
-        """How often the data has been read."""
-        return sum(self.drawn) / sum(source.count for source in self.sources)
+    def _next(self, index: int) -> list[Span]:
+        source = min(range(len(self.samplers)), key=lambda i: ((self.drawn[i] + 1) / self.weights[i], i))
+        sampler, number = self.samplers[source], self.drawn[source]
+        self.drawn[source] += 1
+        return sampler.row(*divmod(number, sampler.count))
 
-    def step(self) -> list[Batch]:
-        rows = [self._next() for _ in range(self.shape.rows)]
-        own = [rows[self.shape.own(micro)] for micro in range(self.shape.accumulate)]
-        return [make_batch(self.store, part, self.shape.context, self.packed) for part in own]
-
-    def _next(self) -> list[Span]:
-        source = min(range(len(self.sources)), key=lambda i: ((self.drawn[i] + 1) / self.weights[i], i))
-        number, self.drawn[source] = self.drawn[source], self.drawn[source] + 1
-        return self.sources[source].row(*divmod(number, self.sources[source].count))
+    def _collate(self, rows: Sequence[list[Span]]) -> Batch:
+        spans = [span for row in rows for span in row]
+        return packed_batch(self.store, spans) if self.packed else padded_batch(self.store, spans, self.shape.context)
 
 
-class _PlainSource:
-    """Windows of one document each; where they begin changes from epoch to epoch."""
+class _WindowSampler:
+    """Windows of single documents, at an offset that changes with the epoch."""
 
     def __init__(self, segments: Segments, context: int, seed: int) -> None:
         long = segments.take(np.flatnonzero(segments.length > context))
         self.start, self.context, self.seed = long.start, context, seed
         windows = (long.length - 1) // context
-        windows -= windows >= 8  # room to begin elsewhere each time
+        windows -= windows >= 8  # One window fewer, so that the offset can vary by more than a remainder.
         self.spare = long.length - 1 - windows * context
         self.first = np.concatenate([[0], windows.cumsum()])
         self.count, self.tokens = int(self.first[-1]), long.total
 
     def row(self, epoch: int, index: int) -> list[Span]:
-        window = shuffled(index, self.count, mixed(self.seed, epoch))
+        window = permute_index(index, self.count, derive_seed(self.seed, epoch))
         segment = int(np.searchsorted(self.first, window, side="right")) - 1
-        phase = mixed(self.seed, epoch, segment) % (int(self.spare[segment]) + 1)
-        start = int(self.start[segment]) + phase + (window - int(self.first[segment])) * self.context
+        offset = derive_seed(self.seed, epoch, segment) % (int(self.spare[segment]) + 1)
+        start = int(self.start[segment]) + offset + (window - int(self.first[segment])) * self.context
         return [Span(start, self.context, True)]
 
 
-class _PackedSource:
-    """Documents end to end, in a new order each epoch, cut into rows; the rows are shuffled too."""
+class _PackedSampler:
+    """Documents concatenated in a new order each epoch and cut into sequences, which are shuffled too."""
 
     def __init__(self, segments: Segments, context: int, seed: int) -> None:
         self.segments, self.context, self.seed = segments, context, seed
         self.tokens = segments.total
         self.count = self.tokens // context
-        self._order(0)
+        self._shuffle_documents(0)
 
     def row(self, epoch: int, index: int) -> list[Span]:
         if epoch != self.epoch:
-            self._order(epoch)
-        place = shuffled(index, self.count, mixed(self.seed, epoch)) * self.context
-        end, spans = place + self.context, []
-        document = int(np.searchsorted(self.first, place, side="right")) - 1
-        while place < end:
-            begin, finish = int(self.first[document]), int(self.first[document + 1])
-            length = min(finish, end) - place
-            start = int(self.segments.start[self.order[document]]) + place - begin
-            spans.append(Span(start, length, place + length < finish))
-            place, document = place + length, document + 1
+            self._shuffle_documents(epoch)
+        position = permute_index(index, self.count, derive_seed(self.seed, epoch)) * self.context
+        end, spans = position + self.context, []
+        document = int(np.searchsorted(self.first, position, side="right")) - 1
+        while position < end:
+            document_start, document_end = int(self.first[document]), int(self.first[document + 1])
+            length = min(document_end, end) - position
+            start = int(self.segments.start[self.order[document]]) + position - document_start
+            spans.append(Span(start, length, position + length < document_end))
+            position, document = position + length, document + 1
         return spans
 
-    def _order(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.order = np.random.Generator(np.random.Philox(mixed(self.seed, epoch))).permutation(len(self.segments))
+    def _shuffle_documents(self, epoch: int) -> None:
+        rng = np.random.Generator(np.random.Philox(derive_seed(self.seed, epoch)))
+        self.epoch, self.order = epoch, rng.permutation(len(self.segments))
         self.first = np.concatenate([[0], self.segments.length[self.order].cumsum()])
 
 
-class Lanes:
-    """Documents read in order, chunk after chunk, one document at a time in each lane: for a carried state.
+class StatefulBatches(Batches[tuple[Span, bool]]):
+    """Documents read in order, one chunk per step, for truncated BPTT with a carried recurrent state.
 
-    Every micro-batch has lanes of its own. A document's last chunk is padded.
+    Each sequence of a step continues the document of the same sequence one step before, and starts another document
+    when that ends. The last chunk of a document is padded.
     """
 
-    def __init__(self, store: Store, shape: Shape, *, seed: int) -> None:
-        self.store, self.shape, self.seed = store, shape, seed
-        self.sources = sorted(set(store.train.source.tolist()))
-        self.parts = [store.train.of_source(s) for s in self.sources]
-        self.parts = [part.take(np.flatnonzero(part.length > 1)) for part in self.parts]
-        self.weights = _weights(store, self.sources, [part.total for part in self.parts])
+    def __init__(self, store: TokenStore, shape: BatchShape, *, seed: int) -> None:
+        super().__init__(store, shape, seed=seed)
+        sources = sorted(set(store.train.source.tolist()))
+        parts = [store.train.of_source(s) for s in sources]
+        self.parts = [part.take(np.flatnonzero(part.length > 1)) for part in parts]
+        self.weights = _source_weights(store, sources, [part.total for part in self.parts])
         self.drawn, self.tokens = [0] * len(self.parts), [0] * len(self.parts)
-        self.lanes: list[list[int]] = [[0, 0]] * shape.rows  # where the next chunk starts, tokens left
+        self.lanes: list[list[int]] = [[0, 0]] * shape.num_sequences  # start of the next chunk, tokens left
 
     @property
-    def left_out(self) -> int:
-        """Training tokens that are in no document of two or more."""
+    def unused_tokens(self) -> int:
+        """Training tokens in documents of a single token."""
         return self.store.train.total - sum(part.total for part in self.parts)
 
-    @property
-    def epochs(self) -> float:
-        return sum(self.drawn) / max(1, sum(len(part) for part in self.parts))
-
-    @property
-    def position(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"drawn": list(self.drawn), "tokens": list(self.tokens), "lanes": [list(lane) for lane in self.lanes]}
 
-    @position.setter
-    def position(self, value: dict[str, Any]) -> None:
-        if len(value["lanes"]) != self.shape.rows:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["lanes"]) != self.shape.num_sequences:
             raise ValueError(
-                f"the run has {len(value['lanes'])} lanes of carried state, this command {self.shape.rows}: resume it "
-                "with the same --batch-size × --accumulate × processes"
+                f"the run carries the states of {len(state['lanes'])} sequences, this command has "
+                f"{self.shape.num_sequences}: resume with the same --batch-size × --accumulate × processes"
             )
-        self.drawn, self.tokens = list(value["drawn"]), list(value["tokens"])
-        self.lanes = [list(lane) for lane in value["lanes"]]
+        self.drawn, self.tokens = list(state["drawn"]), list(state["tokens"])
+        self.lanes = [list(lane) for lane in state["lanes"]]
 
-    def step(self) -> list[Batch]:
-        chunks = [self._chunk(lane) for lane in range(self.shape.rows)]
-        return [self._batch(chunks[self.shape.own(micro)]) for micro in range(self.shape.accumulate)]
-
-    def _chunk(self, lane: int) -> tuple[Span, bool]:
-        start, left = self.lanes[lane]
-        fresh = left < 2  # The last token of a document is only ever predicted.
-        if fresh:
-            start, left = self._document()
+    def _next(self, index: int) -> tuple[Span, bool]:
+        start, left = self.lanes[index]
+        new_document = left < 2  # The last token of a document is a target only.
+        if new_document:
+            start, left = self._next_document()
         length = min(self.shape.context, left - 1)
-        self.lanes[lane] = [start + length, left - length]
-        return Span(start, length, True), fresh
+        self.lanes[index] = [start + length, left - length]
+        return Span(start, length, True), new_document
 
-    def _document(self) -> tuple[int, int]:
+    def _next_document(self) -> tuple[int, int]:
         source = min(range(len(self.parts)), key=lambda i: (self.tokens[i] / self.weights[i], i))
-        part, number = self.parts[source], self.drawn[source]
-        epoch, index = divmod(number, len(part))
-        chosen = shuffled(index, len(part), mixed(self.seed, source, epoch))
+        part = self.parts[source]
+        epoch, index = divmod(self.drawn[source], len(part))
+        chosen = permute_index(index, len(part), derive_seed(self.seed, source, epoch))
+        start, length = int(part.start[chosen]), int(part.length[chosen])
         self.drawn[source] += 1
-        self.tokens[source] += int(part.length[chosen])
-        return int(part.start[chosen]), int(part.length[chosen])
+        self.tokens[source] += length
+        return start, length
 
-    def _batch(self, chunks: Sequence[tuple[Span, bool]]) -> Batch:
-        batch = padded_batch(self.store, [span for span, _ in chunks], self.shape.context)
-        return replace(batch, fresh=torch.tensor([fresh for _, fresh in chunks]))
+    def _collate(self, rows: Sequence[tuple[Span, bool]]) -> Batch:
+        batch = padded_batch(self.store, [span for span, _ in rows], self.shape.context)
+        return replace(batch, new_document=torch.tensor([new for _, new in rows]))
 
 
-class Labeled:
-    """Documents with labels, cropped at random if longer than the context, padded if shorter."""
+class LabeledBatches(Batches[tuple[Span, int]]):
+    """Documents with their class, cropped at a random position if longer than the context, padded if shorter."""
 
-    def __init__(self, store: Store, shape: Shape, *, seed: int) -> None:
-        self.store, self.shape, self.seed, self.drawn = store, shape, seed, 0
+    drawn = 0
 
-    @property
-    def left_out(self) -> int:
-        return 0
-
-    @property
-    def epochs(self) -> float:
-        return self.drawn / len(self.store.train)
-
-    @property
-    def position(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"drawn": self.drawn}
 
-    @position.setter
-    def position(self, value: dict[str, Any]) -> None:
-        self.drawn = int(value["drawn"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn = int(state["drawn"])
 
-    def step(self) -> list[Batch]:
-        chosen = [self._next() for _ in range(self.shape.rows)]
-        own = [chosen[self.shape.own(micro)] for micro in range(self.shape.accumulate)]
-        return [labeled_batch(self.store, part, self.shape.context) for part in own]
-
-    def _next(self) -> tuple[Span, int]:
-        segments, number = self.store.train, self.drawn
+    def _next(self, index: int) -> tuple[Span, int]:
+        segments = self.store.train
+        epoch, position = divmod(self.drawn, len(segments))
         self.drawn += 1
-        epoch, index = divmod(number, len(segments))
-        i = shuffled(index, len(segments), mixed(self.seed, epoch))
+        i = permute_index(position, len(segments), derive_seed(self.seed, epoch))
         length = min(int(segments.length[i]), self.shape.context)
-        phase = mixed(self.seed, epoch, i) % (int(segments.length[i]) - length + 1)
-        return Span(int(segments.start[i]) + phase, length, False), int(segments.label[i])
+        offset = derive_seed(self.seed, epoch, i) % (int(segments.length[i]) - length + 1)
+        return Span(int(segments.start[i]) + offset, length, False), int(segments.label[i])
+
+    def _collate(self, rows: Sequence[tuple[Span, int]]) -> Batch:
+        return labeled_batch(self.store, rows, self.shape.context)
 
 
-def make_batch(store: Store, rows: Sequence[Sequence[Span]], context: int, packed: bool) -> Batch:
-    """Rows of spans as a batch."""
-    tokens = np.empty(len(rows) * context, np.int64)
-    targets = np.full(len(rows) * context, IGNORED, np.int64)
-    offsets, place = [0], 0
-    for start, length, follows in (span for row in rows for span in row):
-        tokens[place : place + length] = store.tokens[start : start + length]
-        known = length if follows else length - 1
-        targets[place : place + known] = store.tokens[start + 1 : start + 1 + known]
-        place += length
-        offsets.append(place)
-    assert place == len(tokens)
-    count = int((targets != IGNORED).sum())
-    x, y = torch.from_numpy(tokens), torch.from_numpy(targets)
-    if packed:
-        return Batch(x[None], y[None], count, torch.tensor(offsets, dtype=torch.int32))
-    return Batch(x.view(-1, context), y.view(-1, context), count)
+def packed_batch(store: TokenStore, spans: Sequence[Span]) -> Batch:
+    """Concatenate spans to one packed sequence."""
+    offsets = np.cumsum([0, *(span.length for span in spans)])
+    tokens, targets = np.empty(offsets[-1], np.int64), np.full(offsets[-1], IGNORED, np.int64)
+    for offset, span in zip(offsets, spans, strict=False):
+        _copy_span(store, span, tokens[offset:], targets[offset:])
+    return _make_batch(tokens[None], targets[None], offsets=torch.from_numpy(offsets.astype(np.int32)))
 
 
-def padded_batch(store: Store, spans: Sequence[Span], context: int) -> Batch:
-    """One span a row, zeros after those that are shorter."""
+def padded_batch(store: TokenStore, spans: Sequence[Span], context: int) -> Batch:
+    """Put one span into each sequence, padded on the right with zeros."""
     tokens = np.zeros((len(spans), context), np.int64)
     targets = np.full((len(spans), context), IGNORED, np.int64)
-    mask = np.zeros((len(spans), context), bool)
-    for row, (start, length, follows) in enumerate(spans):
-        known = length if follows else length - 1
-        tokens[row, :length] = store.tokens[start : start + length]
-        targets[row, :known] = store.tokens[start + 1 : start + 1 + known]
-        mask[row, :length] = True
-    key_mask = None if mask.all() else torch.from_numpy(mask)
-    count = int((targets != IGNORED).sum())
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), count, key_mask=key_mask)
+    for row, span in enumerate(spans):
+        _copy_span(store, span, tokens[row], targets[row])
+    mask = np.arange(context) < np.array([[span.length] for span in spans])
+    return _make_batch(tokens, targets, key_mask=None if mask.all() else torch.from_numpy(mask))
 
 
-def labeled_batch(store: Store, rows: Sequence[tuple[Span, int]], context: int) -> Batch:
-    """Spans with labels, padded to the longest of them."""
+def labeled_batch(store: TokenStore, rows: Sequence[tuple[Span, int]], context: int) -> Batch:
+    """Pad spans to the longest of them; the targets are their labels."""
     longest = max(span.length for span, _ in rows)
     batch = padded_batch(store, [span for span, _ in rows], min(longest, context))
-    return replace(batch, targets=torch.tensor([label for _, label in rows]), count=len(rows))
+    return replace(batch, targets=torch.tensor([label for _, label in rows]), num_targets=len(rows))
 
 
-def evaluation(store: Store, segments: Segments, shape: Shape, limit: int) -> Iterator[Batch]:
-    """The process's share of the batches that score `segments`: every token once, in windows of the context.
+def _copy_span(store: TokenStore, span: Span, tokens: TokenArray, targets: TokenArray) -> None:
+    start, length, has_next = span
+    known = length if has_next else length - 1
+    tokens[:length] = store.tokens[start : start + length]
+    targets[:known] = store.tokens[start + 1 : start + 1 + known]
 
-    limit: about how many tokens; windows are then taken evenly from all of them. The windows that end a document are
-    shorter, and packed together.
+
+def _make_batch(tokens: TokenArray, targets: TokenArray, **layout: Tensor | None) -> Batch:
+    count = int((targets != IGNORED).sum())
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), count, **layout)
+
+
+def evaluation_batches(store: TokenStore, segments: Segments, shape: BatchShape, limit: int) -> Iterator[Batch]:
+    """Yield this process's share of the batches that evaluate `segments`, in windows of the context.
+
+    Every token is a target once. The shorter windows at the ends of documents are packed.
+
+    Args:
+        store: The tokens.
+        segments: What to evaluate.
+        shape: Sizes of a batch.
+        limit: Approximate number of tokens. If there are more, windows are taken at equal distances.
     """
-    whole: list[Span] = []
-    ends: list[Span] = []
+    windows: list[Span] = []
+    tails: list[Span] = []
     for start, length in zip(segments.start.tolist(), segments.length.tolist(), strict=True):
-        windows, rest = divmod(length - 1, shape.context)
-        whole += [Span(start + i * shape.context, shape.context, True) for i in range(windows)]
+        number, rest = divmod(length - 1, shape.context)
+        windows += [Span(start + i * shape.context, shape.context, True) for i in range(number)]
         if rest:
-            ends.append(Span(start + windows * shape.context, rest, True))
-    total = sum(span.length for span in (*whole, *ends))
-    keep = min(1.0, limit / max(total, 1))
-    whole, ends = (_evenly(spans, round(keep * len(spans)) or min(1, len(spans))) for spans in (whole, ends))
-    groups = [whole[i : i + shape.batch_size] for i in range(0, len(whole), shape.batch_size)]
-    packs = list(_packs(ends, shape.batch_size * shape.context))
-    for number, group in enumerate([*groups, *packs]):
+            tails.append(Span(start + number * shape.context, rest, True))
+    share = min(1.0, limit / max(sum(span.length for span in (*windows, *tails)), 1))
+    windows, tails = (
+        _evenly_spaced(spans, round(share * len(spans)) or min(1, len(spans))) for spans in (windows, tails)
+    )
+    groups = [windows[i : i + shape.batch_size] for i in range(0, len(windows), shape.batch_size)]
+    packs = _pack(tails, shape.batch_size * shape.context)
+    for number, spans in enumerate([*groups, *packs]):
         if number % shape.processes == shape.process:
-            if number < len(groups):
-                yield make_batch(store, [[span] for span in group], shape.context, False)
-            else:
-                yield make_batch(store, [group], sum(span.length for span in group), True)
+            windowed = number < len(groups)
+            yield padded_batch(store, spans, shape.context) if windowed else packed_batch(store, spans)
 
 
-def labeled_evaluation(store: Store, segments: Segments, shape: Shape, limit: int) -> Iterator[Batch]:
-    """The process's share of the documents to be scored, from the start of each, at most `limit` tokens."""
+def labeled_evaluation_batches(store: TokenStore, segments: Segments, shape: BatchShape, limit: int) -> Iterator[Batch]:
+    """Yield this process's share of the labeled documents, each from its start, at most `limit` tokens in total."""
     lengths = np.minimum(segments.length, shape.context)
     number = max(1, int(np.searchsorted(lengths.cumsum(), limit, side="right")))
     columns = segments.start[:number].tolist(), lengths[:number].tolist(), segments.label[:number].tolist()
@@ -361,52 +368,55 @@ def labeled_evaluation(store: Store, segments: Segments, shape: Shape, limit: in
             yield labeled_batch(store, rows[i : i + shape.batch_size], shape.context)
 
 
-def shuffled(index: int, count: int, seed: int) -> int:
-    """Where `index` goes in a permutation of 0 … count − 1: a Feistel network, so that no list of it is needed."""
+def permute_index(index: int, count: int, seed: int) -> int:
+    """Return where a permutation of 0 … count − 1 maps `index`, by a Feistel network in constant memory."""
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
     while True:
         left, right = index >> half, index & low
-        for turn in range(4):
-            left, right = right, left ^ (mixed(seed, turn, right) & low)
+        for round_ in range(4):
+            left, right = right, left ^ (derive_seed(seed, round_, right) & low)
         index = left << half | right
-        if index < count:  # Otherwise it fell outside, and is sent on until it does not.
+        if index < count:  # The network permutes a power of four; cycle until inside the range.
             return index
 
 
-def mixed(*numbers: int) -> int:
-    """63 well-mixed bits of some numbers (splitmix64)."""
+def derive_seed(*numbers: int) -> int:
+    """Return a 63-bit hash of some integers (splitmix64), to seed an independent generator."""
     state = 0
     for number in numbers:
-        state = (state ^ (number & 0xFFFFFFFFFFFFFFFF)) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ (number & _MASK64)) + 0x9E3779B97F4A7C15 & _MASK64
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK64
         state ^= state >> 31
     return state >> 1
 
 
-def _weights(store: Store, sources: Sequence[int], tokens: Sequence[int]) -> list[float]:
-    """Each source's share: by weight where weights are given, by size otherwise."""
-    asked = [store.about["sources"][s]["weight"] for s in sources]
-    if all(weight is None for weight in asked):
+def _source_weights(store: TokenStore, sources: Sequence[int], tokens: Sequence[int]) -> list[float]:
+    """Return the weights that were given or, if none were, the sizes of the sources."""
+    given = [store.metadata["sources"][s] for s in sources]
+    if all(source["weight"] is None for source in given):
         return [float(n) for n in tokens]
-    missing = [store.about["sources"][s]["name"] for s, weight in zip(sources, asked, strict=True) if weight is None]
-    if missing:
-        raise ValueError(f"--data {missing[0]} has no weight, and others have: give all of them one, as 2=path")
-    return [float(weight) for weight in asked]
+    for source in given:
+        if source["weight"] is None:
+            raise ValueError(
+                f"--data {source['name']} has no weight, but another source has: give all of them one, as 2=path"
+            )
+    return [float(source["weight"]) for source in given]
 
 
-def _evenly(spans: list[Span], number: int) -> list[Span]:
+def _evenly_spaced(spans: list[Span], number: int) -> list[Span]:
     return [spans[i * len(spans) // number] for i in range(number)]
 
 
-def _packs(spans: Sequence[Span], size: int) -> Iterator[list[Span]]:
-    held: list[Span] = []
-    total = 0
+def _pack(spans: Sequence[Span], size: int) -> list[list[Span]]:
+    """Group consecutive spans of at most `size` tokens in total."""
+    packs: list[list[Span]] = []
+    total = size
     for span in spans:
-        if held and total + span.length > size:
-            yield held
-            held, total = [], 0
-        held, total = [*held, span], total + span.length
-    if held:
-        yield held
+        if total + span.length > size:
+            packs.append([])
+            total = 0
+        packs[-1].append(span)
+        total += span.length
+    return packs

@@ -1,4 +1,4 @@
-"""Where data comes from: files, folders, globs, compressed or not, as documents of bytes, tokens or pixels."""
+"""Find and read training data: files, folders and globs of text, FASTA, images, CSV or tokens, compressed or not."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from numpy.typing import NDArray
 Tokens = NDArray[Any]
 
 COMPRESSED = (".gz", ".xz", ".zst")
-FASTA = (".fa", ".fasta", ".fna", ".faa", ".ffn")
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-ARRAYS = (".npy", ".bin")
-_PIECE = 1 << 20
+SUFFIXES = {
+    "tokens": (".npy", ".bin"),
+    "fasta": (".fa", ".fasta", ".fna", ".faa", ".ffn"),
+    "image": (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"),
+    "csv": (".csv", ".tsv"),
+}
+_CHUNK = 1 << 20
 
 
-class Piece(NamedTuple):
-    """A part of a document, in order; `last` ends it."""
+class DocumentChunk(NamedTuple):
+    """A consecutive part of a document; `last` marks the end of the document."""
 
     content: bytes | Tokens
     last: bool
@@ -36,8 +39,8 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
-    """One --data: its files in order, and the share of the batches it is to have (None: by its size)."""
+class DataSource:
+    """The files of one `--data` argument, and its sampling weight (None: proportional to its size)."""
 
     name: str
     files: tuple[Path, ...]
@@ -45,12 +48,15 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How files are read. extensions: of the files taken from folders, all if empty. exclude: names, which may be
-    patterns, of files and folders inside folders that are not taken. bin_dtype: numbers in .bin files.
+class ReadOptions:
+    """How to read files.
 
-    image_size: width and height images are brought to, as they are if None. labeled: documents have a label, the
-    name of the folder they are in or a column of a CSV.
+    Args:
+        extensions: Extensions to read from folders. Empty: all.
+        exclude: Patterns of file and folder names to skip inside folders.
+        bin_dtype: Integer type of `.bin` files.
+        image_size: Width and height to resize images to. None: keep their size.
+        labeled: Read a label with each document: the name of its class folder, or a column of a CSV file.
     """
 
     extensions: tuple[str, ...] = ()
@@ -60,194 +66,197 @@ class Reading:
     labeled: bool = False
 
 
-def find_source(text: str, reading: Reading) -> Source:
-    """The files that `path`, `glob` or `weight=path` names."""
+def find_source(text: str, options: ReadOptions) -> DataSource:
+    """Return the files that `path`, `glob` or `weight=path` refers to.
+
+    Raises:
+        ValueError: The weight is 0, or a folder contains no matching file.
+        FileNotFoundError: There is no such file or folder, or no file matches the glob.
+    """
     match = re.match(r"^(\d+(?:\.\d*)?|\.\d+)=(.+)$", text)
     weight, name = (float(match[1]), match[2]) if match else (None, text)
     if weight == 0:
-        raise ValueError(f"--data {text}: a weight must be above 0; leave the source out instead")
+        raise ValueError(f"--data {text}: a weight must be above 0; remove the source instead")
     path = Path(name).expanduser()
     if path.is_dir():
-        files = _folder(path, reading)
+        files = _files_in(path, options)
         if not files:
-            kind = f" with extension {', '.join(reading.extensions)}" if reading.extensions else ""
-            raise ValueError(f"--data {name}: the folder holds no files{kind}")
+            kind = f" with extension {', '.join(options.extensions)}" if options.extensions else ""
+            raise ValueError(f"--data {name}: the folder contains no files{kind}")
     elif path.is_file():
         files = [path]
     else:
-        found = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
-        files = [p for p in found if p.is_file()]
+        files = [p for p in sorted(map(Path, glob.glob(str(path), recursive=True))) if p.is_file()]
         if not files:
-            what = "no file matches this pattern" if glob.has_magic(name) else "there is no such file or folder"
-            raise FileNotFoundError(f"--data {name}: {what}")
-    return Source(name, tuple(files), weight)
+            problem = "no file matches this pattern" if glob.has_magic(name) else "no such file or folder"
+            raise FileNotFoundError(f"--data {name}: {problem}")
+    return DataSource(name, tuple(files), weight)
 
 
-def kind_of(path: Path) -> str:
-    """What a file holds: "tokens", "fasta", "image", "csv" or "bytes"."""
-    suffix = _inner(path)
-    for kind, suffixes in (("tokens", ARRAYS), ("fasta", FASTA), ("image", IMAGES), ("csv", (".csv", ".tsv"))):
-        if suffix in suffixes:
-            return kind
-    return "bytes"
+def file_kind(path: Path) -> str:
+    """Return what a file contains, from its name: "tokens", "fasta", "image", "csv" or "bytes"."""
+    suffix = _inner_suffix(path)
+    return next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), "bytes")
 
 
-def documents(path: Path, root: Path | None, reading: Reading) -> Iterator[Piece]:
-    """The documents of a file, in pieces that are never larger than a few megabytes.
+def read_documents(path: Path, root: Path | None, options: ReadOptions) -> Iterator[DocumentChunk]:
+    """Yield the documents of a file in chunks of at most a few megabytes.
 
-    root: the folder the file was found in, whose subfolders are labels.
+    Args:
+        path: The file.
+        root: The folder it was found in. The first subfolder below it is the label of a labeled document.
+        options: How to read the file.
+
+    Raises:
+        ValueError: The file cannot be read as what its name says, or a label is missing.
     """
-    kind = kind_of(path)
+    kind = file_kind(path)
     try:
-        if reading.labeled and kind == "csv":
-            yield from _rows(path)
+        if options.labeled and kind == "csv":
+            yield from _read_csv(path)
             return
-        label = _label(path, root) if reading.labeled else None
+        label = _folder_label(path, root) if options.labeled else None
         if kind == "tokens":
-            pieces = _arrays(path, reading)
+            chunks = _read_tokens(path, options)
         elif kind == "image":
-            pieces = iter([Piece(_pixels(path, reading.image_size), True)])
+            chunks = iter([DocumentChunk(_read_pixels(path, options.image_size), True)])
         else:
-            pieces = _fasta(path) if kind == "fasta" else _bytes(path)
-        for piece in pieces:
-            yield piece._replace(label=label)
+            chunks = _read_fasta(path) if kind == "fasta" else _read_bytes(path)
+        for chunk in chunks:
+            yield chunk._replace(label=label)
+    except (FileNotFoundError, PermissionError):
+        raise
     except (OSError, EOFError, lzma.LZMAError) as error:
-        if isinstance(error, FileNotFoundError | PermissionError):
-            raise
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def opened(path: Path) -> IO[bytes]:
-    """The bytes of a file, decompressed."""
+def open_decompressed(path: Path) -> IO[bytes]:
+    """Open a file for reading, decompressing `.gz`, `.xz` and `.zst`."""
     suffix = path.suffix.lower()
-    if suffix == ".gz":
-        return cast("IO[bytes]", gzip.open(path, "rb"))
-    if suffix == ".xz":
-        return cast("IO[bytes]", lzma.open(path, "rb"))
+    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
     if suffix == ".zst":
         try:
             import zstandard
         except ImportError:
-            raise ValueError(f"{path} needs zstandard to be read: pip install zstandard") from None
-        return cast("IO[bytes]", zstandard.open(path, "rb"))
-    return open(path, "rb")
+            raise ValueError(f"reading {path} requires zstandard: pip install zstandard") from None
+        openers[suffix] = zstandard.open
+    return cast("IO[bytes]", openers.get(suffix, open)(path, "rb"))
 
 
-def _folder(folder: Path, reading: Reading) -> list[Path]:
-    wanted = {e.lower() if e.startswith(".") else f".{e.lower()}" for e in reading.extensions}
+def _files_in(folder: Path, options: ReadOptions) -> list[Path]:
+    extensions = {e.lower() if e.startswith(".") else f".{e.lower()}" for e in options.extensions}
 
-    def taken(name: str) -> bool:
-        unwanted = (".*", "__pycache__", *reading.exclude)
-        return not any(fnmatch(name, pattern) for pattern in unwanted)
+    def included(name: str) -> bool:
+        return not any(fnmatch(name, pattern) for pattern in (".*", "__pycache__", *options.exclude))
 
     found = []
-    for where, names, files in os.walk(folder, followlinks=True):
-        names[:] = sorted(filter(taken, names))
-        for path in (Path(where) / name for name in filter(taken, files)):
-            if not wanted or {path.suffix.lower(), _inner(path)} & wanted:
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = filter(included, folders)
+        for path in (Path(parent) / name for name in filter(included, files)):
+            if path.is_file() and (not extensions or {path.suffix.lower(), _inner_suffix(path)} & extensions):
                 found.append(path)
-    return sorted(path for path in found if path.is_file())
+    return sorted(found)
 
 
-def _inner(path: Path) -> str:
-    """The extension below a compression's own."""
+def _inner_suffix(path: Path) -> str:
+    """Return the extension without that of a compression: ".txt" of "a.txt.gz"."""
     return (Path(path.stem).suffix if path.suffix.lower() in COMPRESSED else path.suffix).lower()
 
 
-def _label(path: Path, root: Path | None) -> str:
+def _folder_label(path: Path, root: Path | None) -> str:
     parts = () if root is None else path.relative_to(root).parts
     if len(parts) < 2:
         raise ValueError(
-            f"{path} has no label: classification takes a folder with one subfolder for each class, or a CSV with "
+            f"{path} has no label: classification requires a folder with one subfolder per class, or a CSV file with "
             "the columns text and label"
         )
     return parts[0]
 
 
-def _bytes(path: Path) -> Iterator[Piece]:
-    with opened(path) as file:
-        block = file.read(_PIECE)
+def _blocks(path: Path, size: int) -> Iterator[tuple[bytes, bool]]:
+    """Yield the decompressed content in blocks of `size` bytes, and whether each is the last."""
+    with open_decompressed(path) as file:
+        block = file.read(size)
         while block:
-            following = file.read(_PIECE)
-            yield Piece(block, not following)
+            following = file.read(size)
+            yield block, not following
             block = following
 
 
-def _fasta(path: Path) -> Iterator[Piece]:
-    """Each record is a document: its letters, without header and line ends."""
-    held = bytearray()
-    any_record = False
-    with opened(path) as file:
+def _read_bytes(path: Path) -> Iterator[DocumentChunk]:
+    for block, last in _blocks(path, _CHUNK):
+        yield DocumentChunk(block, last)
+
+
+def _read_fasta(path: Path) -> Iterator[DocumentChunk]:
+    """Yield each record as a document: its sequence without header and line ends."""
+    sequence = bytearray()
+    in_record = False
+    with open_decompressed(path) as file:
         for line in file:
             if line.startswith(b">"):
-                if any_record:
-                    yield Piece(bytes(held), True)
-                held.clear()
-                any_record = True
+                if in_record:
+                    yield DocumentChunk(bytes(sequence), True)
+                sequence.clear()
+                in_record = True
             elif not line.startswith(b";"):
-                if not any_record and line.strip():
-                    raise ValueError(f"{path} is not FASTA: a record begins with a line that begins with '>'")
-                held += b"".join(line.split())
-                if len(held) >= _PIECE:
-                    yield Piece(bytes(held), False)
-                    held.clear()
-    if any_record:
-        yield Piece(bytes(held), True)
+                if not in_record and line.strip():
+                    raise ValueError(f"{path} is not FASTA: a record must start with a line that starts with '>'")
+                sequence += b"".join(line.split())
+                if len(sequence) >= _CHUNK:
+                    yield DocumentChunk(bytes(sequence), False)
+                    sequence.clear()
+    if in_record:
+        yield DocumentChunk(bytes(sequence), True)
 
 
-def _arrays(path: Path, reading: Reading) -> Iterator[Piece]:
-    if _inner(path) == ".npy":
+def _read_tokens(path: Path, options: ReadOptions) -> Iterator[DocumentChunk]:
+    if _inner_suffix(path) == ".npy":
         if path.suffix.lower() in COMPRESSED:
-            raise ValueError(f"{path}: a .npy file is mapped into memory and cannot be compressed: decompress it")
+            raise ValueError(f"{path}: .npy files are memory-mapped and cannot be compressed; decompress the file")
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
             raise ValueError(
-                f"{path} must hold integers of one dimension, or one document a row, "
+                f"{path} must be an integer array with 1 dimension, or with 2 (one document per row), "
                 f"got {array.dtype} of shape {array.shape}"
             )
-        for row in array if array.ndim == 2 else array[None]:
-            yield from _cut(row)
+        for document in np.atleast_2d(array):
+            for start in range(0, len(document), _CHUNK):
+                chunk = np.asarray(document[start : start + _CHUNK])
+                yield DocumentChunk(chunk, start + _CHUNK >= len(document))
         return
-    dtype = np.dtype(reading.bin_dtype)
-    with opened(path) as file:
-        block = file.read(_PIECE * dtype.itemsize)
-        while block:
-            following = file.read(_PIECE * dtype.itemsize)
-            if len(block) % dtype.itemsize:
-                raise ValueError(f"{path} does not hold whole {dtype} numbers: set --bin-dtype to what it was saved as")
-            yield Piece(np.frombuffer(block, dtype), not following)
-            block = following
+    dtype = np.dtype(options.bin_dtype)
+    for block, last in _blocks(path, _CHUNK * dtype.itemsize):
+        if len(block) % dtype.itemsize:
+            raise ValueError(
+                f"the size of {path} is not a multiple of {dtype.itemsize} bytes ({dtype}): "
+                "set --bin-dtype to the type it was saved as"
+            )
+        yield DocumentChunk(np.frombuffer(block, dtype), last)
 
 
-def _cut(row: Tokens) -> Iterator[Piece]:
-    for start in range(0, len(row), _PIECE):
-        yield Piece(np.asarray(row[start : start + _PIECE]), start + _PIECE >= len(row))
-
-
-def _pixels(path: Path, size: int | None) -> bytes:
-    """Row by row, one byte a pixel for gray images and three for all others."""
+def _read_pixels(path: Path, size: int | None) -> bytes:
+    """Return pixels row by row: one byte each for grayscale images, three (RGB) for all others."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise ValueError(f"{path} needs Pillow to be read: pip install pillow") from None
-    with opened(path) as file:
+        raise ValueError(f"reading {path} requires Pillow: pip install pillow") from None
+    with open_decompressed(path) as file:
         try:
-            found = Image.open(io.BytesIO(file.read()))
-            image = found.convert("L" if found.mode in ("1", "L") else "RGB")
+            encoded = Image.open(io.BytesIO(file.read()))
+            image = encoded.convert("L" if encoded.mode in ("1", "L") else "RGB")
         except UnidentifiedImageError:
-            raise ValueError(f"{path} is not an image that can be read") from None
-    if size is not None:
-        image = image.resize((size, size))
-    return image.tobytes()
+            raise ValueError(f"{path} is not an image in a known format") from None
+    return (image if size is None else image.resize((size, size))).tobytes()
 
 
-def _rows(path: Path) -> Iterator[Piece]:
-    with opened(path) as file:
+def _read_csv(path: Path) -> Iterator[DocumentChunk]:
+    with open_decompressed(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-        table = csv.DictReader(text, delimiter="\t" if _inner(path) == ".tsv" else ",")
+        table = csv.DictReader(text, delimiter="\t" if _inner_suffix(path) == ".tsv" else ",")
         if not {"text", "label"} <= set(table.fieldnames or ()):
-            got = ", ".join(table.fieldnames or ()) or "nothing"
-            raise ValueError(f"{path} needs the columns text and label in its first line, got {got}")
+            found = ", ".join(table.fieldnames or ()) or "nothing"
+            raise ValueError(f"the first line of {path} must name the columns text and label, got {found}")
         for row in table:
             if row["text"] and row["label"]:
-                yield Piece(row["text"].encode(), True, row["label"])
+                yield DocumentChunk(row["text"].encode(), True, row["label"])

@@ -1,11 +1,11 @@
-"""A run's tokens: written once into one file that is mapped into memory, and split by content.
+"""Store the tokens of a run in one memory-mapped file, split by content into training and held-out data.
 
-    tokens.bin      every document, end to end
-    segments.npy    (N, 5) int64: start, length, source, label, held out; runs of tokens that are read as one document
-    store.json      what is in them; written last, so that a store without it is not one
+    tokens.bin      the tokens of all documents, concatenated
+    segments.npy    (N, 5) int64: start, length, source, label, held out; each segment is read as one document
+    store.json      description of the store, written last: a folder without it is not a store
 
-What is held out is chosen by a hash of the content: of the whole document, or, where a document is long, of each block
-of it. The same content is therefore on the same side wherever and however often it stands, and whatever its name.
+A hash of the content decides what is held out: the hash of the document or, if it is long, of each block of it. Equal
+content is therefore on the same side of the split, whatever its file name and however often it occurs.
 """
 
 from __future__ import annotations
@@ -13,27 +13,35 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longspan.generation.tokenization import load_tokenizer
-from longspan.train.data.readers import Reading, Source, Tokens, documents, kind_of
+from longspan.train.data.readers import DataSource, ReadOptions, Tokens, file_kind, read_documents
+from longspan.utils import write_atomically
 
 TOKENS, SEGMENTS, STORE = "tokens.bin", "segments.npy", "store.json"
 FORMAT = 1
-_BLOCK = 1 << 16  # tokens of a long document that are held out or trained on together
-Note = Callable[[str], None]
+_BLOCK = 1 << 16  # length of the blocks that a long document is split into
+_COUNT_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Runs of tokens that belong together: start and length in the store, source, label (−1 without), all (N,)."""
+    """Contiguous runs of tokens, each from one document.
+
+    Args:
+        start: (N,), position of the first token in the store.
+        length: (N,), number of tokens.
+        source: (N,), index of the data source.
+        label: (N,), class of the document; −1 without labels.
+    """
 
     start: NDArray[np.int64]
     length: NDArray[np.int64]
@@ -45,55 +53,79 @@ class Segments:
 
     @property
     def total(self) -> int:
+        """The number of tokens in all segments."""
         return int(self.length.sum())
 
     @property
     def longest(self) -> int:
+        """The length of the longest segment."""
         return int(self.length.max()) if len(self) else 0
 
     def of_source(self, source: int) -> Segments:
+        """Return the segments of one data source."""
         return self.take(np.flatnonzero(self.source == source))
 
     def take(self, index: NDArray[np.int64]) -> Segments:
+        """Return the segments at these indices."""
         return Segments(self.start[index], self.length[index], self.source[index], self.label[index])
 
 
 @dataclass(frozen=True)
-class Store:
-    """tokens: mapped, never loaded whole. about: what store.json says."""
+class TokenStore:
+    """Tokens and their split.
+
+    Args:
+        tokens: All tokens, memory-mapped.
+        train: Segments to train on.
+        held_out: Segments to evaluate on.
+        metadata: Contents of `store.json`.
+    """
 
     tokens: Tokens
     train: Segments
     held_out: Segments
-    about: dict[str, Any]
+    metadata: dict[str, Any]
 
     @property
     def vocab_size(self) -> int:
-        return int(self.about["vocab_size"])
+        return int(self.metadata["vocab_size"])
 
     @property
     def labels(self) -> list[str]:
-        return list(self.about["labels"])
+        return list(self.metadata["labels"])
 
     @property
     def bytes_per_token(self) -> float | None:
-        """None where the data came as tokens, whose bytes nobody knows."""
-        return self.about["bytes"] / self.about["tokens"] if self.about["bytes"] else None
+        """Mean length of a token in bytes; None if the data was read as tokens, so that it is unknown."""
+        return self.metadata["bytes"] / self.metadata["tokens"] if self.metadata["bytes"] else None
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        """Convert a mean loss in nats per token; None if the number of bytes is unknown."""
+        return None if self.bytes_per_token is None else loss / math.log(2) / self.bytes_per_token
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a store is made of. held_out: the share that is not trained on, unless eval_sources say what is scored."""
+class StoreSpec:
+    """What a store is built from.
 
-    sources: tuple[Source, ...]
-    eval_sources: tuple[Source, ...]
-    reading: Reading
+    Args:
+        sources: Data to train on.
+        eval_sources: Data to evaluate on. If there is any, no part of `sources` is held out.
+        options: How to read the files.
+        tokenizer: A Hugging Face tokenizer file. None: tokens are bytes.
+        context: Context length of the run, which sets the smallest block that may be held out.
+        held_out: Share of `sources` to hold out.
+    """
+
+    sources: tuple[DataSource, ...]
+    eval_sources: tuple[DataSource, ...]
+    options: ReadOptions
     tokenizer: Path | None
     context: int
     held_out: float
 
     def key(self) -> str:
-        """Changes when anything does that the store depends on."""
+        """Return a hash of everything that the content of the store depends on."""
         files = [
             [str(path), path.stat().st_size, path.stat().st_mtime_ns]
             for source in (*self.sources, *self.eval_sources)
@@ -101,13 +133,22 @@ class Plan:
         ]
         weights = [[s.name, s.weight] for s in self.sources], [s.name for s in self.eval_sources]
         tokenizer = None if self.tokenizer is None else hashlib.sha256(self.tokenizer.read_bytes()).hexdigest()
-        parts = [FORMAT, files, weights, vars(self.reading), tokenizer, self.context, self.held_out]
+        parts = [FORMAT, files, weights, vars(self.options), tokenizer, self.context, self.held_out]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def open_store(folder: Path, plan: Plan, note: Note = lambda text: None) -> Store:
-    """The store in `folder`, made if it is not there or is of other data."""
-    key = plan.key()
+def open_store(folder: Path, spec: StoreSpec, progress: Callable[[str], None] = lambda text: None) -> TokenStore:
+    """Open the store in `folder`, building it if it is missing or was built from something else.
+
+    Args:
+        folder: Where the store is.
+        spec: What it is built from.
+        progress: Called with a message after every thousand files.
+
+    Raises:
+        ValueError: The data cannot be read, tokens and bytes are mixed, or no part of it can be held out.
+    """
+    key = spec.key()
     description = folder / STORE
     try:
         if json.loads(description.read_text())["key"] == key:
@@ -116,54 +157,73 @@ def open_store(folder: Path, plan: Plan, note: Note = lambda text: None) -> Stor
         pass
     folder.mkdir(parents=True, exist_ok=True)
     description.unlink(missing_ok=True)
-    about = _write(folder, plan, note) | {"key": key}
-    beside = folder / f".{STORE}"
-    beside.write_text(json.dumps(about, indent=1) + "\n")
-    os.replace(beside, description)
+    metadata = _build(folder, spec, progress) | {"key": key}
+    write_atomically(description, json.dumps(metadata, indent=1) + "\n")
     return _open(folder)
 
 
-def _open(folder: Path) -> Store:
-    about = json.loads((folder / STORE).read_text())
-    tokens = np.memmap(folder / TOKENS, dtype=about["dtype"], mode="r")
+def unigram_bits(store: TokenStore) -> float | None:
+    """Return the unigram baseline: bits per byte of the held-out data under the token frequencies of the training data.
+
+    Frequencies are smoothed by adding one to each count. None if nothing is held out or bytes are unknown.
+    """
+    if not len(store.held_out) or store.bytes_per_token is None:
+        return None
+    frequencies = 1.0 + _token_counts(store, store.train)
+    counts = _token_counts(store, store.held_out)
+    bits = -(counts * np.log2(frequencies / frequencies.sum())).sum()
+    return float(bits / counts.sum() / store.bytes_per_token)
+
+
+def _token_counts(store: TokenStore, segments: Segments) -> NDArray[np.int64]:
+    counts = np.zeros(store.vocab_size, np.int64)
+    for start, end in zip(segments.start.tolist(), (segments.start + segments.length).tolist(), strict=True):
+        for begin in range(start, end, _COUNT_CHUNK):
+            counts += np.bincount(store.tokens[begin : min(begin + _COUNT_CHUNK, end)], minlength=store.vocab_size)
+    return counts
+
+
+def _open(folder: Path) -> TokenStore:
+    metadata = json.loads((folder / STORE).read_text())
+    tokens = np.memmap(folder / TOKENS, dtype=metadata["dtype"], mode="r")
     table = np.load(folder / SEGMENTS, mmap_mode="r")
-    held = np.asarray(table[:, 4], dtype=bool)
-    train, held_out = (Segments(*(np.array(table[side, i]) for i in range(4))) for side in (~held, held))
-    return Store(tokens, train, held_out, about)
+    held_out = np.asarray(table[:, 4], dtype=bool)
+    train, evaluation = (Segments(*(np.array(table[side, i]) for i in range(4))) for side in (~held_out, held_out))
+    return TokenStore(tokens, train, evaluation, metadata)
 
 
-def _write(folder: Path, plan: Plan, note: Note) -> dict[str, Any]:
-    sources = (*plan.sources, *plan.eval_sources)
-    encode = _encoder(plan)
+def _build(folder: Path, spec: StoreSpec, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Write tokens and segments; return the description of the store."""
+    sources = (*spec.sources, *spec.eval_sources)
+    encoder = _Encoder(spec.tokenizer)
     with open(folder / TOKENS, "wb") as file:
-        writer = _Writer(file, _dtype(plan))
-        for number, source in enumerate(sources):
-            root, before = Path(source.name).expanduser(), writer.place
+        writer = _TokenWriter(file, _token_dtype(spec))
+        for index, source in enumerate(sources):
+            root, before = Path(source.name).expanduser(), writer.position
             for count, path in enumerate(source.files, 1):
                 if count % 1000 == 0:
-                    note(f"reading {source.name}: {count} of {len(source.files)} files")
-                for piece in documents(path, root if root.is_dir() else None, plan.reading):
-                    writer.add(encode(path, piece.content, piece.last), piece.last, number, piece.label)
-                    writer.bytes += len(piece.content) if isinstance(piece.content, bytes) else 0
-            if writer.place == before:
-                raise ValueError(f"--data {source.name} is empty: {len(source.files)} files without a byte")
-    kinds = {kind_of(path) == "tokens" for source in sources for path in source.files}
-    if plan.tokenizer is None and kinds == {True, False}:
+                    progress(f"reading {source.name}: {count} of {len(source.files)} files")
+                for chunk in read_documents(path, root if root.is_dir() else None, spec.options):
+                    writer.add(encoder.encode(path, chunk.content, chunk.last), chunk.last, index, chunk.label)
+                    writer.num_bytes += len(chunk.content) if isinstance(chunk.content, bytes) else 0
+            if writer.position == before:
+                raise ValueError(f"--data {source.name} is empty: 0 bytes in {len(source.files)} files")
+    kinds = {file_kind(path) == "tokens" for source in sources for path in source.files}
+    if spec.tokenizer is None and kinds == {True, False}:
         raise ValueError(
-            "files of tokens (.npy, .bin) and files of bytes are mixed: their numbers mean different things; "
-            "give --tokenizer, the one the tokens were made with, or leave one kind out"
+            "token files (.npy, .bin) and other files are mixed, which assigns two meanings to each token: "
+            "give the --tokenizer that the token files were made with, or remove one kind"
         )
-    table = _split(np.memmap(folder / TOKENS, dtype=writer.dtype, mode="r"), writer, plan)
+    table = _split(np.memmap(folder / TOKENS, dtype=writer.dtype, mode="r"), writer, spec)
     np.save(folder / SEGMENTS, table)
     counts = [int(table[table[:, 2] == i, 1].sum()) for i in range(len(sources))]
-    vocabulary = getattr(encode, "vocab_size", None) or max(writer.largest + 1, 1 if kinds == {True} else 256)
     return {
         "format": FORMAT,
         "dtype": str(writer.dtype),
-        "vocab_size": vocabulary,
+        "vocab_size": encoder.vocab_size or max(writer.largest + 1, 1 if kinds == {True} else 256),
         "labels": list(writer.labels),
-        "tokens": writer.place,
-        "bytes": 0 if True in kinds else writer.bytes,
+        "tokens": writer.position,
+        "bytes": 0 if True in kinds else writer.num_bytes,
         "documents": len(writer.documents),
         "sha256": writer.digest.hexdigest(),
         "sources": [
@@ -173,172 +233,153 @@ def _write(folder: Path, plan: Plan, note: Note) -> dict[str, Any]:
     }
 
 
-class _Writer:
-    """Documents, end to end into a file: where each lies, and a hash of each."""
+class _Block(NamedTuple):
+    """A document or a block of a long one: the unit that is held out or not."""
+
+    document: int
+    start: int
+    length: int
+    digest: int
+    source: int
+
+
+class _TokenWriter:
+    """Appends documents to a file and records the position and hash of each."""
 
     def __init__(self, file: IO[bytes], dtype: np.dtype[Any]) -> None:
-        self.dtype, self.file = dtype, file
-        self.place = self.bytes = self.largest = 0
-        self.documents: list[tuple[int, int, int, int]] = []
-        self.hashes: list[int] = []
+        self.file, self.dtype = file, dtype
+        self.position = self.num_bytes = self.largest = 0
+        self.documents: list[_Block] = []
+        self.document_labels: list[int] = []
         self.labels: dict[str, int] = {}
         self.digest = hashlib.sha256()
-        self.begun, self.hash = 0, hashlib.blake2b(digest_size=8)
+        self._start, self._hash = 0, hashlib.blake2b(digest_size=8)
 
     def add(self, tokens: Tokens, last: bool, source: int, label: str | None) -> None:
         if len(tokens):
-            smallest, largest = int(tokens.min()), int(tokens.max())
-            if smallest < 0 or largest > np.iinfo(self.dtype).max:
-                raise ValueError(f"tokens must lie in 0 … {np.iinfo(self.dtype).max}, got {smallest} … {largest}")
+            smallest, largest, limit = int(tokens.min()), int(tokens.max()), np.iinfo(self.dtype).max
+            if smallest < 0 or largest > limit:
+                raise ValueError(f"tokens must be in the range 0 to {limit}, got {smallest} to {largest}")
             self.largest = max(self.largest, largest)
             raw = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()
             self.file.write(raw)
-            self.hash.update(raw)
+            self._hash.update(raw)
             self.digest.update(raw)
-            self.place += len(tokens)
-        if last and self.place > self.begun:
-            number = -1 if label is None else self.labels.setdefault(label, len(self.labels))
-            self.documents.append((self.begun, self.place - self.begun, source, number))
-            self.hashes.append(int.from_bytes(self.hash.digest(), "big"))
+            self.position += len(tokens)
+        if last and self.position > self._start:
+            digest = int.from_bytes(self._hash.digest(), "big")
+            self.documents.append(_Block(len(self.documents), self._start, self.position - self._start, digest, source))
+            self.document_labels.append(-1 if label is None else self.labels.setdefault(label, len(self.labels)))
             self.digest.update(b"\0end")
-            self.begun, self.hash = self.place, hashlib.blake2b(digest_size=8)
-
-
-def _split(tokens: Tokens, writer: _Writer, plan: Plan) -> NDArray[np.int64]:
-    """(N, 5): start, length, source, label, held out."""
-    block = max(_BLOCK, 4 * plan.context)
-    if len(writer.documents) < 64:  # Too few to choose among: smaller parts of them will do.
-        block = min(block, max(writer.place // 64, 2 * plan.context))
-    units: list[tuple[int, int, int, int, int]] = []  # document, start, length, hash, source
-    for number, ((start, length, source, _), digest) in enumerate(zip(writer.documents, writer.hashes, strict=True)):
-        pieces = 1 if plan.reading.labeled or source >= len(plan.sources) else max(1, length // block)
-        if pieces == 1 or length < 2 * block:
-            units.append((number, start, length, digest, source))
-            continue
-        for i in range(pieces):
-            begin, end = start + i * block, start + (length if i == pieces - 1 else (i + 1) * block)
-            content = hashlib.blake2b(np.ascontiguousarray(tokens[begin:end]).tobytes(), digest_size=8)
-            units.append((number, begin, end - begin, int.from_bytes(content.digest(), "big"), source))
-    held = _held_out(units, writer.hashes, plan)
-    rows: list[list[int]] = []
-    previous: tuple[int, bool] | None = None
-    for (number, start, length, _, source), aside in zip(units, held, strict=True):
-        if aside is None:
-            previous = None  # Also in the data to be scored: in neither part of the data to be trained on.
-            continue
-        if previous == (number, aside):
-            rows[-1][1] += length
-        else:
-            rows.append([start, length, source, writer.documents[number][3], int(aside)])
-        previous = number, aside
-    return np.array(rows, dtype=np.int64).reshape(-1, 5)
-
-
-def _held_out(
-    units: Sequence[tuple[int, int, int, int, int]], hashes_of: Sequence[int], plan: Plan
-) -> list[bool | None]:
-    own = len(plan.sources)
-    if plan.eval_sources:
-        scored = {hashes_of[number] for number, *_, source in units if source >= own}
-        return [
-            True if source >= own else (None if hashes_of[number] in scored else False) for number, *_, source in units
-        ]
-    if plan.held_out == 0:
-        return [False] * len(units)
-    hashes = {digest for *_, digest, _ in units}
-    if len(hashes) < 2:
-        total = sum(length for _, _, length, _, _ in units)
-        if total >= 4 * plan.context:
-            raise ValueError(
-                f"the data ({total} tokens) is one thing over and over, and no part of it can be held out: "
-                "add data, or use --held-out 0"
-            )
-        raise ValueError(
-            f"the data is too small to hold a part of it out: {total} tokens for a context of {plan.context}; "
-            f"it needs {4 * plan.context} at least: lower --context, add data, or use --held-out 0"
-        )
-    limit = int(plan.held_out * 2**64)
-    aside = {digest for digest in hashes if digest < limit} or {min(hashes)}
-    if aside == hashes:
-        aside.remove(max(aside))
-    return [digest in aside for *_, digest, _ in units]
-
-
-def _dtype(plan: Plan) -> np.dtype[Any]:
-    """The narrowest that holds every token; files of tokens say it themselves."""
-    if plan.tokenizer is not None:
-        return np.dtype("uint16" if load_tokenizer(plan.tokenizer).get_vocab_size() <= 1 << 16 else "uint32")
-    found = np.dtype("uint8")
-    for source in (*plan.sources, *plan.eval_sources):
-        for path in source.files:
-            if kind_of(path) == "tokens":
-                name = plan.reading.bin_dtype
-                if path.suffix == ".npy":
-                    name = str(np.load(path, mmap_mode="r", allow_pickle=False).dtype)
-                own = np.dtype(name if name in ("uint8", "uint16") else "uint32")
-                found = max(found, own, key=lambda d: d.itemsize)
-    return found
-
-
-def _encoder(plan: Plan) -> Callable[[Path, bytes | Tokens, bool], Tokens]:
-    if plan.tokenizer is not None:
-        return _Encoder(plan.tokenizer)
-    return lambda path, content, last: np.frombuffer(content, np.uint8) if isinstance(content, bytes) else content
+            self._start, self._hash = self.position, hashlib.blake2b(digest_size=8)
 
 
 class _Encoder:
-    """Text to tokens, cut at line ends so that a file is never held whole."""
+    """Converts documents to tokens chunk by chunk; with a tokenizer, text is cut at line ends."""
 
-    def __init__(self, tokenizer: Path) -> None:
-        self.name, self.tokenizer = tokenizer, load_tokenizer(tokenizer)
-        self.vocab_size: int = self.tokenizer.get_vocab_size()
-        self.text, self.read, self.decoder = "", 0, _decoder()
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.tokenizer = None if path is None else load_tokenizer(path)
+        self.vocab_size = None if self.tokenizer is None else int(self.tokenizer.get_vocab_size())
+        self._reset()
 
-    def __call__(self, path: Path, content: bytes | Tokens, last: bool) -> Tokens:
+    def _reset(self) -> None:
+        self._text, self._bytes_read = "", 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
+
+    def encode(self, path: Path, content: bytes | Tokens, last: bool) -> Tokens:
         if not isinstance(content, bytes):
             return content
+        if self.tokenizer is None:
+            return np.frombuffer(content, np.uint8)
         try:
-            self.text += self.decoder.decode(content, last)
+            self._text += self._decoder.decode(content, last)
         except UnicodeDecodeError as error:
-            where = self.read + error.start
             raise ValueError(
-                f"{path} is not UTF-8 text at byte {where} (0x{error.object[error.start]:02x}), which "
-                f"{self.name} cannot read: convert the file, or leave --tokenizer out to train on bytes"
+                f"{path} is not UTF-8 text at byte {self._bytes_read + error.start} "
+                f"(0x{error.object[error.start]:02x}), which {self.path} requires: convert the file, or remove "
+                "--tokenizer to train on bytes"
             ) from None
-        self.read += len(content)
-        cut = len(self.text) if last else self.text.rfind("\n") + 1
-        text, self.text = self.text[:cut], self.text[cut:]
+        self._bytes_read += len(content)
+        end = len(self._text) if last else self._text.rfind("\n") + 1
+        text, self._text = self._text[:end], self._text[end:]
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids if text else []
         if last:
-            self.text, self.read, self.decoder = "", 0, _decoder()
+            self._reset()
         return np.asarray(ids, dtype=np.int64)
 
 
-def _decoder() -> codecs.IncrementalDecoder:
-    return codecs.getincrementaldecoder("utf-8")("strict")
+def _token_dtype(spec: StoreSpec) -> np.dtype[Any]:
+    """Return the narrowest type for all tokens."""
+    if spec.tokenizer is not None:
+        return np.dtype("uint16" if load_tokenizer(spec.tokenizer).get_vocab_size() <= 1 << 16 else "uint32")
+    widest = np.dtype("uint8")
+    for path in (path for source in (*spec.sources, *spec.eval_sources) for path in source.files):
+        if file_kind(path) == "tokens":
+            name = spec.options.bin_dtype
+            if path.suffix == ".npy":
+                name = str(np.load(path, mmap_mode="r", allow_pickle=False).dtype)
+            dtype = np.dtype(name if name in ("uint8", "uint16") else "uint32")
+            widest = max(widest, dtype, key=lambda d: d.itemsize)
+    return widest
 
 
-def unigram_bits(store: Store) -> float | None:
-    """Bits a byte of the best model that knows how often each token comes and nothing else, scored on what is held out.
+def _split(tokens: Tokens, writer: _TokenWriter, spec: StoreSpec) -> NDArray[np.int64]:
+    """Return segments as (N, 5): start, length, source, label, held out."""
+    size = max(_BLOCK, 4 * spec.context)
+    if len(writer.documents) < 64:  # With few documents, hold out smaller blocks of them.
+        size = min(size, max(writer.position // 64, 2 * spec.context))
+    blocks: list[_Block] = []
+    for document in writer.documents:
+        if spec.options.labeled or document.source >= len(spec.sources) or document.length < 2 * size:
+            blocks.append(document)
+            continue
+        end = document.start + document.length
+        starts = [document.start + i * size for i in range(document.length // size)]
+        for start, stop in zip(starts, [*starts[1:], end], strict=True):
+            content = hashlib.blake2b(np.ascontiguousarray(tokens[start:stop]).tobytes(), digest_size=8)
+            digest = int.from_bytes(content.digest(), "big")
+            blocks.append(document._replace(start=start, length=stop - start, digest=digest))
+    segments: list[list[int]] = []
+    previous: tuple[int, bool] | None = None
+    for block, held_out in zip(blocks, _held_out(blocks, writer.documents, spec), strict=True):
+        if held_out is None:
+            previous = None
+            continue
+        if previous == (block.document, held_out):
+            segments[-1][1] += block.length
+        else:
+            label = writer.document_labels[block.document]
+            segments.append([block.start, block.length, block.source, label, int(held_out)])
+        previous = block.document, held_out
+    return np.array(segments, dtype=np.int64).reshape(-1, 5)
 
-    Frequencies are those of the training data, one added to each.
-    """
-    if not len(store.held_out) or store.bytes_per_token is None:
-        return None
-    seen = 1.0 + _counts(store, store.train)
-    scored = _counts(store, store.held_out)
-    bits = -(scored * np.log2(seen / seen.sum())).sum()
-    return float(bits / scored.sum() / store.bytes_per_token)
 
-
-def _counts(store: Store, segments: Segments) -> NDArray[np.int64]:
-    counts = np.zeros(store.vocab_size, np.int64)
-    for start, length in zip(segments.start, segments.length, strict=True):
-        for piece in _pieces(store.tokens, int(start), int(length)):
-            counts += np.bincount(piece, minlength=store.vocab_size)
-    return counts
-
-
-def _pieces(tokens: Tokens, start: int, length: int, size: int = 1 << 22) -> Iterator[Tokens]:
-    for begin in range(start, start + length, size):
-        yield tokens[begin : min(begin + size, start + length)]
+def _held_out(blocks: Sequence[_Block], documents: Sequence[_Block], spec: StoreSpec) -> list[bool | None]:
+    """Return whether each block is held out; None drops training data that is also in the evaluation data."""
+    num_sources = len(spec.sources)
+    if spec.eval_sources:
+        evaluated = {document.digest for document in documents if document.source >= num_sources}
+        return [
+            True if block.source >= num_sources else None if documents[block.document].digest in evaluated else False
+            for block in blocks
+        ]
+    if spec.held_out == 0:
+        return [False] * len(blocks)
+    digests = {block.digest for block in blocks}
+    if len(digests) < 2:
+        total = sum(block.length for block in blocks)
+        if total >= 4 * spec.context:
+            raise ValueError(
+                f"the data ({total} tokens) repeats one block, so that no part of it can be held out: "
+                "add data, or use --held-out 0"
+            )
+        raise ValueError(
+            f"the data is too small to hold out a part of it: {total} tokens with a context of {spec.context}; "
+            f"at least {4 * spec.context} are required: lower --context, add data, or use --held-out 0"
+        )
+    limit = int(spec.held_out * 2**64)
+    chosen = {digest for digest in digests if digest < limit} or {min(digests)}
+    if chosen == digests:
+        chosen.remove(max(chosen))
+    return [block.digest in chosen for block in blocks]

@@ -1,72 +1,88 @@
-"""Plots as PNG: loss against tokens and time, and against the position in the context."""
+"""Plots as PNG, in one style: losses against tokens and time, and by position; accuracy by depth."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-Record = dict[str, Any]
-_COLOURS = ("#0b6e99", "#c4533a", "#4a8c3f", "#8a5aa8", "#b8860b", "#3f3f3f", "#2aa198", "#d33682")
+from longspan.train.loggers import Record
+
+COLORS = ("#0b6e99", "#c4533a", "#4a8c3f", "#8a5aa8", "#b8860b", "#3f3f3f", "#2aa198", "#d33682")
+BASELINE_STYLE = {"color": "#777777", "linestyle": "--", "linewidth": 1}
 
 
-def curves(runs: Mapping[str, Sequence[Record]], against: str, levels: Mapping[str, float]) -> bytes:
-    """Every run's training loss, faint, and its held-out scores with marks, against "tokens" or "seconds".
+def plot_losses(runs: Mapping[str, Sequence[Record]], against: str, baselines: Mapping[str, float]) -> bytes:
+    """Plot the training loss and the held-out loss of runs.
 
-    levels: heights to draw a line at, by what they are.
+    Args:
+        runs: Records of each run, by its label.
+        against: "tokens" or "seconds".
+        baselines: Losses to draw a horizontal line at, by label.
+
+    Returns:
+        A PNG file.
     """
-    figure, axes = _axes()
-    bits = all(record.get("bits_per_byte") is not None for records in runs.values() for record in _trained(records))
-    name, scored = ("bits_per_byte", "eval_bits_per_byte") if bits else ("loss", "eval_loss")
-    for color, (label, records) in zip(_cycle(len(runs)), runs.items(), strict=True):
-        trained = _trained(records)
-        axes.plot([r[against] for r in trained], [r[name] for r in trained], color=color, alpha=0.35, linewidth=1)
-        points = [r for r in records if r.get(scored) is not None]
-        axes.plot(
-            [r[against] for r in points], [r[scored] for r in points], "o-", color=color, markersize=4, label=label
-        )
-    for text, height in levels.items():
-        axes.axhline(height, color="#777777", linestyle="--", linewidth=1)
-        axes.annotate(
-            f"{text} {height:.2f}", (0.995, height), xycoords=("axes fraction", "data"), ha="right", va="bottom", size=8
-        )
-    axes.set_xlabel("tokens trained on" if against == "tokens" else "seconds of training")
-    axes.set_ylabel("bits per byte" if bits else "loss (nats)")
+    figure, axes = new_figure()
+    trained = {label: [record for record in records if "loss" in record] for label, records in runs.items()}
+    bits = all(record.get("bits_per_byte") is not None for records in trained.values() for record in records)
+    name = "bits_per_byte" if bits else "loss"
+    for color, label in _colored(runs):
+        points = [r for r in runs[label] if r.get(f"eval_{name}") is not None]
+        x, y = [r[against] for r in trained[label]], [r[name] for r in trained[label]]
+        axes.plot(x, y, color=color, alpha=0.35, linewidth=1)
+        x, y = [r[against] for r in points], [r[f"eval_{name}"] for r in points]
+        axes.plot(x, y, "o-", color=color, markersize=4, label=label)
+    for text, height in baselines.items():
+        axes.axhline(height, **BASELINE_STYLE)
+        position: Any = {"xy": (0.995, height), "xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+        axes.annotate(f"{text} {height:.2f}", size=8, **position)
+    axes.set_xlabel("training tokens" if against == "tokens" else "training time, seconds")
+    axes.set_ylabel("bits per byte" if bits else "loss, nats")
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, title="dots: held out; faint: training", title_fontsize=8, fontsize=9)
-    return _png(figure)
+    return to_png(figure)
 
 
-def positions(scores: Mapping[str, Sequence[Record]]) -> bytes:
-    """Mean loss of the tokens at each position in the context; each bucket stands at its middle."""
-    figure, axes = _axes()
-    bits = all(bucket["bits_per_byte"] is not None for buckets in scores.values() for bucket in buckets)
-    for color, (label, buckets) in zip(_cycle(len(scores)), scores.items(), strict=True):
-        middle = [((b["from"] + 1) * (b["to"] + 1)) ** 0.5 for b in buckets]
-        heights = [b["bits_per_byte"] if bits else b["loss"] for b in buckets]
-        axes.plot(middle, heights, "o-", color=color, markersize=4, label=label)
+def plot_positions(losses: Mapping[str, Sequence[Record]]) -> bytes:
+    """Plot mean losses by position in the context, each bucket at its geometric mean."""
+    figure, axes = new_figure()
+    bits = all(bucket["bits_per_byte"] is not None for buckets in losses.values() for bucket in buckets)
+    for color, label in _colored(losses):
+        x = [((b["from"] + 1) * (b["to"] + 1)) ** 0.5 for b in losses[label]]
+        y = [b["bits_per_byte" if bits else "loss"] for b in losses[label]]
+        axes.plot(x, y, "o-", color=color, markersize=4, label=label)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("position in the context, tokens")
-    axes.set_ylabel("bits per byte" if bits else "loss (nats)")
+    axes.set_ylabel("bits per byte" if bits else "loss, nats")
     axes.legend(frameon=False)
-    return _png(figure)
+    return to_png(figure)
 
 
-def _trained(records: Sequence[Record]) -> list[Record]:
-    return [record for record in records if "loss" in record]
+def plot_depths(depths: Mapping[str, Sequence[Record]], chance: float, length: int) -> bytes:
+    """Plot the accuracy of mechanisms by the depth of the needle, in percent of `length` tokens."""
+    figure, axes = new_figure()
+    for color, label in _colored(depths):
+        parts = [part for part in depths[label] if part["accuracy"] is not None]
+        x, y = [50 * (part["from"] + part["to"]) for part in parts], [100 * part["accuracy"] for part in parts]
+        axes.plot(x, y, "o-", color=color, markersize=4, label=label)
+    axes.axhline(100 * chance, **BASELINE_STYLE, label="chance")
+    axes.set_xlabel(f"depth of the needle, % of {length} tokens (100: directly before the query)")
+    axes.set_ylabel("accuracy, %")
+    axes.set_xlim(0, 100)
+    axes.set_ylim(0, 102)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return to_png(figure)
 
 
-def _cycle(number: int) -> list[str]:
-    return [_COLOURS[i % len(_COLOURS)] for i in range(number)]
-
-
-def _axes() -> tuple[Figure, Any]:
+def new_figure() -> tuple[Figure, Any]:
+    """Return a figure in the style of all plots, and its axes."""
     figure = Figure(figsize=(7, 4.2), dpi=144, layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
@@ -74,8 +90,14 @@ def _axes() -> tuple[Figure, Any]:
     return figure, axes
 
 
-def _png(figure: Figure) -> bytes:
-    held = io.BytesIO()
-    FigureCanvasAgg(figure)  # without it a figure would look for a screen
-    figure.savefig(held, format="png")
-    return held.getvalue()
+def to_png(figure: Figure) -> bytes:
+    """Render a figure without a display."""
+    file = io.BytesIO()
+    FigureCanvasAgg(figure)
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def _colored(labels: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for i, label in enumerate(labels):
+        yield COLORS[i % len(COLORS)], label

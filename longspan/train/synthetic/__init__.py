@@ -1,1 +1,1 @@
-"""Synthetic tasks and the evaluation of mechanisms on them."""
+"""Synthetic tasks, and the comparison of mechanisms on them."""
