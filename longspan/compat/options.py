@@ -17,12 +17,12 @@ def init_from(
     """Decorate an `__init__` that takes an options object, so that it takes the object's fields as arguments.
 
     Args:
-        options: A keyword-only dataclass.
+        options: A keyword-only dataclass. Fields whose names start with an underscore are not arguments.
         positional: Names of fields that can also be passed by position, in this order and separated by spaces; the
             other fields are keyword-only.
     """
     order = positional.split()
-    by_name = {field.name: field for field in fields(options)}  # type: ignore[arg-type]
+    by_name = {f.name: f for f in fields(options) if not f.name.startswith("_")}  # type: ignore[arg-type]
 
     def parameter(name: str, kind: Any) -> Parameter:
         default = by_name[name].default

@@ -1,4 +1,4 @@
-"""linear-attention-transformer 0.19.1, served by longspan."""
+"""Replacement for linear-attention-transformer 0.19.1."""
 
 from longspan.compat.linear_attention_transformer.autoregressive_wrapper import AutoregressiveWrapper
 from longspan.compat.linear_attention_transformer.images import ImageLinearAttention

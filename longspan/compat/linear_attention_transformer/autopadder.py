@@ -1,4 +1,4 @@
-"""Lengths that need not divide: here none do, and only where the padding goes is left to say."""
+"""Autopadder: in the original it pads inputs to a multiple of the window; here any length works."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Autopadder"]
 
 
 class Autopadder(nn.Module):
-    """A model for any length.
+    """Apply a model to inputs of any length.
 
-    pad_left: windows are counted so that the last ends with the sequence, not so that the first begins with it. For
-    models that look both ways; a causal one counts from its first token.
+    pad_left: Align windows with the end of the sequence instead of its start. It is for bidirectional models; a causal
+    model always counts positions from its first token.
     """
 
     def __init__(self, net: LinearAttentionTransformer | LinearAttentionTransformerLM, pad_left: bool = False) -> None:
@@ -36,12 +36,10 @@ class Autopadder(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """As the model's own forward."""
-        missing = -x.shape[1] % max(self.pad_to, 1)
-        if missing and self.pad_left:
+        """Apply the model; see its forward."""
+        padding = -x.shape[1] % max(self.pad_to, 1) if self.pad_left else 0
+        if padding:
             mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if input_mask is None else input_mask
-            input_mask = F.pad(mask.bool(), (missing, 0), value=False)
-            x = F.pad(x, (missing, 0) if x.ndim == 2 else (0, 0, missing, 0))
-        else:
-            missing = 0
-        return self.net(x, input_mask=input_mask, context=context, context_mask=context_mask)[:, missing:]
+            input_mask = F.pad(mask.bool(), (padding, 0), value=False)
+            x = F.pad(x, (padding, 0) if x.ndim == 2 else (0, 0, padding, 0))
+        return self.net(x, input_mask=input_mask, context=context, context_mask=context_mask)[:, padding:]

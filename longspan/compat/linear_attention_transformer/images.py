@@ -1,4 +1,4 @@
-"""Attention over images: (B, chan, H, W) -> (B, chan_out, H, W)."""
+"""ImageLinearAttention of linear-attention-transformer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["ImageLinearAttention"]
 
 
 class ImageLinearAttention(CompatModule):
-    """Every place of an image sees every other, at a cost linear in their number.
+    """Linear attention between all pixels of an image, (B, chan, H, W) -> (B, chan_out, H, W).
 
-    norm_queries: queries softmaxed over features. A context's keys are not scaled, as in the original.
+    norm_queries: Apply a softmax to the features of queries. Keys of a context are not scaled, as in the original.
     """
 
     model: ImageAttention
@@ -44,10 +44,8 @@ class ImageLinearAttention(CompatModule):
         )
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """x: (B, chan, H, W). context: (B, chan, …), keys and values beside the image's own."""
-        if context is not None:
-            context = context.flatten(2).mT
-        return self.model(x, context)
+        """Attend to x (B, chan, H, W) and, if given, to a context (B, chan, …)."""
+        return self.model(x, None if context is None else context.flatten(2).mT)
 
     def key_mappings(self) -> Iterable[KeyMapping]:
         for name in ("to_q", "to_k", "to_v", "to_out"):

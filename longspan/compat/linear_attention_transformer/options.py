@@ -1,4 +1,4 @@
-"""The arguments of linear-attention-transformer's models as a configuration of ours."""
+"""Translate the arguments of linear-attention-transformer to longspan configurations."""
 
 from __future__ import annotations
 
@@ -9,57 +9,65 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig
+from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig, Positions
 
 LinformerSettings = namedtuple("LinformerSettings", ["k"])
 LinformerContextSettings = namedtuple("LinformerContextSettings", ["seq_len", "k"])
 
-# A feed-forward layer in a checkpoint: the number of its pair of branches, and the tensor that tells its kind.
+# The key of a feed-forward layer: the index of its pair of branches, and the tensor that identifies its type.
 _FEED_FORWARD = re.compile(r"layers\.(?:layers|blocks)\.(\d+)\.(?:1|g\.net)\.(?:fn\.)+(w1\.weight|keys)$")
 
 
-@dataclass(frozen=True)
-class Options:
-    """What both models are given. num_keys, glu: of the feed-forward layers right after self-attention."""
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Arguments that both models share."""
 
     dim: int
     depth: int
     max_seq_len: int
-    heads: int
-    dim_head: int | None
-    causal: bool
-    ff_chunks: int
-    ff_glu: bool
-    ff_dropout: float
-    attn_layer_dropout: float
-    attn_dropout: float
-    reversible: bool
-    blindspot_size: int
-    n_local_attn_heads: int | Sequence[int]
-    local_attn_window_size: int
-    receives_context: bool
-    attend_axially: bool
-    pkm_layers: int | Sequence[int]
-    pkm_num_keys: int
-    linformer_settings: Any
-    context_linformer_settings: Any
-    shift_tokens: bool
-    rotary: bool = False
-    glu: bool = True
+    heads: int = 8
+    dim_head: int | None = None
+    causal: bool = False
+    ff_chunks: int = 1
+    ff_glu: bool = False
+    ff_dropout: float = 0.0
+    attn_layer_dropout: float = 0.0
+    attn_dropout: float = 0.0
+    reversible: bool = False
+    blindspot_size: int = 1
+    n_local_attn_heads: int | Sequence[int] = 0
+    local_attn_window_size: int = 128
+    receives_context: bool = False
+    attend_axially: bool = False
+    pkm_layers: int | Sequence[int] = ()
+    pkm_num_keys: int = 128
+    linformer_settings: LinformerSettings | None = None
+    context_linformer_settings: LinformerContextSettings | None = None
+    shift_tokens: bool = False
+    _own_glu: bool = True
+    """Whether ff_glu also applies to the feed-forward layers after self-attention; see `adapt`."""
 
-    def config(self, narrow_norm: bool = False, **more: Any) -> ModelConfig:
-        """more: further fields, those of a language model."""
+    @property
+    def rotary(self) -> bool:
+        """Whether linear attention has rotary positions."""
+        return False
+
+    def config(self) -> ModelConfig:
+        """Return the configuration of the longspan model."""
         if self.causal and self.linformer_settings is not None:
-            raise ValueError("linformer_settings need causal=False; the causal Linformer is longspan's own (docs)")
+            raise ValueError(
+                "linformer_settings need causal=False; for a causal Linformer build a longspan.LanguageModel"
+            )
         side = FeedForwardConfig(gated=self.ff_glu, dropout=self.ff_dropout, chunks=self.ff_chunks)
-        own = replace(side, gated=self.ff_glu and self.glu)
-        axial = heads(self.heads, self.dim // self.heads, 0, causal=self.causal)
+        axial = mechanism_spec(self.heads, self.dim // self.heads, 0, causal=self.causal)
+        rotary = self.rotary and self.linformer_settings is None
         return ModelConfig(
             dim=self.dim,
             depth=self.depth,
-            attention=self._attention(self._own(), self.dim_head, self.rotary and self.linformer_settings is None),
-            cross=self._attention(self._cross(), self.dim_head, False) if self.receives_context else None,
-            feed_forward=own,
+            attention=self._attention(self._self_attention(), self.dim_head, rotary),
+            cross=self._attention(self._cross_attention(), self.dim_head, False) if self.receives_context else None,
+            feed_forward=replace(side, gated=self.ff_glu and self._own_glu),
+            final_norm=False,
             causal=self.causal,
             token_shift=((1, 0) if self.causal else (1, 0, -1)) if self.shift_tokens else (),
             residual="double" if self.reversible else "single",
@@ -67,67 +75,76 @@ class Options:
             legacy=LegacyConfig(
                 axial_stride=self.local_attn_window_size if self.attend_axially else None,
                 axial=self._attention(axial, None, self.rotary) if self.attend_axially else None,
-                side_feed_forward=side if self.pairs > 1 else None,
-                product_keys=self.memories,
+                side_feed_forward=side if self.branch_pairs > 1 else None,
+                product_keys=self.memory_layers,
                 num_keys=self.pkm_num_keys,
-                narrow_norm=narrow_norm,
             ),
-            **more,
         )
 
-    def settled(self, shapes: Mapping[str, Sequence[int]], asked: Options) -> tuple[Options, list[str]]:
-        """These options as a checkpoint of such shapes has them, and which of those asked for had no effect on it.
+    def adapt(self, shapes: Mapping[str, Sequence[int]], requested: ModelOptions) -> tuple[ModelOptions, list[str]]:
+        """Adapt the options to the shapes of a checkpoint.
 
-        The original makes the feed-forward layers after self-attention without looking at ff_glu and pkm_num_keys, and
-        overlooks pkm_layers given as a list. What the shapes do not tell stays as it is.
+        The original ignores ff_glu and pkm_num_keys in the feed-forward layers after self-attention, and pkm_layers if
+        it is a list. Options that the shapes do not determine stay unchanged.
+
+        Args:
+            shapes: The shapes of the checkpoint by key.
+            requested: The options that the model was built with.
+
+        Returns:
+            The adapted options, and the names of the requested options that the checkpoint was trained without.
         """
         widths: dict[int, int] = {}
-        keys: dict[int, int] = {}
-        for name, shape in shapes.items():
-            if found := _FEED_FORWARD.search(name):
-                layer, place = divmod(int(found[1]), self.pairs)
-                if place == 0:
-                    (keys if found[2] == "keys" else widths)[layer] = shape[1 if found[2] == "keys" else 0]
-        options, without = self, list[str]()
-        if asked.ff_glu and widths:
-            options = replace(options, glu=set(widths.values()) != {4 * self.dim})
-            without += [] if options.glu else ["ff_glu"]
-        if asked.memories:
-            held = {layer for layer in asked.memories if layer in keys or layer in self.memories} - set(widths)
-            options = replace(options, pkm_layers=tuple(layer + 1 for layer in sorted(held)))
-            without += ["pkm_layers"] if set(asked.memories) & set(widths) else []
-        if keys:
-            ignored = set(keys.values()) == {128} and asked.pkm_num_keys != 128
-            options = replace(options, pkm_num_keys=128 if ignored else asked.pkm_num_keys)
-            without += ["pkm_num_keys"] if ignored else []
-        return options, without
+        num_keys: dict[int, int] = {}
+        for key, shape in shapes.items():
+            if found := _FEED_FORWARD.search(key):
+                layer, pair = divmod(int(found[1]), self.branch_pairs)
+                if pair == 0 and found[2] == "keys":
+                    num_keys[layer] = shape[1]
+                elif pair == 0:
+                    widths[layer] = shape[0]
+        options, ignored = self, list[str]()
+        if requested.ff_glu and widths:
+            options = replace(options, _own_glu=set(widths.values()) != {4 * self.dim})
+            ignored += [] if options._own_glu else ["ff_glu"]
+        if requested.memory_layers:
+            present = {i for i in requested.memory_layers if i in num_keys or i in self.memory_layers} - set(widths)
+            options = replace(options, pkm_layers=tuple(i + 1 for i in sorted(present)))
+            ignored += ["pkm_layers"] if set(requested.memory_layers) & set(widths) else []
+        if num_keys:
+            default = set(num_keys.values()) == {128} and requested.pkm_num_keys != 128
+            options = replace(options, pkm_num_keys=128 if default else requested.pkm_num_keys)
+            ignored += ["pkm_num_keys"] if default else []
+        return options, ignored
 
-    def idle(self) -> list[str]:
-        """Arguments that this model has no use for, and why."""
+    def unused_arguments(self) -> list[str]:
+        """Return the arguments that have no effect on this model, each with the reason."""
         linformer = self.linformer_settings is not None
-        near = any(self.local_heads) or linformer or self.context_linformer_settings is not None
-        layers = (self.pkm_layers,) if isinstance(self.pkm_layers, int) else self.pkm_layers
-        found = {
+        local = any(self.local_heads)
+        reasons = {
             "attn_dropout (for local heads and Linformer; attn_layer_dropout is for all)": self.attn_dropout
-            and not near,
-            "n_local_attn_heads (linformer_settings replace all heads)": linformer and any(self.local_heads),
+            and not (local or linformer or self.context_linformer_settings is not None),
+            "n_local_attn_heads (linformer_settings replace all heads)": linformer and local,
             "blindspot_size (for causal=True)": self.blindspot_size > 1 and not self.causal,
             "context_linformer_settings (for receives_context=True)": self.context_linformer_settings is not None
             and not self.receives_context,
-            f"pkm_layers beyond 1 to {self.depth}": len(self.memories) < len(layers),
+            f"pkm_layers beyond 1 to {self.depth}": len(self.memory_layers) < len(self._pkm_layers),
         }
-        return [name for name, unused in found.items() if unused]
+        return [reason for reason, applies in reasons.items() if applies]
 
     @property
-    def pairs(self) -> int:
-        """Pairs of branches in a layer: an attention and a feed-forward layer each."""
+    def branch_pairs(self) -> int:
+        """The number of pairs of an attention and a feed-forward layer in each layer."""
         return 1 + self.attend_axially + self.receives_context
 
     @property
-    def memories(self) -> tuple[int, ...]:
-        """Layers, counted from 0, with a product-key memory."""
-        layers = (self.pkm_layers,) if isinstance(self.pkm_layers, int) else self.pkm_layers
-        return tuple(layer - 1 for layer in layers if 1 <= layer <= self.depth)
+    def memory_layers(self) -> tuple[int, ...]:
+        """The layers, counted from 0, with a product-key memory."""
+        return tuple(layer - 1 for layer in self._pkm_layers if 1 <= layer <= self.depth)
+
+    @property
+    def _pkm_layers(self) -> Sequence[int]:
+        return (self.pkm_layers,) if isinstance(self.pkm_layers, int) else self.pkm_layers
 
     @property
     def head_dim(self) -> int:
@@ -135,13 +152,13 @@ class Options:
 
     @property
     def pad_to_multiple(self) -> int:
-        """What lengths had to divide by in the original."""
+        """The number of which lengths had to be a multiple in the original."""
         window = self.local_attn_window_size if any(self.local_heads) else 1
         return math.lcm(self.blindspot_size if self.causal else 1, window)
 
     @property
     def local_heads(self) -> tuple[int, ...]:
-        """Local heads of each layer."""
+        """The number of local heads of each layer."""
         given = self.n_local_attn_heads
         counts = (given,) * self.depth if isinstance(given, int) else tuple(given)
         if len(counts) != self.depth or any(not 0 <= count <= self.heads for count in counts):
@@ -160,50 +177,104 @@ class Options:
             dropout=self.attn_layer_dropout,
         )
 
-    def _own(self) -> Any:
-        """One mechanism, or one for each layer."""
-        settings = settings_of(LinformerSettings, self.linformer_settings)
+    def _self_attention(self) -> Any:
+        settings = _as_settings(LinformerSettings, self.linformer_settings)
         if settings is not None:
             return _linformer(settings.k, self.max_seq_len, self.attn_dropout)
-        shape = {"blindspot_size": self.blindspot_size, "window": self.local_attn_window_size}
         return [
-            heads(self.heads, self.head_dim, local, causal=self.causal, dropout=self.attn_dropout, **shape)
-            for local in self.local_heads
+            mechanism_spec(
+                self.heads,
+                self.head_dim,
+                num_local,
+                causal=self.causal,
+                blindspot_size=self.blindspot_size,
+                window=self.local_attn_window_size,
+                dropout=self.attn_dropout,
+            )
+            for num_local in self.local_heads
         ]
 
-    def _cross(self) -> dict[str, Any]:
-        settings = settings_of(LinformerContextSettings, self.context_linformer_settings)
+    def _cross_attention(self) -> dict[str, Any]:
+        settings = _as_settings(LinformerContextSettings, self.context_linformer_settings)
         if settings is not None:
             return _linformer(settings.k, settings.seq_len, self.attn_dropout)
-        return heads(self.heads, self.head_dim, 0, causal=False)
+        return mechanism_spec(self.heads, self.head_dim, 0, causal=False)
 
 
-def heads(
-    number: int,
+@dataclass(frozen=True, kw_only=True)
+class TransformerOptions(ModelOptions):
+    """Arguments of LinearAttentionTransformer."""
+
+    bucket_size: int = 64
+
+    def unused_arguments(self) -> list[str]:
+        unused = ["bucket_size (use blindspot_size)"] if self.bucket_size != 64 else []
+        return [*unused, *super().unused_arguments()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelOptions(ModelOptions):
+    """Arguments of LinearAttentionTransformerLM."""
+
+    num_tokens: int
+    dim_head: int | None = 64
+    emb_dim: int | None = None
+    return_embeddings: bool = False
+    use_axial_pos_emb: bool = True
+    use_rotary_emb: bool = False
+
+    @property
+    def rotary(self) -> bool:
+        return self.use_rotary_emb
+
+    def config(self) -> ModelConfig:
+        config = super().config()
+        projected = self.emb_dim is not None and self.emb_dim != self.dim
+        positions: Positions = "axial" if self.use_axial_pos_emb else "learned"
+        if self.use_rotary_emb:
+            positions = "sinusoidal"
+        window = self.local_attn_window_size
+        return replace(
+            config,
+            vocab_size=self.num_tokens,
+            embed_dim=self.emb_dim if projected else None,
+            positions=positions,
+            max_length=self.max_seq_len,
+            axial_shape=(-(-self.max_seq_len // window), window) if positions == "axial" else None,
+            # The original normalizes last: after the projection to emb_dim if there is one.
+            final_norm=not projected or self.return_embeddings,
+            legacy=replace(config.legacy, narrow_norm=projected and not self.return_embeddings),
+            # Tied embeddings have no output layer, which return_embeddings would not use.
+            tie_embeddings=self.return_embeddings,
+        )
+
+
+def mechanism_spec(
+    num_heads: int,
     head_dim: int,
-    local: int,
+    num_local: int,
     *,
     causal: bool,
     blindspot_size: int = 1,
     window: int = 128,
     dropout: float = 0.0,
 ) -> dict[str, Any]:
-    """So many heads, the first `local` of them local and the rest linear: the two kinds of that library."""
-    near: dict[str, Any] = {"mechanism": "local", "window": window, "look_back": 1, "look_ahead": int(not causal)}
-    near["dropout"] = dropout
-    far: dict[str, Any] = {"mechanism": "linear", "feature_map": "softmax"}
+    """Return the specification of heads, of which the first `num_local` are local and the others linear."""
+    local: dict[str, Any] = {"mechanism": "local", "window": window, "look_back": 1, "look_ahead": int(not causal)}
+    local["dropout"] = dropout
+    linear: dict[str, Any] = {"mechanism": "linear", "feature_map": "softmax"}
     if causal:
-        far |= {"normalize": "query", "blind_spot": max(blindspot_size, 1), "first_bucket": "zero"}
+        linear |= {"normalize": "query", "blind_spot": max(blindspot_size, 1), "first_bucket": "zero"}
     else:
-        far |= {"normalize": "feature", "output_scale": head_dim**-0.5}
-    if local in (0, number):
-        return near if local else far
-    parts = [{**near, "num_heads": local}, {**far, "num_heads": number - local}]
+        linear |= {"normalize": "feature", "output_scale": head_dim**-0.5}
+    if num_local in (0, num_heads):
+        return local if num_local else linear
+    parts = [{**local, "num_heads": num_local}, {**linear, "num_heads": num_heads - num_local}]
     return {"mechanism": "split", "parts": parts}
 
 
-def settings_of(kind: Any, given: Any) -> Any:
-    """A settings tuple, or the mapping that says the same in JSON."""
+def _as_settings(kind: Any, given: Any) -> Any:
+    """Return a settings tuple, or None; JSON configurations contain a mapping instead."""
     if given is None or isinstance(given, kind):
         return given
     if isinstance(given, Mapping) and set(given) == set(kind._fields):

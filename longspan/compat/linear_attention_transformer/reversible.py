@@ -1,4 +1,4 @@
-"""Pairs of layers of one's own, in turn or reversibly."""
+"""Containers for pairs of layers."""
 
 from longspan.compat.containers import ReversibleSequence, SequentialSequence
 
