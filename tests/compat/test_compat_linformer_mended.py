@@ -293,11 +293,11 @@ def test_what_is_refused() -> None:
         model(x, embeddings=x)
     with pytest.raises(ValueError, match="a decoder attends to embeddings: pass embeddings="):
         ours.Linformer(**SMALL, decoder_mode=True)(x)
-    with pytest.raises(ValueError, match=r"causal_mask must be None or gen_causal_mask.*got another of shape"):
+    with pytest.raises(ValueError, match=r"causal_mask must be None or gen_causal_mask.*got another mask of shape"):
         ours.MHAttention(11, 4, 12, 4, 3, 0.0, "C0", "kv", None, None, False, torch.rand(11, 4) > 0.5)
     with pytest.raises(ValueError, match="E_proj must come from get_EF, so that layers can share it, got a Linear"):
         ours.MHAttention(11, 4, 12, 4, 3, 0.0, "C0", "layerwise", torch.nn.Linear(11, 4), None, False, None)
-    with pytest.raises(ValueError, match=r"this layer has no use for embeddings \(decoder_mode=False\)"):
+    with pytest.raises(ValueError, match=r"this layer takes no embeddings \(decoder_mode=False\)"):
         ours.MHAttention(11, 4, 12, 4, 3, 0.0, "C0", "kv", None, None, False, None)(x, embeddings=x)
     with pytest.raises(ValueError, match="ff_intermediate needs parameter_sharing other than layerwise"):
         ours.Linformer(**SMALL, ff_intermediate=9)

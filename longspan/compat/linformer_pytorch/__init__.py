@@ -1,4 +1,4 @@
-"""linformer-pytorch 0.19.3, served by longspan."""
+"""Replacement for linformer-pytorch 0.19.3."""
 
 from longspan.compat.linformer_pytorch.linformer_pytorch import (
     FeedForward,

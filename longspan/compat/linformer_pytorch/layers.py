@@ -1,4 +1,4 @@
-"""The layers of linformer-pytorch."""
+"""Layers of linformer-pytorch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ import torch
 from torch import Tensor
 
 from longspan.compat.linformer_pytorch.keys import (
-    BASE,
-    Use,
-    attention_entries,
-    feed_forward_entries,
-    frequencies,
-    mechanism_uses,
-    projection_entries,
+    ProjectionUse,
+    attention_keys,
+    feed_forward_keys,
+    frequency_key,
+    projection_keys,
+    projection_uses,
 )
-from longspan.compat.linformer_pytorch.options import METHODS, SHARING, draw
-from longspan.compat.state_dict import CompatModule, KeyMapping, constant
+from longspan.compat.linformer_pytorch.options import (
+    ACTIVATIONS,
+    CHECKPOINT_LEVELS,
+    METHODS,
+    POSITION_BASE,
+    SHARING,
+    draw_fixed_tables,
+    linformer_options,
+)
+from longspan.compat.state_dict import CompatModule, KeyMapping
 from longspan.layout import TokenLayout
 from longspan.mechanisms.linformer import LinformerAttention, Projection
 from longspan.mechanisms.softmax import SoftmaxAttention
@@ -31,7 +38,7 @@ from longspan.utils import choose
 
 
 class SequenceProjection(CompatModule):
-    """A matrix E or F, or a convolution, that compresses a sequence: (B, d, n) -> (B, d, k)."""
+    """A projection E or F, by a matrix or a convolution, of the sequence dimension: (B, d, n) -> (B, d, k)."""
 
     model: Projection
 
@@ -40,38 +47,38 @@ class SequenceProjection(CompatModule):
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = self.model.compress(x.mT[:, :, None]).to(x.dtype)  # (B, 1, k, d)
-        return (rows if self.model.bias is None else rows + self.model.bias)[:, 0].mT
+        compressed = self.model.compress(x.mT[:, :, None]).to(x.dtype)  # (B, 1, k, d)
+        return (compressed if self.model.bias is None else compressed + self.model.bias)[:, 0].mT
 
     def key_mappings(self) -> Iterable[KeyMapping]:
-        return projection_entries([Use([""], "", self.model)])
+        return projection_keys([ProjectionUse([""], "", self.model)])
 
 
-def get_EF(  # noqa: N802 - its name there
+def get_EF(  # noqa: N802
     input_size: int, dim: int, method: str = "learnable", head_dim: int | None = None, bias: bool = True
 ) -> SequenceProjection | Tensor:
-    """What compresses input_size tokens to dim rows, to be given to any number of layers; for "no_params" a tensor."""
+    """Return a projection from input_size to dim tokens, which layers can share; a tensor for "no_params"."""
     choose("method", method, METHODS)
     if method == "no_params":
         return torch.randn(input_size, dim) / dim
     if method == "convolution":
         if head_dim is None:
-            raise ValueError('method="convolution" needs head_dim, the width of what it takes')
-        kind: dict[str, Any] = {"kind": "convolution", "dim": head_dim, "whole_stretches": True, "bias": True}
-        return SequenceProjection(Projection(dim, input_size, **kind))
+            raise ValueError('method="convolution" needs head_dim, the width of its input')
+        convolution = Projection(dim, input_size, kind="convolution", dim=head_dim, whole_stretches=True, bias=True)
+        return SequenceProjection(convolution)
     return SequenceProjection(Projection(dim, input_size, bias=bias))
 
 
 def gen_causal_mask(input_size: int, dim_k: int, full_attention: bool = False) -> Tensor:
-    """The pattern by which layers are told to be causal: (input_size, dim_k), or square for full attention."""
+    """Return the mask that makes a layer causal: (input_size, dim_k), or square for full attention."""
     return torch.ones(input_size, input_size if full_attention else dim_k, dtype=torch.bool).tril()
 
 
 class MHAttention(CompatModule):
-    """Attention of heads of their own weights: (B, n, channels) -> (B, n, channels).
+    """Multi-head Linformer or full attention, (B, n, channels) -> (B, n, channels).
 
-    E_proj, F_proj: of `get_EF`, used with parameter_sharing="layerwise". causal_mask: None, or the pattern of
-    `gen_causal_mask`, which means causal.
+    E_proj, F_proj: Projections from `get_EF`, for parameter_sharing="layerwise".
+    causal_mask: None, or the result of `gen_causal_mask` for causal attention.
     """
 
     model: Attention
@@ -96,35 +103,20 @@ class MHAttention(CompatModule):
     ) -> None:
         super().__init__()
         choose("parameter_sharing", parameter_sharing, SHARING)
-        choose("checkpoint_level", checkpoint_level, ("C0", "C1", "C2"))
+        choose("checkpoint_level", checkpoint_level, CHECKPOINT_LEVELS)
         self.input_size, self.dim_k, self.channels, self.nhead = input_size, dim_k, channels, nhead
         self.causal_mask, self.decoder_mode = causal_mask, decoder_mode
-        self.last_seen: dict[str, Any] | None = None
+        self.last_call: tuple[Tensor, dict[str, Any]] | None = None
         linformer: LinformerAttention | None
         if parameter_sharing == "layerwise":
             linformer = None if full_attention and E_proj is None else _linformer(nhead, dim, E_proj, F_proj, dropout)
         else:
             choose("method", method, METHODS)
-            linformer = LinformerAttention(
-                nhead,
-                dim,
-                rank=dim_k,
-                max_length=input_size,
-                projection=METHODS[method],
-                whole_stretches=method == "convolution",
-                bias=method != "no_params",
-                per_head=parameter_sharing == "none",
-                share_projection=parameter_sharing == "kv",
-                dropout=dropout,
-            )
+            options = linformer_options(dim_k, input_size, method, parameter_sharing)
+            linformer = LinformerAttention(nhead, dim, dropout=dropout, **options)
             if method == "no_params":
-                draw([linformer])
-        mechanism: Mechanism
-        if full_attention:
-            mechanism, self.unused = SoftmaxAttention(nhead, dim, dropout=dropout), linformer
-        else:
-            assert linformer is not None
-            mechanism = linformer
+                draw_fixed_tables([linformer])
+        mechanism, self.unused = _select_mechanism(nhead, dim, dropout, linformer, full_attention)
         self.model = Attention(
             channels,
             AttentionConfig(num_heads=nhead, head_dim=dim, dropout=dropout),
@@ -133,8 +125,7 @@ class MHAttention(CompatModule):
             causal=_is_causal(causal_mask, dim_k, full_attention),
             cross=decoder_mode,
         )
-        apart = checkpoint_level == "C2" and not dropout and mechanism.heads_alike
-        self.model.set_head_groups(apart)
+        self.model.set_head_groups(checkpoint_level == "C2" and not dropout and mechanism.heads_alike)
 
     def forward(
         self,
@@ -145,27 +136,30 @@ class MHAttention(CompatModule):
         embeddings_mask: Tensor | None = None,
         visualize: bool = False,
     ) -> Tensor:
-        """tensor: (B, n, channels). embeddings: (B, m, channels), with decoder_mode. visualize: for `Visualizer`."""
+        """Attend to tensor (B, n, channels), or with decoder_mode to embeddings (B, m, channels).
+
+        Masks are True for tokens to attend to. visualize: Save the arguments for `Visualizer`.
+        """
         if self.decoder_mode != (embeddings is not None) or (embeddings is None and embeddings_mask is not None):
-            need = "attends to embeddings: pass embeddings=" if self.decoder_mode else "has no use for embeddings"
+            need = "needs embeddings: pass embeddings=" if self.decoder_mode else "takes no embeddings"
             raise ValueError(f"this layer {need} (decoder_mode={self.decoder_mode})")
-        rows = TokenLayout.of(tensor, causal=self.model.causal and not self.decoder_mode, key_mask=input_mask)
-        context_rows = None
+        layout = TokenLayout.of(tensor, causal=self.model.causal and not self.decoder_mode, key_mask=input_mask)
+        context_layout = None
         if embeddings is not None:
-            context_rows = TokenLayout.of(embeddings, causal=False, key_mask=embeddings_mask)
+            context_layout = TokenLayout.of(embeddings, causal=False, key_mask=embeddings_mask)
         if visualize:
-            self.last_seen = {"x": tensor.detach(), "rows": rows, "context": embeddings, "context_rows": context_rows}
-        return self.model(tensor, rows, embeddings, context_rows=context_rows)
+            masks = {"input_mask": input_mask, "embeddings_mask": embeddings_mask}
+            self.last_call = tensor.detach(), {"embeddings": embeddings, **masks}
+        return self.model(tensor, layout, embeddings, context_rows=context_layout)
 
     def key_mappings(self) -> Iterable[KeyMapping]:
-        yield from attention_entries(self.model, "", "")
+        yield from attention_keys(self.model)
         heads = [f"heads.{h}." for h in range(self.nhead)]
-        used = self.model.mechanism if self.unused is None else self.unused
-        yield from projection_entries(mechanism_uses(used, heads, "mechanism." if self.unused is None else "unused."))
+        yield from _mechanism_keys(self.model.mechanism, self.unused, heads, "mechanism.")
 
 
 class LinearAttentionHead(CompatModule):
-    """One head without weights of its own: Q, K and V (B, n, dim) -> (B, n, dim). The rest as for `MHAttention`."""
+    """One attention head without projections of Q, K and V: (B, n, dim) -> (B, n, dim); see `MHAttention`."""
 
     model: Mechanism
 
@@ -180,27 +174,22 @@ class LinearAttentionHead(CompatModule):
     ) -> None:
         super().__init__()
         linformer = None if full_attention and E_proj is None else _linformer(1, dim, E_proj, F_proj, dropout)
-        if full_attention:
-            self.model, self.unused = SoftmaxAttention(1, dim, dropout=dropout), linformer
-        else:
-            assert linformer is not None
-            self.model = linformer
+        self.model, self.unused = _select_mechanism(1, dim, dropout, linformer, full_attention)
         self.dim, self.full_attention, self.causal_mask = dim, full_attention, causal_mask
         rank = 0 if linformer is None else linformer.rank
         self.causal = _is_causal(causal_mask, rank, full_attention)
 
     def forward(self, Q: Tensor, K: Tensor, V: Tensor, *, input_mask: Tensor | None = None) -> Tensor:
-        """input_mask: which of the keys are real."""
+        """Attend. input_mask: (B, n), True for keys to attend to."""
         q, k, v = (x[:, :, None] for x in (Q, K, V))
         return self.model(q, k, v, causal=self.causal, key_mask=input_mask)[:, :, 0]
 
     def key_mappings(self) -> Iterable[KeyMapping]:
-        used, new = (self.model, "") if self.unused is None else (self.unused, "unused.")
-        return projection_entries(mechanism_uses(used, [""], new))
+        return _mechanism_keys(self.model, self.unused, [""], "")
 
 
 class FeedForward(CompatModule):
-    """activation(x W₁) W₂ with dropout after both: (B, n, input_channels) -> (B, n, output_channels)."""
+    """Compute activation(x W₁) W₂ with dropout after both: (B, n, input_channels) -> (B, n, output_channels)."""
 
     model: _FeedForward
 
@@ -208,7 +197,7 @@ class FeedForward(CompatModule):
         self, input_channels: int, output_channels: int, ff_dim: int, dropout: float, activation: str | None = "gelu"
     ) -> None:
         super().__init__()
-        name: Any = "identity" if activation is None else choose("activation", activation, ("gelu", "relu"))
+        name: Any = "identity" if activation is None else choose("activation", activation, ACTIVATIONS)
         config = FeedForwardConfig(hidden=ff_dim, dropout=dropout, activation=name)
         self.model = _FeedForward(input_channels, config, out_features=output_channels, out_dropout=dropout)
 
@@ -216,23 +205,38 @@ class FeedForward(CompatModule):
         return self.model(tensor)
 
     def key_mappings(self) -> Iterable[KeyMapping]:
-        return feed_forward_entries("", "")
+        return feed_forward_keys()
 
 
 class PositionalEmbedding(CompatModule):
-    """Sines, then cosines, of each position: (B, n, …) -> (1, n, channels)."""
+    """Sinusoidal positions (1, n, channels), sines first, for a tensor (B, n, …)."""
 
     model: SinusoidalPositions
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.model = SinusoidalPositions(channels, BASE)
+        self.model = SinusoidalPositions(channels, POSITION_BASE)
 
     def forward(self, tensor: Tensor) -> Tensor:
         return self.model(torch.arange(tensor.shape[1], device=tensor.device)[None])
 
     def key_mappings(self) -> Iterable[KeyMapping]:
-        yield constant("inv_freq", lambda: frequencies(self.model.dim))
+        return [frequency_key("inv_freq", self.model.dim)]
+
+
+def _select_mechanism(
+    num_heads: int, dim: int, dropout: float, linformer: LinformerAttention | None, full_attention: bool
+) -> tuple[Mechanism, LinformerAttention | None]:
+    """Return the mechanism, and the Linformer that full attention does not use but the original saves."""
+    if full_attention:
+        return SoftmaxAttention(num_heads, dim, dropout=dropout), linformer
+    assert linformer is not None
+    return linformer, None
+
+
+def _mechanism_keys(mechanism: Mechanism, unused: Any, heads: list[str], new: str) -> Iterable[KeyMapping]:
+    uses = projection_uses(mechanism, heads, new) if unused is None else projection_uses(unused, heads, "unused.")
+    return projection_keys(uses)
 
 
 def _linformer(
@@ -242,17 +246,17 @@ def _linformer(
     F_proj: SequenceProjection | Tensor | None,
     dropout: float,
 ) -> LinformerAttention:
-    """The mechanism of these two projections, which stay whose they are: layers given the same share it."""
-    keys, values = _projection("E_proj", E_proj), _projection("F_proj", F_proj)
+    """Return a mechanism that shares two projections with their owner."""
+    keys, values = _as_projection("E_proj", E_proj), _as_projection("F_proj", F_proj)
     values = keys if F_proj is E_proj else values
     if keys.rank != values.rank:
-        raise ValueError(f"E_proj and F_proj must give as many rows, got {keys.rank} and {values.rank}")
+        raise ValueError(f"E_proj and F_proj must have the same output length, got {keys.rank} and {values.rank}")
     mechanism = LinformerAttention(nhead, dim, projection=keys, dropout=dropout)
     mechanism.values = values
     return mechanism
 
 
-def _projection(name: str, given: Any) -> Projection:
+def _as_projection(name: str, given: Any) -> Projection:
     if isinstance(given, SequenceProjection):
         return given.model
     if isinstance(given, Tensor):
@@ -268,6 +272,6 @@ def _is_causal(mask: Tensor | None, dim_k: int, full_attention: bool) -> bool:
     if mask.ndim == 2 and torch.equal(mask.cpu(), gen_causal_mask(len(mask), dim_k, full_attention)):
         return True
     raise ValueError(
-        f"causal_mask must be None or gen_causal_mask(input_size, dim_k, full_attention), the triangular pattern, got "
-        f"another of shape {tuple(mask.shape)}: pass a mask of tokens as input_mask"
+        "causal_mask must be None or gen_causal_mask(input_size, dim_k, full_attention), a triangular mask, got "
+        f"another mask of shape {tuple(mask.shape)}: pass a mask of tokens as input_mask"
     )

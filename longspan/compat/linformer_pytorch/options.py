@@ -1,54 +1,58 @@
-"""The arguments of linformer-pytorch's models as a configuration of ours."""
+"""Translate the arguments of linformer-pytorch to longspan configurations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from longspan.compat.linformer_pytorch.keys import BASE
-from longspan.mechanisms.linformer import LinformerAttention, Projection
+from longspan.mechanisms.linformer import LinformerAttention
 from longspan.models.config import AttentionConfig, Execution, FeedForwardConfig, LegacyConfig, ModelConfig
 from longspan.models.layers import Attention
 from longspan.models.transformer import Transformer
 from longspan.utils import choose
 
+POSITION_BASE = 100000.0  # of the sinusoidal positions
+ACTIVATIONS = ("gelu", "relu")
+CHECKPOINT_LEVELS = ("C0", "C1", "C2")
 SHARING = ("none", "headwise", "kv", "layerwise")
 METHODS = {"learnable": "learned", "convolution": "convolution", "no_params": "random"}
 
 
-@dataclass(frozen=True)
-class Options:
-    """What every model is given. flat: k_reduce_by_layer has no effect, as in the original with layerwise sharing."""
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Arguments that all models share, with the defaults of Linformer."""
 
     input_size: int
     channels: int
     dim_k: int
-    dim_ff: int
-    dim_d: int | None
-    dropout_ff: float
-    nhead: int
-    depth: int
-    dropout: float
-    activation: str
-    checkpoint_level: str
-    parameter_sharing: str
-    k_reduce_by_layer: int
-    full_attention: bool
-    include_ff: bool
-    w_o_intermediate_dim: int | None
-    decoder_mode: bool
-    causal: bool
-    method: str
-    ff_intermediate: int | None
-    flat: bool = False
+    dim_ff: int = 256
+    dim_d: int | None = None
+    dropout_ff: float = 0.15
+    nhead: int = 4
+    depth: int = 1
+    dropout: float = 0.1
+    activation: str = "gelu"
+    checkpoint_level: str = "C0"
+    parameter_sharing: str = "layerwise"
+    k_reduce_by_layer: int = 0
+    full_attention: bool = False
+    include_ff: bool = True
+    w_o_intermediate_dim: int | None = None
+    decoder_mode: bool = False
+    causal: bool = False
+    method: str = "learnable"
+    ff_intermediate: int | None = None
+    _constant_rank: bool = False
+    """Whether k_reduce_by_layer is ignored, as in the original with layerwise sharing; see `adapt`."""
 
     def __post_init__(self) -> None:
-        choose("activation", self.activation, ("gelu", "relu"))
-        choose("checkpoint_level", self.checkpoint_level, ("C0", "C1", "C2"))
+        choose("activation", self.activation, ACTIVATIONS)
+        choose("checkpoint_level", self.checkpoint_level, CHECKPOINT_LEVELS)
         choose("parameter_sharing", self.parameter_sharing, SHARING)
         choose("method", self.method, METHODS)
         if self.dim_d is None and self.channels % self.nhead:
@@ -61,85 +65,98 @@ class Options:
         return self.channels // self.nhead if self.dim_d is None else self.dim_d
 
     @property
-    def shrinks(self) -> bool:
-        """Whether k falls with depth where the original's layers share one projection, and so one k."""
+    def reduces_shared_rank(self) -> bool:
+        """Whether the rank decreases with depth where the original shares one projection, and so one rank."""
         reduced = self.parameter_sharing == "layerwise" and self.k_reduce_by_layer > 0
-        return reduced and not self.full_attention and not self.flat
+        return reduced and not self.full_attention and not self._constant_rank
 
     @property
     def layerwise(self) -> bool:
-        return self.parameter_sharing == "layerwise" and not self.shrinks
+        """Whether all layers share one projection."""
+        return self.parameter_sharing == "layerwise" and not self.reduces_shared_rank
 
-    def config(self, **more: Any) -> ModelConfig:
-        """more: further fields, those of a language model."""
-        widens = self.ff_intermediate is not None and self.depth > 1
+    def adapt(self, shapes: Mapping[str, torch.Size], prefix: str = "") -> Any:
+        """Adapt the options to a checkpoint whose shapes show that the original ignored k_reduce_by_layer."""
+        found = {shape for key, shape in shapes.items() if key.startswith(prefix) and key.endswith(".E.weight")}
+        if not self.reduces_shared_rank or self.depth == 1 or len(found) != 1:
+            return self
+        warnings.warn(
+            "this checkpoint was trained without k_reduce_by_layer, which the original ignores with layerwise sharing: "
+            "the model was rebuilt with its shapes",
+            stacklevel=6,
+        )
+        return replace(self, _constant_rank=True)
+
+    def config(self) -> ModelConfig:
+        """Return the configuration of the longspan model."""
+        activation: Any = self.activation
+        changes_width = self.ff_intermediate is not None and self.depth > 1
         attention = self._attention()
         return ModelConfig(
             dim=self.channels,
             depth=self.depth,
             attention=attention,
             cross=attention if self.decoder_mode else None,
-            feed_forward=self._feed_forward() if self.include_ff else None,
+            feed_forward=FeedForwardConfig(hidden=self.dim_ff, activation=activation, dropout=self.dropout_ff)
+            if self.include_ff
+            else None,
             norm_position="post",
             final_norm=False,
             causal=self.causal,
             execution=self.execution,
             legacy=LegacyConfig(
-                inner_dim=self.ff_intermediate if widens else None,
-                resample=widens,
+                inner_dim=self.ff_intermediate if changes_width else None,
+                resample=changes_width,
                 out_dim=self.w_o_intermediate_dim,
                 out_dropout=self.dropout_ff if self.include_ff else 0.0,
-                position_base=BASE,
+                position_base=POSITION_BASE,
             ),
-            **more,
         )
 
     @property
     def execution(self) -> Execution:
         if self.checkpoint_level == "C2" and not self.dropout and self.parameter_sharing != "none":
             return "recompute_heads"
-        # Heads that differ, or drop weights together, are made again with their whole layer.
+        # Heads with different projections or a common dropout mask are recomputed with their layer.
         return "keep" if self.checkpoint_level == "C0" else "recompute"
 
-    def spec(self, i: int) -> dict[str, Any]:
-        """Linformer's options in layer i."""
-        reduced = 0 if self.layerwise else i * self.k_reduce_by_layer
-        return {
-            "rank": max(1, self.dim_k - reduced),
-            "max_length": self.input_size,
-            "projection": METHODS[self.method],
-            "whole_stretches": self.method == "convolution",
-            "bias": self.method != "no_params",
-            "per_head": self.parameter_sharing == "none",
-            "share_projection": self.parameter_sharing in ("kv", "layerwise"),
-        }
+    def linformer(self, layer: int) -> dict[str, Any]:
+        """Return the options of the Linformer mechanism in a layer."""
+        reduction = 0 if self.layerwise else layer * self.k_reduce_by_layer
+        return linformer_options(max(1, self.dim_k - reduction), self.input_size, self.method, self.parameter_sharing)
 
-    def finish(self, model: Transformer) -> nn.ModuleList | None:
-        """Ties and draws what a configuration does not say; gives the projections that full attention leaves idle."""
+    def finalize(self, model: Transformer) -> nn.ModuleList | None:
+        """Share projections and draw fixed tables, which a configuration does not describe.
+
+        Returns:
+            The projections that the original saves for full attention, one mechanism per attention layer, or None.
+        """
         mechanisms: list[nn.Module] = [
             branch.layer.mechanism for branch in model.stack.branches if isinstance(branch.layer, Attention)
         ]
-        idle = None
+        unused = None
         if self.full_attention:
-            each = 2 if self.decoder_mode else 1
-            places = [i for i in range(self.depth) for _ in range(each)]
-            mechanisms = [LinformerAttention(self.nhead, self.head_dim, **self.spec(i)) for i in places]
-            idle = nn.ModuleList(mechanisms)
+            per_layer = 2 if self.decoder_mode else 1
+            layers = [i for i in range(self.depth) for _ in range(per_layer)]
+            mechanisms = [LinformerAttention(self.nhead, self.head_dim, **self.linformer(i)) for i in layers]
+            unused = nn.ModuleList(mechanisms)
         first = mechanisms[0]
         for mechanism in mechanisms if self.layerwise else ():
-            # One projection also for self- and cross-attention.
+            # Self- and cross-attention share one projection too.
             assert isinstance(mechanism, LinformerAttention)
             assert isinstance(first, LinformerAttention)
             mechanism.keys = mechanism.values = first.keys
         if self.method == "no_params":
-            draw(mechanisms)
-        return None if self.method == "no_params" else idle
+            draw_fixed_tables(mechanisms)
+        return None if self.method == "no_params" else unused
 
     def _attention(self) -> AttentionConfig:
         mechanism: Any = {"mechanism": "softmax", "dropout": self.dropout}
         if not self.full_attention:
-            each = [{"mechanism": "linformer", **self.spec(i), "dropout": self.dropout} for i in range(self.depth)]
-            mechanism = each[0] if self.layerwise else each
+            layers = [
+                {"mechanism": "linformer", **self.linformer(i), "dropout": self.dropout} for i in range(self.depth)
+            ]
+            mechanism = layers[0] if self.layerwise else layers
         return AttentionConfig(
             num_heads=self.nhead,
             head_dim=self.head_dim,
@@ -148,21 +165,83 @@ class Options:
             share_projection=self.layerwise and not self.full_attention,
         )
 
-    def _feed_forward(self) -> FeedForwardConfig:
-        activation: Any = self.activation
-        return FeedForwardConfig(hidden=self.dim_ff, activation=activation, dropout=self.dropout_ff)
+
+@dataclass(frozen=True, kw_only=True)
+class LinformerOptions(ModelOptions):
+    """Arguments of Linformer."""
+
+    use_pos_emb: bool = False
 
 
-def draw(mechanisms: list[nn.Module]) -> None:
-    """The fixed tables of method="no_params", the same in every model of a shape: old checkpoints do not hold them."""
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelOptions(ModelOptions):
+    """Arguments of LinformerLM."""
+
+    num_tokens: int
+    dim_k: int = 64
+    dim_ff: int = 1024
+    dropout_ff: float = 0.1
+    dropout_tokens: float = 0.1
+    depth: int = 2
+    dropout: float = 0.05
+    emb_dim: int | None = None
+    return_emb: bool = False
+
+    def config(self) -> ModelConfig:
+        return replace(
+            super().config(),
+            vocab_size=self.num_tokens,
+            embed_dim=self.emb_dim,
+            embed_dropout=self.dropout_tokens,
+            positions="sinusoidal",
+            # Tied embeddings have no output layer, which return_emb would not use.
+            tie_embeddings=self.return_emb,
+        )
+
+
+def _encoder_decoder_fields() -> Iterable[tuple[str, Any, Any]]:
+    shared = ("activation", "checkpoint_level")
+    fixed = ("decoder_mode", "causal", "dropout_tokens", "return_emb", "_constant_rank")
+    for f in fields(LanguageModelOptions):
+        if f.name not in fixed:
+            for prefix in ("",) if f.name in shared else ("enc_", "dec_"):
+                yield prefix + f.name, f.type, field(default=f.default)
+
+
+EncoderDecoderOptions = make_dataclass("EncoderDecoderOptions", _encoder_decoder_fields(), frozen=True, kw_only=True)
+
+
+def options_with_prefix(options: Any, prefix: str) -> LanguageModelOptions:
+    """Return the options of the encoder ("enc_") or the decoder ("dec_") of a LinformerEncDec."""
+    arguments = {name.removeprefix(prefix): value for name, value in vars(options).items() if name.startswith(prefix)}
+    decoder = prefix == "dec_"
+    return LanguageModelOptions(
+        **arguments,
+        activation=options.activation,
+        checkpoint_level=options.checkpoint_level,
+        decoder_mode=decoder,
+        causal=decoder,
+    )
+
+
+def linformer_options(rank: int, max_length: int, method: str, parameter_sharing: str) -> dict[str, Any]:
+    """Return the options of a Linformer mechanism."""
+    return {
+        "rank": rank,
+        "max_length": max_length,
+        "projection": METHODS[method],
+        "whole_stretches": method == "convolution",
+        "bias": method != "no_params",
+        "per_head": parameter_sharing == "none",
+        "share_projection": parameter_sharing in ("kv", "layerwise"),
+    }
+
+
+def draw_fixed_tables(mechanisms: Sequence[nn.Module]) -> None:
+    """Draw the tables of method="no_params", equal in all models of a shape since checkpoints do not contain them."""
     generator = torch.Generator().manual_seed(0)
+    projections = [p for m in mechanisms if isinstance(m, LinformerAttention) for p in (m.keys, m.values)]
     with torch.no_grad():
-        for projection in dict.fromkeys(_projections(mechanisms)):
-            drawn = torch.randn(projection.table.shape, generator=generator) / projection.rank
-            projection.table.copy_(drawn)
-
-
-def _projections(mechanisms: list[nn.Module]) -> Iterator[Projection]:
-    for mechanism in mechanisms:
-        assert isinstance(mechanism, LinformerAttention)
-        yield from (mechanism.keys, mechanism.values)
+        for projection in dict.fromkeys(projections):
+            table = torch.randn(projection.table.shape, generator=generator) / projection.rank
+            projection.table.copy_(table)

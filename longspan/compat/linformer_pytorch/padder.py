@@ -1,4 +1,4 @@
-"""The padder of linformer-pytorch, which has nothing left to pad."""
+"""Padder of linformer-pytorch, which has nothing to do: the models take inputs of any length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Padder"]
 
 
 class Padder(nn.Module):
-    """Sequences of up to input_size tokens through a net. The nets take them as they are: no padding is attended to."""
+    """Apply a model to inputs of up to input_size tokens, without padding."""
 
     def __init__(self, net: Linformer | LinformerLM) -> None:
         super().__init__()
@@ -20,6 +20,6 @@ class Padder(nn.Module):
             raise ValueError(f"Padder takes a Linformer or a LinformerLM, got a {type(net).__name__}")
         self.net = net
 
-    def forward(self, tensor: Tensor, **how: Any) -> Tensor:
-        """tensor: (B, n, channels), or (B, n) tokens. how: what the net takes."""
-        return self.net(tensor, **how)
+    def forward(self, tensor: Tensor, **kwargs: Any) -> Tensor:
+        """Apply the model to tensor, with the keyword arguments of its forward."""
+        return self.net(tensor, **kwargs)

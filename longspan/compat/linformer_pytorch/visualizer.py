@@ -1,4 +1,4 @@
-"""Pictures of attention, as linformer-pytorch draws them."""
+"""Plots of attention weights, as in linformer-pytorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Visualizer"]
 
 
 class Visualizer:
-    """The heads of a net that was called with visualize=True."""
+    """Attention weights of a model that was called with visualize=True."""
 
     def __init__(self, net: Linformer | LinformerLM | MHAttention) -> None:
         if not isinstance(net, Linformer | LinformerLM | MHAttention):
@@ -26,28 +26,26 @@ class Visualizer:
         self.net = net
 
     def maps(self) -> list[Tensor]:
-        """For each layer the first sequence's weights (heads, n, k) on compressed rows, or (heads, n, n) on keys."""
-        if self.net.last_seen is None:
-            raise ValueError("there is nothing to show yet: call the net with visualize=True")
-        seen = dict(self.net.last_seen)
+        """Return the weights of the first sequence for each layer.
+
+        They are (heads, n, k) over compressed keys, or (heads, n, n) over the keys of full attention.
+        """
+        if self.net.last_call is None:
+            raise ValueError("there is nothing to plot: call the net with visualize=True first")
+        tensor, arguments = self.net.last_call
         calls: list[tuple[Attention, tuple[Any, ...], dict[str, Any]]] = []
 
-        def note(layer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            calls.append((layer, arguments, named))
+        def record(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append((layer, args, kwargs))
 
         layers = [m for m in self.net.model.modules() if isinstance(m, Attention)]
-        hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+        hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
         training = self.net.training
         self.net.eval()
         try:
             with torch.no_grad():
-                if isinstance(self.net, LinformerLM):
-                    self.net.model.hidden(seen.pop("tokens"), **seen)
-                elif isinstance(self.net, Linformer):
-                    self.net.model(seen.pop("x"), **seen)
-                else:
-                    self.net.model(**seen)
-                return [_map(*call) for call in calls]
+                self.net(tensor, **arguments)
+                return [_weights(*call) for call in calls]
         finally:
             for hook in hooks:
                 hook.remove()
@@ -61,9 +59,16 @@ class Visualizer:
         figsize: tuple[float, float] = (8, 6),
         n_limit: int | None = None,
     ) -> None:
-        """A row of pictures for each layer: queries down, compressed rows across. n_limit: the first so many queries.
+        """Plot the weights of each head, one row of plots per layer: queries down, compressed keys across.
 
-        In a decoder self- and cross-attention are layers of their own.
+        In a decoder, self- and cross-attention are separate layers.
+
+        Args:
+            title: The title of the figure.
+            show: Whether to open a window.
+            save_file: A file to save the figure to.
+            figsize: The size of the figure in inches.
+            n_limit: The number of queries to plot; all by default.
         """
         maps = self.maps()
         try:
@@ -89,12 +94,12 @@ class Visualizer:
         pyplot.close(figure)
 
 
-def _map(layer: Attention, arguments: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-    """(heads, n, k) or (heads, n, m), of the first sequence of the batch."""
-    given = dict(zip(("x", "rows", "context"), arguments, strict=False)) | named
+def _weights(layer: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the weights (heads, n, k) or (heads, n, m) of the first sequence in the batch."""
+    given = dict(zip(("x", "rows", "context"), args, strict=False)) | kwargs
     x, context = given["x"][:1], given.get("context") if layer.cross else None
-    rows = given.get("context_rows" if layer.cross else "rows")
-    mask = None if rows is None or rows.key_mask is None else rows.key_mask[:1]
+    layout = given.get("context_rows" if layer.cross else "rows")
+    mask = None if layout is None or layout.key_mask is None else layout.key_mask[:1]
     if isinstance(layer.mechanism, LinformerAttention) and not layer.cross:
         return compressed_map(layer, x, key_mask=mask)[0]
     context = None if context is None else context[:1]
