@@ -21,9 +21,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from longspan.bench.environment import commit, machine, versions
 from longspan.bench.timing import attention_ms
-from longspan.ops import reference
-from longspan.ops.common import dispatch
-from longspan.ops.window import Window, windowed
+from longspan.ops.window import Window, why_not_triton, window_attention
+from longspan.ops.window import reference as window_reference
 
 # B, H, n, D, window, size of blocks (0: exact).
 CASES = [
@@ -41,7 +40,7 @@ def window_of(W: int, size: int) -> Window:
 
 def ours(W: int, size: int) -> Attention:
     window = window_of(W, size)
-    return lambda q, k, v: windowed(q, k, v, window)
+    return lambda q, k, v: window_attention(q, k, v, window)
 
 
 def flex(n: int, W: int, size: int) -> Attention:
@@ -68,18 +67,18 @@ def check(attend: Attention, D: int, W: int, size: int, n: int = 2048) -> dict[s
     """Largest error of out and gradients against float64, over the largest value; raises where one is over 2 %."""
     given = [torch.randn(1, n, 2, D, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     d_out = torch.randn_like(given[0])
-    why = dispatch.why_not_triton_window(*given)
+    why = why_not_triton(*given)
     if why is not None:
         raise SystemExit(f"the kernels do not run: {why}")
     i, j = torch.arange(n, device="cuda")[:, None], torch.arange(n, device="cuda")
-    seen = window_of(W, size).sees(i, j)
+    seen = window_of(W, size).contains(i, j)
 
     def run(attend: Attention, dtype: torch.dtype) -> list[Tensor]:
         x = [t.detach().to(dtype).requires_grad_() for t in given]
         out = attend(*x)
         return [out, *torch.autograd.grad(out, x, d_out.to(dtype))]
 
-    truth = run(lambda q, k, v: reference.softmax_attention(q, k, v, seen), torch.float64)
+    truth = run(lambda q, k, v: window_reference.softmax_attention(q, k, v, seen), torch.float64)
     errors = {}
     for name, exact, found in zip(("out", "d_q", "d_k", "d_v"), truth, run(attend, torch.bfloat16), strict=True):
         errors[name] = ((found - exact).abs().max() / exact.abs().max()).item()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.layout import Packing, PaddedSpan, hide, length_buckets, restore
-from longspan.ops.decode import CosSin, apply_rotary, placed
+from longspan.ops.decode import CosSin, apply_rotary, copy_out
 from longspan.ops.linear.torch_chunk import over
 
 S = TypeVar("S", bound="State")
@@ -265,7 +265,7 @@ class Mechanism(nn.Module, ABC):
         assert turn is None or isinstance(turn, CosSin)
         q, k = apply_rotary(turn, q, k)
         after = self._write(state, k, v, None)
-        return placed(self._read(after, q), out), _kept_in_place(state, after)
+        return copy_out(self._read(after, q), out), _kept_in_place(state, after)
 
     def decode_state(self, state: State, dtype: torch.dtype) -> State:
         """The state as a loop of `decode_step` on inputs of this dtype likes it best; all else takes it settled."""

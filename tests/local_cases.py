@@ -1,4 +1,4 @@
-"""Cases for the Triton kernels of local attention, and their comparison with the definition."""
+"""Cases for the Triton kernels of windowed attention, and their comparison with the definition."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ import torch
 from torch import Tensor
 
 from longspan.layout import Packing
-from longspan.ops import reference
-from longspan.ops.common import dispatch
 from longspan.ops.softmax import attend
-from longspan.ops.window import Window
+from longspan.ops.window import Window, WindowProblem, kernels, reference
 
 NAMES = ["out", "d_q", "d_k", "d_v"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes are distinct primes where nothing else matters. past: keys before the queries. start: one for each row."""
+    """Sizes are distinct primes by default. past: keys before the queries. start: one position per batch row."""
 
     T: int = 71
     B: int = 2
@@ -26,11 +24,11 @@ class Case:
     Hkv: int = 3
     D: int = 5
     E: int = 7
-    size: int = 0
+    block_size: int = 0
     back: int = 18
     ahead: int = 6
     causal: bool = False
-    alone: bool = False
+    shared_qk: bool = False
     masked: bool = False
     past: int = 0
     start: tuple[int, ...] | None = None
@@ -46,7 +44,7 @@ class Case:
 
     @property
     def window(self) -> Window:
-        return Window(self.size, self.back, self.ahead, self.causal, self.alone)
+        return Window(self.block_size, self.back, self.ahead, self.causal, self.shared_qk)
 
 
 CASES = [
@@ -54,22 +52,22 @@ CASES = [
     Case(),
     Case(T=1, B=1, causal=True),
     Case(H=4, Hkv=2, masked=True),
-    Case(size=11, back=1, ahead=0, causal=True),
-    Case(size=11, back=0, ahead=1, B=1, masked=True, alone=True),
-    Case(causal=True, alone=True, back=3, scale=0.3),
+    Case(block_size=11, back=1, ahead=0, causal=True),
+    Case(block_size=11, back=0, ahead=1, B=1, masked=True, shared_qk=True),
+    Case(causal=True, shared_qk=True, back=3, scale=0.3),
     Case(causal=True, past=19, start=(-19, 4)),
-    Case(size=7, back=1, ahead=0, causal=True, past=13, start=(-13, 9), alone=True, H=2, Hkv=1),
+    Case(block_size=7, back=1, ahead=0, causal=True, past=13, start=(-13, 9), shared_qk=True, H=2, Hkv=1),
     Case(B=1, packed=(0, 33, 1, 0, 37)),
-    Case(B=1, H=4, Hkv=2, packed=(5, 1, 65), size=4, back=2, ahead=1),
+    Case(B=1, H=4, Hkv=2, packed=(5, 1, 65), block_size=4, back=2, ahead=1),
     Case(B=1, packed=(40, 31), causal=True, strided=True),
     Case(back=2**40, ahead=2**40, B=1),
-    Case(size=16, back=2**40, ahead=0, B=1, causal=True),
+    Case(block_size=16, back=2**40, ahead=0, B=1, causal=True),
     Case(D=130, E=140, B=1, H=1, Hkv=1, T=37),
 ]
 
 
-def arguments(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensor, tuple]:
-    """The gradient of out, and the arguments of the kernels."""
+def arguments(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensor, WindowProblem]:
+    """Return the gradient of out, and the arguments of the kernels."""
     B, T, H, Hkv, D, E = case.B, case.T, case.H, case.Hkv, case.D, case.E
     S = T + case.past
 
@@ -82,16 +80,16 @@ def arguments(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensor, tupl
     mask = None
     if case.masked:
         mask = torch.rand(B, S).to(device) < 0.5
-        mask[:, 20:45] = False  # so that some see nothing
+        mask[:, 20:45] = False  # so that some queries see no key
         k, v = (x.masked_fill(~mask[:, :, None, None], 0) for x in (k, v))
     start = None if case.start is None else torch.tensor(case.start, device=device)
     bounds = None if case.packed is None else Packing.from_lengths(case.packed, device).bounds(T)
     scale = D**-0.5 if case.scale is None else case.scale
-    return inputs(T, H, E), (q, k, v, mask, start, bounds, None, *case.window, scale, 0.0)
+    return inputs(T, H, E), WindowProblem(q, k, v, mask, start, bounds, None, *case.window, scale, 0.0)
 
 
 def visible(case: Case, mask: Tensor | None) -> Tensor:
-    """(B, 1, T, S): which key each query sees, pair by pair."""
+    """Return which keys each query sees, pair by pair: (B, 1, T, S)."""
     T, S = case.T, case.T + case.past
     start = torch.tensor(case.start or (0,) * case.B)[:, None, None]
     i, j = start + torch.arange(case.past, S)[:, None], start + torch.arange(S)
@@ -104,49 +102,49 @@ def visible(case: Case, mask: Tensor | None) -> Tensor:
         seen = (sequence[:, None] == sequence)[None]
     if case.causal:
         seen = seen & (j <= i)
-    if case.size:
-        seen = seen & (j // case.size >= i // case.size - case.back) & (j // case.size <= i // case.size + case.ahead)
+    if case.block_size:
+        block_i, block_j = i // case.block_size, j // case.block_size
+        seen = seen & (block_j >= block_i - case.back) & (block_j <= block_i + case.ahead)
     else:
         seen = seen & (j >= i - case.back) & (j <= i + case.ahead)
     if mask is not None:
         seen = seen & mask.cpu()[:, None]
-    if case.alone:
+    if case.shared_qk:
         others = seen & (torch.arange(case.past, S)[:, None] != torch.arange(S))
         seen = others | (seen & ~others.any(-1, keepdim=True))
     return seen[:, None]
 
 
-def by_definition(case: Case, d_out: Tensor, given: tuple, dtype: torch.dtype) -> list[Tensor]:
-    """out and the gradients on the CPU: float64 from the definition, other dtypes from PyTorch's own attention."""
-    q, k, v = (x.detach().cpu().to(dtype).requires_grad_() for x in given[:3])
-    seen, scale = visible(case, given[3]), given[-2]
+def by_definition(case: Case, d_out: Tensor, problem: WindowProblem, dtype: torch.dtype) -> list[Tensor]:
+    """Return out and the gradients on the CPU: float64 by the definition, other dtypes by PyTorch's attention."""
+    q, k, v = (x.detach().cpu().to(dtype).requires_grad_() for x in problem[:3])
+    seen, scale = visible(case, problem.key_mask), problem.scale
     if dtype == torch.float64:
         out = reference.softmax_attention(q, k, v, seen, scale=scale)
     else:
-        keys, values = (reference.of_query_heads(x, case.H).transpose(1, 2) for x in (k, v))
+        keys, values = (reference.repeat_kv(x, case.H).transpose(1, 2) for x in (k, v))
         out = attend(q.transpose(1, 2), keys, values, seen, scale=scale).transpose(1, 2)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), d_out.cpu().to(dtype))]
 
 
-def by_kernels(d_out: Tensor, given: tuple) -> list[Tensor]:
-    kernels = dispatch.local_kernels()
-    out, lse = kernels.forward(*given)
-    return [out, *kernels.backward(d_out, out, lse, *given)]
+def by_kernels(d_out: Tensor, problem: WindowProblem) -> list[Tensor]:
+    out, lse = kernels().forward(problem)
+    return [out, *kernels().backward(d_out, out, lse, problem)]
 
 
 def check(case: Case, dtype: torch.dtype, device: str) -> None:
-    """No further from the float64 truth than twice plain PyTorch in the same dtype, plus an ulp of the largest value.
+    """Assert an error of at most twice that of eager PyTorch in the same dtype, plus an ulp of the largest value.
 
-    The largest of all results: where a query sees one key, its gradient is a difference of others that is 0.
+    The largest of all results: the gradient of a query that sees one key is a difference of others, and 0.
     """
-    d_out, given = arguments(case, dtype, device)
-    truth = by_definition(case, d_out, given, torch.float64)
-    no_further(by_kernels(d_out, given), by_definition(case, d_out, given, dtype), truth, dtype)
+    d_out, problem = arguments(case, dtype, device)
+    truth = by_definition(case, d_out, problem, torch.float64)
+    no_further(by_kernels(d_out, problem), by_definition(case, d_out, problem, dtype), truth, dtype)
 
 
-def no_further(found: list[Tensor], plain: list[Tensor], truth: list[Tensor], dtype: torch.dtype) -> None:
+def no_further(found: list[Tensor], eager: list[Tensor], truth: list[Tensor], dtype: torch.dtype) -> None:
     ulp = max(exact.abs().max().item() for exact in truth) * torch.finfo(dtype).eps
-    for name, exact, near, ours in zip(NAMES, truth, plain, found, strict=True):
+    for name, exact, near, ours in zip(NAMES, truth, eager, found, strict=True):
         assert ours.shape == exact.shape, name
         assert ours.dtype == dtype, name
         allowed = 2 * (near.double() - exact).abs().max().item() + ulp
@@ -154,15 +152,15 @@ def no_further(found: list[Tensor], plain: list[Tensor], truth: list[Tensor], dt
         assert error <= allowed, f"{name}: {error:.3g} from the truth, {allowed:.3g} allowed"
 
 
-def dropped(given: tuple, rate: float, seed: int) -> tuple[Tensor, tuple]:
-    """The factor (B, H, T, S) that dropout puts on each weight, read off the kernel's answer, and its arguments."""
-    q, k, v = given[:3]
-    S = k.shape[1]
-    ones = torch.eye(S, device=q.device, dtype=q.dtype)[None, :, None].expand(len(k), S, k.shape[2], S).contiguous()
-    drawn = torch.tensor([seed], device=q.device)
-    kernels = dispatch.local_kernels()
-    with_dropout = (*given[:6], drawn, *given[7:-1], rate)
-    weights = kernels.forward(q, k, ones, *given[3:])[0].float()  # (B, T, H, S)
-    left = kernels.forward(q, k, ones, *with_dropout[3:])[0].float()
+def dropped(problem: WindowProblem, rate: float, seed: int) -> tuple[Tensor, WindowProblem]:
+    """Return the factor (B, H, T, S) by which dropout multiplies each weight, read off the kernel's output, and the
+    problem with dropout.
+    """
+    k, S = problem.k, problem.k.shape[1]
+    one_hot = torch.eye(S, device=k.device, dtype=k.dtype)[None, :, None].expand(len(k), S, k.shape[2], S).contiguous()
+    with_dropout = problem._replace(seed=torch.tensor([seed], device=k.device), dropout=rate)
+    weights, left = (
+        kernels().forward(x._replace(v=one_hot))[0].float() for x in (problem, with_dropout)
+    )  # (B, T, H, S)
     factor = torch.where(weights > 1e-6, left / weights.clamp(min=1e-6), 0)
     return factor.transpose(1, 2), with_dropout

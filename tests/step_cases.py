@@ -1,4 +1,4 @@
-"""One token at a time: mechanisms whose step is one kernel, and its comparison with writing and then reading."""
+"""Mechanisms with a kernel for a decode step, and its comparison with write and read."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def inputs(name: str, B: int, T: int, dtype: torch.dtype, device: str) -> list[T
     return [torch.randn(shape).to(device, dtype) for shape in shapes]
 
 
-def turn(length: Tensor, kind: int) -> CosSin | None:
-    """Rotary positions of the next token: none, by halves, interleaved."""
+def rotary(length: Tensor, kind: int) -> CosSin | None:
+    """Return the rotary angles of the next token: 0 none, 1 in halves, 2 interleaved."""
     if kind == 0:
         return None
     return CosSin(*cos_sin(length[:, None], D, 100.0, torch.float32), kind == 2)
@@ -54,22 +54,22 @@ def turn(length: Tensor, kind: int) -> CosSin | None:
 
 @torch.no_grad()
 def compare(name: str, dtype: torch.dtype, device: str, steps: int) -> None:
-    """Step after step beside the plain path in the same dtype and the plain path in float64, by the tolerance rule.
+    """Compare steps with eager ones in the same dtype and in float64, by the tolerance rule.
 
-    The state is opened as a loop has it, and settled again to be compared.
+    The state is converted by `decode_state` for the steps, and back by `finish_decode` for the comparison.
     """
     built = mechanism(name, device)
     exact = mechanism(name).double()
     exact.load_state_dict({k: x.double().cpu() for k, x in built.state_dict().items()})
     B = 2
     states = [m.new_state(B, device=d, dtype=t) for m, d, t in ((built, device, dtype), (exact, "cpu", torch.float64))]
-    for count, fewer in ((3, 2), (9, 1)):  # rows of 12 and 9 tokens
+    for count, fewer in ((3, 2), (9, 1)):  # batch rows of 12 and 9 tokens
         x = inputs(name, B, count, dtype, device)
         mask = torch.arange(count) < torch.tensor([[count], [count - fewer]])
         states[0] = built.extend(states[0], *x, key_mask=mask.to(device))[1]
         states[1] = exact.extend(states[1], *(y.cpu().double() for y in x), key_mask=mask)[1]
     ours, truth = (state._map(lambda x: x.contiguous().clone()) for state in states)
-    plain = ours.clone()
+    eager = ours.clone()
     ours = built.decode_state(ours, dtype)
     assert CASES[name][0] == "local" or ours.late
     found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
@@ -77,20 +77,20 @@ def compare(name: str, dtype: torch.dtype, device: str, steps: int) -> None:
         q, k, v = inputs(name, B, 1, dtype, device)
         kind = i % 3
         pointers = {key: x.data_ptr() for key, x in ours.tensors().items()}
-        out, ours = built.decode_step(ours, q, k, v, turn(ours.length, kind))
+        out, ours = built.decode_step(ours, q, k, v, rotary(ours.length, kind))
         assert {key: x.data_ptr() for key, x in ours.tensors().items()} == pointers
-        near, plain = Mechanism.decode_step(built, plain, q, k, v, turn(plain.length, kind))
-        angles = turn(truth.length, kind)
+        near, eager = Mechanism.decode_step(built, eager, q, k, v, rotary(eager.length, kind))
+        angles = rotary(truth.length, kind)
         wide = [x.cpu().double() for x in (q, k, v)]
         best, truth = Mechanism.decode_step(exact, truth, *wide, angles)
-        for state in (ours, plain, truth):
+        for state in (ours, eager, truth):
             state.length.add_(1)
         found.setdefault("out", []).append((out, near, best))
-        held = [state.clone().tensors() for state in (built.finish_decode(ours.clone()), plain, truth)]
+        held = [state.clone().tensors() for state in (built.finish_decode(ours.clone()), eager, truth)]
         for key in held[0].keys() - {"length"}:
             found.setdefault(key, []).append((held[0][key], held[1][key], held[2][key]))
     for key, triples in found.items():
-        # All steps together: the largest error of a single one is chance.
+        # Over all steps: the largest error of a single one is a matter of chance.
         x, y, z = (torch.stack(tensors).cpu() for tensors in zip(*triples, strict=True))
         assert x.dtype == y.dtype, key
         allowed = 2 * (y.double() - z).abs().max().item() + z.abs().max().item() * torch.finfo(dtype).eps

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from longspan import FeatureMap, Mechanism
 from longspan.mechanisms.feature_maps import ACTIVATIONS
 from longspan.ops import reference
+from longspan.ops.compressed import reference as linformer_reference
+from longspan.ops.window import reference as window_reference
 
 
 def truth(
@@ -38,7 +40,7 @@ def truth(
         return torch.cat(rows)
     visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
     if causal:
-        visible = reference.causal_visibility(q.shape[1])
+        visible = window_reference.causal_visibility(q.shape[1])
     visible = visible.expand(q.shape[0], 1, -1, -1)
     if key_mask is not None:
         visible = visible & key_mask[:, None, None]
@@ -50,7 +52,7 @@ def has_truth(case: Case) -> bool:
 
 
 def _softmax(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
-    return reference.softmax_attention(q, k, v, visible, scale=case.options.get("scale"))
+    return window_reference.softmax_attention(q, k, v, visible, scale=case.options.get("scale"))
 
 
 def _local(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
@@ -60,14 +62,14 @@ def _local(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor,
     blocks = back is not None or ahead is not None
     back, ahead = back or 0, ahead or 0
     if blocks:
-        near = reference.block_visibility(window, back, ahead, length)
+        near = window_reference.block_visibility(window, back, ahead, length)
     elif isinstance(window, tuple):
-        near = reference.window_visibility(*window, length)
+        near = window_reference.window_visibility(*window, length)
     else:
-        near = reference.window_visibility(window - 1, window - 1, length)
+        near = window_reference.window_visibility(window - 1, window - 1, length)
     visible = visible & near
     if o.get("shared_qk"):
-        visible = reference.self_as_last_resort(visible)
+        visible = window_reference.self_as_last_resort(visible)
         k = k / k.norm(dim=-1, keepdim=True).clamp(min=1e-12)
     bias = None
     i, j = torch.arange(length)[:, None], torch.arange(length)[None]
@@ -77,9 +79,9 @@ def _local(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor,
         column = (j - (i // window - back) * window).masked_fill(~near, 0)
         bias = m.bias[:, i % window, column]
     if o.get("xpos") is None:
-        return reference.softmax_attention(q, k, v, visible, bias=bias, scale=o.get("scale"))
-    scores = reference.xpos_scores(q, k, o["xpos"]) * o.get("scale", q.shape[3] ** -0.5)
-    return reference.softmax_over(scores if bias is None else scores + bias, v, visible)
+        return window_reference.softmax_attention(q, k, v, visible, bias=bias, scale=o.get("scale"))
+    scores = window_reference.xpos_scores(q, k, o["xpos"]) * o.get("scale", q.shape[3] ** -0.5)
+    return window_reference.softmax_over(scores if bias is None else scores + bias, v, visible)
 
 
 def _linear(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
@@ -124,14 +126,15 @@ def _performer(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Ten
 
 def _linformer(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
     if m.keys.kind == "convolution":
-        (e, k), (f, v) = (reference.convolution_rows(x, p.kernel, p.rank) for x, p in ((k, m.keys), (v, m.values)))
+        project = linformer_reference.convolution_projection
+        (e, k), (f, v) = (project(x, p.kernel, p.rank) for x, p in ((k, m.keys), (v, m.values)))
         stride = m.keys.kernel.shape[-3]
     else:
-        e, f = (reference.table_rows(p.table, k.shape[1]) for p in (m.keys, m.values))
+        e, f = (linformer_reference.table_projection(p.table, k.shape[1]) for p in (m.keys, m.values))
         stride = None
     period = case.options["max_length"] if case.options.get("periodic") else None
     bias = {"key_bias": m.keys.bias, "value_bias": m.values.bias}
-    return reference.linformer_attention(q, k, v, e, f, visible[:, 0], period=period, stride=stride, **bias)
+    return linformer_reference.linformer_attention(q, k, v, e, f, visible[:, 0], period=period, stride=stride, **bias)
 
 
 def _split(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:

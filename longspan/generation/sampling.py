@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.ops.common import dispatch
-from longspan.ops.decode import why_not_triton
+from longspan.ops.decode import sample, why_not_triton_sample
 
 _BLOCK = 1024  # random numbers drawn at a time for each sequence
 
@@ -191,11 +190,10 @@ class SeededSampler(Sampler):
 
     def sample(self, logits: Tensor, token: Tensor, *, append: bool) -> None:
         if self._fused is None:
-            largest = dispatch.step_kernels().LARGEST_CHOICE if why_not_triton(logits) is None else 0
-            self._fused = logits.shape[1] <= largest
+            self._fused = why_not_triton_sample(logits) is None
         if self._fused:
             own = self.recent, token, self._uniform, self._index, self._stop, self._ended, self.answer
-            dispatch.step_kernels().choose(logits, *own, joins=append, how=self._sampling)
+            sample(logits, *own, append=append, sampling=self._sampling)
             return
         super().sample(logits, token, append=append)
 

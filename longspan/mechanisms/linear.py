@@ -13,7 +13,7 @@ from longspan.layout import Packing
 from longspan.mechanisms.feature_maps import FEATURE_MAPS, FusedMap
 from longspan.mechanisms.write_buffer import LATE_SUMS, PendingFeatures, waiting
 from longspan.ops.common import dispatch
-from longspan.ops.decode import CosSin, Late, linear_decode_step, why_not_triton
+from longspan.ops.decode import CosSin, linear_decode_step, why_not_triton
 from longspan.ops.linear import (
     Sums,
     accumulate,
@@ -243,8 +243,8 @@ class LinearAttention(Mechanism):
             feature_map=phi.kind,
             weight=phi.weight,
             normalize=self.normalize,
-            turn=turn,
-            late=next((Late(held.length, held.f, held.v, held.scale) for held in state.late), None),
+            rotary=turn,
+            pending=next(((held.length, held.f, held.v, held.scale) for held in state.late), None),
             out=out,
         )
         return found if self.output_scale == 1 else found.mul_(self.output_scale), state
@@ -263,7 +263,10 @@ class LinearAttention(Mechanism):
         assert isinstance(state, LinearState)
         kv = state.kv
         large = max(self.head_dim, *kv.shape[2:]) > dispatch.LARGEST
-        if large or not self._one_step or why_not_triton(kv) is not None:
+        phi = self.feature_map
+        if large or not self._one_step or not isinstance(phi, FusedMap):
+            return state
+        if why_not_triton(kv, feature_map=phi.kind) is not None:
             return state
         f, v = (kv.new_zeros(*kv.shape[:2], LATE_SUMS, dim) for dim in kv.shape[2:])
         late = PendingFeatures(state.length, f, v.to(dtype), kv.new_full(f.shape[:3], FLOOR))

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from longspan.mechanisms.projection import Projection as Projection
 from longspan.mechanisms.write_buffer import PendingTokens
+from longspan.ops import compressed
 from longspan.ops.common import dispatch
-from longspan.ops.compressed import Layer, attend_rows, attend_tables, linformer_layer
-from longspan.ops.decode import CosSin, apply_rotary, compressed_decode_step, placed, why_not_triton
+from longspan.ops.compressed import CompressedProblem, compressed_attention, linformer_attention, linformer_layer
+from longspan.ops.decode import CosSin, compressed_decode_step, why_not_triton
 from longspan.ops.linear import Sums, causal_linear, sum_dtype
 from longspan.ops.softmax import attend
 from longspan.protocol import Mechanism, State
@@ -158,11 +159,11 @@ class LinformerAttention(Mechanism):
         if not dispatch.eager_untraced(x) or table is not self.values or not self._is_bare:
             return None
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-        if self._why_plain(x, dtype, table.rank) is not None or self.compresses_first(x.shape[2], len(keys)):
+        problem = self._problem(shared_kv)
+        if compressed.why_not_triton(x, dtype, problem) is not None or self.compresses_first(x.shape[2], len(keys)):
             return None
         table.check_length(x.shape[1])
-        layer = Layer(self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, shared_kv)
-        return linformer_layer(x, queries, keys, table.table, out, bias, layer, dtype)
+        return linformer_layer(x, queries, keys, table.table, out, bias, problem, dtype)
 
     @property
     def _is_bare(self) -> bool:
@@ -171,10 +172,9 @@ class LinformerAttention(Mechanism):
         bare = not keys.periodic and keys.bias is None and not (self.training and self.dropout > 0)
         return bare and keys.alike and self.values.alike
 
-    def _why_plain(self, x: Tensor, dtype: torch.dtype, rank: int) -> str | None:
-        return dispatch.why_not_triton_compressed(
-            x, dtype, self.num_heads, self.num_kv_heads, rank, (self.head_dim, self.value_dim)
-        )
+    def _problem(self, shared_kv: bool = False) -> CompressedProblem:
+        dims = self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim
+        return CompressedProblem(*dims, self.rank, shared_kv)
 
     def compresses_first(self, dim: int, width: int) -> bool:
         """Whether `attend_source` is the cheaper way, of tokens `dim` wide to keys and values of `width` in all."""
@@ -186,8 +186,8 @@ class LinformerAttention(Mechanism):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         self.keys.check_length(k.shape[1])
         plain = key_mask is not None or not self._is_bare or not q.dtype == k.dtype == v.dtype
-        if not plain and self._why_plain(q, q.dtype, self.rank) is None:
-            return attend_tables(q, k, v, self.keys.table, self.values.table)
+        if not plain and compressed.why_not_triton(q, q.dtype, self._problem()) is None:
+            return linformer_attention(q, k, v, self.keys.table, self.values.table)
         rows = self.keys.compress(k)
         # Keys that are their own values are compressed once.
         same = k is v and self.values is self.keys
@@ -219,17 +219,17 @@ class LinformerAttention(Mechanism):
             return super().decode_step(state, q, k, v, turn, out)
         assert turn is None or isinstance(turn, CosSin)
         if not state.late:
-            place = int(state.length)
-            self.keys.check_length(place + 1)
-            e, f = (p.table.select(1, place % p.max_length) for p in (self.keys, self.values))
-            q, k = apply_rotary(turn, q, k)
-            periods = place // self.keys.max_length + 1
-            return placed(compressed_decode_step(q, k, v, state.k, state.v, e, f, periods), out), state
-        pair = self.keys, self.values
-        tables, biases = tuple(p.table for p in pair), tuple(p.bias for p in pair)
-        held = tables, biases, state.k, state.v, self.keys.periodic
-        late = next((part.k, part.v, part.short_k, part.short_v) for part in state.late)
-        return dispatch.step_kernels().linformer(q, k, v, turn, state.length, *held, late, out), state
+            self.keys.check_length(int(state.length) + 1)
+        out = compressed_decode_step(
+            *(q, k, v, (state.k, state.v), (self.keys.table, self.values.table)),
+            length=state.length,
+            biases=(self.keys.bias, self.values.bias),
+            periodic=self.keys.periodic,
+            rotary=turn,
+            pending=next(((held.k, held.v, held.short_k, held.short_v) for held in state.late), None),
+            out=out,
+        )
+        return out, state
 
     @property
     def _plain(self) -> bool:
@@ -322,8 +322,8 @@ class LinformerAttention(Mechanism):
             # A table's rows live all or none: without a mask all is faster, and nothing weighs nothing.
             values, live = values.masked_fill(~live[:, None, :, None], 0), None
         dropout = self.dropout if self.training else 0.0
-        if live is None and not dropout and self._why_plain(q, q.dtype, self.rank) is None:
-            return attend_rows(q, keys, values)
+        if live is None and not dropout and compressed.why_not_triton(q, q.dtype, self._problem()) is None:
+            return compressed_attention(q, keys, values)
         shared, keys = values is keys, keys.to(q.dtype)
         values = keys if shared else values.to(q.dtype)
         mask, grouped = None if live is None else live[:, None, None], self.num_heads > self.num_kv_heads

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.layout import Packing
-from longspan.ops.common import dispatch
-from longspan.ops.decode import CosSin, apply_rotary, placed, why_not_triton
+from longspan.ops import window as window_op
+from longspan.ops.decode import CosSin, apply_rotary, copy_out, why_not_triton, window_decode_step
 from longspan.ops.softmax import attend
-from longspan.ops.window import Bias, Window, table_bias, turn, windowed
+from longspan.ops.window import Bias, Window, table_bias, window_attention, xpos_rotate
 from longspan.protocol import Mechanism, State
 
 
@@ -76,7 +76,7 @@ class LocalAttention(Mechanism):
         self.window = _window(window, look_back, look_ahead, shared_qk)
         self.bias: nn.Module | Tensor | None
         if isinstance(bias, Tensor):
-            size = self.window.size or (bias.shape[1] if bias.ndim == 3 else 1)
+            size = self.window.block_size or (bias.shape[1] if bias.ndim == 3 else 1)
             back, ahead = _blocks(self.window, size)
             shape = num_heads, size, (back + 1 + ahead) * size
             if bias.shape != shape:
@@ -95,7 +95,7 @@ class LocalAttention(Mechanism):
         """Another window of the same kind (exact, or blocks of this size); states made before do not fit it."""
         if isinstance(self.bias, Tensor):
             raise ValueError("a window with a bias table cannot be resized: the table has its size")
-        back, ahead = (self.window.back, self.window.ahead) if self.window.size else (None, None)
+        back, ahead = (self.window.back, self.window.ahead) if self.window.block_size else (None, None)
         self.window = _window(window, back, ahead, self.shared_qk)
 
     @property
@@ -149,13 +149,13 @@ class LocalAttention(Mechanism):
         assert turn is None or isinstance(turn, CosSin)
         special = self._dropout or self.query_offset or self.bias is not None or self.xpos is not None
         if special or not self._fused(q, k, v) or why_not_triton(q, k, v, state.k, state.v) is not None:
-            if special or self.window.size or self.window.alone or q.device.type != "cpu":
+            if special or self.window.block_size or self.window.shared_qk or q.device.type != "cpu":
                 return super().decode_step(state, q, k, v, turn, out)
             q, k = apply_rotary(turn, q, k)
-            return placed(self._step_exact(state, q, k, v), out), state
+            return copy_out(self._step_exact(state, q, k, v), out), state
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        kernels, held = dispatch.step_kernels(), (state.length, state.k, state.v)
-        return kernels.local(q, k, v, turn, *held, self.window, scale, out), state
+        ring, length = (state.k, state.v), state.length
+        return window_decode_step(q, k, v, ring, self.window, length=length, scale=scale, rotary=turn, out=out), state
 
     def _step_exact(self, state: LocalState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """A token in its slot of the ring, and its query over the slots that are filled: the window is the ring."""
@@ -180,7 +180,7 @@ class LocalAttention(Mechanism):
     def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the kernels take these, and with them a packed row as it lies."""
         with_bias, with_xpos = self.bias is not None, self.xpos is not None
-        return dispatch.why_not_triton_window(q, k, v, bias=with_bias, xpos=with_xpos) is None
+        return window_op.why_not_triton(q, k, v, bias=with_bias, xpos=with_xpos) is None
 
     def _extend(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
@@ -218,13 +218,13 @@ class LocalAttention(Mechanism):
         i = (state.length - 1)[:, None, None]  # (B, 1, 1)
         j = self._positions(state.length)[:, None]  # (B, 1, ring)
         window = self.window._replace(causal=True)
-        seen = window.restrict(window.sees(i, j) & (j >= 0), i, j)
+        seen = window.hide_self(window.contains(i, j) & (j >= 0), i, j)
         bias = self._bias(q.device)
         added = None if bias is None else bias(i, j).movedim(0, 1)  # (B, H, 1, ring)
         k, q = state.k, self._turned(q)
         if self.xpos is not None:
-            q = turn(q, torch.zeros_like(i[:, :, 0]), self.xpos)
-            k = turn(k.transpose(1, 2), (j - i)[:, 0].clamp(min=-self._ring), -self.xpos).transpose(1, 2)
+            q = xpos_rotate(q, torch.zeros_like(i[:, :, 0]), self.xpos)
+            k = xpos_rotate(k.transpose(1, 2), (j - i)[:, 0].clamp(min=-self._ring), -self.xpos).transpose(1, 2)
         out = attend(
             q.transpose(1, 2),
             k,
@@ -250,7 +250,7 @@ class LocalAttention(Mechanism):
         if not self.query_offset:
             return q
         further = torch.tensor([self.query_offset], device=q.device)
-        return turn(q, further, math.inf if self.xpos is None else self.xpos)
+        return xpos_rotate(q, further, math.inf if self.xpos is None else self.xpos)
 
     @property
     def _dropout(self) -> float:
@@ -267,7 +267,7 @@ class LocalAttention(Mechanism):
         start: Tensor | None = None,
         bounds: Tensor | None = None,
     ) -> Tensor:
-        return windowed(
+        return window_attention(
             self._turned(q),
             k,
             v,
@@ -295,7 +295,7 @@ class LocalAttention(Mechanism):
 
 def _blocks(window: Window, size: int) -> tuple[int, int]:
     """How many blocks of `size` before a query's own, and after it, hold keys it may see."""
-    return (window.back, window.ahead) if window.size else (-(-window.back // size), -(-window.ahead // size))
+    return (window.back, window.ahead) if window.block_size else (-(-window.back // size), -(-window.ahead // size))
 
 
 def _window(window: int | tuple[int, int], look_back: int | None, look_ahead: int | None, shared_qk: bool) -> Window:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.ops.compressed.compress import compress
+from longspan.ops.compressed import compress
 from longspan.ops.linear import sum_dtype
 from longspan.ops.shift import shift_left, shift_right
 from longspan.utils import choose

@@ -17,7 +17,7 @@ from longspan.mechanisms.linformer import LinformerAttention
 from longspan.mechanisms.split import SplitAttention
 from longspan.models.config import AttentionConfig, FeedForwardConfig
 from longspan.models.positions import Rotary
-from longspan.ops.decode import FUSED, RotaryCache, project
+from longspan.ops.decode import FUSED_ACTIVATIONS, RotaryCache, fused_linear
 from longspan.protocol import Mechanism, State
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -178,7 +178,7 @@ class Attention(nn.Module):
         """
         if self.to_gates is not None and norm is not None:
             x, norm = norm(x), None
-        q, *kv = project(x, *((self.to_q,) if self.cross else (self.to_q, self.to_kv)), norm=norm)
+        q, *kv = fused_linear(x, *((self.to_q,) if self.cross else (self.to_q, self.to_kv)), norm=norm)
         mechanism = self.mechanism
         q = q.view(q.shape[0], 1, mechanism.num_heads, mechanism.head_dim)
         q = q if self.q_norm is None else self.q_norm(q)
@@ -189,8 +189,8 @@ class Attention(nn.Module):
             own = [turns[r.kind].paired(r.interleaved) if isinstance(r, Rotary) else None for r in self.rotary]
             out, state = mechanism.decode_step(state, q, k, v, own if len(own) > 1 else own[0] if own else None)
         out = self._gated(x, out).flatten(2)
-        out = out if self.to_mid is None else project(out, self.to_mid)[0]
-        return project(out, self.to_out, add=add)[0], state
+        out = out if self.to_mid is None else fused_linear(out, self.to_mid)[0]
+        return fused_linear(out, self.to_out, residual=add)[0], state
 
     def set_head_groups(self, apart: bool) -> None:
         """Whether heads are computed group by group, each group made again in the backward pass."""
@@ -361,9 +361,9 @@ class FeedForward(nn.Module):
 
     def decode_step(self, x: Tensor, *, norm: nn.Module | None = None, add: Tensor | None = None) -> Tensor:
         """One token (B, 1, dim) of a loop, in eval mode. norm, add: as in `Attention.decode_step`."""
-        fused = not self.gated and self.activation_name in FUSED
-        (hidden,) = project(x, self.to_hidden, norm=norm, activation=self.activation_name if fused else "identity")
-        return project(hidden if fused else self._activated(hidden), self.to_out, add=add)[0]
+        fused = not self.gated and self.activation_name in FUSED_ACTIVATIONS
+        (hidden,) = fused_linear(x, self.to_hidden, norm=norm, activation=self.activation_name if fused else "identity")
+        return fused_linear(hidden if fused else self._activated(hidden), self.to_out, residual=add)[0]
 
     def _piece(self, x: Tensor) -> Tensor:
         hidden = self._activated(self.to_hidden(x))

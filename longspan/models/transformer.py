@@ -20,8 +20,8 @@ from longspan.models.positions import (
     SinusoidalPositions,
 )
 from longspan.models.residual import ResidualBranch, StackState
-from longspan.ops.decode import project
-from longspan.ops.loss import IGNORED, cross_entropy
+from longspan.ops.decode import fused_linear
+from longspan.ops.loss import IGNORE_INDEX, cross_entropy
 
 
 class Transformer(nn.Module):
@@ -207,7 +207,7 @@ class LanguageModel(nn.Module):
         if self.from_dim is not None or self.narrow_norm is not None:
             return self.logits(self.transformer._finish(out))[:, 0], state
         last = self.embedding.weight if self.to_logits is None else self.to_logits
-        return project(out, last, norm=self.transformer.norm)[0][:, 0], state
+        return fused_linear(out, last, norm=self.transformer.norm)[0][:, 0], state
 
     def state_size(self) -> int:
         """Bytes of memory for one sequence; for `softmax`, which keeps every token, of an empty one."""
@@ -303,13 +303,13 @@ def _check_tokens(tokens: Tensor) -> None:
 
 def _successors(tokens: Tensor, key_mask: Tensor | None, packing: Packing | None) -> Tensor:
     """(B, T): the token after each, −100 where there is none."""
-    labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+    labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
     if key_mask is not None:
-        labels = labels.masked_fill(~(key_mask & F.pad(key_mask[:, 1:], (0, 1))), IGNORED)
+        labels = labels.masked_fill(~(key_mask & F.pad(key_mask[:, 1:], (0, 1))), IGNORE_INDEX)
     if packing is not None:
         end = packing.bounds(tokens.shape[1])[1]
         last = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) == end
-        labels = labels.masked_fill(last, IGNORED)
+        labels = labels.masked_fill(last, IGNORE_INDEX)
     return labels
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from longspan.generation.tokenization import TOKENIZER
 from longspan.models.checkpoint import CONFIG, load
 from longspan.models.transformer import LanguageModel
-from longspan.ops.loss import IGNORED
+from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.config import TrainConfig
 from longspan.train.data.batches import (
     Batch,
@@ -112,7 +112,7 @@ def losses_by_position(
     with torch.no_grad():
         for batch in evaluation_batches(store, store.train, shape, limit):
             losses = objective.losses(batch.to(device)).double().cpu()
-            counted = batch.targets != IGNORED
+            counted = batch.targets != IGNORE_INDEX
             position = _positions(batch)[counted].numpy()
             total += np.bincount(position, losses[counted].numpy(), shape.context)
             count += np.bincount(position, minlength=shape.context)

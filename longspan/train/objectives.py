@@ -12,7 +12,7 @@ from longspan.layout import Packing
 from longspan.models.config import ModelConfig
 from longspan.models.residual import StackState
 from longspan.models.transformer import Classifier, LanguageModel
-from longspan.ops.loss import IGNORED
+from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.data.batches import Batch
 
 
@@ -36,7 +36,7 @@ class Objective(nn.Module):
         key_mask: Tensor | None = None,
         state: StackState | None = None,
     ) -> tuple[Tensor, StackState | None]:
-        """Compute the mean loss over the targets that are not IGNORED.
+        """Compute the mean loss over the targets that are not IGNORE_INDEX.
 
         Args:
             tokens: (B, T).
@@ -54,10 +54,10 @@ class Objective(nn.Module):
             return model.loss(tokens, targets, key_mask=key_mask, packing=self._packing(offsets)), None
         logits, state = model.extend(tokens, state, key_mask=key_mask)
         total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        return total / (targets != IGNORED).sum().clamp(min=1), state
+        return total / (targets != IGNORE_INDEX).sum().clamp(min=1), state
 
     def losses(self, batch: Batch) -> Tensor:
-        """Return the loss of each target, (B, T), 0 where it is IGNORED."""
+        """Return the loss of each target, (B, T), 0 where it is IGNORE_INDEX."""
         model = self.model
         assert isinstance(model, LanguageModel)
         logits = model(batch.tokens, key_mask=batch.key_mask, packing=self._packing(batch.offsets))
@@ -128,5 +128,5 @@ def mask_tokens(batch: Batch, rate: float, mask_token: int, seeds: Sequence[int]
         chosen &= batch.key_mask
     tokens = torch.where(chosen & (action < 0.8), mask_token, batch.tokens)
     tokens = torch.where(chosen & (action >= 0.9), (replacement * mask_token).long(), tokens)
-    targets = batch.tokens.masked_fill(~chosen, IGNORED)
+    targets = batch.tokens.masked_fill(~chosen, IGNORE_INDEX)
     return Batch(tokens, targets, int(chosen.sum()), batch.offsets, batch.key_mask)

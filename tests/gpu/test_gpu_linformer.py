@@ -1,4 +1,4 @@
-"""Linformer on a GPU: halves summed in float32, few rows on the kernels, a layer in one step, and the causal form."""
+"""Linformer on a GPU: compression in float32, the attention kernels, the fused layer, and the causal form."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from torch import Tensor
 from longspan import Attention, AttentionConfig
 from longspan.mechanisms import linformer
 from longspan.mechanisms.linformer import LinformerAttention
+from longspan.ops import compressed
 from longspan.ops import softmax as sdpa
-from longspan.ops.common import dispatch
-from longspan.ops.compressed.compress import _compress
+from longspan.ops.compressed import CompressedProblem
+from longspan.ops.compressed.torch import _compress
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # Of a backward pass that begins with a product, in a process's first.
+    # The first backward pass of a process that begins with a matrix product.
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
 ]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 R = 64
 
 
-def plain(mechanism: LinformerAttention, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """The equations in the dtype of the inputs, as products of matrices."""
+def by_products(mechanism: LinformerAttention, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Compute the equations in the dtype of the inputs, by matrix products."""
     e, f = (p.table[0, : q.shape[1]] for p in (mechanism.keys, mechanism.values))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
@@ -47,7 +48,7 @@ def no_further(found: list[Tensor], reference: list[Tensor], truth: list[Tensor]
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_further_from_the_truth_than_twice_plain_pytorch(dtype: torch.dtype, kv_heads: int, causal: bool) -> None:
+def test_error_is_at_most_twice_that_of_eager_pytorch(dtype: torch.dtype, kv_heads: int, causal: bool) -> None:
     B, T, H, D = 2, 1031, 2, 64
     torch.manual_seed(0)
     built = LinformerAttention(H, D, num_kv_heads=kv_heads, rank=R, max_length=T).to("cuda", dtype)
@@ -64,7 +65,7 @@ def test_no_further_from_the_truth_than_twice_plain_pytorch(dtype: torch.dtype, 
         return m(*qkv, causal=causal)
 
     def equations(m: LinformerAttention, *qkv: Tensor) -> Tensor:
-        return plain(m, *qkv, causal)
+        return by_products(m, *qkv, causal)
 
     names = ["out", "d_q", "d_k", "d_v", "d_e", "d_f"]
     no_further(run(ours, dtype), run(equations, dtype), run(equations, torch.float64), names)
@@ -74,18 +75,18 @@ def test_no_further_from_the_truth_than_twice_plain_pytorch(dtype: torch.dtype, 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "rank", "dims"), [(8, 8, 256, (64, 64)), (6, 2, 200, (40, 24)), (3, 3, 5, (8, 7))]
 )
-def test_few_rows(heads: int, kv_heads: int, rank: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
+def test_compressed_attention(heads: int, kv_heads: int, rank: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
     B, T, (D, E) = 2, 4099, dims
     q = torch.randn(B, T, heads, D, device="cuda", dtype=dtype)
     k, v = (torch.randn(B, rank, kv_heads, n, device="cuda", dtype=dtype).transpose(1, 2) for n in dims)
     d = torch.randn(B, T, heads, E, device="cuda", dtype=dtype)
-    assert dispatch.why_not_triton_compressed(q, dtype, heads, kv_heads, rank, dims) is None
+    assert compressed.why_not_triton(q, dtype, CompressedProblem(heads, kv_heads, *dims, rank)) is None
 
     def run(dtype: torch.dtype, ours: bool) -> list[Tensor]:
         x = [t.to(dtype).requires_grad_() for t in (q, k, v)]
         wide = [t.repeat_interleave(heads // kv_heads, 1) for t in x[1:]]
         if ours:
-            out = linformer.attend_rows(*x)
+            out = compressed.compressed_attention(*x)
         else:
             out = ((x[0].transpose(1, 2) @ wide[0].mT * D**-0.5).softmax(-1) @ wide[1]).transpose(1, 2)
         return [out, *torch.autograd.grad(out, x, d.to(dtype))]
@@ -98,7 +99,7 @@ def test_few_rows(heads: int, kv_heads: int, rank: int, dims: tuple[int, int], d
 @pytest.mark.parametrize("how", ["bfloat16", "float16", "autocast"])
 @pytest.mark.parametrize("options", [{"shared_kv": True}, {}, {"num_kv_heads": 2, "shared_kv": True}], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_layer_in_one_step(batch: int, options: dict, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fused_layer(batch: int, options: dict, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     T, dim, dtype = 1031, 227, torch.float32 if how == "autocast" else getattr(torch, how)
     spec = {"mechanism": "linformer", "rank": 2 * R, "max_length": 1100, "share_projection": True}
     config = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 40, "mechanism": spec} | options
@@ -121,13 +122,13 @@ def test_a_layer_in_one_step(batch: int, options: dict, how: str, monkeypatch: p
     ours = run(dtype)
     assert calls == [1]
     monkeypatch.setattr(LinformerAttention, "attend_layer", lambda *_, **__: None)
-    monkeypatch.setattr(dispatch, "why_not_triton_compressed", lambda *_: "not now")
+    monkeypatch.setattr(compressed, "why_not_triton", lambda *_: "disabled")
     names = ["out", "d_x", *(name for name, _ in layer.named_parameters())]
-    plainly, truth = run(dtype), run(torch.float64)
+    eager, truth = run(dtype), run(torch.float64)
     assert calls == [1]
-    # Under autocast results of halves come as float32.
+    # Under autocast, results of half-precision products are returned as float32.
     eps = torch.finfo(torch.bfloat16 if how == "autocast" else dtype).eps
-    for name, found, other, true in zip(names, ours, plainly, truth, strict=True):
+    for name, found, other, true in zip(names, ours, eager, truth, strict=True):
         error, allowed = (float((y.double() - true).detach().abs().max()) for y in (found, other))
         assert error <= 2 * allowed + eps * float(true.detach().abs().max()), (name, error, allowed)
 
@@ -150,7 +151,7 @@ def test_divided_queries(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(1, 1), (3, 1), (1, 2), (3, 2)])
-def test_sums_of_halves_are_float32(rows: int, heads: int) -> None:
+def test_compression_sums_in_float32(rows: int, heads: int) -> None:
     for B in (1, 3):
         e = torch.randn(min(rows, B), 5003, heads, 24, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         x = torch.randn(B, 5003, heads, 40, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -164,7 +165,7 @@ def test_sums_of_halves_are_float32(rows: int, heads: int) -> None:
             assert float((ours.double() - true).norm() / true.norm()) < 1e-2
 
 
-def test_compiled_whole() -> None:
+def test_compiles() -> None:
     mechanism = LinformerAttention(4, 32, num_kv_heads=1, rank=R, max_length=4096, share_projection=True)
     mechanism.to("cuda", torch.bfloat16)
     compiled = torch.compile(mechanism, fullgraph=True, dynamic=True, backend="aot_eager")

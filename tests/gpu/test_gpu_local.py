@@ -1,4 +1,4 @@
-"""The Triton kernels of local attention on a GPU: every dtype, real sizes, and what the interpreter cannot show."""
+"""The Triton kernels of windowed attention on a GPU: every dtype, real sizes, and what the interpreter cannot show."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import torch
 from local_cases import CASES, Case, arguments, by_definition, by_kernels, check, dropped, no_further, visible
 
 from longspan import Packing, build_mechanism
-from longspan.ops import reference
-from longspan.ops.common import dispatch
-from longspan.ops.window import Window, _local_attention, windowed
+from longspan.ops.window import Window, WindowProblem, _Window, kernels, reference, why_not_triton, window_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,17 +20,17 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 LARGER = [
     *(Case(T=T, B=1, D=64, E=64, back=99, causal=True) for T in (63, 64, 65, 127, 129)),
     Case(T=1031, B=1, H=2, Hkv=2, D=64, E=64, back=255, causal=True),
-    Case(T=1031, B=1, H=4, Hkv=2, D=64, E=64, size=128, back=1, ahead=0, causal=True),
+    Case(T=1031, B=1, H=4, Hkv=2, D=64, E=64, block_size=128, back=1, ahead=0, causal=True),
     Case(T=517, B=1, H=2, Hkv=1, D=64, E=128, back=100, ahead=50, masked=True),
     Case(T=517, B=1, H=2, Hkv=2, D=128, E=128, back=200, ahead=200),
-    Case(T=517, B=1, H=2, Hkv=1, D=128, E=64, size=64, back=2, ahead=1),
-    # Narrow heads that lie aligned: narrow products on tensor cores.
+    Case(T=517, B=1, H=2, Hkv=1, D=128, E=64, block_size=64, back=2, ahead=1),
+    # Narrow, aligned heads: narrow products on tensor cores.
     Case(T=517, B=1, H=2, Hkv=1, D=16, E=16, back=99, causal=True),
     Case(T=517, B=1, H=2, Hkv=1, D=32, E=32, back=99, ahead=50),
     Case(T=300, B=1, H=2, Hkv=2, D=256, E=256, back=70, causal=True),
     Case(T=300, B=2, H=6, Hkv=2, D=70, E=40, back=70, causal=True, past=71, start=(-71, 1000), strided=True),
     Case(T=600, B=1, H=2, Hkv=1, D=64, E=64, back=99, ahead=99, packed=(1, 0, 300, 128, 0, 171), causal=True),
-    Case(T=600, B=1, H=2, Hkv=1, D=64, E=64, size=50, back=1, ahead=1, packed=(1, 0, 300, 128, 0, 171), alone=True),
+    Case(*(600, 1, 2, 1, 64, 64), block_size=50, back=1, ahead=1, packed=(1, 0, 300, 128, 0, 171), shared_qk=True),
 ]
 
 
@@ -50,8 +48,8 @@ def test_large_inputs_are_finite(dtype: torch.dtype) -> None:
 
 
 def test_ones_come_back() -> None:
-    _, (q, k, v, *rest) = arguments(Case(T=517, D=64, E=64, large=10, causal=True), torch.float32, "cuda")
-    out = dispatch.local_kernels().forward(q, k, torch.ones_like(v), *rest)[0]
+    _, problem = arguments(Case(T=517, D=64, E=64, large=10, causal=True), torch.float32, "cuda")
+    out = kernels().forward(problem._replace(v=torch.ones_like(problem.v)))[0]
     torch.testing.assert_close(out, torch.ones_like(out), rtol=1e-5, atol=1e-5)
 
 
@@ -63,15 +61,15 @@ def test_the_same_bits_twice() -> None:
 
 def test_dropout() -> None:
     case, rate = Case(T=257, B=1, H=4, Hkv=2, D=64, E=64, back=40, causal=True), 0.2
-    d_out, given = arguments(case, torch.float32, "cuda")
-    factor, with_dropout = dropped(given, rate, 11)
+    d_out, problem = arguments(case, torch.float32, "cuda")
+    factor, with_dropout = dropped(problem, rate, 11)
     factor = factor.cpu()
     seen = visible(case, None).expand_as(factor)
     assert abs((factor[seen] == 0).float().mean().item() - rate) < 0.02
-    q, k, v = (x.cpu().double().requires_grad_() for x in given[:3])
-    scores = torch.einsum("bthd,bshd->bhts", q, reference.of_query_heads(k, 4)) * given[-2]
+    q, k, v = (x.cpu().double().requires_grad_() for x in problem[:3])
+    scores = torch.einsum("bthd,bshd->bhts", q, reference.repeat_kv(k, 4)) * problem.scale
     weights = reference.masked_softmax(scores, seen) * (factor > 0) / (1 - rate)
-    out = torch.einsum("bhts,bshe->bthe", weights, reference.of_query_heads(v, 4))
+    out = torch.einsum("bhts,bshe->bthe", weights, reference.repeat_kv(v, 4))
     exact = [out, *torch.autograd.grad(out, (q, k, v), d_out.cpu().double())]
     for found, expected in zip(by_kernels(d_out, with_dropout), exact, strict=True):
         torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-4, atol=1e-4)
@@ -92,38 +90,38 @@ def test_offsets_beyond_32_bits() -> None:
     T, end, last = 2**31 // (16 * 64) + 128, 300, 200
     q, k, v = (torch.randn(1, T, 16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     case = Case(T=end, B=1, H=16, Hkv=16, D=64, E=64, back=63, ahead=0, causal=True)
-    out = windowed(q, k, v, case.window)
+    out = window_attention(q, k, v, case.window)
     d_out = torch.randn_like(out)
     found = [x[:, -last:].detach() for x in (out, *torch.autograd.grad(out, (q, k, v), d_out))]
-    # What the last tokens see, and who sees them, lies within the last few.
-    tail = *(x[:, -end:].detach() for x in (q, k, v)), None, 64**-0.5, 0.0
-    truth, plain = (
+    # The last tokens see, and are seen by, nothing before the last few.
+    tail = WindowProblem(*(x[:, -end:].detach() for x in (q, k, v)), *[None] * 4, *case.window, 64**-0.5, 0.0)
+    truth, eager = (
         [x[:, -last:] for x in by_definition(case, d_out[:, -end:], tail, dtype)]
         for dtype in (torch.float64, torch.bfloat16)
     )
-    no_further(found, plain, truth, torch.bfloat16)
+    no_further(found, eager, truth, torch.bfloat16)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_are_taken_once(compiled: bool) -> None:
     q, k, v = (torch.randn(1, 70, 2, 16, device="cuda", requires_grad=True) for _ in range(3))
     if compiled:
-        out = _local_attention(q, k, v, None, None, None, None, 0, 9, 0, True, False, 0.25, 0.0)[0]
+        out = _Window.traced(q, k, v, None, None, None, None, 0, 9, 0, True, False, 0.25, 0.0)[0]
     else:
-        out = windowed(q, k, v, Window(0, 9, 0, True, False))
+        out = window_attention(q, k, v, Window(0, 9, 0, True, False))
     (d_q,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=r"gradients of gradients .* longspan\.ops\.\*\.reference"):
         (d_q.square().sum() + q.sum()).backward()
 
 
-def test_the_mechanism_takes_the_kernels_and_agrees_with_the_cpu() -> None:
+def test_the_mechanism_uses_the_kernels_and_agrees_with_the_cpu() -> None:
     packing = Packing.from_lengths([0, 70, 1, 59])
     blocks, shared = {"window": 16, "look_back": 1}, {"window": 9, "shared_qk": True}
     for options in ({"window": 20}, {"window": (5, 9)}, blocks, shared):
         local = build_mechanism("local", 4, 32, num_kv_heads=2, **options)
         q, k, v = torch.randn(1, 130, 4, 32), torch.randn(1, 130, 2, 32), torch.randn(1, 130, 2, 32)
         there = [x.cuda() for x in (q, k, v)]
-        assert dispatch.why_not_triton_window(*there) is None
+        assert why_not_triton(*there) is None
         moved = replace(packing, offsets=packing.offsets.cuda())
         mask = torch.rand(1, 130) < 0.7
         for causal in (True, False):
@@ -141,7 +139,7 @@ def test_the_mechanism_takes_the_kernels_and_agrees_with_the_cpu() -> None:
         torch.testing.assert_close(torch.cat(pieces, 1), local(*there, causal=True), rtol=1e-4, atol=1e-5)
 
 
-def test_compiles_whole_and_for_any_length() -> None:
+def test_compiles_for_any_length() -> None:
     local = build_mechanism("local", 2, 32, window=20)
     compiled = torch.compile(lambda *qkv: local(*qkv, causal=True), fullgraph=True, dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -155,8 +153,8 @@ def test_compiles_whole_and_for_any_length() -> None:
                 torch.testing.assert_close(found, expected)
 
 
-def test_the_op_is_registered_whole() -> None:
+def test_the_op_passes_opcheck() -> None:
     q, k, v = (torch.randn(1, 70, 2, 16, device="cuda", requires_grad=True) for _ in range(3))
     torch.library.opcheck(
-        _local_attention, (q, k, v, None, None, None, None, 0, 9, 0, True, False, 0.25, 0.0), atol=1e-5, rtol=1e-4
+        _Window.traced, (q, k, v, None, None, None, None, 0, 9, 0, True, False, 0.25, 0.0), atol=1e-5, rtol=1e-4
     )

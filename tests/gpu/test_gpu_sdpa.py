@@ -1,4 +1,4 @@
-"""Softmax attention of PyTorch on a GPU, by the tolerance rule against products of matrices."""
+"""Softmax attention by PyTorch's kernels on a GPU, compared with matrix products by the tolerance rule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longspan import build_mechanism
 from longspan.ops import softmax as sdpa
-from longspan.ops.common import dispatch
+from longspan.ops import window as window_op
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +21,7 @@ NAMES = ["out", "d_q", "d_k", "d_v", "d_bias"]
 
 
 def by_products(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Heads first; each product, and the softmax, rounded to the dtype."""
+    """Attend with heads before tokens; each product and the softmax are rounded to the dtype."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * q.shape[3] ** -0.5
     scores = scores if bias is None else scores + bias
@@ -29,7 +29,7 @@ def by_products(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, bias: Tens
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("how", ["plain", "causal", "mask", "bias", "grouped"])
+@pytest.mark.parametrize("how", ["full", "causal", "mask", "bias", "grouped"])
 @pytest.mark.parametrize("blocks", [1, 5])
 def test_attend(how: str, dtype: torch.dtype, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     B, H, T, D, E = 2, 4, 517, 64, 48
@@ -42,7 +42,7 @@ def test_attend(how: str, dtype: torch.dtype, blocks: int, monkeypatch: pytest.M
         "mask": torch.rand(B, 1, T, T, device="cuda") < 0.6,
         "causal": torch.ones(T, T, device="cuda", dtype=torch.bool).tril(),
     }.get(how)
-    monkeypatch.setattr(sdpa, "_WEIGHTS", B * H * T * -(-T // blocks))
+    monkeypatch.setattr(sdpa, "MAX_WEIGHTS", B * H * T * -(-T // blocks))
 
     def run(dtype: torch.dtype, ours: bool) -> list[Tensor]:
         x = [t.to(dtype).requires_grad_() for t in given]
@@ -58,8 +58,8 @@ def test_attend(how: str, dtype: torch.dtype, blocks: int, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("options", [{"window": 64, "look_back": 1}, {"window": 40}], ids=str)
-def test_local_without_its_kernels(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "why_not_triton_window", lambda *_, **__: "not now")
+def test_windows_in_eager_pytorch(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_op, "why_not_triton", lambda *_, **__: "disabled")
     T, H, D = 517, 2, 64
     local = build_mechanism("local", H, D, **options)
     given = [torch.randn(1, T, H, D, device="cuda") for _ in range(3)]

@@ -1,4 +1,4 @@
-"""One token at a time on a GPU: the step kernels, and generation from a captured graph."""
+"""Decoding on a GPU: the kernels of a decode step, and generation from a captured CUDA graph."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import itertools
 import pytest
 import torch
 from step_cases import CASES, compare
-from token_cases import MAPS, SAMPLINGS, compare_choices, compare_maps, compare_turns
+from token_cases import LAYERS, SAMPLINGS, compare_layers, compare_rotary, compare_samples
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, generate, stream
 from longspan.generation.decode import DecodeLoop
 from longspan.generation.generate import prefill
 from longspan.mechanisms import linear, linformer, local
-from longspan.ops import decode as step
+from longspan.ops import decode
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,38 +46,38 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_step_kernels(name: str, dtype: torch.dtype) -> None:
+def test_decode_kernels(name: str, dtype: torch.dtype) -> None:
     compare(name, dtype, "cuda", steps=37)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", MAPS)
-def test_maps(name: str, dtype: torch.dtype) -> None:
-    compare_maps(name, dtype, "cuda")
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name: str, dtype: torch.dtype) -> None:
+    compare_layers(name, dtype, "cuda")
 
 
-def test_angles() -> None:
-    compare_turns("cuda")
+def test_rotary() -> None:
+    compare_rotary("cuda")
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("vocabulary", [131, 5003])
-def test_choices(name: str, vocabulary: int) -> None:
-    compare_choices(name, "cuda", vocabulary, 37)
+def test_samples(name: str, vocabulary: int) -> None:
+    compare_samples(name, "cuda", vocabulary, 37)
 
 
 @by_model
 @pytest.mark.parametrize("rows", [1, 3, 67])
 def test_a_step_in_bfloat16(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As near to float64 as a step of plain PyTorch in bfloat16, by the tolerance rule."""
+    """Compare with a step of eager PyTorch in bfloat16 and in float64, by the tolerance rule."""
     lm = model(name, torch.bfloat16)
     wide = model(name, torch.bfloat16).cpu().double()
     tokens = torch.randint(37, (rows, 13))
     logits: dict[str, list[torch.Tensor]] = {}
-    for how, one in (("kernels", lm), ("plain", lm), ("exact", wide)):
-        if how == "plain":
-            for module in (step, linear, local, linformer):
-                monkeypatch.setattr(module, "why_not_triton", lambda *_: "asked to")
+    for how, one in (("kernels", lm), ("eager", lm), ("exact", wide)):
+        if how == "eager":
+            for module in (decode, linear, local, linformer):
+                monkeypatch.setattr(module, "why_not_triton", lambda *_, **__: "disabled")
         given = tokens.to(next(one.parameters()).device)
         state = stream(one, prefill(one, given[:, :7], max_tokens=6))._loop._state
         with torch.no_grad():
@@ -85,8 +85,8 @@ def test_a_step_in_bfloat16(name: str, rows: int, monkeypatch: pytest.MonkeyPatc
             for i in range(7, 13):
                 out, state = one.decode_step(given[:, i], state)
                 logits[how].append(out.double().cpu())
-    found, plain, exact = (torch.stack(logits[how]) for how in ("kernels", "plain", "exact"))
-    allowed = 2 * (plain - exact).abs().max() + exact.abs().max() * torch.finfo(torch.bfloat16).eps
+    found, eager, exact = (torch.stack(logits[how]) for how in ("kernels", "eager", "exact"))
+    allowed = 2 * (eager - exact).abs().max() + exact.abs().max() * torch.finfo(torch.bfloat16).eps
     assert (found - exact).abs().max() <= allowed
 
 

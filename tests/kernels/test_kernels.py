@@ -7,6 +7,7 @@ import torch
 from interpreter import bfloat16, inside, run_under_the_interpreter  # noqa: F401
 from kernel_cases import Case, arguments, by_kernels, check
 
+from longspan.ops import window as window_op
 from longspan.ops.common import dispatch
 
 CASES = [
@@ -195,7 +196,7 @@ def test_devices_with_little_shared_memory(room: int, monkeypatch: pytest.Monkey
         found = [
             dispatch.why_not_triton(q, q, q, weight, None, None, "softmax" if M is None else "favor", 1),
             dispatch.why_not_triton_bidirectional(q, q, q, weight),
-            dispatch.why_not_triton_window(q, q, q),
+            window_op.why_not_triton(q, q, q),
         ]
         assert all(why is None or f"this device has {room}" in why for why in found)
         return tuple(why is None for why in found[: 3 if M is None else 2])

@@ -1,4 +1,4 @@
-"""The Triton kernels of local attention under Triton's interpreter, on the CPU. bfloat16 is wrong there."""
+"""The Triton kernels of windowed attention under Triton's interpreter, on the CPU, where bfloat16 is wrong."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from interpreter import inside, run_under_the_interpreter
 from local_cases import CASES, Case, arguments, by_kernels, check, dropped, visible
 
 from longspan.layout import Packing
-from longspan.ops import reference
-from longspan.ops.common import dispatch
+from longspan.ops.window import kernels, reference, why_not_triton, why_unsupported
 
-quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of slots that are then masked
+quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of elements that are masked later
 
 
 def test_under_the_interpreter() -> None:
@@ -24,7 +23,7 @@ def test_under_the_interpreter() -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels(case: Case, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and CASES.index(case) % 2:
-        pytest.skip("every other case will do")
+        pytest.skip("every other case suffices")
     check(case, dtype, "cpu")
 
 
@@ -37,12 +36,12 @@ def test_large_inputs_are_finite() -> None:
 
 @inside
 @quiet
-def test_the_future_does_not_move_the_past() -> None:
-    _, (q, k, v, *rest) = arguments(Case(causal=True), torch.float32, "cpu")
-    before = dispatch.local_kernels().forward(q, k, v, *rest)[0]
-    k, v = k.clone(), v.clone()
+def test_the_future_does_not_change_the_past() -> None:
+    _, problem = arguments(Case(causal=True), torch.float32, "cpu")
+    before = kernels().forward(problem)[0]
+    k, v = problem.k.clone(), problem.v.clone()
     k[:, 40:], v[:, 40:] = 30, 0
-    after = dispatch.local_kernels().forward(q, k, v, *rest)[0]
+    after = kernels().forward(problem._replace(k=k, v=v))[0]
     assert torch.equal(after[:, :40], before[:, :40])
     assert not torch.equal(after[:, 40:], before[:, 40:])
 
@@ -50,10 +49,10 @@ def test_the_future_does_not_move_the_past() -> None:
 @inside
 @quiet
 def test_dropout() -> None:
-    """About as many weights are dropped as asked, the rest grow to match, and gradients go through the same ones."""
+    """The rate and the scale are right, and gradients use the same mask."""
     case, rate = Case(T=37, H=4, Hkv=2, B=2), 0.3
-    d_out, given = arguments(case, torch.float32, "cpu")
-    factor, with_dropout = dropped(given, rate, 5)
+    d_out, problem = arguments(case, torch.float32, "cpu")
+    factor, with_dropout = dropped(problem, rate, 5)
     seen = visible(case, None).expand_as(factor)
     hidden = (factor[seen] == 0).float().mean().item()
     assert abs(hidden - rate) < 0.05
@@ -61,13 +60,13 @@ def test_dropout() -> None:
     torch.testing.assert_close(left, torch.full_like(left, 1 / (1 - rate)), rtol=1e-4, atol=0)
     assert not torch.equal(factor[0, 0], factor[0, 1])
     assert not torch.equal(factor[0, 0], factor[1, 0])
-    other, _ = dropped(given, rate, 6)
+    other, _ = dropped(problem, rate, 6)
     assert not torch.equal(factor, other)
 
-    q, k, v = (x.double().requires_grad_() for x in given[:3])
-    scores = torch.einsum("bthd,bshd->bhts", q, reference.of_query_heads(k, 4)) * given[-2]
+    q, k, v = (x.double().requires_grad_() for x in problem[:3])
+    scores = torch.einsum("bthd,bshd->bhts", q, reference.repeat_kv(k, 4)) * problem.scale
     weights = reference.masked_softmax(scores, visible(case, None)) * (factor > 0) / (1 - rate)
-    out = torch.einsum("bhts,bshe->bthe", weights, reference.of_query_heads(v, 4))
+    out = torch.einsum("bhts,bshe->bthe", weights, reference.repeat_kv(v, 4))
     exact = [out, *torch.autograd.grad(out, (q, k, v), d_out.double())]
     for found, expected in zip(by_kernels(d_out, with_dropout), exact, strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
@@ -75,13 +74,13 @@ def test_dropout() -> None:
 
 def test_reasons() -> None:
     q = torch.zeros(1, 4, 2, 8)
-    assert dispatch.why_unsupported_window(q, q, q) is None
-    assert "CUDA" in str(dispatch.why_not_triton_window(q, q, q))
-    assert "bias" in str(dispatch.why_unsupported_window(q, q, q, bias=True))
-    assert "xPos" in str(dispatch.why_unsupported_window(q, q, q, xpos=True))
-    assert "float64" in str(dispatch.why_unsupported_window(q.double(), q.double(), q.double()))
-    assert "over 256" in str(dispatch.why_unsupported_window(q, q, torch.zeros(1, 4, 2, 257)))
-    assert "empty" in str(dispatch.why_unsupported_window(q[:, :0], q[:, :0], q[:, :0]))
+    assert why_unsupported(q, q, q) is None
+    assert "CUDA" in str(why_not_triton(q, q, q))
+    assert "bias" in str(why_unsupported(q, q, q, bias=True))
+    assert "xPos" in str(why_unsupported(q, q, q, xpos=True))
+    assert "float64" in str(why_unsupported(q.double(), q.double(), q.double()))
+    assert "over 256" in str(why_unsupported(q, q, torch.zeros(1, 4, 2, 257)))
+    assert "empty" in str(why_unsupported(q[:, :0], q[:, :0], q[:, :0]))
 
 
 def test_bounds_of_packed_rows() -> None:

@@ -1,15 +1,15 @@
-"""The Triton kernels of one token's step under Triton's interpreter, on the CPU; and the plain path they replace."""
+"""The Triton kernels of a decode step under Triton's interpreter, on the CPU, and the eager steps they replace."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from interpreter import inside, run_under_the_interpreter
-from step_cases import CASES, D, compare, inputs, mechanism, turn
+from step_cases import CASES, D, compare, inputs, mechanism, rotary
 
-from longspan.mechanisms import linear, linformer, local
-from longspan.mechanisms import write_buffer as late
-from longspan.ops import decode as step
+from longspan.mechanisms import linear, linformer, local, write_buffer
+from longspan.ops import decode
+from longspan.ops import window as window_op
 from longspan.ops.common import dispatch
 from longspan.ops.rotary import cos_sin
 from longspan.protocol import Mechanism
@@ -19,9 +19,8 @@ by_name = pytest.mark.parametrize("name", CASES)
 
 @pytest.fixture
 def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (step, linear, local, linformer):
-        monkeypatch.setattr(module, "why_not_triton", lambda *_: None)
-    monkeypatch.setattr(dispatch, "why_not_triton_window", lambda *_, **__: None)
+    for module in (decode, linear, local, linformer, window_op):
+        monkeypatch.setattr(module, "why_not_triton", lambda *_, **__: None)
 
 
 def test_under_the_interpreter() -> None:
@@ -34,47 +33,46 @@ def test_under_the_interpreter() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.usefixtures("kernels_on_the_cpu")
 def test_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    used = []
-    real = dispatch.step_kernels()
-    monkeypatch.setattr(dispatch, "step_kernels", lambda: used.append(1) or real)
-    # Prompts are read by the plain path.
-    monkeypatch.setattr(local.LocalAttention, "_windowed", _plain_windowed)
-    # From 12 and 9 tokens on: far enough for few slots to be added up in both rows, and for one that is not.
+    used, real = [], decode.kernels
+    monkeypatch.setattr(decode, "kernels", lambda name: used.append(name) or real(name))
+    # Prompts are read in eager PyTorch.
+    monkeypatch.setattr(local.LocalAttention, "_windowed", _eager_windowed)
+    # From 12 and 9 tokens on: enough steps to flush both batch rows' buffers, and one more.
     monkeypatch.setattr(linear, "LATE_SUMS", 4)
-    monkeypatch.setattr(late, "LATE_ROWS", 16)  # as few as a product takes
+    monkeypatch.setattr(write_buffer, "LATE_ROWS", 16)  # the smallest size of a product
     steps = {"local": 4, "linformer": 8}.get(CASES[name][0], 5)
     compare(name, dtype, "cpu", steps)
     assert len(used) == steps
 
 
-def _plain_windowed(self, q, k, v, window, **how):
+def _eager_windowed(self, q, k, v, window, **how):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "why_not_triton_window", lambda *_, **__: "asked to")
+        patch.setattr(window_op, "why_not_triton", lambda *_, **__: "disabled")
         how.pop("bounds", None)
-        return local.windowed(q, k, v, window, scale=self.scale, **how)
+        return local.window_attention(q, k, v, window, scale=self.scale, **how)
 
 
 @by_name
 @pytest.mark.parametrize("B", [1, 2])
 @pytest.mark.parametrize("begun", [2, 9])
-def test_a_plain_step_is_writing_and_then_reading(name: str, B: int, begun: int) -> None:
-    """`decode_step` in float64, rotary positions included, is `step` of queries and keys that were turned before."""
+def test_an_eager_step_is_write_and_read(name: str, B: int, begun: int) -> None:
+    """`decode_step` in float64 with rotary angles equals `step` of rotated queries and keys."""
     built = mechanism(name).double()
     with torch.no_grad():
         state = built.extend(built.new_state(B, dtype=torch.float64), *inputs(name, B, begun, torch.float64, "cpu"))[1]
         ours = state.clone()
         for i in range(4):
             q, k, v = inputs(name, B, 1, torch.float64, "cpu")
-            angles = turn(ours.length, i % 3)
+            angles = rotary(ours.length, i % 3)
             out, ours = built.decode_step(ours, q, k, v, angles)
             ours.length.add_(1)
-            expected, state = built.step(state, *((q, k) if angles is None else (angles(q), angles(k))), v)
+            expected, state = built.step(state, *decode.apply_rotary(angles, q, k), v)
             torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
             for found, exact in zip(ours.tensors().values(), state.tensors().values(), strict=True):
                 torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
 
 
-def test_a_state_that_grows_is_given_back_grown() -> None:
+def test_a_growing_state_is_returned() -> None:
     built = mechanism("linear")
     assert type(built).decode_step is not Mechanism.decode_step
     from longspan import build_mechanism
@@ -88,10 +86,10 @@ def test_a_state_that_grows_is_given_back_grown() -> None:
 
 
 @pytest.mark.usefixtures("kernels_on_the_cpu")
-def test_queries_turned_further_take_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_offset_runs_the_eager_step(monkeypatch: pytest.MonkeyPatch) -> None:
     from longspan import build_mechanism
 
-    monkeypatch.setattr(dispatch, "step_kernels", lambda: pytest.fail("the kernel knows no query_offset"))
+    monkeypatch.setattr(decode, "kernels", lambda _: pytest.fail("the kernel has no query_offset"))
     built = build_mechanism("local", 2, D, window=5, query_offset=3).eval()
     with torch.no_grad():
         q, k, v = (torch.randn(1, 1, 2, D) for _ in range(3))
@@ -100,21 +98,21 @@ def test_queries_turned_further_take_the_plain_step(monkeypatch: pytest.MonkeyPa
         assert torch.equal(built.decode_step(state, q, 2 * k, -v)[0], expected)
 
 
-def test_angles_of_a_loop_turn_as_others_do() -> None:
-    """`cos_sin_at`, which has them twice as wide for fewer operations, and `Turn` of plain ones."""
+def test_doubled_angles_rotate_as_others_do() -> None:
+    """`cos_sin_at` returns doubled angles, which rotate in fewer operations."""
     length, x = torch.tensor([3, 1_000_003]), torch.randn(2, 1, 3, D, dtype=torch.float64)
-    ours = step.cos_sin_at(length, (D, 100.0), torch.float64)
-    assert ours.wide is not None
+    ours = decode.cos_sin_at(length, (D, 100.0), torch.float64)
+    assert ours.doubled is not None
     for interleaved in (False, True):
-        plain = step.Turn(*cos_sin(length[:, None], D, 100.0, torch.float64), interleaved)
-        torch.testing.assert_close(ours._replace(interleaved=interleaved)(x), plain(x), rtol=1e-12, atol=1e-12)
-    # In another dtype than that of the angles x comes back as it came.
-    assert ours(x.float()).dtype == torch.float32
+        other = decode.CosSin(*cos_sin(length[:, None], D, 100.0, torch.float64), interleaved)
+        found, expected = ours._replace(interleaved=interleaved).rotate(x), other.rotate(x)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert ours.rotate(x.float()).dtype == torch.float32
 
 
 def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1, 1, 2, 4)
-    assert "CUDA" in str(step.why_not_triton(x, x, x))
+    assert "CUDA" in str(decode.why_not_triton(x, x, x))
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     for version, reason in (("3.3.1", "triton 3.3.1 is older than 3.4: install torch 2.8 or newer"), ("3.10.0", None)):

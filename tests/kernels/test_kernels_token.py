@@ -1,20 +1,19 @@
-"""Maps, angles and the choice of a token in Triton under its interpreter, on the CPU."""
+"""Linear layers, rotary angles and sampling of a decode step under Triton's interpreter, on the CPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from interpreter import inside, run_under_the_interpreter
-from token_cases import MAPS, SAMPLINGS, compare_choices, compare_maps, compare_turns
+from token_cases import LAYERS, SAMPLINGS, compare_layers, compare_rotary, compare_samples
 from torch import nn
 
-from longspan.ops import decode as step
-from longspan.ops.common import dispatch
+from longspan.ops import decode
 
 
 @pytest.fixture
 def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "why_not_triton", lambda *_: None)
+    monkeypatch.setattr(decode, "why_not_triton", lambda *_: None)
 
 
 def test_under_the_interpreter() -> None:
@@ -22,35 +21,35 @@ def test_under_the_interpreter() -> None:
 
 
 @inside
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.usefixtures("kernels_on_the_cpu")
-def test_maps(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if name.startswith("wide") and dtype == torch.float32:
-        pytest.skip("blocks are wider for halves only")
-    used, real = [], dispatch.step_kernels()
-    monkeypatch.setattr(dispatch, "step_kernels", lambda: used.append(1) or real)
-    compare_maps(name, dtype, "cpu")
-    assert used
+        pytest.skip("blocks are wider for half precision only")
+    used, real = [], decode.kernels
+    monkeypatch.setattr(decode, "kernels", lambda name: used.append(name) or real(name))
+    compare_layers(name, dtype, "cpu")
+    assert used == ["gemv"]
 
 
 @inside
 @pytest.mark.usefixtures("kernels_on_the_cpu")
-def test_angles() -> None:
-    compare_turns("cpu")
+def test_rotary() -> None:
+    compare_rotary("cpu")
 
 
 @inside
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_choices(name: str) -> None:
-    compare_choices(name, "cpu")
+def test_samples(name: str) -> None:
+    compare_samples(name, "cpu")
 
 
 @pytest.mark.usefixtures("kernels_on_the_cpu")
-def test_what_no_kernel_knows_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other modules, modules with hooks, other dtypes and weights that do not lie row by row."""
-    monkeypatch.setattr(dispatch, "step_kernels", lambda: pytest.fail("called a kernel"))
+def test_other_modules_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Subclasses, modules with hooks, other dtypes and transposed weights run in eager PyTorch."""
+    monkeypatch.setattr(decode, "kernels", lambda _: pytest.fail("called a kernel"))
     x = torch.randn(1, 1, 6)
 
     class Doubled(nn.Linear):
@@ -58,14 +57,14 @@ def test_what_no_kernel_knows_is_called(monkeypatch: pytest.MonkeyPatch) -> None
             return super().forward(x) * 2
 
     doubled, hooked = Doubled(6, 5), nn.Linear(6, 5)
-    assert torch.equal(step.project(x, doubled)[0], doubled(x))
+    assert torch.equal(decode.fused_linear(x, doubled)[0], doubled(x))
     hooked.register_forward_hook(lambda *_: torch.zeros(1, 1, 5))
-    assert torch.equal(step.project(x, hooked)[0], torch.zeros(1, 1, 5))
+    assert torch.equal(decode.fused_linear(x, hooked)[0], torch.zeros(1, 1, 5))
     norm = nn.LayerNorm(6)
     norm.register_forward_pre_hook(lambda _, given: (given[0] * 0,))
-    assert torch.equal(step.project(x, nn.Linear(6, 5, bias=False), norm=norm)[0], torch.zeros(1, 1, 5))
-    turned = torch.randn(6, 5).T
-    assert torch.equal(step.project(x, turned)[0], x @ turned.T)
+    assert torch.equal(decode.fused_linear(x, nn.Linear(6, 5, bias=False), norm=norm)[0], torch.zeros(1, 1, 5))
+    transposed = torch.randn(6, 5).T
+    assert torch.equal(decode.fused_linear(x, transposed)[0], x @ transposed.T)
     wide = nn.Linear(6, 5, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="dtype"):
-        step.project(x, wide)
+        decode.fused_linear(x, wide)

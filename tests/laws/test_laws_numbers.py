@@ -26,6 +26,7 @@ from truths import has_truth, truth
 from longspan import Mechanism
 from longspan.ops import reference
 from longspan.ops.linear import torch_chunk as chunks
+from longspan.ops.window import reference as window_reference
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -202,9 +203,9 @@ def test_the_definitions_on_small_numbers() -> None:
     """The reference itself, by hand."""
     q = k = torch.tensor([[[[1.0]], [[2.0]], [[0.0]]]], dtype=torch.float64)
     v = torch.tensor([[[[1.0]], [[10.0]], [[100.0]]]], dtype=torch.float64)
-    seen = reference.causal_visibility(3)
+    seen = window_reference.causal_visibility(3)
     e = torch.e
-    softmax = reference.softmax_attention(q, k, v, seen, scale=0.5).flatten()
+    softmax = window_reference.softmax_attention(q, k, v, seen, scale=0.5).flatten()
     assert_same(softmax, torch.tensor([1.0, (e * 1 + e**2 * 10) / (e + e**2), 37.0], dtype=torch.float64))
     for normalize, expected in {
         "none": [1.0, 2 * 1 + 4 * 10, 0.0],
@@ -221,9 +222,9 @@ def test_the_definitions_on_small_numbers() -> None:
         [1, 1, 1, 1, 0],
     ]
     assert reference.blind_spot_visibility(2, "zero", 5).sum(1).tolist() == [0, 0, 2, 2, 4]
-    assert reference.window_visibility(1, 0, 3).int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
-    assert reference.block_visibility(2, 0, 1, 5).sum(1).tolist() == [4, 4, 3, 3, 1]
-    alone = reference.self_as_last_resort(reference.causal_visibility(3))
+    assert window_reference.window_visibility(1, 0, 3).int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    assert window_reference.block_visibility(2, 0, 1, 5).sum(1).tolist() == [4, 4, 3, 3, 1]
+    alone = window_reference.self_as_last_resort(window_reference.causal_visibility(3))
     assert alone.int().tolist() == [[1, 0, 0], [1, 0, 0], [1, 1, 0]]
 
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from longspan import FeatureMap, mechanisms
 from longspan.models.positions import Rotary
-from longspan.ops.window import turn
+from longspan.ops.window import xpos_rotate
 
 
 @each_option(Path(__file__).stem)
@@ -152,7 +152,7 @@ def _() -> None:
     state = mechanism.write(mechanism.new_state(B, dtype=torch.float64), turned[1], v)
     same(mechanism.read(state, turned[0][:, -1:]), expected[:, -1:])
     plain, further = (build("local", head_dim=dim, window=5, xpos=2.0, query_offset=n) for n in (0, 3))
-    same(further(q, k, v), plain(turn(q, torch.tensor([3]), 2.0), k, v))
+    same(further(q, k, v), plain(xpos_rotate(q, torch.tensor([3]), 2.0), k, v))
     with pytest.raises(ValueError, match="query_offset turns pairs of features and needs an even head_dim, got 5"):
         build("local", query_offset=3)
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from truths import has_truth, truth
 
 from longspan import Packing, build_mechanism
-from longspan.ops import reference
 from longspan.ops.linear import torch_chunk as chunks
+from longspan.ops.window import reference as window_reference
 
 CASES = st.sampled_from([case for case in all_cases() if has_truth(case)])
 few = settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -172,11 +172,11 @@ def test_any_window(length: int, back: int, ahead: int, causal: bool, block: int
     q, k, v = (torch.randn(2, length, 2, 3, dtype=torch.float64) for _ in range(3))
     if block is None:
         m = build_mechanism("local", 2, 3, window=(back, ahead))
-        visible = reference.window_visibility(back, ahead, length)
+        visible = window_reference.window_visibility(back, ahead, length)
     else:
         back, ahead = back % 4, ahead % 4
         m = build_mechanism("local", 2, 3, window=block, look_back=back, look_ahead=ahead)
-        visible = reference.block_visibility(block, back, ahead, length)
+        visible = window_reference.block_visibility(block, back, ahead, length)
     if causal:
-        visible = visible & reference.causal_visibility(length)
-    assert_same(m(q, k, v, causal=causal), reference.softmax_attention(q, k, v, visible))
+        visible = visible & window_reference.causal_visibility(length)
+    assert_same(m(q, k, v, causal=causal), window_reference.softmax_attention(q, k, v, visible))

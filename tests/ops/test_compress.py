@@ -1,4 +1,4 @@
-"""Few keys for many queries: a sequence compressed to rows, and queries divided among the rows of a batch."""
+"""Few keys for many queries: compression of a sequence, and queries divided among batch rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from longspan import Attention, AttentionConfig
 from longspan.mechanisms import linformer
 from longspan.mechanisms.linformer import LinformerAttention, Projection
 from longspan.ops import softmax as sdpa
-from longspan.ops.compressed import compress as pieces
-from longspan.ops.compressed.compress import _compress, _Halves, _in_pieces, compress
+from longspan.ops.compressed import compress
+from longspan.ops.compressed import torch as compress_op
+from longspan.ops.compressed.torch import _Compress, _compress, _product_in_parts
 
 B, S, HKV, R, N = 2, 19, 3, 5, 7
 SHAPES = [(rows, heads) for rows in (1, B) for heads in (1, HKV)]
@@ -26,17 +27,17 @@ def sums(e: Tensor, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("rows", "heads"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_sums_are_wide(rows: int, heads: int, dtype: torch.dtype) -> None:
+def test_sums_are_float32(rows: int, heads: int, dtype: torch.dtype) -> None:
     e, x = torch.randn(rows, S, heads, R).to(dtype), torch.randn(B, S, HKV, N).to(dtype)
     found = compress(e, x)
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    tight = 1e-12 if dtype == torch.float64 else 1e-6  # as exact as float32, not as the halves that went in
+    tight = 1e-12 if dtype == torch.float64 else 1e-6  # as exact as float32, whatever the inputs
     torch.testing.assert_close(found.double(), sums(e.double(), x.double()), rtol=tight, atol=10 * tight)
 
 
 @pytest.mark.parametrize("rows", [1, B])
 @pytest.mark.parametrize("heads", [1, HKV])
-def test_the_op_of_halves(rows: int, heads: int) -> None:
+def test_the_op_in_half_precision(rows: int, heads: int) -> None:
     e = torch.randn(rows, S, heads, R).half().requires_grad_()
     x = torch.randn(B, S, heads, N).half().requires_grad_()
     d = torch.randn(B, heads, R, N)
@@ -54,27 +55,27 @@ def test_the_op_of_halves(rows: int, heads: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, B])
 @pytest.mark.parametrize("heads", [1, HKV])
-def test_gradients_of_gradients(rows: int, heads: int) -> None:
+def test_double_backward(rows: int, heads: int) -> None:
     e = torch.randn(rows, S, heads, R, dtype=torch.float64, requires_grad=True)
     x = torch.randn(B, S, heads, N, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(_Halves.apply, (e, x))
+    assert torch.autograd.gradgradcheck(_Compress.apply, (e, x))
 
 
 @pytest.mark.parametrize(("rows", "heads"), SHAPES)
-@pytest.mark.parametrize(("piece", "most"), [(4, 32), (4, 3), (19, 32)])
-def test_pieces_are_the_whole(rows: int, heads: int, piece: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_PIECE", piece)
-    monkeypatch.setattr(pieces, "_PIECES", most)
+@pytest.mark.parametrize(("length", "most"), [(4, 32), (4, 3), (19, 32)])
+def test_partial_products(rows: int, heads: int, length: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compress_op, "PART_LENGTH", length)
+    monkeypatch.setattr(compress_op, "MAX_PARTS", most)
     left = torch.randn(rows, heads, R, S, dtype=torch.float64, requires_grad=True)
     right = torch.randn(B, HKV, S, N, dtype=torch.float64, requires_grad=True)
     results = []
-    for out in (_in_pieces(left, right), left @ right):
+    for out in (_product_in_parts(left, right), left @ right):
         results.append([out, *torch.autograd.grad(out.square().sum(), (left, right))])
     for mine, wanted in zip(*results, strict=True):
         torch.testing.assert_close(mine, wanted)
 
 
-def test_pieces_are_nearer_to_the_truth_than_a_chain() -> None:
+def test_partial_products_are_more_exact_than_one_sum() -> None:
     left, right = torch.randn(1, 1, R, 4099), torch.randn(1, 1, 4099, N)
     truth = left.double() @ right.double()
 
@@ -92,7 +93,7 @@ def test_pieces_are_nearer_to_the_truth_than_a_chain() -> None:
             return super().__torch_function__(func, types, args, kwargs or {})
 
     a, b = (x.as_subclass(Chained) for x in (left, right))
-    errors = [float((x.as_subclass(Tensor).double() - truth).abs().max()) for x in (_in_pieces(a, b), a @ b)]
+    errors = [float((x.as_subclass(Tensor).double() - truth).abs().max()) for x in (_product_in_parts(a, b), a @ b)]
     assert errors[0] < errors[1] / 2
 
 
@@ -121,7 +122,7 @@ def test_divided_queries_see_the_same_keys(heads: int, kv_heads: int, folds: int
         torch.testing.assert_close(ours, truth)
 
 
-def test_queries_are_divided_where_gradients_would_leave_a_gpu_idle(monkeypatch: Any) -> None:
+def test_when_queries_are_divided(monkeypatch: Any) -> None:
     class Fake:
         is_cuda = True
 
@@ -130,7 +131,7 @@ def test_queries_are_divided_where_gradients_would_leave_a_gpu_idle(monkeypatch:
 
     assert sdpa._folds(Fake(1, 8, 65536, 64), Fake(1, 8, 256, 64)) == 8
     assert sdpa._folds(Fake(1, 1, 8 * 65536, 64), Fake(1, 1, 256, 64)) == 64
-    assert sdpa._folds(Fake(4, 16, 65536, 64), Fake(4, 16, 256, 64)) == 1  # enough of them
+    assert sdpa._folds(Fake(4, 16, 65536, 64), Fake(4, 16, 256, 64)) == 1  # enough programs
     assert sdpa._folds(Fake(1, 1, 600, 64), Fake(1, 1, 256, 64)) == 1  # too few queries
     assert sdpa._folds(Fake(1, 8, 65536, 64), Fake(1, 8, 65536, 64)) == 1
     with torch.no_grad():
@@ -167,11 +168,11 @@ def test_keys_that_are_values_are_compressed_once(shared: bool, times: int, monk
 
 
 @pytest.mark.parametrize("batch", [1, B])
-def test_halves_at_once_are_what_the_op_gives(batch: int) -> None:
+def test_the_direct_call_agrees_with_the_op(batch: int) -> None:
     e, x = torch.randn(1, S, 1, R).bfloat16().requires_grad_(), torch.randn(batch, S, 1, N).bfloat16().requires_grad_()
     d = torch.randn(batch, 1, R, N)
     for ours, op in zip(
-        *(torch.autograd.grad(run(e, x), (e, x), d) for run in (_Halves.apply, _compress)), strict=True
+        *(torch.autograd.grad(run(e, x), (e, x), d) for run in (_Compress.apply, _compress)), strict=True
     ):
         assert torch.equal(ours, op)
-    assert torch.equal(_Halves.apply(e, x), _compress(e, x))
+    assert torch.equal(_Compress.apply(e, x), _compress(e, x))

@@ -1,6 +1,4 @@
-"""Less work and memory for the same answers: Linformer's source compressed before it is projected, and dropped weights
-made again in the backward pass.
-"""
+"""Linformer's input compressed before it is projected, and dropout recomputed in the backward pass."""
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ NOT_USED = [
     {"qkv_bias": True},
     {"qk_norm": True},
     {"rotary": "halves", "head_dim": 4},
-    {"num_kv_heads": 1, "head_dim": 2},  # keys narrow enough to be the smaller thing to compress
+    {"num_kv_heads": 1, "head_dim": 2},  # narrow keys, which cost less to compress than their input
 ]
 
 
@@ -56,7 +54,7 @@ def calls(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("options", USED, ids=str)
-def test_the_same_answers_and_gradients(options: dict, cross: bool, masked: bool, calls: list[int]) -> None:
+def test_outputs_and_gradients_agree(options: dict, cross: bool, masked: bool, calls: list[int]) -> None:
     layer = layer_of(options, cross=cross)
     x, context = torch.randn(B, T, DIM).double(), torch.randn(B, S, DIM).double()
     source = context if cross else x
@@ -85,12 +83,12 @@ def test_the_same_answers_and_gradients(options: dict, cross: bool, masked: bool
 
 
 @pytest.mark.parametrize("options", NOT_USED, ids=str)
-def test_where_keys_are_not_a_plain_map_of_the_source(options: dict, calls: list[int]) -> None:
+def test_where_keys_are_not_a_linear_map_of_the_input(options: dict, calls: list[int]) -> None:
     layer_of(options)(torch.randn(B, T, DIM).double())
     assert calls == []
 
 
-def test_a_layer_in_the_place_of_to_kv_is_called(calls: list[int]) -> None:
+def test_a_replaced_to_kv_is_called(calls: list[int]) -> None:
     class Scaled(torch.nn.Linear):
         def forward(self, x):
             return 3 * super().forward(x)
@@ -113,23 +111,23 @@ def test_half_precision_sums_in_float32() -> None:
         assert layer.float()(x.float()).isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["plain", "masked", "rows", "bias"])
-def test_dropped_weights_are_made_again(kind: str, monkeypatch) -> None:
+@pytest.mark.parametrize("kind", ["full", "masked", "rows", "bias"])
+def test_dropout_is_recomputed(kind: str, monkeypatch) -> None:
     H, D = 2, 5
     q, k, v = (torch.randn(B, H, n, D, dtype=torch.float64, requires_grad=True) for n in (T, S, S))
     mask = {"masked": torch.rand(B, 1, 1, S) > 0.3, "rows": torch.rand(B, 1, T, S) > 0.3}.get(kind)
     bias = torch.randn(H, T, S).double() if kind == "bias" else None
     size = 4
-    monkeypatch.setattr(sdpa, "_WEIGHTS", size * B * H * S)
+    monkeypatch.setattr(sdpa, "MAX_WEIGHTS", size * B * H * S)
 
-    def keeps_weights(call) -> bool:
+    def saves_weights(call) -> bool:
         found = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: found.append(x) or x, lambda x: x):
             call()
         return any(x.shape[-1] == S and x.numel() in (B * H * T * S, B * H * size * S) for x in found)
 
-    assert keeps_weights(lambda: F.scaled_dot_product_attention(q, k, v, dropout_p=0.4)), "PyTorch does not any more"
-    assert not keeps_weights(lambda: sdpa.attend(q, k, v, mask, bias=bias, dropout=0.4))
+    assert saves_weights(lambda: F.scaled_dot_product_attention(q, k, v, dropout_p=0.4)), "PyTorch no longer saves them"
+    assert not saves_weights(lambda: sdpa.attend(q, k, v, mask, bias=bias, dropout=0.4))
     torch.manual_seed(3)
     out = sdpa.attend(q, k, v, mask, bias=bias, dropout=0.4)
     gradients = torch.autograd.grad(out.square().sum(), (q, k, v))

@@ -1,4 +1,4 @@
-"""`LanguageModel.loss`: cross-entropy by pieces, and models that train under torch.compile."""
+"""`LanguageModel.loss`: cross-entropy in chunks, and training under torch.compile."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def expected(lm: LanguageModel, x: Tensor, labels: Tensor, **how: object) -> Ten
 
 
 @pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("logits", [7 * V, 2**25], ids=["pieces", "whole"])
+@pytest.mark.parametrize("logits", [7 * V, 2**25], ids=["chunks", "at once"])
 def test_it_is_the_cross_entropy_of_the_logits(logits: int, tie: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "LOGITS", logits)
+    monkeypatch.setattr(ops, "MAX_LOGITS", logits)
     lm, x = model(tie_embeddings=tie, embed_dim=12), tokens()
     labels = torch.randint(V, (B, T)).masked_fill(torch.rand(B, T) < 0.3, -100)
     found, exact = lm.loss(x, labels), expected(lm, x, labels)
@@ -69,7 +69,7 @@ def test_packed_sequences_do_not_predict_one_another() -> None:
     torch.testing.assert_close(found, total / sum(len(piece) - 1 for piece in pieces))
 
 
-def test_no_labels_at_all_cost_nothing() -> None:
+def test_no_labels_give_zero() -> None:
     lm = model()
     loss = lm.loss(tokens(), torch.full((B, T), -100))
     assert loss == 0
@@ -82,7 +82,7 @@ def test_labels_of_another_shape_are_refused() -> None:
         model().loss(tokens(), torch.zeros(B, T - 1, dtype=torch.int64))
 
 
-def test_sums_are_wide_in_half_precision() -> None:
+def test_sums_are_float32_in_half_precision() -> None:
     lm, x = model().bfloat16(), tokens()
     assert lm.loss(x).dtype == torch.float32
 
@@ -92,7 +92,7 @@ def test_sums_are_wide_in_half_precision() -> None:
     ["linear", {"mechanism": "local", "window": 7}, {"mechanism": "linformer", "rank": 5, "max_length": 64}],
     ids=["linear", "local", "linformer"],
 )
-def test_training_compiles_whole(mechanism: object) -> None:
+def test_training_compiles(mechanism: object) -> None:
     torch._dynamo.reset()
     lm, x = model(mechanism), tokens()
     loss = torch.compile(lm.loss, fullgraph=True, backend="aot_eager")(x)
@@ -120,7 +120,7 @@ def test_a_compiled_model_redraws_without_compiling_again() -> None:
     torch.testing.assert_close(compiled(x), lm.eval().loss(x))
 
 
-def test_a_copy_is_advanced_for_itself() -> None:
+def test_a_copy_redraws_on_its_own() -> None:
     torch._dynamo.reset()
     lm = model({"mechanism": "performer", "num_features": 5, "redraw_interval": 1})
     twin = copy.deepcopy(lm)

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training import WORDS, write_corpus
 
-from longspan.ops.loss import IGNORED
+from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.data.batches import (
     Batch,
     BatchShape,
@@ -247,12 +247,12 @@ def test_targets_are_the_next_token_of_the_same_document(tmp_path: Path, packed:
     ends = 0
     for _ in range(40):
         (batch,) = rows.next_step()
-        assert batch.num_targets == int((batch.targets != IGNORED).sum())
+        assert batch.num_targets == int((batch.targets != IGNORE_INDEX).sum())
         assert batch.tokens.numel() == 5 * 31
         for text, targets in spans_of(batch):
-            known = bytes(t for t in targets if t != IGNORED)
+            known = bytes(t for t in targets if t != IGNORE_INDEX)
             assert text[1:] == known[: len(text) - 1]
-            if targets[-1] == IGNORED:
+            if targets[-1] == IGNORE_INDEX:
                 assert any(document.endswith(text) for document in documents)
                 ends += 1
             else:
@@ -337,7 +337,7 @@ def test_lanes_read_documents_from_start_to_end(tmp_path: Path) -> None:
             mask = torch.ones(31, dtype=torch.bool) if batch.key_mask is None else batch.key_mask[row]
             tokens, targets = batch.tokens[row][mask].tolist(), batch.targets[row][mask].tolist()
             assert targets[:-1] == tokens[1:]
-            assert (batch.targets[row][~mask] == IGNORED).all()
+            assert (batch.targets[row][~mask] == IGNORE_INDEX).all()
             texts[row] += bytes(tokens)
     expected = {text[:-1] for text in contents(found)}  # The last token is a target only.
     assert set(done) == expected
@@ -368,7 +368,7 @@ def test_an_evaluation_scores_every_token_once(tmp_path: Path) -> None:
         b for i in range(2) for b in evaluation_batches(found, found.held_out, BatchShape(31, 3, 1, 2, i), 10**9)
     ]
     expected = sorted(token for text in contents(found, "held_out") for token in text[1:])
-    scored = sorted(t for batch in batches for t in batch.targets.flatten().tolist() if t != IGNORED)
+    scored = sorted(t for batch in batches for t in batch.targets.flatten().tolist() if t != IGNORE_INDEX)
     assert scored == expected
     fewer = list(evaluation_batches(found, found.held_out, BatchShape(31, 3), 300))
     assert 150 < sum(batch.num_targets for batch in fewer) < 450

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from longspan.compat.local_attention.rotary import SinusoidalEmbeddings
 from longspan.layout import hide
 from longspan.models.positions import Rotary
-from longspan.ops.window import Window, table_bias, turn, windowed
+from longspan.ops.window import Window, table_bias, window_attention, xpos_rotate
 
 
 class LocalAttention(nn.Module):
@@ -97,7 +97,7 @@ class LocalAttention(nn.Module):
             table = attn_bias.expand(-1, size, seen).repeat(number // biases, 1, 1)
             bias = table_bias(table, self.look_backward)
         q, k, xpos = self._turned(q, k, size)
-        out = windowed(
+        out = window_attention(
             q,
             k,
             v,
@@ -127,7 +127,7 @@ class LocalAttention(nn.Module):
         if self.rel_pos.use_xpos:
             assert self.rel_pos.scale_base is not None
             return (
-                turn(q, torch.tensor([further], device=q.device), self.rel_pos.scale_base),
+                xpos_rotate(q, torch.tensor([further], device=q.device), self.rel_pos.scale_base),
                 k,
                 self.rel_pos.scale_base,
             )

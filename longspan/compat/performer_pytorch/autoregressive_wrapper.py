@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from longspan.compat.generate import Filter, FilterSampler, decode, repetition_penalty_fn, top_k, top_p
 from longspan.compat.performer_pytorch.performer_pytorch import PerformerLM
-from longspan.ops.loss import IGNORED
+from longspan.ops.loss import IGNORE_INDEX
 
 __all__ = ["AutoregressiveWrapper", "repetition_penalty_fn", "top_k", "top_p"]
 
@@ -101,6 +101,6 @@ class AutoregressiveWrapper(nn.Module):
             labels = labels.masked_fill(~mask, self.ignore_index)
         if (known := self._model()) is not None:
             # Without whole logits: a large vocabulary's would need more memory than the model.
-            return known.loss(x[:, :-1], labels.masked_fill(labels == self.ignore_index, IGNORED), mask, **about)
+            return known.loss(x[:, :-1], labels.masked_fill(labels == self.ignore_index, IGNORE_INDEX), mask, **about)
         logits = self.net(x[:, :-1], mask=mask, **about)
         return F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.ignore_index)

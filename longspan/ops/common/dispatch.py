@@ -11,7 +11,7 @@ from torch import Tensor
 from longspan.ops.common.torch_private import assume_constant, functorch_active
 
 # What there are kernels for, as `longspan info` says it.
-KERNELS = "causal and bidirectional linear attention and FAVOR+, local windows, compressed rows, one-token steps"
+KERNELS = "causal and bidirectional linear attention and FAVOR+, windows, Linformer, decode steps"
 LARGEST = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -71,29 +71,6 @@ def why_unsupported(
     return None
 
 
-def why_not_triton_window(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: bool = False) -> str | None:
-    """Why local attention of these arguments runs in plain PyTorch; None where the kernels take them."""
-    if not q.is_cuda:
-        return f"the tensors are on {q.device.type}; the kernels need CUDA"
-    why = triton_missing(q.device) or why_unsupported_window(q, k, v, bias=bias, xpos=xpos)
-    wide = q.dtype != torch.float32 and max(q.shape[3], v.shape[3]) > 128
-    return why or (insufficient_shared_memory(q, 163) if wide else None)
-
-
-def why_unsupported_window(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: bool = False) -> str | None:
-    """What about the arguments themselves the kernels do not do; None where there is nothing."""
-    if bias or xpos:
-        return "a bias on the scores" if bias else "xPos, whose scales belong to tiles"
-    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in DTYPES:
-        found = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
-        return f"q, k and v are {found}; the kernels take one dtype of bfloat16, float16, float32"
-    if max(q.shape[3], v.shape[3]) > LARGEST:
-        return f"head or value dimension ({q.shape[3]}, {v.shape[3]}) is over {LARGEST}"
-    if not q.numel() or not v.numel():
-        return "an empty tensor"
-    return None
-
-
 def why_not_triton_bidirectional(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, epsilon: float = 0.0
 ) -> str | None:
@@ -129,23 +106,6 @@ def why_unsupported_bidirectional(
     return None
 
 
-def why_not_triton_compressed(
-    q: Tensor, dtype: torch.dtype, heads: int, kv_heads: int, rank: int, dims: tuple[int, int]
-) -> str | None:
-    """Why attention of tokens q (B, T, …) in this dtype over `rank` rows runs in plain PyTorch; None where the kernels
-    take it. dims: numbers of a key and of a value.
-    """
-    if not eager_untraced(q):
-        return "tensors are not on CUDA, or a tracer is active (torch.compile, torch.func, tensor subclass)"
-    if dtype not in DTYPES[:2] or "dtype" not in torch.ops.aten.bmm.overloads():
-        return f"{str(dtype).removeprefix('torch.')}; the kernels take bfloat16 and float16, with PyTorch 2.8 or newer"
-    if rank > LARGEST or max(dims) > 64 or heads > 64 * kv_heads:
-        return f"{rank} rows of {max(dims)} numbers for {heads} heads; the kernels take {LARGEST} of 64 for 64"
-    if not q.shape[0] or q.shape[1] < 128:
-        return f"{q.shape[1]} tokens, which gain nothing"
-    return triton_missing(q.device) or insufficient_shared_memory(q, 227)
-
-
 def _too_large(D: int, M: int, room: int) -> str | None:
     """Whether a projection, padded to powers of two, is."""
     if room < 1 << ((int(D) - 1).bit_length() + (int(M) - 1).bit_length()):
@@ -168,27 +128,6 @@ def bidirectional_kernels() -> ModuleType:
     from longspan.ops.linear.triton import bidirectional
 
     return bidirectional
-
-
-def local_kernels() -> ModuleType:
-    """The kernels' module, imported on first use."""
-    from longspan.ops.window.triton import window as local
-
-    return local
-
-
-def rows_kernels() -> ModuleType:
-    """The kernels' module, imported on first use."""
-    from longspan.ops.compressed.triton import compressed as rows
-
-    return rows
-
-
-def step_kernels() -> ModuleType:
-    """The kernels of one token's step, imported on first use."""
-    from longspan.ops.decode.triton import decode as step
-
-    return step
 
 
 def linear_kernels() -> ModuleType:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longspan.ops.loss import IGNORED
+from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.data.token_store import Segments, TokenStore
 
 Row = TypeVar("Row")
@@ -38,8 +38,8 @@ class Batch:
 
     Args:
         tokens: (B, T); (1, B · T) if packed.
-        targets: Same shape, the next token or IGNORED; (B,) class indices for classification.
-        num_targets: Number of targets that are not IGNORED.
+        targets: Same shape, the next token or IGNORE_INDEX; (B,) class indices for classification.
+        num_targets: Number of targets that are not IGNORE_INDEX.
         offsets: (N + 1,), boundaries of the packed sequences.
         key_mask: (B, T), True for tokens, False for padding. None: no padding.
         new_document: (B,), True where a sequence starts a document, so that a carried state must be reset.
@@ -292,7 +292,7 @@ class LabeledBatches(Batches[tuple[Span, int]]):
 def packed_batch(store: TokenStore, spans: Sequence[Span]) -> Batch:
     """Concatenate spans to one packed sequence."""
     offsets = np.cumsum([0, *(span.length for span in spans)])
-    tokens, targets = np.empty(offsets[-1], np.int64), np.full(offsets[-1], IGNORED, np.int64)
+    tokens, targets = np.empty(offsets[-1], np.int64), np.full(offsets[-1], IGNORE_INDEX, np.int64)
     for offset, span in zip(offsets, spans, strict=False):
         _copy_span(store, span, tokens[offset:], targets[offset:])
     return _make_batch(tokens[None], targets[None], offsets=torch.from_numpy(offsets.astype(np.int32)))
@@ -301,7 +301,7 @@ def packed_batch(store: TokenStore, spans: Sequence[Span]) -> Batch:
 def padded_batch(store: TokenStore, spans: Sequence[Span], context: int) -> Batch:
     """Put one span into each sequence, padded on the right with zeros."""
     tokens = np.zeros((len(spans), context), np.int64)
-    targets = np.full((len(spans), context), IGNORED, np.int64)
+    targets = np.full((len(spans), context), IGNORE_INDEX, np.int64)
     for row, span in enumerate(spans):
         _copy_span(store, span, tokens[row], targets[row])
     mask = np.arange(context) < np.array([[span.length] for span in spans])
@@ -323,7 +323,7 @@ def _copy_span(store: TokenStore, span: Span, tokens: TokenArray, targets: Token
 
 
 def _make_batch(tokens: TokenArray, targets: TokenArray, **layout: Tensor | None) -> Batch:
-    count = int((targets != IGNORED).sum())
+    count = int((targets != IGNORE_INDEX).sum())
     return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), count, **layout)
 
 

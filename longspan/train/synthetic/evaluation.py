@@ -23,7 +23,7 @@ from longspan import __version__
 from longspan.mechanisms import mechanisms
 from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
 from longspan.models.transformer import Classifier, LanguageModel
-from longspan.ops.loss import IGNORED
+from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.loggers import Record, mean
 from longspan.train.report.plots import plot_depths
 from longspan.train.synthetic.tasks import TASKS, Task
@@ -160,7 +160,7 @@ def _train(
             group["lr"] = trial.lr * warmup * max(0.02, cosine)
         examples = task.examples("train", trial.seed, step, trial.batch_size).to(device)
         logits = model(examples.tokens, key_mask=examples.key_mask)
-        loss = F.cross_entropy(logits.flatten(0, -2), examples.labels.flatten(), ignore_index=IGNORED)
+        loss = F.cross_entropy(logits.flatten(0, -2), examples.labels.flatten(), ignore_index=IGNORE_INDEX)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -181,7 +181,7 @@ def _evaluate(model: torch.nn.Module, task: Task, trial: TrialConfig, device: to
             examples = task.examples("score", trial.seed, index, min(trial.batch_size, NUM_SCORED - first))
             tokens, mask = examples.tokens.to(device), examples.key_mask
             predicted = model(tokens, key_mask=None if mask is None else mask.to(device)).argmax(-1).cpu()
-            asked = examples.labels != IGNORED
+            asked = examples.labels != IGNORE_INDEX
             answers.append(examples.labels[asked])
             correct.append((predicted == examples.labels)[asked])
             if examples.depth is not None:

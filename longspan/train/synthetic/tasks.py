@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longspan.ops.loss import IGNORED
+from longspan.ops.loss import IGNORE_INDEX
 
 TokenArray = NDArray[np.int64]
 SPLITS = ("train", "score")
@@ -30,8 +30,8 @@ class Examples:
 
     Args:
         tokens: (B, T).
-        labels: (B, T), the expected output at each token, IGNORED where there is none; (B,) classes of the sequences
-            for classification.
+        labels: (B, T), the expected output at each token, IGNORE_INDEX where there is none; (B,) classes of the
+            sequences for classification.
         key_mask: (B, T), False for padding. None: no padding.
         depth: (B,), position of the answer in the sequence, from 0 (the start) to 1 (directly before the query).
     """
@@ -131,7 +131,7 @@ class Copy(Task):
         half = self.length // 2
         symbols = rng.integers(1, self.symbols + 1, (size, half))
         tokens = np.concatenate([symbols, np.zeros((size, 1), np.int64), symbols[:, :-1]], 1)
-        labels = np.full_like(tokens, IGNORED)
+        labels = np.full_like(tokens, IGNORE_INDEX)
         labels[:, half:] = symbols
         return tokens, labels, None
 
@@ -172,7 +172,7 @@ class Recall(Task):
         # Gumbel-top-k: the largest values of log p + noise are a sample without replacement.
         scores = -0.99 * np.log(np.arange(1, slots + 1)) + rng.gumbel(size=(size, slots))
         positions = rng.permuted(2 * pairs + 2 * scores.argsort(1)[:, -pairs:], axis=1)
-        labels = np.full_like(tokens, IGNORED)
+        labels = np.full_like(tokens, IGNORE_INDEX)
         np.put_along_axis(tokens, positions, keys, 1)
         np.put_along_axis(labels, positions, values, 1)
         return tokens, labels, None
@@ -203,7 +203,7 @@ class Needle(Task):
         position = rng.integers(0, last + 1, size)
         row = np.arange(size)
         tokens[row, position], tokens[:, -1] = 0, 1
-        labels = np.full_like(tokens, IGNORED)
+        labels = np.full_like(tokens, IGNORE_INDEX)
         labels[:, -1] = tokens[row, position + 1]
         return tokens, labels, position / last
 

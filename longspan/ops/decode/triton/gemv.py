@@ -1,42 +1,83 @@
-"""What stands around a memory in one token's step: norms with the linear maps after them, and angles of positions."""
+"""Linear layers of a decode step, fused with the norm before and the activation and residual after them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from longspan.ops.common.launch import on_device
+
+Norm = tuple[int, Tensor | None, Tensor | None, float]  # 0 none, 1 LayerNorm, 2 RMSNorm; weight, bias, epsilon
 
 
-class Maps(NamedTuple):
-    """Rows x, a norm's gain and shift, one map's weight (N, K) and bias and another's, what is added, the result."""
+class LinearLayers(NamedTuple):
+    """Pointers to x (B, K), norm, weight (N, K) and bias of one or two layers, residual and output."""
 
     p_x: Any
-    p_gain: Any
-    p_shift: Any
+    p_norm_weight: Any
+    p_norm_bias: Any
     p_weight: Any
     p_bias: Any
-    p_other: Any
-    p_other_bias: Any
-    p_add: Any
+    p_weight_2: Any
+    p_bias_2: Any
+    p_residual: Any
     p_out: Any
     eps: float
 
 
-class Widths(NamedTuple):
-    """BK columns of x and BN rows of a weight in a block. NORM: 0 none, 1 layer, 2 rms."""
+class LayerSizes(NamedTuple):
+    """BK columns of x and BN rows of a weight per block. NORM: 0 none, 1 LayerNorm, 2 RMSNorm."""
 
     K: int
     N: int
-    N_OTHER: int
+    N_2: int
     BK: int
     BN: int
     NORM: int
     ACTIVATION: str
 
 
+def decode_linear_layers(
+    x: Tensor,
+    weights: Sequence[tuple[Tensor, Tensor | None]],
+    norm: Norm,
+    activation: str,
+    residual: Tensor | None,
+) -> Tensor:
+    """Run `ops.decode.fused_linear` for one or two layers; return their outputs concatenated, (B, 1, N)."""
+    B, _, K = x.shape
+    (weight, bias), (weight_2, bias_2) = weights[0], weights[1] if len(weights) > 1 else (None, None)
+    N, N_2 = len(weight), 0 if weight_2 is None else len(weight_2)
+    out = x.new_empty(B, 1, N + N_2)
+    kind, norm_weight, norm_bias, eps = norm
+    layers = LinearLayers(x, norm_weight, norm_bias, weight, bias, weight_2, bias_2, residual, out, eps)
+    fp32, wide, BK = x.dtype == torch.float32, N + N_2 > 1024, triton.next_power_of_2(K)
+    if B == 1:
+        # Enough programs for every multiprocessor, each with at most 16,384 weights.
+        BB, BN = 1, max(1, min(16 if wide else 4, 16384 // BK))
+    else:
+        # As many columns at once as fit, so that loads do not wait for one another.
+        wide = wide and not fp32
+        BB, BN, BK = 16 if B <= 16 else 64 if wide else 32, 64 if wide else 32, max(16, min(BK, 32 if fp32 else 512))
+    sizes = LayerSizes(K, N, N_2, BK, BN, kind, activation)
+    grid = -(-N // BN) + -(-N_2 // BN), -(-B // BB)
+    with on_device(x):
+        if B == 1:
+            decode_gemv_kernel[grid](layers, W=sizes, num_warps=4)
+        else:
+            strides = x.stride(0), 0 if residual is None else residual.stride(0)
+            constants = {"W": sizes, "BB": BB, "num_warps": 8 if BB == 64 else 4, "num_stages": 3}
+            decode_gemm_kernel[grid](layers, B, *strides, **constants)
+    return out
+
+
 @triton.jit
-def activated(b_x, W: tl.constexpr):
+def activate(b_x, W: tl.constexpr):
     if W.ACTIVATION == "gelu":
         b_x = 0.5 * b_x * (1 + tl.erf(b_x * 0.7071067811865476))
     if W.ACTIVATION == "relu":
@@ -47,94 +88,94 @@ def activated(b_x, W: tl.constexpr):
 
 
 @triton.jit
-def finish(maps, b_y, i_b, i_n, m_y, i_out, W: tl.constexpr):
-    """Stores a sum: rounded after the map, and again after what follows it, as where each is a step of its own."""
-    b_y = b_y.to(maps.p_out.dtype.element_ty)
+def store_result(layers, b_y, i_b, i_n, m_y, i_out, W: tl.constexpr):
+    """Apply activation and residual and store; round after each, as separate operations would."""
+    b_y = b_y.to(layers.p_out.dtype.element_ty)
     if W.ACTIVATION != "identity":
-        b_y = activated(b_y.to(tl.float32), W).to(b_y.dtype)
-    if maps.p_add is not None:
-        b_y = (tl.load(maps.p_add + i_b + i_n, mask=m_y, other=0.0).to(tl.float32) + b_y.to(tl.float32)).to(b_y.dtype)
-    tl.store(maps.p_out + i_out, b_y, mask=m_y)
+        b_y = activate(b_y.to(tl.float32), W).to(b_y.dtype)
+    if layers.p_residual is not None:
+        b_residual = tl.load(layers.p_residual + i_b + i_n, mask=m_y, other=0.0).to(tl.float32)
+        b_y = (b_residual + b_y.to(tl.float32)).to(b_y.dtype)
+    tl.store(layers.p_out + i_out, b_y, mask=m_y)
 
 
 @triton.jit
-def own_rows(maps, W: tl.constexpr):
-    """A program's BN rows of a map's weight: where it lies, which rows, which of them there are, the result's column
-    of its first row.
-    """
+def select_layer(layers, W: tl.constexpr):
+    """Return the weight that a program multiplies, its BN rows, their mask, and the layer's first output column."""
     pid = tl.program_id(0)
     first: tl.constexpr = (W.N + W.BN - 1) // W.BN
-    p_weight, rows, column = maps.p_weight, W.N, 0
-    if maps.p_other is not None:
+    p_weight, rows, column = layers.p_weight, W.N, 0
+    if layers.p_weight_2 is not None:
         if pid >= first:
-            p_weight = maps.p_other
-            rows, column, pid = W.N_OTHER, W.N, pid - first
+            p_weight = layers.p_weight_2
+            rows, column, pid = W.N_2, W.N, pid - first
     i_n = tl.arange(0, W.BN) + pid * W.BN
     return p_weight, i_n, i_n < rows, column
 
 
 @triton.jit
-def bias_of(maps, i_n, m_n, first):
-    """Of the first map or of the other, either of which may have none."""
+def load_bias(layers, i_n, m_n, first):
+    """Load the bias of the first layer or of the second; either may have none."""
     b_bias = tl.zeros(i_n.shape, tl.float32)
-    if maps.p_bias is not None:
-        b_bias += tl.load(maps.p_bias + i_n, mask=m_n & first, other=0.0).to(tl.float32)
-    if maps.p_other_bias is not None:
-        b_bias += tl.load(maps.p_other_bias + i_n, mask=m_n & (not first), other=0.0).to(tl.float32)
+    if layers.p_bias is not None:
+        b_bias += tl.load(layers.p_bias + i_n, mask=m_n & first, other=0.0).to(tl.float32)
+    if layers.p_bias_2 is not None:
+        b_bias += tl.load(layers.p_bias_2 + i_n, mask=m_n & (not first), other=0.0).to(tl.float32)
     return b_bias
 
 
 @triton.jit
-def gained(b_x, maps, i_k, m_k):
-    """Normed x (…, BK) with the norm's gain and shift, if it has any."""
-    if maps.p_gain is not None:
-        b_x *= tl.load(maps.p_gain + i_k, mask=m_k, other=0.0).to(tl.float32)
-    if maps.p_shift is not None:
-        b_x += tl.load(maps.p_shift + i_k, mask=m_k, other=0.0).to(tl.float32)
+def scale_normed(b_x, layers, i_k, m_k):
+    """Apply the norm's weight and bias, where it has them, to normalized x (…, BK)."""
+    if layers.p_norm_weight is not None:
+        b_x *= tl.load(layers.p_norm_weight + i_k, mask=m_k, other=0.0).to(tl.float32)
+    if layers.p_norm_bias is not None:
+        b_x += tl.load(layers.p_norm_bias + i_k, mask=m_k, other=0.0).to(tl.float32)
     return b_x
 
 
 @triton.jit
-def map_vector_kernel(maps, W: tl.constexpr):
-    """add + activation(norm(x) Wᵀ + b) of one row x (K,)."""
-    p_weight, i_n, m_n, column = own_rows(maps, W)
+def decode_gemv_kernel(layers, W: tl.constexpr):
+    """residual + activation(norm(x) Wᵀ + b) of a vector x (K,)."""
+    p_weight, i_n, m_n, column = select_layer(layers, W)
     i_k = tl.arange(0, W.BK)
     m_k = i_k < W.K
-    # Weights first: they are on their way while x is normed.
+    # Issue the loads of the weight before the norm needs x.
     b_w = tl.load(p_weight + i_n[:, None] * W.K + i_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)
-    b_x = tl.load(maps.p_x + i_k, mask=m_k, other=0.0)
+    b_x = tl.load(layers.p_x + i_k, mask=m_k, other=0.0)
     if W.NORM > 0:
         b_n = b_x.to(tl.float32)
         if W.NORM == 1:
             b_n = tl.where(m_k, b_n - tl.sum(b_n, 0) / W.K, 0.0)
-        b_n = b_n * tl.rsqrt(tl.sum(b_n * b_n, 0) / W.K + maps.eps)
-        b_x = gained(b_n, maps, i_k, m_k).to(b_x.dtype)
+        b_n = b_n * tl.rsqrt(tl.sum(b_n * b_n, 0) / W.K + layers.eps)
+        b_x = scale_normed(b_n, layers, i_k, m_k).to(b_x.dtype)
     b_y = tl.sum(b_w.to(tl.float32) * b_x.to(tl.float32)[None, :], 1)
-    b_y += bias_of(maps, i_n, m_n, column == 0)
-    finish(maps, b_y, 0, i_n, m_n, column + i_n, W)
+    b_y += load_bias(layers, i_n, m_n, column == 0)
+    store_result(layers, b_y, 0, i_n, m_n, column + i_n, W)
 
 
 @triton.jit(do_not_specialize=["B"])
-def map_rows_kernel(maps, B, stride_x, stride_add, W: tl.constexpr, BB: tl.constexpr, PRECISION: tl.constexpr):
-    """As `map_vector_kernel` for rows x (B, K), BB of them a program."""
-    p_weight, i_n, m_n, column = own_rows(maps, W)
+def decode_gemm_kernel(layers, B, stride_x, stride_residual, W: tl.constexpr, BB: tl.constexpr):
+    """residual + activation(norm(x) Wᵀ + b) of BB rows of x (B, K)."""
+    PRECISION: tl.constexpr = "ieee" if layers.p_x.dtype.element_ty == tl.float32 else "tf32"
+    p_weight, i_n, m_n, column = select_layer(layers, W)
     i_b = tl.program_id(1).to(tl.int64) * BB + tl.arange(0, BB)
     i_k = tl.arange(0, W.BK)
     m_b = i_b < B
-    p_x = maps.p_x + i_b[:, None] * stride_x
-    mean, size = tl.zeros((BB,), tl.float32), tl.zeros((BB,), tl.float32)
+    p_x = layers.p_x + i_b[:, None] * stride_x
+    b_mean, b_rstd = tl.zeros((BB,), tl.float32), tl.zeros((BB,), tl.float32)
     if W.NORM == 1:
         for k_0 in range(0, W.K, W.BK):
             m_x = m_b[:, None] & (k_0 + i_k < W.K)[None, :]
-            mean += tl.sum(tl.load(p_x + (k_0 + i_k)[None, :], mask=m_x, other=0.0).to(tl.float32), 1)
-        mean = mean / W.K
+            b_mean += tl.sum(tl.load(p_x + (k_0 + i_k)[None, :], mask=m_x, other=0.0).to(tl.float32), 1)
+        b_mean = b_mean / W.K
     if W.NORM > 0:
         for k_0 in range(0, W.K, W.BK):
             m_x = m_b[:, None] & (k_0 + i_k < W.K)[None, :]
             b_n = tl.load(p_x + (k_0 + i_k)[None, :], mask=m_x, other=0.0).to(tl.float32)
-            b_n = tl.where(m_x, b_n - mean[:, None], 0.0)
-            size += tl.sum(b_n * b_n, 1)
-        size = tl.rsqrt(size / W.K + maps.eps)
+            b_n = tl.where(m_x, b_n - b_mean[:, None], 0.0)
+            b_rstd += tl.sum(b_n * b_n, 1)
+        b_rstd = tl.rsqrt(b_rstd / W.K + layers.eps)
     b_y = tl.full((BB, W.BN), 0.0, tl.float32)
     for k_0 in range(0, W.K, W.BK):
         m_k = k_0 + i_k < W.K
@@ -142,23 +183,10 @@ def map_rows_kernel(maps, B, stride_x, stride_add, W: tl.constexpr, BB: tl.const
         b_w = tl.load(p_weight + i_n[:, None] * W.K + (k_0 + i_k)[None, :], mask=m_w, other=0.0)
         b_x = tl.load(p_x + (k_0 + i_k)[None, :], mask=m_b[:, None] & m_k[None, :], other=0.0)
         if W.NORM > 0:
-            b_n = gained((b_x.to(tl.float32) - mean[:, None]) * size[:, None], maps, k_0 + i_k, m_k)
+            b_n = scale_normed((b_x.to(tl.float32) - b_mean[:, None]) * b_rstd[:, None], layers, k_0 + i_k, m_k)
             b_x = tl.where(m_k[None, :], b_n, 0.0).to(b_x.dtype)
         b_y = tl.dot(b_x, tl.trans(b_w), b_y, input_precision=PRECISION)
-    b_y += bias_of(maps, i_n, m_n, column == 0)[None, :]
+    b_y += load_bias(layers, i_n, m_n, column == 0)[None, :]
     m_y = m_b[:, None] & m_n[None, :]
-    i_out = i_b[:, None] * (W.N + W.N_OTHER) + column + i_n[None, :]
-    finish(maps, b_y, i_b[:, None] * stride_add, i_n[None, :], m_y, i_out, W)
-
-
-@triton.jit
-def turns_kernel(p_length, p_frequency, p_cos, p_sin, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """cos and sin (HALF,) of one row's position, its angles made in float64 as in `ops.rotary`."""
-    i_b = tl.program_id(0)
-    i_d = tl.arange(0, BLOCK)
-    m_d = i_d < HALF
-    b_angle = tl.load(p_length + i_b).to(tl.float64) * tl.load(p_frequency + i_d, mask=m_d, other=0.0)
-    whole: tl.constexpr = 6.283185307179586
-    b_angle = (b_angle - tl.floor(b_angle / whole) * whole).to(tl.float32)
-    tl.store(p_cos + i_b * HALF + i_d, tl.cos(b_angle), mask=m_d)
-    tl.store(p_sin + i_b * HALF + i_d, tl.sin(b_angle), mask=m_d)
+    i_out = i_b[:, None] * (W.N + W.N_2) + column + i_n[None, :]
+    store_result(layers, b_y, i_b[:, None] * stride_residual, i_n[None, :], m_y, i_out, W)

@@ -1,14 +1,59 @@
-"""The next token of each row from its logits, in one kernel: what `loop.Sampling` says, and the loop does with it."""
+"""Sampling of the next token from logits in one kernel, with the bookkeeping of the decode loop."""
 
 from __future__ import annotations
 
+from typing import NamedTuple, Protocol
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from longspan.ops.common.launch import on_device
+
+MAX_VOCABULARY = 65536  # one program holds all logits of a batch row
+
+
+class SamplingOptions(Protocol):
+    """The fields of `longspan.Sampling` that the kernel reads."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+
+
+class SampleSizes(NamedTuple):
+    """V logits, WINDOW recent tokens, STOPS stop tokens; BV, BW: padded. The rest: which options are in use."""
+
+    V: int
+    WINDOW: int
+    STOPS: int
+    BV: int
+    BW: int
+    APPEND: bool
+    GREEDY: bool
+    TOP_K: bool
+    TOP_P: bool
+    MIN_P: bool
+    PENALTY: bool
+
+
+def decode_sample(logits: Tensor, *buffers: Tensor, append: bool, sampling: SamplingOptions) -> None:
+    """Run `ops.decode.sample`."""
+    (B, V), (recent, _, uniform, _, stop, *_) = logits.shape, buffers
+    x, padded = sampling, [triton.next_power_of_2(size) for size in (V, recent.shape[1])]
+    used = x.temperature == 0, x.top_k is not None and x.top_k < V, x.top_p is not None, x.min_p is not None
+    sizes = SampleSizes(V, recent.shape[1], len(stop), *padded, append, *used, x.repetition_penalty != 1)
+    options = float(x.temperature), x.top_k or 0, float(x.top_p or 0), float(x.min_p or 0), float(x.repetition_penalty)
+    warps = 1 if V <= 1024 else 4 if V <= 8192 else 16
+    with on_device(logits):
+        decode_sample_kernel[(B,)]((logits, *buffers), B, uniform.shape[1], options, S=sizes, num_warps=warps)
 
 
 @triton.jit
 def kth_largest(b_x, k):
-    """The k-th largest of b_x (float32), found bit by bit."""
+    """Return the k-th largest of b_x (float32) by bisection on its bits."""
     b_bits = b_x.to(tl.int32, bitcast=True)
     b_order = tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits).to(tl.int64)
     low, high = tl.min(b_order, 0), tl.max(b_order, 0)
@@ -21,8 +66,10 @@ def kth_largest(b_x, k):
 
 @triton.jit
 def nucleus(b_p, top_p):
-    """b_p, and 0 for tokens before which, by likelihood and then by number, others reach top_p already."""
-    b_bits = b_p.to(tl.int32, bitcast=True)  # in the order of the numbers, none of which is negative
+    """Set to 0 the probabilities of tokens outside the nucleus: ordered by probability, then by token, those before
+    them add up to top_p.
+    """
+    b_bits = b_p.to(tl.int32, bitcast=True)  # ordered as the probabilities, which are not negative
     low, high = tl.min(b_bits, 0), tl.max(b_bits, 0)
     for _ in range(31):
         middle = low + (high - low) // 2
@@ -35,85 +82,60 @@ def nucleus(b_p, top_p):
 
 
 @triton.jit
-def choose_kernel(
-    p_logits,
-    p_recent,
-    p_token,
-    p_drawn,
-    p_index,
-    p_stop,
-    p_ended,
-    p_answer,
-    B,
-    block,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    penalty,
-    V: tl.constexpr,
-    WINDOW: tl.constexpr,
-    STOPS: tl.constexpr,
-    BV: tl.constexpr,
-    BW: tl.constexpr,
-    JOINS: tl.constexpr,
-    GREEDY: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    MIN_P: tl.constexpr,
-    PENALTY: tl.constexpr,
-):
-    """One row. JOINS: its last token is one of the recent ones from now on. The next takes its place."""
+def decode_sample_kernel(pointers, B, block, options, S: tl.constexpr):
+    """Sample one batch row's token. APPEND: append its last token to the recent ones first."""
+    p_logits, p_recent, p_token, p_uniform, p_index, p_stop, p_ended, p_answer = pointers
+    temperature, top_k, top_p, min_p, penalty = options
     i_b = tl.program_id(0).to(tl.int64)
-    i_v, i_w = tl.arange(0, BV), tl.arange(0, BW)
-    m_v = i_v < V
-    p_recent += i_b * WINDOW
-    if JOINS:
+    i_v, i_w = tl.arange(0, S.BV), tl.arange(0, S.BW)
+    m_v = i_v < S.V
+    p_recent += i_b * S.WINDOW
+    if S.APPEND:
         last = tl.load(p_token + i_b)
-        b_recent = tl.load(p_recent + i_w + 1, mask=i_w < WINDOW - 1, other=-1)
-        b_recent = tl.where(i_w == WINDOW - 1, last, b_recent)
+        b_recent = tl.load(p_recent + i_w + 1, mask=i_w < S.WINDOW - 1, other=-1)
+        b_recent = tl.where(i_w == S.WINDOW - 1, last, b_recent)
         tl.debug_barrier()
-        tl.store(p_recent + i_w, b_recent, mask=i_w < WINDOW)
+        tl.store(p_recent + i_w, b_recent, mask=i_w < S.WINDOW)
         tl.debug_barrier()
-    b_x = tl.load(p_logits + i_b * V + i_v, mask=m_v, other=float("-inf")).to(tl.float32)
-    if PENALTY:
-        b_seen = tl.zeros((BV,), tl.int1)
-        for i in range(WINDOW):
+    b_x = tl.load(p_logits + i_b * S.V + i_v, mask=m_v, other=float("-inf")).to(tl.float32)
+    if S.PENALTY:
+        b_seen = tl.zeros((S.BV,), tl.int1)
+        for i in range(S.WINDOW):
             b_seen = b_seen | (i_v == tl.load(p_recent + i))
         b_x = tl.where(b_seen, tl.where(b_x > 0, b_x / penalty, b_x * penalty), b_x)
-    log = tl.max(tl.zeros((BV,), tl.float32), 0)
-    if GREEDY:
-        token = tl.min(tl.where(b_x == tl.max(b_x, 0), i_v, BV), 0)
+    log = tl.max(tl.zeros((S.BV,), tl.float32), 0)
+    if S.GREEDY:
+        token = tl.min(tl.where(b_x == tl.max(b_x, 0), i_v, S.BV), 0)
     else:
         b_x = b_x / temperature
-        if TOP_K:
+        if S.TOP_K:
             b_x = tl.where(b_x < kth_largest(b_x, top_k), float("-inf"), b_x)
         b_p = tl.exp(b_x - tl.max(b_x, 0))
         b_p = b_p / tl.sum(b_p, 0)
-        if MIN_P:
+        if S.MIN_P:
             b_p = tl.where(b_p >= min_p * tl.max(b_p, 0), b_p, 0.0)
-        if TOP_P:
+        if S.TOP_P:
             b_p = nucleus(b_p, top_p)
-        if MIN_P or TOP_P:
+        if S.MIN_P or S.TOP_P:
             b_p = b_p / tl.sum(b_p, 0)
         b_sum = tl.cumsum(b_p.to(tl.float64), 0)
         total = tl.max(b_sum, 0)
-        at = tl.load(p_index + i_b)
-        tl.store(p_index + i_b, at + 1)
-        # A number that rounds up to the total would fall past the last token that can be had.
+        i_draw = tl.load(p_index + i_b)
+        tl.store(p_index + i_b, i_draw + 1)
+        # Stay below the total: a product that rounds up to it would select a token of probability 0.
         below = (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)
-        target = tl.minimum(tl.load(p_drawn + i_b * block + at) * total, below)
+        target = tl.minimum(tl.load(p_uniform + i_b * block + i_draw) * total, below)
         token = tl.sum(((b_sum <= target) & m_v).to(tl.int32), 0)
         log = tl.log(tl.sum(tl.where(i_v == token, b_p, 0.0), 0))
-    # Among numbers that compare with nothing there is none to choose, but what is chosen must be a token.
-    token = tl.minimum(token, V - 1).to(tl.int64)
-    said = token
-    if STOPS > 0:
+    # NaN logits compare false everywhere; the result must be a token all the same.
+    token = tl.minimum(token, S.V - 1).to(tl.int64)
+    answer = token
+    if S.STOPS > 0:
         ended = tl.load(p_ended + i_b) != 0
-        for i in range(STOPS):
+        for i in range(S.STOPS):
             ended = ended | (tl.load(p_stop + i) == token)
         tl.store(p_ended + i_b, ended)
-        said = tl.where(ended, -1, token)
+        answer = tl.where(ended, -1, token)
     tl.store(p_token + i_b, token)
-    tl.store(p_answer + i_b, said.to(tl.float64))
+    tl.store(p_answer + i_b, answer.to(tl.float64))
     tl.store(p_answer + B + i_b, log.to(tl.float64))

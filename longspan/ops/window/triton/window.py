@@ -1,23 +1,65 @@
-"""Local attention in Triton, behind the custom ops of `ops.local`: the same arguments, the same results."""
+"""Windowed softmax attention in tiles (FlashAttention with a window), forward and backward.
+
+For every window, exact or in blocks, causal or not, packed or with a past, the keys that a query sees are one range,
+and both ends of it rise with the query. A tile of queries therefore iterates from its first query's first key to its
+last query's last key, and masks pairs only outside the range that all its queries see.
+
+    P = exp2(S − lse),   D_i = Σ_e dout_ie out_ie,   dS = P ∘ (dout Vᵀ − D),   dq = dS K,   dk = dSᵀ q,   dv = Pᵀ dout
+
+The backward pass recomputes P from the saved lse. One kernel iterates over the keys of each query for dq and D, a
+second over the queries of each key for dk and dv: without atomic additions, results are deterministic.
+"""
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.launch import Launch, Signature, Strides, dense_rows, new_like, on_device, signature
-from longspan.ops.common.tiles import padded
-from longspan.ops.window.triton.window_backward import local_backward_keys_kernel, local_backward_queries_kernel
-from longspan.ops.window.triton.window_device import Sizes
-from longspan.ops.window.triton.window_forward import local_forward_kernel
+from longspan.ops.common.exp import LN2, LOG2E
+from longspan.ops.common.launch import Launch, Plan, Signature, Strides, dense_rows, new_like, on_device
+from longspan.ops.common.tiles import (
+    add_product,
+    load_rows,
+    padded,
+    product,
+    program_index,
+    store_rows,
+    token_pointer,
+    zeros,
+)
+from longspan.ops.window import WindowProblem
+
+# With shared queries and keys, the score of a query's own key: below every other score, above −∞.
+LAST_RESORT = tl.constexpr(-1e30)
+ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass BigCrush
 
 
-class Config(NamedTuple):
-    """How one kernel is cut: queries and keys in a block, warps, loads in flight."""
+class WindowSizes(NamedTuple):
+    """Compile-time constants: heads, dimensions, window, queries (BT) and keys (BS) per tile, padded dimensions."""
+
+    H: int
+    HKV: int
+    D: int
+    E: int
+    BLOCK: int
+    BACK: int
+    AHEAD: int
+    CAUSAL: bool
+    SHARED_QK: bool
+    BD: int
+    BE: int
+    PRECISION: str
+    BT: int = 0
+    BS: int = 0
+
+
+class Tiling(NamedTuple):
+    """Queries and keys per tile, warps, pipeline stages."""
 
     queries: int
     keys: int
@@ -25,113 +67,367 @@ class Config(NamedTuple):
     stages: int
 
 
-class Configs(NamedTuple):
-    """The forward kernel, and the two of the backward pass."""
-
-    forward: Config
-    d_queries: Config
-    d_keys: Config
-
-
-def configs(dim: int, halves: bool) -> Configs:
-    """For heads of this many numbers, padded; halves: products of bfloat16 or float16, not float32."""
-    if not halves:
-        small = Config(32, 32, 4 if dim <= 64 else 8, 1) if dim <= 128 else Config(16, 32, 8, 1)
-        return Configs(small, small, small)
+def tilings(dim: int, half_precision: bool) -> tuple[Tiling, Tiling, Tiling]:
+    """Return the tilings of the forward kernel, of that for dq and of that for dk and dv, for a padded dimension."""
+    if not half_precision:
+        small = Tiling(32, 32, 4 if dim <= 64 else 8, 1) if dim <= 128 else Tiling(16, 32, 8, 1)
+        return small, small, small
     if dim <= 64:
-        return Configs(Config(64, 64, 4, 3), Config(64, 32, 4, 3), Config(64, 64, 4, 2))
+        return Tiling(64, 64, 4, 3), Tiling(64, 32, 4, 3), Tiling(64, 64, 4, 2)
     if dim <= 128:
-        return Configs(Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 2))
-    return Configs(Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(32, 64, 4, 2))
+        return Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2)
+    return Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 2), Tiling(32, 64, 4, 2)
 
 
-def forward(*args: Any) -> tuple[Tensor, Tensor]:
-    """out (B, T, H, E) and the log₂-sums of its weights (B, H, T, 1), as two numbers of float32 (·, 2)."""
-    tensors, rest = _given(*args)
-    q = tensors[0]
-    plan = _forward_plan(q.get_device(), signature(*tensors), rest)
-    out, lse = q.new_empty(plan.out_shape), q.new_empty(plan.lse_shape, dtype=torch.float32)
-    with on_device(q):
-        plan.read(*tensors, out, lse)
+def forward(problem: WindowProblem) -> tuple[Tensor, Tensor]:
+    """Return out (B, T, H, E) and lse (B, H, T, 1) in base 2; for float32 (B, H, T, 2), with its rounding error."""
+    inputs = _inputs(problem)
+    plan = WindowPlan.of(inputs, *problem.options)
+    out, lse = problem.empty_outputs()
+    with on_device(out):
+        plan.forward(inputs, out, lse)
     return out, lse
 
 
-def backward(d_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
-    tensors, rest = _given(*args)
-    q, k, v = tensors[:3]
-    d_out, out = dense_rows(d_out), out.contiguous()
-    plan = _backward_plan(q.get_device(), signature(*tensors, d_out, out, lse), rest)
-    d_q, d_k, d_v, delta = new_like(q), new_like(k), new_like(v), torch.empty_like(lse)
-    with on_device(q):
-        plan.queries(*tensors, out, lse, d_out, d_q, delta)
-        plan.keys(*tensors, lse, d_out, delta, d_k, d_v)
+def backward(d_out: Tensor, out: Tensor, lse: Tensor, problem: WindowProblem) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    inputs, d_out, out = _inputs(problem), dense_rows(d_out), out.contiguous()
+    plan = WindowPlan.of((*inputs, d_out, out, lse), *problem.options)
+    d_q, d_k, d_v = (new_like(x) for x in inputs[:3])
+    delta = torch.empty_like(lse)
+    with on_device(out):
+        plan.d_queries(inputs, out, lse, d_out, d_q, delta)
+        plan.d_keys(inputs, lse, d_out, delta, d_k, d_v)
     return d_q, d_k, d_v
 
 
-def _given(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    start: Tensor | None,
-    bounds: Tensor | None,
-    seed: Tensor | None,
-    *rest: Any,
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The tensors as the kernels take them, and the rest: the window, the scale of the scores, and dropout."""
-    mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
-    return (dense_rows(q), dense_rows(k), dense_rows(v), mask, start, bounds, seed), rest
+def _inputs(problem: WindowProblem) -> tuple[Any, ...]:
+    """Return the tensors as kernels take them: q, k, v, mask, start, bounds, seed."""
+    q, k, v, mask, *rest = problem.tensors
+    return *(dense_rows(x) for x in (q, k, v)), None if mask is None else mask.contiguous().view(torch.uint8), *rest
 
 
-class _Plan:
-    """All that calls with arguments that look alike share: how they are cut, and kernels with their numbers."""
+class WindowPlan(Plan):
+    """Launches of the forward pass, or of the backward pass where the signature has d_out."""
 
-    def __init__(self, device: int, given: Signature, rest: tuple[Any, ...]) -> None:
-        q, k, v, *_ = given
-        assert q is not None
-        assert k is not None
-        assert v is not None
-        size, back, ahead, causal, alone, self.scale, self.dropout = rest
-        (self.B, self.T, self.H, D), (self.S, self.Hkv), E = q[0], k[0][1:3], v[0][3]
-        self.device, self.steps = device, [Strides(*x[1][:3]) for x in (q, k, v)]
+    def __init__(self, device: int, key: Signature, *options: Any) -> None:
+        super().__init__(device)
+        block_size, back, ahead, causal, shared_qk, scale, dropout = options
+        q, k, v, *_ = key
+        (B, T, H, D), (S, Hkv), E = q[0], k[0][1:3], v[0][3]
         BD, BE = (padded(dim, 16) for dim in (D, E))
-        halves = q[2] != torch.float32
-        self.configs = configs(max(BD, BE), halves)
-        self.out_shape, self.lse_shape = (self.B, self.T, self.H, E), (self.B, self.H, self.T, 1 if halves else 2)
-        # A window past every sequence would only overflow.
-        far = 2**30 // max(size, 1) - 1
-        window = size, min(back, far), min(ahead, far), causal, alone
-        self.sizes = Sizes(self.H, self.Hkv, D, E, *window, 0, 0, BD, BE, "tf32" if halves else "ieee")
+        half_precision = q[2] != torch.float32
+        limit = 2**30 // max(block_size, 1) - 1  # keeps key indices in int32
+        window = block_size, min(back, limit), min(ahead, limit), causal, shared_qk
+        sizes = WindowSizes(H, Hkv, D, E, *window, BD, BE, "tf32" if half_precision else "ieee")
+        scores = T, S, scale * math.log2(math.e), dropout
 
-    def launch(self, kernel: Any, config: Config, programs: int, more: tuple[Any, ...] = ()) -> Launch:
-        """more: numbers of this kernel, before all steps."""
-        sizes = self.sizes._replace(BT=config.queries, BS=config.keys)
-        constants = {"W": sizes, "num_warps": config.warps, "num_stages": config.stages}
-        numbers = self.T, self.S, self.scale * math.log2(math.e), self.dropout, *more, *self.steps
-        return Launch(self.device, kernel, (self.B * programs, 1, 1), numbers, constants)
+        def launch(kernel: Any, tiling: Tiling, blocks: int, *scalars: Any) -> Launch:
+            constants = {"W": sizes._replace(BT=tiling.queries, BS=tiling.keys)}
+            constants |= {"num_warps": tiling.warps, "num_stages": tiling.stages}
+            return self.launch(kernel, (B * blocks,), (*scores, *scalars), constants)
 
-
-class _Forward(_Plan):
-    def __init__(self, device: int, given: Signature, rest: tuple[Any, ...]) -> None:
-        super().__init__(device, given, rest)
-        config = self.configs.forward
-        self.read = self.launch(local_forward_kernel, config, -(-self.T // config.queries) * self.H)
+        first, d_queries, d_keys = tilings(max(BD, BE), half_precision)
+        strides = tuple(Strides.of(x) for x in (q, k, v, *key[7:8]))
+        if len(key) == 7:
+            self.forward = launch(window_forward_kernel, first, -(-T // first.queries) * H, strides)
+        else:
+            blocks = -(-T // d_queries.queries) * H, -(-S // d_keys.keys) * Hkv
+            self.d_queries = launch(window_backward_queries_kernel, d_queries, blocks[0], scale, strides)
+            self.d_keys = launch(window_backward_keys_kernel, d_keys, blocks[1], scale, strides)
 
 
-class _Backward(_Plan):
-    def __init__(self, device: int, given: Signature, rest: tuple[Any, ...]) -> None:
-        super().__init__(device, given, rest)
-        d_out = given[7]
-        assert d_out is not None
-        self.steps.append(Strides(*d_out[1][:3]))
-        queries, keys = self.configs.d_queries, self.configs.d_keys
-        # The backward pass undoes the scale of the scores too.
-        scale = (self.scale,)
-        blocks = -(-self.T // queries.queries) * self.H, -(-self.S // keys.keys) * self.Hkv
-        self.queries = self.launch(local_backward_queries_kernel, queries, blocks[0], scale)
-        self.keys = self.launch(local_backward_keys_kernel, keys, blocks[1], scale)
+@triton.jit
+def sequence_bounds(i_b, i_t, p_start, p_bounds, T, S, W: tl.constexpr):
+    """Return the first and end key index of the sequence of token i_t, and the offset that aligns its blocks.
+
+    p_bounds: (2, T) first and end of packed sequences. p_start: (B,) position of key 0; keys at negative positions are
+    hidden.
+    """
+    first, end, phase = i_t * 0, i_t * 0 + S, i_t * 0
+    if p_bounds is not None:
+        i_in = tl.minimum(i_t, T - 1)
+        first, end = tl.load(p_bounds + i_in), tl.load(p_bounds + T + i_in)
+        phase = -first
+    if p_start is not None:
+        start = tl.load(p_start + i_b)
+        first += tl.maximum(-start, 0).to(tl.int32)
+        if W.BLOCK > 0:
+            phase += ((start % W.BLOCK + W.BLOCK) % W.BLOCK).to(tl.int32)
+    return first, end, phase
 
 
-_forward_plan = lru_cache(maxsize=1024)(_Forward)
-_backward_plan = lru_cache(maxsize=1024)(_Backward)
+@triton.jit
+def window_range(i_s, phase, BACK: tl.constexpr, AHEAD: tl.constexpr, W: tl.constexpr):
+    """Return the range from BACK before i_s to AHEAD after it, in keys or in blocks."""
+    if W.BLOCK > 0:
+        block = (i_s + phase) // W.BLOCK * W.BLOCK - phase
+        low, high = block - BACK * W.BLOCK, block + (AHEAD + 1) * W.BLOCK
+    else:
+        low, high = i_s - BACK, i_s + (AHEAD + 1)
+    return low, high
+
+
+@triton.jit
+def visible_keys(i_b, i_t, p_start, p_bounds, T, S, W: tl.constexpr):
+    """Return the range [low, high) of keys that query i_t sees; i_t is a scalar or a block."""
+    first, end, phase = sequence_bounds(i_b, i_t, p_start, p_bounds, T, S, W)
+    i_s = i_t + (S - T)
+    low, high = window_range(i_s, phase, W.BACK, W.AHEAD, W)
+    if W.CAUSAL:
+        high = tl.minimum(high, i_s + 1)
+    return tl.maximum(low, first), tl.minimum(high, end)
+
+
+@triton.jit
+def program_queries(p_start, p_bounds, T, S, W: tl.constexpr):
+    """Return a program's batch row, head, first query, queries (BT,) and the range of keys of each.
+
+    Then the range of keys of all its queries together, [begin, end), and that which every query sees, [inner, outer).
+    """
+    i_h, _, i_block, i_b = program_index(tl.cdiv(T, W.BT), W.H)
+    i_0 = i_block * W.BT
+    i_t = i_0 + tl.arange(0, W.BT)
+    low, high = visible_keys(i_b, i_t, p_start, p_bounds, T, S, W)
+    last = tl.minimum(i_0 + W.BT, T) - 1
+    begin, outer = visible_keys(i_b, i_0, p_start, p_bounds, T, S, W)
+    inner, end = visible_keys(i_b, last, p_start, p_bounds, T, S, W)
+    return i_b, i_h, i_0, i_t, low, high, begin, end, inner, outer
+
+
+@triton.jit
+def visible_queries(i_b, i_s, p_start, p_bounds, T, S, W: tl.constexpr):
+    """Return the range [low, high) of queries that see key i_s, a scalar."""
+    first, end, phase = sequence_bounds(i_b, i_s, p_start, p_bounds, S, S, W)
+    low, high = window_range(i_s, phase, W.AHEAD, W.BACK, W)
+    if W.CAUSAL:
+        low = tl.maximum(low, i_s)
+    offset = S - T
+    return tl.maximum(low - offset, 0), tl.minimum(high, end) - offset
+
+
+@triton.jit
+def dropout_mask(p_seed, i_x, i_t, i_s, dropout):
+    """Return which weights dropout keeps; depends on seed, head and positions, not on the tiling."""
+    r, _, _, _ = tl.philox(tl.load(p_seed), i_t, i_s, i_x, 0, n_rounds=ROUNDS)
+    return tl.uint_to_uniform_float(r) >= dropout
+
+
+@triton.jit
+def is_between(i, low, high):
+    """low ≤ i < high in one comparison."""
+    return (i - low).to(tl.uint32) < tl.maximum(high - low, 0).to(tl.uint32)
+
+
+@triton.jit
+def exp2_negative(b_x, W: tl.constexpr):
+    """2^x of x ≤ 0. "ieee": by a Taylor series, correctly rounded; the hardware instruction is off by two ulps."""
+    if W.PRECISION == "ieee":
+        b_x = tl.where(b_x < -150.0, -150.0, b_x)  # 2^−150 is 0 in float32; NaN stays NaN
+        b_round = tl.floor(b_x + 0.5)
+        b_y = (b_x - b_round) * LN2
+        b_series = b_y * (1 / 5040) + 1 / 720
+        b_series = b_series * b_y + 1 / 120
+        b_series = b_series * b_y + 1 / 24
+        b_series = b_series * b_y + 1 / 6
+        b_series = b_series * b_y + 0.5
+        b_series = b_series * b_y + 1.0
+        b_x = (b_series * b_y + 1.0) * tl.exp2(b_round)
+    else:
+        b_x = tl.exp2(b_x)
+    return b_x
+
+
+@triton.jit
+def store_lse(p_lse, i_row, m_row, b_max, b_log, W: tl.constexpr):
+    """Store lse = max + log, ∞ for queries that see no key. "ieee": and the rounding error of the sum beside it."""
+    m_blind = b_max == float("-inf")
+    b_lse = tl.where(m_blind, float("inf"), b_max + b_log)
+    if W.PRECISION == "ieee":
+        b_rest = tl.where(m_blind, 0.0, (b_max - b_lse) + b_log)
+        tl.store(p_lse + 2 * i_row, b_lse, mask=m_row)
+        tl.store(p_lse + 2 * i_row + 1, b_rest, mask=m_row)
+    else:
+        tl.store(p_lse + i_row, b_lse, mask=m_row)
+
+
+@triton.jit
+def load_lse(p_lse, i_row, m_row, W: tl.constexpr):
+    """Load what `store_lse` stored: lse and its rounding error."""
+    if W.PRECISION == "ieee":
+        b_lse = tl.load(p_lse + 2 * i_row, mask=m_row, other=float("inf"))
+        b_rest = tl.load(p_lse + 2 * i_row + 1, mask=m_row, other=0.0)
+    else:
+        b_lse = tl.load(p_lse + i_row, mask=m_row, other=float("inf"))
+        b_rest = b_lse  # unused
+    return b_lse, b_rest
+
+
+@triton.jit
+def softmax_weights(b_s, b_lse, b_rest, W: tl.constexpr):
+    """Return 2^(s − lse), the softmax weights of scores s."""
+    b_s -= b_lse
+    if W.PRECISION == "ieee":
+        b_s -= b_rest
+    return exp2_negative(b_s, W)
+
+
+@triton.jit(do_not_specialize=["T", "S"])
+def window_forward_kernel(inputs, p_out, p_lse, T, S, scale, dropout, strides, W: tl.constexpr):
+    """Compute BT queries of one head. scale: that of the scores times log₂ e. p_lse: base 2, see `store_lse`."""
+    PRECISION: tl.constexpr = W.PRECISION
+    p_q, p_k, p_v, p_mask, p_start, p_bounds, p_seed = inputs
+    q, k, v = strides
+    i_b, i_h, i_0, i_t, low, high, begin, end, inner, outer = program_queries(p_start, p_bounds, T, S, W)
+    i_kv = i_h // (W.H // W.HKV)
+    p_q = token_pointer(p_q, q, i_b, i_0, i_h)
+
+    b_q = load_rows(p_q, q.t, T - i_0, W.D, W.BT, W.BD)
+    b_max = tl.full((W.BT,), float("-inf"), tl.float32)
+    b_sum = zeros(W.BT)
+    b_out = zeros(W.BT, W.BE)
+    for s_0 in range(begin, end, W.BS):
+        i_s = s_0 + tl.arange(0, W.BS)
+        b_k = load_rows(token_pointer(p_k, k, i_b, s_0, i_kv), k.t, S - s_0, W.D, W.BS, W.BD)
+        b_v = load_rows(token_pointer(p_v, v, i_b, s_0, i_kv), v.t, S - s_0, W.E, W.BS, W.BE)
+        b_s = product(b_q, tl.trans(b_k), PRECISION) * scale
+        if W.SHARED_QK:
+            b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], LAST_RESORT, b_s)
+        if p_mask is not None:
+            b_s = tl.where((tl.load(p_mask + i_b * S + i_s, mask=i_s < S, other=0) != 0)[None, :], b_s, float("-inf"))
+        if (s_0 < inner) | (s_0 + W.BS > outer):
+            b_s = tl.where(is_between(i_s[None, :], low[:, None], high[:, None]), b_s, float("-inf"))
+        b_top = tl.maximum(b_max, tl.max(b_s, 1))
+        b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
+        b_p = exp2_negative(b_s - b_base[:, None], W)
+        b_decay = exp2_negative(b_max - b_base, W)
+        b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+        b_out *= b_decay[:, None]
+        if p_seed is not None:
+            m_kept = dropout_mask(p_seed, i_b.to(tl.int32) * W.H + i_h, i_t[:, None], i_s[None, :], dropout)
+            b_p = tl.where(m_kept, b_p / (1 - dropout), 0.0)
+        b_out = add_product(b_p.to(b_v.dtype), b_v, b_out, PRECISION)
+        b_max = b_top
+    b_sum = tl.where(b_sum == 0, 1.0, b_sum)
+    # Approximate division is off by two ulps for all of a row, and the backward pass takes differences of outputs.
+    b_out *= tl.div_rn(1.0, b_sum)[:, None]
+    # One Newton step: the hardware's logarithm is not correctly rounded, which would show in the recomputed weights.
+    b_log = tl.log2(b_sum)
+    b_log += (b_sum * exp2_negative(-b_log, W) - 1) * LOG2E
+    store_lse(p_lse, (i_b * W.H + i_h) * T + i_t, i_t < T, b_max, b_log, W)
+    store_rows(p_out + ((i_b * T + i_0) * W.H + i_h) * W.E, W.H * W.E, T - i_0, b_out, W.E, W.BT, W.BE)
+
+
+@triton.jit(do_not_specialize=["T", "S"])
+def window_backward_queries_kernel(
+    inputs, p_out, p_lse, p_d_out, p_d_q, p_delta, T, S, scale, dropout, score_scale, strides, W: tl.constexpr
+):
+    """Compute dq of BT queries of one head, and D. score_scale: that of the scores without log₂ e."""
+    PRECISION: tl.constexpr = W.PRECISION
+    p_q, p_k, p_v, p_mask, p_start, p_bounds, p_seed = inputs
+    q, k, v, d_out = strides
+    i_b, i_h, i_0, i_t, low, high, begin, end, inner, outer = program_queries(p_start, p_bounds, T, S, W)
+    i_kv = i_h // (W.H // W.HKV)
+    p_q = token_pointer(p_q, q, i_b, i_0, i_h)
+    p_d_out = token_pointer(p_d_out, d_out, i_b, i_0, i_h)
+
+    i_row = (i_b * T + i_0) * W.H + i_h
+    b_d_out = load_rows(p_d_out, d_out.t, T - i_0, W.E, W.BT, W.BE)
+    b_out = load_rows(p_out + i_row * W.E, W.H * W.E, T - i_0, W.E, W.BT, W.BE)
+    b_delta = tl.sum(b_d_out.to(tl.float32) * b_out.to(tl.float32), 1)
+    i_lse = (i_b * W.H + i_h) * T + i_t
+    b_lse, b_rest = load_lse(p_lse, i_lse, i_t < T, W)
+    b_q = load_rows(p_q, q.t, T - i_0, W.D, W.BT, W.BD)
+    b_d_q = zeros(W.BT, W.BD)
+    b_error = zeros(W.BT)
+    b_mean = zeros(W.BT, W.BD)
+    for s_0 in range(begin, end, W.BS):
+        i_s = s_0 + tl.arange(0, W.BS)
+        b_k = load_rows(token_pointer(p_k, k, i_b, s_0, i_kv), k.t, S - s_0, W.D, W.BS, W.BD)
+        b_v = load_rows(token_pointer(p_v, v, i_b, s_0, i_kv), v.t, S - s_0, W.E, W.BS, W.BE)
+        b_s = product(b_q, tl.trans(b_k), PRECISION) * scale
+        b_d_p = product(b_d_out, tl.trans(b_v), PRECISION)
+        if W.SHARED_QK:
+            b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], float("-inf"), b_s)
+        if p_mask is not None:
+            b_s = tl.where((tl.load(p_mask + i_b * S + i_s, mask=i_s < S, other=0) != 0)[None, :], b_s, float("-inf"))
+        if (s_0 < inner) | (s_0 + W.BS > outer):
+            b_s = tl.where(is_between(i_s[None, :], low[:, None], high[:, None]), b_s, float("-inf"))
+        b_p = softmax_weights(b_s, b_lse[:, None], b_rest[:, None], W)
+        if p_seed is not None:
+            m_kept = dropout_mask(p_seed, i_b.to(tl.int32) * W.H + i_h, i_t[:, None], i_s[None, :], dropout)
+            b_d_p = tl.where(m_kept, b_d_p / (1 - dropout), 0.0)
+        b_d_s = b_p * (b_d_p - b_delta[:, None])
+        b_d_q = add_product(b_d_s.to(b_k.dtype), b_k, b_d_q, PRECISION)
+        if W.PRECISION == "ieee":
+            b_error += tl.sum(b_d_s, 1)
+            b_mean = add_product(b_p, b_k, b_mean, PRECISION)
+    if W.PRECISION == "ieee":
+        # Σ_j dS_ij is 0 but for the rounding error of D, which matters where few keys are visible.
+        b_d_q -= b_error[:, None] * b_mean
+        b_delta += b_error
+    tl.store(p_delta + i_lse, b_delta, mask=i_t < T)
+    store_rows(p_d_q + i_row * W.D, W.H * W.D, T - i_0, b_d_q * score_scale, W.D, W.BT, W.BD)
+
+
+@triton.jit(do_not_specialize=["T", "S"])
+def window_backward_keys_kernel(
+    inputs, p_lse, p_d_out, p_delta, p_d_k, p_d_v, T, S, scale, dropout, score_scale, strides, W: tl.constexpr
+):
+    """Compute dk and dv of BS keys of one key/value head, summed over the query heads that share it."""
+    G: tl.constexpr = W.H // W.HKV
+    PRECISION: tl.constexpr = W.PRECISION
+    p_q, p_k, p_v, p_mask, p_start, p_bounds, p_seed = inputs
+    q, k, v, d_out = strides
+    i_kv, _, i_block, i_b = program_index(tl.cdiv(S, W.BS), W.HKV)
+    s_0 = i_block * W.BS
+    p_k = token_pointer(p_k, k, i_b, s_0, i_kv)
+    p_v = token_pointer(p_v, v, i_b, s_0, i_kv)
+    i_s = s_0 + tl.arange(0, W.BS)
+    last = tl.minimum(s_0 + W.BS, S) - 1
+    begin, _ = visible_queries(i_b, s_0, p_start, p_bounds, T, S, W)
+    _, end = visible_queries(i_b, last, p_start, p_bounds, T, S, W)
+
+    b_k = load_rows(p_k, k.t, S - s_0, W.D, W.BS, W.BD)
+    b_v = load_rows(p_v, v.t, S - s_0, W.E, W.BS, W.BE)
+    b_d_k = zeros(W.BS, W.BD)
+    b_d_v = zeros(W.BS, W.BE)
+    m_key = i_s < S
+    if p_mask is not None:
+        m_key = tl.load(p_mask + i_b * S + i_s, mask=m_key, other=0) != 0
+    for i_g in range(G):
+        i_h = i_kv * G + i_g
+        i_row = (i_b * W.H + i_h) * T
+        for t_0 in range(begin, end, W.BT):
+            i_t = t_0 + tl.arange(0, W.BT)
+            b_q = load_rows(token_pointer(p_q, q, i_b, t_0, i_h), q.t, T - t_0, W.D, W.BT, W.BD)
+            b_d_out = load_rows(token_pointer(p_d_out, d_out, i_b, t_0, i_h), d_out.t, T - t_0, W.E, W.BT, W.BE)
+            b_lse, b_rest = load_lse(p_lse, i_row + i_t, i_t < T, W)
+            b_delta = tl.load(p_delta + i_row + i_t, mask=i_t < T, other=0.0)
+            low, high = visible_keys(i_b, i_t, p_start, p_bounds, T, S, W)
+            b_s = product(b_k, tl.trans(b_q), PRECISION) * scale
+            m_own = (i_t + (S - T))[None, :] == i_s[:, None]
+            if W.SHARED_QK:
+                b_s = tl.where(m_own, LAST_RESORT, b_s)
+            if p_mask is not None:
+                b_s = tl.where(m_key[:, None], b_s, float("-inf"))
+            t_last = tl.minimum(t_0 + W.BT, T) - 1
+            _, outer = visible_keys(i_b, t_0, p_start, p_bounds, T, S, W)
+            inner, _ = visible_keys(i_b, t_last, p_start, p_bounds, T, S, W)
+            if (s_0 < inner) | (s_0 + W.BS > outer):
+                b_s = tl.where(is_between(i_s[:, None], low[None, :], high[None, :]), b_s, float("-inf"))
+            b_p = softmax_weights(b_s, b_lse[None, :], b_rest[None, :], W)
+            b_d_p = product(b_v, tl.trans(b_d_out), PRECISION)
+            b_dropped = b_p
+            if p_seed is not None:
+                m_kept = dropout_mask(p_seed, i_b.to(tl.int32) * W.H + i_h, i_t[None, :], i_s[:, None], dropout)
+                b_dropped = tl.where(m_kept, b_p / (1 - dropout), 0.0)
+                b_d_p = tl.where(m_kept, b_d_p / (1 - dropout), 0.0)
+            b_d_v = add_product(b_dropped.to(b_d_out.dtype), b_d_out, b_d_v, PRECISION)
+            b_d_s = b_p * (b_d_p - b_delta[None, :])
+            if W.SHARED_QK:
+                b_d_s = tl.where(m_own, 0.0, b_d_s)
+            b_d_k = add_product(b_d_s.to(b_q.dtype), b_q, b_d_k, PRECISION)
+    i_row = (i_b * S + s_0) * W.HKV + i_kv
+    store_rows(p_d_k + i_row * W.D, W.HKV * W.D, S - s_0, b_d_k * score_scale, W.D, W.BS, W.BD)
+    store_rows(p_d_v + i_row * W.E, W.HKV * W.E, S - s_0, b_d_v, W.E, W.BS, W.BE)

@@ -1,4 +1,4 @@
-"""Attention of many queries over few rows: its kernels under Triton's interpreter, and a layer in one step."""
+"""Attention over compressed keys and values: kernels under Triton's interpreter, and the fused Linformer layer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from longspan import Attention, AttentionConfig, Packing
 from longspan.layout import TokenLayout
 from longspan.mechanisms import linformer
-from longspan.ops import compressed as rows
+from longspan.ops import compressed
 from longspan.ops.common import dispatch
+from longspan.ops.compressed import CompressedProblem, fused
 
 DIM, T = 24, 17
 SPEC = {"mechanism": "linformer", "rank": 40, "max_length": 19, "share_projection": True}
@@ -24,8 +25,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return ((q.transpose(1, 2) @ k.mT * scale).softmax(-1) @ v).transpose(1, 2)
 
 
-class Plain:
-    """The kernels' arguments and results, by plain PyTorch."""
+class Eager:
+    """The kernels' functions in eager PyTorch."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -44,16 +45,16 @@ class Plain:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Where the kernels run, as far as anybody can tell: a 1 for each layer that was one step, a 2 for a mechanism."""
+    """Pretend that the kernels run, and record a 1 for each fused layer, a 2 for each fused mechanism."""
     found: list[int] = []
     real = linformer.linformer_layer
-    tables = linformer.attend_tables
+    attention = linformer.linformer_attention
     monkeypatch.setattr(linformer, "linformer_layer", lambda *given: found.append(1) or real(*given))
-    monkeypatch.setattr(linformer, "attend_tables", lambda *given: found.append(2) or tables(*given))
+    monkeypatch.setattr(linformer, "linformer_attention", lambda *given: found.append(2) or attention(*given))
     monkeypatch.setattr(dispatch, "eager_untraced", lambda x: True)
-    monkeypatch.setattr(dispatch, "why_not_triton_compressed", lambda *_: None)
-    monkeypatch.setattr(dispatch, "rows_kernels", lambda: Plain)
-    monkeypatch.setattr(rows, "_wide", lambda a, b: a @ b)
+    monkeypatch.setattr(compressed, "why_not_triton", lambda *_: None)
+    monkeypatch.setattr(fused, "kernels", lambda: Eager)
+    monkeypatch.setattr(fused, "_float32_product", lambda a, b: a @ b)
     return found
 
 
@@ -72,7 +73,7 @@ def layer_of(**options: Any) -> Attention:
     [{}, {"shared_kv": True}, {"num_kv_heads": 2, "shared_kv": True}, {"out_bias": False}, {"head_dim": 5}],
     ids=str,
 )
-def test_a_layer_in_one_step(options: dict, batch: int, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fused_layer(options: dict, batch: int, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = layer_of(**options), torch.randn(batch, T, DIM, dtype=torch.float64, requires_grad=True)
     d, results = torch.randn(batch, T, DIM).double(), []
     for _ in range(2):
@@ -80,7 +81,7 @@ def test_a_layer_in_one_step(options: dict, batch: int, calls: list[int], monkey
         results.append([out, *torch.autograd.grad(out, [x, *layer.parameters()], d)])
         monkeypatch.setattr(linformer.LinformerAttention, "attend_layer", lambda *_, **__: None)
         monkeypatch.setattr(dispatch, "eager_untraced", lambda x: False)
-        monkeypatch.setattr(dispatch, "why_not_triton_compressed", lambda *_: "not now")
+        monkeypatch.setattr(compressed, "why_not_triton", lambda *_: "disabled")
     assert calls == [1]
     for ours, wanted in zip(*results, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-9)
@@ -90,7 +91,7 @@ def test_a_layer_in_one_step(options: dict, batch: int, calls: list[int], monkey
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("share_projection", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_mechanism_in_one_step(
+def test_the_fused_mechanism(
     batch: int,
     kv_heads: int,
     share_projection: bool,
@@ -108,7 +109,7 @@ def test_a_mechanism_in_one_step(
         out = mechanism(given[0], given[1], given[-1])
         results.append([out, *torch.autograd.grad(out, [*given, *mechanism.parameters()], d)])
         monkeypatch.setattr(dispatch, "eager_untraced", lambda x: False)
-        monkeypatch.setattr(dispatch, "why_not_triton_compressed", lambda *_: "not now")
+        monkeypatch.setattr(compressed, "why_not_triton", lambda *_: "disabled")
     assert calls == [2]
     for ours, wanted in zip(*results, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-9)
@@ -117,7 +118,7 @@ def test_a_mechanism_in_one_step(
 @pytest.mark.parametrize(
     "options", [{"projection": "convolution"}, {"periodic": True}, {"per_head": True}, {"bias": True}, {"dropout": 0.5}]
 )
-def test_what_is_more_than_tables(options: dict, calls: list[int]) -> None:
+def test_options_that_are_not_fused(options: dict, calls: list[int]) -> None:
     mechanism = linformer.LinformerAttention(2, 5, rank=4, max_length=14, **options).double()
     q = torch.randn(1, 13, 2, 5).double()
     mechanism(q, q, q)
@@ -126,11 +127,11 @@ def test_what_is_more_than_tables(options: dict, calls: list[int]) -> None:
     assert calls == []
 
 
-def test_gradients_that_nobody_asks_for_are_not_made(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unneeded_gradients_are_not_computed(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = layer_of(), torch.randn(1, T, DIM).double()
     products: list[tuple[int, ...]] = []
-    real = rows._product
-    monkeypatch.setattr(rows, "_product", lambda *given: products.append(given[0].shape) or real(*given))
+    real = fused._product
+    monkeypatch.setattr(fused, "_product", lambda *given: products.append(given[0].shape) or real(*given))
     for parameter in layer.parameters():
         parameter.requires_grad_(False)
     layer.to_out.weight.requires_grad_()
@@ -139,7 +140,7 @@ def test_gradients_that_nobody_asks_for_are_not_made(calls: list[int], monkeypat
     assert len(products) == 1
 
 
-def test_no_gradients_of_gradients(calls: list[int]) -> None:
+def test_double_backward_raises(calls: list[int]) -> None:
     layer, x = layer_of(), torch.randn(1, T, DIM, dtype=torch.float64, requires_grad=True)
     (d_x,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="gradients of gradients"):
@@ -155,7 +156,7 @@ def test_no_gradients_of_gradients(calls: list[int]) -> None:
         {"value_gates": True},
         {"mid_features": 5},
         {"dropout": 0.5},
-        {"num_kv_heads": 4, "head_dim": 24},  # keys so wide that their source is compressed
+        {"num_kv_heads": 4, "head_dim": 24},  # wide keys, whose input is compressed
         {"mechanism": SPEC | {"share_projection": False}},
         {"mechanism": SPEC | {"projection": "convolution"}},
         {"mechanism": SPEC | {"periodic": True}},
@@ -166,12 +167,12 @@ def test_no_gradients_of_gradients(calls: list[int]) -> None:
     ],
     ids=str,
 )
-def test_what_is_more_than_one_step(options: dict, calls: list[int]) -> None:
+def test_layers_that_are_not_fused(options: dict, calls: list[int]) -> None:
     layer_of(**options)(torch.randn(1, T, DIM).double())
     assert 1 not in calls
 
 
-def test_what_stands_between_is_called(calls: list[int]) -> None:
+def test_hooks_are_called(calls: list[int]) -> None:
     layer, x = layer_of(), torch.randn(1, T, DIM).double()
     seen = []
     handle = layer.to_kv.register_forward_hook(lambda *_: seen.append(1))
@@ -187,24 +188,23 @@ def test_what_stands_between_is_called(calls: list[int]) -> None:
         layer(torch.randn(1, 20, DIM).double())
 
 
-def test_why_plain_pytorch() -> None:
-    assert "CUDA" in str(
-        dispatch.why_not_triton_compressed(torch.empty(1, 200, 8), torch.bfloat16, 8, 1, 256, (64, 64))
-    )
+def test_the_kernels_need_cuda() -> None:
+    problem = CompressedProblem(8, 1, 64, 64, 256)
+    assert "CUDA" in str(compressed.why_not_triton(torch.empty(1, 200, 8), torch.bfloat16, problem))
 
 
 @pytest.mark.parametrize(
     ("dtype", "heads", "tokens", "rank", "dims", "why"),
     [
         (torch.float32, 8, 200, 256, (64, 64), "float32"),
-        (torch.bfloat16, 8, 200, 257, (64, 64), "257 rows"),
-        (torch.bfloat16, 8, 200, 256, (64, 65), "65 numbers"),
-        (torch.bfloat16, 65, 200, 256, (64, 64), "65 heads"),
+        (torch.bfloat16, 8, 200, 257, (64, 64), "rank 257"),
+        (torch.bfloat16, 8, 200, 256, (64, 65), "dimension 65"),
+        (torch.bfloat16, 65, 200, 256, (64, 64), "65 query heads"),
         (torch.bfloat16, 8, 127, 256, (64, 64), "127 tokens"),
         (torch.bfloat16, 8, 128, 256, (64, 64), "None"),
     ],
 )
-def test_what_the_kernels_take(
+def test_what_the_kernels_support(
     dtype: torch.dtype,
     heads: int,
     tokens: int,
@@ -216,7 +216,8 @@ def test_what_the_kernels_take(
     monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
     monkeypatch.setattr(dispatch, "triton_missing", lambda device: None)
     monkeypatch.setattr(dispatch, "_shared_memory_kb", lambda device: 227)
-    assert why in str(dispatch.why_not_triton_compressed(torch.empty(1, tokens, 8), dtype, heads, 1, rank, dims))
+    problem = CompressedProblem(heads, 1, *dims, rank)
+    assert why in str(compressed.why_not_triton(torch.empty(1, tokens, 8), dtype, problem))
 
 
 def test_under_the_interpreter() -> None:
@@ -236,12 +237,12 @@ def test_kernels(batch: int, heads: int, kv_heads: int, rank: int, head_dim: int
     k, d = torch.randn(batch, kv_heads, rank, head_dim), torch.randn(batch, T, heads, value_dim).half()
     v = k if shared else torch.randn(batch, rank, kv_heads, value_dim).transpose(1, 2)
     d_q = torch.empty_like(joint)[..., : heads * head_dim].unflatten(2, (heads, -1))
-    out, lse = dispatch.rows_kernels().forward(q, k, v, scale)
-    d_rows = dispatch.rows_kernels().backward(d, out, lse, q, k, v, scale, d_q)
+    out, lse = fused.kernels().forward(q, k, v, scale)
+    d_kv = fused.kernels().backward(d, out, lse, q, k, v, scale, d_q)
     exact = [x.half().double() for x in (q, k, v)]
-    true, _ = Plain.forward(*exact, scale)
+    true, _ = Eager.forward(*exact, scale)
     true_d_q = torch.empty_like(exact[0])
-    true_d_rows = Plain.backward(d.double(), true, lse, exact[0], exact[1], exact[1 if shared else 2], scale, true_d_q)
-    for found, wanted in ((out, true), (d_q, true_d_q), (d_rows, true_d_rows)):
+    true_d_kv = Eager.backward(d.double(), true, lse, exact[0], exact[1], exact[1 if shared else 2], scale, true_d_q)
+    for found, wanted in ((out, true), (d_q, true_d_q), (d_kv, true_d_kv)):
         assert found.shape == wanted.shape
         assert float((found.double() - wanted).abs().max()) < 1e-3 * float(wanted.abs().max())

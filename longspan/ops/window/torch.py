@@ -1,0 +1,160 @@
+"""Windowed attention in eager PyTorch: tiles of queries with the tiles of keys around them, for any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspan.ops.rotary import angles, rotate, xpos_scale
+from longspan.ops.softmax import attend
+
+MAX_TILE = 512  # keeps masks small compared to keys and values
+
+Bias = Callable[[Tensor, Tensor], Tensor]  # positions i (..., T, 1) and j (..., 1, S) -> (H, ..., T, S)
+
+
+class Window(NamedTuple):
+    """Which keys a query sees, by position.
+
+    Attributes:
+        block_size: 0 for an exact window of `back` keys before a query and `ahead` after it. Otherwise the size of the
+            blocks of which a query sees its own, `back` before it and `ahead` after it.
+        back: Keys or blocks before the query.
+        ahead: Keys or blocks after the query.
+        causal: Hide keys after the query.
+        shared_qk: Shared queries and keys: a query sees itself only if it sees nothing else.
+    """
+
+    block_size: int
+    back: int
+    ahead: int
+    causal: bool
+    shared_qk: bool
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """The largest distances at which a query may see keys before and after it."""
+        back, ahead = self.back, self.ahead
+        if self.block_size:
+            back, ahead = (back + 1) * self.block_size - 1, (ahead + 1) * self.block_size - 1
+        return back, 0 if self.causal else ahead
+
+    def contains(self, i: Tensor, j: Tensor) -> Tensor:
+        """Return whether the window of a query at position i ≥ 0 contains position j ≥ 0; broadcast."""
+        size = self.block_size or 1
+        distance = i // size - j // size
+        inside = (distance <= self.back) & (distance >= -self.ahead)
+        return inside & (j <= i) if self.causal else inside
+
+    def hide_self(self, visible: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """Return `visible` (..., keys), without the query itself where `shared_qk` hides it."""
+        if not self.shared_qk:
+            return visible
+        others = visible & (i != j)
+        return others | (visible & ~others.any(-1, keepdim=True))
+
+
+def table_bias(table: Tensor, back: int) -> Bias:
+    """Return the bias of a table (H, P, K), indexed by query position in its block of P, and by key position counted
+    from `back` blocks before it.
+    """
+    size, last = table.shape[1], table.shape[2] - 1
+    return lambda i, j: table[:, i % size, (j - (i // size - back) * size).clamp(0, last)]
+
+
+def xpos_rotate(x: Tensor, position: Tensor, scale_base: float) -> Tensor:
+    """Rotate x (..., L, H, D) to positions (..., L) with the scale of xPos; for keys, scale_base is negative."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    angle = angles(position, x.shape[-1], 10000.0, dtype)[..., None, :]
+    scale = xpos_scale(position, x.shape[-1], scale_base, dtype)[..., None, :]
+    return rotate(x, angle.cos() * scale, angle.sin() * scale)
+
+
+def tiled_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: Window,
+    *,
+    key_mask: Tensor | None,
+    start: Tensor | None,
+    bias: Bias | None,
+    xpos: float | None,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """Compute `ops.window.window_attention` tile by tile."""
+    T, S = q.shape[1], k.shape[1]
+    offset = S - T
+    aligned = bool(window.block_size) and start is None and window.block_size < T
+    tile, before, after = _tiling(window, T, S, aligned)
+    n = -(-T // tile)
+    queries = (F.pad(q, (0, 0, 0, 0, 0, n * tile - T)) if n * tile > T else q).unflatten(1, (n, tile))
+    pads = (0, 0, 0, 0, before * tile - offset, offset + (n + after) * tile - S)
+    keys, values = (_neighbors(F.pad(x, pads).unflatten(1, (-1, tile)), n) for x in (k, v))
+    if xpos is not None:
+        place = torch.arange(keys.shape[2], device=q.device) - keys.shape[2] // 2
+        queries = xpos_rotate(queries, place[before * tile : (before + 1) * tile], xpos)
+        keys = xpos_rotate(keys, place, -xpos)
+    i = offset + torch.arange(n * tile, device=q.device).view(n, tile, 1)
+    j = offset + tile * (torch.arange(n, device=q.device)[:, None, None] - before)
+    j = j + torch.arange(keys.shape[2], device=q.device)  # (n, 1, Kw)
+
+    def attend_tiles(tiles: slice, interior: bool) -> Tensor:
+        """Attend in some tiles. Interior tiles see no key outside the sequence, so that one mask fits all."""
+        one = slice(tiles.start, tiles.start + 1) if interior else tiles
+        qi, kj = i[one], j[one]
+        first = 0 if start is None else start[:, None, None, None]
+        visible = window.contains(qi + first, kj + first)
+        if not interior:
+            visible = visible & (kj >= 0) & (kj < S) & (kj + first >= 0)
+            if key_mask is not None:
+                visible = visible & key_mask[:, kj.clamp(0, S - 1)]
+        visible = window.hide_self(visible, qi, kj)  # ([B,] tiles, tile, Kw)
+        added = None if bias is None else bias(qi + first, kj + first).movedim(0, -3)  # ([B,] tiles, H, tile, Kw)
+        options: dict[str, Any] = {"bias": added, "blind": not interior, "scale": scale, "dropout": dropout}
+        return _attend(queries[:, tiles], keys[:, tiles], values[:, tiles], visible, **options)
+
+    tail = 0 if window.causal else after + 1
+    if start is not None or key_mask is not None or n <= before + tail + 1 or (window.block_size and not aligned):
+        out = attend_tiles(slice(0, n), interior=False)
+    else:
+        parts = [attend_tiles(slice(0, before), interior=False)] if before else []
+        parts.append(attend_tiles(slice(before, n - tail), interior=True))
+        out = torch.cat(parts + ([attend_tiles(slice(n - tail, n), interior=False)] if tail else []), 1)
+    return out.flatten(1, 2)[:, :T]
+
+
+def _tiling(window: Window, T: int, S: int, aligned: bool) -> tuple[int, int, int]:
+    """Return the tile size, and how many tiles of keys before and after its own a tile of queries reads."""
+    if aligned:
+        return window.block_size, window.back, 0 if window.causal else window.ahead
+    # A tile as wide as the window copies each key twice, or three times where queries see keys after them.
+    back, ahead = (min(distance, S) for distance in window.reach)
+    tile = min(T, min(-(-max(back, ahead, 1) // 16) * 16, MAX_TILE))
+    return tile, -(-back // tile), -(-ahead // tile)
+
+
+def _neighbors(tiles: Tensor, n: int) -> Tensor:
+    """(B, n + extra, tile, H, D) -> (B, n, (extra + 1) · tile, H, D): each tile with those beside it."""
+    return torch.cat([tiles[:, s : s + n] for s in range(tiles.shape[1] - n + 1)], 2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *, bias: Tensor | None, **options: Any) -> Tensor:
+    """q: (B, n, tile, H, D), k, v: (B, n, Kw, Hkv, ·), visible: ([B,] n or 1, tile, Kw) -> (B, n, tile, H, E)."""
+    B, n, tile, H, _ = q.shape
+    Hkv = k.shape[3]
+    # Query heads that share a key/value head become rows of one matrix.
+    q = q.transpose(2, 3).reshape(B * n, Hkv, -1, q.shape[4])
+    k, v = (x.transpose(2, 3).flatten(0, 1) for x in (k, v))
+
+    def per_tile(x: Tensor) -> Tensor:
+        return x.flatten(0, 1) if x.ndim == 5 else x.expand(n, -1, -1, -1).repeat(B, 1, 1, 1)
+
+    visible = per_tile(visible.repeat(*[1] * (visible.ndim - 2), H // Hkv, 1)[..., None, :, :])
+    bias = None if bias is None else per_tile(bias.unflatten(-3, (Hkv, -1)).flatten(-3, -2))
+    return attend(q, k, v, visible, bias=bias, **options).reshape(B, n, H, tile, -1).transpose(2, 3)
