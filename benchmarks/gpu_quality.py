@@ -27,7 +27,7 @@ from longspan.bench.environment import commit, machine, versions
 from longspan.train.config import resolve
 from longspan.train.data.readers import open_decompressed
 from longspan.train.loggers import Logger
-from longspan.train.setup import make_accelerator, prepare
+from longspan.train.setup import make_accelerator
 from longspan.train.trainer import WARMUP_STEPS, Trainer
 
 HELD_OUT, SCORED = 2_000_000, 1_048_576
@@ -83,8 +83,7 @@ def work(flags: dict[str, Any]) -> dict[str, Any]:
     }
     settings = resolve({**fixed, **flags})
     watch, begun = Turn(), time.perf_counter()
-    prepared = prepare(settings, watch, make_accelerator(settings.train))
-    trainer = Trainer(prepared, watch)
+    trainer = Trainer(settings, watch, make_accelerator(settings.train))
     score = trainer.run()
     last = next(record for record in reversed(watch.records) if "loss" in record)
     return {
@@ -96,10 +95,10 @@ def work(flags: dict[str, Any]) -> dict[str, Any]:
         "steps": last["step"],
         "tokens": last["tokens"],
         "tokens_per_second": round(last["tokens"] / last["seconds"]),
-        "parameters": prepared.metadata["parameters"],
+        "parameters": trainer.metadata["parameters"],
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else None,
         "process_seconds": time.perf_counter() - begun,
-        "settings": prepared.metadata["settings"],
+        "settings": trainer.metadata["settings"],
         "curve": [[r["tokens"], r["seconds"], r["bits_per_byte"]] for r in watch.records if "loss" in r],
     }
 

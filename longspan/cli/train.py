@@ -67,7 +67,7 @@ train.__name__ = "train"
 def _run(settings: Settings) -> None:
     from longspan.train.loggers import METRICS, Logger, RunLogger, read_records
     from longspan.train.run_checkpoint import check_writable
-    from longspan.train.setup import make_accelerator, prepare
+    from longspan.train.setup import make_accelerator
     from longspan.train.trainer import Trainer
 
     run = Path(settings.train.out)
@@ -76,18 +76,18 @@ def _run(settings: Settings) -> None:
     if accelerator.is_main_process:
         check_writable(run, 0)
         logger = RunLogger(run, tensorboard=settings.train.tensorboard)
-    prepared = prepare(settings, logger, accelerator)
-    data, about = prepared.metadata["data"], prepared.metadata
+    trainer = Trainer(settings, logger, accelerator)
+    data, about = trainer.metadata["data"], trainer.metadata
     logger.info(
         f"{about['parameters']:,} parameters; {data['train_tokens']:,} tokens to train on, "
         f"{data['held_out_tokens']:,} held out; {about['device']}, {about['precision']} precision"
     )
-    left_out = prepared.batches.unused_tokens
+    left_out = trainer.batches.unused_tokens
     if left_out:
         logger.info(
             f"{left_out:,} tokens are in documents shorter than the context and not read; --packing on reads them"
         )
-    score = Trainer(prepared, logger).run()
+    score = trainer.run()
     if accelerator.is_main_process:
         bits, first = score.get("eval_bits_per_byte"), read_records(run / METRICS)[0]["bits_per_byte"]
         if bits is not None:
@@ -102,11 +102,12 @@ def _run(settings: Settings) -> None:
 def _dry_run(settings: Settings) -> None:
     from longspan.train.dry_run import estimate
     from longspan.train.loggers import Logger
-    from longspan.train.setup import make_accelerator, prepare
+    from longspan.train.setup import make_accelerator
+    from longspan.train.trainer import Trainer
 
     accelerator = make_accelerator(settings.train)
     with tempfile.TemporaryDirectory() as folder:
-        for text in estimate(prepare(settings, Logger(), accelerator, Path(folder))):
+        for text in estimate(Trainer(settings, Logger(), accelerator, Path(folder))):
             typer.echo(text)
 
 

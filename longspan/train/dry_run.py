@@ -8,33 +8,33 @@ import torch
 from torch import Tensor
 
 from longspan.models.transformer import LanguageModel
-from longspan.train.loggers import Logger, format_duration
-from longspan.train.setup import TrainingSetup
+from longspan.train.loggers import format_duration
 from longspan.train.trainer import Trainer
 
 
-def estimate(setup: TrainingSetup) -> list[str]:
+def estimate(trainer: Trainer) -> list[str]:
     """Return lines of text about parameters, state size, memory and time."""
-    train, data, num_tokens = setup.train, setup.metadata["data"], setup.shape.num_sequences * setup.train.context
-    saved, seconds = _measure(Trainer(setup, Logger()))
-    weights = sum(x.numel() * x.element_size() for x in setup.objective.parameters())
+    train, data = trainer.config, trainer.metadata["data"]
+    num_tokens = trainer.shape.num_sequences * train.context
+    saved, seconds = _measure(trainer)
+    weights = sum(x.numel() * x.element_size() for x in trainer.objective.parameters())
     fixed = 4 * weights  # weights, gradients and two AdamW moments
-    mechanism = setup.metadata["settings"]["model"]["attention"]["mechanism"]
+    mechanism = trainer.metadata["settings"]["model"]["attention"]["mechanism"]
     name = mechanism.get("mechanism") if isinstance(mechanism, dict) else mechanism
     lines = [
-        f"model: {type(setup.model).__name__}, {setup.metadata['parameters']:,} parameters, mechanism {name}",
+        f"model: {type(trainer.model).__name__}, {trainer.metadata['parameters']:,} parameters, mechanism {name}",
         f"data: {data['train_tokens']:,} tokens to train on, {data['held_out_tokens']:,} held out, "
         f"vocabulary {data['vocab_size']}",
     ]
-    if isinstance(setup.model, LanguageModel) and setup.model.config.causal:
-        lines.append(f"state of one sequence: {_format_bytes(setup.model.state_size())}")
+    if isinstance(trainer.model, LanguageModel) and trainer.model.config.causal:
+        lines.append(f"state of one sequence: {_format_bytes(trainer.model.state_size())}")
     lines.append(
         f"memory: {_format_bytes(fixed)} for weights, gradients and optimizer, {_format_bytes(saved)} for activations "
         f"of {train.batch_size} sequences of {train.context} tokens: about {_format_bytes(fixed + saved)}"
     )
-    if setup.accelerator.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(setup.accelerator.device)
-        lines.append(f"measured on {setup.metadata['device']}: peak of {_format_bytes(peak)}")
+    if trainer.accelerator.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(trainer.accelerator.device)
+        lines.append(f"measured on {trainer.metadata['device']}: peak of {_format_bytes(peak)}")
     speed = f"{seconds:.3f} s per step of {num_tokens:,} tokens, {num_tokens / seconds:,.0f} tokens/s"
     if train.steps is not None:
         steps = float(train.steps)

@@ -51,8 +51,14 @@ def load_checkpoint(run: Path) -> tuple[Model, dict[str, Any]] | None:
 
 
 def check_settings(run: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ValueError if a setting differs that a run may not change when it is resumed."""
-    found = differences(before, now)
+    """Raise ValueError if the data, or a setting that must not change, differs when a run is resumed.
+
+    Args:
+        run: The folder of the run.
+        before: Metadata of the checkpoint.
+        now: Metadata of the command.
+    """
+    found = differences(before["settings"], now["settings"])
     changed = {name: pair for name, pair in found.items() if name.removeprefix("train.") not in FREE}
     if changed:
         shown = ", ".join(f"{name} {old!r} → {new!r}" for name, (old, new) in list(changed.items())[:4])
@@ -61,6 +67,8 @@ def check_settings(run: Path, before: dict[str, Any], now: dict[str, Any]) -> No
             f"{run} is a run with other settings ({shown}{more}): use the same settings to resume it, "
             "or another --out to start a new run"
         )
+    if before["data"]["sha256"] != now["data"]["sha256"]:
+        raise ValueError(f"the data of {run} has changed since the run started: restore it, or use another --out")
 
 
 def check_writable(run: Path, required: int) -> None:

@@ -1,11 +1,10 @@
-"""Build everything that a run needs from its settings: data, model, optimizer, and the state of an earlier run."""
+"""Build the parts of a run from its settings: accelerator, data, batches, optimizer and schedules."""
 
 from __future__ import annotations
 
 import math
 import os
 import platform
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from accelerate import Accelerator
 from longspan import __version__
 from longspan.mechanisms.performer import PerformerAttention
 from longspan.models.config import ModelConfig
-from longspan.models.transformer import Classifier, LanguageModel
 from longspan.train.config import Settings, TrainConfig, described
 from longspan.train.data.batches import (
     Batches,
@@ -27,57 +25,7 @@ from longspan.train.data.batches import (
 )
 from longspan.train.data.readers import ReadOptions, find_source
 from longspan.train.data.token_store import StoreSpec, TokenStore, open_store, unigram_bits
-from longspan.train.fsdp import is_sharded, register_methods
 from longspan.train.loggers import Logger, Record
-from longspan.train.objectives import Objective, build_objective, wrap_model
-from longspan.train.run_checkpoint import check_settings, load_checkpoint
-
-
-@dataclass
-class TrainingSetup:
-    """What the trainer works with.
-
-    Args:
-        settings: The settings of the run.
-        accelerator: Device, precision and processes.
-        store: The data.
-        shape: Sizes of a step.
-        batches: Training batches.
-        objective: The module to evaluate and save.
-        wrapped: The module to call in a training step: the objective, prepared by accelerate and possibly compiled.
-        optimizer: The optimizer, prepared by accelerate.
-        redraws: Schedule of random features.
-        saved: Training state of the last checkpoint; None for a new run.
-        metadata: Contents of `run.json`.
-    """
-
-    settings: Settings
-    accelerator: Accelerator
-    store: TokenStore
-    shape: BatchShape
-    batches: Batches[Any]
-    objective: Objective
-    wrapped: Any
-    optimizer: Any
-    redraws: RedrawSchedule
-    saved: Record | None
-    metadata: Record
-
-    @property
-    def train(self) -> TrainConfig:
-        return self.settings.train
-
-    @property
-    def model(self) -> LanguageModel | Classifier:
-        return self.objective.model
-
-    @property
-    def run(self) -> Path:
-        return Path(self.train.out)
-
-    @property
-    def tokenizer(self) -> Path | None:
-        return None if self.train.tokenizer is None else Path(self.train.tokenizer)
 
 
 class RedrawSchedule:
@@ -125,69 +73,6 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
     if precision == "fp16" and not gpu:
         raise ValueError("--precision fp16 needs a CUDA device; use bf16 or fp32 on a CPU")
     return Accelerator(cpu=cpu, mixed_precision="no" if precision == "fp32" else precision)
-
-
-def prepare(
-    settings: Settings, logger: Logger, accelerator: Accelerator, data_folder: Path | None = None
-) -> TrainingSetup:
-    """Build the data, the model and the optimizer of a run, or restore them from its checkpoint.
-
-    Args:
-        settings: The settings of the run.
-        logger: Receives messages while data is read.
-        accelerator: Device, precision and processes.
-        data_folder: Where to store tokens. Default: the folder `data` of the run.
-
-    Raises:
-        ValueError: Settings and data do not fit together, or differ from those of the run in `--out`.
-    """
-    train, run = settings.train, Path(settings.train.out)
-    with accelerator.main_process_first():
-        store = open_data(train, run / "data" if data_folder is None else data_folder, logger)
-    packed = is_packed(train, store)
-    config = settings.complete(store.vocab_size, len(store.labels))
-    _check_model(train, config)
-    metadata = _metadata(settings, config, store, accelerator)
-    checkpoint = load_checkpoint(run)
-    if checkpoint is not None:
-        before = checkpoint[1]["about"]
-        check_settings(run, before["settings"], metadata["settings"])
-        if before["data"]["sha256"] != metadata["data"]["sha256"]:
-            raise ValueError(f"the data of {run} has changed since the run started: restore it, or use another --out")
-    torch.manual_seed(train.seed)
-    if checkpoint is None:
-        objective = build_objective(train.objective, config, train.context)
-    else:
-        objective = wrap_model(checkpoint[0], train.context)
-    metadata["parameters"] = sum(p.numel() for p in objective.parameters())
-    redraws = RedrawSchedule(objective.model, train.seed)
-    sharded = is_sharded(accelerator)
-    parameters = [p for p in objective.parameters() if p.requires_grad]
-    wrapped, optimizer = accelerator.prepare(objective, make_optimizer(train, parameters))
-    if sharded:
-        objective = wrapped
-        register_methods(wrapped)
-    metadata["compiled"] = is_compiled(train, packed, accelerator.device)
-    if metadata["compiled"]:
-        # CUDA graphs overwrite the gradients of the previous micro-batch, so that they cannot accumulate.
-        graphs = accelerator.device.type == "cuda" and train.accumulate == 1
-        wrapped = torch.compile(wrapped, dynamic=False, mode="reduce-overhead" if graphs else None)
-    shape = BatchShape(
-        train.context, train.batch_size, train.accumulate, accelerator.num_processes, accelerator.process_index
-    )
-    return TrainingSetup(
-        settings=settings,
-        accelerator=accelerator,
-        store=store,
-        shape=shape,
-        batches=make_batches(train, store, shape, packed),
-        objective=objective,
-        wrapped=wrapped,
-        optimizer=optimizer,
-        redraws=redraws,
-        saved=None if checkpoint is None else checkpoint[1],
-        metadata=metadata,
-    )
 
 
 def open_data(train: TrainConfig, folder: Path, logger: Logger) -> TokenStore:
@@ -274,7 +159,8 @@ def learning_rate(train: TrainConfig, step: int, done: float) -> float:
     return train.lr * warmup * cosine
 
 
-def _check_model(train: TrainConfig, config: ModelConfig) -> None:
+def check_model(train: TrainConfig, config: ModelConfig) -> None:
+    """Raise ValueError if a model cannot be trained with these settings."""
     if config.cross is not None:
         raise ValueError("training has no context for cross-attention: remove cross from the model")
     if train.carry_state and config.execution != "keep":
@@ -286,7 +172,7 @@ def _check_model(train: TrainConfig, config: ModelConfig) -> None:
         raise ValueError(f"--model.max_length ({config.max_length}) is below --context ({train.context})")
 
 
-def _metadata(settings: Settings, config: ModelConfig, store: TokenStore, accelerator: Accelerator) -> Record:
+def run_metadata(settings: Settings, config: ModelConfig, store: TokenStore, accelerator: Accelerator) -> Record:
     """Return the contents of run.json: settings, data, versions and hardware."""
     names = ("tokens", "bytes", "documents", "sha256", "vocab_size", "labels", "sources")
     device = accelerator.device

@@ -7,8 +7,10 @@ import json
 import math
 import signal
 from collections import deque
+from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
@@ -16,23 +18,36 @@ from longspan.generation.generate import generate
 from longspan.generation.sampling import Sampling
 from longspan.generation.tokenization import TextCodec
 from longspan.models.residual import StackState
-from longspan.models.transformer import LanguageModel
-from longspan.train.data.batches import Batch, derive_seed
+from longspan.models.transformer import Classifier, LanguageModel
+from longspan.train.config import Settings
+from longspan.train.data.batches import Batch, BatchShape, derive_seed
 from longspan.train.evaluation import evaluate_held_out
-from longspan.train.fsdp import gather_model, gather_optimizer, is_sharded, load_optimizer
+from longspan.train.fsdp import gather_model, gather_optimizer, is_sharded, load_optimizer, register_methods
 from longspan.train.loggers import Logger, Record, mean, memory_used, truncate_records
-from longspan.train.objectives import mask_tokens
+from longspan.train.objectives import build_objective, mask_tokens, wrap_model
 from longspan.train.run_checkpoint import (
     RUN,
+    check_settings,
     check_writable,
     checkpoint_bytes,
+    load_checkpoint,
     pack_state,
     random_states,
     save_checkpoint,
     set_random_states,
     unpack_state,
 )
-from longspan.train.setup import TrainingSetup, learning_rate
+from longspan.train.setup import (
+    RedrawSchedule,
+    check_model,
+    is_compiled,
+    is_packed,
+    learning_rate,
+    make_batches,
+    make_optimizer,
+    open_data,
+    run_metadata,
+)
 from longspan.train.signals import SignalHandler, StoppedError, TrainingTimer, out_of_memory_message
 from longspan.utils import write_atomically
 
@@ -43,33 +58,83 @@ BAD_BATCH = "bad-batch.pt"
 
 
 class Trainer:
-    """Trains a model to the end of a run.
+    """Builds the data, model and optimizer of a run, or restores them from its checkpoint, and trains the model.
 
     Args:
-        setup: Model, data and optimizer.
+        settings: The settings of the run.
         logger: Receives metrics and messages.
+        accelerator: Device, precision and processes.
+        data_folder: Where to store tokens. Default: the folder `data` of the run.
 
     Attributes:
+        metadata: Contents of `run.json`.
+        batches: Training batches.
+        objective: The module to evaluate and save.
         step: Steps done.
         tokens: Tokens read for them.
         done: Fraction of the run that is done, from 0 to 1.
+
+    Raises:
+        ValueError: Settings and data do not fit together, or differ from those of the run in `--out`.
     """
 
-    def __init__(self, setup: TrainingSetup, logger: Logger) -> None:
-        self.setup, self.logger = setup, logger
-        self.device = setup.accelerator.device
-        self.sharded = is_sharded(setup.accelerator)
+    def __init__(
+        self, settings: Settings, logger: Logger, accelerator: Accelerator, data_folder: Path | None = None
+    ) -> None:
+        config = self.config = settings.train
+        self.logger, self.accelerator, self.device = logger, accelerator, accelerator.device
+        self.folder = Path(config.out)
+        with accelerator.main_process_first():
+            self.store = open_data(config, self.folder / "data" if data_folder is None else data_folder, logger)
+        processes, process = accelerator.num_processes, accelerator.process_index
+        self.shape = BatchShape(config.context, config.batch_size, config.accumulate, processes, process)
+        packed = is_packed(config, self.store)
+        self.batches = make_batches(config, self.store, self.shape, packed)
+        self._build_model(settings, is_compiled(config, packed, self.device))
         self.step, self.tokens = 0, 0
         self.done, self.lr = 0.0, 0.0
         self.timer, self.signals = TrainingTimer(), SignalHandler()
         self._score: Record = {}
-        self._codec = TextCodec(setup.tokenizer)
+        self._tokenizer = None if config.tokenizer is None else Path(config.tokenizer)
+        self._codec = TextCodec(self._tokenizer)
         self._unlogged: list[float] = []  # losses since the last record
         self._last_record = (0.0, 0)  # its seconds and tokens
         self._recent: deque[float] = deque(maxlen=_BASELINE_LOSSES + _LATEST_LOSSES)
         self._pending: tuple[int, Tensor] | None = None  # step and loss still on the device
-        self._states: list[StackState | None] = [None] * setup.train.accumulate  # carried, of each micro-batch
+        self._states: list[StackState | None] = [None] * config.accumulate  # carried, of each micro-batch
         self._batches: deque[tuple[int, list[Batch]]] = deque(maxlen=_LATEST_LOSSES + 1)
+
+    def _build_model(self, settings: Settings, compiled: bool) -> None:
+        config = self.config
+        model_config = settings.complete(self.store.vocab_size, len(self.store.labels))
+        check_model(config, model_config)
+        self.metadata = run_metadata(settings, model_config, self.store, self.accelerator)
+        checkpoint = load_checkpoint(self.folder)
+        torch.manual_seed(config.seed)
+        self._saved: Record | None = None
+        if checkpoint is None:
+            self.objective = build_objective(config.objective, model_config, config.context)
+        else:
+            model, self._saved = checkpoint
+            check_settings(self.folder, self._saved["about"], self.metadata)
+            self.objective = wrap_model(model, config.context)
+        self.metadata |= {"parameters": sum(p.numel() for p in self.objective.parameters()), "compiled": compiled}
+        self.redraws = RedrawSchedule(self.model, config.seed)
+        self.sharded = is_sharded(self.accelerator)
+        parameters = [p for p in self.objective.parameters() if p.requires_grad]
+        self.wrapped, self.optimizer = self.accelerator.prepare(self.objective, make_optimizer(config, parameters))
+        if self.sharded:
+            self.objective = self.wrapped
+            register_methods(self.wrapped)
+        if compiled:
+            # CUDA graphs overwrite the gradients of the previous micro-batch, so that they cannot accumulate.
+            graphs = self.device.type == "cuda" and config.accumulate == 1
+            self.wrapped = torch.compile(self.wrapped, dynamic=False, mode="reduce-overhead" if graphs else None)
+
+    @property
+    def model(self) -> LanguageModel | Classifier:
+        """The model inside the objective."""
+        return self.objective.model
 
     def run(self) -> Record:
         """Train, save and evaluate.
@@ -81,8 +146,7 @@ class Trainer:
             StoppedError: A signal, a diverging loss or a lack of memory ended the run.
             OSError: The folder of the run is not writable, or the disk is too full.
         """
-        setup = self.setup
-        check_writable(setup.run, 2 * checkpoint_bytes(setup.model))
+        check_writable(self.folder, 2 * checkpoint_bytes(self.model))
         self._start()
         try:
             with self.signals.installed():
@@ -91,25 +155,24 @@ class Trainer:
             self._evaluate()
             self._save()
         except torch.OutOfMemoryError as error:
-            raise StoppedError(out_of_memory_message(error, setup.train), 4) from error
+            raise StoppedError(out_of_memory_message(error, self.config), 4) from error
         finally:
             self.logger.close()
         return self._score
 
     def _start(self) -> None:
-        setup = self.setup
-        setup.objective.train()
-        if setup.saved is None:
-            torch.manual_seed(derive_seed(setup.train.seed, setup.shape.process))  # for dropout
+        self.objective.train()
+        if self._saved is None:
+            torch.manual_seed(derive_seed(self.config.seed, self.shape.process))  # of dropout
         else:
-            self._restore(setup.saved)
-        if setup.accelerator.is_main_process:
-            truncate_records(setup.run, self.step if setup.saved is not None else -1)
-            write_atomically(setup.run / RUN, json.dumps(setup.metadata, indent=1) + "\n")
-        setup.accelerator.wait_for_everyone()
+            self._restore(self._saved)
+        if self.accelerator.is_main_process:
+            truncate_records(self.folder, self.step if self._saved is not None else -1)
+            write_atomically(self.folder / RUN, json.dumps(self.metadata, indent=1) + "\n")
+        self.accelerator.wait_for_everyone()
 
     def _train(self) -> None:
-        warmup = WARMUP_STEPS if self.setup.metadata["compiled"] else 0
+        warmup = WARMUP_STEPS if self.metadata["compiled"] else 0
         while self._continues():
             if warmup:
                 with self.timer.paused():
@@ -123,10 +186,10 @@ class Trainer:
 
     def _continues(self) -> bool:
         """Return whether to run another step: the same in every process."""
-        received, train = self.signals.received, self.setup.train
-        signaled, seconds = self._sum(float(received), self.timer.seconds / self.setup.shape.processes)
-        by_steps = 0.0 if train.steps is None else self.step / train.steps
-        by_time = 0.0 if train.minutes is None else seconds / (60 * train.minutes)
+        received, config = self.signals.received, self.config
+        signaled, seconds = self._sum(float(received), self.timer.seconds / self.shape.processes)
+        by_steps = 0.0 if config.steps is None else self.step / config.steps
+        by_time = 0.0 if config.minutes is None else seconds / (60 * config.minutes)
         self.done = max(by_steps, by_time)
         if signaled:
             self.read_loss()
@@ -137,9 +200,8 @@ class Trainer:
 
     def train_step(self) -> None:
         """Run one step: accumulate the gradients of all micro-batches, clip them and update the weights."""
-        setup, train = self.setup, self.setup.train
-        if setup.redraws.before_step(self.step, train.accumulate):
-            self._states = [None] * train.accumulate
+        if self.redraws.before_step(self.step, self.config.accumulate):
+            self._states = [None] * self.config.accumulate
         batches = self._next_batches()
         self._batches.append((self.step, batches))
         (num_targets,) = self._sum(float(sum(batch.num_targets for batch in batches)))
@@ -147,22 +209,22 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for micro, batch in enumerate(batches):
             last = micro == len(batches) - 1
-            with contextlib.nullcontext() if last else setup.accelerator.no_sync(setup.wrapped):
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
                 loss = self._loss(micro, batch.to(self.device))
                 # Gradients are averaged over processes, which differ in their number of targets.
-                setup.accelerator.backward(loss * (batch.num_targets * setup.shape.processes / num_targets))
+                self.accelerator.backward(loss * (batch.num_targets * self.shape.processes / num_targets))
             total += loss.detach() * batch.num_targets
-        if train.clip:
-            setup.accelerator.clip_grad_norm_(setup.objective.parameters(), train.clip)
-        self.lr = learning_rate(train, self.step, self.done)
-        for group in setup.optimizer.param_groups:
+        if self.config.clip:
+            self.accelerator.clip_grad_norm_(self.objective.parameters(), self.config.clip)
+        self.lr = learning_rate(self.config, self.step, self.done)
+        for group in self.optimizer.param_groups:
             group["lr"] = self.lr
-        setup.optimizer.step()
-        setup.optimizer.zero_grad(set_to_none=True)
-        if setup.shape.processes > 1:
-            total = setup.accelerator.reduce(total)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.shape.processes > 1:
+            total = self.accelerator.reduce(total)
         self.step += 1
-        self.tokens += setup.shape.num_sequences * train.context
+        self.tokens += self.shape.num_sequences * self.config.context
         previous, self._pending = self._pending, (self.step, total / num_targets)
         if previous is not None:
             self._observe(*previous)
@@ -170,42 +232,41 @@ class Trainer:
             self.read_loss()
 
     def _next_batches(self) -> list[Batch]:
-        setup, train = self.setup, self.setup.train
-        batches = setup.batches.next_step()
-        if train.objective != "masked":
+        batches = self.batches.next_step()
+        if self.config.objective != "masked":
             return batches
         masked = []
         for micro, batch in enumerate(batches):
-            rows = setup.shape.micro_batch(micro)
-            seeds = [derive_seed(train.seed, self.step, row) for row in range(rows.start, rows.stop)]
-            masked.append(mask_tokens(batch, train.mask_rate, setup.store.vocab_size, seeds))
+            rows = self.shape.micro_batch(micro)
+            seeds = [derive_seed(self.config.seed, self.step, row) for row in range(rows.start, rows.stop)]
+            masked.append(mask_tokens(batch, self.config.mask_rate, self.store.vocab_size, seeds))
         return masked
 
     def _loss(self, micro: int, batch: Batch) -> Tensor:
         state = self._states[micro]
-        if self.setup.train.carry_state:
+        if self.config.carry_state:
             assert batch.new_document is not None
             if state is None:
                 state = self._new_state(len(batch.new_document))
             elif batch.new_document.any():
                 rows = batch.new_document.nonzero()[:, 0]
                 state = state.put(rows, self._new_state(len(rows)))
-        loss, state = self.setup.wrapped(batch.tokens, batch.targets, batch.offsets, batch.key_mask, state)
+        loss, state = self.wrapped(batch.tokens, batch.targets, batch.offsets, batch.key_mask, state)
         self._states[micro] = None if state is None else state.detach()
         return loss
 
     def _new_state(self, batch_size: int) -> StackState:
-        assert isinstance(self.setup.model, LanguageModel)
+        assert isinstance(self.model, LanguageModel)
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        dtype = dtypes.get(self.setup.accelerator.mixed_precision)
-        return self.setup.model.new_state(batch_size, device=self.device, dtype=dtype)
+        dtype = dtypes.get(self.accelerator.mixed_precision)
+        return self.model.new_state(batch_size, device=self.device, dtype=dtype)
 
     def _sum(self, *values: float) -> list[float]:
         """Return the sum of each value over the processes."""
-        if self.setup.shape.processes == 1:
+        if self.shape.processes == 1:
             return list(values)
         # float64 represents token counts exactly up to 2^53.
-        return self.setup.accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
+        return self.accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
 
     def read_loss(self) -> None:
         """Wait for the loss of the last step and check it."""
@@ -228,14 +289,13 @@ class Trainer:
 
     def _loss_limit(self) -> float:
         """Return the mean of the latest losses above which the run is diverging."""
-        baseline, factor = list(self._recent)[:-_LATEST_LOSSES], self.setup.train.divergence
+        baseline, factor = list(self._recent)[:-_LATEST_LOSSES], self.config.divergence
         return factor * mean(baseline) if factor and len(baseline) == _BASELINE_LOSSES else math.inf
 
     def _bad_batch(self, step: int, message: str) -> StoppedError:
         """Save the batch of a step and return the error that refers to it."""
-        shape = self.setup.shape
         batches = next((found for number, found in self._batches if number == step - 1), [])
-        path = self.setup.run / (BAD_BATCH if shape.processes == 1 else f"bad-batch-{shape.process}.pt")
+        path = self.folder / (BAD_BATCH if self.shape.processes == 1 else f"bad-batch-{self.shape.process}.pt")
         torch.save({"step": step, "batches": [vars(batch) for batch in batches]}, path)
         return StoppedError(
             f"{message}; the batch of that step is in {path}, the last checkpoint is unchanged; "
@@ -244,26 +304,25 @@ class Trainer:
         )
 
     def _after_step(self) -> None:
-        train = self.setup.train
-        if self.step % train.log_every == 0 or self.step == 1:
+        if self.step % self.config.log_every == 0 or self.step == 1:
             self.read_loss()
             self._log()
-        if self.step % train.eval_every == 0 and self.done < 1:
+        if self.step % self.config.eval_every == 0 and self.done < 1:
             self.read_loss()
             self._evaluate()
-        if self.step % train.save_every == 0:
+        if self.step % self.config.save_every == 0:
             self.read_loss()
             if self._recent[-1] <= self._loss_limit():  # Do not save a model that may be diverging.
                 self._save()
 
     def _metrics(self, loss: float) -> Record:
-        seconds, causal = self.timer.seconds, self.setup.train.objective == "causal"
+        seconds, causal = self.timer.seconds, self.config.objective == "causal"
         before, tokens_before = self._last_record
         return {
             "step": self.step,
-            "steps": self.setup.train.steps,
+            "steps": self.config.steps,
             "loss": loss,
-            "bits_per_byte": self.setup.store.bits_per_byte(loss) if causal else None,
+            "bits_per_byte": self.store.bits_per_byte(loss) if causal else None,
             "lr": self.lr,
             "tokens": self.tokens,
             "seconds": seconds,
@@ -280,47 +339,44 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Evaluate the held-out data and generate a sample, unless this step was evaluated before."""
-        setup = self.setup
         if self._score.get("step") == self.step:
             return
-        names = {"step": self.step, "steps": setup.train.steps, "tokens": self.tokens, "seconds": self.timer.seconds}
+        names = {"step": self.step, "steps": self.config.steps, "tokens": self.tokens, "seconds": self.timer.seconds}
         with self.timer.paused():
-            found = evaluate_held_out(setup.objective, setup.store, setup.shape, setup.train, setup.accelerator)
+            found = evaluate_held_out(self.objective, self.store, self.shape, self.config, self.accelerator)
             self._score = names | found
             if found:
                 self.logger.log_metrics(self._score)
-            can_sample = setup.accelerator.is_main_process and not self.sharded
-            if can_sample and setup.train.sample_tokens and setup.train.objective == "causal":
+            can_sample = self.accelerator.is_main_process and not self.sharded
+            if can_sample and self.config.sample_tokens and self.config.objective == "causal":
                 self.logger.log_sample({"step": self.step, **self._sample()})
 
     def _sample(self) -> Record:
-        setup, train = self.setup, self.setup.train
-        assert isinstance(setup.model, LanguageModel)
-        prompt = self._codec.encode(train.prompt.encode())
+        assert isinstance(self.model, LanguageModel)
+        prompt = self._codec.encode(self.config.prompt.encode())
         if not prompt:
-            segments = setup.store.held_out if len(setup.store.held_out) else setup.store.train
+            segments = self.store.held_out if len(self.store.held_out) else self.store.train
             start = int(segments.start[0])
-            prompt = setup.store.tokens[start : start + min(64, int(segments.length[0]))].tolist()
+            prompt = self.store.tokens[start : start + min(64, int(segments.length[0]))].tolist()
         sampling = Sampling(temperature=0.8, top_p=0.95)
-        generated = generate(setup.model, prompt, train.sample_tokens, sampling=sampling, seed=train.seed)
+        generated = generate(self.model, prompt, self.config.sample_tokens, sampling=sampling, seed=self.config.seed)
         return {"prompt": self._codec.decode(prompt), "text": self._codec.decode(generated.tokens[0])}
 
     def _save(self) -> None:
-        setup = self.setup
-        model = gather_model(setup.objective) if self.sharded else setup.model
-        optimizer, scaler = setup.optimizer.optimizer, setup.accelerator.scaler
+        model = gather_model(self.objective) if self.sharded else self.model
+        optimizer, scaler = self.optimizer.optimizer, self.accelerator.scaler
         states = [None if state is None else pack_state(state) for state in self._states]
         # Runs of earlier versions are resumed, so these names are part of the file format.
         training: Record = {
-            "about": setup.metadata,
+            "about": self.metadata,
             "step": self.step,
             "tokens": self.tokens,
             "seconds": self.timer.seconds,
             "window": self._unlogged,
             "recent": list(self._recent),
             "mark": list(self._last_record),
-            "position": setup.batches.state_dict(),
-            "optimizer": gather_optimizer(setup.objective, optimizer) if self.sharded else optimizer.state_dict(),
+            "position": self.batches.state_dict(),
+            "optimizer": gather_optimizer(self.objective, optimizer) if self.sharded else optimizer.state_dict(),
             "sharded": self.sharded,
             "scaler": None if scaler is None else scaler.state_dict(),
             "random": gather_object([random_states(self.device)]),
@@ -328,36 +384,36 @@ class Trainer:
             "score": self._score,
         }
         with self.timer.paused():
-            if setup.accelerator.is_main_process:
-                save_checkpoint(setup.run, model, training, setup.tokenizer)
-            setup.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                save_checkpoint(self.folder, model, training, self._tokenizer)
+            self.accelerator.wait_for_everyone()
 
     def _restore(self, saved: Record) -> None:
-        setup, shape = self.setup, self.setup.shape
         self.step, self.tokens, self._score = saved["step"], saved["tokens"], saved["score"]
         self._unlogged, self._last_record = list(saved["window"]), tuple(saved["mark"])
         self._recent.extend(saved["recent"])
         self.timer = TrainingTimer(saved["seconds"])
-        setup.batches.load_state_dict(saved["position"])
+        self.batches.load_state_dict(saved["position"])
         if saved["sharded"] != self.sharded:
-            before, now = ("with", "without") if saved["sharded"] else ("without", "with")
-            raise ValueError(f"the run was saved {before} FSDP: resume it {before} FSDP too, not {now}")
+            how = "with" if saved["sharded"] else "without"
+            raise ValueError(f"the run was saved {how} FSDP and must be resumed {how} it")
         if self.sharded:
-            load_optimizer(setup.objective, setup.optimizer.optimizer, saved["optimizer"])
+            load_optimizer(self.objective, self.optimizer.optimizer, saved["optimizer"])
         else:
-            setup.optimizer.optimizer.load_state_dict(saved["optimizer"])
-        if saved["scaler"] is not None and setup.accelerator.scaler is not None:
-            setup.accelerator.scaler.load_state_dict(saved["scaler"])
-        if len(saved["random"]) == shape.processes:
-            set_random_states(saved["random"][shape.process], self.device)
+            self.optimizer.optimizer.load_state_dict(saved["optimizer"])
+        if saved["scaler"] is not None and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(saved["scaler"])
+        if len(saved["random"]) == self.shape.processes:
+            set_random_states(saved["random"][self.shape.process], self.device)
         else:
-            torch.manual_seed(derive_seed(setup.train.seed, shape.process, self.step))
-        if setup.train.carry_state:
-            if len(saved["carried"]) != shape.processes:
+            torch.manual_seed(derive_seed(self.config.seed, self.shape.process, self.step))
+        if self.config.carry_state:
+            if len(saved["carried"]) != self.shape.processes:
                 raise ValueError(
                     f"the run carries recurrent states of {len(saved['carried'])} processes, this command has "
-                    f"{shape.processes}: resume it with the same number"
+                    f"{self.shape.processes}: resume it with the same number"
                 )
-            packed = saved["carried"][shape.process]
-            self._states = [None if x is None else unpack_state(x, self._new_state(shape.batch_size)) for x in packed]
+            for micro, packed in enumerate(saved["carried"][self.shape.process]):
+                new = self._new_state(self.shape.batch_size)
+                self._states[micro] = None if packed is None else unpack_state(packed, new)
         self.logger.info(f"resuming from step {self.step}")
