@@ -1,10 +1,10 @@
-"""Rows of tokens: how padded and packed inputs become plain rows that start at slot 0, and how answers go back."""
+"""How the tokens of a batch are arranged in memory: packing, padding and positions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """Sequences laid end to end in one row; the tensors it describes have B == 1.
+    """Sequences concatenated into one row; the tensors it describes have batch size 1.
 
-    offsets: (N + 1,) int32, sequence n occupying slots offsets[n] to offsets[n + 1].
-    max_length: the longest of them, a Python int so that launching a kernel never waits for the device.
+    Attributes:
+        offsets: (N + 1,) int32; sequence n occupies slots offsets[n] to offsets[n + 1].
+        max_length: Length of the longest sequence, a Python int so that launching a kernel needs no synchronization.
     """
 
     offsets: Tensor
@@ -23,7 +24,11 @@ class Packing:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> Packing:
-        """The packing of sequences of these lengths."""
+        """Return the packing of sequences of these lengths.
+
+        Raises:
+            ValueError: If there is no length, or a negative one.
+        """
         if len(lengths) == 0 or min(lengths) < 0:
             raise ValueError(f"lengths must be one or more non-negative integers, got {list(lengths)}")
         offsets = torch.tensor([0, *lengths]).cumsum(0)
@@ -35,14 +40,14 @@ class Packing:
         return self.offsets.diff().long()
 
     def bounds(self, tokens: int) -> Tensor:
-        """(2, tokens) int32: the slots where each token's sequence begins and ends."""
+        """Return the first slot and the end of each token's sequence: (2, tokens) int32."""
         slot = torch.arange(tokens, device=self.offsets.device, dtype=torch.int32)
         sequence = torch.searchsorted(self.offsets[1:], slot, right=True)
         return torch.stack([self.offsets[sequence], self.offsets[sequence + 1]])
 
 
 class PaddedSpan(NamedTuple):
-    """A causal mask: the one run of real tokens in each row, and how to bring it to slot 0 and back."""
+    """The contiguous span of real tokens in each row of a causal key_mask; moves it to slot 0 and back."""
 
     mask: Tensor
     start: Tensor
@@ -63,36 +68,41 @@ class PaddedSpan(NamedTuple):
             raise ValueError(message)
         return cls(key_mask, key_mask.int().argmax(1), key_mask.sum(1))
 
-    def roll(self, *xs: Tensor) -> tuple[Tensor, ...]:
+    def roll(self, *xs: Tensor | None) -> tuple[Any, ...]:
+        """Move each row's span to slot 0 and zero-fill what follows. xs: (B, T, ·, ·) or None."""
         slots = torch.arange(self.mask.shape[1], device=self.mask.device)
         index = (self.start[:, None] + slots).clamp(max=len(slots) - 1)
-        rolled = [torch.take_along_dim(x, index[:, :, None, None], 1) for x in xs]
-        return hide(slots >= self.lengths[:, None], *rolled)
+        rolled = [None if x is None else torch.take_along_dim(x, index[:, :, None, None], 1) for x in xs]
+        return zero_fill(slots >= self.lengths[:, None], *rolled)
 
     def unroll(self, out: Tensor) -> Tensor:
+        """Move the outputs back to the tokens' slots; hidden slots are zero."""
         index = torch.arange(self.mask.shape[1], device=self.mask.device) - self.start[:, None]
         out = torch.take_along_dim(out, index.clamp(min=0)[:, :, None, None], 1)
         return out.masked_fill(~self.mask[:, :, None, None], 0)
 
 
 class LengthBucket(NamedTuple):
-    """Packed sequences of about one length, padded to it; one entry of slots and lengths for each packing."""
+    """Packed sequences of similar length as padded rows; slots and lengths have one entry per packing."""
 
     sequences: Tensor
     slots: list[Tensor]
     lengths: list[Tensor]
 
     def visible(self, of: int = 0) -> Tensor:
+        """(rows, slots): which slots hold a token."""
         return torch.arange(self.slots[of].shape[1], device=self.sequences.device) < self.lengths[of][:, None]
 
-    def take(self, *xs: Tensor, of: int = 0) -> tuple[Tensor, ...]:
-        return hide(~self.visible(of), *(x[0][self.slots[of].clamp(max=x.shape[1] - 1)] for x in xs))
+    def take(self, *xs: Tensor | None, of: int = 0) -> tuple[Any, ...]:
+        """Gather the bucket's rows from packed xs (1, T, ·, ·) or None; padding is zero."""
+        rows = (None if x is None else x[0][self.slots[of].clamp(max=x.shape[1] - 1)] for x in xs)
+        return zero_fill(~self.visible(of), *rows)
 
 
 def length_buckets(*packings: Packing) -> list[LengthBucket]:
-    """Sequences grouped by length to the next power of two, so that padding at most doubles the work.
+    """Group sequences by their length rounded up to a power of two, so that padding at most doubles the work.
 
-    Under torch.compile lengths are unknown: one group, padded to max_length.
+    Under torch.compile lengths are unknown: all sequences form one bucket, padded to max_length.
     """
     classes: dict[tuple[int, ...], list[int]] = {}
     if torch.compiler.is_compiling():
@@ -104,42 +114,47 @@ def length_buckets(*packings: Packing) -> list[LengthBucket]:
                 for length, p in zip(lengths, packings, strict=True)
             )
             classes.setdefault(sizes, []).append(n)
-    groups = []
+    buckets = []
     for sizes, members in classes.items():
         sequences = torch.tensor(members, device=packings[0].offsets.device)
         slots = [
             p.offsets[sequences].long()[:, None] + torch.arange(size, device=sequences.device)
             for size, p in zip(sizes, packings, strict=True)
         ]
-        groups.append(LengthBucket(sequences, slots, [p.lengths[sequences] for p in packings]))
-    return groups
+        buckets.append(LengthBucket(sequences, slots, [p.lengths[sequences] for p in packings]))
+    return buckets
 
 
-def restore(packing: Packing, groups: list[LengthBucket], pieces: list[Tensor], total: int) -> Tensor:
-    """The groups' padded outputs, back in one packed row: (1, total, H, E)."""
+def repack(packing: Packing, buckets: list[LengthBucket], outputs: list[Tensor], total: int) -> Tensor:
+    """Return the buckets' padded outputs as one packed row (1, total, H, E)."""
     offsets = packing.offsets.long()
     first, base = torch.zeros_like(offsets[1:]), 0
-    for group in groups:
-        number, size = group.slots[0].shape
-        rows = base + size * torch.arange(number, device=offsets.device)
-        first, base = first.index_copy(0, group.sequences, rows), base + number * size
+    for bucket in buckets:
+        number, size = bucket.slots[0].shape
+        begins = base + size * torch.arange(number, device=offsets.device)
+        first, base = first.index_copy(0, bucket.sequences, begins), base + number * size
     slot = torch.arange(total, device=offsets.device)
     sequence = torch.searchsorted(offsets[1:], slot, right=True)
-    flat = torch.cat([piece.flatten(0, 1) for piece in pieces])
+    flat = torch.cat([output.flatten(0, 1) for output in outputs])
     return flat[first[sequence] + slot - offsets[sequence]][None]
 
 
-def hide(hidden: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
+def zero_fill(hidden: Tensor, *xs: Tensor | None) -> tuple[Any, ...]:
+    """Return xs (B, T, ·, ·) with the slots in hidden (B, T) set to zero; None stays None."""
     # Filled, not multiplied: padding may hold NaN.
-    return tuple(x.masked_fill(hidden[:, :, None, None], 0) for x in xs)
+    return tuple(None if x is None else x.masked_fill(hidden[:, :, None, None], 0) for x in xs)
 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """How the tokens of a batch lie: which are real, where each stands in its sequence, where sequences end.
+    """Which tokens of a batch are real, their positions, and the ends of their sequences.
 
-    position: (B or 1, T) int64, counted from the start of each sequence. last: (B or 1, T) the final position of each
-    token's sequence. rotary: cos and sin (B or 1, T, D / 2) by (D, base), computed once for all layers.
+    Attributes:
+        position: (B or 1, T) int64, counted from the start of each sequence.
+        last: (B or 1, T) int64, the final position of each token's sequence.
+        key_mask: (B, T) bool, True for real tokens; None if all are.
+        packing: The packing of the row; None if it holds one sequence.
+        rotary: cos and sin (B or 1, T, D / 2) by (D, base), computed once for all layers.
     """
 
     position: Tensor
@@ -158,13 +173,24 @@ class TokenLayout:
         packing: Packing | None = None,
         start: Tensor | None = None,
     ) -> TokenLayout:
-        """The rows of x (B, T, ...). start: (B,), or (N,) when packed, tokens that came before each sequence."""
+        """Return the layout of x (B, T, ...).
+
+        Args:
+            x: The tokens.
+            causal: Whether positions count real tokens only, or slots.
+            key_mask: (B, T) bool, True = keep.
+            packing: The packing of x.
+            start: (B,), or (N,) with packing: the position of each sequence's first token; 0 unless given.
+
+        Raises:
+            ValueError: If the mask or the packing does not fit x, or both are given.
+        """
         T = x.shape[1]
         slot = torch.arange(T, device=x.device)
         if key_mask is not None:
-            _check_mask(key_mask, x, packing)
+            check_key_mask(key_mask, x, packing)
         if packing is not None:
-            _check_end(packing, T)
+            check_packing(packing, x)
             offsets = packing.offsets.long()
             sequence = torch.searchsorted(offsets[1:], slot, right=True)
             position, last = slot - offsets[sequence], packing.lengths[sequence] - 1
@@ -172,36 +198,53 @@ class TokenLayout:
             return cls((position + before)[None], (last + before)[None], None, packing)
         before = 0 if start is None else start[:, None]
         if key_mask is not None and causal:
-            # Hidden tokens stand at 0: a position after the last may be one that a table does not have.
+            # Hidden tokens get position 0: a position after the last may be outside a table.
             position = (key_mask.cumsum(1) - 1 + before).masked_fill(~key_mask, 0)
             last = key_mask.sum(1, keepdim=True) - 1 + before
             return cls(position, last.expand_as(position), key_mask)
         return cls(slot[None] + before, torch.full_like(slot[None], T - 1) + before, key_mask)
 
-    def hide(self, x: Tensor) -> Tensor:
-        """x (B, T, ...) with hidden tokens zero: NaN there would reach the gradients of every weight that meets it."""
+    def zero_fill(self, x: Tensor) -> Tensor:
+        """Return x (B, T, ...) with hidden tokens zero: NaN there would reach the gradients of the weights."""
         if self.key_mask is None:
             return x
         return x.masked_fill(~self.key_mask.reshape(*self.key_mask.shape, *[1] * (x.ndim - 2)), 0)
 
     def has_neighbor(self, offset: int) -> Tensor:
-        """(B or 1, T): whether there is a token `offset` places before (negative: after) in the same sequence."""
-        there = self.position - offset
-        return (there >= 0) & (there <= self.last)
+        """Return whether the token `offset` slots before (negative: after) is in the same sequence: (B or 1, T)."""
+        neighbor = self.position - offset
+        return (neighbor >= 0) & (neighbor <= self.last)
 
 
-def _check_end(packing: Packing, T: int) -> None:
-    if torch.compiler.is_compiling() or packing.offsets.device.type != "cpu":
-        return  # Looking at the values would wait for the device.
-    if packing.offsets[-1] != T:
-        offsets = packing.offsets.tolist()
-        raise ValueError(f"packing.offsets must rise from 0 to the row's length {T}, got {offsets}")
-
-
-def _check_mask(key_mask: Tensor, x: Tensor, packing: Packing | None) -> None:
+def check_key_mask(key_mask: Tensor, x: Tensor, packing: Packing | None, shape: str = "(B, T)") -> None:
+    """Raise ValueError unless key_mask is a bool mask over the tokens of x (B, T, ...), without packing."""
     if packing is not None:
         raise ValueError("packing and key_mask exclude each other: a packed row has no padding; leave key_mask out")
     if key_mask.dtype != torch.bool:
         raise ValueError(f"key_mask must be bool, True = keep, got {key_mask.dtype}; use key_mask.bool()")
     if key_mask.shape != x.shape[:2]:
-        raise ValueError(f"key_mask must be (B, T) = {tuple(x.shape[:2])}, got {tuple(key_mask.shape)}")
+        hint = "; masks over (T, S) pairs are not supported" if key_mask.ndim > 2 else ""
+        raise ValueError(f"key_mask must be {shape} = {tuple(x.shape[:2])}, got {tuple(key_mask.shape)}{hint}")
+    if key_mask.device != x.device:
+        raise ValueError(f"key_mask must be on the keys' device {x.device}, got {key_mask.device}")
+
+
+def check_packing(packing: Packing, x: Tensor, name: str = "packing") -> None:
+    """Raise ValueError unless packing describes the tokens of x (1, T, ...)."""
+    offsets = packing.offsets
+    if x.shape[0] != 1:
+        raise ValueError(f"packed sequences share one row: batch size must be 1 with {name}, got {x.shape[0]}")
+    if offsets.ndim != 1 or len(offsets) < 2 or offsets.dtype != torch.int32:
+        raise ValueError(
+            f"{name}.offsets must be (N + 1,) int32, got {tuple(offsets.shape)} {offsets.dtype}; "
+            "Packing.from_lengths makes them"
+        )
+    if offsets.device != x.device:
+        raise ValueError(f"{name}.offsets must be on the inputs' device {x.device}, got {offsets.device}")
+    if torch.compiler.is_compiling() or offsets.device.type != "cpu":
+        return  # Reading the values would synchronize with the device.
+    lengths = packing.lengths
+    if offsets[0] != 0 or offsets[-1] != x.shape[1] or bool((lengths < 0).any()):
+        raise ValueError(f"{name}.offsets must rise from 0 to the row's length {x.shape[1]}, got {offsets.tolist()}")
+    if int(lengths.max()) > packing.max_length:
+        raise ValueError(f"{name}.max_length is {packing.max_length}, but a sequence has {int(lengths.max())} tokens")

@@ -1,24 +1,23 @@
-"""The protocol: a mechanism is a memory. Keys and values are written into it, queries read it.
+"""The protocol: a mechanism is a memory. Keys and values are written into a state, queries read it.
 
-Shapes, everywhere: B batch, T queries, S keys, H heads, Hkv key/value heads, D key dim, E value dim, M features,
+Shapes: B batch, T queries, S keys, H heads, Hkv key/value heads, D key dim, E value dim, G gates, M features,
 R compressed length, W window, N packed sequences, C chunk.
 
-`Mechanism` checks its inputs, settles masks and packings, and hands each mechanism four plain cases: `_attend`
-(bidirectional), `_extend` (causal), `_write` and `_read`. A mechanism therefore never sees a left-padded row, a packed
-row or a hidden slot that is not zero.
+`Mechanism` checks its inputs and resolves masks, padding and packing before it calls a mechanism's hooks: a hook gets
+rows whose tokens begin at slot 0, and hidden slots of k, v and gates are zero.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from longspan.layout import Packing, PaddedSpan, hide, length_buckets, restore
+from longspan.layout import Packing, PaddedSpan, check_key_mask, check_packing, length_buckets, repack, zero_fill
 from longspan.ops.decode import CosSin, apply_rotary, copy_out
 from longspan.ops.linear.torch_chunk import over
 
@@ -28,64 +27,141 @@ Index = Tensor | Sequence[int] | slice
 
 @dataclass
 class State:
-    """What a mechanism remembers of B sequences: batch-first tensors, and how many tokens each has seen.
+    """What a mechanism has stored of B sequences: batch-first tensors, a value that is passed in and passed back.
 
-    length: (B,) int64. Hidden slots never advance it.
+    A state holds only what its own tokens wrote, so that states of consecutive pieces can be merged. Subclasses add
+    their tensors as fields, may nest states in tuples, and implement `_merge`.
+
+    Attributes:
+        length: (B,) int64, the number of tokens stored. Hidden slots never advance it.
+        start: (B,) int64, the position of the first token; None where every row begins at 0.
+        draw: Which draw of the mechanism's random features wrote it; a mechanism with another draw refuses it.
     """
 
     length: Tensor
+    start: Tensor | None = field(default=None, kw_only=True)
+    draw: int | None = field(default=0, kw_only=True)
+
+    @classmethod
+    def empty(
+        cls: type[S],
+        batch_size: int,
+        start: Tensor | int | None = None,
+        device: torch.device | str | None = None,
+        **contents: Any,
+    ) -> S:
+        """Return a state of no tokens at position `start`, one for all rows or (B,), with these other fields."""
+        length = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        if start is not None:
+            start = torch.as_tensor(start, dtype=torch.int64, device=length.device)
+            if start.ndim > 1 or (start.ndim == 1 and len(start) != batch_size):
+                raise ValueError(f"start must be a position, or (B,) = ({batch_size},), got {tuple(start.shape)}")
+            start = start.expand(batch_size).clone()
+        return cls(length, start=start, **contents)
+
+    @property
+    def end(self) -> Tensor:
+        """(B,) int64, the position of the next token."""
+        return self.length if self.start is None else self.start + self.length
 
     def select(self: S, index: Index) -> S:
-        """Rows kept, dropped or repeated, as copies: beams, continuous batching."""
+        """Return the rows at `index`, dropped, reordered or repeated, as copies: beams, continuous batching."""
         return self._map(lambda x: x[index].clone() if isinstance(index, slice) else x[_as_index(index, x.device)])
 
     def put(self: S, index: Index, rows: S) -> S:
-        """A state with the rows at `index` replaced by `rows`: a new request in a running batch."""
-        if type(rows) is not type(self):
-            raise ValueError(f"rows must be a {type(self).__name__} like the state they go into, got {describe(rows)}")
+        """Return a state with the rows at `index` replaced by `rows`: a new request in a running batch.
+
+        Raises:
+            ValueError: If `rows` is not a state of the same class, or differs in what is not a tensor.
+        """
+        self._check_same_type(rows, "rows must be")
         where = _as_index(index, self.length.device, len(self.length))
+        if (self.start is None) != (rows.start is None):
+            self, rows = self._with_start(), rows._with_start()
         return self._map(lambda x, y: x.index_copy(0, where, y), rows)
 
+    def merge(self: S, later: S) -> S:
+        """Return the state after this one's tokens followed by those of `later`. Merging is associative.
+
+        Args:
+            later: A state of the same mechanism whose first token follows this one's last:
+                ``mechanism.new_state(batch_size, start=state.end)``, then written or extended.
+
+        Raises:
+            ValueError: If the states are of different classes, batch sizes or draws, or if `later` does not begin
+                where this state ends.
+        """
+        self._check_same_type(later, "later must be")
+        if len(later.length) != len(self.length):
+            raise ValueError(f"states to merge must hold as many rows, got {len(self.length)} and {len(later.length)}")
+        if later.draw != self.draw and None not in (self.draw, later.draw):
+            raise ValueError(
+                f"states to merge must be of one draw of random features, got {self.draw} and {later.draw}"
+            )
+        follows = (later.end - later.length == self.end).all()
+        message = "the later state must begin where the earlier one ends (later.start == start + length)"
+        if torch.compiler.is_compiling() or follows.device.type != "cpu":
+            torch._assert_async(follows, message)
+        elif not follows:
+            raise ValueError(
+                f"{message}, got start {(later.end - later.length).tolist()} after end {self.end.tolist()}; "
+                "make it with new_state(batch_size, start=earlier.end)"
+            )
+        return replace(self._merge(later), start=self.start, length=self.length + later.length)
+
     def clone(self: S) -> S:
-        """A copy that shares no memory with this state."""
+        """Return a copy that shares no memory with this state."""
         return self._map(Tensor.clone)
 
     def detach(self: S) -> S:
-        """The same numbers without their history: truncated back-propagation through time."""
+        """Return the state without its autograd history: truncated back-propagation through time."""
         return self._map(Tensor.detach)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name, nested states by dotted names."""
+        """Return every tensor by name, those of nested states by dotted names."""
         found: dict[str, Tensor] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for item in fields(self):
+            value = getattr(self, item.name)
             if isinstance(value, Tensor):
-                found[field.name] = value
+                found[item.name] = value
             elif isinstance(value, tuple):
                 for i, part in enumerate(value):
-                    found |= {f"{field.name}.{i}.{name}": x for name, x in part.tensors().items()}
+                    found |= {f"{item.name}.{i}.{name}": x for name, x in part.tensors().items()}
         return found
+
+    def _merge(self: S, later: S) -> S:
+        """Merge the contents; the caller has checked `later` and sets start and length."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be merged: it does not implement _merge")
+
+    def _with_start(self: S) -> S:
+        return replace(self, start=torch.zeros_like(self.length)) if self.start is None else self
+
+    def _check_same_type(self, other: object, role: str) -> None:
+        if type(other) is not type(self):
+            raise ValueError(f"{role} a {type(self).__name__} like this state, got {_describe(other)}")
 
     def _map(self: S, function: Callable[..., Tensor], *others: S) -> S:
         changed: dict[str, Any] = {}
-        for field in fields(self):
-            value, rest = getattr(self, field.name), [getattr(other, field.name) for other in others]
+        for item in fields(self):
+            value, rest = getattr(self, item.name), [getattr(other, item.name) for other in others]
             if isinstance(value, Tensor):
-                changed[field.name] = function(value, *rest)
+                changed[item.name] = function(value, *rest)
             elif isinstance(value, tuple):
-                changed[field.name] = tuple(
+                changed[item.name] = tuple(
                     part._map(function, *parts) for part, *parts in zip(value, *rest, strict=True)
                 )
             elif any(value != other for other in rest):
-                raise ValueError(f"these states differ in {field.name}: {value} and {rest[0]}")
+                raise ValueError(f"these states differ in {item.name}: {value} and {rest[0]}")
         return replace(self, **changed)
 
 
 class FeatureMap(nn.Module, ABC):
     """φ of linear attention: similarity(q, k) = φ(q)·φ(k).
 
-    epsilon: added to every key feature after the keys' common scale has been divided out (FAVOR+ of older checkpoints).
-    unbounded: whether keys carry a log scale, so that only normalized attention is defined.
+    Attributes:
+        epsilon: Added to every key feature after the keys' common scale has been divided out (FAVOR+ of older
+            checkpoints).
+        unbounded: Whether keys carry a log scale, so that only normalized attention is defined.
     """
 
     epsilon: float = 0.0
@@ -93,21 +169,21 @@ class FeatureMap(nn.Module, ABC):
 
     @abstractmethod
     def num_features(self, head_dim: int) -> int:
-        """M for a given D."""
+        """Return M for a given D."""
 
     @abstractmethod
     def query(self, q: Tensor) -> Tensor:
-        """q: (B, T, H, D) queries -> (B, T, H, M) features; each query's may be scaled freely if normalized."""
+        """Map queries (B, T, H, D) to features (B, T, H, M), up to one factor per query if attention is normalized."""
 
     @abstractmethod
     def key(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        """k: (B, S, Hkv, D) keys -> f (B, S, Hkv, M) and a log scale β (B, S, Hkv) or None: φ(k) = f · exp(β).
+        """Map keys (B, S, Hkv, D) to f (B, S, Hkv, M) and a log scale β (B, S, Hkv) or None: φ(k) = f · exp(β).
 
-        With f of order one and the size in β, no key overflows. β is a constant to gradients; f carries them all.
+        With f of order one and the magnitude in β, no key overflows. Gradients flow through f only.
         """
 
     def shares(self, k: Tensor, visible: Tensor | None) -> Tensor:
-        """(B, S, Hkv, M): what part of each feature is each key's, of the keys that `visible` (B, S) keeps."""
+        """Return each key's share of each feature's sum over the visible keys (B, S): (B, S, Hkv, M)."""
         f, scale = self.key(k)
         if scale is not None:
             f = f * (scale - scale.amax(1, keepdim=True)).exp()[..., None]
@@ -116,15 +192,62 @@ class FeatureMap(nn.Module, ABC):
         return over(f, f.sum(1, keepdim=True))
 
 
-class Mechanism(nn.Module, ABC):
-    """Attention as a memory. q (B, T, H, D), k (B, S, Hkv, D), v (B, S, Hkv, E) -> (B, T, H, E).
+class AttentionLayer(Protocol):
+    """The parts of a layer that `Mechanism.attend_layer` may use; `longspan.Attention` is one.
 
-    Without gradients `extend`, `write` and `step` may consume the state they are given: use the one they return.
+    Attributes:
+        to_q: The projection of queries (H·D).
+        to_kv: The projection of keys and values (Hkv·(D + E)), or of keys alone with shared_kv.
+        to_out: The output projection.
+        shared_kv: Whether values are the keys.
+        plain_keys: Whether keys and values are to_kv's product and nothing else (no bias, norm or rotation), and
+            to_kv is an nn.Linear.
+        plain_output: Whether the output is to_out's product and nothing else (no gates, second projection or dropout).
     """
 
+    to_q: nn.Linear
+    to_kv: nn.Linear
+    to_out: nn.Linear
+    shared_kv: bool
+
+    @property
+    def plain_keys(self) -> bool: ...
+
+    @property
+    def plain_output(self) -> bool: ...
+
+    def project_queries(self, x: Tensor) -> Tensor:
+        """Project x (B, T, dim) to queries (B, T, H, D), without rotation."""
+
+    def project_output(self, x: Tensor, out: Tensor) -> Tensor:
+        """Project attention's output (B, T, H, E) for x (B, T, dim) to the layer's output."""
+
+
+class Mechanism(nn.Module, ABC):
+    """Attention as a memory: q (B, T, H, D), k (B, S, Hkv, D), v (B, S, Hkv, E) -> (B, T, H, E).
+
+    A subclass sets `state_type` and implements `new_state`, `_attend`, `_extend`, `_write` and `_read`. Where it has
+    faster forms it also overrides `_attend_causal`, `_attend_ragged`, `attend_layer`, and `decode_state`, `decode_step`
+    and `finish_decode`; where it is limited in length, `check_length`. Hooks never see a left-padded row, a packed row
+    (but for `_attend_ragged`) or a hidden slot that is not zero.
+
+    Without gradients `extend`, `write` and `step` may reuse the memory of the state they are given: continue with the
+    one they return.
+
+    Attributes:
+        state_type: The class of its states.
+        supports_causal: Whether it can be causal.
+        supports_cross: Whether queries may attend to another sequence than their own.
+        num_gates: Numbers per token and key/value head that it takes beside q, k and v (G). Gates are raw: the layer
+            projects them from its input, and the mechanism applies its own activation.
+        heads_alike: Whether any subset of the heads can be computed apart from the others, all in the same way.
+    """
+
+    state_type: ClassVar[type[State]] = State
     supports_causal: bool = True
     supports_cross: bool = True
-    heads_alike: bool = True  # whether any of the heads could be computed apart from the others, all in the same way
+    num_gates: int = 0
+    heads_alike: bool = True
 
     def __init__(
         self, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None, value_dim: int | None = None
@@ -147,28 +270,42 @@ class Mechanism(nn.Module, ABC):
         k: Tensor,
         v: Tensor,
         *,
+        gates: Tensor | None = None,
         causal: bool = False,
         key_mask: Tensor | None = None,
         packing: Packing | None = None,
         key_packing: Packing | None = None,
         past: State | None = None,
     ) -> Tensor:
-        """Attention of every query at once: (B, T, H, E).
+        """Compute attention of all queries in parallel.
 
-        key_mask: (B, S) bool, True = keep. Causal: each row keeps one contiguous run, what lies left or right of it is
-        padding, and hidden slots return zeros.
-        packing, key_packing: sequences end to end in one row; keys are packed like queries unless key_packing is given.
-        past: what was there before these tokens (causal only); it is never changed.
+        Args:
+            q: (B, T, H, D) queries.
+            k: (B, S, Hkv, D) keys.
+            v: (B, S, Hkv, E) values.
+            gates: (B, S, Hkv, G) raw gates, for a mechanism with num_gates > 0.
+            causal: Whether query t sees keys 0 … t only; needs T = S.
+            key_mask: (B, S) bool, True = keep. If causal, each row is padded on the left, on the right or on both
+                sides, and hidden slots return zeros.
+            packing: Sequences concatenated in one row (B = 1).
+            key_packing: The keys' packing, where it is not the queries'.
+            past: The state before these tokens (causal only); it is not changed.
+
+        Returns:
+            (B, T, H, E) in the dtype of q. A query that sees no key gets zeros.
+
+        Raises:
+            ValueError: If shapes, dtypes, devices or options do not fit together.
         """
-        self._check(q, k, v, key_mask, packing)
+        self._check_inputs(q, k, v, gates, key_mask, packing)
         if past is not None and not causal:
             raise ValueError("past means causal attention: pass causal=True, or write a state and read it")
         if causal:
             self._check_causal(q, k, key_packing)
         if past is not None:
-            self._check_state(past, q, packing)
+            self.check_state(past, _batch_size(q, packing))
         if key_packing is not None:
-            check_key_packing(packing, key_packing, k)
+            _check_key_packing(packing, key_packing, k)
         elif packing is not None and q.shape[1] != k.shape[1]:
             raise ValueError(
                 f"queries ({q.shape[1]}) and keys ({k.shape[1]}) are packed differently: pass key_packing for the keys"
@@ -177,15 +314,15 @@ class Mechanism(nn.Module, ABC):
             self._check_self(q, k, key_packing)
         with _full_precision(q):
             if past is not None:
-                kept = past if torch.is_grad_enabled() else past.clone()
-                return self._continue(kept, q, k, v, key_mask, packing)[0]
+                past = past if torch.is_grad_enabled() else past.clone()
+                return self._extend_resolved(past, q, k, v, gates, key_mask, packing)[0]
             if 0 in (*q.shape[:2], k.shape[1]):
-                return self._nothing(q, k, v)
+                return self._empty_output(q, k, v)
+            if key_mask is not None or packing is not None:
+                return self._forward_ragged(q, k, v, gates, causal, key_mask, packing, key_packing or packing)
             if causal:
-                return self._begin(q, k, v, key_mask, packing)
-            if packing is not None:
-                return self._attend_packed(q, k, v, packing, packing if key_packing is None else key_packing)
-            return self._attend(q, k, v, None) if key_mask is None else self._attend_masked(q, k, v, key_mask)
+                return self._attend_causal(q, k, v, gates=gates, lengths=None)
+            return self._attend(q, k, v, gates=gates, key_mask=None)
 
     def extend(
         self,
@@ -194,88 +331,79 @@ class Mechanism(nn.Module, ABC):
         k: Tensor,
         v: Tensor,
         *,
+        gates: Tensor | None = None,
         key_mask: Tensor | None = None,
         packing: Packing | None = None,
     ) -> tuple[Tensor, State]:
-        """Causal attention of any number of new tokens, read and written in one pass.
+        """Compute causal attention of any number of new tokens after those of a state, and write them into it.
 
-        packing: one row of the state for each packed sequence.
+        Args:
+            state: The state before these tokens; with packing, one row for each sequence.
+            q: (B, T, H, D) queries.
+            k: (B, T, Hkv, D) keys.
+            v: (B, T, Hkv, E) values.
+            gates: (B, T, Hkv, G) raw gates, for a mechanism with num_gates > 0.
+            key_mask: (B, T) bool, True = keep; each row one contiguous span.
+            packing: Sequences concatenated in one row.
+
+        Returns:
+            The output (B, T, H, E), and the state after these tokens.
         """
-        self._check(q, k, v, key_mask, packing)
+        self._check_inputs(q, k, v, gates, key_mask, packing)
         self._check_causal(q, k, None)
-        self._check_state(state, q, packing)
+        self.check_state(state, _batch_size(q, packing))
         with _full_precision(q):
-            return self._continue(state, q, k, v, key_mask, packing)
+            return self._extend_resolved(state, q, k, v, gates, key_mask, packing)
 
     def write(
-        self, state: State, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, packing: Packing | None = None
+        self,
+        state: State,
+        k: Tensor,
+        v: Tensor,
+        *,
+        gates: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        packing: Packing | None = None,
     ) -> State:
-        """The state after these keys and values."""
-        self._check(None, k, v, key_mask, packing)
-        self._check_state(state, k, packing)
+        """Return the state after these keys, values and gates; arguments as for `extend`."""
+        self._check_inputs(None, k, v, gates, key_mask, packing)
+        self.check_state(state, _batch_size(k, packing))
         with _full_precision(k):
             if 0 in k.shape[:2]:
                 return state
             if packing is not None:
-                for group in length_buckets(packing):
-                    kg, vg = group.take(k, v)
-                    rows = self._write(state.select(group.sequences), kg, vg, group.lengths[0])
-                    state = state.put(group.sequences, rows)
+                for bucket in length_buckets(packing):
+                    kb, vb, gb = bucket.take(k, v, gates)
+                    held = state.select(bucket.sequences)
+                    state = state.put(bucket.sequences, self._write(held, kb, vb, gates=gb, lengths=bucket.lengths[0]))
                 return state
             if key_mask is None:
-                return self._write(state, k, v, None)
-            run = PaddedSpan.of(key_mask)
-            k, v = run.roll(k, v)
-            return self._write(state, k, v, run.lengths)
+                return self._write(state, k, v, gates=gates, lengths=None)
+            span = PaddedSpan.of(key_mask)
+            k, v, gates = span.roll(k, v, gates)
+            return self._write(state, k, v, gates=gates, lengths=span.lengths)
 
     def read(self, state: State, q: Tensor) -> Tensor:
-        """Attention of queries that all stand at position length - 1, after everything that was written."""
+        """Compute attention (B, T, H, E) of queries q (B, T, H, D) that are all at the last position of the state."""
         self._check_query(q)
-        self._check_state(state, q, None)
+        self.check_state(state, len(q))
         with _full_precision(q):
             return self._read(state, q)
 
-    def step(self, state: State, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, State]:
-        """`extend` by one token: it is written, then its own query reads."""
+    def step(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """Extend a state by one token, q (B, 1, H, D): write it, then read with its query."""
         if q.ndim != 4 or q.shape[1] != 1:
             raise ValueError(
                 f"step takes one token, q of shape (B, 1, H, D), got {tuple(q.shape)}; use extend for more"
             )
-        self._check(q, k, v, None, None)
+        self._check_inputs(q, k, v, gates, None, None)
         self._check_causal(q, k, None)
-        self._check_state(state, q, None)
+        self.check_state(state, len(q))
         with _full_precision(q):
-            state = self._write(state, k, v, None)
+            state = self._write(state, k, v, gates=gates, lengths=None)
             return self._read(state, q), state
-
-    def decode_step(
-        self,
-        state: State,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        turn: CosSin | Sequence[CosSin | None] | None = None,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, State]:
-        """`step` as a loop of many takes it: unchecked, without gradients, the state's tensors changed where they lie.
-
-        Its length stays as it was: the caller raises one for all layers. turn: rotary positions that q and k still have
-        to take, one for all heads or, for a split, one for each part. out: (B, 1, H, E), where the answer goes.
-        """
-        assert turn is None or isinstance(turn, CosSin)
-        q, k = apply_rotary(turn, q, k)
-        after = self._write(state, k, v, None)
-        return copy_out(self._read(after, q), out), _kept_in_place(state, after)
-
-    def decode_state(self, state: State, dtype: torch.dtype) -> State:
-        """The state as a loop of `decode_step` on inputs of this dtype likes it best; all else takes it settled."""
-        return state
-
-    def finish_decode(self, state: State) -> State:
-        return state
-
-    def advance(self) -> None:
-        """Called by models once before each training forward, outside anything that is recomputed."""
 
     @abstractmethod
     def new_state(
@@ -283,95 +411,221 @@ class Mechanism(nn.Module, ABC):
         batch_size: int,
         *,
         max_length: int | None = None,
+        start: Tensor | int | None = None,
+        transition: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> State:
-        """An empty memory for `batch_size` sequences.
+        """Return an empty state for `batch_size` sequences.
 
-        max_length: the most tokens it will ever hold, for mechanisms that keep them all. dtype: that of the inputs.
+        Args:
+            batch_size: Number of rows.
+            max_length: The most tokens it will ever hold, for mechanisms that store them all.
+            start: The position of its first token, (B,) or one for all rows; 0 unless given. Pieces of a sequence that
+                are to be merged later start where the piece before them ends.
+            transition: Whether the state also carries its transition where merging needs one; mechanisms whose states
+                always merge have nothing to add.
+            device: Where its tensors are.
+            dtype: The dtype of the inputs; sums are kept in float32 at least.
         """
 
-    @abstractmethod
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        """Bidirectional; hidden keys and values are zero."""
+    @property
+    def draw(self) -> int | None:
+        """Number of redraws of its random features; a state of another draw is refused. None: unknown."""
+        return 0
 
-    def _attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
-        """As `_extend` from the empty state, where nobody asks for the state after it."""
-        return self._extend(self._new_state_like(q, q.shape[0]), q, k, v, lengths)[0]
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if the mechanism cannot hold sequences of `length` tokens."""
+
+    def check_state(self, state: State, batch_size: int) -> None:
+        """Raise ValueError unless the mechanism can continue from this state with `batch_size` rows."""
+        if type(state) is not self.state_type:
+            raise ValueError(
+                f"{type(self).__name__} needs a {self.state_type.__name__} from its new_state(), got {_describe(state)}"
+            )
+        if len(state.length) != batch_size:
+            raise ValueError(f"the state holds {len(state.length)} sequences, the input {batch_size}")
+        if state.draw != self.draw and None not in (state.draw, self.draw):
+            raise ValueError(
+                f"this state was written with draw {state.draw} of the random features, the mechanism now has draw "
+                f"{self.draw}: start from new_state(), or redraw less often"
+            )
+
+    def attend_layer(
+        self, layer: AttentionLayer, x: Tensor, source: Tensor, *, key_mask: Tensor | None
+    ) -> Tensor | None:
+        """Compute a whole bidirectional layer (B, T, dim), or return None to leave it to the layer.
+
+        For mechanisms that can save work across the projections: Linformer compresses tokens before projecting them.
+
+        Args:
+            layer: The layer that asks, with its projections.
+            x: (B, T, dim), the queries' tokens.
+            source: (B, S, dim), the keys' tokens: x itself, or a context. Hidden tokens are zero.
+            key_mask: (B, S) bool, True = keep.
+        """
+        return None
+
+    def decode_state(self, state: State, dtype: torch.dtype) -> State:
+        """Return a state (start 0) in the form that `decode_step` on inputs of this dtype is fastest with."""
+        return state
+
+    def decode_step(
+        self,
+        state: State,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        gates: Tensor | None = None,
+        rotary: CosSin | Sequence[CosSin | None] | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """Extend by one token as a decode loop does: unchecked, without gradients, the state updated in place.
+
+        Args:
+            state: A state from `decode_state`. Its length is not advanced: the caller advances the one length that all
+                layers share.
+            q: (B, 1, H, D) query.
+            k: (B, 1, Hkv, D) key.
+            v: (B, 1, Hkv, E) value.
+            gates: (B, 1, Hkv, G) raw gates.
+            rotary: The rotation that q and k still need: one for all heads or, for a split, one for each part.
+            out: (B, 1, H, E) buffer for the output.
+        """
+        assert rotary is None or isinstance(rotary, CosSin)
+        q, k = apply_rotary(rotary, q, k)
+        after = self._write(state, k, v, gates=gates, lengths=None)
+        return copy_out(self._read(after, q), out), _copy_into(state, after)
+
+    def finish_decode(self, state: State) -> State:
+        """Return a decode loop's state in the form that every other method takes."""
+        return state
 
     @abstractmethod
-    def _extend(self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, State]:
-        """Causal, T ≥ 1. Row b holds lengths[b] tokens from slot 0, then zeros."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        """Compute bidirectional attention; hidden slots of k, v and gates are zero."""
+
+    def _attend_causal(
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
+    ) -> Tensor:
+        """Compute causal attention from an empty state, without the state after it."""
+        state = self.new_state(q.shape[0], device=q.device, dtype=q.dtype)
+        return self._extend(state, q, k, v, gates=gates, lengths=lengths)[0]
+
+    def _attend_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        gates: Tensor | None,
+        causal: bool,
+        key_mask: Tensor | None,
+        packing: Packing | None,
+        key_packing: Packing | None,
+    ) -> Tensor | None:
+        """Compute attention of a masked or packed batch as it is, or return None to have it zero-filled and padded."""
+        return None
 
     @abstractmethod
-    def _write(self, state: State, k: Tensor, v: Tensor, lengths: Tensor | None) -> State:
-        """As `_extend`, without queries."""
+    def _extend(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
+    ) -> tuple[Tensor, State]:
+        """Compute causal attention of T ≥ 1 new tokens. Row b holds lengths[b] tokens from slot 0, then zeros."""
+
+    @abstractmethod
+    def _write(self, state: State, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None) -> State:
+        """Write tokens as `_extend` does. Use dataclasses.replace on the state, which keeps its start."""
 
     @abstractmethod
     def _read(self, state: State, q: Tensor) -> Tensor:
-        """Every query at position length - 1; rows of length 0 give zeros."""
+        """Compute attention of queries at the last position; rows of length 0 give zeros."""
 
-    def _begin(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, packing: Packing | None) -> Tensor:
-        if packing is not None:
-            groups = length_buckets(packing)
-            taken = [(*group.take(q, k, v), group.lengths[0]) for group in groups]
-            pieces = [self._attend_causal(*rows) for rows in taken]
-            return restore(packing, groups, pieces, q.shape[1])
-        if key_mask is None:
-            return self._attend_causal(q, k, v, None)
-        run = PaddedSpan.of(key_mask)
-        q, k, v = run.roll(q, k, v)
-        return run.unroll(self._attend_causal(q, k, v, run.lengths))
+    def _forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Tensor | None,
+        causal: bool,
+        key_mask: Tensor | None,
+        packing: Packing | None,
+        key_packing: Packing | None,
+    ) -> Tensor:
+        options: dict[str, Any] = {"key_mask": key_mask, "packing": packing, "key_packing": key_packing}
+        out = self._attend_ragged(q, k, v, gates=gates, causal=causal, **options)
+        if out is not None:
+            return out
+        if packing is not None and key_packing is not None:
+            outputs = []
+            for bucket in (buckets := length_buckets(packing, key_packing)):
+                (qb,), (kb, vb, gb) = bucket.take(q), bucket.take(k, v, gates, of=1)
+                if causal:
+                    outputs.append(self._attend_causal(qb, kb, vb, gates=gb, lengths=bucket.lengths[0]))
+                else:
+                    outputs.append(self._attend(qb, kb, vb, gates=gb, key_mask=bucket.visible(1)))
+            return repack(packing, buckets, outputs, q.shape[1])
+        assert key_mask is not None
+        if not causal:
+            k, v, gates = zero_fill(~key_mask, k, v, gates)
+            return self._attend(q, k, v, gates=gates, key_mask=key_mask)
+        span = PaddedSpan.of(key_mask)
+        q, k, v, gates = span.roll(q, k, v, gates)
+        return span.unroll(self._attend_causal(q, k, v, gates=gates, lengths=span.lengths))
 
-    def _continue(
-        self, state: State, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, packing: Packing | None
+    def _extend_resolved(
+        self,
+        state: State,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Tensor | None,
+        key_mask: Tensor | None,
+        packing: Packing | None,
     ) -> tuple[Tensor, State]:
         if 0 in q.shape[:2]:
-            return self._nothing(q, k, v), state
+            return self._empty_output(q, k, v), state
         if packing is not None:
-            return self._extend_packed(state, q, k, v, packing)
+            outputs = []
+            for bucket in (buckets := length_buckets(packing)):
+                qb, kb, vb, gb = bucket.take(q, k, v, gates)
+                held = state.select(bucket.sequences)
+                out, held = self._extend(held, qb, kb, vb, gates=gb, lengths=bucket.lengths[0])
+                outputs.append(out)
+                state = state.put(bucket.sequences, held)
+            return repack(packing, buckets, outputs, q.shape[1]), state
         if key_mask is None:
-            return self._extend(state, q, k, v, None)
-        run = PaddedSpan.of(key_mask)
-        q, k, v = run.roll(q, k, v)
-        out, state = self._extend(state, q, k, v, run.lengths)
-        return run.unroll(out), state
+            return self._extend(state, q, k, v, gates=gates, lengths=None)
+        span = PaddedSpan.of(key_mask)
+        q, k, v, gates = span.roll(q, k, v, gates)
+        out, state = self._extend(state, q, k, v, gates=gates, lengths=span.lengths)
+        return span.unroll(out), state
 
-    def _attend_masked(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor) -> Tensor:
-        k, v = hide(~key_mask, k, v)
-        return self._attend(q, k, v, key_mask)
-
-    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, key_packing: Packing) -> Tensor:
-        pieces = []
-        for group in (groups := length_buckets(packing, key_packing)):
-            (qg,), (kg, vg) = group.take(q), group.take(k, v, of=1)
-            pieces.append(self._attend(qg, kg, vg, group.visible(1)))
-        return restore(packing, groups, pieces, q.shape[1])
-
-    def _extend_packed(self, state: State, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, State]:
-        pieces = []
-        for group in (groups := length_buckets(packing)):
-            qg, kg, vg = group.take(q, k, v)
-            out, rows = self._extend(state.select(group.sequences), qg, kg, vg, group.lengths[0])
-            pieces.append(out)
-            state = state.put(group.sequences, rows)
-        return restore(packing, groups, pieces, q.shape[1]), state
-
-    def _nothing(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Zeros (B, T, H, E) for no queries or no keys; a backward pass goes through them like any other answer."""
+    def _empty_output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return zeros (B, T, H, E) for no queries or no keys, with autograd history."""
         out = q[..., :1].masked_fill(torch.ones_like(q[..., :1], dtype=torch.bool), 0)
         return out + (k.sum() + v.sum()) + q.new_zeros(self.value_dim)
 
-    def _new_state_like(self, q: Tensor, batch_size: int) -> State:
-        return self.new_state(batch_size, device=q.device, dtype=q.dtype)
-
-    def _check(self, q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | None, packing: Packing | None) -> None:
+    def _check_inputs(
+        self,
+        q: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        gates: Tensor | None,
+        key_mask: Tensor | None,
+        packing: Packing | None,
+    ) -> None:
         if q is not None:
             self._check_query(q)
-        check_tensor("k", k, "(B, S, Hkv, D)", self.num_kv_heads, self.head_dim)
-        check_tensor("v", v, "(B, S, Hkv, E)", self.num_kv_heads, self.value_dim)
+        _check_tensor("k", k, "(B, S, Hkv, D)", self.num_kv_heads, self.head_dim)
+        _check_tensor("v", v, "(B, S, Hkv, E)", self.num_kv_heads, self.value_dim)
+        if gates is not None or self.num_gates:
+            self._check_gates(gates, k)
         first = k if q is None else q
-        for name, x in (("k", k), ("v", v)):
+        for name, x in (("k", k), ("v", v), ("gates", gates)):
+            if x is None:
+                continue
             if x.dtype != first.dtype:
                 raise ValueError(f"q, k and v must have one dtype, got {name} of {x.dtype} beside {first.dtype}")
             if x.device != first.device:
@@ -383,12 +637,25 @@ class Mechanism(nn.Module, ABC):
         if first.shape[0] != k.shape[0]:
             raise ValueError(f"q and k must have one batch size, got {first.shape[0]} and {k.shape[0]}")
         if key_mask is not None:
-            check_key_mask(key_mask, k, packing)
+            check_key_mask(key_mask, k, packing, "(B, S)")
         if packing is not None:
             check_packing(packing, first)
 
     def _check_query(self, q: Tensor) -> None:
-        check_tensor("q", q, "(B, T, H, D)", self.num_heads, self.head_dim)
+        _check_tensor("q", q, "(B, T, H, D)", self.num_heads, self.head_dim)
+
+    def _check_gates(self, gates: Tensor | None, k: Tensor) -> None:
+        name, shape = type(self).__name__, (*k.shape[:3], self.num_gates)
+        if not self.num_gates:
+            raise ValueError(f"{name} takes no gates (its num_gates is 0), got {_describe(gates)}: leave gates out")
+        if gates is None:
+            raise ValueError(
+                f"{name} needs gates of shape (B, S, Hkv, G) = {shape}, raw numbers to which it applies its own "
+                "activation: pass gates=, or use longspan.Attention, which projects them from its input"
+            )
+        if not isinstance(gates, Tensor) or not gates.is_floating_point() or gates.shape != shape:
+            got = f"{tuple(gates.shape)} {gates.dtype}" if isinstance(gates, Tensor) else _describe(gates)
+            raise ValueError(f"gates must be floating point of shape (B, S, Hkv, G) = {shape}, got {got}")
 
     def _check_causal(self, q: Tensor, k: Tensor, key_packing: Packing | None) -> None:
         if not self.supports_causal:
@@ -408,39 +675,28 @@ class Mechanism(nn.Module, ABC):
                 f"(got {q.shape[1]} queries and {k.shape[1]} keys); use linear, performer, linformer or softmax"
             )
 
-    def _check_state(self, state: State, x: Tensor, packing: Packing | None) -> None:
-        expected = self._state_type()
-        if type(state) is not expected:
-            raise ValueError(
-                f"{type(self).__name__} needs a {expected.__name__} from its new_state(), got {describe(state)}"
-            )
-        rows = x.shape[0] if packing is None else len(packing.offsets) - 1
-        if len(state.length) != rows:
-            what = "batch rows" if packing is None else "packed sequences"
-            raise ValueError(f"the state holds {len(state.length)} sequences, the input {rows} {what}")
 
-    @abstractmethod
-    def _state_type(self) -> type[State]:
-        """The class of this mechanism's states."""
-
-
-def _kept_in_place(state: State, after: State) -> State:
-    """`after`, all but its length, in the tensors of `state` where they are as large."""
+def _copy_into(state: State, after: State) -> State:
+    """Return `after`, but for its length, in the tensors of `state` where they have the same shape."""
     kept: dict[str, Any] = {}
-    for field in fields(state):
-        old, new = getattr(state, field.name), getattr(after, field.name)
+    for item in fields(state):
+        old, new = getattr(state, item.name), getattr(after, item.name)
         if isinstance(old, tuple):
-            kept[field.name] = tuple(_kept_in_place(*parts) for parts in zip(old, new, strict=True))
-        elif field.name == "length":
-            kept[field.name] = old
+            kept[item.name] = tuple(_copy_into(*parts) for parts in zip(old, new, strict=True))
+        elif item.name == "length":
+            kept[item.name] = old
         elif isinstance(old, Tensor) and old.shape == new.shape and old.dtype == new.dtype:
-            kept[field.name] = old if old.data_ptr() == new.data_ptr() else old.copy_(new)
+            kept[item.name] = old if old.data_ptr() == new.data_ptr() else old.copy_(new)
     return replace(after, **kept)
 
 
 def _full_precision(x: Tensor) -> torch.autocast:
-    """Autocast is off inside a mechanism: it would round sums over the sequence."""
+    """Disable autocast inside a mechanism: it would round sums over the sequence."""
     return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
+
+
+def _batch_size(x: Tensor, packing: Packing | None) -> int:
+    return x.shape[0] if packing is None else len(packing.offsets) - 1
 
 
 def _as_index(index: Index, device: torch.device, size: int = 0) -> Tensor:
@@ -449,9 +705,9 @@ def _as_index(index: Index, device: torch.device, size: int = 0) -> Tensor:
     return torch.as_tensor(index, device=device)
 
 
-def check_tensor(name: str, x: Tensor, shape: str, heads: int, dim: int) -> None:
+def _check_tensor(name: str, x: Tensor, shape: str, heads: int, dim: int) -> None:
     if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor of shape {shape}, got {describe(x)}")
+        raise ValueError(f"{name} must be a tensor of shape {shape}, got {_describe(x)}")
     if x.ndim != 4:
         raise ValueError(f"{name} must have four dimensions {shape}, got {tuple(x.shape)}")
     if not x.is_floating_point():
@@ -464,39 +720,7 @@ def check_tensor(name: str, x: Tensor, shape: str, heads: int, dim: int) -> None
         )
 
 
-def check_key_mask(key_mask: Tensor, k: Tensor, packing: Packing | None) -> None:
-    if packing is not None:
-        raise ValueError("packing and key_mask exclude each other: a packed row has no padding; leave key_mask out")
-    if key_mask.dtype != torch.bool:
-        raise ValueError(f"key_mask must be bool, True = keep, got {key_mask.dtype}; use key_mask.bool()")
-    if key_mask.shape != k.shape[:2]:
-        hint = "; masks over (T, S) pairs are not supported" if key_mask.ndim > 2 else ""
-        raise ValueError(f"key_mask must be (B, S) = {tuple(k.shape[:2])}, got {tuple(key_mask.shape)}{hint}")
-    if key_mask.device != k.device:
-        raise ValueError(f"key_mask must be on the keys' device {k.device}, got {key_mask.device}")
-
-
-def check_packing(packing: Packing, x: Tensor, name: str = "packing") -> None:
-    offsets = packing.offsets
-    if x.shape[0] != 1:
-        raise ValueError(f"packed sequences lie in one row: batch size must be 1 with {name}, got {x.shape[0]}")
-    if offsets.ndim != 1 or len(offsets) < 2 or offsets.dtype != torch.int32:
-        raise ValueError(
-            f"{name}.offsets must be (N + 1,) int32, got {tuple(offsets.shape)} {offsets.dtype}; "
-            "Packing.from_lengths makes them"
-        )
-    if offsets.device != x.device:
-        raise ValueError(f"{name}.offsets must be on the inputs' device {x.device}, got {offsets.device}")
-    if torch.compiler.is_compiling() or offsets.device.type != "cpu":
-        return  # Looking at the values would wait for the device.
-    lengths = packing.lengths
-    if offsets[0] != 0 or offsets[-1] != x.shape[1] or bool((lengths < 0).any()):
-        raise ValueError(f"{name}.offsets must rise from 0 to the row's length {x.shape[1]}, got {offsets.tolist()}")
-    if int(lengths.max()) > packing.max_length:
-        raise ValueError(f"{name}.max_length is {packing.max_length}, but a sequence has {int(lengths.max())} tokens")
-
-
-def check_key_packing(packing: Packing | None, key_packing: Packing, k: Tensor) -> None:
+def _check_key_packing(packing: Packing | None, key_packing: Packing, k: Tensor) -> None:
     if packing is None:
         raise ValueError("key_packing needs packing for the queries too")
     check_packing(key_packing, k, "key_packing")
@@ -507,5 +731,5 @@ def check_key_packing(packing: Packing | None, key_packing: Packing, k: Tensor) 
         )
 
 
-def describe(x: object) -> str:
+def _describe(x: object) -> str:
     return "None" if x is None else f"a {type(x).__name__}"

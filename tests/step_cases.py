@@ -77,12 +77,12 @@ def compare(name: str, dtype: torch.dtype, device: str, steps: int) -> None:
         q, k, v = inputs(name, B, 1, dtype, device)
         kind = i % 3
         pointers = {key: x.data_ptr() for key, x in ours.tensors().items()}
-        out, ours = built.decode_step(ours, q, k, v, rotary(ours.length, kind))
+        out, ours = built.decode_step(ours, q, k, v, rotary=rotary(ours.length, kind))
         assert {key: x.data_ptr() for key, x in ours.tensors().items()} == pointers
-        near, eager = Mechanism.decode_step(built, eager, q, k, v, rotary(eager.length, kind))
+        near, eager = Mechanism.decode_step(built, eager, q, k, v, rotary=rotary(eager.length, kind))
         angles = rotary(truth.length, kind)
         wide = [x.cpu().double() for x in (q, k, v)]
-        best, truth = Mechanism.decode_step(exact, truth, *wide, angles)
+        best, truth = Mechanism.decode_step(exact, truth, *wide, rotary=angles)
         for state in (ours, eager, truth):
             state.length.add_(1)
         found.setdefault("out", []).append((out, near, best))

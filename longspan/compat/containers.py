@@ -43,7 +43,9 @@ class _LayerCall:
     def __init__(self, layer: nn.Module, arguments: dict[str, Any]) -> None:
         self.layer, self.arguments = layer, arguments
 
-    def __call__(self, x: Tensor, rows: Any = None, context: Tensor | None = None, context_rows: Any = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, layout: Any = None, context: Tensor | None = None, context_layout: Any = None
+    ) -> Tensor:
         # The caller passes the context, so that its gradient is summed over the layers.
         return self.layer(x, **{**self.arguments, **({"context": context} if "context" in self.arguments else {})})
 

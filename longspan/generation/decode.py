@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from longspan.generation.sampling import Sampler
-from longspan.mechanisms.linformer import Projection
 from longspan.models.layers import Attention
 from longspan.models.residual import ResidualBranch, StackState
 from longspan.models.transformer import LanguageModel
@@ -62,7 +61,9 @@ class DecodeLoop:
         self._model, self._sampler = model, sampler
         device, stack = logits.device, model.transformer.stack
         # `extend` covers what `decode_step` does not: axial folding and autocast.
-        self._in_place = stack.supports_decode and not torch.is_autocast_enabled(device.type)
+        self._in_place = (
+            stack.supports_decode and state.start is None and not torch.is_autocast_enabled(device.type)
+        )
         self._capturing = self._in_place and device.type == "cuda"
         self._small = _is_small(model, state)
         with self.single_thread():
@@ -230,7 +231,7 @@ class DecodeLoop:
             check(self._prompt_length + self._steps)
         if self._in_place:
             for place, mechanism in self._mechanisms:
-                mechanism._check_state(self._state.branches[place].inner[0], self._logits, None)
+                mechanism.check_state(self._state.branches[place].inner[0], len(self._logits))
 
     def _map(self, state: StackState, change: Callable[[Mechanism, State], State]) -> StackState:
         """Apply a function to the state of every self-attention mechanism."""
@@ -258,7 +259,6 @@ def _limits(model: LanguageModel) -> list[Callable[[int], None]]:
         found.append(model.positions.check)
     for branch in model.transformer.stack.branches:
         if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention) and not branch.layer.cross:
-            tables = [module for module in branch.layer.mechanism.modules() if isinstance(module, Projection)]
             # With axial folding a table covers stride times as many tokens.
-            found += [table.check_length for table in tables if not table.periodic and branch.stride == 1]
+            found += [branch.layer.mechanism.check_length] if branch.stride == 1 else []
     return found

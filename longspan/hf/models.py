@@ -150,7 +150,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
         mask = None if attention_mask is None else attention_mask.bool()
         if not how:
             _check_positions(given.get("position_ids"), mask)
-        return model.hidden(input_ids, key_mask=mask, **how), None
+        return model.hidden(input_ids, key_mask=mask, packing=how.get("packing")), None
 
 
 class LongspanModel(LongspanPreTrainedModel):

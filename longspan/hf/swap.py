@@ -81,6 +81,10 @@ class SwappedAttention(nn.Module):
         for name, child in old.named_children():
             self.add_module(name, child)
         self.mechanism = mechanism_from(spec, num_heads, old.head_dim, num_kv_heads)
+        if self.mechanism.num_gates:
+            raise ValueError(
+                f"{spec!r} needs gates, for which the layer it would replace has no projection: use a mechanism without"
+            )
         if not self.mechanism.supports_causal:
             raise ValueError(f"a decoder needs causal attention, which {spec!r} cannot do")
         scale = getattr(self.mechanism, "scale", None)

@@ -70,19 +70,10 @@ class RandomFeatures(FeatureMap):
 
     def __init__(self, head_dim: int, num_features: int | None, row_norms: str) -> None:
         super().__init__()
-        self.row_norms = row_norms
-        self.register_buffer("projection", None if num_features is None else torch.empty(num_features, head_dim))
-        self.redraw()
-
-    def redraw(self, generator: torch.Generator | None = None) -> None:
-        """New rows, the generator's next."""
-        if self.projection is not None:
-            self.projection.copy_(self.drawn(generator))
-
-    def drawn(self, generator: torch.Generator | None) -> Tensor:
-        """Rows for a projection of this shape, not yet put into it."""
-        assert self.projection is not None
-        return orthogonal_rows(*self.projection.shape, unit=self.row_norms == "unit", generator=generator)
+        drawn = None
+        if num_features is not None:
+            drawn = orthogonal_rows(num_features, head_dim, unit=row_norms == "unit").to(torch.get_default_dtype())
+        self.register_buffer("projection", drawn)
 
     def num_features(self, head_dim: int) -> int:
         return head_dim if self.projection is None else len(self.projection)

@@ -33,7 +33,7 @@ from longspan.utils import choose
 
 @dataclass
 class LinearState(State):
-    """Σφ(k)vᵀ, Σφ(k) and their log scale; Σ[v, 1] for maps with an epsilon; open sums with a blind spot."""
+    """Σφ(k)vᵀ, Σφ(k) and their log scale; Σ[v, 1] for maps with an epsilon; sums of the last bucket of a blind spot."""
 
     kv: Tensor  # (B, Hkv, M, E)
     z: Tensor  # (B, Hkv, M)
@@ -41,8 +41,8 @@ class LinearState(State):
     total: Tensor | None = None  # (B, Hkv, E + 1): Σ[v, 1]
     open_kv: Tensor | None = None  # as kv and z, of the bucket that holds the last token; same shift
     open_z: Tensor | None = None
-    draw: int = 0  # which of the random features' draws made the sums; always 0 for maps without
-    late: tuple[PendingFeatures, ...] = ()  # in a loop, see `decode_state`
+    bucket: int = 1  # tokens in a bucket of the blind spot
+    late: tuple[PendingFeatures, ...] = ()  # pending tokens of a decode loop, see `decode_state`
 
     @property
     def sums(self) -> Sums:
@@ -52,18 +52,45 @@ class LinearState(State):
     def open(self) -> Sums | None:
         return None if self.open_kv is None or self.open_z is None else Sums(self.open_kv, self.open_z, self.shift)
 
+    def _merge(self, later: LinearState) -> LinearState:
+        if self.late or later.late:
+            raise ValueError("states of a decode loop cannot be merged: call finish_decode first")
+        shift = torch.maximum(self.shift, later.shift)
+        # A row without tokens may hold a phantom key, which the row after it, at position 0 too, then holds as well.
+        used = self.length > 0
+        mine, theirs = _rescaled(self.sums, shift, ~used), _rescaled(later.sums, shift)
+        merged = replace(self, kv=mine.kv + theirs.kv, z=mine.z + theirs.z, shift=shift)
+        if self.total is not None and later.total is not None:
+            merged = replace(merged, total=self.total.masked_fill(~used[:, None, None], 0) + later.total)
+        if self.open is None or later.open is None:
+            return merged
+        # The earlier open bucket is closed, or is also that of the later state's last token.
+        last = (self.end + later.length - 1) // self.bucket
+        closed = (self.end - 1) // self.bucket < last
+        mine, theirs = _rescaled(self.open, shift), _rescaled(later.open, shift)
+        sums, still_open = _add_rows(merged.sums, mine, closed), _add_rows(theirs, mine, ~closed)
+        return replace(merged, kv=sums.kv, z=sums.z, open_kv=still_open.kv, open_z=still_open.z)
+
 
 class LinearAttention(Mechanism):
-    """out_i = φ(q_i)·Σφ(k_j)v_jᵀ / φ(q_i)·Σφ(k_j): O(n·M·E) time, a state of M·(E + 1) numbers a head.
+    """out_i = φ(q_i)·Σφ(k_j)v_jᵀ / φ(q_i)·Σφ(k_j): O(n·M·E) time, a state of M·(E + 1) numbers per head.
 
-    feature_map: "elu", "softmax", "relu", "identity" or a FeatureMap.
-    normalize: "query" divides as above; "feature" makes each feature's weights over the keys sum to one
-    (Efficient Attention); "none" does not divide.
-    blind_spot: causal queries see only whole buckets of this many tokens before their own; 1 is none.
-    first_bucket: what the first bucket, which has none before it, sees: "causal", itself up to the query, or "zero".
-    phantom: causal queries also see a key before the first, each of its features this number, with a value of zero;
-    0 is none, performer-pytorch trained with one.
+    Args:
+        num_heads: H.
+        head_dim: D.
+        num_kv_heads: Hkv, shared by groups of query heads; H unless given.
+        value_dim: E; D unless given.
+        feature_map: "elu", "softmax", "relu", "identity" or a `FeatureMap`.
+        normalize: "query" divides as above; "feature" makes each feature's weights over the keys sum to one (Efficient
+            Attention); "none" does not divide.
+        output_scale: Factor of the output.
+        blind_spot: Bucket size: causal queries see complete buckets before their own only; 1 is no blind spot.
+        first_bucket: What queries of the first bucket see: "causal", the tokens up to their own, or "zero", nothing.
+        phantom: Each feature of a key at position −1 with a value of zero, which causal queries also see; 0 is none.
+            performer-pytorch trained with one.
     """
+
+    state_type = LinearState
 
     def __init__(
         self,
@@ -104,7 +131,7 @@ class LinearAttention(Mechanism):
             )
         if phantom and feature_map.unbounded and not feature_map.epsilon:
             raise ValueError(
-                f"{type(feature_map).__name__} features have no size that a phantom of {phantom} could have"
+                f"{type(feature_map).__name__} features have no fixed scale that a phantom of {phantom} could have"
             )
 
     def new_state(
@@ -112,29 +139,40 @@ class LinearAttention(Mechanism):
         batch_size: int,
         *,
         max_length: int | None = None,
+        start: Tensor | int | None = None,
+        transition: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> LinearState:
+        """Return an empty state; see `Mechanism.new_state`."""
+        return replace(self._empty_state(batch_size, start, device, dtype), draw=self.draw)
+
+    def _empty_state(
+        self, batch_size: int, start: Tensor | int | None, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> LinearState:
+        """Return an empty state without its draw, which a compiled graph must not read."""
         like = torch.empty(0, device=device, dtype=dtype)
         like = like.to(sum_dtype(like))
         sums = no_sums(batch_size, self.num_kv_heads, self.num_features, self.value_dim, like)
-        length = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        state = LinearState(length, *sums)
+        state = LinearState.empty(
+            batch_size, start, device, kv=sums.kv, z=sums.z, shift=sums.shift, bucket=self.blind_spot
+        )
+        # The phantom key is at position −1: only states that start at 0 hold it, so that merging counts it once.
+        phantom: Tensor | float = self.phantom
+        if phantom and state.start is not None:
+            phantom = like.new_tensor(self.phantom) * (state.start == 0)[:, None, None]
         if self.feature_map.epsilon:
-            # An epsilon a key: the phantom is so many keys that have nothing else.
+            # Each key adds an epsilon: the phantom counts as a fraction of a key without features.
             total = like.new_zeros(batch_size, self.num_kv_heads, self.value_dim + 1)
-            total[..., -1] = self.phantom / self.feature_map.epsilon
+            total[..., -1:] = phantom / self.feature_map.epsilon
             state = replace(state, total=total)
         elif self.phantom:
-            state = replace(state, z=torch.full_like(sums.z, self.phantom))
+            state = replace(state, z=sums.z + phantom)
         if self.blind_spot > 1:
             state = replace(state, open_kv=sums.kv.clone(), open_z=sums.z.clone())
         return state
 
-    def _state_type(self) -> type[State]:
-        return LinearState
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
         if self._fused(q, k, v):
             return self._attend_fused(q, k, v, key_mask=key_mask)
         if self.normalize == "feature":
@@ -144,18 +182,26 @@ class LinearAttention(Mechanism):
             return self._scaled(attend_sums(query, Sums(kv, kv[..., 0], kv[..., 0, 0]), "none").to(q.dtype))
         f, scale, v = self._keys(k, v, key_mask)
         sums = no_sums(q.shape[0], self.num_kv_heads, self.num_features, self.value_dim, f)
-        total = self._ones(v, key_mask).sum(1) if self.feature_map.epsilon else None
+        total = self._with_count(v, key_mask).sum(1) if self.feature_map.epsilon else None
         return self._from_sums(q, accumulate(sums, f, v, scale), total)
 
-    def _attend_masked(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor) -> Tensor:
-        if self._fused(q, k, v):
-            return self._attend_fused(q, k, v, key_mask=key_mask)  # It reads no hidden slot: nothing has to be filled.
-        return super()._attend_masked(q, k, v, key_mask)
-
-    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, key_packing: Packing) -> Tensor:
-        if self._fused(q, k, v):
-            return self._attend_fused(q, k, v, offsets=packing.offsets, key_offsets=key_packing.offsets)
-        return super()._attend_packed(q, k, v, packing, key_packing)
+    def _attend_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        gates: Tensor | None,
+        causal: bool,
+        key_mask: Tensor | None,
+        packing: Packing | None,
+        key_packing: Packing | None,
+    ) -> Tensor | None:
+        if causal or not self._fused(q, k, v):
+            return None
+        # The kernels read no hidden slot: nothing has to be zero-filled.
+        offsets, key_offsets = (None if p is None else p.offsets for p in (packing, key_packing))
+        return self._attend_fused(q, k, v, key_mask=key_mask, offsets=offsets, key_offsets=key_offsets)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         phi = self.feature_map
@@ -163,10 +209,10 @@ class LinearAttention(Mechanism):
             return False
         return dispatch.why_not_triton_bidirectional(q, k, v, phi.weight, phi.epsilon) is None
 
-    def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, **where: Tensor | None) -> Tensor:
+    def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, **layout: Tensor | None) -> Tensor:
         phi = self.feature_map
         assert isinstance(phi, FusedMap)
-        out = bidirectional_linear(q, k, v, feature_map=phi.kind, weight=phi.weight, normalize=self.normalize, **where)
+        out = bidirectional_linear(q, k, v, feature_map=phi.kind, weight=phi.weight, normalize=self.normalize, **layout)
         return self._scaled(out)
 
     def _read(self, state: State, q: Tensor) -> Tensor:
@@ -174,54 +220,58 @@ class LinearAttention(Mechanism):
         sums = state.sums
         if state.open is not None and self.first_bucket == "causal":
             # The last token's bucket is hidden from it, unless it is the first.
-            sums = _merge(sums, state.open, state.length <= self.blind_spot)
+            sums = _add_rows(sums, state.open, state.end <= self.blind_spot)
         return self._from_sums(q, sums, state.total)
 
-    def _write(self, state: State, k: Tensor, v: Tensor, lengths: Tensor | None) -> LinearState:
+    def _write(
+        self, state: State, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
+    ) -> LinearState:
         assert isinstance(state, LinearState)
         visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
         f, scale, v = self._keys(k, v, visible)
         length = state.length + (k.shape[1] if lengths is None else lengths)
-        total = None if state.total is None else state.total + self._ones(v, visible).sum(1)
+        total = None if state.total is None else state.total + self._with_count(v, visible).sum(1)
         if state.open is None:
             return _updated(state, length, accumulate(state.sums, f, v, scale), total)
         # The bucket of the new last token stays open; it may be the one that is open already.
-        position = state.length[:, None] + torch.arange(k.shape[1], device=k.device)
-        last = (length - 1) // self.blind_spot
+        position = state.end[:, None] + torch.arange(k.shape[1], device=k.device)
+        last = (state.end - state.length + length - 1) // self.blind_spot
         in_last = (position // self.blind_spot == last[:, None])[:, :, None, None]
-        moved_on = (state.length - 1) // self.blind_spot < last
-        closed = accumulate(_merge(state.sums, state.open, moved_on), f.masked_fill(in_last, 0), v, scale)
-        opened = accumulate(_drop(state.open, moved_on), f.masked_fill(~in_last, 0), v, scale)
+        closes = (state.end - 1) // self.blind_spot < last
+        closed = accumulate(_add_rows(state.sums, state.open, closes), f.masked_fill(in_last, 0), v, scale)
+        opened = accumulate(_drop_rows(state.open, closes), f.masked_fill(~in_last, 0), v, scale)
         return replace(_updated(state, length, closed, total), open_kv=opened.kv, open_z=opened.z)
 
-    def _attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
+    def _attend_causal(
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
+    ) -> Tensor:
         if not self._one_pass or self.phantom or q.shape[1] == 1:
-            return super()._attend_causal(q, k, v, lengths)
-        # No sums are zeros that nobody has to make.
-        return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._how(sum_dtype(q))))
+            state = self._empty_state(q.shape[0], None, q.device, q.dtype)
+            return self._extend(state, q, k, v, gates=None, lengths=lengths)[0]
+        return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments(sum_dtype(q))))
 
-    def _how(self, dtype: torch.dtype) -> dict[str, Any]:
-        """What causal attention in one operation depends on; its projection in the dtype of sums."""
+    def _op_arguments(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the options of `causal_linear`, the projection in the dtype of the sums."""
         phi = self.feature_map
         assert isinstance(phi, FusedMap)
         weight = None if phi.weight is None else phi.weight.to(dtype)
         return {"feature_map": phi.kind, "weight": weight, "normalize": self.normalize == "query"}
 
     def _extend(
-        self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         assert isinstance(state, LinearState)
         if q.shape[1] == 1:
-            state = self._write(state, k, v, lengths)
+            state = self._write(state, k, v, gates=None, lengths=lengths)
             return self._read(state, q), state
         phi = self.feature_map
         if self._one_pass:
-            out, sums = causal_linear(q, k, v, lengths=lengths, sums=state.sums, **self._how(state.kv.dtype))
+            out, sums = causal_linear(q, k, v, lengths=lengths, sums=state.sums, **self._op_arguments(state.kv.dtype))
             length = state.length + (k.shape[1] if lengths is None else lengths)
             return self._scaled(out), _updated(state, length, sums, None)
         visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
         out = self._from_prefixes(state, phi.query(q.to(state.kv.dtype)), *self._keys(k, v, visible))
-        return self._scaled(out.to(q.dtype)), self._write(state, k, v, lengths)
+        return self._scaled(out.to(q.dtype)), self._write(state, k, v, gates=None, lengths=lengths)
 
     def decode_step(
         self,
@@ -229,21 +279,24 @@ class LinearAttention(Mechanism):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        turn: CosSin | Sequence[CosSin | None] | None = None,
+        *,
+        gates: Tensor | None = None,
+        rotary: CosSin | Sequence[CosSin | None] | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, State]:
+        """Extend by one token in place; see `Mechanism.decode_step`."""
         assert isinstance(state, LinearState)
-        assert turn is None or isinstance(turn, CosSin)
+        assert rotary is None or isinstance(rotary, CosSin)
         phi = self.feature_map
         if not self._one_step:
-            return super().decode_step(state, q, k, v, turn, out)
+            return super().decode_step(state, q, k, v, rotary=rotary, out=out)
         assert isinstance(phi, FusedMap)
         found = linear_decode_step(
             *(q, k, v, state.sums),
             feature_map=phi.kind,
             weight=phi.weight,
             normalize=self.normalize,
-            rotary=turn,
+            rotary=rotary,
             pending=next(((held.length, held.f, held.v, held.scale) for held in state.late), None),
             out=out,
         )
@@ -251,15 +304,16 @@ class LinearAttention(Mechanism):
 
     @property
     def _one_pass(self) -> bool:
-        """Whether causal attention of many tokens is one operation."""
+        """Whether `causal_linear` computes causal attention of many tokens."""
         return self._one_step and self.normalize != "feature"
 
     @property
     def _one_step(self) -> bool:
-        """Whether a step is one operation."""
+        """Whether `linear_decode_step` computes a step."""
         return isinstance(self.feature_map, FusedMap) and not self.feature_map.epsilon and self.blind_spot == 1
 
     def decode_state(self, state: State, dtype: torch.dtype) -> State:
+        """Return the state with a write buffer beside its sums, where the kernels take it."""
         assert isinstance(state, LinearState)
         kv = state.kv
         large = max(self.head_dim, *kv.shape[2:]) > dispatch.LARGEST
@@ -270,11 +324,11 @@ class LinearAttention(Mechanism):
             return state
         f, v = (kv.new_zeros(*kv.shape[:2], LATE_SUMS, dim) for dim in kv.shape[2:])
         late = PendingFeatures(state.length, f, v.to(dtype), kv.new_full(f.shape[:3], FLOOR))
-        # Sums as the kernels read them.
         kv, z, shift = (x.contiguous() for x in state.sums)
         return replace(state, kv=kv, z=z, shift=shift, late=(late,))
 
     def finish_decode(self, state: State) -> State:
+        """Return the state with its pending tokens added to the sums."""
         assert isinstance(state, LinearState)
         for late in state.late:
             here = waiting(state.length, LATE_SUMS)[:, None]
@@ -293,33 +347,33 @@ class LinearAttention(Mechanism):
         if state.open is None:
             constant = None
             if state.total is not None:
-                constant = self.feature_map.epsilon * (state.total[:, None] + self._ones(v, None).cumsum(1))
+                constant = self.feature_map.epsilon * (state.total[:, None] + self._with_count(v, None).cumsum(1))
             return attend_prefixes(query, f, v, scale, state.sums, self.normalize, constant=constant)
-        # Tokens are moved so that buckets begin at multiples of their size; then whole buckets are seen or hidden.
+        # Shift tokens so that buckets begin at multiples of their size; then complete buckets are visible or hidden.
         bucket, T = self.blind_spot, query.shape[1]
-        begun = state.length % bucket
+        begun = state.end % bucket
         query, f, v = (shift_right(x, begun, bucket - 1) for x in (query, f, v))
         scale = None if scale is None else shift_right(scale, begun, bucket - 1, FLOOR)
-        sums, pending = _merge(state.sums, state.open, begun == 0), _drop(state.open, begun == 0)
+        sums, pending = _add_rows(state.sums, state.open, begun == 0), _drop_rows(state.open, begun == 0)
         out = attend_prefixes(query, f, v, scale, sums, self.normalize, bucket=bucket, pending=pending)
         if self.first_bucket == "causal":
-            seen = _merge(sums, pending, begun > 0)
+            seen = _add_rows(sums, pending, begun > 0)
             head = None if scale is None else scale[:, :bucket]
             inside = attend_prefixes(query[:, :bucket], f[:, :bucket], v[:, :bucket], head, seen, self.normalize)
-            first = (state.length < bucket)[:, None, None, None]
+            first = (state.end < bucket)[:, None, None, None]
             out = torch.cat([torch.where(first, inside, out[:, :bucket]), out[:, bucket:]], 1)
         return shift_left(out, begun, T)
 
     def _keys(self, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Features, log scale and values in the dtype of sums; hidden keys have no features."""
+        """Return features, log scale and values in the dtype of the sums; hidden keys have no features."""
         f, scale = self.feature_map.key(k.to(sum_dtype(k)))
         if visible is not None:
             f = f.masked_fill(~visible[:, :, None, None], 0)
             scale = None if scale is None else scale.masked_fill(~visible[:, :, None], FLOOR)
         return f, scale, v.to(f.dtype)
 
-    def _ones(self, v: Tensor, visible: Tensor | None) -> Tensor:
-        """Values with a column that counts the keys: (B, S, Hkv, E + 1)."""
+    def _with_count(self, v: Tensor, visible: Tensor | None) -> Tensor:
+        """Append a column that counts the keys to values (B, S, Hkv, E)."""
         ones = torch.ones_like(v[..., :1])
         return torch.cat([v, ones if visible is None else ones * visible[:, :, None, None]], -1)
 
@@ -331,12 +385,19 @@ def _updated(state: LinearState, length: Tensor, sums: Sums, total: Tensor | Non
     return replace(state, length=length, kv=sums.kv, z=sums.z, shift=sums.shift, total=total)
 
 
-def _merge(sums: Sums, more: Sums, rows: Tensor) -> Sums:
-    """The sums with `more`, at the same shift, added in these rows."""
-    more = _drop(more, ~rows)
+def _add_rows(sums: Sums, more: Sums, rows: Tensor) -> Sums:
+    """Add `more`, at the same shift, in the given rows (B,)."""
+    more = _drop_rows(more, ~rows)
     return Sums(sums.kv + more.kv, sums.z + more.z, sums.shift)
 
 
-def _drop(sums: Sums, rows: Tensor) -> Sums:
+def _drop_rows(sums: Sums, rows: Tensor) -> Sums:
     kv, z = sums.kv.masked_fill(rows[:, None, None, None], 0), sums.z.masked_fill(rows[:, None, None], 0)
     return Sums(kv, z, sums.shift)
+
+
+def _rescaled(sums: Sums, shift: Tensor, dropped: Tensor | None = None) -> Sums:
+    """Return the sums divided by exp of a larger shift, zero in the dropped rows (B,)."""
+    sums = sums if dropped is None else _drop_rows(sums, dropped)
+    factor = (sums.shift - shift).exp()[..., None]
+    return Sums(sums.kv * factor[..., None], sums.z * factor, shift)

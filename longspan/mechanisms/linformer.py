@@ -1,9 +1,9 @@
-"""Linformer: softmax attention over R compressed rows; causal and streaming as two linear attentions.
+"""Linformer: softmax attention over R compressed keys and values; the causal form is two passes of linear attention.
 
     K̃_t = b + Σ_{i ≤ t} e_i k_iᵀ,   Ṽ_t = b' + Σ_{i ≤ t} f_i v_iᵀ,   out_t = softmax(q_t K̃_tᵀ / √D) Ṽ_t
 
-The sums are prefix sums, so q_t K̃_tᵀ is unnormalized causal linear attention with keys k and values e, and the second
-product one with queries p, keys f and values v. Bidirectional attention is the case t = n for every query.
+These are prefix sums, so q_t K̃_tᵀ is unnormalized causal linear attention with keys k and values e, and the product
+with Ṽ_t another one with queries p, keys f and values v. Bidirectional attention is the case t = n for every query.
 """
 
 from __future__ import annotations
@@ -23,25 +23,43 @@ from longspan.ops.compressed import CompressedProblem, compressed_attention, lin
 from longspan.ops.decode import CosSin, compressed_decode_step, why_not_triton
 from longspan.ops.linear import Sums, causal_linear, sum_dtype
 from longspan.ops.softmax import attend
-from longspan.protocol import Mechanism, State
+from longspan.protocol import AttentionLayer, Mechanism, State
 
 
 @dataclass
 class LinformerState(State):
-    """The compressed rows so far, without their biases."""
+    """The compressed keys and values so far, without their biases."""
 
     k: Tensor  # (B, Hkv, R, D)
     v: Tensor  # (B, Hkv, R, E)
-    late: tuple[PendingTokens, ...] = ()  # in a loop, see `decode_state`
+    late: tuple[PendingTokens, ...] = ()  # pending tokens of a decode loop, see `decode_state`
+
+    def _merge(self, later: LinformerState) -> LinformerState:
+        if self.late or later.late:
+            raise ValueError("states of a decode loop cannot be merged: call finish_decode first")
+        return replace(self, k=self.k + later.k, v=self.v + later.v)
 
 
 class LinformerAttention(Mechanism):
-    """Wang et al., 2020, and its causal form: O(n·R) time, a state of R·(D + E) numbers a head.
+    """Wang et al., 2020, and its causal form: O(n·R) time, a state of R·(D + E) numbers per head.
 
-    rank: R. max_length: tokens the projection reaches. projection: "learned", "convolution", "random", or a Projection
-    to share with other layers. share_projection: one projection for keys and values. per_head: projections apart for
-    heads. whole_stretches, periodic, bias: see `Projection`. dropout: on the weights over the R rows.
+    Args:
+        num_heads: H.
+        head_dim: D.
+        num_kv_heads: Hkv, shared by groups of query heads; H unless given.
+        value_dim: E; D unless given.
+        rank: R.
+        max_length: Number of tokens the projection covers.
+        projection: "learned", "convolution", "random", or a `Projection` to share with other layers.
+        share_projection: Whether keys and values have one projection.
+        per_head: Whether each head has a projection of its own.
+        whole_stretches: See `Projection`.
+        periodic: See `Projection`.
+        bias: See `Projection`.
+        dropout: On the weights over the R compressed keys, in training.
     """
+
+    state_type = LinformerState
 
     def __init__(
         self,
@@ -100,7 +118,7 @@ class LinformerAttention(Mechanism):
 
     @property
     def rank(self) -> int:
-        """R; for a convolution the number of stretches, which may be less than was asked for."""
+        """R; for a convolution the number of its windows, which may be less than the rank given."""
         return self.keys.rank
 
     def new_state(
@@ -108,31 +126,57 @@ class LinformerAttention(Mechanism):
         batch_size: int,
         *,
         max_length: int | None = None,
+        start: Tensor | int | None = None,
+        transition: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> LinformerState:
+        """Return an empty state; see `Mechanism.new_state`."""
         if max_length is not None:
-            self.keys.check_length(max_length)
+            self.check_length(max_length)
         dtype = sum_dtype(torch.empty(0, dtype=dtype))
         k, v = (
             torch.zeros(batch_size, self.num_kv_heads, self.rank, dim, device=device, dtype=dtype)
             for dim in (self.head_dim, self.value_dim)
         )
-        return LinformerState(torch.zeros(batch_size, dtype=torch.int64, device=device), k, v)
+        return LinformerState.empty(batch_size, start, device, k=k, v=v)
 
-    def _state_type(self) -> type[State]:
-        return LinformerState
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if the projection does not cover `length` tokens."""
+        self.keys.check_length(length)
+
+    def attend_layer(
+        self, layer: AttentionLayer, x: Tensor, source: Tensor, *, key_mask: Tensor | None
+    ) -> Tensor | None:
+        """Compute a whole layer in one kernel, or compress the source before projecting it, where that saves work."""
+        if not layer.plain_keys or 0 in (*x.shape[:2], source.shape[1]):
+            return None
+        if layer.plain_output and source is x and key_mask is None:
+            out = self._fused_layer(layer, x)
+            if out is not None:
+                return out
+        weight = layer.to_kv.weight
+        if not self.compresses_first(source.shape[2], len(weight)):
+            return None
+        q = layer.project_queries(x)
+        return layer.project_output(
+            x, self.attend_source(q, source, weight, shared_kv=layer.shared_kv, key_mask=key_mask)
+        )
 
     def attend_source(
         self, q: Tensor, x: Tensor, weight: Tensor, *, shared_kv: bool = False, key_mask: Tensor | None = None
     ) -> Tensor:
-        """As bidirectional `forward` on keys and values x Wᵀ. x: (B, S, dim), hidden tokens zero; W (Hkv·(D + E), dim).
+        """Compute bidirectional attention with keys and values x Wᵀ, compressing x first: Eᵀ(x Wᵀ) = (Eᵀ x) Wᵀ.
 
-        Eᵀ(x Wᵀ) = (Eᵀ x) Wᵀ: x is compressed first, so that keys and values of S tokens are never made.
-        shared_kv: W gives keys alone, and values are the keys.
+        Args:
+            q: (B, T, H, D) queries.
+            x: (B, S, dim), hidden tokens zero.
+            weight: W (Hkv·(D + E), dim), or (Hkv·D, dim) with shared_kv.
+            shared_kv: Whether values are the keys.
+            key_mask: (B, S) bool, True = keep.
         """
         self._check_query(q)
-        self.keys.check_length(x.shape[1])
+        self.check_length(x.shape[1])
         with torch.autocast(x.device.type, enabled=False):
             source, width = x.to(q.dtype)[:, :, None], self.num_kv_heads * self.head_dim
             short = self.keys.compress(source).squeeze(1)  # (B, R, dim)
@@ -144,30 +188,26 @@ class LinformerAttention(Mechanism):
                 k = v = F.linear(short, weight)
             else:
                 k, v = F.linear(short, weight).split([width, len(weight) - width], 2)
-            rows = k.unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2)
-            values = rows if k is v else v.unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2)
-            return self._over(q, rows, values, x.shape[1], key_mask)
+            keys = k.unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2)
+            values = keys if k is v else v.unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2)
+            return self._attend_compressed(q, keys, values, x.shape[1], key_mask)
 
-    def attend_layer(
-        self, x: Tensor, queries: Tensor, keys: Tensor, out: Tensor, bias: Tensor | None, *, shared_kv: bool
-    ) -> Tensor | None:
-        """x (B, T, dim) through a bidirectional layer of maps with these weights, all in one; None where it cannot be.
-
-        queries: (H·D, dim), keys: (Hkv·(D + E), dim), or keys alone where values are the keys. out, bias: the last map.
-        """
+    def _fused_layer(self, layer: AttentionLayer, x: Tensor) -> Tensor | None:
+        """Compute a self-attention layer of plain projections in one kernel, or return None where it does not apply."""
         table = self.keys
         if not dispatch.eager_untraced(x) or table is not self.values or not self._is_bare:
             return None
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-        problem = self._problem(shared_kv)
+        queries, keys, out = (map.weight for map in (layer.to_q, layer.to_kv, layer.to_out))
+        problem = self._problem(layer.shared_kv)
         if compressed.why_not_triton(x, dtype, problem) is not None or self.compresses_first(x.shape[2], len(keys)):
             return None
-        table.check_length(x.shape[1])
-        return linformer_layer(x, queries, keys, table.table, out, bias, problem, dtype)
+        self.check_length(x.shape[1])
+        return linformer_layer(x, queries, keys, table.table, out, layer.to_out.bias, problem, dtype)
 
     @property
     def _is_bare(self) -> bool:
-        """Whether rows are what tables make of keys and values, and nothing happens to them or to weights."""
+        """Whether compressed keys and values are products with tables and nothing else, without dropout."""
         keys = self.keys
         bare = not keys.periodic and keys.bias is None and not (self.training and self.dropout > 0)
         return bare and keys.alike and self.values.alike
@@ -177,32 +217,33 @@ class LinformerAttention(Mechanism):
         return CompressedProblem(*dims, self.rank, shared_kv)
 
     def compresses_first(self, dim: int, width: int) -> bool:
-        """Whether `attend_source` is the cheaper way, of tokens `dim` wide to keys and values of `width` in all."""
+        """Whether `attend_source` costs less, for tokens `dim` wide and keys and values `width` wide in all."""
         keys, values = self.keys, self.values
         if not (keys.alike and values.alike):
             return False
         return (1 if keys is values else 2) * keys.rank * dim <= (keys.rank + dim) * width
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        self.keys.check_length(k.shape[1])
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        self.check_length(k.shape[1])
         plain = key_mask is not None or not self._is_bare or not q.dtype == k.dtype == v.dtype
         if not plain and compressed.why_not_triton(q, q.dtype, self._problem()) is None:
             return linformer_attention(q, k, v, self.keys.table, self.values.table)
-        rows = self.keys.compress(k)
+        keys = self.keys.compress(k)
         # Keys that are their own values are compressed once.
         same = k is v and self.values is self.keys
-        return self._over(q, rows, rows if same else self.values.compress(v), k.shape[1], key_mask)
+        values = keys if same else self.values.compress(v)
+        return self._attend_compressed(q, keys, values, k.shape[1], key_mask)
 
-    def _over(self, q: Tensor, k: Tensor, v: Tensor, length: int, key_mask: Tensor | None) -> Tensor:
-        """q over rows k (B, Hkv, R, D), v (B, Hkv, R, E) of `length` tokens, of which key_mask keeps some."""
+    def _attend_compressed(self, q: Tensor, k: Tensor, v: Tensor, length: int, key_mask: Tensor | None) -> Tensor:
+        """Attend over keys (B, Hkv, R, D) and values (B, Hkv, R, E) compressed from `length` tokens under key_mask."""
         if key_mask is None and not self.keys.periodic and self.keys.kind != "convolution":
-            return self._from_rows(q, k, v, None, None)
+            return self._softmax_over(q, k, v, None, None)
         if key_mask is None:
             reach = torch.full_like(q[:, 0, 0, 0], length, dtype=torch.int64)
-            return self._from_rows(q, k, v, self.keys.live(reach), reach)
-        # The last visible slot says how many periods have begun; hidden ones hold zeros.
+            return self._softmax_over(q, k, v, self.keys.live(reach), reach)
+        # The last visible slot gives the number of periods that have begun.
         reach = (torch.arange(1, length + 1, device=q.device) * key_mask).amax(1)
-        return self._from_rows(q, k, v, self.keys.live_under(key_mask), reach)
+        return self._softmax_over(q, k, v, self.keys.live_under(key_mask), reach)
 
     def decode_step(
         self,
@@ -210,105 +251,120 @@ class LinformerAttention(Mechanism):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        turn: CosSin | Sequence[CosSin | None] | None = None,
+        *,
+        gates: Tensor | None = None,
+        rotary: CosSin | Sequence[CosSin | None] | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, State]:
+        """Extend by one token in place; see `Mechanism.decode_step`."""
         assert isinstance(state, LinformerState)
-        alone = len(q) == 1 and self.keys.bias is None and (q.device.type, q.dtype) == ("cpu", state.k.dtype)
-        if self._plain or not (state.late or alone):
-            return super().decode_step(state, q, k, v, turn, out)
-        assert turn is None or isinstance(turn, CosSin)
+        single = len(q) == 1 and self.keys.bias is None and (q.device.type, q.dtype) == ("cpu", state.k.dtype)
+        if self._decodes_eagerly or not (state.late or single):
+            return super().decode_step(state, q, k, v, rotary=rotary, out=out)
+        assert rotary is None or isinstance(rotary, CosSin)
         if not state.late:
-            self.keys.check_length(int(state.length) + 1)
+            self.check_length(int(state.length) + 1)
         out = compressed_decode_step(
             *(q, k, v, (state.k, state.v), (self.keys.table, self.values.table)),
             length=state.length,
             biases=(self.keys.bias, self.values.bias),
             periodic=self.keys.periodic,
-            rotary=turn,
+            rotary=rotary,
             pending=next(((held.k, held.v, held.short_k, held.short_v) for held in state.late), None),
             out=out,
         )
         return out, state
 
     @property
-    def _plain(self) -> bool:
-        """Whether a step is more than the kernels know; a convolution's rows come alive one after the other."""
+    def _decodes_eagerly(self) -> bool:
+        """Whether the kernels lack an option that a decode step needs."""
         special = self.keys.kind == "convolution" or (self.training and self.dropout > 0)
         return special or max(self.head_dim, self.value_dim) > 256
 
     def decode_state(self, state: State, dtype: torch.dtype) -> State:
+        """Return the state with a write buffer beside the compressed keys and values, where the kernels take it."""
         assert isinstance(state, LinformerState)
-        if self._plain or why_not_triton(state.k) is not None:
+        if self._decodes_eagerly or why_not_triton(state.k) is not None:
             return state
-        state = replace(state, k=state.k.contiguous(), v=state.v.contiguous())  # as the kernels read them
+        state = replace(state, k=state.k.contiguous(), v=state.v.contiguous())
         return replace(state, late=(PendingTokens.of(state.length, state.k, state.v, dtype),))
 
     def finish_decode(self, state: State) -> State:
+        """Return the state with its pending tokens compressed."""
         assert isinstance(state, LinformerState)
         for late in state.late:
             k, v, begun = late.waiting()
             k, v = self.keys.compress(k, begun), self.values.compress(v, begun)
-            state = LinformerState(state.length, state.k + k, state.v + v)
+            state = replace(state, k=state.k + k, v=state.v + v, late=())
         return state
 
     def _read(self, state: State, q: Tensor) -> Tensor:
         assert isinstance(state, LinformerState)
-        return self._from_rows(q, state.k, state.v, self.keys.live(state.length), state.length)
+        live = self.keys.live(state.length, state.start)
+        return self._softmax_over(q, state.k, state.v, live, state.end)
 
-    def _write(self, state: State, k: Tensor, v: Tensor, lengths: Tensor | None) -> LinformerState:
+    def _write(
+        self, state: State, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
+    ) -> LinformerState:
         assert isinstance(state, LinformerState)
-        self._check_reach(state.length, k.shape[1], lengths)
+        self._check_end(state.end, k.shape[1], lengths)
         # Hidden keys and values are zero, and so are their outer products.
-        rows_k = state.k + self.keys.compress(k, state.length)
-        rows_v = state.v + self.values.compress(v, state.length)
-        return LinformerState(state.length + (k.shape[1] if lengths is None else lengths), rows_k, rows_v)
+        keys = state.k + self.keys.compress(k, state.end)
+        values = state.v + self.values.compress(v, state.end)
+        return replace(state, length=state.length + (k.shape[1] if lengths is None else lengths), k=keys, v=values)
 
-    def _attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
-        self.keys.check_length(k.shape[1])
+    def _attend_causal(
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
+    ) -> Tensor:
+        self.check_length(k.shape[1])
         return self._from_prefixes(self.new_state(len(q), device=q.device, dtype=q.dtype), None, q, k, v)[0]
 
     def _extend(
-        self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> tuple[Tensor, LinformerState]:
         assert isinstance(state, LinformerState)
         if q.shape[1] == 1:
-            state = self._write(state, k, v, lengths)
+            state = self._write(state, k, v, gates=None, lengths=lengths)
             return self._read(state, q), state
-        self._check_reach(state.length, k.shape[1], lengths)
-        out, rows_k, rows_v = self._from_prefixes(state, state.length, q, k, v)
-        return out, LinformerState(state.length + (k.shape[1] if lengths is None else lengths), rows_k, rows_v)
+        self._check_end(state.end, k.shape[1], lengths)
+        out, keys, values = self._from_prefixes(state, state.end, q, k, v)
+        length = state.length + (k.shape[1] if lengths is None else lengths)
+        return out, replace(state, length=length, k=keys, v=values)
 
     def _from_prefixes(
-        self, state: LinformerState, start: Tensor | None, q: Tensor, k: Tensor, v: Tensor
+        self, state: LinformerState, position: Tensor | None, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Each query over the rows that its own prefix compresses to, and the rows after the last."""
-        # The kernels sum bfloat16 in float32; what they hand over is rounded as bfloat16 always is.
+        """Attend over each query's own compressed prefix; also return the keys and values after the last token.
+
+        position: (B,) of the first new token; None is 0.
+        """
+        # The kernels sum bfloat16 in float32 and round their results to bfloat16.
         given, dtype = q.dtype, q.dtype if q.is_cuda and q.dtype == torch.bfloat16 else state.k.dtype
-        e, keys = self.keys.rows(k.to(dtype), start)
-        f, values = self.values.rows(v.to(dtype), start)
+        e, keys = self.keys.rows(k.to(dtype), position)
+        f, values = self.values.rows(v.to(dtype), position)
         e, f = (x.expand(*k.shape[:3], -1) for x in (e, f))
         q = q.to(dtype) * self.head_dim**-0.5
         length = state.length[:, None] + torch.arange(1, q.shape[1] + 1, device=q.device)  # (B, T)
-        periods = length[:, :, None, None]
-        # Queries and outputs are narrower than the R scores, so that what belongs to a token is multiplied there.
-        scores, rows_k = _prefix_products(self.keys.averaged(q, periods), keys, e, state.k.mT)
+        start = None if state.start is None else state.start[:, None]
+        periods = (length if start is None else start + length)[:, :, None, None]
+        # Queries and outputs are narrower than the R scores, so the factors of tokens are applied to them.
+        scores, sums_k = _prefix_products(self.keys.averaged(q, periods), keys, e, state.k.mT)
         if self.keys.bias is not None:
             scores = scores + torch.einsum("bthd,hrd->bthr", q, self.keys.constant(q.shape[2], self.head_dim).to(dtype))
         if self.keys.kind == "convolution":
-            # A query sees itself at least, so that one row is live.
-            scores = scores.masked_fill(~self.keys.live(length)[:, :, None], float("-inf"))
+            # A query sees at least itself, so one compressed key is live.
+            scores = scores.masked_fill(~self.keys.live(length, start)[:, :, None], float("-inf"))
         p = F.dropout(scores.softmax(-1), self.dropout, self.training)
-        out, rows_v = _prefix_products(p, f, values, state.v)
+        out, sums_v = _prefix_products(p, f, values, state.v)
         out = self.values.averaged(out, periods)
         if self.values.bias is not None:
             out = out + torch.einsum("bthr,hre->bthe", p, self.values.constant(q.shape[2], self.value_dim).to(dtype))
-        return out.to(given), rows_k.mT, rows_v
+        return out.to(given), sums_k.mT, sums_v
 
-    def _from_rows(self, q: Tensor, k: Tensor, v: Tensor, live: Tensor | None, length: Tensor | None) -> Tensor:
-        """q: (B, T, H, D) over rows k (B, Hkv, R, D), v (B, Hkv, R, E), of which live (B, R) hold a token.
+    def _softmax_over(self, q: Tensor, k: Tensor, v: Tensor, live: Tensor | None, length: Tensor | None) -> Tensor:
+        """Attend over compressed k (B, Hkv, R, D), v (B, Hkv, R, E), of which live (B, R) hold a token.
 
-        length: (B,) tokens, None where nothing depends on it.
+        length: (B,) tokens since position 0, None where nothing depends on it.
         """
 
         def finished(projection: Projection, x: Tensor) -> Tensor:
@@ -319,7 +375,7 @@ class LinformerAttention(Mechanism):
         keys = finished(self.keys, k)
         values = keys if k is v and self.keys is self.values else finished(self.values, v)
         if live is not None and self.keys.kind != "convolution":
-            # A table's rows live all or none: without a mask all is faster, and nothing weighs nothing.
+            # With a table all are live or none: zero values are faster than a mask.
             values, live = values.masked_fill(~live[:, None, :, None], 0), None
         dropout = self.dropout if self.training else 0.0
         if live is None and not dropout and compressed.why_not_triton(q, q.dtype, self._problem()) is None:
@@ -329,14 +385,14 @@ class LinformerAttention(Mechanism):
         mask, grouped = None if live is None else live[:, None, None], self.num_heads > self.num_kv_heads
         return attend(q.transpose(1, 2), keys, values, mask, grouped=grouped, dropout=dropout).transpose(1, 2)
 
-    def _check_reach(self, start: Tensor, tokens: int, lengths: Tensor | None) -> None:
-        if torch.compiler.is_compiling() or start.device.type != "cpu" or start.numel() == 0:
-            return  # Looking at the lengths would wait for the device; `new_state(max_length=…)` checks beforehand.
-        self.keys.check_length(int((start + (tokens if lengths is None else lengths)).max()))
+    def _check_end(self, position: Tensor, tokens: int, lengths: Tensor | None) -> None:
+        if torch.compiler.is_compiling() or position.device.type != "cpu" or position.numel() == 0:
+            return  # Reading lengths would synchronize with the device; `new_state(max_length=…)` checks beforehand.
+        self.check_length(int((position + (tokens if lengths is None else lengths)).max()))
 
 
 def _check_agrees(projection: Projection, asked: dict[str, int]) -> None:
-    """Options beside a Projection may repeat what it has, never contradict it."""
+    """Raise ValueError if an option contradicts the Projection that was given; repeating it is allowed."""
     has = {
         "rank": projection.rank,
         "max_length": projection.max_length,
@@ -347,7 +403,7 @@ def _check_agrees(projection: Projection, asked: dict[str, int]) -> None:
     }
     defaults = LinformerAttention.__init__.__kwdefaults__ or {}
     for option, value in asked.items():
-        # A convolution asked for R rows may have another number of stretches.
+        # A convolution may have fewer windows than the rank it was built with.
         if value not in (defaults[option], has[option], projection.asked_rank if option == "rank" else has[option]):
             raise ValueError(
                 f"{option}={value} contradicts the projection, which has {option}={has[option]}; build it with that, "
@@ -356,7 +412,7 @@ def _check_agrees(projection: Projection, asked: dict[str, int]) -> None:
 
 
 def _prefix_products(q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ_{j ≤ i} (q_i·k_j) v_j after what came before, (B, T, H, ·), and the sums Σ k vᵀ after it all."""
+    """Return Σ_{j ≤ i} (q_i·k_j) v_j (B, T, H, ·), given the sums Σ k vᵀ before, and the sums after the last token."""
     sums = Sums(before, before[..., 0], before[:, :, 0, 0])
     out, after = causal_linear(q, k, v, sums=sums, normalize=False)
     return out, after.kv

@@ -20,29 +20,47 @@ from longspan.protocol import Mechanism, State
 
 @dataclass
 class LocalState(State):
-    """The last tokens in a ring: position p in slot p modulo the ring's size."""
+    """The last tokens in a ring buffer: position p in slot p modulo its size."""
 
     k: Tensor  # (B, Hkv, ring, D)
     v: Tensor  # (B, Hkv, ring, E)
+
+    def positions(self) -> Tensor:
+        """Return the position of the token in each slot: (B, ring), before the start where there is none."""
+        ring, last = self.k.shape[2], self.end[:, None] - 1
+        return last - (last - torch.arange(ring, device=last.device)) % ring
+
+    def _merge(self, later: LocalState) -> LocalState:
+        newer = (later.positions() >= self.end[:, None])[:, None, :, None]
+        return replace(self, k=torch.where(newer, later.k, self.k), v=torch.where(newer, later.v, self.v))
 
 
 class LocalAttention(Mechanism):
     """Softmax over nearby keys: O(n·W) time, a state of the last W keys and values (or of the last blocks).
 
-    window: W keys, the query's own among them (non-causal: |i − j| < W), or (back, ahead), the number of keys on
-    either side of it. With look_back or look_ahead: the size of blocks; a query sees its own block whole, and that many
-    before and after it. Causal attention never looks ahead, whatever these say.
-    shared_qk: queries and keys share a space: keys are normalized, a token sees itself only if it sees nothing else.
-    bias: added to the scores: a module that maps distances i − j (n,) to (H, n), or a table
-    (H, P, (back + 1 + ahead)·P) of a query's place in its block of P and a key's place in that and the blocks it
-    reaches; P is W where the window is one of blocks, and any size where it is exact.
-    xpos: the scale base of xPos, rotary positions whose products fade with distance, so that a window may be widened
-    after training (`resize`); W / 2 is usual.
-    query_offset: queries are turned, by xPos or by rotary positions in halves, as if they stood so many tokens later;
-    0 is right, an older library that looks ahead trained with the length of what it sees there.
-    scale: of the scores, by default 1/√D. dropout: on the weights, in training.
+    Args:
+        num_heads: H.
+        head_dim: D.
+        num_kv_heads: Hkv, shared by groups of query heads; H unless given.
+        value_dim: E; D unless given.
+        window: W keys including the query's own (bidirectional: |i − j| < W), or (back, ahead), the number of keys on
+            either side of it. With look_back or look_ahead: the block size.
+        look_back: Number of blocks before its own that a query sees; it sees all of its own block.
+        look_ahead: Number of blocks after its own; causal attention never looks ahead.
+        shared_qk: Whether queries and keys share a space: keys are normalized, and a token sees itself only if it sees
+            nothing else.
+        bias: Added to the scores: a module that maps distances i − j (n,) to (H, n), or a table
+            (H, P, (back + 1 + ahead)·P) indexed by a query's place in its block of P tokens and a key's place in that
+            and the neighboring blocks; P is the block size, or any size with an exact window.
+        xpos: Scale base of xPos, rotary embedding whose products decay with distance, so that the window may be widened
+            after training (`resize`); W / 2 is usual.
+        query_offset: Number of positions by which queries are rotated further, by xPos or by rotary embedding without
+            interleaving. Only older checkpoints need another value than 0.
+        scale: Of the scores, 1/√D unless given.
+        dropout: On the weights, in training.
     """
 
+    state_type = LocalState
     supports_cross = False
 
     def __init__(
@@ -71,7 +89,7 @@ class LocalAttention(Mechanism):
             raise ValueError(f"xpos needs a positive scale base and an even head_dim, got {xpos} and {head_dim}")
         self.xpos = xpos
         if query_offset and head_dim % 2:
-            raise ValueError(f"query_offset turns pairs of features and needs an even head_dim, got {head_dim}")
+            raise ValueError(f"query_offset rotates pairs of features and needs an even head_dim, got {head_dim}")
         self.query_offset = query_offset
         self.window = _window(window, look_back, look_ahead, shared_qk)
         self.bias: nn.Module | Tensor | None
@@ -92,7 +110,7 @@ class LocalAttention(Mechanism):
             self.bias = bias
 
     def resize(self, window: int) -> None:
-        """Another window of the same kind (exact, or blocks of this size); states made before do not fit it."""
+        """Set another window of the same kind (exact, or blocks of this size); earlier states do not fit it."""
         if isinstance(self.bias, Tensor):
             raise ValueError("a window with a bias table cannot be resized: the table has its size")
         back, ahead = (self.window.back, self.window.ahead) if self.window.block_size else (None, None)
@@ -107,34 +125,42 @@ class LocalAttention(Mechanism):
         batch_size: int,
         *,
         max_length: int | None = None,
+        start: Tensor | int | None = None,
+        transition: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> LocalState:
+        """Return an empty state; see `Mechanism.new_state`."""
         k, v = (
             torch.zeros(batch_size, self.num_kv_heads, self._ring, dim, device=device, dtype=dtype)
             for dim in (self.head_dim, self.value_dim)
         )
-        return LocalState(torch.zeros(batch_size, dtype=torch.int64, device=device), k, v)
+        return LocalState.empty(batch_size, start, device, k=k, v=v)
 
-    def _state_type(self) -> type[State]:
-        return LocalState
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
         return self._windowed(q, self._key(k), v, self.window, key_mask=key_mask)
 
-    def _attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
+    def _attend_causal(
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
+    ) -> Tensor:
         return self._windowed(q, self._key(k), v, self.window._replace(causal=True))
 
-    def _begin(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, packing: Packing | None) -> Tensor:
+    def _attend_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        gates: Tensor | None,
+        causal: bool,
+        key_mask: Tensor | None,
+        packing: Packing | None,
+        key_packing: Packing | None,
+    ) -> Tensor | None:
         if packing is None or not self._fused(q, k, v):
-            return super()._begin(q, k, v, key_mask, packing)
-        window, bounds = self.window._replace(causal=True), packing.bounds(q.shape[1])
-        return self._windowed(q, self._key(k), v, window, bounds=bounds)
-
-    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, key_packing: Packing) -> Tensor:
-        if not self._fused(q, k, v):
-            return super()._attend_packed(q, k, v, packing, key_packing)
-        return self._windowed(q, self._key(k), v, self.window, bounds=packing.bounds(q.shape[1]))
+            return None
+        bounds = packing.bounds(q.shape[1])
+        return self._windowed(q, self._key(k), v, self.window._replace(causal=causal), bounds=bounds)
 
     def decode_step(
         self,
@@ -142,31 +168,35 @@ class LocalAttention(Mechanism):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        turn: CosSin | Sequence[CosSin | None] | None = None,
+        *,
+        gates: Tensor | None = None,
+        rotary: CosSin | Sequence[CosSin | None] | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, State]:
+        """Extend by one token in place; see `Mechanism.decode_step`."""
         assert isinstance(state, LocalState)
-        assert turn is None or isinstance(turn, CosSin)
+        assert rotary is None or isinstance(rotary, CosSin)
         special = self._dropout or self.query_offset or self.bias is not None or self.xpos is not None
         if special or not self._fused(q, k, v) or why_not_triton(q, k, v, state.k, state.v) is not None:
             if special or self.window.block_size or self.window.shared_qk or q.device.type != "cpu":
-                return super().decode_step(state, q, k, v, turn, out)
-            q, k = apply_rotary(turn, q, k)
+                return super().decode_step(state, q, k, v, rotary=rotary, out=out)
+            q, k = apply_rotary(rotary, q, k)
             return copy_out(self._step_exact(state, q, k, v), out), state
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         ring, length = (state.k, state.v), state.length
-        return window_decode_step(q, k, v, ring, self.window, length=length, scale=scale, rotary=turn, out=out), state
+        out = window_decode_step(q, k, v, ring, self.window, length=length, scale=scale, rotary=rotary, out=out)
+        return out, state
 
     def _step_exact(self, state: LocalState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """A token in its slot of the ring, and its query over the slots that are filled: the window is the ring."""
+        """Write a token into its slot and attend over the filled slots: an exact window is the whole ring buffer."""
         keys, values, seen = state.k, state.v, None
         B, Hkv, ring, _ = keys.shape
         if B == 1:
-            place = int(state.length)
-            keys.select(2, place % ring).copy_(k.squeeze(1))
-            values.select(2, place % ring).copy_(v.squeeze(1))
-            if place < ring - 1:
-                keys, values = keys[:, :, : place + 1], values[:, :, : place + 1]
+            position = int(state.length)
+            keys.select(2, position % ring).copy_(k.squeeze(1))
+            values.select(2, position % ring).copy_(v.squeeze(1))
+            if position < ring - 1:
+                keys, values = keys[:, :, : position + 1], values[:, :, : position + 1]
         else:
             slot = (state.length % ring)[:, None, None, None]
             for held, x in ((keys, k), (values, v)):
@@ -178,50 +208,56 @@ class LocalAttention(Mechanism):
         return out.transpose(1, 2)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether the kernels take these, and with them a packed row as it lies."""
+        """Whether the kernels take these tensors, and with them packed rows."""
         with_bias, with_xpos = self.bias is not None, self.xpos is not None
         return window_op.why_not_triton(q, k, v, bias=with_bias, xpos=with_xpos) is None
 
     def _extend(
-        self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> tuple[Tensor, LocalState]:
         assert isinstance(state, LocalState)
-        ring = self._ring
-        index = (state.length[:, None] + torch.arange(ring, device=q.device)) % ring
+        ring, end = self._ring, state.end
+        index = (end[:, None] + torch.arange(ring, device=q.device)) % ring
         recent = [torch.take_along_dim(x, index[:, None, :, None], 2).transpose(1, 2) for x in (state.k, state.v)]
         keys, values = torch.cat([recent[0], self._key(k)], 1), torch.cat([recent[1], v], 1)
-        out = self._windowed(q, keys, values, self.window._replace(causal=True), start=state.length - ring)
-        return out, self._write(state, k, v, lengths)
+        key_mask = None
+        if state.start is not None:  # Slots before the start are empty, though their positions are not negative.
+            slot = torch.arange(keys.shape[1], device=q.device)
+            key_mask = slot >= ring - state.length[:, None]
+        window = self.window._replace(causal=True)
+        out = self._windowed(q, keys, values, window, key_mask=key_mask, start=end - ring)
+        return out, self._write(state, k, v, gates=None, lengths=lengths)
 
-    def _write(self, state: State, k: Tensor, v: Tensor, lengths: Tensor | None) -> LocalState:
+    def _write(self, state: State, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None) -> LocalState:
         assert isinstance(state, LocalState)
         T, xs = k.shape[1], (self._key(k).transpose(1, 2), v.transpose(1, 2))
-        length = state.length + (T if lengths is None else lengths)
+        after = replace(state, length=state.length + (T if lengths is None else lengths))
         if T == 1 and lengths is None:
-            slot = (state.length % self._ring)[:, None, None, None]
+            slot = (state.end % self._ring)[:, None, None, None]
             write = torch.scatter if torch.is_grad_enabled() else Tensor.scatter_
             k, v = (
                 write(old, 2, slot.expand(-1, x.shape[1], 1, x.shape[3]), x)
                 for old, x in zip((state.k, state.v), xs, strict=True)
             )
-            return replace(state, length=length, k=k, v=v)
-        new = self._positions(length) - state.length[:, None]  # (B, ring): which new token each slot now holds
+            return replace(after, k=k, v=v)
+        new = after.positions() - state.end[:, None]  # (B, ring): which new token each slot now holds
         index = new.clamp(0, T - 1)[:, None, :, None]
         k, v = (
             torch.where((new >= 0)[:, None, :, None], torch.take_along_dim(x, index, 2), old)
             for old, x in zip((state.k, state.v), xs, strict=True)
         )
-        return replace(state, length=length, k=k, v=v)
+        return replace(after, k=k, v=v)
 
     def _read(self, state: State, q: Tensor) -> Tensor:
         assert isinstance(state, LocalState)
-        i = (state.length - 1)[:, None, None]  # (B, 1, 1)
-        j = self._positions(state.length)[:, None]  # (B, 1, ring)
+        i = (state.end - 1)[:, None, None]  # (B, 1, 1)
+        j = state.positions()[:, None]  # (B, 1, ring)
+        first = 0 if state.start is None else state.start[:, None, None]
         window = self.window._replace(causal=True)
-        seen = window.hide_self(window.contains(i, j) & (j >= 0), i, j)
+        seen = window.hide_self(window.contains(i, j) & (j >= first), i, j)
         bias = self._bias(q.device)
         added = None if bias is None else bias(i, j).movedim(0, 1)  # (B, H, 1, ring)
-        k, q = state.k, self._turned(q)
+        k, q = state.k, self._offset_queries(q)
         if self.xpos is not None:
             q = xpos_rotate(q, torch.zeros_like(i[:, :, 0]), self.xpos)
             k = xpos_rotate(k.transpose(1, 2), (j - i)[:, 0].clamp(min=-self._ring), -self.xpos).transpose(1, 2)
@@ -237,20 +273,14 @@ class LocalAttention(Mechanism):
         )
         return out.transpose(1, 2)
 
-    def _positions(self, length: Tensor) -> Tensor:
-        """(B, ring): the position each slot holds after `length` tokens, negative where none."""
-        slot = torch.arange(self._ring, device=length.device)
-        last = length[:, None] - 1
-        return last - (last - slot) % self._ring
-
     def _key(self, k: Tensor) -> Tensor:
         return F.normalize(k, dim=-1) if self.shared_qk else k
 
-    def _turned(self, q: Tensor) -> Tensor:
+    def _offset_queries(self, q: Tensor) -> Tensor:
         if not self.query_offset:
             return q
-        further = torch.tensor([self.query_offset], device=q.device)
-        return xpos_rotate(q, further, math.inf if self.xpos is None else self.xpos)
+        offset = torch.tensor([self.query_offset], device=q.device)
+        return xpos_rotate(q, offset, math.inf if self.xpos is None else self.xpos)
 
     @property
     def _dropout(self) -> float:
@@ -268,7 +298,7 @@ class LocalAttention(Mechanism):
         bounds: Tensor | None = None,
     ) -> Tensor:
         return window_attention(
-            self._turned(q),
+            self._offset_queries(q),
             k,
             v,
             window,
@@ -286,7 +316,7 @@ class LocalAttention(Mechanism):
             return None
         if isinstance(self.bias, Tensor):
             return table_bias(self.bias, _blocks(self.window, self.bias.shape[1])[0])
-        # Once for each distance, then looked up.
+        # Evaluated once for each distance, then looked up.
         back, ahead = self._ring - 1, self.window._replace(causal=False).reach[1]
         distances = torch.arange(-ahead, back + 1, device=device)
         by_distance = self.bias(distances)
@@ -294,7 +324,7 @@ class LocalAttention(Mechanism):
 
 
 def _blocks(window: Window, size: int) -> tuple[int, int]:
-    """How many blocks of `size` before a query's own, and after it, hold keys it may see."""
+    """Return the number of blocks of `size` before a query's own, and after it, with keys that it may see."""
     return (window.back, window.ahead) if window.block_size else (-(-window.back // size), -(-window.ahead // size))
 
 

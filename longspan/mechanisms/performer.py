@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.mechanisms.feature_maps import ACTIVATIONS, Favor, Generalized, RandomFeatures, Softmax
-from longspan.mechanisms.linear import LinearAttention, LinearState
-from longspan.protocol import FeatureMap, State
+from longspan.mechanisms.linear import LinearAttention
+from longspan.ops.linear.feature_maps import orthogonal_rows
+from longspan.protocol import FeatureMap
 from longspan.utils import choose
 
 
 class PerformerAttention(LinearAttention):
     """Choromanski et al., 2021: exp(q·k/√D) estimated by M positive orthogonal random features.
 
-    Causal keys are stabilized by a running maximum kept in the state, not by a maximum over all positions: the future
-    moves nothing, and decoding reproduces training.
+    Causal keys are stabilized by a running maximum in the state, not by a maximum over all positions, so that future
+    keys change no output and decoding reproduces training.
 
-    num_features: M, by default ⌊D ln D⌋.
-    kernel: "softmax", or an activation (by name, or a function) for the generalized kernel activation(w·x) + epsilon.
-    projection: False takes x in place of w·x; with "softmax" that is `linear` with its softmax map.
-    row_norms: "sampled" like Gaussian rows, or "unit", all √D.
-    epsilon: added to features: None is 0 for "softmax" and 0.001 for a generalized kernel.
-    redraw_interval: training forwards (calls of `advance`) between redraws; None never redraws.
+    Args:
+        num_heads: H.
+        head_dim: D.
+        num_kv_heads: Hkv, shared by groups of query heads; H unless given.
+        value_dim: E; D unless given.
+        num_features: M, ⌊D ln D⌋ unless given.
+        kernel: "softmax", or an activation (a name or a function) for the generalized kernel activation(w·x) + epsilon.
+        projection: Whether features are of w·x, or of x itself; "softmax" without is `linear` with its softmax map.
+        row_norms: "sampled" as of Gaussian vectors, or "unit", all √D.
+        epsilon: Added to the features: None is 0 for "softmax" and 0.001 for a generalized kernel.
+        redraw_interval: Training forwards of a model (calls of `count_forward`) between redraws; None never redraws.
+        normalize: As for `linear`.
+        phantom: As for `linear`.
     """
 
-    counts: Tensor  # (2,) int64: draws so far, training forwards since the last; saved, so that a resumed run goes on
+    counts: Tensor  # (2,) int64: number of redraws, training forwards since the last one
 
     def __init__(
         self,
@@ -82,99 +87,73 @@ class PerformerAttention(LinearAttention):
             normalize=normalize,
             phantom=phantom,
         )
-        self.redraw_interval = redraw_interval
+        self.redraw_interval, self.row_norms = redraw_interval, row_norms
         self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
-        self.draw, self._forwards = 0, 0  # the same numbers, known without asking the device
-        self._ticket = _new_ticket(self)
+        self.clock = torch.zeros(
+            2, dtype=torch.int64
+        )  # the same numbers on the CPU: reading them needs no synchronization
+
+    @property
+    def draw(self) -> int | None:
+        """Number of redraws so far; None in compiled code, which must not depend on it."""
+        return None if torch.compiler.is_compiling() else int(self.clock[0])
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        """New random features; states made before are refused from now on. Nothing without a projection."""
-        self._redraw(self.counts, self._projection, generator)
+        """Draw new random features; earlier states are refused from now on. Does nothing without a projection."""
+        if self._projection is not None:
+            _redraw(self.clock, self.counts, self._projection, self.row_norms == "unit", generator)
 
-    def advance(self) -> None:
-        """Counts a training forward and redraws when the interval has passed; does nothing in eval mode."""
+    def count_forward(self) -> None:
+        """Count a training forward and redraw when the interval has passed; does nothing in eval mode.
+
+        A model calls it before its first layer, outside anything that is recomputed.
+        """
         if not self.training or self.redraw_interval is None:
             return
-        if torch.compiler.is_compiling():
-            # Counted out of the compiler's sight, which would take each count for another program.
-            _advance_ticket(self.counts, self._projection, self._ticket)
-        else:
-            self._advance(self.counts, self._projection)
-
-    def _advance(self, counts: Tensor, projection: Tensor | None) -> None:
-        assert self.redraw_interval is not None
-        self._count(counts, self.draw, self._forwards + 1)
-        if self._forwards >= self.redraw_interval:
-            self._redraw(counts, projection, None)
-
-    def _redraw(self, counts: Tensor, projection: Tensor | None, generator: torch.Generator | None) -> None:
-        if projection is not None:
-            assert isinstance(self.feature_map, RandomFeatures)
-            projection.copy_(self.feature_map.drawn(generator))
-            self._count(counts, self.draw + 1, 0)
+        # An operation of its own to a compiler, which would otherwise compile another graph for each count.
+        count = _count_forward_op if torch.compiler.is_compiling() else _count_forward
+        count(self.clock, self.counts, self._projection, self.redraw_interval, self.row_norms == "unit")
 
     @property
     def _projection(self) -> Tensor | None:
         return self.feature_map.projection if isinstance(self.feature_map, RandomFeatures) else None
 
-    def new_state(
-        self,
-        batch_size: int,
-        *,
-        max_length: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> LinearState:
-        state = super().new_state(batch_size, max_length=max_length, device=device, dtype=dtype)
-        return replace(state, draw=self.draw)
-
-    def _new_state_like(self, q: Tensor, batch_size: int) -> LinearState:
-        # Nobody keeps it, so the draw is not asked for: to a compiler each would be another program.
-        return super().new_state(batch_size, device=q.device, dtype=q.dtype)
-
-    def _check_state(self, state: State, x: Tensor, packing: Any) -> None:
-        super()._check_state(state, x, packing)
-        assert isinstance(state, LinearState)
-        if state.draw != self.draw:
-            raise ValueError(
-                f"this state was written with draw {state.draw} of the random features, the mechanism now has draw "
-                f"{self.draw}: start from new_state(), or redraw less often"
-            )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._ticket = _new_ticket(self)  # a copy is advanced for itself
-
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.draw, self._forwards = self.counts.tolist()
-
-    def _count(self, counts: Tensor, draw: int, forwards: int) -> None:
-        self.draw, self._forwards = draw, forwards
-        # Filled, not copied: a copy from the host would wait for the device.
-        counts[0].fill_(draw)
-        counts[1].fill_(forwards)
+        self.clock.copy_(self.counts)
 
 
-_tickets = itertools.count()
-_holders: weakref.WeakValueDictionary[int, PerformerAttention] = weakref.WeakValueDictionary()
+def random_feature_mechanisms(module: nn.Module) -> list[PerformerAttention]:
+    """Return every Performer in a module, to redraw its features on a schedule of the caller's."""
+    return [found for found in module.modules() if isinstance(found, PerformerAttention)]
 
 
-def _new_ticket(mechanism: PerformerAttention) -> int:
-    ticket = next(_tickets)
-    _holders[ticket] = mechanism
-    return ticket
+def _count_forward(clock: Tensor, counts: Tensor, projection: Tensor | None, interval: int, unit: bool) -> None:
+    """Add a training forward to the counts, or redraw the projection (M, D) when there are `interval` of them."""
+    clock[1] += 1
+    if projection is not None and clock[1] >= interval:
+        _redraw(clock, counts, projection, unit, None)
+    else:
+        _store(clock, counts)
 
 
-def _advance_holder(counts: Tensor, projection: Tensor | None, ticket: int) -> None:
-    """Into the tensors given, which a compiler may have put in place of the mechanism's own."""
-    _holders[ticket]._advance(counts, projection)
+def _redraw(clock: Tensor, counts: Tensor, projection: Tensor, unit: bool, generator: torch.Generator | None) -> None:
+    projection.copy_(orthogonal_rows(*projection.shape, unit=unit, generator=generator))
+    clock[0] += 1
+    clock[1] = 0
+    _store(clock, counts)
 
 
-_advance_ticket = torch.library.custom_op(
-    "longspan::advance_random_features",
-    _advance_holder,
-    mutates_args=("counts", "projection"),
+def _store(clock: Tensor, counts: Tensor) -> None:
+    # Filled, not copied: a copy from the host would wait for the device.
+    for place, number in zip(counts, clock.tolist(), strict=True):
+        place.fill_(number)
+
+
+_count_forward_op = torch.library.custom_op(
+    "longspan::count_forward",
+    _count_forward,
+    mutates_args=("clock", "counts", "projection"),
     # A replayed CUDA graph would count nothing.
     tags=[torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else (),
 )

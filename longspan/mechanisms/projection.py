@@ -119,11 +119,15 @@ class Projection(nn.Module):
         """x divided by how many times a periodic table has begun when `length` tokens have been seen."""
         return x / (-(-length // self.max_length)).clamp(min=1) if self.periodic else x
 
-    def live(self, length: Tensor) -> Tensor:
-        """(..., R): which rows hold a token when `length` (...) tokens have been seen."""
+    def live(self, length: Tensor, start: Tensor | None = None) -> Tensor:
+        """Return which compressed keys hold one of `length` (...) tokens, the first at `start` (...): (..., R)."""
         row = torch.arange(self.rank, device=length.device)
-        first = row * self.stride if self.kind == "convolution" else torch.zeros_like(row)
-        return length[..., None] > first
+        if self.kind != "convolution":
+            return length[..., None] > torch.zeros_like(row)
+        if start is None:
+            return length[..., None] > row * self.stride
+        start, end = start[..., None], (start + length)[..., None]
+        return (end > row * self.stride) & (start < (row + 1) * self.stride) & (length[..., None] > 0)
 
     def live_under(self, key_mask: Tensor) -> Tensor:
         """(B, R): which rows hold a token that key_mask (B, S) keeps."""

@@ -1,4 +1,4 @@
-"""Full softmax attention on PyTorch's SDPA: the baseline, with n² cost and a state that keeps every token."""
+"""Full softmax attention with PyTorch's SDPA: the baseline, with O(n²) cost and a state of every key and value."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from longspan.protocol import Index, Mechanism, State
 
 @dataclass
 class SoftmaxState(State):
-    """Every key and value so far, token i in slot i. A state made with max_length keeps its size, and a spare slot
-    for padding; one without grows with each write.
+    """Every key and value so far, the i-th token in slot i.
+
+    With max_length the buffers have a fixed size and one more slot for padding; without, they grow with each write.
     """
 
     k: Tensor  # (B, Hkv, capacity, D)
@@ -23,12 +24,29 @@ class SoftmaxState(State):
     max_length: int | None = None
 
     def put(self, index: Index, rows: SoftmaxState) -> SoftmaxState:
-        room = max(self.k.shape[2], rows.k.shape[2]) if isinstance(rows, SoftmaxState) else 0
-        return State.put(_grown(self, room), index, _grown(rows, room) if room else rows)
+        """Replace rows as `State.put` does; the smaller of the two buffers grows first."""
+        capacity = max(self.k.shape[2], rows.k.shape[2]) if isinstance(rows, SoftmaxState) else 0
+        return State.put(_grow(self, capacity), index, _grow(rows, capacity) if capacity else rows)
+
+    def _merge(self, later: SoftmaxState) -> SoftmaxState:
+        capacity = later.k.shape[2] - (later.max_length is not None)
+        k, v = later.k[:, :, :capacity], later.v[:, :, :capacity]
+        return _append(self, k, v, self.length + later.length, in_place=False)
 
 
 class SoftmaxAttention(Mechanism):
-    """softmax(q kᵀ · scale) v, scale 1/√D unless given. dropout: on the weights, in training."""
+    """softmax(q kᵀ · scale) v.
+
+    Args:
+        num_heads: H.
+        head_dim: D.
+        num_kv_heads: Hkv, shared by groups of query heads; H unless given.
+        value_dim: E; D unless given.
+        scale: Of the scores, 1/√D unless given.
+        dropout: On the weights, in training.
+    """
+
+    state_type = SoftmaxState
 
     def __init__(
         self,
@@ -50,22 +68,45 @@ class SoftmaxAttention(Mechanism):
         batch_size: int,
         *,
         max_length: int | None = None,
+        start: Tensor | int | None = None,
+        transition: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> SoftmaxState:
+        """Return an empty state; see `Mechanism.new_state`."""
         capacity = 0 if max_length is None else max_length + 1
         k, v = (
             torch.zeros(batch_size, self.num_kv_heads, capacity, dim, device=device, dtype=dtype)
             for dim in (self.head_dim, self.value_dim)
         )
-        return SoftmaxState(torch.zeros(batch_size, dtype=torch.int64, device=device), k, v, max_length)
+        return SoftmaxState.empty(batch_size, start, device, k=k, v=v, max_length=max_length)
 
-    def _state_type(self) -> type[State]:
-        return SoftmaxState
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
         mask = None if key_mask is None else key_mask[:, None, None]
         return self._sdpa(q, k.transpose(1, 2), v.transpose(1, 2), mask)
+
+    def _attend_causal(
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
+    ) -> Tensor:
+        return self._sdpa(q, k.transpose(1, 2), v.transpose(1, 2), None, causal=True)
+
+    def _extend(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
+    ) -> tuple[Tensor, SoftmaxState]:
+        assert isinstance(state, SoftmaxState)
+        T = q.shape[1]
+        new = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)
+        mask = torch.cat([_filled(state)[:, None].expand(-1, T, -1), new], 2)[:, None]
+        keys, values = (torch.cat([old, x.transpose(1, 2)], 2) for old, x in ((state.k, k), (state.v, v)))
+        return self._sdpa(q, keys, values, mask), self._write(state, k, v, gates=None, lengths=lengths)
+
+    def _write(
+        self, state: State, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
+    ) -> SoftmaxState:
+        assert isinstance(state, SoftmaxState)
+        length = state.length + (k.shape[1] if lengths is None else lengths)
+        in_place = state.max_length is not None and not torch.is_grad_enabled()
+        return _append(state, k.transpose(1, 2), v.transpose(1, 2), length, in_place=in_place)
 
     def _read(self, state: State, q: Tensor) -> Tensor:
         assert isinstance(state, SoftmaxState)
@@ -73,53 +114,39 @@ class SoftmaxAttention(Mechanism):
             return q.new_zeros(*q.shape[:3], self.value_dim)
         return self._sdpa(q, state.k, state.v, _filled(state)[:, None, None])
 
-    def _write(self, state: State, k: Tensor, v: Tensor, lengths: Tensor | None) -> SoftmaxState:
-        assert isinstance(state, SoftmaxState)
-        T = k.shape[1]
-        length = state.length + (T if lengths is None else lengths)
-        slot = state.length[:, None] + torch.arange(T, device=k.device)
-        if state.max_length is None:
-            state = _grown(state, state.k.shape[2] + T)
-        else:
-            _check_room(length, state.max_length)
-            # Padding goes to the spare slot.
-            slot = slot.clamp(max=state.max_length)
-        buffers = []
-        for buffer, x in ((state.k, k), (state.v, v)):
-            index, x = slot[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3]), x.transpose(1, 2)
-            consume = state.max_length is not None and not torch.is_grad_enabled()
-            buffers.append(buffer.scatter_(2, index, x) if consume else buffer.scatter(2, index, x))
-        return replace(state, length=length, k=buffers[0], v=buffers[1])
-
-    def _attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
-        return self._sdpa(q, k.transpose(1, 2), v.transpose(1, 2), None, causal=True)
-
-    def _extend(
-        self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
-    ) -> tuple[Tensor, SoftmaxState]:
-        assert isinstance(state, SoftmaxState)
-        T = q.shape[1]
-        new = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)
-        mask = torch.cat([_filled(state)[:, None].expand(-1, T, -1), new], 2)[:, None]
-        keys, values = (torch.cat([old, x.transpose(1, 2)], 2) for old, x in ((state.k, k), (state.v, v)))
-        return self._sdpa(q, keys, values, mask), self._write(state, k, v, lengths)
-
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         grouped, q = self.num_heads > self.num_kv_heads, q.transpose(1, 2)
         return attend(q, k, v, mask, causal=causal, grouped=grouped, scale=self.scale, dropout=dropout).transpose(1, 2)
 
 
+def _append(state: SoftmaxState, k: Tensor, v: Tensor, length: Tensor, *, in_place: bool) -> SoftmaxState:
+    """Write k (B, Hkv, T, D) and v (B, Hkv, T, E) behind the state's tokens, of which there are then `length`."""
+    T = k.shape[2]
+    slot = state.length[:, None] + torch.arange(T, device=k.device)
+    if state.max_length is None:
+        state = _grow(state, state.k.shape[2] + T)
+    else:
+        _check_capacity(length, state.max_length)
+        # Padding goes to the spare slot.
+        slot = slot.clamp(max=state.max_length)
+    buffers = []
+    for buffer, x in ((state.k, k), (state.v, v)):
+        index = slot[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+        buffers.append(buffer.scatter_(2, index, x) if in_place else buffer.scatter(2, index, x))
+    return replace(state, length=length, k=buffers[0], v=buffers[1])
+
+
 def _filled(state: SoftmaxState) -> Tensor:
     return torch.arange(state.k.shape[2], device=state.k.device) < state.length[:, None]
 
 
-def _grown(state: SoftmaxState, capacity: int) -> SoftmaxState:
+def _grow(state: SoftmaxState, capacity: int) -> SoftmaxState:
     more = capacity - state.k.shape[2]
     return replace(state, k=F.pad(state.k, (0, 0, 0, more)), v=F.pad(state.v, (0, 0, 0, more)))
 
 
-def _check_room(length: Tensor, max_length: int) -> None:
+def _check_capacity(length: Tensor, max_length: int) -> None:
     message = (
         f"a state made with max_length={max_length} is full; make it larger, or leave max_length out to let it grow"
     )

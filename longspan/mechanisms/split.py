@@ -1,39 +1,53 @@
-"""Heads divided among mechanisms: local heads beside global ones, in one layer."""
+"""Heads divided among mechanisms: local heads beside global ones in one layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from longspan.layout import Packing
 from longspan.ops.decode import CosSin
 from longspan.protocol import Index, Mechanism, State
 
 
 @dataclass
 class SplitState(State):
-    """The parts' states, in order."""
+    """The states of the parts, in order."""
 
     parts: tuple[State, ...]
 
     def put(self, index: Index, rows: State) -> SplitState:
-        if not isinstance(rows, SplitState):
-            raise ValueError(f"rows must be a SplitState like the state they go into, got a {type(rows).__name__}")
-        # Each part by its own rule: one that keeps every token may have to grow.
+        """Replace rows as `State.put` does, each part in its own way: one that stores every token may have to grow."""
+        self._check_same_type(rows, "rows must be")
+        assert isinstance(rows, SplitState)
         parts = tuple(part.put(index, other) for part, other in zip(self.parts, rows.parts, strict=True))
-        return SplitState(State(self.length).put(index, State(rows.length)).length, parts)
+        return replace(State.put(replace(self, parts=()), index, replace(rows, parts=())), parts=parts)
+
+    def _merge(self, later: SplitState) -> SplitState:
+        parts = zip(self.parts, later.parts, strict=True)
+        return replace(self, parts=tuple(part.merge(other) for part, other in parts))
 
 
 class SplitAttention(Mechanism):
-    """The first heads to the first mechanism, the next to the second, and so on.
+    """The first heads use the first mechanism, the next ones the second, and so on.
 
-    parts: each {"mechanism": name, "num_heads": heads, **options}. Key/value heads follow their query heads; a single
-    key/value head serves all parts, otherwise parts end where groups end.
+    Parts with key/value heads of their own read the first columns of their heads' gates, as many as they need:
+    num_gates is the largest number. Parts that share one key/value head have columns of their own, in order: num_gates
+    is their sum.
+
+    Args:
+        num_heads: H.
+        head_dim: D.
+        num_kv_heads: Hkv; H unless given. Key/value heads follow their query heads: a single one serves all parts,
+            otherwise parts consist of complete groups.
+        value_dim: E; D unless given.
+        parts: For each part {"mechanism": name, "num_heads": heads, **options}.
     """
+
+    state_type = SplitState
 
     def __init__(
         self,
@@ -68,6 +82,8 @@ class SplitAttention(Mechanism):
             built.append(build_mechanism(part["mechanism"], part["num_heads"], head_dim, **shape, **options))
         self.parts = nn.ModuleList(built)
         self.heads_alike = False
+        gates = [part.num_gates for part in built]
+        self.num_gates = sum(gates) if self.num_kv_heads == 1 else max(gates, default=0)
         self.supports_causal = all(part.supports_causal for part in built)
         self.supports_cross = all(part.supports_cross for part in built)
 
@@ -76,43 +92,67 @@ class SplitAttention(Mechanism):
         batch_size: int,
         *,
         max_length: int | None = None,
+        start: Tensor | int | None = None,
+        transition: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> SplitState:
-        parts = tuple(
-            part.new_state(batch_size, max_length=max_length, device=device, dtype=dtype) for part in self._mechanisms()
-        )
-        return SplitState(torch.zeros(batch_size, dtype=torch.int64, device=device), parts)
+        """Return an empty state; see `Mechanism.new_state`."""
+        options: dict[str, Any] = {"max_length": max_length, "start": start, "transition": transition}
+        options |= {"device": device, "dtype": dtype}
+        parts = tuple(part.new_state(batch_size, **options) for part in self._mechanisms())
+        return SplitState.empty(batch_size, start, device, parts=parts)
 
-    def advance(self) -> None:
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if a part cannot hold sequences of `length` tokens."""
         for part in self._mechanisms():
-            part.advance()
+            part.check_length(length)
 
-    def _state_type(self) -> type[State]:
-        return SplitState
+    def check_state(self, state: State, batch_size: int) -> None:
+        """Raise ValueError unless every part can continue from its state."""
+        super().check_state(state, batch_size)
+        for part, held in zip(self._mechanisms(), self._states(state), strict=True):
+            part.check_state(held, batch_size)
 
-    def _check_state(self, state: State, x: Tensor, packing: Packing | None) -> None:
-        super()._check_state(state, x, packing)
-        assert isinstance(state, SplitState)
-        for part, held in zip(self._mechanisms(), state.parts, strict=True):
-            part._check_state(held, x, packing)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        return torch.cat(
+            [
+                part._attend(q, k, v, gates=g, key_mask=key_mask)
+                for part, q, k, v, g in zip(
+                    self._mechanisms(), self._queries(q), self._keys(k), self._keys(v), self._gates(gates), strict=True
+                )
+            ],
+            2,
+        )
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        parts = zip(self._mechanisms(), self._queries(q), self._keys(k), self._keys(v), strict=True)
-        return torch.cat([part._attend(q, k, v, key_mask) for part, q, k, v in parts], 2)
-
-    def _attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
-        parts = zip(self._mechanisms(), self._queries(q), self._keys(k), self._keys(v), strict=True)
-        return torch.cat([part._attend_causal(q, k, v, lengths) for part, q, k, v in parts], 2)
+    def _attend_causal(
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
+    ) -> Tensor:
+        parts = zip(self._mechanisms(), self._queries(q), self._keys(k), self._keys(v), self._gates(gates), strict=True)
+        return torch.cat([part._attend_causal(q, k, v, gates=g, lengths=lengths) for part, q, k, v, g in parts], 2)
 
     def _extend(
-        self, state: State, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> tuple[Tensor, SplitState]:
+        outs, after = [], []
+        given = self._states(state), self._queries(q), self._keys(k), self._keys(v), self._gates(gates)
+        for part, held, q, k, v, g in zip(self._mechanisms(), *given, strict=True):
+            out, held = part._extend(held, q, k, v, gates=g, lengths=lengths)
+            outs.append(out)
+            after.append(held)
+        return torch.cat(outs, 2), self._state_of(state, after)
+
+    def _write(self, state: State, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None) -> SplitState:
         parts = zip(
-            self._mechanisms(), self._states(state), self._queries(q), self._keys(k), self._keys(v), strict=True
+            self._mechanisms(), self._states(state), self._keys(k), self._keys(v), self._gates(gates), strict=True
         )
-        outs, after = zip(*(part._extend(held, q, k, v, lengths) for part, held, q, k, v in parts), strict=True)
-        return torch.cat(outs, 2), SplitState(after[0].length, after)
+        return self._state_of(
+            state, [part._write(held, k, v, gates=g, lengths=lengths) for part, held, k, v, g in parts]
+        )
+
+    def _read(self, state: State, q: Tensor) -> Tensor:
+        parts = zip(self._mechanisms(), self._states(state), self._queries(q), strict=True)
+        return torch.cat([part._read(held, x) for part, held, x in parts], 2)
 
     def decode_step(
         self,
@@ -120,39 +160,52 @@ class SplitAttention(Mechanism):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        turn: CosSin | Sequence[CosSin | None] | None = None,
+        *,
+        gates: Tensor | None = None,
+        rotary: CosSin | Sequence[CosSin | None] | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        turns = [turn] * len(self.sizes) if turn is None or isinstance(turn, CosSin) else turn
-        # On a GPU parts put their answers side by side themselves; elsewhere one call more is less than one a part.
-        room = q.new_empty(*q.shape[:3], self.value_dim) if q.is_cuda and out is None else out
-        rooms = [None] * len(self.sizes) if room is None else room.split(self.sizes, 2)
-        states, outs, after, moved = self._states(state), [], [], False
-        given = self._queries(q), self._keys(k), self._keys(v), turns, rooms
-        for part, held, *rest in zip(self._mechanisms(), states, *given, strict=True):
-            answer, own = part.decode_step(held, *rest)
-            moved = moved or own is not held
+        """Extend by one token in place; see `Mechanism.decode_step`."""
+        assert isinstance(state, SplitState)
+        rotations = [rotary] * len(self.sizes) if rotary is None or isinstance(rotary, CosSin) else rotary
+        # On a GPU the parts write into one buffer; elsewhere one concatenation costs less than a copy per part.
+        buffer = q.new_empty(*q.shape[:3], self.value_dim) if q.is_cuda and out is None else out
+        buffers = [None] * len(self.sizes) if buffer is None else buffer.split(self.sizes, 2)
+        outs, after, replaced = [], [], False
+        given = self._queries(q), self._keys(k), self._keys(v), self._gates(gates), rotations, buffers
+        for part, held, q, k, v, g, turn, into in zip(self._mechanisms(), state.parts, *given, strict=True):
+            answer, own = part.decode_step(held, q, k, v, gates=g, rotary=turn, out=into)
+            replaced = replaced or own is not held
             outs.append(answer)
             after.append(own)
-        found = torch.cat(outs, 2) if room is None else room
-        return found, SplitState(state.length, tuple(after)) if moved else state
+        found = torch.cat(outs, 2) if buffer is None else buffer
+        return found, replace(state, parts=tuple(after)) if replaced else state
 
     def decode_state(self, state: State, dtype: torch.dtype) -> SplitState:
-        parts = zip(self._mechanisms(), self._states(state), strict=True)
-        return SplitState(state.length, tuple(part.decode_state(held, dtype) for part, held in parts))
+        """Return the parts' states as they decode with them."""
+        assert isinstance(state, SplitState)
+        parts = zip(self._mechanisms(), state.parts, strict=True)
+        return replace(state, parts=tuple(part.decode_state(held, dtype) for part, held in parts))
 
     def finish_decode(self, state: State) -> SplitState:
-        parts = zip(self._mechanisms(), self._states(state), strict=True)
-        return SplitState(state.length, tuple(part.finish_decode(held) for part, held in parts))
+        """Return the parts' states as everything else takes them."""
+        assert isinstance(state, SplitState)
+        parts = zip(self._mechanisms(), state.parts, strict=True)
+        return replace(state, parts=tuple(part.finish_decode(held) for part, held in parts))
 
-    def _write(self, state: State, k: Tensor, v: Tensor, lengths: Tensor | None) -> SplitState:
-        parts = zip(self._mechanisms(), self._states(state), self._keys(k), self._keys(v), strict=True)
-        after = tuple(part._write(held, k, v, lengths) for part, held, k, v in parts)
-        return SplitState(after[0].length, after)
+    def _state_of(self, before: State, parts: Sequence[State]) -> SplitState:
+        assert isinstance(before, SplitState)
+        return replace(before, length=parts[0].length, parts=tuple(parts))
 
-    def _read(self, state: State, q: Tensor) -> Tensor:
-        parts = zip(self._mechanisms(), self._states(state), self._queries(q), strict=True)
-        return torch.cat([part._read(held, x) for part, held, x in parts], 2)
+    def _gates(self, gates: Tensor | None) -> Sequence[Tensor | None]:
+        """Return each part's columns of its heads' gates."""
+        numbers = [part.num_gates for part in self._mechanisms()]
+        if gates is None:
+            return [None] * len(numbers)
+        if self.num_kv_heads == 1:
+            return [own if number else None for own, number in zip(gates.split(numbers, 3), numbers, strict=True)]
+        heads = gates.split_with_sizes(self.kv_sizes, 2)
+        return [own[..., :number] if number else None for own, number in zip(heads, numbers, strict=True)]
 
     def _mechanisms(self) -> list[Mechanism]:
         return cast("list[Mechanism]", list(self.parts))

@@ -42,8 +42,8 @@ def attention_map(
     positions = _positions(queries, x.shape[1])
     with torch.inference_mode(False):  # Gradients are how it works, also where there are to be none.
         key_mask = None if key_mask is None else key_mask.clone()
-        q, k, v = _projected(layer, x, key_mask, context)
-        rows = [_row(layer, q, k, v, i, key_mask) for i in positions]
+        q, k, v, gates = _projected(layer, x, key_mask, context)
+        rows = [_row(layer, q, k, v, gates, i, key_mask) for i in positions]
     return torch.stack(rows, 2) if rows else q.new_zeros(len(x), q.shape[2], 0, k.shape[1])
 
 
@@ -56,7 +56,7 @@ def compressed_map(layer: Attention, x: Tensor, *, key_mask: Tensor | None = Non
     if not isinstance(m, LinformerAttention) or layer.cross:
         kind = f"cross-attention with {type(m).__name__}" if layer.cross else type(m).__name__
         raise ValueError(f"only linformer's self-attention has compressed rows, got {kind}; use attention_map")
-    q, k, _ = _projected(layer, x, key_mask, None)
+    q, k, *_ = _projected(layer, x, key_mask, None)
     # out = p (Ṽ + b): where values are zero and b is the identity, it is p.
     probe = copy.copy(m)
     probe._modules, probe.value_dim = dict(m._modules), m.rank
@@ -122,29 +122,32 @@ def _positions(queries: Sequence[int], T: int) -> list[int]:
 
 def _projected(
     layer: Attention, x: Tensor, key_mask: Tensor | None, context: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as the layer's mechanism gets them, in float32 at least."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return q, k, v and gates as the layer's mechanism gets them, in float32 at least."""
     if layer.cross != (context is not None):
         need = "needs context=, of shape (B, S, dim)" if layer.cross else "has no use for a context"
         raise ValueError(f"this layer {need}")
     with torch.no_grad():
-        rows = TokenLayout.of(x, causal=layer.causal, key_mask=None if layer.cross else key_mask)
-        x = rows.hide(x)
-        q = layer._queries(x, rows)
+        layout = TokenLayout.of(x, causal=layer.causal, key_mask=None if layer.cross else key_mask)
+        x = layout.zero_fill(x)
+        q = layer.project_queries(x, layout)
         if context is None:
-            k, v = layer._keys(x, rows)
+            k, v, gates = layer._project_keys(x, layout)
         else:
-            k, v = layer._keys(TokenLayout.of(context, causal=False, key_mask=key_mask).hide(context), None)
+            context_layout = TokenLayout.of(context, causal=False, key_mask=key_mask)
+            k, v, gates = layer._project_keys(context_layout.zero_fill(context), None)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    return q.to(dtype), k.to(dtype), v.to(dtype), None if gates is None else gates.to(dtype)
 
 
-def _row(layer: Attention, q: Tensor, k: Tensor, v: Tensor, i: int, key_mask: Tensor | None) -> Tensor:
+def _row(
+    layer: Attention, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, i: int, key_mask: Tensor | None
+) -> Tensor:
     """Query i's weights: (B, H, S)."""
     m, (Hkv, E) = layer.mechanism, v.shape[2:]
     with torch.enable_grad():
         v = v.detach().requires_grad_()
-        out = _one_query(m, q, k, v, i, layer.causal, key_mask)  # (B, H, E)
+        out = _one_query(m, q, k, v, gates, i, layer.causal, key_mask)  # (B, H, E)
     # Different for each feature, so that a mechanism that mixes features shows.
     w = torch.arange(1, E + 1, dtype=v.dtype, device=v.device) / E
     weights = []
@@ -164,15 +167,25 @@ def _row(layer: Attention, q: Tensor, k: Tensor, v: Tensor, i: int, key_mask: Te
     return torch.stack(weights, 3).flatten(2).transpose(1, 2)
 
 
-def _one_query(m: Mechanism, q: Tensor, k: Tensor, v: Tensor, i: int, causal: bool, key_mask: Tensor | None) -> Tensor:
-    """The mechanism's output for query i alone: (B, H, E)."""
+def _one_query(
+    m: Mechanism,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor | None,
+    i: int,
+    causal: bool,
+    key_mask: Tensor | None,
+) -> Tensor:
+    """Return the mechanism's output for query i alone: (B, H, E)."""
     query = q[:, i : i + 1]
     if causal:
         # A memory of all up to i, read by i.
         k, v, seen = k[:, : i + 1], v[:, : i + 1], None if key_mask is None else key_mask[:, : i + 1]
-        state = m.write(m.new_state(len(q), device=q.device, dtype=q.dtype), k, v, key_mask=seen)
+        gates = None if gates is None else gates[:, : i + 1]
+        state = m.write(m.new_state(len(q), device=q.device, dtype=q.dtype), k, v, gates=gates, key_mask=seen)
         out = m.read(state, query)[:, 0]
         return out if seen is None else out.masked_fill(~seen[:, i, None, None], 0)
     if m.supports_cross:
-        return m(query, k, v, key_mask=key_mask)[:, 0]
-    return m(q, k, v, key_mask=key_mask)[:, i]
+        return m(query, k, v, gates=gates, key_mask=key_mask)[:, 0]
+    return m(q, k, v, gates=gates, key_mask=key_mask)[:, i]

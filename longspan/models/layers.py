@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from longspan.layout import TokenLayout
+from longspan.layout import Packing, TokenLayout
 from longspan.mechanisms import build_mechanism, mechanisms
-from longspan.mechanisms.linformer import LinformerAttention
-from longspan.mechanisms.split import SplitAttention
 from longspan.models.config import AttentionConfig, FeedForwardConfig
 from longspan.models.positions import Rotary
 from longspan.ops.decode import FUSED_ACTIVATIONS, RotaryCache, fused_linear
@@ -61,10 +59,20 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 
 
 class Attention(nn.Module):
-    """Projections around a mechanism: (B, T, dim) -> (B, T, dim).
+    """Projections around a mechanism: (B, T, dim) -> (B, T, out_features).
 
-    mechanism: what to compute, in place of the configuration's name for it. cross: keys and values come from a context,
-    context_dim wide where that is not dim. mid_features: width of an extra linear layer before the output projection.
+    Args:
+        dim: Width of the input.
+        config: Heads, options of the projections, and the mechanism by name.
+        mechanism: A mechanism in place of the one that the configuration names.
+        causal: Whether tokens see only earlier ones and themselves.
+        cross: Whether keys and values come from a context.
+        context_dim: Width of the context, dim unless given.
+        mid_features: Width of an extra linear layer before the output projection.
+        out_features: Width of the output, dim unless given.
+
+    Raises:
+        ValueError: If the mechanism cannot be causal or serve cross-attention, or options contradict each other.
     """
 
     def __init__(
@@ -100,83 +108,143 @@ class Attention(nn.Module):
         inner_v = 0 if self.shared_kv else mechanism.num_kv_heads * mechanism.value_dim
         self.to_q = nn.Linear(dim, inner_q, bias=config.qkv_bias)
         self.to_kv = nn.Linear(context_dim or dim, inner_k + inner_v, bias=config.qkv_bias)
-        # So small that a short query is normalized as fully as a long one, and large enough for gradients at zero.
+        # An epsilon that normalizes short vectors as fully as long ones, but keeps gradients at zero finite.
         self.q_norm = nn.RMSNorm(mechanism.head_dim, eps=1e-12) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(mechanism.head_dim, eps=1e-12) if config.qk_norm else None
         self.rotary = nn.ModuleList(_rotary(config, mechanism))
         if cross and self.rotary:
             raise ValueError(f'cross-attention is never rotated: set rotary="none" for it, got {config.rotary!r}')
         self.to_gates = nn.Linear(dim, mechanism.num_heads) if config.value_gates else None
-        self.bare_keys = not (config.qkv_bias or config.qk_norm or self.rotary)
         inner_out = mechanism.num_heads * mechanism.value_dim
         self.to_mid = None if mid_features is None else nn.Linear(inner_out, mid_features, bias=config.out_bias)
         self.to_out = nn.Linear(mid_features or inner_out, out_features or dim, bias=config.out_bias)
         self.dropout = nn.Dropout(config.dropout)
+        inner_gates = mechanism.num_kv_heads * mechanism.num_gates
+        self.to_mechanism_gates = nn.Linear(context_dim or dim, inner_gates) if inner_gates else None
 
     def forward(
         self,
         x: Tensor,
-        rows: TokenLayout | None = None,
-        context: Tensor | None = None,
         *,
-        context_rows: TokenLayout | None = None,
+        key_mask: Tensor | None = None,
+        packing: Packing | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        context_packing: Packing | None = None,
+        _layouts: tuple[TokenLayout, TokenLayout | None] | None = None,
     ) -> Tensor:
-        """x: (B, T, dim) with its masks and packing; for cross-attention a context (B, S, dim) with its own."""
-        whole = self._in_one(x, rows)
-        if whole is not None:
-            return whole
-        rows = TokenLayout.of(x, causal=self.causal) if rows is None else rows
-        x = rows.hide(x)
-        q = self._queries(x, rows)
-        source, source_rows = x, rows
-        if self.cross:
-            if context is None:
-                raise ValueError("cross-attention needs a context: pass context=, of shape (B, S, dim)")
-            source_rows = TokenLayout.of(context, causal=False) if context_rows is None else context_rows
-            source = source_rows.hide(context)
-        if self._compresses(q, source, rows.packing is not None or source_rows.packing is not None):
-            assert isinstance(self.mechanism, LinformerAttention)
-            out = self.mechanism.attend_source(
-                q, source, self.to_kv.weight, shared_kv=self.shared_kv, key_mask=source_rows.key_mask
-            )
-            return self._output(x, out)
-        k, v = self._keys(source, None if self.cross else rows)
-        key_packing = source_rows.packing if self.cross else None
-        out = self._mix(q, k, v, key_mask=source_rows.key_mask, packing=rows.packing, key_packing=key_packing)
-        return self._output(x, out)
+        """Compute attention of all tokens.
 
-    def new_state(self, batch_size: int, **options: Any) -> State:
-        """The mechanism's empty state; see `Mechanism.new_state`."""
-        return self.mechanism.new_state(batch_size, **options)
+        Args:
+            x: (B, T, dim) tokens.
+            key_mask: (B, T) bool, True for real tokens of x.
+            packing: Sequences concatenated in x.
+            context: (B, S, context_dim), where keys and values of cross-attention come from.
+            context_mask: (B, S) bool, True for real tokens of the context.
+            context_packing: Sequences concatenated in the context.
 
-    def write(self, state: State, context: Tensor, rows: TokenLayout | None = None) -> State:
-        """A cross-attention's state after a context: paid once, then read by every step."""
-        rows = TokenLayout.of(context, causal=False) if rows is None else rows
-        k, v = self._keys(rows.hide(context), None)
-        return self.mechanism.write(state, k, v, key_mask=rows.key_mask, packing=rows.packing)
-
-    def extend(self, x: Tensor, state: State, rows: TokenLayout | None = None) -> tuple[Tensor, State]:
-        """Any number of new tokens; cross-attention reads its state and leaves it as it is."""
-        rows = TokenLayout.of(x, causal=True, start=state.length) if rows is None else rows
-        x = rows.hide(x)
-        q = self._queries(x, rows)
-        if self.cross:
-            return self._output(x, self.mechanism.read(state, q)), state
-        k, v = self._keys(x, rows)
-        if x.shape[1] == 1 and rows.key_mask is None and rows.packing is None:
-            out, state = self.mechanism.step(state, q, k, v)
+        Returns:
+            (B, T, out_features).
+        """
+        if _layouts is None:
+            layout = TokenLayout.of(x, causal=self.causal, key_mask=key_mask, packing=packing)
+            if not self.cross and (context is not None or context_mask is not None or context_packing is not None):
+                raise ValueError("self-attention takes no context: build the layer with cross=True")
+            context_layout = None
+            if context is not None:
+                context_layout = TokenLayout.of(context, causal=False, key_mask=context_mask, packing=context_packing)
         else:
-            out, state = self.mechanism.extend(state, q, k, v, key_mask=rows.key_mask, packing=rows.packing)
-        return self._output(x, out), state
+            layout, context_layout = _layouts
+        x = x if layout.key_mask is None else layout.zero_fill(x)
+        source, source_layout = x, layout
+        if self.cross:
+            if context is None or context_layout is None:
+                raise ValueError("cross-attention needs a context: pass context=, of shape (B, S, dim)")
+            source, source_layout = context_layout.zero_fill(context), context_layout
+        key_mask, packing = source_layout.key_mask, layout.packing
+        if not self.causal and packing is None and source_layout.packing is None and self.head_groups == 1:
+            out = self.mechanism.attend_layer(self, x, source, key_mask=key_mask)
+            if out is not None:
+                return out
+        q = self.project_queries(x, layout)
+        k, v, gates = self._project_keys(source, None if self.cross else layout)
+        key_packing = source_layout.packing if self.cross else None
+        out = self._mix(q, k, v, gates, key_mask=key_mask, packing=packing, key_packing=key_packing)
+        return self.project_output(x, out)
+
+    def new_state(
+        self,
+        batch_size: int,
+        *,
+        max_length: int | None = None,
+        start: Tensor | int | None = None,
+        transition: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> State:
+        """Return the mechanism's empty state; see `Mechanism.new_state`."""
+        return self.mechanism.new_state(
+            batch_size, max_length=max_length, start=start, transition=transition, device=device, dtype=dtype
+        )
+
+    def write(
+        self, state: State, context: Tensor, *, key_mask: Tensor | None = None, packing: Packing | None = None
+    ) -> State:
+        """Return the state of cross-attention after a context (B, S, dim), to be read by every `extend`."""
+        layout = TokenLayout.of(context, causal=False, key_mask=key_mask, packing=packing)
+        k, v, gates = self._project_keys(layout.zero_fill(context), None)
+        return self.mechanism.write(state, k, v, gates=gates, key_mask=key_mask, packing=packing)
+
+    def extend(
+        self,
+        x: Tensor,
+        state: State,
+        *,
+        key_mask: Tensor | None = None,
+        packing: Packing | None = None,
+        _layout: TokenLayout | None = None,
+    ) -> tuple[Tensor, State]:
+        """Compute attention of any number of new tokens, and write them into the state.
+
+        Cross-attention reads its state and returns it unchanged.
+
+        Args:
+            x: (B, T, dim) tokens.
+            state: The state before them; with packing, one row for each sequence.
+            key_mask: (B, T) bool, True for real tokens.
+            packing: Sequences concatenated in x.
+
+        Returns:
+            (B, T, out_features), and the state after these tokens.
+        """
+        if _layout is None:
+            start = None if self.cross else state.end
+            _layout = TokenLayout.of(x, causal=True, key_mask=key_mask, packing=packing, start=start)
+        key_mask, packing = _layout.key_mask, _layout.packing
+        x = _layout.zero_fill(x)
+        q = self.project_queries(x, _layout)
+        if self.cross:
+            return self.project_output(x, self.mechanism.read(state, q)), state
+        k, v, gates = self._project_keys(x, _layout)
+        if x.shape[1] == 1 and key_mask is None and packing is None:
+            out, state = self.mechanism.step(state, q, k, v, gates=gates)
+        else:
+            out, state = self.mechanism.extend(state, q, k, v, gates=gates, key_mask=key_mask, packing=packing)
+        return self.project_output(x, out), state
 
     def decode_step(
-        self, x: Tensor, state: State, turns: RotaryCache, *, norm: nn.Module | None = None, add: Tensor | None = None
+        self, x: Tensor, state: State, rotary: RotaryCache, *, norm: nn.Module | None = None, add: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """One decode step of x (B, 1, dim), in eval mode; see `Mechanism.decode_step`.
+        """Extend by one token x (B, 1, dim), in eval mode; see `Mechanism.decode_step`.
 
-        turns: cos and sin for each kind of rotary. norm: applied to x first. add: a residual added to the output.
+        Args:
+            x: The token.
+            state: A state from `Mechanism.decode_state`.
+            rotary: cos and sin for each kind of rotary embedding.
+            norm: Applied to x first.
+            add: A residual added to the output.
         """
-        if self.to_gates is not None and norm is not None:
+        if norm is not None and (self.to_gates is not None or self.to_mechanism_gates is not None):
             x, norm = norm(x), None
         q, *kv = fused_linear(x, *((self.to_q,) if self.cross else (self.to_q, self.to_kv)), norm=norm)
         mechanism = self.mechanism
@@ -185,15 +253,16 @@ class Attention(nn.Module):
         if self.cross:
             out = mechanism._read(state, q)
         else:
-            k, v = self._heads(kv[0])
-            own = [turns[r.kind].paired(r.interleaved) if isinstance(r, Rotary) else None for r in self.rotary]
-            out, state = mechanism.decode_step(state, q, k, v, own if len(own) > 1 else own[0] if own else None)
-        out = self._gated(x, out).flatten(2)
+            k, v = self._split_heads(kv[0])
+            own = [rotary[r.kind].paired(r.interleaved) if isinstance(r, Rotary) else None for r in self.rotary]
+            one = own if len(own) > 1 else own[0] if own else None
+            out, state = mechanism.decode_step(state, q, k, v, gates=self._project_gates(x), rotary=one)
+        out = self._gate_values(x, out).flatten(2)
         out = out if self.to_mid is None else fused_linear(out, self.to_mid)[0]
         return fused_linear(out, self.to_out, residual=add)[0], state
 
     def set_head_groups(self, apart: bool) -> None:
-        """Whether heads are computed group by group, each group made again in the backward pass."""
+        """Set whether each group of heads is computed and recomputed in the backward pass apart from the others."""
         if apart and not self.mechanism.heads_alike:
             raise ValueError(
                 f"the heads of this {type(self.mechanism).__name__} differ, so they cannot be recomputed by groups: "
@@ -207,20 +276,49 @@ class Attention(nn.Module):
         self.head_groups = self.mechanism.num_kv_heads if apart else 1
 
     @property
-    def turns(self) -> set[tuple[int, float]]:
-        """The kinds of rotary positions that its queries and keys take."""
-        return {turn.kind for turn in self.rotary if isinstance(turn, Rotary)}
+    def rotary_kinds(self) -> set[tuple[int, float]]:
+        """The kinds of rotary embedding of its queries and keys, (head_dim, base)."""
+        return {rotary.kind for rotary in self.rotary if isinstance(rotary, Rotary)}
 
-    def _queries(self, x: Tensor, rows: TokenLayout) -> Tensor:
-        q = self.to_q(x).unflatten(2, (self.mechanism.num_heads, -1))  # (B, T, H, D)
-        return self._rotated(q if self.q_norm is None else self.q_norm(q), rows, self.mechanism.num_heads)
+    @property
+    def plain_keys(self) -> bool:
+        """Whether keys and values are the product of to_kv and nothing else; see `AttentionLayer`."""
+        # A layer put in the place of to_kv is called, not read.
+        return self.k_norm is None and not self.rotary and type(self.to_kv) is nn.Linear and self.to_kv.bias is None
 
-    def _keys(self, x: Tensor, rows: TokenLayout | None) -> tuple[Tensor, Tensor]:
-        k, v = self._heads(self.to_kv(x))
-        return k if rows is None else self._rotated(k, rows, self.mechanism.num_kv_heads), v
+    @property
+    def plain_output(self) -> bool:
+        """Whether the output is the product of to_out and nothing else, of projections without hooks."""
+        plain = self.to_gates is None and self.to_mid is None and not (self.training and self.dropout.p)
+        return plain and all(_is_plain_linear(layer) for layer in (self.to_q, self.to_kv, self.to_out))
 
-    def _heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """k (B, S, Hkv, D), not rotated yet, and v (B, S, Hkv, E) of what to_kv gave."""
+    def project_queries(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
+        """Project x (B, T, dim) to queries (B, T, H, D), rotated to the positions of the layout."""
+        q = self.to_q(x).unflatten(2, (self.mechanism.num_heads, -1))
+        q = q if self.q_norm is None else self.q_norm(q)
+        return self._rotate(q, layout, self.mechanism.num_heads) if self.rotary and layout is not None else q
+
+    def project_output(self, x: Tensor, out: Tensor) -> Tensor:
+        """Project the mechanism's output (B, T, H, E) for x (B, T, dim) to (B, T, out_features)."""
+        out = (out if self.to_gates is None else self._gate_values(x, out)).flatten(2)
+        out = out if self.to_mid is None else self.to_mid(out)
+        return self.dropout(self.to_out(out))
+
+    def _project_keys(self, x: Tensor, layout: TokenLayout | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Project x (B, S, dim) to k (B, S, Hkv, D), rotated if there is a layout, v (B, S, Hkv, E) and gates."""
+        k, v = self._split_heads(self.to_kv(x))
+        if self.rotary and layout is not None:
+            k = self._rotate(k, layout, self.mechanism.num_kv_heads)
+        return k, v, None if self.to_mechanism_gates is None else self._project_gates(x)
+
+    def _project_gates(self, x: Tensor) -> Tensor | None:
+        """Project x (B, S, dim) to the mechanism's raw gates (B, S, Hkv, G)."""
+        if self.to_mechanism_gates is None:
+            return None
+        return self.to_mechanism_gates(x).unflatten(2, (self.mechanism.num_kv_heads, -1))
+
+    def _split_heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Split the output of to_kv into k (B, S, Hkv, D), not yet rotated, and v (B, S, Hkv, E)."""
         mechanism = self.mechanism
         heads, width = mechanism.num_kv_heads, mechanism.num_kv_heads * mechanism.head_dim
         if self.shared_kv:
@@ -230,66 +328,36 @@ class Attention(nn.Module):
             k, v = k.unflatten(2, (heads, -1)), v.unflatten(2, (heads, -1))
         return k if self.k_norm is None else self.k_norm(k), v
 
-    def _rotated(self, x: Tensor, rows: TokenLayout, heads: int) -> Tensor:
-        parts = len(self.rotary)
-        if parts == 0:
-            return x
-        if parts == 1:
+    def _rotate(self, x: Tensor, layout: TokenLayout, heads: int) -> Tensor:
+        if len(self.rotary) == 1:
             only = self.rotary[0]
             assert isinstance(only, Rotary)
-            return only.at(x, rows)
+            return only.at(x, layout)
         sizes = self.mechanism.sizes if heads == self.mechanism.num_heads else self.mechanism.kv_sizes
-        pieces = zip(self.rotary, x.split(sizes, 2), strict=True)
-        return torch.cat([turn.at(piece, rows) if isinstance(turn, Rotary) else piece for turn, piece in pieces], 2)
+        parts = zip(self.rotary, x.split(sizes, 2), strict=True)
+        return torch.cat([rotary.at(part, layout) if isinstance(rotary, Rotary) else part for rotary, part in parts], 2)
 
-    def _compresses(self, q: Tensor, source: Tensor, packed: bool) -> bool:
-        """Whether the source is compressed before it is projected: where nothing happens to its keys in between."""
-        if not isinstance(self.mechanism, LinformerAttention) or packed or 0 in (*q.shape[:2], source.shape[1]):
-            return False
-        # A layer put in the place of to_kv is called, not read.
-        whole = self.bare_keys and not self.causal and self.head_groups == 1 and type(self.to_kv) is nn.Linear
-        return whole and self.mechanism.compresses_first(source.shape[2], self.to_kv.out_features)
-
-    def _in_one(self, x: Tensor, rows: TokenLayout | None) -> Tensor | None:
-        """All of it at once, on a GPU: a Linformer's layer that has nothing in it but products and softmax."""
-        mechanism = self.mechanism
-        if not isinstance(mechanism, LinformerAttention) or not self.bare_keys or self.causal or self.cross:
-            return None
-        if rows is not None and (rows.key_mask is not None or rows.packing is not None):
-            return None
-        to_q, to_kv, to_out = self.to_q, self.to_kv, self.to_out
-        if self.head_groups > 1 or not (_is_bare(to_q) and _is_bare(to_kv) and _is_bare(to_out)):
-            return None
-        if self.to_gates is not None or self.to_mid is not None or (self.training and self.dropout.p):
-            return None
-        weights = to_q.weight, to_kv.weight, to_out.weight
-        return mechanism.attend_layer(x, *weights, to_out.bias, shared_kv=self.shared_kv)
-
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, **layout: Any) -> Tensor:
         if self.head_groups == 1:
-            return self.mechanism(q, k, v, causal=self.causal, **how)
-        pieces = []
+            return self.mechanism(q, k, v, gates=gates, causal=self.causal, **layout)
+        outs = []
         kv_size = self.mechanism.num_kv_heads // self.head_groups
         size = self.mechanism.num_heads // self.head_groups
         for g in range(self.head_groups):
             part = copy.copy(self.mechanism)
             part.num_heads, part.num_kv_heads = size, kv_size
             kv = slice(g * kv_size, (g + 1) * kv_size)
-            piece = q[:, :, g * size : (g + 1) * size], k[:, :, kv], v[:, :, kv]
-            pieces.append(checkpoint(part, *piece, use_reentrant=False, causal=self.causal, **how))
-        return torch.cat(pieces, 2)
+            heads = q[:, :, g * size : (g + 1) * size], k[:, :, kv], v[:, :, kv]
+            own = None if gates is None else gates[:, :, kv]
+            outs.append(checkpoint(part, *heads, use_reentrant=False, gates=own, causal=self.causal, **layout))
+        return torch.cat(outs, 2)
 
-    def _output(self, x: Tensor, out: Tensor) -> Tensor:
-        out = self._gated(x, out).flatten(2)
-        out = out if self.to_mid is None else self.to_mid(out)
-        return self.dropout(self.to_out(out))
-
-    def _gated(self, x: Tensor, out: Tensor) -> Tensor:
+    def _gate_values(self, x: Tensor, out: Tensor) -> Tensor:
         return out if self.to_gates is None else out * self.to_gates(x).sigmoid()[..., None]
 
 
-def _is_bare(layer: nn.Module) -> bool:
-    """Whether a layer is its weight and nothing else: what stands in its place, or hooks onto it, is called."""
+def _is_plain_linear(layer: nn.Module) -> bool:
+    """Whether a layer is an nn.Linear without hooks, so that its weight can be used in its place."""
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
     return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not any(hooks)
 
@@ -315,7 +383,7 @@ def mechanism_from(spec: Any, num_heads: int, head_dim: int, num_kv_heads: int) 
 def _rotary(config: AttentionConfig, mechanism: Mechanism) -> list[nn.Module]:
     names = [config.rotary] if isinstance(config.rotary, str) else list(config.rotary)
     if isinstance(config.rotary, Mapping):
-        parts = mechanism.parts if isinstance(mechanism, SplitAttention) else [mechanism]
+        parts = getattr(mechanism, "parts", [mechanism])
         known: dict[type, str] = {kind: name for name, kind in mechanisms().items()}
         names = [config.rotary.get(known.get(type(part), ""), "none") for part in parts]
     if set(names) == {"none"}:
@@ -406,7 +474,7 @@ class ProductKeyMemory(nn.Module):
         ).view(*x.shape[:2], -1)
 
 
-def shift_tokens(x: Tensor, offsets: Sequence[int], rows: TokenLayout, recent: Tensor | None = None) -> Tensor:
+def shift_tokens(x: Tensor, offsets: Sequence[int], layout: TokenLayout, recent: Tensor | None = None) -> Tensor:
     """Equal parts of the features, each from the token that many places before (negative: after); zeros where none is.
 
     x: (B, T, dim), hidden tokens zero. recent: (B, max(offsets), dim), the tokens before these.
@@ -420,7 +488,7 @@ def shift_tokens(x: Tensor, offsets: Sequence[int], rows: TokenLayout, recent: T
             continue
         piece = longer[..., i * size : (i + 1) * size]
         moved = F.pad(piece, (0, 0, offset, -offset)) if abs(offset) < piece.shape[1] else torch.zeros_like(piece)
-        parts[i] = moved[:, history:].masked_fill(~rows.has_neighbor(offset)[..., None], 0)
+        parts[i] = moved[:, history:].masked_fill(~layout.has_neighbor(offset)[..., None], 0)
     return torch.cat(parts, 2)
 
 
@@ -437,11 +505,11 @@ def shift_token(x: Tensor, offsets: tuple[int, ...], recent: Tensor) -> Tensor:
     return torch.cat(parts, 2)
 
 
-def latest_tokens(recent: Tensor, x: Tensor, rows: TokenLayout) -> Tensor:
+def latest_tokens(recent: Tensor, x: Tensor, layout: TokenLayout) -> Tensor:
     """The last tokens of recent (B, s, dim) and then x (B, T, dim), but for the masked ones at the end."""
     s, T = recent.shape[1], x.shape[1]
     joined = torch.cat([recent, x], 1)
-    if rows.key_mask is None:
+    if layout.key_mask is None:
         return joined[:, T:]
-    index = rows.key_mask.sum(1, keepdim=True) + torch.arange(s, device=x.device)
+    index = layout.key_mask.sum(1, keepdim=True) + torch.arange(s, device=x.device)
     return torch.take_along_dim(joined, index[..., None], 1)

@@ -101,12 +101,12 @@ class Rotary(nn.Module):
         """x: (B, T, H, D), position: (B or 1, T) -> (B, T, H, D)."""
         return self.at(x, TokenLayout(position, position))
 
-    def at(self, x: Tensor, rows: TokenLayout) -> Tensor:
-        """x: (B, T, H, D) at the positions of `rows`, with its cached cos and sin if there are any."""
+    def at(self, x: Tensor, layout: TokenLayout) -> Tensor:
+        """x: (B, T, H, D) at the positions of a layout, with its cached cos and sin if there are any."""
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        cached = rows.rotary.get(self.kind)
+        cached = layout.rotary.get(self.kind)
         if cached is None or cached[0].dtype != dtype:
-            cached = cos_sin(rows.position, *self.kind, dtype)
+            cached = cos_sin(layout.position, *self.kind, dtype)
         cos, sin = cached
         return rotate(x, cos[:, :, None], sin[:, :, None], interleaved=self.interleaved)
 

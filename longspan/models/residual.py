@@ -34,17 +34,24 @@ S = TypeVar("S", bound=State)
 
 @dataclass
 class BranchState(State):
-    """A branch's memory: the tokens a token shift still needs, and its attention's state, `stride` rows a sequence."""
+    """The state of a branch: the tokens that a token shift still needs, and its attention's state.
+
+    With a stride the attention's state has `stride` rows for each sequence. The state of cross-attention holds a
+    context, which does not grow.
+    """
 
     recent: Tensor | None = None  # (B, max offset, dim)
     inner: tuple[State, ...] = ()
     stride: int = 1
+    cross: bool = False
 
     def select(self, index: Index) -> BranchState:
+        """Return the rows at `index`, as copies."""
         own = State.select(replace(self, inner=()), index)
         return replace(own, inner=tuple(state.select(self._rows(index)) for state in self.inner))
 
     def put(self, index: Index, rows: BranchState) -> BranchState:
+        """Return a state with the rows at `index` replaced by `rows`."""
         own = State.put(replace(self, inner=()), index, replace(rows, inner=()))
         pairs = zip(self.inner, rows.inner, strict=True)
         return replace(own, inner=tuple(state.put(self._rows(index), other) for state, other in pairs))
@@ -56,23 +63,40 @@ class BranchState(State):
         first = torch.arange(len(self.length), device=self.length.device)[index] * self.stride
         return (first[:, None] + torch.arange(self.stride, device=first.device)).flatten()
 
+    def _merge(self, later: BranchState) -> BranchState:
+        merged = self
+        if self.recent is not None and later.recent is not None:
+            slot, s = torch.arange(self.recent.shape[1], device=self.recent.device), self.recent.shape[1]
+            new = later.length.clamp(max=s)[:, None]  # of the tokens that are needed, those of the later state
+            mine = torch.take_along_dim(self.recent, (slot + new).clamp(max=s - 1)[..., None], 1)
+            merged = replace(self, recent=torch.where((slot >= s - new)[..., None], later.recent, mine))
+        if self.cross:
+            return merged
+        inner = zip(self.inner, later.inner, strict=True)
+        return replace(merged, inner=tuple(state.merge(other) for state, other in inner))
+
 
 @dataclass
 class StackState(State):
-    """The branches' states, in order."""
+    """The states of the branches, in order."""
 
     branches: tuple[BranchState, ...] = ()
 
     def select(self, index: Index) -> StackState:
-        length = State(self.length).select(index).length
-        return StackState(length, tuple(branch.select(index) for branch in self.branches))
+        """Return the rows at `index`, as copies."""
+        own = State.select(replace(self, branches=()), index)
+        return replace(own, branches=tuple(branch.select(index) for branch in self.branches))
 
     def put(self, index: Index, rows: StackState) -> StackState:
-        if not isinstance(rows, StackState):
-            raise ValueError(f"rows must be a StackState like the state they go into, got a {type(rows).__name__}")
-        length = State(self.length).put(index, State(rows.length)).length
+        """Return a state with the rows at `index` replaced by `rows`."""
+        self._check_same_type(rows, "rows must be")
+        own = State.put(replace(self, branches=()), index, replace(rows, branches=()))
         pairs = zip(self.branches, rows.branches, strict=True)
-        return StackState(length, tuple(branch.put(index, other) for branch, other in pairs))
+        return replace(own, branches=tuple(branch.put(index, other) for branch, other in pairs))
+
+    def _merge(self, later: StackState) -> StackState:
+        pairs = zip(self.branches, later.branches, strict=True)
+        return replace(self, branches=tuple(branch.merge(other) for branch, other in pairs))
 
 
 class ResidualBranch(nn.Module):
@@ -105,112 +129,124 @@ class ResidualBranch(nn.Module):
         self.norm = None if norm_position == "rezero" else NORMS[choose("norm", norm, NORMS)](width)
         self.weight = nn.Parameter(torch.zeros(())) if norm_position == "rezero" else None
 
-    def forward(self, x: Tensor, rows: TokenLayout, context: Tensor | None, context_rows: TokenLayout | None) -> Tensor:
-        """f(x), still to be merged with x."""
-        x = self._prepared(x, rows, None)
+    def forward(
+        self, x: Tensor, layout: TokenLayout, context: Tensor | None, context_layout: TokenLayout | None
+    ) -> Tensor:
+        """Compute f(x), to be merged with x by `merge`."""
+        x = self._prepare(x, layout, None)
         if not isinstance(self.layer, Attention):
             return self.layer(x)
         if self.stride > 1 and x.shape[1] > 0:
-            fold = AxialFold.of(rows, self.stride, *x.shape[:2])
-            return fold.back(self.layer(fold(x), fold.rows))
-        return self.layer(x, rows, context, context_rows=context_rows)
+            fold = AxialFold.of(layout, self.stride, *x.shape[:2])
+            return fold.back(self.layer(fold(x), _layouts=(fold.layout, None)))
+        return self.layer(x, context=context, _layouts=(layout, context_layout))
 
-    def extend(self, x: Tensor, rows: TokenLayout, state: BranchState) -> tuple[Tensor, BranchState]:
-        """f of new tokens, right-padded if masked."""
-        shifted = self._prepared(x, rows, state.recent)
+    def extend(self, x: Tensor, layout: TokenLayout, state: BranchState) -> tuple[Tensor, BranchState]:
+        """Compute f of new tokens, right-padded if masked."""
+        prepared = self._prepare(x, layout, state.recent)
         if state.recent is not None:
-            normed = rows.hide(self.normed(x))
-            state = replace(state, recent=latest_tokens(state.recent, normed, rows))
+            normed = layout.zero_fill(self.apply_norm(x))
+            state = replace(state, recent=latest_tokens(state.recent, normed, layout))
         if not isinstance(self.layer, Attention):
-            return self.layer(shifted), state
+            return self.layer(prepared), state
         if self.stride > 1:
-            out, inner = self._extend_folded(shifted, rows, state.inner[0])
+            out, inner = self._extend_folded(prepared, layout, state.inner[0])
         else:
-            out, inner = self.layer.extend(shifted, state.inner[0], rows)
+            out, inner = self.layer.extend(prepared, state.inner[0], _layout=layout)
         return out, replace(state, inner=(inner,))
 
     def decode_step(
-        self, x: Tensor, state: BranchState, turns: RotaryCache, add: Tensor | None = None
+        self, x: Tensor, state: BranchState, rotary: RotaryCache, add: Tensor | None = None
     ) -> tuple[Tensor, BranchState]:
-        """One decode step, in eval mode; see `Mechanism.decode_step`. add: a residual added to the output."""
+        """Extend by one token in eval mode; see `Mechanism.decode_step`. add: a residual added to the output."""
         layer, norm = self.layer, self.norm if self.norm_position == "pre" else None
         if state.recent is not None:
-            x, norm = shift_token(self.normed(x), self.token_shift, state.recent), None
+            x, norm = shift_token(self.apply_norm(x), self.token_shift, state.recent), None
         if isinstance(layer, Attention):
-            out, inner = layer.decode_step(x, state.inner[0], turns, norm=norm, add=add)
+            out, inner = layer.decode_step(x, state.inner[0], rotary, norm=norm, add=add)
             return out, state if inner is state.inner[0] else replace(state, inner=(inner,))
         if isinstance(layer, FeedForward):
             return layer.decode_step(x, norm=norm, add=add), state
         y = layer(x if norm is None else norm(x))
         return y if add is None else add + y, state
 
-    def normed(self, x: Tensor) -> Tensor:
-        """What the layer takes: x after its norm, where that comes first."""
+    def apply_norm(self, x: Tensor) -> Tensor:
+        """Normalize x where the norm comes before the layer."""
         return self.norm(x) if self.norm is not None and self.norm_position == "pre" else x
 
     @property
-    def plain(self) -> bool:
-        """Whether it is x + f(norm(x)) and no more."""
+    def is_pre_norm(self) -> bool:
+        """Whether the branch is x + f(norm(x))."""
         return self.residual and self.norm_position == "pre"
 
     def merge(self, x: Tensor, y: Tensor) -> Tensor:
-        """x after the branch whose answer was y."""
+        """Return x after the branch, given its output y."""
         if self.weight is not None:
             y = y * self.weight
         x = x if self.resample is None else self.resample(x)
         total = x + y if self.residual or self.resample is not None else y
         return total if self.norm is None or self.norm_position == "pre" else self.norm(total)
 
-    def new_state(self, batch_size: int, *, max_length: int | None, device: Any, dtype: Any) -> BranchState:
-        length = torch.zeros(batch_size, dtype=torch.int64, device=device)
+    def new_state(
+        self, batch_size: int, *, max_length: int | None, start: Tensor | None = None, device: Any, dtype: Any
+    ) -> BranchState:
+        """Return an empty state for `batch_size` sequences whose first token is at `start` (B,)."""
         recent = None
         if self.token_shift:
             recent = torch.zeros(batch_size, max(self.token_shift), self.dim, device=device, dtype=dtype)
         inner: tuple[State, ...] = ()
+        cross = isinstance(self.layer, Attention) and self.layer.cross
         if isinstance(self.layer, Attention):
-            # max_length counts this model's tokens, not those of a context.
-            longest = None if max_length is None or self.layer.cross else -(-max_length // self.stride)
-            rows = batch_size * self.stride
-            inner = (self.layer.new_state(rows, max_length=longest, device=device, dtype=dtype),)
-        return BranchState(length, recent, inner, self.stride)
+            # max_length and start count this model's tokens, not those of a context.
+            longest = None if max_length is None or cross else -(-max_length // self.stride)
+            first = None if cross else start
+            if first is not None and self.stride > 1:
+                # The number of positions before `start` in each of the stride's columns.
+                columns = torch.arange(self.stride, device=first.device)
+                first = (first[:, None] - columns + self.stride - 1).div(self.stride, rounding_mode="floor").flatten()
+            options: dict[str, Any] = {"max_length": longest, "start": first, "device": device, "dtype": dtype}
+            inner = (self.layer.new_state(batch_size * self.stride, **options),)
+        contents = {"recent": recent, "inner": inner, "stride": self.stride, "cross": cross}
+        return BranchState.empty(batch_size, start, device, **contents)
 
-    def _prepared(self, x: Tensor, rows: TokenLayout, recent: Tensor | None) -> Tensor:
-        x = self.normed(rows.hide(x))
-        return shift_tokens(rows.hide(x), self.token_shift, rows, recent) if self.token_shift else x
+    def _prepare(self, x: Tensor, layout: TokenLayout, recent: Tensor | None) -> Tensor:
+        """Return what the layer takes: x normalized, and with shifted tokens."""
+        x = self.apply_norm(x if layout.key_mask is None else layout.zero_fill(x))
+        return shift_tokens(layout.zero_fill(x), self.token_shift, layout, recent) if self.token_shift else x
 
-    def _extend_folded(self, x: Tensor, rows: TokenLayout, state: State) -> tuple[Tensor, State]:
-        """Row b of the batch is `stride` rows of the state; one token touches one of them."""
+    def _extend_folded(self, x: Tensor, layout: TokenLayout, state: State) -> tuple[Tensor, State]:
+        """Extend the `stride` rows of each sequence; a single token extends one of them."""
         assert isinstance(self.layer, Attention)
         s, (B, T) = self.stride, x.shape[:2]
         if T == 0:
             return x, state
-        if T == 1 and rows.key_mask is None:
-            index = torch.arange(B, device=x.device) * s + rows.position[:, 0] % s
+        if T == 1 and layout.key_mask is None:
+            index = torch.arange(B, device=x.device) * s + layout.position[:, 0] % s
             out, row = self.layer.extend(x, state.select(index))
             return out, _put(state, index, row)
-        fold = AxialFold.of(rows, s, B, T)
-        out, state = self.layer.extend(fold(x), state, fold.rows)
+        fold = AxialFold.of(layout, s, B, T)
+        out, state = self.layer.extend(fold(x), state, _layout=fold.layout)
         return fold.back(out), state
 
 
 @dataclass(frozen=True)
 class AxialFold:
-    """Every stride-th token a row of its own: token of position p goes to row p mod stride of its sequence's rows."""
+    """Every stride-th token as a row of its own: the token at position p goes to row p mod stride of its sequence."""
 
-    there: Tensor  # (rows, L) where each folded slot comes from, in x flattened over batch and time
-    home: Tensor  # (B · T,) where each token went
-    rows: TokenLayout
+    source: Tensor  # (rows, L) the index of each folded slot's token in x flattened over batch and time
+    target: Tensor  # (B · T,) the index of each token in the folded rows
+    layout: TokenLayout
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, rows: TokenLayout, stride: int, B: int, T: int) -> AxialFold:
-        return cls._packed(rows, stride, T) if rows.packing is not None else cls._padded(rows, stride, B, T)
+    def of(cls, layout: TokenLayout, stride: int, B: int, T: int) -> AxialFold:
+        return cls._packed(layout, stride, T) if layout.packing is not None else cls._padded(layout, stride, B, T)
 
     @classmethod
-    def _padded(cls, rows: TokenLayout, stride: int, B: int, T: int) -> AxialFold:
-        device = rows.position.device
-        position = rows.position.expand(B, T)
-        seen = torch.ones_like(position, dtype=torch.bool) if rows.key_mask is None else rows.key_mask
+    def _padded(cls, layout: TokenLayout, stride: int, B: int, T: int) -> AxialFold:
+        device = layout.position.device
+        position = layout.position.expand(B, T)
+        seen = torch.ones_like(position, dtype=torch.bool) if layout.key_mask is None else layout.key_mask
         L = -(-T // stride)
         start = seen.int().argmax(1, keepdim=True)  # (B, 1) first real slot, and its position
         first = position.gather(1, start)
@@ -218,43 +254,40 @@ class AxialFold:
         slots = (position == torch.arange(T, device=device)).all(1, keepdim=True)
         start, first = start.masked_fill(slots, 0), first.masked_fill(slots, 0)
         begin = start + (torch.arange(stride, device=device) - first) % stride  # (B, stride)
-        source = begin[:, :, None] + stride * torch.arange(L, device=device)  # (B, stride, L)
-        inside, clamped = (source < T).flatten(1), source.clamp(max=T - 1).flatten(1)
+        slots = begin[:, :, None] + stride * torch.arange(L, device=device)  # (B, stride, L)
+        inside, clamped = (slots < T).flatten(1), slots.clamp(max=T - 1).flatten(1)
         mask = (inside & seen.gather(1, clamped)).view(B * stride, L)
         folded = (position.gather(1, clamped) // stride).view(B * stride, L)
         last = (folded * mask).amax(1, keepdim=True).expand_as(folded)
         column = position % stride
         index = (torch.arange(T, device=device) - begin.gather(1, column)) // stride
         batch = torch.arange(B, device=device)[:, None]
-        home = (batch * stride + column) * L + index.clamp(0, L - 1)
-        layout = TokenLayout(folded, last, None if rows.key_mask is None and T % stride == 0 else mask)
-        return cls((batch * T + clamped).view(B * stride, L), home.flatten(), layout, (B, T))
+        target = (batch * stride + column) * L + index.clamp(0, L - 1)
+        rows = TokenLayout(folded, last, None if layout.key_mask is None and T % stride == 0 else mask)
+        return cls((batch * T + clamped).view(B * stride, L), target.flatten(), rows, (B, T))
 
     @classmethod
-    def _packed(cls, rows: TokenLayout, stride: int, T: int) -> AxialFold:
-        assert rows.packing is not None
-        offsets, position = rows.packing.offsets.long(), rows.position[0]
+    def _packed(cls, layout: TokenLayout, stride: int, T: int) -> AxialFold:
+        assert layout.packing is not None
+        offsets, position = layout.packing.offsets.long(), layout.position[0]
         sequence = torch.searchsorted(offsets[1:], torch.arange(T, device=offsets.device), right=True)
         column = sequence * stride + position % stride
         counts = torch.zeros((len(offsets) - 1) * stride, dtype=torch.int64, device=offsets.device)
         counts = counts.index_add(0, column, torch.ones_like(column))
         order = torch.argsort(column, stable=True)
-        packing = Packing(F.pad(counts.cumsum(0), (1, 0)).to(torch.int32), -(-rows.packing.max_length // stride))
+        packing = Packing(F.pad(counts.cumsum(0), (1, 0)).to(torch.int32), -(-layout.packing.max_length // stride))
         folded = (position // stride)[order][None]
         return cls(order[None], torch.argsort(order), TokenLayout(folded, folded, None, packing), (1, T))
 
     def __call__(self, x: Tensor) -> Tensor:
-        return x.flatten(0, 1)[self.there]
+        return x.flatten(0, 1)[self.source]
 
     def back(self, x: Tensor) -> Tensor:
-        return x.flatten(0, 1)[self.home].unflatten(0, self.shape)
+        return x.flatten(0, 1)[self.target].unflatten(0, self.shape)
 
 
 class HyperConnection(nn.Module):
-    """Learned mixing of n residual streams around one branch (Zhu et al., 2024, dynamic form).
-
-    before(streams (B, T, n, dim)) gives the branch's input and the mixed streams; after adds its answer to each.
-    """
+    """Learned mixing of n residual streams around one branch (Zhu et al., 2024, dynamic form)."""
 
     def __init__(self, num_streams: int, dim: int, index: int) -> None:
         super().__init__()
@@ -270,7 +303,7 @@ class HyperConnection(nn.Module):
         self.out_scale = nn.Parameter(torch.tensor(0.01))
 
     def before(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The branch's input (B, T, dim), the mixed streams, and each one's share (B, T, n) of the answer."""
+        """Mix streams (B, T, n, dim): return the branch's input (B, T, dim), the streams, and weights (B, T, n)."""
         normed = self.norm(streams)
         mix = (normed @ self.dynamic_mix).tanh() * self.mix_scale + self.static_mix  # (B, T, n, 1 + n)
         share = (normed @ self.dynamic_out).tanh() * self.out_scale + self.static_out
@@ -278,11 +311,21 @@ class HyperConnection(nn.Module):
         return mixed[:, :, 0], mixed[:, :, 1:], share
 
     def after(self, streams: Tensor, share: Tensor, y: Tensor) -> Tensor:
+        """Add the branch's output y (B, T, dim) to each stream by its weight."""
         return streams + share[..., None] * y[:, :, None]
 
 
 class Stack(nn.Module):
-    """Branches on residual streams. execution: how they run, any of `Execution`; may be changed at any time."""
+    """Branches on residual streams.
+
+    Args:
+        branches: In the order in which they run.
+        dim: Width of the streams.
+        topology: "single", "double" or "hyper".
+        num_streams: Number of hyper-connected streams.
+        sum_streams: Whether double streams end as their sum, and not as their mean.
+        execution: "keep", "recompute", "recompute_heads" or "reverse"; may be changed at any time.
+    """
 
     def __init__(
         self,
@@ -324,70 +367,72 @@ class Stack(nn.Module):
         self._execution = name
 
     def forward(
-        self, x: Tensor, rows: TokenLayout, context: Tensor | None = None, context_rows: TokenLayout | None = None
+        self, x: Tensor, layout: TokenLayout, context: Tensor | None = None, context_layout: TokenLayout | None = None
     ) -> Tensor:
-        """x: (B, T, dim) through every branch."""
-        x, rows = rows.hide(x), self._with_rotary(rows, x)
+        """Run x (B, T, dim) through every branch."""
+        x = x if layout.key_mask is None else layout.zero_fill(x)
+        layout = self._with_rotary(layout, x)
         if self.execution == "reverse" and torch.is_grad_enabled():
-            return self._joined(run_reversible(self._branches(), x, rows, context, context_rows))
+            return self._combine(run_reversible(self._branches(), x, layout, context, context_layout))
 
         def apply(i: int, x: Tensor) -> Tensor:
             branch = self._branches()[i]
             if self.execution == "keep" or not torch.is_grad_enabled():
-                return branch(x, rows, context, context_rows)
-            return checkpoint(branch, x, rows, context, context_rows, use_reentrant=False)
+                return branch(x, layout, context, context_layout)
+            return checkpoint(branch, x, layout, context, context_layout, use_reentrant=False)
 
         return self._run(x, apply)
 
-    def extend(self, x: Tensor, rows: TokenLayout, state: StackState) -> tuple[Tensor, StackState]:
-        """New tokens through every branch, each with its own memory. rows: right-padded if masked."""
-        after, rows = list(state.branches), self._with_rotary(rows, x)
+    def extend(self, x: Tensor, layout: TokenLayout, state: StackState) -> tuple[Tensor, StackState]:
+        """Run new tokens, right-padded if masked, through every branch, each with its own state."""
+        after, layout = list(state.branches), self._with_rotary(layout, x)
 
         def apply(i: int, x: Tensor) -> Tensor:
-            y, after[i] = self._branches()[i].extend(x, rows, after[i])
+            y, after[i] = self._branches()[i].extend(x, layout, after[i])
             return y
 
         out = self._run(x, apply)
-        length = state.length + (x.shape[1] if rows.key_mask is None else rows.key_mask.sum(1))
-        after = [replace(branch, length=length) for branch in after]
-        return out, StackState(length, tuple(after))
+        length = state.length + (x.shape[1] if layout.key_mask is None else layout.key_mask.sum(1))
+        branches = tuple(replace(branch, length=length) for branch in after)
+        return out, replace(state, length=length, branches=branches)
 
     def decode_step(self, x: Tensor, state: StackState) -> tuple[Tensor, StackState]:
-        """As `extend` by one token x (B, 1, dim) of a loop; lengths stay as they were. See `Mechanism.decode_step`."""
+        """Extend by one token x (B, 1, dim) of a decode loop; lengths are not advanced. See `Mechanism.decode_step`."""
         branches, after = self._branches(), list(state.branches)
-        turns = RotaryCache(state.length, _wide(x))
-        if self.topology == "single" and all(branch.plain for branch in branches):
+        rotary = RotaryCache(state.length, _full_precision(x))
+        if self.topology == "single" and all(branch.is_pre_norm for branch in branches):
             for i, branch in enumerate(branches):
-                x, after[i] = branch.decode_step(x, after[i], turns, add=x)
+                x, after[i] = branch.decode_step(x, after[i], rotary, add=x)
             return x, replace(state, branches=tuple(after))
 
         def apply(i: int, x: Tensor) -> Tensor:
-            y, after[i] = branches[i].decode_step(x, after[i], turns)
+            y, after[i] = branches[i].decode_step(x, after[i], rotary)
             return y
 
         return self._run(x, apply), replace(state, branches=tuple(after))
 
     def share_length(self, state: StackState) -> StackState:
-        """The same state with one length for all that grows with the tokens, laid out as `decode_step` takes it."""
+        """Return the state in contiguous tensors with one length tensor for all layers, as `decode_step` takes it."""
         branches = []
         state = state._map(Tensor.contiguous)
-        for branch, held in zip(self._branches(), state.branches, strict=True):
-            if not (isinstance(branch.layer, Attention) and branch.layer.cross):
+        for held in state.branches:
+            if not held.cross:
                 held = replace(held, inner=tuple(_with_length(inner, state.length) for inner in held.inner))
             branches.append(replace(held, length=state.length))
-        return StackState(state.length, tuple(branches))
+        return replace(state, branches=tuple(branches))
 
     @property
     def supports_decode(self) -> bool:
-        """Whether `decode_step` does all that these branches do."""
+        """Whether `decode_step` supports all branches; it needs states that start at position 0."""
         return all(branch.stride == 1 for branch in self._branches())
 
-    def new_state(self, batch_size: int, *, max_length: int | None, device: Any, dtype: Any) -> StackState:
-        branches = tuple(
-            branch.new_state(batch_size, max_length=max_length, device=device, dtype=dtype)
-            for branch in self._branches()
-        )
-        return StackState(torch.zeros(batch_size, dtype=torch.int64, device=device), branches)
+    def new_state(
+        self, batch_size: int, *, max_length: int | None, start: Tensor | int | None = None, device: Any, dtype: Any
+    ) -> StackState:
+        """Return an empty state for `batch_size` sequences whose first token is at `start`."""
+        state = StackState.empty(batch_size, start, device)
+        options: dict[str, Any] = {"max_length": max_length, "start": state.start, "device": device, "dtype": dtype}
+        return replace(state, branches=tuple(branch.new_state(batch_size, **options) for branch in self._branches()))
 
     def _run(self, x: Tensor, apply: Callable[[int, Tensor], Tensor]) -> Tensor:
         branches = self._branches()
@@ -399,7 +444,7 @@ class Stack(nn.Module):
             streams = [x, x]
             for i, branch in enumerate(branches):
                 streams[i % 2] = branch.merge(streams[i % 2], apply(i, streams[1 - i % 2]))
-            return self._joined(streams)
+            return self._combine(streams)
         many = x[:, :, None].expand(-1, -1, self.num_streams, -1)
         for i, (branch, connection) in enumerate(zip(branches, self.connections, strict=True)):
             assert isinstance(connection, HyperConnection)
@@ -408,16 +453,13 @@ class Stack(nn.Module):
             many = connection.after(many, share, y if branch.weight is None else y * branch.weight)
         return many.sum(2)
 
-    def _with_rotary(self, rows: TokenLayout, x: Tensor) -> TokenLayout:
-        """Compute the rotary cos and sin once for all layers."""
-        return with_rotary(rows, self._kinds(), _wide(x))
-
-    def _kinds(self) -> list[tuple[int, float]]:
-        """The kinds of rotary positions that layers take."""
+    def _with_rotary(self, layout: TokenLayout, x: Tensor) -> TokenLayout:
+        """Compute the cos and sin of rotary embedding once for all layers."""
         layers = [branch.layer for branch in self._branches() if branch.stride == 1]
-        return sorted({kind for layer in layers if isinstance(layer, Attention) for kind in layer.turns})
+        kinds = {kind for layer in layers if isinstance(layer, Attention) for kind in layer.rotary_kinds}
+        return with_rotary(layout, sorted(kinds), _full_precision(x)) if kinds else layout
 
-    def _joined(self, streams: list[Tensor]) -> Tensor:
+    def _combine(self, streams: list[Tensor]) -> Tensor:
         total = streams[0] + streams[1]
         return total if self.sum_streams else total / 2
 
@@ -425,12 +467,12 @@ class Stack(nn.Module):
         return [branch for branch in self.branches if isinstance(branch, ResidualBranch)]
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _full_precision(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _with_length(state: S, length: Tensor) -> S:
-    """A state, and the states in it, with this length."""
+    """Return a state, and the states in it, with this length."""
     changed: dict[str, Any] = {"length": length}
     for field in fields(state):
         value = getattr(state, field.name)
@@ -440,7 +482,7 @@ def _with_length(state: S, length: Tensor) -> S:
 
 
 def _put(state: State, index: Tensor, rows: State) -> State:
-    """As `state.put`; without gradients the state is consumed, so that its other rows are not copied."""
+    """Replace rows as `State.put` does; without gradients in place, so that the other rows are not copied."""
     old, new = state.tensors(), rows.tensors()
     if torch.is_grad_enabled() or any(x.shape[1:] != new[name].shape[1:] for name, x in old.items()):
         return state.put(index, rows)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 
 def run_reversible(
-    branches: Sequence[Any], x: Tensor, rows: Any, context: Tensor | None, context_rows: Any
+    branches: Sequence[Any], x: Tensor, layout: Any, context: Tensor | None, context_layout: Any
 ) -> list[Tensor]:
     """Two streams that both start as x (B, T, dim), after all branches."""
     unique = list(dict.fromkeys(p for branch in branches for p in branch.parameters() if p.requires_grad))
     first, second = _Reversible.apply(  # type: ignore[no-untyped-call]
-        branches, rows, context_rows, unique, x, context, *unique
+        branches, layout, context_layout, unique, x, context, *unique
     )
     return [first, second]
 
@@ -31,20 +31,20 @@ class _Reversible(torch.autograd.Function):
     def forward(
         ctx: Any,
         branches: Sequence[Any],
-        rows: Any,
-        context_rows: Any,
+        layout: Any,
+        context_layout: Any,
         unique: list[nn.Parameter],
         x: Tensor,
         context: Tensor | None,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        ctx.branches, ctx.rows, ctx.context_rows, ctx.unique = branches, rows, context_rows, unique
+        ctx.branches, ctx.layout, ctx.context_layout, ctx.unique = branches, layout, context_layout, unique
         ctx.autocast = _autocast_state(x.device.type)
         ctx.random = []
         streams = [x, x]
         for i, branch in enumerate(branches):
             ctx.random.append(_random_state(x))
-            y = branch(streams[1 - i % 2], rows, context, context_rows)
+            y = branch(streams[1 - i % 2], layout, context, context_layout)
             streams[i % 2] = streams[i % 2] + (y if branch.weight is None else y * branch.weight)
         ctx.save_for_backward(*(stream.detach() for stream in streams), context)
         return streams[0].clone(), streams[1].clone()
@@ -62,7 +62,7 @@ class _Reversible(torch.autograd.Function):
             with torch.enable_grad(), _replay(ctx.random[i], ctx.autocast, device):
                 x = streams[other].detach().requires_grad_()
                 c = None if context is None else context.detach().requires_grad_(wants_context)
-                y = branch(x, ctx.rows, c, ctx.context_rows)
+                y = branch(x, ctx.layout, c, ctx.context_layout)
                 y = y if branch.weight is None else y * branch.weight
             inputs = [x, *([c] if wants_context else [])]
             parameters = [p for p in dict.fromkeys(branch.parameters()) if p.requires_grad]

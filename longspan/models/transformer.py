@@ -1,9 +1,9 @@
-"""Models: one configuration, four things to build from it."""
+"""Models built from a configuration: Transformer, LanguageModel, EncoderDecoder, Classifier."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from longspan.ops.loss import IGNORE_INDEX, cross_entropy
 
 
 class Transformer(nn.Module):
-    """Vectors in, vectors out: (B, T, dim) -> (B, T, dim)."""
+    """Layers without an embedding: (B, T, dim) -> (B, T, dim)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -43,72 +43,109 @@ class Transformer(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         context_packing: Packing | None = None,
+        _layout: TokenLayout | None = None,
     ) -> Tensor:
-        """x: (B, T, dim). key_mask, context_mask: (B, T), (B, S) bool, True = keep."""
-        self._advance()
-        rows = TokenLayout.of(x, causal=self.config.causal, key_mask=key_mask, packing=packing)
-        context_rows = None
+        """Run x through all layers.
+
+        Args:
+            x: (B, T, dim) vectors.
+            key_mask: (B, T) bool, True for real tokens.
+            packing: Sequences concatenated in x.
+            context: (B, S, dim), for a model with cross-attention.
+            context_mask: (B, S) bool, True for real tokens of the context.
+            context_packing: Sequences concatenated in the context.
+
+        Returns:
+            (B, T, dim), normalized.
+        """
+        self._redraw_features()
+        if _layout is None:
+            _layout = TokenLayout.of(x, causal=self.config.causal, key_mask=key_mask, packing=packing)
+        context_layout = None
         if self.config.cross is not None:
             if context is None:
                 raise ValueError("this model attends to a context: pass context=, of shape (B, S, dim)")
-            context_rows = TokenLayout.of(context, causal=False, key_mask=context_mask, packing=context_packing)
+            context_layout = TokenLayout.of(context, causal=False, key_mask=context_mask, packing=context_packing)
         elif context is not None or context_mask is not None or context_packing is not None:
             raise ValueError("a context was given, but this model has no cross-attention: set ModelConfig.cross")
-        return self._finish(self.stack(x, rows, context, context_rows))
+        return self.normalize(self.stack(x, _layout, context, context_layout))
 
     def new_state(
         self,
         batch_size: int,
         *,
         max_length: int | None = None,
+        start: Tensor | int | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> StackState:
-        """An empty memory for `batch_size` sequences; a context is written into it once."""
+        """Return an empty state for `batch_size` sequences.
+
+        Args:
+            batch_size: Number of rows.
+            max_length: The most tokens it will ever hold, for mechanisms that store them all.
+            start: The position of its first token, (B,) or one for all rows; 0 unless given.
+            context: (B, S, dim), written into the state once, for a model with cross-attention.
+            context_mask: (B, S) bool, True for real tokens of the context.
+            device: Where its tensors are; the model's device unless given.
+            dtype: The dtype of the inputs; the model's unless given.
+        """
         example = next(self.parameters())
         device, dtype = example.device if device is None else device, example.dtype if dtype is None else dtype
-        state = self.stack.new_state(batch_size, max_length=max_length, device=device, dtype=dtype)
+        state = self.stack.new_state(batch_size, max_length=max_length, start=start, device=device, dtype=dtype)
         if self.config.cross is None:
             return state
         if context is None:
             raise ValueError("this model attends to a context: new_state needs context=, of shape (B, S, dim)")
-        rows = TokenLayout.of(context, causal=False, key_mask=context_mask)
         branches = []
         for branch, held in zip(self.stack.branches, state.branches, strict=True):
-            if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention) and branch.layer.cross:
-                written = branch.layer.write(held.inner[0], context, rows)
-                held = replace(held, inner=(written,))
+            if held.cross:
+                assert isinstance(branch, ResidualBranch)
+                assert isinstance(branch.layer, Attention)
+                held = replace(held, inner=(branch.layer.write(held.inner[0], context, key_mask=context_mask),))
             branches.append(held)
-        return StackState(state.length, tuple(branches))
+        return replace(state, branches=tuple(branches))
 
     def extend(self, x: Tensor, state: StackState, *, key_mask: Tensor | None = None) -> tuple[Tensor, StackState]:
-        """New tokens x (B, T, dim) after what the state holds; causal models only."""
+        """Run new tokens x (B, T, dim) after those of the state; causal models only.
+
+        Returns:
+            (B, T, dim), normalized, and the state after these tokens.
+        """
         if not self.config.causal:
             raise ValueError("only a causal model can be extended: build it with causal=True")
         if key_mask is None or x.shape[1] == 0:
-            out, state = self.stack.extend(x, TokenLayout.of(x, causal=True, start=state.length), state)
-            return self._finish(out), state
-        run = PaddedSpan.of(key_mask)
-        (rolled,) = run.roll(x[:, :, None])
-        slots = torch.arange(x.shape[1], device=x.device) < run.lengths[:, None]
-        rows = TokenLayout.of(x, causal=True, key_mask=slots, start=state.length)
-        out, state = self.stack.extend(rolled[:, :, 0], rows, state)
-        return run.unroll(self._finish(out)[:, :, None])[:, :, 0], state
+            out, state = self.stack.extend(x, TokenLayout.of(x, causal=True, start=state.end), state)
+            return self.normalize(out), state
+        span = PaddedSpan.of(key_mask)
+        (rolled,) = span.roll(x[:, :, None])
+        filled = torch.arange(x.shape[1], device=x.device) < span.lengths[:, None]
+        layout = TokenLayout.of(x, causal=True, key_mask=filled, start=state.end)
+        out, state = self.stack.extend(rolled[:, :, 0], layout, state)
+        return span.unroll(self.normalize(out)[:, :, None])[:, :, 0], state
 
-    def _finish(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Tensor) -> Tensor:
+        """Apply the final norm."""
         return x if self.norm is None else self.norm(x)
 
-    def _advance(self) -> None:
-        # Random features are redrawn here, before the first layer and outside anything that is recomputed.
+    def _redraw_features(self) -> None:
+        """Count a training forward, and redraw the random features that are due.
+
+        Done here, before the first layer and outside anything that is recomputed.
+        """
+        if not self.training:
+            return
         for branch in self.stack.branches:
             if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention):
-                branch.layer.mechanism.advance()
+                for part in branch.layer.mechanism.modules():
+                    if getattr(part, "redraw_interval", None) is not None:
+                        cast("Any", part).count_forward()
 
 
 class LanguageModel(nn.Module):
-    """Tokens in, logits out: (B, T) int64 -> (B, T, vocab_size)."""
+    """Tokens to logits: (B, T) int64 -> (B, T, vocab_size)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -128,75 +165,143 @@ class LanguageModel(nn.Module):
         if not config.tie_embeddings:
             self.to_logits = nn.Linear(width, config.vocab_size, bias=config.legacy.logits_bias)
 
-    def forward(self, tokens: Tensor, **how: Any) -> Tensor:
-        """Logits (B, T, vocab_size). The keyword arguments are those of `Transformer.forward`."""
-        return self.logits(self.hidden(tokens, **how))
-
-    def hidden(self, tokens: Tensor, **how: Any) -> Tensor:
-        """The last layer's vectors (B, T, dim), normalized."""
-        _check_tokens(tokens)
-        rows = TokenLayout.of(
-            tokens, causal=self.config.causal, key_mask=how.get("key_mask"), packing=how.get("packing")
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        packing: Packing | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        context_packing: Packing | None = None,
+    ) -> Tensor:
+        """Compute logits (B, T, vocab_size) of tokens (B, T); other arguments as for `Transformer.forward`."""
+        hidden = self.hidden(
+            tokens,
+            key_mask=key_mask,
+            packing=packing,
+            context=context,
+            context_mask=context_mask,
+            context_packing=context_packing,
         )
-        longest = tokens.shape[1] if rows.packing is None else rows.packing.max_length
+        return self.logits(hidden)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        packing: Packing | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        context_packing: Packing | None = None,
+    ) -> Tensor:
+        """Compute the last layer's vectors (B, T, dim), normalized; arguments as for `forward`."""
+        _check_tokens(tokens)
+        layout = TokenLayout.of(tokens, causal=self.config.causal, key_mask=key_mask, packing=packing)
+        longest = tokens.shape[1] if packing is None else packing.max_length
         reach = None if self.positions is None else self.positions.reach
-        if reach is not None and longest > reach and rows.key_mask is not None:
-            longest = int(rows.position.max()) + 1  # padding is no position
-        return self.transformer(self._embed(tokens, rows, longest), **how)
+        if reach is not None and longest > reach and key_mask is not None:
+            longest = int(layout.position.max()) + 1  # padding has no position
+        x = self._embed(tokens, layout, longest)
+        return self.transformer(
+            x, context=context, context_mask=context_mask, context_packing=context_packing, _layout=layout
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(B, T, dim) -> (B, T, vocab_size)."""
+        """Compute logits (B, T, vocab_size) of vectors (B, T, dim) from `hidden`."""
         narrow = hidden if self.from_dim is None else self.from_dim(hidden)
         narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
         return F.linear(narrow, self.embedding.weight) if self.to_logits is None else self.to_logits(narrow)
 
-    def loss(self, tokens: Tensor, labels: Tensor | None = None, **how: Any) -> Tensor:
-        """The mean cross-entropy of labels (B, T), −100 where one does not count; logits are never whole in memory.
+    def loss(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        packing: Packing | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        context_packing: Packing | None = None,
+    ) -> Tensor:
+        """Compute the mean cross-entropy of labels without storing all logits at once.
 
-        labels: by default each token's successor: in its own sequence if packed, and only real tokens under a mask.
-        The keyword arguments are those of `Transformer.forward`.
+        Args:
+            tokens: (B, T) int64.
+            labels: (B, T) int64, −100 where a label does not count. By default the next token of the same sequence,
+                where both are real tokens.
+            key_mask: (B, T) bool, True for real tokens.
+            packing: Sequences concatenated in tokens.
+            context: (B, S, dim), for a model with cross-attention.
+            context_mask: (B, S) bool, True for real tokens of the context.
+            context_packing: Sequences concatenated in the context.
         """
         if labels is None:
-            labels = _successors(tokens, how.get("key_mask"), how.get("packing"))
+            labels = _next_tokens(tokens, key_mask, packing)
         elif labels.shape != tokens.shape or labels.is_floating_point():
             raise ValueError(
                 f"labels must be integers of the tokens' shape {tuple(tokens.shape)}, "
                 f"got {tuple(labels.shape)} {labels.dtype}"
             )
-        hidden = self.hidden(tokens, **how)
+        hidden = self.hidden(
+            tokens,
+            key_mask=key_mask,
+            packing=packing,
+            context=context,
+            context_mask=context_mask,
+            context_packing=context_packing,
+        )
         narrow = hidden if self.from_dim is None else self.from_dim(hidden)
         narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
         weight = self.embedding.weight if self.to_logits is None else self.to_logits.weight
         bias = None if self.to_logits is None else self.to_logits.bias
         return cross_entropy(narrow.flatten(0, 1), weight, bias, labels.flatten())
 
-    def new_state(self, batch_size: int, **options: Any) -> StackState:
-        """An empty memory; the options are those of `Transformer.new_state`."""
-        longest = options.get("max_length")
-        if longest is not None and self.positions is not None:
-            self.positions.check(longest)
-        return self.transformer.new_state(batch_size, **options)
+    def new_state(
+        self,
+        batch_size: int,
+        *,
+        max_length: int | None = None,
+        start: Tensor | int | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> StackState:
+        """Return an empty state; see `Transformer.new_state`."""
+        if max_length is not None and self.positions is not None:
+            self.positions.check(max_length)
+        return self.transformer.new_state(
+            batch_size,
+            max_length=max_length,
+            start=start,
+            context=context,
+            context_mask=context_mask,
+            device=device,
+            dtype=dtype,
+        )
 
     def extend(self, tokens: Tensor, state: StackState, *, key_mask: Tensor | None = None) -> tuple[Tensor, StackState]:
-        """Logits of new tokens (B, T) after what the state holds."""
+        """Compute logits (B, T, vocab_size) of new tokens (B, T) after those of the state, and the state after them."""
         hidden, state = self.extend_hidden(tokens, state, key_mask=key_mask)
         return self.logits(hidden), state
 
     def extend_hidden(
         self, tokens: Tensor, state: StackState, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, StackState]:
-        """As `extend`, the last layer's vectors (B, T, dim) in place of logits."""
+        """Extend as `extend` does, but return the last layer's vectors (B, T, dim) in place of logits."""
         _check_tokens(tokens)
-        rows = TokenLayout.of(tokens, causal=True, key_mask=key_mask, start=state.length)
+        layout = TokenLayout.of(tokens, causal=True, key_mask=key_mask, start=state.end)
         longest = 0
         if self.positions is not None and self.positions.reach is not None and tokens.device.type == "cpu":
-            longest = int(rows.position.max()) + 1 if rows.position.numel() else 0
-        return self.transformer.extend(self._embed(tokens, rows, longest), state, key_mask=key_mask)
+            longest = int(layout.position.max()) + 1 if layout.position.numel() else 0
+        return self.transformer.extend(self._embed(tokens, layout, longest), state, key_mask=key_mask)
 
     def decode_step(self, tokens: Tensor, state: StackState) -> tuple[Tensor, StackState]:
-        """Logits (B, V) of one token (B,) of a loop, unchecked and without gradients; the state is changed in place.
+        """Compute logits (B, V) of one token (B,) of a decode loop, unchecked, without gradients, updating the state.
 
-        All lengths in it must be one tensor (`Stack.share_length`), which is raised here.
+        All lengths in the state must be one tensor (`Stack.share_length`), which is advanced here.
         """
         x = self.embedding(tokens)[:, None]
         if self.positions is not None:
@@ -205,31 +310,35 @@ class LanguageModel(nn.Module):
         out, state = self.transformer.stack.decode_step(x, state)
         state.length.add_(1)
         if self.from_dim is not None or self.narrow_norm is not None:
-            return self.logits(self.transformer._finish(out))[:, 0], state
+            return self.logits(self.transformer.normalize(out))[:, 0], state
         last = self.embedding.weight if self.to_logits is None else self.to_logits
         return fused_linear(out, last, norm=self.transformer.norm)[0][:, 0], state
 
     def state_size(self) -> int:
-        """Bytes of memory for one sequence; for `softmax`, which keeps every token, of an empty one."""
+        """Return the bytes of one sequence's state; for `softmax`, which stores every token, of an empty one."""
         context = None
         if self.config.cross is not None:
             context = next(self.parameters()).new_zeros(1, 1, self.config.dim)
         state = self.new_state(1, context=context)
         return sum(x.numel() * x.element_size() for x in state.tensors().values())
 
-    def _embed(self, tokens: Tensor, rows: TokenLayout, longest: int) -> Tensor:
+    def _embed(self, tokens: Tensor, layout: TokenLayout, longest: int) -> Tensor:
         x = self.embedding(tokens)
         if self.positions is not None:
             self.positions.check(longest)
-            x = x + self.positions(rows.position).to(x.dtype)
+            x = x + self.positions(layout.position).to(x.dtype)
         x = self.dropout(x)
         return x if self.to_dim is None else self.to_dim(x)
 
 
 class EncoderDecoder(nn.Module):
-    """A source read both ways, a target written from left to right with attention to it.
+    """A bidirectional encoder of a source and a causal decoder of a target that attends to it.
 
-    A source's vectors are as wide as the decoder's dim: the encoder's own dim, or its embed_dim.
+    Args:
+        encoder: Without causal and cross. Its dim or its embed_dim is the decoder's dim.
+        decoder: With causal and cross.
+        pad_token: Padding where no mask is given.
+        tie_embeddings: Whether encoder and decoder share one embedding.
     """
 
     def __init__(self, encoder: ModelConfig, decoder: ModelConfig, *, pad_token: int = 0, tie_embeddings: bool = False):
@@ -255,7 +364,7 @@ class EncoderDecoder(nn.Module):
     def forward(
         self, source: Tensor, target: Tensor, *, source_mask: Tensor | None = None, target_mask: Tensor | None = None
     ) -> Tensor:
-        """The mean cross-entropy of target (B, T) tokens 1 … T − 1 given those before them and source (B, S).
+        """Compute the mean cross-entropy of target (B, T) tokens 1 … T − 1 given those before them and source (B, S).
 
         Masks are True for real tokens; without one, pad_token is padding.
         """
@@ -267,14 +376,14 @@ class EncoderDecoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The source's vectors (B, S, dim) and its mask."""
+        """Return the source's vectors (B, S, dim) and its mask."""
         source_mask = source != self.pad_token if source_mask is None else source_mask
         vectors = self.encoder.hidden(source, key_mask=source_mask)
         return vectors if self.encoder.from_dim is None else self.encoder.from_dim(vectors), source_mask
 
 
 class Classifier(nn.Module):
-    """One answer for a sequence: (B, T) tokens, or (B, T, dim) vectors without a vocabulary -> (B, num_classes)."""
+    """Sequence classification: (B, T) tokens, or (B, T, dim) vectors without a vocabulary -> (B, num_classes)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -287,7 +396,7 @@ class Classifier(nn.Module):
         self.to_classes = nn.Linear(config.dim, config.num_classes)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-        """Logits of the mean over real tokens."""
+        """Compute logits (B, num_classes) of the mean over real tokens."""
         hidden = self.body.hidden if isinstance(self.body, LanguageModel) else self.body
         vectors = hidden(x, key_mask=key_mask)
         if key_mask is None:
@@ -301,8 +410,8 @@ def _check_tokens(tokens: Tensor) -> None:
         raise ValueError(f"tokens must be (B, T) integers, got {tuple(tokens.shape)} {tokens.dtype}")
 
 
-def _successors(tokens: Tensor, key_mask: Tensor | None, packing: Packing | None) -> Tensor:
-    """(B, T): the token after each, −100 where there is none."""
+def _next_tokens(tokens: Tensor, key_mask: Tensor | None, packing: Packing | None) -> Tensor:
+    """Return the token after each, −100 where there is none: (B, T)."""
     labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
     if key_mask is not None:
         labels = labels.masked_fill(~(key_mask & F.pad(key_mask[:, 1:], (0, 1))), IGNORE_INDEX)

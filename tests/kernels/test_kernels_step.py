@@ -64,7 +64,7 @@ def test_an_eager_step_is_write_and_read(name: str, B: int, begun: int) -> None:
         for i in range(4):
             q, k, v = inputs(name, B, 1, torch.float64, "cpu")
             angles = rotary(ours.length, i % 3)
-            out, ours = built.decode_step(ours, q, k, v, angles)
+            out, ours = built.decode_step(ours, q, k, v, rotary=angles)
             ours.length.add_(1)
             expected, state = built.step(state, *decode.apply_rotary(angles, q, k), v)
             torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)

@@ -157,7 +157,7 @@ def test_packing_with_key_mask(name: str) -> None:
 
 @ALL
 def test_packing_with_a_batch(name: str) -> None:
-    with refused("packed sequences lie in one row: batch size must be 1 with packing", "got 2"):
+    with refused("packed sequences share one row: batch size must be 1 with packing", "got 2"):
         build(name)(*inputs(2), packing=Packing.from_lengths([5, 12]))
 
 
@@ -249,9 +249,9 @@ def test_wrong_state_batch(name: str) -> None:
         lambda: mechanism.write(state, k, v),
         lambda: mechanism.read(state, q),
     ):
-        with refused("the state holds 3 sequences, the input 2 batch rows"):
+        with refused("the state holds 3 sequences, the input 2"):
             call()
-    with refused("the state holds 3 sequences, the input 2 packed sequences"):
+    with refused("the state holds 3 sequences, the input 2"):
         mechanism.extend(state, q[:1], k[:1], v[:1], packing=Packing.from_lengths([5, 12]))
 
 

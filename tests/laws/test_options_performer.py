@@ -28,8 +28,9 @@ from option_cases import (
 )
 from torch import Tensor
 
-from longspan import build_mechanism
+from longspan import AttentionConfig, ModelConfig, Transformer, build_mechanism
 from longspan.mechanisms.feature_maps import ACTIVATIONS
+from longspan.mechanisms.performer import random_feature_mechanisms
 
 
 @each_option(Path(__file__).stem)
@@ -169,14 +170,14 @@ def _() -> None:
     mechanism = build("performer", redraw_interval=3).train()
     for call in range(1, 8):
         before = mechanism.feature_map.projection.clone()
-        mechanism.advance()
+        mechanism.count_forward()
         assert mechanism.draw == call // 3
         assert torch.equal(mechanism.feature_map.projection, before) == (call % 3 != 0)
     assert mechanism.counts.tolist() == [2, 1]
     frozen = build("performer", redraw_interval=None).train()
     before = frozen.feature_map.projection.clone()
     for _ in range(2000):
-        frozen.advance()
+        frozen.count_forward()
     assert torch.equal(frozen.feature_map.projection, before)
     assert frozen.counts.tolist() == [0, 0]
 
@@ -198,13 +199,13 @@ def test_eval_never_redraws() -> None:
     mechanism = build("performer", redraw_interval=1).eval()
     before = mechanism.feature_map.projection.clone()
     for _ in range(5):
-        mechanism.advance()
+        mechanism.count_forward()
     assert torch.equal(mechanism.feature_map.projection, before)
     assert mechanism.counts.tolist() == [0, 0]
 
 
 def test_a_forward_does_not_count_by_itself() -> None:
-    """A layer that is recomputed runs forward twice: only `advance` counts."""
+    """A layer that is recomputed runs forward twice: only `count_forward` counts."""
     mechanism = build("performer", redraw_interval=1).train()
     before = mechanism.feature_map.projection.clone()
     mechanism(*inputs(), causal=True)
@@ -214,12 +215,12 @@ def test_a_forward_does_not_count_by_itself() -> None:
 def test_counts_survive_a_state_dict() -> None:
     mechanism = build("performer", redraw_interval=3).train()
     for _ in range(5):
-        mechanism.advance()
+        mechanism.count_forward()
     resumed = build("performer", redraw_interval=3).train()
     resumed.load_state_dict(mechanism.state_dict())
     assert (resumed.draw, resumed.counts.tolist()) == (1, [1, 2])
     assert torch.equal(resumed.feature_map.projection, mechanism.feature_map.projection)
-    resumed.advance()
+    resumed.count_forward()
     assert resumed.draw == 2
     assert mechanism.draw == 1
     # A state from before the checkpoint is still good after it.
@@ -241,9 +242,13 @@ def test_redraw_with_a_generator_is_repeatable() -> None:
     assert torch.equal(*draws)
 
 
-def test_split_advances_its_parts() -> None:
+def test_a_model_counts_the_forwards_of_every_part() -> None:
     part = {"mechanism": "performer", "num_heads": 1, "redraw_interval": 2}
-    split = build("split", parts=[part, {"mechanism": "softmax", "num_heads": 2}]).train()
-    split.advance()
-    split.advance()
-    assert split.parts[0].draw == 1
+    parts = [part, {"mechanism": "softmax", "num_heads": 1}]
+    config = AttentionConfig(num_heads=2, mechanism={"mechanism": "split", "parts": parts})
+    model = Transformer(ModelConfig(dim=8, depth=2, attention=config)).train()
+    for _ in range(2):
+        model(torch.randn(1, 3, 8))
+    assert [m.counts.tolist() for m in random_feature_mechanisms(model)] == [[1, 0], [1, 0]]
+    model.eval()(torch.randn(1, 3, 8))
+    assert [m.draw for m in random_feature_mechanisms(model)] == [1, 1]

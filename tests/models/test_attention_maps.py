@@ -54,8 +54,9 @@ def make_mask(causal: bool, masked: bool) -> Tensor | None:
 
 
 def qkv(layer: Attention, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    rows = TokenLayout.of(x, causal=layer.causal, key_mask=key_mask)
-    return layer._queries(rows.hide(x), rows), *layer._keys(rows.hide(x), rows)
+    layout = TokenLayout.of(x, causal=layer.causal, key_mask=key_mask)
+    x = layout.zero_fill(x)
+    return layer.project_queries(x, layout), *layer._project_keys(x, layout)[:2]
 
 
 def times(maps: Tensor, v: Tensor) -> Tensor:
@@ -119,10 +120,10 @@ def test_options_of_the_layer(causal: bool) -> None:
     m = SoftmaxAttention(6, 4, num_kv_heads=2)
     layer = build(m, causal, **options)
     x, key_mask = torch.randn(B, T, DIM, dtype=torch.float64), make_mask(causal, True)
-    rows = TokenLayout.of(x, causal=causal, key_mask=key_mask)
+    layout = TokenLayout.of(x, causal=causal, key_mask=key_mask)
     _, _, v = qkv(layer, x, key_mask)
     out = times(attention_map(layer, x, range(T), key_mask=key_mask), v)
-    assert_same(layer._output(rows.hide(x), out), layer(x, rows))
+    assert_same(layer.project_output(layout.zero_fill(x), out), layer(x, key_mask=key_mask))
 
 
 @MASKED
@@ -133,9 +134,9 @@ def test_cross_attention(case: Case, masked: bool) -> None:
     x, context = torch.randn(B, T, DIM, dtype=torch.float64), torch.randn(B, S, DIM, dtype=torch.float64)
     key_mask = torch.rand(B, S) < 0.6 if masked else None
     maps = attention_map(layer, x, QUERIES, key_mask=key_mask, context=context)
-    rows = TokenLayout.of(context, causal=False, key_mask=key_mask)
-    k, v = layer._keys(rows.hide(context), None)
-    q = layer._queries(x, TokenLayout.of(x, causal=False))[:, QUERIES]
+    layout = TokenLayout.of(context, causal=False, key_mask=key_mask)
+    k, v, _ = layer._project_keys(layout.zero_fill(context), None)
+    q = layer.project_queries(x)[:, QUERIES]
     constant = layer.mechanism(q, k, torch.zeros_like(v), key_mask=key_mask)
     assert_same(times(maps, v) + constant, layer.mechanism(q, k, v, key_mask=key_mask))
 

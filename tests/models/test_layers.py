@@ -13,7 +13,6 @@ from layer_cases import DIM, B, S, T, attention, shaken, tokens
 from torch import Tensor
 
 from longspan import Packing, build_mechanism
-from longspan.layout import TokenLayout
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.models.config import AttentionConfig, ModelConfig
 from longspan.models.layers import NORMS, Attention, FeedForward, ProductKeyMemory
@@ -231,8 +230,7 @@ def test_hidden_rows_do_not_exist(name: str, side: str, causal: bool) -> None:
     lengths = [T, 6]
     mask = lengths_to_mask(lengths, T, side)
     x = tokens().masked_fill(~mask[..., None], float("nan")).requires_grad_()
-    rows = TokenLayout.of(x, causal=causal, key_mask=mask)
-    out = layer(x, rows)
+    out = layer(x, key_mask=mask)
     weight = torch.randn(B, T, DIM, dtype=torch.float64)
     got = gradients((out * weight)[mask], leaves(layer, x=x))
     pieces = [(x[b, mask[b]][None], weight[b, mask[b]]) for b in range(B)]
@@ -247,22 +245,22 @@ def test_packed_is_separate(name: str, causal: bool) -> None:
     layer = attention(causal, mechanism=SPECS[name], rotary="interleaved", value_gates=True)
     lengths = [3, 1, 6]
     x, packing = tokens(1, 10), Packing.from_lengths(lengths)
-    out = layer(x, TokenLayout.of(x, causal=causal, packing=packing))
+    out = layer(x, packing=packing)
     assert_same(out, torch.cat([layer(piece) for piece in x.split(lengths, 1)], 1))
 
 
 def test_packing_and_a_mask_exclude_each_other() -> None:
     x = tokens(1, 4)
     with pytest.raises(ValueError, match="packing and key_mask exclude each other"):
-        TokenLayout.of(x, causal=True, packing=Packing.from_lengths([4]), key_mask=torch.ones(1, 4, dtype=torch.bool))
+        attention(True)(x, packing=Packing.from_lengths([4]), key_mask=torch.ones(1, 4, dtype=torch.bool))
 
 
 def test_a_mask_of_the_wrong_kind_is_refused() -> None:
     x = tokens()
     with pytest.raises(ValueError, match="key_mask must be bool"):
-        TokenLayout.of(x, causal=False, key_mask=torch.ones(B, T))
+        attention()(x, key_mask=torch.ones(B, T))
     with pytest.raises(ValueError, match=r"key_mask must be .* = \(2, 11\), got \(2, 12\)"):
-        TokenLayout.of(x, causal=False, key_mask=torch.ones(B, T + 1, dtype=torch.bool))
+        attention()(x, key_mask=torch.ones(B, T + 1, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("splits", [[1] * T, [4, 1, 6], [10, 1], [T]])
@@ -283,8 +281,7 @@ def test_extend_takes_packed_rows() -> None:
     layer = attention(True, rotary="halves")
     first, second = tokens(2, 5), tokens(1, 4)
     _, state = layer.extend(first, layer.new_state(2, dtype=torch.float64))
-    rows = TokenLayout.of(second, causal=True, packing=Packing.from_lengths([3, 1]), start=state.length)
-    out, _ = layer.extend(second, state, rows)
+    out, _ = layer.extend(second, state, packing=Packing.from_lengths([3, 1]))
     for n, piece in enumerate(second.split([3, 1], 1)):
         whole = torch.cat([first[n : n + 1], piece], 1)
         assert_same(out[:, :3] if n == 0 else out[:, 3:], layer(whole)[:, 5:])
@@ -339,13 +336,13 @@ def test_cross_attention_sees_its_context_only(name: str) -> None:
     x, context = tokens(), tokens(length=S)
     mask = lengths_to_mask([S, 4], S)
     hidden = context.masked_fill(~mask[..., None], float("nan")).requires_grad_()
-    out = layer(x, None, hidden, context_rows=TokenLayout.of(hidden, causal=False, key_mask=mask))
-    separate = torch.cat([layer(x[:1], None, hidden[:1]), layer(x[1:], None, hidden[1:, :4])])
+    out = layer(x, context=hidden, context_mask=mask)
+    separate = torch.cat([layer(x[:1], context=hidden[:1]), layer(x[1:], context=hidden[1:, :4])])
     assert_same(out, separate)
     check_gradients_by_name(
         gradients(out, leaves(layer, context=hidden)), gradients(separate, leaves(layer, context=hidden))
     )
-    assert not torch.allclose(out, layer(x, None, context))
+    assert not torch.allclose(out, layer(x, context=context))
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -353,9 +350,9 @@ def test_cross_attention_sees_its_context_only(name: str) -> None:
 def test_cross_attention_written_once_and_read_is_forward(name: str, masked: bool) -> None:
     layer = attention(cross=True, mechanism=SPECS[name], value_gates=True)
     x, context = tokens(), tokens(length=S)
-    rows = TokenLayout.of(context, causal=False, key_mask=lengths_to_mask([S, 4], S) if masked else None)
-    state = layer.write(layer.new_state(B, dtype=torch.float64), context, rows)
-    expected = layer(x, None, context, context_rows=rows)
+    mask = lengths_to_mask([S, 4], S) if masked else None
+    state = layer.write(layer.new_state(B, dtype=torch.float64), context, key_mask=mask)
+    expected = layer(x, context=context, context_mask=mask)
     for piece, want in zip(x.split([1, 4, 6], 1), expected.split([1, 4, 6], 1), strict=True):
         out, after = layer.extend(piece, state)
         assert after is state
@@ -366,18 +363,17 @@ def test_cross_attention_written_once_and_read_is_forward(name: str, masked: boo
 def test_cross_attention_packed_on_both_sides(name: str) -> None:
     layer = attention(cross=True, mechanism=SPECS[name])
     x, context, lengths, others = tokens(1, 7), tokens(1, 6), [3, 4], [5, 1]
-    rows = TokenLayout.of(x, causal=False, packing=Packing.from_lengths(lengths))
-    context_rows = TokenLayout.of(context, causal=False, packing=Packing.from_lengths(others))
-    out = layer(x, rows, context, context_rows=context_rows)
+    packing, context_packing = (Packing.from_lengths(given) for given in (lengths, others))
+    out = layer(x, packing=packing, context=context, context_packing=context_packing)
     pieces = zip(x.split(lengths, 1), context.split(others, 1), strict=True)
-    assert_same(out, torch.cat([layer(piece, None, other) for piece, other in pieces], 1))
+    assert_same(out, torch.cat([layer(piece, context=other) for piece, other in pieces], 1))
 
 
 def test_cross_attention_is_never_rotated() -> None:
     layer = attention(cross=True)
     x, context = tokens(), tokens(length=S)
-    assert_same(layer(x.flip(1), None, context).flip(1), layer(x, None, context))
-    assert_same(layer(x, None, context.flip(1)), layer(x, None, context))
+    assert_same(layer(x.flip(1), None, context).flip(1), layer(x, context=context))
+    assert_same(layer(x, None, context.flip(1)), layer(x, context=context))
     with pytest.raises(ValueError, match="cross-attention is never rotated"):
         attention(cross=True, rotary="halves")
 

@@ -61,19 +61,19 @@ def test_outputs_and_gradients_agree(options: dict, cross: bool, masked: bool, c
     mask = torch.arange(source.shape[1]).expand(B, -1) < torch.tensor([[9], [0]]) if masked else None
     if mask is not None:
         source[~mask] = float("nan")
-    rows = TokenLayout.of(source, causal=False, key_mask=mask)
+    layout = TokenLayout.of(source, causal=False, key_mask=mask)
     results = []
     for manual in (False, True):
         layer.zero_grad()
         if manual:
-            hidden = x if cross else rows.hide(x)
-            k, v = layer._keys(rows.hide(source), rows)
-            mixed = layer.mechanism(layer._queries(hidden, TokenLayout.of(x, causal=False)), k, v, key_mask=mask)
-            out = layer._output(hidden, mixed)
+            hidden = x if cross else layout.zero_fill(x)
+            k, v, _ = layer._project_keys(layout.zero_fill(source), layout)
+            mixed = layer.mechanism(layer.project_queries(hidden), k, v, key_mask=mask)
+            out = layer.project_output(hidden, mixed)
         elif cross:
-            out = layer(x, None, context, context_rows=rows)
+            out = layer(x, context=context, context_mask=mask)
         else:
-            out = layer(x, rows)
+            out = layer(x, key_mask=mask)
         out.square().sum().backward()
         results.append([out, *(p.grad for p in layer.parameters())])
     assert calls == [1]

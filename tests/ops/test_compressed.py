@@ -179,10 +179,10 @@ def test_hooks_are_called(calls: list[int]) -> None:
     layer(x)
     assert (seen, calls) == ([1], [2])
     handle.remove()
-    layer(x, TokenLayout.of(x, causal=False, key_mask=torch.arange(T)[None] < 11))
-    layer(x, TokenLayout.of(x, causal=False, packing=Packing.from_lengths([5, 12])))
+    layer(x, key_mask=torch.arange(T)[None] < 11)
+    layer(x, packing=Packing.from_lengths([5, 12]))
     assert calls == [2]
-    layer(x, TokenLayout.of(x, causal=False))
+    layer(x)
     assert calls == [2, 1]
     with pytest.raises(ValueError, match="max_length of 19"):
         layer(torch.randn(1, 20, DIM).double())

@@ -21,7 +21,6 @@ from longspan.compat.linear_attention_transformer.options import (
 )
 from longspan.compat.options import init_from
 from longspan.compat.state_dict import CompatModule, KeyMapping
-from longspan.layout import TokenLayout
 from longspan.models.config import AttentionConfig
 from longspan.models.layers import Attention, mechanism_from
 from longspan.models.transformer import LanguageModel, Transformer
@@ -185,13 +184,9 @@ class SelfAttention(CompatModule):
         context_mask: Tensor | None = None,
     ) -> Tensor:
         """Attend to x (B, T, dim), or to a context (B, S, dim) with receives_context. Masks: True for tokens to use."""
-        layout = TokenLayout.of(x, causal=self.model.causal, key_mask=as_bool(input_mask))
         if not self.model.cross:
-            return self.model(x, layout)
-        context_layout = None
-        if context is not None:
-            context_layout = TokenLayout.of(context, causal=False, key_mask=as_bool(context_mask))
-        return self.model(x, layout, context, context_rows=context_layout)
+            return self.model(x, key_mask=as_bool(input_mask))
+        return self.model(x, key_mask=as_bool(input_mask), context=context, context_mask=as_bool(context_mask))
 
     def key_mappings(self) -> Iterable[KeyMapping]:
         return layer_keys(self.model)

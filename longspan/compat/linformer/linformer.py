@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from longspan.compat.state_dict import CompatModule, KeyMapping, concatenate, rename, rename_layer, reshape
-from longspan.layout import TokenLayout
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig
 from longspan.models.layers import Attention
@@ -61,12 +60,11 @@ class LinformerSelfAttention(CompatModule):
         """x: (B, n, dim). context: (B, m, dim), where keys and values come from in place of x."""
         if context is None and context_mask is not None:
             raise ValueError("context_mask was given without a context: the mask of x itself is mask=")
-        rows = None if mask is None else TokenLayout.of(x, causal=False, key_mask=mask)
         if context is None:
-            return self.model(x, rows)
+            return self.model(x, key_mask=mask)
         across = copy.copy(self.model)
         across.cross = True
-        return across(x, rows, context, context_rows=TokenLayout.of(context, causal=False, key_mask=context_mask))
+        return across(x, key_mask=mask, context=context, context_mask=context_mask)
 
     def key_mappings(self) -> Iterable[KeyMapping]:
         return _attention_entries(self.model, "", "")

@@ -26,7 +26,6 @@ from longspan.compat.linformer_pytorch.options import (
     linformer_options,
 )
 from longspan.compat.state_dict import CompatModule, KeyMapping
-from longspan.layout import TokenLayout
 from longspan.mechanisms.linformer import LinformerAttention, Projection
 from longspan.mechanisms.softmax import SoftmaxAttention
 from longspan.models.config import AttentionConfig, FeedForwardConfig
@@ -143,14 +142,10 @@ class MHAttention(CompatModule):
         if self.decoder_mode != (embeddings is not None) or (embeddings is None and embeddings_mask is not None):
             need = "needs embeddings: pass embeddings=" if self.decoder_mode else "takes no embeddings"
             raise ValueError(f"this layer {need} (decoder_mode={self.decoder_mode})")
-        layout = TokenLayout.of(tensor, causal=self.model.causal and not self.decoder_mode, key_mask=input_mask)
-        context_layout = None
-        if embeddings is not None:
-            context_layout = TokenLayout.of(embeddings, causal=False, key_mask=embeddings_mask)
         if visualize:
             masks = {"input_mask": input_mask, "embeddings_mask": embeddings_mask}
             self.last_call = tensor.detach(), {"embeddings": embeddings, **masks}
-        return self.model(tensor, layout, embeddings, context_rows=context_layout)
+        return self.model(tensor, key_mask=input_mask, context=embeddings, context_mask=embeddings_mask)
 
     def key_mappings(self) -> Iterable[KeyMapping]:
         yield from attention_keys(self.model)

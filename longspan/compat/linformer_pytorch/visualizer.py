@@ -96,10 +96,14 @@ class Visualizer:
 
 def _weights(layer: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the weights (heads, n, k) or (heads, n, m) of the first sequence in the batch."""
-    given = dict(zip(("x", "rows", "context"), args, strict=False)) | kwargs
+    given = dict(zip(("x",), args, strict=False)) | kwargs
     x, context = given["x"][:1], given.get("context") if layer.cross else None
-    layout = given.get("context_rows" if layer.cross else "rows")
-    mask = None if layout is None or layout.key_mask is None else layout.key_mask[:1]
+    if "_layouts" in given:  # a layer of a model
+        layout = given["_layouts"][int(layer.cross)]
+        mask = None if layout is None else layout.key_mask
+    else:
+        mask = given.get("context_mask" if layer.cross else "key_mask")
+    mask = None if mask is None else mask[:1]
     if isinstance(layer.mechanism, LinformerAttention) and not layer.cross:
         return compressed_map(layer, x, key_mask=mask)[0]
     context = None if context is None else context[:1]

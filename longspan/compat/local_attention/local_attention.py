@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.compat.local_attention.rotary import SinusoidalEmbeddings
-from longspan.layout import hide
+from longspan.layout import zero_fill
 from longspan.models.positions import Rotary
 from longspan.ops.window import Window, table_bias, window_attention, xpos_rotate
 
@@ -88,7 +88,7 @@ class LocalAttention(nn.Module):
             if mask.shape != (masks, q.shape[1]):
                 raise ValueError(f"mask must be (b, n) with n = {q.shape[1]}, got {tuple(mask.shape)}")
             mask = mask.bool()
-            k, v = hide(~mask, k, v)
+            k, v = zero_fill(~mask, k, v)
         if self.shared_qk:
             k = F.normalize(k, dim=-1)
         bias = None

@@ -23,7 +23,6 @@ from longspan.compat.performer_pytorch.keys import (
 from longspan.compat.performer_pytorch.options import AttentionOptions, FastAttentionOptions
 from longspan.compat.performer_pytorch.projection_updater import performers
 from longspan.compat.state_dict import CompatModule, KeyMapping
-from longspan.layout import TokenLayout
 from longspan.mechanisms.performer import PerformerAttention
 from longspan.mechanisms.split import SplitAttention
 from longspan.models.layers import Attention, mechanism_from
@@ -132,9 +131,10 @@ class SelfAttention(_AttentionLayer):
         if mask is not None and context_mask is not None:
             raise ValueError("mask and context_mask both mask tokens of x: pass one of them")
         mask = as_bool(context_mask if mask is None else mask)
-        self.model.mechanism.advance()
+        for mechanism in performers(self.model):
+            mechanism.count_forward()
         model = self.model if pos_emb is None else _rotate_layer(self.model, pos_emb, x)
-        return model(x, TokenLayout.of(x, causal=model.causal, key_mask=mask))
+        return model(x, key_mask=mask)
 
 
 class CrossAttention(_AttentionLayer):
@@ -155,10 +155,9 @@ class CrossAttention(_AttentionLayer):
             raise ValueError("cross-attention needs a context: pass context=, of shape (B, S, dim)")
         if pos_emb is not None:
             warnings.warn("pos_emb has no effect: cross-attention is not rotated, as in the original", stacklevel=2)
-        self.model.mechanism.advance()
-        layout = TokenLayout.of(x, causal=False, key_mask=as_bool(mask))
-        context_layout = TokenLayout.of(context, causal=False, key_mask=as_bool(context_mask))
-        return self.model(x, layout, context, context_rows=context_layout)
+        for mechanism in performers(self.model):
+            mechanism.count_forward()
+        return self.model(x, key_mask=as_bool(mask), context=context, context_mask=as_bool(context_mask))
 
 
 class FixedPositionalEmbedding(nn.Module):

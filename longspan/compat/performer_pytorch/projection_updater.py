@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.compat.performer_pytorch.options import PerformerOptions, redraw_interval
-from longspan.mechanisms.performer import PerformerAttention
+from longspan.mechanisms.performer import random_feature_mechanisms
 from longspan.models.transformer import LanguageModel, Transformer
 
 
@@ -34,7 +34,7 @@ class ModelProjectionUpdater:
 
     @property
     def calls_since_last_redraw(self) -> Tensor:
-        return next((mechanism.counts[1] for mechanism in performers(self.instance)), torch.tensor(0))
+        return next((mechanism.clock[1] for mechanism in performers(self.instance)), torch.tensor(0))
 
     def fix_projections_(self) -> None:
         """Stop redrawing."""
@@ -47,7 +47,7 @@ class ModelProjectionUpdater:
                 mechanism.redraw_interval,
                 redraw_interval(self.feature_redraw_interval),
             )
-            mechanism.advance()
+            mechanism.count_forward()
             mechanism.redraw_interval = previous
 
 
@@ -80,6 +80,4 @@ class ProjectionUpdater(nn.Module):
         raise NotImplementedError("ProjectionUpdater is not a layer: call redraw_projections() before each forward")
 
 
-def performers(module: nn.Module) -> list[PerformerAttention]:
-    """Return all FAVOR+ mechanisms in a module."""
-    return [found for found in module.modules() if isinstance(found, PerformerAttention)]
+performers = random_feature_mechanisms
