@@ -10,7 +10,6 @@ from interpreter import inside, run_under_the_interpreter
 from torch import Tensor
 
 from longspan import Attention, AttentionConfig, Packing
-from longspan.layout import TokenLayout
 from longspan.mechanisms import linformer
 from longspan.ops import compressed
 from longspan.ops.common import dispatch
