@@ -61,9 +61,7 @@ class DecodeLoop:
         self._model, self._sampler = model, sampler
         device, stack = logits.device, model.transformer.stack
         # `extend` covers what `decode_step` does not: axial folding and autocast.
-        self._in_place = (
-            stack.supports_decode and state.start is None and not torch.is_autocast_enabled(device.type)
-        )
+        self._in_place = stack.supports_decode and state.start is None and not torch.is_autocast_enabled(device.type)
         self._capturing = self._in_place and device.type == "cuda"
         self._small = _is_small(model, state)
         with self.single_thread():
