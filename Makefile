@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: test parity test-slow test-mindspore test-gpu lint format bench demo clean
+.PHONY: test parity test-slow test-mindspore test-gpu lint format bench tables demo clean
 
 test: $(VENV)/.dev parity lint
 	$(BIN)/python -m pytest
@@ -42,6 +42,10 @@ test-gpu:
 
 bench: $(VENV)/.parity
 	$(BIN)/longspan bench
+
+# Rewrites the tables of README.md and docs/benchmarks.md from benchmarks/results.
+tables: $(VENV)/.dev
+	$(BIN)/longspan bench tables
 
 # From nothing to a model that writes, in about three minutes on two cores: everything is in runs/demo afterwards.
 demo: $(VENV)/.train

@@ -1,25 +1,37 @@
-"""Time and memory of what longspan computes, beside its peers, in one run: `longspan bench`.
+"""Benchmarks of longspan and its peers in the same run, on the CPU and on GPUs: `longspan bench`.
 
-`measure` runs one subject once, in a process of its own; `compare` runs several in turn. A subject is anything with a
-`work` and a `check` (see `Subject`): the mechanisms (`Ours`) and the older packages (`PEERS`) are the first.
+`run(BenchOptions(...))` measures whole sections and writes results; `compare` and `measure` take single subjects. Each
+measurement has a process of its own, a memory limit and a check of accuracy before anything is timed.
 """
 
-from longspan.bench.runner import Case, Check, Effort, Row, Run, Step, Subject, Work, compare, measure
-from longspan.bench.subjects.mechanisms import Ours
-from longspan.bench.subjects.peers import PEERS, Theirs
+from longspan.bench.options import BenchOptions, sections
+from longspan.bench.report import Comparison
+from longspan.bench.runner import SubjectResult, compare, measure
+from longspan.bench.subjects.base import (
+    AccuracyCheck,
+    Case,
+    Measurement,
+    MeasurementConfig,
+    Subject,
+    TimedStep,
+    Workload,
+)
+from longspan.bench.suite import failed, run
 
 __all__ = [
-    "PEERS",
+    "AccuracyCheck",
+    "BenchOptions",
     "Case",
-    "Check",
-    "Effort",
-    "Ours",
-    "Row",
-    "Run",
-    "Step",
+    "Comparison",
+    "Measurement",
+    "MeasurementConfig",
     "Subject",
-    "Theirs",
-    "Work",
+    "SubjectResult",
+    "TimedStep",
+    "Workload",
     "compare",
+    "failed",
     "measure",
+    "run",
+    "sections",
 ]

@@ -1,61 +1,64 @@
-"""Where and with what a measurement was taken. Nothing here identifies a person, a host or a folder."""
+"""Describe the machine and software of a benchmark. Nothing recorded identifies a person, a host or a folder."""
 
 from __future__ import annotations
 
 import os
 import platform
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from longspan import __version__
-from longspan.bench.subjects.peers import PEERS, installed_version
-from longspan.utils import commit as commit
+from longspan.bench.subjects.peers import PACKAGES, installed_version
+from longspan.utils import commit
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Return date, machine, versions and commit, as stored in every results file."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(device),
+        "versions": versions(),
+        "commit": commit(),
+    }
 
 
 def machine(device: str) -> dict[str, Any]:
-    """The processor and how busy it is now (the mean number of running tasks), and the GPU if it is used."""
-    found: dict[str, Any] = {
+    """Return processor, cores, load average and memory, and the GPU if `device` is "cuda"."""
+    facts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
         "cores": cores(),
-        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "memory_gb": _memory_gb(),
+        "load": round(psutil.getloadavg()[0], 2),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "gpu": None,
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = {"name": properties.name, "memory_gb": round(properties.total_memory / 1e9, 1)}
-    return found
+        facts["gpu"] = {"name": properties.name, "memory_gb": round(properties.total_memory / 1e9, 1)}
+    return facts
 
 
 def versions() -> dict[str, str | None]:
-    """Python, PyTorch, longspan and every peer; None where one is not installed."""
-    found: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "longspan": __version__,
-    }
-    return found | {peer.package: installed_version(peer.package) for peer in PEERS.values() if peer.package != "torch"}
+    """Return the versions of Python, PyTorch, longspan and every peer; None for what is not installed."""
+    facts = {"python": platform.python_version(), "cuda": torch.version.cuda, "longspan": __version__}
+    return (
+        facts
+        | {"torch": torch.__version__, "triton": installed_version("triton")}
+        | {package: installed_version(package) for package in PACKAGES if package != "torch"}
+    )
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of processor cores available to this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
 
 
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _memory_gb() -> float | None:
-    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
-        return None
-    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1)
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,203 +1,277 @@
-"""What a run found: groups of rows, their ratios to ours, how they grow; as JSON, as a table and as a plot."""
+"""Results of a run: comparisons with their ratios and scaling, as JSON, text tables, plots and an HTML page."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
+from longspan.bench.runner import SubjectResult
+from longspan.bench.subjects.base import Case
+from longspan.utils import render_template, write_atomically
 
-from longspan.bench.runner import Case, Row
+PEAK = "peak_mb"
+RATIO = "ratio: relative to the first row of each comparison; above 1, longspan needs less"
 
-MEMORY = "peak_mb"
-_WORDS = {"forward_backward": "fwd + bwd", MEMORY: "memory"}
+
+class TextTable(NamedTuple):
+    """A header and rows of cells. All columns but the first `text_columns` are aligned to the right."""
+
+    header: list[str]
+    rows: list[list[str]]
+    text_columns: int = 1
+
+    def markdown(self) -> str:
+        """Return a Markdown table with padded cells."""
+        widths = [max(len(cell) for cell in column) for column in zip(self.header, *self.rows, strict=True)]
+        rule = ["-" * width if i < self.text_columns else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
+
+        def line(cells: Sequence[str]) -> str:
+            padded = [
+                cell.ljust(width) if i < self.text_columns else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+            ]
+            return "| " + " | ".join(padded) + " |\n"
+
+        return "".join(map(line, [self.header, rule, *self.rows]))
 
 
 @dataclass
-class Group:
-    """A mechanism in one case: its variants, then its peers. Ratios refer to the first row."""
+class Comparison:
+    """The results of several subjects in one case. Ratios refer to the first, which is longspan's."""
 
     mechanism: str
     case: Case
-    rows: list[Row]
+    results: list[SubjectResult]
 
-    @property
-    def ours(self) -> list[Row]:
-        """The rows of longspan itself."""
-        return [row for row in self.rows if row.subject.package == "longspan"]
+    def ratio(self, result: SubjectResult, quantity: str) -> float | None:
+        """Return a quantity divided by that of the first result; None if one of them is missing."""
+        return _ratio(_cost(result, quantity), _cost(self.results[0], quantity))
 
-    def ratios(self, row: Row) -> dict[str, float | None]:
-        """Each quantity of a row divided by that of ours: above 1, ours needs less."""
-        return {name: compared(row, self.rows[0], name) for name in quantities([self])}
-
-
-def compared(row: Row, ours: Row, name: str) -> float | None:
-    """A quantity of a row divided by that of ours; None where one of them has none."""
-    return _ratio(_cost(row, name), _cost(ours, name))
+    def ratios(self, result: SubjectResult) -> dict[str, float | None]:
+        """Return the ratio of every quantity."""
+        return {quantity: self.ratio(result, quantity) for quantity in quantities([self])}
 
 
-def quantity(row: Row, name: str) -> float | None:
-    """The milliseconds of a step, or the peak of memory."""
-    return row.peak_mb if name == MEMORY else row.ms(name.removesuffix("_ms"))
+Comparisons = Sequence[Comparison]
 
 
-def quantities(groups: Sequence[Group]) -> list[str]:
-    """What was measured, by its name in JSON."""
-    steps = dict.fromkeys(step for group in groups for row in group.rows for step in row.steps)
-    return [*(f"{step}_ms" for step in steps), MEMORY]
+def quantities(comparisons: Comparisons) -> list[str]:
+    """Return the names of the measured quantities in JSON, peak memory last."""
+    steps = dict.fromkeys(step for each in comparisons for result in each.results for step in result.steps)
+    return [*(f"{step}_ms" for step in steps), PEAK]
 
 
-def growth(groups: Sequence[Group], group: Group, row: Row) -> dict[str, Any] | None:
-    """How a row grew since the next shorter length: exponents x of n^x, 1 being linear."""
+def scaling(comparisons: Comparisons, comparison: Comparison, result: SubjectResult) -> dict[str, Any] | None:
+    """Return the exponents x of n^x by which quantities grew from the next shorter length; 1 is linear."""
     shorter = [
         (other.case.length, earlier)
-        for other in groups
-        for earlier in other.rows
-        if other.mechanism == group.mechanism and earlier.subject == row.subject
-        if other.case.length < group.case.length
+        for other in comparisons
+        for earlier in other.results
+        if other.mechanism == comparison.mechanism and earlier.subject == result.subject
+        if other.case.length < comparison.case.length and _same_sizes(other.case, comparison.case)
     ]
     if not shorter:
         return None
-    length, earlier = max(shorter, key=lambda found: found[0])
+    length, earlier = max(shorter, key=lambda pair: pair[0])
     exponents: dict[str, Any] = {"from": length}
-    for name in quantities([group]):
-        ratio = _ratio(quantity(row, name), quantity(earlier, name))
-        exponents[name] = None if not ratio else math.log(ratio) / math.log(group.case.length / length)
+    for quantity in quantities([comparison]):
+        ratio = _ratio(_value(result, quantity), _value(earlier, quantity))
+        exponents[quantity] = math.log(ratio) / math.log(comparison.case.length / length) if ratio else None
     return exponents
 
 
-def save(path: Path, groups: Sequence[Group], about: dict[str, Any]) -> None:
-    """Everything as JSON: `about` the run, then every row with its raw samples."""
+def save(path: Path, comparisons: Comparisons, about: Mapping[str, Any]) -> None:
+    """Write a results file: `about` the run, then every result with its samples."""
     rows = [
-        {"mechanism": group.mechanism, "ratio_to": group.rows[0].subject.name}
-        | row.as_dict()
-        | {"ratios": group.ratios(row), "growth": growth(groups, group, row)}
-        for group in groups
-        for row in group.rows
+        {"mechanism": each.mechanism, "ratio_to": each.results[0].subject.name}
+        | result.as_dict()
+        | {"ratios": each.ratios(result), "scaling": scaling(comparisons, each, result)}
+        for each in comparisons
+        for result in each.results
+        if result.measurements
     ]
-    # At once or not at all: whoever ends a run while it is written keeps what was there.
-    partial = path.with_name(path.name + ".partial") if path.is_file() else path
-    partial.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
-    partial.replace(path)
+    write_atomically(path, json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
-def table(groups: Sequence[Group]) -> Table:
-    """One table, ratios first. A failure stands where its times would."""
-    names = quantities(groups)
-    counted = {step for group in groups for row in group.rows for run in row.runs for step in run.tokens}
-    found = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    found.add_column("n", justify="right")
-    found.add_column("what")
+def table(comparisons: Comparisons) -> TextTable:
+    """Return all results: each quantity with its ratio. A failure is shown instead of the first quantity."""
+    names = quantities(comparisons)
+    last_step = names[-2] if len(names) > 1 else names[-1]
+    header = ["shape", "subject"]
     for name in names:
-        found.add_column(f"{word(name)}\n÷ ours", justify="right", style="bold")
-    for name in names:
-        unit = "MB" if name == MEMORY else "ms"
-        if name.removesuffix("_ms") in counted:
-            unit = "tokens/s"
-        found.add_column(f"{'peak' if name == MEMORY else word(name)}\n{unit}", justify="right")
-    slowest = names[-2] if len(names) > 1 else names[-1]
-    found.add_column(f"{word(slowest)}\ngrows as", justify="right")
-    for group in groups:
-        for place, row in enumerate(group.rows):
-            length = str(group.case.length) if place == 0 else ""
-            found.add_row(length, row.subject.name, *_cells(groups, group, row, names))
-        found.add_section()
-    return found
+        header += [_heading(comparisons, name), "ratio"]
+    rows = []
+    for each in comparisons:
+        for result in each.results:
+            cells = [shape(each.case), result.subject.name]
+            for name in names:
+                cells += [_shown(result, name), _two_digits(each.ratio(result, name))]
+            if result.failure is not None:
+                cells[2] = result.failure.status
+            exponent = (scaling(comparisons, each, result) or {}).get(last_step)
+            rows.append([*cells, "" if exponent is None else f"n^{exponent:.2f}"])
+    return TextTable([*header, f"{_step_name(last_step)} scaling"], rows, text_columns=2)
 
 
-def plot(path: Path, groups: Sequence[Group]) -> bool:
-    """Time and memory against the length, both logarithmic, as a PNG; False where there is only one length."""
-    if len({group.case.length for group in groups}) < 2:
-        return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = quantities(groups)
-    figure, axes = pyplot.subplots(1, len(names), figsize=(5.2 * len(names), 4.4), squeeze=False)
-    lines = list(dict.fromkeys(row.subject.name for group in groups for row in group.rows))
-    packages = {row.subject.name: row.subject.package for group in groups for row in group.rows}
-    for name, axis in zip(names, axes[0], strict=True):
-        for i, subject in enumerate(lines):
-            points = [
-                (group.case.length, value)
-                for group in groups
-                for row in group.rows
-                if row.subject.name == subject and (value := _cost(row, name)) is not None
-            ]
-            if points:
-                style = "-" if packages[subject] == "longspan" else "--"
-                axis.plot(*zip(*sorted(points), strict=True), style, marker="o", label=subject, color=f"C{i % 10}")
-        axis.set(xscale="log", yscale="log", xlabel="tokens", title=word(name))
-        counted = any(
-            name.removesuffix("_ms") in run.tokens for group in groups for row in group.rows for run in row.runs
-        )
-        axis.set_ylabel("peak MB" if name == MEMORY else "ms a token" if counted else "ms")
-        axis.grid(alpha=0.3, which="both")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
-    figure.tight_layout(rect=(0, 0.06 + 0.035 * math.ceil(len(lines) / 2), 1, 1))
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return True
-
-
-def remarks(groups: Sequence[Group]) -> list[str]:
-    """One line for each row that has no times; a peer that is not there is named once."""
+def remarks(comparisons: Comparisons) -> list[str]:
+    """Return one line for each failure; a package that is missing is named once."""
     found = []
-    for group in groups:
-        for row in group.rows:
-            if row.failure is None:
-                continue
-            absent = row.failure.status in ("not installed", "not supported")
-            where = f"{row.subject.name}, n = {group.case.length}: {row.failure.status}: "
-            found.append(("" if absent else where) + row.failure.message)
+    for each in comparisons:
+        for result in each.results:
+            if result.failure is not None:
+                absent = result.failure.status in ("not installed", "not supported")
+                where = f"{result.subject.name}, {shape(each.case)}: {result.failure.status}: "
+                found.append(("" if absent else where) + result.failure.message)
     return list(dict.fromkeys(found))
 
 
-def _cells(groups: Sequence[Group], group: Group, row: Row, names: list[str]) -> list[str | Text]:
-    if row.failure is not None:
-        return [Text(row.failure.status, style="red"), *[""] * (2 * len(names))]
-    ratios = group.ratios(row)
-    grown = growth(groups, group, row)
-    exponent = None if grown is None else grown.get(names[-2] if len(names) > 1 else names[-1])
-    return [
-        *("" if ratios.get(name) is None else f"{ratios[name]:.2f}" for name in names),
-        *(_shown(row, name) for name in names),
-        "" if exponent is None else f"n^{exponent:.2f}",
+def plot(path: Path, comparisons: Comparisons) -> bool:
+    """Plot time and memory against the length as PNG; return False if there is only one length."""
+    if len({each.case.length for each in comparisons}) < 2:
+        return False
+    from matplotlib.figure import Figure
+
+    from longspan.train.report.plots import COLORS
+
+    names = quantities(comparisons)
+    figure = Figure(figsize=(5.2 * len(names), 5.6), layout="constrained")
+    axes = figure.subplots(1, len(names), squeeze=False)[0]
+    subjects = {result.subject.name: result.subject.package for each in comparisons for result in each.results}
+    for name, axis in zip(names, axes, strict=True):
+        for i, (subject, package) in enumerate(subjects.items()):
+            points = [
+                (each.case.length, cost)
+                for each in comparisons
+                for result in each.results
+                if result.subject.name == subject and (cost := _cost(result, name)) is not None
+            ]
+            if points:
+                style, color = "-" if package == "longspan" else "--", COLORS[i % len(COLORS)]
+                axis.plot(*zip(*sorted(points), strict=True), style, marker="o", label=subject, color=color)
+        unit = "MB" if name == PEAK else "ms/token" if _counts_tokens(comparisons, name) else "ms"
+        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel=unit, title=_step_name(name))
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def summary(results: Mapping[str, Comparisons]) -> list[dict[str, Any]]:
+    """Return the ratios of every peer, and of full attention of the same section, by section."""
+    rows = []
+    for section, comparisons in results.items():
+        # The last result of a comparison is PyTorch's own if peers are measured.
+        full = {each.case: each.results[-1] for each in comparisons if each.mechanism == "softmax"}
+        for each in comparisons:
+            others = [result for result in each.results if result.subject.package != "longspan"] or each.results[1:]
+            extra = full.get(each.case)
+            if each.mechanism != "softmax" and extra and extra.subject not in [other.subject for other in others]:
+                others.append(extra)
+            rows += [
+                {
+                    "section": section,
+                    "shape": shape(each.case),
+                    "length": each.case.length,
+                    "subject": each.results[0].subject.name,
+                    "peer": other.subject.name,
+                    "status": "ok" if other.failure is None else other.failure.status,
+                    "ratios": each.ratios(other),
+                }
+                for other in others
+            ]
+    return rows
+
+
+def summary_table(results: Mapping[str, Comparisons]) -> TextTable:
+    """Return the ratios of all sections side by side."""
+    rows = summary(results)
+    names = sorted(dict.fromkeys(name for row in rows for name in row["ratios"]), key=lambda name: name == PEAK)
+    cells = []
+    for row in rows:
+        ratios = [_two_digits(row["ratios"].get(name)) for name in names]
+        if row["status"] != "ok":
+            ratios[0] = row["status"]
+        cells.append([row["section"], row["subject"], row["peer"], row["shape"], *ratios])
+    return TextTable(["section", "subject", "peer", "shape", *map(_step_name, names)], cells, text_columns=4)
+
+
+def write_page(
+    folder: Path, results: Mapping[str, Comparisons], about: Mapping[str, Any], titles: Mapping[str, str]
+) -> None:
+    """Write summary.json and report.html: all tables, and the plots found in the folder."""
+    write_atomically(folder / "summary.json", json.dumps({**about, "rows": summary(results)}, indent=1) + "\n")
+    sections = [
+        {
+            "name": name,
+            "title": titles[name],
+            "table": table(comparisons),
+            "remarks": remarks(comparisons),
+            "plot": f"{name}.png" if (folder / f"{name}.png").exists() else None,
+        }
+        for name, comparisons in results.items()
     ]
+    values = {"summary": summary_table(results), "note": RATIO, "sections": sections, "about": about}
+    write_atomically(folder / "report.html", render_template("longspan.bench", "report.html.j2", **values))
 
 
-def _cost(row: Row, name: str) -> float | None:
-    """A quantity by which rows compare: a step that counts tokens may count fewer in one than in another."""
-    rate = row.tokens_per_second(name.removesuffix("_ms"))
-    return quantity(row, name) if rate is None else 1e3 / rate
+def shape(case: Case) -> str:
+    """Return batch × heads × tokens × head dimension, and the depth of a model."""
+    sizes = f"{case.batch_size}×{case.num_heads}×{case.length}×{case.head_dim}"
+    return sizes if case.depth == 1 else f"{sizes}, {case.depth} layers"
 
 
-def _shown(row: Row, name: str) -> str:
-    rate = row.tokens_per_second(name.removesuffix("_ms"))
-    return _three(quantity(row, name)) if rate is None else f"{rate:,.0f}"
+def _same_sizes(a: Case, b: Case) -> bool:
+    return (a.num_heads, a.head_dim, a.depth, a.causal) == (b.num_heads, b.head_dim, b.depth, b.causal)
 
 
-def word(name: str) -> str:
-    """A quantity as it is headed."""
-    step = name.removesuffix("_ms")
-    return _WORDS.get(step, step)
+def _value(result: SubjectResult, quantity: str) -> float | None:
+    return result.peak_mb if quantity == PEAK else result.ms(quantity.removesuffix("_ms"))
 
 
-def _three(value: float | None) -> str:
-    """Three digits or all before the point."""
+def _cost(result: SubjectResult, quantity: str) -> float | None:
+    """A quantity per token if the step counts tokens: subjects may process different numbers of them."""
+    rate = result.tokens_per_second(quantity.removesuffix("_ms"))
+    return _value(result, quantity) if rate is None else 1e3 / rate
+
+
+def _counts_tokens(comparisons: Comparisons, quantity: str) -> bool:
+    step = quantity.removesuffix("_ms")
+    return any(step in m.tokens for each in comparisons for result in each.results for m in result.measurements)
+
+
+def _heading(comparisons: Comparisons, quantity: str) -> str:
+    if quantity == PEAK:
+        return "peak MB"
+    return f"{_step_name(quantity)} {'tokens/s' if _counts_tokens(comparisons, quantity) else 'ms'}"
+
+
+def _step_name(quantity: str) -> str:
+    step = quantity.removesuffix("_ms")
+    names = {"forward_backward": "fwd + bwd", "forward_backward_graph": "fwd + bwd, graph", PEAK: "memory"}
+    return names.get(step, step.replace("_graph", ", graph"))
+
+
+def _shown(result: SubjectResult, quantity: str) -> str:
+    rate = result.tokens_per_second(quantity.removesuffix("_ms"))
+    return three_digits(_value(result, quantity)) if rate is None else f"{rate:,.0f}"
+
+
+def three_digits(value: float | None) -> str:
+    """Return a number with three significant digits, but never fewer than those before the point."""
     if value is None:
         return ""
-    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else f"{value:.0f}"
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else f"{value:.0f}"
 
 
-def _ratio(value: float | None, ours: float | None) -> float | None:
-    return None if value is None or not ours else value / ours
+def _two_digits(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
+
+
+def _ratio(value: float | None, reference: float | None) -> float | None:
+    return None if value is None or not reference else value / reference

@@ -1,4 +1,4 @@
-"""Measuring: each measurement in a process of its own, subjects taken in turn, failures recorded as results."""
+"""Run subjects side by side: one process per measurement, subjects interleaved, failures recorded as results."""
 
 from __future__ import annotations
 
@@ -8,235 +8,230 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from select import select
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from threading import Timer
+from typing import Any
 
-import torch
-from torch import Tensor
-
-Status = Literal["ok", "out of memory", "timed out", "crashed", "error", "wrong", "not installed", "not supported"]
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is measured: the sizes of q, k and v, and where they live. depth: layers, where a model is measured."""
-
-    length: int
-    batch_size: int = 1
-    num_heads: int = 8
-    head_dim: int = 64
-    causal: bool = True
-    dtype: str = "float32"
-    device: str = "cpu"
-    depth: int = 1
-
-    @property
-    def dim(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How hard to measure.
-
-    rounds: processes per subject; subjects take turns, so that a machine that drifts drifts for all of them.
-    repeats: samples per process and kind of step, fewer once `seconds` have passed, at least one.
-    timeout: seconds after which a process is ended. patience: a round that took longer than this many is the last.
-    memory_limit: GB a process may allocate beyond its libraries; None is no limit.
-    """
-
-    rounds: int = 3
-    repeats: int = 5
-    seconds: float = 10.0
-    timeout: float = 900.0
-    patience: float = 180.0
-    threads: int = 1
-    memory_limit: float | None = None
-
-
-class Step(NamedTuple):
-    """Something to time. It returns the tensors it made, which are dropped after the clock has stopped.
-
-    gradients: whether it needs them; if not, it is timed without. tokens: how many it reads or writes, if that counts.
-    """
-
-    call: Callable[[], Sequence[Tensor]]
-    gradients: bool = False
-    tokens: int | None = None
-
-
-Work = Mapping[str, Step]  # by name, the one that needs most memory last
-
-
-class Check(NamedTuple):
-    """The largest error found, relative to the largest true value, beside the largest allowed."""
-
-    error: float
-    tolerance: float
-    against: str
-
-
-@dataclass(frozen=True)
-class Subject(ABC):
-    """Something to measure. It is pickled to the process that measures it, so it holds names and numbers only."""
-
-    name: str
-
-    @property
-    def package(self) -> str:
-        """The distribution that it comes from."""
-        return "longspan"
-
-    def unfit(self, case: Case) -> tuple[Status, str] | None:
-        """Why it cannot be measured, known without running it."""
-        return None
-
-    @abstractmethod
-    def work(self, case: Case) -> Work:
-        """The steps, with all inputs made."""
-
-    def check(self, case: Case) -> Check | None:
-        """A comparison with the truth at a small size; None where there is nothing to compare with."""
-        return None
+from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig, Subject, is_out_of_memory, one_line
 
 
 @dataclass
-class Run:
-    """One process's answer; times of each step in milliseconds. `memory`: how the peak was taken."""
-
-    status: Status
-    message: str = ""
-    times: dict[str, list[float]] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-    peak_mb: float | None = None
-    memory: str = ""
-    check: dict[str, Any] | None = None
-
-
-@dataclass
-class Row:
-    """A subject in a case, over all rounds."""
+class SubjectResult:
+    """The measurements of a subject in one case, over all rounds."""
 
     subject: Subject
     case: Case
-    runs: list[Run] = field(default_factory=list)
+    measurements: list[Measurement] = field(default_factory=list)
 
     @property
-    def failure(self) -> Run | None:
-        """The first run that gave no measurement."""
-        return next((run for run in self.runs if run.status != "ok"), None)
+    def failure(self) -> Measurement | None:
+        """The first measurement whose status is not "ok"."""
+        return next((each for each in self.measurements if each.status != "ok"), None)
 
     @property
     def steps(self) -> list[str]:
-        """What was timed."""
-        return list(self.runs[0].times) if self.runs else []
+        """The names of the timed steps."""
+        return list(self.measurements[0].times) if self.measurements else []
 
     def ms(self, step: str) -> float | None:
-        """The median over rounds of each round's median; None after a failure, or where there is no such step."""
-        return self._median([median(run.times[step]) for run in self.runs if run.times.get(step)])
+        """Return the median over rounds of each round's median; None after a failure or for an unknown step."""
+        return self._median([median(each.times[step]) for each in self.measurements if each.times.get(step)])
 
     def tokens_per_second(self, step: str) -> float | None:
-        """None where the step does not count tokens."""
-        ms, tokens = self.ms(step), self.runs[0].tokens.get(step) if self.runs else None
+        """Return tokens/s; None for a step that does not count tokens."""
+        ms, tokens = self.ms(step), self.measurements[0].tokens.get(step) if self.measurements else None
         return None if ms is None or tokens is None else tokens / ms * 1e3
 
     @property
     def peak_mb(self) -> float | None:
-        """The median over rounds."""
-        return self._median([run.peak_mb for run in self.runs if run.peak_mb is not None])
+        """The median peak memory over rounds."""
+        return self._median([each.peak_mb for each in self.measurements if each.peak_mb is not None])
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, raw samples included, for JSON."""
-        failure = self.failure
+        """Return all figures and samples for JSON."""
+        failure, first = self.failure, self.measurements[0] if self.measurements else Measurement("skipped")
         return {
             "name": self.subject.name,
             "package": self.subject.package,
             "case": asdict(self.case),
-            "status": "ok" if failure is None else failure.status,
+            "status": first.status if failure is None else failure.status,
             "message": "" if failure is None else failure.message,
             **{f"{step}_ms": self.ms(step) for step in self.steps},
-            **{f"{step}_tokens_per_second": self.tokens_per_second(step) for step in self.runs[0].tokens},
+            **{f"{step}_tokens_per_second": self.tokens_per_second(step) for step in first.tokens},
+            **{f"{step}_tb_per_second": n / ms / 1e9 for step, n in first.bytes.items() if (ms := self.ms(step))},
             "peak_mb": self.peak_mb,
-            "runs": [asdict(run) for run in self.runs],
+            **first.metrics,
+            "runs": [asdict(each) for each in self.measurements],
         }
 
     def _median(self, values: list[float]) -> float | None:
         return median(values) if values and self.failure is None else None
 
 
+Observer = Callable[[SubjectResult, int, bool], None]  # result, round from 1, whether it has been measured
+
+
 def compare(
-    subjects: Sequence[Subject], case: Case, effort: Effort, progress: Callable[[Subject, int], None] | None = None
-) -> list[Row]:
-    """One row per subject. In each round every subject that has not failed is measured once.
+    subjects: Sequence[Subject], case: Case, config: MeasurementConfig, observer: Observer | None = None
+) -> list[SubjectResult]:
+    """Measure several subjects in one case.
 
-    progress: called with each subject and round (from 1) before it is measured.
+    Args:
+        subjects: What to measure.
+        case: Sizes, dtype and device.
+        config: Number of samples and limits.
+        observer: Called before and after each measurement.
+
+    Returns:
+        One result per subject.
     """
-    rows = [Row(subject, case) for subject in subjects]
-    for number in range(1, effort.rounds + 1):
-        begun = time.perf_counter()
-        for row in rows:
-            if row.failure is not None:
-                continue
-            if progress is not None:
-                progress(row.subject, number)
-            row.runs.append(measure(row.subject, case, effort))
-        if time.perf_counter() - begun > effort.patience:
+    results = [SubjectResult(subject, case) for subject in subjects]
+    measure_rounds(results, config, observer)
+    return results
+
+
+def measure_rounds(
+    results: Sequence[SubjectResult],
+    config: MeasurementConfig,
+    observer: Observer | None = None,
+    deadline: float | None = None,
+) -> None:
+    """Measure each result's subject once per round, unless it has failed.
+
+    Processes that use a GPU start together and are timed one after another when all of them have compiled, so that no
+    compiler competes for the host while another subject is timed.
+
+    Args:
+        results: The results to fill.
+        config: Number of samples and limits.
+        observer: Called before and after each measurement.
+        deadline: `time.monotonic()` after which nothing is measured any more.
+    """
+    for number in range(1, config.rounds + 1):
+        started = time.monotonic()
+        pending = [result for result in results if result.failure is None]
+        workers = _start_workers(pending, _limited(config, deadline))
+        for result in pending:
+            if observer is not None:
+                observer(result, number, False)
+            limited, worker = _limited(config, deadline), workers.get(id(result))
+            if limited.timeout <= 0:
+                if worker is not None:
+                    worker.kill()
+                if not result.measurements:
+                    result.measurements.append(Measurement("skipped", "the time budget of the run is exhausted"))
+            else:
+                found = worker.finish() if worker is not None else measure(result.subject, result.case, limited)
+                result.measurements.append(found)
+            if observer is not None:
+                observer(result, number, True)
+        for result in pending:
+            limited = _limited(config, deadline)
+            if len(workers) > 1 and result.measurements[-1].status == "out of memory" and limited.timeout > 0:
+                result.measurements[-1] = measure(result.subject, result.case, limited)  # alone on the GPU
+        if time.monotonic() - started > config.round_seconds:
             break
-    return rows
 
 
-def measure(subject: Subject, case: Case, effort: Effort) -> Run:
-    """One subject once, in a process of its own: whatever happens there becomes a `Run`."""
-    unfit = subject.unfit(case)
-    if unfit is not None:
-        return Run(*unfit)
-    threads = str(effort.threads)
-    environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    try:
-        process = subprocess.run(
+def _start_workers(results: Sequence[SubjectResult], config: MeasurementConfig) -> dict[int, WorkerProcess]:
+    """Start the processes that use a GPU and wait until all of them have compiled."""
+    workers = {
+        id(result): WorkerProcess(result.subject, result.case, config)
+        for result in results
+        if result.case.device == "cuda" and config.timeout > 0 and result.subject.unavailable(result.case) is None
+    }
+    for worker in workers.values():
+        worker.wait_until_ready()
+    return workers
+
+
+def measure(subject: Subject, case: Case, config: MeasurementConfig) -> Measurement:
+    """Measure a subject once in a new process; a failure of the process becomes the status of the measurement."""
+    unavailable = subject.unavailable(case)
+    return Measurement(*unavailable) if unavailable else WorkerProcess(subject, case, config).finish()
+
+
+class WorkerProcess:
+    """A process that prepares a measurement at once and takes it when `finish` is called."""
+
+    def __init__(self, subject: Subject, case: Case, config: MeasurementConfig) -> None:
+        threads = str(config.threads)
+        self._timeout, self._timed_out = config.timeout, False
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed in `finish`
+        self._process = subprocess.Popen(
             [sys.executable, "-m", "longspan.bench.worker"],
-            input=pickle.dumps((subject, case, effort)),
-            capture_output=True,
-            timeout=effort.timeout,
-            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            bufsize=0,  # `select` must see everything that has not been read
+            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
         )
-    except subprocess.TimeoutExpired:
-        return Run("timed out", f"no answer within {effort.timeout:g} s")
-    if process.returncode == 0:
-        return Run(**json.loads(process.stdout))
-    return _died(process.returncode, process.stderr.decode(errors="replace"))
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(pickle.dumps((subject, case, config)))
+            self._process.stdin.flush()
+
+    def wait_until_ready(self) -> None:
+        """Block until the process has compiled everything, or has ended."""
+        assert self._process.stdout is not None
+        with self._time_limit():
+            select([self._process.stdout], [], [])
+
+    def finish(self) -> Measurement:
+        """Let the process take the measurement and return it."""
+        with self._time_limit():
+            output, _ = self._process.communicate(b"\n")
+        with self._stderr:
+            self._stderr.seek(0)
+            error = self._stderr.read().decode(errors="replace")
+        if self._timed_out:
+            return Measurement("timed out", f"no result within {self._timeout:g} s")
+        if self._process.returncode == 0:
+            return Measurement(**json.loads(output.splitlines()[-1]))
+        return _crash(self._process.returncode, error)
+
+    def kill(self) -> None:
+        """End the process without a measurement."""
+        self._process.kill()
+        self._process.communicate()
+        self._stderr.close()
+
+    @contextmanager
+    def _time_limit(self) -> Iterator[None]:
+        def stop() -> None:
+            self._timed_out = True
+            self._process.kill()
+
+        timer = Timer(self._timeout, stop)
+        timer.start()
+        try:
+            yield
+        except BaseException:
+            self._process.kill()
+            raise
+        finally:
+            timer.cancel()
 
 
-def one_line(error: BaseException | str) -> str:
-    """The first line of a message, of readable length."""
-    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    line = next((part.strip() for part in text.splitlines() if part.strip()), "")
-    return line if len(line) <= 200 else line[:199] + "…"
+def _limited(config: MeasurementConfig, deadline: float | None) -> MeasurementConfig:
+    """The configuration with its timeout shortened to the deadline."""
+    left = float("inf") if deadline is None else deadline - time.monotonic()
+    return replace(config, timeout=min(config.timeout, left))
 
 
-def out_of_memory(message: str) -> bool:
-    """Whether an error's text, as PyTorch, the C++ runtime or the system word it, means that memory ran out."""
-    said = message.lower()
-    return any(words in said for words in ("allocate memory", "out of memory", "bad_alloc", "memoryerror"))
-
-
-def _died(returncode: int, stderr: str) -> Run:
+def _crash(returncode: int, stderr: str) -> Measurement:
     lines = [line for line in stderr.splitlines() if line.strip()]
     last = one_line(lines[-1]) if lines else "no message"
-    if out_of_memory("\n".join(lines[-5:])):
-        return Run("out of memory", last)
+    if is_out_of_memory("\n".join(lines[-5:])):
+        return Measurement("out of memory", last)
     if returncode == -signal.SIGKILL:
-        return Run("out of memory", "killed by the system, which ends processes when memory runs out")
+        return Measurement("out of memory", "killed by the system, which ends processes when memory runs out")
     if returncode < 0:
-        return Run("crashed", f"{signal.Signals(-returncode).name}: {last}")
-    return Run("crashed", f"exit status {returncode}: {last}")
+        return Measurement("crashed", f"{signal.Signals(-returncode).name}: {last}")
+    return Measurement("crashed", f"exit status {returncode}: {last}")

@@ -1,84 +1,110 @@
-"""Milliseconds of a step, sample by sample."""
+"""Sample the time of a step in milliseconds: wall clock on the CPU, CUDA events on a GPU."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-_WARM = 0.2  # seconds
-_CACHE = 1 << 28  # bytes: more than any second-level cache holds
+_WARM_UP_SECONDS = 0.2
+_L2_FLUSH_BYTES = 1 << 28  # larger than any L2 cache
+# On the CPU the call that measures peak memory also warms up.
+_WARM_UP_CALLS = {"cpu": 1, "cuda": 3}
+
+
+def sample_ms(step: Callable[[], Any], device: str, repeats: int, seconds: float) -> list[float]:
+    """Time a step repeatedly, after warm-up.
+
+    Args:
+        step: The call to time. Its return value is freed outside the timed region.
+        device: "cpu" or "cuda".
+        repeats: Number of samples.
+        seconds: Time budget: fewer samples are taken when `repeats` would exceed it, but at least one.
+
+    Returns:
+        The samples in milliseconds.
+    """
+
+    def sample(count: int) -> list[float]:
+        return cuda_ms(step, count) if device == "cuda" else [cpu_ms(step) for _ in range(count)]
+
+    first, elapsed = time.perf_counter(), 0.0
+    for call in range(_WARM_UP_CALLS[device]):
+        started = time.perf_counter()
+        if call == 0 or started - first < seconds:
+            sample(1)
+            elapsed = time.perf_counter() - started
+    if device == "cuda":
+        warm_up_cuda(step)
+    return sample(max(1, min(repeats, int(seconds / elapsed))))
 
 
 def cpu_ms(step: Callable[[], Any]) -> float:
-    """One sample; what the step made is dropped after the clock has stopped."""
-    begun = time.perf_counter()
-    made = step()
-    took = time.perf_counter() - begun
-    del made
-    return took * 1e3
+    """Time one call by the wall clock."""
+    started = time.perf_counter()
+    outputs = step()
+    elapsed = time.perf_counter() - started
+    del outputs
+    return elapsed * 1e3
 
 
-def warm_up(step: Callable[[], Any], *, least: int = 3) -> None:
-    """So many calls at least, and so long that the host, too, runs as fast as it does in use."""
-    begun, calls = time.perf_counter(), 0
-    while calls < least or time.perf_counter() - begun < _WARM:
+def warm_up_cuda(step: Callable[[], Any]) -> None:
+    """Call a step for 0.2 s, so that GPU clocks and the host reach steady state."""
+    started, calls = time.perf_counter(), 0
+    while time.perf_counter() - started < _WARM_UP_SECONDS:
         step()
         calls += 1
-        if calls % 8 == 0:  # The host runs ahead, but not by more than a few calls.
+        if calls % 8 == 0:  # bound the launch queue
             torch.cuda.synchronize()
     torch.cuda.synchronize()
 
 
 def cuda_ms(step: Callable[[], Any], repeats: int) -> list[float]:
-    """Samples between CUDA events, each after the second-level cache was filled with something else.
+    """Time calls by CUDA events, flushing the L2 cache before each.
 
-    Nothing is waited for in between: the host runs ahead as it does in use, and where it is the slower one, it shows.
+    The host does not synchronize between samples, so launch overhead is hidden exactly as far as it is in use.
     """
-    flush = torch.empty(_CACHE, dtype=torch.int8, device="cuda")
+    flush = torch.empty(_L2_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     torch.cuda.synchronize()
     for begin, end in events:
         flush.zero_()
         begin.record()
-        made = step()
+        outputs = step()
         end.record()
-        del made
+        del outputs
     torch.cuda.synchronize()
     return [begin.elapsed_time(end) for begin, end in events]
 
 
-def replayed(step: Callable[[], Any]) -> Callable[[], None]:
-    """The same step from a CUDA graph, which leaves the launches out."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+def cuda_graph(step: Callable[[], Any]) -> Callable[[], None]:
+    """Capture a step in a CUDA graph and return its replay, which has no launch overhead."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         step()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     return graph.replay
 
 
-def attention_ms(attend: Callable[..., Tensor], given: Sequence[Tensor], repeats: int = 30) -> dict[str, float]:
-    """Medians of forward and of forward + backward ("both"), as called and replayed ("…_graph")."""
-    d_out = torch.randn_like(given[0])
+def kernel_ms(step: Callable[[], Any], calls: int = 3, limit: int = 24) -> dict[str, list[float]]:
+    """Profile a step on the GPU.
 
-    def forward() -> None:
-        with torch.no_grad():
-            attend(*given)
-
-    def both() -> None:
-        torch.autograd.grad(attend(*given), given, d_out)
-
-    found = {}
-    for name, step in (("forward", forward), ("both", both)):
-        warm_up(step)
-        found[name] = median(cuda_ms(step, repeats))
-        found[f"{name}_graph"] = median(cuda_ms(replayed(step), repeats))
-    return found
+    Returns:
+        By kernel name [milliseconds, launches] per call, for the kernels that take the most time.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            step()
+        torch.cuda.synchronize()
+    kernels = sorted(profile.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+    return {
+        kernel.key[:100]: [round(kernel.self_device_time_total / 1e3 / calls, 5), kernel.count / calls]
+        for kernel in kernels[:limit]
+        if kernel.self_device_time_total > 0
+    }

@@ -1,10 +1,11 @@
-"""The benchmark: what it writes, what it makes of failures, and that peers compute what their twins do."""
+"""Measurements: results files, failures as results, and peers that compute what longspan computes."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,30 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.bench import PEERS, Case, Check, Effort, Ours, Row, Run, Step, Subject, Theirs, Work, compare, measure
-from longspan.bench.report import Group, growth, remarks
-from longspan.bench.subjects import peers as peering
-from longspan.bench.subjects.mechanisms import VARIANTS, ours
-from longspan.bench.subjects.models import OLDER, TheirModel
-from longspan.bench.worker import take
+from longspan.bench import (
+    AccuracyCheck,
+    Case,
+    Comparison,
+    Measurement,
+    MeasurementConfig,
+    Subject,
+    SubjectResult,
+    TimedStep,
+    Workload,
+    compare,
+    measure,
+)
+from longspan.bench.report import remarks, scaling
+from longspan.bench.runner import WorkerProcess, measure_rounds
+from longspan.bench.subjects import peers
+from longspan.bench.subjects.generation import PeerGenerateSubject, decode_subjects, generate_subjects
+from longspan.bench.subjects.mechanisms import VARIANTS, MechanismSubject, PeerSubject, mechanism_subjects
+from longspan.bench.subjects.models import PeerTrainSubject, train_subjects
+from longspan.bench.subjects.peers import MECHANISM_PEERS, MODEL_PEERS
 from longspan.cli.bench import main
 
 TINY = Case(64, num_heads=2, head_dim=8)
-QUICK = Effort(rounds=1, repeats=2)
+QUICK = MeasurementConfig(rounds=1, repeats=2)
 SIZES = ["--lengths=64", "--heads=2", "--head-dim=8", "--rounds=1", "--repeats=2", "--threads=1"]
 
 
@@ -46,7 +61,7 @@ def test_command_measures_ours_beside_a_peer(tmp_path: Path, monkeypatch: pytest
     assert found["machine"]["cpu"]
     assert found["versions"]["torch"] == torch.__version__
     assert {"longspan", "python", "performer-pytorch"} <= set(found["versions"])
-    assert {"date", "commit", "arguments", "effort"} <= set(found)
+    assert {"date", "commit", "options", "measurement"} <= set(found)
     mine, sdpa = found["rows"]
     assert (mine["name"], sdpa["name"]) == ("softmax", "PyTorch SDPA")
     for row in (mine, sdpa):
@@ -59,7 +74,7 @@ def test_command_measures_ours_beside_a_peer(tmp_path: Path, monkeypatch: pytest
     assert mine["ratios"]["forward_ms"] == 1
     assert sdpa["ratios"]["forward_ms"] == sdpa["forward_ms"] / mine["forward_ms"]
     printed = capfd.readouterr()
-    assert "÷ ours" in printed.out
+    assert "ratio" in printed.out
     assert "round 1: PyTorch SDPA" in printed.err
 
 
@@ -83,10 +98,16 @@ def test_command_without_peers(tmp_path: Path) -> None:
         ("--memory-limit -1", "positive number of GB, got -1"),
         ("--heads none", "--heads"),
         ("--lenghts 64", "--lengths"),
-        ("sing", "unknown subject 'sing'; there is mechanisms, layers, train, generate"),
+        ("sing", "unknown subject 'sing'; there is mechanisms, layers, train, generate, decode"),
         ("train --bidirectional", "measures causal models"),
-        ("generate --compile", "--compile is for bench layers and bench train"),
-        ("mechanisms --compile", "--compile is for bench layers and bench train"),
+        ("generate --compile default", "compile is an option of bench layers and bench train"),
+        ("layers --compile fast", "unknown compile mode 'fast'; there is off, default, reduce-overhead"),
+        ("mechanisms --autocast", "autocast is an option of bench layers"),
+        ("mechanisms --sections causal", "sections is an option of the suites all, gpu, got it for mechanisms"),
+        ("gpu", "set device to cuda, got cpu"),
+        ("all --sections traain", "did you mean 'train'?"),
+        ("quality", "give its file as data"),
+        ("--minutes -1", "minutes must be positive, got -1"),
         ("layers --mechanisms softmax", "there is linear, performer, local, linformer"),
         ("train --mechanisms split", "there is linear, performer, local, linformer, softmax"),
     ],
@@ -102,20 +123,20 @@ def test_wrong_arguments_are_answered_in_one_line(
 
 
 def test_out_of_memory_is_a_result() -> None:
-    run = measure(Ours("softmax", "softmax"), Case(32768), Effort(repeats=1, memory_limit=0.05))
+    run = measure(MechanismSubject("softmax", "softmax"), Case(32768), MeasurementConfig(repeats=1, memory_limit=0.05))
     assert run.status == "out of memory"
     assert "allocate" in run.message
     assert "\n" not in run.message
 
 
 def test_running_out_of_time_is_a_result() -> None:
-    run = measure(Ours("softmax", "softmax"), TINY, Effort(timeout=0.05))
-    assert (run.status, run.message) == ("timed out", "no answer within 0.05 s")
+    run = measure(MechanismSubject("softmax", "softmax"), TINY, MeasurementConfig(timeout=0.05))
+    assert (run.status, run.message) == ("timed out", "no result within 0.05 s")
 
 
 def test_an_installed_older_package_is_measured() -> None:
-    subject = Theirs("linear-attention-transformer, blind spot 64")
-    if subject.unfit(TINY) is not None:
+    subject = PeerSubject("linear-attention-transformer, blind spot 64")
+    if subject.unavailable(TINY) is not None:
         pytest.skip("linear-attention-transformer is not installed: make bench installs it")
     run = measure(subject, TINY, QUICK)
     assert run.status == "ok", run.message
@@ -123,9 +144,9 @@ def test_an_installed_older_package_is_measured() -> None:
 
 
 def test_a_missing_package_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peering, "installed_version", lambda package: None)
-    rows = compare([Theirs("performer-pytorch, 256 features")], TINY, QUICK)
-    (remark,) = remarks([Group("performer", case, rows) for case in (TINY, Case(128))])
+    monkeypatch.setattr(peers, "installed_version", lambda package: None)
+    results = compare([PeerSubject("performer-pytorch, 256 features")], TINY, QUICK)
+    (remark,) = remarks([Comparison("performer", case, results) for case in (TINY, Case(128))])
     assert remark == "performer-pytorch is not installed: pip install 'longspan[parity]'"
 
 
@@ -133,16 +154,16 @@ def test_a_missing_package_is_reported_in_one_line(monkeypatch: pytest.MonkeyPat
     ("name", "causal"),
     [
         (name, causal)
-        for name, peer in PEERS.items()
+        for name, peer in MECHANISM_PEERS.items()
         for causal in (True, False)
-        if peer.mode in (None, causal) and not (causal and peer.not_causal)
+        if peer.only_causal in (None, causal) and not (causal and peer.not_causal)
     ],
 )
-def test_a_peer_computes_what_its_twin_does(name: str, causal: bool) -> None:
-    case, peer = Case(64, causal=causal), Theirs(name)
-    unfit = peer.unfit(case)
-    if unfit is not None:
-        pytest.skip(unfit[1])
+def test_a_peer_computes_what_longspan_does(name: str, causal: bool) -> None:
+    case, peer = Case(64, causal=causal), PeerSubject(name)
+    unavailable = peer.unavailable(case)
+    if unavailable is not None:
+        pytest.skip(unavailable[1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its own
         check = peer.check(case)
@@ -151,40 +172,42 @@ def test_a_peer_computes_what_its_twin_does(name: str, causal: bool) -> None:
 
 @pytest.mark.parametrize("mechanism", [*VARIANTS, "softmax"])
 def test_every_variant_agrees_with_itself_in_float64(mechanism: str) -> None:
-    for subject in ours(mechanism):
+    for subject in mechanism_subjects(mechanism, Case(64), with_peers=False):
         check = subject.check(Case(64))
         assert check.error <= check.tolerance, subject.name
 
 
 class Fixed(Subject):
-    """A subject that is as wrong as its name says, and returns what it is told to."""
+    """A subject whose error is its name."""
 
-    def check(self, case: Case) -> Check:
-        return Check(float(self.name), 1e-4, "the truth")
+    def check(self, case: Case) -> AccuracyCheck:
+        return AccuracyCheck(float(self.name), 1e-4, "the truth")
 
-    def work(self, case: Case) -> Work:
-        return {"forward": Step(lambda: [torch.ones(1)]), "last": Step(lambda: [torch.full((1,), float(case.length))])}
+    def workload(self, case: Case) -> Workload:
+        last = TimedStep(lambda: [torch.full((1,), float(case.length))])
+        return Workload({"forward": TimedStep(lambda: [torch.ones(1)]), "last": last}, {"parameters": 5})
 
 
 def test_nothing_wrong_is_timed() -> None:
     for error in ("0.5", "nan"):
-        run = take(Fixed(error), TINY, QUICK)
+        run = Fixed(error).measure(TINY, QUICK)
         assert (run.status, run.times) == ("wrong", {})
         assert "against the truth, allowed 1e-04" in run.message
-    assert take(Fixed("0"), TINY, QUICK).status == "ok"
+    accurate = Fixed("0").measure(TINY, QUICK)
+    assert (accurate.status, accurate.metrics) == ("ok", {"parameters": 5})
 
 
 def test_rows_take_turns_and_stop_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
-    def fake(subject: Subject, case: Case, effort: Effort) -> Run:
+    def fake(subject: Subject, case: Case, config: MeasurementConfig) -> Measurement:
         order.append(subject.name)
         if subject.name == "b":
-            return Run("out of memory", "too much")
-        return Run("ok", "", {"forward": [float(len(order))], "token": [2.0]}, {"token": 5}, 3.0)
+            return Measurement("out of memory", "too much")
+        return Measurement("ok", "", {"forward": [float(len(order))], "token": [2.0]}, {"token": 5}, peak_mb=3.0)
 
     monkeypatch.setattr("longspan.bench.runner.measure", fake)
-    a, b, c = compare([Fixed("a"), Fixed("b"), Fixed("c")], TINY, Effort(rounds=3))
+    a, b, c = compare([Fixed("a"), Fixed("b"), Fixed("c")], TINY, MeasurementConfig(rounds=3))
     assert order == ["a", "b", "c", "a", "c", "a", "c"]
     assert a.ms("forward") == 4  # the median of 1, 4 and 6
     assert b.ms("forward") is None
@@ -194,26 +217,23 @@ def test_rows_take_turns_and_stop_after_a_failure(monkeypatch: pytest.MonkeyPatc
     assert c.peak_mb == 3
 
 
-def test_rows_compare_token_by_token() -> None:
-    def row(ms: float, tokens: int) -> Row:
-        return Row(Fixed("0"), TINY, [Run("ok", "", {"token": [ms]}, {"token": tokens}, 1.0)])
+def test_ratios_are_per_token() -> None:
+    def row(ms: float, tokens: int) -> SubjectResult:
+        return SubjectResult(Fixed("0"), TINY, [Measurement("ok", "", {"token": [ms]}, {"token": tokens}, peak_mb=1.0)])
 
-    group = Group("x", TINY, [row(8.0, 16), row(6.0, 2)])
-    assert group.ratios(group.rows[1])["token_ms"] == pytest.approx(6)  # 3 ms a token against half of one
+    found = Comparison("x", TINY, [row(8.0, 16), row(6.0, 2)])
+    assert found.ratios(found.results[1])["token_ms"] == pytest.approx(6)  # 3 against 0.5 ms per token
 
 
-def test_growth_is_an_exponent_of_the_length() -> None:
-    def group(length: int, ms: float) -> Group:
+def test_scaling_is_an_exponent_of_the_length() -> None:
+    def comparison(length: int, ms: float) -> Comparison:
         case = Case(length)
-        return Group(
-            "x",
-            case,
-            [Row(Fixed("0"), case, [Run("ok", "", {"forward": [ms], "forward_backward": [ms * ms]}, peak_mb=1.0)])],
-        )
+        measured = Measurement("ok", "", {"forward": [ms], "forward_backward": [ms * ms]}, peak_mb=1.0)
+        return Comparison("x", case, [SubjectResult(Fixed("0"), case, [measured])])
 
-    groups = [group(8, 1.0), group(64, 8.0)]
-    assert growth(groups, groups[0], groups[0].rows[0]) is None
-    found = growth(groups, groups[1], groups[1].rows[0])
+    both = [comparison(8, 1.0), comparison(64, 8.0)]
+    assert scaling(both, both[0], both[0].results[0]) is None
+    found = scaling(both, both[1], both[1].results[0])
     assert found is not None
     assert (found["from"], found["forward_ms"], found["forward_backward_ms"]) == (8, pytest.approx(1), pytest.approx(2))
 
@@ -222,10 +242,10 @@ def test_command_measures_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     small = ["--heads=2", "--head-dim=8", "--depth=1", "--rounds=1", "--repeats=1", "--threads=1"]
     for what, steps in (("train", ["step"]), ("generate", ["token", "prefill"])):
         out = tmp_path / f"{what}.json"
-        arguments = [what, "--mechanisms=linear", "--lengths=40", "--no-peers", *small, "--out", str(out)]
+        arguments = [what, "--mechanisms=local", "--lengths=40", "--no-peers", *small, "--out", str(out)]
         assert command(monkeypatch, *arguments) == 0
         rows = json.loads(out.read_text())["rows"]
-        assert [row["name"] for row in rows] == ["linear", "linear, half the heads local"]
+        assert [row["name"] for row in rows] == ["local"]
         for row in rows:
             assert row["status"] == "ok", row["message"]
             assert list(row["runs"][0]["times"]) == steps
@@ -236,14 +256,66 @@ def test_command_measures_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert "tokens/s" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("name", OLDER)
-@pytest.mark.parametrize("task", ["train", "generate"])
-def test_older_models_run(name: str, task: str) -> None:
+@pytest.mark.parametrize("name", MODEL_PEERS)
+@pytest.mark.parametrize(("kind", "step"), [(PeerTrainSubject, "step"), (PeerGenerateSubject, "token")])
+def test_peer_models_run(name: str, kind: type[Subject], step: str) -> None:
     case = Case(256, num_heads=2, head_dim=16, depth=1)
-    older = TheirModel(name, task)
-    unfit = older.unfit(case)
-    if unfit is not None:
-        pytest.skip(unfit[1])
-    run = measure(older, case, Effort(repeats=1))
+    older = kind(name)
+    unavailable = older.unavailable(case)
+    if unavailable is not None:
+        pytest.skip(unavailable[1])
+    run = measure(older, case, MeasurementConfig(repeats=1))
     assert run.status == "ok", run.message
-    assert list(run.times) == ["step" if task == "train" else "token"]
+    assert list(run.times) == [step]
+
+
+def test_models_of_a_mechanism_and_their_peers() -> None:
+    names = [subject.name for subject in train_subjects("linear", "off", with_peers=True)]
+    assert names[:3] == ["linear", "linear, half the heads local", "linear and local layers"]
+    assert names[3:] == ["linear-attention-transformer, half local", "flash-linear-attention"]
+    assert [subject.name for subject in generate_subjects("softmax", with_peers=False)] == ["softmax"]
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "performer", "local"])
+def test_every_api_decodes_the_same_tokens(mechanism: str) -> None:
+    (subjects,) = decode_subjects(mechanism)
+    assert [subject.name.split(",")[0] for subject in subjects] == [
+        "longspan.generate",
+        "transformers",
+        "older package",
+    ]
+    for subject in subjects:
+        check = subject.check(Case(64))
+        assert (check.error, check.tolerance) == (0, 0), subject.name
+        assert subject.workload(Case(5, num_heads=2, head_dim=8)).steps["token"].tokens == 64
+
+
+def test_nothing_starts_after_the_time_budget() -> None:
+    results = [SubjectResult(Fixed("0"), TINY), SubjectResult(Fixed("1"), TINY, [Measurement("ok")])]
+    measure_rounds(results, MeasurementConfig(rounds=2), deadline=time.monotonic() - 1)
+    assert [each.measurements[0].status for each in results] == ["skipped", "ok"]
+    assert results[0].as_dict()["message"] == "the time budget of the run is exhausted"
+
+
+def test_processes_prepare_before_they_are_timed() -> None:
+    worker = WorkerProcess(MechanismSubject("softmax", "softmax"), TINY, QUICK)
+    worker.wait_until_ready()
+    result = worker.finish()
+    assert result.status == "ok", result.message
+    killed = WorkerProcess(MechanismSubject("softmax", "softmax"), TINY, QUICK)
+    killed.kill()
+
+
+def test_options_as_json_without_the_command_line(tmp_path: Path) -> None:
+    options = {"mechanisms": ["softmax"], "lengths": [64], "heads": 2, "head_dim": 8, "rounds": 1, "repeats": 1}
+    code = f"""
+import sys
+sys.modules["tyro"] = sys.modules["typer"] = sys.modules["rich"] = None
+sys.argv[1:] = [{json.dumps(options | {"peers": False, "out": str(tmp_path / "results.json")})!r}]
+import runpy
+runpy.run_module("longspan.bench", run_name="__main__")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert (row["name"], row["status"], len(row["runs"])) == ("softmax", "ok", 1)
+    assert row["forward_tb_per_second"] > 0

@@ -1,6 +1,5 @@
 """Documents that keep up: every mechanism has a page, and every option stands on it."""
 
-import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -56,13 +55,3 @@ def test_commands_in_documents_exist_with_their_flags():
             words = words[: 2 if words[0].startswith("--") else 0]  # the rest is the script's
         for word in words:
             assert not word.startswith("--") or word.partition("=")[0] in flags, f"{where}: longspan {name} {word}"
-
-
-def test_the_readme_s_figures_are_the_results():
-    spec = importlib.util.spec_from_file_location("tables", DOCS.parent / "benchmarks" / "tables.py")
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
-    text = (DOCS.parent / "README.md").read_text()
-    assert set(re.findall(r"<!-- figures: (\w+) -->", text)) == set(tables.TABLES)
-    assert tables.filled(text) == text, "run python benchmarks/tables.py"
-    assert tables.filled(text.replace("| linear |", "| liner |")) == text

@@ -1,27 +1,32 @@
-"""longspan's own mechanisms as subjects, in the variants that compute what their peers compute."""
+"""Attention on q, k and v: longspan's mechanisms in the variants that match their peers, and the peers."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from longspan.bench.runner import Case, Check, Step, Subject, Work
-from longspan.mechanisms import build_mechanism, mechanisms
+from longspan.bench.subjects.base import (
+    AccuracyCheck,
+    Case,
+    Status,
+    Subject,
+    Workload,
+    attention_workload,
+    random_qkv,
+    relative_error,
+    small_case,
+    trainable,
+)
+from longspan.bench.subjects.peers import MECHANISM_PEERS, SDPA, unavailable
+from longspan.mechanisms import build_mechanism
 from longspan.protocol import Mechanism
 
-# Of the largest true value. Halves round what goes in and out, and in float64 the same inputs are not rounded again.
+# Relative to the largest reference value. The float64 reference gets the inputs rounded to the measured dtype.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
-
-Options = Callable[[Case], dict[str, Any]]
-
-
-def _defaults(case: Case) -> dict[str, Any]:
-    return {}
 
 
 def _softmax_map(case: Case) -> dict[str, Any]:
@@ -30,111 +35,117 @@ def _softmax_map(case: Case) -> dict[str, Any]:
     return {"feature_map": "softmax", "normalize": "feature", "output_scale": case.head_dim**-0.5}
 
 
-# The first variant of each mechanism is the one that its peers' ratios refer to.
-VARIANTS: dict[str, dict[str, Options]] = {
-    "linear": {"linear, softmax map": _softmax_map, "linear, default map": _defaults},
+def _half_local(case: Case) -> dict[str, Any]:
+    half = case.num_heads // 2
+    performer = {"mechanism": "performer", "num_heads": case.num_heads - half, "num_features": 256}
+    return {"parts": [{"mechanism": "local", "num_heads": half, "window": 256}, performer]}
+
+
+# Options by mechanism and name of the variant. Ratios of peers refer to the first variant; None: not in this mode.
+VARIANTS: dict[str, dict[str, Callable[[Case], dict[str, Any] | None]]] = {
+    "linear": {
+        "linear, softmax map": _softmax_map,
+        "linear, default map": lambda case: {},
+        "linear, softmax map, normalized per query": lambda case: (
+            None if case.causal else {"feature_map": "softmax", "normalize": "query"}
+        ),
+    },
     "performer": {
         "performer, 256 features": lambda case: {"num_features": 256},
         "performer, 256 features, epsilon": lambda case: {"num_features": 256, "epsilon": 1e-4},
     },
     "local": {
-        "local, 257 keys": lambda case: {"window": 257},  # what local-attention sees with window_size=256
+        "local, 257 keys": lambda case: {"window": 257},  # as local-attention with window_size=256
         "local, 256 keys": lambda case: {"window": 256},
+        "local, blocks of 256": lambda case: {"window": 256, "look_back": 1},
     },
     "linformer": {"linformer, rank 256": lambda case: {"rank": 256, "max_length": case.length}},
-    "split": {
-        "split, half local, half performer": lambda case: {
-            "parts": [
-                {"mechanism": "local", "num_heads": case.num_heads // 2, "window": 256},
-                {
-                    "mechanism": "performer",
-                    "num_heads": case.num_heads - case.num_heads // 2,
-                    "num_features": 256,
-                },
-            ]
-        }
-    },
+    "split": {"split, half local, half performer": _half_local},
 }
 
 
 @dataclass(frozen=True)
-class Ours(Subject):
+class MechanismSubject(Subject):
     """A registered mechanism in one of its `VARIANTS`, by default with its default options."""
 
     mechanism: str
 
     def build(self, case: Case) -> Mechanism:
-        """The mechanism, with random weights, in float32, where it is measured."""
-        options = VARIANTS.get(self.mechanism, {}).get(self.name, _defaults)
+        """Build the mechanism with random weights, in float32 on the case's device."""
+        variant = VARIANTS.get(self.mechanism, {}).get(self.name)
+        options = variant(case) if variant is not None else None
         with torch.device(case.device):
-            return build_mechanism(self.mechanism, case.num_heads, case.head_dim, **options(case)).eval()
+            return build_mechanism(self.mechanism, case.num_heads, case.head_dim, **(options or {})).eval()
 
-    def work(self, case: Case) -> Work:
+    def workload(self, case: Case) -> Workload:
         mechanism = self.build(case).to(case.device, case.torch_dtype)
         leaves = [x.requires_grad_() for x in random_qkv(case)]
         gradient = torch.randn_like(leaves[2])
-        return attention_work(
-            lambda: [mechanism(*leaves, causal=case.causal)], [*leaves, *trained(mechanism)], [gradient]
+        return attention_workload(
+            lambda: [mechanism(*leaves, causal=case.causal)], [*leaves, *trainable(mechanism)], [gradient]
         )
 
-    def check(self, case: Case) -> Check:
-        """Output and gradients, in the dtype that is measured, against the same mechanism in float64."""
-        case = small(case)
-        single = self.build(case).to(case.device, case.torch_dtype)
-        made, given, d = [], random_qkv(case), random_qkv(case)[0]
-        for mechanism in (single, copy.deepcopy(single).double()):
-            dtype = case.torch_dtype if mechanism is single else torch.float64
-            leaves = [x.to(dtype).requires_grad_() for x in given]
-            out = mechanism(*leaves, causal=case.causal)
-            wanted = [*leaves, *trained(mechanism)]
-            made.append([out, *torch.autograd.grad(out, wanted, d.to(dtype), materialize_grads=True)])
-        return Check(relative_error(made[0], made[1]), TOLERANCES[case.dtype], "itself in float64")
+    def check(self, case: Case) -> AccuracyCheck:
+        """Compare output and gradients, in the measured dtype, with the same mechanism in float64."""
+        case = small_case(case)
+        mechanism = self.build(case).to(case.device, case.torch_dtype)
+        inputs, d_out = random_qkv(case), random_qkv(case)[0]
+        results = []
+        for each, dtype in ((mechanism, case.torch_dtype), (copy.deepcopy(mechanism).double(), torch.float64)):
+            leaves = [x.to(dtype).requires_grad_() for x in inputs]
+            out = each(*leaves, causal=case.causal)
+            leaves += trainable(each)
+            results.append([out, *torch.autograd.grad(out, leaves, d_out.to(dtype), materialize_grads=True)])
+        return AccuracyCheck(relative_error(*results), TOLERANCES[case.dtype], "itself in float64")
 
 
-def ours(mechanism: str) -> list[Ours]:
-    """The variants of a mechanism, the one to compare with first."""
-    return [Ours(name, mechanism) for name in VARIANTS.get(mechanism, {mechanism: None})]
+@dataclass(frozen=True)
+class PeerSubject(Subject):
+    """A peer by its name in `MECHANISM_PEERS`."""
+
+    @property
+    def package(self) -> str:
+        return MECHANISM_PEERS[self.name].package
+
+    def unavailable(self, case: Case) -> tuple[Status, str] | None:
+        peer = MECHANISM_PEERS[self.name]
+        return unavailable(peer.package, case, not_causal=peer.not_causal, not_on_cpu=peer.not_on_cpu)
+
+    def workload(self, case: Case) -> Workload:
+        with torch.device(case.device):
+            peer = MECHANISM_PEERS[self.name](case).to(case.torch_dtype)
+            leaves = [x.detach().requires_grad_() for x in peer.arrange(*random_qkv(case))]
+            gradient = torch.randn(*peer.out_shape(leaves)).to(case.torch_dtype)
+        return attention_workload(lambda: [peer(*leaves)], [*leaves, *trainable(peer)], [gradient])
+
+    def check(self, case: Case) -> AccuracyCheck:
+        """Compare the output in float32 with the equivalent mechanism in float64, with the peer's weights."""
+        case = small_case(replace(case, dtype="float32"))
+        peer = MECHANISM_PEERS[self.name](case)
+        mechanism = peer.equivalent(case).double().eval().to(case.device)
+        peer = peer.to(case.device)
+        q, k, v = random_qkv(case)
+        with torch.no_grad():
+            out = peer.restore(peer(*peer.arrange(q, k, v)))
+            reference = mechanism(q.double(), k.double(), v.double(), causal=case.causal)
+        error = relative_error([peer.compared(out)], [peer.compared(reference)])
+        return AccuracyCheck(error, peer.tolerance, f"longspan's {peer.mechanism} in float64")
 
 
-def names() -> list[str]:
-    """Every mechanism that can be measured."""
-    return list(mechanisms())
+def mechanism_subjects(mechanism: str, case: Case, with_peers: bool) -> list[Subject]:
+    """Return the variants of a mechanism, the one that ratios refer to first, and its peers.
 
-
-def small(case: Case) -> Case:
-    """The case at the size of a check."""
-    # Long enough for two windows, eight buckets and twice the rank; small enough that a check takes no time.
-    return replace(case, length=512, batch_size=1, num_heads=2)
-
-
-def random_qkv(case: Case) -> list[Tensor]:
-    """Standard normal q, k and v: (B, T, H, D) each."""
-    shape = (case.batch_size, case.length, case.num_heads, case.head_dim)
-    return [torch.randn(shape, device=case.device).to(case.torch_dtype) for _ in range(3)]
-
-
-def trained(module: torch.nn.Module) -> list[Tensor]:
-    """The parameters that get gradients."""
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def attention_work(
-    forward: Callable[[], Sequence[Tensor]], leaves: Sequence[Tensor], gradients: Sequence[Tensor]
-) -> Work:
-    """Work whose backward starts from given gradients of the outputs and ends in new gradients of the leaves."""
-
-    def forward_backward() -> list[Tensor]:
-        out = forward()
-        found = torch.autograd.grad(out, leaves, gradients, allow_unused=True)
-        return [*out, *(gradient for gradient in found if gradient is not None)]
-
-    return {"forward": Step(forward), "forward_backward": Step(forward_backward, gradients=True)}
-
-
-def relative_error(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
-    """The worst, over tensors, of the largest difference relative to the largest true value; NaN if there is one."""
-    errors = [
-        (x.detach().double() - true.detach()).abs().max() / true.detach().abs().max()
-        for x, true in zip(found, truth, strict=True)
+    On CUDA full attention is a peer of every mechanism; on the CPU it would take most of the time.
+    """
+    variants = VARIANTS.get(mechanism, {mechanism: lambda case: {}})
+    subjects: list[Subject] = [
+        MechanismSubject(name, mechanism) for name, options in variants.items() if options(case) is not None
     ]
-    return float(torch.stack(errors).max())
+    if with_peers:
+        subjects += [
+            PeerSubject(name)
+            for name, peer in MECHANISM_PEERS.items()
+            if (peer.mechanism == mechanism or (name == SDPA and case.device == "cuda"))
+            and peer.only_causal in (None, case.causal)
+        ]
+    return subjects

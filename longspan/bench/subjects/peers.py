@@ -1,38 +1,87 @@
-"""The older packages, each behind a small adapter that hands it tensors in its own layout.
+"""The peers: other implementations that longspan is compared with, each behind an adapter to its own layout.
 
-Every adapter says which of our mechanisms computes the same (`twin`), with the peer's weights: before a peer is timed
-it is compared with its twin in float64, so that what is timed is known to be the same function.
+There are three kinds: `MECHANISM_PEERS` (attention on q, k, v), `LAYER_PEERS` (layers on x) and `MODEL_PEERS` (language
+models on tokens). To add a peer, write an adapter and name it in one of these tables. Before a peer is timed its
+outputs are compared with longspan's in float64, with the peer's weights, so that both compute the same function.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.bench.runner import Case, Check, Status, Subject, Work
-from longspan.bench.subjects.mechanisms import attention_work, random_qkv, relative_error, small, trained
+from longspan.bench.subjects.base import Case, Status
 from longspan.mechanisms import build_mechanism
 from longspan.mechanisms.feature_maps import Favor
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.protocol import Mechanism
 
+SDPA = "PyTorch SDPA"
+VOCABULARY = 256
+NEW_TOKENS = 64  # capacity reserved after a prompt
 
-class Peer(nn.Module, ABC):
-    """One way of calling one package. Built for a case; `forward` takes what `arrange` gives, and only it is timed."""
+# Distributions by name: what `pip install` takes to get them.
+PACKAGES = {
+    "torch": "torch",
+    "flash-linear-attention": "flash-linear-attention",
+    "transformers": "'longspan[hf]'",
+    **dict.fromkeys(
+        ("linear-attention-transformer", "performer-pytorch", "local-attention", "linformer", "linformer-pytorch"),
+        "'longspan[parity]'",
+    ),
+}
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a distribution, or None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def unavailable(package: str, case: Case, *, not_causal: str = "", not_on_cpu: str = "") -> tuple[Status, str] | None:
+    """Return why a package cannot run a case, or None.
+
+    Args:
+        package: A distribution of `PACKAGES`.
+        case: The case.
+        not_causal: Why the package is not measured causally, if it is not.
+        not_on_cpu: Why the package is measured on CUDA only, if it is.
+    """
+    if case.causal and not_causal:
+        return "not supported", not_causal
+    if case.device == "cpu" and not_on_cpu:
+        return "not supported", not_on_cpu
+    if installed_version(package) is None:
+        return "not installed", f"{package} is not installed: pip install {PACKAGES[package]}"
+    return None
+
+
+class MechanismPeer(nn.Module, ABC):
+    """Attention of another package, built for a case. Only `forward`, on what `arrange` returns, is timed.
+
+    Attributes:
+        mechanism: The mechanism it is compared with.
+        package: Its distribution.
+        only_causal: True to measure it in causal cases only, False in bidirectional cases only, None in both.
+        not_causal: Why it is not measured causally.
+        not_on_cpu: Why it is measured on CUDA only.
+        tolerance: The largest relative error against the equivalent mechanism.
+    """
 
     mechanism: ClassVar[str]
     package: ClassVar[str]
-    mode: ClassVar[bool | None] = None  # True: measured in causal runs only; False: in bidirectional ones
-    not_causal: ClassVar[str] = ""  # why it cannot be measured causally
-    not_on_cpu: ClassVar[str] = ""  # why it is measured on CUDA only
+    only_causal: ClassVar[bool | None] = None
+    not_causal: ClassVar[str] = ""
+    not_on_cpu: ClassVar[str] = ""
     tolerance: ClassVar[float] = 1e-4
 
     @abstractmethod
@@ -40,27 +89,27 @@ class Peer(nn.Module, ABC):
         super().__init__()
 
     def arrange(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """q, k, v (B, T, H, D) in the package's own layout, here (B, H, T, D)."""
+        """Convert q, k, v (B, T, H, D) to the package's layout, by default (B, H, T, D)."""
         return [x.transpose(1, 2).contiguous() for x in (q, k, v)]
 
     def out_shape(self, leaves: Sequence[Tensor]) -> Sequence[int]:
-        """The shape of its output for what `arrange` gave, by default that of the values."""
+        """Return the shape of the output for the tensors that `arrange` returned."""
         return leaves[-1].shape
 
     def restore(self, out: Tensor) -> Tensor:
-        """Its output as (B, T, H, E)."""
+        """Convert the output to (B, T, H, E)."""
         return out.transpose(1, 2)
 
     def compared(self, out: Tensor) -> Tensor:
-        """The part of an output (B, T, H, E) in which peer and twin should agree."""
+        """Return the part of an output (B, T, H, E) that must agree with the equivalent mechanism."""
         return out
 
     @abstractmethod
-    def twin(self, case: Case) -> Mechanism:
-        """Our mechanism that computes the same, with this peer's weights."""
+    def equivalent(self, case: Case) -> Mechanism:
+        """Return longspan's mechanism that computes the same function, with this peer's weights."""
 
 
-class Sdpa(Peer):
+class SdpaPeer(MechanismPeer):
     mechanism, package = "softmax", "torch"
 
     def __init__(self, case: Case) -> None:
@@ -70,15 +119,15 @@ class Sdpa(Peer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
 
-    def twin(self, case: Case) -> Mechanism:
+    def equivalent(self, case: Case) -> Mechanism:
         return build_mechanism("softmax", case.num_heads, case.head_dim)
 
 
-class LinearAttentionTransformer(Peer):
+class LinearAttentionTransformerPeer(MechanismPeer):
     mechanism, package = "linear", "linear-attention-transformer"
-    mode = False
+    only_causal = False
     options: ClassVar[dict[str, Any]] = {"normalize": "feature"}
-    scaled: ClassVar[bool] = True  # by D^−½, which cancels where a query's weights are divided by their sum
+    scaled: ClassVar[bool] = True  # by D^−½, which cancels where the weights of a query are normalized
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -87,32 +136,32 @@ class LinearAttentionTransformer(Peer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.functions.linear_attn(q, k, v)
 
-    def twin(self, case: Case) -> Mechanism:
+    def equivalent(self, case: Case) -> Mechanism:
         scale = case.head_dim**-0.5 if self.scaled else 1.0
         return build_mechanism(
             "linear", case.num_heads, case.head_dim, feature_map="softmax", output_scale=scale, **self.options
         )
 
 
-class BlindSpot1(LinearAttentionTransformer):
-    mode, scaled = True, False
+class BlindSpot1Peer(LinearAttentionTransformerPeer):
+    only_causal, scaled = True, False
     options: ClassVar[dict[str, Any]] = {"blind_spot": 1}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.functions.causal_linear_attn(q, k, v, bucket_size=self.options["blind_spot"])
 
 
-class BlindSpot64(BlindSpot1):
+class BlindSpot64Peer(BlindSpot1Peer):
     options: ClassVar[dict[str, Any]] = {"blind_spot": 64, "first_bucket": "zero"}
 
 
-class FlashLinearAttention(Peer):
-    """Its chunked linear attention; the feature maps stand outside of its kernel."""
+class FlashLinearAttentionPeer(MechanismPeer):
+    """Its chunked linear attention, with feature maps outside of its kernel."""
 
     mechanism, package = "linear", "flash-linear-attention"
-    mode = True
+    only_causal = True
     not_on_cpu = "flash-linear-attention has no CPU path"
-    tolerance = 5e-3  # Its products of float32 are those of tf32.
+    tolerance = 5e-3  # It multiplies float32 in TF32.
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -127,11 +176,11 @@ class FlashLinearAttention(Peer):
     def restore(self, out: Tensor) -> Tensor:
         return out
 
-    def twin(self, case: Case) -> Mechanism:
+    def equivalent(self, case: Case) -> Mechanism:
         return build_mechanism("linear", case.num_heads, case.head_dim, feature_map="softmax")
 
 
-class PerformerPytorch(Peer):
+class PerformerPytorchPeer(MechanismPeer):
     mechanism, package = "performer", "performer-pytorch"
     tolerance = 1e-3  # Its causal form adds a second epsilon, 1e-6, to the sum of keys.
 
@@ -145,18 +194,18 @@ class PerformerPytorch(Peer):
         return self.attention(q, k, v)
 
     def compared(self, out: Tensor) -> Tensor:
-        # Its causal form lets the future move the past; only the last token has no future.
+        # Its causal form leaks the future into the past; only the last token is exact.
         return out[:, -1:] if self.causal else out
 
-    def twin(self, case: Case) -> Mechanism:
-        twin = build_mechanism("performer", case.num_heads, case.head_dim, num_features=256, epsilon=1e-4)
-        assert isinstance(twin.feature_map, Favor)
-        twin.feature_map.projection.copy_(self.attention.projection_matrix)
-        return twin
+    def equivalent(self, case: Case) -> Mechanism:
+        mechanism = build_mechanism("performer", case.num_heads, case.head_dim, num_features=256, epsilon=1e-4)
+        assert isinstance(mechanism.feature_map, Favor)
+        mechanism.feature_map.projection.copy_(self.attention.projection_matrix)
+        return mechanism
 
 
-class LocalAttention(Peer):
-    """Its window_size=256 with exact_windowsize sees 257 keys, and so does its twin."""
+class LocalAttentionPeer(MechanismPeer):
+    """Its window_size=256 with exact_windowsize attends to 257 keys."""
 
     mechanism, package = "local", "local-attention"
 
@@ -168,21 +217,21 @@ class LocalAttention(Peer):
             look_backward=1,
             exact_windowsize=True,
             use_rotary_pos_emb=False,
-            autopad=case.length % 256 > 0,  # Its last slice would cost it a copy where nothing was padded.
+            autopad=case.length % 256 > 0,  # It copies the output even if no padding is needed.
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.attention(q, k, v)
 
-    def twin(self, case: Case) -> Mechanism:
+    def equivalent(self, case: Case) -> Mechanism:
         return build_mechanism("local", case.num_heads, case.head_dim, window=257)
 
 
-class FlexAttention(Peer):
-    """A sliding window by FlexAttention, compiled; its block mask is made beforehand."""
+class FlexAttentionPeer(MechanismPeer):
+    """A sliding window of compiled FlexAttention. Building its block mask is not timed."""
 
     mechanism, package = "local", "torch"
-    not_on_cpu = "FlexAttention's kernels are for CUDA; elsewhere it makes all n² scores"
+    not_on_cpu = "FlexAttention's kernels need CUDA; elsewhere it computes all n² scores"
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -192,20 +241,20 @@ class FlexAttention(Peer):
             return (i >= j) & (i - j < 257) if case.causal else (i - j).abs() < 257
 
         compiled = case.device == "cuda"
-        # Not compiled, making the mask takes all n² of it.
-        make = torch.compile(flex.create_block_mask) if compiled else flex.create_block_mask
-        self.mask = make(sees, None, None, case.length, case.length, device=case.device)
+        # Without compilation create_block_mask materializes the n² mask.
+        create = torch.compile(flex.create_block_mask) if compiled else flex.create_block_mask
+        self.mask = create(sees, None, None, case.length, case.length, device=case.device)
         self.attend = torch.compile(flex.flex_attention, dynamic=False) if compiled else flex.flex_attention
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.attend(q, k, v, block_mask=self.mask)
 
-    def twin(self, case: Case) -> Mechanism:
+    def equivalent(self, case: Case) -> Mechanism:
         return build_mechanism("local", case.num_heads, case.head_dim, window=257)
 
 
-class _Given(nn.Module):
-    """Stands where a layer has a linear map, and returns the tensor it was given: what is left is the attention."""
+class _FixedOutput(nn.Module):
+    """Replaces a linear map and returns a given tensor, so that only the attention of a layer is timed."""
 
     tensor: Tensor
 
@@ -213,17 +262,17 @@ class _Given(nn.Module):
         return self.tensor
 
 
-class Linformer(Peer):
-    """Its self-attention layer without the maps to queries, keys and values, and from heads back."""
+class LinformerPeer(MechanismPeer):
+    """Its self-attention layer without the q, k, v and output projections."""
 
     mechanism, package = "linformer", "linformer"
     not_causal = "linformer has no causal mode"
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self.num_heads, dim = case.num_heads, case.num_heads * case.head_dim
-        layer = import_module("linformer").LinformerSelfAttention(dim, case.length, k=256, heads=case.num_heads)
-        layer.to_q, layer.to_k, layer.to_v, layer.to_out = nn.Identity(), _Given(), _Given(), nn.Identity()
+        self.num_heads = case.num_heads
+        layer = import_module("linformer").LinformerSelfAttention(case.dim, case.length, k=256, heads=case.num_heads)
+        layer.to_q, layer.to_k, layer.to_v, layer.to_out = nn.Identity(), _FixedOutput(), _FixedOutput(), nn.Identity()
         self.layer = layer
 
     def arrange(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -236,12 +285,12 @@ class Linformer(Peer):
     def restore(self, out: Tensor) -> Tensor:
         return out.unflatten(2, (self.num_heads, -1))
 
-    def twin(self, case: Case) -> Mechanism:
-        return _with_tables(case, self.layer.proj_k, self.layer.proj_v)
+    def equivalent(self, case: Case) -> Mechanism:
+        return _linformer_with(case, self.layer.proj_k, self.layer.proj_v)
 
 
-class LinformerPytorch(Peer):
-    """Its multi-head attention without the linear maps; it takes the heads one after another, each as (B, T, D)."""
+class LinformerPytorchPeer(MechanismPeer):
+    """Its multi-head attention without the projections; it takes a list of heads, each (B, T, D)."""
 
     mechanism, package = "linformer", "linformer-pytorch"
     not_causal = "linformer-pytorch's causal mode sees the future"
@@ -252,7 +301,7 @@ class LinformerPytorch(Peer):
         self.layer = import_module("linformer_pytorch.linformer_pytorch").MHAttention(
             input_size=case.length,
             dim=case.head_dim,
-            channels=case.num_heads * case.head_dim,
+            channels=case.dim,
             dim_k=256,
             nhead=case.num_heads,
             dropout=0.0,
@@ -264,111 +313,274 @@ class LinformerPytorch(Peer):
             causal_mask=None,
         )
         for name in ("to_q", "to_k", "to_v"):
-            setattr(self.layer, name, nn.ModuleList(_Given() for _ in range(case.num_heads)))
+            setattr(self.layer, name, nn.ModuleList(_FixedOutput() for _ in range(case.num_heads)))
         self.layer.w_o = nn.Identity()
-        # It asks its input for its shape only.
-        self.shape = torch.empty(case.batch_size, case.length, self.layer.channels, device="meta")
+        self.x = torch.empty(case.batch_size, case.length, case.dim, device="meta")  # only its shape is read
 
     def arrange(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         return [x[:, :, head].contiguous() for x in (q, k, v) for head in range(self.num_heads)]
 
     def out_shape(self, leaves: Sequence[Tensor]) -> Sequence[int]:
-        return self.shape.shape
+        return self.x.shape
 
     def forward(self, *heads: Tensor) -> Tensor:
-        places = [*self.layer.to_q, *self.layer.to_k, *self.layer.to_v]
-        for place, tensor in zip(places, heads, strict=True):
-            place.tensor = tensor
-        return self.layer(self.shape)
+        maps = [*self.layer.to_q, *self.layer.to_k, *self.layer.to_v]
+        for linear_map, tensor in zip(maps, heads, strict=True):
+            linear_map.tensor = tensor
+        return self.layer(self.x)
 
     def restore(self, out: Tensor) -> Tensor:
         return out.unflatten(2, (self.num_heads, -1))
 
-    def twin(self, case: Case) -> Mechanism:
+    def equivalent(self, case: Case) -> Mechanism:
         head = self.layer.heads[0]
-        twin = _with_tables(case, head.E.weight.T, head.F.weight.T, bias=True)
-        for mine, linear in ((twin.keys, head.E), (twin.values, head.F)):
-            assert mine.bias is not None
-            mine.bias.data.copy_(linear.bias[:, None])
-        return twin
+        mechanism = _linformer_with(case, head.E.weight.T, head.F.weight.T, bias=True)
+        for projection, linear in ((mechanism.keys, head.E), (mechanism.values, head.F)):
+            assert projection.bias is not None
+            projection.bias.data.copy_(linear.bias[:, None])
+        return mechanism
 
 
-def _with_tables(case: Case, keys: Tensor, values: Tensor, bias: bool = False) -> LinformerAttention:
-    twin = LinformerAttention(case.num_heads, case.head_dim, rank=256, max_length=case.length, bias=bias)
-    twin.keys.table.data.copy_(keys[None])
-    twin.values.table.data.copy_(values[None])
-    return twin
+def _linformer_with(case: Case, keys: Tensor, values: Tensor, bias: bool = False) -> LinformerAttention:
+    mechanism = LinformerAttention(case.num_heads, case.head_dim, rank=256, max_length=case.length, bias=bias)
+    mechanism.keys.table.data.copy_(keys[None])
+    mechanism.values.table.data.copy_(values[None])
+    return mechanism
 
 
-PEERS: dict[str, type[Peer]] = {
-    "linear-attention-transformer": LinearAttentionTransformer,
-    "linear-attention-transformer, blind spot 64": BlindSpot64,
-    "linear-attention-transformer, blind spot 1": BlindSpot1,
-    "flash-linear-attention, softmax map": FlashLinearAttention,
-    "performer-pytorch, 256 features": PerformerPytorch,
-    "local-attention, 257 keys": LocalAttention,
-    "FlexAttention, 257 keys": FlexAttention,
-    "linformer, k 256": Linformer,
-    "linformer-pytorch, k 256": LinformerPytorch,
-    "PyTorch SDPA": Sdpa,
+MECHANISM_PEERS: dict[str, type[MechanismPeer]] = {
+    "linear-attention-transformer": LinearAttentionTransformerPeer,
+    "linear-attention-transformer, blind spot 64": BlindSpot64Peer,
+    "linear-attention-transformer, blind spot 1": BlindSpot1Peer,
+    "flash-linear-attention, softmax map": FlashLinearAttentionPeer,
+    "performer-pytorch, 256 features": PerformerPytorchPeer,
+    "local-attention, 257 keys": LocalAttentionPeer,
+    "FlexAttention, 257 keys": FlexAttentionPeer,
+    "linformer, k 256": LinformerPeer,
+    "linformer-pytorch, k 256": LinformerPytorchPeer,
+    SDPA: SdpaPeer,
 }
 
 
-@dataclass(frozen=True)
-class Theirs(Subject):
-    """A peer, by its name in `PEERS`."""
+class LayerPeer(NamedTuple):
+    """A layer class that a package and its drop-in replacement in `longspan.compat` both have.
 
-    @property
-    def package(self) -> str:
-        return PEERS[self.name].package
+    Attributes:
+        mechanism: The mechanism it uses.
+        package: Its distribution.
+        class_name: The class, under the same name in the package and in `longspan.compat`.
+        arguments: Its constructor arguments for a case.
+        not_causal: Why it is not measured causally.
+        leaks: The causal original leaks the future into the past, so that only its last token is exact.
+    """
 
-    def unfit(self, case: Case) -> tuple[Status, str] | None:
-        peer = PEERS[self.name]
-        if case.causal and peer.not_causal:
-            return "not supported", peer.not_causal
-        if case.device == "cpu" and peer.not_on_cpu:
-            return "not supported", peer.not_on_cpu
-        if installed_version(peer.package) is None:
-            return "not installed", not_installed(peer.package)
-        return None
+    mechanism: str
+    package: str
+    class_name: str
+    arguments: Callable[[Case], Mapping[str, Any]]
+    not_causal: str = ""
+    leaks: bool = False
 
-    def work(self, case: Case) -> Work:
+    def build(self, case: Case, *, ours: bool) -> nn.Module:
+        """Build the original or, if `ours`, its replacement, in float32 on the case's device."""
+        module = import_module(("longspan.compat." if ours else "") + self.package.replace("-", "_"))
         with torch.device(case.device):
-            peer = PEERS[self.name](case).to(case.torch_dtype)
-            leaves = [x.detach().requires_grad_() for x in peer.arrange(*random_qkv(case))]
-            gradient = torch.randn(*peer.out_shape(leaves)).to(case.torch_dtype)
-        return attention_work(lambda: [peer(*leaves)], [*leaves, *trained(peer)], [gradient])
-
-    def check(self, case: Case) -> Check:
-        """Its output in float32 against our mechanism in float64, with its weights."""
-        case = small(replace(case, dtype="float32"))
-        peer = PEERS[self.name](case)
-        twin = peer.twin(case).double().eval().to(case.device)
-        peer = peer.to(case.device)
-        q, k, v = random_qkv(case)
-        with torch.no_grad():
-            theirs = peer.restore(peer(*peer.arrange(q, k, v)))
-            truth = twin(q.double(), k.double(), v.double(), causal=case.causal)
-        error = relative_error([peer.compared(theirs)], [peer.compared(truth)])
-        return Check(error, peer.tolerance, f"our {peer.mechanism} in float64")
+            return getattr(module, self.class_name)(**self.arguments(case)).eval()
 
 
-def peers(mechanism: str, case: Case) -> list[Theirs]:
-    """The peers of a mechanism in this mode, those that are not installed included."""
-    return [
-        Theirs(name) for name, peer in PEERS.items() if peer.mechanism == mechanism and peer.mode in (None, case.causal)
-    ]
+def _layer_sizes(case: Case) -> dict[str, Any]:
+    return {"dim": case.dim, "heads": case.num_heads, "dim_head": case.head_dim}
 
 
-def not_installed(package: str) -> str:
-    """What to do about a package that is not there."""
-    extra = package if package == "flash-linear-attention" else "'longspan[parity]'"
-    return f"{package} is not installed: pip install {extra}"
+LAYER_PEERS = {
+    "linear-attention-transformer, with feed-forward": LayerPeer(
+        "linear",
+        "linear-attention-transformer",
+        "LinearAttentionTransformer",
+        lambda case: {
+            **_layer_sizes(case),
+            "max_seq_len": case.length,
+            "depth": 1,
+            "causal": case.causal,
+            "blindspot_size": 64 if case.causal else 1,
+        },
+    ),
+    "performer-pytorch, 256 features": LayerPeer(
+        "performer",
+        "performer-pytorch",
+        "SelfAttention",
+        lambda case: {**_layer_sizes(case), "causal": case.causal, "nb_features": 256},
+        leaks=True,
+    ),
+    "local-attention, 257 keys": LayerPeer(
+        "local",
+        "local-attention",
+        "LocalMHA",
+        lambda case: {**_layer_sizes(case), "causal": case.causal, "window_size": 256, "exact_windowsize": True},
+    ),
+    "linformer, k 256, one shared head": LayerPeer(
+        "linformer",
+        "linformer",
+        "LinformerSelfAttention",
+        lambda case: {**_layer_sizes(case), "seq_len": case.length, "k": 256, "one_kv_head": True, "share_kv": True},
+        LinformerPeer.not_causal,
+    ),
+    "linformer-pytorch, k 256, with feed-forward": LayerPeer(
+        "linformer",
+        "linformer-pytorch",
+        "Linformer",
+        lambda case: {
+            "channels": case.dim,
+            "nhead": case.num_heads,
+            "dim_d": case.head_dim,
+            "input_size": case.length,
+            "dim_k": 256,
+            "dropout": 0.0,
+            "dropout_ff": 0.0,
+        },
+        LinformerPytorchPeer.not_causal,
+    ),
+}
 
 
-def installed_version(package: str) -> str | None:
-    """The version of a distribution, None where it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+class ModelPeer(ABC):
+    """A language model of another package, or its replacement in `longspan.compat` with the same arguments.
+
+    Attributes:
+        mechanism: The mechanism it uses.
+        package: Its distribution.
+        library: Its module; if it has a replacement, `longspan.compat` has a module of the same name.
+        replaced: `longspan.compat` has a replacement.
+        leaks: The original leaks the future into the past, so that only the last token is exact.
+        not_on_cpu: Why it is measured on CUDA only.
+        tokens: Tokens generated per call; few where each token recomputes the whole prefix.
+    """
+
+    mechanism: ClassVar[str]
+    package: ClassVar[str]
+    library: ClassVar[str]
+    replaced: ClassVar[bool] = True
+    leaks: ClassVar[bool] = False
+    not_on_cpu: ClassVar[str] = ""
+    tokens: ClassVar[int] = 2
+
+    def __init__(self, case: Case, *, ours: bool = False) -> None:
+        self.net = self.build(case, import_module(f"longspan.compat.{self.library}" if ours else self.library))
+
+    @abstractmethod
+    def build(self, case: Case, library: Any) -> nn.Module:
+        """Build the model from the classes of `library`."""
+
+    @abstractmethod
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Return the mean loss of the next tokens."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return logits (B, T, V)."""
+        return getattr(self.net, "net", self.net)(tokens)
+
+    def generate(self, prompt: Tensor, tokens: int) -> Tensor:
+        """Return new tokens (B, tokens) after a prompt (B, T)."""
+        return self.net.generate(prompt, tokens)  # type: ignore[operator]
+
+
+def _model_sizes(case: Case) -> dict[str, int]:
+    capacity = -(-(case.length + NEW_TOKENS) // 256) * 256  # a multiple of the window
+    return {**_layer_sizes(case), "depth": case.depth, "num_tokens": VOCABULARY, "max_seq_len": capacity}
+
+
+class LinearAttentionTransformerModelPeer(ModelPeer):
+    mechanism, package, library = "linear", "linear-attention-transformer", "linear_attention_transformer"
+
+    def build(self, case: Case, library: Any) -> nn.Module:
+        local = {"n_local_attn_heads": case.num_heads // 2, "local_attn_window_size": 256}
+        model = library.LinearAttentionTransformerLM(**_model_sizes(case), causal=True, blindspot_size=64, **local)
+        return library.AutoregressiveWrapper(model)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens, return_loss=True)
+
+
+class PerformerModelPeer(ModelPeer):
+    mechanism, package, library = "performer", "performer-pytorch", "performer_pytorch"
+    leaks = True
+
+    def build(self, case: Case, library: Any) -> nn.Module:
+        local = {"local_attn_heads": case.num_heads // 2, "local_window_size": 256}
+        model = library.PerformerLM(**_model_sizes(case), causal=True, nb_features=256, **local)
+        return library.AutoregressiveWrapper(model)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens)
+
+
+class LocalTransformerPeer(ModelPeer):
+    mechanism, package, library = "local", "local-attention", "local_attention"
+
+    def build(self, case: Case, library: Any) -> nn.Module:
+        return library.LocalTransformer(**_model_sizes(case), local_attn_window_size=256)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens, return_loss=True)
+
+
+class FlashLinearAttentionModelPeer(ModelPeer):
+    mechanism, package, library = "linear", "flash-linear-attention", "fla.models"
+    replaced, tokens = False, 16
+    not_on_cpu = FlashLinearAttentionPeer.not_on_cpu
+
+    def build(self, case: Case, library: Any) -> nn.Module:
+        config = library.LinearAttentionConfig(
+            hidden_size=case.dim,
+            num_hidden_layers=case.depth,
+            num_heads=case.num_heads,
+            vocab_size=VOCABULARY,
+            norm_q=False,
+            use_cache=True,
+        )
+        return library.LinearAttentionForCausalLM(config)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens, labels=tokens).loss
+
+    def generate(self, prompt: Tensor, tokens: int) -> Tensor:
+        options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        return self.net.generate(prompt, **options)  # type: ignore[operator]
+
+
+class TransformerPeer(ModelPeer):
+    """PyTorch's own pre-norm transformer with full causal attention and no key-value cache."""
+
+    mechanism, package, library = "softmax", "torch", "torch.nn"
+    replaced = False
+
+    def build(self, case: Case, library: Any) -> nn.Module:
+        layer = library.TransformerEncoderLayer(
+            case.dim, case.num_heads, 4 * case.dim, dropout=0.0, batch_first=True, norm_first=True
+        )
+        stack = library.TransformerEncoder(layer, case.depth, enable_nested_tensor=False)
+        embedding, head = library.Embedding(VOCABULARY, case.dim), library.Linear(case.dim, VOCABULARY)
+        return library.ModuleDict({"embedding": embedding, "stack": stack, "head": head})
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        assert isinstance(self.net, nn.ModuleDict)
+        x = self.net["embedding"](tokens)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device, dtype=x.dtype)
+        return self.net["head"](self.net["stack"](x, mask=mask, is_causal=True))
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(tokens)[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def generate(self, prompt: Tensor, tokens: int) -> Tensor:
+        for _ in range(tokens):
+            prompt = torch.cat([prompt, self.logits(prompt)[:, -1:].argmax(-1)], 1)
+        return prompt[:, -tokens:]
+
+
+MODEL_PEERS: dict[str, type[ModelPeer]] = {
+    "linear-attention-transformer, half local": LinearAttentionTransformerModelPeer,
+    "performer-pytorch, half local": PerformerModelPeer,
+    "local-attention": LocalTransformerPeer,
+    "flash-linear-attention": FlashLinearAttentionModelPeer,
+    "PyTorch transformer": TransformerPeer,
+}

@@ -1,0 +1,254 @@
+"""Options of a benchmark run, and the plan that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from longspan.bench.environment import cores
+from longspan.bench.subjects.base import Case, MeasurementConfig, Subject
+from longspan.bench.subjects.generation import decode_subjects, generate_subjects
+from longspan.bench.subjects.layers import layer_subjects
+from longspan.bench.subjects.mechanisms import mechanism_subjects
+from longspan.bench.subjects.models import MODELS, train_subjects
+from longspan.bench.subjects.peers import LAYER_PEERS, MODEL_PEERS
+from longspan.bench.subjects.quality import QualitySubject
+from longspan.mechanisms import mechanisms
+from longspan.utils import choose
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+DEVICES = ("cpu", "cuda")
+COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune-no-cudagraphs")
+
+# Subjects, and what each one runs on.
+SUBJECTS = {
+    "mechanisms": "standard normal q, k, v; forward without gradients; gradients of q, k, v and parameters",
+    "layers": "standard normal x; forward without gradients; gradients of x and parameters",
+    "train": "random bytes; loss, backward and AdamW; half precision by autocast",
+    "generate": "random bytes; greedy tokens after a prompt; older packages read the prompt again for each token",
+    "decode": "random bytes; greedy tokens after a prompt, by three APIs with the same model",
+    "quality": "a byte-level language model trained on a text for equal times, and scored on the end of it",
+}
+SUITES = ("all", "gpu")
+CAUSAL_ONLY = ("train", "generate", "decode", "quality")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Options of `longspan bench`, `longspan.bench.run` and `python -m longspan.bench`."""
+
+    subject: str = "mechanisms"
+    """mechanisms, layers, train, generate, decode or quality; "all" for all but quality, "gpu" for the GPU suite."""
+    mechanisms: tuple[str, ...] = ()
+    """Mechanisms to measure. By default those that have peers."""
+    lengths: tuple[int, ...] = ()
+    """Sequence lengths; prompt lengths of generate and decode. By default 8192 and 65536, for decode 64."""
+    heads: int = 8
+    """Number of heads."""
+    head_dim: int = 64
+    """Dimension of a head."""
+    batch: int = 1
+    """Batch size."""
+    depth: int = 6
+    """Number of layers of a model."""
+    compile: str = "off"
+    """Mode of torch.compile for layers and train: off, default, reduce-overhead or max-autotune-no-cudagraphs."""
+    autocast: bool = False
+    """For layers: half precision by autocast with float32 parameters."""
+    causal: bool | None = None
+    """Causal or bidirectional. By default causal; the suite "all" measures both."""
+    dtype: str = "float32"
+    """float32, float64, bfloat16 or float16."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    memory_limit: float | None = None
+    """GB that a measurement may allocate. By default 85 % of the free memory on the CPU, no limit on CUDA."""
+    peers: bool = True
+    """Measure other packages too."""
+    rounds: int | None = None
+    """Processes per subject, interleaved. By default 3, on CUDA 1."""
+    repeats: int | None = None
+    """Samples per process. By default 5, on CUDA 30."""
+    threads: int | None = None
+    """CPU threads. By default the number of cores."""
+    timeout: float = 900.0
+    """Seconds after which a measurement is killed."""
+    minutes: float | None = None
+    """Time budget of the run: what is not measured by then is recorded as skipped."""
+    sections: tuple[str, ...] = ()
+    """Sections of a suite to measure. By default all of them."""
+    data: str | None = None
+    """For quality: the text to train on, a file that `longspan train` can read."""
+    train_seconds: float = 90.0
+    """For quality: training time of each model."""
+    out: Path | None = None
+    """The JSON file of the results (runs/bench.json), or the folder of a suite (runs/bench)."""
+
+    def __post_init__(self) -> None:
+        choose("subject", self.subject, [*SUBJECTS, *SUITES])
+        choose("dtype", self.dtype, DTYPES)
+        choose("device", self.device, DEVICES)
+        choose("compile mode", self.compile, COMPILE_MODES)
+        if self.subject in CAUSAL_ONLY and self.causal is False:
+            raise ValueError(f"bench {self.subject} measures causal models: leave out the option for bidirectional")
+        if self.compile != "off" and self.subject not in ("layers", "train", *SUITES):
+            raise ValueError("compile is an option of bench layers and bench train")
+        if self.autocast and self.subject not in ("layers", *SUITES):
+            raise ValueError("autocast is an option of bench layers")
+        if self.sections and self.subject not in SUITES:
+            raise ValueError(f"sections is an option of the suites {', '.join(SUITES)}, got it for {self.subject}")
+        if self.subject == "quality" and self.data is None:
+            raise ValueError("bench quality trains on a text: give its file as data")
+        for name in ("heads", "head_dim", "batch", "depth", "rounds", "repeats", "threads", "timeout", "minutes"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value:g}")
+        if any(length <= 0 for length in self.lengths):
+            raise ValueError(f"lengths must be positive, got {', '.join(map(str, self.lengths))}")
+        if self.memory_limit is not None and self.memory_limit <= 0:
+            raise ValueError(f"memory_limit must be a positive number of GB, got {self.memory_limit:g}")
+        if self.subject == "gpu" and self.device != "cuda":
+            raise ValueError(f"bench gpu measures on CUDA: set device to cuda, got {self.device}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("this PyTorch finds no CUDA device; use device cpu")
+
+    @property
+    def is_suite(self) -> bool:
+        """Whether several sections are measured."""
+        return self.subject in SUITES
+
+    @property
+    def destination(self) -> Path:
+        """The JSON file, or the folder of a suite."""
+        return self.out or Path("runs/bench" if self.is_suite else "runs/bench.json")
+
+    def measurement_config(self) -> MeasurementConfig:
+        """Return the number of samples and the limits of each measurement."""
+        cuda = self.device == "cuda"
+        limit = self.memory_limit
+        if limit is None and not cuda:
+            limit = round(0.85 * psutil.virtual_memory().available / 1e9, 1)
+        return MeasurementConfig(
+            rounds=self.rounds or (1 if cuda else 3),
+            repeats=self.repeats or (30 if cuda else 5),
+            timeout=self.timeout,
+            threads=self.threads or cores(),
+            memory_limit=limit,
+        )
+
+
+class Section(NamedTuple):
+    """Comparisons of one kind, with a results file of their own.
+
+    Attributes:
+        name: The name of the results file.
+        subject: A key of `SUBJECTS`.
+        plan: Mechanism and case of each comparison.
+        options: The options that apply.
+    """
+
+    name: str
+    subject: str
+    plan: list[tuple[str, Case]]
+    options: BenchOptions
+
+    def subjects(self, mechanism: str, case: Case) -> list[list[Subject]]:
+        """Return what is compared: longspan's subjects first, then peers."""
+        options = self.options
+        if self.subject == "mechanisms":
+            return [mechanism_subjects(mechanism, case, options.peers)]
+        if self.subject == "layers":
+            return layer_subjects(mechanism, options.compile, options.autocast, options.peers)
+        if self.subject == "train":
+            return [train_subjects(mechanism, options.compile, options.peers)]
+        if self.subject == "generate":
+            return [generate_subjects(mechanism, options.peers)]
+        if self.subject == "decode":
+            return decode_subjects(mechanism)
+        assert options.data is not None
+        return [[QualitySubject(f"context {case.length}", options.data, options.train_seconds)]]
+
+
+def sections(options: BenchOptions) -> list[Section]:
+    """Return what a run measures."""
+    found = _gpu_suite(options) if options.subject == "gpu" else _sections(options)
+    names = [section.name for section in found]
+    wanted = [choose("section", name, names) for name in options.sections]
+    return [section for section in found if section.name in (wanted or names)]
+
+
+def _sections(options: BenchOptions) -> list[Section]:
+    """The section of a subject, or all of them, causal and bidirectional where neither is chosen."""
+    found = []
+    subjects = [name for name in SUBJECTS if name != "quality"] if options.subject == "all" else [options.subject]
+    for subject in subjects:
+        modes = [True, False] if options.subject == "all" and options.causal is None else [options.causal is not False]
+        chosen = _chosen(options, subject)
+        for causal in modes:
+            if not chosen or (subject in CAUSAL_ONLY and not causal):
+                continue
+            case = Case(0, options.batch, options.heads, options.head_dim, causal, options.dtype, options.device)
+            case = replace(case, depth=options.depth if subject in CAUSAL_ONLY else 1)
+            lengths = sorted(set(options.lengths)) or {"decode": [64], "quality": [4096, 32768]}.get(
+                subject, [8192, 65536]
+            )
+            plan = [(name, replace(case, length=length)) for name in chosen for length in lengths]
+            own = replace(options, compile=options.compile if subject in ("layers", "train") else "off")
+            name = subject if causal or options.subject != "all" else f"{subject}-bidirectional"
+            found.append(Section(name, subject, plan, own))
+    return found
+
+
+def _chosen(options: BenchOptions, subject: str) -> list[str]:
+    """The mechanisms of a subject; a suite ignores those that the subject does not have."""
+    with_layers = list(dict.fromkeys(layer.mechanism for layer in LAYER_PEERS.values()))
+    replaced = list(dict.fromkeys(peer.mechanism for peer in MODEL_PEERS.values() if peer.replaced))
+    tables = {"mechanisms": list(mechanisms()), "layers": with_layers, "decode": replaced, "quality": ["split"]}
+    known = tables.get(subject, list(MODELS))
+    if not options.mechanisms:
+        return list(MODELS) if subject == "mechanisms" else known
+    if options.subject == "all":
+        return [name for name in options.mechanisms if choose("mechanism", name, mechanisms()) in known]
+    return [choose("mechanism", name, known) for name in options.mechanisms]
+
+
+def _gpu_suite(options: BenchOptions) -> list[Section]:
+    """The sections behind the tables of docs/benchmarks.md, in bfloat16 on CUDA."""
+
+    def attention(name: str, shapes: dict[str, Sequence[tuple[int, int, int, int]]], causal: bool) -> Section:
+        plan = [
+            (mechanism, Case(length, batch, heads, dim, causal, "bfloat16", options.device))
+            for mechanism, each in shapes.items()
+            for batch, heads, length, dim in each
+        ]
+        return Section(name, "mechanisms", plan, replace(options, compile="off"))
+
+    def models(subject: str, shapes: Sequence[tuple[int, int]], names: Sequence[str]) -> Section:
+        case = Case(0, dtype="bfloat16", device=options.device, depth=6)
+        plan = [(name, replace(case, batch_size=batch, length=length)) for batch, length in shapes for name in names]
+        mode = options.compile if options.compile != "off" else "reduce-overhead"
+        return Section(subject, subject, plan, replace(options, compile=mode if subject == "train" else "off"))
+
+    long, wide = (1, 16, 65536, 64), (4, 16, 8192, 128)
+    linear = [(4, 16, 8192, 64), wide, long, (1, 16, 65536, 128), (4, 16, 2048, 64)]
+    performer, linformer = [(4, 8, 8192, 64), (1, 8, 65536, 64)], [(1, 8, 65536, 64)]
+    layer = Case(0, causal=False, dtype="bfloat16", device=options.device)
+    layers = [("linformer", replace(layer, batch_size=b, length=n)) for b, n in ((1, 65536), (4, 4096))]
+    found = [
+        attention("causal", {"linear": linear, "performer": performer, "linformer": linformer}, True),
+        attention("bidirectional", {"linear": linear, "performer": performer, "linformer": linformer}, False),
+        attention("local", {"local": [(4, 8, 8192, 64), (4, 16, 8192, 128), (1, 8, 65536, 64)]}, True),
+        Section("layers", "layers", layers, replace(options, compile="off", autocast=False)),
+        Section("layers-autocast", "layers", layers, replace(options, compile="off", autocast=True)),
+        models("train", [(8, 4096), (1, 65536)], list(MODELS)),
+        models("generate", [(1, 512), (256, 512), (1, 65536), (1, 1_000_000)], [n for n in MODELS if n != "softmax"]),
+        attention("longest", {"linear": [(1, 16, 4_194_304, 64)]}, True),
+    ]
+    if options.data is not None:
+        found.append(models("quality", [(16, 4096), (1, 32768)], ["split"]))
+    return found

@@ -1,0 +1,141 @@
+"""Run a benchmark: measure its sections, report progress, and write results after every measurement."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from longspan.bench.environment import cores, environment
+from longspan.bench.options import SUBJECTS, BenchOptions, Section, sections
+from longspan.bench.report import RATIO, Comparison, plot, remarks, save, summary_table, table, write_page
+from longspan.bench.runner import SubjectResult, measure_rounds
+
+_GPU_PROCESSES = 8  # that compile at the same time
+
+
+def run(options: BenchOptions) -> dict[str, list[Comparison]]:
+    """Measure what the options ask for.
+
+    Tables go to stdout and progress to stderr. Each section has a JSON file, and a plot if there are several lengths; a
+    suite also has summary.json and report.html. Files are rewritten after every measurement, so that a run can be ended
+    at any time without losing what it has measured.
+
+    Args:
+        options: What to measure, how thoroughly, and where to write.
+
+    Returns:
+        The comparisons of each section.
+
+    Raises:
+        ValueError: An option is out of range, or the results cannot be written.
+    """
+    planned = sections(options)
+    files = _results_files(options, planned)
+    config = options.measurement_config()
+    about: dict[str, Any] = {"format": 1, **environment(options.device)}
+    about |= {"options": {**asdict(options), "out": None, "data": None}, "measurement": asdict(config), "ratios": RATIO}
+    load = about["machine"]["load"]
+    if load > cores() / 2:
+        print(f"this machine is busy (load {load:g} on {cores()} cores): times will be noisy", file=sys.stderr)
+    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    titles = {section.name: _title(about, section) for section in planned}
+    results: dict[str, list[Comparison]] = {}
+    for number, section in enumerate(planned, 1):
+        comparisons, file = _plan(section), files[section.name]
+        details = about | {"subject": section.subject, "inputs": SUBJECTS[section.subject]}
+        progress = _Progress(
+            f"{section.name} ({number} of {len(planned)})" if options.is_suite else section.name,
+            sum(len(each.results) for each in comparisons) * config.rounds,
+        )
+
+        def observe(result: SubjectResult, round_number: int, measured: bool) -> None:
+            if measured:
+                save(file, comparisons, details)  # noqa: B023  called within this iteration
+            else:
+                progress.show(result, round_number)  # noqa: B023
+
+        for batch in _batches(comparisons, options.device):
+            measure_rounds([result for each in batch for result in each.results], config, observe, deadline)
+        results[section.name] = comparisons
+        _show(comparisons, titles[section.name], file)
+        if options.is_suite:
+            write_page(file.parent, results, about, titles)
+    if options.is_suite:
+        print(f"{RATIO}\n\n{summary_table(results).markdown()}")
+        print(f"written to {options.destination / 'report.html'}")
+    return results
+
+
+def failed(results: dict[str, list[Comparison]]) -> bool:
+    """Return whether a subject of longspan is wrong or crashes; running out of memory or time is a result."""
+    found = [result for section in results.values() for each in section for result in each.results]
+    return any(
+        result.failure is not None and result.failure.status in ("wrong", "error", "crashed")
+        for result in found
+        if result.subject.package == "longspan"
+    )
+
+
+def _results_files(options: BenchOptions, planned: list[Section]) -> dict[str, Path]:
+    out = options.destination
+    try:
+        (out if options.is_suite else out.parent).mkdir(parents=True, exist_ok=True)
+        files = {section.name: out / f"{section.name}.json" if options.is_suite else out for section in planned}
+        next(iter(files.values())).touch()
+    except OSError as error:
+        raise ValueError(f"cannot write {out}: {error.strerror}") from error
+    return files
+
+
+def _plan(section: Section) -> list[Comparison]:
+    return [
+        Comparison(mechanism, case, [SubjectResult(subject, case) for subject in subjects])
+        for mechanism, case in section.plan
+        for subjects in section.subjects(mechanism, case)
+    ]
+
+
+def _batches(comparisons: list[Comparison], device: str) -> Iterator[list[Comparison]]:
+    """What is measured in turns: one comparison, or on a GPU as many as may compile at the same time."""
+    batch: list[Comparison] = []
+    for each in comparisons:
+        size = sum(len(other.results) for other in (*batch, each))
+        if batch and (device == "cpu" or size > _GPU_PROCESSES):
+            yield batch
+            batch = []
+        batch.append(each)
+    if batch:
+        yield batch
+
+
+class _Progress:
+    """Prints one line per measurement to stderr."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self.label, self.total, self.done, self.started = label, total, 0, time.monotonic()
+
+    def show(self, result: SubjectResult, round_number: int) -> None:
+        self.done += 1
+        seconds = time.monotonic() - self.started
+        count = f"[{self.done}/{self.total}, {seconds:.0f} s]"
+        text = f"{self.label}, n = {result.case.length}, round {round_number}: {result.subject.name}"
+        print(count, text, file=sys.stderr, flush=True)
+
+
+def _show(comparisons: list[Comparison], title: str, file: Path) -> None:
+    print(f"{title}\n\n{table(comparisons).markdown()}")
+    for remark in remarks(comparisons):
+        print(remark)
+    picture = file.with_suffix(".png")
+    print(f"written to {file} and {picture}" if plot(picture, comparisons) else f"written to {file}", flush=True)
+
+
+def _title(about: dict[str, Any], section: Section) -> str:
+    device, case = about["machine"]["gpu"] or {"name": about["machine"]["cpu"]}, section.plan[0][1]
+    mode = "causal" if case.causal else "bidirectional"
+    threads, torch_version = about["measurement"]["threads"], about["versions"]["torch"]
+    return f"{section.name}: {case.dtype}, {mode}; {device['name']}, {threads} threads, PyTorch {torch_version}"

@@ -1,0 +1,53 @@
+"""The tables of the documents are those of the results."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from longspan.bench.report import TextTable
+from longspan.bench.tables import DOCUMENTS, RESULTS, TABLES, fill, update
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_tables_are_up_to_date(document: Path) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert re.findall(r"<!-- table: ([\w-]+) -->", text)
+    assert fill(text, ROOT / RESULTS) == text, "run `longspan bench tables`"
+
+
+def test_every_table_is_in_a_document() -> None:
+    text = "".join((ROOT / document).read_text(encoding="utf-8") for document in DOCUMENTS)
+    assert sorted(re.findall(r"<!-- table: ([\w-]+) -->", text)) == sorted(TABLES)
+    # The README has the ratios only.
+    assert re.findall(r"<!-- table: ([\w-]+) -->", (ROOT / "README.md").read_text(encoding="utf-8")) == ["ratios"]
+
+
+def test_a_changed_table_is_restored(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / RESULTS, tmp_path / RESULTS)
+    for document in DOCUMENTS:
+        (tmp_path / document).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / document, tmp_path / document)
+    assert update(tmp_path) == []
+    page = tmp_path / DOCUMENTS[1]
+    original = page.read_text(encoding="utf-8")
+    page.write_text(original.replace("| linear,", "| liner,"), encoding="utf-8")
+    assert update(tmp_path) == [page]
+    assert page.read_text(encoding="utf-8") == original
+
+
+def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no benchmarks/results: run it in a checkout"):
+        update(tmp_path)
+
+
+def test_markdown_is_aligned() -> None:
+    table = TextTable(["", "ms"], [["linear", "1.25"], ["SDPA", "12.5 (10.0×)"]])
+    assert table.markdown() == (
+        "|        |           ms |\n| ------ | -----------: |\n| linear |         1.25 |\n| SDPA   | 12.5 (10.0×) |\n"
+    )
