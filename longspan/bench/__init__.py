@@ -5,33 +5,7 @@ measurement has a process of its own, a memory limit and a check of accuracy bef
 """
 
 from longspan.bench.options import BenchOptions, sections
-from longspan.bench.report import Comparison
 from longspan.bench.runner import SubjectResult, compare, measure
-from longspan.bench.subjects.base import (
-    AccuracyCheck,
-    Case,
-    Measurement,
-    MeasurementConfig,
-    Subject,
-    TimedStep,
-    Workload,
-)
 from longspan.bench.suite import failed, run
 
-__all__ = [
-    "AccuracyCheck",
-    "BenchOptions",
-    "Case",
-    "Comparison",
-    "Measurement",
-    "MeasurementConfig",
-    "Subject",
-    "SubjectResult",
-    "TimedStep",
-    "Workload",
-    "compare",
-    "failed",
-    "measure",
-    "run",
-    "sections",
-]
+__all__ = ["BenchOptions", "SubjectResult", "compare", "failed", "measure", "run", "sections"]

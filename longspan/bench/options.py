@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -218,37 +218,36 @@ def _chosen(options: BenchOptions, subject: str) -> list[str]:
 
 
 def _gpu_suite(options: BenchOptions) -> list[Section]:
-    """The sections behind the tables of docs/benchmarks.md, in bfloat16 on CUDA."""
-
-    def attention(name: str, shapes: dict[str, Sequence[tuple[int, int, int, int]]], causal: bool) -> Section:
-        plan = [
-            (mechanism, Case(length, batch, heads, dim, causal, "bfloat16", options.device))
-            for mechanism, each in shapes.items()
-            for batch, heads, length, dim in each
-        ]
-        return Section(name, "mechanisms", plan, replace(options, compile="off"))
-
-    def models(subject: str, shapes: Sequence[tuple[int, int]], names: Sequence[str]) -> Section:
-        case = Case(0, dtype="bfloat16", device=options.device, depth=6)
-        plan = [(name, replace(case, batch_size=batch, length=length)) for batch, length in shapes for name in names]
-        mode = options.compile if options.compile != "off" else "reduce-overhead"
-        return Section(subject, subject, plan, replace(options, compile=mode if subject == "train" else "off"))
-
-    long, wide = (1, 16, 65536, 64), (4, 16, 8192, 128)
-    linear = [(4, 16, 8192, 64), wide, long, (1, 16, 65536, 128), (4, 16, 2048, 64)]
-    performer, linformer = [(4, 8, 8192, 64), (1, 8, 65536, 64)], [(1, 8, 65536, 64)]
-    layer = Case(0, causal=False, dtype="bfloat16", device=options.device)
-    layers = [("linformer", replace(layer, batch_size=b, length=n)) for b, n in ((1, 65536), (4, 4096))]
-    found = [
-        attention("causal", {"linear": linear, "performer": performer, "linformer": linformer}, True),
-        attention("bidirectional", {"linear": linear, "performer": performer, "linformer": linformer}, False),
-        attention("local", {"local": [(4, 8, 8192, 64), (4, 16, 8192, 128), (1, 8, 65536, 64)]}, True),
-        Section("layers", "layers", layers, replace(options, compile="off", autocast=False)),
-        Section("layers-autocast", "layers", layers, replace(options, compile="off", autocast=True)),
-        models("train", [(8, 4096), (1, 65536)], list(MODELS)),
-        models("generate", [(1, 512), (256, 512), (1, 65536), (1, 1_000_000)], [n for n in MODELS if n != "softmax"]),
-        attention("longest", {"linear": [(1, 16, 4_194_304, 64)]}, True),
+    """The sections behind the GPU tables of docs/benchmarks.md, in bfloat16. Shapes are (B, H, T, D)."""
+    attention = {
+        "linear": [(4, 16, 8192, 64), (4, 16, 8192, 128), (1, 16, 65536, 64), (1, 16, 65536, 128), (4, 16, 2048, 64)],
+        "performer": [(4, 8, 8192, 64), (1, 8, 65536, 64)],
+        "linformer": [(1, 8, 65536, 64)],
+    }
+    local = {"local": [(4, 8, 8192, 64), (4, 16, 8192, 128), (1, 8, 65536, 64)]}
+    layers = {"linformer": [(1, 8, 65536, 64), (4, 8, 4096, 64)]}
+    prompts = (1, 8, 512, 64), (256, 8, 512, 64), (1, 8, 65536, 64), (1, 8, 1_000_000, 64)
+    mode = "reduce-overhead" if options.compile == "off" else options.compile
+    suite: list[tuple[str, str, bool, Mapping[str, Sequence[tuple[int, int, int, int]]], dict[str, Any]]] = [
+        ("causal", "mechanisms", True, attention, {}),
+        ("bidirectional", "mechanisms", False, attention, {}),
+        ("local", "mechanisms", True, local, {}),
+        ("layers", "layers", False, layers, {}),
+        ("layers-autocast", "layers", False, layers, {"autocast": True}),
+        ("train", "train", True, dict.fromkeys(MODELS, ((8, 8, 4096, 64), (1, 8, 65536, 64))), {"compile": mode}),
+        ("generate", "generate", True, dict.fromkeys([name for name in MODELS if name != "softmax"], prompts), {}),
+        ("longest", "mechanisms", True, {"linear": [(1, 16, 4_194_304, 64)]}, {"peers": False}),
+        ("quality", "quality", True, {"split": [(16, 8, 4096, 64), (1, 8, 32768, 64)]}, {}),
     ]
-    if options.data is not None:
-        found.append(models("quality", [(16, 4096), (1, 32768)], ["split"]))
+    found = []
+    for name, subject, causal, shapes, changes in suite:
+        depth = 6 if subject in CAUSAL_ONLY else 1
+        plan = [
+            (mechanism, Case(T, B, H, D, causal, "bfloat16", options.device, depth))
+            for mechanism, each in shapes.items()
+            for B, H, T, D in each
+        ]
+        if subject != "quality" or options.data is not None:
+            values: dict[str, Any] = {"compile": "off", "autocast": False, **changes}
+            found.append(Section(name, subject, plan, replace(options, **values)))
     return found

@@ -170,7 +170,12 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             bufsize=0,  # `select` must see everything that has not been read
-            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            env={
+                "TORCHINDUCTOR_COMPILE_THREADS": "4",  # Several processes may compile at the same time.
+                **os.environ,
+                "OMP_NUM_THREADS": threads,
+                "MKL_NUM_THREADS": threads,
+            },
         )
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):

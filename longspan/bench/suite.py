@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,15 @@ def run(options: BenchOptions) -> dict[str, list[Comparison]]:
     for number, section in enumerate(planned, 1):
         comparisons, file = _plan(section), files[section.name]
         details = about | {"subject": section.subject, "inputs": SUBJECTS[section.subject]}
-        progress = _Progress(
-            f"{section.name} ({number} of {len(planned)})" if options.is_suite else section.name,
-            sum(len(each.results) for each in comparisons) * config.rounds,
-        )
+        label = f"{section.name} ({number} of {len(planned)})" if options.is_suite else section.name
+        total, counter = sum(len(each.results) for each in comparisons) * config.rounds, count(1)
 
         def observe(result: SubjectResult, round_number: int, measured: bool) -> None:
             if measured:
                 save(file, comparisons, details)  # noqa: B023  called within this iteration
             else:
-                progress.show(result, round_number)  # noqa: B023
+                text = f"{label}, n = {result.case.length}, round {round_number}: {result.subject.name}"  # noqa: B023
+                print(f"[{next(counter)}/{total}] {text}", file=sys.stderr, flush=True)  # noqa: B023
 
         for batch in _batches(comparisons, options.device):
             measure_rounds([result for each in batch for result in each.results], config, observe, deadline)
@@ -110,20 +110,6 @@ def _batches(comparisons: list[Comparison], device: str) -> Iterator[list[Compar
         batch.append(each)
     if batch:
         yield batch
-
-
-class _Progress:
-    """Prints one line per measurement to stderr."""
-
-    def __init__(self, label: str, total: int) -> None:
-        self.label, self.total, self.done, self.started = label, total, 0, time.monotonic()
-
-    def show(self, result: SubjectResult, round_number: int) -> None:
-        self.done += 1
-        seconds = time.monotonic() - self.started
-        count = f"[{self.done}/{self.total}, {seconds:.0f} s]"
-        text = f"{self.label}, n = {result.case.length}, round {round_number}: {result.subject.name}"
-        print(count, text, file=sys.stderr, flush=True)
 
 
 def _show(comparisons: list[Comparison], title: str, file: Path) -> None:

@@ -13,19 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from longspan.bench.report import TextTable, three_digits
+from longspan.utils import choose
 
 RESULTS = Path("benchmarks/results")
 DOCUMENTS = (Path("README.md"), Path("docs/benchmarks.md"))
-_STEPS = {
-    "forward_graph_ms": "forward, CUDA graph",
-    "forward_backward_graph_ms": "forward + backward, CUDA graph",
-    "forward_ms": "forward",
-    "forward_backward_ms": "forward + backward",
-    "step_ms": "step",
-    "token_ms": "per token",
-    "peak_mb": "peak memory",
-}
 Row = dict[str, Any]
+Cell = Callable[[Row], str]
 
 
 def update(root: Path) -> list[Path]:
@@ -56,73 +49,21 @@ def fill(text: str, results: Path) -> str:
     """Return a document with every table generated from the results."""
 
     def region(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n{TABLES[match[1]](results).markdown()}<!-- end -->"
+        return f"<!-- table: {match[1]} -->\n{table(match[1], results).markdown()}<!-- end -->"
 
     return re.sub(r"<!-- table: ([\w-]+) -->\n.*?<!-- end -->", region, text, flags=re.DOTALL)
 
 
-def attention_table(file: str, *steps: str) -> Callable[[Path], TextTable]:
-    """Return a generator of a table with the given steps, each with its ratio to longspan in the same comparison."""
-
-    def generate(results: Path) -> TextTable:
-        rows = [[row["name"], _shape(row), *(_with_ratio(row, step) for step in steps)] for row in _rows(results, file)]
-        units = [f"{_STEPS[step]}, {'MB' if step == 'peak_mb' else 'ms'}" for step in steps]
-        return TextTable(["", "batch × heads × tokens × head dim", *units], rows)
-
-    return generate
+def table(name: str, results: Path) -> TextTable:
+    """Return one of `TABLES`, generated from the results in a folder."""
+    if choose("table", name, TABLES) == "ratios":
+        return _ratios(results)
+    file, columns = _COLUMNS[name]
+    return TextTable(list(columns), [[cell(row) for cell in columns.values()] for row in _rows(results, file)])
 
 
-def quality(results: Path) -> TextTable:
-    """Return bits per byte after equal training times."""
-    rows = [
-        [
-            f"{row['context']:,}",
-            f"{row['parameters'] / 1e6:.1f} M",
-            f"{row['train_seconds']:.0f}",
-            f"{row['bits_per_byte']:.3f}",
-            f"{row['tokens_per_second'] / 1e6:.2f} M",
-        ]
-        for row in _rows(results, "h200-quality")
-    ]
-    return TextTable(["context", "parameters", "seconds", "bits per byte, held out", "tokens/s"], rows)
-
-
-def train(results: Path) -> TextTable:
-    """Return tokens/s of training steps."""
-    rows = []
-    for row in _rows(results, "h200-train"):
-        mode = row.get("compile", "off")
-        rate = f"{row['step_tokens_per_second'] / 1e6:.2f} M"
-        rows.append([row["name"], f"{row['case']['batch_size']} × {row['case']['length']:,}", mode, rate])
-    return TextTable(["model", "batch × tokens", "torch.compile", "tokens/s"], rows)
-
-
-def generation(file: str) -> Callable[[Path], TextTable]:
-    """Return a generator of a table of decoding and prefill speeds."""
-
-    def generate(results: Path) -> TextTable:
-        rows = []
-        for row in _rows(results, file):
-            batch, rate = row["case"]["batch_size"], row.get("token_tokens_per_second")
-            prefill, state = row.get("prefill_tokens_per_second"), row.get("state_bytes")
-            rows.append(
-                [
-                    row["name"],
-                    f"{batch} × {row['case']['length']:,}",
-                    "–" if rate is None else three_digits(1e3 * batch / rate),
-                    "–" if rate is None else f"{rate:,.0f}",
-                    "–" if prefill is None else f"{prefill:,.0f}",
-                    "–" if state is None else f"{state / 2**20:.1f}",
-                ]
-            )
-        header = ["model", "batch × prompt", "ms per token", "tokens/s", "prompt tokens/s", "state, MiB"]
-        return TextTable(header, rows)
-
-    return generate
-
-
-def ratios(results: Path) -> TextTable:
-    """Return the ratios of every peer in the first comparison of each results file that has it."""
+def _ratios(results: Path) -> TextTable:
+    """The ratios of every peer in the first comparison of each results file that has it."""
     rows, seen = [], set()
     for title, file, *steps in (
         ("H200, causal", "h200-causal", "forward_graph_ms", "forward_backward_graph_ms"),
@@ -145,22 +86,6 @@ def ratios(results: Path) -> TextTable:
     return TextTable(header, rows, text_columns=4)
 
 
-_ATTENTION = ("forward_graph_ms", "forward_backward_graph_ms", "forward_ms", "forward_backward_ms")
-TABLES: dict[str, Callable[[Path], TextTable]] = {
-    "ratios": ratios,
-    "quality": quality,
-    "train": train,
-    "generate": generation("h200-generate"),
-    "causal": attention_table("h200-causal", *_ATTENTION),
-    "bidirectional": attention_table("h200-bidirectional", *_ATTENTION),
-    "local": attention_table("h200-local", *_ATTENTION),
-    "layers": attention_table("h200-layers", *_ATTENTION),
-    "cpu": attention_table("cpu-causal-8192", "forward_ms", "forward_backward_ms", "peak_mb"),
-    "cpu-generate": generation("cpu-generate"),
-    "cpu-decode": attention_table("cpu-decode", "token_ms"),
-}
-
-
 def _rows(results: Path, file: str) -> list[Row]:
     content = json.loads((results / f"{file}.json").read_text(encoding="utf-8"))
     return [row for row in content["rows"] if row["status"] == "ok"]
@@ -171,14 +96,80 @@ def _shape(row: Row) -> str:
     return f"{case['batch_size']} × {case['num_heads']} × {case['length']} × {case['head_dim']}"
 
 
-def _with_ratio(row: Row, step: str) -> str:
-    """A value with its ratio; per token where the step counts tokens."""
-    value, ratio = row.get(step), row.get("ratios", {}).get(step)
-    rate = row.get(f"{step.removesuffix('_ms')}_tokens_per_second")
-    if value is None:
-        return "–"
-    value = value if rate is None else 1e3 / rate
-    return three_digits(value) + ("" if ratio is None else f" ({ratio:.1f}×)")
+def _batch(row: Row) -> str:
+    return f"{row['case']['batch_size']} × {row['case']['length']:,}"
+
+
+def _number(key: str, form: str = ",.0f", unit: float = 1, suffix: str = "") -> Cell:
+    return lambda row: "–" if row.get(key) is None else f"{row[key] / unit:{form}}{suffix}"
+
+
+def _with_ratio(step: str) -> Cell:
+    """A value with its ratio; per token if the step counts tokens."""
+
+    def cell(row: Row) -> str:
+        value, ratio = row.get(step), row.get("ratios", {}).get(step)
+        rate = row.get(f"{step.removesuffix('_ms')}_tokens_per_second")
+        shown = "–" if value is None else three_digits(value if rate is None else 1e3 / rate)
+        return shown if ratio is None or value is None else f"{shown} ({ratio:.1f}×)"
+
+    return cell
+
+
+def _ms_per_token(row: Row) -> str:
+    rate = row.get("token_tokens_per_second")
+    return "–" if rate is None else three_digits(1e3 * row["case"]["batch_size"] / rate)
+
+
+_NAME: dict[str, Cell] = {"": lambda row: row["name"]}
+_TIMES = {"forward, ms": _with_ratio("forward_ms"), "forward + backward, ms": _with_ratio("forward_backward_ms")}
+_ATTENTION = _NAME | {
+    "batch × heads × tokens × head dim": _shape,
+    "forward, CUDA graph, ms": _with_ratio("forward_graph_ms"),
+    "forward + backward, CUDA graph, ms": _with_ratio("forward_backward_graph_ms"),
+    **_TIMES,
+}
+_GENERATION = _NAME | {
+    "batch × prompt": _batch,
+    "ms per token": _ms_per_token,
+    "tokens/s": _number("token_tokens_per_second"),
+    "prompt tokens/s": _number("prefill_tokens_per_second"),
+    "state, MiB": _number("state_bytes", ".1f", 2**20),
+}
+# The results file and the columns of each table with one row per result.
+_COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
+    "causal": ("h200-causal", _ATTENTION),
+    "bidirectional": ("h200-bidirectional", _ATTENTION),
+    "local": ("h200-local", _ATTENTION),
+    "layers": ("h200-layers", _ATTENTION),
+    "train": (
+        "h200-train",
+        _NAME
+        | {
+            "batch × tokens": _batch,
+            "torch.compile": lambda row: row.get("compile", "off"),
+            "tokens/s": _number("step_tokens_per_second", ".2f", 1e6, " M"),
+        },
+    ),
+    "quality": (
+        "h200-quality",
+        {
+            "context": _number("context"),
+            "parameters": _number("parameters", ".1f", 1e6, " M"),
+            "seconds": _number("train_seconds"),
+            "bits per byte, held out": _number("bits_per_byte", ".3f"),
+            "tokens/s": _number("tokens_per_second", ".2f", 1e6, " M"),
+        },
+    ),
+    "generate": ("h200-generate", _GENERATION),
+    "cpu": (
+        "cpu-causal-8192",
+        _NAME | {"batch × heads × tokens × head dim": _shape} | _TIMES | {"peak memory, MB": _with_ratio("peak_mb")},
+    ),
+    "cpu-generate": ("cpu-generate", _GENERATION),
+    "cpu-decode": ("cpu-decode", _NAME | {"batch × prompt": _batch, "ms per token": _with_ratio("token_ms")}),
+}
+TABLES = ("ratios", *_COLUMNS)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ def main() -> None:
 
     def wait() -> None:
         print("ready", file=answer, flush=True)
-        sys.stdin.buffer.readline()
+        if not sys.stdin.buffer.readline():
+            sys.exit("the process that started this measurement has ended")
 
     try:
         result = subject.measure(case, config, wait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import time
@@ -13,26 +14,24 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.bench import (
+from longspan.bench import SubjectResult, compare, measure
+from longspan.bench.report import Comparison, remarks, scaling
+from longspan.bench.runner import WorkerProcess, measure_rounds
+from longspan.bench.subjects import peers
+from longspan.bench.subjects.base import (
     AccuracyCheck,
     Case,
-    Comparison,
     Measurement,
     MeasurementConfig,
     Subject,
-    SubjectResult,
     TimedStep,
     Workload,
-    compare,
-    measure,
 )
-from longspan.bench.report import remarks, scaling
-from longspan.bench.runner import WorkerProcess, measure_rounds
-from longspan.bench.subjects import peers
 from longspan.bench.subjects.generation import PeerGenerateSubject, decode_subjects, generate_subjects
 from longspan.bench.subjects.mechanisms import VARIANTS, MechanismSubject, PeerSubject, mechanism_subjects
 from longspan.bench.subjects.models import PeerTrainSubject, train_subjects
 from longspan.bench.subjects.peers import MECHANISM_PEERS, MODEL_PEERS
+from longspan.bench.subjects.quality import QualitySubject
 from longspan.cli.bench import main
 
 TINY = Case(64, num_heads=2, head_dim=8)
@@ -319,3 +318,16 @@ runpy.run_module("longspan.bench", run_name="__main__")
     (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert (row["name"], row["status"], len(row["runs"])) == ("softmax", "ok", 1)
     assert row["forward_tb_per_second"] > 0
+
+
+def test_quality_trains_for_a_time_and_scores_the_end(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(random.Random(0).choices(b"the cat sat on a mat. ", k=60_000)))
+    calls: list[str] = []
+    subject = QualitySubject("context 64", str(text), seconds=0.2, preset="tiny", held_out=5000)
+    result = subject.measure(Case(64, batch_size=2), QUICK, lambda: calls.append("compiled"))
+    assert (result.status, calls) == ("ok", ["compiled"])
+    assert 0 < result.metrics["bits_per_byte"] < 9
+    assert (result.metrics["context"], result.metrics["scored"]) == (64, 4999)
+    assert result.metrics["train_seconds"] >= 0.2
+    assert result.metrics["tokens_per_second"] > 0

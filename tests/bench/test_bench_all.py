@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from longspan.bench import BenchOptions, Case, Comparison, Measurement, MeasurementConfig, Subject, SubjectResult
-from longspan.bench.options import sections
-from longspan.bench.report import save, summary
+from longspan.bench import BenchOptions, SubjectResult, sections
+from longspan.bench.report import Comparison, save, summary
+from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig, Subject
 from longspan.bench.subjects.mechanisms import MechanismSubject, PeerSubject
 from longspan.cli.bench import main
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longspan.bench import Case
 from longspan.bench.subjects import layers, peers
+from longspan.bench.subjects.base import Case
 from longspan.bench.subjects.layers import LayerSubject, PeerLayerSubject, layer_subjects, layer_workload
 from longspan.bench.subjects.mechanisms import TOLERANCES, MechanismSubject, PeerSubject
 from longspan.bench.subjects.models import PeerTrainSubject

@@ -46,6 +46,11 @@ def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
         update(tmp_path)
 
 
+def test_an_unknown_table_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"unknown table 'casual'; there is ratios, causal.*did you mean 'causal'"):
+        fill("<!-- table: casual -->\n<!-- end -->", ROOT / RESULTS)
+
+
 def test_markdown_is_aligned() -> None:
     table = TextTable(["", "ms"], [["linear", "1.25"], ["SDPA", "12.5 (10.0×)"]])
     assert table.markdown() == (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longspan.bench import Case, MeasurementConfig, Subject
 from longspan.bench.runner import SubjectResult, measure_rounds
+from longspan.bench.subjects.base import Case, MeasurementConfig, Subject
 from longspan.bench.subjects.generation import GenerateSubject
 from longspan.bench.subjects.mechanisms import MechanismSubject, PeerSubject
 from longspan.bench.subjects.models import TrainSubject

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,13 +144,10 @@ def training_workload(case: Case, model: nn.Module, loss_function: Callable[[Ten
     """Return a step of loss, backward and AdamW; half precision is autocast around float32 parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
     tokens = random_tokens(case)
-
-    def autocast() -> AbstractContextManager[Any]:
-        half = case.dtype in ("bfloat16", "float16")
-        return torch.autocast(case.device, case.torch_dtype) if half else nullcontext()
+    half = case.dtype in ("bfloat16", "float16")
 
     def step() -> list[Tensor]:
-        with autocast():
+        with torch.autocast(case.device, case.torch_dtype if half else None, enabled=half):
             loss = loss_function(tokens)
         loss.backward()
         optimizer.step()

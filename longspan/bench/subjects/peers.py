@@ -75,6 +75,7 @@ class MechanismPeer(nn.Module, ABC):
         not_causal: Why it is not measured causally.
         not_on_cpu: Why it is measured on CUDA only.
         tolerance: The largest relative error against the equivalent mechanism.
+        options: Options of the equivalent mechanism.
     """
 
     mechanism: ClassVar[str]
@@ -83,6 +84,7 @@ class MechanismPeer(nn.Module, ABC):
     not_causal: ClassVar[str] = ""
     not_on_cpu: ClassVar[str] = ""
     tolerance: ClassVar[float] = 1e-4
+    options: ClassVar[dict[str, Any]] = {}
 
     @abstractmethod
     def __init__(self, case: Case) -> None:
@@ -104,9 +106,9 @@ class MechanismPeer(nn.Module, ABC):
         """Return the part of an output (B, T, H, E) that must agree with the equivalent mechanism."""
         return out
 
-    @abstractmethod
     def equivalent(self, case: Case) -> Mechanism:
         """Return longspan's mechanism that computes the same function, with this peer's weights."""
+        return build_mechanism(self.mechanism, case.num_heads, case.head_dim, **self.options)
 
 
 class SdpaPeer(MechanismPeer):
@@ -119,15 +121,11 @@ class SdpaPeer(MechanismPeer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
 
-    def equivalent(self, case: Case) -> Mechanism:
-        return build_mechanism("softmax", case.num_heads, case.head_dim)
-
 
 class LinearAttentionTransformerPeer(MechanismPeer):
     mechanism, package = "linear", "linear-attention-transformer"
     only_causal = False
-    options: ClassVar[dict[str, Any]] = {"normalize": "feature"}
-    scaled: ClassVar[bool] = True  # by D^−½, which cancels where the weights of a query are normalized
+    options: ClassVar[dict[str, Any]] = {"feature_map": "softmax", "normalize": "feature"}
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -136,23 +134,21 @@ class LinearAttentionTransformerPeer(MechanismPeer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.functions.linear_attn(q, k, v)
 
-    def equivalent(self, case: Case) -> Mechanism:
-        scale = case.head_dim**-0.5 if self.scaled else 1.0
-        return build_mechanism(
-            "linear", case.num_heads, case.head_dim, feature_map="softmax", output_scale=scale, **self.options
-        )
+    def restore(self, out: Tensor) -> Tensor:
+        # It scales by D^−½, which has no effect where the weights of a query are normalized.
+        return super().restore(out) * (out.shape[-1] ** 0.5 if self.options.get("normalize") == "feature" else 1.0)
 
 
 class BlindSpot1Peer(LinearAttentionTransformerPeer):
-    only_causal, scaled = True, False
-    options: ClassVar[dict[str, Any]] = {"blind_spot": 1}
+    only_causal = True
+    options: ClassVar[dict[str, Any]] = {"feature_map": "softmax", "blind_spot": 1}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.functions.causal_linear_attn(q, k, v, bucket_size=self.options["blind_spot"])
 
 
 class BlindSpot64Peer(BlindSpot1Peer):
-    options: ClassVar[dict[str, Any]] = {"blind_spot": 64, "first_bucket": "zero"}
+    options: ClassVar[dict[str, Any]] = {"feature_map": "softmax", "blind_spot": 64, "first_bucket": "zero"}
 
 
 class FlashLinearAttentionPeer(MechanismPeer):
@@ -162,6 +158,7 @@ class FlashLinearAttentionPeer(MechanismPeer):
     only_causal = True
     not_on_cpu = "flash-linear-attention has no CPU path"
     tolerance = 5e-3  # It multiplies float32 in TF32.
+    options: ClassVar[dict[str, Any]] = {"feature_map": "softmax"}
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -176,12 +173,10 @@ class FlashLinearAttentionPeer(MechanismPeer):
     def restore(self, out: Tensor) -> Tensor:
         return out
 
-    def equivalent(self, case: Case) -> Mechanism:
-        return build_mechanism("linear", case.num_heads, case.head_dim, feature_map="softmax")
-
 
 class PerformerPytorchPeer(MechanismPeer):
     mechanism, package = "performer", "performer-pytorch"
+    options: ClassVar[dict[str, Any]] = {"num_features": 256, "epsilon": 1e-4}
     tolerance = 1e-3  # Its causal form adds a second epsilon, 1e-6, to the sum of keys.
 
     def __init__(self, case: Case) -> None:
@@ -198,7 +193,7 @@ class PerformerPytorchPeer(MechanismPeer):
         return out[:, -1:] if self.causal else out
 
     def equivalent(self, case: Case) -> Mechanism:
-        mechanism = build_mechanism("performer", case.num_heads, case.head_dim, num_features=256, epsilon=1e-4)
+        mechanism = super().equivalent(case)
         assert isinstance(mechanism.feature_map, Favor)
         mechanism.feature_map.projection.copy_(self.attention.projection_matrix)
         return mechanism
@@ -208,6 +203,7 @@ class LocalAttentionPeer(MechanismPeer):
     """Its window_size=256 with exact_windowsize attends to 257 keys."""
 
     mechanism, package = "local", "local-attention"
+    options: ClassVar[dict[str, Any]] = {"window": 257}
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -223,15 +219,13 @@ class LocalAttentionPeer(MechanismPeer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.attention(q, k, v)
 
-    def equivalent(self, case: Case) -> Mechanism:
-        return build_mechanism("local", case.num_heads, case.head_dim, window=257)
-
 
 class FlexAttentionPeer(MechanismPeer):
     """A sliding window of compiled FlexAttention. Building its block mask is not timed."""
 
     mechanism, package = "local", "torch"
     not_on_cpu = "FlexAttention's kernels need CUDA; elsewhere it computes all n² scores"
+    options: ClassVar[dict[str, Any]] = {"window": 257}
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -248,9 +242,6 @@ class FlexAttentionPeer(MechanismPeer):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.attend(q, k, v, block_mask=self.mask)
-
-    def equivalent(self, case: Case) -> Mechanism:
-        return build_mechanism("local", case.num_heads, case.head_dim, window=257)
 
 
 class _FixedOutput(nn.Module):
@@ -298,20 +289,10 @@ class LinformerPytorchPeer(MechanismPeer):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.num_heads = case.num_heads
-        self.layer = import_module("linformer_pytorch.linformer_pytorch").MHAttention(
-            input_size=case.length,
-            dim=case.head_dim,
-            channels=case.dim,
-            dim_k=256,
-            nhead=case.num_heads,
-            dropout=0.0,
-            checkpoint_level="C0",
-            parameter_sharing="headwise",
-            E_proj=None,
-            F_proj=None,
-            full_attention=False,
-            causal_mask=None,
-        )
+        sizes = {"input_size": case.length, "dim": case.head_dim, "channels": case.dim, "nhead": case.num_heads}
+        options = {"dim_k": 256, "dropout": 0.0, "checkpoint_level": "C0", "parameter_sharing": "headwise"}
+        options |= {"E_proj": None, "F_proj": None, "full_attention": False, "causal_mask": None}
+        self.layer = import_module("linformer_pytorch.linformer_pytorch").MHAttention(**sizes, **options)
         for name in ("to_q", "to_k", "to_v"):
             setattr(self.layer, name, nn.ModuleList(_FixedOutput() for _ in range(case.num_heads)))
         self.layer.w_o = nn.Identity()
@@ -392,53 +373,36 @@ def _layer_sizes(case: Case) -> dict[str, Any]:
     return {"dim": case.dim, "heads": case.num_heads, "dim_head": case.head_dim}
 
 
+def _linear_layer(case: Case) -> dict[str, Any]:
+    options = {"max_seq_len": case.length, "depth": 1, "blindspot_size": 64 if case.causal else 1}
+    return {**_layer_sizes(case), **options, "causal": case.causal}
+
+
+def _linformer_pytorch_layer(case: Case) -> dict[str, Any]:
+    sizes = {"channels": case.dim, "nhead": case.num_heads, "dim_d": case.head_dim, "input_size": case.length}
+    return {**sizes, "dim_k": 256, "dropout": 0.0, "dropout_ff": 0.0}
+
+
 LAYER_PEERS = {
     "linear-attention-transformer, with feed-forward": LayerPeer(
-        "linear",
-        "linear-attention-transformer",
-        "LinearAttentionTransformer",
-        lambda case: {
-            **_layer_sizes(case),
-            "max_seq_len": case.length,
-            "depth": 1,
-            "causal": case.causal,
-            "blindspot_size": 64 if case.causal else 1,
-        },
+        "linear", "linear-attention-transformer", "LinearAttentionTransformer", _linear_layer
     ),
     "performer-pytorch, 256 features": LayerPeer(
-        "performer",
-        "performer-pytorch",
-        "SelfAttention",
+        *("performer", "performer-pytorch", "SelfAttention"),
         lambda case: {**_layer_sizes(case), "causal": case.causal, "nb_features": 256},
         leaks=True,
     ),
     "local-attention, 257 keys": LayerPeer(
-        "local",
-        "local-attention",
-        "LocalMHA",
+        *("local", "local-attention", "LocalMHA"),
         lambda case: {**_layer_sizes(case), "causal": case.causal, "window_size": 256, "exact_windowsize": True},
     ),
     "linformer, k 256, one shared head": LayerPeer(
-        "linformer",
-        "linformer",
-        "LinformerSelfAttention",
+        *("linformer", "linformer", "LinformerSelfAttention"),
         lambda case: {**_layer_sizes(case), "seq_len": case.length, "k": 256, "one_kv_head": True, "share_kv": True},
         LinformerPeer.not_causal,
     ),
     "linformer-pytorch, k 256, with feed-forward": LayerPeer(
-        "linformer",
-        "linformer-pytorch",
-        "Linformer",
-        lambda case: {
-            "channels": case.dim,
-            "nhead": case.num_heads,
-            "dim_d": case.head_dim,
-            "input_size": case.length,
-            "dim_k": 256,
-            "dropout": 0.0,
-            "dropout_ff": 0.0,
-        },
-        LinformerPytorchPeer.not_causal,
+        *("linformer", "linformer-pytorch", "Linformer"), _linformer_pytorch_layer, LinformerPytorchPeer.not_causal
     ),
 }
 
