@@ -8,7 +8,7 @@ from interpreter import inside, run_under_the_interpreter
 from local_cases import CASES, Case, arguments, by_kernels, check, dropped, visible
 
 from longspan.layout import Packing
-from longspan.ops.window import kernels, reference, why_not_triton, why_unsupported
+from longspan.ops.window import _Window, kernels, reference, why_not_triton, why_unsupported
 
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of elements that are masked later
 
@@ -70,6 +70,19 @@ def test_dropout() -> None:
     exact = [out, *torch.autograd.grad(out, (q, k, v), d_out.double())]
     for found, expected in zip(by_kernels(d_out, with_dropout), exact, strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@inside
+@quiet
+@pytest.mark.parametrize("call", ["direct", "traced"])
+def test_the_op_has_the_gradients_of_the_kernels(call: str) -> None:
+    d_out, problem = arguments(Case(T=37, causal=True), torch.float32, "cpu")
+    leaves = [x.clone().requires_grad_() for x in problem[:3]]
+    out = getattr(_Window, call)(*leaves, *problem[3:])
+    out = out if call == "direct" else out[0]
+    found = [out, *torch.autograd.grad(out, leaves, d_out)]
+    for ours, expected in zip(found, by_kernels(d_out, problem), strict=True):
+        assert torch.equal(ours, expected)
 
 
 def test_reasons() -> None:

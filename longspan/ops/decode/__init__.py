@@ -118,12 +118,12 @@ def linear_decode_step(
     Returns:
         (B, 1, H, E) in the dtype of q.
     """
-    options: dict[str, Any] = {"feature_map": feature_map, "weight": weight, "normalize": normalize}
     if pending is not None:
-        return kernels("linear").decode_linear(q, k, v, state, pending, rotary=rotary, out=out, **options)
+        inputs = q, k, v, rotary, out
+        return kernels("linear").decode_linear(inputs, state, pending, feature_map, weight, normalize)
     dtype = q.dtype
     q, k = apply_rotary(rotary, q, k)
-    result = linear_step(q, k, v, state, **options)
+    result = linear_step(q, k, v, state, feature_map, weight, normalize)
     return copy_out(result if result.dtype == dtype else result.to(dtype), out)
 
 
@@ -155,7 +155,7 @@ def window_decode_step(
     Returns:
         (B, 1, H, E) in the dtype of q.
     """
-    return kernels("window").decode_window(q, k, v, rotary, length, ring, window, scale, out)
+    return kernels("window").decode_window((q, k, v, rotary, out), length, ring, window, scale)
 
 
 def compressed_decode_step(
@@ -192,8 +192,8 @@ def compressed_decode_step(
         (B, 1, H, E) in the dtype of q.
     """
     if pending is not None:
-        arguments = q, k, v, rotary, length, state, pending, tables, biases, periodic, out
-        return kernels("compressed").decode_compressed(*arguments)
+        inputs = q, k, v, rotary, out
+        return kernels("compressed").decode_compressed(inputs, length, state, pending, tables, biases, periodic)
     q, k = apply_rotary(rotary, q, k)
     return copy_out(compressed_step(q, k, v, state, tables, int(length)), out)
 

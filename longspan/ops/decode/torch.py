@@ -23,14 +23,7 @@ FUSED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def linear_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: tuple[Tensor, Tensor, Tensor],
-    *,
-    feature_map: str,
-    weight: Tensor | None,
-    normalize: str,
+    q: Tensor, k: Tensor, v: Tensor, state: Sequence[Tensor], feature_map: str, weight: Tensor | None, normalize: str
 ) -> Tensor:
     """Add one token to the state of linear attention and read it, in the dtype of the state: (B, 1, H, E)."""
     kv, z, shift = state

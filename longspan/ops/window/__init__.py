@@ -15,11 +15,9 @@ from torch import Tensor, float32, randint
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import differentiable_op
-from longspan.ops.window.torch import Bias as Bias
-from longspan.ops.window.torch import Window as Window
-from longspan.ops.window.torch import table_bias as table_bias
-from longspan.ops.window.torch import tiled_window_attention
-from longspan.ops.window.torch import xpos_rotate as xpos_rotate
+from longspan.ops.window.torch import Bias, Window, table_bias, tiled_window_attention, xpos_rotate
+
+__all__ = ["Bias", "Window", "WindowProblem", "table_bias", "why_not_triton", "window_attention", "xpos_rotate"]
 
 
 def window_attention(

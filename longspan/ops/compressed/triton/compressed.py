@@ -8,7 +8,7 @@ The backward pass computes Pᵀ and dSᵀ, keys first, so that the left factors 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 import triton
@@ -22,24 +22,9 @@ from longspan.ops.common.tiles import padded
 _PROCESSORS = 132  # multiprocessors of an H200, which run two forward programs each, or one backward program
 
 
-class CompressedSizes(NamedTuple):
-    """Compile-time constants: heads, R keys, dimensions, TOKENS and BT = TOKENS · heads queries per tile.
-
-    BR, BD, BE: padded. BS: keys per half of the backward pass.
-    """
-
-    H: int
-    HKV: int
-    R: int
-    D: int
-    E: int
-    TOKENS: int
-    BT: int
-    BR: int
-    BS: int
-    BD: int
-    BE: int
-    SHARED: bool
+# Heads, R keys, dimensions; TOKENS, and BT = TOKENS · heads queries per tile; BR, BD, BE: padded; BS: keys per half of
+# the backward pass.
+CompressedSizes = namedtuple("CompressedSizes", "H HKV R D E TOKENS BT BR BS BD BE SHARED")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

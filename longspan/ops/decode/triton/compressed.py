@@ -5,7 +5,7 @@ They are read at every step and written at every SLOTS-th, as the state of `deco
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from longspan.ops.common.launch import on_device
 from longspan.ops.decode.triton.token import (
+    Inputs,
+    Tensors,
     block_rows,
     dot_warps,
     gather_rows,
@@ -20,69 +22,37 @@ from longspan.ops.decode.triton.token import (
     load_queries,
     load_value,
     online_softmax,
-    output_like,
     store_output,
     token_arguments,
 )
 
-
-class CompressedPointers(NamedTuple):
-    """Compressed keys (B, HKV, R, D) and values in float32; pending k and v; copies in the dtype of k, which queries
-    read (for float32 the same memory); projections (LENGTH, R) and biases (R,) with head strides, 0 where shared.
-    """
-
-    p_sum_k: Any
-    p_sum_v: Any
-    p_length: Any
-    p_pending_k: Any
-    p_pending_v: Any
-    p_cast_k: Any
-    p_cast_v: Any
-    p_e: Any
-    p_f: Any
-    p_bias_k: Any
-    p_bias_v: Any
-    e_h: int
-    f_h: int
-    bias_k_h: int
-    bias_v_h: int
+# Compressed keys (B, HKV, R, D) and values in float32; pending k and v; copies in the dtype of k, which queries read
+# (for float32 the same memory); projections (LENGTH, R) and biases (R,) with head strides, 0 where heads share them.
+CompressedPointers = namedtuple(
+    "CompressedPointers",
+    "p_sum_k p_sum_v p_length p_pending_k p_pending_v p_cast_k p_cast_v "
+    "p_e p_f p_bias_k p_bias_v e_h f_h bias_k_h bias_v_h",
+)
 
 
-class ProjectionSizes(NamedTuple):
-    """R compressed keys, BR per block, of LENGTH positions, after which PERIODIC projections wrap around."""
-
-    R: int
-    BR: int
-    LENGTH: int
-    SLOTS: int
-    PERIODIC: bool
+# R compressed keys, BR per block, of LENGTH positions, after which PERIODIC projections wrap around.
+ProjectionSizes = namedtuple("ProjectionSizes", "R BR LENGTH SLOTS PERIODIC")
 
 
 def decode_compressed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rotary: tuple[Any, ...] | None,
-    length: Tensor,
-    state: tuple[Tensor, Tensor],
-    pending: tuple[Tensor, Tensor, Tensor, Tensor],
-    tables: tuple[Tensor, Tensor],
-    biases: tuple[Tensor | None, Tensor | None],
-    periodic: bool,
-    out: Tensor | None,
+    inputs: Inputs, length: Tensor, state: Tensors, pending: Tensors, tables: Tensors, biases: Tensors, periodic: bool
 ) -> Tensor:
     """Run `ops.decode.compressed_decode_step` with a write buffer."""
-    out, R = output_like(q, v.shape[3], out), state[0].shape[2]
-    token, sizes = token_arguments(q, k, v, rotary, out)
-    # Tables are (1 or Hkv, LENGTH, R), biases (R, 1) or (Hkv, R, 1).
+    (out, token, sizes), R = token_arguments(inputs), state[0].shape[2]
+    # Tables are (1 or Hkv, LENGTH, R), biases None, (R, 1) or (Hkv, R, 1).
     head_strides = [table.stride(0) if len(table) > 1 else 0 for table in tables]
     head_strides += [0 if bias is None or bias.ndim == 2 else bias.stride(0) for bias in biases]
     pointers = CompressedPointers(*state, length, *pending, *tables, *biases, *head_strides)
     block = block_rows(sizes, R, pending[0].dtype.itemsize == 2)
     constants = {"S": sizes, "P": ProjectionSizes(R, block, tables[0].shape[1], pending[0].shape[2], periodic)}
-    grid, warps = (len(q) * sizes.HKV,), 4 if min(sizes.BD, sizes.BE) >= 64 else 2
-    with on_device(q):
-        scale = q.shape[3] ** -0.5
+    grid, warps = (len(out) * sizes.HKV,), 4 if min(sizes.BD, sizes.BE) >= 64 else 2
+    with on_device(out):
+        scale = sizes.D**-0.5
         decode_compressed_kernel[grid](token, pointers, scale, num_warps=dot_warps(sizes.BG), **constants)
         decode_compressed_flush_kernel[grid](pointers, num_warps=warps, **constants)
     return out

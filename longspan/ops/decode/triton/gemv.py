@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -12,42 +13,19 @@ from torch import Tensor
 
 from longspan.ops.common.launch import on_device
 
-Norm = tuple[int, Tensor | None, Tensor | None, float]  # 0 none, 1 LayerNorm, 2 RMSNorm; weight, bias, epsilon
+# Pointers to x (B, K), norm, weight (N, K) and bias of one or two layers, residual and output.
+LinearLayers = namedtuple(
+    "LinearLayers",
+    "p_x p_norm_weight p_norm_bias p_weight p_bias p_weight_2 p_bias_2 p_residual p_out eps",
+)
 
 
-class LinearLayers(NamedTuple):
-    """Pointers to x (B, K), norm, weight (N, K) and bias of one or two layers, residual and output."""
-
-    p_x: Any
-    p_norm_weight: Any
-    p_norm_bias: Any
-    p_weight: Any
-    p_bias: Any
-    p_weight_2: Any
-    p_bias_2: Any
-    p_residual: Any
-    p_out: Any
-    eps: float
-
-
-class LayerSizes(NamedTuple):
-    """BK columns of x and BN rows of a weight per block. NORM: 0 none, 1 LayerNorm, 2 RMSNorm."""
-
-    K: int
-    N: int
-    N_2: int
-    BK: int
-    BN: int
-    NORM: int
-    ACTIVATION: str
+# BK columns of x and BN rows of a weight per block. NORM: 0 none, 1 LayerNorm, 2 RMSNorm.
+LayerSizes = namedtuple("LayerSizes", "K N N_2 BK BN NORM ACTIVATION")
 
 
 def decode_linear_layers(
-    x: Tensor,
-    weights: Sequence[tuple[Tensor, Tensor | None]],
-    norm: Norm,
-    activation: str,
-    residual: Tensor | None,
+    x: Tensor, weights: Sequence[Sequence[Any]], norm: Sequence[Any], activation: str, residual: Tensor | None
 ) -> Tensor:
     """Run `ops.decode.fused_linear` for one or two layers; return their outputs concatenated, (B, 1, N)."""
     B, _, K = x.shape

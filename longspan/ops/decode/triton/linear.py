@@ -7,7 +7,7 @@ that fills the last slot adds the buffer to the state.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -15,61 +15,43 @@ from torch import Tensor
 
 from longspan.ops.common.feature_maps import RELU_EPSILON, check_map
 from longspan.ops.common.launch import on_device
-from longspan.ops.common.tiles import FLOOR, ZERO_NORMALIZER
+from longspan.ops.common.tiles import FLOOR, ZERO_NORMALIZER, padded
 from longspan.ops.decode.triton.token import (
+    Inputs,
+    Tensors,
     gather_rows,
     load_key,
     load_rotated,
     load_value,
-    output_like,
-    padded,
     token_arguments,
 )
 
 _HEADS = tl.constexpr(16)  # heads per program that computes random features
 
 
-class LinearPointers(NamedTuple):
-    """kv (B, HKV, D, E) and z, both divided by exp(shift), lengths, and the write buffer.
-
-    Features of pending tokens are divided by exp of their own log scale.
-    """
-
-    p_kv: Any
-    p_z: Any
-    p_shift: Any
-    p_length: Any
-    p_pending_f: Any
-    p_pending_v: Any
-    p_pending_scale: Any
+# kv (B, HKV, D, E) and z, both divided by exp(shift), lengths, and the write buffer, in which features are divided by
+# exp of their own log scale.
+LinearPointers = namedtuple("LinearPointers", "p_kv p_z p_shift p_length p_pending_f p_pending_v p_pending_scale")
 
 
 def decode_linear(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: tuple[Tensor, Tensor, Tensor],
-    pending: tuple[Tensor, Tensor, Tensor, Tensor],
-    *,
-    feature_map: str,
-    weight: Tensor | None,
-    normalize: str,
-    rotary: tuple[Any, ...] | None,
-    out: Tensor | None,
+    inputs: Inputs, state: Tensors, pending: Tensors, feature_map: str, weight: Tensor | None, normalize: str
 ) -> Tensor:
     """Run `ops.decode.linear_decode_step` with a write buffer."""
-    kv, slots, pointers = state[0], pending[1].shape[2], LinearPointers(*state, *pending)
-    out = output_like(q, kv.shape[3], out)
+    (q, k, v, rotary, out), kv, slots = inputs, state[0], pending[1].shape[2]
+    pointers = LinearPointers(*state, *pending)
+    out = q.new_empty(*q.shape[:3], kv.shape[3]) if out is None else out
     with on_device(q):
         if weight is not None:
             features = kv.new_empty(*q.shape[:3], len(weight))  # φ(q), float32
             weight = weight.contiguous() if weight.dtype == q.dtype else weight.contiguous().float()
-            token, sizes = token_arguments(q, k, k, rotary, features)
-            constants = {"S": sizes._replace(E=len(weight), BE=padded(len(weight))), "SHARES": normalize == "feature"}
+            _, token, sizes = token_arguments((q, k, k, rotary, features))
+            sizes = sizes._replace(E=len(weight), BE=padded(len(weight), 16))
             grid = (sum(-(-len(x) * x.shape[2] // _HEADS.value) for x in (q, k)),)
-            decode_favor_features_kernel[grid](token, pointers, weight, len(q), SLOTS=slots, num_warps=4, **constants)
+            constants = {"S": sizes, "SLOTS": slots, "SHARES": normalize == "feature", "num_warps": 4}
+            decode_favor_features_kernel[grid](token, pointers, weight, len(q), **constants)
             q, rotary = features, None
-        token, sizes = token_arguments(q, k, v, rotary, out)
+        _, token, sizes = token_arguments((q, k, v, rotary, out))
         if sizes.BD * sizes.BE > 32768:
             sizes = sizes._replace(BE=16384 // sizes.BD)
         constants = {"S": sizes, "SLOTS": slots, "MAP": feature_map, "NORMALIZE": normalize}

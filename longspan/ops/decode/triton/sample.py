@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections import namedtuple
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -13,33 +14,11 @@ from longspan.ops.common.launch import on_device
 MAX_VOCABULARY = 65536  # one program holds all logits of a batch row
 
 
-class SamplingOptions(Protocol):
-    """The fields of `longspan.Sampling` that the kernel reads."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float
+# V logits, WINDOW recent tokens, STOPS stop tokens; BV, BW: padded. The rest: which options are in use.
+SampleSizes = namedtuple("SampleSizes", "V WINDOW STOPS BV BW APPEND GREEDY TOP_K TOP_P MIN_P PENALTY")
 
 
-class SampleSizes(NamedTuple):
-    """V logits, WINDOW recent tokens, STOPS stop tokens; BV, BW: padded. The rest: which options are in use."""
-
-    V: int
-    WINDOW: int
-    STOPS: int
-    BV: int
-    BW: int
-    APPEND: bool
-    GREEDY: bool
-    TOP_K: bool
-    TOP_P: bool
-    MIN_P: bool
-    PENALTY: bool
-
-
-def decode_sample(logits: Tensor, *buffers: Tensor, append: bool, sampling: SamplingOptions) -> None:
+def decode_sample(logits: Tensor, *buffers: Tensor, append: bool, sampling: Any) -> None:
     """Run `ops.decode.sample`."""
     (B, V), (recent, _, uniform, _, stop, *_) = logits.shape, buffers
     x, padded = sampling, [triton.next_power_of_2(size) for size in (V, recent.shape[1])]

@@ -5,71 +5,40 @@ Kernels update the state in place, so that a CUDA graph can capture a decode ste
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspan.ops.common.tiles import padded
 
-class Token(NamedTuple):
-    """Pointers to q (B, 1, H, D), k, v, cos, sin and the output, with batch and head strides."""
+# q, k, v, rotary (cos, sin, interleaved, …) or None, output or None.
+Inputs = tuple[Tensor, Tensor, Tensor, tuple[Any, ...] | None, Tensor | None]
+Tensors = tuple[Tensor, ...]
 
-    p_q: Any
-    p_k: Any
-    p_v: Any
-    p_cos: Any
-    p_sin: Any
-    p_out: Any
-    q_b: int
-    q_h: int
-    k_b: int
-    k_h: int
-    v_b: int
-    v_h: int
-    angle_b: int
-    out_b: int
+# Pointers to q (B, 1, H, D), k, v, cos, sin and the output, with batch and head strides.
+Token = namedtuple("Token", "p_q p_k p_v p_cos p_sin p_out q_b q_h k_b k_h v_b v_h angle_b out_b")
+
+# G query heads per key/value head, HKV of them; B*: padded to powers of two.
+# ROTARY: 0 none, 1 pairs (i, i + D/2), 2 pairs (2i, 2i + 1).
+TokenSizes = namedtuple("TokenSizes", "G HKV D E BG BD BE ROTARY")
 
 
-class TokenSizes(NamedTuple):
-    """G query heads per key/value head, HKV of them; B*: padded to powers of two.
-
-    ROTARY: 0 none, 1 pairs (i, i + D/2), 2 pairs (2i, 2i + 1).
-    """
-
-    G: int
-    HKV: int
-    D: int
-    E: int
-    BG: int
-    BD: int
-    BE: int
-    ROTARY: int
-
-
-def token_arguments(
-    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Any, ...] | None, out: Tensor
-) -> tuple[Token, TokenSizes]:
-    """Return the kernel arguments of one token. rotary: cos and sin (B or 1, 1, D / 2), whether pairs interleave."""
+def token_arguments(inputs: Inputs) -> tuple[Tensor, Token, TokenSizes]:
+    """Return the output (B, 1, H, E), the pointers and the sizes of one token."""
+    q, k, v, rotary, out = inputs
+    (H, D), (Hkv, E) = q.shape[2:], v.shape[2:]
+    out = q.new_empty(*q.shape[:3], E) if out is None else out
     assert all(x.stride(3) == 1 for x in (q, k, v, out))
     assert out.stride(2) == out.shape[3]
     cos, sin, interleaved = (None, None, False) if rotary is None else rotary[:3]
     angle_b = 0 if cos is None or len(cos) == 1 else cos.stride(0)
     strides = (stride for x in (q, k, v) for stride in (x.stride(0), x.stride(2)))
-    (H, D), (Hkv, E) = q.shape[2:], v.shape[2:]
-    blocks = (padded(size) for size in (H // Hkv, D, E))
+    blocks = (padded(size, 16) for size in (H // Hkv, D, E))
     sizes = TokenSizes(H // Hkv, Hkv, D, E, *blocks, 0 if cos is None else 2 if interleaved else 1)
-    return Token(q, k, v, cos, sin, out, *strides, angle_b, out.stride(0)), sizes
-
-
-def output_like(q: Tensor, E: int, out: Tensor | None) -> Tensor:
-    """Return `out`, or a new tensor (B, 1, H, E)."""
-    return q.new_empty(*q.shape[:3], E) if out is None else out
-
-
-def padded(size: int) -> int:
-    """Return the power of two, at least 16, that holds `size` columns."""
-    return max(16, triton.next_power_of_2(size))
+    return out, Token(q, k, v, cos, sin, out, *strides, angle_b, out.stride(0)), sizes
 
 
 def block_rows(sizes: TokenSizes, rows: int, half_precision: bool) -> int:

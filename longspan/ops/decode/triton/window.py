@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from longspan.ops.common.launch import on_device
 from longspan.ops.decode.triton.token import (
+    Inputs,
+    Tensors,
     block_rows,
     dot_warps,
     gather_rows,
@@ -17,41 +19,24 @@ from longspan.ops.decode.triton.token import (
     load_queries,
     load_value,
     online_softmax,
-    output_like,
     store_output,
     token_arguments,
 )
+from longspan.ops.window import Window
 from longspan.ops.window.triton.window import LAST_RESORT
 
-
-class Ring(NamedTuple):
-    """SLOTS of the ring, BS per block, and the window: BLOCK, BACK and SHARED_QK as in `ops.window.Window`."""
-
-    SLOTS: int
-    BS: int
-    BLOCK: int
-    BACK: int
-    SHARED_QK: bool
+# SLOTS of the ring, BS per block, and the window: BLOCK, BACK and SHARED_QK as in `ops.window.Window`.
+Ring = namedtuple("Ring", "SLOTS BS BLOCK BACK SHARED_QK")
 
 
-def decode_window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rotary: tuple[Any, ...] | None,
-    length: Tensor,
-    ring: tuple[Tensor, Tensor],
-    window: tuple[int, int, int, bool, bool],
-    scale: float,
-    out: Tensor | None,
-) -> Tensor:
+def decode_window(inputs: Inputs, length: Tensor, ring: Tensors, window: Window, scale: float) -> Tensor:
     """Run `ops.decode.window_decode_step`."""
-    out, slots = output_like(q, v.shape[3], out), ring[0].shape[2]
-    token, sizes = token_arguments(q, k, v, rotary, out)
+    (out, token, sizes), slots = token_arguments(inputs), ring[0].shape[2]
     block = block_rows(sizes, slots, ring[0].dtype.itemsize == 2)
-    constants = {"S": sizes, "R": Ring(slots, block, window[0], window[1], window[4]), "num_warps": dot_warps(sizes.BG)}
-    with on_device(q):
-        decode_window_kernel[(len(q) * sizes.HKV,)](token, length, *ring, scale, **constants)
+    constants = {"S": sizes, "R": Ring(slots, block, window.block_size, window.back, window.shared_qk)}
+    with on_device(out):
+        grid = (len(out) * sizes.HKV,)
+        decode_window_kernel[grid](token, length, *ring, scale, num_warps=dot_warps(sizes.BG), **constants)
     return out
 
 

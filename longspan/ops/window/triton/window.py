@@ -13,7 +13,8 @@ second over the queries of each key for dk and dv: without atomic additions, res
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 import triton
@@ -39,32 +40,12 @@ LAST_RESORT = tl.constexpr(-1e30)
 ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass BigCrush
 
 
-class WindowSizes(NamedTuple):
-    """Compile-time constants: heads, dimensions, window, queries (BT) and keys (BS) per tile, padded dimensions."""
-
-    H: int
-    HKV: int
-    D: int
-    E: int
-    BLOCK: int
-    BACK: int
-    AHEAD: int
-    CAUSAL: bool
-    SHARED_QK: bool
-    BD: int
-    BE: int
-    PRECISION: str
-    BT: int = 0
-    BS: int = 0
+# Heads, dimensions, window, padded dimensions, queries (BT) and keys (BS) per tile.
+WindowSizes = namedtuple("WindowSizes", "H HKV D E BLOCK BACK AHEAD CAUSAL SHARED_QK BD BE PRECISION BT BS")
 
 
-class Tiling(NamedTuple):
-    """Queries and keys per tile, warps, pipeline stages."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
+# Queries and keys per tile, warps, pipeline stages.
+Tiling = namedtuple("Tiling", "queries keys warps stages")
 
 
 def tilings(dim: int, half_precision: bool) -> tuple[Tiling, Tiling, Tiling]:
@@ -119,7 +100,7 @@ class WindowPlan(Plan):
         half_precision = q[2] != torch.float32
         limit = 2**30 // max(block_size, 1) - 1  # keeps key indices in int32
         window = block_size, min(back, limit), min(ahead, limit), causal, shared_qk
-        sizes = WindowSizes(H, Hkv, D, E, *window, BD, BE, "tf32" if half_precision else "ieee")
+        sizes = WindowSizes(H, Hkv, D, E, *window, BD, BE, "tf32" if half_precision else "ieee", 0, 0)
         scores = T, S, scale * math.log2(math.e), dropout
 
         def launch(kernel: Any, tiling: Tiling, blocks: int, *scalars: Any) -> Launch:
