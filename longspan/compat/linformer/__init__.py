@@ -1,4 +1,4 @@
-"""linformer 0.2.3, served by longspan."""
+"""Replacement for linformer 0.2.3."""
 
 from longspan.compat.linformer.linformer import Linformer, LinformerLM, LinformerSelfAttention
 

@@ -1,4 +1,4 @@
-"""Pairs of layers of one's own, in turn or reversibly; here the two streams are added."""
+"""Containers for pairs of layers; a reversible one returns the sum of its two streams."""
 
 from longspan.compat import containers
 from longspan.compat.containers import SequentialSequence
@@ -7,6 +7,6 @@ __all__ = ["ReversibleSequence", "SequentialSequence"]
 
 
 class ReversibleSequence(containers.ReversibleSequence):
-    """Two streams, the answer their sum."""
+    """Apply pairs of layers to two residual streams and return their sum."""
 
     sum_streams = True
