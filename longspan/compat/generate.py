@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.generation.decode import DecodeLoop
 from longspan.generation.generate import read_prompt
@@ -87,6 +87,68 @@ class FilterSampler(Sampler):
         return torch.multinomial(scores.softmax(-1), 1)[:, 0]
 
 
+def generate(
+    net: nn.Module,
+    start_tokens: Tensor,
+    seq_len: int,
+    *,
+    max_length: int,
+    recompute: Recompute,
+    model: LanguageModel | None = None,
+    mask: Tensor | None = None,
+    eos_token: int | None = None,
+    temperature: float = 1.0,
+    filter_logits_fn: Filter = top_k,
+    filter_thres: float = 0.9,
+    repetition_penalty: float = 1.0,
+    repetition_penalty_ctx: int = 0,
+    **context: Any,
+) -> Tensor:
+    """Generate up to seq_len tokens after start_tokens (T,) or (B, T), with net in eval mode.
+
+    See `FilterSampler` and `decode` for the arguments.
+    """
+    start = start_tokens if start_tokens.ndim == 2 else start_tokens[None]
+    sampler = FilterSampler(
+        start, filter_logits_fn, filter_thres, temperature, repetition_penalty, repetition_penalty_ctx
+    )
+    training = net.training
+    net.eval()
+    try:
+        out = decode(
+            start,
+            seq_len,
+            sampler,
+            window=max_length,
+            mask=None if mask is None else mask.reshape(start.shape),
+            stop=eos_token,
+            model=model,
+            recompute=recompute,
+            **context,
+        )
+    finally:
+        net.train(training)
+    return out if start_tokens.ndim == 2 else out[0]
+
+
+def shift_labels(labels: Tensor, mask: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
+    """Exclude labels (B, T) that are masked, or predicted from a masked token, from the loss.
+
+    Args:
+        labels: The tokens after those that the model reads.
+        mask: (B, T) of the tokens that the model reads, or (B, T + 1) with that of the last label.
+        ignore_index: The label that has no loss.
+
+    Returns:
+        The labels, and the mask (B, T) of the tokens that the model reads.
+    """
+    if mask is None:
+        return labels, None
+    mask = mask.bool()
+    used = mask[:, 1:] & mask[:, :-1] if mask.shape[1] > labels.shape[1] else mask
+    return labels.masked_fill(~used, ignore_index), mask[:, : labels.shape[1]]
+
+
 @torch.no_grad()
 def decode(
     start: Tensor,
@@ -140,7 +202,7 @@ def decode(
                 warnings.warn(
                     f"generation has passed max_seq_len ({window}): each token now recomputes the last {window}, as in "
                     "the original; a larger max_seq_len decodes at a constant cost per token",
-                    stacklevel=5,
+                    stacklevel=6,
                 )
             held, real = _close_gaps(*(x[:, max(0, t - window) : t] for x in (tokens, seen)))
             sampler.sample(_last(recompute(held, real), real), token, append=t > T)

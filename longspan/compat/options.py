@@ -8,6 +8,8 @@ from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from typing import Any, TypeVar
 
+from longspan.utils import nearest
+
 Options = TypeVar("Options")
 
 
@@ -39,10 +41,16 @@ def init_from(
     def decorate(init: Callable[[Any, Options], None]) -> Callable[..., None]:
         @functools.wraps(init)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            name = type(self).__name__
+            if unknown := [key for key in kwargs if key not in by_name]:
+                raise TypeError(
+                    f"{name} got an unexpected keyword argument {unknown[0]!r}; its arguments are "
+                    f"{', '.join(by_name)}{nearest(unknown[0], by_name)}"
+                )
             try:
                 arguments = signature.bind(self, *args, **kwargs).arguments
             except TypeError as error:
-                raise TypeError(f"{type(self).__name__}: {error}") from None
+                raise TypeError(f"{name}: {error}") from None
             del arguments["self"]
             init(self, options(**arguments))
 

@@ -1,4 +1,4 @@
-"""Training on next tokens, and generation from a state."""
+"""AutoregressiveWrapper of linear-attention-transformer: the next-token loss and generation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from longspan.compat.generate import Filter, FilterSampler, decode, top_k, top_p
+from longspan.compat.generate import Filter, generate, shift_labels, top_k, top_p
 from longspan.compat.linear_attention_transformer.autopadder import Autopadder
 from longspan.compat.linear_attention_transformer.linear_attention_transformer import LinearAttentionTransformerLM
 
@@ -17,7 +17,13 @@ __all__ = ["AutoregressiveWrapper", "top_k", "top_p"]
 
 
 class AutoregressiveWrapper(nn.Module):
-    """A language model with its loss and its generation. ignore_index: labels left out of the loss."""
+    """Next-token loss and generation for a language model.
+
+    Args:
+        net: The model.
+        ignore_index: The label that has no loss.
+        pad_value: The token that pads sequences of different lengths.
+    """
 
     def __init__(self, net: LinearAttentionTransformerLM, ignore_index: int = -100, pad_value: int = 0) -> None:
         super().__init__()
@@ -40,28 +46,29 @@ class AutoregressiveWrapper(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Up to seq_len tokens after start_tokens (T,) or (B, T); it ends when every row says eos_token at once."""
-        was_training, net = self.net.training, self.net.net
+        """Return up to seq_len tokens after start_tokens (T,) or (B, T).
+
+        Generation ends early when every row chooses eos_token in the same step.
+        """
+        net = self.net.net
         assert isinstance(net, LinearAttentionTransformerLM)
         if net.return_embeddings:
-            raise ValueError("with return_embeddings there are no logits to choose a token by: build the model without")
-        start = start_tokens if start_tokens.ndim == 2 else start_tokens[None]
-        mask = None if input_mask is None else input_mask.reshape(start.shape)
-        about = {} if context is None else {"context": context, "context_mask": context_mask}
-        self.net.eval()
-        out = decode(
-            start,
+            raise ValueError("a model with return_embeddings=True has no logits: build it without return_embeddings")
+        cross = {} if context is None else {"context": context, "context_mask": context_mask}
+        return generate(
+            self.net,
+            start_tokens,
             seq_len,
-            FilterSampler(start, filter_logits_fn, filter_thres, temperature),
-            window=self.max_seq_len,
-            mask=mask,
-            stop=eos_token,
+            max_length=self.max_seq_len,
             model=net.model if net.options.causal else None,
-            recompute=lambda tokens, seen: self.net(tokens, input_mask=seen, **about),
-            **about,
+            recompute=lambda tokens, mask: self.net(tokens, input_mask=mask, **cross),
+            mask=input_mask,
+            eos_token=eos_token,
+            temperature=temperature,
+            filter_logits_fn=filter_logits_fn,
+            filter_thres=filter_thres,
+            **cross,
         )
-        self.net.train(was_training)
-        return out if start_tokens.ndim == 2 else out[0]
 
     def forward(
         self,
@@ -71,24 +78,23 @@ class AutoregressiveWrapper(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, num_tokens) of x (B, T), or the mean loss of each token after those before it.
+        """Return logits (B, T, num_tokens), or the mean loss of each token given the tokens before it.
 
-        x: also a list of sequences, padded with pad_value. input_mask: (B, T), or (B, T − 1) with return_loss; what it
-        hides is not in the loss.
+        Args:
+            x: Tokens (B, T), or a list of sequences, which are padded with pad_value.
+            return_loss: Whether to return the loss.
+            input_mask: (B, T), or (B, T − 1) with return_loss. Masked tokens are not part of the loss.
+            context: (B, S, dim), with receives_context.
+            context_mask: (B, S), True for tokens of the context to attend to.
         """
-        about = {"context": context, "context_mask": context_mask}
+        cross = {"context": context, "context_mask": context_mask}
         if not return_loss:
-            return self.net(self._padded(x), input_mask=input_mask, **about)
-        into, labels = self._padded(x, slice(None, -1)), self._padded(x, slice(1, None))
-        if input_mask is not None:
-            mask = input_mask.bool()
-            seen = mask[:, 1:] & mask[:, :-1] if mask.shape[1] > into.shape[1] else mask
-            input_mask = mask[:, : into.shape[1]]
-            labels = labels.masked_fill(~seen, self.ignore_index)
-        logits = self.net(into, input_mask=input_mask, **about)
+            return self.net(self._pad(x), input_mask=input_mask, **cross)
+        labels, input_mask = shift_labels(self._pad(x, slice(1, None)), input_mask, self.ignore_index)
+        logits = self.net(self._pad(x, slice(None, -1)), input_mask=input_mask, **cross)
         return F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.ignore_index)
 
-    def _padded(self, x: Tensor | Sequence[Tensor], part: slice = slice(None)) -> Tensor:
+    def _pad(self, x: Tensor | Sequence[Tensor], part: slice = slice(None)) -> Tensor:
         if isinstance(x, Tensor):
             return x[:, part]
         return pad_sequence([row[part] for row in x], batch_first=True, padding_value=self.pad_value)

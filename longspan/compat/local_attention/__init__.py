@@ -1,4 +1,4 @@
-"""local-attention 1.11.2: softmax over windows, and a transformer of it."""
+"""Replacement for local-attention 1.11.2."""
 
 from longspan.compat.local_attention.local_attention import LocalAttention
 from longspan.compat.local_attention.transformer import DynamicPositionBias, LocalMHA, LocalTransformer

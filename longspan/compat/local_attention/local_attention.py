@@ -1,4 +1,4 @@
-"""Softmax over windows of any queries, keys and values."""
+"""LocalAttention: softmax attention over windows of given queries, keys and values."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from longspan.compat.local_attention.options import windows_ahead
 from longspan.compat.local_attention.rotary import SinusoidalEmbeddings
 from longspan.layout import zero_fill
 from longspan.models.positions import Rotary
@@ -15,11 +16,12 @@ from longspan.ops.window import Window, table_bias, window_attention, xpos_rotat
 
 
 class LocalAttention(nn.Module):
-    """Each window of window_size tokens sees itself, look_backward windows before it and look_forward after it.
+    """Each window of window_size tokens attends to itself, look_backward windows before it and look_forward after it.
 
-    dim: of each head, for rotary positions; without it, or rel_pos_emb_config = (dim, heads), there are none.
-    exact_windowsize: every query sees as far as the first of its window, window_size · look_backward tokens back (and
-    so ahead), itself not counted. autopad: nothing here, any length will do.
+    dim: The width of a head, for rotary positions; there are none without it or rel_pos_emb_config = (dim, heads).
+    exact_windowsize: Every query attends to itself and to window_size · look_backward tokens before it (and
+    window_size · look_forward after it), wherever it is in its window.
+    autopad: Without effect: any length works.
     """
 
     def __init__(
@@ -60,30 +62,40 @@ class LocalAttention(nn.Module):
         attn_bias: Tensor | None = None,
         window_size: int | None = None,
     ) -> Tensor:
-        """q, k (…, n, d), v (…, n, e) -> (…, n, e).
+        """Map q and k (…, n, d) and v (…, n, e) to (…, n, e).
 
-        mask: (b, n), True = keep, each row for as many of the leading dimensions' rows as there are for it.
-        attn_bias: (heads, window_size, all it sees), added to the scores. window_size: another one, with xPos.
+        Args:
+            q: Queries.
+            k: Keys.
+            v: Values.
+            mask: (b, n), True for tokens to attend to; b divides the product of the leading dimensions.
+            input_mask: An alias of mask.
+            attn_bias: (heads, window_size, keys of a window), added to the scores.
+            window_size: Another window size for this call, with xPos.
         """
         if window_size is not None and not self.use_xpos:
-            raise ValueError("another window_size needs use_xpos=True: only xPos carries over to it")
+            raise ValueError("another window_size needs use_xpos=True: only xPos works with windows of any size")
         size = self.window_size if window_size is None else window_size
         mask = input_mask if mask is None else mask
-        leading, rows = q.shape[:-2], math.prod(q.shape[:-2])
+        leading, sequences = q.shape[:-2], math.prod(q.shape[:-2])
         masks, biases = 1 if mask is None else len(mask), 1 if attn_bias is None else len(attn_bias)
-        if rows % masks or rows % biases:
-            raise ValueError(f"{rows} rows of queries cannot share {masks} rows of a mask and {biases} heads of a bias")
-        if mask is not None and attn_bias is not None and rows // masks % biases:
-            # One mask for several heads of the bias is what we can say at once; here each head has its own.
-            each = mask.repeat_interleave(rows // masks, 0)
+        if sequences % masks or sequences % biases:
+            raise ValueError(
+                f"the number of query sequences ({sequences}) must be a multiple of the rows of the mask ({masks}) and "
+                f"the heads of the bias ({biases})"
+            )
+        if mask is not None and attn_bias is not None and sequences // masks % biases:
+            # The heads of one bias have different masks here, so that each head is computed on its own.
+            each = mask.repeat_interleave(sequences // masks, 0)
             q, k, v = (x.flatten(0, -3) for x in (q, k, v))
             heads = [
                 self(q[h::biases], k[h::biases], v[h::biases], each[h::biases], None, attn_bias[h : h + 1], window_size)
                 for h in range(biases)
             ]
             return torch.stack(heads, 1).reshape(*leading, *heads[0].shape[1:])
-        number = biases if mask is None else rows // masks
-        q, k, v = (x.reshape(rows // number, number, *x.shape[-2:]).transpose(1, 2) for x in (q, k, v))  # (B, n, H, d)
+        num_heads = biases if mask is None else sequences // masks
+        shape = sequences // num_heads, num_heads
+        q, k, v = (x.reshape(*shape, *x.shape[-2:]).transpose(1, 2) for x in (q, k, v))  # (B, n, H, d)
         if mask is not None:
             if mask.shape != (masks, q.shape[1]):
                 raise ValueError(f"mask must be (b, n) with n = {q.shape[1]}, got {tuple(mask.shape)}")
@@ -93,10 +105,10 @@ class LocalAttention(nn.Module):
             k = F.normalize(k, dim=-1)
         bias = None
         if attn_bias is not None:
-            seen = (self.look_backward + 1 + self.look_forward) * size
-            table = attn_bias.expand(-1, size, seen).repeat(number // biases, 1, 1)
+            keys = (self.look_backward + 1 + self.look_forward) * size
+            table = attn_bias.expand(-1, size, keys).repeat(num_heads // biases, 1, 1)
             bias = table_bias(table, self.look_backward)
-        q, k, xpos = self._turned(q, k, size)
+        q, k, xpos = self._rotate(q, k, size)
         out = window_attention(
             q,
             k,
@@ -116,27 +128,17 @@ class LocalAttention(nn.Module):
             return Window(0, back * size, ahead * size, self.causal, self.shared_qk)
         return Window(size, back, ahead, self.causal, self.shared_qk)
 
-    def _turned(self, q: Tensor, k: Tensor, size: int) -> tuple[Tensor, Tensor, float | None]:
-        """Queries and keys with their positions, and the scale base of xPos, which is still to come."""
+    def _rotate(self, q: Tensor, k: Tensor, size: int) -> tuple[Tensor, Tensor, float | None]:
+        """Return rotated queries and keys, and the scale base if xPos is still to be applied."""
         if self.rel_pos is None:
             return q, k, None
         if self.rel_pos.dim != q.shape[-1]:
             raise ValueError(f"dim is {self.rel_pos.dim}, but q and k have {q.shape[-1]} features")
-        # A query has the angle of the last window that it sees: where it looks ahead, trained weights expect that.
-        further = self.look_forward * size
+        # The original gives a query the angle of the last window it sees, and checkpoints depend on it.
+        offset = self.look_forward * size
         if self.rel_pos.use_xpos:
-            assert self.rel_pos.scale_base is not None
-            return (
-                xpos_rotate(q, torch.tensor([further], device=q.device), self.rel_pos.scale_base),
-                k,
-                self.rel_pos.scale_base,
-            )
-        at, rotary = torch.arange(q.shape[1], device=q.device)[None], Rotary(self.rel_pos.dim)
-        return rotary(q, at + further), rotary(k, at), None
-
-
-def windows_ahead(causal: bool, look_forward: int | None) -> int:
-    """look_forward, by default 1 unless causal."""
-    if causal and look_forward:
-        raise ValueError(f"look_forward is {look_forward}, but causal attention cannot look forward")
-    return int(not causal) if look_forward is None else look_forward
+            base = self.rel_pos.scale_base
+            assert base is not None
+            return xpos_rotate(q, torch.tensor([offset], device=q.device), base), k, base
+        position, rotary = torch.arange(q.shape[1], device=q.device)[None], Rotary(self.rel_pos.dim)
+        return rotary(q, position + offset), rotary(k, position), None

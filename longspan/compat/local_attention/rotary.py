@@ -1,4 +1,4 @@
-"""Rotary positions by halves, with or without xPos."""
+"""Rotary positions, with or without xPos."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from longspan.ops.rotary import angles, rotate, xpos_scale
 
 
 class SinusoidalEmbeddings(nn.Module):
-    """Angles (n, dim) of the positions of x (…, n, dim), and xPos's scales (n, dim), or 1 where there is no xPos."""
+    """Angles (n, dim) of the positions of x (…, n, dim), and the scales (n, dim) of xPos, or 1 without xPos."""
 
     inv_freq: Tensor
 
@@ -21,33 +21,33 @@ class SinusoidalEmbeddings(nn.Module):
         self.register_buffer("inv_freq", frequencies(dim, theta))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # In float32 whatever became of the buffer: in bfloat16 positions would collide.
-        place = torch.arange(x.shape[-2], device=x.device)
-        freqs = place[:, None] * frequencies(self.dim, self.theta).to(x.device)
+        # In float32 whatever the dtype of the buffer: bfloat16 cannot represent large positions.
+        position = torch.arange(x.shape[-2], device=x.device)
+        freqs = position[:, None] * frequencies(self.dim, self.theta).to(x.device)
         if not self.use_xpos or self.scale_base is None:
             return torch.cat([freqs, freqs], -1), torch.ones(1, device=x.device)
-        scale = xpos_scale(place - x.shape[-2] // 2, self.dim, self.scale_base, torch.float32)
+        scale = xpos_scale(position - x.shape[-2] // 2, self.dim, self.scale_base, torch.float32)
         return torch.cat([freqs, freqs], -1), torch.cat([scale, scale], -1)
 
 
 def frequencies(dim: int, theta: float = 10000) -> Tensor:
-    """(dim / 2,) the angles of position 1, which older checkpoints hold."""
+    """Return the angles (dim / 2,) of position 1."""
     return angles(torch.ones(()), dim, theta, torch.float32)
 
 
 def rotate_half(x: Tensor) -> Tensor:
-    """x (…, D) with every pair turned by a quarter."""
+    """Rotate every pair of features of x (…, D) by 90 degrees."""
     a, b = x.chunk(2, -1)
     return torch.cat([-b, a], -1)
 
 
 def apply_rotary_pos_emb(q: Tensor, k: Tensor, freqs: Tensor, scale: Tensor | float = 1) -> tuple[Tensor, Tensor]:
-    """q (…, n, D) and k (…, m, D), n ≤ m, turned by freqs (m, D); q stands at the last n of the m positions."""
+    """Rotate q (…, n, D) and k (…, m, D) by freqs (m, D); q is at the last n of the m positions."""
     scale = torch.as_tensor(scale, device=freqs.device)
     last = slice(freqs.shape[-2] - q.shape[-2], None)
-    return _turned(q, freqs[..., last, :], scale[last] if scale.ndim == 2 else scale), _turned(k, freqs, 1 / scale)
+    return _rotate(q, freqs[..., last, :], scale[last] if scale.ndim == 2 else scale), _rotate(k, freqs, 1 / scale)
 
 
-def _turned(x: Tensor, angle: Tensor, scale: Tensor) -> Tensor:
-    half = x.shape[-1] // 2  # the angles are there twice
+def _rotate(x: Tensor, angle: Tensor, scale: Tensor) -> Tensor:
+    half = x.shape[-1] // 2  # the second half of the angles repeats the first
     return rotate(x, (angle.cos() * scale)[..., :half], (angle.sin() * scale)[..., :half])

@@ -1,4 +1,4 @@
-"""Attention layers and a transformer of local windows."""
+"""Layers and transformer of local-attention."""
 
 from __future__ import annotations
 
@@ -13,81 +13,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.compat.generate import FilterSampler, decode, top_k
+from longspan.compat.generate import generate, shift_labels, top_k
+from longspan.compat.layers import as_bool, with_children
 from longspan.compat.local_attention.keys import (
-    CONNECTION,
-    attention_config,
-    attention_entries,
-    bias_entries,
-    feed_forward_config,
-    feed_forward_entries,
-    refuse_unknown,
-    with_children,
+    HYPER_CONNECTION_KEYS,
+    attention_keys,
+    bias_keys,
+    feed_forward_keys,
 )
+from longspan.compat.local_attention.options import MHAOptions, TransformerOptions, feed_forward_config
+from longspan.compat.options import init_from
 from longspan.compat.state_dict import CompatModule, KeyMapping, rename, rename_layer
 from longspan.layout import TokenLayout
 from longspan.mechanisms import build_mechanism
 from longspan.models import layers
-from longspan.models.config import LegacyConfig, ModelConfig
-from longspan.models.positions import DynamicPositionBias as Bias
+from longspan.models.positions import DynamicPositionBias as _DynamicPositionBias
 from longspan.models.residual import BranchState, HyperConnection, ResidualBranch, StackState
 from longspan.models.transformer import LanguageModel, Transformer
 
-# What LocalMHA hands on to LocalAttention, and LocalTransformer to LocalMHA.
-_OF_ATTENTION = ("look_backward", "look_forward", "shared_qk", "rel_pos_emb_config", "use_rotary_pos_emb")
-_OF_LAYERS = ("qk_rmsnorm", "qk_scale", "exact_windowsize", "gate_values_per_head", *_OF_ATTENTION[:-1])
+__all__ = ["Cache", "DynamicPositionBias", "FeedForward", "LocalMHA", "LocalTransformer", "top_k"]
 
 
 class LocalMHA(CompatModule):
-    """Multi-head attention over windows: x (b, n, dim) -> (b, n, dim), without a residual.
+    """Multi-head local attention, (b, n, dim) -> (b, n, dim), without a residual connection.
 
-    qk_rmsnorm: queries and keys of length one, with learned scales, and scores times qk_scale. dropout: on the weights.
-    exact_windowsize: by default True. Further arguments are those of LocalAttention.
+    qk_rmsnorm: Normalize queries and keys, with learned scales, and multiply scores by qk_scale.
+    dropout: Of the attention weights.
+    exact_windowsize: By default True; see `LocalAttention`, also for the arguments not described here.
     """
 
     model: ResidualBranch
 
-    def __init__(
-        self,
-        *,
-        dim: int,
-        window_size: int,
-        dim_head: int = 64,
-        heads: int = 8,
-        dropout: float = 0.0,
-        causal: bool = False,
-        prenorm: bool = False,
-        qk_rmsnorm: bool = False,
-        qk_scale: float = 8,
-        use_xpos: bool = False,
-        xpos_scale_base: float | None = None,
-        exact_windowsize: bool | None = None,
-        gate_values_per_head: bool = False,
-        **kwargs: Any,
-    ) -> None:
+    @init_from(MHAOptions)
+    def __init__(self, options: MHAOptions) -> None:
         super().__init__()
-        refuse_unknown("LocalMHA", kwargs, _OF_ATTENTION)
-        self.config = attention_config(
-            dim_head=dim_head,
-            heads=heads,
-            window_size=window_size,
-            causal=causal,
-            dropout=dropout,
-            qk_rmsnorm=qk_rmsnorm,
-            qk_scale=qk_scale,
-            use_xpos=use_xpos,
-            xpos_scale_base=xpos_scale_base,
-            exact_windowsize=exact_windowsize,
-            gate_values_per_head=gate_values_per_head,
-            **kwargs,
-        )
-        self.causal, self.window_size, self.heads = causal, window_size, heads
-        self.model = ResidualBranch(layers.Attention(dim, self.config, causal=causal), dim)
-        if not prenorm:
+        self.config = options.attention(options.window_size, options.dropout, rotary=options.use_rotary_pos_emb)
+        self.causal, self.window_size, self.heads = options.causal, options.window_size, options.heads
+        self.model = ResidualBranch(layers.Attention(options.dim, self.config, causal=options.causal), options.dim)
+        if not options.prenorm:
             self.model.norm = None
 
     def key_mappings(self) -> Iterator[KeyMapping]:
-        return attention_entries(self.model, self.config)
+        return attention_keys(self.model, self.config)
 
     def forward(
         self,
@@ -97,39 +64,48 @@ class LocalMHA(CompatModule):
         cache: BranchState | None = None,
         return_cache: bool = False,
     ) -> Any:
-        """(b, n, dim), and with return_cache what a causal layer needs to go on from here: it is its `cache` then.
+        """Attend to x and the tokens in the cache.
 
-        mask: (b, n), True = keep. attn_bias: (heads, window_size, all that a window sees).
+        Args:
+            x: (b, n, dim).
+            mask: (b, n), True for tokens to attend to.
+            attn_bias: (heads, window_size, keys of a window), added to the scores.
+            cache: The cache that an earlier call returned, for causal attention.
+            return_cache: Whether to return the cache too.
+
+        Returns:
+            (b, n, dim), or with return_cache a tuple of it and the cache, None if the attention is not causal.
         """
-        branch = self.model if attn_bias is None else self._biased(attn_bias)
+        branch = self.model if attn_bias is None else self._with_bias(attn_bias)
         start = None if cache is None else cache.inner[0].length
-        rows = TokenLayout.of(x, causal=self.causal, key_mask=None if mask is None else mask.bool(), start=start)
+        layout = TokenLayout.of(x, causal=self.causal, key_mask=as_bool(mask), start=start)
         if cache is None and not (return_cache and self.causal):
-            out = branch(x, rows, None, None)
+            out = branch(x, layout, None, None)
             return (out, None) if return_cache else out
         if not self.causal:
-            raise ValueError("a cache is for causal attention only: leave it out, or build the layer with causal=True")
+            raise ValueError("a cache is for causal attention only: omit it, or build the layer with causal=True")
         if cache is None:
             state = branch.new_state(len(x), max_length=None, device=x.device, dtype=x.dtype)
         else:
-            state = cache.clone()  # What was given may be used again.
-        out, state = branch.extend(x, rows, state)
+            state = cache.clone()  # the caller may use the same cache again
+        out, state = branch.extend(x, layout, state)
         return (out, state) if return_cache else out
 
-    def _biased(self, table: Tensor) -> ResidualBranch:
-        """The same weights around a mechanism with this bias."""
+    def _with_bias(self, table: Tensor) -> ResidualBranch:
+        """Return the branch, sharing its weights, with a bias in its mechanism."""
         assert isinstance(self.model.layer, layers.Attention)
-        held, spec = self.model.layer.mechanism, self.config.mechanism
+        current, spec = self.model.layer.mechanism, self.config.mechanism
         assert isinstance(spec, Mapping)
         options = {name: value for name, value in spec.items() if name != "mechanism"}
-        if table.shape[0] != held.num_heads:
-            table = table.repeat(held.num_heads // table.shape[0], 1, 1)
-        mechanism = build_mechanism("local", held.num_heads, held.head_dim, bias=table, **options).train(self.training)
-        return with_children(self.model, layer=with_children(self.model.layer, mechanism=mechanism))
+        if table.shape[0] != current.num_heads:
+            table = table.repeat(current.num_heads // table.shape[0], 1, 1)
+        mechanism = build_mechanism("local", current.num_heads, current.head_dim, bias=table, **options)
+        layer = with_children(self.model.layer, mechanism=mechanism.train(self.training))
+        return with_children(self.model, layer=layer)
 
 
 class FeedForward(CompatModule):
-    """LayerNorm and a gated feed-forward layer, without a residual."""
+    """Layer norm and a gated feed-forward layer, without a residual connection."""
 
     model: ResidualBranch
 
@@ -138,145 +114,98 @@ class FeedForward(CompatModule):
         self.model = ResidualBranch(layers.FeedForward(dim, feed_forward_config(dim, mult, dropout)), dim)
 
     def key_mappings(self) -> Iterator[KeyMapping]:
-        return feed_forward_entries()
+        return feed_forward_keys()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x, TokenLayout.of(x, causal=False), None, None)
 
 
 class DynamicPositionBias(CompatModule):
-    """A bias (heads, i, j) of the distances between the last i of j tokens and all of them."""
+    """Learned bias (heads, i, j) of the distances between the last i of j tokens and all j tokens."""
 
-    model: Bias
+    model: _DynamicPositionBias
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        self.model = Bias(heads, dim)
+        self.model = _DynamicPositionBias(heads, dim)
 
     def key_mappings(self) -> Iterator[KeyMapping]:
-        return bias_entries("", [""])
+        return bias_keys("", [""])
 
     def forward(self, i: int, j: int) -> Tensor:
         if j < i:
-            raise ValueError(f"j, the number of keys, must be at least i, that of queries, got i = {i} and j = {j}")
-        place = torch.arange(j, device=next(self.parameters()).device)
-        return self.model(place)[:, (place[j - i :, None] - place).abs()]
+            raise ValueError(f"the number of keys, j, must be at least that of queries, i, got i = {i} and j = {j}")
+        position = torch.arange(j, device=next(self.parameters()).device)
+        return self.model(position)[:, (position[j - i :, None] - position).abs()]
 
 
 class Cache(NamedTuple):
-    """What a LocalTransformer remembers of the tokens so far; None where it must read them all again."""
+    """State of a LocalTransformer after some tokens; None if it recomputes all tokens."""
 
     cache_kv: StackState | None
     maybe_cached_attn_bias: None = None
 
 
 class LocalTransformer(CompatModule):
-    """A language model of local attention, or, with num_tokens=None, its layers alone: (b, n, dim) -> (b, n, dim).
+    """Language model of local attention; with num_tokens=None, its layers: (b, n, dim) -> (b, n, dim).
 
-    global_attn_layer: a module (b, n, dim) -> (b, n, dim), of which a copy goes before the local attention of the
-    layers in layers_insert_global_attn, counted from 1 (None: all). num_residual_streams: 1 is a plain residual.
-    Further arguments are those of LocalMHA.
+    global_attn_layer: A module (b, n, dim) -> (b, n, dim), copied before the local attention of some layers.
+    layers_insert_global_attn: These layers, counted from 1; all by default.
+    num_residual_streams: 1 for an ordinary residual connection.
+    Other arguments are those of LocalMHA.
     """
 
     model: LanguageModel | Transformer
 
-    def __init__(
-        self,
-        *,
-        num_tokens: int | None,
-        max_seq_len: int,
-        dim: int,
-        depth: int,
-        causal: bool = True,
-        local_attn_window_size: int = 512,
-        dim_head: int = 64,
-        heads: int = 8,
-        ff_mult: float = 4,
-        attn_dropout: float = 0.0,
-        ff_dropout: float = 0.0,
-        ignore_index: int = -1,
-        use_xpos: bool = False,
-        xpos_scale_base: float | None = None,
-        use_dynamic_pos_bias: bool = False,
-        global_attn_layer: nn.Module | None = None,
-        layers_insert_global_attn: tuple[int, ...] | None = None,
-        num_residual_streams: int = 4,
-        **kwargs: Any,
-    ) -> None:
+    @init_from(TransformerOptions)
+    def __init__(self, options: TransformerOptions) -> None:
         super().__init__()
-        refuse_unknown("LocalTransformer", kwargs, _OF_LAYERS)
-        self.max_seq_len, self.ignore_index, self.causal = max_seq_len, ignore_index, causal
-        self.has_embed_unembed = num_tokens is not None
-        attention = attention_config(
-            dim_head=dim_head,
-            heads=heads,
-            window_size=local_attn_window_size,
-            causal=causal,
-            dropout=attn_dropout,
-            use_xpos=use_xpos,
-            xpos_scale_base=xpos_scale_base,
-            use_rotary_pos_emb=not use_dynamic_pos_bias,
-            dynamic_bias=dim // 2 if use_dynamic_pos_bias else 0,
-            **kwargs,
-        )
-        config = ModelConfig(
-            dim=dim,
-            depth=depth,
-            attention=attention,
-            feed_forward=feed_forward_config(dim, ff_mult, ff_dropout),
-            final_norm=self.has_embed_unembed,
-            positions="learned" if self.has_embed_unembed else "none",
-            max_length=max_seq_len,
-            causal=causal,
-            residual="single" if num_residual_streams == 1 else "hyper",
-            num_streams=num_residual_streams,
-            vocab_size=num_tokens,
-            legacy=LegacyConfig(logits_bias=False),
-        )
+        self.max_seq_len, self.ignore_index, self.causal = options.max_seq_len, options.ignore_index, options.causal
+        self.has_embed_unembed = options.num_tokens is not None
+        config = options.config()
         self.model = LanguageModel(config) if self.has_embed_unembed else Transformer(config)
-        self.global_layers: tuple[int, ...] = ()
-        if global_attn_layer is not None:
-            chosen = range(1, depth + 1) if layers_insert_global_attn is None else layers_insert_global_attn
-            self.global_layers = tuple(sorted(set(chosen)))
-            self._insert(global_attn_layer)
+        self.global_layers = options.global_layers
+        if options.global_attn_layer is not None:
+            self._insert(options.global_attn_layer)
 
     def key_mappings(self) -> Iterator[KeyMapping]:
-        inside = "transformer." if self.has_embed_unembed else ""
+        prefix = "transformer." if self.has_embed_unembed else ""
         if self.has_embed_unembed:
             yield rename("token_emb.weight", "embedding.weight")
             yield rename("pos_emb.weight", "positions.table")
             yield from rename_layer("to_logits.0", "transformer.norm")
             yield rename("to_logits.1.weight", "to_logits.weight")
         attention, stack, biases = self.model.config.attention, self._transformer.stack, []
-        for i, ((name, kind), branch) in enumerate(zip(self._places(), stack.branches, strict=True)):
+        for i, ((old, kind), branch) in enumerate(zip(self._branches(), stack.branches, strict=True)):
             assert isinstance(branch, ResidualBranch)
             if kind == "attention":
-                parts: Iterable[KeyMapping] = attention_entries(branch, attention)
-                biases.append(f"{inside}stack.branches.{i}.layer.mechanism.bias.")
+                mappings: Iterable[KeyMapping] = attention_keys(branch, attention)
+                biases.append(f"{prefix}stack.branches.{i}.layer.mechanism.bias.")
             elif kind == "feed_forward":
-                parts = feed_forward_entries()
+                mappings = feed_forward_keys()
             else:
-                parts = [rename(old, f"layer.{old}") for old in branch.layer.state_dict()]
-            yield from (part.with_prefix(f"{name}.branch.", f"{inside}stack.branches.{i}.") for part in parts)
+                mappings = [rename(key, f"layer.{key}") for key in branch.layer.state_dict()]
+            yield from (mapping.with_prefix(f"{old}.branch.", f"{prefix}stack.branches.{i}.") for mapping in mappings)
             if stack.topology == "hyper":
-                yield from (part.with_prefix(f"{name}.", f"{inside}stack.connections.{i}.") for part in CONNECTION)
+                new = f"{prefix}stack.connections.{i}."
+                yield from (mapping.with_prefix(f"{old}.", new) for mapping in HYPER_CONNECTION_KEYS)
         if attention.dynamic_bias:
-            yield from bias_entries("dynamic_pos_bias.", biases)
+            yield from bias_keys("dynamic_pos_bias.", biases)
 
     def upgrade_key(self, key: str) -> str:
-        """Releases before residual streams had no `branch`."""
+        """Return the current key: releases without residual streams had no `branch`."""
         found = re.fullmatch(r"(layers\.\d+\.[01])\.((?!branch\.|norm\.gamma|static_|dynamic_).*)", key)
         return f"{found[1]}.branch.{found[2]}" if found else key
 
     def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
         stack = self._transformer.stack
-        missing = {name for name in self.state_dict() if name not in shapes and not name.endswith(".inv_freq")}
-        streams = {f"{place}.{entry.old[0]}" for place, _ in self._places() for entry in CONNECTION}
+        missing = {key for key in self.state_dict() if key not in shapes and not key.endswith(".inv_freq")}
+        streams = {f"{old}.{mapping.old[0]}" for old, _ in self._branches() for mapping in HYPER_CONNECTION_KEYS}
         if stack.topology != "hyper" or missing != streams:
             return
         warnings.warn(
-            "this checkpoint has no weights for residual streams: the model has a plain residual now, as it had; "
-            "num_residual_streams=1 builds it so",
+            "this checkpoint has no weights for residual streams: the model now has ordinary residual connections, as "
+            "with num_residual_streams=1",
             stacklevel=5,
         )
         stack.topology, stack.connections = "single", nn.ModuleList()
@@ -291,28 +220,33 @@ class LocalTransformer(CompatModule):
         temperature: float = 1.0,
         filter_thres: float = 0.9,
         use_kv_cache: bool = True,
-        **kwargs: Any,
+        mask: Tensor | None = None,
     ) -> Tensor:
-        """(b, seq_len) tokens after prime (b, n). use_kv_cache=False reads all tokens again for each. mask: (b, n)."""
-        refuse_unknown("generate", kwargs, ("mask",))
+        """Return tokens (b, seq_len) after prime (b, n).
+
+        Args:
+            prime: Prompts.
+            seq_len: The number of tokens to generate.
+            temperature: 0 for the most likely token.
+            filter_thres: The share of the vocabulary to exclude.
+            use_kv_cache: Whether to decode from a state instead of recomputing all tokens.
+            mask: (b, n), True for tokens to attend to.
+        """
         if not isinstance(self.model, LanguageModel):
-            raise ValueError("num_tokens is None: this model has no tokens to generate")
+            raise ValueError("num_tokens is None: this model cannot generate tokens")
         if temperature < 0:
-            raise ValueError(f"temperature must be 0 (the likeliest token) or more, got {temperature}")
-        before = self.training
-        self.eval()
-        try:
-            return decode(
-                prime,
-                seq_len,
-                FilterSampler(prime, top_k, filter_thres, temperature),
-                window=self.max_seq_len,
-                mask=kwargs.get("mask"),
-                model=self.model if use_kv_cache and self._remembers else None,
-                recompute=lambda tokens, mask: self(tokens, mask=None if bool(mask.all()) else mask),
-            )
-        finally:
-            self.train(before)
+            raise ValueError(f"temperature must be 0 (the most likely token) or more, got {temperature}")
+        return generate(
+            self,
+            prime,
+            seq_len,
+            max_length=self.max_seq_len,
+            model=self.model if use_kv_cache and self._supports_cache else None,
+            recompute=lambda tokens, mask: self(tokens, mask=None if bool(mask.all()) else mask),
+            mask=mask,
+            temperature=temperature,
+            filter_thres=filter_thres,
+        )
 
     def forward(
         self,
@@ -322,42 +256,51 @@ class LocalTransformer(CompatModule):
         return_loss: bool = False,
         return_cache: bool = False,
     ) -> Any:
-        """Logits (b, n, num_tokens) of tokens (b, n), or vectors of vectors; with return_loss the mean cross-entropy.
+        """Apply the model.
 
-        mask: (b, n), True = keep. return_cache: also what was remembered; `cache`: that again, with all tokens so far,
-        for the logits (b, 1, num_tokens) of the last.
+        Args:
+            x: Tokens (b, n), or vectors (b, n, dim) with num_tokens=None.
+            mask: (b, n), True for tokens to attend to.
+            cache: The cache that an earlier call returned; x then contains all tokens so far.
+            return_loss: Whether to return the mean cross-entropy of each token given the tokens before it.
+            return_cache: Whether to return the cache too.
+
+        Returns:
+            Logits (b, n, num_tokens), with a cache those of the last token, or vectors; with return_cache a tuple of
+            them and the cache.
         """
-        mask = None if mask is None else mask.bool()
+        mask = as_bool(mask)
         if return_loss:
             return self._loss(x, mask)
         state = None if cache is None else cache.cache_kv
-        if cache is None and not (return_cache and self._remembers):
+        if cache is None and not (return_cache and self._supports_cache):
             out = self.model(x, key_mask=mask)
-        elif not self._remembers:
+        elif not self._supports_cache:
             out = self.model(x, key_mask=mask)[:, -1:]
         elif state is None:
             out, state = self.model.extend(x, self.model.new_state(len(x)), key_mask=mask)
         else:
             if mask is not None:
-                raise ValueError("with a cache there is no mask: it was for the tokens that the cache holds")
-            new = x.shape[1] - int(state.length.max())
-            if new < 1:
-                raise ValueError(f"with a cache x holds all tokens so far: got {x.shape[1]}, the cache has as many")
-            out, state = self.model.extend(x[:, -new:], state.clone())  # What was given may be used again.
+                raise ValueError(
+                    "mask cannot be combined with a cache: pass it with the tokens that the cache contains"
+                )
+            num_new = x.shape[1] - int(state.length.max())
+            if num_new < 1:
+                raise ValueError(
+                    f"with a cache, x must contain all tokens so far and new ones: got {x.shape[1]} tokens, the cache "
+                    f"contains {int(state.length.max())}"
+                )
+            out, state = self.model.extend(x[:, -num_new:], state.clone())  # the caller may use the cache again
             out = out[:, -1:]
         return (out, Cache(state)) if return_cache else out
 
     def _loss(self, x: Tensor, mask: Tensor | None) -> Tensor:
         if not self.has_embed_unembed:
-            raise ValueError("num_tokens is None: this model has no tokens whose loss there could be")
+            raise ValueError("num_tokens is None: this model has no loss")
         labels, x = x[:, 1:], x[:, :-1]
         if self.ignore_index < 0:
-            x = x.masked_fill(x == self.ignore_index, 0)  # Not a token; where it stands nothing is learnt.
-        if mask is not None:
-            # Neither padding nor what would follow from padding is learnt.
-            kept = mask[:, 1:] & mask[:, :-1] if mask.shape[1] > x.shape[1] else mask
-            labels = labels.masked_fill(~kept, self.ignore_index)
-            mask = mask[:, : x.shape[1]]
+            x = x.masked_fill(x == self.ignore_index, 0)  # not a token
+        labels, mask = shift_labels(labels, mask, self.ignore_index)
         logits = self.model(x, key_mask=mask)
         return F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.ignore_index)
 
@@ -366,12 +309,12 @@ class LocalTransformer(CompatModule):
         return self.model.transformer if isinstance(self.model, LanguageModel) else self.model
 
     @property
-    def _remembers(self) -> bool:
-        """Whether tokens can be read once only: causal, and without modules that we do not know."""
+    def _supports_cache(self) -> bool:
+        """Whether the model can decode from a state: it is causal and has no user-defined modules."""
         return self.causal and not self.global_layers
 
-    def _places(self) -> Iterator[tuple[str, str]]:
-        """The older name of each branch, and what it is."""
+    def _branches(self) -> Iterator[tuple[str, str]]:
+        """Yield the old prefix and the kind of each branch."""
         for i in range(self.model.config.depth):
             if i + 1 in self.global_layers:
                 yield f"global_layers.{i}", "global"
@@ -380,10 +323,7 @@ class LocalTransformer(CompatModule):
 
     def _insert(self, module: nn.Module) -> None:
         config, stack = self.model.config, self._transformer.stack
-        wrong = [i for i in self.global_layers if not 0 < i <= config.depth]
-        if wrong:
-            raise ValueError(f"layers_insert_global_attn counts layers from 1 to {config.depth}, got {wrong}")
-        for i, (_, kind) in enumerate(self._places()):
+        for i, (_, kind) in enumerate(self._branches()):
             if kind == "global":
                 branch = ResidualBranch(copy.deepcopy(module), config.dim)
                 branch.norm = None

@@ -1,4 +1,4 @@
-"""Training on next tokens, and generation from a state."""
+"""AutoregressiveWrapper of performer-pytorch: the next-token loss and generation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from longspan.compat.generate import Filter, FilterSampler, decode, repetition_penalty_fn, top_k, top_p
+from longspan.compat.generate import Filter, generate, repetition_penalty_fn, top_k, top_p
 from longspan.compat.performer_pytorch.performer_pytorch import PerformerLM
 from longspan.ops.loss import IGNORE_INDEX
 
@@ -18,10 +18,13 @@ __all__ = ["AutoregressiveWrapper", "repetition_penalty_fn", "top_k", "top_p"]
 
 
 class AutoregressiveWrapper(nn.Module):
-    """A language model with its loss and its generation. ignore_index: labels left out of the loss.
+    """Next-token loss and generation for a language model.
 
-    net: a PerformerLM, or a module that maps tokens (B, T), mask= and further arguments to logits, with max_seq_len;
-    only the first streams.
+    Args:
+        net: A PerformerLM, which decodes from a state, or any module with max_seq_len that maps tokens (B, T), mask=
+            and other keyword arguments to logits.
+        ignore_index: The label that has no loss.
+        pad_value: The token that pads sequences of different lengths.
     """
 
     def __init__(self, net: nn.Module, ignore_index: int = 0, pad_value: int = 0) -> None:
@@ -29,8 +32,8 @@ class AutoregressiveWrapper(nn.Module):
         self.net, self.ignore_index, self.pad_value = net, ignore_index, pad_value
         self.max_seq_len: int = net.max_seq_len  # type: ignore[assignment]
 
-    def _model(self) -> PerformerLM | None:
-        """The net, if its forward is the one we know."""
+    def _performer(self) -> PerformerLM | None:
+        """Return the net if it is a PerformerLM whose forward is not overridden."""
         net = self.net
         return net if isinstance(net, PerformerLM) and type(net).forward is PerformerLM.forward else None
 
@@ -48,59 +51,59 @@ class AutoregressiveWrapper(nn.Module):
         mask: Tensor | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
-        **more: Any,
+        **kwargs: Any,
     ) -> Tensor:
-        """Up to seq_len tokens after start_tokens (T,) or (B, T); it ends when every row says eos_token at once.
+        """Return up to seq_len tokens after start_tokens (T,) or (B, T).
 
-        repetition_penalty: for the last repetition_penalty_ctx tokens of each row. more: for a net that is not a
-        PerformerLM.
+        Generation ends early when every row chooses eos_token in the same step. repetition_penalty applies to the last
+        repetition_penalty_ctx tokens of each row. Other keyword arguments are for a net that is not a PerformerLM.
         """
-        known = self._model()
-        if more and known is not None:
-            raise TypeError(f"generate of a PerformerLM has no argument {', '.join(more)}")
-        start = start_tokens if start_tokens.ndim == 2 else start_tokens[None]
-        about = {} if context is None else {"context": context, "context_mask": context_mask}
-        sampler = FilterSampler(
-            start, filter_logits_fn, filter_thres, temperature, repetition_penalty, repetition_penalty_ctx
+        performer = self._performer()
+        if kwargs and performer is not None:
+            raise TypeError(f"generate of a PerformerLM has no argument {', '.join(kwargs)}")
+        cross = {} if context is None else {"context": context, "context_mask": context_mask}
+        return generate(
+            self.net,
+            start_tokens,
+            seq_len,
+            max_length=self.max_seq_len,
+            model=performer.model if performer is not None and performer.options.causal else None,
+            recompute=lambda tokens, mask: self.net(tokens, mask=mask, **cross, **kwargs),
+            mask=mask,
+            eos_token=eos_token,
+            temperature=temperature,
+            filter_logits_fn=filter_logits_fn,
+            filter_thres=filter_thres,
+            repetition_penalty=repetition_penalty,
+            repetition_penalty_ctx=repetition_penalty_ctx,
+            **cross,
         )
-        was_training = self.net.training
-        self.net.eval()
-        try:
-            out = decode(
-                start,
-                seq_len,
-                sampler,
-                window=self.max_seq_len,
-                mask=None if mask is None else mask.reshape(start.shape),
-                stop=eos_token,
-                model=known.model if known is not None and known.options.causal else None,
-                recompute=lambda tokens, seen: self.net(tokens, mask=seen, **about, **more),
-                **about,
-            )
-        finally:
-            self.net.train(was_training)
-        return out if start_tokens.ndim == 2 else out[0]
 
     def forward(
-        self, x: Tensor | Sequence[Tensor], return_loss: bool = True, mask: Tensor | None = None, **about: Any
+        self, x: Tensor | Sequence[Tensor], return_loss: bool = True, mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The mean loss of each token of x (B, T) after those before it, or with return_loss=False the logits of x.
+        """Return the mean loss of each token given the tokens before it, or logits with return_loss=False.
 
-        x: also a list of sequences, padded with pad_value. mask: (B, T), or (B, T − 1) for the tokens that are read;
-        what they predict when hidden is not in the loss. about: context and context_mask.
+        Args:
+            x: Tokens (B, T), or a list of sequences, which are padded with pad_value.
+            return_loss: Whether to return the loss.
+            mask: (B, T), or (B, T − 1) for the tokens that the model reads. Tokens after masked ones are not part of
+                the loss.
+            **kwargs: context and context_mask, or other arguments of the net.
         """
         if not isinstance(x, Tensor):
             if mask is None:
                 mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in x], batch_first=True)
             x = pad_sequence(list(x), batch_first=True, padding_value=self.pad_value)
         if not return_loss:
-            return self.net(x, mask=mask, **about)
+            return self.net(x, mask=mask, **kwargs)
         labels = x[:, 1:]
         if mask is not None:
             mask = mask.bool()[:, : labels.shape[1]]
             labels = labels.masked_fill(~mask, self.ignore_index)
-        if (known := self._model()) is not None:
-            # Without whole logits: a large vocabulary's would need more memory than the model.
-            return known.loss(x[:, :-1], labels.masked_fill(labels == self.ignore_index, IGNORE_INDEX), mask, **about)
-        logits = self.net(x[:, :-1], mask=mask, **about)
+        if (performer := self._performer()) is not None:
+            # Without the logits of all tokens: for a large vocabulary they need more memory than the model.
+            labels = labels.masked_fill(labels == self.ignore_index, IGNORE_INDEX)
+            return performer.loss(x[:, :-1], labels, mask, **kwargs)
+        logits = self.net(x[:, :-1], mask=mask, **kwargs)
         return F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.ignore_index)

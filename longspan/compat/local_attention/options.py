@@ -1,0 +1,138 @@
+"""Translate the arguments of local-attention to longspan configurations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    """Arguments that LocalMHA and LocalTransformer share."""
+
+    dim: int
+    dim_head: int = 64
+    heads: int = 8
+    causal: bool
+    use_xpos: bool = False
+    xpos_scale_base: float | None = None
+    qk_rmsnorm: bool = False
+    qk_scale: float = 8
+    exact_windowsize: bool | None = None
+    gate_values_per_head: bool = False
+    look_backward: int = 1
+    look_forward: int | None = None
+    shared_qk: bool = False
+    rel_pos_emb_config: tuple[int, int] | None = None
+
+    def attention(self, window_size: int, dropout: float, *, rotary: bool, dynamic_bias: int = 0) -> AttentionConfig:
+        """Return the configuration of an attention layer."""
+        dim_head = self.dim_head
+        if self.rel_pos_emb_config is not None and self.rel_pos_emb_config[0] != dim_head:
+            raise ValueError(
+                f"rel_pos_emb_config is for {self.rel_pos_emb_config[0]} features, but dim_head is {dim_head}"
+            )
+        ahead = windows_ahead(self.causal, self.look_forward)
+        spec: dict[str, Any] = {"mechanism": "local", "dropout": dropout, "shared_qk": self.shared_qk}
+        if self.exact_windowsize is None or self.exact_windowsize:
+            spec["window"] = self.look_backward * window_size, ahead * window_size
+        else:
+            spec |= {"window": window_size, "look_back": self.look_backward, "look_ahead": ahead}
+        if self.qk_rmsnorm:
+            spec["scale"] = self.qk_scale / dim_head  # our norm returns vectors of length √dim_head, theirs of length 1
+        if rotary:
+            # The original gives a query the angle of the last window it sees, and checkpoints depend on it.
+            spec["query_offset"] = ahead * window_size
+            if self.use_xpos:
+                spec["xpos"] = float(window_size // 2 if self.xpos_scale_base is None else self.xpos_scale_base)
+        return AttentionConfig(
+            num_heads=self.heads,
+            head_dim=dim_head,
+            mechanism=spec,
+            out_bias=False,
+            qk_norm=self.qk_rmsnorm,
+            rotary="halves" if rotary and not self.use_xpos else "none",
+            value_gates=self.gate_values_per_head,
+            dynamic_bias=dynamic_bias,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MHAOptions(LayerOptions):
+    """Arguments of LocalMHA."""
+
+    window_size: int
+    causal: bool = False
+    dropout: float = 0.0
+    prenorm: bool = False
+    use_rotary_pos_emb: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerOptions(LayerOptions):
+    """Arguments of LocalTransformer."""
+
+    num_tokens: int | None
+    max_seq_len: int
+    depth: int
+    causal: bool = True
+    local_attn_window_size: int = 512
+    ff_mult: float = 4
+    attn_dropout: float = 0.0
+    ff_dropout: float = 0.0
+    ignore_index: int = -1
+    use_dynamic_pos_bias: bool = False
+    global_attn_layer: nn.Module | None = None
+    layers_insert_global_attn: tuple[int, ...] | None = None
+    num_residual_streams: int = 4
+
+    def config(self) -> ModelConfig:
+        """Return the configuration of the longspan model."""
+        attention = self.attention(
+            self.local_attn_window_size,
+            self.attn_dropout,
+            rotary=not self.use_dynamic_pos_bias,
+            dynamic_bias=self.dim // 2 if self.use_dynamic_pos_bias else 0,
+        )
+        return ModelConfig(
+            dim=self.dim,
+            depth=self.depth,
+            attention=attention,
+            feed_forward=feed_forward_config(self.dim, self.ff_mult, self.ff_dropout),
+            final_norm=self.num_tokens is not None,
+            positions="none" if self.num_tokens is None else "learned",
+            max_length=self.max_seq_len,
+            causal=self.causal,
+            residual="single" if self.num_residual_streams == 1 else "hyper",
+            num_streams=self.num_residual_streams,
+            vocab_size=self.num_tokens,
+            legacy=LegacyConfig(logits_bias=False),
+        )
+
+    @property
+    def global_layers(self) -> tuple[int, ...]:
+        """The layers, counted from 1, with a global attention layer."""
+        if self.global_attn_layer is None:
+            return ()
+        given = self.layers_insert_global_attn
+        layers = tuple(range(1, self.depth + 1)) if given is None else tuple(sorted(set(given)))
+        wrong = [i for i in layers if not 0 < i <= self.depth]
+        if wrong:
+            raise ValueError(f"layers_insert_global_attn must be layers from 1 to {self.depth}, got {wrong}")
+        return layers
+
+
+def feed_forward_config(dim: int, mult: float, dropout: float) -> FeedForwardConfig:
+    """Return the configuration of a feed-forward layer."""
+    return FeedForwardConfig(hidden=int(dim * mult * 2 / 3), gated=True, bias=False, dropout=dropout)
+
+
+def windows_ahead(causal: bool, look_forward: int | None) -> int:
+    """Return look_forward, by default 1 unless causal."""
+    if causal and look_forward:
+        raise ValueError(f"look_forward is {look_forward}, but causal attention cannot look forward")
+    return int(not causal) if look_forward is None else look_forward
