@@ -150,7 +150,7 @@ def test_one_row_and_an_end():
 def test_embeddings_are_no_logits():
     wrapped = wrapper(return_embeddings=True)
     assert wrapped(torch.randint(0, 20, (2, 7))).shape == (2, 7, 32)
-    with pytest.raises(ValueError, match="no logits to choose a token by"):
+    with pytest.raises(ValueError, match="has no logits: build it without return_embeddings"):
         wrapped.generate(torch.randint(0, 20, (2, 7)), 3)
 
 

@@ -211,7 +211,7 @@ def test_errors_say_what_to_do() -> None:
         LocalAttention(W, dim=8)(q, k, v)
     with pytest.raises(ValueError, match=r"mask must be \(b, n\) with n = 24, got \(2, 23\)"):
         LocalAttention(W)(q, k, v, mask=torch.ones(B, N - 1, dtype=torch.bool))
-    with pytest.raises(ValueError, match="6 rows of queries cannot share 5 rows of a mask"):
+    with pytest.raises(ValueError, match=r"sequences \(6\) must be a multiple of the rows of the mask \(5\)"):
         LocalAttention(W)(q, k, v, mask=torch.ones(5, N, dtype=torch.bool))
     with pytest.raises(TypeError, match="window"):
         LocalAttention(W, window=3)
@@ -250,5 +250,5 @@ def test_feed_forward_and_position_bias() -> None:
         DynamicPositionBias(dim=7, heads=H),
         lambda module: (module(5, 11), {}),
     )
-    with pytest.raises(ValueError, match="at least i, that of queries, got i = 5 and j = 3"):
+    with pytest.raises(ValueError, match="at least that of queries, i, got i = 5 and j = 3"):
         DynamicPositionBias(dim=7, heads=H)(5, 3)

@@ -156,7 +156,7 @@ def test_layer_dropout() -> None:
 
 
 def test_layer_errors() -> None:
-    with pytest.raises(TypeError, match="LocalMHA got unknown arguments dropuot; further ones are look_backward"):
+    with pytest.raises(TypeError, match=r"LocalMHA got an unexpected keyword argument 'dropuot'.*mean 'dropout'"):
         LocalMHA(**LAYER, dropuot=0.1)
     with pytest.raises(ValueError, match="rel_pos_emb_config is for 8 features, but dim_head is 6"):
         LocalMHA(**LAYER, rel_pos_emb_config=(8, 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +55,7 @@ class AutoregressiveWrapper(nn.Module):
         assert isinstance(net, LinearAttentionTransformerLM)
         if net.return_embeddings:
             raise ValueError("a model with return_embeddings=True has no logits: build it without return_embeddings")
-        cross = {} if context is None else {"context": context, "context_mask": context_mask}
+        cross: dict[str, Any] = {} if context is None else {"context": context, "context_mask": context_mask}
         return generate(
             self.net,
             start_tokens,

@@ -281,9 +281,7 @@ class LocalTransformer(CompatModule):
             out, state = self.model.extend(x, self.model.new_state(len(x)), key_mask=mask)
         else:
             if mask is not None:
-                raise ValueError(
-                    "mask cannot be combined with a cache: pass it with the tokens that the cache contains"
-                )
+                raise ValueError("mask cannot be combined with a cache: pass it in the call that fills the cache")
             num_new = x.shape[1] - int(state.length.max())
             if num_new < 1:
                 raise ValueError(

@@ -61,7 +61,7 @@ class AutoregressiveWrapper(nn.Module):
         performer = self._performer()
         if kwargs and performer is not None:
             raise TypeError(f"generate of a PerformerLM has no argument {', '.join(kwargs)}")
-        cross = {} if context is None else {"context": context, "context_mask": context_mask}
+        cross: dict[str, Any] = {} if context is None else {"context": context, "context_mask": context_mask}
         return generate(
             self.net,
             start_tokens,
