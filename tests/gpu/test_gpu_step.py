@@ -91,7 +91,7 @@ def test_a_step_in_bfloat16(name: str, rows: int, monkeypatch: pytest.MonkeyPatc
 
 
 @by_model
-def test_a_captured_step_says_what_the_parallel_form_says(name: str) -> None:
+def test_a_captured_step_agrees_with_the_parallel_form(name: str) -> None:
     lm = model(name)
     prompts = [[1, 2, 3, 4, 5], [6, 7], [8] * 11]
     said = generate(lm, prompts, 40, sampling=Sampling(temperature=0))
@@ -102,12 +102,12 @@ def test_a_captured_step_says_what_the_parallel_form_says(name: str) -> None:
             logits = lm(torch.tensor([prompt + tokens], device="cuda"))[0, len(prompt) - 1 : -1]
         best, second = logits.topk(2).values.unbind(-1)
         chosen = logits.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
-        # The likeliest, or one that rounding cannot tell from it.
+        # The likeliest token, or one within rounding of it.
         assert ((chosen == best) | (best - chosen < 1e-3)).all()
 
 
 @by_model
-def test_a_graph_and_no_graph_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_and_eager_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = model(name)
     how = {"sampling": Sampling(temperature=0.9, top_k=20, top_p=0.95, repetition_penalty=1.2), "seed": 5}
     captured = generate(lm, [[1, 2, 3], [4]], 30, **how)
@@ -123,7 +123,7 @@ def test_a_graph_and_no_graph_agree(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert not replays
 
 
-def test_a_stream_can_be_left_and_taken_up() -> None:
+def test_a_stream_can_be_resumed() -> None:
     lm = model("split")
     whole = [tokens for tokens, _ in stream(lm, [1, 2, 3], 24, sampling=Sampling(temperature=0))]
     first = stream(lm, [1, 2, 3], 24, sampling=Sampling(temperature=0))
@@ -143,7 +143,7 @@ def test_stopping() -> None:
         assert row == tokens[: tokens.index(stop) if stop in tokens else None]
 
 
-def test_a_memory_that_grows_is_not_captured() -> None:
+def test_a_growing_state_is_not_captured() -> None:
     lm = model("softmax")
     memory = prefill(lm, [1, 2, 3])  # without max_tokens it grows
     loop = stream(lm, memory, 12)._loop

@@ -67,7 +67,7 @@ def table_projection(table: Tensor, length: int) -> Tensor:
 def convolution_projection(x: Tensor, kernel: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """A strided convolution as a projection: e_i one-hot of ⌊i/s⌋ (S, 1, R), and W_{i mod s} x_i (B, S, Hkv, D).
 
-    kernel: (s, D, D) or (Hkv, s, D, D), W_a for a token a places into its stride. Tokens after R·s are dropped.
+    kernel: (s, D, D) or (Hkv, s, D, D), W_a for the a-th token of a stride. Tokens from R·s on are dropped.
     """
     kernel = kernel if kernel.ndim == 4 else kernel[None]
     s, S = kernel.shape[1], x.shape[1]

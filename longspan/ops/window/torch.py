@@ -97,9 +97,9 @@ def tiled_window_attention(
     pads = (0, 0, 0, 0, before * tile - offset, offset + (n + after) * tile - S)
     keys, values = (_neighbors(F.pad(x, pads).unflatten(1, (-1, tile)), n) for x in (k, v))
     if xpos is not None:
-        place = torch.arange(keys.shape[2], device=q.device) - keys.shape[2] // 2
-        queries = xpos_rotate(queries, place[before * tile : (before + 1) * tile], xpos)
-        keys = xpos_rotate(keys, place, -xpos)
+        position = torch.arange(keys.shape[2], device=q.device) - keys.shape[2] // 2
+        queries = xpos_rotate(queries, position[before * tile : (before + 1) * tile], xpos)
+        keys = xpos_rotate(keys, position, -xpos)
     i = offset + torch.arange(n * tile, device=q.device).view(n, tile, 1)
     j = offset + tile * (torch.arange(n, device=q.device)[:, None, None] - before)
     j = j + torch.arange(keys.shape[2], device=q.device)  # (n, 1, Kw)

@@ -62,7 +62,7 @@ class CompressedPlan(Plan):
         BR, BD, BE = (padded(size) for size in (R, D, E))
         sizes = CompressedSizes(H, Hkv, R, D, E, 64 * Hkv // H, 64, BR, min(BR, 128), BD, BE, shared)
         (q_strides, *d_strides), kv_strides = (Strides.of(x) for x in (q, *gradients)), (k[1], v[1])
-        # Keys and values are (B, Hkv, R, ·): R takes the place of tokens.
+        # Keys and values are (B, Hkv, R, ·), with R as their token dimension.
         strides = q_strides, *(Strides(b, r, h) for b, h, r, _ in kv_strides), *d_strides
         blocks, heads = -(-T // sizes.TOKENS), B * Hkv
         per_program = -(-blocks // max(1, (1 if gradients else 2) * _PROCESSORS // heads))

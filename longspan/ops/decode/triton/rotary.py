@@ -27,7 +27,7 @@ def decode_rotary_kernel(p_position, p_frequency, p_cos, p_sin, HALF: tl.constex
     i_d = tl.arange(0, BLOCK)
     m_d = i_d < HALF
     b_angle = tl.load(p_position + i_b).to(tl.float64) * tl.load(p_frequency + i_d, mask=m_d, other=0.0)
-    turn: tl.constexpr = 6.283185307179586
-    b_angle = (b_angle - tl.floor(b_angle / turn) * turn).to(tl.float32)
+    TWO_PI: tl.constexpr = 6.283185307179586
+    b_angle = (b_angle - tl.floor(b_angle / TWO_PI) * TWO_PI).to(tl.float32)
     tl.store(p_cos + i_b * HALF + i_d, tl.cos(b_angle), mask=m_d)
     tl.store(p_sin + i_b * HALF + i_d, tl.sin(b_angle), mask=m_d)

@@ -24,10 +24,10 @@ def decode_sample(logits: Tensor, *buffers: Tensor, append: bool, sampling: Any)
     x, padded = sampling, [triton.next_power_of_2(size) for size in (V, recent.shape[1])]
     used = x.temperature == 0, x.top_k is not None and x.top_k < V, x.top_p is not None, x.min_p is not None
     sizes = SampleSizes(V, recent.shape[1], len(stop), *padded, append, *used, x.repetition_penalty != 1)
-    options = float(x.temperature), x.top_k or 0, float(x.top_p or 0), float(x.min_p or 0), float(x.repetition_penalty)
+    settings = float(x.temperature), x.top_k or 0, float(x.top_p or 0), float(x.min_p or 0), float(x.repetition_penalty)
     warps = 1 if V <= 1024 else 4 if V <= 8192 else 16
     with on_device(logits):
-        decode_sample_kernel[(B,)]((logits, *buffers), B, uniform.shape[1], options, S=sizes, num_warps=warps)
+        decode_sample_kernel[(B,)]((logits, *buffers), B, uniform.shape[1], settings, S=sizes, num_warps=warps)
 
 
 @triton.jit
@@ -61,10 +61,10 @@ def nucleus(b_p, top_p):
 
 
 @triton.jit
-def decode_sample_kernel(pointers, B, block, options, S: tl.constexpr):
+def decode_sample_kernel(pointers, B, block, settings, S: tl.constexpr):
     """Sample one batch row's token. APPEND: append its last token to the recent ones first."""
     p_logits, p_recent, p_token, p_uniform, p_index, p_stop, p_ended, p_answer = pointers
-    temperature, top_k, top_p, min_p, penalty = options
+    temperature, top_k, top_p, min_p, penalty = settings
     i_b = tl.program_id(0).to(tl.int64)
     i_v, i_w = tl.arange(0, S.BV), tl.arange(0, S.BW)
     m_v = i_v < S.V
