@@ -1,4 +1,4 @@
-"""Runs of `longspan train` for tests: the command line itself, in processes that share one import of torch."""
+"""Run `longspan` commands in tests, in processes forked from one that has imported torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# torch._dynamo because every optimizer imports it.
+# Optimizers import torch._dynamo.
 _CONTEXT.set_forkserver_preload(
     ["torch._dynamo", "longspan.cli", "longspan.cli.train"]
     + [f"longspan.train.{name}" for name in ("dry_run", "evaluation", "report", "synthetic.evaluation", "trainer")]
@@ -28,7 +28,7 @@ WORDS = [
 
 
 def write_corpus(folder: Path, *, documents: int = 24, words: tuple[int, int] = (60, 400), seed: int = 7) -> Path:
-    """Text files of different lengths, different in content, with something to learn in them."""
+    """Write text files of different lengths."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(seed)
     for i in range(documents):
@@ -37,7 +37,7 @@ def write_corpus(folder: Path, *, documents: int = 24, words: tuple[int, int] = 
     return folder
 
 
-# Distinct and small; four heads so that a split has two of each.
+# Small and distinct sizes; a split has two heads of each kind.
 SMALL = {
     "preset": "tiny",
     "context": 61,
@@ -57,8 +57,8 @@ SMALL = {
 
 
 def arguments(data: Any, out: Path, **changes: Any) -> list[str]:
-    """`train` and its flags; a change of True or None is a flag without a value, or none at all."""
-    values = {**SMALL, **{name.replace("__", ".").replace("-", "-"): value for name, value in changes.items()}}
+    """Return `train` and its flags; True is a flag without a value, None removes one."""
+    values = {**SMALL, **{name.replace("__", "."): value for name, value in changes.items()}}
     found = ["train", "--out", str(out)]
     for source in data if isinstance(data, list) else [data]:
         found += ["--data", str(source)]
@@ -73,7 +73,7 @@ def arguments(data: Any, out: Path, **changes: Any) -> list[str]:
 
 @dataclass
 class Result:
-    """status: negative if a signal ended it."""
+    """Outcome of a command; a signal that ended it is a negative status."""
 
     status: int
     stdout: str
@@ -81,7 +81,7 @@ class Result:
 
 
 class Command:
-    """`longspan …` in a process of its own."""
+    """A `longspan` command in its own process."""
 
     def __init__(self, words: list[Any], log: Path, *, before: str | None = None, env: dict[str, str] | None = None):
         self.log = log
@@ -109,12 +109,12 @@ class Command:
 
 
 def longspan(*words: Any, log: Path, **how: Any) -> Result:
-    """Runs a command to its end."""
+    """Run a command to its end."""
     return Command(list(words), log, **how).wait()
 
 
 def trained(data: Any, out: Path, **changes: Any) -> list[dict[str, Any]]:
-    """A run that must succeed; its metrics."""
+    """Train, require success, and return the metrics."""
     done = longspan(*arguments(data, out, **changes), log=out.with_name(out.name + "-log"))
     assert done.status == 0, done.stderr
     return metrics(out)
@@ -125,13 +125,13 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def curve(records: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """What does not depend on the clock."""
+    """Return the metrics that do not depend on time."""
     names = ("step", "loss", "bits_per_byte", "lr", "tokens", "eval_loss", "eval_bits_per_byte")
     return [tuple(record.get(name) for name in names) for record in records]
 
 
 def wait_for_step(run: Path, step: int, command: Command, seconds: float = 60) -> None:
-    """Until the run has recorded a step, or has ended."""
+    """Wait until the run has logged a step or has ended."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit and command.alive:
         try:
@@ -144,7 +144,7 @@ def wait_for_step(run: Path, step: int, command: Command, seconds: float = 60) -
 
 
 def _main(words: list[str], log: str, before: str | None, env: dict[str, str]) -> None:
-    """The command line, with its output in files. before: statements to run first."""
+    """Run the command line after the statements `before`, with its output in files."""
     import torch
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""What small models learn of the tasks that `longspan eval --task` makes, and what they cannot."""
+"""Small models learn the synthetic tasks that their mechanism can solve, and no others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from longspan import mechanisms
 from longspan.train.synthetic.evaluation import DEPTHS, NUM_SCORED, TrialConfig, TrialProgress, model_for, run_trial
 from longspan.train.synthetic.tasks import Copy, Needle, Recall, Task
 
@@ -15,7 +16,7 @@ LINEAR = {"mechanism": "linear"}
 
 
 def trial(task: Task, mechanism: dict[str, Any], steps: int) -> dict[str, Any]:
-    """The figures of a small model of two layers."""
+    """Train and evaluate a small model of two layers."""
     effort, show = TrialConfig(steps=steps), TrialProgress(1, steps, Console(quiet=True))
     return run_trial(task, model_for(task, mechanism), effort, torch.device("cpu"), show)
 
@@ -24,42 +25,52 @@ def hybrid(window: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {"mechanism": "split", "parts": [{**window, "num_heads": 2}, {**other, "num_heads": 2}]}
 
 
-# Each with a length it can reach: all 2n tokens within R for linformer, the source n tokens back within W for local.
+# Options that suffice: rank 2n for linformer, a window that reaches n tokens back for local.
 LENGTH = 6
 WINDOW = {"mechanism": "local", "window": LENGTH + 2}
-COPY: dict[str, dict[str, Any]] = {"local": WINDOW, "split": hybrid(WINDOW, LINEAR)}
+COPY: dict[str, dict[str, Any]] = {
+    "softmax": {"mechanism": "softmax"},
+    "local": WINDOW,
+    "linear": LINEAR,
+    "performer": {"mechanism": "performer", "num_features": 32},
+    "linformer": {"mechanism": "linformer", "rank": 2 * LENGTH, "max_length": 2 * LENGTH},
+    "split": hybrid(WINDOW, LINEAR),
+}
+
+
+def test_every_mechanism_copies() -> None:
+    assert COPY.keys() == mechanisms().keys()
 
 
 @pytest.mark.parametrize("name", COPY)
-def test_a_copy_is_learnt(name: str) -> None:
+def test_copy_is_learned(name: str) -> None:
     found = trial(Copy(2 * LENGTH), COPY[name], steps=300)
     assert found["accuracy"] >= 0.99
-    assert found["steps"] < 300, "done when solved"
+    assert found["steps"] < 300, "training stops when the task is solved"
     assert found["answers"] == LENGTH * NUM_SCORED
 
 
-def test_a_copy_out_of_reach_is_not() -> None:
-    """Two windows of 2 and four shifts by one reach six tokens back, too few by one."""
+def test_copy_beyond_the_window_is_not_learned() -> None:
+    """Two windows of 2 and four token shifts reach six tokens back, one too few."""
     found = trial(Copy(14), {"mechanism": "local", "window": 2}, steps=150)
     assert found["accuracy"] < 2 * found["guess"]
 
 
-def test_a_window_finds_needles_within_its_reach_and_a_hybrid_everywhere() -> None:
-    """Two windows of 7 and four shifts by one reach 16 tokens back, one window 6: of 31, the first half is beyond."""
+def test_local_attention_finds_near_needles_and_a_hybrid_all() -> None:
+    """Two windows of 7 and four token shifts reach 16 tokens back, so that the first half of 31 is out of reach."""
     window = {"mechanism": "local", "window": 7}
     local = trial(Needle(31), window, steps=150)["depths"]
     both = trial(Needle(31), hybrid(window, {**LINEAR, "feature_map": "softmax"}), steps=150)["depths"]
     assert all(part["accuracy"] > 0.95 for part in both)
     assert local[-1]["accuracy"] > 0.95
-    # Guesses are right once in sixteen times; a part has about 64 rows.
+    # Chance is 1/16; a part has about 64 sequences.
     assert all(part["accuracy"] < 0.25 for part in local[: DEPTHS // 2])
 
 
 @pytest.mark.slow
-def test_recall_is_beyond_local_attention_and_within_a_hybrid() -> None:
+def test_recall_is_learned_by_a_hybrid_and_not_by_local_attention() -> None:
     window = {"mechanism": "local", "window": 3}
     local, both = (trial(Recall(48), mechanism, steps=400) for mechanism in (window, hybrid(window, LINEAR)))
-    # A guess among the values that were shown is right once in three times.
     assert local["guess"] == pytest.approx(1 / 3)
     assert local["accuracy"] < 0.5
     assert both["accuracy"] > 0.9

@@ -1,4 +1,4 @@
-"""Synthetic tasks: rows are what they say they are, and mechanisms learn what they can reach of them."""
+"""Synthetic tasks: their sequences and labels, and `longspan eval --task`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows(found: Examples) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_one_seed_gives_one_stream_and_another_another(name: str) -> None:
+def test_streams_depend_on_the_seed(name: str) -> None:
     task = TASKS[name](SHORT[name])
     first = task.examples("train", 3, 5, 17)
     again = task.examples("train", 3, 5, 17)
@@ -56,8 +56,8 @@ def test_one_seed_gives_one_stream_and_another_another(name: str) -> None:
     assert first.tokens.shape[1] <= task.length
 
 
-def test_no_row_is_both_trained_on_and_scored() -> None:
-    """Rows so short that all of them come up: two symbols are 256 rows, and each is on one side for good."""
+def test_no_sequence_is_in_both_splits() -> None:
+    """Two symbols give 256 sequences, all of which are drawn; each is always in the same split."""
     task = Copy(4)
     sides = {side: set() for side in ("train", "score")}
     for side, held in sides.items():
@@ -69,7 +69,7 @@ def test_no_row_is_both_trained_on_and_scored() -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_the_sides_of_longer_rows_are_a_matter_of_content(name: str) -> None:
+def test_the_split_depends_on_the_content(name: str) -> None:
     task = TASKS[name](SHORT[name])
     found = {side: examples(task, 41, side).tokens for side in ("train", "score")}
     for side, tokens in found.items():
@@ -77,7 +77,7 @@ def test_the_sides_of_longer_rows_are_a_matter_of_content(name: str) -> None:
         assert (in_score_split(whole.numpy(), task.length) == (side == "score")).all()
 
 
-def test_a_copy_asks_for_what_was_said() -> None:
+def test_copy() -> None:
     found = examples(Copy(22), 31)
     assert found.tokens.shape == (31, 22)
     for tokens, labels in zip(found.tokens.tolist(), found.labels.tolist(), strict=True):
@@ -86,40 +86,39 @@ def test_a_copy_asks_for_what_was_said() -> None:
         assert tokens.count(0) == 1
         assert labels[:mark] == [-100] * mark
         assert labels[mark:] == tokens[:mark]
-        # A model is told the answer only after it has given it.
         assert tokens[mark + 1 :] == labels[mark:-1]
     said = Counter(found.tokens[:, :11].flatten().tolist())
     assert set(said) == set(range(1, 17))
 
 
-def test_recall_has_one_right_answer_to_every_query() -> None:
+def test_recall() -> None:
     task = Recall(79)
     found = examples(task, 37)
     assert task.pairs == 4
     distances = []
     for tokens, labels in zip(found.tokens.tolist(), found.labels.tolist(), strict=True):
         held = dict(zip(tokens[0:8:2], tokens[1:8:2], strict=True))
-        assert len(held) == 4, "keys of a row differ"
+        assert len(held) == 4, "keys are distinct"
         assert all(1 <= key <= 64 < value <= 128 for key, value in held.items())
         asked = {i: label for i, label in enumerate(labels) if label != -100}
         assert min(asked) >= 8
-        assert sorted(tokens[i] for i in asked) == sorted(held), "every key is asked for once"
+        assert sorted(tokens[i] for i in asked) == sorted(held), "every key is queried once"
         assert all(held[tokens[i]] == label for i, label in asked.items())
-        assert all(tokens[i] == 0 for i in range(8, 79) if i not in asked), "an answer is never shown"
+        assert all(tokens[i] == 0 for i in range(8, 79) if i not in asked), "answers are not shown"
         distances += [i - 8 for i in asked]
-    # Soon after the pairs more often than late: uniform places would be past the middle half of the time.
+    # Short distances are more frequent: with uniform positions half of them would be past the middle.
     assert sum(d < 36 for d in distances) > 0.6 * len(distances)
     assert max(distances) > 50
     orders = {tuple(t for t in row[8:] if t) == tuple(row[0:8:2]) for row in found.tokens.tolist()}
     assert False in orders
 
 
-def test_a_long_row_has_no_more_pairs_than_keys() -> None:
+def test_recall_has_at_most_64_pairs() -> None:
     found = examples(Recall(2053), 2)
     assert int((found.labels != -100).sum(1).max()) == 64
 
 
-def test_the_needle_stands_at_its_depth() -> None:
+def test_needle() -> None:
     found = examples(Needle(29), 300)
     assert found.depth is not None
     places = []
@@ -130,16 +129,16 @@ def test_the_needle_stands_at_its_depth() -> None:
         assert labels == [-100] * 28 + [tokens[place + 1]]
         assert 2 <= labels[-1] <= 17
         places.append(place)
-    assert set(places) == set(range(27)), "every place comes up, the first and the last too"
+    assert set(places) == set(range(27)), "every position occurs"
 
 
 def value_of(words: list[str]) -> tuple[int, int]:
-    """The value of an expression in words, and how deep its brackets nest; by a stack, from the text alone."""
+    """Return the value of an expression and the depth of its brackets, computed with a stack."""
     stack: list[list[Any]] = []
     deepest = 0
     done: list[int] = []
     for place, word in enumerate(words):
-        assert not done, f"words after the end, at {place}"
+        assert not done, f"words after the end at {place}"
         if word.startswith("["):
             stack.append([word[1:]])
             deepest = max(deepest, len(stack))
@@ -164,7 +163,7 @@ VOCABULARY = ["", *map(str, range(10)), "[MIN", "[MAX", "[MED", "[SM", "]"]
 
 
 @pytest.mark.parametrize("length", [2000, 53])
-def test_expressions_have_the_value_and_the_length_they_should(length: int) -> None:
+def test_listops(length: int) -> None:
     found = examples(ListOps(length), 120)
     assert found.key_mask is not None
     seen: Counter[str] = Counter()
@@ -181,23 +180,23 @@ def test_expressions_have_the_value_and_the_length_they_should(length: int) -> N
         deepest = max(deepest, depth)
     assert set(seen) == set(VOCABULARY) - {""}
     assert seen["]"] == sum(seen[word] for word in VOCABULARY[11:15])
-    assert deepest <= 9, "operations on nine levels, digits on the tenth"
+    assert deepest <= 9, "nine levels of operations, digits on the tenth"
     assert deepest == 9 or length < 2000
     classes = Counter(found.labels.tolist())
     assert set(classes) == set(range(10))
     assert max(classes.values()) < 0.4 * 120
 
 
-def test_medians_are_rounded_down_and_sums_keep_their_last_digit() -> None:
+def test_listops_medians_and_sums() -> None:
     assert value_of(["[MED", "4", "9", "]"])[0] == 6
     assert value_of(["[SM", "7", "8", "[MAX", "4", "6", "]", "]"])[0] == 1
-    even = re.compile(r"\[MED \d \d \d \d \]")  # as such expressions come up in the stream
+    even = re.compile(r"\[MED \d \d \d \d \]")
     text = " ".join(VOCABULARY[t] for t in examples(ListOps(2000), 60).tokens.flatten().tolist() if t)
     assert even.search(text)
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_rows_too_short_are_refused(name: str) -> None:
+def test_short_lengths_are_refused(name: str) -> None:
     least = TASKS[name].min_length
     assert len(TASKS[name](least).examples("train", 0, 0, 3).tokens) == 3
     with pytest.raises(ValueError, match=rf"--length {least - 1} is too short for {name}: use at least {least}"):
@@ -209,7 +208,7 @@ def trial(task: Task, mechanism: dict[str, Any], **effort: Any) -> dict[str, Any
     return run_trial(task, model_for(task, mechanism), TrialConfig(**effort), CPU, show)
 
 
-def test_depths_are_counted_where_they_are() -> None:
+def test_accuracy_by_depth() -> None:
     hits = torch.tensor([True, False, True, True, False])
     depth = torch.tensor([0.0, 0.1, 0.5, 1.0, 0.99])
     found = {part["from"]: (part["rows"], part["accuracy"]) for part in accuracy_by_depth(hits, depth)}
@@ -220,7 +219,7 @@ def test_depths_are_counted_where_they_are() -> None:
     assert found[0.25] == (0, None)
 
 
-def test_windows_of_the_table_do_not_reach_what_a_copy_asks_for() -> None:
+def test_default_windows_do_not_reach_the_source_of_a_copy() -> None:
     for length in (16, 64, 256, 1000):
         config = model_for(Copy(length), mechanism_for("local", length))
         window: int = dict(config.attention.mechanism)["window"]  # type: ignore[arg-type]
@@ -229,7 +228,7 @@ def test_windows_of_the_table_do_not_reach_what_a_copy_asks_for() -> None:
 
 @pytest.mark.parametrize("name", mechanisms())
 @pytest.mark.parametrize("task", TASKS)
-def test_every_mechanism_can_be_tried_on_every_task(task: str, name: str) -> None:
+def test_every_mechanism_runs_on_every_task(task: str, name: str) -> None:
     made = TASKS[task](SHORT[task])
     found = trial(made, mechanism_for(name, made.length), steps=1, batch_size=7)
     assert 0 <= found["accuracy"] <= 1
@@ -238,7 +237,7 @@ def test_every_mechanism_can_be_tried_on_every_task(task: str, name: str) -> Non
     )
 
 
-def test_the_table_says_what_was_tried_and_the_file_what_with(tmp_path: Path) -> None:
+def test_table_and_file_of_trials(tmp_path: Path) -> None:
     words = ["eval", "--task", "needle,copy", "--mechanisms", "local,linear", "--length", 16, "--steps", 8]
     out = tmp_path / "deep" / "found.json"
     done = longspan(*words, "--out", out, log=tmp_path / "log")
@@ -259,14 +258,15 @@ def test_the_table_says_what_was_tried_and_the_file_what_with(tmp_path: Path) ->
     assert re.fullmatch(r"copy, linear: accuracy \d+\.\d% after 8 steps, \d+ s", lines[-1])
     assert "\x1b" not in done.stdout + done.stderr
     for flag, name, value in (("--seed", "seed", 1), ("--batch-size", "batch_size", 5)):
-        other = longspan(*words, flag, value, "--mechanisms", "linear", "--out", out, log=tmp_path / "log")
+        fewer = ["eval", "--task", "copy", "--mechanisms", "linear", *words[5:]]
+        other = longspan(*fewer, flag, value, "--out", out, log=tmp_path / "log")
         assert other.status == 0, other.stderr
         (changed,) = (t for t in json.loads(out.read_text())["trials"] if t["task"] == "copy")
         assert json.loads(out.read_text())["effort"] == {**found["effort"], name: value}
         assert changed["train_loss"] != found["trials"][-1]["train_loss"]
 
 
-def test_a_trial_can_be_had_again_and_leaves_random_numbers_alone() -> None:
+def test_a_trial_is_reproducible_and_restores_the_random_state() -> None:
     before = torch.get_rng_state()
     first, again, other = (
         trial(Copy(16), mechanism_for("performer", 16), steps=3, batch_size=7, seed=seed) for seed in (2, 2, 3)
@@ -276,7 +276,7 @@ def test_a_trial_can_be_had_again_and_leaves_random_numbers_alone() -> None:
     assert first["train_loss"] != other["train_loss"]
 
 
-def test_scores_are_of_rows_for_scoring_and_weights_begin_from_the_seed() -> None:
+def test_trials_evaluate_the_score_split_and_seed_the_weights() -> None:
     class Watched(Copy):
         def examples(self, side: str, seed: int, index: int, size: int) -> Examples:
             asked.append((side, seed, index, size))
@@ -312,7 +312,7 @@ WRONG = {
 }
 
 
-def test_wrong_words_are_answered_in_one_line(tmp_path: Path) -> None:
+def test_wrong_flags_are_refused_in_one_line(tmp_path: Path) -> None:
     for words, text in WRONG.values():
         done = longspan("eval", *words, log=tmp_path / "log")
         assert done.status == 2, words

@@ -1,4 +1,4 @@
-"""Data: every format is read, nothing is held out and trained on, nothing is read across a document's end."""
+"""Readers, the token store and batches."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_compressed_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int64"])
-def test_files_of_tokens(tmp_path: Path, dtype: str) -> None:
+def test_token_files(tmp_path: Path, dtype: str) -> None:
     rows = np.arange(5 * 97).reshape(5, 97) % 211
     np.save(tmp_path / "rows.npy", rows.astype(dtype))
     found = store(tmp_path / "1", tmp_path / "rows.npy")
@@ -125,7 +125,7 @@ def test_fasta_records_are_documents(tmp_path: Path) -> None:
         store(tmp_path / "3", tmp_path / "z.fa")
 
 
-def test_images_are_rows_of_pixels(tmp_path: Path) -> None:
+def test_images_are_read_as_pixels(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     pixels = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
     image.fromarray(pixels).save(tmp_path / "a.png")
@@ -140,7 +140,7 @@ def test_images_are_rows_of_pixels(tmp_path: Path) -> None:
         store(tmp_path / "3", tmp_path / "*.png")
 
 
-def test_a_tokenizer_file(tmp_path: Path) -> None:
+def test_tokenizer_file(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -167,7 +167,7 @@ def test_a_tokenizer_file(tmp_path: Path) -> None:
 
 
 def test_held_out_content_is_never_trained_on(tmp_path: Path) -> None:
-    """Neither under another name, nor compressed, nor twice, nor beside other data."""
+    """Content stays held out under another name, compressed, repeated, and with other data."""
     folder = write_corpus(tmp_path / "text", documents=40)
     for i in range(0, 40, 3):
         text = (folder / f"{i:03}.txt").read_bytes()
@@ -180,11 +180,11 @@ def test_held_out_content_is_never_trained_on(tmp_path: Path) -> None:
     assert not held & train
     more = write_corpus(tmp_path / "more", documents=30, seed=11)
     joined = store(tmp_path / "2", folder, more)
-    assert not held & set(contents(joined))  # What was held out before stays so.
+    assert not held & set(contents(joined))
     assert 0.05 < joined.held_out.total / len(joined.tokens) < 0.45
 
 
-def test_a_long_file_is_held_out_by_blocks_that_do_not_touch_what_is_trained_on(tmp_path: Path) -> None:
+def test_a_long_file_is_split_by_blocks(tmp_path: Path) -> None:
     draw = random.Random(2)
     text = " ".join(str(draw.randrange(10**6)) for _ in range(30_000)).encode()
     (tmp_path / "long.txt").write_bytes(text)
@@ -208,14 +208,14 @@ def test_a_long_file_is_held_out_by_blocks_that_do_not_touch_what_is_trained_on(
     assert seen[owner == 1].mean() > 0.95
 
 
-def test_data_to_score_is_taken_out_of_the_data_to_train_on(tmp_path: Path) -> None:
+def test_evaluation_data_is_removed_from_training_data(tmp_path: Path) -> None:
     folder = write_texts(tmp_path / "text")
     found = store(tmp_path / "store", folder, eval_data=[folder / "[34].txt"])
     assert sorted(contents(found, "held_out")) == sorted(TEXTS[3:5])
     assert sorted(contents(found)) == sorted(TEXTS[:3] + TEXTS[5:])
 
 
-def test_a_store_is_made_once_and_again_when_its_data_changes(tmp_path: Path) -> None:
+def test_a_store_is_rebuilt_when_its_data_changes(tmp_path: Path) -> None:
     folder = write_texts(tmp_path / "text")
     first = store(tmp_path / "store", folder)
     stamp = (tmp_path / "store" / "tokens.bin").stat().st_mtime_ns
@@ -260,7 +260,7 @@ def test_targets_are_the_next_token_of_the_same_document(tmp_path: Path, packed:
     assert (ends > 0) == packed
 
 
-def test_an_epoch_of_packed_rows_is_every_token_once(tmp_path: Path) -> None:
+def test_an_epoch_of_packed_sequences_reads_every_token_once(tmp_path: Path) -> None:
     found = store(tmp_path / "store", write_corpus(tmp_path / "text"))
     rows = ShuffledBatches(found, BatchShape(31, 1), packed=True, seed=3)
     for epoch in range(2):
@@ -273,16 +273,16 @@ def test_an_epoch_of_packed_rows_is_every_token_once(tmp_path: Path) -> None:
         assert len(seen) > found.train.total - 31, epoch
 
 
-@pytest.mark.parametrize("kind", ["plain", "packed", "lanes"])
-def test_the_order_is_the_seed_s_and_a_position_brings_it_back(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["windows", "packed", "stateful"])
+def test_the_order_depends_on_the_seed_and_is_restored(tmp_path: Path, kind: str) -> None:
     found = store(tmp_path / "store", write_corpus(tmp_path / "text"))
 
     def made(seed: int, batch_size: int = 3) -> Any:
         shape = BatchShape(31, batch_size, accumulate=2)
         return (
             StatefulBatches(found, shape, seed=seed)
-            if kind == "lanes"
-            else ShuffledBatches(found, shape, packed=kind != "plain", seed=seed)
+            if kind == "stateful"
+            else ShuffledBatches(found, shape, packed=kind == "packed", seed=seed)
         )
 
     def drawn(batches: Any, number: int = 5) -> list[Any]:
@@ -299,15 +299,15 @@ def test_the_order_is_the_seed_s_and_a_position_brings_it_back(tmp_path: Path, k
     assert drawn(fresh) == rest
 
 
-@pytest.mark.parametrize("kind", ["plain", "packed", "lanes"])
+@pytest.mark.parametrize("kind", ["windows", "packed", "stateful"])
 def test_two_processes_read_what_one_with_twice_the_batch_reads(tmp_path: Path, kind: str) -> None:
     found = store(tmp_path / "store", write_corpus(tmp_path / "text"))
 
     def made(shape: BatchShape) -> Any:
         return (
             StatefulBatches(found, shape, seed=5)
-            if kind == "lanes"
-            else ShuffledBatches(found, shape, packed=kind != "plain", seed=5)
+            if kind == "stateful"
+            else ShuffledBatches(found, shape, packed=kind == "packed", seed=5)
         )
 
     whole = made(BatchShape(31, 6, accumulate=2))
@@ -322,7 +322,7 @@ def test_two_processes_read_what_one_with_twice_the_batch_reads(tmp_path: Path, 
             assert sum(p.num_targets for p in pair) == one.num_targets
 
 
-def test_lanes_read_documents_from_start_to_end(tmp_path: Path) -> None:
+def test_stateful_batches_read_documents_in_order(tmp_path: Path) -> None:
     found = store(tmp_path / "store", write_corpus(tmp_path / "text", documents=7))
     lanes = StatefulBatches(found, BatchShape(31, 2), seed=1)
     texts = [bytearray(), bytearray()]
@@ -343,7 +343,7 @@ def test_lanes_read_documents_from_start_to_end(tmp_path: Path) -> None:
     assert set(done) == expected
 
 
-def test_weights_decide_how_often_a_source_is_read(tmp_path: Path) -> None:
+def test_source_weights(tmp_path: Path) -> None:
     small, large = tmp_path / "small.txt", tmp_path / "large.txt"
     small.write_bytes(b"a" * 5_000)
     large.write_bytes(b"b" * 50_000)
@@ -374,7 +374,7 @@ def test_an_evaluation_scores_every_token_once(tmp_path: Path) -> None:
     assert 150 < sum(batch.num_targets for batch in fewer) < 450
 
 
-def test_the_unigram_figure_is_that_of_the_letters(tmp_path: Path) -> None:
+def test_unigram_baseline(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("".join(random.Random(1).choices("abcd", k=100_000)))
     found = store(tmp_path / "store", tmp_path / "x.txt")
     assert unigram_bits(found) == pytest.approx(2.0, abs=0.05)
@@ -382,5 +382,5 @@ def test_the_unigram_figure_is_that_of_the_letters(tmp_path: Path) -> None:
 
 
 @given(st.integers(1, 300), st.integers(0, 2**62))
-def test_a_shuffle_is_a_permutation(count: int, seed: int) -> None:
+def test_permute_index_is_a_permutation(count: int, seed: int) -> None:
     assert sorted(permute_index(i, count, seed) for i in range(count)) == list(range(count))

@@ -1,4 +1,4 @@
-"""Scores and pages: `longspan eval --data` and `longspan report`, and what is shown while training."""
+"""`longspan eval --data`, `longspan report`, and the loggers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from training import longspan, metrics, trained, write_corpus
 
 from longspan.models.checkpoint import load
 from longspan.train.loggers import RunLogger, format_duration, format_metrics, read_records, truncate_records
+from longspan.train.report import read_run, write_report
+
+FIXTURES = Path(__file__).parents[1] / "guards" / "fixtures"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +32,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_scores_are_those_of_the_model_read_window_by_window(runs: Path, tmp_path: Path) -> None:
+def test_evaluation_matches_the_model_window_by_window(runs: Path, tmp_path: Path) -> None:
     text = (runs / "text" / "003.txt").read_bytes()
     out = tmp_path / "scores.json"
     words = ["eval", "--model", runs / "first", "--data", runs / "text" / "003.txt", "--context", 50, "--out", out]
@@ -56,7 +60,7 @@ def test_scores_are_those_of_the_model_read_window_by_window(runs: Path, tmp_pat
     assert "32–49" in done.stdout
 
 
-def test_the_context_is_the_run_s_and_limits_and_batches_are_taken(runs: Path, tmp_path: Path) -> None:
+def test_evaluation_takes_context_limit_and_batch_size(runs: Path, tmp_path: Path) -> None:
     outs = [tmp_path / f"{i}.json" for i in range(3)]
     base = ["eval", "--model", runs / "first" / "checkpoint", "--data", runs / "text" / "00*.txt"]
     for out, more in zip(outs, ([], ["--max-tokens", 600], ["--batch-size", 1]), strict=True):
@@ -70,7 +74,7 @@ def test_the_context_is_the_run_s_and_limits_and_batches_are_taken(runs: Path, t
     assert "no files with extension" in done.stderr
 
 
-def test_a_page_needs_nothing_else_and_says_what_differs(runs: Path, tmp_path: Path) -> None:
+def test_a_report_is_self_contained_and_shows_differences(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     done = longspan("report", runs / "first", runs / "second", "--out", out, log=tmp_path / "log")
     assert done.status == 0, done.stderr
@@ -93,7 +97,7 @@ def test_a_page_needs_nothing_else_and_says_what_differs(runs: Path, tmp_path: P
     assert "Differences" not in (runs / "first" / "report.html").read_text()
 
 
-def test_a_run_s_folder_is_a_model_to_generate_with(runs: Path, tmp_path: Path) -> None:
+def test_a_run_folder_can_generate(runs: Path, tmp_path: Path) -> None:
     words = ["--prompt", "the old", "--max-tokens", 7, "--temperature", 0]
     said = [
         longspan("generate", "--model", where, *words, log=tmp_path / "log")
@@ -104,13 +108,31 @@ def test_a_run_s_folder_is_a_model_to_generate_with(runs: Path, tmp_path: Path) 
     assert said[0].stdout == said[1].stdout
 
 
-def test_runs_of_one_name_are_told_apart(runs: Path, tmp_path: Path) -> None:
+def test_runs_with_equal_names_are_numbered(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    assert longspan("report", runs / "first", runs / "first", "--out", out, log=tmp_path / "log").status == 0
+    write_report([read_run(runs / "first"), read_run(runs / "first")], out)
     assert "first (2)" in out.read_text()
 
 
-def test_wrong_folders_are_one_line(runs: Path, tmp_path: Path) -> None:
+def test_text_of_a_run_is_escaped(runs: Path, tmp_path: Path) -> None:
+    run = read_run(runs / "first")
+    script = "<script>alert('x')</script>"
+    sample = {"step": 1, "prompt": script, "text": script}
+    write_report([replace(run, name=script, samples=[sample, sample])], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "<script>" not in page
+    assert page.count("&lt;script&gt;") >= 6
+
+
+def test_a_run_of_an_earlier_version_is_reported(tmp_path: Path) -> None:
+    run = read_run(FIXTURES / "run" / "out")
+    write_report([run], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert f"{run.metadata['data']['unigram_bits_per_byte']:.4f}" in page
+    assert run.metadata["data"]["sha256"][:16] in page
+
+
+def test_wrong_folders_are_refused(runs: Path, tmp_path: Path) -> None:
     for words, message in (
         (["report", tmp_path / "none"], "there is no run"),
         (["report", tmp_path], "has no run.json"),
@@ -128,7 +150,7 @@ RECORD |= {"memory": 300 * 2**20, "eta": 65.0, "tokens": 700, "seconds": 3.0, "l
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_a_terminal_gets_a_bar_and_others_get_lines(tmp_path: Path, width: int) -> None:
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path: Path, width: int) -> None:
     screen = io.StringIO()
     logger = RunLogger(tmp_path, console=Console(file=screen, force_terminal=True, width=width, highlight=False))
     logger.progress(0.5, RECORD)
@@ -145,7 +167,7 @@ def test_a_terminal_gets_a_bar_and_others_get_lines(tmp_path: Path, width: int) 
     assert read_records(tmp_path / "metrics.jsonl") == [RECORD, RECORD]
 
 
-def test_records_after_a_checkpoint_and_lines_cut_off_are_dropped(tmp_path: Path) -> None:
+def test_later_records_and_incomplete_lines_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": i, "loss": 1.0}) + "\n" for i in range(5)) + '{"step": 5, "lo')
     truncate_records(tmp_path, 3)

@@ -1,9 +1,10 @@
-"""Nothing is lost: killed at any moment and started again, a run is the run it would have been."""
+"""Resuming: a run that is killed, stopped or fails continues bit for bit."""
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -15,9 +16,9 @@ from training import Command, arguments, curve, longspan, metrics, trained, wait
 
 from longspan.models.checkpoint import load
 
-# Everything that has a memory of its own: dropout, redrawn features, accumulated gradients, packed rows, weights.
+# Everything that has a state: dropout, redrawn features, accumulated gradients, packed sequences, source weights.
 EVERYTHING: dict[str, Any] = {
-    "steps": 60,
+    "steps": 40,
     "save_every": 4,
     "eval_every": 20,
     "accumulate": 2,
@@ -25,7 +26,7 @@ EVERYTHING: dict[str, Any] = {
     "model.attention.dropout": 0.1,
     "mechanism": '{"mechanism": "performer", "num_features": 7, "redraw_interval": 9}',
 }
-CARRIED: dict[str, Any] = {"steps": 40, "save_every": 3, "eval_every": 20, "carry_state": True}
+CARRIED: dict[str, Any] = {"steps": 30, "save_every": 3, "eval_every": 20, "carry_state": True}
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,20 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
 
 
+@pytest.fixture(scope="module")
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with the settings of SMALL, to compare with and to copy."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    trained(corpus, run)
+    return run
+
+
+def copied(run: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(run, folder))
+
+
 def killed_until_done(words: list[str], run: Path, kills: int, steps: int, seed: int) -> int:
-    """Runs a command, killing it at `kills` random moments; how many of them hit a running process."""
+    """Run a command, killing it at `kills` random moments; return how many of them hit a running process."""
     draw = random.Random(seed)
     log, hit = run.with_name(run.name + "-log"), 0
     moments = sorted(draw.randrange(steps - 10) for _ in range(kills - 1))
@@ -50,7 +63,7 @@ def killed_until_done(words: list[str], run: Path, kills: int, steps: int, seed:
     return hit
 
 
-@pytest.mark.parametrize(("settings", "kills"), [(EVERYTHING, 10), (CARRIED, 3)], ids=["everything", "a carried state"])
+@pytest.mark.parametrize(("settings", "kills"), [(EVERYTHING, 10), (CARRIED, 3)], ids=["everything", "carried state"])
 def test_killed_at_random_moments_a_run_continues_bit_for_bit(
     corpus: Path, tmp_path: Path, settings: dict[str, Any], kills: int
 ) -> None:
@@ -77,55 +90,53 @@ Trainer._save = once
 """
 
 
-def test_the_curve_would_differ_if_anything_were_forgotten(corpus: Path, tmp_path: Path) -> None:
-    """The comparison above can fail: each part of a checkpoint, left out, shows in the curve."""
+def test_a_checkpoint_needs_each_of_its_parts(corpus: Path, tmp_path: Path) -> None:
+    """The comparison above can fail: each part of a checkpoint, if left out, changes the curve."""
     settings = {**EVERYTHING, "steps": 12, "save_every": 6}
     expected = curve(trained(corpus, tmp_path / "whole", **settings))
-    for forgotten in ("nothing", "optimizer", "random", "position"):
-        run = tmp_path / forgotten
-        words = arguments(corpus, run, **settings)
-        assert longspan(*words, log=tmp_path / "log", before=END_AFTER_A_SAVE).status == 9
+    words = arguments(corpus, tmp_path / "stopped", **settings)
+    assert longspan(*words, log=tmp_path / "log", before=END_AFTER_A_SAVE).status == 9
+    for removed in ("nothing", "optimizer", "random", "position"):
+        run = copied(tmp_path / "stopped", tmp_path / removed)
         path = run / "checkpoint" / "training.pt"
         saved = torch.load(path, weights_only=True)
-        if forgotten == "optimizer":
+        if removed == "optimizer":
             saved["optimizer"]["state"] = {}
-        elif forgotten == "random":
+        elif removed == "random":
             saved["random"] = [{"cpu": torch.Generator().manual_seed(1).get_state()}]
-        elif forgotten == "position":
+        elif removed == "position":
             saved["position"] = {"drawn": [0]}
         torch.save(saved, path)
-        assert (curve(trained(corpus, run, **settings)) == expected) == (forgotten == "nothing"), forgotten
+        assert (curve(trained(corpus, run, **settings)) == expected) == (removed == "nothing"), removed
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_ends(corpus: Path, tmp_path: Path, number: signal.Signals) -> None:
-    settings = {"steps": 60, "save_every": 1000, "eval_every": 1000}
+def test_a_signal_saves_and_ends(corpus: Path, tmp_path: Path) -> None:
+    settings = {"steps": 40, "save_every": 1000, "eval_every": 1000}
     expected = trained(corpus, tmp_path / "whole", **settings)
-    run = tmp_path / "stopped"
-    command = Command(arguments(corpus, run, **settings), tmp_path / "log")
-    wait_for_step(run, 7, command)
-    command.kill(number)
-    done = command.wait()
-    assert done.status == 128 + number, done.stderr
-    assert f"{number.name}: saved at step" in done.stderr
-    assert "Traceback" not in done.stderr
-    reached = torch.load(run / "checkpoint" / "training.pt", weights_only=True)["step"]
-    assert 7 <= reached < 60
-    assert curve(trained(corpus, run, **settings)) == curve(expected)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        run = tmp_path / number.name
+        command = Command(arguments(corpus, run, **settings), tmp_path / "log")
+        wait_for_step(run, 7, command)
+        command.kill(number)
+        done = command.wait()
+        assert done.status == 128 + number, done.stderr
+        assert f"{number.name}: saved at step" in done.stderr
+        assert "Traceback" not in done.stderr
+        reached = torch.load(run / "checkpoint" / "training.pt", weights_only=True)["step"]
+        assert 7 <= reached < 40
+        assert curve(trained(corpus, run, **settings)) == curve(expected)
 
 
-def test_a_finished_run_stays_as_it_is_and_can_be_lengthened(corpus: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    first = trained(corpus, run)
+def test_a_finished_run_is_unchanged_and_can_be_extended(corpus: Path, finished: Path, tmp_path: Path) -> None:
+    run, first = copied(finished, tmp_path / "run"), metrics(finished)
     assert trained(corpus, run) == first
     longer = trained(corpus, run, steps=20)
     assert longer[: len(first)] == first
     assert longer[-1]["step"] == 20
 
 
-def test_what_may_not_change_is_refused_and_what_may_is_taken(corpus: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    trained(corpus, run)
+def test_settings_that_must_not_change_are_refused(corpus: Path, finished: Path, tmp_path: Path) -> None:
+    run = copied(finished, tmp_path / "run")
     done = longspan(*arguments(corpus, run, lr=0.5, batch_size=5), log=tmp_path / "log")
     assert done.status == 2
     for word in ("other settings", "train.lr 0.004 → 0.5", "train.batch_size 3 → 5", "--out"):
@@ -137,20 +148,18 @@ def test_what_may_not_change_is_refused_and_what_may_is_taken(corpus: Path, tmp_
     trained(corpus, run, log_every=2, save_every=7, eval_every=3, prompt="x")
 
 
-def test_changed_files_are_noticed(tmp_path: Path) -> None:
+def test_changed_data_is_refused(tmp_path: Path) -> None:
     data = write_corpus(tmp_path / "text")
-    trained(data, tmp_path / "run")
+    trained(data, tmp_path / "run", steps=1)
     (data / "003.txt").write_text("something else entirely, but long enough to be read " * 9)
     done = longspan(*arguments(data, tmp_path / "run", steps=20), log=tmp_path / "log")
     assert done.status == 2
     assert "has changed since the run started" in done.stderr
 
 
-def test_the_run_s_model_opens_and_nothing_is_left_beside_it(corpus: Path, tmp_path: Path) -> None:
-    trained(corpus, tmp_path / "run")
-    assert load(tmp_path / "run" / "checkpoint").config.dim == 24
-    names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"checkpoint", "data", "metrics.jsonl", "run.json", "samples.jsonl"}
+def test_a_run_contains_a_model_and_no_temporary_files(finished: Path) -> None:
+    assert load(finished / "checkpoint").config.dim == 24
+    assert {p.name for p in finished.iterdir()} == {"checkpoint", "data", "metrics.jsonl", "run.json", "samples.jsonl"}
 
 
 NAN = """
@@ -164,7 +173,7 @@ objectives.Objective.forward = broken
 """
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_batch(corpus: Path, tmp_path: Path) -> None:
+def test_a_loss_of_nan_stops_the_run_and_saves_the_batch(corpus: Path, finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     before = NAN.format(factor="float('nan')", when="== 8")
     done = longspan(*arguments(corpus, run), log=tmp_path / "log", before=before)
@@ -177,36 +186,35 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_batch(corpus: P
     assert bad["batches"][0]["tokens"].shape == (3, 61)
     assert torch.load(run / "checkpoint" / "training.pt", weights_only=True)["step"] == 5
     assert [r["step"] for r in metrics(run) if "loss" in r] == [1, 2, 3, 4, 5, 6, 7]
-    # The saved batch is the one of step 8: run again, unbroken, the curve is the one it would have been.
-    assert curve(trained(corpus, run)) == curve(trained(corpus, tmp_path / "whole"))
+    assert curve(trained(corpus, run)) == curve(metrics(finished))
 
 
-def test_a_diverging_loss_stops_the_run_and_one_odd_batch_does_not(corpus: Path, tmp_path: Path) -> None:
+def test_a_diverging_loss_stops_the_run_and_one_large_loss_does_not(corpus: Path, tmp_path: Path) -> None:
     words = arguments(corpus, tmp_path / "run", steps=75)
     done = longspan(*words, log=tmp_path / "log", before=NAN.format(factor="5.0", when=">= 58"))
     assert done.status == 3
     assert "the loss has diverged since step 58" in done.stderr
     assert torch.load(tmp_path / "run" / "checkpoint" / "training.pt", weights_only=True)["step"] == 55
     assert torch.load(tmp_path / "run" / "bad-batch.pt", weights_only=True)["batches"][0]["tokens"].shape == (3, 61)
-    spared = NAN.format(factor="5.0", when=">= 3")  # It goes on from step 55.
+    spared = NAN.format(factor="5.0", when=">= 3")  # It resumes from step 55.
     assert longspan(*words, "--divergence", "0", log=tmp_path / "log", before=spared).status == 0
     odd = NAN.format(factor="20.0", when="== 58")
     done = longspan(*arguments(corpus, tmp_path / "odd", steps=75), log=tmp_path / "log", before=odd)
     assert done.status == 0, done.stderr
 
 
-def test_a_disk_that_fills_up_keeps_the_last_checkpoint(corpus: Path, tmp_path: Path) -> None:
+def test_a_full_disk_during_a_save_leaves_the_last_checkpoint(corpus: Path, finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert longspan(*arguments(corpus, run), log=tmp_path / "log", before=END_AFTER_A_SAVE).status == 9
     size = (run / "checkpoint" / "training.pt").stat().st_size
-    # A limit on the size of files is the nearest thing to a full disk that needs no disk.
+    # A limit on the size of files stands in for a full disk.
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size // 2}, {size // 2}))"
     done = longspan(*arguments(corpus, run), log=tmp_path / "log", before=limit)
     assert done.status == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert torch.load(run / "checkpoint" / "training.pt", weights_only=True)["step"] == 5
     assert load(run / "checkpoint").config.dim == 24
-    assert curve(trained(corpus, run)) == curve(trained(corpus, tmp_path / "whole"))
+    assert curve(trained(corpus, run)) == curve(metrics(finished))
 
 
 FULL = """

@@ -1,4 +1,4 @@
-"""Whole runs: what is learnt, by one process or two, and what wrong input is answered with."""
+"""Complete runs, in one process and in two, and the errors for wrong input."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def last(records: list[dict[str, Any]], name: str) -> float:
     return next(float(r[name]) for r in reversed(records) if name in r)
 
 
-def test_a_run_learns_more_than_the_frequencies_of_letters(tmp_path: Path) -> None:
+def test_a_run_beats_the_unigram_baseline(tmp_path: Path) -> None:
     text = " ".join(" ".join(WORDS) for _ in range(400))
     (tmp_path / "text.txt").write_text("".join(f"{i} {text[i : i + 900]}\n" for i in range(0, len(text), 900)))
     records = trained(tmp_path / "text.txt", tmp_path / "run", steps=80, batch_size=6, lr=0.01, log_every=5)
@@ -45,11 +45,11 @@ def test_a_run_learns_more_than_the_frequencies_of_letters(tmp_path: Path) -> No
     assert records[0]["bits_per_byte"] > 7
     assert last(records, "eval_bits_per_byte") < unigram - 1
     seconds = [record["seconds"] for record in records]
-    assert seconds == sorted(seconds)  # The time that scoring takes is not counted.
+    assert seconds == sorted(seconds)  # without the time of evaluations
 
 
-def test_two_processes_are_one_with_twice_the_batch(corpus: Path, tmp_path: Path) -> None:
-    """Packed rows, so that the processes have different numbers of targets; features redrawn; accumulated gradients."""
+def test_two_processes_match_one_with_twice_the_batch(corpus: Path, tmp_path: Path) -> None:
+    """With packing, so that the processes have different numbers of targets, redraws and accumulation."""
     settings: dict[str, Any] = {
         "steps": 6,
         "accumulate": 2,
@@ -101,7 +101,7 @@ def test_a_packed_document_does_not_see_its_neighbors(mechanism: str) -> None:
 
 
 @pytest.mark.parametrize("mechanism", ["linear", "softmax", "local"])
-def test_a_carried_state_is_the_whole_document_with_gradients_cut(mechanism: str) -> None:
+def test_a_carried_state_gives_the_loss_of_the_document(mechanism: str) -> None:
     model = small_model(mechanism=mechanism, token_shift=(0, 1))
     objective = Objective(model, context=20)
     tokens, targets = torch.randint(256, (2, 60)), torch.randint(256, (2, 60))
@@ -112,10 +112,10 @@ def test_a_carried_state_is_the_whole_document_with_gradients_cut(mechanism: str
     assert total / 3 == pytest.approx(float(Objective(model, 60)(tokens, targets)[0].detach()), rel=1e-5)
 
 
-def test_a_run_carries_the_state_through_a_document_and_starts_anew_after_it(tmp_path: Path) -> None:
+def test_a_run_carries_the_state_through_a_document(tmp_path: Path) -> None:
     text = (" ".join(random.Random(4).choice(WORDS) for _ in range(40)))[:171].encode()
     (tmp_path / "text.txt").write_bytes(text)
-    # Steps that change nothing: what is measured is the first model, chunk by chunk, twice through the document.
+    # The learning rate is too small to change the model, which reads the document twice.
     still = {"lr": 1e-12, "weight_decay": 0, "batch_size": 1, "context": 20, "held_out": 0, "steps": 18}
     records = trained(tmp_path / "text.txt", tmp_path / "run", carry_state=True, **still)
     losses = [r["loss"] for r in records if "loss" in r]
@@ -129,10 +129,10 @@ def test_a_run_carries_the_state_through_a_document_and_starts_anew_after_it(tmp
     total = sum(loss * count for loss, count in zip(losses[:9], counts, strict=True))
     assert total / 170 == pytest.approx(float(whole), rel=1e-5)
     assert losses[9:] == pytest.approx(losses[:9], rel=1e-6)
-    assert losses[1] != pytest.approx(float(alone), rel=1e-5)  # It had seen what came before.
+    assert losses[1] != pytest.approx(float(alone), rel=1e-5)
 
 
-def test_features_are_redrawn_between_steps_and_alike_everywhere() -> None:
+def test_features_are_redrawn_between_steps_and_equal_in_all_processes() -> None:
     models = [small_model(mechanism={"mechanism": "performer", "redraw_interval": 6}) for _ in range(2)]
     redraws = [RedrawSchedule(model, seed=3) for model in models]
     drawn = [[r.before_step(step, accumulate=2) for step in range(13)] for r in redraws]
@@ -142,11 +142,11 @@ def test_features_are_redrawn_between_steps_and_alike_everywhere() -> None:
     assert names
     assert all(torch.equal(states[0][name], states[1][name]) for name in names)
     kept = {name: states[0][name].clone() for name in names}
-    models[0].train()(torch.randint(256, (1, 5)))  # Its own counting is off.
+    models[0].train()(torch.randint(256, (1, 5)))  # The counter of the model is off.
     assert all(torch.equal(models[0].state_dict()[name], kept[name]) for name in names)
 
 
-def test_masked_tokens_are_hidden_or_changed_and_asked_for() -> None:
+def test_masked_tokens() -> None:
     batch = Batch(torch.randint(200, (7, 300)), torch.zeros(7, 300, dtype=torch.int64), 2100)
     seeds = list(range(7))
     found = mask_tokens(batch, 0.25, 200, seeds)
@@ -192,7 +192,7 @@ def test_a_classifier_learns(tmp_path: Path, form: str) -> None:
     assert load(out / "checkpoint").config.num_classes == 2
 
 
-def test_the_schedule_rises_and_falls() -> None:
+def test_learning_rate_schedule() -> None:
     train = resolve({"data": ["x"], "out": "y", "lr": "2", "warmup": "4", "min_lr": "0.1", "steps": "100"}).train
     rates = [learning_rate(train, step, step / 100) for step in range(100)]
     assert rates[:4] == pytest.approx([0.5, 1, 1.5, 2], rel=0.01)
@@ -203,7 +203,7 @@ def test_the_schedule_rises_and_falls() -> None:
     assert learning_rate(slow, 9, 0.5) == pytest.approx(1)
 
 
-def test_a_dry_run_tells_sizes_and_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
+def test_a_dry_run_prints_sizes_and_writes_nothing(corpus: Path, tmp_path: Path) -> None:
     done = longspan(*arguments(corpus, tmp_path / "run"), "--dry-run", log=tmp_path / "log")
     assert done.status == 0, done.stderr
     number = sum(p.numel() for p in LanguageModel(_model_of(corpus, tmp_path)).parameters())
@@ -230,7 +230,7 @@ objectives.Objective.forward = broken
 """
 
 
-def test_too_little_memory_says_what_to_change(corpus: Path, tmp_path: Path) -> None:
+def test_out_of_memory_message(corpus: Path, tmp_path: Path) -> None:
     done = longspan(*arguments(corpus, tmp_path / "run", batch_size=6), log=tmp_path / "log", before=MEMORY)
     assert done.status == 4
     assert "7.50 GiB more needed" in done.stderr
@@ -279,7 +279,7 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("case", "changes", "words", "status"), BAD, ids=[case for case, *_ in BAD])
-def test_wrong_input_is_one_line(
+def test_wrong_input_is_refused_in_one_line(
     corpus: Path, bad: Path, tmp_path: Path, case: str, changes: dict[str, Any], words: list[str], status: int
 ) -> None:
     changes = dict(changes)
@@ -295,7 +295,7 @@ def test_wrong_input_is_one_line(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_debug_shows_where(tmp_path: Path) -> None:
+def test_debug_shows_a_traceback(tmp_path: Path) -> None:
     done = longspan(*arguments("nowhere.txt", tmp_path / "run"), "--debug", log=tmp_path / "log")
     assert done.status == 1
     assert "Traceback" in done.stderr
@@ -308,15 +308,15 @@ def test_help_lists_every_field(tmp_path: Path) -> None:
         assert flag in done.stdout
 
 
-def test_two_seeds_differ_and_one_does_not(corpus: Path, tmp_path: Path) -> None:
+def test_equal_seeds_give_equal_runs(corpus: Path, tmp_path: Path) -> None:
     first, second = (curve(trained(corpus, tmp_path / name)) for name in ("a", "b"))
     assert first == second
     assert BatchShape(61, 3).num_sequences == 3
 
 
 @pytest.mark.slow
-def test_divided_weights_are_saved_whole_and_taken_up(corpus: Path, tmp_path: Path) -> None:
-    """FSDP as accelerate configures it: the losses of one process, stopped and taken up in the middle."""
+def test_sharded_weights_are_saved_and_resumed(corpus: Path, tmp_path: Path) -> None:
+    """FSDP as configured by accelerate matches one process, also when stopped and resumed."""
     settings: dict[str, Any] = {"steps": 6, "save_every": 3, "packing": "off", "device": "cpu", "sample_tokens": 0}
     one = trained(corpus, tmp_path / "one", **settings, batch_size=6)
     env = {

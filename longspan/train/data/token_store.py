@@ -195,7 +195,7 @@ def _open(folder: Path) -> TokenStore:
 def _build(folder: Path, spec: StoreSpec, progress: Callable[[str], None]) -> dict[str, Any]:
     """Write tokens and segments; return the description of the store."""
     sources = (*spec.sources, *spec.eval_sources)
-    encoder = _Encoder(spec.tokenizer)
+    encoder = _DocumentEncoder(spec.tokenizer)
     with open(folder / TOKENS, "wb") as file:
         writer = _TokenWriter(file, _token_dtype(spec))
         for index, source in enumerate(sources):
@@ -274,7 +274,7 @@ class _TokenWriter:
             self._start, self._hash = self.position, hashlib.blake2b(digest_size=8)
 
 
-class _Encoder:
+class _DocumentEncoder:
     """Converts documents to tokens chunk by chunk; with a tokenizer, text is cut at line ends."""
 
     def __init__(self, path: Path | None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longspan.ops.loss import IGNORE_INDEX
 
-TokenArray = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 SPLITS = ("train", "score")
 PADDING = 0
 
@@ -48,7 +48,7 @@ class Examples:
 
 
 # Tokens (B, T), labels, and the depth of the answer or None.
-Draw = tuple[TokenArray, TokenArray, NDArray[np.float64] | None]
+Draw = tuple[IntArray, IntArray, NDArray[np.float64] | None]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Task(ABC):
         return Examples(x, y, x != PADDING, z)
 
 
-def in_score_split(tokens: TokenArray, length: int) -> NDArray[np.bool_]:
+def in_score_split(tokens: IntArray, length: int) -> NDArray[np.bool_]:
     """Return whether each sequence of (B, T) is for evaluation, by a hash of its content; about half of them are."""
     weights = np.random.default_rng(length).integers(2**63, size=length, dtype=np.uint64)
     hashes = ((tokens.astype(np.uint64) + np.uint64(1)) * weights[: tokens.shape[1]]).sum(1, dtype=np.uint64)
