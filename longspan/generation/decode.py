@@ -45,8 +45,6 @@ class DecodeLoop:
     The state is converted to the mechanisms' decode layout (`Mechanism.decode_state`) on entry and back
     (`Mechanism.finish_decode`) by `state_and_logits`; nothing else sees the decode layout.
 
-    Call `step`, `snapshot` and `rollback` under `torch.no_grad` or `torch.inference_mode`, the same one for all calls.
-
     Args:
         model: A causal model in eval mode.
         state: The state after the prompt; copied.
@@ -130,9 +128,8 @@ class DecodeLoop:
         """Return copies of the state and the logits after every token chosen so far. The loop can go on."""
         with self.single_thread():
             if self._pending:
-                with torch.inference_mode():
-                    self._advance()
-                    self._sampler.append(self.token)
+                self._advance()
+                self._sampler.append(self.token)
                 self._pending = False
             state = self._map(self._state.clone(), lambda mechanism, inner: mechanism.finish_decode(inner))
             return state, self._logits.clone()
@@ -188,6 +185,7 @@ class DecodeLoop:
             self._sampler.append(token)  # it is in the state already
         self._pending, self._steps = pending and not only_pending, saved.steps + len(saved.tokens)
 
+    @torch.inference_mode()
     def _restore(self, saved: _Snapshot) -> None:
         """Copy a snapshot into the loop's tensors, which keep their addresses unless the state has grown."""
         old, new = self._state.tensors(), saved.state.tensors()
@@ -200,6 +198,7 @@ class DecodeLoop:
         self._logits.copy_(saved.logits)
         self.token.copy_(saved.token)
 
+    @torch.inference_mode()
     def _advance(self) -> None:
         """Write the token to the state and compute the logits after it."""
         if self._in_place:

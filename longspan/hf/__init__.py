@@ -1,9 +1,9 @@
-"""longspan in transformers: importing this registers its models with the Auto classes.
+"""longspan in transformers. Importing this module registers its models with the Auto classes.
 
 import longspan.hf
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained(folder)    # one that `longspan train` wrote, or `save_pretrained`
+model = AutoModelForCausalLM.from_pretrained(folder)  # of `longspan train`, `longspan.save` or `save_pretrained`
 """
 
 from transformers import (

@@ -1,4 +1,4 @@
-"""longspan's state where transformers expects a cache."""
+"""A model's state as a transformers cache."""
 
 from __future__ import annotations
 
@@ -11,37 +11,49 @@ from longspan.models.residual import StackState
 
 
 class StateCache:
-    """What a model remembers of each row of a batch. Its size does not grow with the text."""
+    """A model's state where transformers expects a key-value cache; its size is constant but for softmax layers.
+
+    Attributes:
+        config: The configuration of the model whose state this is.
+        state: The state.
+        seen_tokens: How many tokens per row were given, padding included.
+    """
 
     is_compileable = False
 
     def __init__(self, config: ModelConfig, state: StackState) -> None:
         self.config, self.state = config, state
-        self.slots = 0  # tokens given so far, padding counted
+        self.seen_tokens = 0
 
     def check(self, config: ModelConfig, batch_size: int) -> None:
-        """Refuses the memory of another model, or of another batch."""
+        """Raise ValueError if this is the cache of another model or of another batch size."""
         if config != self.config:
-            raise ValueError("past_key_values is the memory of another model: start again without it")
+            raise ValueError("past_key_values is the cache of another model: call this model without it")
         if batch_size != len(self.state.length):
-            raise ValueError(f"past_key_values is of {len(self.state.length)} rows, the input has {batch_size}")
+            raise ValueError(f"past_key_values holds {len(self.state.length)} rows, the input has {batch_size}")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.slots
+        """Return the number of tokens per row, padding included."""
+        return self.seen_tokens
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """Return −1: there is no maximum."""
         return -1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select rows, for beam search."""
         self.state = self.state.select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Select rows."""
         self.state = self.state.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
         rows = len(self.state.length)
         index = self.state.length.new_tensor([row for row in range(rows) for _ in range(repeats)])
         self.state = self.state.select(index)
 
     def crop(self, *_: Any) -> None:
-        raise ValueError("a state cannot go back to an earlier token: assisted generation is not possible with it")
+        """Raise ValueError: a state cannot drop tokens."""
+        raise ValueError("a state cannot return to an earlier token: assisted generation is not supported")

@@ -1,4 +1,4 @@
-"""A transformers configuration that carries longspan's own."""
+"""A transformers configuration that contains longspan's."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ from longspan.models.config import ModelConfig
 
 
 class LongspanConfig(PreTrainedConfig):
-    """What `longspan.save` writes to config.json, as transformers reads and writes it.
+    """The configuration of a longspan model in transformers; its config.json is the one that `longspan.save` writes.
 
-    model: a `ModelConfig`, or what its `to_dict` gives. encoder: that of the encoder; `model` is then the decoder.
-    The keyword arguments are those of every transformers configuration, such as num_labels.
+    Args:
+        model: A `ModelConfig` or the dict that its `to_dict` returns; of an encoder with a decoder, the decoder's.
+        encoder: The encoder's configuration, for a sequence-to-sequence model.
+        pad_token: The padding token of a sequence-to-sequence model.
+        tie_embeddings: Whether encoder and decoder share their embeddings.
+        arguments: The constructor's arguments as a saved configuration holds them; excludes model and encoder.
+        **options: Fields of every transformers configuration, such as num_labels.
+
+    Raises:
+        ValueError: If arguments and model or encoder are given.
     """
 
     model_type = "longspan"
@@ -32,16 +40,16 @@ class LongspanConfig(PreTrainedConfig):
         **options: Any,
     ) -> None:
         if arguments is None:
-            config = _plain(ModelConfig() if model is None else model)
+            config = _to_json(ModelConfig() if model is None else model)
             if encoder is None:
                 arguments = {"config": config}
             else:
                 both = {"pad_token": pad_token, "tie_embeddings": tie_embeddings}
-                arguments = {"encoder": _plain(encoder), "decoder": config, **both}
+                arguments = {"encoder": _to_json(encoder), "decoder": config, **both}
         elif model is not None or encoder is not None:
             raise ValueError("arguments is what a saved configuration holds; give it or model and encoder, not both")
         self.arguments: dict[str, Any] = {
-            name: _plain(value) if isinstance(value, Mapping) else value for name, value in arguments.items()
+            name: _to_json(value) if isinstance(value, Mapping) else value for name, value in arguments.items()
         }
         self.format, self.longspan = FORMAT, __version__
         options.pop("format", None)
@@ -51,30 +59,35 @@ class LongspanConfig(PreTrainedConfig):
 
     @property
     def model(self) -> ModelConfig:
-        """The language model's configuration; of an encoder and decoder, the decoder's."""
+        """The language model's configuration; of an encoder with a decoder, the decoder's."""
         return ModelConfig.from_dict(self.arguments["decoder" if self.is_encoder_decoder else "config"])
 
     @property
     def encoder(self) -> ModelConfig:
+        """The encoder's configuration."""
         return ModelConfig.from_dict(self.arguments["encoder"])
 
     @property
     def vocab_size(self) -> int | None:
+        """The number of tokens."""
         return self.model.vocab_size
 
     @property
     def hidden_size(self) -> int:
+        """The model's dim."""
         return self.model.dim
 
     @property
     def num_hidden_layers(self) -> int:
+        """The model's depth."""
         return self.model.depth
 
     @property
     def num_attention_heads(self) -> int:
+        """The number of attention heads."""
         return self.model.attention.num_heads
 
 
-def _plain(config: ModelConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """Checked, and as JSON holds it."""
+def _to_json(config: ModelConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a validated configuration as JSON holds it."""
     return (config if isinstance(config, ModelConfig) else ModelConfig.from_dict(config)).to_dict()

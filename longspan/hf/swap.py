@@ -1,4 +1,4 @@
-"""A longspan mechanism in place of a pretrained decoder's self-attention."""
+"""Replace the self-attention of a pretrained decoder by a longspan mechanism."""
 
 from __future__ import annotations
 
@@ -21,15 +21,27 @@ FAMILIES = ("llama", "mistral", "qwen2", "gpt2")
 
 
 def swap_attention(model: Any, mechanism: str | Mapping[str, Any], layers: Sequence[int] | None = None) -> Any:
-    """Replaces the self-attention of layers (all, unless given) of a decoder, and returns the model, changed in place.
+    """Replace the self-attention of a decoder, in place.
 
-    mechanism: a name, or {"mechanism": name, **options}. Weights of queries, keys, values and outputs stay, under their
-    names; so do rotary positions and grouped heads. Generation then keeps a state of constant size in those layers.
+    The projections of queries, keys, values and outputs keep their weights and names; rotary positions and grouped
+    heads stay too. In the replaced layers a generation cache holds the mechanism's state.
+
+    Args:
+        model: A transformers model of one of `FAMILIES`.
+        mechanism: A name, or {"mechanism": name, **options}.
+        layers: Which layers to replace; by default all.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: If the model is of another family, has sliding windows or attention dropout that the mechanism does
+            not have, or the mechanism cannot be causal or needs gates.
     """
     config = model.config
     family = getattr(config, "model_type", None)
     if family not in FAMILIES:
-        raise ValueError(f"swap_attention knows {', '.join(FAMILIES)}; this model is of type {family!r}")
+        raise ValueError(f"swap_attention supports {', '.join(FAMILIES)}; this model is of type {family!r}")
     if getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None) is not None:
         raise ValueError(
             f"this model has a sliding window of {config.sliding_window}: swap_attention needs full attention"
@@ -49,7 +61,18 @@ def swap_attention(model: Any, mechanism: str | Mapping[str, Any], layers: Seque
 
 
 def load_swapped(folder: str | os.PathLike[str], **options: Any) -> Any:
-    """A swapped model that `save_pretrained` wrote. The options are those of `from_pretrained`."""
+    """Load a model that `swap_attention` changed and `save_pretrained` wrote.
+
+    Args:
+        folder: The checkpoint folder.
+        **options: Those of `from_pretrained`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If the checkpoint is not of such a model.
+    """
     model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     swaps = getattr(model.config, "longspan_swap", None)
     if not swaps:
@@ -57,21 +80,21 @@ def load_swapped(folder: str | os.PathLike[str], **options: Any) -> Any:
     model.config.longspan_swap = []
     for swap in swaps:
         swap_attention(model, **swap)
-    # What the mechanisms learned or drew is in the files too, and had no place before the swap.
-    rest = {
+    # The mechanisms' own tensors are in the files too; before the swap there was nothing to load them into.
+    remaining = {
         name: tensor
         for path in sorted(Path(folder).glob("*.safetensors"))
         for name, tensor in load_file(path).items()
         if name in found["unexpected_keys"]
     }
-    unknown = model.load_state_dict(rest, strict=False).unexpected_keys
+    unknown = model.load_state_dict(remaining, strict=False).unexpected_keys
     if unknown:
-        raise ValueError(f"{folder} holds tensors that the swapped model has no place for: {', '.join(unknown)}")
+        raise ValueError(f"{folder} holds tensors that the swapped model does not have: {', '.join(unknown)}")
     return model
 
 
 class SwappedAttention(nn.Module):
-    """The old layer's projections around a mechanism."""
+    """The projections of the replaced layer around a mechanism."""
 
     mechanism: Mechanism
 
@@ -86,7 +109,9 @@ class SwappedAttention(nn.Module):
                 f"{spec!r} needs gates, for which the layer it would replace has no projection: use a mechanism without"
             )
         if not self.mechanism.supports_causal:
-            raise ValueError(f"a decoder needs causal attention, which {spec!r} cannot do")
+            raise ValueError(f"a decoder needs causal attention, which {spec!r} does not support")
+        if getattr(self.mechanism, "num_gates", 0):
+            raise ValueError(f"{spec!r} needs gates, and a pretrained decoder has no weights for them")
         scale = getattr(self.mechanism, "scale", None)
         if abs(old.scaling - old.head_dim**-0.5) > 1e-9 and scale != old.scaling:
             raise ValueError(f"this model scales its scores by {old.scaling}: give the mechanism scale={old.scaling}")
@@ -103,13 +128,13 @@ class SwappedAttention(nn.Module):
         past_key_values: Any = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """As the layer it replaces; attention weights are not there to be returned."""
+        """Compute what the replaced layer would; attention weights are None."""
         q, k, v = self._heads(hidden_states, position_embeddings)
         key_mask = _key_mask(attention_mask, q.shape[1])
         if past_key_values is None:
             out = self.mechanism(q, k, v, causal=True, key_mask=key_mask)
         else:
-            out = _memory(past_key_values, self.layer_idx).extend(self.mechanism, q, k, v, key_mask)
+            out = _state_layer(past_key_values, self.layer_idx).extend(self.mechanism, q, k, v, key_mask)
         return self._output(out.flatten(2)), None
 
     def _heads(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,72 +182,80 @@ class _GPT2(SwappedAttention):
 
 
 class StateLayer(CacheLayerMixin):
-    """A layer of transformers' cache that holds a state in place of keys and values."""
+    """A layer of a transformers cache that holds a mechanism's state instead of keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
         self.state: State | None = None
-        self.slots = 0
+        self.seen_tokens = 0
 
     def extend(self, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        """Attend to new tokens and those before, and write the new ones to the state."""
         if self.state is None:
             self.state = mechanism.new_state(len(q), device=q.device, dtype=q.dtype)
-        if q.shape[1] == 1 and self.slots:
+        if q.shape[1] == 1 and self.seen_tokens:
             out, self.state = mechanism.step(self.state, q, k, v)
         else:
             out, self.state = mechanism.extend(self.state, q, k, v, key_mask=key_mask)
-        self.slots += q.shape[1]
+        self.seen_tokens += q.shape[1]
         return out
 
     def get_seq_length(self, *_: Any) -> int:
-        return self.slots
+        """Return the number of tokens per row, padding included."""
+        return self.seen_tokens
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Return the length and the offset of the attention mask."""
         new = query_length if isinstance(query_length, int) else len(query_length)
-        return self.slots + new, 0
+        return self.seen_tokens + new, 0
 
     def get_max_length(self) -> int:
+        """Return −1: there is no maximum."""
         return -1
 
     get_max_cache_shape = get_max_length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select rows, for beam search."""
         if self.state is not None:
             self.state = self.state.select(beam_idx)
 
     def reset(self) -> None:
-        self.state, self.slots = None, 0
+        """Forget every token."""
+        self.state, self.seen_tokens = None, 0
 
     def lazy_initialization(self, *_: Any) -> None:
+        """Not used: `extend` creates the state."""
         raise NotImplementedError
 
     def update(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError("a state is written by the layer that reads it")
+        """Not used: `extend` writes the state."""
+        raise NotImplementedError("this cache layer holds a state, which SwappedAttention writes")
 
 
-def _memory(cache: Any, index: int) -> StateLayer:
-    """The cache's layer of that number, made on first use."""
+def _state_layer(cache: Any, index: int) -> StateLayer:
+    """Return a layer of the cache, created on first use."""
     while len(cache.layers) <= index:
         cache.layers.append(StateLayer() if len(cache.layers) == index else cache.layer_class_to_replicate())
     layer = cache.layers[index]
     if not isinstance(layer, StateLayer):
         if layer.get_seq_length():
-            raise ValueError("past_key_values was made by the model before its attention was swapped: start again")
+            raise ValueError(
+                "past_key_values was made before the model's attention was swapped: call the model without it"
+            )
         layer = cache.layers[index] = StateLayer()
     return layer
 
 
 def _key_mask(mask: Tensor | None, T: int) -> Tensor | None:
-    """(B, T) which of the new tokens are real, from the (B, 1, T, S) mask that transformers makes of it."""
+    """Return (B, T), which of the new tokens are real, from the (B, 1, T, S) mask that transformers makes."""
     if mask is None or T == 1:
         return None
     if mask.ndim == 2:
         return mask[:, -T:].bool()
     seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
-    kept = seen[:, -1, -T:]  # (B, T)
+    real = seen[:, -1, -T:]  # (B, T)
     own = torch.diagonal(seen[:, :, -T:], dim1=1, dim2=2)
-    if bool((own & ~kept).any()):
-        raise ValueError(
-            "a swapped layer takes padding, not a mask between tokens: packed sequences are not possible here"
-        )
-    return None if bool(kept.all()) else kept
+    if bool((own & ~real).any()):
+        raise ValueError("a swapped layer supports padding, not masks between tokens: packed sequences are refused")
+    return None if bool(real.all()) else real

@@ -1,4 +1,4 @@
-"""Bytes as tokens, in transformers."""
+"""A byte tokenizer for transformers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from transformers import PreTrainedTokenizer
 
 
 class ByteTokenizer(PreTrainedTokenizer):
-    """Token i is byte i; nothing is learned and nothing is unknown.
+    """Token i is byte i, and byte 0 pads.
 
-    Text is UTF-8. Bytes that are not, decode to lone surrogates (Python's surrogateescape), which encode to the same
-    bytes again: any bytes survive the round trip. Byte 0 pads.
+    Text is UTF-8. Invalid bytes decode to lone surrogates (Python's surrogateescape), which encode to the same bytes:
+    any bytes survive a round trip.
+
+    Args:
+        **options: Those of `PreTrainedTokenizer`.
     """
 
     model_input_names = ("input_ids", "attention_mask")
@@ -24,9 +27,11 @@ class ByteTokenizer(PreTrainedTokenizer):
 
     @property
     def vocab_size(self) -> int:
+        """256."""
         return 256
 
     def get_vocab(self) -> dict[str, int]:
+        """Return the token of each character."""
         return {chr(i): i for i in range(256)}
 
     def _tokenize(self, text: str, **_: Any) -> list[str]:
@@ -39,7 +44,9 @@ class ByteTokenizer(PreTrainedTokenizer):
         return chr(index)
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        """Return the text of tokens."""
         return bytes(ord(token) for token in tokens).decode("utf-8", "surrogateescape")
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
+        """Write nothing: there is no vocabulary file."""
         return ()
