@@ -89,9 +89,8 @@ class PerformerAttention(LinearAttention):
         )
         self.redraw_interval, self.row_norms = redraw_interval, row_norms
         self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
-        self.clock = torch.zeros(
-            2, dtype=torch.int64
-        )  # the same numbers on the CPU: reading them needs no synchronization
+        # The same numbers on the CPU, where reading them needs no synchronization; never on the meta device.
+        self.clock = torch.zeros(2, dtype=torch.int64, device="cpu")
 
     @property
     def draw(self) -> int | None:
