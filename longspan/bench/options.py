@@ -76,8 +76,8 @@ class BenchOptions:
     """Samples per process. By default 5, on CUDA 30."""
     threads: int | None = None
     """CPU threads. By default the number of cores."""
-    timeout: float = 900.0
-    """Seconds after which a measurement is killed."""
+    timeout: float | None = None
+    """Seconds after which a measurement is killed. By default 900, on CUDA 180."""
     minutes: float | None = None
     """Time budget of the run: what is not measured by then is recorded as skipped."""
     sections: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ class BenchOptions:
         return MeasurementConfig(
             rounds=self.rounds or (1 if cuda else 3),
             repeats=self.repeats or (30 if cuda else 5),
-            timeout=self.timeout,
+            timeout=self.timeout or (180 if cuda else 900) + (self.train_seconds if self.data else 0),
             threads=self.threads or cores(),
             memory_limit=limit,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,7 +72,7 @@ def scaling(comparisons: Comparisons, comparison: Comparison, result: SubjectRes
         for other in comparisons
         for earlier in other.results
         if other.mechanism == comparison.mechanism and earlier.subject == result.subject
-        if other.case.length < comparison.case.length and _same_sizes(other.case, comparison.case)
+        if other.case.length < comparison.case.length and _without_length(other) == _without_length(comparison)
     ]
     if not shorter:
         return None
@@ -130,8 +130,8 @@ def remarks(comparisons: Comparisons) -> list[str]:
 
 
 def plot(path: Path, comparisons: Comparisons) -> bool:
-    """Plot time and memory against the length as PNG; return False if there is only one length."""
-    if len({each.case.length for each in comparisons}) < 2:
+    """Plot time and memory against the length as PNG; return False if cases do not differ in length, and only in it."""
+    if len({each.case.length for each in comparisons}) < 2 or len(set(map(_without_length, comparisons))) > 1:
         return False
     from matplotlib.figure import Figure
 
@@ -226,8 +226,8 @@ def shape(case: Case) -> str:
     return sizes if case.depth == 1 else f"{sizes}, {case.depth} layers"
 
 
-def _same_sizes(a: Case, b: Case) -> bool:
-    return (a.num_heads, a.head_dim, a.depth, a.causal) == (b.num_heads, b.head_dim, b.depth, b.causal)
+def _without_length(comparison: Comparison) -> Case:
+    return replace(comparison.case, length=0)
 
 
 def _value(result: SubjectResult, quantity: str) -> float | None:

@@ -135,6 +135,8 @@ def measure_rounds(
             limited = _limited(config, deadline)
             if len(workers) > 1 and result.measurements[-1].status == "out of memory" and limited.timeout > 0:
                 result.measurements[-1] = measure(result.subject, result.case, limited)  # alone on the GPU
+                if observer is not None:
+                    observer(result, number, True)
         if time.monotonic() - started > config.round_seconds:
             break
 
@@ -162,7 +164,7 @@ class WorkerProcess:
 
     def __init__(self, subject: Subject, case: Case, config: MeasurementConfig) -> None:
         threads = str(config.threads)
-        self._timeout, self._timed_out = config.timeout, False
+        self._timeout, self._timed_out, self._started = config.timeout, False, time.monotonic()
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed in `finish`
         self._process = subprocess.Popen(
             [sys.executable, "-m", "longspan.bench.worker"],
@@ -183,10 +185,12 @@ class WorkerProcess:
             self._process.stdin.flush()
 
     def wait_until_ready(self) -> None:
-        """Block until the process has compiled everything, or has ended."""
+        """Block until the process has compiled everything or has ended; kill it if it takes longer than the timeout."""
         assert self._process.stdout is not None
-        with self._time_limit():
-            select([self._process.stdout], [], [])
+        left = self._started + self._timeout - time.monotonic()
+        ready, _, _ = select([self._process.stdout], [], [], max(0.0, left))
+        if not ready:
+            self._stop()
 
     def finish(self) -> Measurement:
         """Let the process take the measurement and return it."""
@@ -207,13 +211,13 @@ class WorkerProcess:
         self._process.communicate()
         self._stderr.close()
 
+    def _stop(self) -> None:
+        self._timed_out = True
+        self._process.kill()
+
     @contextmanager
     def _time_limit(self) -> Iterator[None]:
-        def stop() -> None:
-            self._timed_out = True
-            self._process.kill()
-
-        timer = Timer(self._timeout, stop)
+        timer = Timer(self._timeout, self._stop)
         timer.start()
         try:
             yield

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from longspan.bench.environment import cores, environment
 from longspan.bench.options import SUBJECTS, BenchOptions, Section, sections
 from longspan.bench.report import RATIO, Comparison, plot, remarks, save, summary_table, table, write_page
 from longspan.bench.runner import SubjectResult, measure_rounds
+from longspan.bench.subjects.base import MeasurementConfig
 
 _GPU_PROCESSES = 8  # that compile at the same time
 
@@ -46,20 +48,10 @@ def run(options: BenchOptions) -> dict[str, list[Comparison]]:
     titles = {section.name: _title(about, section) for section in planned}
     results: dict[str, list[Comparison]] = {}
     for number, section in enumerate(planned, 1):
-        comparisons, file = _plan(section), files[section.name]
-        details = about | {"subject": section.subject, "inputs": SUBJECTS[section.subject]}
         label = f"{section.name} ({number} of {len(planned)})" if options.is_suite else section.name
-        total, counter = sum(len(each.results) for each in comparisons) * config.rounds, count(1)
-
-        def observe(result: SubjectResult, round_number: int, measured: bool) -> None:
-            if measured:
-                save(file, comparisons, details)  # noqa: B023  called within this iteration
-            else:
-                text = f"{label}, n = {result.case.length}, round {round_number}: {result.subject.name}"  # noqa: B023
-                print(f"[{next(counter)}/{total}] {text}", file=sys.stderr, flush=True)  # noqa: B023
-
-        for batch in _batches(comparisons, options.device):
-            measure_rounds([result for each in batch for result in each.results], config, observe, deadline)
+        details = about | {"subject": section.subject, "inputs": SUBJECTS[section.subject]}
+        file = files[section.name]
+        comparisons = _measure(section, label, config, deadline, partial(save, file, about=details))
         results[section.name] = comparisons
         _show(comparisons, titles[section.name], file)
         if options.is_suite:
@@ -80,6 +72,32 @@ def failed(results: dict[str, list[Comparison]]) -> bool:
     )
 
 
+def _measure(
+    section: Section,
+    label: str,
+    config: MeasurementConfig,
+    deadline: float | None,
+    save_results: Callable[[list[Comparison]], None],
+) -> list[Comparison]:
+    comparisons = [
+        Comparison(mechanism, case, [SubjectResult(subject, case) for subject in subjects])
+        for mechanism, case in section.plan
+        for subjects in section.subjects(mechanism, case)
+    ]
+    total, counter = sum(len(each.results) for each in comparisons) * config.rounds, count(1)
+
+    def observe(result: SubjectResult, round_number: int, measured: bool) -> None:
+        if measured:
+            save_results(comparisons)
+        else:
+            text = f"{label}, n = {result.case.length}, round {round_number}: {result.subject.name}"
+            print(f"[{next(counter)}/{total}] {text}", file=sys.stderr, flush=True)
+
+    for batch in _batches(comparisons, section.options.device):
+        measure_rounds([result for each in batch for result in each.results], config, observe, deadline)
+    return comparisons
+
+
 def _results_files(options: BenchOptions, planned: list[Section]) -> dict[str, Path]:
     out = options.destination
     try:
@@ -89,14 +107,6 @@ def _results_files(options: BenchOptions, planned: list[Section]) -> dict[str, P
     except OSError as error:
         raise ValueError(f"cannot write {out}: {error.strerror}") from error
     return files
-
-
-def _plan(section: Section) -> list[Comparison]:
-    return [
-        Comparison(mechanism, case, [SubjectResult(subject, case) for subject in subjects])
-        for mechanism, case in section.plan
-        for subjects in section.subjects(mechanism, case)
-    ]
 
 
 def _batches(comparisons: list[Comparison], device: str) -> Iterator[list[Comparison]]:
@@ -117,7 +127,11 @@ def _show(comparisons: list[Comparison], title: str, file: Path) -> None:
     for remark in remarks(comparisons):
         print(remark)
     picture = file.with_suffix(".png")
-    print(f"written to {file} and {picture}" if plot(picture, comparisons) else f"written to {file}", flush=True)
+    try:
+        written = f"{file} and {picture}" if plot(picture, comparisons) else str(file)
+    except ImportError as error:
+        written = f"{file}, without a plot: {error}; pip install 'longspan[train]'"
+    print(f"written to {written}", flush=True)
 
 
 def _title(about: dict[str, Any], section: Section) -> str:

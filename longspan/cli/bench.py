@@ -43,7 +43,7 @@ def bench(
     rounds: Annotated[int | None, typer.Option(min=1, help="Processes per subject: 3, on CUDA 1.")] = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Samples per process: 5, on CUDA 30.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. By default the number of cores.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a measurement is killed.")] = 900.0,
+    timeout: Annotated[float | None, typer.Option(help="Seconds per measurement: 900, on CUDA 180.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Time budget of the run.")] = None,
     sections: Annotated[str, typer.Option(help="Sections of a suite, separated by commas.")] = "",
     data: Annotated[str | None, typer.Option(help="For quality: the text to train on.")] = None,

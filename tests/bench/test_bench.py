@@ -301,6 +301,9 @@ def test_processes_prepare_before_they_are_timed() -> None:
     worker.wait_until_ready()
     result = worker.finish()
     assert result.status == "ok", result.message
+    slow = WorkerProcess(MechanismSubject("softmax", "softmax"), TINY, MeasurementConfig(timeout=0.01))
+    slow.wait_until_ready()
+    assert slow.finish().status == "timed out"
     killed = WorkerProcess(MechanismSubject("softmax", "softmax"), TINY, QUICK)
     killed.kill()
 
