@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: test parity test-slow test-mindspore test-gpu lint format bench tables demo clean
+.PHONY: test parity test-slow test-mindspore test-gpu lint format bench tables demo docs clean
 
 test: $(VENV)/.dev parity lint
 	$(BIN)/python -m pytest
@@ -47,6 +47,9 @@ bench: $(VENV)/.parity
 tables: $(VENV)/.dev
 	$(BIN)/longspan bench tables
 
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
 # From nothing to a model that writes, in about three minutes on two cores: everything is in runs/demo afterwards.
 demo: $(VENV)/.train
 	$(BIN)/longspan train --config examples/demo.toml --out runs/demo \
@@ -69,6 +72,10 @@ $(VENV)/.train: $(VENV)/bin/python pyproject.toml
 
 $(VENV)/.parity: $(VENV)/.dev
 	$(BIN)/pip install --quiet --editable ".[parity]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(BIN)/pip install --quiet --editable ".[docs]"
 	touch $@
 
 # Without torch; typer and rich are for `longspan run`.
