@@ -31,9 +31,7 @@ def batch(size: int, length: int, generator: torch.Generator) -> tuple[torch.Ten
 def build_model() -> Classifier:
     """Linear attention reads the whole document in linear time; token shift lets a token see its neighbor."""
     attention = AttentionConfig(num_heads=4, mechanism="linear")
-    config = ModelConfig(
-        dim=64, depth=2, vocab_size=256, num_classes=CLASSES, attention=attention, token_shift=(0, 1)
-    )
+    config = ModelConfig(dim=64, depth=2, vocab_size=256, num_classes=CLASSES, attention=attention, token_shift=(0, 1))
     return Classifier(config)
 
 

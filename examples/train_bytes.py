@@ -31,7 +31,9 @@ def build_model() -> LanguageModel:
         {"mechanism": "local", "num_heads": 2, "window": 64},
         {"mechanism": "linear", "num_heads": 2, "feature_map": "softmax"},
     ]
-    attention = AttentionConfig(num_heads=4, mechanism={"mechanism": "split", "parts": parts}, rotary=("halves", "none"))
+    attention = AttentionConfig(
+        num_heads=4, mechanism={"mechanism": "split", "parts": parts}, rotary=("halves", "none")
+    )
     return LanguageModel(ModelConfig(dim=128, depth=2, causal=True, vocab_size=256, attention=attention))
 
 

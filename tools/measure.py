@@ -90,7 +90,9 @@ def training_step(package: Path) -> tuple[list[str], list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="the checkout to measure")
+    parser.add_argument(
+        "--root", type=Path, default=Path(__file__).resolve().parents[1], help="the checkout to measure"
+    )
     root: Path = parser.parse_args().root.resolve()
     package = root / "longspan"
     total = 0

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import longspan
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "longspan"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DOCUMENTS.remove(ROOT / "docs" / "mindspore.md")  # run by tests/mindspore, where there is MindSpore
 
@@ -79,9 +83,34 @@ def test_documents_run(path: Path) -> None:
 
 
 def test_documents_have_blocks() -> None:
-    assert len(python_blocks(ROOT / "README.md")) >= 3
-    assert len(python_blocks(ROOT / "CONTRIBUTING.md")) == 1
+    assert len(python_blocks(ROOT / "README.md")) == 2
+    assert len(python_blocks(ROOT / "docs" / "extending.md")) >= 3
 
 
 def test_the_public_surface_is_small() -> None:
     assert len(longspan.__all__) <= 25
+
+
+def test_the_package_root_is_small() -> None:
+    entries = {path.name for path in PACKAGE.iterdir()} - {"__init__.py", "__main__.py", "py.typed", "__pycache__"}
+    assert len(entries) <= 16, sorted(entries)
+
+
+def definitions(kinds: type | tuple[type, ...]) -> Iterator[tuple[Path, Any]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, kinds):
+                yield path.relative_to(PACKAGE), node
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """The older libraries' names in compat, and MindSpore's twins of them, are theirs."""
+    homes: dict[str, set[str]] = {}
+    for path, node in definitions(ast.ClassDef):
+        if path.parts[0] not in ("compat", "mindspore"):
+            homes.setdefault(node.name, set()).add(str(path))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 200
