@@ -2,7 +2,7 @@
 
     python examples/stream_from_state.py [--model FOLDER] [--prompt-tokens 20000]
 
-`FOLDER` is a checkpoint of `longspan train` or `longspan.save`; without one a small untrained model shows the mechanics.
+`FOLDER` is a checkpoint of `longspan train` or `longspan.save`. By default a small untrained model is used.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     python examples/swap_attention.py [--model FOLDER] [--window 128]
 
-`FOLDER` holds a Llama, Mistral, Qwen2 or GPT-2 model saved by transformers; without one the script builds a small Llama.
+`FOLDER` holds a Llama, Mistral, Qwen2 or GPT-2 model saved by transformers. By default a small Llama is built.
 A local window that covers the text leaves the logits unchanged, so the swap itself can be checked before training.
 """
 
