@@ -15,6 +15,7 @@ import io
 import sys
 import tokenize
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -68,7 +69,7 @@ def trace(function: Callable[[], Any], package: Path) -> list[str]:
 
 def changes_of_file(visited: list[str]) -> int:
     """Count how often a call enters another file than the call before it."""
-    return sum(a != b for a, b in zip(visited, visited[1:], strict=False))
+    return sum(a != b for a, b in pairwise(visited))
 
 
 def training_step(package: Path) -> tuple[list[str], list[str]]:
