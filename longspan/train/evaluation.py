@@ -6,7 +6,6 @@ import json
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -73,40 +72,21 @@ def evaluate_held_out(
     return found if bits is None or train.objective != "causal" else found | {"eval_bits_per_byte": bits}
 
 
-@dataclass(frozen=True)
-class PositionLosses:
-    """Losses by position in the context.
-
-    Args:
-        total: (context,), summed loss in nats.
-        count: (context,), number of targets.
-    """
-
-    total: NDArray[np.float64]
-    count: NDArray[np.int64]
-
-    @property
-    def mean(self) -> float:
-        """The mean loss over all positions."""
-        return float(self.total.sum() / max(1, self.count.sum()))
-
-    def buckets(self, store: TokenStore) -> list[Record]:
-        """Return the mean loss of positions 0, 1, 2–3, 4–7, …"""
-        found, start, end = [], 0, 1
-        while start < len(self.total):
-            count = int(self.count[start:end].sum())
-            if count:
-                loss = float(self.total[start:end].sum()) / count
-                last, bits = min(end, len(self.total)) - 1, store.bits_per_byte(loss)
-                found.append({"from": start, "to": last, "tokens": count, "loss": loss, "bits_per_byte": bits})
-            start, end = end, 2 * end
-        return found
-
-
 def losses_by_position(
     objective: Objective, store: TokenStore, shape: BatchShape, limit: int, device: torch.device
-) -> PositionLosses:
-    """Evaluate the training segments of a store, or about `limit` tokens of them, in windows of the context."""
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Evaluate the training segments of a store in windows of the context.
+
+    Args:
+        objective: The model.
+        store: The data.
+        shape: Sizes of a batch.
+        limit: Approximate number of tokens to evaluate.
+        device: Where the model is.
+
+    Returns:
+        The summed loss in nats and the number of targets at each position, both (context,).
+    """
     total, count = np.zeros(shape.context), np.zeros(shape.context, np.int64)
     objective.eval()
     with torch.no_grad():
@@ -116,7 +96,20 @@ def losses_by_position(
             position = _positions(batch)[counted].numpy()
             total += np.bincount(position, losses[counted].numpy(), shape.context)
             count += np.bincount(position, minlength=shape.context)
-    return PositionLosses(total, count)
+    return total, count
+
+
+def _buckets(total: NDArray[np.float64], count: NDArray[np.int64], store: TokenStore) -> list[Record]:
+    """Return the mean loss of positions 0, 1, 2–3, 4–7, …"""
+    found, start, end = [], 0, 1
+    while start < len(total):
+        tokens = int(count[start:end].sum())
+        if tokens:
+            loss = float(total[start:end].sum()) / tokens
+            last, bits = min(end, len(total)) - 1, store.bits_per_byte(loss)
+            found.append({"from": start, "to": last, "tokens": tokens, "loss": loss, "bits_per_byte": bits})
+        start, end = end, 2 * end
+    return found
 
 
 def _positions(batch: Batch) -> Tensor:
@@ -170,17 +163,18 @@ def evaluate_checkpoint(
             raise ValueError("the data is too small: no document has two tokens")
         context = min(context, store.train.longest - 1)
         shape = BatchShape(context, batch_size)
-        losses = losses_by_position(wrap_model(loaded, context), store, shape, max_tokens, where)
+        total, count = losses_by_position(wrap_model(loaded, context), store, shape, max_tokens, where)
+    loss = float(total.sum() / max(1, count.sum()))
     return {
         "model": str(model),
         "data": list(data),
         "sha256": store.metadata["sha256"],
         "context": context,
-        "tokens": int(losses.count.sum()),
-        "loss": losses.mean,
-        "perplexity": float(torch.tensor(losses.mean, dtype=torch.float64).exp()),
-        "bits_per_byte": store.bits_per_byte(losses.mean),
-        "positions": losses.buckets(store),
+        "tokens": int(count.sum()),
+        "loss": loss,
+        "perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()),
+        "bits_per_byte": store.bits_per_byte(loss),
+        "positions": _buckets(total, count, store),
     }
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from longspan.generation.session import fill_state, state_values
 from longspan.generation.tokenization import TOKENIZER
-from longspan.models.checkpoint import CONFIG, TENSORS, Model, load, replacing, settled, write
+from longspan.models.checkpoint import CONFIG, TENSORS, Model, replacing, settled, write
+from longspan.models.checkpoint import load as load_model
 from longspan.models.config import ModelConfig
 from longspan.models.residual import StackState
 from longspan.train.config import FREE, differences
@@ -26,7 +27,7 @@ from longspan.train.config import FREE, differences
 RUN, FOLDER, TRAINING = "run.json", "checkpoint", "training.pt"
 
 
-def save_checkpoint(run: Path, model: Model, training: dict[str, Any], tokenizer: Path | None) -> None:
+def save(run: Path, model: Model, training: dict[str, Any], tokenizer: Path | None) -> None:
     """Write a checkpoint. If this fails, the previous one remains."""
     with replacing(run / FOLDER, (TENSORS, CONFIG, TRAINING, TOKENIZER)) as partial:
         write(model, partial)
@@ -35,7 +36,7 @@ def save_checkpoint(run: Path, model: Model, training: dict[str, Any], tokenizer
             shutil.copyfile(tokenizer, partial / TOKENIZER)
 
 
-def load_checkpoint(run: Path) -> tuple[Model, dict[str, Any]] | None:
+def load(run: Path) -> tuple[Model, dict[str, Any]] | None:
     """Return the model and the training state of the last checkpoint; None if the run has none."""
     try:
         folder = settled((run / FOLDER).resolve())
@@ -47,7 +48,7 @@ def load_checkpoint(run: Path) -> tuple[Model, dict[str, Any]] | None:
         training["optimizer"] = training.pop("optimiser")
         settings = training["about"]["settings"]
         settings["model"] = json.loads(json.dumps(ModelConfig.from_dict(settings["model"]).to_dict()))
-    return load(run / FOLDER), training
+    return load_model(run / FOLDER), training
 
 
 def check_settings(run: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -97,7 +98,7 @@ def check_writable(run: Path, required: int) -> None:
         )
 
 
-def checkpoint_bytes(model: nn.Module) -> int:
+def size_in_bytes(model: nn.Module) -> int:
     """Return the approximate size of a checkpoint: the model and two AdamW moments."""
     return sum(x.numel() * x.element_size() for x in model.state_dict().values()) * 3
 

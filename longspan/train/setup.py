@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from longspan import __version__
-from longspan.mechanisms.performer import PerformerAttention
+from longspan.mechanisms.performer import random_feature_mechanisms
 from longspan.models.config import ModelConfig
 from longspan.train.config import Settings, TrainConfig, described
 from longspan.train.data.batches import (
@@ -36,11 +36,9 @@ class RedrawSchedule:
 
     def __init__(self, model: torch.nn.Module, seed: int) -> None:
         self.seed = seed
-        self.mechanisms: list[tuple[PerformerAttention, int]] = []
-        for module in model.modules():
-            if isinstance(module, PerformerAttention) and module.redraw_interval is not None:
-                self.mechanisms.append((module, module.redraw_interval))
-                module.redraw_interval = None
+        self.mechanisms = [(m, m.redraw_interval) for m in random_feature_mechanisms(model) if m.redraw_interval]
+        for mechanism, _ in self.mechanisms:
+            mechanism.redraw_interval = None
 
     def before_step(self, step: int, accumulate: int) -> bool:
         """Redraw the features that are due before a step (counted from 0); return whether there were any."""
@@ -133,11 +131,12 @@ def make_batches(train: TrainConfig, store: TokenStore, shape: BatchShape, packe
     return ShuffledBatches(store, shape, packed=packed, seed=train.seed)
 
 
-def make_optimizer(train: TrainConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.AdamW:
+def make_optimizer(train: TrainConfig, module: torch.nn.Module) -> torch.optim.AdamW:
     """Return fused AdamW with weight decay on matrices only."""
+    trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     betas = (train.betas[0], train.betas[1])
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=betas, fused=True)

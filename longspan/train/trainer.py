@@ -19,35 +19,13 @@ from longspan.generation.sampling import Sampling
 from longspan.generation.tokenization import TextCodec
 from longspan.models.residual import StackState
 from longspan.models.transformer import Classifier, LanguageModel
+from longspan.train import run_checkpoint, setup
 from longspan.train.config import Settings
 from longspan.train.data.batches import Batch, BatchShape, derive_seed
 from longspan.train.evaluation import evaluate_held_out
 from longspan.train.fsdp import gather_model, gather_optimizer, is_sharded, load_optimizer, register_methods
 from longspan.train.loggers import Logger, Record, mean, memory_used, truncate_records
 from longspan.train.objectives import build_objective, mask_tokens, wrap_model
-from longspan.train.run_checkpoint import (
-    RUN,
-    check_settings,
-    check_writable,
-    checkpoint_bytes,
-    load_checkpoint,
-    pack_state,
-    random_states,
-    save_checkpoint,
-    set_random_states,
-    unpack_state,
-)
-from longspan.train.setup import (
-    RedrawSchedule,
-    check_model,
-    is_compiled,
-    is_packed,
-    learning_rate,
-    make_batches,
-    make_optimizer,
-    open_data,
-    run_metadata,
-)
 from longspan.train.signals import SignalHandler, StoppedError, TrainingTimer, out_of_memory_message
 from longspan.utils import write_atomically
 
@@ -85,12 +63,12 @@ class Trainer:
         self.logger, self.accelerator, self.device = logger, accelerator, accelerator.device
         self.folder = Path(config.out)
         with accelerator.main_process_first():
-            self.store = open_data(config, self.folder / "data" if data_folder is None else data_folder, logger)
+            self.store = setup.open_data(config, self.folder / "data" if data_folder is None else data_folder, logger)
         processes, process = accelerator.num_processes, accelerator.process_index
         self.shape = BatchShape(config.context, config.batch_size, config.accumulate, processes, process)
-        packed = is_packed(config, self.store)
-        self.batches = make_batches(config, self.store, self.shape, packed)
-        self._build_model(settings, is_compiled(config, packed, self.device))
+        packed = setup.is_packed(config, self.store)
+        self.batches = setup.make_batches(config, self.store, self.shape, packed)
+        self._build_model(settings, setup.is_compiled(config, packed, self.device))
         self.step, self.tokens = 0, 0
         self.done, self.lr = 0.0, 0.0
         self.timer, self.signals = TrainingTimer(), SignalHandler()
@@ -107,22 +85,22 @@ class Trainer:
     def _build_model(self, settings: Settings, compiled: bool) -> None:
         config = self.config
         model_config = settings.complete(self.store.vocab_size, len(self.store.labels))
-        check_model(config, model_config)
-        self.metadata = run_metadata(settings, model_config, self.store, self.accelerator)
-        checkpoint = load_checkpoint(self.folder)
+        setup.check_model(config, model_config)
+        self.metadata = setup.run_metadata(settings, model_config, self.store, self.accelerator)
+        checkpoint = run_checkpoint.load(self.folder)
         torch.manual_seed(config.seed)
         self._saved: Record | None = None
         if checkpoint is None:
             self.objective = build_objective(config.objective, model_config, config.context)
         else:
             model, self._saved = checkpoint
-            check_settings(self.folder, self._saved["about"], self.metadata)
+            run_checkpoint.check_settings(self.folder, self._saved["about"], self.metadata)
             self.objective = wrap_model(model, config.context)
         self.metadata |= {"parameters": sum(p.numel() for p in self.objective.parameters()), "compiled": compiled}
-        self.redraws = RedrawSchedule(self.model, config.seed)
+        self.redraws = setup.RedrawSchedule(self.model, config.seed)
         self.sharded = is_sharded(self.accelerator)
-        parameters = [p for p in self.objective.parameters() if p.requires_grad]
-        self.wrapped, self.optimizer = self.accelerator.prepare(self.objective, make_optimizer(config, parameters))
+        optimizer = setup.make_optimizer(config, self.objective)
+        self.wrapped, self.optimizer = self.accelerator.prepare(self.objective, optimizer)
         if self.sharded:
             self.objective = self.wrapped
             register_methods(self.wrapped)
@@ -146,7 +124,7 @@ class Trainer:
             StoppedError: A signal, a diverging loss or a lack of memory ended the run.
             OSError: The folder of the run is not writable, or the disk is too full.
         """
-        check_writable(self.folder, 2 * checkpoint_bytes(self.model))
+        run_checkpoint.check_writable(self.folder, 2 * run_checkpoint.size_in_bytes(self.model))
         self._start()
         try:
             with self.signals.installed():
@@ -168,7 +146,7 @@ class Trainer:
             self._restore(self._saved)
         if self.accelerator.is_main_process:
             truncate_records(self.folder, self.step if self._saved is not None else -1)
-            write_atomically(self.folder / RUN, json.dumps(self.metadata, indent=1) + "\n")
+            write_atomically(self.folder / run_checkpoint.RUN, json.dumps(self.metadata, indent=1) + "\n")
         self.accelerator.wait_for_everyone()
 
     def _train(self) -> None:
@@ -216,7 +194,7 @@ class Trainer:
             total += loss.detach() * batch.num_targets
         if self.config.clip:
             self.accelerator.clip_grad_norm_(self.objective.parameters(), self.config.clip)
-        self.lr = learning_rate(self.config, self.step, self.done)
+        self.lr = setup.learning_rate(self.config, self.step, self.done)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr
         self.optimizer.step()
@@ -365,7 +343,7 @@ class Trainer:
     def _save(self) -> None:
         model = gather_model(self.objective) if self.sharded else self.model
         optimizer, scaler = self.optimizer.optimizer, self.accelerator.scaler
-        states = [None if state is None else pack_state(state) for state in self._states]
+        states = [None if state is None else run_checkpoint.pack_state(state) for state in self._states]
         # Runs of earlier versions are resumed, so these names are part of the file format.
         training: Record = {
             "about": self.metadata,
@@ -379,13 +357,13 @@ class Trainer:
             "optimizer": gather_optimizer(self.objective, optimizer) if self.sharded else optimizer.state_dict(),
             "sharded": self.sharded,
             "scaler": None if scaler is None else scaler.state_dict(),
-            "random": gather_object([random_states(self.device)]),
+            "random": gather_object([run_checkpoint.random_states(self.device)]),
             "carried": gather_object([states]),
             "score": self._score,
         }
         with self.timer.paused():
             if self.accelerator.is_main_process:
-                save_checkpoint(self.folder, model, training, self._tokenizer)
+                run_checkpoint.save(self.folder, model, training, self._tokenizer)
             self.accelerator.wait_for_everyone()
 
     def _restore(self, saved: Record) -> None:
@@ -404,7 +382,7 @@ class Trainer:
         if saved["scaler"] is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(saved["scaler"])
         if len(saved["random"]) == self.shape.processes:
-            set_random_states(saved["random"][self.shape.process], self.device)
+            run_checkpoint.set_random_states(saved["random"][self.shape.process], self.device)
         else:
             torch.manual_seed(derive_seed(self.config.seed, self.shape.process, self.step))
         if self.config.carry_state:
@@ -415,5 +393,5 @@ class Trainer:
                 )
             for micro, packed in enumerate(saved["carried"][self.shape.process]):
                 new = self._new_state(self.shape.batch_size)
-                self._states[micro] = None if packed is None else unpack_state(packed, new)
+                self._states[micro] = None if packed is None else run_checkpoint.unpack_state(packed, new)
         self.logger.info(f"resuming from step {self.step}")
