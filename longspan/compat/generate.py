@@ -54,7 +54,7 @@ class FilterSampler(Sampler):
     """Draws tokens as the older libraries do: filter, temperature, softmax, `torch.multinomial`.
 
     Args:
-        start: (B, T) prompts.
+        start: (B, T) prompts, or a single one (T,).
         filter_logits_fn: Called with logits (B, V) and thres=filter_thres.
         filter_thres: The filter's threshold.
         temperature: 0 takes the likeliest token.
@@ -71,6 +71,7 @@ class FilterSampler(Sampler):
         repetition_penalty: float = 1.0,
         repetition_penalty_ctx: int = 0,
     ) -> None:
+        start = start if start.ndim == 2 else start[None]
         super().__init__(start[:, -repetition_penalty_ctx:] if repetition_penalty != 1 else start[:, :0])
         self._filter, self._thres, self._temperature = filter_logits_fn, filter_thres, temperature
         self._penalty, self._window = repetition_penalty, repetition_penalty_ctx
@@ -87,48 +88,80 @@ class FilterSampler(Sampler):
         return torch.multinomial(scores.softmax(-1), 1)[:, 0]
 
 
+@torch.no_grad()
 def generate(
     net: nn.Module,
     start_tokens: Tensor,
     seq_len: int,
+    sampler: Sampler,
     *,
     max_length: int,
     recompute: Recompute,
     model: LanguageModel | None = None,
     mask: Tensor | None = None,
     eos_token: int | None = None,
-    temperature: float = 1.0,
-    filter_logits_fn: Filter = top_k,
-    filter_thres: float = 0.9,
-    repetition_penalty: float = 1.0,
-    repetition_penalty_ctx: int = 0,
     **context: Any,
 ) -> Tensor:
-    """Generate up to seq_len tokens after start_tokens (T,) or (B, T), with net in eval mode.
+    """Generate up to seq_len tokens after padded prompts.
 
-    See `FilterSampler` and `decode` for the arguments.
+    Args:
+        net: The module to put into eval mode.
+        start_tokens: (B, T) prompts, or a single one (T,).
+        seq_len: The largest number of tokens to generate.
+        sampler: Chooses the tokens.
+        max_length: The largest number of tokens that the model takes at once.
+        recompute: Returns logits for tokens and a mask.
+        model: Decodes from a state, at a constant cost per token, while there are at most max_length tokens. Beyond
+            that, or without a model, each token is computed from the last max_length tokens by `recompute`.
+        mask: The shape of start_tokens, True for real tokens; each row one contiguous span.
+        eos_token: Generation ends when every row chooses this token in the same step.
+        **context: For `LanguageModel.new_state`.
+
+    Returns:
+        (B, ≤ seq_len) tokens, or (≤ seq_len,) for a single prompt.
     """
     start = start_tokens if start_tokens.ndim == 2 else start_tokens[None]
-    sampler = FilterSampler(
-        start, filter_logits_fn, filter_thres, temperature, repetition_penalty, repetition_penalty_ctx
-    )
-    training = net.training
+    B, T = start.shape
+    tokens = torch.cat([start, start.new_zeros(B, seq_len)], 1)
+    real = torch.ones_like(tokens, dtype=torch.bool)
+    if mask is not None:
+        real[:, :T] = mask.reshape(start.shape)
+    streamed = 0 if model is None else max(0, min(seq_len, max_length + 1 - T))
+
+    def steps() -> Generator[Tensor, None, None]:
+        """Yield the next token of each row; the caller writes it to `tokens`."""
+        token = start.new_zeros(B)
+        if model is not None and streamed:
+            state = model.new_state(B, max_length=min(max_length, T + seq_len), **context)
+            logits, state = read_prompt(model, state, start, real[:, :T])
+            loop = DecodeLoop(model, state, logits, sampler)
+            with loop.single_thread():
+                for _ in range(streamed):
+                    yield loop.step()
+            token = loop.token
+        for t in range(T + streamed, T + seq_len):
+            if t == max(T, max_length + 1):
+                warnings.warn(
+                    f"generation has passed max_seq_len ({max_length}): each token now recomputes the last "
+                    f"{max_length}, as in the original; a larger max_seq_len decodes at a constant cost per token",
+                    stacklevel=5,
+                )
+            window, visible = _close_gaps(*(x[:, max(0, t - max_length) : t] for x in (tokens, real)))
+            sampler.sample(_last(recompute(window, visible), visible), token, append=t > T)
+            yield token
+
+    training, end = net.training, T
     net.eval()
     try:
-        out = decode(
-            start,
-            seq_len,
-            sampler,
-            window=max_length,
-            mask=None if mask is None else mask.reshape(start.shape),
-            stop=eos_token,
-            model=model,
-            recompute=recompute,
-            **context,
-        )
+        with closing(steps()) as chosen:  # restores the number of threads
+            for token in chosen:
+                tokens[:, end] = token
+                end += 1
+                if eos_token is not None and bool((token == eos_token).all()):
+                    break
     finally:
         net.train(training)
-    return out if start_tokens.ndim == 2 else out[0]
+    return tokens[:, T:end] if start_tokens.ndim == 2 else tokens[0, T:end]
 
 
 def shift_labels(labels: Tensor, mask: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
@@ -147,73 +180,6 @@ def shift_labels(labels: Tensor, mask: Tensor | None, ignore_index: int) -> tupl
     mask = mask.bool()
     used = mask[:, 1:] & mask[:, :-1] if mask.shape[1] > labels.shape[1] else mask
     return labels.masked_fill(~used, ignore_index), mask[:, : labels.shape[1]]
-
-
-@torch.no_grad()
-def decode(
-    start: Tensor,
-    number: int,
-    sampler: Sampler,
-    *,
-    window: int,
-    mask: Tensor | None = None,
-    stop: int | None = None,
-    model: LanguageModel | None = None,
-    recompute: Recompute,
-    **context: Any,
-) -> Tensor:
-    """Generate up to `number` tokens after padded prompts.
-
-    Args:
-        start: (B, T) prompts.
-        number: The most tokens to generate.
-        sampler: Chooses the tokens.
-        window: The most tokens that the model takes at once.
-        mask: (B, T), True for real tokens; each row one contiguous span.
-        stop: Generation ends when every row chooses this token in the same step.
-        model: Decodes from a state, at a constant cost per token, while there are at most `window` tokens. Beyond that,
-            or without a model, each token is computed from the last `window` tokens by `recompute`.
-        recompute: Returns logits for tokens and a mask.
-        **context: For `LanguageModel.new_state`.
-
-    Returns:
-        (B, ≤ number) tokens.
-    """
-    B, T = start.shape
-    tokens = torch.cat([start, start.new_zeros(B, number)], 1)
-    seen = torch.ones_like(tokens, dtype=torch.bool)
-    if mask is not None:
-        seen[:, :T] = mask
-    streamed = 0 if model is None else max(0, min(number, window + 1 - T))
-
-    def steps() -> Generator[Tensor, None, None]:
-        """Yield the next token of each row; each is written to `tokens` before the next is asked for."""
-        token = start.new_zeros(B)
-        if model is not None and streamed:
-            state = model.new_state(B, max_length=min(window, T + number), **context)
-            logits, state = read_prompt(model, state, start, seen[:, :T])
-            loop = DecodeLoop(model, state, logits, sampler)
-            with loop.single_thread():
-                for _ in range(streamed):
-                    yield loop.step()
-            token = loop.token
-        for t in range(T + streamed, T + number):
-            if t == max(T, window + 1):
-                warnings.warn(
-                    f"generation has passed max_seq_len ({window}): each token now recomputes the last {window}, as in "
-                    "the original; a larger max_seq_len decodes at a constant cost per token",
-                    stacklevel=6,
-                )
-            held, real = _close_gaps(*(x[:, max(0, t - window) : t] for x in (tokens, seen)))
-            sampler.sample(_last(recompute(held, real), real), token, append=t > T)
-            yield token
-
-    with closing(steps()) as chosen:  # restores the number of threads
-        for t, token in enumerate(chosen, T):
-            tokens[:, t] = token
-            if stop is not None and bool((token == stop).all()):
-                return tokens[:, T : t + 1]
-    return tokens[:, T:]
 
 
 def _close_gaps(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

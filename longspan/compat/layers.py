@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from longspan.compat.state_dict import CompatModule, KeyMapping, rename_layer
-from longspan.models.config import Activation, FeedForwardConfig
+from longspan.models.config import FeedForwardConfig
 from longspan.models.layers import FeedForward as _FeedForward
 
 M = TypeVar("M", bound=nn.Module)
-_ACTIVATIONS: dict[type[nn.Module], Activation] = {
-    nn.GELU: "gelu",
-    nn.ReLU: "relu",
-    nn.SiLU: "silu",
-    nn.Tanh: "tanh",
-    nn.Sigmoid: "sigmoid",
-    nn.Identity: "identity",
+_ACTIVATIONS: dict[Any, Any] = {
+    module: module.__name__.lower() for module in (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity)
 }
 
 

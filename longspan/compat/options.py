@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, field, fields, make_dataclass
 from inspect import Parameter, Signature
 from typing import Any, TypeVar
 
@@ -58,3 +58,27 @@ def init_from(
         return __init__
 
     return decorate
+
+
+def encoder_decoder_options(
+    options: type[Any], shared: Collection[str], omitted: Collection[str] = (), base: type[Any] = object
+) -> type[Any]:
+    """Make a dataclass with the fields of `options` twice, with the prefixes enc_ and dec_.
+
+    Args:
+        options: The options of an encoder or decoder.
+        shared: Fields that encoder and decoder share, without a prefix.
+        omitted: Fields to leave out.
+        base: A dataclass with further fields.
+    """
+    new = []
+    for f in fields(options):
+        if f.name not in omitted and not f.name.startswith("_"):
+            prefixes = ("",) if f.name in shared else ("enc_", "dec_")
+            new += [(prefix + f.name, f.type, field(default=f.default)) for prefix in prefixes]
+    return make_dataclass(f"EncoderDecoder{options.__name__}", new, bases=(base,), frozen=True, kw_only=True)
+
+
+def without_prefix(options: Any, prefix: str) -> dict[str, Any]:
+    """Return the fields of options that start with a prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in vars(options).items() if name.startswith(prefix)}

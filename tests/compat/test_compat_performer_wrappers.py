@@ -225,7 +225,7 @@ def test_arguments_of_both_sides(theirs):
     seq2seq(theirs, heads=3)  # swallowed there
     with pytest.raises(ValueError, match="enc_causal must be False"):
         seq2seq(ours, enc_causal=True)
-    with pytest.raises(TypeError, match="PerformerEncDec needs enc_heads"):
+    with pytest.raises(TypeError, match="missing a required argument: 'enc_heads'"):
         ours.PerformerEncDec(18, **{name: value for name, value in SIDES.items() if name != "enc_heads"})
     with pytest.raises(TypeError, match="dec_msk"):
         seq2seq(ours)(prompt(), prompt(), dec_msk=None)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from longspan.compat.generate import Filter, generate, shift_labels, top_k, top_p
+from longspan.compat.generate import Filter, FilterSampler, generate, shift_labels, top_k, top_p
 from longspan.compat.linear_attention_transformer.autopadder import Autopadder
 from longspan.compat.linear_attention_transformer.linear_attention_transformer import LinearAttentionTransformerLM
 
@@ -60,14 +60,12 @@ class AutoregressiveWrapper(nn.Module):
             self.net,
             start_tokens,
             seq_len,
+            FilterSampler(start_tokens, filter_logits_fn, filter_thres, temperature),
             max_length=self.max_seq_len,
             model=net.model if net.options.causal else None,
             recompute=lambda tokens, mask: self.net(tokens, input_mask=mask, **cross),
             mask=input_mask,
             eos_token=eos_token,
-            temperature=temperature,
-            filter_logits_fn=filter_logits_fn,
-            filter_thres=filter_thres,
             **cross,
         )
 

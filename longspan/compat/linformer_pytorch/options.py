@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from longspan.compat.options import encoder_decoder_options, without_prefix
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.models.config import AttentionConfig, Execution, FeedForwardConfig, LegacyConfig, ModelConfig
 from longspan.models.layers import Attention
@@ -199,24 +200,18 @@ class LanguageModelOptions(ModelOptions):
         )
 
 
-def _encoder_decoder_fields() -> Iterable[tuple[str, Any, Any]]:
-    shared = ("activation", "checkpoint_level")
-    fixed = ("decoder_mode", "causal", "dropout_tokens", "return_emb", "_constant_rank")
-    for f in fields(LanguageModelOptions):
-        if f.name not in fixed:
-            for prefix in ("",) if f.name in shared else ("enc_", "dec_"):
-                yield prefix + f.name, f.type, field(default=f.default)
-
-
-EncoderDecoderOptions = make_dataclass("EncoderDecoderOptions", _encoder_decoder_fields(), frozen=True, kw_only=True)
+EncoderDecoderOptions = encoder_decoder_options(
+    LanguageModelOptions,
+    shared=("activation", "checkpoint_level"),
+    omitted=("decoder_mode", "causal", "dropout_tokens", "return_emb"),
+)
 
 
 def options_with_prefix(options: Any, prefix: str) -> LanguageModelOptions:
     """Return the options of the encoder ("enc_") or the decoder ("dec_") of a LinformerEncDec."""
-    arguments = {name.removeprefix(prefix): value for name, value in vars(options).items() if name.startswith(prefix)}
     decoder = prefix == "dec_"
     return LanguageModelOptions(
-        **arguments,
+        **without_prefix(options, prefix),
         activation=options.activation,
         checkpoint_level=options.checkpoint_level,
         decoder_mode=decoder,

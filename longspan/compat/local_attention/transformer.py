@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.compat.generate import generate, shift_labels, top_k
+from longspan.compat.generate import FilterSampler, generate, shift_labels, top_k
 from longspan.compat.layers import as_bool, with_children
 from longspan.compat.local_attention.keys import (
     HYPER_CONNECTION_KEYS,
@@ -240,12 +240,11 @@ class LocalTransformer(CompatModule):
             self,
             prime,
             seq_len,
+            FilterSampler(prime, top_k, filter_thres, temperature),
             max_length=self.max_seq_len,
             model=self.model if use_kv_cache and self._supports_cache else None,
             recompute=lambda tokens, mask: self(tokens, mask=None if bool(mask.all()) else mask),
             mask=mask,
-            temperature=temperature,
-            filter_thres=filter_thres,
         )
 
     def forward(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from longspan.compat.generate import Filter, generate, repetition_penalty_fn, top_k, top_p
+from longspan.compat.generate import Filter, FilterSampler, generate, repetition_penalty_fn, top_k, top_p
 from longspan.compat.performer_pytorch.performer_pytorch import PerformerLM
 from longspan.ops.loss import IGNORE_INDEX
 
@@ -62,20 +62,19 @@ class AutoregressiveWrapper(nn.Module):
         if kwargs and performer is not None:
             raise TypeError(f"generate of a PerformerLM has no argument {', '.join(kwargs)}")
         cross: dict[str, Any] = {} if context is None else {"context": context, "context_mask": context_mask}
+        sampler = FilterSampler(
+            start_tokens, filter_logits_fn, filter_thres, temperature, repetition_penalty, repetition_penalty_ctx
+        )
         return generate(
             self.net,
             start_tokens,
             seq_len,
+            sampler,
             max_length=self.max_seq_len,
             model=performer.model if performer is not None and performer.options.causal else None,
             recompute=lambda tokens, mask: self.net(tokens, mask=mask, **cross, **kwargs),
             mask=mask,
             eos_token=eos_token,
-            temperature=temperature,
-            filter_logits_fn=filter_logits_fn,
-            filter_thres=filter_thres,
-            repetition_penalty=repetition_penalty,
-            repetition_penalty_ctx=repetition_penalty_ctx,
             **cross,
         )
 

@@ -98,6 +98,39 @@ class _AttentionLayer(CompatModule):
         initialize(self.model)
         self.unused = unused_tensors(self.model, options.num_features(options.head_dim))
 
+    def forward(
+        self,
+        x: Tensor,
+        pos_emb: Tensor | None = None,
+        context: Tensor | None = None,
+        mask: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to x, or to a context in CrossAttention.
+
+        Args:
+            x: (B, T, dim).
+            pos_emb: The output of FixedPositionalEmbedding(dim_head, …), for rotary positions of self-attention.
+            context: (B, S, dim), for CrossAttention only.
+            mask: (B, T), True for tokens to attend to.
+            context_mask: (B, S), True for tokens of the context to attend to; for self-attention an alias of mask.
+        """
+        for mechanism in performers(self.model):
+            mechanism.count_forward()
+        mask, context_mask = as_bool(mask), as_bool(context_mask)
+        if self.cross:
+            if context is None:
+                raise ValueError("cross-attention needs a context: pass context=, of shape (B, S, dim)")
+            if pos_emb is not None:
+                warnings.warn("pos_emb has no effect: cross-attention is not rotated, as in the original", stacklevel=2)
+            return self.model(x, key_mask=mask, context=context, context_mask=context_mask)
+        if context is not None:
+            raise ValueError("self-attention takes no context: use CrossAttention")
+        if mask is not None and context_mask is not None:
+            raise ValueError("mask and context_mask both mask tokens of x: pass one of them")
+        model = self.model if pos_emb is None else _rotate_layer(self.model, pos_emb, x)
+        return model(x, key_mask=context_mask if mask is None else mask)
+
     def key_mappings(self) -> Iterator[KeyMapping]:
         yield from attention_keys(self.model, "attention_0.")
         names = [name for name, module in self.model.named_modules() if isinstance(module, PerformerAttention)]
@@ -109,55 +142,11 @@ class _AttentionLayer(CompatModule):
 class SelfAttention(_AttentionLayer):
     """Self-attention with projections, (B, T, dim) -> (B, T, dim)."""
 
-    def forward(
-        self,
-        x: Tensor,
-        pos_emb: Tensor | None = None,
-        context: Tensor | None = None,
-        mask: Tensor | None = None,
-        context_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Attend to x.
-
-        Args:
-            x: (B, T, dim).
-            pos_emb: The output of FixedPositionalEmbedding(dim_head, …), for rotary positions.
-            context: Not supported; use CrossAttention.
-            mask: (B, T), True for tokens to attend to.
-            context_mask: An alias of mask.
-        """
-        if context is not None:
-            raise ValueError("self-attention takes no context: use CrossAttention")
-        if mask is not None and context_mask is not None:
-            raise ValueError("mask and context_mask both mask tokens of x: pass one of them")
-        mask = as_bool(context_mask if mask is None else mask)
-        for mechanism in performers(self.model):
-            mechanism.count_forward()
-        model = self.model if pos_emb is None else _rotate_layer(self.model, pos_emb, x)
-        return model(x, key_mask=mask)
-
 
 class CrossAttention(_AttentionLayer):
     """Attention of x (B, T, dim) to a context (B, S, dim), with projections: -> (B, T, dim)."""
 
     cross = True
-
-    def forward(
-        self,
-        x: Tensor,
-        pos_emb: Tensor | None = None,
-        context: Tensor | None = None,
-        mask: Tensor | None = None,
-        context_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Attend to a context. mask (B, T) and context_mask (B, S) are True for tokens to use."""
-        if context is None:
-            raise ValueError("cross-attention needs a context: pass context=, of shape (B, S, dim)")
-        if pos_emb is not None:
-            warnings.warn("pos_emb has no effect: cross-attention is not rotated, as in the original", stacklevel=2)
-        for mechanism in performers(self.model):
-            mechanism.count_forward()
-        return self.model(x, key_mask=as_bool(mask), context=context, context_mask=as_bool(context_mask))
 
 
 class FixedPositionalEmbedding(nn.Module):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from longspan.compat.options import encoder_decoder_options
 from longspan.mechanisms.feature_maps import ACTIVATIONS
 from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig, Positions, RotaryStyle
 from longspan.utils import choose
@@ -21,24 +21,10 @@ Kernel = str | Callable[[Tensor], Tensor]
 RELU = nn.ReLU()
 EPSILON = 1e-4  # added to FAVOR+ features by the original, whose checkpoints were trained with it
 PHANTOM = 1e-6  # added by the original's causal attention to sums of key features, before division by √M
-_KERNEL_MODULES: dict[type[nn.Module], str] = {
-    nn.ReLU: "relu",
-    nn.ELU: "elu",
-    nn.GELU: "gelu",
-    nn.SiLU: "silu",
-    nn.Sigmoid: "sigmoid",
-    nn.Softplus: "softplus",
+_KERNEL_MODULES: dict[Any, str] = {
+    module: module.__name__.lower() for module in (nn.ReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Softplus)
 }
-_KERNEL_FUNCTIONS: dict[Any, str] = {
-    F.relu: "relu",
-    torch.relu: "relu",
-    F.elu: "elu",
-    F.gelu: "gelu",
-    F.silu: "silu",
-    torch.sigmoid: "sigmoid",
-    F.softplus: "softplus",
-    torch.exp: "exp",
-}
+_KERNEL_FUNCTIONS: dict[Any, str] = {**{function: name for name, function in ACTIVATIONS.items()}, torch.relu: "relu"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +252,33 @@ class PerformerLMOptions(PerformerOptions):
     @property
     def axial_shape(self) -> tuple[int, ...]:
         return tuple(self.axial_position_shape or (math.ceil(self.max_seq_len / 64), 64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderDecoderBase:
+    """Arguments of PerformerEncDec except those of its PerformerLMs. tie_token_embed: an alias of tie_token_embeds."""
+
+    ignore_index: int = 0
+    pad_value: int = 0
+    tie_token_embeds: bool = False
+    tie_token_embed: bool = False
+    enc_causal: bool = False
+    enc_cross_attend: bool = False
+    dec_causal: bool = True
+    dec_cross_attend: bool = True
+
+    def __post_init__(self) -> None:
+        for f in fields(EncoderDecoderBase):
+            if f.name.startswith(("enc_", "dec_")) and getattr(self, f.name) != f.default:
+                raise ValueError(
+                    f"{f.name} must be {f.default}: the encoder is bidirectional, the decoder is causal and attends to "
+                    "the encoder"
+                )
+
+
+EncoderDecoderOptions = encoder_decoder_options(
+    PerformerLMOptions, shared=("dim", "no_projection"), omitted=("causal", "cross_attend"), base=EncoderDecoderBase
+)
 
 
 def redraw_interval(feature_redraw_interval: int | None) -> int | None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from longspan.compat.options import init_from, without_prefix
 from longspan.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper
 from longspan.compat.performer_pytorch.keys import initialize, language_model_keys, unused_tensors, upgrade_key
-from longspan.compat.performer_pytorch.options import PerformerLMOptions
+from longspan.compat.performer_pytorch.options import EncoderDecoderOptions, PerformerLMOptions
 from longspan.compat.performer_pytorch.performer_pytorch import (
     PerformerLM,
     ignored_axial_positions,
@@ -19,8 +19,6 @@ from longspan.compat.performer_pytorch.performer_pytorch import (
 )
 from longspan.compat.state_dict import CompatModule, KeyMapping, rename_layer
 from longspan.models.transformer import EncoderDecoder, LanguageModel
-
-_PREFIXES = ("enc_", "dec_")
 
 
 class PerformerEncDec(CompatModule):
@@ -31,36 +29,25 @@ class PerformerEncDec(CompatModule):
 
     model: EncoderDecoder
 
-    def __init__(
-        self,
-        dim: int,
-        ignore_index: int = 0,
-        pad_value: int = 0,
-        tie_token_embeds: bool = False,
-        no_projection: bool = False,
-        tie_token_embed: bool = False,
-        **kwargs: Any,
-    ) -> None:
+    @init_from(EncoderDecoderOptions, "dim ignore_index pad_value tie_token_embeds no_projection")
+    def __init__(self, options: Any) -> None:
         super().__init__()
-        self.ignore_index, self.pad_value = ignore_index, pad_value
-        encoder, decoder = _split_prefixes("PerformerEncDec", kwargs)
-        for prefix, arguments in zip(_PREFIXES, (encoder, decoder), strict=True):
-            _check_arguments(prefix, arguments)
-        shared: dict[str, Any] = {"dim": dim, "no_projection": no_projection}
+        self.ignore_index, self.pad_value = options.ignore_index, options.pad_value
+        shared = {"dim": options.dim, "no_projection": options.no_projection}
         self.options = (
-            PerformerLMOptions(**encoder, **shared),
-            PerformerLMOptions(**{**decoder, "causal": True, "cross_attend": True}, **shared),
+            PerformerLMOptions(**without_prefix(options, "enc_"), **shared),
+            PerformerLMOptions(**without_prefix(options, "dec_"), **shared),
         )
-        configs = [options.config() for options in self.options]
-        tie = tie_token_embeds or tie_token_embed
-        self.model = EncoderDecoder(*configs, pad_token=pad_value, tie_embeddings=tie)
+        tie = options.tie_token_embeds or options.tie_token_embed
+        encoder, decoder = (part.config() for part in self.options)
+        self.model = EncoderDecoder(encoder, decoder, pad_token=options.pad_value, tie_embeddings=tie)
         initialize(self.model)
         self.unused = nn.Module()
-        for name, options, part in zip(("enc", "dec"), self.options, self._parts, strict=True):
-            self.unused.add_module(name, unused_tensors(part, options.num_features(options.head_dim)))
+        for name, own, part in zip(("enc", "dec"), self.options, self._parts, strict=True):
+            self.unused.add_module(name, unused_tensors(part, own.num_features(own.head_dim)))
         # The original saves an output layer of the encoder that it never uses.
         if not self.options[0].tied:
-            self.unused.add_module("to_out", nn.Linear(dim, self.options[0].num_tokens))
+            self.unused.add_module("to_out", nn.Linear(options.dim, self.options[0].num_tokens))
 
     @property
     def enc(self) -> PerformerLM:
@@ -83,9 +70,8 @@ class PerformerEncDec(CompatModule):
             seq_len: The largest number of new tokens.
             **kwargs: enc_mask, the mask of seq_in, and arguments of `dec.generate`.
         """
-        prefixed = {name: value for name, value in kwargs.items() if name.startswith(_PREFIXES)}
-        encoder, decoder = _split_prefixes("generate", prefixed)
-        decoder |= {name: value for name, value in kwargs.items() if name not in prefixed}
+        encoder = {name.removeprefix("enc_"): value for name, value in kwargs.items() if name.startswith("enc_")}
+        decoder = {name.removeprefix("dec_"): value for name, value in kwargs.items() if not name.startswith("enc_")}
         decoder.setdefault("context_mask", encoder.get("mask"))
         was_training = self.training
         self.eval()
@@ -127,38 +113,3 @@ class PerformerEncDec(CompatModule):
     @property
     def _parts(self) -> tuple[LanguageModel, LanguageModel]:
         return self.model.encoder, self.model.decoder
-
-
-def _split_prefixes(function: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of the encoder and those of the decoder, without prefixes."""
-    unknown = [name for name in arguments if not name.startswith(_PREFIXES)]
-    if unknown:
-        raise TypeError(
-            f"{function} has no argument {', '.join(unknown)}; prefix arguments of the encoder with enc_ and those of "
-            "the decoder with dec_"
-        )
-    encoder, decoder = (
-        {name.removeprefix(prefix): value for name, value in arguments.items() if name.startswith(prefix)}
-        for prefix in _PREFIXES
-    )
-    return encoder, decoder
-
-
-def _check_arguments(prefix: str, arguments: Mapping[str, Any]) -> None:
-    known = {field.name for field in fields(PerformerLMOptions)}
-    unknown = [prefix + name for name in arguments if name not in known]
-    if unknown:
-        raise TypeError(
-            f"PerformerEncDec has no argument {', '.join(unknown)}; PerformerLM has {', '.join(sorted(known))}"
-        )
-    shared = [name for name in ("dim", "no_projection") if name in arguments]
-    if shared:
-        raise TypeError(f"{prefix}{shared[0]} is not an argument: encoder and decoder share {shared[0]}")
-    decoder = prefix == "dec_"
-    for name in ("causal", "cross_attend"):
-        if arguments.get(name, decoder) != decoder:
-            part = "decoder is causal and attends to the encoder" if decoder else "encoder is bidirectional"
-            raise ValueError(f"{prefix}{name} must be {decoder}: the {part}")
-    missing = [prefix + name for name in ("num_tokens", "max_seq_len", "depth", "heads") if name not in arguments]
-    if missing:
-        raise TypeError(f"PerformerEncDec needs {', '.join(missing)}")
