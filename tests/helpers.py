@@ -13,10 +13,14 @@ from torch import Tensor, nn
 
 import longspan
 from longspan import FeatureMap, Mechanism, Packing, Projection, build_mechanism
+from longspan.testing import compare
 
 # Distinct primes: a swapped dimension cannot go unnoticed.
 B, T, S, H, D, E = 2, 17, 19, 3, 5, 7
-EXACT = 1e-9
+
+
+assert_same, gradients = compare.assert_same, compare.gradients
+check_gradients_by_name, lengths_to_mask = compare.assert_same_gradients, compare.padding_mask
 
 
 class SquaredFeatures(FeatureMap):
@@ -253,11 +257,6 @@ def each_case(cases: Sequence[Case] | None = None) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", all_cases() if cases is None else cases, ids=str)
 
 
-def assert_same(got: Tensor, expected: Tensor, what: str = "output") -> None:
-    """Equal to 1e-9, relative to the larger of 1 and the largest value; NaN equals nothing."""
-    torch.testing.assert_close(got, expected, atol=EXACT, rtol=EXACT, msg=lambda text: f"{what}: {text}")
-
-
 def assert_close_to_truth(fast: Tensor, plain_same_dtype: Tensor, truth64: Tensor) -> None:
     """`fast` is no further from the truth than twice what plain PyTorch in the same dtype is, plus one ulp of the
     largest value.
@@ -275,38 +274,13 @@ def leaves(mechanism: nn.Module, **tensors: Tensor) -> dict[str, Tensor]:
     return {**tensors, **dict(mechanism.named_parameters())}
 
 
-def gradients(out: Tensor, of: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of a fixed random combination of `out`; zero where there is no path."""
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(out.dtype)
-    if not out.requires_grad:
-        return {name: torch.zeros_like(x) for name, x in of.items()}
-    found = torch.autograd.grad((out * weight).sum(), list(of.values()), allow_unused=True, retain_graph=True)
-    return {
-        name: torch.zeros_like(x) if grad is None else grad for (name, x), grad in zip(of.items(), found, strict=True)
-    }
-
-
-def check_gradients_by_name(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Every gradient equals its namesake to 1e-9; all that do not are named at once."""
-    assert got.keys() == expected.keys()
-    wrong = []
-    for name, want in expected.items():
-        scale = max(1.0, want.abs().max().item()) if want.numel() else 1.0
-        difference = (got[name] - want).abs().max().item() if want.numel() else 0.0
-        if not difference <= EXACT * scale:
-            wrong.append(f"{name}: differs by {difference:.3g} (largest value {scale:.3g})")
-    assert not wrong, "gradients differ: " + "; ".join(wrong)
-
-
 def require_gradients(*xs: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.detach().requires_grad_() for x in xs)
 
 
-def lengths_to_mask(lengths: Sequence[int], size: int, side: str = "right") -> Tensor:
-    """(B, size): rows of so many tokens, padded on one side."""
-    slot = torch.arange(size)
-    number = torch.tensor(lengths)[:, None]
-    return slot < number if side == "right" else slot >= size - number
+def poisoned(mask: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
+    """NaN in hidden slots."""
+    return require_gradients(*(x.detach().masked_fill(~mask[:, :, None, None], float("nan")) for x in xs))
 
 
 def pack(rows: Sequence[Sequence[Tensor]]) -> tuple[tuple[Tensor, ...], Packing]:
