@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from longspan.generation.sampling import Sampler
-from longspan.models.layers import Attention
-from longspan.models.residual import ResidualBranch, StackState
+from longspan.models.residual import StackState
 from longspan.models.transformer import LanguageModel
-from longspan.protocol import Mechanism, State
 
 # Multiplications plus state elements of a step. Below this, threads on a CPU cost more than they save.
 _SMALL = 1 << 23
@@ -58,28 +56,20 @@ class DecodeLoop:
     def __init__(self, model: LanguageModel, state: StackState, logits: Tensor, sampler: Sampler) -> None:
         self._model, self._sampler = model, sampler
         device, stack = logits.device, model.transformer.stack
-        # `extend` covers what `decode_step` does not: axial folding and autocast.
+        # `extend` covers what `decode_step` does not: axial folding, states that start later, autocast.
         self._in_place = stack.supports_decode and state.start is None and not torch.is_autocast_enabled(device.type)
         self._capturing = self._in_place and device.type == "cuda"
         self._small = _is_small(model, state)
         with self.single_thread():
             self._state: StackState = state.clone()
             if self._in_place:
-                dtype = next(model.parameters()).dtype
-                shared = stack.share_length(self._state)
-                self._state = self._map(shared, lambda mechanism, inner: mechanism.decode_state(inner, dtype))
+                self._state = stack.decode_state(self._state, next(model.parameters()).dtype)
         self._logits = logits.clone()
         self.token = torch.zeros(len(logits), dtype=torch.int64, device=device)
         self._pending, self._steps = False, 0  # pending: `token` is not in the state yet
         self._graph: torch.cuda.CUDAGraph | None = None
         self._snapshot: _Snapshot | None = None
-        self._mechanisms = [
-            (place, branch.layer.mechanism)
-            for place, branch in enumerate(stack.branches)
-            if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention)
-        ]
-        self._limits = _limits(model)
-        self._prompt_length = int(state.length.max()) if self._limits else 0
+        self._stack, self._prompt_length = stack, int(state.end.max())
 
     @contextmanager
     def single_thread(self) -> Iterator[None]:
@@ -131,8 +121,7 @@ class DecodeLoop:
                 self._advance()
                 self._sampler.append(self.token)
                 self._pending = False
-            state = self._map(self._state.clone(), lambda mechanism, inner: mechanism.finish_decode(inner))
-            return state, self._logits.clone()
+            return self._stack.finish_decode(self._state.clone()), self._logits.clone()
 
     def snapshot(self) -> None:
         """Remember this point for `rollback`, at the cost of one copy of the state. Replaces the last snapshot."""
@@ -194,7 +183,7 @@ class DecodeLoop:
                 x.copy_(new[name])
         else:
             clone = saved.state.clone()
-            self._state = self._model.transformer.stack.share_length(clone) if self._in_place else clone
+            self._state = self._stack.share_length(clone) if self._in_place else clone
         self._logits.copy_(saved.logits)
         self.token.copy_(saved.token)
 
@@ -224,20 +213,10 @@ class DecodeLoop:
 
     def _check(self) -> None:
         """Raise at the end of a table of positions, or if the model's random features were redrawn."""
-        for check in self._limits:
-            check(self._prompt_length + self._steps)
-        if self._in_place:
-            for place, mechanism in self._mechanisms:
-                mechanism.check_state(self._state.branches[place].inner[0], len(self._logits))
-
-    def _map(self, state: StackState, change: Callable[[Mechanism, State], State]) -> StackState:
-        """Apply a function to the state of every self-attention mechanism."""
-        branches = []
-        for branch, held in zip(self._model.transformer.stack.branches, state.branches, strict=True):
-            if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention) and not branch.layer.cross:
-                held = replace(held, inner=tuple(change(branch.layer.mechanism, inner) for inner in held.inner))
-            branches.append(held)
-        return replace(state, branches=tuple(branches))
+        length = self._prompt_length + self._steps
+        if self._model.positions is not None:
+            self._model.positions.check(length)
+        self._stack.check_decode(self._state, length)
 
     def _addresses(self) -> dict[str, int]:
         return {name: x.data_ptr() for name, x in self._state.tensors().items()}
@@ -247,15 +226,3 @@ def _is_small(model: LanguageModel, state: StackState) -> bool:
     products = sum(x.weight.numel() for x in model.modules() if isinstance(x, nn.Linear))
     elements = sum(x.numel() for x in state.tensors().values())
     return state.length.device.type == "cpu" and len(state.length) * products + elements <= _SMALL
-
-
-def _limits(model: LanguageModel) -> list[Callable[[int], None]]:
-    """Return checks that refuse a number of tokens: tables of positions, and projections over a fixed length."""
-    found: list[Callable[[int], None]] = []
-    if model.positions is not None and model.positions.reach is not None:
-        found.append(model.positions.check)
-    for branch in model.transformer.stack.branches:
-        if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention) and not branch.layer.cross:
-            # With axial folding a table covers stride times as many tokens.
-            found += [branch.layer.mechanism.check_length] if branch.stride == 1 else []
-    return found

@@ -110,8 +110,6 @@ class SwappedAttention(nn.Module):
             )
         if not self.mechanism.supports_causal:
             raise ValueError(f"a decoder needs causal attention, which {spec!r} does not support")
-        if getattr(self.mechanism, "num_gates", 0):
-            raise ValueError(f"{spec!r} needs gates, and a pretrained decoder has no weights for them")
         scale = getattr(self.mechanism, "scale", None)
         if abs(old.scaling - old.head_dim**-0.5) > 1e-9 and scale != old.scaling:
             raise ValueError(f"this model scales its scores by {old.scaling}: give the mechanism scale={old.scaling}")

@@ -26,7 +26,7 @@ from longspan.models.layers import NORMS, Attention, CenteredNorm, FeedForward, 
 from longspan.models.positions import with_rotary
 from longspan.models.reversible import run_reversible
 from longspan.ops.decode import RotaryCache
-from longspan.protocol import Index, State
+from longspan.protocol import Index, Mechanism, State
 from longspan.utils import choose
 
 S = TypeVar("S", bound=State)
@@ -419,6 +419,33 @@ class Stack(nn.Module):
             if not held.cross:
                 held = replace(held, inner=tuple(_with_length(inner, state.length) for inner in held.inner))
             branches.append(replace(held, length=state.length))
+        return replace(state, branches=tuple(branches))
+
+    def decode_state(self, state: StackState, dtype: torch.dtype) -> StackState:
+        """Return the state in the layout of `decode_step`; see `Mechanism.decode_state`."""
+        return self._map_mechanisms(self.share_length(state), lambda m, inner: m.decode_state(inner, dtype))
+
+    def finish_decode(self, state: StackState) -> StackState:
+        """Return a state of `decode_state` in the ordinary layout."""
+        return self._map_mechanisms(state, lambda m, inner: m.finish_decode(inner))
+
+    def check_decode(self, state: StackState, length: int) -> None:
+        """Raise ValueError unless the state can be extended to `length` tokens."""
+        for branch, held in zip(self._branches(), state.branches, strict=True):
+            if isinstance(branch.layer, Attention):
+                mechanism = branch.layer.mechanism
+                mechanism.check_state(held.inner[0], len(state.length) * held.stride)
+                # With axial folding a table covers stride times as many tokens.
+                if not held.cross and held.stride == 1:
+                    mechanism.check_length(length)
+
+    def _map_mechanisms(self, state: StackState, change: Callable[[Mechanism, State], State]) -> StackState:
+        """Apply a function to the state of every self-attention mechanism."""
+        branches = []
+        for branch, held in zip(self._branches(), state.branches, strict=True):
+            if isinstance(branch.layer, Attention) and not held.cross:
+                held = replace(held, inner=tuple(change(branch.layer.mechanism, inner) for inner in held.inner))
+            branches.append(held)
         return replace(state, branches=tuple(branches))
 
     @property

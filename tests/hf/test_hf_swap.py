@@ -122,7 +122,7 @@ def test_what_cannot_be_swapped_is_said(tmp_path):
     with pytest.raises(ValueError, match=r"unknown mechanism 'liner'; .* \(did you mean 'linear'\?\)"):
         swap_attention(built("llama"), "liner")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LinearAttention, "num_gates", 1, raising=False)
+        patch.setattr(LinearAttention, "num_gates", 1)
         with pytest.raises(ValueError, match="'linear' needs gates"):
             swap_attention(built("llama"), "linear")
     sliding = MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=8))
