@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from longspan.layout import Packing, PaddedSpan, check_key_mask, check_packing, length_buckets, repack, zero_fill
 from longspan.ops.decode import CosSin, apply_rotary, copy_out
-from longspan.ops.linear.torch_chunk import over
+from longspan.ops.linear.torch import safe_divide
 
 S = TypeVar("S", bound="State")
 Index = Tensor | Sequence[int] | slice
@@ -189,7 +189,7 @@ class FeatureMap(nn.Module, ABC):
             f = f * (scale - scale.amax(1, keepdim=True)).exp()[..., None]
         if visible is not None:
             f = f.masked_fill(~visible[:, :, None, None], 0)
-        return over(f, f.sum(1, keepdim=True))
+        return safe_divide(f, f.sum(1, keepdim=True))
 
 
 class AttentionLayer(Protocol):

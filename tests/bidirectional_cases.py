@@ -1,4 +1,4 @@
-"""Cases for the Triton kernels of bidirectional linear attention, and their comparison with the plain path."""
+"""Cases for the Triton kernels of bidirectional linear attention, and their comparison with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from longspan.layout import Packing
 from longspan.mechanisms.feature_maps import Favor
 from longspan.mechanisms.linear import LinearAttention
-from longspan.ops.common import dispatch
+from longspan.ops.linear import BidirectionalInputs, BidirectionalProblem, _kernels
 
 NAMES = ["out", "d_q", "d_k", "d_v"]
 
@@ -41,9 +41,9 @@ class Case:
     exact: bool = False
 
     def __str__(self) -> str:
-        plain = Case()
-        changed = {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
-        return "-".join(f"{name}={value}" for name, value in changed.items()) or "plain"
+        default = Case()
+        changed = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+        return "-".join(f"{name}={value}" for name, value in changed.items()) or "default"
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def mechanism(case: Case, given: Given) -> LinearAttention:
     )
 
 
-def by_plain(case: Case, given: Given, dtype: torch.dtype) -> list[Tensor]:
-    """out and gradients of the plain path, on the CPU, with inputs in this dtype."""
+def by_torch(case: Case, given: Given, dtype: torch.dtype) -> list[Tensor]:
+    """out and gradients of eager PyTorch, on the CPU, with inputs in this dtype."""
 
     def there(packing: Packing | None) -> Packing | None:
         return None if packing is None else Packing(packing.offsets.cpu(), packing.max_length)
@@ -114,20 +114,19 @@ def by_plain(case: Case, given: Given, dtype: torch.dtype) -> list[Tensor]:
 
 
 def by_kernels(case: Case, given: Given) -> list[Tensor]:
-    kernels = dispatch.bidirectional_kernels()
     offsets = [None if packing is None else packing.offsets for packing in (given.packing, given.key_packing)]
-    tensors = given.q, given.k, given.v, given.weight, given.key_mask, *offsets
-    results = kernels.forward(*tensors, case.feature_map, case.normalize)
-    grads = kernels.backward(given.d_out, *results[1:], *tensors, case.feature_map, case.normalize)
-    return [results[0], *grads]
+    x = BidirectionalInputs(given.q, given.k, given.v, given.weight, given.key_mask, *offsets)
+    problem = BidirectionalProblem(case.feature_map, case.normalize)
+    out, saved = _kernels("bidirectional").forward(x, problem)
+    return [out, *_kernels("bidirectional").backward(given.d_out, saved, x, problem)]
 
 
 def check(case: Case, given: Given, dtype: torch.dtype) -> None:
-    """No further from the float64 truth than twice the plain path in the same dtype, plus an ulp of the largest."""
-    truth = by_plain(case, given, torch.float64)
-    plain = by_plain(case, given, dtype)
+    """No further from the float64 truth than twice eager PyTorch in the same dtype, plus an ulp of the largest."""
+    truth = by_torch(case, given, torch.float64)
+    eager = by_torch(case, given, dtype)
     found = by_kernels(case, given)
-    for name, exact, near, ours in zip(NAMES, truth, plain, found, strict=True):
+    for name, exact, near, ours in zip(NAMES, truth, eager, found, strict=True):
         assert ours.shape == exact.shape, name
         assert ours.dtype == near.dtype, name
         near, ours = near.double(), ours.cpu().double()

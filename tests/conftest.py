@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from longspan.ops.linear import torch_chunk as chunks
+from longspan.ops.linear import torch as chunks
 
 
 def pytest_configure() -> None:

@@ -1,4 +1,4 @@
-"""Cases for the Triton kernels of causal linear attention, and their comparison with the plain path."""
+"""Cases for the Triton kernels of causal linear attention, and their comparison with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.ops.common import dispatch
-from longspan.ops.linear import FLOOR, _causal_linear, _causal_linear_backward
+from longspan.ops.linear import FLOOR, LinearInputs, LinearProblem, _CausalLinear, _kernels, triton_algorithm
 
 NAMES = ["out", "den", "kv", "shift", "d_q", "d_k", "d_v", "d_start"]
 
@@ -34,9 +33,9 @@ class Case:
     jump: float = 0.0  # How much larger the later half of the keys is, or their log scales.
 
     def __str__(self) -> str:
-        plain = Case()
-        changed = {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
-        return "-".join(f"{name}={value}" for name, value in changed.items()) or "plain"
+        default = Case()
+        changed = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+        return "-".join(f"{name}={value}" for name, value in changed.items()) or "default"
 
 
 Arguments = tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]
@@ -69,8 +68,8 @@ def arguments(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     return d_out, d_kv, (q, k, v, weight, scale, lengths, kv.to(device), shift.to(device))
 
 
-def by_plain(case: Case, given: Arguments, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """All results of the plain path, on the CPU, with inputs in this dtype."""
+def by_torch(case: Case, given: Arguments, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """All results of eager PyTorch on the CPU, with inputs in this dtype."""
     sums = torch.float64 if dtype == torch.float64 else torch.float32
 
     def to(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -78,40 +77,56 @@ def by_plain(case: Case, given: Arguments, dtype: torch.dtype) -> tuple[Tensor, 
 
     d_out, d_kv, tensors = given
     tensors = tuple(to(x, dtype if i < 3 else sums) for i, x in enumerate(tensors))
-    last = case.feature_map, case.normalize, 1
-    out, den, after, shift, *starts = _causal_linear(*tensors, *last)
-    d = _causal_linear_backward(to(d_out, dtype), to(d_kv, sums), out, den, *starts, *tensors, *last)
+    problem = LinearProblem(case.feature_map, case.normalize, 1, True, "torch")
+    out, after, shift, den, *starts = _CausalLinear.traced(*tensors, *problem)
+    d = _CausalLinear.traced_backward(to(d_out, dtype), to(d_kv, sums), out, den, *starts, *tensors, *problem)
     return out, den, after, shift, *d
 
 
-def by_kernels(case: Case, given: Arguments) -> tuple[Tensor, ...]:
-    kernels = dispatch.linear_kernels()
+def kernel_problem(case: Case, tensors: tuple[Tensor | None, ...], *, final: bool = True) -> LinearProblem:
+    """The options of a case, with the kernels that take it."""
+    algorithm = triton_algorithm(LinearInputs(*tensors), case.feature_map, case.normalize)
+    return LinearProblem(case.feature_map, case.normalize, 1, final, algorithm)
+
+
+def forward(case: Case, tensors: tuple[Tensor | None, ...], *, final: bool = True) -> tuple[Tensor | None, ...]:
+    """out, the sums and shift after it, den, and what is saved for backward, by the kernels."""
+    problem = kernel_problem(case, tensors, final=final)
+    return _kernels(problem.algorithm).forward(LinearInputs(*tensors), problem)
+
+
+def backward(case: Case, given: Arguments, out: Tensor, den: Tensor, saved: Tensor | None) -> tuple[Tensor, ...]:
+    """The gradients by the kernels."""
     d_out, d_kv, tensors = given
-    last = case.feature_map, case.normalize
-    results, kept = kernels.forward(*tensors, *last)
-    return *results, *kernels.backward(d_out, d_kv, *results[:2], *tensors, *last, kept)
+    problem = kernel_problem(case, tensors)
+    return _kernels(problem.algorithm).backward(d_out, d_kv, out, den, saved, LinearInputs(*tensors), problem)
+
+
+def by_kernels(case: Case, given: Arguments) -> tuple[Tensor, ...]:
+    out, kv, shift, den, saved = forward(case, given[2])
+    return out, den, kv, shift, *backward(case, given, out, den, saved)
 
 
 def check(case: Case, given: Arguments, dtype: torch.dtype) -> None:
-    """No further from the float64 truth than twice the plain path in the same dtype, plus an ulp of the largest value.
+    """No further from the float64 truth than twice eager PyTorch in the same dtype, plus an ulp of the largest value.
 
     Sums are compared at the truth's scale, and an ulp is one of the inputs' dtype, whose products they are.
     """
-    truth = by_plain(case, given, torch.float64)
-    plain = by_plain(case, given, dtype)
+    truth = by_torch(case, given, torch.float64)
+    eager = by_torch(case, given, dtype)
     found = by_kernels(case, given)
-    for name, exact, near, ours in zip(NAMES, truth, plain, found, strict=True):
+    for name, exact, near, ours in zip(NAMES, truth, eager, found, strict=True):
         assert ours.shape == exact.shape, name
         assert ours.dtype == near.dtype, name
         own_scale = case.feature_map in ("softmax", "favor") and dtype == torch.bfloat16
         if not exact.numel() or (name == "den" and own_scale):
-            continue  # There the kernels' normalizers have a scale of their own, which cancels.
+            continue  # The kernels' normalizers have another scale, which cancels.
         near, ours = near.double(), ours.cpu().double()
         if name == "shift":
             torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
             continue
         if name == "kv":
-            near, ours = (_at(truth[3], x, shift) for x, shift in ((near, plain[3]), (ours, found[3])))
+            near, ours = (_at(truth[3], x, shift) for x, shift in ((near, eager[3]), (ours, found[3])))
         ulp = exact.abs().max().item() * torch.finfo(dtype).eps
         allowed = 2 * (near - exact).abs().max().item() + ulp
         error = (ours - exact).abs().max().item()

@@ -1,4 +1,4 @@
-"""What each case of `helpers` must return, by the quadratic definitions of `ops.reference`."""
+"""What each case of `helpers` must return, by the quadratic definitions of `ops.*.reference`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from longspan import FeatureMap, Mechanism
 from longspan.mechanisms.feature_maps import ACTIVATIONS
-from longspan.ops import reference
 from longspan.ops.compressed import reference as linformer_reference
+from longspan.ops.linear import reference
 from longspan.ops.window import reference as window_reference
 
 
@@ -25,7 +25,7 @@ def truth(
     causal: bool = False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """What `mechanism`, built from `case`, must return, by `ops.reference`; differentiable in its parameters too.
+    """What `mechanism`, built from `case`, must return, by `ops.*.reference`; differentiable in its parameters too.
 
     Hidden slots must be finite here. A causal key_mask is one run for each row.
     """

@@ -15,17 +15,18 @@ from longspan.mechanisms.write_buffer import LATE_SUMS, PendingFeatures, waiting
 from longspan.ops.common import dispatch
 from longspan.ops.decode import CosSin, linear_decode_step, why_not_triton
 from longspan.ops.linear import (
+    FLOOR,
     Sums,
     accumulate,
     attend_prefixes,
     attend_sums,
+    bidirectional_linear,
     causal_linear,
     causal_linear_out,
     no_sums,
     sum_dtype,
+    why_not_triton_bidirectional,
 )
-from longspan.ops.linear.bidirectional import bidirectional_linear
-from longspan.ops.linear.torch_chunk import FLOOR
 from longspan.ops.shift import shift_left, shift_right
 from longspan.protocol import FeatureMap, Mechanism, State
 from longspan.utils import choose
@@ -207,7 +208,7 @@ class LinearAttention(Mechanism):
         phi = self.feature_map
         if not isinstance(phi, FusedMap):
             return False
-        return dispatch.why_not_triton_bidirectional(q, k, v, phi.weight, phi.epsilon) is None
+        return why_not_triton_bidirectional(q, k, v, phi.weight, phi.kind, phi.epsilon) is None
 
     def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, **layout: Tensor | None) -> Tensor:
         phi = self.feature_map

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from longspan import Mechanism, build_mechanism
-from longspan.ops.linear import torch_chunk as chunks
+from longspan.ops.linear import torch as chunks
 
 HEADS, D, E, N = 3, 8, 11, 1024
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import NAMES, Case, arguments, by_kernels, check
+from kernel_cases import NAMES, Case, arguments, by_kernels, check, forward, kernel_problem
 
-from longspan.ops.common import dispatch
-from longspan.ops.linear import causal_linear, causal_linear_out
+from longspan.ops.linear import LinearInputs, causal_linear, causal_linear_out, choose_algorithm
 from longspan.ops.linear.feature_maps import orthogonal_rows
 
 pytestmark = [
@@ -67,12 +66,11 @@ def test_the_same_bits_twice(dim: int) -> None:
 def test_the_future_does_not_move_the_past() -> None:
     case = Case(T=517, D=64, E=64, feature_map="softmax")
     _, _, (q, k, v, *rest) = arguments(case, torch.bfloat16, "cuda")
-    kernels = dispatch.linear_kernels()
-    before = kernels.forward(q, k, v, *rest, "softmax", True)[0][0]
+    before = forward(case, (q, k, v, *rest))[0]
     k, v = k.clone(), v.clone()
     k[:, 300:] += 30
     v[:, 300:] = 0
-    after = kernels.forward(q, k, v, *rest, "softmax", True)[0][0]
+    after = forward(case, (q, k, v, *rest))[0]
     torch.testing.assert_close(after[:, :300], before[:, :300], rtol=1e-2, atol=1e-2)
 
 
@@ -80,7 +78,7 @@ def test_ones_come_back() -> None:
     for feature_map in ("elu", "relu", "softmax"):
         case = replace(Case(T=517, D=64, E=64, size=10, state=False), feature_map=feature_map)
         _, _, (q, k, v, *rest) = arguments(case, torch.float32, "cuda")
-        out = dispatch.linear_kernels().forward(q, k, torch.ones_like(v), *rest, feature_map, True)[0][0]
+        out = forward(case, (q, k, torch.ones_like(v), *rest))[0]
         torch.testing.assert_close(out, torch.ones_like(out), rtol=1e-5, atol=1e-5)
 
 
@@ -98,7 +96,7 @@ def test_offsets_beyond_32_bits() -> None:
 
 def test_the_op_takes_the_kernels() -> None:
     q, k, v = (torch.randn(2, 130, 3, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    assert dispatch.why_not_triton(q, k, v, None, None, None, "elu", 1) is None
+    assert choose_algorithm(LinearInputs(q, k, v, *[None] * 5), "elu", True, 1) == "fused_chunk"
     out, _ = causal_linear(q, k, v, feature_map="elu")
     out.float().square().sum().backward()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
@@ -111,7 +109,10 @@ def test_gradients_are_taken_once(dtype: torch.dtype, direct: bool) -> None:
     if direct:
         out = causal_linear(q, k, v, feature_map="elu")[0]
     else:
-        out = torch.ops.longspan.causal_linear(q, k, v, None, None, None, None, None, "elu", True, 1)[0]
+        algorithm = choose_algorithm(LinearInputs(q, k, v, *[None] * 5), "elu", True, 1)
+        out = torch.ops.longspan.causal_linear(q, k, v, None, None, None, None, None, "elu", True, 1, True, algorithm)[
+            0
+        ]
     (d_q,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=r"gradients of gradients .* longspan\.ops\.\*\.reference"):
         (d_q.square().sum() + q.sum()).backward()
@@ -142,22 +143,23 @@ def test_opcheck(state: bool) -> None:
     if not state:
         rest[3:] = [None, None]
     given = [x.requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.longspan.causal_linear.default, (*given, *rest, "softmax", True, 1))
+    problem = kernel_problem(case, (q, k, v, *rest))
+    torch.library.opcheck(torch.ops.longspan.causal_linear.default, (*given, *rest, *problem))
 
 
 @pytest.mark.parametrize("feature_map", ["softmax", "favor", "identity"])
-def test_the_result_alone(feature_map: str) -> None:
+def test_out_without_a_state(feature_map: str) -> None:
     """Called twice, because from the second time on kernels are given addresses."""
     x = [torch.randn(2, 517, 3, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     weight = orthogonal_rows(100, 64, unit=False).cuda() if feature_map == "favor" else None
     how = {"feature_map": feature_map, "weight": weight, "normalize": feature_map != "identity"}
-    whole = causal_linear(*x, **how)[0]
-    d = torch.randn_like(whole)
-    grads = torch.autograd.grad(whole, x, d)
+    expected = causal_linear(*x, **how)[0]
+    d = torch.randn_like(expected)
+    grads = torch.autograd.grad(expected, x, d)
     for _ in range(2):
         out = causal_linear_out(*x, **how)
-        assert torch.equal(out, whole)
-        assert torch.equal(causal_linear_out(*(t.detach() for t in x), **how), whole)
+        assert torch.equal(out, expected)
+        assert torch.equal(causal_linear_out(*(t.detach() for t in x), **how), expected)
         for ours, theirs in zip(torch.autograd.grad(out, x, d), grads, strict=True):
             assert torch.equal(ours, theirs)
 

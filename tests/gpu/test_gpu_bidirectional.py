@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bidirectional_cases import NAMES, Case, arguments, by_kernels, by_plain, check, mechanism
+from bidirectional_cases import NAMES, Case, arguments, by_kernels, by_torch, check, mechanism
 
 from longspan import Packing, build_mechanism
-from longspan.ops.common import dispatch
-from longspan.ops.linear.bidirectional import bidirectional_linear
+from longspan.mechanisms import linear as mechanisms
+from longspan.ops import linear
+from longspan.ops.linear import bidirectional_linear
 from longspan.protocol import Mechanism
 
 pytestmark = [
@@ -110,13 +111,13 @@ def test_mechanisms_take_the_kernels(name: str, how: str, monkeypatch: pytest.Mo
     x = [t.requires_grad_() for t in x]
     attend.cuda()
     called = []
-    real = dispatch.bidirectional_kernels
-    monkeypatch.setattr(dispatch, "bidirectional_kernels", lambda: called.append(1) or real())
+    real = linear._kernels
+    monkeypatch.setattr(linear, "_kernels", lambda name: called.append(name) or real(name))
     d_out = torch.randn(1, 130, 4, 16, device="cuda")
     out = attend(*x, **where)
     ours = [out, *torch.autograd.grad(out, x, d_out)]
-    assert called
-    monkeypatch.setattr(dispatch, "why_not_triton_bidirectional", lambda *_: "not now")
+    assert set(called) == {"bidirectional"}
+    monkeypatch.setattr(mechanisms, "why_not_triton_bidirectional", lambda *_: "not now")
     out = attend(*x, **where)
     for fast, plain in zip(ours, [out, *torch.autograd.grad(out, x, d_out)], strict=True):
         torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5)
@@ -125,9 +126,9 @@ def test_mechanisms_take_the_kernels(name: str, how: str, monkeypatch: pytest.Mo
 def test_autocast_and_fallbacks() -> None:
     case = Case(D=16, E=16, feature_map="elu")
     given = arguments(case, torch.float64, "cuda")
-    assert "float64" in str(dispatch.why_not_triton_bidirectional(given.q, given.k, given.v, None))
+    assert "float64" in str(linear.why_not_triton_bidirectional(given.q, given.k, given.v, None, "elu"))
     out = mechanism(case, given).cuda()(given.q, given.k, given.v)
-    torch.testing.assert_close(out.cpu(), by_plain(case, given, torch.float64)[0])
+    torch.testing.assert_close(out.cpu(), by_torch(case, given, torch.float64)[0])
 
 
 @pytest.mark.parametrize("direct", [False, True])

@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import NAMES, Arguments, Case, arguments, by_kernels, check
+from kernel_cases import NAMES, Arguments, Case, arguments, by_kernels, check, forward, kernel_problem
 
-from longspan.ops.common import dispatch
-from longspan.ops.linear import causal_linear
+from longspan.ops.linear import LinearInputs, causal_linear, choose_algorithm
 from longspan.ops.linear.feature_maps import orthogonal_rows
-from longspan.ops.linear.triton import favor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,9 +40,7 @@ def given(case: Case, *, exact: bool = True) -> Arguments:
     assert weight is not None
     if exact:
         weight = weight.to(torch.bfloat16).float()
-    assert tensors[0] is not None
-    assert tensors[2] is not None
-    assert favor.takes(tensors[0], tensors[2], "favor", True)
+    assert kernel_problem(case, tensors).algorithm == "favor"
     return d_out, d_kv, (*tensors[:3], weight, *tensors[4:])
 
 
@@ -62,8 +58,8 @@ def test_the_second_product_counts() -> None:
     case = replace(FAVOR, state=False)
     _, _, (q, k, v, weight, *rest) = given(case, exact=False)
     assert weight is not None
-    whole, cut = (favor.forward(q, k, v, w, *rest[1:])[0][1] for w in (weight, weight.bfloat16().float()))
-    assert not torch.equal(whole, cut)
+    exact, rounded = (forward(case, (q, k, v, w, *rest))[3] for w in (weight, weight.bfloat16().float()))
+    assert not torch.equal(exact, rounded)
 
 
 @pytest.mark.parametrize("size", [10.0, 50.0])
@@ -83,14 +79,13 @@ def test_the_same_bits_twice() -> None:
 @pytest.mark.parametrize("change", [0.5, 5.0, 100.0])
 def test_the_future_moves_no_bit(change: float) -> None:
     case = replace(FAVOR, T=1031)
-    _, _, (q, k, v, weight, _, *rest) = given(case)
-    assert weight is not None
-    before = favor.forward(q, k, v, weight, *rest)[0][:2]
+    _, _, (q, k, v, *rest) = given(case)
+    before = forward(case, (q, k, v, *rest))
     for cut in (300, 320, 1000):
         later = torch.arange(case.T, device="cuda")[:, None, None] >= cut
-        results, _ = favor.forward(q, torch.where(later, k * change, k), torch.where(later, -v, v), weight, *rest)
-        for x, y in zip(before, results[:2], strict=True):
-            assert torch.equal(x[:, :cut], y[:, :cut])
+        after = forward(case, (q, torch.where(later, k * change, k), torch.where(later, -v, v), *rest))
+        for i in (0, 3):
+            assert torch.equal(before[i][:, :cut], after[i][:, :cut])
 
 
 def test_the_future_has_no_gradient_from_the_past() -> None:
@@ -107,12 +102,12 @@ def test_ones_come_back() -> None:
     torch.testing.assert_close(out, torch.ones_like(out), rtol=2**-7, atol=0)
 
 
-def test_pieces_are_the_whole() -> None:
+def test_two_calls_with_a_state_are_one() -> None:
     _, _, (q, k, v, weight, *_) = given(replace(FAVOR, T=700, state=False))
-    whole, end = causal_linear(q, k, v, feature_map="favor", weight=weight)
+    expected, end = causal_linear(q, k, v, feature_map="favor", weight=weight)
     first, sums = causal_linear(q[:, :333], k[:, :333], v[:, :333], feature_map="favor", weight=weight)
     second, sums = causal_linear(q[:, 333:], k[:, 333:], v[:, 333:], feature_map="favor", weight=weight, sums=sums)
-    torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(torch.cat([first, second], 1), expected, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(sums.kv, end.kv, rtol=1e-2, atol=1e-2 * end.kv.abs().max().item())
     torch.testing.assert_close(sums.shift, end.shift)
 
@@ -154,19 +149,16 @@ def test_opcheck(state: bool) -> None:
     _, _, (q, k, v, *rest) = given(Case(T=130, D=16, E=16, feature_map="favor", num_features=19))
     if not state:
         rest[3:] = [None, None]
+    problem = kernel_problem(FAVOR, (q, k, v, *rest))
     x = [t.requires_grad_() for t in (q, k, v)]
-    torch.library.opcheck(torch.ops.longspan.causal_linear.default, (*x, *rest, "favor", True, 1))
+    torch.library.opcheck(torch.ops.longspan.causal_linear.default, (*x, *rest, *problem))
 
 
-def test_what_else_goes_to_the_other_kernels() -> None:
-    q = torch.empty(1, 5, 2, 64, dtype=torch.bfloat16)
-    wide = torch.empty(1, 5, 2, 129, dtype=torch.bfloat16)
-    assert favor.takes(q, q, "favor", True)
-    assert not favor.takes(q.float(), q.float(), "favor", True)
-    assert not favor.takes(q, q, "favor", False)
-    assert not favor.takes(q, q, "softmax", True)
-    assert not favor.takes(q, wide, "favor", True)
-    assert not favor.takes(wide, q, "favor", True)
+def test_other_shapes_run_on_the_chunk_kernels() -> None:
     case = replace(FAVOR, D=16, E=130, T=130, num_features=19)
-    check(case, arguments(case, torch.bfloat16, "cuda"), torch.bfloat16)
-    assert dispatch.why_not_triton(q.cuda(), q.cuda(), q.cuda(), None, None, None, "favor", 1) is None
+    given = arguments(case, torch.bfloat16, "cuda")
+    assert kernel_problem(case, given[2]).algorithm == "chunk"
+    check(case, given, torch.bfloat16)
+    q = torch.zeros(1, 5, 2, 64, dtype=torch.bfloat16, device="cuda")
+    inputs = LinearInputs(q, q, q, torch.zeros(16, 64, device="cuda"), *[None] * 4)
+    assert choose_algorithm(inputs, "favor", True, 1) == "favor"

@@ -1,14 +1,17 @@
-"""The Triton kernels under Triton's interpreter, on the CPU, against the plain path."""
+"""The Triton kernels of causal linear attention under Triton's interpreter, against eager PyTorch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from interpreter import bfloat16, inside, run_under_the_interpreter  # noqa: F401
-from kernel_cases import Case, arguments, by_kernels, check
+from kernel_cases import Case, arguments, backward, by_kernels, check, forward, kernel_problem
 
+from longspan.ops import linear
 from longspan.ops import window as window_op
 from longspan.ops.common import dispatch
+from longspan.ops.linear import LinearInputs
+from longspan.ops.linear.triton import FEATURE_MAPS
 
 CASES = [
     Case(),
@@ -65,18 +68,15 @@ def test_gradients_of_queries_do_not_depend_on_luck(T: int, jump: float, seed: i
 
 @inside
 @pytest.mark.usefixtures("bfloat16")
-def test_sums_kept_for_the_backward_pass_are_those_it_would_make() -> None:
+def test_backward_uses_the_saved_sums_and_leaves_them() -> None:
     case = Case(T=200, B=1, H=2, Hkv=1, feature_map="softmax")
-    d_out, d_kv, tensors = arguments(case, torch.bfloat16, "cpu")
-    kernels = dispatch.linear_kernels()
-    (out, den, *_), kept = kernels.forward(*tensors, "softmax", True)
-    assert kept is not None
-    given = d_out, d_kv, out, den, *tensors, "softmax", True
-    again, eager_untraced = kernels.backward(*given), kernels.backward(*given, kept)
-    kept.zero_()
-    wrong = kernels.backward(*given, kept)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, eager_untraced, strict=True))
-    assert not torch.equal(wrong[0], again[0])
+    given = arguments(case, torch.bfloat16, "cpu")
+    out, _, _, den, saved = forward(case, given[2])
+    before = saved.clone()
+    first, second = backward(case, given, out, den, saved), backward(case, given, out, den, saved)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+    torch.testing.assert_close(saved, before, rtol=0, atol=0, equal_nan=True)
+    assert not torch.equal(backward(case, given, out, den, saved.zero_())[0], first[0])
 
 
 @inside
@@ -91,15 +91,48 @@ def test_sums_kept_for_the_backward_pass_are_those_it_would_make() -> None:
     ],
     ids=str,
 )
-def test_sums_that_nobody_asks_for(case: Case) -> None:
+def test_without_a_final_state(case: Case) -> None:
     _, _, tensors = arguments(case, torch.bfloat16, "cpu")
-    given = *tensors[:6], None, None, case.feature_map, case.normalize
-    kernels = dispatch.linear_kernels()
-    (out, den, *ends), _ = kernels.forward(*given, ends=False)
-    whole, _ = kernels.forward(*given)
-    assert ends == [None, None]
-    assert torch.equal(out, whole[0])
-    assert torch.equal(den, whole[1])
+    tensors = *tensors[:6], None, None
+    out, kv, shift, den, _ = forward(case, tensors, final=False)
+    with_state = forward(case, tensors)
+    assert kv is None
+    assert shift is None
+    assert torch.equal(out, with_state[0])
+    assert torch.equal(den, with_state[3])
+
+
+@inside
+@pytest.mark.parametrize("algorithm", ["fused_chunk", "chunk", "favor"])
+def test_an_unknown_feature_map_is_refused(algorithm: str) -> None:
+    case = Case(num_features=19 if algorithm == "favor" else None)
+    _, _, tensors = arguments(case, torch.bfloat16, "cpu")
+    problem = kernel_problem(case, tensors)._replace(feature_map="squared", algorithm=algorithm)
+    with pytest.raises(ValueError, match=r"one of identity, elu, relu, softmax, favor .* got 'squared': use eager"):
+        linear._kernels(algorithm).forward(LinearInputs(*tensors), problem)
+
+
+@inside
+def test_an_unknown_feature_map_does_not_compile() -> None:
+    import triton
+    from triton import language as tl
+
+    from longspan.ops.common.feature_maps import pointwise_features, pointwise_gradient
+
+    @triton.jit
+    def kernel(p_x, MAP: tl.constexpr, BACK: tl.constexpr):
+        b_x = tl.load(p_x + tl.arange(0, 4))
+        if BACK:
+            b_x = pointwise_gradient(b_x, b_x, b_x, MAP)
+        else:
+            b_x = pointwise_features(b_x, MAP)
+        tl.store(p_x + tl.arange(0, 4), b_x)
+
+    for back in (False, True):
+        for name in FEATURE_MAPS:
+            kernel[(1,)](torch.ones(4), MAP=name, BACK=back)
+        with pytest.raises(Exception, match="do not implement this feature map"):
+            kernel[(1,)](torch.ones(4), MAP="squared", BACK=back)
 
 
 @inside
@@ -125,8 +158,7 @@ def test_large_inputs(feature_map: str) -> None:
 
 
 @inside
-def test_constants_are_those_of_the_plain_path() -> None:
-    from longspan.ops import linear
+def test_constants_are_those_of_eager_pytorch() -> None:
     from longspan.ops.common import feature_maps as maps
     from longspan.ops.common import tiles as blocks
     from longspan.ops.linear import feature_maps as features
@@ -139,41 +171,62 @@ def test_constants_are_those_of_the_plain_path() -> None:
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_the_result_alone(normalize: bool) -> None:
+def test_out_without_a_state(normalize: bool) -> None:
     from longspan.ops.linear import causal_linear, causal_linear_out
 
     x = [torch.randn(2, 17, 3, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     how = {"feature_map": "elu", "lengths": torch.tensor([17, 11]), "normalize": normalize}
-    out, whole = causal_linear_out(*x, **how), causal_linear(*x, **how)[0]
-    assert torch.equal(out, whole)
+    out, expected = causal_linear_out(*x, **how), causal_linear(*x, **how)[0]
+    assert torch.equal(out, expected)
     d = torch.randn_like(out)
-    for ours, theirs in zip(torch.autograd.grad(out, x, d), torch.autograd.grad(whole, x, d), strict=True):
+    for ours, theirs in zip(torch.autograd.grad(out, x, d), torch.autograd.grad(expected, x, d), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def inputs(q: torch.Tensor, v: torch.Tensor | None = None, **other: torch.Tensor | None) -> LinearInputs:
+    return LinearInputs(q, q, q if v is None else v, None, None, None, None, None)._replace(**other)
 
 
 def test_reasons() -> None:
     q = torch.zeros(1, 4, 2, 8)
-    kv = torch.zeros(1, 2, 8, 9)
-    known = {"weight": None, "log_scale": None, "kv": kv, "feature_map": "elu", "bucket": 1}
-    assert dispatch.why_unsupported(q, q, q, **known) is None
-    assert "CUDA" in str(dispatch.why_not_triton(q, q, q, **known))
-    double = q.double()
-    assert "float64" in str(dispatch.why_unsupported(double, double, double, **{**known, "kv": kv.double()}))
-    assert "single token" in str(dispatch.why_unsupported(q[:, :1], q[:, :1], q[:, :1], **known))
-    assert "blind spot (4)" in str(dispatch.why_unsupported(q, q, q, **{**known, "bucket": 4}))
-    assert "'elu'" in str(dispatch.why_unsupported(q, q, q, **{**known, "log_scale": torch.zeros(1, 4, 2)}))
-    wide = torch.zeros(1, 4, 2, 257)
-    assert "over 256" in str(dispatch.why_unsupported(wide, wide, q, **{**known, "kv": torch.zeros(1, 2, 257, 9)}))
-    none = q[:, :0]
-    assert "empty" in str(dispatch.why_unsupported(none, none, none, **known))
+    x = inputs(q, kv=torch.zeros(1, 2, 8, 9))
+    assert linear.why_unsupported(x, "elu", 1) is None
+    assert "CUDA" in str(linear.why_not_triton(x, "elu", 1))
+    assert "float64" in str(linear.why_unsupported(inputs(q.double()), "elu", 1))
+    assert "the sums are float64" in str(linear.why_unsupported(inputs(q, kv=torch.zeros(1).double()), "elu", 1))
+    assert "single token" in str(linear.why_unsupported(inputs(q[:, :1]), "elu", 1))
+    assert "blind spot (4)" in str(linear.why_unsupported(x, "elu", 4))
+    assert "'elu'" in str(linear.why_unsupported(inputs(q, log_scale=torch.zeros(1, 4, 2)), "elu", 1))
+    assert "over 256" in str(linear.why_unsupported(inputs(torch.zeros(1, 4, 2, 257), q), "elu", 1))
+    assert "empty" in str(linear.why_unsupported(inputs(q[:, :0]), "elu", 1))
+
+
+def test_a_feature_map_that_the_kernels_do_not_know() -> None:
+    from longspan.ops.linear.feature_maps import MAPS
+
+    assert set(FEATURE_MAPS) == set(MAPS)
+    q = torch.zeros(1, 4, 2, 8)
+    for why in (
+        linear.why_unsupported(inputs(q), "squared", 1),
+        linear.why_unsupported_bidirectional(q, q, q, None, "squared"),
+    ):
+        assert why == "the feature map 'squared'; the kernels implement identity, elu, relu, softmax, favor"
+
+
+def test_an_unknown_feature_map_runs_in_eager_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cuda(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(dispatch, "triton_missing", lambda device: None)
+    x = inputs(torch.zeros(1, 4, 2, 8).as_subclass(Cuda))
+    assert linear.choose_algorithm(x, "elu", True, 1) == "chunk"
+    assert linear.choose_algorithm(x, "squared", True, 1) == "torch"
 
 
 def test_reasons_about_projections() -> None:
-    known = {"log_scale": None, "kv": None, "feature_map": "favor", "bucket": 1}
-
     def why(D: int, M: int, dtype: torch.dtype) -> str | None:
         q = torch.empty(1, 4, 2, D, dtype=dtype, device="meta")
-        return dispatch.why_unsupported(q, q, q, weight=torch.empty(M, D, device="meta"), **known)
+        return linear.why_unsupported(inputs(q, weight=torch.empty(M, D, device="meta")), "favor", 1)
 
     assert why(64, 256, torch.float32) is None
     assert why(128, 256, torch.bfloat16) is None
@@ -181,47 +234,51 @@ def test_reasons_about_projections() -> None:
         assert "padded, is over 16384" in str(why(D, 256, dtype))
 
 
-@pytest.mark.parametrize("room", [99, 163, 227])
-def test_devices_with_little_shared_memory(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shared", [99, 163, 227])
+def test_devices_with_little_shared_memory(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Cuda(torch.Tensor):
         is_cuda = True
 
     monkeypatch.setattr(dispatch, "triton_missing", lambda device: None)
-    monkeypatch.setattr(dispatch, "_shared_memory_kb", lambda device: room)
+    monkeypatch.setattr(dispatch, "_shared_memory_kb", lambda device: shared)
 
     def taken(D: int, dtype: torch.dtype, M: int | None = None) -> tuple[bool, ...]:
         """Causally, bidirectionally, and in a window, which knows no projection."""
         q = torch.zeros(1, 4, 2, D, dtype=dtype).as_subclass(Cuda)
         weight = None if M is None else torch.zeros(M, D)
         found = [
-            dispatch.why_not_triton(q, q, q, weight, None, None, "softmax" if M is None else "favor", 1),
-            dispatch.why_not_triton_bidirectional(q, q, q, weight),
+            linear.why_not_triton(inputs(q, weight=weight), "softmax" if M is None else "favor", 1),
+            linear.why_not_triton_bidirectional(q, q, q, weight, "softmax" if M is None else "favor"),
             window_op.why_not_triton(q, q, q),
         ]
-        assert all(why is None or f"this device has {room}" in why for why in found)
+        assert all(why is None or f"this device has {shared}" in why for why in found)
         return tuple(why is None for why in found[: 3 if M is None else 2])
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         exact = dtype != torch.bfloat16
         assert taken(64, dtype) == (True, True, True)
-        assert taken(128, dtype) == (True, exact or room > 99, True)
-        assert taken(256, dtype) == (True, exact or room > 99, dtype == torch.float32 or room > 99)
-        assert taken(32, dtype, 64) == (room > 163 or not exact, room > 163)
-    assert taken(128, torch.bfloat16, 64) == (room > 99, room > 163)
+        assert taken(128, dtype) == (True, exact or shared > 99, True)
+        assert taken(256, dtype) == (True, exact or shared > 99, dtype == torch.float32 or shared > 99)
+        assert taken(32, dtype, 64) == (shared > 163 or not exact, shared > 163)
+    assert taken(128, torch.bfloat16, 64) == (shared > 99, shared > 163)
 
 
-def test_wide_heads_walk_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from longspan.ops.linear.triton import fused_chunk as walking
+def test_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    def algorithm(size: int, dtype: torch.dtype = torch.bfloat16, name: str = "elu", normalize: bool = True) -> str:
+        return linear.triton_algorithm(inputs(torch.empty(1, 4, 2, size, dtype=dtype)), name, normalize)
 
-    for room in (99, 163, 227):
-        monkeypatch.setattr(walking, "shared_memory_kb", lambda device, room=room: room)
-        for size, found in ((64, True), (128, room > 99), (129, False)):
-            q = torch.empty(1, 4, 2, size, dtype=torch.bfloat16)
-            assert walking.takes(q, q, None, "elu", True) is found
+    for shared in (99, 163, 227):
+        monkeypatch.setattr(dispatch, "_shared_memory_kb", lambda device, shared=shared: shared)
+        assert algorithm(64) == "fused_chunk"
+        assert algorithm(128) == ("fused_chunk" if shared > 99 else "chunk")
+        assert algorithm(129) == algorithm(64, torch.float16) == algorithm(64, normalize=False) == "chunk"
+        assert algorithm(128, name="favor") == "favor"
+        assert algorithm(129, name="favor") == algorithm(64, torch.float32, "favor") == "chunk"
+    scaled = inputs(torch.empty(1, 4, 2, 8, dtype=torch.bfloat16), log_scale=torch.empty(1, 4, 2))
+    assert linear.triton_algorithm(scaled, "identity", True) == "chunk"
 
 
-def test_room_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from longspan.ops.common.launch import shared_memory_kb
 

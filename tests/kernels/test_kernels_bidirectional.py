@@ -1,4 +1,4 @@
-"""The kernels of bidirectional linear attention under Triton's interpreter, on the CPU, against the plain path."""
+"""The kernels of bidirectional linear attention under Triton's interpreter, on the CPU, against eager PyTorch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from bidirectional_cases import Case, arguments, by_kernels, check
 from interpreter import bfloat16, inside, run_under_the_interpreter  # noqa: F401
 
 from longspan import Packing, build_mechanism
-from longspan.ops.common import dispatch
-from longspan.ops.linear.bidirectional import bidirectional_linear
+from longspan.mechanisms import linear as mechanisms
+from longspan.ops import linear
+from longspan.ops.linear import BidirectionalInputs, BidirectionalProblem, bidirectional_linear
 
 PACKED = (11, 0, 1, 23, 5), (3, 7, 0, 41, 1)
 CASES = [
@@ -33,7 +34,7 @@ CASES = [
     Case(T=5, S=3, B=1, H=2, Hkv=1, D=20, E=140, feature_map="elu", normalize="feature"),
 ]
 # Blocks of bfloat16 are padded to 64, and slow here: one head, all that differs, and every other of the rest.
-HALVES = [
+BFLOAT16 = [
     replace(case, H=case.H // case.Hkv, Hkv=1)
     for i, case in enumerate(CASES)
     if i % 2 or case.num_features or case.packed or case.D > 64
@@ -61,7 +62,7 @@ def test_float16(case: Case) -> None:
 @inside
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("case", HALVES, ids=str)
+@pytest.mark.parametrize("case", BFLOAT16, ids=str)
 def test_bfloat16(case: Case) -> None:
     check(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
 
@@ -73,8 +74,8 @@ def test_a_weight_that_bfloat16_holds_takes_one_product() -> None:
     case = Case(feature_map="favor", num_features=19, exact=True)
     given = arguments(case, torch.bfloat16, "cpu")
     assert given.weight is not None
-    whole = replace(given, weight=given.weight.bfloat16())
-    for ours, theirs in zip(by_kernels(case, given), by_kernels(case, whole), strict=True):
+    rounded = replace(given, weight=given.weight.bfloat16())
+    for ours, theirs in zip(by_kernels(case, given), by_kernels(case, rounded), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -97,12 +98,11 @@ def test_ones_come_back(feature_map: str) -> None:
     features = 19 if feature_map == "favor" else None
     case = Case(feature_map=feature_map, size=10, num_features=features)
     given = arguments(case, torch.float32, "cpu")
-    kernels = dispatch.bidirectional_kernels()
     for normalize in ("query", "feature"):
         if normalize == "feature" and feature_map in ("elu", "relu"):
             continue  # There weights sum to one over keys, not over a query's features.
-        tensors = given.q, given.k, torch.ones_like(given.v), given.weight, None, None, None
-        out = kernels.forward(*tensors, feature_map, normalize)[0]
+        x = BidirectionalInputs(given.q, given.k, torch.ones_like(given.v), given.weight, None, None, None)
+        out = linear._kernels("bidirectional").forward(x, BidirectionalProblem(feature_map, normalize))[0]
         torch.testing.assert_close(out, torch.ones_like(out), rtol=1e-5, atol=1e-5)
 
 
@@ -132,6 +132,13 @@ def test_opcheck(packed: bool) -> None:
 
 
 @inside
+def test_an_unknown_feature_map_is_refused() -> None:
+    given = arguments(Case(), torch.float32, "cpu")
+    with pytest.raises(ValueError, match=r"feature_map must be one of identity, .* got 'squared'"):
+        by_kernels(Case(feature_map="squared"), given)
+
+
+@inside
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_gradients_are_taken_once() -> None:
     q, k, v = (torch.randn(1, 5, 2, 7, requires_grad=True) for _ in range(3))
@@ -144,7 +151,7 @@ def test_gradients_are_taken_once() -> None:
 @pytest.mark.filterwarnings("ignore")  # NumPy's, and those of torch's compiler
 @pytest.mark.parametrize("how", ["plain", "mask", "packed"])
 def test_compiled_whole_and_for_any_length(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "why_not_triton_bidirectional", lambda *_: None)
+    monkeypatch.setattr(mechanisms, "why_not_triton_bidirectional", lambda *_: None)
     performer = build_mechanism("performer", 2, 5, num_features=7, num_kv_heads=1)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: dict) -> torch.Tensor:
@@ -167,13 +174,13 @@ def test_compiled_whole_and_for_any_length(how: str, monkeypatch: pytest.MonkeyP
 
 def test_reasons() -> None:
     q = torch.zeros(1, 4, 2, 8)
-    assert dispatch.why_unsupported_bidirectional(q, q, q, None) is None
-    assert "CUDA" in str(dispatch.why_not_triton_bidirectional(q, q, q, None))
-    assert "float64" in str(dispatch.why_unsupported_bidirectional(q.double(), q, q, None))
-    assert "epsilon (0.1)" in str(dispatch.why_unsupported_bidirectional(q, q, q, None, 0.1))
+    assert linear.why_unsupported_bidirectional(q, q, q, None, "elu") is None
+    assert "CUDA" in str(linear.why_not_triton_bidirectional(q, q, q, None, "elu"))
+    assert "float64" in str(linear.why_unsupported_bidirectional(q.double(), q, q, None, "elu"))
+    assert "epsilon (0.1)" in str(linear.why_unsupported_bidirectional(q, q, q, None, "elu", 0.1))
     wide = torch.zeros(1, 4, 2, 257)
-    assert "over 256" in str(dispatch.why_unsupported_bidirectional(q, q, wide, None))
-    assert "empty" in str(dispatch.why_unsupported_bidirectional(q[:, :0], q, q, None))
+    assert "over 256" in str(linear.why_unsupported_bidirectional(q, q, wide, None, "elu"))
+    assert "empty" in str(linear.why_unsupported_bidirectional(q[:, :0], q, q, None, "elu"))
     x, halves = torch.zeros(1, 4, 2, 129), torch.bfloat16
     for inputs, number, weight, fits in (
         (halves, 128, halves, True),
@@ -184,6 +191,6 @@ def test_reasons() -> None:
         (torch.float32, 33, torch.float32, False),
     ):
         x = x.to(inputs)
-        why = dispatch.why_unsupported_bidirectional(x, x, x, torch.zeros(number, 129, dtype=weight))
+        why = linear.why_unsupported_bidirectional(x, x, x, torch.zeros(number, 129, dtype=weight), "favor")
         assert (why is None) is fits
         assert fits or "projection" in str(why)

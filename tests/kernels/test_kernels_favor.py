@@ -1,15 +1,14 @@
-"""The Triton kernels of causal FAVOR+ under Triton's interpreter, on the CPU, against the plain path."""
+"""The Triton kernels of causal FAVOR+ under Triton's interpreter, on the CPU, against eager PyTorch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from interpreter import bfloat16, inside, run_under_the_interpreter  # noqa: F401
-from kernel_cases import NAMES, Arguments, Case, arguments, by_kernels, check
+from kernel_cases import NAMES, Arguments, Case, arguments, backward, by_kernels, check, forward, kernel_problem
 from torch import Tensor
 
 from longspan import build_mechanism
-from longspan.ops.common import dispatch
 from longspan.ops.linear import causal_linear
 from longspan.ops.linear.feature_maps import orthogonal_rows
 
@@ -52,7 +51,7 @@ def test_kernels(case: Case, exact: bool) -> None:
 def test_segments_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     from longspan.ops.linear.triton import favor
 
-    for name in ("SIZES", "SUMS"):
+    for name in ("SCALES", "SUMS"):
         monkeypatch.setattr(favor, name, getattr(favor, name)._replace(programs=2))
     case = Case(T=389, B=1, H=1, Hkv=1, feature_map="favor", num_features=19, size=2)
     check(case, given(case), torch.bfloat16)
@@ -62,6 +61,7 @@ def test_segments_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @quiet
 @pytest.mark.usefixtures("bfloat16")
 def test_sequences_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan.ops.common.launch import signature
     from longspan.ops.linear.triton import favor
 
     for name, value in (("SMALL", 0), ("READ_SHARE", 10.0), ("QUERIES_SHARE", 10.0), ("KEYS_SHARE", 5.0)):
@@ -70,9 +70,10 @@ def test_sequences_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = given(case)
     check(case, arguments, torch.bfloat16)
     q, k, v, weight, _, lengths, kv, _ = arguments[2]
-    forward = favor._Forward(-1, favor.signature(q, k, v, weight, lengths, kv, None), True)
-    plan = favor._Backward(-1, favor.signature(q, k, v, weight, lengths, kv, arguments[0]))
-    found = forward.parts, plan.query_parts, plan.key_parts
+    problem = kernel_problem(case, arguments[2])
+    reading = favor._Forward(-1, signature(q, k, v, weight, lengths, kv, None), problem)
+    plan = favor._Backward(-1, signature(q, k, v, weight, lengths, kv, arguments[0]), problem)
+    found = reading.parts, plan.query_parts, plan.key_parts
     parts = [[launches[2].scalars[3:5] for launches in part] for part in found]
     assert parts == [[(0, 2), (2, 1)], [(0, 2), (2, 1)], [(0, 1), (1, 1), (2, 1)]]
 
@@ -80,16 +81,15 @@ def test_sequences_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
 @inside
 @quiet
 @pytest.mark.usefixtures("bfloat16")
-def test_what_was_not_kept_is_found_again() -> None:
+def test_backward_leaves_what_is_saved() -> None:
     case = Case(T=67, B=1, H=2, Hkv=1, feature_map="favor", num_features=19, lengths=(50,))
-    d_out, d_kv, tensors = given(case)
-    kernels = dispatch.linear_kernels()
-    results, kept = kernels.forward(*tensors, "favor", True)
-    before = kept.clone()
-    grads = [kernels.backward(d_out, d_kv, *results[:2], *tensors, "favor", True, x) for x in (kept, None)]
+    arguments = given(case)
+    out, _, _, den, saved = forward(case, arguments[2])
+    before = saved.clone()
+    grads = [backward(case, arguments, out, den, saved) for _ in range(2)]
     for name, x, y in zip(NAMES[4:], *grads, strict=True):
         assert torch.equal(x, y), name
-    torch.testing.assert_close(kept, before, rtol=0, atol=0, equal_nan=True)  # It may be needed a second time.
+    torch.testing.assert_close(saved, before, rtol=0, atol=0, equal_nan=True)  # It may be needed a second time.
 
 
 @inside
@@ -122,23 +122,23 @@ def test_large_inputs(size: float) -> None:
 def test_the_future_moves_no_bit(change: float) -> None:
     case = Case(T=150, B=1, H=1, Hkv=1, feature_map="favor", num_features=19)
     _, _, (q, k, v, *rest) = given(case)
-    kernels = dispatch.linear_kernels()
-    before = kernels.forward(q, k, v, *rest, "favor", True)[0][:2]
+    before = forward(case, (q, k, v, *rest))
     later = torch.arange(case.T)[:, None, None] >= 100
     k, v = torch.where(later, k * change, k), torch.where(later, -v, v)
-    for x, y in zip(before, kernels.forward(q, k, v, *rest, "favor", True)[0][:2], strict=True):
-        assert torch.equal(x[:, :100], y[:, :100])
+    after = forward(case, (q, k, v, *rest))
+    for i in (0, 3):
+        assert torch.equal(before[i][:, :100], after[i][:, :100])
 
 
 @inside
 @quiet
-def test_weights_are_two_halves() -> None:
-    from longspan.ops.linear.triton.favor_forward import favor_weight_kernel
+def test_a_projection_is_two_bfloat16_matrices() -> None:
+    from longspan.ops.linear.triton.favor import linear_favor_forward_weight_kernel
 
     for weight, exact in ((torch.randn(19, 5), False), (orthogonal_rows(19, 5, unit=False), True)):
         high, low = torch.full((2, 64, 16), float("nan"), dtype=torch.bfloat16)
         flag = torch.full((1,), float("nan"))
-        favor_weight_kernel[(1,)](weight, high, low, flag, D=5, M=19, BD=16, BM=64)
+        linear_favor_forward_weight_kernel[(1,)](weight, high, low, flag, D=5, M=19, BD=16, BM=64)
         both = high.double() + low.double()
         torch.testing.assert_close(both[:19, :5], weight.double(), atol=0, rtol=2**-15)
         assert not both[19:].any()

@@ -16,7 +16,7 @@ from truths import has_truth, truth
 from longspan import Mechanism, build_mechanism, mechanisms
 from longspan.mechanisms.linear import LinearAttention
 from longspan.mechanisms.local import LocalAttention
-from longspan.ops.linear import torch_chunk as chunks
+from longspan.ops.linear import torch as chunks
 from longspan.testing import LAWS, check_mechanism
 from longspan.testing.compare import (
     assert_equal_with_gradients,

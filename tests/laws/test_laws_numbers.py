@@ -21,8 +21,8 @@ from helpers import (
 )
 from truths import has_truth, truth
 
-from longspan.ops import reference
-from longspan.ops.linear import torch_chunk as chunks
+from longspan.ops.linear import reference
+from longspan.ops.linear import torch as chunks
 from longspan.ops.window import reference as window_reference
 from longspan.testing.laws import assert_zeros_with_finite_gradients
 

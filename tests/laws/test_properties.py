@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from truths import has_truth, truth
 
 from longspan import Packing, build_mechanism
-from longspan.ops.linear import torch_chunk as chunks
+from longspan.ops.linear import torch as chunks
 from longspan.ops.window import reference as window_reference
 
 CASES = st.sampled_from([case for case in all_cases() if has_truth(case)])

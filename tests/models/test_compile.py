@@ -157,7 +157,7 @@ def operator_inputs(feature_map: str, normalize: bool, grad: bool = True, dtype:
     kv = torch.rand(B, H, features, width, dtype=dtype, requires_grad=grad)
     shift = torch.full((B, H), FLOOR if feature_map == "favor" else 0.0, dtype=dtype)
     kv = (kv.detach() * 0).requires_grad_(grad) if feature_map == "favor" else kv
-    return q, k, v, weight, None, torch.tensor([T, 11]), kv, shift, feature_map, normalize, 1
+    return q, k, v, weight, None, torch.tensor([T, 11]), kv, shift, feature_map, normalize, 1, True, "torch"
 
 
 @pytest.mark.parametrize(("feature_map", "normalize"), [("elu", True), ("favor", True), ("identity", False)])
@@ -167,7 +167,7 @@ def test_opcheck(feature_map: str, normalize: bool) -> None:
 
 def test_opcheck_backward() -> None:
     arguments = operator_inputs("elu", True, grad=False)
-    out, den, kv, _, *starts = torch.ops.longspan.causal_linear(*arguments)
+    out, kv, _, den, *starts = torch.ops.longspan.causal_linear(*arguments)
     tests = ("test_schema", "test_faketensor")  # It is never differentiated again.
     operator = torch.ops.longspan.causal_linear_backward.default
     arguments = (torch.randn_like(out), torch.randn_like(kv), out, den, *starts, *arguments)

@@ -69,7 +69,7 @@ class Power:
     """x^power · factor."""
 
     @staticmethod
-    def forward(*args: Any, zeroed: bool = True) -> tuple[Tensor, Tensor]:
+    def forward(*args: Any, traced: bool = True) -> tuple[Tensor, Tensor]:
         x, factor, power = args
         scale = 1.0 if factor is None else factor
         return x**power * scale, power * x ** (power - 1) * scale
@@ -92,7 +92,7 @@ class Power:
         return backward(d_out, *ctx.saved_tensors, ctx.power), None, None
 
     @staticmethod
-    def backward(*args: Any) -> Tensor:
+    def backward(*args: Any, traced: bool = True) -> Tensor:
         d_out, slope, *_ = args
         return d_out * slope
 

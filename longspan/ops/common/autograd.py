@@ -78,13 +78,14 @@ def differentiable_op(
 
     Both raise an error when their gradients are differentiated. The class defines
 
-    - `forward(*args, zeroed=True) -> tuple[Tensor, ...]`: the results, then what the backward pass needs. `zeroed` asks
-      for buffers without uninitialized parts.
+    - `forward(*args, traced=True) -> tuple[Tensor, ...]`: the results, then what the backward pass needs. If traced,
+    all
+      must be tensors without uninitialized parts; otherwise an output may be None.
     - `fake(*args)`: empty tensors of the same shapes and dtypes.
     - `visible(outputs)`: the results for the caller, a tensor or a tuple. The first `differentiable` have gradients.
     - `save(ctx, args, outputs)`: save for backward.
     - `differentiate(backward, ctx, *grad_outputs)`: gradients of all arguments, by one call of `backward`.
-    - `backward(*grad_outputs, *saved, *args)` and `backward_fake`: the gradients.
+    - `backward(*grad_outputs, *saved, *args, traced=True)` and `backward_fake`: the gradients.
 
     Args:
         name: Qualified name of the custom op; its backward pass is `<name>_backward`.
@@ -116,7 +117,7 @@ def _direct(op: Any, differentiable: int) -> Callable[..., Any]:
     class Direct(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            outputs = op.forward(*args, zeroed=False)
+            outputs = op.forward(*args, traced=False)
             op.save(ctx, args, outputs)
             visible = op.visible(outputs)
             if isinstance(visible, tuple):
@@ -126,12 +127,12 @@ def _direct(op: Any, differentiable: int) -> Callable[..., Any]:
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-            return op.differentiate(op.backward, ctx, *grad_outputs)
+            return op.differentiate(backward, ctx, *grad_outputs)
 
-    apply = direct_apply(Direct)
+    backward, apply = partial(op.backward, traced=False), direct_apply(Direct)
 
     def direct(*args: Any) -> Any:
-        return apply(*args) if torch.is_grad_enabled() else op.visible(op.forward(*args, zeroed=False))
+        return apply(*args) if torch.is_grad_enabled() else op.visible(op.forward(*args, traced=False))
 
     return direct
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.ops.linear.feature_maps import MAPS
-from longspan.ops.linear.torch_chunk import is_nothing, over
+from longspan.ops.linear.torch import is_zero, safe_divide
 from longspan.ops.softmax import attend
 
 # The activations that the Triton kernel implements.
@@ -44,11 +44,11 @@ def linear_step(
     query = query.view(B, Hkv, -1, M)  # (B, Hkv, G, M)
     if normalize == "feature":
         query = query / query.sum(-1, keepdim=True) if feature_map == "favor" else query
-        query = over(query, z.unsqueeze(2))
+        query = safe_divide(query, z.unsqueeze(2))
     out = query @ kv
     if normalize == "query":
         denominator = query @ column
-        out.div_(denominator).masked_fill_(is_nothing(denominator), 0)
+        out.div_(denominator).masked_fill_(is_zero(denominator), 0)
     return out.view(B, 1, -1, E)
 
 

@@ -1,28 +1,51 @@
-"""Linear attention by chunks: prefix sums of outer products, in time and memory linear in the sequence.
+"""Linear attention: out_i = φ(q_i)·Σ_j φ(k_j) v_jᵀ / φ(q_i)·Σ_j φ(k_j), in time and memory linear in the sequence.
 
-    num_i = Σ_{j ≤ i} (φ(q_i) · f_j) exp(β_j − c_i) v_j,      c_i = max_{j ≤ i} β_j,      φ(k_j) = f_j exp(β_j)
+Causally, keys carry their magnitude as a log scale β, φ(k_j) = f_j exp(β_j), and
 
-Keys carry their size as a log scale β, so `exp` never sees a positive argument, and the row reference c_i depends on
-the past alone, so the future moves no bit of it. The normalizer is the same sum over v ≡ 1; c_i cancels in the ratio.
-Feature maps are applied chunk by chunk: φ(q) and φ(k) are never whole in memory, and only q, k, v and the result are
-kept for the backward pass.
+    num_i = Σ_{j ≤ i} (φ(q_i) · f_j) exp(β_j − c_i) v_j,      c_i = max_{j ≤ i} β_j,
+
+so `exp` never sees a positive argument, and the row reference c_i depends on the past alone. The normalizer den_i is
+the same sum over v ≡ 1; c_i cancels in the ratio. Feature maps are applied chunk by chunk: φ(q) and φ(k) are never
+stored in full, and only q, k, v and the result are saved for backward. README.md in this folder derives forward and
+backward.
+
+`torch` computes this on any device; `triton` on CUDA, by one of three algorithms. Which one runs is decided once per
+call, by `choose_algorithm`. This file imports names from PyTorch, because `torch` is a module of this package.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+from torch import Tensor, bfloat16, cat, dtype, einsum, float32, float64, maximum
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import once_differentiable, refuse_double_backward
-from longspan.ops.linear import torch_chunk as chunks
-from longspan.ops.linear.torch_chunk import FLOOR, Arguments, is_nothing, over
+from longspan.ops.common.autograd import differentiable_op
+from longspan.ops.linear import torch as torch_chunk
+from longspan.ops.linear.torch import FLOOR, is_zero, safe_divide
+from longspan.ops.linear.triton import FEATURE_MAPS
+
+__all__ = [
+    "FLOOR",
+    "Sums",
+    "accumulate",
+    "attend_prefixes",
+    "attend_sums",
+    "bidirectional_linear",
+    "causal_linear",
+    "causal_linear_out",
+    "divide",
+    "no_sums",
+    "sum_dtype",
+    "why_not_triton",
+    "why_not_triton_bidirectional",
+]
 
 
 class Sums(NamedTuple):
-    """What linear attention remembers: kv = Σ φ(k)vᵀ (B, Hkv, M, E) and z = Σ φ(k) (B, Hkv, M), both divided by
+    """The state of linear attention: kv = Σ φ(k)vᵀ (B, Hkv, M, E) and z = Σ φ(k) (B, Hkv, M), both divided by
     exp(shift), with shift (B, Hkv) the largest log scale so far.
     """
 
@@ -31,21 +54,66 @@ class Sums(NamedTuple):
     shift: Tensor
 
 
-def no_sums(batch_size: int, num_heads: int, num_features: int, value_dim: int, like: Tensor) -> Sums:
-    """The sums of no keys at all."""
-    kv = like.new_zeros(batch_size, num_heads, num_features, value_dim)
-    return Sums(kv, kv.new_zeros(kv.shape[:3]), kv.new_full(kv.shape[:2], FLOOR))
+class LinearInputs(NamedTuple):
+    """Tensors of `longspan::causal_linear`. kv: (B, Hkv, M, E), with z as one more column if normalized."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    weight: Tensor | None
+    log_scale: Tensor | None
+    lengths: Tensor | None
+    kv: Tensor | None
+    shift: Tensor | None
 
 
-def accumulate(sums: Sums, f: Tensor, v: Tensor, log_scale: Tensor | None) -> Sums:
-    """The sums after key features f (B, S, Hkv, M) of log scale (B, S, Hkv) and values v (B, S, Hkv, E)."""
-    if log_scale is None:
-        return Sums(sums.kv + torch.einsum("bshm,bshe->bhme", f, v), sums.z + f.sum(1), sums.shift)
-    shift = torch.maximum(sums.shift, log_scale.amax(1))
-    f = f * (log_scale - shift[:, None]).exp()[..., None]
-    decay = (sums.shift - shift).exp()[..., None]
-    kv = decay[..., None] * sums.kv + torch.einsum("bshm,bshe->bhme", f, v)
-    return Sums(kv, decay * sums.z + f.sum(1), shift)
+class LinearProblem(NamedTuple):
+    """Options of `longspan::causal_linear` and the algorithm that computes it: "torch" or a module of `triton`."""
+
+    feature_map: str
+    normalize: bool
+    bucket: int
+    output_final_state: bool
+    algorithm: str
+
+
+class LinearSaved(NamedTuple):
+    """What `longspan::causal_linear_backward` takes before the inputs. starts: the kernels' workspace, or the sums
+    before each span of `torch`, whose references follow.
+    """
+
+    d_out: Tensor
+    d_kv: Tensor | None
+    out: Tensor | None
+    den: Tensor
+    starts: Tensor | None
+    references: Tensor | None
+
+
+class BidirectionalInputs(NamedTuple):
+    """Tensors of `longspan::bidirectional_linear`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    weight: Tensor | None
+    key_mask: Tensor | None
+    offsets: Tensor | None
+    key_offsets: Tensor | None
+
+
+class BidirectionalProblem(NamedTuple):
+    """Options of `longspan::bidirectional_linear`."""
+
+    feature_map: str
+    normalize: str
+
+
+class BidirectionalSaved(NamedTuple):
+    """What `longspan::bidirectional_linear_backward` takes before the inputs."""
+
+    d_out: Tensor
+    saved: Tensor
 
 
 def causal_linear(
@@ -61,26 +129,30 @@ def causal_linear(
     normalize: bool = True,
     bucket: int = 1,
 ) -> tuple[Tensor, Sums]:
-    """Causal linear attention (B, T, H, E) in q's dtype, num_i / den_i or num_i alone, and the sums after it.
+    """Causal linear attention, num_i / den_i or num_i alone, and the sums after it. O(T·M·E) time.
 
-    q: (B, T, H, D), k: (B, T, Hkv, D), v: (B, T, Hkv, E). feature_map: one of `features.MAPS`, with its weight.
-    log_scale: (B, T, Hkv) for keys that are features already. lengths: (B,) tokens in each row, the rest is padding.
-    sums: what came before. bucket: more than 1 hides from a query its own bucket of that size and all after it.
+    Args:
+        q: Queries (B, T, H, D).
+        k: Keys (B, T, Hkv, D).
+        v: Values (B, T, Hkv, E).
+        feature_map: A key of `feature_maps.MAPS`.
+        weight: Projection (M, D) of the map "favor".
+        log_scale: (B, T, Hkv) log scales of keys that are features already (map "identity").
+        lengths: (B,) number of tokens in each row; the rest is padding.
+        sums: The state before the first token.
+        normalize: Divide by the normalizer.
+        bucket: If greater than 1, hide from a query its own bucket of this many tokens and all later ones.
+
+    Returns:
+        The result (B, T, H, E) in q's dtype, and the state after the last token.
     """
     kv, shift = None, None
     if sums is not None:
-        kv, shift = torch.cat([sums.kv, sums.z[..., None]], -1) if normalize else sums.kv, sums.shift
-    given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalize
-    if (
-        dispatch.eager_untraced(q)
-        and dispatch.why_not_triton(q, k, v, weight, log_scale, kv, feature_map, bucket) is None
-    ):
-        if torch.is_grad_enabled():
-            out, kv, shift = _apply(*given)
-        else:
-            (out, _, kv, shift), _ = dispatch.linear_kernels().forward(*given)
-    else:
-        out, _, kv, shift, _, _ = _causal_linear(*given, bucket)
+        kv, shift = cat([sums.kv, sums.z[..., None]], -1) if normalize else sums.kv, sums.shift
+    x = LinearInputs(q, k, v, weight, log_scale, lengths, kv, shift)
+    problem = LinearProblem(feature_map, normalize, bucket, True, choose_algorithm(x, feature_map, normalize, bucket))
+    direct = problem.algorithm != "torch" and dispatch.eager_untraced(q)
+    out, kv, shift = _CausalLinear.direct(*x, *problem) if direct else _CausalLinear.traced(*x, *problem)[:3]
     return out, Sums(kv[..., :-1], kv[..., -1], shift) if normalize else Sums(kv, kv[..., 0], shift)
 
 
@@ -94,29 +166,82 @@ def causal_linear_out(
     lengths: Tensor | None = None,
     normalize: bool = True,
 ) -> Tensor:
-    """`causal_linear` with nothing before it, where nobody asks for the sums after it: a third less for the host."""
-    given = q, k, v, weight, None, lengths, None, None, feature_map, normalize
-    if (
-        not dispatch.eager_untraced(q)
-        or dispatch.why_not_triton(q, k, v, weight, None, None, feature_map, 1) is not None
-    ):
-        return _causal_linear(*given, 1)[0]
-    if torch.is_grad_enabled():
-        return _apply_out(*given)
-    return dispatch.linear_kernels().forward(*given, ends=False)[0][0]
+    """`causal_linear` without a state before or after it, which takes a third less time on the host."""
+    x = LinearInputs(q, k, v, weight, None, lengths, None, None)
+    problem = LinearProblem(feature_map, normalize, 1, False, choose_algorithm(x, feature_map, normalize, 1))
+    if problem.algorithm != "torch" and dispatch.eager_untraced(q):
+        return _CausalLinear.direct(*x, *problem)
+    return _CausalLinear.traced(*x, *problem)[0]
+
+
+def bidirectional_linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: str,
+    weight: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    key_offsets: Tensor | None = None,
+    normalize: str = "query",
+) -> Tensor:
+    """Linear attention of every query to every key by the Triton kernels. O((T + S)·M·E) time.
+
+    The arguments must pass `why_not_triton_bidirectional`; elsewhere, and for a user's own maps, `LinearAttention`
+    computes the same in PyTorch. With bfloat16 inputs a weight that bfloat16 represents exactly takes one product, any
+    other takes two. A query without keys returns zeros.
+
+    Args:
+        q: Queries (B, T, H, D).
+        k: Keys (B, S, Hkv, D).
+        v: Values (B, S, Hkv, E).
+        feature_map: One of `triton.FEATURE_MAPS`.
+        weight: Projection (M, D) of the map "favor".
+        key_mask: (B, S) True = visible. Hidden slots are not read.
+        offsets: (N + 1,) int32, where the queries of packed sequences begin.
+        key_offsets: The same for keys.
+        normalize: "query", "feature" (each feature's weights over the keys sum to one) or "none".
+
+    Returns:
+        The result (B, T, H, E) in q's dtype.
+    """
+    args = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalize
+    return _Bidirectional.direct(*args) if dispatch.eager_untraced(q) else _Bidirectional.traced(*args)[0]
+
+
+def no_sums(batch_size: int, num_heads: int, num_features: int, value_dim: int, like: Tensor) -> Sums:
+    """Return the state before the first key, in the dtype and on the device of `like`."""
+    kv = like.new_zeros(batch_size, num_heads, num_features, value_dim)
+    return Sums(kv, kv.new_zeros(kv.shape[:3]), kv.new_full(kv.shape[:2], FLOOR))
+
+
+def accumulate(sums: Sums, f: Tensor, v: Tensor, log_scale: Tensor | None) -> Sums:
+    """Return the sums after key features f (B, S, Hkv, M) of log scale (B, S, Hkv) and values v (B, S, Hkv, E)."""
+    if log_scale is None:
+        return Sums(sums.kv + einsum("bshm,bshe->bhme", f, v), sums.z + f.sum(1), sums.shift)
+    shift = maximum(sums.shift, log_scale.amax(1))
+    f = f * (log_scale - shift[:, None]).exp()[..., None]
+    decay = (sums.shift - shift).exp()[..., None]
+    kv = decay[..., None] * sums.kv + einsum("bshm,bshe->bhme", f, v)
+    return Sums(kv, decay * sums.z + f.sum(1), shift)
 
 
 def attend_sums(query: Tensor, sums: Sums, normalize: str, constant: Tensor | None = None) -> Tensor:
-    """Attention of query features (B, T, H, M), each after everything the sums hold: (B, T, H, E).
+    """Read a state: attention of query features (B, T, H, M) to all keys in the sums, (B, T, H, E).
 
-    constant: (B, Hkv, E + 1) epsilon·[Σv, count], where every key has a constant added to its features.
+    Args:
+        query: Query features.
+        sums: The state.
+        normalize: "query", "feature" or "none".
+        constant: (B, Hkv, E + 1) epsilon·[Σv, count], if every key has a constant added to its features.
     """
     q = query.unflatten(2, (sums.kv.shape[1], -1))  # (B, T, Hkv, G, M)
     if normalize == "none":
-        return torch.einsum("bthgm,bhme->bthge", q, sums.kv).flatten(2, 3)
+        return einsum("bthgm,bhme->bthge", q, sums.kv).flatten(2, 3)
     if normalize == "feature":
-        return torch.einsum("bthgm,bhme->bthge", q, over(sums.kv, sums.z[..., None])).flatten(2, 3)
-    out = torch.einsum("bthgm,bhme->bthge", q, torch.cat([sums.kv, sums.z[..., None]], -1))
+        return einsum("bthgm,bhme->bthge", q, safe_divide(sums.kv, sums.z[..., None])).flatten(2, 3)
+    out = einsum("bthgm,bhme->bthge", q, cat([sums.kv, sums.z[..., None]], -1))
     if constant is not None:
         out = out + q.sum(-1, keepdim=True) * constant[:, None, :, None]
     return divide(out[..., :-1], out[..., -1]).flatten(2, 3)
@@ -134,37 +259,44 @@ def attend_prefixes(
     bucket: int = 1,
     pending: Sums | None = None,
 ) -> Tensor:
-    """As `attend_sums`, each query after its own prefix; features are given whole. Any map and any normalizer.
+    """Causal attention from features in full, for any map and normalizer: (B, T, H, E).
 
-    constant: (B, T, Hkv, E + 1), one for each token. pending: sums at the shift of `sums` that later buckets see, but
-    not the first.
+    Args:
+        query: Query features (B, T, H, M).
+        f: Key features (B, T, Hkv, M).
+        v: Values (B, T, Hkv, E).
+        log_scale: (B, T, Hkv) log scales of the keys.
+        sums: The state before the first token.
+        normalize: "query", "feature" or "none".
+        constant: (B, T, Hkv, E + 1), as in `attend_sums`, one for each token.
+        bucket: As in `causal_linear`.
+        pending: Sums at the shift of `sums` that all buckets but the first see.
     """
 
-    def prefixes(query: Tensor, f: Tensor, v: Tensor, kv: Tensor, late: Tensor | None) -> Tensor:
+    def prefixes(query: Tensor, f: Tensor, v: Tensor, kv: Tensor, pending: Tensor | None) -> Tensor:
         before = Sums(kv, kv[..., 0], sums.shift)
         out, _ = causal_linear(query, f, v, log_scale=log_scale, sums=before, normalize=False, bucket=bucket)
-        if late is None:
+        if pending is None:
             return out
-        read = attend_sums(query[:, bucket:], Sums(late, late[..., 0], sums.shift), "none")
+        read = attend_sums(query[:, bucket:], Sums(pending, pending[..., 0], sums.shift), "none")
         if log_scale is not None:
-            reference = torch.maximum(log_scale.cummax(1).values, sums.shift[:, None])[:, bucket:]
+            reference = maximum(log_scale.cummax(1).values, sums.shift[:, None])[:, bucket:]
             factor = (sums.shift[:, None] - reference).exp().repeat_interleave(query.shape[2] // f.shape[2], 2)
             read = read * factor[..., None]
-        return torch.cat([out[:, :bucket], out[:, bucket:] + read], 1)
+        return cat([out[:, :bucket], out[:, bucket:] + read], 1)
 
-    late = pending
     if normalize == "none":
-        return prefixes(query, f, v, sums.kv, None if late is None else late.kv)
+        return prefixes(query, f, v, sums.kv, None if pending is None else pending.kv)
     if normalize == "feature":
         ones = f.new_ones(*f.shape[:3], 1)
-        z = prefixes(ones, ones, f, sums.z[:, :, None], None if late is None else late.z[:, :, None])
+        z = prefixes(ones, ones, f, sums.z[:, :, None], None if pending is None else pending.z[:, :, None])
         z = z.repeat_interleave(query.shape[2] // f.shape[2], 2)
-        # In two parts, the second of them z/z = 1: a gradient with z² below it would overflow.
+        # In two steps, the second of which divides by z/z = 1: a gradient divided by z² would overflow.
         unit = z.detach()
-        query = over(query, unit) / (over(z, unit) + is_nothing(unit))
-        return prefixes(query, f, v, sums.kv, None if late is None else late.kv)
-    v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], -1)
-    with_z = [None if s is None else torch.cat([s.kv, s.z[..., None]], -1) for s in (sums, late)]
+        query = safe_divide(query, unit) / (safe_divide(z, unit) + is_zero(unit))
+        return prefixes(query, f, v, sums.kv, None if pending is None else pending.kv)
+    v = cat([v, v.new_ones(*v.shape[:3], 1)], -1)
+    with_z = [None if s is None else cat([s.kv, s.z[..., None]], -1) for s in (sums, pending)]
     assert with_z[0] is not None
     out = prefixes(query, f, v, with_z[0], with_z[1])
     if constant is not None:
@@ -173,178 +305,277 @@ def attend_prefixes(
     return divide(out[..., :-1], out[..., -1])
 
 
-def sum_dtype(x: Tensor) -> torch.dtype:
-    """Sums over a sequence are float32 whatever the inputs, and float64 for float64."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def sum_dtype(x: Tensor) -> dtype:
+    """Return the dtype of sums over a sequence: float32, and float64 for float64 inputs."""
+    return float64 if x.dtype == float64 else float32
 
 
 def divide(num: Tensor, den: Tensor) -> Tensor:
-    """num (..., E) / den (...); where den is 0, nothing was seen and the answer is 0."""
-    return over(num, den[..., None])
+    """Return num (..., E) / den (...); 0 where den is 0, that is, where nothing is visible."""
+    return safe_divide(num, den[..., None])
 
 
-class _Kernels(torch.autograd.Function):
-    """`longspan::causal_linear` on the kernels, without its outputs that only its backward pass needs."""
+def choose_algorithm(x: LinearInputs, feature_map: str, normalize: bool, bucket: int) -> str:
+    """Return the algorithm that computes `longspan::causal_linear`: "torch" or a module of `triton`."""
+    if not x.q.is_cuda or why_not_triton(x, feature_map, bucket) is not None:
+        return "torch"
+    return triton_algorithm(x, feature_map, normalize)
+
+
+def triton_algorithm(x: LinearInputs, feature_map: str, normalize: bool) -> str:
+    """Return the Triton module for inputs that the kernels take: "fused_chunk", "favor" or "chunk"."""
+    size = max(x.q.shape[3], x.v.shape[3])
+    if x.q.dtype != bfloat16 or not normalize or x.log_scale is not None or size > 128:
+        return "chunk"
+    if feature_map == "favor":
+        return "favor"
+    return "fused_chunk" if size <= 64 or dispatch.insufficient_shared_memory(x.q, 163) is None else "chunk"
+
+
+def why_not_triton(x: LinearInputs, feature_map: str, bucket: int) -> str | None:
+    """Return why causal linear attention of these inputs runs in eager PyTorch; None if it runs on the kernels."""
+    if not x.q.is_cuda:
+        return f"the tensors are on {x.q.device.type}; the kernels need CUDA"
+    why = dispatch.triton_missing(x.q.device) or why_unsupported(x, feature_map, bucket)
+    if why is not None or x.weight is None:
+        return why
+    wide = max(x.q.shape[3], x.v.shape[3]) > 64
+    return dispatch.insufficient_shared_memory(x.q, 227 if x.q.dtype != bfloat16 else 163 if wide else 99)
+
+
+def why_unsupported(x: LinearInputs, feature_map: str, bucket: int) -> str | None:
+    """Return what the kernels do not support about these inputs, whatever the device."""
+    q, v, weight = x.q, x.v, x.weight
+    if (why := _unknown_map(feature_map)) is not None:
+        return why
+    if (why := dispatch.unsupported_dtypes(q, x.k, v)) is not None:
+        return why
+    if x.kv is not None and x.kv.dtype != float32:
+        return f"the sums are {str(x.kv.dtype).removeprefix('torch.')}; the kernels take float32"
+    D, M, E = q.shape[3], q.shape[3] if weight is None else len(weight), v.shape[3]
+    if max(D, M, E) > dispatch.LARGEST:
+        return f"head, feature or value dimension ({D}, {M}, {E}) is over {dispatch.LARGEST}"
+    if bucket > 1:
+        return f"a blind spot ({bucket})"
+    if q.shape[1] == 1:
+        return "a single token"
+    if x.log_scale is not None and feature_map != "identity":
+        return f"log scales given beside the feature map {feature_map!r}"
+    if (weight is not None and not weight.numel()) or not q.numel() or not v.numel():
+        return "an empty tensor"
+    if weight is None:
+        return None
+    # A part of the projection stays in shared memory while a program runs.
+    return _large_projection(D, M, 32768 if q.dtype == bfloat16 and max(D, E) <= 128 else 16384)
+
+
+def why_not_triton_bidirectional(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, feature_map: str, epsilon: float = 0.0
+) -> str | None:
+    """Return why bidirectional linear attention runs in eager PyTorch; None if it runs on the kernels."""
+    if not q.is_cuda:
+        return f"the tensors are on {q.device.type}; the kernels need CUDA"
+    why = dispatch.triton_missing(q.device) or why_unsupported_bidirectional(q, k, v, weight, feature_map, epsilon)
+    wide = q.dtype == bfloat16 and max(q.shape[3], v.shape[3]) > 64
+    if why is not None or not (wide or weight is not None):
+        return why
+    return dispatch.insufficient_shared_memory(q, 163 if weight is None else 227)
+
+
+def why_unsupported_bidirectional(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, feature_map: str, epsilon: float = 0.0
+) -> str | None:
+    """Return what the kernels do not support about these inputs, whatever the device."""
+    if epsilon:
+        return f"an epsilon ({epsilon}) added to the features"
+    if (why := _unknown_map(feature_map) or dispatch.unsupported_dtypes(q, k, v)) is not None:
+        return why
+    D, M, E = q.shape[3], q.shape[3] if weight is None else weight.shape[0], v.shape[3]
+    if max(D, M, E) > dispatch.LARGEST:
+        return f"head, feature or value dimension ({D}, {M}, {E}) is over {dispatch.LARGEST}"
+    if weight is not None:
+        # The projection, padded to powers of two, stays in shared memory: in bfloat16, as two such matrices, in
+        # float32.
+        limit = 8192 if q.dtype != bfloat16 else 32768 if weight.dtype == bfloat16 else 16384
+        if (why := _large_projection(D, M, limit)) is not None:
+            return why
+    if not q.numel() or not v.numel():
+        return "an empty tensor"
+    return None
+
+
+def _unknown_map(feature_map: str) -> str | None:
+    if feature_map not in FEATURE_MAPS:
+        return f"the feature map {feature_map!r}; the kernels implement {', '.join(FEATURE_MAPS)}"
+    return None
+
+
+def _large_projection(D: int, M: int, limit: int) -> str | None:
+    """Return a reason if a projection, padded to powers of two, exceeds the limit."""
+    if limit < 1 << ((int(D) - 1).bit_length() + (int(M) - 1).bit_length()):
+        return f"a projection of {M} × {D} elements, padded, is over {limit}"
+    return None
+
+
+@cache
+def _kernels(algorithm: str) -> Any:
+    """Import a module of `triton`, which need not be installed."""
+    return import_module(f"longspan.ops.linear.triton.{algorithm}")
+
+
+def _linear_problem(args: tuple[Any, ...]) -> tuple[LinearInputs, LinearProblem]:
+    """Return inputs and options of `longspan::causal_linear`; for `torch` with zeros for a state that was not given."""
+    count = len(LinearInputs._fields)
+    x, problem = LinearInputs(*args[:count]), LinearProblem(*args[count:])
+    if x.kv is None and problem.algorithm == "torch":
+        M = x.k.shape[3] if x.weight is None else len(x.weight)
+        like = x.k.new_empty(0, dtype=sum_dtype(x.k))
+        before = no_sums(x.q.shape[0], x.k.shape[2], M, x.v.shape[3] + int(problem.normalize), like)
+        x = x._replace(kv=before.kv, shift=before.shift)
+    return x, problem
+
+
+@differentiable_op(
+    "longspan::causal_linear",
+    (LinearInputs, LinearProblem),
+    (LinearSaved,),
+    outputs=6,
+    grads=4,
+    differentiable=2,
+)
+class _CausalLinear:
+    """out, the sums and shift after it, its normalizer, and what the backward pass starts from."""
+
+    direct: Any
+    traced: Any
+    traced_backward: Any
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        (out, den, kv, shift), kept = dispatch.linear_kernels().forward(*given)
-        _keep(ctx, out, den, kept, given)
+    def forward(*args: Any, traced: bool = True) -> tuple[Any, ...]:
+        x, problem = _linear_problem(args)
+        if problem.algorithm == "torch":
+            out, kv, shift, den, starts, references = torch_chunk.forward(x, problem)
+            if not problem.output_final_state:
+                kv, shift = kv.new_empty(0), kv.new_empty(0)
+            return out, kv, shift, den, starts, references
+        results = (*_kernels(problem.algorithm).forward(x, problem, zeroed=traced), None)
+        # torch.library takes no None.
+        return tuple([results[3].new_empty(0) if y is None else y for y in results]) if traced else results
+
+    @staticmethod
+    def fake(*args: Any) -> tuple[Tensor, ...]:
+        x, problem = _linear_problem(args)
+        B, T, H, _ = x.q.shape
+        sums = x.k.new_empty(0, dtype=sum_dtype(x.k))
+        starts, references = sums, sums.new_empty(0)
+        if problem.algorithm == "torch":
+            starts, references = torch_chunk.new_starts(x, problem)
+        else:
+            starts = sums.new_empty(_kernels(problem.algorithm).saved_size(x, problem))
+        kv, shift = sums.new_empty(0), sums.new_empty(0)
+        if problem.output_final_state:
+            M = x.k.shape[3] if x.weight is None else len(x.weight)
+            kv = sums.new_empty(B, x.k.shape[2], M, x.v.shape[3] + int(problem.normalize))
+            shift = sums.new_empty(B, x.k.shape[2])
+        den = sums.new_empty(B, T, H if problem.normalize else 0)
+        return x.v.new_empty(B, T, H, x.v.shape[3]), kv, shift, den, starts, references
+
+    @staticmethod
+    def visible(outputs: tuple[Any, ...]) -> Any:
+        return outputs[0] if outputs[1] is None else outputs[:3]
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        count = len(LinearInputs._fields)
+        ctx.problem = LinearProblem(*inputs[count:])
+        # Only normalizers need the result.
+        ctx.save_for_backward(output[0] if ctx.problem.normalize else None, *output[3:], *inputs[:count])
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(shift)
-        return out, kv, shift
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor | None, d_kv: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, d_out, d_kv)
-
-
-class _KernelsOut(torch.autograd.Function):
-    """The first of them alone."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        (out, den, _, _), kept = dispatch.linear_kernels().forward(*given, ends=False)
-        _keep(ctx, out, den, kept, given)
-        return out
+    def differentiate(
+        backward: Any, ctx: Any, d_out: Tensor | None, d_kv: Tensor | None = None, *_: None
+    ) -> tuple[Tensor | None, ...]:
+        out, den, starts, references, *inputs = ctx.saved_tensors
+        x = LinearInputs(*inputs)
+        if d_out is None:
+            d_out = x.v.new_zeros(*x.q.shape[:3], x.v.shape[3])
+        d_q, d_k, d_v, d_start = backward(d_out, d_kv, out, den, starts, references, *x, *ctx.problem)
+        d_start = None if x.kv is None else d_start
+        return d_q, d_k, d_v, None, None, None, d_start, None, *[None] * len(ctx.problem)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, d_out, None)
+    def backward(*args: Any, traced: bool = True) -> tuple[Any, ...]:
+        """Return the gradients of q, k, v and of kv."""
+        count = len(LinearSaved._fields)
+        saved, (x, problem) = LinearSaved(*args[:count]), _linear_problem(args[count:])
+        if problem.algorithm == "torch":
+            assert saved.starts is not None
+            assert saved.references is not None
+            d_q, d_k, d_v, d_start = torch_chunk.backward(
+                *(saved.d_out, saved.d_kv, saved.out, saved.den, saved.starts, saved.references), x, problem
+            )
+        else:
+            d_q, d_k, d_v, d_start = _kernels(problem.algorithm).backward(*saved[:5], x, problem)
+        if traced and args[count + LinearInputs._fields.index("kv")] is None:
+            d_start = saved.den.new_empty(0)
+        return d_q, d_k, d_v, d_start
+
+    @staticmethod
+    def backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        count = len(LinearSaved._fields)
+        den, x = args[LinearSaved._fields.index("den")], LinearInputs(*args[count : count + len(LinearInputs._fields)])
+        d_start = den.new_empty(0) if x.kv is None else x.kv.new_empty(x.kv.shape)
+        return x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape), d_start
 
 
-def _keep(ctx: Any, out: Tensor, den: Tensor, kept: Tensor | None, given: tuple[Any, ...]) -> None:
-    *tensors, feature_map, normalize = given
-    ctx.save_for_backward(out if normalize else None, den, *tensors)
-    ctx.rest = feature_map, normalize, kept
+@differentiable_op(
+    "longspan::bidirectional_linear",
+    (BidirectionalInputs, BidirectionalProblem),
+    (BidirectionalSaved,),
+    outputs=2,
+    grads=3,
+)
+class _Bidirectional:
+    """The result, and what the backward pass starts from."""
+
+    direct: Any
+    traced: Any
+
+    @staticmethod
+    def forward(*args: Any, traced: bool = True) -> tuple[Tensor, Tensor]:
+        return _kernels("bidirectional").forward(*_bidirectional_problem(args), zeroed=traced)
+
+    @staticmethod
+    def fake(*args: Any) -> tuple[Tensor, Tensor]:
+        x, problem = _bidirectional_problem(args)
+        size = _kernels("bidirectional").saved_size(x, problem)
+        return x.v.new_empty(*x.q.shape[:3], x.v.shape[3]), x.q.new_empty(size, dtype=float32)
+
+    @staticmethod
+    def visible(outputs: tuple[Tensor, Tensor]) -> Tensor:
+        return outputs[0]
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        count = len(BidirectionalInputs._fields)
+        ctx.save_for_backward(output[1], *inputs[:count])
+        ctx.problem = inputs[count:]
+
+    @staticmethod
+    def differentiate(backward: Any, ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return *backward(d_out, *ctx.saved_tensors, *ctx.problem), *[None] * 6
+
+    @staticmethod
+    def backward(*args: Any, traced: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        return _kernels("bidirectional").backward(*args[:2], *_bidirectional_problem(args[2:]))
+
+    @staticmethod
+    def backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = args[2:5]
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _gradients(ctx: Any, d_out: Tensor | None, d_kv: Tensor | None) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    if d_out is None:
-        q, v = tensors[2], tensors[4]
-        d_out = v.new_zeros(*q.shape[:3], v.shape[3])
-    grads = dispatch.linear_kernels().backward(d_out, d_kv, *tensors, *ctx.rest)
-    return *grads[:3], None, None, None, grads[3], None, None, None
-
-
-# `Function.apply` looks for transforms of functorch first, as `dispatch.eager_untraced` has done.
-_apply: Any = super(torch.autograd.Function, _Kernels).apply
-_apply_out: Any = super(torch.autograd.Function, _KernelsOut).apply
-
-
-@torch.library.custom_op("longspan::causal_linear", mutates_args=())
-def _causal_linear(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor | None,
-    log_scale: Tensor | None,
-    lengths: Tensor | None,
-    kv: Tensor | None,
-    shift: Tensor | None,
-    feature_map: str,
-    normalize: bool,
-    bucket: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The result, its normalizer, the sums and shift after it, and what the backward pass starts from."""
-    given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalize
-    if dispatch.why_not_triton(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
-        results, kept = dispatch.linear_kernels().forward(*given, zeroed=True)
-        nothing = results[1].new_empty(0)
-        return *results, nothing if kept is None else kept, results[1].new_empty(0)
-    return chunks.forward(_arguments(*given, bucket))
-
-
-@_causal_linear.register_fake
-def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    given = _arguments(*args)
-    q, k, v, kv = given.q, given.k, given.v, given.kv
-    if dispatch.why_not_triton(q, k, v, given.weight, given.log_scale, kv, given.feature_map, given.bucket) is None:
-        kernels = dispatch.linear_kernels()
-        size = kernels.kept_size(q, k, v, given.weight, given.log_scale, given.feature_map, given.normalize)
-        starts, references = kv.new_empty(size), kv.new_empty(0)
-    else:
-        starts, references = chunks.new_starts(given)
-    den = kv.new_empty(*q.shape[:2], q.shape[2] if given.normalize else 0)
-    after = kv.new_empty(kv.shape), given.shift.new_empty(given.shift.shape)
-    return v.new_empty(*q.shape[:3], v.shape[3]), den, *after, starts, references
-
-
-def _arguments(*args: Any) -> Arguments:
-    """With no sums for sums that were not given."""
-    q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalize, bucket = args
-    if kv is None:
-        M = k.shape[3] if weight is None else len(weight)
-        before = no_sums(q.shape[0], k.shape[2], M, v.shape[3] + int(normalize), k.new_empty(0, dtype=sum_dtype(k)))
-        kv, shift = before.kv, before.shift
-    return Arguments(q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalize, bucket)
-
-
-@torch.library.custom_op("longspan::causal_linear_backward", mutates_args=())
-def _causal_linear_backward(
-    d_out: Tensor,
-    d_kv: Tensor | None,
-    out: Tensor,
-    den: Tensor,
-    starts: Tensor,
-    references: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor | None,
-    log_scale: Tensor | None,
-    lengths: Tensor | None,
-    kv: Tensor | None,
-    shift: Tensor | None,
-    feature_map: str,
-    normalize: bool,
-    bucket: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and of kv, which is empty where no kv was given."""
-    given = q, k, v, weight, log_scale, lengths, kv, shift, feature_map, normalize
-    if dispatch.why_not_triton(q, k, v, weight, log_scale, kv, feature_map, bucket) is None:
-        kept = starts if starts.numel() else None
-        grads = dispatch.linear_kernels().backward(d_out, d_kv, out, den, *given, kept)
-        d_q, d_k, d_v, d_start = grads
-    else:
-        full = _arguments(*given, bucket)
-        d_kv = torch.zeros_like(full.kv) if d_kv is None else d_kv
-        d_q, d_k, d_v, d_start = chunks.backward(d_out, d_kv, out, den, starts, references, full)
-    return d_q, d_k, d_v, den.new_empty(0) if kv is None else d_start
-
-
-@_causal_linear_backward.register_fake
-def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    den, q, k, v, kv = args[3], args[6], args[7], args[8], args[12]
-    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    return *grads, den.new_empty(0) if kv is None else kv.new_empty(kv.shape)
-
-
-_causal_linear_backward.register_autograd(refuse_double_backward)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.feature_map, ctx.normalize, ctx.bucket = inputs
-    out, den, _, _, starts, references = output
-    # Only normalizers need the result.
-    ctx.save_for_backward(out if ctx.normalize else None, den, starts, references, *tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(
-    ctx: Any, d_out: Tensor | None, d_den: None, d_kv: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
-    out, *tensors = ctx.saved_tensors
-    q, v = tensors[3], tensors[5]
-    d_out = v.new_zeros(*q.shape[:3], v.shape[3]) if d_out is None else d_out
-    dq, dk, dv, d_start = _causal_linear_backward(
-        d_out, d_kv, d_out if out is None else out, *tensors, ctx.feature_map, ctx.normalize, ctx.bucket
-    )
-    given = tensors[9] is not None
-    return dq, dk, dv, None, None, None, d_start if given else None, None, None, None, None
-
-
-_causal_linear.register_autograd(_differentiate, setup_context=_save)
+def _bidirectional_problem(args: tuple[Any, ...]) -> tuple[BidirectionalInputs, BidirectionalProblem]:
+    count = len(BidirectionalInputs._fields)
+    return BidirectionalInputs(*args[:count]), BidirectionalProblem(*args[count:])

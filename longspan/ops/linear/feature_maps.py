@@ -1,7 +1,7 @@
-"""The built-in feature maps as pairs of functions and their derivatives, for code that walks a sequence by chunks.
+"""The built-in feature maps and their derivatives, for code that processes a sequence by chunks.
 
-A key's features are f · exp(β), with f of order one and the log scale β holding the size; None stands for β ≡ 0.
-`weight` is the projection (M, D) of FAVOR+, None for the maps without one.
+A key's features are f · exp(β), with f of order one and β the log scale; None means β ≡ 0.
+`weight` is the projection (M, D) of FAVOR+, None for maps without one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# relu(x) + RELU_EPSILON keeps every normalizer above zero.
+# relu(x) + RELU_EPSILON makes every normalizer positive.
 RELU_EPSILON = 1e-3
 
 
@@ -29,7 +29,7 @@ class Differentiate(Protocol):
 
 
 class Map(NamedTuple):
-    """φ for queries and keys. A query's log scale cancels in normalized attention and is left out."""
+    """φ for queries and keys. A query's log scale cancels in normalized attention and is omitted."""
 
     query: Apply
     key: Apply
@@ -116,14 +116,22 @@ MAPS = {
 
 
 def orthogonal_rows(number: int, dim: int, *, unit: bool, generator: torch.Generator | None = None) -> Tensor:
-    """(number, dim) float32: Gaussian directions, orthogonal in blocks of `dim`.
+    """Draw Gaussian directions that are orthogonal in blocks of `dim`.
 
-    Row norms are those of independent Gaussian vectors, or √dim with `unit` (lower variance, slightly biased). Every
-    number is one that bfloat16 holds, so that products in it are exact; directions and norms are right to 2^−8, far
-    below the spread of the draw itself.
+    Every element is exactly representable in bfloat16, so that bfloat16 products with it are exact. Directions and
+    norms are accurate to 2^−8, far below the variance of the draw.
+
+    Args:
+        number: Number of rows.
+        dim: Dimension of a row.
+        unit: Give every row the norm √dim (lower variance, slightly biased) instead of that of a Gaussian vector.
+        generator: Source of random numbers.
+
+    Returns:
+        (number, dim) in float32.
     """
     q, r = torch.linalg.qr(torch.randn(-(-number // dim), dim, dim, generator=generator))
-    # Without the signs of R the directions would lean to one side, and the estimate with them.
+    # Without the signs of R the directions, and the estimate, would be biased.
     rows = (q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]).mT.reshape(-1, dim)[:number]
     norms = dim**0.5 if unit else torch.randn(number, dim, generator=generator).norm(dim=1, keepdim=True)
     return (rows * norms).bfloat16().float()

@@ -1,49 +1,62 @@
-"""Causal FAVOR+ of bfloat16, normalized, in Triton: what `kernels.linear` calls for it, with its arguments and results.
+"""Causal FAVOR+ in bfloat16, normalized: features are computed in tiles, because a few hundred do not fit into
+registers.
 
-The other kernels make all features of a chunk at once, which for the few hundred of FAVOR+ needs more registers than
-there are; these make a tile of them at a time.
+With n_j the binary logarithm of key j's largest feature, rounded up, and r_i the largest n_j that query i has seen,
+
+    num_i = Σ_{j ≤ i} (φ(q_i) · f_j) 2^(n_j − r_i) v_j,      f_j = φ(k_j) 2^(−n_j) ≤ 1,
+
+so no power of two here exceeds 1, and r_i depends on the past alone. A first kernel computes the scales of queries and
+keys; then the sums before each chunk are computed by segments, `scan` adds them up, and all chunks are read in
+parallel. A reference is the largest logarithm of a key's features so far; sums are divided by 2 to its power, rounded
+up, so that changes of scale are exact.
+
+Backward, with q̂ = φ(q) / den, Δ_i = d_i · out_i for the gradient d of out, S and z the sums before a chunk at scale c,
+and dS and dz the gradients of those after it at the scale e of its end,
+
+    a_ij = 2^(n_j − r_i) (d_i · v_j − Δ_i),
+    dφ(q_i) den_i = Σ_{j ≤ i} a_ij f_j + 2^(c − r_i) (S d_i − Δ_i z),
+    df_j = Σ_{i ≥ j} a_ij q̂_i + 2^(n_j − e) (dS v_j + dz),
+    dv_j = Σ_{i ≥ j} 2^(n_j − r_i) (q̂_i · f_j) d_i + 2^(n_j − e) dSᵀ f_j.
+
+Gradients of queries need the sums before a chunk, those of keys the gradients of the sums after it: in two kernels they
+need fewer registers, and only one of the two stacks of sums is in memory at a time.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.launch import (
-    Launch,
-    Signature,
-    Strides,
-    Workspace,
-    dense,
-    dense_rows,
-    new_like,
-    on_device,
-    signature,
+from longspan.ops.common.exp import LOG2E, exp2, scaled_sum, widen
+from longspan.ops.common.launch import Launch, Signature, Strides, Workspace, dense, dense_rows, new_like, on_device
+from longspan.ops.common.tiles import (
+    FLOOR,
+    ZERO_NORMALIZER,
+    inverse,
+    load_column,
+    load_inputs,
+    load_values,
+    padded,
+    program_index,
+    reload_rows,
+    running_maximum,
+    store_inputs,
+    store_values,
+    token_pointer,
+    visible_length,
+    zeros,
 )
-from longspan.ops.common.tiles import padded
-from longspan.ops.linear.triton.favor_backward import favor_backward_rows_kernel, favor_backward_sums_kernel
-from longspan.ops.linear.triton.favor_device import Sizes
-from longspan.ops.linear.triton.favor_forward import (
-    favor_forward_kernel,
-    favor_forward_sums_kernel,
-    favor_scan_kernel,
-    favor_sizes_kernel,
-    favor_weight_kernel,
-)
-from longspan.ops.linear.triton.favor_gradients import favor_backward_keys_kernel, favor_backward_queries_kernel
-
-LARGEST = 128
-
-# out, den, and the sums and their shift after the last token, where they are asked for.
-Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+from longspan.ops.linear import LinearInputs, LinearProblem
+from longspan.ops.linear.triton.scan import CausalPlan, ScanSizes
 
 
-class Config(NamedTuple):
-    """Features in a tile, warps, loads in flight, the most registers a thread may take, None for all there are, and
-    the most programs that walk segments: as many as a large GPU runs at once.
+class FavorTiling(NamedTuple):
+    """Features in a tile, warps, pipeline stages, the register limit per thread, and the largest number of programs
+    that go through segments: as many as a large GPU runs at once.
     """
 
     tile: int
@@ -53,125 +66,583 @@ class Config(NamedTuple):
     programs: int = 0
 
 
-# Tokens in a chunk, and how each kernel is cut.
 CHUNK = 64
-SIZES = Config(0, 4, 3, None, 264)
-SUMS = Config(64, 4, 3, 168, 396)
-READ = Config(64, 4, 1, 168)
-ROWS = Config(0, 4, 1)
-QUERIES = Config(64, 4, 1)
-KEYS = Config(64, 4, 1)
-# Sequences are gone through part by part where the sums before all chunks of all of them, four times the size of an
-# input or more, would be more bytes than this, and more than these shares of q, k, v and out: for the results, for the
-# gradients of queries, and for those of keys, when there are three gradients already.
+SCALES = FavorTiling(0, 4, 3, None, 264)
+SUMS = FavorTiling(64, 4, 3, 168, 396)
+READ = FavorTiling(64, 4, 1, 168)
+DELTA = FavorTiling(0, 4, 1)
+QUERIES = FavorTiling(64, 4, 1)
+KEYS = FavorTiling(64, 4, 1)
+# The sums before all chunks of all sequences are four times the size of an input or more. Sequences are processed in
+# several parts if those sums would exceed SMALL bytes and these shares of the bytes of q, k, v and out: for the
+# results, for the gradients of queries, and for those of keys, when three gradients are allocated already.
 SMALL = 1 << 24
 READ_SHARE, QUERIES_SHARE, KEYS_SHARE = 1.75, 1.25, 0.625
 
 
-def takes(q: Tensor, v: Tensor, feature_map: str, normalize: bool) -> bool:
-    """Whether these kernels are for such arguments."""
-    return feature_map == "favor" and normalize and q.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= LARGEST
-
-
-def kept_size(q: Tensor, k: Tensor, weight: Tensor) -> int:
-    """How many numbers `forward` keeps for the backward pass: four for each token and head, and the projection."""
-    B, T, H, D = q.shape
-    return _kept(B, T, H, k.shape[2], D, len(weight)).size
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    lengths: Tensor | None,
-    kv: Tensor | None,
-    shift: Tensor | None,
-    *,
-    ends: bool = True,
-    zeroed: bool = False,
-) -> tuple[Results, Tensor]:
-    """out (B, T, H, E), den (B, T, H), and the sums and their shift after the last token; then what is kept.
-
-    ends, zeroed: as in `kernels.linear.forward`.
+class FavorSizes(NamedTuple):
+    """Compile-time constants: heads, dimensions, features, values, tokens in a chunk, padded dimensions, features per
+    tile. 0 where a kernel does not use them. KEY: scales are those of keys.
     """
-    q, k, v, weight = dense_rows(q), dense_rows(k), dense_rows(v), weight.contiguous()
-    kv, shift = dense(kv), dense(shift)
-    plan = _forward_plan(q.get_device(), signature(q, k, v, weight, lengths, kv, shift), ends)
-    out = v.new_empty(plan.out_shape)
-    den = q.new_empty(plan.den_shape, dtype=torch.float32)
-    kv_out = q.new_empty(plan.kv_shape, dtype=torch.float32) if ends else None
-    shift_out = q.new_empty(plan.shift_shape, dtype=torch.float32) if ends else None
-    kept, work = plan.kept.allocate(q, zeroed=zeroed), plan.work.allocate(q)
-    high, low, flag, query_offset, offset, scale, peak, reference = plan.kept.pointers(kept, plan.compiled)
-    total, total_z, prefix, prefix_z, before, largest = plan.work.pointers(work, plan.compiled)
+
+    H: int
+    HKV: int
+    D: int
+    M: int
+    E: int
+    C: int
+    BD: int
+    BM: int
+    BE: int
+    TILE: int = 0
+    KEY: bool = False
+
+
+@triton.jit
+def sequence_index(first, sequences, PROGRAMS: tl.constexpr, S: tl.constexpr):
+    """Index of this program among PROGRAMS per piece of a sequence; the piece; the sequence among all (B, Hkv) and
+    among those in the workspace; its batch index and head. Only `sequences` sequences, from `first` on, are in the
+    workspace.
+    """
+    i_program, pid = tl.program_id(0) % PROGRAMS, tl.program_id(0) // PROGRAMS
+    i_piece, i_x = pid // sequences, first + pid % sequences
+    i_b, i_kv = (i_x // S.HKV).to(tl.int64), i_x % S.HKV
+    return i_program, i_piece, i_x.to(tl.int64), i_x.to(tl.int64) - first, i_b, i_kv
+
+
+@triton.jit
+def chunk_index(i_c, i_x, i_n, T, segments, chunks, S: tl.constexpr):
+    """Indices of chunk i_c: of its segment in the workspace, among all chunks, and among those in the workspace."""
+    return i_n * segments + i_c // chunks, i_x * tl.cdiv(T, S.C) + i_c, i_n * tl.cdiv(T, S.C) + i_c
+
+
+@triton.jit
+def project(b_x, b_high, p_low, flag, i_f, S: tl.constexpr):
+    """w·x (C, TILE) for a tile of features in float32 precision, which an exponent needs.
+
+    x is exact; w is the sum of two bfloat16 matrices, the second of which is zero if flag is 0.
+    """
+    b_l = tl.dot(b_x, tl.trans(b_high))
+    if flag != 0:
+        b_l = tl.dot(b_x, tl.trans(load_projection(p_low, i_f, S)), b_l)
+    return b_l
+
+
+@triton.jit
+def project_both(b_x, b_y, b_high, p_low, flag, i_f, S: tl.constexpr):
+    """`project` of x and of y, with both products in flight."""
+    b_l, b_m = tl.dot(b_x, tl.trans(b_high)), tl.dot(b_y, tl.trans(b_high))
+    if flag != 0:
+        b_low = tl.trans(load_projection(p_low, i_f, S))
+        b_l, b_m = tl.dot(b_x, b_low, b_l), tl.dot(b_y, b_low, b_m)
+    return b_l, b_m
+
+
+@triton.jit
+def project_transposed(b_x, b_high, p_low, flag, i_f, S: tl.constexpr):
+    """`project` as (TILE, C), so that features are summed over tokens without a transposition."""
+    b_l = tl.dot(b_high, tl.trans(b_x))
+    if flag != 0:
+        b_l = tl.dot(load_projection(p_low, i_f, S), tl.trans(b_x), b_l)
+    return b_l
+
+
+@triton.jit
+def features(b_l, b_offset, i_f, S: tl.constexpr):
+    """2^(w·x·D^−¼ − offset); 0 beyond M features."""
+    b_f = exp2(b_l * (S.D**-0.25 * LOG2E) - b_offset)
+    if S.M != S.BM:
+        b_f = tl.where(i_f < S.M, b_f, 0)
+    return b_f
+
+
+@triton.jit
+def column(b_x):
+    """x (N,) as bfloat16 (N, 8) whose rows add up to it, for a product with a vector."""
+    i_8 = tl.arange(0, 8)[None, :]
+    b_high = (b_x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    b_rest = tl.where(i_8 == 1, (b_x - b_high)[:, None], 0.0)
+    return tl.where(i_8 == 0, b_high[:, None], b_rest).to(tl.bfloat16)
+
+
+@triton.jit
+def load_projection(p_x, i_f, S: tl.constexpr):
+    """A tile of features of one of the projection's two matrices (BM, BD)."""
+    return tl.load(p_x + i_f[:, None] * S.BD + tl.arange(0, S.BD)[None, :])
+
+
+@triton.jit
+def store_sums(p_kv, p_z, i_x, i_f, b_kv, b_z, S: tl.constexpr):
+    """Store rows i_f of matrix i_x of a stack of (BM, BE), and of one of (BM,)."""
+    p_kv += i_x * (S.BM * S.BE) + i_f[:, None] * S.BE + tl.arange(0, S.BE)[None, :]
+    tl.store(p_kv, b_kv.to(p_kv.dtype.element_ty))
+    tl.store(p_z + i_x * S.BM + i_f, b_z)
+
+
+@triton.jit
+def load_sums(p_far, p_far_z, i_far, p_near, p_near_z, i_near, factor, i_f, S: tl.constexpr):
+    """Load what `store_sums` stores: the sums of a chunk's segment times factor, plus the chunk's own."""
+    b_far = tl.load(p_far + i_far * (S.BM * S.BE) + i_f[:, None] * S.BE + tl.arange(0, S.BE)[None, :])
+    b_near = tl.load(p_near + i_near * (S.BM * S.BE) + i_f[:, None] * S.BE + tl.arange(0, S.BE)[None, :])
+    b_kv = scaled_sum(b_far, factor, b_near)
+    return b_kv, tl.load(p_far_z + i_far * S.BM + i_f) * factor + tl.load(p_near_z + i_near * S.BM + i_f)
+
+
+@triton.jit
+def load_reference(p_x, i_x):
+    """A reference, rounded up."""
+    return tl.ceil(tl.load(p_x + i_x))
+
+
+@triton.jit
+def pair_scales(b_scale, b_reference, S: tl.constexpr):
+    """2^(n_j − r_i) (C, C) for j ≤ i, else 0; 0 for hidden keys, whose scale is FLOOR."""
+    i_t = tl.arange(0, S.C)
+    return tl.where(i_t[None, :] <= i_t[:, None], exp2(b_scale[None, :] - b_reference[:, None]), 0.0)
+
+
+@triton.jit
+def pair_scales_transposed(b_scale, b_reference, S: tl.constexpr):
+    """`pair_scales` with a row for each key."""
+    i_t = tl.arange(0, S.C)
+    return tl.where(i_t[:, None] <= i_t[None, :], exp2(b_scale[:, None] - b_reference[None, :]), 0.0)
+
+
+@triton.jit
+def linear_favor_forward_weight_kernel(
+    p_weight, p_high, p_low, p_flag, D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr
+):
+    """Write the projection (M, D) as the sum of two bfloat16 (BM, BD), and the largest element of the second.
+
+    That is 0 for projections that longspan draws; products with the second are then skipped.
+    """
+    i_m, i_d = tl.arange(0, BM)[:, None], tl.arange(0, BD)[None, :]
+    b_weight = tl.load(p_weight + i_m * D + i_d, mask=(i_m < M) & (i_d < D), other=0.0).to(tl.float32)
+    b_high = b_weight.to(tl.bfloat16)
+    b_low = (b_weight - b_high.to(tl.float32)).to(tl.bfloat16)
+    tl.store(p_high + i_m * BD + i_d, b_high)
+    tl.store(p_low + i_m * BD + i_d, b_low)
+    tl.store(p_flag, tl.max(tl.abs(b_low.to(tl.float32))))
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+def linear_favor_forward_scales_kernel(
+    p_x, p_high, p_low, p_flag, p_lengths, p_offset, p_scale, p_peak, p_largest, T, segments, chunks, x, S: tl.constexpr
+):
+    """What must be known of all features of a token before the first is computed, all (B, H, chunks, C).
+
+    p_offset: for queries the logarithm of the largest feature; for keys ‖k‖²/2, and for hidden ones a number that
+    makes their features 0. p_scale, p_peak: for keys the logarithm of the largest feature, rounded up, and the largest
+    of those so far in the chunk. p_largest: (B, H, chunks) the chunk's, not rounded.
+    """
+    i_h, _, i_s, i_b = program_index(segments, S.H)
+    i_0 = i_s * chunks * S.C
+    rows = visible_length(p_lengths, i_b, T) - i_0
+    i_t = tl.arange(0, S.C)
+    i_c = (i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_s * chunks
+    p_x = token_pointer(p_x, x, i_b, i_0, i_h)
+    b_high = load_projection(p_high, tl.arange(0, S.BM), S)
+    flag = tl.load(p_flag)
+    for _ in range(tl.minimum(chunks, tl.cdiv(T - i_0, S.C))):
+        b_x = load_inputs(p_x, x.t, rows, S)
+        b_l = project(b_x, b_high, p_low, flag, tl.arange(0, S.BM), S)
+        if S.BM != S.M:
+            b_l = tl.where((tl.arange(0, S.BM) < S.M)[None, :], b_l, FLOOR)
+        b_beta = tl.max(b_l, 1) * (S.D**-0.25 * LOG2E)
+        i_o = i_c * S.C + i_t
+        if S.KEY:
+            b_x = b_x.to(tl.float32)
+            b_half = tl.sum(b_x * b_x, 1) * (0.5 * S.D**-0.5 * LOG2E)
+            b_beta = tl.where(i_t < rows, b_beta - b_half, FLOOR)
+            b_scale = tl.ceil(b_beta)
+            tl.store(p_offset + i_o, tl.where(i_t < rows, b_half, -2 * FLOOR))
+            tl.store(p_scale + i_o, b_scale)
+            tl.store(p_peak + i_o, running_maximum(b_scale))
+            tl.store(p_largest + i_c, tl.max(b_beta))
+        else:
+            tl.store(p_offset + i_o, b_beta)
+        p_x += S.C * x.t
+        i_c += 1
+        rows -= S.C
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
+def linear_favor_forward_sums_kernel(
+    p_k, p_v, p_high, p_low, p_flag, p_lengths, p_offset, p_largest, p_shift, p_total, p_total_z, p_prefix,
+    p_prefix_z, p_reference,
+    T, segments, chunks, first, sequences, k, v, S: tl.constexpr
+):  # fmt: skip
+    """Σ φ(k) vᵀ and Σ φ(k) of one segment and one tile of features, at the scale of the segment's end.
+
+    p_prefix, p_prefix_z: (sequences, chunks, BM, ·) the segment's sums before each chunk, at the scale of that chunk.
+    p_reference: (B, Hkv, chunks + 1) the references before each chunk and after the last, computed here unless
+    p_largest is None.
+    """
+    i_m, i_s, i_x, i_n, i_b, i_h = sequence_index(first, sequences, S.BM // S.TILE, S)
+    i_m *= S.TILE
+    i_0 = i_s * chunks * S.C
+    rows = visible_length(p_lengths, i_b, T) - i_0
+    i_c = i_x * tl.cdiv(T, S.C)
+    p_reference += i_x  # one more than there are chunks
+    if p_largest is None:
+        c = tl.load(p_reference + i_c + i_s * chunks)
+    else:
+        c = tl.max(tl.full((256,), FLOOR, tl.float32))
+        if p_shift is not None:
+            c = tl.maximum(c, tl.load(p_shift + i_x) * LOG2E)
+        for i in range(0, i_s * chunks, 256):
+            i_earlier = i + tl.arange(0, 256)
+            b_largest = tl.load(p_largest + i_c + i_earlier, mask=i_earlier < i_s * chunks, other=FLOOR)
+            c = tl.maximum(c, tl.max(b_largest))
+    i_c += i_s * chunks
+    i_p = i_n * tl.cdiv(T, S.C) + i_s * chunks
+    p_k, p_v = token_pointer(p_k, k, i_b, i_0, i_h), token_pointer(p_v, v, i_b, i_0, i_h)
+    i_t, i_f = tl.arange(0, S.C), i_m + tl.arange(0, S.TILE)
+    flag = tl.load(p_flag)
+    b_high = load_projection(p_high, i_f, S)
+    b_kv = zeros(S.TILE, S.BE)
+    b_z = zeros(S.TILE)
+    for _ in range(tl.minimum(chunks, tl.cdiv(T - i_0, S.C))):
+        store_sums(p_prefix, p_prefix_z, i_p, i_f, b_kv, b_z, S)
+        b_k = load_inputs(p_k, k.t, rows, S)
+        b_v = load_values(p_v, v.t, rows, S)
+        b_offset = tl.load(p_offset + i_c * S.C + i_t)
+        if p_largest is None:
+            c_last = tl.load(p_reference + i_c + 1)
+        else:
+            c_last = tl.maximum(c, tl.load(p_largest + i_c))
+            if i_m == 0:
+                tl.store(p_reference + i_c, c)
+        decay = exp2(tl.ceil(c) - tl.ceil(c_last))
+        b_f = project_transposed(b_k, b_high, p_low, flag, i_f, S)
+        b_f = features(b_f, (b_offset + tl.ceil(c_last))[None, :], i_f[:, None], S)
+        b_kv = tl.dot(b_f.to(tl.bfloat16), b_v, b_kv * decay)
+        b_z = b_z * decay + tl.sum(b_f, 1)
+        c = c_last
+        p_k += S.C * k.t
+        p_v += S.C * v.t
+        i_c += 1
+        i_p += 1
+        rows -= S.C
+    store_sums(p_total, p_total_z, i_n * segments + i_s, i_f, b_kv, b_z, S)
+    if p_largest is not None:
+        if i_m == 0:
+            tl.store(p_reference + i_c, c)
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
+def linear_favor_forward_kernel(
+    p_q, p_k, p_v, p_high, p_low, p_flag, p_lengths, p_query_offset, p_offset, p_scale, p_peak, p_reference,
+    p_before, p_before_z, p_prefix, p_prefix_z, p_out, p_den,
+    T, segments, chunks, first, sequences, q, k, v, S: tl.constexpr
+):  # fmt: skip
+    """One chunk of one query head, of the sequences in the workspace."""
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_g, i_c, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, GROUP, S)
+    i_h, i_0 = i_kv * GROUP + i_g, i_c * S.C
+    left, rows = T - i_0, visible_length(p_lengths, i_b, T) - i_0
+    p_q = token_pointer(p_q, q, i_b, i_0, i_h)
+    p_k, p_v = token_pointer(p_k, k, i_b, i_0, i_kv), token_pointer(p_v, v, i_b, i_0, i_kv)
+    i_t = tl.arange(0, S.C)
+    i_far, i_p, i_near = chunk_index(i_c, i_x, i_n, T, segments, chunks, S)
+    flag = tl.load(p_flag)
+    p_reference += i_x * (tl.cdiv(T, S.C) + 1)
+    c = load_reference(p_reference, i_c)
+    old = exp2(load_reference(p_reference, i_c // chunks * chunks) - c)
+    b_q = load_inputs(p_q, q.t, left, S)
+    b_k = load_inputs(p_k, k.t, rows, S)
+    b_query_offset = tl.load(p_query_offset + ((i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_c) * S.C + i_t)
+    b_offset = tl.load(p_offset + i_p * S.C + i_t) + tl.load(p_scale + i_p * S.C + i_t)
+    b_p = zeros(S.C, S.C)
+    b_out = zeros(S.C, S.BE)
+    b_den = zeros(S.C, 8)
+    for i_m in range(0, S.BM, S.TILE):
+        i_f = i_m + tl.arange(0, S.TILE)
+        b_high = load_projection(p_high, i_f, S)
+        b_kv, b_z = load_sums(p_before, p_before_z, i_far, p_prefix, p_prefix_z, i_near, old, i_f, S)
+        b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_f, S)
+        b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
+        b_f = features(b_f, b_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
+        b_p = tl.dot(b_query, tl.trans(b_f), b_p)
+        b_out = tl.dot(b_query, b_kv, b_out)
+        b_den = tl.dot(b_query, column(b_z), b_den)
+    b_reference = tl.maximum(tl.load(p_peak + i_p * S.C + i_t), c)
+    b_p *= pair_scales(tl.load(p_scale + i_p * S.C + i_t), b_reference, S)
+    b_row = exp2(c - b_reference)
+    b_sum = tl.sum(b_den, 1) * b_row + tl.sum(b_p, 1)
+    b_v = load_values(p_v, v.t, rows, S)
+    b_out = tl.dot(b_p.to(tl.bfloat16), b_v, b_out * b_row[:, None]) * inverse(b_sum)[:, None]
+    i_row = (i_b * T + i_0) * S.H + i_h
+    tl.store(p_den + i_row + i_t * S.H, b_sum, mask=i_t < left)
+    store_values(p_out + i_row * S.E, S.H * S.E, left, b_out, S)
+
+
+@triton.jit(do_not_specialize=["T"])
+def linear_favor_backward_delta_kernel(
+    p_out, p_den, p_d_out, p_query_offset, p_normalized_offset, p_delta, T, d, S: tl.constexpr
+):
+    """Δ (B, H, chunks, C), and offsets of queries that include den, so that their features are q̂."""
+    i_h, _, i_c, i_b = program_index(tl.cdiv(T, S.C), S.H)
+    i_0 = i_c * S.C
+    left = T - i_0
+    i_row = (i_b * T + i_0) * S.H + i_h
+    p_d_out = token_pointer(p_d_out, d, i_b, i_0, i_h)
+    b_d = load_values(p_d_out, d.t, left, S).to(tl.float32)
+    b_out = load_values(p_out + i_row * S.E, S.H * S.E, left, S).to(tl.float32)
+    b_den = load_column(p_den + i_row, S.H, left, S.C, 0.0)
+    i_o = ((i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_c) * S.C + tl.arange(0, S.C)
+    m_zero = b_den < ZERO_NORMALIZER
+    b_offset = tl.load(p_query_offset + i_o) + tl.log2(tl.where(m_zero, 1.0, b_den))
+    tl.store(p_normalized_offset + i_o, tl.where(m_zero, -2 * FLOOR, b_offset))
+    tl.store(p_delta + i_o, tl.sum(b_d * b_out, 1))
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
+def linear_favor_backward_sums_kernel(
+    p_q, p_d_out, p_high, p_low, p_flag, p_query_offset, p_delta, p_peak, p_reference, p_d_total, p_d_total_z,
+    p_suffix, p_suffix_z,
+    T, segments, chunks, first, sequences, q, d, S: tl.constexpr
+):  # fmt: skip
+    """dS and dz of one segment and one tile of features, summed over the query heads of a group, at its start's scale.
+
+    p_suffix, p_suffix_z: (sequences, chunks, BM, ·) the part that comes after each chunk, at the scale of the chunk's
+    end.
+    """
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_m, i_s, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, S.BM // S.TILE, S)
+    i_m *= S.TILE
+    count = tl.minimum(chunks, tl.cdiv(T, S.C) - i_s * chunks)
+    i_l = (i_s * chunks + count - 1) * S.C
+    p_q = token_pointer(p_q, q, i_b, i_l, i_kv * GROUP)
+    p_d_out = token_pointer(p_d_out, d, i_b, i_l, i_kv * GROUP)
+    i_c = i_x * tl.cdiv(T, S.C) + i_s * chunks + count - 1
+    i_p = i_n * tl.cdiv(T, S.C) + i_s * chunks + count - 1
+    i_q = (i_b * S.H + i_kv * GROUP) * tl.cdiv(T, S.C) + i_s * chunks + count - 1
+    p_reference += i_x
+    i_t, i_f = tl.arange(0, S.C), i_m + tl.arange(0, S.TILE)
+    flag = tl.load(p_flag)
+    b_high = load_projection(p_high, i_f, S)
+    b_d_kv = zeros(S.TILE, S.BE)
+    b_d_z = zeros(S.TILE)
+    c_last = load_reference(p_reference, i_c + 1)
+    left = T - i_l
+    for _ in range(count):
+        store_sums(p_suffix, p_suffix_z, i_p, i_f, b_d_kv, b_d_z, S)
+        c = load_reference(p_reference, i_c)
+        decay = exp2(c - c_last)
+        b_d_kv *= decay
+        b_d_z *= decay
+        b_back = tl.maximum(tl.load(p_peak + i_c * S.C + i_t), c) - c
+        for g in range(GROUP):
+            b_q = load_inputs(p_q + g * q.h, q.t, left, S)
+            b_d = load_values(p_d_out + g * d.h, d.t, left, S)
+            i_o = (i_q + g * tl.cdiv(T, S.C)) * S.C + i_t
+            b_offset, b_delta = tl.load(p_query_offset + i_o) + b_back, tl.load(p_delta + i_o)
+            b_query = project_transposed(b_q, b_high, p_low, flag, i_f, S)
+            b_query = features(b_query, b_offset[None, :], i_f[:, None], S)
+            b_d_kv = tl.dot(b_query.to(tl.bfloat16), b_d, b_d_kv)
+            b_d_z -= tl.sum(b_query * b_delta[None, :], 1)
+        c_last = c
+        p_q -= S.C * q.t
+        p_d_out -= S.C * d.t
+        i_c -= 1
+        i_p -= 1
+        i_q -= 1
+        left += S.C
+    store_sums(p_d_total, p_d_total_z, i_n * segments + i_s, i_f, b_d_kv, b_d_z, S)
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
+def linear_favor_backward_queries_kernel(
+    p_q, p_k, p_v, p_d_out, p_high, p_low, p_flag, p_lengths, p_query_offset, p_delta, p_offset, p_scale, p_peak,
+    p_reference, p_before, p_before_z, p_prefix, p_prefix_z, p_d_q,
+    T, segments, chunks, first, sequences, q, k, v, d, S: tl.constexpr
+):  # fmt: skip
+    """dq of one chunk of one query head, of the sequences in the workspace.
+
+    p_delta: Δ, computed from the rounded `out`; replaced by Δ of the sums that `out` was computed from, which makes
+    φ(q)·dφ(q) zero.
+    """
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_g, i_c, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, GROUP, S)
+    i_h, i_0 = i_kv * GROUP + i_g, i_c * S.C
+    left, rows = T - i_0, visible_length(p_lengths, i_b, T) - i_0
+    p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_h), token_pointer(p_k, k, i_b, i_0, i_kv)
+    p_v, p_d_out = token_pointer(p_v, v, i_b, i_0, i_kv), token_pointer(p_d_out, d, i_b, i_0, i_h)
+    i_t = tl.arange(0, S.C)
+    i_far, i_p, i_near = chunk_index(i_c, i_x, i_n, T, segments, chunks, S)
+    i_o = ((i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_c) * S.C + i_t
+    flag = tl.load(p_flag)
+    p_reference += i_x * (tl.cdiv(T, S.C) + 1)
+    c = load_reference(p_reference, i_c)
+    old = exp2(load_reference(p_reference, i_c // chunks * chunks) - c)
+    b_q = load_inputs(p_q, q.t, left, S)
+    b_k = load_inputs(p_k, k.t, rows, S)
+    b_v = load_values(p_v, v.t, rows, S)
+    b_d = load_values(p_d_out, d.t, left, S)
+    b_query_offset, b_delta = tl.load(p_query_offset + i_o), tl.load(p_delta + i_o)
+    b_scale = tl.load(p_scale + i_p * S.C + i_t)
+    b_offset = tl.load(p_offset + i_p * S.C + i_t) + b_scale
+    b_reference = tl.maximum(tl.load(p_peak + i_p * S.C + i_t), c)
+    b_row = exp2(c - b_reference)
+    b_a = tl.dot(b_d, tl.trans(b_v)) - b_delta[:, None]
+    b_a = (b_a * pair_scales(b_scale, b_reference, S)).to(tl.bfloat16)
+    # Products with powers of two are exact.
+    b_d, b_delta = (b_d * b_row[:, None]).to(tl.bfloat16), -b_delta * b_row
+    b_d_q = zeros(S.C, S.BD)
+    b_rest = zeros(S.C)
+    for i_m in range(0, S.BM, S.TILE):
+        i_f = i_m + tl.arange(0, S.TILE)
+        b_high = load_projection(p_high, i_f, S)
+        b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_f, S)
+        b_f = features(b_f, b_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
+        b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S)
+        b_kv, b_z = load_sums(p_before, p_before_z, i_far, p_prefix, p_prefix_z, i_near, old, i_f, S)
+        b_g = tl.dot(b_d, tl.trans(b_kv), b_delta[:, None] * b_z[None, :])
+        b_g = tl.dot(b_a, b_f, b_g) * b_query
+        b_rest += tl.sum(b_g, 1)
+        b_d_q = tl.dot(b_g.to(tl.bfloat16), b_high, b_d_q)
+    tl.store(p_delta + i_o, tl.load(p_delta + i_o) + b_rest)
+    i_row = (i_b * T + i_0) * S.H + i_h
+    store_inputs(p_d_q + i_row * S.D, S.H * S.D, left, b_d_q * S.D**-0.25, S)
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
+def linear_favor_backward_keys_kernel(
+    p_q, p_k, p_v, p_d_out, p_high, p_low, p_flag, p_lengths, p_query_offset, p_delta, p_offset, p_scale, p_peak,
+    p_reference, p_after, p_after_z, p_suffix, p_suffix_z, p_d_k, p_d_v,
+    T, segments, chunks, first, sequences, q, k, v, d, S: tl.constexpr
+):  # fmt: skip
+    """dk and dv of one chunk of a sequence in the workspace; keys are rows and queries columns."""
+    GROUP: tl.constexpr = S.H // S.HKV
+    _, i_c, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, 1, S)
+    i_0 = i_c * S.C
+    left, rows = T - i_0, visible_length(p_lengths, i_b, T) - i_0
+    p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_kv * GROUP), token_pointer(p_k, k, i_b, i_0, i_kv)
+    p_v, p_d_out = token_pointer(p_v, v, i_b, i_0, i_kv), token_pointer(p_d_out, d, i_b, i_0, i_kv * GROUP)
+    i_t = tl.arange(0, S.C)
+    i_far, i_p, i_near = chunk_index(i_c, i_x, i_n, T, segments, chunks, S)
+    flag = tl.load(p_flag)
+    p_reference += i_x * (tl.cdiv(T, S.C) + 1)
+    c, c_last = load_reference(p_reference, i_c), load_reference(p_reference, i_c + 1)
+    i_end = tl.minimum((i_c // chunks + 1) * chunks, tl.cdiv(T, S.C))
+    new = exp2(c_last - load_reference(p_reference, i_end))
+    b_k = load_inputs(p_k, k.t, rows, S)
+    b_v = load_values(p_v, v.t, rows, S)
+    b_scale = tl.load(p_scale + i_p * S.C + i_t)
+    b_offset = tl.load(p_offset + i_p * S.C + i_t) + b_scale
+    b_end = exp2(b_scale - c_last)
+    b_v_end = (b_v * b_end[:, None]).to(tl.bfloat16)  # exact: powers of two
+    b_reference = tl.maximum(tl.load(p_peak + i_p * S.C + i_t), c)
+    b_d_k = zeros(S.C, S.BD)
+    b_d_v = zeros(S.C, S.BE)
+    b_total = zeros(S.C)
+    for g in range(GROUP):
+        b_q = load_inputs(p_q + g * q.h, q.t, left, S)
+        b_d = load_values(p_d_out + g * d.h, d.t, left, S)
+        i_o = ((i_b * S.H + i_kv * GROUP + g) * tl.cdiv(T, S.C) + i_c) * S.C + i_t
+        b_query_offset = tl.load(p_query_offset + i_o)
+        b_a = tl.dot(b_v, tl.trans(b_d)) - tl.load(p_delta + i_o)[None, :]
+        b_a = (b_a * pair_scales_transposed(b_scale, b_reference, S)).to(tl.bfloat16)
+        b_p = zeros(S.C, S.C)
+        for i_m in range(0, S.BM, S.TILE):
+            i_f = i_m + tl.arange(0, S.TILE)
+            b_high = load_projection(p_high, i_f, S)
+            b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_f, S)
+            b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
+            b_f = features(b_f, b_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
+            b_p = tl.dot(b_f, tl.trans(b_query), b_p)
+            b_g = zeros(S.C, S.TILE)
+            if g == 0:
+                b_d_kv, b_d_z = load_sums(p_after, p_after_z, i_far, p_suffix, p_suffix_z, i_near, new, i_f, S)
+                b_g = tl.dot(b_v_end, tl.trans(b_d_kv), b_end[:, None] * b_d_z[None, :])
+                b_d_v = tl.dot(b_f, b_d_kv, b_d_v)
+            b_g = tl.dot(b_a, b_query, b_g) * widen(b_f)
+            b_total += tl.sum(b_g, 1)
+            b_d_k = tl.dot(b_g.to(tl.bfloat16), b_high, b_d_k)
+        if g == 0:
+            b_d_v *= b_end[:, None]
+        # Loading both again is cheaper than holding them in registers.
+        b_d = reload_rows(p_d_out + g * d.h, d.t, left, S.E, S.C, S.BE)
+        b_p *= pair_scales_transposed(tl.load(p_scale + i_p * S.C + i_t, eviction_policy="evict_first"), b_reference, S)
+        b_d_v = tl.dot(b_p.to(tl.bfloat16), b_d, b_d_v)
+    i_row = (i_b * T + i_0) * S.HKV + i_kv
+    b_k = reload_rows(p_k, k.t, rows, S.D, S.C, S.BD).to(tl.float32)
+    b_d_k = b_d_k * S.D**-0.25 - b_k * (b_total * S.D**-0.5)[:, None]
+    store_inputs(p_d_k + i_row * S.D, S.HKV * S.D, left, b_d_k, S)
+    store_values(p_d_v + i_row * S.E, S.HKV * S.E, left, b_d_v, S)
+
+
+def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> tuple[Tensor | None, ...]:
+    """Return out, the sums and their shift after the last token or None, den, and the workspace for `backward`."""
+    assert x.weight is not None
+    q, k, v, weight, lengths = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), x.weight.contiguous(), x.lengths
+    kv, shift = dense(x.kv), dense(x.shift)
+    plan = _Forward.of((q, k, v, weight, lengths, kv, shift), problem)
+    out, den, kv_out, shift_out = plan.results(x)
+    saved, work = plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
+    *w, query_offset, offset, scale, peak, references = plan.pointers(plan.saved, saved)
+    total, total_z, prefix, prefix_z, before, largest = plan.pointers(plan.workspace, work)
     with on_device(q):
-        plan.weight(weight, high, low, flag)
-        plan.query_sizes(q, high, low, flag, None, query_offset, None, None, None)
-        plan.key_sizes(k, high, low, flag, lengths, offset, scale, peak, largest)
+        plan.weight(weight, *w)
+        plan.query_scales(q, *w, None, query_offset, None, None, None)
+        plan.key_scales(k, *w, lengths, offset, scale, peak, largest)
         for sums, scan, read in plan.parts:
-            sums(
-                *(k, v, high, low, flag, lengths, offset, largest, shift),
-                *(total, total_z, prefix, prefix_z, reference),
-            )
-            scan(total, total_z, reference, kv, kv_out, shift_out, before)
-            read(
-                *(q, k, v, high, low, flag, lengths, query_offset, offset, scale, peak, reference),
-                *(before, total_z, prefix, prefix_z, out, den),
-            )
-    plan.compiled = plan.parts[-1][2].compiled is not None
-    return (out, den, kv_out, shift_out), kept
+            sums(k, v, *w, lengths, offset, largest, shift, total, total_z, prefix, prefix_z, references)
+            scan(total, total_z, before, None, references, kv, None, kv_out, shift_out)
+            sums_before = before, total_z, prefix, prefix_z
+            read(q, k, v, *w, lengths, query_offset, offset, scale, peak, references, *sums_before, out, den)
+    return out, kv_out, shift_out, den, saved
 
 
 def backward(
     d_out: Tensor,
     d_kv: Tensor | None,
-    out: Tensor,
+    out: Tensor | None,
     den: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    lengths: Tensor | None,
-    kv: Tensor | None,
-    kept: Tensor,
+    saved: Tensor,
+    x: LinearInputs,
+    problem: LinearProblem,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of q, k, v and kv; that of no kv is None."""
-    q, k, v, d_out, out = dense_rows(q), dense_rows(k), dense_rows(v), dense_rows(d_out), out.contiguous()
-    kv, d_kv = dense(kv), dense(d_kv)
-    plan = _backward_plan(q.get_device(), signature(q, k, v, weight, lengths, kv, d_out, d_kv, out, den, kept))
-    high, low, flag, query_offset, offset, scale, peak, reference = plan.kept.pointers(kept, plan.compiled)
-    rows = plan.rows_room.allocate(q)
-    offset_over_den, delta = plan.rows_room.pointers(rows, plan.compiled)
+    """Return the gradients of q, k, v and of the sums before, if there are any. saved: by `forward`."""
+    assert out is not None
+    q, k, v, d_out, lengths = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense_rows(d_out), x.lengths
+    kv, d_kv, out = dense(x.kv), dense(d_kv), out.contiguous()
+    plan = _Backward.of((q, k, v, x.weight, lengths, kv, d_out, d_kv, out, den, saved), problem)
+    *w, query_offset, offset, scale, peak, references = plan.pointers(plan.saved, saved)
+    rows = plan.rows.allocate(q)
+    normalized_offset, delta = plan.pointers(plan.rows, rows)
     stack = plan.query_stack.allocate(q)
-    total, total_z, prefix, prefix_z, before = plan.query_stack.pointers(stack, plan.compiled)
+    total, total_z, prefix, prefix_z, before = plan.pointers(plan.query_stack, stack)
     d_q = new_like(q)
     d_start = None if kv is None else kv.new_empty(kv.shape)
-    keys = offset, scale, peak, reference
     with on_device(q):
-        plan.rows(out, den, d_out, query_offset, offset_over_den, delta)
-        given = q, k, v, d_out, high, low, flag, lengths, offset_over_den, delta, *keys
+        plan.delta(out, den, d_out, query_offset, normalized_offset, delta)
+        given = q, k, v, d_out, *w, lengths, normalized_offset, delta, offset, scale, peak, references
         for sums, scan, queries in plan.query_parts:
-            sums(k, v, high, low, flag, lengths, offset, None, None, total, total_z, prefix, prefix_z, reference)
-            scan(total, total_z, reference, kv, None, None, before)
+            sums(k, v, *w, lengths, offset, None, None, total, total_z, prefix, prefix_z, references)
+            scan(total, total_z, before, None, references, kv, None, None, None)
             queries(*given, before, total_z, prefix, prefix_z, d_q)
-        del stack, total, total_z, prefix, prefix_z, before  # What comes next takes their place.
+        del stack, total, total_z, prefix, prefix_z, before  # The next stack takes their memory.
         stack = plan.key_stack.allocate(q)
-        total, total_z, suffix, suffix_z, after = plan.key_stack.pointers(stack, plan.compiled)
+        total, total_z, suffix, suffix_z, after = plan.pointers(plan.key_stack, stack)
         d_k, d_v = new_like(k), new_like(v)
-        for sums, scan, gradients in plan.key_parts:
-            sums(
-                *(q, d_out, high, low, flag, offset_over_den, delta, peak, reference),
-                *(total, total_z, suffix, suffix_z),
-            )
-            scan(total, total_z, reference, d_kv, d_start, None, after)
-            gradients(*given, after, total_z, suffix, suffix_z, d_k, d_v)
-    plan.compiled = plan.key_parts[-1][2].compiled is not None
+        for sums, scan, keys in plan.key_parts:
+            sums(q, d_out, *w, normalized_offset, delta, peak, references, total, total_z, suffix, suffix_z)
+            scan(total, total_z, after, None, references, d_kv, None, d_start, None)
+            keys(*given, after, total_z, suffix, suffix_z, d_k, d_v)
     return d_q, d_k, d_v, d_start
 
 
+def saved_size(x: LinearInputs, problem: LinearProblem) -> int:
+    """Return the number of float32 elements that `forward` saves: four per token and head, and the projection."""
+    assert x.weight is not None
+    B, T, H, D = x.q.shape
+    return _saved(B, T, H, x.k.shape[2], D, len(x.weight)).size
+
+
 class _Part(NamedTuple):
-    """Sequences of keys from the first on, each of them walked in segments of `run` chunks."""
+    """Sequences from `first` on, each in segments of `run` chunks."""
 
     first: int
     sequences: int
@@ -179,134 +650,126 @@ class _Part(NamedTuple):
     run: int
 
 
-class _Plan:
-    """All that calls with arguments that look alike share: sizes, room, and kernels with their numbers."""
-
-    def __init__(self, device: int, given: Signature) -> None:
-        q, k, v, weight, *_ = given
-        assert q is not None
-        assert k is not None
-        assert v is not None
+class _FavorPlan(CausalPlan):
+    def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
+        weight = key[3]
         assert weight is not None
-        (self.B, self.T, self.H, D), self.Hkv, E, M = q[0], k[0][2], v[0][3], weight[0][0]
-        self.device, self.chunks, self.X = device, -(-self.T // CHUNK), self.B * self.Hkv
-        self.steps = {"q": Strides(*q[1][:3]), "k": Strides(*k[1][:3]), "v": Strides(*v[1][:3])}
-        self.S = Sizes(self.H, self.Hkv, D, M, E, CHUNK, padded(D), padded(M), padded(E))
-        self.kept = _kept(self.B, self.T, self.H, self.Hkv, D, M)
-        self.compiled = False
+        super().__init__(device, key, problem, weight[0][0])
+        self.chunks = -(-self.T // CHUNK)
+        blocks = padded(self.D), padded(self.M), padded(self.E)
+        self.S = FavorSizes(self.H, self.Hkv, self.D, self.M, self.E, CHUNK, *blocks)
+        self.saved = _saved(self.B, self.T, self.H, self.Hkv, self.D, self.M)
 
-    def cut(self, share: float) -> list[_Part]:
-        """All sequences, in parts whose sums take about such a share of the bytes of q, k, v and out."""
-        tensors = 2 * self.B * self.T * (self.H + self.Hkv) * (self.S.D + self.S.E)
-        bytes_of_all = 4 * Workspace(*self.stack(self.part(0, self.X))).size
+    def split(self, share: float) -> list[_Part]:
+        """All sequences in parts whose sums take about such a share of the bytes of q, k, v and out."""
+        tensors = 2 * self.B * self.T * (self.H + self.Hkv) * (self.D + self.E)
+        bytes_of_all = 4 * Workspace(*self.stack(self.part(0, self.heads))).size
         number = 1 if bytes_of_all <= SMALL else -(-bytes_of_all // int(share * tensors))
-        size = -(-self.X // number)
-        return [self.part(first, size) for first in range(0, self.X, size)]
+        size = -(-self.heads // number)
+        return [self.part(first, size) for first in range(0, self.heads, size)]
 
     def part(self, first: int, size: int) -> _Part:
-        segments, run = self.walk(SUMS, size * (self.S.BM // SUMS.tile))
-        return _Part(first, min(size, self.X - first), segments, run)
+        segments, run = self.segment(SUMS, size * (self.S.BM // SUMS.tile))
+        return _Part(first, min(size, self.heads - first), segments, run)
 
     def stack(self, part: _Part) -> list[tuple[int, torch.dtype]]:
-        """For each segment its total, and the sums on its far side; for each chunk the sums from there to it."""
+        """Totals of segments, sums of chunks from their segment's start (or end), and sums beyond each segment."""
         segments, chunks, size = part.sequences * part.segments, part.sequences * self.chunks, self.S.BM * self.S.BE
-        whole, half = torch.float32, torch.bfloat16
-        totals = (segments * size, whole), (segments * self.S.BM, whole)
-        return [*totals, (chunks * size, half), (chunks * self.S.BM, whole), (segments * size, half)]
+        fp32, bf16 = torch.float32, torch.bfloat16
+        totals = (segments * size, fp32), (segments * self.S.BM, fp32)
+        return [*totals, (chunks * size, bf16), (chunks * self.S.BM, fp32), (segments * size, bf16)]
 
-    def walk(self, config: Config, programs: int) -> tuple[int, int]:
-        """Into how many segments each sequence is cut, so many programs going through them, and their chunks."""
-        run = -(-self.chunks // max(1, min(self.chunks, config.programs // programs)))
+    def segment(self, tiling: FavorTiling, programs: int) -> tuple[int, int]:
+        """Return the number of segments of each sequence and of chunks in each, for `programs` sequences and tiles."""
+        run = -(-self.chunks // max(1, min(self.chunks, tiling.programs // programs)))
         return -(-self.chunks // run), run
 
-    def launch(
-        self, kernel: Any, config: Config, programs: int, numbers: tuple[int, ...], strided: str, **other: Any
+    def tiled(
+        self, kernel: Any, tiling: FavorTiling, programs: int, sizes: tuple[int, ...], strided: str, **other: Any
     ) -> Launch:
-        """strided: which tensors' steps follow the numbers. other: sizes that are not those of the plan; 0 for what
-        the kernel does not ask for, so that it is not compiled again for nothing.
+        """strided: tensors whose strides follow the sizes. other: constants that differ from the plan's; 0 for those
+        that the kernel does not use, so that it is not compiled again.
         """
-        constants = {"S": self.S._replace(**{"TILE": config.tile, **other})}
-        options = {"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers}
-        given = self.T, *numbers, *(self.steps[name] for name in strided)
-        return Launch(self.device, kernel, (programs, 1, 1), given, {**constants, **options})
+        constants = {"S": self.S._replace(**{"TILE": tiling.tile, **other})}
+        options = {"num_warps": tiling.warps, "num_stages": tiling.stages, "maxnreg": tiling.registers}
+        scalars = self.T, *sizes, *(Strides.of(self.tensors[name]) for name in strided)
+        return self.launch(kernel, (programs,), scalars, {**constants, **options})
 
-    def of_part(self, kernel: Any, config: Config, part: _Part, programs: int, strided: str, **other: Any) -> Launch:
-        """programs: for each sequence."""
-        numbers = part.segments, part.run, part.first, part.sequences
-        return self.launch(kernel, config, part.sequences * programs, numbers, strided, **other)
+    def of_part(
+        self, kernel: Any, tiling: FavorTiling, part: _Part, programs: int, strided: str, **other: Any
+    ) -> Launch:
+        """programs: per sequence."""
+        sizes = part.segments, part.run, part.first, part.sequences
+        return self.tiled(kernel, tiling, part.sequences * programs, sizes, strided, **other)
 
-    def walking(self, kernel: Any, part: _Part, strided: str, **other: Any) -> Launch:
+    def of_segments(self, kernel: Any, part: _Part, strided: str, **other: Any) -> Launch:
         return self.of_part(kernel, SUMS, part, part.segments * (self.S.BM // SUMS.tile), strided, **other)
 
-    def scanning(self, part: _Part, *, back: bool = False) -> Launch:
-        rows = max(1, 512 // self.S.BE)
-        sizes = self.S._replace(H=0, HKV=0, D=0, BD=0, TILE=rows, BACK=back)
-        numbers = self.T, part.segments, part.run, part.first
-        grid = part.sequences, -(-self.S.BM // rows), 1
-        return Launch(self.device, favor_scan_kernel, grid, numbers, {"S": sizes})
+    def scan_part(self, part: _Part, *, back: bool = False) -> Launch:
+        BM, BE = self.S.BM, self.S.BE
+        sizes = ScanSizes(self.M, self.E, BM, BE, max(1, 512 // BE), BE, 1, "2", KNOWN=True, BACK=back)
+        where = {"chunks": part.run, "last": self.chunks, "first": part.first}
+        return self.scan_launch(part.sequences, part.segments, sizes, **where)
 
 
-class _Forward(_Plan):
-    def __init__(self, device: int, given: Signature, ends: bool) -> None:
-        super().__init__(device, given)
-        parts, E, M = self.cut(READ_SHARE), self.S.E, self.S.M
-        self.out_shape, self.den_shape = (self.B, self.T, self.H, E), (self.B, self.T, self.H)
-        self.kv_shape, self.shift_shape = (self.B, self.Hkv, M, E + 1), (self.B, self.Hkv)
-        self.work = Workspace(*self.stack(parts[0]), (self.X * self.chunks, torch.float32))
-        self.weight = Launch(device, favor_weight_kernel, (1, 1, 1), (), {**self.S._asdict(), "num_warps": 16})
-        self.query_sizes, self.key_sizes = self.sizes("q", self.H, key=False), self.sizes("k", self.Hkv, key=True)
+class _Forward(_FavorPlan):
+    def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
+        super().__init__(device, key, problem)
+        parts = self.split(READ_SHARE)
+        self.workspace = Workspace(*self.stack(parts[0]), (self.heads * self.chunks, torch.float32))
+        self.weight = self.launch(linear_favor_forward_weight_kernel, (1,), (), {**self.S._asdict(), "num_warps": 16})
+        self.query_scales = self.scales_launch("q", self.H, key=False)
+        self.key_scales = self.scales_launch("k", self.Hkv, key=True)
         programs = self.H // self.Hkv * self.chunks
         self.parts = [
             (
-                self.walking(favor_forward_sums_kernel, part, "kv", H=0),
-                self.scanning(part),
-                self.of_part(favor_forward_kernel, READ, part, programs, "qkv"),
+                self.of_segments(linear_favor_forward_sums_kernel, part, "kv", H=0),
+                self.scan_part(part),
+                self.of_part(linear_favor_forward_kernel, READ, part, programs, "qkv"),
             )
             for part in parts
         ]
 
-    def sizes(self, name: str, heads: int, *, key: bool) -> Launch:
-        segments, run = self.walk(SIZES, self.B * heads)
-        sizes = {"H": heads, "HKV": 0, "E": 0, "BE": 0, "TILE": self.S.BM, "KEY": key}
-        return self.launch(favor_sizes_kernel, SIZES, self.B * heads * segments, (segments, run), name, **sizes)
+    def scales_launch(self, name: str, heads: int, *, key: bool) -> Launch:
+        segments, run = self.segment(SCALES, self.B * heads)
+        other = {"H": heads, "HKV": 0, "E": 0, "BE": 0, "TILE": self.S.BM, "KEY": key}
+        programs = self.B * heads * segments
+        return self.tiled(linear_favor_forward_scales_kernel, SCALES, programs, (segments, run), name, **other)
 
 
-class _Backward(_Plan):
-    def __init__(self, device: int, given: Signature) -> None:
-        super().__init__(device, given)
-        d_out = given[6]
+class _Backward(_FavorPlan):
+    def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
+        super().__init__(device, key, problem)
+        d_out = key[6]
         assert d_out is not None
-        self.steps["d"] = Strides(*d_out[1][:3])
-        group, queries, keys = self.H // self.Hkv, self.cut(QUERIES_SHARE), self.cut(KEYS_SHARE)
+        self.tensors["d"] = d_out
+        group, queries, keys = self.H // self.Hkv, self.split(QUERIES_SHARE), self.split(KEYS_SHARE)
         rows = self.B * self.chunks * self.H
-        self.rows_room = Workspace((rows * CHUNK, torch.float32), (rows * CHUNK, torch.float32))
+        self.rows = Workspace((rows * CHUNK, torch.float32), (rows * CHUNK, torch.float32))
         self.query_stack, self.key_stack = Workspace(*self.stack(queries[0])), Workspace(*self.stack(keys[0]))
-        self.rows = self.launch(favor_backward_rows_kernel, ROWS, rows, (), "d", HKV=0, D=0, M=0, BD=0, BM=0)
+        unused = {"HKV": 0, "D": 0, "M": 0, "BD": 0, "BM": 0}
+        self.delta = self.tiled(linear_favor_backward_delta_kernel, DELTA, rows, (), "d", **unused)
         self.query_parts = [
             (
-                self.walking(favor_forward_sums_kernel, part, "kv", H=0),
-                self.scanning(part),
-                self.of_part(favor_backward_queries_kernel, QUERIES, part, group * self.chunks, "qkvd"),
+                self.of_segments(linear_favor_forward_sums_kernel, part, "kv", H=0),
+                self.scan_part(part),
+                self.of_part(linear_favor_backward_queries_kernel, QUERIES, part, group * self.chunks, "qkvd"),
             )
             for part in queries
         ]
         self.key_parts = [
             (
-                self.walking(favor_backward_sums_kernel, part, "qd"),
-                self.scanning(part, back=True),
-                self.of_part(favor_backward_keys_kernel, KEYS, part, self.chunks, "qkvd"),
+                self.of_segments(linear_favor_backward_sums_kernel, part, "qd"),
+                self.scan_part(part, back=True),
+                self.of_part(linear_favor_backward_keys_kernel, KEYS, part, self.chunks, "qkvd"),
             )
             for part in keys
         ]
 
 
-_forward_plan = lru_cache(maxsize=1024)(_Forward)
-_backward_plan = lru_cache(maxsize=1024)(_Backward)
-
-
-def _kept(B: int, T: int, H: int, Hkv: int, D: int, M: int) -> Workspace:
-    """The projection in two halves and its flag; sizes of queries, and of keys; references before each chunk."""
+def _saved(B: int, T: int, H: int, Hkv: int, D: int, M: int) -> Workspace:
+    """The projection as two matrices and the flag; scales of queries and of keys; references before each chunk."""
     size, chunks = padded(D) * padded(M), (T + CHUNK - 1) // CHUNK
-    halves = (size, torch.bfloat16), (size, torch.bfloat16), (1, torch.float32)
+    projection = (size, torch.bfloat16), (size, torch.bfloat16), (1, torch.float32)
     tokens = [(B * heads * chunks * CHUNK, torch.float32) for heads in (H, Hkv, Hkv, Hkv)]
-    return Workspace(*halves, *tokens, (B * Hkv * (chunks + 1), torch.float32))
+    return Workspace(*projection, *tokens, (B * Hkv * (chunks + 1), torch.float32))

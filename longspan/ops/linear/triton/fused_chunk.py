@@ -1,217 +1,834 @@
-"""Causal linear attention of bfloat16, normalized, in Triton: what `kernels.linear` calls for it.
+"""Causal linear attention with the state in registers: bfloat16, normalized, maps without a projection.
 
-The other kernels keep the sums before every chunk in memory, and give each pair of tokens a factor of its own; these
-walk segments with the sums in registers and need neither.
+A sequence is divided into segments of several chunks, about as many segments as the device runs programs at once. One
+kernel sums each segment's keys and values, `scan` turns that into the sums before each segment, and a third kernel goes
+through the chunks of a segment with the sums in registers: a chunk's queries read them, and see the chunk's own keys as
+masked products.
+
+A key's features are f · 2ⁿ with an integer n, its reference: changing a reference changes no digit of f. Pointwise maps
+have none. Keys mostly have similar scales: then one reference, the larger of that of the sums before a segment and that
+of its first key, serves the segment, and no row needs a factor of its own. Where later keys exceed it by more than 2 to
+the power of SLACK, references rise within a segment, and a row's is the largest that it sees (PER_ROW).
+
+Backward, with d the gradient of out, δ_i = d_i · out_i, and S, z the sums before a chunk at its reference:
+
+    dφ(q_i) = (S d_i − δ_i z + Σ_{j ≤ i} (d_i · v_j − δ_i) f_j) / den_i,      dS = Σ_i φ(q_i) / den_i d_iᵀ
+
+dS is summed from the end as the forward pass sums S from the start. Gradients of queries go through a segment forwards
+with S in registers, those of keys and values backwards with dS.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.launch import (
-    Launch,
-    Signature,
-    Workspace,
-    dense,
-    dense_rows,
-    new_like,
-    on_device,
-    shared_memory_kb,
-    signature,
-)
-from longspan.ops.common.tiles import padded
-from longspan.ops.linear.triton.fused_chunk_backward import walking_backward_scan_kernel, walking_backward_sums_kernel
-from longspan.ops.linear.triton.fused_chunk_device import BatchStrides, Sizes
-from longspan.ops.linear.triton.fused_chunk_forward import walking_forward_kernel
-from longspan.ops.linear.triton.fused_chunk_keys import walking_backward_keys_kernel
-from longspan.ops.linear.triton.fused_chunk_queries import walking_backward_queries_kernel
-from longspan.ops.linear.triton.fused_chunk_sums import walking_forward_scan_kernel, walking_forward_sums_kernel
+from longspan.ops.common.exp import LOG2E, add, exp2, log2, round_once, same_layout
+from longspan.ops.common.feature_maps import pointwise_features, pointwise_gradient
+from longspan.ops.common.launch import Launch, Signature, Strides, Workspace, dense, dense_rows, new_like, on_device
+from longspan.ops.common.tiles import FLOOR, ZERO_NORMALIZER, inverse, padded, running_maximum
+from longspan.ops.linear import LinearInputs, LinearProblem
+from longspan.ops.linear.triton.scan import CausalPlan, ScanSizes, reference
 
-LARGEST = 128
 CHUNK = 64
-STAGES = 3  # With fewer no chunk is loaded while another is in use.
-FEATURES = 16  # of a program that adds up segments
-MAPS = ("softmax", "elu", "relu", "identity")
+STAGES = 3  # With fewer, no chunk is loaded while another is in use.
+FEATURES = 16  # per program of the scan
 
-# out, den, and the sums and their shift after the last token, where they are asked for.
-Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-
-
-class Config(NamedTuple):
-    """Programs that a multiprocessor runs at once, and warps of each."""
-
-    resident: int
-    warps: int
+# Features may exceed their reference by 2 to this power before references must rise per row.
+SLACK = tl.constexpr(32.0)
+# Numbers per segment in p_scales.
+SCALES = tl.constexpr(3)
+# A thread holds every 16th row of a chunk: its share of z needs no other thread.
+R = tl.constexpr(16)
 
 
-def config(head_dim: int, value_dim: int) -> Config:
-    """For blocks of these sizes."""
-    return Config(2, 4) if head_dim * value_dim <= 64 * 64 else Config(1, 8)
+class FusedChunkSizes(NamedTuple):
+    """Compile-time constants: heads, dimensions, tokens in a chunk, padded dimensions, the map.
+
+    SCALED: Keys carry log scales. FULL: Every row of every chunk exists and is visible. STRIDE_*: Strides along tokens
+    of q, k, v and the gradient of out; 0 if a kernel does not use them.
+    """
+
+    H: int
+    HKV: int
+    D: int
+    E: int
+    C: int
+    BD: int
+    BE: int
+    MAP: str
+    SCALED: bool
+    FULL: bool
+    STRIDE_Q: int = 0
+    STRIDE_K: int = 0
+    STRIDE_V: int = 0
+    STRIDE_D: int = 0
 
 
-def takes(q: Tensor, v: Tensor, log_scale: Tensor | None, feature_map: str, normalize: bool) -> bool:
-    """Whether these kernels are for such arguments."""
-    if not normalize or feature_map not in MAPS or log_scale is not None or q.dtype != torch.bfloat16:
-        return False
-    size = max(q.shape[3], v.shape[3])
-    return size <= 64 or (size <= LARGEST and shared_memory_kb(q.get_device()) >= 163)
+@triton.jit
+def chunks_in(i_s, T, chunks, S: tl.constexpr):
+    """Number of chunks of segment i_s; the last segment may have fewer."""
+    return tl.minimum(chunks, tl.cdiv(T - i_s * chunks * S.C, S.C))
 
 
-def kept_size(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """How many numbers `forward` keeps for the backward pass: the sums before each segment, whatever the length."""
-    device = q.device.index if q.is_cuda else -1
-    return _kept(device, k.shape[0] * k.shape[2], padded(q.shape[3]), padded(v.shape[3])).size
+@triton.jit
+def _pointer(p_x, x, STRIDE: tl.constexpr, i_b, i_0, i_h):
+    """`token_pointer` with the stride along tokens known at compile time."""
+    return p_x + (i_b * x.b + i_0.to(tl.int64) * STRIDE + i_h.to(tl.int64) * x.h)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    kv: Tensor | None,
-    shift: Tensor | None,
-    feature_map: str,
-    *,
-    ends: bool = True,
-    zeroed: bool = False,
-) -> tuple[Results, Tensor]:
-    """The results of `causal_linear`, and what is kept. ends, zeroed: as in `kernels.linear.forward`."""
-    q, k, v, kv, shift = dense_rows(q), dense_rows(k), dense_rows(v), dense(kv), dense(shift)
-    plan = _forward_plan(q.get_device(), signature(q, k, v, lengths, kv, shift), feature_map, ends)
-    out = v.new_empty(plan.out_shape)
-    den = q.new_empty(plan.den_shape, dtype=torch.float32)
-    kv_out = q.new_empty(plan.kv_shape, dtype=torch.float32) if ends else None
-    shift_out = q.new_empty(plan.shift_shape, dtype=torch.float32) if ends else None
-    kept = plan.kept.allocate(q, zeroed=zeroed)
-    sums, z, sizes, reference = plan.kept.pointers(kept, plan.compiled)
+@triton.jit
+def segment_index(p_lengths, T, segments, chunks, BACK: tl.constexpr, S: tl.constexpr):
+    """Indices of this program: batch, key head, sequence (batch and head), segment, first chunk, its first token; and
+    the numbers of tokens and of visible keys from there on. BACK: start with the segment's last chunk.
+    """
+    pid = tl.program_id(0)
+    i_h = pid % S.HKV
+    i_s = (pid // S.HKV) % segments
+    i_b = (pid // S.HKV // segments).to(tl.int64)
+    i_x = i_b * S.HKV + i_h
+    i_c = i_s * chunks
+    if BACK:
+        i_c = i_c + chunks_in(i_s, T, chunks, S) - 1
+    i_0 = i_c * S.C
+    left, rows = T - i_0, T - i_0
+    if p_lengths is not None:
+        rows = tl.load(p_lengths + i_b).to(tl.int32) - i_0
+    return i_b, i_h, i_x, i_s, i_c, i_0, left, rows
+
+
+@triton.jit
+def load_rows(
+    p_x, STRIDE: tl.constexpr, rows, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, MASKED: tl.constexpr = False
+):
+    """Load the first rows and D columns of the (C, BD) block at p_x; zeros elsewhere. MASKED: even in full chunks."""
+    i_t, i_d = tl.arange(0, S.C), tl.arange(0, BD)
+    p_x += i_t[:, None] * STRIDE + i_d[None, :]
+    if S.FULL and not MASKED and D == BD:
+        return tl.load(p_x)
+    m_x = (i_t < rows)[:, None]
+    if D != BD:
+        m_x = m_x & (i_d < D)[None, :]
+    return tl.load(p_x, mask=m_x, other=0.0)
+
+
+@triton.jit
+def store_rows(p_x, STRIDE: tl.constexpr, rows, b_x, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr):
+    """Store what `load_rows` loads."""
+    i_t, i_d = tl.arange(0, S.C), tl.arange(0, BD)
+    p_x += i_t[:, None] * STRIDE + i_d[None, :]
+    b_x = b_x.to(p_x.dtype.element_ty)
+    if S.FULL and D == BD:
+        tl.store(p_x, b_x)
+    else:
+        m_x = (i_t < rows)[:, None]
+        if D != BD:
+            m_x = m_x & (i_d < D)[None, :]
+        tl.store(p_x, b_x, mask=m_x)
+
+
+@triton.jit
+def load_column(p_x, STRIDE: tl.constexpr, rows, S: tl.constexpr):
+    """The first `rows` of C elements; zeros in the rest."""
+    i_t = tl.arange(0, S.C)
+    if S.FULL:
+        return tl.load(p_x + i_t * STRIDE)
+    return tl.load(p_x + i_t * STRIDE, mask=i_t < rows, other=0.0)
+
+
+@triton.jit
+def load_sums(p_x, i_x, S: tl.constexpr):
+    """Matrix i_x of a stack of (BE, BD) at p_x: values first, so that products take it without a transposition."""
+    return tl.load(p_x + i_x * (S.BD * S.BE) + tl.arange(0, S.BE)[:, None] * S.BD + tl.arange(0, S.BD)[None, :])
+
+
+@triton.jit
+def store_sums(p_x, i_x, b_x, S: tl.constexpr):
+    """Store what `load_sums` loads."""
+    tl.store(p_x + i_x * (S.BD * S.BE) + tl.arange(0, S.BE)[:, None] * S.BD + tl.arange(0, S.BD)[None, :], b_x)
+
+
+@triton.jit
+def split_bfloat16(b_x, R: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr):
+    """float32 x (R, BD) as bfloat16 (ROWS, BD) whose rows add up to those of x, to 16 bits.
+
+    Two rows represent one of x; further rows are zeros.
+    """
+    b_high = (b_x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    i_half = tl.arange(0, ROWS // R)[:, None, None]
+    b_low = tl.where(i_half == 1, (b_x - b_high)[None, :, :], 0.0)
+    b_split = tl.where(i_half == 0, b_high[None, :, :], b_low)
+    return tl.reshape(b_split.to(tl.bfloat16), (ROWS, BD))
+
+
+@triton.jit
+def _logits(b_x, S: tl.constexpr):
+    """x in float32, FLOOR beyond D: no feature and no maximum there."""
+    b_x = b_x.to(tl.float32)
+    if S.BD != S.D:
+        b_x = tl.where((tl.arange(0, S.BD) < S.D)[None, :], b_x, FLOOR)
+    return b_x
+
+
+@triton.jit
+def _pointwise(b_x, S: tl.constexpr):
+    """φ(x) (C, BD) of pointwise maps in float32; zeros beyond D."""
+    b_f = pointwise_features(b_x.to(tl.float32), S.MAP)
+    if S.BD != S.D and S.MAP != "identity":
+        b_f = tl.where((tl.arange(0, S.BD) < S.D)[None, :], b_f, 0)
+    return b_f
+
+
+@triton.jit
+def _gradient(b_g, b_x, b_f, S: tl.constexpr):
+    """dx (C, BD) from df, x and f; references are constants."""
+    b_g = pointwise_gradient(b_g, b_x, b_f, S.MAP)
+    if S.MAP == "softmax":
+        b_g = b_g * b_f
+    return b_g
+
+
+@triton.jit
+def query_features(b_x, S: tl.constexpr):
+    """φ(q) (C, BD) in float32, and the largest q of each row. The sum that divides a softmax is omitted: it cancels in
+    normalized attention.
+    """
+    if S.MAP == "softmax":
+        b_f = _logits(b_x, S)
+        b_largest = tl.max(b_f, 1)
+        return exp2(b_f * LOG2E - (b_largest * LOG2E)[:, None]), b_largest
+    return _pointwise(b_x, S), tl.zeros((b_x.shape[0],), tl.float32)
+
+
+@triton.jit
+def query_scale(b_den, b_largest, S: tl.constexpr):
+    """What `normalized_queries` takes: 1 / den, or for softmax log₂ of what exp(q) is divided by."""
+    if S.MAP == "softmax":
+        return tl.where(
+            b_den < ZERO_NORMALIZER, float("inf"), b_largest * LOG2E + log2(tl.maximum(b_den, ZERO_NORMALIZER))
+        )
+    return inverse(b_den)
+
+
+@triton.jit
+def normalized_queries(b_x, b_scale, S: tl.constexpr):
+    """φ(q) / den (C, BD) in float32."""
+    if S.MAP == "softmax":
+        return exp2(_logits(b_x, S) * LOG2E - b_scale[:, None])
+    return _pointwise(b_x, S) * b_scale[:, None]
+
+
+@triton.jit
+def query_slopes(b_x, b_scale, S: tl.constexpr):
+    """dq divided by dφ(q) · den (C, BD). In normalized attention φ(q) · dφ(q) = 0, so the scale is a constant."""
+    if S.MAP == "softmax":
+        return normalized_queries(b_x, b_scale, S)
+    return _gradient(b_scale[:, None], b_x, _pointwise(b_x, S), S)
+
+
+@triton.jit
+def key_features(b_x, b_n, rows, S: tl.constexpr):
+    """f (C, BD) in float32, in units of 2 to the references n (C,); zeros for hidden keys."""
+    if S.MAP == "softmax":
+        b_f = exp2(_logits(b_x, S) * LOG2E - tl.where(b_n <= FLOOR, 0, b_n)[:, None])
+    else:
+        b_f = _pointwise(b_x, S)
+    if not S.FULL:
+        b_f = tl.where((tl.arange(0, S.C) < rows)[:, None], b_f, 0)
+    return b_f
+
+
+@triton.jit
+def key_logits(b_x, rows, S: tl.constexpr, MASKED: tl.constexpr = False):
+    """Logarithms of features (C, BD); the largest of a row is its key's log scale. FLOOR for hidden keys."""
+    b_x = _logits(b_x, S)
+    if MASKED or not S.FULL:
+        b_x = tl.where((tl.arange(0, S.C) < rows)[:, None], b_x, FLOOR)
+    return b_x
+
+
+@triton.jit
+def row_references(b_x, rows, c, S: tl.constexpr):
+    """Reference of each key, and of each row: the largest that it sees. c: the reference before the chunk."""
+    b_n = reference(tl.max(key_logits(b_x, rows, S, True), 1))
+    return b_n, running_maximum(b_n, c)
+
+
+@triton.jit
+def segment_references(p_reference, p_scales, i_x, i_s, segments, S: tl.constexpr):
+    """Reference of the sums before a segment, the one for the segment, and 1 if references must rise per row."""
+    c_before, c, use_per_row = 0.0, 0.0, 0
+    if S.SCALED:
+        i_o = i_x * segments + i_s
+        c_before = reference(tl.load(p_reference + i_x * (segments + 1) + i_s))
+        c = tl.maximum(c_before, tl.load(p_scales + i_o * SCALES + 1))
+        use_per_row = (reference(tl.load(p_scales + i_o * SCALES + 2)) > c + SLACK).to(tl.int32)
+    return c_before, c, use_per_row
+
+
+@triton.jit
+def _sum_keys(p_k, p_v, c, rows, count, S: tl.constexpr, PER_ROW: tl.constexpr, STAGES: tl.constexpr):
+    """Σ v φ(k)ᵀ (BE, BD) and Σ φ(k) (BD,) of a segment, their reference, and the logarithm of the largest feature.
+
+    PER_ROW: the reference rises with the keys; otherwise c serves all of them.
+    """
+    BE: tl.constexpr = S.BE
+    BD: tl.constexpr = S.BD
+    C: tl.constexpr = S.C
+    b_kv = tl.zeros((BE, BD), tl.float32)
+    b_z = tl.zeros((C, BD), tl.float32)  # added up at the end, over the chunks' rows
+    b_top = tl.full((S.C, S.BD), FLOOR, tl.float32)
+    for _ in tl.range(count, num_stages=STAGES):
+        b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
+        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S)
+        if S.SCALED:
+            b_largest = key_logits(b_k, rows, S)
+            b_top = tl.maximum(b_top, b_largest)
+            if PER_ROW:
+                c_last = tl.maximum(c, reference(tl.max(tl.max(b_largest, 1))))
+                decay = exp2(c - c_last)
+                b_kv *= decay
+                b_z *= decay
+                c = c_last
+        b_f = key_features(b_k, tl.zeros((C,), tl.float32) + c, rows, S)
+        b_z += b_f
+        b_kv = tl.dot(tl.trans(b_v), b_f.to(tl.bfloat16), b_kv)
+        p_k += S.C * S.STRIDE_K
+        p_v += S.C * S.STRIDE_V
+        rows -= S.C
+    return b_kv, tl.sum(b_z, 0), c, tl.max(tl.max(b_top, 1))
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+def linear_fused_chunk_forward_sums_kernel(
+    p_k, p_v, p_lengths, p_kv, p_z, p_scales, T, segments, chunks, k, v, S: tl.constexpr, STAGES: tl.constexpr
+):
+    """Sums of one segment's keys.
+
+    p_scales: (B, Hkv, segments, SCALES) the reference of the sums, that of the first key, the largest natural
+    logarithm.
+    """
+    i_b, i_h, _, i_s, _, i_0, _, rows = segment_index(p_lengths, T, segments, chunks, False, S)
+    p_k = _pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h)
+    p_v = _pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_h)
+    count = chunks_in(i_s, T, chunks, S)
+    first = tl.full((), FLOOR, tl.float32)
+    if S.SCALED:
+        one = tl.minimum(rows, 1)
+        b_largest = key_logits(load_rows(p_k, S.STRIDE_K, one, S.D, S.BD, S, True), one, S, True)
+        first = reference(tl.max(tl.max(b_largest, 1)))
+    b_kv, b_z, c, top = _sum_keys(p_k, p_v, first, rows, count, S, False, STAGES)
+    if S.SCALED:
+        if reference(top) > first + SLACK:
+            nothing = tl.full((), FLOOR, tl.float32)
+            b_kv, b_z, c, top = _sum_keys(p_k, p_v, nothing, rows, count, S, True, 1)
+    i_o = (i_b * S.HKV + i_h) * segments + i_s
+    store_sums(p_kv, i_o, b_kv, S)
+    tl.store(p_z + i_o * S.BD + tl.arange(0, S.BD), b_z)
+    if S.SCALED:
+        tl.store(p_scales + i_o * SCALES, c)
+        tl.store(p_scales + i_o * SCALES + 1, first)
+        tl.store(p_scales + i_o * SCALES + 2, top)
+
+
+@triton.jit
+def _read_segment(start, counts, q, S: tl.constexpr, PER_ROW: tl.constexpr, STAGES: tl.constexpr):
+    """One segment. b_kv (BE, BD), b_z (R, BD), whose rows add up to z: the sums before it at reference c.
+
+    PER_ROW: each row at its own reference.
+    """
+    C: tl.constexpr = S.C
+    # With a product for z as wide as that for the keys, queries are fetched once for both. Registers run out where rows
+    # may be missing, and other maps gain nothing.
+    WIDE: tl.constexpr = S.FULL and S.SCALED
+    ROWS: tl.constexpr = S.C if WIDE else 2 * R
+    p_q, p_k, p_v, p_out, p_den, b_kv, b_z, c = start
+    left, rows, count = counts
+    i_t = tl.arange(0, S.C)
+    for _ in tl.range(count, num_stages=1 if PER_ROW else STAGES):
+        b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
+        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S)
+        b_n = tl.zeros((C,), tl.float32) + c
+        if PER_ROW:
+            b_n, b_reference = row_references(b_k, rows, c, S)
+            c_last = tl.max(b_reference)
+        b_f = key_features(b_k, b_n, rows, S)
+        b_end = b_f
+        if PER_ROW:
+            b_end = b_f * exp2(b_n - c_last)[:, None]
+        b_more_z = tl.sum(tl.reshape(b_end, (S.C // R, R, S.BD)), 0)
+        b_f = round_once(b_f)
+        b_end = b_end.to(tl.bfloat16) if PER_ROW else b_f
+        b_split = split_bfloat16(b_z, R, ROWS, S.BD)
+        m_seen = i_t[None, :] <= i_t[:, None]
+        for g in range(S.H // S.HKV):
+            b_q = load_rows(p_q + g * q.h, S.STRIDE_Q, left, S.D, S.BD, S)
+            b_query = query_features(b_q, S)[0].to(tl.bfloat16)
+            b_p = tl.dot(b_query, tl.trans(b_f))
+            b_before = tl.dot(b_query, tl.trans(b_split))
+            if PER_ROW:
+                b_p *= exp2(tl.where(m_seen, b_n[None, :] - b_reference[:, None], FLOOR))
+                b_before *= exp2(c - b_reference)[:, None]
+            else:
+                b_p = tl.where(m_seen, b_p, 0)
+            if WIDE:
+                b_p = same_layout(b_p, b_before)
+            b_den = tl.sum(b_p, 1) + tl.sum(b_before, 1)
+            tl.store(p_den + g + i_t * S.H, b_den, mask=i_t < left)
+            b_out = tl.dot(b_query, tl.trans(b_kv.to(tl.bfloat16)))
+            if PER_ROW:
+                b_out *= exp2(c - b_reference)[:, None]
+            b_out = add(b_out, tl.dot(b_p.to(tl.bfloat16), b_v)) * inverse(b_den)[:, None]
+            store_rows(p_out + g * S.E, S.H * S.E, left, b_out, S.E, S.BE, S)
+        if PER_ROW:
+            decay = exp2(c - c_last)
+            b_kv *= decay
+            b_z *= decay
+            c = c_last
+        b_kv = tl.dot(tl.trans(b_v), b_end, b_kv)
+        b_z += b_more_z
+        p_q += S.C * S.STRIDE_Q
+        p_k += S.C * S.STRIDE_K
+        p_v += S.C * S.STRIDE_V
+        p_out += S.C * S.H * S.E
+        p_den += S.C * S.H
+        left -= S.C
+        rows -= S.C
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+def linear_fused_chunk_forward_kernel(
+    p_q, p_k, p_v, p_lengths, p_kv, p_z, p_scales, p_reference, p_out, p_den,
+    T, segments, chunks, q, k, v, S: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """One segment of one key head and its query heads. p_den: (B, T, H), at the reference of its row."""
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_b, i_h, i_x, i_s, i_c, i_0, left, rows = segment_index(p_lengths, T, segments, chunks, False, S)
+    p_q = _pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h * GROUP)
+    p_k = _pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h)
+    p_v = _pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_h)
+    i_row = (i_b * T + i_0) * S.H + i_h * GROUP
+    p_out += i_row * S.E
+    p_den += i_row
+    count = chunks_in(i_s, T, chunks, S)
+    i_o = i_x * segments + i_s
+    c_before, c, use_per_row = segment_references(p_reference, p_scales, i_x, i_s, segments, S)
+    b_kv = load_sums(p_kv, i_o, S)
+    b_z = tl.load(p_z + i_o * S.BD + tl.arange(0, S.BD))[None, :]
+    b_z = tl.where(tl.arange(0, R)[:, None] == 0, b_z, 0)
+    for per_row in tl.static_range(2 if S.SCALED else 1):
+        if use_per_row == per_row:
+            c_0 = c_before if per_row else c
+            factor = exp2(c_before - c_0)
+            start = p_q, p_k, p_v, p_out, p_den, b_kv * factor, b_z * factor, c_0
+            _read_segment(start, (left, rows, count), q, S, per_row, STAGES)
+
+
+@triton.jit
+def _sum_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.constexpr, STAGES: tl.constexpr):
+    """dS (BE, BD) and dz (BD,) of one segment at the reference c of its start."""
+    BE: tl.constexpr = S.BE
+    BD: tl.constexpr = S.BD
+    C: tl.constexpr = S.C
+    p_q, p_k, p_out, p_den, p_d_out, p_queries, p_starts, c = start
+    left, rows, count = counts
+    i_t = tl.arange(0, S.C)
+    b_d_kv = tl.zeros((BE, BD), tl.float32)
+    b_d_z = tl.zeros((C, BD), tl.float32)  # added up at the end, over the chunks' rows
+    c_start = c
+    for _ in tl.range(count, num_stages=1 if PER_ROW else STAGES):
+        if PER_ROW:
+            b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
+            _, b_reference = row_references(b_k, rows, c, S)
+            b_row = exp2(c_start - b_reference)
+            tl.store(p_starts, c)
+            p_starts += 1
+            c = tl.max(b_reference)
+        for g in range(S.H // S.HKV):
+            b_q = load_rows(p_q + g * q.h, S.STRIDE_Q, left, S.D, S.BD, S)
+            b_d = load_rows(p_d_out + g * d.h, S.STRIDE_D, left, S.E, S.BE, S)
+            b_query, b_largest = query_features(b_q, S)
+            b_den = load_column(p_den + g, S.H, left, S)
+            b_query *= inverse(b_den)[:, None]
+            b_out = load_rows(p_out + g * S.E, S.H * S.E, left, S.E, S.BE, S)
+            b_delta = tl.sum(b_d.to(tl.float32) * b_out.to(tl.float32), 1)
+            tl.store(p_queries + (2 * g) * S.C + i_t, b_delta)
+            tl.store(p_queries + (2 * g + 1) * S.C + i_t, query_scale(b_den, b_largest, S))
+            if PER_ROW:
+                b_query *= b_row[:, None]
+            b_d_z -= b_query * b_delta[:, None]
+            b_d_kv = tl.dot(tl.trans(b_d), b_query.to(tl.bfloat16), b_d_kv)
+        p_q += S.C * S.STRIDE_Q
+        p_k += S.C * S.STRIDE_K
+        p_d_out += S.C * S.STRIDE_D
+        p_out += S.C * S.H * S.E
+        p_den += S.C * S.H
+        p_queries += 2 * S.C * (S.H // S.HKV)
+        left -= S.C
+        rows -= S.C
+    return b_d_kv, tl.sum(b_d_z, 0)
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+def linear_fused_chunk_backward_sums_kernel(
+    p_q, p_k, p_lengths, p_scales, p_reference, p_starts, p_out, p_den, p_d_out, p_queries, p_d_kv, p_d_z,
+    T, segments, chunks, q, k, d, S: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """dS of one segment, summed over the query heads of a group, at the reference of the sums before it.
+
+    p_queries: (B, Hkv, chunks, group, 2, C) gets δ and what `normalized_queries` takes. p_starts: (B, Hkv, chunks)
+    gets the references before each chunk, where they rise within a segment.
+    """
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_b, i_h, i_x, i_s, i_c, i_0, left, rows = segment_index(p_lengths, T, segments, chunks, False, S)
+    p_q = _pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h * GROUP)
+    p_k = _pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h)
+    p_d_out = _pointer(p_d_out, d, S.STRIDE_D, i_b, i_0, i_h * GROUP)
+    i_row = (i_b * T + i_0) * S.H + i_h * GROUP
+    p_out += i_row * S.E
+    p_den += i_row
+    p_queries += (i_x * tl.cdiv(T, S.C) + i_c) * (2 * S.C * GROUP)
+    p_starts += i_x * tl.cdiv(T, S.C) + i_c
+    count = chunks_in(i_s, T, chunks, S)
+    i_o = i_x * segments + i_s
+    c_before, c, use_per_row = segment_references(p_reference, p_scales, i_x, i_s, segments, S)
+    for per_row in tl.static_range(2 if S.SCALED else 1):
+        if use_per_row == per_row:
+            c_0 = c_before if per_row else c
+            start = p_q, p_k, p_out, p_den, p_d_out, p_queries, p_starts, c_0
+            b_d_kv, b_d_z = _sum_queries(start, (left, rows, count), q, d, S, per_row, STAGES)
+            store_sums(p_d_kv, i_o, b_d_kv * exp2(c_before - c_0), S)
+            tl.store(p_d_z + i_o * S.BD + tl.arange(0, S.BD), b_d_z * exp2(c_before - c_0))
+
+
+@triton.jit
+def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.constexpr, STAGES: tl.constexpr):
+    """dq of one segment. b_kv (BE, BD), b_z (C, BD), with equal rows: the sums before it at reference c.
+
+    PER_ROW: each row at its own reference.
+    """
+    C: tl.constexpr = S.C
+    p_q, p_k, p_v, p_d_out, p_queries, p_d_q, b_kv, b_z, c = start
+    left, rows, count = counts
+    i_t = tl.arange(0, S.C)
+    for _ in tl.range(count, num_stages=1 if PER_ROW else STAGES):
+        b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
+        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S)
+        b_n = tl.zeros((C,), tl.float32) + c
+        if PER_ROW:
+            b_n, b_reference = row_references(b_k, rows, c, S)
+            c_last = tl.max(b_reference)
+        b_f = key_features(b_k, b_n, rows, S)
+        b_end = b_f
+        if PER_ROW:
+            b_end = b_f * exp2(b_n - c_last)[:, None]
+        b_f = round_once(b_f)
+        b_end = b_end.to(tl.bfloat16) if PER_ROW else b_f
+        m_seen = i_t[None, :] <= i_t[:, None]
+        for g in range(S.H // S.HKV):
+            b_d = load_rows(p_d_out + g * d.h, S.STRIDE_D, left, S.E, S.BE, S)
+            b_d_p = tl.dot(b_d, tl.trans(b_v))
+            b_delta = tl.load(p_queries + (2 * g) * S.C + i_t)
+            b_d_p -= b_delta[:, None]
+            if PER_ROW:
+                b_d_p *= exp2(tl.where(m_seen, b_n[None, :] - b_reference[:, None], FLOOR))
+            else:
+                b_d_p = tl.where(m_seen, b_d_p, 0)
+            b_g = tl.dot(b_d, b_kv.to(tl.bfloat16))
+            b_g -= b_delta[:, None] * b_z
+            if PER_ROW:
+                b_g *= exp2(c - b_reference)[:, None]
+            b_q = load_rows(p_q + g * q.h, S.STRIDE_Q, left, S.D, S.BD, S)
+            b_slope = query_slopes(b_q, tl.load(p_queries + (2 * g + 1) * S.C + i_t), S)
+            b_g = add(b_g, tl.dot(b_d_p.to(tl.bfloat16), b_f)) * b_slope
+            if S.MAP == "softmax":
+                # To move all of q alike moves nothing: d q adds up to 0, but for what δ, of a rounded result, is off.
+                b_total = tl.sum(same_layout(b_slope, b_g), 1)
+                b_g -= b_slope * (tl.sum(b_g, 1) * inverse(b_total))[:, None]
+            store_rows(p_d_q + g * S.D, S.H * S.D, left, b_g, S.D, S.BD, S)
+        if PER_ROW:
+            decay = exp2(c - c_last)
+            b_kv *= decay
+            b_z *= decay
+            c = c_last
+        b_kv = tl.dot(tl.trans(b_v), b_end, b_kv)
+        b_z = tl.dot(tl.full((S.C, S.C), 1.0, tl.bfloat16), b_end, b_z)
+        p_q += S.C * S.STRIDE_Q
+        p_k += S.C * S.STRIDE_K
+        p_v += S.C * S.STRIDE_V
+        p_d_out += S.C * S.STRIDE_D
+        p_d_q += S.C * S.H * S.D
+        p_queries += 2 * S.C * (S.H // S.HKV)
+        left -= S.C
+        rows -= S.C
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+def linear_fused_chunk_backward_queries_kernel(
+    p_q, p_k, p_v, p_lengths, p_kv, p_z, p_scales, p_reference, p_d_out, p_queries, p_d_q,
+    T, segments, chunks, q, k, v, d, S: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """dq of one segment of one key head's query heads."""
+    C: tl.constexpr = S.C
+    BD: tl.constexpr = S.BD
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_b, i_h, i_x, i_s, i_c, i_0, left, rows = segment_index(p_lengths, T, segments, chunks, False, S)
+    p_q = _pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h * GROUP)
+    p_k = _pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h)
+    p_v = _pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_h)
+    p_d_out = _pointer(p_d_out, d, S.STRIDE_D, i_b, i_0, i_h * GROUP)
+    i_row = (i_b * T + i_0) * S.H + i_h * GROUP
+    p_queries += (i_x * tl.cdiv(T, S.C) + i_c) * (2 * S.C * GROUP)
+    p_d_q += i_row * S.D
+    count = chunks_in(i_s, T, chunks, S)
+    i_o = i_x * segments + i_s
+    c_before, c, use_per_row = segment_references(p_reference, p_scales, i_x, i_s, segments, S)
+    b_kv = load_sums(p_kv, i_o, S)
+    b_z = tl.load(p_z + i_o * S.BD + tl.arange(0, S.BD))[None, :] + tl.zeros((C, BD), tl.float32)
+    for per_row in tl.static_range(2 if S.SCALED else 1):
+        if use_per_row == per_row:
+            c_0 = c_before if per_row else c
+            factor = exp2(c_before - c_0)
+            start = p_q, p_k, p_v, p_d_out, p_queries, p_d_q, b_kv * factor, b_z * factor, c_0
+            _differentiate_queries(start, (left, rows, count), q, d, S, per_row, STAGES)
+
+
+@triton.jit
+def _load_queries(p_q, p_queries, p_d_out, left, S: tl.constexpr):
+    """φ(q) / den (C, BD) and d (C, BE) of one query head."""
+    b_q = load_rows(p_q, S.STRIDE_Q, left, S.D, S.BD, S)
+    b_d = load_rows(p_d_out, S.STRIDE_D, left, S.E, S.BE, S)
+    b_query = normalized_queries(b_q, tl.load(p_queries + S.C + tl.arange(0, S.C)), S)
+    return round_once(b_query), b_d
+
+
+@triton.jit
+def _differentiate_keys(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.constexpr, STAGES: tl.constexpr):
+    """dk and dv of one segment. b_d_kv (BE, BD), b_d_z (C, BD), with equal rows: the gradients of the sums after it,
+    at the reference c of all keys; PER_ROW: at that of the segment's end.
+    """
+    C: tl.constexpr = S.C
+    p_q, p_k, p_v, p_starts, p_d_out, p_queries, p_d_k, p_d_v, b_d_kv, b_d_z, c = start
+    left, rows, count = counts
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_t = tl.arange(0, S.C)
+    for _ in tl.range(count, num_stages=1 if PER_ROW else STAGES):
+        b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
+        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S)
+        b_n = tl.zeros((C,), tl.float32) + c
+        m_seen = i_t[:, None] <= i_t[None, :]
+        if PER_ROW:
+            c_start = tl.load(p_starts)
+            p_starts -= 1
+            b_n, b_reference = row_references(b_k, rows, c_start, S)
+            c_last = tl.max(b_reference)
+            # What came after was summed at the reference of its own start, which is that of this chunk's end.
+            b_end = exp2(b_n - c_last)
+            b_pair = exp2(tl.where(m_seen, b_n[:, None] - b_reference[None, :], FLOOR))
+        b_features = key_features(b_k, b_n, rows, S)
+        b_f = round_once(b_features)
+        b_rounded = b_d_kv.to(tl.bfloat16)
+        # First values, then keys: both at once would need more registers.
+        b_query, b_d = _load_queries(p_q, p_queries, p_d_out, left, S)
+        b_d_v = tl.dot(b_f, tl.trans(b_rounded))
+        if PER_ROW:
+            b_d_v *= b_end[:, None]
+        for g in range(GROUP):
+            if GROUP > 1:
+                b_query, b_d = _load_queries(p_q + g * q.h, p_queries + 2 * g * S.C, p_d_out + g * d.h, left, S)
+            b_p = tl.dot(b_f, tl.trans(b_query))
+            b_p = b_p * b_pair if PER_ROW else tl.where(m_seen, b_p, 0)
+            b_d_v = add(b_d_v, tl.dot(b_p.to(tl.bfloat16), b_d))
+        store_rows(p_d_v, S.HKV * S.E, left, b_d_v, S.E, S.BE, S)
+        b_g = tl.dot(b_v, b_rounded)
+        b_g += b_d_z
+        if PER_ROW:
+            b_g *= b_end[:, None]
+            decay = exp2(c_start - c_last)
+            b_d_kv *= decay
+            b_d_z *= decay
+        for g in range(GROUP):
+            if GROUP > 1:
+                b_query, b_d = _load_queries(p_q + g * q.h, p_queries + 2 * g * S.C, p_d_out + g * d.h, left, S)
+            b_delta = tl.load(p_queries + 2 * g * S.C + i_t)
+            b_d_p = tl.dot(b_v, tl.trans(b_d))
+            b_d_p -= b_delta[None, :]
+            b_d_p = b_d_p * b_pair if PER_ROW else tl.where(m_seen, b_d_p, 0)
+            b_g = add(b_g, tl.dot(b_d_p.to(tl.bfloat16), b_query))
+            b_row = b_query
+            if PER_ROW:
+                b_row = (b_query * exp2(c_start - b_reference)[:, None]).to(tl.bfloat16)
+            b_d_kv = tl.dot(tl.trans(b_d), b_row, b_d_kv)
+            b_minus = tl.zeros((C, C), tl.float32) - b_delta[None, :]
+            b_d_z = tl.dot(b_minus.to(tl.bfloat16), b_row, b_d_z)
+        b_g = _gradient(b_g, b_k, b_features, S)
+        store_rows(p_d_k, S.HKV * S.D, left, b_g, S.D, S.BD, S)
+        p_q -= S.C * S.STRIDE_Q
+        p_k -= S.C * S.STRIDE_K
+        p_v -= S.C * S.STRIDE_V
+        p_d_out -= S.C * S.STRIDE_D
+        p_d_k -= S.C * S.HKV * S.D
+        p_d_v -= S.C * S.HKV * S.E
+        p_queries -= 2 * S.C * GROUP
+        left += S.C
+        rows += S.C
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+def linear_fused_chunk_backward_keys_kernel(
+    p_q, p_k, p_v, p_lengths, p_d_kv, p_d_z, p_scales, p_reference, p_starts, p_d_out, p_queries, p_d_k, p_d_v,
+    T, segments, chunks, q, k, v, d, S: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """dk and dv of one segment of one key head."""
+    C: tl.constexpr = S.C
+    BD: tl.constexpr = S.BD
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_b, i_h, i_x, i_s, i_c, i_0, left, rows = segment_index(p_lengths, T, segments, chunks, True, S)
+    p_q = _pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h * GROUP)
+    p_k = _pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h)
+    p_v = _pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_h)
+    p_d_out = _pointer(p_d_out, d, S.STRIDE_D, i_b, i_0, i_h * GROUP)
+    i_row = (i_b * T + i_0) * S.HKV + i_h
+    p_d_k += i_row * S.D
+    p_d_v += i_row * S.E
+    p_starts += i_x * tl.cdiv(T, S.C) + i_c
+    p_queries += (i_x * tl.cdiv(T, S.C) + i_c) * (2 * S.C * GROUP)
+    count = chunks_in(i_s, T, chunks, S)
+    i_o = i_x * segments + i_s
+    _, c, use_per_row = segment_references(p_reference, p_scales, i_x, i_s, segments, S)
+    c_after = c
+    if S.SCALED:
+        c_after = reference(tl.load(p_reference + i_x * (segments + 1) + i_s + 1))
+    b_d_kv = load_sums(p_d_kv, i_o, S)
+    b_d_z = tl.load(p_d_z + i_o * S.BD + tl.arange(0, S.BD))[None, :] + tl.zeros((C, BD), tl.float32)
+    for per_row in tl.static_range(2 if S.SCALED else 1):
+        if use_per_row == per_row:
+            c_0 = c_after if per_row else c
+            factor = exp2(c_0 - c_after)
+            start = p_q, p_k, p_v, p_starts, p_d_out, p_queries, p_d_k, p_d_v, b_d_kv * factor, b_d_z * factor, c_0
+            _differentiate_keys(start, (left, rows, count), q, d, S, per_row, STAGES)
+
+
+def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> tuple[Tensor | None, ...]:
+    """Return out, the sums and their shift after the last token or None, den, and the workspace for `backward`."""
+    q, k, v = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v)
+    kv, shift = dense(x.kv), dense(x.shift)
+    plan = _Forward.of((q, k, v, x.lengths, kv, shift), problem)
+    out, den, kv_out, shift_out = plan.results(x)
+    saved = plan.saved.allocate(q, zeroed=zeroed)
+    sums, z, scales, references = plan.pointers(plan.saved, saved)
     with on_device(q):
-        plan.sums(k, v, lengths, sums, z, sizes)
-        plan.scan(sums, z, sizes, kv, shift, kv_out, shift_out, reference)
-        plan.read(q, k, v, lengths, sums, z, sizes, reference, out, den)
-    plan.compiled = plan.read.compiled is not None
-    return (out, den, kv_out, shift_out), kept
+        plan.sums(k, v, x.lengths, sums, z, scales)
+        plan.scan(sums, z, sums, scales, references, kv, shift, kv_out, shift_out)
+        plan.read(q, k, v, x.lengths, sums, z, scales, references, out, den)
+    return out, kv_out, shift_out, den, saved
 
 
 def backward(
     d_out: Tensor,
     d_kv: Tensor | None,
-    out: Tensor,
+    out: Tensor | None,
     den: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    kv: Tensor | None,
-    shift: Tensor | None,
-    feature_map: str,
-    kept: Tensor,
+    saved: Tensor,
+    x: LinearInputs,
+    problem: LinearProblem,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The results of `causal_linear_backward`. kept: by `forward`."""
-    q, k, v, shift = dense_rows(q), dense_rows(k), dense_rows(v), dense(shift)
-    d_out, d_kv, out = dense_rows(d_out), dense(d_kv), out.contiguous()
-    plan = _backward_plan(q.get_device(), signature(q, k, v, lengths, shift, d_kv, d_out, out, den, kept), feature_map)
+    """Return the gradients of q, k, v and of the sums before, if there are any. saved: by `forward`."""
+    assert out is not None
+    q, k, v, d_out = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense_rows(d_out)
+    d_kv, out = dense(d_kv), out.contiguous()
+    plan = _Backward.of((q, k, v, x.lengths, d_out, d_kv, out, den, saved, x.kv), problem)
     d_q, d_k, d_v = new_like(q), new_like(k), new_like(v)
-    d_start = None if kv is None else kv.new_empty(kv.shape)
-    work = plan.work.allocate(q)
-    sums, z, sizes, reference = plan.kept.pointers(kept, plan.compiled)
-    d_total, d_z, starts, rows = plan.work.pointers(work, plan.compiled)
+    d_start = None if x.kv is None else x.kv.new_empty(x.kv.shape)
+    work = plan.workspace.allocate(q)
+    sums, z, scales, references = plan.pointers(plan.saved, saved)
+    d_sums, d_z, starts, queries = plan.pointers(plan.workspace, work)
     with on_device(q):
-        plan.sums(q, k, lengths, sizes, reference, starts, out, den, d_out, rows, d_total, d_z)
-        plan.scan(d_total, d_z, sizes, reference, shift, d_kv, d_start)
-        plan.queries(q, k, v, lengths, sums, z, sizes, reference, d_out, rows, d_q)
-        plan.keys(q, k, v, lengths, d_total, d_z, sizes, reference, starts, d_out, rows, d_k, d_v)
-    plan.compiled = plan.keys.compiled is not None
+        plan.sums(q, k, x.lengths, scales, references, starts, out, den, d_out, queries, d_sums, d_z)
+        plan.scan(d_sums, d_z, d_sums, None, references, d_kv, None, d_start, None)
+        plan.queries(q, k, v, x.lengths, sums, z, scales, references, d_out, queries, d_q)
+        plan.keys(q, k, v, x.lengths, d_sums, d_z, scales, references, starts, d_out, queries, d_k, d_v)
     return d_q, d_k, d_v, d_start
 
 
-class _Plan:
-    """All that calls with arguments that look alike share: how they are cut, room, and kernels with their numbers."""
+def saved_size(x: LinearInputs, problem: LinearProblem) -> int:
+    """Return the number of float32 elements that `forward` saves; it does not depend on the length."""
+    device = x.q.device.index if x.q.is_cuda else -1
+    return _saved(device, x.k.shape[0] * x.k.shape[2], padded(x.q.shape[3]), padded(x.v.shape[3])).size
 
-    def __init__(self, device: int, given: Signature, feature_map: str) -> None:
-        q, k, v, lengths, *_ = given
-        assert q is not None
-        assert k is not None
-        assert v is not None
-        (self.B, self.T, self.H, self.D), (self.Hkv, self.E) = q[0], v[0][2:]
-        self.device, self.BD, self.BE = device, padded(self.D), padded(self.E)
-        self.heads = self.B * self.Hkv
+
+class _FusedChunkPlan(CausalPlan):
+    def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
+        super().__init__(device, key, problem)
+        self.BD, self.BE = padded(self.D), padded(self.E)
         chunks = -(-self.T // CHUNK)
         # As many segments as fill the device, but none of a single chunk.
-        segments = max(1, min(_programs(device, self.BD, self.BE) // self.heads, chunks // 2))
+        segments = max(1, min(_resident_programs(device, self.BD, self.BE) // self.heads, chunks // 2))
         self.run = -(-chunks // segments)
         self.segments = -(-chunks // self.run)
-        self.kept = _kept(device, self.heads, self.BD, self.BE)
-        # Of each tensor whose rows callers may lay out as they like.
-        self.strides = {"Q": q[1], "K": k[1], "V": v[1]}
-        whole = lengths is None and self.T % CHUNK == 0
+        self.saved = _saved(device, self.heads, self.BD, self.BE)
+        full = key[3] is None and self.T % CHUNK == 0
+        scaled = problem.feature_map == "softmax"
         sizes = self.H, self.Hkv, self.D, self.E, CHUNK, self.BD, self.BE
-        self.sizes = Sizes(*sizes, feature_map, feature_map == "softmax", whole)
-        self.compiled = False
+        self.sizes = FusedChunkSizes(*sizes, problem.feature_map, scaled, full)
 
-    def walking(self, kernel: Any, strided: str) -> Launch:
-        """strided: which tensors' strides the kernel takes."""
-        steps: dict[str, Any] = {f"STRIDE_{name}": self.strides[name][1] for name in strided}
-        if "Q" not in strided:
-            steps["H"] = 0
-        numbers = (
-            self.T,
-            self.segments,
-            self.run,
-            *[BatchStrides(self.strides[x][0], self.strides[x][2]) for x in strided],
-        )
-        constants = {"S": self.sizes._replace(**steps), "STAGES": STAGES, "num_warps": config(self.BD, self.BE).warps}
-        return Launch(self.device, kernel, (self.heads * self.segments, 1, 1), numbers, constants)
+    def segments_launch(self, kernel: Any, strided: str) -> Launch:
+        """One program per segment. strided: tensors whose strides the kernel takes."""
+        constant: dict[str, Any] = {f"STRIDE_{name.upper()}": self.tensors[name][1][1] for name in strided}
+        if "q" not in strided:
+            constant["H"] = 0
+        scalars = self.T, self.segments, self.run, *[Strides.of(self.tensors[name]) for name in strided]
+        warps = 4 if self.BD * self.BE <= 64 * 64 else 8
+        constants = {"S": self.sizes._replace(**constant), "STAGES": STAGES, "num_warps": warps}
+        return self.launch(kernel, (self.heads * self.segments,), scalars, constants)
 
-    def scanning(self, kernel: Any) -> Launch:
-        sizes = self.sizes._replace(H=0, HKV=0, C=0, MAP="", WHOLE=False)
-        grid = self.heads, self.BD // FEATURES, 1
-        return Launch(self.device, kernel, grid, (self.segments,), {"S": sizes, "FEATURES": FEATURES})
+    def scan_segments(self, *, back: bool) -> Launch:
+        sizes = ScanSizes(self.D, self.E, self.BD, self.BE, FEATURES, 1, self.BD, "e2", SCALES.value)
+        sizes = sizes._replace(SCALED=self.sizes.SCALED, KNOWN=back, BACK=back)
+        return self.scan_launch(self.heads, self.segments, sizes)
 
 
-class _Forward(_Plan):
-    def __init__(self, device: int, given: Signature, feature_map: str, ends: bool) -> None:
-        super().__init__(device, given, feature_map)
-        self.out_shape, self.den_shape = (self.B, self.T, self.H, self.E), (self.B, self.T, self.H)
-        self.kv_shape, self.shift_shape = (self.B, self.Hkv, self.D, self.E + 1), (self.B, self.Hkv)
-        self.sums = self.walking(walking_forward_sums_kernel, "KV")
-        self.scan = self.scanning(walking_forward_scan_kernel)
-        self.read = self.walking(walking_forward_kernel, "QKV")
+class _Forward(_FusedChunkPlan):
+    def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
+        super().__init__(device, key, problem)
+        self.sums = self.segments_launch(linear_fused_chunk_forward_sums_kernel, "kv")
+        self.scan = self.scan_segments(back=False)
+        self.read = self.segments_launch(linear_fused_chunk_forward_kernel, "qkv")
 
 
-class _Backward(_Plan):
-    def __init__(self, device: int, given: Signature, feature_map: str) -> None:
-        super().__init__(device, given, feature_map)
-        d_out = given[6]
+class _Backward(_FusedChunkPlan):
+    def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
+        super().__init__(device, key, problem)
+        d_out = key[4]
         assert d_out is not None
-        self.strides["D"] = d_out[1]
+        self.tensors["d"] = d_out
         X = self.heads * self.segments
-        rows = X * self.run * 2 * CHUNK * (self.H // self.Hkv)
-        sizes = X * self.BD * self.BE, X * self.BD, X * self.run, rows
-        self.work = Workspace(*[(size, torch.float32) for size in sizes])
-        self.sums = self.walking(walking_backward_sums_kernel, "QKD")
-        self.scan = self.scanning(walking_backward_scan_kernel)
-        self.queries = self.walking(walking_backward_queries_kernel, "QKVD")
-        self.keys = self.walking(walking_backward_keys_kernel, "QKVD")
+        queries = X * self.run * 2 * CHUNK * (self.H // self.Hkv)
+        sizes = X * self.BD * self.BE, X * self.BD, X * self.run, queries
+        self.workspace = Workspace(*[(size, torch.float32) for size in sizes])
+        self.sums = self.segments_launch(linear_fused_chunk_backward_sums_kernel, "qkd")
+        self.scan = self.scan_segments(back=True)
+        self.queries = self.segments_launch(linear_fused_chunk_backward_queries_kernel, "qkvd")
+        self.keys = self.segments_launch(linear_fused_chunk_backward_keys_kernel, "qkvd")
 
 
-_forward_plan = lru_cache(maxsize=1024)(_Forward)
-_backward_plan = lru_cache(maxsize=1024)(_Backward)
+def _resident_programs(device: int, BD: int, BE: int) -> int:
+    """How many programs the device runs at once: two per multiprocessor, or one with a large state.
 
-
-def _programs(device: int, BD: int, BE: int) -> int:
-    """How many the device runs at once. The interpreter runs one after the other."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
-    return processors * config(BD, BE).resident
-
-
-def _kept(device: int, heads: int, BD: int, BE: int) -> Workspace:
-    """For each segment its sums, z and sizes, and for each and each head a reference.
-
-    However long the heads are, they have no more segments than this: a compiler does not know their length.
+    Triton's interpreter runs one after the other.
     """
-    X = heads + _programs(device, BD, BE)
-    return Workspace(*[(size, torch.float32) for size in (X * BD * BE, X * BD, X * 4, X + heads)])
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
+    return processors * (2 if BD * BE <= 64 * 64 else 1)
+
+
+def _saved(device: int, heads: int, BD: int, BE: int) -> Workspace:
+    """Sums, z and scales of each segment, references of each segment and head.
+
+    There are at most so many segments, whatever the length, which a compiler does not know.
+    """
+    X = heads + _resident_programs(device, BD, BE)
+    return Workspace(*[(size, torch.float32) for size in (X * BD * BE, X * BD, X * SCALES.value, X + heads)])

@@ -1,7 +1,7 @@
-"""The quadratic definitions, and the only truth: what the fast paths must equal, written to be read and not to be fast.
+"""The quadratic definitions of linear attention and FAVOR+, which all other code must equal.
 
-Everything here follows the equations one by one, with (T, S) matrices in full and no stabilizing beyond softmax's own.
-`visible` says which of S keys each of T queries sees: bool, broadcast to (B, H, T, S).
+They follow the equations one by one, with (T, S) matrices in full and without stabilization.
+`visible`: bool, broadcast to (B, H, T, S), which of S keys each of T queries sees.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ from longspan.ops.window.reference import repeat_kv
 
 
 def linear_attention(query: Tensor, key: Tensor, v: Tensor, visible: Tensor, normalize: str = "query") -> Tensor:
-    """out_i = Σ_j w_ij v_j over visible j, from features alone.
+    """out_i = Σ_j w_ij v_j over visible j, from features.
 
-    query: φ(q) (B, T, H, M), key: φ(k) (B, S, Hkv, M), v: (B, S, Hkv, E) -> (B, T, H, E).
-    normalize: "none": w_ij = Σ_m φ(q_i)_m φ(k_j)_m. "query": that, divided by its sum over visible j.
-    "feature": w_ij = Σ_m φ(q_i)_m φ(k_j)_m / Σ_{j' visible to i} φ(k_j')_m. A zero divisor gives zero.
+    Args:
+        query: φ(q) (B, T, H, M).
+        key: φ(k) (B, S, Hkv, M).
+        v: Values (B, S, Hkv, E).
+        visible: Which keys a query sees.
+        normalize: "none": w_ij = Σ_m φ(q_i)_m φ(k_j)_m. "query": that, divided by its sum over visible j. "feature":
+            w_ij = Σ_m φ(q_i)_m φ(k_j)_m / Σ_{j' visible to i} φ(k_j')_m. A zero divisor gives zero.
+
+    Returns:
+        (B, T, H, E).
     """
     key, v = (repeat_kv(x, query.shape[2]) for x in (key, v))
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])

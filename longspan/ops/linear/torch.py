@@ -1,0 +1,259 @@
+"""Causal linear attention in PyTorch, for any device: a few chunks at a time, so that their tensors stay in cache.
+
+Inside a chunk of C tokens all pairs are computed; between chunks only sums are passed. The sums S_n before chunk n of
+a group follow from those before the group and from each chunk's own in one product: S = P · (S₀, Δ₀, Δ₁, …) with P[n,
+m] = exp(s_m − s_n) for m ≤ n, s_n being the row reference at the chunk's start. The backward pass is the same with Pᵀ.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longspan.ops.linear.feature_maps import MAPS
+
+if TYPE_CHECKING:
+    from longspan.ops.linear import LinearInputs, LinearProblem
+
+# The log scale of no key: exp(FLOOR − x) is 0 for any real x, and FLOOR − FLOOR is 0 where −inf would give NaN.
+FLOOR = -1e30
+CHUNK = 64
+GROUP = 8
+
+
+def forward(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return out (B, T, H, E), the sums and their shift after the last token, den (B, T, H), and the sums and
+    references before each span, for `backward`.
+    """
+    q, v = x.q, x.v
+    assert x.kv is not None
+    assert x.shift is not None
+    (B, T, H, _), feature_map = q.shape, MAPS[problem.feature_map]
+    out = v.new_empty(B, T, H, v.shape[3])
+    den = x.kv.new_empty(B, T, H if problem.normalize else 0)
+    kv, c = x.kv.flatten(0, 1), x.shift.flatten()
+    starts, references = new_starts(x, problem)
+    for i, span in enumerate(_spans(x, problem)):
+        starts[i], references[i] = kv, c
+        group = _Group.of(x, problem, span, c)
+        query = feature_map.query(_rows(q, span, x), x.weight)[0]
+        before, kv = group.sums(kv)
+        read = group.towards_start(query @ before)
+        if group.pair is not None:
+            read = torch.baddbmm(read, group.weigh(query, group.f), group.v)
+        if problem.normalize:
+            _put(den[..., None], read[..., -1:], span, x)
+            read = read[..., :-1] * _inverse(read[..., -1:])
+        _put(out, read, span, x)
+        c = group.last
+    return out, kv.reshape(B, -1, *kv.shape[1:]).clone(), c.reshape(B, -1).clone(), den, starts, references
+
+
+def new_starts(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor]:
+    """Return buffers for the sums (B Hkv, M, E) and references (B Hkv,) before each span, possibly too many."""
+    assert x.kv is not None
+    most = x.k.shape[1] // (_chunk(problem.bucket) * GROUP) + 2
+    starts = x.kv.new_zeros(most, x.kv.shape[0] * x.kv.shape[1], *x.kv.shape[2:])
+    return starts, starts.new_zeros(starts.shape[:2])
+
+
+def backward(
+    d_out: Tensor,
+    d_kv: Tensor | None,
+    out: Tensor | None,
+    den: Tensor,
+    starts: Tensor,
+    references: Tensor,
+    x: LinearInputs,
+    problem: LinearProblem,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and of the sums before."""
+    q, k, v, weight = x.q, x.k, x.v, x.weight
+    assert x.kv is not None
+    feature_map = MAPS[problem.feature_map]
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    d_kv = (torch.zeros_like(x.kv) if d_kv is None else d_kv).flatten(0, 1)
+    for i, span in reversed(list(enumerate(_spans(x, problem)))):
+        group = _Group.of(x, problem, span, references[i])
+        rows = _rows(q, span, x)
+        query = feature_map.query(rows, weight)[0]
+        d_num, scaled, inverse = _rows(d_out, span, x, extra=problem.normalize), query, None
+        if problem.normalize:
+            # 1/den multiplies the features: the weights are then at most one, while gradients could overflow.
+            assert out is not None
+            d_den = (d_out[:, span.tokens].to(den.dtype) * out[:, span.tokens]).sum(-1, keepdim=True)
+            d_num[..., -1:] = -_rows(d_den, _Span(slice(0, None), span.size), x)
+            inverse = _inverse(_rows(den[..., None], span, x))
+            scaled = query * inverse
+        row = group.towards_start(d_num)
+        d_query = row @ group.sums(starts[i])[0].mT
+        d_kv, d_own = group.sums_grad(scaled.mT @ row, d_kv)
+        d_f, d_v = group.towards_end(group.v @ d_own.mT), group.towards_end(group.f) @ d_own
+        if group.pair is not None:
+            d_scores = group.weigh(d_num, group.v)
+            d_query = torch.baddbmm(d_query, d_scores, group.f)
+            d_f = torch.baddbmm(d_f, d_scores.mT, scaled)
+            d_v = torch.baddbmm(d_v, group.weigh(scaled, group.f).mT, d_num)
+        d_query = d_query if inverse is None else d_query * inverse
+        d_f = d_f if group.hidden is None else d_f.masked_fill(group.hidden[..., None], 0)
+        _put(dq, feature_map.query_grad(d_query, rows, query, weight), span, x)
+        _put(dk, feature_map.key_grad(d_f, group.k, group.f, weight), span, x)
+        _put(dv, d_v[..., : v.shape[3]], span, x)
+    return dq, dk, dv, d_kv.reshape(x.kv.shape).clone()
+
+
+def safe_divide(x: Tensor, z: Tensor) -> Tensor:
+    """Return x / z, broadcast; 0 where z is 0, or so small that a gradient divided by it would overflow.
+
+    Not x · (1/z), whose gradient squares 1/z.
+    """
+    zero = is_zero(z)
+    return (x / z.masked_fill(zero, 1)).masked_fill(zero, 0)
+
+
+def _inverse(z: Tensor) -> Tensor:
+    return safe_divide(torch.ones_like(z), z)
+
+
+def is_zero(z: Tensor) -> Tensor:
+    """Return where a normalizer counts as zero."""
+    return z.abs() < 1e6 * torch.finfo(z.dtype).tiny
+
+
+class _Span(NamedTuple):
+    """Tokens that are processed together, in chunks of one size."""
+
+    tokens: slice
+    size: int
+
+    @property
+    def number(self) -> int:
+        return (self.tokens.stop - self.tokens.start) // self.size
+
+
+def _spans(x: LinearInputs, problem: LinearProblem) -> list[_Span]:
+    """Groups of full chunks, and the remainder as one smaller chunk. A chunk is a multiple of a bucket."""
+    T, size = x.k.shape[1], _chunk(problem.bucket)
+    found, start = [], 0
+    while start < T:
+        width = min((T - start) // size, GROUP) * size or T - start
+        found.append(_Span(slice(start, start + width), min(size, width)))
+        start += width
+    return found
+
+
+def _chunk(bucket: int) -> int:
+    return bucket * max(1, CHUNK // bucket)
+
+
+def _rows(tensor: Tensor, span: _Span, x: LinearInputs, *, extra: bool = False) -> Tensor:
+    """(B, T, heads, ·) -> (B Hkv N, G C, ·): the span's N chunks, with the G query heads of a key head as rows.
+
+    extra: append a column of ones.
+    """
+    assert x.kv is not None
+    source = _by_chunks(tensor, span, x)
+    rows = torch.empty(*source.shape[:5], source.shape[5] + extra, dtype=x.kv.dtype, device=tensor.device)
+    rows[..., : source.shape[5]] = source
+    if extra:
+        rows[..., -1] = 1
+    return rows.view(-1, source.shape[3] * span.size, rows.shape[5])
+
+
+def _put(into: Tensor, rows: Tensor, span: _Span, x: LinearInputs) -> None:
+    """Inverse of `_rows`: copy rows (B Hkv N, G C, ·) into (B, T, heads, ·)."""
+    target = _by_chunks(into, span, x)
+    target.copy_(rows.reshape(target.shape))
+
+
+def _by_chunks(tensor: Tensor, span: _Span, x: LinearInputs) -> Tensor:
+    """View (B, Hkv, N, G, C, ·) of a span of (B, T, heads, ·)."""
+    chunks = tensor[:, span.tokens].unflatten(1, (-1, span.size)).unflatten(3, (x.k.shape[2], -1))
+    return chunks.permute(0, 3, 1, 4, 2, 5)
+
+
+class _Group(NamedTuple):
+    """The keys of N chunks per sequence, Y = B Hkv N chunks in all, and the factors exp(β_j − c_i) between scales."""
+
+    k: Tensor  # (Y, C, D)
+    f: Tensor  # (Y, C, M)
+    v: Tensor  # (Y, C, E), with a column of ones if normalized
+    hidden: Tensor | None  # (Y, C)
+    pair: Tensor | None  # (Y or 1, C, C), 0 where i does not see j; None: no token sees another of its chunk
+    start: Tensor | None  # (Y, C, 1) to the chunk's start; this and the next are None if all are 1
+    end: Tensor | None  # (Y, C, 1) to the chunk's end
+    passing: Tensor  # (B Hkv, N + 1, N + 1) P
+    last: Tensor  # (B Hkv,) the reference at the group's end
+
+    @classmethod
+    def of(cls, x: LinearInputs, problem: LinearProblem, span: _Span, c: Tensor) -> _Group:
+        k, v = _rows(x.k, span, x), _rows(x.v, span, x, extra=problem.normalize)
+        f, beta = MAPS[problem.feature_map].key(k, x.weight)
+        if x.log_scale is not None:
+            beta = _rows(x.log_scale[..., None], span, x)[..., 0]
+        hidden = None
+        if x.lengths is not None:
+            slot = torch.arange(span.tokens.start, span.tokens.stop, device=k.device)
+            hidden = (slot >= x.lengths[:, None]).repeat_interleave(x.k.shape[2], 0).view(len(k), -1)
+            f = f.masked_fill(hidden[..., None], 0)
+            beta = None if beta is None else beta.masked_fill(hidden, FLOOR)
+        size, N, bucket = span.size, span.number, problem.bucket
+        slot = torch.arange(size, device=k.device) // bucket
+        seen = (slot[:, None] >= slot if bucket == 1 else slot[:, None] > slot).to(f.dtype)
+        inside = bucket == 1 or size > bucket
+        earlier = torch.ones(N + 1, N + 1, dtype=f.dtype, device=k.device).tril()
+        if beta is None:
+            passing = earlier.expand(len(c), -1, -1)
+            return cls(k, f, v, hidden, seen[None] if inside else None, None, None, passing, c)
+        reference = torch.maximum(beta.view(len(c), -1).cummax(1).values, c[:, None])  # (B Hkv, N C)
+        bounds = torch.cat([c[:, None], reference[:, size - 1 :: size]], 1)  # (B Hkv, N + 1)
+        rows = reference.view(-1, size)
+        before, after = bounds[:, :-1].reshape(-1, 1), bounds[:, 1:].reshape(-1, 1)
+        return cls(
+            k,
+            f,
+            v,
+            hidden,
+            _factor(beta[:, None] - rows[:, :, None]).mul_(seen) if inside else None,
+            _factor(before - rows)[..., None],
+            _factor(beta - after)[..., None],
+            _factor(bounds[:, None] - bounds[:, :, None]).mul_(earlier),
+            bounds[:, -1],
+        )
+
+    def sums(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums before each chunk (Y, M, E) and after the last (B Hkv, M, E), from those before the first."""
+        own = (self.towards_end(self.f).mT @ self.v).view(len(kv), -1, *kv.shape[1:])
+        passed = (self.passing @ torch.cat([kv[:, None], own], 1).flatten(2)).view(len(kv), -1, *kv.shape[1:])
+        return passed[:, :-1].flatten(0, 1), passed[:, -1]
+
+    def sums_grad(self, d_starts: Tensor, d_last: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the sums before the first chunk, and of each chunk's own (Y, M, E)."""
+        d_passed = torch.cat([d_starts.view(len(d_last), -1, *d_last.shape[1:]), d_last[:, None]], 1)
+        d = (self.passing.mT @ d_passed.flatten(2)).view(d_passed.shape)
+        return d[:, 0], d[:, 1:].flatten(0, 1)
+
+    def weigh(self, rows: Tensor, keys: Tensor) -> Tensor:
+        """(Y, G C, C): the products of rows (Y, G C, ·) and keys (Y, C, ·), weighted."""
+        assert self.pair is not None
+        products = torch.bmm(rows, keys.mT)
+        products.unflatten(1, (-1, self.pair.shape[1])).mul_(self.pair[:, None])
+        return products
+
+    def towards_start(self, rows: Tensor) -> Tensor:
+        if self.start is None:
+            return rows
+        return (rows.unflatten(1, (-1, self.start.shape[1])) * self.start[:, None]).flatten(1, 2)
+
+    def towards_end(self, keys: Tensor) -> Tensor:
+        return keys if self.end is None else keys * self.end
+
+
+def _factor(x: Tensor) -> Tensor:
+    """Return exp(x), in place, with x clamped: above 0, where the pair is masked, to 1, and far below 0 to the smallest
+    normal number, because `exp` is slow for denormal results.
+    """
+    return x.clamp_(min=math.log(torch.finfo(x.dtype).tiny), max=0).exp_()

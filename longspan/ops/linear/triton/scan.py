@@ -1,0 +1,242 @@
+"""The scan over segments that all causal algorithms share, in both directions.
+
+The keys of a segment are summed by one program, S_s = Σ φ(k) vᵀ and z_s = Σ φ(k). The scan turns these totals into the
+sums before each segment,
+
+    S ← S · B^(r_s − r_{s+1}) + S_s · B^(n_s − r_{s+1}),
+
+with B^n_s the scale of a segment's total and B^r_s that of the sums before it: keys carry log scales, and sums are
+stored divided by the largest so far. The backward pass scans the gradients of the totals from the last segment to the
+first, dS ← dS · B^(r_s − r_{s+1}) + dS_s, and writes the gradients of the sums after each segment.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspan.ops.common.exp import LOG2E, exact_exp, exp2
+from longspan.ops.common.launch import Launch, Plan, Signature
+from longspan.ops.common.tiles import FLOOR, zeros
+from longspan.ops.linear import LinearInputs, LinearProblem
+from longspan.ops.linear.triton import check_feature_map
+
+
+class ScanSizes(NamedTuple):
+    """Compile-time constants of the scan.
+
+    M, E: Features and values of a state (B, Hkv, M, E), with one more column if NORMALIZE.
+    BM, BE: Padded sizes of the totals. TILE: Features per program.
+    STRIDE_M, STRIDE_E: Strides of a total.
+    BASE: "e": scales are natural logarithms. "2": binary logarithms, rounded up where they are applied. "e2": natural
+        logarithms, converted to binary ones and rounded up where they are applied.
+    SCALES: Numbers stored for each segment: the scale of its total first, its largest natural logarithm last.
+    SCALED: Keys carry log scales. KNOWN: The references exist already. BACK: From the last segment to the first.
+    """
+
+    M: int
+    E: int
+    BM: int
+    BE: int
+    TILE: int
+    STRIDE_M: int
+    STRIDE_E: int
+    BASE: str
+    SCALES: int = 1
+    NORMALIZE: bool = True
+    SCALED: bool = True
+    KNOWN: bool = False
+    BACK: bool = False
+
+
+class CausalPlan(Plan):
+    """What the plans of all causal algorithms share: sizes, results, the scan.
+
+    Args:
+        device: Index of the CUDA device, -1 for the CPU.
+        key: Signature of the call's tensors, which begin with q, k, v.
+        problem: The options.
+        num_features: Number of features M; None: that of k.
+    """
+
+    def __init__(self, device: int, key: Signature, problem: LinearProblem, num_features: int | None = None) -> None:
+        super().__init__(device)
+        check_feature_map(problem.feature_map)
+        q, k, v = key[:3]
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        self.tensors = {"q": q, "k": k, "v": v}
+        (self.B, self.T, self.H, self.D), (self.Hkv, self.E) = q[0], v[0][2:]
+        self.M = self.D if num_features is None else num_features
+        self.heads = self.B * self.Hkv
+        self.final = problem.output_final_state
+        self.out_shape = self.B, self.T, self.H, self.E
+        self.den_shape = self.B, self.T, self.H if problem.normalize else 0
+        self.kv_shape, self.shift_shape = (self.B, self.Hkv, self.M, self.E + problem.normalize), (self.B, self.Hkv)
+
+    def results(self, x: LinearInputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Allocate out, den, and the sums and shift after the last token, or None if they are not wanted."""
+        out, den = x.v.new_empty(self.out_shape), x.q.new_empty(self.den_shape, dtype=torch.float32)
+        if not self.final:
+            return out, den, None, None
+        kv, shift = (x.q.new_empty(shape, dtype=torch.float32) for shape in (self.kv_shape, self.shift_shape))
+        return out, den, kv, shift
+
+    def scan_launch(
+        self,
+        sequences: int,
+        segments: int,
+        sizes: ScanSizes,
+        *,
+        chunks: int = 1,
+        last: int | None = None,
+        first: int = 0,
+    ) -> Launch:
+        """Create the launch of a scan.
+
+        Args:
+            sequences: Number of sequences (batch index and key head), from sequence `first` on.
+            segments: Segments per sequence.
+            sizes: Compile-time constants.
+            chunks: References per segment.
+            last: Index of the reference after the last segment, by default the number of segments.
+            first: The first sequence.
+        """
+        scalars = segments, chunks, segments if last is None else last, first
+        return self.launch(linear_scan_kernel, (sequences, sizes.BM // sizes.TILE), scalars, {"S": sizes})
+
+
+@triton.jit
+def reference(x):
+    """The smallest integer n with exp(x) ≤ 2ⁿ; FLOOR stays FLOOR."""
+    return tl.where(x <= FLOOR, FLOOR, tl.ceil(x * LOG2E))
+
+
+@triton.jit
+def _applied(c, S: tl.constexpr):
+    """The scale at which sums of reference c are stored."""
+    if S.BASE == "2":
+        c = tl.ceil(c)
+    if S.BASE == "e2":
+        c = reference(c)
+    return c
+
+
+@triton.jit
+def _power(x, S: tl.constexpr):
+    if S.BASE == "e":
+        x = exact_exp(x)
+    else:
+        x = exp2(x)
+    return x
+
+
+@triton.jit
+def _ratio(c, c_next, S: tl.constexpr):
+    """What sums are multiplied by from one scale to the next; their gradients go the other way."""
+    if S.BACK:
+        x = _power(c_next - c, S)
+    else:
+        x = _power(c - c_next, S)
+    return x
+
+
+@triton.jit
+def _rest(c, ENTER: tl.constexpr, S: tl.constexpr):
+    """What a state at scale c is multiplied by to be stored at a rounded scale (ENTER), or the other way."""
+    exact = c * LOG2E if S.BASE == "e2" else c
+    if ENTER:
+        x = _ratio(exact, _applied(c, S), S)
+    else:
+        x = _ratio(_applied(c, S), exact, S)
+    return tl.where(c <= FLOOR, 1.0, x)
+
+
+@triton.jit(do_not_specialize=["segments", "chunks", "last", "first"])
+def linear_scan_kernel(
+    p_total, p_total_z, p_sums, p_scales, p_reference, p_enter, p_shift, p_leave, p_shift_out,
+    segments, chunks, last, first, S: tl.constexpr
+):  # fmt: skip
+    """Sums before each segment (BACK: gradients of the sums after each) from the segments' own.
+
+    p_total, p_sums: (sequences, segments, BM, BE), which may be the same. p_total_z: (sequences, segments, BM), in
+    place. p_scales: (sequences, segments, SCALES). p_reference: (B · Hkv, last + 1), written here unless KNOWN.
+    p_enter, p_leave: (B, Hkv, M, E [+ 1]) the states on either side, or None. p_shift, p_shift_out: (B, Hkv).
+    """
+    SIZE: tl.constexpr = S.BM * S.BE
+    COLUMNS: tl.constexpr = S.E + 1 if S.NORMALIZE else S.E
+    i_n, i_r = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_x = first + i_n
+    i_m, i_e = i_r * S.TILE + tl.arange(0, S.TILE), tl.arange(0, S.BE)
+    m_m = i_m < S.M
+    m_kv = m_m[:, None] & (i_e < S.E)[None, :]
+    i_state = (i_x * S.M + i_m) * COLUMNS
+    p_reference += i_x * (last + 1)
+    if S.SCALED and not S.KNOWN:
+        p_scales += i_n * segments * S.SCALES
+    c = tl.full((), FLOOR, tl.float32)
+    if S.KNOWN and S.SCALED:
+        if S.BACK:
+            c = tl.load(p_reference + last)
+        else:
+            c = tl.load(p_reference)
+    elif p_shift is not None:
+        c = tl.load(p_shift + i_x)
+    b_kv = zeros(S.TILE, S.BE)
+    b_z = zeros(S.TILE)
+    if p_enter is not None:
+        b_kv = tl.load(p_enter + i_state[:, None] + i_e[None, :], mask=m_kv, other=0.0)
+        if S.NORMALIZE:
+            b_z = tl.load(p_enter + i_state + S.E, mask=m_m, other=0.0)
+        if S.SCALED and S.BASE != "e":
+            rest = _rest(c, True, S)
+            b_kv *= rest
+            b_z *= rest
+    i_tile = i_n * segments * SIZE + i_m[:, None] * S.STRIDE_M + i_e[None, :] * S.STRIDE_E
+    p_row = p_total_z + i_n * segments * S.BM + i_m
+    for i in tl.range(segments, num_stages=4):
+        if S.BACK:
+            i_s = segments - 1 - i
+        else:
+            i_s = i
+        b_more = tl.load(p_total + i_tile + i_s * SIZE)
+        tl.store(p_sums + i_tile + i_s * SIZE, b_kv.to(p_sums.dtype.element_ty))
+        decay, factor = 1.0, 1.0
+        if S.SCALED:
+            if S.BACK:
+                c_next = tl.load(p_reference + i_s * chunks)
+            elif S.KNOWN:
+                c_next = tl.load(p_reference + tl.minimum((i_s + 1) * chunks, last))
+            else:
+                c_next = tl.maximum(c, tl.load(p_scales + i_s * S.SCALES + S.SCALES - 1))
+                factor = _power(tl.load(p_scales + i_s * S.SCALES) - _applied(c_next, S), S)
+                if i_r == 0:
+                    tl.store(p_reference + i_s, c)
+            decay = _ratio(_applied(c, S), _applied(c_next, S), S)
+            c = c_next
+        b_kv = b_kv * decay + b_more * factor
+        if S.NORMALIZE:
+            b_more_z = tl.load(p_row + i_s * S.BM)
+            tl.store(p_row + i_s * S.BM, b_z)
+            b_z = b_z * decay + b_more_z * factor
+    if S.SCALED and not S.KNOWN:
+        if i_r == 0:
+            tl.store(p_reference + segments, c)
+    if p_leave is not None:
+        if S.SCALED and S.BASE != "e":
+            rest = _rest(c, False, S)
+            b_kv *= rest
+            b_z *= rest
+        tl.store(p_leave + i_state[:, None] + i_e[None, :], b_kv, mask=m_kv)
+        if S.NORMALIZE:
+            tl.store(p_leave + i_state + S.E, b_z, mask=m_m)
+    if p_shift_out is not None:
+        if i_r == 0:
+            if S.BASE == "2":
+                c = tl.where(c <= FLOOR, FLOOR, c / LOG2E)
+            tl.store(p_shift_out + i_x, c)
