@@ -113,26 +113,18 @@ def test_an_unknown_feature_map_is_refused(algorithm: str) -> None:
 
 
 @inside
-def test_an_unknown_feature_map_does_not_compile() -> None:
-    import triton
-    from triton import language as tl
+@pytest.mark.parametrize("algorithm", ["fused_chunk", "chunk"])
+def test_an_unknown_feature_map_does_not_compile(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import InterpreterError
 
-    from longspan.ops.common.feature_maps import pointwise_features, pointwise_gradient
+    from longspan.ops.linear.triton import scan
 
-    @triton.jit
-    def kernel(p_x, MAP: tl.constexpr, BACK: tl.constexpr):
-        b_x = tl.load(p_x + tl.arange(0, 4))
-        if BACK:
-            b_x = pointwise_gradient(b_x, b_x, b_x, MAP)
-        else:
-            b_x = pointwise_features(b_x, MAP)
-        tl.store(p_x + tl.arange(0, 4), b_x)
-
-    for back in (False, True):
-        for name in FEATURE_MAPS:
-            kernel[(1,)](torch.ones(4), MAP=name, BACK=back)
-        with pytest.raises(Exception, match="do not implement this feature map"):
-            kernel[(1,)](torch.ones(4), MAP="squared", BACK=back)
+    monkeypatch.setattr(scan, "check_feature_map", lambda name: None)
+    case = Case()
+    _, _, tensors = arguments(case, torch.bfloat16, "cpu")
+    problem = kernel_problem(case, tensors)._replace(feature_map="squared", algorithm=algorithm)
+    with pytest.raises(InterpreterError, match="do not implement this feature map"):
+        linear._kernels(algorithm).forward(LinearInputs(*tensors), problem)
 
 
 @inside
