@@ -44,7 +44,7 @@ class QualitySubject(Subject):
         from longspan.train.trainer import Trainer
 
         warnings.simplefilter("ignore")
-        logger, started = _logger(wait), time.perf_counter()
+        logger, started = _logger(wait, case.device), time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             settings = resolve(self._flags(case, Path(folder)))
             trainer = Trainer(settings, logger, make_accelerator(settings.train))
@@ -91,8 +91,8 @@ class QualitySubject(Subject):
         }
 
 
-def _logger(wait: Callable[[], None]) -> Any:
-    """A logger that collects records, and calls `wait` once when the model has compiled."""
+def _logger(wait: Callable[[], None], device: str) -> Any:
+    """A logger that collects records, and calls `wait` once the model has compiled."""
     from longspan.train.loggers import Logger
     from longspan.train.trainer import WARMUP_STEPS
 
@@ -103,7 +103,7 @@ def _logger(wait: Callable[[], None]) -> Any:
 
         def progress(self, fraction: float, record: dict[str, Any]) -> None:
             self.steps += 1
-            if self.steps == WARMUP_STEPS:
+            if self.steps == (WARMUP_STEPS if device == "cuda" else 1):  # Models are compiled on CUDA only.
                 wait()
 
         def log_metrics(self, record: dict[str, Any]) -> None:
