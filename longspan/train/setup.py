@@ -143,7 +143,7 @@ def make_optimizer(train: TrainConfig, module: torch.nn.Module) -> torch.optim.A
 
 
 def learning_rate(train: TrainConfig, step: int, done: float) -> float:
-    """Return the learning rate: linear warmup times a cosine over the whole run.
+    """Return the learning rate: linear warmup times a cosine over the run.
 
     Args:
         train: The settings of the run.

@@ -79,7 +79,7 @@ class Trainer:
         self._last_record = (0.0, 0)  # its seconds and tokens
         self._recent: deque[float] = deque(maxlen=_BASELINE_LOSSES + _LATEST_LOSSES)
         self._pending: tuple[int, Tensor] | None = None  # step and loss still on the device
-        self._states: list[StackState | None] = [None] * config.accumulate  # carried, of each micro-batch
+        self._states: list[StackState | None] = [None] * config.accumulate  # carried state of each micro-batch
         self._batches: deque[tuple[int, list[Batch]]] = deque(maxlen=_LATEST_LOSSES + 1)
 
     def _build_model(self, settings: Settings, compiled: bool) -> None:
