@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longspan.ops.common.exp import add
 from longspan.ops.common.launch import Plan, Signature, Strides, dense_rows, on_device
-from longspan.ops.common.tiles import padded
+from longspan.ops.common.tiles import load_rows, padded, store_rows
 
 _PROCESSORS = 132  # multiprocessors of an H200, which run two forward programs each, or one backward program
 
@@ -118,16 +118,6 @@ def _lse_offsets(t_0, T, S: tl.constexpr):
     return tl.cast(t_0, tl.int64) * GROUP + i_n, i_n < tl.minimum(T - t_0, S.TOKENS) * GROUP
 
 
-@triton.jit
-def _load_keys(
-    p_x, stride, first, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, BR: tl.constexpr, S: tl.constexpr
-):
-    """Load BR compressed keys or values from the first on."""
-    i_r = first + tl.arange(0, BR)
-    m_x = (i_r < S.R)[:, None] & (tl.arange(0, BLOCK) < SIZE)[None, :]
-    return tl.load(p_x + i_r[:, None] * stride + tl.arange(0, BLOCK)[None, :], mask=m_x, other=0.0).to(DTYPE)
-
-
 @triton.jit(do_not_specialize=["T", "blocks"])
 def compressed_forward_kernel(inputs, p_out, p_lse, T, blocks, scale, strides, S: tl.constexpr, STAGES: tl.constexpr):
     """Compute `blocks` tiles of queries. p_lse: (B, Hkv, T, group), base 2. scale: that of the scores times log₂ e."""
@@ -139,8 +129,8 @@ def compressed_forward_kernel(inputs, p_out, p_lse, T, blocks, scale, strides, S
     p_out += (i_b * T * S.HKV + i_h) * GROUP * S.E
     p_lse += (i_b * S.HKV + i_h) * T * GROUP
     dtype: tl.constexpr = p_q.dtype.element_ty
-    b_k = _load_keys(p_k + i_b * k.b + i_h * k.h, k.t, 0, dtype, S.D, S.BD, S.BR, S)
-    b_v = _load_keys(p_v + i_b * v.b + i_h * v.h, v.t, 0, dtype, S.E, S.BE, S.BR, S)
+    b_k = load_rows(p_k + i_b * k.b + i_h * k.h, k.t, S.R, S.D, S.BR, S.BD).to(dtype)
+    b_v = load_rows(p_v + i_b * v.b + i_h * v.h, v.t, S.R, S.E, S.BR, S.BE).to(dtype)
     for t_0 in tl.range(first, end, S.TOKENS, num_stages=STAGES):
         b_q = _load(p_q, t_0, T, q.t, q.h, S.D, S.BD, S)
         b_s = tl.dot(b_q, tl.trans(b_k))
@@ -173,15 +163,11 @@ def _backward_tile(keys, queries, b_d_k, b_d_v, scale, score_scale, first, S: tl
 
 
 @triton.jit
-def _store_gradients(p_x, b_d_k, b_d_v, first, S: tl.constexpr):
-    i_r = first + tl.arange(0, S.BS)
+def _store_gradients(p_x, rows, b_d_k, b_d_v, S: tl.constexpr):
     WIDTH: tl.constexpr = S.D if S.SHARED else S.D + S.E
-    i_d = tl.arange(0, S.BD)
-    p_x += i_r[:, None] * WIDTH
-    tl.store(p_x + i_d[None, :], b_d_k, mask=(i_r < S.R)[:, None] & (i_d < S.D)[None, :])
+    store_rows(p_x, WIDTH, rows, b_d_k, S.D, S.BS, S.BD)
     if not S.SHARED:
-        i_e = tl.arange(0, S.BE)
-        tl.store(p_x + S.D + i_e[None, :], b_d_v, mask=(i_r < S.R)[:, None] & (i_e < S.E)[None, :])
+        store_rows(p_x + S.D, WIDTH, rows, b_d_v, S.E, S.BS, S.BE)
 
 
 @triton.jit(do_not_specialize=["T", "blocks"])
@@ -207,12 +193,12 @@ def compressed_backward_kernel(
     p_k += i_b * k.b + i_h * k.h
     p_v += i_b * v.b + i_h * v.h
     dtype: tl.constexpr = p_q.dtype.element_ty
-    b_k = _load_keys(p_k, k.t, 0, dtype, S.D, BD, BS, S)
-    b_v = _load_keys(p_v, v.t, 0, dtype, S.E, BE, BS, S)
+    b_k = load_rows(p_k, k.t, S.R, S.D, BS, BD).to(dtype)
+    b_v = load_rows(p_v, v.t, S.R, S.E, BS, BE).to(dtype)
     b_d_k, b_d_v = tl.zeros((BS, BD), tl.float32), tl.zeros((BS, BE), tl.float32)
     if S.BR > S.BS:
-        b_k2 = _load_keys(p_k, k.t, BS, dtype, S.D, BD, BS, S)
-        b_v2 = _load_keys(p_v, v.t, BS, dtype, S.E, BE, BS, S)
+        b_k2 = load_rows(p_k + BS * k.t, k.t, S.R - BS, S.D, BS, BD).to(dtype)
+        b_v2 = load_rows(p_v + BS * v.t, v.t, S.R - BS, S.E, BS, BE).to(dtype)
         b_d_k2, b_d_v2 = tl.zeros((BS, BD), tl.float32), tl.zeros((BS, BE), tl.float32)
     for t_0 in tl.range(first, end, S.TOKENS, num_stages=STAGES):
         b_q = _load(p_q, t_0, T, q.t, q.h, S.D, BD, S)
@@ -230,6 +216,6 @@ def compressed_backward_kernel(
         _store(p_d_q, t_0, T, d_q.t, d_q.h, b_d_q, S.D, BD, S)
     WIDTH: tl.constexpr = S.D if S.SHARED else S.D + S.E
     p_d_kv += (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (S.R * WIDTH)
-    _store_gradients(p_d_kv, b_d_k, b_d_v, 0, S)
+    _store_gradients(p_d_kv, S.R, b_d_k, b_d_v, S)
     if S.BR > S.BS:
-        _store_gradients(p_d_kv, b_d_k2, b_d_v2, BS, S)
+        _store_gradients(p_d_kv + BS * WIDTH, S.R - BS, b_d_k2, b_d_v2, S)
