@@ -65,8 +65,9 @@ def decode_sample_kernel(pointers, B, block, settings, S: tl.constexpr):
     """Sample one batch row's token. APPEND: append its last token to the recent ones first."""
     p_logits, p_recent, p_token, p_uniform, p_index, p_stop, p_ended, p_answer = pointers
     temperature, top_k, top_p, min_p, penalty = settings
+    BV: tl.constexpr = S.BV
     i_b = tl.program_id(0).to(tl.int64)
-    i_v, i_w = tl.arange(0, S.BV), tl.arange(0, S.BW)
+    i_v, i_w = tl.arange(0, BV), tl.arange(0, S.BW)
     m_v = i_v < S.V
     p_recent += i_b * S.WINDOW
     if S.APPEND:
@@ -78,13 +79,13 @@ def decode_sample_kernel(pointers, B, block, settings, S: tl.constexpr):
         tl.debug_barrier()
     b_x = tl.load(p_logits + i_b * S.V + i_v, mask=m_v, other=float("-inf")).to(tl.float32)
     if S.PENALTY:
-        b_seen = tl.zeros((S.BV,), tl.int1)
+        b_seen = tl.zeros((BV,), tl.int1)
         for i in range(S.WINDOW):
             b_seen = b_seen | (i_v == tl.load(p_recent + i))
         b_x = tl.where(b_seen, tl.where(b_x > 0, b_x / penalty, b_x * penalty), b_x)
-    log = tl.max(tl.zeros((S.BV,), tl.float32), 0)
+    log = tl.max(tl.zeros((BV,), tl.float32), 0)
     if S.GREEDY:
-        token = tl.min(tl.where(b_x == tl.max(b_x, 0), i_v, S.BV), 0)
+        token = tl.min(tl.where(b_x == tl.max(b_x, 0), i_v, BV), 0)
     else:
         b_x = b_x / temperature
         if S.TOP_K:
