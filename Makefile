@@ -78,10 +78,10 @@ $(VENV)/.docs: $(VENV)/.dev
 	$(BIN)/pip install --quiet --editable ".[docs]"
 	touch $@
 
-# Without torch; typer and rich are for `longspan run`.
+# Without torch; tyro and rich are for the command line.
 $(VENV)-mindspore/.dev: pyproject.toml
 	test -d $(VENV)-mindspore || $(PYTHON) -m venv $(VENV)-mindspore
-	$(VENV)-mindspore/bin/pip install --quiet "mindspore==2.10.0" "numpy<2" pytest safetensors typer rich
+	$(VENV)-mindspore/bin/pip install --quiet "mindspore==2.10.0" "numpy<2" pytest safetensors tyro rich
 	$(VENV)-mindspore/bin/pip install --quiet --no-deps --editable .
 	touch $@
 

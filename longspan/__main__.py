@@ -1,5 +1,5 @@
 """`python -m longspan`."""
 
-from longspan.cli import app
+from longspan.cli import main
 
-app(prog_name="longspan")
+main()

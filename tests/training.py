@@ -154,10 +154,10 @@ def _main(words: list[str], log: str, before: str | None, env: dict[str, str]) -
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     if before is not None:
         exec(before, {})
-    from longspan.cli import app
+    from longspan.cli import main
 
     try:
-        app(words)
+        main(words)
     except SystemExit as end:
         sys.stdout.flush()
         sys.stderr.flush()

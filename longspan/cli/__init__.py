@@ -1,53 +1,83 @@
-"""The command line. A command's module is imported when it is called: `longspan run` works where torch is not."""
+"""The command line. Commands are imported when they are called: `--help` and `run` need neither torch nor tyro."""
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import NoReturn
 
-import typer
-from typer.core import TyperGroup
+from longspan.utils import choose
 
-# Where each command is, and what it is for.
+# The module of each command below this package, and a summary.
 COMMANDS = {
-    "train": ("longspan.cli.train:train", "Train a model on files, folders or globs; stopped runs go on."),
-    "eval": ("longspan.cli.train:evaluate", "Score a model by position in its context, or mechanisms on small tasks."),
-    "report": ("longspan.cli.train:report", "Draw one run or several on one page: curves, differences, samples."),
-    "generate": ("longspan.cli.generate:generate", "Continue a text with a saved model, streaming it as it comes."),
-    "run": ("longspan.cli.run:run", "Run a script of the older libraries, unchanged, with longspan in their place."),
-    "convert": ("longspan.cli.run:convert", "Turn an older library's checkpoint into one of longspan's."),
-    "bench": ("longspan.cli.bench:bench", "Time mechanisms beside the older packages, with their peak memory."),
-    "info": ("longspan.cli.generate:info", "Versions, devices, kernels, mechanisms and their options, a model's size."),
+    "train": ("train", "Train a model on files, folders or globs; resumes interrupted runs."),
+    "eval": ("evaluate", "Evaluate a model by position in the context, or mechanisms on synthetic tasks."),
+    "report": ("report", "Write an HTML report of one or several training runs."),
+    "generate": ("generate", "Generate text with a saved model."),
+    "run": ("run", "Run an unmodified script of an older library with longspan in its place."),
+    "convert": ("convert", "Convert a checkpoint of an older library."),
+    "bench": ("bench", "Benchmark mechanisms, layers and models against other packages."),
+    "info": ("info", "Show versions, devices, kernels, mechanisms with their options, and a model's size."),
 }
 
+HELP = """usage: longspan COMMAND [OPTIONS]
 
-class _Commands(TyperGroup):
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+Sequence mixing in linear time: train, generate, measure.
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, function = COMMANDS[cmd_name][0].partition(":")
-        command = getattr(import_module(module), function)
-        alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-        alone.command(cmd_name, context_settings=getattr(command, "context_settings", None))(command)
-        return typer.main.get_command(alone)
+commands:
+{commands}
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, purpose) for name, (_, purpose) in COMMANDS.items()])
+`longspan COMMAND --help` lists the options of a command. --debug shows the traceback of an error.
+"""
 
 
-app = typer.Typer(
-    cls=_Commands,
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command.
+
+    Args:
+        argv: The command and its options; `sys.argv[1:]` by default.
+
+    Raises:
+        SystemExit: If the command fails; the status is 2 for wrong input.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("--help", "-h"):
+        commands = [f"  {name:9} {summary}" for name, (_, summary) in COMMANDS.items()]
+        print(HELP.format(commands="\n".join(commands)), end="")
+        return
+    if words[0] == "--version":
+        from longspan import __version__
+
+        print(f"longspan {__version__}")
+        return
+    name, *rest = words
+    if name == "run":
+        import_module("longspan.cli.run").main(rest)  # Errors of the script keep their traceback.
+        return
+    debug = "--debug" in rest
+    if not debug and name in ("train", "eval", "report"):
+        warnings.simplefilter("ignore")
+    try:
+        choose("command", name, COMMANDS)
+        import_module(f"longspan.cli.{COMMANDS[name][0]}").main([word for word in rest if word != "--debug"])
+    except Exception as error:
+        if debug:
+            raise
+        fail(error)
 
 
-@app.callback()
-def longspan() -> None:
-    """Attention that does not cost n²: train, generate, measure. `longspan COMMAND --help` tells the rest."""
+def fail(error: Exception) -> NoReturn:
+    """Print an error in one line and leave with its status."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    status = getattr(error, "status", 2 if isinstance(error, ValueError) else 1)
+    if isinstance(error, ModuleNotFoundError):
+        text = f"{error.name} is not installed: pip install 'longspan[train]' installs what the commands need"
+    elif not isinstance(error, ValueError | OSError) and not hasattr(error, "status"):
+        text = f"{type(error).__name__}: {text} (--debug shows the traceback)"
+    print(f"longspan: {text}", file=sys.stderr, flush=True)
+    if "RANK" in os.environ:
+        os._exit(status)  # Other processes may be waiting in a collective operation: do not wait for them.
+    raise SystemExit(status) from None

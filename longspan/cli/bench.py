@@ -1,93 +1,65 @@
-"""The command `longspan bench`."""
+"""`longspan bench`."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
-import typer
+import tyro
+from tyro.conf import FlagCreatePairsOff, Positional
 
-from longspan.bench.options import COMPILE_MODES, DEVICES, DTYPES, SUBJECTS, SUITES, BenchOptions
-from longspan.bench.suite import failed, run
-from longspan.bench.tables import update
-
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+from longspan.bench import BenchOptions, failed, run
+from longspan.cli.arguments import parse
 
 
-@app.command()
-def bench(
-    subject: Annotated[
-        str,
-        typer.Argument(help=f"{', '.join([*SUBJECTS, *SUITES])}; or tables: update the documents."),
-    ] = "mechanisms",
-    mechanisms: Annotated[
-        str, typer.Option(help="Mechanisms, separated by commas. By default those that have peers.")
-    ] = "",
-    lengths: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "",
-    heads: Annotated[int, typer.Option(min=1)] = 8,
-    head_dim: Annotated[int, typer.Option(min=1)] = 64,
-    batch: Annotated[int, typer.Option(min=1)] = 1,
-    depth: Annotated[int, typer.Option(min=1, help="Layers of a model.")] = 6,
-    compile: Annotated[str, typer.Option(help=f"torch.compile mode: {', '.join(COMPILE_MODES)}.")] = "off",
-    autocast: Annotated[bool, typer.Option(help="Layers in half precision by autocast.")] = False,
-    causal: Annotated[
-        bool | None, typer.Option("--causal/--bidirectional", help="By default causal; the suite all measures both.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
-    device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "cpu",
-    memory_limit: Annotated[
-        float | None, typer.Option(help="GB that a measurement may allocate. By default 85 % of the free memory.")
-    ] = None,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure other packages too.")] = True,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Processes per subject: 3, on CUDA 1.")] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Samples per process: 5, on CUDA 30.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. By default the number of cores.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds per measurement: 900, on CUDA 180.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Time budget of the run.")] = None,
-    sections: Annotated[str, typer.Option(help="Sections of a suite, separated by commas.")] = "",
-    data: Annotated[str | None, typer.Option(help="For quality: the text to train on.")] = None,
-    train_seconds: Annotated[float, typer.Option(help="For quality: training time of each model.")] = 90.0,
-    out: Annotated[Path | None, typer.Option(help="The JSON file of the results, or the folder of a suite.")] = None,
-) -> None:
-    """Measure mechanisms, layers and models beside other packages: time, memory and ratios in the same run."""
-    if subject == "tables":
+@dataclass(frozen=True)
+class BenchFlags(BenchOptions):
+    """Measure mechanisms, layers and models against other packages: time, memory and ratios in the same run.
+
+    Each measurement runs in its own process, after a check of its results.
+    """
+
+    subject: Annotated[str, Positional, tyro.conf.arg(metavar="SUBJECT")] = "mechanisms"
+    """mechanisms, layers, train, generate, decode or quality; all: all but quality; gpu: the GPU suite; tables: update
+    the tables in the documents from results."""
+    causal: FlagCreatePairsOff[bool] = False
+    """Causal attention, the default; the suite "all" measures both."""
+    bidirectional: FlagCreatePairsOff[bool] = False
+    """Bidirectional attention."""
+
+    def __post_init__(self) -> None:
+        """Skip the checks of `BenchOptions`: `causal` is not final."""
+        if self.causal and self.bidirectional:
+            raise ValueError("--causal and --bidirectional exclude each other: give one of them")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command."""
+    flags = parse(BenchFlags, _with_compile_mode(argv), "bench")
+    if flags.subject == "tables":
+        from longspan.bench.tables import update
+
         update(Path.cwd())
         return
-    names = {"mechanisms": _words(mechanisms), "sections": _words(sections), "lengths": _lengths(lengths)}
-    given = {key: value for key, value in locals().items() if key in BenchOptions.__dataclass_fields__}
+    values = {field.name: getattr(flags, field.name) for field in dataclasses.fields(BenchOptions)}
+    values["causal"] = flags.causal if flags.causal or flags.bidirectional else None
     try:
-        results = run(BenchOptions(**{**given, **names}))
-    except ValueError as error:
-        _fail(str(error))
+        results = run(BenchOptions(**values))
     except KeyboardInterrupt:
-        _fail("interrupted; what was measured before is written", status=130)
+        print("longspan: interrupted; results measured before are written", file=sys.stderr)
+        raise SystemExit(130) from None
     if failed(results):
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
-def main() -> None:
-    """Run the command and answer wrong arguments in one line."""
-    try:
-        sys.exit(app(standalone_mode=False))
-    except Exception as error:
-        # typer gives its parser's errors no public name.
-        if not hasattr(error, "format_message"):
-            raise
-        _fail(f"{error.format_message().rstrip('.')}; see --help")
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    words = _words(text)
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        _fail(f"--lengths takes positive whole numbers separated by commas, got {text!r}")
-    return tuple(int(word) for word in words)
-
-
-def _fail(message: str, status: int = 2) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(status)
+def _with_compile_mode(argv: Sequence[str]) -> list[str]:
+    """The words with --compile as --compile=default where it has no value, and --no-compile as --compile=off."""
+    words = []
+    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
+        bare = word == "--compile" and following.startswith("--")
+        words.append("--compile=default" if bare else "--compile=off" if word == "--no-compile" else word)
+    return words

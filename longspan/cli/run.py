@@ -1,47 +1,39 @@
-"""The commands `longspan run` and `longspan convert`."""
+"""`longspan run`. Options are parsed by hand: what follows the script belongs to the script."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
 
-import typer
-
+from longspan.cli import fail
 from longspan.compat import import_hook
+from longspan.utils import nearest
+
+HELP = """usage: longspan run [--device {cpu,cuda}] SCRIPT [ARGUMENTS ...]
+
+Run an unmodified script with the five older libraries replaced by longspan. Arguments after SCRIPT are the script's.
+
+options:
+  --device {cpu,cuda}  cpu: use the CPU even if there is a GPU; cuda: require a GPU
+"""
 
 
-def run(
-    script: Annotated[Path, typer.Argument(help="A Python script that uses the older libraries.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="What the script itself is given.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu keeps what asks for CUDA on the CPU.")] = None,
-) -> None:
-    """Runs an unmodified script with the five older libraries' names served by longspan."""
+def main(argv: Sequence[str]) -> None:
+    """Run the command."""
+    words, device = list(argv), None
+    while words and words[0].startswith("-"):
+        flag, equals, value = words.pop(0).partition("=")
+        if flag in ("--help", "-h"):
+            print(HELP, end="")
+            return
+        if flag != "--device":
+            fail(ValueError(f"unknown flag {flag}{nearest(flag, ['--device'])}; longspan run --help lists them"))
+        if not equals and not words:
+            fail(ValueError("--device needs a value: cpu or cuda"))
+        device = value if equals else words.pop(0)
+    if not words:
+        fail(ValueError("give a script: longspan run SCRIPT [ARGUMENTS ...]"))
     try:
-        import_hook.run(script, arguments or [], device=device)
+        import_hook.run(Path(words[0]), words[1:], device=device)
     except import_hook.UsageError as error:
-        _fail(str(error))
-
-
-# Everything after the script's name is the script's.
-run.context_settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # type: ignore[attr-defined]
-
-
-def convert(
-    checkpoint: Annotated[Path, typer.Argument(help="A state dict of an older library, saved by torch.save.")],
-    folder: Annotated[Path, typer.Argument(help="Where the longspan checkpoint goes.")],
-    library: Annotated[str, typer.Option("--from", help="The library, such as performer-pytorch.")],
-    config: Annotated[Path, typer.Option(help="JSON: the arguments of the model's constructor, and its class.")],
-) -> None:
-    """Writes a checkpoint of an older library as one of longspan's own."""
-    from longspan.compat.convert import convert_file
-
-    try:
-        convert_file(checkpoint, folder, library, config)
-    except (ValueError, OSError) as error:
-        _fail(str(error))
-    typer.echo(f"{folder} written; longspan generate --model {folder} reads it")
-
-
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"longspan: {message}", err=True)
-    raise typer.Exit(2)
+        fail(error)

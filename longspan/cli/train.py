@@ -1,70 +1,154 @@
-"""`longspan train`, `longspan eval` and `longspan report`."""
+"""`longspan train`."""
 
 from __future__ import annotations
 
-import inspect
-import os
-import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Suppress
 
-from longspan.train.config import Settings, fields_of, resolve
+from longspan.cli.arguments import flags, parse, to_text
+from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig
+from longspan.train.config import Settings, TrainConfig, resolve
+from longspan.train.presets import PRESETS
 from longspan.utils import nearest
 
-_OTHER = ("--config", "--dry-run", "--debug", "--help")
+REPEATED = ("--data", "--eval-data")
 
 
-def _with_flags(function: Callable[..., None]) -> Callable[..., None]:
-    """The function with an option for every field of a run, so that --help lists them all."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    for name, (hint, text) in fields_of().items():
-        flag = f"--{name}" if name.startswith("model.") else f"--{name.replace('_', '-')}"
-        panel = "The model" if name.startswith("model.") else None
-        annotation: Any
-        if hint is bool and not name.startswith("model."):
-            annotation = Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=text)]
-        elif name in ("data", "eval_data"):
-            annotation = Annotated[list[str] | None, typer.Option(flag, help=text)]
-        else:
-            annotation = Annotated[str | None, typer.Option(flag, help=text, metavar="VALUE", rich_help_panel=panel)]
-        parameters.append(inspect.Parameter(name.replace(".", "__"), kind, default=None, annotation=annotation))
-    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    function.__annotations__ = {p.name: p.annotation for p in parameters}
-    # Wrong flags are ours to answer: one line that names the nearest.
-    function.context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}  # type: ignore[attr-defined]
-    return function
+@dataclass(frozen=True)
+class ModelFlags(ModelConfig):
+    """Causal, vocab_size and num_classes follow from the objective and the data unless given."""
+
+    cross: Annotated[None, Suppress] = None
+    feed_forward: FeedForwardConfig = field(default_factory=FeedForwardConfig)
+    """Feed-forward layers."""
+
+    def __post_init__(self) -> None:
+        """Skip the checks: some fields are inferred from the data."""
 
 
-def _train(
-    ctx: typer.Context,
-    config: Annotated[Path | None, typer.Option(help="A TOML file of settings; flags win over it.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show size, memory and time, and do nothing.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
-    **flags: Any,
-) -> None:
-    """Train a model on files, folders or globs of text, code, DNA, images or tokens.
+@dataclass(frozen=True)
+class TrainFlags(TrainConfig):
+    """Train a model on text, code, DNA, images or tokens.
 
-    A run that was stopped, by whatever, goes on when the same command is given again.
+    Re-run the same command to resume an interrupted run. --data, --eval-data: repeat for several sources. Defaults are
+    those of --preset small. --help-all also lists --model.attention, --model.feed-forward and --model.legacy.
     """
-    with plainly(debug):
-        _refuse_unknown(ctx.args)
-        given = {name.replace("__", "."): value for name, value in flags.items() if value is not None and value != []}
-        settings = resolve(given, config)
-        _dry_run(settings) if dry_run else _run(settings)
+
+    config: Path | None = None
+    """TOML file with options; flags take precedence."""
+    dry_run: FlagCreatePairsOff[bool] = False
+    """Print size, memory and time estimates, and exit."""
+    model: FlagConversionOff[ModelFlags] = field(default_factory=ModelFlags)
+
+    def __post_init__(self) -> None:
+        """Skip the checks: values of the preset are missing."""
 
 
-train = _with_flags(_train)
-train.__name__ = "train"
+@dataclass(frozen=True)
+class BriefModelFlags(ModelFlags):
+    __doc__ = ModelFlags.__doc__
+
+    attention: Suppress[AttentionConfig] = field(default_factory=AttentionConfig)
+    feed_forward: Suppress[FeedForwardConfig] = field(default_factory=FeedForwardConfig)
+    legacy: Suppress[LegacyConfig] = field(default_factory=LegacyConfig)
 
 
-def _run(settings: Settings) -> None:
+@dataclass(frozen=True)
+class BriefTrainFlags(TrainFlags):
+    __doc__ = TrainFlags.__doc__
+    model: FlagConversionOff[BriefModelFlags] = field(default_factory=BriefModelFlags)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command."""
+    settings, dry_run = read_settings(argv)
+    _dry_run(settings) if dry_run else _train(settings)
+
+
+def read_settings(argv: Sequence[str]) -> tuple[Settings, bool]:
+    """Return the settings that flags and the file of --config describe, and whether this is a dry run."""
+    if "--help-all" in argv or {"--help", "-h"} & set(argv):
+        _print_help(brief="--help-all" not in argv)
+    words = list(argv)
+    config = parse(TrainFlags, words, "train").config
+    names = flags(TrainFlags)
+    if config is not None:
+        words = [*_file_flags(config, names, _given(words, names)), *words]
+    parsed = parse(TrainFlags, words, "train")
+    given = {}
+    for flag in _given(words, names):
+        name = flag[2:].replace("-", "_")
+        value: Any = parsed
+        for part in name.split("."):
+            value = getattr(value, part)
+        given[name] = value
+    for name in ("config", "dry_run"):
+        given.pop(name, None)
+    return resolve(given), parsed.dry_run
+
+
+def _print_help(brief: bool) -> None:
+    preset = PRESETS[TrainConfig.preset]
+    values = vars(ModelConfig.from_dict(preset.model))
+    if brief:
+        parse(BriefTrainFlags, ["--help"], "train", BriefTrainFlags(**preset.train, model=BriefModelFlags(**values)))
+    parse(TrainFlags, ["--help"], "train", TrainFlags(**preset.train, model=ModelFlags(**values)))
+
+
+def _given(words: Sequence[str], names: dict[str, Any]) -> dict[str, None]:
+    """The flags among the words of a command line."""
+    found: dict[str, None] = {}
+    for word in words:
+        flag = word.partition("=")[0].replace("_", "-")
+        flag = f"--{flag[5:]}" if flag.startswith("--no-") and flag not in names else flag
+        if flag in names:
+            found[flag] = None
+    return found
+
+
+def _file_flags(path: Path, names: dict[str, Any], given: dict[str, None]) -> list[str]:
+    """The options of a TOML file as flags; repeated ones are left out if they are given."""
+    try:
+        tomllib = import_module("tomllib")
+    except ImportError:  # Python 3.10
+        tomllib = import_module("tomli")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"--config {path}: there is no such file") from None
+    except ValueError as error:
+        raise ValueError(f"--config {path} is not TOML: {error}") from None
+    words = []
+    for flag, value in _flatten(values, "--", names).items():
+        if flag not in names:
+            raise ValueError(f"unknown setting {flag} in {path}{nearest(flag, names)}")
+        if flag in REPEATED:
+            each = [value] if isinstance(value, str) else value
+            words += [f"{flag}={source}" for source in each if flag not in given]
+        elif names[flag] is bool and not flag.startswith("--model.") and isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words.append(f"{flag}={to_text(value)}")
+    return words
+
+
+def _flatten(values: dict[str, Any], prefix: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Flags with their values; a mapping that is the value of one option stays as it is."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        flag = prefix + name.replace("_", "-")
+        nested = isinstance(value, dict) and flag not in names
+        found |= _flatten(value, f"{flag}.", names) if nested else {flag: value}
+    return found
+
+
+def _train(settings: Settings) -> None:
     from longspan.train.loggers import METRICS, Logger, RunLogger, read_records
     from longspan.train.run_checkpoint import check_writable
     from longspan.train.setup import make_accelerator
@@ -82,10 +166,10 @@ def _run(settings: Settings) -> None:
         f"{about['parameters']:,} parameters; {data['train_tokens']:,} tokens to train on, "
         f"{data['held_out_tokens']:,} held out; {about['device']}, {about['precision']} precision"
     )
-    left_out = trainer.batches.unused_tokens
-    if left_out:
+    unused = trainer.batches.unused_tokens
+    if unused:
         logger.info(
-            f"{left_out:,} tokens are in documents shorter than the context and not read; --packing on reads them"
+            f"{unused:,} tokens are in documents shorter than the context and not read; --packing on reads them"
         )
     score = trainer.run()
     if accelerator.is_main_process:
@@ -108,124 +192,4 @@ def _dry_run(settings: Settings) -> None:
     accelerator = make_accelerator(settings.train)
     with tempfile.TemporaryDirectory() as folder:
         for text in estimate(Trainer(settings, Logger(), accelerator, Path(folder))):
-            typer.echo(text)
-
-
-def evaluate(
-    model: Annotated[Path | None, typer.Option(help="A checkpoint folder, or the folder of a run.")] = None,
-    data: Annotated[list[str] | None, typer.Option(help="Files, folders or globs to score, all of them.")] = None,
-    context: Annotated[int | None, typer.Option(min=2, help="Tokens in a window; those of the run without.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows at a time: 4, or 32 of a task.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="About how many tokens to score: 1048576.")] = None,
-    extensions: Annotated[str | None, typer.Option(help="Extensions taken from folders, as .py,.md.")] = None,
-    task: Annotated[
-        str | None, typer.Option(help="In place of a model and data: copy, mqar, needle, listops, or several of them.")
-    ] = None,
-    mechanisms: Annotated[
-        str | None, typer.Option(help="Those to try on a task, as linear,local; all without.")
-    ] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens in a task's row: 256, for listops 2000.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps to train on a task, at most: 400.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of a task's rows and its models' first weights.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write the figures (JSON), and a plot beside them.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
-) -> None:
-    """Score a language model: bits per byte and perplexity, in all and by position in the context.
-
-    With --task, train a small model of each mechanism on a synthetic task, and score those.
-    """
-    with plainly(debug):
-        of_model = {
-            "model": model,
-            "data": data,
-            "context": context,
-            "max-tokens": max_tokens,
-            "extensions": extensions,
-        }
-        if task is not None:
-            _refuse_given(of_model, "for scoring a saved model; --task trains models of its own: leave it out")
-            from longspan.train.synthetic.evaluation import TrialConfig, print_trials, run_trials
-
-            given = {"steps": steps, "batch_size": batch_size, "seed": seed}
-            trial = TrialConfig(**{name: value for name, value in given.items() if value is not None})
-            print_trials(
-                run_trials(_parts(task), None if mechanisms is None else _parts(mechanisms), length, trial, out, device)
-            )
-            return
-        of_task = {"mechanisms": mechanisms, "length": length, "steps": steps, "seed": seed}
-        _refuse_given(of_task, "for training on a synthetic task: give --task too, or leave it out")
-        if model is None or not data:
-            raise ValueError("give --model and --data to score a saved model, or --task to try mechanisms on a task")
-        from longspan.train.evaluation import evaluate_checkpoint, print_evaluation, write_evaluation
-
-        found = evaluate_checkpoint(
-            model,
-            data,
-            context=context,
-            batch_size=batch_size or 4,
-            max_tokens=max_tokens or 2**20,
-            extensions=_parts(extensions or ""),
-            device=device,
-        )
-        print_evaluation(found)
-        if out is not None:
-            for path in write_evaluation(found, out):
-                typer.echo(f"written: {path}", err=True)
-
-
-def _parts(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def _refuse_given(flags: dict[str, Any], why: str) -> None:
-    given = [f"--{name}" for name, value in flags.items() if value not in (None, [])]
-    if given:
-        raise ValueError(f"{', '.join(given)}: {why}")
-
-
-def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders that `longspan train --out` made.")],
-    out: Annotated[Path | None, typer.Option(help="The page; report.html in the first run's folder without.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
-) -> None:
-    """Draw loss against tokens and time for one run or several, with differences and samples, as one HTML file."""
-    with plainly(debug):
-        from longspan.train.report import read_run, write_report
-
-        for path in write_report([read_run(run) for run in runs], runs[0] / "report.html" if out is None else out):
-            typer.echo(path)
-
-
-@contextmanager
-def plainly(debug: bool) -> Iterator[None]:
-    """Errors as one line and a status, unless they are to be looked into."""
-    if not debug:
-        warnings.simplefilter("ignore")
-    try:
-        yield
-    except (typer.Exit, KeyboardInterrupt):
-        raise
-    except Exception as error:
-        if debug:
-            raise
-        from longspan.train.signals import StoppedError
-
-        text = " ".join(str(error).split()) or type(error).__name__
-        known = isinstance(error, ValueError | OSError | StoppedError)
-        typer.echo(f"longspan: {text if known else f'{type(error).__name__}: {text} (--debug shows where)'}", err=True)
-        sys.stderr.flush()
-        status = error.status if isinstance(error, StoppedError) else 2 if isinstance(error, ValueError) else 1
-        if "RANK" in os.environ:
-            os._exit(status)  # The others may be waiting for this process: leave without waiting for them.
-        raise typer.Exit(status) from None
-
-
-def _refuse_unknown(extra: list[str]) -> None:
-    if not extra:
-        return
-    names = [*_OTHER, *(f"--{n}" if n.startswith("model.") else f"--{n.replace('_', '-')}" for n in fields_of())]
-    flag = extra[0].split("=")[0]
-    if flag.startswith("-"):
-        raise ValueError(f"unknown flag {flag}{nearest(flag, names)}; longspan train --help lists them")
-    raise ValueError(f"{flag!r} belongs to no flag; data is given with --data {flag}")
+            print(text)

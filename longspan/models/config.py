@@ -163,11 +163,11 @@ class ModelConfig:
     norm: Norm = "layer"
     """Normalization: layer norm, RMS norm, or ScaleNorm."""
     norm_position: NormPosition = "pre"
-    """Pre-norm, post-norm, or ReZero (a learned scale for each layer, no norm)."""
+    """Pre-norm, post-norm, or ReZero."""
     final_norm: bool | Norm = True
-    """Norm after the last layer: true (the kind of `norm`), false, or the name of a norm."""
+    """Norm after the last layer; true: of the same kind."""
     positions: Positions = "none"
-    """Absolute position embeddings; rotary embeddings belong to `attention`."""
+    """Absolute position embeddings."""
     max_length: int | None = None
     """Number of positions of learned and axial embeddings."""
     axial_shape: tuple[int, ...] | None = None
@@ -175,13 +175,13 @@ class ModelConfig:
     causal: bool = False
     """Let tokens attend to themselves and earlier tokens only."""
     token_shift: tuple[int, ...] = ()
-    """Shift equal parts of the features by these offsets before self-attention and feed-forward, such as 0,1."""
+    """Offsets in tokens by which equal parts of the features are shifted."""
     residual: Residual = "single"
-    """Residual streams: one, two (reversible networks), or num_streams hyper-connections."""
+    """One residual stream, two, or hyper-connections."""
     num_streams: int = 4
-    """Number of streams of residual="hyper"."""
+    """Number of streams of hyper-connections."""
     execution: Execution = "keep"
-    """Activations: keep, recompute per layer or per head group in the backward pass, or reverse from the outputs."""
+    """Keep, recompute or reverse activations in the backward pass."""
     vocab_size: int | None = None
     """Number of tokens."""
     embed_dim: int | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from longspan.bench import BenchOptions, SubjectResult, sections
 from longspan.bench.report import Comparison, save, summary
 from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig, Subject
 from longspan.bench.subjects.mechanisms import MechanismSubject, PeerSubject
-from longspan.cli.bench import main
+from longspan.cli import main
 
 PARTS = ["mechanisms", "mechanisms-bidirectional", "layers", "layers-bidirectional", "train", "generate", "decode"]
 
@@ -41,10 +40,11 @@ class Machine:
 
 def bench_all(monkeypatch: pytest.MonkeyPatch, machine: Machine, *arguments: str) -> int:
     monkeypatch.setattr("longspan.bench.runner.measure", machine)
-    monkeypatch.setattr(sys, "argv", ["longspan.bench", "all", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    return int(stopped.value.code or 0)
+    try:
+        main(["bench", "all", *arguments])
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+    return 0
 
 
 def test_everything_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:

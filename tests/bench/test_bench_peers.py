@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +18,14 @@ from longspan.bench.subjects.layers import LayerSubject, PeerLayerSubject, layer
 from longspan.bench.subjects.mechanisms import TOLERANCES, MechanismSubject, PeerSubject
 from longspan.bench.subjects.models import PeerTrainSubject
 from longspan.bench.subjects.peers import LAYER_PEERS, MODEL_PEERS
-from longspan.cli.bench import main
+from longspan.cli import main
 
 TINY = Case(64, num_heads=2, head_dim=8)
 SIZES = ["--lengths=64", "--heads=2", "--head-dim=8", "--rounds=1", "--repeats=2", "--threads=1"]
 
 
 def bench(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["longspan.bench", *arguments, *SIZES, "--out", str(out)])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert not stopped.value.code
+    main(["bench", *arguments, *SIZES, "--out", str(out)])
 
 
 def test_layers_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:

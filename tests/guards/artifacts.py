@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -80,10 +82,10 @@ def once(self):
     save(self)
     os._exit(9)
 Trainer._save = once
-from longspan.cli import app
-app(sys.argv[1:])
+from longspan.cli import main
+main(sys.argv[1:])
 """
-RESUMED = "import sys, torch; torch.set_num_threads(1); from longspan.cli import app; app(sys.argv[1:])"
+RESUMED = "import sys, torch; torch.set_num_threads(1); from longspan.cli import main; main(sys.argv[1:])"
 
 
 def write() -> None:
@@ -162,17 +164,15 @@ def checkpoint(name: str) -> Result:
 
 def original(library: str) -> Result:
     """Converts weights of an older package; logits must also be those the package itself gave."""
-    from typer.testing import CliRunner
-
-    from longspan.cli import app
+    from longspan.cli import main
 
     folder = FIXTURES / "originals" / library
     expected = torch.load(folder / "expected.pt", weights_only=True)
     with tempfile.TemporaryDirectory() as made:
         words = ["convert", folder / "model.pt", Path(made) / "new", "--from", library]
         words += ["--config", folder / "config.json"]
-        done = CliRunner().invoke(app, [str(word) for word in words])
-        assert done.exit_code == 0, done.output
+        with redirect_stdout(io.StringIO()):
+            main([str(word) for word in words])
         model: Any = longspan.load(Path(made) / "new").eval()
     logits = model(expected["tokens"])
     # performer-pytorch stabilizes causal keys by all positions, so an epsilon weighs a little differently there.

@@ -1,20 +1,28 @@
 """The command line, run as a user runs it."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
+from typing import get_type_hints
 
 import pytest
 import torch
 
+from longspan import __version__
+from longspan.cli import COMMANDS, main
+from longspan.cli.arguments import convert, flags, to_text
+from longspan.cli.train import TrainFlags
 from longspan.generation.generate import generate
 from longspan.generation.sampling import Sampling
 from longspan.models.checkpoint import save
-from longspan.models.config import AttentionConfig, ModelConfig
+from longspan.models.config import AttentionConfig, ModelConfig, Norm
 from longspan.models.transformer import LanguageModel
 
+Mechanism, Rotary = (get_type_hints(AttentionConfig)[name] for name in ("mechanism", "rotary"))
 RUN = [sys.executable, "-m", "longspan"]
 
 
@@ -171,15 +179,140 @@ def test_info_says_what_there_is(folder):
         assert word in done.stdout.decode()
 
 
-def test_every_command_is_there_and_listed_without_torch():
-    import typer
+BLOCKED = """
+import sys
+from importlib.abc import MetaPathFinder
 
-    from longspan.cli import COMMANDS, app
+class Blocked(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "tyro", "rich"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    group = typer.main.get_command(app)
-    for name in COMMANDS:
-        assert group.get_command(None, name).name == name
-    code = "import sys, longspan.cli as c; c.app(['--help'], standalone_mode=False); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == "False"
-    assert all(f"  {name} " in done.stdout for name in COMMANDS)
+sys.meta_path.insert(0, Blocked())
+from longspan.cli import main
+main(sys.argv[1:])
+"""
+
+
+def without_torch(*arguments):
+    return subprocess.run([sys.executable, "-c", BLOCKED, *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_help_lists_every_command_where_torch_and_tyro_are_missing():
+    for words in ([], ["--help"], ["-h"]):
+        done = without_torch(*words)
+        assert done.returncode == 0, done.stderr
+        for name, (module, summary) in COMMANDS.items():
+            assert f"  {name:9} {summary}\n" in done.stdout
+            assert import_module(f"longspan.cli.{module}").main
+    assert without_torch("--version").stdout == f"longspan {__version__}\n"
+    assert "usage: longspan run" in without_torch("run", "--help").stdout
+
+
+def test_a_mindspore_script_runs_where_torch_and_tyro_are_missing(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys\ntry:\n    import mindspore\nexcept ImportError:\n    pass\nprint(sys.argv[1:])\n")
+    words = ["--help", "--device", "x", "-h", "--debug", "--", "a=b"]
+    for before in ([], ["--device", "cpu"], ["--device=cpu"]):
+        done = without_torch("run", *before, script, *words)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"{words}\n"
+    for words, message in (
+        (["run"], "longspan: give a script: longspan run SCRIPT [ARGUMENTS ...]\n"),
+        (["run", "--device"], "longspan: --device needs a value: cpu or cuda\n"),
+        (["run", "--devise", "cpu", script], "unknown flag --devise (did you mean '--device'?)"),
+        (["run", tmp_path / "none.py"], "script not found"),
+        (["rum", script], "unknown command 'rum'; there is train, eval, report"),
+    ):
+        done = without_torch(*words)
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "run"])
+def test_every_command_has_help_and_refuses_unknown_flags_in_one_line(name, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([name, "--help"])
+    assert not stopped.value.code
+    out = capsys.readouterr().out
+    assert f"usage: longspan {name}" in out
+    positional = {"convert": ["a", "b", "--from", "c", "--config", "d"], "report": ["a"], "generate": ["--model", "a"]}
+    with pytest.raises(SystemExit) as stopped:
+        main([name, *positional.get(name, []), "--modek", "x"])
+    assert stopped.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("longspan: unknown flag --modek")
+    assert err.count("\n") == 1
+
+
+def test_train_help_fits_two_screens(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def lines(flag):
+        with pytest.raises(SystemExit) as stopped:
+            main(["train", flag])
+        assert not stopped.value.code
+        return capsys.readouterr().out.splitlines()
+
+    brief, full = lines("--help"), lines("--help-all")
+    assert len(brief) <= 100
+    assert max(map(len, full[6:])) <= 100
+    assert len(flags(TrainFlags)) > 90
+    for name in flags(TrainFlags):
+        (where,) = [i for i, line in enumerate(full) if re.match(rf"[│ ]+{re.escape(name)}[ ,]", line)]
+        text = " ".join(full[where : where + 4])
+        assert "(default: " in text or "(repeatable)" in text
+        nested = name.startswith(("--model.attention.", "--model.feed-forward.", "--model.legacy."))
+        assert any(re.match(rf"[│ ]+{re.escape(name)}[ ,]", line) for line in brief) != nested
+
+
+def test_debug_shows_the_traceback(folder):
+    done = longspan("generate", "--model", folder, "--prompt", "x", "--top-p", "2", "--debug")
+    assert done.returncode == 1
+    assert b"Traceback" in done.stderr
+    assert b"top_p must be in (0, 1], got 2.0" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("3", int, 3),
+        ("none", int | None, None),
+        ("1e-3", float | None, 1e-3),
+        ("ON", bool, True),
+        ("no", bool, False),
+        ("rms", bool | Norm, "rms"),
+        ("false", bool | Norm, False),
+        ("0,-1", tuple[int, ...], (0, -1)),
+        ("1", tuple[int, ...], (1,)),
+        ("", tuple[str, ...], ()),
+        ("linear", Mechanism, "linear"),
+        ("linear, local", Mechanism, ("linear", "local")),
+        ('{"mechanism": "local", "window": 5}', Mechanism, {"mechanism": "local", "window": 5}),
+        ('["linear", {"mechanism": "local"}]', Mechanism, ["linear", {"mechanism": "local"}]),
+        ("halves", Rotary, "halves"),
+        ("halves,none", Rotary, ("halves", "none")),
+        ('{"local": "halves"}', Rotary, {"local": "halves"}),
+    ],
+)
+def test_values_are_read_by_type(text, kind, value):
+    assert convert(text, kind) == value
+    assert convert(to_text(value), kind) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("1.5", int, "must be an integer, got '1.5'"),
+        ("1.5", int | None, "must be an integer or none, got '1.5'"),
+        ("fast", float, "must be a number, got 'fast'"),
+        ("maybe", bool, "must be true or false, got 'maybe'"),
+        ("layr", Norm, "there is layer, rms, scale (did you mean 'layer'?)"),
+        ("1,x", tuple[int, ...], "must be an integer, got 'x'"),
+        ("halfs", Rotary, "must be none, halves, interleaved or a list such as 1,2 or JSON"),
+    ],
+)
+def test_wrong_values_are_refused(text, kind, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        convert(text, kind)

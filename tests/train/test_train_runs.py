@@ -193,12 +193,12 @@ def test_a_classifier_learns(tmp_path: Path, form: str) -> None:
 
 
 def test_learning_rate_schedule() -> None:
-    train = resolve({"data": ["x"], "out": "y", "lr": "2", "warmup": "4", "min_lr": "0.1", "steps": "100"}).train
+    train = resolve({"data": ["x"], "out": "y", "lr": 2, "warmup": 4, "min_lr": 0.1, "steps": 100}).train
     rates = [learning_rate(train, step, step / 100) for step in range(100)]
     assert rates[:4] == pytest.approx([0.5, 1, 1.5, 2], rel=0.01)
     assert all(a > b for a, b in pairwise(rates[4:]))
     assert learning_rate(train, 100, 1.0) == pytest.approx(0.2)
-    slow = resolve({"data": ["x"], "out": "y", "lr": "2", "warmup": "400", "minutes": "1"}).train
+    slow = resolve({"data": ["x"], "out": "y", "lr": 2, "warmup": 400, "minutes": 1}).train
     assert learning_rate(slow, 3, 0.05) == pytest.approx(1, rel=0.01)
     assert learning_rate(slow, 9, 0.5) == pytest.approx(1)
 
@@ -252,7 +252,7 @@ BAD: list[tuple[str, dict[str, Any], list[str], int]] = [
     ("context too long", {"data": "TEXT", "context": 999_999}, ["longer than any document", "use --context"], 2),
     ("unknown flag", {"data": "TEXT", "contxt": 5}, ["unknown flag --contxt", "did you mean '--context'?"], 2),
     ("unknown model flag", {"data": "TEXT", "model.dimm": 5}, ["--model.dimm", "did you mean '--model.dim'?"], 2),
-    ("bad value", {"data": "TEXT", "steps": "many"}, ["--steps must be a whole number"], 2),
+    ("bad value", {"data": "TEXT", "steps": "many"}, ["--steps must be an integer or none, got 'many'"], 2),
     ("no labels", {"data": "TEXT", "objective": "classify"}, ["has no label"], 2),
     ("heads", {"data": "TEXT", "model.attention.num_heads": 5}, ["must be a multiple of num_heads"], 2),
     ("fp16", {"data": "TEXT", "precision": "fp16", "device": "cpu"}, ["fp16 needs a CUDA device"], 2),
@@ -329,7 +329,7 @@ def test_sharded_weights_are_saved_and_resumed(corpus: Path, tmp_path: Path) -> 
     }
     stop = "from longspan.train.trainer import Trainer\nimport os\nsave = Trainer._save\n"
     stop += "Trainer._save = lambda self: (save(self), os._exit(0) if self.step == 3 and BREAK else None)\n"
-    code = "import sys\nfrom longspan.cli import app\nBREAK = sys.argv.pop(1) == 'break'\n" + stop + "app()\n"
+    code = "import sys\nfrom longspan.cli import main\nBREAK = sys.argv.pop(1) == 'break'\n" + stop + "main()\n"
     (tmp_path / "main.py").write_text(code)
     for kind in ("break", "go"):
         words = arguments(corpus, tmp_path / "two", **settings, batch_size=3)

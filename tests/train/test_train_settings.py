@@ -12,24 +12,42 @@ from typing import Any
 import pytest
 from training import SMALL, arguments, curve, longspan, metrics, trained, write_corpus
 
+from longspan.cli.arguments import flags as flags_of
+from longspan.cli.train import REPEATED, TrainFlags, read_settings
 from longspan.mechanisms import mechanisms
-from longspan.models.config import ModelConfig
+from longspan.models.config import AttentionConfig, ModelConfig
 from longspan.models.transformer import LanguageModel
-from longspan.train.config import TrainConfig, described, differences, fields_of, resolve
+from longspan.train.config import Settings, TrainConfig, described, differences, resolve
 from longspan.train.presets import PRESETS
 
 NEEDED = {"data": ["x"], "out": "y"}
 
 
+FLAGS = {flag[2:].replace("-", "_"): kind for flag, kind in flags_of(TrainFlags).items()}
+MODEL = [name for name in FLAGS if name.startswith("model.")]
+
+
+def read(flags: dict[str, Any], config: Path | None = None) -> Settings:
+    """The settings of a command line with these flags."""
+    words = [] if config is None else ["--config", str(config)]
+    for name, value in flags.items():
+        flag = f"--{name.replace('_', '-')}"
+        if flag in REPEATED:
+            words += [word for each in value for word in (flag, each)]
+        else:
+            words += [flag] if value is True else [f"{flag}={value}"]
+    return read_settings(words)[0]
+
+
 def resolved(**flags: Any) -> Any:
-    settings = resolve({**NEEDED, **{name.replace("__", "."): value for name, value in flags.items()}})
+    settings = read({**NEEDED, **{name.replace("__", "."): value for name, value in flags.items()}})
     return settings.train, settings.complete(256, 2)
 
 
 def test_later_wins(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('preset = "tiny"\nlr = 0.5\nsteps = 7\n[model]\ndim = 32\n[model.attention]\nnum_heads = 2\n')
-    file = resolve({**NEEDED, "steps": "9", "model.depth": "3"}, path)
+    file = read({**NEEDED, "steps": "9", "model.depth": "3"}, path)
     assert (file.train.lr, file.train.steps, file.train.context) == (0.5, 9, PRESETS["tiny"].train["context"])
     model = file.complete(256, 0)
     assert (model.dim, model.depth, model.attention.num_heads, model.norm) == (32, 3, 2, "rms")
@@ -82,7 +100,16 @@ MODEL_VALUES: dict[str, tuple[str, Any]] = {
     "model.feed_forward.activation": ("gelu", "gelu"),
     "model.feed_forward.dropout": ("0.1", 0.1),
     "model.legacy.out_dropout": ("0.1", 0.1),
+    "model.legacy.axial": ('{"num_heads": 2}', {"num_heads": 2}),
+    "model.legacy.side_feed_forward": ('{"gated": true}', {"gated": True}),
     "model.legacy.product_keys": ("1", (1,)),
+}
+
+
+# Flags that are refused without another.
+COMPANIONS = {
+    "model.legacy.resample": {"model.legacy.inner_dim": "64"},
+    "model.legacy.axial": {"model.legacy.axial_stride": "4"},
 }
 
 
@@ -94,7 +121,7 @@ def within(model: Any, name: str) -> Any:
 
 def another(name: str) -> tuple[str, Any]:
     """A value for a field that it does not have yet."""
-    own, hint = within(resolved()[1], name), fields_of()[name][0]
+    own, hint = within(resolved()[1], name), FLAGS[name]
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if name in MODEL_VALUES:
         return MODEL_VALUES[name]
@@ -110,11 +137,11 @@ def another(name: str) -> tuple[str, Any]:
     return next(value for other, value in MODEL_VALUES.items() if other.split(".")[-1] == name.split(".")[-1])
 
 
-@pytest.mark.parametrize("name", [name for name in fields_of() if name.startswith("model.")])
+@pytest.mark.parametrize("name", MODEL)
 def test_every_field_of_the_model_is_a_flag(name: str) -> None:
     text, value = another(name)
     assert within(resolved()[1], name) != value
-    found: Any = resolve({**NEEDED, name: text}).model  # what ModelConfig is then made of
+    found: Any = read({**NEEDED, **COMPANIONS.get(name, {}), name: text}).model  # what ModelConfig is then made of
     for part in name.split(".")[1:]:
         found = found[part]
     assert found == value
@@ -222,11 +249,10 @@ def test_no_setting_is_without_a_test() -> None:
     ("flags", "message"),
     [
         ({"lr": "fast"}, "--lr must be a number, got 'fast'"),
-        ({"steps": "1.5"}, "--steps must be a whole number or none, got '1.5'"),
+        ({"steps": "1.5"}, "--steps must be an integer or none, got '1.5'"),
         ({"lr": "-1"}, "--lr must be above 0, got -1.0"),
         ({"batch_size": "0"}, "--batch-size must be at least 1, got 0"),
         ({"betas": "0.9"}, "--betas are two numbers"),
-        ({"carry_state": "perhaps"}, "--carry-state must be true or false, got 'perhaps'"),
         (
             {"objective": "causl"},
             "unknown --objective 'causl'; there is causal, masked, classify (did you mean 'causal'?)",
@@ -234,10 +260,11 @@ def test_no_setting_is_without_a_test() -> None:
         ({"preset": "huge"}, "unknown --preset 'huge'; there is tiny, small, base"),
         ({"mechanism": "lokal"}, "unknown mechanism 'lokal'"),
         ({"mechanism": "{oops"}, "--mechanism is neither a name nor JSON"),
-        ({"mechanism": "local", "model.attention.mechanism": "local"}, "say the same"),
-        ({"model.dim": "wide"}, "--model.dim must be a whole number, got 'wide'"),
+        ({"mechanism": "local", "model.attention.mechanism": "local"}, "are the same option"),
+        ({"model.dim": "wide"}, "--model.dim must be an integer, got 'wide'"),
         ({"model.attention.qk_norm": "maybe"}, "must be true or false, got 'maybe'"),
-        ({"contxt": "5"}, "unknown setting --contxt in flags (did you mean '--context'?)"),
+        ({"contxt": "5"}, "unknown flag --contxt (did you mean '--context'?); longspan train --help lists them"),
+        ({"model.axial_stride": "5"}, "(did you mean '--model.legacy.axial-stride'?)"),
         ({"held_out": "1"}, "--held-out must be in [0, 1)"),
         ({"carry_state": True, "objective": "masked"}, "--carry-state is for --objective causal"),
         ({"carry_state": True, "packing": "on"}, "leave --packing out"),
@@ -249,7 +276,7 @@ def test_no_setting_is_without_a_test() -> None:
 )
 def test_a_wrong_value_is_answered(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        resolve({**NEEDED, **flags}).complete(256, 2)
+        read({**NEEDED, **flags}).complete(256, 2)
     assert message in str(caught.value)
 
 
@@ -257,18 +284,70 @@ def test_a_wrong_file_is_answered(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("[model]\ndimm = 5\n")
     with pytest.raises(
-        ValueError, match=r"unknown setting --model\.dimm in the file \(did you mean '--model\.dim'\?\)"
+        ValueError, match=r"unknown setting --model\.dimm in .*run\.toml \(did you mean '--model\.dim'\?\)"
     ):
-        resolve(NEEDED, path)
+        read(NEEDED, path)
     path.write_text("= 5")
     with pytest.raises(ValueError, match="is not TOML"):
-        resolve(NEEDED, path)
+        read(NEEDED, path)
     with pytest.raises(FileNotFoundError, match="there is no such file"):
-        resolve(NEEDED, tmp_path / "none.toml")
+        read(NEEDED, tmp_path / "none.toml")
+
+
+def test_a_file_has_every_kind_of_value(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        """
+        data = ["a,b", "2=c"]
+        out = "y"
+        preset = "tiny"
+        tensorboard = true
+        extensions = [".py", ".md"]
+        betas = [0.5, 0.9]
+        image_size = 7
+        [model]
+        token_shift = [0, 1, 2]
+        tie_embeddings = true
+        final_norm = "layer"
+        [model.attention]
+        rotary = { local = "halves" }
+        mechanism = [{ mechanism = "local", window = 5 }, "linear"]
+        [model.legacy]
+        axial_stride = 3
+        axial = { num_heads = 2 }
+        """
+    )
+    settings, dry_run = read_settings(["--config", str(path), "--dry-run", "--no-tensorboard", "--lr=1"])
+    train, model = settings.train, settings.complete(256, 0)
+    assert dry_run
+    assert (train.data, train.extensions, train.betas) == (("a,b", "2=c"), (".py", ".md"), (0.5, 0.9))
+    assert (train.image_size, train.lr, train.tensorboard) == (7, 1.0, False)
+    assert (model.token_shift, model.tie_embeddings, model.final_norm) == ((0, 1, 2), True, "layer")
+    assert model.attention.mechanism == ({"mechanism": "local", "window": 5}, "linear")
+    assert model.attention.rotary == {"local": "halves"}
+    assert (model.legacy.axial_stride, model.legacy.axial) == (3, AttentionConfig(num_heads=2))
+    assert read_settings(["--config", str(path), "--data", "d", "--data=e"])[0].train.data == ("d", "e")
+    path.write_text("lr = 'fast'")
+    with pytest.raises(ValueError, match="--lr must be a number, got 'fast'"):
+        read(NEEDED, path)
+
+
+def test_flags_may_have_underscores_and_follow_each_other() -> None:
+    words = ["--data", "x", "--out", "y", "--batch_size", "3", "--batch-size=5", "--model.attention.num_kv_heads", "2"]
+    settings, _ = read_settings([*words, "--model.token_shift", "-1,0", "--carry-state"])
+    assert settings.train.batch_size == 5
+    assert settings.train.carry_state
+    assert settings.model["attention"]["num_kv_heads"] == 2
+    assert settings.model["token_shift"] == (-1, 0)
+
+
+def test_values_from_python_need_known_names() -> None:
+    with pytest.raises(ValueError, match=r"unknown setting contxt \(did you mean 'context'\?\)"):
+        resolve({**NEEDED, "contxt": 5})
 
 
 def test_differences_are_named_by_their_path() -> None:
-    one, two = (resolve({**NEEDED, "model.dim": dim, "seed": seed}) for dim, seed in (("32", "1"), ("48", "2")))
+    one, two = (resolve({**NEEDED, "model.dim": dim, "seed": seed}) for dim, seed in ((32, 1), (48, 2)))
     found = differences(described(one, one.complete(256, 0)), described(two, two.complete(256, 0)))
     assert found == {"train.seed": (1, 2), "model.dim": (32, 48)}
     assert isinstance(one.complete(256, 0), ModelConfig)

@@ -74,20 +74,20 @@ class QualitySubject(Subject):
         train, scored = folder / "train.txt", folder / "scored.txt"
         train.write_bytes(text[: -self.held_out])
         scored.write_bytes(text[-self.held_out :][: SCORED + 1])
-        never = str(10**9)
+        never = 10**9
         return {
             "preset": self.preset,
-            "context": str(case.length),
-            "batch_size": str(case.batch_size),
-            "minutes": str(self.seconds / 60),
+            "context": case.length,
+            "batch_size": case.batch_size,
+            "minutes": self.seconds / 60,
             "data": [str(train)],
             "eval_data": [str(scored)],
             "out": str(folder / "run"),
             "eval_every": never,
             "save_every": never,
-            "sample_tokens": "0",
-            "eval_tokens": str(SCORED),
-            "log_every": "50",
+            "sample_tokens": 0,
+            "eval_tokens": SCORED,
+            "log_every": 50,
         }
 
 

@@ -1,0 +1,94 @@
+"""`longspan eval`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import UseAppendAction
+
+from longspan.cli.arguments import check_at_least, parse
+
+
+@dataclass(frozen=True)
+class EvalFlags:
+    """Evaluate a language model: bits per byte and perplexity, overall and by position in the context.
+
+    With --task, train a small model of each mechanism on a synthetic task and report its accuracy.
+    """
+
+    model: Path | None = None
+    """Checkpoint folder, or the folder of a run."""
+    data: UseAppendAction[tuple[str, ...]] = ()
+    """File, folder or glob to evaluate on."""
+    context: int | None = None
+    """Context length; that of the training run by default."""
+    batch_size: int | None = None
+    """Sequences per batch: 4 by default, 32 for tasks."""
+    max_tokens: int | None = None
+    """Approximate number of tokens to evaluate: 1048576 by default."""
+    extensions: tuple[str, ...] = ()
+    """Extensions to read in folders, such as .py,.md."""
+    task: tuple[str, ...] = ()
+    """Synthetic tasks instead of a model and data: copy, mqar, needle, listops."""
+    mechanisms: tuple[str, ...] = ()
+    """Mechanisms to train on the tasks, such as linear,local; all by default."""
+    length: int | None = None
+    """Sequence length of the tasks: 256 by default, 2000 for listops."""
+    steps: int | None = None
+    """Maximum number of training steps on a task: 400 by default."""
+    seed: int | None = None
+    """Seed of a task's sequences and of the initial weights."""
+    out: Path | None = None
+    """JSON file for the results; a plot is written next to it."""
+    device: str | None = None
+    """cpu or cuda; cuda by default if there is a GPU."""
+
+    def __post_init__(self) -> None:
+        check_at_least(2, context=self.context)
+        check_at_least(1, batch_size=self.batch_size, max_tokens=self.max_tokens, length=self.length, steps=self.steps)
+        check_at_least(0, seed=self.seed)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command."""
+    flags = parse(EvalFlags, argv, "eval")
+    if flags.task:
+        reason = "for a saved model; --task trains models of its own: leave it out"
+        _refuse(flags, ("model", "data", "context", "max_tokens", "extensions"), reason)
+        _run_tasks(flags)
+        return
+    _refuse(flags, ("mechanisms", "length", "steps", "seed"), "for synthetic tasks: give --task too, or leave it out")
+    if flags.model is None or not flags.data:
+        raise ValueError("give --model and --data to evaluate a saved model, or --task to compare mechanisms on a task")
+    from longspan.train.evaluation import evaluate_checkpoint, print_evaluation, write_evaluation
+
+    result = evaluate_checkpoint(
+        flags.model,
+        flags.data,
+        context=flags.context,
+        batch_size=flags.batch_size or 4,
+        max_tokens=flags.max_tokens or 2**20,
+        extensions=flags.extensions,
+        device=flags.device,
+    )
+    print_evaluation(result)
+    if flags.out is not None:
+        for path in write_evaluation(result, flags.out):
+            print(f"written: {path}", file=sys.stderr)
+
+
+def _run_tasks(flags: EvalFlags) -> None:
+    from longspan.train.synthetic.evaluation import TrialConfig, print_trials, run_trials
+
+    given = {"steps": flags.steps, "batch_size": flags.batch_size, "seed": flags.seed}
+    trial = TrialConfig(**{name: value for name, value in given.items() if value is not None})
+    print_trials(run_trials(flags.task, flags.mechanisms or None, flags.length, trial, flags.out, flags.device))
+
+
+def _refuse(flags: EvalFlags, names: Sequence[str], reason: str) -> None:
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(flags, name) not in (None, ())]
+    if given:
+        raise ValueError(f"{', '.join(given)}: {reason}")
