@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ SUBJECTS = {
     "quality": "a byte-level language model trained on a text for equal times, and scored on the end of it",
 }
 SUITES = ("all", "gpu")
+_LENGTHS = {"decode": [64], "quality": [4096, 32768]}
 CAUSAL_ONLY = ("train", "generate", "decode", "quality")
 
 
@@ -159,19 +160,16 @@ class Section(NamedTuple):
 
     def subjects(self, mechanism: str, case: Case) -> list[list[Subject]]:
         """Return what is compared: longspan's subjects first, then peers."""
-        options = self.options
-        if self.subject == "mechanisms":
-            return [mechanism_subjects(mechanism, case, options.peers)]
-        if self.subject == "layers":
-            return layer_subjects(mechanism, options.compile, options.autocast, options.peers)
-        if self.subject == "train":
-            return [train_subjects(mechanism, options.compile, options.peers)]
-        if self.subject == "generate":
-            return [generate_subjects(mechanism, options.peers)]
-        if self.subject == "decode":
-            return decode_subjects(mechanism)
-        assert options.data is not None
-        return [[QualitySubject(f"context {case.length}", options.data, options.train_seconds)]]
+        peers, mode, data = self.options.peers, self.options.compile, self.options.data or ""
+        builders: dict[str, Callable[[], list[list[Subject]]]] = {
+            "mechanisms": lambda: [mechanism_subjects(mechanism, case, peers)],
+            "layers": lambda: layer_subjects(mechanism, mode, self.options.autocast, peers),
+            "train": lambda: [train_subjects(mechanism, mode, peers)],
+            "generate": lambda: [generate_subjects(mechanism, peers)],
+            "decode": lambda: decode_subjects(mechanism),
+            "quality": lambda: [[QualitySubject(f"context {case.length}", data, self.options.train_seconds)]],
+        }
+        return builders[self.subject]()
 
 
 def sections(options: BenchOptions) -> list[Section]:
@@ -194,9 +192,7 @@ def _sections(options: BenchOptions) -> list[Section]:
                 continue
             case = Case(0, options.batch, options.heads, options.head_dim, causal, options.dtype, options.device)
             case = replace(case, depth=options.depth if subject in CAUSAL_ONLY else 1)
-            lengths = sorted(set(options.lengths)) or {"decode": [64], "quality": [4096, 32768]}.get(
-                subject, [8192, 65536]
-            )
+            lengths = sorted(set(options.lengths)) or _LENGTHS.get(subject, [8192, 65536])
             plan = [(name, replace(case, length=length)) for name in chosen for length in lengths]
             own = replace(options, compile=options.compile if subject in ("layers", "train") else "off")
             name = subject if causal or options.subject != "all" else f"{subject}-bidirectional"

@@ -110,7 +110,7 @@ def _results_files(options: BenchOptions, planned: list[Section]) -> dict[str, P
 
 
 def _batches(comparisons: list[Comparison], device: str) -> Iterator[list[Comparison]]:
-    """What is measured in turns: one comparison, or on a GPU as many as may compile at the same time."""
+    """Group comparisons that are measured together: one by one on the CPU, up to 8 processes on a GPU."""
     batch: list[Comparison] = []
     for each in comparisons:
         size = sum(len(other.results) for other in (*batch, each))

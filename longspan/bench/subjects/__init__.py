@@ -1,1 +1,1 @@
-"""What can be measured: mechanisms, layers, models, memory, and peers."""
+"""Benchmark subjects: mechanisms, layers, training, generation, quality, and the peers of each."""
