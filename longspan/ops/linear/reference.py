@@ -41,7 +41,7 @@ def linear_attention(query: Tensor, key: Tensor, v: Tensor, visible: Tensor, nor
 def favor_attention(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor, visible: Tensor, *, epsilon: float = 0.0
 ) -> Tensor:
-    """FAVOR+ (Choromanski et al., 2021) with performer-pytorch's epsilon, each row as if nothing it cannot see existed.
+    """FAVOR+ (Choromanski et al., 2021) with performer-pytorch's epsilon; a row depends on visible keys alone.
 
         φ(q_i)_m = exp(w_m·q_i − ‖q_i‖²/2 − max_m w_m·q_i) + ε
         φ_i(k_j)_m = exp(w_m·k_j − ‖k_j‖²/2 − max_{j visible to i, m} w_m·k_j) + ε,      q, k scaled by D^−¼
@@ -63,7 +63,7 @@ def favor_attention(
 
 
 def favor_features(x: Tensor, weight: Tensor) -> Tensor:
-    """exp(w·x − ‖x‖²/2) of x (..., D) scaled by D^−¼: (..., M), unscaled and therefore unsafe for large x."""
+    """exp(w·x − ‖x‖²/2) of x (..., D) scaled by D^−¼: (..., M), not stabilized, so that large x overflow."""
     x = x * x.shape[-1] ** -0.25
     return (x @ weight.T - x.square().sum(-1, keepdim=True) / 2).exp()
 

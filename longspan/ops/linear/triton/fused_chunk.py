@@ -40,7 +40,7 @@ FEATURES = 16  # per program of the scan
 
 # Features may exceed their reference by 2 to this power before references must rise per row.
 SLACK = tl.constexpr(32.0)
-# Numbers per segment in p_scales.
+# Values per segment in p_scales.
 SCALES = tl.constexpr(3)
 # A thread holds every 16th row of a chunk: its share of z needs no other thread.
 R = tl.constexpr(16)
@@ -342,8 +342,8 @@ def _read_segment(start, counts, q, S: tl.constexpr, PER_ROW: tl.constexpr, STAG
     PER_ROW: each row at its own reference.
     """
     C: tl.constexpr = S.C
-    # With a product for z as wide as that for the keys, queries are fetched once for both. Registers run out where rows
-    # may be missing, and other maps gain nothing.
+    # A product for z as wide as that for the keys lets queries be fetched once for both. With masked rows it would need
+    # too many registers, and other maps gain nothing.
     WIDE: tl.constexpr = S.FULL and S.SCALED
     ROWS: tl.constexpr = S.C if WIDE else 2 * R
     p_q, p_k, p_v, p_out, p_den, b_kv, b_z, c = start
@@ -546,7 +546,7 @@ def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.con
             b_slope = query_slopes(b_q, tl.load(p_queries + (2 * g + 1) * S.C + i_t), S)
             b_g = add(b_g, tl.dot(b_d_p.to(tl.bfloat16), b_f)) * b_slope
             if S.MAP == "softmax":
-                # To move all of q alike moves nothing: d q adds up to 0, but for what δ, of a rounded result, is off.
+                # A constant added to q changes nothing, so dq sums to 0: remove what the rounding of δ adds.
                 b_total = tl.sum(same_layout(b_slope, b_g), 1)
                 b_g -= b_slope * (tl.sum(b_g, 1) * inverse(b_total))[:, None]
             store_rows(p_d_q + g * S.D, S.H * S.D, left, b_g, S.D, S.BD, S)
@@ -626,13 +626,13 @@ def _differentiate_keys(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.conste
             p_starts -= 1
             b_n, b_reference = row_references(b_k, rows, c_start, S)
             c_last = tl.max(b_reference)
-            # What came after was summed at the reference of its own start, which is that of this chunk's end.
+            # The gradients after the chunk are at the reference of its end.
             b_end = exp2(b_n - c_last)
             b_pair = exp2(tl.where(m_seen, b_n[:, None] - b_reference[None, :], FLOOR))
         b_features = key_features(b_k, b_n, rows, S)
         b_f = round_once(b_features)
         b_rounded = b_d_kv.to(tl.bfloat16)
-        # First values, then keys: both at once would need more registers.
+        # Values first, then keys: computing both in one loop would need more registers.
         b_query, b_d = _load_queries(p_q, p_queries, p_d_out, left, S)
         b_d_v = tl.dot(b_f, tl.trans(b_rounded))
         if PER_ROW:
@@ -828,7 +828,7 @@ def _resident_programs(device: int, BD: int, BE: int) -> int:
 def _saved(device: int, heads: int, BD: int, BE: int) -> Workspace:
     """Sums, z and scales of each segment, references of each segment and head.
 
-    There are at most so many segments, whatever the length, which a compiler does not know.
+    The size is an upper bound for any length: under torch.compile the length is not known.
     """
     X = heads + _resident_programs(device, BD, BE)
     return Workspace(*[(size, torch.float32) for size in (X * BD * BE, X * BD, X * SCALES.value, X + heads)])

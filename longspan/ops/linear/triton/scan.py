@@ -34,7 +34,7 @@ class ScanSizes(NamedTuple):
     STRIDE_M, STRIDE_E: Strides of a total.
     BASE: "e": scales are natural logarithms. "2": binary logarithms, rounded up where they are applied. "e2": natural
         logarithms, converted to binary ones and rounded up where they are applied.
-    SCALES: Numbers stored for each segment: the scale of its total first, its largest natural logarithm last.
+    SCALES: Values stored for each segment: the scale of its total first, its largest natural logarithm last.
     SCALED: Keys carry log scales. KNOWN: The references exist already. BACK: From the last segment to the first.
     """
 
