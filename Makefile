@@ -5,10 +5,11 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: test parity test-slow test-mindspore test-gpu lint format bench tables demo docs clean
+.PHONY: test parity test-kernels test-slow test-mindspore test-gpu lint format bench tables demo docs clean
 
 test: $(VENV)/.dev parity lint
 	$(BIN)/python -m pytest
+	$(MAKE) --no-print-directory test-kernels
 	@if [ -d $(VENV)-mindspore ] || [ -n "$(WITH_MINDSPORE)" ]; then $(MAKE) --no-print-directory test-mindspore; else \
 		echo "MindSpore's tests were not run: make test-mindspore downloads 800 MB and runs them"; fi
 
@@ -25,6 +26,10 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The Triton kernels on the CPU, by Triton's interpreter.
+test-kernels: $(VENV)/.dev
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels tests/ops/test_compressed.py
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow

@@ -1,46 +1,24 @@
-"""Triton's interpreter for tests, which run again in a process of its own: faster, and with bfloat16 mended.
+"""Triton's interpreter for tests of kernels, made faster, and with correct bfloat16.
 
-It multiplies the bits of bfloat16 and cuts what it rounds to it.
+`make test-kernels` runs them with TRITON_INTERPRET=1, which Triton reads when it is imported. The interpreter
+multiplies the bits of bfloat16 as integers, and truncates where a GPU rounds to nearest.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-# Triton decides when it is imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_under_the_interpreter starts")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: make test-kernels")
 
 
-def run_under_the_interpreter(file: str) -> None:
-    """The tests of a file, in a process where Triton's interpreter takes the place of its compiler."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed: pip install 'longspan[triton]'")
-    if INTERPRETED:
-        pytest.skip("already inside")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", file, "-p", "no:cacheprovider"],
-        cwd=Path(__file__).parent.parent,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-5000:]
-
-
-def hurry() -> None:
-    """Half of the time goes into putting the interpreter in the place of the language, at every launch and again at
-    every call of a helper, ours and Triton's own. Once for a launch will do, for all that any of them sees.
-    """
+def patch_once_per_launch() -> None:
+    """Patch Triton's language once per launch instead of at every call of a helper, which takes half of the time."""
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -55,24 +33,24 @@ def hurry() -> None:
 
 
 if INTERPRETED:
-    hurry()
+    patch_once_per_launch()
 
 
 @pytest.fixture
 def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bfloat16 under the interpreter as a GPU has it: products exact, sums in float32, rounded to the nearest."""
+    """bfloat16 under the interpreter as on a GPU: exact products, sums in float32, rounding to nearest."""
     from triton import language as tl
     from triton.runtime import interpreter
 
     cast = interpreter.InterpreterBuilder.cast_impl
 
-    def whole(x: Any) -> np.ndarray:
+    def widen(x: Any) -> np.ndarray:
         if x.dtype.scalar == tl.bfloat16:
             return (x.data.astype(np.uint32) << 16).view(np.float32)
         return x.data.astype(np.float32)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        return interpreter.TensorHandle(np.matmul(whole(a), whole(b)) + d.data, d.dtype.scalar)
+        return interpreter.TensorHandle(np.matmul(widen(a), widen(b)) + d.data, d.dtype.scalar)
 
     def cast_impl(self: Any, x: Any, dtype: Any) -> Any:
         if x.dtype.scalar != tl.float32 or dtype.scalar != tl.bfloat16:

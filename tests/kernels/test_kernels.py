@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreter import bfloat16, inside, run_under_the_interpreter  # noqa: F401
+from interpreter import bfloat16, interpreted  # noqa: F401
 from kernel_cases import Case, arguments, backward, by_kernels, check, forward, kernel_problem
 
 from longspan.ops import linear
@@ -33,11 +33,7 @@ CASES = [
 ]
 
 
-def test_under_the_interpreter() -> None:
-    run_under_the_interpreter(__file__)
-
-
-@inside
+@interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of exponentials in slots that are then masked
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -47,7 +43,7 @@ def test_kernels(case: Case, dtype: torch.dtype) -> None:
     check(case, arguments(case, dtype, "cpu"), dtype)
 
 
-@inside
+@interpreted
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -55,7 +51,7 @@ def test_bfloat16(case: Case) -> None:
     check(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
 
 
-@inside
+@interpreted
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("T", "jump", "seed"), [(70, 0.0, 4), (70, 0.0, 12), (150, 60.0, 1), (150, 60.0, 13)])
@@ -66,7 +62,7 @@ def test_gradients_of_queries_do_not_depend_on_luck(T: int, jump: float, seed: i
     check(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
 
 
-@inside
+@interpreted
 @pytest.mark.usefixtures("bfloat16")
 def test_backward_uses_the_saved_sums_and_leaves_them() -> None:
     case = Case(T=200, B=1, H=2, Hkv=1, feature_map="softmax")
@@ -79,7 +75,7 @@ def test_backward_uses_the_saved_sums_and_leaves_them() -> None:
     assert not torch.equal(backward(case, given, out, den, saved.zero_())[0], first[0])
 
 
-@inside
+@interpreted
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
@@ -102,7 +98,7 @@ def test_without_a_final_state(case: Case) -> None:
     assert torch.equal(den, with_state[3])
 
 
-@inside
+@interpreted
 @pytest.mark.parametrize("algorithm", ["fused_chunk", "chunk", "favor"])
 def test_an_unknown_feature_map_is_refused(algorithm: str) -> None:
     case = Case(num_features=19 if algorithm == "favor" else None)
@@ -112,7 +108,7 @@ def test_an_unknown_feature_map_is_refused(algorithm: str) -> None:
         linear._kernels(algorithm).forward(LinearInputs(*tensors), problem)
 
 
-@inside
+@interpreted
 @pytest.mark.parametrize("algorithm", ["fused_chunk", "chunk"])
 def test_an_unknown_feature_map_does_not_compile(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.errors import InterpreterError
@@ -127,7 +123,7 @@ def test_an_unknown_feature_map_does_not_compile(algorithm: str, monkeypatch: py
         linear._kernels(algorithm).forward(LinearInputs(*tensors), problem)
 
 
-@inside
+@interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("normalize", [False, True])
 def test_no_sums_are_zeros(normalize: bool) -> None:
@@ -140,7 +136,7 @@ def test_no_sums_are_zeros(normalize: bool) -> None:
         assert torch.equal(ours, theirs)
 
 
-@inside
+@interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("feature_map", ["softmax", "elu"])
 def test_large_inputs(feature_map: str) -> None:
@@ -149,7 +145,7 @@ def test_large_inputs(feature_map: str) -> None:
         assert result.isfinite().all()
 
 
-@inside
+@interpreted
 def test_constants_are_those_of_eager_pytorch() -> None:
     from longspan.ops.common import feature_maps as maps
     from longspan.ops.common import tiles as blocks

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bidirectional_cases import Case, arguments, by_kernels, check
-from interpreter import bfloat16, inside, run_under_the_interpreter  # noqa: F401
+from interpreter import bfloat16, interpreted  # noqa: F401
 
 from longspan import Packing, build_mechanism
 from longspan.mechanisms import linear as mechanisms
@@ -41,25 +41,21 @@ BFLOAT16 = [
 ]
 
 
-def test_under_the_interpreter() -> None:
-    run_under_the_interpreter(__file__)
-
-
-@inside
+@interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of numbers that are then masked
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_float32(case: Case) -> None:
     check(case, arguments(case, torch.float32, "cpu"), torch.float32)
 
 
-@inside
+@interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("case", CASES[::3], ids=str)
 def test_float16(case: Case) -> None:
     check(case, arguments(case, torch.float16, "cpu"), torch.float16)
 
 
-@inside
+@interpreted
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("case", BFLOAT16, ids=str)
@@ -67,7 +63,7 @@ def test_bfloat16(case: Case) -> None:
     check(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
 
 
-@inside
+@interpreted
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_weight_that_bfloat16_holds_takes_one_product() -> None:
@@ -79,7 +75,7 @@ def test_a_weight_that_bfloat16_holds_takes_one_product() -> None:
         assert torch.equal(ours, theirs)
 
 
-@inside
+@interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("normalize", ["query", "feature"])
 @pytest.mark.parametrize("feature_map", ["softmax", "favor", "elu"])
@@ -91,7 +87,7 @@ def test_large_inputs(feature_map: str, normalize: str) -> None:
         assert result.isfinite().all()
 
 
-@inside
+@interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("feature_map", ["softmax", "favor", "elu", "relu"])
 def test_ones_come_back(feature_map: str) -> None:
@@ -106,7 +102,7 @@ def test_ones_come_back(feature_map: str) -> None:
         torch.testing.assert_close(out, torch.ones_like(out), rtol=1e-5, atol=1e-5)
 
 
-@inside
+@interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("normalize", ["query", "feature"])
 def test_one_key_is_the_answer(normalize: str) -> None:
@@ -119,7 +115,7 @@ def test_one_key_is_the_answer(normalize: str) -> None:
         torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-5)
 
 
-@inside
+@interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("packed", [False, True])
 def test_opcheck(packed: bool) -> None:
@@ -131,14 +127,14 @@ def test_opcheck(packed: bool) -> None:
     torch.library.opcheck(op, (*x, None, given.key_mask, *offsets, "softmax", "query"))
 
 
-@inside
+@interpreted
 def test_an_unknown_feature_map_is_refused() -> None:
     given = arguments(Case(), torch.float32, "cpu")
     with pytest.raises(ValueError, match=r"feature_map must be one of identity, .* got 'squared'"):
         by_kernels(Case(feature_map="squared"), given)
 
 
-@inside
+@interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_gradients_are_taken_once() -> None:
     q, k, v = (torch.randn(1, 5, 2, 7, requires_grad=True) for _ in range(3))
@@ -147,7 +143,7 @@ def test_gradients_are_taken_once() -> None:
         d_q.sum().backward()
 
 
-@inside
+@interpreted
 @pytest.mark.filterwarnings("ignore")  # NumPy's, and those of torch's compiler
 @pytest.mark.parametrize("how", ["plain", "mask", "packed"])
 def test_compiled_whole_and_for_any_length(how: str, monkeypatch: pytest.MonkeyPatch) -> None:

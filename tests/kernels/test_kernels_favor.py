@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreter import bfloat16, inside, run_under_the_interpreter  # noqa: F401
+from interpreter import bfloat16, interpreted  # noqa: F401
 from kernel_cases import NAMES, Arguments, Case, arguments, backward, by_kernels, check, forward, kernel_problem
 from torch import Tensor
 
@@ -32,11 +32,7 @@ def given(case: Case, *, exact: bool = True) -> Arguments:
     return d_out, d_kv, (*tensors[:3], weight.bfloat16().float() if exact else weight, *tensors[4:])
 
 
-def test_under_the_interpreter() -> None:
-    run_under_the_interpreter(__file__)
-
-
-@inside
+@interpreted
 @quiet
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.parametrize("exact", [True, False], ids=["one product", "two products"])
@@ -45,7 +41,7 @@ def test_kernels(case: Case, exact: bool) -> None:
     check(case, given(case, exact=exact), torch.bfloat16)
 
 
-@inside
+@interpreted
 @quiet
 @pytest.mark.usefixtures("bfloat16")
 def test_segments_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +53,7 @@ def test_segments_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     check(case, given(case), torch.bfloat16)
 
 
-@inside
+@interpreted
 @quiet
 @pytest.mark.usefixtures("bfloat16")
 def test_sequences_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +74,7 @@ def test_sequences_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts == [[(0, 2), (2, 1)], [(0, 2), (2, 1)], [(0, 1), (1, 1), (2, 1)]]
 
 
-@inside
+@interpreted
 @quiet
 @pytest.mark.usefixtures("bfloat16")
 def test_backward_leaves_what_is_saved() -> None:
@@ -92,7 +88,7 @@ def test_backward_leaves_what_is_saved() -> None:
     torch.testing.assert_close(saved, before, rtol=0, atol=0, equal_nan=True)  # It may be needed a second time.
 
 
-@inside
+@interpreted
 @quiet
 @pytest.mark.usefixtures("bfloat16")
 def test_no_sums_are_zeros() -> None:
@@ -105,7 +101,7 @@ def test_no_sums_are_zeros() -> None:
         assert torch.equal(ours, theirs), name
 
 
-@inside
+@interpreted
 @quiet
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.parametrize("size", [10.0, 50.0])
@@ -115,7 +111,7 @@ def test_large_inputs(size: float) -> None:
         assert result.isfinite().all(), name
 
 
-@inside
+@interpreted
 @quiet
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.parametrize("change", [0.5, 40.0])
@@ -130,7 +126,7 @@ def test_the_future_moves_no_bit(change: float) -> None:
         assert torch.equal(before[i][:, :100], after[i][:, :100])
 
 
-@inside
+@interpreted
 @quiet
 def test_a_projection_is_two_bfloat16_matrices() -> None:
     from longspan.ops.linear.triton.favor import linear_favor_forward_weight_kernel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreter import inside, run_under_the_interpreter
+from interpreter import interpreted
 from local_cases import CASES, Case, arguments, by_kernels, check, dropped, visible
 
 from longspan.layout import Packing
@@ -13,11 +13,7 @@ from longspan.ops.window import _Window, kernels, reference, why_not_triton, why
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of elements that are masked later
 
 
-def test_under_the_interpreter() -> None:
-    run_under_the_interpreter(__file__)
-
-
-@inside
+@interpreted
 @quiet
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -27,14 +23,14 @@ def test_kernels(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype, "cpu")
 
 
-@inside
+@interpreted
 @quiet
 def test_large_inputs_are_finite() -> None:
     for result in by_kernels(*arguments(Case(large=50, masked=True), torch.float16, "cpu")):
         assert result.isfinite().all()
 
 
-@inside
+@interpreted
 @quiet
 def test_the_future_does_not_change_the_past() -> None:
     _, problem = arguments(Case(causal=True), torch.float32, "cpu")
@@ -46,7 +42,7 @@ def test_the_future_does_not_change_the_past() -> None:
     assert not torch.equal(after[:, 40:], before[:, 40:])
 
 
-@inside
+@interpreted
 @quiet
 def test_dropout() -> None:
     """The rate and the scale are right, and gradients use the same mask."""
@@ -72,7 +68,7 @@ def test_dropout() -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-@inside
+@interpreted
 @quiet
 @pytest.mark.parametrize("call", ["direct", "traced"])
 def test_the_op_has_the_gradients_of_the_kernels(call: str) -> None:

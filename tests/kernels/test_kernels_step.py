@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreter import inside, run_under_the_interpreter
+from interpreter import interpreted
 from step_cases import CASES, D, compare, inputs, mechanism, rotary
 
 from longspan.mechanisms import linear, linformer, local, write_buffer
@@ -23,11 +23,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "why_not_triton", lambda *_, **__: None)
 
 
-def test_under_the_interpreter() -> None:
-    run_under_the_interpreter(__file__)
-
-
-@inside
+@interpreted
 @by_name
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -117,4 +113,4 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     for version, reason in (("3.3.1", "triton 3.3.1 is older than 3.4: install torch 2.8 or newer"), ("3.10.0", None)):
         monkeypatch.setattr(triton, "__version__", version)
-        assert dispatch._look(torch.device("cuda")) == reason
+        assert dispatch._find_missing(torch.device("cuda")) == reason

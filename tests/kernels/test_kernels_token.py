@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreter import inside, run_under_the_interpreter
+from interpreter import interpreted
 from token_cases import LAYERS, SAMPLINGS, compare_layers, compare_rotary, compare_samples
 from torch import nn
 
@@ -16,11 +16,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "why_not_triton", lambda *_: None)
 
 
-def test_under_the_interpreter() -> None:
-    run_under_the_interpreter(__file__)
-
-
-@inside
+@interpreted
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.usefixtures("kernels_on_the_cpu")
@@ -33,13 +29,13 @@ def test_layers(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
     assert used == ["gemv"]
 
 
-@inside
+@interpreted
 @pytest.mark.usefixtures("kernels_on_the_cpu")
 def test_rotary() -> None:
     compare_rotary("cpu")
 
 
-@inside
+@interpreted
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_samples(name: str) -> None:

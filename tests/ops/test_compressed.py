@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import inside, run_under_the_interpreter
+from interpreter import interpreted
 from torch import Tensor
 
 from longspan import Attention, AttentionConfig, Packing
@@ -219,11 +219,7 @@ def test_what_the_kernels_support(
     assert why in str(compressed.why_not_triton(torch.empty(1, tokens, 8), dtype, problem))
 
 
-def test_under_the_interpreter() -> None:
-    run_under_the_interpreter(__file__)
-
-
-@inside
+@interpreted
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "rank", "head_dim", "value_dim"),
     [(1, 4, 1, 70, 64, 64), (2, 3, 3, 200, 40, 24), (1, 6, 2, 256, 64, 64), (2, 3, 1, 5, 8, 7)],
