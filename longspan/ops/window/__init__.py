@@ -110,7 +110,7 @@ class _Window:
     direct: Any
 
     @staticmethod
-    def forward(*arguments: Any, zeroed: bool = True) -> tuple[Tensor, Tensor]:
+    def forward(*arguments: Any, traced: bool = True) -> tuple[Tensor, Tensor]:
         return kernels().forward(WindowProblem(*arguments))
 
     @staticmethod
@@ -133,8 +133,8 @@ class _Window:
         return *grads, *[None] * (len(WindowProblem._fields) - len(grads))
 
     @staticmethod
-    def backward(d_out: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return kernels().backward(d_out, out, lse, WindowProblem(*arguments))
+    def backward(*arguments: Any, traced: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        return kernels().backward(*arguments[:3], WindowProblem(*arguments[3:]))
 
     @staticmethod
     def backward_fake(d_out: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -159,9 +159,8 @@ def why_unsupported(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos
     """Return what in the arguments themselves the kernels do not support; None if nothing."""
     if bias or xpos:
         return "a bias on the scores" if bias else "xPos, whose scales are relative to tiles"
-    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in dispatch.DTYPES:
-        dtypes = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
-        return f"q, k and v are {dtypes}; the kernels take one dtype of bfloat16, float16, float32"
+    if (why := dispatch.unsupported_dtypes(q, k, v)) is not None:
+        return why
     if max(q.shape[3], v.shape[3]) > dispatch.LARGEST:
         return f"head or value dimension ({q.shape[3]}, {v.shape[3]}) is over {dispatch.LARGEST}"
     if not q.numel() or not v.numel():
