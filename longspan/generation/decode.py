@@ -69,7 +69,7 @@ class DecodeLoop:
         self._pending, self._steps = False, 0  # pending: `token` is not in the state yet
         self._graph: torch.cuda.CUDAGraph | None = None
         self._snapshot: _Snapshot | None = None
-        self._stack, self._prompt_length = stack, int(state.end.max())
+        self._stack, self._mechanisms, self._prompt_length = stack, stack.mechanisms(), int(state.end.max())
 
     @contextmanager
     def single_thread(self) -> Iterator[None]:
@@ -212,11 +212,15 @@ class DecodeLoop:
                 self._sample()
 
     def _check(self) -> None:
-        """Raise at the end of a table of positions, or if the model's random features were redrawn."""
+        """Raise ValueError at the end of a table of positions, or if the model's random features were redrawn."""
         length = self._prompt_length + self._steps
         if self._model.positions is not None:
             self._model.positions.check(length)
-        self._stack.check_decode(self._state, length)
+        for i, mechanism in self._mechanisms:
+            branch = self._state.branches[i]
+            mechanism.check_state(branch.inner[0], len(self.token) * branch.stride)
+            if not branch.cross and branch.stride == 1:  # with a stride a table covers as many times the tokens
+                mechanism.check_length(length)
 
     def _addresses(self) -> dict[str, int]:
         return {name: x.data_ptr() for name, x in self._state.tensors().items()}

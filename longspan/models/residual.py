@@ -429,23 +429,18 @@ class Stack(nn.Module):
         """Return a state of `decode_state` in the ordinary layout."""
         return self._map_mechanisms(state, lambda m, inner: m.finish_decode(inner))
 
-    def check_decode(self, state: StackState, length: int) -> None:
-        """Raise ValueError unless the state can be extended to `length` tokens."""
-        for branch, held in zip(self._branches(), state.branches, strict=True):
-            if isinstance(branch.layer, Attention):
-                mechanism = branch.layer.mechanism
-                mechanism.check_state(held.inner[0], len(state.length) * held.stride)
-                # With axial folding a table covers stride times as many tokens.
-                if not held.cross and held.stride == 1:
-                    mechanism.check_length(length)
+    def mechanisms(self) -> list[tuple[int, Mechanism]]:
+        """Return the index and the mechanism of every attention branch."""
+        layers = [(i, branch.layer) for i, branch in enumerate(self._branches())]
+        return [(i, layer.mechanism) for i, layer in layers if isinstance(layer, Attention)]
 
     def _map_mechanisms(self, state: StackState, change: Callable[[Mechanism, State], State]) -> StackState:
         """Apply a function to the state of every self-attention mechanism."""
-        branches = []
-        for branch, held in zip(self._branches(), state.branches, strict=True):
-            if isinstance(branch.layer, Attention) and not held.cross:
-                held = replace(held, inner=tuple(change(branch.layer.mechanism, inner) for inner in held.inner))
-            branches.append(held)
+        branches = list(state.branches)
+        for i, mechanism in self.mechanisms():
+            if not branches[i].cross:
+                inner = tuple(change(mechanism, held) for held in branches[i].inner)
+                branches[i] = replace(branches[i], inner=inner)
         return replace(state, branches=tuple(branches))
 
     @property
