@@ -1,4 +1,4 @@
-"""The loop behind generation on a CPU: threads, and what comes out of inference mode."""
+"""The decode loop on a CPU: threads, inference mode, autocast."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def language_model(mechanism="linear"):
 
 @pytest.fixture
 def threads(monkeypatch):
-    """Two threads, whatever the machine has; then as before. Threads that other tests left behind do not count."""
+    """Two PyTorch threads during the test. Python threads that other tests left running do not count."""
     count, left = threading.active_count, threading.active_count() - 1
     monkeypatch.setattr(threading, "active_count", lambda: count() - left)
     before = torch.get_num_threads()
@@ -30,54 +30,54 @@ def threads(monkeypatch):
     torch.set_num_threads(before)
 
 
-def seen_in_steps(model, number=2):
-    """The number of threads at each step after the first, which chooses from what the prompt gave."""
+def threads_in_steps(model, number=2):
+    """The number of threads at each step but the first, which samples from the prompt's logits."""
     seen = []
     handle = model.embedding.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
-    memory = prefill(model, [3, 1, 4])
+    session = prefill(model, [3, 1, 4])
     seen.clear()
-    list(stream(model, memory, number + 1, sampling=Sampling(temperature=0)))
+    list(stream(model, session, number + 1, sampling=Sampling(temperature=0)))
     handle.remove()
     return seen
 
 
-def test_a_small_step_has_one_thread_and_then_there_are_as_many_as_before(threads):
-    assert seen_in_steps(language_model()) == [1, 1]
+def test_a_small_step_runs_in_one_thread_and_restores_the_number(threads):
+    assert threads_in_steps(language_model()) == [1, 1]
     assert torch.get_num_threads() == threads
 
 
-def test_a_large_step_keeps_its_threads(threads, monkeypatch):
+def test_a_large_step_runs_in_all_threads(threads, monkeypatch):
     monkeypatch.setattr(loops, "_SMALL", 100)
-    assert seen_in_steps(language_model()) == [2, 2]
+    assert threads_in_steps(language_model()) == [2, 2]
 
 
-def test_a_memory_that_grows_is_large_one_day(threads, monkeypatch):
+def test_a_state_that_grows_becomes_large(threads, monkeypatch):
     model = language_model("softmax")
-    memory = prefill(model, [3, 1, 4])
-    held = sum(x.numel() for x in memory.state.tensors().values())
+    session = prefill(model, [3, 1, 4])
+    held = sum(x.numel() for x in session.state.tensors().values())
     products = sum(x.weight.numel() for x in model.modules() if isinstance(x, torch.nn.Linear))
     monkeypatch.setattr(loops, "_SMALL", products + held)
     monkeypatch.setattr(loops, "_RECOUNT", 97)
-    seen = seen_in_steps(model, 200)
+    seen = threads_in_steps(model, 200)
     assert seen[0] == 1
     assert seen[-1] == 2
 
 
-def test_a_step_beside_other_threads_leaves_their_number_alone(threads):
+def test_a_process_with_other_threads_keeps_their_number(threads):
     done = threading.Event()
     other = threading.Thread(target=done.wait)
     other.start()
     try:
-        assert seen_in_steps(language_model()) == [2, 2]
+        assert threads_in_steps(language_model()) == [2, 2]
     finally:
         done.set()
         other.join()
 
 
-def test_threads_are_back_after_an_error(threads):
+def test_the_number_of_threads_is_restored_after_an_error(threads):
     model = language_model()
-    memory = prefill(model, [3, 1, 4])
-    steps = stream(model, memory, sampling=Sampling(temperature=0))
+    session = prefill(model, [3, 1, 4])
+    steps = stream(model, session, sampling=Sampling(temperature=0))
     next(steps)
     model.embedding.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyError("now")))
     with pytest.raises(KeyError):
@@ -86,20 +86,20 @@ def test_threads_are_back_after_an_error(threads):
 
 
 @pytest.mark.parametrize("mechanism", ["linear", "softmax", "local"])
-def test_gradients_flow_through_tokens_after_a_memory(mechanism):
+def test_gradients_flow_through_tokens_after_a_session(mechanism):
     model = language_model(mechanism)
     steps = stream(model, prefill(model, [3, 1, 4, 1]), sampling=Sampling(temperature=0))
-    said = [next(steps)[0][0] for _ in range(3)]
-    memory = steps.session
-    assert not any(x.is_inference() for x in (memory.logits, memory.recent, *memory.state.tensors().values()))
-    logits, _ = model.extend(torch.tensor([[7, 2]]), memory.state)
+    generated = [next(steps)[0][0] for _ in range(3)]
+    session = steps.session
+    assert not any(x.is_inference() for x in (session.logits, session.recent, *session.state.tensors().values()))
+    logits, _ = model.extend(torch.tensor([[7, 2]]), session.state)
     logits.sum().backward()
-    whole = model(torch.tensor([[3, 1, 4, 1, *said, 7, 2]]))[:, -2:]
-    torch.testing.assert_close(logits, whole, rtol=0, atol=1e-9)
+    full = model(torch.tensor([[3, 1, 4, 1, *generated, 7, 2]]))[:, -2:]
+    torch.testing.assert_close(logits, full, rtol=0, atol=1e-9)
     assert model.embedding.weight.grad is not None
 
 
-def test_a_model_that_spoke_under_autocast_goes_on_learning_there():
+def test_training_under_autocast_after_generating_there():
     model = language_model().float()
     with torch.autocast("cpu", torch.bfloat16):
         generation.generate(model, [3, 1, 4], 3)

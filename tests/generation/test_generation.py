@@ -1,4 +1,4 @@
-"""Generation is forward, one token at a time."""
+"""Generation equals the parallel forward pass, one token at a time."""
 
 import itertools
 
@@ -65,7 +65,7 @@ def recomputed(model, prompt, number, choose=lambda logits: int(logits.argmax())
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_greedy_text_equals_recomputing_from_scratch(name):
+def test_greedy_tokens_equal_recomputing_from_scratch(name):
     model = language_model(MECHANISMS[name])
     for prompt in PROMPTS:
         assert generate(model, prompt, 12, sampling=GREEDY).tokens == [recomputed(model, prompt, 12)]
@@ -80,7 +80,7 @@ def test_a_batch_of_different_lengths_equals_one_by_one(name):
     assert len({tuple(row) for row in together.tokens}) == 3
 
 
-def test_the_same_seed_gives_the_same_text_and_another_does_not(model):
+def test_a_seed_determines_the_tokens(model):
     first = generate(model, PROMPTS[0], 20, seed=3).tokens
     assert generate(model, PROMPTS[0], 20, seed=3).tokens == first
     assert generate(model, PROMPTS[0], 20, seed=4).tokens != first
@@ -95,7 +95,7 @@ def test_log_probabilities_are_those_of_forward(model):
     torch.testing.assert_close(torch.tensor(found.log_probabilities[0], dtype=torch.float64), expected)
 
 
-def test_prefill_in_chunks_of_any_size_is_the_same(model):
+def test_prefill_does_not_depend_on_the_chunk_size(model):
     whole = prefill(model, PROMPTS, chunk=100)
     for chunk in (1, 2, 3):
         pieces = prefill(model, PROMPTS, chunk=chunk)
@@ -106,15 +106,15 @@ def test_prefill_in_chunks_of_any_size_is_the_same(model):
 
 
 def test_a_prompt_is_read_once_and_continued_many_times(model):
-    memory = prefill(model, PROMPTS[1], max_tokens=10)
-    kept = {name: x.clone() for name, x in memory.state.tensors().items()}
-    forked = generate(model, memory.select([0, 0, 0]), 10, seed=8)
+    session = prefill(model, PROMPTS[1], max_tokens=10)
+    kept = {name: x.clone() for name, x in session.state.tensors().items()}
+    forked = generate(model, session.select([0, 0, 0]), 10, seed=8)
     assert forked.tokens == [generate(model, PROMPTS[1], 10, seed=8 + i).tokens[0] for i in range(3)]
-    generate(model, memory, 10)
-    assert all(torch.equal(x, kept[name]) for name, x in memory.state.tensors().items())
+    generate(model, session, 10)
+    assert all(torch.equal(x, kept[name]) for name, x in session.state.tensors().items())
 
 
-def test_a_row_ends_at_its_stop_token_and_the_others_go_on(model):
+def test_a_sequence_ends_at_its_stop_token_and_the_others_continue(model):
     free = generate(model, PROMPTS, 15, seed=1)
     stop = free.tokens[0][4]
     found = generate(model, PROMPTS, 15, seed=1, stop=[stop])
@@ -123,7 +123,7 @@ def test_a_row_ends_at_its_stop_token_and_the_others_go_on(model):
     assert len({len(row) for row in found.tokens}) > 1
 
 
-def test_stop_strings_end_a_row_of_bytes(model):
+def test_stop_strings_end_a_sequence_of_bytes(model):
     free = generate(model, PROMPTS[0], 15, seed=1).tokens[0]
     ending = bytes(free[3:6])
     found = generate(model, PROMPTS[0], 15, seed=1, stop_strings=[ending])
@@ -131,7 +131,7 @@ def test_stop_strings_end_a_row_of_bytes(model):
     assert len(found.log_probabilities[0]) == len(found.tokens[0])
 
 
-def test_stream_gives_tokens_as_they_come_and_restores_training(model):
+def test_stream_yields_the_tokens_of_generate_and_restores_training_mode(model):
     model.train()
     steps = stream(model, PROMPTS[0], None, seed=6)
     first = [next(steps)[0][0] for _ in range(7)]
@@ -139,39 +139,39 @@ def test_stream_gives_tokens_as_they_come_and_restores_training(model):
     assert first == generate(model.eval(), PROMPTS[0], 7, seed=6).tokens[0]
 
 
-def test_a_memory_saved_to_disk_goes_on_where_it_was(model, tmp_path):
+def test_a_saved_session_continues(model, tmp_path):
     whole = generate(model, PROMPTS, 12, sampling=GREEDY).tokens
     steps = stream(model, PROMPTS, 5, sampling=GREEDY)
     first = [tokens for tokens, _ in steps]
-    steps.session.save(tmp_path / "memory.safetensors")
-    resumed = Session.load(tmp_path / "memory.safetensors", model)
+    steps.session.save(tmp_path / "session.safetensors")
+    resumed = Session.load(tmp_path / "session.safetensors", model)
     rest = generate(model, resumed, 7, sampling=GREEDY).tokens
     assert [[step[row] for step in first] + rest[row] for row in range(3)] == whole
-    assert [path.name for path in tmp_path.iterdir()] == ["memory.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["session.safetensors"]
 
 
-def test_a_memory_that_reads_on_is_that_of_the_whole_prompt(model):
-    memory = prefill(model, PROMPTS[1][:4])
-    kept = memory.logits.clone()
-    grown, whole = memory.extend(model, PROMPTS[1][4:]), prefill(model, PROMPTS[1])
+def test_an_extended_session_equals_that_of_the_full_prompt(model):
+    session = prefill(model, PROMPTS[1][:4])
+    kept = session.logits.clone()
+    grown, whole = session.extend(model, PROMPTS[1][4:]), prefill(model, PROMPTS[1])
     torch.testing.assert_close(grown.logits, whole.logits)
     assert torch.equal(grown.recent, whole.recent)
     assert generate(model, grown, 9).tokens == generate(model, whole, 9).tokens
-    assert torch.equal(memory.extend(model, PROMPTS[1][4:]).logits, grown.logits)
-    assert torch.equal(memory.logits, kept)
+    assert torch.equal(session.extend(model, PROMPTS[1][4:]).logits, grown.logits)
+    assert torch.equal(session.logits, kept)
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_every_kind_of_memory_can_be_saved(name, tmp_path):
+def test_every_mechanism_s_session_can_be_saved(name, tmp_path):
     model = language_model(MECHANISMS[name])
-    memory = prefill(model, PROMPTS)
-    memory.save(tmp_path / "memory.safetensors")
-    loaded = Session.load(tmp_path / "memory.safetensors", model)
-    assert generate(model, loaded, 9).tokens == generate(model, memory, 9).tokens
+    session = prefill(model, PROMPTS)
+    session.save(tmp_path / "session.safetensors")
+    loaded = Session.load(tmp_path / "session.safetensors", model)
+    assert generate(model, loaded, 9).tokens == generate(model, session, 9).tokens
 
 
-def test_a_memory_of_another_model_or_no_memory_is_refused(model, tmp_path):
-    path = tmp_path / "memory.safetensors"
+def test_a_session_of_another_model_and_other_files_are_refused(model, tmp_path):
+    path = tmp_path / "session.safetensors"
     prefill(model, PROMPTS).save(path)
     with pytest.raises(ValueError, match="this session is of another model"):
         Session.load(path, language_model({"mechanism": "local", "window": 5}))
@@ -216,7 +216,7 @@ def test_repetition_penalty_lowers_positive_and_negative_logits():
     torch.testing.assert_close(probabilities(logits, [-1], repetition_penalty=2.0), plain)
 
 
-def test_repetition_penalty_looks_back_by_time(model):
+def test_repetition_penalty_covers_its_window(model):
     inside = Sampling(temperature=0, repetition_penalty=1e9, repetition_window=4)
     found = generate(model, PROMPTS[0], 20, sampling=inside).tokens[0]
     history = PROMPTS[0] + found
@@ -226,10 +226,10 @@ def test_repetition_penalty_looks_back_by_time(model):
 
 
 def test_a_sample_follows_its_distribution(model):
-    memory = prefill(model, PROMPTS[0]).select([0] * 4000)
-    first = torch.tensor(generate(model, memory, 1, seed=0).tokens)[:, 0]
+    session = prefill(model, PROMPTS[0]).select([0] * 4000)
+    first = torch.tensor(generate(model, session, 1, seed=0).tokens)[:, 0]
     counts = torch.bincount(first, minlength=29).double() / 4000
-    expected = memory.logits[0].softmax(0)
+    expected = session.logits[0].softmax(0)
     assert (counts - expected).abs().max() < 4 * (expected * (1 - expected) / 4000).sqrt().max()
 
 
@@ -271,7 +271,7 @@ def test_an_encoder_decoder_generates_from_its_source():
     assert prefill(model, [5], source=other).logits.ne(prefill(model, [5], source=source).logits).any()
 
 
-def test_what_cannot_be_is_refused_before_it_starts(model):
+def test_invalid_calls_are_refused_before_the_first_token(model):
     table = language_model(positions="learned", max_length=16)
     with pytest.raises(ValueError, match="20 tokens are more than the 16 positions"):
         next(stream(table, [1, 2, 3, 4, 5], 15))
@@ -303,13 +303,13 @@ def test_what_cannot_be_is_refused_before_it_starts(model):
         ({"repetition_window": 0}, "repetition_window at least 1"),
     ],
 )
-def test_sampling_says_what_it_takes(options, message):
+def test_sampling_options_are_validated(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
 
 
 @pytest.mark.slow
-def test_generating_long_texts_does_not_grow_the_process():
+def test_generating_many_tokens_does_not_grow_the_process():
     import resource
 
     model = language_model().float()

@@ -1,4 +1,4 @@
-"""What must hold for ever, run for long: a million steps of a state, a hundred thousand generated tokens."""
+"""Long runs: a million steps of a state, a hundred thousand generated tokens."""
 
 import resource
 
@@ -19,13 +19,13 @@ def test_a_million_steps_stay_finite_and_equal_the_parallel_form(name, options):
     with torch.no_grad():
         truth = mechanism(q.double(), k.double(), v.double(), causal=True)[:, wanted]
         plain = mechanism(q, k, v, causal=True)[:, wanted].double()
-        state, said = mechanism.new_state(1, dtype=torch.bfloat16), []
+        state, outputs = mechanism.new_state(1, dtype=torch.bfloat16), []
         keep = set(wanted.tolist())
         for t in range(T):
             out, state = mechanism.step(state, q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1])
             if t in keep:
-                said.append(out)
-        steps = torch.cat(said, 1).double()
+                outputs.append(out)
+        steps = torch.cat(outputs, 1).double()
     assert all(x.isfinite().all() for x in state.tensors().values() if x.is_floating_point())
     ulp = float(truth.abs().max()) * torch.finfo(torch.bfloat16).eps
     assert float((steps - truth).abs().max()) <= 2 * float((plain - truth).abs().max()) + ulp

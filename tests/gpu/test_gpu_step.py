@@ -151,3 +151,20 @@ def test_a_growing_state_is_not_captured() -> None:
         for _ in range(12):
             loop.step()
     assert loop._graph is None
+
+
+@by_model
+def test_rolling_back_is_never_having_generated(name: str) -> None:
+    lm = model(name)
+    session = prefill(lm, [[1, 2, 3, 4, 5], [6, 7]], max_tokens=40)
+    wanted = [tokens for tokens, _ in stream(lm, session, 30)]
+    steps = stream(lm, session, 40)
+    first = [next(steps)[0] for _ in range(9)]
+    steps._loop.snapshot()
+    for number in (1, 5):
+        for _ in range(5):
+            next(steps)
+        steps._loop.rollback(number)  # 4 tokens are left, then none
+        if number == 1:
+            steps._loop.rollback(4)
+    assert first + [next(steps)[0] for _ in range(21)] == wanted

@@ -1,4 +1,4 @@
-"""What is kept for the backward pass: linear in the sequence, and no large tensor that was only on the way."""
+"""Tensors saved for backward: linear in the sequence length, and no large intermediate."""
 
 from __future__ import annotations
 
