@@ -148,7 +148,7 @@ def test_a_library_there_is_not(tmp_path: Path, checkpoint: Path) -> None:
         ("[1]", 'must contain {"argument": value, …}, got a list'),
         (
             json.dumps(ARGUMENTS | {"widht": 3}),
-            "cannot build LocalTransformer: LocalTransformer got unknown arguments widht",
+            "cannot build LocalTransformer: LocalTransformer got an unexpected keyword argument 'widht'",
         ),
         ('{"dim": 12}', "cannot build LocalTransformer"),
         (json.dumps(ARGUMENTS | {"depth": 0}), "depth must be a positive integer, got 0"),
