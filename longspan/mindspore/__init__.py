@@ -1,4 +1,4 @@
-"""Local attention for MindSpore: cells with the arguments and defaults of local-attention. No torch is needed."""
+"""Local attention for MindSpore: cells with the arguments and defaults of local-attention, without torch."""
 
 from __future__ import annotations
 

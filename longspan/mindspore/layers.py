@@ -1,4 +1,4 @@
-"""Heads over local attention, the feed-forward network, and a learned bias of the distance."""
+"""Multi-head local attention, the feed-forward layer, and the dynamic position bias."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from longspan.mindspore.local_attention import LocalAttention, normalized
-from longspan.mindspore.padding import checked, filled, first, shifted
-from longspan.mindspore.precision import exact, on_cpu
+from longspan.mindspore.local_attention import LocalAttention, normalize
+from longspan.mindspore.padding import check_mask, first_token, rotate_left, zero_fill
+from longspan.mindspore.precision import cast_for_exp, on_cpu
 
 
 class LocalMHA(nn.Cell):
-    """Multi-head local attention of x: (B, n, dim) -> (B, n, dim), for any length.
+    """Multi-head local attention, (B, n, dim) -> (B, n, dim), for any length.
 
-    exact_windowsize is True unless given. prenorm: a layer norm first. qk_rmsnorm: queries and keys normalized to
-    length q_scale and k_scale, with scores times qk_scale. gate_values_per_head: each head's output times
-    sigmoid(Linear(x)). dropout: of the attention weights, in training. The rest is LocalAttention's.
+    exact_windowsize: By default True.
+    prenorm: Apply a layer norm to the input.
+    qk_rmsnorm: Normalize queries and keys, with learned scales, and multiply scores by qk_scale.
+    gate_values_per_head: Multiply each head's output by sigmoid(Linear(x)).
+    dropout: Of the attention weights, in training.
+    Other arguments are those of LocalAttention.
     """
 
     def __init__(
@@ -74,20 +77,25 @@ class LocalMHA(nn.Cell):
         cache: tuple[Tensor, Tensor] | None = None,
         return_cache: bool = False,
     ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """mask: (B, n), True = keep; causal attention counts a row's tokens from the first that is kept.
+        """Attend to x (B, n, dim) and the tokens in the cache.
 
-        attn_bias: (heads, W, Kw), as LocalAttention's. return_cache: also (keys and values, tokens seen), of a constant
-        size, or None unless causal. With `cache`, x is the one token that follows it.
+        Args:
+            x: The input; with a cache, the one token that follows it.
+            mask: (B, n), True for tokens; causal attention counts positions from the first True of a sequence.
+            attn_bias: (heads, W, Kw); see LocalAttention.
+            cache: The cache that an earlier call returned.
+            return_cache: Whether to return the cache too: keys and values, of a constant size, and the number of
+                tokens, or None unless causal.
         """
         if mask is None:
             return self.attend(x, None, attn_bias, cache, return_cache)
         if cache is not None or (return_cache and self.causal):
-            raise ValueError("a cache holds no mask: leave out mask, or cache and return_cache")
-        mask = checked(mask, x)
-        start = first(mask)
+            raise ValueError("a cache cannot be combined with a mask: omit mask, or cache and return_cache")
+        mask = check_mask(mask, x)
+        start = first_token(mask)
         if not self.causal:
             return self.attend(x, mask, attn_bias, None, return_cache)
-        return shifted(self.attend(shifted(x, start), shifted(mask, start), attn_bias), -start)
+        return rotate_left(self.attend(rotate_left(x, start), rotate_left(mask, start), attn_bias), -start)
 
     def attend(
         self,
@@ -97,9 +105,9 @@ class LocalMHA(nn.Cell):
         cache: tuple[Tensor, Tensor] | None = None,
         return_cache: bool = False,
     ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """The same, counting from slot 0 whatever is hidden."""
+        """Attend as `construct`, with positions counted from slot 0 even if it is masked."""
         if mask is not None:
-            x = filled(x, mask)  # before anything is computed from it: the weights' gradients sum over it
+            x = zero_fill(x, mask)  # first, since gradients of the weights sum over all tokens
         if self.norm is not None:
             x = self.norm(x)
         batch, n, _ = x.shape
@@ -107,12 +115,12 @@ class LocalMHA(nn.Cell):
         qkv = qkv.transpose((2, 0, 3, 1, 4))  # (3, B, heads, n, D)
         q, k, v = qkv[0], qkv[1], qkv[2]
         if self.qk_rmsnorm:
-            q = normalized(q) * self.q_scale.astype(q.dtype)
-            k = normalized(k) * self.k_scale.astype(k.dtype)
+            q = normalize(q) * self.q_scale.astype(q.dtype)
+            k = normalize(k) * self.k_scale.astype(k.dtype)
         new = None
         if cache is not None:
             if n != 1:
-                raise ValueError(f"with a cache x is the one token that follows it, got {n} tokens")
+                raise ValueError(f"with a cache, x must be the one token that follows it, got {n} tokens")
             kv, length = cache
             out, kv = self.attn_fn.step(q, k, v, kv, length, attn_bias)
             new = (kv, length + 1)
@@ -121,14 +129,14 @@ class LocalMHA(nn.Cell):
             if return_cache and self.causal:
                 new = (self.attn_fn.first_cache(k, v), ops.full((), n, dtype=ms.int64))
         if self.to_v_gate is not None:
-            gates = ops.sigmoid(exact(self.to_v_gate(x), self.attn_fn.on_cpu)).astype(out.dtype)  # (B, n, heads)
+            gates = ops.sigmoid(cast_for_exp(self.to_v_gate(x), self.attn_fn.on_cpu)).astype(out.dtype)  # (B, n, heads)
             out = out * gates.swapaxes(1, 2).expand_dims(-1)
         out = self.to_out(out.swapaxes(1, 2).reshape((batch, n, -1)))
         return (out, new) if return_cache else out
 
 
 class DynamicPositionBias(nn.Cell):
-    """A bias (heads, i, j) learned as a function of |query − key|, the i queries being the last of j positions."""
+    """Learned bias (heads, i, j) of the distances between the last i of j tokens and all j tokens."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -136,14 +144,14 @@ class DynamicPositionBias(nn.Cell):
 
     def construct(self, i: int, j: int) -> Tensor:
         if j < i:
-            raise ValueError(f"the i queries are the last of j positions: j must be at least i, got i={i} and j={j}")
+            raise ValueError(f"the number of keys, j, must be at least that of queries, i, got i={i} and j={j}")
         by_distance = self.mlp(ops.arange(j).astype("float32").expand_dims(-1))  # (j, heads)
-        apart = ops.abs((ops.arange(i) + (j - i)).expand_dims(-1) - ops.arange(j))
-        return ops.gather(by_distance, apart, 0).transpose((2, 0, 1))
+        distance = ops.abs((ops.arange(i) + (j - i)).expand_dims(-1) - ops.arange(j))
+        return ops.gather(by_distance, distance, 0).transpose((2, 0, 1))
 
 
 class GEGLU(nn.Cell):
-    """x · GELU(gate), the two halves of the features."""
+    """Multiply the first half of the features by GELU of the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,11 +159,11 @@ class GEGLU(nn.Cell):
 
     def construct(self, x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
-        return x[..., :half] * ops.gelu(exact(x[..., half:], self.on_cpu)).astype(x.dtype)
+        return x[..., :half] * ops.gelu(cast_for_exp(x[..., half:], self.on_cpu)).astype(x.dtype)
 
 
 class FeedForward(nn.SequentialCell):
-    """Layer norm and a gated network as wide as 2/3 · mult · dim."""
+    """Layer norm and a gated feed-forward layer with 2/3 · mult · dim hidden features."""
 
     def __init__(self, dim: int, mult: float = 4, dropout: float = 0.0) -> None:
         inner = int(dim * mult * 2 / 3)

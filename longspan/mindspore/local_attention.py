@@ -1,29 +1,38 @@
-"""Attention inside windows: each block of queries sees its own block of keys and those beside it."""
+"""Local attention: each block of queries attends to its own block of keys and adjacent ones."""
 
 from __future__ import annotations
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from longspan.mindspore.padding import filled
-from longspan.mindspore.precision import exact, on_cpu
+from longspan.mindspore.padding import zero_fill
+from longspan.mindspore.precision import cast_for_exp, on_cpu
 from longspan.mindspore.rotary import Rotary
 
 
 class LocalAttention(nn.Cell):
-    """Softmax over nearby keys: O(n·W) time and memory. q, k, v: (..., n, D) -> (..., n, D).
-
-    The sequence lies in blocks of window_size. A query sees its own block, look_backward blocks before it and
-    look_forward after it (1 unless causal); with exact_windowsize the window_size · look_backward keys before itself
-    and window_size · look_forward after it, wherever it stands in its block; itself always.
-    shared_qk: queries and keys share a space: keys are normalized, a token sees itself only if it sees nothing else.
-    autopad: any length; padding is never seen. Without it the length must be a multiple of window_size.
-    dim: of a head, for rotary positions (or rel_pos_emb_config, whose first entry is that); without it there are none.
-    use_xpos: positions whose products fade with distance, after xpos_scale_base tokens (half the window by default).
-    scale: of the scores, 1/√D by default. dropout: on the weights, in training only.
+    """Softmax attention over nearby keys, in O(n·W) time and memory: q, k, v (..., n, D) -> (..., n, D).
 
     Scores and sums are float32 for float16 inputs, unless `to_float` makes every operation float16; the output has the
     dtype of v.
+
+    Args:
+        window_size: The length W of a block.
+        causal: Attend to earlier tokens only.
+        look_backward: The number of blocks before its own that a query attends to.
+        look_forward: The number of blocks after its own; by default 1 unless causal.
+        dropout: Of the attention weights, in training.
+        shared_qk: Queries and keys are the same: keys are normalized, and a token attends to itself only if there is no
+            other key.
+        rel_pos_emb_config: A tuple whose first entry is an alias of dim.
+        dim: The width of a head, for rotary positions; without it there are none.
+        autopad: Accept any length; otherwise it must be a multiple of window_size.
+        exact_windowsize: A query attends to window_size · look_backward keys before it, window_size · look_forward
+            after it, and itself, wherever it is in its block.
+        scale: Of the scores, by default 1/√D.
+        use_rotary_pos_emb: Use rotary positions.
+        use_xpos: Use xPos, whose products decay with distance.
+        xpos_scale_base: The distance of this decay, by default half the window.
     """
 
     def __init__(
@@ -78,19 +87,26 @@ class LocalAttention(nn.Cell):
         attn_bias: Tensor | None = None,
         window_size: int | None = None,
     ) -> Tensor:
-        """mask: (batch, n), True = keep; batch divides the leading dimensions, whose first it is. input_mask: the same.
+        """Attend.
 
-        attn_bias: (heads, W, (look_backward + 1 + look_forward) · W), a query's place in its block by a key's place in
-        the blocks it sees. window_size: another than the one trained with; needs use_xpos.
+        Args:
+            q: Queries (..., n, D).
+            k: Keys (..., n, D).
+            v: Values (..., n, D).
+            mask: (batch, n), True for tokens; batch divides the product of the leading dimensions.
+            input_mask: An alias of mask.
+            attn_bias: (heads, W, (look_backward + 1 + look_forward) · W), indexed by the position of a query in its
+                block and that of a key in the blocks that the query attends to.
+            window_size: Another window size for this call; needs use_xpos.
         """
         if mask is None:
             mask = input_mask
         if window_size is not None and not self.use_xpos:
-            raise ValueError(f"window_size={window_size} differs from call to call only with use_xpos=True")
+            raise ValueError(f"another window_size needs use_xpos=True, got {window_size}")
         W = self.window_size if window_size is None else window_size
         shape, n = q.shape, q.shape[-2]
         if n % W != 0 and not self.autopad:
-            raise ValueError(f"the length ({n}) must be a multiple of window_size ({W}): pad, or set autopad=True")
+            raise ValueError(f"the length ({n}) must be a multiple of window_size ({W}): pad it, or set autopad=True")
         wide = ms.float64 if q.dtype == ms.float64 else ms.float32
         dtype = v.dtype
         q = q.reshape((-1, n, q.shape[-1])).astype(wide)
@@ -98,147 +114,145 @@ class LocalAttention(nn.Cell):
         v = v.reshape((-1, n, v.shape[-1])).astype(wide)
         B = q.shape[0]
         if mask is not None:
-            mask = self._rows(mask, B, n)
-            q, k, v = filled(q, mask), filled(k, mask), filled(v, mask)
+            mask = self._repeat_mask(mask, B, n)
+            q, k, v = zero_fill(q, mask), zero_fill(k, mask), zero_fill(v, mask)
         q, k = self._scaled(q), self._key(k)
 
         blocks = -(-n // W)
         back, ahead = self.look_backward, self.look_forward
         Kw = (back + 1 + ahead) * W
-        q = _padded(q, 0, blocks * W - n).reshape((B, blocks, W, -1))
-        k = _around(_padded(k, back * W, (blocks + ahead) * W - n), blocks, W, Kw)  # (B, blocks, Kw, D)
-        v = _around(_padded(v, back * W, (blocks + ahead) * W - n), blocks, W, Kw)
-        place = ops.arange(Kw)  # of a key in the blocks its query sees; that query's is back · W + its place
+        q = _pad(q, 0, blocks * W - n).reshape((B, blocks, W, -1))
+        k = _adjacent_blocks(_pad(k, back * W, (blocks + ahead) * W - n), blocks, W, Kw)  # (B, blocks, Kw, D)
+        v = _adjacent_blocks(_pad(v, back * W, (blocks + ahead) * W - n), blocks, W, Kw)
+        # The position of a key in the Kw keys of its query; that of the query is back · W plus its index in the block.
+        position = ops.arange(Kw)
         if self.rel_pos is not None:
-            # Only differences count: from the middle, so that xPos's scales stay small. A query has the angles of the
-            # last block it sees: where it looks ahead, weights trained with local-attention expect that.
-            q = self.rel_pos(q, place[Kw - W :] - Kw // 2, 1.0)
-            k = self.rel_pos(k, place - Kw // 2, -1.0)
+            # Only differences matter; relative to the middle the scales of xPos stay small. The original gives a query
+            # the angle of the last block it attends to, and checkpoints depend on it.
+            q = self.rel_pos(q, position[Kw - W :] - Kw // 2, 1.0)
+            k = self.rel_pos(k, position - Kw // 2, -1.0)
         scores = ops.matmul(q, k.swapaxes(-1, -2))  # (B, blocks, W, Kw)
         if attn_bias is not None:
-            scores = self._biased(scores, attn_bias)
+            scores = self._add_bias(scores, attn_bias)
 
         i = (ops.arange(W) + back * W).expand_dims(-1)
-        j = ops.arange(blocks).reshape((-1, 1, 1)) * W + place - back * W
-        seen = ops.logical_and(self._sees(i - place, W), ops.logical_and(j >= 0, j < n))  # (blocks, W, Kw)
+        j = ops.arange(blocks).reshape((-1, 1, 1)) * W + position - back * W
+        visible = ops.logical_and(self._in_window(i - position, W), ops.logical_and(j >= 0, j < n))  # (blocks, W, Kw)
         if mask is not None:
-            keep = _around(
-                _padded(mask.expand_dims(-1).astype(ms.int32), back * W, (blocks + ahead) * W - n), blocks, W, Kw
+            keep = _adjacent_blocks(
+                _pad(mask.expand_dims(-1).astype(ms.int32), back * W, (blocks + ahead) * W - n), blocks, W, Kw
             )
-            seen = ops.logical_and(seen, keep.swapaxes(-1, -2) > 0)  # (B, blocks, W, Kw)
-        out = self._weighed(scores, self._alone(seen, i == place), v, mask is not None)
+            visible = ops.logical_and(visible, keep.swapaxes(-1, -2) > 0)  # (B, blocks, W, Kw)
+        out = self._attend(scores, self._hide_self(visible, i == position), v, mask is not None)
         out = out.reshape((B, blocks * W, -1))[:, :n]
         return out.reshape((*shape[:-1], out.shape[-1])).astype(dtype)
 
     def first_cache(self, k: Tensor, v: Tensor) -> Tensor:
-        """The last R = (look_backward + 1) · W keys and values, (2, batch, heads, R, D): position p in slot p mod R."""
+        """Return the last R = (look_backward + 1) · W keys and values (2, B, H, R, D), position p in slot p mod R."""
         size, n = (self.look_backward + 1) * self.window_size, k.shape[-2]
         kv = ops.stack((self._key(k), v))
         if n <= size:
             return ops.cat((kv, ops.zeros((*kv.shape[:-2], size - n, kv.shape[-1]), kv.dtype)), -2)
-        oldest = n % size  # the slot of the oldest token kept
+        oldest = n % size  # the slot of the oldest token
         kv = kv[..., n - size :, :]
         return ops.cat((kv[..., size - oldest :, :], kv[..., : size - oldest, :]), -2)
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, length: Tensor, attn_bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """One token, q, k, v: (batch, heads, 1, D), after the `length` tokens of a cache -> its output, the cache."""
+        """Attend from one token, q, k, v (batch, heads, 1, D), to `length` cached ones; return output and cache."""
         W, back, size = self.window_size, self.look_backward, kv.shape[-2]
         slot = ops.arange(size)
         new = ops.stack((self._key(k), v)).astype(kv.dtype)
         kv = ops.where((slot == length % size).expand_dims(-1), new, kv)
-        apart = (length - slot) % size  # how far back each slot's token stands
-        position = length - apart
+        distance = (length - slot) % size  # the distance of each slot's token
+        position = length - distance
         if self.exact_windowsize:
-            near = apart <= back * W
+            in_window = distance <= back * W
         else:
-            near = length // W - position // W <= back
-        seen = ops.logical_and(near, position >= 0).expand_dims(0)  # (1, R)
+            in_window = length // W - position // W <= back
+        visible = ops.logical_and(in_window, position >= 0).expand_dims(0)  # (1, R)
 
         wide = ms.float64 if q.dtype == ms.float64 else ms.float32
         q, keys, values = self._scaled(q.astype(wide)), kv[0].astype(wide), kv[1].astype(wide)
         if self.rel_pos is not None:
-            q, keys = self.rel_pos(q, ops.zeros(1), 1.0), self.rel_pos(keys, -apart, -1.0)
+            q, keys = self.rel_pos(q, ops.zeros(1), 1.0), self.rel_pos(keys, -distance, -1.0)
         scores = ops.matmul(q, keys.swapaxes(-1, -2))  # (batch, heads, 1, R)
         if attn_bias is not None:
             row = ops.gather(attn_bias, length % W, 1)  # (heads, Kw)
             column = position - (length // W - back) * W
             scores = scores + ops.gather(row, ops.clamp(column, 0, row.shape[1] - 1), 1).expand_dims(1)
-        out = self._weighed(scores, self._alone(seen, (apart == 0).expand_dims(0)), values, False)
+        out = self._attend(scores, self._hide_self(visible, (distance == 0).expand_dims(0)), values, False)
         return out.astype(v.dtype), kv
 
-    def _rows(self, mask: Tensor, rows: int, n: int) -> Tensor:
-        """mask (batch, n) -> (rows, n): each row of it for as many rows as it has heads."""
+    def _repeat_mask(self, mask: Tensor, sequences: int, n: int) -> Tensor:
+        """Repeat mask (batch, n) for the heads of each batch element: (sequences, n)."""
         batch, length = mask.shape
-        if rows % batch != 0 or length != n:
+        if sequences % batch != 0 or length != n:
             raise ValueError(
-                f"mask must be (batch, {n}), True = keep, batch dividing the {rows} rows of q; got {mask.shape}"
+                f"mask must be (batch, {n}), True for tokens, where batch divides {sequences}, got {mask.shape}"
             )
         mask = mask.astype(ms.bool_).expand_dims(1)
-        return mask.broadcast_to((batch, rows // batch, n)).reshape((rows, n))
+        return mask.broadcast_to((batch, sequences // batch, n)).reshape((sequences, n))
 
     def _scaled(self, q: Tensor) -> Tensor:
         return q * (q.shape[-1] ** -0.5 if self.scale is None else self.scale)
 
     def _key(self, k: Tensor) -> Tensor:
-        return normalized(k) if self.shared_qk else k
+        return normalize(k) if self.shared_qk else k
 
-    def _sees(self, apart: Tensor, W: int) -> Tensor:
-        """Whether a query sees a key in its blocks, from how far back the key stands."""
-        seen = apart >= 0 if self.causal else apart == apart
+    def _in_window(self, distance: Tensor, W: int) -> Tensor:
+        """Return whether a query attends to a key of its blocks at a distance, positive for keys before it."""
+        visible = distance >= 0 if self.causal else distance == distance
         if self.exact_windowsize:
-            near = ops.logical_and(apart <= self.look_backward * W, apart >= -self.look_forward * W)
-            seen = ops.logical_and(seen, near)
-        return seen
+            near = ops.logical_and(distance <= self.look_backward * W, distance >= -self.look_forward * W)
+            visible = ops.logical_and(visible, near)
+        return visible
 
-    def _alone(self, seen: Tensor, itself: Tensor) -> Tensor:
-        """`seen` (..., keys), where shared_qk hides a token from itself unless it sees nothing else."""
+    def _hide_self(self, visible: Tensor, itself: Tensor) -> Tensor:
+        """With shared_qk, hide a token from itself unless no other key is visible. visible: (..., keys)."""
         if not self.shared_qk:
-            return seen
-        others = ops.logical_and(seen, ops.logical_not(itself))
-        lonely = ops.logical_not(others.any(-1, True))
-        return ops.logical_or(others, ops.logical_and(seen, lonely))
+            return visible
+        others = ops.logical_and(visible, ops.logical_not(itself))
+        no_others = ops.logical_not(others.any(-1, True))
+        return ops.logical_or(others, ops.logical_and(visible, no_others))
 
-    def _biased(self, scores: Tensor, bias: Tensor) -> Tensor:
-        """scores (batch · heads, blocks, W, Kw) with bias (heads, W, Kw)."""
+    def _add_bias(self, scores: Tensor, bias: Tensor) -> Tensor:
+        """Add bias (heads, W, Kw) to scores (batch · heads, blocks, W, Kw)."""
         B, blocks, W, Kw = scores.shape
         heads = bias.shape[0]
         if B % heads != 0 or bias.shape[1] not in (1, W) or bias.shape[2] not in (1, Kw):
-            raise ValueError(
-                f"attn_bias must be (heads, {W}, {Kw}), a query's place in its block by a key's place in the blocks it "
-                f"sees, with heads a divisor of {B}; got {bias.shape}"
-            )
+            raise ValueError(f"attn_bias must be (heads, {W}, {Kw}), where heads divides {B}, got {bias.shape}")
         scores = scores.reshape((-1, heads, blocks, W, Kw)) + bias.astype(scores.dtype).expand_dims(1)
         return scores.reshape((B, blocks, W, Kw))
 
-    def _weighed(self, scores: Tensor, seen: Tensor, v: Tensor, blind: bool) -> Tensor:
-        """blind: whether a query may see nothing; it would get a mean of what is hidden, and gets zeros."""
-        # Weights of hidden keys are exactly 0; what makes them so is finite, so that a row of them alone is too.
+    def _attend(self, scores: Tensor, visible: Tensor, v: Tensor, masked: bool) -> Tensor:
+        """Return softmax(scores) v over visible keys; zeros for a query without any, which a mask can cause."""
+        # The offset of hidden keys is finite, so that a query with hidden keys only has finite weights.
         hidden = -3.0e4 if scores.dtype == ms.float16 else -1.0e30
-        scores = scores + ops.logical_not(seen).astype(scores.dtype) * hidden
-        weights = ops.softmax(exact(scores, self.on_cpu), -1).astype(scores.dtype)
+        scores = scores + ops.logical_not(visible).astype(scores.dtype) * hidden
+        weights = ops.softmax(cast_for_exp(scores, self.on_cpu), -1).astype(scores.dtype)
         out = ops.matmul(self.dropout(weights), v)
-        return ops.where(seen.any(-1, True), out, ops.zeros_like(out)) if blind else out
+        return ops.where(visible.any(-1, True), out, ops.zeros_like(out)) if masked else out
 
 
-def normalized(x: Tensor) -> Tensor:
-    """x / |x| over the last axis."""
+def normalize(x: Tensor) -> Tensor:
+    """Normalize the last dimension: x / |x|."""
     return x * inverse_length(x)
 
 
 def inverse_length(x: Tensor) -> Tensor:
-    """1 / |x| over the last axis, which stays; summed in float32 at least, with a finite gradient where x is zero."""
+    """Return 1 / |x| over the last dimension, (..., 1), summed in float32, with a finite gradient at x = 0."""
     wide = x.astype(ms.float32) if x.dtype in (ms.float16, ms.bfloat16) else x
     root = x.shape[-1] ** -0.5
-    part = wide * root  # so that the sum of squares is a mean, which fits into float16 too
+    part = wide * root  # the sum of squares is then a mean, which does not overflow in float16
     square = (part * part).sum(-1, keepdims=True)
     smallest = 1e-7 if square.dtype == ms.float16 else 1e-24
     return (ops.rsqrt(ops.maximum(square, smallest)) * root).astype(x.dtype)
 
 
-def _padded(x: Tensor, before: int, after: int) -> Tensor:
-    """x (B, n, D) with zeros around it along n."""
+def _pad(x: Tensor, before: int, after: int) -> Tensor:
+    """Pad x (B, n, D) with zeros along n."""
     parts = [x]
     if before > 0:
         parts = [ops.zeros((x.shape[0], before, x.shape[2]), x.dtype), *parts]
@@ -247,7 +261,7 @@ def _padded(x: Tensor, before: int, after: int) -> Tensor:
     return ops.cat(parts, 1) if len(parts) > 1 else x
 
 
-def _around(x: Tensor, blocks: int, W: int, Kw: int) -> Tensor:
-    """x (B, (back + blocks + ahead) · W, D) -> (B, blocks, Kw, D): each block with those beside it."""
+def _adjacent_blocks(x: Tensor, blocks: int, W: int, Kw: int) -> Tensor:
+    """x (B, (back + blocks + ahead) · W, D) -> (B, blocks, Kw, D): each block with adjacent ones."""
     x = x.reshape((x.shape[0], -1, W, x.shape[2]))
     return ops.cat([x[:, s : s + blocks] for s in range(Kw // W)], 2)

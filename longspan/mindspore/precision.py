@@ -1,4 +1,4 @@
-"""MindSpore's float32 functions on the CPU, where they are not those of PyTorch."""
+"""Work around the low precision of MindSpore's float32 functions on the CPU."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from mindspore import Tensor
 
 
 def on_cpu() -> bool:
-    """For constructors: a graph cannot ask."""
+    """Return whether the device is the CPU; call it in constructors, since a graph cannot read the context."""
     return ms.get_context("device_target") == "CPU"
 
 
-def exact(x: Tensor, cpu: bool) -> Tensor:
-    """x as exp and what is made of it should see it: float64 on the CPU.
+def cast_for_exp(x: Tensor, cpu: bool) -> Tensor:
+    """Cast the argument of exp, softmax, tanh, sigmoid or GELU to float64 on the CPU.
 
-    In float32 exp and softmax are 6e-6 off there, tanh 1e-4, and gradients show it; in float64 they are exact. Other
-    devices have no float64, and better functions.
+    The CPU's float32 exp and softmax have errors of 6e-6, tanh of 1e-4, which show in gradients; its float64 functions
+    are exact. Other devices do not support float64 and have accurate float32 functions.
     """
     return x.astype(ms.float64) if cpu else x

@@ -1,4 +1,4 @@
-"""Rotary positions and xPos; angles and scales are computed in float32 whatever the inputs are."""
+"""Rotary positions and xPos, with angles and scales in float32 for inputs of any dtype."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from mindspore import Tensor, nn, ops
 
 
 class Rotary(nn.Cell):
-    """Turns pair (a, b) of feature i by position · theta^(−2i/D); the pairs are the two halves of the features.
+    """Rotate pair i of the features by position · theta^(−2i/D); feature i pairs with i + D / 2.
 
-    scale_base: of xPos, which also multiplies queries by ζ_i^(position / scale_base) and divides keys by it,
-    ζ_i = (2i + 0.4 D) / (1.4 D): products fade with distance (Sun et al., 2022). None is plain rotary.
+    scale_base: For xPos (Sun et al., 2022), which also multiplies queries by ζ_i^(position / scale_base) and divides
+    keys by it, ζ_i = (2i + 0.4 D) / (1.4 D), so that products decay with distance. None for no xPos.
     """
 
     def __init__(self, dim: int, scale_base: float | None = None, theta: float = 10000.0) -> None:
         super().__init__()
         if dim % 2:
-            raise ValueError(f"rotary positions turn pairs of features: dim must be even, got {dim}")
+            raise ValueError(f"rotary positions rotate pairs of features: dim must be even, got {dim}")
         if scale_base is not None and scale_base <= 0:
-            raise ValueError(f"xpos_scale_base must be positive, got {scale_base}; leave it out for half the window")
+            raise ValueError(f"xpos_scale_base must be positive, got {scale_base}; omit it for half the window")
         pair = np.arange(0, dim, 2)
-        # Constants, not parameters: a model cast to float16 keeps its angles.
+        # Constants, not parameters, so that a model cast to float16 keeps float32 angles.
         self.inv_freq = Tensor((1.0 / theta ** (pair / dim)).astype(np.float32))
         self.log_zeta = Tensor(np.log((pair + 0.4 * dim) / (1.4 * dim)).astype(np.float32))
         self.scale_base = scale_base
 
     def construct(self, x: Tensor, position: Tensor, exponent: float) -> Tensor:
-        """x (..., L, D) turned to position (L,); exponent is 1 for queries, −1 for keys."""
+        """Rotate x (..., L, D) to position (L,). exponent: 1 for queries, −1 for keys."""
         position = position.astype(self.inv_freq.dtype).expand_dims(-1)
         angle = position * self.inv_freq  # (L, D / 2)
         cos, sin = ops.cos(angle), ops.sin(angle)

@@ -1,4 +1,4 @@
-"""How a branch meets the residual: one stream that it is added to, or several it reads from and writes to."""
+"""Residual connections: one stream, or several with hyper-connections."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from longspan.mindspore.local_attention import inverse_length
-from longspan.mindspore.precision import exact, on_cpu
+from longspan.mindspore.precision import cast_for_exp, on_cpu
 
 
 class Residual(nn.Cell):
-    """x + branch(x)."""
+    """Compute x + branch(x)."""
 
     def __init__(self, branch: nn.Cell) -> None:
         super().__init__()
@@ -29,11 +29,11 @@ class Residual(nn.Cell):
 
 
 class HyperConnections(nn.Cell):
-    """S residual streams x (B, n, S, D): a branch reads a mix of them, and each stream takes its share of the output.
+    """Hyper-connections (Zhu et al., 2024, https://arxiv.org/abs/2409.19606) of S residual streams x (B, n, S, D).
 
-    (input, streams) = (static_alpha + s_α · tanh(norm(x) · A))ᵀ x and streams + β · branch(input), with
-    β = static_beta + s_β · tanh(norm(x) · b): Zhu et al. (2024), https://arxiv.org/abs/2409.19606. At first a branch
-    reads one stream, `index`, and all of them take its output.
+    (input, streams) = (static_alpha + s_α · tanh(norm(x) · A))ᵀ x, and the output is streams + β · branch(input) with
+    β = static_beta + s_β · tanh(norm(x) · b). At initialization a branch reads stream `index`, and its output is added
+    to all streams.
     """
 
     def __init__(self, branch: nn.Cell, num_streams: int, dim: int, index: int) -> None:
@@ -51,11 +51,11 @@ class HyperConnections(nn.Cell):
         self.dynamic_beta_scale = Parameter(Tensor(np.float32(0.01)))
 
     def width(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x (B, n, S, D) -> the branch's input (B, n, D), the streams (B, n, S, D), their shares β (B, n, S, 1)."""
-        # A norm is a number for each token: it goes on after the product, which is small.
+        """Return the branch's input (B, n, D), the mixed streams (B, n, S, D) and β (B, n, S, 1)."""
+        # The norm is one factor per token, applied after the product, which is smaller.
         fn = ops.cat((self.dynamic_alpha_fn, self.dynamic_beta_fn.expand_dims(-1)), 1)
-        weight = ops.matmul(x, self.norm.weighed(fn).astype(x.dtype)).astype(ms.float32) * inverse_length(x)
-        weight = ops.tanh(exact(weight, self.on_cpu)).astype(ms.float32)  # (B, n, S, S + 2)
+        weight = ops.matmul(x, self.norm.scale_rows(fn).astype(x.dtype)).astype(ms.float32) * inverse_length(x)
+        weight = ops.tanh(cast_for_exp(weight, self.on_cpu)).astype(ms.float32)  # (B, n, S, S + 2)
         alpha = weight[..., :-1] * self.dynamic_alpha_scale + self.static_alpha
         beta = weight[..., -1:] * self.dynamic_beta_scale + self.static_beta.expand_dims(-1)
         alpha = alpha.swapaxes(-1, -2).astype(x.dtype)  # (B, n, S + 1, S)
@@ -71,13 +71,13 @@ class HyperConnections(nn.Cell):
 
 
 class StreamNorm(nn.Cell):
-    """√D · x / |x| · (1 + gamma), of which this holds what multiplies the features."""
+    """RMS norm √D · x / |x| · (1 + gamma), without the factor 1 / |x|."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.scale = dim**0.5
         self.gamma = Parameter(Tensor(np.zeros(dim, np.float32)))
 
-    def weighed(self, matrix: Tensor) -> Tensor:
-        """A matrix (D, ·) that normalized features are multiplied by, with the norm's own factors in its rows."""
+    def scale_rows(self, matrix: Tensor) -> Tensor:
+        """Multiply the rows of a matrix (D, ·) by the factors √D · (1 + gamma)."""
         return matrix * ((self.gamma + 1) * self.scale).expand_dims(-1)

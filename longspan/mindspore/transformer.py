@@ -1,4 +1,4 @@
-"""A transformer over local attention, and its generation."""
+"""Transformer of local attention, with generation."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from mindspore import Tensor, nn, ops
 from mindspore.common.initializer import Normal
 
 from longspan.mindspore.layers import DynamicPositionBias, FeedForward, LocalMHA
-from longspan.mindspore.padding import checked, filled, first, shifted
+from longspan.mindspore.padding import check_mask, first_token, rotate_left, zero_fill
 from longspan.mindspore.streams import HyperConnections, Residual
 
-Cache = tuple[Tensor, ...]  # every layer's keys and values; the number of tokens seen; the bias, where there is one
+Cache = tuple[Tensor, ...]  # keys and values of each layer, the number of tokens, and the position bias if there is one
 
 
 class LocalTransformer(nn.Cell):
-    """Token ids (B, n) -> logits (B, n, num_tokens); with num_tokens=None vectors (B, n, dim) -> (B, n, dim).
+    """Language model, tokens (B, n) -> logits (B, n, num_tokens); with num_tokens=None its layers, on (B, n, dim).
 
-    use_dynamic_pos_bias: a learned bias of the distance instead of rotary positions. global_attn_layer: a cell
-    (B, n, dim) -> (B, n, dim), copied before the layers named in layers_insert_global_attn, counted from 1 (all by
-    default). num_residual_streams: 1 is the plain residual. attn_dropout and ff_dropout act in training only.
+    use_dynamic_pos_bias: Use a learned position bias instead of rotary positions.
+    global_attn_layer: A cell (B, n, dim) -> (B, n, dim), copied before the local attention of some layers.
+    layers_insert_global_attn: These layers, counted from 1; all by default.
+    num_residual_streams: 1 for an ordinary residual connection.
+    attn_dropout, ff_dropout: Applied in training only.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class LocalTransformer(nn.Cell):
             raise ValueError(f"depth must be at least 1, got {depth}")
         chosen = tuple(range(1, depth + 1)) if layers_insert_global_attn is None else layers_insert_global_attn
         if not all(0 < layer <= depth for layer in chosen):
-            raise ValueError(f"layers_insert_global_attn counts layers from 1 to {depth}, got {chosen}")
+            raise ValueError(f"layers_insert_global_attn must be layers from 1 to {depth}, got {chosen}")
         self.has_embed_unembed = num_tokens is not None
         if num_tokens is not None:
             self.token_emb = nn.Embedding(num_tokens, dim, embedding_table=Normal(1.0))
@@ -104,7 +106,7 @@ class LocalTransformer(nn.Cell):
         self.layers, self.global_layers = nn.CellList(layers), nn.CellList(global_layers)
         self.has_global_layers = global_attn_layer is not None and len(chosen) > 0
         attn = attention.attn_fn
-        # Queries of the middle blocks see look_backward blocks before theirs and look_forward after it.
+        # The bias of a block of queries between look_backward blocks before it and look_forward after it.
         self.bias_rows = (1 + attn.look_forward) * attn.window_size
         self.bias_columns = self.bias_rows + attn.look_backward * attn.window_size
 
@@ -116,20 +118,26 @@ class LocalTransformer(nn.Cell):
         return_loss: bool = False,
         return_cache: bool = False,
     ) -> Tensor | tuple[Tensor, Cache | None]:
-        """mask: (B, n), True = keep; a causal model counts a row's tokens from the first that is kept.
+        """Apply the model.
 
-        return_loss: the mean cross entropy of each token from those before it. A mask may then leave out the last
-        token; what it hides is neither read nor predicted.
-        return_cache: also the cache, or None where there can be none: with a mask, global layers, or not causal. With
-        `cache`, only the last token of x is read, as the one that follows it. In graph mode pass it back as
-        `mindspore.mutable(cache)`, or every step compiles anew.
+        In graph mode pass a cache back as `mindspore.mutable(cache)`, or every step compiles again.
+
+        Args:
+            x: Tokens (B, n), or vectors (B, n, dim) with num_tokens=None.
+            mask: (B, n), True for tokens; a causal model counts positions from the first True of a sequence. With
+                return_loss it may omit the last token.
+            cache: The cache that an earlier call returned; only the last token of x is read, as the one after it.
+            return_loss: Whether to return the mean cross-entropy of each token given the tokens before it; masked
+                tokens are neither read nor predicted.
+            return_cache: Whether to return the cache too; it is None with a mask, with global layers, or if the model
+                is not causal.
         """
         if return_loss:
             return self._loss(x, mask)
         if mask is not None:
             if cache is not None:
-                raise ValueError("a cache holds no mask: leave out mask, or read without a cache")
-            out, new = self._masked(x, checked(mask, x)), None
+                raise ValueError("a cache cannot be combined with a mask: omit mask, or cache")
+            out, new = self._masked(x, check_mask(mask, x)), None
         elif cache is not None:
             out, new = self._run(x[:, -1:], None, cache, return_cache)
         else:
@@ -139,25 +147,25 @@ class LocalTransformer(nn.Cell):
     def _masked(self, x: Tensor, mask: Tensor) -> Tensor:
         if not self.causal:
             return self._run(x, mask, None, False)[0]
-        start = first(mask)
-        return shifted(self._run(shifted(x, start), shifted(mask, start), None, False)[0], -start)
+        start = first_token(mask)
+        return rotate_left(self._run(rotate_left(x, start), rotate_left(mask, start), None, False)[0], -start)
 
     def _run(
         self, x: Tensor, mask: Tensor | None, cache: Cache | None, return_cache: bool
     ) -> tuple[Tensor, Cache | None]:
-        """The layers, of rows that begin at slot 0 and a mask that is one of booleans."""
+        """Run the layers on sequences that start at slot 0, with a bool mask."""
         n = x.shape[1]
         if self.has_embed_unembed:
             x = self.token_emb(x) + self._positions(n, cache)
         elif mask is not None:
-            x = filled(x, mask)
+            x = zero_fill(x, mask)
         bias = None
         if self.dynamic_pos_bias is not None:
             if cache is None:
                 bias = self.dynamic_pos_bias(self.bias_rows, self.bias_columns)[:, : self.window]
             else:
                 bias = cache[2]
-        remembers = cache is not None or (return_cache and self.causal and not self.has_global_layers)
+        caches = cache is not None or (return_cache and self.causal and not self.has_global_layers)
         if self.num_streams > 1:
             x = x.expand_dims(2).broadcast_to((x.shape[0], n, self.num_streams, x.shape[2]))
         kvs: tuple[Tensor, ...] = ()
@@ -166,7 +174,7 @@ class LocalTransformer(nn.Cell):
                 x = self.global_layers[layer](x)
             attention, feed_forward = self.layers[layer][0], self.layers[layer][1]
             inner, residual, beta = attention.width(x)
-            if remembers:
+            if caches:
                 past = None if cache is None else (cache[0][layer], cache[1])
                 out, new = attention.branch.attend(inner, None, bias, past, True)
                 kvs = (*kvs, new[0])
@@ -177,7 +185,7 @@ class LocalTransformer(nn.Cell):
             x = x.sum(2)
         if self.has_embed_unembed:
             x = self.to_logits(x)
-        if not return_cache or not remembers:
+        if not return_cache or not caches:
             return x, None
         length = ops.full((), n, dtype=ms.int64) if cache is None else cache[1] + 1
         return x, ((kvs, length) if bias is None else (kvs, length, bias))
@@ -190,16 +198,22 @@ class LocalTransformer(nn.Cell):
         filter_thres: float = 0.9,
         use_kv_cache: bool = True,
     ) -> Tensor:
-        """prime: (B, n) ids, n ≥ 1 -> the (B, seq_len) that follow, drawn from the best (1 − filter_thres) of logits.
+        """Return the (B, seq_len) tokens after prime (B, n), sampled from the top (1 − filter_thres) of the vocabulary.
 
-        temperature 0 takes the best. Past max_seq_len each token is computed from the last max_seq_len: their
-        positions shift from one to the next, so that no cache fits them; nor does one fit where there are global
-        layers, or where attention is not causal.
+        Beyond max_seq_len each token is computed from the last max_seq_len tokens, whose positions shift with every
+        token, so that no cache applies; nor does one with global layers or attention that is not causal.
+
+        Args:
+            prime: Prompts (B, n), n ≥ 1.
+            seq_len: The number of tokens to generate.
+            temperature: 0 for the most likely token.
+            filter_thres: The share of the vocabulary to exclude.
+            use_kv_cache: Whether to use a cache where possible.
         """
         if not self.has_embed_unembed:
-            raise ValueError("num_tokens is None: there are no tokens to generate")
+            raise ValueError("num_tokens is None: this model cannot generate tokens")
         if temperature < 0:
-            raise ValueError(f"temperature must be 0 (the best token) or more, got {temperature}")
+            raise ValueError(f"temperature must be 0 (the most likely token) or more, got {temperature}")
         if prime.ndim != 2 or prime.shape[1] < 1:
             raise ValueError(f"prime must be (batch, n) token ids with n at least 1, got shape {prime.shape}")
         training = self.training
@@ -220,26 +234,26 @@ class LocalTransformer(nn.Cell):
 
     def _positions(self, n: int, cache: Cache | None) -> Tensor:
         if cache is not None:
-            # A sequence that outgrew the table goes on at its last place.
+            # Beyond the table, use its last position.
             return self.pos_emb(ops.clamp(cache[1], 0, self.max_seq_len - 1).reshape((1,)))
         if n > self.max_seq_len:
-            raise ValueError(f"the length ({n}) is over max_seq_len ({self.max_seq_len}), which positions end at")
+            raise ValueError(f"the length ({n}) must be at most max_seq_len ({self.max_seq_len})")
         return self.pos_emb(ops.arange(n))
 
     def _loss(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """The mean over labels that are not ignore_index, in float32."""
+        """Return the mean cross-entropy of labels other than ignore_index, in float32."""
         if not self.has_embed_unembed:
-            raise ValueError("num_tokens is None: there are no tokens to predict; leave out return_loss")
+            raise ValueError("num_tokens is None: this model has no loss; omit return_loss")
         labels, x = x[:, 1:], x[:, :-1]
         if mask is not None:
-            whole = mask.shape[1] > x.shape[1]
-            kept = checked(mask[:, :-1] if whole else mask, x)
-            if whole:
-                known = ops.logical_and(kept, mask[:, 1:].astype(ms.bool_))
+            with_last = mask.shape[1] > x.shape[1]
+            visible = check_mask(mask[:, :-1] if with_last else mask, x)
+            if with_last:
+                known = ops.logical_and(visible, mask[:, 1:].astype(ms.bool_))
                 labels = ops.where(known, labels, ops.full_like(labels, self.ignore_index))
-            mask = kept
+            mask = visible
         if self.ignore_index < 0:
-            # Not a token: where it stands in the input nothing is learnt from it.
+            # ignore_index is not a token.
             x = ops.where(x == self.ignore_index, ops.zeros_like(x), x)
         logits = self._run(x, None, None, False)[0] if mask is None else self._masked(x, mask)
         logs = ops.log_softmax(logits.astype(ms.float32), -1)
@@ -251,12 +265,12 @@ class LocalTransformer(nn.Cell):
 
 
 def sample(logits: Tensor, temperature: float, filter_thres: float) -> Tensor:
-    """logits (B, V) -> ids (B, 1), from the best (1 − filter_thres) · V of them, at least one."""
-    kept = max(1, int((1 - filter_thres) * logits.shape[-1]))
-    best, ids = ops.topk(logits.astype(ms.float32), kept)
-    if temperature == 0 or kept == 1:
+    """Sample tokens (B, 1) from the top (1 − filter_thres) · V logits, at least one. logits: (B, V)."""
+    k = max(1, int((1 - filter_thres) * logits.shape[-1]))
+    best, ids = ops.topk(logits.astype(ms.float32), k)
+    if temperature == 0 or k == 1:
         return ids[:, :1]
-    # Gumbel's trick: the largest of logits plus this noise is a draw from their softmax.
+    # Gumbel-max trick: the argmax of logits plus this noise is a sample from their softmax.
     noise = -ops.log(-ops.log(ops.rand(best.shape) * (1 - 2e-7) + 1e-7))
-    place = ops.argmax(best / temperature + noise, -1).expand_dims(-1)
-    return ops.gather_elements(ids, 1, place)
+    index = ops.argmax(best / temperature + noise, -1).expand_dims(-1)
+    return ops.gather_elements(ids, 1, index)

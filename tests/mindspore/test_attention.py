@@ -205,7 +205,7 @@ def test_another_window_with_xpos() -> None:
     wide = LocalAttention(7, dim=D, causal=True, autopad=True, use_xpos=True, xpos_scale_base=W // 2)
     out = made("xpos")(q, k, v, window_size=7)
     np.testing.assert_allclose(out.asnumpy(), wide(q, k, v).asnumpy(), atol=1e-6)
-    with pytest.raises(ValueError, match="only with use_xpos=True"):
+    with pytest.raises(ValueError, match="another window_size needs use_xpos=True"):
         made("causal")(q, k, v, window_size=7)
 
 
