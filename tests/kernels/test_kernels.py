@@ -99,6 +99,37 @@ def test_without_a_final_state(case: Case) -> None:
 
 
 @interpreted
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(T=67, B=1, H=2, Hkv=1, feature_map="softmax"),
+        Case(T=35, B=1, H=1, Hkv=1, feature_map="favor", num_features=19),
+        Case(T=35, B=1, H=1, Hkv=1, feature_map="identity", normalize=False),
+    ],
+    ids=str,
+)
+def test_direct_and_traced_calls_agree(case: Case, state: bool) -> None:
+    d_out, d_kv, tensors = arguments(case, torch.bfloat16, "cpu")
+    tensors = tensors if state else (*tensors[:6], None, None)
+    problem = kernel_problem(case, tensors, final=state)
+    results = []
+    for call in (linear._CausalLinear.direct, linear._CausalLinear.traced):
+        leaves = [x.detach().requires_grad_() for x in (*tensors[:3], *([tensors[6]] if state else []))]
+        inputs = *leaves[:3], *tensors[3:6], leaves[3] if state else None, tensors[7]
+        found = call(*inputs, *problem)
+        outputs = found[:2] if state else (found if isinstance(found, torch.Tensor) else found[0],)
+        grads = torch.autograd.grad(outputs, leaves, (d_out, d_kv)[: len(outputs)])
+        with torch.no_grad():
+            again = call(*inputs, *problem)
+        results.append([*outputs, *grads, again if isinstance(again, torch.Tensor) else again[0]])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@interpreted
 @pytest.mark.parametrize("algorithm", ["fused_chunk", "chunk", "favor"])
 def test_an_unknown_feature_map_is_refused(algorithm: str) -> None:
     case = Case(num_features=19 if algorithm == "favor" else None)
