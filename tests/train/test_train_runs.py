@@ -301,8 +301,8 @@ def test_debug_shows_a_traceback(tmp_path: Path) -> None:
     assert "Traceback" in done.stderr
 
 
-def test_help_lists_every_field(tmp_path: Path) -> None:
-    done = longspan("train", "--help", log=tmp_path / "log", env={"COLUMNS": "200"})
+def test_help_all_lists_every_field(tmp_path: Path) -> None:
+    done = longspan("train", "--help-all", log=tmp_path / "log", env={"COLUMNS": "200"})
     assert done.status == 0
     for flag in ("--data", "--carry-state", "--model.dim", "--model.attention.rotary", "--dry-run"):
         assert flag in done.stdout
