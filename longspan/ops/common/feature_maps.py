@@ -1,6 +1,6 @@
 """Feature maps on blocks of registers, one library for all kernels.
 
-`MAP` is one of `longspan.ops.linear.triton.FEATURE_MAPS`. "identity", "elu" and "relu" are pointwise; "softmax" and
+`S.MAP` is one of `longspan.ops.linear.triton.FEATURE_MAPS`. "identity", "elu" and "relu" are pointwise; "softmax" and
 "favor" are exponentials, whose logarithms kernels scale in their own ways.
 """
 
@@ -23,8 +23,12 @@ def check_map(MAP: tl.constexpr):
 
 
 @triton.jit
-def pointwise_features(b_x, MAP: tl.constexpr, EXACT: tl.constexpr = False):
-    """φ(x) of pointwise maps; x itself for exponential ones. EXACT: to the last bit of float32."""
+def pointwise_features(b_x, S: tl.constexpr, EXACT: tl.constexpr = False):
+    """φ(x) of pointwise maps; x itself for exponential ones. EXACT: to the last bit of float32.
+
+    `S` has the member `MAP`. It is read here because Triton 3.6 does not accept a string of a tuple as an argument.
+    """
+    MAP: tl.constexpr = S.MAP
     check_map(MAP)
     if MAP == "elu":
         if EXACT:
@@ -37,8 +41,9 @@ def pointwise_features(b_x, MAP: tl.constexpr, EXACT: tl.constexpr = False):
 
 
 @triton.jit
-def pointwise_gradient(b_g, b_x, b_f, MAP: tl.constexpr):
+def pointwise_gradient(b_g, b_x, b_f, S: tl.constexpr):
     """dx from dφ(x), x and φ(x) of pointwise maps; dφ(x) itself for exponential ones."""
+    MAP: tl.constexpr = S.MAP
     check_map(MAP)
     if MAP == "elu":
         b_g = b_g * tl.minimum(b_f, 1)

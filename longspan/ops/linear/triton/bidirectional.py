@@ -417,7 +417,7 @@ def linear_bidirectional_forward_sums_kernel(
             # Before the first visible key c is FLOOR, like the logits of hidden keys.
             b_f = power(b_f - tl.where(b_c == FLOOR, 0, b_c)[:, None], S)
         else:
-            b_f = tl.where(m_t[None, :], pointwise_features(b_f, S.MAP, False), 0)
+            b_f = tl.where(m_t[None, :], pointwise_features(b_f, S, False), 0)
         b_f = b_f.to(S.DOT)
         b_z += tl.sum(widened(b_f, S), 1)
         b_kv = add_product(b_f, b_v, b_kv, PRECISION)
@@ -505,7 +505,7 @@ def linear_bidirectional_forward_kernel(
             b_top = tl.max(b_f, FEATURES)
             b_f = power(b_f - tl.expand_dims(b_top, FEATURES), S)
         else:
-            b_f = pointwise_features(b_f, S.MAP, False)
+            b_f = pointwise_features(b_f, S, False)
             if S.BM != S.M:
                 b_f = tl.where(tl.expand_dims(i_m < S.M, TOKENS), b_f, 0)
         if TRANSPOSED:
@@ -569,7 +569,7 @@ def linear_bidirectional_backward_queries_kernel(
                 # The rounding of one logarithm affects all features of a query by more than float32 allows.
                 b_p *= reciprocal(tl.sum(b_p * b_z[:, None], 0), S)[None, :]
         else:
-            b_f = pointwise_features(b_x, S.MAP, False)
+            b_f = pointwise_features(b_x, S, False)
             if S.BM != S.M:
                 b_f = tl.where((i_m < S.M)[:, None], b_f, 0)
             b_p = b_f
@@ -603,7 +603,7 @@ def linear_bidirectional_backward_queries_kernel(
             else:
                 if S.DIVIDE:
                     b_g *= b_scale[None, :]
-                b_g = pointwise_gradient(b_g, b_x, b_f, S.MAP)
+                b_g = pointwise_gradient(b_g, b_x, b_f, S)
             store_block(p_d_q + i_row * S.D, S.H * S.D, m_t, tl.trans(b_g), S.D, S.C, S.BD)
         p_q += S.C * q.t
         p_d_out += S.C * d_out.t
@@ -680,7 +680,7 @@ def linear_bidirectional_backward_keys_kernel(
                 b_f -= half_norm(b_k, S)[None, :]
             b_f = power(tl.where(m_t[None, :], b_f, FLOOR), S)
         else:
-            b_f = tl.where(m_t[None, :], pointwise_features(b_x, S.MAP, False), 0)
+            b_f = tl.where(m_t[None, :], pointwise_features(b_x, S, False), 0)
         b_rounded = b_f.to(S.DOT)
         b_g = zeros(S.BM, S.C)
         for i in range(S.TILES):
@@ -703,7 +703,7 @@ def linear_bidirectional_backward_keys_kernel(
                 b_g = product(tl.trans(b_weight), b_g.to(S.DOT), PRECISION) * S.D**-0.25
                 b_g -= tl.trans(b_k.to(tl.float32)) * b_total[None, :]
         else:
-            b_g = tl.where(m_t[None, :], pointwise_gradient(b_g, b_x, b_f, S.MAP), 0)
+            b_g = tl.where(m_t[None, :], pointwise_gradient(b_g, b_x, b_f, S), 0)
         store_block(p_d_k + i_row * S.D, S.HKV * S.D, m_exists, tl.trans(b_g), S.D, S.C, S.BD)
         p_k += S.C * k.t
         p_v += S.C * v.t

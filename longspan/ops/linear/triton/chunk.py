@@ -163,7 +163,7 @@ def query_features(b_x, b_weight, b_low, S: tl.constexpr):
     if S.MAP == "favor":
         b_f = _project(b_x, b_weight, b_low, S)
     else:
-        b_f = pointwise_features(b_x.to(tl.float32), S.MAP, True)
+        b_f = pointwise_features(b_x.to(tl.float32), S, True)
     if S.MAP == "softmax" or S.MAP == "favor":
         if S.BM != S.M:
             b_f = tl.where(m_m, b_f, FLOOR)
@@ -178,7 +178,7 @@ def query_features(b_x, b_weight, b_low, S: tl.constexpr):
 @triton.jit
 def query_gradient(b_g, b_x, b_f, b_weight, S: tl.constexpr):
     """dq (C, BD) from dφ(q), q and φ(q). In normalized attention φ(q) · dφ(q) = 0: its scale cancels."""
-    b_g = pointwise_gradient(b_g, b_x, b_f, S.MAP)
+    b_g = pointwise_gradient(b_g, b_x, b_f, S)
     if S.MAP == "softmax":
         if not (S.NORMALIZE and tl.bfloat16 == S.DOT):
             b_g -= tl.sum(b_g * b_f, 1)[:, None]
@@ -205,7 +205,7 @@ def key_features(b_f, b_beta, S: tl.constexpr):
     """f = φ(k) / exp(β) (C, BM) in float32 from logits and β (C,). Hidden keys have features too: their β is FLOOR, or
     their pairs are masked.
     """
-    b_f = pointwise_features(b_f, S.MAP, True)
+    b_f = pointwise_features(b_f, S, True)
     if S.MAP == "softmax" or S.MAP == "favor":
         b_f = exact_exp(b_f - tl.where(b_beta == FLOOR, 0, b_beta)[:, None])
     if S.BM != S.M and S.MAP != "identity":
@@ -216,7 +216,7 @@ def key_features(b_f, b_beta, S: tl.constexpr):
 @triton.jit
 def key_gradient(b_g, b_x, b_f, b_weight, S: tl.constexpr):
     """dk (C, BD) from df, k and f; β is a constant."""
-    b_g = pointwise_gradient(b_g, b_x, b_f, S.MAP)
+    b_g = pointwise_gradient(b_g, b_x, b_f, S)
     if S.MAP == "softmax":
         b_g = b_g * b_f
     if S.MAP == "favor":

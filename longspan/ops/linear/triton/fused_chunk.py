@@ -177,7 +177,7 @@ def _logits(b_x, S: tl.constexpr):
 @triton.jit
 def _pointwise(b_x, S: tl.constexpr):
     """φ(x) (C, BD) of pointwise maps in float32; zeros beyond D."""
-    b_f = pointwise_features(b_x.to(tl.float32), S.MAP)
+    b_f = pointwise_features(b_x.to(tl.float32), S)
     if S.BD != S.D and S.MAP != "identity":
         b_f = tl.where((tl.arange(0, S.BD) < S.D)[None, :], b_f, 0)
     return b_f
@@ -186,7 +186,7 @@ def _pointwise(b_x, S: tl.constexpr):
 @triton.jit
 def _gradient(b_g, b_x, b_f, S: tl.constexpr):
     """dx (C, BD) from df, x and f; references are constants."""
-    b_g = pointwise_gradient(b_g, b_x, b_f, S.MAP)
+    b_g = pointwise_gradient(b_g, b_x, b_f, S)
     if S.MAP == "softmax":
         b_g = b_g * b_f
     return b_g
