@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from longspan.generation.sampling import Sampling as Sampling
     from longspan.layout import Packing as Packing
     from longspan.mechanisms import build_mechanism as build_mechanism
-    from longspan.mechanisms import mechanisms as mechanisms
+    from longspan.mechanisms import list_mechanisms as list_mechanisms
     from longspan.mechanisms import register_mechanism as register_mechanism
     from longspan.mechanisms.linformer import Projection as Projection
     from longspan.models.attention_maps import attention_map as attention_map
@@ -34,42 +34,30 @@ if TYPE_CHECKING:
     from longspan.protocol import Mechanism as Mechanism
     from longspan.protocol import State as State
 
-# Imported on first use, so that parts of the package that need no torch work without it.
-_HOME = {
-    "FeatureMap": "longspan.protocol",
-    "Mechanism": "longspan.protocol",
-    "Packing": "longspan.layout",
-    "State": "longspan.protocol",
-    "build_mechanism": "longspan.mechanisms",
-    "mechanisms": "longspan.mechanisms",
-    "register_mechanism": "longspan.mechanisms",
-    "Projection": "longspan.mechanisms.linformer",
-    "AttentionConfig": "longspan.models.config",
-    "FeedForwardConfig": "longspan.models.config",
-    "LegacyConfig": "longspan.models.config",
-    "ModelConfig": "longspan.models.config",
-    "Attention": "longspan.models.layers",
-    "Transformer": "longspan.models.transformer",
-    "LanguageModel": "longspan.models.transformer",
-    "EncoderDecoder": "longspan.models.transformer",
-    "Classifier": "longspan.models.transformer",
-    "ImageAttention": "longspan.models.vision",
-    "Sampling": "longspan.generation.sampling",
-    "generate": "longspan.generation.generate",
-    "stream": "longspan.generation.generate",
-    "save": "longspan.models.checkpoint",
-    "load": "longspan.models.checkpoint",
-    "attention_map": "longspan.models.attention_maps",
-    "plot_attention": "longspan.models.attention_maps",
+# Imported on first use, so that the parts of the package that need no torch work without it.
+_NAMES = {
+    "generation.generate": "generate stream",
+    "generation.sampling": "Sampling",
+    "layout": "Packing",
+    "mechanisms": "build_mechanism list_mechanisms register_mechanism",
+    "mechanisms.linformer": "Projection",
+    "models.attention_maps": "attention_map plot_attention",
+    "models.checkpoint": "load save",
+    "models.config": "AttentionConfig FeedForwardConfig LegacyConfig ModelConfig",
+    "models.layers": "Attention",
+    "models.transformer": "Classifier EncoderDecoder LanguageModel Transformer",
+    "models.vision": "ImageAttention",
+    "protocol": "FeatureMap Mechanism State",
 }
+_MODULES = {name: f"longspan.{module}" for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'longspan' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

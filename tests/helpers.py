@@ -250,7 +250,7 @@ def _short(value: Any) -> str:
 
 def all_cases() -> list[Case]:
     """Every registered mechanism in each of its cases; one without an entry is tested as it comes."""
-    return [Case(name, options) for name in longspan.mechanisms() for options in CASES.get(name, [{}])]
+    return [Case(name, options) for name in longspan.list_mechanisms() for options in CASES.get(name, [{}])]
 
 
 def each_case(cases: Sequence[Case] | None = None) -> pytest.MarkDecorator:

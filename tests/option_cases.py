@@ -16,15 +16,9 @@ Check = Callable[[], None]
 CHECKS: dict[tuple[str, str], Check] = {}
 
 
-# Which file checks the options of which mechanisms.
-FILES = {
-    "test_options": ("softmax", "local", "linear", "split"),
-    "test_options_performer": ("performer",),
-    "test_options_linformer": ("linformer",),
-}
-
-
 def checks(name: str, option: str) -> Callable[[Check], Check]:
+    """Register a check of an option; a file's `option_test` runs those that stand in it."""
+
     def register(check: Check) -> Check:
         assert (name, option) not in CHECKS
         assert option in mechanism_options(name), f"a check is left over: {name} has no option {option}"
@@ -34,15 +28,15 @@ def checks(name: str, option: str) -> Callable[[Check], Check]:
     return register
 
 
-def each_option(file: str) -> pytest.MarkDecorator:
-    """Parametrises a test by the options of a file's mechanisms."""
-    options = [(name, option) for name in FILES[file] for option in mechanism_options(name)]
-    return pytest.mark.parametrize(("name", "option"), options)
+def option_test(module: str) -> Callable[[str, str], None]:
+    """The test of every option that a module checks."""
+    found = [key for key, check in CHECKS.items() if check.__module__ == module]
 
+    @pytest.mark.parametrize(("name", "option"), found)
+    def test_option(name: str, option: str) -> None:
+        CHECKS[name, option]()
 
-def check_option(name: str, option: str) -> None:
-    assert (name, option) in CHECKS, f"{name} has an option {option} that nothing checks"
-    CHECKS[name, option]()
+    return test_option
 
 
 def build(name: str, **options: object) -> Mechanism:

@@ -18,7 +18,7 @@ from longspan.bench.subjects.mechanisms import mechanism_subjects
 from longspan.bench.subjects.models import MODELS, train_subjects
 from longspan.bench.subjects.peers import LAYER_PEERS, MODEL_PEERS
 from longspan.bench.subjects.quality import QualitySubject
-from longspan.mechanisms import mechanisms
+from longspan.mechanisms import list_mechanisms
 from longspan.utils import choose
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -204,12 +204,12 @@ def _chosen(options: BenchOptions, subject: str) -> list[str]:
     """The mechanisms of a subject; a suite ignores those that the subject does not have."""
     with_layers = list(dict.fromkeys(layer.mechanism for layer in LAYER_PEERS.values()))
     replaced = list(dict.fromkeys(peer.mechanism for peer in MODEL_PEERS.values() if peer.replaced))
-    tables = {"mechanisms": list(mechanisms()), "layers": with_layers, "decode": replaced, "quality": ["split"]}
+    tables = {"mechanisms": list(list_mechanisms()), "layers": with_layers, "decode": replaced, "quality": ["split"]}
     known = tables.get(subject, list(MODELS))
     if not options.mechanisms:
         return list(MODELS) if subject == "mechanisms" else known
     if options.subject == "all":
-        return [name for name in options.mechanisms if choose("mechanism", name, mechanisms()) in known]
+        return [name for name in options.mechanisms if choose("mechanism", name, list_mechanisms()) in known]
     return [choose("mechanism", name, known) for name in options.mechanisms]
 
 

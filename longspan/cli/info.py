@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
 
     from longspan import __version__
     from longspan.cli.generate import format_bytes, load_model
-    from longspan.mechanisms import mechanism_options, mechanisms
+    from longspan.mechanisms import list_mechanisms, mechanism_options
     from longspan.ops.common.dispatch import KERNELS, why_no_triton
 
     console = Console()
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     missing = why_no_triton()
     console.print(f"Triton kernels for {KERNELS}: {'available' if missing is None else f'not available, {missing}'}")
     table = Table("mechanism", "causal", "cross", "options and defaults")
-    for name, cls in mechanisms().items():
+    for name, cls in list_mechanisms().items():
         options = ", ".join(f"{option}={default!r}" for option, default in mechanism_options(name).items())
         table.add_row(name, "yes" if cls.supports_causal else "no", "yes" if cls.supports_cross else "no", options)
     console.print(table)

@@ -1,10 +1,14 @@
-"""The mechanisms and their registry: a new one is a file beside these and a line in `_REGISTRY`."""
+"""The mechanisms and their registry: a new one is a file beside these and a line in `_REGISTRY`.
+
+Packages outside this one register theirs by entry points of the group ``longspan.mechanisms``.
+"""
 
 from __future__ import annotations
 
 import inspect
-import sys
-from types import ModuleType
+import warnings
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from longspan.mechanisms.linear import LinearAttention
@@ -16,6 +20,8 @@ from longspan.mechanisms.split import SplitAttention
 from longspan.protocol import Mechanism
 from longspan.utils import choose, nearest
 
+ENTRY_POINTS = "longspan.mechanisms"
+
 _REGISTRY: dict[str, type[Mechanism]] = {
     "softmax": SoftmaxAttention,
     "local": LocalAttention,
@@ -26,18 +32,51 @@ _REGISTRY: dict[str, type[Mechanism]] = {
 }
 
 
-def mechanisms() -> dict[str, type[Mechanism]]:
-    """Every mechanism by name."""
+def list_mechanisms() -> dict[str, type[Mechanism]]:
+    """Return every mechanism by name, those of installed plug-ins included.
+
+    A plug-in that cannot be imported is left out with a warning.
+    """
+    for name in _plugins():
+        try:
+            find_mechanism(name)
+        except ImportError as error:
+            warnings.warn(str(error), stacklevel=2)
     return dict(_REGISTRY)
 
 
 def register_mechanism(name: str, mechanism: type[Mechanism]) -> None:
-    """Makes `mechanism` available to `build_mechanism`, configurations and the command line under `name`."""
+    """Make a mechanism available to `build_mechanism`, configurations and the command line.
+
+    Args:
+        name: The name to register it under.
+        mechanism: A subclass of `Mechanism` whose constructor takes num_heads and head_dim, and num_kv_heads, value_dim
+            and its options by keyword.
+
+    Raises:
+        ValueError: If it is not a mechanism, or the name is that of another one.
+    """
     if not (isinstance(mechanism, type) and issubclass(mechanism, Mechanism)):
         raise ValueError(f"a mechanism is a subclass of longspan.Mechanism, got {mechanism!r}")
     if _REGISTRY.get(name, mechanism) is not mechanism:
         raise ValueError(f"{name!r} is {_REGISTRY[name].__name__} already; choose another name")
     _REGISTRY[name] = mechanism
+
+
+def find_mechanism(name: str) -> type[Mechanism]:
+    """Return the class registered under a name, importing the plug-in that provides it if need be.
+
+    Raises:
+        ValueError: If there is none; the message lists the names.
+        ImportError: If the plug-in cannot be imported.
+    """
+    if name not in _REGISTRY:
+        plugin = _plugins()[choose("mechanism", name, {**_REGISTRY, **_plugins()})]
+        try:
+            register_mechanism(name, plugin.load())
+        except Exception as error:
+            raise ImportError(f"the plug-in {plugin.value} for mechanism {name!r} cannot be loaded: {error}") from error
+    return _REGISTRY[name]
 
 
 def build_mechanism(
@@ -49,9 +88,20 @@ def build_mechanism(
     value_dim: int | None = None,
     **options: Any,
 ) -> Mechanism:
-    """The mechanism called `name`. options: those of its class; a wrong one is answered with a list of them."""
-    cls = _REGISTRY[choose("mechanism", name, _REGISTRY)]
-    allowed = list(mechanism_options(name))
+    """Build the mechanism registered under a name.
+
+    Args:
+        name: Such as "linear"; see `list_mechanisms`.
+        num_heads: H.
+        head_dim: D.
+        num_kv_heads: Hkv; H unless given.
+        value_dim: E; D unless given.
+        **options: Those of the class.
+
+    Raises:
+        ValueError: If the name or an option is unknown; the message lists the known ones.
+    """
+    cls, allowed = find_mechanism(name), list(mechanism_options(name))
     for option in options:
         if option not in allowed:
             raise ValueError(
@@ -61,17 +111,16 @@ def build_mechanism(
 
 
 def mechanism_options(name: str) -> dict[str, Any]:
-    """The options of a mechanism and their defaults."""
-    parameters = inspect.signature(_REGISTRY[choose("mechanism", name, _REGISTRY)]).parameters
+    """Return the options of a mechanism and their defaults."""
+    parameters = inspect.signature(find_mechanism(name)).parameters
     shape = ("num_heads", "head_dim", "num_kv_heads", "value_dim")
     return {option: parameter.default for option, parameter in parameters.items() if option not in shape}
 
 
-class _Package(ModuleType):
-    """`longspan.mechanisms` is this package once it is imported, and the function of that name all the same."""
-
-    def __call__(self) -> dict[str, type[Mechanism]]:
-        return mechanisms()
-
-
-sys.modules[__name__].__class__ = _Package
+@cache
+def _plugins() -> dict[str, EntryPoint]:
+    """Return the entry points of other packages by name; built-in names are not theirs to take."""
+    found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    for name in [name for name in found if name in _REGISTRY]:
+        warnings.warn(f"the plug-in {found.pop(name).value} is ignored: {name!r} is a built-in mechanism", stacklevel=3)
+    return found

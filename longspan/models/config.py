@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from longspan.mechanisms import mechanisms
+from longspan.mechanisms import find_mechanism
 from longspan.utils import choose, nearest
 
 Spec = str | Mapping[str, Any]  # a mechanism's name, or {"mechanism": name, **options}
@@ -65,13 +65,13 @@ class AttentionConfig:
         for style in [self.rotary] if isinstance(self.rotary, str) else list(by_name.values()) or self.rotary:
             choose("rotary", style, get_args(RotaryStyle))
         for name in by_name:
-            choose("mechanism", name, mechanisms())
+            find_mechanism(name)
         if not self.mechanism:
             raise ValueError("mechanism is empty: name at least one mechanism")
         for spec in _specs(self.mechanism):
             if not isinstance(spec, str) and not (isinstance(spec, Mapping) and "mechanism" in spec):
                 raise ValueError(f'a mechanism is a name or {{"mechanism": name, **options}}, got {spec!r}')
-            choose("mechanism", spec if isinstance(spec, str) else spec["mechanism"], mechanisms())
+            find_mechanism(spec if isinstance(spec, str) else spec["mechanism"])
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longspan.layout import Packing, TokenLayout
-from longspan.mechanisms import build_mechanism, mechanisms
+from longspan.mechanisms import build_mechanism, find_mechanism
 from longspan.models.config import AttentionConfig, FeedForwardConfig
 from longspan.models.positions import Rotary
 from longspan.ops.decode import FUSED_ACTIVATIONS, RotaryCache, fused_linear
@@ -384,8 +384,8 @@ def _rotary(config: AttentionConfig, mechanism: Mechanism) -> list[nn.Module]:
     names = [config.rotary] if isinstance(config.rotary, str) else list(config.rotary)
     if isinstance(config.rotary, Mapping):
         parts = getattr(mechanism, "parts", [mechanism])
-        known: dict[type, str] = {kind: name for name, kind in mechanisms().items()}
-        names = [config.rotary.get(known.get(type(part), ""), "none") for part in parts]
+        by_class = {find_mechanism(name): rotary for name, rotary in config.rotary.items()}
+        names = [by_class.get(type(part), "none") for part in parts]
     if set(names) == {"none"}:
         return []
     if len(names) > 1 and len(names) != len(getattr(mechanism, "sizes", ())):

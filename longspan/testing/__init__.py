@@ -3,7 +3,7 @@
 ```python
 from longspan.testing import check_mechanism
 
-check_mechanism(lambda: MyAttention(num_heads=4, head_dim=8, num_kv_heads=2))
+check_mechanism(lambda: MyAttention(num_heads=4, head_dim=8, num_kv_heads=2, decay=0.9))
 ```
 """
 

@@ -42,12 +42,16 @@ class Build(Protocol):
 
 
 def check_mechanism(
-    factory: Callable[[], Mechanism], *, reference: Callable[..., Tensor] | None = None, seed: int = 0
+    factory: type[Mechanism] | Callable[[], Mechanism],
+    *,
+    reference: Callable[..., Tensor] | None = None,
+    seed: int = 0,
 ) -> None:
     """Check that a mechanism obeys the laws, in float64 to 1e-9.
 
     Args:
-        factory: Returns a new mechanism. Prefer several heads, fewer key/value heads and a value_dim of its own.
+        factory: The class, or a function that returns a new mechanism with options of its own. The class is built with 6
+            heads of 5 features, 2 key/value heads, and values of 7 features.
         reference: The definition, ``reference(q, k, v[, gates], causal=...)`` in plain PyTorch: outputs and gradients
             are compared with it. Without one gradients are compared with finite differences.
         seed: Of the weights and inputs; the global random state is left as it was.
@@ -58,7 +62,7 @@ def check_mechanism(
 
     def build(dtype: torch.dtype = F64) -> Mechanism:
         torch.manual_seed(seed)
-        m = factory()
+        m = factory(6, 5, num_kv_heads=2, value_dim=7) if isinstance(factory, type) else factory()
         for parameter in m.parameters():
             if not parameter.any():
                 nn.init.normal_(parameter)  # Zeros, as of biases, would hide mistakes.

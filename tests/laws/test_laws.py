@@ -13,7 +13,7 @@ import torch
 from helpers import B, Case, T, all_cases, assert_same, each_case, lengths_to_mask
 from truths import has_truth, truth
 
-from longspan import Mechanism, build_mechanism, mechanisms
+from longspan import Mechanism, build_mechanism, list_mechanisms
 from longspan.mechanisms.linear import LinearAttention
 from longspan.mechanisms.local import LocalAttention
 from longspan.ops.linear import torch as chunks
@@ -39,7 +39,7 @@ def test_fresh_memory_is_nan() -> None:
 
 
 def test_every_mechanism_has_cases_with_grouped_heads() -> None:
-    for name in mechanisms():
+    for name in list_mechanisms():
         cases = [case for case in all_cases() if case.name == name]
         assert cases
         if has_truth(cases[0]):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from option_cases import (
-    FILES,
+    CHECKS,
     B,
     D,
     E,
@@ -19,13 +20,12 @@ from option_cases import (
     build,
     by_weights,
     check_dropout,
-    check_option,
     checks,
     differ,
     dropped_share,
-    each_option,
     inputs,
     kernel_attention,
+    option_test,
     positions,
     same,
     scores,
@@ -33,18 +33,17 @@ from option_cases import (
 )
 from torch import Tensor, nn
 
-from longspan import FeatureMap, mechanisms
+from longspan import FeatureMap, list_mechanisms
+from longspan.mechanisms import mechanism_options
 from longspan.models.positions import Rotary
 from longspan.ops.window import xpos_rotate
 
 
-@each_option(Path(__file__).stem)
-def test_option(name: str, option: str) -> None:
-    check_option(name, option)
-
-
-def test_every_mechanism_is_in_one_file() -> None:
-    assert sorted(name for names in FILES.values() for name in names) == sorted(mechanisms())
+def test_every_option_of_every_mechanism_is_checked() -> None:
+    for path in Path(__file__).parent.glob("test_options*.py"):
+        import_module(path.stem)
+    options = {(name, option) for name in list_mechanisms() for option in mechanism_options(name)}
+    assert not options - CHECKS.keys(), "options that nothing checks: add a check to a tests/laws/test_options*.py"
 
 
 @checks("softmax", "scale")
@@ -153,7 +152,7 @@ def _() -> None:
     same(mechanism.read(state, turned[0][:, -1:]), expected[:, -1:])
     plain, further = (build("local", head_dim=dim, window=5, xpos=2.0, query_offset=n) for n in (0, 3))
     same(further(q, k, v), plain(xpos_rotate(q, torch.tensor([3]), 2.0), k, v))
-    with pytest.raises(ValueError, match="query_offset turns pairs of features and needs an even head_dim, got 5"):
+    with pytest.raises(ValueError, match="query_offset rotates pairs of features and needs an even head_dim, got 5"):
         build("local", query_offset=3)
 
 
@@ -297,7 +296,7 @@ def _() -> None:
     same(stepped, mechanism(q, k, v, causal=True)[:, :1])
     with pytest.raises(ValueError, match="needs normalize"):
         build("linear", phantom=0.3, normalize="feature")
-    with pytest.raises(ValueError, match="Softmax features have no size"):
+    with pytest.raises(ValueError, match="Softmax features have no fixed scale"):
         build("linear", phantom=0.3, feature_map="softmax")
 
 
@@ -315,7 +314,7 @@ def _() -> None:
     same(out, split(q, k[:, :, :1].expand_as(k), v[:, :, :1].expand_as(v), causal=True))
 
 
-@pytest.mark.parametrize("name", list(mechanisms()))
+@pytest.mark.parametrize("name", list(list_mechanisms()))
 def test_grouped_heads_and_value_width(name: str) -> None:
     """num_kv_heads and value_dim belong to every mechanism: a shared key head is that head repeated."""
     options: dict = {
@@ -332,3 +331,6 @@ def test_grouped_heads_and_value_width(name: str) -> None:
         out = grouped(q, k, v, causal=causal)
         assert out.shape == (B, T, 6, E)
         same(out, full(q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2), causal=causal))
+
+
+test_option = option_test(__name__)

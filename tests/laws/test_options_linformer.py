@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,22 +15,16 @@ from option_cases import (
     T,
     build,
     check_dropout,
-    check_option,
     checks,
     differ,
-    each_option,
     inputs,
+    option_test,
     same,
     softmax_attention,
 )
 from torch import Tensor, nn
 
 from longspan import Projection, build_mechanism
-
-
-@each_option(Path(__file__).stem)
-def test_option(name: str, option: str) -> None:
-    check_option(name, option)
 
 
 def linformer(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -> Tensor:
@@ -201,3 +194,6 @@ def test_projected_keys_keep_their_size() -> None:
     for length in (64, 4096):
         compressed = Projection(32, length).compress(torch.randn(1, length, 1, 16))
         assert 0.8 < compressed.std() < 1.2
+
+
+test_option = option_test(__name__)

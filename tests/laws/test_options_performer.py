@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +15,11 @@ from option_cases import (
     T,
     build,
     by_weights,
-    check_option,
     checks,
     differ,
-    each_option,
     inputs,
     kernel_attention,
+    option_test,
     same,
     scores,
     softmax_attention,
@@ -31,11 +29,6 @@ from torch import Tensor
 from longspan import AttentionConfig, ModelConfig, Transformer, build_mechanism
 from longspan.mechanisms.feature_maps import ACTIVATIONS
 from longspan.mechanisms.performer import random_feature_mechanisms
-
-
-@each_option(Path(__file__).stem)
-def test_option(name: str, option: str) -> None:
-    check_option(name, option)
 
 
 def favor(x: Tensor, w: Tensor) -> Tensor:
@@ -252,3 +245,6 @@ def test_a_model_counts_the_forwards_of_every_part() -> None:
     assert [m.counts.tolist() for m in random_feature_mechanisms(model)] == [[1, 0], [1, 0]]
     model.eval()(torch.randn(1, 3, 8))
     assert [m.draw for m in random_feature_mechanisms(model)] == [1, 1]
+
+
+test_option = option_test(__name__)

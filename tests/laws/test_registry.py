@@ -1,4 +1,4 @@
-"""The registry: what exists, what wrong names are answered with, and a seventh mechanism in one file and one line."""
+"""The registry: names, errors for wrong ones, plug-ins, and a mechanism of one class and one line."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import longspan
-from longspan import FeatureMap, Mechanism, Packing, build_mechanism, mechanisms, register_mechanism
+from longspan import AttentionConfig, FeatureMap, Mechanism, build_mechanism, list_mechanisms, register_mechanism
+from longspan import mechanisms as registry
 from longspan.mechanisms import _REGISTRY, mechanism_options
 from longspan.mechanisms.linear import LinearAttention
+from longspan.testing import check_mechanism
 
 B, T, H, D, E = 2, 17, 3, 5, 7
-SIX = ["softmax", "local", "linear", "performer", "linformer", "split"]
+BUILT_IN = list(_REGISTRY)
 
 
 @pytest.fixture(autouse=True)
@@ -31,20 +33,19 @@ def split_of(*names: str) -> Mechanism:
     return build_mechanism("split", len(names), D, parts=[{"mechanism": name, "num_heads": 1} for name in names])
 
 
-def test_the_six() -> None:
-    assert list(mechanisms()) == SIX
-    for name, cls in mechanisms().items():
+def test_every_mechanism_has_its_file() -> None:
+    for name, cls in list_mechanisms().items():
         assert issubclass(cls, Mechanism)
         assert cls.__module__ == f"longspan.mechanisms.{name}", "one file each, named after it"
 
 
-def test_mechanisms_gives_a_copy() -> None:
-    mechanisms().clear()
-    assert list(mechanisms()) == SIX
+def test_list_mechanisms_returns_a_copy() -> None:
+    list_mechanisms().clear()
+    assert list(list_mechanisms()) == BUILT_IN
 
 
 def test_flags() -> None:
-    built = {name: build_mechanism(name, H, D) for name in SIX if name != "split"}
+    built = {name: build_mechanism(name, H, D) for name in BUILT_IN if name != "split"}
     assert all(mechanism.supports_causal for mechanism in built.values())
     assert [name for name, mechanism in built.items() if not mechanism.supports_cross] == ["local"]
     assert split_of("linear", "performer", "softmax").supports_cross
@@ -83,7 +84,7 @@ def test_a_split_inside_a_split() -> None:
     [("preformer", "performer"), ("lineer", "linear"), ("Softmax", "softmax"), ("linforme", "linformer")],
 )
 def test_wrong_name(given: str, meant: str) -> None:
-    says = f"unknown mechanism {given!r}; there is {', '.join(SIX)} (did you mean {meant!r}?)"
+    says = f"unknown mechanism {given!r}; there is {', '.join(BUILT_IN)} (did you mean {meant!r}?)"
     with pytest.raises(ValueError, match=re.escape(says)):
         build_mechanism(given, H, D)
     with pytest.raises(ValueError, match=re.escape(says)):
@@ -145,7 +146,7 @@ def test_wrong_choice(name: str, options: dict, says: str) -> None:
 def test_options_and_their_defaults() -> None:
     assert mechanism_options("softmax") == {"scale": None, "dropout": 0.0}
     assert mechanism_options("local")["window"] == 256
-    for name in SIX:
+    for name in BUILT_IN:
         assert not {"num_heads", "head_dim", "num_kv_heads", "value_dim", "self"} & set(mechanism_options(name))
 
 
@@ -155,67 +156,28 @@ def test_register_refuses() -> None:
     with pytest.raises(ValueError, match=r"got 'linear'"):
         register_mechanism("dense", "linear")
     with pytest.raises(ValueError, match=r"'linear' is LinearAttention already; choose another name"):
-        register_mechanism("linear", mechanisms()["softmax"])
-    assert list(mechanisms()) == SIX
+        register_mechanism("linear", list_mechanisms()["softmax"])
+    assert list(list_mechanisms()) == BUILT_IN
 
 
 def test_registering_twice_is_harmless() -> None:
-    register_mechanism("linear", mechanisms()["linear"])
-    assert list(mechanisms()) == SIX
-
-
-def check_laws(name: str, **options: object) -> None:
-    """The laws that a mechanism without dropout and randomness must keep, in float64."""
-    mechanism = build_mechanism(name, 2 * H, D, num_kv_heads=H, value_dim=E, **options).double().eval()
-    q, k, v = (torch.randn(B, T, *size, dtype=torch.float64) for size in ((2 * H, D), (H, D), (H, E)))
-    out = mechanism(q, k, v, causal=True)
-    assert out.shape == (B, T, 2 * H, E)
-
-    def same(a: Tensor, b: Tensor) -> None:
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
-
-    state = mechanism.new_state(B, max_length=T, dtype=torch.float64)
-    for t in range(T):
-        x, state = mechanism.step(state, *(y[:, t : t + 1] for y in (q, k, v)))
-        same(x, out[:, t : t + 1])
-    first, state = mechanism.extend(mechanism.new_state(B, dtype=torch.float64), q[:, :6], k[:, :6], v[:, :6])
-    same(first, out[:, :6])
-    same(mechanism(q[:, 6:], k[:, 6:], v[:, 6:], causal=True, past=state), out[:, 6:])
-
-    future = v.clone()
-    future[:, 9:] += 1
-    assert torch.equal(mechanism(q, k, future, causal=True)[:, :9], out[:, :9])
-
-    written = mechanism.write(mechanism.new_state(B, dtype=torch.float64), k, v)
-    same(mechanism.read(written, q), mechanism(q, k, v))
-    same(mechanism.read(written.select([1, 0, 1]), q[[1, 0, 1]]), mechanism(q, k, v)[[1, 0, 1]])
-
-    mask = torch.arange(T) < torch.tensor([[T], [11]])
-    hidden = [x.masked_fill(~mask[:, :, None, None], float("nan")) for x in (k, v)]
-    same(mechanism(q, *hidden, key_mask=mask)[1:, :11], mechanism(q[1:, :11], k[1:, :11], v[1:, :11]))
-    same(mechanism(q, *hidden, key_mask=mask, causal=True)[1:, :11], out[1:, :11])
-
-    rows = [torch.cat([x[0], x[1, :11]])[None] for x in (q, k, v)]
-    packed = mechanism(*rows, causal=True, packing=Packing.from_lengths([T, 11]))
-    same(packed[0], torch.cat([out[0], out[1, :11]]))
-
-    nothing = mechanism(q, k, v, key_mask=torch.zeros(B, T, dtype=torch.bool))
-    assert (nothing == 0).all()
+    register_mechanism("linear", list_mechanisms()["linear"])
+    assert list(list_mechanisms()) == BUILT_IN
 
 
 @pytest.mark.parametrize("name", ["softmax", "linear", "performer"])
-def test_these_laws_hold_for_built_in_mechanisms(name: str) -> None:
-    check_laws(name)
+def test_built_in_mechanisms_obey_the_laws(name: str) -> None:
+    check_mechanism(list_mechanisms()[name])
 
 
-def test_the_seventh_mechanism_of_contributing() -> None:
-    """The very block that CONTRIBUTING shows: one file, one line, and the laws run."""
-    text = (Path(longspan.__file__).parents[1] / "CONTRIBUTING.md").read_text()
-    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert block.rstrip().endswith('register_mechanism("mean", MeanAttention)')
-    exec(compile(block, "CONTRIBUTING.md", "exec", dont_inherit=True), {"__name__": "contributing"})
-    assert list(mechanisms()) == [*SIX, "mean"]
-    check_laws("mean")
+def test_the_mechanism_of_the_guide() -> None:
+    """The block of docs/extending.md: one class, one line, and the laws hold."""
+    text = (Path(longspan.__file__).parents[1] / "docs" / "extending.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (block,) = [block for block in blocks if block.rstrip().endswith('register_mechanism("mean", MeanAttention)')]
+    exec(compile(block, "extending.md", "exec", dont_inherit=True), {"__name__": "extending"})
+    assert list(list_mechanisms()) == [*BUILT_IN, "mean"]
+    check_mechanism(list_mechanisms()["mean"])
     mean = build_mechanism("mean", 1, D).double()
     x = torch.randn(1, T, 1, D, dtype=torch.float64)
     torch.testing.assert_close(mean(x, x, x), x.mean(1, keepdim=True).expand_as(x))
@@ -224,12 +186,8 @@ def test_the_seventh_mechanism_of_contributing() -> None:
     with pytest.raises(ValueError, match=r"there is softmax, .*, mean \(did you mean 'mean'\?\)"):
         build_mechanism("meen", 1, D)
     parts = [{"mechanism": "mean", "num_heads": 2}, {"mechanism": "linear", "num_heads": 1}]
-    assert build_mechanism("split", H, D, parts=parts)(*[torch.randn(B, T, H, D)] * 3, causal=True).shape == (
-        B,
-        T,
-        H,
-        D,
-    )
+    split = build_mechanism("split", H, D, parts=parts)
+    assert split(*[torch.randn(B, T, H, D)] * 3, causal=True).shape == (B, T, H, D)
 
 
 class Squares(FeatureMap):
@@ -262,4 +220,52 @@ class SquaresAttention(LinearAttention):
 def test_a_mechanism_made_from_another() -> None:
     register_mechanism("squares", SquaresAttention)
     assert mechanism_options("squares") == {"output_scale": 1.0}
-    check_laws("squares", output_scale=0.5)
+    check_mechanism(lambda: SquaresAttention(6, D, num_kv_heads=3, value_dim=E, output_scale=0.5))
+
+
+class _Point:
+    """An entry point."""
+
+    def __init__(self, name: str, value: object) -> None:
+        self.name, self.value = name, f"package:{value}"
+        self._loaded = value
+
+    def load(self) -> object:
+        if isinstance(self._loaded, Exception):
+            raise self._loaded
+        return self._loaded
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[_Point]]:
+    points: list[_Point] = []
+    monkeypatch.setattr(registry, "entry_points", lambda *, group: points if group == "longspan.mechanisms" else [])
+    registry._plugins.cache_clear()
+    yield points
+    registry._plugins.cache_clear()
+
+
+def test_a_plug_in_is_loaded_when_its_name_is_used(plugins: list[_Point]) -> None:
+    plugins.append(_Point("squares", SquaresAttention))
+    assert "squares" not in _REGISTRY
+    assert isinstance(build_mechanism("squares", 1, D), SquaresAttention)
+    assert list(list_mechanisms()) == [*BUILT_IN, "squares"]
+    assert AttentionConfig(mechanism="squares").mechanism == "squares"
+    with pytest.raises(ValueError, match=r"unknown mechanism 'square'; there is .*, squares \(did you mean 'squares'"):
+        build_mechanism("square", 1, D)
+
+
+def test_a_broken_plug_in_is_named(plugins: list[_Point]) -> None:
+    plugins += [_Point("broken", ImportError("no module named x")), _Point("odd", nn.Linear)]
+    with pytest.raises(ImportError, match=r"the plug-in package:.* for mechanism 'broken' cannot be loaded: no module"):
+        build_mechanism("broken", 1, D)
+    with pytest.raises(ImportError, match=r"'odd' cannot be loaded: a mechanism is a subclass of longspan.Mechanism"):
+        build_mechanism("odd", 1, D)
+    with pytest.warns(UserWarning, match="cannot be loaded"):
+        assert list(list_mechanisms()) == BUILT_IN
+
+
+def test_a_plug_in_cannot_take_a_built_in_name(plugins: list[_Point]) -> None:
+    plugins.append(_Point("linear", SquaresAttention))
+    with pytest.warns(UserWarning, match=r"is ignored: 'linear' is a built-in mechanism"):
+        assert list_mechanisms()["linear"] is LinearAttention

@@ -14,16 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from longspan import Mechanism, Packing, State, build_mechanism
+from longspan import Mechanism, Packing, State, build_mechanism, list_mechanisms
 from longspan.ops.linear import FLOOR
 
 B, T, H, D, E = 2, 17, 3, 5, 7
 
 OPTIONS: dict[str, dict] = {
-    "softmax": {},
     "local": {"window": 4},
-    "linear": {},
-    "performer": {},
     "linformer": {"rank": 3, "max_length": 41},
     "split": {
         "parts": [
@@ -32,14 +29,14 @@ OPTIONS: dict[str, dict] = {
         ]
     },
 }
-ALL = pytest.mark.parametrize("name", OPTIONS)
+ALL = pytest.mark.parametrize("name", list_mechanisms())
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 MASK = torch.arange(T) < torch.tensor([[T], [11]])
 PACKING = Packing.from_lengths([6, 1, 10])
 
 
 def build(name: str, **options: object) -> Mechanism:
-    return build_mechanism(name, H, D, value_dim=E, **(OPTIONS[name] | options)).eval()
+    return build_mechanism(name, H, D, value_dim=E, **(OPTIONS.get(name, {}) | options)).eval()
 
 
 def inputs(batch: int = B, length: int = T, dtype: torch.dtype = torch.float32, grad: bool = False) -> list[Tensor]:
@@ -327,7 +324,7 @@ def test_functional_call(name: str, causal: bool) -> None:
 
 
 # The causal operator of the other mechanisms has a derivative for autograd, and none for torch.func.
-FUNC = [(name, False) for name in OPTIONS] + [("softmax", True), ("local", True)]
+FUNC = [(name, False) for name in list_mechanisms()] + [("softmax", True), ("local", True)]
 
 
 @pytest.mark.parametrize(("name", "causal"), FUNC)

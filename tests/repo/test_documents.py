@@ -9,14 +9,19 @@ from pathlib import Path
 
 import pytest
 
+<<<<<<< HEAD
 from longspan.cli import COMMANDS, main
-from longspan.mechanisms import mechanism_options, mechanisms
+from longspan.mechanisms import list_mechanisms, mechanism_options
+=======
+from longspan.cli import app
+from longspan.mechanisms import list_mechanisms, mechanism_options
+>>>>>>> 8fd319d (List mechanisms by list_mechanisms and find plug-ins by entry points)
 
 DOCS = Path(__file__).parents[2] / "docs"
 SHAPE = {"num_kv_heads", "value_dim"}  # of every mechanism
 
 
-@pytest.mark.parametrize("name", sorted(mechanisms()))
+@pytest.mark.parametrize("name", sorted(list_mechanisms()))
 def test_a_mechanism_s_page_names_its_options_and_no_others(name):
     text = (DOCS / "mechanisms" / f"{name}.md").read_text()
     rows = re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE)

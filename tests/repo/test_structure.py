@@ -46,7 +46,7 @@ def test_using_longspan_does_not_load_the_compiler() -> None:
 
 @pytest.mark.parametrize("first", ["longspan", "longspan.mechanisms", "longspan.mechanisms.linear"])
 def test_the_list_of_mechanisms_and_its_package_share_a_name(first: str) -> None:
-    code = f"import {first}, longspan; print('linear' in longspan.mechanisms(), longspan.build_mechanism.__name__)"
+    code = f"import {first}, longspan; print('linear' in longspan.list_mechanisms(), longspan.build_mechanism.__name__)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["True", "build_mechanism"]
 

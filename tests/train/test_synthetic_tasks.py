@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from training import longspan
 
-from longspan import mechanisms
+from longspan import list_mechanisms
 from longspan.models.config import ModelConfig
 from longspan.train.synthetic.evaluation import (
     DEPTHS,
@@ -226,7 +226,7 @@ def test_default_windows_do_not_reach_the_source_of_a_copy() -> None:
         assert config.depth * (window - 1) + 2 * config.depth < length // 2
 
 
-@pytest.mark.parametrize("name", mechanisms())
+@pytest.mark.parametrize("name", list_mechanisms())
 @pytest.mark.parametrize("task", TASKS)
 def test_every_mechanism_runs_on_every_task(task: str, name: str) -> None:
     made = TASKS[task](SHORT[task])

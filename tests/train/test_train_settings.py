@@ -12,10 +12,15 @@ from typing import Any
 import pytest
 from training import SMALL, arguments, curve, longspan, metrics, trained, write_corpus
 
+<<<<<<< HEAD
 from longspan.cli.arguments import flags as flags_of
 from longspan.cli.train import REPEATED, TrainFlags, read_settings
 from longspan.mechanisms import mechanisms
 from longspan.models.config import AttentionConfig, ModelConfig
+=======
+from longspan.mechanisms import list_mechanisms
+from longspan.models.config import ModelConfig
+>>>>>>> 8fd319d (List mechanisms by list_mechanisms and find plug-ins by entry points)
 from longspan.models.transformer import LanguageModel
 from longspan.train.config import Settings, TrainConfig, described, differences, resolve
 from longspan.train.presets import PRESETS
@@ -68,7 +73,7 @@ def test_the_small_preset_has_the_size_of_the_measurements() -> None:
     assert 18e6 < number < 20e6
 
 
-@pytest.mark.parametrize("name", mechanisms())
+@pytest.mark.parametrize("name", list_mechanisms())
 def test_a_mechanism_is_known_by_its_name(name: str) -> None:
     _, model = resolved(preset="tiny", mechanism=name, context="64")
     spec = model.attention.mechanism

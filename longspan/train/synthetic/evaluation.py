@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 from longspan import __version__
-from longspan.mechanisms import mechanisms
+from longspan.mechanisms import list_mechanisms
 from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.ops.loss import IGNORE_INDEX
@@ -227,7 +227,7 @@ def run_trials(
         ValueError: A name is unknown or the device is not available.
     """
     chosen = [choose("task", name, TASKS) for name in dict.fromkeys(tasks)]
-    known = mechanisms()
+    known = list_mechanisms()
     tried = [choose("mechanism", name, known) for name in dict.fromkeys(known if names is None else names)]
     made = [TASKS[name](length or TASKS[name].default_length) for name in chosen]
     for flag, given, allowed in (("--task", made, TASKS), ("--mechanisms", tried, known)):
