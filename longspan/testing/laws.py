@@ -50,8 +50,8 @@ def check_mechanism(
     """Check that a mechanism obeys the laws, in float64 to 1e-9.
 
     Args:
-        factory: The class, or a function that returns a new mechanism with options of its own. The class is built with 6
-            heads of 5 features, 2 key/value heads, and values of 7 features.
+        factory: The class, or a function that returns a new mechanism. The class is built with 6 heads of 5 features, 2
+            key/value heads, and values of 7 features.
         reference: The definition, ``reference(q, k, v[, gates], causal=...)`` in plain PyTorch: outputs and gradients
             are compared with it. Without one gradients are compared with finite differences.
         seed: Of the weights and inputs; the global random state is left as it was.
