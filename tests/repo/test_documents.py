@@ -9,13 +9,8 @@ from pathlib import Path
 
 import pytest
 
-<<<<<<< HEAD
 from longspan.cli import COMMANDS, main
 from longspan.mechanisms import list_mechanisms, mechanism_options
-=======
-from longspan.cli import app
-from longspan.mechanisms import list_mechanisms, mechanism_options
->>>>>>> 8fd319d (List mechanisms by list_mechanisms and find plug-ins by entry points)
 
 DOCS = Path(__file__).parents[2] / "docs"
 SHAPE = {"num_kv_heads", "value_dim"}  # of every mechanism

@@ -12,15 +12,10 @@ from typing import Any
 import pytest
 from training import SMALL, arguments, curve, longspan, metrics, trained, write_corpus
 
-<<<<<<< HEAD
 from longspan.cli.arguments import flags as flags_of
 from longspan.cli.train import REPEATED, TrainFlags, read_settings
-from longspan.mechanisms import mechanisms
-from longspan.models.config import AttentionConfig, ModelConfig
-=======
 from longspan.mechanisms import list_mechanisms
-from longspan.models.config import ModelConfig
->>>>>>> 8fd319d (List mechanisms by list_mechanisms and find plug-ins by entry points)
+from longspan.models.config import AttentionConfig, ModelConfig
 from longspan.models.transformer import LanguageModel
 from longspan.train.config import Settings, TrainConfig, described, differences, resolve
 from longspan.train.presets import PRESETS
