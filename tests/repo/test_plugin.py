@@ -39,7 +39,8 @@ model = LongspanForCausalLM(LongspanConfig(config)).eval()
 model.save_pretrained(folder / "hf")
 again = LongspanForCausalLM.from_pretrained(folder / "hf").eval()
 prompt = torch.tensor([[1, 2, 3], [0, 4, 5]])
-how = {"attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]), "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+how = {"attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]), "max_new_tokens": 5}
+how |= {"do_sample": False, "pad_token_id": 0}
 assert torch.equal(model.generate(prompt, **how), again.generate(prompt, **how))
 
 # The command line: train, with the laws of a language model checked on the checkpoint, and generate.
