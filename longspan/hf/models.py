@@ -28,6 +28,7 @@ from longspan.layout import Packing
 from longspan.models.checkpoint import CONFIG, describe, digests
 from longspan.models.residual import Stack
 from longspan.models.transformer import Classifier, EncoderDecoder, LanguageModel
+from longspan.utils import write_atomically
 
 
 class LongspanPreTrainedModel(PreTrainedModel):
@@ -92,7 +93,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
             path = Path(save_directory) / CONFIG
             config = json.loads(path.read_text(encoding="utf-8"))
             config |= describe(self.model) | {"sha256": digests(path.parent)}
-            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            write_atomically(path, json.dumps(config, indent=2) + "\n")
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding."""
@@ -114,10 +115,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
         self.gradient_checkpointing = enable
         for module in self.modules():
             if isinstance(module, Stack) and module.execution in ("keep", "recompute"):
-                module.execution = "recompute" if enable else self._execution()
-
-    def _execution(self) -> str:
-        return self.config.model.execution
+                module.execution = "recompute" if enable else self.config.model.execution
 
     def _extend(
         self, model: LanguageModel, input_ids: Tensor, mask: Tensor | None, cache: StateCache | None, **context: Any
@@ -160,10 +158,8 @@ class LongspanPreTrainedModel(PreTrainedModel):
         """Return transformers' loss of this kind of model, None without labels."""
         if labels is None:
             return None
-        vocab_size = self.config.vocab_size
-        return self.loss_function(
-            logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=num_items_in_batch
-        )
+        shared = {"vocab_size": self.config.vocab_size, "num_items_in_batch": num_items_in_batch}
+        return self.loss_function(logits=logits, labels=labels, **shared)
 
 
 class LongspanModel(LongspanPreTrainedModel):
@@ -186,6 +182,18 @@ class LongspanModel(LongspanPreTrainedModel):
         use_cache: bool | None = None,
         **given: Any,
     ) -> Any:
+        """Compute the last layer's hidden states (B, T, dim).
+
+        Args:
+            input_ids: (B, T).
+            attention_mask: (B, T), 0 for padding.
+            past_key_values: The cache that this model returned for the tokens before.
+            use_cache: Whether to return a cache.
+            **given: As in `LongspanForCausalLM.forward`.
+
+        Returns:
+            A `BaseModelOutputWithPast`, or a tuple with return_dict=False.
+        """
         hidden, cache = self._hidden(input_ids, attention_mask, past_key_values, use_cache, **given)
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
 
