@@ -205,6 +205,21 @@ def test_labels_of_minus_100_are_ignored_and_items_counted():
     assert model(x, logits_to_keep=1).logits.shape == (2, 1, 256)
 
 
+def test_outputs_are_tuples_on_request():
+    x = tokens(2, 9)
+    masked = LongspanForMaskedLM(LongspanConfig(config("linear", causal=False))).eval()
+    model, pair = causal(), LongspanForSeq2SeqLM(both()).eval()
+    source = tokens(2, 7, high=29)
+    calls = [(model, {"input_ids": x}), (masked, {"input_ids": x}), (pair, {"input_ids": source, "labels": source})]
+    for one, given in calls:
+        wanted, found = one(**given), one(**given, return_dict=False)
+        assert type(found) is tuple
+        assert torch.equal(found[1 if "labels" in given else 0], wanted.logits)
+    model.config.return_dict = False
+    assert type(model(x)) is tuple
+    assert torch.equal(model(x, return_dict=True).logits, model(x)[0])
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_trainer_trains(tmp_path, recompute):
     torch.manual_seed(0)
