@@ -8,11 +8,11 @@ import json
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -73,16 +73,14 @@ def check_at_least(minimum: int, **values: int | None) -> None:
 
 def convert(text: str, kind: Any) -> Any:
     """Return the value of type `kind` that a text stands for; lists are separated by commas, mappings are JSON."""
-    options = sorted(_options(kind), key=lambda option: _ORDER.index(_category(option)))
-    errors = []
-    for option in options:
+    readers = [_reader(option) for option in _options(kind)]
+    for reader in sorted(readers, key=lambda reader: reader.order):
         try:
-            return _convert(text, option)
-        except ValueError as error:
-            errors.append(str(error))
-    if len(errors) == 1:
-        raise ValueError(errors[0])
-    raise ValueError(f"must be {' or '.join(map(_expected, _options(kind)))}, got {text!r}")
+            return reader.read(text)
+        except (KeyError, ValueError) as error:
+            if len(readers) == 1 and reader.explains:
+                raise ValueError(str(error)) from None
+    raise ValueError(f"must be {' or '.join(reader.expected for reader in readers)}, got {text!r}")
 
 
 def to_text(value: Any) -> str:
@@ -94,50 +92,49 @@ def to_text(value: Any) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-# Categories of types in the order in which they are tried: any text is a name.
-_ORDER = ("none", "mapping", "bool", "choice", "number", "list", "name")
+class _Reader(NamedTuple):
+    """How values of a type are read.
+
+    order: In a union, lower ones are tried first. explains: The errors of `read` are complete.
+    """
+
+    order: int
+    metavar: str
+    expected: str
+    read: Callable[[str], Any]
+    explains: bool = False
 
 
-def _category(kind: Any) -> str:
-    origin = typing.get_origin(kind) or kind
+_READERS: dict[Any, _Reader] = {
+    type(None): _Reader(0, "", "none", lambda text: {"none": None}[text.lower()]),
+    bool: _Reader(2, "BOOL", "true or false", lambda text: BOOLEANS[text.lower()]),
+    int: _Reader(3, "INT", "an integer", int),
+    float: _Reader(3, "FLOAT", "a number", float),
+    str: _Reader(5, "STR", "text", str),
+    Path: _Reader(5, "PATH", "a path", Path),
+}
+
+
+def _reader(kind: Any) -> _Reader:
+    origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin is typing.Literal:
-        return "choice"
+        names = ", ".join(arguments)
+        return _Reader(2, "{" + ",".join(arguments) + "}", names, lambda x: choose("value", x, arguments), True)
     if origin in (tuple, Sequence):
-        return "list"
+        metavar = f"{_metavar(arguments[0])},..."
+        return _Reader(4, metavar, "a list such as 1,2", lambda x: _read_list(x, arguments[0], origin is tuple), True)
     if origin is Mapping or dataclasses.is_dataclass(origin):
-        return "mapping"
-    return {type(None): "none", bool: "bool", int: "number", float: "number"}.get(origin, "name")
+        return _Reader(1, "JSON", "JSON such as {...}", json.loads)
+    return _READERS[origin]
 
 
-def _convert(text: str, kind: Any) -> Any:
-    category = _category(kind)
-    if category == "choice":
-        return choose("value", text, typing.get_args(kind))
-    if category == "list" and not text.startswith("["):
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        # A single name is not a list where both are allowed.
-        if typing.get_origin(kind) is tuple or len(parts) > 1:
-            return tuple(convert(part, typing.get_args(kind)[0]) for part in parts)
-    try:
-        if category in ("list", "mapping"):
-            return json.loads(text)
-        if category in ("none", "bool"):
-            return ({"none": None} if category == "none" else BOOLEANS)[text.lower()]
-        return kind(text)
-    except (KeyError, ValueError):
-        raise ValueError(f"must be {_expected(kind)}, got {text!r}") from None
-
-
-def _expected(kind: Any) -> str:
-    return {
-        "none": "none",
-        "mapping": "JSON such as {...}",
-        "bool": "true or false",
-        "choice": ", ".join(map(str, typing.get_args(kind))),
-        "number": "an integer" if kind is int else "a number",
-        "list": "a list such as 1,2",
-        "name": "a name",
-    }[_category(kind)]
+def _read_list(text: str, kind: Any, may_be_one: bool) -> Any:
+    if text.startswith("["):
+        return json.loads(text)
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if len(parts) == 1 and not may_be_one:
+        raise ValueError(f"{text!r} is not a list")
+    return tuple(convert(part, kind) for part in parts)
 
 
 def _options(kind: Any) -> Sequence[Any]:
@@ -146,29 +143,21 @@ def _options(kind: Any) -> Sequence[Any]:
 
 def _metavar(kind: Any) -> str:
     """The placeholder of a value in the help."""
-    found = []
-    for option in _options(kind):
-        category = _category(option)
-        if category == "choice":
-            found.append("{" + ",".join(typing.get_args(option)) + "}")
-        elif category == "number":
-            found.append("INT" if option is int else "FLOAT")
-        elif category == "list":
-            inner = _metavar(typing.get_args(option)[0])
-            found.append(f"{inner},..." if "|" not in inner else "LIST")
-        elif category != "none":
-            found.append({"mapping": "JSON", "bool": "BOOL"}.get(category, "PATH" if option is Path else "STR"))
-    return "|".join(dict.fromkeys(found))
+    return "|".join(dict.fromkeys(filter(None, (_reader(option).metavar for option in _options(kind)))))
 
 
 def _rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """Values of all types but dataclasses and repeated flags are read by `convert`."""
     several = {tyro.conf.UseAppendAction, tyro.conf.Positional} & info.markers
-    if dataclasses.is_dataclass(info.type) or (several and _category(info.type) == "list"):
+    if dataclasses.is_dataclass(info.type) or (several and typing.get_origin(info.type) is tuple):
+        return None
+    try:
+        metavar = _metavar(info.type)
+    except KeyError:  # tyro also asks about what is not a type of values.
         return None
     return PrimitiveConstructorSpec(
         nargs=1,
-        metavar=_metavar(info.type),
+        metavar=metavar,
         instance_from_str=lambda words: convert(words[0], info.type),
         is_instance=lambda value: True,
         str_from_instance=lambda value: [to_text(value)],

@@ -31,9 +31,9 @@ class EvalFlags:
     """Approximate number of tokens to evaluate: 1048576 by default."""
     extensions: tuple[str, ...] = ()
     """Extensions to read in folders, such as .py,.md."""
-    task: tuple[str, ...] = ()
+    task: tuple[str, ...] | None = None
     """Synthetic tasks instead of a model and data: copy, mqar, needle, listops."""
-    mechanisms: tuple[str, ...] = ()
+    mechanisms: tuple[str, ...] | None = None
     """Mechanisms to train on the tasks, such as linear,local; all by default."""
     length: int | None = None
     """Sequence length of the tasks: 256 by default, 2000 for listops."""
@@ -55,12 +55,13 @@ class EvalFlags:
 def main(argv: Sequence[str]) -> None:
     """Run the command."""
     flags = parse(EvalFlags, argv, "eval")
-    if flags.task:
-        reason = "for a saved model; --task trains models of its own: leave it out"
+    if flags.task is not None:
+        reason = "for evaluating a saved model; --task trains models of its own: leave it out"
         _refuse(flags, ("model", "data", "context", "max_tokens", "extensions"), reason)
-        _run_tasks(flags)
+        _run_tasks(flags, flags.task)
         return
-    _refuse(flags, ("mechanisms", "length", "steps", "seed"), "for synthetic tasks: give --task too, or leave it out")
+    reason = "for training on a synthetic task: give --task too, or leave it out"
+    _refuse(flags, ("mechanisms", "length", "steps", "seed"), reason)
     if flags.model is None or not flags.data:
         raise ValueError("give --model and --data to evaluate a saved model, or --task to compare mechanisms on a task")
     from longspan.train.evaluation import evaluate_checkpoint, print_evaluation, write_evaluation
@@ -80,12 +81,12 @@ def main(argv: Sequence[str]) -> None:
             print(f"written: {path}", file=sys.stderr)
 
 
-def _run_tasks(flags: EvalFlags) -> None:
+def _run_tasks(flags: EvalFlags, tasks: tuple[str, ...]) -> None:
     from longspan.train.synthetic.evaluation import TrialConfig, print_trials, run_trials
 
     given = {"steps": flags.steps, "batch_size": flags.batch_size, "seed": flags.seed}
     trial = TrialConfig(**{name: value for name, value in given.items() if value is not None})
-    print_trials(run_trials(flags.task, flags.mechanisms or None, flags.length, trial, flags.out, flags.device))
+    print_trials(run_trials(tasks, flags.mechanisms, flags.length, trial, flags.out, flags.device))
 
 
 def _refuse(flags: EvalFlags, names: Sequence[str], reason: str) -> None:

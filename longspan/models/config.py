@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from longspan.mechanisms import find_mechanism
 from longspan.utils import choose, nearest
@@ -96,7 +96,7 @@ class FeedForwardConfig:
     def __post_init__(self) -> None:
         _check_positive(self, "hidden")
         _check_fraction(self, "dropout")
-        choose("activation", self.activation, get_args(Activation))
+        check_choices(self)
         if self.mult <= 0:
             raise ValueError(f"mult must be positive, got {self.mult}")
         if self.chunks < 1:
@@ -199,13 +199,9 @@ class ModelConfig:
         _freeze(self, "axial_shape", "token_shift")
         _check_positive(self, "dim", "depth", "max_length", "num_streams", "vocab_size", "embed_dim", "num_classes")
         _check_fraction(self, "embed_dropout")
-        choose("norm", self.norm, get_args(Norm))
-        choose("norm_position", self.norm_position, get_args(NormPosition))
+        check_choices(self)
         if isinstance(self.final_norm, str):
             choose("final_norm", self.final_norm, get_args(Norm))
-        choose("residual", self.residual, get_args(Residual))
-        choose("execution", self.execution, get_args(Execution))
-        choose("positions", self.positions, get_args(Positions))
         self._check_positions()
         if self.causal and any(offset < 0 for offset in self.token_shift):
             raise ValueError(f"token_shift {self.token_shift} looks ahead; a causal model's offsets are 0 or more")
@@ -332,6 +328,17 @@ def _shrinking(attention: Mapping[str, Any], step: int, depth: int) -> list[Spec
 
 def _specs(mechanism: Spec | Sequence[Spec]) -> Sequence[Spec]:
     return [mechanism] if isinstance(mechanism, str | Mapping) else mechanism
+
+
+def check_choices(config: Any, label: Callable[[str], str] = str) -> None:
+    """Check the fields of a configuration that are Literals.
+
+    Raises:
+        ValueError: If a value is not allowed. `label` gives the name of a field in the message.
+    """
+    for name, kind in get_type_hints(type(config)).items():
+        if get_origin(kind) is Literal:
+            choose(label(name), getattr(config, name), get_args(kind))
 
 
 def _freeze(config: Any, *names: str) -> None:

@@ -7,11 +7,11 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from tyro.conf import UseAppendAction
 
-from longspan.models.config import AttentionConfig, ModelConfig
+from longspan.models.config import AttentionConfig, ModelConfig, check_choices
 from longspan.train.presets import PRESETS, Values, named_mechanism
 from longspan.utils import choose, nearest
 
@@ -108,10 +108,8 @@ class TrainConfig:
             raise ValueError("there is nothing to train on: give --data, a file, folder or glob")
         if not self.out:
             raise ValueError("give --out, the run's folder")
-        choices: dict[str, Any] = {"preset": PRESETS, "objective": get_args(Objective)}
-        choices |= {"precision": get_args(Precision), "device": get_args(Device), "bin_dtype": get_args(BinDtype)}
-        for name, allowed in (choices | dict.fromkeys(("packing", "compile"), get_args(Switch))).items():
-            choose(_flag(name), getattr(self, name), allowed)
+        choose("--preset", self.preset, PRESETS)
+        check_choices(self, _flag)
         for name in ("context", "batch_size", "accumulate", "log_every", "eval_every", "eval_tokens", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")

@@ -296,10 +296,13 @@ WRONG = {
     "no task": (["--task", ","], "--task is empty; use copy"),
     "a mechanism nobody knows": (["--task", "copy", "--mechanisms", "liner"], "did you mean 'linear'?"),
     "no mechanism": (["--task", "copy", "--mechanisms", ","], "--mechanisms is empty; use softmax"),
-    "a saved model": (["--task", "copy", "--model", "x", "--data", "y"], "--model, --data: for scoring a saved model"),
-    "a context": (["--task", "copy", "--context", "9"], "--context: for scoring a saved model"),
-    "tokens": (["--task", "copy", "--max-tokens", "9"], "--max-tokens: for scoring a saved model"),
-    "extensions": (["--task", "copy", "--extensions", ".py"], "--extensions: for scoring a saved model"),
+    "a saved model": (
+        ["--task", "copy", "--model", "x", "--data", "y"],
+        "--model, --data: for evaluating a saved model",
+    ),
+    "a context": (["--task", "copy", "--context", "9"], "--context: for evaluating a saved model"),
+    "tokens": (["--task", "copy", "--max-tokens", "9"], "--max-tokens: for evaluating a saved model"),
+    "extensions": (["--task", "copy", "--extensions", ".py"], "--extensions: for evaluating a saved model"),
     "too short": (["--task", "mqar", "--length", "9"], "--length 9 is too short for mqar: use at least 16"),
     "no such device": (["--task", "copy", "--device", "gpu"], "unknown device 'gpu'; there is cpu, cuda, mps"),
     "steps of no task": (["--model", "x", "--data", "y", "--steps", "9"], "--steps: for training on a synthetic task"),
@@ -307,7 +310,7 @@ WRONG = {
         ["--mechanisms", "linear", "--length", "9", "--seed", "0"],
         "--mechanisms, --length, --s",
     ),
-    "nothing": ([], "give --model and --data to score a saved model, or --task"),
+    "nothing": ([], "give --model and --data to evaluate a saved model, or --task"),
     "no data": (["--model", "x"], "give --model and --data"),
 }
 
