@@ -16,11 +16,7 @@ class FusedMap(FeatureMap):
     """A map that `ops.features` knows with its derivative, so that features are made chunk by chunk."""
 
     kind: ClassVar[str]
-
-    @property
-    def weight(self) -> Tensor | None:
-        """The projection (M, D), where there is one."""
-        return None
+    weight: Tensor | None = None  # the projection (M, D), where there is one
 
     def num_features(self, head_dim: int) -> int:
         return head_dim
@@ -104,7 +100,8 @@ class Favor(RandomFeatures, FusedMap):
         self.epsilon = epsilon
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The projection (M, D)."""
         return self.projection
 
     def query(self, q: Tensor) -> Tensor:

@@ -249,13 +249,13 @@ class LinearAttention(Mechanism):
         if not self._one_pass or self.phantom or q.shape[1] == 1:
             state = self._empty_state(q.shape[0], None, q.device, q.dtype)
             return self._extend(state, q, k, v, gates=None, lengths=lengths)[0]
-        return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments(sum_dtype(q))))
+        return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments(q)))
 
-    def _op_arguments(self, dtype: torch.dtype) -> dict[str, Any]:
+    def _op_arguments(self, like: Tensor) -> dict[str, Any]:
         """Return the options of `causal_linear`, the projection in the dtype of the sums."""
         phi = self.feature_map
         assert isinstance(phi, FusedMap)
-        weight = None if phi.weight is None else phi.weight.to(dtype)
+        weight = None if phi.weight is None else phi.weight.to(sum_dtype(like))
         return {"feature_map": phi.kind, "weight": weight, "normalize": self.normalize == "query"}
 
     def _extend(
@@ -267,7 +267,7 @@ class LinearAttention(Mechanism):
             return self._read(state, q), state
         phi = self.feature_map
         if self._one_pass:
-            out, sums = causal_linear(q, k, v, lengths=lengths, sums=state.sums, **self._op_arguments(state.kv.dtype))
+            out, sums = causal_linear(q, k, v, lengths=lengths, sums=state.sums, **self._op_arguments(state.kv))
             length = state.length + (k.shape[1] if lengths is None else lengths)
             return self._scaled(out), _updated(state, length, sums, None)
         visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]

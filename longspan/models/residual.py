@@ -478,8 +478,10 @@ class Stack(nn.Module):
     def _with_rotary(self, layout: TokenLayout, x: Tensor) -> TokenLayout:
         """Compute the cos and sin of rotary embedding once for all layers."""
         layers = [branch.layer for branch in self._branches() if branch.stride == 1]
-        kinds = {kind for layer in layers if isinstance(layer, Attention) for kind in layer.rotary_kinds}
-        return with_rotary(layout, sorted(kinds), _full_precision(x)) if kinds else layout
+        rotated = [layer for layer in layers if isinstance(layer, Attention) and len(layer.rotary)]
+        if not rotated:
+            return layout
+        return with_rotary(layout, sorted(set().union(*(layer.rotary_kinds for layer in rotated))), _full_precision(x))
 
     def _combine(self, streams: list[Tensor]) -> Tensor:
         total = streams[0] + streams[1]

@@ -198,7 +198,11 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Compute the last layer's vectors (B, T, dim), normalized; arguments as for `forward`."""
         _check_tokens(tokens)
-        layout = TokenLayout.of(tokens, causal=self.config.causal, key_mask=key_mask, packing=packing)
+        if key_mask is None and packing is None:
+            position = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            layout = TokenLayout(position, torch.full_like(position, tokens.shape[1] - 1))
+        else:
+            layout = TokenLayout.of(tokens, causal=self.config.causal, key_mask=key_mask, packing=packing)
         longest = tokens.shape[1] if packing is None else packing.max_length
         reach = None if self.positions is None else self.positions.reach
         if reach is not None and longest > reach and key_mask is not None:
