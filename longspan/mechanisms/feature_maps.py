@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from longspan.ops.linear.feature_maps import MAPS, favor_projection, orthogonal_rows
+from longspan.ops.linear.torch import MAPS, favor_projection
 from longspan.protocol import FeatureMap
 
 
@@ -154,3 +154,25 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": nn.functional.softplus,
     "exp": torch.exp,
 }
+
+
+def orthogonal_rows(number: int, dim: int, *, unit: bool, generator: torch.Generator | None = None) -> Tensor:
+    """Draw Gaussian directions that are orthogonal in blocks of `dim`.
+
+    Every element is exactly representable in bfloat16, so that bfloat16 products with it are exact. Directions and
+    norms are accurate to 2^−8, far below the variance of the draw.
+
+    Args:
+        number: Number of rows.
+        dim: Dimension of a row.
+        unit: Give every row the norm √dim (lower variance, slightly biased) instead of that of a Gaussian vector.
+        generator: Source of random numbers.
+
+    Returns:
+        (number, dim) in float32.
+    """
+    q, r = torch.linalg.qr(torch.randn(-(-number // dim), dim, dim, generator=generator))
+    # Without the signs of R the directions, and the estimate, would be biased.
+    rows = (q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]).mT.reshape(-1, dim)[:number]
+    norms = dim**0.5 if unit else torch.randn(number, dim, generator=generator).norm(dim=1, keepdim=True)
+    return (rows * norms).bfloat16().float()

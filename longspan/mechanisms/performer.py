@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.mechanisms.feature_maps import ACTIVATIONS, Favor, Generalized, RandomFeatures, Softmax
+from longspan.mechanisms.feature_maps import ACTIVATIONS, Favor, Generalized, RandomFeatures, Softmax, orthogonal_rows
 from longspan.mechanisms.linear import LinearAttention
-from longspan.ops.linear.feature_maps import orthogonal_rows
 from longspan.protocol import FeatureMap
 from longspan.utils import choose
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from kernel_cases import NAMES, Case, arguments, by_kernels, check, forward, kernel_problem
 
+from longspan.mechanisms.feature_maps import orthogonal_rows
 from longspan.ops.linear import LinearInputs, causal_linear, causal_linear_out, choose_algorithm
-from longspan.ops.linear.feature_maps import orthogonal_rows
 
 pytestmark = [
     pytest.mark.gpu,

@@ -180,7 +180,7 @@ def test_large_inputs(feature_map: str) -> None:
 def test_constants_are_those_of_eager_pytorch() -> None:
     from longspan.ops.common import feature_maps as maps
     from longspan.ops.common import tiles as blocks
-    from longspan.ops.linear import feature_maps as features
+    from longspan.ops.linear import torch as features
 
     assert blocks.FLOOR.value == linear.FLOOR
     assert maps.RELU_EPSILON.value == features.RELU_EPSILON
@@ -221,7 +221,7 @@ def test_reasons() -> None:
 
 
 def test_a_feature_map_that_the_kernels_do_not_know() -> None:
-    from longspan.ops.linear.feature_maps import MAPS
+    from longspan.ops.linear.torch import MAPS
 
     assert set(FEATURE_MAPS) == set(MAPS)
     q = torch.zeros(1, 4, 2, 8)

@@ -9,8 +9,8 @@ from kernel_cases import NAMES, Arguments, Case, arguments, backward, by_kernels
 from torch import Tensor
 
 from longspan import build_mechanism
+from longspan.mechanisms.feature_maps import orthogonal_rows
 from longspan.ops.linear import causal_linear
-from longspan.ops.linear.feature_maps import orthogonal_rows
 
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of exponentials in slots that are then masked
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from longspan.compat.layers import feed_forward_keys, inverse_frequencies
 from longspan.compat.performer_pytorch.options import PerformerLMOptions
 from longspan.compat.state_dict import KeyMapping, concatenate, constant, rename, rename_layer, reshape
-from longspan.mechanisms.feature_maps import Generalized, RandomFeatures
+from longspan.mechanisms.feature_maps import Generalized, RandomFeatures, orthogonal_rows
 from longspan.mechanisms.local import LocalAttention
 from longspan.mechanisms.performer import PerformerAttention
 from longspan.mechanisms.split import SplitAttention
@@ -19,7 +19,6 @@ from longspan.models.layers import Attention, FeedForward, ScaleNorm
 from longspan.models.positions import AxialPositions, LearnedPositions, SinusoidalPositions
 from longspan.models.residual import ResidualBranch
 from longspan.models.transformer import LanguageModel, Transformer
-from longspan.ops.linear.feature_maps import orthogonal_rows
 from longspan.protocol import Mechanism
 
 

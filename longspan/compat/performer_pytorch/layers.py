@@ -23,13 +23,13 @@ from longspan.compat.performer_pytorch.keys import (
 from longspan.compat.performer_pytorch.options import AttentionOptions, FastAttentionOptions
 from longspan.compat.performer_pytorch.projection_updater import performers
 from longspan.compat.state_dict import CompatModule, KeyMapping
+from longspan.mechanisms.feature_maps import orthogonal_rows
 from longspan.mechanisms.performer import PerformerAttention
 from longspan.mechanisms.split import SplitAttention
 from longspan.models.layers import Attention, mechanism_from
 from longspan.models.positions import Rotary, SinusoidalPositions
 from longspan.models.residual import ResidualBranch
 from longspan.models.transformer import Transformer
-from longspan.ops.linear.feature_maps import orthogonal_rows
 
 _POSITIONAL = (
     "dim causal heads dim_head local_heads local_window_size nb_features feature_redraw_interval generalized_attention "

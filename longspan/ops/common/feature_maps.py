@@ -11,7 +11,7 @@ import triton.language as tl
 
 from longspan.ops.common.exp import exact_exp, exp
 
-# As in longspan.ops.linear.feature_maps; a test compares them.
+# As in longspan.ops.linear.torch; a test compares them.
 RELU_EPSILON = tl.constexpr(1e-3)
 
 

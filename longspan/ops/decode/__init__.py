@@ -107,7 +107,7 @@ def linear_decode_step(
         k: Key (B, 1, Hkv, D).
         v: Value (B, 1, Hkv, E).
         state: kv (B, Hkv, M, E), z (B, Hkv, M) and their log scale (B, Hkv); updated in place.
-        feature_map: One of `ops.linear.feature_maps.MAPS`.
+        feature_map: One of `ops.linear.torch.MAPS`.
         weight: Projection of random features.
         normalize: "query", "feature" or "none".
         rotary: Rotary angles of the token.

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.ops.linear.feature_maps import MAPS
-from longspan.ops.linear.torch import is_zero, safe_divide
+from longspan.ops.linear.torch import MAPS, is_zero, safe_divide
 from longspan.ops.softmax import attend
 
 # The activations that the Triton kernel implements.

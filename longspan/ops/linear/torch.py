@@ -3,17 +3,19 @@
 Inside a chunk of C tokens all pairs are computed; between chunks only sums are passed. The sums S_n before chunk n of
 a group follow from those before the group and from each chunk's own in one product: S = P · (S₀, Δ₀, Δ₁, …) with P[n,
 m] = exp(s_m − s_n) for m ≤ n, s_n being the row reference at the chunk's start. The backward pass is the same with Pᵀ.
+
+The built-in feature maps and their derivatives are at the end. A key's features are f · exp(β), with f of order one and
+β the log scale; None means β ≡ 0. `weight` is the projection (M, D) of FAVOR+, None for maps without one.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-
-from longspan.ops.linear.feature_maps import MAPS
 
 if TYPE_CHECKING:
     from longspan.ops.linear import LinearInputs, LinearProblem
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 FLOOR = -1e30
 CHUNK = 64
 GROUP = 8
+# relu(x) + RELU_EPSILON makes every normalizer positive.
+RELU_EPSILON = 1e-3
 
 
 def forward(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -257,3 +261,102 @@ def _factor(x: Tensor) -> Tensor:
     normal number, because `exp` is slow for denormal results.
     """
     return x.clamp_(min=math.log(torch.finfo(x.dtype).tiny), max=0).exp_()
+
+
+class Apply(Protocol):
+    """x (..., D) -> features (..., M) and log scale (...)."""
+
+    def __call__(self, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]: ...
+
+
+class Differentiate(Protocol):
+    """d features (..., M), x, features -> d x (..., D); log scales are constants."""
+
+    def __call__(self, g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor: ...
+
+
+class Map(NamedTuple):
+    """φ for queries and keys. A query's log scale cancels in normalized attention and is omitted."""
+
+    query: Apply
+    key: Apply
+    query_grad: Differentiate
+    key_grad: Differentiate
+
+
+def favor_projection(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """w·x (..., M) and ‖x‖²/2 (..., 1) of x scaled by D^−¼: exp of their difference is FAVOR+'s feature."""
+    x = x * x.shape[-1] ** -0.25
+    return x @ weight.T, x.square().sum(-1, keepdim=True) / 2
+
+
+def _identity(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return x, None
+
+
+def _identity_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
+    return g
+
+
+def _elu(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return F.elu(x) + 1, None
+
+
+def _elu_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
+    return g * f.clamp(max=1)
+
+
+def _relu(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return F.relu(x) + RELU_EPSILON, None
+
+
+def _relu_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
+    return g * (x > 0)
+
+
+def _softmax_query(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return x.softmax(-1), None
+
+
+def _softmax_query_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
+    return f * (g - (g * f).sum(-1, keepdim=True))
+
+
+def _exp(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    largest = x.detach().amax(-1)
+    return (x - largest[..., None]).exp(), largest
+
+
+def _exp_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
+    return g * f
+
+
+def _favor_query(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    assert weight is not None
+    return _exp(favor_projection(x, weight)[0], None)[0], None
+
+
+def _favor_query_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
+    assert weight is not None
+    return (g * f) @ (weight * x.shape[-1] ** -0.25)
+
+
+def _favor_key(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    assert weight is not None
+    projected, half_norm = favor_projection(x, weight)
+    return _exp(projected - half_norm, None)
+
+
+def _favor_key_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
+    assert weight is not None
+    g = g * f
+    return g @ (weight * x.shape[-1] ** -0.25) - x * (g.sum(-1, keepdim=True) * x.shape[-1] ** -0.5)
+
+
+MAPS = {
+    "identity": Map(_identity, _identity, _identity_grad, _identity_grad),
+    "elu": Map(_elu, _elu, _elu_grad, _elu_grad),
+    "relu": Map(_relu, _relu, _relu_grad, _relu_grad),
+    "softmax": Map(_softmax_query, _exp, _softmax_query_grad, _exp_grad),
+    "favor": Map(_favor_query, _favor_key, _favor_query_grad, _favor_key_grad),
+}
