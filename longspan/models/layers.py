@@ -147,9 +147,14 @@ class Attention(nn.Module):
             (B, T, out_features).
         """
         if _layouts is None:
-            layout = TokenLayout.of(x, causal=self.causal, key_mask=key_mask, packing=packing)
             if not self.cross and (context is not None or context_mask is not None or context_packing is not None):
                 raise ValueError("self-attention takes no context: build the layer with cross=True")
+            if not self.cross and key_mask is None and packing is None:
+                # Before the layout, which costs the host more than a fused layer.
+                out = self._attend_layer(x, x, None)
+                if out is not None:
+                    return out
+            layout = TokenLayout.of(x, causal=self.causal, key_mask=key_mask, packing=packing)
             context_layout = None
             if context is not None:
                 context_layout = TokenLayout.of(context, causal=False, key_mask=context_mask, packing=context_packing)
@@ -162,8 +167,8 @@ class Attention(nn.Module):
                 raise ValueError("cross-attention needs a context: pass context=, of shape (B, S, dim)")
             source, source_layout = context_layout.zero_fill(context), context_layout
         key_mask, packing = source_layout.key_mask, layout.packing
-        if not self.causal and packing is None and source_layout.packing is None and self.head_groups == 1:
-            out = self.mechanism.attend_layer(self, x, source, key_mask=key_mask)
+        if packing is None and source_layout.packing is None:
+            out = self._attend_layer(x, source, key_mask)
             if out is not None:
                 return out
         q = self.project_queries(x, layout)
@@ -171,6 +176,12 @@ class Attention(nn.Module):
         key_packing = source_layout.packing if self.cross else None
         out = self._mix(q, k, v, gates, key_mask=key_mask, packing=packing, key_packing=key_packing)
         return self.project_output(x, out)
+
+    def _attend_layer(self, x: Tensor, source: Tensor, key_mask: Tensor | None) -> Tensor | None:
+        """Return the output if the mechanism computes the whole layer at once; see `Mechanism.attend_layer`."""
+        if self.causal or self.head_groups > 1:
+            return None
+        return self.mechanism.attend_layer(self, x, source, key_mask=key_mask)
 
     def new_state(
         self,

@@ -372,7 +372,7 @@ def test_cross_attention_packed_on_both_sides(name: str) -> None:
 def test_cross_attention_is_never_rotated() -> None:
     layer = attention(cross=True)
     x, context = tokens(), tokens(length=S)
-    assert_same(layer(x.flip(1), None, context).flip(1), layer(x, context=context))
+    assert_same(layer(x.flip(1), context=context).flip(1), layer(x, context=context))
     assert_same(layer(x, context=context.flip(1)), layer(x, context=context))
     with pytest.raises(ValueError, match="cross-attention is never rotated"):
         attention(cross=True, rotary="halves")
