@@ -184,5 +184,6 @@ def _one_line(text: str) -> str:
     message = parts[0] if parts else [text]
     found = " ".join(" ".join(message).replace("(required)", "").split())
     found = re.sub(r"^Missing from (longspan \w+): (.*)$", r"missing \2 See \1 --help.", found)
+    found = re.sub(r"^Missing value for argument '([^']+)'.*$", r"\1 needs a value", found)
     found = re.sub(r"^Error parsing (--[^ :]+): unknown value", r"unknown \1", found)
     return re.sub(r"^Error parsing (?:(--[^ :/]+)[^ :]*|\S+): ", lambda m: f"{m[1]} " if m[1] else "", found)

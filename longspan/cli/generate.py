@@ -7,17 +7,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
 from tyro.conf import UseAppendAction
 
 from longspan.cli.arguments import check_at_least, parse
-
-if TYPE_CHECKING:
-    from longspan.generation.generate import Stream
-    from longspan.generation.session import Session
-    from longspan.generation.tokenization import TextCodec
-    from longspan.models.transformer import LanguageModel
+from longspan.generation.generate import Stream, prefill, stream
+from longspan.generation.sampling import Sampling
+from longspan.generation.session import Session
+from longspan.generation.tokenization import TextCodec
+from longspan.models.checkpoint import load
+from longspan.models.transformer import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,6 @@ class GenerateFlags:
 def main(argv: Sequence[str]) -> None:
     """Run the command."""
     flags = parse(GenerateFlags, argv, "generate")
-    import torch
-
-    from longspan.generation.generate import stream
-    from longspan.generation.sampling import Sampling
-
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.min_p, flags.repetition_penalty)
     model = load_model(flags.model, flags.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     codec = _load_codec(flags.model, model)
@@ -94,9 +89,6 @@ def load_model(folder: Path, device: str = "cpu") -> LanguageModel:
     Raises:
         ValueError: If there is none.
     """
-    from longspan.models.checkpoint import load
-    from longspan.models.transformer import LanguageModel
-
     try:
         model = load(_checkpoint(folder), device=device)
     except OSError as error:
@@ -112,8 +104,6 @@ def format_bytes(number: int) -> str:
 
 
 def _load_codec(folder: Path, model: LanguageModel) -> TextCodec:
-    from longspan.generation.tokenization import TextCodec
-
     codec = TextCodec.from_checkpoint(_checkpoint(folder))
     if not codec.fits(model.config.vocab_size):
         raise ValueError(
@@ -124,9 +114,6 @@ def _load_codec(folder: Path, model: LanguageModel) -> TextCodec:
 
 
 def _prefill(flags: GenerateFlags, model: LanguageModel, codec: TextCodec) -> Session:
-    from longspan.generation.generate import prefill
-    from longspan.generation.session import Session
-
     try:
         prompt = codec.encode(_read_prompt(flags))
         if flags.resume is not None:

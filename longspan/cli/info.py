@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from longspan import __version__
 from longspan.cli.arguments import parse
+from longspan.cli.generate import format_bytes, load_model
+from longspan.mechanisms import list_mechanisms, mechanism_options
+from longspan.ops.common.dispatch import KERNELS, why_no_triton
 
 
 @dataclass(frozen=True)
@@ -21,15 +29,6 @@ class InfoFlags:
 def main(argv: Sequence[str]) -> None:
     """Run the command."""
     flags = parse(InfoFlags, argv, "info")
-    import torch
-    from rich.console import Console
-    from rich.table import Table
-
-    from longspan import __version__
-    from longspan.cli.generate import format_bytes, load_model
-    from longspan.mechanisms import list_mechanisms, mechanism_options
-    from longspan.ops.common.dispatch import KERNELS, why_no_triton
-
     console = Console()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     console.print(f"longspan {__version__}, torch {torch.__version__}, Python {platform.python_version()}")

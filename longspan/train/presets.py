@@ -1,4 +1,4 @@
-"""Sizes to begin with, and what goes with a mechanism when only its name is given."""
+"""Presets of `longspan train`, and the options of mechanisms that are given by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Preset:
-    """Fields of ModelConfig and of TrainConfig, as in a file for --config."""
+    """Fields of ModelConfig and TrainConfig."""
 
     model: Values
     train: Values
@@ -44,10 +44,10 @@ PRESETS = {
 
 
 def named_mechanism(name: str, num_heads: int, context: int) -> Values:
-    """The fields of AttentionConfig for a mechanism of which only the name is known.
+    """Return the fields of AttentionConfig for a mechanism that is given by name.
 
-    "split" is half of the heads on a window, rotated, and half on everything before. Linear heads are not rotated:
-    where a key lies is told by the local ones.
+    "split" has local heads with rotary embeddings and, in equal number, linear heads without: local heads provide the
+    positions.
     """
     window = max(2, min(256, context // 4))
     local = {"mechanism": "local", "window": window}

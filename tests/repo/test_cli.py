@@ -267,6 +267,34 @@ def test_train_help_fits_two_screens(monkeypatch, capsys):
         assert any(re.match(rf"[│ ]+{re.escape(name)}[ ,]", line) for line in brief) != nested
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate"], "missing --model PATH Checkpoint folder"),
+        (["generate", "--model"], "--model needs a value"),
+        (["generate", "--model", "x", "--batch", "0"], "--batch must be at least 1, got 0"),
+        (["generate", "--model", "x", "--top-k", "few"], "--top-k must be an integer or none, got 'few'"),
+        (["eval", "--context", "1"], "--context must be at least 2, got 1"),
+        (["eval", "text"], "'text' belongs to no flag; data is given with --data text"),
+        (["report"], "give the folder of a run"),
+        (
+            ["train", "--data", "x", "--out", "y", "--model.attention.num_heads=0"],
+            "num_heads must be a positive integer",
+        ),
+        (["train", "--data", "x", "--out", "y", "--lr"], "--lr needs a value"),
+        (["convert", "a"], "missing FOLDER Folder for the longspan checkpoint."),
+    ],
+)
+def test_wrong_command_lines_are_refused_in_one_line(words, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("longspan: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
 def test_debug_shows_the_traceback(folder):
     done = longspan("generate", "--model", folder, "--prompt", "x", "--top-p", "2", "--debug")
     assert done.returncode == 1
