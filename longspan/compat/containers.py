@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from longspan.models.reversible import run_reversible
+from longspan.models.residual import run_reversible
 
 # For each keyword argument of forward: whether the first and the second layer of each pair receive it.
 Routes = Mapping[str, Sequence[tuple[bool, bool]]]

@@ -1,4 +1,4 @@
-"""Feature maps φ for `linear` and `performer`; any `FeatureMap` of a user's own works beside them."""
+"""Feature maps φ for `linear` and `performer`; any other `FeatureMap` works as well."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longspan.protocol import FeatureMap
 
 
 class FusedMap(FeatureMap):
-    """A map that `ops.features` knows with its derivative, so that features are made chunk by chunk."""
+    """A map with a derivative in `ops.linear.torch`, so that features are computed chunk by chunk."""
 
     kind: ClassVar[str]
     weight: Tensor | None = None  # the projection (M, D), where there is one
@@ -38,19 +38,19 @@ class Elu(FusedMap):
 
 
 class Relu(FusedMap):
-    """relu(x) + 0.001: the constant keeps every query's normalizer above zero."""
+    """relu(x) + 0.001: the constant makes every query's normalizer positive."""
 
     kind = "relu"
 
 
 class Identity(FusedMap):
-    """x itself: features made elsewhere, or unnormalized attention."""
+    """x itself: for inputs that are features already, or unnormalized attention."""
 
     kind = "identity"
 
 
 class Softmax(FusedMap):
-    """softmax(q) over features, exp(k) (Shen et al., 2021); stable for any k, whose size travels as a log scale."""
+    """softmax(q) over features, exp(k) (Shen et al., 2021); stable for any k, whose magnitude is its log scale."""
 
     kind = "softmax"
     unbounded = True
@@ -60,7 +60,7 @@ class Softmax(FusedMap):
 
 
 class RandomFeatures(FeatureMap):
-    """A map through a random projection (M, D), orthogonal in blocks; it is saved with the model."""
+    """A map with a random projection (M, D), orthogonal in blocks, which is saved with the model."""
 
     projection: Tensor | None
 
@@ -76,10 +76,10 @@ class RandomFeatures(FeatureMap):
 
 
 def softmax_over_keys(logits: Tensor, visible: Tensor | None) -> Tensor:
-    """softmax of (B, S, Hkv, M) over the visible keys, each feature for itself: exact however far apart they lie."""
+    """Return the softmax of (B, S, Hkv, M) over the visible keys (B, S) of each feature, exact for any range."""
     if visible is None:
         return logits.softmax(1)
-    nothing = ~visible.any(1)[:, None]  # Softmax over nothing is NaN: such a row takes all, and gives none.
+    nothing = ~visible.any(1)[:, None]  # Softmax over no key is NaN: compute it over all, and return zeros.
     logits = logits.masked_fill(~(visible | nothing)[:, :, None, None], float("-inf"))
     return logits.softmax(1).masked_fill(nothing[:, :, None, None], 0)
 
@@ -87,8 +87,12 @@ def softmax_over_keys(logits: Tensor, visible: Tensor | None) -> Tensor:
 class Favor(RandomFeatures, FusedMap):
     """FAVOR+: exp(w·x − ‖x‖²/2) with x scaled by D^−¼, an unbiased estimate of softmax attention's kernel.
 
-    epsilon: added to both features after stabilizing, as performer-pytorch does; it pulls the estimate towards the mean
-    of the values.
+    Args:
+        head_dim: D.
+        num_features: M.
+        row_norms: "sampled" or "unit", see `orthogonal_rows`.
+        epsilon: Added to both features after stabilizing, as performer-pytorch does; it biases the estimate towards the
+            mean of the values.
     """
 
     kind = "favor"
@@ -107,14 +111,14 @@ class Favor(RandomFeatures, FusedMap):
     def query(self, q: Tensor) -> Tensor:
         projected, half_norm = favor_projection(q, self.projection.to(q.dtype))
         if not self.epsilon:
-            # Divided by their sum, which cancels where queries are normalized and is right where features are.
+            # Divided by their sum, which cancels if queries are normalized and is correct if features are.
             return projected.softmax(-1)
         return (projected - half_norm - projected.detach().amax(-1, keepdim=True)).exp() + self.epsilon
 
     def key(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.epsilon:
             return super().key(k)
-        # The epsilon is measured against the largest w·k, not against the largest feature: old weights rely on it.
+        # The epsilon is relative to the largest w·k, not to the largest feature: old checkpoints rely on it.
         projected, half_norm = favor_projection(k, self.projection.to(k.dtype))
         largest = projected.detach().amax(-1)
         return (projected - half_norm - largest[..., None]).exp(), largest

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longspan.layout import Packing
 from longspan.mechanisms.feature_maps import FEATURE_MAPS, FusedMap
-from longspan.mechanisms.write_buffer import LATE_SUMS, PendingFeatures, waiting
+from longspan.mechanisms.write_buffer import FEATURE_SLOTS, PendingFeatures, pending_slots
 from longspan.ops.common import dispatch
 from longspan.ops.decode import CosSin, linear_decode_step, why_not_triton
 from longspan.ops.linear import (
@@ -43,7 +43,7 @@ class LinearState(State):
     open_kv: Tensor | None = None  # as kv and z, of the bucket that holds the last token; same shift
     open_z: Tensor | None = None
     bucket: int = 1  # tokens in a bucket of the blind spot
-    late: tuple[PendingFeatures, ...] = ()  # pending tokens of a decode loop, see `decode_state`
+    pending: tuple[PendingFeatures, ...] = ()  # the write buffer of a decode loop, see `decode_state`
 
     @property
     def sums(self) -> Sums:
@@ -54,7 +54,7 @@ class LinearState(State):
         return None if self.open_kv is None or self.open_z is None else Sums(self.open_kv, self.open_z, self.shift)
 
     def _merge(self, later: LinearState) -> LinearState:
-        if self.late or later.late:
+        if self.pending or later.pending:
             raise ValueError("states of a decode loop cannot be merged: call finish_decode first")
         shift = torch.maximum(self.shift, later.shift)
         # A row without tokens may hold a phantom key, which the row after it, at position 0 too, then holds as well.
@@ -298,7 +298,7 @@ class LinearAttention(Mechanism):
             weight=phi.weight,
             normalize=self.normalize,
             rotary=rotary,
-            pending=next(((held.length, held.f, held.v, held.scale) for held in state.late), None),
+            pending=next(((held.length, held.f, held.v, held.scale) for held in state.pending), None),
             out=out,
         )
         return found if self.output_scale == 1 else found.mul_(self.output_scale), state
@@ -323,20 +323,20 @@ class LinearAttention(Mechanism):
             return state
         if why_not_triton(kv, feature_map=phi.kind) is not None:
             return state
-        f, v = (kv.new_zeros(*kv.shape[:2], LATE_SUMS, dim) for dim in kv.shape[2:])
-        late = PendingFeatures(state.length, f, v.to(dtype), kv.new_full(f.shape[:3], FLOOR))
+        f, v = (kv.new_zeros(*kv.shape[:2], FEATURE_SLOTS, dim) for dim in kv.shape[2:])
+        buffer = PendingFeatures(state.length, f, v.to(dtype), kv.new_full(f.shape[:3], FLOOR))
         kv, z, shift = (x.contiguous() for x in state.sums)
-        return replace(state, kv=kv, z=z, shift=shift, late=(late,))
+        return replace(state, kv=kv, z=z, shift=shift, pending=(buffer,))
 
     def finish_decode(self, state: State) -> State:
         """Return the state with its pending tokens added to the sums."""
         assert isinstance(state, LinearState)
-        for late in state.late:
-            here = waiting(state.length, LATE_SUMS)[:, None]
-            f, scale = late.f.masked_fill(~here[..., None], 0), late.scale.masked_fill(~here, FLOOR)
+        for buffer in state.pending:
+            here = pending_slots(state.length, FEATURE_SLOTS)[:, None]
+            f, scale = buffer.f.masked_fill(~here[..., None], 0), buffer.scale.masked_fill(~here, FLOOR)
             scaled = None if not self.feature_map.unbounded else scale.transpose(1, 2)
-            sums = accumulate(state.sums, f.transpose(1, 2), late.v.to(f.dtype).transpose(1, 2), scaled)
-            state = replace(_updated(state, state.length, sums, state.total), late=())
+            sums = accumulate(state.sums, f.transpose(1, 2), buffer.v.to(f.dtype).transpose(1, 2), scaled)
+            state = replace(_updated(state, state.length, sums, state.total), pending=())
         return state
 
     def _from_sums(self, q: Tensor, sums: Sums, total: Tensor | None) -> Tensor:
@@ -355,10 +355,10 @@ class LinearAttention(Mechanism):
         begun = state.end % bucket
         query, f, v = (shift_right(x, begun, bucket - 1) for x in (query, f, v))
         scale = None if scale is None else shift_right(scale, begun, bucket - 1, FLOOR)
-        sums, pending = _add_rows(state.sums, state.open, begun == 0), _drop_rows(state.open, begun == 0)
-        out = attend_prefixes(query, f, v, scale, sums, self.normalize, bucket=bucket, pending=pending)
+        sums, opened = _add_rows(state.sums, state.open, begun == 0), _drop_rows(state.open, begun == 0)
+        out = attend_prefixes(query, f, v, scale, sums, self.normalize, bucket=bucket, pending=opened)
         if self.first_bucket == "causal":
-            seen = _add_rows(sums, pending, begun > 0)
+            seen = _add_rows(sums, opened, begun > 0)
             head = None if scale is None else scale[:, :bucket]
             inside = attend_prefixes(query[:, :bucket], f[:, :bucket], v[:, :bucket], head, seen, self.normalize)
             first = (state.end < bucket)[:, None, None, None]

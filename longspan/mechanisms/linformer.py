@@ -8,12 +8,13 @@ with Ṽ_t another one with queries p, keys f and values v. Bidirectional attent
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.mechanisms.projection import Projection as Projection
 from longspan.mechanisms.write_buffer import PendingTokens
@@ -32,10 +33,10 @@ class LinformerState(State):
 
     k: Tensor  # (B, Hkv, R, D)
     v: Tensor  # (B, Hkv, R, E)
-    late: tuple[PendingTokens, ...] = ()  # pending tokens of a decode loop, see `decode_state`
+    pending: tuple[PendingTokens, ...] = ()  # the write buffer of a decode loop, see `decode_state`
 
     def _merge(self, later: LinformerState) -> LinformerState:
-        if self.late or later.late:
+        if self.pending or later.pending:
             raise ValueError("states of a decode loop cannot be merged: call finish_decode first")
         return replace(self, k=self.k + later.k, v=self.v + later.v)
 
@@ -210,7 +211,7 @@ class LinformerAttention(Mechanism):
         """Whether compressed keys and values are products with tables and nothing else, without dropout."""
         keys = self.keys
         bare = not keys.periodic and keys.bias is None and not (self.training and self.dropout > 0)
-        return bare and keys.alike and self.values.alike
+        return bare and keys.is_table and self.values.is_table
 
     def _problem(self, shared_kv: bool = False) -> CompressedProblem:
         dims = self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim
@@ -219,9 +220,21 @@ class LinformerAttention(Mechanism):
     def compresses_first(self, dim: int, width: int) -> bool:
         """Whether `attend_source` costs less, for tokens `dim` wide and keys and values `width` wide in all."""
         keys, values = self.keys, self.values
-        if not (keys.alike and values.alike):
+        if not (keys.is_table and values.is_table):
             return False
         return (1 if keys is values else 2) * keys.rank * dim <= (keys.rank + dim) * width
+
+    def compressed_weights(self, q: Tensor, k: Tensor, *, causal: bool, key_mask: Tensor | None) -> Tensor:
+        """Return the weights of queries on the compressed keys: (B, H, T, R), detached."""
+        # out = p (Ṽ + b) is p itself where values are zero and b is the identity.
+        probe = copy.copy(self)
+        probe._modules, probe.value_dim = dict(self._modules), self.rank
+        with torch.random.fork_rng(devices=[]):
+            probe.values = Projection(self.rank, 1, periodic=True, bias=True).to(q)
+        probe.values.bias = nn.Parameter(torch.eye(self.rank, dtype=q.dtype, device=q.device))
+        with torch.no_grad():
+            values = q.new_zeros(*k.shape[:3], self.rank)
+            return probe(q, k, values, causal=causal, key_mask=key_mask).transpose(1, 2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
         self.check_length(k.shape[1])
@@ -259,10 +272,10 @@ class LinformerAttention(Mechanism):
         """Extend by one token in place; see `Mechanism.decode_step`."""
         assert isinstance(state, LinformerState)
         single = len(q) == 1 and self.keys.bias is None and (q.device.type, q.dtype) == ("cpu", state.k.dtype)
-        if self._decodes_eagerly or not (state.late or single):
+        if self._decodes_eagerly or not (state.pending or single):
             return super().decode_step(state, q, k, v, rotary=rotary, out=out)
         assert rotary is None or isinstance(rotary, CosSin)
-        if not state.late:
+        if not state.pending:
             self.check_length(int(state.length) + 1)
         out = compressed_decode_step(
             *(q, k, v, (state.k, state.v), (self.keys.table, self.values.table)),
@@ -270,7 +283,7 @@ class LinformerAttention(Mechanism):
             biases=(self.keys.bias, self.values.bias),
             periodic=self.keys.periodic,
             rotary=rotary,
-            pending=next(((held.k, held.v, held.short_k, held.short_v) for held in state.late), None),
+            pending=next(((held.k, held.v, held.short_k, held.short_v) for held in state.pending), None),
             out=out,
         )
         return out, state
@@ -287,15 +300,15 @@ class LinformerAttention(Mechanism):
         if self._decodes_eagerly or why_not_triton(state.k) is not None:
             return state
         state = replace(state, k=state.k.contiguous(), v=state.v.contiguous())
-        return replace(state, late=(PendingTokens.of(state.length, state.k, state.v, dtype),))
+        return replace(state, pending=(PendingTokens.of(state.length, state.k, state.v, dtype),))
 
     def finish_decode(self, state: State) -> State:
         """Return the state with its pending tokens compressed."""
         assert isinstance(state, LinformerState)
-        for late in state.late:
-            k, v, begun = late.waiting()
-            k, v = self.keys.compress(k, begun), self.values.compress(v, begun)
-            state = replace(state, k=state.k + k, v=state.v + v, late=())
+        for buffer in state.pending:
+            k, v, position = buffer.flush()
+            k, v = self.keys.compress(k, position), self.values.compress(v, position)
+            state = replace(state, k=state.k + k, v=state.v + v, pending=())
         return state
 
     def _read(self, state: State, q: Tensor) -> Tensor:
@@ -340,8 +353,8 @@ class LinformerAttention(Mechanism):
         """
         # The kernels sum bfloat16 in float32 and round their results to bfloat16.
         given, dtype = q.dtype, q.dtype if q.is_cuda and q.dtype == torch.bfloat16 else state.k.dtype
-        e, keys = self.keys.rows(k.to(dtype), position)
-        f, values = self.values.rows(v.to(dtype), position)
+        e, keys = self.keys.factors(k.to(dtype), position)
+        f, values = self.values.factors(v.to(dtype), position)
         e, f = (x.expand(*k.shape[:3], -1) for x in (e, f))
         q = q.to(dtype) * self.head_dim**-0.5
         length = state.length[:, None] + torch.arange(1, q.shape[1] + 1, device=q.device)  # (B, T)

@@ -1,23 +1,21 @@
-"""Looking at attention: rows of the matrix that a mechanism never makes.
+"""Attention weights: rows of the matrix that a linear-time mechanism never computes.
 
-Every mechanism's output is linear in the values, out_i = Σ_j a_ij v_j (plus a constant, for compressed rows with a
-bias), so the gradient of w·out_i with respect to v_j is a_ij w: one backward pass gives a whole row of any mechanism,
-in the time and memory of one query.
+The output of every mechanism is linear in the values, out_i = Σ_j a_ij v_j (plus a constant for a Linformer with a
+bias), so the gradient of w·out_i with respect to v_j is a_ij w: one backward pass gives a row of the matrix for any
+mechanism, in the time and memory of one query.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections.abc import Sequence
 from importlib import import_module
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longspan.layout import TokenLayout
-from longspan.mechanisms.linformer import LinformerAttention, Projection
 from longspan.models.layers import Attention
 from longspan.protocol import Mechanism
 
@@ -30,17 +28,27 @@ def attention_map(
     key_mask: Tensor | None = None,
     context: Tensor | None = None,
 ) -> Tensor:
-    """The weights a_ij of the chosen queries i on every key j: (B, H, len(queries), S), detached.
+    """Compute the weights a_ij of the chosen queries i on every key j.
 
     The layer's attention before gates and output projection is Σ_j a_ij v_j, plus a constant for linformer with a bias.
-    Weights need not be positive or sum to one; dropout counts, so call `layer.eval()` first. Time and memory are O(S) a
-    row, except that softmax heads beside bidirectional local ones cost what their forward costs.
+    Weights need not be positive or sum to one. Dropout applies: call ``layer.eval()`` first. Time and memory are O(S)
+    per query, except that softmax heads beside bidirectional local ones cost as much as their forward.
 
-    x: (B, T, dim), queries: positions in it, negative ones from its end. context: (B, S, dim), the keys' source for
-    cross-attention; otherwise keys are x's own and S = T. key_mask: (B, S) bool, True = keep.
+    Args:
+        layer: The layer to look at.
+        x: (B, T, dim), its input.
+        queries: Positions in x; negative ones count from its end.
+        key_mask: (B, S) bool, True = keep.
+        context: (B, S, dim), the source of the keys for cross-attention; otherwise keys are those of x and S = T.
+
+    Returns:
+        (B, H, len(queries), S), detached.
+
+    Raises:
+        ValueError: If a query is out of range, or the mechanism mixes features of values (Linformer's convolution).
     """
     positions = _positions(queries, x.shape[1])
-    with torch.inference_mode(False):  # Gradients are how it works, also where there are to be none.
+    with torch.inference_mode(False):  # Weights are gradients, which inference mode would disable.
         key_mask = None if key_mask is None else key_mask.clone()
         q, k, v, gates = _projected(layer, x, key_mask, context)
         rows = [_row(layer, q, k, v, gates, i, key_mask) for i in positions]
@@ -48,31 +56,38 @@ def attention_map(
 
 
 def compressed_map(layer: Attention, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-    """Linformer's weights p on its R compressed rows, for every query: (B, H, T, R), detached; O(T·R·(D + R)).
+    """Compute Linformer's weights on its R compressed keys for every query, in O(T·R·(D + R)).
 
-    A causal query's rows are compressed from what it sees. x, key_mask: as for `attention_map`.
+    A causal query's keys are compressed from what it sees.
+
+    Args:
+        layer: A self-attention layer with Linformer.
+        x: (B, T, dim), its input.
+        key_mask: (B, T) bool, True = keep.
+
+    Returns:
+        (B, H, T, R), detached.
     """
-    m = layer.mechanism
-    if not isinstance(m, LinformerAttention) or layer.cross:
-        kind = f"cross-attention with {type(m).__name__}" if layer.cross else type(m).__name__
-        raise ValueError(f"only linformer's self-attention has compressed rows, got {kind}; use attention_map")
+    weights = getattr(layer.mechanism, "compressed_weights", None)
+    if weights is None or layer.cross:
+        kind = type(layer.mechanism).__name__
+        kind = f"cross-attention with {kind}" if layer.cross else kind
+        raise ValueError(f"only linformer's self-attention has compressed keys, got {kind}; use attention_map")
     q, k, *_ = _projected(layer, x, key_mask, None)
-    # out = p (Ṽ + b): where values are zero and b is the identity, it is p.
-    probe = copy.copy(m)
-    probe._modules, probe.value_dim = dict(m._modules), m.rank
-    with torch.random.fork_rng(devices=[]):
-        probe.values = Projection(m.rank, 1, periodic=True, bias=True).to(q)
-    probe.values.bias = nn.Parameter(torch.eye(m.rank, dtype=q.dtype, device=q.device))
-    with torch.no_grad():
-        values = q.new_zeros(*k.shape[:3], m.rank)
-        return probe(q, k, values, causal=layer.causal, key_mask=key_mask).transpose(1, 2)
+    return weights(q, k, causal=layer.causal, key_mask=key_mask)
 
 
 def plot_attention(maps: Tensor, path: str | os.PathLike[str], *, queries: Sequence[int] | None = None) -> None:
-    """Saves a heat map of every head to `path`, a PNG; one color scale for all.
+    """Save a heat map of every head as a PNG, with one color scale for all.
 
-    maps: (H, queries, keys), one sequence of what `attention_map` or `compressed_map` returns. queries: their
-    positions, to label the rows with.
+    Args:
+        maps: (H, queries, keys), one sequence of the output of `attention_map` or `compressed_map`.
+        path: The file to write.
+        queries: The queries' positions, to label the rows of the map with.
+
+    Raises:
+        ValueError: If the shape of maps is not that of one sequence, or there is nothing to plot.
+        ImportError: If matplotlib is not installed.
     """
     if maps.ndim != 3:
         raise ValueError(
@@ -91,7 +106,7 @@ def plot_attention(maps: Tensor, path: str | os.PathLike[str], *, queries: Seque
     labels = list(range(rows)) if queries is None else list(queries)
     low, high = min(0.0, values.min().item()), max(0.0, values.max().item())
     colors = "viridis"
-    if low < 0:  # Zero in the middle of a diverging scale.
+    if low < 0:  # A diverging scale with zero in the middle.
         low, high, colors = -max(-low, high), max(-low, high), "RdBu_r"
     across = math.ceil(math.sqrt(heads))
     down = math.ceil(heads / across)
@@ -125,7 +140,7 @@ def _projected(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return q, k, v and gates as the layer's mechanism gets them, in float32 at least."""
     if layer.cross != (context is not None):
-        need = "needs context=, of shape (B, S, dim)" if layer.cross else "has no use for a context"
+        need = "needs context=, of shape (B, S, dim)" if layer.cross else "takes no context"
         raise ValueError(f"this layer {need}")
     with torch.no_grad():
         layout = TokenLayout.of(x, causal=layer.causal, key_mask=None if layer.cross else key_mask)
@@ -143,17 +158,17 @@ def _projected(
 def _row(
     layer: Attention, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, i: int, key_mask: Tensor | None
 ) -> Tensor:
-    """Query i's weights: (B, H, S)."""
+    """Return the weights of query i: (B, H, S)."""
     m, (Hkv, E) = layer.mechanism, v.shape[2:]
     with torch.enable_grad():
         v = v.detach().requires_grad_()
         out = _one_query(m, q, k, v, gates, i, layer.causal, key_mask)  # (B, H, E)
-    # Different for each feature, so that a mechanism that mixes features shows.
+    # Different for each feature, to detect a mechanism that mixes features.
     w = torch.arange(1, E + 1, dtype=v.dtype, device=v.device) / E
     weights = []
     group = m.num_heads // Hkv
     for member in range(group):
-        # Query heads that share a key/value head would add up; one of each group at a time does not.
+        # The gradients of query heads that share a key/value head add up: take one of each group at a time.
         chosen = torch.zeros_like(out).unflatten(1, (Hkv, group))
         chosen[:, :, member] = w
         (gradient,) = torch.autograd.grad(out, v, chosen.flatten(1, 2), retain_graph=True)  # (B, S, Hkv, E)
@@ -180,7 +195,7 @@ def _one_query(
     """Return the mechanism's output for query i alone: (B, H, E)."""
     query = q[:, i : i + 1]
     if causal:
-        # A memory of all up to i, read by i.
+        # The state after token i, read by query i.
         k, v, seen = k[:, : i + 1], v[:, : i + 1], None if key_mask is None else key_mask[:, : i + 1]
         gates = None if gates is None else gates[:, : i + 1]
         state = m.write(m.new_state(len(q), device=q.device, dtype=q.dtype), k, v, gates=gates, key_mask=seen)

@@ -1,4 +1,4 @@
-"""From a configuration to a stack: which mechanism, which branches, which initial weights."""
+"""Build a stack of layers from a configuration: mechanisms, branches, initial weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from longspan.mechanisms.linformer import LinformerAttention, Projection
 from longspan.models.config import AttentionConfig, ModelConfig
 from longspan.models.layers import Attention, FeedForward, ProductKeyMemory, head_shape, mechanism_from
 from longspan.models.positions import DynamicPositionBias
@@ -17,11 +16,11 @@ from longspan.protocol import Mechanism
 
 
 def build_stack(config: ModelConfig) -> Stack:
-    """The layers that a configuration describes, initialized."""
+    """Build the layers that a configuration describes, with initial weights."""
     widths = [config.dim, *[config.legacy.inner_dim or config.dim] * (config.depth - 1)]
-    places = list(enumerate(widths))
-    own = _own_mechanisms(config, places)
-    cross = [] if config.cross is None else _mechanisms(config.cross, places, False)
+    widths_by_layer = list(enumerate(widths))
+    own = _own_mechanisms(config, widths_by_layer)
+    cross = [] if config.cross is None else _mechanisms(config.cross, widths_by_layer, False)
     branches = []
     for i in range(config.depth):
         branches += _layer(config, i, own[i], cross[i : i + 1])
@@ -38,9 +37,13 @@ def build_stack(config: ModelConfig) -> Stack:
 
 
 def _layer(config: ModelConfig, i: int, own: list[Mechanism], cross: list[Mechanism]) -> list[ResidualBranch]:
-    """The branches of layer i: self-attention, axial attention, cross-attention, each with its feed-forward layer.
+    """Build the branches of layer i: self-attention, axial attention, cross-attention, each with a feed-forward layer.
 
-    own: the mechanism of self-attention, and then that of axial attention; cross: that of cross-attention.
+    Args:
+        config: The model's configuration.
+        i: The layer's number.
+        own: The mechanisms of self-attention and of axial attention.
+        cross: The mechanism of cross-attention.
     """
     legacy = config.legacy
     inner = legacy.inner_dim or config.dim
@@ -64,46 +67,46 @@ def _layer(config: ModelConfig, i: int, own: list[Mechanism], cross: list[Mechan
         change: dict[str, Any] = {"out_features": out, "resample": legacy.resample}
         return [branch(layer, width, token_shift=config.token_shift if place == 0 else (), **change)]
 
-    how: dict[str, Any] = {"causal": config.causal, "mid_features": legacy.out_dim}
-    attention = Attention(width, config.attention, mechanism=own[0], **how)
+    options: dict[str, Any] = {"causal": config.causal, "mid_features": legacy.out_dim}
+    attention = Attention(width, config.attention, mechanism=own[0], **options)
     attentions = [branch(attention, width, token_shift=config.token_shift)]
     if legacy.axial_stride is not None:
-        axial = Attention(width, legacy.axial or config.attention, mechanism=own[1], **how)
+        axial = Attention(width, legacy.axial or config.attention, mechanism=own[1], **options)
         attentions.append(branch(axial, width, stride=legacy.axial_stride))
     if config.cross is not None:
-        how = {"cross": True, "context_dim": config.dim, "mid_features": legacy.out_dim}
-        layer = Attention(width, config.cross, mechanism=cross[0], **how)
+        options = {"cross": True, "context_dim": config.dim, "mid_features": legacy.out_dim}
+        layer = Attention(width, config.cross, mechanism=cross[0], **options)
         attentions.append(branch(layer, width))
     last = len(attentions) - 1
     return [
         part
-        for place, attended in enumerate(attentions)
-        for part in [attended, *feed_forward(after if place == last else width, place)]
+        for place, attention_branch in enumerate(attentions)
+        for part in [attention_branch, *feed_forward(after if place == last else width, place)]
     ]
 
 
 def _spec(config: AttentionConfig, i: int) -> Any:
-    """What layer i computes: a sequence of mechanisms is repeated to the depth."""
+    """Return the mechanism of layer i: a sequence of mechanisms is repeated to the depth."""
     if isinstance(config.mechanism, str | Mapping):
         return config.mechanism
     return config.mechanism[i % len(config.mechanism)]
 
 
-def _own_mechanisms(config: ModelConfig, places: list[tuple[int, int]]) -> list[list[Mechanism]]:
-    """For each layer, the mechanism of self-attention and then that of axial attention; one projection serves both."""
+def _own_mechanisms(config: ModelConfig, widths_by_layer: list[tuple[int, int]]) -> list[list[Mechanism]]:
+    """Build the mechanisms of self-attention and axial attention of each layer; a shared projection serves both."""
     if config.legacy.axial_stride is None:
-        return [[mechanism] for mechanism in _mechanisms(config.attention, places, config.causal)]
+        return [[mechanism] for mechanism in _mechanisms(config.attention, widths_by_layer, config.causal)]
     if config.legacy.axial is None:
-        both = _mechanisms(config.attention, [place for place in places for _ in range(2)], config.causal)
+        both = _mechanisms(config.attention, [item for item in widths_by_layer for _ in range(2)], config.causal)
         return [both[i : i + 2] for i in range(0, len(both), 2)]
-    groups = [_mechanisms(group, places, config.causal) for group in (config.attention, config.legacy.axial)]
+    groups = [_mechanisms(group, widths_by_layer, config.causal) for group in (config.attention, config.legacy.axial)]
     return [list(pair) for pair in zip(*groups, strict=True)]
 
 
-def _mechanisms(attention: AttentionConfig, places: list[tuple[int, int]], causal: bool) -> list[Mechanism]:
-    """One for each place, a layer and its width, with linformer's projection shared.
+def _mechanisms(attention: AttentionConfig, widths_by_layer: list[tuple[int, int]], causal: bool) -> list[Mechanism]:
+    """Build a mechanism for each layer and its width, with a shared Linformer projection if configured.
 
-    Softmaxed queries and exponentiated keys are normalized per query if causal, per feature if not, unless told.
+    The softmax feature map is normalized per query if causal and per feature if not, unless the options say otherwise.
     """
 
     def complete(options: dict[str, Any], num_heads: int) -> None:
@@ -115,10 +118,10 @@ def _mechanisms(attention: AttentionConfig, places: list[tuple[int, int]], causa
         if options["mechanism"] == "local" and attention.dynamic_bias:
             options["bias"] = biases.setdefault(num_heads, DynamicPositionBias(num_heads, attention.dynamic_bias))
 
-    shared: Projection | None = None
+    shared: Any = None
     biases: dict[int, DynamicPositionBias] = {}
     built: list[Mechanism] = []
-    for i, width in places:
+    for i, width in widths_by_layer:
         spec = _spec(attention, i)
         shape = head_shape(width, attention)
         if attention.share_projection:
@@ -132,7 +135,6 @@ def _mechanisms(attention: AttentionConfig, places: list[tuple[int, int]], causa
             spec = options
         mechanism = mechanism_from(_each_part(spec, attention.num_heads, complete), *shape)
         if attention.share_projection and shared is None:
-            assert isinstance(mechanism, LinformerAttention)
             shared = mechanism.keys
         built.append(mechanism)
     if attention.dynamic_bias and not biases:
@@ -141,7 +143,7 @@ def _mechanisms(attention: AttentionConfig, places: list[tuple[int, int]], causa
 
 
 def _each_part(spec: Any, num_heads: int, change: Callable[[dict[str, Any], int], None]) -> Any:
-    """The spec after `change` of its options, or of those of each part of a split; what is no spec stays as it is."""
+    """Apply `change` to the options of a mechanism, or of each part of a split."""
     options: Any = {"mechanism": spec} if isinstance(spec, str) else spec
     if not isinstance(options, Mapping) or "mechanism" not in options:
         return spec
@@ -157,7 +159,7 @@ def _each_part(spec: Any, num_heads: int, change: Callable[[dict[str, Any], int]
 
 
 def _initialize(stack: Stack) -> None:
-    """Weights of order 1/√fan-in; what is added to the residual smaller by the number of additions."""
+    """Draw weights of order 1/√fan-in; output projections are divided by the square root of the number of branches."""
     scale = len(stack.branches) ** -0.5
     for branch in stack.branches:
         for name, parameter in branch.named_parameters():

@@ -1,12 +1,12 @@
-"""Models on disk: a folder with `model.safetensors` and `config.json`, replaced as a whole or not at all.
+"""Checkpoints: a folder with `model.safetensors` and `config.json`, replaced atomically.
 
-A save writes a folder beside the old one, flushes it, and swaps the two by renames:
+`save` writes a new folder next to the old one, flushes it to disk, and swaps the two by renames:
 
     .name.partial   being written; never read
-    .name.new       complete; `name` may be missing now, and is then read from here
-    .name.old       the one before, being removed; never read
+    .name.new       complete; read if `name` is missing
+    .name.old       the previous one, being removed; never read
 
-Killed at any moment, `load` finds the old checkpoint or the new one, and needs to repair nothing.
+If the process is killed at any moment, `load` finds the old checkpoint or the new one.
 """
 
 from __future__ import annotations
@@ -43,17 +43,25 @@ CLASSES: dict[str, type[Model]] = {
 
 
 def save(model: Model, folder: str | os.PathLike[str]) -> None:
-    """Writes the model to `folder`, replacing a checkpoint that is there; one process at a time.
+    """Save a model to a folder, replacing a checkpoint in it.
 
-    Parameters and buffers keep their dtype. Tensors that share memory are written once.
+    Parameters and buffers keep their dtype. Tied tensors are written once. Only one process may save at a time.
+
+    Args:
+        model: The model itself, not a wrapper around it.
+        folder: The checkpoint folder.
+
+    Raises:
+        ValueError: If the model is of another class, its configuration cannot be represented in JSON, or the folder
+            holds other files.
     """
     check_savable(model)
-    with replacing(folder, (TENSORS, CONFIG)) as partial:
+    with replace_folder(folder, (TENSORS, CONFIG)) as partial:
         write(model, partial)
 
 
 def check_savable(model: nn.Module) -> None:
-    """Refuses what `load` could not build again."""
+    """Raise ValueError for a model that `load` could not build again."""
     if type(model) not in CLASSES.values():
         raise ValueError(
             f"save takes a {', '.join(CLASSES)}, got a {type(model).__name__}; "
@@ -63,17 +71,25 @@ def check_savable(model: nn.Module) -> None:
 
 
 def write(model: Model, folder: Path) -> None:
-    """The two files of a checkpoint into a folder that is there: of `replacing`, to be exchanged with others beside."""
+    """Write the two files of a checkpoint into an existing folder, such as that of `replace_folder`."""
     save_file(_stored(model)[0], folder / TENSORS, metadata={"format": "pt"})
     description = describe(model) | {"sha256": digests(folder)}
     (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = None) -> Model:
-    """The model that `save` wrote to `folder`, in the dtypes it had, as new: in training mode, on the CPU or `device`.
+    """Load a model from a checkpoint folder, in the dtypes it was saved in and in training mode.
 
-    Nothing in the folder is executed, and the random state is left as it was. Mechanisms of a user's own must be
-    registered first.
+    Nothing in the folder is executed, and the random state is not changed. Mechanisms that are not installed as
+    plug-ins must be registered first.
+
+    Args:
+        folder: The checkpoint folder.
+        device: Where to put the model; the CPU by default.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint.
+        ValueError: If a file is damaged, or the tensors do not fit the configuration.
     """
     description, tensors = _read(Path(folder).resolve())
     where = Path(folder) / CONFIG
@@ -92,7 +108,7 @@ def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = 
 
 
 def describe(model: Model) -> dict[str, Any]:
-    """What `config.json` says of a model, but for the digest of its tensors."""
+    """Return the contents of `config.json`, without the digest of the tensors."""
     return {
         "model_type": "longspan",
         "format": FORMAT,
@@ -104,7 +120,7 @@ def describe(model: Model) -> dict[str, Any]:
 
 
 def digests(folder: Path) -> str | dict[str, str]:
-    """The SHA-256 of a folder's tensors, or of each file they are divided into."""
+    """Return the SHA-256 of the tensor file, or of each file if there are several."""
     if not (folder / INDEX).exists():
         return _digest(folder / TENSORS)
     names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
@@ -112,11 +128,17 @@ def digests(folder: Path) -> str | dict[str, str]:
 
 
 @contextmanager
-def replacing(folder: str | os.PathLike[str], names: Collection[str]) -> Iterator[Path]:
-    """A new folder to write files of these names into; it takes the place of `folder` when the block ends.
+def replace_folder(folder: str | os.PathLike[str], names: Collection[str]) -> Iterator[Path]:
+    """Yield a new folder to write files into, which replaces `folder` when the block ends.
 
-    Killed at any moment, `settled(folder)` is the old folder or the new one. A folder that holds anything else is
-    refused, because what it holds would be lost.
+    If the process is killed at any moment, `committed_folder` is the old folder or the new one.
+
+    Args:
+        folder: The folder to create or replace.
+        names: The files that it may hold; a folder with others is refused, because they would be lost.
+
+    Raises:
+        ValueError: If `folder` is a file, or holds other files.
     """
     folder = Path(folder).resolve()
     if folder.exists() and not folder.is_dir():
@@ -128,9 +150,9 @@ def replacing(folder: str | os.PathLike[str], names: Collection[str]) -> Iterato
             "choose a folder of its own"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial, new, old = (_beside(folder, stage) for stage in ("partial", "new", "old"))
+    partial, new, old = (_sibling(folder, stage) for stage in ("partial", "new", "old"))
     if not folder.exists() and new.exists():
-        os.rename(new, folder)  # An earlier swap was cut off after the old folder had gone.
+        os.rename(new, folder)  # An earlier swap was interrupted after the old folder was renamed.
     for leftover in (partial, new, old):
         if leftover.exists():
             shutil.rmtree(leftover)
@@ -153,23 +175,27 @@ def replacing(folder: str | os.PathLike[str], names: Collection[str]) -> Iterato
         shutil.rmtree(old)
 
 
-def settled(folder: Path) -> Path:
-    """Where the contents of `folder` are: beside it, if a swap was cut off; FileNotFoundError if nowhere."""
-    new = _beside(folder, "new")
-    for path in (folder, new, folder):  # Twice: a swap may end while we look.
+def committed_folder(folder: Path) -> Path:
+    """Return the folder with the last complete contents of `folder`: itself, or the new one of an interrupted swap.
+
+    Raises:
+        FileNotFoundError: If there is neither.
+    """
+    new = _sibling(folder, "new")
+    for path in (folder, new, folder):  # Twice: a swap may end between the checks.
         if path.is_dir():
             return path
     raise FileNotFoundError(f"there is no checkpoint folder {folder}")
 
 
-def _beside(folder: Path, stage: str) -> Path:
+def _sibling(folder: Path, stage: str) -> Path:
     return folder.with_name(f".{folder.name}.{stage}")
 
 
 def _flush(path: Path) -> None:
-    """Waits until a file, or a folder's list of names, is on the disk."""
+    """Flush a file, or a folder's list of names, to disk."""
     if os.name == "nt" and path.is_dir():
-        return  # Windows has no such call for folders.
+        return  # Windows cannot flush folders.
     handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -178,7 +204,7 @@ def _flush(path: Path) -> None:
 
 
 def _arguments(model: nn.Module) -> dict[str, Any]:
-    """What the model's class was called with."""
+    """Return the arguments of the model's constructor."""
     if isinstance(model, EncoderDecoder):
         return {
             "encoder": model.encoder.config.to_dict(),
@@ -193,7 +219,7 @@ def _arguments(model: nn.Module) -> dict[str, Any]:
 def _check_survives_json(description: Mapping[str, Any]) -> None:
     def refuse(value: object) -> None:
         raise ValueError(
-            f"the model's configuration holds an object of type {type(value).__name__}, which JSON cannot: "
+            f"the model's configuration holds an object of type {type(value).__name__}, which JSON cannot represent: "
             "only names and numbers can be saved"
         )
 
@@ -201,7 +227,7 @@ def _check_survives_json(description: Mapping[str, Any]) -> None:
 
 
 def _stored(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors to write, each once, and the names of those that are another's: {name: the name it is stored under}."""
+    """Return the tensors to write, each once, and the names of tied ones: {name: the name it is stored under}."""
     tensors: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
     names: dict[int, str] = {}
@@ -212,7 +238,7 @@ def _stored(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
             continue
         names[id(tensor)] = name
         stored = tensor.detach().cpu().contiguous()
-        # Different views of one memory are written apart, each whole.
+        # Different views of one storage are written separately.
         where = stored.untyped_storage().data_ptr()
         tensors[name] = stored.clone() if where in memory else stored
         memory.add(where)
@@ -220,9 +246,9 @@ def _stored(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The description and the tensors of one and the same save, also while another process saves."""
+    """Return the description and the tensors of one save, also while another process saves."""
     while True:
-        path = settled(folder)
+        path = committed_folder(folder)
         before = _identity(path)
         try:
             description = _read_description(path / CONFIG)
@@ -233,7 +259,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         except (FileNotFoundError, ValueError):
             if _identity(path) == before:
                 raise
-            continue  # The folder was exchanged as we read it.
+            continue  # The folder was replaced while it was read.
         if _identity(path) == before:
             return description, tensors
 
@@ -274,7 +300,7 @@ def _read_tensors(path: Path, digest: str) -> dict[str, Tensor]:
     problem = None
     try:
         tensors = load_file(path)
-    except (SafetensorError, RuntimeError, OSError) as error:  # torch maps the file and has errors of its own.
+    except (SafetensorError, RuntimeError, OSError) as error:  # RuntimeError: torch could not map the file.
         problem = str(error)
     if problem is None and _digest(path) != digest:
         problem = f"its SHA-256 is not the one in {CONFIG}"
@@ -292,7 +318,7 @@ def _digest(path: Path) -> str:
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor], ties: Mapping[str, str], folder: object) -> None:
-    """Copies the tensors into the model, and ties what was tied."""
+    """Copy the tensors into the model, and tie those that were tied."""
     given = {**tensors, **{name: tensors[stored] for name, stored in ties.items() if stored in tensors}}
     has = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(has.items())}
@@ -305,7 +331,7 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor], ties: Mapping[str, st
         "missing": [name for name in has if name not in given],
         "unknown": [name for name in given if name not in has],
         "of another shape": shapes,
-        "stored apart, but one in the model": [n for n in tensors if n in has and first[id(has[n])] != n],
+        "stored separately, but tied in the model": [n for n in tensors if n in has and first[id(has[n])] != n],
     }
     if any(problems.values()):
         found = "; ".join(f"{what}: {_listed(names)}" for what, names in problems.items() if names)
@@ -314,7 +340,7 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor], ties: Mapping[str, st
             f"restore {CONFIG}, or load with the longspan that wrote it"
         )
     for name, stored in ties.items():
-        if has[name] is not has[stored]:  # Tied by hand: the configuration does not know.
+        if has[name] is not has[stored]:  # Tied by the user, not by the configuration.
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, has[stored])
     for name, tensor in has.items():
@@ -323,6 +349,6 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor], ties: Mapping[str, st
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first few of them."""
+    """Join the first eight names."""
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more

@@ -1,4 +1,4 @@
-"""What a transformer is made of: norms, attention with its projections, feed-forward layers, token shift."""
+"""Layers of a transformer: norms, attention with its projections, feed-forward layers, token shift."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class ScaleNorm(nn.Module):
-    """x / ‖x‖ times one learned number (Nguyen & Salazar, 2019)."""
+    """x / ‖x‖ times a learned scalar (Nguyen & Salazar, 2019)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class ScaleNorm(nn.Module):
 
 
 class CenteredNorm(nn.Module):
-    """x / rms(x) · (1 + offset): decay draws the weight to one."""
+    """x / rms(x) · (1 + offset), so that weight decay pulls the weight towards one."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -374,7 +374,7 @@ def _is_plain_linear(layer: nn.Module) -> bool:
 
 
 def head_shape(dim: int, config: AttentionConfig) -> tuple[int, int, int]:
-    """num_heads, head_dim and num_kv_heads of an attention `dim` wide."""
+    """Return num_heads, head_dim and num_kv_heads of attention with input width `dim`."""
     if config.head_dim is None and dim % config.num_heads:
         raise ValueError(f"dim ({dim}) must be a multiple of num_heads ({config.num_heads}), or head_dim must be given")
     head_dim = dim // config.num_heads if config.head_dim is None else config.head_dim
@@ -382,7 +382,7 @@ def head_shape(dim: int, config: AttentionConfig) -> tuple[int, int, int]:
 
 
 def mechanism_from(spec: Any, num_heads: int, head_dim: int, num_kv_heads: int) -> Mechanism:
-    """The mechanism that a name or {"mechanism": name, **options} describes."""
+    """Build the mechanism that a name or {"mechanism": name, **options} describes."""
     if isinstance(spec, str):
         return build_mechanism(spec, num_heads, head_dim, num_kv_heads=num_kv_heads)
     if not isinstance(spec, Mapping) or "mechanism" not in spec:
@@ -414,7 +414,14 @@ def _rotary(config: AttentionConfig, mechanism: Mechanism) -> list[nn.Module]:
 
 
 class FeedForward(nn.Module):
-    """activation(x W₁) W₂, or (activation(a) · b) W₂ with (a, b) = x W₁."""
+    """activation(x W₁) W₂, or (activation(a) · b) W₂ with (a, b) = x W₁ if gated.
+
+    Args:
+        dim: Width of the input.
+        config: Width inside, activation, dropout.
+        out_features: Width of the output, dim unless given.
+        out_dropout: Dropout of the output.
+    """
 
     def __init__(
         self,
@@ -435,20 +442,20 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.chunks == 1:
-            return self._piece(x)
-        return torch.cat([self._piece(piece) for piece in x.chunk(self.chunks, 1)], 1)
+            return self._chunk(x)
+        return torch.cat([self._chunk(piece) for piece in x.chunk(self.chunks, 1)], 1)
 
     def decode_step(self, x: Tensor, *, norm: nn.Module | None = None, add: Tensor | None = None) -> Tensor:
-        """One token (B, 1, dim) of a loop, in eval mode. norm, add: as in `Attention.decode_step`."""
+        """Compute one token (B, 1, dim) of a decode loop, in eval mode; norm and add as in `Attention.decode_step`."""
         fused = not self.gated and self.activation_name in FUSED_ACTIVATIONS
         (hidden,) = fused_linear(x, self.to_hidden, norm=norm, activation=self.activation_name if fused else "identity")
-        return fused_linear(hidden if fused else self._activated(hidden), self.to_out, residual=add)[0]
+        return fused_linear(hidden if fused else self._activate(hidden), self.to_out, residual=add)[0]
 
-    def _piece(self, x: Tensor) -> Tensor:
-        hidden = self._activated(self.to_hidden(x))
+    def _chunk(self, x: Tensor) -> Tensor:
+        hidden = self._activate(self.to_hidden(x))
         return self.out_dropout(self.to_out(self.dropout(hidden)))
 
-    def _activated(self, hidden: Tensor) -> Tensor:
+    def _activate(self, hidden: Tensor) -> Tensor:
         if not self.gated:
             return self.activation(hidden)
         hidden, gate = hidden.chunk(2, -1)
@@ -456,7 +463,7 @@ class FeedForward(nn.Module):
 
 
 class ProductKeyMemory(nn.Module):
-    """A large memory of num_keys² values, found by the best pairs of half-keys (Lample et al., 2019)."""
+    """A memory of num_keys² values, addressed by the best pairs of half-keys (Lample et al., 2019)."""
 
     def __init__(
         self, dim: int, *, num_keys: int = 128, num_heads: int = 4, key_dim: int = 128, best: int = 32
@@ -486,9 +493,13 @@ class ProductKeyMemory(nn.Module):
 
 
 def shift_tokens(x: Tensor, offsets: Sequence[int], layout: TokenLayout, recent: Tensor | None = None) -> Tensor:
-    """Equal parts of the features, each from the token that many places before (negative: after); zeros where none is.
+    """Replace equal parts of the features by those of earlier tokens (negative offsets: later); zeros if there is none.
 
-    x: (B, T, dim), hidden tokens zero. recent: (B, max(offsets), dim), the tokens before these.
+    Args:
+        x: (B, T, dim), hidden tokens zero.
+        offsets: One for each part, in tokens.
+        layout: The layout of x.
+        recent: (B, max(offsets), dim), the tokens before these.
     """
     size = x.shape[2] // len(offsets)
     parts = list(x.split(size, 2))
@@ -504,12 +515,12 @@ def shift_tokens(x: Tensor, offsets: Sequence[int], layout: TokenLayout, recent:
 
 
 def shift_token(x: Tensor, offsets: tuple[int, ...], recent: Tensor) -> Tensor:
-    """As `shift_tokens` of one token x (B, 1, dim), which `recent` (B, s, dim) then holds too."""
+    """Shift one token x (B, 1, dim) as `shift_tokens` does, and append it to `recent` (B, s, dim) in place."""
     size = x.shape[2] // len(offsets)
     joined = torch.cat([recent, x], 1)
     parts = list(x.split(size, 2))
     for i, offset in enumerate(offsets):
-        # What came before the first token is zero already.
+        # `recent` is zero before the first token.
         there = recent.shape[1] - offset
         parts[i] = joined[:, there : there + 1, i * size : (i + 1) * size] if offset else parts[i]
     recent.copy_(joined[:, 1:])
@@ -517,7 +528,7 @@ def shift_token(x: Tensor, offsets: tuple[int, ...], recent: Tensor) -> Tensor:
 
 
 def latest_tokens(recent: Tensor, x: Tensor, layout: TokenLayout) -> Tensor:
-    """The last tokens of recent (B, s, dim) and then x (B, T, dim), but for the masked ones at the end."""
+    """Return the last s real tokens of recent (B, s, dim) followed by x (B, T, dim), right-padded if masked."""
     s, T = recent.shape[1], x.shape[1]
     joined = torch.cat([recent, x], 1)
     if layout.key_mask is None:

@@ -1,5 +1,5 @@
-"""Where a token stands: added to embeddings (learned, sinusoidal, axial), turned into queries and keys (rotary), or
-added to local attention's scores (dynamic bias). Angles are computed in float32 whatever the model's dtype.
+"""Positional encodings: added to embeddings (learned, sinusoidal, axial), applied to queries and keys (rotary), or
+added to the scores of local attention (dynamic bias). Angles are computed in float32 whatever the model's dtype.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from longspan.ops.rotary import angles, cos_sin, rotate
 
 
 class AbsolutePositions(nn.Module, ABC):
-    """A vector for each position, added to the embeddings. reach: how many positions there are; None is no end."""
+    """A vector for each position, added to the embeddings.
+
+    Attributes:
+        reach: Number of positions; None if unlimited.
+    """
 
     reach: int | None = None
 
     @abstractmethod
     def forward(self, position: Tensor) -> Tensor:
-        """position: (B or 1, T) int64 -> (B or 1, T, dim)."""
+        """Return the vectors (B or 1, T, dim) of positions (B or 1, T) int64."""
 
     def check(self, longest: int) -> None:
-        """Refuses positions beyond a table."""
+        """Raise ValueError if there are fewer than `longest` positions."""
         if self.reach is not None and longest > self.reach:
             raise ValueError(
                 f"{longest} tokens are more than the {self.reach} positions of this model ({type(self).__name__}); "
@@ -48,7 +52,7 @@ class LearnedPositions(AbsolutePositions):
 
 
 class SinusoidalPositions(AbsolutePositions):
-    """sin and cos of position / base^(2i/dim), sines first; without end."""
+    """sin and cos of position / base^(2i/dim), sines first; unlimited."""
 
     def __init__(self, dim: int, base: float = 10000.0) -> None:
         super().__init__()
@@ -62,9 +66,11 @@ class SinusoidalPositions(AbsolutePositions):
 
 
 class AxialPositions(AbsolutePositions):
-    """A grid of positions, each the sum of one vector for each of its coordinates: two tables of 1,024 reach a million.
+    """A grid of positions, each the sum of one vector per coordinate: two tables of 1,024 cover a million positions.
 
-    shape: the grid, filled row by row.
+    Args:
+        dim: Width of the vectors.
+        shape: The grid, in row-major order.
     """
 
     def __init__(self, dim: int, shape: Sequence[int]) -> None:
@@ -77,7 +83,7 @@ class AxialPositions(AbsolutePositions):
     def forward(self, position: Tensor) -> Tensor:
         total: Tensor | None = None
         for axis in reversed(range(len(self.shape))):
-            # The first coordinate is not taken modulo its size: what lies beyond the grid must not begin it again.
+            # The first coordinate is not taken modulo its size: positions outside the grid must not wrap around.
             row = self.tables[axis][position % self.shape[axis] if axis else position]
             total = row if total is None else total + row
             position = position // self.shape[axis]
@@ -86,9 +92,12 @@ class AxialPositions(AbsolutePositions):
 
 
 class Rotary(nn.Module):
-    """Turns pairs of features of queries and keys by an angle in proportion to position (Su et al., 2021).
+    """Rotary embedding: rotates pairs of features of queries and keys by position · base^(−2i/D) (Su et al., 2021).
 
-    interleaved: pairs are neighbors (0, 1), (2, 3), …; otherwise feature i pairs with i + head_dim / 2.
+    Args:
+        head_dim: D, even.
+        base: Of the frequencies.
+        interleaved: Whether pairs are neighbors (0, 1), (2, 3), …; otherwise feature i pairs with i + D / 2.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0, *, interleaved: bool = False) -> None:
@@ -98,11 +107,11 @@ class Rotary(nn.Module):
         self.head_dim, self.base, self.interleaved = head_dim, base, interleaved
 
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
-        """x: (B, T, H, D), position: (B or 1, T) -> (B, T, H, D)."""
+        """Rotate x (B, T, H, D) to positions (B or 1, T)."""
         return self.at(x, TokenLayout(position, position))
 
     def at(self, x: Tensor, layout: TokenLayout) -> Tensor:
-        """x: (B, T, H, D) at the positions of a layout, with its cached cos and sin if there are any."""
+        """Rotate x (B, T, H, D) to the positions of a layout, with its cached cos and sin if it has them."""
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         cached = layout.rotary.get(self.kind)
         if cached is None or cached[0].dtype != dtype:
@@ -112,18 +121,18 @@ class Rotary(nn.Module):
 
     @property
     def kind(self) -> tuple[int, float]:
-        """What the angles depend on beside positions."""
+        """What the angles depend on besides positions: (head_dim, base)."""
         return self.head_dim, self.base
 
 
 def with_rotary(layout: TokenLayout, kinds: Iterable[tuple[int, float]], dtype: torch.dtype) -> TokenLayout:
-    """Adds the cos and sin of these kinds of rotary embeddings, (head_dim, base), to a token layout."""
+    """Return a layout with the cos and sin of these kinds of rotary embedding, (head_dim, base)."""
     rotary = {kind: cos_sin(layout.position, *kind, dtype) for kind in kinds}
     return replace(layout, rotary=rotary) if rotary else layout
 
 
 class DynamicPositionBias(nn.Module):
-    """A bias on local attention's scores, a small network of the distance |i − j|: (n,) -> (H, n)."""
+    """A bias for the scores of local attention, a small network of the distance |i − j|: (n,) -> (H, n)."""
 
     def __init__(self, num_heads: int, hidden: int) -> None:
         super().__init__()

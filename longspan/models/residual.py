@@ -1,17 +1,18 @@
-"""How layers run. Topology, the residual streams, is architecture; keeping, recomputing or reversing is execution, and
-changes neither outputs nor gradients.
+"""Residual streams and how layers run on them.
 
-A stack is a list of branches (attention, feed-forward, …). Streams x:
+The topology of the streams is architecture; whether activations are kept, recomputed or reversed is execution, which
+changes neither outputs nor gradients. A stack is a list of branches (attention, feed-forward, …) on streams x:
 
     single   x ← x + f(x)
-    double   x₁ ← x₁ + f(x₂), then x₂ ← x₂ + g(x₁), in turn; the answer is their mean, or their sum. Each step can be
-             undone, so activations need not be kept: `reverse` rebuilds them, at the cost of a second forward pass.
+    double   x₁ ← x₁ + f(x₂), then x₂ ← x₂ + g(x₁), in turn; the output is their mean, or their sum. Each step can be
+             inverted, so activations need not be stored: `reverse` recomputes them in a second forward pass.
     hyper    n streams mixed by learned weights before and after each branch (Zhu et al., 2024)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, get_args
 
@@ -24,7 +25,6 @@ from longspan.layout import Packing, TokenLayout
 from longspan.models.config import Execution, NormPosition, Residual
 from longspan.models.layers import NORMS, Attention, CenteredNorm, FeedForward, latest_tokens, shift_token, shift_tokens
 from longspan.models.positions import with_rotary
-from longspan.models.reversible import run_reversible
 from longspan.ops.decode import RotaryCache
 from longspan.protocol import Index, Mechanism, State
 from longspan.utils import choose
@@ -102,9 +102,15 @@ class StackState(State):
 class ResidualBranch(nn.Module):
     """One residual branch: norm, token shift, axial folding, and the layer itself.
 
-    norm_position: "pre" x + f(norm(x)); "post" norm(x + f(x)); "rezero" x + a·f(x), a learned from 0. Where the layer
-    changes the width, x itself is left out, or with resample goes through a learned map to the new one.
-    token_shift: see `shift_tokens`. stride: attention along every stride-th token only (axial folding).
+    Args:
+        layer: Attention, a feed-forward layer, or any module of (B, T, dim).
+        dim: Width of the input.
+        norm: "layer", "rms" or "scale".
+        norm_position: "pre" x + f(norm(x)); "post" norm(x + f(x)); "rezero" x + a·f(x), a learned from 0.
+        token_shift: Offsets over equal parts of the features; see `shift_tokens`.
+        stride: Attention along every stride-th token only (axial folding).
+        out_features: Width of the layer's output. Where it is not dim, x itself is left out of the sum.
+        resample: Whether x is then mapped to the new width by a learned linear layer instead.
     """
 
     def __init__(
@@ -489,6 +495,98 @@ class Stack(nn.Module):
 
     def _branches(self) -> list[ResidualBranch]:
         return [branch for branch in self.branches if isinstance(branch, ResidualBranch)]
+
+
+def run_reversible(
+    branches: Sequence[Any], x: Tensor, layout: Any, context: Tensor | None, context_layout: Any
+) -> list[Tensor]:
+    """Return two streams that both start as x (B, T, dim) after all branches, without storing activations.
+
+    The backward pass visits the branches from the last to the first: it inverts each addition, runs the branch again
+    with the random state and autocast of the first time, and takes its gradients. Parameters are inputs of the
+    function, so that they get gradients whether or not x needs one; the context's gradient is summed here.
+    """
+    unique = list(dict.fromkeys(p for branch in branches for p in branch.parameters() if p.requires_grad))
+    first, second = _Reversible.apply(  # type: ignore[no-untyped-call]
+        branches, layout, context_layout, unique, x, context, *unique
+    )
+    return [first, second]
+
+
+class _Reversible(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        branches: Sequence[Any],
+        layout: Any,
+        context_layout: Any,
+        unique: list[nn.Parameter],
+        x: Tensor,
+        context: Tensor | None,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.branches, ctx.layout, ctx.context_layout, ctx.unique = branches, layout, context_layout, unique
+        ctx.autocast = _autocast_state(x.device.type)
+        ctx.random = []
+        streams = [x, x]
+        for i, branch in enumerate(branches):
+            ctx.random.append(_random_state(x))
+            y = branch(streams[1 - i % 2], layout, context, context_layout)
+            streams[i % 2] = streams[i % 2] + (y if branch.weight is None else y * branch.weight)
+        ctx.save_for_backward(*(stream.detach() for stream in streams), context)
+        return streams[0].clone(), streams[1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        *saved, context = ctx.saved_tensors
+        streams, d_streams = list(saved), list(grads)
+        d_parameters: dict[int, Tensor] = {}
+        d_context = None
+        device = streams[0].device
+        wants_context = context is not None and ctx.needs_input_grad[5]
+        for i in reversed(range(len(ctx.branches))):
+            branch, mine, other = ctx.branches[i], i % 2, 1 - i % 2
+            with torch.enable_grad(), _replay(ctx.random[i], ctx.autocast, device):
+                x = streams[other].detach().requires_grad_()
+                c = None if context is None else context.detach().requires_grad_(wants_context)
+                y = branch(x, ctx.layout, c, ctx.context_layout)
+                y = y if branch.weight is None else y * branch.weight
+            inputs = [x, *([c] if wants_context else [])]
+            parameters = [p for p in dict.fromkeys(branch.parameters()) if p.requires_grad]
+            found = torch.autograd.grad(y, [*inputs, *parameters], d_streams[mine].to(y.dtype), allow_unused=True)
+            streams[mine] = streams[mine] - y.detach()
+            if found[0] is not None:
+                d_streams[other] = d_streams[other] + found[0]
+            if wants_context and found[1] is not None:
+                d_context = found[1] if d_context is None else d_context + found[1]
+            for p, g in zip(parameters, found[len(inputs) :], strict=True):
+                if g is not None:
+                    d_parameters[id(p)] = d_parameters[id(p)] + g if id(p) in d_parameters else g
+        d_x = d_streams[0] + d_streams[1] if ctx.needs_input_grad[4] else None
+        return None, None, None, None, d_x, d_context, *(d_parameters.get(id(p)) for p in ctx.unique)
+
+
+def _random_state(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
+
+
+def _autocast_state(device: str) -> tuple[str, bool, torch.dtype]:
+    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+@contextmanager
+def _replay(
+    random: tuple[Tensor, Tensor | None], autocast: tuple[str, bool, torch.dtype], device: torch.device
+) -> Iterator[None]:
+    kind, enabled, dtype = autocast
+    with ExitStack() as stack:
+        # Only this device: forking the generators of all of them would synchronize with each.
+        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+        torch.set_rng_state(random[0])
+        if random[1] is not None:
+            torch.cuda.set_rng_state(random[1], device)
+        yield
 
 
 def _full_precision(x: Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Attention over feature maps (B, C, H, W): every place of a map sees every other, at a cost linear in their number."""
+"""Attention over images and other feature maps (B, C, H, W), at a cost linear in the number of pixels."""
 
 from __future__ import annotations
 
@@ -14,16 +14,27 @@ from longspan.protocol import FeatureMap, Mechanism
 class ImageAttention(nn.Module):
     """Convolutions around a mechanism: (B, channels, H, W) -> (B, out_channels, H″, W″).
 
-    Queries, keys and values are convolutions of the map with kernel_size, stride and padding, so a stride shrinks all
-    three to H′ = ⌊(H + 2·padding − kernel_size) / stride⌋ + 1, W′ likewise; attention is over H′·W′ places. The output
-    convolution has the same kernel and padding and no stride: H″ = H′ + 2·padding − kernel_size + 1. With
+    Queries, keys and values are convolutions of the feature map with kernel_size, stride and padding: a stride shrinks
+    all three to H′ = ⌊(H + 2·padding − kernel_size) / stride⌋ + 1, W′ likewise, and attention is over H′·W′ pixels. The
+    output convolution has the same kernel and padding and no stride: H″ = H′ + 2·padding − kernel_size + 1. With
     kernel_size = 2·padding + 1 only the stride changes the size.
 
-    mechanism: its heads and widths are the layer's; it must serve cross-attention. None is `efficient_attention()`.
-    One that redraws its features counts training steps by `mechanism.advance()`, which is the caller's to call.
-    context_dim: the width of a context with projections of its own. None: a context has the map's channels and goes
-    through the map's convolutions as one line of places, zeros around it.
-    context_scale: of a context's keys; linear-attention-transformer, which does not scale these, has head_dim^¼.
+    A mechanism with random features is redrawn by its `count_forward` once per training step, which the caller calls.
+
+    Args:
+        channels: Of the input.
+        mechanism: Its numbers of heads and their dims are the layer's; it must support cross-attention. None is
+            `efficient_attention()`.
+        out_channels: Of the output; channels unless given.
+        kernel_size: Of all convolutions.
+        stride: Of the convolutions of queries, keys and values.
+        padding: Of all convolutions.
+        context_dim: Width of a context, with projections of its own. None: a context has the input's channels and goes
+            through the input's convolutions as one line of pixels with zeros around it.
+        context_scale: Factor of a context's keys; linear-attention-transformer does not scale them and has head_dim^¼.
+
+    Raises:
+        ValueError: If the mechanism takes gates or does not support cross-attention, or a size is not positive.
     """
 
     def __init__(
@@ -42,9 +53,11 @@ class ImageAttention(nn.Module):
         mechanism = efficient_attention() if mechanism is None else mechanism
         if not isinstance(mechanism, Mechanism):
             raise ValueError(f"mechanism must be a Mechanism, such as build_mechanism makes, got {mechanism!r}")
+        if mechanism.num_gates:
+            raise ValueError(f"ImageAttention has no projection for the gates of {type(mechanism).__name__}")
         if not mechanism.supports_cross:
             raise ValueError(
-                f"{type(mechanism).__name__} has windows along one line and cannot attend over a map; "
+                f"{type(mechanism).__name__} has windows along one line and cannot attend over an image; "
                 "use linear, performer, linformer or softmax"
             )
         if kernel_size < 1 or stride < 1 or padding < 0:
@@ -65,15 +78,20 @@ class ImageAttention(nn.Module):
         self.to_out = nn.Conv2d(inner_out, out_channels or channels, kernel_size, padding=padding)
 
     def forward(self, x: Tensor, context: Tensor | None = None, *, context_mask: Tensor | None = None) -> Tensor:
-        """x: (B, channels, H, W) -> (B, out_channels, H″, W″).
+        """Compute attention of all pixels.
 
-        context: (B, S, channels or context_dim), keys and values beside the map's own. context_mask: (B, S) bool,
-        True = keep.
+        Args:
+            x: (B, channels, H, W).
+            context: (B, S, channels or context_dim), more keys and values.
+            context_mask: (B, S) bool, True = keep.
+
+        Returns:
+            (B, out_channels, H″, W″).
         """
         self._check(x, context, context_mask)
         q = self.to_q(x)
-        size, q = q.shape[2:], _places(q, self.mechanism.num_heads)
-        k, v = (_places(project(x), self.mechanism.num_kv_heads) for project in (self.to_k, self.to_v))
+        size, q = q.shape[2:], _flatten_pixels(q, self.mechanism.num_heads)
+        k, v = (_flatten_pixels(project(x), self.mechanism.num_kv_heads) for project in (self.to_k, self.to_v))
         key_mask = None
         if context is not None and context.shape[1]:
             if context_mask is not None:
@@ -86,12 +104,12 @@ class ImageAttention(nn.Module):
         return self.to_out(out.flatten(2).mT.unflatten(2, size))
 
     def _context(self, context: Tensor) -> tuple[Tensor, Tensor]:
-        """context: (B, S, channels or context_dim) -> k (B, S, Hkv, D), v (B, S, Hkv, E)."""
+        """Project a context (B, S, channels or context_dim) to k (B, S, Hkv, D) and v (B, S, Hkv, E)."""
         heads = self.mechanism.num_kv_heads
         if self.context_to_k is not None and self.context_to_v is not None:
             k, v = self.context_to_k(context), self.context_to_v(context)
         else:
-            # A line of places, with zeros above and below, meets the middle row of a kernel only.
+            # A line of pixels, with zeros above and below, meets the middle row of a kernel only.
             middle = (self.kernel_size - 1) // 2
             line = F.pad(context.mT, (middle, self.kernel_size - 1 - middle))
             k, v = (F.conv1d(line, layer.weight[:, :, middle], layer.bias).mT for layer in (self.to_k, self.to_v))
@@ -101,7 +119,7 @@ class ImageAttention(nn.Module):
         if x.ndim != 4 or x.shape[1] != self.channels:
             raise ValueError(f"x must be (B, {self.channels}, H, W), got {tuple(x.shape)}")
         sides = list(x.shape[2:])
-        for what in ("map", "shrunken map"):
+        for what in ("feature map", "feature map after the stride"):
             if min(sides) + 2 * self.padding < self.kernel_size:
                 raise ValueError(
                     f"a {what} of {sides[0]} × {sides[1]} with padding {self.padding} is smaller than the kernel "
@@ -124,7 +142,11 @@ class ImageAttention(nn.Module):
 
 
 class ScaledSoftmax(FeatureMap):
-    """softmax(q·D^−¼) over features, exp(k·D^−¼); with raw_queries q·D^−¼ itself, for normalize="feature" only."""
+    """φ(q) = softmax(q·D^−¼) over features, φ(k) = exp(k·D^−¼).
+
+    Args:
+        raw_queries: Whether φ(q) is q·D^−¼ itself; needs normalize="feature".
+    """
 
     unbounded = True
 
@@ -151,9 +173,13 @@ class ScaledSoftmax(FeatureMap):
 def efficient_attention(
     num_heads: int = 8, key_dim: int = 64, value_dim: int | None = None, *, raw_queries: bool = False
 ) -> LinearAttention:
-    """Efficient Attention (Shen et al., 2021): φ(q)·softmax(k over places)ᵀ v, with `ScaledSoftmax` features.
+    """Return Efficient Attention (Shen et al., 2021): φ(q)·softmax(k over pixels)ᵀ v, with `ScaledSoftmax` features.
 
-    value_dim: key_dim unless given. raw_queries: queries as they are, not softmaxed.
+    Args:
+        num_heads: H.
+        key_dim: D.
+        value_dim: E; key_dim unless given.
+        raw_queries: Whether queries are used without the softmax.
     """
     return LinearAttention(
         num_heads,
@@ -164,6 +190,6 @@ def efficient_attention(
     )
 
 
-def _places(x: Tensor, heads: int) -> Tensor:
+def _flatten_pixels(x: Tensor, heads: int) -> Tensor:
     """(B, heads · dim, H, W) -> (B, H · W, heads, dim)."""
     return x.flatten(2).mT.unflatten(2, (heads, -1))

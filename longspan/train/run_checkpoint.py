@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from longspan.generation.session import fill_state, state_values
 from longspan.generation.tokenization import TOKENIZER
-from longspan.models.checkpoint import CONFIG, TENSORS, Model, replacing, settled, write
+from longspan.models.checkpoint import CONFIG, TENSORS, Model, committed_folder, replace_folder, write
 from longspan.models.checkpoint import load as load_model
 from longspan.models.config import ModelConfig
 from longspan.models.residual import StackState
@@ -29,7 +29,7 @@ RUN, FOLDER, TRAINING = "run.json", "checkpoint", "training.pt"
 
 def save(run: Path, model: Model, training: dict[str, Any], tokenizer: Path | None) -> None:
     """Write a checkpoint. If this fails, the previous one remains."""
-    with replacing(run / FOLDER, (TENSORS, CONFIG, TRAINING, TOKENIZER)) as partial:
+    with replace_folder(run / FOLDER, (TENSORS, CONFIG, TRAINING, TOKENIZER)) as partial:
         write(model, partial)
         torch.save(training, partial / TRAINING)
         if tokenizer is not None:
@@ -39,7 +39,7 @@ def save(run: Path, model: Model, training: dict[str, Any], tokenizer: Path | No
 def load(run: Path) -> tuple[Model, dict[str, Any]] | None:
     """Return the model and the training state of the last checkpoint; None if the run has none."""
     try:
-        folder = settled((run / FOLDER).resolve())
+        folder = committed_folder((run / FOLDER).resolve())
     except FileNotFoundError:
         return None
     # weights_only: nothing in the file is executed.

@@ -34,8 +34,8 @@ def test_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
     # Prompts are read in eager PyTorch.
     monkeypatch.setattr(local.LocalAttention, "_windowed", _eager_windowed)
     # From 12 and 9 tokens on: enough steps to flush both batch rows' buffers, and one more.
-    monkeypatch.setattr(linear, "LATE_SUMS", 4)
-    monkeypatch.setattr(write_buffer, "LATE_ROWS", 16)  # the smallest size of a product
+    monkeypatch.setattr(linear, "FEATURE_SLOTS", 4)
+    monkeypatch.setattr(write_buffer, "TOKEN_SLOTS", 16)  # the smallest size of a product
     steps = {"local": 4, "linformer": 8}.get(CASES[name][0], 5)
     compare(name, dtype, "cpu", steps)
     assert len(used) == steps

@@ -198,7 +198,7 @@ def test_merging_refuses_what_does_not_follow() -> None:
     performer.redraw()
     with pytest.raises(ValueError, match="one draw of random features, got 0 and 1"):
         first.merge(performer.new_state(2, start=0))
-    pending = replace(state, late=(linear.new_state(2),))
+    pending = replace(state, pending=(linear.new_state(2),))
     with pytest.raises(ValueError, match="cannot be merged: call finish_decode first"):
         pending.merge(linear.new_state(2, start=3))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from longspan import Mechanism, build_mechanism, register_mechanism
 from longspan import mechanisms as registry
 from longspan.mechanisms.linear import LinearAttention
-from longspan.models.checkpoint import CONFIG, TENSORS, load, replacing, save, settled
+from longspan.models.checkpoint import CONFIG, TENSORS, committed_folder, load, replace_folder, save
 from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
 from longspan.models.transformer import Classifier, EncoderDecoder, LanguageModel, Transformer
 
@@ -299,15 +299,15 @@ def test_stored_apart_but_one_in_the_model(tmp_path: Path) -> None:
     own: Mechanism = build_mechanism("linformer", 3, 4, rank=4, max_length=31, bias=True, share_projection=True)
     second.keys = second.values = own.keys
     save(model, tmp_path / "model")
-    with refused("stored apart, but one in the model: transformer.stack.branches.2.layer.mechanism.keys"):
+    with refused("stored separately, but tied in the model: transformer.stack.branches.2.layer.mechanism.keys"):
         load(tmp_path / "model")
 
 
 def test_replacing_for_files_of_any_kind(tmp_path: Path) -> None:
-    with replacing(tmp_path / "run", ("a", "b")) as partial:
+    with replace_folder(tmp_path / "run", ("a", "b")) as partial:
         (partial / "a").write_text("1")
-    assert (settled(tmp_path / "run") / "a").read_text() == "1"
-    with pytest.raises(FileNotFoundError), replacing(tmp_path / "run", ("a", "b")) as partial:
+    assert (committed_folder(tmp_path / "run") / "a").read_text() == "1"
+    with pytest.raises(FileNotFoundError), replace_folder(tmp_path / "run", ("a", "b")) as partial:
         (partial / "a" / "not a folder").write_text("2")
     assert (tmp_path / "run" / "a").read_text() == "1"
     assert os.listdir(tmp_path) == ["run"]
