@@ -214,9 +214,9 @@ def test_refusals() -> None:
     layer, x = build(SoftmaxAttention(3, D), True), torch.randn(B, T, DIM, dtype=torch.float64)
     with refused("queries must be positions in x, -17 to 16, got 17"):
         attention_map(layer, x, [0, 17])
-    with refused("this layer has no use for a context"):
+    with refused("this layer takes no context"):
         attention_map(layer, x, [0], context=x)
-    with refused("only linformer's self-attention has compressed rows, got SoftmaxAttention"):
+    with refused("only linformer's self-attention has compressed keys, got SoftmaxAttention"):
         compressed_map(layer, x)
     cross = Attention(DIM, AttentionConfig(head_dim=D), mechanism=SoftmaxAttention(3, D), cross=True)
     with refused("this layer needs context=, of shape (B, S, dim)"):

@@ -418,3 +418,9 @@ def test_half_precision_runs() -> None:
         assert out.dtype == torch.bfloat16
         assert out.isfinite().all()
     assert F.mse_loss(out.float(), torch.zeros(B, T, DIM)) > 0
+
+
+def test_a_context_for_self_attention_is_refused() -> None:
+    for given in ({"context": tokens()}, {"context_mask": torch.ones(B, T, dtype=torch.bool)}):
+        with pytest.raises(ValueError, match="self-attention takes no context: build the layer with cross=True"):
+            attention()(tokens(), **given)

@@ -173,9 +173,9 @@ def test_refusals() -> None:
     m, x = build(kernel_size=5, padding=1), feature_map()
     with refused("x must be (B, 11, H, W), got (2, 7, 13)"):
         m(x[:, 0])
-    with refused("a map of 2 × 13 with padding 1 is smaller than the kernel (5)"):
+    with refused("a feature map of 2 × 13 with padding 1 is smaller than the kernel (5)"):
         m(x[:, :, :2])
-    with refused("a shrunken map of 2 × 3 with padding 0 is smaller than the kernel (3)"):
+    with refused("a feature map after the stride of 2 × 3 with padding 0 is smaller than the kernel (3)"):
         build(kernel_size=3, stride=4)(x)
     with refused("context must be (B, S, 11) with B = 2, got (2, 11, 5); set context_dim"):
         m(x, torch.randn(B, C, S))
