@@ -1,7 +1,7 @@
 """Benchmarks of longspan and its peers in the same run, on the CPU and on GPUs: `longspan bench`.
 
-`run(BenchOptions(...))` measures whole sections and writes results; `compare` and `measure` take single subjects. Each
-measurement has a process of its own, a memory limit and a check of accuracy before anything is timed.
+`run(BenchOptions(...))` measures sections and writes results; `compare` and `measure` measure given subjects. Each
+measurement runs in its own process with a memory limit, and checks the accuracy before it times anything.
 """
 
 from longspan.bench.options import BenchOptions, sections

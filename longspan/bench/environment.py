@@ -44,12 +44,13 @@ def machine(device: str) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python, PyTorch, longspan and every peer; None for what is not installed."""
-    facts = {"python": platform.python_version(), "cuda": torch.version.cuda, "longspan": __version__}
-    return (
-        facts
-        | {"torch": torch.__version__, "triton": installed_version("triton")}
-        | {package: installed_version(package) for package in PACKAGES if package != "torch"}
-    )
+    return {
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "longspan": __version__,
+        **{package: installed_version(package) for package in ("triton", *PACKAGES)},
+        "torch": torch.__version__,
+    }
 
 
 def cores() -> int:

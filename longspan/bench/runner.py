@@ -1,4 +1,4 @@
-"""Run subjects side by side: one process per measurement, subjects interleaved, failures recorded as results."""
+"""Measure subjects in separate processes: one per measurement, subjects interleaved, failures recorded as results."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from select import select
 from statistics import median
-from threading import Timer
 from typing import Any
 
 from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig, Subject, is_out_of_memory, one_line
@@ -40,7 +39,7 @@ class SubjectResult:
         return list(self.measurements[0].times) if self.measurements else []
 
     def ms(self, step: str) -> float | None:
-        """Return the median over rounds of each round's median; None after a failure or for an unknown step."""
+        """Return the median over rounds of each round's median; None if the subject failed or has no such step."""
         return self._median([median(each.times[step]) for each in self.measurements if each.times.get(step)])
 
     def tokens_per_second(self, step: str) -> float | None:
@@ -77,8 +76,11 @@ class SubjectResult:
 Observer = Callable[[SubjectResult, int, bool], None]  # result, round from 1, whether it has been measured
 
 
+def _ignore(result: SubjectResult, round_number: int, measured: bool) -> None: ...
+
+
 def compare(
-    subjects: Sequence[Subject], case: Case, config: MeasurementConfig, observer: Observer | None = None
+    subjects: Sequence[Subject], case: Case, config: MeasurementConfig, observer: Observer = _ignore
 ) -> list[SubjectResult]:
     """Measure several subjects in one case.
 
@@ -99,7 +101,7 @@ def compare(
 def measure_rounds(
     results: Sequence[SubjectResult],
     config: MeasurementConfig,
-    observer: Observer | None = None,
+    observer: Observer = _ignore,
     deadline: float | None = None,
 ) -> None:
     """Measure each result's subject once per round, unless it has failed.
@@ -111,15 +113,14 @@ def measure_rounds(
         results: The results to fill.
         config: Number of samples and limits.
         observer: Called before and after each measurement.
-        deadline: `time.monotonic()` after which nothing is measured any more.
+        deadline: `time.monotonic()` after which no measurement is started. None: no deadline.
     """
     for number in range(1, config.rounds + 1):
         started = time.monotonic()
         pending = [result for result in results if result.failure is None]
         workers = _start_workers(pending, _limited(config, deadline))
         for result in pending:
-            if observer is not None:
-                observer(result, number, False)
+            observer(result, number, False)
             limited, worker = _limited(config, deadline), workers.get(id(result))
             if limited.timeout <= 0:
                 if worker is not None:
@@ -129,14 +130,12 @@ def measure_rounds(
             else:
                 found = worker.finish() if worker is not None else measure(result.subject, result.case, limited)
                 result.measurements.append(found)
-            if observer is not None:
-                observer(result, number, True)
+            observer(result, number, True)
         for result in pending:
             limited = _limited(config, deadline)
             if len(workers) > 1 and result.measurements[-1].status == "out of memory" and limited.timeout > 0:
                 result.measurements[-1] = measure(result.subject, result.case, limited)  # alone on the GPU
-                if observer is not None:
-                    observer(result, number, True)
+                observer(result, number, True)
         if time.monotonic() - started > config.round_seconds:
             break
 
@@ -160,7 +159,7 @@ def measure(subject: Subject, case: Case, config: MeasurementConfig) -> Measurem
 
 
 class WorkerProcess:
-    """A process that prepares a measurement at once and takes it when `finish` is called."""
+    """A process that starts to prepare a measurement immediately and takes it when `finish` is called."""
 
     def __init__(self, subject: Subject, case: Case, config: MeasurementConfig) -> None:
         threads = str(config.threads)
@@ -190,16 +189,22 @@ class WorkerProcess:
         left = self._started + self._timeout - time.monotonic()
         ready, _, _ = select([self._process.stdout], [], [], max(0.0, left))
         if not ready:
-            self._stop()
+            self._timed_out = True
+            self._process.kill()
 
     def finish(self) -> Measurement:
         """Let the process take the measurement and return it."""
-        with self._time_limit():
-            output, _ = self._process.communicate(b"\n")
+        try:
+            output, _ = self._process.communicate(b"\n", self._timeout)
+        except subprocess.TimeoutExpired:
+            self._timed_out = True
+        finally:
+            self._process.kill()  # has no effect if the process has ended
         with self._stderr:
             self._stderr.seek(0)
             error = self._stderr.read().decode(errors="replace")
         if self._timed_out:
+            self._process.communicate()
             return Measurement("timed out", f"no result within {self._timeout:g} s")
         if self._process.returncode == 0:
             return Measurement(**json.loads(output.splitlines()[-1]))
@@ -210,22 +215,6 @@ class WorkerProcess:
         self._process.kill()
         self._process.communicate()
         self._stderr.close()
-
-    def _stop(self) -> None:
-        self._timed_out = True
-        self._process.kill()
-
-    @contextmanager
-    def _time_limit(self) -> Iterator[None]:
-        timer = Timer(self._timeout, self._stop)
-        timer.start()
-        try:
-            yield
-        except BaseException:
-            self._process.kill()
-            raise
-        finally:
-            timer.cancel()
 
 
 def _limited(config: MeasurementConfig, deadline: float | None) -> MeasurementConfig:

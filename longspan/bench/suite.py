@@ -21,7 +21,7 @@ _GPU_PROCESSES = 8  # that compile at the same time
 
 
 def run(options: BenchOptions) -> dict[str, list[Comparison]]:
-    """Measure what the options ask for.
+    """Measure what the options select.
 
     Tables go to stdout and progress to stderr. Each section has a JSON file, and a plot if there are several lengths; a
     suite also has summary.json and report.html. Files are rewritten after every measurement, so that a run can be ended

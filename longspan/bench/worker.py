@@ -18,7 +18,7 @@ from longspan.bench.subjects.base import Measurement, is_out_of_memory, one_line
 
 
 def main() -> None:
-    """Measure one subject. Whatever a package prints goes to stderr."""
+    """Measure one subject. Output that a package prints is redirected to stderr."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.simplefilter("ignore")  # deprecations inside peers

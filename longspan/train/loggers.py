@@ -1,10 +1,8 @@
-"""Logging a run: metrics.jsonl and samples.jsonl, a progress bar or lines of text, and optionally TensorBoard."""
+"""Log a run: metrics.jsonl and samples.jsonl, a progress bar or lines of text, and optionally TensorBoard."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,13 @@ Record = dict[str, Any]
 
 
 class Logger:
-    """Receives the progress of a run. This base class ignores it, for processes other than the main one."""
+    """Interface of a logger. This base class does nothing, for processes other than the main one."""
 
     def info(self, text: str) -> None:
         """Show a message."""
 
     def progress(self, fraction: float, record: Record) -> None:
-        """Show the progress after a step; `fraction` of the run, from 0 to 1, is done."""
+        """Show the metrics of a step and the fraction of the run that is done, from 0 to 1."""
 
     def log_metrics(self, record: Record) -> None:
         """Record the metrics of a step."""
@@ -36,7 +34,7 @@ class Logger:
         """Record a generated text."""
 
     def close(self) -> None:
-        """Finish, also after an error."""
+        """Close files and the progress bar. Called after errors too."""
 
 
 class RunLogger(Logger):
@@ -106,7 +104,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def truncate_records(run: Path, step: int) -> None:
-    """Remove the records of later steps than that of the checkpoint from which the run is resumed."""
+    """Remove the records of all steps after `step`, the step of the checkpoint from which the run is resumed."""
     for path in (run / METRICS, run / SAMPLES):
         if path.exists():
             records = [record for record in read_records(path) if record["step"] <= step]
@@ -153,12 +151,6 @@ def memory_used(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
-
-
-def mean(values: Iterable[float]) -> float:
-    """Return the mean of an exactly rounded sum, which does not depend on the order."""
-    values = list(values)
-    return math.fsum(values) / len(values)
 
 
 class _MetricsColumn(ProgressColumn):

@@ -44,10 +44,15 @@ PRESETS = {
 
 
 def named_mechanism(name: str, num_heads: int, context: int) -> Values:
-    """Return the fields of AttentionConfig for a mechanism that is given by name.
+    """Return the fields of AttentionConfig for a mechanism given by its name.
 
-    "split" has local heads with rotary embeddings and, in equal number, linear heads without: local heads provide the
-    positions.
+    "split" has local heads, with rotary embeddings, and as many linear heads, without them: the local heads provide the
+    information on positions.
+
+    Args:
+        name: The mechanism, or "split".
+        num_heads: The number of heads of a layer.
+        context: The context length, which limits the window and the rank.
     """
     window = max(2, min(256, context // 4))
     local = {"mechanism": "local", "window": window}

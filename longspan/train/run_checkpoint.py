@@ -112,19 +112,19 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restore the random states of this process, as far as they are of this kind of device."""
+    """Restore the random states of this process; that of CUDA only if it was saved and CUDA is in use."""
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def pack_state(state: StackState) -> dict[str, Any]:
-    """Convert a recurrent state to CPU tensors and plain values."""
+    """Convert a recurrent state to CPU tensors and Python values."""
     tensors = {f"state.{name}": x.detach().cpu() for name, x in state.tensors().items()}
     return {"tensors": tensors, "values": state_values(state, "state")}
 
 
 def unpack_state(packed: dict[str, Any], empty: StackState) -> StackState:
-    """Restore what `pack_state` returned, on the device of an empty state of the same model."""
+    """Restore a state that `pack_state` returned, on the device of `empty`, a new state of the same model."""
     tensors = {name: x.to(empty.length.device) for name, x in packed["tensors"].items()}
     return fill_state(empty, tensors, packed["values"], "state")

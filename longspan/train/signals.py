@@ -1,4 +1,4 @@
-"""Stopping a run: signals, training time, and the errors that end it."""
+"""Stop a run: signals, training time, and the errors that end it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class SignalHandler:
 
 
 def out_of_memory_message(error: BaseException, train: TrainConfig) -> str:
-    """Return which settings to change after running out of GPU memory."""
+    """Return the error message for running out of GPU memory: which settings to change, and to what."""
     size = re.search(r"Tried to allocate ([\d.]+ [KMG]iB)", str(error))
     missing = f" ({size[1]} more needed)" if size else ""
     start = f"out of GPU memory with --batch-size {train.batch_size} and --context {train.context}{missing}: use "

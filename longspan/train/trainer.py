@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluation, checkpoints, and an orderly end after signals and errors."""
+"""The training loop: steps, evaluation, checkpoints, and what happens after signals and errors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import signal
 from collections import deque
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from accelerate import Accelerator
@@ -24,7 +25,7 @@ from longspan.train.config import Settings
 from longspan.train.data.batches import Batch, BatchShape, derive_seed
 from longspan.train.evaluation import evaluate_held_out
 from longspan.train.fsdp import gather_model, gather_optimizer, is_sharded, load_optimizer, register_methods
-from longspan.train.loggers import Logger, Record, mean, memory_used, truncate_records
+from longspan.train.loggers import Logger, Record, memory_used, truncate_records
 from longspan.train.objectives import build_objective, mask_tokens, wrap_model
 from longspan.train.signals import SignalHandler, StoppedError, TrainingTimer, out_of_memory_message
 from longspan.utils import write_atomically
@@ -203,9 +204,8 @@ class Trainer:
             total = self.accelerator.reduce(total)
         self.step += 1
         self.tokens += self.shape.num_sequences * self.config.context
-        previous, self._pending = self._pending, (self.step, total / num_targets)
-        if previous is not None:
-            self._observe(*previous)
+        self.read_loss()
+        self._pending = self.step, total / num_targets
         if self.device.type != "cuda":  # On a GPU, reading this loss now would wait for the step to finish.
             self.read_loss()
 
@@ -215,8 +215,8 @@ class Trainer:
             return batches
         masked = []
         for micro, batch in enumerate(batches):
-            rows = self.shape.micro_batch(micro)
-            seeds = [derive_seed(self.config.seed, self.step, row) for row in range(rows.start, rows.stop)]
+            indices = range(self.shape.num_sequences)[self.shape.micro_batch(micro)]
+            seeds = [derive_seed(self.config.seed, self.step, index) for index in indices]
             masked.append(mask_tokens(batch, self.config.mask_rate, self.store.vocab_size, seeds))
         return masked
 
@@ -227,16 +227,15 @@ class Trainer:
             if state is None:
                 state = self._new_state(len(batch.new_document))
             elif batch.new_document.any():
-                rows = batch.new_document.nonzero()[:, 0]
-                state = state.put(rows, self._new_state(len(rows)))
+                sequences = batch.new_document.nonzero()[:, 0]
+                state = state.put(sequences, self._new_state(len(sequences)))
         loss, state = self.wrapped(batch.tokens, batch.targets, batch.offsets, batch.key_mask, state)
         self._states[micro] = None if state is None else state.detach()
         return loss
 
     def _new_state(self, batch_size: int) -> StackState:
         assert isinstance(self.model, LanguageModel)
-        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        dtype = dtypes.get(self.accelerator.mixed_precision)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
         return self.model.new_state(batch_size, device=self.device, dtype=dtype)
 
     def _sum(self, *values: float) -> list[float]:
@@ -259,16 +258,16 @@ class Trainer:
         self._unlogged.append(value)
         self._recent.append(value)
         limit, latest = self._loss_limit(), list(self._recent)[-_LATEST_LOSSES:]
-        if mean(latest) > limit:
+        if fmean(latest) > limit:
             first = step - _LATEST_LOSSES + 1 + next(i for i, x in enumerate(latest) if x > limit)
-            average = f"the mean of the last {_LATEST_LOSSES} losses is {mean(latest):.4g}, the limit {limit:.4g}"
+            average = f"the mean of the last {_LATEST_LOSSES} losses is {fmean(latest):.4g}, the limit {limit:.4g}"
             raise self._bad_batch(first, f"the loss has diverged since step {first}: {average}")
         self.logger.progress(self.done, self._metrics(value))
 
     def _loss_limit(self) -> float:
         """Return the mean of the latest losses above which the run is diverging."""
         baseline, factor = list(self._recent)[:-_LATEST_LOSSES], self.config.divergence
-        return factor * mean(baseline) if factor and len(baseline) == _BASELINE_LOSSES else math.inf
+        return factor * fmean(baseline) if factor and len(baseline) == _BASELINE_LOSSES else math.inf
 
     def _bad_batch(self, step: int, message: str) -> StoppedError:
         """Save the batch of a step and return the error that refers to it."""
@@ -311,7 +310,7 @@ class Trainer:
 
     def _log(self) -> None:
         if self._unlogged:
-            record = self._metrics(mean(self._unlogged))
+            record = self._metrics(fmean(self._unlogged))
             self._unlogged, self._last_record = [], (record["seconds"], record["tokens"])
             self.logger.log_metrics(record)
 

@@ -1,9 +1,10 @@
-"""Generation: models decoding after a prompt, and the APIs that decode through the same model."""
+"""Generation after a prompt: by different models, and by different APIs with the same model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from longspan.bench.subjects.base import AccuracyCheck, Case, Status, Subject, TimedStep, Workload
 from longspan.bench.subjects.models import MODELS, ModelSubject, PeerModelSubject, peer_models, random_tokens
-from longspan.bench.subjects.peers import MODEL_PEERS, NEW_TOKENS, unavailable
+from longspan.bench.subjects.peers import MODEL_PEERS, NEW_TOKENS, generate_greedily, unavailable
 from longspan.generation.generate import generate, prefill, stream
 from longspan.generation.sampling import Sampling
 from longspan.models.transformer import LanguageModel
@@ -22,7 +23,7 @@ _TOKENS = {"cpu": 16, "cuda": 128}  # generated per call
 
 @dataclass(frozen=True)
 class GenerateSubject(ModelSubject):
-    """Reading a prompt and decoding after it with a model of `MODELS`."""
+    """Prefill and decoding with a model of `MODELS`."""
 
     def workload(self, case: Case) -> Workload:
         model = self.build(case).to(case.device, case.torch_dtype).eval()
@@ -71,7 +72,7 @@ class DecodeSubject(Subject):
     """Greedy generation through one of `APIS`, all of them with the same model and weights.
 
     The model is the replacement in `longspan.compat` of a model of `MODEL_PEERS`. The check requires the tokens of
-    `longspan.generate`. A call reads the prompt; with a short one the time is that of the decode loop.
+    `longspan.generate`. A call includes the prefill; with a short prompt most of its time is the decode loop.
 
     Attributes:
         model: The name of the model in `MODEL_PEERS`.
@@ -110,12 +111,7 @@ class DecodeSubject(Subject):
         hf = import_module("longspan.hf")
         wrapper = hf.LongspanForCausalLM(hf.LongspanConfig(model.config)).to(case.device, case.torch_dtype).eval()
         wrapper.model.load_state_dict(model.state_dict())
-
-        def through_transformers(prompt: Tensor, count: int) -> Tensor:
-            options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-            return wrapper.generate(prompt, **options)[:, prompt.shape[1] :]
-
-        return through_transformers
+        return partial(generate_greedily, wrapper)
 
 
 def decode_subjects(mechanism: str) -> list[list[Subject]]:

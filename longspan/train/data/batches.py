@@ -54,12 +54,11 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on `device`, copied asynchronously to a GPU."""
-        if device.type == "cpu":
-            return self
-        moved: dict[str, Any] = {}
-        for name, x in vars(self).items():
-            if isinstance(x, Tensor):
-                moved[name] = (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+        moved: dict[str, Any] = {
+            name: (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+            for name, x in vars(self).items()
+            if isinstance(x, Tensor)
+        }
         return replace(self, **moved)
 
 

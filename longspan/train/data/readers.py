@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import starmap
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -120,8 +121,10 @@ def read_documents(path: Path, root: Path | None, options: ReadOptions) -> Itera
             chunks = _read_tokens(path, options)
         elif kind == "image":
             chunks = iter([DocumentChunk(_read_pixels(path, options.image_size), True)])
+        elif kind == "fasta":
+            chunks = _read_fasta(path)
         else:
-            chunks = _read_fasta(path) if kind == "fasta" else _read_bytes(path)
+            chunks = starmap(DocumentChunk, _blocks(path, _CHUNK))
         for chunk in chunks:
             yield chunk._replace(label=label)
     except (FileNotFoundError, PermissionError):
@@ -181,11 +184,6 @@ def _blocks(path: Path, size: int) -> Iterator[tuple[bytes, bool]]:
             following = file.read(size)
             yield block, not following
             block = following
-
-
-def _read_bytes(path: Path) -> Iterator[DocumentChunk]:
-    for block, last in _blocks(path, _CHUNK):
-        yield DocumentChunk(block, last)
 
 
 def _read_fasta(path: Path) -> Iterator[DocumentChunk]:

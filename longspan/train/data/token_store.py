@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -241,6 +242,7 @@ class _Block(NamedTuple):
     length: int
     digest: int
     source: int
+    label: int
 
 
 class _TokenWriter:
@@ -250,7 +252,6 @@ class _TokenWriter:
         self.file, self.dtype = file, dtype
         self.position = self.num_bytes = self.largest = 0
         self.documents: list[_Block] = []
-        self.document_labels: list[int] = []
         self.labels: dict[str, int] = {}
         self.digest = hashlib.sha256()
         self._start, self._hash = 0, hashlib.blake2b(digest_size=8)
@@ -268,8 +269,9 @@ class _TokenWriter:
             self.position += len(tokens)
         if last and self.position > self._start:
             digest = int.from_bytes(self._hash.digest(), "big")
-            self.documents.append(_Block(len(self.documents), self._start, self.position - self._start, digest, source))
-            self.document_labels.append(-1 if label is None else self.labels.setdefault(label, len(self.labels)))
+            index = -1 if label is None else self.labels.setdefault(label, len(self.labels))
+            length = self.position - self._start
+            self.documents.append(_Block(len(self.documents), self._start, length, digest, source, index))
             self.digest.update(b"\0end")
             self._start, self._hash = self.position, hashlib.blake2b(digest_size=8)
 
@@ -340,18 +342,13 @@ def _split(tokens: Tokens, writer: _TokenWriter, spec: StoreSpec) -> NDArray[np.
             content = hashlib.blake2b(np.ascontiguousarray(tokens[start:stop]).tobytes(), digest_size=8)
             digest = int.from_bytes(content.digest(), "big")
             blocks.append(document._replace(start=start, length=stop - start, digest=digest))
-    segments: list[list[int]] = []
-    previous: tuple[int, bool] | None = None
-    for block, held_out in zip(blocks, _held_out(blocks, writer.documents, spec), strict=True):
-        if held_out is None:
-            previous = None
-            continue
-        if previous == (block.document, held_out):
-            segments[-1][1] += block.length
-        else:
-            label = writer.document_labels[block.document]
-            segments.append([block.start, block.length, block.source, label, int(held_out)])
-        previous = block.document, held_out
+    sides = zip(blocks, _held_out(blocks, writer.documents, spec), strict=True)
+    segments = []
+    for (_, held_out), pairs in groupby(sides, key=lambda pair: (pair[0].document, pair[1])):
+        first, *others = (block for block, _ in pairs)
+        if held_out is not None:
+            length = first.length + sum(block.length for block in others)
+            segments.append([first.start, length, first.source, first.label, int(held_out)])
     return np.array(segments, dtype=np.int64).reshape(-1, 5)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +25,14 @@ from longspan.mechanisms import list_mechanisms
 from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.ops.loss import IGNORE_INDEX
-from longspan.train.loggers import Record, mean
+from longspan.train.loggers import Record
 from longspan.train.report.plots import plot_depths
 from longspan.train.synthetic.tasks import TASKS, Task
 from longspan.utils import choose, commit, write_atomically
 
 NUM_HEADS = 4
-DEPTHS = 8  # equal parts of a sequence in which needles are counted
-NUM_SCORED = 512  # sequences to evaluate on
+DEPTHS = 8  # number of intervals of the depth of a needle
+NUM_SCORED = 512  # number of sequences to evaluate
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class TrialConfig:
         batch_size: Sequences per step.
         seed: Seed of the data and the weights.
         lr: Peak learning rate.
-        warmup: Steps in which the learning rate rises.
+        warmup: Steps of linear warmup.
         solved: Training stops when the mean loss of 20 steps is below this (nats per answer).
     """
 
@@ -166,33 +167,32 @@ def _train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         recent.append(loss.item())
-        progress.step(step + 1, mean(recent))
-        if len(recent) == recent.maxlen and mean(recent) < trial.solved:
+        progress.step(step + 1, fmean(recent))
+        if len(recent) == recent.maxlen and fmean(recent) < trial.solved:
             break
-    return step + 1, mean(recent)
+    return step + 1, fmean(recent)
 
 
 def _evaluate(model: torch.nn.Module, task: Task, trial: TrialConfig, device: torch.device) -> Record:
-    """Return the accuracy on the score split, by depth too where the task has depths."""
+    """Return the accuracy on the score split, and by depth if the task has depths."""
     answers, correct, depths = [], [], []
     model.eval()
     with torch.no_grad():
         for index, first in enumerate(range(0, NUM_SCORED, trial.batch_size)):
-            examples = task.examples("score", trial.seed, index, min(trial.batch_size, NUM_SCORED - first))
-            tokens, mask = examples.tokens.to(device), examples.key_mask
-            predicted = model(tokens, key_mask=None if mask is None else mask.to(device)).argmax(-1).cpu()
-            asked = examples.labels != IGNORE_INDEX
-            answers.append(examples.labels[asked])
-            correct.append((predicted == examples.labels)[asked])
+            examples = task.examples("score", trial.seed, index, min(trial.batch_size, NUM_SCORED - first)).to(device)
+            predicted = model(examples.tokens, key_mask=examples.key_mask).argmax(-1)
+            has_label = examples.labels != IGNORE_INDEX
+            answers.append(examples.labels[has_label].cpu())
+            correct.append((predicted == examples.labels)[has_label].cpu())
             if examples.depth is not None:
-                depths.append(examples.depth)
+                depths.append(examples.depth.cpu())
     hits, labels = torch.cat(correct), torch.cat(answers)
     scores: Record = {"accuracy": int(hits.sum()) / len(hits), "answers": len(hits), "guess": task.chance(labels)}
     return {**scores, "depths": accuracy_by_depth(hits, torch.cat(depths))} if depths else scores
 
 
 def accuracy_by_depth(hits: Tensor, depth: Tensor) -> list[Record]:
-    """Return the accuracy in each of DEPTHS parts of a sequence; hits and depth are (B,)."""
+    """Return the accuracy in each of DEPTHS equal intervals of the depth; hits and depth are (B,)."""
     part = (depth * DEPTHS).long().clamp(max=DEPTHS - 1)
     found = []
     for i in range(DEPTHS):
@@ -257,7 +257,7 @@ def run_trials(
 
 
 def print_trials(result: Record) -> None:
-    """Print a table of mechanisms for each task, and the accuracy by depth where a task has depths."""
+    """Print a table of mechanisms for each task, and the accuracy by depth if the task has depths."""
     console = Console(highlight=False)
     for name in dict.fromkeys(trial["task"] for trial in result["trials"]):
         trials = [trial for trial in result["trials"] if trial["task"] == name]
