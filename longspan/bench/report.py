@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,7 +143,7 @@ def plot(path: Path, comparisons: Comparisons) -> bool:
     axes = figure.subplots(1, len(names), squeeze=False)[0]
     subjects = {result.subject.name: result.subject.package for each in comparisons for result in each.results}
     for name, axis in zip(names, axes, strict=True):
-        for i, (subject, package) in enumerate(subjects.items()):
+        for color, (subject, package) in zip(cycle(COLORS), subjects.items(), strict=False):
             points = [
                 (each.case.length, cost)
                 for each in comparisons
@@ -150,7 +151,7 @@ def plot(path: Path, comparisons: Comparisons) -> bool:
                 if result.subject.name == subject and (cost := _cost(result, name)) is not None
             ]
             if points:
-                style, color = "-" if package == "longspan" else "--", COLORS[i % len(COLORS)]
+                style = "-" if package == "longspan" else "--"
                 axis.plot(*zip(*sorted(points), strict=True), style, marker="o", label=subject, color=color)
         unit = "MB" if name == PEAK else "ms/token" if _counts_tokens(comparisons, name) else "ms"
         axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel=unit, title=_step_name(name))

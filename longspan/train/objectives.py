@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.layout import Packing
-from longspan.models.config import ModelConfig
 from longspan.models.residual import StackState
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.ops.loss import IGNORE_INDEX
@@ -97,13 +96,8 @@ class Classification(Objective):
         return self.model(tokens, key_mask=key_mask).float()
 
 
-def build_objective(kind: str, config: ModelConfig, context: int) -> Objective:
-    """Return the objective "causal", "masked" or "classify" with a newly initialized model."""
-    return wrap_model(Classifier(config) if kind == "classify" else LanguageModel(config), context)
-
-
 def wrap_model(model: nn.Module, context: int) -> Objective:
-    """Return the objective for an existing model."""
+    """Return the objective of a model: `Classification` for a classifier, otherwise `Objective`."""
     assert isinstance(model, LanguageModel | Classifier)
     return Classification(model, context) if isinstance(model, Classifier) else Objective(model, context)
 

@@ -55,13 +55,19 @@ def named_mechanism(name: str, num_heads: int, context: int) -> Values:
         context: The context length, which limits the window and the rank.
     """
     window = max(2, min(256, context // 4))
-    local = {"mechanism": "local", "window": window}
     linear = {"mechanism": "linear", "feature_map": "softmax"}
-    if name == "split":
-        half = num_heads // 2
-        parts = [{**local, "num_heads": half}, {**linear, "num_heads": num_heads - half}]
-        return {"mechanism": {"mechanism": "split", "parts": parts}, "rotary": ["halves", "none"]}
-    linformer = {"mechanism": "linformer", "rank": window, "max_length": context, "periodic": True}
-    known: dict[str, Values] = {"local": local, "linear": linear, "linformer": linformer}
-    rotary = "halves" if name in ("softmax", "local") else "none"
+    known: dict[str, Values] = {
+        "local": {"mechanism": "local", "window": window},
+        "linear": linear,
+        "linformer": {"mechanism": "linformer", "rank": window, "max_length": context, "periodic": True},
+        "split": half_local(num_heads, window, linear),
+    }
+    rotary = {"softmax": "halves", "local": "halves", "split": ["halves", "none"]}.get(name, "none")
     return {"mechanism": known.get(name, {"mechanism": name}), "rotary": rotary}
+
+
+def half_local(num_heads: int, window: int, other: Values) -> Values:
+    """Return the options of a split: half of the heads use a window, the others the mechanism `other`."""
+    half = num_heads // 2
+    local = {"mechanism": "local", "window": window, "num_heads": half}
+    return {"mechanism": "split", "parts": [local, {**other, "num_heads": num_heads - half}]}

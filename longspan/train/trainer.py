@@ -26,7 +26,7 @@ from longspan.train.data.batches import Batch, BatchShape, derive_seed
 from longspan.train.evaluation import evaluate_held_out
 from longspan.train.fsdp import gather_model, gather_optimizer, is_sharded, load_optimizer, register_methods
 from longspan.train.loggers import Logger, Record, memory_used, truncate_records
-from longspan.train.objectives import build_objective, mask_tokens, wrap_model
+from longspan.train.objectives import mask_tokens, wrap_model
 from longspan.train.signals import SignalHandler, StoppedError, TrainingTimer, out_of_memory_message
 from longspan.utils import write_atomically
 
@@ -92,11 +92,11 @@ class Trainer:
         torch.manual_seed(config.seed)
         self._saved: Record | None = None
         if checkpoint is None:
-            self.objective = build_objective(config.objective, model_config, config.context)
+            model: torch.nn.Module = (Classifier if config.objective == "classify" else LanguageModel)(model_config)
         else:
             model, self._saved = checkpoint
             run_checkpoint.check_settings(self.folder, self._saved["about"], self.metadata)
-            self.objective = wrap_model(model, config.context)
+        self.objective = wrap_model(model, config.context)
         self.metadata |= {"parameters": sum(p.numel() for p in self.objective.parameters()), "compiled": compiled}
         self.redraws = setup.RedrawSchedule(self.model, config.seed)
         self.sharded = is_sharded(self.accelerator)

@@ -24,6 +24,7 @@ from longspan.bench.subjects.base import (
 from longspan.bench.subjects.peers import MECHANISM_PEERS, SDPA, unavailable
 from longspan.mechanisms import build_mechanism
 from longspan.protocol import Mechanism
+from longspan.train.presets import half_local
 
 # Relative to the largest reference value. The float64 reference gets the inputs rounded to the measured dtype.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
@@ -36,9 +37,8 @@ def _softmax_map(case: Case) -> dict[str, Any]:
 
 
 def _half_local(case: Case) -> dict[str, Any]:
-    half = case.num_heads // 2
-    performer = {"mechanism": "performer", "num_heads": case.num_heads - half, "num_features": 256}
-    return {"parts": [{"mechanism": "local", "num_heads": half, "window": 256}, performer]}
+    split = half_local(case.num_heads, 256, {"mechanism": "performer", "num_features": 256})
+    return {"parts": split["parts"]}
 
 
 # Options by mechanism and name of the variant. Ratios of peers refer to the first variant; None: not in this mode.

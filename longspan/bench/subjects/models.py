@@ -14,6 +14,7 @@ from longspan.bench.subjects.mechanisms import TOLERANCES
 from longspan.bench.subjects.peers import MODEL_PEERS, VOCABULARY, unavailable
 from longspan.models.config import AttentionConfig, ModelConfig
 from longspan.models.transformer import LanguageModel
+from longspan.train.presets import half_local
 
 # The models of each mechanism; ratios of peers refer to the first.
 MODELS = {
@@ -28,25 +29,22 @@ MODELS = {
 def model_config(name: str, case: Case) -> ModelConfig:
     """Return the configuration of a model of `MODELS`."""
     local = {"mechanism": "local", "window": 256}
+    linear = {"mechanism": "linear"}
     performer = {"mechanism": "performer", "num_features": 256}
     linformer = {"mechanism": "linformer", "rank": 256, "max_length": 4096, "periodic": True}
-    half = case.num_heads // 2
-
-    def half_local(other: dict[str, Any]) -> dict[str, Any]:
-        parts = [{**local, "num_heads": half}, {**other, "num_heads": case.num_heads - half}]
-        return {"mechanism": {"mechanism": "split", "parts": parts}, "rotary": ("halves", "none")}
-
-    options: dict[str, dict[str, Any]] = {
-        "linear": {"mechanism": "linear"},
-        "linear, half the heads local": half_local({"mechanism": "linear"}),
-        "linear and local layers": {"mechanism": ("linear", local), "rotary": "halves"},
-        "performer": {"mechanism": performer},
-        "performer, half the heads local": half_local(performer),
-        "local": {"mechanism": local, "rotary": "halves"},
-        "linformer": {"mechanism": linformer},
-        "softmax": {"mechanism": "softmax", "rotary": "halves"},
+    by_part = ("halves", "none")
+    options: dict[str, tuple[Any, Any]] = {
+        "linear": ("linear", "none"),
+        "linear, half the heads local": (half_local(case.num_heads, 256, linear), by_part),
+        "linear and local layers": (("linear", local), "halves"),
+        "performer": (performer, "none"),
+        "performer, half the heads local": (half_local(case.num_heads, 256, performer), by_part),
+        "local": (local, "halves"),
+        "linformer": (linformer, "none"),
+        "softmax": ("softmax", "halves"),
     }
-    attention = AttentionConfig(num_heads=case.num_heads, head_dim=case.head_dim, **options[name])
+    mechanism, rotary = options[name]
+    attention = AttentionConfig(num_heads=case.num_heads, head_dim=case.head_dim, mechanism=mechanism, rotary=rotary)
     return ModelConfig(
         dim=case.dim, depth=case.depth, causal=True, vocab_size=VOCABULARY, tie_embeddings=True, attention=attention
     )

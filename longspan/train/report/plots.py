@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
@@ -31,7 +31,7 @@ def plot_losses(runs: Mapping[str, Sequence[Record]], against: str, baselines: M
     trained = {label: [record for record in records if "loss" in record] for label, records in runs.items()}
     bits = all(record.get("bits_per_byte") is not None for records in trained.values() for record in records)
     name = "bits_per_byte" if bits else "loss"
-    for color, label in _colored(runs):
+    for color, label in zip(cycle(COLORS), runs, strict=False):
         points = [r for r in runs[label] if r.get(f"eval_{name}") is not None]
         x, y = [r[against] for r in trained[label]], [r[name] for r in trained[label]]
         axes.plot(x, y, color=color, alpha=0.35, linewidth=1)
@@ -54,9 +54,9 @@ def plot_positions(losses: Mapping[str, Sequence[Record]]) -> bytes:
     """Plot mean losses by position in the context, each bucket at its geometric mean."""
     figure, axes = new_figure()
     bits = all(bucket["bits_per_byte"] is not None for buckets in losses.values() for bucket in buckets)
-    for color, label in _colored(losses):
-        x = [((b["from"] + 1) * (b["to"] + 1)) ** 0.5 for b in losses[label]]
-        y = [b["bits_per_byte" if bits else "loss"] for b in losses[label]]
+    for color, (label, buckets) in zip(cycle(COLORS), losses.items(), strict=False):
+        x = [((b["from"] + 1) * (b["to"] + 1)) ** 0.5 for b in buckets]
+        y = [b["bits_per_byte" if bits else "loss"] for b in buckets]
         axes.plot(x, y, "o-", color=color, markersize=4, label=label)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("position in the context, tokens")
@@ -68,8 +68,8 @@ def plot_positions(losses: Mapping[str, Sequence[Record]]) -> bytes:
 def plot_depths(depths: Mapping[str, Sequence[Record]], chance: float, length: int) -> bytes:
     """Plot the accuracy of mechanisms by the depth of the needle, in percent of `length` tokens."""
     figure, axes = new_figure()
-    for color, label in _colored(depths):
-        parts = [part for part in depths[label] if part["accuracy"] is not None]
+    for color, (label, intervals) in zip(cycle(COLORS), depths.items(), strict=False):
+        parts = [part for part in intervals if part["accuracy"] is not None]
         x, y = [50 * (part["from"] + part["to"]) for part in parts], [100 * part["accuracy"] for part in parts]
         axes.plot(x, y, "o-", color=color, markersize=4, label=label)
     axes.axhline(100 * chance, **BASELINE_STYLE, label="chance")
@@ -93,11 +93,5 @@ def new_figure() -> tuple[Figure, Any]:
 def to_png(figure: Figure) -> bytes:
     """Render a figure without a display."""
     file = io.BytesIO()
-    FigureCanvasAgg(figure)
     figure.savefig(file, format="png")
     return file.getvalue()
-
-
-def _colored(labels: Iterable[str]) -> Iterator[tuple[str, str]]:
-    for i, label in enumerate(labels):
-        yield COLORS[i % len(COLORS)], label

@@ -26,6 +26,7 @@ from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConf
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.loggers import Record
+from longspan.train.presets import half_local
 from longspan.train.report.plots import plot_depths
 from longspan.train.synthetic.tasks import TASKS, Task
 from longspan.utils import choose, commit, write_atomically
@@ -95,15 +96,12 @@ def mechanism_for(name: str, length: int) -> Record:
     A window has length/8 tokens, so that two layers do not reach the start of the sequence; linformer has rank
     length/4; half of the heads of a split use such a window, and half are linear.
     """
-    local = {"mechanism": "local", "window": max(2, length // 8)}
-    linear = {"mechanism": "linear", "feature_map": "softmax"}
-    half = NUM_HEADS // 2
-    parts = [{**local, "num_heads": half}, {**linear, "num_heads": NUM_HEADS - half}]
+    window, linear = max(2, length // 8), {"mechanism": "linear", "feature_map": "softmax"}
     options: dict[str, Record] = {
-        "local": local,
+        "local": {"mechanism": "local", "window": window},
         "linear": linear,
         "linformer": {"mechanism": "linformer", "rank": max(2, length // 4), "max_length": length},
-        "split": {"mechanism": "split", "parts": parts},
+        "split": half_local(NUM_HEADS, window, linear),
     }
     return options.get(name, {"mechanism": name})
 
