@@ -117,7 +117,7 @@ def test_a_run_that_is_ended_loses_nothing(tmp_path: Path, monkeypatch: pytest.M
     bench_all(monkeypatch, complete, *arguments, "--out", str(tmp_path / "complete"))
     ended = Machine(until=len(complete.taken) - 1)  # in the last comparison of the last section
     assert bench_all(monkeypatch, ended, *arguments, "--out", str(tmp_path)) == 130
-    assert "what was measured before is written" in capfd.readouterr().err
+    assert "results measured before are written" in capfd.readouterr().err
     for part in PARTS:
         rows = [
             json.loads((folder / f"{part}.json").read_text())["rows"] for folder in (tmp_path, tmp_path / "complete")
