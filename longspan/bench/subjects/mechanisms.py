@@ -122,7 +122,7 @@ class PeerSubject(Subject):
         """Compare the output in float32 with the equivalent mechanism in float64, with the peer's weights."""
         case = small_case(replace(case, dtype="float32"))
         peer = MECHANISM_PEERS[self.name](case)
-        mechanism = peer.equivalent(case).double().eval().to(case.device)
+        mechanism = peer.equivalent().double().eval().to(case.device)
         peer = peer.to(case.device)
         q, k, v = random_qkv(case)
         with torch.no_grad():

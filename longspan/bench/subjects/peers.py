@@ -65,7 +65,7 @@ def unavailable(package: str, case: Case, *, not_causal: str = "", not_on_cpu: s
     return None
 
 
-class MechanismPeer(nn.Module, ABC):
+class MechanismPeer(nn.Module):
     """Attention of another package, built for a case. Only `forward`, on what `arrange` returns, is timed.
 
     Attributes:
@@ -86,9 +86,9 @@ class MechanismPeer(nn.Module, ABC):
     tolerance: ClassVar[float] = 1e-4
     options: ClassVar[dict[str, Any]] = {}
 
-    @abstractmethod
     def __init__(self, case: Case) -> None:
         super().__init__()
+        self.case = case
 
     def arrange(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """Convert q, k, v (B, T, H, D) to the package's layout, by default (B, H, T, D)."""
@@ -106,9 +106,9 @@ class MechanismPeer(nn.Module, ABC):
         """Return the part of an output (B, T, H, E) that must agree with the equivalent mechanism."""
         return out
 
-    def equivalent(self, case: Case) -> Mechanism:
+    def equivalent(self) -> Mechanism:
         """Return longspan's mechanism that computes the same function, with this peer's weights."""
-        return build_mechanism(self.mechanism, case.num_heads, case.head_dim, **self.options)
+        return build_mechanism(self.mechanism, self.case.num_heads, self.case.head_dim, **self.options)
 
 
 class SdpaPeer(MechanismPeer):
@@ -116,12 +116,8 @@ class SdpaPeer(MechanismPeer):
 
     mechanism, package = "softmax", "torch"
 
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.causal = case.causal
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.case.causal)
 
 
 class LinearAttentionTransformerPeer(MechanismPeer):
@@ -191,7 +187,6 @@ class PerformerPytorchPeer(MechanismPeer):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self.causal = case.causal
         package = import_module("performer_pytorch")
         self.attention = package.FastAttention(case.head_dim, nb_features=256, causal=case.causal)
 
@@ -200,10 +195,10 @@ class PerformerPytorchPeer(MechanismPeer):
 
     def compared(self, out: Tensor) -> Tensor:
         # Its causal form leaks the future into the past; only the last token is exact.
-        return out[:, -1:] if self.causal else out
+        return out[:, -1:] if self.case.causal else out
 
-    def equivalent(self, case: Case) -> Mechanism:
-        mechanism = super().equivalent(case)
+    def equivalent(self) -> Mechanism:
+        mechanism = super().equivalent()
         assert isinstance(mechanism.feature_map, Favor)
         mechanism.feature_map.projection.copy_(self.attention.projection_matrix)
         return mechanism
@@ -271,7 +266,6 @@ class LinformerPeer(MechanismPeer):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self.num_heads = case.num_heads
         layer = import_module("linformer").LinformerSelfAttention(case.dim, case.length, k=256, heads=case.num_heads)
         layer.to_q, layer.to_k, layer.to_v, layer.to_out = nn.Identity(), _FixedOutput(), _FixedOutput(), nn.Identity()
         self.layer = layer
@@ -284,10 +278,10 @@ class LinformerPeer(MechanismPeer):
         return self.layer(q)
 
     def restore(self, out: Tensor) -> Tensor:
-        return out.unflatten(2, (self.num_heads, -1))
+        return out.unflatten(2, (self.case.num_heads, -1))
 
-    def equivalent(self, case: Case) -> Mechanism:
-        return _linformer_with(case, self.layer.proj_k, self.layer.proj_v)
+    def equivalent(self) -> Mechanism:
+        return _linformer_with(self.case, self.layer.proj_k, self.layer.proj_v)
 
 
 class LinformerPytorchPeer(MechanismPeer):
@@ -298,7 +292,6 @@ class LinformerPytorchPeer(MechanismPeer):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self.num_heads = case.num_heads
         sizes = {"input_size": case.length, "dim": case.head_dim, "channels": case.dim, "nhead": case.num_heads}
         options = {"dim_k": 256, "dropout": 0.0, "checkpoint_level": "C0", "parameter_sharing": "headwise"}
         options |= {"E_proj": None, "F_proj": None, "full_attention": False, "causal_mask": None}
@@ -309,7 +302,7 @@ class LinformerPytorchPeer(MechanismPeer):
         self.x = torch.empty(case.batch_size, case.length, case.dim, device="meta")  # only its shape is read
 
     def arrange(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        return [x[:, :, head].contiguous() for x in (q, k, v) for head in range(self.num_heads)]
+        return [x[:, :, head].contiguous() for x in (q, k, v) for head in range(self.case.num_heads)]
 
     def out_shape(self, leaves: Sequence[Tensor]) -> Sequence[int]:
         return self.x.shape
@@ -321,11 +314,11 @@ class LinformerPytorchPeer(MechanismPeer):
         return self.layer(self.x)
 
     def restore(self, out: Tensor) -> Tensor:
-        return out.unflatten(2, (self.num_heads, -1))
+        return out.unflatten(2, (self.case.num_heads, -1))
 
-    def equivalent(self, case: Case) -> Mechanism:
+    def equivalent(self) -> Mechanism:
         head = self.layer.heads[0]
-        mechanism = _linformer_with(case, head.E.weight.T, head.F.weight.T, bias=True)
+        mechanism = _linformer_with(self.case, head.E.weight.T, head.F.weight.T, bias=True)
         for projection, linear in ((mechanism.keys, head.E), (mechanism.values, head.F)):
             assert projection.bias is not None
             projection.bias.data.copy_(linear.bias[:, None])
