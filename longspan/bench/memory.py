@@ -1,4 +1,4 @@
-"""Memory of the benchmark process: peak, limit, and release of freed memory."""
+"""The memory of a benchmark process: measure its peak, limit it, and release freed memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PeakMemory:
 
 
 def limit_memory(gigabytes: float, device: str) -> None:
-    """Make allocations fail that would grow the process by more than this many GB."""
+    """Limit the memory of this process: an allocation fails if the process would grow by more than `gigabytes`."""
     if device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 1e9 / total))

@@ -86,7 +86,7 @@ def scaling(comparisons: Comparisons, comparison: Comparison, result: SubjectRes
 
 
 def save(path: Path, comparisons: Comparisons, about: Mapping[str, Any]) -> None:
-    """Write a results file: `about` the run, then every result with its samples."""
+    """Write a results file: the metadata `about` of the run, then every result with its samples."""
     rows = [
         {"mechanism": each.mechanism, "ratio_to": each.results[0].subject.name}
         | result.as_dict()
@@ -119,7 +119,7 @@ def table(comparisons: Comparisons) -> TextTable:
 
 
 def remarks(comparisons: Comparisons) -> list[str]:
-    """Return one line for each failure; a package that is missing is named once."""
+    """Return one line for each failure; a missing package is named once."""
     found = []
     for each in comparisons:
         for result in each.results:

@@ -17,7 +17,7 @@ from longspan.bench.report import RATIO, Comparison, plot, remarks, save, summar
 from longspan.bench.runner import SubjectResult, measure_rounds
 from longspan.bench.subjects.base import MeasurementConfig
 
-_GPU_PROCESSES = 8  # that compile at the same time
+_GPU_PROCESSES = 8  # processes that compile at the same time
 
 
 def run(options: BenchOptions) -> dict[str, list[Comparison]]:

@@ -1,4 +1,4 @@
-"""Sample the time of a step in milliseconds: wall clock on the CPU, CUDA events on a GPU."""
+"""Time a step in milliseconds: by the wall clock on the CPU, by CUDA events on a GPU."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def warm_up_cuda(step: Callable[[], Any]) -> None:
 def cuda_ms(step: Callable[[], Any], repeats: int) -> list[float]:
     """Time calls by CUDA events, flushing the L2 cache before each.
 
-    The host does not synchronize between samples, so launch overhead is hidden exactly as far as it is in use.
+    The host does not synchronize between samples, so that launches overlap with GPU work as they do in normal use.
     """
     flush = torch.empty(_L2_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]

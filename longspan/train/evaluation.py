@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte: of held-out data during a run, and of any data by position in the context."""
+"""Evaluate held-out data during a run, and any data by position in the context: loss, perplexity, bits per byte."""
 
 from __future__ import annotations
 
@@ -155,10 +155,9 @@ def evaluate_checkpoint(
     with tempfile.TemporaryDirectory() as temporary:
         sources = tuple(find_source(text, options) for text in data)
         store = open_store(Path(temporary), StoreSpec(sources, (), options, tokenizer, context, 0.0))
-        if store.vocab_size > (loaded.config.vocab_size or 0):
-            raise ValueError(
-                f"the data has tokens up to {store.vocab_size - 1}, the model has {loaded.config.vocab_size} tokens"
-            )
+        vocab_size = loaded.config.vocab_size or 0
+        if store.vocab_size > vocab_size:
+            raise ValueError(f"the data needs a vocabulary of {store.vocab_size} tokens, the model has {vocab_size}")
         if store.train.longest < 2:
             raise ValueError("the data is too small: no document has two tokens")
         context = min(context, store.train.longest - 1)

@@ -48,9 +48,9 @@ class Trainer:
     Attributes:
         metadata: Contents of `run.json`.
         batches: Training batches.
-        objective: The module to evaluate and save.
+        objective: The model with its loss, to evaluate and save.
         step: Steps done.
-        tokens: Tokens read for them.
+        tokens: Tokens read in these steps.
         done: Fraction of the run that is done, from 0 to 1.
 
     Raises:
@@ -81,6 +81,7 @@ class Trainer:
         self._recent: deque[float] = deque(maxlen=_BASELINE_LOSSES + _LATEST_LOSSES)
         self._pending: tuple[int, Tensor] | None = None  # step and loss still on the device
         self._states: list[StackState | None] = [None] * config.accumulate  # carried state of each micro-batch
+        # Batches of the latest steps, of which one is saved if the loss diverges.
         self._batches: deque[tuple[int, list[Batch]]] = deque(maxlen=_LATEST_LOSSES + 1)
 
     def _build_model(self, settings: Settings, compiled: bool) -> None:
@@ -318,10 +319,10 @@ class Trainer:
         """Evaluate the held-out data and generate a sample, unless this step was evaluated before."""
         if self._score.get("step") == self.step:
             return
-        names = {"step": self.step, "steps": self.config.steps, "tokens": self.tokens, "seconds": self.timer.seconds}
+        score = {"step": self.step, "steps": self.config.steps, "tokens": self.tokens, "seconds": self.timer.seconds}
         with self.timer.paused():
             found = evaluate_held_out(self.objective, self.store, self.shape, self.config, self.accelerator)
-            self._score = names | found
+            self._score = score | found
             if found:
                 self.logger.log_metrics(self._score)
             can_sample = self.accelerator.is_main_process and not self.sharded

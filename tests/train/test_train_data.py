@@ -200,7 +200,7 @@ def test_a_long_file_is_split_by_blocks(tmp_path: Path) -> None:
     seen = np.zeros(len(text), bool)
     rows = ShuffledBatches(found, BatchShape(31, 4), packed=False, seed=0)
     for _ in range(rows.samplers[0].count // 4 * 3):
-        before = [rows.samplers[0].row(*divmod(rows.drawn[0] + i, rows.samplers[0].count)) for i in range(4)]
+        before = [rows.samplers[0].sequence(*divmod(rows.drawn[0] + i, rows.samplers[0].count)) for i in range(4)]
         rows.next_step()
         for (span,) in before:
             seen[span.start : span.start + span.length + 1] = True
@@ -266,7 +266,7 @@ def test_an_epoch_of_packed_sequences_reads_every_token_once(tmp_path: Path) -> 
     for epoch in range(2):
         seen: Counter[int] = Counter()
         for _ in range(rows.samplers[0].count):
-            spans = rows.samplers[0].row(*divmod(rows.drawn[0], rows.samplers[0].count))
+            spans = rows.samplers[0].sequence(*divmod(rows.drawn[0], rows.samplers[0].count))
             seen.update(i for start, length, _ in spans for i in range(start, start + length))
             rows.next_step()
         assert set(seen.values()) == {1}

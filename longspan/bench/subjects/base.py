@@ -1,4 +1,4 @@
-"""The contract of a benchmark subject, and how one is measured: accuracy, then peak memory, then times."""
+"""The interface of a benchmark subject, and how it is measured: accuracy, then peak memory, then times."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TimedStep(NamedTuple):
         call: The step.
         gradients: Run with autograd enabled.
         tokens: Tokens processed by a call, to report tokens/s.
-        bytes: Memory traffic that a call cannot avoid, to report TB/s.
+        bytes: Smallest possible memory traffic of a call, to report TB/s.
         graph: On CUDA, also time the step replayed from a CUDA graph.
     """
 
@@ -93,7 +93,7 @@ class TimedStep(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """The steps of a subject by name, the one with the highest peak memory last, and figures that need no timing."""
+    """The steps of a subject by name, the one with the highest peak memory last, and metrics that need no timing."""
 
     steps: Mapping[str, TimedStep]
     metrics: Mapping[str, Any] = {}
@@ -120,11 +120,11 @@ class Measurement:
         message: Details of a status other than "ok".
         times: Samples of each step in milliseconds.
         tokens: Tokens per call, for steps that count them.
-        bytes: Unavoidable memory traffic per call, for steps that count it.
+        bytes: Smallest possible memory traffic per call, for steps that count it.
         peak_mb: Peak memory.
         memory: How the peak was measured.
         check: The accuracy check.
-        metrics: Other figures, such as the number of parameters or bits per byte.
+        metrics: Other metrics, such as the number of parameters or bits per byte.
         kernels: [milliseconds, launches] of each CUDA kernel of the heaviest step.
     """
 
@@ -164,7 +164,7 @@ class Subject(ABC):
         return None
 
     def measure(self, case: Case, config: MeasurementConfig, wait: Callable[[], None] = lambda: None) -> Measurement:
-        """Check the accuracy, then measure peak memory and times. Nothing inaccurate is timed.
+        """Check the accuracy, then measure peak memory and times. A subject that fails the check is not timed.
 
         Args:
             case: Sizes, dtype and device.
@@ -250,7 +250,7 @@ def attention_workload(
 
 
 def small_case(case: Case) -> Case:
-    """Return the case at the size of an accuracy check: two windows, eight buckets, twice the rank."""
+    """Return the case at the size of an accuracy check: 512 tokens, two windows, eight buckets, twice the rank."""
     return replace(case, length=512, batch_size=1, num_heads=2)
 
 

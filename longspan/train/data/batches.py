@@ -1,7 +1,7 @@
 """Batches as a function of the seed and a position that is saved in checkpoints.
 
-A step reads the same sequences however many processes share it: two processes read what one process with twice the
-batch size reads.
+A step reads the same sequences for any number of processes: two processes read what one process with twice the batch
+size reads.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.data.token_store import Segments, TokenStore
 
-Row = TypeVar("Row")
+Item = TypeVar("Item")  # what a class of batches collates: the spans of a sequence, with its label or state
 TokenArray = NDArray[np.int64]
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
 class Span(NamedTuple):
-    """`length` tokens of the store from `start` on. `has_next`: the token after them is their last target."""
+    """`length` tokens of the store from `start` on. `has_next`: the token after the span is its last target."""
 
     start: int
     length: int
@@ -83,8 +83,8 @@ class BatchShape:
         return slice(first, first + self.batch_size)
 
 
-class Batches(ABC, Generic[Row]):
-    """Endless training batches. Every process computes the position of all sequences and collates its own."""
+class Batches(ABC, Generic[Item]):
+    """Infinite training batches. Every process computes the positions of all sequences and collates its own."""
 
     def __init__(self, store: TokenStore, shape: BatchShape, *, seed: int) -> None:
         self.store, self.shape, self.seed = store, shape, seed
@@ -104,14 +104,14 @@ class Batches(ABC, Generic[Row]):
 
     def next_step(self) -> list[Batch]:
         """Return this process's micro-batches of the next step."""
-        rows = [self._next(index) for index in range(self.shape.num_sequences)]
-        return [self._collate(rows[self.shape.micro_batch(i)]) for i in range(self.shape.accumulate)]
+        items = [self._next(index) for index in range(self.shape.num_sequences)]
+        return [self._collate(items[self.shape.micro_batch(i)]) for i in range(self.shape.accumulate)]
 
     @abstractmethod
-    def _next(self, index: int) -> Row: ...
+    def _next(self, index: int) -> Item: ...
 
     @abstractmethod
-    def _collate(self, rows: Sequence[Row]) -> Batch: ...
+    def _collate(self, items: Sequence[Item]) -> Batch: ...
 
 
 class ShuffledBatches(Batches[list[Span]]):
@@ -151,10 +151,10 @@ class ShuffledBatches(Batches[list[Span]]):
         source = min(range(len(self.samplers)), key=lambda i: ((self.drawn[i] + 1) / self.weights[i], i))
         sampler, number = self.samplers[source], self.drawn[source]
         self.drawn[source] += 1
-        return sampler.row(*divmod(number, sampler.count))
+        return sampler.sequence(*divmod(number, sampler.count))
 
-    def _collate(self, rows: Sequence[list[Span]]) -> Batch:
-        spans = [span for row in rows for span in row]
+    def _collate(self, items: Sequence[list[Span]]) -> Batch:
+        spans = [span for sequence in items for span in sequence]
         return packed_batch(self.store, spans) if self.packed else padded_batch(self.store, spans, self.shape.context)
 
 
@@ -165,12 +165,12 @@ class _WindowSampler:
         long = segments.take(np.flatnonzero(segments.length > context))
         self.start, self.context, self.seed = long.start, context, seed
         windows = (long.length - 1) // context
-        windows -= windows >= 8  # One window fewer, so that the offset can vary by more than a remainder.
+        windows -= windows >= 8  # Drop a window, so that the offset varies by more than the remainder.
         self.spare = long.length - 1 - windows * context
         self.first = np.concatenate([[0], windows.cumsum()])
         self.count, self.tokens = int(self.first[-1]), long.total
 
-    def row(self, epoch: int, index: int) -> list[Span]:
+    def sequence(self, epoch: int, index: int) -> list[Span]:
         window = permute_index(index, self.count, derive_seed(self.seed, epoch))
         segment = int(np.searchsorted(self.first, window, side="right")) - 1
         offset = derive_seed(self.seed, epoch, segment) % (int(self.spare[segment]) + 1)
@@ -187,7 +187,7 @@ class _PackedSampler:
         self.count = self.tokens // context
         self._shuffle_documents(0)
 
-    def row(self, epoch: int, index: int) -> list[Span]:
+    def sequence(self, epoch: int, index: int) -> list[Span]:
         if epoch != self.epoch:
             self._shuffle_documents(epoch)
         position = permute_index(index, self.count, derive_seed(self.seed, epoch)) * self.context
@@ -259,9 +259,9 @@ class StatefulBatches(Batches[tuple[Span, bool]]):
         self.tokens[source] += length
         return start, length
 
-    def _collate(self, rows: Sequence[tuple[Span, bool]]) -> Batch:
-        batch = padded_batch(self.store, [span for span, _ in rows], self.shape.context)
-        return replace(batch, new_document=torch.tensor([new for _, new in rows]))
+    def _collate(self, items: Sequence[tuple[Span, bool]]) -> Batch:
+        batch = padded_batch(self.store, [span for span, _ in items], self.shape.context)
+        return replace(batch, new_document=torch.tensor([new for _, new in items]))
 
 
 class LabeledBatches(Batches[tuple[Span, int]]):
@@ -284,8 +284,8 @@ class LabeledBatches(Batches[tuple[Span, int]]):
         offset = derive_seed(self.seed, epoch, i) % (int(segments.length[i]) - length + 1)
         return Span(int(segments.start[i]) + offset, length, False), int(segments.label[i])
 
-    def _collate(self, rows: Sequence[tuple[Span, int]]) -> Batch:
-        return labeled_batch(self.store, rows, self.shape.context)
+    def _collate(self, items: Sequence[tuple[Span, int]]) -> Batch:
+        return labeled_batch(self.store, items)
 
 
 def packed_batch(store: TokenStore, spans: Sequence[Span]) -> Batch:
@@ -301,17 +301,17 @@ def padded_batch(store: TokenStore, spans: Sequence[Span], context: int) -> Batc
     """Put one span into each sequence, padded on the right with zeros."""
     tokens = np.zeros((len(spans), context), np.int64)
     targets = np.full((len(spans), context), IGNORE_INDEX, np.int64)
-    for row, span in enumerate(spans):
-        _copy_span(store, span, tokens[row], targets[row])
+    for i, span in enumerate(spans):
+        _copy_span(store, span, tokens[i], targets[i])
     mask = np.arange(context) < np.array([[span.length] for span in spans])
     return _make_batch(tokens, targets, key_mask=None if mask.all() else torch.from_numpy(mask))
 
 
-def labeled_batch(store: TokenStore, rows: Sequence[tuple[Span, int]], context: int) -> Batch:
+def labeled_batch(store: TokenStore, items: Sequence[tuple[Span, int]]) -> Batch:
     """Pad spans to the longest of them; the targets are their labels."""
-    longest = max(span.length for span, _ in rows)
-    batch = padded_batch(store, [span for span, _ in rows], min(longest, context))
-    return replace(batch, targets=torch.tensor([label for _, label in rows]), num_targets=len(rows))
+    spans = [span for span, _ in items]
+    batch = padded_batch(store, spans, max(span.length for span in spans))
+    return replace(batch, targets=torch.tensor([label for _, label in items]), num_targets=len(items))
 
 
 def _copy_span(store: TokenStore, span: Span, tokens: TokenArray, targets: TokenArray) -> None:
@@ -361,10 +361,10 @@ def labeled_evaluation_batches(store: TokenStore, segments: Segments, shape: Bat
     lengths = np.minimum(segments.length, shape.context)
     number = max(1, int(np.searchsorted(lengths.cumsum(), limit, side="right")))
     columns = segments.start[:number].tolist(), lengths[:number].tolist(), segments.label[:number].tolist()
-    rows = [(Span(start, length, False), label) for start, length, label in zip(*columns, strict=True)]
-    for i in range(0, len(rows), shape.batch_size):
+    items = [(Span(start, length, False), label) for start, length, label in zip(*columns, strict=True)]
+    for i in range(0, len(items), shape.batch_size):
         if i // shape.batch_size % shape.processes == shape.process:
-            yield labeled_batch(store, rows[i : i + shape.batch_size], shape.context)
+            yield labeled_batch(store, items[i : i + shape.batch_size])
 
 
 def permute_index(index: int, count: int, seed: int) -> int:
@@ -392,7 +392,7 @@ def derive_seed(*numbers: int) -> int:
 
 
 def _source_weights(store: TokenStore, sources: Sequence[int], tokens: Sequence[int]) -> list[float]:
-    """Return the weights that were given or, if none were, the sizes of the sources."""
+    """Return the weights of sources from --data or, if none has a weight, their sizes."""
     given = [store.metadata["sources"][s] for s in sources]
     if all(source["weight"] is None for source in given):
         return [float(n) for n in tokens]

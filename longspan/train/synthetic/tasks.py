@@ -70,7 +70,7 @@ class Task(ABC):
 
     @abstractmethod
     def chance(self, labels: Tensor) -> float:
-        """Return the accuracy of the best guess without the sequence."""
+        """Return the highest accuracy of predictions that do not depend on the sequence."""
 
     @abstractmethod
     def draw(self, rng: np.random.Generator, size: int) -> Draw:
@@ -259,7 +259,7 @@ class ListOps(Task):
                 return tokens, value
 
     def _operation(self, source: random.Random, tokens: list[int], depth: int) -> int:
-        """Append an operation to `tokens` and return its value; stops, with a wrong value, when they are too many."""
+        """Append an operation to `tokens` and return its value, which is wrong if the tokens exceed the length."""
         name = source.choice(list(OPERATORS))
         tokens.append(WORDS.index(name))
         values = []
