@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -12,6 +13,12 @@ from longspan.models.residual import run_reversible
 
 # For each keyword argument of forward: whether the first and the second layer of each pair receive it.
 Routes = Mapping[str, Sequence[tuple[bool, bool]]]
+
+
+def branch_prefix(index: int, *, reversible: bool) -> str:
+    """Return the state-dict prefix of a layer in a container, counting the layers of all pairs."""
+    pair, second = divmod(index, 2)
+    return f"blocks.{pair}.{'fg'[second]}.net." if reversible else f"layers.{pair}.{second}."
 
 
 class _LayerPairs(nn.Module):
@@ -29,7 +36,7 @@ class _LayerPairs(nn.Module):
         numbered = list(enumerate(pairs))
         if self.training and self.layer_dropout > 0:
             keep = (torch.rand(len(numbered)) >= self.layer_dropout).tolist()
-            numbered = [pair for pair, kept in zip(numbered, keep, strict=True) if kept] or numbered[:1]
+            numbered = list(itertools.compress(numbered, keep)) or numbered[:1]
         for i, pair in numbered:
             for second, layer in enumerate(pair):
                 yield _LayerCall(layer, {name: x for name, x in arguments.items() if self.args_route[name][i][second]})

@@ -91,7 +91,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     The state dict may be nested in a training checkpoint, and its keys may have the prefixes of wrappers.
 
     Raises:
-        ValueError: If the file has no state dict, or contains more than tensors and plain containers.
+        ValueError: If the file has no state dict, or contains objects other than tensors and containers.
     """
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)

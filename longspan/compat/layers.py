@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from longspan.compat.state_dict import CompatModule, KeyMapping, rename_layer
 from longspan.models.config import FeedForwardConfig
 from longspan.models.layers import FeedForward as _FeedForward
+from longspan.models.positions import SinusoidalPositions
 
 M = TypeVar("M", bound=nn.Module)
 _ACTIVATIONS: dict[Any, Any] = {
@@ -62,8 +63,13 @@ def with_children(module: M, **children: nn.Module) -> M:
     return clone
 
 
+def sinusoidal_table(dim: int, length: int, device: torch.device | None = None) -> Tensor:
+    """Return the sinusoidal embeddings (length, dim) of the first positions, sines first."""
+    return SinusoidalPositions(dim)(torch.arange(length, device=device))
+
+
 def as_bool(mask: Tensor | None) -> Tensor | None:
-    """Convert a mask to bool."""
+    """Convert a mask to bool; None is no mask."""
     return None if mask is None else mask.bool()
 
 

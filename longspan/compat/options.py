@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, field, fields, make_dataclass
 from inspect import Parameter, Signature
 from typing import Any, TypeVar
@@ -77,6 +77,16 @@ def encoder_decoder_options(
             prefixes = ("",) if f.name in shared else ("enc_", "dec_")
             new += [(prefix + f.name, f.type, field(default=f.default)) for prefix in prefixes]
     return make_dataclass(f"EncoderDecoder{options.__name__}", new, bases=(base,), frozen=True, kw_only=True)
+
+
+def head_counts(name: str, given: int | Sequence[int], depth: int, heads: int) -> tuple[int, ...]:
+    """Return the number of local heads in each layer, for an argument that is one number or one per layer."""
+    counts = (given,) * depth if isinstance(given, int) else tuple(given)
+    if len(counts) != depth or any(not 0 <= count <= heads for count in counts):
+        raise ValueError(
+            f"{name} must be one number, or one for each of {depth} layers, from 0 to heads ({heads}), got {given}"
+        )
+    return counts
 
 
 def without_prefix(options: Any, prefix: str) -> dict[str, Any]:

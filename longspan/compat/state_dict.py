@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +71,16 @@ def concatenate(old: Sequence[str], new: str) -> KeyMapping:
 def constant(old: str, value: Callable[[], Tensor]) -> KeyMapping:
     """Map a tensor that the older library saves and longspan computes."""
     return KeyMapping((old,), (), to_old=lambda _: [value()])
+
+
+def unsaved(new: Sequence[str], value: Callable[[], Tensor]) -> KeyMapping:
+    """Map tensors that the older library does not save; loading sets all of them to `value()`."""
+    return KeyMapping((), tuple(new), lambda _: [value()] * len(new), lambda _: [])
+
+
+def with_prefix(mappings: Iterable[KeyMapping], old: str, new: str) -> Iterator[KeyMapping]:
+    """Add prefixes to mappings; see `KeyMapping.with_prefix`."""
+    return (mapping.with_prefix(old, new) for mapping in mappings)
 
 
 class CompatModule(nn.Module):

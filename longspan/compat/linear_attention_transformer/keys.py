@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import Tensor, nn
 
-from longspan.compat.layers import feed_forward_keys
+from longspan.compat.containers import branch_prefix
+from longspan.compat.layers import feed_forward_keys, sinusoidal_table
 from longspan.compat.linear_attention_transformer.options import LanguageModelOptions
-from longspan.compat.state_dict import KeyMapping, concatenate, constant, rename, rename_layer, reshape
+from longspan.compat.state_dict import KeyMapping, concatenate, constant, rename, rename_layer, reshape, with_prefix
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.models.layers import Attention, FeedForward, ProductKeyMemory
-from longspan.models.positions import AxialPositions, LearnedPositions, SinusoidalPositions
+from longspan.models.positions import AxialPositions, LearnedPositions
 from longspan.models.residual import ResidualBranch
 from longspan.models.transformer import LanguageModel, Transformer
 
@@ -26,8 +26,7 @@ def language_model_keys(model: LanguageModel, options: LanguageModelOptions) -> 
         inner = "transformer.fn."
         yield from rename_layer("transformer.project_in", "to_dim")
         yield from rename_layer("transformer.project_out", "from_dim")
-    for mapping in stack_keys(model.transformer, reversible=options.reversible):
-        yield mapping.with_prefix(inner, "transformer.")
+    yield from with_prefix(stack_keys(model.transformer, reversible=options.reversible), inner, "transformer.")
     yield from rename_layer("norm", "transformer.norm" if model.narrow_norm is None else "narrow_norm")
     if not options.return_embeddings:
         yield from rename_layer("out", "to_logits")
@@ -37,14 +36,11 @@ def stack_keys(model: Transformer, *, reversible: bool) -> Iterator[KeyMapping]:
     """Map the keys of a LinearAttentionTransformer, whose branches are pairs of attention and feed-forward layers."""
     for i, branch in enumerate(model.stack.branches):
         assert isinstance(branch, ResidualBranch)
-        pair, second = divmod(i, 2)
-        old = f"layers.blocks.{pair}.{'fg'[second]}.net." if reversible else f"layers.layers.{pair}.{second}."
-        new = f"stack.branches.{i}"
-        yield from rename_layer(f"{old}norm", f"{new}.norm")
+        old, new = f"layers.{branch_prefix(i, reversible=reversible)}", f"stack.branches.{i}."
+        yield from rename_layer(f"{old}norm", f"{new}norm")
         # Each of the original's wrappers adds a level: token shift, axial folding, chunks.
         wrappers = bool(branch.token_shift) + (branch.stride > 1) + isinstance(branch.layer, FeedForward)
-        for mapping in layer_keys(branch.layer):
-            yield mapping.with_prefix(old + "fn." * (1 + wrappers), f"{new}.layer.")
+        yield from with_prefix(layer_keys(branch.layer), old + "fn." * (1 + wrappers), f"{new}layer.")
 
 
 def layer_keys(layer: nn.Module) -> Iterable[KeyMapping]:
@@ -76,10 +72,9 @@ def _position_keys(model: LanguageModel, options: LanguageModelOptions) -> Itera
             yield reshape(f"pos_emb.weights.{i}", f"positions.tables.{i}", shape)
     else:
         weight = model.embedding.weight
-        position = torch.arange(options.max_seq_len, device=weight.device)[None]
 
         def table(dim: int) -> Tensor:
-            return SinusoidalPositions(dim)(position)[0].to(weight.dtype)
+            return sinusoidal_table(dim, options.max_seq_len, weight.device).to(weight.dtype)
 
         yield constant("pos_emb.emb", lambda: table(model.embedding.embedding_dim))
         yield constant("layer_pos_emb.emb", lambda: table(options.head_dim))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -51,6 +51,8 @@ _LM_POSITIONAL = (
 
 class _Model(CompatModule):
     model_class: ClassVar[type[Transformer] | type[LanguageModel]]
+    model: Any
+    return_embeddings = False
 
     def _build(self, options: ModelOptions) -> None:
         super().__init__()
@@ -81,12 +83,8 @@ class _Model(CompatModule):
             context: (B, S, dim), with receives_context.
             context_mask: (B, S), True for tokens of the context to attend to.
         """
-        masks = {"key_mask": as_bool(input_mask), "context_mask": as_bool(context_mask)}
-        return self._function(x, context=context, **masks)
-
-    @property
-    def _function(self) -> Callable[..., Tensor]:
-        return self.model
+        function = self.model.hidden if self.return_embeddings else self.model
+        return function(x, key_mask=as_bool(input_mask), context=context, context_mask=as_bool(context_mask))
 
     def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
         self.options, ignored = self.options.adapt(shapes, self.requested)
@@ -131,10 +129,6 @@ class LinearAttentionTransformerLM(_Model):
     def __init__(self, options: LanguageModelOptions) -> None:
         self._build(options)
         self.return_embeddings = options.return_embeddings
-
-    @property
-    def _function(self) -> Callable[..., Tensor]:
-        return self.model.hidden if self.return_embeddings else self.model
 
     def key_mappings(self) -> Iterable[KeyMapping]:
         return language_model_keys(self.model, self.options)

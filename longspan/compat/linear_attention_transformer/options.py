@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from longspan.compat.options import head_counts
 from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig, Positions
 
 LinformerSettings = namedtuple("LinformerSettings", ["k"])
@@ -159,14 +160,7 @@ class ModelOptions:
     @property
     def local_heads(self) -> tuple[int, ...]:
         """The number of local heads of each layer."""
-        given = self.n_local_attn_heads
-        counts = (given,) * self.depth if isinstance(given, int) else tuple(given)
-        if len(counts) != self.depth or any(not 0 <= count <= self.heads for count in counts):
-            raise ValueError(
-                f"n_local_attn_heads must be one number, or one for each of {self.depth} layers, from 0 to heads "
-                f"({self.heads}), got {given}"
-            )
-        return counts
+        return head_counts("n_local_attn_heads", self.n_local_attn_heads, self.depth, self.heads)
 
     def _attention(self, mechanism: Any, head_dim: int | None, rotary: bool) -> AttentionConfig:
         return AttentionConfig(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from longspan.compat.containers import branch_prefix
 from longspan.compat.layers import feed_forward_keys
-from longspan.compat.state_dict import KeyMapping, concatenate, rename, rename_layer, reshape
+from longspan.compat.state_dict import KeyMapping, concatenate, rename, rename_layer, reshape, with_prefix
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.models.layers import Attention
 from longspan.models.transformer import LanguageModel, Transformer
@@ -15,21 +16,17 @@ def language_model_keys(model: LanguageModel) -> Iterator[KeyMapping]:
     """Map the keys of a LinformerLM."""
     yield rename("token_emb.weight", "embedding.weight")
     yield rename("pos_emb.weight", "positions.table")
-    yield from (mapping.with_prefix("linformer.", "transformer.") for mapping in stack_keys(model.transformer))
+    yield from with_prefix(stack_keys(model.transformer), "linformer.", "transformer.")
     yield from rename_layer("to_logits", "to_logits")
 
 
 def stack_keys(model: Transformer) -> Iterator[KeyMapping]:
     """Map the keys of a Linformer."""
-    reversible = model.config.residual == "double"
     for i, branch in enumerate(model.stack.branches):
-        pair, second = divmod(i, 2)
-        old = f"net.blocks.{pair}.{'fg'[second]}.net" if reversible else f"net.layers.{pair}.{second}"
-        new = f"stack.branches.{i}"
-        yield from rename_layer(f"{old}.norm", f"{new}.norm")
-        attention = branch.layer if isinstance(branch.layer, Attention) else None
-        for mapping in feed_forward_keys() if attention is None else attention_keys(attention):
-            yield mapping.with_prefix(f"{old}.fn.", f"{new}.layer.")
+        old, new = f"net.{branch_prefix(i, reversible=model.config.residual == 'double')}", f"stack.branches.{i}."
+        yield from rename_layer(f"{old}norm", f"{new}norm")
+        mappings = attention_keys(branch.layer) if isinstance(branch.layer, Attention) else feed_forward_keys()
+        yield from with_prefix(mappings, f"{old}fn.", f"{new}layer.")
 
 
 def attention_keys(attention: Attention) -> Iterator[KeyMapping]:

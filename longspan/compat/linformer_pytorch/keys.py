@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from longspan.compat.layers import inverse_frequencies
 from longspan.compat.linformer_pytorch.options import POSITION_BASE
-from longspan.compat.state_dict import KeyMapping, TensorMap, concatenate, constant, rename, rename_layer
+from longspan.compat.state_dict import KeyMapping, concatenate, constant, rename, rename_layer, unsaved, with_prefix
 from longspan.mechanisms.linformer import LinformerAttention, Projection
 from longspan.models.layers import Attention, FeedForward
 from longspan.models.residual import ResidualBranch
@@ -36,8 +37,7 @@ def language_model_keys(
         yield from rename_layer(f"{inner}project_in", f"{prefix}to_dim")
         yield from rename_layer(f"{inner}project_out", f"{prefix}from_dim")
         inner += "fn."
-    for mapping in stack_keys(model.transformer, unused, unused_prefix):
-        yield mapping.with_prefix(inner, f"{prefix}transformer.")
+    yield from with_prefix(stack_keys(model.transformer, unused, unused_prefix), inner, f"{prefix}transformer.")
     if model.to_logits is not None:
         yield from rename_layer(f"{prefix}to_logits", f"{prefix}to_logits")
 
@@ -53,10 +53,10 @@ def stack_keys(model: Transformer, unused: nn.Module | None, unused_prefix: str 
         if branch.resample is not None:
             yield from rename_layer(f"{old}resample", f"{new}resample")
         if isinstance(branch.layer, FeedForward):
-            yield from (mapping.with_prefix(f"{old}fn.", f"{new}layer.") for mapping in feed_forward_keys())
+            yield from with_prefix(feed_forward_keys(), f"{old}fn.", f"{new}layer.")
             continue
         assert isinstance(branch.layer, Attention)
-        yield from (mapping.with_prefix(f"{old}fn.", f"{new}layer.") for mapping in attention_keys(branch.layer))
+        yield from with_prefix(attention_keys(branch.layer), f"{old}fn.", f"{new}layer.")
         heads = [f"{old}fn.heads.{h}." for h in range(branch.layer.mechanism.num_heads)]
         if mechanisms:
             uses += projection_uses(mechanisms.pop(0), heads, f"{unused_prefix}{len(uses) // 2}.")
@@ -104,7 +104,8 @@ def projection_keys(uses: Iterable[ProjectionUse]) -> Iterator[KeyMapping]:
         shared.setdefault(use.projection, []).append(use)
     for projection, group in shared.items():
         if projection.kind == "random":
-            yield _unsaved(projection, [f"{use.new}table" for use in group])
+            # Loading retains the current table.
+            yield unsaved([f"{use.new}table" for use in group], partial(getattr, projection, "table"))
             continue
         # Heads with their own projection have different tensors; other heads have copies of one.
         heads = [name for use in group for name in use.old]
@@ -112,7 +113,7 @@ def projection_keys(uses: Iterable[ProjectionUse]) -> Iterator[KeyMapping]:
         for name, (tensor, ndim, transpose) in _tensors(projection).items():
             first, *aliases = (tuple(f"{head}{name}" for head in names) for names in alternatives)
             new = tuple(f"{use.new}{tensor}" for use in group)
-            yield KeyMapping(first, new, *_tensor_maps(len(new), ndim, transpose), aliases=tuple(aliases))
+            yield _stack_heads(first, new, ndim, transpose, tuple(aliases))
 
 
 def _tensors(projection: Projection) -> dict[str, tuple[str, int, Callable[[Tensor], Tensor]]]:
@@ -125,16 +126,18 @@ def _tensors(projection: Projection) -> dict[str, tuple[str, int, Callable[[Tens
     return tensors
 
 
-def _tensor_maps(number: int, ndim: int, transpose: Callable[[Tensor], Tensor]) -> tuple[TensorMap, TensorMap]:
-    def to_new(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [torch.stack([transpose(x) for x in tensors])] * number
-
-    def to_old(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [transpose(x) for x in tensors[0].reshape(-1, *tensors[0].shape[-ndim:])]
-
-    return to_new, to_old
-
-
-def _unsaved(projection: Projection, names: list[str]) -> KeyMapping:
-    """Map a table that the original does not save: loading keeps the current one."""
-    return KeyMapping((), tuple(names), lambda _: [projection.table] * len(names), lambda _: [])
+def _stack_heads(
+    old: tuple[str, ...],
+    new: tuple[str, ...],
+    ndim: int,
+    transpose: Callable[[Tensor], Tensor],
+    aliases: tuple[tuple[str, ...], ...],
+) -> KeyMapping:
+    """Map one tensor per head to the stack of their transpositions, which every new key shares."""
+    return KeyMapping(
+        old,
+        new,
+        lambda tensors: [torch.stack([transpose(x) for x in tensors])] * len(new),
+        lambda tensors: [transpose(x) for x in tensors[0].reshape(-1, *tensors[0].shape[-ndim:])],
+        aliases,
+    )

@@ -8,14 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.compat.linformer_pytorch.keys import (
-    ProjectionUse,
-    attention_keys,
-    feed_forward_keys,
-    frequency_key,
-    projection_keys,
-    projection_uses,
-)
+from longspan.compat.linformer_pytorch import keys
 from longspan.compat.linformer_pytorch.options import (
     ACTIVATIONS,
     CHECKPOINT_LEVELS,
@@ -50,7 +43,7 @@ class SequenceProjection(CompatModule):
         return (compressed if self.model.bias is None else compressed + self.model.bias)[:, 0].mT
 
     def key_mappings(self) -> Iterable[KeyMapping]:
-        return projection_keys([ProjectionUse([""], "", self.model)])
+        return keys.projection_keys([keys.ProjectionUse([""], "", self.model)])
 
 
 def get_EF(  # noqa: N802
@@ -148,7 +141,7 @@ class MHAttention(CompatModule):
         return self.model(tensor, key_mask=input_mask, context=embeddings, context_mask=embeddings_mask)
 
     def key_mappings(self) -> Iterable[KeyMapping]:
-        yield from attention_keys(self.model)
+        yield from keys.attention_keys(self.model)
         heads = [f"heads.{h}." for h in range(self.nhead)]
         yield from _mechanism_keys(self.model.mechanism, self.unused, heads, "mechanism.")
 
@@ -200,7 +193,7 @@ class FeedForward(CompatModule):
         return self.model(tensor)
 
     def key_mappings(self) -> Iterable[KeyMapping]:
-        return feed_forward_keys()
+        return keys.feed_forward_keys()
 
 
 class PositionalEmbedding(CompatModule):
@@ -216,7 +209,7 @@ class PositionalEmbedding(CompatModule):
         return self.model(torch.arange(tensor.shape[1], device=tensor.device)[None])
 
     def key_mappings(self) -> Iterable[KeyMapping]:
-        return [frequency_key("inv_freq", self.model.dim)]
+        return [keys.frequency_key("inv_freq", self.model.dim)]
 
 
 def _select_mechanism(
@@ -230,8 +223,8 @@ def _select_mechanism(
 
 
 def _mechanism_keys(mechanism: Mechanism, unused: Any, heads: list[str], new: str) -> Iterable[KeyMapping]:
-    uses = projection_uses(mechanism, heads, new) if unused is None else projection_uses(unused, heads, "unused.")
-    return projection_keys(uses)
+    owner, prefix = (mechanism, new) if unused is None else (unused, "unused.")
+    return keys.projection_keys(keys.projection_uses(owner, heads, prefix))
 
 
 def _linformer(
@@ -242,12 +235,12 @@ def _linformer(
     dropout: float,
 ) -> LinformerAttention:
     """Return a mechanism that shares two projections with their owner."""
-    keys, values = _as_projection("E_proj", E_proj), _as_projection("F_proj", F_proj)
-    values = keys if F_proj is E_proj else values
-    if keys.rank != values.rank:
-        raise ValueError(f"E_proj and F_proj must have the same output length, got {keys.rank} and {values.rank}")
-    mechanism = LinformerAttention(nhead, dim, projection=keys, dropout=dropout)
-    mechanism.values = values
+    E = _as_projection("E_proj", E_proj)
+    F = E if F_proj is E_proj else _as_projection("F_proj", F_proj)
+    if E.rank != F.rank:
+        raise ValueError(f"E_proj and F_proj must have the same output length, got {E.rank} and {F.rank}")
+    mechanism = LinformerAttention(nhead, dim, projection=E, dropout=dropout)
+    mechanism.values = F
     return mechanism
 
 

@@ -15,15 +15,10 @@ from torch import Tensor, nn
 
 from longspan.compat.generate import FilterSampler, generate, shift_labels, top_k
 from longspan.compat.layers import as_bool, with_children
-from longspan.compat.local_attention.keys import (
-    HYPER_CONNECTION_KEYS,
-    attention_keys,
-    bias_keys,
-    feed_forward_keys,
-)
+from longspan.compat.local_attention import keys
 from longspan.compat.local_attention.options import MHAOptions, TransformerOptions, feed_forward_config
 from longspan.compat.options import init_from
-from longspan.compat.state_dict import CompatModule, KeyMapping, rename, rename_layer
+from longspan.compat.state_dict import CompatModule, KeyMapping, rename, rename_layer, with_prefix
 from longspan.layout import TokenLayout
 from longspan.mechanisms import build_mechanism
 from longspan.models import layers
@@ -54,7 +49,7 @@ class LocalMHA(CompatModule):
             self.model.norm = None
 
     def key_mappings(self) -> Iterator[KeyMapping]:
-        return attention_keys(self.model, self.config)
+        return keys.attention_keys(self.model, self.config)
 
     def forward(
         self,
@@ -114,7 +109,7 @@ class FeedForward(CompatModule):
         self.model = ResidualBranch(layers.FeedForward(dim, feed_forward_config(dim, mult, dropout)), dim)
 
     def key_mappings(self) -> Iterator[KeyMapping]:
-        return feed_forward_keys()
+        return keys.feed_forward_keys()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x, TokenLayout.of(x, causal=False), None, None)
@@ -130,7 +125,7 @@ class DynamicPositionBias(CompatModule):
         self.model = _DynamicPositionBias(heads, dim)
 
     def key_mappings(self) -> Iterator[KeyMapping]:
-        return bias_keys("", [""])
+        return keys.bias_keys("", [""])
 
     def forward(self, i: int, j: int) -> Tensor:
         if j < i:
@@ -179,18 +174,17 @@ class LocalTransformer(CompatModule):
         for i, ((old, kind), branch) in enumerate(zip(self._branches(), stack.branches, strict=True)):
             assert isinstance(branch, ResidualBranch)
             if kind == "attention":
-                mappings: Iterable[KeyMapping] = attention_keys(branch, attention)
+                mappings: Iterable[KeyMapping] = keys.attention_keys(branch, attention)
                 biases.append(f"{prefix}stack.branches.{i}.layer.mechanism.bias.")
             elif kind == "feed_forward":
-                mappings = feed_forward_keys()
+                mappings = keys.feed_forward_keys()
             else:
                 mappings = [rename(key, f"layer.{key}") for key in branch.layer.state_dict()]
-            yield from (mapping.with_prefix(f"{old}.branch.", f"{prefix}stack.branches.{i}.") for mapping in mappings)
+            yield from with_prefix(mappings, f"{old}.branch.", f"{prefix}stack.branches.{i}.")
             if stack.topology == "hyper":
-                new = f"{prefix}stack.connections.{i}."
-                yield from (mapping.with_prefix(f"{old}.", new) for mapping in HYPER_CONNECTION_KEYS)
+                yield from with_prefix(keys.HYPER_CONNECTION_KEYS, f"{old}.", f"{prefix}stack.connections.{i}.")
         if attention.dynamic_bias:
-            yield from bias_keys("dynamic_pos_bias.", biases)
+            yield from keys.bias_keys("dynamic_pos_bias.", biases)
 
     def upgrade_key(self, key: str) -> str:
         """Return the current key: releases without residual streams had no `branch`."""
@@ -200,7 +194,7 @@ class LocalTransformer(CompatModule):
     def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
         stack = self._transformer.stack
         missing = {key for key in self.state_dict() if key not in shapes and not key.endswith(".inv_freq")}
-        streams = {f"{old}.{mapping.old[0]}" for old, _ in self._branches() for mapping in HYPER_CONNECTION_KEYS}
+        streams = {f"{old}.{mapping.old[0]}" for old, _ in self._branches() for mapping in keys.HYPER_CONNECTION_KEYS}
         if stack.topology != "hyper" or missing != streams:
             return
         warnings.warn(

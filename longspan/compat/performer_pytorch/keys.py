@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from longspan.compat.layers import feed_forward_keys, inverse_frequencies
+from longspan.compat.containers import branch_prefix
+from longspan.compat.layers import feed_forward_keys, inverse_frequencies, sinusoidal_table
 from longspan.compat.performer_pytorch.options import PerformerLMOptions
-from longspan.compat.state_dict import KeyMapping, concatenate, constant, rename, rename_layer, reshape
+from longspan.compat.state_dict import KeyMapping, concatenate, constant, rename, rename_layer, reshape, with_prefix
 from longspan.mechanisms.feature_maps import Generalized, RandomFeatures, orthogonal_rows
 from longspan.mechanisms.local import LocalAttention
-from longspan.mechanisms.performer import PerformerAttention
+from longspan.mechanisms.performer import PerformerAttention, random_feature_mechanisms
 from longspan.mechanisms.split import SplitAttention
 from longspan.models.layers import Attention, FeedForward, ScaleNorm
 from longspan.models.positions import AxialPositions, LearnedPositions, SinusoidalPositions
@@ -26,11 +28,7 @@ def language_model_keys(
     model: LanguageModel, options: PerformerLMOptions, old: str = "", new: str = "", unused: str = ""
 ) -> Iterator[KeyMapping]:
     """Map the keys of a PerformerLM. old, new, unused: prefixes if it is part of another model."""
-    device = model.embedding.weight.device
-
-    def table(dim: int) -> Tensor:
-        return SinusoidalPositions(dim)(torch.arange(options.max_seq_len, device=device)[None])[0]
-
+    table = partial(sinusoidal_table, length=options.max_seq_len, device=model.embedding.weight.device)
     yield rename(f"{old}token_emb.weight", f"{new}embedding.weight")
     if isinstance(model.positions, AxialPositions):
         for i, axis_table in enumerate(model.positions.tables):
@@ -42,8 +40,8 @@ def language_model_keys(
         yield rename(f"{old}pos_emb.emb.weight", f"{new}positions.table")
     if options.rotary_position_emb:
         yield constant(f"{old}layer_pos_emb.emb", lambda: table(options.head_dim))
-    for mapping in stack_keys(model.transformer, reversible=options.reversible, unused=unused):
-        yield mapping.with_prefix(f"{old}performer.", f"{new}transformer.")
+    mappings = stack_keys(model.transformer, reversible=options.reversible, unused=unused)
+    yield from with_prefix(mappings, f"{old}performer.", f"{new}transformer.")
     yield from rename_layer(f"{old}norm", f"{new}transformer.norm")
     if model.to_logits is not None:
         yield from rename_layer(f"{old}to_out", f"{new}to_logits")
@@ -77,7 +75,7 @@ def attention_keys(attention: Attention, unused: str) -> Iterator[KeyMapping]:
     mechanism = attention.mechanism
     new = "mechanism.parts.0." if isinstance(mechanism, SplitAttention) else "mechanism."
     yield from feature_keys(global_heads(mechanism), "fast_attention.", new, unused)
-    if any(isinstance(part, LocalAttention) for part in _parts(mechanism)):
+    if any(isinstance(part, LocalAttention) for part in mechanism.modules()):
         yield constant("local_attn.rel_pos.inv_freq", lambda: inverse_frequencies(mechanism.head_dim))
     for name in ("weight",) if attention.to_q.bias is None else ("weight", "bias"):
         yield rename(f"to_q.{name}", f"to_q.{name}")
@@ -95,14 +93,14 @@ def feature_keys(mechanism: PerformerAttention | None, old: str, new: str, unuse
             yield rename(f"{old}kernel_fn.{name}", f"{new}feature_map.activation.{name}")
 
 
-def uncounted(key: str) -> KeyMapping:
-    """Map a counter that the original does not save: that of a single layer."""
-    return KeyMapping((), (key,), lambda _: [torch.zeros(2, dtype=torch.int64)], lambda _: ())
+def zero_counts() -> Tensor:
+    """Return the counters of a Performer mechanism before the first forward; a layer on its own does not save them."""
+    return torch.zeros(2, dtype=torch.int64)
 
 
 def global_heads(mechanism: Mechanism) -> PerformerAttention | None:
     """Return the part of a mechanism that is not local."""
-    return next((part for part in _parts(mechanism) if isinstance(part, PerformerAttention)), None)
+    return next(iter(random_feature_mechanisms(mechanism)), None)
 
 
 def unused_tensors(model: nn.Module, num_features: int) -> nn.Module:
@@ -114,7 +112,7 @@ def unused_tensors(model: nn.Module, num_features: int) -> nn.Module:
         if performer is None or performer._projection is None:
             unused.add_module(f"attention_{i}", unused_projection(num_features, attention.mechanism.head_dim))
     if all(global_heads(attention.mechanism) is None for attention in attentions):
-        unused.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+        unused.register_buffer("counts", zero_counts())
     return unused
 
 
@@ -147,9 +145,7 @@ def _branch_keys(model: Transformer, reversible: bool, unused: str) -> Iterator[
     attentions = 0
     for i, branch in enumerate(model.stack.branches):
         assert isinstance(branch, ResidualBranch)
-        pair, second = divmod(i, 2)
-        old = f"blocks.{pair}.{'fg'[second]}.net." if reversible else f"layers.{pair}.{second}."
-        new = f"stack.branches.{i}."
+        old, new = branch_prefix(i, reversible=reversible), f"stack.branches.{i}."
         if branch.weight is not None:
             yield rename(f"{old}g", f"{new}weight")
         elif isinstance(branch.norm, ScaleNorm):
@@ -162,8 +158,4 @@ def _branch_keys(model: Transformer, reversible: bool, unused: str) -> Iterator[
         if isinstance(branch.layer, Attention):
             mappings = attention_keys(branch.layer, f"{unused}attention_{attentions}.")
             attentions += 1
-        yield from (mapping.with_prefix(inside, f"{new}layer.") for mapping in mappings)
-
-
-def _parts(mechanism: Mechanism) -> Sequence[nn.Module]:
-    return list(mechanism.parts) if isinstance(mechanism, SplitAttention) else [mechanism]
+        yield from with_prefix(mappings, inside, f"{new}layer.")

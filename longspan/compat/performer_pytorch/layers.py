@@ -10,24 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.compat.layers import as_bool, with_children
+from longspan.compat.layers import as_bool, sinusoidal_table, with_children
 from longspan.compat.options import init_from
-from longspan.compat.performer_pytorch.keys import (
-    attention_keys,
-    feature_keys,
-    initialize,
-    uncounted,
-    unused_projection,
-    unused_tensors,
-)
+from longspan.compat.performer_pytorch import keys
 from longspan.compat.performer_pytorch.options import AttentionOptions, FastAttentionOptions
-from longspan.compat.performer_pytorch.projection_updater import performers
-from longspan.compat.state_dict import CompatModule, KeyMapping
+from longspan.compat.state_dict import CompatModule, KeyMapping, unsaved
 from longspan.mechanisms.feature_maps import orthogonal_rows
-from longspan.mechanisms.performer import PerformerAttention
+from longspan.mechanisms.performer import PerformerAttention, random_feature_mechanisms
 from longspan.mechanisms.split import SplitAttention
 from longspan.models.layers import Attention, mechanism_from
-from longspan.models.positions import Rotary, SinusoidalPositions
+from longspan.models.positions import Rotary
 from longspan.models.residual import ResidualBranch
 from longspan.models.transformer import Transformer
 
@@ -56,7 +48,7 @@ class FastAttention(CompatModule):
         assert isinstance(model, PerformerAttention)
         self.model = model
         if self.no_projection:
-            self.unused = unused_projection(self.nb_features, self.dim_heads)
+            self.unused = keys.unused_projection(self.nb_features, self.dim_heads)
 
     @property
     def projection_matrix(self) -> Tensor:
@@ -75,8 +67,8 @@ class FastAttention(CompatModule):
         return out.transpose(1, 2)
 
     def key_mappings(self) -> Iterator[KeyMapping]:
-        yield from feature_keys(self.model, "", "", "")
-        yield uncounted("counts")
+        yield from keys.feature_keys(self.model, "", "", "")
+        yield unsaved(["counts"], keys.zero_counts)
 
 
 class _AttentionLayer(CompatModule):
@@ -95,8 +87,8 @@ class _AttentionLayer(CompatModule):
         mechanism = options.mechanism(num_local, options.dropout, options.feature_redraw_interval)
         config = options.attention(mechanism, {"local": "halves"}, options.dropout)
         self.model = Attention(options.dim, config, causal=options.causal, cross=self.cross)
-        initialize(self.model)
-        self.unused = unused_tensors(self.model, options.num_features(options.head_dim))
+        keys.initialize(self.model)
+        self.unused = keys.unused_tensors(self.model, options.num_features(options.head_dim))
 
     def forward(
         self,
@@ -115,7 +107,7 @@ class _AttentionLayer(CompatModule):
             mask: (B, T), True for tokens to attend to.
             context_mask: (B, S), True for tokens of the context to attend to; for self-attention an alias of mask.
         """
-        for mechanism in performers(self.model):
+        for mechanism in random_feature_mechanisms(self.model):
             mechanism.count_forward()
         mask, context_mask = as_bool(mask), as_bool(context_mask)
         if self.cross:
@@ -132,11 +124,10 @@ class _AttentionLayer(CompatModule):
         return model(x, key_mask=context_mask if mask is None else mask)
 
     def key_mappings(self) -> Iterator[KeyMapping]:
-        yield from attention_keys(self.model, "attention_0.")
-        names = [name for name, module in self.model.named_modules() if isinstance(module, PerformerAttention)]
-        yield from (uncounted(f"{name}.counts") for name in names)
-        if not names:
-            yield uncounted("unused.counts")
+        yield from keys.attention_keys(self.model, "attention_0.")
+        modules = self.model.named_modules()
+        counts = [f"{name}.counts" for name, module in modules if isinstance(module, PerformerAttention)]
+        yield unsaved(counts or ["unused.counts"], keys.zero_counts)
 
 
 class SelfAttention(_AttentionLayer):
@@ -156,7 +147,7 @@ class FixedPositionalEmbedding(nn.Module):
 
     def __init__(self, dim: int, max_seq_len: int) -> None:
         super().__init__()
-        self.register_buffer("emb", SinusoidalPositions(dim)(torch.arange(max_seq_len)[None])[0])
+        self.register_buffer("emb", sinusoidal_table(dim, max_seq_len))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.emb[None, : x.shape[1]].to(x)
@@ -187,13 +178,13 @@ def with_rotary(model: Transformer, pos_emb: Tensor, x: Tensor) -> Transformer:
 
 def _rotate_layer(attention: Attention, pos_emb: Tensor, x: Tensor) -> Attention:
     head_dim = attention.mechanism.head_dim
-    expected = SinusoidalPositions(head_dim)(torch.arange(x.shape[1], device=x.device)[None])
+    expected = sinusoidal_table(head_dim, x.shape[1], x.device)[None]
     if pos_emb.shape != expected.shape or not torch.allclose(pos_emb.float(), expected, atol=0.01):
         raise ValueError(
             f"pos_emb must be what FixedPositionalEmbedding({head_dim}, …) returns for x, of shape "
             f"{tuple(expected.shape)}, got {tuple(pos_emb.shape)}; add other position embeddings to x instead"
         )
-    if not performers(attention):
+    if not random_feature_mechanisms(attention):
         return attention
     rotary = [Rotary(head_dim, interleaved=True)]
     if isinstance(attention.mechanism, SplitAttention):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.compat.options import encoder_decoder_options
+from longspan.compat.options import encoder_decoder_options, head_counts
 from longspan.mechanisms.feature_maps import ACTIVATIONS
 from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig, Positions, RotaryStyle
 from longspan.utils import choose
@@ -200,14 +200,9 @@ class PerformerOptions(HeadOptions):
     def local_heads(self) -> tuple[int, ...]:
         """The number of local heads of each layer."""
         given = self.local_attn_heads
-        counts = (given,) if isinstance(given, int) else tuple(given)
-        counts = counts * self.depth if len(counts) == 1 else counts
-        if len(counts) != self.depth or any(not 0 <= count <= self.heads for count in counts):
-            raise ValueError(
-                f"local_attn_heads must be one number, or one for each of {self.depth} layers, from 0 to heads "
-                f"({self.heads}), got {given}"
-            )
-        return counts
+        if not isinstance(given, int) and len(given) == 1:
+            given = given[0]
+        return head_counts("local_attn_heads", given, self.depth, self.heads)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from longspan.compat.options import init_from, without_prefix
+from longspan.compat.performer_pytorch import keys
 from longspan.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper
-from longspan.compat.performer_pytorch.keys import initialize, language_model_keys, unused_tensors, upgrade_key
 from longspan.compat.performer_pytorch.options import EncoderDecoderOptions, PerformerLMOptions
 from longspan.compat.performer_pytorch.performer_pytorch import (
     PerformerLM,
@@ -41,10 +41,10 @@ class PerformerEncDec(CompatModule):
         tie = options.tie_token_embeds or options.tie_token_embed
         encoder, decoder = (part.config() for part in self.options)
         self.model = EncoderDecoder(encoder, decoder, pad_token=options.pad_value, tie_embeddings=tie)
-        initialize(self.model)
+        keys.initialize(self.model)
         self.unused = nn.Module()
         for name, own, part in zip(("enc", "dec"), self.options, self._parts, strict=True):
-            self.unused.add_module(name, unused_tensors(part, own.num_features(own.head_dim)))
+            self.unused.add_module(name, keys.unused_tensors(part, own.num_features(own.head_dim)))
         # The original saves an output layer of the encoder that it never uses.
         if not self.options[0].tied:
             self.unused.add_module("to_out", nn.Linear(options.dim, self.options[0].num_tokens))
@@ -95,13 +95,13 @@ class PerformerEncDec(CompatModule):
 
     def key_mappings(self) -> Iterator[KeyMapping]:
         encoder, decoder = self._parts
-        yield from language_model_keys(encoder, self.options[0], "enc.", "encoder.", "enc.")
+        yield from keys.language_model_keys(encoder, self.options[0], "enc.", "encoder.", "enc.")
         if not self.options[0].tied:
             yield from rename_layer("enc.to_out", "unused.to_out")
-        yield from language_model_keys(decoder, self.options[1], "dec.net.", "decoder.", "dec.")
+        yield from keys.language_model_keys(decoder, self.options[1], "dec.net.", "decoder.", "dec.")
 
     def upgrade_key(self, key: str) -> str:
-        return upgrade_key(key)
+        return keys.upgrade_key(key)
 
     def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
         encoder, decoder = (

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from longspan.compat.options import init_from
-from longspan.compat.performer_pytorch.keys import (
-    initialize,
-    language_model_keys,
-    stack_keys,
-    unused_tensors,
-    upgrade_key,
-)
+from longspan.compat.performer_pytorch import keys
 from longspan.compat.performer_pytorch.layers import (
     CrossAttention,
     FastAttention,
@@ -58,10 +52,10 @@ class _PerformerModule(CompatModule, Generic[Model]):
     options: Any
 
     def _build(self, model: Model, options: PerformerOptions) -> None:
-        initialize(model)
+        keys.initialize(model)
         CompatModule.__init__(self)
         self._wrap(model, options)
-        self.unused = unused_tensors(model, options.num_features(options.head_dim))
+        self.unused = keys.unused_tensors(model, options.num_features(options.head_dim))
 
     def _wrap(self, model: Model, options: Any) -> None:
         self.model, self.options = model, options
@@ -120,7 +114,7 @@ class Performer(_PerformerModule[Transformer]):
         return model(x, **_model_arguments(mask, context, context_mask))
 
     def key_mappings(self) -> Iterator[KeyMapping]:
-        return stack_keys(self.model, reversible=self.options.reversible)
+        return keys.stack_keys(self.model, reversible=self.options.reversible)
 
     def upgrade_key(self, key: str) -> str:
         return "proj_updater.calls_since_last_redraw" if key == "calls_since_last_redraw" else key
@@ -198,10 +192,10 @@ class PerformerLM(_PerformerModule[LanguageModel]):
             )
 
     def key_mappings(self) -> Iterator[KeyMapping]:
-        return language_model_keys(self.model, self.options)
+        return keys.language_model_keys(self.model, self.options)
 
     def upgrade_key(self, key: str) -> str:
-        return upgrade_key(key)
+        return keys.upgrade_key(key)
 
     def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
         if ignored_axial_positions(self.options, shapes):

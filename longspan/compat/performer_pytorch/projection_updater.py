@@ -25,7 +25,7 @@ class ModelProjectionUpdater:
     @feature_redraw_interval.setter
     def feature_redraw_interval(self, interval: int | None) -> None:
         self._options = replace(self._options, feature_redraw_interval=interval)
-        for mechanism in performers(self.instance):
+        for mechanism in random_feature_mechanisms(self.instance):
             mechanism.redraw_interval = redraw_interval(interval) if self._options.auto_check_redraw else None
         # Save the new interval with the model.
         for module in (self.instance, *self.instance.modules()):
@@ -34,7 +34,7 @@ class ModelProjectionUpdater:
 
     @property
     def calls_since_last_redraw(self) -> Tensor:
-        return next((mechanism.clock[1] for mechanism in performers(self.instance)), torch.tensor(0))
+        return next((mechanism.clock[1] for mechanism in random_feature_mechanisms(self.instance)), torch.tensor(0))
 
     def fix_projections_(self) -> None:
         """Stop redrawing."""
@@ -42,11 +42,9 @@ class ModelProjectionUpdater:
 
     def redraw_projections(self) -> None:
         """Count a training step, and redraw if the interval has passed."""
-        for mechanism in performers(self.instance):
-            previous, mechanism.redraw_interval = (
-                mechanism.redraw_interval,
-                redraw_interval(self.feature_redraw_interval),
-            )
+        for mechanism in random_feature_mechanisms(self.instance):
+            previous = mechanism.redraw_interval
+            mechanism.redraw_interval = redraw_interval(self.feature_redraw_interval)
             mechanism.count_forward()
             mechanism.redraw_interval = previous
 
@@ -72,12 +70,9 @@ class ProjectionUpdater(nn.Module):
         if self.feature_redraw_interval is None or self.calls_since_last_redraw < self.feature_redraw_interval:
             self.calls_since_last_redraw += 1
             return
-        for mechanism in performers(self.instance):
+        for mechanism in random_feature_mechanisms(self.instance):
             mechanism.redraw()
         self.calls_since_last_redraw.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError("ProjectionUpdater is not a layer: call redraw_projections() before each forward")
-
-
-performers = random_feature_mechanisms
