@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.ops.linear import FLOOR, LinearInputs, LinearProblem, _CausalLinear, _kernels, triton_algorithm
+from longspan.ops.linear import (
+    FLOOR,
+    LinearInputs,
+    LinearProblem,
+    LinearSaved,
+    _CausalLinear,
+    _kernels,
+    triton_algorithm,
+)
 
 NAMES = ["out", "den", "kv", "shift", "d_q", "d_k", "d_v", "d_start"]
 
@@ -99,7 +107,8 @@ def backward(case: Case, given: Arguments, out: Tensor, den: Tensor, saved: Tens
     """The gradients by the kernels."""
     d_out, d_kv, tensors = given
     problem = kernel_problem(case, tensors)
-    return _kernels(problem.algorithm).backward(d_out, d_kv, out, den, saved, LinearInputs(*tensors), problem)
+    for_backward = LinearSaved(d_out, d_kv, out, den, saved, None)
+    return _kernels(problem.algorithm).backward(for_backward, LinearInputs(*tensors), problem)
 
 
 def by_kernels(case: Case, given: Arguments) -> tuple[Tensor, ...]:

@@ -509,14 +509,8 @@ class _CausalLinear:
         """Return the gradients of q, k, v and of kv."""
         count = len(LinearSaved._fields)
         saved, (x, problem) = LinearSaved(*args[:count]), _linear_problem(args[count:])
-        if problem.algorithm == "torch":
-            assert saved.starts is not None
-            assert saved.references is not None
-            d_q, d_k, d_v, d_start = torch_chunk.backward(
-                *(saved.d_out, saved.d_kv, saved.out, saved.den, saved.starts, saved.references), x, problem
-            )
-        else:
-            d_q, d_k, d_v, d_start = _kernels(problem.algorithm).backward(*saved[:5], x, problem)
+        run = torch_chunk.backward if problem.algorithm == "torch" else _kernels(problem.algorithm).backward
+        d_q, d_k, d_v, d_start = run(saved, x, problem)
         if traced and args[count + LinearInputs._fields.index("kv")] is None:
             d_start = saved.den.new_empty(0)
         return d_q, d_k, d_v, d_start

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from longspan.ops.linear import LinearInputs, LinearProblem
+    from longspan.ops.linear import LinearInputs, LinearProblem, LinearSaved
 
 # The log scale of no key: exp(FLOOR − x) is 0 for any real x, and FLOOR − FLOOR is 0 where −inf would give NaN.
 FLOOR = -1e30
@@ -64,19 +64,13 @@ def new_starts(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor]
     return starts, starts.new_zeros(starts.shape[:2])
 
 
-def backward(
-    d_out: Tensor,
-    d_kv: Tensor | None,
-    out: Tensor | None,
-    den: Tensor,
-    starts: Tensor,
-    references: Tensor,
-    x: LinearInputs,
-    problem: LinearProblem,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(saved: LinearSaved, x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and of the sums before."""
+    d_out, d_kv, out, den, starts, references = saved
     q, k, v, weight = x.q, x.k, x.v, x.weight
     assert x.kv is not None
+    assert starts is not None
+    assert references is not None
     feature_map = MAPS[problem.feature_map]
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     d_kv = (torch.zeros_like(x.kv) if d_kv is None else d_kv).flatten(0, 1)

@@ -17,7 +17,8 @@ Features are (BM, C) in most kernels: all features of a token are in registers, 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 import triton
@@ -58,27 +59,12 @@ from longspan.ops.linear.triton import PRECISION, check_feature_map
 EXPONENTIAL_MAPS = ("softmax", "favor")
 
 
-class BidirectionalTiling(NamedTuple):
-    """Tiling of one kernel: tokens in a chunk, the largest number of elements in a program's tile of the sums, about
-    how many programs, warps, pipeline stages, and the register limit per thread.
-    """
+# One kernel: tokens in a chunk, the largest number of elements in a program's tile of the sums, the approximate
+# number of programs, warps, pipeline stages, and the register limit per thread.
+BidirectionalTiling = namedtuple("BidirectionalTiling", "chunk tile programs warps stages registers", defaults=(None,))
 
-    chunk: int
-    tile: int
-    programs: int
-    warps: int
-    stages: int
-    registers: int | None = None
-
-
-class BidirectionalTilings(NamedTuple):
-    """Tilings of the four kernels that go through tokens. joint: one launch computes both dq and dkv."""
-
-    sums: BidirectionalTiling
-    read: BidirectionalTiling
-    queries: BidirectionalTiling
-    keys: BidirectionalTiling
-    joint: bool = True
+# The four kernels that go through tokens. joint: one launch computes both dq and dkv.
+BidirectionalTilings = namedtuple("BidirectionalTilings", "sums read queries keys joint", defaults=(True,))
 
 
 def tilings(num_features: int, value_dim: int, bf16: bool, wide: bool) -> BidirectionalTilings:
@@ -105,33 +91,14 @@ def tilings(num_features: int, value_dim: int, bf16: bool, wide: bool) -> Bidire
     return found
 
 
-class BidirectionalSizes(NamedTuple):
-    """Compile-time constants: heads, dimensions, features, values, their padded sizes, tiles of values, tokens in a
-    chunk.
-
-    DIVIDE: Each query divides. FEATURE: The sums are divided. DOT: The dtype of products. PROJECTION: See
-    `load_projection`. QUERIES, SUMS: What the backward pass over queries computes.
-    """
-
-    H: int
-    HKV: int
-    D: int
-    M: int
-    E: int
-    BD: int
-    BM: int
-    BE: int
-    MAP: str
-    EXPONENTIAL: bool
-    DIVIDE: bool
-    FEATURE: bool
-    DOT: Any
-    PRECISION: str
-    TILES: int = 1
-    C: int = 0
-    PROJECTION: str = "none"
-    QUERIES: bool = False
-    SUMS: bool = False
+# Compile-time constants: heads, dimensions, features, values, their padded sizes, tiles of values, tokens in a chunk.
+# DIVIDE: each query divides. FEATURE: the sums are divided. DOT: the dtype of products. PROJECTION: see
+# `load_projection`. QUERIES, SUMS: what the backward pass over queries computes.
+BidirectionalSizes = namedtuple(
+    "BidirectionalSizes",
+    "H HKV D M E BD BM BE MAP EXPONENTIAL DIVIDE FEATURE DOT PRECISION TILES C PROJECTION QUERIES SUMS",
+    defaults=(1, 0, "none", False, False),
+)
 
 
 @triton.jit
@@ -736,7 +703,7 @@ def forward(x: BidirectionalInputs, problem: BidirectionalProblem, *, zeroed: bo
 def backward(
     d_out: Tensor, saved: Tensor, x: BidirectionalInputs, problem: BidirectionalProblem
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v. saved: by `forward`."""
+    """Return the gradients of q, k and v. saved: the workspace that `forward` returns."""
     tensors, d_out = _dense(x), dense_rows(d_out)
     q, k, v, weight, key_mask, offsets, key_offsets = tensors
     plan = _Backward.of((*tensors, d_out, saved), problem)
@@ -768,15 +735,8 @@ def _divides(problem: BidirectionalProblem) -> bool:
     return problem.normalize == "query" or (problem.normalize == "feature" and exponential)
 
 
-class _Blocks(NamedTuple):
-    """Tokens and heads of q or k, in blocks of `length` tokens; packed, of `sequences` sequences."""
-
-    tiling: BidirectionalTiling
-    tokens: int
-    heads: int
-    length: int
-    number: int
-    sequences: int
+# Tokens and heads of q or k, in blocks of `length` tokens; packed, of `sequences` sequences.
+_Blocks = namedtuple("_Blocks", "tiling tokens heads length number sequences")
 
 
 class _BidirectionalPlan(Plan):
@@ -784,9 +744,6 @@ class _BidirectionalPlan(Plan):
         super().__init__(device)
         check_feature_map(problem.feature_map)
         q, k, v, weight, _, offsets, key_offsets, *_ = key
-        assert q is not None
-        assert k is not None
-        assert v is not None
         (B, T, H, D), (Hkv, E), dtype = q[0], v[0][2:], q[2]
         bf16, M = dtype == torch.bfloat16, None if weight is None else weight[0][0]
         BD, self.BM, self.BE = (padded(size, 64 if bf16 else 16) for size in (D, D if M is None else M, E))
@@ -877,9 +834,7 @@ class _Forward(_BidirectionalPlan):
 class _Backward(_BidirectionalPlan):
     def __init__(self, device: int, key: Signature, problem: BidirectionalProblem) -> None:
         super().__init__(device, key, problem)
-        d_out = key[7]
-        assert d_out is not None
-        self.tensors["d"] = d_out
+        self.tensors["d"] = key[7]
         queries = self.blocks(self.tilings.queries, "q")
         self.workspace = Workspace(*self.saved.buffers[1:3], *self.parts(queries, 1))
         # Tiles of dkv have programs of their own; dq needs all of them in one.

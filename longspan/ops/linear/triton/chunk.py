@@ -14,7 +14,8 @@ dS is summed from the end as the forward pass sums S from the start: within segm
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 import triton
@@ -26,7 +27,6 @@ from longspan.ops.common.feature_maps import pointwise_features, pointwise_gradi
 from longspan.ops.common.launch import Launch, Signature, Strides, Workspace, dense, dense_rows, new_like, on_device
 from longspan.ops.common.tiles import (
     FLOOR,
-    ZERO_NORMALIZER,
     inverse,
     load_column,
     load_inputs,
@@ -46,31 +46,18 @@ from longspan.ops.common.tiles import (
     visible_length,
     zeros,
 )
-from longspan.ops.linear import LinearInputs, LinearProblem
+from longspan.ops.linear import LinearInputs, LinearProblem, LinearSaved
+from longspan.ops.linear.torch import safe_divide
 from longspan.ops.linear.triton import PRECISION
 from longspan.ops.linear.triton.scan import CausalPlan, ScanSizes
 
+# One kernel: the largest number of elements in a program's tile of the sums, warps, pipeline stages, and the register
+# limit per thread.
+ChunkTiling = namedtuple("ChunkTiling", "tile warps stages registers", defaults=(None,))
 
-class ChunkTiling(NamedTuple):
-    """Tiling of one kernel: the largest number of elements in a program's tile of the sums, warps, pipeline stages, and
-    the register limit per thread.
-    """
-
-    tile: int
-    warps: int
-    stages: int
-    registers: int | None = None
-
-
-class PassTiling(NamedTuple):
-    """Tiling of one pass: tokens in a chunk, about how many programs sum segments, the kernel that sums, and the one
-    that computes chunks; backward that one may be launched in parts, for dq, dk and dv.
-    """
-
-    chunk: int
-    programs: int
-    sums: ChunkTiling
-    chunks: tuple[tuple[str, ChunkTiling], ...]
+# One pass: tokens in a chunk, the approximate number of programs that sum segments, the tiling of the kernel that sums,
+# and one pair for each launch of the kernel that computes chunks: its gradients (letters of "qkv") and its tiling.
+PassTiling = namedtuple("PassTiling", "chunk programs sums chunks")
 
 
 def tilings(num_features: int, value_dim: int, bf16: bool) -> tuple[PassTiling, PassTiling]:
@@ -91,31 +78,15 @@ def tilings(num_features: int, value_dim: int, bf16: bool) -> tuple[PassTiling, 
     return forward, forward._replace(chunks=(("q", four), ("k", four), ("v", four)))
 
 
-class ChunkSizes(NamedTuple):
-    """Compile-time constants: heads, dimensions, features, values, their padded sizes, tokens in a chunk, the map.
-
-    SCALED: Keys carry log scales β. DOT: The dtype of products. TILES: Tiles of BE values. QUERIES, KEYS, VALUES: Which
-    gradients are computed. 0 where a kernel does not use a size.
-    """
-
-    H: int
-    HKV: int
-    D: int
-    M: int
-    E: int
-    BD: int
-    BM: int
-    BE: int
-    C: int
-    MAP: str
-    SCALED: bool
-    NORMALIZE: bool
-    DOT: Any
-    PRECISION: str
-    TILES: int = 1
-    QUERIES: bool = False
-    KEYS: bool = False
-    VALUES: bool = False
+# Compile-time constants: heads, dimensions, features, values, their padded sizes, tokens in a chunk, the map; 0 where a
+# kernel does not use a size.
+# SCALED: keys carry log scales β. DOT: the dtype of products. TILES: tiles of BE values. QUERIES, KEYS, VALUES: which
+# gradients are computed.
+ChunkSizes = namedtuple(
+    "ChunkSizes",
+    "H HKV D M E BD BM BE C MAP SCALED NORMALIZE DOT PRECISION TILES QUERIES KEYS VALUES",
+    defaults=(1, False, False, False),
+)
 
 
 @triton.jit
@@ -623,17 +594,11 @@ def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> 
 
 
 def backward(
-    d_out: Tensor,
-    d_kv: Tensor | None,
-    out: Tensor | None,
-    den: Tensor,
-    saved: Tensor,
-    x: LinearInputs,
-    problem: LinearProblem,
+    saved: LinearSaved, x: LinearInputs, problem: LinearProblem
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and of the sums before, if there are any. out: None if nothing is normalized."""
-    tensors, d_out, d_end = _dense(x), dense_rows(d_out), dense(d_kv)
-    out = d_out if out is None else out.contiguous()  # Not read without a normalizer.
+    """Return the gradients of q, k, v and of the sums before, if there are any."""
+    tensors, d_out, d_end, den = _dense(x), dense_rows(saved.d_out), dense(saved.d_kv), saved.den
+    out = d_out if saved.out is None else saved.out.contiguous()  # Not read without a normalizer.
     plan = _Backward.of((*tensors, d_out, d_end, out, den), problem)
     q, k, weight = tensors[0], tensors[1], tensors[3]
     d_q, d_k, d_v = new_like(q), new_like(k), new_like(x.v)
@@ -643,7 +608,7 @@ def backward(
     d_z, suffix_z, d_den, suffix, after, d_query, d_f = pointers[len(_Sums._fields) :]
     own = _Sums(*pointers[: len(_Sums._fields)])
     if plan.features:
-        d_den = _d_den(d_out, out, den) if problem.normalize else d_den
+        d_den = safe_divide(-(d_out.to(den.dtype) * out).sum(-1), den) if problem.normalize else d_den
     else:
         d_query, d_f = d_q, d_k
     with on_device(q):
@@ -663,18 +628,8 @@ def saved_size(x: LinearInputs, problem: LinearProblem) -> int:
     return 0
 
 
-class _Sums(NamedTuple):
-    """Pointers to what `linear_chunk_forward_sums_kernel` and the scan write."""
-
-    total: Any
-    z: Any
-    prefix_z: Any
-    largest: Any
-    references: Any
-    beta: Any
-    peak: Any
-    prefix: Any
-    before: Any
+# Pointers to what `linear_chunk_forward_sums_kernel` and the scan write.
+_Sums = namedtuple("_Sums", "total z prefix_z largest references beta peak prefix before")
 
 
 class _ChunkPlan(CausalPlan):
@@ -753,9 +708,7 @@ class _Forward(_ChunkPlan):
 class _Backward(_ChunkPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
         super().__init__(device, key, problem, backward=True)
-        d_out = key[8]
-        assert d_out is not None
-        self.tensors["d"] = d_out
+        self.tensors["d"] = key[8]
         H, Hkv, tokens, tiling = self.H, self.Hkv, self.B * self.T, self.tiling
         self.d_sums = self.chunk_launch(linear_chunk_backward_sums_kernel, tiling.sums, "qd", self.segments * Hkv)
         self.d_scan = self.scan_segments(back=True)
@@ -784,13 +737,6 @@ class _Backward(_ChunkPlan):
         scalars = self.T, self.B * self.T * heads * self.M, Strides.of(self.tensors[name])
         grid = (self.B * heads * -(-self.T // chunk),)
         return self.launch(linear_chunk_backward_features_kernel, grid, scalars, {"S": sizes})
-
-
-def _d_den(d_out: Tensor, out: Tensor, den: Tensor) -> Tensor:
-    """Gradients of den (B, T, H), if no program sees all values of a token."""
-    zero = den.abs() < ZERO_NORMALIZER.value
-    d_den = -(d_out.to(den.dtype) * out).sum(-1) / den.masked_fill(zero, 1)
-    return d_den.masked_fill(zero, 0)
 
 
 def _dense(x: LinearInputs) -> tuple[Any, ...]:

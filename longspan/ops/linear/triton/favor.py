@@ -24,7 +24,8 @@ need fewer registers, and only one of the two stacks of sums is in memory at a t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 import triton
@@ -50,21 +51,12 @@ from longspan.ops.common.tiles import (
     visible_length,
     zeros,
 )
-from longspan.ops.linear import LinearInputs, LinearProblem
+from longspan.ops.linear import LinearInputs, LinearProblem, LinearSaved
 from longspan.ops.linear.triton.scan import CausalPlan, ScanSizes
 
-
-class FavorTiling(NamedTuple):
-    """Features in a tile, warps, pipeline stages, the register limit per thread, and the largest number of programs
-    that go through segments: as many as a large GPU runs at once.
-    """
-
-    tile: int
-    warps: int
-    stages: int
-    registers: int | None = None
-    programs: int = 0
-
+# Features in a tile, warps, pipeline stages, the register limit per thread, and the largest number of programs that go
+# through segments: as many as a large GPU runs at once.
+FavorTiling = namedtuple("FavorTiling", "tile warps stages registers programs", defaults=(None, 0))
 
 CHUNK = 64
 SCALES = FavorTiling(0, 4, 3, None, 264)
@@ -80,22 +72,9 @@ SMALL = 1 << 24
 READ_SHARE, QUERIES_SHARE, KEYS_SHARE = 1.75, 1.25, 0.625
 
 
-class FavorSizes(NamedTuple):
-    """Compile-time constants: heads, dimensions, features, values, tokens in a chunk, padded dimensions, features per
-    tile. 0 where a kernel does not use them. KEY: scales are those of keys.
-    """
-
-    H: int
-    HKV: int
-    D: int
-    M: int
-    E: int
-    C: int
-    BD: int
-    BM: int
-    BE: int
-    TILE: int = 0
-    KEY: bool = False
+# Compile-time constants: heads, dimensions, features, values, tokens in a chunk, padded dimensions, features per tile,
+# 0 where a kernel does not use them. KEY: scales are those of keys.
+FavorSizes = namedtuple("FavorSizes", "H HKV D M E C BD BM BE TILE KEY", defaults=(0, False))
 
 
 @triton.jit
@@ -575,7 +554,6 @@ def linear_favor_backward_keys_kernel(
 
 def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> tuple[Tensor | None, ...]:
     """Return out, the sums and their shift after the last token or None, den, and the workspace for `backward`."""
-    assert x.weight is not None
     q, k, v, weight, lengths = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), x.weight.contiguous(), x.lengths
     kv, shift = dense(x.kv), dense(x.shift)
     plan = _Forward.of((q, k, v, weight, lengths, kv, shift), problem)
@@ -596,20 +574,13 @@ def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> 
 
 
 def backward(
-    d_out: Tensor,
-    d_kv: Tensor | None,
-    out: Tensor | None,
-    den: Tensor,
-    saved: Tensor,
-    x: LinearInputs,
-    problem: LinearProblem,
+    saved: LinearSaved, x: LinearInputs, problem: LinearProblem
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and of the sums before, if there are any. saved: by `forward`."""
-    assert out is not None
-    q, k, v, d_out, lengths = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense_rows(d_out), x.lengths
-    kv, d_kv, out = dense(x.kv), dense(d_kv), out.contiguous()
-    plan = _Backward.of((q, k, v, x.weight, lengths, kv, d_out, d_kv, out, den, saved), problem)
-    *w, query_offset, offset, scale, peak, references = plan.pointers(plan.saved, saved)
+    """Return the gradients of q, k, v and of the sums before, if there are any."""
+    q, k, v, d_out, lengths = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense_rows(saved.d_out), x.lengths
+    kv, d_kv, out, den, scales = dense(x.kv), dense(saved.d_kv), saved.out.contiguous(), saved.den, saved.starts
+    plan = _Backward.of((q, k, v, x.weight, lengths, kv, d_out, d_kv, out, den, scales), problem)
+    *w, query_offset, offset, scale, peak, references = plan.pointers(plan.saved, scales)
     rows = plan.rows.allocate(q)
     normalized_offset, delta = plan.pointers(plan.rows, rows)
     stack = plan.query_stack.allocate(q)
@@ -636,25 +607,17 @@ def backward(
 
 def saved_size(x: LinearInputs, problem: LinearProblem) -> int:
     """Return the number of float32 elements that `forward` saves: four per token and head, and the projection."""
-    assert x.weight is not None
     B, T, H, D = x.q.shape
     return _saved(B, T, H, x.k.shape[2], D, len(x.weight)).size
 
 
-class _Part(NamedTuple):
-    """Sequences from `first` on, each in segments of `run` chunks."""
-
-    first: int
-    sequences: int
-    segments: int
-    run: int
+# Sequences from `first` on, each in segments of `run` chunks.
+_Part = namedtuple("_Part", "first sequences segments run")
 
 
 class _FavorPlan(CausalPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
-        weight = key[3]
-        assert weight is not None
-        super().__init__(device, key, problem, weight[0][0])
+        super().__init__(device, key, problem, num_features=key[3][0][0])
         self.chunks = -(-self.T // CHUNK)
         blocks = padded(self.D), padded(self.M), padded(self.E)
         self.S = FavorSizes(self.H, self.Hkv, self.D, self.M, self.E, CHUNK, *blocks)
@@ -740,9 +703,7 @@ class _Forward(_FavorPlan):
 class _Backward(_FavorPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
         super().__init__(device, key, problem)
-        d_out = key[6]
-        assert d_out is not None
-        self.tensors["d"] = d_out
+        self.tensors["d"] = key[6]
         group, queries, keys = self.H // self.Hkv, self.split(QUERIES_SHARE), self.split(KEYS_SHARE)
         rows = self.B * self.chunks * self.H
         self.rows = Workspace((rows * CHUNK, torch.float32), (rows * CHUNK, torch.float32))

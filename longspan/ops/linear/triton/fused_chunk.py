@@ -20,7 +20,8 @@ with S in registers, those of keys and values backwards with dS.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 import triton
@@ -31,7 +32,7 @@ from longspan.ops.common.exp import LOG2E, add, exp2, log2, round_once, same_lay
 from longspan.ops.common.feature_maps import pointwise_features, pointwise_gradient
 from longspan.ops.common.launch import Launch, Signature, Strides, Workspace, dense, dense_rows, new_like, on_device
 from longspan.ops.common.tiles import FLOOR, ZERO_NORMALIZER, inverse, padded, running_maximum
-from longspan.ops.linear import LinearInputs, LinearProblem
+from longspan.ops.linear import LinearInputs, LinearProblem, LinearSaved
 from longspan.ops.linear.triton.scan import CausalPlan, ScanSizes, reference
 
 CHUNK = 64
@@ -46,27 +47,14 @@ SCALES = tl.constexpr(3)
 R = tl.constexpr(16)
 
 
-class FusedChunkSizes(NamedTuple):
-    """Compile-time constants: heads, dimensions, tokens in a chunk, padded dimensions, the map.
-
-    SCALED: Keys carry log scales. FULL: Every row of every chunk exists and is visible. STRIDE_*: Strides along tokens
-    of q, k, v and the gradient of out; 0 if a kernel does not use them.
-    """
-
-    H: int
-    HKV: int
-    D: int
-    E: int
-    C: int
-    BD: int
-    BE: int
-    MAP: str
-    SCALED: bool
-    FULL: bool
-    STRIDE_Q: int = 0
-    STRIDE_K: int = 0
-    STRIDE_V: int = 0
-    STRIDE_D: int = 0
+# Compile-time constants: heads, dimensions, tokens in a chunk, padded dimensions, the map.
+# SCALED: keys carry log scales. FULL: every row of every chunk exists and is visible. STRIDE_*: strides along tokens of
+# q, k, v and the gradient of out; 0 if a kernel does not use them.
+FusedChunkSizes = namedtuple(
+    "FusedChunkSizes",
+    "H HKV D E C BD BE MAP SCALED FULL STRIDE_Q STRIDE_K STRIDE_V STRIDE_D",
+    defaults=(0, 0, 0, 0),
+)
 
 
 @triton.jit
@@ -729,23 +717,16 @@ def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> 
 
 
 def backward(
-    d_out: Tensor,
-    d_kv: Tensor | None,
-    out: Tensor | None,
-    den: Tensor,
-    saved: Tensor,
-    x: LinearInputs,
-    problem: LinearProblem,
+    saved: LinearSaved, x: LinearInputs, problem: LinearProblem
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and of the sums before, if there are any. saved: by `forward`."""
-    assert out is not None
-    q, k, v, d_out = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense_rows(d_out)
-    d_kv, out = dense(d_kv), out.contiguous()
-    plan = _Backward.of((q, k, v, x.lengths, d_out, d_kv, out, den, saved, x.kv), problem)
+    """Return the gradients of q, k, v and of the sums before, if there are any."""
+    q, k, v, d_out = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense_rows(saved.d_out)
+    d_kv, out, den, sums = dense(saved.d_kv), saved.out.contiguous(), saved.den, saved.starts
+    plan = _Backward.of((q, k, v, x.lengths, d_out, d_kv, out, den, sums, x.kv), problem)
     d_q, d_k, d_v = new_like(q), new_like(k), new_like(v)
     d_start = None if x.kv is None else x.kv.new_empty(x.kv.shape)
     work = plan.workspace.allocate(q)
-    sums, z, scales, references = plan.pointers(plan.saved, saved)
+    sums, z, scales, references = plan.pointers(plan.saved, sums)
     d_sums, d_z, starts, queries = plan.pointers(plan.workspace, work)
     with on_device(q):
         plan.sums(q, k, x.lengths, scales, references, starts, out, den, d_out, queries, d_sums, d_z)
@@ -803,9 +784,7 @@ class _Forward(_FusedChunkPlan):
 class _Backward(_FusedChunkPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
         super().__init__(device, key, problem)
-        d_out = key[4]
-        assert d_out is not None
-        self.tensors["d"] = d_out
+        self.tensors["d"] = key[4]
         X = self.heads * self.segments
         queries = X * self.run * 2 * CHUNK * (self.H // self.Hkv)
         sizes = X * self.BD * self.BE, X * self.BD, X * self.run, queries

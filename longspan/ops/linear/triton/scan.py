@@ -12,7 +12,7 @@ first, dS ← dS · B^(r_s − r_{s+1}) + dS_s, and writes the gradients of the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 import triton
@@ -25,32 +25,18 @@ from longspan.ops.common.tiles import FLOOR, zeros
 from longspan.ops.linear import LinearInputs, LinearProblem
 from longspan.ops.linear.triton import check_feature_map
 
-
-class ScanSizes(NamedTuple):
-    """Compile-time constants of the scan.
-
-    M, E: Features and values of a state (B, Hkv, M, E), with one more column if NORMALIZE.
-    BM, BE: Padded sizes of the totals. TILE: Features per program.
-    STRIDE_M, STRIDE_E: Strides of a total.
-    BASE: "e": scales are natural logarithms. "2": binary logarithms, rounded up where they are applied. "e2": natural
-        logarithms, converted to binary ones and rounded up where they are applied.
-    SCALES: Values stored for each segment: the scale of its total first, its largest natural logarithm last.
-    SCALED: Keys carry log scales. KNOWN: The references exist already. BACK: From the last segment to the first.
-    """
-
-    M: int
-    E: int
-    BM: int
-    BE: int
-    TILE: int
-    STRIDE_M: int
-    STRIDE_E: int
-    BASE: str
-    SCALES: int = 1
-    NORMALIZE: bool = True
-    SCALED: bool = True
-    KNOWN: bool = False
-    BACK: bool = False
+# Compile-time constants of the scan.
+# M, E: features and values of a state (B, Hkv, M, E), with one more column if NORMALIZE. BM, BE: padded sizes of the
+# totals. TILE: features per program. STRIDE_M, STRIDE_E: strides of a total.
+# BASE: "e": scales are natural logarithms. "2": binary logarithms, rounded up where they are applied. "e2": natural
+# logarithms, converted to binary ones and rounded up where they are applied.
+# SCALES: values stored for each segment: the scale of its total first, its largest natural logarithm last.
+# SCALED: keys carry log scales. KNOWN: the references exist already. BACK: from the last segment to the first.
+ScanSizes = namedtuple(
+    "ScanSizes",
+    "M E BM BE TILE STRIDE_M STRIDE_E BASE SCALES NORMALIZE SCALED KNOWN BACK",
+    defaults=(1, True, True, False, False),
+)
 
 
 class CausalPlan(Plan):
@@ -67,9 +53,6 @@ class CausalPlan(Plan):
         super().__init__(device)
         check_feature_map(problem.feature_map)
         q, k, v = key[:3]
-        assert q is not None
-        assert k is not None
-        assert v is not None
         self.tensors = {"q": q, "k": k, "v": v}
         (self.B, self.T, self.H, self.D), (self.Hkv, self.E) = q[0], v[0][2:]
         self.M = self.D if num_features is None else num_features
