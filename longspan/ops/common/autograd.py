@@ -58,6 +58,19 @@ class _Refusing(torch.autograd.Function):
     backward = staticmethod(refuse_double_backward)
 
 
+class DifferentiableOp:
+    """Base class of operations; `differentiable_op` adds the attributes."""
+
+    direct: Any
+    traced: Any
+    traced_backward: Any
+
+    @staticmethod
+    def visible(outputs: tuple[Any, ...]) -> Any:
+        """Return the results for the caller, by default the first output."""
+        return outputs[0]
+
+
 def differentiable_op(
     name: str,
     arguments: tuple[type, ...],
@@ -67,9 +80,9 @@ def differentiable_op(
     grads: int,
     differentiable: int = 1,
 ) -> Callable[[T], T]:
-    """Make an operation of a class of static functions.
+    """Decorate a `DifferentiableOp` of static functions: add the callables that run it.
 
-    The class gets two callables that take the arguments one by one:
+    They take the arguments one by one:
 
     - `traced`: a `torch.library` custom op, for torch.compile, torch.func, tensor subclasses and any device. It returns
       all outputs of `forward`.
@@ -79,8 +92,7 @@ def differentiable_op(
     Both raise an error when their gradients are differentiated. The class defines
 
     - `forward(*args, traced=True) -> tuple[Tensor, ...]`: the results, then what the backward pass needs. If traced,
-    all
-      must be tensors without uninitialized parts; otherwise an output may be None.
+      all must be tensors without uninitialized parts; otherwise an output may be None.
     - `fake(*args)`: empty tensors of the same shapes and dtypes.
     - `visible(outputs)`: the results for the caller, a tensor or a tuple. The first `differentiable` have gradients.
     - `save(ctx, args, outputs)`: save for backward.

@@ -33,7 +33,14 @@ def eager_untraced(q: Tensor) -> bool:
     )
 
 
-# Not a functools cache, which torch.compile looks through.
+def unavailable(q: Tensor) -> str | None:
+    """Return why no kernel runs on the device of q; None if they do."""
+    if not q.is_cuda:
+        return f"the tensors are on {q.device.type}; the kernels need CUDA"
+    return triton_missing(q.device)
+
+
+# Not a functools cache, which torch.compile would trace into.
 _found: dict[torch.device, str | None] = {}
 
 

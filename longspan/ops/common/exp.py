@@ -1,4 +1,4 @@
-"""Exponentials, logarithms and conversions in inline PTX, with twins for Triton's interpreter."""
+"""Exponentials, logarithms and conversions in inline PTX, with equivalents for Triton's interpreter."""
 
 from __future__ import annotations
 

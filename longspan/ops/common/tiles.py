@@ -26,9 +26,9 @@ def padded(size: int, least: int = 64) -> int:
 
 @triton.jit
 def product(b_x, b_y, PRECISION: tl.constexpr):
-    """x·y. "ieee": in pieces of 16 along the shared axis, or as few as fit into registers.
+    """x·y. "ieee": the sum of products over pieces of the shared axis, of 16 or of as many as registers allow.
 
-    Without tensor cores an element is one chain of additions, whose roundings add up; PyTorch's chains are short.
+    Without tensor cores an element is one long sum, whose rounding errors accumulate; PyTorch also sums in pieces.
     """
     if PRECISION == "ieee":
         N: tl.constexpr = b_x.shape[0]
@@ -80,11 +80,7 @@ def visible_length(p_lengths, i_b, T):
 @triton.jit
 def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr = 0):
     """(ROWS,) or (ROWS, COLUMNS). tl.zeros takes no shapes made of members of a tuple."""
-    if COLUMNS == 0:
-        b_x = tl.full((ROWS,), 0, tl.float32)
-    else:
-        b_x = tl.full((ROWS, COLUMNS), 0, tl.float32)
-    return b_x
+    return tl.full((ROWS,) if COLUMNS == 0 else (ROWS, COLUMNS), 0, tl.float32)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from longspan.ops.window import Window
 
 
 class CosSin(NamedTuple):
-    """Rotary angles of the next token, to which queries and keys are still to be rotated.
+    """Rotary angles of the next token, whose queries and keys are not rotated yet.
 
     Attributes:
         cos: (B or 1, 1, D / 2).

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, bfloat16, cat, dtype, einsum, float32, float64, maximum
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import differentiable_op
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op
 from longspan.ops.linear import torch as torch_chunk
 from longspan.ops.linear.torch import FLOOR, is_zero, safe_divide
 from longspan.ops.linear.triton import FEATURE_MAPS
@@ -334,9 +334,7 @@ def triton_algorithm(x: LinearInputs, feature_map: str, normalize: bool) -> str:
 
 def why_not_triton(x: LinearInputs, feature_map: str, bucket: int) -> str | None:
     """Return why causal linear attention of these inputs runs in eager PyTorch; None if it runs on the kernels."""
-    if not x.q.is_cuda:
-        return f"the tensors are on {x.q.device.type}; the kernels need CUDA"
-    why = dispatch.triton_missing(x.q.device) or why_unsupported(x, feature_map, bucket)
+    why = dispatch.unavailable(x.q) or why_unsupported(x, feature_map, bucket)
     if why is not None or x.weight is None:
         return why
     wide = max(x.q.shape[3], x.v.shape[3]) > 64
@@ -346,15 +344,10 @@ def why_not_triton(x: LinearInputs, feature_map: str, bucket: int) -> str | None
 def why_unsupported(x: LinearInputs, feature_map: str, bucket: int) -> str | None:
     """Return what the kernels do not support about these inputs, whatever the device."""
     q, v, weight = x.q, x.v, x.weight
-    if (why := _unknown_map(feature_map)) is not None:
-        return why
-    if (why := dispatch.unsupported_dtypes(q, x.k, v)) is not None:
+    if (why := _unsupported_inputs(q, x.k, v, weight, feature_map)) is not None:
         return why
     if x.kv is not None and x.kv.dtype != float32:
         return f"the sums are {str(x.kv.dtype).removeprefix('torch.')}; the kernels take float32"
-    D, M, E = q.shape[3], q.shape[3] if weight is None else len(weight), v.shape[3]
-    if max(D, M, E) > dispatch.LARGEST:
-        return f"head, feature or value dimension ({D}, {M}, {E}) is over {dispatch.LARGEST}"
     if bucket > 1:
         return f"a blind spot ({bucket})"
     if q.shape[1] == 1:
@@ -363,19 +356,16 @@ def why_unsupported(x: LinearInputs, feature_map: str, bucket: int) -> str | Non
         return f"log scales given beside the feature map {feature_map!r}"
     if (weight is not None and not weight.numel()) or not q.numel() or not v.numel():
         return "an empty tensor"
-    if weight is None:
-        return None
     # A part of the projection stays in shared memory while a program runs.
-    return _large_projection(D, M, 32768 if q.dtype == bfloat16 and max(D, E) <= 128 else 16384)
+    limit = 32768 if q.dtype == bfloat16 and max(q.shape[3], v.shape[3]) <= 128 else 16384
+    return _large_projection(weight, limit)
 
 
 def why_not_triton_bidirectional(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, feature_map: str, epsilon: float = 0.0
 ) -> str | None:
     """Return why bidirectional linear attention runs in eager PyTorch; None if it runs on the kernels."""
-    if not q.is_cuda:
-        return f"the tensors are on {q.device.type}; the kernels need CUDA"
-    why = dispatch.triton_missing(q.device) or why_unsupported_bidirectional(q, k, v, weight, feature_map, epsilon)
+    why = dispatch.unavailable(q) or why_unsupported_bidirectional(q, k, v, weight, feature_map, epsilon)
     wide = q.dtype == bfloat16 and max(q.shape[3], v.shape[3]) > 64
     if why is not None or not (wide or weight is not None):
         return why
@@ -388,30 +378,32 @@ def why_unsupported_bidirectional(
     """Return what the kernels do not support about these inputs, whatever the device."""
     if epsilon:
         return f"an epsilon ({epsilon}) added to the features"
-    if (why := _unknown_map(feature_map) or dispatch.unsupported_dtypes(q, k, v)) is not None:
+    if (why := _unsupported_inputs(q, k, v, weight, feature_map)) is not None:
         return why
-    D, M, E = q.shape[3], q.shape[3] if weight is None else weight.shape[0], v.shape[3]
-    if max(D, M, E) > dispatch.LARGEST:
-        return f"head, feature or value dimension ({D}, {M}, {E}) is over {dispatch.LARGEST}"
-    if weight is not None:
-        # The projection, padded to powers of two, stays in shared memory: in bfloat16, as two such matrices, in
-        # float32.
-        limit = 8192 if q.dtype != bfloat16 else 32768 if weight.dtype == bfloat16 else 16384
-        if (why := _large_projection(D, M, limit)) is not None:
-            return why
-    if not q.numel() or not v.numel():
-        return "an empty tensor"
-    return None
+    # The projection, padded to powers of two, stays in shared memory: in bfloat16, as two such matrices, or in float32.
+    exact = weight is not None and weight.dtype == bfloat16
+    if (why := _large_projection(weight, 8192 if q.dtype != bfloat16 else 32768 if exact else 16384)) is not None:
+        return why
+    return None if q.numel() and v.numel() else "an empty tensor"
 
 
-def _unknown_map(feature_map: str) -> str | None:
+def _unsupported_inputs(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, feature_map: str) -> str | None:
+    """Return a reason if the kernels do not support the map, the dtypes or the dimensions."""
     if feature_map not in FEATURE_MAPS:
         return f"the feature map {feature_map!r}; the kernels implement {', '.join(FEATURE_MAPS)}"
+    if (why := dispatch.unsupported_dtypes(q, k, v)) is not None:
+        return why
+    D, M, E = q.shape[3], q.shape[3] if weight is None else len(weight), v.shape[3]
+    if max(D, M, E) > dispatch.LARGEST:
+        return f"head, feature or value dimension ({D}, {M}, {E}) is over {dispatch.LARGEST}"
     return None
 
 
-def _large_projection(D: int, M: int, limit: int) -> str | None:
+def _large_projection(weight: Tensor | None, limit: int) -> str | None:
     """Return a reason if a projection, padded to powers of two, exceeds the limit."""
+    if weight is None:
+        return None
+    M, D = weight.shape
     if limit < 1 << ((int(D) - 1).bit_length() + (int(M) - 1).bit_length()):
         return f"a projection of {M} × {D} elements, padded, is over {limit}"
     return None
@@ -443,12 +435,8 @@ def _linear_problem(args: tuple[Any, ...]) -> tuple[LinearInputs, LinearProblem]
     grads=4,
     differentiable=2,
 )
-class _CausalLinear:
-    """out, the sums and shift after it, its normalizer, and what the backward pass starts from."""
-
-    direct: Any
-    traced: Any
-    traced_backward: Any
+class _CausalLinear(DifferentiableOp):
+    """out, the sums and shift after it, its normalizer, and what is saved for the backward pass."""
 
     @staticmethod
     def forward(*args: Any, traced: bool = True) -> tuple[Any, ...]:
@@ -467,11 +455,10 @@ class _CausalLinear:
         x, problem = _linear_problem(args)
         B, T, H, _ = x.q.shape
         sums = x.k.new_empty(0, dtype=sum_dtype(x.k))
-        starts, references = sums, sums.new_empty(0)
         if problem.algorithm == "torch":
             starts, references = torch_chunk.new_starts(x, problem)
         else:
-            starts = sums.new_empty(_kernels(problem.algorithm).saved_size(x, problem))
+            starts, references = sums.new_empty(_kernels(problem.algorithm).saved_size(x, problem)), sums.new_empty(0)
         kv, shift = sums.new_empty(0), sums.new_empty(0)
         if problem.output_final_state:
             M = x.k.shape[3] if x.weight is None else len(x.weight)
@@ -530,11 +517,8 @@ class _CausalLinear:
     outputs=2,
     grads=3,
 )
-class _Bidirectional:
-    """The result, and what the backward pass starts from."""
-
-    direct: Any
-    traced: Any
+class _Bidirectional(DifferentiableOp):
+    """The result, and what is saved for the backward pass."""
 
     @staticmethod
     def forward(*args: Any, traced: bool = True) -> tuple[Tensor, Tensor]:
@@ -545,10 +529,6 @@ class _Bidirectional:
         x, problem = _bidirectional_problem(args)
         size = _kernels("bidirectional").saved_size(x, problem)
         return x.v.new_empty(*x.q.shape[:3], x.v.shape[3]), x.q.new_empty(size, dtype=float32)
-
-    @staticmethod
-    def visible(outputs: tuple[Tensor, Tensor]) -> Tensor:
-        return outputs[0]
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

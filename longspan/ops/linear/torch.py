@@ -11,7 +11,8 @@ The built-in feature maps and their derivatives are at the end. A key's features
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -257,16 +258,10 @@ def _factor(x: Tensor) -> Tensor:
     return x.clamp_(min=math.log(torch.finfo(x.dtype).tiny), max=0).exp_()
 
 
-class Apply(Protocol):
-    """x (..., D) -> features (..., M) and log scale (...)."""
-
-    def __call__(self, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]: ...
-
-
-class Differentiate(Protocol):
-    """d features (..., M), x, features -> d x (..., D); log scales are constants."""
-
-    def __call__(self, g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor: ...
+# (x (..., D), weight) -> features (..., M) and their log scale (...).
+Apply = Callable[[Tensor, Any], tuple[Tensor, Tensor | None]]
+# (d features (..., M), x, features, weight) -> d x (..., D); log scales are constants.
+Differentiate = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
 class Map(NamedTuple):
@@ -325,24 +320,20 @@ def _exp_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
     return g * f
 
 
-def _favor_query(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    assert weight is not None
+def _favor_query(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
     return _exp(favor_projection(x, weight)[0], None)[0], None
 
 
-def _favor_query_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
-    assert weight is not None
+def _favor_query_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor) -> Tensor:
     return (g * f) @ (weight * x.shape[-1] ** -0.25)
 
 
-def _favor_key(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    assert weight is not None
+def _favor_key(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
     projected, half_norm = favor_projection(x, weight)
     return _exp(projected - half_norm, None)
 
 
-def _favor_key_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
-    assert weight is not None
+def _favor_key_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor) -> Tensor:
     g = g * f
     return g @ (weight * x.shape[-1] ** -0.25) - x * (g.sum(-1, keepdim=True) * x.shape[-1] ** -0.5)
 

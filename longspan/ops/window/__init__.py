@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, float32, randint
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import differentiable_op
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op
 from longspan.ops.window.torch import Bias, Window, table_bias, tiled_window_attention, xpos_rotate
 
 __all__ = ["Bias", "Window", "WindowProblem", "table_bias", "why_not_triton", "window_attention", "xpos_rotate"]
@@ -105,10 +105,7 @@ class WindowSaved(NamedTuple):
 
 
 @differentiable_op("longspan::window_attention", (WindowProblem,), (WindowSaved,), outputs=2, grads=3)
-class _Window:
-    traced: Any
-    direct: Any
-
+class _Window(DifferentiableOp):
     @staticmethod
     def forward(*arguments: Any, traced: bool = True) -> tuple[Tensor, Tensor]:
         return kernels().forward(WindowProblem(*arguments))
@@ -116,10 +113,6 @@ class _Window:
     @staticmethod
     def fake(*arguments: Any) -> tuple[Tensor, Tensor]:
         return WindowProblem(*arguments).empty_outputs()
-
-    @staticmethod
-    def visible(outputs: tuple[Tensor, Tensor]) -> Tensor:
-        return outputs[0]
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -148,9 +141,7 @@ def kernels() -> ModuleType:
 
 def why_not_triton(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: bool = False) -> str | None:
     """Return why windowed attention of these arguments runs in eager PyTorch; None if the kernels support them."""
-    if not q.is_cuda:
-        return f"the tensors are on {q.device.type}; the kernels need CUDA"
-    why = dispatch.triton_missing(q.device) or why_unsupported(q, k, v, bias=bias, xpos=xpos)
+    why = dispatch.unavailable(q) or why_unsupported(q, k, v, bias=bias, xpos=xpos)
     large = q.dtype != float32 and max(q.shape[3], v.shape[3]) > 128
     return why or (dispatch.insufficient_shared_memory(q, 163) if large else None)
 

@@ -36,7 +36,7 @@ def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
 def xpos_scores(q: Tensor, k: Tensor, scale_base: float) -> Tensor:
     """Scores of queries and keys under xPos (Sun et al., 2022), by distance alone: (B, H, T, S).
 
-    With q_i = (a, b) and k_j = (c, d) in halves, Δ = i − j and θ_p = 10000^(−2p/D):
+    With q_i = (a, b) and k_j = (c, d) split in two, Δ = i − j and θ_p = 10000^(−2p/D):
     s_ij = Σ_p ζ_p^(Δ / scale_base) ((ac + bd)_p cos Δθ_p + (ad − bc)_p sin Δθ_p),   ζ_p = (2p + 0.4 D) / 1.4 D
     """
     D = q.shape[3]

@@ -107,7 +107,7 @@ def decode_sample_kernel(pointers, B, block, settings, S: tl.constexpr):
         target = tl.minimum(tl.load(p_uniform + i_b * block + i_draw) * total, below)
         token = tl.sum(((b_sum <= target) & m_v).to(tl.int32), 0)
         log = tl.log(tl.sum(tl.where(i_v == token, b_p, 0.0), 0))
-    # NaN logits compare false everywhere; the result must be a token all the same.
+    # Comparisons with NaN logits are false; the result must still be a valid token.
     token = tl.minimum(token, S.V - 1).to(tl.int64)
     answer = token
     if S.STOPS > 0:

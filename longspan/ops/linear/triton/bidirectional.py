@@ -104,39 +104,25 @@ BidirectionalSizes = namedtuple(
 @triton.jit
 def widened(b_x, S: tl.constexpr):
     """Elements of dtype DOT as float32."""
-    if tl.float32 != S.DOT:
-        b_x = widen(b_x)
-    return b_x
+    return widen(b_x) if tl.float32 != S.DOT else b_x
 
 
 @triton.jit
 def power(x, S: tl.constexpr):
     """2^x for bfloat16 products, e^x for float32, where the rounding of a change of base would show."""
-    if tl.float32 == S.DOT:
-        x = exact_exp(x)
-    else:
-        x = exp2(x)
-    return x
+    return exact_exp(x) if tl.float32 == S.DOT else exp2(x)
 
 
 @triton.jit
 def logarithm(x, S: tl.constexpr):
     """Inverse of `power`."""
-    if tl.float32 == S.DOT:
-        x = tl.log(x)
-    else:
-        x = tl.log2(x)
-    return x
+    return tl.log(x) if tl.float32 == S.DOT else tl.log2(x)
 
 
 @triton.jit
 def reciprocal(x, S: tl.constexpr):
     """1 / x, and 0 where x is zero or underflowed."""
-    if tl.float32 == S.DOT:
-        x = exact_inverse(x)
-    else:
-        x = inverse(x)
-    return x
+    return exact_inverse(x) if tl.float32 == S.DOT else inverse(x)
 
 
 @triton.jit
@@ -147,8 +133,8 @@ def block_index(
     first token, and the number of tokens of the sequence from there on, which may be 0.
 
     Packed sequence n has blocks from offsets[n] // length + n on: at least as many as it needs. p_rest: the largest
-    element of what rounding to bfloat16 leaves of the weight, None if there is one launch only; the host does not know
-    whether it is 0, so that of two launches one has no tokens.
+    error of rounding the weight to bfloat16, None if there is only one launch. The host does not know whether it is 0:
+    of two launches, one gets no tokens.
     """
     pid = tl.program_id(0)
     i_h = pid % HEADS
@@ -192,7 +178,7 @@ def blocks_of(p_offsets, i_n, tokens, length):
 
 @triton.jit
 def visible_rows(p_mask, rows, S: tl.constexpr):
-    """Mask of C keys: the first `rows`, and of those the ones that p_mask keeps."""
+    """Mask of C keys: of the first `rows`, those that p_mask shows."""
     i_t = tl.arange(0, S.C)
     m_t = i_t < rows
     if p_mask is not None:
@@ -339,7 +325,7 @@ def query_scales(p_z, p_c, i_x, S: tl.constexpr):
 def linear_bidirectional_forward_weight_kernel(
     p_weight, p_high, p_rest, D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr
 ):
-    """Round a weight (M, D) to bfloat16, and write the largest element of what that leaves."""
+    """Round a weight (M, D) to bfloat16, and write the largest rounding error."""
     i_m, i_d = tl.arange(0, BM), tl.arange(0, BD)
     i_w, m_w = i_m[:, None] * D + i_d[None, :], (i_m < M)[:, None] & (i_d < D)[None, :]
     b_weight = tl.load(p_weight + i_w, mask=m_w, other=0.0).to(tl.float32)
@@ -405,7 +391,7 @@ def linear_bidirectional_forward_sums_kernel(
 def linear_bidirectional_forward_combine_kernel(
     p_part, p_part_z, p_part_c, p_offsets, p_kv, p_z, p_c, tokens, length, S: tl.constexpr
 ):
-    """Some rows of one head's sums over one sequence, from those of its blocks."""
+    """Add up the sums of all blocks of one sequence: some rows of one head."""
     i_x = tl.program_id(0).to(tl.int64)
     i_n, i_h = i_x // S.HKV, i_x % S.HKV
     i_m, i_e = tl.program_id(1) * S.C + tl.arange(0, S.C), tl.arange(0, S.BE)
@@ -768,7 +754,7 @@ class _BidirectionalPlan(Plan):
         self.saved = _saved(rows, self.N * Hkv, D, M, E, bf16)
 
     def weights(self, weight: Tensor | None, rounded: Any, rest: Any) -> list[tuple[Any, Any]]:
-        """For each projection the weight, and how far it is from being exact in bfloat16."""
+        """Return for each projection the weight, and the largest error of rounding it to bfloat16."""
         return [(rounded, rest), (weight, rest)] if self.rounded else [(weight, None)]
 
     def blocks(self, tiling: BidirectionalTiling, name: str) -> _Blocks:

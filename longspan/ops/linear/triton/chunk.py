@@ -1,9 +1,9 @@
 """Causal linear attention with states in memory: any dtype, map and width that `fused_chunk` and `favor` do not take.
 
 A sequence is divided into segments of several chunks. One program sums the keys of a segment with the sums in
-registers and writes what they were before each chunk, counted from the segment's start; `scan` turns the segments'
-totals into the sums before each segment. Then all chunks run in parallel: each adds the two, reads them with its
-queries, and sees its own keys as masked products. A key's features are f · exp(β); β is 0 for maps without a scale.
+registers and writes what they were before each chunk, counted from the segment's start; `scan` computes the sums before
+each segment from the segments' totals. Then all chunks run in parallel: each adds the two, reads them with its queries,
+and sees its own keys as masked products. A key's features are f · exp(β); β is 0 for maps without a scale.
 
 Backward, with d the gradient of num (of num and den, if divided) and S the sums before a chunk, all at log scale c₀:
 

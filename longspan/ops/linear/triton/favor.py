@@ -208,7 +208,7 @@ def linear_favor_forward_weight_kernel(
 def linear_favor_forward_scales_kernel(
     p_x, p_high, p_low, p_flag, p_lengths, p_offset, p_scale, p_peak, p_largest, T, segments, chunks, x, S: tl.constexpr
 ):
-    """What must be known of all features of a token before the first is computed, all (B, H, chunks, C).
+    """Offsets and scales of tokens, which depend on all of their features, all (B, H, chunks, C).
 
     p_offset: for queries the logarithm of the largest feature; for keys ‖k‖²/2, and for hidden ones a number that
     makes their features 0. p_scale, p_peak: for keys the logarithm of the largest feature, rounded up, and the largest
@@ -665,10 +665,24 @@ class _FavorPlan(CausalPlan):
         sizes = part.segments, part.run, part.first, part.sequences
         return self.tiled(kernel, tiling, part.sequences * programs, sizes, strided, **other)
 
-    def of_segments(self, kernel: Any, part: _Part, strided: str, **other: Any) -> Launch:
-        return self.of_part(kernel, SUMS, part, part.segments * (self.S.BM // SUMS.tile), strided, **other)
+    def part_launches(
+        self, parts: list[_Part], kernel: Any, tiling: FavorTiling, programs: int, strided: str, *, back: bool = False
+    ) -> list[tuple[Launch, Launch, Launch]]:
+        """Return the launches for each part: sums of its segments, the scan, and the kernel of its chunks."""
+        sums, inputs, unused = linear_favor_forward_sums_kernel, "kv", {"H": 0}
+        if back:
+            sums, inputs, unused = linear_favor_backward_sums_kernel, "qd", {}
+        tiles = self.S.BM // SUMS.tile
+        return [
+            (
+                self.of_part(sums, SUMS, part, part.segments * tiles, inputs, **unused),
+                self.scan_part(part, back=back),
+                self.of_part(kernel, tiling, part, programs, strided),
+            )
+            for part in parts
+        ]
 
-    def scan_part(self, part: _Part, *, back: bool = False) -> Launch:
+    def scan_part(self, part: _Part, *, back: bool) -> Launch:
         BM, BE = self.S.BM, self.S.BE
         sizes = ScanSizes(self.M, self.E, BM, BE, max(1, 512 // BE), BE, 1, "2", KNOWN=True, BACK=back)
         where = {"chunks": part.run, "last": self.chunks, "first": part.first}
@@ -684,14 +698,7 @@ class _Forward(_FavorPlan):
         self.query_scales = self.scales_launch("q", self.H, key=False)
         self.key_scales = self.scales_launch("k", self.Hkv, key=True)
         programs = self.H // self.Hkv * self.chunks
-        self.parts = [
-            (
-                self.of_segments(linear_favor_forward_sums_kernel, part, "kv", H=0),
-                self.scan_part(part),
-                self.of_part(linear_favor_forward_kernel, READ, part, programs, "qkv"),
-            )
-            for part in parts
-        ]
+        self.parts = self.part_launches(parts, linear_favor_forward_kernel, READ, programs, "qkv")
 
     def scales_launch(self, name: str, heads: int, *, key: bool) -> Launch:
         segments, run = self.segment(SCALES, self.B * heads)
@@ -704,28 +711,16 @@ class _Backward(_FavorPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
         super().__init__(device, key, problem)
         self.tensors["d"] = key[6]
-        group, queries, keys = self.H // self.Hkv, self.split(QUERIES_SHARE), self.split(KEYS_SHARE)
+        queries, keys = self.split(QUERIES_SHARE), self.split(KEYS_SHARE)
         rows = self.B * self.chunks * self.H
         self.rows = Workspace((rows * CHUNK, torch.float32), (rows * CHUNK, torch.float32))
         self.query_stack, self.key_stack = Workspace(*self.stack(queries[0])), Workspace(*self.stack(keys[0]))
         unused = {"HKV": 0, "D": 0, "M": 0, "BD": 0, "BM": 0}
         self.delta = self.tiled(linear_favor_backward_delta_kernel, DELTA, rows, (), "d", **unused)
-        self.query_parts = [
-            (
-                self.of_segments(linear_favor_forward_sums_kernel, part, "kv", H=0),
-                self.scan_part(part),
-                self.of_part(linear_favor_backward_queries_kernel, QUERIES, part, group * self.chunks, "qkvd"),
-            )
-            for part in queries
-        ]
-        self.key_parts = [
-            (
-                self.of_segments(linear_favor_backward_sums_kernel, part, "qd"),
-                self.scan_part(part, back=True),
-                self.of_part(linear_favor_backward_keys_kernel, KEYS, part, self.chunks, "qkvd"),
-            )
-            for part in keys
-        ]
+        kernel, programs = linear_favor_backward_queries_kernel, self.H // self.Hkv * self.chunks
+        self.query_parts = self.part_launches(queries, kernel, QUERIES, programs, "qkvd")
+        kernel = linear_favor_backward_keys_kernel
+        self.key_parts = self.part_launches(keys, kernel, KEYS, self.chunks, "qkvd", back=True)
 
 
 def _saved(B: int, T: int, H: int, Hkv: int, D: int, M: int) -> Workspace:

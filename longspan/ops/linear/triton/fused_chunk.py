@@ -1,9 +1,9 @@
 """Causal linear attention with the state in registers: bfloat16, normalized, maps without a projection.
 
 A sequence is divided into segments of several chunks, about as many segments as the device runs programs at once. One
-kernel sums each segment's keys and values, `scan` turns that into the sums before each segment, and a third kernel goes
-through the chunks of a segment with the sums in registers: a chunk's queries read them, and see the chunk's own keys as
-masked products.
+kernel sums each segment's keys and values, `scan` computes the sums before each segment from these, and a third kernel
+processes the chunks of a segment in order, with the sums in registers: a chunk's queries read them, and see the chunk's
+own keys as masked products.
 
 A key's features are f · 2ⁿ with an integer n, its reference: changing a reference changes no digit of f. Pointwise maps
 have none. Keys mostly have similar scales: then one reference, the larger of that of the sums before a segment and that
@@ -324,12 +324,31 @@ def linear_fused_chunk_forward_sums_kernel(
 
 
 @triton.jit
+def _load_keys(p_k, p_v, c, rows, S: tl.constexpr, PER_ROW: tl.constexpr):
+    """A chunk's values, the features of its keys at their references and at that of the chunk's end, these references,
+    that of each row, and that of the chunk's end. All references are c unless PER_ROW.
+    """
+    C: tl.constexpr = S.C
+    b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
+    b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S)
+    b_n = tl.zeros((C,), tl.float32) + c
+    b_reference, c_last = b_n, c
+    if PER_ROW:
+        b_n, b_reference = row_references(b_k, rows, c, S)
+        c_last = tl.max(b_reference)
+    b_f = key_features(b_k, b_n, rows, S)
+    b_end = b_f
+    if PER_ROW:
+        b_end = b_f * exp2(b_n - c_last)[:, None]
+    return b_v, b_f, b_end, b_n, b_reference, c_last
+
+
+@triton.jit
 def _read_segment(start, counts, q, S: tl.constexpr, PER_ROW: tl.constexpr, STAGES: tl.constexpr):
     """One segment. b_kv (BE, BD), b_z (R, BD), whose rows add up to z: the sums before it at reference c.
 
     PER_ROW: each row at its own reference.
     """
-    C: tl.constexpr = S.C
     # A product for z as wide as that for the keys lets queries be fetched once for both. With masked rows it would need
     # too many registers, and other maps gain nothing.
     WIDE: tl.constexpr = S.FULL and S.SCALED
@@ -338,16 +357,7 @@ def _read_segment(start, counts, q, S: tl.constexpr, PER_ROW: tl.constexpr, STAG
     left, rows, count = counts
     i_t = tl.arange(0, S.C)
     for _ in tl.range(count, num_stages=1 if PER_ROW else STAGES):
-        b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
-        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S)
-        b_n = tl.zeros((C,), tl.float32) + c
-        if PER_ROW:
-            b_n, b_reference = row_references(b_k, rows, c, S)
-            c_last = tl.max(b_reference)
-        b_f = key_features(b_k, b_n, rows, S)
-        b_end = b_f
-        if PER_ROW:
-            b_end = b_f * exp2(b_n - c_last)[:, None]
+        b_v, b_f, b_end, b_n, b_reference, c_last = _load_keys(p_k, p_v, c, rows, S, PER_ROW)
         b_more_z = tl.sum(tl.reshape(b_end, (S.C // R, R, S.BD)), 0)
         b_f = round_once(b_f)
         b_end = b_end.to(tl.bfloat16) if PER_ROW else b_f
@@ -499,21 +509,11 @@ def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.con
 
     PER_ROW: each row at its own reference.
     """
-    C: tl.constexpr = S.C
     p_q, p_k, p_v, p_d_out, p_queries, p_d_q, b_kv, b_z, c = start
     left, rows, count = counts
     i_t = tl.arange(0, S.C)
     for _ in tl.range(count, num_stages=1 if PER_ROW else STAGES):
-        b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
-        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S)
-        b_n = tl.zeros((C,), tl.float32) + c
-        if PER_ROW:
-            b_n, b_reference = row_references(b_k, rows, c, S)
-            c_last = tl.max(b_reference)
-        b_f = key_features(b_k, b_n, rows, S)
-        b_end = b_f
-        if PER_ROW:
-            b_end = b_f * exp2(b_n - c_last)[:, None]
+        b_v, b_f, b_end, b_n, b_reference, c_last = _load_keys(p_k, p_v, c, rows, S, PER_ROW)
         b_f = round_once(b_f)
         b_end = b_end.to(tl.bfloat16) if PER_ROW else b_f
         m_seen = i_t[None, :] <= i_t[:, None]

@@ -1,7 +1,7 @@
 """The scan over segments that all causal algorithms share, in both directions.
 
-The keys of a segment are summed by one program, S_s = Σ φ(k) vᵀ and z_s = Σ φ(k). The scan turns these totals into the
-sums before each segment,
+The keys of a segment are summed by one program, S_s = Σ φ(k) vᵀ and z_s = Σ φ(k). From these totals the scan computes
+the sums before each segment,
 
     S ← S · B^(r_s − r_{s+1}) + S_s · B^(n_s − r_{s+1}),
 
@@ -112,31 +112,20 @@ def _applied(c, S: tl.constexpr):
 
 @triton.jit
 def _power(x, S: tl.constexpr):
-    if S.BASE == "e":
-        x = exact_exp(x)
-    else:
-        x = exp2(x)
-    return x
+    return exact_exp(x) if S.BASE == "e" else exp2(x)
 
 
 @triton.jit
 def _ratio(c, c_next, S: tl.constexpr):
-    """What sums are multiplied by from one scale to the next; their gradients go the other way."""
-    if S.BACK:
-        x = _power(c_next - c, S)
-    else:
-        x = _power(c - c_next, S)
-    return x
+    """Factor that converts sums from one scale to the next; BACK: the inverse, for gradients of sums."""
+    return _power(c_next - c if S.BACK else c - c_next, S)
 
 
 @triton.jit
 def _rest(c, ENTER: tl.constexpr, S: tl.constexpr):
-    """What a state at scale c is multiplied by to be stored at a rounded scale (ENTER), or the other way."""
+    """Factor that converts a state at scale c to the rounded scale of stored sums (ENTER), or back."""
     exact = c * LOG2E if S.BASE == "e2" else c
-    if ENTER:
-        x = _ratio(exact, _applied(c, S), S)
-    else:
-        x = _ratio(_applied(c, S), exact, S)
+    x = _ratio(exact, _applied(c, S), S) if ENTER else _ratio(_applied(c, S), exact, S)
     return tl.where(c <= FLOOR, 1.0, x)
 
 
@@ -164,10 +153,7 @@ def linear_scan_kernel(
         p_scales += i_n * segments * S.SCALES
     c = tl.full((), FLOOR, tl.float32)
     if S.KNOWN and S.SCALED:
-        if S.BACK:
-            c = tl.load(p_reference + last)
-        else:
-            c = tl.load(p_reference)
+        c = tl.load(p_reference + last if S.BACK else p_reference)
     elif p_shift is not None:
         c = tl.load(p_shift + i_x)
     b_kv = zeros(S.TILE, S.BE)
@@ -183,10 +169,7 @@ def linear_scan_kernel(
     i_tile = i_n * segments * SIZE + i_m[:, None] * S.STRIDE_M + i_e[None, :] * S.STRIDE_E
     p_row = p_total_z + i_n * segments * S.BM + i_m
     for i in tl.range(segments, num_stages=4):
-        if S.BACK:
-            i_s = segments - 1 - i
-        else:
-            i_s = i
+        i_s = segments - 1 - i if S.BACK else i
         b_more = tl.load(p_total + i_tile + i_s * SIZE)
         tl.store(p_sums + i_tile + i_s * SIZE, b_kv.to(p_sums.dtype.element_ty))
         decay, factor = 1.0, 1.0
