@@ -22,8 +22,8 @@ from longspan.ops.common.tiles import load_rows, padded, store_rows
 _PROCESSORS = 132  # multiprocessors of an H200, which run two forward programs each, or one backward program
 
 
-# Heads, R keys, dimensions; TOKENS, and BT = TOKENS · heads queries per tile; BR, BD, BE: padded; BS: keys per half of
-# the backward pass.
+# Heads, R keys, dimensions; TOKENS, and BT = TOKENS · heads queries per tile; BR, BD, BE: padded; BS: keys per block
+# of the backward pass.
 CompressedSizes = namedtuple("CompressedSizes", "H HKV R D E TOKENS BT BR BS BD BE SHARED")
 
 

@@ -770,7 +770,7 @@ class _BidirectionalPlan(Plan):
         return max(1, self.BM * self.BE // tiling.tile)
 
     def parts(self, blocks: _Blocks, vectors: int) -> list[tuple[int, torch.dtype]]:
-        """Buffers for the sums of each block and head, and for as many vectors."""
+        """Return the buffers for the sums of each block and head: a matrix, and this number of vectors."""
         number = blocks.number * blocks.heads * self.BM
         return [(number * self.BE, torch.float32), *[(number, torch.float32)] * vectors]
 

@@ -624,7 +624,7 @@ class _FavorPlan(CausalPlan):
         self.saved = _saved(self.B, self.T, self.H, self.Hkv, self.D, self.M)
 
     def split(self, share: float) -> list[_Part]:
-        """All sequences in parts whose sums take about such a share of the bytes of q, k, v and out."""
+        """Divide the sequences into parts whose sums take about `share` times the bytes of q, k, v and out."""
         tensors = 2 * self.B * self.T * (self.H + self.Hkv) * (self.D + self.E)
         bytes_of_all = 4 * Workspace(*self.stack(self.part(0, self.heads))).size
         number = 1 if bytes_of_all <= SMALL else -(-bytes_of_all // int(share * tensors))
@@ -661,7 +661,7 @@ class _FavorPlan(CausalPlan):
     def of_part(
         self, kernel: Any, tiling: FavorTiling, part: _Part, programs: int, strided: str, **other: Any
     ) -> Launch:
-        """programs: per sequence."""
+        """Create the launch of a kernel for one part, with `programs` programs per sequence."""
         sizes = part.segments, part.run, part.first, part.sequences
         return self.tiled(kernel, tiling, part.sequences * programs, sizes, strided, **other)
 

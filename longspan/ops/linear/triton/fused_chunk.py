@@ -758,7 +758,7 @@ class _FusedChunkPlan(CausalPlan):
         self.sizes = FusedChunkSizes(*sizes, problem.feature_map, scaled, full)
 
     def segments_launch(self, kernel: Any, strided: str) -> Launch:
-        """One program per segment. strided: tensors whose strides the kernel takes."""
+        """Create a launch of one program per segment. strided: tensors whose strides the kernel takes."""
         constant: dict[str, Any] = {f"STRIDE_{name.upper()}": self.tensors[name][1][1] for name in strided}
         if "q" not in strided:
             constant["H"] = 0
