@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,8 @@ def read_records(path: Path) -> list[Record]:
     records = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
-            try:
+            with suppress(ValueError):
                 records.append(json.loads(line))
-            except ValueError:
-                continue
     return records
 
 

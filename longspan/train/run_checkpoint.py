@@ -7,8 +7,8 @@ optimizer, the position in the data, random states and carried recurrent states.
 from __future__ import annotations
 
 import json
-import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,13 +83,10 @@ def check_writable(run: Path, required: int) -> None:
         OSError: The folder is not writable, or the disk is too full.
     """
     run.mkdir(parents=True, exist_ok=True)
-    probe = run / f".probe.{os.getpid()}"
     try:
-        probe.write_bytes(b"x")
+        tempfile.TemporaryFile(dir=run).close()
     except OSError as error:
         raise OSError(f"cannot write to {run}: {error.strerror or error}") from None
-    finally:
-        probe.unlink(missing_ok=True)
     free = shutil.disk_usage(run).free
     if free < required:
         raise OSError(

@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -151,11 +152,9 @@ def open_store(folder: Path, spec: StoreSpec, progress: Callable[[str], None] = 
     """
     key = spec.key()
     description = folder / STORE
-    try:
+    with suppress(FileNotFoundError, ValueError, KeyError):
         if json.loads(description.read_text())["key"] == key:
             return _open(folder)
-    except (FileNotFoundError, ValueError, KeyError):
-        pass
     folder.mkdir(parents=True, exist_ok=True)
     description.unlink(missing_ok=True)
     metadata = _build(folder, spec, progress) | {"key": key}
@@ -198,7 +197,7 @@ def _build(folder: Path, spec: StoreSpec, progress: Callable[[str], None]) -> di
     sources = (*spec.sources, *spec.eval_sources)
     encoder = _DocumentEncoder(spec.tokenizer)
     with open(folder / TOKENS, "wb") as file:
-        writer = _TokenWriter(file, _token_dtype(spec))
+        writer = _TokenWriter(file, _token_dtype(spec, encoder.vocab_size))
         for index, source in enumerate(sources):
             root, before = Path(source.name).expanduser(), writer.position
             for count, path in enumerate(source.files, 1):
@@ -311,10 +310,10 @@ class _DocumentEncoder:
         return np.asarray(ids, dtype=np.int64)
 
 
-def _token_dtype(spec: StoreSpec) -> np.dtype[Any]:
-    """Return the narrowest type for all tokens."""
-    if spec.tokenizer is not None:
-        return np.dtype("uint16" if load_tokenizer(spec.tokenizer).get_vocab_size() <= 1 << 16 else "uint32")
+def _token_dtype(spec: StoreSpec, vocab_size: int | None) -> np.dtype[Any]:
+    """Return the narrowest type for all tokens; `vocab_size` is that of the tokenizer, if there is one."""
+    if vocab_size is not None:
+        return np.dtype("uint16" if vocab_size <= 1 << 16 else "uint32")
     widest = np.dtype("uint8")
     for path in (path for source in (*spec.sources, *spec.eval_sources) for path in source.files):
         if file_kind(path) == "tokens":
