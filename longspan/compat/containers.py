@@ -85,13 +85,12 @@ class ReversibleSequence(_LayerPairs):
     def __init__(
         self, blocks: Iterable[Sequence[nn.Module]], args_route: Routes | None = None, layer_dropout: float = 0.0
     ) -> None:
-        pairs = [(f, g) for f, g in blocks]
-        super().__init__(len(pairs), args_route or {}, layer_dropout)
-
-        def as_net(layer: nn.Module) -> nn.ModuleDict:
-            return nn.ModuleDict({"net": layer})
-
-        self.blocks = nn.ModuleList(nn.ModuleDict({"f": as_net(f), "g": as_net(g)}) for f, g in pairs)
+        blocks = list(blocks)
+        super().__init__(len(blocks), args_route or {}, layer_dropout)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({name: nn.ModuleDict({"net": layer}) for name, layer in zip("fg", pair, strict=True)})
+            for pair in blocks
+        )
 
     def forward(self, x: Tensor, **arguments: Any) -> Tensor:
         """Map x (B, T, dim) to (B, T, dim); of the arguments, only `context` receives gradients."""

@@ -23,7 +23,8 @@ _ACTIVATIONS: dict[Any, Any] = {
 class FeedForward(CompatModule):
     """Compute activation(x W₁) W₂, or its gated variant with glu, as in linformer and linear-attention-transformer.
 
-    activation: A class of torch.nn, by default GELU.
+    Args:
+        activation: A class of torch.nn, by default GELU.
     """
 
     model: _FeedForward

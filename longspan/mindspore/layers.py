@@ -14,12 +14,14 @@ from longspan.mindspore.precision import cast_for_exp, on_cpu
 class LocalMHA(nn.Cell):
     """Multi-head local attention, (B, n, dim) -> (B, n, dim), for any length.
 
-    exact_windowsize: By default True.
-    prenorm: Apply a layer norm to the input.
-    qk_rmsnorm: Normalize queries and keys, with learned scales, and multiply scores by qk_scale.
-    gate_values_per_head: Multiply each head's output by sigmoid(Linear(x)).
-    dropout: Of the attention weights, in training.
     Other arguments are those of LocalAttention.
+
+    Args:
+        exact_windowsize: By default True.
+        prenorm: Apply a layer norm to the input.
+        qk_rmsnorm: Normalize queries and keys, with learned scales, and multiply scores by qk_scale.
+        gate_values_per_head: Multiply each head's output by sigmoid(Linear(x)).
+        dropout: Of the attention weights, in training.
     """
 
     def __init__(
@@ -92,9 +94,9 @@ class LocalMHA(nn.Cell):
         if cache is not None or (return_cache and self.causal):
             raise ValueError("a cache cannot be combined with a mask: omit mask, or cache and return_cache")
         mask = check_mask(mask, x)
-        start = first_token(mask)
         if not self.causal:
             return self.attend(x, mask, attn_bias, None, return_cache)
+        start = first_token(mask)
         return rotate_left(self.attend(rotate_left(x, start), rotate_left(mask, start), attn_bias), -start)
 
     def attend(
@@ -143,6 +145,7 @@ class DynamicPositionBias(nn.Cell):
         self.mlp = nn.SequentialCell(nn.Dense(1, dim), nn.SiLU(), nn.Dense(dim, dim), nn.SiLU(), nn.Dense(dim, heads))
 
     def construct(self, i: int, j: int) -> Tensor:
+        """Return the bias of i queries and j keys."""
         if j < i:
             raise ValueError(f"the number of keys, j, must be at least that of queries, i, got i={i} and j={j}")
         by_distance = self.mlp(ops.arange(j).astype("float32").expand_dims(-1))  # (j, heads)

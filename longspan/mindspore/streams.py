@@ -18,9 +18,11 @@ class Residual(nn.Cell):
         self.branch = branch
 
     def width(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the branch's input, the residual, and the weight of the branch's output or None."""
         return x, x, None
 
     def depth(self, out: Tensor, residual: Tensor, beta: Tensor | None) -> Tensor:
+        """Add the branch's output to the residual."""
         return out + residual
 
     def construct(self, x: Tensor) -> Tensor:
@@ -28,7 +30,7 @@ class Residual(nn.Cell):
         return self.depth(self.branch(inner), residual, beta)
 
 
-class HyperConnections(nn.Cell):
+class HyperConnections(Residual):
     """Hyper-connections (Zhu et al., 2024, https://arxiv.org/abs/2409.19606) of S residual streams x (B, n, S, D).
 
     (input, streams) = (static_alpha + s_α · tanh(norm(x) · A))ᵀ x, and the output is streams + β · branch(input) with
@@ -37,8 +39,7 @@ class HyperConnections(nn.Cell):
     """
 
     def __init__(self, branch: nn.Cell, num_streams: int, dim: int, index: int) -> None:
-        super().__init__()
-        self.branch = branch
+        super().__init__(branch)
         self.norm = StreamNorm(dim)
         self.on_cpu = on_cpu()
         first = np.zeros((num_streams, 1), np.float32)
@@ -64,10 +65,6 @@ class HyperConnections(nn.Cell):
 
     def depth(self, out: Tensor, residual: Tensor, beta: Tensor | None) -> Tensor:
         return residual + beta * out.expand_dims(-2)
-
-    def construct(self, x: Tensor) -> Tensor:
-        inner, residual, beta = self.width(x)
-        return self.depth(self.branch(inner), residual, beta)
 
 
 class StreamNorm(nn.Cell):

@@ -18,11 +18,15 @@ Cache = tuple[Tensor, ...]  # keys and values of each layer, the number of token
 class LocalTransformer(nn.Cell):
     """Language model, tokens (B, n) -> logits (B, n, num_tokens); with num_tokens=None its layers, on (B, n, dim).
 
-    use_dynamic_pos_bias: Use a learned position bias instead of rotary positions.
-    global_attn_layer: A cell (B, n, dim) -> (B, n, dim), copied before the local attention of some layers.
-    layers_insert_global_attn: These layers, counted from 1; all by default.
-    num_residual_streams: 1 for an ordinary residual connection.
-    attn_dropout, ff_dropout: Applied in training only.
+    Other arguments are those of LocalMHA.
+
+    Args:
+        use_dynamic_pos_bias: Use a learned position bias instead of rotary positions.
+        global_attn_layer: A cell (B, n, dim) -> (B, n, dim), copied before the local attention of some layers.
+        layers_insert_global_attn: These layers, counted from 1; all by default.
+        num_residual_streams: 1 for an ordinary residual connection.
+        attn_dropout: Of the attention weights, in training.
+        ff_dropout: Of the hidden features of feed-forward layers, in training.
     """
 
     def __init__(
@@ -138,10 +142,8 @@ class LocalTransformer(nn.Cell):
             if cache is not None:
                 raise ValueError("a cache cannot be combined with a mask: omit mask, or cache")
             out, new = self._masked(x, check_mask(mask, x)), None
-        elif cache is not None:
-            out, new = self._run(x[:, -1:], None, cache, return_cache)
         else:
-            out, new = self._run(x, None, None, return_cache)
+            out, new = self._run(x if cache is None else x[:, -1:], None, cache, return_cache)
         return (out, new) if return_cache else out
 
     def _masked(self, x: Tensor, mask: Tensor) -> Tensor:

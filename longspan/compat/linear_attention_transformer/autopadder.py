@@ -17,8 +17,10 @@ __all__ = ["Autopadder"]
 class Autopadder(nn.Module):
     """Apply a model to inputs of any length.
 
-    pad_left: Align windows with the end of the sequence instead of its start. It is for bidirectional models; a causal
-    model always counts positions from its first token.
+    Args:
+        net: The model.
+        pad_left: Align windows with the end of the sequence instead of its start. It is for bidirectional models; a
+            causal model always counts positions from its first token.
     """
 
     def __init__(self, net: LinearAttentionTransformer | LinearAttentionTransformerLM, pad_left: bool = False) -> None:

@@ -15,7 +15,10 @@ __all__ = ["ImageLinearAttention"]
 class ImageLinearAttention(CompatModule):
     """Linear attention between all pixels of an image, (B, chan, H, W) -> (B, chan_out, H, W).
 
-    norm_queries: Apply a softmax to the features of queries. Keys of a context are not scaled, as in the original.
+    Keys of a context are not scaled, as in the original.
+
+    Args:
+        norm_queries: Apply a softmax to the features of queries.
     """
 
     model: ImageAttention

@@ -189,7 +189,11 @@ class SelfAttention(CompatModule):
 def linear_attn(q: Tensor, k: Tensor, v: Tensor, kv_mask: Tensor | None = None) -> Tensor:
     """Return bidirectional linear attention (B, H, T, D) of q (B, H, T, D), k and v (B, H, S, D).
 
-    kv_mask: (B, S), True for keys to attend to.
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        kv_mask: (B, S), True for keys to attend to.
     """
     return _attend(q, k, v, kv_mask, causal=False)
 

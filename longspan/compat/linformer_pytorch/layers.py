@@ -69,8 +69,10 @@ def gen_causal_mask(input_size: int, dim_k: int, full_attention: bool = False) -
 class MHAttention(CompatModule):
     """Multi-head Linformer or full attention, (B, n, channels) -> (B, n, channels).
 
-    E_proj, F_proj: Projections from `get_EF`, for parameter_sharing="layerwise".
-    causal_mask: None, or the result of `gen_causal_mask` for causal attention.
+    Args:
+        E_proj: The projection of keys from `get_EF`, for parameter_sharing="layerwise".
+        F_proj: The projection of values from `get_EF`, for parameter_sharing="layerwise".
+        causal_mask: None, or the result of `gen_causal_mask` for causal attention.
     """
 
     model: Attention

@@ -112,7 +112,8 @@ class _Model(CompatModule):
 class Linformer(_Model):
     """Transformer of Linformer attention for vectors, (B, n, channels) -> (B, n, channels).
 
-    use_pos_emb: Add sinusoidal positions to the input.
+    Args:
+        use_pos_emb: Add sinusoidal positions to the input.
     """
 
     model: Transformer
@@ -215,7 +216,8 @@ class LinformerEncDec(CompatModule):
         self.unused = nn.ModuleDict({name: modules for name, modules in unused.items() if modules is not None})
 
 
-def _rebuild(net: Linformer | LinformerLM | LinformerEncDec | _Model) -> None:
+def _rebuild(net: LinformerEncDec | _Model) -> None:
+    """Replace the model by one of the current options, with the same device, dtype and mode."""
     parameter = next(net.model.parameters())
     net._build()
     net.to(parameter.device, parameter.dtype).train(net.training)

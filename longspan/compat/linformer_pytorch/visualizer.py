@@ -96,13 +96,12 @@ class Visualizer:
 
 def _weights(layer: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the weights (heads, n, k) or (heads, n, m) of the first sequence in the batch."""
-    given = dict(zip(("x",), args, strict=False)) | kwargs
-    x, context = given["x"][:1], given.get("context") if layer.cross else None
-    if "_layouts" in given:  # a layer of a model
-        layout = given["_layouts"][int(layer.cross)]
+    x, context = args[0][:1], kwargs["context"] if layer.cross else None
+    if "_layouts" in kwargs:  # a layer of a model
+        layout = kwargs["_layouts"][int(layer.cross)]
         mask = None if layout is None else layout.key_mask
     else:
-        mask = given.get("context_mask" if layer.cross else "key_mask")
+        mask = kwargs["context_mask" if layer.cross else "key_mask"]
     mask = None if mask is None else mask[:1]
     if isinstance(layer.mechanism, LinformerAttention) and not layer.cross:
         return compressed_map(layer, x, key_mask=mask)[0]

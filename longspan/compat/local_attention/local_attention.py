@@ -18,10 +18,11 @@ from longspan.ops.window import Window, table_bias, window_attention, xpos_rotat
 class LocalAttention(nn.Module):
     """Each window of window_size tokens attends to itself, look_backward windows before it and look_forward after it.
 
-    dim: The width of a head, for rotary positions; there are none without it or rel_pos_emb_config = (dim, heads).
-    exact_windowsize: Every query attends to itself and to window_size · look_backward tokens before it (and
-    window_size · look_forward after it), wherever it is in its window.
-    autopad: Without effect: any length works.
+    Args:
+        dim: The width of a head, for rotary positions; without it or rel_pos_emb_config = (dim, heads) there are none.
+        exact_windowsize: Every query attends to itself and to window_size · look_backward tokens before it (and
+            window_size · look_forward after it), wherever it is in its window.
+        autopad: Without effect: any length works.
     """
 
     def __init__(

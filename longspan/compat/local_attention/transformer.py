@@ -32,9 +32,12 @@ __all__ = ["Cache", "DynamicPositionBias", "FeedForward", "LocalMHA", "LocalTran
 class LocalMHA(CompatModule):
     """Multi-head local attention, (b, n, dim) -> (b, n, dim), without a residual connection.
 
-    qk_rmsnorm: Normalize queries and keys, with learned scales, and multiply scores by qk_scale.
-    dropout: Of the attention weights.
-    exact_windowsize: By default True; see `LocalAttention`, also for the arguments not described here.
+    Other arguments are those of `LocalAttention`.
+
+    Args:
+        qk_rmsnorm: Normalize queries and keys, with learned scales, and multiply scores by qk_scale.
+        dropout: Of the attention weights.
+        exact_windowsize: By default True.
     """
 
     model: ResidualBranch
@@ -112,6 +115,7 @@ class FeedForward(CompatModule):
         return keys.feed_forward_keys()
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map x (b, n, dim) to (b, n, dim)."""
         return self.model(x, TokenLayout.of(x, causal=False), None, None)
 
 
@@ -128,6 +132,7 @@ class DynamicPositionBias(CompatModule):
         return keys.bias_keys("", [""])
 
     def forward(self, i: int, j: int) -> Tensor:
+        """Return the bias of i queries and j keys."""
         if j < i:
             raise ValueError(f"the number of keys, j, must be at least that of queries, i, got i = {i} and j = {j}")
         position = torch.arange(j, device=next(self.parameters()).device)
@@ -144,10 +149,12 @@ class Cache(NamedTuple):
 class LocalTransformer(CompatModule):
     """Language model of local attention; with num_tokens=None, its layers: (b, n, dim) -> (b, n, dim).
 
-    global_attn_layer: A module (b, n, dim) -> (b, n, dim), copied before the local attention of some layers.
-    layers_insert_global_attn: These layers, counted from 1; all by default.
-    num_residual_streams: 1 for an ordinary residual connection.
     Other arguments are those of LocalMHA.
+
+    Args:
+        global_attn_layer: A module (b, n, dim) -> (b, n, dim), copied before the local attention of some layers.
+        layers_insert_global_attn: These layers, counted from 1; all by default.
+        num_residual_streams: 1 for an ordinary residual connection.
     """
 
     model: LanguageModel | Transformer
