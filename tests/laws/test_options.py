@@ -333,4 +333,30 @@ def test_grouped_heads_and_value_width(name: str) -> None:
         same(out, full(q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2), causal=causal))
 
 
+@pytest.mark.parametrize(
+    "options", [{"window": 4}, {"window": 4, "xpos": 2.0}, {"window": 3, "look_back": 1, "look_ahead": 1}], ids=str
+)
+def test_a_window_is_resized(options: dict) -> None:
+    """A resized window is one built with that size: exact, or blocks."""
+    q, k, v = (torch.randn(B, T, 2, 6, dtype=torch.float64) for _ in range(3))
+    resized = build("local", num_heads=2, head_dim=6, value_dim=6, **options)
+    before = resized(q, k, v, causal=True)
+    resized.resize(7)
+    wide = build("local", num_heads=2, head_dim=6, value_dim=6, **(options | {"window": 7}))
+    assert resized.window == wide.window
+    for causal in (False, True):
+        same(resized(q, k, v, causal=causal), wide(q, k, v, causal=causal))
+    differ(resized(q, k, v, causal=True), before)
+    state = resized.write(resized.new_state(B, dtype=torch.float64), k, v)
+    same(resized.read(state, q[:, -1:]), wide(q, k, v, causal=True)[:, -1:])
+
+
+def test_a_window_with_a_table_is_not_resized() -> None:
+    table = build("local", window=3, look_back=1, bias=torch.zeros(H, 3, 6))
+    with pytest.raises(ValueError, match="a window with a bias table cannot be resized"):
+        table.resize(5)
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+        build("local").resize(0)
+
+
 test_option = option_test(__name__)
