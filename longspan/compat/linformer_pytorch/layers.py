@@ -39,6 +39,7 @@ class SequenceProjection(CompatModule):
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map x (B, d, n) to (B, d, k)."""
         compressed = self.model.compress(x.mT[:, :, None]).to(x.dtype)  # (B, 1, k, d)
         return (compressed if self.model.bias is None else compressed + self.model.bias)[:, 0].mT
 
@@ -208,6 +209,7 @@ class PositionalEmbedding(CompatModule):
         self.model = SinusoidalPositions(channels, POSITION_BASE)
 
     def forward(self, tensor: Tensor) -> Tensor:
+        """Return the embeddings of the positions of tensor."""
         return self.model(torch.arange(tensor.shape[1], device=tensor.device)[None])
 
     def key_mappings(self) -> Iterable[KeyMapping]:

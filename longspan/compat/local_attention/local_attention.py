@@ -135,7 +135,7 @@ class LocalAttention(nn.Module):
             return q, k, None
         if self.rel_pos.dim != q.shape[-1]:
             raise ValueError(f"dim is {self.rel_pos.dim}, but q and k have {q.shape[-1]} features")
-        # The original gives a query the angle of the last window it sees, and checkpoints depend on it.
+        # The original gives a query the angle of the last window it attends to; checkpoints depend on it.
         offset = self.look_forward * size
         if self.rel_pos.use_xpos:
             base = self.rel_pos.scale_base

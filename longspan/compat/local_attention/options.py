@@ -45,7 +45,7 @@ class LayerOptions:
         if self.qk_rmsnorm:
             spec["scale"] = self.qk_scale / dim_head  # our norm returns vectors of length √dim_head, theirs of length 1
         if rotary:
-            # The original gives a query the angle of the last window it sees, and checkpoints depend on it.
+            # The original gives a query the angle of the last window it attends to; checkpoints depend on it.
             spec["query_offset"] = ahead * window_size
             if self.use_xpos:
                 spec["xpos"] = float(window_size // 2 if self.xpos_scale_base is None else self.xpos_scale_base)

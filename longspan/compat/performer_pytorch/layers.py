@@ -150,6 +150,7 @@ class FixedPositionalEmbedding(nn.Module):
         self.register_buffer("emb", sinusoidal_table(dim, max_seq_len))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the embeddings of the positions of x, in its dtype."""
         return self.emb[None, : x.shape[1]].to(x)
 
 
@@ -158,7 +159,11 @@ def gaussian_orthogonal_random_matrix(
 ) -> Tensor:
     """Draw a matrix (nb_rows, nb_columns) of orthogonal blocks.
 
-    scaling: 0 for row norms distributed as those of Gaussian vectors, 1 for norms √nb_columns.
+    Args:
+        nb_rows: The number of rows.
+        nb_columns: The number of columns, which is the size of a block.
+        scaling: 0 for row norms distributed as those of Gaussian vectors, 1 for norms √nb_columns.
+        device: The device of the matrix.
     """
     if scaling not in (0, 1):
         raise ValueError(f"scaling must be 0 or 1, got {scaling}")

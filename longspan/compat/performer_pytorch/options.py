@@ -110,7 +110,7 @@ class HeadOptions(FeatureOptions):
     def mechanism(self, num_local: int, dropout: float, interval: int | None) -> dict[str, Any]:
         """Return the specification of a layer's heads, of which the last `num_local` are local.
 
-        A local head sees its own block, the one before it and, unless causal, the one after it.
+        A local head attends to its own block, the one before it and, unless causal, the one after it.
         """
         ahead = int(not self.causal)
         local: dict[str, Any] = {

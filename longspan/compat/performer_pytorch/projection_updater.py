@@ -20,6 +20,7 @@ class ModelProjectionUpdater:
 
     @property
     def feature_redraw_interval(self) -> int | None:
+        """The number of training steps between redraws, or None for no redraws."""
         return self._options.feature_redraw_interval
 
     @feature_redraw_interval.setter
@@ -34,6 +35,7 @@ class ModelProjectionUpdater:
 
     @property
     def calls_since_last_redraw(self) -> Tensor:
+        """The number of training steps since the last redraw."""
         return next((mechanism.clock[1] for mechanism in random_feature_mechanisms(self.instance)), torch.tensor(0))
 
     def fix_projections_(self) -> None:
