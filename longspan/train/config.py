@@ -149,7 +149,7 @@ class Settings:
     chosen: frozenset[str]
 
     def complete(self, vocab_size: int, num_classes: int) -> ModelConfig:
-        """Return the model's configuration for data with so many tokens and classes."""
+        """Return the configuration of the model for a vocabulary and a number of classes."""
         values = copy.deepcopy(self.model)
         causal = self.train.objective == "causal"
         inferred = {"causal": causal, "vocab_size": vocab_size + (self.train.objective == "masked")}
