@@ -670,7 +670,7 @@ def forward(x: BidirectionalInputs, problem: BidirectionalProblem, *, zeroed: bo
     """Return out (B, T, H, E), and the workspace for `backward`."""
     tensors = _dense(x)
     q, k, v, weight, key_mask, offsets, key_offsets = tensors
-    plan = _Forward.of(tensors, problem)
+    plan = _BidirectionalForward.of(tensors, problem)
     out, saved, work = v.new_empty(plan.out_shape), plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
     scale, kv, z, c, rounded, rest = plan.pointers(plan.saved, saved)
     parts, parts_z, parts_c = plan.pointers(plan.workspace, work)
@@ -692,7 +692,7 @@ def backward(
     """Return the gradients of q, k and v. saved: the workspace that `forward` returns."""
     tensors, d_out = _dense(x), dense_rows(d_out)
     q, k, v, weight, key_mask, offsets, key_offsets = tensors
-    plan = _Backward.of((*tensors, d_out, saved), problem)
+    plan = _BidirectionalBackward.of((*tensors, d_out, saved), problem)
     d_q, d_k, d_v, work = new_like(q), new_like(k), new_like(v), plan.workspace.allocate(q)
     scale, kv, z, c, rounded, rest = plan.pointers(plan.saved, saved)
     d_kv, d_z, parts, parts_z = plan.pointers(plan.workspace, work)
@@ -801,7 +801,7 @@ class _BidirectionalPlan(Plan):
         return self.launch(kernel, (self.N * self.Hkv, self.BM // rows), (blocks.tokens, blocks.length), {"S": sizes})
 
 
-class _Forward(_BidirectionalPlan):
+class _BidirectionalForward(_BidirectionalPlan):
     def __init__(self, device: int, key: Signature, problem: BidirectionalProblem) -> None:
         super().__init__(device, key, problem)
         keys = self.blocks(self.tilings.sums, "k")
@@ -817,7 +817,7 @@ class _Forward(_BidirectionalPlan):
         self.read = self.launches(linear_bidirectional_forward_kernel, queries, "q", all_tiles=False)
 
 
-class _Backward(_BidirectionalPlan):
+class _BidirectionalBackward(_BidirectionalPlan):
     def __init__(self, device: int, key: Signature, problem: BidirectionalProblem) -> None:
         super().__init__(device, key, problem)
         self.tensors["d"] = key[7]

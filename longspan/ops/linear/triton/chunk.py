@@ -584,7 +584,7 @@ def linear_chunk_backward_features_kernel(p_part, p_x, p_weight, p_d_x, T, strid
 def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> tuple[Tensor | None, ...]:
     """Return out, the sums and their shift after the last token or None, den, and None: nothing else is saved."""
     tensors = _dense(x)
-    plan = _Forward.of(tensors, problem)
+    plan = _ChunkForward.of(tensors, problem)
     out, den, kv_out, shift_out = plan.results(x)
     work = plan.workspace.allocate(x.q)
     with on_device(x.q):
@@ -599,7 +599,7 @@ def backward(
     """Return the gradients of q, k, v and of the sums before, if there are any."""
     tensors, d_out, d_end, den = _dense(x), dense_rows(saved.d_out), dense(saved.d_kv), saved.den
     out = d_out if saved.out is None else saved.out.contiguous()  # Not read without a normalizer.
-    plan = _Backward.of((*tensors, d_out, d_end, out, den), problem)
+    plan = _ChunkBackward.of((*tensors, d_out, d_end, out, den), problem)
     q, k, weight = tensors[0], tensors[1], tensors[3]
     d_q, d_k, d_v = new_like(q), new_like(k), new_like(x.v)
     d_start = None if x.kv is None else new_like(x.kv)
@@ -697,7 +697,7 @@ class _ChunkPlan(CausalPlan):
         return [q, k, v, weight, lengths, before, z, prefix, prefix_z], [references, beta, peak]
 
 
-class _Forward(_ChunkPlan):
+class _ChunkForward(_ChunkPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
         super().__init__(device, key, problem, backward=False)
         self.workspace = Workspace(*self.buffers())
@@ -705,7 +705,7 @@ class _Forward(_ChunkPlan):
         self.read = self.chunk_launch(linear_chunk_forward_kernel, tiling, "qkv", programs)
 
 
-class _Backward(_ChunkPlan):
+class _ChunkBackward(_ChunkPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
         super().__init__(device, key, problem, backward=True)
         self.tensors["d"] = key[8]

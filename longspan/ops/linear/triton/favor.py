@@ -556,7 +556,7 @@ def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> 
     """Return out, the sums and their shift after the last token or None, den, and the workspace for `backward`."""
     q, k, v, weight, lengths = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), x.weight.contiguous(), x.lengths
     kv, shift = dense(x.kv), dense(x.shift)
-    plan = _Forward.of((q, k, v, weight, lengths, kv, shift), problem)
+    plan = _FavorForward.of((q, k, v, weight, lengths, kv, shift), problem)
     out, den, kv_out, shift_out = plan.results(x)
     saved, work = plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
     *w, query_offset, offset, scale, peak, references = plan.pointers(plan.saved, saved)
@@ -579,7 +579,7 @@ def backward(
     """Return the gradients of q, k, v and of the sums before, if there are any."""
     q, k, v, d_out, lengths = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense_rows(saved.d_out), x.lengths
     kv, d_kv, out, den, scales = dense(x.kv), dense(saved.d_kv), saved.out.contiguous(), saved.den, saved.starts
-    plan = _Backward.of((q, k, v, x.weight, lengths, kv, d_out, d_kv, out, den, scales), problem)
+    plan = _FavorBackward.of((q, k, v, x.weight, lengths, kv, d_out, d_kv, out, den, scales), problem)
     *w, query_offset, offset, scale, peak, references = plan.pointers(plan.saved, scales)
     rows = plan.rows.allocate(q)
     normalized_offset, delta = plan.pointers(plan.rows, rows)
@@ -689,7 +689,7 @@ class _FavorPlan(CausalPlan):
         return self.scan_launch(part.sequences, part.segments, sizes, **where)
 
 
-class _Forward(_FavorPlan):
+class _FavorForward(_FavorPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
         super().__init__(device, key, problem)
         parts = self.split(READ_SHARE)
@@ -707,7 +707,7 @@ class _Forward(_FavorPlan):
         return self.tiled(linear_favor_forward_scales_kernel, SCALES, programs, (segments, run), name, **other)
 
 
-class _Backward(_FavorPlan):
+class _FavorBackward(_FavorPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
         super().__init__(device, key, problem)
         self.tensors["d"] = key[6]

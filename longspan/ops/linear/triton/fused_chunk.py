@@ -705,7 +705,7 @@ def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> 
     """Return out, the sums and their shift after the last token or None, den, and the workspace for `backward`."""
     q, k, v = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v)
     kv, shift = dense(x.kv), dense(x.shift)
-    plan = _Forward.of((q, k, v, x.lengths, kv, shift), problem)
+    plan = _FusedChunkForward.of((q, k, v, x.lengths, kv, shift), problem)
     out, den, kv_out, shift_out = plan.results(x)
     saved = plan.saved.allocate(q, zeroed=zeroed)
     sums, z, scales, references = plan.pointers(plan.saved, saved)
@@ -722,7 +722,7 @@ def backward(
     """Return the gradients of q, k, v and of the sums before, if there are any."""
     q, k, v, d_out = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense_rows(saved.d_out)
     d_kv, out, den, sums = dense(saved.d_kv), saved.out.contiguous(), saved.den, saved.starts
-    plan = _Backward.of((q, k, v, x.lengths, d_out, d_kv, out, den, sums, x.kv), problem)
+    plan = _FusedChunkBackward.of((q, k, v, x.lengths, d_out, d_kv, out, den, sums, x.kv), problem)
     d_q, d_k, d_v = new_like(q), new_like(k), new_like(v)
     d_start = None if x.kv is None else x.kv.new_empty(x.kv.shape)
     work = plan.workspace.allocate(q)
@@ -773,7 +773,7 @@ class _FusedChunkPlan(CausalPlan):
         return self.scan_launch(self.heads, self.segments, sizes)
 
 
-class _Forward(_FusedChunkPlan):
+class _FusedChunkForward(_FusedChunkPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
         super().__init__(device, key, problem)
         self.sums = self.segments_launch(linear_fused_chunk_forward_sums_kernel, "kv")
@@ -781,7 +781,7 @@ class _Forward(_FusedChunkPlan):
         self.read = self.segments_launch(linear_fused_chunk_forward_kernel, "qkv")
 
 
-class _Backward(_FusedChunkPlan):
+class _FusedChunkBackward(_FusedChunkPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
         super().__init__(device, key, problem)
         self.tensors["d"] = key[4]
