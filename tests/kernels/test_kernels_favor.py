@@ -67,8 +67,8 @@ def test_sequences_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     check(case, arguments, torch.bfloat16)
     q, k, v, weight, _, lengths, kv, _ = arguments[2]
     problem = kernel_problem(case, arguments[2])
-    reading = favor._Forward(-1, signature(q, k, v, weight, lengths, kv, None), problem)
-    plan = favor._Backward(-1, signature(q, k, v, weight, lengths, kv, arguments[0]), problem)
+    reading = favor._FavorForward(-1, signature(q, k, v, weight, lengths, kv, None), problem)
+    plan = favor._FavorBackward(-1, signature(q, k, v, weight, lengths, kv, arguments[0]), problem)
     found = reading.parts, plan.query_parts, plan.key_parts
     parts = [[launches[2].scalars[3:5] for launches in part] for part in found]
     assert parts == [[(0, 2), (2, 1)], [(0, 2), (2, 1)], [(0, 1), (1, 1), (2, 1)]]
