@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,17 @@ from longspan.ops.linear.torch import safe_divide
 
 S = TypeVar("S", bound="State")
 Index = Tensor | Sequence[int] | slice
+Rotation = CosSin | Sequence[CosSin | None] | None
+
+
+class StateOptions(TypedDict, total=False):
+    """The keyword arguments of `Mechanism.new_state`."""
+
+    max_length: int | None
+    start: Tensor | int | None
+    transition: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 @dataclass
@@ -43,21 +54,9 @@ class State:
     draw: int | None = field(default=0, kw_only=True)
 
     @classmethod
-    def empty(
-        cls: type[S],
-        batch_size: int,
-        start: Tensor | int | None = None,
-        device: torch.device | str | None = None,
-        **contents: Any,
-    ) -> S:
-        """Return a state of no tokens at position `start`, one for all rows or (B,), with these other fields."""
-        length = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        if start is not None:
-            start = torch.as_tensor(start, dtype=torch.int64, device=length.device)
-            if start.ndim > 1 or (start.ndim == 1 and len(start) != batch_size):
-                raise ValueError(f"start must be a position, or (B,) = ({batch_size},), got {tuple(start.shape)}")
-            start = start.expand(batch_size).clone()
-        return cls(length, start=start, **contents)
+    def empty(cls: type[S], batch_size: int, start: Tensor | None, device: torch.device, **contents: Any) -> S:
+        """Return a state of no tokens with these other fields, for `Mechanism._new_state`."""
+        return cls(torch.zeros(batch_size, dtype=torch.int64, device=device), start=start, **contents)
 
     @property
     def end(self) -> Tensor:
@@ -226,8 +225,8 @@ class AttentionLayer(Protocol):
 class Mechanism(nn.Module, ABC):
     """Attention as a memory: q (B, T, H, D), k (B, S, Hkv, D), v (B, S, Hkv, E) -> (B, T, H, E).
 
-    A subclass sets `state_type` and implements `new_state`, `_attend`, `_extend`, `_write` and `_read`. Where it has
-    faster forms it also overrides `_attend_causal`, `_attend_ragged`, `attend_layer`, and `decode_state`, `decode_step`
+    A subclass sets `state_type` and implements `_new_state`, `_attend`, `_extend`, `_write` and `_read`. Where it has
+    faster forms it also overrides `_attend_causal`, `_attend_ragged`, `attend_layer`, `decode_state`, `_decode_step`
     and `finish_decode`; where it is limited in length, `check_length`. Hooks never see a left-padded row, a packed row
     (but for `_attend_ragged`) or a hidden slot that is not zero.
 
@@ -405,7 +404,6 @@ class Mechanism(nn.Module, ABC):
             state = self._write(state, k, v, gates=gates, lengths=None)
             return self._read(state, q), state
 
-    @abstractmethod
     def new_state(
         self,
         batch_size: int,
@@ -427,7 +425,15 @@ class Mechanism(nn.Module, ABC):
                 always merge have nothing to add.
             device: Where its tensors are.
             dtype: The dtype of the inputs; sums are kept in float32 at least.
+
+        Raises:
+            ValueError: If max_length is more than the mechanism can hold, or start does not fit the batch.
         """
+        if max_length is not None:
+            self.check_length(max_length)
+        like = torch.empty(0, device=device, dtype=dtype)
+        first = start_positions(batch_size, start, like.device)
+        return replace(self._new_state(batch_size, first, like, max_length, transition), draw=self.draw)
 
     @property
     def draw(self) -> int | None:
@@ -478,7 +484,7 @@ class Mechanism(nn.Module, ABC):
         v: Tensor,
         *,
         gates: Tensor | None = None,
-        rotary: CosSin | Sequence[CosSin | None] | None = None,
+        rotary: Rotation = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """Extend by one token as a decode loop does: unchecked, without gradients, the state updated in place.
@@ -492,15 +498,21 @@ class Mechanism(nn.Module, ABC):
             gates: (B, 1, Hkv, G) raw gates.
             rotary: The rotation that q and k still need: one for all heads or, for a split, one for each part.
             out: (B, 1, H, E) buffer for the output.
+
+        Returns:
+            The output (B, 1, H, E), and the state after the token.
         """
-        assert rotary is None or isinstance(rotary, CosSin)
-        q, k = apply_rotary(rotary, q, k)
-        after = self._write(state, k, v, gates=gates, lengths=None)
-        return copy_out(self._read(after, q), out), _copy_into(state, after)
+        return self._decode_step(state, q, k, v, gates, rotary, out)
 
     def finish_decode(self, state: State) -> State:
         """Return a decode loop's state in the form that every other method takes."""
         return state
+
+    @abstractmethod
+    def _new_state(
+        self, batch_size: int, start: Tensor | None, like: Tensor, max_length: int | None, transition: bool
+    ) -> State:
+        """Return an empty state; `like` is an empty tensor with the device and dtype of the inputs."""
 
     @abstractmethod
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
@@ -541,6 +553,15 @@ class Mechanism(nn.Module, ABC):
     @abstractmethod
     def _read(self, state: State, q: Tensor) -> Tensor:
         """Compute attention of queries at the last position; rows of length 0 give zeros."""
+
+    def _decode_step(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rotary: Rotation, out: Tensor | None
+    ) -> tuple[Tensor, State]:
+        """Write a token and read with its query, in place; rotary is applied to q and k."""
+        assert rotary is None or isinstance(rotary, CosSin)
+        q, k = apply_rotary(rotary, q, k)
+        after = self._write(state, k, v, gates=gates, lengths=None)
+        return copy_out(self._read(after, q), out), _copy_into(state, after)
 
     def _forward_ragged(
         self,
@@ -674,6 +695,16 @@ class Mechanism(nn.Module, ABC):
                 f"{type(self).__name__} has windows around a query's own position and cannot attend to another row "
                 f"(got {q.shape[1]} queries and {k.shape[1]} keys); use linear, performer, linformer or softmax"
             )
+
+
+def start_positions(batch_size: int, start: Tensor | int | None, device: torch.device) -> Tensor | None:
+    """Return the first positions (B,) of an empty state, given one for all rows or (B,); None, for 0, stays None."""
+    if start is None:
+        return None
+    start = torch.as_tensor(start, dtype=torch.int64, device=device)
+    if start.ndim > 1 or (start.ndim == 1 and len(start) != batch_size):
+        raise ValueError(f"start must be a position, or (B,) = ({batch_size},), got {tuple(start.shape)}")
+    return start.expand(batch_size).clone()
 
 
 def _copy_into(state: State, after: State) -> State:

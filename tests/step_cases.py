@@ -79,10 +79,10 @@ def compare(name: str, dtype: torch.dtype, device: str, steps: int) -> None:
         pointers = {key: x.data_ptr() for key, x in ours.tensors().items()}
         out, ours = built.decode_step(ours, q, k, v, rotary=rotary(ours.length, kind))
         assert {key: x.data_ptr() for key, x in ours.tensors().items()} == pointers
-        near, eager = Mechanism.decode_step(built, eager, q, k, v, rotary=rotary(eager.length, kind))
+        near, eager = Mechanism._decode_step(built, eager, q, k, v, None, rotary(eager.length, kind), None)
         angles = rotary(truth.length, kind)
         wide = [x.cpu().double() for x in (q, k, v)]
-        best, truth = Mechanism.decode_step(exact, truth, *wide, rotary=angles)
+        best, truth = Mechanism._decode_step(exact, truth, *wide, None, angles, None)
         for state in (ours, eager, truth):
             state.length.add_(1)
         found.setdefault("out", []).append((out, near, best))

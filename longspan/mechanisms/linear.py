@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +27,7 @@ from longspan.ops.linear import (
     why_not_triton_bidirectional,
 )
 from longspan.ops.shift import shift_left, shift_right
-from longspan.protocol import FeatureMap, Mechanism, State
+from longspan.protocol import FeatureMap, Mechanism, Rotation, State
 from longspan.utils import choose
 
 
@@ -135,43 +134,25 @@ class LinearAttention(Mechanism):
                 f"{type(feature_map).__name__} features have no fixed scale that a phantom of {phantom} could have"
             )
 
-    def new_state(
-        self,
-        batch_size: int,
-        *,
-        max_length: int | None = None,
-        start: Tensor | int | None = None,
-        transition: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+    def _new_state(
+        self, batch_size: int, start: Tensor | None, like: Tensor, max_length: int | None, transition: bool
     ) -> LinearState:
-        """Return an empty state; see `Mechanism.new_state`."""
-        return replace(self._empty_state(batch_size, start, device, dtype), draw=self.draw)
-
-    def _empty_state(
-        self, batch_size: int, start: Tensor | int | None, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> LinearState:
-        """Return an empty state without its draw, which a compiled graph must not read."""
-        like = torch.empty(0, device=device, dtype=dtype)
         like = like.to(sum_dtype(like))
         sums = no_sums(batch_size, self.num_kv_heads, self.num_features, self.value_dim, like)
-        state = LinearState.empty(
-            batch_size, start, device, kv=sums.kv, z=sums.z, shift=sums.shift, bucket=self.blind_spot
-        )
+        contents: dict[str, Any] = {"bucket": self.blind_spot, **sums._asdict()}
         # The phantom key is at position −1: only states that start at 0 hold it, so that merging counts it once.
         phantom: Tensor | float = self.phantom
-        if phantom and state.start is not None:
-            phantom = like.new_tensor(self.phantom) * (state.start == 0)[:, None, None]
+        if phantom and start is not None:
+            phantom = like.new_tensor(self.phantom) * (start == 0)[:, None, None]
         if self.feature_map.epsilon:
             # Each key adds an epsilon: the phantom counts as a fraction of a key without features.
-            total = like.new_zeros(batch_size, self.num_kv_heads, self.value_dim + 1)
+            total = contents["total"] = like.new_zeros(batch_size, self.num_kv_heads, self.value_dim + 1)
             total[..., -1:] = phantom / self.feature_map.epsilon
-            state = replace(state, total=total)
         elif self.phantom:
-            state = replace(state, z=sums.z + phantom)
+            contents["z"] = sums.z + phantom
         if self.blind_spot > 1:
-            state = replace(state, open_kv=sums.kv.clone(), open_z=sums.z.clone())
-        return state
+            contents |= {"open_kv": sums.kv.clone(), "open_z": sums.z.clone()}
+        return LinearState.empty(batch_size, start, like.device, **contents)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
         if self._fused(q, k, v):
@@ -247,8 +228,7 @@ class LinearAttention(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
         if not self._one_pass or self.phantom or q.shape[1] == 1:
-            state = self._empty_state(q.shape[0], None, q.device, q.dtype)
-            return self._extend(state, q, k, v, gates=None, lengths=lengths)[0]
+            return super()._attend_causal(q, k, v, gates=None, lengths=lengths)
         return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments(q)))
 
     def _op_arguments(self, like: Tensor) -> dict[str, Any]:
@@ -274,23 +254,14 @@ class LinearAttention(Mechanism):
         out = self._from_prefixes(state, phi.query(q.to(state.kv.dtype)), *self._keys(k, v, visible))
         return self._scaled(out.to(q.dtype)), self._write(state, k, v, gates=None, lengths=lengths)
 
-    def decode_step(
-        self,
-        state: State,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        gates: Tensor | None = None,
-        rotary: CosSin | Sequence[CosSin | None] | None = None,
-        out: Tensor | None = None,
+    def _decode_step(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rotary: Rotation, out: Tensor | None
     ) -> tuple[Tensor, State]:
-        """Extend by one token in place; see `Mechanism.decode_step`."""
         assert isinstance(state, LinearState)
         assert rotary is None or isinstance(rotary, CosSin)
         phi = self.feature_map
         if not self._one_step:
-            return super().decode_step(state, q, k, v, rotary=rotary, out=out)
+            return super()._decode_step(state, q, k, v, gates, rotary, out)
         assert isinstance(phi, FusedMap)
         found = linear_decode_step(
             *(q, k, v, state.sums),

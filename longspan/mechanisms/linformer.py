@@ -9,7 +9,6 @@ with Ṽ_t another one with queries p, keys f and values v. Bidirectional attent
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +23,7 @@ from longspan.ops.compressed import CompressedProblem, compressed_attention, lin
 from longspan.ops.decode import CosSin, compressed_decode_step, why_not_triton
 from longspan.ops.linear import Sums, causal_linear, sum_dtype
 from longspan.ops.softmax import attend
-from longspan.protocol import AttentionLayer, Mechanism, State
+from longspan.protocol import AttentionLayer, Mechanism, Rotation, State
 
 
 @dataclass
@@ -122,25 +121,13 @@ class LinformerAttention(Mechanism):
         """R; for a convolution the number of its windows, which may be less than the rank given."""
         return self.keys.rank
 
-    def new_state(
-        self,
-        batch_size: int,
-        *,
-        max_length: int | None = None,
-        start: Tensor | int | None = None,
-        transition: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+    def _new_state(
+        self, batch_size: int, start: Tensor | None, like: Tensor, max_length: int | None, transition: bool
     ) -> LinformerState:
-        """Return an empty state; see `Mechanism.new_state`."""
-        if max_length is not None:
-            self.check_length(max_length)
-        dtype = sum_dtype(torch.empty(0, dtype=dtype))
-        k, v = (
-            torch.zeros(batch_size, self.num_kv_heads, self.rank, dim, device=device, dtype=dtype)
-            for dim in (self.head_dim, self.value_dim)
-        )
-        return LinformerState.empty(batch_size, start, device, k=k, v=v)
+        like = like.to(sum_dtype(like))
+        dims = self.head_dim, self.value_dim
+        k, v = (like.new_zeros(batch_size, self.num_kv_heads, self.rank, dim) for dim in dims)
+        return LinformerState.empty(batch_size, start, like.device, k=k, v=v)
 
     def check_length(self, length: int) -> None:
         """Raise ValueError if the projection does not cover `length` tokens."""
@@ -258,22 +245,13 @@ class LinformerAttention(Mechanism):
         reach = (torch.arange(1, length + 1, device=q.device) * key_mask).amax(1)
         return self._softmax_over(q, k, v, self.keys.live_under(key_mask), reach)
 
-    def decode_step(
-        self,
-        state: State,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        gates: Tensor | None = None,
-        rotary: CosSin | Sequence[CosSin | None] | None = None,
-        out: Tensor | None = None,
+    def _decode_step(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rotary: Rotation, out: Tensor | None
     ) -> tuple[Tensor, State]:
-        """Extend by one token in place; see `Mechanism.decode_step`."""
         assert isinstance(state, LinformerState)
         single = len(q) == 1 and self.keys.bias is None and (q.device.type, q.dtype) == ("cpu", state.k.dtype)
         if self._decodes_eagerly or not (state.pending or single):
-            return super().decode_step(state, q, k, v, rotary=rotary, out=out)
+            return super()._decode_step(state, q, k, v, gates, rotary, out)
         assert rotary is None or isinstance(rotary, CosSin)
         if not state.pending:
             self.check_length(int(state.length) + 1)
@@ -330,7 +308,8 @@ class LinformerAttention(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
         self.check_length(k.shape[1])
-        return self._from_prefixes(self.new_state(len(q), device=q.device, dtype=q.dtype), None, q, k, v)[0]
+        state = self._new_state(len(q), None, q[:0], None, False)
+        return self._from_prefixes(state, None, q, k, v)[0]
 
     def _extend(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None

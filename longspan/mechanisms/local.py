@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +14,7 @@ from longspan.ops import window as window_op
 from longspan.ops.decode import CosSin, apply_rotary, copy_out, why_not_triton, window_decode_step
 from longspan.ops.softmax import attend
 from longspan.ops.window import Bias, Window, table_bias, window_attention, xpos_rotate
-from longspan.protocol import Mechanism, State
+from longspan.protocol import Mechanism, Rotation, State
 
 
 @dataclass
@@ -120,22 +119,12 @@ class LocalAttention(Mechanism):
     def _ring(self) -> int:
         return self.window.reach[0] + 1
 
-    def new_state(
-        self,
-        batch_size: int,
-        *,
-        max_length: int | None = None,
-        start: Tensor | int | None = None,
-        transition: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+    def _new_state(
+        self, batch_size: int, start: Tensor | None, like: Tensor, max_length: int | None, transition: bool
     ) -> LocalState:
-        """Return an empty state; see `Mechanism.new_state`."""
-        k, v = (
-            torch.zeros(batch_size, self.num_kv_heads, self._ring, dim, device=device, dtype=dtype)
-            for dim in (self.head_dim, self.value_dim)
-        )
-        return LocalState.empty(batch_size, start, device, k=k, v=v)
+        dims = self.head_dim, self.value_dim
+        k, v = (like.new_zeros(batch_size, self.num_kv_heads, self._ring, dim) for dim in dims)
+        return LocalState.empty(batch_size, start, like.device, k=k, v=v)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
         return self._windowed(q, self._key(k), v, self.window, key_mask=key_mask)
@@ -162,24 +151,15 @@ class LocalAttention(Mechanism):
         bounds = packing.bounds(q.shape[1])
         return self._windowed(q, self._key(k), v, self.window._replace(causal=causal), bounds=bounds)
 
-    def decode_step(
-        self,
-        state: State,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        gates: Tensor | None = None,
-        rotary: CosSin | Sequence[CosSin | None] | None = None,
-        out: Tensor | None = None,
+    def _decode_step(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rotary: Rotation, out: Tensor | None
     ) -> tuple[Tensor, State]:
-        """Extend by one token in place; see `Mechanism.decode_step`."""
         assert isinstance(state, LocalState)
         assert rotary is None or isinstance(rotary, CosSin)
         special = self._dropout or self.query_offset or self.bias is not None or self.xpos is not None
         if special or not self._fused(q, k, v) or why_not_triton(q, k, v, state.k, state.v) is not None:
             if special or self.window.block_size or self.window.shared_qk or q.device.type != "cpu":
-                return super().decode_step(state, q, k, v, rotary=rotary, out=out)
+                return super()._decode_step(state, q, k, v, gates, rotary, out)
             q, k = apply_rotary(rotary, q, k)
             return copy_out(self._step_exact(state, q, k, v), out), state
         scale = self.head_dim**-0.5 if self.scale is None else self.scale

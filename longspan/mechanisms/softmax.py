@@ -63,23 +63,12 @@ class SoftmaxAttention(Mechanism):
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         self.scale, self.dropout = scale, dropout
 
-    def new_state(
-        self,
-        batch_size: int,
-        *,
-        max_length: int | None = None,
-        start: Tensor | int | None = None,
-        transition: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+    def _new_state(
+        self, batch_size: int, start: Tensor | None, like: Tensor, max_length: int | None, transition: bool
     ) -> SoftmaxState:
-        """Return an empty state; see `Mechanism.new_state`."""
         capacity = 0 if max_length is None else max_length + 1
-        k, v = (
-            torch.zeros(batch_size, self.num_kv_heads, capacity, dim, device=device, dtype=dtype)
-            for dim in (self.head_dim, self.value_dim)
-        )
-        return SoftmaxState.empty(batch_size, start, device, k=k, v=v, max_length=max_length)
+        k, v = (like.new_zeros(batch_size, self.num_kv_heads, capacity, dim) for dim in (self.head_dim, self.value_dim))
+        return SoftmaxState.empty(batch_size, start, like.device, k=k, v=v, max_length=max_length)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
         mask = None if key_mask is None else key_mask[:, None, None]

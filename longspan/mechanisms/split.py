@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.ops.decode import CosSin
-from longspan.protocol import Index, Mechanism, State
+from longspan.protocol import Index, Mechanism, Rotation, State
 
 
 @dataclass
@@ -87,21 +87,13 @@ class SplitAttention(Mechanism):
         self.supports_causal = all(part.supports_causal for part in built)
         self.supports_cross = all(part.supports_cross for part in built)
 
-    def new_state(
-        self,
-        batch_size: int,
-        *,
-        max_length: int | None = None,
-        start: Tensor | int | None = None,
-        transition: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+    def _new_state(
+        self, batch_size: int, start: Tensor | None, like: Tensor, max_length: int | None, transition: bool
     ) -> SplitState:
-        """Return an empty state; see `Mechanism.new_state`."""
         options: dict[str, Any] = {"max_length": max_length, "start": start, "transition": transition}
-        options |= {"device": device, "dtype": dtype}
+        options |= {"device": like.device, "dtype": like.dtype}
         parts = tuple(part.new_state(batch_size, **options) for part in self._mechanisms())
-        return SplitState.empty(batch_size, start, device, parts=parts)
+        return SplitState.empty(batch_size, start, like.device, parts=parts)
 
     def check_length(self, length: int) -> None:
         """Raise ValueError if a part cannot hold sequences of `length` tokens."""
@@ -111,75 +103,54 @@ class SplitAttention(Mechanism):
     def check_state(self, state: State, batch_size: int) -> None:
         """Raise ValueError unless every part can continue from its state."""
         super().check_state(state, batch_size)
-        for part, held in zip(self._mechanisms(), self._states(state), strict=True):
+        assert isinstance(state, SplitState)
+        for part, held in zip(self._mechanisms(), state.parts, strict=True):
             part.check_state(held, batch_size)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
-        return torch.cat(
-            [
-                part._attend(q, k, v, gates=g, key_mask=key_mask)
-                for part, q, k, v, g in zip(
-                    self._mechanisms(), self._queries(q), self._keys(k), self._keys(v), self._gates(gates), strict=True
-                )
-            ],
-            2,
-        )
+        parts = zip(self._queries(q), self._divide(k, v, gates), strict=True)
+        return torch.cat([part._attend(q, k, v, gates=g, key_mask=key_mask) for q, (part, k, v, g) in parts], 2)
 
     def _attend_causal(
         self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
-        parts = zip(self._mechanisms(), self._queries(q), self._keys(k), self._keys(v), self._gates(gates), strict=True)
-        return torch.cat([part._attend_causal(q, k, v, gates=g, lengths=lengths) for part, q, k, v, g in parts], 2)
+        parts = zip(self._queries(q), self._divide(k, v, gates), strict=True)
+        return torch.cat([part._attend_causal(q, k, v, gates=g, lengths=lengths) for q, (part, k, v, g) in parts], 2)
 
     def _extend(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> tuple[Tensor, SplitState]:
-        outs, after = [], []
-        given = self._states(state), self._queries(q), self._keys(k), self._keys(v), self._gates(gates)
-        for part, held, q, k, v, g in zip(self._mechanisms(), *given, strict=True):
-            out, held = part._extend(held, q, k, v, gates=g, lengths=lengths)
-            outs.append(out)
-            after.append(held)
-        return torch.cat(outs, 2), self._state_of(state, after)
+        assert isinstance(state, SplitState)
+        parts = zip(state.parts, self._queries(q), self._divide(k, v, gates), strict=True)
+        done = [part._extend(held, q, k, v, gates=g, lengths=lengths) for held, q, (part, k, v, g) in parts]
+        after = tuple(held for _, held in done)
+        return torch.cat([out for out, _ in done], 2), replace(state, length=after[0].length, parts=after)
 
     def _write(self, state: State, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None) -> SplitState:
-        parts = zip(
-            self._mechanisms(), self._states(state), self._keys(k), self._keys(v), self._gates(gates), strict=True
-        )
-        return self._state_of(
-            state, [part._write(held, k, v, gates=g, lengths=lengths) for part, held, k, v, g in parts]
-        )
+        assert isinstance(state, SplitState)
+        parts = zip(state.parts, self._divide(k, v, gates), strict=True)
+        after = tuple(part._write(held, k, v, gates=g, lengths=lengths) for held, (part, k, v, g) in parts)
+        return replace(state, length=after[0].length, parts=after)
 
     def _read(self, state: State, q: Tensor) -> Tensor:
-        parts = zip(self._mechanisms(), self._states(state), self._queries(q), strict=True)
+        assert isinstance(state, SplitState)
+        parts = zip(self._mechanisms(), state.parts, self._queries(q), strict=True)
         return torch.cat([part._read(held, x) for part, held, x in parts], 2)
 
-    def decode_step(
-        self,
-        state: State,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        gates: Tensor | None = None,
-        rotary: CosSin | Sequence[CosSin | None] | None = None,
-        out: Tensor | None = None,
+    def _decode_step(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rotary: Rotation, out: Tensor | None
     ) -> tuple[Tensor, State]:
-        """Extend by one token in place; see `Mechanism.decode_step`."""
         assert isinstance(state, SplitState)
         rotations = [rotary] * len(self.sizes) if rotary is None or isinstance(rotary, CosSin) else rotary
         # On a GPU the parts write into one buffer; elsewhere one concatenation costs less than a copy per part.
         buffer = q.new_empty(*q.shape[:3], self.value_dim) if q.is_cuda and out is None else out
         buffers = [None] * len(self.sizes) if buffer is None else buffer.split(self.sizes, 2)
-        outs, after, replaced = [], [], False
-        given = self._queries(q), self._keys(k), self._keys(v), self._gates(gates), rotations, buffers
-        for part, held, q, k, v, g, turn, into in zip(self._mechanisms(), state.parts, *given, strict=True):
-            answer, own = part.decode_step(held, q, k, v, gates=g, rotary=turn, out=into)
-            replaced = replaced or own is not held
-            outs.append(answer)
-            after.append(own)
-        found = torch.cat(outs, 2) if buffer is None else buffer
-        return found, replace(state, parts=tuple(after)) if replaced else state
+        given = zip(state.parts, self._queries(q), self._divide(k, v, gates), rotations, buffers, strict=True)
+        done = [part._decode_step(held, q, k, v, g, turn, into) for held, q, (part, k, v, g), turn, into in given]
+        found = torch.cat([answer for answer, _ in done], 2) if buffer is None else buffer
+        after = tuple(held for _, held in done)
+        unchanged = all(new is old for new, old in zip(after, state.parts, strict=True))
+        return found, state if unchanged else replace(state, parts=after)
 
     def decode_state(self, state: State, dtype: torch.dtype) -> SplitState:
         """Return the parts' states as they decode with them."""
@@ -193,29 +164,21 @@ class SplitAttention(Mechanism):
         parts = zip(self._mechanisms(), state.parts, strict=True)
         return replace(state, parts=tuple(part.finish_decode(held) for part, held in parts))
 
-    def _state_of(self, before: State, parts: Sequence[State]) -> SplitState:
-        assert isinstance(before, SplitState)
-        return replace(before, length=parts[0].length, parts=tuple(parts))
-
-    def _gates(self, gates: Tensor | None) -> Sequence[Tensor | None]:
-        """Return each part's columns of its heads' gates."""
-        numbers = [part.num_gates for part in self._mechanisms()]
-        if gates is None:
-            return [None] * len(numbers)
-        if self.num_kv_heads == 1:
-            return [own if number else None for own, number in zip(gates.split(numbers, 3), numbers, strict=True)]
-        heads = gates.split_with_sizes(self.kv_sizes, 2)
-        return [own[..., :number] if number else None for own, number in zip(heads, numbers, strict=True)]
-
     def _mechanisms(self) -> list[Mechanism]:
         return cast("list[Mechanism]", list(self.parts))
-
-    def _states(self, state: State) -> Sequence[State]:
-        assert isinstance(state, SplitState)
-        return state.parts
 
     def _queries(self, q: Tensor) -> Sequence[Tensor]:
         return q.split_with_sizes(self.sizes, 2)
 
-    def _keys(self, x: Tensor) -> Sequence[Tensor]:
-        return [x] * len(self.sizes) if self.num_kv_heads == 1 else x.split_with_sizes(self.kv_sizes, 2)
+    def _divide(
+        self, k: Tensor, v: Tensor, gates: Tensor | None
+    ) -> list[tuple[Mechanism, Tensor, Tensor, Tensor | None]]:
+        """Return each part with the keys and values of its heads, and its columns of their gates."""
+        parts, shared = self._mechanisms(), self.num_kv_heads == 1
+        keys, values = ([x] * len(parts) if shared else x.split_with_sizes(self.kv_sizes, 2) for x in (k, v))
+        own: list[Tensor | None] = [None] * len(parts)
+        if gates is not None:
+            numbers = [part.num_gates for part in parts]
+            columns = gates.split(numbers, 3) if shared else gates.split_with_sizes(self.kv_sizes, 2)
+            own = [x[..., :number] if number else None for x, number in zip(columns, numbers, strict=True)]
+        return list(zip(parts, keys, values, own, strict=True))

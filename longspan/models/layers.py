@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,10 @@ from longspan.mechanisms import build_mechanism, find_mechanism
 from longspan.models.config import AttentionConfig, FeedForwardConfig
 from longspan.models.positions import Rotary
 from longspan.ops.decode import FUSED_ACTIVATIONS, RotaryCache, fused_linear
-from longspan.protocol import Mechanism, State
+from longspan.protocol import Mechanism, State, StateOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -183,20 +186,9 @@ class Attention(nn.Module):
             return None
         return self.mechanism.attend_layer(self, x, source, key_mask=key_mask)
 
-    def new_state(
-        self,
-        batch_size: int,
-        *,
-        max_length: int | None = None,
-        start: Tensor | int | None = None,
-        transition: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> State:
+    def new_state(self, batch_size: int, **options: Unpack[StateOptions]) -> State:
         """Return the mechanism's empty state; see `Mechanism.new_state`."""
-        return self.mechanism.new_state(
-            batch_size, max_length=max_length, start=start, transition=transition, device=device, dtype=dtype
-        )
+        return self.mechanism.new_state(batch_size, **options)
 
     def write(
         self, state: State, context: Tensor, *, key_mask: Tensor | None = None, packing: Packing | None = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,11 @@ from longspan.models.config import Execution, NormPosition, Residual
 from longspan.models.layers import NORMS, Attention, CenteredNorm, FeedForward, latest_tokens, shift_token, shift_tokens
 from longspan.models.positions import with_rotary
 from longspan.ops.decode import RotaryCache
-from longspan.protocol import Index, Mechanism, State
+from longspan.protocol import Index, Mechanism, State, StateOptions, start_positions
 from longspan.utils import choose
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 S = TypeVar("S", bound=State)
 
@@ -193,27 +196,24 @@ class ResidualBranch(nn.Module):
         total = x + y if self.residual or self.resample is not None else y
         return total if self.norm is None or self.norm_position == "pre" else self.norm(total)
 
-    def new_state(
-        self, batch_size: int, *, max_length: int | None, start: Tensor | None = None, device: Any, dtype: Any
-    ) -> BranchState:
-        """Return an empty state for `batch_size` sequences whose first token is at `start` (B,)."""
-        recent = None
+    def new_state(self, batch_size: int, **options: Unpack[StateOptions]) -> BranchState:
+        """Return an empty state for `batch_size` sequences; see `Mechanism.new_state`."""
+        like = torch.empty(0, device=options.get("device"), dtype=options.get("dtype"))
+        start = start_positions(batch_size, options.get("start"), like.device)
+        state = BranchState.empty(batch_size, start, like.device, stride=self.stride)
         if self.token_shift:
-            recent = torch.zeros(batch_size, max(self.token_shift), self.dim, device=device, dtype=dtype)
-        inner: tuple[State, ...] = ()
-        cross = isinstance(self.layer, Attention) and self.layer.cross
-        if isinstance(self.layer, Attention):
-            # max_length and start count this model's tokens, not those of a context.
-            longest = None if max_length is None or cross else -(-max_length // self.stride)
-            first = None if cross else start
-            if first is not None and self.stride > 1:
-                # The number of positions before `start` in each of the stride's columns.
-                columns = torch.arange(self.stride, device=first.device)
-                first = (first[:, None] - columns + self.stride - 1).div(self.stride, rounding_mode="floor").flatten()
-            options: dict[str, Any] = {"max_length": longest, "start": first, "device": device, "dtype": dtype}
-            inner = (self.layer.new_state(batch_size * self.stride, **options),)
-        contents = {"recent": recent, "inner": inner, "stride": self.stride, "cross": cross}
-        return BranchState.empty(batch_size, start, device, **contents)
+            state = replace(state, recent=like.new_zeros(batch_size, max(self.token_shift), self.dim))
+        if not isinstance(self.layer, Attention):
+            return state
+        if self.layer.cross:  # max_length and start count this model's tokens, not those of a context.
+            options |= {"max_length": None, "start": None}
+        elif self.stride > 1:
+            longest, columns = options.get("max_length"), torch.arange(self.stride, device=like.device)
+            options["max_length"] = None if longest is None else -(-longest // self.stride)
+            if start is not None:  # The number of positions before it in each of the stride's columns.
+                options["start"] = -((columns - start[:, None]) // self.stride).flatten()
+        inner = self.layer.new_state(batch_size * self.stride, **options)
+        return replace(state, inner=(inner,), cross=self.layer.cross)
 
     def _prepare(self, x: Tensor, layout: TokenLayout, recent: Tensor | None) -> Tensor:
         """Return what the layer takes: x normalized, and with shifted tokens."""
@@ -454,13 +454,11 @@ class Stack(nn.Module):
         """Whether `decode_step` supports all branches; it needs states that start at position 0."""
         return all(branch.stride == 1 for branch in self._branches())
 
-    def new_state(
-        self, batch_size: int, *, max_length: int | None, start: Tensor | int | None = None, device: Any, dtype: Any
-    ) -> StackState:
-        """Return an empty state for `batch_size` sequences whose first token is at `start`."""
-        state = StackState.empty(batch_size, start, device)
-        options: dict[str, Any] = {"max_length": max_length, "start": state.start, "device": device, "dtype": dtype}
-        return replace(state, branches=tuple(branch.new_state(batch_size, **options) for branch in self._branches()))
+    def new_state(self, batch_size: int, **options: Unpack[StateOptions]) -> StackState:
+        """Return an empty state for `batch_size` sequences; see `Mechanism.new_state`."""
+        branches = tuple(branch.new_state(batch_size, **options) for branch in self._branches())
+        first = branches[0]
+        return StackState(first.length, branches, start=first.start)
 
     def _run(self, x: Tensor, apply: Callable[[int, Tensor], Tensor]) -> Tensor:
         branches = self._branches()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,10 @@ from longspan.models.positions import (
 from longspan.models.residual import ResidualBranch, StackState
 from longspan.ops.decode import fused_linear
 from longspan.ops.loss import IGNORE_INDEX, cross_entropy
+from longspan.protocol import StateOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Transformer(nn.Module):
@@ -76,6 +80,7 @@ class Transformer(nn.Module):
         *,
         max_length: int | None = None,
         start: Tensor | int | None = None,
+        transition: bool = False,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         device: torch.device | str | None = None,
@@ -87,14 +92,17 @@ class Transformer(nn.Module):
             batch_size: Number of rows.
             max_length: The most tokens it will ever hold, for mechanisms that store them all.
             start: The position of its first token, (B,) or one for all rows; 0 unless given.
+            transition: Whether mechanisms also store what merging states needs; see `Mechanism.new_state`.
             context: (B, S, dim), written into the state once, for a model with cross-attention.
             context_mask: (B, S) bool, True for real tokens of the context.
             device: Where its tensors are; the model's device unless given.
             dtype: The dtype of the inputs; the model's unless given.
         """
         example = next(self.parameters())
-        device, dtype = example.device if device is None else device, example.dtype if dtype is None else dtype
-        state = self.stack.new_state(batch_size, max_length=max_length, start=start, device=device, dtype=dtype)
+        options: StateOptions = {"max_length": max_length, "start": start, "transition": transition}
+        options["device"] = example.device if device is None else device
+        options["dtype"] = example.dtype if dtype is None else dtype
+        state = self.stack.new_state(batch_size, **options)
         if self.config.cross is None:
             return state
         if context is None:
@@ -144,6 +152,13 @@ class Transformer(nn.Module):
                         cast("Any", part).count_forward()
 
 
+class ModelStateOptions(StateOptions, total=False):
+    """The keyword arguments of `Transformer.new_state`."""
+
+    context: Tensor | None
+    context_mask: Tensor | None
+
+
 class LanguageModel(nn.Module):
     """Tokens to logits: (B, T) int64 -> (B, T, vocab_size)."""
 
@@ -176,15 +191,7 @@ class LanguageModel(nn.Module):
         context_packing: Packing | None = None,
     ) -> Tensor:
         """Compute logits (B, T, vocab_size) of tokens (B, T); other arguments as for `Transformer.forward`."""
-        hidden = self.hidden(
-            tokens,
-            key_mask=key_mask,
-            packing=packing,
-            context=context,
-            context_mask=context_mask,
-            context_packing=context_packing,
-        )
-        return self.logits(hidden)
+        return self.logits(self._hidden(tokens, key_mask, packing, context, context_mask, context_packing))
 
     def hidden(
         self,
@@ -197,20 +204,7 @@ class LanguageModel(nn.Module):
         context_packing: Packing | None = None,
     ) -> Tensor:
         """Compute the last layer's vectors (B, T, dim), normalized; arguments as for `forward`."""
-        _check_tokens(tokens)
-        if key_mask is None and packing is None:
-            position = torch.arange(tokens.shape[1], device=tokens.device)[None]
-            layout = TokenLayout(position, torch.full_like(position, tokens.shape[1] - 1))
-        else:
-            layout = TokenLayout.of(tokens, causal=self.config.causal, key_mask=key_mask, packing=packing)
-        longest = tokens.shape[1] if packing is None else packing.max_length
-        reach = None if self.positions is None else self.positions.reach
-        if reach is not None and longest > reach and key_mask is not None:
-            longest = int(layout.position.max()) + 1  # padding has no position
-        x = self._embed(tokens, layout, longest)
-        return self.transformer(
-            x, context=context, context_mask=context_mask, context_packing=context_packing, _layout=layout
-        )
+        return self._hidden(tokens, key_mask, packing, context, context_mask, context_packing)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits (B, T, vocab_size) of vectors (B, T, dim) from `hidden`."""
@@ -248,43 +242,19 @@ class LanguageModel(nn.Module):
                 f"labels must be integers of the tokens' shape {tuple(tokens.shape)}, "
                 f"got {tuple(labels.shape)} {labels.dtype}"
             )
-        hidden = self.hidden(
-            tokens,
-            key_mask=key_mask,
-            packing=packing,
-            context=context,
-            context_mask=context_mask,
-            context_packing=context_packing,
-        )
+        hidden = self._hidden(tokens, key_mask, packing, context, context_mask, context_packing)
         narrow = hidden if self.from_dim is None else self.from_dim(hidden)
         narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
         weight = self.embedding.weight if self.to_logits is None else self.to_logits.weight
         bias = None if self.to_logits is None else self.to_logits.bias
         return cross_entropy(narrow.flatten(0, 1), weight, bias, labels.flatten())
 
-    def new_state(
-        self,
-        batch_size: int,
-        *,
-        max_length: int | None = None,
-        start: Tensor | int | None = None,
-        context: Tensor | None = None,
-        context_mask: Tensor | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> StackState:
+    def new_state(self, batch_size: int, **options: Unpack[ModelStateOptions]) -> StackState:
         """Return an empty state; see `Transformer.new_state`."""
-        if max_length is not None and self.positions is not None:
-            self.positions.check(max_length)
-        return self.transformer.new_state(
-            batch_size,
-            max_length=max_length,
-            start=start,
-            context=context,
-            context_mask=context_mask,
-            device=device,
-            dtype=dtype,
-        )
+        longest = options.get("max_length")
+        if longest is not None and self.positions is not None:
+            self.positions.check(longest)
+        return self.transformer.new_state(batch_size, **options)
 
     def extend(self, tokens: Tensor, state: StackState, *, key_mask: Tensor | None = None) -> tuple[Tensor, StackState]:
         """Compute logits (B, T, vocab_size) of new tokens (B, T) after those of the state, and the state after them."""
@@ -325,6 +295,28 @@ class LanguageModel(nn.Module):
             context = next(self.parameters()).new_zeros(1, 1, self.config.dim)
         state = self.new_state(1, context=context)
         return sum(x.numel() * x.element_size() for x in state.tensors().values())
+
+    def _hidden(
+        self,
+        tokens: Tensor,
+        key_mask: Tensor | None,
+        packing: Packing | None,
+        context: Tensor | None,
+        context_mask: Tensor | None,
+        context_packing: Packing | None,
+    ) -> Tensor:
+        _check_tokens(tokens)
+        if key_mask is None and packing is None:
+            position = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            layout = TokenLayout(position, torch.full_like(position, tokens.shape[1] - 1))
+        else:
+            layout = TokenLayout.of(tokens, causal=self.config.causal, key_mask=key_mask, packing=packing)
+        longest = tokens.shape[1] if packing is None else packing.max_length
+        reach = None if self.positions is None else self.positions.reach
+        if reach is not None and longest > reach and key_mask is not None:
+            longest = int(layout.position.max()) + 1  # padding has no position
+        masks: dict[str, Any] = {"context_mask": context_mask, "context_packing": context_packing}
+        return self.transformer(self._embed(tokens, layout, longest), context=context, **masks, _layout=layout)
 
     def _embed(self, tokens: Tensor, layout: TokenLayout, longest: int) -> Tensor:
         x = self.embedding(tokens)

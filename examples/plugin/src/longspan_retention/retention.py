@@ -29,10 +29,10 @@ class Retention(Mechanism):
     supports_cross = False
     heads_alike = False
 
-    def new_state(self, batch_size, *, max_length=None, start=None, transition=False, device=None, dtype=None):
-        like = torch.empty(0, device=device, dtype=torch.promote_types(dtype or torch.float32, torch.float32))
+    def _new_state(self, batch_size, start, like, max_length, transition):
+        like = like.to(torch.promote_types(like.dtype, torch.float32))
         s = like.new_zeros(batch_size, self.num_kv_heads, self.head_dim, self.value_dim)
-        return RetentionState.empty(batch_size, start, device, s=s, log_decay=s.new_zeros(s.shape[:2]))
+        return RetentionState.empty(batch_size, start, like.device, s=s, log_decay=s.new_zeros(s.shape[:2]))
 
     def _attend(self, q, k, v, *, gates, key_mask):
         c = self._log_alphas(k, gates, key_mask).cumsum(1)
