@@ -183,7 +183,7 @@ class LinformerAttention(Mechanism):
     def _fused_layer(self, layer: AttentionLayer, x: Tensor) -> Tensor | None:
         """Compute a self-attention layer of plain projections in one kernel, or return None where it does not apply."""
         table = self.keys
-        if not dispatch.eager_untraced(x) or table is not self.values or not self._is_bare:
+        if not dispatch.eager_untraced(x) or table is not self.values or not self._is_table_product:
             return None
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
         queries, keys, out = (map.weight for map in (layer.to_q, layer.to_kv, layer.to_out))
@@ -194,11 +194,11 @@ class LinformerAttention(Mechanism):
         return linformer_layer(x, queries, keys, table.table, out, layer.to_out.bias, problem, dtype)
 
     @property
-    def _is_bare(self) -> bool:
+    def _is_table_product(self) -> bool:
         """Whether compressed keys and values are products with tables and nothing else, without dropout."""
         keys = self.keys
-        bare = not keys.periodic and keys.bias is None and not (self.training and self.dropout > 0)
-        return bare and keys.is_table and self.values.is_table
+        product = not keys.periodic and keys.bias is None and not (self.training and self.dropout > 0)
+        return product and keys.is_table and self.values.is_table
 
     def _problem(self, shared_kv: bool = False) -> CompressedProblem:
         dims = self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim
@@ -225,8 +225,8 @@ class LinformerAttention(Mechanism):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
         self.check_length(k.shape[1])
-        plain = key_mask is not None or not self._is_bare or not q.dtype == k.dtype == v.dtype
-        if not plain and compressed.why_not_triton(q, q.dtype, self._problem()) is None:
+        eager = key_mask is not None or not self._is_table_product or not q.dtype == k.dtype == v.dtype
+        if not eager and compressed.why_not_triton(q, q.dtype, self._problem()) is None:
             return linformer_attention(q, k, v, self.keys.table, self.values.table)
         keys = self.keys.compress(k)
         # Keys that are their own values are compressed once.

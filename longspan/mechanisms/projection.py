@@ -108,8 +108,8 @@ class Projection(nn.Module):
         # A slice, not an index, whose gradient would need a sort.
         if self.periodic:
             return table.repeat(-(-T // self.max_length), 1, 1)[None, :T]
-        whole = not torch.compiler.is_compiling() and len(table) == T
-        return (table if whole else table[:T])[None]
+        covered = not torch.compiler.is_compiling() and len(table) == T
+        return (table if covered else table[:T])[None]
 
     def compress(self, x: Tensor, start: Tensor | None = None) -> Tensor:
         """Return Σ e_i x_iᵀ over all tokens, the first at `start`: (B, Hkv, R, dim) in the dtype of the sums."""

@@ -252,10 +252,10 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         before = _identity(path)
         try:
             description = _read_description(path / CONFIG)
-            whole = description["sha256"]
+            digest = description["sha256"]
             tensors: dict[str, Tensor] = {}
-            for name, digest in ({TENSORS: whole} if isinstance(whole, str) else whole).items():
-                tensors |= _read_tensors(path / name, digest)
+            for name, expected in ({TENSORS: digest} if isinstance(digest, str) else digest).items():
+                tensors |= _read_tensors(path / name, expected)
         except (FileNotFoundError, ValueError):
             if _identity(path) == before:
                 raise
