@@ -221,8 +221,8 @@ class LinearAttention(Mechanism):
         in_last = (position // self.blind_spot == last[:, None])[:, :, None, None]
         closes = (state.end - 1) // self.blind_spot < last
         closed = accumulate(_add_rows(state.sums, state.open, closes), f.masked_fill(in_last, 0), v, scale)
-        opened = accumulate(_drop_rows(state.open, closes), f.masked_fill(~in_last, 0), v, scale)
-        return replace(_updated(state, length, closed, total), open_kv=opened.kv, open_z=opened.z)
+        open_sums = accumulate(_drop_rows(state.open, closes), f.masked_fill(~in_last, 0), v, scale)
+        return replace(_updated(state, length, closed, total), open_kv=open_sums.kv, open_z=open_sums.z)
 
     def _attend_causal(
         self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
@@ -326,10 +326,10 @@ class LinearAttention(Mechanism):
         begun = state.end % bucket
         query, f, v = (shift_right(x, begun, bucket - 1) for x in (query, f, v))
         scale = None if scale is None else shift_right(scale, begun, bucket - 1, FLOOR)
-        sums, opened = _add_rows(state.sums, state.open, begun == 0), _drop_rows(state.open, begun == 0)
-        out = attend_prefixes(query, f, v, scale, sums, self.normalize, bucket=bucket, pending=opened)
+        sums, open_sums = _add_rows(state.sums, state.open, begun == 0), _drop_rows(state.open, begun == 0)
+        out = attend_prefixes(query, f, v, scale, sums, self.normalize, bucket=bucket, pending=open_sums)
         if self.first_bucket == "causal":
-            seen = _add_rows(sums, opened, begun > 0)
+            seen = _add_rows(sums, open_sums, begun > 0)
             head = None if scale is None else scale[:, :bucket]
             inside = attend_prefixes(query[:, :bucket], f[:, :bucket], v[:, :bucket], head, seen, self.normalize)
             first = (state.end < bucket)[:, None, None, None]
