@@ -26,7 +26,8 @@ def short(path: Path) -> str:
 
 def test_imports_point_one_way() -> None:
     """The layers are declared in pyproject.toml and checked by import-linter."""
-    run = subprocess.run(["lint-imports", "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    command = Path(sys.executable).with_name("lint-imports")
+    run = subprocess.run([command, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
 
 
