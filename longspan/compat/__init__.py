@@ -4,3 +4,7 @@
 `ModelConfig` (`options.py`) and state-dict keys to those of a longspan model (`keys.py`); all computation is in
 `longspan.models`. `docs/migrating.md` lists the intentional differences in behavior.
 """
+
+from longspan.compat.faithful import faithful
+
+__all__ = ["faithful"]

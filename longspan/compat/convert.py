@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.compat.state_dict import CompatModule
+from longspan.compat.state_dict import CompatModel, CompatModule
 from longspan.models.checkpoint import Model, save
 from longspan.utils import choose
 
@@ -66,12 +66,20 @@ def convert_weights(weights: Mapping[str, Tensor], library: str, arguments: Mapp
     arguments = dict(arguments)
     name = arguments.pop("class", default_class)
     cls = getattr(module, name, None)
-    if not (isinstance(cls, type) and issubclass(cls, CompatModule)):
+    if not (isinstance(cls, type) and issubclass(cls, CompatModule | CompatModel)):
         raise ValueError(f"{library} has no model {name!r}; give the class of the model, not of a wrapper around it")
     try:
         wrapper = cls(**arguments)
     except TypeError as error:
         raise ValueError(f"cannot build {name}: {error}") from None
+    if isinstance(wrapper, CompatModel):
+        try:
+            wrapper.load_state_dict(dict(weights))
+            return wrapper.to_longspan()
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
+        except ValueError as error:
+            raise ValueError(f"{error}; load it with longspan.compat.{module_name}.{name}") from None
     if not isinstance(wrapper.model, Model):
         raise ValueError(f"{name} is a layer, not a model: load it with longspan.compat.{module_name}.{name}")
     if wrapper.not_in_model:

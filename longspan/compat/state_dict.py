@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longspan.models.checkpoint import Model
+
 TensorMap = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 UNUSED = "unused."  # the prefix of keys that belong to `CompatModule.unused`
 
@@ -177,3 +179,71 @@ class CompatModule(nn.Module):
                 state_dict[prefix + (key if key.startswith(UNUSED) else f"model.{key}")] = tensor
         if strict:
             unexpected_keys.extend(prefix + key for key in given if key not in known)
+
+
+class CompatModel(nn.Module):
+    """A model of modules with the names of an older library, which has an equivalent longspan model.
+
+    A subclass registers its submodules, calls `record_structure` at the end of its constructor, and maps its
+    state-dict keys to those of the longspan model, which generation and `longspan convert` use.
+    """
+
+    def longspan_model(self) -> Model:
+        """Build a longspan model of the same architecture; its weights are replaced.
+
+        Raises:
+            ValueError: If this model computes what no longspan model does.
+        """
+        raise NotImplementedError
+
+    def key_mappings(self) -> Iterable[KeyMapping]:
+        """Map every key of the longspan model, called `new`, to keys of this model's state dict, called `old`."""
+        raise NotImplementedError
+
+    def upgrade_key(self, key: str) -> str:
+        """Return the current key for a key from another release of the older library."""
+        return key
+
+    def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Adapt the model, before loading, to a checkpoint whose shapes show that the original ignored an option."""
+
+    def record_structure(self) -> None:
+        """Remember the types of the submodules, so that `altered` can tell whether one was replaced."""
+        self._structure = {name: type(module) for name, module in self.named_modules() if name}
+
+    def altered(self) -> str:
+        """Return what was replaced or hooked since construction, so that the longspan model would differ, or ""."""
+        modules = dict(self.named_modules())
+        for name, expected in self._structure.items():
+            if type(modules.get(name)) is not expected:
+                return f"{name} was replaced"
+        for name, module in modules.items():
+            if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+                return f"{name or 'the model'} has a hook"
+        return ""
+
+    def to_longspan(self) -> Model:
+        """Return the equivalent longspan model, which shares the storage of tensors that have the same layout in both.
+
+        Raises:
+            ValueError: If a submodule was replaced or has a hook, or its weights have other shapes.
+        """
+        if altered := self.altered():
+            raise ValueError(f"{type(self).__name__} cannot be converted, because {altered}")
+        with torch.device("meta"):
+            model = self.longspan_model()
+        old, shapes = self.state_dict(), {key: tensor.shape for key, tensor in model.state_dict().items()}
+        new: dict[str, Tensor] = {}
+        for mapping in self.key_mappings():
+            tensors = mapping.to_new([old[key] for key in mapping.old])
+            for key, tensor in zip(mapping.new, tensors, strict=True):
+                new[key] = tensor.reshape(shapes[key])
+        model.load_state_dict(new, assign=True)
+        return model.train(self.training)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        given = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
+        upgraded = {self.upgrade_key(key[len(prefix) :]): tensor for key, tensor in given.items()}
+        self.adapt_to_checkpoint({key: tensor.shape for key, tensor in upgraded.items()})
+        state_dict.update({prefix + key: tensor for key, tensor in upgraded.items()})
+        super()._load_from_state_dict(state_dict, prefix, *args)
