@@ -1,5 +1,19 @@
 """Containers for pairs of layers."""
 
-from longspan.compat.containers import ReversibleSequence, SequentialSequence
+from longspan.compat.containers import (
+    Deterministic,
+    ReversibleBlock,
+    ReversibleSequence,
+    SequentialSequence,
+    layer_drop,
+    route_args,
+)
 
-__all__ = ["ReversibleSequence", "SequentialSequence"]
+__all__ = [
+    "Deterministic",
+    "ReversibleBlock",
+    "ReversibleSequence",
+    "SequentialSequence",
+    "layer_drop",
+    "route_args",
+]
