@@ -44,6 +44,8 @@ MHA: dict[str, dict[str, Any]] = {
     "xpos": {"causal": True, "use_xpos": True},
     "xpos both ways": {"use_xpos": True, "xpos_scale_base": 4},
     "shared": {"causal": True, "shared_qk": True},
+    "shared normed": {"causal": True, "shared_qk": True, "qk_rmsnorm": True},
+    "shared normed both ways": {"shared_qk": True, "qk_rmsnorm": True, "qk_scale": 5},
     "far": {"look_backward": 2, "look_forward": 0},
     "bare": {"causal": True, "use_rotary_pos_emb": False},
     "rel_pos_emb_config": {"causal": True, "rel_pos_emb_config": (6, 3)},

@@ -43,7 +43,8 @@ class LayerOptions:
         else:
             spec |= {"window": window_size, "look_back": self.look_backward, "look_ahead": ahead}
         if self.qk_rmsnorm:
-            spec["scale"] = self.qk_scale / dim_head  # our norm returns vectors of length √dim_head, theirs of length 1
+            # Our norm returns vectors of length √dim_head, theirs of length 1; shared_qk normalizes keys once more.
+            spec["scale"] = self.qk_scale / (dim_head**0.5 if self.shared_qk else dim_head)
         if rotary:
             # The original gives a query the angle of the last window it attends to; checkpoints depend on it.
             spec["query_offset"] = ahead * window_size
