@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from longspan.models.residual import run_reversible
-
-# For each keyword argument of forward: whether the first and the second layer of each pair receive it.
-Routes = Mapping[str, Sequence[tuple[bool, bool]]]
+T = TypeVar("T")
 Arguments = dict[str, Any]
-Layer = TypeVar("Layer")
+# For each keyword argument of forward: whether the first and the second layer of each pair receive it.
+Routes = Mapping[str, Sequence[Sequence[bool]]]
 
 
 def branch_prefix(index: int, *, reversible: bool) -> str:
@@ -24,133 +24,198 @@ def branch_prefix(index: int, *, reversible: bool) -> str:
 
 
 def route_args(router: Routes, args: Mapping[str, Any], depth: int) -> list[tuple[Arguments, Arguments]]:
-    """Return the keyword arguments of the two layers of each of `depth` pairs; those without a route are left out."""
-    routed: list[tuple[Arguments, Arguments]] = [({}, {}) for _ in range(depth)]
-    for name in args:
-        for arguments, receives in zip(routed, router.get(name, ()), strict=False):
-            for layer_arguments, received in zip(arguments, receives, strict=True):
-                if received:
-                    layer_arguments[name] = args[name]
-    return routed
+    """Return the arguments of the first and the second layer of each of `depth` pairs; others are left out."""
+
+    def of_layer(pair: int, second: int) -> Arguments:
+        return {name: value for name, value in args.items() if name in router and router[name][pair][second]}
+
+    return [(of_layer(i, 0), of_layer(i, 1)) for i in range(depth)]
 
 
-def layer_drop(layers: Sequence[Layer], prob: float) -> Sequence[Layer]:
-    """Drop each layer with probability `prob`; at least the first is kept."""
-    kept = [layer for layer, drawn in zip(layers, torch.rand(len(layers)).tolist(), strict=True) if drawn >= prob]
-    return kept or layers[:1]
+def layer_drop(layers: Sequence[T], prob: float) -> list[T]:
+    """Return the layers that remain after dropping each with a probability: the first if none does."""
+    keep = (torch.rand(len(layers)) >= prob).tolist()
+    return list(itertools.compress(layers, keep)) or list(layers[:1])
 
 
 class Deterministic(nn.Module):
-    """A layer that can run again with the random numbers of an earlier call."""
+    """Runs a layer, and can run it again with the random numbers of the call that was recorded last."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
         self.cpu_state: Tensor | None = None
-        self.gpu_devices: list[int] = []
-        self.gpu_states: list[Tensor] = []
+        self.cuda_in_fwd = False
+        self.gpu_devices: Sequence[int] = ()
+        self.gpu_states: Sequence[Tensor] = ()
 
     def record_rng(self, *args: Any) -> None:
-        """Save the random state of the CPU, and of the devices of the arguments."""
-        self.cpu_state = torch.get_rng_state()
-        self.gpu_devices, self.gpu_states = get_device_states(*args)
+        """Record the random state of the CPU and of the devices of args."""
+        self.cpu_state, self.cuda_in_fwd = torch.get_rng_state(), torch.cuda.is_initialized()
+        if self.cuda_in_fwd:
+            self.gpu_devices, self.gpu_states = get_device_states(*args)
 
     def forward(self, *args: Any, record_rng: bool = False, set_rng: bool = False, **kwargs: Any) -> Any:
-        """Call the layer.
-
-        Args:
-            *args: Of the layer.
-            record_rng: Whether to save the random state first.
-            set_rng: Whether to use the saved random state.
-            **kwargs: Of the layer.
-        """
+        """Call the layer. set_rng: Use the recorded random state."""
         if record_rng:
             self.record_rng(*args)
         if not set_rng:
             return self.net(*args, **kwargs)
         if self.cpu_state is None:
             raise ValueError("set_rng needs a random state: call the layer with record_rng=True first")
-        with torch.random.fork_rng(self.gpu_devices):
+        with torch.random.fork_rng(devices=self.gpu_devices):
             torch.set_rng_state(self.cpu_state)
-            set_device_states(self.gpu_devices, self.gpu_states)
+            if self.cuda_in_fwd:
+                set_device_states(self.gpu_devices, self.gpu_states)
             return self.net(*args, **kwargs)
+
+    @property
+    def recorded(self) -> tuple[Tensor | None, bool, Sequence[int], Sequence[Tensor]]:
+        """What `record_rng` recorded."""
+        return self.cpu_state, self.cuda_in_fwd, self.gpu_devices, self.gpu_states
+
+    @recorded.setter
+    def recorded(self, state: tuple[Tensor | None, bool, Sequence[int], Sequence[Tensor]]) -> None:
+        self.cpu_state, self.cuda_in_fwd, self.gpu_devices, self.gpu_states = state
 
 
 class ReversibleBlock(nn.Module):
-    """y₁ = x₁ + f(x₂), y₂ = x₂ + g(y₁), on two streams concatenated along the features: (B, T, 2·dim)."""
+    """Maps two streams, concatenated to (B, T, 2·dim): y₁ = x₁ + f(x₂), y₂ = x₂ + g(y₁)."""
 
     def __init__(self, f: nn.Module, g: nn.Module) -> None:
         super().__init__()
         self.f, self.g = Deterministic(f), Deterministic(g)
 
-    def forward(self, x: Tensor, f_args: Arguments | None = None, g_args: Arguments | None = None) -> Tensor:
-        """Map both streams; f_args and g_args are keyword arguments of the layers."""
-        first, second = x.chunk(2, 2)
-        record = self.training and torch.is_grad_enabled()
-        first = first + self.f(second, record_rng=record, **f_args or {})
-        second = second + self.g(first, record_rng=record, **g_args or {})
-        return torch.cat([first, second], 2)
+    def forward(
+        self,
+        x: Tensor,
+        f_args: Mapping[str, Any] | None = None,
+        g_args: Mapping[str, Any] | None = None,
+        *,
+        record_rng: bool | None = None,
+    ) -> Tensor:
+        """Apply both layers. record_rng: Record random states for `backward_pass`, by default in training."""
+        record = self.training and not torch.compiler.is_compiling() if record_rng is None else record_rng
+        x1, x2 = x.chunk(2, -1)
+        y1 = x1 + self.f(x2, record_rng=record, **(f_args or {}))
+        y2 = x2 + self.g(y1, record_rng=record, **(g_args or {}))
+        return torch.cat([y1, y2], -1)
 
     def backward_pass(
-        self, y: Tensor, dy: Tensor, f_args: Arguments | None = None, g_args: Arguments | None = None
+        self,
+        y: Tensor,
+        dy: Tensor,
+        f_args: Mapping[str, Any] | None = None,
+        g_args: Mapping[str, Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the input from the output y, and its gradient from dy; gradients of parameters are accumulated."""
-        streams, gradients = list(y.chunk(2, 2)), list(dy.chunk(2, 2))
-        for changed, layer, arguments in ((1, self.g, g_args), (0, self.f, f_args)):
+        """Return the input and its gradient, given the output and its gradient; parameters accumulate theirs."""
+        x, dx, gradients = self.invert(y, dy, f_args or {}, g_args or {}, [])
+        for parameter, gradient in gradients:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return x, dx
+
+    def invert(
+        self, y: Tensor, dy: Tensor, f_args: Mapping[str, Any], g_args: Mapping[str, Any], leaves: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+        """Compute the backward pass without storing activations: run each layer again and subtract its output.
+
+        Returns:
+            The input, its gradient, and (tensor, gradient) for parameters and for `leaves`, tensors in the arguments.
+        """
+        streams, d_streams = list(y.chunk(2, -1)), list(dy.chunk(2, -1))
+        gradients: list[tuple[Tensor, Tensor]] = []
+        for layer, mine, arguments in ((self.g, 1, g_args), (self.f, 0, f_args)):
             with torch.enable_grad():
-                x = streams[1 - changed].detach().requires_grad_()
-                out = layer(x, set_rng=layer.cpu_state is not None, **arguments or {})
-            torch.autograd.backward(out, gradients[changed])
-            streams[changed] = streams[changed] - out.detach()
-            if x.grad is not None:
-                gradients[1 - changed] = gradients[1 - changed] + x.grad
-        return torch.cat(streams, 2), torch.cat(gradients, 2)
+                x = streams[1 - mine].detach().requires_grad_()
+                out = layer(x, set_rng=layer.cpu_state is not None, **arguments)
+            wanted = [*leaves, *(p for p in layer.parameters() if p.requires_grad)]
+            found = torch.autograd.grad(out, [x, *wanted], d_streams[mine].to(out.dtype), allow_unused=True)
+            streams[mine] = streams[mine] - out.detach()
+            if found[0] is not None:
+                d_streams[1 - mine] = d_streams[1 - mine] + found[0]
+            gradients += [(w, g) for w, g in zip(wanted, found[1:], strict=True) if g is not None]
+        return torch.cat(streams, -1), torch.cat(d_streams, -1), gradients
+
+
+class _ReversibleFunction(torch.autograd.Function):
+    """Run reversible blocks and store only the last output.
+
+    Parameters and tensors in the arguments are inputs, so that they get gradients whether or not x needs one, and each
+    once, whatever the number of blocks that use it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        blocks: Sequence[ReversibleBlock],
+        args: Sequence[Mapping[str, Mapping[str, Any]]],
+        *inputs: Tensor,
+    ) -> Tensor:
+        ctx.blocks, ctx.args, ctx.inputs, ctx.random = blocks, args, inputs, []
+        kind = x.device.type
+        ctx.autocast = {
+            "device_type": kind,
+            "dtype": torch.get_autocast_dtype(kind),
+            "enabled": torch.is_autocast_enabled(kind),
+        }
+        for block, arguments in zip(blocks, args, strict=True):
+            x = block(x, **arguments, record_rng=True)
+            ctx.random.append((block.f.recorded, block.g.recorded))
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        (y,) = ctx.saved_tensors
+        passed = {id(x) for args in ctx.args for part in args.values() for x in part.values()}
+        leaves = {id(x): x.detach().requires_grad_() for x in ctx.inputs if id(x) in passed}
+        owner = {id(leaf): key for key, leaf in leaves.items()}
+        total: dict[int, Tensor] = {}
+        for block, args, random in zip(ctx.blocks[::-1], ctx.args[::-1], ctx.random[::-1], strict=True):
+            block.f.recorded, block.g.recorded = random
+            detached = [
+                {name: leaves.get(id(x), x) for name, x in args.get(key, {}).items()} for key in ("f_args", "g_args")
+            ]
+            with torch.autocast(**ctx.autocast):
+                y, dy, gradients = block.invert(y, dy, *detached, list(leaves.values()))
+            for tensor, gradient in gradients:
+                key = owner.get(id(tensor), id(tensor))
+                total[key] = total[key] + gradient if key in total else gradient
+        d_inputs = (total.get(id(x)) for x in ctx.inputs)
+        return dy if ctx.needs_input_grad[0] else None, None, None, *d_inputs
 
 
 class _LayerPairs(nn.Module):
-    def __init__(self, num_pairs: int, args_route: Routes, layer_dropout: float) -> None:
+    def __init__(self, num_pairs: int, args_route: Routes | None, layer_dropout: float) -> None:
         super().__init__()
-        wrong = {name: len(route) for name, route in args_route.items() if len(route) != num_pairs}
+        self.args_route, self.layer_dropout = args_route or {}, layer_dropout
+        wrong = {name: len(route) for name, route in self.args_route.items() if len(route) != num_pairs}
         if wrong:
             raise ValueError(f"args_route must have one entry for each of {num_pairs} pairs of layers, got {wrong}")
-        self.args_route, self.layer_dropout = args_route, layer_dropout
 
-    def _routed(self, pairs: nn.ModuleList, arguments: Arguments) -> Sequence[tuple[Any, tuple[Arguments, Arguments]]]:
-        """Return each pair with the arguments of its layers; in training, layer_dropout skips random pairs."""
+    def _with_arguments(
+        self, layers: Iterable[Any], arguments: Mapping[str, Any]
+    ) -> list[tuple[Any, tuple[Arguments, Arguments]]]:
+        """Return each pair with its arguments; in training, layer_dropout removes random pairs."""
         if unknown := sorted(set(arguments) - set(self.args_route)):
             raise TypeError(f"args_route has no entry for {', '.join(unknown)}; it has {sorted(self.args_route)}")
-        routed = list(zip(pairs, route_args(self.args_route, arguments, len(pairs)), strict=True))
-        return layer_drop(routed, self.layer_dropout) if self.training and self.layer_dropout > 0 else routed
-
-
-class _LayerCall:
-    """A layer with its arguments, callable as a residual branch."""
-
-    weight = None
-
-    def __init__(self, layer: nn.Module, arguments: Arguments) -> None:
-        self.layer, self.arguments = layer, arguments
-
-    def __call__(
-        self, x: Tensor, layout: Any = None, context: Tensor | None = None, context_layout: Any = None
-    ) -> Tensor:
-        # The caller passes the context, so that its gradient is summed over the layers.
-        return self.layer(x, **{**self.arguments, **({"context": context} if "context" in self.arguments else {})})
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self.layer.parameters()
+        layers = list(layers)
+        pairs = list(zip(layers, route_args(self.args_route, arguments, len(layers)), strict=True))
+        return layer_drop(pairs, self.layer_dropout) if self.training and self.layer_dropout > 0 else pairs
 
 
 class SequentialSequence(_LayerPairs):
     """Apply x ← x + f(x), then x ← x + g(x), for each pair of layers."""
 
     def __init__(self, layers: nn.ModuleList, args_route: Routes | None = None, layer_dropout: float = 0.0) -> None:
-        super().__init__(len(layers), args_route or {}, layer_dropout)
+        super().__init__(len(layers), args_route, layer_dropout)
         self.layers = layers
 
-    def forward(self, x: Tensor, **arguments: Any) -> Tensor:
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         """Map x (B, T, dim) to (B, T, dim); args_route selects the layers that receive each argument."""
-        for (f, g), (f_args, g_args) in self._routed(self.layers, arguments):
+        for (f, g), (f_args, g_args) in self._with_arguments(self.layers, kwargs):
             x = x + f(x, **f_args)
             x = x + g(x, **g_args)
         return x
@@ -159,33 +224,37 @@ class SequentialSequence(_LayerPairs):
 class ReversibleSequence(_LayerPairs):
     """Apply pairs of layers to two residual streams, whose activations are recomputed in the backward pass.
 
-    The output is the mean of the streams, or their sum if `sum_streams`. A block that was replaced, or that has a
-    forward hook, is called as a whole; activations are then kept.
+    The output is the mean of the streams, or their sum if `sum_streams`. If a block was replaced or has a forward hook,
+    which may change what cannot be inverted, activations are kept.
     """
 
     sum_streams: ClassVar[bool] = False
 
     def __init__(
-        self, blocks: Iterable[Iterable[nn.Module]], args_route: Routes | None = None, layer_dropout: float = 0.0
+        self, blocks: Iterable[Sequence[nn.Module]], args_route: Routes | None = None, layer_dropout: float = 0.0
     ) -> None:
-        pairs = [tuple(pair) for pair in blocks]
-        super().__init__(len(pairs), args_route or {}, layer_dropout)
-        self.blocks = nn.ModuleList(ReversibleBlock(f, g) for f, g in pairs)
+        made = [ReversibleBlock(f, g) for f, g in blocks]
+        super().__init__(len(made), args_route, layer_dropout)
+        self.blocks = nn.ModuleList(made)
 
-    def forward(self, x: Tensor, **arguments: Any) -> Tensor:
-        """Map x (B, T, dim) to (B, T, dim); of the arguments, only `context` receives gradients."""
-        routed = self._routed(self.blocks, arguments)
-        if all(_is_plain(block) for block, _ in routed):
-            calls = [_LayerCall(*call) for block, args in routed for call in zip((block.f, block.g), args, strict=True)]
-            first, second = run_reversible(calls, x, None, arguments.get("context"), None)
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        """Map x (B, T, dim) to (B, T, dim); args_route selects the layers that receive each argument."""
+        x = torch.cat([x, x], -1)
+        pairs = self._with_arguments(self.blocks, kwargs)
+        args = [{"f_args": f_args, "g_args": g_args} for _, (f_args, g_args) in pairs]
+        blocks = [block for block, _ in pairs]
+        invertible = blocks and all(_is_plain(block) for block in blocks)
+        if invertible and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            tensors = [*kwargs.values(), *(p for block in blocks for p in block.parameters())]
+            inputs = dict.fromkeys(t for t in tensors if isinstance(t, Tensor) and t.requires_grad)
+            x = _ReversibleFunction.apply(x, blocks, args, *inputs)  # type: ignore[no-untyped-call]
         else:
-            streams = torch.cat([x, x], 2)
-            for block, (f_args, g_args) in routed:
-                streams = block(streams, f_args=f_args, g_args=g_args)
-            first, second = streams.chunk(2, 2)
+            for block, arguments in zip(blocks, args, strict=True):
+                x = block(x, **arguments)
+        first, second = x.chunk(2, -1)
         return first + second if self.sum_streams else (first + second) / 2
 
 
 def _is_plain(block: nn.Module) -> bool:
-    """Whether the two layers of a block can be called in its place."""
+    """Whether the output of a block is what its two layers make of its input."""
     return type(block) is ReversibleBlock and not (block._forward_hooks or block._forward_pre_hooks)

@@ -5,6 +5,7 @@ from longspan.compat.containers import (
     ReversibleBlock,
     ReversibleSequence,
     SequentialSequence,
+    _ReversibleFunction,
     layer_drop,
     route_args,
 )
@@ -14,6 +15,7 @@ __all__ = [
     "ReversibleBlock",
     "ReversibleSequence",
     "SequentialSequence",
+    "_ReversibleFunction",
     "layer_drop",
     "route_args",
 ]

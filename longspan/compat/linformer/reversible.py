@@ -1,9 +1,24 @@
 """Containers for pairs of layers; a reversible one returns the sum of its two streams."""
 
 from longspan.compat import containers
-from longspan.compat.containers import SequentialSequence
+from longspan.compat.containers import (
+    Deterministic,
+    ReversibleBlock,
+    SequentialSequence,
+    _ReversibleFunction,
+    layer_drop,
+    route_args,
+)
 
-__all__ = ["ReversibleSequence", "SequentialSequence"]
+__all__ = [
+    "Deterministic",
+    "ReversibleBlock",
+    "ReversibleSequence",
+    "SequentialSequence",
+    "_ReversibleFunction",
+    "layer_drop",
+    "route_args",
+]
 
 
 class ReversibleSequence(containers.ReversibleSequence):
