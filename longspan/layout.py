@@ -9,6 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longspan.utils import check_torch
+
+check_torch()
+
 
 @dataclass(frozen=True)
 class Packing:

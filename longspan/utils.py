@@ -1,15 +1,39 @@
-"""Small helpers that need no torch: errors for wrong names, and the commit of a checkout."""
+"""Small helpers that import no torch: worded errors, text for terminals, files, and the commit of a checkout."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.resources import files
+from numbers import Integral
 from pathlib import Path
 from typing import Any
+
+MIN_TORCH = (2, 10)
+_MAX_JSON = 1 << 26  # bytes of a JSON file that is read into memory at once
+# Control characters but tabs and line ends, marks that change the direction of text, and halves of surrogate pairs.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# How libraries other than Python's own word a full disk.
+_DISK_FULL = ("No space left on device", "StorageFull", "Disk quota exceeded", "PytorchStreamWriter failed writing")
+
+
+def check_torch() -> None:
+    """Import torch and check its version, before a module that needs it fails in ways that do not say why.
+
+    Raises:
+        ImportError: If it is too old.
+    """
+    version = str(import_module("torch").__version__)
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and (int(found[1]), int(found[2])) < MIN_TORCH:
+        needed = ".".join(map(str, MIN_TORCH))
+        raise ImportError(f"longspan needs torch {needed} or newer, found {version}: pip install 'torch>={needed}'")
 
 
 def choose(what: str, given: str, allowed: Iterable[str]) -> str:
@@ -20,22 +44,105 @@ def choose(what: str, given: str, allowed: Iterable[str]) -> str:
     raise ValueError(f"unknown {what} {given!r}; there is {', '.join(names)}{nearest(given, names)}")
 
 
+def check_integer(name: str, value: object, minimum: int) -> None:
+    """Check that an argument is an integer of at least a minimum.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is below the minimum.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
+
 def nearest(given: object, names: Iterable[str]) -> str:
     """A question whether the closest of `names` was meant, to end an error with; empty if none is close."""
     close = get_close_matches(str(given), list(names), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def printable(text: str) -> str:
+    """Return a text that is safe to show on a terminal: its control characters are replaced by their escapes."""
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def choose_device(name: str | None) -> Any:
+    """Return the torch.device for the value of --device; None: a GPU if there is one, otherwise the CPU.
+
+    Raises:
+        ValueError: If there is no such device on this machine.
+    """
+    import torch
+
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    allowed = ["cpu", *(["cuda"] if cuda else []), *(f"cuda:{i}" for i in range(cuda))]
+    if torch.backends.mps.is_available():
+        allowed.append("mps")
+    if name is None:
+        return torch.device("cuda" if cuda else "cpu")
+    if name == "cuda" and not cuda:
+        raise ValueError("--device cuda: no CUDA device is available; remove --device, or use --device cpu")
+    return torch.device(choose("--device", name, allowed))
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it was raised from, says that a disk or a quota is full."""
+    if error is None:
+        return False
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(x in str(error) for x in _DISK_FULL)
+    return full or is_disk_full(error.__cause__) or is_disk_full(error.__context__)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory could not be allocated, on a CPU or a GPU."""
+    worded = isinstance(error, RuntimeError) and ("out of memory" in str(error) or "t allocate memory" in str(error))
+    return worded or isinstance(error, MemoryError)
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file that another process, or another person, may have written.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is not a regular file, too large, not UTF-8, not JSON, or nested too deeply.
+    """
+    size = path.stat().st_size
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
+    if size > _MAX_JSON:
+        raise ValueError(f"{path} is too large for JSON that is read at once: {size:,} bytes, at most {_MAX_JSON:,}")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, it cannot be read as JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} cannot be read as JSON: its values are nested too deeply") from None
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that a reader, or a process killed at any moment, sees the old content or the new one.
+
+    Links are followed. A device or pipe is written to as it is.
 
     Args:
         path: The file to create or replace. Its folder must exist.
         content: Bytes, or text to encode as UTF-8.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(partial, path)
+    data = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    path = Path(os.path.realpath(path))
+    # Of a name of its own, so that two processes do not write into each other's file.
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(data)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def render_template(package: str, name: str, **values: Any) -> str:

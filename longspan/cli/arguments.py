@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from longspan.utils import choose, nearest
+from longspan.utils import choose, nearest, printable
 
 T = TypeVar("T")
 BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
@@ -90,6 +91,11 @@ def to_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ",".join(map(to_text, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def show(path: Path) -> str:
+    """Return a path to print: as it is to a file or pipe, without control characters to a terminal."""
+    return printable(str(path)) if sys.stdout.isatty() else str(path)
 
 
 class _Reader(NamedTuple):

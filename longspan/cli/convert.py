@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from longspan.cli.arguments import parse
+from longspan.cli.arguments import parse, show
 
 
 @dataclass(frozen=True)
@@ -36,4 +36,4 @@ def main(argv: Sequence[str]) -> None:
         convert_file(flags.checkpoint, flags.folder, flags.library, flags.config)
     except OSError as error:
         raise ValueError(str(error)) from None
-    print(f"{flags.folder} written; longspan generate --model {flags.folder} reads it")
+    print(f"{show(flags.folder)} written; longspan generate --model {show(flags.folder)} reads it")

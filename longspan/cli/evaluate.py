@@ -10,6 +10,7 @@ from pathlib import Path
 from tyro.conf import UseAppendAction
 
 from longspan.cli.arguments import check_at_least, parse
+from longspan.utils import printable
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def main(argv: Sequence[str]) -> None:
     print_evaluation(result)
     if flags.out is not None:
         for path in write_evaluation(result, flags.out):
-            print(f"written: {path}", file=sys.stderr)
+            print(f"written: {printable(str(path))}", file=sys.stderr)
 
 
 def _run_tasks(flags: EvalFlags, tasks: tuple[str, ...]) -> None:

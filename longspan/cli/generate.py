@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,9 @@ from longspan.generation.session import Session
 from longspan.generation.tokenization import TextCodec
 from longspan.models.checkpoint import load
 from longspan.models.transformer import LanguageModel
+from longspan.utils import choose_device, printable
+
+MAX_PROMPT = 1 << 28  # bytes
 
 
 @dataclass(frozen=True)
@@ -60,16 +65,23 @@ class GenerateFlags:
         check_at_least(0, max_tokens=self.max_tokens)
         if self.prompt is not None and self.prompt_file is not None:
             raise ValueError("--prompt and --prompt-file exclude each other: give one of them")
+        if "" in self.stop:
+            raise ValueError("--stop is empty, which every text ends with: give the text to stop after")
+        if self.state is not None and (self.state.is_dir() or not self.state.parent.is_dir()):
+            problem = "is a folder" if self.state.is_dir() else f"there is no folder {self.state.parent}"
+            raise ValueError(f"--state {self.state}: {problem}; give a file in an existing folder")
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the command."""
     flags = parse(GenerateFlags, argv, "generate")
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.min_p, flags.repetition_penalty)
-    model = load_model(flags.model, flags.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = load_model(flags.model, choose_device(flags.device))
     codec = _load_codec(flags.model, model)
     session = _prefill(flags, model, codec)
-    steps = stream(model, session.select([0] * flags.batch), flags.max_tokens, sampling=sampling, seed=flags.seed)
+    _check_batch(flags.batch, session)
+    rows = torch.zeros(flags.batch, dtype=torch.int64)
+    steps = stream(model, session.select(rows), flags.max_tokens, sampling=sampling, seed=flags.seed)
     start = time.perf_counter()
     number = _print(steps, codec, flags.batch, flags.stop)
     elapsed = max(time.perf_counter() - start, 1e-9)
@@ -80,10 +92,11 @@ def main(argv: Sequence[str]) -> None:
     )
     if flags.state is not None:
         steps.session.save(flags.state)
-        print(f"session saved to {flags.state}; continue with --resume {flags.state}", file=sys.stderr)
+        state = printable(str(flags.state))
+        print(f"session saved to {state}; continue with --resume {state}", file=sys.stderr)
 
 
-def load_model(folder: Path, device: str = "cpu") -> LanguageModel:
+def load_model(folder: Path, device: torch.device | None = None) -> LanguageModel:
     """Load the language model of a checkpoint or run folder.
 
     Raises:
@@ -101,6 +114,21 @@ def load_model(folder: Path, device: str = "cpu") -> LanguageModel:
 def format_bytes(number: int) -> str:
     """Return a number of bytes in KiB or MiB."""
     return f"{number / 1024:,.1f} KiB" if number < 1024**2 else f"{number / 1024**2:,.1f} MiB"
+
+
+def _check_batch(batch: int, session: Session) -> None:
+    """Raise ValueError if the states of a batch exceed the memory of the machine."""
+    tensors = [*session.state.tensors().values(), session.logits]
+    needed = sum(x.numel() * x.element_size() for x in tensors) // len(session.logits)
+    if session.logits.is_cuda:
+        memory = torch.cuda.mem_get_info(session.logits.device)[1]
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if batch * needed > memory:
+        raise ValueError(
+            f"--batch {batch} needs {batch * needed / 2**30:,.0f} GiB for its states, and this machine has "
+            f"{memory / 2**30:,.0f}: use at most --batch {memory // (2 * needed)}"
+        )
 
 
 def _load_codec(folder: Path, model: LanguageModel) -> TextCodec:
@@ -128,10 +156,14 @@ def _prefill(flags: GenerateFlags, model: LanguageModel, codec: TextCodec) -> Se
 
 def _read_prompt(flags: GenerateFlags) -> bytes:
     if flags.prompt is not None:
-        return flags.prompt.encode()
-    if flags.prompt_file is not None:
-        return flags.prompt_file.read_bytes()
-    return b"" if flags.resume is not None else sys.stdin.buffer.read()
+        return flags.prompt.encode(errors="surrogateescape")  # The bytes of the command line.
+    if flags.prompt_file is None and flags.resume is not None:
+        return b""
+    with nullcontext(sys.stdin.buffer) if flags.prompt_file is None else open(flags.prompt_file, "rb") as file:
+        prompt = file.read(MAX_PROMPT + 1)
+    if len(prompt) > MAX_PROMPT:
+        raise ValueError(f"the prompt is longer than {MAX_PROMPT:,} bytes")
+    return prompt
 
 
 def _print(steps: Stream, codec: TextCodec, batch: int, endings: Sequence[str]) -> int:
@@ -147,18 +179,22 @@ def _print(steps: Stream, codec: TextCodec, batch: int, endings: Sequence[str]) 
                     piece, text = decoders[row].push(token), decoders[row].text
                     active[row] = not any(ending in text[-len(piece) - len(ending) :] for ending in endings)
                     if row == 0:
-                        sys.stdout.write(piece)
-                        sys.stdout.flush()
+                        _write(piece)
             if not any(active):
                 break
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
-    sys.stdout.write(decoders[0].flush())
+    _write(decoders[0].flush())
     for i, other in enumerate(decoders[1:], 2):
         other.flush()
-        sys.stdout.write(f"\n\n--- {i} of {batch} ---\n{other.text}")
-    sys.stdout.flush()
+        _write(f"\n\n--- {i} of {batch} ---\n{other.text}")
     return number
+
+
+def _write(text: str) -> None:
+    """Write generated text: as it is to a file or pipe, without control characters to a terminal."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
 
 
 def _checkpoint(folder: Path) -> Path:

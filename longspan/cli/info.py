@@ -16,6 +16,7 @@ from longspan.cli.arguments import parse
 from longspan.cli.generate import format_bytes, load_model
 from longspan.mechanisms import list_mechanisms, mechanism_options
 from longspan.ops.common.dispatch import KERNELS, why_no_triton
+from longspan.utils import printable
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class InfoFlags:
 def main(argv: Sequence[str]) -> None:
     """Run the command."""
     flags = parse(InfoFlags, argv, "info")
-    console = Console()
+    console = Console(markup=False)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     console.print(f"longspan {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
     console.print(f"devices: cpu ({torch.get_num_threads()} threads){''.join(f', {name}' for name in gpus)}")
@@ -43,6 +44,6 @@ def main(argv: Sequence[str]) -> None:
     if flags.model is not None:
         model = load_model(flags.model)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        console.print(f"{flags.model}: {type(model).__name__} with {parameters:,} parameters")
+        console.print(f"{printable(str(flags.model))}: {type(model).__name__} with {parameters:,} parameters")
         if model.config.causal:
             console.print(f"state of one sequence: {format_bytes(model.state_size())}")

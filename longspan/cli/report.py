@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from longspan.cli.arguments import parse
+from longspan.cli.arguments import parse, show
 
 
 @dataclass(frozen=True)
@@ -32,4 +32,4 @@ def main(argv: Sequence[str]) -> None:
 
     out = flags.runs[0] / "report.html" if flags.out is None else flags.out
     for path in write_report([read_run(run) for run in flags.runs], out):
-        print(path)
+        print(show(path))

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import index
 
 import torch
 from torch import Tensor
 
 from longspan.generation.decode import DecodeLoop
 from longspan.generation.sampling import Sampling, SeededSampler
-from longspan.generation.session import Session
+from longspan.generation.session import Session, check_tokens, to_tokens
 from longspan.models.residual import StackState
 from longspan.models.transformer import EncoderDecoder, LanguageModel
+from longspan.utils import check_integer
 
 Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]]
 _AHEAD = 32  # steps on a GPU between two looks at whether every sequence has ended
@@ -59,11 +61,14 @@ def generate(
         The tokens of each sequence and their log-probabilities.
 
     Raises:
-        ValueError: If the prompt is empty, the model is not causal, or the tokens exceed its table of positions.
+        TypeError: If the prompt is text, or not integers.
+        ValueError: If the prompt is empty, the model is not causal, the tokens exceed its table of positions, or the
+            session is another model's.
     """
-    endings = [s.encode() if isinstance(s, str) else bytes(s) for s in stop_strings]
+    endings = _endings(stop_strings)
+    check_integer("max_tokens", max_tokens, 0)
     steps = stream(model, prompt, max_tokens, sampling=sampling, stop=stop, seed=seed, source=source)
-    B = len(prompt.logits) if isinstance(prompt, Session) else len(_sequences(prompt))
+    B = steps.batch_size
     result = Generated([[] for _ in range(B)], [[] for _ in range(B)])
     live = [True] * B
     # Reading tokens waits for the GPU, so several steps run before each look, and a few tokens are thrown away.
@@ -105,9 +110,18 @@ def stream(
 
     Returns:
         An iterator over steps.
+
+    Raises:
+        TypeError: As `generate`.
+        ValueError: As `generate`.
     """
     sampling = Sampling() if sampling is None else sampling
-    if not isinstance(prompt, Session):
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a Sampling, got {sampling!r}")
+    decoder = _decoder(model)
+    if isinstance(prompt, Session):
+        prompt.check_model(decoder)
+    else:
         prompt = prefill(model, prompt, max_tokens=max_tokens, source=source, window=sampling.repetition_window)
     return Stream(model, prompt, max_tokens, sampling, stop, seed)
 
@@ -128,12 +142,14 @@ class Stream:
         stop: Sequence[int],
         seed: int | Sequence[int],
     ) -> None:
-        B = len(session.logits)
-        seeds = [seed + i for i in range(B)] if isinstance(seed, int) else list(seed)
-        if len(seeds) != B:
-            raise ValueError(f"seed must be one number or one for each of {B} sequences, got {len(seeds)}")
-        self._model = model.decoder if isinstance(model, EncoderDecoder) else model
-        self._sampler = SeededSampler(sampling, session.recent, stop, seeds)
+        if max_tokens is not None:
+            check_integer("max_tokens", max_tokens, 0)
+        self.batch_size = len(session.logits)
+        self._model = _decoder(model)
+        ends = to_tokens("stop", stop)
+        check_tokens("stop", ends, self._model)
+        seeds = _seeds(seed, self.batch_size)
+        self._sampler = SeededSampler(sampling, session.recent, ends.tolist(), seeds)
         self._loop = DecodeLoop(self._model, session.state, session.logits, self._sampler)
         self._max_tokens, self._steps, self._ended = max_tokens, 0, False
 
@@ -157,6 +173,7 @@ class Stream:
         Returns:
             Tokens and log-probabilities, a list over sequences for each step.
         """
+        check_integer("number", number, 0)
         number = number if self._max_tokens is None else min(number, self._max_tokens - self._steps)
         answers = []
         with _evaluating(self._model), self._loop.single_thread():
@@ -164,14 +181,14 @@ class Stream:
                 self._loop.step()
                 answers.append(self._sampler.answer.clone())
                 self._steps += 1
-        found = torch.stack(answers).tolist()  # (number, 2, B) float64, exact for any token
+        found = torch.stack(answers).tolist() if answers else []  # (number, 2, B) float64, exact for any token
         return [[int(token) for token in tokens] for tokens, _ in found], [logs for _, logs in found]
 
     @property
     def session(self) -> Session:
         """A copy of everything read and generated so far, to continue later."""
         with torch.no_grad(), _evaluating(self._model):
-            return Session(*self._loop.state_and_logits(), self._sampler.recent.clone())
+            return Session(*self._loop.state_and_logits(), self._sampler.recent.clone(), self._model)
 
 
 @torch.no_grad()
@@ -198,12 +215,17 @@ def prefill(
         The session after the prompt.
 
     Raises:
+        TypeError: As `generate`.
         ValueError: If a prompt is empty, the model is not causal, or the tokens exceed its table of positions.
     """
+    decoder = _decoder(model)
     sequences = _sequences(prompt)
-    if min(len(tokens) for tokens in sequences) == 0:
+    if min((len(tokens) for tokens in sequences), default=0) == 0:
         raise ValueError("every prompt must have at least one token: there is nothing to continue")
-    decoder = model.decoder if isinstance(model, EncoderDecoder) else model
+    check_integer("window", window, 1)
+    for name, value, minimum in (("max_tokens", max_tokens, 0), ("chunk", chunk, 1)):
+        if value is not None:
+            check_integer(name, value, minimum)
     if not decoder.config.causal:
         raise ValueError("only a causal model can generate: build it with causal=True")
     device = next(model.parameters()).device
@@ -212,6 +234,7 @@ def prefill(
     tokens = torch.zeros(len(sequences), longest, dtype=torch.int64, device=device)
     for i, own in enumerate(sequences):
         tokens[i, : len(own)] = own.to(device)
+    check_tokens("prompt", tokens, decoder)
     mask = torch.arange(longest, device=device) < lengths[:, None]
     reach = None if max_tokens is None else longest + max_tokens
     with _evaluating(model):
@@ -219,7 +242,7 @@ def prefill(
         logits, state = read_prompt(decoder, state, tokens, mask, chunk)
     place = lengths[:, None] - window + torch.arange(window, device=device)
     recent = tokens.gather(1, place.clamp(min=0)).masked_fill(place < 0, -1)
-    return Session(state, logits, recent)
+    return Session(state, logits, recent, decoder)
 
 
 @torch.no_grad()
@@ -247,9 +270,9 @@ def read_prompt(
     for start in range(0, T, chunk):
         piece, seen = tokens[:, start : start + chunk], mask[:, start : start + chunk]
         hidden, state = model.extend_hidden(piece, state, key_mask=seen if ragged else None)
-        index = final - start
-        here = (index >= 0) & (index < piece.shape[1])
-        found = hidden[torch.arange(B, device=tokens.device), index.clamp(0, piece.shape[1] - 1)]
+        slot = final - start
+        here = (slot >= 0) & (slot < piece.shape[1])
+        found = hidden[torch.arange(B, device=tokens.device), slot.clamp(0, piece.shape[1] - 1)]
         last = torch.where(here[:, None], found, last)
     return model.logits(last[:, None])[:, 0], state
 
@@ -263,6 +286,9 @@ def _new_state(
         return model.new_state(batch_size, max_length=max_length)
     if source is None:
         raise ValueError("an EncoderDecoder generates from a source: pass source=, tokens of shape (B, S)")
+    if not isinstance(source, Tensor) or source.ndim != 2 or len(source) != batch_size:
+        got = tuple(source.shape) if isinstance(source, Tensor) else f"a {type(source).__name__}"
+        raise ValueError(f"source must be tokens of shape ({batch_size}, S), one row for each prompt, got {got}")
     context, mask = model.encode(source)
     return model.decoder.new_state(batch_size, max_length=max_length, context=context, context_mask=mask)
 
@@ -286,7 +312,11 @@ def beam_search(
     Raises:
         ValueError: If there is more than one prompt.
     """
+    check_integer("max_tokens", max_tokens, 0)
+    check_integer("num_beams", num_beams, 1)
     session = prompt if isinstance(prompt, Session) else prefill(model, prompt, max_tokens=max_tokens)
+    session.check_model(model)
+    check_tokens("stop", to_tokens("stop", stop), model)
     if len(session.logits) != 1:
         raise ValueError(f"beam search takes one prompt at a time, got {len(session.logits)}")
     state, logs = session.state, session.logits.log_softmax(1)
@@ -339,10 +369,38 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
             model.train()
 
 
+def _decoder(model: LanguageModel | EncoderDecoder) -> LanguageModel:
+    if not isinstance(model, LanguageModel | EncoderDecoder):
+        raise TypeError(f"model must be a LanguageModel or an EncoderDecoder, got a {type(model).__name__}")
+    return model.decoder if isinstance(model, EncoderDecoder) else model
+
+
 def _sequences(prompt: Prompt) -> list[Tensor]:
-    """Return the prompts, each (T,)."""
-    if isinstance(prompt, Tensor):
-        return list(prompt[None] if prompt.ndim == 1 else prompt)
-    if len(prompt) and isinstance(prompt[0], int):
-        return [torch.tensor(list(prompt))]
-    return [torch.tensor(list(tokens), dtype=torch.int64) for tokens in prompt]  # type: ignore[arg-type]
+    """Return the prompts, each (T,) int64."""
+    if isinstance(prompt, str | bytes | bytearray) or not hasattr(prompt, "__len__"):
+        return [to_tokens("prompt", prompt)]
+    several = len(prompt) > 0 and (hasattr(prompt[0], "__len__") if not hasattr(prompt, "ndim") else prompt.ndim > 1)
+    return [to_tokens("prompt", tokens) for tokens in prompt] if several else [to_tokens("prompt", prompt)]
+
+
+def _seeds(seed: int | Sequence[int], batch_size: int) -> list[int]:
+    try:
+        if isinstance(seed, Sequence | Tensor):
+            seeds = [index(x) for x in seed]
+        else:
+            seeds = [index(seed) + i for i in range(batch_size)]
+    except TypeError:
+        raise TypeError(f"seed must be an integer or a sequence of integers, got {seed!r}") from None
+    if len(seeds) != batch_size:
+        raise ValueError(f"seed must be one number or one for each of {batch_size} sequences, got {len(seeds)}")
+    if not all(-(2**63) <= x < 2**64 for x in seeds):
+        raise ValueError(f"seeds must be from -2**63 to 2**64 - 1, got {seed}")
+    return seeds
+
+
+def _endings(stop_strings: Sequence[bytes | str]) -> list[bytes]:
+    if isinstance(stop_strings, str | bytes) or not all(isinstance(s, str | bytes) for s in stop_strings):
+        raise TypeError(f"stop_strings must be a sequence of strings or bytes, got {stop_strings!r}")
+    if not all(stop_strings):
+        raise ValueError("stop_strings has an empty string, which every sequence ends with: leave it out")
+    return [s.encode() if isinstance(s, str) else s for s in stop_strings]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longspan.ops.decode import sample, why_not_triton_sample
+from longspan.utils import check_integer
 
 _BLOCK = 1024  # random numbers drawn at a time for each sequence
+_SMALLEST = 1e-6  # a divisor of logits, so that they stay finite
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Sampling:
         repetition_window: Number of recent tokens that the penalty covers.
 
     Raises:
+        TypeError: If an option is not a number.
         ValueError: If an option is out of range.
     """
 
@@ -40,19 +45,26 @@ class Sampling:
     repetition_window: int = 64
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) and (value is not None or name not in ("top_p", "min_p")):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+        if self.temperature != 0 and not _SMALLEST <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature must be 0 (greedy) or finite and at least {_SMALLEST:g}, got {self.temperature}"
+            )
+        if self.top_k is not None:
+            check_integer("top_k", self.top_k, 1)
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {value}")
-        if self.repetition_penalty <= 0 or self.repetition_window < 1:
+        if not _SMALLEST <= self.repetition_penalty <= 1e12:
             raise ValueError(
-                "repetition_penalty must be positive (1 is none) and repetition_window at least 1, got "
-                f"{self.repetition_penalty} and {self.repetition_window}"
+                f"repetition_penalty must be positive, {_SMALLEST:g} to 1e+12 (1 is none), "
+                f"got {self.repetition_penalty}"
             )
+        check_integer("repetition_window", self.repetition_window, 1)
 
     def probabilities(self, logits: Tensor, recent: Tensor) -> Tensor:
         """Return the distribution that a token is drawn from.

@@ -26,9 +26,13 @@ def load_tokenizer(path: Path) -> Any:
         from tokenizers import Tokenizer
     except ImportError:
         raise ValueError(f"{path} needs the package tokenizers: pip install tokenizers") from None
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a Hugging Face tokenizer file (tokenizer.json): it is not a file")
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # The package raises plain Exception.
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # The package raises plain Exception; a panic of its Rust code is none.
         raise ValueError(f"{path} is not a Hugging Face tokenizer file (tokenizer.json): {error}") from None
 
 
@@ -55,10 +59,17 @@ class TextCodec:
         return vocab_size >= int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: bytes) -> list[int]:
-        """Return the tokens of a text, which must be UTF-8 if there is a tokenizer."""
+        """Return the tokens of a text.
+
+        Raises:
+            ValueError: If there is a tokenizer and the text is not UTF-8.
+        """
         if self._tokenizer is None:
             return list(text)
-        return list(self._tokenizer.encode(text.decode(), add_special_tokens=False).ids)
+        try:
+            return list(self._tokenizer.encode(text.decode(), add_special_tokens=False).ids)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the text is not UTF-8, which the tokenizer requires: {error}") from None
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens. Without a tokenizer, tokens above 255 are shown as numbers."""

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from longspan import __version__
 from longspan.models.config import ModelConfig
 from longspan.models.transformer import Classifier, EncoderDecoder, LanguageModel, Transformer
-from longspan.utils import choose
+from longspan.utils import choose, read_json
 
 Model = Transformer | LanguageModel | EncoderDecoder | Classifier
 
@@ -99,11 +99,19 @@ def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = 
             name: ModelConfig.from_dict(value) if isinstance(value, Mapping) else value
             for name, value in description["arguments"].items()
         }
+        for config in arguments.values():
+            if isinstance(config, ModelConfig) and config.depth > len(tensors) + len(description["ties"]):
+                raise ValueError(f"it has {config.depth} layers, and there are {len(tensors)} tensors")
         with torch.random.fork_rng(devices=[]):
+            with torch.device("meta"):
+                # Without memory: a damaged configuration may describe a model of any size.
+                _check_fit(cls(**arguments), tensors, description["ties"], folder)
             model = cls(**arguments)
-    except (TypeError, ValueError) as error:
+    except _MismatchError:
+        raise
+    except (AttributeError, RecursionError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"cannot build the {cls.__name__} that {where} describes: {error}") from error
-    _fill(model, tensors, description["ties"], folder)
+    _fill(model, tensors, description["ties"])
     return model.to(device)
 
 
@@ -275,10 +283,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _read_description(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise FileNotFoundError(f"{path.parent} has no {path.name}: it is not a checkpoint that save() wrote")
-    try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged, it cannot be read as JSON: {error}") from error
+    description = read_json(path)
     if not isinstance(description, dict) or "format" not in description:
         raise ValueError(f"{path} has no format field: it is not a checkpoint that save() wrote")
     if description["format"] != FORMAT:
@@ -290,11 +295,18 @@ def _read_description(path: Path) -> dict[str, Any]:
         if not isinstance(description.get(field), tuple(kinds)):
             wanted = " or ".join(kind.__name__ for kind in kinds)
             raise ValueError(f"{path} is damaged: {field} must be a {wanted}, got {description.get(field)!r}")
+    texts = description["ties"] | (description["sha256"] if isinstance(description["sha256"], dict) else {})
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{path} is damaged: {name} must be a text, got {value!r}")
+    for name in description["sha256"] if isinstance(description["sha256"], dict) else ():
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(f"{path} names the tensor file {name!r}, which is not a file beside it")
     return description
 
 
 def _read_tensors(path: Path, digest: str) -> dict[str, Tensor]:
-    if not path.exists():
+    if not path.is_file():
         raise FileNotFoundError(f"{path.parent} has no {path.name}: restore it from the save that wrote {CONFIG}")
     tensors: dict[str, Tensor] = {}
     problem = None
@@ -317,9 +329,13 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _fill(model: nn.Module, tensors: Mapping[str, Tensor], ties: Mapping[str, str], folder: object) -> None:
-    """Copy the tensors into the model, and tie those that were tied."""
-    given = {**tensors, **{name: tensors[stored] for name, stored in ties.items() if stored in tensors}}
+class _MismatchError(ValueError):
+    """Tensors that do not fit the model."""
+
+
+def _check_fit(model: nn.Module, tensors: Mapping[str, Tensor], ties: Mapping[str, str], folder: object) -> None:
+    """Raise ValueError unless the tensors are those of the model."""
+    given = _with_ties(tensors, ties)
     has = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(has.items())}
     shapes = [
@@ -327,18 +343,33 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor], ties: Mapping[str, st
         for name, tensor in has.items()
         if name in given and given[name].shape != tensor.shape
     ]
+    kinds = [
+        f"{name} {given[name].dtype} for {tensor.dtype}"
+        for name, tensor in has.items()
+        if name in given and given[name].is_floating_point() != tensor.is_floating_point()
+    ]
     problems = {
         "missing": [name for name in has if name not in given],
         "unknown": [name for name in given if name not in has],
         "of another shape": shapes,
+        "of another kind": kinds,
         "stored separately, but tied in the model": [n for n in tensors if n in has and first[id(has[n])] != n],
     }
     if any(problems.values()):
         found = "; ".join(f"{what}: {_listed(names)}" for what, names in problems.items() if names)
-        raise ValueError(
+        raise _MismatchError(
             f"the tensors in {folder} do not fit the {type(model).__name__} its {CONFIG} describes ({found}); "
             f"restore {CONFIG}, or load with the longspan that wrote it"
         )
+
+
+def _with_ties(tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
+    return {**tensors, **{name: tensors[stored] for name, stored in ties.items() if stored in tensors}}
+
+
+def _fill(model: nn.Module, tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:
+    """Copy the tensors into the model, and tie those that were tied."""
+    given, has = _with_ties(tensors, ties), model.state_dict(keep_vars=True)
     for name, stored in ties.items():
         if has[name] is not has[stored]:  # Tied by the user, not by the configuration.
             owner, _, attribute = name.rpartition(".")

@@ -300,7 +300,7 @@ def test_invalid_calls_are_refused_before_the_first_token(model):
         ({"top_p": 0}, r"top_p must be in \(0, 1\], got 0"),
         ({"min_p": 1.5}, r"min_p must be in \(0, 1\], got 1.5"),
         ({"repetition_penalty": 0}, "repetition_penalty must be positive"),
-        ({"repetition_window": 0}, "repetition_window at least 1"),
+        ({"repetition_window": 0}, "repetition_window must be at least 1, got 0"),
     ],
 )
 def test_sampling_options_are_validated(options, message):
