@@ -350,7 +350,7 @@ def _check_fit(model: nn.Module, tensors: Mapping[str, Tensor], ties: Mapping[st
     ]
     problems = {
         "missing": [name for name in has if name not in given],
-        "unknown": [name for name in given if name not in has],
+        "unknown": [name for name in {**given, **ties} if name not in has],
         "of another shape": shapes,
         "of another kind": kinds,
         "stored separately, but tied in the model": [n for n in tensors if n in has and first[id(has[n])] != n],
