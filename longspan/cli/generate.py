@@ -18,7 +18,7 @@ from longspan.generation.generate import Stream, prefill, stream
 from longspan.generation.sampling import Sampling
 from longspan.generation.session import Session
 from longspan.generation.tokenization import TextCodec
-from longspan.models.checkpoint import load
+from longspan.models.checkpoint import find_checkpoint, load, read_committed
 from longspan.models.transformer import LanguageModel
 from longspan.utils import choose_device, printable
 
@@ -103,7 +103,7 @@ def load_model(folder: Path, device: torch.device | None = None) -> LanguageMode
         ValueError: If there is none.
     """
     try:
-        model = load(_checkpoint(folder), device=device)
+        model = load(find_checkpoint(folder), device=device)
     except OSError as error:
         raise ValueError(str(error)) from None
     if not isinstance(model, LanguageModel):
@@ -132,11 +132,12 @@ def _check_batch(batch: int, session: Session) -> None:
 
 
 def _load_codec(folder: Path, model: LanguageModel) -> TextCodec:
-    codec = TextCodec.from_checkpoint(_checkpoint(folder))
+    folder = find_checkpoint(folder)
+    codec = read_committed(folder, TextCodec.from_checkpoint)
     if not codec.fits(model.config.vocab_size):
         raise ValueError(
             f"this model has {model.config.vocab_size} tokens: text needs 256 of them, as bytes, or the model's own "
-            f"tokenizer.json in {_checkpoint(folder)}; use longspan.generate for tokens that are not text"
+            f"tokenizer.json in {folder}; use longspan.generate for tokens that are not text"
         )
     return codec
 
@@ -195,9 +196,3 @@ def _write(text: str) -> None:
     """Write generated text: as it is to a file or pipe, without control characters to a terminal."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
-
-
-def _checkpoint(folder: Path) -> Path:
-    """The checkpoint in a run's folder, or the folder itself."""
-    run = folder / "checkpoint"
-    return run if run.is_dir() else folder

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -149,17 +151,24 @@ def _flatten(values: dict[str, Any], prefix: str, names: dict[str, Any]) -> dict
 
 
 def _train(settings: Settings) -> None:
-    from longspan.train.loggers import METRICS, Logger, RunLogger, read_records
-    from longspan.train.run_checkpoint import check_writable
-    from longspan.train.setup import make_accelerator
-    from longspan.train.trainer import Trainer
+    from longspan.train.loggers import Logger, RunLogger
+    from longspan.train.run_folder import locked
+    from longspan.train.setup import main_process_first, make_accelerator
 
     run = Path(settings.train.out)
     accelerator = make_accelerator(settings.train)
-    logger = Logger()
-    if accelerator.is_main_process:
-        check_writable(run, 0)
-        logger = RunLogger(run, tensorboard=settings.train.tensorboard)
+    main = accelerator.is_main_process
+    logger = RunLogger(run, tensorboard=settings.train.tensorboard) if main else Logger()
+    with ExitStack() as stack:
+        main_process_first(accelerator, lambda: stack.enter_context(locked(run, logger.info)) if main else None)
+        _run(settings, run, accelerator, logger)
+    accelerator.end_training()
+
+
+def _run(settings: Settings, run: Path, accelerator: Any, logger: Any) -> None:
+    from longspan.train.loggers import METRICS, read_records
+    from longspan.train.trainer import Trainer
+
     trainer = Trainer(settings, logger, accelerator)
     data, about = trainer.metadata["data"], trainer.metadata
     logger.info(
@@ -172,15 +181,14 @@ def _train(settings: Settings) -> None:
             f"{unused:,} tokens are in documents shorter than the context and not read; --packing on reads them"
         )
     score = trainer.run()
-    if accelerator.is_main_process:
-        bits, first = score.get("eval_bits_per_byte"), read_records(run / METRICS)[0]["bits_per_byte"]
-        if bits is not None:
-            logger.info(
-                f"bits per byte: {first:.3f} at the first step, {bits:.3f} now on held-out data; "
-                f"the unigram baseline is {data['unigram_bits_per_byte']:.3f}"
-            )
-        logger.info(f"the model is in {run / 'checkpoint'}; longspan report {run} draws its curves")
-    accelerator.end_training()
+    bits = score.get("eval_bits_per_byte")
+    if bits is not None and accelerator.is_main_process:
+        first = next((r["bits_per_byte"] for r in read_records(run / METRICS) if r.get("bits_per_byte")), math.nan)
+        logger.info(
+            f"bits per byte: {first:.3f} at the first step, {bits:.3f} now on held-out data; "
+            f"the unigram baseline is {data['unigram_bits_per_byte']:.3f}"
+        )
+    logger.info(f"the model is in {run / 'checkpoint'}; longspan report {run} draws its curves")
 
 
 def _dry_run(settings: Settings) -> None:
@@ -191,5 +199,5 @@ def _dry_run(settings: Settings) -> None:
 
     accelerator = make_accelerator(settings.train)
     with tempfile.TemporaryDirectory() as folder:
-        for text in estimate(Trainer(settings, Logger(), accelerator, Path(folder))):
+        for text in estimate(Trainer(settings, Logger(), accelerator, Path(folder) / "data")):
             print(text)

@@ -6,7 +6,8 @@
     .name.new       complete; read if `name` is missing
     .name.old       the previous one, being removed; never read
 
-If the process is killed at any moment, `load` finds the old checkpoint or the new one.
+If the process is killed at any moment, `load` finds the old checkpoint or the new one. A training run keeps the
+previous checkpoint, in a folder beside the last one.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -31,9 +32,12 @@ from longspan.models.transformer import Classifier, EncoderDecoder, LanguageMode
 from longspan.utils import choose, read_json
 
 Model = Transformer | LanguageModel | EncoderDecoder | Classifier
+T = TypeVar("T")
 
 FORMAT = 1
 TENSORS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+LAST, PREVIOUS = "checkpoint", "checkpoint-previous"  # in the folder of a run
+CHECKSUMS = "SHA256SUMS"  # as `sha256sum -c` reads it
 CLASSES: dict[str, type[Model]] = {
     "Transformer": Transformer,
     "LanguageModel": LanguageModel,
@@ -70,11 +74,18 @@ def check_savable(model: nn.Module) -> None:
     _check_survives_json(_arguments(model))
 
 
-def write(model: Model, folder: Path) -> None:
-    """Write the two files of a checkpoint into an existing folder, such as that of `replace_folder`."""
+def write(model: Model, folder: Path) -> dict[str, str]:
+    """Write the two files of a checkpoint into an existing folder, such as that of `replace_folder`.
+
+    Returns:
+        The SHA-256 of the tensor file, by its name.
+    """
     save_file(_stored(model)[0], folder / TENSORS, metadata={"format": "pt"})
-    description = describe(model) | {"sha256": digests(folder)}
+    digest = _digest(folder / TENSORS)
+    description = describe(model) | {"sha256": digest}
     (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    shutil.copymode(folder / CONFIG, folder / TENSORS)  # safetensors creates files that only their owner can read.
+    return {TENSORS: digest}
 
 
 def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = None) -> Model:
@@ -91,7 +102,7 @@ def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = 
         FileNotFoundError: If there is no checkpoint.
         ValueError: If a file is damaged, or the tensors do not fit the configuration.
     """
-    description, tensors = _read(Path(folder).resolve())
+    description, tensors = read_committed(folder, _read)
     where = Path(folder) / CONFIG
     cls = CLASSES[choose(f"class in {where}", description["class"], CLASSES)]
     try:
@@ -136,32 +147,45 @@ def digests(folder: Path) -> str | dict[str, str]:
 
 
 @contextmanager
-def replace_folder(folder: str | os.PathLike[str], names: Collection[str]) -> Iterator[Path]:
+def replace_folder(
+    folder: str | os.PathLike[str],
+    names: Collection[str],
+    *,
+    mark: str | None = None,
+    keep: Path | None = None,
+    what: str = "a checkpoint",
+) -> Iterator[Path]:
     """Yield a new folder to write files into, which replaces `folder` when the block ends.
 
     If the process is killed at any moment, `committed_folder` is the old folder or the new one.
 
     Args:
         folder: The folder to create or replace.
-        names: The files that it may hold; a folder with others is refused, because they would be lost.
+        names: The files that the block may write. A folder with others is refused, because they would be lost.
+        mark: One of the names. A folder with this file may hold others, which are moved to the new folder.
+        keep: Where the replaced folder is kept, in place of the one that was kept there before. None: remove it.
+        what: What the folder is, for errors.
 
     Raises:
         ValueError: If `folder` is a file, or holds other files.
     """
     folder = Path(folder).resolve()
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; a checkpoint is a folder")
-    others = sorted(set(os.listdir(folder)) - set(names)) if folder.exists() else []
-    if others:
+        raise ValueError(f"{folder} is a file; {what} is a folder")
+    others = _others(folder, names)
+    if others and (mark is None or not (folder / mark).exists()):
         raise ValueError(
-            f"{folder} holds more than a checkpoint ({_listed(others)}), which replacing it would delete: "
+            f"{folder} holds more than {what} ({_listed(others)}), which replacing it would delete: "
             "choose a folder of its own"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, new, old = (_sibling(folder, stage) for stage in ("partial", "new", "old"))
     if not folder.exists() and new.exists():
         os.rename(new, folder)  # An earlier swap was interrupted after the old folder was renamed.
-    for leftover in (partial, new, old):
+    if keep is not None and old.exists() and not keep.exists():
+        os.rename(old, keep)  # An earlier swap was interrupted before that.
+    _remove(old, folder, names)
+    for leftover in (partial, new):
         if leftover.exists():
             shutil.rmtree(leftover)
     partial.mkdir()
@@ -176,11 +200,14 @@ def replace_folder(folder: str | os.PathLike[str], names: Collection[str]) -> It
     os.rename(partial, new)
     _flush(folder.parent)
     if folder.exists():
-        os.rename(folder, old)
+        if keep is not None and keep.exists():
+            os.rename(keep, old)
+        os.rename(folder, old if keep is None else keep)
     os.rename(new, folder)
     _flush(folder.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    if keep is not None:
+        _move_others(keep, folder, names)
+    _remove(old, folder, names)
 
 
 def committed_folder(folder: Path) -> Path:
@@ -194,6 +221,100 @@ def committed_folder(folder: Path) -> Path:
         if path.is_dir():
             return path
     raise FileNotFoundError(f"there is no checkpoint folder {folder}")
+
+
+def read_committed(folder: str | os.PathLike[str], read: Callable[[Path], T]) -> T:
+    """Return what `read` returns for the last complete contents of a folder, which another process may be replacing.
+
+    Args:
+        folder: The folder that `replace_folder` writes.
+        read: Reads files of the folder that it is called with. It is called again if that was replaced meanwhile.
+
+    Raises:
+        FileNotFoundError: If there is no such folder.
+    """
+    folder = Path(folder).resolve()
+    while True:
+        path = committed_folder(folder)
+        before = _identity(path)
+        try:
+            found = read(path)
+        except (OSError, ValueError):
+            if _identity(path) == before:
+                raise
+            continue
+        if _identity(path) == before:
+            return found
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint of the run in `folder`: the last one, or the one before if that was removed.
+
+    If there is none, `folder` itself is returned: it may be a checkpoint.
+    """
+    for path in (folder / LAST, folder / PREVIOUS):
+        with suppress(FileNotFoundError):
+            committed_folder(path)
+            return path
+    return folder
+
+
+def write_checksums(folder: Path, known: Mapping[str, str] | None = None) -> None:
+    """Write the SHA-256 of each file in a folder to `SHA256SUMS`.
+
+    Args:
+        folder: The folder.
+        known: Digests by file name that need not be computed again.
+    """
+    known = known or {}
+    lines = [f"{known.get(path.name) or _digest(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+    (folder / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def verify_checksums(folder: Path, names: Collection[str], advice: str) -> None:
+    """Raise ValueError if a file is not the one that `write_checksums` saw.
+
+    Folders without `SHA256SUMS`, which were written before version 0.2, are not verified.
+
+    Args:
+        folder: The folder.
+        names: The files to verify.
+        advice: What to do about a damaged file.
+    """
+    path = folder / CHECKSUMS
+    if not path.exists():
+        return
+    try:
+        sums = {name: digest for digest, name in (line.split("  ", 1) for line in path.read_text("utf-8").splitlines())}
+    except ValueError:
+        raise ValueError(f"{path} is damaged: {advice}") from None
+    for name in names:
+        if name not in sums:
+            raise ValueError(f"{path} is damaged, it does not list {name}: {advice}")
+        if not (folder / name).exists():
+            raise ValueError(f"{folder} has no {name}: {advice}")
+        if _digest(folder / name) != sums[name]:
+            raise ValueError(f"{folder / name} is damaged, its SHA-256 is not the one in {CHECKSUMS}: {advice}")
+
+
+def _others(folder: Path, names: Collection[str]) -> list[str]:
+    """Return the names in a folder that are neither among `names` nor files that file managers create."""
+    if not folder.is_dir():
+        return []
+    return sorted(set(os.listdir(folder)) - {*names, ".DS_Store", "Thumbs.db", "desktop.ini"})
+
+
+def _remove(folder: Path, target: Path, names: Collection[str]) -> None:
+    """Remove a folder, if it exists; files that are not among `names` are moved to `target`."""
+    if folder.exists():
+        _move_others(folder, target, names)
+        shutil.rmtree(folder)
+
+
+def _move_others(folder: Path, target: Path, names: Collection[str]) -> None:
+    for name in _others(folder, names):
+        if target.is_dir() and not (target / name).exists():
+            os.rename(folder / name, target / name)
 
 
 def _sibling(folder: Path, stage: str) -> Path:
@@ -254,22 +375,13 @@ def _stored(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the description and the tensors of one save, also while another process saves."""
-    while True:
-        path = committed_folder(folder)
-        before = _identity(path)
-        try:
-            description = _read_description(path / CONFIG)
-            digest = description["sha256"]
-            tensors: dict[str, Tensor] = {}
-            for name, expected in ({TENSORS: digest} if isinstance(digest, str) else digest).items():
-                tensors |= _read_tensors(path / name, expected)
-        except (FileNotFoundError, ValueError):
-            if _identity(path) == before:
-                raise
-            continue  # The folder was replaced while it was read.
-        if _identity(path) == before:
-            return description, tensors
+    """Return the description and the tensors of a checkpoint."""
+    description = _read_description(folder / CONFIG)
+    digest = description["sha256"]
+    tensors: dict[str, Tensor] = {}
+    for name, expected in ({TENSORS: digest} if isinstance(digest, str) else digest).items():
+        tensors |= _read_tensors(folder / name, expected)
+    return description, tensors
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from longspan.generation.tokenization import TOKENIZER
-from longspan.models.checkpoint import CONFIG, load
+from longspan.models.checkpoint import find_checkpoint, load, read_committed
 from longspan.models.transformer import LanguageModel
 from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.config import TrainConfig
@@ -32,7 +32,7 @@ from longspan.train.data.readers import ReadOptions, find_source
 from longspan.train.data.token_store import StoreSpec, TokenStore, open_store
 from longspan.train.loggers import Record
 from longspan.train.objectives import Classification, Objective, mask_tokens, wrap_model
-from longspan.train.run_checkpoint import FOLDER, RUN
+from longspan.train.run_folder import RUN
 
 
 def evaluate_held_out(
@@ -144,17 +144,17 @@ def evaluate_checkpoint(
     Raises:
         ValueError: The model is not a causal language model, or the data does not fit it.
     """
-    folder = model / FOLDER if not (model / CONFIG).exists() and (model / FOLDER).exists() else model
+    folder = find_checkpoint(model)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     loaded = load(folder, device=where)
     if not isinstance(loaded, LanguageModel) or not loaded.config.causal:
         raise ValueError(f"{folder} is a {type(loaded).__name__}; bits per byte require a causal language model")
     context = context or _run_context(folder)
-    tokenizer = folder / TOKENIZER if (folder / TOKENIZER).exists() else None
+    tokenizer = read_committed(folder, lambda path: path / TOKENIZER if (path / TOKENIZER).exists() else None)
     options = ReadOptions(extensions)
     with tempfile.TemporaryDirectory() as temporary:
         sources = tuple(find_source(text, options) for text in data)
-        store = open_store(Path(temporary), StoreSpec(sources, (), options, tokenizer, context, 0.0))
+        store = open_store(Path(temporary) / "data", StoreSpec(sources, (), options, tokenizer, context, 0.0))
         vocab_size = loaded.config.vocab_size or 0
         if store.vocab_size > vocab_size:
             raise ValueError(f"the data needs a vocabulary of {store.vocab_size} tokens, the model has {vocab_size}")

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.train.objectives import Objective
@@ -42,6 +44,11 @@ def register_methods(wrapped: Any) -> None:
     for name in ("losses", "correct"):
         if hasattr(wrapped, name):
             register_fsdp_forward_method(wrapped, name)
+
+
+def local_part(x: Tensor) -> Tensor:
+    """Return the shard of a tensor in this process; a tensor that is not sharded as it is."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def gather_model(objective: Objective) -> LanguageModel | Classifier:

@@ -20,7 +20,13 @@ Record = dict[str, Any]
 
 
 class Logger:
-    """Interface of a logger. This base class does nothing, for processes other than the main one."""
+    """Interface of a logger. This base class does nothing, for processes other than the main one.
+
+    Attributes:
+        closed: The reader of the messages has closed its pipe.
+    """
+
+    closed = False
 
     def info(self, text: str) -> None:
         """Show a message."""
@@ -48,13 +54,19 @@ class RunLogger(Logger):
     """
 
     def __init__(self, run: Path, *, tensorboard: bool = False, console: Console | None = None) -> None:
-        self.console = Console(stderr=True, highlight=False) if console is None else console
+        self.console = _Console(stderr=True, highlight=False) if console is None else console
         self.run = run
         self._bar: Progress | None = None
-        self._tensorboard = _summary_writer(run) if tensorboard else None
+        self._make_writer = _summary_writer() if tensorboard else None
+        self._writer: Any = None
 
     def info(self, text: str) -> None:
-        self.console.print(text, markup=False, soft_wrap=True)
+        try:
+            self.console.print(text, markup=False, soft_wrap=True)
+        except BrokenPipeError:
+            self.closed = True
+        except OSError:  # The terminal is gone, or the disk of a redirected log is full: training can go on.
+            pass
 
     def progress(self, fraction: float, record: Record) -> None:
         if not self.console.is_terminal:
@@ -84,8 +96,15 @@ class RunLogger(Logger):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    @property
+    def _tensorboard(self) -> Any:
+        """The TensorBoard writer, whose files are created with the first record; None without --tensorboard."""
+        if self._writer is None and self._make_writer is not None:
+            self._writer = self._make_writer(str(self.run / "tensorboard"))
+        return self._writer
 
     def _append(self, name: str, record: Record) -> None:
         with open(self.run / name, "a", encoding="utf-8") as file:
@@ -93,21 +112,34 @@ class RunLogger(Logger):
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of a JSON Lines file, without lines that a killed process left incomplete."""
+    """Return the records of a JSON Lines file. Lines that are damaged, or were not written completely, are skipped."""
     records = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):
-                records.append(json.loads(line))
+        for line in path.read_bytes().splitlines():
+            with suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    records.append(record)
     return records
 
 
-def truncate_records(run: Path, step: int) -> None:
-    """Remove the records of all steps after `step`, the step of the checkpoint from which the run is resumed."""
-    for path in (run / METRICS, run / SAMPLES):
-        if path.exists():
-            records = [record for record in read_records(path) if record["step"] <= step]
-            write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
+def truncate_records(run: Path, step: int, *, logged: bool = True, evaluated: bool = True) -> None:
+    """Remove the records that a run writes again when it is resumed, and those that an interrupted run wrote twice.
+
+    Args:
+        run: The folder of the run.
+        step: The step of the checkpoint from which the run is resumed. Records of later steps are removed.
+        logged: The checkpoint was saved after the metrics of this step were logged.
+        evaluated: The checkpoint was saved after the evaluation of this step.
+    """
+    for name in (METRICS, SAMPLES):
+        kept: dict[tuple[int, bool], Record] = {}
+        for record in read_records(run / name):
+            evaluation = name == SAMPLES or "eval_loss" in record
+            if record["step"] < step or (record["step"] == step and (evaluated if evaluation else logged)):
+                kept.setdefault((record["step"], evaluation), record)
+        if (run / name).exists():
+            write_atomically(run / name, "".join(json.dumps(record) + "\n" for record in kept.values()))
 
 
 def format_record(record: Record) -> str:
@@ -140,7 +172,7 @@ def format_metrics(record: Record) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format seconds as h:mm:ss, or m:ss below an hour."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
@@ -150,6 +182,14 @@ def memory_used(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
+
+
+class _Console(Console):
+    """A console that raises BrokenPipeError, where rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        raise BrokenPipeError
 
 
 class _MetricsColumn(ProgressColumn):
@@ -164,9 +204,9 @@ def _with_unit(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _summary_writer(run: Path) -> Any:
+def _summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ValueError("--tensorboard requires tensorboard: pip install tensorboard") from None
-    return SummaryWriter(str(run / "tensorboard"))
+    return SummaryWriter

@@ -1,14 +1,16 @@
-"""The checkpoint of a run: everything that the next step depends on, in a folder that is replaced atomically.
+"""The checkpoints of a run: everything that the next step depends on.
 
-`checkpoint/model.safetensors` and `config.json` are the model, as `longspan.load` reads it. `training.pt` contains the
-optimizer, the position in the data, random states and carried recurrent states.
+    checkpoint/             the last one, replaced atomically
+    checkpoint-previous/    the one before it
+
+`model.safetensors` and `config.json` are the model, as `longspan.load` reads it. `training.pt` contains the optimizer,
+the position in the data, random states and carried recurrent states. `SHA256SUMS` has the digest of each file.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,49 +20,109 @@ from torch import Tensor, nn
 
 from longspan.generation.session import fill_state, state_values
 from longspan.generation.tokenization import TOKENIZER
-from longspan.models.checkpoint import CONFIG, TENSORS, Model, committed_folder, replace_folder, write
+from longspan.models.checkpoint import (
+    CHECKSUMS,
+    CONFIG,
+    LAST,
+    PREVIOUS,
+    TENSORS,
+    Model,
+    find_checkpoint,
+    read_committed,
+    replace_folder,
+    verify_checksums,
+    write,
+    write_checksums,
+)
 from longspan.models.checkpoint import load as load_model
 from longspan.models.config import ModelConfig
 from longspan.models.residual import StackState
 from longspan.train.config import FREE, differences
 
-RUN, FOLDER, TRAINING = "run.json", "checkpoint", "training.pt"
+TRAINING = "training.pt"
+_NAMES = (TENSORS, CONFIG, TRAINING, TOKENIZER, CHECKSUMS)
 
 
-def save(run: Path, model: Model, training: dict[str, Any], tokenizer: Path | None) -> None:
-    """Write a checkpoint. If this fails, the previous one remains."""
-    with replace_folder(run / FOLDER, (TENSORS, CONFIG, TRAINING, TOKENIZER)) as partial:
-        write(model, partial)
+def save(run: Path, model: Model, training: dict[str, Any], tokenizer: Path | None, *, keep: bool = True) -> None:
+    """Write a checkpoint. If this fails, the last one remains.
+
+    Args:
+        run: The folder of the run.
+        model: The model.
+        training: The rest of the state.
+        tokenizer: The tokenizer file of the run, to copy.
+        keep: Keep the last checkpoint as the previous one. False: replace it.
+    """
+    previous = run.resolve() / PREVIOUS if keep else None
+    with replace_folder(run / LAST, _NAMES, mark=TRAINING, keep=previous) as partial:
+        known = write(model, partial)
         torch.save(training, partial / TRAINING)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / TOKENIZER)
+        write_checksums(partial, known)
 
 
 def load(run: Path) -> tuple[Model, dict[str, Any]] | None:
-    """Return the model and the training state of the last checkpoint; None if the run has none."""
+    """Return the model and the training state of the last checkpoint; None if the run has none.
+
+    Raises:
+        ValueError: A file is damaged.
+    """
+    folder = find_checkpoint(run)
+    return None if folder == run else read_committed(folder, lambda path: _load(path, folder))
+
+
+def _load(path: Path, folder: Path) -> tuple[Model, dict[str, Any]]:
+    other = folder.with_name(PREVIOUS)
+    advice = "restore it from a copy, or use another --out to start a new run"
+    if folder.name == LAST and other.is_dir():
+        advice = f"restore it from a copy, or remove {folder} to resume from the checkpoint before it, {other.name}"
+    if not (path / TRAINING).exists():
+        raise ValueError(f"{folder} has no {TRAINING}, so that no run can be resumed from it: {advice}")
+    # The digest of the tensors is in config.json.
+    verify_checksums(path, [name for name in (CONFIG, TRAINING, TOKENIZER) if (path / name).exists()], advice)
     try:
-        folder = committed_folder((run / FOLDER).resolve())
-    except FileNotFoundError:
-        return None
-    # weights_only: nothing in the file is executed.
-    training = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
+        # weights_only: nothing in the file is executed.
+        training = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises errors of several kinds for damaged files.
+        raise ValueError(f"{folder / TRAINING} is damaged: {advice}") from error
     if "optimiser" in training:  # written before version 0.2
         training["optimizer"] = training.pop("optimiser")
         settings = training["about"]["settings"]
         settings["model"] = json.loads(json.dumps(ModelConfig.from_dict(settings["model"]).to_dict()))
-    return load_model(run / FOLDER), training
+    return load_model(path), training
 
 
-def check_settings(run: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ValueError if the data, or a setting that must not change, differs when a run is resumed.
+def check_settings(run: Path, before: dict[str, Any], settings: dict[str, Any], processes: int) -> list[str]:
+    """Compare the settings of a command with those of the run that it resumes.
+
+    Some may change: FREE ones, a lower learning rate and a longer warmup, and the number of processes if a step reads
+    as many sequences as before.
 
     Args:
         run: The folder of the run.
         before: Metadata of the checkpoint.
-        now: Metadata of the command.
+        settings: Settings of the command, as `described` returns them.
+        processes: Number of processes of the command.
+
+    Returns:
+        Changes that affect the next steps, to be shown.
+
+    Raises:
+        ValueError: A setting that must not change differs.
     """
-    found = differences(before["settings"], now["settings"])
+    found = differences(before["settings"], settings)
     changed = {name: pair for name, pair in found.items() if name.removeprefix("train.") not in FREE}
+    allowed = []
+    for name, sign in (("lr", -1), ("warmup", 1)):
+        old, new = changed.get(f"train.{name}", (0, 0))
+        if sign * new > sign * old:
+            del changed[f"train.{name}"]
+            allowed.append(f"--{name} {old} → {new}")
+    if processes != before["processes"]:
+        sizes = before["settings"]["train"]["batch_size"], settings["train"]["batch_size"]
+        allowed.append(_check_processes(run, (before["processes"], processes), sizes))
+        changed.pop("train.batch_size", None)
     if changed:
         shown = ", ".join(f"{name} {old!r} → {new!r}" for name, (old, new) in list(changed.items())[:4])
         more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
@@ -68,31 +130,20 @@ def check_settings(run: Path, before: dict[str, Any], now: dict[str, Any]) -> No
             f"{run} is a run with other settings ({shown}{more}): use the same settings to resume it, "
             "or another --out to start a new run"
         )
-    if before["data"]["sha256"] != now["data"]["sha256"]:
-        raise ValueError(f"the data of {run} has changed since the run started: restore it, or use another --out")
+    return allowed
 
 
-def check_writable(run: Path, required: int) -> None:
-    """Create the folder of a run and check that checkpoints can be written to it.
-
-    Args:
-        run: The folder.
-        required: Bytes that must be free.
-
-    Raises:
-        OSError: The folder is not writable, or the disk is too full.
-    """
-    run.mkdir(parents=True, exist_ok=True)
-    try:
-        tempfile.TemporaryFile(dir=run).close()
-    except OSError as error:
-        raise OSError(f"cannot write to {run}: {error.strerror or error}") from None
-    free = shutil.disk_usage(run).free
-    if free < required:
-        raise OSError(
-            f"{run} has {free / 2**20:,.0f} MiB free, and two checkpoints need {required / 2**20:,.0f} MiB: "
-            "free disk space, or choose another --out"
-        )
+def _check_processes(run: Path, processes: tuple[int, int], sizes: tuple[int, int]) -> str:
+    """Return a description of the change of processes and batch sizes; raise ValueError if the whole batch changes."""
+    old, new = (f"{n} × --batch-size {size}" for n, size in zip(processes, sizes, strict=True))
+    total = processes[0] * sizes[0]
+    if total == processes[1] * sizes[1]:
+        return f"processes {old} → {new}: steps read the same sequences, and losses agree up to rounding"
+    fitting = f" --batch-size {total // processes[1]}, or" if total % processes[1] == 0 else ""
+    raise ValueError(
+        f"{run} was trained with processes {old} = {total} sequences, this command has {new} = "
+        f"{processes[1] * sizes[1]}: use{fitting} the number of processes of before"
+    )
 
 
 def size_in_bytes(model: nn.Module) -> int:

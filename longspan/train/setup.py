@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from longspan import __version__
 from longspan.mechanisms.performer import random_feature_mechanisms
@@ -23,9 +25,13 @@ from longspan.train.data.batches import (
     StatefulBatches,
     derive_seed,
 )
-from longspan.train.data.readers import ReadOptions, find_source
+from longspan.train.data.readers import DataSource, ReadOptions, find_source
 from longspan.train.data.token_store import StoreSpec, TokenStore, open_store, unigram_bits
 from longspan.train.loggers import Logger, Record
+
+T = TypeVar("T")
+# Files of a run, one of each kind, which a glob must not match.
+_WRITTEN = ("run.json", "metrics.jsonl", "data/tokens.bin", "data/segments.npy", "checkpoint/training.pt")
 
 
 class RedrawSchedule:
@@ -73,21 +79,52 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
     return Accelerator(cpu=cpu, mixed_precision="no" if precision == "fp32" else precision)
 
 
-def open_data(train: TrainConfig, folder: Path, logger: Logger) -> TokenStore:
+def main_process_first(accelerator: Accelerator, work: Callable[[], T]) -> T:
+    """Return what `work` returns in each process. The others wait for the main one, and fail if it fails."""
+    errors: list[Exception | None] = [None]
+    results: list[T] = []
+    if accelerator.is_main_process:
+        try:
+            results.append(work())
+        except (OSError, ValueError) as error:
+            errors[0] = error
+    if accelerator.num_processes > 1:
+        errors = broadcast_object_list(errors)
+    if errors[0] is not None:
+        raise errors[0]
+    return results[0] if results else work()
+
+
+def open_data(
+    train: TrainConfig, folder: Path, logger: Logger, accelerator: Accelerator, sha256: str | None = None
+) -> TokenStore:
     """Open the tokens of a run in `folder`, building the store first if necessary.
 
+    Args:
+        train: The settings of the run.
+        folder: The folder of the store.
+        logger: Receives messages.
+        accelerator: The main process builds the store or verifies it.
+        sha256: Digest that the tokens must have. None: any.
+
     Raises:
-        ValueError: The data cannot be read or is too small for the settings.
+        ValueError: The data cannot be read, has changed, is too small for the settings, or contains --out.
         FileNotFoundError: A source or the tokenizer file does not exist.
     """
     labeled = train.objective == "classify"
     options = ReadOptions(train.extensions, train.exclude, train.bin_dtype, train.image_size, labeled)
-    sources, eval_sources = (tuple(find_source(text, options) for text in d) for d in (train.data, train.eval_data))
-    tokenizer = None if train.tokenizer is None else Path(train.tokenizer)
-    if tokenizer is not None and not tokenizer.is_file():
-        raise FileNotFoundError(f"--tokenizer {tokenizer}: no such file")
-    spec = StoreSpec(sources, eval_sources, options, tokenizer, train.context, train.held_out)
-    store = open_store(folder, spec, logger.info)
+
+    def open_first() -> TokenStore:
+        sources, eval_sources = (tuple(find_source(text, options) for text in d) for d in (train.data, train.eval_data))
+        for source in (*sources, *eval_sources):
+            _check_apart(Path(train.out), source)
+        tokenizer = None if train.tokenizer is None else Path(train.tokenizer)
+        if tokenizer is not None and not tokenizer.is_file():
+            raise FileNotFoundError(f"--tokenizer {tokenizer}: no such file")
+        spec = StoreSpec(sources, eval_sources, options, tokenizer, train.context, train.held_out)
+        return open_store(folder, spec, logger.info, sha256=sha256, verify=accelerator.is_main_process)
+
+    store = main_process_first(accelerator, open_first)
     longest, total = store.train.longest, store.train.total
     if total < 2:
         raise ValueError(f"the data is too small: {total} tokens are left to train on")
@@ -99,6 +136,22 @@ def open_data(train: TrainConfig, folder: Path, logger: Logger) -> TokenStore:
     if labeled and len(store.labels) < 2:
         raise ValueError(f"classification requires at least two labels, the data has {store.labels}")
     return store
+
+
+def _check_apart(out: Path, source: DataSource) -> None:
+    """Raise ValueError if files of the run would be read as data."""
+    data, run = Path(source.name).expanduser().absolute(), Path(os.path.realpath(out))
+    if data.exists():
+        inside = Path(os.path.realpath(data)) in (run, *run.parents)
+    elif "**" in data.parts:
+        inside = Path(*data.parts[: data.parts.index("**")]) in out.absolute().parents
+    else:
+        inside = any((out.absolute() / name).match(str(data)) for name in _WRITTEN)
+    if inside:
+        raise ValueError(
+            f"--out {out} is inside --data {source.name}, so that the files of the run would be read as data: "
+            "choose an --out elsewhere"
+        )
 
 
 def is_packed(train: TrainConfig, store: TokenStore) -> bool:

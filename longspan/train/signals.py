@@ -46,11 +46,19 @@ class TrainingTimer:
             self._before, self._since = seconds, time.perf_counter()
 
 
+class InterruptedWorkError(Exception):
+    """A signal arrived inside `SignalHandler.interrupting`."""
+
+
 class SignalHandler:
-    """Records SIGINT and SIGTERM in `received` (0: none) for the trainer to check; a second one interrupts at once."""
+    """Records a signal that asks the run to end in `received` (0: none) for the trainer to check.
+
+    A second signal interrupts at once. SIGHUP is left alone if it is ignored, as under nohup.
+    """
 
     def __init__(self) -> None:
         self.received = 0
+        self._interrupts = False
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -58,18 +66,33 @@ class SignalHandler:
         if threading.current_thread() is not threading.main_thread():
             yield  # Python delivers signals to the main thread only.
             return
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        previous = [signal.signal(number, self._handle) for number in numbers]
+        names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+        numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]  # Windows has the first two.
+        handled = [n for n in numbers if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
+        previous = [signal.signal(number, self._handle) for number in handled]
         try:
             yield
         finally:
-            for number, handler in zip(numbers, previous, strict=True):
+            for number, handler in zip(handled, previous, strict=True):
                 signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Raise InterruptedWorkError inside the block as soon as a signal arrives."""
+        self._interrupts = True
+        try:
+            if self.received:
+                raise InterruptedWorkError
+            yield
+        finally:
+            self._interrupts = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received:
             raise KeyboardInterrupt
         self.received = number
+        if self._interrupts:
+            raise InterruptedWorkError
 
 
 def out_of_memory_message(error: BaseException, train: TrainConfig) -> str:

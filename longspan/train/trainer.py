@@ -9,6 +9,7 @@ import signal
 from collections import deque
 from pathlib import Path
 from statistics import fmean
+from typing import NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -18,16 +19,30 @@ from torch import Tensor
 from longspan.generation.generate import generate
 from longspan.generation.sampling import Sampling
 from longspan.generation.tokenization import TextCodec
+from longspan.models.checkpoint import LAST, PREVIOUS
 from longspan.models.residual import StackState
 from longspan.models.transformer import Classifier, LanguageModel
-from longspan.train import run_checkpoint, setup
-from longspan.train.config import Settings
+from longspan.train import run_checkpoint, run_folder, setup
+from longspan.train.config import Settings, described
 from longspan.train.data.batches import Batch, BatchShape, derive_seed
 from longspan.train.evaluation import evaluate_held_out
-from longspan.train.fsdp import gather_model, gather_optimizer, is_sharded, load_optimizer, register_methods
+from longspan.train.fsdp import (
+    gather_model,
+    gather_optimizer,
+    is_sharded,
+    load_optimizer,
+    local_part,
+    register_methods,
+)
 from longspan.train.loggers import Logger, Record, memory_used, truncate_records
 from longspan.train.objectives import mask_tokens, wrap_model
-from longspan.train.signals import SignalHandler, StoppedError, TrainingTimer, out_of_memory_message
+from longspan.train.signals import (
+    InterruptedWorkError,
+    SignalHandler,
+    StoppedError,
+    TrainingTimer,
+    out_of_memory_message,
+)
 from longspan.utils import write_atomically
 
 WARMUP_STEPS = 3  # steps in which torch.compile compiles, runs eagerly once and captures CUDA graphs
@@ -43,7 +58,7 @@ class Trainer:
         settings: The settings of the run.
         logger: Receives metrics and messages.
         accelerator: Device, precision and processes.
-        data_folder: Where to store tokens. Default: the folder `data` of the run.
+        data_folder: Where to store tokens. Default: the folder `data` of the run, which the caller must have locked.
 
     Attributes:
         metadata: Contents of `run.json`.
@@ -54,7 +69,8 @@ class Trainer:
         done: Fraction of the run that is done, from 0 to 1.
 
     Raises:
-        ValueError: Settings and data do not fit together, or differ from those of the run in `--out`.
+        ValueError: Settings and data do not fit together, or differ from those of the run in `--out`, or a file of
+            that run is damaged.
     """
 
     def __init__(
@@ -63,14 +79,18 @@ class Trainer:
         config = self.config = settings.train
         self.logger, self.accelerator, self.device = logger, accelerator, accelerator.device
         self.folder = Path(config.out)
-        with accelerator.main_process_first():
-            self.store = setup.open_data(config, self.folder / "data" if data_folder is None else data_folder, logger)
         processes, process = accelerator.num_processes, accelerator.process_index
         self.shape = BatchShape(config.context, config.batch_size, config.accumulate, processes, process)
+        model = self._load_checkpoint(settings)
+        sha256 = None if self._saved is None else self._saved["about"]["data"]["sha256"]
+        folder = self.folder / run_folder.DATA if data_folder is None else data_folder
+        self.store = setup.open_data(config, folder, logger, accelerator, sha256)
         packed = setup.is_packed(config, self.store)
         self.batches = setup.make_batches(config, self.store, self.shape, packed)
-        self._build_model(settings, setup.is_compiled(config, packed, self.device))
+        self._build_model(settings, model, setup.is_compiled(config, packed, self.device))
         self.step, self.tokens = 0, 0
+        self._saved_at: tuple[int, int | None] | None = None  # the step of the last checkpoint and of its evaluation
+        self._between_steps = True
         self.done, self.lr = 0.0, 0.0
         self.timer, self.signals = TrainingTimer(), SignalHandler()
         self._score: Record = {}
@@ -84,19 +104,28 @@ class Trainer:
         # Batches of the latest steps, of which one is saved if the loss diverges.
         self._batches: deque[tuple[int, list[Batch]]] = deque(maxlen=_LATEST_LOSSES + 1)
 
-    def _build_model(self, settings: Settings, compiled: bool) -> None:
+    def _load_checkpoint(self, settings: Settings) -> LanguageModel | Classifier | None:
+        """Return the model of the last checkpoint, if there is one and the settings are those of its run."""
+        self._saved: Record | None = None
+        self._changes: list[str] = []
+        checkpoint = run_checkpoint.load(self.folder)
+        if checkpoint is None:
+            return None
+        model, self._saved = checkpoint
+        about = self._saved["about"]
+        now = described(settings, settings.complete(about["data"]["vocab_size"], len(about["data"]["labels"])))
+        self._changes = run_checkpoint.check_settings(self.folder, about, now, self.shape.processes)
+        assert isinstance(model, LanguageModel | Classifier)
+        return model
+
+    def _build_model(self, settings: Settings, model: LanguageModel | Classifier | None, compiled: bool) -> None:
         config = self.config
         model_config = settings.complete(self.store.vocab_size, len(self.store.labels))
         setup.check_model(config, model_config)
         self.metadata = setup.run_metadata(settings, model_config, self.store, self.accelerator)
-        checkpoint = run_checkpoint.load(self.folder)
         torch.manual_seed(config.seed)
-        self._saved: Record | None = None
-        if checkpoint is None:
-            model: torch.nn.Module = (Classifier if config.objective == "classify" else LanguageModel)(model_config)
-        else:
-            model, self._saved = checkpoint
-            run_checkpoint.check_settings(self.folder, self._saved["about"], self.metadata)
+        if model is None:
+            model = (Classifier if config.objective == "classify" else LanguageModel)(model_config)
         self.objective = wrap_model(model, config.context)
         self.metadata |= {"parameters": sum(p.numel() for p in self.objective.parameters()), "compiled": compiled}
         self.redraws = setup.RedrawSchedule(self.model, config.seed)
@@ -126,16 +155,27 @@ class Trainer:
             StoppedError: A signal, a diverging loss or a lack of memory ended the run.
             OSError: The folder of the run is not writable, or the disk is too full.
         """
-        run_checkpoint.check_writable(self.folder, 2 * run_checkpoint.size_in_bytes(self.model))
+        number = 1 + sum(not (self.folder / name).is_dir() for name in (LAST, PREVIOUS))
+        run_folder.check_writable(self.folder, number * run_checkpoint.size_in_bytes(self.model))
         self._start()
         try:
             with self.signals.installed():
                 self._train()
-            self._log()
-            self._evaluate()
-            self._save()
-        except torch.OutOfMemoryError as error:
-            raise StoppedError(out_of_memory_message(error, self.config), 4) from error
+                self._log()
+                self._save_if_changed()
+                self._evaluate()
+                if self._score.get("step") != self.step:  # A signal interrupted the evaluation.
+                    self._stop()
+                self._save_if_changed()
+        except StoppedError:
+            raise
+        except Exception as error:
+            if self._between_steps and self.shape.processes == 1:
+                with contextlib.suppress(Exception):
+                    self._save()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise StoppedError(out_of_memory_message(error, self.config), 4) from error
+            raise
         finally:
             self.logger.close()
         return self._score
@@ -147,12 +187,16 @@ class Trainer:
         else:
             self._restore(self._saved)
         if self.accelerator.is_main_process:
-            truncate_records(self.folder, self.step if self._saved is not None else -1)
-            write_atomically(self.folder / run_checkpoint.RUN, json.dumps(self.metadata, indent=1) + "\n")
+            evaluated = self._score.get("step") == self.step
+            resumed = self._saved is not None
+            truncate_records(self.folder, self.step if resumed else -1, logged=not self._unlogged, evaluated=evaluated)
+            write_atomically(self.folder / run_folder.RUN, json.dumps(self.metadata, indent=1) + "\n")
         self.accelerator.wait_for_everyone()
 
     def _train(self) -> None:
         warmup = WARMUP_STEPS if self.metadata["compiled"] else 0
+        if self._saved is not None and self._is_due(self.config.eval_every):
+            self._evaluate()  # A signal interrupted this evaluation.
         while self._continues():
             if warmup:
                 with self.timer.paused():
@@ -166,20 +210,30 @@ class Trainer:
 
     def _continues(self) -> bool:
         """Return whether to run another step: the same in every process."""
-        received, config = self.signals.received, self.config
-        signaled, seconds = self._sum(float(received), self.timer.seconds / self.shape.processes)
+        config = self.config
+        stopped, seconds = self._sum(float(self._received()), self.timer.seconds / self.shape.processes)
+        if stopped:
+            self._stop()
         by_steps = 0.0 if config.steps is None else self.step / config.steps
         by_time = 0.0 if config.minutes is None else seconds / (60 * config.minutes)
         self.done = max(by_steps, by_time)
-        if signaled:
-            self.read_loss()
-            self._save()
-            name = signal.Signals(received or signal.SIGTERM).name
-            raise StoppedError(f"{name}: saved at step {self.step}; run the same command to resume", 128 + received)
         return self.done < 1
+
+    def _received(self) -> int:
+        """Return the signal that asks this process to end; SIGPIPE if nobody reads its messages any more; 0: none."""
+        return self.signals.received or (signal.SIGPIPE if self.logger.closed else 0)
+
+    def _stop(self) -> NoReturn:
+        """Save and end after a signal, in every process."""
+        self.read_loss()
+        self._save_if_changed()
+        number = self._received() or signal.SIGTERM
+        name = signal.Signals(number).name
+        raise StoppedError(f"{name}: saved at step {self.step}; run the same command to resume", 128 + number)
 
     def train_step(self) -> None:
         """Run one step: accumulate the gradients of all micro-batches, clip them and update the weights."""
+        self._between_steps = False
         if self.redraws.before_step(self.step, self.config.accumulate):
             self._states = [None] * self.config.accumulate
         batches = self._next_batches()
@@ -209,6 +263,7 @@ class Trainer:
         self._pending = self.step, total / num_targets
         if self.device.type != "cuda":  # On a GPU, reading this loss now would wait for the step to finish.
             self.read_loss()
+        self._between_steps = True
 
     def _next_batches(self) -> list[Batch]:
         batches = self.batches.next_step()
@@ -275,23 +330,31 @@ class Trainer:
         batches = next((found for number, found in self._batches if number == step - 1), [])
         path = self.folder / (BAD_BATCH if self.shape.processes == 1 else f"bad-batch-{self.shape.process}.pt")
         torch.save({"step": step, "batches": [vars(batch) for batch in batches]}, path)
+        kept = "no checkpoint was saved before"
+        if self._saved_at is not None:
+            kept = f"the last checkpoint, of step {self._saved_at[0]}, is unchanged"
+        before = self.folder / LAST if (self.folder / PREVIOUS).is_dir() else None
+        hint = "" if before is None else f"; remove {before} to resume from the checkpoint before it"
         return StoppedError(
-            f"{message}; the batch of that step is in {path}, the last checkpoint is unchanged; "
-            "lower --lr, or increase --warmup",
+            f"{message}; the batch of that step is in {path}, {kept}; "
+            f"lower --lr, or increase --warmup, and run the command again{hint}",
             3,
         )
 
     def _after_step(self) -> None:
-        if self.step % self.config.log_every == 0 or self.step == 1:
+        if self._is_due(self.config.log_every) or self.step == 1:
             self.read_loss()
             self._log()
-        if self.step % self.config.eval_every == 0 and self.done < 1:
+        if self._is_due(self.config.eval_every) and self.done < 1:
             self.read_loss()
             self._evaluate()
-        if self.step % self.config.save_every == 0:
+        if self._is_due(self.config.save_every):
             self.read_loss()
             if self._recent[-1] <= self._loss_limit():  # Do not save a model that may be diverging.
                 self._save()
+
+    def _is_due(self, interval: int) -> bool:
+        return self.step % interval == 0
 
     def _metrics(self, loss: float) -> Record:
         seconds, causal = self.timer.seconds, self.config.objective == "causal"
@@ -306,7 +369,7 @@ class Trainer:
             "seconds": seconds,
             "tokens_per_second": (self.tokens - tokens_before) / max(seconds - before, 1e-9),
             "memory": memory_used(self.device),
-            "eta": seconds * (1 - self.done) / self.done if self.done else None,
+            "eta": max(0.0, seconds * (1 - self.done) / self.done) if self.done else None,
         }
 
     def _log(self) -> None:
@@ -316,18 +379,26 @@ class Trainer:
             self.logger.log_metrics(record)
 
     def _evaluate(self) -> None:
-        """Evaluate the held-out data and generate a sample, unless this step was evaluated before."""
+        """Evaluate the held-out data and generate a sample, unless this step was evaluated before.
+
+        A signal interrupts this, for the run to be saved without delay. Several processes finish the evaluation.
+        """
         if self._score.get("step") == self.step:
             return
         score = {"step": self.step, "steps": self.config.steps, "tokens": self.tokens, "seconds": self.timer.seconds}
-        with self.timer.paused():
+        alone = self.shape.processes == 1
+        with (
+            self.timer.paused(),
+            contextlib.suppress(InterruptedWorkError),
+            self.signals.interrupting() if alone else contextlib.nullcontext(),
+        ):
             found = evaluate_held_out(self.objective, self.store, self.shape, self.config, self.accelerator)
-            self._score = score | found
             if found:
-                self.logger.log_metrics(self._score)
+                self.logger.log_metrics(score | found)
             can_sample = self.accelerator.is_main_process and not self.sharded
             if can_sample and self.config.sample_tokens and self.config.objective == "causal":
                 self.logger.log_sample({"step": self.step, **self._sample()})
+            self._score = score | found
 
     def _sample(self) -> Record:
         assert isinstance(self.model, LanguageModel)
@@ -340,7 +411,12 @@ class Trainer:
         generated = generate(self.model, prompt, self.config.sample_tokens, sampling=sampling, seed=self.config.seed)
         return {"prompt": self._codec.decode(prompt), "text": self._codec.decode(generated.tokens[0])}
 
+    def _save_if_changed(self) -> None:
+        if self._saved_at != (self.step, self._score.get("step")):
+            self._save()
+
     def _save(self) -> None:
+        self._check_finite()
         model = gather_model(self.objective) if self.sharded else self.model
         optimizer, scaler = self.optimizer.optimizer, self.accelerator.scaler
         states = [None if state is None else run_checkpoint.pack_state(state) for state in self._states]
@@ -363,11 +439,21 @@ class Trainer:
         }
         with self.timer.paused():
             if self.accelerator.is_main_process:
-                run_checkpoint.save(self.folder, model, training, self._tokenizer)
+                keep = self._saved_at is not None and self._saved_at[0] != self.step
+                run_checkpoint.save(self.folder, model, training, self._tokenizer, keep=keep)
             self.accelerator.wait_for_everyone()
+        self._saved_at = self.step, self._score.get("step")
+
+    def _check_finite(self) -> None:
+        """Raise StoppedError if the weights or the optimizer's moments are not finite in any process."""
+        moments = [x for state in self.optimizer.optimizer.state.values() for x in state.values()]
+        tensors = [local_part(x) for x in (*self.objective.parameters(), *moments) if isinstance(x, Tensor)]
+        if any(self._sum(float(not all(bool(x.isfinite().all()) for x in tensors)))):
+            raise self._bad_batch(self.step, f"the weights are not finite after step {self.step}")
 
     def _restore(self, saved: Record) -> None:
         self.step, self.tokens, self._score = saved["step"], saved["tokens"], saved["score"]
+        self._saved_at = self.step, self._score.get("step")
         self._unlogged, self._last_record = list(saved["window"]), tuple(saved["mark"])
         self._recent.extend(saved["recent"])
         self.timer = TrainingTimer(saved["seconds"])
@@ -394,4 +480,4 @@ class Trainer:
             for micro, packed in enumerate(saved["carried"][self.shape.process]):
                 new = self._new_state(self.shape.batch_size)
                 self._states[micro] = None if packed is None else run_checkpoint.unpack_state(packed, new)
-        self.logger.info(f"resuming from step {self.step}")
+        self.logger.info("; ".join([f"resuming from step {self.step}", *self._changes]))

@@ -2,7 +2,11 @@
 
     tokens.bin      the tokens of all documents, concatenated
     segments.npy    (N, 5) int64: start, length, source, label, held out; each segment is read as one document
-    store.json      description of the store, written last: a folder without it is not a store
+    store.json      description of the store
+    SHA256SUMS      digests of these files, verified when a run is resumed
+
+A store is built in a folder of its own and renamed, so that a process that has it open keeps what it reads.
+
 
 A hash of the content decides what is held out: the hash of the document or, if it is long, of each block of it. Equal
 content is therefore on the same side of the split, whatever its file name and however often it occurs.
@@ -25,8 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.generation.tokenization import load_tokenizer
+from longspan.models.checkpoint import CHECKSUMS, replace_folder, verify_checksums, write_checksums
 from longspan.train.data.readers import DataSource, ReadOptions, Tokens, file_kind, read_documents
-from longspan.utils import write_atomically
 
 TOKENS, SEGMENTS, STORE = "tokens.bin", "segments.npy", "store.json"
 FORMAT = 1
@@ -139,27 +143,52 @@ class StoreSpec:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def open_store(folder: Path, spec: StoreSpec, progress: Callable[[str], None] = lambda text: None) -> TokenStore:
+def open_store(
+    folder: Path,
+    spec: StoreSpec,
+    progress: Callable[[str], None] = lambda text: None,
+    *,
+    sha256: str | None = None,
+    verify: bool = True,
+) -> TokenStore:
     """Open the store in `folder`, building it if it is missing or was built from something else.
 
     Args:
         folder: Where the store is.
         spec: What it is built from.
         progress: Called with a message after every thousand files.
+        sha256: Digest that the tokens must have. None: any.
+        verify: Read an existing store completely to verify its checksums.
 
     Raises:
-        ValueError: The data cannot be read, tokens and bytes are mixed, or no part of it can be held out.
+        ValueError: The data cannot be read, tokens and bytes are mixed, no part of it can be held out, its digest is
+            another one, or a file of the store is damaged.
     """
     key = spec.key()
-    description = folder / STORE
-    with suppress(FileNotFoundError, ValueError, KeyError):
-        if json.loads(description.read_text())["key"] == key:
-            return _open(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    description.unlink(missing_ok=True)
-    metadata = _build(folder, spec, progress) | {"key": key}
-    write_atomically(description, json.dumps(metadata, indent=1) + "\n")
-    return _open(folder)
+    if not _is_store(folder, key):
+        names = (TOKENS, SEGMENTS, STORE, CHECKSUMS)
+        with replace_folder(folder, names, mark=STORE, what="a token store") as partial:
+            metadata = _build(partial, spec, progress) | {"key": key}
+            _check_digest(metadata, sha256)
+            (partial / STORE).write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
+            write_checksums(partial)
+    elif verify:
+        verify_checksums(folder, (TOKENS, SEGMENTS, STORE), f"remove {folder}, and the data is read again")
+    store = _open(folder)
+    _check_digest(store.metadata, sha256)
+    return store
+
+
+def _is_store(folder: Path, key: str) -> bool:
+    """Return whether a folder contains a store with this key, and its checksums."""
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        return json.loads((folder / STORE).read_text())["key"] == key and (folder / CHECKSUMS).is_file()
+    return False
+
+
+def _check_digest(metadata: dict[str, Any], sha256: str | None) -> None:
+    if sha256 not in (None, metadata["sha256"]):
+        raise ValueError("the data has changed since the run started: restore it, or use another --out")
 
 
 def unigram_bits(store: TokenStore) -> float | None:
