@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import json
 import os
+import pkgutil
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -63,6 +65,28 @@ def assert_names(module: nn.Module, variant: str) -> None:
     module.load_state_dict(given)
     for name, tensor in module.state_dict().items():
         torch.testing.assert_close(tensor, given[name], rtol=0, atol=0, msg=name)
+
+
+def defined_names(library: str) -> list[str]:
+    """`submodule.name` of each class and function that an older library defines at module level."""
+    package = original(library)
+    found = []
+    for info in pkgutil.iter_modules(package.__path__):
+        module = original(f"{library}.{info.name}")
+        for name, value in vars(module).items():
+            if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == module.__name__:
+                found.append(f"{info.name}.{name}")
+    return found
+
+
+def assert_same_tree(theirs: nn.Module, ours: nn.Module) -> None:
+    """Modules, parameters, buffers and state dict have the same names in the same order, and the same shapes."""
+    assert [name for name, _ in ours.named_modules()] == [name for name, _ in theirs.named_modules()]
+    for listed in ("named_parameters", "named_buffers"):
+        mine, wanted = ([(n, tuple(x.shape)) for n, x in getattr(net, listed)()] for net in (ours, theirs))
+        assert mine == wanted, listed
+    mine, wanted = ([(n, tuple(x.shape)) for n, x in net.state_dict().items()] for net in (ours, theirs))
+    assert mine == wanted
 
 
 def copy_weights(theirs: nn.Module, ours: nn.Module) -> None:

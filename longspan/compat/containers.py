@@ -230,9 +230,7 @@ class ReversibleSequence(_LayerPairs):
 
     sum_streams: ClassVar[bool] = False
 
-    def __init__(
-        self, blocks: Iterable[Sequence[nn.Module]], args_route: Routes | None = None, layer_dropout: float = 0.0
-    ) -> None:
+    def __init__(self, blocks: Iterable[Any], args_route: Routes | None = None, layer_dropout: float = 0.0) -> None:
         made = [ReversibleBlock(f, g) for f, g in blocks]
         super().__init__(len(made), args_route, layer_dropout)
         self.blocks = nn.ModuleList(made)

@@ -3,53 +3,53 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from longspan.compat.state_dict import CompatModule, KeyMapping, rename_layer
-from longspan.models.config import FeedForwardConfig
-from longspan.models.layers import FeedForward as _FeedForward
+from longspan.compat.state_dict import KeyMapping, rename_layer
 from longspan.models.positions import SinusoidalPositions
 
 M = TypeVar("M", bound=nn.Module)
-_ACTIVATIONS: dict[Any, Any] = {
-    module: module.__name__.lower() for module in (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity)
-}
 
 
-class FeedForward(CompatModule):
+class FeedForward(nn.Module):
     """Compute activation(x W₁) W₂, or its gated variant with glu, as in linformer and linear-attention-transformer.
 
     Args:
-        activation: A class of torch.nn, by default GELU.
+        activation: A class of modules, by default torch.nn.GELU.
     """
-
-    model: _FeedForward
 
     def __init__(
         self,
         dim: int,
         mult: int = 4,
         dropout: float = 0.0,
-        activation: type[nn.Module] | None = None,
+        activation: Callable[[], nn.Module] | None = None,
         glu: bool = False,
     ) -> None:
         super().__init__()
-        name = _ACTIVATIONS.get(nn.GELU if activation is None else activation)
-        if name is None:
-            allowed = ", ".join(known.__name__ for known in _ACTIVATIONS)
-            raise ValueError(f"activation must be one of torch.nn's {allowed}, as a class, got {activation!r}")
-        self.model = _FeedForward(dim, FeedForwardConfig(mult=mult, dropout=dropout, activation=name, gated=glu))
+        # A module is callable too, but not without an input.
+        made = callable(activation) and not isinstance(activation, nn.Module)
+        act = nn.GELU() if activation is None else activation() if made else None
+        if not isinstance(act, nn.Module):
+            raise ValueError(f"activation must be a class of modules, such as torch.nn.ReLU, got {activation!r}")
+        self.glu = glu
+        self.w1 = nn.Linear(dim, dim * mult * (2 if glu else 1))
+        self.act = act
+        self.dropout = nn.Dropout(dropout)
+        self.w2 = nn.Linear(dim * mult, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (B, T, dim) to (B, T, dim)."""
-        return self.model(x)
-
-    def key_mappings(self) -> Iterable[KeyMapping]:
-        return feed_forward_keys()
+        if self.glu:
+            hidden, gate = self.w1(x).chunk(2, -1)
+            hidden = self.act(hidden) * gate
+        else:
+            hidden = self.act(self.w1(x))
+        return self.w2(self.dropout(hidden))
 
 
 def feed_forward_keys() -> list[KeyMapping]:

@@ -208,8 +208,9 @@ class CompatModel(nn.Module):
         """Adapt the model, before loading, to a checkpoint whose shapes show that the original ignored an option."""
 
     def record_structure(self) -> None:
-        """Remember the types of the submodules, so that `altered` can tell whether one was replaced."""
+        """Remember the submodules' types and the parameters' shapes, so that `altered` can tell what was replaced."""
         self._structure = {name: type(module) for name, module in self.named_modules() if name}
+        self._shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
 
     def altered(self) -> str:
         """Return what was replaced or hooked since construction, so that the longspan model would differ, or ""."""
@@ -217,6 +218,10 @@ class CompatModel(nn.Module):
         for name, expected in self._structure.items():
             if type(modules.get(name)) is not expected:
                 return f"{name} was replaced"
+        shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
+        for name in self._shapes | shapes:
+            if shapes.get(name) != self._shapes.get(name):
+                return f"{name} has another shape than the model was built with"
         for name, module in modules.items():
             if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
                 return f"{name or 'the model'} has a hook"

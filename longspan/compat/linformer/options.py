@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig
+from longspan.models.layers import head_shape
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """Arguments of LinformerSelfAttention. share_kv: Use the keys as values too."""
+    """Arguments of LinformerSelfAttention.
+
+    share_kv: Use the keys as values too. faithful: Compute as the original does; see `longspan.compat.faithful`.
+    """
 
     dim: int
     seq_len: int
@@ -19,6 +24,16 @@ class AttentionOptions:
     one_kv_head: bool = False
     share_kv: bool = False
     dropout: float = 0.0
+    faithful: bool | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head.
+
+        Raises:
+            ValueError: If it follows from dim, which heads do not divide.
+        """
+        return head_shape(self.dim, AttentionConfig(num_heads=self.heads, head_dim=self.dim_head))[1]
 
     def attention(self) -> AttentionConfig:
         """Return the configuration of an attention layer."""
@@ -44,6 +59,10 @@ class LinformerOptions(AttentionOptions):
     depth: int
     reversible: bool = False
 
+    def layer(self) -> dict[str, Any]:
+        """Return the arguments of its attention layers."""
+        return {field.name: getattr(self, field.name) for field in fields(AttentionOptions)}
+
     def config(self) -> ModelConfig:
         """Return the configuration of the longspan model."""
         return ModelConfig(
@@ -63,6 +82,10 @@ class LanguageModelOptions(LinformerOptions):
     """Arguments of LinformerLM."""
 
     num_tokens: int
+
+    def body(self) -> dict[str, Any]:
+        """Return the arguments of its Linformer."""
+        return {field.name: getattr(self, field.name) for field in fields(LinformerOptions)}
 
     def config(self) -> ModelConfig:
         return replace(super().config(), vocab_size=self.num_tokens, positions="learned", max_length=self.seq_len)
