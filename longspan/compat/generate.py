@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longspan.compat.state_dict import CompatModel
 from longspan.generation.decode import DecodeLoop
 from longspan.generation.generate import read_prompt
 from longspan.generation.sampling import Sampler, Sampling
@@ -88,6 +89,17 @@ class FilterSampler(Sampler):
         return torch.multinomial(scores.softmax(-1), 1)[:, 0]
 
 
+def decode_model(net: CompatModel) -> LanguageModel | None:
+    """Return the longspan model that generates for `net`, in eval mode; None, with a warning, if there is none."""
+    try:
+        model = net.to_longspan()
+    except ValueError as error:
+        warnings.warn(f"{error}: each token recomputes all tokens before it, as in the original", stacklevel=4)
+        return None
+    assert isinstance(model, LanguageModel)
+    return model.eval()
+
+
 @torch.no_grad()
 def generate(
     net: nn.Module,
@@ -100,6 +112,7 @@ def generate(
     model: LanguageModel | None = None,
     mask: Tensor | None = None,
     eos_token: int | None = None,
+    keep_padding: bool = False,
     **context: Any,
 ) -> Tensor:
     """Generate up to seq_len tokens after padded prompts.
@@ -115,6 +128,8 @@ def generate(
             that, or without a model, each token is computed from the last max_length tokens by `recompute`.
         mask: The shape of start_tokens, True for real tokens; each row one contiguous span.
         eos_token: Generation ends when every row chooses this token in the same step.
+        keep_padding: Without a model, continue padded prompts from their last slot, as the originals do, and not from
+            their last real token.
         **context: For `LanguageModel.new_state`.
 
     Returns:
@@ -146,8 +161,13 @@ def generate(
                     f"{max_length}, as in the original; a larger max_seq_len decodes at a constant cost per token",
                     stacklevel=5,
                 )
-            window, visible = _close_gaps(*(x[:, max(0, t - max_length) : t] for x in (tokens, real)))
-            sampler.sample(_last(recompute(window, visible), visible), token, append=t > T)
+            window, visible = (x[:, max(0, t - max_length) : t] for x in (tokens, real))
+            if keep_padding:
+                logits = recompute(window, visible)[:, -1]
+            else:
+                window, visible = _close_gaps(window, visible)
+                logits = _last(recompute(window, visible), visible)
+            sampler.sample(logits, token, append=t > T)
             yield token
 
     training, end = net.training, T

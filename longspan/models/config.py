@@ -112,7 +112,7 @@ class LegacyConfig:
     resample: bool = False
     """Project the residual to the new width where inner_dim changes it, instead of dropping it."""
     axial_stride: int | None = None
-    """Add attention along every axial_stride-th token to each layer."""
+    """Add attention along every axial_stride-th token to each layer; 1: along all of them."""
     axial: AttentionConfig | None = None
     """Configuration of the axial attention; that of the self-attention by default."""
     side_feed_forward: FeedForwardConfig | None = None
@@ -138,8 +138,8 @@ class LegacyConfig:
         _freeze(self, "product_keys")
         _check_positive(self, "inner_dim", "out_dim", "num_keys")
         _check_fraction(self, "out_dropout")
-        if self.axial_stride is not None and self.axial_stride < 2:
-            raise ValueError(f"axial_stride must be at least 2, or None, got {self.axial_stride}")
+        if self.axial_stride is not None and self.axial_stride < 1:
+            raise ValueError(f"axial_stride must be at least 1, or None, got {self.axial_stride}")
         if self.axial is not None and self.axial_stride is None:
             raise ValueError("axial describes the attention along every axial_stride-th token: set axial_stride too")
         if self.resample and self.inner_dim is None:

@@ -138,7 +138,9 @@ def test_axial_attention_with_rotary_positions():
     out = mine(x)
     assert out.shape == (2, 32, 20)
     older.assert_close(mine(x[:, :23]), out[:, :23])
-    assert [len(b.layer.rotary) for b in mine.model.transformer.stack.branches if b.stride > 1] == [1, 1]
+    converted = mine.to_longspan()
+    assert [len(b.layer.rotary) for b in converted.transformer.stack.branches if b.stride > 1] == [1, 1]
+    older.assert_close(converted(x), out)
 
 
 def test_embeddings_narrower_than_what_is_returned():
@@ -196,10 +198,10 @@ def test_each_dropout_drops(options):
 
 def test_chunks_are_computed_one_after_the_other():
     mine = lat_cases.build(ours, MODEL, ff_chunks=4, attend_axially=True, local_attn_window_size=16)
-    layers = [branch.layer for branch in mine.model.stack.branches[1::2]]
+    layers = [module for module in mine.modules() if isinstance(module, inner.FeedForward)]
     sizes = []
     for layer in layers:
-        layer.to_hidden.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))
+        layer.w1.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))
     mine(torch.randn(2, 16, 32))
     assert sizes == [4] * 4 * len(layers)
 
@@ -227,12 +229,12 @@ def test_options_without_effect_say_so(text, options):
 def test_a_part_of_a_checkpoint_undoes_nothing():
     theirs, mine = (lat_cases.build(package, LM, ff_glu=True, pkm_layers=(1,)) for package in (library(), ours))
     mine.load_state_dict({"token_emb.weight": torch.zeros(20, 32)}, strict=False)
-    assert mine.model.config == lat_cases.build(ours, LM, ff_glu=True, pkm_layers=(1,)).model.config
+    assert mine.options == lat_cases.build(ours, LM, ff_glu=True, pkm_layers=(1,)).options
     with pytest.warns(UserWarning, match="trained without ff_glu"):
         mine.load_state_dict(theirs.state_dict())
-    kept = mine.model
+    kept = dict(mine.named_modules())
     mine.load_state_dict({"token_emb.weight": torch.zeros(20, 32)}, strict=False)
-    assert mine.model is kept
+    assert dict(mine.named_modules()) == kept
     wrong = {
         name: tensor[:, :9] if name.endswith("fn.keys") else tensor for name, tensor in theirs.state_dict().items()
     }
@@ -257,7 +259,9 @@ def test_the_shapes_of_an_old_checkpoint_win_with_one_warning(options, ignored):
     with pytest.warns(UserWarning, match=f"trained without {', '.join(ignored)}, which the original ignored") as caught:
         mine.load_state_dict({f"net.{name}": tensor for name, tensor in theirs.state_dict().items()})
     assert len(caught) == 1
-    assert not mine["net"].model.training
+    assert not any(module.training for module in mine["net"].modules())
+    assert not mine["net"].altered()
+    older.assert_close(mine["net"].to_longspan()(x), theirs(x))
     older.assert_close(mine["net"](x), theirs(x))
     assert {k: v.shape for k, v in mine["net"].state_dict().items()} == {
         k: v.shape for k, v in theirs.state_dict().items()

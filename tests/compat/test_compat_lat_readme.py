@@ -43,15 +43,15 @@ def test_encoder_and_decoder():
 def test_linformer():
     with older.older_names() as namespace:
         last_value(older.blocks(DOCUMENT)[3], namespace)
-        layer = namespace["enc"].model.transformer.stack.branches[0].layer
-        assert (layer.mechanism.rank, layer.mechanism.keys.max_length) == (256, 4096)
+        layer = namespace["enc"].transformer.layers.layers[0][0].fn
+        assert (layer.k, layer.seq_len) == (256, 4096)
 
 
 def test_linformer_for_the_context():
     with older.older_names() as namespace:
         last_value(older.blocks(DOCUMENT)[4], namespace)
-        layer = namespace["dec"].model.transformer.stack.branches[2].layer
-        assert (layer.cross, layer.mechanism.rank, layer.mechanism.keys.max_length) == (True, 256, 2048)
+        layer = namespace["dec"].transformer.layers.layers[1][0].fn
+        assert (layer.k, layer.seq_len) == (256, 2048)
 
 
 def test_images():

@@ -26,8 +26,8 @@ def wrapper(kind="blind spot", **more):
     torch.manual_seed(1)
     model = lat_cases.build(ours, "LinearAttentionTransformerLM", **{**KINDS.get(kind, {}), **more})
     # Our first weights are small and say one token for ever; these tell tokens apart.
-    torch.nn.init.normal_(model.model.embedding.weight, std=3)
-    for parameter in model.model.transformer.parameters():
+    torch.nn.init.normal_(model.token_emb.weight, std=3)
+    for parameter in model.inner.parameters():
         parameter.data += torch.randn_like(parameter) * 0.3
     return ours.AutoregressiveWrapper(model)
 
@@ -62,7 +62,7 @@ def test_generation_equals_reading_everything_anew(kind):
     assert torch.equal(wrapped.generate(start, 23, temperature=0), greedy(wrapped.net.net, start, 23))
     assert not wrapped.net.training
     wrapped.train().generate(start, 1)
-    assert wrapped.net.net.model.training
+    assert wrapped.net.net.out.training
 
 
 def test_generation_draws_what_the_original_draws():
@@ -82,7 +82,9 @@ def test_generation_draws_what_the_original_draws():
 
 def test_a_token_costs_the_same_however_long_the_prompt():
     wrapped, fed = wrapper(max_seq_len=256), []
-    wrapped.net.net.model.embedding.register_forward_pre_hook(lambda _, given: fed.append(given[0].numel()))
+    converted = wrapped.net.net.to_longspan()
+    converted.embedding.register_forward_pre_hook(lambda _, given: fed.append(given[0].numel()))
+    wrapped.net.net.to_longspan = lambda: converted
     for length in (3, 101):
         fed.clear()
         wrapped.generate(torch.randint(0, 20, (1, length)), 11)
@@ -181,7 +183,7 @@ def test_losses(given):
         older.assert_close(*reversed(losses))
         losses[1].backward()
         older.assert_close(mine(batch), theirs(batch))
-    assert mine.net.net.model.to_logits.weight.grad.any()
+    assert mine.net.net.out.weight.grad.any()
 
 
 def test_masked_tokens_leave_the_loss():

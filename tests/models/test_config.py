@@ -136,7 +136,7 @@ def test_a_feed_forward_configuration_names_the_field_that_is_wrong(text: str, o
     ("text", "options"),
     [
         ("inner_dim must be a positive integer, got 0", {"inner_dim": 0}),
-        ("axial_stride must be at least 2, or None, got 1", {"axial_stride": 1}),
+        ("axial_stride must be at least 1, or None, got 0", {"axial_stride": 0}),
         ("out_dim must be a positive integer, got 0", {"out_dim": 0}),
         ("num_keys must be a positive integer, got 0", {"num_keys": 0}),
         (r"out_dropout must be in \[0, 1\), got 2", {"out_dropout": 2}),

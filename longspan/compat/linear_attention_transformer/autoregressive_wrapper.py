@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from longspan.compat.generate import Filter, FilterSampler, generate, shift_labels, top_k, top_p
+from longspan.compat.generate import Filter, FilterSampler, decode_model, generate, shift_labels, top_k, top_p
 from longspan.compat.linear_attention_transformer.autopadder import Autopadder
 from longspan.compat.linear_attention_transformer.linear_attention_transformer import LinearAttentionTransformerLM
 
@@ -24,6 +24,9 @@ class AutoregressiveWrapper(nn.Module):
         net: The model.
         ignore_index: The label that has no loss.
         pad_value: The token that pads sequences of different lengths.
+
+    The wrapper of a faithful model counts masked tokens in the loss and continues right-padded prompts from their
+    padding, as in the original.
     """
 
     def __init__(self, net: LinearAttentionTransformerLM, ignore_index: int = -100, pad_value: int = 0) -> None:
@@ -62,10 +65,11 @@ class AutoregressiveWrapper(nn.Module):
             seq_len,
             FilterSampler(start_tokens, filter_logits_fn, filter_thres, temperature),
             max_length=self.max_seq_len,
-            model=net.model if net.options.causal else None,
+            model=decode_model(net) if net.causal and not net.faithful else None,
             recompute=lambda tokens, mask: self.net(tokens, input_mask=mask, **cross),
             mask=input_mask,
             eos_token=eos_token,
+            keep_padding=net.faithful,
             **cross,
         )
 
@@ -89,7 +93,9 @@ class AutoregressiveWrapper(nn.Module):
         cross = {"context": context, "context_mask": context_mask}
         if not return_loss:
             return self.net(self._pad(x), input_mask=input_mask, **cross)
-        labels, input_mask = shift_labels(self._pad(x, slice(1, None)), input_mask, self.ignore_index)
+        labels = self._pad(x, slice(1, None))
+        used, input_mask = shift_labels(labels, input_mask, self.ignore_index)
+        labels = labels if self.net.net.faithful else used
         logits = self.net(self._pad(x, slice(None, -1)), input_mask=input_mask, **cross)
         return F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.ignore_index)
 

@@ -45,6 +45,7 @@ class ModelOptions:
     linformer_settings: LinformerSettings | None = None
     context_linformer_settings: LinformerContextSettings | None = None
     shift_tokens: bool = False
+    faithful: bool | None = None
     _own_glu: bool = True
     """Whether ff_glu also applies to the feed-forward layers after self-attention; see `adapt`."""
 
@@ -53,12 +54,21 @@ class ModelOptions:
         """Whether linear attention has rotary positions."""
         return False
 
-    def config(self) -> ModelConfig:
-        """Return the configuration of the longspan model."""
+    def check(self) -> None:
+        """Raise ValueError if a value is not allowed."""
         if self.causal and self.linformer_settings is not None:
             raise ValueError(
                 "linformer_settings need causal=False; for a causal Linformer build a longspan.LanguageModel"
             )
+        self.config()
+
+    def check_convertible(self) -> None:
+        """Raise ValueError if the model computes what no longspan model does."""
+        if self.faithful:
+            raise ValueError("a faithful model computes what no longspan model does: build it with faithful=False")
+
+    def config(self) -> ModelConfig:
+        """Return the configuration of the longspan model."""
         side = FeedForwardConfig(gated=self.ff_glu, dropout=self.ff_dropout, chunks=self.ff_chunks)
         axial = mechanism_spec(self.heads, self.dim // self.heads, 0, causal=self.causal)
         rotary = self.rotary and self.linformer_settings is None
@@ -67,10 +77,10 @@ class ModelOptions:
             depth=self.depth,
             attention=self._attention(self._self_attention(), self.dim_head, rotary),
             cross=self._attention(self._cross_attention(), self.dim_head, False) if self.receives_context else None,
-            feed_forward=replace(side, gated=self.ff_glu and self._own_glu),
+            feed_forward=replace(side, gated=self.own_feed_forward[0]),
             final_norm=False,
             causal=self.causal,
-            token_shift=((1, 0) if self.causal else (1, 0, -1)) if self.shift_tokens else (),
+            token_shift=self.shifts,
             residual="double" if self.reversible else "single",
             execution="reverse" if self.reversible else "keep",
             legacy=LegacyConfig(
@@ -78,7 +88,7 @@ class ModelOptions:
                 axial=self._attention(axial, None, self.rotary) if self.attend_axially else None,
                 side_feed_forward=side if self.branch_pairs > 1 else None,
                 product_keys=self.memory_layers,
-                num_keys=self.pkm_num_keys,
+                num_keys=self.num_keys,
             ),
         )
 
@@ -105,6 +115,8 @@ class ModelOptions:
                 elif pair == 0:
                     widths[layer] = shape[0]
         options, ignored = self, list[str]()
+        if self.faithful:
+            return options, ignored
         if requested.ff_glu and widths:
             options = replace(options, _own_glu=set(widths.values()) != {4 * self.dim})
             ignored += [] if options._own_glu else ["ff_glu"]
@@ -134,6 +146,31 @@ class ModelOptions:
         return [reason for reason, applies in reasons.items() if applies]
 
     @property
+    def shifts(self) -> tuple[int, ...]:
+        """The offsets of the token shift."""
+        return ((1, 0) if self.causal else (1, 0, -1)) if self.shift_tokens else ()
+
+    @property
+    def settings(self) -> LinformerSettings | None:
+        """The settings of Linformer self-attention."""
+        return _as_settings(LinformerSettings, self.linformer_settings)
+
+    @property
+    def context_settings(self) -> LinformerContextSettings | None:
+        """The settings of Linformer attention to the context."""
+        return _as_settings(LinformerContextSettings, self.context_linformer_settings)
+
+    @property
+    def own_feed_forward(self) -> tuple[bool, float]:
+        """Whether the feed-forward layer after self-attention is gated, and its dropout; the original has neither."""
+        return (False, 0.0) if self.faithful else (self.ff_glu and self._own_glu, self.ff_dropout)
+
+    @property
+    def num_keys(self) -> int:
+        """The number of half-keys of a product-key memory; the original always has 128."""
+        return 128 if self.faithful else self.pkm_num_keys
+
+    @property
     def branch_pairs(self) -> int:
         """The number of pairs of an attention and a feed-forward layer in each layer."""
         return 1 + self.attend_axially + self.receives_context
@@ -145,7 +182,10 @@ class ModelOptions:
 
     @property
     def _pkm_layers(self) -> Sequence[int]:
-        return (self.pkm_layers,) if isinstance(self.pkm_layers, int) else self.pkm_layers
+        if isinstance(self.pkm_layers, int):
+            return (self.pkm_layers,)
+        # The original compares layers with the list itself.
+        return () if self.faithful and not isinstance(self.pkm_layers, tuple) else self.pkm_layers
 
     @property
     def head_dim(self) -> int:
@@ -172,9 +212,8 @@ class ModelOptions:
         )
 
     def _self_attention(self) -> Any:
-        settings = _as_settings(LinformerSettings, self.linformer_settings)
-        if settings is not None:
-            return _linformer(settings.k, self.max_seq_len, self.attn_dropout)
+        if self.settings is not None:
+            return _linformer(self.settings.k, self.max_seq_len, self.attn_dropout)
         return [
             mechanism_spec(
                 self.heads,
@@ -189,7 +228,7 @@ class ModelOptions:
         ]
 
     def _cross_attention(self) -> dict[str, Any]:
-        settings = _as_settings(LinformerContextSettings, self.context_linformer_settings)
+        settings = self.context_settings
         if settings is not None:
             return _linformer(settings.k, settings.seq_len, self.attn_dropout)
         return mechanism_spec(self.heads, self.head_dim, 0, causal=False)
@@ -221,20 +260,24 @@ class LanguageModelOptions(ModelOptions):
     def rotary(self) -> bool:
         return self.use_rotary_emb
 
+    @property
+    def axial_shape(self) -> tuple[int, int]:
+        """The grid of axial positions: windows, and tokens of a window."""
+        return -(-self.max_seq_len // self.local_attn_window_size), self.local_attn_window_size
+
     def config(self) -> ModelConfig:
         config = super().config()
         projected = self.emb_dim is not None and self.emb_dim != self.dim
         positions: Positions = "axial" if self.use_axial_pos_emb else "learned"
         if self.use_rotary_emb:
             positions = "sinusoidal"
-        window = self.local_attn_window_size
         return replace(
             config,
             vocab_size=self.num_tokens,
             embed_dim=self.emb_dim if projected else None,
             positions=positions,
             max_length=self.max_seq_len,
-            axial_shape=(-(-self.max_seq_len // window), window) if positions == "axial" else None,
+            axial_shape=self.axial_shape if positions == "axial" else None,
             # The original normalizes last: after the projection to emb_dim if there is one.
             final_norm=not projected or self.return_embeddings,
             legacy=replace(config.legacy, narrow_norm=projected and not self.return_embeddings),
