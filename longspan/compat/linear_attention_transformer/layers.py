@@ -274,9 +274,8 @@ class LinformerSelfAttention(linformer.LinformerSelfAttention):
         faithful: Ignore masks and layer_dropout, as in the original; see `longspan.compat.faithful`.
     """
 
-    def __init__(self, *args: Any, layer_dropout: float = 0.0, faithful: bool | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, layer_dropout: float = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.faithful = resolve_faithful(faithful)
         self.layer_dropout = 0.0 if self.faithful else layer_dropout
 
     def forward(  # type: ignore[override]
@@ -288,8 +287,7 @@ class LinformerSelfAttention(linformer.LinformerSelfAttention):
         pos_emb: Tensor | None = None,
     ) -> Tensor:
         """Attend to x or, if given, to a context; rotary positions have no effect, as in the original."""
-        masks = (None, None) if self.faithful else (as_bool(input_mask), as_bool(context_mask))
-        out = super().forward(x, context, *masks)
+        out = super().forward(x, context, as_bool(input_mask), as_bool(context_mask))
         return F.dropout(out, self.layer_dropout, self.training)
 
 
