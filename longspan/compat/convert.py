@@ -67,7 +67,7 @@ def convert_weights(weights: Mapping[str, Tensor], library: str, arguments: Mapp
     name = arguments.pop("class", default_class)
     cls = getattr(module, name, None)
     if not (isinstance(cls, type) and issubclass(cls, CompatModule | CompatModel)):
-        raise ValueError(f"{library} has no model {name!r}; give the class of the model, not of a wrapper around it")
+        raise ValueError(f"{library} has no model {name!r}; give the class of the model, not of a layer or a wrapper")
     try:
         wrapper = cls(**arguments)
     except TypeError as error:

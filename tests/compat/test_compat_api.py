@@ -51,6 +51,7 @@ INSIDE = {
 
 # Arguments that the originals lack: masks, and what their own documents pass.
 ADDED = {
+    "local_attention": {"faithful"},
     "linformer": {"mask"},
     "linformer_pytorch": {"use_pos_emb"},
     "performer_pytorch": {"tie_embedding"},

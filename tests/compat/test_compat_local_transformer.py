@@ -15,7 +15,7 @@ from test_compat_local_layer import DIM, B, N, W, right_padded, shaken, vectors
 from torch import Tensor, nn
 
 from longspan.compat.local_attention import LocalTransformer
-from longspan.compat.state_dict import CompatModule
+from longspan.compat.state_dict import CompatModel
 
 V = 11
 MODEL = {"num_tokens": V, "max_seq_len": 40, "dim": DIM, "depth": 2, "heads": 3, "dim_head": 6}
@@ -159,7 +159,7 @@ def test_what_the_original_cannot_do_or_gets_wrong() -> None:
         model = shaken(LocalTransformer(**MODEL, use_dynamic_pos_bias=True, **options)).eval()
         before = model(tokens(20))
         with torch.no_grad():
-            model.model.transformer.stack.branches[0].layer.mechanism.bias.layers[2].weight.mul_(9)
+            model.dynamic_pos_bias.mlp[4].weight.mul_(9)
         assert (model(tokens(20)) - before).abs().max() > 1e-3
     theirs, ours = pair("global")
     ours.load_state_dict(theirs.state_dict())
@@ -200,15 +200,16 @@ def test_generate_is_recomputing(name: str) -> None:
         assert torch.equal(got, theirs.generate(prime, 12, temperature=0.0, use_kv_cache=False, filter_thres=0.5))
 
 
-def test_generate_reads_each_token_once() -> None:
+def test_generate_reads_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
     _, model = pair("streams 4")
     seen: list[int] = []
-    model.model.embedding.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel() // B))
+    embed = nn.Embedding.forward
+    monkeypatch.setattr(nn.Embedding, "forward", lambda *given: seen.append(given[1].numel() // B) or embed(*given))
     model.generate(tokens(7), 6)
     assert seen == [7, 1, 1, 1, 1, 1]
     seen.clear()
     model.generate(tokens(7), 3, use_kv_cache=False)
-    assert seen == [7, 8, 9]
+    assert seen[::2] == [7, 8, 9]  # every second embedding is that of positions
 
 
 def test_generate_from_padded_prompts_and_past_the_end() -> None:
@@ -274,11 +275,12 @@ def test_names_without_branch(streams: int) -> None:
     )
     assert_close(ours(tokens()), theirs(tokens()))
     assert set(ours.state_dict()) == set(theirs.state_dict())
-    assert ours.model.config.residual == ours.model.transformer.config.residual == "single"
+    assert ours.to_longspan().config.residual == "single"
+    assert_close(ours.to_longspan()(tokens()), theirs(tokens()))
     # A part of a checkpoint says nothing about streams.
     other = LocalTransformer(**MODEL)
     other.load_state_dict({"token_emb.weight": old["token_emb.weight"]}, strict=False)
-    assert other.model.config.residual == "hyper"
+    assert other.to_longspan().config.residual == "hyper"
 
 
 def test_what_does_not_fit_is_listed() -> None:
@@ -295,7 +297,7 @@ def test_what_does_not_fit_is_listed() -> None:
 def test_half_precision() -> None:
     model = shaken(LocalTransformer(**MODEL)).eval()
     exact = model(tokens())
-    assert isinstance(model, CompatModule)
+    assert isinstance(model, CompatModel)
     half = model.bfloat16()(tokens())
     assert half.dtype == torch.bfloat16
     assert_close(half.float(), exact, tolerance=0.1)

@@ -3,16 +3,70 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from longspan.compat.faithful import resolve_faithful
+from longspan.compat.helpers import default, exists, max_neg_value
 from longspan.compat.local_attention.options import windows_ahead
-from longspan.compat.local_attention.rotary import SinusoidalEmbeddings
+from longspan.compat.local_attention.rotary import SinusoidalEmbeddings, apply_rotary_pos_emb
 from longspan.layout import zero_fill
-from longspan.models.positions import Rotary
+from longspan.mechanisms import build_mechanism
+from longspan.ops.rotary import rotate
+from longspan.ops.softmax import attend
 from longspan.ops.window import Window, table_bias, window_attention, xpos_rotate
+from longspan.protocol import Mechanism
+
+__all__ = [
+    "TOKEN_SELF_ATTN_VALUE",
+    "LocalAttention",
+    "default",
+    "exists",
+    "l2norm",
+    "look_around",
+    "max_neg_value",
+    "pad_to_multiple",
+    "to",
+]
+
+TOKEN_SELF_ATTN_VALUE = -5e4  # the original's score of a token for itself with shared_qk
+
+
+def to(t: Tensor) -> dict[str, Any]:
+    """Return the keyword arguments that make a tensor of t's device and dtype."""
+    return {"device": t.device, "dtype": t.dtype}
+
+
+def l2norm(tensor: Tensor) -> Tensor:
+    """Divide the last dimension by its length; zeros stay zeros, in float16 too."""
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return F.normalize(tensor.float() if half else tensor, dim=-1).to(tensor.dtype)
+
+
+def pad_to_multiple(tensor: Tensor, multiple: int, dim: int = -1, value: float = 0) -> tuple[bool, Tensor]:
+    """Pad a negative dimension at its end to a multiple; return whether that was needed, and the tensor."""
+    missing = -tensor.shape[dim] % multiple
+    if not missing:
+        return False, tensor
+    return True, F.pad(tensor, (*(0, 0) * (-1 - dim), 0, missing), value=value)
+
+
+def look_around(x: Tensor, backward: int = 1, forward: int = 0, pad_value: float = -1, dim: int = 2) -> Tensor:
+    """Append to each window of x (b, windows, …) those before and after it, along `dim`.
+
+    Args:
+        x: Windows in dimension 1.
+        backward: The number of windows before each.
+        forward: The number of windows after it.
+        pad_value: Fills windows before the first and after the last.
+        dim: The dimension in which windows are concatenated.
+    """
+    padded = F.pad(x, (*(0, 0) * (x.ndim - 2), backward, forward), value=pad_value)
+    pieces = [padded[:, s : s + x.shape[1]] for s in range(backward + forward + 1)]
+    return torch.stack(pieces, dim).flatten(dim, dim + 1)
 
 
 class LocalAttention(nn.Module):
@@ -22,7 +76,9 @@ class LocalAttention(nn.Module):
         dim: The width of a head, for rotary positions; without it or rel_pos_emb_config = (dim, heads) there are none.
         exact_windowsize: Every query attends to itself and to window_size · look_backward tokens before it (and
             window_size · look_forward after it), wherever it is in its window.
-        autopad: Without effect: any length works.
+        autopad: Without effect unless faithful: any length works.
+        faithful: Compute what the original does: queries that see no key average hidden values, and padding by autopad
+            is attended to where there is no mask. See `longspan.compat.faithful`.
     """
 
     def __init__(
@@ -41,14 +97,24 @@ class LocalAttention(nn.Module):
         use_rotary_pos_emb: bool = True,
         use_xpos: bool = False,
         xpos_scale_base: float | None = None,
+        *,
+        faithful: bool | None = None,
     ) -> None:
         super().__init__()
-        self.window_size, self.causal, self.autopad, self.scale = window_size, causal, autopad, scale
         self.look_backward, self.look_forward = look_backward, windows_ahead(causal, look_forward)
-        self.exact_windowsize, self.shared_qk, self.use_xpos = exact_windowsize, shared_qk, use_xpos
+        if window_size < 1 or self.look_backward < 0 or self.look_forward < 0:
+            raise ValueError(
+                "window_size must be at least 1, look_backward and look_forward at least 0, "
+                f"got {window_size}, {self.look_backward} and {self.look_forward}"
+            )
+        self.faithful = resolve_faithful(faithful)
+        self.scale = scale
+        self.window_size, self.causal = window_size, causal
+        self.autopad, self.exact_windowsize = autopad, exact_windowsize
         self.dropout = nn.Dropout(dropout)
-        dim = dim if rel_pos_emb_config is None else rel_pos_emb_config[0]
+        self.shared_qk, self.use_xpos = shared_qk, use_xpos
         self.rel_pos = None
+        dim = dim if rel_pos_emb_config is None else rel_pos_emb_config[0]
         if use_rotary_pos_emb and dim is not None:
             base = window_size // 2 if xpos_scale_base is None else xpos_scale_base
             self.rel_pos = SinusoidalEmbeddings(dim, use_xpos=use_xpos, scale_base=base)
@@ -78,37 +144,103 @@ class LocalAttention(nn.Module):
             raise ValueError("another window_size needs use_xpos=True: only xPos works with windows of any size")
         size = self.window_size if window_size is None else window_size
         mask = input_mask if mask is None else mask
-        leading, sequences = q.shape[:-2], math.prod(q.shape[:-2])
+        leading, n, sequences = q.shape[:-2], q.shape[-2], math.prod(q.shape[:-2])
+        for name, x in (("k", k), ("v", v)):
+            if x.shape[-2] != n or math.prod(x.shape[:-2]) not in (1, sequences):
+                raise ValueError(
+                    f"{name} must have as many sequences and tokens as q, got {name} {tuple(x.shape)} and q "
+                    f"{tuple(q.shape)}: each window of queries attends to keys at the same positions"
+                )
+        if k.shape[-1] != q.shape[-1]:
+            raise ValueError(f"q and k must have the same number of features, got {q.shape[-1]} and {k.shape[-1]}")
         masks, biases = 1 if mask is None else len(mask), 1 if attn_bias is None else len(attn_bias)
         if sequences % masks or sequences % biases:
             raise ValueError(
                 f"the number of query sequences ({sequences}) must be a multiple of the rows of the mask ({masks}) and "
                 f"the heads of the bias ({biases})"
             )
-        if mask is not None and attn_bias is not None and sequences // masks % biases:
+        if mask is not None:
+            if mask.shape != (masks, n):
+                raise ValueError(f"mask must be (b, n) with n = {n}, got {tuple(mask.shape)}")
+            mask = mask.bool()
+        k, v = (
+            x if math.prod(x.shape[:-2]) == sequences else x.reshape(x.shape[-2:]).expand(*leading, -1, -1)
+            for x in (k, v)
+        )
+        if attn_bias is not None:
+            attn_bias = attn_bias.expand(-1, size, (self.look_backward + 1 + self.look_forward) * size)
+        if self.faithful or not self._has_own_positions:
+            return self._attend_by_windows(q, k, v, mask, attn_bias, size)
+        return self._attend(q, k, v, mask, attn_bias, size)
+
+    def mechanism(self, num_heads: int, head_dim: int, bias: Tensor | None = None) -> Mechanism:
+        """Return the longspan mechanism of this attention, for rotated queries and keys unless it has xPos."""
+        options = {name: value for name, value in self.mechanism_spec().items() if name != "mechanism"}
+        return build_mechanism("local", num_heads, head_dim, bias=bias, **options).train(self.training)
+
+    def mechanism_spec(self) -> dict[str, Any]:
+        """Return the name and the options of the longspan mechanism."""
+        spec: dict[str, Any] = {"mechanism": "local", "dropout": self.dropout.p, "shared_qk": self.shared_qk}
+        back, ahead, size = self.look_backward, self.look_forward, self.window_size
+        if self.exact_windowsize:
+            spec["window"] = back * size, ahead * size
+        else:
+            spec |= {"window": size, "look_back": back, "look_ahead": ahead}
+        if self.scale is not None:
+            spec["scale"] = self.scale
+        if self.rel_pos is not None:
+            # The original gives a query the angle of the last window it attends to; checkpoints depend on it.
+            spec["query_offset"] = ahead * size
+            if self.rel_pos.use_xpos:
+                spec["xpos"] = float(self.rel_pos.scale_base)  # type: ignore[arg-type]
+        return spec
+
+    def rotate_to(self, position: Tensor, *xs: Tensor) -> list[Tensor]:
+        """Rotate each x (B, n, H, d) to positions (B or 1, n); with xPos or without positions, return them as they are.
+
+        The mechanism applies xPos itself.
+        """
+        if self.rel_pos is None or self.rel_pos.use_xpos:
+            return list(xs)
+        dtype = torch.float64 if xs[0].dtype == torch.float64 else torch.float32
+        cos, sin = (x[:, :, None] for x in self.rel_pos.cos_sin(position, dtype))
+        return [rotate(x, cos, sin) for x in xs]
+
+    @property
+    def _has_own_positions(self) -> bool:
+        """Whether `rel_pos` is what the constructor made it, or None: another module, or one with hooks, is called."""
+        rel_pos = self.rel_pos
+        if rel_pos is None:
+            return True
+        return type(rel_pos) is SinusoidalEmbeddings and not (rel_pos._forward_hooks or rel_pos._forward_pre_hooks)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attn_bias: Tensor | None, size: int
+    ) -> Tensor:
+        leading, sequences = q.shape[:-2], math.prod(q.shape[:-2])
+        masks, biases = 1 if mask is None else len(mask), 1 if attn_bias is None else len(attn_bias)
+        if mask is not None and sequences // masks % biases:
             # The heads of one bias have different masks here, so that each head is computed on its own.
+            assert attn_bias is not None
             each = mask.repeat_interleave(sequences // masks, 0)
             q, k, v = (x.flatten(0, -3) for x in (q, k, v))
             heads = [
-                self(q[h::biases], k[h::biases], v[h::biases], each[h::biases], None, attn_bias[h : h + 1], window_size)
+                self._attend(q[h::biases], k[h::biases], v[h::biases], each[h::biases], attn_bias[h : h + 1], size)
                 for h in range(biases)
             ]
             return torch.stack(heads, 1).reshape(*leading, *heads[0].shape[1:])
-        num_heads = biases if mask is None else sequences // masks
+        if mask is not None:
+            num_heads = sequences // masks
+        else:
+            num_heads = leading[-1] if len(leading) > 1 and leading[-1] % biases == 0 else biases
         shape = sequences // num_heads, num_heads
         q, k, v = (x.reshape(*shape, *x.shape[-2:]).transpose(1, 2) for x in (q, k, v))  # (B, n, H, d)
         if mask is not None:
-            if mask.shape != (masks, q.shape[1]):
-                raise ValueError(f"mask must be (b, n) with n = {q.shape[1]}, got {tuple(mask.shape)}")
-            mask = mask.bool()
             k, v = zero_fill(~mask, k, v)
-        if self.shared_qk:
-            k = F.normalize(k, dim=-1)
+        k = l2norm(k) if self.shared_qk else k
         bias = None
         if attn_bias is not None:
-            keys = (self.look_backward + 1 + self.look_forward) * size
-            table = attn_bias.expand(-1, size, keys).repeat(num_heads // biases, 1, 1)
-            bias = table_bias(table, self.look_backward)
+            bias = table_bias(attn_bias.repeat(num_heads // biases, 1, 1), self.look_backward)
         q, k, xpos = self._rotate(q, k, size)
         out = window_attention(
             q,
@@ -133,13 +265,60 @@ class LocalAttention(nn.Module):
         """Return rotated queries and keys, and the scale base if xPos is still to be applied."""
         if self.rel_pos is None:
             return q, k, None
-        if self.rel_pos.dim != q.shape[-1]:
-            raise ValueError(f"dim is {self.rel_pos.dim}, but q and k have {q.shape[-1]} features")
+        self._check_features(q)
         # The original gives a query the angle of the last window it attends to; checkpoints depend on it.
         offset = self.look_forward * size
         if self.rel_pos.use_xpos:
             base = self.rel_pos.scale_base
             assert base is not None
             return xpos_rotate(q, torch.tensor([offset], device=q.device), base), k, base
-        position, rotary = torch.arange(q.shape[1], device=q.device)[None], Rotary(self.rel_pos.dim)
-        return rotary(q, position + offset), rotary(k, position), None
+        position = torch.arange(q.shape[1], device=q.device)[None]
+        if not offset:
+            return *self.rotate_to(position, q, k), None  # type: ignore[return-value]
+        return self.rotate_to(position + offset, q)[0], self.rotate_to(position, k)[0], None
+
+    def _check_features(self, q: Tensor) -> None:
+        dim = getattr(self.rel_pos, "dim", q.shape[-1])
+        if dim != q.shape[-1]:
+            raise ValueError(f"dim is {dim}, but q and k have {q.shape[-1]} features")
+
+    def _attend_by_windows(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attn_bias: Tensor | None, size: int
+    ) -> Tensor:
+        """Attend as the original does, window by window, with positions that count from the first key of each."""
+        leading, n, sequences = q.shape[:-2], q.shape[-2], math.prod(q.shape[:-2])
+        self._check_features(q)
+        q, k, v = (x.reshape(sequences, n, x.shape[-1]) for x in (q, k, v))
+        real = torch.ones(1, n, dtype=torch.bool, device=q.device) if mask is None else mask
+        # The original pads keys with zeros, and hides them only if there is a mask.
+        visible_padding = self.faithful and self.autopad and mask is None
+        if not self.faithful and mask is not None:
+            hidden = ~mask.repeat_interleave(sequences // len(mask), 0)[..., None]
+            k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+        k = l2norm(k) if self.shared_qk else k
+        q, k, v = (pad_to_multiple(x, size, -2)[1].unflatten(1, (-1, size)) for x in (q, k, v))
+        real = pad_to_multiple(real, size, value=visible_padding)[1].unflatten(1, (-1, size))
+        i = torch.arange(real[0].numel(), device=q.device).view(1, -1, size)
+
+        def around(x: Tensor, pad_value: float) -> Tensor:
+            return look_around(x, self.look_backward, self.look_forward, pad_value)
+
+        k, v, j, real = around(k, 0), around(v, -1), around(i, -1), around(real, False)
+        if self.rel_pos is not None:
+            freqs, scale = self.rel_pos(k)
+            q, k = apply_rotary_pos_emb(q, k, freqs, scale)
+        i, j = i[..., None], j[:, :, None]
+        visible = (j >= 0) & real[:, :, None]
+        if self.causal:
+            visible = visible & (j <= i)
+        if self.exact_windowsize:
+            reach = self.window_size if self.faithful else size
+            visible = visible & (i - j <= reach * self.look_backward) & (j - i <= reach * self.look_forward)
+        visible = self._window(size).hide_self(visible, i, j)  # (1 or rows of the mask, windows, size, keys)
+        visible = visible.repeat_interleave(sequences // len(visible), 0)
+        bias = None if attn_bias is None else attn_bias.repeat(sequences // len(attn_bias), 1, 1)[:, None]
+        dropout = self.dropout.p if self.training else 0.0
+        out = attend(q, k, v, visible, bias=bias, scale=self.scale, dropout=dropout)
+        if self.faithful:
+            out = torch.where(visible.any(-1, keepdim=True), out, v.mean(-2, keepdim=True))
+        return out.flatten(1, 2)[:, :n].reshape(*leading, n, v.shape[-1])

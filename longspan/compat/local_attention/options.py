@@ -1,4 +1,4 @@
-"""Translate the arguments of local-attention to longspan configurations."""
+"""The arguments of local-attention, and the longspan configuration of its models."""
 
 from __future__ import annotations
 
@@ -28,38 +28,13 @@ class LayerOptions:
     look_forward: int | None = None
     shared_qk: bool = False
     rel_pos_emb_config: tuple[int, int] | None = None
+    faithful: bool | None = None
 
-    def attention(self, window_size: int, dropout: float, *, rotary: bool, dynamic_bias: int = 0) -> AttentionConfig:
-        """Return the configuration of an attention layer."""
-        dim_head = self.dim_head
-        if self.rel_pos_emb_config is not None and self.rel_pos_emb_config[0] != dim_head:
+    def __post_init__(self) -> None:
+        if self.rel_pos_emb_config is not None and self.rel_pos_emb_config[0] != self.dim_head:
             raise ValueError(
-                f"rel_pos_emb_config is for {self.rel_pos_emb_config[0]} features, but dim_head is {dim_head}"
+                f"rel_pos_emb_config is for {self.rel_pos_emb_config[0]} features, but dim_head is {self.dim_head}"
             )
-        ahead = windows_ahead(self.causal, self.look_forward)
-        spec: dict[str, Any] = {"mechanism": "local", "dropout": dropout, "shared_qk": self.shared_qk}
-        if self.exact_windowsize is None or self.exact_windowsize:
-            spec["window"] = self.look_backward * window_size, ahead * window_size
-        else:
-            spec |= {"window": window_size, "look_back": self.look_backward, "look_ahead": ahead}
-        if self.qk_rmsnorm:
-            # Our norm returns vectors of length √dim_head, theirs of length 1; shared_qk normalizes keys once more.
-            spec["scale"] = self.qk_scale / (dim_head**0.5 if self.shared_qk else dim_head)
-        if rotary:
-            # The original gives a query the angle of the last window it attends to; checkpoints depend on it.
-            spec["query_offset"] = ahead * window_size
-            if self.use_xpos:
-                spec["xpos"] = float(window_size // 2 if self.xpos_scale_base is None else self.xpos_scale_base)
-        return AttentionConfig(
-            num_heads=self.heads,
-            head_dim=dim_head,
-            mechanism=spec,
-            out_bias=False,
-            qk_norm=self.qk_rmsnorm,
-            rotary="halves" if rotary and not self.use_xpos else "none",
-            value_gates=self.gate_values_per_head,
-            dynamic_bias=dynamic_bias,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,24 +66,49 @@ class TransformerOptions(LayerOptions):
     layers_insert_global_attn: tuple[int, ...] | None = None
     num_residual_streams: int = 4
 
-    def config(self) -> ModelConfig:
-        """Return the configuration of the longspan model."""
-        attention = self.attention(
-            self.local_attn_window_size,
-            self.attn_dropout,
-            rotary=not self.use_dynamic_pos_bias,
-            dynamic_bias=self.dim // 2 if self.use_dynamic_pos_bias else 0,
-        )
+    def attention(self) -> dict[str, Any]:
+        """Return the arguments of each LocalMHA."""
+        shared = {name: getattr(self, name) for name in LayerOptions.__dataclass_fields__}
+        return shared | {
+            "window_size": self.local_attn_window_size,
+            "dropout": self.attn_dropout,
+            "prenorm": True,
+            "use_rotary_pos_emb": not self.use_dynamic_pos_bias,
+        }
+
+    def config(self, specs: list[dict[str, Any]], *, single: bool) -> ModelConfig:
+        """Return the configuration of the longspan model.
+
+        Args:
+            specs: The mechanism of each layer.
+            single: Whether there is one residual stream.
+        """
+        rotary = not self.use_dynamic_pos_bias
+        if self.qk_rmsnorm:
+            # Our norm returns vectors of length √dim_head, theirs of length 1; shared_qk normalizes keys once more.
+            length = self.dim_head**0.5 if self.shared_qk else self.dim_head
+            specs = [spec | {"scale": spec["scale"] / length} for spec in specs]
         return ModelConfig(
             dim=self.dim,
             depth=self.depth,
-            attention=attention,
-            feed_forward=feed_forward_config(self.dim, self.ff_mult, self.ff_dropout),
+            attention=AttentionConfig(
+                num_heads=self.heads,
+                head_dim=self.dim_head,
+                mechanism=specs[0] if all(spec == specs[0] for spec in specs) else specs,
+                out_bias=False,
+                qk_norm=self.qk_rmsnorm,
+                rotary="halves" if rotary and not self.use_xpos else "none",
+                value_gates=self.gate_values_per_head,
+                dynamic_bias=0 if rotary else self.dim // 2,
+            ),
+            feed_forward=FeedForwardConfig(
+                hidden=int(self.dim * self.ff_mult * 2 / 3), gated=True, bias=False, dropout=self.ff_dropout
+            ),
             final_norm=self.num_tokens is not None,
             positions="none" if self.num_tokens is None else "learned",
             max_length=self.max_seq_len,
             causal=self.causal,
-            residual="single" if self.num_residual_streams == 1 else "hyper",
+            residual="single" if single else "hyper",
             num_streams=self.num_residual_streams,
             vocab_size=self.num_tokens,
             legacy=LegacyConfig(logits_bias=False),
@@ -125,11 +125,6 @@ class TransformerOptions(LayerOptions):
         if wrong:
             raise ValueError(f"layers_insert_global_attn must be layers from 1 to {self.depth}, got {wrong}")
         return layers
-
-
-def feed_forward_config(dim: int, mult: float, dropout: float) -> FeedForwardConfig:
-    """Return the configuration of a feed-forward layer."""
-    return FeedForwardConfig(hidden=int(dim * mult * 2 / 3), gated=True, bias=False, dropout=dropout)
 
 
 def windows_ahead(causal: bool, look_forward: int | None) -> int:
