@@ -19,8 +19,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # NaN in fresh memory comes with deterministic algorithms; an op that has none of its own says so, and may run.
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"))
-        # PyTorch 2.11's own, said once a process, where the first test that compiles imports its compiler.
-        item.add_marker(pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"))
+        # PyTorch's own, said once a process, where its compiler or forward-mode gradients are first used.
+        item.add_marker(pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated:DeprecationWarning"))
 
 
 @pytest.fixture(autouse=True)

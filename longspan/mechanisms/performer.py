@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from longspan.mechanisms.feature_maps import ACTIVATIONS, Favor, Generalized, RandomFeatures, Softmax, orthogonal_rows
 from longspan.mechanisms.linear import LinearAttention
+from longspan.ops.common.torch_private import in_backward
 from longspan.protocol import FeatureMap
 from longspan.utils import choose
 
@@ -32,6 +33,7 @@ class PerformerAttention(LinearAttention):
         row_norms: "sampled" as of Gaussian vectors, or "unit", all √D.
         epsilon: Added to the features: None is 0 for "softmax" and 0.001 for a generalized kernel.
         redraw_interval: Training forwards of a model (calls of `count_forward`) between redraws; None never redraws.
+            Recomputations of a forward do not count.
         normalize: As for `linear`.
         phantom: As for `linear`.
     """
@@ -104,7 +106,8 @@ class PerformerAttention(LinearAttention):
     def count_forward(self) -> None:
         """Count a training forward and redraw when the interval has passed; does nothing in eval mode.
 
-        A model calls it before its first layer, outside anything that is recomputed.
+        A model calls it before its first layer. A forward inside a backward pass is a recomputation
+        (`torch.utils.checkpoint`): it does not count, and runs with the features of the forward it repeats.
         """
         if not self.training or self.redraw_interval is None:
             return
@@ -128,6 +131,11 @@ def random_feature_mechanisms(module: nn.Module) -> list[PerformerAttention]:
 
 def _count_forward(clock: Tensor, counts: Tensor, projection: Tensor | None, interval: int, unit: bool) -> None:
     """Add a training forward to the counts, or redraw the projection (M, D) when there are `interval` of them."""
+    if in_backward():
+        if projection is not None and clock[1] == 0:
+            # The forward that is repeated has redrawn: what it draws later, such as dropout, must follow as it did.
+            orthogonal_rows(*projection.shape, unit=unit)
+        return
     clock[1] += 1
     if projection is not None and clock[1] >= interval:
         _redraw(clock, counts, projection, unit, None)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from longspan.layout import Packing, TokenLayout
 from longspan.mechanisms import build_mechanism, find_mechanism
 from longspan.models.config import AttentionConfig, FeedForwardConfig
 from longspan.models.positions import Rotary
+from longspan.ops.common.autograd import recompute
 from longspan.ops.decode import FUSED_ACTIVATIONS, RotaryCache, fused_linear
 from longspan.protocol import Mechanism, State, StateOptions
 
@@ -279,9 +279,9 @@ class Attention(nn.Module):
         self.head_groups = self.mechanism.num_kv_heads if apart else 1
 
     @property
-    def rotary_kinds(self) -> set[tuple[int, float]]:
+    def rotary_kinds(self) -> list[tuple[int, float]]:
         """The kinds of rotary embedding of its queries and keys, (head_dim, base)."""
-        return {rotary.kind for rotary in self.rotary if isinstance(rotary, Rotary)}
+        return [rotary.kind for rotary in self.rotary if isinstance(rotary, Rotary)]
 
     @property
     def plain_keys(self) -> bool:
@@ -341,7 +341,7 @@ class Attention(nn.Module):
         return torch.cat([rotary.at(part, layout) if isinstance(rotary, Rotary) else part for rotary, part in parts], 2)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, **layout: Any) -> Tensor:
-        if self.head_groups == 1:
+        if self.head_groups == 1 or torch.compiler.is_compiling():  # A compiled graph recomputes all heads at once.
             return self.mechanism(q, k, v, gates=gates, causal=self.causal, **layout)
         outs = []
         kv_size = self.mechanism.num_kv_heads // self.head_groups
@@ -352,7 +352,7 @@ class Attention(nn.Module):
             kv = slice(g * kv_size, (g + 1) * kv_size)
             heads = q[:, :, g * size : (g + 1) * size], k[:, :, kv], v[:, :, kv]
             own = None if gates is None else gates[:, :, kv]
-            outs.append(checkpoint(part, *heads, use_reentrant=False, gates=own, causal=self.causal, **layout))
+            outs.append(recompute(part, *heads, gates=own, causal=self.causal, **layout))
         return torch.cat(outs, 2)
 
     def _gate_values(self, x: Tensor, out: Tensor) -> Tensor:

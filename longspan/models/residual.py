@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from longspan.layout import Packing, TokenLayout
 from longspan.models.config import Execution, NormPosition, Residual
 from longspan.models.layers import NORMS, Attention, CenteredNorm, FeedForward, latest_tokens, shift_token, shift_tokens
 from longspan.models.positions import with_rotary
+from longspan.ops.common.autograd import once_differentiable, recompute
+from longspan.ops.common.torch_private import forward_mode_active, functorch_active
 from longspan.ops.decode import RotaryCache
 from longspan.protocol import Index, Mechanism, State, StateOptions, start_positions
 from longspan.utils import choose
@@ -385,7 +386,7 @@ class Stack(nn.Module):
             branch = self._branches()[i]
             if self.execution == "keep" or not torch.is_grad_enabled():
                 return branch(x, layout, context, context_layout)
-            return checkpoint(branch, x, layout, context, context_layout, use_reentrant=False)
+            return recompute(branch, x, layout, context, context_layout)
 
         return self._run(x, apply)
 
@@ -485,7 +486,8 @@ class Stack(nn.Module):
         rotated = [layer for layer in layers if isinstance(layer, Attention) and len(layer.rotary)]
         if not rotated:
             return layout
-        return with_rotary(layout, sorted(set().union(*(layer.rotary_kinds for layer in rotated))), _full_precision(x))
+        kinds = dict.fromkeys(kind for layer in rotated for kind in layer.rotary_kinds)
+        return with_rotary(layout, kinds, _full_precision(x))
 
     def _combine(self, streams: list[Tensor]) -> Tensor:
         total = streams[0] + streams[1]
@@ -503,7 +505,15 @@ def run_reversible(
     The backward pass visits the branches from the last to the first: it inverts each addition, runs the branch again
     with the random state and autocast of the first time, and takes its gradients. Parameters are inputs of the
     function, so that they get gradients whether or not x needs one; the context's gradient is summed here.
+
+    Under torch.compile the branches are recomputed instead, and torch.func stores their activations.
     """
+    if torch.compiler.is_compiling() or functorch_active() or forward_mode_active():
+        streams = [x, x]
+        for i, branch in enumerate(branches):
+            y = recompute(branch, streams[1 - i % 2], layout, context, context_layout)
+            streams[i % 2] = streams[i % 2] + (y if branch.weight is None else y * branch.weight)
+        return streams
     unique = list(dict.fromkeys(p for branch in branches for p in branch.parameters() if p.requires_grad))
     first, second = _Reversible.apply(  # type: ignore[no-untyped-call]
         branches, layout, context_layout, unique, x, context, *unique
@@ -531,13 +541,15 @@ class _Reversible(torch.autograd.Function):
             ctx.random.append(_random_state(x))
             y = branch(streams[1 - i % 2], layout, context, context_layout)
             streams[i % 2] = streams[i % 2] + (y if branch.weight is None else y * branch.weight)
-        ctx.save_for_backward(*(stream.detach() for stream in streams), context)
-        return streams[0].clone(), streams[1].clone()
+        first, second = (stream.clone() if stream is x else stream for stream in streams)
+        ctx.save_for_backward(first, second, context)
+        return first, second
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         *saved, context = ctx.saved_tensors
-        streams, d_streams = list(saved), list(grads)
+        streams, d_streams = [stream.detach() for stream in saved], list(grads)
         d_parameters: dict[int, Tensor] = {}
         d_context = None
         device = streams[0].device

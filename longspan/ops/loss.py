@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+from longspan.ops.common.autograd import recompute
 
 IGNORE_INDEX = -100
 MAX_LOGITS = 2**25  # per chunk
@@ -29,7 +30,7 @@ def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: T
         return _sum(hidden, weight, bias, labels) / count.clamp(min=1)
     chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
     if torch.is_grad_enabled():
-        sums = [checkpoint(_sum, h, weight, bias, y, use_reentrant=False) for h, y in chunks]
+        sums = [recompute(_sum, h, weight, bias, y) for h, y in chunks]
     else:
         sums = [_sum(h, weight, bias, y) for h, y in chunks]
     return torch.stack(sums).sum() / count.clamp(min=1)

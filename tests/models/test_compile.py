@@ -355,6 +355,27 @@ def test_func_grad_of_a_stream(name: str) -> None:
     close(got, torch.autograd.grad(mechanism(q, *xs[1:], causal=True).square().sum(), q)[0])
 
 
+@ALL
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
+@CAUSAL
+def test_forward_mode_is_right_or_refused(name: str, causal: bool, which: int) -> None:
+    mechanism, xs = build(name).double(), inputs(dtype=torch.float64)
+    tangent = torch.randn_like(xs[which])
+
+    def run(x: Tensor) -> Tensor:
+        return mechanism(*xs[:which], x, *xs[which + 1 :], causal=causal)
+
+    try:
+        _, got = torch.func.jvp(run, (xs[which],), (tangent,))
+    except (RuntimeError, NotImplementedError) as error:
+        got = str(error)
+    if isinstance(got, str):
+        assert "forward-mode gradients" in got or "forward AD" in got  # longspan's, or PyTorch's
+        return
+    step = 1e-6 * tangent
+    torch.testing.assert_close(got, (run(xs[which] + step) - run(xs[which] - step)) / 2e-6, atol=1e-6, rtol=1e-6)
+
+
 # Memory layouts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,9 +209,48 @@ def test_every_execution_compiles(topology: str, execution: str) -> None:
     model, given = transformer(topology, depth=1, cross=cross), Given.make(masked=False)
     expected = given.run(model)
     model.stack.execution = execution
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     out, found = given.run(compiled)
     compare((out, {name.removeprefix("_orig_mod."): grad for name, grad in found.items()}), expected)
+
+
+@pytest.mark.parametrize("execution", ["recompute", "reverse"])
+def test_rotary_models_compile_for_all_lengths(execution: str) -> None:
+    """Every length and every float is an input of the graph."""
+    torch._dynamo.reset()
+    mechanism = {"mechanism": "linear", "feature_map": "relu"}
+    attention = AttentionConfig(num_heads=3, head_dim=4, mechanism=mechanism, rotary="halves")
+    model = Transformer(
+        ModelConfig(dim=7, depth=1, residual="double", execution=execution, attention=attention, causal=True)
+    )
+    compiled = torch.compile(model.double(), fullgraph=True, dynamic=True, backend="eager")
+    for length in (5, 11):
+        x = torch.randn(2, length, 7, dtype=torch.float64, requires_grad=True)
+        got, expected = (torch.autograd.grad(f(x).square().sum(), (x, *model.parameters())) for f in (compiled, model))
+        for a, b in zip(got, expected, strict=True):
+            assert_same(a, b)
+
+
+def test_torch_func_and_forward_mode_of_reversed_streams() -> None:
+    linear = AttentionConfig(num_heads=2, mechanism="linear")
+    model, given = transformer("double", attention=linear, cross=linear, causal=False), Given.make(masked=False)
+    functions, tangent = [], torch.randn_like(given.x)
+    for execution in ("keep", "reverse"):
+        model.stack.execution = execution
+        run = functools.partial(model, context=given.context.detach())
+        _, moved = torch.func.jvp(run, (given.x.detach(),), (tangent,))
+        functions.append((moved, torch.func.grad(lambda x, run=run: run(x).square().sum())(given.x.detach())))
+    for a, b in zip(*functions, strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_reversed_streams_refuse_gradients_of_gradients(frozen: bool) -> None:
+    model, given = transformer("double").requires_grad_(not frozen), Given.make(masked=False)
+    model.stack.execution = "reverse"
+    (d,) = torch.autograd.grad(model(given.x, context=given.context).sum(), given.x, create_graph=True)
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
+        (d.square().sum() + given.x.sum()).backward()
 
 
 @pytest.fixture

@@ -1,12 +1,15 @@
-"""Double backward raises an error that says what to do; the op decorator, traced and direct."""
+"""Double backward and forward mode raise errors that say what to do; the op decorator, traced and direct."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from longspan.ops.common.autograd import differentiable_op, once_differentiable
 
@@ -137,3 +140,34 @@ def test_fallbacks_of_private_apis(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_private.direct_apply(Cube) is not Cube.apply
     x = torch.randn(5, requires_grad=True)
     torch.testing.assert_close(torch_private.direct_apply(Cube)(x, 3), x**3)
+
+
+X = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+FORWARD_MODE: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
+    "jvp": lambda f: torch.func.jvp(f, (X,), (X,)),
+    "jacfwd": lambda f: torch.func.jacfwd(f)(X),
+    "hessian": lambda f: torch.func.hessian(lambda x: f(x).sum())(X),
+    "dual": lambda f: f(forward_ad.make_dual(X, X)),
+}
+
+
+@pytest.mark.parametrize("mode", FORWARD_MODE)
+def test_forward_mode_gradients_are_refused(mode: str, grad: bool) -> None:
+    message = r"forward-mode gradients .* use backward\(\), or .*longspan\.ops\.\*\.reference"
+    with forward_ad.dual_level() if mode == "dual" else nullcontext(), pytest.raises(RuntimeError, match=message):
+        FORWARD_MODE[mode](lambda x: CALLS["traced"](x, None, 3))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_tangent_of_the_gradient_is_refused(call: str) -> None:
+    x = X.clone().requires_grad_()
+    with forward_ad.dual_level():
+        tangent = forward_ad.make_dual(torch.ones_like(X), X)
+        with pytest.raises(RuntimeError, match="forward-mode gradients"):
+            torch.autograd.grad(CALLS[call](x, None, 3), x, tangent)
+
+
+def test_forward_mode_passes_by_an_op_without_a_tangent() -> None:
+    y = CALLS["traced"](X, None, 3)
+    out, tangent = torch.func.jvp(lambda x: CALLS["traced"](X, None, 3) * x, (X,), (X,))
+    torch.testing.assert_close((out, tangent), (y * X, y * X))

@@ -1,4 +1,7 @@
-"""Operations with hand-written backward passes, differentiable once, and one decorator that makes them."""
+"""Operations with hand-written backward passes, differentiable once, and one decorator that makes them.
+
+Forward-mode gradients (torch.func.jvp) and gradients of gradients raise an error: they would silently be zero.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from longspan.ops.common.torch_private import direct_apply
+from longspan.ops.common.torch_private import compiling_dynamic, direct_apply, forward_mode_active, functorch_active
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 T = TypeVar("T", bound=type)
@@ -26,6 +30,7 @@ def once_differentiable(backward: Backward) -> Backward:
 
     @wraps(backward)
     def wrapped(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_outputs = refuse_forward_mode(*grad_outputs)
         if not torch.is_grad_enabled():
             return backward(ctx, *grad_outputs)  # Entering no_grad costs the host as much as a launch.
         with torch.no_grad():
@@ -38,6 +43,18 @@ def once_differentiable(backward: Backward) -> Backward:
         return tuple(None if x is None else next(guarded) for x in grads)
 
     return wrapped
+
+
+def recompute(function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    """Return function(*args, **options) without storing its activations: the backward pass computes them again.
+
+    They are stored where `torch.utils.checkpoint` does not work: inside torch.func transforms and in graphs of
+    torch.compile(dynamic=True).
+    """
+    if functorch_active() or compiling_dynamic():
+        return function(*args, **options)
+    result: Tensor = checkpoint(function, *args, use_reentrant=False, **options)
+    return result
 
 
 def refuse_double_backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -56,6 +73,40 @@ class _Refusing(torch.autograd.Function):
         return tensors
 
     backward = staticmethod(refuse_double_backward)
+
+
+def refuse_forward_mode(*args: Any) -> tuple[Any, ...]:
+    """Return the arguments, through an identity that raises where a tensor among them carries a tangent."""
+    if not forward_mode_active():
+        return args
+    apply: Any = _NoTangent.apply
+    return tuple(apply(x) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
+
+
+class _NoTangent(torch.autograd.Function):
+    """The identity, without forward-mode gradients."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Tensor:
+        return d
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        raise RuntimeError(
+            "forward-mode gradients (torch.func.jvp, jacfwd, hessian) were requested, but longspan's kernels and "
+            "chunked operations have reverse-mode gradients only: use backward(), or the quadratic definitions in "
+            "longspan.ops.*.reference"
+        )
 
 
 class DifferentiableOp:
@@ -89,7 +140,8 @@ def differentiable_op(
     - `direct`: the same functions called without `torch.library`, which halves the host overhead. Only for arguments
       that `dispatch.eager_untraced` accepts. It returns what `visible` selects.
 
-    Both raise an error when their gradients are differentiated. The class defines
+    Both raise an error when their gradients are differentiated, or forward-mode gradients are requested. The class
+    defines
 
     - `forward(*args, traced=True) -> tuple[Tensor, ...]`: the results, then what the backward pass needs. If traced,
       all must be tensors without uninitialized parts; otherwise an output may be None.
@@ -110,19 +162,23 @@ def differentiable_op(
 
     def decorate(cls: T) -> T:
         op: Any = cls
-        op.traced = torch.library.custom_op(name, op.forward, mutates_args=(), schema=_schema(arguments, outputs))
-        op.traced.register_fake(op.fake)
+        forward = torch.library.custom_op(name, op.forward, mutates_args=(), schema=_schema(arguments, outputs))
+        forward.register_fake(op.fake)
         backward = torch.library.custom_op(
             f"{name}_backward", op.backward, mutates_args=(), schema=_schema((*saved, *arguments), grads)
         )
         backward.register_fake(op.backward_fake)
         backward.register_autograd(refuse_double_backward)
-        op.traced.register_autograd(partial(op.differentiate, backward), setup_context=op.save)
-        op.traced_backward = backward
+        forward.register_autograd(partial(op.differentiate, _without_tangents(backward)), setup_context=op.save)
+        op.traced, op.traced_backward = staticmethod(_without_tangents(forward)), staticmethod(backward)
         op.direct = staticmethod(_direct(op, differentiable))
         return cls
 
     return decorate
+
+
+def _without_tangents(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: function(*refuse_forward_mode(*args))
 
 
 def _direct(op: Any, differentiable: int) -> Callable[..., Any]:

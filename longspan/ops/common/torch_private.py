@@ -19,6 +19,16 @@ def functorch_active() -> bool:
     return True if active is None else active()
 
 
+def forward_mode_active() -> bool:
+    """True where tensors may carry tangents: inside torch.func.jvp, jacfwd, hessian, or forward_ad.dual_level."""
+    return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+
+
+def in_backward() -> bool:
+    """True inside a backward pass, where a forward pass is a recomputation (`torch.utils.checkpoint`)."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def current_stream(device: int) -> Any:
     """Return the handle of the current CUDA stream, without creating a `torch.cuda.Stream`."""
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -29,6 +39,12 @@ def assume_constant(function: F) -> F:
     """`torch.compiler.assume_constant_result`, which would import the compiler, one second at every import."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@assume_constant
+def compiling_dynamic() -> bool:
+    """True in code traced by torch.compile(dynamic=True), which makes every float an input of the graph."""
+    return torch.compiler.is_compiling() and not torch._dynamo.config.assume_static_by_default
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Any:
