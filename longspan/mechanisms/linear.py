@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longspan.layout import Packing
-from longspan.mechanisms.feature_maps import FEATURE_MAPS, FusedMap
+from longspan.mechanisms.feature_maps import FEATURE_MAPS, FusedMap, Softmax
 from longspan.mechanisms.write_buffer import FEATURE_SLOTS, PendingFeatures, pending_slots
 from longspan.ops.common import dispatch
 from longspan.ops.decode import CosSin, linear_decode_step, why_not_triton
@@ -129,7 +129,7 @@ class LinearAttention(Mechanism):
             raise ValueError(
                 f'a phantom must not be negative, and needs normalize="query" and blind_spot=1, got {phantom}'
             )
-        if phantom and feature_map.unbounded and not feature_map.epsilon:
+        if phantom and feature_map.unbounded and not feature_map.epsilon and not isinstance(feature_map, Softmax):
             raise ValueError(
                 f"{type(feature_map).__name__} features have no fixed scale that a phantom of {phantom} could have"
             )
@@ -150,6 +150,8 @@ class LinearAttention(Mechanism):
             total[..., -1:] = phantom / self.feature_map.epsilon
         elif self.phantom:
             contents["z"] = sums.z + phantom
+            if self.feature_map.unbounded:
+                contents["shift"] = torch.zeros_like(sums.shift)  # The phantom is a feature itself, not its logarithm.
         if self.blind_spot > 1:
             contents |= {"open_kv": sums.kv.clone(), "open_z": sums.z.clone()}
         return LinearState.empty(batch_size, start, like.device, **contents)

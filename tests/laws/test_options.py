@@ -296,8 +296,11 @@ def _() -> None:
     same(stepped, mechanism(q, k, v, causal=True)[:, :1])
     with pytest.raises(ValueError, match="needs normalize"):
         build("linear", phantom=0.3, normalize="feature")
-    with pytest.raises(ValueError, match="Softmax features have no fixed scale"):
-        build("linear", phantom=0.3, feature_map="softmax")
+    mechanism, plain = build("linear", phantom=0.3, feature_map="softmax"), build("linear", feature_map="softmax")
+    before = plain.write(plain.new_state(B, dtype=q.dtype), first, torch.zeros_like(v[:, :1]))  # exp(x) = 0.3
+    same(mechanism(q, k, v, causal=True), plain(q, k, v, causal=True, past=before))
+    with pytest.raises(ValueError, match="Favor features have no fixed scale"):
+        build("performer", phantom=0.3)
 
 
 @checks("split", "parts")

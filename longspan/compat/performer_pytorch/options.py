@@ -57,8 +57,8 @@ class FeatureOptions:
                     "and kernel_fn have no effect with it",
                     stacklevel=2,
                 )
-            normalize = "query" if causal else "feature"
-            return {"mechanism": "performer", "projection": False, "normalize": normalize, "redraw_interval": None}
+            normalize = {"normalize": "query", "phantom": PHANTOM} if causal else {"normalize": "feature"}
+            return {"mechanism": "performer", "projection": False, "redraw_interval": None, **normalize}
         number = self.num_features(head_dim)
         spec: dict[str, Any] = {"mechanism": "performer", "num_features": number}
         spec["redraw_interval"] = redraw_interval(interval)
