@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -207,10 +208,23 @@ class CompatModel(nn.Module):
     def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
         """Adapt the model, before loading, to a checkpoint whose shapes show that the original ignored an option."""
 
-    def record_structure(self) -> None:
-        """Remember the submodules' types and the parameters' shapes, so that `altered` can tell what was replaced."""
-        self._structure = {name: type(module) for name, module in self.named_modules() if name}
-        self._shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
+    def record_structure(self, part: str = "") -> None:
+        """Remember the submodules' types and the parameters' shapes, so that `altered` can tell what was replaced.
+
+        Args:
+            part: The name of a submodule that alone is recorded anew.
+        """
+
+        def recorded(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+            inside = re.compile(rf"{re.escape(part)}(\.|$)" if part else "")
+            return {k: v for k, v in before.items() if not inside.match(k)} | {
+                k: now[k] for k in now if inside.match(k)
+            }
+
+        types = {name: type(module) for name, module in self.named_modules() if name}
+        shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
+        self._structure = recorded(getattr(self, "_structure", {}), types)
+        self._shapes = recorded(getattr(self, "_shapes", {}), shapes)
 
     def altered(self) -> str:
         """Return what was replaced or hooked since construction, so that the longspan model would differ, or ""."""

@@ -54,7 +54,7 @@ ADDED = {
     "local_attention": {"faithful"},
     "linformer": {"mask"},
     "linformer_pytorch": {"use_pos_emb"},
-    "performer_pytorch": {"tie_embedding"},
+    "performer_pytorch": {"tie_embedding", "mask"},
 }
 # Arguments that the originals require too, through **kwargs.
 REQUIRED = {

@@ -10,7 +10,6 @@ from older import assert_names, copy_weights, original, recorded
 import longspan
 from longspan.compat import performer_pytorch as ours
 from longspan.compat.convert import convert_weights
-from longspan.compat.state_dict import CompatModule
 
 BODY = {"dim": 32, "depth": 2, "heads": 4, "dim_head": 8, "nb_features": 12}
 LM = {"num_tokens": 20, "max_seq_len": 64, **BODY}
@@ -116,7 +115,8 @@ def test_models_convert_and_answer_as_before(variant, tmp_path):
     copy_weights(theirs, older)
     with torch.no_grad():
         wanted, got = run(older, variant), run(model, variant)
-        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+        # Here the two kinds of heads are rotated apart from each other, which changes last bits.
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6 if "local" in variant else 0)
         causal = "causal" in arguments or name == "PerformerEncDec"
         if not causal:  # Causal FAVOR+ is mended: the original's answers leak.
             torch.testing.assert_close(
@@ -186,7 +186,9 @@ def test_axial_positions_beside_rotary_ones_and_the_checkpoint_that_had_none():
     tokens = torch.randint(0, 20, (2, 23))
     torch.testing.assert_close(model.eval()(tokens), theirs.eval()(tokens), rtol=1e-4, atol=1e-4)
     model.fix_projection_matrices_()
-    assert model.model.config.positions == model.model.transformer.config.positions == "sinusoidal"
+    converted = model.to_longspan()
+    assert converted.config.positions == "sinusoidal"
+    torch.testing.assert_close(converted(tokens), model(tokens), rtol=0, atol=1e-6)
     fresh = ours.PerformerLM(**options)
     fresh.load_state_dict(ours.PerformerLM(**options).state_dict())  # no warning: this one has its tables
 
@@ -203,4 +205,3 @@ def test_a_wrapper_and_a_module_of_ones_own_around_it():
     mine.load_state_dict(theirs.state_dict())
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(mine.state_dict()[name], tensor), name
-    assert isinstance(mine.attention, CompatModule)

@@ -166,6 +166,7 @@ def test_rows_that_start_elsewhere_are_put_and_selected(case: Case) -> None:
         ("linear", {"feature_map": "relu", "phantom": 0.1}),
         ("performer", {"num_features": 7, "epsilon": 1e-3, "phantom": 1e-2}),
         ("performer", {"kernel": "relu", "phantom": 0.01}),
+        ("linear", {"feature_map": "softmax", "phantom": 0.1}),
     ],
 )
 def test_a_phantom_key_is_merged_once(name: str, options: dict) -> None:

@@ -429,9 +429,9 @@ class LinearAttentionTransformerLM(CompatModel):
         """Return the current key for a key from another release of the original."""
         return key.replace("pos_emb.weights_", "pos_emb.weights.")
 
-    def record_structure(self) -> None:
+    def record_structure(self, part: str = "") -> None:
         """Remember the types of the submodules outside `inner`, which remembers its own."""
-        super().record_structure()
+        super().record_structure(part)
         inside = f"{self._inner_name}."
         self._structure = {name: kind for name, kind in self._structure.items() if not name.startswith(inside)}
 

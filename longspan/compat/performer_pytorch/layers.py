@@ -1,197 +1,249 @@
-"""Layers of performer-pytorch that can be used on their own."""
+"""Small layers of performer-pytorch: norms, token shift, feed-forward layers, positions, and its helpers."""
 
 from __future__ import annotations
 
-import copy
-import warnings
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.compat.layers import as_bool, sinusoidal_table, with_children
-from longspan.compat.options import init_from
-from longspan.compat.performer_pytorch import keys
-from longspan.compat.performer_pytorch.options import AttentionOptions, FastAttentionOptions
-from longspan.compat.state_dict import CompatModule, KeyMapping, unsaved
-from longspan.mechanisms.feature_maps import orthogonal_rows
-from longspan.mechanisms.performer import PerformerAttention, random_feature_mechanisms
-from longspan.mechanisms.split import SplitAttention
-from longspan.models.layers import Attention, mechanism_from
-from longspan.models.positions import Rotary
-from longspan.models.residual import ResidualBranch
-from longspan.models.transformer import Transformer
+from longspan.compat import layers
+from longspan.compat.faithful import resolve_faithful
+from longspan.compat.layers import sinusoidal_table
+from longspan.ops.rotary import rotate
 
-_POSITIONAL = (
-    "dim causal heads dim_head local_heads local_window_size nb_features feature_redraw_interval generalized_attention "
-    "kernel_fn dropout no_projection qkv_bias attn_out_bias"
-)
+M = TypeVar("M", bound=nn.Module)
 
 
-class FastAttention(CompatModule):
-    """Attention by random features for q, k and v (B, H, T, dim_heads) with any number of heads."""
+def empty(tensor: Tensor) -> bool:
+    """Return whether a tensor has no elements."""
+    return tensor.numel() == 0
 
-    model: PerformerAttention
 
-    @init_from(
-        FastAttentionOptions,
-        "dim_heads nb_features ortho_scaling causal generalized_attention kernel_fn no_projection",
-    )
-    def __init__(self, options: FastAttentionOptions) -> None:
+@contextmanager
+def null_context() -> Iterator[None]:
+    """Do nothing, as `contextlib.nullcontext`."""
+    yield
+
+
+def cast_tuple(val: Any) -> tuple[Any, ...]:
+    """Return a tuple as it is, and another value as a tuple of one."""
+    return val if isinstance(val, tuple) else (val,)
+
+
+def get_module_device(module: nn.Module) -> torch.device:
+    """Return the device of a module's first parameter."""
+    return next(module.parameters()).device
+
+
+def find_modules(nn_module: nn.Module, type: type[M]) -> list[M]:
+    """Return all modules of a type in a module, which may be one itself."""
+    return [module for module in nn_module.modules() if isinstance(module, type)]
+
+
+def shift(t: Tensor, amount: int, mask: Tensor | None = None) -> Tensor:
+    """Move tokens (B, T, dim) by `amount` slots, later if positive; zeros take their place.
+
+    Args:
+        t: The tokens.
+        amount: The number of slots.
+        mask: (B, T), True for real tokens; the others are replaced by zeros before they are moved.
+    """
+    if amount == 0:
+        return t
+    t = t if mask is None else t.masked_fill(~mask.bool()[..., None], 0)
+    amount = max(-t.shape[1], min(amount, t.shape[1]))
+    return F.pad(t, (0, 0, amount, -amount))
+
+
+class Always(nn.Module):
+    """Return a constant, whatever the arguments."""
+
+    def __init__(self, val: Any) -> None:
         super().__init__()
-        self.dim_heads, self.causal, self.ortho_scaling = options.dim_heads, options.causal, options.ortho_scaling
-        self.nb_features = options.num_features(self.dim_heads)
-        self.generalized_attention, self.no_projection = options.generalized_attention, options.no_projection
-        spec = options.performer(self.dim_heads, causal=self.causal, ortho_scaling=self.ortho_scaling)
-        model = mechanism_from(spec, 1, self.dim_heads, 1)
-        assert isinstance(model, PerformerAttention)
-        self.model = model
-        if self.no_projection:
-            self.unused = keys.unused_projection(self.nb_features, self.dim_heads)
+        self.val = val
 
-    @property
-    def projection_matrix(self) -> Tensor:
-        """The random features (nb_features, dim_heads)."""
-        return self.state_dict()["projection_matrix"]
-
-    def redraw_projection_matrix(self, device: Any = None) -> None:
-        """Draw new random features, which stay on the device of the module."""
-        self.model.redraw()
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Map q (B, H, T, dim_heads), k (B, H, S, dim_heads) and v (B, H, S, E) to (B, H, T, E)."""
-        mechanism = copy.copy(self.model)  # shares the features, with the number of heads and width of these values
-        mechanism.num_heads, mechanism.num_kv_heads, mechanism.value_dim = q.shape[1], k.shape[1], v.shape[3]
-        out = mechanism(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=self.causal)
-        return out.transpose(1, 2)
-
-    def key_mappings(self) -> Iterator[KeyMapping]:
-        yield from keys.feature_keys(self.model, "", "", "")
-        yield unsaved(["counts"], keys.zero_counts)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the constant."""
+        return self.val
 
 
-class _AttentionLayer(CompatModule):
-    model: Attention
-    cross = False
+class PreShiftTokens(nn.Module):
+    """Replace equal parts of the features by those of neighboring tokens before a layer.
 
-    @init_from(AttentionOptions, _POSITIONAL)
-    def __init__(self, options: AttentionOptions) -> None:
+    Args:
+        shifts: For each part, how many slots later a token's features go.
+        fn: The layer.
+    """
+
+    def __init__(self, shifts: Sequence[int], fn: nn.Module) -> None:
         super().__init__()
-        heads, num_local = options.heads, options.local_heads
-        self.heads, self.global_heads = heads, heads - num_local
-        if not 0 <= num_local <= heads:
-            raise ValueError(f"local_heads must be from 0 to heads ({heads}), got {num_local}")
-        if num_local and self.cross:
-            raise ValueError(f"local heads cannot attend to a context: local_heads must be 0, got {num_local}")
-        mechanism = options.mechanism(num_local, options.dropout, options.feature_redraw_interval)
-        config = options.attention(mechanism, {"local": "halves"}, options.dropout)
-        self.model = Attention(options.dim, config, causal=options.causal, cross=self.cross)
-        keys.initialize(self.model)
-        self.unused = keys.unused_tensors(self.model, options.num_features(options.head_dim))
+        self.fn = fn
+        self.shifts = tuple(shifts)
 
-    def forward(
-        self,
-        x: Tensor,
-        pos_emb: Tensor | None = None,
-        context: Tensor | None = None,
-        mask: Tensor | None = None,
-        context_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Attend to x, or to a context in CrossAttention.
-
-        Args:
-            x: (B, T, dim).
-            pos_emb: The output of FixedPositionalEmbedding(dim_head, …), for rotary positions of self-attention.
-            context: (B, S, dim), for CrossAttention only.
-            mask: (B, T), True for tokens to attend to.
-            context_mask: (B, S), True for tokens of the context to attend to; for self-attention an alias of mask.
-        """
-        for mechanism in random_feature_mechanisms(self.model):
-            mechanism.count_forward()
-        mask, context_mask = as_bool(mask), as_bool(context_mask)
-        if self.cross:
-            if context is None:
-                raise ValueError("cross-attention needs a context: pass context=, of shape (B, S, dim)")
-            if pos_emb is not None:
-                warnings.warn("pos_emb has no effect: cross-attention is not rotated, as in the original", stacklevel=2)
-            return self.model(x, key_mask=mask, context=context, context_mask=context_mask)
-        if context is not None:
-            raise ValueError("self-attention takes no context: use CrossAttention")
-        if mask is not None and context_mask is not None:
-            raise ValueError("mask and context_mask both mask tokens of x: pass one of them")
-        model = self.model if pos_emb is None else _rotate_layer(self.model, pos_emb, x)
-        return model(x, key_mask=context_mask if mask is None else mask)
-
-    def key_mappings(self) -> Iterator[KeyMapping]:
-        yield from keys.attention_keys(self.model, "attention_0.")
-        modules = self.model.named_modules()
-        counts = [f"{name}.counts" for name, module in modules if isinstance(module, PerformerAttention)]
-        yield unsaved(counts or ["unused.counts"], keys.zero_counts)
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        """Shift x (B, T, dim), without the tokens that `mask` hides, and call the layer with all arguments."""
+        parts = list(x.split(x.shape[-1] // len(self.shifts), -1))
+        for i, amount in enumerate(self.shifts):
+            parts[i] = shift(parts[i], amount, kwargs.get("mask"))
+        return self.fn(torch.cat(parts, -1), **kwargs)
 
 
-class SelfAttention(_AttentionLayer):
-    """Self-attention with projections, (B, T, dim) -> (B, T, dim)."""
+class ReZero(nn.Module):
+    """Multiply a layer's output by a learned scalar, which starts at 0.001."""
+
+    def __init__(self, fn: nn.Module) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.tensor(1e-3))
+        self.fn = fn
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        """Call the layer with all arguments."""
+        return self.fn(x, **kwargs) * self.g
 
 
-class CrossAttention(_AttentionLayer):
-    """Attention of x (B, T, dim) to a context (B, S, dim), with projections: -> (B, T, dim)."""
+class PreScaleNorm(nn.Module):
+    """Divide x by its norm, multiply it by a learned scalar, and call a layer."""
 
-    cross = True
+    def __init__(self, dim: int, fn: nn.Module, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.fn = fn
+        self.g = nn.Parameter(torch.ones(1))
+        self.eps = eps
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        """Call the layer with all arguments."""
+        return self.fn(F.normalize(x, dim=-1, eps=self.eps) * self.g, **kwargs)
+
+
+class PreLayerNorm(nn.Module):
+    """Apply a layer norm and call a layer."""
+
+    def __init__(self, dim: int, fn: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.fn = fn
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        """Call the layer with all arguments."""
+        return self.fn(self.norm(x), **kwargs)
+
+
+class Chunk(nn.Module):
+    """Call a layer on `chunks` pieces of x one after the other, which needs less memory.
+
+    Args:
+        chunks: The number of pieces.
+        fn: The layer.
+        along_dim: The dimension that is divided.
+    """
+
+    def __init__(self, chunks: int, fn: nn.Module, along_dim: int = -1) -> None:
+        super().__init__()
+        self.dim = along_dim
+        self.chunks = chunks
+        self.fn = fn
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        """Call the layer on each piece, with all other arguments."""
+        if self.chunks == 1:
+            return self.fn(x, **kwargs)
+        return torch.cat([self.fn(piece, **kwargs) for piece in x.chunk(self.chunks, self.dim)], self.dim)
+
+
+class FeedForward(layers.FeedForward):
+    """Compute act(x W₁) W₂, or its gated variant with glu."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map x (B, T, dim) to (B, T, dim). mask: Not used; a token shift around the layer passes it on."""
+        return super().forward(x)
+
+
+class AbsolutePositionalEmbedding(nn.Module):
+    """A learned vector for each position: (T, dim) for x (B, T, …)."""
+
+    def __init__(self, dim: int, max_seq_len: int) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(max_seq_len, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the vectors of the positions of x."""
+        return self.emb(torch.arange(x.shape[1], device=x.device))
 
 
 class FixedPositionalEmbedding(nn.Module):
-    """Sinusoidal positions (1, T, dim) for x (B, T, …)."""
+    """Sinusoidal positions (1, T, dim) for x (B, T, …).
+
+    Loading a state dict keeps this table, which is more accurate than the original's, unless the module is faithful.
+    """
 
     emb: Tensor
 
     def __init__(self, dim: int, max_seq_len: int) -> None:
         super().__init__()
-        self.register_buffer("emb", sinusoidal_table(dim, max_seq_len))
+        self.faithful = resolve_faithful(None)
+        table = sinusoidal_table(dim, max_seq_len)
+        if self.faithful:
+            angle = torch.arange(max_seq_len)[:, None] * (1 / 10000 ** (torch.arange(0, dim, 2) / dim))
+            table = torch.cat([angle.sin(), angle.cos()], -1)
+        self.register_buffer("emb", table)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the embeddings of the positions of x, in its dtype."""
         return self.emb[None, : x.shape[1]].to(x)
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        given = state_dict.get(f"{prefix}emb")
+        if not self.faithful and given is not None and given.shape == self.emb.shape:
+            state_dict = {**state_dict, f"{prefix}emb": self.emb.detach()}
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
-def gaussian_orthogonal_random_matrix(
-    nb_rows: int, nb_columns: int, scaling: int = 0, device: torch.device | str | None = None
-) -> Tensor:
-    """Draw a matrix (nb_rows, nb_columns) of orthogonal blocks.
+
+class AxialPositionalEmbedding(nn.Module):
+    """A grid of positions in row-major order, each the sum of one learned vector per axis: (B, T, dim) for x (B, T, …).
 
     Args:
-        nb_rows: The number of rows.
-        nb_columns: The number of columns, which is the size of a block.
-        scaling: 0 for row norms distributed as those of Gaussian vectors, 1 for norms √nb_columns.
-        device: The device of the matrix.
+        dim: The width of the vectors.
+        axial_shape: The size of each axis.
+        axial_dims: Widths that sum up to dim, if the vectors of the axes are concatenated and not added.
     """
-    if scaling not in (0, 1):
-        raise ValueError(f"scaling must be 0 or 1, got {scaling}")
-    return orthogonal_rows(nb_rows, nb_columns, unit=scaling == 1).to(device)
 
-
-def with_rotary(model: Transformer, pos_emb: Tensor, x: Tensor) -> Transformer:
-    """Return the transformer, sharing its weights, with rotary positions pos_emb in its global self-attention heads."""
-    branches = []
-    for branch in model.stack.branches:
-        assert isinstance(branch, ResidualBranch)
-        if isinstance(branch.layer, Attention) and not branch.layer.cross:
-            branch = with_children(branch, layer=_rotate_layer(branch.layer, pos_emb, x))
-        branches.append(branch)
-    return with_children(model, stack=with_children(model.stack, branches=nn.ModuleList(branches)))
-
-
-def _rotate_layer(attention: Attention, pos_emb: Tensor, x: Tensor) -> Attention:
-    head_dim = attention.mechanism.head_dim
-    expected = sinusoidal_table(head_dim, x.shape[1], x.device)[None]
-    if pos_emb.shape != expected.shape or not torch.allclose(pos_emb.float(), expected, atol=0.01):
-        raise ValueError(
-            f"pos_emb must be what FixedPositionalEmbedding({head_dim}, …) returns for x, of shape "
-            f"{tuple(expected.shape)}, got {tuple(pos_emb.shape)}; add other position embeddings to x instead"
+    def __init__(self, dim: int, axial_shape: Sequence[int], axial_dims: Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.dim, self.shape, self.max_seq_len = dim, tuple(axial_shape), math.prod(axial_shape)
+        self.summed = axial_dims is None
+        widths = [dim] * len(self.shape) if axial_dims is None else list(axial_dims)
+        if len(widths) != len(self.shape) or (not self.summed and sum(widths) != dim):
+            raise ValueError(
+                f"axial_dims must be {len(self.shape)} numbers, one for each axis, with the sum {dim}, got {axial_dims}"
+            )
+        self.weights = nn.ParameterList(
+            torch.randn(1, *(size if axis == i else 1 for axis, size in enumerate(self.shape)), width)
+            for i, width in enumerate(widths)
         )
-    if not random_feature_mechanisms(attention):
-        return attention
-    rotary = [Rotary(head_dim, interleaved=True)]
-    if isinstance(attention.mechanism, SplitAttention):
-        rotary.append(Rotary(head_dim))
-    return with_children(attention, rotary=nn.ModuleList(rotary))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the vectors of the positions of x."""
+        if x.shape[1] > self.max_seq_len:
+            raise ValueError(
+                f"x has {x.shape[1]} tokens, more than the {self.max_seq_len} positions of the grid {self.shape}"
+            )
+        grids = [weight.expand(1, *self.shape, -1).flatten(1, -2)[:, : x.shape[1]] for weight in self.weights]
+        table = sum(grids[1:], grids[0]) if self.summed else torch.cat(grids, -1)
+        return table.expand(len(x), -1, -1).to(x)
+
+
+def apply_rotary_pos_emb(q: Tensor, k: Tensor, sinu_pos: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate neighboring features of q and k (B, H, T, D).
+
+    Args:
+        q: Queries.
+        k: Keys.
+        sinu_pos: The output of FixedPositionalEmbedding(D, …): sines and cosines (1 or B, T, D).
+    """
+    sin, cos = sinu_pos[:, None].chunk(2, -1)
+    return rotate(q, cos, sin, interleaved=True), rotate(k, cos, sin, interleaved=True)

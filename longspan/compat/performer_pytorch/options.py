@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from longspan.compat.options import encoder_decoder_options, head_counts
+from longspan.compat.performer_pytorch.kernels import RELU
 from longspan.mechanisms.feature_maps import ACTIVATIONS
 from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig, Positions, RotaryStyle
 from longspan.utils import choose
 
 Kernel = str | Callable[[Tensor], Tensor]
 
-RELU = nn.ReLU()
 EPSILON = 1e-4  # added to FAVOR+ features by the original, whose checkpoints were trained with it
 PHANTOM = 1e-6  # added by the original's causal attention to sums of key features, before division by √M
 _KERNEL_MODULES: dict[Any, str] = {
@@ -36,10 +36,16 @@ class FeatureOptions:
     generalized_attention: bool = False
     kernel_fn: Kernel = RELU
     no_projection: bool = False
+    faithful: bool | None = None
 
     def num_features(self, head_dim: int) -> int:
         """Return nb_features, by default head_dim · log(head_dim)."""
         return max(1, int(head_dim * math.log(head_dim))) if self.nb_features is None else self.nb_features
+
+    @property
+    def resolved_kernel(self) -> Kernel:
+        """The kernel_fn, by name where it has one."""
+        return resolve_kernel(self.kernel_fn)
 
     def performer(
         self, head_dim: int, *, causal: bool, interval: int | None = None, ortho_scaling: int = 0
@@ -65,7 +71,7 @@ class FeatureOptions:
         if ortho_scaling:
             spec["row_norms"] = "unit"
         if self.generalized_attention:
-            return spec | {"kernel": resolve_kernel(self.kernel_fn), "phantom": PHANTOM if causal else 0.0}
+            return spec | {"kernel": self.resolved_kernel, "phantom": PHANTOM if causal else 0.0}
         return spec | {"epsilon": EPSILON, "phantom": PHANTOM * math.sqrt(number) if causal else 0.0}
 
 
@@ -171,8 +177,6 @@ class PerformerOptions(HeadOptions):
         if self.cross_attend:
             performer = self.performer(self.head_dim, causal=False, interval=interval)
             cross = self.attention(performer, "none", self.attn_dropout)
-        if self.use_scalenorm and self.use_rezero:
-            warnings.warn("use_rezero has no effect with use_scalenorm, as in the original", stacklevel=5)
         return ModelConfig(
             dim=self.dim,
             depth=self.depth,
@@ -239,6 +243,10 @@ class PerformerLMOptions(PerformerOptions):
     def rotary(self) -> dict[str, RotaryStyle]:
         return {"performer": "interleaved" if self.rotary_position_emb else "none", "local": "halves"}
 
+    def of_performer(self) -> dict[str, Any]:
+        """Return the arguments of the Performer inside."""
+        return {f.name: getattr(self, f.name) for f in fields(PerformerOptions)} | {"dim_head": self.head_dim}
+
     @property
     def tied(self) -> bool:
         """Whether the logits use the token embedding."""
@@ -272,7 +280,10 @@ class EncoderDecoderBase:
 
 
 EncoderDecoderOptions = encoder_decoder_options(
-    PerformerLMOptions, shared=("dim", "no_projection"), omitted=("causal", "cross_attend"), base=EncoderDecoderBase
+    PerformerLMOptions,
+    shared=("dim", "no_projection", "faithful"),
+    omitted=("causal", "cross_attend"),
+    base=EncoderDecoderBase,
 )
 
 

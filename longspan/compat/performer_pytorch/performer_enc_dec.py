@@ -2,84 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from longspan.compat.faithful import faithful, resolve_faithful
 from longspan.compat.options import init_from, without_prefix
 from longspan.compat.performer_pytorch import keys
 from longspan.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper
-from longspan.compat.performer_pytorch.options import EncoderDecoderOptions, PerformerLMOptions
-from longspan.compat.performer_pytorch.performer_pytorch import (
-    PerformerLM,
-    ignored_axial_positions,
-    without_axial_positions,
-)
-from longspan.compat.state_dict import CompatModule, KeyMapping, rename_layer
-from longspan.models.transformer import EncoderDecoder, LanguageModel
+from longspan.compat.performer_pytorch.options import EncoderDecoderOptions
+from longspan.compat.performer_pytorch.performer_pytorch import PerformerLM
+from longspan.compat.state_dict import CompatModel, KeyMapping
+from longspan.models.transformer import EncoderDecoder
+
+Arguments = dict[str, Any]
+ENC_PREFIX, DEC_PREFIX = "enc_", "dec_"
 
 
-class PerformerEncDec(CompatModule):
+def group_dict_by_key(cond: Callable[[str], bool], d: Mapping[str, Any]) -> tuple[Arguments, Arguments]:
+    """Return the entries whose key satisfies a condition, and the others."""
+    return {key: d[key] for key in d if cond(key)}, {key: d[key] for key in d if not cond(key)}
+
+
+def string_begins_with(prefix: str, str: str) -> bool:
+    """Return whether a string begins with a prefix."""
+    return str.startswith(prefix)
+
+
+def group_by_key_prefix(prefix: str, d: Mapping[str, Any]) -> tuple[Arguments, Arguments]:
+    """Return the entries whose key begins with a prefix, and the others."""
+    return group_dict_by_key(lambda key: key.startswith(prefix), d)
+
+
+def group_by_key_prefix_and_remove_prefix(prefix: str, d: Mapping[str, Any]) -> tuple[Arguments, Arguments]:
+    """Return the entries whose key begins with a prefix, without it, and the others."""
+    found, others = group_by_key_prefix(prefix, d)
+    return {key.removeprefix(prefix): value for key, value in found.items()}, others
+
+
+def extract_enc_dec_kwargs(kwargs: Mapping[str, Any]) -> tuple[Arguments, Arguments, Arguments]:
+    """Return the arguments of the encoder and of the decoder, without their prefixes, and the others."""
+    encoder, others = group_by_key_prefix_and_remove_prefix(ENC_PREFIX, kwargs)
+    return encoder, *group_by_key_prefix_and_remove_prefix(DEC_PREFIX, others)
+
+
+def extract_and_set_enc_dec_kwargs(kwargs: Mapping[str, Any]) -> tuple[Arguments, Arguments, Arguments]:
+    """Return `extract_enc_dec_kwargs`, with the encoder's mask as context_mask of the decoder."""
+    encoder, decoder, others = extract_enc_dec_kwargs(kwargs)
+    if "mask" in encoder:
+        decoder.setdefault("context_mask", encoder["mask"])
+    return encoder, decoder, others
+
+
+class PerformerEncDec(CompatModel):
     """Encoder-decoder model. Arguments that start with enc_ or dec_ are arguments of PerformerLM.
 
-    tie_token_embed: An alias of tie_token_embeds.
+    Args:
+        tie_token_embed: An alias of tie_token_embeds.
+        faithful: Whether to compute as the original does, defects included; see docs/migrating.md.
     """
-
-    model: EncoderDecoder
 
     @init_from(EncoderDecoderOptions, "dim ignore_index pad_value tie_token_embeds no_projection")
     def __init__(self, options: Any) -> None:
         super().__init__()
-        self.ignore_index, self.pad_value = options.ignore_index, options.pad_value
+        self.faithful, self.pad_value = resolve_faithful(options.faithful), options.pad_value
         shared = {"dim": options.dim, "no_projection": options.no_projection}
-        self.options = (
-            PerformerLMOptions(**without_prefix(options, "enc_"), **shared),
-            PerformerLMOptions(**without_prefix(options, "dec_"), **shared),
-        )
-        tie = options.tie_token_embeds or options.tie_token_embed
-        encoder, decoder = (part.config() for part in self.options)
-        self.model = EncoderDecoder(encoder, decoder, pad_token=options.pad_value, tie_embeddings=tie)
-        keys.initialize(self.model)
-        self.unused = nn.Module()
-        for name, own, part in zip(("enc", "dec"), self.options, self._parts, strict=True):
-            self.unused.add_module(name, keys.unused_tensors(part, own.num_features(own.head_dim)))
-        # The original saves an output layer of the encoder that it never uses.
-        if not self.options[0].tied:
-            self.unused.add_module("to_out", nn.Linear(options.dim, self.options[0].num_tokens))
-
-    @property
-    def enc(self) -> PerformerLM:
-        """The encoder, which has no output layer: call it with return_encodings=True."""
-        return PerformerLM.around(self.model.encoder, self.options[0])
-
-    @property
-    def dec(self) -> AutoregressiveWrapper:
-        """The decoder."""
-        net = PerformerLM.around(self.model.decoder, self.options[1])
-        return AutoregressiveWrapper(net, ignore_index=self.ignore_index, pad_value=self.pad_value)
+        with faithful(self.faithful):
+            encoder = PerformerLM(**without_prefix(options, ENC_PREFIX), **shared)
+            decoder = PerformerLM(**without_prefix(options, DEC_PREFIX), **shared)
+        self.tied = options.tie_token_embeds or options.tie_token_embed
+        if self.tied:
+            encoder.token_emb = decoder.token_emb
+        self.enc = encoder
+        self.dec = AutoregressiveWrapper(decoder, ignore_index=options.ignore_index, pad_value=options.pad_value)
+        self.record_structure()
 
     @torch.no_grad()
     def generate(self, seq_in: Tensor, seq_out_start: Tensor, seq_len: int, **kwargs: Any) -> Tensor:
         """Return up to seq_len tokens after seq_out_start, given seq_in.
 
-        Args:
-            seq_in: Source tokens (B, S).
-            seq_out_start: The first target tokens (B, T).
-            seq_len: The largest number of new tokens.
-            **kwargs: enc_mask, the mask of seq_in, and arguments of `dec.generate`.
+        Arguments that start with enc_ are arguments of the encoder, others of `AutoregressiveWrapper.generate`.
         """
-        encoder = {name.removeprefix("enc_"): value for name, value in kwargs.items() if name.startswith("enc_")}
-        decoder = {name.removeprefix("dec_"): value for name, value in kwargs.items() if not name.startswith("enc_")}
-        decoder.setdefault("context_mask", encoder.get("mask"))
-        was_training = self.training
-        self.eval()
+        encoder, decoder, others = extract_and_set_enc_dec_kwargs(kwargs)
+        training = self.enc.training
+        self.enc.train(training and self.faithful)
         try:
             encodings = self.enc(seq_in, return_encodings=True, **encoder)
-            return self.dec.generate(seq_out_start, seq_len, context=encodings, **decoder)
         finally:
-            self.train(was_training)
+            self.enc.train(training)
+        return self.dec.generate(seq_out_start, seq_len, context=encodings, **decoder, **others)
 
     def forward(
         self,
@@ -93,23 +106,28 @@ class PerformerEncDec(CompatModule):
         encodings = self.enc(seq_in, mask=enc_mask, return_encodings=True)
         return self.dec(seq_out, return_loss=return_loss, mask=dec_mask, context=encodings, context_mask=enc_mask)
 
+    def longspan_model(self) -> EncoderDecoder:
+        encoder, decoder = self._parts[0].longspan_model(), self._parts[1].longspan_model()
+        return EncoderDecoder(encoder.config, decoder.config, pad_token=self.pad_value, tie_embeddings=self.tied)
+
     def key_mappings(self) -> Iterator[KeyMapping]:
-        encoder, decoder = self._parts
-        yield from keys.language_model_keys(encoder, self.options[0], "enc.", "encoder.", "enc.")
-        if not self.options[0].tied:
-            yield from rename_layer("enc.to_out", "unused.to_out")
-        yield from keys.language_model_keys(decoder, self.options[1], "dec.net.", "decoder.", "dec.")
+        for part, old, new in zip(self._parts, ("enc.", "dec.net."), ("encoder.", "decoder."), strict=True):
+            for mapping in keys.language_model_keys(part.options):
+                # The encoder of the original has an output layer, which it never uses.
+                if new == "decoder." or not mapping.old[0].startswith("to_out."):
+                    yield mapping.with_prefix(old, new)
 
     def upgrade_key(self, key: str) -> str:
         return keys.upgrade_key(key)
 
     def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
-        encoder, decoder = (
-            without_axial_positions(part, options) if ignored_axial_positions(options, shapes, old) else options
-            for part, options, old in zip(self._parts, self.options, ("enc.", "dec.net."), strict=True)
-        )
-        self.options = encoder, decoder
+        for part, old in zip(self._parts, ("enc", "dec.net"), strict=True):
+            own, _ = group_by_key_prefix_and_remove_prefix(f"{old}.", shapes)
+            part.adapt_to_checkpoint(own)
+            self.record_structure(f"{old}.pos_emb")
 
     @property
-    def _parts(self) -> tuple[LanguageModel, LanguageModel]:
-        return self.model.encoder, self.model.decoder
+    def _parts(self) -> tuple[PerformerLM, PerformerLM]:
+        net = self.dec.net
+        assert isinstance(net, PerformerLM)
+        return self.enc, net

@@ -3,38 +3,97 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from longspan.compat.faithful import faithful, resolve_faithful
+from longspan.compat.helpers import default, exists, rotate_every_two
 from longspan.compat.options import init_from
 from longspan.compat.performer_pytorch import keys
-from longspan.compat.performer_pytorch.layers import (
+from longspan.compat.performer_pytorch.attention import (
+    Attention,
     CrossAttention,
     FastAttention,
-    FixedPositionalEmbedding,
     SelfAttention,
+    at_positions,
+    zero_fill,
+)
+from longspan.compat.performer_pytorch.kernels import (
+    causal_linear_attention,
+    causal_linear_attention_noncuda,
     gaussian_orthogonal_random_matrix,
-    with_rotary,
+    generalized_kernel,
+    linear_attention,
+    orthogonal_matrix_chunk,
+    softmax_kernel,
+)
+from longspan.compat.performer_pytorch.layers import (
+    AbsolutePositionalEmbedding,
+    Always,
+    AxialPositionalEmbedding,
+    Chunk,
+    FeedForward,
+    FixedPositionalEmbedding,
+    PreLayerNorm,
+    PreScaleNorm,
+    PreShiftTokens,
+    ReZero,
+    apply_rotary_pos_emb,
+    cast_tuple,
+    empty,
+    find_modules,
+    get_module_device,
+    null_context,
+    shift,
 )
 from longspan.compat.performer_pytorch.options import PerformerLMOptions, PerformerOptions
-from longspan.compat.performer_pytorch.projection_updater import ModelProjectionUpdater, ProjectionUpdater
-from longspan.compat.state_dict import CompatModule, KeyMapping
-from longspan.models.positions import SinusoidalPositions
+from longspan.compat.performer_pytorch.projection_updater import ProjectionUpdater
+from longspan.compat.performer_pytorch.reversible import ReversibleSequence, SequentialSequence
+from longspan.compat.state_dict import CompatModel, KeyMapping
 from longspan.models.transformer import LanguageModel, Transformer
+from longspan.ops.loss import IGNORE_INDEX, cross_entropy
 
 __all__ = [
+    "AbsolutePositionalEmbedding",
+    "Always",
+    "Attention",
+    "AxialPositionalEmbedding",
+    "Chunk",
     "CrossAttention",
     "FastAttention",
+    "FeedForward",
     "FixedPositionalEmbedding",
     "Performer",
     "PerformerLM",
+    "PreLayerNorm",
+    "PreScaleNorm",
+    "PreShiftTokens",
     "ProjectionUpdater",
+    "ReZero",
     "SelfAttention",
+    "apply_rotary_pos_emb",
+    "cast_tuple",
+    "causal_linear_attention",
+    "causal_linear_attention_noncuda",
+    "default",
+    "empty",
+    "exists",
+    "find_modules",
     "gaussian_orthogonal_random_matrix",
+    "generalized_kernel",
+    "get_module_device",
+    "linear_attention",
+    "null_context",
+    "orthogonal_matrix_chunk",
+    "rotate_every_two",
+    "shift",
+    "softmax_kernel",
 ]
 
 _PERFORMER_POSITIONAL = (
@@ -42,33 +101,38 @@ _PERFORMER_POSITIONAL = (
     "reversible ff_chunks generalized_attention kernel_fn use_scalenorm use_rezero ff_glu ff_dropout attn_dropout "
     "cross_attend no_projection auto_check_redraw qkv_bias attn_out_bias shift_tokens"
 )
-_LM_SUBMODULES = ("token_emb", "pos_emb", "layer_pos_emb", "dropout", "performer", "norm", "to_out")
-Model = TypeVar("Model", Transformer, LanguageModel)
-P = TypeVar("P", bound="_PerformerModule[Any]")
 
 
-class _PerformerModule(CompatModule, Generic[Model]):
-    model: Model
-    options: Any
+class Performer(CompatModel):
+    """Transformer of FAVOR+ attention for vectors, (B, T, dim) -> (B, T, dim).
 
-    def _build(self, model: Model, options: PerformerOptions) -> None:
-        keys.initialize(model)
-        CompatModule.__init__(self)
-        self._wrap(model, options)
-        self.unused = keys.unused_tensors(model, options.num_features(options.head_dim))
+    Args:
+        dim_head: By default dim / heads.
+        faithful: Whether to compute as the original does, defects included; see docs/migrating.md.
+    """
 
-    def _wrap(self, model: Model, options: Any) -> None:
-        self.model, self.options = model, options
-        self.proj_updater = ModelProjectionUpdater(model, options)
-
-    @classmethod
-    def around(cls: type[P], model: Any, options: PerformerOptions) -> P:
-        """Return a wrapper around a model that another module owns."""
-        wrapper = cls.__new__(cls)
-        CompatModule.__init__(wrapper)
-        wrapper._wrap(model, options)
-        wrapper.training = model.training
-        return wrapper
+    @init_from(PerformerOptions, _PERFORMER_POSITIONAL)
+    def __init__(self, options: PerformerOptions) -> None:
+        super().__init__()
+        self.faithful = resolve_faithful(options.faithful)
+        self.options = options = replace(options, faithful=self.faithful)
+        if options.use_scalenorm and options.use_rezero:
+            warnings.warn("use_rezero has no effect with use_scalenorm, as in the original", stacklevel=4)
+        depth, cross_attend = options.depth, options.cross_attend
+        with faithful(self.faithful):
+            layers = nn.ModuleList(pair for i in range(depth) for pair in _layer_pairs(options, options.local_heads[i]))
+        route = ((True, False),) * len(layers)
+        routes = {"mask": route, "pos_emb": route}
+        if options.shift_tokens and not self.faithful:
+            routes["mask"] = ((True, True),) * len(layers)  # Both layers of a pair shift tokens.
+        if cross_attend:
+            routes["context"] = routes["context_mask"] = ((False, False), (True, False)) * depth
+            routes["pos_emb"] = ((True, False), (False, False)) * depth
+            routes["mask"] = tuple(r if i % 2 == 0 else (True, False) for i, r in enumerate(routes["mask"]))
+        self.net = (ReversibleSequence if options.reversible else SequentialSequence)(layers, args_route=routes)
+        self.auto_check_redraw = options.auto_check_redraw
+        self.proj_updater = ProjectionUpdater(self.net, options.feature_redraw_interval)
+        self.record_structure()
 
     def fix_projection_matrices_(self) -> None:
         """Stop redrawing random features."""
@@ -77,21 +141,6 @@ class _PerformerModule(CompatModule, Generic[Model]):
     def check_redraw_projections(self) -> None:
         """Count a training step and redraw if the interval has passed: for auto_check_redraw=False."""
         self.proj_updater.redraw_projections()
-
-
-class Performer(_PerformerModule[Transformer]):
-    """Transformer of FAVOR+ attention for vectors, (B, T, dim) -> (B, T, dim). dim_head: by default dim / heads."""
-
-    options: PerformerOptions
-
-    @init_from(PerformerOptions, _PERFORMER_POSITIONAL)
-    def __init__(self, options: PerformerOptions) -> None:
-        self._build(Transformer(options.config()), options)
-
-    @property
-    def auto_check_redraw(self) -> bool:
-        """Whether forward counts training steps and redraws random features."""
-        return self.options.auto_check_redraw
 
     def forward(
         self,
@@ -110,38 +159,103 @@ class Performer(_PerformerModule[Transformer]):
             context: (B, S, dim), for cross-attention.
             context_mask: (B, S), True for tokens of the context to attend to.
         """
-        model = self.model if pos_emb is None else with_rotary(self.model, pos_emb, x)
-        return model(x, **_model_arguments(mask, context, context_mask))
+        if self.options.cross_attend and context is None:
+            raise ValueError("this model attends to a context: pass context=, of shape (B, S, dim)")
+        if not self.options.cross_attend and (context is not None or context_mask is not None):
+            raise ValueError("a context was given, but this model has no cross-attention: build it with cross_attend")
+        if self.auto_check_redraw:
+            self.proj_updater.redraw_projections()
+        if not self.faithful:
+            mask, context_mask = _drop_full(mask), _drop_full(context_mask)
+            x = zero_fill(x, mask)
+        given = {"mask": mask, "pos_emb": pos_emb, "context": context, "context_mask": context_mask}
+        return self.net(x, **{name: value for name, value in given.items() if value is not None})
 
-    def key_mappings(self) -> Iterator[KeyMapping]:
-        return keys.stack_keys(self.model, reversible=self.options.reversible)
+    def longspan_model(self) -> Transformer:
+        return Transformer(_current_options(self, self.options).config())
+
+    def key_mappings(self) -> Iterable[KeyMapping]:
+        return keys.stack_keys(self.options)
 
     def upgrade_key(self, key: str) -> str:
         return "proj_updater.calls_since_last_redraw" if key == "calls_since_last_redraw" else key
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # The layers have two names, and some checkpoints hold them under one of the two.
+        net, instance = f"{prefix}net.", f"{prefix}proj_updater.instance."
+        for key in list(state_dict):
+            if key.startswith(instance):
+                state_dict.setdefault(net + key.removeprefix(instance), state_dict[key])
+        for key in list(state_dict):
+            if key.startswith(net):
+                state_dict[instance + key.removeprefix(net)] = state_dict[key]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
-class PerformerLM(_PerformerModule[LanguageModel]):
+
+def _layer_pairs(options: PerformerOptions, local_heads: int) -> list[nn.ModuleList]:
+    """Build a layer: self-attention, cross-attention if there is any, and a feed-forward layer after each."""
+    dim = options.dim
+    wrap: Callable[[nn.Module], nn.Module] = partial(PreLayerNorm, dim)
+    if options.use_scalenorm:
+        wrap = partial(PreScaleNorm, dim)
+    elif options.use_rezero:
+        wrap = ReZero
+    shifts = () if not options.shift_tokens else (0, 1) if options.causal else (-1, 0, 1)
+    features = ("nb_features", "generalized_attention", "kernel_fn", "no_projection")
+    arguments: dict[str, Any] = {
+        **{name: getattr(options, name) for name in ("heads", *features, "qkv_bias", "attn_out_bias")},
+        "dim_head": options.head_dim,
+        "dropout": options.attn_dropout,
+        "feature_redraw_interval": None,  # The updater of the whole model redraws.
+    }
+
+    def feed_forward() -> Chunk:
+        layer = FeedForward(dim, mult=options.ff_mult, dropout=options.ff_dropout, glu=options.ff_glu)
+        return Chunk(options.ff_chunks, layer, along_dim=1)
+
+    local = {"local_heads": local_heads, "local_window_size": options.local_window_size}
+    pair: list[nn.Module] = [SelfAttention(dim, causal=options.causal, **local, **arguments), feed_forward()]
+    if shifts:
+        pair = [PreShiftTokens(shifts, layer) for layer in pair]
+    pairs = [pair]
+    if options.cross_attend:
+        pairs.append([CrossAttention(dim, **arguments), feed_forward()])
+    return [nn.ModuleList(map(wrap, pair)) for pair in pairs]
+
+
+class PerformerLM(CompatModel):
     """Language model of FAVOR+ attention: tokens (B, T) -> logits (B, T, num_tokens).
 
-    tie_embedding: An alias of tie_embed.
+    Args:
+        tie_embedding: An alias of tie_embed.
+        faithful: Whether to compute as the original does, defects included; see docs/migrating.md.
     """
-
-    options: PerformerLMOptions
 
     @init_from(PerformerLMOptions)
     def __init__(self, options: PerformerLMOptions) -> None:
-        self._build(LanguageModel(options.config()), options)
-
-    def _wrap(self, model: LanguageModel, options: PerformerLMOptions) -> None:
-        super()._wrap(model, options)
+        super().__init__()
+        self.faithful = resolve_faithful(options.faithful)
+        self.options = options = replace(options, faithful=self.faithful)
         self.max_seq_len = options.max_seq_len
+        self.token_emb = nn.Embedding(options.num_tokens, options.dim)
+        with faithful(self.faithful):
+            self.pos_emb = _position_embedding(options)
+            self.layer_pos_emb: nn.Module = Always(None)
+            if options.rotary_position_emb:
+                self.layer_pos_emb = FixedPositionalEmbedding(options.head_dim, options.max_seq_len)
+            self.dropout = nn.Dropout(options.emb_dropout)
+            self.performer = Performer(**options.of_performer())
+        self.norm = nn.LayerNorm(options.dim)
+        self.to_out = None if options.tied else nn.Linear(options.dim, options.num_tokens)
+        self.record_structure()
 
-    @property
-    def performer(self) -> Performer:
-        """The layers without the embeddings."""
-        wrapper = Performer.around(self.model.transformer, self.options)
-        wrapper.proj_updater = self.proj_updater
-        return wrapper
+    def fix_projection_matrices_(self) -> None:
+        """Stop redrawing random features."""
+        self.performer.fix_projection_matrices_()
+
+    def check_redraw_projections(self) -> None:
+        """Count a training step and redraw if the interval has passed: for auto_check_redraw=False."""
+        self.performer.check_redraw_projections()
 
     def forward(
         self,
@@ -160,17 +274,25 @@ class PerformerLM(_PerformerModule[LanguageModel]):
             context: (B, S, dim), for cross-attention.
             context_mask: (B, S), True for tokens of the context to attend to.
         """
-        self._check_length(x)
-        hidden = self.model.hidden(x, **_model_arguments(mask, context, context_mask))
-        return hidden if return_encodings else self.model.logits(hidden)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _LM_SUBMODULES:
-            raise AttributeError(
-                f"{name} cannot be replaced: PerformerLM has no such submodule; replace a submodule of its `model`, a "
-                "longspan.LanguageModel (embedding, positions, dropout, transformer, to_logits)"
+        if x.ndim != 2 or x.is_floating_point():
+            raise ValueError(f"x must be tokens (B, T), integers, got {tuple(x.shape)} {x.dtype}")
+        if x.shape[1] > self.max_seq_len:
+            raise ValueError(
+                f"x has {x.shape[1]} tokens, more than max_seq_len ({self.max_seq_len}): shorten it, or build the "
+                "model with a larger max_seq_len"
             )
-        super().__setattr__(name, value)
+        mask = mask if self.faithful else _drop_full(mask)
+        hidden = self.token_emb(x)
+        positions = self.pos_emb(hidden)
+        if mask is not None and self.options.causal and not self.faithful:
+            positions = at_positions(positions, mask)
+        hidden = self.dropout(hidden + positions)
+        pos_emb = self.layer_pos_emb(hidden)
+        hidden = self.performer(hidden, pos_emb=pos_emb, mask=mask, context=context, context_mask=context_mask)
+        hidden = self.norm(hidden)
+        if return_encodings:
+            return hidden
+        return F.linear(hidden, self.token_emb.weight) if self.to_out is None else self.to_out(hidden)
 
     def loss(
         self,
@@ -181,47 +303,60 @@ class PerformerLM(_PerformerModule[LanguageModel]):
         context_mask: Tensor | None = None,
     ) -> Tensor:
         """Return the mean cross-entropy of labels (B, T), ignoring labels of −100."""
-        self._check_length(x)
-        return self.model.loss(x, labels, **_model_arguments(mask, context, context_mask))
+        arguments: dict[str, Any] = {"mask": mask, "context": context, "context_mask": context_mask}
+        head = self.token_emb if self.to_out is None else self.to_out
+        if self.to_out is not None and (type(head) is not nn.Linear or has_hooks(head)):
+            logits = self(x, **arguments)
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+        # Without the logits of all tokens: for a large vocabulary they need more memory than the model.
+        hidden = self(x, return_encodings=True, **arguments)
+        return cross_entropy(hidden.flatten(0, 1), head.weight, getattr(head, "bias", None), labels.flatten())
 
-    def _check_length(self, x: Tensor) -> None:
-        if x.shape[1] > self.max_seq_len:
-            raise ValueError(
-                f"x has {x.shape[1]} tokens, more than max_seq_len ({self.max_seq_len}): shorten it, or build the "
-                "model with a larger max_seq_len"
-            )
+    def longspan_model(self) -> LanguageModel:
+        return LanguageModel(_current_options(self.performer, self.options).config())
 
-    def key_mappings(self) -> Iterator[KeyMapping]:
-        return keys.language_model_keys(self.model, self.options)
+    def key_mappings(self) -> Iterable[KeyMapping]:
+        return keys.language_model_keys(self.options)
 
     def upgrade_key(self, key: str) -> str:
         return keys.upgrade_key(key)
 
     def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
-        if ignored_axial_positions(self.options, shapes):
-            self._wrap(self.model, without_axial_positions(self.model, self.options))
+        options = self.options
+        if isinstance(self.pos_emb, AxialPositionalEmbedding) and "pos_emb.emb" in shapes:
+            warnings.warn(
+                "this checkpoint was trained without axial_position_emb, which the original ignores with "
+                "rotary_position_emb: the model now has sinusoidal positions",
+                stacklevel=6,
+            )
+            self.options = replace(options, axial_position_emb=False)
+            self.pos_emb = _position_embedding(self.options).to(self.token_emb.weight.device)
+            self.record_structure("pos_emb")
 
 
-def ignored_axial_positions(options: PerformerLMOptions, shapes: Mapping[str, torch.Size], old: str = "") -> bool:
-    """Whether the original ignored axial_position_emb for a checkpoint: it does so with rotary positions."""
-    return options.axial_position_emb and options.rotary_position_emb and f"{old}pos_emb.emb" in shapes
+def _position_embedding(options: PerformerLMOptions) -> nn.Module:
+    axial = options.axial_position_emb and not (options.faithful and options.rotary_position_emb)
+    if axial:
+        return AxialPositionalEmbedding(options.dim, options.axial_shape)
+    kind = FixedPositionalEmbedding if options.rotary_position_emb else AbsolutePositionalEmbedding
+    return kind(options.dim, options.max_seq_len)
 
 
-def without_axial_positions(model: LanguageModel, options: PerformerLMOptions) -> PerformerLMOptions:
-    """Give the model sinusoidal positions, which have no weights, and return its new options."""
-    warnings.warn(
-        "this checkpoint was trained without axial_position_emb, which the original ignores with rotary_position_emb: "
-        "the model now has sinusoidal positions",
-        stacklevel=6,
+def _current_options(performer: Performer, options: Any) -> Any:
+    """Return the options of a model with the redraws that are set now, for a model that is not faithful."""
+    if performer.faithful:
+        raise ValueError("the model is faithful to the original, whose numbers no longspan model computes")
+    updater = performer.proj_updater
+    return replace(
+        options,
+        feature_redraw_interval=updater.feature_redraw_interval,
+        auto_check_redraw=performer.auto_check_redraw,
     )
-    options = replace(options, axial_position_emb=False)
-    model.positions = SinusoidalPositions(options.dim)
-    model.config = model.transformer.config = options.config()
-    return options
 
 
-def _model_arguments(mask: Tensor | None, context: Tensor | None, context_mask: Tensor | None) -> dict[str, Any]:
-    return {"key_mask": _drop_full(mask), "context": context, "context_mask": _drop_full(context_mask)}
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has forward hooks, which see what it is called with and what it returns."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _drop_full(mask: Tensor | None) -> Tensor | None:

@@ -1,5 +1,6 @@
-"""Containers for pairs of layers, those of linformer."""
+"""Containers for pairs of layers; a reversible one returns the sum of its two streams."""
 
-from longspan.compat.linformer.reversible import ReversibleSequence, SequentialSequence
+from longspan.compat.containers import Deterministic, ReversibleBlock, SequentialSequence, route_args
+from longspan.compat.linformer.reversible import ReversibleSequence
 
-__all__ = ["ReversibleSequence", "SequentialSequence"]
+__all__ = ["Deterministic", "ReversibleBlock", "ReversibleSequence", "SequentialSequence", "route_args"]
