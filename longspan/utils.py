@@ -166,14 +166,25 @@ def render_template(package: str, name: str, **values: Any) -> str:
     return environment.from_string(source).render(values)
 
 
-def commit() -> dict[str, Any] | None:
-    """The commit of this checkout and whether the package differs from it; None outside a checkout."""
-    package = Path(__file__).parent
+def commit(package: Path = Path(__file__).parent) -> dict[str, Any] | None:
+    """The commit of longspan's checkout and whether the package differs from it.
+
+    None if the package is not in a checkout of its own: it is installed, or part of another repository.
+    """
+    root = package.parent
+    # Variables that hooks of another repository set.
+    environment = {k: v for k, v in os.environ.items() if k not in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")}
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        how: dict[str, Any] = {"cwd": root, "env": environment, "capture_output": True, "text": True, "check": True}
+        return subprocess.run(command, **how).stdout.strip()
+
     try:
-        head, changed = (
-            subprocess.run(["git", *arguments], cwd=package, capture_output=True, text=True, check=True).stdout.strip()
-            for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "."])
-        )
-    except (OSError, subprocess.CalledProcessError):
+        named = 'name = "longspan"' in (root / "pyproject.toml").read_text(encoding="utf-8")
+        if not named or not os.path.samefile(git("rev-parse", "--show-toplevel"), root):
+            return None
+        head, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", package.name)
+    except (OSError, ValueError, subprocess.CalledProcessError):
         return None
     return {"hash": head, "changed": bool(changed)}

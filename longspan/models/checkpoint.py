@@ -285,7 +285,8 @@ def verify_checksums(folder: Path, names: Collection[str], advice: str) -> None:
     if not path.exists():
         return
     try:
-        sums = {name: digest for digest, name in (line.split("  ", 1) for line in path.read_text("utf-8").splitlines())}
+        lines = path.read_bytes().decode().removesuffix("\n").split("\n")
+        sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     except ValueError:
         raise ValueError(f"{path} is damaged: {advice}") from None
     for name in names:

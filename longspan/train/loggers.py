@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,7 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # Python flushes the file when it ends.
         raise BrokenPipeError
 
 

@@ -79,8 +79,8 @@ def _load(path: Path, folder: Path) -> tuple[Model, dict[str, Any]]:
         advice = f"restore it from a copy, or remove {folder} to resume from the checkpoint before it, {other.name}"
     if not (path / TRAINING).exists():
         raise ValueError(f"{folder} has no {TRAINING}, so that no run can be resumed from it: {advice}")
-    # The digest of the tensors is in config.json.
-    verify_checksums(path, [name for name in (CONFIG, TRAINING, TOKENIZER) if (path / name).exists()], advice)
+    names = [name for name in _NAMES if name != CHECKSUMS and (name != TOKENIZER or (path / name).exists())]
+    verify_checksums(path, names, advice)
     try:
         # weights_only: nothing in the file is executed.
         training = torch.load(path / TRAINING, map_location="cpu", weights_only=True)

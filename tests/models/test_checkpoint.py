@@ -194,6 +194,13 @@ def test_other_files_are_never_deleted(tmp_path: Path) -> None:
         save(language_model(), tmp_path / "notes.txt")
 
 
+def test_files_have_the_mode_that_the_system_gives_new_ones(tmp_path: Path) -> None:
+    save(language_model(), tmp_path / "model")
+    modes = {(tmp_path / "model" / name).stat().st_mode & 0o777 for name in (CONFIG, TENSORS)}
+    (tmp_path / "new").touch()
+    assert modes == {(tmp_path / "new").stat().st_mode & 0o777}
+
+
 def test_a_failed_save_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = scrambled(language_model())
     save(model, tmp_path / "model")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import longspan
+from longspan.utils import commit
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "longspan"
@@ -111,6 +112,38 @@ def test_no_two_classes_share_a_name() -> None:
         if path.parts[0] not in ("compat", "mindspore"):
             homes.setdefault(node.name, set()).add(str(path))
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=test", "-c", "user.email=test"]
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_the_recorded_commit_is_that_of_longspan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of a repository around an installed, copied or vendored package."""
+    for where in ("venv/site-packages", ".", "third_party/longspan"):
+        package = tmp_path / where / "longspan"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+    (tmp_path / "third_party" / "longspan" / "pyproject.toml").write_text('name = "longspan"\n')
+    (tmp_path / "pyproject.toml").write_text('name = "other"\n')
+    for arguments in (["init"], ["add", "."], ["commit", "-m", "x"]):
+        git(tmp_path, *arguments)
+    for where in ("venv/site-packages", ".", "third_party/longspan"):
+        assert commit(tmp_path / where / "longspan") is None
+    own = tmp_path / "own"
+    (own / "longspan").mkdir(parents=True)
+    (own / "longspan" / "__init__.py").touch()
+    (own / "pyproject.toml").write_text('name = "longspan"\n')
+    for arguments in (["init"], ["add", "."], ["commit", "-m", "y"]):
+        git(own, *arguments)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    found = commit(own / "longspan")
+    monkeypatch.delenv("GIT_DIR")
+    assert found == {"hash": git(own, "rev-parse", "HEAD"), "changed": False}
+    (own / "longspan" / "__init__.py").write_text("1\n")
+    assert commit(own / "longspan") == {"hash": git(own, "rev-parse", "HEAD"), "changed": True}
 
 
 def test_the_readme_is_short() -> None:

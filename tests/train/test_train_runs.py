@@ -292,7 +292,7 @@ def test_wrong_input_is_refused_in_one_line(
     assert done.stderr.startswith("longspan: ")
     for word in words:
         assert word in done.stderr
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_debug_shows_a_traceback(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Batches as a function of the seed and a position that is saved in checkpoints.
 
 A step reads the same sequences for any number of processes: two processes read what one process with twice the batch
-size reads.
+size reads. Losses then agree up to rounding, because sums are taken in another order.
 """
 
 from __future__ import annotations
