@@ -28,6 +28,11 @@ def _first(value: Any, *args: Any, **kwargs: Any) -> Any:
     return value
 
 
+def default(value: Any, d: Any) -> Any:
+    """Return a value, or d if it is None."""
+    return d if value is None else value
+
+
 def cast_tuple(val: Any) -> tuple[Any, ...]:
     """Return a tuple unchanged, and any other value, also a list, as a tuple of one."""
     return val if isinstance(val, tuple) else (val,)

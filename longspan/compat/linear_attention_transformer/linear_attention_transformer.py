@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from longspan.compat.containers import ReversibleSequence, SequentialSequence
 from longspan.compat.faithful import resolve_faithful
-from longspan.compat.helpers import GELU_, default, exists, max_neg_value, rotate_every_two
+from longspan.compat.helpers import GELU_, exists, max_neg_value, rotate_every_two
 from longspan.compat.layers import FeedForward, as_bool
 from longspan.compat.linear_attention_transformer.functions import (
     always,
     apply_rotory_pos_emb,
     cast_tuple,
     causal_linear_attn,
+    default,
     expand_dim,
     lcm,
     linear_attn,
@@ -280,17 +281,23 @@ class LinearAttentionTransformer(CompatModel):
         return stack_keys(self.branches(), reversible=self.options.reversible)
 
     def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Rebuild feed-forward layers with the shapes of a checkpoint; see `ModelOptions.adapt`."""
-        before, unaltered = self.options, not self.altered()
-        self.options, ignored = self.options.adapt(shapes, self.requested)
-        if ignored:
+        """Adapt the model; warn of the options that the checkpoint was trained without."""
+        if ignored := self.adapt(shapes):
             warnings.warn(
                 f"this checkpoint was trained without {', '.join(ignored)}, which the original ignored in the layer "
                 "after self-attention: the model was rebuilt with its shapes (create the optimizer after loading)",
                 stacklevel=5,
             )
+
+    def adapt(self, shapes: Mapping[str, torch.Size]) -> list[str]:
+        """Rebuild feed-forward layers with the shapes of a checkpoint; return the options that it ignored.
+
+        See `ModelOptions.adapt`.
+        """
+        before, unaltered = self.options, not self.altered()
+        self.options, ignored = self.options.adapt(shapes, self.requested)
         if self.options == before:
-            return
+            return ignored
         for i, branch in enumerate(self.branches()[1 :: 2 * self.options.branch_pairs]):
             holder = branch.fn if isinstance(getattr(branch, "fn", None), PreShiftTokens) else branch
             old = getattr(holder, "fn", None)
@@ -301,6 +308,7 @@ class LinearAttentionTransformer(CompatModel):
                 holder.fn = new.to(parameter.device, parameter.dtype).train(old.training)
         if unaltered:
             self.record_structure()
+        return ignored
 
 
 class LinearAttentionTransformerLM(CompatModel):
@@ -429,15 +437,14 @@ class LinearAttentionTransformerLM(CompatModel):
         """Return the current key for a key from another release of the original."""
         return key.replace("pos_emb.weights_", "pos_emb.weights.")
 
-    def record_structure(self, part: str = "") -> None:
-        """Remember the types of the submodules outside `inner`, which remembers its own."""
-        super().record_structure(part)
-        inside = f"{self._inner_name}."
-        self._structure = {name: kind for name, kind in self._structure.items() if not name.startswith(inside)}
-
-    def altered(self) -> str:
-        """Return what was replaced or hooked since construction, or an empty string."""
-        return super().altered() or self.inner.altered()
+    def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Adapt `inner`, which warns when it is loaded itself, and remember the new structure."""
+        if not self.altered():
+            inside = f"{self._inner_name}."
+            self.inner.adapt(
+                {key.removeprefix(inside): shape for key, shape in shapes.items() if key.startswith(inside)}
+            )
+            self.record_structure()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.return_embeddings:  # saved before version 0.2, and not used
