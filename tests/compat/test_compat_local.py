@@ -215,6 +215,36 @@ def test_errors_say_what_to_do() -> None:
         LocalAttention(W)(q, k, v, mask=torch.ones(5, N, dtype=torch.bool))
     with pytest.raises(TypeError, match="window"):
         LocalAttention(W, window=3)
+    for given in ({"window_size": 0}, {"window_size": W, "look_backward": -1}, {"window_size": W, "look_forward": -1}):
+        with pytest.raises(ValueError, match="window_size must be at least 1, look_backward and look_forward at least"):
+            LocalAttention(**given)
+    with pytest.raises(ValueError, match="need an even dim, got 5"):
+        LocalAttention(W, dim=5)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_keys_and_values_are_as_many_as_queries(name: str) -> None:
+    """The original fails on them too; we say why."""
+    q, k, v = (x.detach() for x in leaves(B, H, 2 * N, D))
+    q, k, v = q[:, :, :N], k if name == "k" else k[:, :, :N], v if name == "v" else v[:, :, :N]
+    theirs = original("local_attention").LocalAttention(W)
+    with pytest.raises(RuntimeError, match="size"):
+        theirs(q, k, v)
+    wrong = rf"{name} must have as many sequences and tokens as q, got {name} \(2, 3, 48, 10\) and q \(2, 3, 24, 10\)"
+    with pytest.raises(ValueError, match=wrong):
+        LocalAttention(W)(q, k, v)
+    with pytest.raises(ValueError, match="same number of features, got 10 and 9"):
+        LocalAttention(W)(q, k[:, :, :N, :9], v[:, :, :N])
+
+
+def test_keys_and_values_of_one_sequence_serve_all_queries() -> None:
+    q, k, v = (x.detach() for x in leaves(B, H, N, D))
+    k, v = k[0, 0], v[0, 0]
+    for mask in (None, torch.arange(N).expand(B, N) > 2):
+        theirs, ours = (
+            cls(W)(q, k, v, mask=mask) for cls in (original("local_attention").LocalAttention, LocalAttention)
+        )
+        assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("use_xpos", [False, True])

@@ -16,7 +16,6 @@ from longspan.compat.local_attention.rotary import SinusoidalEmbeddings, apply_r
 from longspan.layout import zero_fill
 from longspan.mechanisms import build_mechanism
 from longspan.ops.rotary import rotate
-from longspan.ops.softmax import attend
 from longspan.ops.window import Window, table_bias, window_attention, xpos_rotate
 from longspan.protocol import Mechanism
 
@@ -62,10 +61,11 @@ def look_around(x: Tensor, backward: int = 1, forward: int = 0, pad_value: float
         backward: The number of windows before each.
         forward: The number of windows after it.
         pad_value: Fills windows before the first and after the last.
-        dim: The dimension in which windows are concatenated.
+        dim: The dimension in which windows are concatenated, 2 if the one before it is to be padded.
     """
-    padded = F.pad(x, (*(0, 0) * (x.ndim - 2), backward, forward), value=pad_value)
-    pieces = [padded[:, s : s + x.shape[1]] for s in range(backward + forward + 1)]
+    padded = F.pad(x, (*(0, 0) * (x.ndim - dim), backward, forward), value=pad_value)
+    count = padded.shape[1] - backward - forward
+    pieces = [padded[:, s : s + count] for s in range(backward + forward + 1)]
     return torch.stack(pieces, dim).flatten(dim, dim + 1)
 
 
@@ -169,7 +169,7 @@ class LocalAttention(nn.Module):
         )
         if attn_bias is not None:
             attn_bias = attn_bias.expand(-1, size, (self.look_backward + 1 + self.look_forward) * size)
-        if self.faithful or not self._has_own_positions:
+        if self.faithful or not self._has_own_parts:
             return self._attend_by_windows(q, k, v, mask, attn_bias, size)
         return self._attend(q, k, v, mask, attn_bias, size)
 
@@ -207,12 +207,13 @@ class LocalAttention(nn.Module):
         return [rotate(x, cos, sin) for x in xs]
 
     @property
-    def _has_own_positions(self) -> bool:
-        """Whether `rel_pos` is what the constructor made it, or None: another module, or one with hooks, is called."""
-        rel_pos = self.rel_pos
-        if rel_pos is None:
-            return True
-        return type(rel_pos) is SinusoidalEmbeddings and not (rel_pos._forward_hooks or rel_pos._forward_pre_hooks)
+    def _has_own_parts(self) -> bool:
+        """Whether `dropout` and `rel_pos` are the constructor's, without hooks; others must be called."""
+        parts = [(self.dropout, nn.Dropout), (self.rel_pos, SinusoidalEmbeddings)]
+        return all(
+            part is None or (type(part) is expected and not part._forward_hooks and not part._forward_pre_hooks)
+            for part, expected in parts
+        )
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attn_bias: Tensor | None, size: int
@@ -316,9 +317,11 @@ class LocalAttention(nn.Module):
             visible = visible & (i - j <= reach * self.look_backward) & (j - i <= reach * self.look_forward)
         visible = self._window(size).hide_self(visible, i, j)  # (1 or rows of the mask, windows, size, keys)
         visible = visible.repeat_interleave(sequences // len(visible), 0)
-        bias = None if attn_bias is None else attn_bias.repeat(sequences // len(attn_bias), 1, 1)[:, None]
-        dropout = self.dropout.p if self.training else 0.0
-        out = attend(q, k, v, visible, bias=bias, scale=self.scale, dropout=dropout)
-        if self.faithful:
-            out = torch.where(visible.any(-1, keepdim=True), out, v.mean(-2, keepdim=True))
+        scores = q * (q.shape[-1] ** -0.5 if self.scale is None else self.scale) @ k.mT
+        if attn_bias is not None:
+            scores = scores + attn_bias.repeat(sequences // len(attn_bias), 1, 1)[:, None]
+        weights = scores.masked_fill(~visible, max_neg_value(scores)).softmax(-1)
+        if not self.faithful:  # The original averages all values for a query that sees no key.
+            weights = weights.masked_fill(~visible.any(-1, keepdim=True), 0)
+        out = self.dropout(weights) @ v
         return out.flatten(1, 2)[:, :n].reshape(*leading, n, v.shape[-1])
