@@ -108,6 +108,17 @@ class State:
             )
         return replace(self._merge(later), start=self.start, length=self.length + later.length)
 
+    def reserve(self: S, number: int | None) -> S:
+        """Return a state that can hold `number` more tokens, None for any number, whatever max_length it was made with.
+
+        A state of constant size is returned as it is.
+        """
+        changed: dict[str, Any] = {}
+        for item in fields(self):
+            if isinstance(value := getattr(self, item.name), tuple):
+                changed[item.name] = tuple(part.reserve(number) for part in value)
+        return replace(self, **changed)
+
     def clone(self: S) -> S:
         """Return a copy that shares no memory with this state."""
         return self._map(Tensor.clone)

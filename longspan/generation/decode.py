@@ -226,6 +226,19 @@ class DecodeLoop:
         return {name: x.data_ptr() for name, x in self._state.tensors().items()}
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run in eval mode, then restore the mode of every layer."""
+    training = [module for module in model.modules() if module.training] if model.training else []
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def _is_small(model: LanguageModel, state: StackState) -> bool:
     products = sum(x.weight.numel() for x in model.modules() if isinstance(x, nn.Linear))
     elements = sum(x.numel() for x in state.tensors().values())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
 
 import torch
 from torch import Tensor
 
-from longspan.generation.decode import DecodeLoop
+from longspan.generation.decode import DecodeLoop, evaluating
 from longspan.generation.sampling import Sampling, SeededSampler
 from longspan.generation.session import Session, check_tokens, to_tokens
 from longspan.models.residual import StackState
@@ -150,7 +149,8 @@ class Stream:
         check_tokens("stop", ends, self._model)
         seeds = _seeds(seed, self.batch_size)
         self._sampler = SeededSampler(sampling, session.recent, ends.tolist(), seeds)
-        self._loop = DecodeLoop(self._model, session.state, session.logits, self._sampler)
+        state = session.state.reserve(max_tokens)
+        self._loop = DecodeLoop(self._model, state, session.logits, self._sampler)
         self._max_tokens, self._steps, self._ended = max_tokens, 0, False
 
     def __iter__(self) -> Stream:
@@ -176,7 +176,7 @@ class Stream:
         check_integer("number", number, 0)
         number = number if self._max_tokens is None else min(number, self._max_tokens - self._steps)
         answers = []
-        with _evaluating(self._model), self._loop.single_thread():
+        with evaluating(self._model), self._loop.single_thread():
             for _ in range(number):
                 self._loop.step()
                 answers.append(self._sampler.answer.clone())
@@ -187,7 +187,7 @@ class Stream:
     @property
     def session(self) -> Session:
         """A copy of everything read and generated so far, to continue later."""
-        with torch.no_grad(), _evaluating(self._model):
+        with torch.no_grad(), evaluating(self._model):
             return Session(*self._loop.state_and_logits(), self._sampler.recent.clone(), self._model)
 
 
@@ -237,7 +237,7 @@ def prefill(
     check_tokens("prompt", tokens, decoder)
     mask = torch.arange(longest, device=device) < lengths[:, None]
     reach = None if max_tokens is None else longest + max_tokens
-    with _evaluating(model):
+    with evaluating(model):
         state = _new_state(model, len(sequences), reach, source)
         logits, state = read_prompt(decoder, state, tokens, mask, chunk)
     place = lengths[:, None] - window + torch.arange(window, device=device)
@@ -319,7 +319,7 @@ def beam_search(
     check_tokens("stop", to_tokens("stop", stop), model)
     if len(session.logits) != 1:
         raise ValueError(f"beam search takes one prompt at a time, got {len(session.logits)}")
-    state, logs = session.state, session.logits.log_softmax(1)
+    state, logs = session.state.reserve(max_tokens), session.logits.log_softmax(1)
     beams: list[Beam] = [Beam(0.0, [], [])]
     done: list[Beam] = []
     for _ in range(max_tokens):
@@ -339,7 +339,7 @@ def beam_search(
         # Totals only fall: ended continuations that score above every live one stay above.
         if not beams or (len(done) == num_beams and done[-1].score >= beams[0].score):
             break
-        with _evaluating(model):
+        with evaluating(model):
             latest = torch.tensor([beam.tokens[-1] for beam in beams], device=logs.device)
             out, state = model.extend(latest[:, None], state.select(parents))
         logs = out[:, -1].log_softmax(1)
@@ -354,19 +354,6 @@ class Beam:
     score: float
     tokens: list[int]
     logs: list[float]
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Run in eval mode, then restore the mode."""
-    training = model.training
-    if training:
-        model.eval()
-    try:
-        yield
-    finally:
-        if training:
-            model.train()
 
 
 def _decoder(model: LanguageModel | EncoderDecoder) -> LanguageModel:

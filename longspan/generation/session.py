@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from longspan.generation.decode import evaluating
 from longspan.models.residual import StackState
 from longspan.models.transformer import LanguageModel
 from longspan.protocol import State
@@ -53,7 +54,7 @@ class Session:
 
     @torch.no_grad()
     def extend(self, model: LanguageModel, tokens: Sequence[int]) -> Session:
-        """Return the session after more tokens, the same for every sequence.
+        """Return the session after more tokens, the same for every sequence, in eval mode.
 
         Args:
             model: The model whose state this is.
@@ -69,9 +70,11 @@ class Session:
             raise ValueError("tokens must have at least one token")
         check_tokens("tokens", own, model)
         more = own.to(self.logits.device).expand(len(self.logits), -1)
-        hidden, state = model.extend_hidden(more, self.state.clone())
+        with evaluating(model):
+            hidden, state = model.extend_hidden(more, self.state.clone().reserve(len(own)))
+            logits = model.logits(hidden[:, -1:])[:, 0]
         recent = torch.cat([self.recent, more], 1)[:, -self.recent.shape[1] :]
-        return Session(state, model.logits(hidden[:, -1:])[:, 0], recent, model)
+        return Session(state, logits, recent, model)
 
     def check_model(self, model: LanguageModel) -> None:
         """Raise ValueError if this session is known to be of another model: equal sizes are not enough."""

@@ -95,6 +95,13 @@ class LongspanPreTrainedModel(PreTrainedModel):
             config |= describe(self.model) | {"sha256": digests(path.parent)}
             write_atomically(path, json.dumps(config, indent=2) + "\n")
 
+    def get_parameter(self, target: str) -> Any:
+        """Return a parameter, or a buffer: transformers marks tied tensors, and layers may share a random table."""
+        try:
+            return super().get_parameter(target)
+        except AttributeError:
+            return self.get_buffer(target)
+
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding."""
         return _language_model(self.model).embedding
@@ -405,7 +412,7 @@ class LongspanForSeq2SeqLM(LongspanPreTrainedModel, LongspanGenerationMixin):
         loss = None
         if labels is not None:
             total = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
-            loss = total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+            loss = total / ((labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
         return Seq2SeqLMOutput(
             loss=loss, logits=logits, past_key_values=cache, encoder_last_hidden_state=encoder_outputs[0]
         )

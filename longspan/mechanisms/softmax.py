@@ -28,6 +28,16 @@ class SoftmaxState(State):
         capacity = max(self.k.shape[2], rows.k.shape[2]) if isinstance(rows, SoftmaxState) else 0
         return State.put(_grow(self, capacity), index, _grow(rows, capacity) if capacity else rows)
 
+    def reserve(self, number: int | None) -> SoftmaxState:
+        """Return a state that can hold `number` more tokens; see `State.reserve`."""
+        if self.max_length is None or not len(self.length):
+            return self
+        longest = int(self.length.max())
+        if number is None:
+            return replace(self, k=self.k[:, :, :longest], v=self.v[:, :, :longest], max_length=None)
+        more = max(longest + number - self.max_length, 0)
+        return _grow(replace(self, max_length=self.max_length + more), self.k.shape[2] + more)
+
     def _merge(self, later: SoftmaxState) -> SoftmaxState:
         capacity = later.k.shape[2] - (later.max_length is not None)
         k, v = later.k[:, :, :capacity], later.v[:, :, :capacity]

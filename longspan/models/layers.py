@@ -481,7 +481,7 @@ class ProductKeyMemory(nn.Module):
             self.values.weight,
             per_sample_weights=weights.flatten(0, 1).to(self.values.weight.dtype),
             mode="sum",
-        ).view(*x.shape[:2], -1)
+        ).view(x.shape)
 
 
 def shift_tokens(x: Tensor, offsets: Sequence[int], layout: TokenLayout, recent: Tensor | None = None) -> Tensor:

@@ -366,10 +366,9 @@ class EncoderDecoder(nn.Module):
         """
         target_mask = target != self.pad_token if target_mask is None else target_mask
         context, source_mask = self.encode(source, source_mask)
-        logits = self.decoder(target[:, :-1], key_mask=target_mask[:, :-1], context=context, context_mask=source_mask)
-        labels = target[:, 1:].masked_fill(~(target_mask[:, 1:] & target_mask[:, :-1]), -100)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        labels = target[:, 1:].masked_fill(~(target_mask[:, 1:] & target_mask[:, :-1]), IGNORE_INDEX)
+        mask = target_mask[:, :-1]
+        return self.decoder.loss(target[:, :-1], labels, key_mask=mask, context=context, context_mask=source_mask)
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the source's vectors (B, S, dim) and its mask."""
@@ -396,7 +395,7 @@ class Classifier(nn.Module):
         hidden = self.body.hidden if isinstance(self.body, LanguageModel) else self.body
         vectors = hidden(x, key_mask=key_mask)
         if key_mask is None:
-            return self.to_classes(vectors.mean(1))
+            return self.to_classes(vectors.sum(1) / max(vectors.shape[1], 1))
         total = vectors.masked_fill(~key_mask[..., None], 0).sum(1)
         return self.to_classes(total / key_mask.sum(1, keepdim=True).clamp(min=1))
 

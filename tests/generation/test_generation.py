@@ -162,6 +162,34 @@ def test_an_extended_session_equals_that_of_the_full_prompt(model):
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
+def test_a_finished_stream_goes_on(name):
+    model = language_model(MECHANISMS[name])
+    expected = generate(model, PROMPTS, 11, sampling=GREEDY).tokens
+    steps = stream(model, PROMPTS, 5, sampling=GREEDY)
+    first = [list(row) for row in zip(*(tokens for tokens, _ in steps), strict=True)]
+    session = steps.session
+    more = generate(model, session, 6, sampling=GREEDY).tokens
+    assert [a + b for a, b in zip(first, more, strict=True)] == expected
+    endless = stream(model, session, sampling=GREEDY)
+    assert [list(row) for row in zip(*endless.take(6)[0], strict=True)] == more
+    one, token = session.select([0]), expected[0][5]
+    assert generate(model, one.extend(model, [token]), 5, sampling=GREEDY).tokens == [expected[0][6:]]
+    assert beam_search(model, one, 6, num_beams=1).tokens == [expected[0][5:]]
+
+
+def test_a_session_is_extended_in_eval_mode():
+    trained = language_model(embed_dropout=0.5)
+    session = prefill(trained, PROMPTS)
+    expected = session.extend(trained, [3]).logits
+    trained.train()
+    trained.transformer.stack.branches[0].eval()
+    assert torch.equal(session.extend(trained, [3]).logits, expected)
+    assert trained.training
+    assert trained.dropout.training
+    assert not trained.transformer.stack.branches[0].layer.training
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
 def test_every_mechanism_s_session_can_be_saved(name, tmp_path):
     model = language_model(MECHANISMS[name])
     session = prefill(model, PROMPTS)

@@ -84,6 +84,18 @@ def test_a_folder_of_longspan_s_own_opens(tmp_path):
     assert isinstance(AutoTokenizer.from_pretrained(tmp_path / "own"), ByteTokenizer)
 
 
+@pytest.mark.parametrize("shared", ["by keys and values", "by layers"])
+def test_a_shared_random_projection_opens(tmp_path, shared):
+    linformer = {**LINFORMER, "projection": "random", "share_projection": shared == "by keys and values"}
+    attention = AttentionConfig(num_heads=4, mechanism=linformer, share_projection=shared == "by layers")
+    model, x = longspan.LanguageModel(config("linear", attention=attention)).eval(), tokens(2, 9)
+    longspan.save(model, tmp_path / "own")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "own")
+    assert torch.equal(opened(x).logits, model(x))
+    opened.save_pretrained(tmp_path / "theirs")
+    assert torch.equal(longspan.load(tmp_path / "theirs")(x), model(x))
+
+
 def test_a_damaged_shard_is_noticed(tmp_path):
     causal().save_pretrained(tmp_path, max_shard_size="9KB")
     first = sorted(tmp_path.glob("model-*.safetensors"))[0]
@@ -174,6 +186,7 @@ def test_seq2seq_labels_are_in_step():
     out = model(input_ids=source, labels=target)
     rows = torch.nn.functional.cross_entropy(out.logits.transpose(1, 2), target, reduction="none")
     torch.testing.assert_close(out.loss, rows.sum() / 8)
+    assert model(input_ids=source, labels=torch.full_like(target, -100)).loss == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}])

@@ -119,6 +119,16 @@ def test_the_loss_by_hand() -> None:
     assert model(source, target).dtype == torch.float64
 
 
+@pytest.mark.parametrize("length", [1, 2])
+def test_the_loss_of_nothing_is_zero(length: int) -> None:
+    model = seq2seq()
+    loss = model(
+        sentences([7, 4], 7), torch.zeros(2, length, dtype=torch.int64) if length > 1 else sentences([1, 1], 1)
+    )
+    assert loss == 0
+    assert all(d is None or d.isfinite().all() for d in gradients(loss, leaves(model)).values())
+
+
 def test_the_decoder_is_causal_and_the_source_matters() -> None:
     model = seq2seq(mechanism=MECHANISMS["split"])
     source, target = sentences([7, 4], 7), sentences([6, 6], 6)
@@ -187,6 +197,13 @@ def test_a_classifier_looks_at_real_tokens_only(mechanism: str) -> None:
     check_gradients_by_name(gradients(out, leaves(model)), gradients(separate, leaves(model)))
     found = gradients(out, leaves(model))
     assert all(grad.any() for grad in found.values()), [name for name, grad in found.items() if not grad.any()]
+
+
+def test_a_classifier_of_no_tokens() -> None:
+    model = shaken(Classifier(config(causal=False, num_classes=5)))
+    empty = torch.zeros(2, 0, dtype=torch.int64)
+    assert_same(model(empty), model.to_classes.bias.expand(2, -1))
+    assert_same(model(empty, key_mask=empty.bool()), model(empty))
 
 
 def test_a_classifier_of_vectors_with_nan_in_the_padding() -> None:

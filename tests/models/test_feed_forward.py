@@ -144,6 +144,15 @@ def test_product_key_memory_is_its_definition(num_keys: int, best: int) -> None:
     assert_same(memory(x), expected)
 
 
+@pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0, 0)])
+def test_product_key_memory_of_nothing(shape: tuple[int, int]) -> None:
+    layer = ProductKeyMemory(DIM, num_keys=3)
+    out = layer(torch.randn(*shape, DIM))
+    assert out.shape == (*shape, DIM)
+    out.sum().backward()
+    assert all(not p.grad.any() for p in layer.parameters())
+
+
 def test_product_key_memory_trains_all_it_has() -> None:
     memory = shaken(ProductKeyMemory(DIM, num_keys=3, num_heads=2, key_dim=3, best=3))
     x = tokens(8).requires_grad_()
