@@ -94,8 +94,11 @@ class AutoregressiveWrapper(nn.Module):
         if not return_loss:
             return self.net(self._pad(x), input_mask=input_mask, **cross)
         labels = self._pad(x, slice(1, None))
-        used, input_mask = shift_labels(labels, input_mask, self.ignore_index)
-        labels = labels if self.net.net.faithful else used
+        if not self.net.net.faithful:
+            labels, input_mask = shift_labels(labels, input_mask, self.ignore_index)
+        elif isinstance(x, Tensor) and input_mask is not None:
+            # The original drops a mask of the tokens that the model reads.
+            input_mask = input_mask[:, :-1] if input_mask.shape == x.shape else None
         logits = self.net(self._pad(x, slice(None, -1)), input_mask=input_mask, **cross)
         return F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=self.ignore_index)
 

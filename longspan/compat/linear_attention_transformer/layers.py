@@ -208,7 +208,9 @@ class SelfAttention(nn.Module):
             self.global_attn_fn = LinearHeads.of(
                 self.global_attn_heads, self.d_heads, causal=causal, blindspot_size=blindspot_size
             )
-        self.local_attn = LocalAttention(local_attn_window_size, causal=causal, dropout=attn_dropout)
+        self.local_attn = LocalAttention(
+            local_attn_window_size, causal=causal, dropout=attn_dropout, faithful=self.faithful
+        )
         self.to_q = nn.Linear(dim, self.d_heads * heads, bias=False)
         self.to_k = nn.Linear(dim, self.d_heads * heads, bias=False)
         self.to_v = nn.Linear(dim, self.d_heads * heads, bias=False)
