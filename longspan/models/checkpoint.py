@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 FORMAT = 1
 TENSORS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-LAST, PREVIOUS = "checkpoint", "checkpoint-previous"  # in the folder of a run
+LAST = "checkpoint"  # in the folder of a run
 CHECKSUMS = "SHA256SUMS"  # as `sha256sum -c` reads it
 CLASSES: dict[str, type[Model]] = {
     "Transformer": Transformer,
@@ -152,7 +152,7 @@ def replace_folder(
     names: Collection[str],
     *,
     mark: str | None = None,
-    keep: Path | None = None,
+    keep: bool = False,
     what: str = "a checkpoint",
 ) -> Iterator[Path]:
     """Yield a new folder to write files into, which replaces `folder` when the block ends.
@@ -163,7 +163,7 @@ def replace_folder(
         folder: The folder to create or replace.
         names: The files that the block may write. A folder with others is refused, because they would be lost.
         mark: One of the names. A folder with this file may hold others, which are moved to the new folder.
-        keep: Where the replaced folder is kept, in place of the one that was kept there before. None: remove it.
+        keep: Keep the replaced folder as `previous_folder`, in place of the one before it.
         what: What the folder is, for errors.
 
     Raises:
@@ -182,8 +182,9 @@ def replace_folder(
     partial, new, old = (_sibling(folder, stage) for stage in ("partial", "new", "old"))
     if not folder.exists() and new.exists():
         os.rename(new, folder)  # An earlier swap was interrupted after the old folder was renamed.
-    if keep is not None and old.exists() and not keep.exists():
-        os.rename(old, keep)  # An earlier swap was interrupted before that.
+    previous = previous_folder(folder)
+    if keep and old.exists() and not previous.exists():
+        os.rename(old, previous)  # An earlier swap was interrupted before that.
     _remove(old, folder, names)
     for leftover in (partial, new):
         if leftover.exists():
@@ -200,13 +201,13 @@ def replace_folder(
     os.rename(partial, new)
     _flush(folder.parent)
     if folder.exists():
-        if keep is not None and keep.exists():
-            os.rename(keep, old)
-        os.rename(folder, old if keep is None else keep)
+        if keep and previous.exists():
+            os.rename(previous, old)
+        os.rename(folder, previous if keep else old)
     os.rename(new, folder)
     _flush(folder.parent)
-    if keep is not None:
-        _move_others(keep, folder, names)
+    if keep:
+        _move_others(previous, folder, names)
     _remove(old, folder, names)
 
 
@@ -247,14 +248,21 @@ def read_committed(folder: str | os.PathLike[str], read: Callable[[Path], T]) ->
             return found
 
 
+def previous_folder(folder: Path) -> Path:
+    """Return where `replace_folder` keeps the contents that it replaced."""
+    folder = folder.resolve()
+    return folder.with_name(f"{folder.name}-previous")
+
+
 def find_checkpoint(folder: Path) -> Path:
     """Return the checkpoint of the run in `folder`: the last one, or the one before if that was removed.
 
     If there is none, `folder` itself is returned: it may be a checkpoint.
     """
-    for path in (folder / LAST, folder / PREVIOUS):
+    last = folder / LAST
+    for path in (last, previous_folder(last)):
         with suppress(FileNotFoundError):
-            committed_folder(path)
+            committed_folder(path.resolve())
             return path
     return folder
 

@@ -24,10 +24,10 @@ from longspan.models.checkpoint import (
     CHECKSUMS,
     CONFIG,
     LAST,
-    PREVIOUS,
     TENSORS,
     Model,
     find_checkpoint,
+    previous_folder,
     read_committed,
     replace_folder,
     verify_checksums,
@@ -53,8 +53,7 @@ def save(run: Path, model: Model, training: dict[str, Any], tokenizer: Path | No
         tokenizer: The tokenizer file of the run, to copy.
         keep: Keep the last checkpoint as the previous one. False: replace it.
     """
-    previous = run.resolve() / PREVIOUS if keep else None
-    with replace_folder(run / LAST, _NAMES, mark=TRAINING, keep=previous) as partial:
+    with replace_folder(run / LAST, _NAMES, mark=TRAINING, keep=keep) as partial:
         known = write(model, partial)
         torch.save(training, partial / TRAINING)
         if tokenizer is not None:
@@ -73,7 +72,7 @@ def load(run: Path) -> tuple[Model, dict[str, Any]] | None:
 
 
 def _load(path: Path, folder: Path) -> tuple[Model, dict[str, Any]]:
-    other = folder.with_name(PREVIOUS)
+    other = previous_folder(folder)
     advice = "restore it from a copy, or use another --out to start a new run"
     if folder.name == LAST and other.is_dir():
         advice = f"restore it from a copy, or remove {folder} to resume from the checkpoint before it, {other.name}"

@@ -63,7 +63,7 @@ def _lock(path: Path, notify: Callable[[str], None]) -> Iterator[None]:
     try:
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
         os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(holder).encode(), 0)
+        os.write(handle, json.dumps(holder).encode())
         yield
     finally:
         with suppress(OSError):
@@ -98,7 +98,7 @@ def _acquire(path: Path, notify: Callable[[str], None]) -> int:
 def _holder(handle: int) -> str:
     """Return who holds a lock."""
     try:
-        holder: dict[str, Any] = json.loads(os.pread(handle, 1 << 12, 0))
+        holder: dict[str, Any] = json.loads(os.read(handle, 1 << 12))
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"  # which has not written its name yet

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -176,7 +177,17 @@ def is_compiled(train: TrainConfig, packed: bool, device: torch.device) -> bool:
 
 
 def make_batches(train: TrainConfig, store: TokenStore, shape: BatchShape, packed: bool) -> Batches[Any]:
-    """Return the training batches for the objective and --carry-state."""
+    """Return the training batches for the objective and --carry-state.
+
+    Raises:
+        ValueError: The batches of a step are larger than the memory of the machine.
+    """
+    required, memory = 16 * shape.num_sequences * shape.context, psutil.virtual_memory().total  # int64, with targets
+    if required > memory:
+        raise ValueError(
+            f"the tokens of a step need {required / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f}: "
+            f"lower --batch-size ({train.batch_size}), --accumulate ({train.accumulate}) or --context ({train.context})"
+        )
     if train.objective == "classify":
         return LabeledBatches(store, shape, seed=train.seed)
     if train.carry_state:

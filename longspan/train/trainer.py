@@ -19,7 +19,7 @@ from torch import Tensor
 from longspan.generation.generate import generate
 from longspan.generation.sampling import Sampling
 from longspan.generation.tokenization import TextCodec
-from longspan.models.checkpoint import LAST, PREVIOUS
+from longspan.models.checkpoint import LAST, previous_folder
 from longspan.models.residual import StackState
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.train import run_checkpoint, run_folder, setup
@@ -155,7 +155,8 @@ class Trainer:
             StoppedError: A signal, a diverging loss or a lack of memory ended the run.
             OSError: The folder of the run is not writable, or the disk is too full.
         """
-        number = 1 + sum(not (self.folder / name).is_dir() for name in (LAST, PREVIOUS))
+        last = self.folder / LAST
+        number = 1 + sum(not folder.is_dir() for folder in (last, previous_folder(last)))
         run_folder.check_writable(self.folder, number * run_checkpoint.size_in_bytes(self.model))
         self._start()
         try:
@@ -333,8 +334,9 @@ class Trainer:
         kept = "no checkpoint was saved before"
         if self._saved_at is not None:
             kept = f"the last checkpoint, of step {self._saved_at[0]}, is unchanged"
-        before = self.folder / LAST if (self.folder / PREVIOUS).is_dir() else None
-        hint = "" if before is None else f"; remove {before} to resume from the checkpoint before it"
+        last, hint = self.folder / LAST, ""
+        if previous_folder(last).is_dir():
+            hint = f"; remove {last} to resume from the checkpoint before it"
         return StoppedError(
             f"{message}; the batch of that step is in {path}, {kept}; "
             f"lower --lr, or increase --warmup, and run the command again{hint}",
@@ -354,7 +356,7 @@ class Trainer:
                 self._save()
 
     def _is_due(self, interval: int) -> bool:
-        return self.step % interval == 0
+        return self.step > 0 and self.step % interval == 0
 
     def _metrics(self, loss: float) -> Record:
         seconds, causal = self.timer.seconds, self.config.objective == "causal"

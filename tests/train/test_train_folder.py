@@ -27,7 +27,6 @@ from training import Command, arguments, curve, longspan, metrics, trained, wait
 from longspan.cli.generate import load_model
 from longspan.models.checkpoint import (
     LAST,
-    PREVIOUS,
     committed_folder,
     find_checkpoint,
     load,
@@ -42,6 +41,8 @@ from longspan.train.run_folder import locked
 from longspan.train.setup import _check_apart
 from longspan.train.signals import TrainingTimer
 from longspan.train.trainer import Trainer
+
+PREVIOUS = "checkpoint-previous"
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +340,7 @@ def test_a_damaged_run_is_refused_until_the_last_checkpoint_is_removed(
         assert words in done.stderr
     assert load_model(run).config.dim == 24  # The model is not damaged.
     shutil.rmtree(run / LAST)
-    assert find_checkpoint(run) == run / PREVIOUS
+    assert find_checkpoint(run) == (run / PREVIOUS).resolve()
     assert load_model(run).config.dim == 24
     assert curve(trained(corpus, run)) == curve(metrics(finished))
     assert (saved_step(run / LAST), saved_step(run / PREVIOUS)) == (12, 10)
@@ -479,7 +480,7 @@ def test_a_run_has_a_checkpoint_at_any_moment(tmp_path: Path, monkeypatch: pytes
     run = tmp_path / "run"
 
     def save(text: str) -> None:
-        with replace_folder(run / LAST, ("a",), mark="a", keep=run / PREVIOUS) as partial:
+        with replace_folder(run / LAST, ("a",), mark="a", keep=True) as partial:
             (partial / "a").write_text(text)
 
     def read() -> str:
@@ -508,6 +509,22 @@ def test_a_run_has_a_checkpoint_at_any_moment(tmp_path: Path, monkeypatch: pytes
         assert (run / PREVIOUS / "a").read_text() in "23"
         assert (run / LAST / "notes").read_text() == "mine"
     assert 9 < count < 40
+
+
+def test_a_checkpoint_on_another_disk_is_a_link(tmp_path: Path) -> None:
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    (disk / "mine").mkdir(parents=True)
+    run.mkdir()
+    (run / LAST).symlink_to(disk / "mine")
+    for text in ("1", "2"):
+        with replace_folder(run / LAST, ("a",), keep=True) as partial:
+            (partial / "a").write_text(text)
+    assert sorted(os.listdir(disk)) == ["mine", "mine-previous"]
+    assert (find_checkpoint(run) / "a").read_text() == "2"
+    (disk / "mine").rename(disk / ".mine.new")
+    assert read_committed(find_checkpoint(run), lambda path: (path / "a").read_text()) == "2"
+    shutil.rmtree(disk / ".mine.new")
+    assert (find_checkpoint(run) / "a").read_text() == "1"
 
 
 def test_a_reader_never_sees_two_saves(tmp_path: Path) -> None:

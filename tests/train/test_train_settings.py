@@ -251,6 +251,10 @@ def test_no_setting_is_without_a_test() -> None:
         ({"lr": "fast"}, "--lr must be a number, got 'fast'"),
         ({"steps": "1.5"}, "--steps must be an integer or none, got '1.5'"),
         ({"lr": "-1"}, "--lr must be above 0, got -1.0"),
+        ({"lr": "inf"}, "--lr must be a finite number, got inf"),
+        ({"divergence": "nan"}, "--divergence must be a finite number, got nan"),
+        ({"weight_decay": "nan"}, "--weight-decay must be a finite number, got nan"),
+        ({"seed": str(2**64)}, "--seed must be an integer of 64 bits, got 18446744073709551616"),
         ({"batch_size": "0"}, "--batch-size must be at least 1, got 0"),
         ({"betas": "0.9"}, "--betas are two numbers"),
         (
