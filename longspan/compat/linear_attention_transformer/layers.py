@@ -208,9 +208,9 @@ class SelfAttention(nn.Module):
             self.global_attn_fn = LinearHeads.of(
                 self.global_attn_heads, self.d_heads, causal=causal, blindspot_size=blindspot_size
             )
-        self.local_attn = LocalAttention(
-            local_attn_window_size, causal=causal, dropout=attn_dropout, faithful=self.faithful
-        )
+        # Without local heads the size of their window does not matter; some projects give 0.
+        window = local_attn_window_size if n_local_attn_heads else max(local_attn_window_size, 1)
+        self.local_attn = LocalAttention(window, causal=causal, dropout=attn_dropout, faithful=self.faithful)
         self.to_q = nn.Linear(dim, self.d_heads * heads, bias=False)
         self.to_k = nn.Linear(dim, self.d_heads * heads, bias=False)
         self.to_v = nn.Linear(dim, self.d_heads * heads, bias=False)

@@ -60,6 +60,11 @@ class ModelOptions:
             raise ValueError(
                 "linformer_settings need causal=False; for a causal Linformer build a longspan.LanguageModel"
             )
+        if self.local_attn_window_size < 1 and self.has_windows:
+            raise ValueError(
+                "local_attn_window_size must be at least 1 with local heads, axial attention or axial positions, got "
+                f"{self.local_attn_window_size}"
+            )
         self.config()
 
     def check_convertible(self) -> None:
@@ -144,6 +149,11 @@ class ModelOptions:
             f"pkm_layers beyond 1 to {self.depth}": len(self.memory_layers) < len(self._pkm_layers),
         }
         return [reason for reason, applies in reasons.items() if applies]
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether anything depends on local_attn_window_size."""
+        return any(self.local_heads) or self.attend_axially
 
     @property
     def shifts(self) -> tuple[int, ...]:
@@ -259,6 +269,10 @@ class LanguageModelOptions(ModelOptions):
     @property
     def rotary(self) -> bool:
         return self.use_rotary_emb
+
+    @property
+    def has_windows(self) -> bool:
+        return super().has_windows or (self.use_axial_pos_emb and not self.use_rotary_emb)
 
     @property
     def axial_shape(self) -> tuple[int, int]:
