@@ -254,7 +254,10 @@ class LocalAttention(Mechanism):
         return out.transpose(1, 2)
 
     def _key(self, k: Tensor) -> Tensor:
-        return F.normalize(k, dim=-1) if self.shared_qk else k
+        if not self.shared_qk:
+            return k
+        # In float16 the length of a long key overflows, and the epsilon for that of a zero key vanishes.
+        return F.normalize(k.float(), dim=-1).half() if k.dtype == torch.float16 else F.normalize(k, dim=-1)
 
     def _offset_queries(self, q: Tensor) -> Tensor:
         if not self.query_offset:

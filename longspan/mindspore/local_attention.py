@@ -107,6 +107,8 @@ class LocalAttention(nn.Cell):
         shape, n = q.shape, q.shape[-2]
         if n % W != 0 and not self.autopad:
             raise ValueError(f"the length ({n}) must be a multiple of window_size ({W}): pad it, or set autopad=True")
+        if k.shape[-2] != n or v.shape[-2] != n:
+            raise ValueError(f"q, k and v must have the same length, got {n}, {k.shape[-2]} and {v.shape[-2]}")
         wide = ms.float64 if q.dtype == ms.float64 else ms.float32
         dtype = v.dtype
         q = q.reshape((-1, n, q.shape[-1])).astype(wide)

@@ -301,6 +301,20 @@ def test_cache_is_wrong_from_the_second_token() -> None:
         torch.testing.assert_close(out, parallel[:, t : t + 1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_normalized_keys_of_zero_or_great_length(causal: bool, dtype: torch.dtype) -> None:
+    """In float16 0 / max(|0|, 1e-12) is NaN, and the length of a key of 2e4 is infinite."""
+    q, k, v = inputs(2, 11)
+    k[:, 3] = 0
+    k[:, 5:] *= 2e4 / k[:, 5:].abs().amax()
+    mechanism = build("local", window=4, shared_qk=True)
+    mask = torch.arange(11) < torch.tensor([[11], [8]])
+    exact = mechanism(q.double(), k.double(), v.double(), causal=causal, key_mask=mask)
+    out = mechanism(q.to(dtype), k.to(dtype), v.to(dtype), causal=causal, key_mask=mask)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=0.03)
+
+
 def test_first_blind_spot_bucket_is_all_zeros() -> None:
     q, k, v = inputs(1, 21)
     weights = dots(F.elu(q) + 1, F.elu(k) + 1) * (torch.arange(21) // 8 < torch.arange(21)[:, None] // 8)

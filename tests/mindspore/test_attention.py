@@ -238,6 +238,9 @@ def test_inputs_that_cannot_be(mode: str) -> None:
     q, k, v = (Tensor(x) for x in drawn(13))
     with pytest.raises(ValueError, match=r"length \(13\) must be a multiple of window_size \(5\)"):
         LocalAttention(W, dim=D)(q, k, v)
+    longer = Tensor(drawn(26)[1])
+    with pytest.raises(ValueError, match="q, k and v must have the same length, got 13, 26 and 13"):
+        made("causal")(q, longer, v)
     with pytest.raises(ValueError, match=r"mask must be \(batch, 13\)"):
         made("causal")(q, k, v, mask=ops.ones((B, 12)).bool())
     with pytest.raises(ValueError, match=r"attn_bias must be \(heads, 5, 10\)"):
