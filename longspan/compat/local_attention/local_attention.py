@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.compat.faithful import resolve_faithful
-from longspan.compat.helpers import default, exists, max_neg_value
+from longspan.compat.helpers import default as default
+from longspan.compat.helpers import exists as exists
+from longspan.compat.helpers import max_neg_value
 from longspan.compat.local_attention.options import windows_ahead
 from longspan.compat.local_attention.rotary import SinusoidalEmbeddings, apply_rotary_pos_emb
 from longspan.layout import zero_fill
@@ -18,18 +20,6 @@ from longspan.mechanisms import build_mechanism
 from longspan.ops.rotary import rotate
 from longspan.ops.window import Window, table_bias, window_attention, xpos_rotate
 from longspan.protocol import Mechanism
-
-__all__ = [
-    "TOKEN_SELF_ATTN_VALUE",
-    "LocalAttention",
-    "default",
-    "exists",
-    "l2norm",
-    "look_around",
-    "max_neg_value",
-    "pad_to_multiple",
-    "to",
-]
 
 TOKEN_SELF_ATTN_VALUE = -5e4  # the original's score of a token for itself with shared_qk
 

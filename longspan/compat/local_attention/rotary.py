@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.compat.helpers import exists
+from longspan.compat.helpers import exists as exists
 from longspan.ops.rotary import angles, rotate, xpos_scale
-
-__all__ = ["SinusoidalEmbeddings", "apply_rotary_pos_emb", "exists", "rotate_half"]
 
 
 class SinusoidalEmbeddings(nn.Module):

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from longspan.compat.faithful import resolve_faithful
 from longspan.compat.generate import FilterSampler, decode_model, generate, shift_labels, top_k
-from longspan.compat.helpers import default, exists
+from longspan.compat.helpers import default as default
+from longspan.compat.helpers import exists as exists
 from longspan.compat.layers import as_bool
 from longspan.compat.local_attention import keys
 from longspan.compat.local_attention.hyper_connections import ExpandStreams, HyperConnections, ReduceStreams, Residual
@@ -30,20 +31,6 @@ from longspan.models.checkpoint import Model
 from longspan.models.transformer import LanguageModel, Transformer
 from longspan.ops.softmax import attend
 from longspan.protocol import State
-
-__all__ = [
-    "GEGLU",
-    "Cache",
-    "DynamicPositionBias",
-    "FeedForward",
-    "LocalMHA",
-    "LocalTransformer",
-    "default",
-    "eval_decorator",
-    "exists",
-    "l2norm",
-    "top_k",
-]
 
 
 def eval_decorator(fn: Callable[..., Any]) -> Callable[..., Any]:
