@@ -89,6 +89,15 @@ def assert_same_tree(theirs: nn.Module, ours: nn.Module) -> None:
     assert mine == wanted
 
 
+def assert_same_scale(net: Any) -> None:
+    """The weights of a new compat model are drawn as those of the longspan model that it converts to."""
+    drawn, wanted = net.to_longspan().state_dict(), net.longspan_model().state_dict()
+    for name, x in wanted.items():
+        if x.is_floating_point() and x.numel() > 1:
+            scale, other = float(drawn[name].std()), float(x.std())
+            assert abs(scale - other) <= 0.15 * other, f"{name}: {scale:.3g} for {other:.3g}"
+
+
 def copy_weights(theirs: nn.Module, ours: nn.Module) -> None:
     """Ours gets the weights of theirs, by its own load_state_dict."""
     ours.load_state_dict(theirs.state_dict())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -50,6 +50,22 @@ class FeedForward(nn.Module):
         else:
             hidden = self.act(self.w1(x))
         return self.w2(self.dropout(hidden))
+
+
+def initialize_layers(layers: Sequence[tuple[nn.Module, nn.Linear]]) -> None:
+    """Draw weights as longspan's models do: of order 1/√fan-in, output projections divided by √(number of layers).
+
+    Args:
+        layers: The layers of a model, each with its output projection.
+    """
+    for layer, output in layers:
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+                if isinstance(module.bias, nn.Parameter):
+                    nn.init.zeros_(module.bias)
+        with torch.no_grad():
+            output.weight.mul_(len(layers) ** -0.5)
 
 
 def feed_forward_keys() -> list[KeyMapping]:

@@ -272,3 +272,10 @@ def test_hidden_tokens_keep_their_slots() -> None:
         filled = source.masked_fill(~mask[..., None], float("nan"))
         older.assert_close(mine(x, filled, context_mask=mask), theirs(x, zeros))
         older.assert_close(mine(filled, mask=mask), theirs(zeros))
+
+
+def test_new_models_have_the_scale_of_longspans() -> None:
+    torch.manual_seed(0)
+    sizes = {"num_tokens": 97, "dim": 64, "seq_len": 101, "k": 31, "heads": 4, "depth": 3}
+    for options in ({}, {"share_kv": True, "reversible": True}):
+        older.assert_same_scale(ours.LinformerLM(**sizes, **options))

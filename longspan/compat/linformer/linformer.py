@@ -18,7 +18,7 @@ from torch.nn import GELU
 from longspan.compat.compressed import attend_compressed, is_identity, is_plain_linear, is_product, zero_fill
 from longspan.compat.faithful import resolve_faithful
 from longspan.compat.helpers import GELU_
-from longspan.compat.layers import FeedForward
+from longspan.compat.layers import FeedForward, initialize_layers
 from longspan.compat.linformer.keys import language_model_keys, stack_keys
 from longspan.compat.linformer.options import AttentionOptions, LanguageModelOptions, LinformerOptions
 from longspan.compat.linformer.reversible import ReversibleSequence, SequentialSequence
@@ -197,15 +197,13 @@ class Linformer(CompatModel):
     def __init__(self, options: LinformerOptions) -> None:
         super().__init__()
         self.options, self.faithful = options, resolve_faithful(options.faithful)
-        layers = nn.ModuleList(
-            nn.ModuleList(
-                [
-                    PreNorm(options.dim, LinformerSelfAttention(**options.layer())),
-                    PreNorm(options.dim, FeedForward(options.dim, dropout=options.dropout)),
-                ]
-            )
-            for _ in range(options.depth)
-        )
+        layers, outputs = nn.ModuleList(), []
+        for _ in range(options.depth):
+            attention = LinformerSelfAttention(**options.layer())
+            feed_forward = FeedForward(options.dim, dropout=options.dropout)
+            layers.append(nn.ModuleList([PreNorm(options.dim, attention), PreNorm(options.dim, feed_forward)]))
+            outputs += [(attention, attention.to_out), (feed_forward, feed_forward.w2)]
+        initialize_layers(outputs)
         sequence = ReversibleSequence if options.reversible else SequentialSequence
         self.net = sequence(layers, args_route={"mask": ((True, False),) * options.depth})
         self.record_structure()
