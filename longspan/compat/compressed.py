@@ -28,9 +28,14 @@ def is_product(module: nn.Module) -> bool:
     return is_plain_linear(module) and getattr(module, "bias", None) is None
 
 
+def is_plain_dropout(module: nn.Module) -> bool:
+    """Return whether a module is an nn.Dropout without hooks, so that its rate can be used in its place."""
+    return type(module) is nn.Dropout and not has_hooks(module)
+
+
 def is_identity(dropout: nn.Module) -> bool:
     """Return whether dropout, unless it was replaced or has a hook, does nothing now."""
-    return type(dropout) is nn.Dropout and not has_hooks(dropout) and not (dropout.training and dropout.p > 0)
+    return is_plain_dropout(dropout) and not (dropout.training and getattr(dropout, "p", 0.0) > 0)
 
 
 def zero_fill(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -56,25 +61,29 @@ def attend_compressed(q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module, live:
         (B, T, H, E).
     """
     shared, heads, kv_heads = v is k, q.shape[2], k.shape[1]
-    if type(dropout) is not nn.Dropout or has_hooks(dropout):
-        weights = attention_weights(q, k, live)
+    mask = None if live is None else live[:, None, None]
+    if not is_plain_dropout(dropout):
         v = v.repeat_interleave(heads // kv_heads, 1).to(q.dtype)
-        return (dropout(weights) @ v).transpose(1, 2)
-    rate = dropout.p if dropout.training else 0.0
+        return (dropout(attention_weights(q, k, mask)) @ v).transpose(1, 2)
+    rate = 0.0 if is_identity(dropout) else getattr(dropout, "p", 0.0)
     problem = CompressedProblem(heads, kv_heads, q.shape[3], v.shape[3], k.shape[2], shared)
     if live is None and not rate and compressed.why_not_triton(q, q.dtype, problem) is None:
         return compressed_attention(q, k, v)
     k = k.to(q.dtype)
     v = k if shared else v.to(q.dtype)
-    mask = None if live is None else live[:, None, None]
     return attend(q.transpose(1, 2), k, v, mask, grouped=heads > kv_heads, dropout=rate).transpose(1, 2)
 
 
-def attention_weights(q: Tensor, k: Tensor, live: Tensor | None = None) -> Tensor:
-    """Return the weights (B, H, T, R) of queries (B, T, H, D) on compressed keys (B, Hkv, R, D), 0 where not live."""
+def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the weights (B, H, T, R) of queries on keys, 0 for those that the mask hides.
+
+    Args:
+        q: Queries (B, T, H, D).
+        k: Keys (B, Hkv, R, D).
+        mask: True for visible keys, broadcast to (B, H, T, R).
+    """
     k = k.repeat_interleave(q.shape[2] // k.shape[1], 1).to(q.dtype)
     scores = q.transpose(1, 2) @ k.mT * q.shape[3] ** -0.5
-    if live is None:
+    if mask is None:
         return scores.softmax(-1)
-    hidden = ~live[:, None, None]
-    return scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(hidden, 0)
+    return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~mask, 0)

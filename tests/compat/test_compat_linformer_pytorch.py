@@ -255,7 +255,7 @@ def test_projections_without_a_bias_and_layers_that_share_one() -> None:
     ]
     x = torch.randn(2, 16, 32)
     older.assert_parity(*stacks, lambda layers: (layers[1](layers[0](x)), {}))
-    assert stacks[1][0].model.mechanism.keys is shared[1].model
+    assert all(head.E is shared[1] and head.F is shared[1] for layer in stacks[1] for head in layer.heads)
     assert "heads.0.E.bias" not in stacks[1][0].state_dict()
     assert len(list(shared[1].parameters())) == 1
 

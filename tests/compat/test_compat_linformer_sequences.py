@@ -157,6 +157,7 @@ def test_every_module_is_called(name: str, gradients: bool) -> None:
     assert called == {path for path, module in net.named_modules() if not isinstance(module, nn.ModuleList)}
 
 
+@pytest.mark.slow
 def test_a_reversible_sequence_compiles() -> None:
     net, x = reversible.ReversibleSequence(pairs()), torch.randn(2, 5, 7, requires_grad=True)
     compiled = torch.compile(copy.deepcopy(net), backend="aot_eager", fullgraph=True)

@@ -227,7 +227,9 @@ def test_longer_tables_put_in_place() -> None:
         net.to_longspan()
 
 
-@pytest.mark.parametrize("options", [{}, {"reversible": True, "share_kv": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"reversible": True}, pytest.param({"share_kv": True}, marks=pytest.mark.slow)], ids=str
+)
 def test_it_compiles(options: dict) -> None:
     net, x = model(**options), tokens(7)
     compiled = torch.compile(copy.deepcopy(net), backend="aot_eager", fullgraph=True)

@@ -1,4 +1,4 @@
-"""Map linformer-pytorch's state-dict keys to those of longspan modules."""
+"""Map linformer-pytorch's state-dict keys to those of longspan models."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longspan.compat.layers import inverse_frequencies
-from longspan.compat.linformer_pytorch.options import POSITION_BASE
-from longspan.compat.state_dict import KeyMapping, concatenate, constant, rename, rename_layer, unsaved, with_prefix
+from longspan.compat.state_dict import KeyMapping, concatenate, rename, rename_layer, unsaved, with_prefix
 from longspan.mechanisms.linformer import LinformerAttention, Projection
 from longspan.models.layers import Attention, FeedForward
 from longspan.models.residual import ResidualBranch
@@ -26,26 +24,23 @@ class ProjectionUse(NamedTuple):
     projection: Projection
 
 
-def language_model_keys(
-    model: LanguageModel, unused: nn.Module | None, prefix: str = "", unused_prefix: str = "unused."
-) -> Iterator[KeyMapping]:
-    """Map the keys of a LinformerLM. prefix: that of the model; unused: see `stack_keys`."""
-    yield rename(f"{prefix}to_token_emb.weight", f"{prefix}embedding.weight")
-    yield frequency_key(f"{prefix}pos_emb.inv_freq", model.embedding.weight.shape[1])
-    inner = f"{prefix}linformer."
+def language_model_keys(net: nn.Module, model: LanguageModel) -> Iterator[KeyMapping]:
+    """Map the keys of a LinformerLM to those of its longspan model."""
+    yield rename("to_token_emb.weight", "embedding.weight")
+    inner = "linformer."
     if model.to_dim is not None:
-        yield from rename_layer(f"{inner}project_in", f"{prefix}to_dim")
-        yield from rename_layer(f"{inner}project_out", f"{prefix}from_dim")
+        yield from rename_layer(f"{inner}project_in", "to_dim")
+        yield from rename_layer(f"{inner}project_out", "from_dim")
         inner += "fn."
-    yield from with_prefix(stack_keys(model.transformer, unused, unused_prefix), inner, f"{prefix}transformer.")
+    mappings = stack_keys(net.get_submodule(inner[:-1]), model.transformer)
+    yield from with_prefix(mappings, inner, "transformer.")
     if model.to_logits is not None:
-        yield from rename_layer(f"{prefix}to_logits", f"{prefix}to_logits")
+        yield from rename_layer("to_logits", "to_logits")
 
 
-def stack_keys(model: Transformer, unused: nn.Module | None, unused_prefix: str = "unused.") -> Iterator[KeyMapping]:
-    """Map the keys of a Linformer. unused: the projections saved for full attention, one mechanism per attention."""
+def stack_keys(net: nn.Module, model: Transformer) -> Iterator[KeyMapping]:
+    """Map the keys of a Linformer to those of its longspan model."""
     uses: list[ProjectionUse] = []
-    mechanisms = list(unused) if isinstance(unused, nn.ModuleList) else []
     for i, branch in enumerate(model.stack.branches):
         assert isinstance(branch, ResidualBranch)
         old, new = f"seq.{i}.", f"stack.branches.{i}."
@@ -57,12 +52,14 @@ def stack_keys(model: Transformer, unused: nn.Module | None, unused_prefix: str 
             continue
         assert isinstance(branch.layer, Attention)
         yield from with_prefix(attention_keys(branch.layer), f"{old}fn.", f"{new}layer.")
-        heads = [f"{old}fn.heads.{h}." for h in range(branch.layer.mechanism.num_heads)]
-        if mechanisms:
-            uses += projection_uses(mechanisms.pop(0), heads, f"{unused_prefix}{len(uses) // 2}.")
-        else:
-            uses += projection_uses(branch.layer.mechanism, heads, f"{new}layer.mechanism.")
-    yield from projection_keys(uses)
+        mechanism = branch.layer.mechanism
+        if isinstance(mechanism, LinformerAttention):
+            heads = [f"{old}fn.heads.{h}." for h in range(mechanism.num_heads)]
+            sides = ("E", "keys", mechanism.keys), ("F", "values", mechanism.values)
+            for side, name, projection in sides:
+                prefixes = [f"{head}{side}." for head in heads]
+                uses.append(ProjectionUse(prefixes, f"{new}layer.mechanism.{name}.", projection))
+    yield from projection_keys(net, uses)
 
 
 def attention_keys(attention: Attention) -> Iterator[KeyMapping]:
@@ -82,38 +79,32 @@ def feed_forward_keys() -> list[KeyMapping]:
     return [*rename_layer("w_1", "to_hidden"), *rename_layer("w_2", "to_out")]
 
 
-def frequency_key(old: str, dim: int) -> KeyMapping:
-    """Map the frequencies of sinusoidal positions."""
-    return constant(old, lambda: inverse_frequencies(dim, POSITION_BASE))
+def projection_keys(net: nn.Module, uses: Iterable[ProjectionUse]) -> Iterator[KeyMapping]:
+    """Map the tensors of projections; the original saves a shared tensor once per head and use, and fixed ones never.
 
-
-def projection_uses(mechanism: nn.Module, heads: Sequence[str], new: str) -> list[ProjectionUse]:
-    """Return the projections of a mechanism, none for full attention. heads: the old prefix of each head."""
-    if not isinstance(mechanism, LinformerAttention):
-        return []
-    return [
-        ProjectionUse([f"{head}E." for head in heads], f"{new}keys.", mechanism.keys),
-        ProjectionUse([f"{head}F." for head in heads], f"{new}values.", mechanism.values),
-    ]
-
-
-def projection_keys(uses: Iterable[ProjectionUse]) -> Iterator[KeyMapping]:
-    """Map the tensors of projections; the original saves a shared tensor once per head and use."""
+    net: The module that old keys start from.
+    """
     shared: dict[Projection, list[ProjectionUse]] = {}
     for use in uses:
         shared.setdefault(use.projection, []).append(use)
     for projection, group in shared.items():
-        if projection.kind == "random":
-            # Loading retains the current table.
-            yield unsaved([f"{use.new}table" for use in group], partial(getattr, projection, "table"))
-            continue
         # Heads with their own projection have different tensors; other heads have copies of one.
         heads = [name for use in group for name in use.old]
+        if projection.kind == "random":
+            tables = partial(_fixed_tables, net, heads if projection.num_heads else heads[:1])
+            yield unsaved([f"{use.new}table" for use in group], tables)
+            continue
         alternatives = [tuple(use.old) for use in group] if projection.num_heads else [(name,) for name in heads]
         for name, (tensor, ndim, transpose) in _tensors(projection).items():
             first, *aliases = (tuple(f"{head}{name}" for head in names) for names in alternatives)
             new = tuple(f"{use.new}{tensor}" for use in group)
             yield _stack_heads(first, new, ndim, transpose, tuple(aliases))
+
+
+def _fixed_tables(net: nn.Module, names: Sequence[str]) -> Tensor:
+    """Return the stack of the tables at these names, which end with the attribute of a head and a dot."""
+    heads = (name[:-1].rpartition(".") for name in names)
+    return torch.stack([getattr(net.get_submodule(head), side) for head, _, side in heads])
 
 
 def _tensors(projection: Projection) -> dict[str, tuple[str, int, Callable[[Tensor], Tensor]]]:

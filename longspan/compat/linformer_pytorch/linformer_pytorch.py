@@ -7,30 +7,39 @@ embeddings_mask for the embeddings that a decoder attends to.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from longspan.compat.linformer_pytorch.keys import frequency_key, language_model_keys, stack_keys
+from longspan.compat.compressed import zero_fill
+from longspan.compat.faithful import resolve_faithful
+from longspan.compat.layers import initialize_layers
+from longspan.compat.linformer_pytorch.keys import language_model_keys, stack_keys
 from longspan.compat.linformer_pytorch.layers import (
     FeedForward,
     LinearAttentionHead,
     MHAttention,
     PositionalEmbedding,
+    ProjectInOut,
+    Residual,
+    draw_fixed_tables,
     gen_causal_mask,
+    get_act,
     get_EF,
+    identity,
 )
 from longspan.compat.linformer_pytorch.options import (
-    POSITION_BASE,
     EncoderDecoderOptions,
     LanguageModelOptions,
     LinformerOptions,
     options_with_prefix,
 )
 from longspan.compat.options import init_from
-from longspan.compat.state_dict import CompatModule, KeyMapping
-from longspan.models.positions import SinusoidalPositions
+from longspan.compat.state_dict import CompatModel, KeyMapping, with_prefix
+from longspan.layout import TokenLayout
 from longspan.models.transformer import EncoderDecoder, LanguageModel, Transformer
 
 __all__ = [
@@ -41,8 +50,12 @@ __all__ = [
     "LinformerLM",
     "MHAttention",
     "PositionalEmbedding",
+    "ProjectInOut",
+    "Residual",
     "gen_causal_mask",
     "get_EF",
+    "get_act",
+    "identity",
 ]
 
 _LINFORMER_POSITIONAL = (
@@ -65,15 +78,39 @@ _ENC_DEC_POSITIONAL = (
 )
 
 
-class _Model(CompatModule):
-    options: Any
-    last_call: tuple[Tensor, dict[str, Any]] | None = None
+def _given(**arguments: Any) -> dict[str, Any]:
+    """Return the arguments that were given, so that layers put in place of others need not take them all."""
+    return {name: value for name, value in arguments.items() if value is not None and value is not False}
 
-    def _build(self) -> None:
-        raise NotImplementedError
 
-    def _apply_model(self, tensor: Tensor, **arguments: Any) -> Tensor:
-        raise NotImplementedError
+def _is_self_attention(layer: nn.Module) -> bool:
+    attention = getattr(layer, "fn", None)
+    return isinstance(attention, MHAttention) and not attention.decoder_mode
+
+
+class Linformer(CompatModel):
+    """Transformer of Linformer attention for vectors, (B, n, channels) -> (B, n, channels).
+
+    Args:
+        use_pos_emb: Add sinusoidal positions to the input.
+        faithful: Compute as the original does: causal masks hide compressed keys, input_mask and embeddings_mask set
+            keys and queries to zero, a causal decoder masks its embeddings, and k_reduce_by_layer has no effect with
+            layerwise sharing.
+    """
+
+    @init_from(LinformerOptions, _LINFORMER_POSITIONAL)
+    def __init__(self, options: LinformerOptions) -> None:
+        super().__init__()
+        self.options = replace(options, faithful=resolve_faithful(options.faithful))
+        self.input_size, self.channels, self.depth = options.input_size, options.channels, options.depth
+        self.nhead, self.decoder_mode = options.nhead, options.decoder_mode
+        self.checkpoint_level = options.checkpoint_level
+        self.faithful = bool(self.options.faithful)
+        self.pos_emb = None
+        if options.use_pos_emb:
+            self.pos_emb = PositionalEmbedding(options.channels, faithful=self.faithful)
+        self.seq = self._new_layers()
+        self.record_structure()
 
     def forward(
         self,
@@ -84,140 +121,217 @@ class _Model(CompatModule):
         embeddings_mask: Tensor | None = None,
         visualize: bool = False,
     ) -> Tensor:
-        """Apply the model.
+        """Apply all layers.
 
         Args:
-            tensor: Vectors (B, n, channels), or tokens (B, n) of a language model.
+            tensor: Vectors (B, n, channels).
             input_mask: (B, n), True for tokens to attend to.
             embeddings: (B, m, channels), with decoder_mode.
             embeddings_mask: (B, m), True for embeddings to attend to.
-            visualize: Save the arguments for `Visualizer`.
+            visualize: Whether heads store their attention weights for `Visualizer`.
         """
-        arguments = {"input_mask": input_mask, "embeddings": embeddings, "embeddings_mask": embeddings_mask}
-        if not self.options.decoder_mode and (embeddings is not None or embeddings_mask is not None):
+        if not self.decoder_mode and (embeddings is not None or (embeddings_mask is not None and not self.faithful)):
             raise ValueError("embeddings are for a decoder: build it with decoder_mode=True")
-        if self.options.decoder_mode and embeddings is None:
+        if self.decoder_mode and embeddings is None:
             raise ValueError("a decoder attends to embeddings: pass embeddings=, of shape (B, m, channels)")
-        if visualize:
-            self.last_call = tensor.detach(), arguments
-        return self._apply_model(tensor, key_mask=input_mask, context=embeddings, context_mask=embeddings_mask)
+        if tensor.ndim != 3 or tensor.shape[2] != self.channels:
+            raise ValueError(f"tensor must be (B, n, channels={self.channels}), got {tuple(tensor.shape)}")
+        if self.pos_emb is not None:
+            tensor = tensor + self.pos_emb(tensor).to(tensor.dtype)
+        if not self.faithful:
+            tensor = zero_fill(tensor, input_mask)
+        arguments = _given(
+            input_mask=input_mask, embeddings=embeddings, embeddings_mask=embeddings_mask, visualize=visualize
+        )
+        for layer in self.seq:
+            given = arguments
+            if self.decoder_mode and not self.faithful and _is_self_attention(layer):
+                given = {name: value for name, value in arguments.items() if not name.startswith("embeddings")}
+            if self.checkpoint_level != "C0" and torch.is_grad_enabled():
+                tensor = checkpoint(layer, tensor, use_reentrant=False, **given)
+            else:
+                tensor = layer(tensor, **given)
+        return tensor
+
+    def _new_layers(self) -> nn.ModuleList:
+        options = self.options
+        shared = None
+        if options.layerwise:
+            shared = get_EF(options.input_size, options.dim_k, options.method, options.head_dim)
+        masks: dict[int, Tensor] = {}
+
+        def attention(channels: int, layer: int, cross: bool) -> MHAttention:
+            rank, mask = options.rank(layer), None
+            # The original masks the embeddings of a causal decoder, and not its own tokens.
+            if options.causal and (not cross if not self.faithful else cross or not options.decoder_mode):
+                width = options.dim_k if self.faithful else rank
+                mask = masks.setdefault(width, gen_causal_mask(options.input_size, width, options.full_attention))
+            return MHAttention(
+                *(options.input_size, options.head_dim, channels, rank, options.nhead, options.dropout),
+                options.checkpoint_level,
+                "kv" if options.reduces_shared_rank else options.parameter_sharing,
+                *(shared, shared, options.full_attention, mask, options.w_o_intermediate_dim),
+                decoder_mode=cross,
+                method=options.method,
+                faithful=self.faithful,
+            )
+
+        layers, attentions = nn.ModuleList(), []
+        outputs: list[tuple[nn.Module, nn.Linear]] = []
+        for i in range(options.depth):
+            inner = channels_in = channels_out = options.channels
+            if options.ff_intermediate is not None:
+                inner = options.ff_intermediate
+                channels_in = inner if i > 0 else options.channels
+                channels_out = inner if i < options.depth - 1 else options.channels
+            for cross in (False, True) if options.decoder_mode else (False,):
+                attend = attention(channels_in, i, cross)
+                layers.append(Residual(attend, channels_in, channels_in))
+                outputs.append((attend, attend.w_out))
+                attentions.append(attend)
+                if options.include_ff:
+                    sizes = channels_in, channels_out, options.dim_ff
+                    feed_forward = FeedForward(*sizes, options.dropout_ff, options.activation)
+                    layers.append(Residual(feed_forward, channels_in, channels_out))
+                    outputs.append((feed_forward, feed_forward.w_2))
+        initialize_layers(outputs)
+        if options.method == "no_params" and not self.faithful:
+            draw_fixed_tables(attentions)
+        return layers
 
     def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
         options = self.options.adapt(shapes)
         if options != self.options:
-            self.options = options
-            _rebuild(self)
+            self.options, parameter = options, next(self.parameters())
+            self.seq = self._new_layers().to(parameter.device, parameter.dtype).train(self.training)
+            self.record_structure()
 
-
-class Linformer(_Model):
-    """Transformer of Linformer attention for vectors, (B, n, channels) -> (B, n, channels).
-
-    Args:
-        use_pos_emb: Add sinusoidal positions to the input.
-    """
-
-    model: Transformer
-
-    @init_from(LinformerOptions, _LINFORMER_POSITIONAL)
-    def __init__(self, options: LinformerOptions) -> None:
-        super().__init__()
-        self.options = options
-        self.input_size, self.channels, self.depth = options.input_size, options.channels, options.depth
-        self.nhead, self.decoder_mode = options.nhead, options.decoder_mode
-        self.checkpoint_level = options.checkpoint_level
-        self.pos_emb = SinusoidalPositions(self.channels, POSITION_BASE) if options.use_pos_emb else None
-        self.not_in_model = "use_pos_emb adds positions before the model" if options.use_pos_emb else ""
-        self._build()
-
-    def _apply_model(self, tensor: Tensor, **arguments: Any) -> Tensor:
-        if self.pos_emb is not None:
-            tensor = tensor + self.pos_emb(torch.arange(tensor.shape[1], device=tensor.device)[None]).to(tensor.dtype)
-        return self.model(tensor, **arguments)
+    def longspan_model(self) -> Transformer:
+        if self.options.use_pos_emb:
+            raise ValueError("cannot convert this Linformer: use_pos_emb adds positions before the model")
+        _refuse_faithful(self)
+        model = Transformer(self.options.config())
+        self.options.share_projection(model)
+        return model
 
     def key_mappings(self) -> Iterable[KeyMapping]:
-        if self.pos_emb is not None:
-            yield frequency_key("pos_emb.inv_freq", self.channels)
-        yield from stack_keys(self.model, self.unused)
-
-    def _build(self) -> None:
-        self.model = Transformer(self.options.config())
-        self.unused = self.options.finalize(self.model)
+        with torch.device("meta"):
+            model = self.longspan_model()
+        return stack_keys(self, model)
 
 
-class LinformerLM(_Model):
+class LinformerLM(CompatModel):
     """Language model of Linformer attention: tokens (B, n) -> logits (B, n, num_tokens).
 
-    With return_emb it returns hidden states (B, n, emb_dim).
+    With return_emb it returns hidden states (B, n, emb_dim). faithful: See `Linformer`.
     """
-
-    model: LanguageModel
 
     @init_from(LanguageModelOptions, _LM_POSITIONAL)
     def __init__(self, options: LanguageModelOptions) -> None:
         super().__init__()
-        self.options, self.input_size = options, options.input_size
+        self.options = options = replace(options, faithful=resolve_faithful(options.faithful))
+        self.faithful, self.input_size = bool(options.faithful), options.input_size
         self.decoder_mode, self.return_emb = options.decoder_mode, options.return_emb
-        self._build()
+        width = options.channels if options.emb_dim is None else options.emb_dim
+        self.to_token_emb = nn.Embedding(options.num_tokens, width)
+        nn.init.normal_(self.to_token_emb.weight, std=0.02)
+        self.pos_emb = PositionalEmbedding(width, faithful=self.faithful)
+        names = [field.name for field in fields(LinformerOptions) if not field.name.startswith("_")]
+        body = Linformer(**{name: getattr(options, name) for name in names if hasattr(options, name)})
+        self.linformer = body if width == options.channels else ProjectInOut(body, width, options.channels)
+        self.to_logits = identity if options.return_emb else nn.Linear(width, options.num_tokens)
+        self.dropout_tokens = nn.Dropout(options.dropout_tokens)
+        self.record_structure()
 
-    def _apply_model(self, tensor: Tensor, **arguments: Any) -> Tensor:
-        hidden = self.model.hidden(tensor, **arguments)
-        if not self.return_emb:
-            return self.model.logits(hidden)
-        return hidden if self.model.from_dim is None else self.model.from_dim(hidden)
+    def forward(
+        self,
+        tensor: Tensor,
+        *,
+        input_mask: Tensor | None = None,
+        embeddings: Tensor | None = None,
+        embeddings_mask: Tensor | None = None,
+        visualize: bool = False,
+    ) -> Tensor:
+        """Return the logits of tokens (B, n), or their hidden states; other arguments as for `Linformer`."""
+        x = self.to_token_emb(tensor)
+        positions: dict[str, Tensor] = {}
+        if self.options.causal and input_mask is not None and not self.faithful:
+            # Left padding takes no positions.
+            positions["position"] = TokenLayout.of(tensor, causal=True, key_mask=input_mask).position
+        x = self.dropout_tokens(x + self.pos_emb(x, **positions).to(x.dtype))
+        arguments = _given(
+            input_mask=input_mask, embeddings=embeddings, embeddings_mask=embeddings_mask, visualize=visualize
+        )
+        return self.to_logits(self.linformer(x, **arguments))
+
+    def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
+        prefix, body = next((name, m) for name, m in self.named_modules() if isinstance(m, Linformer))
+        body.adapt_to_checkpoint({key: shape for key, shape in shapes.items() if key.startswith(prefix)})
+        if body.options._constant_rank != self.options._constant_rank:
+            self.options = replace(self.options, _constant_rank=body.options._constant_rank)
+            self.record_structure()
+
+    def longspan_model(self) -> LanguageModel:
+        _refuse_faithful(self)
+        model = LanguageModel(self.options.config())
+        self.options.share_projection(model.transformer)
+        return model
 
     def key_mappings(self) -> Iterable[KeyMapping]:
-        return language_model_keys(self.model, self.unused)
-
-    def _build(self) -> None:
-        self.model = LanguageModel(self.options.config())
-        self.unused = self.options.finalize(self.model.transformer)
+        with torch.device("meta"):
+            model = self.longspan_model()
+        return language_model_keys(self, model)
 
 
-class LinformerEncDec(CompatModule):
-    """Encoder-decoder model: source (B, m) and target (B, n) tokens -> logits (B, n, dec_num_tokens)."""
+class LinformerEncDec(CompatModel):
+    """Encoder-decoder model: source (B, m) and target (B, n) tokens -> logits (B, n, dec_num_tokens).
 
-    model: EncoderDecoder
+    faithful: See `Linformer`; the decoder then attends to all of the source, whatever the mask.
+    """
 
     @init_from(EncoderDecoderOptions, _ENC_DEC_POSITIONAL)
     def __init__(self, options: Any) -> None:
         super().__init__()
-        self.encoder_options = options_with_prefix(options, "enc_")
-        self.decoder_options = options_with_prefix(options, "dec_")
-        self._build()
+        self.faithful = resolve_faithful(options.faithful)
+        sides = [options_with_prefix(options, prefix) for prefix in ("enc_", "dec_")]
+        names = [field.name for field in fields(LanguageModelOptions) if not field.name.startswith("_")]
+        self.encoder, self.decoder = (
+            LinformerLM(**{name: getattr(side, name) for name in names} | {"faithful": self.faithful}) for side in sides
+        )
+        self.record_structure()
 
-    def forward(self, x: Tensor, y: Tensor | None = None, *, input_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, y: Tensor | None = None, *, input_mask: Tensor | None = None, visualize: bool = False
+    ) -> Tensor:
         """Return the logits of y (B, n), by default x, given x (B, m). input_mask: (B, m)."""
-        y = x if y is None else y
-        mask = torch.ones_like(x, dtype=torch.bool) if input_mask is None else input_mask
-        context, _ = self.model.encode(x, mask)
-        return self.model.decoder(y, context=context, context_mask=input_mask)
-
-    def key_mappings(self) -> Iterable[KeyMapping]:
-        assert isinstance(self.unused, nn.ModuleDict)
-        for name, model in (("encoder", self.model.encoder), ("decoder", self.model.decoder)):
-            unused = dict(self.unused.items()).get(name)
-            yield from language_model_keys(model, unused, f"{name}.", f"unused.{name}.")
+        seen = _given(visualize=visualize)
+        embeddings = self.encoder(x, **_given(input_mask=input_mask), **seen)
+        mask = {} if self.faithful else _given(embeddings_mask=input_mask)
+        return self.decoder(x if y is None else y, embeddings=embeddings, **mask, **seen)
 
     def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
-        encoder = self.encoder_options.adapt(shapes, "encoder.")
-        decoder = self.decoder_options.adapt(shapes, "decoder.")
-        if (encoder, decoder) != (self.encoder_options, self.decoder_options):
-            self.encoder_options, self.decoder_options = encoder, decoder
-            _rebuild(self)
+        for name, side in (("encoder.", self.encoder), ("decoder.", self.decoder)):
+            own = {key.removeprefix(name): shape for key, shape in shapes.items() if key.startswith(name)}
+            side.adapt_to_checkpoint(own)
+        self.record_structure()
 
-    def _build(self) -> None:
+    def longspan_model(self) -> EncoderDecoder:
+        _refuse_faithful(self)
+        sides = self.encoder.options, self.decoder.options
         # No token is padding; a mask hides tokens.
-        configs = self.encoder_options.config(), self.decoder_options.config()
-        self.model = EncoderDecoder(*configs, pad_token=-1)
-        unused = {
-            "encoder": self.encoder_options.finalize(self.model.encoder.transformer),
-            "decoder": self.decoder_options.finalize(self.model.decoder.transformer),
-        }
-        self.unused = nn.ModuleDict({name: modules for name, modules in unused.items() if modules is not None})
+        model = EncoderDecoder(*(side.config() for side in sides), pad_token=-1)
+        for side, own in zip(sides, (model.encoder, model.decoder), strict=True):
+            side.share_projection(own.transformer)
+        return model
+
+    def key_mappings(self) -> Iterable[KeyMapping]:
+        for name, side in (("encoder.", self.encoder), ("decoder.", self.decoder)):
+            yield from with_prefix(side.key_mappings(), name, name)
 
 
-def _rebuild(net: LinformerEncDec | _Model) -> None:
-    """Replace the model by one of the current options, with the same device, dtype and mode."""
-    parameter = next(net.model.parameters())
-    net._build()
-    net.to(parameter.device, parameter.dtype).train(net.training)
+def _refuse_faithful(net: Linformer | LinformerLM | LinformerEncDec) -> None:
+    if net.faithful:
+        raise ValueError(
+            f"cannot convert this {type(net).__name__}: faithful=True keeps what no longspan model does, such as masks "
+            "that hide compressed keys; build it without, and load the same state dict"
+        )

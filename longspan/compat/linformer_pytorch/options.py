@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from longspan.compat.options import encoder_decoder_options, without_prefix
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.models.config import AttentionConfig, Execution, FeedForwardConfig, LegacyConfig, ModelConfig
-from longspan.models.layers import Attention
 from longspan.models.transformer import Transformer
 from longspan.utils import choose
 
+Options = TypeVar("Options", bound="ModelOptions")
 POSITION_BASE = 100000.0  # of the sinusoidal positions
 ACTIVATIONS = ("gelu", "relu")
 CHECKPOINT_LEVELS = ("C0", "C1", "C2")
@@ -48,6 +47,8 @@ class ModelOptions:
     causal: bool = False
     method: str = "learnable"
     ff_intermediate: int | None = None
+    faithful: bool | None = None
+    """Compute as the original does; see `longspan.compat.faithful`."""
     _constant_rank: bool = False
     """Whether k_reduce_by_layer is ignored, as in the original with layerwise sharing; see `adapt`."""
 
@@ -69,16 +70,16 @@ class ModelOptions:
     def reduces_shared_rank(self) -> bool:
         """Whether the rank decreases with depth where the original shares one projection, and so one rank."""
         reduced = self.parameter_sharing == "layerwise" and self.k_reduce_by_layer > 0
-        return reduced and not self.full_attention and not self._constant_rank
+        return reduced and not (self.full_attention or self.faithful or self._constant_rank)
 
     @property
     def layerwise(self) -> bool:
         """Whether all layers share one projection."""
         return self.parameter_sharing == "layerwise" and not self.reduces_shared_rank
 
-    def adapt(self, shapes: Mapping[str, torch.Size], prefix: str = "") -> Any:
+    def adapt(self: Options, shapes: Mapping[str, torch.Size]) -> Options:
         """Adapt the options to a checkpoint whose shapes show that the original ignored k_reduce_by_layer."""
-        found = {shape for key, shape in shapes.items() if key.startswith(prefix) and key.endswith(".E.weight")}
+        found = {shape for key, shape in shapes.items() if key.endswith(".E.weight")}
         if not self.reduces_shared_rank or self.depth == 1 or len(found) != 1:
             return self
         warnings.warn(
@@ -121,35 +122,24 @@ class ModelOptions:
         # Heads with different projections or a common dropout mask are recomputed with their layer.
         return "keep" if self.checkpoint_level == "C0" else "recompute"
 
+    def rank(self, layer: int) -> int:
+        """Return dim_k of a layer."""
+        return max(1, self.dim_k - (0 if self.layerwise else layer * self.k_reduce_by_layer))
+
     def linformer(self, layer: int) -> dict[str, Any]:
         """Return the options of the Linformer mechanism in a layer."""
-        reduction = 0 if self.layerwise else layer * self.k_reduce_by_layer
-        return linformer_options(max(1, self.dim_k - reduction), self.input_size, self.method, self.parameter_sharing)
+        return linformer_options(self.rank(layer), self.input_size, self.method, self.parameter_sharing)
 
-    def finalize(self, model: Transformer) -> nn.ModuleList | None:
-        """Share projections and draw fixed tables, which a configuration does not describe.
-
-        Returns:
-            The projections that the original saves for full attention, one mechanism per attention layer, or None.
-        """
-        mechanisms: list[nn.Module] = [
-            branch.layer.mechanism for branch in model.stack.branches if isinstance(branch.layer, Attention)
-        ]
-        unused = None
-        if self.full_attention:
-            per_layer = 2 if self.decoder_mode else 1
-            layers = [i for i in range(self.depth) for _ in range(per_layer)]
-            mechanisms = [LinformerAttention(self.nhead, self.head_dim, **self.linformer(i)) for i in layers]
-            unused = nn.ModuleList(mechanisms)
+    def share_projection(self, model: Transformer) -> None:
+        """Share one projection among the layers, self- and cross-attention alike, if the options say so."""
+        if not self.layerwise or self.full_attention:
+            return
+        mechanisms = [mechanism for _, mechanism in model.stack.mechanisms()]
         first = mechanisms[0]
-        for mechanism in mechanisms if self.layerwise else ():
-            # Self- and cross-attention share one projection too.
+        for mechanism in mechanisms:
             assert isinstance(mechanism, LinformerAttention)
             assert isinstance(first, LinformerAttention)
             mechanism.keys = mechanism.values = first.keys
-        if self.method == "no_params":
-            draw_fixed_tables(mechanisms)
-        return None if self.method == "no_params" else unused
 
     def _attention(self) -> AttentionConfig:
         mechanism: Any = {"mechanism": "softmax", "dropout": self.dropout}
@@ -202,7 +192,7 @@ class LanguageModelOptions(ModelOptions):
 
 EncoderDecoderOptions = encoder_decoder_options(
     LanguageModelOptions,
-    shared=("activation", "checkpoint_level"),
+    shared=("activation", "checkpoint_level", "faithful"),
     omitted=("decoder_mode", "causal", "dropout_tokens", "return_emb"),
 )
 
@@ -214,8 +204,10 @@ def options_with_prefix(options: Any, prefix: str) -> LanguageModelOptions:
         **without_prefix(options, prefix),
         activation=options.activation,
         checkpoint_level=options.checkpoint_level,
+        faithful=options.faithful,
         decoder_mode=decoder,
         causal=decoder,
+        return_emb=not decoder,
     )
 
 
@@ -230,13 +222,3 @@ def linformer_options(rank: int, max_length: int, method: str, parameter_sharing
         "per_head": parameter_sharing == "none",
         "share_projection": parameter_sharing in ("kv", "layerwise"),
     }
-
-
-def draw_fixed_tables(mechanisms: Sequence[nn.Module]) -> None:
-    """Draw the tables of method="no_params", equal in all models of a shape since checkpoints do not contain them."""
-    generator = torch.Generator().manual_seed(0)
-    projections = [p for m in mechanisms if isinstance(m, LinformerAttention) for p in (m.keys, m.values)]
-    with torch.no_grad():
-        for projection in dict.fromkeys(projections):
-            table = torch.randn(projection.table.shape, generator=generator) / projection.rank
-            projection.table.copy_(table)

@@ -8,11 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.compat.linformer_pytorch.layers import MHAttention
+from longspan.compat.linformer_pytorch.layers import LinearAttentionHead, MHAttention
 from longspan.compat.linformer_pytorch.linformer_pytorch import Linformer, LinformerLM
-from longspan.mechanisms.linformer import LinformerAttention
-from longspan.models.attention_maps import attention_map, compressed_map
-from longspan.models.layers import Attention
 
 __all__ = ["Visualizer"]
 
@@ -28,28 +25,32 @@ class Visualizer:
     def maps(self) -> list[Tensor]:
         """Return the weights of the first sequence for each layer.
 
-        They are (heads, n, k) over compressed keys, or (heads, n, n) over the keys of full attention.
+        They are (heads, n, k) over compressed keys, or (heads, n, m) over the keys of full attention.
         """
-        if self.net.last_call is None:
-            raise ValueError("there is nothing to plot: call the net with visualize=True first")
-        tensor, arguments = self.net.last_call
-        calls: list[tuple[Attention, tuple[Any, ...], dict[str, Any]]] = []
+        layers = [layer for layer in self.net.modules() if isinstance(layer, MHAttention)]
+        maps = []
+        for layer in layers:
+            weights = [head.P_bar for head in layer.heads if isinstance(head, LinearAttentionHead)]
+            found = [x[0] for x in weights if x is not None]
+            if not found or len(found) < len(layer.heads):
+                raise ValueError("there is nothing to plot: call the net with visualize=True first")
+            maps.append(torch.stack(found))
+        return maps
 
-        def record(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.append((layer, args, kwargs))
+    def get_head_visualization(self, depth_no: int, max_depth: int, head_no: int, n_limit: int | None, axs: Any) -> Any:
+        """Plot the weights of one head.
 
-        layers = [m for m in self.net.model.modules() if isinstance(m, Attention)]
-        hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
-        training = self.net.training
-        self.net.eval()
-        try:
-            with torch.no_grad():
-                self.net(tensor, **arguments)
-                return [_weights(*call) for call in calls]
-        finally:
-            for hook in hooks:
-                hook.remove()
-            self.net.train(training)
+        Args:
+            depth_no: The layer, from 0.
+            max_depth: The last layer.
+            head_no: The head, from 0.
+            n_limit: The number of queries to plot; None for all.
+            axs: An array (layers, heads) of matplotlib's axes.
+
+        Returns:
+            The image.
+        """
+        return _plot(axs[depth_no, head_no], self.maps()[depth_no][head_no], depth_no, max_depth, head_no, n_limit)
 
     def plot_all_heads(
         self,
@@ -79,14 +80,7 @@ class Visualizer:
         figure.suptitle(title)
         for i, heads in enumerate(maps):
             for h, weights in enumerate(heads):
-                ax = axes[i, h]
-                ax.imshow(weights[:n_limit].float().cpu().numpy(), cmap="Reds", aspect="auto", interpolation="nearest")
-                ax.set_xticks([])
-                ax.set_yticks([])
-                if h == 0:
-                    ax.set_ylabel(f"Layer {i + 1}")
-                if i == len(maps) - 1:
-                    ax.set_xlabel(f"Head {h + 1}")
+                _plot(axes[i, h], weights, i, len(maps) - 1, h, n_limit)
         if save_file is not None:
             figure.savefig(save_file)
         if show:
@@ -94,16 +88,12 @@ class Visualizer:
         pyplot.close(figure)
 
 
-def _weights(layer: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the weights (heads, n, k) or (heads, n, m) of the first sequence in the batch."""
-    x, context = args[0][:1], kwargs["context"] if layer.cross else None
-    if "_layouts" in kwargs:  # a layer of a model
-        layout = kwargs["_layouts"][int(layer.cross)]
-        mask = None if layout is None else layout.key_mask
-    else:
-        mask = kwargs["context_mask" if layer.cross else "key_mask"]
-    mask = None if mask is None else mask[:1]
-    if isinstance(layer.mechanism, LinformerAttention) and not layer.cross:
-        return compressed_map(layer, x, key_mask=mask)[0]
-    context = None if context is None else context[:1]
-    return attention_map(layer, x, range(x.shape[1]), key_mask=mask, context=context)[0]
+def _plot(ax: Any, weights: Tensor, layer: int, last: int, head: int, n_limit: int | None) -> Any:
+    image = ax.imshow(weights[:n_limit].float().cpu().numpy(), cmap="Reds", aspect="auto", interpolation="nearest")
+    ax.set_xticks([])
+    ax.set_yticks([])
+    if head == 0:
+        ax.set_ylabel(f"Layer {layer + 1}")
+    if layer == last:
+        ax.set_xlabel(f"Head {head + 1}")
+    return image
