@@ -137,6 +137,16 @@ def test_padding_changes_nothing(options: dict) -> None:
     assert (theirs(x, input_mask=mask)[:, :6] - alone).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("options", [{}, {"full_attention": True}, {"method": "convolution"}], ids=str)
+def test_left_padding_takes_no_positions(options: dict) -> None:
+    model = ours.LinformerLM(num_tokens=13, **SMALL, causal=True, **options).eval()
+    tokens = torch.randint(13, (2, 7))
+    padded, mask = torch.cat([tokens[:, :4], tokens], 1), torch.arange(11).expand(2, -1) >= 4
+    torch.testing.assert_close(model(padded, input_mask=mask)[:, 4:], model(tokens))
+    model.linformer.seq[0].fn.heads[0].register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(model(padded, input_mask=mask)[:, 4:], model(tokens), msg="heads apart")
+
+
 def test_padder() -> None:
     for depth, agree in ((1, True), (2, False)):
         theirs, mine = both("Linformer", **SMALL | {"depth": depth}, **STILL)

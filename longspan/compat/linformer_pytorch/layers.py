@@ -564,9 +564,9 @@ class PositionalEmbedding(nn.Module):
         self.channels, self.faithful = channels, resolve_faithful(faithful)
         self.register_buffer("inv_freq", inverse_frequencies(channels, POSITION_BASE))
 
-    def forward(self, tensor: Tensor, position: Tensor | None = None) -> Tensor:
-        """Return the embeddings of the positions of tensor: its slots, or those given, (B, n)."""
-        position = torch.arange(tensor.shape[1], device=tensor.device)[None] if position is None else position
+    def forward(self, tensor: Tensor) -> Tensor:
+        """Return the embeddings of the positions of tensor."""
+        position = torch.arange(tensor.shape[1], device=tensor.device)[None]
         if self.faithful:
             angle = position[..., None].to(self.inv_freq.dtype) * self.inv_freq
         else:

@@ -254,11 +254,11 @@ class LinformerLM(CompatModel):
     ) -> Tensor:
         """Return the logits of tokens (B, n), or their hidden states; other arguments as for `Linformer`."""
         x = self.to_token_emb(tensor)
-        positions: dict[str, Tensor] = {}
+        positions = self.pos_emb(x)
         if self.options.causal and input_mask is not None and not self.faithful:
             # Left padding takes no positions.
-            positions["position"] = TokenLayout.of(tensor, causal=True, key_mask=input_mask).position
-        x = self.dropout_tokens(x + self.pos_emb(x, **positions).to(x.dtype))
+            positions = positions[0][TokenLayout.of(tensor, causal=True, key_mask=input_mask).position]
+        x = self.dropout_tokens(x + positions.to(x.dtype))
         arguments = _given(
             input_mask=input_mask, embeddings=embeddings, embeddings_mask=embeddings_mask, visualize=visualize
         )
