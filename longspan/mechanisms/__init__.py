@@ -11,6 +11,8 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from longspan.mechanisms.decay import DecayAttention
+from longspan.mechanisms.delta import DeltaAttention
 from longspan.mechanisms.linear import LinearAttention
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.mechanisms.local import LocalAttention
@@ -28,6 +30,8 @@ _REGISTRY: dict[str, type[Mechanism]] = {
     "linear": LinearAttention,
     "performer": PerformerAttention,
     "linformer": LinformerAttention,
+    "decay": DecayAttention,
+    "delta": DeltaAttention,
     "split": SplitAttention,
 }
 

@@ -1,0 +1,204 @@
+"""What `decay` and `delta` share: a memory whose contents fade, and its state."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longspan.ops.gated import LOG_UNDERFLOW, gated_linear
+from longspan.ops.linear import sum_dtype
+from longspan.protocol import Mechanism, State
+
+
+class Gates(NamedTuple):
+    """Activated gates in the dtype of the sums: log α (B, S, Hkv, 1 or D) and β (B, S, Hkv), or None for 0 and 1."""
+
+    log_decay: Tensor | None
+    beta: Tensor | None
+
+
+@dataclass
+class GatedState(State):
+    """The memory S, and how it would transform what an earlier state holds.
+
+    Attributes:
+        kv: (B, Hkv, D, E).
+        log_decay: (B, Hkv, 1 or D), Σ log α; None with the delta rule.
+        transition: (B, Hkv, D, D), Π (I − β k kᵀ) Diag(α), with the delta rule and `new_state(transition=True)`.
+    """
+
+    kv: Tensor
+    log_decay: Tensor | None = None
+    transition: Tensor | None = None
+
+    def _merge(self, later: GatedState) -> GatedState:
+        if self.log_decay is not None and later.log_decay is not None:
+            kv = later.log_decay.exp()[..., None] * self.kv + later.kv
+            return replace(self, kv=kv, log_decay=self.log_decay + later.log_decay)
+        if later.transition is None:
+            raise ValueError(
+                "merging needs the later state's transition: make it with new_state(batch_size, start=..., "
+                "transition=True)"
+            )
+        transition = None if self.transition is None else later.transition @ self.transition
+        return replace(self, kv=later.transition @ self.kv + later.kv, transition=transition)
+
+
+class GatedMechanism(Mechanism):
+    """S_t = Diag(α_t) S_{t−1} + k_t u_tᵀ, o_t = S_tᵀ q_t / √D; subclasses define the gates and what is written.
+
+    Attributes:
+        delta: Whether the write follows the delta rule.
+        decay_width: D if α differs between the channels of a head, else 1.
+    """
+
+    state_type = GatedState
+    supports_cross = False
+    heads_alike = False
+    delta: bool = False
+    decay_width: int = 1
+
+    @abstractmethod
+    def _gates(self, gates: Tensor | None, k: Tensor) -> Gates:
+        """Activate raw gates."""
+
+    def _keys(self, x: Tensor) -> Tensor:
+        """Return queries or keys as the memory takes them."""
+        return x
+
+    def _new_state(
+        self, batch_size: int, start: Tensor | None, like: Tensor, max_length: int | None, transition: bool
+    ) -> GatedState:
+        like = like.to(sum_dtype(like))
+        shape = (batch_size, self.num_kv_heads)
+        contents = {"kv": like.new_zeros(*shape, self.head_dim, self.value_dim)}
+        if not self.delta:
+            contents["log_decay"] = like.new_zeros(*shape, self.decay_width)
+        elif transition:
+            identity = torch.eye(self.head_dim, dtype=like.dtype, device=like.device)
+            contents["transition"] = identity.expand(*shape, -1, -1).clone()
+        return GatedState.empty(batch_size, start, like.device, **contents)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        log_decay, beta = self._visible_gates(gates, k, key_mask)
+        dtype = v.dtype
+        # In float32: the parts of a sum may overflow where the sum does not.
+        q, k, v = (x.to(sum_dtype(x)) for x in (self._keys(q), self._keys(k), v))
+        out = gated_linear(q, k, v, log_decay=log_decay, beta=beta, delta=self.delta, scale=self._scale)[0]
+        q, k, v = (x.flip(1) for x in (q, k, v))
+        log_decay, beta = (None if x is None else x.flip(1) for x in (log_decay, beta))
+        back = gated_linear(q, k, v, log_decay=log_decay, beta=beta, delta=self.delta, scale=self._scale)[0]
+        if not self.delta:
+            # Both directions include a token itself.
+            group = q.shape[2] // k.shape[2]
+            own = (q * k.repeat_interleave(group, 2)).sum(-1, dtype=sum_dtype(k), keepdim=True) * self._scale
+            own = own if beta is None else own * beta.repeat_interleave(group, 2)[..., None]
+            back = back - own * v.repeat_interleave(group, 2)
+        return (out + back.flip(1)).to(dtype)
+
+    def _extend(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
+    ) -> tuple[Tensor, GatedState]:
+        if q.shape[1] == 1:
+            state = self._write(state, k, v, gates=gates, lengths=lengths)
+            return self._read(state, q), state
+        return self._run(state, self._keys(q), k, v, gates, lengths)
+
+    def _write(self, state: State, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None) -> GatedState:
+        if k.shape[1] > 1:
+            return self._run(state, k, k, v, gates, lengths)[1]
+        assert isinstance(state, GatedState)
+        log_decay, beta = self._visible_gates(gates, k, _visible(lengths, k))
+        memory, v = self._with_transition(state, v.to(state.kv.dtype))
+        key, u = self._keys(k)[:, 0].to(memory.dtype), v[:, 0]
+        if log_decay is not None:
+            memory = log_decay[:, 0].exp()[..., None] * memory
+        if self.delta:
+            u = u - (key[:, :, None] @ memory)[:, :, 0]
+        u = u if beta is None else beta[:, 0, :, None] * u
+        return self._updated(state, memory + key[..., None] * u[:, :, None], log_decay, k, lengths)
+
+    def _read(self, state: State, q: Tensor) -> Tensor:
+        assert isinstance(state, GatedState)
+        query = (self._keys(q).to(state.kv.dtype) * self._scale).unflatten(2, (self.num_kv_heads, -1))
+        return torch.einsum("bthgd,bhde->bthge", query, state.kv).flatten(2, 3).to(q.dtype)
+
+    def _run(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, lengths: Tensor | None
+    ) -> tuple[Tensor, GatedState]:
+        assert isinstance(state, GatedState)
+        log_decay, beta = self._visible_gates(gates, k, _visible(lengths, k))
+        memory, values = self._with_transition(state, v)
+        out, memory = gated_linear(
+            *(q, self._keys(k), values),
+            log_decay=log_decay,
+            beta=beta,
+            delta=self.delta,
+            scale=self._scale,
+            state=memory,
+        )
+        return out[..., : v.shape[3]], self._updated(state, memory, log_decay, k, lengths)
+
+    def _with_transition(self, state: GatedState, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the memory and v; the transition is a memory of further columns, into which nothing is written."""
+        if state.transition is None:
+            return state.kv, v
+        return torch.cat([state.kv, state.transition], -1), F.pad(v, (0, self.head_dim))
+
+    def _updated(
+        self, state: GatedState, memory: Tensor, log_decay: Tensor | None, k: Tensor, lengths: Tensor | None
+    ) -> GatedState:
+        length = state.length + (k.shape[1] if lengths is None else lengths)
+        total = None if state.log_decay is None or log_decay is None else state.log_decay + log_decay.sum(1)
+        if state.transition is None:
+            return replace(state, length=length, kv=memory, log_decay=total)
+        kv, transition = memory.split([self.value_dim, self.head_dim], -1)
+        return replace(state, length=length, kv=kv, log_decay=total, transition=transition)
+
+    def _visible_gates(self, gates: Tensor | None, k: Tensor, visible: Tensor | None) -> Gates:
+        """Activate gates; hidden tokens (B, S) neither fade the memory nor write."""
+        found = self._gates(gates, k)
+        log_decay = None if found.log_decay is None else found.log_decay.clamp(min=LOG_UNDERFLOW[sum_dtype(k)])
+        if visible is None:
+            return Gates(log_decay, found.beta)
+        hidden = ~visible[:, :, None]
+        return Gates(
+            None if log_decay is None else log_decay.masked_fill(hidden[..., None], 0),
+            None if found.beta is None else found.beta.masked_fill(hidden, 0),
+        )
+
+    @property
+    def _scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+class TimeStep(nn.Module):
+    """The time step and decay of Mamba-2: Δ = softplus(x + dt_bias), log α = −exp(A_log) Δ.
+
+    Args:
+        num_heads: One A_log each.
+        channels: dt_bias per head; 1, or D for a decay per channel.
+        largest: A is drawn uniformly from 1 to this.
+    """
+
+    def __init__(self, num_heads: int, channels: int = 1, largest: float = 16.0) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(num_heads).uniform_(1, largest).log())
+        # softplus(dt_bias) is log-uniform from 0.001 to 0.1.
+        step = torch.empty(num_heads, channels).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+        self.dt_bias = nn.Parameter(step + (-(-step).expm1()).log())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Map raw gates (B, S, Hkv, channels) in the dtype of the sums to Δ and log α."""
+        step = F.softplus(x + self.dt_bias.to(x.dtype))
+        return step, -self.A_log.to(x.dtype).exp()[:, None] * step
+
+
+def _visible(lengths: Tensor | None, k: Tensor) -> Tensor | None:
+    return None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
