@@ -77,6 +77,7 @@ $(VENV)/.train: $(VENV)/bin/python pyproject.toml
 
 $(VENV)/.parity: $(VENV)/.dev
 	$(BIN)/pip install --quiet --editable ".[parity]"
+	$(BIN)/pip install --quiet --no-deps "fla-core==0.6.0"
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.dev

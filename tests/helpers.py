@@ -150,6 +150,20 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"rank": 4, "max_length": 131, "bias": True},
         {"projection": _shared_projection()},
     ],
+    "decay": [
+        {"gate": "fixed", **GROUPED},
+        {"gate": "head"},
+        {"gate": "head", **GROUPED},
+        {"gate": "channel"},
+        {"gate": "channel", **GROUPED},
+    ],
+    "delta": [
+        {"gate": "none"},
+        {"gate": "none", "negative_eigenvalues": True, **GROUPED},
+        {"gate": "head"},
+        {"gate": "head", "negative_eigenvalues": True, **GROUPED},
+        {"gate": "channel", **GROUPED},
+    ],
     "split": [
         {
             "parts": [
@@ -184,6 +198,13 @@ CASES: dict[str, list[dict[str, Any]]] = {
                     "num_heads": 3,
                     "parts": [{"mechanism": "softmax", "num_heads": 1}, {"mechanism": "linear", "num_heads": 2}],
                 },
+            ],
+        },
+        {
+            "parts": [
+                {"mechanism": "local", "num_heads": 1, "window": 5},
+                {"mechanism": "decay", "num_heads": 1, "gate": "channel"},
+                {"mechanism": "delta", "num_heads": 1},
             ],
         },
     ],

@@ -48,7 +48,8 @@ def truth(
 
 
 def has_truth(case: Case) -> bool:
-    return case.name in _TRUTHS
+    """Whether `truth` knows the case; laws/test_gated.py has the definitions of those with gates."""
+    return case.name in _TRUTHS and not case.build().num_gates
 
 
 def _softmax(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
@@ -152,6 +153,16 @@ def _split(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor,
     return torch.cat(outs, 2)
 
 
+def _decay(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
+    """RetNet: γ^|i − j|, which counts visible tokens."""
+    k, v = (window_reference.repeat_kv(x, q.shape[2]) for x in (k, v))
+    head = torch.arange(case.num_kv_heads, dtype=torch.float64).repeat_interleave(case.num_heads // case.num_kv_heads)
+    seen = visible[:, 0].any(1).double().cumsum(1) if not causal else torch.arange(q.shape[1]).double()[None]
+    distance = (seen[:, :, None] - seen[:, None]).abs()[:, None]
+    weights = torch.einsum("bthd,bshd->bhts", q, k) * (1 - 2 ** (-5 - head))[:, None, None] ** distance
+    return torch.einsum("bhts,bshe->bthe", weights * visible * q.shape[3] ** -0.5, v).to(q.dtype)
+
+
 _FEATURES = {
     "elu": (lambda x: torch.where(x > 0, x + 1, x.clamp(max=0).exp()),) * 2,
     "relu": (lambda x: x.clamp(min=0) + 1e-3,) * 2,
@@ -164,5 +175,6 @@ _TRUTHS = {
     "linear": _linear,
     "performer": _performer,
     "linformer": _linformer,
+    "decay": _decay,
     "split": _split,
 }
