@@ -69,7 +69,7 @@ class DecodeLoop:
         self._pending, self._steps = False, 0  # pending: `token` is not in the state yet
         self._graph: torch.cuda.CUDAGraph | None = None
         self._snapshot: _Snapshot | None = None
-        self._stack, self._mechanisms, self._prompt_length = stack, stack.mechanisms(), int(state.end.max())
+        self._stack, self._layers, self._prompt_length = stack, stack.attention_layers(), int(state.end.max())
 
     @contextmanager
     def single_thread(self) -> Iterator[None]:
@@ -216,11 +216,11 @@ class DecodeLoop:
         length = self._prompt_length + self._steps
         if self._model.positions is not None:
             self._model.positions.check(length)
-        for i, mechanism in self._mechanisms:
+        for i, layer in self._layers:
             branch = self._state.branches[i]
-            mechanism.check_state(branch.inner[0], len(self.token) * branch.stride)
+            layer.mechanism.check_state(layer.mechanism_state(branch.inner[0]), len(self.token) * branch.stride)
             if not branch.cross and branch.stride == 1:  # with a stride a table covers as many times the tokens
-                mechanism.check_length(length)
+                layer.mechanism.check_length(length)
 
     def _addresses(self) -> dict[str, int]:
         return {name: x.data_ptr() for name, x in self._state.tensors().items()}

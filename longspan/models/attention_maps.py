@@ -145,10 +145,10 @@ def _projected(
     with torch.no_grad():
         layout = TokenLayout.of(x, causal=layer.causal, key_mask=None if layer.cross else key_mask)
         x = layout.zero_fill(x)
-        q = layer.project_queries(x, layout)
         if context is None:
-            k, v, gates = layer._project_keys(x, layout)
+            q, k, v, gates, _ = layer.project(x, layout)
         else:
+            q = layer.project_queries(x, layout)
             context_layout = TokenLayout.of(context, causal=False, key_mask=key_mask)
             k, v, gates = layer._project_keys(context_layout.zero_fill(context), None)
     dtype = torch.promote_types(q.dtype, torch.float32)

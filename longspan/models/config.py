@@ -20,6 +20,7 @@ NormPosition = Literal["pre", "post", "rezero"]
 Residual = Literal["single", "double", "hyper"]
 Execution = Literal["keep", "recompute", "recompute_heads", "reverse"]
 Positions = Literal["none", "learned", "sinusoidal", "axial"]
+OutGate = Literal["none", "sigmoid", "silu"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class AttentionConfig:
     """Width of a head; dim / num_heads by default."""
     num_kv_heads: int | None = None
     """Number of key/value heads (grouped-query attention); num_heads by default."""
+    num_qk_heads: int | None = None
+    """Number of query and key heads where there are more value heads (Gated DeltaNet); num_heads by default."""
     shared_kv: bool = False
     """Use the keys as values."""
     qkv_bias: bool = False
@@ -46,8 +49,14 @@ class AttentionConfig:
     """Rotary embeddings: none, halves, interleaved; a list for the parts of a split, or a mapping by mechanism."""
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
+    conv_size: int = 0
+    """Width of a causal convolution with SiLU over queries, keys and values, 4 in the literature; 0 for none."""
     value_gates: bool = False
     """Multiply each head's output by a sigmoid gate computed from the input."""
+    out_norm: bool = False
+    """Normalize each head's output (RMS norm with a learned scale)."""
+    out_gate: OutGate = "none"
+    """Multiply the heads' outputs, element by element, by this function of a projection of the input."""
     dropout: float = 0.0
     """Dropout after the output projection."""
     dynamic_bias: int = 0
@@ -57,8 +66,18 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         _freeze(self, "mechanism", "rotary")
-        _check_positive(self, "num_heads", "head_dim", "num_kv_heads")
+        _check_positive(self, "num_heads", "head_dim", "num_kv_heads", "num_qk_heads")
         _check_fraction(self, "dropout")
+        choose("out_gate", self.out_gate, get_args(OutGate))
+        if self.conv_size < 0 or self.conv_size == 1:
+            raise ValueError(f"conv_size must be 0 (no convolution) or at least 2, got {self.conv_size}")
+        if self.num_qk_heads is not None:
+            if self.num_heads % self.num_qk_heads:
+                raise ValueError(
+                    f"num_heads ({self.num_heads}) must be a multiple of num_qk_heads ({self.num_qk_heads})"
+                )
+            if self.num_kv_heads is not None or self.shared_kv:
+                raise ValueError("num_qk_heads excludes num_kv_heads and shared_kv: each value head has its own memory")
         if self.dynamic_bias < 0:
             raise ValueError(f"dynamic_bias must be 0 (none) or more, got {self.dynamic_bias}")
         by_name = self.rotary if isinstance(self.rotary, Mapping) else {}

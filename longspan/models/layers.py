@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,50 @@ class CenteredNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.offset.shape, 1 + self.offset, 1e-12)
+
+
+class ShortConvolution(nn.Module):
+    """silu(Σ_j w_j ∘ x_{t−j}) over the last `size` tokens of a sequence, channel by channel.
+
+    Args:
+        channels: Width of x.
+        size: Number of tokens.
+    """
+
+    def __init__(self, channels: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, channels).uniform_(-(size**-0.5), size**-0.5))
+
+    @property
+    def size(self) -> int:
+        """The number of tokens that an output depends on."""
+        return len(self.weight)
+
+    def forward(self, x: Tensor, layout: TokenLayout, recent: Tensor | None = None) -> Tensor:
+        """Map x (B, T, channels), hidden tokens zero, after recent (B, size − 1, channels), to (B, T, channels)."""
+        total = x * self.weight[0]
+        for offset in range(1, self.size):
+            total = total + shift_tokens(x, (offset,), layout, recent) * self.weight[offset]
+        return F.silu(total)
+
+    def step(self, x: Tensor, recent: Tensor) -> Tensor:
+        """Map one token x (B, 1, channels), and append it to `recent` in place."""
+        joined = torch.cat([recent, x], 1)
+        recent.copy_(joined[:, 1:])
+        return F.silu((joined * self.weight.flip(0)).sum(1, keepdim=True))
+
+
+@dataclass
+class ConvolutionState(State):
+    """The state of attention with a short convolution: the tokens it still needs, and the mechanism's state."""
+
+    recent: Tensor  # (B, size − 1, channels)
+    inner: tuple[State, ...] = ()
+
+    def _merge(self, later: ConvolutionState) -> ConvolutionState:
+        recent = merge_latest(self.recent, later.recent, later.length)
+        inner = zip(self.inner, later.inner, strict=True)
+        return replace(self, recent=recent, inner=tuple(state.merge(other) for state, other in inner))
 
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {
@@ -107,7 +152,10 @@ class Attention(nn.Module):
         self.shared_kv = config.shared_kv
         if self.shared_kv and mechanism.value_dim != mechanism.head_dim:
             raise ValueError(f"shared_kv needs value_dim ({mechanism.value_dim}) = head_dim ({mechanism.head_dim})")
-        inner_q, inner_k = mechanism.num_heads * mechanism.head_dim, mechanism.num_kv_heads * mechanism.head_dim
+        # Query and key heads before they are repeated.
+        self.num_heads = mechanism.num_heads if config.num_qk_heads is None else config.num_qk_heads
+        self.num_kv_heads = mechanism.num_kv_heads if config.num_qk_heads is None else config.num_qk_heads
+        inner_q, inner_k = self.num_heads * mechanism.head_dim, self.num_kv_heads * mechanism.head_dim
         inner_v = 0 if self.shared_kv else mechanism.num_kv_heads * mechanism.value_dim
         self.to_q = nn.Linear(dim, inner_q, bias=config.qkv_bias)
         self.to_kv = nn.Linear(context_dim or dim, inner_k + inner_v, bias=config.qkv_bias)
@@ -118,10 +166,16 @@ class Attention(nn.Module):
         if cross and self.rotary:
             raise ValueError(f'cross-attention is never rotated: set rotary="none" for it, got {config.rotary!r}')
         self.to_gates = nn.Linear(dim, mechanism.num_heads) if config.value_gates else None
+        if cross and config.conv_size:
+            raise ValueError(f"conv_size ({config.conv_size}) is for self-attention: set it to 0 for cross-attention")
+        self.conv = ShortConvolution(inner_q + inner_k + inner_v, config.conv_size) if config.conv_size else None
         inner_out = mechanism.num_heads * mechanism.value_dim
         self.to_mid = None if mid_features is None else nn.Linear(inner_out, mid_features, bias=config.out_bias)
         self.to_out = nn.Linear(mid_features or inner_out, out_features or dim, bias=config.out_bias)
         self.dropout = nn.Dropout(config.dropout)
+        self.out_norm = nn.RMSNorm(mechanism.value_dim, eps=1e-6) if config.out_norm else None
+        self.out_gate = ACTIVATIONS["identity" if config.out_gate == "none" else config.out_gate]
+        self.to_out_gate = None if config.out_gate == "none" else nn.Linear(dim, inner_out, bias=False)
         inner_gates = mechanism.num_kv_heads * mechanism.num_gates
         self.to_mechanism_gates = nn.Linear(context_dim or dim, inner_gates) if inner_gates else None
 
@@ -174,21 +228,36 @@ class Attention(nn.Module):
             out = self._attend_layer(x, source, key_mask)
             if out is not None:
                 return out
-        q = self.project_queries(x, layout)
-        k, v, gates = self._project_keys(source, None if self.cross else layout)
+        if self.cross:
+            q, (k, v, gates) = self.project_queries(x, layout), self._project_keys(source, None)
+        else:
+            q, k, v, gates, _ = self.project(x, layout)
         key_packing = source_layout.packing if self.cross else None
         out = self._mix(q, k, v, gates, key_mask=key_mask, packing=packing, key_packing=key_packing)
         return self.project_output(x, out)
 
     def _attend_layer(self, x: Tensor, source: Tensor, key_mask: Tensor | None) -> Tensor | None:
         """Return the output if the mechanism computes the whole layer at once; see `Mechanism.attend_layer`."""
-        if self.causal or self.head_groups > 1:
+        if self.causal or self.head_groups > 1 or self.conv is not None:
             return None
         return self.mechanism.attend_layer(self, x, source, key_mask=key_mask)
 
     def new_state(self, batch_size: int, **options: Unpack[StateOptions]) -> State:
-        """Return the mechanism's empty state; see `Mechanism.new_state`."""
-        return self.mechanism.new_state(batch_size, **options)
+        """Return an empty state; see `Mechanism.new_state`."""
+        state = self.mechanism.new_state(batch_size, **options)
+        if self.conv is None:
+            return state
+        shape = batch_size, self.conv.size - 1, self.conv.weight.shape[1]
+        recent = torch.zeros(shape, device=state.length.device, dtype=options.get("dtype"))
+        return ConvolutionState(state.length, recent, (state,), start=state.start)
+
+    def mechanism_state(self, state: State) -> State:
+        """Return the mechanism's part of a layer's state."""
+        return state.inner[0] if isinstance(state, ConvolutionState) else state
+
+    def with_mechanism_state(self, state: State, inner: State) -> State:
+        """Return a layer's state with another state of the mechanism."""
+        return replace(state, inner=(inner,)) if isinstance(state, ConvolutionState) else inner
 
     def write(
         self, state: State, context: Tensor, *, key_mask: Tensor | None = None, packing: Packing | None = None
@@ -225,15 +294,18 @@ class Attention(nn.Module):
             _layout = TokenLayout.of(x, causal=True, key_mask=key_mask, packing=packing, start=start)
         key_mask, packing = _layout.key_mask, _layout.packing
         x = _layout.zero_fill(x)
-        q = self.project_queries(x, _layout)
         if self.cross:
-            return self.project_output(x, self.mechanism.read(state, q)), state
-        k, v, gates = self._project_keys(x, _layout)
+            return self.project_output(x, self.mechanism.read(state, self.project_queries(x, _layout))), state
+        recent = state.recent if isinstance(state, ConvolutionState) else None
+        q, k, v, gates, recent = self.project(x, _layout, recent)
+        inner = self.mechanism_state(state)
         if x.shape[1] == 1 and key_mask is None and packing is None:
-            out, state = self.mechanism.step(state, q, k, v, gates=gates)
+            out, inner = self.mechanism.step(inner, q, k, v, gates=gates)
         else:
-            out, state = self.mechanism.extend(state, q, k, v, gates=gates, key_mask=key_mask, packing=packing)
-        return self.project_output(x, out), state
+            out, inner = self.mechanism.extend(inner, q, k, v, gates=gates, key_mask=key_mask, packing=packing)
+        if recent is not None:
+            inner = ConvolutionState(inner.length, recent, (inner,), start=inner.start)
+        return self.project_output(x, out), inner
 
     def decode_step(
         self, x: Tensor, state: State, rotary: RotaryCache, *, norm: nn.Module | None = None, add: Tensor | None = None
@@ -247,19 +319,23 @@ class Attention(nn.Module):
             norm: Applied to x first.
             add: A residual added to the output.
         """
-        if norm is not None and (self.to_gates is not None or self.to_mechanism_gates is not None):
+        if norm is not None and any(x is not None for x in (self.to_gates, self.to_mechanism_gates, self.to_out_gate)):
             x, norm = norm(x), None
         q, *kv = fused_linear(x, *((self.to_q,) if self.cross else (self.to_q, self.to_kv)), norm=norm)
         mechanism = self.mechanism
-        q = q.view(q.shape[0], 1, mechanism.num_heads, mechanism.head_dim)
-        q = q if self.q_norm is None else self.q_norm(q)
+        if self.conv is not None:
+            assert isinstance(state, ConvolutionState)
+            q, kv[0] = self.conv.step(torch.cat([q, kv[0]], 2), state.recent).split([q.shape[2], kv[0].shape[2]], 2)
+        q = self._split_queries(q)
         if self.cross:
             out = mechanism._read(state, q)
         else:
             k, v = self._split_heads(kv[0])
             own = [rotary[r.kind].paired(r.interleaved) if isinstance(r, Rotary) else None for r in self.rotary]
             one = own if len(own) > 1 else own[0] if own else None
-            out, state = mechanism.decode_step(state, q, k, v, gates=self._project_gates(x), rotary=one)
+            held = self.mechanism_state(state)
+            out, inner = mechanism.decode_step(held, q, k, v, gates=self._project_gates(x), rotary=one)
+            state = state if inner is held else self.with_mechanism_state(state, inner)
         out = self._gate_values(x, out).flatten(2)
         out = out if self.to_mid is None else fused_linear(out, self.to_mid)[0]
         return fused_linear(out, self.to_out, residual=add)[0], state
@@ -287,32 +363,71 @@ class Attention(nn.Module):
     def plain_keys(self) -> bool:
         """Whether keys and values are the product of to_kv and nothing else; see `AttentionLayer`."""
         # A layer put in the place of to_kv is called, not read.
-        return self.k_norm is None and not self.rotary and type(self.to_kv) is nn.Linear and self.to_kv.bias is None
+        plain = self.k_norm is None and not self.rotary and self.num_kv_heads == self.mechanism.num_kv_heads
+        return plain and type(self.to_kv) is nn.Linear and self.to_kv.bias is None
 
     @property
     def plain_output(self) -> bool:
         """Whether the output is the product of to_out and nothing else, of projections without hooks."""
-        plain = self.to_gates is None and self.to_mid is None and not (self.training and self.dropout.p)
+        gated = self.to_gates is not None or self.to_out_gate is not None or self.out_norm is not None
+        plain = not gated and self.to_mid is None and not (self.training and self.dropout.p)
         return plain and all(_is_plain_linear(layer) for layer in (self.to_q, self.to_kv, self.to_out))
 
     def project_queries(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
         """Project x (B, T, dim) to queries (B, T, H, D), rotated to the positions of the layout."""
-        q = self.to_q(x).unflatten(2, (self.mechanism.num_heads, -1))
-        q = q if self.q_norm is None else self.q_norm(q)
-        return self._rotate(q, layout, self.mechanism.num_heads) if self.rotary and layout is not None else q
+        return self._rotate_queries(self._split_queries(self.to_q(x)), layout)
 
     def project_output(self, x: Tensor, out: Tensor) -> Tensor:
         """Project the mechanism's output (B, T, H, E) for x (B, T, dim) to (B, T, out_features)."""
-        out = (out if self.to_gates is None else self._gate_values(x, out)).flatten(2)
+        out = self._gate_values(x, out).flatten(2)
         out = out if self.to_mid is None else self.to_mid(out)
         return self.dropout(self.to_out(out))
 
+    def project(
+        self, x: Tensor, layout: TokenLayout, recent: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Project x (B, T, dim), hidden tokens zero, for self-attention.
+
+        Args:
+            x: The tokens.
+            layout: The layout of x.
+            recent: The tokens that a short convolution saw last.
+
+        Returns:
+            q (B, T, H, D), k (B, T, Hkv, D), v (B, T, Hkv, E), gates (B, T, Hkv, G) or None, and the tokens that a
+            short convolution sees next, if `recent` was given.
+        """
+        if self.conv is None:
+            return self.project_queries(x, layout), *self._project_keys(x, layout), None
+        joined = layout.zero_fill(torch.cat([self.to_q(x), self.to_kv(x)], 2))
+        mixed = self.conv(joined, layout, recent)
+        q, kv = mixed.split([self.to_q.out_features, self.to_kv.out_features], 2)
+        k, v, gates = self._rotate_keys(kv, x, layout)
+        recent = None if recent is None else latest_tokens(recent, joined, layout)
+        return self._rotate_queries(self._split_queries(q), layout), k, v, gates, recent
+
     def _project_keys(self, x: Tensor, layout: TokenLayout | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Project x (B, S, dim) to k (B, S, Hkv, D), rotated if there is a layout, v (B, S, Hkv, E) and gates."""
-        k, v = self._split_heads(self.to_kv(x))
+        return self._rotate_keys(self.to_kv(x), x, layout)
+
+    def _rotate_keys(self, kv: Tensor, x: Tensor, layout: TokenLayout | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        k, v = self._split_heads(kv)
         if self.rotary and layout is not None:
             k = self._rotate(k, layout, self.mechanism.num_kv_heads)
         return k, v, None if self.to_mechanism_gates is None else self._project_gates(x)
+
+    def _rotate_queries(self, q: Tensor, layout: TokenLayout | None) -> Tensor:
+        return self._rotate(q, layout, self.mechanism.num_heads) if self.rotary and layout is not None else q
+
+    def _split_queries(self, q: Tensor) -> Tensor:
+        """Split the output of to_q into heads (B, T, H, D), not yet rotated."""
+        q = q.unflatten(2, (self.num_heads, -1))
+        q = q if self.q_norm is None else self.q_norm(q)
+        return self._repeat(q, self.mechanism.num_heads)
+
+    def _repeat(self, x: Tensor, heads: int) -> Tensor:
+        """Repeat query or key heads for the value heads that share them."""
+        return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
 
     def _project_gates(self, x: Tensor) -> Tensor | None:
         """Project x (B, S, dim) to the mechanism's raw gates (B, S, Hkv, G)."""
@@ -323,13 +438,14 @@ class Attention(nn.Module):
     def _split_heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Split the output of to_kv into k (B, S, Hkv, D), not yet rotated, and v (B, S, Hkv, E)."""
         mechanism = self.mechanism
-        heads, width = mechanism.num_kv_heads, mechanism.num_kv_heads * mechanism.head_dim
+        heads, width = mechanism.num_kv_heads, self.num_kv_heads * mechanism.head_dim
         if self.shared_kv:
             k = v = kv.unflatten(2, (heads, -1))
         else:
             k, v = kv.split_with_sizes([width, kv.shape[2] - width], 2)
-            k, v = k.unflatten(2, (heads, -1)), v.unflatten(2, (heads, -1))
-        return k if self.k_norm is None else self.k_norm(k), v
+            k, v = k.unflatten(2, (self.num_kv_heads, -1)), v.unflatten(2, (heads, -1))
+        k = k if self.k_norm is None else self.k_norm(k)
+        return self._repeat(k, heads), v
 
     def _rotate(self, x: Tensor, layout: TokenLayout, heads: int) -> Tensor:
         if len(self.rotary) == 1:
@@ -356,6 +472,10 @@ class Attention(nn.Module):
         return torch.cat(outs, 2)
 
     def _gate_values(self, x: Tensor, out: Tensor) -> Tensor:
+        """Normalize and gate the mechanism's output (B, T, H, E) for x (B, T, dim)."""
+        out = out if self.out_norm is None else self.out_norm(out)
+        if self.to_out_gate is not None:
+            out = out * self.out_gate(self.to_out_gate(x)).view(out.shape)
         return out if self.to_gates is None else out * self.to_gates(x).sigmoid()[..., None]
 
 
@@ -517,6 +637,15 @@ def shift_token(x: Tensor, offsets: tuple[int, ...], recent: Tensor) -> Tensor:
         parts[i] = joined[:, there : there + 1, i * size : (i + 1) * size] if offset else parts[i]
     recent.copy_(joined[:, 1:])
     return torch.cat(parts, 2)
+
+
+def merge_latest(earlier: Tensor, later: Tensor, new: Tensor) -> Tensor:
+    """Return the last s tokens of two pieces, given those of each (B, s, dim) and the lengths (B,) of the later one."""
+    s = earlier.shape[1]
+    slot = torch.arange(s, device=earlier.device)
+    new = new.clamp(max=s)[:, None]
+    mine = torch.take_along_dim(earlier, (slot + new).clamp(max=s - 1)[..., None], 1)
+    return torch.where((slot >= s - new)[..., None], later, mine)
 
 
 def latest_tokens(recent: Tensor, x: Tensor, layout: TokenLayout) -> Tensor:

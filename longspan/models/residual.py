@@ -22,7 +22,16 @@ from torch import Tensor, nn
 
 from longspan.layout import Packing, TokenLayout
 from longspan.models.config import Execution, NormPosition, Residual
-from longspan.models.layers import NORMS, Attention, CenteredNorm, FeedForward, latest_tokens, shift_token, shift_tokens
+from longspan.models.layers import (
+    NORMS,
+    Attention,
+    CenteredNorm,
+    FeedForward,
+    latest_tokens,
+    merge_latest,
+    shift_token,
+    shift_tokens,
+)
 from longspan.models.positions import with_rotary
 from longspan.ops.common.autograd import once_differentiable, recompute
 from longspan.ops.common.torch_private import forward_mode_active, functorch_active
@@ -70,10 +79,7 @@ class BranchState(State):
     def _merge(self, later: BranchState) -> BranchState:
         merged = self
         if self.recent is not None and later.recent is not None:
-            slot, s = torch.arange(self.recent.shape[1], device=self.recent.device), self.recent.shape[1]
-            new = later.length.clamp(max=s)[:, None]  # of the tokens that are needed, those of the later state
-            mine = torch.take_along_dim(self.recent, (slot + new).clamp(max=s - 1)[..., None], 1)
-            merged = replace(self, recent=torch.where((slot >= s - new)[..., None], later.recent, mine))
+            merged = replace(self, recent=merge_latest(self.recent, later.recent, later.length))
         if self.cross:
             return merged
         inner = zip(self.inner, later.inner, strict=True)
@@ -436,18 +442,19 @@ class Stack(nn.Module):
         """Return a state of `decode_state` in the ordinary layout."""
         return self._map_mechanisms(state, lambda m, inner: m.finish_decode(inner))
 
-    def mechanisms(self) -> list[tuple[int, Mechanism]]:
-        """Return the index and the mechanism of every attention branch."""
+    def attention_layers(self) -> list[tuple[int, Attention]]:
+        """Return the index and the layer of every attention branch."""
         layers = [(i, branch.layer) for i, branch in enumerate(self._branches())]
-        return [(i, layer.mechanism) for i, layer in layers if isinstance(layer, Attention)]
+        return [(i, layer) for i, layer in layers if isinstance(layer, Attention)]
 
     def _map_mechanisms(self, state: StackState, change: Callable[[Mechanism, State], State]) -> StackState:
         """Apply a function to the state of every self-attention mechanism."""
         branches = list(state.branches)
-        for i, mechanism in self.mechanisms():
+        for i, layer in self.attention_layers():
             if not branches[i].cross:
-                inner = tuple(change(mechanism, held) for held in branches[i].inner)
-                branches[i] = replace(branches[i], inner=inner)
+                (held,) = branches[i].inner
+                inner = change(layer.mechanism, layer.mechanism_state(held))
+                branches[i] = replace(branches[i], inner=(layer.with_mechanism_state(held, inner),))
         return replace(state, branches=tuple(branches))
 
     @property

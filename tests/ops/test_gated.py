@@ -86,7 +86,7 @@ def test_padding_leaves_the_state_as_it_is() -> None:
     torch.testing.assert_close(gated_linear(**padded, delta=True)[1], whole, atol=1e-12, rtol=1e-12)
 
 
-# For each recurrence of flash-linear-attention: its name, the width and name of log_decay, and whether heads come first.
+# For each recurrence of flash-linear-attention: its name, width and name of log_decay, whether heads come first.
 FLA = {
     "simple_gla": ("naive_recurrent_simple_gla", 1, "g", False),
     "gla": ("naive_recurrent_gla", D, "gk", False),
