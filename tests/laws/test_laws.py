@@ -71,12 +71,12 @@ def test_law(law: str, case: Case) -> None:
     LAWS[law](case.build)
 
 
-def test_only_local_and_blind_spots_are_left_out_above() -> None:
+def test_only_self_attention_and_blind_spots_are_left_out_above() -> None:
     for case in all_cases():
         m = case.build()
         if not reads_all(m):
-            parts = [part for part in m.modules() if isinstance(part, (LocalAttention, LinearAttention))]
-            assert any(isinstance(part, LocalAttention) or part.blind_spot > 1 for part in parts), case
+            parts = [part for part in m.modules() if isinstance(part, Mechanism)]
+            assert any(not part.supports_cross or getattr(part, "blind_spot", 1) > 1 for part in parts), case
 
 
 @each_case()
@@ -114,7 +114,7 @@ def test_lengths_around_a_chunk(case: Case, length: int, real_chunks: None) -> N
     first, state = m.extend(m.new_state(1, dtype=F64), **tokens(x, 0, cut))
     second, _ = m.extend(state, **tokens(x, cut))
     assert_same(torch.cat([first, second], 1), parallel)
-    later = m.write(m.new_state(1, start=cut, dtype=F64), **without_queries(tokens(x, cut)))
+    later = m.write(m.new_state(1, start=cut, transition=True, dtype=F64), **without_queries(tokens(x, cut)))
     merged = m.write(m.new_state(1, dtype=F64), **without_queries(tokens(x, 0, cut))).merge(later)
     assert_same(m.read(merged, x["q"][:, -1:]), parallel[:, -1:])
 
@@ -147,8 +147,8 @@ def test_put_replaces_rows(case: Case) -> None:
 def test_rows_that_start_elsewhere_are_put_and_selected(case: Case) -> None:
     m = case.build()
     x = draw_inputs(m, 2, T)
-    first = m.write(m.new_state(2, dtype=F64), **without_queries(tokens(x, 0, 6)))
-    later = m.write(m.new_state(2, start=6, dtype=F64), **without_queries(tokens(x, 6)))
+    first = m.write(m.new_state(2, transition=True, dtype=F64), **without_queries(tokens(x, 0, 6)))
+    later = m.write(m.new_state(2, start=6, transition=True, dtype=F64), **without_queries(tokens(x, 6)))
     mixed = first.put([1], later.select([0]))
     assert mixed.end.tolist() == [6, T]
     assert mixed.length.tolist() == [6, T - 6]

@@ -1,0 +1,148 @@
+"""Attention with a short convolution, an output norm and gate, and shared query and key heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspan import Attention, AttentionConfig, LanguageModel, ModelConfig, Packing, Sampling, generate, load, save
+from longspan.models.layers import ConvolutionState, ShortConvolution
+
+DIM, H, V, T = 16, 4, 11, 29
+F64 = torch.float64
+OPTIONS: list[dict[str, Any]] = [
+    {"mechanism": "softmax", "conv_size": 4, "out_norm": True, "out_gate": "silu"},
+    {"mechanism": "linear", "conv_size": 3, "qkv_bias": True, "rotary": "halves"},
+    {"mechanism": "delta", "conv_size": 4, "out_norm": True, "out_gate": "sigmoid", "num_qk_heads": 2},
+    {"mechanism": {"mechanism": "decay", "gate": "channel"}, "conv_size": 2, "num_qk_heads": 1},
+    {"mechanism": {"mechanism": "local", "window": 5}, "conv_size": 4, "shared_kv": True, "out_gate": "silu"},
+]
+EACH = pytest.mark.parametrize("options", OPTIONS, ids=str)
+
+
+def build(options: dict[str, Any], **more: Any) -> LanguageModel:
+    torch.manual_seed(0)
+    attention = AttentionConfig(num_heads=H, **options)
+    config = ModelConfig(dim=DIM, depth=2, causal=True, vocab_size=V, attention=attention, token_shift=(0, 1), **more)
+    return LanguageModel(config).to(F64).eval()
+
+
+def same(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+
+
+@EACH
+def test_states_masks_and_packing(options: dict[str, Any]) -> None:
+    """Pieces, single tokens, padding on both sides and packed sequences equal the whole."""
+    model, tokens = build(options), torch.randint(V, (2, T))
+    expected, state, outs = model(tokens), model.new_state(2, dtype=F64), []
+    for start, stop in ((0, 5), (5, 6), (6, 8), (8, T)):
+        out, state = model.extend(tokens[:, start:stop], state)
+        outs.append(out)
+    same(torch.cat(outs, 1), expected)
+    for left, right in ((7, 0), (0, 4), (3, 2)):
+        mask = torch.zeros(2, T, dtype=torch.bool)
+        mask[:, left : T - right] = True
+        shorter = model(tokens[:, left : T - right])
+        same(model(tokens, key_mask=mask)[:, left : T - right], shorter)
+        got, after = model.extend(tokens, model.new_state(2, dtype=F64), key_mask=mask)
+        same(got[:, left : T - right], shorter)
+        same(
+            model.extend(tokens[:, :3], after)[0],
+            model(torch.cat([tokens[:, left : T - right], tokens[:, :3]], 1))[:, -3:],
+        )
+    packed = model(tokens[:1], packing=Packing.from_lengths([7, 1, 21]))
+    same(packed, torch.cat([model(part) for part in tokens[:1].split([7, 1, 21], 1)], 1))
+
+
+@EACH
+def test_generation_and_checkpoints(options: dict[str, Any], tmp_path: Any) -> None:
+    model, tokens = build(options), torch.randint(V, (1, 9))
+    found = generate(model, tokens, 12, sampling=Sampling(temperature=0)).tokens[0]
+    for _ in range(12):
+        tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
+    assert list(found) == tokens[0, 9:].tolist()
+    save(model, tmp_path / "model")
+    assert torch.equal(load(tmp_path / "model").eval()(tokens), model(tokens))
+
+
+@EACH
+def test_gradients_reach_every_parameter(options: dict[str, Any]) -> None:
+    model = build(options).train()
+    model.loss(torch.randint(V, (2, T))).backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+@EACH
+def test_rows_of_a_state_can_be_chosen(options: dict[str, Any]) -> None:
+    model, tokens = build(options), torch.randint(V, (3, T))
+    _, state = model.extend(tokens[:, :8], model.new_state(3, dtype=F64))
+    chosen = model.extend(tokens[[2, 0], 8:], state.select([2, 0]))[0]
+    same(chosen, model(tokens)[[2, 0], 8:])
+
+
+def test_a_convolution_is_a_weighted_sum_of_the_last_tokens() -> None:
+    layer, x = (
+        Attention(DIM, AttentionConfig(num_heads=H, conv_size=3), causal=True).to(F64),
+        torch.randn(1, T, DIM, dtype=F64),
+    )
+    conv = layer.conv
+    assert isinstance(conv, ShortConvolution)
+    joined = torch.cat([layer.to_q(x), layer.to_kv(x)], 2)
+    before = F.pad(joined, (0, 0, 2, 0))
+    mixed = F.silu(sum(conv.weight[j] * before[:, 2 - j : 2 - j + T] for j in range(3)))
+    q, k, v = (y.unflatten(2, (H, -1)) for y in mixed.chunk(3, 2))
+    same(layer(x), layer.project_output(x, layer.mechanism(q, k, v, causal=True)))
+    state = layer.new_state(1, dtype=F64)
+    assert isinstance(state, ConvolutionState)
+    assert state.recent.shape == (1, 2, 3 * DIM)
+
+
+def test_output_norm_and_gate() -> None:
+    config = AttentionConfig(num_heads=H, out_norm=True, out_gate="silu")
+    layer, x = Attention(DIM, config).to(F64), torch.randn(2, T, DIM, dtype=F64)
+    q, k, v = layer.to_q(x), *layer.to_kv(x).chunk(2, 2)
+    out = layer.mechanism(*(y.unflatten(2, (H, -1)) for y in (q, k, v)))
+    out = out * (out.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    same(layer(x), layer.to_out(out.flatten(2) * F.silu(layer.to_out_gate(x))))
+    sigmoid = Attention(DIM, AttentionConfig(num_heads=H, out_norm=True, out_gate="sigmoid")).to(F64)
+    sigmoid.load_state_dict(layer.state_dict())
+    same(sigmoid(x), layer.to_out(out.flatten(2) * layer.to_out_gate(x).sigmoid()))
+
+
+def test_value_heads_share_query_and_key_heads() -> None:
+    config = AttentionConfig(num_heads=H, num_qk_heads=2, mechanism="delta")
+    layer, x = Attention(DIM, config, causal=True).to(F64), torch.randn(2, T, DIM, dtype=F64)
+    assert layer.to_q.out_features == 2 * 4
+    assert layer.to_kv.out_features == 2 * 4 + H * 4
+    assert layer.mechanism.num_kv_heads == H
+    q, (k, v) = layer.to_q(x), layer.to_kv(x).split([2 * 4, H * 4], 2)
+    q, k = (y.unflatten(2, (2, -1)).repeat_interleave(2, 2) for y in (q, k))
+    gates = layer.to_mechanism_gates(x).unflatten(2, (H, -1))
+    out = layer.mechanism(q, k, v.unflatten(2, (H, -1)), gates=gates, causal=True)
+    same(layer(x), layer.to_out(out.flatten(2)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"conv_size": 1}, r"conv_size must be 0 \(no convolution\) or at least 2, got 1"),
+        ({"conv_size": -1}, "conv_size must be 0"),
+        ({"num_qk_heads": 3}, r"num_heads \(4\) must be a multiple of num_qk_heads \(3\)"),
+        ({"num_qk_heads": 2, "num_kv_heads": 2}, "num_qk_heads excludes num_kv_heads and shared_kv"),
+        ({"num_qk_heads": 2, "shared_kv": True}, "num_qk_heads excludes num_kv_heads and shared_kv"),
+        ({"out_gate": "tanh"}, "unknown out_gate 'tanh'; there is none, sigmoid, silu"),
+    ],
+)
+def test_options_that_contradict_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AttentionConfig(num_heads=H, **options)
+
+
+def test_cross_attention_has_no_convolution() -> None:
+    with pytest.raises(ValueError, match=r"conv_size \(4\) is for self-attention: set it to 0"):
+        Attention(DIM, AttentionConfig(num_heads=H, conv_size=4), cross=True)
