@@ -27,7 +27,7 @@ def build(name: str, **options) -> Mechanism:
     return build_mechanism(name, H, D, value_dim=E, **(OPTIONS.get(name, {}) | options)).eval()
 
 
-# Those that take q, k and v alone; test_gated.py has the others.
+# Those that take q, k and v alone; test_gated_mechanisms.py has the others.
 UNGATED = [name for name in list_mechanisms() if not build(name).num_gates]
 ALL = pytest.mark.parametrize("name", UNGATED)
 CROSS = pytest.mark.parametrize("name", [name for name in UNGATED if build(name).supports_cross])

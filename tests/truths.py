@@ -48,7 +48,7 @@ def truth(
 
 
 def has_truth(case: Case) -> bool:
-    """Whether `truth` knows the case; laws/test_gated.py has the definitions of those with gates."""
+    """Whether `truth` knows the case; laws/test_options_gated.py has the definitions of those with gates."""
     return case.name in _TRUTHS and not case.build().num_gates
 
 

@@ -15,7 +15,6 @@ from truths import has_truth, truth
 
 from longspan import Mechanism, build_mechanism, list_mechanisms
 from longspan.mechanisms.linear import LinearAttention
-from longspan.mechanisms.local import LocalAttention
 from longspan.ops.linear import torch as chunks
 from longspan.testing import LAWS, check_mechanism
 from longspan.testing.compare import (
