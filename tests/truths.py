@@ -154,13 +154,16 @@ def _split(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor,
 
 
 def _decay(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
-    """RetNet: γ^|i − j|, which counts visible tokens."""
+    """RetNet: γ to the number of visible tokens from the earlier to the later one."""
     k, v = (window_reference.repeat_kv(x, q.shape[2]) for x in (k, v))
-    head = torch.arange(case.num_kv_heads, dtype=torch.float64).repeat_interleave(case.num_heads // case.num_kv_heads)
-    seen = visible[:, 0].any(1).double().cumsum(1) if not causal else torch.arange(q.shape[1]).double()[None]
-    distance = (seen[:, :, None] - seen[:, None]).abs()[:, None]
-    weights = torch.einsum("bthd,bshd->bhts", q, k) * (1 - 2 ** (-5 - head))[:, None, None] ** distance
-    return torch.einsum("bhts,bshe->bthe", weights * visible * q.shape[3] ** -0.5, v).to(q.dtype)
+    head = torch.arange(case.num_kv_heads).repeat_interleave(case.num_heads // case.num_kv_heads)
+    gamma = 1 - 2.0 ** (-5 - head.to(q.dtype))[:, None, None]
+    seen = (visible[:, 0].any(1) if not causal else torch.ones(len(q), q.shape[1], dtype=torch.bool)).int()
+    count = seen.cumsum(1)
+    before, after = count[:, :, None] - count[:, None], (count[:, None] - 1) - (count - seen)[:, :, None]
+    i, j = torch.arange(q.shape[1])[:, None], torch.arange(q.shape[1])
+    weights = torch.einsum("bthd,bshd->bhts", q, k) * gamma ** torch.where(j <= i, before, after).clamp(min=0)[:, None]
+    return torch.einsum("bhts,bshe->bthe", weights * visible * q.shape[3] ** -0.5, v)
 
 
 _FEATURES = {

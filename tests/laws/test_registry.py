@@ -47,7 +47,7 @@ def test_list_mechanisms_returns_a_copy() -> None:
 def test_flags() -> None:
     built = {name: build_mechanism(name, H, D) for name in BUILT_IN if name != "split"}
     assert all(mechanism.supports_causal for mechanism in built.values())
-    assert [name for name, mechanism in built.items() if not mechanism.supports_cross] == ["local"]
+    assert [name for name, mechanism in built.items() if not mechanism.supports_cross] == ["local", "decay", "delta"]
     assert split_of("linear", "performer", "softmax").supports_cross
     assert split_of("linear", "performer", "linformer").supports_causal
     assert not split_of("linear", "local").supports_cross

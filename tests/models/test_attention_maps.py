@@ -83,9 +83,11 @@ def test_rows_times_values_are_the_forward_pass(case: Case, causal: bool, masked
     if key_mask is not None:
         assert not maps.masked_select(~key_mask[:, None, None]).any(), "weight on a hidden key"
     q, k, v = qkv(layer, x, key_mask)
+    filled = x if key_mask is None else x.masked_fill(~key_mask[..., None], 0)
+    given = {"gates": layer._project_gates(filled), "causal": causal, "key_mask": key_mask}
     for _ in range(3):  # Together more equations than a row has weights.
-        constant = m(q, k, torch.zeros_like(v), causal=causal, key_mask=key_mask)[:, QUERIES]
-        expected = m(q, k, v, causal=causal, key_mask=key_mask)[:, QUERIES]
+        constant = m(q, k, torch.zeros_like(v), **given)[:, QUERIES]
+        expected = m(q, k, v, **given)[:, QUERIES]
         assert_same(times(maps, v) + constant, expected)
         v = torch.randn_like(v)
 

@@ -102,6 +102,7 @@ ATTENTION: dict[str, list[dict[str, Any]]] = {
     "value_gates": [{"value_gates": True}, {"value_gates": True, "num_kv_heads": 1}],
 }
 APART = {"mechanism", "dropout", "dynamic_bias", "share_projection"}
+APART |= {"num_qk_heads", "conv_size", "out_norm", "out_gate"}  # in test_convolution.py
 
 
 def test_every_field_of_attention_has_a_test() -> None:

@@ -125,7 +125,7 @@ class _Chunks(NamedTuple):
     scale: float
 
     @classmethod
-    def of(cls, x: GatedInputs, problem: GatedProblem, span: _Span) -> _Chunks:
+    def of(cls, x: GatedInputs, problem: GatedProblem, span: _ChunkSpan) -> _Chunks:
         q, k, v = _rows(x.q, span, x) * problem.scale, _rows(x.k, span, x), _rows(x.v, span, x)
         beta = None if x.beta is None else _rows(x.beta[..., None], span, x)
         decay = _Decay.of(None if x.log_decay is None else _rows(x.log_decay, span, x), span.size)
@@ -287,7 +287,7 @@ def _sum_groups(rows: Tensor, size: int) -> Tensor:
     return rows.unflatten(2, (-1, size)).sum(2)
 
 
-class _Span(NamedTuple):
+class _ChunkSpan(NamedTuple):
     """Tokens that are processed together, in chunks of one size."""
 
     tokens: slice
@@ -298,29 +298,29 @@ class _Span(NamedTuple):
         return (self.tokens.stop - self.tokens.start) // self.size
 
 
-def _spans(x: GatedInputs) -> list[_Span]:
+def _spans(x: GatedInputs) -> list[_ChunkSpan]:
     """Groups of full chunks, and the remainder as one smaller chunk."""
     T, found, start = x.k.shape[1], [], 0
     while start < T:
         width = min((T - start) // CHUNK, GROUP) * CHUNK or T - start
-        found.append(_Span(slice(start, start + width), min(CHUNK, width)))
+        found.append(_ChunkSpan(slice(start, start + width), min(CHUNK, width)))
         start += width
     return found
 
 
-def _rows(tensor: Tensor, span: _Span, x: GatedInputs) -> Tensor:
+def _rows(tensor: Tensor, span: _ChunkSpan, x: GatedInputs) -> Tensor:
     """(B, T, heads, ·) -> (B Hkv, N, R C, ·): the span's N chunks, with the R query heads of a key head as rows."""
     source = _by_chunks(tensor, span, x)
     return source.to(_dtype(x)).reshape(source.shape[0] * source.shape[1], span.number, -1, source.shape[5])
 
 
-def _put(into: Tensor, rows: Tensor, span: _Span, x: GatedInputs) -> None:
+def _put(into: Tensor, rows: Tensor, span: _ChunkSpan, x: GatedInputs) -> None:
     """Inverse of `_rows`: copy rows (B Hkv, N, R C, ·) into (B, T, heads, ·)."""
     target = _by_chunks(into, span, x)
     target.copy_(rows.reshape(target.shape))
 
 
-def _by_chunks(tensor: Tensor, span: _Span, x: GatedInputs) -> Tensor:
+def _by_chunks(tensor: Tensor, span: _ChunkSpan, x: GatedInputs) -> Tensor:
     """View (B, Hkv, N, R, C, ·) of a span of (B, T, heads, ·)."""
     chunks = tensor[:, span.tokens].unflatten(1, (-1, span.size)).unflatten(3, (x.k.shape[2], -1))
     return chunks.permute(0, 3, 1, 4, 2, 5)
