@@ -134,7 +134,7 @@ class ModelOptions:
         """Share one projection among the layers, self- and cross-attention alike, if the options say so."""
         if not self.layerwise or self.full_attention:
             return
-        mechanisms = [mechanism for _, mechanism in model.stack.mechanisms()]
+        mechanisms = [layer.mechanism for _, layer in model.stack.attention_layers()]
         first = mechanisms[0]
         for mechanism in mechanisms:
             assert isinstance(mechanism, LinformerAttention)
