@@ -28,17 +28,24 @@ from longspan.models.transformer import LanguageModel, Transformer
 from longspan.ops import compressed
 from longspan.ops.compressed import CompressedProblem, compress, linformer_attention, linformer_layer
 
+# `import *` from the original also gives what it imports.
 __all__ = [
     "GELU",
     "GELU_",
+    "F",
     "FeedForward",
     "Linformer",
     "LinformerLM",
     "LinformerSelfAttention",
     "PreNorm",
     "Residual",
+    "ReversibleSequence",
+    "SequentialSequence",
     "default",
     "init_",
+    "math",
+    "nn",
+    "torch",
 ]
 
 _MODEL_POSITIONAL = "dim seq_len depth k heads dim_head one_kv_head share_kv reversible dropout"
@@ -87,6 +94,8 @@ class LinformerSelfAttention(nn.Module):
     Args:
         faithful: Whether masks are ignored, as in the original.
     """
+
+    faithful = False  # in layers that were pickled by the original
 
     @init_from(AttentionOptions, "dim seq_len k heads dim_head one_kv_head share_kv dropout")
     def __init__(self, options: AttentionOptions) -> None:
@@ -192,6 +201,8 @@ def _compressed(x: Tensor, table: Tensor) -> Tensor:
 
 class Linformer(CompatModel):
     """Transformer of Linformer attention for vectors, (B, n, dim) -> (B, n, dim), with n up to seq_len."""
+
+    faithful = False  # in models that were pickled by the original
 
     @init_from(LinformerOptions, _MODEL_POSITIONAL)
     def __init__(self, options: LinformerOptions) -> None:

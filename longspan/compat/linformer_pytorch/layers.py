@@ -169,6 +169,10 @@ class LinearAttentionHead(nn.Module):
             hides compressed keys, not tokens.
     """
 
+    # What models that were pickled by the original lack.
+    faithful = False
+    _prefixes: tuple[_Prefixes, ...] = ()
+
     def __init__(
         self,
         dim: int,
@@ -193,11 +197,15 @@ class LinearAttentionHead(nn.Module):
         if not self.faithful:
             _check_causal(causal_mask, full_attention)
         # In a tuple, so that it is no submodule: the tensors of E and F take the place of its own.
-        self._prefixes: tuple[_Prefixes, ...] = ()
-        keys, values = ProjectionShape.of(E_proj), ProjectionShape.of(F_proj)
-        causal = causal_mask is not None and not full_attention and not self.faithful
-        if causal and keys is not None and values is not None:
-            self._prefixes = (_Prefixes(_linformer(1, dim, keys, values, E_proj is F_proj, None)),)
+        if causal_mask is not None and not full_attention and not self.faithful:
+            self._prefixes = self._new_prefixes()
+
+    def _new_prefixes(self) -> tuple[_Prefixes, ...]:
+        """Return a mechanism with the shapes of E and F, or () if they are not layers of `get_EF`."""
+        keys, values = ProjectionShape.of(self.E), ProjectionShape.of(self.F)
+        if keys is None or values is None:
+            return ()
+        return (_Prefixes(_linformer(1, self.dim, keys, values, self.E is self.F, None)),)
 
     def forward(
         self,
@@ -258,6 +266,8 @@ class LinearAttentionHead(nn.Module):
 
     def _attend_prefixes(self, Q: Tensor, K: Tensor, V: Tensor, input_mask: Tensor | None, visualize: bool) -> Tensor:
         """Attend to the compression of each query's own prefix."""
+        if not self._prefixes:
+            self._prefixes = self._new_prefixes()
         if not self._prefixes or None in (ProjectionShape.of(self.E), ProjectionShape.of(self.F)):
             raise ValueError(
                 "a causal head compresses prefixes, for which E and F must be layers of get_EF without hooks: replace "
@@ -269,6 +279,7 @@ class LinearAttentionHead(nn.Module):
                 f"hooks, got {self.dropout}"
             )
         mechanism = self._prefixes[0].mechanism
+        mechanism.head_dim, mechanism.value_dim = Q.shape[2], V.shape[2]
         mechanism.dropout = getattr(self.dropout, "p", 0.0) if self.dropout.training else 0.0
         tensors, masks = _mechanism_tensors([self.E], [self.F], Q.device), {"key_mask": input_mask}
         q, k, v = Q[:, :, None], K[:, :, None], V[:, :, None]
@@ -280,6 +291,9 @@ class LinearAttentionHead(nn.Module):
         if visualize:
             self.P_bar = weights.detach()
         return self.dropout(weights) @ V
+
+
+_head_forward = LinearAttentionHead.forward
 
 
 class _Prefixes(nn.Module):
@@ -308,6 +322,10 @@ class MHAttention(nn.Module):
         faithful: See `LinearAttentionHead`.
     """
 
+    # What models that were pickled by the original lack.
+    faithful = False
+    _layer: tuple[Attention, ...] = ()
+
     def __init__(
         self,
         input_size: int,
@@ -334,7 +352,7 @@ class MHAttention(nn.Module):
         self.heads = nn.ModuleList()
         self.input_size, self.dim_k, self.channels, self.nhead = input_size, dim_k, channels, nhead
         self.causal_mask, self.checkpoint_level, self.decoder_mode = causal_mask, checkpoint_level, decoder_mode
-        self.w_o_intermediate_dim, self.full_attention = w_o_intermediate_dim, full_attention
+        self.w_o_intermediate_dim = w_o_intermediate_dim
         self.faithful = resolve_faithful(faithful)
         if not self.faithful:
             _check_causal(causal_mask, full_attention, dim_k)
@@ -364,7 +382,13 @@ class MHAttention(nn.Module):
             draw_fixed_tables([self])
         self._head_dim, self._shapes = dim, self._projection_shapes()
         # In a tuple, so that it is no submodule: the tensors of the heads take the place of its own.
-        self._layer: tuple[Attention, ...] = () if self.faithful else self._new_layer()
+        if not self.faithful:
+            self._layer = self._new_layer()
+
+    @property
+    def full_attention(self) -> bool:
+        """Whether the heads attend to all tokens."""
+        return bool(getattr(self.heads[0], "full_attention", False))
 
     @property
     def w_out(self) -> nn.Linear:
@@ -459,7 +483,7 @@ class MHAttention(nn.Module):
 
     def _heads_are_plain(self) -> bool:
         """Whether the heads can be computed together: none of their modules was replaced or has a hook."""
-        if not self._layer:
+        if not self._layer or LinearAttentionHead.forward is not _head_forward:
             return False
         dropouts = set()
         for head, *maps in zip(self.heads, self.to_q, self.to_k, self.to_v, strict=True):
@@ -556,12 +580,13 @@ class PositionalEmbedding(nn.Module):
     """
 
     inv_freq: Tensor
+    faithful = False  # in models that were pickled by the original
 
     def __init__(self, channels: int, *, faithful: bool | None = None) -> None:
         super().__init__()
         if channels % 2:
             raise ValueError(f"sinusoidal positions need an even number of channels, got {channels}")
-        self.channels, self.faithful = channels, resolve_faithful(faithful)
+        self.faithful = resolve_faithful(faithful)
         self.register_buffer("inv_freq", inverse_frequencies(channels, POSITION_BASE))
 
     def forward(self, tensor: Tensor) -> Tensor:
@@ -570,7 +595,7 @@ class PositionalEmbedding(nn.Module):
         if self.faithful:
             angle = position[..., None].to(self.inv_freq.dtype) * self.inv_freq
         else:
-            angle = angles(position, self.channels, POSITION_BASE, torch.float32)
+            angle = angles(position, 2 * len(self.inv_freq), POSITION_BASE, torch.float32)
         return torch.cat([angle.sin(), angle.cos()], -1)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -42,7 +43,9 @@ from longspan.compat.state_dict import CompatModel, KeyMapping, with_prefix
 from longspan.layout import TokenLayout
 from longspan.models.transformer import EncoderDecoder, LanguageModel, Transformer
 
+# `import *` from the original also gives what it imports.
 __all__ = [
+    "F",
     "FeedForward",
     "LinearAttentionHead",
     "Linformer",
@@ -52,10 +55,13 @@ __all__ = [
     "PositionalEmbedding",
     "ProjectInOut",
     "Residual",
+    "checkpoint",
     "gen_causal_mask",
     "get_EF",
     "get_act",
     "identity",
+    "nn",
+    "torch",
 ]
 
 _LINFORMER_POSITIONAL = (
@@ -98,6 +104,8 @@ class Linformer(CompatModel):
             layerwise sharing.
     """
 
+    faithful = False  # in models that were pickled by the original
+
     @init_from(LinformerOptions, _LINFORMER_POSITIONAL)
     def __init__(self, options: LinformerOptions) -> None:
         super().__init__()
@@ -106,7 +114,6 @@ class Linformer(CompatModel):
         self.nhead, self.decoder_mode = options.nhead, options.decoder_mode
         self.checkpoint_level = options.checkpoint_level
         self.faithful = bool(self.options.faithful)
-        self.pos_emb = None
         if options.use_pos_emb:
             self.pos_emb = PositionalEmbedding(options.channels, faithful=self.faithful)
         self.seq = self._new_layers()
@@ -136,7 +143,7 @@ class Linformer(CompatModel):
             raise ValueError("a decoder attends to embeddings: pass embeddings=, of shape (B, m, channels)")
         if tensor.ndim != 3 or tensor.shape[2] != self.channels:
             raise ValueError(f"tensor must be (B, n, channels={self.channels}), got {tuple(tensor.shape)}")
-        if self.pos_emb is not None:
+        if getattr(self, "pos_emb", None) is not None:
             tensor = tensor + self.pos_emb(tensor).to(tensor.dtype)
         if not self.faithful:
             tensor = zero_fill(tensor, input_mask)
@@ -226,11 +233,13 @@ class LinformerLM(CompatModel):
     With return_emb it returns hidden states (B, n, emb_dim). faithful: See `Linformer`.
     """
 
+    faithful = causal = False  # in models that were pickled by the original
+
     @init_from(LanguageModelOptions, _LM_POSITIONAL)
     def __init__(self, options: LanguageModelOptions) -> None:
         super().__init__()
         self.options = options = replace(options, faithful=resolve_faithful(options.faithful))
-        self.faithful, self.input_size = bool(options.faithful), options.input_size
+        self.faithful, self.causal, self.input_size = bool(options.faithful), options.causal, options.input_size
         self.decoder_mode, self.return_emb = options.decoder_mode, options.return_emb
         width = options.channels if options.emb_dim is None else options.emb_dim
         self.to_token_emb = nn.Embedding(options.num_tokens, width)
@@ -255,7 +264,7 @@ class LinformerLM(CompatModel):
         """Return the logits of tokens (B, n), or their hidden states; other arguments as for `Linformer`."""
         x = self.to_token_emb(tensor)
         positions = self.pos_emb(x)
-        if self.options.causal and input_mask is not None and not self.faithful:
+        if self.causal and input_mask is not None and not self.faithful:
             # Left padding takes no positions.
             positions = positions[0][TokenLayout.of(tensor, causal=True, key_mask=input_mask).position]
         x = self.dropout_tokens(x + positions.to(x.dtype))
@@ -288,6 +297,8 @@ class LinformerEncDec(CompatModel):
 
     faithful: See `Linformer`; the decoder then attends to all of the source, whatever the mask.
     """
+
+    faithful = False  # in models that were pickled by the original
 
     @init_from(EncoderDecoderOptions, _ENC_DEC_POSITIONAL)
     def __init__(self, options: Any) -> None:
