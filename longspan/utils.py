@@ -154,7 +154,7 @@ def render_template(package: str, name: str, **values: Any) -> str:
         **values: Variables of the template. The filter `to_json` formats values as indented JSON.
 
     Raises:
-        ValueError: jinja2 is not installed.
+        ValueError: jinja2 is not installed, or a value is nested too deeply.
     """
     try:
         from jinja2 import Environment, StrictUndefined
@@ -163,7 +163,10 @@ def render_template(package: str, name: str, **values: Any) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["to_json"] = lambda value: json.dumps(value, indent=1)
     source = files(package).joinpath(name).read_text(encoding="utf-8")
-    return environment.from_string(source).render(values)
+    try:
+        return environment.from_string(source).render(values)
+    except RecursionError:
+        raise ValueError("a value is nested too deeply to be shown in a report") from None
 
 
 def commit(package: Path = Path(__file__).parent) -> dict[str, Any] | None:

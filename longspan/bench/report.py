@@ -136,7 +136,7 @@ def plot(path: Path, comparisons: Comparisons) -> bool:
         return False
     from matplotlib.figure import Figure
 
-    from longspan.train.report.plots import COLORS
+    from longspan.train.report.plots import COLORS, plain_label, to_png
 
     names = quantities(comparisons)
     figure = Figure(figsize=(5.2 * len(names), 5.6), layout="constrained")
@@ -152,14 +152,16 @@ def plot(path: Path, comparisons: Comparisons) -> bool:
             ]
             if points:
                 style = "-" if package == "longspan" else "--"
-                axis.plot(*zip(*sorted(points), strict=True), style, marker="o", label=subject, color=color)
+                axis.plot(
+                    *zip(*sorted(points), strict=True), style, marker="o", label=plain_label(subject), color=color
+                )
         unit = "MB" if name == PEAK else "ms/token" if _counts_tokens(comparisons, name) else "ms"
         axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel=unit, title=_step_name(name))
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
-    figure.savefig(path, dpi=120)
+    write_atomically(path, to_png(figure, dpi=120))
     return True
 
 

@@ -33,6 +33,7 @@ from longspan.train.data.token_store import StoreSpec, TokenStore, open_store
 from longspan.train.loggers import Record
 from longspan.train.objectives import Classification, Objective, mask_tokens, wrap_model
 from longspan.train.run_folder import RUN
+from longspan.utils import choose_device, read_json, write_atomically
 
 
 def evaluate_held_out(
@@ -145,7 +146,7 @@ def evaluate_checkpoint(
         ValueError: The model is not a causal language model, or the data does not fit it.
     """
     folder = find_checkpoint(model)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = choose_device(device)
     loaded = load(folder, device=where)
     if not isinstance(loaded, LanguageModel) or not loaded.config.causal:
         raise ValueError(f"{folder} is a {type(loaded).__name__}; bits per byte require a causal language model")
@@ -196,16 +197,16 @@ def write_evaluation(result: Record, out: Path) -> list[Path]:
     from longspan.train.report.plots import plot_positions
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    plot = out.with_suffix(".png")
-    plot.write_bytes(plot_positions({Path(result["model"]).name: result["positions"]}))
+    plot = out.with_suffix(".png") if out.suffix != ".png" else out.with_name(f"{out.name}.png")
+    write_atomically(plot, plot_positions({Path(result["model"]).name: result["positions"]}))
+    write_atomically(out, json.dumps(result, indent=1) + "\n")
     return [out, plot]
 
 
 def _run_context(folder: Path) -> int:
     """Return the context length of the run that a checkpoint belongs to; 4096 if there is none."""
     try:
-        metadata = json.loads((folder.resolve().parent / RUN).read_text(encoding="utf-8"))
-        return int(metadata["settings"]["train"]["context"])
-    except (FileNotFoundError, KeyError, ValueError):
+        context = read_json(folder.resolve().parent / RUN)["settings"]["train"]["context"]
+    except (OSError, KeyError, TypeError, ValueError):
         return 4096
+    return context if isinstance(context, int) and context > 1 else 4096

@@ -7,9 +7,12 @@ import glob
 import gzip
 import io
 import lzma
+import math
 import os
 import re
+import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import starmap
@@ -29,6 +32,8 @@ SUFFIXES = {
     "csv": (".csv", ".tsv"),
 }
 _CHUNK = 1 << 20
+_MAX_RATIO = 250  # of a decompressed file to the compressed one; text compresses to a tenth, logs to a hundredth
+_MAX_IMAGE = 1 << 28  # bytes of an encoded image
 
 
 class DocumentChunk(NamedTuple):
@@ -71,14 +76,19 @@ def find_source(text: str, options: ReadOptions) -> DataSource:
     """Return the files that `path`, `glob` or `weight=path` refers to.
 
     Raises:
-        ValueError: The weight is 0, or a folder contains no matching file.
+        ValueError: The weight is 0, a folder contains no matching file, or the path is a device, pipe or socket.
         FileNotFoundError: There is no such file or folder, or no file matches the glob.
     """
     match = re.match(r"^(\d+(?:\.\d*)?|\.\d+)=(.+)$", text)
     weight, name = (float(match[1]), match[2]) if match else (None, text)
-    if weight == 0:
-        raise ValueError(f"--data {text}: a weight must be above 0; remove the source instead")
-    path = Path(name).expanduser()
+    if weight is not None and not 0 < weight < math.inf:
+        raise ValueError(f"--data {text}: a weight must be above 0 and finite; to leave a source out, remove it")
+    if not name or "\0" in name:
+        raise ValueError(f"--data {text!r} is not a path: give a file, folder or glob")
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"--data {name}: {error}") from None
     if path.is_dir():
         files = _files_in(path, options)
         if not files:
@@ -86,6 +96,8 @@ def find_source(text: str, options: ReadOptions) -> DataSource:
             raise ValueError(f"--data {name}: the folder contains no files{kind}")
     elif path.is_file():
         files = [path]
+    elif path.exists():
+        raise ValueError(f"--data {name}: this is a device, pipe or socket, not a file: write its content to a file")
     else:
         files = [p for p in sorted(map(Path, glob.glob(str(path), recursive=True))) if p.is_file()]
         if not files:
@@ -129,21 +141,65 @@ def read_documents(path: Path, root: Path | None, options: ReadOptions) -> Itera
             yield chunk._replace(label=label)
     except (FileNotFoundError, PermissionError):
         raise
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+    except (OSError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
+class _LimitedReader(io.RawIOBase):
+    """A decompressed file: at least `size` bytes, and at most `_MAX_RATIO` times as large as the compressed one."""
+
+    def __init__(self, file: IO[bytes], path: Path, size: int = 0) -> None:
+        self._file, self._path, self._size, self._read = file, path, size, 0
+        self._limit = _MAX_RATIO * max(path.stat().st_size, 1 << 16)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            block = self._file.read(len(buffer))
+        except Exception as error:  # Each package has its own for a damaged file.
+            raise ValueError(f"{self._path} cannot be read: {error}") from error
+        self._read += len(block)
+        if not block and self._read < self._size:
+            raise ValueError(f"{self._path} cannot be read: it ends after {self._read:,} of {self._size:,} bytes")
+        if self._read > self._limit:
+            raise ValueError(
+                f"{self._path} decompresses to more than {_MAX_RATIO} times its size, as a decompression bomb does: "
+                "if it is none, decompress it and give the result"
+            )
+        buffer[: len(block)] = block
+        return len(block)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def open_decompressed(path: Path) -> IO[bytes]:
-    """Open a file for reading, decompressing `.gz`, `.xz` and `.zst`."""
+    """Open a file for reading, decompressing `.gz`, `.xz` and `.zst`.
+
+    Reading raises ValueError where the content is more than `_MAX_RATIO` times as large as the compressed file.
+    """
     suffix = path.suffix.lower()
-    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+    if suffix not in COMPRESSED:
+        return open(path, "rb")
+    size = 0
     if suffix == ".zst":
         try:
             import zstandard
         except ImportError:
             raise ValueError(f"reading {path} requires zstandard: pip install zstandard") from None
-        openers[suffix] = zstandard.open
-    return cast("IO[bytes]", openers.get(suffix, open)(path, "rb"))
+        compressed = open(path, "rb")  # noqa: SIM115
+        opened: Any = zstandard.ZstdDecompressor().stream_reader(compressed, read_across_frames=True, closefd=True)
+        with suppress(zstandard.ZstdError):  # It reads a truncated frame without an error.
+            size = zstandard.frame_content_size(compressed.read(18))
+        compressed.seek(0)
+    else:
+        opened = gzip.open(path, "rb") if suffix == ".gz" else lzma.open(path, "rb")  # noqa: SIM115
+    return cast("IO[bytes]", io.BufferedReader(_LimitedReader(opened, path, size), _CHUNK))
 
 
 def _files_in(folder: Path, options: ReadOptions) -> list[Path]:
@@ -153,11 +209,23 @@ def _files_in(folder: Path, options: ReadOptions) -> list[Path]:
         return not any(fnmatch(name, pattern) for pattern in (".*", "__pycache__", *options.exclude))
 
     found = []
-    for parent, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = filter(included, folders)
-        for path in (Path(parent) / name for name in filter(included, files)):
-            if path.is_file() and (not extensions or {path.suffix.lower(), _inner_suffix(path)} & extensions):
-                found.append(path)
+    seen: set[tuple[int, int]] = set()
+    pending = [str(folder)]
+    while pending:
+        links = []
+        for start in pending:
+            for parent, folders, files in os.walk(start):
+                status = os.stat(parent)
+                if (status.st_dev, status.st_ino) in seen:  # Links may lead in circles.
+                    folders.clear()
+                    continue
+                seen.add((status.st_dev, status.st_ino))
+                folders[:] = filter(included, folders)
+                links += [link for name in folders if os.path.islink(link := os.path.join(parent, name))]
+                for path in (Path(parent) / name for name in filter(included, files)):
+                    if path.is_file() and (not extensions or {path.suffix.lower(), _inner_suffix(path)} & extensions):
+                        found.append(path)
+        pending = sorted(links)  # Folders that are reached without links come first.
     return sorted(found)
 
 
@@ -189,21 +257,24 @@ def _blocks(path: Path, size: int) -> Iterator[tuple[bytes, bool]]:
 def _read_fasta(path: Path) -> Iterator[DocumentChunk]:
     """Yield each record as a document: its sequence without header and line ends."""
     sequence = bytearray()
-    in_record = False
+    in_record = in_header = False
+    begins_line = True
     with open_decompressed(path) as file:
-        for line in file:
-            if line.startswith(b">"):
+        while line := file.readline(_CHUNK):
+            in_header = line.startswith((b">", b";")) if begins_line else in_header
+            if begins_line and line.startswith(b">"):
                 if in_record:
                     yield DocumentChunk(bytes(sequence), True)
                 sequence.clear()
                 in_record = True
-            elif not line.startswith(b";"):
+            elif not in_header:
                 if not in_record and line.strip():
                     raise ValueError(f"{path} is not FASTA: a record must start with a line that starts with '>'")
                 sequence += b"".join(line.split())
                 if len(sequence) >= _CHUNK:
                     yield DocumentChunk(bytes(sequence), False)
                     sequence.clear()
+            begins_line = line.endswith(b"\n")
     if in_record:
         yield DocumentChunk(bytes(sequence), True)
 
@@ -212,13 +283,16 @@ def _read_tokens(path: Path, options: ReadOptions) -> Iterator[DocumentChunk]:
     if _inner_suffix(path) == ".npy":
         if path.suffix.lower() in COMPRESSED:
             raise ValueError(f"{path}: .npy files are memory-mapped and cannot be compressed; decompress the file")
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError, OverflowError) as error:
+            raise ValueError(f"{path} is not a .npy file that can be read: {error}") from None
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
             raise ValueError(
                 f"{path} must be an integer array with 1 dimension, or with 2 (one document per row), "
                 f"got {array.dtype} of shape {array.shape}"
             )
-        for document in np.atleast_2d(array):
+        for document in np.atleast_2d(array) if array.size else ():
             for start in range(0, len(document), _CHUNK):
                 chunk = np.asarray(document[start : start + _CHUNK])
                 yield DocumentChunk(chunk, start + _CHUNK >= len(document))
@@ -240,17 +314,29 @@ def _read_pixels(path: Path, size: int | None) -> bytes:
     except ImportError:
         raise ValueError(f"reading {path} requires Pillow: pip install pillow") from None
     with open_decompressed(path) as file:
-        try:
-            encoded = Image.open(io.BytesIO(file.read()))
-            image = encoded.convert("L" if encoded.mode in ("1", "L") else "RGB")
-        except UnidentifiedImageError:
-            raise ValueError(f"{path} is not an image in a known format") from None
+        encoded = file.read(_MAX_IMAGE + 1)
+    if len(encoded) > _MAX_IMAGE:
+        raise ValueError(f"{path} is too large for an image: over {_MAX_IMAGE:,} bytes")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            opened = Image.open(io.BytesIO(encoded))
+            image = opened.convert("L" if opened.mode in ("1", "L") else "RGB")
+    except UnidentifiedImageError:
+        raise ValueError(f"{path} is not an image in a known format") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(f"{path} is too large an image: {error}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # The decoders raise many types for a damaged file.
+        raise ValueError(f"{path} is a damaged image: {error}") from error
     return (image if size is None else image.resize((size, size))).tobytes()
 
 
 def _read_csv(path: Path) -> Iterator[DocumentChunk]:
+    csv.field_size_limit((1 << 31) - 1)  # The default refuses fields over 131,072 characters.
     with open_decompressed(path) as file:
-        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
         table = csv.DictReader(text, delimiter="\t" if _inner_suffix(path) == ".tsv" else ",")
         if not {"text", "label"} <= set(table.fieldnames or ()):
             found = ", ".join(table.fieldnames or ()) or "nothing"

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from longspan.train.loggers import Record
+from longspan.utils import printable
 
 COLORS = ("#0b6e99", "#c4533a", "#4a8c3f", "#8a5aa8", "#b8860b", "#3f3f3f", "#2aa198", "#d33682")
 BASELINE_STYLE = {"color": "#777777", "linestyle": "--", "linewidth": 1}
@@ -36,7 +37,7 @@ def plot_losses(runs: Mapping[str, Sequence[Record]], against: str, baselines: M
         x, y = [r[against] for r in trained[label]], [r[name] for r in trained[label]]
         axes.plot(x, y, color=color, alpha=0.35, linewidth=1)
         x, y = [r[against] for r in points], [r[f"eval_{name}"] for r in points]
-        axes.plot(x, y, "o-", color=color, markersize=4, label=label)
+        axes.plot(x, y, "o-", color=color, markersize=4, label=plain_label(label))
     for text, height in baselines.items():
         axes.axhline(height, **BASELINE_STYLE)
         position: Any = {"xy": (0.995, height), "xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
@@ -57,7 +58,7 @@ def plot_positions(losses: Mapping[str, Sequence[Record]]) -> bytes:
     for color, (label, buckets) in zip(cycle(COLORS), losses.items(), strict=False):
         x = [((b["from"] + 1) * (b["to"] + 1)) ** 0.5 for b in buckets]
         y = [b["bits_per_byte" if bits else "loss"] for b in buckets]
-        axes.plot(x, y, "o-", color=color, markersize=4, label=label)
+        axes.plot(x, y, "o-", color=color, markersize=4, label=plain_label(label))
     axes.set_xscale("log", base=2)
     axes.set_xlabel("position in the context, tokens")
     axes.set_ylabel("bits per byte" if bits else "loss, nats")
@@ -71,7 +72,7 @@ def plot_depths(depths: Mapping[str, Sequence[Record]], chance: float, length: i
     for color, (label, intervals) in zip(cycle(COLORS), depths.items(), strict=False):
         parts = [part for part in intervals if part["accuracy"] is not None]
         x, y = [50 * (part["from"] + part["to"]) for part in parts], [100 * part["accuracy"] for part in parts]
-        axes.plot(x, y, "o-", color=color, markersize=4, label=label)
+        axes.plot(x, y, "o-", color=color, markersize=4, label=plain_label(label))
     axes.axhline(100 * chance, **BASELINE_STYLE, label="chance")
     axes.set_xlabel(f"depth of the needle, % of {length} tokens (100: directly before the query)")
     axes.set_ylabel("accuracy, %")
@@ -79,6 +80,12 @@ def plot_depths(depths: Mapping[str, Sequence[Record]], chance: float, length: i
     axes.set_ylim(0, 102)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return to_png(figure)
+
+
+def plain_label(text: str) -> str:
+    """Return a label that matplotlib shows as it is: not as a formula, and in the legend whatever it begins with."""
+    shown = printable(text).replace("\n", "\\n").replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
 
 
 def new_figure() -> tuple[Figure, Any]:
@@ -90,8 +97,8 @@ def new_figure() -> tuple[Figure, Any]:
     return figure, axes
 
 
-def to_png(figure: Figure) -> bytes:
-    """Render a figure without a display."""
+def to_png(figure: Figure, dpi: float | None = None) -> bytes:
+    """Render a figure without a display, at its own resolution unless `dpi` is given."""
     file = io.BytesIO()
-    figure.savefig(file, format="png")
+    figure.savefig(file, format="png", dpi="figure" if dpi is None else dpi)
     return file.getvalue()

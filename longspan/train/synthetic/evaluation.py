@@ -29,7 +29,7 @@ from longspan.train.loggers import Record
 from longspan.train.presets import half_local
 from longspan.train.report.plots import plot_depths
 from longspan.train.synthetic.tasks import TASKS, Task
-from longspan.utils import choose, commit, write_atomically
+from longspan.utils import choose, choose_device, commit, printable, write_atomically
 
 NUM_HEADS = 4
 DEPTHS = 8  # number of intervals of the depth of a needle
@@ -231,11 +231,7 @@ def run_trials(
     for flag, given, allowed in (("--task", made, TASKS), ("--mechanisms", tried, known)):
         if not given:
             raise ValueError(f"{flag} is empty; use {', '.join(allowed)}")
-    if device is not None:
-        choose("device", device.partition(":")[0], ("cpu", "cuda", "mps"))
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: no CUDA device is available; remove --device, or use --device cpu")
+    where = choose_device(device)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.open("a").close()  # Fail now, not after the first trial.
@@ -250,7 +246,7 @@ def run_trials(
                 if out is not None:
                     write_atomically(out, json.dumps(result, indent=1) + "\n")
     if out is not None:
-        progress.print(f"written: {', '.join(map(str, [out, *_write_plot(out, result)]))}")
+        progress.print(printable(f"written: {', '.join(map(str, [out, *_write_plot(out, result)]))}"))
     return result
 
 
@@ -286,8 +282,8 @@ def _write_plot(out: Path, result: Record) -> list[Path]:
     if not trials:
         return []
     depths = {trial["mechanism"]: trial["depths"] for trial in trials}
-    path = out.with_suffix(".png")
-    path.write_bytes(plot_depths(depths, trials[0]["guess"], trials[0]["length"]))
+    path = out.with_suffix(".png") if out.suffix != ".png" else out.with_name(f"{out.name}.png")
+    write_atomically(path, plot_depths(depths, trials[0]["guess"], trials[0]["length"]))
     return [path]
 
 
