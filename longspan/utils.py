@@ -101,20 +101,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     return worded or isinstance(error, MemoryError)
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, *, regular: bool = True) -> Any:
     """Read a JSON file that another process, or another person, may have written.
+
+    Args:
+        path: The file.
+        regular: Refuse pipes and devices, which may never end or begin.
 
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If it is not a regular file, too large, not UTF-8, not JSON, or nested too deeply.
     """
-    size = path.stat().st_size
-    if not path.is_file():
+    if regular and path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a regular file")
-    if size > _MAX_JSON:
-        raise ValueError(f"{path} is too large for JSON that is read at once: {size:,} bytes, at most {_MAX_JSON:,}")
+    with open(path, "rb") as file:
+        content = file.read(_MAX_JSON + 1)
+    if len(content) > _MAX_JSON:
+        raise ValueError(f"{path} is too large for JSON that is read at once: over {_MAX_JSON:,} bytes")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(content.decode())
     except ValueError as error:
         raise ValueError(f"{path} is damaged, it cannot be read as JSON: {error}") from None
     except RecursionError:

@@ -101,13 +101,14 @@ def fail(error: Exception) -> NoReturn:
     except OSError:
         _discard_output()
     with suppress(OSError):
-        print(f"longspan: {printable(' '.join(_worded(error).split()))}", file=sys.stderr, flush=True)
+        print(f"longspan: {printable(' '.join(worded(error).split()))}", file=sys.stderr, flush=True)
     if "RANK" in os.environ:
         os._exit(status)  # Other processes may be waiting in a collective operation: do not wait for them.
     raise SystemExit(status) from None
 
 
-def _worded(error: Exception) -> str:
+def worded(error: Exception) -> str:
+    """Return the message of an error: what happened, and where it is known, what to do."""
     text = str(error).strip() or type(error).__name__
     if hasattr(error, "status"):
         return text

@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
+from longspan.cli import worded
 from longspan.cli.arguments import parse, show
 
 
@@ -35,5 +36,5 @@ def main(argv: Sequence[str]) -> None:
     try:
         convert_file(flags.checkpoint, flags.folder, flags.library, flags.config)
     except OSError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(worded(error)) from None
     print(f"{show(flags.folder)} written; longspan generate --model {show(flags.folder)} reads it")

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from tyro.conf import UseAppendAction
 
+from longspan.cli import worded
 from longspan.cli.arguments import check_at_least, parse
 from longspan.generation.generate import Stream, prefill, stream
 from longspan.generation.sampling import Sampling
@@ -105,7 +106,7 @@ def load_model(folder: Path, device: torch.device | None = None) -> LanguageMode
     try:
         model = load(find_checkpoint(folder), device=device)
     except OSError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(worded(error)) from None
     if not isinstance(model, LanguageModel):
         raise ValueError(f"{folder} contains a {type(model).__name__}; this command needs a LanguageModel")
     return model.eval()
@@ -149,7 +150,7 @@ def _prefill(flags: GenerateFlags, model: LanguageModel, codec: TextCodec) -> Se
             session = Session.load(flags.resume, model)
             return session.extend(model, prompt) if prompt else session
     except OSError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(worded(error)) from None
     if not prompt:
         raise ValueError("there is nothing to continue: give --prompt, --prompt-file or text on standard input")
     return prefill(model, prompt, max_tokens=flags.max_tokens)

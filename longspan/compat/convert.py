@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Mapping
 from importlib import import_module
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.compat.state_dict import CompatModel, CompatModule
 from longspan.models.checkpoint import Model, save
-from longspan.utils import choose
+from longspan.utils import choose, read_json
 
 # For each library its module, and the class that a configuration without "class" describes.
 LIBRARIES = {
@@ -40,10 +39,7 @@ def convert_file(checkpoint: Path, folder: Path, library: str, config: Path) -> 
     Raises:
         ValueError: If a file cannot be read or the weights do not fit the model.
     """
-    try:
-        arguments = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{config} is not valid JSON: {error}") from None
+    arguments = read_json(config, regular=False)
     if not isinstance(arguments, dict):
         raise ValueError(f'{config} must contain {{"argument": value, …}}, got a {type(arguments).__name__}')
     save(convert_weights(read_weights(checkpoint), library, arguments), folder)
@@ -65,13 +61,14 @@ def convert_weights(weights: Mapping[str, Tensor], library: str, arguments: Mapp
     module = import_module(f"longspan.compat.{module_name}")
     arguments = dict(arguments)
     name = arguments.pop("class", default_class)
-    cls = getattr(module, name, None)
+    cls = getattr(module, name, None) if isinstance(name, str) else None
     if not (isinstance(cls, type) and issubclass(cls, CompatModule | CompatModel)):
         raise ValueError(f"{library} has no model {name!r}; give the class of the model, not of a layer or a wrapper")
     try:
+        _check_size(cls, arguments, weights)
         wrapper = cls(**arguments)
-    except TypeError as error:
-        raise ValueError(f"cannot build {name}: {error}") from None
+    except Exception as error:  # The arguments may be anything.
+        raise ValueError(f"cannot build {name}: {error}") from error
     if isinstance(wrapper, CompatModel):
         try:
             wrapper.load_state_dict(dict(weights))
@@ -91,6 +88,15 @@ def convert_weights(weights: Mapping[str, Tensor], library: str, arguments: Mapp
     except RuntimeError as error:
         raise ValueError(str(error)) from None
     return wrapper.model
+
+
+def _check_size(cls: type[nn.Module], arguments: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a model is far larger than its weights, before it takes memory."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        needed = sum(x.numel() for x in cls(**arguments).state_dict().values())
+    given = sum(x.numel() for x in weights.values())
+    if needed > 4 * given + (1 << 24):
+        raise ValueError(f"these arguments describe a model of {needed:,} numbers, and the checkpoint has {given:,}")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -114,7 +120,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     for key in _STATE_DICT_KEYS:
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
             loaded = loaded[key]
-    if not isinstance(loaded, Mapping) or not loaded or not all(isinstance(x, Tensor) for x in loaded.values()):
+    named = isinstance(loaded, Mapping) and all(isinstance(x, str) and isinstance(y, Tensor) for x, y in loaded.items())
+    if not named or not loaded:
         raise ValueError(
             f"{path} has no state dict, keys with tensors, at the top level or under {', '.join(_STATE_DICT_KEYS)}"
         )

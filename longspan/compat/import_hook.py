@@ -67,7 +67,7 @@ def run(
         raise UsageError(f"cannot read {script}: {error.strerror}") from None
     try:
         compile(source, str(script), "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         print(*traceback.format_exception_only(error), sep="", end="", file=sys.stderr)
         raise SystemExit(1) from None
     mindspore = "mindspore" in imported_packages(source)
@@ -174,7 +174,7 @@ def imported_packages(source: str | bytes) -> set[str]:
     """Return the top-level packages that a script imports; an empty set if it does not parse."""
     try:
         tree = ast.parse(source)
-    except SyntaxError:
+    except (SyntaxError, RecursionError, MemoryError):
         return set()
     packages: set[str] = set()
     for node in ast.walk(tree):
