@@ -122,7 +122,7 @@ def worded(error: Exception) -> str:
     if is_out_of_memory(error):
         return f"out of memory: use a smaller model, batch or context ({text})"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror.lower()}"
+        return f"{error.filename}: {error.strerror}"
     if isinstance(error, ValueError | OSError | ImportError):
         return text
     return f"{type(error).__name__}: {text} (--debug shows the traceback)"

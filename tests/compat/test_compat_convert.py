@@ -144,7 +144,10 @@ def test_a_library_there_is_not(tmp_path: Path, checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ("{", "is not valid JSON"),
+        ("{", "cannot be read as JSON"),
+        ("[" * 200_000, "nested too deeply"),
+        ('{"class": 5}', "has no model 5"),
+        ('{"num_tokens": 9, "dim": 200000, "depth": 2, "heads": 2, "max_seq_len": 64}', "and the checkpoint has"),
         ("[1]", 'must contain {"argument": value, …}, got a list'),
         (
             json.dumps(ARGUMENTS | {"widht": 3}),

@@ -285,7 +285,7 @@ def _read_tokens(path: Path, options: ReadOptions) -> Iterator[DocumentChunk]:
             raise ValueError(f"{path}: .npy files are memory-mapped and cannot be compressed; decompress the file")
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError, OverflowError) as error:
+        except Exception as error:  # The header is parsed as Python.
             raise ValueError(f"{path} is not a .npy file that can be read: {error}") from None
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
             raise ValueError(
