@@ -1,16 +1,20 @@
 """The command line, run as a user runs it."""
 
+import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from importlib import import_module
 from typing import get_type_hints
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from longspan import __version__
 from longspan.cli import COMMANDS, main
@@ -18,9 +22,10 @@ from longspan.cli.arguments import convert, flags, to_text
 from longspan.cli.train import TrainFlags
 from longspan.generation.generate import generate
 from longspan.generation.sampling import Sampling
-from longspan.models.checkpoint import save
+from longspan.models.checkpoint import load, save
 from longspan.models.config import AttentionConfig, ModelConfig, Norm
 from longspan.models.transformer import LanguageModel
+from longspan.utils import printable
 
 Mechanism, Rotary = (get_type_hints(AttentionConfig)[name] for name in ("mechanism", "rotary"))
 RUN = [sys.executable, "-m", "longspan"]
@@ -42,8 +47,6 @@ def folder(tmp_path_factory):
 
 
 def expected(folder, prompt, number, **options):
-    from longspan.models.checkpoint import load
-
     return bytes(generate(load(folder), list(prompt), number, **options).tokens[0])
 
 
@@ -344,3 +347,156 @@ def test_values_are_read_by_type(text, kind, value):
 def test_wrong_values_are_refused(text, kind, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         convert(text, kind)
+
+
+def run_main(capsys, *words):
+    """Status, output and error of a command in this process."""
+    status = 0
+    try:
+        main([str(word) for word in words])
+    except SystemExit as stopped:
+        status = stopped.code or 0
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--temperature", "nan"], "temperature must be 0 (greedy) or finite and at least 1e-06, got nan"),
+        (["--temperature", "1e-45"], "temperature must be 0 (greedy) or finite and at least 1e-06, got 1e-45"),
+        (["--repetition-penalty", "inf"], "repetition_penalty must be positive"),
+        (["--device", "foo"], "unknown --device 'foo'; there is cpu"),
+        (["--device", "cuda:97"], "unknown --device 'cuda:97'; there is cpu"),
+        (["--state", "/nonexistent/x"], "there is no folder /nonexistent"),
+        (["--state", "/"], "is a folder"),
+        (["--stop", ""], "--stop is empty"),
+        (["--seed", str(10**30)], "seeds must be from -2**63 to 2**64 - 1"),
+        (["--batch", "1000000000000"], "use at most --batch"),
+        (["--prompt-file", "/dev/zero"], "the prompt is longer than"),
+        (["--prompt-file", "/"], "/: Is a directory"),
+        (["--resume", "/dev/zero"], "is not a saved session: it is not a file"),
+    ],
+)
+def test_generate_refuses_what_cannot_be_in_words(folder, capsys, words, message, monkeypatch):
+    monkeypatch.setattr("longspan.cli.generate.MAX_PROMPT", 1009)
+    prompt = [] if "--prompt-file" in words else ["--prompt", "hi"]
+    status, out, err = run_main(capsys, "generate", "--model", folder, *prompt, "--max-tokens", 3, *words)
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_a_session_of_another_model_of_the_same_shapes_is_refused(folder, tmp_path, capsys):
+    memory, other = tmp_path / "memory", tmp_path / "other"
+    torch.manual_seed(5)
+    save(LanguageModel(ModelConfig(**vars(load(folder).config))), other)
+    words = ["--prompt", "once", "--max-tokens", 2]
+    assert run_main(capsys, "generate", "--model", folder, *words, "--state", memory)[0] == 0
+    assert run_main(capsys, "generate", "--model", folder, *words, "--resume", memory)[0] == 0
+    status, _, err = run_main(capsys, "generate", "--model", other, *words, "--resume", memory)
+    assert status == 2
+    assert "this session is of another model, whose weights differ" in err
+
+
+def test_names_and_text_are_safe_on_a_terminal(folder, tmp_path, capsys, monkeypatch):
+    name = "q[\x1b[31m[b]"
+    shutil.copytree(folder, tmp_path / name)
+    said = run_main(capsys, "info", "--model", tmp_path / name)[1]
+    assert "q[\\x1b[31m[b]: LanguageModel with" in said.replace("\n", "")
+    assert "\x1b" not in run_main(capsys, "generate", "--model", tmp_path / "\x1b[5m", "--prompt", "x")[2]
+    words = ["generate", "--model", folder, "--prompt", "x", "--max-tokens", 300, "--temperature", 3]
+    piped = run_main(capsys, *words)[1]
+    assert re.search(r"[\x00-\x08\x0b-\x1f]", piped)
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda stream: True)
+    shown = run_main(capsys, *words)[1]
+    assert shown == printable(piped) != piped
+
+
+def test_a_signal_removes_temporary_folders(folder, tmp_path, capsys, monkeypatch):
+    from longspan.train import evaluation
+
+    def stop(*args):
+        assert os.listdir(tmp_path / "temporary")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "text.txt").write_text("once upon a time " * 50)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(evaluation, "losses_by_position", stop)
+    status, _, err = run_main(capsys, "eval", "--model", folder, "--data", tmp_path / "text.txt", "--device", "cpu")
+    assert (status, err) == (128 + signal.SIGTERM, "longspan: interrupted\n")
+    assert os.listdir(tmp_path / "temporary") == []
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device", "runs/x"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        SafetensorError('IoError(Os { code: 28, kind: StorageFull, message: "No space left on device" })'),
+        RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+    ],
+)
+def test_a_full_disk_is_said_in_words(error, folder, tmp_path, capsys, monkeypatch):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("longspan.generation.session.write_atomically", fail)
+    words = ["generate", "--model", folder, "--prompt", "x", "--max-tokens", 1, "--state", tmp_path / "memory"]
+    status, _, err = run_main(capsys, *words)
+    assert status == 1
+    where = ", runs/x cannot be written" if getattr(error, "filename", None) else ""
+    assert err.splitlines()[-1] == f"longspan: the disk is full{where}: free space on it, or write elsewhere"
+
+
+def shell(words):
+    script = f"set -o pipefail; {sys.executable} -m longspan {words}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, errors="replace", timeout=60)
+    return done.returncode, done.stderr
+
+
+def test_closed_and_full_streams(folder, capsys, monkeypatch):
+    assert shell("--help > /dev/full") == (1, "longspan: the disk is full: free space on it, or write elsewhere\n")
+    assert shell("--version >&- 2>&-") == (0, "")
+    monkeypatch.setattr(sys, "stdin", None)
+    status, _, err = run_main(capsys, "generate", "--model", folder)
+    assert status == 2
+    assert "nothing to continue" in err
+
+
+@pytest.mark.slow
+def test_a_broken_pipe_ends_a_command_in_silence(folder):
+    assert shell(f"generate --model {folder} --prompt x --max-tokens 1000000 | head -c 5") == (141, "")
+
+
+def test_an_old_torch_is_refused_where_it_is_first_needed():
+    script = """
+import sys, types
+torch = types.ModuleType("torch")
+torch.__version__ = "{version}"
+torch.Tensor = torch.nn = object
+sys.modules["torch"] = torch
+import longspan
+try:
+    import {module}
+except ImportError as error:
+    print(error)
+except AttributeError:
+    print("went on")
+"""
+    for version, module, answer in (
+        (
+            "2.9.1+cu128",
+            "longspan.layout",
+            "longspan needs torch 2.10 or newer, found 2.9.1+cu128: pip install 'torch>=2.10'",
+        ),
+        ("2.9.1", "longspan.ops.linear", "longspan needs torch 2.10 or newer, found 2.9.1"),
+        ("2.10.0a0", "longspan.layout", ""),
+    ):
+        code = script.format(version=version, module=module)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert answer in done.stdout if answer else "needs torch" not in done.stdout + done.stderr
