@@ -107,6 +107,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: If the file has no state dict, or contains objects other than tensors and containers.
     """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} was not written by torch.save: it is not a file")
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

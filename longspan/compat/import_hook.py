@@ -59,9 +59,9 @@ def run(
         UsageError: If there is no such script or device, or MindSpore has no such option.
         SystemExit: If the script is not valid Python; the error is printed as Python prints it.
     """
-    if not script.is_file():
-        raise UsageError(f"script not found: {script}")
     try:
+        if not script.is_file():
+            raise UsageError(f"script not found: {script}")
         source = script.read_bytes()
     except OSError as error:
         raise UsageError(f"cannot read {script}: {error.strerror}") from None

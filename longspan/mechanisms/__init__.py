@@ -6,6 +6,7 @@ Packages outside this one register theirs by entry points of the group ``longspa
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -106,11 +107,13 @@ def build_mechanism(
         ValueError: If the name or an option is unknown; the message lists the known ones.
     """
     cls, allowed = find_mechanism(name), list(mechanism_options(name))
-    for option in options:
+    for option, value in options.items():
         if option not in allowed:
             raise ValueError(
                 f"{name} has no option {option!r}; it has {', '.join(allowed) or 'none'}{nearest(option, allowed)}"
             )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{option} of {name} must be finite, got {value}")
     return cls(num_heads, head_dim, num_kv_heads=num_kv_heads, value_dim=value_dim, **options)
 
 

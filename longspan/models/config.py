@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from longspan.mechanisms import find_mechanism
@@ -67,6 +68,7 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         _freeze(self, "mechanism", "rotary")
         _check_positive(self, "num_heads", "head_dim", "num_kv_heads", "num_qk_heads")
+        check_fields(self)
         _check_fraction(self, "dropout")
         choose("out_gate", self.out_gate, get_args(OutGate))
         if self.conv_size < 0 or self.conv_size == 1:
@@ -113,9 +115,9 @@ class FeedForwardConfig:
     """Compute the sequence in this many chunks, one after another, to save memory."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _check_positive(self, "hidden")
         _check_fraction(self, "dropout")
-        check_choices(self)
         if self.mult <= 0:
             raise ValueError(f"mult must be positive, got {self.mult}")
         if self.chunks < 1:
@@ -155,6 +157,7 @@ class LegacyConfig:
 
     def __post_init__(self) -> None:
         _freeze(self, "product_keys")
+        check_fields(self)
         _check_positive(self, "inner_dim", "out_dim", "num_keys")
         _check_fraction(self, "out_dropout")
         if self.axial_stride is not None and self.axial_stride < 1:
@@ -216,9 +219,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _freeze(self, "axial_shape", "token_shift")
+        check_fields(self)
         _check_positive(self, "dim", "depth", "max_length", "num_streams", "vocab_size", "embed_dim", "num_classes")
         _check_fraction(self, "embed_dropout")
-        check_choices(self)
         if isinstance(self.final_norm, str):
             choose("final_norm", self.final_norm, get_args(Norm))
         self._check_positions()
@@ -349,15 +352,29 @@ def _specs(mechanism: Spec | Sequence[Spec]) -> Sequence[Spec]:
     return [mechanism] if isinstance(mechanism, str | Mapping) else mechanism
 
 
-def check_choices(config: Any, label: Callable[[str], str] = str) -> None:
-    """Check the fields of a configuration that are Literals.
+def check_fields(config: Any, label: Callable[[str], str] = str) -> None:
+    """Check the fields of a configuration that are numbers, booleans or Literals.
 
     Raises:
-        ValueError: If a value is not allowed. `label` gives the name of a field in the message.
+        ValueError: If a value is of another type, not finite, or not allowed. `label` gives the name of a field in the
+            message.
     """
     for name, kind in get_type_hints(type(config)).items():
+        value, options = getattr(config, name), set(get_args(kind)) - {type(None)}
         if get_origin(kind) is Literal:
-            choose(label(name), getattr(config, name), get_args(kind))
+            choose(label(name), value, get_args(kind))
+            continue
+        if value is None and options != set(get_args(kind)):
+            continue
+        kind = options.pop() if len(options) == 1 and type(None) in get_args(kind) else kind
+        if dataclasses.is_dataclass(kind) and not isinstance(value, kind):  # type: ignore[arg-type]
+            raise ValueError(f"{label(name)} must be a {kind.__name__}, got {value!r}")
+        if kind is bool and not isinstance(value, bool):
+            raise ValueError(f"{label(name)} must be true or false, got {value!r}")
+        if kind is int and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise ValueError(f"{label(name)} must be an integer, got {value!r}")
+        if kind is float and (isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value)):
+            raise ValueError(f"{label(name)} must be a finite number, got {value!r}")
 
 
 def _freeze(config: Any, *names: str) -> None:

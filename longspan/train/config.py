@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tyro.conf import UseAppendAction
 
-from longspan.models.config import AttentionConfig, ModelConfig, check_choices
+from longspan.models.config import AttentionConfig, ModelConfig, check_fields
 from longspan.train.presets import PRESETS, Values, named_mechanism
 from longspan.utils import choose, nearest
 
@@ -110,7 +110,7 @@ class TrainConfig:
         if not self.out:
             raise ValueError("give --out, the run's folder")
         choose("--preset", self.preset, PRESETS)
-        check_choices(self, _flag)
+        check_fields(self, _flag)
         for name in ("context", "batch_size", "accumulate", "log_every", "eval_every", "eval_tokens", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")

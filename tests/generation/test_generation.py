@@ -1,8 +1,11 @@
 """Generation equals the parallel forward pass, one token at a time."""
 
+import copy
 import itertools
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from longspan.generation.generate import Generated, beam_search, generate, prefill, stream
@@ -334,6 +337,166 @@ def test_invalid_calls_are_refused_before_the_first_token(model):
 def test_sampling_options_are_validated(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"temperature": NAN}, ValueError, "temperature must be 0 .*, got nan"),
+        ({"temperature": 1e-45}, ValueError, "at least 1e-06, got 1e-45"),
+        ({"temperature": "1"}, TypeError, "temperature must be a number, got '1'"),
+        ({"top_p": NAN}, ValueError, "top_p must be in"),
+        ({"top_k": 2.5}, TypeError, "top_k must be an integer, got 2.5"),
+        ({"repetition_penalty": NAN}, ValueError, "repetition_penalty must be positive"),
+        ({"repetition_penalty": None}, TypeError, "repetition_penalty must be a number"),
+        ({"repetition_window": 1.0}, TypeError, "repetition_window must be an integer"),
+    ],
+)
+def test_sampling_options_are_finite_numbers(options, error, message):
+    with pytest.raises(error, match=message):
+        Sampling(**options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ("text", TypeError, r"prompt must be tokens, got text: encode it, .* list\(text.encode\(\)\)"),
+        (["two", "texts"], TypeError, "prompt must be tokens, got text"),
+        (torch.tensor([1.0, 2.0]), TypeError, "prompt must be integers, got torch.float32"),
+        ([1.5, 2], TypeError, "prompt must be integers"),
+        ([[1, 2], [1.5]], TypeError, "prompt must be integers"),
+        (torch.tensor([True]), TypeError, "prompt must be integers, got torch.bool"),
+        (torch.ones(1, 2, 3, dtype=torch.int64), ValueError, r"one sequence of tokens \(T,\), got \(2, 3\)"),
+        ([], ValueError, "at least one token"),
+        (torch.empty(2, 0, dtype=torch.int64), ValueError, "at least one token"),
+        (None, TypeError, "prompt must be integers"),
+        (5, ValueError, "one sequence of tokens"),
+        ([10**30], TypeError, "prompt must be integers"),
+        ([1, -1], ValueError, "prompt has the token -1, and this model has the tokens 0 to"),
+        ([[1], [999]], ValueError, "prompt has the token 999"),
+    ],
+)
+def test_prompts_are_tokens_of_the_model(model, prompt, error, message):
+    for call in (lambda: generate(model, prompt, 3), lambda: prefill(model, prompt), lambda: stream(model, prompt)):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_prompts_of_every_kind_agree(model):
+    kinds = (
+        [3, 1, 4],
+        (3, 1, 4),
+        b"\3\1\4",
+        bytearray(b"\3\1\4"),
+        torch.tensor([3, 1, 4]),
+        np.array([3, 1, 4], np.uint16),
+    )
+    kinds += (
+        torch.tensor([3, 1, 4], dtype=torch.uint8),
+        [[3, 1, 4]],
+        [b"\3\1\4"],
+        np.array([[3, 1, 4]]),
+        [np.array([3, 1, 4])],
+    )
+    assert len({tuple(generate(model, prompt, 5).tokens[0]) for prompt in kinds}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_tokens": -1}, ValueError, "max_tokens must be at least 0, got -1"),
+        ({"max_tokens": 2.0}, TypeError, "max_tokens must be an integer, got 2.0"),
+        ({"stop": 5}, ValueError, "stop must be one sequence"),
+        ({"stop": "x"}, TypeError, "stop must be tokens, got text"),
+        ({"stop": [1.5]}, TypeError, "stop must be integers"),
+        ({"stop": [-100]}, ValueError, "stop has the token -100"),
+        ({"stop_strings": "ab"}, TypeError, "stop_strings must be a sequence of strings"),
+        ({"stop_strings": [""]}, ValueError, "stop_strings has an empty string"),
+        ({"stop_strings": [b"a", b""]}, ValueError, "stop_strings has an empty string"),
+        ({"stop_strings": [97]}, TypeError, "stop_strings must be a sequence of strings"),
+        ({"seed": 1.5}, TypeError, "seed must be an integer"),
+        ({"seed": 2**64}, ValueError, "seeds must be from"),
+        ({"seed": [2**64]}, ValueError, "seeds must be from"),
+        ({"sampling": 0.5}, TypeError, "sampling must be a Sampling, got 0.5"),
+    ],
+)
+def test_arguments_of_generate_are_checked(model, options, error, message):
+    with pytest.raises(error, match=message):
+        generate(model, [1, 2], **{"max_tokens": 3, **options})
+
+
+def test_arguments_of_prefill_sessions_and_beams_are_checked(model):
+    for options, error, message in (
+        ({"chunk": -1}, ValueError, "chunk must be at least 1, got -1"),
+        ({"chunk": 0}, ValueError, "chunk must be at least 1, got 0"),
+        ({"window": 0}, ValueError, "window must be at least 1"),
+        ({"max_tokens": 1.5}, TypeError, "max_tokens must be an integer"),
+    ):
+        with pytest.raises(error, match=message):
+            prefill(model, [1, 2], **options)
+    session = prefill(model, [1, 2])
+    for tokens, error, message in (
+        ([], ValueError, "one token"),
+        ([1.5], TypeError, "integers"),
+        ([999], ValueError, "999"),
+    ):
+        with pytest.raises(error, match=message):
+            session.extend(model, tokens)
+    for index in ([1], [-2], [0.5], 0, [[0]]):
+        with pytest.raises(ValueError, match="index must be"):
+            session.select(index)
+    assert len(session.select([]).logits) == 0
+    with pytest.raises(ValueError, match="num_beams must be at least 1"):
+        beam_search(model, [1], 3, num_beams=0)
+    with pytest.raises(TypeError, match="model must be a LanguageModel or an EncoderDecoder, got a Linear"):
+        generate(torch.nn.Linear(2, 2), [1], 3)
+
+
+def test_a_session_continues_with_its_own_model_only(model, tmp_path):
+    torch.manual_seed(5)
+    other, twin = LanguageModel(model.config).to(next(model.parameters()).dtype).eval(), copy.deepcopy(model)
+    session = prefill(model, PROMPTS)
+    session.save(tmp_path / "session")
+    for call in (
+        lambda: generate(other, session, 3),
+        lambda: generate(other, stream(model, session).session, 3),
+        lambda: beam_search(other, session.select([0]), 3),
+        lambda: session.select([0]).extend(other, [1]),
+        lambda: Session.load(tmp_path / "session", other),
+    ):
+        with pytest.raises(ValueError, match="this session is of another model, whose weights differ"):
+            call()
+    assert generate(twin, session, 3) == generate(model, Session.load(tmp_path / "session", twin), 3)
+    unknown = Session(session.state, session.logits, session.recent)
+    unknown.save(tmp_path / "unknown")
+    assert generate(model, Session.load(tmp_path / "unknown", model), 3) == generate(model, unknown, 3)
+
+
+def test_a_damaged_session_is_refused(model, tmp_path):
+    path = tmp_path / "session"
+    session = prefill(model, PROMPTS)
+    session.save(path)
+    tensors = safetensors.torch.load_file(path)
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    length = next(name for name in tensors if name.endswith("length"))
+    for name, tensor, message in (
+        (length, tensors[length] - 100, "negative number"),
+        (length, tensors[length].float(), "another model"),
+        ("recent", tensors["recent"] + 10**6, "recent has the token"),
+        ("recent", tensors["recent"][:1], "recent must be"),
+        ("logits", tensors["logits"][:, 1:], "logits must have the shape"),
+        ("logits", tensors["logits"].long(), "logits must have the shape"),
+    ):
+        safetensors.torch.save_file({**tensors, name: tensor.contiguous()}, path, metadata)
+        with pytest.raises(ValueError, match=message):
+            Session.load(path, model)
+    safetensors.torch.save_file(tensors, path, {**metadata, "state.draw": "[" * 100_000})
+    with pytest.raises(ValueError, match="damaged"):
+        Session.load(path, model)
 
 
 @pytest.mark.slow
