@@ -78,7 +78,7 @@ def convert(text: str, kind: Any) -> Any:
     for reader in sorted(readers, key=lambda reader: reader.order):
         try:
             return reader.read(text)
-        except (KeyError, ValueError) as error:
+        except (KeyError, ValueError, RecursionError) as error:
             if len(readers) == 1 and reader.explains:
                 raise ValueError(str(error)) from None
     raise ValueError(f"must be {' or '.join(reader.expected for reader in readers)}, got {text!r}")
@@ -130,8 +130,15 @@ def _reader(kind: Any) -> _Reader:
         metavar = f"{_metavar(arguments[0])},..."
         return _Reader(4, metavar, "a list such as 1,2", lambda x: _read_list(x, arguments[0], origin is tuple), True)
     if origin is Mapping or dataclasses.is_dataclass(origin):
-        return _Reader(1, "JSON", "JSON such as {...}", json.loads)
+        return _Reader(1, "JSON", "JSON such as {...}", _read_mapping)
     return _READERS[origin]
+
+
+def _read_mapping(text: str) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"{text!r} is not a mapping")
+    return found
 
 
 def _read_list(text: str, kind: Any, may_be_one: bool) -> Any:

@@ -69,6 +69,7 @@ class AttentionConfig:
         _freeze(self, "mechanism", "rotary")
         _check_positive(self, "num_heads", "head_dim", "num_kv_heads", "num_qk_heads")
         check_fields(self)
+        check_fields(self)
         _check_fraction(self, "dropout")
         choose("out_gate", self.out_gate, get_args(OutGate))
         if self.conv_size < 0 or self.conv_size == 1:
@@ -82,11 +83,15 @@ class AttentionConfig:
                 raise ValueError("num_qk_heads excludes num_kv_heads and shared_kv: each value head has its own memory")
         if self.dynamic_bias < 0:
             raise ValueError(f"dynamic_bias must be 0 (none) or more, got {self.dynamic_bias}")
+        if not isinstance(self.rotary, str | Mapping | Sequence):
+            raise ValueError(f"rotary must be a name, a mapping, or a list of names, got {self.rotary!r}")
         by_name = self.rotary if isinstance(self.rotary, Mapping) else {}
         for style in [self.rotary] if isinstance(self.rotary, str) else list(by_name.values()) or self.rotary:
             choose("rotary", style, get_args(RotaryStyle))
         for name in by_name:
             find_mechanism(name)
+        if not isinstance(self.mechanism, str | Mapping | Sequence):
+            raise ValueError(f"mechanism must be a name, a mapping, or a list of them, got {self.mechanism!r}")
         if not self.mechanism:
             raise ValueError("mechanism is empty: name at least one mechanism")
         for spec in _specs(self.mechanism):
@@ -115,8 +120,8 @@ class FeedForwardConfig:
     """Compute the sequence in this many chunks, one after another, to save memory."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         _check_positive(self, "hidden")
+        check_fields(self)
         _check_fraction(self, "dropout")
         if self.mult <= 0:
             raise ValueError(f"mult must be positive, got {self.mult}")
@@ -157,8 +162,8 @@ class LegacyConfig:
 
     def __post_init__(self) -> None:
         _freeze(self, "product_keys")
-        check_fields(self)
         _check_positive(self, "inner_dim", "out_dim", "num_keys")
+        check_fields(self)
         _check_fraction(self, "out_dropout")
         if self.axial_stride is not None and self.axial_stride < 1:
             raise ValueError(f"axial_stride must be at least 1, or None, got {self.axial_stride}")
@@ -219,8 +224,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _freeze(self, "axial_shape", "token_shift")
-        check_fields(self)
         _check_positive(self, "dim", "depth", "max_length", "num_streams", "vocab_size", "embed_dim", "num_classes")
+        check_fields(self)
         _check_fraction(self, "embed_dropout")
         if isinstance(self.final_norm, str):
             choose("final_norm", self.final_norm, get_args(Norm))
@@ -367,7 +372,7 @@ def check_fields(config: Any, label: Callable[[str], str] = str) -> None:
         if value is None and options != set(get_args(kind)):
             continue
         kind = options.pop() if len(options) == 1 and type(None) in get_args(kind) else kind
-        if dataclasses.is_dataclass(kind) and not isinstance(value, kind):  # type: ignore[arg-type]
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and not isinstance(value, kind | Mapping):
             raise ValueError(f"{label(name)} must be a {kind.__name__}, got {value!r}")
         if kind is bool and not isinstance(value, bool):
             raise ValueError(f"{label(name)} must be true or false, got {value!r}")

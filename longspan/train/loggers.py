@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
-from longspan.utils import write_atomically
+from longspan.utils import printable, write_atomically
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 Record = dict[str, Any]
@@ -63,7 +63,7 @@ class RunLogger(Logger):
 
     def info(self, text: str) -> None:
         try:
-            self.console.print(text, markup=False, soft_wrap=True)
+            self.console.print(printable(text), markup=False, soft_wrap=True)
         except BrokenPipeError:
             self.closed = True
         except OSError:  # The terminal is gone, or the disk of a redirected log is full: training can go on.

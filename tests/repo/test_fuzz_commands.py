@@ -261,9 +261,9 @@ def answer(words: list[str], work: Path) -> tuple[int, str]:
     if process == 0:
         try:
             os.chdir(work)
-            with open(log, "wb") as file, open(os.devnull, "rb") as nothing:
+            with open(log, "wb") as file, open(os.devnull, "rb+") as nothing:
                 os.dup2(nothing.fileno(), 0)
-                os.dup2(file.fileno(), 1)
+                os.dup2(nothing.fileno(), 1)
                 os.dup2(file.fileno(), 2)
             sys.stdin, sys.stdout, sys.stderr = (open(i, mode) for i, mode in enumerate(("r", "w", "w")))  # noqa: SIM115
             mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -300,7 +300,9 @@ def answer(words: list[str], work: Path) -> tuple[int, str]:
 def fault(words: list[str], status: int, err: str) -> str | None:
     """What is wrong with an answer."""
     last = (err.splitlines() or [""])[-1]
-    if "Traceback" in err and words[0] != "run":
+    if words[0] == "run" and status == 99 and any(f'File "{word}"' in err for word in words):
+        return None  # The script's own error.
+    if "Traceback" in err:
         return "a traceback"
     if status < 0 or status == 99:
         return f"status {status}"
