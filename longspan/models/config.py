@@ -69,7 +69,6 @@ class AttentionConfig:
         _freeze(self, "mechanism", "rotary")
         _check_positive(self, "num_heads", "head_dim", "num_kv_heads", "num_qk_heads")
         check_fields(self)
-        check_fields(self)
         _check_fraction(self, "dropout")
         choose("out_gate", self.out_gate, get_args(OutGate))
         if self.conv_size < 0 or self.conv_size == 1:

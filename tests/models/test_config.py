@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 from model_cases import MECHANISMS, V, config
 
+from longspan import build_mechanism
 from longspan.models.config import Activation, AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig, Norm
 from longspan.models.layers import ACTIVATIONS, NORMS, Attention
 from longspan.models.transformer import Transformer
@@ -91,6 +92,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("embed_dim must be a positive integer, got -3", {"embed_dim": -3}),
     ("num_classes must be a positive integer, got 0", {"num_classes": 0}),
     (r"embed_dropout must be in \[0, 1\), got 1", {"embed_dropout": 1}),
+    ("embed_dropout must be a finite number, got nan", {"embed_dropout": float("nan")}),
+    ("causal must be true or false, got 'yes'", {"causal": "yes"}),
+    ("attention must be a AttentionConfig, got 3", {"attention": 3}),
     ("tie_embeddings needs vocab_size", {"tie_embeddings": True}),
     (r"product_keys \(6,\) must be layers from 0 to 5", {"legacy": LegacyConfig(product_keys=(6,))}),
 ]
@@ -204,3 +208,23 @@ def test_softmaxed_features_are_normalized_by_direction() -> None:
     assert found(split, True) == ["query", "query", "feature", "feature"]
     assert found({**softmax, "normalize": "query"}, False) == ["query", "query"]
     assert found("linear", False) == found("performer", False) == ["query", "query"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "text"),
+    [
+        (AttentionConfig, {"rotary_base": float("nan")}, "rotary_base must be a finite number, got nan"),
+        (AttentionConfig, {"mechanism": 5}, "mechanism must be a name, a mapping, or a list of them, got 5"),
+        (AttentionConfig, {"num_heads": True}, "num_heads must be an integer, got True"),
+        (FeedForwardConfig, {"mult": float("inf")}, "mult must be a finite number, got inf"),
+        (LegacyConfig, {"position_base": "x"}, "position_base must be a finite number, got 'x'"),
+    ],
+)
+def test_numbers_are_finite_and_of_their_type(cls: type, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        cls(**options)
+
+
+def test_options_of_a_mechanism_are_finite() -> None:
+    with pytest.raises(ValueError, match="scale of softmax must be finite, got nan"):
+        build_mechanism("softmax", 2, 3, scale=float("nan"))

@@ -258,6 +258,8 @@ def test_no_setting_is_without_a_test() -> None:
         ({"divergence": "nan"}, "--divergence must be a finite number, got nan"),
         ({"weight_decay": "nan"}, "--weight-decay must be a finite number, got nan"),
         ({"seed": str(2**64)}, "--seed must be an integer of 64 bits, got 18446744073709551616"),
+        ({"minutes": "nan"}, "--minutes must be a finite number, got nan"),
+        ({"mechanism": "-1"}, "unknown mechanism '-1'"),
         ({"batch_size": "0"}, "--batch-size must be at least 1, got 0"),
         ({"betas": "0.9"}, "--betas are two numbers"),
         (
