@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -114,9 +113,6 @@ class TrainConfig:
         for name in ("context", "batch_size", "accumulate", "log_every", "eval_every", "eval_tokens", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
-        for name, value in vars(self).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{_flag(name)} must be a finite number, got {value}")
         if not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"--seed must be an integer of 64 bits, got {self.seed}")
         for name in ("steps", "minutes", "image_size", "lr"):
