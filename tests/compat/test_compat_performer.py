@@ -101,6 +101,9 @@ def test_large_keys_overflow_there_and_not_here(theirs):
     assert not model(q, 60 * k, v).isfinite().all()
     assert mine(q, 60 * k, v).isfinite().all()
     assert_close(mine(q, k, v), model(q, k, v))
+    # Sums of exponentials that are as small as what the original adds to them.
+    assert_close(mine(q, k - 14, v), model(q, k - 14, v))
+    assert (model(q, k - 14, v) - model(q, k, v)).abs().max() > 0.1
 
 
 def test_half_precision(theirs):

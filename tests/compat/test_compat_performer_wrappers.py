@@ -164,6 +164,19 @@ def test_loss(theirs):
     assert sum(lengths) == len(wanted)
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_the_last_real_token_is_not_asked_for_padding(left):
+    wrapper = ours.AutoregressiveWrapper(ours.PerformerLM(**PLAIN)).eval()
+    tokens, mask = prompt(17, rows=1), torch.arange(17)[None] < 11
+    if left:
+        tokens, mask = tokens.roll(6, 1), mask.flip(1)
+    alone = tokens[:, mask[0]]
+    assert_close(wrapper(tokens, mask=mask), wrapper(alone))
+    whole = ours.AutoregressiveWrapper(Whole(wrapper.net)).eval()
+    assert_close(whole(tokens, mask=mask), wrapper(alone))
+    assert_close(wrapper([alone[0], prompt(5, rows=1)[0]]), whole([alone[0], prompt(5, rows=1)[0]]))
+
+
 def test_small_vocabularies_and_penalties(theirs):
     wrapper = original("performer_pytorch.autoregressive_wrapper")
     logits = torch.tensor([[2.0, -1.0, 0.5], [1.0, 3.0, -2.0]])

@@ -25,11 +25,9 @@ from longspan.compat.performer_pytorch.layers import find_modules
 from longspan.compat.performer_pytorch.options import AttentionOptions, FastAttentionOptions
 from longspan.compat.performer_pytorch.redraw import count_call
 from longspan.layout import PaddedSpan, TokenLayout
-from longspan.mechanisms.feature_maps import ACTIVATIONS
 from longspan.mechanisms.performer import PerformerAttention
 from longspan.models.layers import mechanism_from
 from longspan.ops.rotary import rotate
-from longspan.utils import choose
 
 _POSITIONAL = (
     "dim causal heads dim_head local_heads local_window_size nb_features feature_redraw_interval generalized_attention "
@@ -58,8 +56,7 @@ class FastAttention(nn.Module):
             scaling=self.ortho_scaling,
         )
         self.generalized_attention, self.no_projection = options.generalized_attention, options.no_projection
-        kernel = options.kernel_fn
-        self.kernel_fn = ACTIVATIONS[choose("kernel_fn", kernel, ACTIVATIONS)] if isinstance(kernel, str) else kernel
+        self.kernel_fn = options.own_kernel
         self._options = options
         # Not a submodule: it has no tensors of its own.
         self._mechanism: list[Any] = [self.kernel_fn, self._new_mechanism()]
@@ -111,6 +108,8 @@ class FastAttention(nn.Module):
     def _new_mechanism(self) -> PerformerAttention:
         options = replace(self._options, kernel_fn=self.kernel_fn)
         spec = options.performer(self.dim_heads, causal=self.causal, ortho_scaling=self.ortho_scaling)
+        if "kernel" in spec:
+            spec["kernel"] = self.kernel_fn  # called, not only named: it may have hooks
         with torch.device("meta"):
             mechanism = mechanism_from(spec, 1, self.dim_heads, 1)
         assert isinstance(mechanism, PerformerAttention)
@@ -151,7 +150,7 @@ class Attention(nn.Module):
                 options.nb_features,
                 causal=causal,
                 generalized_attention=options.generalized_attention,
-                kernel_fn=options.kernel_fn,
+                kernel_fn=options.own_kernel,
                 no_projection=options.no_projection,
             )
             self.heads, self.global_heads = heads, heads - num_local

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from longspan.ops.linear import causal_linear_out, divide
 
 Device = torch.device | str | None
-RELU = nn.ReLU()  # the default kernel, one module for all layers of a model
+RELU = nn.ReLU()  # the default kernel
 
 
 def softmax_kernel(

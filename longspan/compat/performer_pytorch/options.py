@@ -43,6 +43,13 @@ class FeatureOptions:
         return max(1, int(head_dim * math.log(head_dim))) if self.nb_features is None else self.nb_features
 
     @property
+    def own_kernel(self) -> Callable[[Tensor], Tensor]:
+        """The kernel as a function; a model has its own default, whose hooks are not those of other models."""
+        if isinstance(self.kernel_fn, str):
+            return ACTIVATIONS[choose("kernel_fn", self.kernel_fn, ACTIVATIONS)]
+        return nn.ReLU() if self.kernel_fn is RELU else self.kernel_fn
+
+    @property
     def resolved_kernel(self) -> Kernel:
         """The kernel_fn, by name where it has one."""
         return resolve_kernel(self.kernel_fn)

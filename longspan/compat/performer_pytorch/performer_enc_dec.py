@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.compat.faithful import faithful, resolve_faithful
 from longspan.compat.options import init_from, without_prefix
 from longspan.compat.performer_pytorch import keys
 from longspan.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper
+from longspan.compat.performer_pytorch.kernels import RELU
 from longspan.compat.performer_pytorch.options import EncoderDecoderOptions
 from longspan.compat.performer_pytorch.performer_pytorch import PerformerLM
 from longspan.compat.state_dict import CompatModel, KeyMapping
@@ -69,9 +70,12 @@ class PerformerEncDec(CompatModel):
         super().__init__()
         self.faithful, self.pad_value = resolve_faithful(options.faithful), options.pad_value
         shared = {"dim": options.dim, "no_projection": options.no_projection}
+        sides = [without_prefix(options, ENC_PREFIX), without_prefix(options, DEC_PREFIX)]
+        kernel = nn.ReLU()
+        for side in sides:  # Both have one default kernel, as in the original.
+            side["kernel_fn"] = kernel if side["kernel_fn"] is RELU else side["kernel_fn"]
         with faithful(self.faithful):
-            encoder = PerformerLM(**without_prefix(options, ENC_PREFIX), **shared)
-            decoder = PerformerLM(**without_prefix(options, DEC_PREFIX), **shared)
+            encoder, decoder = (PerformerLM(**side, **shared) for side in sides)
         self.tied = options.tie_token_embeds or options.tie_token_embed
         if self.tied:
             encoder.token_emb = decoder.token_emb

@@ -115,7 +115,7 @@ class Performer(CompatModel):
     def __init__(self, options: PerformerOptions) -> None:
         super().__init__()
         self.faithful = resolve_faithful(options.faithful)
-        self.options = options = replace(options, faithful=self.faithful)
+        self.options = options = replace(options, faithful=self.faithful, kernel_fn=options.own_kernel)
         if options.use_scalenorm and options.use_rezero:
             warnings.warn("use_rezero has no effect with use_scalenorm, as in the original", stacklevel=4)
         depth, cross_attend = options.depth, options.cross_attend
@@ -235,7 +235,7 @@ class PerformerLM(CompatModel):
     def __init__(self, options: PerformerLMOptions) -> None:
         super().__init__()
         self.faithful = resolve_faithful(options.faithful)
-        self.options = options = replace(options, faithful=self.faithful)
+        self.options = options = replace(options, faithful=self.faithful, kernel_fn=options.own_kernel)
         self.max_seq_len = options.max_seq_len
         self.token_emb = nn.Embedding(options.num_tokens, options.dim)
         with faithful(self.faithful):

@@ -1,6 +1,19 @@
-"""Containers for pairs of layers; a reversible one returns the sum of its two streams."""
+"""Containers for pairs of layers, those of linformer."""
 
-from longspan.compat.containers import Deterministic, ReversibleBlock, SequentialSequence, route_args
-from longspan.compat.linformer.reversible import ReversibleSequence
+from longspan.compat.linformer.reversible import (
+    Deterministic,
+    ReversibleBlock,
+    ReversibleSequence,
+    SequentialSequence,
+    _ReversibleFunction,
+    route_args,
+)
 
-__all__ = ["Deterministic", "ReversibleBlock", "ReversibleSequence", "SequentialSequence", "route_args"]
+__all__ = [
+    "Deterministic",
+    "ReversibleBlock",
+    "ReversibleSequence",
+    "SequentialSequence",
+    "_ReversibleFunction",
+    "route_args",
+]
