@@ -80,6 +80,11 @@ def test_functions(name):
                 assert mine == theirs, arguments
 
 
+def test_shift_by_more_than_there_is():
+    assert not ours.shift(x(B, 2, DIM), 3).any()
+    assert ours.shift(x(B, 0, DIM), 1).shape == (B, 0, DIM)
+
+
 def test_always():
     assert ours.always(3)(1, two=2) == library().always(3)(1, two=2) == 3
 

@@ -68,6 +68,17 @@ def test_the_tree_is_the_originals(name):
 
 
 @pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("length", [0, 1])
+def test_short_sequences(name, length):
+    model, x = build(**TREES[name]), tokens()[:, :length]
+    for mask in (None, torch.ones(B, length).bool(), torch.zeros(B, length).bool()):
+        out = model(x, input_mask=mask, **calls(TREES[name]))
+        assert out.shape[:2] == (B, length)
+        out.sum().backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", TREES)
 def test_every_module_is_called(name):
     """A hook fires on every module that the original calls."""
     options, called = TREES[name], {}

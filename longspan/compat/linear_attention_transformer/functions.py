@@ -78,6 +78,7 @@ def shift(t: Tensor, amount: int, mask: Tensor | None = None) -> Tensor:
     if amount == 0:
         return t
     t = t if mask is None else t.masked_fill(~mask[..., None], 0)
+    amount = max(-t.shape[1], min(amount, t.shape[1]))
     return F.pad(t, (0, 0, amount, -amount))
 
 

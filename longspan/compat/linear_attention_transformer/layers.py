@@ -261,7 +261,9 @@ class SelfAttention(nn.Module):
         return self.dropout(self.to_out(heads.transpose(1, 2).flatten(2)))
 
     def _attend_locally(self, qkv: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-        if mask is None or not self.causal or self.faithful or not mask.shape[1]:
+        if not qkv[0].shape[2]:
+            return qkv[2]
+        if mask is None or not self.causal or self.faithful:
             return self.local_attn(*qkv, input_mask=mask)
         rows = AlignedRows(mask)  # windows start at the first real token
         out = self.local_attn(*(rows.align(x.transpose(1, 2)).transpose(1, 2) for x in qkv), input_mask=rows.mask)
