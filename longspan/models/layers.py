@@ -22,14 +22,24 @@ from longspan.protocol import Mechanism, State, StateOptions
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+# Named functions, so that layers can be pickled.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "relu": F.relu,
     "silu": F.silu,
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
-    "relu2": lambda x: F.relu(x).square(),
-    "identity": lambda x: x,
+    "relu2": _squared_relu,
+    "identity": _identity,
 }
 
 
