@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from longspan.compat.faithful import faithful, resolve_faithful
 from longspan.compat.helpers import default, exists, rotate_every_two
+from longspan.compat.local_attention import LocalAttention
 from longspan.compat.options import init_from
 from longspan.compat.performer_pytorch import keys
 from longspan.compat.performer_pytorch.attention import (
@@ -59,6 +62,7 @@ from longspan.compat.state_dict import CompatModel, KeyMapping
 from longspan.models.transformer import LanguageModel, Transformer
 from longspan.ops.loss import IGNORE_INDEX, cross_entropy
 
+# Scripts that import * also get what the original imports.
 __all__ = [
     "AbsolutePositionalEmbedding",
     "Always",
@@ -66,9 +70,11 @@ __all__ = [
     "AxialPositionalEmbedding",
     "Chunk",
     "CrossAttention",
+    "F",
     "FastAttention",
     "FeedForward",
     "FixedPositionalEmbedding",
+    "LocalAttention",
     "Performer",
     "PerformerLM",
     "PreLayerNorm",
@@ -76,7 +82,9 @@ __all__ = [
     "PreShiftTokens",
     "ProjectionUpdater",
     "ReZero",
+    "ReversibleSequence",
     "SelfAttention",
+    "SequentialSequence",
     "apply_rotary_pos_emb",
     "cast_tuple",
     "causal_linear_attention",
@@ -89,12 +97,20 @@ __all__ = [
     "generalized_kernel",
     "get_module_device",
     "linear_attention",
+    "math",
+    "nn",
     "null_context",
     "orthogonal_matrix_chunk",
+    "partial",
     "rotate_every_two",
     "shift",
     "softmax_kernel",
+    "torch",
 ]
+with contextlib.suppress(ImportError):
+    from einops import rearrange, repeat
+
+    __all__ += ["rearrange", "repeat"]
 
 _PERFORMER_POSITIONAL = (
     "dim depth heads dim_head local_attn_heads local_window_size causal ff_mult nb_features feature_redraw_interval "
