@@ -87,8 +87,9 @@ def _load(path: Path, folder: Path) -> tuple[Model, dict[str, Any]]:
         raise ValueError(f"{folder / TRAINING} is damaged: {advice}") from error
     if "optimiser" in training:  # written before version 0.2
         training["optimizer"] = training.pop("optimiser")
-        settings = training["about"]["settings"]
-        settings["model"] = json.loads(json.dumps(ModelConfig.from_dict(settings["model"]).to_dict()))
+    settings = training["about"]["settings"]
+    # Fields that were added since have their defaults.
+    settings["model"] = json.loads(json.dumps(ModelConfig.from_dict(settings["model"]).to_dict()))
     return load_model(path), training
 
 

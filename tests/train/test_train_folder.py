@@ -124,9 +124,11 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
-        with pytest.raises(ValueError, match="in use"):
-            locked(tmp_path / "run", ignore).__enter__()
-        holder.kill()
+        try:
+            with pytest.raises(ValueError, match="in use"):
+                locked(tmp_path / "run", ignore).__enter__()
+        finally:
+            holder.kill()
     path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": "before"}))
     with locked(tmp_path / "run", ignore):
         assert json.loads(path.read_text())["since"] != "before"
@@ -163,11 +165,12 @@ def test_a_live_run_is_not_touched(corpus: Path, finished: Path, tmp_path: Path)
     before = contents(run)
     other = write_corpus(tmp_path / "other", documents=3, seed=8)
     done = longspan(*arguments(other, run), log=tmp_path / "log")
-    assert done.status == 2
-    assert f"run is in use by process {live.process.pid} on" in done.stderr
-    assert contents(run) == before
+    after = contents(run)
     (run / "go on").touch()
     assert live.wait().status == 0
+    assert done.status == 2
+    assert f"run is in use by process {live.process.pid} on" in done.stderr
+    assert after == before
     assert curve(metrics(run)) == curve(metrics(finished))
 
 
@@ -233,6 +236,18 @@ def test_settings_that_may_change() -> None:
         compare(processes=2)
     with pytest.raises(ValueError, match="4 × --batch-size 6 = 24: use the number of processes of before"):
         compare(processes=4)
+
+
+def test_fields_that_a_run_does_not_know_have_their_defaults(run: Path) -> None:
+    path = run / LAST / "training.pt"
+    saved = torch.load(path, weights_only=True)
+    expected = dict(saved["about"]["settings"]["model"])
+    del saved["about"]["settings"]["model"]["positions"]
+    torch.save(saved, path)
+    path.with_name("SHA256SUMS").unlink()
+    loaded = run_checkpoint.load(run)
+    assert loaded is not None
+    assert loaded[1]["about"]["settings"]["model"] == expected
 
 
 def test_files_of_others_are_not_replaced(tmp_path: Path) -> None:
@@ -406,6 +421,7 @@ def test_a_signal_in_the_final_evaluation_loses_nothing(corpus: Path, finished: 
     command = Command(arguments(corpus, run, **settings), tmp_path / "log")
     while command.alive and not any("eval_loss" in record for record in read_records(run / "metrics.jsonl")):
         time.sleep(0.01)
+    assert saved_step(run / LAST) == 12
     command.kill(signal.SIGHUP)
     done = command.wait()
     assert done.status == 128 + signal.SIGHUP, done.stderr
