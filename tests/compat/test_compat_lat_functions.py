@@ -180,6 +180,18 @@ def test_positions_of_a_half_precision_model_are_exact():
         ours.AbsolutePositionalEmbedding(DIM, 11)(x(B, 13, DIM))
 
 
+def test_sinusoids_need_no_checkpoint():
+    layer = ours.FixedPositionalEmbedding(DIM, 11)
+    expected = layer.emb.clone()
+    layer.load_state_dict({})
+    layer.load_state_dict({"emb": torch.zeros(5, DIM)})
+    assert torch.equal(layer.emb, expected)
+    layer.load_state_dict({"emb": torch.zeros(11, DIM)})
+    assert not layer(x(B, T, DIM)).any()
+    with pytest.raises(RuntimeError, match="size mismatch for emb"):
+        layer.load_state_dict({"emb": torch.zeros(11, DIM + 2)})
+
+
 @pytest.mark.parametrize("length", [1, 7, 12])
 def test_axial_positions(length):
     theirs = older.original("axial_positional_embedding").AxialPositionalEmbedding(DIM, axial_shape=(3, 4))

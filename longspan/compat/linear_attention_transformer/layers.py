@@ -151,6 +151,12 @@ class FixedPositionalEmbedding(nn.Module):
             raise ValueError(f"sinusoidal positions need an even dimension, got {dim}")
         self.register_buffer("emb", sinusoids(dim, max_seq_len))
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        given = state_dict.get(f"{prefix}emb")
+        if given is None or (given.shape != self.emb.shape and given.shape[1:] == self.emb.shape[1:]):
+            state_dict[f"{prefix}emb"] = self.emb  # positions do not depend on how many a checkpoint has
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the vectors (1, T, dim) of the positions of x (B, T, …), in float32 for half-precision models."""
         T, emb = x.shape[1], self.emb
