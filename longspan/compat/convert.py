@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.compat.state_dict import CompatModel, CompatModule
+from longspan.compat.state_dict import CompatModel
 from longspan.models.checkpoint import Model, save
 from longspan.utils import choose, read_json
 
@@ -62,32 +62,20 @@ def convert_weights(weights: Mapping[str, Tensor], library: str, arguments: Mapp
     arguments = dict(arguments)
     name = arguments.pop("class", default_class)
     cls = getattr(module, name, None) if isinstance(name, str) else None
-    if not (isinstance(cls, type) and issubclass(cls, CompatModule | CompatModel)):
+    if not (isinstance(cls, type) and issubclass(cls, CompatModel)):
         raise ValueError(f"{library} has no model {name!r}; give the class of the model, not of a layer or a wrapper")
     try:
         _check_size(cls, arguments, weights)
         wrapper = cls(**arguments)
     except Exception as error:  # The arguments may be anything.
         raise ValueError(f"cannot build {name}: {error}") from error
-    if isinstance(wrapper, CompatModel):
-        try:
-            wrapper.load_state_dict(dict(weights))
-            return wrapper.to_longspan()
-        except RuntimeError as error:
-            raise ValueError(str(error)) from None
-        except ValueError as error:
-            raise ValueError(f"{error}; load it with longspan.compat.{module_name}.{name}") from None
-    if not isinstance(wrapper.model, Model):
-        raise ValueError(f"{name} is a layer, not a model: load it with longspan.compat.{module_name}.{name}")
-    if wrapper.not_in_model:
-        raise ValueError(
-            f"cannot convert this {name}: {wrapper.not_in_model}; load it with longspan.compat.{module_name}.{name}"
-        )
     try:
         wrapper.load_state_dict(dict(weights))
+        return wrapper.to_longspan()
     except RuntimeError as error:
         raise ValueError(str(error)) from None
-    return wrapper.model
+    except ValueError as error:
+        raise ValueError(f"{error}; load it with longspan.compat.{module_name}.{name}") from None
 
 
 def _check_size(cls: type[nn.Module], arguments: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:

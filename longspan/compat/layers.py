@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from longspan.compat.state_dict import KeyMapping, rename_layer
 from longspan.models.positions import SinusoidalPositions
-
-M = TypeVar("M", bound=nn.Module)
 
 
 class FeedForward(nn.Module):
@@ -71,13 +67,6 @@ def initialize_layers(layers: Sequence[tuple[nn.Module, nn.Linear]]) -> None:
 def feed_forward_keys() -> list[KeyMapping]:
     """Map the keys of a feed-forward layer whose linear layers are `w1` and `w2`."""
     return [*rename_layer("w1", "to_hidden"), *rename_layer("w2", "to_out")]
-
-
-def with_children(module: M, **children: nn.Module) -> M:
-    """Return a copy of a module that shares its parameters, with some child modules replaced."""
-    clone = copy.copy(module)
-    clone._modules = {**module._modules, **children}
-    return clone
 
 
 def sinusoidal_table(dim: int, length: int, device: torch.device | None = None) -> Tensor:

@@ -1,9 +1,8 @@
-"""Modules that save and load state dicts in the format of an older library."""
+"""Models of modules with the names of an older library, and how their weights become those of longspan models."""
 
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,36 +13,25 @@ from torch import Tensor, nn
 from longspan.models.checkpoint import Model
 
 TensorMap = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-UNUSED = "unused."  # the prefix of keys that belong to `CompatModule.unused`
 
 
 @dataclass(frozen=True)
 class KeyMapping:
-    """Map entries of an older library's state dict to entries of `CompatModule.model`.
+    """Map entries of a compat model's state dict to entries of the longspan model's.
 
     Attributes:
-        old: Keys in the older library's state dict.
-        new: Keys in the state dict of `model`, or of `CompatModule.unused` if they start with "unused.". Empty for
-            constants, which are saved but not needed for loading.
-        to_new: Convert the old tensors to the new ones, which are then reshaped to the shapes in `model`.
-        to_old: Convert the new tensors to the old ones.
-        aliases: Further keys under which the older library saves the same tensors.
+        old: Keys of the compat model.
+        new: Keys of the longspan model.
+        to_new: Convert the old tensors to the new ones, which are then reshaped to the shapes in the longspan model.
     """
 
     old: tuple[str, ...]
     new: tuple[str, ...]
     to_new: TensorMap = tuple
-    to_old: TensorMap = tuple
-    aliases: tuple[tuple[str, ...], ...] = ()
 
     def with_prefix(self, old: str, new: str) -> KeyMapping:
-        """Return the mapping with a prefix before the old keys and one before the new keys of `model`."""
-        return replace(
-            self,
-            old=tuple(old + key for key in self.old),
-            new=tuple(key if key.startswith(UNUSED) else new + key for key in self.new),
-            aliases=tuple(tuple(old + key for key in keys) for keys in self.aliases),
-        )
+        """Return the mapping with a prefix before the old keys and one before the new keys."""
+        return replace(self, old=tuple(old + key for key in self.old), new=tuple(new + key for key in self.new))
 
 
 def rename(old: str, new: str) -> KeyMapping:
@@ -56,130 +44,14 @@ def rename_layer(old: str, new: str, *names: str) -> list[KeyMapping]:
     return [rename(f"{old}.{name}", f"{new}.{name}") for name in names or ("weight", "bias")]
 
 
-def reshape(old: str, new: str, shape: Sequence[int]) -> KeyMapping:
-    """Map one tensor that has `shape` in the older library."""
-    return KeyMapping((old,), (new,), to_old=lambda tensors: [tensors[0].reshape(shape)])
-
-
 def concatenate(old: Sequence[str], new: str) -> KeyMapping:
     """Map tensors of equal shape to one tensor, concatenated along the first dimension."""
-    return KeyMapping(
-        tuple(old),
-        (new,),
-        lambda tensors: [torch.cat(list(tensors), 0)],
-        lambda tensors: tensors[0].chunk(len(old), 0),
-    )
-
-
-def constant(old: str, value: Callable[[], Tensor]) -> KeyMapping:
-    """Map a tensor that the older library saves and longspan computes."""
-    return KeyMapping((old,), (), to_old=lambda _: [value()])
-
-
-def unsaved(new: Sequence[str], value: Callable[[], Tensor]) -> KeyMapping:
-    """Map tensors that the older library does not save; loading sets all of them to `value()`."""
-    return KeyMapping((), tuple(new), lambda _: [value()] * len(new), lambda _: [])
+    return KeyMapping(tuple(old), (new,), lambda tensors: [torch.cat(list(tensors), 0)])
 
 
 def with_prefix(mappings: Iterable[KeyMapping], old: str, new: str) -> Iterator[KeyMapping]:
     """Add prefixes to mappings; see `KeyMapping.with_prefix`."""
     return (mapping.with_prefix(old, new) for mapping in mappings)
-
-
-class CompatModule(nn.Module):
-    """Wrap a longspan module as `model`, with the state-dict keys and shapes of an older library.
-
-    A subclass sets `model` and maps its tensors in `key_mappings`. It can be a submodule of any other module.
-
-    Attributes:
-        model: The longspan module that computes the result.
-        unused: Tensors that the older library saves and never reads, so that a checkpoint is saved as it was loaded.
-        not_in_model: What the wrapper computes beside `model`, for the error if `model` alone is converted.
-    """
-
-    model: nn.Module
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused: nn.Module | None = None
-        self.not_in_model = ""
-
-    def key_mappings(self) -> Iterable[KeyMapping]:
-        """Map every tensor of `model` and `unused` to its key in the older library."""
-        raise NotImplementedError
-
-    def upgrade_key(self, key: str) -> str:
-        """Return the current key for a key from another release of the older library."""
-        return key
-
-    def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Adapt the model, before loading, to a checkpoint whose shapes show that the original ignored an option."""
-
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Return the state dict in the older library's format; see `torch.nn.Module.state_dict`."""
-        tensors = self._tensors(keep_vars)
-        destination = OrderedDict() if destination is None else destination
-        unmapped = set(tensors)
-        for mapping in self.key_mappings():
-            unmapped -= set(mapping.new)
-            old = mapping.to_old([tensors[key] for key in mapping.new])
-            for keys in (mapping.old, *mapping.aliases):
-                for key, tensor in zip(keys, old, strict=True):
-                    destination[prefix + key] = tensor
-        assert not unmapped, f"no key mapping for {sorted(unmapped)}"
-        return destination
-
-    def _tensors(self, keep_vars: bool = False) -> dict[str, Tensor]:
-        """Return all tensors by their new keys."""
-        tensors: dict[str, Tensor] = self.model.state_dict(keep_vars=keep_vars)
-        if self.unused is not None:
-            tensors |= self.unused.state_dict(prefix=UNUSED, keep_vars=keep_vars)
-        return tensors
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Replace the old keys in state_dict by new ones, which the submodules then load."""
-        given: dict[str, Tensor] = {}
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            given[self.upgrade_key(key[len(prefix) :])] = state_dict.pop(key)
-        self.adapt_to_checkpoint({key: tensor.shape for key, tensor in given.items()})
-        tensors = self._tensors()
-        known: set[str] = set()
-        for mapping in self.key_mappings():
-            alternatives = (mapping.old, *mapping.aliases)
-            known.update(key for keys in alternatives for key in keys)
-            if not mapping.new:
-                continue
-            current = [tensors[key] for key in mapping.new]
-            keys = next((keys for keys in alternatives if all(key in given for key in keys)), None)
-            if keys is None:
-                missing_keys.extend(prefix + key for key in mapping.old if key not in given)
-                loaded: Sequence[Tensor] = current
-            elif mismatches := [
-                f"size mismatch for {prefix + key}: the checkpoint has {tuple(given[key].shape)}, this model "
-                f"{tuple(old.shape)}"
-                for key, old in zip(keys, mapping.to_old(current), strict=True)
-                if given[key].shape != old.shape
-            ]:
-                error_msgs.extend(mismatches)
-                loaded = current
-            else:
-                loaded = [
-                    new.reshape(old.shape)
-                    for new, old in zip(mapping.to_new([given[key] for key in keys]), current, strict=True)
-                ]
-            for key, tensor in zip(mapping.new, loaded, strict=True):
-                state_dict[prefix + (key if key.startswith(UNUSED) else f"model.{key}")] = tensor
-        if strict:
-            unexpected_keys.extend(prefix + key for key in given if key not in known)
 
 
 class CompatModel(nn.Module):

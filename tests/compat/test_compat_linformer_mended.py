@@ -300,6 +300,25 @@ def test_every_dropout_is_where_it_was() -> None:
     assert torch.equal(*(model(x[0], embeddings=x[1]) for _ in range(2)))
 
 
+@pytest.mark.parametrize("options", [{}, {"full_attention": True}, {"method": "no_params"}], ids=str)
+def test_causal_models_convert(options: dict) -> None:
+    arguments = {"num_tokens": 13, **SMALL, **options, "causal": True}
+    model, tokens = ours.LinformerLM(**arguments).eval(), torch.randint(13, (2, 11))
+    converted = convert_weights(model.state_dict(), "linformer-pytorch", arguments).eval()
+    torch.testing.assert_close(converted(tokens), model(tokens))
+    with pytest.raises(
+        ValueError, match=r"faithful=True keeps what no longspan model does.*load it with longspan\.compat"
+    ):
+        convert_weights(model.state_dict(), "linformer-pytorch", {**arguments, "faithful": True})
+
+
+def test_loading_does_not_hide_what_was_replaced() -> None:
+    model = ours.LinformerEncDec(**enc_dec())
+    model.decoder.to_logits = torch.nn.Identity()
+    model.load_state_dict(model.state_dict())
+    assert model.altered() == "decoder.to_logits was replaced"
+
+
 def test_what_is_refused() -> None:
     model, x = ours.Linformer(**SMALL), torch.randn(2, 11, 12)
     with pytest.raises(TypeError, match="mask"):

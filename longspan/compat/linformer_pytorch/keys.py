@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longspan.compat.state_dict import KeyMapping, concatenate, rename, rename_layer, unsaved, with_prefix
+from longspan.compat.state_dict import KeyMapping, concatenate, rename, rename_layer, with_prefix
 from longspan.mechanisms.linformer import LinformerAttention, Projection
 from longspan.models.layers import Attention, FeedForward
 from longspan.models.residual import ResidualBranch
@@ -89,46 +89,32 @@ def projection_keys(net: nn.Module, uses: Iterable[ProjectionUse]) -> Iterator[K
         shared.setdefault(use.projection, []).append(use)
     for projection, group in shared.items():
         # Heads with their own projection have different tensors; other heads have copies of one.
-        heads = [name for use in group for name in use.old]
+        heads = group[0].old if projection.num_heads else group[0].old[:1]
         if projection.kind == "random":
-            tables = partial(_fixed_tables, net, heads if projection.num_heads else heads[:1])
-            yield unsaved([f"{use.new}table" for use in group], tables)
+            # The original does not save it.
+            new = tuple(f"{use.new}table" for use in group)
+            yield KeyMapping((), new, partial(_fixed_tables, net, heads, len(group)))
             continue
-        alternatives = [tuple(use.old) for use in group] if projection.num_heads else [(name,) for name in heads]
-        for name, (tensor, ndim, transpose) in _tensors(projection).items():
-            first, *aliases = (tuple(f"{head}{name}" for head in names) for names in alternatives)
-            new = tuple(f"{use.new}{tensor}" for use in group)
-            yield _stack_heads(first, new, ndim, transpose, tuple(aliases))
+        for name, (tensor, transpose) in _tensors(projection).items():
+            old, new = tuple(f"{head}{name}" for head in heads), tuple(f"{use.new}{tensor}" for use in group)
+            yield KeyMapping(old, new, partial(_stack, transpose, len(group)))
 
 
-def _fixed_tables(net: nn.Module, names: Sequence[str]) -> Tensor:
-    """Return the stack of the tables at these names, which end with the attribute of a head and a dot."""
+def _fixed_tables(net: nn.Module, names: Sequence[str], uses: int, _: Sequence[Tensor]) -> list[Tensor]:
+    """Return the stack of the tables at these names, which end with the attribute of a head and a dot, for each use."""
     heads = (name[:-1].rpartition(".") for name in names)
-    return torch.stack([getattr(net.get_submodule(head), side) for head, _, side in heads])
+    return [torch.stack([getattr(net.get_submodule(head), side) for head, _, side in heads])] * uses
 
 
-def _tensors(projection: Projection) -> dict[str, tuple[str, int, Callable[[Tensor], Tensor]]]:
-    """Return {old name: (new name, dimensions without heads, transposition, which is its own inverse)}."""
-    tensors: dict[str, tuple[str, int, Callable[[Tensor], Tensor]]] = {"weight": ("table", 2, lambda x: x.T)}
+def _tensors(projection: Projection) -> dict[str, tuple[str, Callable[[Tensor], Tensor]]]:
+    """Return {old name: (new name, what makes the new tensor of a head of the old one)}."""
+    tensors: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {"weight": ("table", lambda x: x.T)}
     if projection.kind == "convolution":
-        tensors["weight"] = "kernel", 3, lambda x: x.permute(2, 1, 0)
+        tensors["weight"] = "kernel", lambda x: x.permute(2, 1, 0)
     if projection.bias is not None:
-        tensors["bias"] = "bias", 2, lambda x: x.flatten()
+        tensors["bias"] = "bias", lambda x: x
     return tensors
 
 
-def _stack_heads(
-    old: tuple[str, ...],
-    new: tuple[str, ...],
-    ndim: int,
-    transpose: Callable[[Tensor], Tensor],
-    aliases: tuple[tuple[str, ...], ...],
-) -> KeyMapping:
-    """Map one tensor per head to the stack of their transpositions, which every new key shares."""
-    return KeyMapping(
-        old,
-        new,
-        lambda tensors: [torch.stack([transpose(x) for x in tensors])] * len(new),
-        lambda tensors: [transpose(x) for x in tensors[0].reshape(-1, *tensors[0].shape[-ndim:])],
-        aliases,
-    )
+def _stack(transpose: Callable[[Tensor], Tensor], uses: int, heads: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.stack([transpose(x) for x in heads])] * uses

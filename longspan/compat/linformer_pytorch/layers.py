@@ -651,7 +651,7 @@ def _live(projection: Any, mask: Tensor | None, x: Tensor, rank: int) -> Tensor 
 
 def _check_causal(mask: Tensor | None, full_attention: bool, dim_k: int | None = None) -> None:
     """Raise ValueError unless a mask is None or the triangular one of `gen_causal_mask`."""
-    if mask is None:
+    if mask is None or mask.is_meta:
         return
     if mask.ndim == 2:
         width = mask.shape[1] if dim_k is None else dim_k

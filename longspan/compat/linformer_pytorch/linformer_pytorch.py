@@ -278,7 +278,7 @@ class LinformerLM(CompatModel):
         body.adapt_to_checkpoint({key: shape for key, shape in shapes.items() if key.startswith(prefix)})
         if body.options._constant_rank != self.options._constant_rank:
             self.options = replace(self.options, _constant_rank=body.options._constant_rank)
-            self.record_structure()
+            self.record_structure("linformer")
 
     def longspan_model(self) -> LanguageModel:
         _refuse_faithful(self)
@@ -322,9 +322,10 @@ class LinformerEncDec(CompatModel):
 
     def adapt_to_checkpoint(self, shapes: Mapping[str, torch.Size]) -> None:
         for name, side in (("encoder.", self.encoder), ("decoder.", self.decoder)):
-            own = {key.removeprefix(name): shape for key, shape in shapes.items() if key.startswith(name)}
+            own, before = {key.removeprefix(name): x for key, x in shapes.items() if key.startswith(name)}, side.options
             side.adapt_to_checkpoint(own)
-        self.record_structure()
+            if side.options != before:
+                self.record_structure(f"{name}linformer")
 
     def longspan_model(self) -> EncoderDecoder:
         _refuse_faithful(self)
