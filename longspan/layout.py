@@ -224,6 +224,8 @@ def check_key_mask(key_mask: Tensor, x: Tensor, packing: Packing | None, shape: 
     """Raise ValueError unless key_mask is a bool mask over the tokens of x (B, T, ...), without packing."""
     if packing is not None:
         raise ValueError("packing and key_mask exclude each other: a packed row has no padding; leave key_mask out")
+    if not isinstance(key_mask, Tensor):
+        raise TypeError(f"key_mask must be a bool tensor {shape}, got {key_mask!r}")
     if key_mask.dtype != torch.bool:
         raise ValueError(f"key_mask must be bool, True = keep, got {key_mask.dtype}; use key_mask.bool()")
     if key_mask.shape != x.shape[:2]:
@@ -235,6 +237,8 @@ def check_key_mask(key_mask: Tensor, x: Tensor, packing: Packing | None, shape: 
 
 def check_packing(packing: Packing, x: Tensor, name: str = "packing") -> None:
     """Raise ValueError unless packing describes the tokens of x (1, T, ...)."""
+    if not isinstance(packing, Packing):
+        raise TypeError(f"{name} must be a Packing, got {packing!r}; Packing.from_lengths makes one")
     offsets = packing.offsets
     if x.shape[0] != 1:
         raise ValueError(f"packed sequences share one row: batch size must be 1 with {name}, got {x.shape[0]}")

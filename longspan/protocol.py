@@ -404,7 +404,7 @@ class Mechanism(nn.Module, ABC):
         self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """Extend a state by one token, q (B, 1, H, D): write it, then read with its query."""
-        if q.ndim != 4 or q.shape[1] != 1:
+        if isinstance(q, Tensor) and (q.ndim != 4 or q.shape[1] != 1):
             raise ValueError(
                 f"step takes one token, q of shape (B, 1, H, D), got {tuple(q.shape)}; use extend for more"
             )

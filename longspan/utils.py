@@ -19,8 +19,11 @@ MIN_TORCH = (2, 10)
 _MAX_JSON = 1 << 26  # bytes of a JSON file that is read into memory at once
 # Control characters but tabs and line ends, marks that change the direction of text, and halves of surrogate pairs.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-# How libraries other than Python's own word a full disk.
-_DISK_FULL = ("No space left on device", "StorageFull", "Disk quota exceeded", "PytorchStreamWriter failed writing")
+# How libraries other than Python's own word a full disk: safetensors, torch.save, and numpy.save.
+_DISK_FULL = re.compile(
+    "No space left on device|StorageFull|Disk quota exceeded|PytorchStreamWriter failed writing"
+    r"|inline_container\.cc.*unexpected pos|^\d+ requested and \d+ written$"
+)
 
 
 def check_torch() -> None:
@@ -91,7 +94,7 @@ def is_disk_full(error: BaseException | None) -> bool:
     """Return whether an error, or one that it was raised from, says that a disk or a quota is full."""
     if error is None:
         return False
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(x in str(error) for x in _DISK_FULL)
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _DISK_FULL.search(str(error)) is not None
     return full or is_disk_full(error.__cause__) or is_disk_full(error.__context__)
 
 
@@ -145,8 +148,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     try:
         partial.write_bytes(data)
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)
         raise
 
 

@@ -364,9 +364,10 @@ def _decoder(model: LanguageModel | EncoderDecoder) -> LanguageModel:
 
 def _sequences(prompt: Prompt) -> list[Tensor]:
     """Return the prompts, each (T,) int64."""
-    if isinstance(prompt, str | bytes | bytearray) or not hasattr(prompt, "__len__"):
-        return [to_tokens("prompt", prompt)]
-    several = len(prompt) > 0 and (hasattr(prompt[0], "__len__") if not hasattr(prompt, "ndim") else prompt.ndim > 1)
+    if hasattr(prompt, "ndim"):
+        several = prompt.ndim > 1
+    else:
+        several = isinstance(prompt, list | tuple) and len(prompt) > 0 and hasattr(prompt[0], "__len__")
     return [to_tokens("prompt", tokens) for tokens in prompt] if several else [to_tokens("prompt", prompt)]
 
 

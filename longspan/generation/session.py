@@ -46,7 +46,11 @@ class Session:
         Raises:
             ValueError: If the index is not (N,) integers from −B to B − 1.
         """
-        where, B = torch.as_tensor(index, device=self.logits.device), len(self.logits)
+        B = len(self.logits)
+        try:
+            where = torch.as_tensor(index, device=self.logits.device)
+        except (RuntimeError, TypeError, ValueError):
+            raise ValueError(f"index must be (N,) integers from {-B} to {B - 1}, got {index!r}") from None
         where = where.long() if where.numel() == 0 else where
         if where.ndim != 1 or where.is_floating_point() or (where.numel() and not -B <= where.min() <= where.max() < B):
             raise ValueError(f"index must be (N,) integers from {-B} to {B - 1}, one for each of {B} sequences")

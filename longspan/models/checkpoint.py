@@ -102,6 +102,10 @@ def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = 
         FileNotFoundError: If there is no checkpoint.
         ValueError: If a file is damaged, or the tensors do not fit the configuration.
     """
+    try:
+        target = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be a device such as cpu or cuda:0, got {device!r}: {error}") from None
     description, tensors = read_committed(folder, _read)
     where = Path(folder) / CONFIG
     cls = CLASSES[choose(f"class in {where}", description["class"], CLASSES)]
@@ -123,7 +127,7 @@ def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = 
     except (AttributeError, RecursionError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"cannot build the {cls.__name__} that {where} describes: {error}") from error
     _fill(model, tensors, description["ties"])
-    return model.to(device)
+    return model.to(target)
 
 
 def describe(model: Model) -> dict[str, Any]:

@@ -226,8 +226,12 @@ class ModelConfig:
         _check_positive(self, "dim", "depth", "max_length", "num_streams", "vocab_size", "embed_dim", "num_classes")
         check_fields(self)
         _check_fraction(self, "embed_dropout")
-        if isinstance(self.final_norm, str):
+        if not isinstance(self.final_norm, bool):
             choose("final_norm", self.final_norm, get_args(Norm))
+        for name, group in (*_GROUPS.items(), ("legacy", LegacyConfig)):
+            value = getattr(self, name, None)
+            if not isinstance(value, group) and (value is not None or name in ("attention", "legacy")):
+                raise ValueError(f"{name} must be a {group.__name__}, got {value!r}")
         self._check_positions()
         if self.causal and any(offset < 0 for offset in self.token_shift):
             raise ValueError(f"token_shift {self.token_shift} looks ahead; a causal model's offsets are 0 or more")
@@ -371,8 +375,6 @@ def check_fields(config: Any, label: Callable[[str], str] = str) -> None:
         if value is None and options != set(get_args(kind)):
             continue
         kind = options.pop() if len(options) == 1 and type(None) in get_args(kind) else kind
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and not isinstance(value, kind | Mapping):
-            raise ValueError(f"{label(name)} must be a {kind.__name__}, got {value!r}")
         if kind is bool and not isinstance(value, bool):
             raise ValueError(f"{label(name)} must be true or false, got {value!r}")
         if kind is int and (isinstance(value, bool) or not isinstance(value, Integral)):

@@ -318,8 +318,15 @@ class LanguageModel(nn.Module):
         masks: dict[str, Any] = {"context_mask": context_mask, "context_packing": context_packing}
         return self.transformer(self._embed(tokens, layout, longest), context=context, **masks, _layout=layout)
 
+    def _look_up(self, tokens: Tensor) -> Tensor:
+        try:
+            return self.embedding(tokens)
+        except IndexError:  # On a GPU the kernel ends the process.
+            low, high, size = int(tokens.min()), int(tokens.max()), len(self.embedding.weight)
+            raise ValueError(f"tokens must be from 0 to {size - 1}, got {low} to {high}") from None
+
     def _embed(self, tokens: Tensor, layout: TokenLayout, longest: int) -> Tensor:
-        x = self.embedding(tokens)
+        x = self.embedding(tokens) if torch.compiler.is_compiling() else self._look_up(tokens)
         if self.positions is not None:
             self.positions.check(longest)
             x = x + self.positions(layout.position).to(x.dtype)
@@ -401,6 +408,8 @@ class Classifier(nn.Module):
 
 
 def _check_tokens(tokens: Tensor) -> None:
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"tokens must be a tensor (B, T) of integers, got {tokens!r}")
     if tokens.ndim != 2 or tokens.is_floating_point():
         raise ValueError(f"tokens must be (B, T) integers, got {tuple(tokens.shape)} {tokens.dtype}")
 

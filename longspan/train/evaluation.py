@@ -33,7 +33,7 @@ from longspan.train.data.token_store import StoreSpec, TokenStore, open_store
 from longspan.train.loggers import Record
 from longspan.train.objectives import Classification, Objective, mask_tokens, wrap_model
 from longspan.train.run_folder import RUN
-from longspan.utils import choose_device, read_json, write_atomically
+from longspan.utils import choose_device, is_disk_full, read_json, write_atomically
 
 
 def evaluate_held_out(
@@ -155,7 +155,12 @@ def evaluate_checkpoint(
     options = ReadOptions(extensions)
     with tempfile.TemporaryDirectory() as temporary:
         sources = tuple(find_source(text, options) for text in data)
-        store = open_store(Path(temporary) / "data", StoreSpec(sources, (), options, tokenizer, context, 0.0))
+        try:
+            store = open_store(Path(temporary) / "data", StoreSpec(sources, (), options, tokenizer, context, 0.0))
+        except OSError as error:
+            if is_disk_full(error):
+                error.filename = temporary
+            raise
         vocab_size = loaded.config.vocab_size or 0
         if store.vocab_size > vocab_size:
             raise ValueError(f"the data needs a vocabulary of {store.vocab_size} tokens, the model has {vocab_size}")

@@ -439,6 +439,8 @@ def test_a_signal_removes_temporary_folders(folder, tmp_path, capsys, monkeypatc
         OSError(errno.EDQUOT, "Disk quota exceeded"),
         SafetensorError('IoError(Os { code: 28, kind: StorageFull, message: "No space left on device" })'),
         RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
+        OSError("100000 requested and 12784 written"),
     ],
 )
 def test_a_full_disk_is_said_in_words(error, folder, tmp_path, capsys, monkeypatch):

@@ -202,6 +202,18 @@ def open_decompressed(path: Path) -> IO[bytes]:
     return cast("IO[bytes]", io.BufferedReader(_LimitedReader(opened, path, size), _CHUNK))
 
 
+def load_array(path: Path) -> Tokens:
+    """Map a `.npy` file into memory.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # The header is parsed as Python.
+        raise ValueError(f"{path} is not a .npy file that can be read: {error}") from None
+
+
 def _files_in(folder: Path, options: ReadOptions) -> list[Path]:
     extensions = {e.lower() if e.startswith(".") else f".{e.lower()}" for e in options.extensions}
 
@@ -283,10 +295,7 @@ def _read_tokens(path: Path, options: ReadOptions) -> Iterator[DocumentChunk]:
     if _inner_suffix(path) == ".npy":
         if path.suffix.lower() in COMPRESSED:
             raise ValueError(f"{path}: .npy files are memory-mapped and cannot be compressed; decompress the file")
-        try:
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except Exception as error:  # The header is parsed as Python.
-            raise ValueError(f"{path} is not a .npy file that can be read: {error}") from None
+        array = load_array(path)
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
             raise ValueError(
                 f"{path} must be an integer array with 1 dimension, or with 2 (one document per row), "

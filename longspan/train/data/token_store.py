@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from longspan.generation.tokenization import load_tokenizer
 from longspan.models.checkpoint import CHECKSUMS, replace_folder, verify_checksums, write_checksums
-from longspan.train.data.readers import DataSource, ReadOptions, Tokens, file_kind, read_documents
+from longspan.train.data.readers import DataSource, ReadOptions, Tokens, file_kind, load_array, read_documents
 
 TOKENS, SEGMENTS, STORE = "tokens.bin", "segments.npy", "store.json"
 FORMAT = 1
@@ -348,7 +348,7 @@ def _token_dtype(spec: StoreSpec, vocab_size: int | None) -> np.dtype[Any]:
         if file_kind(path) == "tokens":
             name = spec.options.bin_dtype
             if path.suffix == ".npy":
-                name = str(np.load(path, mmap_mode="r", allow_pickle=False).dtype)
+                name = str(load_array(path).dtype)
             dtype = np.dtype(name if name in ("uint8", "uint16") else "uint32")
             widest = max(widest, dtype, key=lambda d: d.itemsize)
     return widest
