@@ -466,6 +466,7 @@ def test_closed_and_full_streams(folder, capsys, monkeypatch):
     assert shell("--version >&- 2>&-") == (0, "")
     monkeypatch.setattr(sys, "stdin", None)
     status, _, err = run_main(capsys, "generate", "--model", folder)
+    sys.stdin.close()
     assert status == 2
     assert "nothing to continue" in err
 
