@@ -282,3 +282,10 @@ def test_feed_forward_and_position_bias() -> None:
     )
     with pytest.raises(ValueError, match="at least that of queries, i, got i = 5 and j = 3"):
         DynamicPositionBias(dim=7, heads=H)(5, 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"exact_windowsize": True}, {"dim": 4}, {"faithful": True}])
+def test_no_tokens(options):
+    q, v = torch.randn(2, 3, 0, 4), torch.randn(2, 3, 0, 5)
+    for mask in (None, torch.ones(2, 0).bool()):
+        assert LocalAttention(5, **options)(q, q, v, mask=mask).shape == v.shape
