@@ -27,6 +27,7 @@ MODELS = 40  # per seed
 COMPILED = 7  # one model in so many is compiled
 V, LONGEST = 11, 67
 GREEDY = Sampling(temperature=0)
+OWN = ["local", "decay", "delta"]  # without cross-attention
 Pick = random.Random
 
 
@@ -40,7 +41,7 @@ def maybe(pick: Pick, chance: float = 0.3, **options: Any) -> dict[str, Any]:
 
 
 def one_mechanism(pick: Pick, cross: bool) -> dict[str, Any]:
-    name = pick.choice(["softmax", "linear", "performer", "linformer"] + ([] if cross else ["local"] * 2))
+    name = pick.choice(["softmax", "linear", "performer", "linformer"] + ([] if cross else OWN * 2))
     options: dict[str, Any] = {}
     if name == "softmax":
         options = maybe(pick, scale=[0.3], dropout=[0.2])
@@ -49,6 +50,10 @@ def one_mechanism(pick: Pick, cross: bool) -> dict[str, Any]:
         blocks = "look_back" in options or "look_ahead" in options
         options |= {"window": pick.choice([1, 2, 5, 13]) if blocks else pick.choice([1, 4, 7, 90, (2, 3), (4, 0)])}
         options |= maybe(pick, dropout=[0.2])
+    elif name == "decay":
+        options = {"gate": pick.choice(["fixed", "head", "channel"])}
+    elif name == "delta":
+        options = {"gate": pick.choice(["none", "head", "channel"]), **maybe(pick, negative_eigenvalues=[True])}
     elif name == "linear":
         kind = pick.choice(["elu", "relu", "softmax", "identity"])
         options = {"feature_map": kind, **maybe(pick, output_scale=[0.5], first_bucket=["zero"])}
@@ -85,8 +90,12 @@ def attention(pick: Pick, cross: bool = False) -> AttentionConfig:
     options: dict[str, Any] = {"num_heads": heads, "head_dim": pick.choice([2, 4, 4, 6, 5])}
     options |= maybe(pick, num_kv_heads=[n for n in (1, 2) if heads % n == 0], shared_kv=[True], qkv_bias=[True])
     options |= maybe(pick, out_bias=[False], qk_norm=[True], value_gates=[True], dropout=[0.2])
+    options |= maybe(pick, out_norm=[True], out_gate=["sigmoid", "silu"])
     if not cross:
         options |= maybe(pick, 0.4, rotary=["halves", "interleaved", {"local": "halves"}], rotary_base=[100.0])
+        options |= maybe(pick, 0.15, conv_size=[2, 4])
+        if not options.keys() & {"num_kv_heads", "shared_kv"}:
+            options |= maybe(pick, 0.15, num_qk_heads=[n for n in (1, 2) if heads % n == 0])
     spec = mechanism(pick, heads, cross)
     specs = [spec] if isinstance(spec, dict) else spec
     if all(one["mechanism"] == "linformer" for one in specs):
@@ -105,7 +114,7 @@ def config(pick: Pick, *, causal: bool, dim: int, **given: Any) -> ModelConfig:
     """A configuration that may contradict itself: then a ValueError says so."""
     depth = pick.choice([1, 2, 3])
     residual = pick.choice(["single", "single", "double", "hyper"])
-    legacy = maybe(pick, 0.1, axial_stride=[2, 3], out_dim=[7], out_dropout=[0.2], position_base=[100.0])
+    legacy = maybe(pick, 0.1, axial_stride=[1, 2, 3], out_dim=[7], out_dropout=[0.2], position_base=[100.0])
     legacy |= maybe(pick, 0.1, product_keys=[(0,), (depth - 1,)], logits_bias=[False])
     if depth > 1 and residual == "single":
         legacy |= maybe(pick, 0.1, inner_dim=[10])
