@@ -410,7 +410,7 @@ class Attention(nn.Module):
         if self.conv is None:
             return self.project_queries(x, layout), *self._project_keys(x, layout), None
         joined = layout.zero_fill(torch.cat([self.to_q(x), self.to_kv(x)], 2))
-        mixed = self.conv(joined, layout, recent)
+        mixed = self.conv(joined, layout, recent).to(joined.dtype)  # Its weights are not cast by autocast.
         q, kv = mixed.split([self.to_q.out_features, self.to_kv.out_features], 2)
         k, v, gates = self._rotate_keys(kv, x, layout)
         recent = None if recent is None else latest_tokens(recent, joined, layout)
