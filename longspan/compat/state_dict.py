@@ -128,6 +128,11 @@ class CompatModel(nn.Module):
         for mapping in self.key_mappings():
             tensors = mapping.to_new([old[key] for key in mapping.old])
             for key, tensor in zip(mapping.new, tensors, strict=True):
+                if tensor.numel() != shapes[key].numel():
+                    raise ValueError(
+                        f"{type(self).__name__} cannot be converted, because {', '.join(mapping.old)} has the shape "
+                        f"{tuple(tensor.shape)} and not {tuple(shapes[key])}"
+                    )
                 new[key] = tensor.reshape(shapes[key])
         model.load_state_dict(new, assign=True)
         return model.train(self.training)

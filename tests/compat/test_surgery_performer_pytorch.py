@@ -495,6 +495,35 @@ def test_features_and_kernels_are_replaced() -> None:
     older.assert_close(fast(q[:, :1], q[:, :1], q[:, :1, :, :3]), twin(q, q, q)[:, :1, :, :3])
 
 
+def test_more_features_than_the_model_was_built_with() -> None:
+    lm = model(causal=True)
+    for fast in inner.find_modules(lm, ours.FastAttention):
+        fast.projection_matrix = inner.gaussian_orthogonal_random_matrix(9, D)
+    with pytest.raises(ValueError, match=r"projection_matrix has the shape \(9, 4\) and not \(5, 4\)"):
+        lm.to_longspan()
+    with pytest.warns(UserWarning, match="recomputes all tokens before it"):
+        assert ours.AutoregressiveWrapper(lm).generate(tokens(5), 3).shape == (B, 3)
+
+
+def test_an_updater_redraws_for_the_layers_inside() -> None:
+    layer = ours.SelfAttention(12, heads=H, feature_redraw_interval=0)
+    ours.ProjectionUpdater(nn.ModuleList([layer]), None)
+    before = layer.fast_attention.projection_matrix.clone()
+    layer(random(B, T, 12))
+    assert torch.equal(layer.fast_attention.projection_matrix, before)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_no_tokens_and_no_visible_tokens(options: dict) -> None:
+    lm = model(**options)
+    context = {"context": random(B, 5, 12)} if options.get("cross_attend") else {}
+    assert lm(tokens(0), **context).shape == (B, 0, 13)
+    out = lm(tokens(), mask=torch.zeros(B, T), **context)
+    assert out.isfinite().all()
+    out.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in lm.parameters())
+
+
 def test_modules_are_found_by_their_type() -> None:
     lm = model(cross_attend=True, **LOCAL)
     assert len(inner.find_modules(lm, inner.FastAttention)) == 4

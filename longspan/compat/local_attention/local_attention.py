@@ -143,6 +143,8 @@ class LocalAttention(nn.Module):
                 )
         if k.shape[-1] != q.shape[-1]:
             raise ValueError(f"q and k must have the same number of features, got {q.shape[-1]} and {k.shape[-1]}")
+        if 0 in (n, sequences):
+            return v.new_zeros(*leading, n, v.shape[-1])
         masks, biases = 1 if mask is None else len(mask), 1 if attn_bias is None else len(attn_bias)
         if sequences % masks or sequences % biases:
             raise ValueError(

@@ -59,7 +59,7 @@ class FastAttention(nn.Module):
         self.kernel_fn = options.own_kernel
         self._options = options
         # Not a submodule: it has no tensors of its own.
-        self._mechanism: list[Any] = [self.kernel_fn, self._new_mechanism()]
+        self._mechanism: list[Any] = [self.kernel_fn, self.nb_features, self._new_mechanism(self.nb_features)]
         self.register_buffer("projection_matrix", self.create_projection())
 
     @torch.no_grad()
@@ -76,6 +76,7 @@ class FastAttention(nn.Module):
             v: Values.
             mask: (B, S), True for keys to attend to.
         """
+        mask = as_bool(mask)
         if self.faithful:
             v = v if mask is None else v.masked_fill(~mask[:, None, :, None], 0)
             return (causal_linear_attention if self.causal else linear_attention)(*self._features(q, k), v)
@@ -95,9 +96,10 @@ class FastAttention(nn.Module):
 
     def _bound_mechanism(self, num_heads: int, value_dim: int) -> PerformerAttention:
         """Return the mechanism, with this module's features and the sizes of a call."""
-        if not self._mechanism or self._mechanism[0] is not self.kernel_fn:
-            self._mechanism = [self.kernel_fn, self._new_mechanism()]
-        mechanism: PerformerAttention = self._mechanism[1]
+        number = len(self.projection_matrix)
+        if not self._mechanism or self._mechanism[0] is not self.kernel_fn or self._mechanism[1] != number:
+            self._mechanism = [self.kernel_fn, number, self._new_mechanism(number)]
+        mechanism: PerformerAttention = self._mechanism[2]
         if not self.no_projection and mechanism.feature_map.projection is not self.projection_matrix:
             mechanism.feature_map.projection = self.projection_matrix
         if (mechanism.num_heads, mechanism.value_dim) != (num_heads, value_dim):
@@ -105,8 +107,8 @@ class FastAttention(nn.Module):
             mechanism.value_dim = value_dim
         return mechanism
 
-    def _new_mechanism(self) -> PerformerAttention:
-        options = replace(self._options, kernel_fn=self.kernel_fn)
+    def _new_mechanism(self, nb_features: int) -> PerformerAttention:
+        options = replace(self._options, kernel_fn=self.kernel_fn, nb_features=nb_features)
         spec = options.performer(self.dim_heads, causal=self.causal, ortho_scaling=self.ortho_scaling)
         if "kernel" in spec:
             spec["kernel"] = self.kernel_fn  # called, not only named: it may have hooks

@@ -222,7 +222,6 @@ def _layer_pairs(options: PerformerOptions, local_heads: int) -> list[nn.ModuleL
         **{name: getattr(options, name) for name in ("heads", *features, "qkv_bias", "attn_out_bias")},
         "dim_head": options.head_dim,
         "dropout": options.attn_dropout,
-        "feature_redraw_interval": None,  # The updater of the whole model redraws.
     }
 
     def feed_forward() -> Chunk:

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.compat.performer_pytorch.attention import FastAttention
+from longspan.compat.performer_pytorch.attention import Attention, FastAttention
 from longspan.compat.performer_pytorch.layers import find_modules
 from longspan.compat.performer_pytorch.redraw import count_call
 
 
 class ProjectionUpdater(nn.Module):
     """Redraw the random features in `instance` every feature_redraw_interval calls, in training mode.
+
+    Layers inside then do not redraw by themselves.
 
     Args:
         instance: A module with FastAttention inside.
@@ -29,6 +31,8 @@ class ProjectionUpdater(nn.Module):
         self.register_buffer("calls_since_last_redraw", torch.tensor(0))
         # The same number on the CPU, where reading it needs no synchronization with a device.
         self._clock = torch.tensor(0, device="cpu")
+        for layer in find_modules(instance, Attention):
+            layer.feature_redraw_interval = None
 
     def fix_projections_(self) -> None:
         """Stop redrawing."""
