@@ -16,6 +16,7 @@ from longspan.bench.options import SUBJECTS, BenchOptions, Section, sections
 from longspan.bench.report import RATIO, Comparison, plot, remarks, save, summary_table, table, write_page
 from longspan.bench.runner import SubjectResult, measure_rounds
 from longspan.bench.subjects.base import MeasurementConfig
+from longspan.utils import printable
 
 _GPU_PROCESSES = 8  # processes that compile at the same time
 
@@ -58,7 +59,7 @@ def run(options: BenchOptions) -> dict[str, list[Comparison]]:
             write_page(file.parent, results, about, titles)
     if options.is_suite:
         print(f"{RATIO}\n\n{summary_table(results).markdown()}")
-        print(f"written to {options.destination / 'report.html'}")
+        print(printable(f"written to {options.destination / 'report.html'}"))
     return results
 
 
@@ -125,13 +126,13 @@ def _batches(comparisons: list[Comparison], device: str) -> Iterator[list[Compar
 def _show(comparisons: list[Comparison], title: str, file: Path) -> None:
     print(f"{title}\n\n{table(comparisons).markdown()}")
     for remark in remarks(comparisons):
-        print(remark)
+        print(printable(remark))
     picture = file.with_suffix(".png")
     try:
         written = f"{file} and {picture}" if plot(picture, comparisons) else str(file)
     except ImportError as error:
         written = f"{file}, without a plot: {error}; pip install 'longspan[train]'"
-    print(f"written to {written}", flush=True)
+    print(printable(f"written to {written}"), flush=True)
 
 
 def _title(about: dict[str, Any], section: Section) -> str:
