@@ -63,8 +63,8 @@ class PaddedSpan(NamedTuple):
         starts[:, 1:] &= ~key_mask[:, :-1]
         contiguous = (starts.sum(1) <= 1).all()
         message = (
-            "with causal, past or write each row of key_mask must be one run of True (left- or right-padded): "
-            "drop the tokens in between, or use bidirectional attention"
+            "with causal or past, and to write what only causal queries read, each row of key_mask must be one run of "
+            "True (left- or right-padded): drop the tokens in between, or use bidirectional attention"
         )
         if torch.compiler.is_compiling() or key_mask.device.type != "cpu":
             torch._assert_async(contiguous, message)
@@ -84,6 +84,22 @@ class PaddedSpan(NamedTuple):
         index = torch.arange(self.mask.shape[1], device=self.mask.device) - self.start[:, None]
         out = torch.take_along_dim(out, index.clamp(min=0)[:, :, None, None], 1)
         return out.masked_fill(~self.mask[:, :, None, None], 0)
+
+
+def close_holes(key_mask: Tensor, *xs: Tensor | None) -> tuple[Any, ...]:
+    """Move the visible tokens of each row to its front, in order, and zero-fill what follows.
+
+    Args:
+        key_mask: (B, S) bool, True for visible tokens.
+        *xs: (B, S, ·, ·) or None.
+
+    Returns:
+        The number of visible tokens (B,), and xs.
+    """
+    order, lengths = key_mask.int().argsort(dim=1, descending=True, stable=True), key_mask.sum(1)
+    moved = [None if x is None else torch.take_along_dim(x, order[:, :, None, None], 1) for x in xs]
+    hidden = torch.arange(key_mask.shape[1], device=key_mask.device) >= lengths[:, None]
+    return lengths, *zero_fill(hidden, *moved)
 
 
 class LengthBucket(NamedTuple):

@@ -17,9 +17,18 @@ from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
 import torch
 from torch import Tensor, nn
 
-from longspan.layout import Packing, PaddedSpan, check_key_mask, check_packing, length_buckets, repack, zero_fill
+from longspan.layout import (
+    Packing,
+    PaddedSpan,
+    check_key_mask,
+    check_packing,
+    close_holes,
+    length_buckets,
+    repack,
+    zero_fill,
+)
 from longspan.ops.decode import CosSin, apply_rotary, copy_out
-from longspan.ops.linear.torch import safe_divide
+from longspan.ops.linear.torch import FLOOR, safe_divide
 
 S = TypeVar("S", bound="State")
 Index = Tensor | Sequence[int] | slice
@@ -64,20 +73,35 @@ class State:
         return self.length if self.start is None else self.start + self.length
 
     def select(self: S, index: Index) -> S:
-        """Return the rows at `index`, dropped, reordered or repeated, as copies: beams, continuous batching."""
-        return self._map(lambda x: x[index].clone() if isinstance(index, slice) else x[_as_index(index, x.device)])
+        """Return the rows at `index`, dropped, reordered or repeated, as copies: beams, continuous batching.
+
+        Args:
+            index: Row numbers (n,) as a tensor or list, where negative ones count from the end; a bool mask (B,); or a
+                slice.
+
+        Raises:
+            ValueError: If `index` is something else, or there is no such row.
+        """
+        where = _as_index(index, self.length)
+        return self._map(lambda x: x[where])
 
     def put(self: S, index: Index, rows: S) -> S:
         """Return a state with the rows at `index` replaced by `rows`: a new request in a running batch.
 
+        Args:
+            index: As for `select`, each row at most once.
+            rows: A state of as many rows, of the same mechanism and dtype.
+
         Raises:
-            ValueError: If `rows` is not a state of the same class, or differs in what is not a tensor.
+            ValueError: If `index` is not valid, or `rows` does not fit this state.
         """
         self._check_same_type(rows, "rows must be")
-        where = _as_index(index, self.length.device, len(self.length))
+        where = _as_index(index, self.length, repeats=False)
+        if len(where) != len(rows.length):
+            raise ValueError(f"index names {len(where)} rows, but rows has {len(rows.length)}: they must be as many")
         if (self.start is None) != (rows.start is None):
             self, rows = self._with_start(), rows._with_start()
-        return self._map(lambda x, y: x.index_copy(0, where, y), rows)
+        return self._map(lambda x, y: _put_rows(x, where, y), rows)
 
     def merge(self: S, later: S) -> S:
         """Return the state after this one's tokens followed by those of `later`. Merging is associative.
@@ -172,10 +196,16 @@ class FeatureMap(nn.Module, ABC):
         epsilon: Added to every key feature after the keys' common scale has been divided out (FAVOR+ of older
             checkpoints).
         unbounded: Whether keys carry a log scale, so that only normalized attention is defined.
+        wide: Whether the features of one key may differ by more than the range of float32: causal attention normalized
+            by feature, which divides each of them, then sums in float64.
+        log_largest: Logarithm of the largest feature of `scaled_query`, and of f of `key` where there is a log scale.
+            More than 0 keeps products of small features in the range of float32.
     """
 
     epsilon: float = 0.0
     unbounded: bool = False
+    wide: bool = False
+    log_largest: float = 0.0
 
     @abstractmethod
     def num_features(self, head_dim: int) -> int:
@@ -183,7 +213,11 @@ class FeatureMap(nn.Module, ABC):
 
     @abstractmethod
     def query(self, q: Tensor) -> Tensor:
-        """Map queries (B, T, H, D) to features (B, T, H, M), up to one factor per query if attention is normalized."""
+        """Map queries (B, T, H, D) to features (B, T, H, M)."""
+
+    def scaled_query(self, q: Tensor) -> Tensor:
+        """Map queries as `query` does, up to one factor per query, for attention that is normalized by query."""
+        return self.query(q)
 
     @abstractmethod
     def key(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -195,10 +229,11 @@ class FeatureMap(nn.Module, ABC):
     def shares(self, k: Tensor, visible: Tensor | None) -> Tensor:
         """Return each key's share of each feature's sum over the visible keys (B, S): (B, S, Hkv, M)."""
         f, scale = self.key(k)
-        if scale is not None:
-            f = f * (scale - scale.amax(1, keepdim=True)).exp()[..., None]
         if visible is not None:
             f = f.masked_fill(~visible[:, :, None, None], 0)
+            scale = None if scale is None else scale.masked_fill(~visible[:, :, None], FLOOR)
+        if scale is not None:
+            f = f * (scale - scale.amax(1, keepdim=True)).exp()[..., None]
         return safe_divide(f, f.sum(1, keepdim=True))
 
 
@@ -313,7 +348,7 @@ class Mechanism(nn.Module, ABC):
         if causal:
             self._check_causal(q, k, key_packing)
         if past is not None:
-            self.check_state(past, _batch_size(q, packing))
+            self.check_state(past, _batch_size(q, packing), q.dtype)
         if key_packing is not None:
             _check_key_packing(packing, key_packing, k)
         elif packing is not None and q.shape[1] != k.shape[1]:
@@ -361,7 +396,7 @@ class Mechanism(nn.Module, ABC):
         """
         self._check_inputs(q, k, v, gates, key_mask, packing)
         self._check_causal(q, k, None)
-        self.check_state(state, _batch_size(q, packing))
+        self.check_state(state, _batch_size(q, packing), q.dtype)
         with _full_precision(q):
             return self._extend_resolved(state, q, k, v, gates, key_mask, packing)
 
@@ -375,9 +410,19 @@ class Mechanism(nn.Module, ABC):
         key_mask: Tensor | None = None,
         packing: Packing | None = None,
     ) -> State:
-        """Return the state after these keys, values and gates; arguments as for `extend`."""
+        """Return the state after these keys, values and gates.
+
+        Args:
+            state: The state before these tokens; with packing, one row for each sequence.
+            k: (B, T, Hkv, D) keys.
+            v: (B, T, Hkv, E) values.
+            gates: (B, T, Hkv, G) raw gates, for a mechanism with num_gates > 0.
+            key_mask: (B, T) bool, True = keep. Visible tokens are written in order; hidden ones between them are
+                dropped, or refused by a mechanism without cross-attention, whose states only causal queries read.
+            packing: Sequences concatenated in one row.
+        """
         self._check_inputs(None, k, v, gates, key_mask, packing)
-        self.check_state(state, _batch_size(k, packing))
+        self.check_state(state, _batch_size(k, packing), k.dtype)
         with _full_precision(k):
             if 0 in k.shape[:2]:
                 return state
@@ -389,14 +434,13 @@ class Mechanism(nn.Module, ABC):
                 return state
             if key_mask is None:
                 return self._write(state, k, v, gates=gates, lengths=None)
-            span = PaddedSpan.of(key_mask)
-            k, v, gates = span.roll(k, v, gates)
-            return self._write(state, k, v, gates=gates, lengths=span.lengths)
+            lengths, k, v, gates = self._take_visible(key_mask, k, v, gates)
+            return self._write(state, k, v, gates=gates, lengths=lengths)
 
     def read(self, state: State, q: Tensor) -> Tensor:
         """Compute attention (B, T, H, E) of queries q (B, T, H, D) that are all at the last position of the state."""
         self._check_query(q)
-        self.check_state(state, len(q))
+        self.check_state(state, len(q), q.dtype)
         with _full_precision(q):
             return self._read(state, q)
 
@@ -410,7 +454,7 @@ class Mechanism(nn.Module, ABC):
             )
         self._check_inputs(q, k, v, gates, None, None)
         self._check_causal(q, k, None)
-        self.check_state(state, len(q))
+        self.check_state(state, len(q), q.dtype)
         with _full_precision(q):
             state = self._write(state, k, v, gates=gates, lengths=None)
             return self._read(state, q), state
@@ -435,7 +479,8 @@ class Mechanism(nn.Module, ABC):
             transition: Whether the state also carries its transition where merging needs one; mechanisms whose states
                 always merge have nothing to add.
             device: Where its tensors are.
-            dtype: The dtype of the inputs; sums are kept in float32 at least.
+            dtype: The widest dtype of the inputs, float32 unless given; sums are kept in float32 at least. Narrower
+                inputs are accepted too, and outputs have the inputs' dtype.
 
         Raises:
             ValueError: If max_length is more than the mechanism can hold, or start does not fit the batch.
@@ -454,8 +499,8 @@ class Mechanism(nn.Module, ABC):
     def check_length(self, length: int) -> None:
         """Raise ValueError if the mechanism cannot hold sequences of `length` tokens."""
 
-    def check_state(self, state: State, batch_size: int) -> None:
-        """Raise ValueError unless the mechanism can continue from this state with `batch_size` rows."""
+    def check_state(self, state: State, batch_size: int, dtype: torch.dtype | None = None) -> None:
+        """Raise ValueError unless the mechanism can continue from this state with `batch_size` rows of this dtype."""
         if type(state) is not self.state_type:
             raise ValueError(
                 f"{type(self).__name__} needs a {self.state_type.__name__} from its new_state(), got {_describe(state)}"
@@ -467,6 +512,14 @@ class Mechanism(nn.Module, ABC):
                 f"this state was written with draw {state.draw} of the random features, the mechanism now has draw "
                 f"{self.draw}: start from new_state(), or redraw less often"
             )
+        if dtype is None:
+            return
+        for name, x in state.tensors().items():
+            if x.is_floating_point() and torch.promote_types(x.dtype, dtype) != x.dtype:
+                raise ValueError(
+                    f"inputs of {dtype} would be rounded to this state's {x.dtype} ({name}): make the state with "
+                    f"new_state(batch_size, dtype={dtype})"
+                )
 
     def attend_layer(
         self, layer: AttentionLayer, x: Tensor, source: Tensor, *, key_mask: Tensor | None
@@ -564,6 +617,12 @@ class Mechanism(nn.Module, ABC):
     @abstractmethod
     def _read(self, state: State, q: Tensor) -> Tensor:
         """Compute attention of queries at the last position; rows of length 0 give zeros."""
+
+    def _take_visible(self, key_mask: Tensor, *xs: Tensor | None) -> tuple[Any, ...]:
+        """Return the number of tokens (B,) to write of each row, and xs with them from slot 0 on, then zeros."""
+        if not self.supports_cross:
+            PaddedSpan.of(key_mask)
+        return close_holes(key_mask, *xs)
 
     def _decode_step(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rotary: Rotation, out: Tensor | None
@@ -703,8 +762,9 @@ class Mechanism(nn.Module, ABC):
     def _check_self(self, q: Tensor, k: Tensor, key_packing: Packing | None) -> None:
         if key_packing is not None or q.shape[1] != k.shape[1]:
             raise ValueError(
-                f"{type(self).__name__} has windows around a query's own position and cannot attend to another row "
-                f"(got {q.shape[1]} queries and {k.shape[1]} keys); use linear, performer, linformer or softmax"
+                f"{type(self).__name__} as built here has windows around a query's own position, a blind spot or a "
+                f"phantom key, and cannot attend to another row (got {q.shape[1]} queries and {k.shape[1]} keys); use "
+                "linear, performer, linformer or softmax without these"
             )
 
 
@@ -741,10 +801,39 @@ def _batch_size(x: Tensor, packing: Packing | None) -> int:
     return x.shape[0] if packing is None else len(packing.offsets) - 1
 
 
-def _as_index(index: Index, device: torch.device, size: int = 0) -> Tensor:
+def _put_rows(x: Tensor, where: Tensor, rows: Tensor) -> Tensor:
+    if (x.shape[1:], x.dtype) != (rows.shape[1:], rows.dtype):
+        raise ValueError(
+            f"rows must come from a state like this one: it holds {tuple(x.shape[1:])} {x.dtype} where they hold "
+            f"{tuple(rows.shape[1:])} {rows.dtype}"
+        )
+    return x.index_copy(0, where, rows)
+
+
+def _as_index(index: Index, length: Tensor, *, repeats: bool = True) -> Tensor:
+    """Return the rows (n,) int64 ≥ 0 that an index names, in a state with these lengths (B,)."""
+    size, device = len(length), length.device
     if isinstance(index, slice):
         return torch.arange(size, device=device)[index]
-    return torch.as_tensor(index, device=device)
+    where = torch.as_tensor(index, device=device)
+    where = where.long() if where.numel() == 0 and not isinstance(index, Tensor) else where
+    if where.ndim != 1 or where.is_floating_point() or where.is_complex():
+        raise ValueError(
+            f"index must be row numbers (n,), a bool mask ({size},) or a slice, got {where.dtype} {tuple(where.shape)}"
+        )
+    if where.dtype == torch.bool:
+        if len(where) != size:
+            raise ValueError(f"a mask of rows must be ({size},), got {tuple(where.shape)}")
+        return where.nonzero()[:, 0]
+    where = where.long()
+    where = torch.where(where < 0, where + size, where)
+    if torch.compiler.is_compiling() or device.type != "cpu" or not len(where):
+        return where  # Reading the values would synchronize with the device.
+    if int(where.min()) < 0 or int(where.max()) >= size:
+        raise ValueError(f"index names a row outside a state of {size} rows, got {index}")
+    if not repeats and len(where.unique()) < len(where):
+        raise ValueError(f"index names a row twice, got {index}: put needs each row at most once")
+    return where
 
 
 def _check_tensor(name: str, x: Tensor, shape: str, heads: int, dim: int) -> None:

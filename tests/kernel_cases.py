@@ -76,8 +76,11 @@ def arguments(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     return d_out, d_kv, (q, k, v, weight, scale, lengths, kv.to(device), shift.to(device))
 
 
-def by_torch(case: Case, given: Arguments, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """All results of eager PyTorch on the CPU, with inputs in this dtype."""
+def by_torch(case: Case, given: Arguments, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, ...]:
+    """All results of eager PyTorch on the CPU, with inputs in this dtype.
+
+    scale: (B, Hkv) the log scale of the sums whose gradient is given, if it is not that of the result.
+    """
     sums = torch.float64 if dtype == torch.float64 else torch.float32
 
     def to(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -87,6 +90,7 @@ def by_torch(case: Case, given: Arguments, dtype: torch.dtype) -> tuple[Tensor, 
     tensors = tuple(to(x, dtype if i < 3 else sums) for i, x in enumerate(tensors))
     problem = LinearProblem(case.feature_map, case.normalize, 1, True, "torch")
     out, after, shift, den, *starts = _CausalLinear.traced(*tensors, *problem)
+    d_kv = d_kv if scale is None else _at(scale.cpu(), d_kv.cpu(), shift)
     d = _CausalLinear.traced_backward(to(d_out, dtype), to(d_kv, sums), out, den, *starts, *tensors, *problem)
     return out, den, after, shift, *d
 
@@ -121,17 +125,20 @@ def check(case: Case, given: Arguments, dtype: torch.dtype) -> None:
 
     Sums are compared at the truth's scale, and an ulp is one of the inputs' dtype, whose products they are.
     """
-    truth = by_torch(case, given, torch.float64)
-    eager = by_torch(case, given, dtype)
     found = by_kernels(case, given)
+    # The largest features of FAVOR+ differ between the two, and with them the scale of the sums.
+    scale = found[3] if case.feature_map == "favor" else None
+    truth, eager = (by_torch(case, given, kind, scale) for kind in (torch.float64, dtype))
     for name, exact, near, ours in zip(NAMES, truth, eager, found, strict=True):
         assert ours.shape == exact.shape, name
         assert ours.dtype == near.dtype, name
-        own_scale = case.feature_map in ("softmax", "favor") and dtype == torch.bfloat16
+        own_scale = case.feature_map == "favor" or (case.feature_map == "softmax" and dtype == torch.bfloat16)
         if not exact.numel() or (name == "den" and own_scale):
             continue  # The kernels' normalizers have another scale, which cancels.
         near, ours = near.double(), ours.cpu().double()
         if name == "shift":
+            if case.feature_map == "favor":
+                continue
             torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
             continue
         if name == "kv":

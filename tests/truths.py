@@ -126,6 +126,13 @@ def _performer(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Ten
 
 
 def _linformer(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
+    if not causal:  # Visible tokens are numbered in order.
+        visible = visible.expand(len(k), -1, -1, -1)
+        order = [torch.cat([row.nonzero()[:, 0], (~row).nonzero()[:, 0]]) for row in visible[:, 0, 0]]
+        k, v, visible = (
+            torch.stack([x.index_select(dim, index) for x, index in zip(of, order, strict=True)])
+            for of, dim in ((k, 0), (v, 0), (visible, 2))
+        )
     if m.keys.kind == "convolution":
         project = linformer_reference.convolution_projection
         (e, k), (f, v) = (project(x, p.kernel, p.rank) for x, p in ((k, m.keys), (v, m.values)))

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from longspan.ops.linear.torch import MAPS, favor_projection
+from longspan.ops.linear.torch import FAVOR_LARGEST, MAPS, favor_projection
 from longspan.protocol import FeatureMap
 
 
@@ -32,7 +32,7 @@ class FusedMap(FeatureMap):
 
 
 class Elu(FusedMap):
-    """elu(x) + 1 (Katharopoulos et al., 2020)."""
+    """elu(x) + 1 (Katharopoulos et al., 2020): x + 1 for positive x, exp(x) for negative x."""
 
     kind = "elu"
 
@@ -97,11 +97,12 @@ class Favor(RandomFeatures, FusedMap):
 
     kind = "favor"
     unbounded = True
+    wide = True
     projection: Tensor
 
     def __init__(self, head_dim: int, num_features: int, *, row_norms: str, epsilon: float) -> None:
         super().__init__(head_dim, num_features, row_norms)
-        self.epsilon = epsilon
+        self.epsilon, self.log_largest = epsilon, 0.0 if epsilon else FAVOR_LARGEST
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -111,9 +112,12 @@ class Favor(RandomFeatures, FusedMap):
     def query(self, q: Tensor) -> Tensor:
         projected, half_norm = favor_projection(q, self.projection.to(q.dtype))
         if not self.epsilon:
-            # Divided by their sum, which cancels if queries are normalized and is correct if features are.
+            # Divided by their sum, so that the weights of a query sum to one if features are normalized.
             return projected.softmax(-1)
         return (projected - half_norm - projected.detach().amax(-1, keepdim=True)).exp() + self.epsilon
+
+    def scaled_query(self, q: Tensor) -> Tensor:
+        return self.query(q) if self.epsilon else super().query(q)
 
     def key(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.epsilon:
@@ -122,6 +126,10 @@ class Favor(RandomFeatures, FusedMap):
         projected, half_norm = favor_projection(k, self.projection.to(k.dtype))
         largest = projected.detach().amax(-1)
         return (projected - half_norm - largest[..., None]).exp(), largest
+
+    def shares(self, k: Tensor, visible: Tensor | None) -> Tensor:
+        projected, half_norm = favor_projection(k, self.projection.to(k.dtype))
+        return softmax_over_keys(projected - half_norm, visible)
 
 
 class Generalized(RandomFeatures):
@@ -140,11 +148,44 @@ class Generalized(RandomFeatures):
         self.activation, self.floor = activation, epsilon
 
     def query(self, q: Tensor) -> Tensor:
-        q = q * q.shape[-1] ** -0.25
-        return self.activation(q if self.projection is None else q @ self.projection.to(q.dtype).T) + self.floor
+        return self.activation(self._projected(q)) + self.floor
 
     def key(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.query(k), None
+
+    def _projected(self, x: Tensor) -> Tensor:
+        x = x * x.shape[-1] ** -0.25
+        return x if self.projection is None else x @ self.projection.to(x.dtype).T
+
+
+class GeneralizedExp(Generalized):
+    """`Generalized` with the activation exp, whose keys carry their magnitude as a log scale.
+
+    Args:
+        head_dim: D.
+        num_features: M, or None without a projection.
+        row_norms: "sampled" or "unit", see `orthogonal_rows`.
+        epsilon: Added to the exponentials.
+    """
+
+    unbounded = True
+    wide = True
+
+    def __init__(self, head_dim: int, num_features: int | None, *, row_norms: str, epsilon: float) -> None:
+        super().__init__(torch.exp, head_dim, num_features, row_norms=row_norms, epsilon=epsilon)
+
+    def scaled_query(self, q: Tensor) -> Tensor:
+        return self.key(q)[0]
+
+    def key(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        projected = self._projected(k)
+        # At least 0, so that the epsilon, divided by exp of it, is bounded too.
+        scale = projected.detach().amax(-1).clamp(min=0)
+        return (projected - scale[..., None]).exp() + self.floor * (-scale).exp()[..., None], scale
+
+    def shares(self, k: Tensor, visible: Tensor | None) -> Tensor:
+        logits = self._projected(k)
+        return softmax_over_keys(torch.logaddexp(logits, torch.full_like(logits[:1], self.floor).log()), visible)
 
 
 FEATURE_MAPS: dict[str, type[FusedMap]] = {"elu": Elu, "relu": Relu, "identity": Identity, "softmax": Softmax}

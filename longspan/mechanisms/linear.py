@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longspan.layout import Packing
-from longspan.mechanisms.feature_maps import FEATURE_MAPS, FusedMap, Softmax
+from longspan.mechanisms.feature_maps import FEATURE_MAPS, Favor, FusedMap
 from longspan.mechanisms.write_buffer import FEATURE_SLOTS, PendingFeatures, pending_slots
 from longspan.ops.common import dispatch
 from longspan.ops.decode import CosSin, linear_decode_step, why_not_triton
@@ -84,10 +85,11 @@ class LinearAttention(Mechanism):
         normalize: "query" divides as above; "feature" makes each feature's weights over the keys sum to one (Efficient
             Attention); "none" does not divide.
         output_scale: Factor of the output.
-        blind_spot: Bucket size: causal queries see complete buckets before their own only; 1 is no blind spot.
+        blind_spot: Bucket size: causal queries see complete buckets before their own only; 1 is no blind spot. With
+            one, there is no cross-attention.
         first_bucket: What queries of the first bucket see: "causal", the tokens up to their own, or "zero", nothing.
         phantom: Each feature of a key at position −1 with a value of zero, which causal queries also see; 0 is none.
-            performer-pytorch trained with one.
+            performer-pytorch trained with one. With one, there is no cross-attention.
     """
 
     state_type = LinearState
@@ -129,15 +131,19 @@ class LinearAttention(Mechanism):
             raise ValueError(
                 f'a phantom must not be negative, and needs normalize="query" and blind_spot=1, got {phantom}'
             )
-        if phantom and feature_map.unbounded and not feature_map.epsilon and not isinstance(feature_map, Softmax):
+        if phantom and isinstance(feature_map, Favor) and not feature_map.epsilon:
             raise ValueError(
-                f"{type(feature_map).__name__} features have no fixed scale that a phantom of {phantom} could have"
+                f"{type(feature_map).__name__} features without an epsilon have no fixed scale that a phantom of "
+                f"{phantom} could have"
             )
+        # A bidirectional query sees neither, but one that reads what was written does.
+        self.supports_cross = blind_spot == 1 and not phantom
 
     def _new_state(
         self, batch_size: int, start: Tensor | None, like: Tensor, max_length: int | None, transition: bool
     ) -> LinearState:
-        like = like.to(sum_dtype(like))
+        wide = self.feature_map.wide and self.normalize == "feature"
+        like = like.to(torch.float64 if wide else sum_dtype(like))
         sums = no_sums(batch_size, self.num_kv_heads, self.num_features, self.value_dim, like)
         contents: dict[str, Any] = {"bucket": self.blind_spot, **sums._asdict()}
         # The phantom key is at position −1: only states that start at 0 hold it, so that merging counts it once.
@@ -164,7 +170,7 @@ class LinearAttention(Mechanism):
             kv = torch.einsum("bshm,bshe->bhme", weights, v.to(weights.dtype))
             query = self.feature_map.query(q.to(weights.dtype))
             return self._scaled(attend_sums(query, Sums(kv, kv[..., 0], kv[..., 0, 0]), "none").to(q.dtype))
-        f, scale, v = self._keys(k, v, key_mask)
+        f, scale, v = self._keys(k, v, key_mask, sum_dtype(k))
         sums = no_sums(q.shape[0], self.num_kv_heads, self.num_features, self.value_dim, f)
         total = self._with_count(v, key_mask).sum(1) if self.feature_map.epsilon else None
         return self._from_sums(q, accumulate(sums, f, v, scale), total)
@@ -212,7 +218,7 @@ class LinearAttention(Mechanism):
     ) -> LinearState:
         assert isinstance(state, LinearState)
         visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
-        f, scale, v = self._keys(k, v, visible)
+        f, scale, v = self._keys(k, v, visible, state.kv.dtype)
         length = state.length + (k.shape[1] if lengths is None else lengths)
         total = None if state.total is None else state.total + self._with_count(v, visible).sum(1)
         if state.open is None:
@@ -247,13 +253,13 @@ class LinearAttention(Mechanism):
         if q.shape[1] == 1:
             state = self._write(state, k, v, gates=None, lengths=lengths)
             return self._read(state, q), state
-        phi = self.feature_map
         if self._one_pass:
             out, sums = causal_linear(q, k, v, lengths=lengths, sums=state.sums, **self._op_arguments(state.kv))
             length = state.length + (k.shape[1] if lengths is None else lengths)
             return self._scaled(out), _updated(state, length, sums, None)
         visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
-        out = self._from_prefixes(state, phi.query(q.to(state.kv.dtype)), *self._keys(k, v, visible))
+        dtype = state.kv.dtype
+        out = self._from_prefixes(state, self._query(q.to(dtype)), *self._keys(k, v, visible, dtype))
         return self._scaled(out.to(q.dtype)), self._write(state, k, v, gates=None, lengths=lengths)
 
     def _decode_step(
@@ -292,7 +298,7 @@ class LinearAttention(Mechanism):
         kv = state.kv
         large = max(self.head_dim, *kv.shape[2:]) > dispatch.LARGEST
         phi = self.feature_map
-        if large or not self._one_step or not isinstance(phi, FusedMap):
+        if large or not self._one_step or not isinstance(phi, FusedMap) or kv.dtype == torch.float64:
             return state
         if why_not_triton(kv, feature_map=phi.kind) is not None:
             return state
@@ -314,33 +320,40 @@ class LinearAttention(Mechanism):
 
     def _from_sums(self, q: Tensor, sums: Sums, total: Tensor | None) -> Tensor:
         constant = None if total is None else self.feature_map.epsilon * total
-        out = attend_sums(self.feature_map.query(q.to(sums.kv.dtype)), sums, self.normalize, constant)
+        query = self._query(q.to(sums.kv.dtype))
+        out = attend_sums(query, sums, self.normalize, constant, self.feature_map.log_largest)
         return self._scaled(out.to(q.dtype))
 
     def _from_prefixes(self, state: LinearState, query: Tensor, f: Tensor, scale: Tensor | None, v: Tensor) -> Tensor:
+        attend = partial(attend_prefixes, normalize=self.normalize, log_largest=self.feature_map.log_largest)
         if state.open is None:
             constant = None
             if state.total is not None:
                 constant = self.feature_map.epsilon * (state.total[:, None] + self._with_count(v, None).cumsum(1))
-            return attend_prefixes(query, f, v, scale, state.sums, self.normalize, constant=constant)
+            return attend(query, f, v, scale, state.sums, constant=constant)
         # Shift tokens so that buckets begin at multiples of their size; then complete buckets are visible or hidden.
         bucket, T = self.blind_spot, query.shape[1]
         begun = state.end % bucket
         query, f, v = (shift_right(x, begun, bucket - 1) for x in (query, f, v))
         scale = None if scale is None else shift_right(scale, begun, bucket - 1, FLOOR)
         sums, open_sums = _add_rows(state.sums, state.open, begun == 0), _drop_rows(state.open, begun == 0)
-        out = attend_prefixes(query, f, v, scale, sums, self.normalize, bucket=bucket, pending=open_sums)
+        out = attend(query, f, v, scale, sums, bucket=bucket, pending=open_sums)
         if self.first_bucket == "causal":
             seen = _add_rows(sums, open_sums, begun > 0)
             head = None if scale is None else scale[:, :bucket]
-            inside = attend_prefixes(query[:, :bucket], f[:, :bucket], v[:, :bucket], head, seen, self.normalize)
+            inside = attend(query[:, :bucket], f[:, :bucket], v[:, :bucket], head, seen)
             first = (state.end < bucket)[:, None, None, None]
             out = torch.cat([torch.where(first, inside, out[:, :bucket]), out[:, bucket:]], 1)
         return shift_left(out, begun, T)
 
-    def _keys(self, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _query(self, q: Tensor) -> Tensor:
+        return self.feature_map.scaled_query(q) if self.normalize == "query" else self.feature_map.query(q)
+
+    def _keys(
+        self, k: Tensor, v: Tensor, visible: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return features, log scale and values in the dtype of the sums; hidden keys have no features."""
-        f, scale = self.feature_map.key(k.to(sum_dtype(k)))
+        f, scale = self.feature_map.key(k.to(dtype))
         if visible is not None:
             f = f.masked_fill(~visible[:, :, None, None], 0)
             scale = None if scale is None else scale.masked_fill(~visible[:, :, None], FLOOR)

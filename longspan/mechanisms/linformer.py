@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from longspan.layout import close_holes, zero_fill
 from longspan.mechanisms.projection import Projection as Projection
 from longspan.mechanisms.write_buffer import PendingTokens
 from longspan.ops import compressed
@@ -57,6 +59,8 @@ class LinformerAttention(Mechanism):
         periodic: See `Projection`.
         bias: See `Projection`.
         dropout: On the weights over the R compressed keys, in training.
+        keep_slots: Whether the positions of a masked bidirectional or written sequence are its slots. By default
+            visible tokens are numbered in order, however a sequence is padded. Only older checkpoints need it.
     """
 
     state_type = LinformerState
@@ -77,11 +81,12 @@ class LinformerAttention(Mechanism):
         periodic: bool = False,
         bias: bool = False,
         dropout: float = 0.0,
+        keep_slots: bool = False,
     ) -> None:
         super().__init__(num_heads, head_dim, num_kv_heads=num_kv_heads, value_dim=value_dim)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
-        self.dropout = dropout
+        self.dropout, self.keep_slots = dropout, keep_slots
         if isinstance(projection, Projection):
             if projection.num_heads not in (None, self.num_kv_heads):
                 raise ValueError(
@@ -167,6 +172,7 @@ class LinformerAttention(Mechanism):
         self.check_length(x.shape[1])
         with torch.autocast(x.device.type, enabled=False):
             source, width = x.to(q.dtype)[:, :, None], self.num_kv_heads * self.head_dim
+            key_mask, source = self._number_tokens(key_mask, source)
             short = self.keys.compress(source).squeeze(1)  # (B, R, dim)
             other = short if self.values is self.keys else self.values.compress(source).squeeze(1)
             weight = weight.to(short.dtype)
@@ -228,11 +234,31 @@ class LinformerAttention(Mechanism):
         eager = key_mask is not None or not self._is_table_product or not q.dtype == k.dtype == v.dtype
         if not eager and compressed.why_not_triton(q, q.dtype, self._problem()) is None:
             return linformer_attention(q, k, v, self.keys.table, self.values.table)
+        key_mask, k, v = self._number_tokens(key_mask, k, v)
         keys = self.keys.compress(k)
         # Keys that are their own values are compressed once.
         same = k is v and self.values is self.keys
         values = keys if same else self.values.compress(v)
         return self._attend_compressed(q, keys, values, k.shape[1], key_mask)
+
+    def _number_tokens(self, key_mask: Tensor | None, *xs: Tensor) -> tuple[Any, ...]:
+        """Return xs (B, S, ·, ·) with every token in the slot of its position, and the mask of these slots."""
+        if key_mask is None or self.keep_slots:
+            return key_mask, *xs
+        lengths, *moved = close_holes(key_mask, *xs)
+        return torch.arange(key_mask.shape[1], device=key_mask.device) < lengths[:, None], *moved
+
+    def _take_visible(self, key_mask: Tensor, *xs: Tensor | None) -> tuple[Any, ...]:
+        if not self.keep_slots:
+            return super()._take_visible(key_mask, *xs)
+        reach = _reach(key_mask)
+        readable = not torch.compiler.is_compiling() and key_mask.device.type == "cpu"
+        if readable and not torch.equal(self.keys.live(reach), self.keys.live_under(key_mask)):
+            raise ValueError(
+                f"with keep_slots=True a window of {self.keys.stride} tokens that are all hidden, before one that is "
+                "not, cannot be written: pad on the right, or build the mechanism without keep_slots"
+            )
+        return reach, *zero_fill(~key_mask, *xs)
 
     def _attend_compressed(self, q: Tensor, k: Tensor, v: Tensor, length: int, key_mask: Tensor | None) -> Tensor:
         """Attend over keys (B, Hkv, R, D) and values (B, Hkv, R, E) compressed from `length` tokens under key_mask."""
@@ -241,9 +267,7 @@ class LinformerAttention(Mechanism):
         if key_mask is None:
             reach = torch.full_like(q[:, 0, 0, 0], length, dtype=torch.int64)
             return self._softmax_over(q, k, v, self.keys.live(reach), reach)
-        # The last visible slot gives the number of periods that have begun.
-        reach = (torch.arange(1, length + 1, device=q.device) * key_mask).amax(1)
-        return self._softmax_over(q, k, v, self.keys.live_under(key_mask), reach)
+        return self._softmax_over(q, k, v, self.keys.live_under(key_mask), _reach(key_mask))
 
     def _decode_step(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rotary: Rotation, out: Tensor | None
@@ -381,6 +405,11 @@ class LinformerAttention(Mechanism):
         if torch.compiler.is_compiling() or position.device.type != "cpu" or position.numel() == 0:
             return  # Reading lengths would synchronize with the device; `new_state(max_length=…)` checks beforehand.
         self.check_length(int((position + (tokens if lengths is None else lengths)).max()))
+
+
+def _reach(key_mask: Tensor) -> Tensor:
+    """Return the number of slots up to the last visible one of each row: (B,)."""
+    return (torch.arange(1, key_mask.shape[1] + 1, device=key_mask.device) * key_mask).amax(1)
 
 
 def _check_agrees(projection: Projection, asked: dict[str, int]) -> None:

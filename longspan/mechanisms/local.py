@@ -180,12 +180,12 @@ class LocalAttention(Mechanism):
         else:
             slot = (state.length % ring)[:, None, None, None]
             for held, x in ((keys, k), (values, v)):
-                held.scatter_(2, slot.expand(-1, Hkv, 1, held.shape[3]), x.transpose(1, 2))
+                held.scatter_(2, slot.expand(-1, Hkv, 1, held.shape[3]), x.transpose(1, 2).to(held.dtype))
             if bool((state.length < ring - 1).any()):
                 seen = (torch.arange(ring) <= state.length[:, None])[:, None, None]
-        grouped = self.num_heads > self.num_kv_heads
-        out = attend(q.transpose(1, 2), keys, values, seen, blind=False, grouped=grouped, scale=self.scale)
-        return out.transpose(1, 2)
+        grouped, queries = self.num_heads > self.num_kv_heads, q.transpose(1, 2).to(keys.dtype)
+        out = attend(queries, keys, values, seen, blind=False, grouped=grouped, scale=self.scale)
+        return out.transpose(1, 2).to(q.dtype)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the kernels take these tensors, and with them packed rows."""
@@ -196,7 +196,8 @@ class LocalAttention(Mechanism):
         self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> tuple[Tensor, LocalState]:
         assert isinstance(state, LocalState)
-        ring, end = self._ring, state.end
+        ring, end, given = self._ring, state.end, q.dtype
+        q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
         index = (end[:, None] + torch.arange(ring, device=q.device)) % ring
         recent = [torch.take_along_dim(x, index[:, None, :, None], 2).transpose(1, 2) for x in (state.k, state.v)]
         keys, values = torch.cat([recent[0], self._key(k)], 1), torch.cat([recent[1], v], 1)
@@ -206,10 +207,11 @@ class LocalAttention(Mechanism):
             key_mask = slot >= ring - state.length[:, None]
         window = self.window._replace(causal=True)
         out = self._windowed(q, keys, values, window, key_mask=key_mask, start=end - ring)
-        return out, self._write(state, k, v, gates=None, lengths=lengths)
+        return out.to(given), self._write(state, k, v, gates=None, lengths=lengths)
 
     def _write(self, state: State, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None) -> LocalState:
         assert isinstance(state, LocalState)
+        k, v = k.to(state.k.dtype), v.to(state.v.dtype)
         T, xs = k.shape[1], (self._key(k).transpose(1, 2), v.transpose(1, 2))
         after = replace(state, length=state.length + (T if lengths is None else lengths))
         if T == 1 and lengths is None:
@@ -237,7 +239,7 @@ class LocalAttention(Mechanism):
         seen = window.hide_self(window.contains(i, j) & (j >= first), i, j)
         bias = self._bias(q.device)
         added = None if bias is None else bias(i, j).movedim(0, 1)  # (B, H, 1, ring)
-        k, q = state.k, self._offset_queries(q)
+        given, k, q = q.dtype, state.k, self._offset_queries(q.to(state.k.dtype))
         if self.xpos is not None:
             q = xpos_rotate(q, torch.zeros_like(i[:, :, 0]), self.xpos)
             k = xpos_rotate(k.transpose(1, 2), (j - i)[:, 0].clamp(min=-self._ring), -self.xpos).transpose(1, 2)
@@ -251,7 +253,7 @@ class LocalAttention(Mechanism):
             scale=self.scale,
             dropout=self._dropout,
         )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).to(given)
 
     def _key(self, k: Tensor) -> Tensor:
         if not self.shared_qk:

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.mechanisms.feature_maps import ACTIVATIONS, Favor, Generalized, RandomFeatures, Softmax, orthogonal_rows
+from longspan.mechanisms.feature_maps import (
+    ACTIVATIONS,
+    Favor,
+    Generalized,
+    GeneralizedExp,
+    RandomFeatures,
+    Softmax,
+    orthogonal_rows,
+)
 from longspan.mechanisms.linear import LinearAttention
 from longspan.ops.common.torch_private import in_backward
 from longspan.protocol import FeatureMap
@@ -72,13 +80,12 @@ class PerformerAttention(LinearAttention):
         else:
             if isinstance(kernel, str):
                 kernel = ACTIVATIONS[choose("kernel", kernel, ["softmax", *ACTIVATIONS])]
-            feature_map = Generalized(
-                kernel,
-                head_dim,
-                number if projection else None,
-                row_norms=row_norms,
-                epsilon=1e-3 if epsilon is None else epsilon,
-            )
+            options: dict[str, Any] = {"row_norms": row_norms, "epsilon": 1e-3 if epsilon is None else epsilon}
+            drawn = number if projection else None
+            if kernel is torch.exp:
+                feature_map = GeneralizedExp(head_dim, drawn, **options)
+            else:
+                feature_map = Generalized(kernel, head_dim, drawn, **options)
         super().__init__(
             num_heads,
             head_dim,

@@ -96,7 +96,7 @@ class SoftmaxAttention(Mechanism):
         T = q.shape[1]
         new = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().expand(len(q), -1, -1)
         mask = torch.cat([_filled(state)[:, None].expand(-1, T, -1), new], 2)[:, None]
-        keys, values = (torch.cat([old, x.transpose(1, 2)], 2) for old, x in ((state.k, k), (state.v, v)))
+        keys, values = (torch.cat([old, x.transpose(1, 2).to(old.dtype)], 2) for old, x in ((state.k, k), (state.v, v)))
         return self._sdpa(q, keys, values, mask), self._write(state, k, v, gates=None, lengths=lengths)
 
     def _write(
@@ -114,9 +114,10 @@ class SoftmaxAttention(Mechanism):
         return self._sdpa(q, state.k, state.v, _filled(state)[:, None, None])
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        grouped, q = self.num_heads > self.num_kv_heads, q.transpose(1, 2)
-        return attend(q, k, v, mask, causal=causal, grouped=grouped, scale=self.scale, dropout=dropout).transpose(1, 2)
+        dropout, given = self.dropout if self.training else 0.0, q.dtype
+        grouped, q = self.num_heads > self.num_kv_heads, q.transpose(1, 2).to(k.dtype)
+        out = attend(q, k, v, mask, causal=causal, grouped=grouped, scale=self.scale, dropout=dropout)
+        return out.transpose(1, 2).to(given)
 
 
 def _append(state: SoftmaxState, k: Tensor, v: Tensor, length: Tensor, *, in_place: bool) -> SoftmaxState:
@@ -131,7 +132,7 @@ def _append(state: SoftmaxState, k: Tensor, v: Tensor, length: Tensor, *, in_pla
         slot = slot.clamp(max=state.max_length)
     buffers = []
     for buffer, x in ((state.k, k), (state.v, v)):
-        index = slot[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+        index, x = slot[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3]), x.to(buffer.dtype)
         buffers.append(buffer.scatter_(2, index, x) if in_place else buffer.scatter(2, index, x))
     return replace(state, length=length, k=buffers[0], v=buffers[1])
 

@@ -78,6 +78,8 @@ class SplitAttention(Mechanism):
         built = []
         for part, kv_size in zip(parts, self.kv_sizes, strict=True):
             options = {name: value for name, value in part.items() if name not in ("mechanism", "num_heads")}
+            if options.get("keep_slots"):
+                raise ValueError("keep_slots is for a Linformer with all heads: other parts number tokens in order")
             shape = {"num_kv_heads": kv_size, "value_dim": value_dim}
             built.append(build_mechanism(part["mechanism"], part["num_heads"], head_dim, **shape, **options))
         self.parts = nn.ModuleList(built)
@@ -100,12 +102,12 @@ class SplitAttention(Mechanism):
         for part in self._mechanisms():
             part.check_length(length)
 
-    def check_state(self, state: State, batch_size: int) -> None:
+    def check_state(self, state: State, batch_size: int, dtype: torch.dtype | None = None) -> None:
         """Raise ValueError unless every part can continue from its state."""
         super().check_state(state, batch_size)
         assert isinstance(state, SplitState)
         for part, held in zip(self._mechanisms(), state.parts, strict=True):
-            part.check_state(held, batch_size)
+            part.check_state(held, batch_size, dtype)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
         parts = zip(self._queries(q), self._divide(k, v, gates), strict=True)

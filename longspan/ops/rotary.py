@@ -53,7 +53,8 @@ def xpos_scale(position: Tensor, dim: int, scale_base: float, dtype: torch.dtype
     Queries are multiplied by it and keys divided, which leaves ζ_i^((i − j) / scale_base): scores decay with distance.
     """
     zeta = (torch.arange(0, dim, 2, device=position.device, dtype=dtype) + 0.4 * dim) / (1.4 * dim)
-    return zeta ** (position[..., None].to(dtype) / scale_base)
+    # The bound is for keys far after a bidirectional query, whose scores would overflow.
+    return (zeta ** (position[..., None].to(dtype) / scale_base)).clamp(max=2.0**58)
 
 
 @torch.library.custom_op("longspan::rotary_cos_sin", mutates_args=())

@@ -153,7 +153,8 @@ def reading_equals_forward(build: Build) -> None:
     if not m.supports_cross:
         return
     x = require_grad(draw_inputs(m, B, T, S))
-    for mask in (None, padding_mask([13, 6], S)):
+    scattered = torch.arange(S) * torch.tensor([[5], [8]]) % S < 9  # in no order, and nine in each row
+    for mask in (None, padding_mask([13, 6], S), padding_mask([13, 6], S, "left"), scattered):
         written = m.write(m.new_state(B, dtype=F64), **without_queries(x), key_mask=mask)
         assert_equal_with_gradients(m, m.read(written, x["q"]), m(**x, key_mask=mask), x)
 

@@ -300,7 +300,7 @@ def run_mechanism(case: str, dtype: torch.dtype) -> Result:
     packing = Packing.from_lengths(PACKED)
     record("packed", mechanism(**one, causal=True, packing=packing), one)
     record("packed_bidirectional", mechanism(**one, packing=packing), one)
-    if "local" not in str(MECHANISMS[case]):
+    if mechanism.supports_cross:
         across = inputs(mechanism, B, 5, S, dtype)
         record("cross", mechanism(**across), across)
     if case in LONG:

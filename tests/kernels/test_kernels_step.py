@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from interpreter import interpreted
-from step_cases import CASES, D, compare, inputs, mechanism, rotary
+from step_cases import CASES, EAGER, D, compare, inputs, mechanism, rotary
 
 from longspan.mechanisms import linear, linformer, local, write_buffer
 from longspan.ops import decode
@@ -38,7 +38,7 @@ def test_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(write_buffer, "TOKEN_SLOTS", 16)  # the smallest size of a product
     steps = {"local": 4, "linformer": 8}.get(CASES[name][0], 5)
     compare(name, dtype, "cpu", steps)
-    assert len(used) == steps
+    assert len(used) == (0 if name in EAGER else steps)
 
 
 def _eager_windowed(self, q, k, v, window, **how):
@@ -65,7 +65,8 @@ def test_an_eager_step_is_write_and_read(name: str, B: int, begun: int) -> None:
             expected, state = built.step(state, *decode.apply_rotary(angles, q, k), v)
             torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
             for found, exact in zip(ours.tensors().values(), state.tensors().values(), strict=True):
-                torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
+                size = max(1.0, exact.abs().max().item())
+                torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9 * size)
 
 
 def test_a_growing_state_is_returned() -> None:

@@ -19,6 +19,7 @@ from helpers import (
     poisoned,
     require_gradients,
 )
+from torch import nn
 from truths import has_truth, truth
 
 from longspan.ops.linear import reference
@@ -141,6 +142,19 @@ def sums_to_one(case: Case) -> bool:
 @each_case([case for case in all_cases() if sums_to_one(case)])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_weights_sum_to_one(case: Case, causal: bool) -> None:
+    check_sums(case, causal)
+
+
+# Features of 64 dimensions are further apart than those of 5.
+@each_case([Case(case.name, {**case.options, "head_dim": 64}) for case in all_cases() if sums_to_one(case)])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_weights_sum_to_one_at_64(case: Case, causal: bool, real_chunks: None) -> None:
+    if not isinstance(case.options.get("feature_map", ""), nn.Module):
+        check_sums(case, causal)
+
+
+@torch.no_grad()
+def check_sums(case: Case, causal: bool) -> None:
     m = case.build(torch.float32)
     q, k, v = case.inputs(queries=65, dtype=torch.float32)
     out = m(10 * q, 10 * k, torch.ones_like(v), causal=causal)

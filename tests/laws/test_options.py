@@ -299,7 +299,7 @@ def _() -> None:
     mechanism, plain = build("linear", phantom=0.3, feature_map="softmax"), build("linear", feature_map="softmax")
     before = plain.write(plain.new_state(B, dtype=q.dtype), first, torch.zeros_like(v[:, :1]))  # exp(x) = 0.3
     same(mechanism(q, k, v, causal=True), plain(q, k, v, causal=True, past=before))
-    with pytest.raises(ValueError, match="Favor features have no fixed scale"):
+    with pytest.raises(ValueError, match="Favor features without an epsilon have no fixed scale"):
         build("performer", phantom=0.3)
 
 

@@ -196,4 +196,25 @@ def test_projected_keys_keep_their_size() -> None:
         assert 0.8 < compressed.std() < 1.2
 
 
+@checks("linformer", "keep_slots")
+def _() -> None:
+    q, k, v = inputs()
+    mask = torch.rand(B, T) > 0.4
+    mask[0] = torch.arange(T) >= 6  # left-padded
+    mechanism = build("linformer", rank=4, max_length=T, keep_slots=True)
+    hidden = [x.masked_fill(~mask[:, :, None, None], 0) for x in (k, v)]
+    expected = linformer(q, *hidden, mechanism.keys.table[0], mechanism.values.table[0])
+    same(mechanism(q, k, v, key_mask=mask), expected)
+    state = mechanism.write(mechanism.new_state(B, dtype=q.dtype), k, v, key_mask=mask)
+    same(mechanism.read(state, q), expected)
+    windows = build("linformer", rank=4, max_length=20, projection="convolution", keep_slots=True)
+    with pytest.raises(ValueError, match=r"a window of 5 tokens that are all hidden.*pad on the right"):
+        windows.write(windows.new_state(B, dtype=q.dtype), k, v, key_mask=mask)
+    written = windows.write(windows.new_state(B, dtype=q.dtype), k, v, key_mask=(right := mask.flip(1) | mask[1]))
+    same(windows.read(written, q), windows(q, k, v, key_mask=right))
+    part = {"mechanism": "linformer", "num_heads": H, "keep_slots": True}
+    with pytest.raises(ValueError, match="keep_slots is for a Linformer with all heads"):
+        build("split", parts=[part])
+
+
 test_option = option_test(__name__)

@@ -160,12 +160,9 @@ def test_compressed_rows(case: Case, causal: bool, masked: bool) -> None:
     bias = 0 if m.values.bias is None else m.values.bias
     mask = torch.ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
     for t in range(T):
-        if causal:
-            state = m.write(m.new_state(B, dtype=x.dtype), k[:, : t + 1], v[:, : t + 1], key_mask=mask[:, : t + 1])
-            rows, length = state.v, state.length
-        else:
-            rows = m.values.compress(v.masked_fill(~mask[:, :, None, None], 0))
-            length = (torch.arange(1, T + 1) * mask).amax(1)
+        seen = slice(0, t + 1 if causal else T)
+        state = m.write(m.new_state(B, dtype=x.dtype), k[:, seen], v[:, seen], key_mask=mask[:, seen])
+        rows, length = state.v, state.length
         periods = (-(-length // m.values.max_length)).clamp(min=1) if m.values.periodic else torch.ones_like(length)
         rows = rows / periods[:, None, None, None] + bias
         out = torch.einsum("bhr,bhre->bhe", weights[:, :, t], rows.repeat_interleave(m.num_heads // rows.shape[1], 1))

@@ -334,4 +334,4 @@ def _as_settings(kind: Any, given: Any) -> Any:
 
 
 def _linformer(rank: int, length: int, dropout: float) -> dict[str, Any]:
-    return {"mechanism": "linformer", "rank": rank, "max_length": length, "dropout": dropout}
+    return {"mechanism": "linformer", "rank": rank, "max_length": length, "dropout": dropout, "keep_slots": True}

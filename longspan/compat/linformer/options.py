@@ -48,6 +48,7 @@ class AttentionOptions:
                 "max_length": self.seq_len,
                 "share_projection": self.share_kv,
                 "dropout": self.dropout,
+                "keep_slots": True,
             },
         )
 

@@ -620,7 +620,7 @@ def _linformer(
     if keys.rank != values.rank:
         raise ValueError(f"E_proj and F_proj must have the same output length, got {keys.rank} and {values.rank}")
     projection = keys.build(per_head)
-    mechanism = LinformerAttention(num_heads, dim, projection=projection)
+    mechanism = LinformerAttention(num_heads, dim, projection=projection, keep_slots=True)
     mechanism.values = projection if shared else values.build(per_head)
     return mechanism
 

@@ -221,4 +221,5 @@ def linformer_options(rank: int, max_length: int, method: str, parameter_sharing
         "bias": method != "no_params",
         "per_head": parameter_sharing == "none",
         "share_projection": parameter_sharing in ("kv", "layerwise"),
+        "keep_slots": True,
     }

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.ops.linear.torch import MAPS, is_zero, safe_divide
+from longspan.ops.linear.torch import FAVOR_LARGEST, MAPS, is_zero, safe_divide
 from longspan.ops.softmax import attend
 
 # The activations that the Triton kernel implements.
@@ -70,9 +70,10 @@ def _features(
     projected, square = F.linear(x, weight), (x * x).sum(-1)
     maximum = projected.amax(-1)  # (B, H + Hkv)
     (_, key_max), (_, square) = maximum.split_with_sizes(heads, 1), square.split_with_sizes(heads, 1)
-    new_shift = torch.maximum(shift, key_max.sub_(square, alpha=0.5))
-    torch.add(new_shift, square, alpha=0.5, out=key_max)
+    largest = torch.sub(key_max, square, alpha=0.5)
+    new_shift = torch.maximum(shift, largest.round().sub_(FAVOR_LARGEST))
     query, f = projected.sub_(maximum.unsqueeze(-1)).exp_().split_with_sizes(heads, 1)
+    f.mul_(largest.sub_(new_shift).exp_().unsqueeze(-1))
     return query, f, new_shift
 
 

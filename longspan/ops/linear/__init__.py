@@ -227,7 +227,9 @@ def accumulate(sums: Sums, f: Tensor, v: Tensor, log_scale: Tensor | None) -> Su
     return Sums(kv, decay * sums.z + f.sum(1), shift)
 
 
-def attend_sums(query: Tensor, sums: Sums, normalize: str, constant: Tensor | None = None) -> Tensor:
+def attend_sums(
+    query: Tensor, sums: Sums, normalize: str, constant: Tensor | None = None, log_largest: float = 0.0
+) -> Tensor:
     """Read a state: attention of query features (B, T, H, M) to all keys in the sums, (B, T, H, E).
 
     Args:
@@ -235,6 +237,7 @@ def attend_sums(query: Tensor, sums: Sums, normalize: str, constant: Tensor | No
         sums: The state.
         normalize: "query", "feature" or "none".
         constant: (B, Hkv, E + 1) epsilon·[Σv, count], if every key has a constant added to its features.
+        log_largest: Logarithm of the largest feature.
     """
     q = query.unflatten(2, (sums.kv.shape[1], -1))  # (B, T, Hkv, G, M)
     if normalize == "none":
@@ -244,7 +247,7 @@ def attend_sums(query: Tensor, sums: Sums, normalize: str, constant: Tensor | No
     out = einsum("bthgm,bhme->bthge", q, cat([sums.kv, sums.z[..., None]], -1))
     if constant is not None:
         out = out + q.sum(-1, keepdim=True) * constant[:, None, :, None]
-    return divide(out[..., :-1], out[..., -1]).flatten(2, 3)
+    return divide(out[..., :-1], out[..., -1], log_largest).flatten(2, 3)
 
 
 def attend_prefixes(
@@ -258,6 +261,7 @@ def attend_prefixes(
     constant: Tensor | None = None,
     bucket: int = 1,
     pending: Sums | None = None,
+    log_largest: float = 0.0,
 ) -> Tensor:
     """Causal attention from features in full, for any map and normalizer: (B, T, H, E).
 
@@ -271,6 +275,7 @@ def attend_prefixes(
         constant: (B, T, Hkv, E + 1), as in `attend_sums`, one for each token.
         bucket: As in `causal_linear`.
         pending: Sums at the shift of `sums` that all buckets but the first see.
+        log_largest: Logarithm of the largest feature.
     """
 
     def prefixes(query: Tensor, f: Tensor, v: Tensor, kv: Tensor, pending: Tensor | None) -> Tensor:
@@ -302,7 +307,7 @@ def attend_prefixes(
     if constant is not None:
         group = query.shape[2] // f.shape[2]
         out = out + query.sum(-1, keepdim=True) * constant.repeat_interleave(group, 2)
-    return divide(out[..., :-1], out[..., -1])
+    return divide(out[..., :-1], out[..., -1], log_largest)
 
 
 def sum_dtype(x: Tensor) -> dtype:
@@ -310,9 +315,9 @@ def sum_dtype(x: Tensor) -> dtype:
     return float64 if x.dtype == float64 else float32
 
 
-def divide(num: Tensor, den: Tensor) -> Tensor:
+def divide(num: Tensor, den: Tensor, log_largest: float = 0.0) -> Tensor:
     """Return num (..., E) / den (...); 0 where den is 0, that is, where nothing is visible."""
-    return safe_divide(num, den[..., None])
+    return safe_divide(num, den[..., None], log_largest)
 
 
 def choose_algorithm(x: LinearInputs, feature_map: str, normalize: bool, bucket: int) -> str:

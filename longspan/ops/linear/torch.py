@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 FLOOR = -1e30
 CHUNK = 64
 GROUP = 8
+# Logarithm of the largest feature of a query or key of FAVOR+, a whole number. Products of queries and keys that share
+# no large feature, e^−100 for inputs of order 10, are then representable in float32, and so are sums over 10^6 keys.
+FAVOR_LARGEST = 30.0
 # relu(x) + RELU_EPSILON makes every normalizer positive.
 RELU_EPSILON = 1e-3
 
@@ -36,7 +39,7 @@ def forward(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor, Te
     q, v = x.q, x.v
     assert x.kv is not None
     assert x.shift is not None
-    (B, T, H, _), feature_map = q.shape, MAPS[problem.feature_map]
+    (B, T, H, _), feature_map = q.shape, _map(problem)
     out = v.new_empty(B, T, H, v.shape[3])
     den = x.kv.new_empty(B, T, H if problem.normalize else 0)
     kv, c = x.kv.flatten(0, 1), x.shift.flatten()
@@ -47,11 +50,11 @@ def forward(x: LinearInputs, problem: LinearProblem) -> tuple[Tensor, Tensor, Te
         query = feature_map.query(_rows(q, span, x), x.weight)[0]
         before, kv = group.sums(kv)
         read = group.towards_start(query @ before)
-        if group.pair is not None:
+        if group.seen is not None:
             read = torch.baddbmm(read, group.weigh(query, group.f), group.v)
         if problem.normalize:
             _put(den[..., None], read[..., -1:], span, x)
-            read = read[..., :-1] * _inverse(read[..., -1:])
+            read = read[..., :-1] * _inverse(read[..., -1:], feature_map.log_largest)
         _put(out, read, span, x)
         c = group.last
     return out, kv.reshape(B, -1, *kv.shape[1:]).clone(), c.reshape(B, -1).clone(), den, starts, references
@@ -72,7 +75,7 @@ def backward(saved: LinearSaved, x: LinearInputs, problem: LinearProblem) -> tup
     assert x.kv is not None
     assert starts is not None
     assert references is not None
-    feature_map = MAPS[problem.feature_map]
+    feature_map = _map(problem)
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     d_kv = (torch.zeros_like(x.kv) if d_kv is None else d_kv).flatten(0, 1)
     for i, span in reversed(list(enumerate(_spans(x, problem)))):
@@ -85,13 +88,13 @@ def backward(saved: LinearSaved, x: LinearInputs, problem: LinearProblem) -> tup
             assert out is not None
             d_den = (d_out[:, span.tokens].to(den.dtype) * out[:, span.tokens]).sum(-1, keepdim=True)
             d_num[..., -1:] = -_rows(d_den, _Span(slice(0, None), span.size), x)
-            inverse = _inverse(_rows(den[..., None], span, x))
+            inverse = _inverse(_rows(den[..., None], span, x), feature_map.log_largest)
             scaled = query * inverse
         row = group.towards_start(d_num)
         d_query = row @ group.sums(starts[i])[0].mT
         d_kv, d_own = group.sums_grad(scaled.mT @ row, d_kv)
         d_f, d_v = group.towards_end(group.v @ d_own.mT), group.towards_end(group.f) @ d_own
-        if group.pair is not None:
+        if group.seen is not None:
             d_scores = group.weigh(d_num, group.v)
             d_query = torch.baddbmm(d_query, d_scores, group.f)
             d_f = torch.baddbmm(d_f, d_scores.mT, scaled)
@@ -104,22 +107,22 @@ def backward(saved: LinearSaved, x: LinearInputs, problem: LinearProblem) -> tup
     return dq, dk, dv, d_kv.reshape(x.kv.shape).clone()
 
 
-def safe_divide(x: Tensor, z: Tensor) -> Tensor:
-    """Return x / z, broadcast; 0 where z is 0, or so small that a gradient divided by it would overflow.
+def safe_divide(x: Tensor, z: Tensor, log_largest: float = 0.0) -> Tensor:
+    """Return x / z, broadcast; 0 where z `is_zero`.
 
     Not x · (1/z), whose gradient squares 1/z.
     """
-    zero = is_zero(z)
+    zero = is_zero(z, log_largest)
     return (x / z.masked_fill(zero, 1)).masked_fill(zero, 0)
 
 
-def _inverse(z: Tensor) -> Tensor:
-    return safe_divide(torch.ones_like(z), z)
+def _inverse(z: Tensor, log_largest: float) -> Tensor:
+    return safe_divide(torch.ones_like(z), z, log_largest)
 
 
-def is_zero(z: Tensor) -> Tensor:
-    """Return where a normalizer counts as zero."""
-    return z.abs() < 1e6 * torch.finfo(z.dtype).tiny
+def is_zero(z: Tensor, log_largest: float = 0.0) -> Tensor:
+    """Return where a normalizer counts as zero: gradients, features up to exp(log_largest) over z, would overflow."""
+    return z.abs() < 1e6 * math.exp(log_largest) * torch.finfo(z.dtype).tiny
 
 
 class _Span(NamedTuple):
@@ -181,8 +184,9 @@ class _Group(NamedTuple):
     f: Tensor  # (Y, C, M)
     v: Tensor  # (Y, C, E), with a column of ones if normalized
     hidden: Tensor | None  # (Y, C)
-    pair: Tensor | None  # (Y or 1, C, C), 0 where i does not see j; None: no token sees another of its chunk
-    start: Tensor | None  # (Y, C, 1) to the chunk's start; this and the next are None if all are 1
+    seen: Tensor | None  # (C, C), whether i sees j; None: no token sees another of its chunk
+    pair: Tensor | None  # (Y, C, C); this and the next two are None if all are 1
+    start: Tensor | None  # (Y, C, 1) to the chunk's start
     end: Tensor | None  # (Y, C, 1) to the chunk's end
     passing: Tensor  # (B Hkv, N + 1, N + 1) P
     last: Tensor  # (B Hkv,) the reference at the group's end
@@ -190,7 +194,7 @@ class _Group(NamedTuple):
     @classmethod
     def of(cls, x: LinearInputs, problem: LinearProblem, span: _Span, c: Tensor) -> _Group:
         k, v = _rows(x.k, span, x), _rows(x.v, span, x, extra=problem.normalize)
-        f, beta = MAPS[problem.feature_map].key(k, x.weight)
+        f, beta = _map(problem).key(k, x.weight)
         if x.log_scale is not None:
             beta = _rows(x.log_scale[..., None], span, x)[..., 0]
         hidden = None
@@ -201,12 +205,12 @@ class _Group(NamedTuple):
             beta = None if beta is None else beta.masked_fill(hidden, FLOOR)
         size, N, bucket = span.size, span.number, problem.bucket
         slot = torch.arange(size, device=k.device) // bucket
-        seen = (slot[:, None] >= slot if bucket == 1 else slot[:, None] > slot).to(f.dtype)
         inside = bucket == 1 or size > bucket
+        seen = (slot[:, None] >= slot if bucket == 1 else slot[:, None] > slot) if inside else None
         earlier = torch.ones(N + 1, N + 1, dtype=f.dtype, device=k.device).tril()
         if beta is None:
             passing = earlier.expand(len(c), -1, -1)
-            return cls(k, f, v, hidden, seen[None] if inside else None, None, None, passing, c)
+            return cls(k, f, v, hidden, seen, None, None, None, passing, c)
         reference = torch.maximum(beta.view(len(c), -1).cummax(1).values, c[:, None])  # (B Hkv, N C)
         bounds = torch.cat([c[:, None], reference[:, size - 1 :: size]], 1)  # (B Hkv, N + 1)
         rows = reference.view(-1, size)
@@ -216,7 +220,8 @@ class _Group(NamedTuple):
             f,
             v,
             hidden,
-            _factor(beta[:, None] - rows[:, :, None]).mul_(seen) if inside else None,
+            seen,
+            _factor(beta[:, None] - rows[:, :, None]) if inside else None,
             _factor(before - rows)[..., None],
             _factor(beta - after)[..., None],
             _factor(bounds[:, None] - bounds[:, :, None]).mul_(earlier),
@@ -237,9 +242,12 @@ class _Group(NamedTuple):
 
     def weigh(self, rows: Tensor, keys: Tensor) -> Tensor:
         """(Y, G C, C): the products of rows (Y, G C, ·) and keys (Y, C, ·), weighted."""
-        assert self.pair is not None
+        assert self.seen is not None
         products = torch.bmm(rows, keys.mT)
-        products.unflatten(1, (-1, self.pair.shape[1])).mul_(self.pair[:, None])
+        by_head = products.unflatten(1, (-1, len(self.seen)))
+        by_head.masked_fill_(~self.seen, 0)  # Filled, not multiplied: a product with a later key may overflow.
+        if self.pair is not None:
+            by_head.mul_(self.pair[:, None])
         return products
 
     def towards_start(self, rows: Tensor) -> Tensor:
@@ -265,12 +273,16 @@ Differentiate = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
 class Map(NamedTuple):
-    """φ for queries and keys. A query's log scale cancels in normalized attention and is omitted."""
+    """φ for queries and keys. A query's log scale cancels in normalized attention and is omitted.
+
+    log_largest: Logarithm of the largest feature of maps with a log scale.
+    """
 
     query: Apply
     key: Apply
     query_grad: Differentiate
     key_grad: Differentiate
+    log_largest: float = 0.0
 
 
 def favor_projection(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -288,7 +300,8 @@ def _identity_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Te
 
 
 def _elu(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return F.elu(x) + 1, None
+    # Not elu(x) + 1, which cancels where x is negative.
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp()), None
 
 
 def _elu_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
@@ -311,9 +324,15 @@ def _softmax_query_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) 
     return f * (g - (g * f).sum(-1, keepdim=True))
 
 
-def _exp(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _exp(x: Tensor, weight: Tensor | None, log_largest: float = 0.0) -> tuple[Tensor, Tensor | None]:
     largest = x.detach().amax(-1)
-    return (x - largest[..., None]).exp(), largest
+    if not log_largest:
+        return (x - largest[..., None]).exp(), largest
+    # A square: small features do not underflow before they are scaled, and autograd multiplies no gradient by
+    # exp(log_largest) alone. A whole number as scale makes its differences exact.
+    center = largest.round()
+    root = ((x - center[..., None]) / 2).exp() * math.exp(log_largest / 2)
+    return root.square(), center - log_largest
 
 
 def _exp_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
@@ -321,7 +340,7 @@ def _exp_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def _favor_query(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    return _exp(favor_projection(x, weight)[0], None)[0], None
+    return _exp(favor_projection(x, weight)[0], None, FAVOR_LARGEST)[0], None
 
 
 def _favor_query_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor) -> Tensor:
@@ -330,7 +349,7 @@ def _favor_query_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor) -> Tensor
 
 def _favor_key(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
     projected, half_norm = favor_projection(x, weight)
-    return _exp(projected - half_norm, None)
+    return _exp(projected - half_norm, None, FAVOR_LARGEST)
 
 
 def _favor_key_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor) -> Tensor:
@@ -343,5 +362,17 @@ MAPS = {
     "elu": Map(_elu, _elu, _elu_grad, _elu_grad),
     "relu": Map(_relu, _relu, _relu_grad, _relu_grad),
     "softmax": Map(_softmax_query, _exp, _softmax_query_grad, _exp_grad),
-    "favor": Map(_favor_query, _favor_key, _favor_query_grad, _favor_key_grad),
+    "favor": Map(_favor_query, _favor_key, _favor_query_grad, _favor_key_grad, FAVOR_LARGEST),
 }
+# The scale of a query's features is part of the result if it is not normalized.
+_PLAIN_FAVOR = Map(
+    lambda x, weight: (_exp(favor_projection(x, weight)[0], None)[0], None),
+    lambda x, weight: _exp(torch.sub(*favor_projection(x, weight)), None),
+    _favor_query_grad,
+    _favor_key_grad,
+)
+
+
+def _map(problem: LinearProblem) -> Map:
+    favor = problem.feature_map == "favor" and not problem.normalize
+    return _PLAIN_FAVOR if favor else MAPS[problem.feature_map]

@@ -13,6 +13,7 @@ from longspan.ops.rotary import angles, rotate, xpos_scale
 from longspan.ops.softmax import attend
 
 MAX_TILE = 512  # keeps masks small compared to keys and values
+XPOS_TILE = 32  # largest tile of xPos in units of its scale base, whose scales inside a tile are then at most e^20
 
 Bias = Callable[[Tensor, Tensor], Tensor]  # positions i (..., T, 1) and j (..., 1, S) -> (H, ..., T, S)
 
@@ -89,15 +90,19 @@ def tiled_window_attention(
 ) -> Tensor:
     """Compute `ops.window.window_attention` tile by tile."""
     T, S = q.shape[1], k.shape[1]
-    offset = S - T
-    aligned = bool(window.block_size) and start is None and window.block_size < T
-    tile, before, after = _tiling(window, T, S, aligned)
+    offset, given = S - T, q.dtype
+    if xpos is not None and given == torch.float16:
+        q, k, v = q.float(), k.float(), v.float()  # Scales exceed the range of float16.
+    largest = T if xpos is None else max(1, min(T, int(XPOS_TILE * xpos)))
+    aligned = bool(window.block_size) and start is None and window.block_size < T and window.block_size <= largest
+    tile, before, after = _tiling(window, largest, S, aligned)
     n = -(-T // tile)
     queries = (F.pad(q, (0, 0, 0, 0, 0, n * tile - T)) if n * tile > T else q).unflatten(1, (n, tile))
     pads = (0, 0, 0, 0, before * tile - offset, offset + (n + after) * tile - S)
     keys, values = (_neighbors(F.pad(x, pads).unflatten(1, (-1, tile)), n) for x in (k, v))
     if xpos is not None:
-        position = torch.arange(keys.shape[2], device=q.device) - keys.shape[2] // 2
+        # Relative to the middle of the queries, so that only keys that a causal query does not see have large scales.
+        position = torch.arange(keys.shape[2], device=q.device) - before * tile - tile // 2
         queries = xpos_rotate(queries, position[before * tile : (before + 1) * tile], xpos)
         keys = xpos_rotate(keys, position, -xpos)
     i = offset + torch.arange(n * tile, device=q.device).view(n, tile, 1)
@@ -126,16 +131,18 @@ def tiled_window_attention(
         parts = [attend_tiles(slice(0, before), interior=False)] if before else []
         parts.append(attend_tiles(slice(before, n - tail), interior=True))
         out = torch.cat(parts + ([attend_tiles(slice(n - tail, n), interior=False)] if tail else []), 1)
-    return out.flatten(1, 2)[:, :T]
+    return out.flatten(1, 2)[:, :T].to(given)
 
 
-def _tiling(window: Window, T: int, S: int, aligned: bool) -> tuple[int, int, int]:
-    """Return the tile size, and how many tiles of keys before and after its own a tile of queries reads."""
+def _tiling(window: Window, largest: int, S: int, aligned: bool) -> tuple[int, int, int]:
+    """Return the tile size, at most `largest`, and how many tiles of keys before and after its own a tile of queries
+    reads.
+    """
     if aligned:
         return window.block_size, window.back, 0 if window.causal else window.ahead
     # A tile as wide as the window copies each key twice, or three times where queries see keys after them.
     back, ahead = (min(distance, S) for distance in window.reach)
-    tile = min(T, min(-(-max(back, ahead, 1) // 16) * 16, MAX_TILE))
+    tile = min(largest, min(-(-max(back, ahead, 1) // 16) * 16, MAX_TILE))
     return tile, -(-back // tile), -(-ahead // tile)
 
 

@@ -7,6 +7,7 @@ that fills the last slot adds the buffer to the state.
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 
 import triton
@@ -25,8 +26,11 @@ from longspan.ops.decode.triton.token import (
     load_value,
     token_arguments,
 )
+from longspan.ops.linear.torch import FAVOR_LARGEST
 
 _HEADS = tl.constexpr(16)  # heads per program that computes random features
+_LOG_LARGEST = tl.constexpr(FAVOR_LARGEST)
+_LARGEST = tl.constexpr(math.exp(FAVOR_LARGEST))
 
 
 # kv (B, HKV, D, E) and z, both divided by exp(shift), lengths, and the write buffer, in which features are divided by
@@ -48,8 +52,7 @@ def decode_linear(
             _, token, sizes = token_arguments((q, k, k, rotary, features))
             sizes = sizes._replace(E=len(weight), BE=padded(len(weight), 16))
             grid = (sum(-(-len(x) * x.shape[2] // _HEADS.value) for x in (q, k)),)
-            constants = {"S": sizes, "SLOTS": slots, "SHARES": normalize == "feature", "num_warps": 4}
-            decode_favor_features_kernel[grid](token, pointers, weight, len(q), **constants)
+            decode_favor_features_kernel[grid](token, pointers, weight, len(q), S=sizes, SLOTS=slots, num_warps=4)
             q, rotary = features, None
         _, token, sizes = token_arguments((q, k, v, rotary, out))
         if sizes.BD * sizes.BE > 32768:
@@ -61,10 +64,11 @@ def decode_linear(
 
 
 @triton.jit
-def decode_favor_features_kernel(token, state, p_weight, B, S: tl.constexpr, SLOTS: tl.constexpr, SHARES: tl.constexpr):
-    """Write φ(q) (B, H, E) to the output and φ(k) to the write buffer; the first programs take queries, the rest keys.
+def decode_favor_features_kernel(token, state, p_weight, B, S: tl.constexpr, SLOTS: tl.constexpr):
+    """Write φ(q) (B, H, E), whose scale cancels, to the output and φ(k) to the write buffer; the first programs take
+    queries, the rest keys.
 
-    S.E: number of features. SHARES: normalize the features of a query to sum to one; otherwise their scale cancels.
+    S.E: number of features.
     """
     PRECISION: tl.constexpr = "ieee" if p_weight.dtype.element_ty == tl.float32 else "tf32"
     H: tl.constexpr = S.G * S.HKV
@@ -88,13 +92,15 @@ def decode_favor_features_kernel(token, state, p_weight, B, S: tl.constexpr, SLO
     b_f = tl.where(m_m[None, :], tl.exp(b_p - b_scale[:, None]), 0.0)
     m_out = m_x[:, None] & m_m[None, :]
     if keys:
-        b_scale -= tl.sum(b_x * b_x, 1) * (0.5 * S.D**-0.5)
+        b_x *= S.D**-0.25
+        b_p -= (tl.sum(b_x * b_x, 1) * 0.5)[:, None]
+        b_center = tl.floor(tl.max(b_p, 1) + 0.5)
+        b_f = tl.where(m_m[None, :], tl.exp(b_p - b_center[:, None]) * _LARGEST, 0.0)
+        b_scale = b_center - _LOG_LARGEST
         i_slot = i_x * SLOTS + tl.load(state.p_length + i_b, mask=m_x, other=0) % SLOTS
         tl.store(state.p_pending_f + i_slot[:, None] * S.E + i_m[None, :], b_f, mask=m_out)
         tl.store(state.p_pending_scale + i_slot, b_scale, mask=m_x)
     else:
-        if SHARES:
-            b_f = b_f / tl.sum(b_f, 1)[:, None]
         tl.store(token.p_out + i_x[:, None] * S.E + i_m[None, :], b_f, mask=m_out)
 
 
