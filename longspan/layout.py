@@ -33,9 +33,12 @@ class Packing:
         Raises:
             ValueError: If there is no length, or a negative one.
         """
-        if len(lengths) == 0 or min(lengths) < 0:
+        try:
+            offsets = torch.tensor([0, *lengths]).cumsum(0)
+        except (TypeError, RuntimeError):
+            raise TypeError(f"lengths must be a sequence of integers, got {lengths!r}") from None
+        if len(offsets) == 1 or offsets.dtype != torch.int64 or min(lengths) < 0:
             raise ValueError(f"lengths must be one or more non-negative integers, got {list(lengths)}")
-        offsets = torch.tensor([0, *lengths]).cumsum(0)
         return cls(offsets.to(device=device, dtype=torch.int32), max(lengths))
 
     @property

@@ -342,6 +342,7 @@ class Mechanism(nn.Module, ABC):
         Raises:
             ValueError: If shapes, dtypes, devices or options do not fit together.
         """
+        self._check_query(q)
         self._check_inputs(q, k, v, gates, key_mask, packing)
         if past is not None and not causal:
             raise ValueError("past means causal attention: pass causal=True, or write a state and read it")
@@ -394,6 +395,7 @@ class Mechanism(nn.Module, ABC):
         Returns:
             The output (B, T, H, E), and the state after these tokens.
         """
+        self._check_query(q)
         self._check_inputs(q, k, v, gates, key_mask, packing)
         self._check_causal(q, k, None)
         self.check_state(state, _batch_size(q, packing), q.dtype)
@@ -448,7 +450,8 @@ class Mechanism(nn.Module, ABC):
         self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """Extend a state by one token, q (B, 1, H, D): write it, then read with its query."""
-        if isinstance(q, Tensor) and (q.ndim != 4 or q.shape[1] != 1):
+        self._check_query(q)
+        if q.shape[1] != 1:
             raise ValueError(
                 f"step takes one token, q of shape (B, 1, H, D), got {tuple(q.shape)}; use extend for more"
             )
@@ -485,6 +488,9 @@ class Mechanism(nn.Module, ABC):
         Raises:
             ValueError: If max_length is more than the mechanism can hold, or start does not fit the batch.
         """
+        for name, number in (("batch_size", batch_size), ("max_length", 0 if max_length is None else max_length)):
+            if not isinstance(number, int | torch.SymInt) or number < 0:
+                raise ValueError(f"{name} must be an integer of 0 or more, got {number!r}")
         if max_length is not None:
             self.check_length(max_length)
         like = torch.empty(0, device=device, dtype=dtype)
@@ -707,8 +713,6 @@ class Mechanism(nn.Module, ABC):
         key_mask: Tensor | None,
         packing: Packing | None,
     ) -> None:
-        if q is not None:
-            self._check_query(q)
         _check_tensor("k", k, "(B, S, Hkv, D)", self.num_kv_heads, self.head_dim)
         _check_tensor("v", v, "(B, S, Hkv, E)", self.num_kv_heads, self.value_dim)
         if gates is not None or self.num_gates:
@@ -772,6 +776,12 @@ def start_positions(batch_size: int, start: Tensor | int | None, device: torch.d
     """Return the first positions (B,) of an empty state, given one for all rows or (B,); None, for 0, stays None."""
     if start is None:
         return None
+    if isinstance(start, Tensor):
+        wrong = start.is_floating_point() or start.is_complex()
+    else:
+        wrong = not isinstance(start, int | list | tuple | torch.SymInt)
+    if wrong:
+        raise ValueError(f"start must be a position, or (B,) = ({batch_size},) of them, got {start!r}")
     start = torch.as_tensor(start, dtype=torch.int64, device=device)
     if start.ndim > 1 or (start.ndim == 1 and len(start) != batch_size):
         raise ValueError(f"start must be a position, or (B,) = ({batch_size},), got {tuple(start.shape)}")

@@ -114,7 +114,14 @@ def build_mechanism(
             )
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{option} of {name} must be finite, got {value}")
-    return cls(num_heads, head_dim, num_kv_heads=num_kv_heads, value_dim=value_dim, **options)
+    given: Any = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads, "value_dim": value_dim}
+    for argument, value in given.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{argument} must be a positive integer, got {value!r}")
+    try:
+        return cls(**given, **options)
+    except TypeError as error:
+        raise TypeError(f"{name} cannot be built with {given | options}: {error}") from error
 
 
 def mechanism_options(name: str) -> dict[str, Any]:

@@ -225,6 +225,8 @@ class ModelConfig:
         _freeze(self, "axial_shape", "token_shift")
         _check_positive(self, "dim", "depth", "max_length", "num_streams", "vocab_size", "embed_dim", "num_classes")
         check_fields(self)
+        if not isinstance(self.legacy, LegacyConfig):
+            raise ValueError(f"legacy must be a LegacyConfig, got {self.legacy!r}")
         _check_fraction(self, "embed_dropout")
         if not isinstance(self.final_norm, bool):
             choose("final_norm", self.final_norm, get_args(Norm))
@@ -386,7 +388,10 @@ def check_fields(config: Any, label: Callable[[str], str] = str) -> None:
 def _freeze(config: Any, *names: str) -> None:
     """Turn lists into tuples, so that a configuration equals the one that went through JSON."""
     for name in names:
-        object.__setattr__(config, name, _frozen(getattr(config, name)))
+        value = getattr(config, name)
+        if not (value is None or isinstance(value, str | list | tuple | Mapping)):
+            raise ValueError(f"{name} must be a list, or what else its description allows, got {value!r}")
+        object.__setattr__(config, name, _frozen(value))
 
 
 def _frozen(value: Any) -> Any:

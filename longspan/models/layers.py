@@ -158,7 +158,7 @@ class Attention(nn.Module):
             raise ValueError(
                 f"{type(mechanism).__name__} cannot be used for {'cross' if cross else 'causal'} attention"
             )
-        self.mechanism, self.causal, self.cross, self.head_groups = mechanism, causal, cross, 1
+        self.dim, self.mechanism, self.causal, self.cross, self.head_groups = dim, mechanism, causal, cross, 1
         self.shared_kv = config.shared_kv
         if self.shared_kv and mechanism.value_dim != mechanism.head_dim:
             raise ValueError(f"shared_kv needs value_dim ({mechanism.value_dim}) = head_dim ({mechanism.head_dim})")
@@ -214,6 +214,9 @@ class Attention(nn.Module):
             (B, T, out_features).
         """
         if _layouts is None:
+            if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.dim or not x.is_floating_point():
+                got = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+                raise ValueError(f"x must be a floating-point tensor (B, T, {self.dim}), got {got}")
             if not self.cross and (context is not None or context_mask is not None or context_packing is not None):
                 raise ValueError("self-attention takes no context: build the layer with cross=True")
             if not self.cross and key_mask is None and packing is None:

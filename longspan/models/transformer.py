@@ -62,6 +62,7 @@ class Transformer(nn.Module):
         Returns:
             (B, T, dim), normalized.
         """
+        _check_vectors(x, self.config.dim)
         self._redraw_features()
         if _layout is None:
             _layout = TokenLayout.of(x, causal=self.config.causal, key_mask=key_mask, packing=packing)
@@ -122,6 +123,9 @@ class Transformer(nn.Module):
         Returns:
             (B, T, dim), normalized, and the state after these tokens.
         """
+        _check_vectors(x, self.config.dim)
+        if not isinstance(state, StackState):
+            raise TypeError(f"state must be what new_state or extend returned, got a {type(state).__name__}")
         if not self.config.causal:
             raise ValueError("only a causal model can be extended: build it with causal=True")
         if key_mask is None or x.shape[1] == 0:
@@ -235,13 +239,11 @@ class LanguageModel(nn.Module):
             context_mask: (B, S) bool, True for real tokens of the context.
             context_packing: Sequences concatenated in the context.
         """
+        _check_tokens(tokens)
         if labels is None:
             labels = _next_tokens(tokens, key_mask, packing)
-        elif labels.shape != tokens.shape or labels.is_floating_point():
-            raise ValueError(
-                f"labels must be integers of the tokens' shape {tuple(tokens.shape)}, "
-                f"got {tuple(labels.shape)} {labels.dtype}"
-            )
+        else:
+            self._check_labels(labels, tokens)
         hidden = self._hidden(tokens, key_mask, packing, context, context_mask, context_packing)
         narrow = hidden if self.from_dim is None else self.from_dim(hidden)
         narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
@@ -266,6 +268,10 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, StackState]:
         """Extend as `extend` does, but return the last layer's vectors (B, T, dim) in place of logits."""
         _check_tokens(tokens)
+        if not isinstance(state, StackState):
+            raise TypeError(f"state must be what new_state or extend returned, got a {type(state).__name__}")
+        if len(tokens) != len(state.length):
+            raise ValueError(f"tokens must have a row for each of the state's {len(state.length)}, got {len(tokens)}")
         layout = TokenLayout.of(tokens, causal=True, key_mask=key_mask, start=state.end)
         longest = 0
         if self.positions is not None and self.positions.reach is not None and tokens.device.type == "cpu":
@@ -325,6 +331,20 @@ class LanguageModel(nn.Module):
             low, high, size = int(tokens.min()), int(tokens.max()), len(self.embedding.weight)
             raise ValueError(f"tokens must be from 0 to {size - 1}, got {low} to {high}") from None
 
+    def _check_labels(self, labels: Tensor, tokens: Tensor) -> None:
+        if not isinstance(labels, Tensor):
+            raise TypeError(f"labels must be a tensor of the tokens' shape, got a {type(labels).__name__}")
+        if labels.shape != tokens.shape or labels.dtype != torch.int64:
+            raise ValueError(
+                f"labels must be integers of the tokens' shape {tuple(tokens.shape)}, "
+                f"got {tuple(labels.shape)} {labels.dtype}"
+            )
+        if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+            vocab_size = len(self.embedding.weight)
+            wrong = labels[((labels < 0) | (labels >= vocab_size)) & (labels != IGNORE_INDEX)]
+            if len(wrong):
+                raise ValueError(f"labels must be from 0 to {vocab_size - 1}, or {IGNORE_INDEX}, got {int(wrong[0])}")
+
     def _embed(self, tokens: Tensor, layout: TokenLayout, longest: int) -> Tensor:
         x = self.embedding(tokens) if torch.compiler.is_compiling() else self._look_up(tokens)
         if self.positions is not None:
@@ -371,14 +391,18 @@ class EncoderDecoder(nn.Module):
 
         Masks are True for real tokens; without one, pad_token is padding.
         """
+        _check_tokens(target)
         target_mask = target != self.pad_token if target_mask is None else target_mask
         context, source_mask = self.encode(source, source_mask)
+        if len(source) != len(target):
+            raise ValueError(f"source and target must have as many rows, got {len(source)} and {len(target)}")
         labels = target[:, 1:].masked_fill(~(target_mask[:, 1:] & target_mask[:, :-1]), IGNORE_INDEX)
         mask = target_mask[:, :-1]
         return self.decoder.loss(target[:, :-1], labels, key_mask=mask, context=context, context_mask=source_mask)
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the source's vectors (B, S, dim) and its mask."""
+        _check_tokens(source)
         source_mask = source != self.pad_token if source_mask is None else source_mask
         vectors = self.encoder.hidden(source, key_mask=source_mask)
         return vectors if self.encoder.from_dim is None else self.encoder.from_dim(vectors), source_mask
@@ -407,10 +431,17 @@ class Classifier(nn.Module):
         return self.to_classes(total / key_mask.sum(1, keepdim=True).clamp(min=1))
 
 
+def _check_vectors(x: Tensor, dim: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor (B, T, {dim}), got a {type(x).__name__}")
+    if x.ndim != 3 or x.shape[2] != dim or not x.is_floating_point():
+        raise ValueError(f"x must be (B, T, {dim}) floating point, got {tuple(x.shape)} {x.dtype}")
+
+
 def _check_tokens(tokens: Tensor) -> None:
     if not isinstance(tokens, Tensor):
         raise TypeError(f"tokens must be a tensor (B, T) of integers, got {tokens!r}")
-    if tokens.ndim != 2 or tokens.is_floating_point():
+    if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"tokens must be (B, T) integers, got {tuple(tokens.shape)} {tokens.dtype}")
 
 
