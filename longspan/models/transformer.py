@@ -271,7 +271,9 @@ class LanguageModel(nn.Module):
         if not isinstance(state, StackState):
             raise TypeError(f"state must be what new_state or extend returned, got a {type(state).__name__}")
         if len(tokens) != len(state.length):
-            raise ValueError(f"tokens must have a row for each of the state's {len(state.length)}, got {len(tokens)}")
+            raise ValueError(
+                f"the state holds {len(state.length)} sequences, the input {len(tokens)}: tokens need a row for each"
+            )
         layout = TokenLayout.of(tokens, causal=True, key_mask=key_mask, start=state.end)
         longest = 0
         if self.positions is not None and self.positions.reach is not None and tokens.device.type == "cpu":
