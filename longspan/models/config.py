@@ -389,8 +389,8 @@ def _freeze(config: Any, *names: str) -> None:
     """Turn lists into tuples, so that a configuration equals the one that went through JSON."""
     for name in names:
         value = getattr(config, name)
-        if not (value is None or isinstance(value, str | list | tuple | Mapping)):
-            raise ValueError(f"{name} must be a list, or what else its description allows, got {value!r}")
+        if name not in ("mechanism", "rotary") and not isinstance(value, list | tuple | None):
+            raise ValueError(f"{name} must be a list of integers, got {value!r}")
         object.__setattr__(config, name, _frozen(value))
 
 

@@ -37,7 +37,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "tokens": ("tokens", "prompt"),
     "source": ("source", "tokens"),
     "source_mask": ("source_mask", "key_mask"),
-    "target": ("target", "tokens"),
+    "target": ("target", "tokens", "labels"),
     "offsets": ("offsets", "lengths"),
     "later": ("later", "merge"),
     "folder": ("folder", "PathLike"),
