@@ -126,19 +126,21 @@ class ProjectionShape(NamedTuple):
 
 def projection_tensors(given: Sequence[Any]) -> dict[str, Tensor]:
     """Return the tensors of a `Projection` that does what these layers or tables do, one per head or one for all."""
-    name, tensors = "table", [x if isinstance(x, Tensor) else x.weight.T for x in given if type(x) is not nn.Conv1d]
-    if not tensors:
-        name, tensors = "kernel", [x.weight.permute(2, 1, 0) for x in given]
-    tensors = [x.contiguous() for x in tensors]
-    found = {name: tensors[0][None] if name == "table" else tensors[0]}
-    biases = [
-        x.bias[None] if name == "kernel" else x.bias[:, None] for x in given if getattr(x, "bias", None) is not None
-    ]
-    if biases:
-        found["bias"] = biases[0]
+    if isinstance(given[0], Tensor):
+        return {"table": torch.stack(list(given))}
+
+    def stacked(tensors: list[Tensor]) -> Tensor:
+        return torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]
+
+    weight, convolution = stacked([x.weight for x in given]), isinstance(given[0], nn.Conv1d)
+    found = {"kernel": weight.permute(0, 3, 2, 1)} if convolution else {"table": weight.mT}
+    if given[0].bias is not None:
+        bias = stacked([x.bias for x in given])
+        found["bias"] = bias[:, None] if convolution else bias[..., None]
     if len(given) > 1:
-        found = {key: torch.stack(xs) for key, xs in ((name, tensors), ("bias", biases)) if xs}
-    return found
+        return found
+    # A projection for all heads has no dimension of heads, but for its table.
+    return {name: x.contiguous() if name == "table" else x[0].contiguous() for name, x in found.items()}
 
 
 def draw_fixed_tables(layers: Iterable[MHAttention]) -> None:
