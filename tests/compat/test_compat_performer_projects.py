@@ -411,7 +411,7 @@ def test_copying_is_learned_by_encoder_and_decoder():
     mask = torch.ones(32, length, dtype=torch.bool)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
-    for _ in range(40):
+    for _ in range(25):
         source = torch.randint(2, tokens, (32, length))
         target = torch.cat([torch.ones(32, 1, dtype=torch.int64), source, source], 1)
         loss = model(source, target, enc_mask=mask, return_loss=True)
@@ -419,7 +419,7 @@ def test_copying_is_learned_by_encoder_and_decoder():
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < 0.75 * losses[0]
+    assert losses[-1] < 0.85 * losses[0]
     start = torch.ones(1, 1, dtype=torch.int64)
     sample = model.eval().generate(source[:1], start, length, enc_mask=mask[:1])
     assert sample.shape == (1, length)
