@@ -825,7 +825,10 @@ def _as_index(index: Index, length: Tensor, *, repeats: bool = True) -> Tensor:
     size, device = len(length), length.device
     if isinstance(index, slice):
         return torch.arange(size, device=device)[index]
-    where = torch.as_tensor(index, device=device)
+    try:
+        where = torch.as_tensor(index, device=device)
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(f"index must be row numbers (n,), a bool mask ({size},) or a slice, got {index!r}") from None
     where = where.long() if where.numel() == 0 and not isinstance(index, Tensor) else where
     if where.ndim != 1 or where.is_floating_point() or where.is_complex():
         raise ValueError(
