@@ -400,3 +400,20 @@ def test_split_inside_a_group_of_heads() -> None:
     parts = [{"mechanism": "linear", "num_heads": 3}, {"mechanism": "linear", "num_heads": 1}]
     with refused("with 2 key/value heads each part must have a multiple of 2 heads", "got [3, 1]"):
         build_mechanism("split", 4, D, num_kv_heads=2, parts=parts)
+
+
+@pytest.mark.parametrize("index", [{}, object, "x", None])
+def test_an_index_of_rows_that_is_none_is_refused(index) -> None:
+    state = build_mechanism("linear", 2, 3).new_state(5)
+    for call in (lambda: state.select(index), lambda: state.put(index, state)):
+        with pytest.raises(ValueError, match="index must be row numbers"):
+            call()
+
+
+def test_masks_packings_and_queries_of_other_types_are_refused() -> None:
+    mechanism, x = build_mechanism("linear", 2, 3), torch.zeros(1, 5, 2, 3)
+    for options, message in (({"key_mask": {}}, "key_mask must be a bool tensor"), ({"packing": {}}, "be a Packing")):
+        with pytest.raises(TypeError, match=message):
+            mechanism(x, x, x, **options)
+    with pytest.raises(ValueError, match="q must be a tensor"):
+        mechanism.step(mechanism.new_state(1), "", x[:, :1], x[:, :1])
