@@ -302,6 +302,40 @@ def test_an_encoder_decoder_generates_from_its_source():
     assert prefill(model, [5], source=other).logits.ne(prefill(model, [5], source=source).logits).any()
 
 
+@pytest.mark.parametrize("name", ["softmax", "linear", "performer", "linformer"])
+def test_a_source_with_holes_generates_as_it_trains(name):
+    attention = AttentionConfig(num_heads=4, mechanism="linear")
+    cross = AttentionConfig(num_heads=4, mechanism=MECHANISMS[name])
+    encoder = ModelConfig(dim=32, depth=1, vocab_size=29, attention=attention)
+    decoder = ModelConfig(dim=32, depth=1, vocab_size=29, attention=attention, causal=True, cross=cross)
+    model = EncoderDecoder(encoder, decoder).double().eval()
+    source = torch.randint(1, 29, (3, 11))
+    source[0, 3:5] = source[1, :2] = source[1, 6] = source[2, 9:] = 0
+    got = generate(model, [[1]] * 3, 7, sampling=GREEDY, source=source)
+    tokens = torch.tensor([[1, *row] for row in got.tokens])
+    context, mask = model.encode(source)
+    logits = model.decoder(tokens[:, :-1], context=context, context_mask=mask)
+    assert logits.argmax(2).tolist() == tokens[:, 1:].tolist()
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_autocast_extends_and_generates(name):
+    model = language_model(MECHANISMS[name]).float()
+    tokens = torch.tensor([row[:3] for row in PROMPTS])
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, state = model(tokens), model.new_state(3, max_length=9)
+        first, state = model.extend(tokens[:, :1], state)
+        rest, state = model.extend(tokens[:, 1:], state)
+        got = generate(model, prefill(model, PROMPTS).select([0, 2]), 5, sampling=GREEDY)
+        beams = beam_search(model, PROMPTS[0], 3, num_beams=2)
+    # No further from the truth than twice what the forward pass is, and one unit in the last place.
+    truth = model(tokens)
+    error, allowed = ((x.float() - truth).abs().max() for x in (torch.cat([first, rest], 1), expected))
+    assert error <= 2 * allowed + torch.finfo(torch.bfloat16).eps * truth.abs().max()
+    assert [len(row) for row in got.tokens] == [5, 5]
+    assert len(beams.tokens[0]) == 3
+
+
 def test_invalid_calls_are_refused_before_the_first_token(model):
     table = language_model(positions="learned", max_length=16)
     with pytest.raises(ValueError, match="20 tokens are more than the 16 positions"):
