@@ -13,6 +13,7 @@ from torch import Tensor
 from longspan.bench.subjects.base import AccuracyCheck, Case, Status, Subject, TimedStep, Workload
 from longspan.bench.subjects.models import MODELS, ModelSubject, PeerModelSubject, peer_models, random_tokens
 from longspan.bench.subjects.peers import MODEL_PEERS, NEW_TOKENS, generate_greedily, unavailable
+from longspan.compat.state_dict import CompatModel
 from longspan.generation.generate import generate, prefill, stream
 from longspan.generation.sampling import Sampling
 from longspan.models.transformer import LanguageModel
@@ -103,7 +104,8 @@ class DecodeSubject(Subject):
     def _build(self, case: Case) -> Callable[[Tensor, int], Tensor]:
         """A function (prompt (B, T), count) -> new tokens (B, count)."""
         net = MODEL_PEERS[self.model](case, ours=True).net.to(case.device, case.torch_dtype).eval()
-        model = next(module for module in net.modules() if isinstance(module, LanguageModel))
+        model = next(module for module in net.modules() if isinstance(module, CompatModel)).to_longspan()
+        assert isinstance(model, LanguageModel)
         if self.api == "older package":
             return lambda prompt, count: net.generate(prompt, count, temperature=0.0)  # type: ignore[operator]
         if self.api == "longspan.generate":
