@@ -155,8 +155,10 @@ def mechanisms() -> Iterator[Call]:
             1
         ]
         yield Call(f"{name} State.merge", lambda s=state, **x: s.merge(**x), {"later": other}, {"later": "object"})
+        yield Call(f"{name} State.select", lambda s=state, **x: s.select(**x), {"index": [1]}, {"index": "object"})
+        replaced = {"index": [1], "rows": state.select([0])}
         yield Call(
-            f"{name} State.put", lambda s=state, **x: s.put([1], **x), {"rows": state.select([0])}, {"rows": "object"}
+            f"{name} State.put", lambda s=state, **x: s.put(**x), replaced, {"index": "object", "rows": "object"}
         )
 
 
