@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -168,6 +168,26 @@ def zero_fill(hidden: Tensor, *xs: Tensor | None) -> tuple[Any, ...]:
     return tuple(None if x is None else x.masked_fill(hidden[:, :, None, None], 0) for x in xs)
 
 
+class SequenceShard(Protocol):
+    """One rank's piece of every sequence, as `longspan.distributed` divides them."""
+
+    def attend(
+        self,
+        mechanism: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Tensor | None,
+        *,
+        causal: bool,
+        layout: TokenLayout,
+    ) -> Tensor:
+        """Compute attention of this rank's queries to the keys of all ranks."""
+
+    def halo(self, x: Tensor, width: int, layout: TokenLayout) -> Tensor:
+        """Return the last tokens (B, width, dim) before this rank's piece x (B, T, dim)."""
+
+
 @dataclass(frozen=True)
 class TokenLayout:
     """Which tokens of a batch are real, their positions, and the ends of their sequences.
@@ -178,6 +198,7 @@ class TokenLayout:
         key_mask: (B, T) bool, True for real tokens; None if all are.
         packing: The packing of the row; None if it holds one sequence.
         rotary: cos and sin (B or 1, T, D / 2) by (D, base), computed once for all layers.
+        shard: The exchange with other ranks, if each of them has a piece of every sequence.
     """
 
     position: Tensor
@@ -185,6 +206,7 @@ class TokenLayout:
     key_mask: Tensor | None = None
     packing: Packing | None = None
     rotary: Mapping[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    shard: SequenceShard | None = None
 
     @classmethod
     def of(

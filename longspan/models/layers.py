@@ -237,7 +237,7 @@ class Attention(nn.Module):
                 raise ValueError("cross-attention needs a context: pass context=, of shape (B, S, dim)")
             source, source_layout = context_layout.zero_fill(context), context_layout
         key_mask, packing = source_layout.key_mask, layout.packing
-        if packing is None and source_layout.packing is None:
+        if packing is None and source_layout.packing is None and source_layout.shard is None:
             out = self._attend_layer(x, source, key_mask)
             if out is not None:
                 return out
@@ -245,6 +245,10 @@ class Attention(nn.Module):
             q, (k, v, gates) = self.project_queries(x, layout), self._project_keys(source, None)
         else:
             q, k, v, gates, _ = self.project(x, layout)
+        if source_layout.shard is not None:
+            shard = source_layout.shard
+            out = shard.attend(self.mechanism, q, k, v, gates, causal=self.causal, layout=source_layout)
+            return self.project_output(x, out)
         key_packing = source_layout.packing if self.cross else None
         out = self._mix(q, k, v, gates, key_mask=key_mask, packing=packing, key_packing=key_packing)
         return self.project_output(x, out)
@@ -626,6 +630,8 @@ def shift_tokens(x: Tensor, offsets: Sequence[int], layout: TokenLayout, recent:
         layout: The layout of x.
         recent: (B, max(offsets), dim), the tokens before these.
     """
+    if layout.shard is not None and recent is None and max(offsets) > 0:
+        recent = layout.shard.halo(x, max(offsets), layout)
     size = x.shape[2] // len(offsets)
     parts = list(x.split(size, 2))
     history = 0 if recent is None else recent.shape[1]
@@ -634,7 +640,7 @@ def shift_tokens(x: Tensor, offsets: Sequence[int], layout: TokenLayout, recent:
         if offset == 0:
             continue
         piece = longer[..., i * size : (i + 1) * size]
-        moved = F.pad(piece, (0, 0, offset, -offset)) if abs(offset) < piece.shape[1] else torch.zeros_like(piece)
+        moved = F.pad(piece, (0, 0, offset, -offset)) if abs(offset) <= piece.shape[1] else torch.zeros_like(piece)
         parts[i] = moved[:, history:].masked_fill(~layout.has_neighbor(offset)[..., None], 0)
     return torch.cat(parts, 2)
 

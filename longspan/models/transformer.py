@@ -193,9 +193,10 @@ class LanguageModel(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         context_packing: Packing | None = None,
+        _layout: TokenLayout | None = None,
     ) -> Tensor:
         """Compute logits (B, T, vocab_size) of tokens (B, T); other arguments as for `Transformer.forward`."""
-        return self.logits(self._hidden(tokens, key_mask, packing, context, context_mask, context_packing))
+        return self.logits(self._hidden(tokens, key_mask, packing, context, context_mask, context_packing, _layout))
 
     def hidden(
         self,
@@ -226,6 +227,7 @@ class LanguageModel(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         context_packing: Packing | None = None,
+        _layout: TokenLayout | None = None,
     ) -> Tensor:
         """Compute the mean cross-entropy of labels without storing all logits at once.
 
@@ -244,7 +246,7 @@ class LanguageModel(nn.Module):
             labels = _next_tokens(tokens, key_mask, packing)
         else:
             self._check_labels(labels, tokens)
-        hidden = self._hidden(tokens, key_mask, packing, context, context_mask, context_packing)
+        hidden = self._hidden(tokens, key_mask, packing, context, context_mask, context_packing, _layout)
         narrow = hidden if self.from_dim is None else self.from_dim(hidden)
         narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
         weight = self.embedding.weight if self.to_logits is None else self.to_logits.weight
@@ -312,14 +314,17 @@ class LanguageModel(nn.Module):
         context: Tensor | None,
         context_mask: Tensor | None,
         context_packing: Packing | None,
+        layout: TokenLayout | None = None,
     ) -> Tensor:
         _check_tokens(tokens)
-        if key_mask is None and packing is None:
+        if layout is None and key_mask is None and packing is None:
             position = torch.arange(tokens.shape[1], device=tokens.device)[None]
             layout = TokenLayout(position, torch.full_like(position, tokens.shape[1] - 1))
-        else:
+        elif layout is None:
             layout = TokenLayout.of(tokens, causal=self.config.causal, key_mask=key_mask, packing=packing)
         longest = tokens.shape[1] if packing is None else packing.max_length
+        if layout.shard is not None and layout.last.numel():
+            longest = int(layout.last.max()) + 1
         reach = None if self.positions is None else self.positions.reach
         if reach is not None and longest > reach and key_mask is not None:
             longest = int(layout.position.max()) + 1  # padding has no position
