@@ -10,7 +10,6 @@ from torch import Tensor
 
 from longspan.ops.common.autograd import once_differentiable
 
-
 _gather_into: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 _scatter_sum: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
