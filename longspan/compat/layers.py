@@ -3,12 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from longspan.compat.state_dict import KeyMapping, rename_layer
 from longspan.models.positions import SinusoidalPositions
+
+
+class PreNorm(nn.Module):
+    """Compute fn(norm(x)); further arguments are those of fn."""
+
+    def __init__(self, dim: int, fn: nn.Module) -> None:
+        super().__init__()
+        self.fn = fn
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        """Map x (B, T, dim)."""
+        return self.fn(self.norm(x), **kwargs)
+
+
+class Chunk(nn.Module):
+    """Apply fn to one chunk of x after another, to save memory.
+
+    Args:
+        chunks: The number of chunks.
+        fn: The layer.
+        along_dim: The dimension of x that is divided.
+    """
+
+    def __init__(self, chunks: int, fn: nn.Module, along_dim: int = -1) -> None:
+        super().__init__()
+        self.dim, self.chunks, self.fn = along_dim, chunks, fn
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        """Map x; every chunk gets the same further arguments."""
+        if self.chunks == 1:
+            return self.fn(x, **kwargs)
+        return torch.cat([self.fn(chunk, **kwargs) for chunk in x.chunk(self.chunks, self.dim)], self.dim)
 
 
 class FeedForward(nn.Module):

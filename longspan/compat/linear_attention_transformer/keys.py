@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from longspan.compat.containers import branch_prefix
-from longspan.compat.layers import FeedForward, feed_forward_keys
-from longspan.compat.linear_attention_transformer.layers import PKM, LinformerSelfAttention, PreNorm
+from longspan.compat.layers import FeedForward, PreNorm, feed_forward_keys
+from longspan.compat.linear_attention_transformer.layers import PKM, LinformerSelfAttention
 from longspan.compat.state_dict import KeyMapping, concatenate, rename, rename_layer, with_prefix
 
 

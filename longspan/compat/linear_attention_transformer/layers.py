@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longspan.compat import linformer
 from longspan.compat.faithful import resolve_faithful
-from longspan.compat.layers import as_bool
+from longspan.compat.layers import Chunk, as_bool
 from longspan.compat.linear_attention_transformer.functions import (
     LinearHeads,
     apply_rotory_pos_emb,
@@ -23,39 +23,6 @@ from longspan.compat.linear_attention_transformer.functions import (
 from longspan.compat.local_attention import LocalAttention
 from longspan.layout import PaddedSpan
 from longspan.ops.rotary import angles
-
-
-class PreNorm(nn.Module):
-    """fn(norm(x)), with further arguments of fn."""
-
-    def __init__(self, dim: int, fn: nn.Module) -> None:
-        super().__init__()
-        self.fn = fn
-        self.norm = nn.LayerNorm(dim)
-
-    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-        """Map x (B, T, dim)."""
-        return self.fn(self.norm(x), **kwargs)
-
-
-class Chunk(nn.Module):
-    """Apply fn to one chunk of x after another, to save memory.
-
-    Args:
-        chunks: The number of chunks.
-        fn: The layer.
-        along_dim: The dimension of x that is divided.
-    """
-
-    def __init__(self, chunks: int, fn: nn.Module, along_dim: int = -1) -> None:
-        super().__init__()
-        self.dim, self.chunks, self.fn = along_dim, chunks, fn
-
-    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-        """Map x; every chunk gets the same further arguments."""
-        if self.chunks == 1:
-            return self.fn(x, **kwargs)
-        return torch.cat([self.fn(chunk, **kwargs) for chunk in x.chunk(self.chunks, self.dim)], self.dim)
 
 
 class ProjectInOut(nn.Module):

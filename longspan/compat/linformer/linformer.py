@@ -18,7 +18,7 @@ from torch.nn import GELU
 from longspan.compat.compressed import attend_compressed, is_identity, is_plain_linear, is_product, zero_fill
 from longspan.compat.faithful import resolve_faithful
 from longspan.compat.helpers import GELU_
-from longspan.compat.layers import FeedForward, initialize_layers
+from longspan.compat.layers import FeedForward, PreNorm, initialize_layers
 from longspan.compat.linformer.keys import language_model_keys, stack_keys
 from longspan.compat.linformer.options import AttentionOptions, LanguageModelOptions, LinformerOptions
 from longspan.compat.linformer.reversible import ReversibleSequence, SequentialSequence
@@ -73,19 +73,6 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x (B, n, dim) to (B, n, dim)."""
         return x + self.fn(x)
-
-
-class PreNorm(nn.Module):
-    """Compute fn(norm(x)); keyword arguments are fn's."""
-
-    def __init__(self, dim: int, fn: nn.Module) -> None:
-        super().__init__()
-        self.fn = fn
-        self.norm = nn.LayerNorm(dim)
-
-    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-        """Map x (B, n, dim) to (B, n, dim)."""
-        return self.fn(self.norm(x), **kwargs)
 
 
 class LinformerSelfAttention(nn.Module):

@@ -133,28 +133,6 @@ class PreLayerNorm(nn.Module):
         return self.fn(self.norm(x), **kwargs)
 
 
-class Chunk(nn.Module):
-    """Call a layer on `chunks` pieces of x one after the other, which needs less memory.
-
-    Args:
-        chunks: The number of pieces.
-        fn: The layer.
-        along_dim: The dimension that is divided.
-    """
-
-    def __init__(self, chunks: int, fn: nn.Module, along_dim: int = -1) -> None:
-        super().__init__()
-        self.dim = along_dim
-        self.chunks = chunks
-        self.fn = fn
-
-    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-        """Call the layer on each piece, with all other arguments."""
-        if self.chunks == 1:
-            return self.fn(x, **kwargs)
-        return torch.cat([self.fn(piece, **kwargs) for piece in x.chunk(self.chunks, self.dim)], self.dim)
-
-
 class FeedForward(layers.FeedForward):
     """Compute act(x W₁) W₂, or its gated variant with glu."""
 

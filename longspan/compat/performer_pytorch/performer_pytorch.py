@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from longspan.compat.faithful import faithful, resolve_faithful
 from longspan.compat.helpers import default, exists, rotate_every_two
+from longspan.compat.layers import Chunk
 from longspan.compat.local_attention import LocalAttention
 from longspan.compat.options import init_from
 from longspan.compat.performer_pytorch import keys
@@ -40,7 +41,6 @@ from longspan.compat.performer_pytorch.layers import (
     AbsolutePositionalEmbedding,
     Always,
     AxialPositionalEmbedding,
-    Chunk,
     FeedForward,
     FixedPositionalEmbedding,
     PreLayerNorm,
