@@ -776,15 +776,14 @@ def start_positions(batch_size: int, start: Tensor | int | None, device: torch.d
     """Return the first positions (B,) of an empty state, given one for all rows or (B,); None, for 0, stays None."""
     if start is None:
         return None
-    if isinstance(start, Tensor):
-        wrong = start.is_floating_point() or start.is_complex()
-    else:
-        wrong = not isinstance(start, int | list | tuple | torch.SymInt)
-    if wrong:
-        raise ValueError(f"start must be a position, or (B,) = ({batch_size},) of them, got {start!r}")
+    allowed = f"start must be a position, or integers (B,) = ({batch_size},), got"
+    if not isinstance(start, Tensor | int | list | tuple | torch.SymInt):
+        raise ValueError(f"{allowed} {_describe(start)}")
+    if isinstance(start, Tensor) and (start.is_floating_point() or start.is_complex()):
+        raise ValueError(f"{allowed} {tuple(start.shape)} {start.dtype}")
     start = torch.as_tensor(start, dtype=torch.int64, device=device)
     if start.ndim > 1 or (start.ndim == 1 and len(start) != batch_size):
-        raise ValueError(f"start must be a position, or (B,) = ({batch_size},), got {tuple(start.shape)}")
+        raise ValueError(f"{allowed} {tuple(start.shape)}")
     return start.expand(batch_size).clone()
 
 

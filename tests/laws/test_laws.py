@@ -191,7 +191,7 @@ def test_merging_refuses_what_does_not_follow() -> None:
         state.merge(softmax.new_state(2, start=3))
     with pytest.raises(ValueError, match="must hold as many rows, got 2 and 1"):
         state.merge(linear.new_state(1, start=3))
-    with pytest.raises(ValueError, match=r"start must be a position, or \(B,\) = \(2,\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"start must be a position, or integers \(B,\) = \(2,\), got \(3,\)"):
         linear.new_state(2, start=torch.zeros(3))
     performer = build_mechanism("performer", 1, 4)
     first = performer.new_state(2)

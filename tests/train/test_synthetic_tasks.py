@@ -304,7 +304,7 @@ WRONG = {
     "tokens": (["--task", "copy", "--max-tokens", "9"], "--max-tokens: for evaluating a saved model"),
     "extensions": (["--task", "copy", "--extensions", ".py"], "--extensions: for evaluating a saved model"),
     "too short": (["--task", "mqar", "--length", "9"], "--length 9 is too short for mqar: use at least 16"),
-    "no such device": (["--task", "copy", "--device", "gpu"], "unknown device 'gpu'; there is cpu, cuda, mps"),
+    "no such device": (["--task", "copy", "--device", "gpu"], "unknown --device 'gpu'; there is cpu"),
     "steps of no task": (["--model", "x", "--data", "y", "--steps", "9"], "--steps: for training on a synthetic task"),
     "other flags of no task": (
         ["--mechanisms", "linear", "--length", "9", "--seed", "0"],
