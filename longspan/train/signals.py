@@ -51,7 +51,7 @@ class InterruptedWorkError(Exception):
 
 
 class SignalHandler:
-    """Records a signal that asks the run to end in `received` (0: none) for the trainer to check.
+    """Store the termination signal that was received in `received` (0 if none), for the trainer to check.
 
     A second signal interrupts at once. SIGHUP is left alone if it is ignored, as under nohup.
     """

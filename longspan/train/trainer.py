@@ -221,7 +221,7 @@ class Trainer:
         return self.done < 1
 
     def _received(self) -> int:
-        """Return the signal that asks this process to end; SIGPIPE if nobody reads its messages any more; 0: none."""
+        """Return the termination signal that was received, SIGPIPE if the output pipe is closed, or 0."""
         return self.signals.received or (signal.SIGPIPE if self.logger.closed else 0)
 
     def _stop(self) -> NoReturn:

@@ -193,13 +193,13 @@ def open_decompressed(path: Path) -> IO[bytes]:
         except ImportError:
             raise ValueError(f"reading {path} requires zstandard: pip install zstandard") from None
         compressed = open(path, "rb")  # noqa: SIM115
-        opened: Any = zstandard.ZstdDecompressor().stream_reader(compressed, read_across_frames=True, closefd=True)
-        with suppress(zstandard.ZstdError):  # It reads a truncated frame without an error.
+        with suppress(zstandard.ZstdError):  # The decompressor does not report a truncated frame; compare the size.
             size = zstandard.frame_content_size(compressed.read(18))
         compressed.seek(0)
+        stream: Any = zstandard.ZstdDecompressor().stream_reader(compressed, read_across_frames=True, closefd=True)
     else:
-        opened = gzip.open(path, "rb") if suffix == ".gz" else lzma.open(path, "rb")  # noqa: SIM115
-    return cast("IO[bytes]", io.BufferedReader(_LimitedReader(opened, path, size), _CHUNK))
+        stream = gzip.open(path, "rb") if suffix == ".gz" else lzma.open(path, "rb")  # noqa: SIM115
+    return cast("IO[bytes]", io.BufferedReader(_LimitedReader(stream, path, size), _CHUNK))
 
 
 def load_array(path: Path) -> Tokens:
@@ -329,8 +329,8 @@ def _read_pixels(path: Path, size: int | None) -> bytes:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            opened = Image.open(io.BytesIO(encoded))
-            image = opened.convert("L" if opened.mode in ("1", "L") else "RGB")
+            image: Any = Image.open(io.BytesIO(encoded))
+            image = image.convert("L" if image.mode in ("1", "L") else "RGB")
     except UnidentifiedImageError:
         raise ValueError(f"{path} is not an image in a known format") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
