@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig, Packing
 from longspan.distributed import context_parallel
@@ -110,10 +111,22 @@ def test_every_layout_equals_one_process(ranks: int) -> None:
     spawn(run, ranks, GRID)
 
 
-def refused(rank: int, ranks: int, port: int) -> None:
+def check_arguments(rank: int, ranks: int, port: int) -> None:
     where, limit = f"tcp://127.0.0.1:{port}", timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks, timeout=limit)
-    divided = context_parallel(build({"mechanism": "linear"}, True), dist.group.WORLD)
+    model = build({"mechanism": "linear"}, True)
+    divided = context_parallel(model, init_device_mesh("cpu", (ranks,)))
+    tokens = torch.randint(V, (1, 6), generator=torch.Generator().manual_seed(1))
+    labels, piece = tokens.flip(1), slice(3 * rank, 3 * rank + 3)
+    loss = divided.loss(tokens[:, piece], labels[:, piece])
+    assert abs(float(loss) - float(model.loss(tokens, labels))) < 1e-9
+    assert abs(float(loss) - float(divided.loss(tokens[:, piece]))) > 1e-3
+    with pytest.raises(ValueError, match="takes a Transformer or LanguageModel, got a Linear"):
+        context_parallel(torch.nn.Linear(2, 2), dist.group.WORLD)
+    attention = AttentionConfig(num_heads=4)
+    cross = LanguageModel(ModelConfig(dim=16, depth=1, causal=True, vocab_size=V, attention=attention, cross=attention))
+    with pytest.raises(ValueError, match="cross-attention and axial attention cannot be divided"):
+        context_parallel(cross, dist.group.WORLD)
     with pytest.raises(ValueError, match=r"pieces of the same sequences, got batch sizes \[1, 2\]"):
         divided(torch.zeros(1 + rank, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"packing must be that of the whole sequence, of 6 tokens, got \[6, 5\]"):
@@ -121,5 +134,5 @@ def refused(rank: int, ranks: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def test_pieces_that_do_not_fit_are_refused_on_every_rank() -> None:
-    spawn(refused, 2)
+def test_arguments() -> None:
+    spawn(check_arguments, 2)
