@@ -74,9 +74,9 @@ def _plain(x: dict[str, Any], delta: bool) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("delta", [False, True], ids=["decay", "delta"])
 def test_gated_linear_is_a_proper_operator(delta: bool) -> None:
     x = {name: y.requires_grad_() for name, y in draw(65, width=1, delta=delta, dtype=torch.float32).items()}
-    torch.library.opcheck(torch.ops.longspan.gated_linear.default, (*x.values(), delta, 0.5))
+    torch.library.opcheck(torch.ops.longspan.gated_linear.default, (*x.values(), delta, 0.5, "torch"))
     x["log_decay"] = x["beta"] = x["state"] = None
-    torch.library.opcheck(torch.ops.longspan.gated_linear.default, (*x.values(), delta, 0.5))
+    torch.library.opcheck(torch.ops.longspan.gated_linear.default, (*x.values(), delta, 0.5, "torch"))
 
 
 def test_padding_leaves_the_state_as_it_is() -> None:

@@ -4,19 +4,26 @@ The write is u_t = β_t v_t, or by the delta rule u_t = β_t (v_t − (Diag(α_t
 and head (RetNet, Mamba-2, Gated DeltaNet) or per channel too (GLA, KDA), given as its logarithm. O(T·C·(D + E) + T·D·E)
 time in chunks of C tokens. README.md in this folder derives forward and backward.
 
+`torch` computes this on any device; `triton` on CUDA, by one of three algorithms: "decay" and "delta" for a decay per
+head, "channel" for one per channel. Which one runs is decided once per call, by `choose_algorithm`.
+
 This file imports names from PyTorch, because `torch` is a module of this package.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from torch import Tensor, float32, float64
 
+from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op
 from longspan.ops.gated import torch as torch_chunk
+from longspan.ops.gated.triton import ALGORITHMS
 
-__all__ = ["LOG_UNDERFLOW", "gated_linear"]
+__all__ = ["LOG_UNDERFLOW", "gated_linear", "why_not_triton"]
 
 # exp of less than this is 0 in float32 and float64.
 LOG_UNDERFLOW = {float32: -104.0, float64: -746.0}
@@ -34,14 +41,17 @@ class GatedInputs(NamedTuple):
 
 
 class GatedProblem(NamedTuple):
-    """Options of `longspan::gated_linear`."""
+    """Options of `longspan::gated_linear` and the algorithm that computes it: "torch" or a module of `triton`."""
 
     delta: bool
     scale: float
+    algorithm: str
 
 
 class GatedSaved(NamedTuple):
-    """What `longspan::gated_linear_backward` takes before the inputs."""
+    """What `longspan::gated_linear_backward` takes before the inputs. starts: the states before each span of `torch`,
+    or the kernels' workspace.
+    """
 
     d_out: Tensor
     d_state: Tensor | None
@@ -76,26 +86,86 @@ def gated_linear(
     Returns:
         The outputs (B, T, H, E) in the dtype of v, and the state after the last token.
     """
-    return _GatedLinear.traced(q, k, v, log_decay, beta, state, delta, scale)[:2]
+    x = GatedInputs(q, k, v, log_decay, beta, state)
+    problem = GatedProblem(delta, scale, choose_algorithm(x, delta))
+    if problem.algorithm != "torch" and dispatch.eager_untraced(q):
+        out, after = _GatedLinear.direct(*x, *problem)
+        return out, after
+    return _GatedLinear.traced(*x, *problem)[:2]
+
+
+def choose_algorithm(x: GatedInputs, delta: bool) -> str:
+    """Return the algorithm that computes `longspan::gated_linear`: "torch" or a module of `triton`."""
+    if not x.q.is_cuda or why_not_triton(x, delta) is not None:
+        return "torch"
+    return triton_algorithm(x, delta)
+
+
+def triton_algorithm(x: GatedInputs, delta: bool) -> str:
+    """Return the Triton module for inputs that the kernels take: "decay", "delta" or "channel"."""
+    if x.log_decay is not None and x.log_decay.shape[3] > 1:
+        return "channel"
+    return "delta" if delta else "decay"
+
+
+def why_not_triton(x: GatedInputs, delta: bool) -> str | None:
+    """Return why these inputs run in eager PyTorch; None if they run on the kernels."""
+    return dispatch.unavailable(x.q) or why_unsupported(x, delta)
+
+
+def why_unsupported(x: GatedInputs, delta: bool) -> str | None:
+    """Return what the kernels do not support about these inputs, whatever the device."""
+    if (why := dispatch.unsupported_dtypes(x.q, x.k, x.v)) is not None:
+        return why
+    for name, y in zip(GatedInputs._fields[3:], x[3:], strict=True):
+        if y is not None and y.dtype != float32:
+            return f"{name} is {str(y.dtype).removeprefix('torch.')}; the kernels take float32"
+    D, E = x.q.shape[3], x.v.shape[3]
+    if max(D, E) > dispatch.LARGEST:
+        return f"head or value dimension ({D}, {E}) is over {dispatch.LARGEST}"
+    if x.q.shape[1] == 1:
+        return "a single token"
+    if not x.q.numel() or not x.v.numel():
+        return "an empty tensor"
+    if (algorithm := triton_algorithm(x, delta)) not in ALGORITHMS:
+        return f"the algorithm {algorithm!r}; there are kernels for {', '.join(ALGORITHMS) or 'none'}"
+    return None
+
+
+@cache
+def _kernels(algorithm: str) -> Any:
+    """Import a module of `triton`, which need not be installed."""
+    return import_module(f"longspan.ops.gated.triton.{algorithm}")
 
 
 @differentiable_op(
     "longspan::gated_linear", (GatedInputs, GatedProblem), (GatedSaved,), outputs=3, grads=6, differentiable=2
 )
 class _GatedLinear(DifferentiableOp):
-    """The outputs, the state after them, and the states before each span of chunks."""
+    """The outputs, the state after them, and what is saved for the backward pass."""
 
     @staticmethod
     def forward(*args: Any, traced: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        return torch_chunk.forward(*_problem(args))
+        x, problem = _problem(args)
+        if problem.algorithm == "torch":
+            return torch_chunk.forward(x, problem)
+        out, state, saved = _kernels(problem.algorithm).forward(x, problem, zeroed=traced)
+        return out, state, saved
 
     @staticmethod
     def fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        x, _ = _problem(args)
-        starts = torch_chunk.new_starts(x)
-        B, Hkv = x.k.shape[0], x.k.shape[2]
-        state = starts.new_empty(B, Hkv, *starts.shape[2:])
-        return x.v.new_empty(*x.q.shape[:3], x.v.shape[3]), state, starts
+        x, problem = _problem(args)
+        (B, _, Hkv, D), E = x.k.shape, x.v.shape[3]
+        state = x.k.new_empty(B, Hkv, D, E, dtype=float64 if x.k.dtype == float64 else float32)
+        if problem.algorithm == "torch":
+            starts = torch_chunk.new_starts(x)
+        else:
+            starts = state.new_empty(_kernels(problem.algorithm).saved_size(x, problem))
+        return x.v.new_empty(*x.q.shape[:3], E), state, starts
+
+    @staticmethod
+    def visible(outputs: tuple[Any, ...]) -> Any:
+        return outputs[:2]
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -121,16 +191,15 @@ class _GatedLinear(DifferentiableOp):
         """Return the gradients of the inputs; empty tensors for those that were not given."""
         count = len(GatedSaved._fields)
         saved, (x, problem) = GatedSaved(*args[:count]), _problem(args[count:])
-        grads = torch_chunk.backward(saved.d_out, saved.d_state, saved.starts, x, problem)
-        return tuple(saved.starts.new_empty(0) if grad is None else grad for grad in grads)
+        run = torch_chunk.backward if problem.algorithm == "torch" else _kernels(problem.algorithm).backward
+        grads = zip(run(saved, x, problem), x, strict=True)
+        return tuple(saved.starts.new_empty(0) if y is None else grad for grad, y in grads)
 
     @staticmethod
     def backward_fake(*args: Any) -> tuple[Tensor, ...]:
         count = len(GatedSaved._fields)
         starts, (x, _) = args[count - 1], _problem(args[count:])
-        first = starts.new_empty(x.k.shape[0], x.k.shape[2], *starts.shape[2:])
-        given = [starts.new_empty(0) if y is None else y.new_empty(y.shape) for y in x[:5]]
-        return *given, first
+        return tuple(starts.new_empty(0) if y is None else y.new_empty(y.shape) for y in x)
 
 
 def _problem(args: tuple[Any, ...]) -> tuple[GatedInputs, GatedProblem]:

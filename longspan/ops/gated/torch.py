@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from longspan.ops.gated import GatedInputs, GatedProblem
+    from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 
 CHUNK = 64
 GROUP = 8
@@ -43,9 +43,10 @@ def forward(x: GatedInputs, problem: GatedProblem) -> tuple[Tensor, Tensor, Tens
 
 
 def backward(
-    d_out: Tensor, d_state: Tensor | None, starts: Tensor, x: GatedInputs, problem: GatedProblem
+    saved: GatedSaved, x: GatedInputs, problem: GatedProblem
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
     """Return the gradients of q, k, v, log_decay, beta and of the state before the first token."""
+    d_out, d_state, starts = saved
     dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
     d_decay = None if x.log_decay is None else torch.empty_like(x.log_decay)
     d_beta = None if x.beta is None else torch.empty_like(x.beta)
