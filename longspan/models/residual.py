@@ -34,7 +34,7 @@ from longspan.models.layers import (
 )
 from longspan.models.positions import with_rotary
 from longspan.ops.common.autograd import once_differentiable, recompute
-from longspan.ops.common.torch_private import forward_mode_active, functorch_active
+from longspan.ops.common.torch_private import forward_ad_level, functorch_active
 from longspan.ops.decode import RotaryCache
 from longspan.protocol import Index, Mechanism, State, StateOptions, start_positions
 from longspan.utils import choose
@@ -515,7 +515,7 @@ def run_reversible(
 
     Under torch.compile the branches are recomputed instead, and torch.func stores their activations.
     """
-    if torch.compiler.is_compiling() or functorch_active() or forward_mode_active():
+    if torch.compiler.is_compiling() or functorch_active() or forward_ad_level() >= 0:
         streams = [x, x]
         for i, branch in enumerate(branches):
             y = recompute(branch, streams[1 - i % 2], layout, context, context_layout)

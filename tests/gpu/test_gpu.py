@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernel_cases import NAMES, Case, arguments, by_kernels, check, forward, kernel_problem
 
+from longspan import build_mechanism
 from longspan.mechanisms.feature_maps import orthogonal_rows
 from longspan.ops.linear import LinearInputs, causal_linear, causal_linear_out, choose_algorithm
 
@@ -176,3 +177,22 @@ def test_memory_stays_near_the_tensors(batch: int) -> None:
         before = torch.cuda.memory_allocated()
         torch.autograd.grad(causal_linear(*given, feature_map="softmax")[0], given, d_out)
     assert torch.cuda.max_memory_allocated() - before + own <= 1.5 * 2 * own
+
+
+@pytest.mark.parametrize("name", ["linear", "performer", "local", "decay", "delta", "linformer"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_forward_mode_is_right_or_refused(name: str, causal: bool) -> None:
+    options = {"linformer": {"rank": 16, "max_length": 65}, "local": {"window": 16}}.get(name, {})
+    mechanism = build_mechanism(name, 2, 64, **options).cuda()
+    q, k, v = (torch.randn(1, 65, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    gates = torch.randn(1, 65, 2, mechanism.num_gates, device="cuda") if mechanism.num_gates else None
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return mechanism(q, k, x, causal=causal, gates=gates)
+
+    try:
+        _, got = torch.func.jvp(run, (v,), (v,))
+    except (RuntimeError, NotImplementedError) as error:
+        assert "forward-mode gradients" in str(error) or "forward AD" in str(error)  # noqa: PT017
+        return
+    torch.testing.assert_close(got, run(v), atol=0.1, rtol=0.1)  # linear in v

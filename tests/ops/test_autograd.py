@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from longspan.ops.common.autograd import differentiable_op, once_differentiable
+from longspan.ops.common.autograd import differentiable_op, once_differentiable, refuse_forward_mode
+from longspan.ops.gated import gated_linear
+from longspan.ops.linear import Sums, causal_linear, causal_linear_out
 
 
 class Cube(torch.autograd.Function):
@@ -92,7 +94,7 @@ class Power:
 
     @staticmethod
     def differentiate(backward: Any, ctx: Any, d_out: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        return backward(d_out, *ctx.saved_tensors, ctx.power), None, None
+        return backward(*refuse_forward_mode(d_out, *ctx.saved_tensors), ctx.power), None, None
 
     @staticmethod
     def backward(*args: Any, traced: bool = True) -> Tensor:
@@ -104,7 +106,7 @@ class Power:
         return torch.empty_like(args[0])
 
 
-CALLS = {"traced": lambda *args: Power.traced(*args)[0], "direct": Power.direct}
+CALLS = {"traced": lambda *args: Power.traced(*refuse_forward_mode(*args))[0], "direct": Power.direct}
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -171,3 +173,30 @@ def test_forward_mode_passes_by_an_op_without_a_tangent() -> None:
     y = CALLS["traced"](X, None, 3)
     out, tangent = torch.func.jvp(lambda x: CALLS["traced"](X, None, 3) * x, (X,), (X,))
     torch.testing.assert_close((out, tangent), (y * X, y * X))
+
+
+SIZES: dict[str, tuple[int, ...]] = {"q": (1, 3, 2, 5), "k": (1, 3, 2, 5), "v": (1, 3, 2, 7), "kv": (1, 2, 5, 7)}
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "causal_linear": lambda q, k, v, kv: causal_linear(q, k, v, sums=Sums(kv, kv[..., 0], kv[..., 0, 0]))[0],
+    "causal_linear_out": lambda q, k, v, kv: causal_linear_out(q, k, v),
+    "gated_linear": lambda q, k, v, kv: gated_linear(q, k, v, state=kv)[0],
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "argument"),
+    [(f, a) for f in FUNCTIONS for a in (*SIZES, "gradient") if (f, a) != ("causal_linear_out", "kv")],
+)
+def test_operations_refuse_forward_mode(function: str, argument: str) -> None:
+    xs = {name: torch.rand(size, dtype=torch.float64, requires_grad=True) for name, size in SIZES.items()}
+    ones = torch.ones(SIZES["v"], dtype=torch.float64)
+
+    def run() -> None:
+        out = FUNCTIONS[function](*xs.values())
+        torch.autograd.grad(out, xs["q"], forward_ad.make_dual(ones, ones))
+
+    with forward_ad.dual_level():
+        if argument in xs:
+            xs[argument] = forward_ad.make_dual(xs[argument].detach(), xs[argument].detach())
+        with pytest.raises(RuntimeError, match="forward-mode gradients"):
+            run()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from longspan.ops.common.torch_private import compiling_dynamic, direct_apply, forward_mode_active, functorch_active
+from longspan.ops.common.torch_private import compiling_dynamic, direct_apply, forward_ad_level, functorch_active
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 T = TypeVar("T", bound=type)
@@ -77,7 +77,7 @@ class _Refusing(torch.autograd.Function):
 
 def refuse_forward_mode(*args: Any) -> tuple[Any, ...]:
     """Return the arguments, through an identity that raises where a tensor among them carries a tangent."""
-    if not forward_mode_active():
+    if forward_ad_level() < 0:
         return args
     apply: Any = _NoTangent.apply
     return tuple(apply(x) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
@@ -136,12 +136,11 @@ def differentiable_op(
     They take the arguments one by one:
 
     - `traced`: a `torch.library` custom op, for torch.compile, torch.func, tensor subclasses and any device. It returns
-      all outputs of `forward`.
+      all outputs of `forward`. Its arguments go through `refuse_forward_mode`, here and in `differentiate`.
     - `direct`: the same functions called without `torch.library`, which halves the host overhead. Only for arguments
       that `dispatch.eager_untraced` accepts. It returns what `visible` selects.
 
-    Both raise an error when their gradients are differentiated, or forward-mode gradients are requested. The class
-    defines
+    Both raise an error when their gradients are differentiated. The class defines
 
     - `forward(*args, traced=True) -> tuple[Tensor, ...]`: the results, then what the backward pass needs. If traced,
       all must be tensors without uninitialized parts; otherwise an output may be None.
@@ -169,16 +168,12 @@ def differentiable_op(
         )
         backward.register_fake(op.backward_fake)
         backward.register_autograd(refuse_double_backward)
-        forward.register_autograd(partial(op.differentiate, _without_tangents(backward)), setup_context=op.save)
-        op.traced, op.traced_backward = staticmethod(_without_tangents(forward)), staticmethod(backward)
+        forward.register_autograd(partial(op.differentiate, backward), setup_context=op.save)
+        op.traced, op.traced_backward = staticmethod(forward), staticmethod(backward)
         op.direct = staticmethod(_direct(op, differentiable))
         return cls
 
     return decorate
-
-
-def _without_tangents(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: function(*refuse_forward_mode(*args))
 
 
 def _direct(op: Any, differentiable: int) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from longspan.ops.common.torch_private import assume_constant, forward_mode_active, functorch_active
+from longspan.ops.common.torch_private import assume_constant, forward_ad_level, functorch_active
 
 # The operations that have kernels, for `longspan info`.
 KERNELS = "causal and bidirectional linear attention and FAVOR+, windows, Linformer, decode steps"
@@ -30,7 +30,7 @@ def eager_untraced(q: Tensor) -> bool:
         and type(q) in (Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
         and not functorch_active()
-        and not forward_mode_active()
+        and forward_ad_level() < 0
     )
 
 

@@ -6,6 +6,7 @@ A release of PyTorch that removes one of them changes this file only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,9 +20,9 @@ def functorch_active() -> bool:
     return True if active is None else active()
 
 
-def forward_mode_active() -> bool:
-    """True where tensors may carry tangents: inside torch.func.jvp, jacfwd, hessian, or forward_ad.dual_level."""
-    return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+# Returns the level of forward-mode differentiation (torch.func.jvp, jacfwd, hessian, forward_ad.dual_level), −1 outside
+# of it; 0 where PyTorch does not tell. A partial, so that it costs every operation no Python frame.
+forward_ad_level: Callable[[], int] = partial(getattr, torch.autograd.forward_ad, "_current_level", 0)
 
 
 def in_backward() -> bool:

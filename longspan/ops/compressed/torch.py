@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.torch_private import direct_apply, forward_mode_active
+from longspan.ops.common.torch_private import direct_apply, forward_ad_level
 
 # Products of half-precision matrices with float32 results: PyTorch 2.8 or newer.
 HAS_FLOAT32_RESULTS = "dtype" in torch.ops.aten.bmm.overloads()
@@ -28,7 +28,7 @@ def compress(e: Tensor, x: Tensor) -> Tensor:
     Returns:
         (B, Hkv, R, N) in float32; in float64 for float64 inputs.
     """
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or forward_mode_active():
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or forward_ad_level() >= 0:
         return _fold_heads(_product, e, x)
     e = e.to(x.dtype)
     return _compress_direct(e, x) if dispatch.eager_untraced(x) else _fold_heads(_compress, e, x)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, float32, float64
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
 from longspan.ops.gated import torch as torch_chunk
 from longspan.ops.gated.triton import ALGORITHMS
 
@@ -91,7 +91,7 @@ def gated_linear(
     if problem.algorithm != "torch" and dispatch.eager_untraced(q):
         out, after = _GatedLinear.direct(*x, *problem)
         return out, after
-    return _GatedLinear.traced(*x, *problem)[:2]
+    return _GatedLinear.traced(*refuse_forward_mode(*x), *problem)[:2]
 
 
 def choose_algorithm(x: GatedInputs, delta: bool) -> str:
@@ -182,7 +182,7 @@ class _GatedLinear(DifferentiableOp):
         x = GatedInputs(*inputs)
         if d_out is None:
             d_out = x.v.new_zeros(*x.q.shape[:3], x.v.shape[3])
-        grads = backward(d_out, d_state, starts, *x, *ctx.problem)
+        grads = backward(*refuse_forward_mode(d_out, d_state, starts, *x), *ctx.problem)
         given = [None if tensor is None else grad for grad, tensor in zip(grads, x, strict=True)]
         return *given, *[None] * len(ctx.problem)
 

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, bfloat16, cat, dtype, einsum, float32, float64, maximum
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.common.torch_private import forward_ad_level
 from longspan.ops.linear import torch as torch_chunk
 from longspan.ops.linear.torch import FLOOR, is_zero, safe_divide
 from longspan.ops.linear.triton import FEATURE_MAPS
@@ -151,8 +152,11 @@ def causal_linear(
         kv, shift = cat([sums.kv, sums.z[..., None]], -1) if normalize else sums.kv, sums.shift
     x = LinearInputs(q, k, v, weight, log_scale, lengths, kv, shift)
     problem = LinearProblem(feature_map, normalize, bucket, True, choose_algorithm(x, feature_map, normalize, bucket))
-    direct = problem.algorithm != "torch" and dispatch.eager_untraced(q)
-    out, kv, shift = _CausalLinear.direct(*x, *problem) if direct else _CausalLinear.traced(*x, *problem)[:3]
+    if problem.algorithm != "torch" and dispatch.eager_untraced(q):
+        out, kv, shift = _CausalLinear.direct(*x, *problem)
+    else:
+        tensors = x if forward_ad_level() < 0 else refuse_forward_mode(*x)
+        out, kv, shift = _CausalLinear.traced(*tensors, *problem)[:3]
     return out, Sums(kv[..., :-1], kv[..., -1], shift) if normalize else Sums(kv, kv[..., 0], shift)
 
 
@@ -171,7 +175,8 @@ def causal_linear_out(
     problem = LinearProblem(feature_map, normalize, 1, False, choose_algorithm(x, feature_map, normalize, 1))
     if problem.algorithm != "torch" and dispatch.eager_untraced(q):
         return _CausalLinear.direct(*x, *problem)
-    return _CausalLinear.traced(*x, *problem)[0]
+    tensors = x if forward_ad_level() < 0 else refuse_forward_mode(*x)
+    return _CausalLinear.traced(*tensors, *problem)[0]
 
 
 def bidirectional_linear(
@@ -207,7 +212,9 @@ def bidirectional_linear(
         The result (B, T, H, E) in q's dtype.
     """
     args = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalize
-    return _Bidirectional.direct(*args) if dispatch.eager_untraced(q) else _Bidirectional.traced(*args)[0]
+    if dispatch.eager_untraced(q):
+        return _Bidirectional.direct(*args)
+    return _Bidirectional.traced(*refuse_forward_mode(*args))[0]
 
 
 def no_sums(batch_size: int, num_heads: int, num_features: int, value_dim: int, like: Tensor) -> Sums:
@@ -492,7 +499,9 @@ class _CausalLinear(DifferentiableOp):
         x = LinearInputs(*inputs)
         if d_out is None:
             d_out = x.v.new_zeros(*x.q.shape[:3], x.v.shape[3])
-        d_q, d_k, d_v, d_start = backward(d_out, d_kv, out, den, starts, references, *x, *ctx.problem)
+        saved = d_out, d_kv, out, den, starts, references, *x
+        saved = saved if forward_ad_level() < 0 else refuse_forward_mode(*saved)
+        d_q, d_k, d_v, d_start = backward(*saved, *ctx.problem)
         d_start = None if x.kv is None else d_start
         return d_q, d_k, d_v, None, None, None, d_start, None, *[None] * len(ctx.problem)
 
@@ -543,7 +552,7 @@ class _Bidirectional(DifferentiableOp):
 
     @staticmethod
     def differentiate(backward: Any, ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return *backward(d_out, *ctx.saved_tensors, *ctx.problem), *[None] * 6
+        return *backward(*refuse_forward_mode(d_out, *ctx.saved_tensors), *ctx.problem), *[None] * 6
 
     @staticmethod
     def backward(*args: Any, traced: bool = True) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, float32, randint
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
 from longspan.ops.window.torch import Bias, Window, table_bias, tiled_window_attention, xpos_rotate
 
 __all__ = ["Bias", "Window", "WindowProblem", "table_bias", "why_not_triton", "window_attention", "xpos_rotate"]
@@ -61,7 +61,9 @@ def window_attention(
     seed = randint(2**31 - 1, (1,), device=q.device) if dropout else None
     scale = q.shape[3] ** -0.5 if scale is None else scale
     arguments = WindowProblem(q, k, v, key_mask, start, bounds, seed, *window, scale, dropout)
-    return _Window.direct(*arguments) if dispatch.eager_untraced(q) else _Window.traced(*arguments)[0]
+    if dispatch.eager_untraced(q):
+        return _Window.direct(*arguments)
+    return _Window.traced(*refuse_forward_mode(*arguments))[0]
 
 
 class WindowProblem(NamedTuple):
@@ -122,7 +124,7 @@ class _Window(DifferentiableOp):
 
     @staticmethod
     def differentiate(backward: Any, ctx: Any, d_out: Tensor, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        grads = backward(d_out, *ctx.saved_tensors, *ctx.options)
+        grads = backward(*refuse_forward_mode(d_out, *ctx.saved_tensors), *ctx.options)
         return *grads, *[None] * (len(WindowProblem._fields) - len(grads))
 
     @staticmethod
