@@ -56,7 +56,10 @@ class State:
         length: (B,) int64, the number of tokens stored. Hidden slots never advance it.
         start: (B,) int64, the position of the first token; None where every row begins at 0.
         draw: Which draw of the mechanism's random features wrote it; a mechanism with another draw refuses it.
+        token_fields: Tensors that hold the i-th token in slot i of their third dimension, and so grow with the length.
     """
+
+    token_fields: ClassVar[tuple[str, ...]] = ()
 
     length: Tensor
     start: Tensor | None = field(default=None, kw_only=True)

@@ -386,9 +386,14 @@ def _seeds(seed: int | Sequence[int], batch_size: int) -> list[int]:
     return seeds
 
 
-def _endings(stop_strings: Sequence[bytes | str]) -> list[bytes]:
+def check_stop_strings(stop_strings: Sequence[bytes | str]) -> None:
+    """Raise TypeError or ValueError unless these are strings or bytes that a sequence can end with."""
     if isinstance(stop_strings, str | bytes) or not all(isinstance(s, str | bytes) for s in stop_strings):
         raise TypeError(f"stop_strings must be a sequence of strings or bytes, got {stop_strings!r}")
     if not all(stop_strings):
         raise ValueError("stop_strings has an empty string, which every sequence ends with: leave it out")
+
+
+def _endings(stop_strings: Sequence[bytes | str]) -> list[bytes]:
+    check_stop_strings(stop_strings)
     return [s.encode() if isinstance(s, str) else s for s in stop_strings]

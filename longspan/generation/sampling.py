@@ -79,21 +79,7 @@ class Sampling:
         logits = self.penalize(logits.to(torch.promote_types(logits.dtype, torch.float32)), recent)
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter(1, logits.argmax(1, keepdim=True), 1)
-        logits = logits if self.temperature == 1 else logits / self.temperature
-        if self.top_k is not None and self.top_k < logits.shape[1]:
-            least = logits.topk(self.top_k, 1).values[:, -1:]
-            logits = logits.masked_fill(logits < least, float("-inf"))
-        probabilities = logits.softmax(1)
-        if self.min_p is None and self.top_p is None:
-            return probabilities
-        if self.min_p is not None:
-            probabilities = probabilities * (probabilities >= self.min_p * probabilities.amax(1, keepdim=True))
-        if self.top_p is not None:
-            ordered, order = probabilities.sort(1, descending=True)
-            # A token stays if the likelier ones do not reach p; the likeliest always stays.
-            before = ordered.cumsum(1) - ordered
-            probabilities = torch.zeros_like(probabilities).scatter(1, order, ordered * (before < self.top_p))
-        return probabilities / probabilities.sum(1, keepdim=True)
+        return _filter(logits, self.temperature, self.top_k, self.min_p, self.top_p)
 
     def penalize(self, logits: Tensor, recent: Tensor) -> Tensor:
         """Apply the repetition penalty.
@@ -105,12 +91,47 @@ class Sampling:
         Returns:
             (B, V) logits.
         """
-        if self.repetition_penalty == 1:
-            return logits
-        seen = torch.zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
-        seen = seen.scatter(1, recent.masked_fill(recent < 0, logits.shape[1]), True)[:, :-1]
-        lower = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
-        return torch.where(seen, lower, logits)
+        return logits if self.repetition_penalty == 1 else _penalize(logits, recent, self.repetition_penalty)
+
+
+def _penalize(logits: Tensor, recent: Tensor, penalty: float | Tensor) -> Tensor:
+    seen = torch.zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
+    seen = seen.scatter(1, recent.masked_fill(recent < 0, logits.shape[1]), True)[:, :-1]
+    lower = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, lower, logits)
+
+
+def _filter(
+    logits: Tensor,
+    temperature: float | Tensor,
+    top_k: int | Tensor | None,
+    min_p: float | Tensor | None,
+    top_p: float | Tensor | None,
+    renormalize: Tensor | None = None,
+) -> Tensor:
+    """Return the probabilities (B, V) that a token is drawn from; options are one for all rows, or (B, 1).
+
+    renormalize: (B, 1) bool, the rows that min_p or top_p applies to; all unless given.
+    """
+    logits = logits if isinstance(temperature, float | int) and temperature == 1 else logits / temperature
+    if isinstance(top_k, Tensor):
+        least = logits.sort(1, descending=True).values.gather(1, top_k - 1)
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    elif top_k is not None and top_k < logits.shape[1]:
+        least = logits.topk(top_k, 1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    probabilities = logits.softmax(1)
+    if min_p is None and top_p is None:
+        return probabilities
+    if min_p is not None:
+        probabilities = probabilities * (probabilities >= min_p * probabilities.amax(1, keepdim=True))
+    if top_p is not None:
+        ordered, order = probabilities.sort(1, descending=True)
+        # A token stays if the likelier ones do not reach p; the likeliest always stays.
+        before = ordered.cumsum(1) - ordered
+        probabilities = torch.zeros_like(probabilities).scatter(1, order, ordered * (before < top_p))
+    total = probabilities.sum(1, keepdim=True)
+    return probabilities / (total if renormalize is None else total.masked_fill(~renormalize, 1))
 
 
 class Sampler:
@@ -257,3 +278,104 @@ def _pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
     # A product that rounds up to the total would select a token past the last possible one.
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target, right=True)[:, 0]
+
+
+class SlotSampler(Sampler):
+    """Draws tokens of rows that begin and end at different times, each with its own `Sampling` and seed.
+
+    A filter that no row uses is skipped, and one that a row does not use leaves its probabilities as they are, so that
+    a row's tokens do not depend on the others. A seed gives the same uniform numbers as in `SeededSampler`.
+
+    Args:
+        batch_size: Number of rows.
+        vocab_size: V.
+        window: The longest repetition window of a row.
+        dtype: The dtype of the logits.
+        device: Where the logits are.
+    """
+
+    def __init__(self, batch_size: int, vocab_size: int, window: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(torch.full((batch_size, window), -1, dtype=torch.int64, device=device))
+        self._sampling = [Sampling(temperature=0)] * batch_size
+        self._vocab_size, self._dtype = vocab_size, torch.promote_types(dtype, torch.float32)
+        self._generators = [torch.Generator()] * batch_size
+        self._uniform = torch.zeros(batch_size, _BLOCK, dtype=torch.float64, device=device)
+        self._index = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self._drawn = [0] * batch_size  # uniform numbers of the block that a row has used
+        self._options: dict[str, Tensor | None] = {}
+        self._changed = True
+
+    def put(self, row: int, sampling: Sampling, seed: int, recent: Tensor) -> None:
+        """Begin a row.
+
+        Args:
+            row: The row.
+            sampling: Its options.
+            seed: Seed of its random numbers.
+            recent: (n,) the tokens before the pending one.
+        """
+        window = self.recent.shape[1]
+        self._sampling[row], self._changed = sampling, True
+        self.recent[row] = -1
+        last = recent[-window:]
+        self.recent[row, window - len(last) :] = last.to(self.recent.device)
+        self._generators[row] = torch.Generator().manual_seed(seed)
+        self._refill(row)
+
+    def release(self, row: int) -> None:
+        """End a row: what it draws from now on does not matter."""
+        self._sampling[row], self._changed = Sampling(temperature=0), True
+
+    def prepare(self) -> None:
+        for row, number in enumerate(self._drawn):
+            if number == _BLOCK:
+                self._refill(row)
+            self._drawn[row] += 1
+        if self._changed:
+            self._options, self._changed = self._row_options(), False
+
+    def choose(self, logits: Tensor) -> Tensor:
+        options = self._options
+        logits = logits.to(self._dtype)
+        penalty, window = options["penalty"], options["window"]
+        if penalty is not None and window is not None:
+            place = torch.arange(self.recent.shape[1], 0, -1, device=logits.device)
+            logits = _penalize(logits, self.recent.masked_fill(place > window, -1), penalty)
+        greedy, temperature = options["greedy"], options["temperature"]
+        if greedy is None:
+            return logits.argmax(1)
+        filters = (options[name] for name in ("top_k", "min_p", "top_p", "renormalize"))
+        probabilities = _filter(logits, 1 if temperature is None else temperature, *filters)
+        token = _pick(probabilities, self._uniform.gather(1, self._index[:, None])[:, 0])
+        self._index.add_(1).remainder_(_BLOCK)
+        return torch.where(greedy, logits.argmax(1), token)
+
+    def _refill(self, row: int) -> None:
+        self._uniform[row] = torch.rand(_BLOCK, generator=self._generators[row], dtype=torch.float64)
+        self._index[row] = 0
+        self._drawn[row] = 0
+
+    def _row_options(self) -> dict[str, Tensor | None]:
+        """Return the options as (B, 1) tensors, None where no row uses one; greedy (B,) is None if all rows are."""
+        V, rows = self._vocab_size, self._sampling
+
+        def column(values: list[Any], unused: Any, dtype: torch.dtype = self._dtype) -> Tensor | None:
+            if all(value == unused for value in values):
+                return None
+            return torch.tensor(values, dtype=dtype, device=self.recent.device)[:, None]
+
+        draws = [x.temperature != 0 for x in rows]
+        greedy = None
+        if any(draws):
+            greedy = torch.tensor([not draw for draw in draws], device=self.recent.device)
+        filtered = [draw and (x.min_p is not None or x.top_p is not None) for x, draw in zip(rows, draws, strict=True)]
+        return {
+            "greedy": greedy,
+            "temperature": column([x.temperature or 1.0 for x in rows], 1.0),
+            "top_k": column([min(x.top_k or V, V) for x in rows], V, torch.int64),
+            "min_p": column([x.min_p or 0.0 for x in rows], 0.0),
+            "top_p": column([math.inf if x.top_p is None else x.top_p for x in rows], math.inf),
+            "renormalize": column(filtered, False, torch.bool),
+            "penalty": column([x.repetition_penalty for x in rows], 1.0),
+            "window": column([x.repetition_window for x in rows], None, torch.int64),
+        }

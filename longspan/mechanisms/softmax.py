@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ class SoftmaxState(State):
 
     With max_length the buffers have a fixed size and one more slot for padding; without, they grow with each write.
     """
+
+    token_fields: ClassVar[tuple[str, ...]] = ("k", "v")
 
     k: Tensor  # (B, Hkv, capacity, D)
     v: Tensor  # (B, Hkv, capacity, E)

@@ -1,0 +1,201 @@
+"""What a client of the engine gives and gets: requests, streams and completions."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from longspan.generation.generate import check_stop_strings
+from longspan.generation.sampling import Sampling
+from longspan.generation.session import Session, to_tokens
+from longspan.utils import check_integer
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to continue.
+
+    Args:
+        prompt: Tokens or bytes; may be empty with `previous_state`.
+        max_tokens: The most tokens to generate; 0 with `echo` only scores the prompt.
+        sampling: How tokens are chosen.
+        seed: Choice i draws from seed + i. The tokens of a choice depend on the prompt, the options and its seed alone.
+        n: Number of choices: continuations of the prompt, which is read once.
+        stop: Tokens that end a choice. They are not part of its text.
+        stop_strings: Texts that end a choice. They are not part of its text.
+        logprobs: How many of the likeliest tokens to report at each position, beside the log-probability of the chosen
+            one; None for no log-probabilities. They are the model's, before temperature and filters.
+        echo: Whether the stream begins with the prompt, with log-probabilities where these are asked for.
+        timeout: Seconds after which the request ends, with what it has got.
+        client: Whom the request is from. Waiting clients take turns.
+        previous_state: A session of one sequence that the prompt continues.
+        keep_state: Whether choices end with a session, to be continued with `previous_state`.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
+    """
+
+    prompt: Tensor | Sequence[int] | bytes
+    max_tokens: int = 256
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    n: int = 1
+    stop: Sequence[int] = ()
+    stop_strings: Sequence[str] = ()
+    logprobs: int | None = None
+    echo: bool = False
+    timeout: float | None = None
+    client: str = ""
+    previous_state: Session | None = None
+    keep_state: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", to_tokens("prompt", self.prompt).cpu().contiguous())
+        check_integer("max_tokens", self.max_tokens, 0)
+        check_integer("n", self.n, 1)
+        check_integer("seed", self.seed, -(2**63))
+        if not self.seed + self.n - 1 < 2**64:
+            raise ValueError(f"seeds must be from -2**63 to 2**64 - 1, got {self.seed} for {self.n} choices")
+        if not isinstance(self.sampling, Sampling):
+            raise TypeError(f"sampling must be a Sampling, got {self.sampling!r}")
+        if self.logprobs is not None:
+            check_integer("logprobs", self.logprobs, 0)
+            if self.logprobs > MAX_LOGPROBS:
+                raise ValueError(f"logprobs must be at most {MAX_LOGPROBS}, got {self.logprobs}")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout!r}")
+        check_stop_strings(self.stop_strings)
+        if not all(isinstance(stop, str) for stop in self.stop_strings):
+            raise TypeError(f"stop_strings must be texts, got {self.stop_strings!r}")
+        if not len(self.tokens) and self.previous_state is None:
+            raise ValueError("every prompt must have at least one token: there is nothing to continue")
+        if self.previous_state is not None and len(self.previous_state.logits) != 1:
+            raise ValueError(f"previous_state must hold one sequence, got {len(self.previous_state.logits)}")
+        if self.previous_state is not None and self.echo:
+            raise ValueError("echo gives back the prompt, and previous_state holds only a state: leave one of them out")
+
+    @property
+    def tokens(self) -> Tensor:
+        """The prompt as (T,) int64."""
+        assert isinstance(self.prompt, Tensor)
+        return self.prompt
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One token of a choice, or the end of one.
+
+    Attributes:
+        index: Number of the choice.
+        token: The token; None if the choice ends without another one.
+        text: The text that became certain: whole characters, nothing that may be the beginning of a stop string.
+        log_probability: Of the token, if asked for; None for the first token of a prompt.
+        top: The likeliest tokens and their log-probabilities, if asked for.
+        finish_reason: "stop", "length", "cancelled" or "timeout" in the last delta of a choice.
+        session: The state after the choice in its last delta, if asked for.
+        prompt: Whether the token is one of the prompt (`echo`).
+    """
+
+    index: int
+    token: int | None = None
+    text: str = ""
+    log_probability: float | None = None
+    top: dict[int, float] | None = None
+    finish_reason: str | None = None
+    session: Session | None = None
+    prompt: bool = False
+
+
+@dataclass
+class Completion:
+    """A finished choice: what its deltas add up to."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    log_probabilities: list[float | None] = field(default_factory=list)
+    top: list[dict[int, float] | None] = field(default_factory=list)
+    finish_reason: str | None = None
+    session: Session | None = None
+
+
+class Generation:
+    """The stream of a request: iterate over it, or `async for`, for the deltas of all its choices as they come.
+
+    Attributes:
+        prompt_tokens: Number of tokens of the prompt.
+        cached_tokens: How many of them were found in the prefix cache; known with the first delta.
+        completion_tokens: Number of tokens generated so far, of all choices.
+    """
+
+    def __init__(self, request: Request, cancel: Callable[[Generation], None]) -> None:
+        self.prompt_tokens, self.cached_tokens, self.completion_tokens = len(request.tokens), 0, 0
+        self._choices, self._left, self._cancel = request.n, request.n, cancel
+        self._queue: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        if not self._left:
+            raise StopIteration
+        return self._received(self._queue.get())
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if not self._left:
+            raise StopAsyncIteration
+        while True:
+            loop = asyncio.get_running_loop()
+            with self._lock:
+                if not self._queue.empty():
+                    return self._received(self._queue.get())
+                waiting: asyncio.Future[None] = loop.create_future()
+                self._waiter = loop, waiting
+            await waiting
+
+    def result(self) -> list[Completion]:
+        """Wait for the end and return the choices, of the deltas that nobody has taken yet."""
+        choices = [Completion() for _ in range(self._choices)]
+        for delta in self:
+            add_delta(choices[delta.index], delta)
+        return choices
+
+    def cancel(self) -> None:
+        """End all choices within one step. Their last delta says so; what came before can still be read."""
+        self._cancel(self)
+
+    def push(self, item: Delta | BaseException) -> tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None:
+        """Add a delta, or an error to raise. Called by the engine, which wakes the event loop that is returned."""
+        with self._lock:
+            self._queue.put(item)
+            waiter, self._waiter = self._waiter, None
+        return waiter
+
+    def _received(self, item: Delta | BaseException) -> Delta:
+        if isinstance(item, BaseException):
+            self._left = 0
+            raise item
+        self._left -= item.finish_reason is not None
+        return item
+
+
+def add_delta(completion: Completion, delta: Delta) -> None:
+    """Add a delta to what came before it."""
+    if delta.token is not None:
+        completion.tokens.append(delta.token)
+        completion.log_probabilities.append(delta.log_probability)
+        completion.top.append(delta.top)
+    completion.text += delta.text
+    completion.finish_reason, completion.session = delta.finish_reason, delta.session

@@ -1,0 +1,368 @@
+"""The engine: what it answers, whatever else runs; queues, deadlines, cancellation, text."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, generate
+from longspan.generation.generate import prefill
+from longspan.generation.session import Session
+from longspan.serve import Engine, EngineClosedError, QueueFullError, Request
+
+SPLIT = {
+    "mechanism": "split",
+    "parts": [
+        {"mechanism": "local", "num_heads": 2, "window": 5},
+        {"mechanism": "linear", "num_heads": 2},
+    ],
+}
+MECHANISMS = {
+    "softmax": "softmax",
+    "local": {"mechanism": "local", "window": 5},
+    "linear": {"mechanism": "linear", "feature_map": "softmax"},
+    "blind spot": {"mechanism": "linear", "blind_spot": 3},
+    "performer": "performer",
+    "linformer": {"mechanism": "linformer", "rank": 7, "max_length": 97},
+    "decay": "decay",
+    "delta": "delta",
+    "split": SPLIT,
+}
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0),
+    Sampling(temperature=0.7, top_p=0.9),
+    Sampling(temperature=1.3, top_k=11),
+    Sampling(min_p=0.1, repetition_penalty=1.3, repetition_window=7),
+    Sampling(temperature=0, repetition_penalty=1.1),
+]
+
+
+def language_model(mechanism=SPLIT, vocab_size=256, dtype=torch.float32, **fields):
+    attention = AttentionConfig(num_heads=4, mechanism=mechanism, rotary="none")
+    config = ModelConfig(dim=32, depth=2, causal=True, vocab_size=vocab_size, attention=attention, **fields)
+    model = LanguageModel(config).to(dtype).eval()
+    with torch.no_grad():
+        model.to_logits.weight.mul_(4)  # logits that differ enough for a choice to matter
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(3)
+    return language_model(token_shift=(0, 1))
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    with Engine(model, slots=4, chunk=7) as engine:
+        yield engine
+
+
+def random_request(rng, vocab_size=256):
+    """A prompt, often one that begins as another does, and options."""
+    start = bytes(range(rng.choice([0, 7, 14, 21, 23])))
+    prompt = start + bytes(rng.randrange(vocab_size) for _ in range(rng.choice([1, 2, 6, 7, 8, 13, 29])))
+    return Request(
+        list(prompt),
+        max_tokens=rng.randrange(1, 17),
+        sampling=rng.choice(SAMPLINGS),
+        seed=rng.randrange(1 << 32),
+        n=rng.choice([1, 1, 1, 2]),
+        logprobs=rng.choice([None, 0, 3]),
+        stop=rng.choice([(), (5, 6)]),
+    )
+
+
+def answers(choices):
+    return [(choice.tokens, choice.log_probabilities, choice.top, choice.finish_reason) for choice in choices]
+
+
+def check_invariance(model, number, seed, **options):
+    """Requests answer the same bits together, some of them cancelled, as alone in an engine without a cache."""
+    rng = random.Random(seed)
+    requests = [random_request(rng, model.config.vocab_size) for _ in range(number)]
+    cancelled = {i for i in range(number) if rng.random() < 0.2}
+    with Engine(model, max_queue=2 * number, cache_bytes=100_000, **options) as engine:
+
+        def run(i):
+            generation = engine.submit(requests[i])
+            if i in cancelled:
+                time.sleep(rng.random() / 50)
+                generation.cancel()
+            return generation.result()
+
+        with ThreadPoolExecutor(16) as pool:
+            together = list(pool.map(run, range(number)))
+        stats = engine.stats()
+    assert stats.cache.hits > number // 20
+    assert stats.cache.evictions > 0
+    assert stats.waiting == stats.running == stats.reading == 0
+    with Engine(model, cache_bytes=0, **options) as engine:
+        for i, request in enumerate(requests):
+            alone = answers(engine.submit(request).result())
+            found = answers(together[i])
+            for (tokens, logs, top, reason), (all_tokens, all_logs, all_top, _) in zip(found, alone, strict=True):
+                if reason == "cancelled":
+                    assert i in cancelled
+                    size = len(tokens)
+                    assert (tokens, logs, top) == (all_tokens[:size], all_logs[:size], all_top[:size])
+            if i not in cancelled:
+                assert found == alone
+
+
+def test_batch_invariance(model):
+    check_invariance(model, 100, 1, slots=5, chunk=7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_batch_invariance_of_a_thousand_requests(name):
+    check_invariance(language_model(MECHANISMS[name]), 1000, 2, slots=7, chunk=7, max_length=64)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_generates_as_generate_does(name):
+    model = language_model(MECHANISMS[name], vocab_size=29, dtype=torch.float64)
+    rng = random.Random(name)
+    with Engine(model, slots=3, chunk=5, max_length=61) as engine:
+        for sampling in SAMPLINGS:
+            prompts = [[rng.randrange(29) for _ in range(size)] for size in (1, 5, 6, 23)]
+            given = [
+                engine.submit(Request(prompt, 9, sampling=sampling, seed=i, stop=[3]))
+                for i, prompt in enumerate(prompts)
+            ]
+            for i, (prompt, generation) in enumerate(zip(prompts, given, strict=True)):
+                expected = generate(model, prompt, 9, sampling=sampling, seed=i, stop=[3])
+                assert generation.result()[0].tokens == expected.tokens[0]
+
+
+def test_log_probabilities_are_the_models(model, engine):
+    prompt = list(b"a cat sat")
+    (choice,) = engine.submit(Request(prompt, 7, sampling=Sampling(temperature=0.5), logprobs=3, echo=True)).result()
+    assert choice.tokens[: len(prompt)] == prompt
+    with torch.no_grad():
+        logs = model(torch.tensor([choice.tokens]))[0].log_softmax(1)
+    assert choice.log_probabilities[0] is None
+    for i, (log, top) in enumerate(zip(choice.log_probabilities[1:], choice.top[1:], strict=True)):
+        assert log == pytest.approx(float(logs[i, choice.tokens[i + 1]]), abs=1e-4)
+        assert list(top) == logs[i].topk(3).indices.tolist()
+    scored = engine.submit(Request(prompt, 0, logprobs=0, echo=True)).result()[0]
+    assert scored.log_probabilities == choice.log_probabilities[: len(prompt)]
+    assert (scored.tokens, scored.finish_reason) == (prompt, "length")
+
+
+def test_choices_have_their_own_seeds(engine):
+    several = engine.submit(Request(b"one prompt", 6, seed=11, n=7)).result()
+    for i, choice in enumerate(several):
+        assert answers([choice]) == answers(engine.submit(Request(b"one prompt", 6, seed=11 + i)).result())
+    assert len({tuple(choice.tokens) for choice in several}) > 1
+
+
+def test_stop_strings_are_not_part_of_the_text(engine):
+    (free,) = engine.submit(Request(b"stop", 40, seed=5)).result()
+    stop = free.text[10:13]
+    deltas = list(engine.submit(Request(b"stop", 40, seed=5, stop_strings=["no such text", stop])))
+    text = "".join(delta.text for delta in deltas)
+    assert text == free.text[: free.text.index(stop)]
+    assert deltas[-1].finish_reason == "stop"
+    assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back_and_given_at_the_end(engine):
+    (free,) = engine.submit(Request(b"held", 23, seed=2)).result()
+    end = free.text[-1]
+    (choice,) = engine.submit(Request(b"held", 23, seed=2, stop_strings=[end + "\0 and more"])).result()
+    assert choice.text == free.text
+
+
+def test_stop_tokens_end_a_choice(engine):
+    (free,) = engine.submit(Request(b"stop", 20, seed=5)).result()
+    stop = free.tokens[7]
+    (choice,) = engine.submit(Request(b"stop", 20, seed=5, stop=[stop])).result()
+    assert choice.tokens == free.tokens[: free.tokens.index(stop)]
+    assert choice.finish_reason == "stop"
+
+
+def test_cancelling_frees_the_slots(engine):
+    running = [engine.submit(Request(b"long", 100_000, seed=i)) for i in range(4)]
+    waiting = engine.submit(Request(b"waits", 3))
+    assert next(running[0]).finish_reason is None
+    for generation in running:
+        generation.cancel()
+    assert [generation.result()[0].finish_reason for generation in running] == ["cancelled"] * 4
+    assert waiting.result()[0].finish_reason == "length"
+    running[0].cancel()  # It has ended: nothing happens.
+    assert engine.submit(Request(b"next", 2)).result()[0].finish_reason == "length"
+
+
+def test_cancelling_while_the_prompt_is_read_or_waits(engine):
+    reading = engine.submit(Request(b"x" * 200_000, 3))
+    time.sleep(0.05)
+    reading.cancel()
+    (choice,) = reading.result()
+    assert (choice.tokens, choice.finish_reason) == ([], "cancelled")
+
+
+def test_timeout(engine):
+    (choice,) = engine.submit(Request(b"slow", 1_000_000, timeout=0.2)).result()
+    assert choice.finish_reason == "timeout"
+    assert 0 < len(choice.tokens) < 1_000_000
+
+
+def test_a_long_prompt_does_not_stall_a_stream(model):
+    with Engine(model, slots=2, chunk=8, cache_bytes=0) as engine:
+        stream = engine.submit(Request(b"runs", 100_000))
+        next(stream)
+        before = engine.stats()
+        reading = engine.submit(Request(b"y" * 401, 1))
+        assert reading.result()[0].finish_reason == "length"
+        after = engine.stats()
+        stream.cancel()
+    assert after.chunks - before.chunks == 50
+    assert after.steps - before.steps >= 49  # A step follows each chunk.
+
+
+def test_prompts_take_turns(model):
+    with Engine(model, slots=2, chunk=8, cache_bytes=0) as engine:
+        long, short = engine.submit(Request(b"y" * 100_000, 1)), engine.submit(Request(b"z" * 30, 1))
+        assert short.result()[0].finish_reason == "length"
+        assert engine.stats().reading == 1
+        long.cancel()
+
+
+def test_clients_take_turns(model):
+    order: list[str] = []
+    with Engine(model, slots=1) as engine:
+        first = engine.submit(Request(b"first", 500))
+        waiting = [(name, engine.submit(Request(b"w", 2, client=name))) for name in "aaaab"]
+
+        def watch(name, generation):
+            generation.result()
+            order.append(name)
+
+        threads = [threading.Thread(target=watch, args=pair) for pair in waiting]
+        for thread in threads:
+            thread.start()
+        first.cancel()
+        for thread in threads:
+            thread.join()
+    assert order.index("b") <= 2
+
+
+def test_queue_limit(model):
+    with Engine(model, slots=1, max_queue=2) as engine:
+        running = engine.submit(Request(b"first", 100_000))
+        next(running)
+        waiting = [engine.submit(Request(b"w", 1)) for _ in range(2)]
+        with pytest.raises(
+            QueueFullError, match="2 requests are waiting, and the limit is 2: try again later"
+        ) as error:
+            engine.submit(Request(b"w", 1))
+        assert error.value.retry_after >= 1
+        running.cancel()
+        for generation in waiting:
+            generation.result()
+        engine.submit(Request(b"w", 1, n=3)).result()
+
+
+def test_closing_drains(model):
+    engine = Engine(model, slots=2)
+    running = [engine.submit(Request(b"d", 5, seed=i)) for i in range(7)]
+    engine.close()
+    assert all(len(generation.result()[0].tokens) == 5 for generation in running)
+    with pytest.raises(EngineClosedError, match="takes no more requests"):
+        engine.submit(Request(b"late"))
+    engine = Engine(model, slots=2)
+    running = [engine.submit(Request(b"d", 1_000_000, seed=i)) for i in range(3)]
+    engine.close(timeout=0.1)
+    assert [generation.result()[0].finish_reason for generation in running] == ["cancelled"] * 3
+
+
+def test_asyncio(model, engine):
+    async def consume(seed):
+        return [delta.token async for delta in engine.submit(Request(b"async", 9, seed=seed))]
+
+    async def several():
+        return await asyncio.gather(*(consume(seed) for seed in range(9)))
+
+    for seed, tokens in enumerate(asyncio.run(several())):
+        assert tokens == engine.submit(Request(b"async", 9, seed=seed)).result()[0].tokens
+
+
+def test_failing_steps_end_all_streams(model, monkeypatch):
+    engine = Engine(model, slots=2)
+    monkeypatch.setattr(engine._loop, "step", lambda: 1 / 0)
+    with pytest.raises(EngineClosedError, match="the engine failed: division by zero"):
+        engine.submit(Request(b"x")).result()
+    with pytest.raises(EngineClosedError):
+        engine.submit(Request(b"x"))
+
+
+def test_usage(engine):
+    prompt = bytes(range(100, 130))
+    engine.submit(Request(prompt, 1)).result()
+    generation = engine.submit(Request(prompt, 5, n=2))
+    generation.result()
+    assert (generation.prompt_tokens, generation.cached_tokens, generation.completion_tokens) == (30, 28, 10)
+
+
+def test_wrong_requests(engine):
+    with pytest.raises(ValueError, match="at least one token"):
+        Request(b"")
+    with pytest.raises(ValueError, match="logprobs must be at most 20, got 21"):
+        Request(b"x", logprobs=21)
+    with pytest.raises(ValueError, match="timeout must be a positive number of seconds, got 0"):
+        Request(b"x", timeout=0)
+    with pytest.raises(TypeError, match="prompt must be tokens, got text"):
+        Request("text")
+    with pytest.raises(ValueError, match="token 256, and this model has the tokens 0 to 255"):
+        engine.submit(Request([256]))
+    with pytest.raises(ValueError, match="repetition_window must be at most 256 here, got 257"):
+        engine.submit(Request(b"x", sampling=Sampling(repetition_window=257)))
+
+
+def test_lengths_are_limited():
+    model = language_model(MECHANISMS["linformer"], positions="learned", max_length=61)
+    with Engine(model, slots=2, chunk=7) as engine:
+        assert engine.max_length == 61
+        with pytest.raises(ValueError, match="50 tokens of prompt and 12 to generate are more than the 61 that fit"):
+            engine.submit(Request(bytes(50), 12))
+        assert len(engine.submit(Request(bytes(50), 11)).result()[0].tokens) == 11
+    with pytest.raises(ValueError, match="max_length must be at most 61, the model's limit, got 62"):
+        Engine(model, max_length=62)
+
+
+def test_sessions_continue(model, engine, tmp_path):
+    first = engine.submit(Request(b"a story that", 9, seed=1, keep_state=True)).result()[0]
+    first.session.save(tmp_path / "state")
+    session = Session.load(tmp_path / "state", model)
+    read = prefill(model, b"a story that" + bytes(first.tokens))
+    torch.testing.assert_close(session.logits, read.logits, atol=1e-4, rtol=1e-4)
+    greedy = Sampling(temperature=0)
+    for more in (b"", b"!", b" goes on and on"):
+        given = engine.submit(Request(more, 8, sampling=greedy, previous_state=session)).result()[0]
+        again = session.extend(model, more) if more else session
+        assert given.tokens == generate(model, again, 8, sampling=greedy).tokens[0]
+    with pytest.raises(ValueError, match="another model, whose weights differ"):
+        Session.load(tmp_path / "state", language_model(token_shift=(0, 1)))
+    with pytest.raises(ValueError, match="another model, whose weights differ"), Engine(language_model()) as other:
+        other.submit(Request(b"x", previous_state=session))
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_sessions_of_every_mechanism(name):
+    model = language_model(MECHANISMS[name], vocab_size=29, dtype=torch.float64)
+    greedy = Sampling(temperature=0)
+    with Engine(model, slots=3, chunk=5, max_length=61) as engine:
+        first = engine.submit(Request([1, 2, 3, 4, 5, 6, 7], 5, sampling=greedy, keep_state=True)).result()[0]
+        for more in ([], [3], [1, 4, 1, 5, 9, 2]):
+            given = Request(more, 6, sampling=greedy, previous_state=first.session)
+            expected = generate(model, [1, 2, 3, 4, 5, 6, 7, *first.tokens, *more], 6, sampling=greedy)
+            assert engine.submit(given).result()[0].tokens == expected.tokens[0]
