@@ -24,6 +24,12 @@ CASES: dict[str, tuple[str, dict]] = {
     "blocks": ("local", {"window": 5, "look_back": 2, "scale": 0.3}),
     "shared": ("local", {"window": 5, "shared_qk": True}),
     "performer, column by column": ("performer", {"num_features": 251, "value_dim": 131}),
+    "decay, fixed": ("decay", {"gate": "fixed"}),
+    "decay": ("decay", {}),
+    "decay by channel": ("decay", {"gate": "channel", "value_dim": 19}),
+    "delta, no decay": ("delta", {"gate": "none", "negative_eigenvalues": True}),
+    "delta": ("delta", {"value_dim": 17}),
+    "delta by channel": ("delta", {"gate": "channel"}),
     "linformer": ("linformer", {"rank": 13, "max_length": 61}),
     "linformer-by-head": ("linformer", {"rank": 3, "max_length": 61, "per_head": True, "share_projection": True}),
     "linformer, biases by head": ("linformer", {"rank": 3, "max_length": 61, "per_head": True, "bias": True}),
@@ -48,6 +54,18 @@ def inputs(name: str, B: int, T: int, dtype: torch.dtype, device: str) -> list[T
     return [torch.randn(shape).to(device, dtype) for shape in shapes]
 
 
+def gates(built: Mechanism, B: int, T: int, dtype: torch.dtype, device: str) -> Tensor | None:
+    """Return raw gates, some of which forget everything."""
+    if not built.num_gates:
+        return None
+    found = 2 * torch.randn(B, T, HKV, built.num_gates)
+    # The sum of log α would tell where float32 and float64 clamp it: without the delta rule α only comes close to 0.
+    extreme = 1e4 if built.delta else -1500.0 if built.gate == "channel" else 3.0
+    if built.gate != "none":
+        found[..., -1] = torch.where(torch.rand(B, T, HKV) < 0.3, extreme, found[..., -1])
+    return found.to(device, dtype)
+
+
 def rotary(length: Tensor, kind: int) -> CosSin | None:
     """Return the rotary angles of the next token: 0 none, 1 in halves, 2 interleaved."""
     if kind == 0:
@@ -69,23 +87,25 @@ def compare(name: str, dtype: torch.dtype, device: str, steps: int) -> None:
     for count, fewer in ((3, 2), (9, 1)):  # batch rows of 12 and 9 tokens
         x = inputs(name, B, count, dtype, device)
         mask = torch.arange(count) < torch.tensor([[count], [count - fewer]])
-        states[0] = built.extend(states[0], *x, key_mask=mask.to(device))[1]
-        states[1] = exact.extend(states[1], *(y.cpu().double() for y in x), key_mask=mask)[1]
+        raw = gates(built, B, count, dtype, device)
+        states[0] = built.extend(states[0], *x, gates=raw, key_mask=mask.to(device))[1]
+        *x, raw = (None if y is None else y.cpu().double() for y in (*x, raw))
+        states[1] = exact.extend(states[1], *x, gates=raw, key_mask=mask)[1]
     ours, truth = (state._map(lambda x: x.contiguous().clone()) for state in states)
     eager = ours.clone()
     ours = built.decode_state(ours, dtype)
-    assert CASES[name][0] == "local" or name in EAGER or ours.pending
+    assert CASES[name][0] in ("local", "decay", "delta") or name in EAGER or ours.pending
     found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
     for i in range(steps):
         q, k, v = inputs(name, B, 1, dtype, device)
-        kind = i % 3
+        kind, raw = i % 3, gates(built, B, 1, dtype, device)
         pointers = {key: x.data_ptr() for key, x in ours.tensors().items()}
-        out, ours = built.decode_step(ours, q, k, v, rotary=rotary(ours.length, kind))
+        out, ours = built.decode_step(ours, q, k, v, gates=raw, rotary=rotary(ours.length, kind))
         assert {key: x.data_ptr() for key, x in ours.tensors().items()} == pointers
-        near, eager = Mechanism._decode_step(built, eager, q, k, v, None, rotary(eager.length, kind), None)
+        near, eager = Mechanism._decode_step(built, eager, q, k, v, raw, rotary(eager.length, kind), None)
         angles = rotary(truth.length, kind)
-        wide = [x.cpu().double() for x in (q, k, v)]
-        best, truth = Mechanism._decode_step(exact, truth, *wide, None, angles, None)
+        wide = [None if x is None else x.cpu().double() for x in (q, k, v, raw)]
+        best, truth = Mechanism._decode_step(exact, truth, *wide, angles, None)
         for state in (ours, eager, truth):
             state.length.add_(1)
         found.setdefault("out", []).append((out, near, best))

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.mechanisms.gated import GatedMechanism, Gates, TimeStep
+from longspan.ops.decode import GateActivation
 from longspan.ops.linear import sum_dtype
 from longspan.utils import choose
 
@@ -53,3 +54,8 @@ class DecayAttention(GatedMechanism):
             step, log_decay = self.time_step(gates.to(dtype))
             return Gates(log_decay, step[..., 0])
         return Gates(F.logsigmoid(gates.to(dtype) + self.gate_bias.to(dtype)) / 16, None)
+
+    def _gate_activation(self) -> GateActivation:
+        if self.gate == "head":
+            return GateActivation("time_step", "time_step", self.time_step.A_log, self.time_step.dt_bias)
+        return GateActivation("fixed") if self.gate == "fixed" else GateActivation("sigmoid", bias=self.gate_bias)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from longspan.mechanisms.gated import GatedMechanism, Gates, TimeStep
+from longspan.ops.decode import GateActivation
+from longspan.ops.decode.torch import KEY_EPSILON
 from longspan.ops.linear import sum_dtype
 from longspan.utils import choose
 
@@ -51,6 +53,12 @@ class DeltaAttention(GatedMechanism):
         beta = gates[..., 0].sigmoid() * (2 if self.negative_eigenvalues else 1)
         return Gates(self.time_step(gates[..., 1:])[1] if self.gate != "none" else None, beta)
 
+    def _gate_activation(self) -> GateActivation:
+        strength = 2.0 if self.negative_eigenvalues else 1.0
+        if self.gate == "none":
+            return GateActivation("none", "sigmoid", strength=strength)
+        return GateActivation("time_step", "sigmoid", self.time_step.A_log, self.time_step.dt_bias, strength)
+
     def _keys(self, x: Tensor) -> Tensor:
         x = x.to(sum_dtype(x))
-        return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+        return x * (x.square().sum(-1, keepdim=True) + KEY_EPSILON).rsqrt()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from longspan.ops.common import dispatch
+from longspan.ops.decode import CosSin, GateActivation, apply_rotary, copy_out, gated_decode_step, why_not_triton
+from longspan.ops.decode.torch import gated_step
 from longspan.ops.gated import LOG_UNDERFLOW, gated_linear
 from longspan.ops.linear import sum_dtype
-from longspan.protocol import Mechanism, State
+from longspan.protocol import Mechanism, Rotation, State
 
 
 class Gates(NamedTuple):
@@ -67,6 +70,10 @@ class GatedMechanism(Mechanism):
     @abstractmethod
     def _gates(self, gates: Tensor | None, k: Tensor) -> Gates:
         """Activate raw gates."""
+
+    @abstractmethod
+    def _gate_activation(self) -> GateActivation:
+        """Return what `_gates` computes, as the kernel of a decode step takes it."""
 
     def _keys(self, x: Tensor) -> Tensor:
         """Return queries or keys as the memory takes them."""
@@ -128,6 +135,25 @@ class GatedMechanism(Mechanism):
         assert isinstance(state, GatedState)
         query = (self._keys(q).to(state.kv.dtype) * self._scale).unflatten(2, (self.num_kv_heads, -1))
         return torch.einsum("bthgd,bhde->bthge", query, state.kv).flatten(2, 3).to(q.dtype)
+
+    def _decode_step(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rotary: Rotation, out: Tensor | None
+    ) -> tuple[Tensor, State]:
+        assert isinstance(state, GatedState)
+        assert rotary is None or isinstance(rotary, CosSin)
+        if state.transition is not None:
+            return super()._decode_step(state, q, k, v, gates, rotary, out)
+        options: dict[str, Any] = {"delta": self.delta, "scale": self._scale}
+        large = max(self.head_dim, self.value_dim) > dispatch.LARGEST
+        if not large and why_not_triton(q, k, v, state.kv) is None:
+            memory, how = (state.kv, state.log_decay), self._gate_activation()
+            return gated_decode_step(q, k, v, gates, memory, how, rotary=rotary, out=out, **options), state
+        q, k = apply_rotary(rotary, q, k)
+        log_decay, beta = self._visible_gates(gates, k, None)
+        found = gated_step(self._keys(q), self._keys(k), v, log_decay, beta, state.kv, **options)
+        if state.log_decay is not None and log_decay is not None:
+            state.log_decay.add_(log_decay.squeeze(1))
+        return copy_out(found.to(q.dtype), out), state
 
     def _run(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, lengths: Tensor | None

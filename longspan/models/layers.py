@@ -16,7 +16,7 @@ from longspan.mechanisms import build_mechanism, find_mechanism
 from longspan.models.config import AttentionConfig, FeedForwardConfig
 from longspan.models.positions import Rotary
 from longspan.ops.common.autograd import recompute
-from longspan.ops.decode import FUSED_ACTIVATIONS, RotaryCache, fused_linear
+from longspan.ops.decode import FUSED_ACTIVATIONS, RotaryCache, TokenShift, fused_heads, fused_linear, gate_heads
 from longspan.protocol import Mechanism, State, StateOptions
 
 if TYPE_CHECKING:
@@ -184,7 +184,8 @@ class Attention(nn.Module):
         self.to_out = nn.Linear(mid_features or inner_out, out_features or dim, bias=config.out_bias)
         self.dropout = nn.Dropout(config.dropout)
         self.out_norm = nn.RMSNorm(mechanism.value_dim, eps=1e-6) if config.out_norm else None
-        self.out_gate = ACTIVATIONS["identity" if config.out_gate == "none" else config.out_gate]
+        self.out_gate_name = "identity" if config.out_gate == "none" else config.out_gate
+        self.out_gate = ACTIVATIONS[self.out_gate_name]
         self.to_out_gate = None if config.out_gate == "none" else nn.Linear(dim, inner_out, bias=False)
         inner_gates = mechanism.num_kv_heads * mechanism.num_gates
         self.to_mechanism_gates = nn.Linear(context_dim or dim, inner_gates) if inner_gates else None
@@ -325,7 +326,14 @@ class Attention(nn.Module):
         return self.project_output(x, out), inner
 
     def decode_step(
-        self, x: Tensor, state: State, rotary: RotaryCache, *, norm: nn.Module | None = None, add: Tensor | None = None
+        self,
+        x: Tensor,
+        state: State,
+        rotary: RotaryCache,
+        *,
+        norm: nn.Module | None = None,
+        add: Tensor | None = None,
+        shift: TokenShift | None = None,
     ) -> tuple[Tensor, State]:
         """Extend by one token x (B, 1, dim), in eval mode; see `Mechanism.decode_step`.
 
@@ -335,27 +343,47 @@ class Attention(nn.Module):
             rotary: cos and sin for each kind of rotary embedding.
             norm: Applied to x first.
             add: A residual added to the output.
+            shift: Token shift of what is normalized.
         """
-        if norm is not None and any(x is not None for x in (self.to_gates, self.to_mechanism_gates, self.to_out_gate)):
-            x, norm = norm(x), None
-        q, *kv = fused_linear(x, *((self.to_q,) if self.cross else (self.to_q, self.to_kv)), norm=norm)
-        mechanism = self.mechanism
-        if self.conv is not None:
-            assert isinstance(state, ConvolutionState)
-            q, kv[0] = self.conv.step(torch.cat([q, kv[0]], 2), state.recent).split([q.shape[2], kv[0].shape[2]], 2)
-        q = self._split_queries(q)
-        if self.cross:
-            out = mechanism._read(state, q)
+        mechanism, own = self.mechanism, (self.to_mechanism_gates, self.to_out_gate, self.to_gates)
+        layers = [self.to_q, *([] if self.cross else [self.to_kv]), *(x for x in own if x is not None)]
+        found = list(fused_linear(x, *layers, norm=norm, shift=shift))
+        q, kv = found.pop(0), None if self.cross else found.pop(0)
+        gates, out_gates, head_gates = (None if x is None else found.pop(0) for x in own)
+        if kv is None:
+            out = mechanism._read(state, self._split_queries(q))
         else:
-            k, v = self._split_heads(kv[0])
-            own = [rotary[r.kind].paired(r.interleaved) if isinstance(r, Rotary) else None for r in self.rotary]
-            one = own if len(own) > 1 else own[0] if own else None
+            q, k, v = self._decode_heads(q, kv, state)
+            angles = [rotary[r.kind].paired(r.interleaved) if isinstance(r, Rotary) else None for r in self.rotary]
+            one = angles if len(angles) > 1 else angles[0] if angles else None
             held = self.mechanism_state(state)
-            out, inner = mechanism.decode_step(held, q, k, v, gates=self._project_gates(x), rotary=one)
+            gates = None if gates is None else gates.unflatten(2, (mechanism.num_kv_heads, -1))
+            out, inner = mechanism.decode_step(held, q, k, v, gates=gates, rotary=one)
             state = state if inner is held else self.with_mechanism_state(state, inner)
-        out = self._gate_values(x, out).flatten(2)
+        if self.out_norm is not None or out_gates is not None or head_gates is not None:
+            fused = gate_heads(out, self.out_norm, out_gates, self.out_gate_name, head_gates)
+            out = self._apply_gates(out, out_gates, head_gates) if fused is None else fused.view(out.shape)
+        out = out.flatten(2)
         out = out if self.to_mid is None else fused_linear(out, self.to_mid)[0]
         return fused_linear(out, self.to_out, residual=add)[0], state
+
+    def _decode_heads(self, q: Tensor, kv: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor]:
+        """Apply short convolution and norms to the projections of one token, and split them into heads."""
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        if self.conv is None and norms is None:
+            return self._split_queries(q), *self._split_heads(kv)
+        conv, sizes = self.conv, [q.shape[2], kv.shape[2]]
+        recent = state.recent if isinstance(state, ConvolutionState) else None
+        mixing = None if conv is None or recent is None else (conv.weight, recent)
+        if not self.shared_kv:
+            heads = self.num_heads, self.num_kv_heads, self.mechanism.head_dim
+            fused = fused_heads(q, kv, heads, mixing, norms)
+            if fused is not None:
+                q, kv = fused.split(sizes, 2)
+                return self._split_queries(q, norm=False), *self._split_heads(kv, norm=False)
+        if conv is not None and recent is not None:
+            q, kv = conv.step(torch.cat([q, kv], 2), recent).split(sizes, 2)
+        return self._split_queries(q), *self._split_heads(kv)
 
     def set_head_groups(self, apart: bool) -> None:
         """Set whether each group of heads is computed and recomputed in the backward pass apart from the others."""
@@ -436,10 +464,10 @@ class Attention(nn.Module):
     def _rotate_queries(self, q: Tensor, layout: TokenLayout | None) -> Tensor:
         return self._rotate(q, layout, self.mechanism.num_heads) if self.rotary and layout is not None else q
 
-    def _split_queries(self, q: Tensor) -> Tensor:
-        """Split the output of to_q into heads (B, T, H, D), not yet rotated."""
+    def _split_queries(self, q: Tensor, *, norm: bool = True) -> Tensor:
+        """Split the output of to_q into heads (B, T, H, D), not yet rotated; norm: they are not normalized yet."""
         q = q.unflatten(2, (self.num_heads, -1))
-        q = q if self.q_norm is None else self.q_norm(q)
+        q = self.q_norm(q) if norm and self.q_norm is not None else q
         return self._repeat(q, self.mechanism.num_heads)
 
     def _repeat(self, x: Tensor, heads: int) -> Tensor:
@@ -452,8 +480,8 @@ class Attention(nn.Module):
             return None
         return self.to_mechanism_gates(x).unflatten(2, (self.mechanism.num_kv_heads, -1))
 
-    def _split_heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Split the output of to_kv into k (B, S, Hkv, D), not yet rotated, and v (B, S, Hkv, E)."""
+    def _split_heads(self, kv: Tensor, *, norm: bool = True) -> tuple[Tensor, Tensor]:
+        """Split the output of to_kv into k (B, S, Hkv, D), not yet rotated, and v (B, S, Hkv, E); norm: as above."""
         mechanism = self.mechanism
         heads, width = mechanism.num_kv_heads, self.num_kv_heads * mechanism.head_dim
         if self.shared_kv:
@@ -461,7 +489,7 @@ class Attention(nn.Module):
         else:
             k, v = kv.split_with_sizes([width, kv.shape[2] - width], 2)
             k, v = k.unflatten(2, (self.num_kv_heads, -1)), v.unflatten(2, (heads, -1))
-        k = k if self.k_norm is None else self.k_norm(k)
+        k = self.k_norm(k) if norm and self.k_norm is not None else k
         return self._repeat(k, heads), v
 
     def _rotate(self, x: Tensor, layout: TokenLayout, heads: int) -> Tensor:
@@ -490,10 +518,13 @@ class Attention(nn.Module):
 
     def _gate_values(self, x: Tensor, out: Tensor) -> Tensor:
         """Normalize and gate the mechanism's output (B, T, H, E) for x (B, T, dim)."""
+        out_gates, head_gates = (None if layer is None else layer(x) for layer in (self.to_out_gate, self.to_gates))
+        return self._apply_gates(out, out_gates, head_gates)
+
+    def _apply_gates(self, out: Tensor, out_gates: Tensor | None, head_gates: Tensor | None) -> Tensor:
         out = out if self.out_norm is None else self.out_norm(out)
-        if self.to_out_gate is not None:
-            out = out * self.out_gate(self.to_out_gate(x)).view(out.shape)
-        return out if self.to_gates is None else out * self.to_gates(x).sigmoid()[..., None]
+        out = out if out_gates is None else out * self.out_gate(out_gates).view(out.shape)
+        return out if head_gates is None else out * head_gates.sigmoid()[..., None]
 
 
 def _is_plain_linear(layer: nn.Module) -> bool:
@@ -574,10 +605,13 @@ class FeedForward(nn.Module):
             return self._chunk(x)
         return torch.cat([self._chunk(piece) for piece in x.chunk(self.chunks, 1)], 1)
 
-    def decode_step(self, x: Tensor, *, norm: nn.Module | None = None, add: Tensor | None = None) -> Tensor:
-        """Compute one token (B, 1, dim) of a decode loop, in eval mode; norm and add as in `Attention.decode_step`."""
+    def decode_step(
+        self, x: Tensor, *, norm: nn.Module | None = None, add: Tensor | None = None, shift: TokenShift | None = None
+    ) -> Tensor:
+        """Compute one token (B, 1, dim) of a decode loop, in eval mode; the arguments of `Attention.decode_step`."""
         fused = not self.gated and self.activation_name in FUSED_ACTIVATIONS
-        (hidden,) = fused_linear(x, self.to_hidden, norm=norm, activation=self.activation_name if fused else "identity")
+        activation = self.activation_name if fused else "identity"
+        (hidden,) = fused_linear(x, self.to_hidden, norm=norm, activation=activation, shift=shift)
         return fused_linear(hidden if fused else self._activate(hidden), self.to_out, residual=add)[0]
 
     def _chunk(self, x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from longspan.models.layers import (
 from longspan.models.positions import with_rotary
 from longspan.ops.common.autograd import once_differentiable, recompute
 from longspan.ops.common.torch_private import forward_ad_level, functorch_active
-from longspan.ops.decode import RotaryCache
+from longspan.ops.decode import RotaryCache, TokenShift, why_not_triton
 from longspan.protocol import Index, Mechanism, State, StateOptions, start_positions
 from longspan.utils import choose
 
@@ -175,16 +175,24 @@ class ResidualBranch(nn.Module):
         self, x: Tensor, state: BranchState, rotary: RotaryCache, add: Tensor | None = None
     ) -> tuple[Tensor, BranchState]:
         """Extend by one token in eval mode; see `Mechanism.decode_step`. add: a residual added to the output."""
-        layer, norm = self.layer, self.norm if self.norm_position == "pre" else None
+        layer, norm, shift = self.layer, self.norm if self.norm_position == "pre" else None, None
         if state.recent is not None:
-            x, norm = shift_token(self.apply_norm(x), self.token_shift, state.recent), None
+            if state.recent.shape[1] > max(self.token_shift):
+                shift = TokenShift(state.recent, state.length, self.token_shift)
+            else:
+                x, norm = shift_token(self.apply_norm(x), self.token_shift, state.recent), None
         if isinstance(layer, Attention):
-            out, inner = layer.decode_step(x, state.inner[0], rotary, norm=norm, add=add)
+            out, inner = layer.decode_step(x, state.inner[0], rotary, norm=norm, add=add, shift=shift)
             return out, state if inner is state.inner[0] else replace(state, inner=(inner,))
         if isinstance(layer, FeedForward):
-            return layer.decode_step(x, norm=norm, add=add), state
+            return layer.decode_step(x, norm=norm, add=add, shift=shift), state
         y = layer(x if norm is None else norm(x))
         return y if add is None else add + y, state
+
+    def takes_ring(self, recent: Tensor) -> bool:
+        """Whether a decode step shifts tokens inside the kernel of a linear layer, with a `TokenShift` ring buffer."""
+        own = isinstance(self.layer, Attention | FeedForward) and max(self.token_shift) > 0
+        return own and why_not_triton(recent) is None
 
     def apply_norm(self, x: Tensor) -> Tensor:
         """Normalize x where the norm comes before the layer."""
@@ -436,16 +444,31 @@ class Stack(nn.Module):
 
     def decode_state(self, state: StackState, dtype: torch.dtype) -> StackState:
         """Return the state in the layout of `decode_step`; see `Mechanism.decode_state`."""
-        return self._map_mechanisms(self.share_length(state), lambda m, inner: m.decode_state(inner, dtype))
+        state = self._map_mechanisms(self.share_length(state), lambda m, inner: m.decode_state(inner, dtype))
+        return self._map_recent(state, lambda branch, held: branch.takes_ring(held), TokenShift.ring)
 
     def finish_decode(self, state: StackState) -> StackState:
         """Return a state of `decode_state` in the ordinary layout."""
-        return self._map_mechanisms(state, lambda m, inner: m.finish_decode(inner))
+        state = self._map_mechanisms(state, lambda m, inner: m.finish_decode(inner))
+        return self._map_recent(state, lambda branch, held: held.shape[1] > max(branch.token_shift), TokenShift.latest)
 
     def attention_layers(self) -> list[tuple[int, Attention]]:
         """Return the index and the layer of every attention branch."""
         layers = [(i, branch.layer) for i, branch in enumerate(self._branches())]
         return [(i, layer) for i, layer in layers if isinstance(layer, Attention)]
+
+    def _map_recent(
+        self,
+        state: StackState,
+        chosen: Callable[[ResidualBranch, Tensor], bool],
+        change: Callable[[Tensor, Tensor], Tensor],
+    ) -> StackState:
+        """Apply a function to the last tokens and lengths of the chosen branches with token shift."""
+        branches = list(state.branches)
+        for i, (branch, held) in enumerate(zip(self._branches(), state.branches, strict=True)):
+            if held.recent is not None and chosen(branch, held.recent):
+                branches[i] = replace(held, recent=change(held.recent, held.length))
+        return replace(state, branches=tuple(branches))
 
     def _map_mechanisms(self, state: StackState, change: Callable[[Mechanism, State], State]) -> StackState:
         """Apply a function to the state of every self-attention mechanism."""

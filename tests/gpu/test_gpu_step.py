@@ -7,12 +7,22 @@ import itertools
 import pytest
 import torch
 from step_cases import CASES, compare
-from token_cases import LAYERS, SAMPLINGS, compare_layers, compare_rotary, compare_samples
+from token_cases import (
+    HEADS,
+    LAYERS,
+    OUTPUTS,
+    SAMPLINGS,
+    compare_heads,
+    compare_layers,
+    compare_outputs,
+    compare_rotary,
+    compare_samples,
+)
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, generate, stream
 from longspan.generation.decode import DecodeLoop
 from longspan.generation.generate import prefill
-from longspan.mechanisms import linear, linformer, local
+from longspan.mechanisms import gated, linear, linformer, local
 from longspan.ops import decode
 
 pytestmark = [
@@ -26,6 +36,14 @@ MODELS: dict[str, dict] = {
     "local": {"mechanism": LOCAL, "rotary": "halves"},
     "linformer": {"mechanism": {"mechanism": "linformer", "rank": 5, "max_length": 512}, "rotary": "interleaved"},
     "softmax": {"mechanism": "softmax", "rotary": "halves"},
+    "decay": {"mechanism": "decay", "num_kv_heads": 2, "qk_norm": True},
+    "decay by channel": {"mechanism": {"mechanism": "decay", "gate": "channel"}, "out_norm": True},
+    "delta": {"mechanism": "delta", "conv_size": 4, "qk_norm": True, "out_norm": True, "out_gate": "silu"},
+    "delta by channel": {
+        "mechanism": {"mechanism": "delta", "gate": "channel"},
+        "num_qk_heads": 2,
+        "value_gates": True,
+    },
     "split": {
         "mechanism": {
             "mechanism": "split",
@@ -56,6 +74,18 @@ def test_layers(name: str, dtype: torch.dtype) -> None:
     compare_layers(name, dtype, "cuda")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", HEADS)
+def test_heads(name: str, dtype: torch.dtype) -> None:
+    compare_heads(name, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs(name: str, dtype: torch.dtype) -> None:
+    compare_outputs(name, dtype, "cuda")
+
+
 def test_rotary() -> None:
     compare_rotary("cuda")
 
@@ -76,7 +106,7 @@ def test_a_step_in_bfloat16(name: str, rows: int, monkeypatch: pytest.MonkeyPatc
     logits: dict[str, list[torch.Tensor]] = {}
     for how, one in (("kernels", lm), ("eager", lm), ("exact", wide)):
         if how == "eager":
-            for module in (decode, linear, local, linformer):
+            for module in (decode, gated, linear, local, linformer):
                 monkeypatch.setattr(module, "why_not_triton", lambda *_, **__: "disabled")
         given = tokens.to(next(one.parameters()).device)
         state = stream(one, prefill(one, given[:, :7], max_tokens=6))._loop._state

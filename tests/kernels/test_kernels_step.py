@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from interpreter import interpreted
-from step_cases import CASES, EAGER, D, compare, inputs, mechanism, rotary
+from step_cases import CASES, EAGER, D, compare, gates, inputs, mechanism, rotary
 
-from longspan.mechanisms import linear, linformer, local, write_buffer
+from longspan import AttentionConfig, FeedForwardConfig, LanguageModel, ModelConfig
+from longspan.mechanisms import gated, linear, linformer, local, write_buffer
+from longspan.models import residual
 from longspan.ops import decode
 from longspan.ops import window as window_op
 from longspan.ops.common import dispatch
@@ -19,7 +21,7 @@ by_name = pytest.mark.parametrize("name", CASES)
 
 @pytest.fixture
 def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (decode, linear, local, linformer, window_op):
+    for module in (decode, gated, linear, local, linformer, window_op):
         monkeypatch.setattr(module, "why_not_triton", lambda *_, **__: None)
 
 
@@ -41,6 +43,45 @@ def test_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
     assert len(used) == (0 if name in EAGER else steps)
 
 
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token shift, convolution, norms and gates inside the kernels: logits and state as `extend` has them."""
+    parts = [{"mechanism": "local", "window": 7, "num_heads": 2}, {"mechanism": "delta", "num_heads": 2}]
+    attention = AttentionConfig(
+        num_heads=4,
+        head_dim=6,
+        mechanism={"mechanism": "split", "parts": parts},
+        rotary=("halves", "none"),
+        qk_norm=True,
+        conv_size=4,
+        out_norm=True,
+        out_gate="silu",
+        value_gates=True,
+    )
+    feed_forward = FeedForwardConfig(mult=2, activation="relu2")
+    sizes = {"dim": 23, "depth": 2, "vocab_size": 37, "token_shift": (0, 1, 3), "norm": "rms"}
+    lm = LanguageModel(ModelConfig(causal=True, attention=attention, feed_forward=feed_forward, **sizes)).eval()
+    tokens, used, real = torch.randint(37, (2, 13)), [], decode.kernels
+    with torch.no_grad():
+        full, after = lm.extend(tokens, lm.new_state(2))
+        _, state = lm.extend(tokens[:, :8], lm.new_state(2))
+        for module in (decode, gated, local, residual, window_op):
+            monkeypatch.setattr(module, "why_not_triton", lambda *_, **__: None)
+        monkeypatch.setattr(decode, "kernels", lambda name: used.append(name) or real(name))
+        stack = lm.transformer.stack
+        state = stack.decode_state(state.clone(), torch.float32)
+        for i in range(8, 13):
+            out, state = lm.decode_step(tokens[:, i], state)
+            torch.testing.assert_close(out, full[:, i], rtol=1e-5, atol=1e-5)
+    layer = ["gemv", "heads", "window", "gated", "heads", "gemv"]
+    assert used[:8] == [*layer, "gemv", "gemv"]
+    assert len(used) == 5 * (2 * 8 + 1)
+    finished = stack.finish_decode(state).tensors()
+    for name, x in after.tensors().items():
+        torch.testing.assert_close(finished[name], x, rtol=1e-4, atol=1e-5)
+
+
 def _eager_windowed(self, q, k, v, window, **how):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(window_op, "why_not_triton", lambda *_, **__: "disabled")
@@ -55,14 +96,16 @@ def test_an_eager_step_is_write_and_read(name: str, B: int, begun: int) -> None:
     """`decode_step` in float64 with rotary angles equals `step` of rotated queries and keys."""
     built = mechanism(name).double()
     with torch.no_grad():
-        state = built.extend(built.new_state(B, dtype=torch.float64), *inputs(name, B, begun, torch.float64, "cpu"))[1]
+        options = {"gates": gates(built, B, begun, torch.float64, "cpu")}
+        x = inputs(name, B, begun, torch.float64, "cpu")
+        state = built.extend(built.new_state(B, dtype=torch.float64), *x, **options)[1]
         ours = state.clone()
         for i in range(4):
             q, k, v = inputs(name, B, 1, torch.float64, "cpu")
-            angles = rotary(ours.length, i % 3)
-            out, ours = built.decode_step(ours, q, k, v, rotary=angles)
+            angles, raw = rotary(ours.length, i % 3), gates(built, B, 1, torch.float64, "cpu")
+            out, ours = built.decode_step(ours, q, k, v, gates=raw, rotary=angles)
             ours.length.add_(1)
-            expected, state = built.step(state, *decode.apply_rotary(angles, q, k), v)
+            expected, state = built.step(state, *decode.apply_rotary(angles, q, k), v, gates=raw)
             torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
             for found, exact in zip(ours.tensors().values(), state.tensors().values(), strict=True):
                 size = max(1.0, exact.abs().max().item())

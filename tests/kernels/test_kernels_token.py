@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from interpreter import interpreted
-from token_cases import LAYERS, SAMPLINGS, compare_layers, compare_rotary, compare_samples
+from token_cases import (
+    HEADS,
+    LAYERS,
+    OUTPUTS,
+    SAMPLINGS,
+    compare_heads,
+    compare_layers,
+    compare_outputs,
+    compare_rotary,
+    compare_samples,
+)
 from torch import nn
 
 from longspan.ops import decode
@@ -27,6 +37,22 @@ def test_layers(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(decode, "kernels", lambda name: used.append(name) or real(name))
     compare_layers(name, dtype, "cpu")
     assert used == ["gemv"]
+
+
+@interpreted
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.usefixtures("kernels_on_the_cpu")
+def test_heads(name: str, dtype: torch.dtype) -> None:
+    compare_heads(name, dtype, "cpu")
+
+
+@interpreted
+@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.usefixtures("kernels_on_the_cpu")
+def test_outputs(name: str, dtype: torch.dtype) -> None:
+    compare_outputs(name, dtype, "cpu")
 
 
 @interpreted

@@ -22,6 +22,8 @@ MODELS = {
     "performer": ["performer, half the heads local", "performer"],
     "local": ["local"],
     "linformer": ["linformer"],
+    "decay": ["decay, half the heads local", "decay and local layers"],
+    "delta": ["delta, half the heads local", "delta and local layers"],
     "softmax": ["softmax"],
 }
 
@@ -41,10 +43,18 @@ def model_config(name: str, case: Case) -> ModelConfig:
         "performer, half the heads local": (half_local(case.num_heads, 256, performer), by_part),
         "local": (local, "halves"),
         "linformer": (linformer, "none"),
+        "decay, half the heads local": (half_local(case.num_heads, 256, {"mechanism": "decay"}), by_part),
+        "decay and local layers": (("decay", local), {"local": "halves"}),
+        "delta, half the heads local": (half_local(case.num_heads, 256, {"mechanism": "delta"}), by_part),
+        "delta and local layers": (("delta", local), {"local": "halves"}),
         "softmax": ("softmax", "halves"),
     }
     mechanism, rotary = options[name]
-    attention = AttentionConfig(num_heads=case.num_heads, head_dim=case.head_dim, mechanism=mechanism, rotary=rotary)
+    # The layers of the literature around a gated memory.
+    gated: dict[str, Any] = {"conv_size": 4, "out_norm": True} if name.startswith(("decay", "delta")) else {}
+    attention = AttentionConfig(
+        num_heads=case.num_heads, head_dim=case.head_dim, mechanism=mechanism, rotary=rotary, **gated
+    )
     return ModelConfig(
         dim=case.dim, depth=case.depth, causal=True, vocab_size=VOCABULARY, tie_embeddings=True, attention=attention
     )

@@ -19,6 +19,8 @@ from torch import dtype as DType
 
 from longspan.ops.common import dispatch
 from longspan.ops.decode.torch import FUSED_ACTIVATIONS as FUSED_ACTIVATIONS
+from longspan.ops.decode.torch import GateActivation as GateActivation
+from longspan.ops.decode.torch import TokenShift as TokenShift
 from longspan.ops.decode.torch import compressed_step, has_no_hooks, linear_layers, linear_step
 from longspan.ops.linear.triton import FEATURE_MAPS
 from longspan.ops.rotary import rotate
@@ -198,6 +200,39 @@ def compressed_decode_step(
     return copy_out(compressed_step(q, k, v, state, tables, int(length)), out)
 
 
+def gated_decode_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor | None,
+    state: tuple[Tensor, Tensor | None],
+    activation: GateActivation,
+    *,
+    delta: bool,
+    scale: float,
+    rotary: CosSin | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Decode one token with gated linear attention or the gated delta rule, by the Triton kernel.
+
+    Args:
+        q: Queries (B, 1, H, D).
+        k: Key (B, 1, Hkv, D).
+        v: Value (B, 1, Hkv, E).
+        gates: Raw gates (B, 1, Hkv, G).
+        state: The memory (B, Hkv, D, E) and Σ log α (B, Hkv, 1 or D) or None, float32, updated in place.
+        activation: What log α and β are.
+        delta: Whether to follow the delta rule, and to normalize q and k to length 1.
+        scale: Factor of the queries.
+        rotary: Rotary angles of the token.
+        out: Where to write the result.
+
+    Returns:
+        (B, 1, H, E) in the dtype of q.
+    """
+    return kernels("gated").decode_gated((q, k, v, rotary, out), gates, activation, state, delta, scale)
+
+
 def copy_out(result: Tensor, out: Tensor | None) -> Tensor:
     """Return `result`, copied to `out` if that is given."""
     return result if out is None else out.copy_(result)
@@ -209,23 +244,25 @@ def fused_linear(
     norm: nn.Module | None = None,
     activation: str = "identity",
     residual: Tensor | None = None,
+    shift: TokenShift | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute residual + activation(layer(norm(x))) of one token for each layer, in one kernel if possible.
+    """Compute residual + activation(layer(shift(norm(x)))) of one token for each layer, in one kernel if possible.
 
     Args:
         x: One token (B, 1, dim).
-        *layers: One or two modules, or weights (N, dim) of linear layers without a bias.
+        *layers: Modules, or weights (N, dim) of linear layers without a bias.
         norm: Applied to x first.
         activation: One of `FUSED_ACTIVATIONS`.
         residual: Added to each result.
+        shift: Token shift of what is normalized.
 
     Returns:
         One result (B, 1, N) per layer.
     """
     weights = None if why_not_triton(x) is not None else _layer_weights(x, layers, norm, residual)
     if weights is None:
-        return linear_layers(x, layers, norm, activation, residual)
-    out = kernels("gemv").decode_linear_layers(x, *weights, activation, residual)
+        return linear_layers(x, layers, norm, activation, residual, shift)
+    out = kernels("gemv").decode_linear_layers(x, *weights, activation, residual, shift)
     return out.split([len(weight) for weight, _ in weights[0]], 2)
 
 
@@ -256,6 +293,73 @@ def _layer_weights(
     same_dtype = all(t is None or (t.dtype == x.dtype and t.stride(-1) == 1) for t in tensors)
     contiguous = all(weight.is_contiguous() for weight, _ in weights)
     return (weights, normed) if same_dtype and contiguous and x.shape[2] <= 8192 else None
+
+
+def fused_heads(
+    q: Tensor,
+    kv: Tensor,
+    heads: tuple[int, int, int],
+    convolution: tuple[Tensor, Tensor] | None,
+    norms: tuple[nn.Module, nn.Module] | None,
+) -> Tensor | None:
+    """Apply a short convolution and the norms of queries and keys to one token, in one kernel.
+
+    Args:
+        q: Queries of one token (B, 1, H D).
+        kv: Its keys, then its values.
+        heads: Query heads, key heads, and their dimension.
+        convolution: Weight (size, N) over queries, keys and values, the latest token first, and the tokens before this
+            one (B, size − 1, N), updated in place; SiLU follows.
+        norms: Of queries and of keys, one head at a time.
+
+    Returns:
+        (B, 1, N), or None if no kernel supports these tensors and modules; then nothing is updated.
+    """
+    if why_not_triton(q) is not None:
+        return None
+    scales = [_rms_norm(norm, heads[2]) for norm in norms or ()]
+    known = [scale for scale in scales if scale is not None]
+    tensors = [q, kv, *(convolution or ()), *(weight for weight, _ in known)]
+    if len(known) < len(scales) or not _same_layout(tensors):
+        return None
+    both = None if norms is None else (known[0][0], known[1][0], known[0][1])
+    return kernels("heads").decode_heads(q, kv, heads, convolution, both)
+
+
+def gate_heads(
+    out: Tensor, norm: nn.Module | None, gates: Tensor | None, activation: str, head_gates: Tensor | None
+) -> Tensor | None:
+    """Normalize and gate the heads of one token: norm(out) ∘ activation(gates) · σ(head_gates), in one kernel.
+
+    Args:
+        out: A mechanism's output (B, 1, H, E).
+        norm: Applied to each head.
+        gates: Raw gates (B, 1, H E).
+        activation: "silu" or "sigmoid", of the gates.
+        head_gates: Raw gates (B, 1, H).
+
+    Returns:
+        (B, 1, H E), or None if no kernel supports these tensors and modules.
+    """
+    if why_not_triton(out) is not None:
+        return None
+    scale = None if norm is None else _rms_norm(norm, out.shape[3])
+    tensors = [out.flatten(2), *(x for x in (gates, head_gates) if x is not None), *(scale or ())[:1]]
+    if (norm is not None and scale is None) or not _same_layout(tensors):
+        return None
+    return kernels("heads").decode_output(out, scale, gates, activation, head_gates)
+
+
+def _rms_norm(norm: nn.Module, dim: int) -> tuple[Tensor, float] | None:
+    """Return weight and epsilon of an RMS norm that a kernel can replace."""
+    if type(norm) is not nn.RMSNorm or norm.normalized_shape != (dim,) or not has_no_hooks(norm):
+        return None
+    return None if norm.weight is None else (norm.weight, finfo(float32).eps if norm.eps is None else norm.eps)
+
+
+def _same_layout(tensors: Sequence[Tensor]) -> bool:
+    """Whether all have the dtype of the first and contiguous rows."""
+    return all(x.dtype == tensors[0].dtype and x.stride(-1) == 1 for x in tensors)
 
 
 def sample(logits: Tensor, *buffers: Tensor, append: bool, sampling: Any) -> None:

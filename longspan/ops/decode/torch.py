@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,71 @@ FUSED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "gelu": F.gelu,
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "silu": F.silu,
 }
+KEY_EPSILON = 1e-6  # beside the squared length that divides the queries and keys of the delta rule
+
+
+class TokenShift(NamedTuple):
+    """Token shift of a decode step: equal parts of the features come from earlier tokens.
+
+    Attributes:
+        recent: (B, max(offsets) + 1, dim) ring buffer, the token at position p in slot p modulo its size; zeros where
+            there is none. The step writes its token.
+        length: (B,) position of the token.
+        offsets: How many tokens back each part comes from.
+    """
+
+    recent: Tensor
+    length: Tensor
+    offsets: tuple[int, ...]
+
+    def shift(self, x: Tensor) -> Tensor:
+        """Shift one token x (B, 1, dim), and write it to its slot."""
+        slots, size = self.recent.shape[1], x.shape[2] // len(self.offsets)
+        rows = torch.arange(len(x), device=x.device)
+        self.recent[rows, self.length % slots] = x[:, 0]
+        parts = list(x.split(size, 2))
+        for i, offset in enumerate(self.offsets):
+            parts[i] = self.recent[rows, (self.length - offset) % slots, None, i * size : (i + 1) * size]
+        return torch.cat(parts, 2)
+
+    @staticmethod
+    def ring(recent: Tensor, length: Tensor) -> Tensor:
+        """Return the ring buffer of the last tokens (B, max(offsets), dim), oldest first."""
+        slots = recent.shape[1] + 1
+        slot = (
+            length[:, None] - torch.arange(slots, 0, -1, device=length.device)
+        ) % slots  # of each token, oldest first
+        padded = F.pad(recent, (0, 0, 1, 0))
+        return torch.empty_like(padded).scatter_(1, slot[..., None].expand_as(padded), padded)
+
+    @staticmethod
+    def latest(ring: Tensor, length: Tensor) -> Tensor:
+        """Return the last tokens, oldest first: the inverse of `ring`."""
+        slots = ring.shape[1]
+        slot = (length[:, None] - torch.arange(slots - 1, 0, -1, device=length.device)) % slots
+        return ring.gather(1, slot[..., None].expand(-1, -1, ring.shape[2]))
+
+
+class GateActivation(NamedTuple):
+    """How raw gates (B, 1, Hkv, G) become log α and β.
+
+    Attributes:
+        decay: "none": α = 1. "fixed": α = 1 − 2^(−5−h) in head h. "time_step": log α = −exp(A_log) softplus(gate +
+            bias). "sigmoid": log α = log σ(gate + bias) / 16.
+        write: "one": β = 1. "time_step": β = softplus(gate + bias). "sigmoid": β = strength · σ(first gate).
+        A_log: (Hkv,).
+        bias: (Hkv, 1 or D); its width is that of log α.
+        strength: The largest β.
+    """
+
+    decay: str
+    write: str = "one"
+    A_log: Tensor | None = None
+    bias: Tensor | None = None
+    strength: float = 1.0
 
 
 def linear_step(
@@ -77,6 +140,34 @@ def _features(
     return query, f, new_shift
 
 
+def gated_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    kv: Tensor,
+    *,
+    delta: bool,
+    scale: float,
+) -> Tensor:
+    """Decay the memory kv (B, Hkv, D, E), write one token and read it: (B, 1, H, E) in the dtype of the memory.
+
+    log_decay: (B, 1, Hkv, 1 or D). beta: (B, 1, Hkv).
+    """
+    (B, Hkv, D, E), dtype = kv.shape, kv.dtype
+    if v.dtype != dtype:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    key, u = k.reshape(B, Hkv, 1, D), v.reshape(B, Hkv, 1, E)
+    if log_decay is not None:
+        kv.mul_(log_decay.squeeze(1).exp().unsqueeze(-1))
+    if delta:
+        u = u - key @ kv
+    u = u if beta is None else beta.view(B, Hkv, 1, 1) * u
+    kv.addcmul_(key.transpose(2, 3), u)
+    return ((q * scale).reshape(B, Hkv, -1, D) @ kv).view(B, 1, -1, E)
+
+
 def compressed_step(
     q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor], tables: tuple[Tensor, Tensor], position: int
 ) -> Tensor:
@@ -92,10 +183,16 @@ def compressed_step(
 
 
 def linear_layers(
-    x: Tensor, layers: Sequence[nn.Module | Tensor], norm: nn.Module | None, activation: str, residual: Tensor | None
+    x: Tensor,
+    layers: Sequence[nn.Module | Tensor],
+    norm: nn.Module | None,
+    activation: str,
+    residual: Tensor | None,
+    shift: TokenShift | None = None,
 ) -> tuple[Tensor, ...]:
-    """Apply norm, layers, activation and residual as separate operations."""
+    """Apply norm, token shift, layers, activation and residual as separate operations."""
     x = x if norm is None else _normalize(x, norm)
+    x = x if shift is None else shift.shift(x)
     results = []
     for layer in layers:
         if isinstance(layer, Tensor):

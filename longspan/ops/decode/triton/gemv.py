@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,29 +13,38 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.ops.common.launch import on_device
+from longspan.ops.decode.torch import TokenShift
 
-# Pointers to x (B, K), norm, weight (N, K) and bias of one or two layers, residual and output.
+# Pointers to x (B, K), norm, the weights (N, K) and biases of the layers, shifted tokens and their positions, residual
+# and output.
 LinearLayers = namedtuple(
-    "LinearLayers",
-    "p_x p_norm_weight p_norm_bias p_weight p_bias p_weight_2 p_bias_2 p_residual p_out eps",
+    "LinearLayers", "p_x p_norm_weight p_norm_bias weights biases p_recent p_length p_residual p_out eps"
 )
 
 
-# BK columns of x and BN rows of a weight per block. NORM: 0 none, 1 LayerNorm, 2 RMSNorm.
-LayerSizes = namedtuple("LayerSizes", "K N N_2 BK BN NORM ACTIVATION")
+# BK columns of x and BN rows of a weight per block. N output columns; ROWS of each layer's weight, its first output
+# column and its first program. NORM: 0 none, 1 LayerNorm, 2 RMSNorm. OFFSETS of token shift, over equal parts of x.
+LayerSizes = namedtuple("LayerSizes", "K N ROWS COLUMNS PROGRAMS BK BN NORM ACTIVATION OFFSETS")
 
 
 def decode_linear_layers(
-    x: Tensor, weights: Sequence[Sequence[Any]], norm: Sequence[Any], activation: str, residual: Tensor | None
+    x: Tensor,
+    weights: Sequence[Sequence[Any]],
+    norm: Sequence[Any],
+    activation: str,
+    residual: Tensor | None,
+    shift: TokenShift | None,
 ) -> Tensor:
-    """Run `ops.decode.fused_linear` for one or two layers; return their outputs concatenated, (B, 1, N)."""
+    """Run `ops.decode.fused_linear`; return the outputs of the layers concatenated, (B, 1, N)."""
     B, _, K = x.shape
-    (weight, bias), (weight_2, bias_2) = weights[0], weights[1] if len(weights) > 1 else (None, None)
-    N, N_2 = len(weight), 0 if weight_2 is None else len(weight_2)
-    out = x.new_empty(B, 1, N + N_2)
+    rows = tuple(len(weight) for weight, _ in weights)
+    N = sum(rows)
+    out = x.new_empty(B, 1, N)
     kind, norm_weight, norm_bias, eps = norm
-    layers = LinearLayers(x, norm_weight, norm_bias, weight, bias, weight_2, bias_2, residual, out, eps)
-    fp32, wide, BK = x.dtype == torch.float32, N + N_2 > 1024, triton.next_power_of_2(K)
+    recent, length, offsets = (None, None, ()) if shift is None else shift
+    both = (tuple(weight for weight, _ in weights), tuple(bias for _, bias in weights))
+    layers = LinearLayers(x, norm_weight, norm_bias, *both, recent, length, residual, out, eps)
+    fp32, wide, BK = x.dtype == torch.float32, N > 1024, triton.next_power_of_2(K)
     if B == 1:
         # Enough programs for every multiprocessor, each with at most 16,384 weights.
         BB, BN = 1, max(1, min(16 if wide else 4, 16384 // BK))
@@ -42,8 +52,10 @@ def decode_linear_layers(
         # As many columns at once as fit, so that loads do not wait for one another.
         wide = wide and not fp32
         BB, BN, BK = 16 if B <= 16 else 64 if wide else 32, 64 if wide else 32, max(16, min(BK, 32 if fp32 else 512))
-    sizes = LayerSizes(K, N, N_2, BK, BN, kind, activation)
-    grid = -(-N // BN) + -(-N_2 // BN), -(-B // BB)
+    programs = [-(-n // BN) for n in rows]
+    starts = (tuple(accumulate(numbers[:-1], initial=0)) for numbers in (rows, programs))
+    sizes = LayerSizes(K, N, rows, *starts, BK, BN, kind, activation, offsets)
+    grid = sum(programs), -(-B // BB)
     with on_device(x):
         if B == 1:
             decode_gemv_kernel[grid](layers, W=sizes, num_warps=4)
@@ -60,6 +72,9 @@ def activate(b_x, W: tl.constexpr):
         b_x = 0.5 * b_x * (1 + tl.erf(b_x * 0.7071067811865476))
     if W.ACTIVATION == "relu":
         b_x = tl.maximum(b_x, 0)
+    if W.ACTIVATION == "relu2":
+        b_x = tl.maximum(b_x, 0)
+        b_x = b_x * b_x
     if W.ACTIVATION == "silu":
         b_x = b_x * tl.sigmoid(b_x)
     return b_x
@@ -79,27 +94,42 @@ def store_result(layers, b_y, i_b, i_n, m_y, i_out, W: tl.constexpr):
 
 @triton.jit
 def select_layer(layers, W: tl.constexpr):
-    """Return the weight that a program multiplies, its BN rows, their mask, and the layer's first output column."""
+    """Return the weight that a program multiplies, its BN rows and their mask, their bias in float32, and the layer's
+    first output column.
+    """
     pid = tl.program_id(0)
-    first: tl.constexpr = (W.N + W.BN - 1) // W.BN
-    p_weight, rows, column = layers.p_weight, W.N, 0
-    if layers.p_weight_2 is not None:
-        if pid >= first:
-            p_weight = layers.p_weight_2
-            rows, column, pid = W.N_2, W.N, pid - first
-    i_n = tl.arange(0, W.BN) + pid * W.BN
-    return p_weight, i_n, i_n < rows, column
+    COUNT: tl.constexpr = len(W.ROWS)
+    p_weight, rows, column, first = layers.weights[0], W.ROWS[0], 0, 0
+    for i in tl.static_range(1, COUNT):
+        if pid >= W.PROGRAMS[i]:
+            p_weight = layers.weights[i]
+            rows, column, first = W.ROWS[i], W.COLUMNS[i], W.PROGRAMS[i]
+    i_n = tl.arange(0, W.BN) + (pid - first) * W.BN
+    m_n = i_n < rows
+    b_bias = tl.zeros(i_n.shape, tl.float32)
+    for i in tl.static_range(COUNT):
+        if layers.biases[i] is not None:
+            m_own = m_n & (i_n + column >= W.COLUMNS[i]) & (i_n + column < W.COLUMNS[i] + W.ROWS[i])
+            b_bias += tl.load(layers.biases[i] + i_n, mask=m_own, other=0.0).to(tl.float32)
+    return p_weight, i_n, m_n, b_bias, column
 
 
 @triton.jit
-def load_bias(layers, i_n, m_n, first):
-    """Load the bias of the first layer or of the second; either may have none."""
-    b_bias = tl.zeros(i_n.shape, tl.float32)
-    if layers.p_bias is not None:
-        b_bias += tl.load(layers.p_bias + i_n, mask=m_n & first, other=0.0).to(tl.float32)
-    if layers.p_bias_2 is not None:
-        b_bias += tl.load(layers.p_bias_2 + i_n, mask=m_n & (not first), other=0.0).to(tl.float32)
-    return b_bias
+def shift_columns(b_x, layers, position, i_b, i_k, m_x, write, W: tl.constexpr):
+    """Replace parts of normalized x (…, BK) by those of earlier tokens; one program per row writes x to its slot."""
+    COUNT: tl.constexpr = len(W.OFFSETS)
+    if COUNT > 0:
+        SLOTS: tl.constexpr = max(W.OFFSETS) + 1
+        SIZE: tl.constexpr = W.K // COUNT
+        p_rows = layers.p_recent + i_b * (SLOTS * W.K) + i_k
+        if write:
+            tl.store(p_rows + position % SLOTS * W.K, b_x, mask=m_x)
+        for i in tl.static_range(COUNT):
+            if W.OFFSETS[i] > 0:
+                m_part = m_x & (i_k >= i * SIZE) & (i_k < (i + 1) * SIZE)
+                b_old = tl.load(p_rows + (position + SLOTS - W.OFFSETS[i]) % SLOTS * W.K, mask=m_part, other=0.0)
+                b_x = tl.where(m_part, b_old, b_x)
+    return b_x
 
 
 @triton.jit
@@ -114,8 +144,8 @@ def scale_normed(b_x, layers, i_k, m_k):
 
 @triton.jit
 def decode_gemv_kernel(layers, W: tl.constexpr):
-    """residual + activation(norm(x) Wᵀ + b) of a vector x (K,)."""
-    p_weight, i_n, m_n, column = select_layer(layers, W)
+    """residual + activation(shift(norm(x)) Wᵀ + b) of a vector x (K,)."""
+    p_weight, i_n, m_n, b_bias, column = select_layer(layers, W)
     i_k = tl.arange(0, W.BK)
     m_k = i_k < W.K
     # Issue the loads of the weight before the norm needs x.
@@ -127,16 +157,17 @@ def decode_gemv_kernel(layers, W: tl.constexpr):
             b_n = tl.where(m_k, b_n - tl.sum(b_n, 0) / W.K, 0.0)
         b_n = b_n * tl.rsqrt(tl.sum(b_n * b_n, 0) / W.K + layers.eps)
         b_x = scale_normed(b_n, layers, i_k, m_k).to(b_x.dtype)
-    b_y = tl.sum(b_w.to(tl.float32) * b_x.to(tl.float32)[None, :], 1)
-    b_y += load_bias(layers, i_n, m_n, column == 0)
+    if layers.p_length is not None:
+        b_x = shift_columns(b_x, layers, tl.load(layers.p_length), 0, i_k, m_k, tl.program_id(0) == 0, W)
+    b_y = tl.sum(b_w.to(tl.float32) * b_x.to(tl.float32)[None, :], 1) + b_bias
     store_result(layers, b_y, 0, i_n, m_n, column + i_n, W)
 
 
 @triton.jit(do_not_specialize=["B"])
 def decode_gemm_kernel(layers, B, stride_x, stride_residual, W: tl.constexpr, BB: tl.constexpr):
-    """residual + activation(norm(x) Wᵀ + b) of BB rows of x (B, K)."""
+    """residual + activation(shift(norm(x)) Wᵀ + b) of BB rows of x (B, K)."""
     PRECISION: tl.constexpr = "ieee" if layers.p_x.dtype.element_ty == tl.float32 else "tf32"
-    p_weight, i_n, m_n, column = select_layer(layers, W)
+    p_weight, i_n, m_n, b_bias, column = select_layer(layers, W)
     i_b = tl.program_id(1).to(tl.int64) * BB + tl.arange(0, BB)
     i_k = tl.arange(0, W.BK)
     m_b = i_b < B
@@ -159,12 +190,18 @@ def decode_gemm_kernel(layers, B, stride_x, stride_residual, W: tl.constexpr, BB
         m_k = k_0 + i_k < W.K
         m_w = m_n[:, None] & m_k[None, :]
         b_w = tl.load(p_weight + i_n[:, None] * W.K + (k_0 + i_k)[None, :], mask=m_w, other=0.0)
-        b_x = tl.load(p_x + (k_0 + i_k)[None, :], mask=m_b[:, None] & m_k[None, :], other=0.0)
+        m_x = m_b[:, None] & m_k[None, :]
+        b_x = tl.load(p_x + (k_0 + i_k)[None, :], mask=m_x, other=0.0)
         if W.NORM > 0:
             b_n = scale_normed((b_x.to(tl.float32) - b_mean[:, None]) * b_rstd[:, None], layers, k_0 + i_k, m_k)
             b_x = tl.where(m_k[None, :], b_n, 0.0).to(b_x.dtype)
+        if layers.p_length is not None:
+            position = tl.load(layers.p_length + i_b, mask=m_b, other=0)[:, None]
+            b_x = shift_columns(
+                b_x, layers, position, i_b[:, None], (k_0 + i_k)[None, :], m_x, tl.program_id(0) == 0, W
+            )
         b_y = tl.dot(b_x, tl.trans(b_w), b_y, input_precision=PRECISION)
-    b_y += load_bias(layers, i_n, m_n, column == 0)[None, :]
+    b_y += b_bias[None, :]
     m_y = m_b[:, None] & m_n[None, :]
-    i_out = i_b[:, None] * (W.N + W.N_2) + column + i_n[None, :]
+    i_out = i_b[:, None] * W.N + column + i_n[None, :]
     store_result(layers, b_y, i_b[:, None] * stride_residual, i_n[None, :], m_y, i_out, W)
