@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -106,6 +107,21 @@ class Command:
             self.process.join()
             raise AssertionError(f"still running after {seconds} s:\n{(self.log / 'err').read_text()}")
         return Result(self.process.exitcode, (self.log / "out").read_text(), (self.log / "err").read_text())
+
+
+def ranks(number: int, words: list[Any] | list[list[Any]], log: Path, **how: Any) -> list[Result]:
+    """Run a command in `number` processes of one group, as torchrun starts them; `words` may differ by rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number), "OMP_NUM_THREADS": "1"}
+    env = {**common, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **how.pop("env", {})}
+    commands = []
+    for rank in range(number):
+        mine = words[rank] if isinstance(words[0], list) else words
+        own = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        commands.append(Command(mine, log / str(rank), env=own, **how))
+    return [command.wait() for command in commands]
 
 
 def longspan(*words: Any, log: Path, **how: Any) -> Result:

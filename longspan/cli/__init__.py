@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": ("generate", "Generate text with a saved model."),
     "run": ("run", "Run an unmodified script of an older library with longspan in its place."),
     "convert": ("convert", "Convert a checkpoint of an older library."),
+    "export": ("export", "Write the model of a run, sharded or not, to a safetensors folder."),
     "bench": ("bench", "Benchmark mechanisms, layers and models against other packages."),
     "info": ("info", "Show versions, devices, kernels, mechanisms with their options, and a model's size."),
 }
@@ -100,8 +101,9 @@ def fail(error: Exception) -> NoReturn:
         sys.stdout.flush()
     except OSError:
         _discard_output()
-    with suppress(OSError):
-        print(f"longspan: {printable(' '.join(worded(error).split()))}", file=sys.stderr, flush=True)
+    if not getattr(error, "quiet", False):  # The main process prints an error of all processes.
+        with suppress(OSError):
+            print(f"longspan: {printable(' '.join(worded(error).split()))}", file=sys.stderr, flush=True)
     if "RANK" in os.environ:
         os._exit(status)  # Other processes may be waiting in a collective operation: do not wait for them.
     raise SystemExit(status) from None

@@ -152,24 +152,30 @@ def _flatten(values: dict[str, Any], prefix: str, names: dict[str, Any]) -> dict
 
 def _train(settings: Settings) -> None:
     from longspan.train.loggers import Logger, RunLogger
-    from longspan.train.run_folder import locked
-    from longspan.train.setup import main_process_first, make_accelerator
+    from longspan.train.run_folder import check_shared, cleaned, locked
+    from longspan.train.setup import check_equal, in_every_process, main_process_first, make_accelerator, make_mesh
 
     run = Path(settings.train.out)
     accelerator = make_accelerator(settings.train)
+    check_equal(accelerator, {"train": vars(settings.train), "model": settings.model}, "settings")
+    mesh = in_every_process(accelerator, lambda: make_mesh(settings.train, accelerator))
     main = accelerator.is_main_process
     logger = RunLogger(run, tensorboard=settings.train.tensorboard) if main else Logger()
     with ExitStack() as stack:
         main_process_first(accelerator, lambda: stack.enter_context(locked(run, logger.info)) if main else None)
-        _run(settings, run, accelerator, logger)
+        if not main:
+            stack.enter_context(cleaned(run))
+        if mesh is not None:
+            in_every_process(accelerator, lambda: check_shared(run, main))
+        _run(settings, run, accelerator, mesh, logger)
     accelerator.end_training()
 
 
-def _run(settings: Settings, run: Path, accelerator: Any, logger: Any) -> None:
+def _run(settings: Settings, run: Path, accelerator: Any, mesh: Any, logger: Any) -> None:
     from longspan.train.loggers import METRICS, read_records
     from longspan.train.trainer import Trainer
 
-    trainer = Trainer(settings, logger, accelerator)
+    trainer = Trainer(settings, logger, accelerator, mesh)
     data, about = trainer.metadata["data"], trainer.metadata
     logger.info(
         f"{about['parameters']:,} parameters; {data['train_tokens']:,} tokens to train on, "
@@ -194,10 +200,12 @@ def _run(settings: Settings, run: Path, accelerator: Any, logger: Any) -> None:
 def _dry_run(settings: Settings) -> None:
     from longspan.train.dry_run import estimate
     from longspan.train.loggers import Logger
-    from longspan.train.setup import make_accelerator
+    from longspan.train.setup import make_accelerator, make_mesh
     from longspan.train.trainer import Trainer
 
     accelerator = make_accelerator(settings.train)
+    mesh = make_mesh(settings.train, accelerator)
     with tempfile.TemporaryDirectory() as folder:
-        for text in estimate(Trainer(settings, Logger(), accelerator, Path(folder) / "data")):
-            print(text)
+        lines = estimate(Trainer(settings, Logger(), accelerator, mesh, Path(folder) / "data"))
+        if accelerator.is_main_process:
+            print("\n".join(lines))

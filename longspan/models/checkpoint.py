@@ -18,6 +18,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,7 +82,7 @@ def write(model: Model, folder: Path) -> dict[str, str]:
         The SHA-256 of the tensor file, by its name.
     """
     save_file(_stored(model)[0], folder / TENSORS, metadata={"format": "pt"})
-    digest = _digest(folder / TENSORS)
+    digest = file_digest(folder / TENSORS)
     description = describe(model) | {"sha256": digest}
     (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     shutil.copymode(folder / CONFIG, folder / TENSORS)  # safetensors creates files that only their owner can read.
@@ -145,9 +146,9 @@ def describe(model: Model) -> dict[str, Any]:
 def digests(folder: Path) -> str | dict[str, str]:
     """Return the SHA-256 of the tensor file, or of each file if there are several."""
     if not (folder / INDEX).exists():
-        return _digest(folder / TENSORS)
+        return file_digest(folder / TENSORS)
     names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-    return {name: _digest(folder / name) for name in sorted(names)}
+    return {name: file_digest(folder / name) for name in sorted(names)}
 
 
 @contextmanager
@@ -165,7 +166,8 @@ def replace_folder(
 
     Args:
         folder: The folder to create or replace.
-        names: The files that the block may write. A folder with others is refused, because they would be lost.
+        names: The files that the block may write, or patterns of their names. A folder with others is refused,
+            because they would be lost.
         mark: One of the names. A folder with this file may hold others, which are moved to the new folder.
         keep: Keep the replaced folder as `previous_folder`, in place of the one before it.
         what: What the folder is, for errors.
@@ -279,7 +281,7 @@ def write_checksums(folder: Path, known: Mapping[str, str] | None = None) -> Non
         known: Digests by file name that need not be computed again.
     """
     known = known or {}
-    lines = [f"{known.get(path.name) or _digest(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+    lines = [f"{known.get(path.name) or file_digest(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
 
 
@@ -306,7 +308,7 @@ def verify_checksums(folder: Path, names: Collection[str], advice: str) -> None:
             raise ValueError(f"{path} is damaged, it does not list {name}: {advice}")
         if not (folder / name).exists():
             raise ValueError(f"{folder} has no {name}: {advice}")
-        if _digest(folder / name) != sums[name]:
+        if file_digest(folder / name) != sums[name]:
             raise ValueError(f"{folder / name} is damaged, its SHA-256 is not the one in {CHECKSUMS}: {advice}")
 
 
@@ -314,7 +316,8 @@ def _others(folder: Path, names: Collection[str]) -> list[str]:
     """Return the names in a folder that are neither among `names` nor files that file managers create."""
     if not folder.is_dir():
         return []
-    return sorted(set(os.listdir(folder)) - {*names, ".DS_Store", "Thumbs.db", "desktop.ini"})
+    known = (*names, ".DS_Store", "Thumbs.db", "desktop.ini")
+    return sorted(name for name in os.listdir(folder) if not any(fnmatchcase(name, pattern) for pattern in known))
 
 
 def _remove(folder: Path, target: Path, names: Collection[str]) -> None:
@@ -328,6 +331,11 @@ def _move_others(folder: Path, target: Path, names: Collection[str]) -> None:
     for name in _others(folder, names):
         if target.is_dir() and not (target / name).exists():
             os.rename(folder / name, target / name)
+
+
+def partial_folder(folder: Path) -> Path:
+    """Return the folder that `replace_folder` yields."""
+    return _sibling(folder.resolve(), "partial")
 
 
 def _sibling(folder: Path, stage: str) -> Path:
@@ -391,6 +399,10 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the description and the tensors of a checkpoint."""
     description = _read_description(folder / CONFIG)
     digest = description["sha256"]
+    if (folder / ".metadata").is_file():
+        from longspan.models.sharded import read_model
+
+        return description, read_model(folder)
     tensors: dict[str, Tensor] = {}
     for name, expected in ({TENSORS: digest} if isinstance(digest, str) else digest).items():
         tensors |= _read_tensors(folder / name, expected)
@@ -439,14 +451,15 @@ def _read_tensors(path: Path, digest: str) -> dict[str, Tensor]:
         tensors = load_file(path)
     except (SafetensorError, RuntimeError, OSError) as error:  # RuntimeError: torch could not map the file.
         problem = str(error)
-    if problem is None and _digest(path) != digest:
+    if problem is None and file_digest(path) != digest:
         problem = f"its SHA-256 is not the one in {CONFIG}"
     if problem is not None:
         raise ValueError(f"{path} is damaged or from another save: {problem}; restore both files from one save")
     return tensors
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):

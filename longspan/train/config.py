@@ -84,6 +84,8 @@ class TrainConfig:
     """torch.compile; auto: on a GPU, without packing."""
     device: Device = "auto"
     """Device; auto: a GPU if there is one."""
+    mesh: str | None = None
+    """Processes of torchrun by axis, as dp=2,fsdp=4,cp=2; -1: the rest."""
     seed: int = 0
     """Seed of weights, data order and dropout."""
     log_every: int = 10
@@ -223,7 +225,7 @@ def described(settings: Settings, model: ModelConfig) -> Values:
 # Options that may change when a run is resumed: they do not affect completed steps.
 FREE = (
     *("out", "steps", "minutes", "log_every", "eval_every", "eval_tokens", "save_every", "divergence", "prompt"),
-    *("sample_tokens", "tensorboard", "compile", "device"),
+    *("sample_tokens", "tensorboard", "compile", "device", "mesh"),
 )
 
 

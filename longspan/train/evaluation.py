@@ -54,7 +54,7 @@ def evaluate_held_out(
     batches = labeled_evaluation_batches if classify else evaluation_batches
     with torch.no_grad(), accelerator.autocast():
         for number, batch in enumerate(batches(store, store.held_out, shape, train.eval_tokens)):
-            if train.objective == "masked":
+            if train.objective == "masked" and batch.num_targets:
                 batch = mask_tokens(batch, train.mask_rate, store.vocab_size, [derive_seed(shape.process, number)])
             batch = batch.to(accelerator.device)
             total += float(objective.losses(batch).double().sum())
@@ -62,8 +62,9 @@ def evaluate_held_out(
             if isinstance(objective, Classification):
                 correct += int(objective.correct(batch).sum())
     objective.train(training)
-    sums = torch.tensor([total, count, correct], dtype=torch.float64, device=accelerator.device)
-    total, count, correct = (accelerator.reduce(sums) if shape.processes > 1 else sums).tolist()
+    ranks = objective.ranks_per_batch  # Each has summed its part of the losses and counted all targets.
+    sums = torch.tensor([total, count / ranks, correct], dtype=torch.float64, device=accelerator.device)
+    total, count, correct = (accelerator.reduce(sums) if accelerator.num_processes > 1 else sums).tolist()
     loss = total / count
     found = {"eval_loss": loss, "eval_tokens": int(count)}
     if classify:

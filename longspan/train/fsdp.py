@@ -38,7 +38,7 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 
 def register_methods(wrapped: Any) -> None:
-    """Let the methods of the objective other than `forward` gather the weights that they use."""
+    """Let the methods of the objective and its branches other than `forward` gather the weights that they use."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     for name in ("losses", "correct"):
@@ -54,7 +54,8 @@ def local_part(x: Tensor) -> Tensor:
 def gather_model(objective: Objective) -> LanguageModel | Classifier:
     """Return the model with all weights in the main process. Every process must call this."""
     state = get_model_state_dict(objective, options=_FULL)
-    model = type(objective.model)(objective.model.config)
+    with torch.random.fork_rng(devices=[]):
+        model = type(objective.model)(objective.model.config)
     if state:
         model.load_state_dict({name.removeprefix("model."): x for name, x in state.items()})
     return model
@@ -66,5 +67,10 @@ def gather_optimizer(objective: Objective, optimizer: torch.optim.Optimizer) -> 
 
 
 def load_optimizer(objective: Objective, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load the state that `gather_optimizer` returned; each process keeps its shard."""
+    """Load the state that `gather_optimizer` or the optimizer itself returned; each process keeps its shard."""
+    names = {id(p): name for name, p in objective.named_parameters()}
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    if state["param_groups"] and any(isinstance(p, int) for p in state["param_groups"][0]["params"]):
+        groups = [{**group, "params": [order[i] for i in group["params"]]} for group in state["param_groups"]]
+        state = {"state": {order[i]: x for i, x in state["state"].items()}, "param_groups": groups}
     set_optimizer_state_dict(objective, optimizer, state, options=StateDictOptions(full_state_dict=True))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from longspan.distributed.context_parallel import ContextParallel
 from longspan.layout import Packing
 from longspan.models.residual import StackState
 from longspan.models.transformer import Classifier, LanguageModel
@@ -63,8 +65,60 @@ class Objective(nn.Module):
         losses = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="none")
         return losses.view_as(batch.targets)
 
+    @property
+    def ranks_per_batch(self) -> int:
+        """The number of ranks that share a batch."""
+        return 1
+
     def _packing(self, offsets: Tensor | None) -> Packing | None:
         return None if offsets is None else Packing(offsets, self.context)
+
+
+class ContextParallelObjective(Objective):
+    """The objective of a language model whose sequences are divided over ranks; every rank gets the whole batch.
+
+    Args:
+        model: The model to train.
+        context: Length of the longest sequence inside a packed batch.
+        group: The ranks, in the order of their pieces.
+    """
+
+    def __init__(self, model: LanguageModel | Classifier, context: int, group: dist.ProcessGroup) -> None:
+        super().__init__(model, context)
+        self.group = group
+
+    @property
+    def ranks_per_batch(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        offsets: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        state: StackState | None = None,
+    ) -> tuple[Tensor, StackState | None]:
+        """Compute the mean loss over the targets of all ranks."""
+        assert state is None
+        tokens, targets, key_mask = self._piece(tokens, targets, key_mask)
+        return self._divided().loss(tokens, targets, key_mask=key_mask, packing=self._packing(offsets)), None
+
+    def losses(self, batch: Batch) -> Tensor:
+        """Return the loss of each target in this rank's piece."""
+        tokens, targets, key_mask = self._piece(batch.tokens, batch.targets, batch.key_mask)
+        logits = self._divided()(tokens, key_mask=key_mask, packing=self._packing(batch.offsets))
+        losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+        return losses.view_as(targets)
+
+    def _divided(self) -> ContextParallel:
+        assert isinstance(self.model, LanguageModel)
+        return ContextParallel(self.model, self.group)
+
+    def _piece(self, tokens: Tensor, targets: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        rank, ranks, length = dist.get_rank(self.group), self.ranks_per_batch, tokens.shape[1]
+        piece = slice(rank * length // ranks, (rank + 1) * length // ranks)
+        return tokens[:, piece], targets[:, piece], None if key_mask is None else key_mask[:, piece]
 
 
 class Classification(Objective):
@@ -96,9 +150,17 @@ class Classification(Objective):
         return self.model(tokens, key_mask=key_mask).float()
 
 
-def wrap_model(model: nn.Module, context: int) -> Objective:
-    """Return the objective of a model: `Classification` for a classifier, otherwise `Objective`."""
+def wrap_model(model: nn.Module, context: int, cp: dist.ProcessGroup | None = None) -> Objective:
+    """Return the objective of a model: `Classification` for a classifier, otherwise `Objective`.
+
+    Args:
+        model: The model.
+        context: Length of the longest sequence inside a packed batch.
+        cp: The ranks that each hold a piece of every sequence, if there are several.
+    """
     assert isinstance(model, LanguageModel | Classifier)
+    if cp is not None and dist.get_world_size(cp) > 1:
+        return ContextParallelObjective(model, context, cp)
     return Classification(model, context) if isinstance(model, Classifier) else Objective(model, context)
 
 

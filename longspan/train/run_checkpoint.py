@@ -5,6 +5,9 @@
 
 `model.safetensors` and `config.json` are the model, as `longspan.load` reads it. `training.pt` contains the optimizer,
 the position in the data, random states and carried recurrent states. `SHA256SUMS` has the digest of each file.
+
+A run with --mesh writes sharded checkpoints (`longspan.models.sharded`): `*.distcp` files in place of
+`model.safetensors` and of the optimizer in `training.pt`.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ from longspan.models.checkpoint import (
     TENSORS,
     Model,
     find_checkpoint,
+    partial_folder,
     previous_folder,
     read_committed,
     replace_folder,
@@ -37,10 +42,11 @@ from longspan.models.checkpoint import (
 from longspan.models.checkpoint import load as load_model
 from longspan.models.config import ModelConfig
 from longspan.models.residual import StackState
+from longspan.models.sharded import METADATA, is_sharded, shard_files
 from longspan.train.config import FREE, differences
 
 TRAINING = "training.pt"
-_NAMES = (TENSORS, CONFIG, TRAINING, TOKENIZER, CHECKSUMS)
+_NAMES = (TENSORS, CONFIG, TRAINING, TOKENIZER, CHECKSUMS, METADATA, "*.distcp")
 
 
 def save(run: Path, model: Model, training: dict[str, Any], tokenizer: Path | None, *, keep: bool = True) -> None:
@@ -61,25 +67,75 @@ def save(run: Path, model: Model, training: dict[str, Any], tokenizer: Path | No
         write_checksums(partial, known)
 
 
-def load(run: Path) -> tuple[Model, dict[str, Any]] | None:
+class ShardedCheckpoint:
+    """A checkpoint that several processes write: open it, let every process write its shards, and finish it.
+
+    Args:
+        run: The folder of the run.
+        keep: Keep the last checkpoint as the previous one. False: replace it.
+
+    Attributes:
+        folder: Where the shards are written.
+    """
+
+    def __init__(self, run: Path, *, keep: bool) -> None:
+        self.folder = partial_folder(run / LAST)
+        self._run, self._keep, self._stack = run, keep, ExitStack()
+
+    def open(self) -> None:
+        """Create the folder; the main process does this."""
+        self._stack.enter_context(replace_folder(self._run / LAST, _NAMES, mark=TRAINING, keep=self._keep))
+
+    def finish(
+        self, digests: dict[str, str], description: dict[str, Any], training: dict[str, Any], tokenizer: Path | None
+    ) -> None:
+        """Write the other files and replace the last checkpoint; the main process does this after the shards.
+
+        Args:
+            digests: The SHA-256 of each shard file.
+            description: What `longspan.models.checkpoint.describe` returned for the model.
+            training: The rest of the state.
+            tokenizer: The tokenizer file of the run, to copy.
+        """
+        with self._stack:
+            (self.folder / CONFIG).write_text(
+                json.dumps(description | {"sha256": {}}, indent=2) + "\n", encoding="utf-8"
+            )
+            torch.save(training, self.folder / TRAINING)
+            if tokenizer is not None:
+                shutil.copyfile(tokenizer, self.folder / TOKENIZER)
+            write_checksums(self.folder, digests)
+
+
+def load(run: Path, process: int = 0, processes: int = 1) -> tuple[Model | None, dict[str, Any]] | None:
     """Return the model and the training state of the last checkpoint; None if the run has none.
+
+    The model is None for a sharded checkpoint, whose weights `longspan.distributed.checkpoint.load_sharded` reads.
+
+    Args:
+        run: The folder of the run.
+        process: The number of this process, which verifies its share of the shards.
+        processes: The number of processes.
 
     Raises:
         ValueError: A file is damaged.
     """
     folder = find_checkpoint(run)
-    return None if folder == run else read_committed(folder, lambda path: _load(path, folder))
+    if folder == run:
+        return None
+    return read_committed(folder, lambda path: _load(path, folder, slice(process, None, processes)))
 
 
-def _load(path: Path, folder: Path) -> tuple[Model, dict[str, Any]]:
+def _load(path: Path, folder: Path, share: slice) -> tuple[Model | None, dict[str, Any]]:
     other = previous_folder(folder)
     advice = "restore it from a copy, or use another --out to start a new run"
     if folder.name == LAST and other.is_dir():
         advice = f"restore it from a copy, or remove {folder} to resume from the checkpoint before it, {other.name}"
     if not (path / TRAINING).exists():
         raise ValueError(f"{folder} has no {TRAINING}, so that no run can be resumed from it: {advice}")
-    names = [name for name in _NAMES if name != CHECKSUMS and (name != TOKENIZER or (path / name).exists())]
-    verify_checksums(path, names, advice)
+    sharded = is_sharded(path)
+    names = [*(shard_files(path)[share] if sharded else [TENSORS]), CONFIG, TRAINING]
+    verify_checksums(path, [*names, *([TOKENIZER] if (path / TOKENIZER).exists() else [])], advice)
     try:
         # weights_only: nothing in the file is executed.
         training = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
@@ -90,7 +146,7 @@ def _load(path: Path, folder: Path) -> tuple[Model, dict[str, Any]]:
     settings = training["about"]["settings"]
     # Fields that were added since have their defaults.
     settings["model"] = json.loads(json.dumps(ModelConfig.from_dict(settings["model"]).to_dict()))
-    return load_model(path), training
+    return None if sharded else load_model(path), training
 
 
 def check_settings(run: Path, before: dict[str, Any], settings: dict[str, Any], processes: int) -> list[str]:
@@ -103,7 +159,7 @@ def check_settings(run: Path, before: dict[str, Any], settings: dict[str, Any], 
         run: The folder of the run.
         before: Metadata of the checkpoint.
         settings: Settings of the command, as `described` returns them.
-        processes: Number of processes of the command.
+        processes: Number of processes of the command that read different sequences.
 
     Returns:
         Changes that affect the next steps, to be shown.
@@ -119,9 +175,10 @@ def check_settings(run: Path, before: dict[str, Any], settings: dict[str, Any], 
         if sign * new > sign * old:
             del changed[f"train.{name}"]
             allowed.append(f"--{name} {old} → {new}")
-    if processes != before["processes"]:
+    readers = before.get("data_processes", before["processes"])
+    if processes != readers:
         sizes = before["settings"]["train"]["batch_size"], settings["train"]["batch_size"]
-        allowed.append(_check_processes(run, (before["processes"], processes), sizes))
+        allowed.append(_check_processes(run, (readers, processes), sizes))
         changed.pop("train.batch_size", None)
     if changed:
         shown = ", ".join(f"{name} {old!r} → {new!r}" for name, (old, new) in list(changed.items())[:4])

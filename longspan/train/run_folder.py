@@ -40,17 +40,32 @@ def locked(run: Path, notify: Callable[[str], None]) -> Iterator[None]:
         ValueError: Another process holds the lock, or the folder contains files of something else.
         OSError: The folder is not writable.
     """
-    created = [folder for folder in (run, *run.parents) if not folder.exists()]
-    has_data = (run / DATA).exists()
-    try:
+    with _without_empty_folders(run):
         check_writable(run)
         with _lock(run / LOCK, notify):
             check_foreign(run)
-            try:
+            with cleaned(run):
                 yield
-            finally:
-                if not has_data and not (run / RUN).exists():
-                    shutil.rmtree(run / DATA, ignore_errors=True)
+
+
+@contextmanager
+def cleaned(run: Path) -> Iterator[None]:
+    """Remove the data that the block created in a locked folder, if it ends before run.json is written."""
+    has_data = (run / DATA).exists()
+    with _without_empty_folders(run):
+        try:
+            yield
+        finally:
+            if not has_data and not (run / RUN).exists():
+                shutil.rmtree(run / DATA, ignore_errors=True)
+
+
+@contextmanager
+def _without_empty_folders(run: Path) -> Iterator[None]:
+    """Remove the folders that the block created, if they are empty."""
+    created = [folder for folder in (run, *run.parents) if not folder.exists()]
+    try:
+        yield
     finally:
         for folder in created:
             with suppress(OSError):  # It is not empty.
@@ -102,6 +117,15 @@ def _holder(handle: int) -> str:
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"  # which has not written its name yet
+
+
+def check_shared(run: Path, main: bool) -> None:
+    """Raise ValueError in a process that does not see the folder which the main process has locked."""
+    if not main and not (run / LOCK).exists():
+        raise ValueError(
+            f"--out {run} of the main process is not visible on {socket.gethostname()}: with --mesh all processes "
+            "write there, choose a folder on a file system that all nodes share"
+        )
 
 
 def check_foreign(run: Path) -> None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 
 from longspan import __version__
+from longspan.distributed.mesh import Mesh, MeshShape
 from longspan.mechanisms.performer import random_feature_mechanisms
 from longspan.models.config import ModelConfig
-from longspan.train.config import Settings, TrainConfig, described
+from longspan.train.config import Settings, TrainConfig, described, differences
 from longspan.train.data.batches import (
     Batches,
     BatchShape,
@@ -28,6 +29,7 @@ from longspan.train.data.batches import (
 )
 from longspan.train.data.readers import DataSource, ReadOptions, find_source
 from longspan.train.data.token_store import StoreSpec, TokenStore, open_store, unigram_bits
+from longspan.train.fsdp import is_sharded
 from longspan.train.loggers import Logger, Record
 
 T = TypeVar("T")
@@ -64,11 +66,14 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
     Raises:
         ValueError: The device is not available, or does not support the precision.
     """
-    cpu = train.device == "cpu"
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    cpu = train.device == "cpu" or (train.device == "auto" and launched > 1 and not _has_distributed_accelerator())
     if train.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: no CUDA device is available; remove --device, or use --device cpu")
     if train.device == "mps" and not torch.backends.mps.is_available():
         raise ValueError("--device mps: MPS is not available; remove --device, or use --device cpu")
+    if train.device == "mps" and launched > 1:
+        raise ValueError(f"--device mps runs one process, and {launched} were started: use --device cpu")
     gpu = torch.cuda.is_available() and not cpu
     precision = train.precision
     if precision == "auto" and "ACCELERATE_MIXED_PRECISION" in os.environ:
@@ -78,6 +83,82 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
     if precision == "fp16" and not gpu:
         raise ValueError("--precision fp16 needs a CUDA device; use bf16 or fp32 on a CPU")
     return Accelerator(cpu=cpu, mixed_precision="no" if precision == "fp32" else precision)
+
+
+def _has_distributed_accelerator() -> bool:
+    """Return whether there is an accelerator whose processes can communicate."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return kind is not None and kind.type != "mps"
+
+
+def make_mesh(train: TrainConfig, accelerator: Accelerator) -> Mesh | None:
+    """Create the process groups of --mesh; None without it, and for a single process.
+
+    Raises:
+        ValueError: The mesh does not fit the processes or the other settings.
+    """
+    if train.mesh is None:
+        return None
+    shape = MeshShape.parse(train.mesh).fit(accelerator.num_processes)
+    if is_sharded(accelerator):
+        raise ValueError("--mesh and accelerate both configure FSDP: use --mesh under torchrun, or accelerate alone")
+    if accelerator.mixed_precision == "fp16" and shape.ranks > 1:
+        raise ValueError("--mesh cannot be combined with --precision fp16: use bf16 or fp32")
+    if shape.cp > train.context:
+        raise ValueError(
+            f"--mesh {shape} divides sequences over {shape.cp} ranks, more than the {train.context} tokens of "
+            f"--context: use a longer --context, or cp={train.context} at most"
+        )
+    if shape.cp > 1:
+        for name, used in (
+            ("--carry-state", train.carry_state),
+            ("--objective classify", train.objective == "classify"),
+            ("--compile on", train.compile == "on"),
+        ):
+            if used:
+                raise ValueError(f"{name} cannot be combined with --mesh {shape}: use cp=1")
+    return Mesh.create(shape, accelerator.device) if shape.ranks > 1 else None
+
+
+def check_equal(accelerator: Accelerator, values: Mapping[str, Any], what: str) -> None:
+    """Raise a ValueError in every process if these values are not the same in all of them.
+
+    Args:
+        accelerator: The processes.
+        values: Values by name; mappings are compared field by field.
+        what: What the values are, for the error.
+    """
+    if accelerator.num_processes == 1:
+        return
+    found = gather_object([dict(values)])
+    for process, other in enumerate(found):
+        changed = differences(found[0], other)
+        if changed:
+            shown = "; ".join(f"{name}: {a!r} and {b!r}" for name, (a, b) in list(changed.items())[:4])
+            message = f"processes 0 and {process} have different {what} ({shown}): start all of them alike"
+            raise _for_main(accelerator, ValueError(message))
+
+
+def in_every_process(accelerator: Accelerator, work: Callable[[], T]) -> T:
+    """Return what `work` returns in each process. If it fails in one, it fails in all, with the first error."""
+    error: Exception | None = None
+    results: list[T] = []
+    try:
+        results.append(work())
+    except (OSError, ValueError) as caught:
+        error = caught
+    errors = gather_object([error]) if accelerator.num_processes > 1 else [error]
+    for found in errors:
+        if found is not None:
+            raise _for_main(accelerator, found)
+    return results[0]
+
+
+def _for_main(accelerator: Accelerator, error: Any) -> Exception:
+    """Return an error of all processes, for the main one to print."""
+    error.quiet = not accelerator.is_main_process
+    assert isinstance(error, Exception)
+    return error
 
 
 def main_process_first(accelerator: Accelerator, work: Callable[[], T]) -> T:
@@ -92,7 +173,7 @@ def main_process_first(accelerator: Accelerator, work: Callable[[], T]) -> T:
     if accelerator.num_processes > 1:
         errors = broadcast_object_list(errors)
     if errors[0] is not None:
-        raise errors[0]
+        raise _for_main(accelerator, errors[0])
     return results[0] if results else work()
 
 
@@ -170,10 +251,11 @@ def is_packed(train: TrainConfig, store: TokenStore) -> bool:
     return train.packing == "on"
 
 
-def is_compiled(train: TrainConfig, packed: bool, device: torch.device) -> bool:
-    """Return whether the model is compiled. auto: on a GPU, if all batches have the same shape."""
+def is_compiled(train: TrainConfig, packed: bool, device: torch.device, mesh: Mesh | None = None) -> bool:
+    """Return whether the model is compiled. auto: on a GPU without a mesh, if all batches have the same shape."""
     same_shape = not packed and not train.carry_state and train.objective != "classify"
-    return train.compile == "on" or (train.compile == "auto" and device.type == "cuda" and same_shape)
+    automatic = device.type == "cuda" and same_shape and mesh is None
+    return train.compile == "on" or (train.compile == "auto" and automatic)
 
 
 def make_batches(train: TrainConfig, store: TokenStore, shape: BatchShape, packed: bool) -> Batches[Any]:
@@ -235,7 +317,9 @@ def check_model(train: TrainConfig, config: ModelConfig) -> None:
         raise ValueError(f"--model.max_length ({config.max_length}) is below --context ({train.context})")
 
 
-def run_metadata(settings: Settings, config: ModelConfig, store: TokenStore, accelerator: Accelerator) -> Record:
+def run_metadata(
+    settings: Settings, config: ModelConfig, store: TokenStore, accelerator: Accelerator, shape: BatchShape
+) -> Record:
     """Return the contents of run.json: settings, data, versions and hardware."""
     names = ("tokens", "bytes", "documents", "sha256", "vocab_size", "labels", "sources")
     device = accelerator.device
@@ -254,5 +338,6 @@ def run_metadata(settings: Settings, config: ModelConfig, store: TokenStore, acc
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "threads": torch.get_num_threads(),
         "processes": accelerator.num_processes,
+        "data_processes": shape.processes,
         "precision": accelerator.mixed_precision.replace("no", "fp32"),
     }

@@ -7,19 +7,22 @@ import json
 import math
 import signal
 from collections import deque
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from longspan.distributed.checkpoint import AsyncSaver, load_sharded
+from longspan.distributed.mesh import Mesh, shard_weights
 from longspan.generation.generate import generate
 from longspan.generation.sampling import Sampling
 from longspan.generation.tokenization import TextCodec
-from longspan.models.checkpoint import LAST, previous_folder
+from longspan.models.checkpoint import LAST, committed_folder, describe, find_checkpoint, previous_folder
 from longspan.models.residual import StackState
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.train import run_checkpoint, run_folder, setup
@@ -58,6 +61,7 @@ class Trainer:
         settings: The settings of the run.
         logger: Receives metrics and messages.
         accelerator: Device, precision and processes.
+        mesh: The processes by axis, for --mesh.
         data_folder: Where to store tokens. Default: the folder `data` of the run, which the caller must have locked.
 
     Attributes:
@@ -74,20 +78,28 @@ class Trainer:
     """
 
     def __init__(
-        self, settings: Settings, logger: Logger, accelerator: Accelerator, data_folder: Path | None = None
+        self,
+        settings: Settings,
+        logger: Logger,
+        accelerator: Accelerator,
+        mesh: Mesh | None = None,
+        data_folder: Path | None = None,
     ) -> None:
         config = self.config = settings.train
-        self.logger, self.accelerator, self.device = logger, accelerator, accelerator.device
+        self.logger, self.accelerator, self.device, self.mesh = logger, accelerator, accelerator.device, mesh
         self.folder = Path(config.out)
-        processes, process = accelerator.num_processes, accelerator.process_index
-        self.shape = BatchShape(config.context, config.batch_size, config.accumulate, processes, process)
-        model = self._load_checkpoint(settings)
+        self.processes, self.process = accelerator.num_processes, accelerator.process_index
+        readers = (self.processes, self.process) if mesh is None else (mesh.shape.data_ranks, mesh.data_rank)
+        self.shape = BatchShape(config.context, config.batch_size, config.accumulate, *readers)
+        model = setup.in_every_process(accelerator, lambda: self._load_checkpoint(settings))
         sha256 = None if self._saved is None else self._saved["about"]["data"]["sha256"]
         folder = self.folder / run_folder.DATA if data_folder is None else data_folder
         self.store = setup.open_data(config, folder, logger, accelerator, sha256)
+        digest, step = self.store.metadata["sha256"], None if self._saved is None else self._saved["step"]
+        setup.check_equal(accelerator, {"data": digest, "checkpoint": step}, "data or checkpoints")
         packed = setup.is_packed(config, self.store)
         self.batches = setup.make_batches(config, self.store, self.shape, packed)
-        self._build_model(settings, model, setup.is_compiled(config, packed, self.device))
+        self._build_model(settings, model, setup.is_compiled(config, packed, self.device, mesh))
         self.step, self.tokens = 0, 0
         self._saved_at: tuple[int, int | None] | None = None  # the step of the last checkpoint and of its evaluation
         self._between_steps = True
@@ -108,30 +120,33 @@ class Trainer:
         """Return the model of the last checkpoint, if there is one and the settings are those of its run."""
         self._saved: Record | None = None
         self._changes: list[str] = []
-        checkpoint = run_checkpoint.load(self.folder)
+        checkpoint = run_checkpoint.load(self.folder, self.process, self.processes)
         if checkpoint is None:
             return None
         model, self._saved = checkpoint
         about = self._saved["about"]
         now = described(settings, settings.complete(about["data"]["vocab_size"], len(about["data"]["labels"])))
         self._changes = run_checkpoint.check_settings(self.folder, about, now, self.shape.processes)
-        assert isinstance(model, LanguageModel | Classifier)
+        assert isinstance(model, LanguageModel | Classifier | None)
         return model
 
     def _build_model(self, settings: Settings, model: LanguageModel | Classifier | None, compiled: bool) -> None:
         config = self.config
         model_config = settings.complete(self.store.vocab_size, len(self.store.labels))
         setup.check_model(config, model_config)
-        self.metadata = setup.run_metadata(settings, model_config, self.store, self.accelerator)
+        self.metadata = setup.run_metadata(settings, model_config, self.store, self.accelerator, self.shape)
         torch.manual_seed(config.seed)
         if model is None:
             model = (Classifier if config.objective == "classify" else LanguageModel)(model_config)
-        self.objective = wrap_model(model, config.context)
+        self.objective = wrap_model(model, config.context, None if self.mesh is None else self.mesh.cp)
         self.metadata |= {"parameters": sum(p.numel() for p in self.objective.parameters()), "compiled": compiled}
         self.redraws = setup.RedrawSchedule(self.model, config.seed)
-        self.sharded = is_sharded(self.accelerator)
-        optimizer = setup.make_optimizer(config, self.objective)
-        self.wrapped, self.optimizer = self.accelerator.prepare(self.objective, optimizer)
+        self.sharded = self.mesh is not None or is_sharded(self.accelerator)
+        if self.mesh is None:
+            optimizer = setup.make_optimizer(config, self.objective)
+            self.wrapped, self.optimizer = self.accelerator.prepare(self.objective, optimizer)
+        else:
+            self.wrapped, self.optimizer = self._shard_model(self.mesh)
         if self.sharded:
             self.objective = self.wrapped
             register_methods(self.wrapped)
@@ -139,6 +154,13 @@ class Trainer:
             # CUDA graphs overwrite the gradients of the previous micro-batch, so that they cannot accumulate.
             graphs = self.device.type == "cuda" and config.accumulate == 1
             self.wrapped = torch.compile(self.wrapped, dynamic=False, mode="reduce-overhead" if graphs else None)
+
+    def _shard_model(self, mesh: Mesh) -> tuple[Any, Any]:
+        """Return the objective with sharded weights, and its optimizer."""
+        self._saver, self._description = AsyncSaver(), describe(self.model)
+        wrapped: Any = self.objective.to(self.device)
+        shard_weights(wrapped, mesh)
+        return wrapped, self.accelerator.prepare_optimizer(setup.make_optimizer(self.config, wrapped))
 
     @property
     def model(self) -> LanguageModel | Classifier:
@@ -168,10 +190,11 @@ class Trainer:
                 if self._score.get("step") != self.step:  # A signal interrupted the evaluation.
                     self._stop()
                 self._save_if_changed()
+                self._finish_saving()
         except StoppedError:
             raise
         except Exception as error:
-            if self._between_steps and self.shape.processes == 1:
+            if self._between_steps and self.processes == 1:
                 with contextlib.suppress(Exception):
                     self._save()
             if isinstance(error, torch.OutOfMemoryError):
@@ -184,7 +207,7 @@ class Trainer:
     def _start(self) -> None:
         self.objective.train()
         if self._saved is None:
-            torch.manual_seed(derive_seed(self.config.seed, self.shape.process))  # of dropout
+            torch.manual_seed(derive_seed(self.config.seed, self.process))  # of dropout
         else:
             self._restore(self._saved)
         if self.accelerator.is_main_process:
@@ -228,6 +251,7 @@ class Trainer:
         """Save and end after a signal, in every process."""
         self.read_loss()
         self._save_if_changed()
+        self._finish_saving()
         number = self._received() or signal.SIGTERM
         name = signal.Signals(number).name
         raise StoppedError(f"{name}: saved at step {self.step}; run the same command to resume", 128 + number)
@@ -244,10 +268,10 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for micro, batch in enumerate(batches):
             last = micro == len(batches) - 1
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
+            with self._synchronizing(last):
                 loss = self._loss(micro, batch.to(self.device))
                 # Gradients are averaged over processes, which differ in their number of targets.
-                self.accelerator.backward(loss * (batch.num_targets * self.shape.processes / num_targets))
+                self.accelerator.backward(loss * (batch.num_targets * self.processes / num_targets))
             total += loss.detach() * batch.num_targets
         if self.config.clip:
             self.accelerator.clip_grad_norm_(self.objective.parameters(), self.config.clip)
@@ -256,8 +280,8 @@ class Trainer:
             group["lr"] = self.lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.shape.processes > 1:
-            total = self.accelerator.reduce(total)
+        if self.processes > 1:
+            total = self.accelerator.reduce(total) / self.objective.ranks_per_batch
         self.step += 1
         self.tokens += self.shape.num_sequences * self.config.context
         self.read_loss()
@@ -265,6 +289,13 @@ class Trainer:
         if self.device.type != "cuda":  # On a GPU, reading this loss now would wait for the step to finish.
             self.read_loss()
         self._between_steps = True
+
+    def _synchronizing(self, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of a micro-batch: only the gradients of the last one are summed over processes."""
+        if self.mesh is not None:
+            self.wrapped.set_requires_gradient_sync(last)
+            return self.accelerator.autocast()
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
     def _next_batches(self) -> list[Batch]:
         batches = self.batches.next_step()
@@ -296,11 +327,12 @@ class Trainer:
         return self.model.new_state(batch_size, device=self.device, dtype=dtype)
 
     def _sum(self, *values: float) -> list[float]:
-        """Return the sum of each value over the processes."""
-        if self.shape.processes == 1:
+        """Return the sum of each value over the processes, of those that share a batch over one."""
+        if self.processes == 1:
             return list(values)
         # float64 represents token counts exactly up to 2^53.
-        return self.accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=self.device)).tolist()
+        total = self.accelerator.reduce(torch.tensor(values, dtype=torch.float64, device=self.device))
+        return (total / self.objective.ranks_per_batch).tolist()
 
     def read_loss(self) -> None:
         """Wait for the loss of the last step and check it."""
@@ -329,7 +361,7 @@ class Trainer:
     def _bad_batch(self, step: int, message: str) -> StoppedError:
         """Save the batch of a step and return the error that refers to it."""
         batches = next((found for number, found in self._batches if number == step - 1), [])
-        path = self.folder / (BAD_BATCH if self.shape.processes == 1 else f"bad-batch-{self.shape.process}.pt")
+        path = self.folder / (BAD_BATCH if self.processes == 1 else f"bad-batch-{self.process}.pt")
         torch.save({"step": step, "batches": [vars(batch) for batch in batches]}, path)
         kept = "no checkpoint was saved before"
         if self._saved_at is not None:
@@ -388,29 +420,29 @@ class Trainer:
         if self._score.get("step") == self.step:
             return
         score = {"step": self.step, "steps": self.config.steps, "tokens": self.tokens, "seconds": self.timer.seconds}
-        alone = self.shape.processes == 1
         with (
             self.timer.paused(),
             contextlib.suppress(InterruptedWorkError),
-            self.signals.interrupting() if alone else contextlib.nullcontext(),
+            self.signals.interrupting() if self.processes == 1 else contextlib.nullcontext(),
         ):
             found = evaluate_held_out(self.objective, self.store, self.shape, self.config, self.accelerator)
             if found:
                 self.logger.log_metrics(score | found)
-            can_sample = self.accelerator.is_main_process and not self.sharded
-            if can_sample and self.config.sample_tokens and self.config.objective == "causal":
-                self.logger.log_sample({"step": self.step, **self._sample()})
+            if self.config.sample_tokens and self.config.objective == "causal":
+                model = gather_model(self.objective) if self.sharded else self.model
+                if self.accelerator.is_main_process:
+                    self.logger.log_sample({"step": self.step, **self._sample(model.to(self.device))})
             self._score = score | found
 
-    def _sample(self) -> Record:
-        assert isinstance(self.model, LanguageModel)
+    def _sample(self, model: LanguageModel | Classifier) -> Record:
+        assert isinstance(model, LanguageModel)
         prompt = self._codec.encode(self.config.prompt.encode())
         if not prompt:
             segments = self.store.held_out if len(self.store.held_out) else self.store.train
             start = int(segments.start[0])
             prompt = self.store.tokens[start : start + min(64, int(segments.length[0]))].tolist()
         sampling = Sampling(temperature=0.8, top_p=0.95)
-        generated = generate(self.model, prompt, self.config.sample_tokens, sampling=sampling, seed=self.config.seed)
+        generated = generate(model, prompt, self.config.sample_tokens, sampling=sampling, seed=self.config.seed)
         return {"prompt": self._codec.decode(prompt), "text": self._codec.decode(generated.tokens[0])}
 
     def _save_if_changed(self) -> None:
@@ -419,11 +451,50 @@ class Trainer:
 
     def _save(self) -> None:
         self._check_finite()
+        keep = self._saved_at is not None and self._saved_at[0] != self.step
+        with self.timer.paused():
+            if self.mesh is not None:
+                self._save_sharded(keep)
+            else:
+                self._save_whole(keep)
+        self._saved_at = self.step, self._score.get("step")
+
+    def _save_whole(self, keep: bool) -> None:
+        """Write the checkpoint in the main process."""
         model = gather_model(self.objective) if self.sharded else self.model
-        optimizer, scaler = self.optimizer.optimizer, self.accelerator.scaler
+        optimizer = self.optimizer.optimizer
+        state = gather_optimizer(self.objective, optimizer) if self.sharded else optimizer.state_dict()
+        training = self._training_state() | {"optimizer": state}
+        if self.accelerator.is_main_process:
+            run_checkpoint.save(self.folder, model, training, self._tokenizer, keep=keep)
+        self.accelerator.wait_for_everyone()
+
+    def _save_sharded(self, keep: bool) -> None:
+        """Start to write a checkpoint in all processes."""
+        self._finish_saving()
+        training = self._training_state() | {"optimizer": None}
+        checkpoint = run_checkpoint.ShardedCheckpoint(self.folder, keep=keep)
+        setup.main_process_first(
+            self.accelerator, lambda: checkpoint.open() if self.accelerator.is_main_process else None
+        )
+
+        def finish(digests: dict[str, str]) -> None:
+            checkpoint.finish(digests, self._description, training, self._tokenizer)
+
+        self._saver.save(checkpoint.folder, self.model, self.optimizer.optimizer, finish)
+
+    def _finish_saving(self) -> None:
+        """Wait for a checkpoint that is being written."""
+        if self.mesh is not None:
+            self._saver.wait()
+            self.accelerator.wait_for_everyone()  # The main process has replaced the last checkpoint.
+
+    def _training_state(self) -> Record:
+        """Return what the next step depends on besides the weights and the optimizer."""
+        scaler = self.accelerator.scaler
         states = [None if state is None else run_checkpoint.pack_state(state) for state in self._states]
         # Runs of earlier versions are resumed, so these names are part of the file format.
-        training: Record = {
+        return {
             "about": self.metadata,
             "step": self.step,
             "tokens": self.tokens,
@@ -432,19 +503,12 @@ class Trainer:
             "recent": list(self._recent),
             "mark": list(self._last_record),
             "position": self.batches.state_dict(),
-            "optimizer": gather_optimizer(self.objective, optimizer) if self.sharded else optimizer.state_dict(),
             "sharded": self.sharded,
             "scaler": None if scaler is None else scaler.state_dict(),
             "random": gather_object([run_checkpoint.random_states(self.device)]),
             "carried": gather_object([states]),
             "score": self._score,
         }
-        with self.timer.paused():
-            if self.accelerator.is_main_process:
-                keep = self._saved_at is not None and self._saved_at[0] != self.step
-                run_checkpoint.save(self.folder, model, training, self._tokenizer, keep=keep)
-            self.accelerator.wait_for_everyone()
-        self._saved_at = self.step, self._score.get("step")
 
     def _check_finite(self) -> None:
         """Raise StoppedError if the weights or the optimizer's moments are not finite in any process."""
@@ -460,19 +524,19 @@ class Trainer:
         self._recent.extend(saved["recent"])
         self.timer = TrainingTimer(saved["seconds"])
         self.batches.load_state_dict(saved["position"])
-        if saved["sharded"] != self.sharded:
-            how = "with" if saved["sharded"] else "without"
-            raise ValueError(f"the run was saved {how} FSDP and must be resumed {how} it")
-        if self.sharded:
-            load_optimizer(self.objective, self.optimizer.optimizer, saved["optimizer"])
+        optimizer = self.optimizer.optimizer
+        if saved["optimizer"] is None:
+            load_sharded(committed_folder(find_checkpoint(self.folder).resolve()), self.model, optimizer)
+        elif saved["sharded"] or self.sharded:
+            load_optimizer(self.objective, optimizer, saved["optimizer"])
         else:
-            self.optimizer.optimizer.load_state_dict(saved["optimizer"])
+            optimizer.load_state_dict(saved["optimizer"])
         if saved["scaler"] is not None and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(saved["scaler"])
-        if len(saved["random"]) == self.shape.processes:
-            run_checkpoint.set_random_states(saved["random"][self.shape.process], self.device)
+        if len(saved["random"]) == self.processes:
+            run_checkpoint.set_random_states(saved["random"][self.process], self.device)
         else:
-            torch.manual_seed(derive_seed(self.config.seed, self.shape.process, self.step))
+            torch.manual_seed(derive_seed(self.config.seed, self.process, self.step))
         if self.config.carry_state:
             if len(saved["carried"]) != self.shape.processes:
                 raise ValueError(

@@ -82,6 +82,13 @@ class BatchShape:
         first = (index * self.processes + self.process) * self.batch_size
         return slice(first, first + self.batch_size)
 
+    def has_spare_batch(self, number: int) -> bool:
+        """Return whether this process gets none of the last of `number` batches, dealt out in turn.
+
+        It then runs one that does not count: sharded weights need every process for every batch.
+        """
+        return 0 < number % self.processes <= self.process
+
 
 class Batches(ABC, Generic[Item]):
     """Infinite training batches. Every process computes the positions of all sequences and collates its own."""
@@ -349,11 +356,12 @@ def evaluation_batches(store: TokenStore, segments: Segments, shape: BatchShape,
         _evenly_spaced(spans, round(share * len(spans)) or min(1, len(spans))) for spans in (windows, tails)
     )
     groups = [windows[i : i + shape.batch_size] for i in range(0, len(windows), shape.batch_size)]
-    packs = _pack(tails, shape.batch_size * shape.context)
-    for number, spans in enumerate([*groups, *packs]):
-        if number % shape.processes == shape.process:
-            windowed = number < len(groups)
-            yield padded_batch(store, spans, shape.context) if windowed else packed_batch(store, spans)
+    parts = [*groups, *_pack(tails, shape.batch_size * shape.context)]
+    for number in range(shape.process, len(parts), shape.processes):
+        windowed = number < len(groups)
+        yield padded_batch(store, parts[number], shape.context) if windowed else packed_batch(store, parts[number])
+    if parts and shape.has_spare_batch(len(parts)):
+        yield _without_targets(packed_batch(store, parts[-1]))
 
 
 def labeled_evaluation_batches(store: TokenStore, segments: Segments, shape: BatchShape, limit: int) -> Iterator[Batch]:
@@ -362,9 +370,15 @@ def labeled_evaluation_batches(store: TokenStore, segments: Segments, shape: Bat
     number = max(1, int(np.searchsorted(lengths.cumsum(), limit, side="right")))
     columns = segments.start[:number].tolist(), lengths[:number].tolist(), segments.label[:number].tolist()
     items = [(Span(start, length, False), label) for start, length, label in zip(*columns, strict=True)]
-    for i in range(0, len(items), shape.batch_size):
-        if i // shape.batch_size % shape.processes == shape.process:
-            yield labeled_batch(store, items[i : i + shape.batch_size])
+    groups = [items[i : i + shape.batch_size] for i in range(0, len(items), shape.batch_size)]
+    for group in groups[shape.process :: shape.processes]:
+        yield labeled_batch(store, group)
+    if shape.has_spare_batch(len(groups)):
+        yield _without_targets(labeled_batch(store, groups[-1]))
+
+
+def _without_targets(batch: Batch) -> Batch:
+    return replace(batch, targets=torch.full_like(batch.targets, IGNORE_INDEX), num_targets=0)
 
 
 def permute_index(index: int, count: int, seed: int) -> int:
