@@ -25,7 +25,8 @@ class BenchFlags(BenchOptions):
 
     subject: Annotated[str, Positional, tyro.conf.arg(metavar="SUBJECT")] = "mechanisms"
     """mechanisms, layers, train, generate, decode or quality; all: all but quality; gpu: the GPU suite; tables: update
-    the tables in the documents from results."""
+    the tables in the documents from results; recall, given first: mechanisms on synthetic tasks, with options of its
+    own."""
     causal: FlagCreatePairsOff[bool] = False
     """Causal attention, the default; the suite "all" measures both."""
     bidirectional: FlagCreatePairsOff[bool] = False
@@ -39,6 +40,9 @@ class BenchFlags(BenchOptions):
 
 def main(argv: Sequence[str]) -> None:
     """Run the command."""
+    if argv[:1] == ["recall"]:
+        _recall(argv[1:])
+        return
     flags = parse(BenchFlags, _with_compile_mode(argv), "bench")
     if flags.subject == "tables":
         from longspan.bench.tables import update
@@ -54,6 +58,16 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(130) from None
     if failed(results):
         raise SystemExit(1)
+
+
+def _recall(argv: Sequence[str]) -> None:
+    from longspan.bench import recall
+
+    try:
+        recall.run(parse(recall.RecallOptions, argv, "bench recall"))
+    except KeyboardInterrupt:
+        print("longspan: interrupted; the results of finished runs are written", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def _with_compile_mode(argv: Sequence[str]) -> list[str]:

@@ -33,7 +33,7 @@ class EvalFlags:
     extensions: tuple[str, ...] = ()
     """Extensions to read in folders, such as .py,.md."""
     task: tuple[str, ...] | None = None
-    """Synthetic tasks instead of a model and data: copy, mqar, needle, listops."""
+    """Synthetic tasks instead of a model and data: copy, selective-copy, mqar, needle, parity, listops."""
     mechanisms: tuple[str, ...] | None = None
     """Mechanisms to train on the tasks, such as linear,local; all by default."""
     length: int | None = None

@@ -9,8 +9,8 @@ import torch
 from rich.console import Console
 
 from longspan import list_mechanisms
-from longspan.train.synthetic.evaluation import DEPTHS, NUM_SCORED, TrialConfig, TrialProgress, model_for, run_trial
-from longspan.train.synthetic.tasks import Copy, Needle, Recall, Task
+from longspan.train.synthetic.evaluation import NUM_SCORED, TrialConfig, TrialProgress, model_for, run_trial
+from longspan.train.synthetic.tasks import DEPTHS, Copy, Needle, Recall, Task
 
 LINEAR = {"mechanism": "linear"}
 

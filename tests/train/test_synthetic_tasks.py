@@ -18,19 +18,30 @@ from training import longspan
 from longspan import list_mechanisms
 from longspan.models.config import ModelConfig
 from longspan.train.synthetic.evaluation import (
-    DEPTHS,
     NUM_SCORED,
     TrialConfig,
     TrialProgress,
-    accuracy_by_depth,
     mechanism_for,
     model_for,
     run_trial,
 )
-from longspan.train.synthetic.tasks import TASKS, Copy, Examples, ListOps, Needle, Recall, Task, in_score_split
+from longspan.train.synthetic.tasks import (
+    DEPTHS,
+    TASKS,
+    Copy,
+    Examples,
+    ListOps,
+    Needle,
+    Parity,
+    Recall,
+    SelectiveCopy,
+    Task,
+    accuracy_by_depth,
+    in_score_split,
+)
 
 CPU = torch.device("cpu")
-SHORT = {"copy": 22, "mqar": 79, "needle": 29, "listops": 53}
+SHORT = {"copy": 22, "selective-copy": 59, "mqar": 79, "needle": 29, "parity": 61, "listops": 53}
 
 
 def examples(task: Task, number: int, side: str = "train", seed: int = 3) -> Examples:
@@ -111,6 +122,45 @@ def test_recall() -> None:
     assert max(distances) > 50
     orders = {tuple(t for t in row[8:] if t) == tuple(row[0:8:2]) for row in found.tokens.tolist()}
     assert False in orders
+
+
+def test_recall_of_a_large_vocabulary() -> None:
+    """The sizes of the paper: 8192 tokens, of which 4095 are keys."""
+    task = Recall(1024, pairs=64, vocabulary=8192)
+    found = examples(task, 67)
+    assert (task.vocab_size, task.keys) == (8192, 4095)
+    keys, values = found.tokens[:, 0:128:2], found.tokens[:, 1:128:2]
+    assert all(len(set(row)) == 64 for row in keys.tolist())
+    assert 1 <= int(keys.min()) < 200 < 3900 < int(keys.max()) <= 4095
+    assert 4096 <= int(values.min()) < 4300 < 7900 < int(values.max()) <= 8191
+    assert ((found.labels != -100).sum(1) == 64).all()
+    with pytest.raises(ValueError, match=r"mqar of 64 tokens and 64 keys can have 1 to 16 pairs, got 17"):
+        Recall(64, pairs=17)
+    with pytest.raises(ValueError, match=r"mqar of 64 tokens and 5 keys can have 1 to 5 pairs, got 6"):
+        Recall(64, pairs=6, vocabulary=11)
+
+
+def test_selective_copy() -> None:
+    found = examples(SelectiveCopy(59), 41)
+    for tokens, labels in zip(found.tokens.tolist(), found.labels.tolist(), strict=True):
+        symbols = [token for token in tokens if 1 <= token <= 16]
+        assert len(symbols) == 14
+        assert tokens[45:] == [17] * 14
+        assert 17 not in tokens[:45]
+        assert labels == [-100] * 45 + symbols
+    gaps = {tuple(i for i, token in enumerate(row) if 1 <= token <= 16) for row in found.tokens.tolist()}
+    assert len(gaps) == 41, "positions are random"
+    assert int((examples(SelectiveCopy(1024), 3).labels != -100).sum(1).max()) == 16
+
+
+def test_parity() -> None:
+    found = examples(Parity(61, first=7), 43)
+    for tokens, labels in zip(found.tokens.tolist(), found.labels.tolist(), strict=True):
+        assert labels[:6] == [-100] * 6
+        assert labels[6:] == [sum(tokens[: i + 1]) % 2 for i in range(6, 61)]
+    assert 0.4 < float(found.tokens.double().mean()) < 0.6
+    with pytest.raises(ValueError, match=r"the first label of parity is at bit 1 to 61, got 62"):
+        Parity(61, first=62)
 
 
 def test_recall_has_at_most_64_pairs() -> None:
@@ -292,7 +342,10 @@ def test_trials_evaluate_the_score_split_and_seed_the_weights() -> None:
 
 
 WRONG = {
-    "a task nobody knows": (["--task", "coppy"], "unknown task 'coppy'; there is copy, mqar, needle, listops (did"),
+    "a task nobody knows": (
+        ["--task", "coppy"],
+        "unknown task 'coppy'; there is copy, selective-copy, mqar, needle, parity, listops (did",
+    ),
     "no task": (["--task", ","], "--task is empty; use copy"),
     "a mechanism nobody knows": (["--task", "copy", "--mechanisms", "liner"], "did you mean 'linear'?"),
     "no mechanism": (["--task", "copy", "--mechanisms", ","], "--mechanisms is empty; use softmax"),

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor
 
 from longspan import __version__
 from longspan.mechanisms import list_mechanisms
@@ -28,11 +27,10 @@ from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.loggers import Record
 from longspan.train.presets import half_local
 from longspan.train.report.plots import plot_depths
-from longspan.train.synthetic.tasks import TASKS, Task
+from longspan.train.synthetic.tasks import TASKS, Task, accuracy_by_depth
 from longspan.utils import choose, choose_device, commit, printable, write_atomically
 
 NUM_HEADS = 4
-DEPTHS = 8  # number of intervals of the depth of a needle
 NUM_SCORED = 512  # number of sequences to evaluate
 
 
@@ -187,17 +185,6 @@ def _evaluate(model: torch.nn.Module, task: Task, trial: TrialConfig, device: to
     hits, labels = torch.cat(correct), torch.cat(answers)
     scores: Record = {"accuracy": int(hits.sum()) / len(hits), "answers": len(hits), "guess": task.chance(labels)}
     return {**scores, "depths": accuracy_by_depth(hits, torch.cat(depths))} if depths else scores
-
-
-def accuracy_by_depth(hits: Tensor, depth: Tensor) -> list[Record]:
-    """Return the accuracy in each of DEPTHS equal intervals of the depth; hits and depth are (B,)."""
-    part = (depth * DEPTHS).long().clamp(max=DEPTHS - 1)
-    found = []
-    for i in range(DEPTHS):
-        inside = hits[part == i]
-        accuracy = float(inside.double().mean()) if len(inside) else None
-        found.append({"from": i / DEPTHS, "to": (i + 1) / DEPTHS, "rows": len(inside), "accuracy": accuracy})
-    return found
 
 
 def run_trials(

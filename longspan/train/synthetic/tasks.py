@@ -1,4 +1,4 @@
-"""Synthetic tasks that require memory: copy, multi-query associative recall, needle in a haystack, ListOps.
+"""Synthetic tasks that require memory: copying, associative recall, needle in a haystack, parity, ListOps.
 
 Sequences are generated from a seed. A hash of their content decides whether they are for training or for evaluation,
 so that no sequence is in both, whatever the seeds are.
@@ -6,11 +6,9 @@ so that no sequence is in both, whatever the seeds are.
 
 from __future__ import annotations
 
-import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +20,7 @@ from longspan.ops.loss import IGNORE_INDEX
 IntArray = NDArray[np.int64]
 SPLITS = ("train", "score")
 PADDING = 0
+DEPTHS = 8  # number of intervals of the depth of a needle
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class Task(ABC):
 
     name: ClassVar[str]
     purpose: ClassVar[str]
-    vocab_size: ClassVar[int]
     num_classes: ClassVar[int | None] = None  # None: predict tokens
     default_length: ClassVar[int] = 256
     min_length: ClassVar[int]
@@ -67,6 +65,11 @@ class Task(ABC):
     def __post_init__(self) -> None:
         if self.length < self.min_length:
             raise ValueError(f"--length {self.length} is too short for {self.name}: use at least {self.min_length}")
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """The number of tokens."""
 
     @abstractmethod
     def chance(self, labels: Tensor) -> float:
@@ -85,6 +88,16 @@ class Task(ABC):
             index: Number of the batch.
             size: Number of sequences.
         """
+        x, y, depth = self.arrays(split, seed, index, size)
+        z = None if depth is None else torch.from_numpy(depth)
+        tokens, labels = torch.from_numpy(x), torch.from_numpy(y)
+        if self.num_classes is None:
+            return Examples(tokens, labels, depth=z)
+        tokens = tokens[:, : int((tokens != PADDING).sum(1).max())].contiguous()
+        return Examples(tokens, labels, tokens != PADDING, z)
+
+    def arrays(self, split: str, seed: int, index: int, size: int) -> Draw:
+        """Return the sequences of `examples` with all their padding, as arrays."""
         rng = np.random.default_rng([seed, SPLITS.index(split), index])
         draws: list[Draw] = []
         missing = size
@@ -94,12 +107,8 @@ class Task(ABC):
             draws.append((tokens[selected], labels[selected], None if depth is None else depth[selected]))
             missing -= len(selected)
         all_tokens, all_labels, depths = zip(*draws, strict=True)
-        x, y = torch.from_numpy(np.concatenate(all_tokens)), torch.from_numpy(np.concatenate(all_labels))
-        z = None if depths[0] is None else torch.from_numpy(np.concatenate(depths))
-        if self.num_classes is None:
-            return Examples(x, y, depth=z)
-        x = x[:, : int((x != PADDING).sum(1).max())].contiguous()
-        return Examples(x, y, x != PADDING, z)
+        depth = None if depths[0] is None else np.concatenate(depths)
+        return np.concatenate(all_tokens), np.concatenate(all_labels), depth
 
 
 def in_score_split(tokens: IntArray, length: int) -> NDArray[np.bool_]:
@@ -107,6 +116,17 @@ def in_score_split(tokens: IntArray, length: int) -> NDArray[np.bool_]:
     weights = np.random.default_rng(length).integers(2**63, size=length, dtype=np.uint64)
     hashes = ((tokens.astype(np.uint64) + np.uint64(1)) * weights[: tokens.shape[1]]).sum(1, dtype=np.uint64)
     return (hashes >> np.uint64(62)) % 2 == 1
+
+
+def accuracy_by_depth(hits: Tensor, depth: Tensor) -> list[dict[str, Any]]:
+    """Return the accuracy in each of DEPTHS equal intervals of the depth; hits and depth are (B,)."""
+    part = (depth * DEPTHS).long().clamp(max=DEPTHS - 1)
+    found = []
+    for i in range(DEPTHS):
+        inside = hits[part == i]
+        accuracy = float(inside.double().mean()) if len(inside) else None
+        found.append({"from": i / DEPTHS, "to": (i + 1) / DEPTHS, "rows": len(inside), "accuracy": accuracy})
+    return found
 
 
 class Copy(Task):
@@ -121,8 +141,11 @@ class Copy(Task):
     name = "copy"
     purpose = "repeat the first half of the sequence"
     symbols: ClassVar[int] = 16
-    vocab_size = symbols + 1
     min_length = 4
+
+    @property
+    def vocab_size(self) -> int:
+        return self.symbols + 1
 
     def chance(self, labels: Tensor) -> float:
         return 1 / self.symbols
@@ -136,36 +159,94 @@ class Copy(Task):
         return tokens, labels, None
 
 
+class SelectiveCopy(Task):
+    """Repeat symbols that lie at random positions among blanks (Jing et al. 2019, Gu and Dao 2023).
+
+    Tokens: 0 blank, 1–16 symbols, 17 query. There are 16 symbols, or a quarter of the length if that is less, and as
+    many queries at the end: the label of query i is symbol i.
+
+        tokens  0 7 0 0 3 5 0 17 17 17
+        labels  – – – – – – – 7  3  5
+    """
+
+    name = "selective-copy"
+    purpose = "repeat the symbols among blanks, in order"
+    symbols: ClassVar[int] = 16
+    min_length = 4
+
+    @property
+    def vocab_size(self) -> int:
+        return self.symbols + 2
+
+    @property
+    def copied(self) -> int:
+        """The number of symbols in a sequence."""
+        return min(self.symbols, self.length // 4)
+
+    def chance(self, labels: Tensor) -> float:
+        return 1 / self.symbols
+
+    def draw(self, rng: np.random.Generator, size: int) -> Draw:
+        copied, blanks = self.copied, self.length - self.copied
+        symbols = rng.integers(1, self.symbols + 1, (size, copied))
+        tokens = np.zeros((size, self.length), np.int64)
+        np.put_along_axis(tokens, np.sort(_distinct(rng, size, blanks, copied), 1), symbols, 1)
+        tokens[:, blanks:] = self.symbols + 1
+        labels = np.full_like(tokens, IGNORE_INDEX)
+        labels[:, blanks:] = symbols
+        return tokens, labels, None
+
+
+@dataclass(frozen=True)
 class Recall(Task):
     """Multi-query associative recall (Arora et al. 2023): key-value pairs, then queries of all keys.
 
-    Tokens: 0 blank, 1–64 keys, 65–128 values. A sequence of T tokens starts with T/16 pairs (64 at most) of distinct
-    keys. Every key is then queried once among blanks, at an even distance 2g with a probability proportional to
-    g^−0.99 (the paper fills the blanks with noise). The label of a query is the value of its key, which is not shown
-    again.
+    Tokens: 0 blank, then as many keys as values. A sequence starts with pairs of distinct keys. Every key is then
+    queried once among blanks, at an even distance 2g with a probability proportional to g^−0.99 (the paper fills the
+    blanks with noise). The label of a query is the value of its key, which is not shown again.
 
         tokens  5 70 9 65 0 0 9 0 5 0 0 0
         labels  – –  – –  – – 65 – 70 – – –
+
+    Args:
+        length: Tokens of a sequence.
+        pairs: Key-value pairs of a sequence; one per 16 tokens by default, 64 at most.
+        vocabulary: Number of tokens; by default 64 keys and 64 values. The paper has 8192 tokens.
     """
+
+    pairs: int = 0
+    vocabulary: int = 129
 
     name = "mqar"
     purpose = "recall the values of many keys (multi-query associative recall)"
-    keys: ClassVar[int] = 64
-    vocab_size = 2 * keys + 1
     min_length = 16
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.pairs:
+            object.__setattr__(self, "pairs", min(64, self.length // 16))
+        if not 1 <= self.pairs <= min(self.keys, self.length // 4):
+            raise ValueError(
+                f"mqar of {self.length} tokens and {self.keys} keys can have 1 to {min(self.keys, self.length // 4)} "
+                f"pairs, got {self.pairs}"
+            )
+
     @property
-    def pairs(self) -> int:
-        """The number of key-value pairs in a sequence."""
-        return min(self.keys, self.length // 16)
+    def vocab_size(self) -> int:
+        return self.vocabulary
+
+    @property
+    def keys(self) -> int:
+        """The number of keys in the vocabulary."""
+        return (self.vocabulary - 1) // 2
 
     def chance(self, labels: Tensor) -> float:
         return 1 / self.pairs  # any of the values in the sequence
 
     def draw(self, rng: np.random.Generator, size: int) -> Draw:
         pairs = self.pairs
-        keys = 1 + rng.random((size, self.keys)).argsort(1)[:, :pairs]
-        values = rng.integers(self.keys + 1, 2 * self.keys + 1, (size, pairs))
+        keys = 1 + _distinct(rng, size, self.keys, pairs)
+        values = rng.integers(self.keys + 1, self.vocabulary, (size, pairs))
         tokens = np.zeros((size, self.length), np.int64)
         tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
         slots = (self.length - 2 * pairs) // 2
@@ -175,6 +256,56 @@ class Recall(Task):
         labels = np.full_like(tokens, IGNORE_INDEX)
         np.put_along_axis(tokens, positions, keys, 1)
         np.put_along_axis(labels, positions, values, 1)
+        return tokens, labels, None
+
+
+def _distinct(rng: np.random.Generator, size: int, limit: int, count: int) -> IntArray:
+    """Return `size` rows of `count` distinct integers below `limit`, in random order."""
+    if count * count > 4 * limit:
+        return rng.random((size, limit)).argsort(1)[:, :count]
+    found = rng.integers(0, limit, (size, count))
+    while True:  # Few rows have duplicates: draw those again.
+        ordered = np.sort(found, 1)
+        again = np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(1))
+        if not len(again):
+            return found
+        found[again] = rng.integers(0, limit, (len(again), count))
+
+
+@dataclass(frozen=True)
+class Parity(Task):
+    """Tell after every bit whether the number of ones so far is odd.
+
+        tokens  1 0 1 1
+        labels  1 1 0 1
+
+    Args:
+        length: Bits of a sequence.
+        first: The first bit with a label, counted from 1.
+    """
+
+    first: int = 1
+
+    name = "parity"
+    purpose = "track the parity of the bits so far"
+    min_length = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.first <= self.length:
+            raise ValueError(f"the first label of parity is at bit 1 to {self.length}, got {self.first}")
+
+    @property
+    def vocab_size(self) -> int:
+        return 2
+
+    def chance(self, labels: Tensor) -> float:
+        return 0.5
+
+    def draw(self, rng: np.random.Generator, size: int) -> Draw:
+        tokens = rng.integers(0, 2, (size, self.length))
+        labels = tokens.cumsum(1) % 2
+        labels[:, : self.first - 1] = IGNORE_INDEX
         return tokens, labels, None
 
 
@@ -191,8 +322,11 @@ class Needle(Task):
     name = "needle"
     purpose = "find one marked token in noise, at any depth"
     symbols: ClassVar[int] = 16
-    vocab_size = symbols + 2
     min_length = 4
+
+    @property
+    def vocab_size(self) -> int:
+        return self.symbols + 2
 
     def chance(self, labels: Tensor) -> float:
         return 1 / self.symbols
@@ -208,12 +342,7 @@ class Needle(Task):
         return tokens, labels, position / last
 
 
-OPERATORS: dict[str, Callable[[list[int]], int]] = {
-    "[MIN": min,
-    "[MAX": max,
-    "[MED": lambda values: (sorted(values)[(len(values) - 1) // 2] + sorted(values)[len(values) // 2]) // 2,
-    "[SM": lambda values: sum(values) % 10,
-}
+OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 WORDS = ("", *"0123456789", *OPERATORS, "]")
 
 
@@ -221,16 +350,14 @@ class ListOps(Task):
     """Classify nested list operations by their value, as in Long Range Arena (Tay et al. 2021).
 
     Tokens: 0 padding, 1–10 the digits 0–9, 11–14 [MIN [MAX [MED [SM (median rounded down, sum modulo ten), 15 the
-    closing bracket, which Long Range Arena omits although an expression is ambiguous without it. An argument is an
-    operation with probability 1/4; operations have 2 to 10 arguments and nest to depth 10. Sequences have length/4 to
-    length tokens and are padded on the right.
+    closing bracket. An argument is an operation with probability 1/4; operations have 2 to 10 arguments and nest to
+    depth 10. Sequences have length/4 to length tokens and are padded on the right.
 
         [MAX 4 [SM 7 8 ] 2 ]  ->  5
     """
 
     name = "listops"
     purpose = "evaluate nested operations on digits (Long Range Arena)"
-    vocab_size = len(WORDS)
     num_classes = 10
     default_length = 2000
     min_length = 16
@@ -238,41 +365,103 @@ class ListOps(Task):
     max_arguments: ClassVar[int] = 10
     nesting: ClassVar[float] = 0.25  # probability that an argument is an operation
 
+    @property
+    def vocab_size(self) -> int:
+        return len(WORDS)
+
     def chance(self, labels: Tensor) -> float:
         return float(labels.bincount().max() / len(labels))  # 0 and 9 are the most frequent values
 
     def draw(self, rng: np.random.Generator, size: int) -> Draw:
-        # random.Random is much faster than numpy at drawing single numbers.
-        source = random.Random(int(rng.integers(2**63)))
         tokens = np.full((size, self.length), PADDING, np.int64)
         labels = np.zeros(size, np.int64)
-        for i in range(size):
-            expression, labels[i] = self._expression(source)
-            tokens[i, : len(expression)] = expression
+        found = 0
+        while found < size:
+            levels = self._levels(rng, 4 * (size - found) + 16)
+            lengths, values = _evaluate(levels)
+            fits = np.flatnonzero((4 * lengths >= self.length) & (lengths <= self.length))[: size - found]
+            rows = np.full(len(lengths), -1)
+            rows[fits] = found + np.arange(len(fits))
+            _write(levels, rows, tokens)
+            labels[rows[fits]] = values[fits]
+            found += len(fits)
         return tokens, labels, None
 
-    def _expression(self, source: random.Random) -> tuple[list[int], int]:
-        while True:
-            tokens: list[int] = []
-            value = self._operation(source, tokens, 1)
-            if self.length <= 4 * len(tokens) <= 4 * self.length:
-                return tokens, value
-
-    def _operation(self, source: random.Random, tokens: list[int], depth: int) -> int:
-        """Append an operation to `tokens` and return its value, which is wrong if the tokens exceed the length."""
-        name = source.choice(list(OPERATORS))
-        tokens.append(WORDS.index(name))
-        values = []
-        for _ in range(source.randint(2, self.max_arguments)):
-            if len(tokens) > self.length:
+    def _levels(self, rng: np.random.Generator, size: int) -> list[_Level]:
+        """Draw `size` trees, level by level."""
+        levels, count = [], size
+        for depth in range(1, self.max_depth):
+            if count == 0:
                 break
-            if depth + 1 < self.max_depth and source.random() < self.nesting:
-                values.append(self._operation(source, tokens, depth + 1))
-            else:
-                values.append(source.randrange(10))
-                tokens.append(1 + values[-1])
-        tokens.append(WORDS.index("]"))
-        return OPERATORS[name](values) if values else 0
+            arguments = rng.integers(2, self.max_arguments + 1, count)
+            is_operation = rng.random(int(arguments.sum())) < (self.nesting if depth + 1 < self.max_depth else 0)
+            digits = rng.integers(0, 10, len(is_operation))
+            levels.append(_Level(rng.integers(0, 4, count), arguments, is_operation, digits))
+            count = int(is_operation.sum())
+        return levels
 
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Copy, Recall, Needle, ListOps)}
+class _Level(NamedTuple):
+    """The operations at one depth of many trees, in order; their arguments lie one after another.
+
+    Attributes:
+        operators: (n,), indices of OPERATORS.
+        arguments: (n,), the number of arguments of each.
+        is_operation: (m,), whether an argument is an operation of the next level, whose order is the same.
+        digits: (m,), the value of an argument; of operations, it is computed.
+    """
+
+    operators: IntArray
+    arguments: IntArray
+    is_operation: NDArray[np.bool_]
+    digits: IntArray
+
+    @property
+    def starts(self) -> IntArray:
+        """(n,), the first argument of each operation."""
+        return np.cumsum(self.arguments) - self.arguments
+
+
+def _evaluate(levels: list[_Level]) -> tuple[IntArray, IntArray]:
+    """Return the number of tokens and the value of each tree."""
+    lengths = values = np.zeros(0, np.int64)
+    for level in reversed(levels):
+        sizes, arguments = _argument_sizes(level, lengths), level.digits.copy()
+        arguments[level.is_operation] = values
+        starts, count = level.starts, level.arguments
+        lengths = 2 + np.add.reduceat(sizes, starts)
+        owner = np.repeat(np.arange(len(count)), count)
+        ordered = np.sort(10 * owner + arguments) % 10
+        median = (ordered[starts + (count - 1) // 2] + ordered[starts + count // 2]) // 2
+        total = np.add.reduceat(arguments, starts) % 10
+        values = np.choose(level.operators, [ordered[starts], ordered[starts + count - 1], median, total])
+    return lengths, values
+
+
+def _argument_sizes(level: _Level, lengths: IntArray) -> IntArray:
+    """Return the tokens of each argument, given those of the operations of the next level."""
+    sizes = np.ones(len(level.digits), np.int64)
+    sizes[level.is_operation] = lengths
+    return sizes
+
+
+def _write(levels: list[_Level], rows: IntArray, tokens: IntArray) -> None:
+    """Write tree i into row rows[i] of the tokens, unless that is negative."""
+    lengths: list[IntArray] = [np.zeros(0, np.int64)]
+    for level in reversed(levels):
+        lengths.append(2 + np.add.reduceat(_argument_sizes(level, lengths[-1]), level.starts))
+    first = np.zeros(len(rows), np.int64)
+    for level, own, below in zip(levels, reversed(lengths), list(reversed(lengths))[1:], strict=False):
+        kept = rows >= 0
+        tokens[rows[kept], first[kept]] = 1 + 10 + level.operators[kept]
+        tokens[rows[kept], (first + own - 1)[kept]] = len(WORDS) - 1
+        sizes, starts = _argument_sizes(level, below), level.starts
+        before = np.cumsum(sizes) - sizes
+        first = np.repeat(first + 1 - before[starts], level.arguments) + before
+        rows = np.repeat(rows, level.arguments)
+        kept = (rows >= 0) & ~level.is_operation
+        tokens[rows[kept], first[kept]] = 1 + level.digits[kept]
+        rows, first = rows[level.is_operation], first[level.is_operation]
+
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Copy, SelectiveCopy, Recall, Needle, Parity, ListOps)}

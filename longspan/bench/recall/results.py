@@ -1,0 +1,169 @@
+"""Results of the recall benchmark: a file with one JSON object per line, and the table and the plot made from it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from longspan.bench.recall.training import Run
+from longspan.bench.recall.variants import RECIPES, described
+from longspan.bench.report import TextTable
+from longspan.utils import write_atomically
+
+Row = dict[str, Any]
+IDENTITY = (
+    *("task", "mechanism", "stage", "lr", "seed", "max_steps", "max_seconds", "spec", "layer", "score", "train"),
+    *("batch_tokens", "train_tokens", "solved", "precision"),
+)
+
+
+def identify(run: Run) -> Row:
+    """Return what distinguishes a run from others, as JSON values."""
+    recipe = run.recipe
+    return {
+        "task": run.task,
+        "mechanism": run.mechanism,
+        "stage": run.stage,
+        "lr": run.lr,
+        "seed": run.seed,
+        "max_steps": run.steps,
+        "max_seconds": run.seconds,
+        "spec": json.loads(json.dumps(run.spec)),
+        "layer": dict(vars(run.layer)),
+        "score": described(recipe.score),
+        "train": [described(task) for task in recipe.train],
+        "batch_tokens": recipe.batch_tokens,
+        "train_tokens": recipe.train_tokens,
+        "solved": recipe.solved,
+        "precision": recipe.precision,
+    }
+
+
+def key(row: Mapping[str, Any]) -> str:
+    """Return the identity of a run, of its result or of what `identify` returned."""
+    return json.dumps({name: row.get(name) for name in IDENTITY}, sort_keys=True)
+
+
+def append(path: Path, row: Row) -> None:
+    """Append a result; several processes may append to the same file at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        _lock(file.fileno())
+        file.seek(0)
+        content = file.read()
+        if not content.endswith(b"\n"):  # A killed process did not finish its line.
+            file.truncate(content.rfind(b"\n") + 1)
+        file.write(json.dumps(row).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _lock(descriptor: int) -> None:
+    """Lock an open file until it is closed; where there are no such locks, an append is still a single write."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def read(path: Path) -> list[Row]:
+    """Return the results in a file. A line that a killed process did not finish is left out.
+
+    Raises:
+        ValueError: A line before the last one is not a result.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows: list[Row] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or not {"task", "mechanism", "stage", "status"} <= row.keys():
+                raise ValueError("a result has task, mechanism, stage and status")
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number}: {error}; remove the line, or choose another file") from None
+        rows.append(row)
+    return rows
+
+
+def best_lr(rows: Iterable[Row]) -> float:
+    """Return the learning rate with the highest accuracy; of equal ones that with the lowest loss."""
+    finished = [row for row in rows if row["status"] == "ok"]
+
+    def quality(row: Row) -> tuple[float, float]:
+        loss = row["train_loss"]
+        return row["accuracy"], -float("inf") if loss is None else -loss
+
+    return max(finished, key=quality)["lr"]
+
+
+def table(rows: Sequence[Row]) -> TextTable:
+    """Return the mean accuracy of the final runs of each mechanism on each task."""
+    final = [row for row in rows if row["stage"] == "final" and row["status"] == "ok"]
+    tasks = [task for task in RECIPES if any(row["task"] == task for row in final)]
+    header, body = ["", "state, numbers"], []
+    for task in tasks:
+        header.append(f"{task} {next(row['score']['length'] for row in final if row['task'] == task):,}")
+    for mechanism in dict.fromkeys(row["mechanism"] for row in final):
+        own = [row for row in final if row["mechanism"] == mechanism]
+        sizes = [row["state_numbers"] for row in own if row["state_numbers"] is not None]
+        state = "grows" if mechanism == "softmax" else f"{max(sizes):,}" if sizes else "–"
+        cells = [_cell([row for row in own if row["task"] == task]) for task in tasks]
+        body.append([mechanism, state, *cells])
+    chances = [fmean(row["chance"] for row in final if row["task"] == task) for task in tasks]
+    body.append(["chance", "", *(f"{100 * chance:.1f}" for chance in chances)])
+    return TextTable(header, body)
+
+
+def _cell(rows: Sequence[Row]) -> str:
+    """The mean accuracy in percent, the range over seeds where it is wider than a point, and what was cut short."""
+    if not rows:
+        return "–"
+    found = [100 * row["accuracy"] for row in rows]
+    text = f"{fmean(found):.1f}"
+    if max(found) - min(found) > 1:
+        text += f" ({min(found):.0f}–{max(found):.0f})"
+    return text + ("*" if any(row["stopped"] == "time" for row in rows) else "")
+
+
+def plot(path: Path, rows: Sequence[Row]) -> bool:
+    """Draw the accuracies of the table; False if there are none.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    from longspan.train.report.plots import COLORS, plain_label, to_png
+
+    final = [row for row in rows if row["stage"] == "final" and row["status"] == "ok"]
+    tasks = [task for task in RECIPES if any(row["task"] == task for row in final)]
+    if not tasks:
+        return False
+    names = list(dict.fromkeys(row["mechanism"] for row in final))
+    figure = Figure(figsize=(2.4 * len(tasks) + 2, 0.26 * len(names) + 1.2), dpi=144, layout="constrained")
+    panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
+    for axes, task in zip(panels, tasks, strict=True):
+        own = [row for row in final if row["task"] == task]
+        for place, name in enumerate(names):
+            found = [100 * row["accuracy"] for row in own if row["mechanism"] == name]
+            if found:
+                axes.barh(place, fmean(found), color=COLORS[0], height=0.7)
+                axes.plot(found, [place] * len(found), "|", color="black", markersize=6)
+        axes.axvline(100 * fmean(row["chance"] for row in own), color="gray", linestyle=":")
+        axes.set_title(f"{task} {own[0]['score']['length']:,}", fontsize=9)
+        axes.set_xlim(0, 102)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(range(len(names)), [plain_label(name) for name in names], fontsize=8)
+    panels[0].invert_yaxis()
+    figure.supxlabel("accuracy, %", fontsize=9)
+    write_atomically(path, to_png(figure))
+    return True

@@ -1,0 +1,362 @@
+"""Run the recall benchmark: choose learning rates, train with several seeds, and store every run when it ends."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Container, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+
+from longspan.bench.environment import cores, environment
+from longspan.bench.recall.results import Row, append, best_lr, identify, key, plot, read, table
+from longspan.bench.recall.training import Run, execute
+from longspan.bench.recall.variants import FIRST, RECIPES, LayerOptions, Recipe, mechanisms, model_config
+from longspan.bench.subjects.base import is_out_of_memory, one_line
+from longspan.train.synthetic.datasets import Dataset, cached_dataset
+from longspan.train.synthetic.tasks import Task
+from longspan.utils import choose, printable
+
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class RecallOptions(LayerOptions):
+    """Train small models of every mechanism on synthetic tasks, with states of equal size, and report their accuracy.
+
+    For each task and mechanism a learning rate is chosen on one seed in a quarter of the steps; then several seeds are
+    trained with it. Every finished run is appended to the results file: call again to continue.
+    """
+
+    tasks: tuple[str, ...] = tuple(RECIPES)
+    """Tasks: mqar, parity, selective-copy, needle, listops."""
+    mechanisms: tuple[str, ...] = ()
+    """Mechanisms, such as linear,delta-head,local+delta-head. By default all of them."""
+    length: int | None = None
+    """Tokens of a sequence. By default 1024; 256 for parity, 2000 for listops."""
+    steps: int | None = None
+    """Steps of a run. By default 2000 to 4000; a quarter of them to choose a learning rate."""
+    batch_tokens: int | None = None
+    """Tokens of a step. By default 32768; 20480 for parity."""
+    train_tokens: int | None = None
+    """Tokens of a training set. By default 16 million; for parity 4, for listops 96,000 sequences."""
+    score_sequences: int = 1024
+    """Sequences to score."""
+    lrs: tuple[float, ...] = ()
+    """Learning rates to choose from on seed 0; a single one is used as it is. By default 0.001, 0.003, 0.01."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of the final runs."""
+    run_seconds: float | None = None
+    """Longest training time of a run."""
+    jobs: int = 1
+    """Processes that share the device."""
+    minutes: float | None = None
+    """Time budget: what has not finished by then is left to the next call."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    threads: int | None = None
+    """CPU threads of each process. By default the cores divided among the processes."""
+    cache: Path = Path("runs/recall-data")
+    """Folder of the generated sequences."""
+    out: Path = Path("runs/recall.jsonl")
+    """File of the results, one JSON object per run. Runs that it holds are not repeated."""
+
+    def __post_init__(self) -> None:
+        for name in self.tasks:
+            choose("task", name, RECIPES)
+        choose("device", self.device, DEVICES)
+        choose("out_gate", self.out_gate, ("none", "sigmoid", "silu"))
+        if not self.tasks or not self.seeds:
+            raise ValueError("tasks and seeds must not be empty")
+        for name in ("dim", "depth", "heads", "length", "steps", "batch_tokens", "train_tokens", "score_sequences"):
+            _check_positive(name, getattr(self, name))
+        for name in ("jobs", "minutes", "threads", "run_seconds"):
+            _check_positive(name, getattr(self, name))
+        if any(lr <= 0 for lr in self.lrs):
+            raise ValueError(f"lrs must be positive, got {', '.join(map(str, self.lrs))}")
+        if self.dim % self.heads:
+            raise ValueError(f"dim ({self.dim}) must be a multiple of heads ({self.heads})")
+        known = mechanisms(self.heads, self.dim // self.heads, 64)
+        for name in self.mechanisms:
+            choose("mechanism", name, known)
+        if any(seed < 0 for seed in self.seeds):
+            raise ValueError(f"seeds must be 0 or more, got {', '.join(map(str, self.seeds))}")
+        for task in self.tasks:
+            model_config(self.recipe(task).score, known["linear"], self.layer)
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("this PyTorch finds no CUDA device; use device cpu")
+
+    def recipe(self, task: str) -> Recipe:
+        """Return how a task is trained with these options."""
+        make, length = RECIPES[task]
+        recipe = make(self.length or length)
+        changes: dict[str, Any] = {"lrs": self.lrs or recipe.lrs, "steps": self.steps or recipe.steps}
+        for name in ("batch_tokens", "train_tokens"):
+            changes[name] = getattr(self, name) or getattr(recipe, name)
+        return replace(recipe, **changes)
+
+    @property
+    def layer(self) -> LayerOptions:
+        """Sizes and options of the models."""
+        return LayerOptions(self.dim, self.depth, self.heads, self.conv_size, self.out_norm, self.out_gate)
+
+
+def _check_positive(name: str, value: float | None) -> None:
+    if value is not None and value <= 0:
+        raise ValueError(f"{name} must be positive, got {value:g}")
+
+
+def run(options: RecallOptions) -> list[Row]:
+    """Run what the options select and the results file does not hold.
+
+    The table goes to stdout and progress to stderr; a plot is written beside the results.
+
+    Args:
+        options: What to run and where to store it.
+
+    Returns:
+        All results in the file.
+
+    Raises:
+        ValueError: The results file cannot be read or written.
+    """
+    started = time.monotonic()
+    deadline = None if options.minutes is None else started + 60 * options.minutes
+    try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.open("a").close()
+    except OSError as error:
+        raise ValueError(f"cannot write {options.out}: {error.strerror}") from error
+    plan = Plan(options, read(options.out))
+    if plan.open:
+        _run_plan(plan, options, deadline)
+    rows = read(options.out)
+    print(table(rows).markdown(), flush=True)
+    picture = options.out.with_suffix(".png")
+    try:
+        written = f"{options.out} and {picture}" if plot(picture, rows) else str(options.out)
+    except ImportError as error:
+        written = f"{options.out}, without a plot: {error}; pip install 'longspan[train]'"
+    print(printable(f"written to {written}"), file=sys.stderr)
+    return rows
+
+
+class Plan:
+    """The runs in order of importance: for each task and mechanism a sweep of learning rates, then several seeds.
+
+    Args:
+        options: What to run.
+        done: Results of earlier calls; runs that failed are tried again.
+    """
+
+    def __init__(self, options: RecallOptions, done: Sequence[Row]) -> None:
+        self._options = options
+        self._ended = {key(row): row for row in done if row["status"] == "ok"}
+        self._started: set[str] = set()
+        self._pairs = list(_pairs(options))
+        self._sweeps = {pair: self._sweep(*pair) for pair in self._pairs}
+
+    def next(self, tasks: Container[str]) -> Run | None:
+        """Return the first run of one of the tasks, and count it as started; None if there is none."""
+        for name, run in self._open():
+            if run.task in tasks:
+                self._started.add(name)
+                return run
+        return None
+
+    def finish(self, row: Row) -> None:
+        """Count a result; a run that failed is not tried again in this call."""
+        self._ended[key(row)] = row
+
+    @property
+    def open(self) -> list[Run]:
+        """The runs that could start now."""
+        return [run for _, run in self._open()]
+
+    def _open(self) -> Iterator[tuple[str, Run]]:
+        for pair in self._pairs:
+            sweep = self._sweeps[pair]
+            found = sweep
+            if all(name in self._ended for name in sweep):
+                rows = [self._ended[name] for name in sweep if self._ended[name]["status"] == "ok"]
+                if not rows and sweep:
+                    continue
+                lr = best_lr(rows) if rows else self._options.recipe(pair[0]).lrs[0]
+                found = self._named([self._run(*pair, "final", lr, seed) for seed in self._options.seeds])
+            yield from ((name, run) for name, run in found.items() if name not in self._started | self._ended.keys())
+
+    def _sweep(self, task: str, mechanism: str) -> dict[str, Run]:
+        lrs = self._options.recipe(task).lrs
+        return self._named([self._run(task, mechanism, "sweep", lr, 0) for lr in lrs if len(lrs) > 1])
+
+    def _run(self, task: str, mechanism: str, stage: str, lr: float, seed: int) -> Run:
+        options, recipe = self._options, self._options.recipe(task)
+        spec = mechanisms(options.heads, options.dim // options.heads, recipe.score.length)[mechanism]
+        steps, seconds = recipe.steps, options.run_seconds
+        if stage == "sweep":
+            steps, seconds = max(1, steps // 4), None if seconds is None else seconds / 4
+        return Run(task, mechanism, spec, stage, lr, seed, steps, options.layer, recipe, seconds)
+
+    @staticmethod
+    def _named(runs: Sequence[Run]) -> dict[str, Run]:
+        return {key(identify(run)): run for run in runs}
+
+
+def _pairs(options: RecallOptions) -> Iterator[tuple[str, str]]:
+    """Tasks and mechanisms, the most telling ones first."""
+    known = list(mechanisms(options.heads, options.dim // options.heads, 64))
+    chosen = options.mechanisms or tuple(known)
+    first = [(task, name) for task in options.tasks for name in FIRST.get(task, ()) if name in chosen]
+    rest = [(task, name) for task in options.tasks for name in chosen if (task, name) not in first]
+    yield from first
+    yield from rest
+
+
+def _run_plan(plan: Plan, options: RecallOptions, deadline: float | None) -> None:
+    threads = options.threads or max(1, cores() // options.jobs)
+    about = environment(options.device)
+    workers = [_Worker(options, threads) for _ in range(options.jobs)]
+    data = _Preparation(options, list(dict.fromkeys(run.task for run in plan.open)))
+    try:
+        while deadline is None or time.monotonic() < deadline:
+            prepared = not data.is_alive()
+            for worker in workers:
+                if worker.run is None and (run := plan.next(data.ready)) is not None:
+                    worker.start(run)
+            busy = {worker.connection: worker for worker in workers if worker.run is not None}
+            if not busy and prepared:
+                break
+            if not busy:
+                time.sleep(0.1)
+            for connection in wait(list(busy), timeout=0.5):
+                worker = busy[connection]  # type: ignore[index]
+                row = about | worker.finish()
+                append(options.out, row)
+                plan.finish(row)
+                print(_line(row), file=sys.stderr, flush=True)
+                if row["status"] != "ok":  # A failed kernel leaves the CUDA context unusable.
+                    worker.stop()
+                    workers[workers.index(worker)] = _Worker(options, threads)
+    finally:
+        for worker in workers:
+            worker.stop()
+    data.check()
+
+
+class _Preparation(Thread):
+    """Generates the data of tasks, one after another.
+
+    Attributes:
+        ready: Tasks whose data is stored.
+    """
+
+    def __init__(self, options: RecallOptions, tasks: Sequence[str]) -> None:
+        super().__init__(daemon=True)
+        self._options, self._tasks = options, tasks
+        self.ready: set[str] = set()
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Generate what is not in the cache."""
+        try:
+            jobs = self._options.jobs
+            with ProcessPoolExecutor(jobs, get_context("spawn")) if jobs > 1 else nullcontext() as pool:
+                for task in self._tasks:
+                    _datasets(self._options, task, pool)
+                    self.ready.add(task)
+        except Exception as error:
+            self._error = error
+
+    def check(self) -> None:
+        """Raise what ended the thread."""
+        if self._error is not None:
+            raise ValueError(f"cannot generate data in {self._options.cache}: {one_line(self._error)}")
+
+
+def _datasets(
+    options: RecallOptions, task: str, pool: ProcessPoolExecutor | None = None
+) -> tuple[list[Dataset], Dataset]:
+    """The data sets of a task: those to train on, and the one to score."""
+    recipe = options.recipe(task)
+
+    def load(which: Task, split: str, size: int) -> Dataset:
+        return cached_dataset(which, split, 0, max(1, size), options.cache, pool)
+
+    train = [load(each, "train", recipe.train_tokens // each.length) for each in recipe.train]
+    return train, load(recipe.score, "score", options.score_sequences)
+
+
+class _Worker:
+    """A process that executes runs."""
+
+    def __init__(self, options: RecallOptions, threads: int) -> None:
+        context = get_context("spawn")
+        self.connection, other = context.Pipe()
+        self._process = context.Process(target=_work, args=(other, options, threads), daemon=True)
+        self._process.start()
+        other.close()
+        self.run: Run | None = None
+
+    def start(self, run: Run) -> None:
+        """Execute a run; its result makes the connection ready."""
+        self.run = run
+        self.connection.send(run)
+
+    def finish(self) -> Row:
+        """Return the result of the run."""
+        assert self.run is not None
+        wanted, self.run = identify(self.run), None
+        try:
+            return wanted | self.connection.recv()
+        except EOFError:
+            self._process.join()
+            return wanted | {"status": "crashed", "message": f"exit status {self._process.exitcode}"}
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
+
+
+def _work(connection: Connection, options: RecallOptions, threads: int) -> None:
+    """Execute the runs that arrive, until the connection closes."""
+    torch.set_num_threads(threads)
+    device = torch.device(options.device)
+
+    @cache
+    def load(task: str) -> tuple[list[Dataset], Dataset]:
+        train, score = _datasets(options, task)
+        return [each.to(device) for each in train], score.to(device)
+
+    while True:
+        try:
+            run = connection.recv()
+        except EOFError:
+            return
+        try:
+            row = {"status": "ok", **execute(run, *load(run.task), device)}
+        except Exception as error:
+            traceback.print_exc()
+            status = "out of memory" if is_out_of_memory(one_line(error)) else "error"
+            row = {"status": status, "message": one_line(error)}
+        connection.send(row)
+
+
+def _line(row: Row) -> str:
+    head = f"{row['task']}, {row['mechanism']}, {row['stage']}, lr {row['lr']:g}, seed {row['seed']}: "
+    if row["status"] != "ok":
+        return printable(head + f"{row['status']}: {row['message']}")
+    loss = "–" if row["train_loss"] is None else f"{row['train_loss']:.4f}"
+    return f"{head}{row['accuracy']:.1%}, loss {loss}, {row['steps']} steps ({row['stopped']}), {row['seconds']:.1f} s"

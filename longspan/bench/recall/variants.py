@@ -1,0 +1,171 @@
+"""The models of the recall benchmark: mechanisms with states of equal size, and how each task trains them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.train.presets import half_local
+from longspan.train.synthetic.tasks import ListOps, Needle, Parity, Recall, SelectiveCopy, Task
+
+Spec = dict[str, Any]
+_DELTA_NEGATIVE = {"mechanism": "delta", "negative_eigenvalues": True}
+
+
+def mechanisms(num_heads: int, head_dim: int, length: int) -> dict[str, Spec]:
+    """Return the mechanisms by name, as in AttentionConfig, with D·E numbers of state per head.
+
+    A window of D/2 keys and values, D/2 compressed rows and D random features have as many; softmax, which stores
+    every token, is the reference.
+
+    Args:
+        num_heads: H; hybrids by heads use a window in half of them.
+        head_dim: D, and E.
+        length: Tokens of the longest sequence.
+    """
+    half = max(2, head_dim // 2)
+    linformer = {"mechanism": "linformer", "rank": half, "max_length": length}
+    single: dict[str, Spec] = {
+        "softmax": {"mechanism": "softmax"},
+        "local": {"mechanism": "local", "window": half},
+        "linear": {"mechanism": "linear", "feature_map": "softmax"},
+        "performer": {"mechanism": "performer", "num_features": head_dim, "redraw_interval": None},
+        "linformer": linformer,
+        "decay-fixed": {"mechanism": "decay", "gate": "fixed"},
+        "decay-head": {"mechanism": "decay", "gate": "head"},
+        "decay-channel": {"mechanism": "decay", "gate": "channel"},
+        "delta": {"mechanism": "delta", "gate": "none"},
+        "delta-head": {"mechanism": "delta", "gate": "head"},
+        "delta-channel": {"mechanism": "delta", "gate": "channel"},
+        "delta-negative": {**_DELTA_NEGATIVE, "gate": "none"},
+        "delta-head-negative": {**_DELTA_NEGATIVE, "gate": "head"},
+    }
+    hybrids: dict[str, Spec] = {}
+    if num_heads > 1:
+        for name, spec in single.items():
+            if name not in ("softmax", "local"):
+                hybrids[f"local+{name}"] = half_local(num_heads, half, spec)
+        decay = {**single["decay-head"], "num_heads": num_heads // 2}
+        delta = {**single["delta-head"], "num_heads": num_heads - num_heads // 2}
+        hybrids["decay-head+delta-head"] = {"mechanism": "split", "parts": [decay, delta]}
+    return single | hybrids
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """Sizes and options that all models of a benchmark share; defaults are those of Gated DeltaNet."""
+
+    dim: int = 128
+    """Width of the models."""
+    depth: int = 2
+    """Number of layers."""
+    heads: int = 2
+    """Number of heads."""
+    conv_size: int = 4
+    """Width of the convolution over queries, keys and values; 0 for none."""
+    out_norm: bool = True
+    """Normalize each head's output."""
+    out_gate: Literal["none", "sigmoid", "silu"] = "silu"
+    """Gate of the heads' outputs."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How models are trained and scored on a task.
+
+    Attributes:
+        score: The task to score.
+        train: The tasks to train on, step by step in turn: shorter sequences too where those of `score` are learned
+            late or not at all without them.
+        steps: Steps of a run; a learning rate is chosen after a quarter of them.
+        batch_tokens: Tokens of a step.
+        train_tokens: Tokens of each training task's data set, which is sampled with replacement.
+        lrs: Learning rates to choose from.
+        solved: Training ends when the mean loss of a block of steps is below this (nats per answer).
+        precision: "bf16" by autocast on a GPU, or "fp32".
+    """
+
+    score: Task
+    train: tuple[Task, ...]
+    steps: int
+    batch_tokens: int = 32_768
+    train_tokens: int = 2**24
+    lrs: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
+    solved: float = 0.003
+    precision: Literal["bf16", "fp32"] = "bf16"
+
+
+def _mqar(length: int) -> Recipe:
+    shorter = [(length // 16, 16), (length // 8, 16), (length // 4, 16), (length // 4, 4)]
+    train = [Recall(n, n // ratio, 8192) for n, ratio in shorter if n >= 64]
+    return Recipe(Recall(length, length // 16, 8192), (*train, Recall(length, length // 16, 8192)), 3000)
+
+
+def _alone(make: Callable[[int], Task], **options: Any) -> Callable[[int], Recipe]:
+    return lambda length: Recipe(make(length), (make(length),), **options)
+
+
+def _parity(length: int) -> Recipe:
+    short = max(2, length * 40 // 256)
+    return Recipe(
+        Parity(length, first=short),
+        (Parity(short),),
+        2000,
+        batch_tokens=20_480,
+        train_tokens=2**22,
+        solved=1e-5,  # small errors add up over longer sequences
+        precision="fp32",
+    )
+
+
+# The recipe of each task for a length, and the length by default.
+RECIPES: dict[str, tuple[Callable[[int], Recipe], int]] = {
+    "mqar": (_mqar, 1024),
+    "parity": (_parity, 256),
+    "selective-copy": (_alone(SelectiveCopy, steps=2000), 1024),
+    "needle": (_alone(Needle, steps=2000), 1024),
+    "listops": (_alone(ListOps, steps=4000, train_tokens=96_000 * 2000), 2000),
+}
+
+# What is run first, by task; the rest follows in the order of the tables above.
+FIRST: Mapping[str, tuple[str, ...]] = {
+    "mqar": (
+        *("delta-head", "linear", "local+delta-head", "decay-head", "local", "local+linear", "softmax"),
+        *("local+delta", "delta", "delta-channel", "local+decay-head", "decay-head+delta-head"),
+    ),
+    "parity": ("delta-negative", "delta-head-negative", "delta", "delta-head", "linear", "softmax", "decay-head"),
+    "listops": ("decay-head", "linear", "softmax", "delta-head", "decay-channel"),
+}
+
+
+def model_config(score: Task, spec: Spec, layer: LayerOptions) -> ModelConfig:
+    """Return the model of a run: causal without positions, or a bidirectional classifier with learned positions."""
+    causal = score.num_classes is None
+    attention = AttentionConfig(
+        num_heads=layer.heads,
+        mechanism=spec,
+        rotary={"softmax": "halves", "local": "halves"},
+        conv_size=layer.conv_size,
+        out_norm=layer.out_norm,
+        out_gate=layer.out_gate,
+        out_bias=False,
+    )
+    return ModelConfig(
+        dim=layer.dim,
+        depth=layer.depth,
+        attention=attention,
+        feed_forward=FeedForwardConfig(mult=2, bias=False),
+        norm="rms",
+        positions="none" if causal else "learned",
+        max_length=None if causal else score.length,
+        causal=causal,
+        vocab_size=score.vocab_size,
+        num_classes=score.num_classes,
+    )
+
+
+def described(task: Task) -> dict[str, Any]:
+    """Return a task as JSON values."""
+    return {"task": task.name, **asdict(task)}

@@ -1,0 +1,286 @@
+"""The recall benchmark: models of equal state, the order of runs, results that grow, and a run from start to end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longspan.bench.recall import RecallOptions, results, run, training
+from longspan.bench.recall.runner import Plan
+from longspan.bench.recall.training import Run, execute
+from longspan.bench.recall.variants import FIRST, RECIPES, LayerOptions, Recipe, mechanisms, model_config
+from longspan.models.transformer import Classifier, LanguageModel
+from longspan.train.synthetic import datasets
+from longspan.train.synthetic.datasets import Dataset, cached_dataset, make_dataset
+from longspan.train.synthetic.tasks import ListOps, Needle, Parity, Recall
+
+CPU = torch.device("cpu")
+TINY = LayerOptions(dim=16, heads=2)
+
+
+def test_every_mechanism_has_a_state_of_equal_size() -> None:
+    layer = LayerOptions(dim=32, heads=2, conv_size=0)
+    sizes = {
+        name: LanguageModel(model_config(Needle(64), spec, layer)).state_size() / 4 / layer.depth
+        for name, spec in mechanisms(2, 16, 64).items()
+        if name != "softmax"
+    }
+    for name, size in sizes.items():
+        assert 2 * 16 * 16 <= size <= 1.2 * 2 * 16 * 16, name
+
+
+@pytest.mark.parametrize("name", mechanisms(2, 8, 17))
+def test_every_mechanism_trains_on_tokens_and_classes(name: str) -> None:
+    layer = replace(TINY, depth=1)
+    for score in (Needle(17), ListOps(17))[: 1 if "+" in name else 2]:
+        recipe = Recipe(score, (score,), steps=1, batch_tokens=51)
+        data = make_dataset(score, "train", 0, 3)
+        run_ = Run(score.name, name, mechanisms(2, 8, 17)[name], "final", 1e-3, 0, 1, layer, recipe)
+        found = execute(run_, [data], data, CPU)
+        assert (found["steps"], found["stopped"], found["answers"]) == (1, "steps", 3)
+        assert (found["state_numbers"] is None) == (score.name == "listops")
+
+
+def small(**options: Any) -> tuple[Run, list[Dataset], Dataset]:
+    score = Recall(32, 2, 21)
+    recipe = Recipe(score, (score,), steps=4, batch_tokens=160)
+    data = make_dataset(score, "train", 0, 64), make_dataset(score, "score", 0, 11)
+    spec = mechanisms(2, 8, 32)["delta-head"]
+    return Run("mqar", "delta-head", spec, "final", 1e-2, 0, 4, TINY, replace(recipe, **options)), [data[0]], data[1]
+
+
+def test_runs_are_reproducible_and_depend_on_seed_rate_and_options() -> None:
+    run_, train, score = small()
+    loss = execute(run_, train, score, CPU)["train_loss"]
+    assert execute(run_, train, score, CPU)["train_loss"] == loss
+    layers = [replace(TINY, **change) for change in ({"conv_size": 0}, {"out_norm": False}, {"out_gate": "none"})]
+    others = [replace(run_, seed=1), replace(run_, lr=1e-3), *(replace(run_, layer=layer) for layer in layers)]
+    assert len({loss, *(execute(other, train, score, CPU)["train_loss"] for other in others)}) == 6
+
+
+def test_training_ends_when_solved_or_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "BLOCK", 2)
+    run_, train, score = small(solved=100.0)
+    assert execute(run_, train, score, CPU)["stopped"] == "solved"
+    run_, train, score = small()
+    found = execute(replace(run_, steps=5, seconds=1e-6), train, score, CPU)
+    assert (found["stopped"], found["steps"]) == ("time", 2)
+
+
+def test_logits_are_those_of_the_answers() -> None:
+    """A model scored on labels (B, T) and on a data set's positions has the same accuracy."""
+    task = Recall(32, 2, 21)
+    data, arrays = make_dataset(task, "score", 0, 11), task.arrays("score", 0, 0, 11)
+    assert data.positions is not None
+    for row, positions, answers in zip(arrays[1], data.positions.tolist(), data.answers.tolist(), strict=True):
+        assert {i: int(label) for i, label in enumerate(row) if label >= 0} == dict(
+            zip(positions, answers, strict=True)
+        )
+    assert torch.equal(data.tokens.long(), torch.from_numpy(arrays[0]))
+
+
+def test_parity_is_scored_by_length_and_needles_by_depth() -> None:
+    recipe = RECIPES["parity"][0](256)
+    assert (recipe.train[0].length, recipe.score) == (40, Parity(256, first=40))
+    data = make_dataset(recipe.score, "score", 0, 3)
+    run_ = Run("parity", "linear", mechanisms(2, 8, 256)["linear"], "final", 1e-3, 0, 1, TINY, recipe)
+    run_ = replace(run_, recipe=replace(recipe, batch_tokens=256))
+    found = execute(run_, [make_dataset(recipe.train[0], "train", 0, 5)], data, CPU)
+    assert list(found["lengths"]) == ["40", "64", "96", "128", "192", "256"]
+    assert found["answers"] == 3 * 217
+    needle = Recipe(Needle(29), (Needle(29),), steps=1, batch_tokens=87)
+    data = make_dataset(Needle(29), "score", 0, 17)
+    found = execute(replace(run_, recipe=needle), [data], data, CPU)
+    assert sum(part["rows"] for part in found["depths"]) == 17
+
+
+def test_the_mixture_of_recall_reaches_the_scored_task() -> None:
+    recipe = RECIPES["mqar"][0](1024)
+    assert [(t.length, t.pairs, t.vocab_size) for t in recipe.train if isinstance(t, Recall)] == [
+        *((64, 4, 8192), (128, 8, 8192), (256, 16, 8192), (256, 64, 8192), (1024, 64, 8192))
+    ]
+    assert recipe.score == Recall(1024, 64, 8192)
+
+
+def test_datasets_do_not_depend_on_the_processes_and_are_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = ListOps(29)
+    monkeypatch.setattr(datasets, "_BLOCK", 5)
+    alone = make_dataset(task, "train", 3, 17)
+    assert len({tuple(tokens) for tokens in alone.tokens.tolist()}) == 17
+    with ThreadPoolExecutor(2) as pool:
+        first = cached_dataset(task, "train", 3, 17, tmp_path, pool)
+    assert torch.equal(alone.tokens, first.tokens)
+    assert torch.equal(alone.answers, first.answers)
+    assert first.key_mask is not None
+    assert torch.equal(first.key_mask, first.tokens != 0)
+    monkeypatch.setattr(ListOps, "draw", None)
+    assert torch.equal(cached_dataset(task, "train", 3, 17, tmp_path).tokens, first.tokens)
+    (file,) = tmp_path.iterdir()
+    assert file.name.startswith("listops-29-train-3-17-")
+
+
+def options(folder: Path, **changes: Any) -> RecallOptions:
+    values: dict[str, Any] = {"tasks": ("parity", "needle"), "mechanisms": ("local", "delta-negative"), "length": 31}
+    values |= {"dim": 16, "steps": 4, "batch_tokens": 155, "train_tokens": 620, "score_sequences": 7}
+    values |= {"lrs": (1e-3, 1e-2), "seeds": (0, 5), "threads": 1}
+    values |= {"out": folder / "out.jsonl", "cache": folder / "cache"}
+    return RecallOptions(**{**values, **changes})
+
+
+def row(run_: Run, accuracy: float, **values: Any) -> dict[str, Any]:
+    found = {"status": "ok", "accuracy": accuracy, "train_loss": 1.0, "chance": 0.5, "stopped": "steps"}
+    return {**results.identify(run_), **found, "state_numbers": 512, **values}
+
+
+def test_sweeps_come_before_seeds_and_the_most_telling_pairs_first(tmp_path: Path) -> None:
+    plan = Plan(options(tmp_path), [])
+    everything = ("parity", "needle")
+    first = [plan.next(everything) for _ in range(8)]
+    assert plan.next(everything) is None, "final runs need the results of the sweep"
+    found = [(r.task, r.mechanism, r.stage, r.lr, r.seed, r.steps) for r in first if r is not None]
+    assert found[:2] == [("parity", "delta-negative", "sweep", lr, 0, 1) for lr in (1e-3, 1e-2)]
+    assert {pair[:2] for pair in found[2:]} == {("parity", "local"), ("needle", "local"), ("needle", "delta-negative")}
+    assert first[0] is not None
+    assert first[1] is not None
+    plan.finish(row(first[0], 0.7))
+    assert plan.next(everything) is None
+    plan.finish(row(first[1], 0.9))
+    assert plan.next(("needle",)) is None, "its data may not be ready"
+    final = [plan.next(everything) for _ in range(2)]
+    assert [(r.stage, r.lr, r.seed, r.steps) for r in final if r is not None] == [
+        *(("final", 1e-2, 0, 4), ("final", 1e-2, 5, 4))
+    ]
+
+
+def test_what_exists_is_not_run_again_and_failures_are(tmp_path: Path) -> None:
+    one = Plan(options(tmp_path, mechanisms=("local",), tasks=("needle",)), []).open
+    failed = {**row(one[1], 0.0), "status": "error"}
+    plan = Plan(options(tmp_path, mechanisms=("local",), tasks=("needle",)), [row(one[0], 0.5), failed])
+    assert [r.lr for r in plan.open] == [1e-2]
+    plan.finish(failed)
+    assert [(r.stage, r.lr) for r in plan.open] == [("final", 1e-3)] * 2, "not tried twice in one call"
+    plan.finish({**row(one[0], 0.5), "status": "error"})
+    assert plan.open == []
+    for change in ({"dim": 32}, {"steps": 8}, {"conv_size": 0}, {"length": 37}, {"batch_tokens": 310}):
+        done = [row(r, 0.5) for r in one]
+        again = Plan(options(tmp_path, mechanisms=("local",), tasks=("needle",), **change), done)
+        assert [r.stage for r in again.open] == ["sweep", "sweep"], change
+    single = Plan(options(tmp_path, mechanisms=("local",), tasks=("needle",), lrs=(1e-3,)), [])
+    assert [(r.stage, r.lr) for r in single.open] == [("final", 1e-3)] * 2
+
+
+def test_the_best_rate_has_the_highest_accuracy_then_the_lowest_loss(tmp_path: Path) -> None:
+    runs = Plan(options(tmp_path, lrs=(1e-3, 3e-3, 1e-2)), []).open[:3]
+    assert results.best_lr([row(runs[0], 0.5), row(runs[1], 0.9), row(runs[2], 0.8)]) == 3e-3
+    losses = (0.4, None, 0.3)
+    assert results.best_lr([row(r, 0.5, train_loss=x) for r, x in zip(runs, losses, strict=True)]) == 1e-2
+
+
+def test_results_are_appended_by_several_processes_and_survive_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "out.jsonl"
+    line = {"task": "mqar", "mechanism": "linear", "stage": "final", "status": "ok", "padding": "x" * 9000}
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: results.append(path, {**line, "i": i}), range(64)))
+    assert sorted(found["i"] for found in results.read(path)) == list(range(64))
+    with path.open("a") as file:
+        file.write('{"task": "mqar", "mech')
+    assert len(results.read(path)) == 64
+    results.append(path, {**line, "i": 64})
+    assert sorted(found["i"] for found in results.read(path)) == list(range(65))
+    assert results.read(tmp_path / "nothing") == []
+    path.write_text('{"task": 1}\n{}\n')
+    with pytest.raises(ValueError, match=r"out.jsonl, line 1: a result has task.*remove the line, or choose another"):
+        results.read(path)
+
+
+def test_the_table_has_means_ranges_and_marks(tmp_path: Path) -> None:
+    runs = Plan(options(tmp_path, lrs=(1e-3,), mechanisms=("local", "linear")), []).open
+    accuracies = {("parity", "local"): (0.5, 0.504), ("parity", "linear"): (0.5, 0.9), ("needle", "local"): (1, 1)}
+    rows = [
+        row(r, accuracies[r.task, r.mechanism][r.seed > 0], stopped="time" if r.task == "needle" else "steps")
+        for r in runs
+        if (r.task, r.mechanism) in accuracies
+    ]
+    table = results.table([*rows, {**rows[0], "status": "error"}, {**rows[0], "stage": "sweep", "accuracy": 0.0}])
+    assert table.header == ["", "state, numbers", "parity 31", "needle 31"]
+    assert table.rows == [
+        ["linear", "512", "70.0 (50–90)", "–"],
+        ["local", "512", "50.2", "100.0*"],
+        ["chance", "", "50.0", "50.0"],
+    ]
+    assert results.plot(tmp_path / "a.png", rows)
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    assert not results.plot(tmp_path / "b.png", [])
+
+
+def test_a_benchmark_from_start_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = options(tmp_path, tasks=("needle",), mechanisms=("local",), lrs=(1e-3, 1e-2), seeds=(0,))
+    rows = run(chosen)
+    assert [(r["stage"], r["status"], r["steps"]) for r in rows] == [
+        *(("sweep", "ok", 1), ("sweep", "ok", 1), ("final", "ok", 4))
+    ]
+    assert {"machine", "versions", "commit", "date"} <= set(rows[0])
+    assert (tmp_path / "out.png").exists()
+    captured = capsys.readouterr()
+    assert "needle, local, final" in captured.err
+    assert "| local" in captured.out
+    before = chosen.out.read_bytes()
+    assert run(chosen) == rows
+    assert chosen.out.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_processes_share_a_device_without_the_command_line(tmp_path: Path) -> None:
+    values = {"tasks": ["parity"], "mechanisms": ["local", "delta"], "length": 31, "dim": 16, "steps": 4, "jobs": 2}
+    values |= {"batch_tokens": 155, "train_tokens": 620, "score_sequences": 7, "seeds": [0], "threads": 1}
+    values |= {"out": str(tmp_path / "out.jsonl"), "cache": str(tmp_path / "cache")}
+    code = f"""
+import sys
+sys.modules["tyro"] = sys.modules["rich"] = None
+sys.argv[1:] = [{json.dumps(values)!r}]
+import runpy
+runpy.run_module("longspan.bench.recall", run_name="__main__")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert len(results.read(tmp_path / "out.jsonl")) == 2 * 4
+
+
+def test_the_time_budget_ends_a_run(tmp_path: Path) -> None:
+    assert run(options(tmp_path, minutes=1e-9)) == []
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "task": ({"tasks": ("mqr",)}, "unknown task 'mqr'.*did you mean 'mqar'"),
+    "mechanism": ({"mechanisms": ("dleta",)}, "unknown mechanism 'dleta'"),
+    "nothing": ({"tasks": ()}, "tasks and seeds must not be empty"),
+    "size": ({"jobs": 0}, "jobs must be positive, got 0"),
+    "rate": ({"lrs": (0.0,)}, "lrs must be positive, got 0.0"),
+    "seed": ({"seeds": (-1,)}, "seeds must be 0 or more, got -1"),
+    "heads": ({"heads": 3}, r"dim \(16\) must be a multiple of heads \(3\)"),
+    "length": ({"length": 3}, "too short"),
+    "convolution": ({"conv_size": 1}, "conv_size must be 0"),
+    "device": ({"device": "gpu"}, "unknown device 'gpu'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_options_are_refused(tmp_path: Path, name: str) -> None:
+    changes, text = WRONG[name]
+    with pytest.raises(ValueError, match=text):
+        options(tmp_path, **changes)
+
+
+def test_what_is_run_first_exists() -> None:
+    known = mechanisms(2, 8, 64)
+    assert all(task in RECIPES and name in known for task, names in FIRST.items() for name in names)
+    assert isinstance(Classifier(model_config(ListOps(29), known["linear"], TINY)), Classifier)
