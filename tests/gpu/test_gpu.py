@@ -185,7 +185,7 @@ def test_forward_mode_is_right_or_refused(name: str, causal: bool) -> None:
     options = {"linformer": {"rank": 16, "max_length": 65}, "local": {"window": 16}}.get(name, {})
     mechanism = build_mechanism(name, 2, 64, **options).cuda()
     q, k, v = (torch.randn(1, 65, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    gates = torch.randn(1, 65, 2, mechanism.num_gates, device="cuda") if mechanism.num_gates else None
+    gates = q.new_ones(1, 65, 2, mechanism.num_gates) if mechanism.num_gates else None
 
     def run(x: torch.Tensor) -> torch.Tensor:
         return mechanism(q, k, x, causal=causal, gates=gates)

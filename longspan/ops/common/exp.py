@@ -9,7 +9,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.9259629911266175e-08)  # log₂ e minus its value in float32
-LN2 = tl.constexpr(0.6931471805599453)
+UNDERFLOW = tl.constexpr(-110.0)  # exp of this is 0 in float32
 
 if os.environ.get("TRITON_INTERPRET") == "1":
 
@@ -19,10 +19,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     @triton.jit
     def exp(x):
-        return tl.exp(x)
-
-    @triton.jit
-    def exact_exp(x):
         return tl.exp(x)
 
     @triton.jit
@@ -56,13 +52,6 @@ else:
     @triton.jit
     def exp(x):
         return exp2(x * LOG2E)
-
-    @triton.jit
-    def exact_exp(x):
-        """exp(x), corrected for the rounding of x · log₂ e."""
-        high = x * LOG2E
-        low = tl.fma(x, LOG2E, -high) + x * LOG2E_REST
-        return exp2(high) * (1 + low * LN2)
 
     @triton.jit
     def log2(x):
@@ -108,6 +97,33 @@ else:
             is_pure=True,
             pack=2,
         )
+
+
+@triton.jit
+def exact_exp(x):
+    """exp(x) of x ≤ 0 with an error of one ulp, as in PyTorch; that of `exp` grows with x."""
+    x = tl.where(x < UNDERFLOW, UNDERFLOW, x)  # NaN stays NaN
+    n = tl.floor(x * LOG2E + 0.5)
+    return _power(n, tl.fma(x, LOG2E, -n) + x * LOG2E_REST)
+
+
+@triton.jit
+def exact_exp2(x):
+    """2^x of x ≤ 0 with an error of one ulp; that of `exp2` is up to four."""
+    x = tl.where(x < UNDERFLOW * LOG2E, UNDERFLOW * LOG2E, x)
+    n = tl.floor(x + 0.5)
+    return _power(n, x - n)
+
+
+@triton.jit
+def _power(n, r):
+    """2^(n + r), n an integer and r from −½ to ½: a minimax polynomial of r, times 2ⁿ."""
+    y = tl.fma(r, 1.54697319723078e-4, 1.3400432165225804e-3)
+    y = tl.fma(r, y, 9.618025602985998e-3)
+    y = tl.fma(r, y, 5.550327214209406e-2)
+    y = tl.fma(r, y, 2.402265121359483e-1)
+    y = tl.fma(r, y, 6.931472067106204e-1)
+    return tl.fma(r, y, 1.0) * exp2(n)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspan.ops.common.exp import exact_exp
 from longspan.ops.common.feature_maps import RELU_EPSILON, check_map
 from longspan.ops.common.launch import on_device
 from longspan.ops.common.tiles import FLOOR, ZERO_NORMALIZER, padded
@@ -89,13 +90,13 @@ def decode_favor_features_kernel(token, state, p_weight, B, S: tl.constexpr, SLO
     b_p = tl.dot(b_x.to(b_weight.dtype), tl.trans(b_weight), input_precision=PRECISION) * S.D**-0.25  # (_HEADS, BE)
     b_p = tl.where(m_m[None, :], b_p, FLOOR)
     b_scale = tl.max(b_p, 1)
-    b_f = tl.where(m_m[None, :], tl.exp(b_p - b_scale[:, None]), 0.0)
+    b_f = tl.where(m_m[None, :], exact_exp(b_p - b_scale[:, None]), 0.0)
     m_out = m_x[:, None] & m_m[None, :]
     if keys:
         b_x *= S.D**-0.25
         b_p -= (tl.sum(b_x * b_x, 1) * 0.5)[:, None]
         b_center = tl.floor(tl.max(b_p, 1) + 0.5)
-        b_f = tl.where(m_m[None, :], tl.exp(b_p - b_center[:, None]) * _LARGEST, 0.0)
+        b_f = tl.where(m_m[None, :], exact_exp(b_p - b_center[:, None]) * _LARGEST, 0.0)
         b_scale = b_center - _LOG_LARGEST
         i_slot = i_x * SLOTS + tl.load(state.p_length + i_b, mask=m_x, other=0) % SLOTS
         tl.store(state.p_pending_f + i_slot[:, None] * S.E + i_m[None, :], b_f, mask=m_out)
@@ -108,12 +109,12 @@ def decode_favor_features_kernel(token, state, p_weight, B, S: tl.constexpr, SLO
 def map_features(b_x, m_x, MAP: tl.constexpr):
     """φ(x) (BD,), zeros where m_x is false; "favor": x is φ(x) already."""
     if MAP == "elu":
-        b_x = tl.maximum(b_x, 0) + tl.exp(tl.minimum(b_x, 0))
+        b_x = tl.maximum(b_x, 0) + exact_exp(tl.minimum(b_x, 0))
     if MAP == "relu":
         b_x = tl.maximum(b_x, 0) + RELU_EPSILON
     if MAP == "softmax":
         b_x = tl.where(m_x, b_x, FLOOR)
-        b_x = tl.exp(b_x - tl.max(b_x, 0))
+        b_x = exact_exp(b_x - tl.max(b_x, 0))
         b_x = b_x / tl.sum(b_x, 0)
     return tl.where(m_x, b_x, 0.0)
 
@@ -159,7 +160,7 @@ def decode_linear_kernel(
             if MAP == "softmax":
                 b_f = tl.where(m_m, b_f, FLOOR)
                 own = tl.max(b_f, 0)
-                b_f = tl.where(m_m, tl.exp(b_f - own), 0.0)
+                b_f = tl.where(m_m, exact_exp(b_f - own), 0.0)
                 b_scale = tl.where(m_own, own, b_scale)
                 tl.store(p_pending_scale + slot, own)
             else:
@@ -172,8 +173,8 @@ def decode_linear_kernel(
         if SCALED:
             before = tl.load(state.p_shift + i_x)
             shift = tl.maximum(before, tl.max(b_scale, 0))
-            decay = tl.exp(before - shift)
-            b_pending *= tl.exp(b_scale - shift)[:, None]
+            decay = exact_exp(before - shift)
+            b_pending *= exact_exp(b_scale - shift)[:, None]
             b_kv *= decay
             b_z *= decay
         b_z += tl.sum(b_pending, 0)
@@ -199,7 +200,7 @@ def decode_linear_kernel(
             for j in range(SLOTS):
                 b_f = tl.load(p_pending_f + j * S.D + i_m, mask=m_m, other=0.0)
                 if SCALED:
-                    b_f *= tl.exp(tl.load(p_pending_scale + j) - shift)
+                    b_f *= exact_exp(tl.load(p_pending_scale + j) - shift)
                 b_v = tl.load(p_pending_v + j * S.E + i_e, mask=m_e, other=0.0).to(tl.float32)
                 b_kv += b_f[:, None] * b_v[None, :]
             tl.store(p_tile, b_kv, mask=m_tile)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.exp import LN2, LOG2E
+from longspan.ops.common.exp import LOG2E, exact_exp2
 from longspan.ops.common.launch import Launch, Plan, Signature, Strides, dense_rows, new_like, on_device
 from longspan.ops.common.tiles import (
     add_product,
@@ -202,21 +202,8 @@ def is_between(i, low, high):
 
 @triton.jit
 def exp2_negative(b_x, W: tl.constexpr):
-    """2^x of x ≤ 0. "ieee": by a Taylor series, correctly rounded; the hardware instruction is off by two ulps."""
-    if W.PRECISION == "ieee":
-        b_x = tl.where(b_x < -150.0, -150.0, b_x)  # 2^−150 is 0 in float32; NaN stays NaN
-        b_round = tl.floor(b_x + 0.5)
-        b_y = (b_x - b_round) * LN2
-        b_series = b_y * (1 / 5040) + 1 / 720
-        b_series = b_series * b_y + 1 / 120
-        b_series = b_series * b_y + 1 / 24
-        b_series = b_series * b_y + 1 / 6
-        b_series = b_series * b_y + 0.5
-        b_series = b_series * b_y + 1.0
-        b_x = (b_series * b_y + 1.0) * tl.exp2(b_round)
-    else:
-        b_x = tl.exp2(b_x)
-    return b_x
+    """2^x of x ≤ 0, to one ulp in float32."""
+    return exact_exp2(b_x) if W.PRECISION == "ieee" else tl.exp2(b_x)
 
 
 @triton.jit
