@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -169,23 +169,48 @@ def zero_fill(hidden: Tensor, *xs: Tensor | None) -> tuple[Any, ...]:
 
 
 class SequenceShard(Protocol):
-    """One rank's piece of every sequence, as `longspan.distributed` divides them."""
+    """One rank's piece of every sequence, as `longspan.distributed` divides them.
+
+    Attributes:
+        counts: (P, B) real tokens of each rank.
+    """
+
+    counts: Tensor
 
     def attend(
         self,
         mechanism: Any,
-        q: Tensor,
+        queries: Callable[[], Tensor],
         k: Tensor,
         v: Tensor,
         gates: Tensor | None,
         *,
         causal: bool,
-        layout: TokenLayout,
+        key_mask: Tensor | None,
     ) -> Tensor:
         """Compute attention of this rank's queries to the keys of all ranks."""
 
-    def halo(self, x: Tensor, width: int, layout: TokenLayout) -> Tensor:
-        """Return the last tokens (B, width, dim) before this rank's piece x (B, T, dim)."""
+    def extend(
+        self,
+        mechanism: Any,
+        state: Any,
+        queries: Callable[[], Tensor],
+        k: Tensor,
+        v: Tensor,
+        gates: Tensor | None,
+        *,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Any]:
+        """Compute causal attention after a state, and the state after the tokens of all ranks."""
+
+    def halo(self, x: Tensor, back: int, ahead: int, layout: TokenLayout, recent: Tensor | None = None) -> Tensor:
+        """Return x (B, T, dim) with its neighbors of other ranks: (B, back + T + ahead, dim)."""
+
+    def latest(self, recent: Tensor, x: Tensor, layout: TokenLayout) -> Tensor:
+        """Return the last tokens of recent (B, s, dim) followed by x (B, T, dim) of all ranks."""
+
+    def share(self, tensors: list[Tensor]) -> None:
+        """Set tensors to those of the first rank."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +279,12 @@ class TokenLayout:
         if self.key_mask is None:
             return x
         return x.masked_fill(~self.key_mask.reshape(*self.key_mask.shape, *[1] * (x.ndim - 2)), 0)
+
+    def count(self) -> int | Tensor:
+        """Return the number of real tokens of each row, of all ranks: (B,), or one number for all rows."""
+        if self.shard is not None:
+            return self.shard.counts.sum(0)
+        return self.position.shape[1] if self.key_mask is None else self.key_mask.sum(1)
 
     def has_neighbor(self, offset: int) -> Tensor:
         """Return whether the token `offset` slots before (negative: after) is in the same sequence: (B or 1, T)."""

@@ -276,8 +276,9 @@ class Mechanism(nn.Module, ABC):
 
     A subclass sets `state_type` and implements `_new_state`, `_attend`, `_extend`, `_write` and `_read`. Where it has
     faster forms it also overrides `_attend_causal`, `_attend_ragged`, `attend_layer`, `decode_state`, `_decode_step`
-    and `finish_decode`; where it is limited in length, `check_length`. Hooks never see a left-padded row, a packed row
-    (but for `_attend_ragged`) or a hidden slot that is not zero.
+    and `finish_decode`; where it is limited in length, `check_length`; for sequences divided over processes `_defer`,
+    `reach` or `_defer_between`. Hooks never see a left-padded row, a packed row (but for `_attend_ragged`) or a hidden
+    slot that is not zero.
 
     Without gradients `extend`, `write` and `step` may reuse the memory of the state they are given: continue with the
     one they return.
@@ -289,6 +290,8 @@ class Mechanism(nn.Module, ABC):
         num_gates: Numbers per token and key/value head that it takes beside q, k and v (G). Gates are raw: the layer
             projects them from its input, and the mechanism applies its own activation.
         heads_alike: Whether any subset of the heads can be computed apart from the others, all in the same way.
+        sums_directions: Whether bidirectional attention is that of both directions added, so that all it needs of the
+            tokens on either side is a state; see `_defer_between`.
     """
 
     state_type: ClassVar[type[State]] = State
@@ -296,6 +299,7 @@ class Mechanism(nn.Module, ABC):
     supports_cross: bool = True
     num_gates: int = 0
     heads_alike: bool = True
+    sums_directions: bool = False
 
     def __init__(
         self, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None, value_dim: int | None = None
@@ -372,6 +376,50 @@ class Mechanism(nn.Module, ABC):
             if causal:
                 return self._attend_causal(q, k, v, gates=gates, lengths=None)
             return self._attend(q, k, v, gates=gates, key_mask=None)
+
+    def defer(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        gates: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        start: Tensor | None = None,
+    ) -> Callable[[State], Tensor]:
+        """Begin causal attention whose past is not known yet, with all work that does not depend on it.
+
+        Args:
+            q: (B, T, H, D) queries.
+            k: (B, T, Hkv, D) keys.
+            v: (B, T, Hkv, E) values.
+            gates: (B, T, Hkv, G) raw gates, for a mechanism with num_gates > 0.
+            key_mask: (B, T) bool, True = keep; each row one contiguous span.
+            start: (B,) the position of the first token; 0 unless given.
+
+        Returns:
+            A function that takes the past, a state that ends at `start`, and returns what `forward` with it does.
+        """
+        self._check_query(q)
+        self._check_inputs(q, k, v, gates, key_mask, None)
+        self._check_causal(q, k, None)
+        if 0 in q.shape[:2]:
+            return lambda past: self._empty_output(q, k, v)
+        span, lengths = None, None
+        if key_mask is not None:
+            span = PaddedSpan.of(key_mask)
+            lengths = span.lengths
+            q, k, v, gates = span.roll(q, k, v, gates)
+        with _full_precision(q):
+            finish = self._defer(q, k, v, gates=gates, lengths=lengths, start=start)
+
+        def finished(past: State) -> Tensor:
+            self.check_state(past, len(q), q.dtype)
+            with _full_precision(q):
+                out = finish(past)
+            return out if span is None else span.unroll(out)
+
+        return finished
 
     def extend(
         self,
@@ -505,6 +553,16 @@ class Mechanism(nn.Module, ABC):
         """Number of redraws of its random features; a state of another draw is refused. None: unknown."""
         return 0
 
+    @property
+    def reach(self) -> tuple[int, int] | None:
+        """The largest distances at which a bidirectional query sees keys before and after it; None: all of them."""
+        return None
+
+    @property
+    def position_period(self) -> int:
+        """The number of positions by which all tokens of a mechanism with a `reach` may be moved at once."""
+        return 1
+
     def check_length(self, length: int) -> None:
         """Raise ValueError if the mechanism cannot hold sequences of `length` tokens."""
 
@@ -612,6 +670,34 @@ class Mechanism(nn.Module, ABC):
     ) -> Tensor | None:
         """Compute attention of a masked or packed batch as it is, or return None to have it zero-filled and padded."""
         return None
+
+    def _defer(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        gates: Tensor | None,
+        lengths: Tensor | None,
+        start: Tensor | None,
+    ) -> Callable[[State], Tensor]:
+        """Begin causal attention of T ≥ 1 tokens as `defer` does; by default everything waits for the past."""
+
+        def finish(past: State) -> Tensor:
+            past = past if torch.is_grad_enabled() else past.clone()
+            return self._extend(past, q, k, v, gates=gates, lengths=lengths)[0]
+
+        return finish
+
+    def _defer_between(
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None
+    ) -> Callable[[State, State], Tensor]:
+        """Begin bidirectional attention of T ≥ 1 tokens that are part of a sequence, for `sums_directions`.
+
+        Returns:
+            A function of the states of the tokens before, and of those after, written from the last to the first.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has sums_directions but not _defer_between")
 
     @abstractmethod
     def _extend(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -64,6 +65,7 @@ class GatedMechanism(Mechanism):
     state_type = GatedState
     supports_cross = False
     heads_alike = False
+    sums_directions = True
     delta: bool = False
     decay_width: int = 1
 
@@ -102,12 +104,71 @@ class GatedMechanism(Mechanism):
         log_decay, beta = (None if x is None else x.flip(1) for x in (log_decay, beta))
         back = gated_linear(q, k, v, log_decay=log_decay, beta=beta, delta=self.delta, scale=self._scale)[0]
         if not self.delta:
-            # Both directions include a token itself.
-            group = q.shape[2] // k.shape[2]
-            own = (q * k.repeat_interleave(group, 2)).sum(-1, dtype=sum_dtype(k), keepdim=True) * self._scale
-            own = own if beta is None else own * beta.repeat_interleave(group, 2)[..., None]
-            back = back - own * v.repeat_interleave(group, 2)
+            back = back - self._own(q, k, v, beta)
         return (out + back.flip(1)).to(dtype)
+
+    def _own(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> Tensor:
+        """Return what each token reads of itself (B, T, H, E), which both directions without the delta rule include."""
+        group = q.shape[2] // k.shape[2]
+        own = (q * k.repeat_interleave(group, 2)).sum(-1, dtype=sum_dtype(k), keepdim=True) * self._scale
+        own = own if beta is None else own * beta.repeat_interleave(group, 2)[..., None]
+        return own * v.repeat_interleave(group, 2)
+
+    def _defer(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        gates: Tensor | None,
+        lengths: Tensor | None,
+        start: Tensor | None,
+    ) -> Callable[[State], Tensor]:
+        out, readers = self._apart(
+            self._keys(q), self._keys(k), v, *self._visible_gates(gates, k, _visible(lengths, k))
+        )
+        return lambda past: (out + self._read_memory(past, readers)).to(v.dtype)
+
+    def _defer_between(
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None
+    ) -> Callable[[State, State], Tensor]:
+        found, dtype = self._visible_gates(gates, k, key_mask), v.dtype
+        q, k, v = (x.to(sum_dtype(x)) for x in (self._keys(q), self._keys(k), v))
+        out, readers = self._apart(q, k, v, *found)
+        turned = (None if x is None else x.flip(1) for x in found)
+        back, back_readers = self._apart(q.flip(1), k.flip(1), v.flip(1), *turned)
+        own = 0 if self.delta else self._own(q, k, v, found.beta)
+
+        def finish(before: State, after: State) -> Tensor:
+            ahead = (back + self._read_memory(after, back_readers)).flip(1)
+            return (out + self._read_memory(before, readers) + ahead - own).to(dtype)
+
+        return finish
+
+    def _apart(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs after an empty memory, and vectors (B, T, H, D) that read what another memory adds."""
+        B, T, H, D = q.shape
+        dtype = sum_dtype(k)
+        if self.delta:
+            # The identity, as further columns of the memory, becomes the transition up to each token.
+            memory = torch.cat([v.new_zeros(D, self.value_dim), torch.eye(D, device=v.device)], 1).to(dtype)
+            memory = memory.expand(B, k.shape[2], -1, -1)
+            values = F.pad(v.to(dtype), (0, D))
+            out, _ = gated_linear(
+                q, k, values, log_decay=log_decay, beta=beta, delta=True, scale=self._scale, state=memory
+            )
+            return out[..., : self.value_dim], out[..., self.value_dim :]
+        out = gated_linear(q, k, v, log_decay=log_decay, beta=beta, scale=self._scale)[0]
+        assert log_decay is not None
+        faded = log_decay.double().cumsum(1).exp().to(dtype).repeat_interleave(H // k.shape[2], 2)
+        return out.to(dtype), q.to(dtype) * faded * self._scale
+
+    def _read_memory(self, state: State, readers: Tensor) -> Tensor:
+        assert isinstance(state, GatedState)
+        rows = readers.unflatten(2, (self.num_kv_heads, -1))
+        return torch.einsum("bthgd,bhde->bthge", rows, state.kv).flatten(2, 3)
 
     def _extend(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from longspan.ops.linear import (
     sum_dtype,
     why_not_triton_bidirectional,
 )
+from longspan.ops.linear.torch import safe_divide
 from longspan.ops.shift import shift_left, shift_right
 from longspan.protocol import FeatureMap, Mechanism, Rotation, State
 from longspan.utils import choose
@@ -238,6 +240,53 @@ class LinearAttention(Mechanism):
         if not self._one_pass or self.phantom or q.shape[1] == 1:
             return super()._attend_causal(q, k, v, gates=None, lengths=lengths)
         return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments(q)))
+
+    def _defer(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        gates: Tensor | None,
+        lengths: Tensor | None,
+        start: Tensor | None,
+    ) -> Callable[[State], Tensor]:
+        phi = self.feature_map
+        # A map with negative features may have a normalizer near zero before the past is added to it.
+        if not self._one_pass or self.phantom or (phi.kind == "identity" and self.normalize == "query"):
+            return super()._defer(q, k, v, gates=None, lengths=lengths, start=start)
+        out = self._attend_causal(q, k, v, gates=None, lengths=lengths).to(sum_dtype(q))
+        if self.normalize == "none":
+            return lambda past: (out + self._read(past, q)).to(q.dtype)
+        query, mass, scale = self._masses(q, k, lengths)
+
+        def finish(past: State) -> Tensor:
+            # Normalized attention to two sets of keys is the mean of both, weighted by their normalizers.
+            assert isinstance(past, LinearState)
+            theirs = attend_sums(query, Sums(past.z[..., None], past.z, past.shift), "none")
+            mine = mass
+            if scale is not None:
+                before = past.shift[:, None].repeat_interleave(q.shape[2] // k.shape[2], 2)[..., None]
+                common = torch.maximum(scale, before)
+                mine, theirs = mine * (scale - common).exp(), theirs * (before - common).exp()
+            read = self._from_sums(q.to(out.dtype), past.sums, None)
+            weights = safe_divide(torch.cat([mine, theirs], -1), mine + theirs, phi.log_largest)
+            return (weights[..., :1] * out + weights[..., 1:] * read).to(q.dtype)
+
+        return finish
+
+    def _masses(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the queries' features, and their normalizers (B, T, H, 1) divided by exp of a scale, or 1 if None."""
+        q, k = (x.to(sum_dtype(x)) for x in (q, k))
+        ones = k.new_ones(*k.shape[:3], 1)
+        query = self._query(q)
+        if not self.feature_map.unbounded:
+            options = self._op_arguments(q) | {"normalize": False}
+            return query, causal_linear_out(q, k, ones, lengths=lengths, **options), None
+        f, scale = self.feature_map.key(k)
+        assert scale is not None
+        mass, _ = causal_linear(query, f, ones, log_scale=scale, lengths=lengths, normalize=False)
+        return query, mass, scale.cummax(1).values.repeat_interleave(q.shape[2] // k.shape[2], 2)[..., None]
 
     def _op_arguments(self, like: Tensor) -> dict[str, Any]:
         """Return the options of `causal_linear`, the projection in the dtype of the sums."""

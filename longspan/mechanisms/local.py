@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,6 +117,16 @@ class LocalAttention(Mechanism):
         self.window = _window(window, back, ahead, self.shared_qk)
 
     @property
+    def reach(self) -> tuple[int, int]:
+        """The largest distances at which a bidirectional query sees keys before and after it."""
+        return self.window.reach
+
+    @property
+    def position_period(self) -> int:
+        """The size of the blocks of the window, or of a bias table."""
+        return self.bias.shape[1] if isinstance(self.bias, Tensor) else self.window.block_size or 1
+
+    @property
     def _ring(self) -> int:
         return self.window.reach[0] + 1
 
@@ -191,6 +202,25 @@ class LocalAttention(Mechanism):
         """Whether the kernels take these tensors, and with them packed rows."""
         with_bias, with_xpos = self.bias is not None, self.xpos is not None
         return window_op.why_not_triton(q, k, v, bias=with_bias, xpos=with_xpos) is None
+
+    def _defer(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        gates: Tensor | None,
+        lengths: Tensor | None,
+        start: Tensor | None,
+    ) -> Callable[[State], Tensor]:
+        ring = self._ring
+        if q.shape[1] <= ring:
+            return super()._defer(q, k, v, gates=gates, lengths=lengths, start=start)
+        # Only the first queries see the past.
+        rest = self._windowed(q, self._key(k), v, self.window._replace(causal=True), start=start)[:, ring:]
+        few = None if lengths is None else lengths.clamp(max=ring)
+        finish = super()._defer(q[:, :ring], k[:, :ring], v[:, :ring], gates=gates, lengths=few, start=start)
+        return lambda past: torch.cat([finish(past), rest], 1)
 
     def _extend(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None

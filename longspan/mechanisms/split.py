@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -118,6 +118,25 @@ class SplitAttention(Mechanism):
     ) -> Tensor:
         parts = zip(self._queries(q), self._divide(k, v, gates), strict=True)
         return torch.cat([part._attend_causal(q, k, v, gates=g, lengths=lengths) for q, (part, k, v, g) in parts], 2)
+
+    def _defer(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        gates: Tensor | None,
+        lengths: Tensor | None,
+        start: Tensor | None,
+    ) -> Callable[[State], Tensor]:
+        parts = zip(self._queries(q), self._divide(k, v, gates), strict=True)
+        finishes = [part._defer(q, k, v, gates=g, lengths=lengths, start=start) for q, (part, k, v, g) in parts]
+
+        def finish(past: State) -> Tensor:
+            assert isinstance(past, SplitState)
+            return torch.cat([end(held) for end, held in zip(finishes, past.parts, strict=True)], 2)
+
+        return finish
 
     def _extend(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None

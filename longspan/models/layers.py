@@ -84,6 +84,10 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x: Tensor, layout: TokenLayout, recent: Tensor | None = None) -> Tensor:
         """Map x (B, T, channels), hidden tokens zero, after recent (B, size − 1, channels), to (B, T, channels)."""
+        if layout.shard is not None:
+            wide = layout.shard.halo(x, self.size - 1, 0, layout, recent)
+            recent, x = wide.split([self.size - 1, x.shape[1]], 1)
+            layout = replace(layout, shard=None)
         total = x * self.weight[0]
         for offset in range(1, self.size):
             total = total + shift_tokens(x, (offset,), layout, recent) * self.weight[offset]
@@ -242,14 +246,14 @@ class Attention(nn.Module):
             out = self._attend_layer(x, source, key_mask)
             if out is not None:
                 return out
+        if source_layout.shard is not None:
+            queries, k, v, gates, _ = self._project_lazily(x, source, layout)
+            options: dict[str, Any] = {"causal": self.causal, "key_mask": key_mask}
+            return self.project_output(x, source_layout.shard.attend(self.mechanism, queries, k, v, gates, **options))
         if self.cross:
             q, (k, v, gates) = self.project_queries(x, layout), self._project_keys(source, None)
         else:
             q, k, v, gates, _ = self.project(x, layout)
-        if source_layout.shard is not None:
-            shard = source_layout.shard
-            out = shard.attend(self.mechanism, q, k, v, gates, causal=self.causal, layout=source_layout)
-            return self.project_output(x, out)
         key_packing = source_layout.packing if self.cross else None
         out = self._mix(q, k, v, gates, key_mask=key_mask, packing=packing, key_packing=key_packing)
         return self.project_output(x, out)
@@ -315,15 +319,21 @@ class Attention(nn.Module):
         if self.cross:
             return self.project_output(x, self.mechanism.read(state, self.project_queries(x, _layout))), state
         recent = state.recent if isinstance(state, ConvolutionState) else None
-        q, k, v, gates, recent = self.project(x, _layout, recent)
         inner = self.mechanism_state(state)
+        if _layout.shard is not None:
+            queries, k, v, gates, recent = self._project_lazily(x, x, _layout, recent)
+            out, inner = _layout.shard.extend(self.mechanism, inner, queries, k, v, gates, key_mask=key_mask)
+            return self.project_output(x, out), self._with_recent(inner, recent)
+        q, k, v, gates, recent = self.project(x, _layout, recent)
         if x.shape[1] == 1 and key_mask is None and packing is None:
             out, inner = self.mechanism.step(inner, q, k, v, gates=gates)
         else:
             out, inner = self.mechanism.extend(inner, q, k, v, gates=gates, key_mask=key_mask, packing=packing)
-        if recent is not None:
-            inner = ConvolutionState(inner.length, recent, (inner,), start=inner.start)
-        return self.project_output(x, out), inner
+        return self.project_output(x, out), self._with_recent(inner, recent)
+
+    def _with_recent(self, inner: State, recent: Tensor | None) -> State:
+        """Return the layer's state, given that of the mechanism and the tokens that a short convolution sees next."""
+        return inner if recent is None else ConvolutionState(inner.length, recent, (inner,), start=inner.start)
 
     def decode_step(
         self,
@@ -450,6 +460,16 @@ class Attention(nn.Module):
         k, v, gates = self._rotate_keys(kv, x, layout)
         recent = None if recent is None else latest_tokens(recent, joined, layout)
         return self._rotate_queries(self._split_queries(q), layout), k, v, gates, recent
+
+    def _project_lazily(
+        self, x: Tensor, source: Tensor, layout: TokenLayout, recent: Tensor | None = None
+    ) -> tuple[Callable[[], Tensor], Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Project as `project` does, but queries only when the function returned in their place is called."""
+        if self.conv is not None:
+            q, k, v, gates, recent = self.project(x, layout, recent)
+            return lambda: q, k, v, gates, recent
+        keys = self._project_keys(source, None if self.cross else layout)
+        return lambda: self.project_queries(x, None if self.cross else layout), *keys, None
 
     def _project_keys(self, x: Tensor, layout: TokenLayout | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Project x (B, S, dim) to k (B, S, Hkv, D), rotated if there is a layout, v (B, S, Hkv, E) and gates."""
@@ -664,18 +684,20 @@ def shift_tokens(x: Tensor, offsets: Sequence[int], layout: TokenLayout, recent:
         layout: The layout of x.
         recent: (B, max(offsets), dim), the tokens before these.
     """
-    if layout.shard is not None and recent is None and max(offsets) > 0:
-        recent = layout.shard.halo(x, max(offsets), layout)
-    size = x.shape[2] // len(offsets)
+    size, T = x.shape[2] // len(offsets), x.shape[1]
     parts = list(x.split(size, 2))
     history = 0 if recent is None else recent.shape[1]
-    longer = x if recent is None else torch.cat([recent, x], 1)
+    if layout.shard is not None:
+        history = max(0, *offsets)
+        longer = layout.shard.halo(x, history, max(0, -min(offsets)), layout, recent)
+    else:
+        longer = x if recent is None else torch.cat([recent, x], 1)
     for i, offset in enumerate(offsets):
         if offset == 0:
             continue
         piece = longer[..., i * size : (i + 1) * size]
         moved = F.pad(piece, (0, 0, offset, -offset)) if abs(offset) <= piece.shape[1] else torch.zeros_like(piece)
-        parts[i] = moved[:, history:].masked_fill(~layout.has_neighbor(offset)[..., None], 0)
+        parts[i] = moved[:, history : history + T].masked_fill(~layout.has_neighbor(offset)[..., None], 0)
     return torch.cat(parts, 2)
 
 
@@ -703,6 +725,8 @@ def merge_latest(earlier: Tensor, later: Tensor, new: Tensor) -> Tensor:
 
 def latest_tokens(recent: Tensor, x: Tensor, layout: TokenLayout) -> Tensor:
     """Return the last s real tokens of recent (B, s, dim) followed by x (B, T, dim), right-padded if masked."""
+    if layout.shard is not None:
+        return layout.shard.latest(recent, x, layout)
     s, T = recent.shape[1], x.shape[1]
     joined = torch.cat([recent, x], 1)
     if layout.key_mask is None:

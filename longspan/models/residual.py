@@ -413,7 +413,7 @@ class Stack(nn.Module):
             return y
 
         out = self._run(x, apply)
-        length = state.length + (x.shape[1] if layout.key_mask is None else layout.key_mask.sum(1))
+        length = state.length + layout.count()
         branches = tuple(replace(branch, length=length) for branch in after)
         return out, replace(state, length=length, branches=branches)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.layout import Packing, PaddedSpan, TokenLayout
+from longspan.layout import Packing, PaddedSpan, SequenceShard, TokenLayout
 from longspan.models.builder import build_stack
 from longspan.models.config import ModelConfig
 from longspan.models.layers import NORMS, Attention
@@ -48,6 +48,7 @@ class Transformer(nn.Module):
         context_mask: Tensor | None = None,
         context_packing: Packing | None = None,
         _layout: TokenLayout | None = None,
+        _context_layout: TokenLayout | None = None,
     ) -> Tensor:
         """Run x through all layers.
 
@@ -63,17 +64,17 @@ class Transformer(nn.Module):
             (B, T, dim), normalized.
         """
         _check_vectors(x, self.config.dim)
-        self._redraw_features()
         if _layout is None:
             _layout = TokenLayout.of(x, causal=self.config.causal, key_mask=key_mask, packing=packing)
-        context_layout = None
+        self._redraw_features(_layout.shard)
         if self.config.cross is not None:
             if context is None:
                 raise ValueError("this model attends to a context: pass context=, of shape (B, S, dim)")
-            context_layout = TokenLayout.of(context, causal=False, key_mask=context_mask, packing=context_packing)
+            if _context_layout is None:
+                _context_layout = TokenLayout.of(context, causal=False, key_mask=context_mask, packing=context_packing)
         elif context is not None or context_mask is not None or context_packing is not None:
             raise ValueError("a context was given, but this model has no cross-attention: set ModelConfig.cross")
-        return self.normalize(self.stack(x, _layout, context, context_layout))
+        return self.normalize(self.stack(x, _layout, context, _context_layout))
 
     def new_state(
         self,
@@ -117,7 +118,9 @@ class Transformer(nn.Module):
             branches.append(held)
         return replace(state, branches=tuple(branches))
 
-    def extend(self, x: Tensor, state: StackState, *, key_mask: Tensor | None = None) -> tuple[Tensor, StackState]:
+    def extend(
+        self, x: Tensor, state: StackState, *, key_mask: Tensor | None = None, _layout: TokenLayout | None = None
+    ) -> tuple[Tensor, StackState]:
         """Run new tokens x (B, T, dim) after those of the state; causal models only.
 
         Returns:
@@ -128,8 +131,9 @@ class Transformer(nn.Module):
             raise TypeError(f"state must be what new_state or extend returned, got a {type(state).__name__}")
         if not self.config.causal:
             raise ValueError("only a causal model can be extended: build it with causal=True")
-        if key_mask is None or x.shape[1] == 0:
-            out, state = self.stack.extend(x, TokenLayout.of(x, causal=True, start=state.end), state)
+        if _layout is not None or key_mask is None or x.shape[1] == 0:
+            layout = TokenLayout.of(x, causal=True, start=state.end) if _layout is None else _layout
+            out, state = self.stack.extend(x, layout, state)
             return self.normalize(out), state
         span = PaddedSpan.of(key_mask)
         (rolled,) = span.roll(x[:, :, None])
@@ -142,8 +146,8 @@ class Transformer(nn.Module):
         """Apply the final norm."""
         return x if self.norm is None else self.norm(x)
 
-    def _redraw_features(self) -> None:
-        """Count a training forward, and redraw the random features that are due.
+    def _redraw_features(self, shard: SequenceShard | None) -> None:
+        """Count a training forward, and redraw the random features that are due, alike on all ranks of a shard.
 
         Done here, before the first layer and outside anything that is recomputed.
         """
@@ -153,7 +157,10 @@ class Transformer(nn.Module):
             if isinstance(branch, ResidualBranch) and isinstance(branch.layer, Attention):
                 for part in branch.layer.mechanism.modules():
                     if getattr(part, "redraw_interval", None) is not None:
+                        before = part.draw
                         cast("Any", part).count_forward()
+                        if shard is not None and part.draw != before:
+                            shard.share(list(part.buffers()))
 
 
 class ModelStateOptions(StateOptions, total=False):
@@ -194,9 +201,11 @@ class LanguageModel(nn.Module):
         context_mask: Tensor | None = None,
         context_packing: Packing | None = None,
         _layout: TokenLayout | None = None,
+        _context_layout: TokenLayout | None = None,
     ) -> Tensor:
         """Compute logits (B, T, vocab_size) of tokens (B, T); other arguments as for `Transformer.forward`."""
-        return self.logits(self._hidden(tokens, key_mask, packing, context, context_mask, context_packing, _layout))
+        given = key_mask, packing, context, context_mask, context_packing, _layout, _context_layout
+        return self.logits(self._hidden(tokens, *given))
 
     def hidden(
         self,
@@ -207,9 +216,10 @@ class LanguageModel(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         context_packing: Packing | None = None,
+        _layout: TokenLayout | None = None,
     ) -> Tensor:
         """Compute the last layer's vectors (B, T, dim), normalized; arguments as for `forward`."""
-        return self._hidden(tokens, key_mask, packing, context, context_mask, context_packing)
+        return self._hidden(tokens, key_mask, packing, context, context_mask, context_packing, _layout)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits (B, T, vocab_size) of vectors (B, T, dim) from `hidden`."""
@@ -228,6 +238,7 @@ class LanguageModel(nn.Module):
         context_mask: Tensor | None = None,
         context_packing: Packing | None = None,
         _layout: TokenLayout | None = None,
+        _context_layout: TokenLayout | None = None,
     ) -> Tensor:
         """Compute the mean cross-entropy of labels without storing all logits at once.
 
@@ -246,7 +257,8 @@ class LanguageModel(nn.Module):
             labels = _next_tokens(tokens, key_mask, packing)
         else:
             self._check_labels(labels, tokens)
-        hidden = self._hidden(tokens, key_mask, packing, context, context_mask, context_packing, _layout)
+        given = key_mask, packing, context, context_mask, context_packing, _layout, _context_layout
+        hidden = self._hidden(tokens, *given)
         narrow = hidden if self.from_dim is None else self.from_dim(hidden)
         narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
         weight = self.embedding.weight if self.to_logits is None else self.to_logits.weight
@@ -260,13 +272,15 @@ class LanguageModel(nn.Module):
             self.positions.check(longest)
         return self.transformer.new_state(batch_size, **options)
 
-    def extend(self, tokens: Tensor, state: StackState, *, key_mask: Tensor | None = None) -> tuple[Tensor, StackState]:
+    def extend(
+        self, tokens: Tensor, state: StackState, *, key_mask: Tensor | None = None, _layout: TokenLayout | None = None
+    ) -> tuple[Tensor, StackState]:
         """Compute logits (B, T, vocab_size) of new tokens (B, T) after those of the state, and the state after them."""
-        hidden, state = self.extend_hidden(tokens, state, key_mask=key_mask)
+        hidden, state = self.extend_hidden(tokens, state, key_mask=key_mask, _layout=_layout)
         return self.logits(hidden), state
 
     def extend_hidden(
-        self, tokens: Tensor, state: StackState, *, key_mask: Tensor | None = None
+        self, tokens: Tensor, state: StackState, *, key_mask: Tensor | None = None, _layout: TokenLayout | None = None
     ) -> tuple[Tensor, StackState]:
         """Extend as `extend` does, but return the last layer's vectors (B, T, dim) in place of logits."""
         _check_tokens(tokens)
@@ -276,11 +290,14 @@ class LanguageModel(nn.Module):
             raise ValueError(
                 f"the state holds {len(state.length)} sequences, the input {len(tokens)}: tokens need a row for each"
             )
-        layout = TokenLayout.of(tokens, causal=True, key_mask=key_mask, start=state.end)
+        layout = _layout
+        if layout is None:
+            layout = TokenLayout.of(tokens, causal=True, key_mask=key_mask, start=state.end)
         longest = 0
         if self.positions is not None and self.positions.reach is not None and tokens.device.type == "cpu":
             longest = int(layout.position.max()) + 1 if layout.position.numel() else 0
-        return self.transformer.extend(self._embed(tokens, layout, longest), state, key_mask=key_mask)
+        x = self._embed(tokens, layout, longest)
+        return self.transformer.extend(x, state, key_mask=key_mask, _layout=_layout)
 
     def decode_step(self, tokens: Tensor, state: StackState) -> tuple[Tensor, StackState]:
         """Compute logits (B, V) of one token (B,) of a decode loop, unchecked, without gradients, updating the state.
@@ -315,6 +332,7 @@ class LanguageModel(nn.Module):
         context_mask: Tensor | None,
         context_packing: Packing | None,
         layout: TokenLayout | None = None,
+        context_layout: TokenLayout | None = None,
     ) -> Tensor:
         _check_tokens(tokens)
         if layout is None and key_mask is None and packing is None:
@@ -328,8 +346,9 @@ class LanguageModel(nn.Module):
         reach = None if self.positions is None else self.positions.reach
         if reach is not None and longest > reach and key_mask is not None:
             longest = int(layout.position.max()) + 1  # padding has no position
-        masks: dict[str, Any] = {"context_mask": context_mask, "context_packing": context_packing}
-        return self.transformer(self._embed(tokens, layout, longest), context=context, **masks, _layout=layout)
+        given: dict[str, Any] = {"context": context, "context_mask": context_mask, "context_packing": context_packing}
+        given |= {"_layout": layout, "_context_layout": context_layout}
+        return self.transformer(self._embed(tokens, layout, longest), **given)
 
     def _look_up(self, tokens: Tensor) -> Tensor:
         try:
@@ -407,11 +426,13 @@ class EncoderDecoder(nn.Module):
         mask = target_mask[:, :-1]
         return self.decoder.loss(target[:, :-1], labels, key_mask=mask, context=context, context_mask=source_mask)
 
-    def encode(self, source: Tensor, source_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def encode(
+        self, source: Tensor, source_mask: Tensor | None = None, *, _layout: TokenLayout | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the source's vectors (B, S, dim) and its mask."""
         _check_tokens(source)
         source_mask = source != self.pad_token if source_mask is None else source_mask
-        vectors = self.encoder.hidden(source, key_mask=source_mask)
+        vectors = self.encoder.hidden(source, key_mask=source_mask, _layout=_layout)
         return vectors if self.encoder.from_dim is None else self.encoder.from_dim(vectors), source_mask
 
 

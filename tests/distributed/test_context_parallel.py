@@ -121,12 +121,8 @@ def check_arguments(rank: int, ranks: int, port: int) -> None:
     loss = divided.loss(tokens[:, piece], labels[:, piece])
     assert abs(float(loss) - float(model.loss(tokens, labels))) < 1e-9
     assert abs(float(loss) - float(divided.loss(tokens[:, piece]))) > 1e-3
-    with pytest.raises(ValueError, match="takes a Transformer or LanguageModel, got a Linear"):
+    with pytest.raises(ValueError, match=r"takes a Transformer, LanguageModel, .* got a Linear"):
         context_parallel(torch.nn.Linear(2, 2), dist.group.WORLD)
-    attention = AttentionConfig(num_heads=4)
-    cross = LanguageModel(ModelConfig(dim=16, depth=1, causal=True, vocab_size=V, attention=attention, cross=attention))
-    with pytest.raises(ValueError, match="cross-attention and axial attention cannot be divided"):
-        context_parallel(cross, dist.group.WORLD)
     with pytest.raises(ValueError, match=r"pieces of the same sequences, got batch sizes \[1, 2\]"):
         divided(torch.zeros(1 + rank, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"packing must be that of the whole sequence, of 6 tokens, got \[6, 5\]"):
