@@ -170,7 +170,7 @@ class ContextParallel(nn.Module):
         numbers = {
             "method": _METHODS.index(method),
             "width": x.shape[2] if x.ndim == 3 else 0,
-            "training": self.training,
+            "training": self.model.training,
         }
         numbers |= {"gradients_are_on": torch.is_grad_enabled(), **call}
         return Shard(self.group, x, key_mask, packing, causal=causal, start=start, **numbers)
