@@ -1,0 +1,552 @@
+"""Gated linear attention with at most one decay per head, by one kernel that walks along a sequence.
+
+With G the sums of log α, S the state and dS its gradient, results and gradients have one form. Rows a see columns b, whose
+values c they add up, and pass a state between chunks:
+
+    out:  rows q, columns k, values v, state S         o_i  = σ e^{G_i} Sᵀ q_i + Σ_{j ≤ i} w_ij (q_i · k_j) v_j
+    dq:   rows d, columns v, values k, state Sᵀ        dq_i = σ e^{G_i} S d_i + Σ_{j ≤ i} w_ij (d_i · v_j) k_j
+    dv:   rows k, columns q, values d, state dS        dv_j = β_j e^{G_C − G_j} dSᵀ k_j + Σ_{i ≥ j} w_ij (q_i · k_j) d_i
+    dk:   rows v, columns d, values q, state dSᵀ       dk_j = β_j e^{G_C − G_j} dS v_j + Σ_{i ≥ j} w_ij (d_i · v_j) q_i
+
+with w_ij = σ β_j e^{G_i − G_j} and d the gradient of out; the last two walk from the end. A sequence is divided into
+segments of several chunks, about as many segments as the device runs programs at once. Where there are several, a walk
+without rows computes the state at the end of each, and a scan the states between them. A state is stored with values
+first, and results are computed transposed: a product takes the state from registers.
+
+dg_t = Σ_{i ≥ t} (q_i · dq_i − k_i · dk_i) + ⟨dS, S⟩ after the last of these i. Both sums contain the same pairs, rounded
+alike, so that these cancel; the rounding of states adds up, and ⟨dS, S⟩ is taken anew every few chunks.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspan.ops.common.exp import LOG2E, exp2
+from longspan.ops.common.launch import (
+    Launch,
+    Plan,
+    Signature,
+    Strides,
+    Workspace,
+    dense,
+    dense_rows,
+    new_like,
+    on_device,
+)
+from longspan.ops.common.tiles import FLOOR, add_product, padded, product, zeros
+from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
+from longspan.ops.linear.triton import PRECISION
+
+CHUNK = 64  # 32 for other dtypes than bfloat16, whose products take more registers
+STAGES = 3  # With fewer, no chunk is loaded while another is in use.
+CHECK = 8  # Chunks from one ⟨dS, S⟩ to the next; 1 for other dtypes than bfloat16
+
+# Values per token in p_gates: log₂ of the decay since the chunk's start as a sum of two numbers, and β.
+GATES = tl.constexpr(3)
+
+# Compile-time constants of a walk: key heads, query heads of each, width of rows and columns, of values, tokens in a
+# chunk, padded widths, tiles of values.
+# BACK: from the end, with queries as columns. READ: there are rows; else only the state is computed. DECAY, BETA: there
+# are gates. FULL: every row of every chunk exists. ROWS: results times p_x are added up by row, before β if LAST_BETA,
+# in which β multiplies results. CHECK: chunks after which ⟨dS, S⟩ is computed, 0 for none. DOT: dtype of products.
+# STRIDE_*: strides along tokens, of a state along rows' width (STATE_A) and values (STATE_V), and of the last one.
+WalkSizes = namedtuple(
+    "WalkSizes",
+    "HKV GROUP A V C BA BV TILES BACK READ DECAY BETA FULL ROWS LAST_BETA CHECK DOT "
+    "STRIDE_A STRIDE_B STRIDE_C STRIDE_X STATE_A STATE_V LAST_A LAST_V",
+)
+
+# Compile-time constants of the scan: D, E, padded widths, values per program, the direction.
+ScanSizes = namedtuple("ScanSizes", "D E BD BE TILE DECAY BACK")
+
+# Compile-time constants of the gates' kernels: key heads, query heads of each, tokens in a chunk, tiles of D and of E.
+GateSizes = namedtuple("GateSizes", "HKV GROUP C TILES_D TILES_E DECAY BETA CHECK")
+
+
+@triton.jit(do_not_specialize=["T"])
+def gated_decay_gates_kernel(p_decay, p_beta, p_gates, T, g, b, S: tl.constexpr):
+    """Gates of one chunk of one head. p_gates: (B, Hkv, chunks, GATES, C); beyond T nothing decays and β is 0.
+
+    Sums are taken in float64 and stored as two numbers: differences behind a token that forgets everything keep their
+    digits.
+    """
+    i_h, i_c, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_t = tl.arange(0, S.C)
+    i_token = (i_c * S.C + i_t).to(tl.int64)
+    m_t = i_token < T
+    p_gates += ((i_b * S.HKV + i_h) * tl.num_programs(1) + i_c) * (GATES * S.C) + i_t
+    if S.DECAY:
+        b_g = tl.load(p_decay + i_b * g.b + i_token * g.t + i_h * g.h, mask=m_t, other=0.0).to(tl.float64)
+        b_g = tl.cumsum(b_g, 0) * tl.full((S.C,), LOG2E, tl.float64)
+        b_high = b_g.to(tl.float32)
+        tl.store(p_gates, b_high)
+        tl.store(p_gates + S.C, (b_g - b_high.to(tl.float64)).to(tl.float32))
+    if S.BETA:
+        tl.store(p_gates + 2 * S.C, tl.load(p_beta + i_b * b.b + i_token * b.t + i_h * b.h, mask=m_t, other=0.0))
+
+
+@triton.jit
+def _pointer(p_x, x, STRIDE: tl.constexpr, i_b, i_0, i_h, column=0):
+    """Pointer to a token of one head; the stride along tokens is known at compile time."""
+    return p_x + (i_b * x.b + i_0.to(tl.int64) * STRIDE + i_h.to(tl.int64) * x.h + column)
+
+
+@triton.jit
+def _load(p_x, STRIDE: tl.constexpr, left, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr):
+    """The (C, BLOCK) block at p_x, of which `left` rows and `columns` columns exist; zeros elsewhere."""
+    i_t, i_d = tl.arange(0, S.C), tl.arange(0, BLOCK)
+    p_x += i_t[:, None] * STRIDE + i_d[None, :]
+    if S.FULL and WIDTH % BLOCK == 0:
+        return tl.load(p_x)
+    m_x = (i_t < left)[:, None]
+    if WIDTH % BLOCK != 0:
+        m_x = m_x & (i_d < columns)[None, :]
+    return tl.load(p_x, mask=m_x, other=0.0)
+
+
+@triton.jit
+def _store(p_x, STRIDE: tl.constexpr, left, columns, b_x, S: tl.constexpr):
+    """Store a block (C, BV)."""
+    i_t, i_v = tl.arange(0, S.C), tl.arange(0, S.BV)
+    p_x += i_t[:, None] * STRIDE + i_v[None, :]
+    b_x = b_x.to(p_x.dtype.element_ty)
+    if S.FULL and S.V % S.BV == 0:
+        tl.store(p_x, b_x)
+    else:
+        tl.store(p_x, b_x, mask=(i_t < left)[:, None] & (i_v < columns)[None, :])
+
+
+@triton.jit
+def _state(p_x, A: tl.constexpr, V: tl.constexpr, S: tl.constexpr):
+    """Pointers to a state (BV, BA) with stride A along the rows' width and V along values."""
+    return p_x + tl.arange(0, S.BV)[:, None] * V + tl.arange(0, S.BA)[None, :] * A
+
+
+@triton.jit
+def _load_gates(p_gates, scale, S: tl.constexpr):
+    """A chunk's G as two numbers, factors (C,) of a state that rows read, of columns that write and of pairs; and log₂
+    of the state's decay. The factor of pairs belongs to keys: columns, or rows if BACK.
+    """
+    i_t = tl.arange(0, S.C)
+    b_high = zeros(S.C)
+    b_low, b_beta, last = b_high, b_high + 1, 0.0
+    if S.BETA:
+        b_beta = tl.load(p_gates + 2 * S.C + i_t)
+    b_start, b_end = b_high + 1, b_high + 1
+    if S.DECAY:
+        b_high, b_low = tl.load(p_gates + i_t), tl.load(p_gates + S.C + i_t)
+        high, low = tl.load(p_gates + S.C - 1), tl.load(p_gates + 2 * S.C - 1)
+        last = high + low
+        b_start, b_end = exp2(b_high + b_low), exp2((high - b_high) + (low - b_low))
+    b_start *= scale
+    if not S.LAST_BETA:
+        b_end *= b_beta
+    b_pair = b_beta * scale
+    if S.LAST_BETA:
+        b_pair = zeros(S.C) + scale
+    return b_high, b_low, b_end if S.BACK else b_start, b_start if S.BACK else b_end, b_pair, b_beta, last
+
+
+@triton.jit
+def _see(b_a, b_b, b_high, b_low, b_pair, S: tl.constexpr, PRECISION: tl.constexpr):
+    """Weights (columns, rows) of the pairs of a chunk."""
+    i_t = tl.arange(0, S.C)
+    b_p = product(b_b.to(S.DOT), tl.trans(b_a.to(S.DOT)), PRECISION)
+    m_seen = i_t[:, None] <= i_t[None, :]
+    if S.BACK:
+        m_seen = i_t[:, None] >= i_t[None, :]
+    if S.DECAY:
+        b_g = (b_high[None, :] - b_high[:, None]) + (b_low[None, :] - b_low[:, None])
+        if S.BACK:
+            b_g = (b_high[:, None] - b_high[None, :]) + (b_low[:, None] - b_low[None, :])
+        b_p *= exp2(tl.where(m_seen, b_g, FLOOR))
+    else:
+        b_p = tl.where(m_seen, b_p, 0)
+    if S.BACK:
+        b_p *= b_pair[None, :]
+    else:
+        b_p *= b_pair[:, None]
+    return b_p.to(S.DOT)
+
+
+@triton.jit
+def _written(b_s, b_b, b_c, b_write, S: tl.constexpr, PRECISION: tl.constexpr):
+    """The state after a chunk's columns."""
+    b_b = b_b.to(tl.float32) * b_write[:, None]
+    return add_product(tl.trans(b_c.to(S.DOT)), b_b.to(S.DOT), b_s, PRECISION)
+
+
+@triton.jit
+def _put(p_out, p_x, p_rows, b_o, b_beta, x, g, left, columns, STRIDE: tl.constexpr, S: tl.constexpr):
+    """Store a chunk's results (BV, C) of query head g, and if ROWS their products with x, added up by row."""
+    if S.ROWS:
+        b_x = _load(p_x + g * x.h, S.STRIDE_X, left, columns, S.V, S.BV, S)
+        tl.store(p_rows + g * S.C + tl.arange(0, S.C), tl.sum(b_o * tl.trans(b_x.to(tl.float32)), 0))
+    if S.LAST_BETA:
+        b_o *= b_beta[None, :]
+    _store(p_out + g * S.V, STRIDE, left, columns, tl.trans(b_o), S)
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "scale"])
+def gated_decay_walk_kernel(
+    p_a, p_b, p_c, p_x, p_gates, p_states, p_totals, p_out, p_rows, p_checks, p_cross, p_last,
+    T, segments, chunks, scale, a, b, c, x, S: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """One segment of one key head and its query heads, and one tile of values.
+
+    p_states: (B, Hkv, segments, ·) the state at which a walk begins; written at its end unless READ, and p_totals: (B,
+    Hkv, segments) log₂ of the decay. p_rows: (tiles, B, Hkv, chunks, rows' heads, C). p_checks, p_cross: (B, Hkv,
+    segments, checks, tiles, ·) states and ⟨dS, S⟩. p_last: (B, Hkv, D, E) the state at the end, or None.
+    """
+    ROWS: tl.constexpr = 1 if S.BACK else S.GROUP
+    COLUMNS: tl.constexpr = S.GROUP if S.BACK else 1
+    STEP: tl.constexpr = -S.C if S.BACK else S.C
+    STRIDE: tl.constexpr = S.HKV * ROWS * S.V
+    pid = tl.program_id(0)
+    walks = segments if S.READ else segments - 1
+    i_h, i_v = pid % S.HKV, (pid // S.HKV) % S.TILES
+    i_s = (pid // (S.HKV * S.TILES)) % walks
+    i_b = (pid // (S.HKV * S.TILES) // walks).to(tl.int64)
+    if S.BACK and not S.READ:
+        i_s += 1
+    i_x = i_b * S.HKV + i_h
+    i_c = i_s * chunks
+    count = tl.minimum(chunks, tl.cdiv(T - i_c * S.C, S.C))
+    if S.BACK:
+        i_c += count - 1
+    i_0 = i_c * S.C
+    left, columns = T - i_0, S.V - i_v * S.BV
+    p_b = _pointer(p_b, b, S.STRIDE_B, i_b, i_0, i_h * COLUMNS)
+    p_c = _pointer(p_c, c, S.STRIDE_C, i_b, i_0, i_h * COLUMNS, i_v * S.BV)
+    total_chunks = tl.cdiv(T, S.C)
+    p_gates += (i_x * total_chunks + i_c) * (GATES * S.C)
+    i_segment = i_x * segments + i_s
+    p_states = _state(p_states + i_segment * (S.BA * S.BV * S.TILES) + i_v * S.BV * S.STATE_V, S.STATE_A, S.STATE_V, S)
+    if S.READ:
+        p_a = _pointer(p_a, a, S.STRIDE_A, i_b, i_0, i_h * ROWS)
+        p_out += ((i_b * T + i_0) * (S.HKV * ROWS) + i_h * ROWS) * S.V + i_v * S.BV
+        b_s = tl.load(p_states)
+    else:
+        b_s = zeros(S.BV, S.BA)
+    if S.ROWS:
+        p_x = _pointer(p_x, x, S.STRIDE_X, i_b, i_0, i_h * ROWS, i_v * S.BV)
+        programs = tl.num_programs(0) // (segments * S.TILES)
+        p_rows += ((i_v.to(tl.int64) * programs + i_x) * total_chunks + i_c) * (ROWS * S.C)
+    if S.CHECK > 0:
+        i_check = (i_segment * tl.cdiv(chunks, S.CHECK)) * S.TILES + i_v
+    total = 0.0
+    for i in tl.range(count, num_stages=STAGES):
+        b_high, b_low, b_read, b_write, b_pair, b_beta, last = _load_gates(p_gates, scale, S)
+        if S.CHECK > 0 and S.BACK:
+            done = count - i
+            if (done % S.CHECK == 0) | (i == 0):
+                i_o = i_check + (done - 1) // S.CHECK * S.TILES
+                b_then = tl.load(_state(p_checks + i_o * (S.BA * S.BV), 1, S.BA, S)).to(tl.float32)
+                tl.store(p_cross + i_o, tl.sum(tl.sum(b_then * b_s, 1)))
+        if S.READ and S.BACK:
+            b_a = _load(p_a, S.STRIDE_A, left, S.A, S.A, S.BA, S)
+            b_o = product(b_s.to(S.DOT), tl.trans(b_a.to(S.DOT)), PRECISION) * b_read[None, :]
+            if S.DECAY:
+                b_s *= exp2(last)
+            for g in range(COLUMNS):
+                b_b = _load(p_b + g * b.h, S.STRIDE_B, left, S.A, S.A, S.BA, S)
+                b_c = _load(p_c + g * c.h, S.STRIDE_C, left, columns, S.V, S.BV, S)
+                b_p = _see(b_a, b_b, b_high, b_low, b_pair, S, PRECISION)
+                b_o = add_product(tl.trans(b_c.to(S.DOT)), b_p, b_o, PRECISION)
+                b_s = _written(b_s, b_b, b_c, b_write, S, PRECISION)
+            _put(p_out, p_x, p_rows, b_o, b_beta, x, 0, left, columns, STRIDE, S)
+        elif S.READ:
+            b_b = _load(p_b, S.STRIDE_B, left, S.A, S.A, S.BA, S)
+            b_c = _load(p_c, S.STRIDE_C, left, columns, S.V, S.BV, S)
+            b_before = b_s.to(S.DOT)
+            for g in range(ROWS):
+                b_a = _load(p_a + g * a.h, S.STRIDE_A, left, S.A, S.A, S.BA, S)
+                b_o = product(b_before, tl.trans(b_a.to(S.DOT)), PRECISION) * b_read[None, :]
+                b_p = _see(b_a, b_b, b_high, b_low, b_pair, S, PRECISION)
+                b_o = add_product(tl.trans(b_c.to(S.DOT)), b_p, b_o, PRECISION)
+                _put(p_out, p_x, p_rows, b_o, b_beta, x, g, left, columns, STRIDE, S)
+            if S.DECAY:
+                b_s *= exp2(last)
+            b_s = _written(b_s, b_b, b_c, b_write, S, PRECISION)
+        else:
+            if S.DECAY:
+                b_s *= exp2(last)
+            for g in range(COLUMNS):
+                b_b = _load(p_b + g * b.h, S.STRIDE_B, left, S.A, S.A, S.BA, S)
+                b_c = _load(p_c + g * c.h, S.STRIDE_C, left, columns, S.V, S.BV, S)
+                b_s = _written(b_s, b_b, b_c, b_write, S, PRECISION)
+        if S.CHECK > 0 and not S.BACK:
+            if ((i + 1) % S.CHECK == 0) | (i == count - 1):
+                p_o = _state(p_checks + (i_check + i // S.CHECK * S.TILES) * (S.BA * S.BV), 1, S.BA, S)
+                tl.store(p_o, b_s.to(p_checks.dtype.element_ty))
+        total += last
+        if S.READ:
+            p_a += STEP * S.STRIDE_A
+            p_out += STEP * S.HKV * ROWS * S.V
+        if S.ROWS:
+            p_x += STEP * S.STRIDE_X
+            p_rows += STEP * ROWS
+        p_b += STEP * S.STRIDE_B
+        p_c += STEP * S.STRIDE_C
+        p_gates += STEP * GATES
+        left -= STEP
+    if not S.READ:
+        tl.store(p_states, b_s)
+        if i_v == 0:
+            tl.store(p_totals + i_segment, total)
+    elif p_last is not None:
+        if i_s == (0 if S.BACK else segments - 1):
+            p_last += i_x * (S.A * S.V) + i_v * S.BV * S.LAST_V
+            m_s = (tl.arange(0, S.BV) < columns)[:, None] & (tl.arange(0, S.BA) < S.A)[None, :]
+            tl.store(_state(p_last, S.LAST_A, S.LAST_V, S), b_s, mask=m_s)
+
+
+@triton.jit(do_not_specialize=["segments"])
+def gated_decay_scan_kernel(p_states, p_totals, p_enter, segments, S: tl.constexpr):
+    """States at which walks begin, from the segments' own, in place; p_enter: (B, Hkv, D, E) the first, or None."""
+    i_x, i_tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_e, i_d = i_tile * S.TILE + tl.arange(0, S.TILE), tl.arange(0, S.BD)
+    b_s = zeros(S.TILE, S.BD)
+    if p_enter is not None:
+        m_s = (i_e < S.E)[:, None] & (i_d < S.D)[None, :]
+        b_s = tl.load(p_enter + i_x * (S.D * S.E) + i_e[:, None] + i_d[None, :] * S.E, mask=m_s, other=0.0)
+    p_states += i_x * segments * (S.BD * S.BE) + i_e[:, None] * S.BD + i_d[None, :]
+    for i in tl.range(segments - 1, num_stages=4):
+        i_s = segments - 1 - i if S.BACK else i
+        b_more = tl.load(p_states + i_s * (S.BD * S.BE))
+        tl.store(p_states + i_s * (S.BD * S.BE), b_s)
+        if S.DECAY:
+            b_s *= exp2(tl.load(p_totals + i_x * segments + i_s))
+        b_s += b_more
+    tl.store(p_states + (0 if S.BACK else segments - 1) * (S.BD * S.BE), b_s)
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks"])
+def gated_decay_gate_gradients_kernel(
+    p_queries, p_keys, p_values, p_cross, p_d_decay, p_d_beta, T, segments, chunks, S: tl.constexpr
+):
+    """Gradients of the gates of one head's tokens from one ⟨dS, S⟩ to the next.
+
+    p_queries, p_keys, p_values: q · dq, k · dk and v · dv / β by row, as walks store them.
+    """
+    checks = tl.cdiv(chunks, S.CHECK)
+    i_x, i_s, i_g = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    i_t = tl.arange(0, S.C)
+    total_chunks = tl.cdiv(T, S.C)
+    first = i_s * chunks + i_g * S.CHECK
+    end = tl.minimum(tl.minimum(first + S.CHECK, (i_s + 1) * chunks), total_chunks)
+    programs = tl.num_programs(0).to(tl.int64)
+    i_b, i_h = i_x // S.HKV, i_x % S.HKV
+    after = 0.0
+    if S.DECAY and first < end:
+        for i_v in range(S.TILES_D):
+            p_o = p_cross + ((i_x * segments + i_s) * checks + i_g) * S.TILES_D + i_v
+            after += tl.load(p_o)
+    for i in range(end - first):
+        i_c = end - 1 - i
+        i_token = i_c * S.C + i_t
+        m_t = i_token < T
+        p_o = (i_b * T + i_token) * S.HKV + i_h
+        if S.DECAY:
+            b_d = zeros(S.C)
+            for i_v in range(S.TILES_D):
+                i_o = (i_v * programs + i_x) * total_chunks + i_c
+                b_d -= tl.load(p_keys + i_o * S.C + i_t)
+                for g in range(S.GROUP):
+                    b_d += tl.load(p_queries + (i_o * S.GROUP + g) * S.C + i_t)
+            tl.store(p_d_decay + p_o, tl.cumsum(b_d, 0, reverse=True) + after, mask=m_t)
+            after += tl.sum(b_d)
+        if S.BETA:
+            b_d = zeros(S.C)
+            for i_v in range(S.TILES_E):
+                b_d += tl.load(p_values + ((i_v * programs + i_x) * total_chunks + i_c) * S.C + i_t)
+            tl.store(p_d_beta + p_o, b_d, mask=m_t)
+
+
+def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out, the state after the last token, and the states for `backward`."""
+    q, k, v, state = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense(x.state)
+    plan = _DecayForward.of((q, k, v, x.log_decay, x.beta, state), problem)
+    out = v.new_empty(plan.out_shape)
+    last = q.new_empty(plan.state_shape, dtype=torch.float32)
+    saved = plan.saved.allocate(q, zeroed=zeroed)
+    work = plan.workspace.allocate(q)
+    (states,) = plan.pointers(plan.saved, saved)
+    gates, totals = plan.pointers(plan.workspace, work)
+    with on_device(q):
+        plan.gates(x.log_decay, x.beta, gates)
+        plan.sums(None, k, v, None, gates, states, totals, None, None, None, None, None)
+        plan.scan(states, totals, state)
+        plan.out(q, k, v, None, gates, states, None, out, None, None, None, last)
+    return out, last, saved
+
+
+def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, v, log_decay, beta and of the state before the first token."""
+    q, k, v, d = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense_rows(saved.d_out)
+    d_state = dense(saved.d_state)
+    plan = _DecayBackward.of((q, k, v, x.log_decay, x.beta, d_state, d, x.state, saved.starts), problem)
+    d_q, d_k, d_v = new_like(q), new_like(k), new_like(v)
+    d_decay, d_beta, d_start = (None if y is None else new_like(y) for y in (x.log_decay, x.beta, x.state))
+    work = plan.workspace.allocate(q)
+    (states,) = plan.pointers(plan.saved, saved.starts)
+    gates, totals, d_states, queries, keys, values, checks, cross = plan.pointers(plan.workspace, work)
+    with on_device(q):
+        plan.gates(x.log_decay, x.beta, gates)
+        plan.sums(None, q, d, None, gates, d_states, totals, None, None, None, None, None)
+        plan.scan(d_states, totals, d_state)
+        plan.queries(d, v, k, q, gates, states, None, d_q, queries, checks, None, None)
+        plan.keys(v, d, q, k, gates, d_states, None, d_k, keys, checks, cross, d_start)
+        plan.values(k, q, d, v, gates, d_states, None, d_v, values, None, None, None)
+        plan.gate_gradients(queries, keys, values, cross, d_decay, d_beta)
+    return d_q, d_k, d_v, d_decay, d_beta, d_start
+
+
+def saved_size(x: GatedInputs, problem: GatedProblem) -> int:
+    """Return the number of float32 elements that `forward` saves; it does not depend on the length."""
+    (B, _, Hkv, D), E, device = x.k.shape, x.v.shape[3], x.q.device.index if x.q.is_cuda else -1
+    least = 64 if x.q.dtype == torch.bfloat16 else 16
+    return _saved(device, B * Hkv, padded(D, least), padded(E, least)).size
+
+
+class _DecayPlan(Plan):
+    """A sequence has `num_chunks` chunks, in segments of `run` chunks each."""
+
+    def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
+        super().__init__(device)
+        q, k, v, log_decay, beta = key[:5]
+        self.tensors = {"q": q, "k": k, "v": v, "g": log_decay, "b": beta}
+        (self.B, self.T, self.H, self.D), (self.Hkv, self.E) = q[0], v[0][2:]
+        self.dtype, self.scale = q[2], problem.scale
+        self.bf16 = self.dtype == torch.bfloat16
+        self.heads, self.group = self.B * self.Hkv, self.H // self.Hkv
+        self.out_shape, self.state_shape = (self.B, self.T, self.H, self.E), (self.B, self.Hkv, self.D, self.E)
+        self.chunk = CHUNK if self.bf16 else CHUNK // 2
+        self.BD, self.BE = (padded(size, 64 if self.bf16 else 16) for size in (self.D, self.E))
+        self.num_chunks = -(-self.T // self.chunk)
+        self.tiles = {"D": self.BD // self.tile(self.BD, self.BE), "E": self.BE // self.tile(self.BE, self.BD)}
+        programs = _resident_programs(device, self.BD, self.BE) // (self.heads * max(self.tiles.values()))
+        segments = max(1, min(programs, self.num_chunks // 2))
+        self.run = -(-self.num_chunks // segments)
+        self.segments = -(-self.num_chunks // self.run)
+        self.saved = _saved(device, self.heads, self.BD, self.BE)
+        self.check = CHECK if self.bf16 else 1
+        self.decay, self.beta = log_decay is not None, beta is not None
+
+    def tile(self, values: int, width: int) -> int:
+        """Return the number of values in a tile, given the padded number of values and the width of rows."""
+        if self.bf16:
+            return min(values, 128 if width <= 128 else 64)
+        return min(values, max(16, 4096 // width))
+
+    @property
+    def gate_buffers(self) -> list[tuple[int, torch.dtype]]:
+        """Gates of each token, and the decay of each segment."""
+        tokens = self.heads * self.num_chunks * self.chunk
+        return [(tokens * GATES.value, torch.float32), (self.heads * self.segments, torch.float32)]
+
+    def gates_launch(self) -> Any:
+        if not (self.decay or self.beta):
+            return _nothing
+        sizes = GateSizes(self.Hkv, 0, self.chunk, 0, 0, self.decay, self.beta, 0)
+        strides = [Strides(0, 0, 0) if x is None else Strides.of(x) for x in (self.tensors["g"], self.tensors["b"])]
+        grid, constants = (self.Hkv, self.num_chunks, self.B), {"S": sizes, "num_warps": 1}
+        return self.launch(gated_decay_gates_kernel, grid, (self.T, *strides), constants)
+
+    def walk(self, names: str, *, back: bool, values: str, check: int = 0, rows: bool = False) -> Any:
+        """Create the launch of a walk.
+
+        Args:
+            names: Tensors that are rows, columns, values and factors of results; "-" for none.
+            back: Whether the walk is from the end.
+            values: The width of values, "D" or "E".
+            check: Chunks between ⟨dS, S⟩, or 0.
+            rows: Whether to add up results by row.
+        """
+        V, A, BV, BA = (self.D, self.E, self.BD, self.BE) if values == "D" else (self.E, self.D, self.BE, self.BD)
+        read, tile = names[0] != "-", self.tile(BV, BA)
+        given = [self.tensors[name] if name != "-" else None for name in names]
+        strides = [Strides(0, 0, 0) if x is None else Strides.of(x) for x in given]
+        sizes = WalkSizes(
+            *(self.Hkv, self.group, A, V, self.chunk, BA, tile, BV // tile, back, read, self.decay, self.beta),
+            *(self.T % self.chunk == 0, rows, self.beta and back and values == "E", check),
+            *(tl.bfloat16 if self.bf16 else tl.float32, *[x.t for x in strides]),
+            *((self.BD, 1, 1, self.E) if values == "D" else (1, self.BD, self.E, 1)),
+        )
+        segments = self.segments if read else self.segments - 1
+        if not segments:
+            return _nothing
+        warps = 8 if self.bf16 and tile * BA > 64 * 64 else 4
+        stages = STAGES if self.bf16 else 1
+        constants = {"S": sizes, "PRECISION": PRECISION[self.dtype], "STAGES": stages, "num_warps": warps}
+        scalars = self.T, self.segments, self.run, self.scale, *strides
+        return self.launch(gated_decay_walk_kernel, (self.heads * segments * sizes.TILES,), scalars, constants)
+
+    def scan_launch(self, *, back: bool) -> Launch:
+        sizes = ScanSizes(self.D, self.E, self.BD, self.BE, 16, self.decay, back)
+        return self.launch(gated_decay_scan_kernel, (self.heads, self.BE // 16), (self.segments,), {"S": sizes})
+
+
+class _DecayForward(_DecayPlan):
+    def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
+        super().__init__(device, key, problem)
+        self.workspace = Workspace(*self.gate_buffers)
+        self.gates = self.gates_launch()
+        self.sums = self.walk("-kv-", back=False, values="E")
+        self.scan = self.scan_launch(back=False)
+        self.out = self.walk("qkv-", back=False, values="E")
+
+
+class _DecayBackward(_DecayPlan):
+    def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
+        super().__init__(device, key, problem)
+        self.tensors["d"] = key[6]
+        check, tokens = self.check if self.decay else 0, self.heads * self.num_chunks * self.chunk
+        checks = self.heads * self.segments * -(-self.run // self.check) if self.decay else 0
+        rows = tokens * self.tiles["D"] if self.decay else 0
+        values = tokens * self.tiles["E"] if self.beta else 0
+        self.workspace = Workspace(
+            *self.gate_buffers,
+            *[(size, torch.float32) for size in (self.saved.size, rows * self.group, rows, values)],
+            (checks * self.BD * self.BE, self.dtype if self.bf16 else torch.float32),
+            (checks * self.tiles["D"], torch.float32),
+        )
+        self.gates = self.gates_launch()
+        self.sums = self.walk("-qd-", back=True, values="E")
+        self.scan = self.scan_launch(back=True)
+        self.queries = self.walk("dvkq", back=False, values="D", check=check, rows=self.decay)
+        self.keys = self.walk("vdqk", back=True, values="D", check=check, rows=self.decay)
+        self.values = self.walk("kqdv", back=True, values="E", rows=self.beta)
+        self.gate_gradients = self.gate_gradients_launch()
+
+    def gate_gradients_launch(self) -> Any:
+        if not (self.decay or self.beta):
+            return _nothing
+        tiles = self.tiles["D"], self.tiles["E"]
+        sizes = GateSizes(self.Hkv, self.group, self.chunk, *tiles, self.decay, self.beta, self.check)
+        grid, scalars = (self.heads, self.segments, -(-self.run // self.check)), (self.T, self.segments, self.run)
+        return self.launch(gated_decay_gate_gradients_kernel, grid, scalars, {"S": sizes, "num_warps": 1})
+
+
+def _nothing(*_: Any) -> None:
+    """In place of a launch that has nothing to do."""
+
+
+def _resident_programs(device: int, BD: int, BE: int) -> int:
+    """How many programs the device runs at once: two per multiprocessor, or one with a large state.
+
+    Triton's interpreter runs one after the other.
+    """
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
+    return processors * (2 if BD * BE <= 64 * 64 else 1)
+
+
+def _saved(device: int, heads: int, BD: int, BE: int) -> Workspace:
+    """States of each segment. The size is an upper bound for any length: under torch.compile it is not known."""
+    return Workspace(((heads + _resident_programs(device, BD, BE)) * BD * BE, torch.float32))

@@ -1,0 +1,113 @@
+"""Cases for the Triton kernels of gated linear attention, and their comparison with eager PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved, _kernels, triton_algorithm
+from longspan.ops.gated import torch as torch_chunk
+
+NAMES = ["out", "state", "d_q", "d_k", "d_v", "d_log_decay", "d_beta", "d_start"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes are distinct primes where nothing else matters. decay: None, "head" or "channel"."""
+
+    T: int = 17
+    B: int = 2
+    H: int = 3
+    Hkv: int = 3
+    D: int = 5
+    E: int = 7
+    delta: bool = False
+    decay: str | None = "head"
+    strength: float = 0.3  # Mean of -log_decay
+    forgets: tuple[float, ...] = ()  # log_decay of some tokens
+    beta: bool = True
+    state: bool = True
+    strided: bool = False
+
+    def __str__(self) -> str:
+        default = Case()
+        changed = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+        return "-".join(f"{name}={value}" for name, value in changed.items()) or "default"
+
+
+Arguments = tuple[Tensor, Tensor | None, GatedInputs]
+
+
+def arguments(case: Case, dtype: torch.dtype, device: str) -> Arguments:
+    """The gradients of out and of the state, and the tensors of the op."""
+    B, T, H, Hkv, D, E = case.B, case.T, case.H, case.Hkv, case.D, case.E
+
+    def inputs(heads: int, dim: int) -> Tensor:
+        if case.strided:
+            return torch.randn(B, heads, T + 1, dim + 3)[:, :, 1:, :dim].transpose(1, 2).to(device, dtype)
+        return torch.randn(B, T, heads, dim).to(device, dtype)
+
+    q, k, v, d_out = inputs(H, D), inputs(Hkv, D), inputs(Hkv, E), inputs(H, E)
+    if case.delta:
+        k = (k.float() / k.float().norm(dim=-1, keepdim=True)).to(dtype)
+    decay = beta = None
+    if case.decay is not None:
+        decay = -2 * case.strength * torch.rand(B, T, Hkv, 1 if case.decay == "head" else D)
+        for i, value in enumerate(case.forgets):
+            decay[torch.rand(B, T, Hkv) * 2 * len(case.forgets) < 1 + 0 * i] = value
+        decay = decay.to(device)
+    if case.beta:
+        beta = torch.rand(B, T, Hkv).to(device)
+    state, d_state = (torch.randn(B, Hkv, D, E).to(device) if case.state else None for _ in range(2))
+    return d_out, d_state, GatedInputs(q, k, v, decay, beta, state)
+
+
+def by_torch(case: Case, given: Arguments, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """All results of eager PyTorch on the CPU, with inputs in this dtype."""
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def to(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        return None if x is None else x.cpu().to(dtype)
+
+    d_out, d_state, x = given
+    x = GatedInputs(*(to(y, dtype if i < 3 else sums) for i, y in enumerate(x)))
+    problem = GatedProblem(case.delta, 0.7, "torch")
+    out, state, starts = torch_chunk.forward(x, problem)
+    grads = torch_chunk.backward(GatedSaved(to(d_out, dtype), to(d_state, sums), starts), x, problem)
+    return out, state, *(None if y is None else grad for grad, y in zip(grads, x, strict=True))
+
+
+def by_kernels(case: Case, given: Arguments) -> tuple[Tensor | None, ...]:
+    """All results of the kernels."""
+    d_out, d_state, x = given
+    problem = GatedProblem(case.delta, 0.7, triton_algorithm(x, case.delta))
+    kernels = _kernels(problem.algorithm)
+    out, state, saved = kernels.forward(x, problem)
+    assert saved.numel() == kernels.saved_size(x, problem)
+    return out, state, *kernels.backward(GatedSaved(d_out, d_state, saved), x, problem)
+
+
+def errors(case: Case, given: Arguments, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    """For each result, the largest distance from the float64 truth, and what is allowed: twice that of eager PyTorch in
+    the same dtype, plus an ulp of the largest value. An ulp is one of the inputs' dtype.
+    """
+    found, truth, eager = by_kernels(case, given), by_torch(case, given, torch.float64), by_torch(case, given, dtype)
+    result = {}
+    for name, exact, near, ours in zip(NAMES, truth, eager, found, strict=True):
+        if exact is None or near is None:
+            assert ours is None, name
+            continue
+        assert ours is not None, name
+        assert ours.shape == exact.shape, name
+        assert ours.dtype == near.dtype, name
+        ulp = exact.abs().max().item() * torch.finfo(dtype).eps
+        allowed = 2 * (near.double() - exact).abs().max().item() + ulp
+        result[name] = (ours.cpu().double() - exact).abs().max().item(), allowed
+    return result
+
+
+def check(case: Case, given: Arguments, dtype: torch.dtype) -> None:
+    for name, (error, allowed) in errors(case, given, dtype).items():
+        assert error <= allowed, f"{name}: {error:.3g} from the truth, {allowed:.3g} allowed"
