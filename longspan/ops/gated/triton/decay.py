@@ -47,18 +47,20 @@ CHUNK = 64  # 32 for other dtypes than bfloat16, whose products take more regist
 STAGES = 3  # With fewer, no chunk is loaded while another is in use.
 CHECK = 8  # Chunks from one ⟨dS, S⟩ to the next; 1 for other dtypes than bfloat16
 
-# Values per token in p_gates: log₂ of the decay since the chunk's start as a sum of two numbers, and β.
-GATES = tl.constexpr(3)
+# Values per token in p_gates, with G from the chunk's start: log₂ e^G as a sum of two numbers, the factors σ e^G,
+# β e^{G_C − G} and σ β, then e^{G_C − G} and β.
+GATES = tl.constexpr(7)
 
 # Compile-time constants of a walk: key heads, query heads of each, width of rows and columns, of values, tokens in a
 # chunk, padded widths, tiles of values.
 # BACK: from the end, with queries as columns. READ: there are rows; else only the state is computed. DECAY, BETA: there
 # are gates. FULL: every row of every chunk exists. ROWS: results times p_x are added up by row, before β if LAST_BETA,
 # in which β multiplies results. CHECK: chunks after which ⟨dS, S⟩ is computed, 0 for none. DOT: dtype of products.
+# LOW: G is taken as two numbers.
 # STRIDE_*: strides along tokens, of a state along rows' width (STATE_A) and values (STATE_V), and of the last one.
 WalkSizes = namedtuple(
     "WalkSizes",
-    "HKV GROUP A V C BA BV TILES BACK READ DECAY BETA FULL ROWS LAST_BETA CHECK DOT "
+    "HKV GROUP A V C BA BV TILES BACK READ DECAY BETA FULL ROWS LAST_BETA CHECK DOT LOW "
     "STRIDE_A STRIDE_B STRIDE_C STRIDE_X STATE_A STATE_V LAST_A LAST_V",
 )
 
@@ -69,8 +71,8 @@ ScanSizes = namedtuple("ScanSizes", "D E BD BE TILE DECAY BACK")
 GateSizes = namedtuple("GateSizes", "HKV GROUP C TILES_D TILES_E DECAY BETA CHECK")
 
 
-@triton.jit(do_not_specialize=["T"])
-def gated_decay_gates_kernel(p_decay, p_beta, p_gates, T, g, b, S: tl.constexpr):
+@triton.jit(do_not_specialize=["T", "scale"])
+def gated_decay_gates_kernel(p_decay, p_beta, p_gates, T, scale, g, b, S: tl.constexpr):
     """Gates of one chunk of one head. p_gates: (B, Hkv, chunks, GATES, C); beyond T nothing decays and β is 0.
 
     Sums are taken in float64 and stored as two numbers: differences behind a token that forgets everything keep their
@@ -81,14 +83,26 @@ def gated_decay_gates_kernel(p_decay, p_beta, p_gates, T, g, b, S: tl.constexpr)
     i_token = (i_c * S.C + i_t).to(tl.int64)
     m_t = i_token < T
     p_gates += ((i_b * S.HKV + i_h) * tl.num_programs(1) + i_c) * (GATES * S.C) + i_t
+    b_beta = zeros(S.C) + 1
+    b_start, b_end = b_beta, b_beta
+    if S.BETA:
+        b_beta = tl.load(p_beta + i_b * b.b + i_token * b.t + i_h * b.h, mask=m_t, other=0.0)
     if S.DECAY:
         b_g = tl.load(p_decay + i_b * g.b + i_token * g.t + i_h * g.h, mask=m_t, other=0.0).to(tl.float64)
-        b_g = tl.cumsum(b_g, 0) * tl.full((S.C,), LOG2E, tl.float64)
+        last = tl.sum(b_g)
+        b_g = tl.cumsum(b_g, 0)
+        b_log2e = tl.full((S.C,), LOG2E, tl.float64)
+        b_end = exp2(((last - b_g) * b_log2e).to(tl.float32))
+        b_g *= b_log2e
         b_high = b_g.to(tl.float32)
+        b_start = exp2(b_high)
         tl.store(p_gates, b_high)
         tl.store(p_gates + S.C, (b_g - b_high.to(tl.float64)).to(tl.float32))
-    if S.BETA:
-        tl.store(p_gates + 2 * S.C, tl.load(p_beta + i_b * b.b + i_token * b.t + i_h * b.h, mask=m_t, other=0.0))
+    tl.store(p_gates + 2 * S.C, b_start * scale)
+    tl.store(p_gates + 3 * S.C, b_end * b_beta)
+    tl.store(p_gates + 4 * S.C, b_beta * scale)
+    tl.store(p_gates + 5 * S.C, b_end)
+    tl.store(p_gates + 6 * S.C, b_beta)
 
 
 @triton.jit
@@ -129,67 +143,58 @@ def _state(p_x, A: tl.constexpr, V: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def _load_gates(p_gates, scale, S: tl.constexpr):
-    """A chunk's G as two numbers, factors (C,) of a state that rows read, of columns that write and of pairs; and log₂
-    of the state's decay. The factor of pairs belongs to keys: columns, or rows if BACK.
-    """
+def _differences(p_gates, S: tl.constexpr):
+    """log₂ e^{G_i − G_j} of a chunk's pairs (columns, rows), of which i is the query."""
     i_t = tl.arange(0, S.C)
-    b_high = zeros(S.C)
-    b_low, b_beta, last = b_high, b_high + 1, 0.0
-    if S.BETA:
-        b_beta = tl.load(p_gates + 2 * S.C + i_t)
-    b_start, b_end = b_high + 1, b_high + 1
-    if S.DECAY:
-        b_high, b_low = tl.load(p_gates + i_t), tl.load(p_gates + S.C + i_t)
-        high, low = tl.load(p_gates + S.C - 1), tl.load(p_gates + 2 * S.C - 1)
-        last = high + low
-        b_start, b_end = exp2(b_high + b_low), exp2((high - b_high) + (low - b_low))
-    b_start *= scale
-    if not S.LAST_BETA:
-        b_end *= b_beta
-    b_pair = b_beta * scale
-    if S.LAST_BETA:
-        b_pair = zeros(S.C) + scale
-    return b_high, b_low, b_end if S.BACK else b_start, b_start if S.BACK else b_end, b_pair, b_beta, last
+    b_g = tl.load(p_gates + i_t)
+    b_d = b_g[:, None] - b_g[None, :] if S.BACK else b_g[None, :] - b_g[:, None]
+    if S.LOW:
+        b_g = tl.load(p_gates + S.C + i_t)
+        b_d += b_g[:, None] - b_g[None, :] if S.BACK else b_g[None, :] - b_g[:, None]
+    return b_d
 
 
 @triton.jit
-def _see(b_a, b_b, b_high, b_low, b_pair, S: tl.constexpr, PRECISION: tl.constexpr):
+def _see(b_a, b_b, p_gates, scale, S: tl.constexpr, PRECISION: tl.constexpr):
     """Weights (columns, rows) of the pairs of a chunk."""
     i_t = tl.arange(0, S.C)
     b_p = product(b_b.to(S.DOT), tl.trans(b_a.to(S.DOT)), PRECISION)
-    m_seen = i_t[:, None] <= i_t[None, :]
-    if S.BACK:
-        m_seen = i_t[:, None] >= i_t[None, :]
+    m_seen = i_t[:, None] >= i_t[None, :] if S.BACK else i_t[:, None] <= i_t[None, :]
     if S.DECAY:
-        b_g = (b_high[None, :] - b_high[:, None]) + (b_low[None, :] - b_low[:, None])
-        if S.BACK:
-            b_g = (b_high[:, None] - b_high[None, :]) + (b_low[:, None] - b_low[None, :])
-        b_p *= exp2(tl.where(m_seen, b_g, FLOOR))
+        b_p *= exp2(tl.where(m_seen, _differences(p_gates, S), FLOOR))
     else:
         b_p = tl.where(m_seen, b_p, 0)
-    if S.BACK:
-        b_p *= b_pair[None, :]
+    if not S.BETA or S.LAST_BETA:
+        b_p *= scale
     else:
-        b_p *= b_pair[:, None]
+        b_pair = tl.load(p_gates + 4 * S.C + i_t)
+        b_p *= b_pair[None, :] if S.BACK else b_pair[:, None]
     return b_p.to(S.DOT)
 
 
 @triton.jit
-def _written(b_s, b_b, b_c, b_write, S: tl.constexpr, PRECISION: tl.constexpr):
+def _written(b_s, b_b, b_c, p_gates, S: tl.constexpr, PRECISION: tl.constexpr):
     """The state after a chunk's columns."""
+    b_write = tl.load(p_gates + (2 if S.BACK else 3) * S.C + tl.arange(0, S.C))
     b_b = b_b.to(tl.float32) * b_write[:, None]
     return add_product(tl.trans(b_c.to(S.DOT)), b_b.to(S.DOT), b_s, PRECISION)
 
 
 @triton.jit
-def _put(p_out, p_x, p_rows, b_o, b_beta, x, g, left, columns, STRIDE: tl.constexpr, S: tl.constexpr):
+def _read(b_s, b_a, p_gates, S: tl.constexpr, PRECISION: tl.constexpr):
+    """What a chunk's rows read from the state before it, (BV, C)."""
+    b_read = tl.load(p_gates + ((5 if S.LAST_BETA else 3) if S.BACK else 2) * S.C + tl.arange(0, S.C))
+    return product(b_s.to(S.DOT), tl.trans(b_a.to(S.DOT)), PRECISION) * b_read[None, :]
+
+
+@triton.jit
+def _put(p_out, p_x, p_rows, b_o, p_gates, x, g, left, columns, STRIDE: tl.constexpr, S: tl.constexpr):
     """Store a chunk's results (BV, C) of query head g, and if ROWS their products with x, added up by row."""
     if S.ROWS:
         b_x = _load(p_x + g * x.h, S.STRIDE_X, left, columns, S.V, S.BV, S)
         tl.store(p_rows + g * S.C + tl.arange(0, S.C), tl.sum(b_o * tl.trans(b_x.to(tl.float32)), 0))
     if S.LAST_BETA:
-        b_o *= b_beta[None, :]
+        b_o *= tl.load(p_gates + 6 * S.C + tl.arange(0, S.C))[None, :]
     _store(p_out + g * S.V, STRIDE, left, columns, tl.trans(b_o), S)
 
 
@@ -242,7 +247,9 @@ def gated_decay_walk_kernel(
         i_check = (i_segment * tl.cdiv(chunks, S.CHECK)) * S.TILES + i_v
     total = 0.0
     for i in tl.range(count, num_stages=STAGES):
-        b_high, b_low, b_read, b_write, b_pair, b_beta, last = _load_gates(p_gates, scale, S)
+        last = 0.0
+        if S.DECAY:
+            last = tl.load(p_gates + S.C - 1)
         if S.CHECK > 0 and S.BACK:
             done = count - i
             if (done % S.CHECK == 0) | (i == 0):
@@ -251,36 +258,36 @@ def gated_decay_walk_kernel(
                 tl.store(p_cross + i_o, tl.sum(tl.sum(b_then * b_s, 1)))
         if S.READ and S.BACK:
             b_a = _load(p_a, S.STRIDE_A, left, S.A, S.A, S.BA, S)
-            b_o = product(b_s.to(S.DOT), tl.trans(b_a.to(S.DOT)), PRECISION) * b_read[None, :]
+            b_o = _read(b_s, b_a, p_gates, S, PRECISION)
             if S.DECAY:
                 b_s *= exp2(last)
             for g in range(COLUMNS):
                 b_b = _load(p_b + g * b.h, S.STRIDE_B, left, S.A, S.A, S.BA, S)
                 b_c = _load(p_c + g * c.h, S.STRIDE_C, left, columns, S.V, S.BV, S)
-                b_p = _see(b_a, b_b, b_high, b_low, b_pair, S, PRECISION)
+                b_p = _see(b_a, b_b, p_gates, scale, S, PRECISION)
                 b_o = add_product(tl.trans(b_c.to(S.DOT)), b_p, b_o, PRECISION)
-                b_s = _written(b_s, b_b, b_c, b_write, S, PRECISION)
-            _put(p_out, p_x, p_rows, b_o, b_beta, x, 0, left, columns, STRIDE, S)
+                b_s = _written(b_s, b_b, b_c, p_gates, S, PRECISION)
+            _put(p_out, p_x, p_rows, b_o, p_gates, x, 0, left, columns, STRIDE, S)
         elif S.READ:
             b_b = _load(p_b, S.STRIDE_B, left, S.A, S.A, S.BA, S)
             b_c = _load(p_c, S.STRIDE_C, left, columns, S.V, S.BV, S)
             b_before = b_s.to(S.DOT)
             for g in range(ROWS):
                 b_a = _load(p_a + g * a.h, S.STRIDE_A, left, S.A, S.A, S.BA, S)
-                b_o = product(b_before, tl.trans(b_a.to(S.DOT)), PRECISION) * b_read[None, :]
-                b_p = _see(b_a, b_b, b_high, b_low, b_pair, S, PRECISION)
+                b_o = _read(b_before, b_a, p_gates, S, PRECISION)
+                b_p = _see(b_a, b_b, p_gates, scale, S, PRECISION)
                 b_o = add_product(tl.trans(b_c.to(S.DOT)), b_p, b_o, PRECISION)
-                _put(p_out, p_x, p_rows, b_o, b_beta, x, g, left, columns, STRIDE, S)
+                _put(p_out, p_x, p_rows, b_o, p_gates, x, g, left, columns, STRIDE, S)
             if S.DECAY:
                 b_s *= exp2(last)
-            b_s = _written(b_s, b_b, b_c, b_write, S, PRECISION)
+            b_s = _written(b_s, b_b, b_c, p_gates, S, PRECISION)
         else:
             if S.DECAY:
                 b_s *= exp2(last)
             for g in range(COLUMNS):
                 b_b = _load(p_b + g * b.h, S.STRIDE_B, left, S.A, S.A, S.BA, S)
                 b_c = _load(p_c + g * c.h, S.STRIDE_C, left, columns, S.V, S.BV, S)
-                b_s = _written(b_s, b_b, b_c, b_write, S, PRECISION)
+                b_s = _written(b_s, b_b, b_c, p_gates, S, PRECISION)
         if S.CHECK > 0 and not S.BACK:
             if ((i + 1) % S.CHECK == 0) | (i == count - 1):
                 p_o = _state(p_checks + (i_check + i // S.CHECK * S.TILES) * (S.BA * S.BV), 1, S.BA, S)
@@ -451,13 +458,11 @@ class _DecayPlan(Plan):
         tokens = self.heads * self.num_chunks * self.chunk
         return [(tokens * GATES.value, torch.float32), (self.heads * self.segments, torch.float32)]
 
-    def gates_launch(self) -> Any:
-        if not (self.decay or self.beta):
-            return _nothing
+    def gates_launch(self) -> Launch:
         sizes = GateSizes(self.Hkv, 0, self.chunk, 0, 0, self.decay, self.beta, 0)
         strides = [Strides(0, 0, 0) if x is None else Strides.of(x) for x in (self.tensors["g"], self.tensors["b"])]
         grid, constants = (self.Hkv, self.num_chunks, self.B), {"S": sizes, "num_warps": 1}
-        return self.launch(gated_decay_gates_kernel, grid, (self.T, *strides), constants)
+        return self.launch(gated_decay_gates_kernel, grid, (self.T, self.scale, *strides), constants)
 
     def walk(self, names: str, *, back: bool, values: str, check: int = 0, rows: bool = False) -> Any:
         """Create the launch of a walk.
@@ -476,7 +481,7 @@ class _DecayPlan(Plan):
         sizes = WalkSizes(
             *(self.Hkv, self.group, A, V, self.chunk, BA, tile, BV // tile, back, read, self.decay, self.beta),
             *(self.T % self.chunk == 0, rows, self.beta and back and values == "E", check),
-            *(tl.bfloat16 if self.bf16 else tl.float32, *[x.t for x in strides]),
+            *(tl.bfloat16 if self.bf16 else tl.float32, not self.bf16, *[x.t for x in strides]),
             *((self.BD, 1, 1, self.E) if values == "D" else (1, self.BD, self.E, 1)),
         )
         segments = self.segments if read else self.segments - 1
