@@ -1,7 +1,7 @@
 """Gated linear attention with at most one decay per head, by one kernel that walks along a sequence.
 
-With G the sums of log α, S the state and dS its gradient, results and gradients have one form. Rows a see columns b, whose
-values c they add up, and pass a state between chunks:
+With G the sums of log α, S the state and dS its gradient, results and gradients have one form: rows a see columns b,
+whose values c they add up, and chunks pass a state on.
 
     out:  rows q, columns k, values v, state S         o_i  = σ e^{G_i} Sᵀ q_i + Σ_{j ≤ i} w_ij (q_i · k_j) v_j
     dq:   rows d, columns v, values k, state Sᵀ        dq_i = σ e^{G_i} S d_i + Σ_{j ≤ i} w_ij (d_i · v_j) k_j
@@ -10,11 +10,10 @@ values c they add up, and pass a state between chunks:
 
 with w_ij = σ β_j e^{G_i − G_j} and d the gradient of out; the last two walk from the end. A sequence is divided into
 segments of several chunks, about as many segments as the device runs programs at once. Where there are several, a walk
-without rows computes the state at the end of each, and a scan the states between them. A state is stored with values
-first, and results are computed transposed: a product takes the state from registers.
+without rows computes the state at the end of each, and a scan the states between them.
 
-dg_t = Σ_{i ≥ t} (q_i · dq_i − k_i · dk_i) + ⟨dS, S⟩ after the last of these i. Both sums contain the same pairs, rounded
-alike, so that these cancel; the rounding of states adds up, and ⟨dS, S⟩ is taken anew every few chunks.
+dg_t = Σ_{i ≥ t} (q_i · dq_i − k_i · dk_i) + ⟨dS, S⟩ after the last of these i. Both sums contain the same pairs of a
+chunk, rounded alike, so that these cancel. The rounding of states adds up: ⟨dS, S⟩ is taken anew every few chunks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.exp import LOG2E, exp2
+from longspan.ops.common.exp import LOG2E, add, exp2
 from longspan.ops.common.launch import (
     Launch,
     Plan,
@@ -144,22 +143,22 @@ def _state(p_x, A: tl.constexpr, V: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def _differences(p_gates, S: tl.constexpr):
-    """log₂ e^{G_i − G_j} of a chunk's pairs (columns, rows), of which i is the query."""
+    """log₂ e^{G_i − G_j} of a chunk's pairs (rows, columns), of which i is the query."""
     i_t = tl.arange(0, S.C)
     b_g = tl.load(p_gates + i_t)
-    b_d = b_g[:, None] - b_g[None, :] if S.BACK else b_g[None, :] - b_g[:, None]
+    b_d = b_g[None, :] - b_g[:, None] if S.BACK else b_g[:, None] - b_g[None, :]
     if S.LOW:
         b_g = tl.load(p_gates + S.C + i_t)
-        b_d += b_g[:, None] - b_g[None, :] if S.BACK else b_g[None, :] - b_g[:, None]
+        b_d += b_g[None, :] - b_g[:, None] if S.BACK else b_g[:, None] - b_g[None, :]
     return b_d
 
 
 @triton.jit
 def _see(b_a, b_b, p_gates, scale, S: tl.constexpr, PRECISION: tl.constexpr):
-    """Weights (columns, rows) of the pairs of a chunk."""
+    """Weights (rows, columns) of the pairs of a chunk."""
     i_t = tl.arange(0, S.C)
-    b_p = product(b_b.to(S.DOT), tl.trans(b_a.to(S.DOT)), PRECISION)
-    m_seen = i_t[:, None] >= i_t[None, :] if S.BACK else i_t[:, None] <= i_t[None, :]
+    b_p = product(b_a.to(S.DOT), tl.trans(b_b.to(S.DOT)), PRECISION)
+    m_seen = i_t[:, None] <= i_t[None, :] if S.BACK else i_t[:, None] >= i_t[None, :]
     if S.DECAY:
         b_p *= exp2(tl.where(m_seen, _differences(p_gates, S), FLOOR))
     else:
@@ -168,7 +167,7 @@ def _see(b_a, b_b, p_gates, scale, S: tl.constexpr, PRECISION: tl.constexpr):
         b_p *= scale
     else:
         b_pair = tl.load(p_gates + 4 * S.C + i_t)
-        b_p *= b_pair[None, :] if S.BACK else b_pair[:, None]
+        b_p *= b_pair[:, None] if S.BACK else b_pair[None, :]
     return b_p.to(S.DOT)
 
 
@@ -182,20 +181,20 @@ def _written(b_s, b_b, b_c, p_gates, S: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _read(b_s, b_a, p_gates, S: tl.constexpr, PRECISION: tl.constexpr):
-    """What a chunk's rows read from the state before it, (BV, C)."""
+    """What a chunk's rows read from the state, (C, BV)."""
     b_read = tl.load(p_gates + ((5 if S.LAST_BETA else 3) if S.BACK else 2) * S.C + tl.arange(0, S.C))
-    return product(b_s.to(S.DOT), tl.trans(b_a.to(S.DOT)), PRECISION) * b_read[None, :]
+    return product(b_a.to(S.DOT), tl.trans(b_s.to(S.DOT)), PRECISION) * b_read[:, None]
 
 
 @triton.jit
 def _put(p_out, p_x, p_rows, b_o, p_gates, x, g, left, columns, STRIDE: tl.constexpr, S: tl.constexpr):
-    """Store a chunk's results (BV, C) of query head g, and if ROWS their products with x, added up by row."""
+    """Store a chunk's results (C, BV) of query head g, and if ROWS their products with x, added up by row."""
     if S.ROWS:
         b_x = _load(p_x + g * x.h, S.STRIDE_X, left, columns, S.V, S.BV, S)
-        tl.store(p_rows + g * S.C + tl.arange(0, S.C), tl.sum(b_o * tl.trans(b_x.to(tl.float32)), 0))
+        tl.store(p_rows + g * S.C + tl.arange(0, S.C), tl.sum(b_o * b_x.to(tl.float32), 1))
     if S.LAST_BETA:
-        b_o *= tl.load(p_gates + 6 * S.C + tl.arange(0, S.C))[None, :]
-    _store(p_out + g * S.V, STRIDE, left, columns, tl.trans(b_o), S)
+        b_o *= tl.load(p_gates + 6 * S.C + tl.arange(0, S.C))[:, None]
+    _store(p_out + g * S.V, STRIDE, left, columns, b_o, S)
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "scale"])
@@ -265,7 +264,7 @@ def gated_decay_walk_kernel(
                 b_b = _load(p_b + g * b.h, S.STRIDE_B, left, S.A, S.A, S.BA, S)
                 b_c = _load(p_c + g * c.h, S.STRIDE_C, left, columns, S.V, S.BV, S)
                 b_p = _see(b_a, b_b, p_gates, scale, S, PRECISION)
-                b_o = add_product(tl.trans(b_c.to(S.DOT)), b_p, b_o, PRECISION)
+                b_o = add(b_o, product(b_p, b_c.to(S.DOT), PRECISION))
                 b_s = _written(b_s, b_b, b_c, p_gates, S, PRECISION)
             _put(p_out, p_x, p_rows, b_o, p_gates, x, 0, left, columns, STRIDE, S)
         elif S.READ:
@@ -276,7 +275,7 @@ def gated_decay_walk_kernel(
                 b_a = _load(p_a + g * a.h, S.STRIDE_A, left, S.A, S.A, S.BA, S)
                 b_o = _read(b_before, b_a, p_gates, S, PRECISION)
                 b_p = _see(b_a, b_b, p_gates, scale, S, PRECISION)
-                b_o = add_product(tl.trans(b_c.to(S.DOT)), b_p, b_o, PRECISION)
+                b_o = add(b_o, product(b_p, b_c.to(S.DOT), PRECISION))
                 _put(p_out, p_x, p_rows, b_o, p_gates, x, g, left, columns, STRIDE, S)
             if S.DECAY:
                 b_s *= exp2(last)
