@@ -10,7 +10,9 @@ from torch import Tensor
 from longspan.ops.common.torch_private import assume_constant, forward_ad_level, functorch_active
 
 # The operations that have kernels, for `longspan info`.
-KERNELS = "causal and bidirectional linear attention and FAVOR+, windows, Linformer, decode steps"
+KERNELS = (
+    "causal and bidirectional linear attention and FAVOR+, gated linear attention, windows, Linformer, decode steps"
+)
 LARGEST = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
