@@ -141,7 +141,11 @@ FIRST: Mapping[str, tuple[str, ...]] = {
 
 
 def model_config(score: Task, spec: Spec, layer: LayerOptions) -> ModelConfig:
-    """Return the model of a run: causal without positions, or a bidirectional classifier with learned positions."""
+    """Return the model of a run.
+
+    Token models are causal, without positions, and tie their embeddings, as the models of Arora et al. (2023);
+    classifiers are bidirectional, with learned positions.
+    """
     causal = score.num_classes is None
     attention = AttentionConfig(
         num_heads=layer.heads,
@@ -162,6 +166,7 @@ def model_config(score: Task, spec: Spec, layer: LayerOptions) -> ModelConfig:
         max_length=None if causal else score.length,
         causal=causal,
         vocab_size=score.vocab_size,
+        tie_embeddings=causal,
         num_classes=score.num_classes,
     )
 
