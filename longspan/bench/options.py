@@ -17,7 +17,6 @@ from longspan.bench.subjects.layers import layer_subjects
 from longspan.bench.subjects.mechanisms import mechanism_subjects
 from longspan.bench.subjects.models import MODELS, train_subjects
 from longspan.bench.subjects.peers import LAYER_PEERS, MODEL_PEERS
-from longspan.bench.subjects.quality import QualitySubject
 from longspan.mechanisms import list_mechanisms
 from longspan.utils import choose
 
@@ -32,11 +31,10 @@ SUBJECTS = {
     "train": "random bytes; loss, backward and AdamW; half precision by autocast",
     "generate": "random bytes; greedy tokens after a prompt; older packages read the prompt again for each token",
     "decode": "random bytes; greedy tokens after a prompt, by three APIs with the same model",
-    "quality": "a byte-level language model trained on a text for equal times, and scored on the end of it",
 }
 SUITES = ("all", "gpu")
-_LENGTHS = {"decode": [64], "quality": [4096, 32768]}
-CAUSAL_ONLY = ("train", "generate", "decode", "quality")
+_LENGTHS = {"decode": [64]}
+CAUSAL_ONLY = ("train", "generate", "decode")
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class BenchOptions:
     """Options of `longspan bench`, `longspan.bench.run` and `python -m longspan.bench`."""
 
     subject: str = "mechanisms"
-    """mechanisms, layers, train, generate, decode or quality; "all" for all but quality, "gpu" for the GPU suite."""
+    """mechanisms, layers, train, generate or decode; "all" for all of them, "gpu" for the GPU suite."""
     mechanisms: tuple[str, ...] = ()
     """Mechanisms to measure. By default those that have peers."""
     lengths: tuple[int, ...] = ()
@@ -83,10 +81,6 @@ class BenchOptions:
     """Time budget of the run: what is not measured by then is recorded as skipped."""
     sections: tuple[str, ...] = ()
     """Sections of a suite to measure. By default all of them."""
-    data: str | None = None
-    """For quality: the text to train on, a file that `longspan train` can read."""
-    train_seconds: float = 90.0
-    """For quality: training time of each model."""
     out: Path | None = None
     """The JSON file of the results (runs/bench.json), or the folder of a suite (runs/bench)."""
 
@@ -103,8 +97,6 @@ class BenchOptions:
             raise ValueError("autocast is an option of bench layers")
         if self.sections and self.subject not in SUITES:
             raise ValueError(f"sections is an option of the suites {', '.join(SUITES)}, got it for {self.subject}")
-        if self.subject == "quality" and self.data is None:
-            raise ValueError("bench quality trains on a text: give its file as data")
         for name in ("heads", "head_dim", "batch", "depth", "rounds", "repeats", "threads", "timeout", "minutes"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -137,7 +129,7 @@ class BenchOptions:
         return MeasurementConfig(
             rounds=self.rounds or (1 if cuda else 3),
             repeats=self.repeats or (30 if cuda else 5),
-            timeout=self.timeout or (180 if cuda else 900) + (self.train_seconds if self.data else 0),
+            timeout=self.timeout or (180 if cuda else 900),
             threads=self.threads or cores(),
             memory_limit=limit,
         )
@@ -160,14 +152,13 @@ class Section(NamedTuple):
 
     def subjects(self, mechanism: str, case: Case) -> list[list[Subject]]:
         """Return what is compared: longspan's subjects first, then peers."""
-        peers, mode, data = self.options.peers, self.options.compile, self.options.data or ""
+        peers, mode = self.options.peers, self.options.compile
         builders: dict[str, Callable[[], list[list[Subject]]]] = {
             "mechanisms": lambda: [mechanism_subjects(mechanism, case, peers)],
             "layers": lambda: layer_subjects(mechanism, mode, self.options.autocast, peers),
             "train": lambda: [train_subjects(mechanism, mode, peers)],
             "generate": lambda: [generate_subjects(mechanism, peers)],
             "decode": lambda: decode_subjects(mechanism),
-            "quality": lambda: [[QualitySubject(f"context {case.length}", data, self.options.train_seconds)]],
         }
         return builders[self.subject]()
 
@@ -183,7 +174,7 @@ def sections(options: BenchOptions) -> list[Section]:
 def _sections(options: BenchOptions) -> list[Section]:
     """The section of a subject, or all of them, causal and bidirectional where neither is chosen."""
     found = []
-    subjects = [name for name in SUBJECTS if name != "quality"] if options.subject == "all" else [options.subject]
+    subjects = list(SUBJECTS) if options.subject == "all" else [options.subject]
     for subject in subjects:
         modes = [True, False] if options.subject == "all" and options.causal is None else [options.causal is not False]
         chosen = _chosen(options, subject)
@@ -204,7 +195,7 @@ def _chosen(options: BenchOptions, subject: str) -> list[str]:
     """The mechanisms of a subject; a suite ignores those that the subject does not have."""
     with_layers = list(dict.fromkeys(layer.mechanism for layer in LAYER_PEERS.values()))
     replaced = list(dict.fromkeys(peer.mechanism for peer in MODEL_PEERS.values() if peer.replaced))
-    tables = {"mechanisms": list(list_mechanisms()), "layers": with_layers, "decode": replaced, "quality": ["split"]}
+    tables = {"mechanisms": list(list_mechanisms()), "layers": with_layers, "decode": replaced}
     known = tables.get(subject, list(MODELS))
     if not options.mechanisms:
         return list(MODELS) if subject == "mechanisms" else known
@@ -233,7 +224,6 @@ def _gpu_suite(options: BenchOptions) -> list[Section]:
         ("train", "train", True, dict.fromkeys(MODELS, ((8, 8, 4096, 64), (1, 8, 65536, 64))), {"compile": mode}),
         ("generate", "generate", True, dict.fromkeys([name for name in MODELS if name != "softmax"], prompts), {}),
         ("longest", "mechanisms", True, {"linear": [(1, 16, 4_194_304, 64)]}, {"peers": False}),
-        ("quality", "quality", True, {"split": [(16, 8, 4096, 64), (1, 8, 32768, 64)]}, {}),
     ]
     found = []
     for name, subject, causal, shapes, changes in suite:
@@ -243,7 +233,6 @@ def _gpu_suite(options: BenchOptions) -> list[Section]:
             for mechanism, each in shapes.items()
             for B, H, T, D in each
         ]
-        if subject != "quality" or options.data is not None:
-            values: dict[str, Any] = {"compile": "off", "autocast": False, **changes}
-            found.append(Section(name, subject, plan, replace(options, **values)))
+        values: dict[str, Any] = {"compile": "off", "autocast": False, **changes}
+        found.append(Section(name, subject, plan, replace(options, **values)))
     return found

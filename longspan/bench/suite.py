@@ -41,7 +41,7 @@ def run(options: BenchOptions) -> dict[str, list[Comparison]]:
     files = _results_files(options, planned)
     config = options.measurement_config()
     about: dict[str, Any] = {"format": 1, **environment(options.device)}
-    about |= {"options": {**asdict(options), "out": None, "data": None}, "measurement": asdict(config), "ratios": RATIO}
+    about |= {"options": {**asdict(options), "out": None}, "measurement": asdict(config), "ratios": RATIO}
     load = about["machine"]["load"]
     if load > cores() / 2:
         print(f"this machine is busy (load {load:g} on {cores()} cores): times will be noisy", file=sys.stderr)

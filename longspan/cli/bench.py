@@ -24,9 +24,8 @@ class BenchFlags(BenchOptions):
     """
 
     subject: Annotated[str, Positional, tyro.conf.arg(metavar="SUBJECT")] = "mechanisms"
-    """mechanisms, layers, train, generate, decode or quality; all: all but quality; gpu: the GPU suite; tables: update
-    the tables in the documents from results; recall, given first: mechanisms on synthetic tasks, with options of its
-    own."""
+    """mechanisms, layers, train, generate or decode; all: all of these; gpu: the GPU suite; tables: update the tables
+    in the documents from results. `longspan bench quality` and `longspan bench recall` have options of their own."""
     causal: FlagCreatePairsOff[bool] = False
     """Causal attention, the default; the suite "all" measures both."""
     bidirectional: FlagCreatePairsOff[bool] = False
@@ -40,8 +39,8 @@ class BenchFlags(BenchOptions):
 
 def main(argv: Sequence[str]) -> None:
     """Run the command."""
-    if argv[:1] == ["recall"]:
-        _recall(argv[1:])
+    if argv and argv[0] in ("quality", "recall"):
+        _train_and_score(argv[0], argv[1:])
         return
     flags = parse(BenchFlags, _with_compile_mode(argv), "bench")
     if flags.subject == "tables":
@@ -60,11 +59,14 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(1)
 
 
-def _recall(argv: Sequence[str]) -> None:
-    from longspan.bench import recall
+def _train_and_score(subject: str, argv: Sequence[str]) -> None:
+    from longspan.bench import quality, recall
 
     try:
-        recall.run(parse(recall.RecallOptions, argv, "bench recall"))
+        if subject == "quality":
+            quality.run(parse(quality.QualityOptions, argv, "bench quality"))
+        else:
+            recall.run(parse(recall.RecallOptions, argv, "bench recall"))
     except KeyboardInterrupt:
         print("longspan: interrupted; the results of finished runs are written", file=sys.stderr)
         raise SystemExit(130) from None

@@ -170,10 +170,10 @@ def test_a_failure_is_named_and_has_no_ratio() -> None:
 
 def test_the_gpu_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    options = BenchOptions("gpu", device="cuda", data="text.txt")
+    options = BenchOptions("gpu", device="cuda")
     suite = {section.name: section for section in sections(options)}
     assert list(suite) == [
-        *("causal", "bidirectional", "local", "layers", "layers-autocast", "train", "generate", "longest", "quality")
+        *("causal", "bidirectional", "local", "layers", "layers-autocast", "train", "generate", "longest")
     ]
     for section in suite.values():
         assert {(case.device, case.dtype) for _, case in section.plan} == {("cuda", "bfloat16")}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from longspan.bench.jsonl import append
 from longspan.bench.recall import RecallOptions, results, run, training
 from longspan.bench.recall.runner import Plan
 from longspan.bench.recall.training import Run, execute
@@ -187,15 +188,15 @@ def test_the_best_rate_has_the_highest_accuracy_then_the_lowest_loss(tmp_path: P
 
 
 def test_results_are_appended_by_several_processes_and_survive_a_kill(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "out.jsonl"
+    path = tmp_path / "out.jsonl"
     line = {"task": "mqar", "mechanism": "linear", "stage": "final", "status": "ok", "padding": "x" * 9000}
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: results.append(path, {**line, "i": i}), range(64)))
+        list(pool.map(lambda i: append(path, {**line, "i": i}), range(64)))
     assert sorted(found["i"] for found in results.read(path)) == list(range(64))
     with path.open("a") as file:
         file.write('{"task": "mqar", "mech')
     assert len(results.read(path)) == 64
-    results.append(path, {**line, "i": 64})
+    append(path, {**line, "i": 64})
     assert sorted(found["i"] for found in results.read(path)) == list(range(65))
     assert results.read(tmp_path / "nothing") == []
     path.write_text('{"task": 1}\n{}\n')

@@ -14,7 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from longspan import Mechanism, Packing, State, build_mechanism, list_mechanisms
+from longspan import (
+    AttentionConfig,
+    LanguageModel,
+    Mechanism,
+    ModelConfig,
+    Packing,
+    State,
+    build_mechanism,
+    list_mechanisms,
+)
 from longspan.ops.linear import FLOOR
 
 B, T, H, D, E = 2, 17, 3, 5, 7
@@ -441,3 +450,19 @@ def test_inference_mode(name: str) -> None:
         for t in range(T):
             out, state = mechanism.step(state, *(x[:, t : t + 1] for x in xs))
     close(out, expected[:, -1:])
+
+
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_gated_hybrids_with_convolutions_compile(gate: str) -> None:
+    """The layers of Gated DeltaNet beside a window, in one graph, with the gradients of eager mode."""
+    parts = [{"mechanism": "local", "window": 7, "num_heads": 1}, {"mechanism": "delta", "gate": gate, "num_heads": 1}]
+    layer = {"conv_size": 4, "out_norm": True, "out_gate": "silu", "rotary": {"local": "halves"}}
+    attention = AttentionConfig(num_heads=2, mechanism={"mechanism": "split", "parts": parts}, **layer)
+    model = LanguageModel(ModelConfig(dim=12, depth=1, attention=attention, causal=True, vocab_size=17))
+    tokens, labels = torch.randint(17, (2, 65)), torch.randint(17, (2, 65))
+    eager = model.loss(tokens, labels)
+    expected = torch.autograd.grad(eager, list(model.parameters()))
+    loss = compiled(model.loss)(tokens, labels)
+    close(loss, eager)
+    for got, want in zip(torch.autograd.grad(loss, list(model.parameters())), expected, strict=True):
+        close(got, want)

@@ -94,7 +94,7 @@ class Fuzzer:
         return [*more, self.path("script"), *self.draw.sample(HOSTILE, 2)]
 
     def _bench(self) -> list[str]:
-        subjects = ["mechanisms", "layers", "train", "generate", "decode", "quality", "all", "gpu", "nothing"]
+        subjects = ["mechanisms", "layers", "train", "generate", "decode", "all", "gpu", "nothing"]
         return [self.draw.choice(subjects), *self._flags("bench")]
 
     def _flags(self, command: str) -> list[str]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from longspan.bench import jsonl
+from longspan.bench.jsonl import Row
 from longspan.bench.recall.training import Run
 from longspan.bench.recall.variants import RECIPES, described
 from longspan.bench.report import TextTable
 from longspan.utils import write_atomically
 
-Row = dict[str, Any]
 IDENTITY = (
     *("task", "mechanism", "stage", "lr", "seed", "max_steps", "max_seconds", "spec", "layer", "score", "train"),
     *("batch_tokens", "train_tokens", "solved", "precision"),
@@ -48,50 +48,9 @@ def key(row: Mapping[str, Any]) -> str:
     return json.dumps({name: row.get(name) for name in IDENTITY}, sort_keys=True)
 
 
-def append(path: Path, row: Row) -> None:
-    """Append a result; several processes may append to the same file at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        _lock(file.fileno())
-        file.seek(0)
-        content = file.read()
-        if not content.endswith(b"\n"):  # A killed process did not finish its line.
-            file.truncate(content.rfind(b"\n") + 1)
-        file.write(json.dumps(row).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _lock(descriptor: int) -> None:
-    """Lock an open file until it is closed; where there are no such locks, an append is still a single write."""
-    try:
-        import fcntl
-    except ImportError:
-        return
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-
-
 def read(path: Path) -> list[Row]:
-    """Return the results in a file. A line that a killed process did not finish is left out.
-
-    Raises:
-        ValueError: A line before the last one is not a result.
-    """
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    rows: list[Row] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict) or not {"task", "mechanism", "stage", "status"} <= row.keys():
-                raise ValueError("a result has task, mechanism, stage and status")
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number}: {error}; remove the line, or choose another file") from None
-        rows.append(row)
-    return rows
+    """Return the results in a file."""
+    return jsonl.read(path, "task", "mechanism", "stage", "status")
 
 
 def best_lr(rows: Iterable[Row]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 
 from longspan.bench.environment import cores, environment
-from longspan.bench.recall.results import Row, append, best_lr, identify, key, plot, read, table
+from longspan.bench.jsonl import Row, append, prepare
+from longspan.bench.recall.results import best_lr, identify, key, plot, read, table
 from longspan.bench.recall.training import Run, execute
 from longspan.bench.recall.variants import FIRST, RECIPES, LayerOptions, Recipe, mechanisms, model_config
 from longspan.bench.subjects.base import is_out_of_memory, one_line
@@ -45,15 +47,15 @@ class RecallOptions(LayerOptions):
     length: int | None = None
     """Tokens of a sequence. By default 1024; 256 for parity, 2000 for listops."""
     steps: int | None = None
-    """Steps of a run. By default 2000 to 4000; a quarter of them to choose a learning rate."""
+    """Steps of a run. By default 1000 to 3000; a quarter of them to choose a learning rate."""
     batch_tokens: int | None = None
-    """Tokens of a step. By default 32768; 20480 for parity."""
+    """Tokens of a step. By default 16384; 5120 for parity, 64000 for listops."""
     train_tokens: int | None = None
     """Tokens of a training set. By default 16 million; for parity 4, for listops 96,000 sequences."""
     score_sequences: int = 1024
     """Sequences to score."""
     lrs: tuple[float, ...] = ()
-    """Learning rates to choose from on seed 0; a single one is used as it is. By default 0.001, 0.003, 0.01."""
+    """Learning rates to choose from on seed 0; a single one is used as it is. By default 0.003 and 0.01."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of the final runs."""
     run_seconds: float | None = None
@@ -132,11 +134,7 @@ def run(options: RecallOptions) -> list[Row]:
     """
     started = time.monotonic()
     deadline = None if options.minutes is None else started + 60 * options.minutes
-    try:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.open("a").close()
-    except OSError as error:
-        raise ValueError(f"cannot write {options.out}: {error.strerror}") from error
+    prepare(options.out)
     plan = Plan(options, read(options.out))
     if plan.open:
         _run_plan(plan, options, deadline)
@@ -332,6 +330,7 @@ class _Worker:
 
 def _work(connection: Connection, options: RecallOptions, threads: int) -> None:
     """Execute the runs that arrive, until the connection closes."""
+    warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
     device = torch.device(options.device)
 

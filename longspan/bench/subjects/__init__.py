@@ -1,1 +1,1 @@
-"""Benchmark subjects: mechanisms, layers, training, generation, quality, and the peers of each."""
+"""Benchmark subjects: mechanisms, layers, training, generation, and the peers of each."""

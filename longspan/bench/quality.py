@@ -1,0 +1,341 @@
+"""Quality by equal training time: bits per byte of language models after some seconds of training on a text.
+
+`longspan bench quality --data novels.txt` trains one model per candidate, context and seed with a preset of `longspan
+train`, and appends every result to a file. `python -m longspan.bench.quality '{"data": "novels.txt"}'` does the same
+from options as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from longspan.bench.environment import environment
+from longspan.bench.jsonl import Row, append, prepare, read
+from longspan.bench.report import TextTable
+from longspan.bench.runner import WorkerProcess
+from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig, Subject, Workload
+from longspan.train.presets import PRESETS, half_local
+from longspan.utils import choose, printable
+
+HELD_OUT, SCORED = 2_000_000, 1_048_576  # bytes
+DEVICES = ("cpu", "cuda")
+Settings = dict[str, Any]
+# The layers of Gated DeltaNet and Kimi Linear: a convolution on q, k and v, and a normalized, gated output.
+_GATED_LAYER = {"conv_size": 4, "out_norm": True, "out_gate": "silu"}
+
+
+def candidates(num_heads: int, context: int) -> dict[str, Settings]:
+    """Return settings of `longspan train` by name.
+
+    Names with "+" divide the heads of every layer, names with "/" the layers; "head" and "channel" are gates. Gated
+    DeltaNet and Samba alternate memories with windows, Kimi Linear and Jamba have a softmax layer after several
+    memories; "plain" has neither convolution nor output gate, which the preset's token shift partly replaces.
+
+    Args:
+        num_heads: Heads of a layer.
+        context: Context length, which limits the window.
+    """
+    window = max(2, min(256, context // 4))
+    local = {"mechanism": "local", "window": window}
+    delta, kda = {"mechanism": "delta", "gate": "head"}, {"mechanism": "delta", "gate": "channel"}
+    decay = {"mechanism": "decay", "gate": "head"}
+
+    def model(mechanism: Any, **layer: Any) -> Settings:
+        attention = {"mechanism": mechanism, "rotary": {"softmax": "halves", "local": "halves"}, **layer}
+        return {f"model.attention.{name}": value for name, value in attention.items()}
+
+    return {
+        "softmax": {"mechanism": "softmax"},
+        "local+linear": {"mechanism": "split"},
+        "local+delta-head": model(half_local(num_heads, window, delta), **_GATED_LAYER),
+        "local+decay-head": model(half_local(num_heads, window, decay), **_GATED_LAYER),
+        "local+delta-head-plain": model(half_local(num_heads, window, delta)),
+        "delta-head/local": model([delta, local], **_GATED_LAYER),
+        "3delta-head/local": model([delta, delta, delta, local], **_GATED_LAYER),
+        "3delta-channel/softmax": model([kda, kda, kda, {"mechanism": "softmax"}], **_GATED_LAYER),
+    }
+
+
+@dataclass(frozen=True)
+class QualityOptions:
+    """Train language models on a text for equal times and report their bits per byte on its end.
+
+    Every finished run is appended to the results file: call again to continue.
+    """
+
+    data: str = ""
+    """The text: a file, compressed or not."""
+    candidates: tuple[str, ...] = ()
+    """Models to train, such as softmax,local+delta-head,delta-head/local. By default all of them."""
+    contexts: tuple[int, ...] = (4096, 32768)
+    """Context lengths."""
+    batch_sizes: tuple[int, ...] = (16, 1)
+    """Sequences per step for each context length."""
+    seeds: tuple[int, ...] = (0, 1)
+    """Seeds of weights and data order."""
+    seconds: float = 90.0
+    """Training time of each model, compilation excluded."""
+    preset: str = "small"
+    """Preset of `longspan train`."""
+    held_out: int = HELD_OUT
+    """Bytes at the end of the text that are not trained on; the first half of them is scored."""
+    jobs: int = 4
+    """Models that compile at the same time; they train one after another."""
+    minutes: float | None = None
+    """Time budget: what would not finish by then is left to the next call."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    out: Path = Path("runs/quality.jsonl")
+    """File of the results, one JSON object per run. Runs that it holds are not repeated."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise ValueError("bench quality trains on a text: give its file as data")
+        choose("preset", self.preset, PRESETS)
+        choose("device", self.device, DEVICES)
+        if not self.seeds or not self.contexts or len(self.contexts) != len(self.batch_sizes):
+            raise ValueError(
+                f"give seeds, and one batch size for each context: got seeds {self.seeds}, contexts {self.contexts}, "
+                f"batch_sizes {self.batch_sizes}"
+            )
+        for name in ("contexts", "batch_sizes"):
+            if any(value < 1 for value in getattr(self, name)):
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("seconds", "held_out", "jobs", "minutes"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value:g}")
+        for name in self.candidates:
+            choose("candidate", name, candidates(8, 4096))
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("this PyTorch finds no CUDA device; use device cpu")
+
+
+@dataclass(frozen=True)
+class QualitySubject(Subject):
+    """A training run of `longspan train` with a preset, scored on the held-out end of the text.
+
+    Attributes:
+        data: The text: a file, compressed or not.
+        seconds: Training time, compilation excluded.
+        candidate: One of `candidates`.
+        seed: Seed of weights and data order.
+        preset: The preset of `longspan train`; context and batch size come from the case.
+        held_out: Bytes at the end of the text that are not trained on; the first half of them is scored.
+    """
+
+    data: str
+    seconds: float
+    candidate: str = "local+linear"
+    seed: int = 0
+    preset: str = "small"
+    held_out: int = HELD_OUT
+
+    def workload(self, case: Case) -> Workload:
+        raise NotImplementedError("a training run has no step to repeat: see `measure`")
+
+    def measure(self, case: Case, config: MeasurementConfig, wait: Callable[[], None] = lambda: None) -> Measurement:
+        """Train and score once; compilation and warm-up are done before `wait` is called."""
+        # The extra [train] is needed for this subject only.
+        from longspan.train.config import resolve
+        from longspan.train.setup import make_accelerator
+        from longspan.train.trainer import Trainer
+
+        warnings.simplefilter("ignore")
+        logger, started = _logger(wait, case.device), time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            settings = resolve(self._flags(case, Path(folder)))
+            trainer = Trainer(settings, logger, make_accelerator(settings.train))
+            score = trainer.run()
+        last = next(record for record in reversed(logger.records) if "loss" in record)
+        metrics = {
+            "context": case.length,
+            "bits_per_byte": score["eval_bits_per_byte"],
+            "scored": score["eval_tokens"],
+            "train_seconds": last["seconds"],
+            "steps": last["step"],
+            "tokens": last["tokens"],
+            "tokens_per_second": round(last["tokens"] / last["seconds"]),
+            "parameters": trainer.metadata["parameters"],
+            "process_seconds": time.perf_counter() - started,
+            "settings": trainer.metadata["settings"],
+            "curve": [[r["tokens"], r["seconds"], r["bits_per_byte"]] for r in logger.records if "loss" in r],
+        }
+        peak = torch.cuda.max_memory_allocated() / 1e6 if case.device == "cuda" else None
+        return Measurement("ok", peak_mb=peak, memory="torch.cuda.max_memory_allocated", metrics=metrics)
+
+    def _flags(self, case: Case, folder: Path) -> dict[str, Any]:
+        from longspan.train.data.readers import open_decompressed
+
+        with open_decompressed(Path(self.data)) as file:
+            text = file.read()
+        train, scored = folder / "train.txt", folder / "scored.txt"
+        train.write_bytes(text[: -self.held_out])
+        scored.write_bytes(text[-self.held_out :][: SCORED + 1])
+        never = 10**9
+        num_heads = PRESETS[self.preset].model["attention"]["num_heads"]
+        return {
+            **candidates(num_heads, case.length)[self.candidate],
+            "seed": self.seed,
+            "preset": self.preset,
+            "context": case.length,
+            "batch_size": case.batch_size,
+            "minutes": self.seconds / 60,
+            "data": [str(train)],
+            "eval_data": [str(scored)],
+            "out": str(folder / "run"),
+            "eval_every": never,
+            "save_every": never,
+            "sample_tokens": 0,
+            "eval_tokens": SCORED,
+            "log_every": 50,
+        }
+
+
+def run(options: QualityOptions) -> list[Row]:
+    """Train what the options select and the results file does not hold.
+
+    The candidates of a seed and a context train one after another, so that a drift of the machine affects all of them.
+    The table goes to stdout and progress to stderr.
+
+    Args:
+        options: What to train, for how long, and where to store it.
+
+    Returns:
+        All results in the file.
+
+    Raises:
+        ValueError: The text cannot be read, or the results cannot be read or written.
+    """
+    if not Path(options.data).is_file():
+        raise ValueError(f"data {options.data}: there is no such file")
+    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    prepare(options.out)
+    rows = _read(options.out)
+    done = [_identity(row) for row in rows if row["status"] == "ok"]
+    waiting = [pair for pair in _subjects(options) if _identity(_described(*pair)) not in done]
+    about, pairs, total, number = environment(options.device), iter(waiting), len(waiting), 0
+    config = MeasurementConfig(timeout=options.seconds + 300, threads=torch.get_num_threads())
+    while batch := list(islice(pairs, options.jobs)):
+        workers = [(WorkerProcess(*pair, config), pair) for pair in batch]
+        for worker, _ in workers:
+            worker.wait_until_ready()
+        for worker, pair in workers:
+            if deadline is not None and time.monotonic() + options.seconds > deadline:
+                worker.kill()
+                continue
+            number += 1
+            print(f"[{number}/{total}] {pair[0].name}", file=sys.stderr, flush=True)
+            found = worker.finish()
+            row = {**about, **_described(*pair), "status": found.status, "message": found.message}
+            append(options.out, {**row, "peak_mb": found.peak_mb, **found.metrics})
+            print(printable(_line(found)), file=sys.stderr, flush=True)
+    rows = _read(options.out)
+    print(table(rows).markdown(), flush=True)
+    print(printable(f"written to {options.out}"), file=sys.stderr)
+    return rows
+
+
+def table(rows: Sequence[Row]) -> TextTable:
+    """Return bits per byte and tokens per second of every candidate and context, as means over seeds."""
+    finished = [row for row in rows if row["status"] == "ok"]
+    contexts = sorted({row["context"] for row in finished})
+    header = ["", "parameters", "seconds", *(f"{n:,}: bits per byte | tokens/s | seeds" for n in contexts)]
+    header = [part for cell in header for part in cell.split(" | ")]
+    body = []
+    for name, seconds in dict.fromkeys((row["candidate"], row["seconds"]) for row in finished):
+        own = [row for row in finished if (row["candidate"], row["seconds"]) == (name, seconds)]
+        cells = [name, f"{own[0]['parameters'] / 1e6:.1f} M", f"{seconds:g}"]
+        for context in contexts:
+            found = [row for row in own if row["context"] == context]
+            if not found:
+                cells += ["–", "–", ""]
+                continue
+            bits, speed = (fmean(row[key] for row in found) for key in ("bits_per_byte", "tokens_per_second"))
+            cells += [f"{bits:.3f}", f"{speed / 1e6:.2f} M", str(len(found))]
+        body.append(cells)
+    return TextTable(header, body)
+
+
+def _subjects(options: QualityOptions) -> Iterator[tuple[QualitySubject, Case]]:
+    """What to train, in order: all candidates of a seed and a context together."""
+    names = options.candidates or tuple(candidates(8, 4096))
+    for seed in options.seeds:
+        for context, batch_size in zip(options.contexts, options.batch_sizes, strict=True):
+            for name in names:
+                label = f"{name}, context {context}, seed {seed}"
+                settings = options.seconds, name, seed, options.preset, options.held_out
+                case = Case(context, batch_size, device=options.device)
+                yield QualitySubject(label, options.data, *settings), case
+
+
+def _described(subject: QualitySubject, case: Case) -> Row:
+    return {
+        "candidate": subject.candidate,
+        "context": case.length,
+        "batch_size": case.batch_size,
+        "seed": subject.seed,
+        "seconds": subject.seconds,
+        "preset": subject.preset,
+        "held_out": subject.held_out,
+    }
+
+
+def _identity(row: Row) -> list[Any]:
+    return [row.get(name) for name in ("candidate", "context", "batch_size", "seed", "seconds", "preset", "held_out")]
+
+
+def _read(path: Path) -> list[Row]:
+    return read(path, "candidate", "context", "seed", "seconds", "status")
+
+
+def _line(found: Measurement) -> str:
+    if found.status != "ok":
+        return f"{found.status}: {found.message}"
+    return f"{found.metrics['bits_per_byte']:.4f} bits per byte, {found.metrics['tokens_per_second']:,} tokens/s"
+
+
+def _logger(wait: Callable[[], None], device: str) -> Any:
+    """A logger that collects records, and calls `wait` once the model has compiled."""
+    from longspan.train.loggers import Logger
+    from longspan.train.trainer import WARMUP_STEPS
+
+    class _WaitAfterWarmUp(Logger):
+        def __init__(self) -> None:
+            self.records: list[dict[str, Any]] = []
+            self.steps = 0
+
+        def progress(self, fraction: float, record: dict[str, Any]) -> None:
+            self.steps += 1
+            if self.steps == (WARMUP_STEPS if device == "cuda" else 1):  # Models are compiled on CUDA only.
+                wait()
+
+        def log_metrics(self, record: dict[str, Any]) -> None:
+            self.records.append(record)
+
+    return _WaitAfterWarmUp()
+
+
+def main() -> None:
+    """Run the benchmark that the first argument describes."""
+    values = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    if "out" in values:
+        values["out"] = Path(values["out"])
+    run(QualityOptions(**values))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""The quality benchmark: candidates that train, results that grow, and their table."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longspan.bench import quality
+from longspan.bench.jsonl import append
+from longspan.bench.quality import QualityOptions, QualitySubject, candidates, run
+from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig
+from longspan.train.config import resolve
+
+QUICK = MeasurementConfig(rounds=1, repeats=2)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(random.Random(0).choices(b"the cat sat on a mat. ", k=60_000)))
+    return path
+
+
+def subject(text: Path, **changes: Any) -> QualitySubject:
+    values: dict[str, Any] = {"seconds": 0.01, "preset": "tiny", "held_out": 500, **changes}
+    return QualitySubject("x", str(text), **values)
+
+
+def test_a_candidate_trains_for_a_time_and_is_scored_on_the_end(text: Path) -> None:
+    calls: list[str] = []
+    tried = subject(text, candidate="delta-head/local", seconds=0.5, held_out=5000)
+    result = tried.measure(Case(64, batch_size=2), QUICK, lambda: calls.append("compiled"))
+    assert (result.status, calls) == ("ok", ["compiled"])
+    assert 0 < result.metrics["bits_per_byte"] < 9
+    assert (result.metrics["context"], result.metrics["scored"]) == (64, 4999)
+    assert result.metrics["train_seconds"] >= 0.5
+    assert result.metrics["tokens_per_second"] > 0
+    layers = result.metrics["settings"]["model"]["attention"]["mechanism"]
+    assert [layer["mechanism"] for layer in layers] == ["delta", "local"]
+
+
+def test_seed_and_candidate_reach_the_trainer(text: Path, tmp_path: Path) -> None:
+    flags = subject(text, candidate="softmax", seed=5)._flags(Case(16, batch_size=3), tmp_path)
+    settings = resolve(flags).train
+    assert (settings.seed, settings.mechanism, settings.context, settings.batch_size) == (5, "softmax", 16, 3)
+
+
+@pytest.mark.parametrize("name", candidates(8, 4096))
+def test_candidates_are_settings_of_a_model(name: str) -> None:
+    settings = resolve({**candidates(8, 4096)[name], "preset": "small", "data": ("x",), "out": "y"})
+    attention = settings.complete(256, 0).attention
+    assert ("linear" in str(attention.mechanism)) == (name == "local+linear")
+    assert (attention.conv_size == 4) == (name not in ("softmax", "local+linear", "local+delta-head-plain"))
+    assert ("window" in str(attention.mechanism)) == ("local" in name)
+
+
+def options(text: Path, **changes: Any) -> QualityOptions:
+    values: dict[str, Any] = {"data": str(text), "candidates": ("softmax", "local+linear"), "contexts": (64, 128)}
+    values |= {"batch_sizes": (2, 1), "seconds": 0.1, "preset": "tiny", "out": text.with_name("out.jsonl"), "jobs": 3}
+    return QualityOptions(**{**values, **changes})
+
+
+class FakeWorker:
+    """Records what is started and ended, instead of processes."""
+
+    started: list[tuple[QualitySubject, Case]]
+    finished: list[QualitySubject]
+    killed: int
+
+    def __init__(self, subject: QualitySubject, case: Case, config: MeasurementConfig) -> None:
+        self.subject = subject
+        FakeWorker.started.append((subject, case))
+
+    def wait_until_ready(self) -> None:
+        assert not FakeWorker.finished or FakeWorker.finished[-1] is not self.subject
+
+    def finish(self) -> Measurement:
+        FakeWorker.finished.append(self.subject)
+        metrics = {"bits_per_byte": 2.0 + self.subject.seed, "tokens_per_second": 5_000_000, "parameters": 1_230_000}
+        return Measurement("crashed" if self.subject.candidate == "3delta-head/local" else "ok", metrics=metrics)
+
+    def kill(self) -> None:
+        FakeWorker.killed += 1
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
+    FakeWorker.started, FakeWorker.finished, FakeWorker.killed = [], [], 0
+    monkeypatch.setattr(quality, "WorkerProcess", FakeWorker)
+    return FakeWorker
+
+
+def test_candidates_take_turns_and_what_exists_is_not_run_again(
+    text: Path, workers: type[FakeWorker], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = run(options(text))
+    order = [(each.candidate, case.length, case.batch_size, each.seed) for each, case in workers.started]
+    assert order[:2] == [("softmax", 64, 2, 0), ("local+linear", 64, 2, 0)]
+    assert order[2:4] == [("softmax", 128, 1, 0), ("local+linear", 128, 1, 0)]
+    assert [seed for *_, seed in order] == [0] * 4 + [1] * 4
+    assert len(rows) == 8
+    assert {"machine", "versions", "commit", "date"} <= rows[0].keys()
+    shown = capsys.readouterr().out
+    assert "64: bits per byte" in shown
+    assert "2.500" in shown
+    run(options(text))
+    assert len(workers.started) == 8
+    for change in ({"seconds": 0.2}, {"batch_sizes": (3, 2)}, {"held_out": 7}):
+        run(options(text, seeds=(0,), **change))
+        assert len(workers.started) == 12
+        del workers.started[8:]
+
+
+def test_failures_are_tried_again(text: Path, workers: type[FakeWorker]) -> None:
+    for _ in range(2):
+        rows = run(options(text, candidates=("3delta-head/local",), seeds=(0,)))
+    assert [row["status"] for row in rows] == ["crashed"] * 4
+    assert quality.table(rows).rows == []
+
+
+def test_the_time_budget_ends_a_run(text: Path, workers: type[FakeWorker]) -> None:
+    assert run(options(text, minutes=1e-9)) == []
+    assert workers.killed == len(workers.started) == 8
+
+
+def test_a_damaged_file_is_refused(text: Path) -> None:
+    chosen = options(text)
+    append(chosen.out, {"candidate": "softmax"})
+    append(chosen.out, {"candidate": "softmax"})
+    with pytest.raises(ValueError, match=r"out.jsonl, line 1: a result has candidate, context, seed, seconds, status"):
+        run(chosen)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": ""}, "give its file as data"),
+        ({"preset": "smal"}, "unknown preset 'smal'"),
+        ({"candidates": ("softmx",)}, "unknown candidate 'softmx'.*did you mean 'softmax'"),
+        ({"contexts": (64,)}, "one batch size for each context"),
+        ({"contexts": (0, 1)}, r"contexts must be positive, got \(0, 1\)"),
+        ({"seconds": 0.0}, "seconds must be positive, got 0"),
+        ({"device": "gpu"}, "unknown device 'gpu'"),
+    ],
+)
+def test_wrong_options_are_refused(text: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        options(text, **changes)
+    with pytest.raises(ValueError, match="there is no such file"):
+        run(replace(options(text), data=str(text / "nothing")))
