@@ -112,7 +112,7 @@ def test_command_without_peers(tmp_path: Path) -> None:
         ("recall --tasks mqr", "unknown task 'mqr'"),
         ("--minutes -1", "minutes must be positive, got -1"),
         ("layers --mechanisms softmax", "there is linear, performer, local, linformer"),
-        ("train --mechanisms split", "there is linear, performer, local, linformer, softmax"),
+        ("train --mechanisms split", "there is linear, performer, local, linformer, decay, delta, softmax"),
     ],
 )
 def test_wrong_arguments_are_answered_in_one_line(
