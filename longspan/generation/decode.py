@@ -239,7 +239,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _is_small(model: LanguageModel, state: StackState) -> bool:
+def is_small(model: LanguageModel, batch_size: int, elements: int) -> bool:
+    """Return whether a step on a CPU, with states of `elements` numbers in all, is faster in one thread."""
     products = sum(x.weight.numel() for x in model.modules() if isinstance(x, nn.Linear))
+    return batch_size * products + elements <= _SMALL
+
+
+def _is_small(model: LanguageModel, state: StackState) -> bool:
     elements = sum(x.numel() for x in state.tensors().values())
-    return state.length.device.type == "cpu" and len(state.length) * products + elements <= _SMALL
+    return state.length.device.type == "cpu" and is_small(model, len(state.length), elements)

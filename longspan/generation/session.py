@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -167,8 +168,10 @@ def to_tokens(name: str, tokens: object) -> Tensor:
     """
     if isinstance(tokens, str):
         raise TypeError(f"{name} must be tokens, got text: encode it, for a model of bytes as list(text.encode())")
+    if isinstance(tokens, bytes | bytearray):
+        return torch.from_numpy(np.frombuffer(tokens, dtype=np.uint8).astype(np.int64))
     try:
-        found = torch.as_tensor(list(tokens) if isinstance(tokens, bytes | bytearray) else tokens)
+        found = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: numbers beyond int64.
         raise TypeError(f"{name} must be integers, as (T,): {error}") from None
     if found.ndim != 1:

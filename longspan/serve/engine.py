@@ -17,19 +17,22 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from longspan.generation.decode import _is_small
+from longspan.generation.decode import is_small
 from longspan.generation.session import Session, check_tokens, fingerprint, to_tokens
 from longspan.generation.tokenization import StreamDecoder, TextCodec
 from longspan.models.residual import StackState
 from longspan.models.transformer import LanguageModel
+from longspan.serve.disk_store import DiskStore
 from longspan.serve.prefix_cache import CacheStats, PrefixCache, token_tensors
 from longspan.serve.request import Delta, Generation, Request
 from longspan.serve.slots import REPETITION_WINDOW, SlotLoop
+from longspan.serve.state_codec import StateCodec
 from longspan.utils import check_integer
 
 _SMALL_CHUNK, _CHUNK = 64, 512  # tokens per chunk of a prompt
@@ -140,6 +143,10 @@ class Engine:
         max_length: The most tokens of a prompt and its continuation. By default the model's limit; 4096 if it has
             layers that store every token (softmax), whose slots are of this size.
         cache_bytes: Budget of the prefix cache; 0 for none.
+        cache_dir: Folder for the prefix cache on disk, which survives the process.
+        disk_bytes: Budget of that folder.
+        state_dtype: "exact", or "bfloat16" or "int8" for states in the prefix cache that take a half or a quarter of
+            the bytes. States are then rounded at every chunk boundary, cached or not, so that a hit changes no bit.
         threads: Number of PyTorch threads on a CPU: one for small models, otherwise PyTorch's own number.
 
     Raises:
@@ -156,6 +163,9 @@ class Engine:
         chunk: int | None = None,
         max_length: int | None = None,
         cache_bytes: int = 1 << 30,
+        cache_dir: str | Path | None = None,
+        disk_bytes: int = 1 << 34,
+        state_dtype: str = "exact",
         threads: int | None = None,
     ) -> None:
         if not isinstance(model, LanguageModel):
@@ -163,6 +173,7 @@ class Engine:
         if not model.config.causal:
             raise ValueError("only a causal model can generate: build it with causal=True")
         limits = {"slots": (slots, 1), "max_queue": (max_queue, 0), "cache_bytes": (cache_bytes, 0)}
+        limits["disk_bytes"] = disk_bytes, 0
         limits |= {
             name: (x, 1) for name, x in (("chunk", chunk), ("max_length", max_length), ("threads", threads)) if x
         }
@@ -178,8 +189,15 @@ class Engine:
         self.chunk = (_SMALL_CHUNK if small else _CHUNK) if chunk is None else chunk
         self.max_length = self._find_limit(max_length)
         self.fingerprint = fingerprint(model)
-        self.cache = PrefixCache(self._new_state, self.chunk, cache_bytes, f"{self.fingerprint}:{self.chunk}".encode())
-        self._threads = threads
+        self.state_codec = StateCodec(state_dtype)
+        disk = None if cache_dir is None else DiskStore(Path(cache_dir), disk_bytes)
+        self._rows, self._threads = self._layout(threads)
+        # What the bits of a state depend on.
+        salt = f"{self.fingerprint}:{model.config}:{self.chunk}:{self.max_length}:{state_dtype}"
+        salt += f":{self.device}:{self._threads}:{torch.__version__}"
+        self.cache = PrefixCache(
+            self._new_state, self.chunk, cache_bytes, salt.encode(), codec=self.state_codec, disk=disk
+        )
         self._wake = threading.Condition()
         self._waiting: OrderedDict[str, deque[_Choice]] = OrderedDict()  # by client
         self._num_waiting = 0
@@ -235,6 +253,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return the counters."""
+        disk = self.cache.disk
         with self._wake:
             return EngineStats(
                 finished=dict(self._finished),
@@ -242,7 +261,7 @@ class Engine:
                 reading=len(self._reading),
                 running=len(self._running),
                 slots=self.slots,
-                cache=replace(self.cache.stats),
+                cache=replace(self.cache.stats, disk_bytes=0 if disk is None else disk.bytes),
                 state_bytes=sum(x.numel() * x.element_size() for x in self._new_state().tensors().values()),
                 **self._counts,
             )
@@ -262,6 +281,7 @@ class Engine:
         self._thread.join(timeout)
         if self._thread.is_alive():
             self.close(drain=False)
+        self.cache.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -323,13 +343,18 @@ class Engine:
             return False
         return True
 
-    def _new_state(self) -> StackState:
-        return self.model.new_state(1, max_length=self.max_length if self._fixed else None)
+    def _layout(self, threads: int | None) -> tuple[int, int]:
+        """Return the number of rows of a step, and of PyTorch threads."""
+        default = torch.get_num_threads()
+        if self.device.type != "cpu":
+            return self.slots, threads or default
+        # In products of other numbers of rows than multiples of four, the last ones may be summed in another order.
+        rows = self.slots if self.slots == 1 else -(-self.slots // 4) * 4
+        elements = rows * sum(x.numel() for x in self._new_state().tensors().values())
+        return rows, threads or (1 if is_small(self.model, rows, elements) else default)
 
-    @property
-    def _fixed(self) -> bool:
-        """Whether a state has a capacity."""
-        return self.max_length is not None
+    def _new_state(self) -> StackState:
+        return self.model.new_state(1, max_length=self.max_length)
 
     def _retry_after(self) -> float:
         return max(1.0, math.ceil(self._mean_seconds * (1 + self._num_waiting / self.slots)))
@@ -365,13 +390,9 @@ class Engine:
 
     def _prepare(self) -> None:
         """Allocate the slots, and run the steps that a CUDA graph is captured after."""
-        rows = self.slots
-        if self.device.type == "cpu" and rows > 1:
-            rows = -(-rows // 4) * 4  # Products of other numbers of rows may be summed differently in the last rows.
-        self._loop = SlotLoop(self.model, rows, self.max_length if self._fixed else None)
-        if self.device.type == "cpu":
-            small = _is_small(self.model, self._loop._state)
-            torch.set_num_threads(self._threads or (1 if small else torch.get_num_threads()))
+        torch.set_num_threads(self._threads)
+        rows = self._rows
+        self._loop = SlotLoop(self.model, rows, self.max_length)
         for _ in range(5 if self.device.type == "cuda" else 1):
             self._loop.step()
         self._empty = self._new_state()
@@ -464,6 +485,8 @@ class Engine:
         if not reading.done:
             self._reading.append(job)
             return
+        if reading.keys:
+            self.cache.persist(reading.keys[-1])
         for choice in job.choices:
             if choice.row is not None and not choice.finished:
                 self._start(choice)
@@ -483,7 +506,9 @@ class Engine:
             reading.logs += _top_logs(
                 logs, job.request.tokens[start + 1 : stop + 1].to(self.device), job.request.logprobs
             )
-        if stop // C <= len(reading.keys) and stop % C == 0:
+        if stop % C == 0:
+            self.state_codec.round(reading.state)
+        if stop % C == 0 and reading.keys:
             self.cache.insert(reading.keys, stop // C, reading.state, reading.own)
 
     def _start(self, choice: _Choice) -> None:

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from longspan.models.residual import StackState
 from longspan.protocol import State
+from longspan.serve.disk_store import DiskStore
+from longspan.serve.state_codec import StateCodec
 
 _SHARE = 4  # one prompt takes at most this fraction of the budget, so that a long one does not evict all others
+_STATE, _SEGMENT = "state.", "segment."  # prefixes of names in a file
 
 
 @dataclass
@@ -27,6 +30,8 @@ class CacheStats:
         bytes: Bytes held now.
         states: States held now.
         evictions: States dropped to stay within the budget.
+        disk_hits: States loaded from disk.
+        disk_bytes: Bytes held on disk now.
     """
 
     queries: int = 0
@@ -36,11 +41,13 @@ class CacheStats:
     bytes: int = 0
     states: int = 0
     evictions: int = 0
+    disk_hits: int = 0
+    disk_bytes: int = 0
 
 
 @dataclass
 class _Node:
-    """A chunk boundary: the chunk before it, and the state after it unless that was evicted."""
+    """A chunk boundary: the chunk before it, and the state after it unless that was evicted. Tensors are encoded."""
 
     key: bytes
     parent: _Node | None
@@ -58,15 +65,29 @@ class PrefixCache:
     recently used; keys and values that softmax layers hold for every token are stored once per chunk, as long as a
     later boundary needs them.
 
+    With a disk, the last boundary of each prompt and those that were hit are also written to files.
+
     Args:
         new_state: Returns an empty state of one sequence.
         chunk: Tokens per chunk.
-        budget: The most bytes to hold.
+        budget: The most bytes to hold in memory.
         salt: What the digests begin with: what other states than these differ in, as the model's fingerprint.
+        codec: How states are stored.
+        disk: Files that outlive the process.
     """
 
-    def __init__(self, new_state: Callable[[], StackState], chunk: int, budget: int, salt: bytes = b"") -> None:
+    def __init__(
+        self,
+        new_state: Callable[[], StackState],
+        chunk: int,
+        budget: int,
+        salt: bytes = b"",
+        *,
+        codec: StateCodec | None = None,
+        disk: DiskStore | None = None,
+    ) -> None:
         self.stats, self.chunk, self.budget = CacheStats(), chunk, budget
+        self.codec, self.disk = codec or StateCodec(), disk
         self._new_state, self._salt = new_state, hashlib.sha256(salt).digest()
         self._token_tensors = frozenset(token_tensors(new_state(), ""))
         self._nodes: dict[bytes, _Node] = {}
@@ -88,13 +109,18 @@ class PrefixCache:
         """
         for depth in range(len(keys), after, -1):
             node = self._nodes.get(keys[depth - 1])
-            if node is not None and node.state is not None:
+            if node is None or node.state is None:
+                node = self._load(keys[:depth])
+            if node is not None:
+                state = self._restore(node)
                 self._recent.move_to_end(node.key)
-                return depth, self._restore(node)
+                self.persist(node.key)
+                self._shrink()
+                return depth, state
         return after, None
 
     def has(self, key: bytes) -> bool:
-        """Return whether there is a state at a boundary."""
+        """Return whether there is a state in memory at a boundary."""
         return key in self._recent
 
     def count(self, tokens: int, found: int) -> None:
@@ -115,30 +141,84 @@ class PrefixCache:
                 second one is dropped.
         """
         parent = self._nodes.get(keys[depth - 2]) if depth > 1 else None
+        if self.has(keys[depth - 1]):
+            self._recent.move_to_end(keys[depth - 1])
+            return
         if depth > 1 and parent is None and self._token_tensors:
             return
-        node = self._nodes.get(keys[depth - 1])
-        if node is not None and node.state is not None:
-            self._recent.move_to_end(node.key)
+        tensors, start = state.tensors(), (depth - 1) * self.chunk
+        segment = {name: tensors.pop(name)[:, :, start : start + self.chunk] for name in self._token_tensors}
+        node = self._add(keys[depth - 1], parent, depth, self.codec.encode(segment), self.codec.encode(tensors))
+        assert node.state is not None
+        own.append(node.key)
+        if len(own) * _bytes(node.state) > self.budget // _SHARE:
+            own[:] = self._thin(own)
+        self._shrink()
+
+    def persist(self, key: bytes) -> None:
+        """Write a boundary in memory to disk, with the segments before it; without a disk, do nothing."""
+        node = self._nodes.get(key)
+        if self.disk is None or node is None or node.state is None:
             return
+        content = {_STATE + name: x for name, x in node.state.items()}
+        at: _Node | None = node
+        while at is not None and at.key not in self.disk:
+            content |= {_SEGMENT + name: x for name, x in at.segment.items()}
+            self.disk.write(at.key, content)
+            content, at = {}, at.parent if self._token_tensors else None
+
+    def close(self) -> None:
+        """Wait until what is to be written is on disk."""
+        if self.disk is not None:
+            self.disk.close()
+
+    def _add(
+        self, key: bytes, parent: _Node | None, depth: int, segment: dict[str, Tensor], state: dict[str, Tensor] | None
+    ) -> _Node:
+        """Return the node of a boundary, with these contents where it lacks them."""
+        node = self._nodes.get(key)
         if node is None:
-            node = _Node(keys[depth - 1], parent, depth)
-            start, stop = (depth - 1) * self.chunk, depth * self.chunk
-            tensors = state.tensors()
-            node.segment = {name: tensors[name][:, :, start:stop].clone() for name in self._token_tensors}
-            self.stats.bytes += _bytes(node.segment)
-            self._nodes[node.key] = node
+            node = self._nodes[key] = _Node(key, parent, depth, segment=segment)
+            self.stats.bytes += _bytes(segment)
             if parent is not None:
                 parent.children += 1
-        node.state = {name: x.clone() for name, x in state.tensors().items() if name not in self._token_tensors}
-        self._recent[node.key] = node
-        self.stats.states += 1
-        self.stats.bytes += (size := _bytes(node.state))
-        own.append(node.key)
-        if len(own) * size > self.budget // _SHARE:
-            own[:] = self._thin(own)
-        while self.stats.bytes > self.budget and self._recent:
-            self._evict(next(iter(self._recent.values())))
+        if state is not None and node.state is None:
+            node.state, self._recent[key] = state, node
+            self.stats.states += 1
+            self.stats.bytes += _bytes(state)
+        return node
+
+    def _load(self, keys: Sequence[bytes]) -> _Node | None:
+        """Return the node of the last of these boundaries from disk, with the segments before it, if they are there."""
+        if self.disk is None or keys[-1] not in self.disk:
+            return None
+        expected = self._new_state()
+        contents: list[tuple[int, dict[str, Tensor]]] = []
+        for depth in range(len(keys), 0, -1):
+            if keys[depth - 1] in self._nodes and contents:
+                break
+            content = self.disk.read(keys[depth - 1], expected.length.device)
+            if content is None or not self._fits(content, expected, state=not contents):
+                return None
+            contents.append((depth, content))
+            if not self._token_tensors:
+                break
+        node: _Node | None = None
+        for depth, content in reversed(contents):
+            parent = self._nodes.get(keys[depth - 2]) if depth > 1 else None
+            segment = {name[len(_SEGMENT) :]: x for name, x in content.items() if name.startswith(_SEGMENT)}
+            state = {name[len(_STATE) :]: x for name, x in content.items() if name.startswith(_STATE)}
+            node = self._add(keys[depth - 1], parent, depth, segment, state or None)
+        self.stats.disk_hits += 1
+        return node
+
+    def _fits(self, content: dict[str, Tensor], expected: StackState, *, state: bool) -> bool:
+        """Return whether a file holds what a node of this model holds; `state`: whether it needs a state."""
+        shapes = {name: x.shape for name, x in expected.tensors().items() if name not in self._token_tensors}
+        decoded = self.codec.decode({name[len(_STATE) :]: x for name, x in content.items() if name.startswith(_STATE)})
+        segment = {name for name in content if name.startswith(_SEGMENT)}
+        whole = {_SEGMENT + name for name in self._token_tensors} <= segment
+        return whole and (not (state or decoded) or {name: x.shape for name, x in decoded.items()} == shapes)
 
     def _thin(self, keys: Sequence[bytes]) -> list[bytes]:
         """Drop every second of these boundaries, but not the last one; return those that are left."""
@@ -151,16 +231,21 @@ class PrefixCache:
                 kept.append(key)
         return kept[::-1]
 
+    def _shrink(self) -> None:
+        while self.stats.bytes > self.budget and self._recent:
+            self._evict(next(iter(self._recent.values())))
+
     def _restore(self, node: _Node) -> StackState:
+        """Return a copy of the state at a node."""
         assert node.state is not None
         state = self._new_state()
         tensors = state.tensors()
-        for name, x in node.state.items():
+        for name, x in self.codec.decode(node.state).items():
             tensors[name].copy_(x)
         at: _Node | None = node
         while at is not None and self._token_tensors:
             start, stop = (at.depth - 1) * self.chunk, at.depth * self.chunk
-            for name, x in at.segment.items():
+            for name, x in self.codec.decode(at.segment).items():
                 tensors[name][:, :, start:stop].copy_(x)
             at = at.parent
         return state

@@ -10,30 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from serve_cases import MECHANISMS, answers, language_model
 
-from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, generate
+from longspan import Sampling, generate
 from longspan.generation.generate import prefill
 from longspan.generation.session import Session
 from longspan.serve import Engine, EngineClosedError, QueueFullError, Request
 
-SPLIT = {
-    "mechanism": "split",
-    "parts": [
-        {"mechanism": "local", "num_heads": 2, "window": 5},
-        {"mechanism": "linear", "num_heads": 2},
-    ],
-}
-MECHANISMS = {
-    "softmax": "softmax",
-    "local": {"mechanism": "local", "window": 5},
-    "linear": {"mechanism": "linear", "feature_map": "softmax"},
-    "blind spot": {"mechanism": "linear", "blind_spot": 3},
-    "performer": "performer",
-    "linformer": {"mechanism": "linformer", "rank": 7, "max_length": 97},
-    "decay": "decay",
-    "delta": "delta",
-    "split": SPLIT,
-}
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0),
@@ -42,15 +25,6 @@ SAMPLINGS = [
     Sampling(min_p=0.1, repetition_penalty=1.3, repetition_window=7),
     Sampling(temperature=0, repetition_penalty=1.1),
 ]
-
-
-def language_model(mechanism=SPLIT, vocab_size=256, dtype=torch.float32, **fields):
-    attention = AttentionConfig(num_heads=4, mechanism=mechanism, rotary="none")
-    config = ModelConfig(dim=32, depth=2, causal=True, vocab_size=vocab_size, attention=attention, **fields)
-    model = LanguageModel(config).to(dtype).eval()
-    with torch.no_grad():
-        model.to_logits.weight.mul_(4)  # logits that differ enough for a choice to matter
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +52,6 @@ def random_request(rng, vocab_size=256):
         logprobs=rng.choice([None, 0, 3]),
         stop=rng.choice([(), (5, 6)]),
     )
-
-
-def answers(choices):
-    return [(choice.tokens, choice.log_probabilities, choice.top, choice.finish_reason) for choice in choices]
 
 
 def check_invariance(model, number, seed, **options):
@@ -124,7 +94,7 @@ def test_batch_invariance(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_batch_invariance_of_a_thousand_requests(name):
-    check_invariance(language_model(MECHANISMS[name]), 1000, 2, slots=7, chunk=7, max_length=64)
+    check_invariance(language_model(MECHANISMS[name]), 1000, 2, slots=7, chunk=7, max_length=97)
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
