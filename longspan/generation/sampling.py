@@ -350,6 +350,38 @@ class SlotSampler(Sampler):
         self._index.add_(1).remainder_(_BLOCK)
         return torch.where(greedy, logits.argmax(1), token)
 
+    def has_draws(self, number: int) -> bool:
+        """Return whether every row has this many random numbers left, as `choose_several` needs."""
+        return max(self._drawn) + number <= _BLOCK
+
+    def choose_several(self, logits: Tensor, tokens: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose tokens at several positions, as steps would as long as what they choose is what comes next.
+
+        Args:
+            logits: (B, T, V) after each of the tokens.
+            tokens: (B, T), the pending token and guesses of those after it.
+            sizes: (B,) how many of these a row has.
+
+        Returns:
+            Tokens (B, T), and how many of them (B,) steps would have chosen, up to the first that is not the guess.
+        """
+        recent, index = self.recent.clone(), self._index.clone()
+        self._options, self._changed = self._row_options() if self._changed else self._options, False
+        chosen = []
+        for i in range(logits.shape[1]):
+            self.append(tokens[:, i])
+            chosen.append(self.choose(logits[:, i]))
+        found = torch.stack(chosen, 1)
+        place = torch.arange(1, logits.shape[1], device=logits.device)
+        right = (found[:, :-1] == tokens[:, 1:]) & (place < sizes[:, None])
+        number = 1 + right.cumprod(1).sum(1)
+        if self._options["greedy"] is not None:
+            self._index.copy_((index + number) % _BLOCK)
+        window = torch.arange(recent.shape[1], device=logits.device)
+        self.recent.copy_(torch.cat([recent, tokens], 1).gather(1, number[:, None] + window))
+        self._drawn = [drawn + new for drawn, new in zip(self._drawn, number.tolist(), strict=True)]
+        return found, number
+
     def _refill(self, row: int) -> None:
         self._uniform[row] = torch.rand(_BLOCK, generator=self._generators[row], dtype=torch.float64)
         self._index[row] = 0

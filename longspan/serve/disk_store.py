@@ -55,9 +55,8 @@ class DiskStore:
     def __contains__(self, key: bytes) -> bool:
         return key in self._sizes
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of all files."""
+    def size(self) -> int:
+        """Return the bytes of all files."""
         with self._lock:
             return sum(self._sizes.values())
 
@@ -105,7 +104,7 @@ class DiskStore:
                 continue
             with self._lock:
                 self._sizes[key] = len(content)
-            while self.bytes > self.budget:
+            while self.size() > self.budget:
                 self._remove(next(iter(self._sizes)))
 
     def _scan(self) -> None:
@@ -137,7 +136,7 @@ def _digest(key: bytes, tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         x = tensors[name].cpu().contiguous()
         digest.update(f"{name}:{x.dtype}:{tuple(x.shape)}".encode())
-        digest.update(x.reshape(-1).view(torch.uint8).numpy())
+        digest.update(x.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

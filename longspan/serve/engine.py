@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,14 +32,16 @@ from longspan.models.transformer import LanguageModel
 from longspan.serve.disk_store import DiskStore
 from longspan.serve.prefix_cache import CacheStats, PrefixCache, token_tensors
 from longspan.serve.request import Delta, Generation, Request
-from longspan.serve.slots import REPETITION_WINDOW, SlotLoop
+from longspan.serve.slots import REPETITION_WINDOW, SlotLoop, join_rows
+from longspan.serve.speculation import MAX_GUESS, Draft, Guesser, Pace
 from longspan.serve.state_codec import StateCodec
-from longspan.utils import check_integer
+from longspan.utils import check_integer, choose
 
 _SMALL_CHUNK, _CHUNK = 64, 512  # tokens per chunk of a prompt
 _SMALL_MODEL = 1 << 22  # parameters up to which the smaller chunk is used
 _MAX_LENGTH = 4096  # default capacity of a slot, for models that store every token
 _LONGEST = 1 << 31
+_DRAFT_GUESS = 4  # tokens that a draft model guesses at a time
 
 
 class QueueFullError(RuntimeError):
@@ -72,6 +75,8 @@ class EngineStats:
         completion_tokens: Tokens generated.
         steps: Decode steps.
         chunks: Chunks of prompts that were read.
+        guessed_tokens: Tokens guessed by speculation.
+        accepted_tokens: Guesses that were right.
         cache: Counters of the prefix cache.
         state_bytes: Bytes of one slot's state.
     """
@@ -86,6 +91,8 @@ class EngineStats:
     completion_tokens: int
     steps: int
     chunks: int
+    guessed_tokens: int
+    accepted_tokens: int
     cache: CacheStats
     state_bytes: int
 
@@ -113,8 +120,16 @@ class _Choice:
         self.job, self.index, self.decoder = job, index, decoder
         self.row: int | None = None
         self.tokens: list[int] = []
+        self.steps = 0  # that were launched for it
+        self.start = 0
+        self.guesser: Guesser | None = None
         self.held = ""  # text that may be the beginning of a stop string
-        self.running = self.finished = self.finished_text = False
+        self.running = self.finished = self.stopped = False
+
+    @property
+    def steps_left(self) -> int:
+        """Steps until its last token at most."""
+        return self.job.request.max_tokens - self.steps
 
 
 class _Job:
@@ -147,6 +162,11 @@ class Engine:
         disk_bytes: Budget of that folder.
         state_dtype: "exact", or "bfloat16" or "int8" for states in the prefix cache that take a half or a quarter of
             the bytes. States are then rounded at every chunk boundary, cached or not, so that a hit changes no bit.
+        read_rows: The number of prompts whose chunks are read together; 1 on a CPU and up to 8 on a GPU unless given.
+        steps_per_look: Decode steps between two looks at their tokens; 1 on a CPU and 4 on a GPU unless given.
+        speculation: "ngram" guesses tokens from the prompt and what was generated; a causal language model guesses
+            them itself. Guesses are checked together, only where that saves time. The distribution of the output is
+            unchanged; its rounding, and so a tie, may depend on what else runs.
         threads: Number of PyTorch threads on a CPU: one for small models, otherwise PyTorch's own number.
 
     Raises:
@@ -166,6 +186,9 @@ class Engine:
         cache_dir: str | Path | None = None,
         disk_bytes: int = 1 << 34,
         state_dtype: str = "exact",
+        read_rows: int | None = None,
+        steps_per_look: int | None = None,
+        speculation: str | LanguageModel | None = None,
         threads: int | None = None,
     ) -> None:
         if not isinstance(model, LanguageModel):
@@ -192,9 +215,15 @@ class Engine:
         self.state_codec = StateCodec(state_dtype)
         disk = None if cache_dir is None else DiskStore(Path(cache_dir), disk_bytes)
         self._rows, self._threads = self._layout(threads)
+        on_gpu = self.device.type == "cuda"
+        self._read_rows = read_rows or (min(slots, 8) if on_gpu else 1)
+        if not on_gpu and self._read_rows > 1 and self.chunk % 4:
+            raise ValueError(f"read_rows above 1 needs a chunk that is a multiple of 4 on a CPU, got {self.chunk}")
+        self._steps_per_look = steps_per_look or (4 if on_gpu and speculation is None else 1)
+        self.speculation, self._pace = _check_speculation(speculation, model), Pace()
         # What the bits of a state depend on.
         salt = f"{self.fingerprint}:{model.config}:{self.chunk}:{self.max_length}:{state_dtype}"
-        salt += f":{self.device}:{self._threads}:{torch.__version__}"
+        salt += f":{self._read_rows}:{self.device}:{self._threads}:{torch.__version__}"
         self.cache = PrefixCache(
             self._new_state, self.chunk, cache_bytes, salt.encode(), codec=self.state_codec, disk=disk
         )
@@ -208,10 +237,12 @@ class Engine:
         self._free = list(range(slots))[::-1]
         self._reading: deque[_Job] = deque()
         self._running: dict[int, _Choice] = {}
+        self._launched: deque[_Launched] = deque()
         self._wakeups: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         self._closing = False
         self._error: BaseException | None = None
-        self._counts = {"requests": 0, "prompt_tokens": 0, "completion_tokens": 0, "steps": 0, "chunks": 0}
+        counted = "requests prompt_tokens completion_tokens steps chunks guessed_tokens accepted_tokens"
+        self._counts = dict.fromkeys(counted.split(), 0)
         self._finished: dict[str, int] = {}
         self._mean_seconds = 1.0
         self._start_thread()
@@ -258,10 +289,10 @@ class Engine:
             return EngineStats(
                 finished=dict(self._finished),
                 waiting=self._num_waiting,
-                reading=len(self._reading),
+                reading=sum(job.started > 0 and not job.reading.done for job in self._jobs.values()),
                 running=len(self._running),
                 slots=self.slots,
-                cache=replace(self.cache.stats, disk_bytes=0 if disk is None else disk.bytes),
+                cache=replace(self.cache.stats, disk_bytes=0 if disk is None else disk.size()),
                 state_bytes=sum(x.numel() * x.element_size() for x in self._new_state().tensors().values()),
                 **self._counts,
             )
@@ -395,6 +426,9 @@ class Engine:
         self._loop = SlotLoop(self.model, rows, self.max_length)
         for _ in range(5 if self.device.type == "cuda" else 1):
             self._loop.step()
+        self._draft: Draft | None = None
+        if isinstance(self.speculation, LanguageModel):
+            self._draft = Draft(self.speculation, rows, self.max_length)
         self._empty = self._new_state()
         self._idle = [0] * rows  # steps since a row was emptied
         for row in range(rows):
@@ -403,7 +437,7 @@ class Engine:
     def _wait(self) -> bool:
         """Wait for work and take it; return False at the end."""
         with self._wake:
-            while not (self._num_waiting or self._reading or self._running or self._cancelled):
+            while not (self._num_waiting or self._reading or self._running or self._launched or self._cancelled):
                 if self._closing:
                     return False
                 self._wake.wait()
@@ -469,47 +503,65 @@ class Engine:
         return fitted
 
     def _read(self) -> None:
-        """Read one chunk of one prompt; prompts take turns."""
-        if not self._reading:
-            return
-        job = self._reading.popleft()
-        reading, C = job.reading, self.chunk
-        assert reading.state is not None
-        depth = reading.position // C
-        if depth < len(reading.keys) and self.cache.has(reading.keys[depth]):
-            # Another prompt has been read that far meanwhile.
-            depth, reading.state = self.cache.find(reading.keys)
-            reading.position = depth * C
-        else:
-            self._read_chunk(job, reading.state)
-        if not reading.done:
-            self._reading.append(job)
-            return
-        if reading.keys:
-            self.cache.persist(reading.keys[-1])
-        for choice in job.choices:
-            if choice.row is not None and not choice.finished:
-                self._start(choice)
+        """Read a chunk of each of the first prompts; prompts take turns."""
+        jobs = [self._reading.popleft() for _ in range(min(self._read_rows, len(self._reading)))]
+        behind = [job for job in jobs if not self._skip(job.reading)]
+        if behind:
+            self._read_chunks(behind)
+        for job in jobs:
+            if not job.reading.done:
+                self._reading.append(job)
+                continue
+            if job.reading.keys:
+                self.cache.persist(job.reading.keys[-1])
+            for choice in job.choices:
+                if choice.row is not None and not choice.finished:
+                    self._start(choice)
 
-    def _read_chunk(self, job: _Job, state: StackState) -> None:
-        reading, C = job.reading, self.chunk
-        start, stop = reading.position, min(reading.position + C, len(reading.tokens))
-        tokens = torch.zeros(1, C, dtype=torch.int64)
-        tokens[0, : stop - start] = reading.tokens[start:stop]
-        mask = None if stop - start == C else torch.arange(C, device=self.device)[None] < stop - start
-        hidden, reading.state = self.model.extend_hidden(tokens.to(self.device), state, key_mask=mask)
+    def _skip(self, reading: _Reading) -> bool:
+        """Go on from the cache, if another prompt has been read further than this one meanwhile."""
+        depth = reading.position // self.chunk
+        if depth >= len(reading.keys) or not self.cache.has(reading.keys[depth]):
+            return False
+        depth, reading.state = self.cache.find(reading.keys)
+        reading.position = depth * self.chunk
+        return True
+
+    def _read_chunks(self, jobs: list[_Job]) -> None:
+        """Read a chunk of each of up to `_read_rows` prompts."""
+        C, rows = self.chunk, self._read_rows
+        readings = [job.reading for job in jobs]
+        stops = [min(reading.position + C, len(reading.tokens)) for reading in readings]
+        tokens = torch.zeros(rows, C, dtype=torch.int64)
+        for i, (reading, stop) in enumerate(zip(readings, stops, strict=True)):
+            tokens[i, : stop - reading.position] = reading.tokens[reading.position : stop]
+        sizes = [stop - reading.position for reading, stop in zip(readings, stops, strict=True)]
+        sizes += [0] * (rows - len(jobs))
+        mask = None
+        if rows > 1 or sizes[0] < C:
+            mask = (torch.arange(C) < torch.tensor(sizes)[:, None]).to(self.device)
+        states = [reading.state for reading in readings if reading.state is not None]
+        states += [self._empty] * (rows - len(jobs))
+        hidden, after = self.model.extend_hidden(tokens.to(self.device), join_rows(states), key_mask=mask)
+        self._counts["chunks"] += len(jobs)
+        self._counts["prompt_tokens"] += sum(sizes)
+        for i, (job, stop) in enumerate(zip(jobs, stops, strict=True)):
+            job.reading.state = after if rows == 1 else after.select([i])
+            self._chunk_read(job, hidden[i, : sizes[i]], stop)
+
+    def _chunk_read(self, job: _Job, hidden: Tensor, stop: int) -> None:
+        """Take what was read of a prompt up to `stop`, with the last layer's vectors (n, dim)."""
+        reading, number, start = job.reading, job.request.logprobs, job.reading.position
         reading.position = stop
-        self._counts["chunks"] += 1
-        self._counts["prompt_tokens"] += stop - start
-        if job.request.echo and job.request.logprobs is not None:
-            logs = self.model.logits(hidden)[0, : stop - start].float().log_softmax(1)
-            reading.logs += _top_logs(
-                logs, job.request.tokens[start + 1 : stop + 1].to(self.device), job.request.logprobs
-            )
-        if stop % C == 0:
+        assert reading.state is not None
+        if job.request.echo and number is not None:
+            logs = self.model.logits(hidden[None])[0].float().log_softmax(1)
+            found = _top_logs(logs, job.request.tokens[start + 1 : stop + 1].to(self.device), number)
+            reading.logs += found.rows(number)
+        if stop % self.chunk == 0:
             self.state_codec.round(reading.state)
-        if stop % C == 0 and reading.keys:
-            self.cache.insert(reading.keys, stop // C, reading.state, reading.own)
+            if reading.keys:
+                self.cache.insert(reading.keys, stop // self.chunk, reading.state, reading.own)
 
     def _start(self, choice: _Choice) -> None:
         """Put a choice whose prompt has been read into its slot."""
@@ -529,31 +581,97 @@ class Engine:
         )
         self._loop.sampler.put(row, request.sampling, request.seed + choice.index, before[:-1])
         last = int(before[-1]) if len(before) else 0
+        # Tokens that the state holds before the first generated one.
+        choice.start = int(reading.state.length) + (reading.logits is None)
         self._loop.put(row, reading.state, last, reading.logits)
+        if self._draft is not None:
+            self._draft.put(row, before[:-1], last)
+        elif self.speculation is not None:
+            choice.guesser = Guesser(before.tolist())
         self._running[row] = choice
         choice.running = True
         if all(other.running or other.finished for other in job.choices):
             reading.state = None
 
     def _step(self) -> None:
-        """Decode one token of every running choice."""
-        if not self._running:
-            return
-        self._refresh_idle()
-        self._loop.step()
+        """Launch decode steps of every running choice, and take the tokens of those that were launched before."""
+        # On a GPU the next steps run while the host takes the tokens of the last ones.
+        ahead = 0
+        if any(choice.steps_left > 0 for choice in self._running.values()):
+            ahead = 1 if self.device.type == "cuda" and self.speculation is None else 0
+            if self.speculation is None or not self._speculate():
+                begun = time.perf_counter()
+                self._launch()
+                self._pace.add_step(time.perf_counter() - begun)
+        while len(self._launched) > ahead:
+            self._take(self._launched.popleft())
+
+    def _speculate(self) -> bool:
+        """Guess and check tokens, if that has been worthwhile; return whether."""
+        if not self._pace.worthwhile or not self._loop.sampler.has_draws(MAX_GUESS + 1):
+            return False
+        begun = time.perf_counter()
+        guesses = self._guesses()
+        if not any(guesses.values()):
+            return False
+        running = list(self._running.items())
+        tokens, logits = self._loop.verify(guesses)
+        if self._draft is not None:
+            self._draft.follow(tokens)
         self._counts["steps"] += 1
+        self._pace.add_round(time.perf_counter() - begun, sum(len(tokens[row]) for row, _ in running), len(running))
+        for row, choice in running:
+            guessed, new = len(guesses.get(row, ())), tokens[row]
+            self._counts["guessed_tokens"] += guessed
+            self._counts["accepted_tokens"] += len(new) - 1
+            if choice.guesser is not None and guessed:
+                choice.guesser.learn(guessed, len(new) - 1)
+            number, logs = choice.job.request.logprobs, []
+            if number is not None:
+                every = logits[row, : len(new)].float().log_softmax(1)
+                logs = _top_logs(every, torch.tensor(new, device=self.device), number).rows(number)
+            choice.steps += len(new)
+            self._emit(choice, new, logs)
+        return True
+
+    def _guesses(self) -> dict[int, list[int]]:
+        """Return guesses of the next tokens of running choices, by row."""
+        limits = {row: min(MAX_GUESS, choice.steps_left - 1) for row, choice in self._running.items()}
+        if self._draft is not None:
+            number = min(_DRAFT_GUESS, max(limits.values()))
+            found = self._draft.guess(number).tolist() if number > 0 else [[]] * self._rows
+            return {row: found[row][:limit] for row, limit in limits.items()}
+        pairs = [(row, choice.guesser) for row, choice in self._running.items()]
+        return {row: guesser.guess(limits[row]) for row, guesser in pairs if guesser is not None}
+
+    def _launch(self) -> None:
         running = list(self._running.items())
         numbers = [choice.job.request.logprobs for _, choice in running]
-        logs: list[tuple[float, dict[int, float]]] = []
-        if any(number is not None for number in numbers):
-            every = self._loop.logits.float().log_softmax(1)
-            logs = _top_logs(every, self._loop.token, max(number or 0 for number in numbers))
-        tokens = self._loop.token.tolist()
+        number = max((number for number in numbers if number is not None), default=None)
+        steps = min(self._steps_per_look, max(choice.steps_left for _, choice in running))
+        tokens, logs = [], []
+        for _ in range(steps):
+            self._refresh_idle()
+            self._loop.step()
+            tokens.append(self._loop.token.clone())
+            if number is not None:
+                logs.append(_top_logs(self._loop.logits.float().log_softmax(1), self._loop.token, number))
+        self._counts["steps"] += steps
+        self._launched.append(_Launched.of(running, tokens, logs))
         for row, choice in running:
-            log, top = logs[row] if choice.job.request.logprobs is not None else (None, None)
-            if top is not None:
-                top = dict(list(top.items())[: choice.job.request.logprobs])
-            self._emit(choice, tokens[row], log, top)
+            choice.steps += steps
+            if choice.steps_left <= 0 and not choice.job.request.keep_state:
+                self._release(row)  # Its last token is known to be among these.
+
+    def _take(self, launched: _Launched) -> None:
+        """Send the tokens of launched steps."""
+        columns, logs = launched.results()
+        for row, choice in launched.running:
+            if choice.finished:
+                continue
+            number = choice.job.request.logprobs
+            own = [] if number is None else [step.rows(number, row)[0] for step in logs]
+            self._emit(choice, columns[row], own)
 
     def _refresh_idle(self) -> None:
         """Empty rows that idle, before their lengths, which grow with each step, exceed what the model can hold."""
@@ -566,21 +684,29 @@ class Engine:
                     self._loop.put(row, self._empty, 0)
                     self._idle[row] = 1
 
-    def _emit(self, choice: _Choice, token: int, log: float | None, top: dict[int, float] | None) -> None:
-        """Send a token of a choice, and end it if it is the last one."""
-        request = choice.job.request
-        choice.tokens.append(token)
-        if token in choice.job.stop:
-            self._finish(choice, "stop")
-            return
-        choice.job.generation.completion_tokens += 1
-        self._counts["completion_tokens"] += 1
-        text, reason = self._text(choice, token), None
-        if choice.finished_text:
-            reason = "stop"
-        elif len(choice.tokens) == request.max_tokens:
-            reason = "length"
-        delta = Delta(choice.index, token, text, log, top)
+    def _emit(self, choice: _Choice, tokens: list[int], logs: list[tuple[float, dict[int, float]]]) -> None:
+        """Send tokens of a choice, and end it at its last one."""
+        job, texts, reason = choice.job, [], None
+        if choice.guesser is not None:
+            choice.guesser.extend(tokens)
+        new, limit = 0, job.request.max_tokens
+        for token in tokens:
+            choice.tokens.append(token)
+            if token in job.stop:
+                reason = "stop"
+                break
+            new += 1
+            texts.append(self._text(choice, token))
+            if choice.stopped:
+                reason = "stop"
+                break
+            if len(choice.tokens) == limit:
+                reason = "length"
+                break
+        job.generation.completion_tokens += new
+        self._counts["completion_tokens"] += new
+        values, top = [log for log, _ in logs[:new]], [top for _, top in logs[:new]]
+        delta = Delta(choice.index, tokens[:new], "".join(texts), values, top)
         if reason is None:
             self._push(choice, delta)
         else:
@@ -596,7 +722,7 @@ class Engine:
             return text
         found = [place for place in (text.find(stop) for stop in stops) if place >= 0]
         if found:
-            choice.held, choice.finished_text = "", True
+            choice.held, choice.stopped = "", True
             return text[: min(found)]
         longest = max(len(stop) for stop in stops) - 1
         for start in range(max(0, len(text) - longest), len(text)):
@@ -607,15 +733,12 @@ class Engine:
         return text
 
     def _echo(self, choice: _Choice) -> None:
-        request, reading = choice.job.request, choice.job.reading
-        decoder = None if self.codec is None else self.codec.stream_decoder()
+        request, logs = choice.job.request, choice.job.reading.logs
         tokens = request.tokens.tolist()
-        for i, token in enumerate(tokens):
-            text = "" if decoder is None else decoder.push(token)
-            if decoder is not None and i == len(tokens) - 1:
-                text += decoder.flush()
-            log, top = reading.logs[i - 1] if i and reading.logs else (None, None)
-            self._push(choice, Delta(choice.index, token, text, log, top, prompt=True))
+        text = "" if self.codec is None else self.codec.decode(tokens)
+        values = [] if request.logprobs is None else [None, *(log for log, _ in logs)]
+        top = [] if request.logprobs is None else [{}, *(top for _, top in logs)]
+        self._push(choice, Delta(choice.index, tokens, text, values, top, prompt=True))
 
     def _finish(self, choice: _Choice, reason: str, delta: Delta | None = None) -> None:
         """End a choice, free its slot and send its last delta."""
@@ -624,33 +747,46 @@ class Engine:
         if choice.running and choice.job.request.keep_state and choice.tokens:
             session = self._session(choice)
         text = delta.text
-        if choice.decoder is not None and not choice.finished_text:
+        if choice.decoder is not None and not choice.stopped:
             text += choice.held + choice.decoder.flush()
         choice.finished = True
         self._push(choice, replace(delta, text=text, finish_reason=reason, session=session))
         with self._wake:
             self._finished[reason] = self._finished.get(reason, 0) + 1
-            if choice.row is not None:
-                if choice.running:
-                    del self._running[choice.row]
-                    self._loop.sampler.release(choice.row)
-                    self._loop.put(choice.row, self._empty, 0)
-                    self._idle[choice.row] = 0
-                    seconds = time.monotonic() - choice.job.started
-                    self._mean_seconds += 0.05 * (seconds - self._mean_seconds)
+            if choice.running:
+                seconds = time.monotonic() - choice.job.started
+                self._mean_seconds += 0.05 * (seconds - self._mean_seconds)
+            if choice.row is not None and self._running.get(choice.row) is choice:
+                self._release(choice.row)
+            elif choice.row is not None and not choice.running:
                 self._free.append(choice.row)
             if all(other.finished for other in choice.job.choices):
                 self._jobs.pop(choice.job.generation, None)
 
-    def _session(self, choice: _Choice) -> Session:
+    def _release(self, row: int) -> None:
+        """Empty the row of a choice that needs no further step."""
+        with self._wake:
+            del self._running[row]
+            self._free.append(row)
+        self._loop.sampler.release(row)
+        self._loop.put(row, self._empty, 0)
+        self._idle[row] = 0
+
+    def _session(self, choice: _Choice) -> Session | None:
         """Return the state after all tokens of a running choice, to be continued."""
         assert choice.row is not None
-        state, _ = self._loop.take(choice.row)
-        token = torch.tensor([[choice.tokens[-1]]], device=self.device)
-        logits, state = self.model.extend(token, state)
-        recent = torch.cat([self._loop.sampler.recent[choice.row], token[0]])[None, -64:]
+        state, logits = self._loop.take(choice.row)
+        recent = self._loop.sampler.recent[choice.row]
+        before = len(choice.tokens) - 1  # tokens of the choice that the state holds if no step was launched since
+        held = int(state.length) - choice.start
+        if held > before + 1:
+            return None
+        if held == before:
+            token = torch.tensor([[choice.tokens[-1]]], device=self.device)
+            out, state = self.model.extend(token, state)
+            logits, recent = out[:, -1], torch.cat([recent, token[0]])
         with torch.inference_mode(False):  # Tensors that may be used outside this thread.
-            return Session(state.clone(), logits[:, -1].clone(), recent.clone(), self.model)
+            return Session(state.clone(), logits.clone(), recent[None, -64:].clone(), self.model)
 
     def _end_job(self, generation: Generation, reason: str) -> None:
         """End every choice of a request, wherever it is."""
@@ -694,12 +830,62 @@ class Engine:
         self._notify()
 
 
-def _top_logs(logs: Tensor, tokens: Tensor, number: int) -> list[tuple[float, dict[int, float]]]:
-    """Return the log-probability of each row's token, and its `number` likeliest tokens with theirs."""
-    own = logs.gather(1, tokens[:, None])[:, 0].tolist()
+def _check_speculation(given: object, model: LanguageModel) -> str | LanguageModel | None:
+    if isinstance(given, LanguageModel):
+        if not given.config.causal or given.config.vocab_size != model.config.vocab_size:
+            raise ValueError("a model that guesses must be causal and have the tokens of the model it guesses for")
+        return given
+    if given is not None and not isinstance(given, str):
+        raise TypeError(f'speculation must be None, "ngram" or a LanguageModel, got a {type(given).__name__}')
+    return None if given is None else choose("speculation", given, ("ngram",))
+
+
+class _TopLogs(NamedTuple):
+    """Log-probabilities of tokens (n,), and of the likeliest tokens (n, number)."""
+
+    own: Tensor
+    tokens: Tensor
+    values: Tensor
+
+    def rows(self, number: int, row: int | None = None) -> list[tuple[float, dict[int, float]]]:
+        """Return the log-probability of each row, or of one, and its `number` likeliest tokens with theirs."""
+        where = slice(None) if row is None else slice(row, row + 1)
+        own, *best = (x[where].tolist() for x in (self.own, self.tokens[:, :number], self.values[:, :number]))
+        pairs = zip(own, *best, strict=True)
+        return [(log, dict(zip(names, values, strict=True))) for log, names, values in pairs]
+
+
+def _top_logs(logs: Tensor, tokens: Tensor, number: int) -> _TopLogs:
     best = logs.topk(min(number, logs.shape[1]), 1)
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [(log, dict(zip(names, values, strict=True))) for log, (names, values) in zip(own, pairs, strict=True)]
+    return _TopLogs(logs.gather(1, tokens[:, None])[:, 0], best.indices, best.values)
+
+
+@dataclass
+class _Launched:
+    """Decode steps that were launched: the choices in them, their tokens (steps, rows) and log-probabilities."""
+
+    running: list[tuple[int, _Choice]]
+    tokens: Tensor
+    logs: list[_TopLogs]
+    event: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, running: list[tuple[int, _Choice]], tokens: list[Tensor], logs: list[_TopLogs]) -> _Launched:
+        """Begin to copy the results of steps to the host."""
+        every = torch.stack(tokens)
+        if not every.is_cuda:
+            return cls(running, every, logs, None)
+        event = torch.cuda.Event()
+        found = every.to("cpu", non_blocking=True)
+        host = [_TopLogs(*(x.to("cpu", non_blocking=True) for x in step)) for step in logs]
+        event.record()
+        return cls(running, found, host, event)
+
+    def results(self) -> tuple[list[list[int]], list[_TopLogs]]:
+        """Wait for the steps and return the tokens of each row, and the log-probabilities of each step."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.tokens.T.tolist(), self.logs
 
 
 def _resolve(futures: list[asyncio.Future[None]]) -> None:

@@ -91,24 +91,24 @@ class Request:
 
 @dataclass(frozen=True)
 class Delta:
-    """One token of a choice, or the end of one.
+    """The next tokens of a choice: one on a CPU, on a GPU those of several steps, none if it ends without another one.
 
     Attributes:
         index: Number of the choice.
-        token: The token; None if the choice ends without another one.
+        tokens: The tokens.
         text: The text that became certain: whole characters, nothing that may be the beginning of a stop string.
-        log_probability: Of the token, if asked for; None for the first token of a prompt.
-        top: The likeliest tokens and their log-probabilities, if asked for.
+        log_probabilities: Of the tokens, if asked for; None for the first token of a prompt.
+        top: For each token the likeliest ones and their log-probabilities, if asked for.
         finish_reason: "stop", "length", "cancelled" or "timeout" in the last delta of a choice.
         session: The state after the choice in its last delta, if asked for.
-        prompt: Whether the token is one of the prompt (`echo`).
+        prompt: Whether the tokens are those of the prompt (`echo`).
     """
 
     index: int
-    token: int | None = None
+    tokens: Sequence[int] = ()
     text: str = ""
-    log_probability: float | None = None
-    top: dict[int, float] | None = None
+    log_probabilities: Sequence[float | None] = ()
+    top: Sequence[dict[int, float]] = ()
     finish_reason: str | None = None
     session: Session | None = None
     prompt: bool = False
@@ -121,9 +121,17 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     log_probabilities: list[float | None] = field(default_factory=list)
-    top: list[dict[int, float] | None] = field(default_factory=list)
+    top: list[dict[int, float]] = field(default_factory=list)
     finish_reason: str | None = None
     session: Session | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Add what came next."""
+        self.tokens += delta.tokens
+        self.text += delta.text
+        self.log_probabilities += delta.log_probabilities
+        self.top += delta.top
+        self.finish_reason, self.session = delta.finish_reason, delta.session
 
 
 class Generation:
@@ -169,7 +177,7 @@ class Generation:
         """Wait for the end and return the choices, of the deltas that nobody has taken yet."""
         choices = [Completion() for _ in range(self._choices)]
         for delta in self:
-            add_delta(choices[delta.index], delta)
+            choices[delta.index].add(delta)
         return choices
 
     def cancel(self) -> None:
@@ -189,13 +197,3 @@ class Generation:
             raise item
         self._left -= item.finish_reason is not None
         return item
-
-
-def add_delta(completion: Completion, delta: Delta) -> None:
-    """Add a delta to what came before it."""
-    if delta.token is not None:
-        completion.tokens.append(delta.token)
-        completion.log_probabilities.append(delta.log_probability)
-        completion.top.append(delta.top)
-    completion.text += delta.text
-    completion.finish_reason, completion.session = delta.finish_reason, delta.session

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -60,6 +62,63 @@ class SlotLoop(DecodeLoop):
         """Return copies of a row's state, without the pending token, and of its logits (1, V)."""
         return self._stack.finish_decode(self._state.select([row])), self._logits[row : row + 1].clone()
 
+    @torch.inference_mode()
+    def verify(self, guesses: Mapping[int, Sequence[int]]) -> tuple[list[list[int]], Tensor]:
+        """Choose tokens of all rows as steps would, several where guesses turn out to be right.
+
+        The pending tokens and the guesses are read in one `extend`. A token is chosen at each position with the row's
+        own random numbers; those up to the first one that differs from the guess are what steps would have chosen.
+
+        Args:
+            guesses: Guesses of the next tokens by row.
+
+        Returns:
+            The tokens of each row, at least one, and the logits (slots, T, V) that they were chosen from.
+        """
+        T = 1 + max(map(len, guesses.values()))
+        tokens, sizes = (
+            torch.zeros(len(self.token), T, dtype=torch.int64),
+            torch.ones(len(self.token), dtype=torch.int64),
+        )
+        for row, own in guesses.items():
+            tokens[row, 1 : 1 + len(own)] = torch.tensor(own, dtype=torch.int64)
+            sizes[row] += len(own)
+        tokens, sizes = tokens.to(self.token.device), sizes.to(self.token.device)
+        tokens[:, 0] = self.token
+        logits, after = self._extended(tokens, sizes)
+        chosen, number = self.sampler.choose_several(logits, tokens, sizes)
+        self.follow(tokens, number, after if bool((number == sizes).all()) else None)
+        self.token.copy_(chosen.gather(1, number[:, None] - 1)[:, 0])
+        return [own[:n] for own, n in zip(chosen.tolist(), number.tolist(), strict=True)], logits
+
+    @torch.inference_mode()
+    def follow(self, tokens: Tensor, number: Tensor, after: StackState | None = None) -> None:
+        """Write the first `number` (slots,) of tokens (slots, T) to the rows; after: the state, if it is known."""
+        after = self._extended(tokens, number)[1] if after is None else after
+        if not self._in_place:
+            self._state = after
+            return
+        rows = self._stack.decode_state(after, next(self._model.parameters()).dtype).tensors()
+        for name, x in self._state.tensors().items():
+            x.copy_(rows[name])
+
+    @torch.inference_mode()
+    def restore(self, state: StackState, token: Tensor) -> None:
+        """Return to copies of the loop's state and tokens."""
+        if self._in_place:
+            rows = state.tensors()
+            for name, x in self._state.tensors().items():
+                x.copy_(rows[name])
+        else:
+            self._state = state
+        self.token.copy_(token)
+
+    def _extended(self, tokens: Tensor, number: Tensor) -> tuple[Tensor, StackState]:
+        """Return the logits and the state after the first `number` of tokens, without changing the loop's."""
+        state = self._stack.finish_decode(self._state.clone())
+        mask = torch.arange(tokens.shape[1], device=tokens.device) < number[:, None]
+        return self._model.extend(tokens, state, key_mask=mask)
+
     def _write(self, row: int, state: StackState) -> None:
         if not self._in_place:
             self._state = self._state.put([row], state)
@@ -77,3 +136,9 @@ class SlotLoop(DecodeLoop):
 
     def _check(self) -> None:
         """Lengths are checked when a request is submitted."""
+
+
+def join_rows(states: list[StackState]) -> StackState:
+    """Return one state of the rows of several, in order; a single one is returned as it is."""
+    first, *others = states
+    return first._map(lambda *xs: torch.cat(xs), *others) if others else first

@@ -91,6 +91,10 @@ def test_batch_invariance(model):
     check_invariance(model, 100, 1, slots=5, chunk=7)
 
 
+def test_batch_invariance_with_several_prompts_and_steps_at_a_time(model):
+    check_invariance(model, 40, 4, slots=4, chunk=8, read_rows=3, steps_per_look=3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_batch_invariance_of_a_thousand_requests(name):
@@ -101,7 +105,7 @@ def test_batch_invariance_of_a_thousand_requests(name):
 def test_generates_as_generate_does(name):
     model = language_model(MECHANISMS[name], vocab_size=29, dtype=torch.float64)
     rng = random.Random(name)
-    with Engine(model, slots=3, chunk=5, max_length=61) as engine:
+    with Engine(model, slots=3, chunk=4, max_length=61, read_rows=2, steps_per_look=2) as engine:
         for sampling in SAMPLINGS:
             prompts = [[rng.randrange(29) for _ in range(size)] for size in (1, 5, 6, 23)]
             given = [
@@ -163,7 +167,7 @@ def test_stop_tokens_end_a_choice(engine):
 def test_cancelling_frees_the_slots(engine):
     running = [engine.submit(Request(b"long", 100_000, seed=i)) for i in range(4)]
     waiting = engine.submit(Request(b"waits", 3))
-    assert next(running[0]).finish_reason is None
+    assert next(running[0]).tokens
     for generation in running:
         generation.cancel()
     assert [generation.result()[0].finish_reason for generation in running] == ["cancelled"] * 4
@@ -257,7 +261,7 @@ def test_closing_drains(model):
 
 def test_asyncio(model, engine):
     async def consume(seed):
-        return [delta.token async for delta in engine.submit(Request(b"async", 9, seed=seed))]
+        return [token async for delta in engine.submit(Request(b"async", 9, seed=seed)) for token in delta.tokens]
 
     async def several():
         return await asyncio.gather(*(consume(seed) for seed in range(9)))

@@ -151,9 +151,9 @@ def test_disk_budget(tmp_path):
     for i in range(7):
         store.write(bytes([i]) * 32, {"x": torch.full((200,), float(i))})
     store.close()
-    assert store.bytes == sum(path.stat().st_size for path in tmp_path.iterdir()) <= 3000
+    assert store.size() == sum(path.stat().st_size for path in tmp_path.iterdir()) <= 3000
     again = DiskStore(tmp_path, 3000)
-    assert again.bytes == store.bytes > 0
+    assert again.size() == store.size() > 0
     assert torch.equal(again.read(bytes([6]) * 32, torch.device("cpu"))["x"], torch.full((200,), 6.0))
     again.close()
 

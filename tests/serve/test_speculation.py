@@ -1,0 +1,141 @@
+"""Speculation: the same tokens in float64, whatever is guessed; adaptive."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from serve_cases import MECHANISMS, answers, language_model
+
+from longspan import Sampling
+from longspan.serve import Engine, Request
+from longspan.serve.speculation import Guesser, Pace
+
+SAMPLINGS = [
+    Sampling(temperature=0),
+    Sampling(temperature=0.4),
+    Sampling(temperature=0.6, top_p=0.9, repetition_penalty=1.2, repetition_window=5),
+]
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Guess whether or not it saves time."""
+    monkeypatch.setattr(Pace, "worthwhile", True)
+    monkeypatch.setattr(Pace, "add_round", lambda *_: None)
+
+
+def requests(vocab_size):
+    rng = random.Random(8)
+    for i in range(5):
+        period = [rng.randrange(vocab_size) for _ in range(rng.choice([3, 7]))]
+        prompt = (period * 9)[: rng.choice([5, 17, 33])]
+        logprobs = rng.choice([None, 2])
+        yield Request(prompt, rng.randrange(9, 23), sampling=SAMPLINGS[i % 3], seed=i, logprobs=logprobs, stop=[1])
+
+
+def run(engine, given):
+    streams = [engine.submit(request) for request in given]
+    return [answers(stream.result())[0] for stream in streams]
+
+
+def similar(model):
+    """A model that often, but not always, guesses right."""
+    draft = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.add_(0.1 * weight.std() * torch.randn_like(weight) if weight.numel() > 1 else 0)
+    return draft
+
+
+@pytest.mark.parametrize(
+    ("name", "draft"), [*((name, False) for name in MECHANISMS), ("softmax", True), ("split", True)]
+)
+def test_guesses_do_not_change_the_tokens(name, draft, always):
+    model = language_model(MECHANISMS[name], vocab_size=13, dtype=torch.float64)
+    guess = similar(model) if draft else "ngram"
+    given, options = list(requests(13)), {"slots": 3, "chunk": 5, "max_length": 97}
+    with Engine(model, **options) as engine:
+        expected = run(engine, given)
+    with Engine(model, speculation=guess, **options) as engine:
+        found = run(engine, given)
+        stats = engine.stats()
+    for (tokens, logs, _, reason), (same_tokens, same_logs, _, same_reason) in zip(found, expected, strict=True):
+        assert (tokens, reason) == (same_tokens, same_reason)
+        assert logs == pytest.approx(same_logs, abs=1e-5)
+    assert stats.guessed_tokens > 0
+    assert 0 < stats.accepted_tokens < stats.guessed_tokens
+    assert stats.steps < sum(len(tokens) for tokens, *_ in expected)
+
+
+def test_a_perfect_draft_is_always_right(always):
+    model = language_model("linear", vocab_size=13, dtype=torch.float64)
+    with Engine(model, slots=1, speculation=model) as engine:
+        engine.submit(Request([1, 2, 3], 41, sampling=Sampling(temperature=0))).result()
+        stats = engine.stats()
+    assert stats.accepted_tokens == stats.guessed_tokens > 0
+    assert stats.steps <= 10  # four guesses and a token of its own in each
+
+
+def test_sessions_after_guesses(always):
+    model = language_model(vocab_size=13, dtype=torch.float64)
+    greedy = Sampling(temperature=0)
+    with Engine(model, slots=2, speculation="ngram") as engine:
+        whole = engine.submit(Request([1, 2, 3] * 5, 60, sampling=greedy)).result()[0].tokens
+        first = engine.submit(Request([1, 2, 3] * 5, 31, sampling=greedy, keep_state=True)).result()[0]
+        rest = engine.submit(Request([], 29, sampling=greedy, previous_state=first.session)).result()[0]
+    assert first.tokens + rest.tokens == whole
+
+
+def test_random_numbers_last_over_several_blocks(always, monkeypatch):
+    monkeypatch.setattr("longspan.generation.sampling._BLOCK", 19)
+    model = language_model(vocab_size=13, dtype=torch.float64)
+    request = Request([1, 2, 3] * 5, 100, sampling=Sampling(temperature=0.5), seed=4)
+    with Engine(model, slots=2) as engine:
+        expected = engine.submit(request).result()[0].tokens
+    with Engine(model, slots=2, speculation="ngram") as engine:
+        assert engine.submit(request).result()[0].tokens == expected
+        assert engine.stats().accepted_tokens > 0
+
+
+def test_guesser():
+    guesser = Guesser([1, 2, 3, 4, 5, 1, 2, 3])
+    assert guesser.guess(9) == [4, 5, 1, 2]
+    assert guesser.guess(1) == [4]
+    guesser.learn(4, 4)
+    assert guesser.guess(9) == [4, 5, 1, 2, 3]
+    guesser.learn(5, 0)
+    assert guesser.guess(9) == [4, 5]
+    guesser.extend([9])
+    assert guesser.guess(9) == []
+
+
+def test_guesses_that_are_wrong_cost_little():
+    pace, seconds, lost = Pace(), 0.0, 0.0
+    for _ in range(2000):
+        if pace.worthwhile:
+            pace.add_round(3.0, 1, 1)  # three times as long, for one token
+            seconds, lost = seconds + 3, lost + 2
+        else:
+            pace.add_step(1.0)
+            seconds += 1
+    assert 0 < lost < 0.05 * seconds
+
+
+def test_guesses_that_are_right_are_always_tried():
+    pace = Pace()
+    for _ in range(4):
+        pace.add_step(1.0)
+    for _ in range(100):
+        assert pace.worthwhile
+        pace.add_round(2.0, 5, 1)
+
+
+def test_wrong_speculation():
+    model = language_model(vocab_size=13)
+    with pytest.raises(ValueError, match="unknown speculation 'medusa'; there is ngram"):
+        Engine(model, speculation="medusa")
+    with pytest.raises(ValueError, match="must be causal and have the tokens"):
+        Engine(model, speculation=language_model(vocab_size=17))
