@@ -42,6 +42,7 @@ from longspan.ops.common.tiles import FLOOR, add_product, padded, product, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 from longspan.ops.linear.triton import PRECISION
 
+V_P = 2
 CHUNK = 64  # 32 for other dtypes than bfloat16, whose products take more registers
 STAGES = 3  # With fewer, no chunk is loaded while another is in use.
 CHECK = 8  # Chunks from one ⟨dS, S⟩ to the next; 1 for other dtypes than bfloat16
@@ -66,42 +67,43 @@ WalkSizes = namedtuple(
 # Compile-time constants of the scan: D, E, padded widths, values per program, the direction.
 ScanSizes = namedtuple("ScanSizes", "D E BD BE TILE DECAY BACK")
 
-# Compile-time constants of the gates' kernels: key heads, query heads of each, tokens in a chunk, tiles of D and of E.
-GateSizes = namedtuple("GateSizes", "HKV GROUP C TILES_D TILES_E DECAY BETA CHECK")
+# Compile-time constants of the gates' kernels: key heads, query heads of each, tokens in a chunk, chunks per program,
+# tiles of D and of E.
+GateSizes = namedtuple("GateSizes", "HKV GROUP C N TILES_D TILES_E DECAY BETA")
 
 
 @triton.jit(do_not_specialize=["T", "scale"])
 def gated_decay_gates_kernel(p_decay, p_beta, p_gates, T, scale, g, b, S: tl.constexpr):
-    """Gates of one chunk of one head. p_gates: (B, Hkv, chunks, GATES, C); beyond T nothing decays and β is 0.
+    """Gates of N chunks of one head. p_gates: (B, Hkv, chunks, GATES, C); beyond T nothing decays and β is 0.
 
     Sums are taken in float64 and stored as two numbers: differences behind a token that forgets everything keep their
     digits.
     """
-    i_h, i_c, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    i_t = tl.arange(0, S.C)
+    i_h, i_n, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_c, i_t = i_n * S.N + tl.arange(0, S.N)[:, None], tl.arange(0, S.C)[None, :]
     i_token = (i_c * S.C + i_t).to(tl.int64)
-    m_t = i_token < T
-    p_gates += ((i_b * S.HKV + i_h) * tl.num_programs(1) + i_c) * (GATES * S.C) + i_t
-    b_beta = zeros(S.C) + 1
+    m_t, m_c = i_token < T, i_c * S.C < T
+    p_gates += ((i_b * S.HKV + i_h) * tl.cdiv(T, S.C) + i_c) * (GATES * S.C) + i_t
+    b_beta = zeros(S.N, S.C) + 1
     b_start, b_end = b_beta, b_beta
     if S.BETA:
         b_beta = tl.load(p_beta + i_b * b.b + i_token * b.t + i_h * b.h, mask=m_t, other=0.0)
     if S.DECAY:
         b_g = tl.load(p_decay + i_b * g.b + i_token * g.t + i_h * g.h, mask=m_t, other=0.0).to(tl.float64)
-        last = tl.sum(b_g)
-        b_g = tl.cumsum(b_g, 0)
-        b_log2e = tl.full((S.C,), LOG2E, tl.float64)
-        b_end = exp2(((last - b_g) * b_log2e).to(tl.float32))
+        b_last = tl.sum(b_g, 1)[:, None]
+        b_g = tl.cumsum(b_g, 1)
+        b_log2e = tl.full((S.N, S.C), LOG2E, tl.float64)
+        b_end = exp2(((b_last - b_g) * b_log2e).to(tl.float32))
         b_g *= b_log2e
         b_high = b_g.to(tl.float32)
         b_start = exp2(b_high)
-        tl.store(p_gates, b_high)
-        tl.store(p_gates + S.C, (b_g - b_high.to(tl.float64)).to(tl.float32))
-    tl.store(p_gates + 2 * S.C, b_start * scale)
-    tl.store(p_gates + 3 * S.C, b_end * b_beta)
-    tl.store(p_gates + 4 * S.C, b_beta * scale)
-    tl.store(p_gates + 5 * S.C, b_end)
-    tl.store(p_gates + 6 * S.C, b_beta)
+        tl.store(p_gates, b_high, mask=m_c)
+        tl.store(p_gates + S.C, (b_g - b_high.to(tl.float64)).to(tl.float32), mask=m_c)
+    tl.store(p_gates + 2 * S.C, b_start * scale, mask=m_c)
+    tl.store(p_gates + 3 * S.C, b_end * b_beta, mask=m_c)
+    tl.store(p_gates + 4 * S.C, b_beta * scale, mask=m_c)
+    tl.store(p_gates + 5 * S.C, b_end, mask=m_c)
+    tl.store(p_gates + 6 * S.C, b_beta, mask=m_c)
 
 
 @triton.jit
@@ -197,29 +199,36 @@ def _put(p_out, p_x, p_rows, b_o, p_gates, x, g, left, columns, STRIDE: tl.const
     _store(p_out + g * S.V, STRIDE, left, columns, b_o, S)
 
 
-@triton.jit(do_not_specialize=["T", "segments", "chunks", "scale"])
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "pieces", "scale"])
 def gated_decay_walk_kernel(
     p_a, p_b, p_c, p_x, p_gates, p_states, p_totals, p_out, p_rows, p_checks, p_cross, p_last,
-    T, segments, chunks, scale, a, b, c, x, S: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr
+    T, segments, chunks, pieces, scale, a, b, c, x, S: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """One segment of one key head and its query heads, and one tile of values.
+    """One segment of one key head and its query heads, and one tile of values; one piece of a segment unless READ.
 
-    p_states: (B, Hkv, segments, ·) the state at which a walk begins; written at its end unless READ, and p_totals: (B,
-    Hkv, segments) log₂ of the decay. p_rows: (tiles, B, Hkv, chunks, rows' heads, C). p_checks, p_cross: (B, Hkv,
-    segments, checks, tiles, ·) states and ⟨dS, S⟩. p_last: (B, Hkv, D, E) the state at the end, or None.
+    p_states: (B, Hkv, segments, pieces, ·) states at which walks begin; written at the end of a piece unless READ, and
+    p_totals: (B, Hkv, segments, pieces) log₂ of its decay. p_rows: (tiles, B, Hkv, chunks, rows' heads, C). p_checks,
+    p_cross: (B, Hkv, segments, checks, ·) states, and ⟨dS, S⟩ of each tile. p_last: (B, Hkv, D, E) the state at the
+    end, or None.
     """
     ROWS: tl.constexpr = 1 if S.BACK else S.GROUP
     COLUMNS: tl.constexpr = S.GROUP if S.BACK else 1
     STEP: tl.constexpr = -S.C if S.BACK else S.C
     STRIDE: tl.constexpr = S.HKV * ROWS * S.V
+    SIZE: tl.constexpr = S.BA * S.BV * S.TILES
     pid = tl.program_id(0)
-    walks = segments if S.READ else segments - 1
+    walks = segments if S.READ else (segments - 1) * pieces
     i_h, i_v = pid % S.HKV, (pid // S.HKV) % S.TILES
     i_s = (pid // (S.HKV * S.TILES)) % walks
     i_b = (pid // (S.HKV * S.TILES) // walks).to(tl.int64)
-    if S.BACK and not S.READ:
-        i_s += 1
     i_x = i_b * S.HKV + i_h
+    i_segment = i_x * segments + i_s
+    i_state = i_x * segments * pieces + i_s
+    if S.READ:
+        i_state = i_segment * pieces + (pieces - 1 if S.BACK else 0)
+    elif S.BACK:
+        i_s += pieces
+        i_state += pieces
     i_c = i_s * chunks
     count = tl.minimum(chunks, tl.cdiv(T - i_c * S.C, S.C))
     if S.BACK:
@@ -230,8 +239,8 @@ def gated_decay_walk_kernel(
     p_c = _pointer(p_c, c, S.STRIDE_C, i_b, i_0, i_h * COLUMNS, i_v * S.BV)
     total_chunks = tl.cdiv(T, S.C)
     p_gates += (i_x * total_chunks + i_c) * (GATES * S.C)
-    i_segment = i_x * segments + i_s
-    p_states = _state(p_states + i_segment * (S.BA * S.BV * S.TILES) + i_v * S.BV * S.STATE_V, S.STATE_A, S.STATE_V, S)
+    i_tile = i_v * S.BV * S.STATE_V
+    p_states = _state(p_states + i_state * SIZE + i_tile, S.STATE_A, S.STATE_V, S)
     if S.READ:
         p_a = _pointer(p_a, a, S.STRIDE_A, i_b, i_0, i_h * ROWS)
         p_out += ((i_b * T + i_0) * (S.HKV * ROWS) + i_h * ROWS) * S.V + i_v * S.BV
@@ -243,7 +252,7 @@ def gated_decay_walk_kernel(
         programs = tl.num_programs(0) // (segments * S.TILES)
         p_rows += ((i_v.to(tl.int64) * programs + i_x) * total_chunks + i_c) * (ROWS * S.C)
     if S.CHECK > 0:
-        i_check = (i_segment * tl.cdiv(chunks, S.CHECK)) * S.TILES + i_v
+        i_check = i_segment * tl.cdiv(chunks, S.CHECK)
     total = 0.0
     for i in tl.range(count, num_stages=STAGES):
         last = 0.0
@@ -252,22 +261,10 @@ def gated_decay_walk_kernel(
         if S.CHECK > 0 and S.BACK:
             done = count - i
             if (done % S.CHECK == 0) | (i == 0):
-                i_o = i_check + (done - 1) // S.CHECK * S.TILES
-                b_then = tl.load(_state(p_checks + i_o * (S.BA * S.BV), 1, S.BA, S)).to(tl.float32)
-                tl.store(p_cross + i_o, tl.sum(tl.sum(b_then * b_s, 1)))
-        if S.READ and S.BACK:
-            b_a = _load(p_a, S.STRIDE_A, left, S.A, S.A, S.BA, S)
-            b_o = _read(b_s, b_a, p_gates, S, PRECISION)
-            if S.DECAY:
-                b_s *= exp2(last)
-            for g in range(COLUMNS):
-                b_b = _load(p_b + g * b.h, S.STRIDE_B, left, S.A, S.A, S.BA, S)
-                b_c = _load(p_c + g * c.h, S.STRIDE_C, left, columns, S.V, S.BV, S)
-                b_p = _see(b_a, b_b, p_gates, scale, S, PRECISION)
-                b_o = add(b_o, product(b_p, b_c.to(S.DOT), PRECISION))
-                b_s = _written(b_s, b_b, b_c, p_gates, S, PRECISION)
-            _put(p_out, p_x, p_rows, b_o, p_gates, x, 0, left, columns, STRIDE, S)
-        elif S.READ:
+                i_o = i_check + (done - 1) // S.CHECK
+                b_then = tl.load(_state(p_checks + i_o * SIZE + i_tile, S.STATE_A, S.STATE_V, S)).to(tl.float32)
+                tl.store(p_cross + i_o * S.TILES + i_v, tl.sum(tl.sum(b_then * b_s, 1)))
+        if S.READ and not S.BACK:
             b_b = _load(p_b, S.STRIDE_B, left, S.A, S.A, S.BA, S)
             b_c = _load(p_c, S.STRIDE_C, left, columns, S.V, S.BV, S)
             b_before = b_s.to(S.DOT)
@@ -281,16 +278,24 @@ def gated_decay_walk_kernel(
                 b_s *= exp2(last)
             b_s = _written(b_s, b_b, b_c, p_gates, S, PRECISION)
         else:
+            if S.READ:
+                b_a = _load(p_a, S.STRIDE_A, left, S.A, S.A, S.BA, S)
+                b_o = _read(b_s, b_a, p_gates, S, PRECISION)
             if S.DECAY:
                 b_s *= exp2(last)
             for g in range(COLUMNS):
                 b_b = _load(p_b + g * b.h, S.STRIDE_B, left, S.A, S.A, S.BA, S)
                 b_c = _load(p_c + g * c.h, S.STRIDE_C, left, columns, S.V, S.BV, S)
+                if S.READ:
+                    b_p = _see(b_a, b_b, p_gates, scale, S, PRECISION)
+                    b_o = add(b_o, product(b_p, b_c.to(S.DOT), PRECISION))
                 b_s = _written(b_s, b_b, b_c, p_gates, S, PRECISION)
+            if S.READ:
+                _put(p_out, p_x, p_rows, b_o, p_gates, x, 0, left, columns, STRIDE, S)
         if S.CHECK > 0 and not S.BACK:
             if ((i + 1) % S.CHECK == 0) | (i == count - 1):
-                p_o = _state(p_checks + (i_check + i // S.CHECK * S.TILES) * (S.BA * S.BV), 1, S.BA, S)
-                tl.store(p_o, b_s.to(p_checks.dtype.element_ty))
+                p_o = p_checks + (i_check + i // S.CHECK) * SIZE + i_tile
+                tl.store(_state(p_o, S.STATE_A, S.STATE_V, S), b_s.to(p_checks.dtype.element_ty))
         total += last
         if S.READ:
             p_a += STEP * S.STRIDE_A
@@ -305,7 +310,7 @@ def gated_decay_walk_kernel(
     if not S.READ:
         tl.store(p_states, b_s)
         if i_v == 0:
-            tl.store(p_totals + i_segment, total)
+            tl.store(p_totals + i_state, total)
     elif p_last is not None:
         if i_s == (0 if S.BACK else segments - 1):
             p_last += i_x * (S.A * S.V) + i_v * S.BV * S.LAST_V
@@ -313,66 +318,61 @@ def gated_decay_walk_kernel(
             tl.store(_state(p_last, S.LAST_A, S.LAST_V, S), b_s, mask=m_s)
 
 
-@triton.jit(do_not_specialize=["segments"])
-def gated_decay_scan_kernel(p_states, p_totals, p_enter, segments, S: tl.constexpr):
-    """States at which walks begin, from the segments' own, in place; p_enter: (B, Hkv, D, E) the first, or None."""
+@triton.jit(do_not_specialize=["segments", "pieces"])
+def gated_decay_scan_kernel(p_states, p_totals, p_enter, segments, pieces, S: tl.constexpr):
+    """States at which pieces begin, from the pieces' own, in place; p_enter: (B, Hkv, D, E) the first, or None."""
+    SIZE: tl.constexpr = S.BD * S.BE
     i_x, i_tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_e, i_d = i_tile * S.TILE + tl.arange(0, S.TILE), tl.arange(0, S.BD)
     b_s = zeros(S.TILE, S.BD)
     if p_enter is not None:
         m_s = (i_e < S.E)[:, None] & (i_d < S.D)[None, :]
         b_s = tl.load(p_enter + i_x * (S.D * S.E) + i_e[:, None] + i_d[None, :] * S.E, mask=m_s, other=0.0)
-    p_states += i_x * segments * (S.BD * S.BE) + i_e[:, None] * S.BD + i_d[None, :]
-    for i in tl.range(segments - 1, num_stages=4):
-        i_s = segments - 1 - i if S.BACK else i
-        b_more = tl.load(p_states + i_s * (S.BD * S.BE))
-        tl.store(p_states + i_s * (S.BD * S.BE), b_s)
+    p_totals += i_x * segments * pieces
+    p_states += i_x * segments * pieces * SIZE + i_e[:, None] * S.BD + i_d[None, :]
+    for i in tl.range((segments - 1) * pieces, num_stages=4):
+        i_p = segments * pieces - 1 - i if S.BACK else i
+        b_more = tl.load(p_states + i_p * SIZE)
+        tl.store(p_states + i_p * SIZE, b_s)
         if S.DECAY:
-            b_s *= exp2(tl.load(p_totals + i_x * segments + i_s))
+            b_s *= exp2(tl.load(p_totals + i_p))
         b_s += b_more
-    tl.store(p_states + (0 if S.BACK else segments - 1) * (S.BD * S.BE), b_s)
+    tl.store(p_states + (pieces - 1 if S.BACK else (segments - 1) * pieces) * SIZE, b_s)
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks"])
 def gated_decay_gate_gradients_kernel(
     p_queries, p_keys, p_values, p_cross, p_d_decay, p_d_beta, T, segments, chunks, S: tl.constexpr
 ):
-    """Gradients of the gates of one head's tokens from one ⟨dS, S⟩ to the next.
+    """Gradients of the gates of one head's tokens in N chunks, from one ⟨dS, S⟩ to the next.
 
     p_queries, p_keys, p_values: q · dq, k · dk and v · dv / β by row, as walks store them.
     """
-    checks = tl.cdiv(chunks, S.CHECK)
-    i_x, i_s, i_g = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    i_t = tl.arange(0, S.C)
+    i_x, i_s, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     total_chunks = tl.cdiv(T, S.C)
-    first = i_s * chunks + i_g * S.CHECK
-    end = tl.minimum(tl.minimum(first + S.CHECK, (i_s + 1) * chunks), total_chunks)
-    programs = tl.num_programs(0).to(tl.int64)
-    i_b, i_h = i_x // S.HKV, i_x % S.HKV
-    after = 0.0
-    if S.DECAY and first < end:
+    i_t = tl.arange(0, S.N * S.C)
+    i_c, i_row = i_s * chunks + i_n * S.N + i_t // S.C, i_t % S.C
+    m_c = i_c < tl.minimum((i_s + 1) * chunks, total_chunks)
+    i_token = i_c * S.C + i_row
+    i_o = (i_x // S.HKV * T + i_token) * S.HKV + i_x % S.HKV
+    sequences = tl.num_programs(0).to(tl.int64)
+    b_d, b_cross = zeros(S.N * S.C), zeros(S.N * S.C)
+    if S.DECAY:
         for i_v in range(S.TILES_D):
-            p_o = p_cross + ((i_x * segments + i_s) * checks + i_g) * S.TILES_D + i_v
-            after += tl.load(p_o)
-    for i in range(end - first):
-        i_c = end - 1 - i
-        i_token = i_c * S.C + i_t
-        m_t = i_token < T
-        p_o = (i_b * T + i_token) * S.HKV + i_h
-        if S.DECAY:
-            b_d = zeros(S.C)
-            for i_v in range(S.TILES_D):
-                i_o = (i_v * programs + i_x) * total_chunks + i_c
-                b_d -= tl.load(p_keys + i_o * S.C + i_t)
-                for g in range(S.GROUP):
-                    b_d += tl.load(p_queries + (i_o * S.GROUP + g) * S.C + i_t)
-            tl.store(p_d_decay + p_o, tl.cumsum(b_d, 0, reverse=True) + after, mask=m_t)
-            after += tl.sum(b_d)
-        if S.BETA:
-            b_d = zeros(S.C)
-            for i_v in range(S.TILES_E):
-                b_d += tl.load(p_values + ((i_v * programs + i_x) * total_chunks + i_c) * S.C + i_t)
-            tl.store(p_d_beta + p_o, b_d, mask=m_t)
+            i_chunk = (i_v * sequences + i_x) * total_chunks + i_c
+            b_d -= tl.load(p_keys + i_chunk * S.C + i_row, mask=m_c, other=0.0)
+            for g in range(S.GROUP):
+                b_d += tl.load(p_queries + (i_chunk * S.GROUP + g) * S.C + i_row, mask=m_c, other=0.0)
+        p_cross += ((i_x * segments + i_s) * tl.cdiv(chunks, S.N) + i_n) * S.TILES_E
+        for i_v in range(S.TILES_E):
+            b_cross += tl.load(p_cross + i_v + 0 * i_t, mask=m_c, other=0.0)
+        tl.store(p_d_decay + i_o, tl.cumsum(b_d, 0, reverse=True) + b_cross, mask=m_c & (i_token < T))
+    if S.BETA:
+        b_d = zeros(S.N * S.C)
+        for i_v in range(S.TILES_E):
+            i_chunk = (i_v * sequences + i_x) * total_chunks + i_c
+            b_d += tl.load(p_values + i_chunk * S.C + i_row, mask=m_c, other=0.0)
+        tl.store(p_d_beta + i_o, b_d, mask=m_c & (i_token < T))
 
 
 def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -408,8 +408,8 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
         plan.sums(None, q, d, None, gates, d_states, totals, None, None, None, None, None)
         plan.scan(d_states, totals, d_state)
         plan.queries(d, v, k, q, gates, states, None, d_q, queries, checks, None, None)
-        plan.keys(v, d, q, k, gates, d_states, None, d_k, keys, checks, cross, d_start)
-        plan.values(k, q, d, v, gates, d_states, None, d_v, values, None, None, None)
+        plan.keys(v, d, q, k, gates, d_states, None, d_k, keys, None, None, d_start)
+        plan.values(k, q, d, v, gates, d_states, None, d_v, values, checks, cross, None)
         plan.gate_gradients(queries, keys, values, cross, d_decay, d_beta)
     return d_q, d_k, d_v, d_decay, d_beta, d_start
 
@@ -437,9 +437,12 @@ class _DecayPlan(Plan):
         self.BD, self.BE = (padded(size, 64 if self.bf16 else 16) for size in (self.D, self.E))
         self.num_chunks = -(-self.T // self.chunk)
         self.tiles = {"D": self.BD // self.tile(self.BD, self.BE), "E": self.BE // self.tile(self.BE, self.BD)}
-        programs = _resident_programs(device, self.BD, self.BE) // (self.heads * max(self.tiles.values()))
-        segments = max(1, min(programs, self.num_chunks // 2))
-        self.run = -(-self.num_chunks // segments)
+        programs = _resident_programs(device, self.BD, self.BE) // max(self.tiles.values())
+        segments = max(1, min(programs // self.heads, self.num_chunks // 2))
+        run = -(-self.num_chunks // segments)
+        # Pieces are shorter where few segments precede others.
+        self.pieces = max(1, min(V_P * programs // (self.heads * max(1, segments - 1)), run // 8))
+        self.run = -(-run // self.pieces) * self.pieces
         self.segments = -(-self.num_chunks // self.run)
         self.saved = _saved(device, self.heads, self.BD, self.BE)
         self.check = CHECK if self.bf16 else 1
@@ -453,15 +456,15 @@ class _DecayPlan(Plan):
 
     @property
     def gate_buffers(self) -> list[tuple[int, torch.dtype]]:
-        """Gates of each token, and the decay of each segment."""
+        """Gates of each token, and the decay of each piece."""
         tokens = self.heads * self.num_chunks * self.chunk
-        return [(tokens * GATES.value, torch.float32), (self.heads * self.segments, torch.float32)]
+        return [(tokens * GATES.value, torch.float32), (self.heads * self.segments * self.pieces, torch.float32)]
 
     def gates_launch(self) -> Launch:
-        sizes = GateSizes(self.Hkv, 0, self.chunk, 0, 0, self.decay, self.beta, 0)
+        sizes = GateSizes(self.Hkv, 0, self.chunk, 8, 0, 0, self.decay, self.beta)
         strides = [Strides(0, 0, 0) if x is None else Strides.of(x) for x in (self.tensors["g"], self.tensors["b"])]
-        grid, constants = (self.Hkv, self.num_chunks, self.B), {"S": sizes, "num_warps": 1}
-        return self.launch(gated_decay_gates_kernel, grid, (self.T, self.scale, *strides), constants)
+        grid = self.Hkv, -(-self.num_chunks // sizes.N), self.B
+        return self.launch(gated_decay_gates_kernel, grid, (self.T, self.scale, *strides), {"S": sizes})
 
     def walk(self, names: str, *, back: bool, values: str, check: int = 0, rows: bool = False) -> Any:
         """Create the launch of a walk.
@@ -483,18 +486,21 @@ class _DecayPlan(Plan):
             *(tl.bfloat16 if self.bf16 else tl.float32, not self.bf16, *[x.t for x in strides]),
             *((self.BD, 1, 1, self.E) if values == "D" else (1, self.BD, self.E, 1)),
         )
-        segments = self.segments if read else self.segments - 1
-        if not segments:
+        walks = self.segments if read else (self.segments - 1) * self.pieces
+        if not walks:
             return _nothing
         warps = 8 if self.bf16 and tile * BA > 64 * 64 else 4
         stages = STAGES if self.bf16 else 1
         constants = {"S": sizes, "PRECISION": PRECISION[self.dtype], "STAGES": stages, "num_warps": warps}
-        scalars = self.T, self.segments, self.run, self.scale, *strides
-        return self.launch(gated_decay_walk_kernel, (self.heads * segments * sizes.TILES,), scalars, constants)
+        run = self.run if read else self.run // self.pieces
+        scalars = self.T, self.segments, run, self.pieces, self.scale, *strides
+        return self.launch(gated_decay_walk_kernel, (self.heads * walks * sizes.TILES,), scalars, constants)
 
     def scan_launch(self, *, back: bool) -> Launch:
         sizes = ScanSizes(self.D, self.E, self.BD, self.BE, 16, self.decay, back)
-        return self.launch(gated_decay_scan_kernel, (self.heads, self.BE // 16), (self.segments,), {"S": sizes})
+        return self.launch(
+            gated_decay_scan_kernel, (self.heads, self.BE // 16), (self.segments, self.pieces), {"S": sizes}
+        )
 
 
 class _DecayForward(_DecayPlan):
@@ -519,23 +525,23 @@ class _DecayBackward(_DecayPlan):
             *self.gate_buffers,
             *[(size, torch.float32) for size in (self.saved.size, rows * self.group, rows, values)],
             (checks * self.BD * self.BE, self.dtype if self.bf16 else torch.float32),
-            (checks * self.tiles["D"], torch.float32),
+            (checks * self.tiles["E"], torch.float32),
         )
         self.gates = self.gates_launch()
         self.sums = self.walk("-qd-", back=True, values="E")
         self.scan = self.scan_launch(back=True)
         self.queries = self.walk("dvkq", back=False, values="D", check=check, rows=self.decay)
-        self.keys = self.walk("vdqk", back=True, values="D", check=check, rows=self.decay)
-        self.values = self.walk("kqdv", back=True, values="E", rows=self.beta)
+        self.keys = self.walk("vdqk", back=True, values="D", rows=self.decay)
+        self.values = self.walk("kqdv", back=True, values="E", check=check, rows=self.beta)
         self.gate_gradients = self.gate_gradients_launch()
 
     def gate_gradients_launch(self) -> Any:
         if not (self.decay or self.beta):
             return _nothing
         tiles = self.tiles["D"], self.tiles["E"]
-        sizes = GateSizes(self.Hkv, self.group, self.chunk, *tiles, self.decay, self.beta, self.check)
+        sizes = GateSizes(self.Hkv, self.group, self.chunk, self.check, *tiles, self.decay, self.beta)
         grid, scalars = (self.heads, self.segments, -(-self.run // self.check)), (self.T, self.segments, self.run)
-        return self.launch(gated_decay_gate_gradients_kernel, grid, scalars, {"S": sizes, "num_warps": 1})
+        return self.launch(gated_decay_gate_gradients_kernel, grid, scalars, {"S": sizes})
 
 
 def _nothing(*_: Any) -> None:
@@ -552,5 +558,5 @@ def _resident_programs(device: int, BD: int, BE: int) -> int:
 
 
 def _saved(device: int, heads: int, BD: int, BE: int) -> Workspace:
-    """States of each segment. The size is an upper bound for any length: under torch.compile it is not known."""
-    return Workspace(((heads + _resident_programs(device, BD, BE)) * BD * BE, torch.float32))
+    """States of each piece. The size is an upper bound for any length: under torch.compile it is not known."""
+    return Workspace(((heads + 2 * V_P * _resident_programs(device, BD, BE)) * BD * BE, torch.float32))
