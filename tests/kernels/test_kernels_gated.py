@@ -59,13 +59,17 @@ def test_tokens_that_forget_everything_cost_no_digits(dtype: torch.dtype, reques
 
 @interpreted
 @pytest.mark.usefixtures("bfloat16")
-def test_gradients_of_the_decay_over_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """⟨dS, S⟩ is taken anew within a segment."""
+def test_long_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments are summed in pieces, and ⟨dS, S⟩ is taken anew within them."""
     from longspan.ops.gated.triton import decay
 
     monkeypatch.setattr(decay, "CHECK", 2)
-    case = Case(T=64 * 4 + 3, B=4, H=1, Hkv=1, strength=0.02)
+    monkeypatch.setattr(decay, "PIECE", 2)
+    monkeypatch.setattr(decay, "_resident_programs", lambda *_: 2)
+    case = Case(T=64 * 8 + 3, B=1, H=1, Hkv=1, strength=0.02)
     given = arguments(case, torch.bfloat16, "cpu")
+    plan = decay._DecayForward.of((*given[2],), GatedProblem(False, 0.7, "decay"))
+    assert (plan.segments, plan.pieces, plan.run) == (2, 2, 6)
     check(case, given, torch.bfloat16)
 
 

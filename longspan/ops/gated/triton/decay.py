@@ -42,9 +42,9 @@ from longspan.ops.common.tiles import FLOOR, add_product, padded, product, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 from longspan.ops.linear.triton import PRECISION
 
-V_P = 2
 CHUNK = 64  # 32 for other dtypes than bfloat16, whose products take more registers
 STAGES = 3  # With fewer, no chunk is loaded while another is in use.
+PIECE = 8  # The fewest chunks in a piece of a segment
 CHECK = 8  # Chunks from one ⟨dS, S⟩ to the next; 1 for other dtypes than bfloat16
 
 # Values per token in p_gates, with G from the chunk's start: log₂ e^G as a sum of two numbers, the factors σ e^G,
@@ -199,17 +199,17 @@ def _put(p_out, p_x, p_rows, b_o, p_gates, x, g, left, columns, STRIDE: tl.const
     _store(p_out + g * S.V, STRIDE, left, columns, b_o, S)
 
 
-@triton.jit(do_not_specialize=["T", "segments", "chunks", "pieces", "scale"])
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "scale"])
 def gated_decay_walk_kernel(
     p_a, p_b, p_c, p_x, p_gates, p_states, p_totals, p_out, p_rows, p_checks, p_cross, p_last,
-    T, segments, chunks, pieces, scale, a, b, c, x, S: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr
+    T, segments, chunks, first, scale, a, b, c, x, S: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """One segment of one key head and its query heads, and one tile of values; one piece of a segment unless READ.
+    """One segment, or piece of one unless READ, of one key head and its query heads, and one tile of values.
 
-    p_states: (B, Hkv, segments, pieces, ·) states at which walks begin; written at the end of a piece unless READ, and
-    p_totals: (B, Hkv, segments, pieces) log₂ of its decay. p_rows: (tiles, B, Hkv, chunks, rows' heads, C). p_checks,
-    p_cross: (B, Hkv, segments, checks, ·) states, and ⟨dS, S⟩ of each tile. p_last: (B, Hkv, D, E) the state at the
-    end, or None.
+    p_states: (B, Hkv, segments, ·) the state at which a walk begins; unless READ (B, Hkv, pieces, ·), which gets the
+    state at its end, and p_totals (B, Hkv, pieces) log₂ of its decay. p_rows: (tiles, B, Hkv, chunks, rows' heads, C).
+    p_checks, p_cross: (B, Hkv, segments, checks, ·) states, and ⟨dS, S⟩ of each tile. p_last: (B, Hkv, D, E) the state
+    at the end, or None.
     """
     ROWS: tl.constexpr = 1 if S.BACK else S.GROUP
     COLUMNS: tl.constexpr = S.GROUP if S.BACK else 1
@@ -217,19 +217,12 @@ def gated_decay_walk_kernel(
     STRIDE: tl.constexpr = S.HKV * ROWS * S.V
     SIZE: tl.constexpr = S.BA * S.BV * S.TILES
     pid = tl.program_id(0)
-    walks = segments if S.READ else (segments - 1) * pieces
     i_h, i_v = pid % S.HKV, (pid // S.HKV) % S.TILES
-    i_s = (pid // (S.HKV * S.TILES)) % walks
-    i_b = (pid // (S.HKV * S.TILES) // walks).to(tl.int64)
+    i_s = (pid // (S.HKV * S.TILES)) % segments
+    i_b = (pid // (S.HKV * S.TILES) // segments).to(tl.int64)
     i_x = i_b * S.HKV + i_h
     i_segment = i_x * segments + i_s
-    i_state = i_x * segments * pieces + i_s
-    if S.READ:
-        i_state = i_segment * pieces + (pieces - 1 if S.BACK else 0)
-    elif S.BACK:
-        i_s += pieces
-        i_state += pieces
-    i_c = i_s * chunks
+    i_c = first + i_s * chunks
     count = tl.minimum(chunks, tl.cdiv(T - i_c * S.C, S.C))
     if S.BACK:
         i_c += count - 1
@@ -240,7 +233,7 @@ def gated_decay_walk_kernel(
     total_chunks = tl.cdiv(T, S.C)
     p_gates += (i_x * total_chunks + i_c) * (GATES * S.C)
     i_tile = i_v * S.BV * S.STATE_V
-    p_states = _state(p_states + i_state * SIZE + i_tile, S.STATE_A, S.STATE_V, S)
+    p_states = _state(p_states + i_segment * SIZE + i_tile, S.STATE_A, S.STATE_V, S)
     if S.READ:
         p_a = _pointer(p_a, a, S.STRIDE_A, i_b, i_0, i_h * ROWS)
         p_out += ((i_b * T + i_0) * (S.HKV * ROWS) + i_h * ROWS) * S.V + i_v * S.BV
@@ -310,7 +303,7 @@ def gated_decay_walk_kernel(
     if not S.READ:
         tl.store(p_states, b_s)
         if i_v == 0:
-            tl.store(p_totals + i_state, total)
+            tl.store(p_totals + i_segment, total)
     elif p_last is not None:
         if i_s == (0 if S.BACK else segments - 1):
             p_last += i_x * (S.A * S.V) + i_v * S.BV * S.LAST_V
@@ -319,8 +312,10 @@ def gated_decay_walk_kernel(
 
 
 @triton.jit(do_not_specialize=["segments", "pieces"])
-def gated_decay_scan_kernel(p_states, p_totals, p_enter, segments, pieces, S: tl.constexpr):
-    """States at which pieces begin, from the pieces' own, in place; p_enter: (B, Hkv, D, E) the first, or None."""
+def gated_decay_scan_kernel(p_pieces, p_totals, p_enter, p_states, segments, pieces, S: tl.constexpr):
+    """States at which segments begin, from those at the ends of `pieces` pieces of each segment but the last (BACK: but
+    the first). p_enter: (B, Hkv, D, E) the state at which the first one begins, or None.
+    """
     SIZE: tl.constexpr = S.BD * S.BE
     i_x, i_tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_e, i_d = i_tile * S.TILE + tl.arange(0, S.TILE), tl.arange(0, S.BD)
@@ -328,16 +323,18 @@ def gated_decay_scan_kernel(p_states, p_totals, p_enter, segments, pieces, S: tl
     if p_enter is not None:
         m_s = (i_e < S.E)[:, None] & (i_d < S.D)[None, :]
         b_s = tl.load(p_enter + i_x * (S.D * S.E) + i_e[:, None] + i_d[None, :] * S.E, mask=m_s, other=0.0)
-    p_totals += i_x * segments * pieces
-    p_states += i_x * segments * pieces * SIZE + i_e[:, None] * S.BD + i_d[None, :]
-    for i in tl.range((segments - 1) * pieces, num_stages=4):
-        i_p = segments * pieces - 1 - i if S.BACK else i
-        b_more = tl.load(p_states + i_p * SIZE)
-        tl.store(p_states + i_p * SIZE, b_s)
+    number = (segments - 1) * pieces
+    i_s = i_e[:, None] * S.BD + i_d[None, :]
+    p_states += i_x * segments * SIZE + i_s
+    for i in tl.range(number, num_stages=4):
+        i_p = i_x * number + (number - 1 - i if S.BACK else i)
+        b_more = tl.load(p_pieces + i_p * SIZE + i_s)
+        if i % pieces == 0:
+            tl.store(p_states + (segments - 1 - i // pieces if S.BACK else i // pieces) * SIZE, b_s)
         if S.DECAY:
             b_s *= exp2(tl.load(p_totals + i_p))
         b_s += b_more
-    tl.store(p_states + (pieces - 1 if S.BACK else (segments - 1) * pieces) * SIZE, b_s)
+    tl.store(p_states + (0 if S.BACK else segments - 1) * SIZE, b_s)
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks"])
@@ -384,11 +381,11 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tu
     saved = plan.saved.allocate(q, zeroed=zeroed)
     work = plan.workspace.allocate(q)
     (states,) = plan.pointers(plan.saved, saved)
-    gates, totals = plan.pointers(plan.workspace, work)
+    gates, totals, pieces = plan.pointers(plan.workspace, work)
     with on_device(q):
         plan.gates(x.log_decay, x.beta, gates)
-        plan.sums(None, k, v, None, gates, states, totals, None, None, None, None, None)
-        plan.scan(states, totals, state)
+        plan.sums(None, k, v, None, gates, pieces, totals, None, None, None, None, None)
+        plan.scan(pieces, totals, state, states)
         plan.out(q, k, v, None, gates, states, None, out, None, None, None, last)
     return out, last, saved
 
@@ -402,11 +399,11 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
     d_decay, d_beta, d_start = (None if y is None else new_like(y) for y in (x.log_decay, x.beta, x.state))
     work = plan.workspace.allocate(q)
     (states,) = plan.pointers(plan.saved, saved.starts)
-    gates, totals, d_states, queries, keys, values, checks, cross = plan.pointers(plan.workspace, work)
+    gates, totals, pieces, d_states, queries, keys, values, checks, cross = plan.pointers(plan.workspace, work)
     with on_device(q):
         plan.gates(x.log_decay, x.beta, gates)
-        plan.sums(None, q, d, None, gates, d_states, totals, None, None, None, None, None)
-        plan.scan(d_states, totals, d_state)
+        plan.sums(None, q, d, None, gates, pieces, totals, None, None, None, None, None)
+        plan.scan(pieces, totals, d_state, d_states)
         plan.queries(d, v, k, q, gates, states, None, d_q, queries, checks, None, None)
         plan.keys(v, d, q, k, gates, d_states, None, d_k, keys, None, None, d_start)
         plan.values(k, q, d, v, gates, d_states, None, d_v, values, checks, cross, None)
@@ -440,8 +437,9 @@ class _DecayPlan(Plan):
         programs = _resident_programs(device, self.BD, self.BE) // max(self.tiles.values())
         segments = max(1, min(programs // self.heads, self.num_chunks // 2))
         run = -(-self.num_chunks // segments)
-        # Pieces are shorter where few segments precede others.
-        self.pieces = max(1, min(V_P * programs // (self.heads * max(1, segments - 1)), run // 8))
+        # Segments that precede others are summed in pieces where these are too few for the device, which runs twice as
+        # many of these small programs.
+        self.pieces = max(1, min(2 * programs // (self.heads * max(1, segments - 1)), run // PIECE))
         self.run = -(-run // self.pieces) * self.pieces
         self.segments = -(-self.num_chunks // self.run)
         self.saved = _saved(device, self.heads, self.BD, self.BE)
@@ -455,10 +453,10 @@ class _DecayPlan(Plan):
         return min(values, max(16, 4096 // width))
 
     @property
-    def gate_buffers(self) -> list[tuple[int, torch.dtype]]:
-        """Gates of each token, and the decay of each piece."""
-        tokens = self.heads * self.num_chunks * self.chunk
-        return [(tokens * GATES.value, torch.float32), (self.heads * self.segments * self.pieces, torch.float32)]
+    def buffers(self) -> list[tuple[int, torch.dtype]]:
+        """Gates of each token, decay and state of each piece."""
+        tokens, pieces = self.heads * self.num_chunks * self.chunk, self.heads * (self.segments - 1) * self.pieces
+        return [(size, torch.float32) for size in (tokens * GATES.value, pieces, pieces * self.BD * self.BE)]
 
     def gates_launch(self) -> Launch:
         sizes = GateSizes(self.Hkv, 0, self.chunk, 8, 0, 0, self.decay, self.beta)
@@ -492,8 +490,8 @@ class _DecayPlan(Plan):
         warps = 8 if self.bf16 and tile * BA > 64 * 64 else 4
         stages = STAGES if self.bf16 else 1
         constants = {"S": sizes, "PRECISION": PRECISION[self.dtype], "STAGES": stages, "num_warps": warps}
-        run = self.run if read else self.run // self.pieces
-        scalars = self.T, self.segments, run, self.pieces, self.scale, *strides
+        run, first = (self.run, 0) if read else (self.run // self.pieces, self.run if back else 0)
+        scalars = self.T, walks, run, first, self.scale, *strides
         return self.launch(gated_decay_walk_kernel, (self.heads * walks * sizes.TILES,), scalars, constants)
 
     def scan_launch(self, *, back: bool) -> Launch:
@@ -506,7 +504,7 @@ class _DecayPlan(Plan):
 class _DecayForward(_DecayPlan):
     def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
         super().__init__(device, key, problem)
-        self.workspace = Workspace(*self.gate_buffers)
+        self.workspace = Workspace(*self.buffers)
         self.gates = self.gates_launch()
         self.sums = self.walk("-kv-", back=False, values="E")
         self.scan = self.scan_launch(back=False)
@@ -522,7 +520,7 @@ class _DecayBackward(_DecayPlan):
         rows = tokens * self.tiles["D"] if self.decay else 0
         values = tokens * self.tiles["E"] if self.beta else 0
         self.workspace = Workspace(
-            *self.gate_buffers,
+            *self.buffers,
             *[(size, torch.float32) for size in (self.saved.size, rows * self.group, rows, values)],
             (checks * self.BD * self.BE, self.dtype if self.bf16 else torch.float32),
             (checks * self.tiles["E"], torch.float32),
@@ -558,5 +556,5 @@ def _resident_programs(device: int, BD: int, BE: int) -> int:
 
 
 def _saved(device: int, heads: int, BD: int, BE: int) -> Workspace:
-    """States of each piece. The size is an upper bound for any length: under torch.compile it is not known."""
-    return Workspace(((heads + 2 * V_P * _resident_programs(device, BD, BE)) * BD * BE, torch.float32))
+    """States of each segment. The size is an upper bound for any length: under torch.compile it is not known."""
+    return Workspace(((heads + _resident_programs(device, BD, BE)) * BD * BE, torch.float32))
