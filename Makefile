@@ -68,7 +68,7 @@ $(VENV)/bin/python:
 	$(BIN)/pip install --quiet "$(TORCH)"
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml
-	$(BIN)/pip install --quiet --editable ".[dev,triton,train,hf]"
+	$(BIN)/pip install --quiet --editable ".[dev,triton,train,data,hf]"
 	touch $@
 
 $(VENV)/.train: $(VENV)/bin/python pyproject.toml

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tyro.conf import UseAppendAction
 
@@ -30,6 +31,10 @@ class EvalFlags:
     """Sequences per batch: 4 by default, 32 for tasks."""
     max_tokens: int | None = None
     """Approximate number of tokens to evaluate: 1048576 by default."""
+    format: Literal["auto", "bytes"] = "auto"
+    """How to read files; bytes: as they are, whatever they contain."""
+    text_field: str | None = None
+    """Column of text, tokens or messages in tables; guessed by default."""
     extensions: tuple[str, ...] = ()
     """Extensions to read in folders, such as .py,.md."""
     task: tuple[str, ...] | None = None
@@ -58,13 +63,14 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(EvalFlags, argv, "eval")
     if flags.task is not None:
         reason = "for evaluating a saved model; --task trains models of its own: leave it out"
-        _refuse(flags, ("model", "data", "context", "max_tokens", "extensions"), reason)
+        _refuse(flags, ("model", "data", "context", "max_tokens", "extensions", "text_field"), reason)
         _run_tasks(flags, flags.task)
         return
     reason = "for training on a synthetic task: give --task too, or leave it out"
     _refuse(flags, ("mechanisms", "length", "steps", "seed"), reason)
     if flags.model is None or not flags.data:
         raise ValueError("give --model and --data to evaluate a saved model, or --task to compare mechanisms on a task")
+    from longspan.train.data.readers import ReadOptions
     from longspan.train.evaluation import evaluate_checkpoint, print_evaluation, write_evaluation
 
     result = evaluate_checkpoint(
@@ -73,7 +79,7 @@ def main(argv: Sequence[str]) -> None:
         context=flags.context,
         batch_size=flags.batch_size or 4,
         max_tokens=flags.max_tokens or 2**20,
-        extensions=flags.extensions,
+        options=ReadOptions(flags.extensions, format=flags.format, text_field=flags.text_field),
         device=flags.device,
     )
     print_evaluation(result)

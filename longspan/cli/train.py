@@ -36,7 +36,7 @@ class ModelFlags(ModelConfig):
 
 @dataclass(frozen=True)
 class TrainFlags(TrainConfig):
-    """Train a model on text, code, DNA, images or tokens.
+    """Train a model on text, chats, code, DNA, images, audio or tokens.
 
     Re-run the same command to resume an interrupted run. --data, --eval-data: repeat for several sources. Defaults are
     those of --preset small. --help-all also lists --model.attention, --model.feed-forward and --model.legacy.

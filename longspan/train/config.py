@@ -19,6 +19,7 @@ Objective = Literal["causal", "masked", "classify"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Switch = Literal["auto", "on", "off"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
+Format = Literal["auto", "bytes"]
 BinDtype = Literal["uint8", "uint16", "int32", "uint32", "int64"]
 
 
@@ -66,6 +67,12 @@ class TrainConfig:
     """Fraction of tokens that the masked objective hides."""
     tokenizer: str | None = None
     """Hugging Face tokenizer.json; bytes by default."""
+    format: Format = "auto"
+    """How to read files; bytes: as they are, whatever they contain."""
+    text_field: str | None = None
+    """Column of text, tokens or messages in tables; guessed by default."""
+    label_field: str | None = None
+    """Column of labels in tables; guessed by default."""
     extensions: tuple[str, ...] = ()
     """Extensions to read in folders, such as .py,.md."""
     exclude: tuple[str, ...] = ()
@@ -134,6 +141,10 @@ class TrainConfig:
             raise ValueError("give --steps or --minutes: how long to train")
         if self.carry_state and self.objective != "causal":
             raise ValueError(f"--carry-state is for --objective causal, got {self.objective}")
+        if self.label_field is not None and self.objective != "classify":
+            raise ValueError("--label-field is for --objective classify: leave it out")
+        if self.format == "bytes" and (self.text_field, self.label_field) != (None, None):
+            raise ValueError("--format bytes reads no columns: leave --text-field and --label-field out")
         if self.carry_state and self.packing == "on":
             raise ValueError("--carry-state reads one document at a time in each sequence: leave --packing out")
 

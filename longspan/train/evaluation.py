@@ -65,7 +65,7 @@ def evaluate_held_out(
     ranks = objective.ranks_per_batch  # Each has summed its part of the losses and counted all targets.
     sums = torch.tensor([total, count / ranks, correct], dtype=torch.float64, device=accelerator.device)
     total, count, correct = (accelerator.reduce(sums) if accelerator.num_processes > 1 else sums).tolist()
-    loss = total / count
+    loss = total / max(count, 1)
     found = {"eval_loss": loss, "eval_tokens": int(count)}
     if classify:
         return found | {"eval_accuracy": correct / count}
@@ -129,7 +129,7 @@ def evaluate_checkpoint(
     context: int | None = None,
     batch_size: int = 4,
     max_tokens: int = 2**20,
-    extensions: tuple[str, ...] = (),
+    options: ReadOptions | None = None,
     device: str | None = None,
 ) -> Record:
     """Evaluate a saved causal language model on data, in total and by position in the context.
@@ -140,7 +140,7 @@ def evaluate_checkpoint(
         context: Window length. Default: that of the run, or 4096.
         batch_size: Windows per forward pass.
         max_tokens: Approximate number of tokens to evaluate.
-        extensions: Extensions to read from folders. Empty: all.
+        options: How to read the data.
         device: Default: "cuda" if available, else "cpu".
 
     Raises:
@@ -153,7 +153,7 @@ def evaluate_checkpoint(
         raise ValueError(f"{folder} is a {type(loaded).__name__}; bits per byte require a causal language model")
     context = context or _run_context(folder)
     tokenizer = read_committed(folder, lambda path: path / TOKENIZER if (path / TOKENIZER).exists() else None)
-    options = ReadOptions(extensions)
+    options = options or ReadOptions()
     with tempfile.TemporaryDirectory() as temporary:
         sources = tuple(find_source(text, options) for text in data)
         try:

@@ -12,6 +12,7 @@ A run with --mesh writes sharded checkpoints (`longspan.models.sharded`): `*.dis
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
@@ -43,7 +44,7 @@ from longspan.models.checkpoint import load as load_model
 from longspan.models.config import ModelConfig
 from longspan.models.residual import StackState
 from longspan.models.sharded import METADATA, is_sharded, shard_files
-from longspan.train.config import FREE, differences
+from longspan.train.config import FREE, TrainConfig, differences
 
 TRAINING = "training.pt"
 _NAMES = (TENSORS, CONFIG, TRAINING, TOKENIZER, CHECKSUMS, METADATA, "*.distcp")
@@ -145,6 +146,8 @@ def _load(path: Path, folder: Path, share: slice) -> tuple[Model | None, dict[st
         training["optimizer"] = training.pop("optimiser")
     settings = training["about"]["settings"]
     # Fields that were added since have their defaults.
+    defaults = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
+    settings["train"] = json.loads(json.dumps(defaults)) | settings["train"]
     settings["model"] = json.loads(json.dumps(ModelConfig.from_dict(settings["model"]).to_dict()))
     return None if sharded else load_model(path), training
 

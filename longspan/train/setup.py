@@ -194,7 +194,8 @@ def open_data(
         FileNotFoundError: A source or the tokenizer file does not exist.
     """
     labeled = train.objective == "classify"
-    options = ReadOptions(train.extensions, train.exclude, train.bin_dtype, train.image_size, labeled)
+    columns = (train.format, train.text_field, train.label_field)
+    options = ReadOptions(train.extensions, train.exclude, train.bin_dtype, train.image_size, labeled, *columns)
 
     def open_first() -> TokenStore:
         sources, eval_sources = (tuple(find_source(text, options) for text in d) for d in (train.data, train.eval_data))
@@ -207,13 +208,17 @@ def open_data(
         return open_store(folder, spec, logger.info, sha256=sha256, verify=accelerator.is_main_process)
 
     store = main_process_first(accelerator, open_first)
+    for line in store.describe_sources():
+        logger.info(line)
     longest, total = store.train.longest, store.train.total
     if total < 2:
         raise ValueError(f"the data is too small: {total} tokens are left to train on")
-    if train.context > longest:
+    largest = max(store.train.of_source(source).total for source in set(store.train.source.tolist()))
+    packable = not train.carry_state and train.packing != "off" and largest >= train.context
+    if train.context > longest and not labeled and not packable:
         raise ValueError(
-            f"--context {train.context} is longer than any document to train on: the longest has {longest} tokens; "
-            f"use --context {longest} or less, or data with longer documents"
+            f"--context {train.context} is longer than any document to train on: the longest has {longest} tokens, all "
+            f"have {total}; use --context {longest} or less, or data with longer documents"
         )
     if labeled and len(store.labels) < 2:
         raise ValueError(f"classification requires at least two labels, the data has {store.labels}")

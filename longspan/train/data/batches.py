@@ -325,6 +325,9 @@ def _copy_span(store: TokenStore, span: Span, tokens: TokenArray, targets: Token
     start, length, has_next = span
     known = length if has_next else length - 1
     tokens[:length] = store.tokens[start : start + length]
+    if store.targets is not None:
+        targets[:length] = store.targets[start : start + length]
+        return
     targets[:known] = store.tokens[start + 1 : start + 1 + known]
 
 

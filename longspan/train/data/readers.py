@@ -1,47 +1,54 @@
-"""Find and read training data: files, folders and globs of text, FASTA, images, CSV or tokens, compressed or not."""
+"""Find and read training data: files, folders and globs of text, tables, sequences, images, audio, arrays or tokens."""
 
 from __future__ import annotations
 
 import csv
 import glob
-import gzip
 import io
-import lzma
 import math
 import os
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+import wave
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from itertools import starmap
-from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from longspan.train.data import tables
+from longspan.train.data.chat import read_messages
+from longspan.train.data.containers import CHUNK, COMPRESSED, Entry, UnreadableError, open_entries, refusal
+from longspan.train.data.containers import open_decompressed as open_decompressed
+
 Tokens = NDArray[Any]
 
-COMPRESSED = (".gz", ".xz", ".zst")
-SUFFIXES = {
-    "tokens": (".npy", ".bin"),
-    "fasta": (".fa", ".fasta", ".fna", ".faa", ".ffn"),
-    "image": (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"),
-    "csv": (".csv", ".tsv"),
-}
-_CHUNK = 1 << 20
-_MAX_RATIO = 250  # of a decompressed file to the compressed one; text compresses to a tenth, logs to a hundredth
+FASTA = (".fa", ".fasta", ".fna", ".faa", ".ffn")
+FASTQ = (".fq", ".fastq")
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+_BOMS = (b"\xff\xfe", b"\xfe\xff")
+_IMAGE_MAGIC = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"II*\0", b"MM\0*")
 _MAX_IMAGE = 1 << 28  # bytes of an encoded image
+_MAX_AUDIO = 1 << 31  # bytes of a recording
+
+
+class Chat(NamedTuple):
+    """A conversation, which the template of the tokenizer turns into text."""
+
+    messages: list[dict[str, Any]]
 
 
 class DocumentChunk(NamedTuple):
     """A consecutive part of a document; `last` marks the end of the document."""
 
-    content: bytes | Tokens
+    content: bytes | Tokens | Chat
     last: bool
-    label: str | None = None
+    label: Any = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,10 @@ class ReadOptions:
         exclude: Patterns of file and folder names to skip inside folders.
         bin_dtype: Integer type of `.bin` files.
         image_size: Width and height to resize images to. None: keep their size.
-        labeled: Read a label with each document: the name of its class folder, or a column of a CSV file.
+        labeled: Read a label with each document: the name of its class folder, or a column of a table.
+        format: "auto", or "bytes" to read the bytes of every file as they are.
+        text_field: Column of a table with the text, the tokens or the messages. None: guess.
+        label_field: Column of a table with the label. None: guess.
     """
 
     extensions: tuple[str, ...] = ()
@@ -70,6 +80,15 @@ class ReadOptions:
     bin_dtype: str = "uint16"
     image_size: int | None = None
     labeled: bool = False
+    format: str = "auto"
+    text_field: str | None = None
+    label_field: str | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """Return the options that data is identified by; those that were added later only if they are set."""
+        added = ("format", "text_field", "label_field")
+        defaults = ReadOptions()
+        return {name: x for name, x in vars(self).items() if name not in added or x != getattr(defaults, name)}
 
 
 def find_source(text: str, options: ReadOptions) -> DataSource:
@@ -90,7 +109,8 @@ def find_source(text: str, options: ReadOptions) -> DataSource:
     except RuntimeError as error:
         raise ValueError(f"--data {name}: {error}") from None
     if path.is_dir():
-        files = _files_in(path, options)
+        dataset = tables.dataset_files(path)
+        files = _files_in(path, options) if dataset is None else dataset
         if not files:
             kind = f" with extension {', '.join(options.extensions)}" if options.extensions else ""
             raise ValueError(f"--data {name}: the folder contains no files{kind}")
@@ -106,100 +126,142 @@ def find_source(text: str, options: ReadOptions) -> DataSource:
     return DataSource(name, tuple(files), weight)
 
 
-def file_kind(path: Path) -> str:
-    """Return what a file contains, from its name: "tokens", "fasta", "image", "csv" or "bytes"."""
-    suffix = _inner_suffix(path)
-    return next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), "bytes")
+class DocumentReader:
+    """Reads the files of a source.
+
+    Args:
+        options: How to read files.
+
+    Attributes:
+        kinds: What documents were read as, with their number.
+        skipped: Why files were not read, one line for each.
+    """
+
+    def __init__(self, options: ReadOptions) -> None:
+        self.options = options
+        self.kinds: Counter[str] = Counter()
+        self.skipped: list[str] = []
+
+    def read(self, path: Path, root: Path | None) -> Generator[DocumentChunk]:
+        """Yield the documents of a file or archive in chunks of at most a few megabytes.
+
+        Args:
+            path: The file.
+            root: The folder it was found in. The first subfolder below it is the label of a labeled document.
+
+        Raises:
+            ValueError: A file is damaged, or a label is missing.
+        """
+        relative = None if root is None else path.relative_to(root)
+        try:
+            with closing(open_entries(path, lambda name: _is_included(name, self.options))) as entries:
+                for entry in entries:
+                    try:
+                        yield from self._read_entry(entry, relative)
+                    except UnreadableError as error:
+                        self.skipped.append(str(error))
+                    except UnicodeDecodeError as error:
+                        raise ValueError(f"{entry.name} is not UTF-8 text: {error}") from None
+        except (FileNotFoundError, PermissionError):
+            raise
+        except (OSError, csv.Error) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+
+    def _read_entry(self, entry: Entry, relative: Path | None) -> Iterator[DocumentChunk]:
+        table = None if self.options.format == "bytes" else _table_kind(entry)
+        kind, chunks = self._read_file(entry) if table is None else self._read_table(entry, table)
+        label = _folder_label(entry, relative) if self.options.labeled and table is None else None
+        for chunk in chunks:
+            yield chunk if label is None else chunk._replace(label=label)
+            self.kinds[kind] += chunk.last
+
+    def _read_file(self, entry: Entry) -> tuple[str, Iterator[DocumentChunk]]:
+        """Return what a file is, and its documents."""
+        options, head, suffix = self.options, entry.head, entry.suffix
+        if suffix in (".npy", ".bin"):
+            return "tokens", _read_array(entry) if suffix == ".npy" else _read_bin(entry, options.bin_dtype)
+        if suffix in IMAGES or (head.startswith(_IMAGE_MAGIC) and options.format == "auto"):
+            return "images", iter([DocumentChunk(_read_pixels(entry, options.image_size), True)])
+        if suffix in FASTA:
+            return "FASTA", _read_fasta(entry)
+        if options.format == "bytes":
+            return "bytes", _read_bytes(entry)
+        if suffix in FASTQ:
+            return "FASTQ", _read_fastq(entry)
+        if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
+            return "audio, as 8-bit μ-law samples", iter([DocumentChunk(_read_wav(entry), True)])
+        why = refusal(entry)
+        if why is not None:
+            raise UnreadableError(why)
+        return "text", _read_utf16(entry) if head.startswith(_BOMS) else _read_bytes(entry)
+
+    def _read_table(self, entry: Entry, kind: str) -> tuple[str, Iterator[DocumentChunk]]:
+        options = self.options
+        if kind == "JSON":  # It may turn out to be a file of settings, which is text.
+            entry = replace(entry, stream=entry.seekable())
+        rows = tables.read_rows(entry, kind)
+        columns, rows = tables.choose_columns(rows, entry.name, options.text_field, whole=kind == "JSON")
+        if columns is None and kind == "JSON" and not options.labeled:
+            entry.stream.seek(0)
+            return "text", _read_bytes(entry)
+        if columns is None:
+            raise UnreadableError(
+                f"{entry.name} has no field of text, tokens or messages: name it with --text-field, or train on the "
+                "bytes of the file with --format bytes"
+            )
+        label, classes = None, None
+        if options.labeled:
+            label, rows = tables.choose_label(rows, entry.name, options.label_field)
+            classes = None if entry.path is None else tables.class_names(entry.path.parent).get(label)
+        return f"{kind}, {columns}", _read_rows(rows, columns, label, classes, entry.name)
 
 
 def read_documents(path: Path, root: Path | None, options: ReadOptions) -> Iterator[DocumentChunk]:
-    """Yield the documents of a file in chunks of at most a few megabytes.
+    """Yield the documents of one file; see `DocumentReader.read`.
+
+    Raises:
+        ValueError: The file is damaged, cannot be read, or a label is missing.
+    """
+    reader = DocumentReader(options)
+    yield from reader.read(path, root)
+    if reader.skipped and not reader.kinds:
+        raise UnreadableError(reader.skipped[0])
+
+
+class MappedFile(NamedTuple):
+    """A file whose content is tokens as they are: `size` numbers of type `dtype` from byte `offset` on."""
+
+    path: str
+    dtype: str
+    offset: int
+    size: int
+
+
+def map_file(path: Path, options: ReadOptions, *, text: bool) -> MappedFile | None:
+    """Return where the tokens of a file are, if they need not be converted; None if they must be.
 
     Args:
         path: The file.
-        root: The folder it was found in. The first subfolder below it is the label of a labeled document.
-        options: How to read the file.
-
-    Raises:
-        ValueError: The file cannot be read as what its name says, or a label is missing.
+        options: How to read it.
+        text: Whether the bytes of texts are tokens.
     """
-    kind = file_kind(path)
-    try:
-        if options.labeled and kind == "csv":
-            yield from _read_csv(path)
-            return
-        label = _folder_label(path, root) if options.labeled else None
-        if kind == "tokens":
-            chunks = _read_tokens(path, options)
-        elif kind == "image":
-            chunks = iter([DocumentChunk(_read_pixels(path, options.image_size), True)])
-        elif kind == "fasta":
-            chunks = _read_fasta(path)
-        else:
-            chunks = starmap(DocumentChunk, _blocks(path, _CHUNK))
-        for chunk in chunks:
-            yield chunk._replace(label=label)
-    except (FileNotFoundError, PermissionError):
-        raise
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
-    except (OSError, csv.Error) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-
-
-class _LimitedReader(io.RawIOBase):
-    """A decompressed file: at least `size` bytes, and at most `_MAX_RATIO` times as large as the compressed one."""
-
-    def __init__(self, file: IO[bytes], path: Path, size: int = 0) -> None:
-        self._file, self._path, self._size, self._read = file, path, size, 0
-        self._limit = _MAX_RATIO * max(path.stat().st_size, 1 << 16)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            block = self._file.read(len(buffer))
-        except Exception as error:  # Each package has its own for a damaged file.
-            raise ValueError(f"{self._path} cannot be read: {error}") from error
-        self._read += len(block)
-        if not block and self._read < self._size:
-            raise ValueError(f"{self._path} cannot be read: it ends after {self._read:,} of {self._size:,} bytes")
-        if self._read > self._limit:
-            raise ValueError(
-                f"{self._path} decompresses to more than {_MAX_RATIO} times its size, as a decompression bomb does: "
-                "if it is none, decompress it and give the result"
-            )
-        buffer[: len(block)] = block
-        return len(block)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def open_decompressed(path: Path) -> IO[bytes]:
-    """Open a file for reading, decompressing `.gz`, `.xz` and `.zst`.
-
-    Reading raises ValueError where the content is more than `_MAX_RATIO` times as large as the compressed file.
-    """
-    suffix = path.suffix.lower()
-    if suffix not in COMPRESSED:
-        return open(path, "rb")
-    size = 0
-    if suffix == ".zst":
-        try:
-            import zstandard
-        except ImportError:
-            raise ValueError(f"reading {path} requires zstandard: pip install zstandard") from None
-        compressed = open(path, "rb")  # noqa: SIM115
-        with suppress(zstandard.ZstdError):  # The decompressor does not report a truncated frame; compare the size.
-            size = zstandard.frame_content_size(compressed.read(18))
-        compressed.seek(0)
-        stream: Any = zstandard.ZstdDecompressor().stream_reader(compressed, read_across_frames=True, closefd=True)
-    else:
-        stream = gzip.open(path, "rb") if suffix == ".gz" else lzma.open(path, "rb")  # noqa: SIM115
-    return cast("IO[bytes]", io.BufferedReader(_LimitedReader(stream, path, size), _CHUNK))
+    name = os.path.abspath(path)
+    if path.suffix.lower() == ".npy":
+        array = load_array(path)
+        if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.flags.c_contiguous:
+            return None
+        return MappedFile(name, array.dtype.str, cast("Any", array).offset, array.size)
+    size = path.stat().st_size
+    if path.suffix.lower() == ".bin":
+        dtype = np.dtype(options.bin_dtype)
+        return None if size % dtype.itemsize else MappedFile(name, dtype.str, 0, size // dtype.itemsize)
+    with closing(open_entries(path, lambda member: False)) as entries:
+        entry = next(entries, None) if text else None
+        if entry is None or entry.path is None or entry.head.startswith(_BOMS):
+            return None
+        plain = entry.suffix not in (*FASTA, *FASTQ, *IMAGES) and not entry.head.startswith((*_IMAGE_MAGIC, b"RIFF"))
+        is_text = options.format == "bytes" or (_table_kind(entry) is None and refusal(entry) is None)
+        return MappedFile(name, "|u1", 0, size) if plain and is_text else None
 
 
 def load_array(path: Path) -> Tokens:
@@ -215,7 +277,7 @@ def load_array(path: Path) -> Tokens:
 
 
 def _files_in(folder: Path, options: ReadOptions) -> list[Path]:
-    extensions = {e.lower() if e.startswith(".") else f".{e.lower()}" for e in options.extensions}
+    extensions = _extensions(options)
 
     def included(name: str) -> bool:
         return not any(fnmatch(name, pattern) for pattern in (".*", "__pycache__", *options.exclude))
@@ -235,121 +297,202 @@ def _files_in(folder: Path, options: ReadOptions) -> list[Path]:
                 folders[:] = filter(included, folders)
                 links += [link for name in folders if os.path.islink(link := os.path.join(parent, name))]
                 for path in (Path(parent) / name for name in filter(included, files)):
-                    if path.is_file() and (not extensions or {path.suffix.lower(), _inner_suffix(path)} & extensions):
+                    if path.is_file() and (not extensions or _suffixes(path) & extensions):
                         found.append(path)
         pending = sorted(links)  # Folders that are reached without links come first.
     return sorted(found)
 
 
-def _inner_suffix(path: Path) -> str:
-    """Return the extension without that of a compression: ".txt" of "a.txt.gz"."""
-    return (Path(path.stem).suffix if path.suffix.lower() in COMPRESSED else path.suffix).lower()
+def _is_included(name: str, options: ReadOptions) -> bool:
+    """Return whether to read a member of an archive, by the rules for files in folders."""
+    path = PurePosixPath(name)
+    if any(
+        fnmatch(part, pattern) for part in path.parts for pattern in (".*", "__pycache__", "__MACOSX", *options.exclude)
+    ):
+        return False
+    return not options.extensions or bool(_suffixes(path) & _extensions(options))
 
 
-def _folder_label(path: Path, root: Path | None) -> str:
-    parts = () if root is None else path.relative_to(root).parts
-    if len(parts) < 2:
-        raise ValueError(
-            f"{path} has no label: classification requires a folder with one subfolder per class, or a CSV file with "
-            "the columns text and label"
-        )
-    return parts[0]
+def _extensions(options: ReadOptions) -> set[str]:
+    return {e.lower() if e.startswith(".") else f".{e.lower()}" for e in options.extensions}
 
 
-def _blocks(path: Path, size: int) -> Iterator[tuple[bytes, bool]]:
-    """Yield the decompressed content in blocks of `size` bytes, and whether each is the last."""
-    with open_decompressed(path) as file:
-        block = file.read(size)
-        while block:
-            following = file.read(size)
-            yield block, not following
-            block = following
+def _suffixes(path: Path | PurePosixPath) -> set[str]:
+    """Return the extension of a file, and that without a compression: ".gz" and ".txt" of "a.txt.gz"."""
+    suffix = path.suffix.lower()
+    return {suffix, PurePosixPath(path.stem).suffix.lower()} if suffix in COMPRESSED else {suffix}
 
 
-def _read_fasta(path: Path) -> Iterator[DocumentChunk]:
-    """Yield each record as a document: its sequence without header and line ends."""
-    sequence = bytearray()
-    in_record = in_header = False
-    begins_line = True
-    with open_decompressed(path) as file:
-        while line := file.readline(_CHUNK):
-            in_header = line.startswith((b">", b";")) if begins_line else in_header
-            if begins_line and line.startswith(b">"):
-                if in_record:
-                    yield DocumentChunk(bytes(sequence), True)
-                sequence.clear()
-                in_record = True
-            elif not in_header:
-                if not in_record and line.strip():
-                    raise ValueError(f"{path} is not FASTA: a record must start with a line that starts with '>'")
-                sequence += b"".join(line.split())
-                if len(sequence) >= _CHUNK:
-                    yield DocumentChunk(bytes(sequence), False)
-                    sequence.clear()
-            begins_line = line.endswith(b"\n")
-    if in_record:
-        yield DocumentChunk(bytes(sequence), True)
+def _table_kind(entry: Entry) -> str | None:
+    return None if entry.suffix in (".npy", ".bin", *FASTA, *FASTQ, *IMAGES) else tables.table_kind(entry)
 
 
-def _read_tokens(path: Path, options: ReadOptions) -> Iterator[DocumentChunk]:
-    if _inner_suffix(path) == ".npy":
-        if path.suffix.lower() in COMPRESSED:
-            raise ValueError(f"{path}: .npy files are memory-mapped and cannot be compressed; decompress the file")
-        array = load_array(path)
-        if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+def _folder_label(entry: Entry, relative: Path | None) -> str:
+    if relative is not None and len(relative.parts) > 1:
+        return relative.parts[0]
+    if entry.folders:
+        return entry.folders[-1]
+    raise ValueError(
+        f"{entry.name} has no label: classification requires a folder with one subfolder per class, or a table with "
+        "the columns text and label"
+    )
+
+
+def _read_bytes(entry: Entry) -> Iterator[DocumentChunk]:
+    for block, last in _blocks(entry, CHUNK):
+        yield DocumentChunk(block, last)
+
+
+def _blocks(entry: Entry, size: int) -> Iterator[tuple[bytes, bool]]:
+    """Yield the content in blocks of `size` bytes, and whether each is the last."""
+    block = entry.stream.read(size)
+    while block:
+        following = entry.stream.read(size)
+        yield block, not following
+        block = following
+
+
+def _read_utf16(entry: Entry) -> Iterator[DocumentChunk]:
+    yield DocumentChunk(entry.stream.read().decode("utf-16").encode(), True)
+
+
+def _read_rows(
+    rows: Iterator[tables.Row], columns: tables.Columns, label: str | None, classes: Sequence[str] | None, name: str
+) -> Iterator[DocumentChunk]:
+    for number, row in enumerate(rows, 1):
+        values = [row.get(column) for column in columns.names]
+        given = None if label is None else row.get(label)
+        if any(value is None or value == "" or value == [] for value in values) or (label and given in (None, "")):
+            continue
+        try:
+            content = _row_content(values, columns.kind)
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{name}, row {number}: {error}") from None
+        if classes is not None and type(given) is int and 0 <= given < len(classes):
+            given = classes[given]
+        yield DocumentChunk(content, True, None if given is None else str(given))
+
+
+def _row_content(values: Sequence[Any], kind: str) -> bytes | Tokens | Chat:
+    if kind == "text":
+        if not isinstance(values[0], str):
+            raise ValueError(f"the field must be text, got {values[0]!r:.40}")
+        return values[0].encode("utf-8", "surrogatepass")
+    if kind == "tokens":
+        return np.array(values[0], np.int64)
+    if kind == "pair":
+        prompt, answer = values
+        return Chat([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}])
+    return Chat(read_messages(values[0]))
+
+
+def _read_fastq(entry: Entry) -> Iterator[DocumentChunk]:
+    """Yield the sequence of each record; names and qualities are left out."""
+    lines = iter(entry.stream)
+    for number, header in enumerate(lines):
+        if not header.strip():
+            continue
+        sequence, separator, quality = (next(lines, b"").strip() for _ in range(3))
+        if not header.startswith(b"@") or not separator.startswith(b"+") or len(quality) != len(sequence):
             raise ValueError(
-                f"{path} must be an integer array with 1 dimension, or with 2 (one document per row), "
-                f"got {array.dtype} of shape {array.shape}"
+                f"{entry.name} is not FASTQ: record {number + 1} is not four lines, @, bases, + and qualities"
             )
-        for document in np.atleast_2d(array) if array.size else ():
-            for start in range(0, len(document), _CHUNK):
-                chunk = np.asarray(document[start : start + _CHUNK])
-                yield DocumentChunk(chunk, start + _CHUNK >= len(document))
-        return
-    dtype = np.dtype(options.bin_dtype)
-    for block, last in _blocks(path, _CHUNK * dtype.itemsize):
+        yield DocumentChunk(sequence, True)
+
+
+def _read_array(entry: Entry) -> Iterator[DocumentChunk]:
+    if entry.path is None:
+        raise ValueError(f"{entry.name}: .npy files are memory-mapped and cannot be compressed; decompress the file")
+    array = load_array(entry.path)
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+        raise ValueError(
+            f"{entry.name} must be an integer array with 1 dimension, or with 2 (one document per row), "
+            f"got {array.dtype} of shape {array.shape}"
+        )
+    for document in np.atleast_2d(array) if array.size else ():
+        for start in range(0, len(document), CHUNK):
+            chunk = np.asarray(document[start : start + CHUNK])
+            yield DocumentChunk(chunk, start + CHUNK >= len(document))
+
+
+def _read_bin(entry: Entry, name: str) -> Iterator[DocumentChunk]:
+    dtype = np.dtype(name)
+    for block, last in _blocks(entry, CHUNK * dtype.itemsize):
         if len(block) % dtype.itemsize:
             raise ValueError(
-                f"the size of {path} is not a multiple of {dtype.itemsize} bytes ({dtype}): "
+                f"the size of {entry.name} is not a multiple of {dtype.itemsize} bytes ({dtype}): "
                 "set --bin-dtype to the type it was saved as"
             )
         yield DocumentChunk(np.frombuffer(block, dtype), last)
 
 
-def _read_pixels(path: Path, size: int | None) -> bytes:
+def _read_wav(entry: Entry) -> bytes:
+    """Return 8-bit μ-law samples of one channel, the mean of all."""
+    try:
+        with wave.open(io.BytesIO(entry.stream.read(_MAX_AUDIO)), "rb") as file:
+            width, channels, raw = file.getsampwidth(), file.getnchannels(), file.readframes(file.getnframes())
+    except (wave.Error, EOFError) as error:
+        raise UnreadableError(
+            f"{entry.name} is not a recording of integer samples (PCM) that can be read: {error}; convert it with "
+            "`ffmpeg -i FILE -c:a pcm_s16le out.wav`"
+        ) from None
+    raw = raw[: len(raw) // (width * channels) * width * channels]
+    if width == 1:
+        samples: Any = np.frombuffer(raw, np.uint8).astype(np.float32) / 128 - 1
+    elif width == 3:
+        parts = np.frombuffer(raw, np.uint8).reshape(-1, 3).astype(np.int32)
+        samples = ((parts << np.array([8, 16, 24])).sum(1).astype(np.int32) / 2.0**31).astype(np.float32)
+    else:
+        samples = np.frombuffer(raw, f"<i{width}").astype(np.float32) / 2.0 ** (8 * width - 1)
+    mono = samples.reshape(-1, channels).mean(1)
+    compressed = np.sign(mono) * np.log1p(255 * np.abs(mono)) / math.log(256)
+    return np.clip(np.round((compressed + 1) * 127.5), 0, 255).astype(np.uint8).tobytes()
+
+
+def _read_fasta(entry: Entry) -> Iterator[DocumentChunk]:
+    """Yield each record as a document: its sequence without header and line ends."""
+    sequence = bytearray()
+    in_record = in_header = False
+    begins_line = True
+    while line := entry.stream.readline(CHUNK):
+        in_header = line.startswith((b">", b";")) if begins_line else in_header
+        if begins_line and line.startswith(b">"):
+            if in_record:
+                yield DocumentChunk(bytes(sequence), True)
+            sequence.clear()
+            in_record = True
+        elif not in_header:
+            if not in_record and line.strip():
+                raise ValueError(f"{entry.name} is not FASTA: a record must start with a line that starts with '>'")
+            sequence += b"".join(line.split())
+            if len(sequence) >= CHUNK:
+                yield DocumentChunk(bytes(sequence), False)
+                sequence.clear()
+        begins_line = line.endswith(b"\n")
+    if in_record:
+        yield DocumentChunk(bytes(sequence), True)
+
+
+def _read_pixels(entry: Entry, size: int | None) -> bytes:
     """Return pixels row by row: one byte each for grayscale images, three (RGB) for all others."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise ValueError(f"reading {path} requires Pillow: pip install pillow") from None
-    with open_decompressed(path) as file:
-        encoded = file.read(_MAX_IMAGE + 1)
+        raise ValueError(f"reading {entry.name} requires Pillow: pip install pillow") from None
+    encoded = entry.stream.read(_MAX_IMAGE + 1)
     if len(encoded) > _MAX_IMAGE:
-        raise ValueError(f"{path} is too large for an image: over {_MAX_IMAGE:,} bytes")
+        raise ValueError(f"{entry.name} is too large for an image: over {_MAX_IMAGE:,} bytes")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             image: Any = Image.open(io.BytesIO(encoded))
             image = image.convert("L" if image.mode in ("1", "L") else "RGB")
     except UnidentifiedImageError:
-        raise ValueError(f"{path} is not an image in a known format") from None
+        raise ValueError(f"{entry.name} is not an image in a known format") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(f"{path} is too large an image: {error}") from None
+        raise ValueError(f"{entry.name} is too large an image: {error}") from None
     except MemoryError:
         raise
     except Exception as error:  # The decoders raise many types for a damaged file.
-        raise ValueError(f"{path} is a damaged image: {error}") from error
+        raise ValueError(f"{entry.name} is a damaged image: {error}") from error
     return (image if size is None else image.resize((size, size))).tobytes()
-
-
-def _read_csv(path: Path) -> Iterator[DocumentChunk]:
-    csv.field_size_limit((1 << 31) - 1)  # The default refuses fields over 131,072 characters.
-    with open_decompressed(path) as file:
-        text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-        table = csv.DictReader(text, delimiter="\t" if _inner_suffix(path) == ".tsv" else ",")
-        if not {"text", "label"} <= set(table.fieldnames or ()):
-            found = ", ".join(table.fieldnames or ()) or "nothing"
-            raise ValueError(f"the first line of {path} must name the columns text and label, got {found}")
-        for row in table:
-            if row["text"] and row["label"]:
-                yield DocumentChunk(row["text"].encode(), True, row["label"])

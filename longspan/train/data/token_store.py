@@ -1,12 +1,12 @@
 """Store the tokens of a run in one memory-mapped file, split by content into training and held-out data.
 
-    tokens.bin      the tokens of all documents, concatenated
+    tokens.bin      the tokens of all documents, concatenated; missing where large files are read in place
+    targets.bin     int32, what to predict at each token, −100 for nothing; missing where it is the next token
     segments.npy    (N, 5) int64: start, length, source, label, held out; each segment is read as one document
     store.json      description of the store
     SHA256SUMS      digests of these files, verified when a run is resumed
 
 A store is built in a folder of its own and renamed, so that a process that has it open keeps what it reads.
-
 
 A hash of the content decides what is held out: the hash of the document or, if it is long, of each block of it. Equal
 content is therefore on the same side of the split, whatever its file name and however often it occurs.
@@ -18,24 +18,41 @@ import codecs
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longspan.generation.tokenization import load_tokenizer
 from longspan.models.checkpoint import CHECKSUMS, replace_folder, verify_checksums, write_checksums
-from longspan.train.data.readers import DataSource, ReadOptions, Tokens, file_kind, load_array, read_documents
+from longspan.ops.loss import IGNORE_INDEX
+from longspan.train.data.chat import ChatTemplate
+from longspan.train.data.containers import ARCHIVES, COMPRESSED
+from longspan.train.data.readers import (
+    Chat,
+    DataSource,
+    DocumentChunk,
+    DocumentReader,
+    MappedFile,
+    ReadOptions,
+    Tokens,
+    load_array,
+    map_file,
+)
 
-TOKENS, SEGMENTS, STORE = "tokens.bin", "segments.npy", "store.json"
+TOKENS, TARGETS, SEGMENTS, STORE = "tokens.bin", "targets.bin", "segments.npy", "store.json"
 FORMAT = 1
 _BLOCK = 1 << 16  # length of the blocks that a long document is split into
 _COUNT_CHUNK = 1 << 22
+_IN_PLACE, _MAX_MAPPED = 1 << 28, 64  # bytes from which files are read in place, and how many files at most
+_PROGRESS = 10  # seconds between messages
+_CONTAINERS = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".feather", *COMPRESSED, *ARCHIVES)
 
 
 @dataclass(frozen=True)
@@ -85,12 +102,14 @@ class TokenStore:
         train: Segments to train on.
         held_out: Segments to evaluate on.
         metadata: Contents of `store.json`.
+        targets: What to predict at each token, memory-mapped. None: the next token.
     """
 
     tokens: Tokens
     train: Segments
     held_out: Segments
     metadata: dict[str, Any]
+    targets: Tokens | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -102,12 +121,28 @@ class TokenStore:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Mean length of a token in bytes; None if the data was read as tokens, so that it is unknown."""
-        return self.metadata["bytes"] / self.metadata["tokens"] if self.metadata["bytes"] else None
+        """Mean length of a token to predict in bytes; None if the data was read as tokens, so that it is unknown."""
+        number = self.metadata.get("targets") or self.metadata["tokens"]
+        return self.metadata["bytes"] / number if self.metadata["bytes"] else None
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Convert a mean loss in nats per token; None if the number of bytes is unknown."""
         return None if self.bytes_per_token is None else loss / math.log(2) / self.bytes_per_token
+
+    def describe_sources(self) -> list[str]:
+        """Return a line about each source: what it was taken for, its size, and how its first document starts."""
+        lines = []
+        for source in self.metadata["sources"]:
+            if "kinds" not in source:  # a store of an earlier version
+                continue
+            kinds = "; ".join(
+                name if len(source["kinds"]) == 1 else f"{name} ({n:,})" for name, n in source["kinds"].items()
+            )
+            line = f"{source['name']}: {kinds}; {source['documents']:,} documents, {source['bytes']:,} bytes"
+            if source["skipped"]:
+                line += f"; {source['skipped']:,} files skipped: {source['reason']}"
+            lines.append(f"{line}; first: {source['first']!r}")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -139,7 +174,7 @@ class StoreSpec:
         ]
         weights = [[s.name, s.weight] for s in self.sources], [s.name for s in self.eval_sources]
         tokenizer = None if self.tokenizer is None else hashlib.sha256(self.tokenizer.read_bytes()).hexdigest()
-        parts = [FORMAT, files, weights, vars(self.options), tokenizer, self.context, self.held_out]
+        parts = [FORMAT, files, weights, self.options.identity(), tokenizer, self.context, self.held_out]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -166,14 +201,15 @@ def open_store(
     """
     key = spec.key()
     if not _is_store(folder, key):
-        names = (TOKENS, SEGMENTS, STORE, CHECKSUMS)
+        names = (TOKENS, TARGETS, SEGMENTS, STORE, CHECKSUMS)
         with replace_folder(folder, names, mark=STORE, what="a token store") as partial:
             metadata = _build(partial, spec, progress) | {"key": key}
             _check_digest(metadata, sha256)
             (partial / STORE).write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
             write_checksums(partial)
     elif verify:
-        verify_checksums(folder, (TOKENS, SEGMENTS, STORE), f"remove {folder}, and the data is read again")
+        found = [name for name in (TOKENS, TARGETS, SEGMENTS, STORE) if name == STORE or (folder / name).exists()]
+        verify_checksums(folder, found, f"remove {folder}, and the data is read again")
     store = _open(folder)
     _check_digest(store.metadata, sha256)
     return store
@@ -214,52 +250,118 @@ def _token_counts(store: TokenStore, segments: Segments) -> NDArray[np.int64]:
 
 def _open(folder: Path) -> TokenStore:
     metadata = json.loads((folder / STORE).read_text())
-    tokens = np.memmap(folder / TOKENS, dtype=metadata["dtype"], mode="r")
+    mapped = [MappedFile(*file) for file in metadata.get("mapped", [])]
+    tokens: Any = _MappedTokens(mapped) if mapped else np.memmap(folder / TOKENS, dtype=metadata["dtype"], mode="r")
+    targets = np.memmap(folder / TARGETS, np.int32, mode="r") if (folder / TARGETS).exists() else None
     table = np.load(folder / SEGMENTS, mmap_mode="r")
     held_out = np.asarray(table[:, 4], dtype=bool)
     train, evaluation = (Segments(*(np.array(table[side, i]) for i in range(4))) for side in (~held_out, held_out))
-    return TokenStore(tokens, train, evaluation, metadata)
+    return TokenStore(tokens, train, evaluation, metadata, targets)
+
+
+class _MappedTokens:
+    """The tokens of several files, concatenated. A slice must not cross the end of a file."""
+
+    def __init__(self, files: Sequence[MappedFile]) -> None:
+        self._parts = [np.memmap(f.path, f.dtype, "r", f.offset, (f.size,)) for f in files]
+        self._first = np.cumsum([0, *(f.size for f in files)])
+
+    def __getitem__(self, index: slice) -> Tokens:
+        part = int(np.searchsorted(self._first, index.start, side="right")) - 1
+        first = int(self._first[part])
+        return self._parts[part][index.start - first : index.stop - first]
 
 
 def _build(folder: Path, spec: StoreSpec, progress: Callable[[str], None]) -> dict[str, Any]:
     """Write tokens and segments; return the description of the store."""
     sources = (*spec.sources, *spec.eval_sources)
     encoder = _DocumentEncoder(spec.tokenizer)
-    with open(folder / TOKENS, "wb") as file:
-        writer = _TokenWriter(file, _token_dtype(spec, encoder.vocab_size))
-        for index, source in enumerate(sources):
-            root, before = Path(source.name).expanduser(), writer.position
-            for count, path in enumerate(source.files, 1):
-                if count % 1000 == 0:
-                    progress(f"reading {source.name}: {count} of {len(source.files)} files")
-                for chunk in read_documents(path, root if root.is_dir() else None, spec.options):
-                    writer.add(encoder.encode(path, chunk.content, chunk.last), chunk.last, index, chunk.label)
-                    writer.num_bytes += len(chunk.content) if isinstance(chunk.content, bytes) else 0
-            if writer.position == before:
-                raise ValueError(f"--data {source.name} is empty: 0 bytes in {len(source.files)} files")
-    kinds = {file_kind(path) == "tokens" for source in sources for path in source.files}
+    mapped = _mapped_files(spec)
+    writer = _TokenWriter(folder, _token_dtype(spec, encoder.vocab_size), copy=not mapped)
+    with writer:
+        described = [_add_source(writer, encoder, spec.options, *pair, progress) for pair in enumerate(sources)]
+    kinds = encoder.kinds
     if spec.tokenizer is None and kinds == {True, False}:
         raise ValueError(
             "token files (.npy, .bin) and other files are mixed, which assigns two meanings to each token: "
             "give the --tokenizer that the token files were made with, or remove one kind"
         )
-    table = _split(np.memmap(folder / TOKENS, dtype=writer.dtype, mode="r"), writer, spec)
+    tokens: Any = _MappedTokens(mapped) if mapped else np.memmap(folder / TOKENS, dtype=writer.dtype, mode="r")
+    table = _split(tokens, writer, spec)
     np.save(folder / SEGMENTS, table)
     counts = [int(table[table[:, 2] == i, 1].sum()) for i in range(len(sources))]
     return {
         "format": FORMAT,
         "dtype": str(writer.dtype),
+        **({"mapped": mapped} if mapped else {}),
         "vocab_size": encoder.vocab_size or max(writer.largest + 1, 1 if kinds == {True} else 256),
         "labels": list(writer.labels),
         "tokens": writer.position,
         "bytes": 0 if True in kinds else writer.num_bytes,
+        **({} if writer.num_targets is None else {"targets": writer.num_targets}),
         "documents": len(writer.documents),
         "sha256": writer.digest.hexdigest(),
-        "sources": [
-            {"name": source.name, "weight": source.weight, "tokens": count, "files": len(source.files)}
-            for source, count in zip(sources, counts, strict=True)
-        ],
+        "sources": [source | {"tokens": count} for source, count in zip(described, counts, strict=True)],
     }
+
+
+def _add_source(
+    writer: _TokenWriter,
+    encoder: _DocumentEncoder,
+    options: ReadOptions,
+    index: int,
+    source: DataSource,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Write the documents of a source and describe it."""
+    root, before, reader = Path(source.name).expanduser(), writer.position, DocumentReader(options)
+    documents, size, first, shown = len(writer.documents), 0, None, time.monotonic()
+    for count, path in enumerate(source.files, 1):
+        with closing(reader.read(path, root if root.is_dir() else None)) as chunks:
+            for chunk in chunks:
+                for part in encoder.encode(path, chunk):
+                    writer.add(part, index, chunk.label)
+                    size += part.num_bytes
+                    first = _beginning(part) if first is None else first
+                if time.monotonic() - shown > _PROGRESS:
+                    shown = time.monotonic()
+                    progress(f"reading {source.name}: file {count:,} of {len(source.files):,}, {size:,} bytes so far")
+    if writer.position == before:
+        if reader.skipped:
+            raise ValueError(reader.skipped[0])
+        raise ValueError(f"--data {source.name} is empty: 0 bytes in {len(source.files)} files")
+    return {
+        "name": source.name,
+        "weight": source.weight,
+        "files": len(source.files),
+        "kinds": {_with_template(kind, encoder): number for kind, number in reader.kinds.items()},
+        "documents": len(writer.documents) - documents,
+        "bytes": size,
+        "skipped": len(reader.skipped),
+        "reason": reader.skipped[0] if reader.skipped else "",
+        "first": first,
+    }
+
+
+def _with_template(kind: str, encoder: _DocumentEncoder) -> str:
+    is_chat = "conversations in" in kind or "prompts and answers in" in kind
+    return f"{kind}, {encoder.template.name}, loss on the answers" if is_chat else kind
+
+
+def _beginning(part: _Encoded) -> str:
+    """Return the first 80 characters of a document, or as many numbers."""
+    if part.text is not None:
+        return part.text[:320].decode("utf-8", "replace")[:80]
+    return " ".join(map(str, part.tokens[:40].tolist()))[:80]
+
+
+def _mapped_files(spec: StoreSpec) -> list[MappedFile]:
+    """Return the files if all of them can be read in place, and are so large that this matters; otherwise nothing."""
+    files = [path for source in (*spec.sources, *spec.eval_sources) for path in source.files]
+    if len(files) > _MAX_MAPPED or sum(path.stat().st_size for path in files) < _IN_PLACE:
+        return []
+    found = [map_file(path, spec.options, text=spec.tokenizer is None) for path in files]
+    return [] if None in found else [file for file in found if file is not None and file.size]
 
 
 class _Block(NamedTuple):
@@ -273,53 +375,163 @@ class _Block(NamedTuple):
     label: int
 
 
-class _TokenWriter:
-    """Appends documents to a file and records the position and hash of each."""
+class _Encoded(NamedTuple):
+    """A consecutive part of a document as tokens."""
 
-    def __init__(self, file: IO[bytes], dtype: np.dtype[Any]) -> None:
-        self.file, self.dtype = file, dtype
+    tokens: Tokens
+    last: bool
+    targets: NDArray[np.int32] | None = None
+    num_bytes: int = 0
+    num_target_bytes: int = 0
+    text: bytes | None = None
+
+
+class _TokenWriter:
+    """Appends documents to a file and records the position and hash of each.
+
+    Args:
+        folder: The folder of the store.
+        dtype: The type of the tokens.
+        copy: Write the tokens. False: only record them, because their files are read in place.
+    """
+
+    def __init__(self, folder: Path, dtype: np.dtype[Any], *, copy: bool = True) -> None:
+        self.folder, self.dtype = folder, dtype
         self.position = self.num_bytes = self.largest = 0
+        self.num_targets: int | None = None
         self.documents: list[_Block] = []
         self.labels: dict[str, int] = {}
         self.digest = hashlib.sha256()
         self._start, self._hash = 0, hashlib.blake2b(digest_size=8)
+        self._file = open(folder / TOKENS, "wb") if copy else None  # noqa: SIM115
+        self._targets: Any = None
 
-    def add(self, tokens: Tokens, last: bool, source: int, label: str | None) -> None:
+    def __enter__(self) -> _TokenWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in (self._file, self._targets):
+            if file is not None:
+                file.close()
+
+    def add(self, part: _Encoded, source: int, label: str | None) -> None:
+        tokens = part.tokens
+        if part.targets is not None and self._targets is None:
+            self._start_targets()
         if len(tokens):
             smallest, largest, limit = int(tokens.min()), int(tokens.max()), np.iinfo(self.dtype).max
             if smallest < 0 or largest > limit:
                 raise ValueError(f"tokens must be in the range 0 to {limit}, got {smallest} to {largest}")
             self.largest = max(self.largest, largest)
             raw = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()
-            self.file.write(raw)
+            if self._file is not None:
+                self._file.write(raw)
             self._hash.update(raw)
             self.digest.update(raw)
             self.position += len(tokens)
-        if last and self.position > self._start:
-            digest = int.from_bytes(self._hash.digest(), "big")
-            index = -1 if label is None else self.labels.setdefault(label, len(self.labels))
-            length = self.position - self._start
-            self.documents.append(_Block(len(self.documents), self._start, length, digest, source, index))
-            self.digest.update(b"\0end")
-            self._start, self._hash = self.position, hashlib.blake2b(digest_size=8)
+            self.num_bytes += part.num_bytes if part.targets is None else part.num_target_bytes
+        if self._targets is not None and len(tokens):
+            self._add_targets(part)
+        if part.last and self.position > self._start:
+            self._end_document(source, label)
+
+    def _start_targets(self) -> None:
+        """Create the file of targets; those of the documents so far are the next tokens."""
+        self._targets, self.num_targets = open(self.folder / TARGETS, "w+b"), 0  # noqa: SIM115
+        assert self._file is not None
+        self._file.flush()
+        for block in self.documents:
+            tokens = np.memmap(self.folder / TOKENS, self.dtype, "r", block.start * self.dtype.itemsize, block.length)
+            self._write_targets(np.append(tokens[1:].astype(np.int32), np.int32(IGNORE_INDEX)))
+
+    def _add_targets(self, part: _Encoded) -> None:
+        if part.targets is not None:
+            self._write_targets(part.targets)
+            self.digest.update(part.targets.tobytes())
+            return
+        if self.position - len(part.tokens) > self._start:  # The document goes on: its last target is known now.
+            self._targets.seek(-4, 2)
+            self._write_targets(part.tokens[:1].astype(np.int32))
+        self._write_targets(np.append(part.tokens[1:].astype(np.int32), np.int32(IGNORE_INDEX)))
+
+    def _write_targets(self, targets: NDArray[np.int32]) -> None:
+        assert self.num_targets is not None
+        self._targets.write(np.ascontiguousarray(targets, np.int32).tobytes())
+        self.num_targets += int((targets != IGNORE_INDEX).sum())
+
+    def _end_document(self, source: int, label: str | None) -> None:
+        digest = int.from_bytes(self._hash.digest(), "big")
+        index = -1 if label is None else self.labels.setdefault(label, len(self.labels))
+        length = self.position - self._start
+        self.documents.append(_Block(len(self.documents), self._start, length, digest, source, index))
+        self.digest.update(b"\0end")
+        self._start, self._hash = self.position, hashlib.blake2b(digest_size=8)
 
 
 class _DocumentEncoder:
-    """Converts documents to tokens chunk by chunk; with a tokenizer, text is cut at line ends."""
+    """Converts documents to tokens chunk by chunk; with a tokenizer, text is cut at line ends.
+
+    Attributes:
+        kinds: Whether documents were tokens, for those seen so far.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.tokenizer = None if path is None else load_tokenizer(path)
         self.vocab_size = None if self.tokenizer is None else int(self.tokenizer.get_vocab_size())
+        self.kinds: set[bool] = set()
+        self._template: ChatTemplate | None = None
         self._reset()
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The chat template, loaded on first use."""
+        if self._template is None:
+            self._template = ChatTemplate(self.path)
+        return self._template
 
     def _reset(self) -> None:
         self._text, self._bytes_read = "", 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
 
-    def encode(self, path: Path, content: bytes | Tokens, last: bool) -> Tokens:
-        if not isinstance(content, bytes):
-            return content
+    def encode(self, path: Path, chunk: DocumentChunk) -> Iterator[_Encoded]:
+        """Yield the tokens of a part of a document; a conversation may become several documents."""
+        content = chunk.content
+        self.kinds.add(isinstance(content, np.ndarray))
+        if isinstance(content, Chat):
+            try:
+                documents = self.template.documents(content.messages)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+            for text, answers in documents:
+                yield self._encode_answers(text, answers)
+        elif isinstance(content, bytes):
+            tokens = self._encode_text(path, content, chunk.last)
+            yield _Encoded(tokens, chunk.last, num_bytes=len(content), text=content)
+        else:
+            yield _Encoded(content, chunk.last, num_bytes=content.nbytes)
+
+    def _encode_answers(self, text: str, answers: Sequence[tuple[int, int]]) -> _Encoded:
+        """Return the tokens of a conversation; targets are the tokens of the answers."""
+        raw = text.encode("utf-8", "replace")
+        if self.tokenizer is None:
+            tokens, spans = np.frombuffer(raw, np.uint8).astype(np.int64), []
+            for start, end in answers:
+                spans.append((len(text[:start].encode("utf-8", "replace")), len(text[:end].encode("utf-8", "replace"))))
+            first = np.arange(len(tokens))
+        else:
+            encoded = self.tokenizer.encode(text, add_special_tokens=False)
+            tokens, spans = np.asarray(encoded.ids, np.int64), list(answers)
+            first = np.asarray([start for start, _ in encoded.offsets], np.int64)
+        answered = np.zeros(len(tokens), bool)
+        for start, end in spans:
+            answered |= (first >= start) & (first < end)
+        targets = np.full(len(tokens), IGNORE_INDEX, np.int32)
+        targets[:-1] = np.where(answered[1:], tokens[1:], IGNORE_INDEX)
+        size = sum(len(text[start:end].encode("utf-8", "replace")) for start, end in answers)
+        return _Encoded(tokens, True, targets, len(raw), size, raw)
+
+    def _encode_text(self, path: Path, content: bytes, last: bool) -> Tokens:
         if self.tokenizer is None:
             return np.frombuffer(content, np.uint8)
         try:
@@ -345,13 +557,23 @@ def _token_dtype(spec: StoreSpec, vocab_size: int | None) -> np.dtype[Any]:
         return np.dtype("uint16" if vocab_size <= 1 << 16 else "uint32")
     widest = np.dtype("uint8")
     for path in (path for source in (*spec.sources, *spec.eval_sources) for path in source.files):
-        if file_kind(path) == "tokens":
+        suffix, name = path.suffix.lower(), "uint8"
+        if suffix == ".npy":
+            name = str(load_array(path).dtype)
+        elif ".bin" in path.suffixes[-2:]:
             name = spec.options.bin_dtype
-            if path.suffix == ".npy":
-                name = str(load_array(path).dtype)
-            dtype = np.dtype(name if name in ("uint8", "uint16") else "uint32")
-            widest = max(widest, dtype, key=lambda d: d.itemsize)
+        elif suffix in _CONTAINERS and spec.options.format == "auto" and _holds_tokens(path, spec.options):
+            name = "uint32"
+        dtype = np.dtype(name if name in ("uint8", "uint16") else "uint32")
+        widest = max(widest, dtype, key=lambda d: d.itemsize)
     return widest
+
+
+def _holds_tokens(path: Path, options: ReadOptions) -> bool:
+    """Return whether the first document of a table or archive is tokens."""
+    with closing(DocumentReader(replace(options, labeled=False)).read(path, None)) as documents:
+        first = next(documents, None)
+    return first is not None and isinstance(first.content, np.ndarray)
 
 
 def _split(tokens: Tokens, writer: _TokenWriter, spec: StoreSpec) -> NDArray[np.int64]:
@@ -367,7 +589,7 @@ def _split(tokens: Tokens, writer: _TokenWriter, spec: StoreSpec) -> NDArray[np.
         end = document.start + document.length
         starts = [document.start + i * size for i in range(document.length // size)]
         for start, stop in zip(starts, [*starts[1:], end], strict=True):
-            content = hashlib.blake2b(np.ascontiguousarray(tokens[start:stop]).tobytes(), digest_size=8)
+            content = hashlib.blake2b(np.ascontiguousarray(tokens[start:stop], writer.dtype).tobytes(), digest_size=8)
             digest = int.from_bytes(content.digest(), "big")
             blocks.append(document._replace(start=start, length=stop - start, digest=digest))
     sides = zip(blocks, _held_out(blocks, writer.documents, spec), strict=True)
