@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Suppress
 
 from longspan.cli.arguments import flags, parse, to_text
-from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig
+from longspan.models.config import FeedForwardConfig, ModelConfig
 from longspan.train.config import Settings, TrainConfig, resolve
 from longspan.train.presets import PRESETS
 from longspan.utils import nearest
@@ -39,7 +39,7 @@ class TrainFlags(TrainConfig):
     """Train a model on text, chats, code, DNA, images, audio or tokens.
 
     Re-run the same command to resume an interrupted run. --data, --eval-data: repeat for several sources. Defaults are
-    those of --preset small. --help-all also lists --model.attention, --model.feed-forward and --model.legacy.
+    those of --preset small. --help-all also lists the fields of the model, such as --model.dim and --model.depth.
     """
 
     config: Path | None = None
@@ -53,18 +53,9 @@ class TrainFlags(TrainConfig):
 
 
 @dataclass(frozen=True)
-class BriefModelFlags(ModelFlags):
-    __doc__ = ModelFlags.__doc__
-
-    attention: Suppress[AttentionConfig] = field(default_factory=AttentionConfig)
-    feed_forward: Suppress[FeedForwardConfig] = field(default_factory=FeedForwardConfig)
-    legacy: Suppress[LegacyConfig] = field(default_factory=LegacyConfig)
-
-
-@dataclass(frozen=True)
 class BriefTrainFlags(TrainFlags):
     __doc__ = TrainFlags.__doc__
-    model: FlagConversionOff[BriefModelFlags] = field(default_factory=BriefModelFlags)
+    model: Suppress[FlagConversionOff[ModelFlags]] = field(default_factory=ModelFlags)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -99,7 +90,7 @@ def _print_help(brief: bool) -> None:
     preset = PRESETS[TrainConfig.preset]
     values = vars(ModelConfig.from_dict(preset.model))
     if brief:
-        parse(BriefTrainFlags, ["--help"], "train", BriefTrainFlags(**preset.train, model=BriefModelFlags(**values)))
+        parse(BriefTrainFlags, ["--help"], "train", BriefTrainFlags(**preset.train, model=ModelFlags(**values)))
     parse(TrainFlags, ["--help"], "train", TrainFlags(**preset.train, model=ModelFlags(**values)))
 
 
@@ -176,6 +167,8 @@ def _run(settings: Settings, run: Path, accelerator: Any, mesh: Any, logger: Any
     from longspan.train.trainer import Trainer
 
     trainer = Trainer(settings, logger, accelerator, mesh)
+    for line in trainer.store.describe_sources():
+        logger.info(line)
     data, about = trainer.metadata["data"], trainer.metadata
     logger.info(
         f"{about['parameters']:,} parameters; {data['train_tokens']:,} tokens to train on, "

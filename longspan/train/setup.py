@@ -208,8 +208,6 @@ def open_data(
         return open_store(folder, spec, logger.info, sha256=sha256, verify=accelerator.is_main_process)
 
     store = main_process_first(accelerator, open_first)
-    for line in store.describe_sources():
-        logger.info(line)
     longest, total = store.train.longest, store.train.total
     if total < 2:
         raise ValueError(f"the data is too small: {total} tokens are left to train on")

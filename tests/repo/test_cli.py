@@ -267,7 +267,7 @@ def test_train_help_fits_two_screens(monkeypatch, capsys):
         (where,) = [i for i, line in enumerate(full) if re.match(rf"[│ ]+{re.escape(name)}[ ,]", line)]
         text = " ".join(full[where : where + 4])
         assert "(default: " in text or "(repeatable)" in text
-        nested = name.startswith(("--model.attention.", "--model.feed-forward.", "--model.legacy."))
+        nested = name.startswith("--model.")
         assert any(re.match(rf"[│ ]+{re.escape(name)}[ ,]", line) for line in brief) != nested
 
 
