@@ -199,6 +199,6 @@ def _dry_run(settings: Settings) -> None:
     accelerator = make_accelerator(settings.train)
     mesh = make_mesh(settings.train, accelerator)
     with tempfile.TemporaryDirectory() as folder:
-        lines = estimate(Trainer(settings, Logger(), accelerator, mesh, Path(folder) / "data"))
-        if accelerator.is_main_process:
-            print("\n".join(lines))
+        for text in estimate(Trainer(settings, Logger(), accelerator, mesh, Path(folder) / "data")):
+            if accelerator.is_main_process:
+                print(text, flush=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 TOKENIZER = "tokenizer.json"  # in a checkpoint folder, if the model was trained with a tokenizer
+TOKENIZER_SETTINGS = ("tokenizer_config.json", "chat_template.jinja")  # beside it, if the tokenizer has them
 
 
 def load_tokenizer(path: Path) -> Any:

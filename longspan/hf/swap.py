@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,12 +12,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from longspan.models.checkpoint import CONFIG
 from longspan.models.layers import mechanism_from
 from longspan.protocol import Mechanism, State
+from longspan.utils import write_atomically
 
 FAMILIES = ("llama", "mistral", "qwen2", "gpt2")
 
@@ -57,7 +61,35 @@ def swap_attention(model: Any, mechanism: str | Mapping[str, Any], layers: Seque
         setattr(blocks[i], place, new.to(next(old.parameters()).device).train(old.training))
     spec = mechanism if isinstance(mechanism, str) else dict(mechanism)
     config.longspan_swap = [*getattr(config, "longspan_swap", []), {"mechanism": spec, "layers": chosen}]
+    model.save_pretrained = functools.partial(_save_swapped, model)
     return model
+
+
+def _save_swapped(model: Any, save_directory: Any, **options: Any) -> None:
+    """Write a checkpoint under a model type of its own: transformers alone would load it with softmax attention."""
+    type(model).save_pretrained(model, save_directory, **options)
+    if options.get("is_main_process", True):
+        path = Path(save_directory) / CONFIG
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config |= {"model_type": SwappedConfig.model_type, "base_model_type": config["model_type"]}
+        write_atomically(path, json.dumps(config, indent=2) + "\n")
+
+
+class SwappedConfig(PreTrainedConfig):
+    """The configuration of a checkpoint that `swap_attention` changed; `base_model_type` is that of the original."""
+
+    model_type = "longspan_swap"
+
+
+class SwappedForCausalLM(PreTrainedModel):
+    """What AutoModelForCausalLM calls for such a checkpoint; the loaded model is of its original class."""
+
+    config_class = SwappedConfig
+
+    @classmethod
+    def from_pretrained(cls, folder: Any, *_: Any, config: Any = None, **options: Any) -> Any:
+        """Load the model; see `load_swapped`."""
+        return load_swapped(folder, **options)
 
 
 def load_swapped(folder: str | os.PathLike[str], **options: Any) -> Any:
@@ -73,6 +105,10 @@ def load_swapped(folder: str | os.PathLike[str], **options: Any) -> Any:
     Raises:
         ValueError: If the checkpoint is not of such a model.
     """
+    described, _ = PreTrainedConfig.get_config_dict(folder)
+    if described.get("model_type") == SwappedConfig.model_type:
+        values = {name: value for name, value in described.items() if name not in ("model_type", "base_model_type")}
+        options["config"] = AutoConfig.for_model(described["base_model_type"], **values)
     model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     swaps = getattr(model.config, "longspan_swap", None)
     if not swaps:

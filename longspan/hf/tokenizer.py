@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedTokenizer
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+from transformers.utils import cached_file
+
+from longspan.generation.tokenization import TOKENIZER
+
+_HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
 class ByteTokenizer(PreTrainedTokenizer):
@@ -24,6 +29,14 @@ class ByteTokenizer(PreTrainedTokenizer):
         options.setdefault("clean_up_tokenization_spaces", False)
         options.setdefault("split_special_tokens", True)
         super().__init__(**options)
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *arguments: Any, **options: Any) -> Any:
+        """Load the tokenizer of a checkpoint: the one in its `tokenizer.json`, or this one if there is none."""
+        found = {key: options[key] for key in _HUB if key in options}
+        if cached_file(name, TOKENIZER, _raise_exceptions_for_missing_entries=False, **found) is not None:
+            return PreTrainedTokenizerFast.from_pretrained(name, *arguments, **options)
+        return super().from_pretrained(name, *arguments, **options)
 
     @property
     def vocab_size(self) -> int:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.generation.session import fill_state, state_values
-from longspan.generation.tokenization import TOKENIZER
+from longspan.generation.tokenization import TOKENIZER, TOKENIZER_SETTINGS
 from longspan.models.checkpoint import (
     CHECKSUMS,
     CONFIG,
@@ -57,14 +57,19 @@ def save(run: Path, model: Model, training: dict[str, Any], tokenizer: Path | No
         run: The folder of the run.
         model: The model.
         training: The rest of the state.
-        tokenizer: The tokenizer file of the run, to copy.
+        tokenizer: The tokenizer file of the run, to copy with the settings beside it.
         keep: Keep the last checkpoint as the previous one. False: replace it.
     """
-    with replace_folder(run / LAST, _NAMES, mark=TRAINING, keep=keep) as partial:
+    beside = [] if tokenizer is None else [tokenizer.parent / name for name in TOKENIZER_SETTINGS]
+    settings = [path for path in beside if path.is_file()]
+    names = (*_NAMES, *(path.name for path in settings))
+    with replace_folder(run / LAST, names, mark=TRAINING, keep=keep) as partial:
         known = write(model, partial)
         torch.save(training, partial / TRAINING)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / TOKENIZER)
+        for path in settings:
+            shutil.copyfile(path, partial / path.name)
         write_checksums(partial, known)
 
 

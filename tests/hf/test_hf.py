@@ -23,6 +23,7 @@ from transformers import (
     DynamicCache,
     Trainer,
     TrainingArguments,
+    pipeline,
 )
 
 import longspan
@@ -345,3 +346,24 @@ def test_fsdp_gives_the_losses_of_one_process():
     losses = [[float(line) for line in run.stdout.split()] for run in (sharded, alone)]
     assert len(losses[0]) == 5
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0, atol=1e-5)
+
+
+def test_the_tokenizer_of_a_run_is_the_one_it_was_trained_with(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["one", "two", "three", "<unk>"]
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    longspan.save(
+        longspan.LanguageModel(ModelConfig(dim=8, depth=1, vocab_size=4, causal=True)), tmp_path / "checkpoint"
+    )
+    folder = tmp_path / "checkpoint"
+    assert type(AutoTokenizer.from_pretrained(folder)) is ByteTokenizer
+    (tmp_path / "tokenizer.json").rename(folder / "tokenizer.json")
+    found = AutoTokenizer.from_pretrained(folder)
+    assert found("two one three")["input_ids"] == [1, 0, 2]
+    pipe = pipeline("text-generation", model=folder)
+    text = pipe("two one", max_new_tokens=3, do_sample=False)[0]["generated_text"]
+    assert set(text.split()) <= set(words)
+    assert text.startswith("two one ")

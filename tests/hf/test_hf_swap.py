@@ -1,6 +1,8 @@
 """A mechanism in place of a pretrained decoder's attention."""
 
 import copy
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from transformers import (
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -162,3 +165,28 @@ def test_smollm2_keeps_its_logits():
             swapped = swap_attention(copy.deepcopy(model), mechanism)
             assert (swapped(x).logits - wanted).abs().max() < 1e-4
             assert torch.equal(swapped.generate(x, **GREEDY), model.generate(x, **GREEDY))
+
+
+def test_auto_classes_reopen_a_swapped_folder_as_what_it_is(tmp_path):
+    model = swap_attention(built("llama"), {"mechanism": "linear", "feature_map": "elu"}, layers=[0, 2]).eval()
+    x, _ = batch()
+    for copied in (model, copy.deepcopy(model)):
+        copied.save_pretrained(tmp_path)
+        found = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        assert type(found) is LlamaForCausalLM
+        assert [type(block.self_attn).__name__ for block in found.model.layers] == [
+            "_Llama",
+            "LlamaAttention",
+            "_Llama",
+        ]
+        torch.testing.assert_close(found.eval()(x).logits, model(x).logits)
+    found.save_pretrained(tmp_path / "again")
+    torch.testing.assert_close(load_swapped(tmp_path / "again").eval()(x).logits, model(x).logits)
+
+
+def test_transformers_alone_refuses_a_swapped_folder(tmp_path):
+    swap_attention(built("gpt2"), "linear").save_pretrained(tmp_path)
+    code = "from transformers import AutoModelForCausalLM as A; import sys; A.from_pretrained(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "model type `longspan_swap`" in done.stderr

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -344,3 +345,27 @@ def test_sharded_weights_are_saved_and_resumed(corpus: Path, tmp_path: Path) -> 
     weights = [load(tmp_path / name / "checkpoint").state_dict() for name in ("one", "two")]
     for name, x in weights[0].items():
         torch.testing.assert_close(weights[1][name], x, rtol=1e-3, atol=1e-5)
+
+
+LITTLE_MEMORY = """
+import psutil
+from longspan.train import trainer
+class Memory:
+    total = 2**40
+    available = 2**29
+psutil.virtual_memory = Memory
+def refuse(self):
+    raise AssertionError("a dry run must not run a whole step")
+trainer.Trainer.train_step = refuse
+"""
+
+
+def test_a_dry_run_measures_one_short_sequence(corpus: Path, tmp_path: Path) -> None:
+    words = arguments(corpus, tmp_path / "run", batch_size=4096, context=1021, model__dim=64)
+    done = longspan(*words, "--dry-run", log=tmp_path / "log", before=LITTLE_MEMORY)
+    assert done.status == 0, done.stderr
+    formula, measured = re.findall(r"memory, (by formula|from a sequence of \d+ tokens): .* about ([\d.,]+) GiB", done.stdout)
+    assert (formula[0], measured[0]) == ("by formula", "from a sequence of 512 tokens")
+    assert 0.3 < float(formula[1].replace(",", "")) / float(measured[1].replace(",", "")) < 3
+    assert "more than the 512.0 MiB that are free on this machine: lower --batch-size" in done.stdout
+    assert f"{corpus}: text; 24 documents" in done.stdout
