@@ -38,9 +38,12 @@ def estimate(trainer: Trainer) -> Iterator[str]:
     batch = train.batch_size * train.context
     yield _memory("by formula", fixed, per_token * batch, train.batch_size, train.context)
     free, where = _free_memory(trainer.accelerator.device)
-    row = max(1, min(train.context, _MAX_ROW, int(_SHARE * max(0, free - fixed) / per_token)))
+    row = min(train.context, _MAX_ROW)
+    alone = trainer.accelerator.num_processes == 1  # Several must run as many sequences of the same length.
+    if alone:
+        row = max(1, min(row, int(_SHARE * max(0, free - fixed) / per_token)))
     half, _ = _measure(trainer, -(-row // 2), 0)
-    whole, seconds = _measure(trainer, row)
+    whole, seconds = _measure(trainer, row, 1 if alone else 0)
     more = (whole - half) / max(1, row // 2) * (train.context - row)  # A part of what is saved is of constant size.
     saved = train.batch_size * (whole + more)
     seconds *= train.batch_size * train.accumulate * train.context / row
@@ -93,7 +96,7 @@ def _free_memory(device: torch.device) -> tuple[int, str]:
     return psutil.virtual_memory().available, "on this machine"
 
 
-def _measure(trainer: Trainer, row: int, seconds: float = 1.0) -> tuple[int, float]:
+def _measure(trainer: Trainer, row: int, seconds: float) -> tuple[int, float]:
     """Run one sequence forward and backward.
 
     Args:

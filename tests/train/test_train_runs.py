@@ -364,7 +364,9 @@ def test_a_dry_run_measures_one_short_sequence(corpus: Path, tmp_path: Path) -> 
     words = arguments(corpus, tmp_path / "run", batch_size=4096, context=1021, model__dim=64)
     done = longspan(*words, "--dry-run", log=tmp_path / "log", before=LITTLE_MEMORY)
     assert done.status == 0, done.stderr
-    formula, measured = re.findall(r"memory, (by formula|from a sequence of \d+ tokens): .* about ([\d.,]+) GiB", done.stdout)
+    formula, measured = re.findall(
+        r"memory, (by formula|from a sequence of \d+ tokens): .* about ([\d.,]+) GiB", done.stdout
+    )
     assert (formula[0], measured[0]) == ("by formula", "from a sequence of 512 tokens")
     assert 0.3 < float(formula[1].replace(",", "")) / float(measured[1].replace(",", "")) < 3
     assert "more than the 512.0 MiB that are free on this machine: lower --batch-size" in done.stdout
