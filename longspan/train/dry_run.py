@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import psutil
 import torch
@@ -68,18 +69,30 @@ def estimate(trainer: Trainer) -> Iterator[str]:
 def activations_per_token(config: ModelConfig) -> int:
     """Return about how many numbers a model saves for backward per token.
 
-    In each layer these are the inputs of both norms and of the projections, q, k, v and the heads' outputs, and the
-    hidden activations before and after the nonlinearity. With recomputation, one layer and the inputs of the others.
+    In each layer these are the inputs of both norms and of the projections, q, k, v and the heads' outputs, the scores
+    of windows, and the hidden activations before and after the nonlinearity. With recomputation, one layer and the
+    inputs of the others.
     """
     attention = config.attention
     head_dim = attention.head_dim or config.dim // attention.num_heads
     heads = 2 * attention.num_heads + 2 * (attention.num_kv_heads or attention.num_heads)
-    layer = 6 * config.dim + heads * head_dim
+    layer = 6 * config.dim + heads * head_dim + _scores(attention.mechanism, attention.num_heads)
     if isinstance(config.feed_forward, FeedForwardConfig):
         hidden = config.feed_forward.hidden or int(config.feed_forward.mult * config.dim)
         layer += (3 if config.feed_forward.gated else 2) * hidden
     inputs = {"keep": 0, "reverse": 2 * config.dim}.get(config.execution, config.depth * config.dim)
     return inputs + layer * (config.depth if config.execution == "keep" else 1) + 4 * config.dim
+
+
+def _scores(mechanism: Any, num_heads: int) -> int:
+    """Return about how many numbers per token local attention saves for its scores, by blocks of the window."""
+    if isinstance(mechanism, list | tuple):  # one for each layer
+        return max(_scores(spec, num_heads) for spec in mechanism)
+    if not isinstance(mechanism, Mapping):
+        return 0
+    if "parts" in mechanism:
+        return sum(_scores(part, part.get("num_heads", 1)) for part in mechanism["parts"])
+    return 6 * int(mechanism.get("window") or 0) * num_heads
 
 
 def _memory(how: str, fixed: float, saved: float, batch_size: int, context: int) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -365,5 +366,4 @@ def test_the_tokenizer_of_a_run_is_the_one_it_was_trained_with(tmp_path):
     assert found("two one three")["input_ids"] == [1, 0, 2]
     pipe = pipeline("text-generation", model=folder)
     text = pipe("two one", max_new_tokens=3, do_sample=False)[0]["generated_text"]
-    assert set(text.split()) <= set(words)
-    assert text.startswith("two one ")
+    assert re.fullmatch(r"two one( |one|two|three|<unk>)+", text)

@@ -106,7 +106,7 @@ def _compile(source: str) -> Any:
     except ImportError:
         raise ValueError("chat data requires jinja2: pip install 'longspan[train]'") from None
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """`{% generation %}`, which marks answers for transformers."""
 
         tags = {"generation"}  # noqa: RUF012
@@ -119,7 +119,7 @@ def _compile(source: str) -> Any:
         raise ValueError(message)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
