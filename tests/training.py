@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Optimizers import torch._dynamo.
 _CONTEXT.set_forkserver_preload(
@@ -124,6 +126,56 @@ def ranks(number: int, words: list[Any] | list[list[Any]], log: Path, **how: Any
     return [command.wait() for command in commands]
 
 
+class ElasticRun(Command):
+    """A command in `number` processes under the agent of torchrun, which restarts them when one dies."""
+
+    def __init__(self, number: int, restarts: int, words: list[Any], log: Path) -> None:
+        self.log = log
+        log.mkdir(parents=True)
+        for name in ("out", "err"):
+            (log / name).write_text("")
+        arguments = (number, restarts, [str(w) for w in words], str(log))
+        self.process = _CONTEXT.Process(target=_elastic, args=arguments)
+        self.process.start()
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes that run the command."""
+        try:
+            return psutil.Process(self.process.pid).children()
+        except psutil.NoSuchProcess:
+            return []
+
+
+def _elastic(number: int, restarts: int, words: list[str], log: str) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ |= {"OMP_NUM_THREADS": "1"}
+    _redirect(log)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=number,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        run_id=Path(log).parent.name,
+        max_restarts=restarts,
+        monitor_interval=0.05,
+        start_method="fork",
+        logs_specs=DefaultLogsSpecs(),
+    )
+    elastic_launch(config, _worker)(words)
+
+
+def _worker(words: list[str]) -> None:
+    import torch
+
+    from longspan.cli import main
+
+    torch.set_num_threads(1)
+    main(words)
+
+
 def longspan(*words: Any, log: Path, **how: Any) -> Result:
     """Run a command to its end."""
     return Command(list(words), log, **how).wait()
@@ -159,15 +211,20 @@ def wait_for_step(run: Path, step: int, command: Command, seconds: float = 60) -
         time.sleep(0.001)
 
 
+def _redirect(log: str) -> None:
+    """Write standard output and errors to files."""
+    for name, number in (("out", 1), ("err", 2)):
+        os.dup2(os.open(Path(log) / name, os.O_WRONLY | os.O_APPEND), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+
+
 def _main(words: list[str], log: str, before: str | None, env: dict[str, str]) -> None:
     """Run the command line after the statements `before`, with its output in files."""
     import torch
 
     torch.set_num_threads(1)
     os.environ.update(env)
-    for name, number in (("out", 1), ("err", 2)):
-        os.dup2(os.open(Path(log) / name, os.O_WRONLY | os.O_TRUNC), number)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    _redirect(log)
     if before is not None:
         exec(before, {})
     from longspan.cli import main

@@ -16,6 +16,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from longspan import __version__
 from longspan.distributed.mesh import Mesh, MeshShape
+from longspan.distributed.rendezvous import init_process_group
 from longspan.mechanisms.performer import random_feature_mechanisms
 from longspan.models.config import ModelConfig
 from longspan.train.config import Settings, TrainConfig, described, differences
@@ -75,6 +76,8 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
     if train.device == "mps" and launched > 1:
         raise ValueError(f"--device mps runs one process, and {launched} were started: use --device cpu")
     gpu = torch.cuda.is_available() and not cpu
+    if launched > 1 and "TORCHELASTIC_RESTART_COUNT" in os.environ and (cpu or gpu):
+        init_process_group("nccl" if gpu else "gloo")
     precision = train.precision
     if precision == "auto" and "ACCELERATE_MIXED_PRECISION" in os.environ:
         return Accelerator(cpu=cpu)  # `accelerate launch` has set the precision.

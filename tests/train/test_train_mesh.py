@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from training import arguments, longspan, metrics, ranks, trained, write_corpus
+from training import ElasticRun, arguments, longspan, metrics, ranks, trained, write_corpus
 
 from longspan.models.checkpoint import load
 
@@ -77,3 +80,48 @@ def test_a_mesh_matches_one_process_and_its_checkpoint_fits_other_meshes(corpus:
     for name, x in one.items():
         torch.testing.assert_close(four[name], x, rtol=1e-3, atol=1e-5)
     assert not list((tmp_path / "alone" / "checkpoint").glob("*.distcp"))
+
+
+def kill_at_random(run: Path, elastic: ElasticRun, kills: int, seed: int) -> int:
+    """Kill one of the workers at random moments after the first checkpoint; return the number of kills."""
+    draw, done = random.Random(seed), 0
+    while done < kills and elastic.alive:
+        before = metrics(run)[-1]["step"] if (run / "checkpoint").exists() else None
+        time.sleep(draw.uniform(0.05, 0.4))
+        workers = elastic.workers()
+        if before is None or not workers or not metrics(run):
+            continue
+        try:
+            draw.choice(workers).kill()
+        except psutil.NoSuchProcess:
+            continue
+        done += 1
+        deadline = time.monotonic() + 60
+        gone = {worker.pid for worker in workers}
+        while elastic.alive and time.monotonic() < deadline:  # until it was restarted and has trained on
+            if not gone & {worker.pid for worker in elastic.workers()} and metrics(run)[-1]["step"] > before + 1:
+                break
+            time.sleep(0.02)
+    return done
+
+
+def check_restarts(corpus: Path, folder: Path, kills: int, steps: int) -> None:
+    settings = {**SETTINGS, "steps": steps, "save_every": 1, "eval_every": 1000, "sample_tokens": 0}
+    trained(corpus, folder / "one", **settings, batch_size=4)
+    words = arguments(corpus, folder / "two", **settings, batch_size=4, mesh="cp=2")
+    elastic = ElasticRun(2, kills + 2, words, folder / "log")
+    killed = kill_at_random(folder / "two", elastic, kills, seed=3)
+    done = elastic.wait(300)
+    assert done.status == 0, done.stderr
+    assert killed == kills, f"the run ended after {killed} kills"
+    assert done.stderr.count("resuming from step") >= kills
+    assert_same_losses(folder / "two", folder / "one")
+
+
+def test_a_killed_process_costs_a_restart_from_the_last_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    check_restarts(corpus, tmp_path, kills=2, steps=30)
+
+
+@pytest.mark.slow
+def test_ten_random_kills(corpus: Path, tmp_path: Path) -> None:
+    check_restarts(corpus, tmp_path, kills=10, steps=200)
