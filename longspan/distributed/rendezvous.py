@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,13 +26,13 @@ def init_process_group(backend: str, timeout: timedelta | None = None) -> None:
     Raises:
         TimeoutError: Some processes did not come.
     """
-    store, rank, world_size = next(iter(dist.rendezvous("env://")))
-    prefix = agree_on_prefix(store, rank, world_size)
-    store = dist.PrefixStore(prefix, store)
+    distributed: Any = dist
+    store, rank, world_size = next(iter(distributed.rendezvous("env://")))
+    store = distributed.PrefixStore(agree_on_prefix(store, rank, world_size), store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def agree_on_prefix(store: dist.Store, rank: int, world_size: int, limit: float = 1800.0) -> str:
+def agree_on_prefix(store: Any, rank: int, world_size: int, limit: float = 1800.0) -> str:
     """Return a text that all processes of this attempt, and no others, get.
 
     Every process announces a number that no earlier one had. The first answers each of them, under that number, with

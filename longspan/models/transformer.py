@@ -258,7 +258,10 @@ class LanguageModel(nn.Module):
         else:
             self._check_labels(labels, tokens)
         given = key_mask, packing, context, context_mask, context_packing, _layout, _context_layout
-        hidden = self._hidden(tokens, *given)
+        return self.hidden_loss(self._hidden(tokens, *given), labels)
+
+    def hidden_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Compute the mean cross-entropy of labels (B, T) from vectors (B, T, dim) of `hidden` or `extend_hidden`."""
         narrow = hidden if self.from_dim is None else self.from_dim(hidden)
         narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
         weight = self.embedding.weight if self.to_logits is None else self.to_logits.weight

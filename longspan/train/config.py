@@ -61,6 +61,8 @@ class TrainConfig:
     """Gradient-norm clipping; 0 disables."""
     carry_state: bool = False
     """Carry states over to the next sequence (truncated BPTT)."""
+    chunk_length: int | None = None
+    """Train sequences in pieces of so many tokens: less memory, same gradients."""
     packing: Switch = "auto"
     """Pack documents into sequences; auto: if they are short."""
     mask_rate: float = 0.15
@@ -124,7 +126,7 @@ class TrainConfig:
                 raise ValueError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
         if not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"--seed must be an integer of 64 bits, got {self.seed}")
-        for name in ("steps", "minutes", "image_size", "lr"):
+        for name in ("steps", "minutes", "image_size", "lr", "chunk_length"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{_flag(name)} must be above 0, got {value}")
@@ -147,6 +149,14 @@ class TrainConfig:
             raise ValueError("--format bytes reads no columns: leave --text-field and --label-field out")
         if self.carry_state and self.packing == "on":
             raise ValueError("--carry-state reads one document at a time in each sequence: leave --packing out")
+        if self.chunk_length is not None:
+            for flag, used in (
+                (f"--objective {self.objective}", self.objective != "causal"),
+                ("--packing on", self.packing == "on"),
+                ("--compile on", self.compile == "on"),
+            ):
+                if used:
+                    raise ValueError(f"--chunk-length cannot be combined with {flag}: leave one of them out")
 
 
 @dataclass(frozen=True)
@@ -236,7 +246,7 @@ def described(settings: Settings, model: ModelConfig) -> Values:
 # Options that may change when a run is resumed: they do not affect completed steps.
 FREE = (
     *("out", "steps", "minutes", "log_every", "eval_every", "eval_tokens", "save_every", "divergence", "prompt"),
-    *("sample_tokens", "tensorboard", "compile", "device", "mesh"),
+    *("sample_tokens", "tensorboard", "compile", "device", "mesh", "chunk_length"),
 )
 
 

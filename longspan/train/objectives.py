@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from longspan.layout import Packing
 from longspan.models.residual import StackState
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.ops.loss import IGNORE_INDEX
+from longspan.train.chunked import chunked_loss, chunked_losses
 from longspan.train.data.batches import Batch
 
 
@@ -23,11 +25,12 @@ class Objective(nn.Module):
     Args:
         model: The model to train.
         context: Length of the longest sequence inside a packed batch.
+        chunk_length: Train sequences in pieces of so many tokens (`chunked_loss`). None: whole.
     """
 
-    def __init__(self, model: LanguageModel | Classifier, context: int) -> None:
+    def __init__(self, model: LanguageModel | Classifier, context: int, chunk_length: int | None = None) -> None:
         super().__init__()
-        self.model, self.context = model, context
+        self.model, self.context, self.chunk_length = model, context, chunk_length
 
     def forward(
         self,
@@ -51,6 +54,10 @@ class Objective(nn.Module):
         """
         model = self.model
         assert isinstance(model, LanguageModel)
+        if self.chunk_length is not None:
+            given: dict[str, Any] = {"chunk_length": self.chunk_length, "key_mask": key_mask}
+            loss, after = chunked_loss(model, tokens, targets, state=state, **given)
+            return loss, None if state is None else after
         if state is None:
             return model.loss(tokens, targets, key_mask=key_mask, packing=self._packing(offsets)), None
         logits, state = model.extend(tokens, state, key_mask=key_mask)
@@ -61,6 +68,9 @@ class Objective(nn.Module):
         """Return the loss of each target, (B, T), 0 where it is IGNORE_INDEX."""
         model = self.model
         assert isinstance(model, LanguageModel)
+        if self.chunk_length is not None and batch.offsets is None:
+            given: dict[str, Any] = {"chunk_length": self.chunk_length, "key_mask": batch.key_mask}
+            return chunked_losses(model, batch.tokens, batch.targets, **given)
         logits = model(batch.tokens, key_mask=batch.key_mask, packing=self._packing(batch.offsets))
         losses = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="none")
         return losses.view_as(batch.targets)
@@ -150,18 +160,21 @@ class Classification(Objective):
         return self.model(tokens, key_mask=key_mask).float()
 
 
-def wrap_model(model: nn.Module, context: int, cp: dist.ProcessGroup | None = None) -> Objective:
+def wrap_model(
+    model: nn.Module, context: int, cp: dist.ProcessGroup | None = None, chunk_length: int | None = None
+) -> Objective:
     """Return the objective of a model: `Classification` for a classifier, otherwise `Objective`.
 
     Args:
         model: The model.
         context: Length of the longest sequence inside a packed batch.
         cp: The ranks that each hold a piece of every sequence, if there are several.
+        chunk_length: Train sequences in pieces of so many tokens.
     """
     assert isinstance(model, LanguageModel | Classifier)
     if cp is not None and dist.get_world_size(cp) > 1:
         return ContextParallelObjective(model, context, cp)
-    return Classification(model, context) if isinstance(model, Classifier) else Objective(model, context)
+    return Classification(model, context) if isinstance(model, Classifier) else Objective(model, context, chunk_length)
 
 
 def mask_tokens(batch: Batch, rate: float, mask_token: int, seeds: Sequence[int]) -> Batch:

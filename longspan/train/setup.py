@@ -115,6 +115,7 @@ def make_mesh(train: TrainConfig, accelerator: Accelerator) -> Mesh | None:
     if shape.cp > 1:
         for name, used in (
             ("--carry-state", train.carry_state),
+            ("--chunk-length", train.chunk_length is not None),
             ("--objective classify", train.objective == "classify"),
             ("--compile on", train.compile == "on"),
         ):
@@ -244,7 +245,7 @@ def _check_apart(out: Path, source: DataSource) -> None:
 
 def is_packed(train: TrainConfig, store: TokenStore) -> bool:
     """Return whether sequences are packed. auto: if over 1 % of tokens are in documents too short for a window."""
-    if train.carry_state or train.objective == "classify":
+    if train.carry_state or train.chunk_length is not None or train.objective == "classify":
         return False
     lengths = store.train.length
     if train.packing == "auto":
@@ -259,7 +260,7 @@ def is_packed(train: TrainConfig, store: TokenStore) -> bool:
 
 def is_compiled(train: TrainConfig, packed: bool, device: torch.device, mesh: Mesh | None = None) -> bool:
     """Return whether the model is compiled. auto: on a GPU without a mesh, if all batches have the same shape."""
-    same_shape = not packed and not train.carry_state and train.objective != "classify"
+    same_shape = not packed and not train.carry_state and train.chunk_length is None and train.objective != "classify"
     automatic = device.type == "cuda" and same_shape and mesh is None
     return train.compile == "on" or (train.compile == "auto" and automatic)
 
@@ -318,6 +319,11 @@ def check_model(train: TrainConfig, config: ModelConfig) -> None:
         raise ValueError(
             f"--carry-state cannot be combined with --model.execution {config.execution}: "
             "use --model.execution keep, and a shorter --context to save memory"
+        )
+    if train.chunk_length is not None and config.execution != "keep":
+        raise ValueError(
+            f"--chunk-length recomputes pieces of the sequence, and --model.execution {config.execution} layers: "
+            "use --model.execution keep with it"
         )
     if config.max_length is not None and config.positions == "learned" and config.max_length < train.context:
         raise ValueError(f"--model.max_length ({config.max_length}) is below --context ({train.context})")

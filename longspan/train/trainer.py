@@ -138,7 +138,8 @@ class Trainer:
         torch.manual_seed(config.seed)
         if model is None:
             model = (Classifier if config.objective == "classify" else LanguageModel)(model_config)
-        self.objective = wrap_model(model, config.context, None if self.mesh is None else self.mesh.cp)
+        cp = None if self.mesh is None else self.mesh.cp
+        self.objective = wrap_model(model, config.context, cp, config.chunk_length)
         self.metadata |= {"parameters": sum(p.numel() for p in self.objective.parameters()), "compiled": compiled}
         self.redraws = setup.RedrawSchedule(self.model, config.seed)
         self.sharded = self.mesh is not None or is_sharded(self.accelerator)

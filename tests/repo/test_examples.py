@@ -14,6 +14,7 @@ RUNS = {
     "train_bytes.py": ("--steps 3 --context 64 --batch-size 2", "bits per byte"),
     "classify_documents.py": ("--steps 2 --length 64 --batch-size 4", "accuracy on 64 unseen documents"),
     "stream_from_state.py": ("--prompt-tokens 500 --max-tokens 4", "the saved session takes"),
+    "long_sequences.py": ("--length 300 --chunk-length 64 --steps 1 --compare", "300 tokens in pieces of 64: loss"),
     "swap_attention.py": ("--window 16", "generated 8 tokens"),
 }
 

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
+import re
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from training import ElasticRun, arguments, longspan, metrics, ranks, trained, write_corpus
 
+from longspan.distributed.mesh import MeshShape
+from longspan.distributed.rendezvous import agree_on_prefix
 from longspan.models.checkpoint import load
+from longspan.models.sharded import ShardReader
+from longspan.train.config import resolve
+from longspan.train.data.batches import BatchShape
+from longspan.train.setup import make_mesh
 
+RUN = Path(__file__).parent.parent / "guards" / "fixtures" / "run" / "out"
 # Stop by a signal after a step, as a scheduler would: all processes save.
 STOP = """
 from longspan.train.trainer import Trainer
@@ -119,9 +131,113 @@ def check_restarts(corpus: Path, folder: Path, kills: int, steps: int) -> None:
 
 
 def test_a_killed_process_costs_a_restart_from_the_last_checkpoint(corpus: Path, tmp_path: Path) -> None:
-    check_restarts(corpus, tmp_path, kills=2, steps=30)
+    check_restarts(corpus, tmp_path, kills=1, steps=7)
 
 
 @pytest.mark.slow
 def test_ten_random_kills(corpus: Path, tmp_path: Path) -> None:
-    check_restarts(corpus, tmp_path, kills=10, steps=200)
+    check_restarts(corpus, tmp_path, kills=10, steps=90)
+
+
+WRONG: list[tuple[str, dict[str, Any], dict[str, Any], bool, str]] = [
+    ("world", {"mesh": "dp=2,cp=2"}, {}, False, "--mesh dp=2,cp=2 needs 4 processes, and there are 2"),
+    ("context", {"mesh": "cp=2", "context": 1}, {}, False, "over 2 ranks, more than the 1 tokens of --context"),
+    ("settings", {"mesh": "cp=2"}, {"seed": 7}, False, "different settings (train.seed: 0 and 7)"),
+    ("disks", {"mesh": "cp=2"}, {}, True, "is not visible on"),
+    ("data", {}, {}, True, "processes 0 and 1 have different data or checkpoints (data: "),
+    ("model", {"mesh": "fsdp=2", "batch_size": 1}, {}, False, "is a run with other settings"),
+]
+
+
+def files(folder: Path) -> dict[Path, int]:
+    """The folders, and the files with their time of change."""
+    return {path: 0 if path.is_dir() else path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(("case", "settings", "second", "apart", "message"), WRONG, ids=[case for case, *_ in WRONG])
+def test_wrong_input_ends_every_process_and_writes_nothing(
+    corpus: Path, tmp_path: Path, case: str, settings: dict[str, Any], second: dict[str, Any], apart: bool, message: str
+) -> None:
+    data, out, before = corpus, tmp_path / "run", None
+    if apart:  # Every process has a disk of its own.
+        for rank in range(2):
+            write_corpus(tmp_path / str(rank) / "text", documents=5, seed=rank)
+        data, out = Path("text"), Path("run")
+        before = f"import os; os.chdir({str(tmp_path)!r} + '/' + os.environ['RANK'])"
+    if case == "model":
+        shutil.copytree(RUN, out)
+    found = files(tmp_path)
+    words = [arguments(data, out, **settings, **changes) for changes in ({}, second)]
+    done = ranks(2, words, tmp_path.with_name(f"{tmp_path.name}-log"), before=before)
+    assert [result.status for result in done] == [2, 2]
+    first, other = (result.stderr.strip().splitlines() for result in done)
+    assert message in first[-1]
+    assert first[-1].startswith("longspan: ")
+    assert not [line for line in other if line.startswith("longspan:")]  # The main process has said it.
+    assert files(tmp_path) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dp=2,tp=2", "'tp' is no axis; axes are dp, fsdp, cp"),
+        ("dp=2,dp=2", "'dp' is given twice"),
+        ("dp=0", "dp must be a positive integer, or -1 for the rest, got '0'"),
+        ("cp=two", "got 'two'"),
+        ("cp", "got ''"),
+        ("dp=-1,cp=-1", "only one axis can be -1"),
+    ],
+)
+def test_a_mesh_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MeshShape.parse(text)
+
+
+def test_a_mesh_fits_the_processes() -> None:
+    assert MeshShape.parse("fsdp=-1, cp=3").fit(12) == MeshShape(1, 4, 3)
+    assert str(MeshShape.parse("fsdp=2,cp=3")) == "fsdp=2,cp=3"
+    assert MeshShape(2, 3, 5).data_ranks == 6
+    with pytest.raises(ValueError, match="--mesh fsdp=-1,cp=3 needs a multiple of 3 processes, and there are 4"):
+        MeshShape.parse("fsdp=-1,cp=3").fit(4)
+
+
+def test_options_that_cannot_divide_sequences_are_refused() -> None:
+    accelerator = SimpleNamespace(num_processes=2, distributed_type="MULTI_CPU", mixed_precision="no")
+    for given in ({"carry_state": True}, {"chunk_length": 5}, {"objective": "classify"}, {"compile": "on"}):
+        settings = resolve({"data": ["x"], "out": "y", "mesh": "cp=2", **given}).train
+        with pytest.raises(ValueError, match=r"cannot be combined with --mesh cp=2: use cp=1"):
+            make_mesh(settings, accelerator)
+    accelerator.mixed_precision = "fp16"
+    with pytest.raises(ValueError, match="--mesh cannot be combined with --precision fp16"):
+        make_mesh(resolve({"data": ["x"], "out": "y", "mesh": "dp=2"}).train, accelerator)
+
+
+def test_every_process_evaluates_as_many_batches() -> None:
+    """Sharded weights are gathered by all processes together."""
+    for number in range(9):
+        shapes = [BatchShape(31, 3, processes=4, process=i) for i in range(4)]
+        counts = [len(range(shape.process, number, 4)) + shape.has_spare_batch(number) for shape in shapes]
+        assert len(set(counts)) == 1
+
+
+def test_metadata_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    class Harmful:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(ValueError, match=r"\.metadata is damaged: posix\.mkdir does not belong into it"):
+        ShardReader(str(tmp_path)).read_metadata()
+    assert not (tmp_path / "made").exists()
+
+
+def test_processes_of_an_attempt_agree_apart_from_those_before() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(3):
+            attempt = [pool.submit(agree_on_prefix, store, rank, 3, 20.0) for rank in (2, 1, 0)]
+            prefixes = {future.result() for future in attempt}
+            assert len(prefixes) == 1
+            assert not store.check([f"{prefixes.pop()}/seen"])
+    with pytest.raises(TimeoutError, match=r"process 0 waited 0 s for the other processes: start all 2"):
+        agree_on_prefix(dist.HashStore(), 0, 2, 0.05)
