@@ -241,3 +241,22 @@ def test_processes_of_an_attempt_agree_apart_from_those_before() -> None:
             assert not store.check([f"{prefixes.pop()}/seen"])
     with pytest.raises(TimeoutError, match=r"process 0 waited 0 s for the other processes: start all 2"):
         agree_on_prefix(dist.HashStore(), 0, 2, 0.05)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "pieces": ({"packing": "off", "chunk_length": 17}, "fsdp=2"),
+    "carried": ({"carry_state": True}, "fsdp=2"),
+    "carried pieces": ({"carry_state": True, "chunk_length": 17}, "dp=2"),
+    "masked": ({"objective": "masked"}, "cp=2"),
+    "windows": ({"packing": "off"}, "cp=2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_runs_match_one_process(corpus: Path, tmp_path: Path, case: str) -> None:
+    changes, mesh = OTHERS[case]
+    trained(corpus, tmp_path / "one", **SETTINGS, **changes, batch_size=4)
+    size = 4 if mesh == "cp=2" else 2
+    run_ranks(2, corpus, tmp_path / "two", **SETTINGS, **changes, batch_size=size, mesh=mesh)
+    assert_same_losses(tmp_path / "two", tmp_path / "one")
