@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": ("generate", "Generate text with a saved model."),
     "run": ("run", "Run an unmodified script of an older library with longspan in its place."),
     "convert": ("convert", "Convert a checkpoint of an older library."),
+    "estimate": ("estimate", "Estimate time, memory and traffic of training on many GPUs."),
     "export": ("export", "Write the model of a run, sharded or not, to a safetensors folder."),
     "bench": ("bench", "Benchmark mechanisms, layers and models against other packages."),
     "info": ("info", "Show versions, devices, kernels, mechanisms with their options, and a model's size."),

@@ -22,7 +22,7 @@ from longspan.train.objectives import Objective
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def is_sharded(accelerator: Accelerator) -> bool:
+def uses_fsdp(accelerator: Accelerator) -> bool:
     """Return whether FSDP is enabled.
 
     Raises:

@@ -30,7 +30,7 @@ from longspan.train.data.batches import (
 )
 from longspan.train.data.readers import DataSource, ReadOptions, find_source
 from longspan.train.data.token_store import StoreSpec, TokenStore, open_store, unigram_bits
-from longspan.train.fsdp import is_sharded
+from longspan.train.fsdp import uses_fsdp
 from longspan.train.loggers import Logger, Record
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ def make_mesh(train: TrainConfig, accelerator: Accelerator) -> Mesh | None:
     if train.mesh is None:
         return None
     shape = MeshShape.parse(train.mesh).fit(accelerator.num_processes)
-    if is_sharded(accelerator):
+    if uses_fsdp(accelerator):
         raise ValueError("--mesh and accelerate both configure FSDP: use --mesh under torchrun, or accelerate alone")
     if accelerator.mixed_precision == "fp16" and shape.ranks > 1:
         raise ValueError("--mesh cannot be combined with --precision fp16: use bf16 or fp32")

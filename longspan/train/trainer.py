@@ -32,10 +32,10 @@ from longspan.train.evaluation import evaluate_held_out
 from longspan.train.fsdp import (
     gather_model,
     gather_optimizer,
-    is_sharded,
     load_optimizer,
     local_part,
     register_methods,
+    uses_fsdp,
 )
 from longspan.train.loggers import Logger, Record, memory_used, truncate_records
 from longspan.train.objectives import mask_tokens, wrap_model
@@ -142,7 +142,7 @@ class Trainer:
         self.objective = wrap_model(model, config.context, cp, config.chunk_length)
         self.metadata |= {"parameters": sum(p.numel() for p in self.objective.parameters()), "compiled": compiled}
         self.redraws = setup.RedrawSchedule(self.model, config.seed)
-        self.sharded = self.mesh is not None or is_sharded(self.accelerator)
+        self.sharded = self.mesh is not None or uses_fsdp(self.accelerator)
         if self.mesh is None:
             optimizer = setup.make_optimizer(config, self.objective)
             self.wrapped, self.optimizer = self.accelerator.prepare(self.objective, optimizer)

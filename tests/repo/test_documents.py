@@ -39,7 +39,7 @@ def commands():
     """Every `longspan …` line of a shell block."""
     for path in [*DOCS.rglob("*.md"), DOCS.parent / "README.md"]:
         for block in re.findall(r"^```sh\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL):
-            for line in block.splitlines():
+            for line in block.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
                 if "longspan" in words and words[0] != "pip":
                     yield path.name, words[words.index("longspan") + 1 :]
