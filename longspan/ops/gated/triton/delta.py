@@ -1,0 +1,843 @@
+"""The delta rule with no decay or one per head (DeltaNet, Gated DeltaNet): triangular inverses, then states in registers.
+
+With G_i = Σ_{s ≤ i} log α_s from the chunk's first token on, S the state before the chunk and T = (I + L)⁻¹,
+L_ij = β_i k_i · k_j e^{G_i − G_j} for j < i, a chunk writes
+
+    u = T (β ∘ x),   x = v − e^G ∘ (k S),        o = e^G ∘ (q S) + tril(q kᵀ ∘ e^{G_i − G_j}) u,
+    S' = e^{G_C} S + kᵀ (e^{G_C − G} ∘ u).
+
+A first kernel computes T of all chunks at once. A second goes through the chunks of a sequence with a tile of the
+state's columns in registers and writes the outputs; no state goes to memory. Factors of rows stand beside results of
+products, in float32: q, k and v enter products as they are.
+
+Where sequences times tiles are fewer than multiprocessors, a sequence is divided into segments. A segment maps the state
+before it to P S + Δ: Δ is what it makes of a zero state, P of D columns that begin as the identity and into which no
+value is written. A scan over the segments' maps gives the state before each.
+
+Backward, with dS' the gradient of the state after a chunk and z = Tᵀ du:
+
+    du = tril(q kᵀ ∘ e^{G_i − G_j})ᵀ do + e^{G_C − G} ∘ (k dS'),
+    dS = e^{G_C} dS' + qᵀ (e^G ∘ do) − kᵀ (e^G β ∘ z),        dv = β ∘ z,   dL = −tril(z uᵀ, −1).
+
+One launch computes the states before all chunks and, backwards, the gradients of those after them; from both, a program
+per chunk computes the gradients of the inputs.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspan.ops.common.exp import exact_exp, exp
+from longspan.ops.common.launch import (
+    Launch,
+    Plan,
+    Signature,
+    Strides,
+    Workspace,
+    dense,
+    dense_rows,
+    on_device,
+)
+from longspan.ops.common.tiles import padded, token_pointer, zeros
+from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
+
+# Rows of a triangular matrix that are solved one by one; larger blocks are merged by products.
+BLOCK = tl.constexpr(16)
+# Precision of products: bfloat16 has no choice.
+PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
+
+# Compile-time constants: query and key heads, dimensions, padded D, values per tile, their number, tokens in a chunk.
+# GATED: there is a decay. SCALED: there is a beta. DOT: the dtype of products. FULL: every row of every chunk exists.
+# STRIDE_*: strides along tokens of q, k, v, beta and the gradient of out; 0 if a kernel does not use them.
+DeltaSizes = namedtuple(
+    "DeltaSizes",
+    "H HKV D E BD BE TILES C GATED SCALED DOT PRECISION FULL STRIDE_Q STRIDE_K STRIDE_V STRIDE_BETA STRIDE_D",
+    defaults=(0, 0, 0, 0, 0),
+)
+
+
+@triton.jit
+def dot(b_x, b_y, S: tl.constexpr):
+    """x·y in the precision of the inputs."""
+    return tl.dot(b_x.to(S.DOT), b_y.to(S.DOT), input_precision=S.PRECISION)
+
+
+@triton.jit
+def add_dot(b_x, b_y, b_sum, S: tl.constexpr):
+    """sum + x·y."""
+    return tl.dot(b_x.to(S.DOT), b_y.to(S.DOT), b_sum, input_precision=S.PRECISION)
+
+
+@triton.jit
+def halves(b_x, S: tl.constexpr):
+    """x as two bfloat16 numbers that add up to it, to 16 bits; itself and nothing where products take float32."""
+    if tl.bfloat16 == S.DOT:
+        b_high = b_x.to(tl.bfloat16)
+        b_low = (b_x - b_high.to(tl.float32)).to(tl.bfloat16)
+    else:
+        b_high, b_low = b_x, b_x
+    return b_high, b_low
+
+
+@triton.jit
+def dot_halves(b_x, b_high, b_low, b_sum, S: tl.constexpr):
+    """sum + x·y, with y as `halves` returns it."""
+    if tl.bfloat16 == S.DOT:
+        b_x = b_x.to(tl.bfloat16)
+        b_sum = tl.dot(b_x, b_low, b_sum)
+        b_sum = tl.dot(b_x, b_high, b_sum)
+    else:
+        b_sum = add_dot(b_x, b_high, b_sum, S)
+    return b_sum
+
+
+@triton.jit
+def halves_dot(b_x_high, b_x_low, b_high, b_low, b_sum, S: tl.constexpr):
+    """sum + x·y, with both as `halves` returns them; b_low None: y is exact."""
+    if tl.bfloat16 == S.DOT:
+        b_sum = tl.dot(b_x_low, b_high, b_sum)
+        if b_low is not None:
+            b_sum = tl.dot(b_x_high, b_low, b_sum)
+        b_sum = tl.dot(b_x_high, b_high, b_sum)
+    else:
+        b_sum = add_dot(b_x_high, b_high, b_sum, S)
+    return b_sum
+
+
+@triton.jit
+def exact_dot(b_x, b_y, S: tl.constexpr):
+    """x·y of float32 blocks to 16 bits at least."""
+    b_x_high, b_x_low = halves(b_x, S)
+    b_high, b_low = halves(b_y, S)
+    return halves_dot(b_x_high, b_x_low, b_high, b_low, zeros(b_x.shape[0], b_y.shape[1]), S)
+
+
+@triton.jit
+def power(b_x, S: tl.constexpr):
+    """exp(x) of x ≤ 0."""
+    return exp(b_x) if tl.bfloat16 == S.DOT else exact_exp(b_x)
+
+
+@triton.jit
+def triangular_inverse(b_l, S: tl.constexpr):
+    """(I + L)⁻¹ (C, C) of a strictly lower triangular L in float32.
+
+    Blocks of BLOCK rows by substitution, all at once; then pairs of blocks are merged, [[X, 0], [−Y L X, Y]]. Powers of
+    L would be exact too, but where keys are nearly parallel they are larger than their sum by many orders.
+    """
+    C: tl.constexpr = S.C
+    N: tl.constexpr = C // BLOCK
+    i_n, i_r = tl.arange(0, N), tl.arange(0, BLOCK)
+    m_own = (i_n[:, None] == i_n[None, :])[:, None, :, None]
+    b_blocks = tl.sum(tl.where(m_own, tl.reshape(b_l, (N, BLOCK, N, BLOCK)), 0.0), 2)
+    b_blocks = tl.permute(b_blocks, (0, 2, 1))  # (block, column, row)
+    b_t = tl.where((i_r[:, None] == i_r[None, :])[None, :, :], 1.0, tl.zeros((N, BLOCK, BLOCK), tl.float32))
+    for i in range(1, BLOCK):
+        b_row = tl.sum(tl.where((i_r == i)[None, None, :], b_blocks, 0.0), 2)
+        b_sum = tl.sum(b_row[:, :, None] * b_t, 1)
+        b_t = tl.where((i_r == i)[None, :, None], b_t - b_sum[:, None, :], b_t)
+    b_t = tl.reshape(tl.where(m_own, b_t[:, :, None, :], 0.0), (C, C))
+    i_t = tl.arange(0, C)
+    if C > BLOCK:
+        b_t = _merge(b_l, b_t, i_t, BLOCK, S)
+    if C > 2 * BLOCK:
+        b_t = _merge(b_l, b_t, i_t, 2 * BLOCK, S)
+    return b_t
+
+
+@triton.jit
+def _merge(b_l, b_t, i_t, WIDTH: tl.constexpr, S: tl.constexpr):
+    """The inverse of blocks of 2 · WIDTH rows, given that of blocks of WIDTH rows."""
+    i_n = i_t // WIDTH
+    m_below = (i_n[:, None] == i_n[None, :] + 1) & (i_n[None, :] % 2 == 0)
+    return b_t - exact_dot(b_t, exact_dot(tl.where(m_below, b_l, 0.0), b_t, S), S)
+
+
+@triton.jit
+def running_sums(b_g):
+    """Sums of g as two float32 numbers each: after a token that forgets everything one would have too few digits."""
+    b_sum = tl.cumsum(b_g.to(tl.float64), 0)
+    b_high = b_sum.to(tl.float32)
+    return b_high, (b_sum - b_high.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def between(p_sums, TRANSPOSED: tl.constexpr, S: tl.constexpr):
+    """e^{G_i − G_j} (C, C) for j ≤ i, zeros elsewhere; TRANSPOSED: rows are j."""
+    i_t = tl.arange(0, S.C)
+    m_t = i_t[:, None] <= i_t[None, :] if TRANSPOSED else i_t[:, None] >= i_t[None, :]
+    if S.GATED:
+        b_high, b_low = tl.load(p_sums + i_t), tl.load(p_sums + S.C + i_t)
+        b_x = (b_high[:, None] - b_high[None, :]) + (b_low[:, None] - b_low[None, :])
+        b_x = power(tl.minimum(-b_x if TRANSPOSED else b_x, 0.0), S)
+    else:
+        b_x = tl.full((S.C, S.C), 1.0, tl.float32)
+    return tl.where(m_t, b_x, 0.0)
+
+
+@triton.jit
+def row_factors(p_sums, S: tl.constexpr):
+    """e^{G_i} and e^{G_C − G_i} (C,), and e^{G_C}."""
+    if S.GATED:
+        i_t = tl.arange(0, S.C)
+        b_high, b_low = tl.load(p_sums + i_t), tl.load(p_sums + S.C + i_t)
+        high, low = tl.load(p_sums + S.C - 1), tl.load(p_sums + 2 * S.C - 1)
+        b_end = power(tl.minimum((high - b_high) + (low - b_low), 0.0), S)
+        b_start, last = power(b_high, S), power(high, S)
+    else:
+        b_start = tl.full((S.C,), 1.0, tl.float32)
+        b_end, last = b_start, 1.0
+    return b_start, b_end, last
+
+
+@triton.jit
+def pointer(p_x, x, STRIDE: tl.constexpr, i_b, i_t, i_h):
+    """`token_pointer` with the stride along tokens known at compile time."""
+    return p_x + (i_b * x.b + tl.cast(i_t, tl.int64) * STRIDE + i_h.to(tl.int64) * x.h)
+
+
+@triton.jit
+def _rows(p_x, STRIDE: tl.constexpr, rows, i_x, SIZE: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr):
+    """Pointers and mask of the (C, WIDTH) block at p_x, the i_x-th of SIZE columns."""
+    i_t, i_d = tl.arange(0, S.C), tl.arange(0, WIDTH)
+    m_x = (i_t < rows)[:, None]
+    if SIZE % WIDTH != 0:
+        m_x = m_x & (i_d < SIZE - i_x * WIDTH)[None, :]
+    return p_x + i_x * WIDTH + i_t[:, None] * STRIDE + i_d[None, :], m_x
+
+
+@triton.jit
+def load_rows(p_x, STRIDE: tl.constexpr, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, i_x=0):
+    """Load the first rows of the (C, WIDTH) block at p_x, the i_x-th of SIZE columns; zeros elsewhere."""
+    p_x, m_x = _rows(p_x, STRIDE, rows, i_x, SIZE, WIDTH, S)
+    if S.FULL and SIZE % WIDTH == 0:
+        return tl.load(p_x)
+    return tl.load(p_x, mask=m_x, other=0.0)
+
+
+@triton.jit
+def store_rows(p_x, STRIDE: tl.constexpr, rows, b_x, SIZE: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, i_x=0):
+    """Store what `load_rows` loads."""
+    p_x, m_x = _rows(p_x, STRIDE, rows, i_x, SIZE, WIDTH, S)
+    b_x = b_x.to(p_x.dtype.element_ty)
+    if S.FULL and SIZE % WIDTH == 0:
+        tl.store(p_x, b_x)
+    else:
+        tl.store(p_x, b_x, mask=m_x)
+
+
+@triton.jit
+def load_beta(p_beta, rows, S: tl.constexpr):
+    """β (C,); 0 beyond the last token."""
+    i_t = tl.arange(0, S.C)
+    if S.SCALED and S.FULL:
+        return tl.load(p_beta + i_t * S.STRIDE_BETA)
+    if S.SCALED:
+        return tl.load(p_beta + i_t * S.STRIDE_BETA, mask=i_t < rows, other=0.0)
+    return tl.where(i_t < rows, 1.0, 0.0)
+
+
+@triton.jit
+def _square(i_x, S: tl.constexpr):
+    """Offsets of matrix i_x of a stack of (C, C)."""
+    i_t = tl.arange(0, S.C)
+    return tl.cast(i_x, tl.int64) * (S.C * S.C) + i_t[:, None] * S.C + i_t[None, :]
+
+
+@triton.jit
+def store_inverse(p_x, i_x, b_t, S: tl.constexpr):
+    """Store a unit triangular matrix; of bfloat16 halves the lower one lies transposed above the diagonal."""
+    if tl.bfloat16 == S.DOT:
+        i_t = tl.arange(0, S.C)
+        b_high, b_low = halves(b_t, S)
+        b_t = tl.where(i_t[:, None] < i_t[None, :], tl.trans(b_low), b_high)
+    tl.store(p_x + _square(i_x, S), b_t)
+
+
+@triton.jit
+def load_inverse(p_x, i_x, TRANSPOSED: tl.constexpr, S: tl.constexpr):
+    """The halves of what `store_inverse` stores, or of its transpose."""
+    b_t = tl.load(p_x + _square(i_x, S))
+    b_other = tl.trans(b_t)
+    if TRANSPOSED:
+        b_t, b_other = b_other, b_t
+    if tl.bfloat16 == S.DOT:
+        i_t = tl.arange(0, S.C)
+        m_t = i_t[:, None] < i_t[None, :] if TRANSPOSED else i_t[:, None] > i_t[None, :]
+        b_other = tl.where(m_t, b_other, 0.0)
+        b_t = tl.where(m_t | (i_t[:, None] == i_t[None, :]), b_t, 0.0)
+    return b_t, b_other
+
+
+@triton.jit
+def _tile(i_x, i_e, S: tl.constexpr):
+    """Offsets of tile i_e (BD, BE) of matrix i_x of a stack of (BD, TILES · BE)."""
+    COLUMNS: tl.constexpr = S.BE * S.TILES
+    i_d, i_c = tl.arange(0, S.BD), tl.arange(0, S.BE)
+    return tl.cast(i_x, tl.int64) * (S.BD * COLUMNS) + i_e * S.BE + i_d[:, None] * COLUMNS + i_c[None, :]
+
+
+@triton.jit
+def _state(i_x, i_e, S: tl.constexpr):
+    """Offsets and mask of tile i_e of state i_x of (B, Hkv, D, E)."""
+    i_d, i_c = tl.arange(0, S.BD), i_e * S.BE + tl.arange(0, S.BE)
+    return i_x * (S.D * S.E) + i_d[:, None] * S.E + i_c[None, :], (i_d < S.D)[:, None] & (i_c < S.E)[None, :]
+
+
+@triton.jit
+def _segment(pid, segments, S: tl.constexpr):
+    """Query head, key head, tile of values, segment and batch index of a program."""
+    i_h = pid % S.H
+    i_e = (pid // S.H) % S.TILES
+    i_s = (pid // (S.H * S.TILES)) % segments
+    return i_h, i_h // (S.H // S.HKV), i_e, i_s, (pid // (S.H * S.TILES) // segments).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def gated_delta_inverse_kernel(
+    p_k, p_decay, p_beta, p_inverse, p_sums, T, chunks, k, decay, beta, S: tl.constexpr
+):  # fmt: skip
+    """T (C, C) and G (2, C) of one chunk."""
+    pid = tl.program_id(0)
+    i_h, i_c = pid % S.HKV, (pid // S.HKV) % chunks
+    i_b = (pid // S.HKV // chunks).to(tl.int64)
+    i_x = (i_b * S.HKV + i_h) * chunks + i_c
+    i_0 = i_c * S.C
+    rows = T - i_0
+    i_t = tl.arange(0, S.C)
+    b_k = load_rows(pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h), S.STRIDE_K, rows, S.D, S.BD, S)
+    b_l = dot(b_k, tl.trans(b_k), S)
+    if S.GATED:
+        b_g = tl.load(token_pointer(p_decay, decay, i_b, i_0, i_h) + i_t * decay.t, mask=i_t < rows, other=0.0)
+        b_high, b_low = running_sums(b_g)
+        tl.store(p_sums + i_x * (2 * S.C) + i_t, b_high)
+        tl.store(p_sums + i_x * (2 * S.C) + S.C + i_t, b_low)
+        b_x = (b_high[:, None] - b_high[None, :]) + (b_low[:, None] - b_low[None, :])
+        b_l *= power(tl.minimum(b_x, 0.0), S)
+    b_beta = load_beta(pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_h) if S.SCALED else p_k, rows, S)
+    b_l = tl.where(i_t[:, None] > i_t[None, :], b_l * b_beta[:, None], 0.0)
+    store_inverse(p_inverse, i_x, triangular_inverse(b_l, S), S)
+
+
+@triton.jit
+def _writes(b_s, b_k, b_v, b_t, b_t_low, b_beta, b_start, S: tl.constexpr):
+    """x and u (C, BE) of a chunk after state S.
+
+    Where keys are nearly parallel and β is near 2, T's entries alternate around ±2 and those of β x are nearly equal:
+    u is far smaller than the terms that add up to it, and a product of bfloat16 numbers would leave it few digits.
+    """
+    b_x = dot(b_k, b_s, S)
+    b_x = b_v.to(tl.float32) - b_x * b_start[:, None]
+    b_high, b_low = halves(b_x * b_beta[:, None], S)
+    return b_x, halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
+
+
+@triton.jit
+def _passed(b_s, b_k, b_u, b_end, last, S: tl.constexpr):
+    """The state after a chunk."""
+    b_high, b_low = halves(b_u * b_end[:, None], S)
+    return dot_halves(tl.trans(b_k), b_high, b_low, b_s * last, S)
+
+
+@triton.jit
+def _states(
+    b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, T, i_b, i_h, i_e, i_x, i_0, i_c, count, values,
+    k, v, beta, S: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """The state after `count` chunks, starting with chunk i_c of sequence i_x; STORE: write those before each.
+
+    values: 1, or 0 if no values are written: the columns then show what the chunks make of those they begin as.
+    """
+    p_k = pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h)
+    p_v = pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_h)
+    p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_h) if S.SCALED else p_k
+    rows = T - i_0
+    for i in tl.range(count, num_stages=STAGES):
+        b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
+        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
+        b_t, b_t_low = load_inverse(p_inverse, i_c + i, False, S)
+        b_beta = load_beta(p_beta, rows, S)
+        b_start, b_end, last = row_factors(p_sums + (i_c + i) * (2 * S.C), S)
+        if STORE:
+            p_tile = p_states + _tile(i_x + i, i_e, S)
+            tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
+        _, b_u = _writes(b_s, b_k, b_v.to(tl.float32) * values, b_t, b_t_low, b_beta, b_start, S)
+        b_s = _passed(b_s, b_k, b_u, b_end, last, S)
+        p_k += S.C * S.STRIDE_K
+        p_v += S.C * S.STRIDE_V
+        p_beta += S.C * S.STRIDE_BETA
+        rows -= S.C
+    return b_s
+
+
+@triton.jit(do_not_specialize=["T", "segments", "run", "chunks"])
+def gated_delta_maps_kernel(
+    p_k, p_v, p_beta, p_inverse, p_sums, p_state, p_maps, p_totals, T, segments, run, chunks,
+    k, v, beta, S: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """P or Δ of one segment, for one tile of columns.
+
+    Δ of the first segment is the state after it, and needs no P. Neither is needed for the last one. p_maps: (B · H,
+    segments, BD, BD). p_totals: (B · H, segments, BD, TILES · BE).
+    """
+    TILES: tl.constexpr = S.TILES + S.BD // S.BE
+    pid = tl.program_id(0)
+    i_h, i_p, i_s = pid % S.H, (pid // S.H) % TILES, (pid // (S.H * TILES)) % segments
+    i_b = (pid // (S.H * TILES) // segments).to(tl.int64)
+    i_kv, i_x = i_h // (S.H // S.HKV), i_b * S.H + i_h
+    if i_p < S.TILES:
+        b_s = _given_state(p_state, tl.where(i_s == 0, i_b * S.HKV + i_kv, -1), i_p, S)
+        p_tile = p_totals + _tile(i_x * segments + i_s, i_p, S)
+    else:
+        i_d, i_c = tl.arange(0, S.BD), (i_p - S.TILES) * S.BE + tl.arange(0, S.BE)
+        b_s = tl.where(i_d[:, None] == i_c[None, :], 1.0, zeros(S.BD, S.BE))
+        p_tile = p_maps + (i_x * segments + i_s) * (S.BD * S.BD) + i_d[:, None] * S.BD + i_c[None, :]
+    needed = (i_s < segments - 1) & ((i_p < S.TILES) | (i_s > 0))
+    values = (i_p < S.TILES).to(tl.int32)
+    i_c = (i_b * S.HKV + i_kv) * chunks + i_s * run
+    b_s = _states(
+        b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_totals, T, i_b, i_kv, i_p * values, i_x, i_s * run * S.C, i_c,
+        tl.where(needed, run, 0), values, k, v, beta, S, False, STAGES
+    )  # fmt: skip
+    tl.store(p_tile, b_s)
+
+
+@triton.jit(do_not_specialize=["segments"])
+def gated_delta_scan_kernel(p_maps, p_totals, segments, S: tl.constexpr, BACK: tl.constexpr):
+    """The state after each segment but the last, in place of its Δ; BACK: gradients of the states before each segment
+    but the first.
+    """
+    D: tl.constexpr = S.BD
+    N: tl.constexpr = min(S.BD, 128)
+    PRECISION: tl.constexpr = "ieee" if S.PRECISION == "ieee" else "tf32x3"
+    COLUMNS: tl.constexpr = S.BE * S.TILES
+    i_x, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_d, i_c = tl.arange(0, N), i_e * S.BE + tl.arange(0, S.BE)
+    i_tile, i_map = i_d[:, None] * COLUMNS + i_c[None, :], i_d[:, None] * S.BD + i_d[None, :]
+    step = -1 if BACK else 1
+    for i in range(1, segments - 1):
+        i_s = i_x * segments + (segments - 1 - i if BACK else i)
+        p_map, p_own = p_maps + i_s * (S.BD * S.BD), p_totals + i_s * (S.BD * COLUMNS)
+        p_last = p_own - step * (S.BD * COLUMNS)
+        for row in tl.static_range(0, D, N):
+            b_s = tl.load(p_own + row * COLUMNS + i_tile)
+            for column in tl.static_range(0, D, N):
+                b_last = tl.load(p_last + column * COLUMNS + i_tile)
+                if BACK:
+                    b_map = tl.trans(tl.load(p_map + column * S.BD + row + i_map))
+                else:
+                    b_map = tl.load(p_map + row * S.BD + column + i_map)
+                b_s = tl.dot(b_map, b_last, b_s, input_precision=PRECISION)
+            tl.store(p_own + row * COLUMNS + i_tile, b_s)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _given_state(p_state, i_state, i_e, S: tl.constexpr):
+    """Tile (BD, BE) of a state of (B, Hkv, D, E); zeros if there is none or the index is negative."""
+    b_s = zeros(S.BD, S.BE)
+    if p_state is not None:
+        i_tile, m_tile = _state(tl.maximum(i_state, 0), i_e, S)
+        b_s = tl.where(i_state >= 0, tl.load(p_state + i_tile, mask=m_tile, other=0.0), 0.0)
+    return b_s
+
+
+@triton.jit
+def _first_state(p_state, p_totals, i_state, i_x, i_s, segments, i_e, BACK: tl.constexpr, S: tl.constexpr):
+    """The state before a segment; BACK: the gradient of the state after it."""
+    if i_s == (segments - 1 if BACK else 0):
+        b_s = _given_state(p_state, i_state, i_e, S)
+    else:
+        b_s = tl.load(p_totals + _tile(i_x * segments + (i_s + 1 if BACK else i_s - 1), i_e, S))
+    return b_s
+
+
+@triton.jit(do_not_specialize=["T", "segments", "run", "chunks", "scale"])
+def gated_delta_forward_kernel(
+    p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_state, p_totals, p_out, p_after, T, segments, run, chunks, scale,
+    q, k, v, beta, S: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """Outputs of one segment, for one tile of values, and the state after the last segment."""
+    i_h, i_kv, i_e, i_s, i_b = _segment(tl.program_id(0), segments, S)
+    i_y, i_0 = i_b * S.HKV + i_kv, i_s * run * S.C
+    b_s = _first_state(p_state, p_totals, i_y, i_b * S.H + i_h, i_s, segments, i_e, False, S)
+    p_q = pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h)
+    p_k = pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_kv)
+    p_v = pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_kv)
+    p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k
+    p_out += (i_b * T + i_0) * (S.H * S.E) + i_h * S.E
+    rows = T - i_0
+    for i in tl.range(tl.minimum(run, chunks - i_s * run), num_stages=STAGES):
+        i_c = i_y * chunks + i_s * run + i
+        b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
+        b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
+        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
+        b_t, b_t_low = load_inverse(p_inverse, i_c, False, S)
+        b_beta = load_beta(p_beta, rows, S)
+        b_start, b_end, last = row_factors(p_sums + i_c * (2 * S.C), S)
+        _, b_u = _writes(b_s, b_k, b_v, b_t, b_t_low, b_beta, b_start, S)
+        b_out = dot(b_q, b_s, S) * b_start[:, None]
+        b_pair = dot(b_q, tl.trans(b_k), S) * between(p_sums + i_c * (2 * S.C), False, S)
+        b_pair, b_pair_low = halves(b_pair, S)
+        b_high, b_low = halves(b_u, S)
+        b_out = halves_dot(b_pair, b_pair_low, b_high, b_low, b_out, S)
+        store_rows(p_out, S.H * S.E, rows, b_out * scale, S.E, S.BE, S, i_e)
+        b_s = _passed(b_s, b_k, b_u, b_end, last, S)
+        p_q += S.C * S.STRIDE_Q
+        p_k += S.C * S.STRIDE_K
+        p_v += S.C * S.STRIDE_V
+        p_beta += S.C * S.STRIDE_BETA
+        p_out += S.C * S.H * S.E
+        rows -= S.C
+    if (i_s == segments - 1) & (i_h % (S.H // S.HKV) == 0):
+        i_state, m_state = _state(i_y, i_e, S)
+        tl.store(p_after + i_state, b_s, mask=m_state)
+
+
+@triton.jit
+def _state_gradients(
+    b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_d_out, p_states, p_z, T, scale, i_b, i_h, i_kv, i_e, i_x, i_0, i_c,
+    count, q, k, beta, d, S: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """The gradient of the state before `count` chunks, the last of which is chunk i_c and begins at token i_0, from
+    that of the state after them. STORE: write that after each chunk, and z.
+    """
+    p_q = pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h)
+    p_k = pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_kv)
+    p_d_out = pointer(p_d_out, d, S.STRIDE_D, i_b, i_0, i_h)
+    p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k
+    p_z += (i_b * T + i_0) * (S.H * S.E) + i_h * S.E
+    rows = T - i_0
+    for i in tl.range(count, num_stages=STAGES):
+        b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
+        b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
+        b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e)
+        b_t, b_t_low = load_inverse(p_inverse, i_c - i, True, S)
+        b_weight = load_beta(p_beta, rows, S)
+        if STORE:
+            p_tile = p_states + _tile(i_x - i, i_e, S)
+            tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
+        p_own = p_sums + (i_c - i) * (2 * S.C)
+        b_pair = dot(b_k, tl.trans(b_q), S) * (between(p_own, True, S) * scale)
+        b_start, b_end, last = row_factors(p_own, S)
+        b_u = dot(b_k, b_s, S) * b_end[:, None]
+        b_s *= last
+        b_pair, b_pair_low = halves(b_pair, S)
+        b_u = halves_dot(b_pair, b_pair_low, b_d.to(S.DOT), None, b_u, S)
+        b_high, b_low = halves(b_u, S)
+        b_z = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
+        if STORE:
+            store_rows(p_z, S.H * S.E, rows, b_z, S.E, S.BE, S, i_e)
+        b_s = add_dot(tl.trans(b_q), b_d.to(tl.float32) * (b_start * scale)[:, None], b_s, S)
+        b_high, b_low = halves(b_z * -(b_start * b_weight)[:, None], S)
+        b_s = dot_halves(tl.trans(b_k), b_high, b_low, b_s, S)
+        p_q -= S.C * S.STRIDE_Q
+        p_k -= S.C * S.STRIDE_K
+        p_d_out -= S.C * S.STRIDE_D
+        p_beta -= S.C * S.STRIDE_BETA
+        p_z -= S.C * S.H * S.E
+        rows += S.C
+    return b_s
+
+
+@triton.jit(do_not_specialize=["T", "segments", "run", "chunks", "scale", "first"])
+def gated_delta_backward_states_kernel(
+    p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_state, p_totals, p_d_out, p_d_after, p_d_totals,
+    p_states, p_d_states, p_z, p_d_state, T, segments, run, chunks, scale, first,
+    q, k, v, beta, d, S: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """Gradients of the states after the chunks of one segment, from program `first` on; before it, the states before
+    the chunks.
+
+    STORE: Write the gradients and z, and that of the first state; otherwise only the gradient of the state before the
+    segment, to p_d_totals, as if nothing followed the segment.
+    """
+    pid = tl.program_id(0)
+    i_h, i_kv, i_e, i_s, i_b = _segment(pid % (tl.num_programs(0) - first), segments, S)
+    i_y, i_x = i_b * S.HKV + i_kv, i_b * S.H + i_h
+    i_first = i_s * run
+    count = tl.minimum(run, chunks - i_first)
+    if pid < first:
+        b_s = _first_state(p_state, p_totals, i_y, i_x, i_s, segments, i_e, False, S)
+        _states(
+            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, T, i_b, i_kv, i_e, i_x * chunks + i_first,
+            i_first * S.C, i_y * chunks + i_first, count, 1, k, v, beta, S, True, STAGES
+        )  # fmt: skip
+    else:
+        i_last = i_first + count - 1
+        # One query head of a group carries the gradient of the state that they share.
+        i_state = tl.where(i_h % (S.H // S.HKV) == 0, i_y, -1)
+        if STORE:
+            b_s = _first_state(p_d_after, p_d_totals, i_state, i_x, i_s, segments, i_e, True, S)
+        else:
+            i_state = tl.where(i_s == segments - 1, i_state, -1)
+            b_s = _given_state(p_d_after, i_state, i_e, S)
+        b_s = _state_gradients(
+            b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv, i_e,
+            i_x * chunks + i_last, i_last * S.C, i_y * chunks + i_last,
+            count if STORE else tl.where(i_s > 0, count, 0), q, k, beta, d, S, STORE, STAGES
+        )  # fmt: skip
+        if not STORE:
+            tl.store(p_d_totals + _tile(i_x * segments + i_s, i_e, S), b_s)
+        elif i_s == 0:
+            i_tile, m_tile = _state(i_x, i_e, S)
+            tl.store(p_d_state + i_tile, b_s, mask=m_tile)
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "scale"])
+def gated_delta_backward_kernel(
+    p_q, p_k, p_v, p_decay, p_beta, p_inverse, p_sums, p_d_out, p_states, p_d_states,
+    p_d_q, p_d_k, p_d_v, p_d_decay, p_d_beta, T, chunks, scale, q, k, v, beta, d, S: tl.constexpr
+):  # fmt: skip
+    """Gradients of the inputs of one chunk of one query head. p_d_v: z, which is replaced by dv."""
+    pid = tl.program_id(0)
+    i_h, i_c = pid % S.H, (pid // S.H) % chunks
+    i_b = (pid // S.H // chunks).to(tl.int64)
+    i_kv = i_h // (S.H // S.HKV)
+    i_y, i_x = (i_b * S.HKV + i_kv) * chunks + i_c, (i_b * S.H + i_h) * chunks + i_c
+    i_0 = i_c * S.C
+    rows = T - i_0
+    i_token = (i_b * T + i_0) * S.H + i_h
+    p_sums += i_y * (2 * S.C)
+    p_k = pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_kv)
+    p_v = pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_kv)
+    p_d_out = pointer(p_d_out, d, S.STRIDE_D, i_b, i_0, i_h)
+    b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
+    p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k
+    b_beta = load_beta(p_beta, rows, S)
+    b_start, b_end, last = row_factors(p_sums, S)
+    b_d_q, b_d_k = zeros(S.C, S.BD), zeros(S.C, S.BD)
+    b_d_pair, b_d_l = zeros(S.C, S.C), zeros(S.C, S.C)
+    b_d_beta, b_d_weight, b_d_in, b_d_end, d_last = zeros(S.C), zeros(S.C), zeros(S.C), zeros(S.C), 0.0
+    for i_e in range(S.TILES):
+        b_s = tl.load(p_states + _tile(i_x, i_e, S))
+        b_d_s = tl.load(p_d_states + _tile(i_x, i_e, S))
+        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
+        b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e)
+        p_z = p_d_v + i_token * S.E
+        b_z = load_rows(p_z, S.H * S.E, rows, S.E, S.BE, S, i_e)
+        b_t, b_t_low = load_inverse(p_inverse, i_y, False, S)
+        b_x, b_u = _writes(b_s, b_k, b_v, b_t, b_t_low, b_beta, b_start, S)
+        b_d_beta += tl.sum(b_z.to(tl.float32) * b_x, 1)
+        b_d_weight += tl.sum(b_z.to(tl.float32) * b_u, 1)
+        if S.GATED:
+            b_d_in += tl.sum(b_z.to(tl.float32) * (b_v.to(tl.float32) - b_x), 1)
+            b_d_end += tl.sum(b_u * dot(b_k, b_d_s, S), 1)
+            d_last += tl.sum(b_s.to(tl.float32) * b_d_s.to(tl.float32))
+        b_d_q = add_dot(b_d, tl.trans(b_s), b_d_q, S)
+        b_d_k = add_dot(b_u * b_end[:, None], tl.trans(b_d_s), b_d_k, S)
+        b_d_k = add_dot(b_z.to(tl.float32) * -(b_start * b_beta)[:, None], tl.trans(b_s), b_d_k, S)
+        b_u, b_low = halves(b_u, S)
+        b_d_pair = dot_halves(b_d, tl.trans(b_u), tl.trans(b_low), b_d_pair, S)
+        b_d_l = dot_halves(b_z, tl.trans(b_u), tl.trans(b_low), b_d_l, S)
+        store_rows(p_z, S.H * S.E, rows, b_z.to(tl.float32) * b_beta[:, None], S.E, S.BE, S, i_e)
+    i_t = tl.arange(0, S.C)
+    b_q = load_rows(pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h), S.STRIDE_Q, rows, S.D, S.BD, S)
+    b_between = between(p_sums, False, S)
+    b_d_pair *= b_between * scale
+    b_d_l = tl.where(i_t[:, None] > i_t[None, :], b_d_l * b_between, 0.0)
+    b_kk = b_d_l * dot(b_k, tl.trans(b_k), S)
+    # u / β has more digits than what it is the difference of.
+    m_beta = tl.abs(b_beta) < 1e-20
+    b_d_beta = tl.where(m_beta, b_d_beta - tl.sum(b_kk, 1), b_d_weight / tl.where(m_beta, 1.0, b_beta))
+    b_d_l *= -b_beta[:, None]
+    b_d_q *= (b_start * scale)[:, None]
+    if S.GATED:
+        b_pairs = b_d_pair * dot(b_q, tl.trans(b_k), S) - b_kk * b_beta[:, None]
+        b_d_end *= b_end
+        b_d_sum = tl.sum(b_q.to(tl.float32) * b_d_q, 1) - b_d_in * b_beta - b_d_end
+        b_d_sum += tl.sum(b_pairs, 1) - tl.sum(b_pairs, 0)
+        b_d_sum += tl.where(i_t == S.C - 1, tl.sum(b_d_end) + last * d_last, 0.0)
+        b_d_g = tl.cumsum(b_d_sum, 0, reverse=True)
+        tl.store(p_d_decay + i_token + i_t * S.H, b_d_g, mask=i_t < rows)
+    b_high, b_low = halves(b_d_pair, S)
+    b_d_q = halves_dot(b_high, b_low, b_k.to(S.DOT), None, b_d_q, S)
+    store_rows(p_d_q + i_token * S.D, S.H * S.D, rows, b_d_q, S.D, S.BD, S)
+    b_d_k = add_dot(tl.trans(b_d_pair), b_q, b_d_k, S)
+    b_d_k = add_dot(b_d_l + tl.trans(b_d_l), b_k, b_d_k, S)
+    store_rows(p_d_k + i_token * S.D, S.H * S.D, rows, b_d_k, S.D, S.BD, S)
+    if S.SCALED:
+        tl.store(p_d_beta + i_token + i_t * S.H, b_d_beta, mask=i_t < rows)
+
+
+def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out, the state after the last token, and what `backward` needs."""
+    q, k, v, decay, beta, state = _dense(x)
+    plan = _DeltaForward.of((q, k, v, decay, beta, state), problem)
+    out, after = v.new_empty(plan.out_shape), v.new_empty(plan.state_shape, dtype=torch.float32)
+    saved = plan.saved.allocate(q, zeroed=zeroed)
+    inverse, sums, maps, totals = plan.pointers(plan.saved, saved)
+    with on_device(q):
+        plan.inverse(k, decay, beta, inverse, sums)
+        if plan.segments > 1:
+            plan.maps(k, v, beta, inverse, sums, state, maps, totals)
+            plan.scan(maps, totals)
+        plan.read(q, k, v, beta, inverse, sums, state, totals, out, after)
+    return out, after, saved
+
+
+def backward(
+    saved: GatedSaved, x: GatedInputs, problem: GatedProblem
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Return the gradients of q, k, v, log_decay, beta and of the state before the first token."""
+    q, k, v, decay, beta, state = _dense(x)
+    d_out, d_after = dense_rows(saved.d_out), dense(saved.d_state)
+    plan = _DeltaBackward.of((q, k, v, decay, beta, state, d_out, d_after, saved.starts), problem)
+    B, T, H, _ = q.shape
+    # Query heads of a group have gradients of their own for what they share, in float32 because they are added up.
+    kind = q.dtype if plan.group == 1 else torch.float32
+    d_q, d_k = q.new_empty(q.shape), k.new_empty((B, T, H, k.shape[3]), dtype=kind)
+    d_v = v.new_empty((B, T, H, v.shape[3]), dtype=kind)
+    d_decay, d_beta = (None if y is None else y.new_empty((B, T, H)) for y in (decay, beta))
+    d_state = q.new_empty((B, H, *plan.state_shape[2:]), dtype=torch.float32)
+    work = plan.workspace.allocate(q)
+    inverse, sums, maps, totals = plan.pointers(plan.saved, saved.starts)
+    states, d_states, d_totals = plan.pointers(plan.workspace, work)
+    inputs = q, k, v, beta, inverse, sums, state, totals, d_out, d_after, d_totals, states, d_states, d_v, d_state
+    with on_device(q):
+        if plan.segments > 1:
+            plan.totals(*inputs)
+            plan.scan(maps, d_totals)
+        plan.states(*inputs)
+        plan.read(q, k, v, decay, beta, inverse, sums, d_out, states, d_states, d_q, d_k, d_v, d_decay, d_beta)
+    grads = d_k, d_v, None if d_decay is None else d_decay[..., None], d_beta
+    grads = tuple(plan.over_groups(y, kind) for y, kind in zip(grads, (k, v, decay, beta), strict=True))
+    return d_q, *grads, d_state if plan.group == 1 else d_state.unflatten(1, (-1, plan.group)).sum(2)
+
+
+def saved_size(x: GatedInputs, problem: GatedProblem) -> int:
+    """Return the number of float32 elements that `forward` saves."""
+    return _saved(x.q.get_device(), x.q.dtype, x.q.shape, x.v.shape).size
+
+
+class _DeltaPlan(Plan):
+    def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
+        super().__init__(device)
+        self.tensors = dict(zip(("q", "k", "v", "decay", "beta", "state"), key, strict=False))
+        q, v = self.tensors["q"], self.tensors["v"]
+        (self.B, self.T, self.H, D), (Hkv, E) = q[0], v[0][2:]
+        self.group, self.scale = self.H // Hkv, problem.scale
+        self.out_shape, self.state_shape = (self.B, self.T, self.H, E), (self.B, Hkv, D, E)
+        C, BD, BE, tiles = _tiling(q[2], D, E)
+        self.bf16 = q[2] == torch.bfloat16
+        gated, scaled = self.tensors["decay"] is not None, self.tensors["beta"] is not None
+        dot = tl.bfloat16 if self.bf16 else tl.float32
+        full = self.T % C == 0
+        self.sizes = DeltaSizes(self.H, Hkv, D, E, BD, BE, tiles, C, gated, scaled, dot, PRECISION[q[2]], full)
+        self.chunks = -(-self.T // C)
+        # As many segments as fill the device, but none of fewer than four chunks.
+        segments = max(1, min(_processors(device) // (self.B * self.H * tiles), self.chunks // 4))
+        self.run = -(-self.chunks // segments)
+        self.segments = -(-self.chunks // self.run)
+        self.saved = _saved(device, q[2], q[0], v[0])
+
+    def delta_launch(
+        self, kernel: Any, programs: int, scalars: tuple[Any, ...], strided: str, warps: int, stages: int, **more: Any
+    ) -> Launch:
+        """Create a launch. strided: tensors whose strides the kernel takes."""
+        none = Strides(0, 0, 0)
+        strides = {name: none if (x := self.tensors[name]) is None else Strides.of(x) for name in strided.split()}
+        sizes = self.sizes._replace(**{f"STRIDE_{name.upper()}": x.t for name, x in strides.items() if name != "decay"})
+        constants = {"S": sizes, "STAGES": stages, "num_warps": warps, **more}
+        return self.launch(kernel, (programs,), (*scalars, *strides.values()), constants)
+
+    def scan_launch(self, *, back: bool) -> Launch:
+        constants = {"S": self.sizes, "BACK": back, "num_warps": 8}
+        grid = self.B * self.H, self.sizes.TILES
+        return self.launch(gated_delta_scan_kernel, grid, (self.segments,), constants)
+
+    @property
+    def segmentation(self) -> tuple[int, int, int, int]:
+        return self.T, self.segments, self.run, self.chunks
+
+
+class _DeltaForward(_DeltaPlan):
+    def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
+        super().__init__(device, key, problem)
+        S, X = self.sizes, self.B * self.H
+        warps, stages = (4, 3) if self.bf16 and S.BD <= 128 else (4, 2) if self.bf16 else (4, 1)
+        scalars = self.T, self.chunks
+        self.inverse = self.delta_launch(
+            gated_delta_inverse_kernel, self.B * S.HKV * self.chunks, scalars, "k decay beta", 4, 1
+        )
+        if self.segments > 1:
+            programs = X * (S.TILES + S.BD // S.BE) * self.segments
+            self.maps = self.delta_launch(
+                gated_delta_maps_kernel, programs, self.segmentation, "k v beta", warps, stages
+            )
+            self.scan = self.scan_launch(back=False)
+        scalars = *self.segmentation, self.scale
+        programs = X * S.TILES * self.segments
+        self.read = self.delta_launch(gated_delta_forward_kernel, programs, scalars, "q k v beta", warps, stages)
+
+
+class _DeltaBackward(_DeltaPlan):
+    def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
+        super().__init__(device, key, problem)
+        self.tensors["d"] = key[6]
+        S, X = self.sizes, self.B * self.H
+        kind = torch.bfloat16 if self.bf16 else torch.float32
+        size = X * S.BD * S.BE * S.TILES
+        totals = size * self.segments if self.segments > 1 else 0
+        self.workspace = Workspace((size * self.chunks, kind), (size * self.chunks, kind), (totals, torch.float32))
+        if self.segments > 1:
+            self.totals = self.states_launch(states=True, store=False)
+            self.scan = self.scan_launch(back=True)
+        self.states = self.states_launch(states=self.segments == 1, store=True)
+        warps = 8 if self.bf16 else 4
+        scalars = self.T, self.chunks, self.scale
+        self.read = self.delta_launch(
+            gated_delta_backward_kernel, X * self.chunks, scalars, "q k v beta d", warps, 1
+        )
+
+    def states_launch(self, *, states: bool, store: bool) -> Launch:
+        """Create a launch that computes gradients of states, and in other programs the states."""
+        programs = self.B * self.H * self.sizes.TILES * self.segments
+        warps, stages = (4, 2) if self.bf16 and self.sizes.BD <= 128 else (8, 1) if self.bf16 else (4, 1)
+        first = programs if states else 0
+        scalars = *self.segmentation, self.scale, first
+        return self.delta_launch(
+            *(gated_delta_backward_states_kernel, programs + first, scalars, "q k v beta d", warps, stages), STORE=store
+        )
+
+    def over_groups(self, d: Tensor | None, like: Tensor | None) -> Tensor | None:
+        """The gradient (B, T, H, ·) of a tensor that query heads share, added up over them."""
+        if d is None or like is None or self.group == 1:
+            return d
+        return d.unflatten(2, (-1, self.group)).sum(3).to(like.dtype)
+
+
+def _tiling(dtype: torch.dtype, D: int, E: int) -> tuple[int, int, int, int]:
+    """Tokens in a chunk, padded D, values in a tile, number of tiles."""
+    C, BE = (64, 64) if dtype == torch.bfloat16 else (32, 32)
+    return C, padded(D, BE), BE, -(-E // BE)
+
+
+def _processors(device: int) -> int:
+    """Number of multiprocessors; Triton's interpreter runs one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
+
+
+def _saved(device: int, dtype: torch.dtype, q: Any, v: Any) -> Workspace:
+    """T and G of each chunk; P and Δ of each segment, as many as there can be: segments do not depend on the length."""
+    (B, T, H, D), (Hkv, E) = q, v[2:]
+    C, BD, BE, tiles = _tiling(dtype, D, E)
+    chunks, most = B * Hkv * -(-T // C), B * H + _processors(device) // tiles
+    kind = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    return Workspace(
+        (chunks * C * C, kind),
+        (chunks * C * 2, torch.float32),
+        (most * BD * BD, torch.float32),
+        (most * BD * BE * tiles, torch.float32),
+    )
+
+
+def _dense(x: GatedInputs) -> tuple[Any, ...]:
+    """The tensors as the kernels take them."""
+    return dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), x.log_decay, x.beta, dense(x.state)
