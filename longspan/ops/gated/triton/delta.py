@@ -44,7 +44,7 @@ from longspan.ops.common.launch import (
     dense_rows,
     on_device,
 )
-from longspan.ops.common.tiles import padded, token_pointer, zeros
+from longspan.ops.common.tiles import padded, product, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 
 # Rows of a triangular matrix that are solved one by one; larger blocks are merged by products.
@@ -54,23 +54,27 @@ PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ie
 
 # Compile-time constants: query and key heads, dimensions, padded D, values per tile, their number, tokens in a chunk.
 # GATED: there is a decay. SCALED: there is a beta. DOT: the dtype of products. FULL: every row of every chunk exists.
-# STRIDE_*: strides along tokens of q, k, v, beta and the gradient of out; 0 if a kernel does not use them.
+# STRIDE_*: strides along tokens of q, k, v, beta, the gradient of out and u; 0 if a kernel does not use them.
 DeltaSizes = namedtuple(
     "DeltaSizes",
-    "H HKV D E BD BE TILES C GATED SCALED DOT PRECISION FULL STRIDE_Q STRIDE_K STRIDE_V STRIDE_BETA STRIDE_D",
-    defaults=(0, 0, 0, 0, 0),
+    "H HKV D E BD BE TILES C GATED SCALED DOT PRECISION FULL STRIDE_Q STRIDE_K STRIDE_V STRIDE_BETA STRIDE_D STRIDE_U",
+    defaults=(0, 0, 0, 0, 0, 0),
 )
 
 
 @triton.jit
 def dot(b_x, b_y, S: tl.constexpr):
     """x·y in the precision of the inputs."""
+    if S.PRECISION == "ieee":
+        return product(b_x, b_y, "ieee")
     return tl.dot(b_x.to(S.DOT), b_y.to(S.DOT), input_precision=S.PRECISION)
 
 
 @triton.jit
 def add_dot(b_x, b_y, b_sum, S: tl.constexpr):
     """sum + x·y."""
+    if S.PRECISION == "ieee":
+        return b_sum + product(b_x, b_y, "ieee")
     return tl.dot(b_x.to(S.DOT), b_y.to(S.DOT), b_sum, input_precision=S.PRECISION)
 
 
@@ -213,12 +217,16 @@ def _rows(p_x, STRIDE: tl.constexpr, rows, i_x, SIZE: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def load_rows(p_x, STRIDE: tl.constexpr, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, i_x=0):
-    """Load the first rows of the (C, WIDTH) block at p_x, the i_x-th of SIZE columns; zeros elsewhere."""
+def load_rows(p_x, STRIDE: tl.constexpr, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, i_x=0, AGAIN: tl.constexpr = False):
+    """Load the first rows of the (C, WIDTH) block at p_x, the i_x-th of SIZE columns; zeros elsewhere.
+
+    AGAIN: The compiler does not merge the load with an earlier one, which frees registers.
+    """
+    POLICY: tl.constexpr = "evict_first" if AGAIN else ""
     p_x, m_x = _rows(p_x, STRIDE, rows, i_x, SIZE, WIDTH, S)
     if S.FULL and SIZE % WIDTH == 0:
-        return tl.load(p_x)
-    return tl.load(p_x, mask=m_x, other=0.0)
+        return tl.load(p_x, eviction_policy=POLICY)
+    return tl.load(p_x, mask=m_x, other=0.0, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -347,10 +355,10 @@ def _passed(b_s, b_k, b_u, b_end, last, S: tl.constexpr):
 
 @triton.jit
 def _states(
-    b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, T, i_b, i_h, i_e, i_x, i_0, i_c, count, values,
+    b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u, p_u_low, T, i_b, i_h, i_e, i_x, i_0, i_c, count, values,
     k, v, beta, S: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """The state after `count` chunks, starting with chunk i_c of sequence i_x; STORE: write those before each.
+    """The state after `count` chunks, starting with chunk i_c of sequence i_x; STORE: write those before each, and u.
 
     values: 1, or 0 if no values are written: the columns then show what the chunks make of those they begin as.
     """
@@ -368,6 +376,13 @@ def _states(
             p_tile = p_states + _tile(i_x + i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         _, b_u = _writes(b_s, b_k, b_v.to(tl.float32) * values, b_t, b_t_low, b_beta, b_start, S)
+        if STORE:
+            b_high, b_low = halves(b_u, S)
+            store_rows(p_u, S.STRIDE_U, rows, b_high, S.E, S.BE, S, i_e)
+            if tl.bfloat16 == S.DOT:
+                store_rows(p_u_low, S.STRIDE_U, rows, b_low, S.E, S.BE, S, i_e)
+            p_u += S.C * S.STRIDE_U
+            p_u_low += S.C * S.STRIDE_U
         b_s = _passed(b_s, b_k, b_u, b_end, last, S)
         p_k += S.C * S.STRIDE_K
         p_v += S.C * S.STRIDE_V
@@ -402,7 +417,7 @@ def gated_delta_maps_kernel(
     values = (i_p < S.TILES).to(tl.int32)
     i_c = (i_b * S.HKV + i_kv) * chunks + i_s * run
     b_s = _states(
-        b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_totals, T, i_b, i_kv, i_p * values, i_x, i_s * run * S.C, i_c,
+        b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_totals, p_v, p_v, T, i_b, i_kv, i_p * values, i_x, i_s * run * S.C, i_c,
         tl.where(needed, run, 0), values, k, v, beta, S, False, STAGES
     )  # fmt: skip
     tl.store(p_tile, b_s)
@@ -415,7 +430,6 @@ def gated_delta_scan_kernel(p_maps, p_totals, segments, S: tl.constexpr, BACK: t
     """
     D: tl.constexpr = S.BD
     N: tl.constexpr = min(S.BD, 128)
-    PRECISION: tl.constexpr = "ieee" if S.PRECISION == "ieee" else "tf32x3"
     COLUMNS: tl.constexpr = S.BE * S.TILES
     i_x, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_d, i_c = tl.arange(0, N), i_e * S.BE + tl.arange(0, S.BE)
@@ -433,7 +447,10 @@ def gated_delta_scan_kernel(p_maps, p_totals, segments, S: tl.constexpr, BACK: t
                     b_map = tl.trans(tl.load(p_map + column * S.BD + row + i_map))
                 else:
                     b_map = tl.load(p_map + row * S.BD + column + i_map)
-                b_s = tl.dot(b_map, b_last, b_s, input_precision=PRECISION)
+                if S.PRECISION == "ieee":
+                    b_s += product(b_map, b_last, "ieee")
+                else:
+                    b_s = tl.dot(b_map, b_last, b_s, input_precision="tf32x3")
             tl.store(p_own + row * COLUMNS + i_tile, b_s)
         tl.debug_barrier()
 
@@ -549,11 +566,11 @@ def _state_gradients(
 @triton.jit(do_not_specialize=["T", "segments", "run", "chunks", "scale", "first"])
 def gated_delta_backward_states_kernel(
     p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_state, p_totals, p_d_out, p_d_after, p_d_totals,
-    p_states, p_d_states, p_z, p_d_state, T, segments, run, chunks, scale, first,
+    p_states, p_d_states, p_u, p_u_low, p_z, p_d_state, T, segments, run, chunks, scale, first,
     q, k, v, beta, d, S: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Gradients of the states after the chunks of one segment, from program `first` on; before it, the states before
-    the chunks.
+    the chunks and u.
 
     STORE: Write the gradients and z, and that of the first state; otherwise only the gradient of the state before the
     segment, to p_d_totals, as if nothing followed the segment.
@@ -565,8 +582,9 @@ def gated_delta_backward_states_kernel(
     count = tl.minimum(run, chunks - i_first)
     if pid < first:
         b_s = _first_state(p_state, p_totals, i_y, i_x, i_s, segments, i_e, False, S)
+        i_u = (i_b * T + i_first * S.C) * S.STRIDE_U + i_h * (S.STRIDE_U // S.H)
         _states(
-            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, T, i_b, i_kv, i_e, i_x * chunks + i_first,
+            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u + i_u, p_u_low + i_u, T, i_b, i_kv, i_e, i_x * chunks + i_first,
             i_first * S.C, i_y * chunks + i_first, count, 1, k, v, beta, S, True, STAGES
         )  # fmt: skip
     else:
@@ -590,12 +608,27 @@ def gated_delta_backward_states_kernel(
             tl.store(p_d_state + i_tile, b_s, mask=m_tile)
 
 
+@triton.jit
+def _inner_product(p_x, p_y, i_x, S: tl.constexpr):
+    """Σ x ∘ y of matrices i_x of two stacks of (BD, TILES · BE), a few rows at a time."""
+    COLUMNS: tl.constexpr = S.BE * S.TILES
+    WIDTH: tl.constexpr = 1024
+    i_d = tl.cast(i_x, tl.int64) * (S.BD * COLUMNS) + tl.arange(0, WIDTH)
+    b_sum = tl.zeros((WIDTH,), tl.float32)
+    for i in range(S.BD * COLUMNS // WIDTH):
+        b_sum += tl.load(p_x + i_d + i * WIDTH).to(tl.float32) * tl.load(p_y + i_d + i * WIDTH).to(tl.float32)
+    return tl.sum(b_sum)
+
+
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_delta_backward_kernel(
-    p_q, p_k, p_v, p_decay, p_beta, p_inverse, p_sums, p_d_out, p_states, p_d_states,
-    p_d_q, p_d_k, p_d_v, p_d_decay, p_d_beta, T, chunks, scale, q, k, v, beta, d, S: tl.constexpr
+    p_q, p_k, p_v, p_beta, p_sums, p_d_out, p_states, p_d_states, p_u, p_u_low,
+    p_d_q, p_d_k, p_d_v, p_d_decay, p_d_beta, T, chunks, scale, q, k, v, beta, d, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """Gradients of the inputs of one chunk of one query head. p_d_v: z, which is replaced by dv."""
+    """Gradients of the inputs of one chunk of one query head.
+
+    p_d_v: z, which is replaced by dv. p_u, p_u_low: may be p_d_k and p_d_q, which replace them.
+    """
     pid = tl.program_id(0)
     i_h, i_c = pid % S.H, (pid // S.H) % chunks
     i_b = (pid // S.H // chunks).to(tl.int64)
@@ -603,67 +636,88 @@ def gated_delta_backward_kernel(
     i_y, i_x = (i_b * S.HKV + i_kv) * chunks + i_c, (i_b * S.H + i_h) * chunks + i_c
     i_0 = i_c * S.C
     rows = T - i_0
+    i_t = tl.arange(0, S.C)
     i_token = (i_b * T + i_0) * S.H + i_h
     p_sums += i_y * (2 * S.C)
     p_k = pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_kv)
     p_v = pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_kv)
+    p_q = pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h)
     p_d_out = pointer(p_d_out, d, S.STRIDE_D, i_b, i_0, i_h)
-    b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
-    p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k
-    b_beta = load_beta(p_beta, rows, S)
+    p_d_v += i_token * S.E
+    p_u += i_token * (S.STRIDE_U // S.H)
+    p_u_low += i_token * (S.STRIDE_U // S.H)
+    b_beta = load_beta(pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k, rows, S)
     b_start, b_end, last = row_factors(p_sums, S)
-    b_d_q, b_d_k = zeros(S.C, S.BD), zeros(S.C, S.BD)
     b_d_pair, b_d_l = zeros(S.C, S.C), zeros(S.C, S.C)
-    b_d_beta, b_d_weight, b_d_in, b_d_end, d_last = zeros(S.C), zeros(S.C), zeros(S.C), zeros(S.C), 0.0
-    for i_e in range(S.TILES):
-        b_s = tl.load(p_states + _tile(i_x, i_e, S))
-        b_d_s = tl.load(p_d_states + _tile(i_x, i_e, S))
-        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
+    b_d_beta, b_d_weight = zeros(S.C), zeros(S.C)
+    for i_e in tl.range(S.TILES, num_stages=STAGES):
+        b_u = load_rows(p_u, S.STRIDE_U, rows, S.E, S.BE, S, i_e)
+        b_low = load_rows(p_u_low, S.STRIDE_U, rows, S.E, S.BE, S, i_e) if tl.bfloat16 == S.DOT else b_u
+        b_z = load_rows(p_d_v, S.H * S.E, rows, S.E, S.BE, S, i_e)
         b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e)
-        p_z = p_d_v + i_token * S.E
-        b_z = load_rows(p_z, S.H * S.E, rows, S.E, S.BE, S, i_e)
-        b_t, b_t_low = load_inverse(p_inverse, i_y, False, S)
-        b_x, b_u = _writes(b_s, b_k, b_v, b_t, b_t_low, b_beta, b_start, S)
-        b_d_beta += tl.sum(b_z.to(tl.float32) * b_x, 1)
-        b_d_weight += tl.sum(b_z.to(tl.float32) * b_u, 1)
-        if S.GATED:
-            b_d_in += tl.sum(b_z.to(tl.float32) * (b_v.to(tl.float32) - b_x), 1)
-            b_d_end += tl.sum(b_u * dot(b_k, b_d_s, S), 1)
-            d_last += tl.sum(b_s.to(tl.float32) * b_d_s.to(tl.float32))
-        b_d_q = add_dot(b_d, tl.trans(b_s), b_d_q, S)
-        b_d_k = add_dot(b_u * b_end[:, None], tl.trans(b_d_s), b_d_k, S)
-        b_d_k = add_dot(b_z.to(tl.float32) * -(b_start * b_beta)[:, None], tl.trans(b_s), b_d_k, S)
-        b_u, b_low = halves(b_u, S)
         b_d_pair = dot_halves(b_d, tl.trans(b_u), tl.trans(b_low), b_d_pair, S)
         b_d_l = dot_halves(b_z, tl.trans(b_u), tl.trans(b_low), b_d_l, S)
-        store_rows(p_z, S.H * S.E, rows, b_z.to(tl.float32) * b_beta[:, None], S.E, S.BE, S, i_e)
-    i_t = tl.arange(0, S.C)
-    b_q = load_rows(pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h), S.STRIDE_Q, rows, S.D, S.BD, S)
+        if S.SCALED:
+            b_z = b_z.to(tl.float32)
+            b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
+            b_d_beta += tl.sum(b_z * b_v.to(tl.float32), 1)
+            b_exact = b_u.to(tl.float32)
+            if tl.bfloat16 == S.DOT:
+                b_exact += b_low.to(tl.float32)
+            b_d_weight += tl.sum(b_z * b_exact, 1)
     b_between = between(p_sums, False, S)
     b_d_pair *= b_between * scale
     b_d_l = tl.where(i_t[:, None] > i_t[None, :], b_d_l * b_between, 0.0)
-    b_kk = b_d_l * dot(b_k, tl.trans(b_k), S)
-    # u / β has more digits than what it is the difference of.
-    m_beta = tl.abs(b_beta) < 1e-20
-    b_d_beta = tl.where(m_beta, b_d_beta - tl.sum(b_kk, 1), b_d_weight / tl.where(m_beta, 1.0, b_beta))
+    b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
+    b_pairs = b_d_l * dot(b_k, tl.trans(b_k), S)
+    b_d_beta -= tl.sum(b_pairs, 1)
     b_d_l *= -b_beta[:, None]
+    b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
+    b_d_sum = zeros(S.C)
+    if S.GATED:
+        b_pairs = b_d_pair * dot(b_q, tl.trans(b_k), S) - b_pairs * b_beta[:, None]
+        b_d_sum = tl.sum(b_pairs, 1) - tl.sum(b_pairs, 0)
+    b_pair, b_pair_low = halves(b_d_pair, S)
+    b_l = (b_d_l + tl.trans(b_d_l)).to(S.DOT)
+    b_d_q = zeros(S.C, S.BD)
+    for i_e in tl.range(S.TILES, num_stages=STAGES):
+        b_s = tl.load(p_states + _tile(i_x, i_e, S))
+        b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e, True)
+        b_d_q = add_dot(b_d, tl.trans(b_s), b_d_q, S)
     b_d_q *= (b_start * scale)[:, None]
     if S.GATED:
-        b_pairs = b_d_pair * dot(b_q, tl.trans(b_k), S) - b_kk * b_beta[:, None]
-        b_d_end *= b_end
-        b_d_sum = tl.sum(b_q.to(tl.float32) * b_d_q, 1) - b_d_in * b_beta - b_d_end
-        b_d_sum += tl.sum(b_pairs, 1) - tl.sum(b_pairs, 0)
-        b_d_sum += tl.where(i_t == S.C - 1, tl.sum(b_d_end) + last * d_last, 0.0)
-        b_d_g = tl.cumsum(b_d_sum, 0, reverse=True)
-        tl.store(p_d_decay + i_token + i_t * S.H, b_d_g, mask=i_t < rows)
-    b_high, b_low = halves(b_d_pair, S)
-    b_d_q = halves_dot(b_high, b_low, b_k.to(S.DOT), None, b_d_q, S)
+        b_d_sum += tl.sum(b_q.to(tl.float32) * b_d_q, 1)
+    b_d_q = halves_dot(b_pair, b_pair_low, b_k.to(S.DOT), None, b_d_q, S)
     store_rows(p_d_q + i_token * S.D, S.H * S.D, rows, b_d_q, S.D, S.BD, S)
-    b_d_k = add_dot(tl.trans(b_d_pair), b_q, b_d_k, S)
-    b_d_k = add_dot(b_d_l + tl.trans(b_d_l), b_k, b_d_k, S)
-    store_rows(p_d_k + i_token * S.D, S.H * S.D, rows, b_d_k, S.D, S.BD, S)
+    b_d_k = zeros(S.C, S.BD)
+    for i_e in tl.range(S.TILES, num_stages=STAGES):
+        b_s = tl.load(p_states + _tile(i_x, i_e, S), eviction_policy="evict_first")
+        b_z = load_rows(p_d_v, S.H * S.E, rows, S.E, S.BE, S, i_e, True)
+        b_d_k = add_dot(b_z, tl.trans(b_s), b_d_k, S)
+        store_rows(p_d_v, S.H * S.E, rows, b_z.to(tl.float32) * b_beta[:, None], S.E, S.BE, S, i_e)
+    b_in = tl.sum(b_k.to(tl.float32) * b_d_k, 1) * b_start
+    b_d_k *= -(b_start * b_beta)[:, None]
     if S.SCALED:
+        # u / β has more digits than what it is the difference of.
+        m_beta = tl.abs(b_beta) < 1e-20
+        b_d_beta = tl.where(m_beta, b_d_beta - b_in, b_d_weight / tl.where(m_beta, 1.0, b_beta))
         tl.store(p_d_beta + i_token + i_t * S.H, b_d_beta, mask=i_t < rows)
+    b_d_k = add_dot(tl.trans(b_pair), b_q, b_d_k, S)
+    b_d_k = add_dot(b_l, b_k, b_d_k, S)
+    if S.GATED:
+        b_d_sum -= b_in * b_beta
+        b_before = tl.sum(b_k.to(tl.float32) * b_d_k, 1)
+    for i_e in tl.range(S.TILES, num_stages=STAGES):
+        b_u = load_rows(p_u, S.STRIDE_U, rows, S.E, S.BE, S, i_e, True)
+        b_d_s = tl.load(p_d_states + _tile(i_x, i_e, S))
+        b_d_k = add_dot(b_u.to(tl.float32) * b_end[:, None], tl.trans(b_d_s), b_d_k, S)
+    tl.debug_barrier()
+    store_rows(p_d_k + i_token * S.D, S.H * S.D, rows, b_d_k, S.D, S.BD, S)
+    if S.GATED:
+        b_ends = tl.sum(b_k.to(tl.float32) * b_d_k, 1) - b_before
+        end = tl.sum(b_ends) + last * _inner_product(p_states, p_d_states, i_x, S)
+        b_d_sum += tl.where(i_t == S.C - 1, end, 0.0) - b_ends
+        tl.store(p_d_decay + i_token + i_t * S.H, tl.cumsum(b_d_sum, 0, reverse=True), mask=i_t < rows)
 
 
 def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -698,14 +752,17 @@ def backward(
     d_state = q.new_empty((B, H, *plan.state_shape[2:]), dtype=torch.float32)
     work = plan.workspace.allocate(q)
     inverse, sums, maps, totals = plan.pointers(plan.saved, saved.starts)
-    states, d_states, d_totals = plan.pointers(plan.workspace, work)
-    inputs = q, k, v, beta, inverse, sums, state, totals, d_out, d_after, d_totals, states, d_states, d_v, d_state
+    states, d_states, d_totals, u, u_low = plan.pointers(plan.workspace, work)
+    if plan.shared:
+        u, u_low = d_k, d_q
+    written = d_totals, states, d_states, u, u_low, d_v, d_state
+    inputs = q, k, v, beta, inverse, sums, state, totals, d_out, d_after, *written
     with on_device(q):
         if plan.segments > 1:
             plan.totals(*inputs)
             plan.scan(maps, d_totals)
         plan.states(*inputs)
-        plan.read(q, k, v, decay, beta, inverse, sums, d_out, states, d_states, d_q, d_k, d_v, d_decay, d_beta)
+        plan.read(q, k, v, beta, sums, d_out, states, d_states, u, u_low, d_q, d_k, d_v, d_decay, d_beta)
     grads = d_k, d_v, None if d_decay is None else d_decay[..., None], d_beta
     grads = tuple(plan.over_groups(y, kind) for y, kind in zip(grads, (k, v, decay, beta), strict=True))
     return d_q, *grads, d_state if plan.group == 1 else d_state.unflatten(1, (-1, plan.group)).sum(2)
@@ -785,16 +842,18 @@ class _DeltaBackward(_DeltaPlan):
         kind = torch.bfloat16 if self.bf16 else torch.float32
         size = X * S.BD * S.BE * S.TILES
         totals = size * self.segments if self.segments > 1 else 0
-        self.workspace = Workspace((size * self.chunks, kind), (size * self.chunks, kind), (totals, torch.float32))
+        # Where they are large enough, u lies where the gradients of k and q will.
+        self.shared = self.group == 1 and S.E <= S.D
+        writes = 0 if self.shared else X * self.T * S.E
+        buffers = (size * self.chunks, kind), (size * self.chunks, kind), (totals, torch.float32)
+        self.workspace = Workspace(*buffers, (writes, kind), (writes if self.bf16 else 0, kind))
+        self.sizes = S = S._replace(STRIDE_U=self.H * (S.D if self.shared else S.E))
         if self.segments > 1:
             self.totals = self.states_launch(states=True, store=False)
             self.scan = self.scan_launch(back=True)
         self.states = self.states_launch(states=self.segments == 1, store=True)
-        warps = 8 if self.bf16 else 4
         scalars = self.T, self.chunks, self.scale
-        self.read = self.delta_launch(
-            gated_delta_backward_kernel, X * self.chunks, scalars, "q k v beta d", warps, 1
-        )
+        self.read = self.delta_launch(gated_delta_backward_kernel, X * self.chunks, scalars, "q k v beta d", 4, 2)
 
     def states_launch(self, *, states: bool, store: bool) -> Launch:
         """Create a launch that computes gradients of states, and in other programs the states."""
