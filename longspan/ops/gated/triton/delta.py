@@ -47,8 +47,10 @@ from longspan.ops.common.launch import (
 from longspan.ops.common.tiles import padded, product, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 
-# Rows of a triangular matrix that are solved one by one; larger blocks are merged by products.
+# Rows of a block of a triangular matrix that is inverted by exact products.
 BLOCK = tl.constexpr(16)
+# β of this or less counts as this: what such a token writes is lost beside anything else.
+LEAST_BETA = tl.constexpr(1e-30)
 # Precision of products: bfloat16 has no choice.
 PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
 
@@ -132,35 +134,35 @@ def power(b_x, S: tl.constexpr):
 def triangular_inverse(b_l, S: tl.constexpr):
     """(I + L)⁻¹ (C, C) of a strictly lower triangular L in float32.
 
-    Blocks of BLOCK rows by substitution, all at once; then pairs of blocks are merged, [[X, 0], [−Y L X, Y]]. Powers of
-    L would be exact too, but where keys are nearly parallel they are larger than their sum by many orders.
+    Pairs of blocks are merged, [[X, 0], [−Y L X, Y]], beginning with single rows. Inside blocks of BLOCK rows products
+    are exact. Powers of L would need fewer products, but where keys are nearly parallel they are larger than their sum
+    by many orders.
     """
     C: tl.constexpr = S.C
     N: tl.constexpr = C // BLOCK
     i_n, i_r = tl.arange(0, N), tl.arange(0, BLOCK)
     m_own = (i_n[:, None] == i_n[None, :])[:, None, :, None]
     b_blocks = tl.sum(tl.where(m_own, tl.reshape(b_l, (N, BLOCK, N, BLOCK)), 0.0), 2)
-    b_blocks = tl.permute(b_blocks, (0, 2, 1))  # (block, column, row)
-    b_t = tl.where((i_r[:, None] == i_r[None, :])[None, :, :], 1.0, tl.zeros((N, BLOCK, BLOCK), tl.float32))
-    for i in range(1, BLOCK):
-        b_row = tl.sum(tl.where((i_r == i)[None, None, :], b_blocks, 0.0), 2)
-        b_sum = tl.sum(b_row[:, :, None] * b_t, 1)
-        b_t = tl.where((i_r == i)[None, :, None], b_t - b_sum[:, None, :], b_t)
+    b_t = tl.where((i_r[:, None] == i_r[None, :])[None, :, :], 1.0, 0.0)
+    b_t = b_t - tl.where(_below(i_r, 1)[None, :, :], b_blocks, 0.0)
+    for level in tl.static_range(1, 4):
+        b_part = tl.where(_below(i_r, 1 << level)[None, :, :], b_blocks, 0.0)
+        b_part = tl.dot(b_part, b_t, input_precision="ieee")
+        b_t -= tl.dot(b_t, b_part, input_precision="ieee")
     b_t = tl.reshape(tl.where(m_own, b_t[:, :, None, :], 0.0), (C, C))
     i_t = tl.arange(0, C)
     if C > BLOCK:
-        b_t = _merge(b_l, b_t, i_t, BLOCK, S)
+        b_t -= exact_dot(b_t, exact_dot(tl.where(_below(i_t, BLOCK), b_l, 0.0), b_t, S), S)
     if C > 2 * BLOCK:
-        b_t = _merge(b_l, b_t, i_t, 2 * BLOCK, S)
+        b_t -= exact_dot(b_t, exact_dot(tl.where(_below(i_t, 2 * BLOCK), b_l, 0.0), b_t, S), S)
     return b_t
 
 
 @triton.jit
-def _merge(b_l, b_t, i_t, WIDTH: tl.constexpr, S: tl.constexpr):
-    """The inverse of blocks of 2 · WIDTH rows, given that of blocks of WIDTH rows."""
+def _below(i_t, WIDTH: tl.constexpr):
+    """Mask of blocks of WIDTH rows and columns below the diagonal, in blocks of twice the width."""
     i_n = i_t // WIDTH
-    m_below = (i_n[:, None] == i_n[None, :] + 1) & (i_n[None, :] % 2 == 0)
-    return b_t - exact_dot(b_t, exact_dot(tl.where(m_below, b_l, 0.0), b_t, S), S)
+    return (i_n[:, None] == i_n[None, :] + 1) & (i_n[None, :] % 2 == 0)
 
 
 @triton.jit
@@ -172,31 +174,40 @@ def running_sums(b_g):
 
 
 @triton.jit
-def between(p_sums, TRANSPOSED: tl.constexpr, S: tl.constexpr):
+def between(b_high, b_low, TRANSPOSED: tl.constexpr, S: tl.constexpr):
     """e^{G_i − G_j} (C, C) for j ≤ i, zeros elsewhere; TRANSPOSED: rows are j."""
     i_t = tl.arange(0, S.C)
     m_t = i_t[:, None] <= i_t[None, :] if TRANSPOSED else i_t[:, None] >= i_t[None, :]
     if S.GATED:
-        b_high, b_low = tl.load(p_sums + i_t), tl.load(p_sums + S.C + i_t)
+        if TRANSPOSED:
+            b_high, b_low = -b_high, -b_low
         b_x = (b_high[:, None] - b_high[None, :]) + (b_low[:, None] - b_low[None, :])
-        b_x = power(tl.minimum(-b_x if TRANSPOSED else b_x, 0.0), S)
+        b_x = power(tl.minimum(b_x, 0.0), S)
     else:
         b_x = tl.full((S.C, S.C), 1.0, tl.float32)
     return tl.where(m_t, b_x, 0.0)
 
 
 @triton.jit
-def row_factors(p_sums, S: tl.constexpr):
-    """e^{G_i} and e^{G_C − G_i} (C,), and e^{G_C}."""
+def load_sums(p_sums, i_x, S: tl.constexpr):
+    """G (C,) of chunk i_x as `running_sums` returns it."""
+    b_high = tl.zeros((S.C,), tl.float32)
+    b_low = b_high
     if S.GATED:
+        p_sums += i_x * (4 * S.C) + tl.arange(0, S.C)
+        b_high, b_low = tl.load(p_sums), tl.load(p_sums + S.C)
+    return b_high, b_low
+
+
+@triton.jit
+def load_factors(p_sums, i_x, S: tl.constexpr):
+    """e^{G_i} and e^{G_C − G_i} (C,), and e^{G_C}."""
+    b_start = tl.full((S.C,), 1.0, tl.float32)
+    b_end, last = b_start, 1.0
+    if S.GATED:
+        p_sums += i_x * (4 * S.C) + 2 * S.C
         i_t = tl.arange(0, S.C)
-        b_high, b_low = tl.load(p_sums + i_t), tl.load(p_sums + S.C + i_t)
-        high, low = tl.load(p_sums + S.C - 1), tl.load(p_sums + 2 * S.C - 1)
-        b_end = power(tl.minimum((high - b_high) + (low - b_low), 0.0), S)
-        b_start, last = power(b_high, S), power(high, S)
-    else:
-        b_start = tl.full((S.C,), 1.0, tl.float32)
-        b_end, last = b_start, 1.0
+        b_start, b_end, last = tl.load(p_sums + i_t), tl.load(p_sums + S.C + i_t), tl.load(p_sums + S.C - 1)
     return b_start, b_end, last
 
 
@@ -244,11 +255,15 @@ def store_rows(p_x, STRIDE: tl.constexpr, rows, b_x, SIZE: tl.constexpr, WIDTH: 
 def load_beta(p_beta, rows, S: tl.constexpr):
     """β (C,); 0 beyond the last token."""
     i_t = tl.arange(0, S.C)
-    if S.SCALED and S.FULL:
-        return tl.load(p_beta + i_t * S.STRIDE_BETA)
+    b_beta = tl.where(i_t < rows, 1.0, 0.0)
     if S.SCALED:
-        return tl.load(p_beta + i_t * S.STRIDE_BETA, mask=i_t < rows, other=0.0)
-    return tl.where(i_t < rows, 1.0, 0.0)
+        if S.FULL:
+            b_beta = tl.load(p_beta + i_t * S.STRIDE_BETA)
+        else:
+            b_beta = tl.load(p_beta + i_t * S.STRIDE_BETA, mask=i_t < rows, other=0.0)
+        # Not 0: the gradient is z · u / β.
+        b_beta = tl.where(tl.abs(b_beta) < LEAST_BETA, LEAST_BETA, b_beta)
+    return b_beta
 
 
 @triton.jit
@@ -259,8 +274,11 @@ def _square(i_x, S: tl.constexpr):
 
 
 @triton.jit
-def store_inverse(p_x, i_x, b_t, S: tl.constexpr):
-    """Store a unit triangular matrix; of bfloat16 halves the lower one lies transposed above the diagonal."""
+def store_triangle(p_x, i_x, b_t, S: tl.constexpr):
+    """Store a triangular matrix; of bfloat16 halves the low one lies transposed above the diagonal.
+
+    On the diagonal there is the high one alone: that of T is 1.
+    """
     if tl.bfloat16 == S.DOT:
         i_t = tl.arange(0, S.C)
         b_high, b_low = halves(b_t, S)
@@ -269,8 +287,8 @@ def store_inverse(p_x, i_x, b_t, S: tl.constexpr):
 
 
 @triton.jit
-def load_inverse(p_x, i_x, TRANSPOSED: tl.constexpr, S: tl.constexpr):
-    """The halves of what `store_inverse` stores, or of its transpose."""
+def load_triangle(p_x, i_x, TRANSPOSED: tl.constexpr, S: tl.constexpr):
+    """The halves of what `store_triangle` stores, or of its transpose."""
     b_t = tl.load(p_x + _square(i_x, S))
     b_other = tl.trans(b_t)
     if TRANSPOSED:
@@ -307,11 +325,12 @@ def _segment(pid, segments, S: tl.constexpr):
     return i_h, i_h // (S.H // S.HKV), i_e, i_s, (pid // (S.H * S.TILES) // segments).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["T", "chunks"])
+@triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_delta_inverse_kernel(
-    p_k, p_decay, p_beta, p_inverse, p_sums, T, chunks, k, decay, beta, S: tl.constexpr
+    p_q, p_k, p_decay, p_beta, p_inverse, p_sums, p_pairs, T, chunks, scale, q, k, decay, beta, S: tl.constexpr
 ):  # fmt: skip
-    """T (C, C) and G (2, C) of one chunk."""
+    """T (C, C), G and its powers (4, C) of one chunk, and A^qk (C, C) of its query heads."""
+    GROUP: tl.constexpr = S.H // S.HKV
     pid = tl.program_id(0)
     i_h, i_c = pid % S.HKV, (pid // S.HKV) % chunks
     i_b = (pid // S.HKV // chunks).to(tl.int64)
@@ -319,18 +338,28 @@ def gated_delta_inverse_kernel(
     i_0 = i_c * S.C
     rows = T - i_0
     i_t = tl.arange(0, S.C)
+    p_q = pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h * GROUP)
     b_k = load_rows(pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h), S.STRIDE_K, rows, S.D, S.BD, S)
-    b_l = dot(b_k, tl.trans(b_k), S)
+    b_high, b_low = zeros(S.C), zeros(S.C)
     if S.GATED:
         b_g = tl.load(token_pointer(p_decay, decay, i_b, i_0, i_h) + i_t * decay.t, mask=i_t < rows, other=0.0)
         b_high, b_low = running_sums(b_g)
-        tl.store(p_sums + i_x * (2 * S.C) + i_t, b_high)
-        tl.store(p_sums + i_x * (2 * S.C) + S.C + i_t, b_low)
-        b_x = (b_high[:, None] - b_high[None, :]) + (b_low[:, None] - b_low[None, :])
-        b_l *= power(tl.minimum(b_x, 0.0), S)
+        m_last = i_t == S.C - 1
+        b_end = tl.sum(tl.where(m_last, b_high, 0.0)) - b_high + (tl.sum(tl.where(m_last, b_low, 0.0)) - b_low)
+        p_sums += i_x * (4 * S.C) + i_t
+        tl.store(p_sums, b_high)
+        tl.store(p_sums + S.C, b_low)
+        tl.store(p_sums + 2 * S.C, power(b_high, S))
+        tl.store(p_sums + 3 * S.C, power(tl.minimum(b_end, 0.0), S))
+    b_between = between(b_high, b_low, False, S)
+    for i in range(GROUP):
+        b_q = load_rows(p_q + i * q.h, S.STRIDE_Q, rows, S.D, S.BD, S)
+        b_pair = dot(b_q, tl.trans(b_k), S) * b_between * scale
+        store_triangle(p_pairs, ((i_b * S.HKV + i_h) * GROUP + i) * chunks + i_c, b_pair, S)
     b_beta = load_beta(pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_h) if S.SCALED else p_k, rows, S)
-    b_l = tl.where(i_t[:, None] > i_t[None, :], b_l * b_beta[:, None], 0.0)
-    store_inverse(p_inverse, i_x, triangular_inverse(b_l, S), S)
+    b_l = dot(b_k, tl.trans(b_k), S) * b_between * b_beta[:, None]
+    b_l = tl.where(i_t[:, None] > i_t[None, :], b_l, 0.0)
+    store_triangle(p_inverse, i_x, triangular_inverse(b_l, S), S)
 
 
 @triton.jit
@@ -355,7 +384,7 @@ def _passed(b_s, b_k, b_u, b_end, last, S: tl.constexpr):
 
 @triton.jit
 def _states(
-    b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u, p_u_low, T, i_b, i_h, i_e, i_x, i_0, i_c, count, values,
+    b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u, T, i_b, i_h, i_e, i_x, i_0, i_c, count, values,
     k, v, beta, S: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """The state after `count` chunks, starting with chunk i_c of sequence i_x; STORE: write those before each, and u.
@@ -366,27 +395,28 @@ def _states(
     p_v = pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_h)
     p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_h) if S.SCALED else p_k
     rows = T - i_0
+    # What no product takes directly is loaded one chunk ahead.
+    b_next_beta = load_beta(p_beta, rows, S)
+    b_next_start, b_next_end, next_last = load_factors(p_sums, i_c, S)
     for i in tl.range(count, num_stages=STAGES):
+        b_beta, b_start, b_end, last = b_next_beta, b_next_start, b_next_end, next_last
+        more = tl.where(i + 1 < count, 1, 0)
+        p_beta += more * S.C * S.STRIDE_BETA
+        b_next_beta = load_beta(p_beta, rows - more * S.C, S)
+        b_next_start, b_next_end, next_last = load_factors(p_sums, i_c + i + more, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
-        b_t, b_t_low = load_inverse(p_inverse, i_c + i, False, S)
-        b_beta = load_beta(p_beta, rows, S)
-        b_start, b_end, last = row_factors(p_sums + (i_c + i) * (2 * S.C), S)
+        b_t, b_t_low = load_triangle(p_inverse, i_c + i, False, S)
         if STORE:
             p_tile = p_states + _tile(i_x + i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         _, b_u = _writes(b_s, b_k, b_v.to(tl.float32) * values, b_t, b_t_low, b_beta, b_start, S)
         if STORE:
-            b_high, b_low = halves(b_u, S)
-            store_rows(p_u, S.STRIDE_U, rows, b_high, S.E, S.BE, S, i_e)
-            if tl.bfloat16 == S.DOT:
-                store_rows(p_u_low, S.STRIDE_U, rows, b_low, S.E, S.BE, S, i_e)
+            store_rows(p_u, S.STRIDE_U, rows, b_u, S.E, S.BE, S, i_e)
             p_u += S.C * S.STRIDE_U
-            p_u_low += S.C * S.STRIDE_U
         b_s = _passed(b_s, b_k, b_u, b_end, last, S)
         p_k += S.C * S.STRIDE_K
         p_v += S.C * S.STRIDE_V
-        p_beta += S.C * S.STRIDE_BETA
         rows -= S.C
     return b_s
 
@@ -417,7 +447,7 @@ def gated_delta_maps_kernel(
     values = (i_p < S.TILES).to(tl.int32)
     i_c = (i_b * S.HKV + i_kv) * chunks + i_s * run
     b_s = _states(
-        b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_totals, p_v, p_v, T, i_b, i_kv, i_p * values, i_x, i_s * run * S.C, i_c,
+        b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x, i_s * run * S.C, i_c,
         tl.where(needed, run, 0), values, k, v, beta, S, False, STAGES
     )  # fmt: skip
     tl.store(p_tile, b_s)
@@ -477,7 +507,7 @@ def _first_state(p_state, p_totals, i_state, i_x, i_s, segments, i_e, BACK: tl.c
 
 @triton.jit(do_not_specialize=["T", "segments", "run", "chunks", "scale"])
 def gated_delta_forward_kernel(
-    p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_state, p_totals, p_out, p_after, T, segments, run, chunks, scale,
+    p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_pairs, p_state, p_totals, p_out, p_after, T, segments, run, chunks, scale,
     q, k, v, beta, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Outputs of one segment, for one tile of values, and the state after the last segment."""
@@ -490,30 +520,34 @@ def gated_delta_forward_kernel(
     p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k
     p_out += (i_b * T + i_0) * (S.H * S.E) + i_h * S.E
     rows = T - i_0
-    for i in tl.range(tl.minimum(run, chunks - i_s * run), num_stages=STAGES):
-        i_c = i_y * chunks + i_s * run + i
+    i_y, i_x = i_y * chunks + i_s * run, (i_b * S.H + i_h) * chunks + i_s * run
+    count = tl.minimum(run, chunks - i_s * run)
+    b_next_beta = load_beta(p_beta, rows, S)
+    b_next_start, b_next_end, next_last = load_factors(p_sums, i_y, S)
+    for i in tl.range(count, num_stages=STAGES):
+        b_beta, b_start, b_end, last = b_next_beta, b_next_start, b_next_end, next_last
+        more = tl.where(i + 1 < count, 1, 0)
+        p_beta += more * S.C * S.STRIDE_BETA
+        b_next_beta = load_beta(p_beta, rows - more * S.C, S)
+        b_next_start, b_next_end, next_last = load_factors(p_sums, i_y + i + more, S)
         b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
-        b_t, b_t_low = load_inverse(p_inverse, i_c, False, S)
-        b_beta = load_beta(p_beta, rows, S)
-        b_start, b_end, last = row_factors(p_sums + i_c * (2 * S.C), S)
+        b_t, b_t_low = load_triangle(p_inverse, i_y + i, False, S)
+        b_out = dot(b_q, b_s, S)
         _, b_u = _writes(b_s, b_k, b_v, b_t, b_t_low, b_beta, b_start, S)
-        b_out = dot(b_q, b_s, S) * b_start[:, None]
-        b_pair = dot(b_q, tl.trans(b_k), S) * between(p_sums + i_c * (2 * S.C), False, S)
-        b_pair, b_pair_low = halves(b_pair, S)
+        b_pair, b_pair_low = load_triangle(p_pairs, i_x + i, False, S)
         b_high, b_low = halves(b_u, S)
-        b_out = halves_dot(b_pair, b_pair_low, b_high, b_low, b_out, S)
-        store_rows(p_out, S.H * S.E, rows, b_out * scale, S.E, S.BE, S, i_e)
+        b_out = halves_dot(b_pair, b_pair_low, b_high, b_low, b_out * (b_start * scale)[:, None], S)
+        store_rows(p_out, S.H * S.E, rows, b_out, S.E, S.BE, S, i_e)
         b_s = _passed(b_s, b_k, b_u, b_end, last, S)
         p_q += S.C * S.STRIDE_Q
         p_k += S.C * S.STRIDE_K
         p_v += S.C * S.STRIDE_V
-        p_beta += S.C * S.STRIDE_BETA
         p_out += S.C * S.H * S.E
         rows -= S.C
     if (i_s == segments - 1) & (i_h % (S.H // S.HKV) == 0):
-        i_state, m_state = _state(i_y, i_e, S)
+        i_state, m_state = _state(i_b * S.HKV + i_kv, i_e, S)
         tl.store(p_after + i_state, b_s, mask=m_state)
 
 
@@ -531,33 +565,38 @@ def _state_gradients(
     p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k
     p_z += (i_b * T + i_0) * (S.H * S.E) + i_h * S.E
     rows = T - i_0
+    b_next_beta = load_beta(p_beta, rows, S)
+    b_next_start, b_next_end, next_last = load_factors(p_sums, i_c, S)
+    b_next_high, b_next_low = load_sums(p_sums, i_c, S)
     for i in tl.range(count, num_stages=STAGES):
+        b_beta, b_start, b_end, last = b_next_beta, b_next_start, b_next_end, next_last
+        b_high, b_low = b_next_high, b_next_low
+        more = tl.where(i + 1 < count, 1, 0)
+        p_beta -= more * S.C * S.STRIDE_BETA
+        b_next_beta = load_beta(p_beta, rows + more * S.C, S)
+        b_next_start, b_next_end, next_last = load_factors(p_sums, i_c - i - more, S)
+        b_next_high, b_next_low = load_sums(p_sums, i_c - i - more, S)
         b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e)
-        b_t, b_t_low = load_inverse(p_inverse, i_c - i, True, S)
-        b_weight = load_beta(p_beta, rows, S)
+        b_t, b_t_low = load_triangle(p_inverse, i_c - i, True, S)
         if STORE:
             p_tile = p_states + _tile(i_x - i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
-        p_own = p_sums + (i_c - i) * (2 * S.C)
-        b_pair = dot(b_k, tl.trans(b_q), S) * (between(p_own, True, S) * scale)
-        b_start, b_end, last = row_factors(p_own, S)
         b_u = dot(b_k, b_s, S) * b_end[:, None]
-        b_s *= last
+        b_s = add_dot(tl.trans(b_q), b_d.to(tl.float32) * (b_start * scale)[:, None], b_s * last, S)
+        b_pair = dot(b_k, tl.trans(b_q), S) * (between(b_high, b_low, True, S) * scale)
         b_pair, b_pair_low = halves(b_pair, S)
         b_u = halves_dot(b_pair, b_pair_low, b_d.to(S.DOT), None, b_u, S)
-        b_high, b_low = halves(b_u, S)
-        b_z = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
+        b_u, b_u_low = halves(b_u, S)
+        b_z = halves_dot(b_t, b_t_low, b_u, b_u_low, zeros(S.C, S.BE), S)
         if STORE:
             store_rows(p_z, S.H * S.E, rows, b_z, S.E, S.BE, S, i_e)
-        b_s = add_dot(tl.trans(b_q), b_d.to(tl.float32) * (b_start * scale)[:, None], b_s, S)
-        b_high, b_low = halves(b_z * -(b_start * b_weight)[:, None], S)
-        b_s = dot_halves(tl.trans(b_k), b_high, b_low, b_s, S)
+        b_z, b_z_low = halves(b_z * -(b_start * b_beta)[:, None], S)
+        b_s = dot_halves(tl.trans(b_k), b_z, b_z_low, b_s, S)
         p_q -= S.C * S.STRIDE_Q
         p_k -= S.C * S.STRIDE_K
         p_d_out -= S.C * S.STRIDE_D
-        p_beta -= S.C * S.STRIDE_BETA
         p_z -= S.C * S.H * S.E
         rows += S.C
     return b_s
@@ -566,7 +605,7 @@ def _state_gradients(
 @triton.jit(do_not_specialize=["T", "segments", "run", "chunks", "scale", "first"])
 def gated_delta_backward_states_kernel(
     p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_state, p_totals, p_d_out, p_d_after, p_d_totals,
-    p_states, p_d_states, p_u, p_u_low, p_z, p_d_state, T, segments, run, chunks, scale, first,
+    p_states, p_d_states, p_u, p_z, p_d_state, T, segments, run, chunks, scale, first,
     q, k, v, beta, d, S: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Gradients of the states after the chunks of one segment, from program `first` on; before it, the states before
@@ -584,7 +623,7 @@ def gated_delta_backward_states_kernel(
         b_s = _first_state(p_state, p_totals, i_y, i_x, i_s, segments, i_e, False, S)
         i_u = (i_b * T + i_first * S.C) * S.STRIDE_U + i_h * (S.STRIDE_U // S.H)
         _states(
-            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u + i_u, p_u_low + i_u, T, i_b, i_kv, i_e, i_x * chunks + i_first,
+            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u + i_u, T, i_b, i_kv, i_e, i_x * chunks + i_first,
             i_first * S.C, i_y * chunks + i_first, count, 1, k, v, beta, S, True, STAGES
         )  # fmt: skip
     else:
@@ -622,12 +661,12 @@ def _inner_product(p_x, p_y, i_x, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_delta_backward_kernel(
-    p_q, p_k, p_v, p_beta, p_sums, p_d_out, p_states, p_d_states, p_u, p_u_low,
-    p_d_q, p_d_k, p_d_v, p_d_decay, p_d_beta, T, chunks, scale, q, k, v, beta, d, S: tl.constexpr, STAGES: tl.constexpr
+    p_q, p_k, p_beta, p_sums, p_d_out, p_states, p_d_states, p_u,
+    p_d_q, p_d_k, p_d_v, p_d_decay, p_d_beta, T, chunks, scale, q, k, beta, d, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Gradients of the inputs of one chunk of one query head.
 
-    p_d_v: z, which is replaced by dv. p_u, p_u_low: may be p_d_k and p_d_q, which replace them.
+    p_d_v: z, which is replaced by dv. p_u: may be p_d_k, which replaces it.
     """
     pid = tl.program_id(0)
     i_h, i_c = pid % S.H, (pid // S.H) % chunks
@@ -638,44 +677,34 @@ def gated_delta_backward_kernel(
     rows = T - i_0
     i_t = tl.arange(0, S.C)
     i_token = (i_b * T + i_0) * S.H + i_h
-    p_sums += i_y * (2 * S.C)
     p_k = pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_kv)
-    p_v = pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_kv)
     p_q = pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h)
     p_d_out = pointer(p_d_out, d, S.STRIDE_D, i_b, i_0, i_h)
     p_d_v += i_token * S.E
     p_u += i_token * (S.STRIDE_U // S.H)
-    p_u_low += i_token * (S.STRIDE_U // S.H)
     b_beta = load_beta(pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k, rows, S)
-    b_start, b_end, last = row_factors(p_sums, S)
-    b_d_pair, b_d_l = zeros(S.C, S.C), zeros(S.C, S.C)
-    b_d_beta, b_d_weight = zeros(S.C), zeros(S.C)
+    b_start, b_end, last = load_factors(p_sums, i_y, S)
+    b_high, b_low = load_sums(p_sums, i_y, S)
+    b_d_pair, b_d_l, b_d_beta = zeros(S.C, S.C), zeros(S.C, S.C), zeros(S.C)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_u = load_rows(p_u, S.STRIDE_U, rows, S.E, S.BE, S, i_e)
-        b_low = load_rows(p_u_low, S.STRIDE_U, rows, S.E, S.BE, S, i_e) if tl.bfloat16 == S.DOT else b_u
         b_z = load_rows(p_d_v, S.H * S.E, rows, S.E, S.BE, S, i_e)
         b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e)
-        b_d_pair = dot_halves(b_d, tl.trans(b_u), tl.trans(b_low), b_d_pair, S)
-        b_d_l = dot_halves(b_z, tl.trans(b_u), tl.trans(b_low), b_d_l, S)
+        b_d_pair = add_dot(b_d, tl.trans(b_u), b_d_pair, S)
+        b_d_l = add_dot(b_z, tl.trans(b_u), b_d_l, S)
         if S.SCALED:
-            b_z = b_z.to(tl.float32)
-            b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
-            b_d_beta += tl.sum(b_z * b_v.to(tl.float32), 1)
-            b_exact = b_u.to(tl.float32)
-            if tl.bfloat16 == S.DOT:
-                b_exact += b_low.to(tl.float32)
-            b_d_weight += tl.sum(b_z * b_exact, 1)
-    b_between = between(p_sums, False, S)
+            b_d_beta += tl.sum(b_z.to(tl.float32) * b_u.to(tl.float32), 1)
+    if S.SCALED:
+        b_d_beta = tl.where(i_t < rows, b_d_beta / b_beta, 0.0)
+        tl.store(p_d_beta + i_token + i_t * S.H, b_d_beta, mask=i_t < rows)
+    b_between = between(b_high, b_low, False, S)
     b_d_pair *= b_between * scale
-    b_d_l = tl.where(i_t[:, None] > i_t[None, :], b_d_l * b_between, 0.0)
+    b_d_l = tl.where(i_t[:, None] > i_t[None, :], b_d_l * b_between * -b_beta[:, None], 0.0)
     b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
-    b_pairs = b_d_l * dot(b_k, tl.trans(b_k), S)
-    b_d_beta -= tl.sum(b_pairs, 1)
-    b_d_l *= -b_beta[:, None]
     b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
     b_d_sum = zeros(S.C)
     if S.GATED:
-        b_pairs = b_d_pair * dot(b_q, tl.trans(b_k), S) - b_pairs * b_beta[:, None]
+        b_pairs = b_d_pair * dot(b_q, tl.trans(b_k), S) + b_d_l * dot(b_k, tl.trans(b_k), S)
         b_d_sum = tl.sum(b_pairs, 1) - tl.sum(b_pairs, 0)
     b_pair, b_pair_low = halves(b_d_pair, S)
     b_l = (b_d_l + tl.trans(b_d_l)).to(S.DOT)
@@ -695,29 +724,23 @@ def gated_delta_backward_kernel(
         b_z = load_rows(p_d_v, S.H * S.E, rows, S.E, S.BE, S, i_e, True)
         b_d_k = add_dot(b_z, tl.trans(b_s), b_d_k, S)
         store_rows(p_d_v, S.H * S.E, rows, b_z.to(tl.float32) * b_beta[:, None], S.E, S.BE, S, i_e)
-    b_in = tl.sum(b_k.to(tl.float32) * b_d_k, 1) * b_start
     b_d_k *= -(b_start * b_beta)[:, None]
-    if S.SCALED:
-        # u / β has more digits than what it is the difference of.
-        m_beta = tl.abs(b_beta) < 1e-20
-        b_d_beta = tl.where(m_beta, b_d_beta - b_in, b_d_weight / tl.where(m_beta, 1.0, b_beta))
-        tl.store(p_d_beta + i_token + i_t * S.H, b_d_beta, mask=i_t < rows)
-    b_d_k = add_dot(tl.trans(b_pair), b_q, b_d_k, S)
-    b_d_k = add_dot(b_l, b_k, b_d_k, S)
+    b_in = zeros(S.C)
     if S.GATED:
-        b_d_sum -= b_in * b_beta
-        b_before = tl.sum(b_k.to(tl.float32) * b_d_k, 1)
+        b_in = tl.sum(b_k.to(tl.float32) * b_d_k, 1)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_u = load_rows(p_u, S.STRIDE_U, rows, S.E, S.BE, S, i_e, True)
         b_d_s = tl.load(p_d_states + _tile(i_x, i_e, S))
         b_d_k = add_dot(b_u.to(tl.float32) * b_end[:, None], tl.trans(b_d_s), b_d_k, S)
+    if S.GATED:
+        b_ends = tl.sum(b_k.to(tl.float32) * b_d_k, 1) - b_in
+        end = tl.sum(b_ends) + last * _inner_product(p_states, p_d_states, i_x, S)
+        b_d_sum += b_in - b_ends + tl.where(i_t == S.C - 1, end, 0.0)
+        tl.store(p_d_decay + i_token + i_t * S.H, tl.cumsum(b_d_sum, 0, reverse=True), mask=i_t < rows)
+    b_d_k = add_dot(tl.trans(b_pair), b_q, b_d_k, S)
+    b_d_k = add_dot(b_l, b_k, b_d_k, S)
     tl.debug_barrier()
     store_rows(p_d_k + i_token * S.D, S.H * S.D, rows, b_d_k, S.D, S.BD, S)
-    if S.GATED:
-        b_ends = tl.sum(b_k.to(tl.float32) * b_d_k, 1) - b_before
-        end = tl.sum(b_ends) + last * _inner_product(p_states, p_d_states, i_x, S)
-        b_d_sum += tl.where(i_t == S.C - 1, end, 0.0) - b_ends
-        tl.store(p_d_decay + i_token + i_t * S.H, tl.cumsum(b_d_sum, 0, reverse=True), mask=i_t < rows)
 
 
 def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -725,14 +748,15 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> t
     q, k, v, decay, beta, state = _dense(x)
     plan = _DeltaForward.of((q, k, v, decay, beta, state), problem)
     out, after = v.new_empty(plan.out_shape), v.new_empty(plan.state_shape, dtype=torch.float32)
-    saved = plan.saved.allocate(q, zeroed=zeroed)
+    saved, pairs = plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
     inverse, sums, maps, totals = plan.pointers(plan.saved, saved)
+    (pairs,) = plan.pointers(plan.workspace, pairs)
     with on_device(q):
-        plan.inverse(k, decay, beta, inverse, sums)
+        plan.inverse(q, k, decay, beta, inverse, sums, pairs)
         if plan.segments > 1:
             plan.maps(k, v, beta, inverse, sums, state, maps, totals)
             plan.scan(maps, totals)
-        plan.read(q, k, v, beta, inverse, sums, state, totals, out, after)
+        plan.read(q, k, v, beta, inverse, sums, pairs, state, totals, out, after)
     return out, after, saved
 
 
@@ -752,17 +776,16 @@ def backward(
     d_state = q.new_empty((B, H, *plan.state_shape[2:]), dtype=torch.float32)
     work = plan.workspace.allocate(q)
     inverse, sums, maps, totals = plan.pointers(plan.saved, saved.starts)
-    states, d_states, d_totals, u, u_low = plan.pointers(plan.workspace, work)
-    if plan.shared:
-        u, u_low = d_k, d_q
-    written = d_totals, states, d_states, u, u_low, d_v, d_state
+    states, d_states, d_totals, u = plan.pointers(plan.workspace, work)
+    u = d_k if plan.shared else u
+    written = d_totals, states, d_states, u, d_v, d_state
     inputs = q, k, v, beta, inverse, sums, state, totals, d_out, d_after, *written
     with on_device(q):
         if plan.segments > 1:
             plan.totals(*inputs)
             plan.scan(maps, d_totals)
         plan.states(*inputs)
-        plan.read(q, k, v, beta, sums, d_out, states, d_states, u, u_low, d_q, d_k, d_v, d_decay, d_beta)
+        plan.read(q, k, beta, sums, d_out, states, d_states, u, d_q, d_k, d_v, d_decay, d_beta)
     grads = d_k, d_v, None if d_decay is None else d_decay[..., None], d_beta
     grads = tuple(plan.over_groups(y, kind) for y, kind in zip(grads, (k, v, decay, beta), strict=True))
     return d_q, *grads, d_state if plan.group == 1 else d_state.unflatten(1, (-1, plan.group)).sum(2)
@@ -819,9 +842,10 @@ class _DeltaForward(_DeltaPlan):
         super().__init__(device, key, problem)
         S, X = self.sizes, self.B * self.H
         warps, stages = (4, 3) if self.bf16 and S.BD <= 128 else (4, 2) if self.bf16 else (4, 1)
-        scalars = self.T, self.chunks
+        self.workspace = Workspace((X * self.chunks * S.C * S.C, torch.bfloat16 if self.bf16 else torch.float32))
+        scalars = self.T, self.chunks, self.scale
         self.inverse = self.delta_launch(
-            gated_delta_inverse_kernel, self.B * S.HKV * self.chunks, scalars, "k decay beta", 4, 1
+            gated_delta_inverse_kernel, self.B * S.HKV * self.chunks, scalars, "q k decay beta", 4, 1
         )
         if self.segments > 1:
             programs = X * (S.TILES + S.BD // S.BE) * self.segments
@@ -842,18 +866,18 @@ class _DeltaBackward(_DeltaPlan):
         kind = torch.bfloat16 if self.bf16 else torch.float32
         size = X * S.BD * S.BE * S.TILES
         totals = size * self.segments if self.segments > 1 else 0
-        # Where they are large enough, u lies where the gradients of k and q will.
+        # Where it is large enough, u lies where the gradient of k will.
         self.shared = self.group == 1 and S.E <= S.D
         writes = 0 if self.shared else X * self.T * S.E
         buffers = (size * self.chunks, kind), (size * self.chunks, kind), (totals, torch.float32)
-        self.workspace = Workspace(*buffers, (writes, kind), (writes if self.bf16 else 0, kind))
+        self.workspace = Workspace(*buffers, (writes, kind))
         self.sizes = S = S._replace(STRIDE_U=self.H * (S.D if self.shared else S.E))
         if self.segments > 1:
             self.totals = self.states_launch(states=True, store=False)
             self.scan = self.scan_launch(back=True)
         self.states = self.states_launch(states=self.segments == 1, store=True)
         scalars = self.T, self.chunks, self.scale
-        self.read = self.delta_launch(gated_delta_backward_kernel, X * self.chunks, scalars, "q k v beta d", 4, 2)
+        self.read = self.delta_launch(gated_delta_backward_kernel, X * self.chunks, scalars, "q k beta d", 4, 2)
 
     def states_launch(self, *, states: bool, store: bool) -> Launch:
         """Create a launch that computes gradients of states, and in other programs the states."""
@@ -891,7 +915,7 @@ def _saved(device: int, dtype: torch.dtype, q: Any, v: Any) -> Workspace:
     kind = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     return Workspace(
         (chunks * C * C, kind),
-        (chunks * C * 2, torch.float32),
+        (chunks * C * 4, torch.float32),
         (most * BD * BD, torch.float32),
         (most * BD * BE * tiles, torch.float32),
     )
