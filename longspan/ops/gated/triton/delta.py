@@ -191,7 +191,7 @@ def between(b_high, b_low, TRANSPOSED: tl.constexpr, S: tl.constexpr):
 @triton.jit
 def load_sums(p_sums, i_x, S: tl.constexpr):
     """G (C,) of chunk i_x as `running_sums` returns it."""
-    b_high = tl.zeros((S.C,), tl.float32)
+    b_high = zeros(S.C)
     b_low = b_high
     if S.GATED:
         p_sums += i_x * (4 * S.C) + tl.arange(0, S.C)
@@ -289,7 +289,12 @@ def store_triangle(p_x, i_x, b_t, S: tl.constexpr):
 @triton.jit
 def load_triangle(p_x, i_x, TRANSPOSED: tl.constexpr, S: tl.constexpr):
     """The halves of what `store_triangle` stores, or of its transpose."""
-    b_t = tl.load(p_x + _square(i_x, S))
+    return triangle(tl.load(p_x + _square(i_x, S)), TRANSPOSED, S)
+
+
+@triton.jit
+def triangle(b_t, TRANSPOSED: tl.constexpr, S: tl.constexpr):
+    """The halves of a stored triangular matrix, or of its transpose."""
     b_other = tl.trans(b_t)
     if TRANSPOSED:
         b_t, b_other = b_other, b_t
@@ -398,15 +403,17 @@ def _states(
     # What no product takes directly is loaded one chunk ahead.
     b_next_beta = load_beta(p_beta, rows, S)
     b_next_start, b_next_end, next_last = load_factors(p_sums, i_c, S)
+    b_next = tl.load(p_inverse + _square(i_c, S))
     for i in tl.range(count, num_stages=STAGES):
         b_beta, b_start, b_end, last = b_next_beta, b_next_start, b_next_end, next_last
+        b_t, b_t_low = triangle(b_next, False, S)
         more = tl.where(i + 1 < count, 1, 0)
+        b_next = tl.load(p_inverse + _square(i_c + i + more, S))
         p_beta += more * S.C * S.STRIDE_BETA
         b_next_beta = load_beta(p_beta, rows - more * S.C, S)
         b_next_start, b_next_end, next_last = load_factors(p_sums, i_c + i + more, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
-        b_t, b_t_low = load_triangle(p_inverse, i_c + i, False, S)
         if STORE:
             p_tile = p_states + _tile(i_x + i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
@@ -568,10 +575,13 @@ def _state_gradients(
     b_next_beta = load_beta(p_beta, rows, S)
     b_next_start, b_next_end, next_last = load_factors(p_sums, i_c, S)
     b_next_high, b_next_low = load_sums(p_sums, i_c, S)
+    b_next = tl.load(p_inverse + _square(i_c, S))
     for i in tl.range(count, num_stages=STAGES):
         b_beta, b_start, b_end, last = b_next_beta, b_next_start, b_next_end, next_last
         b_high, b_low = b_next_high, b_next_low
+        b_t, b_t_low = triangle(b_next, True, S)
         more = tl.where(i + 1 < count, 1, 0)
+        b_next = tl.load(p_inverse + _square(i_c - i - more, S))
         p_beta -= more * S.C * S.STRIDE_BETA
         b_next_beta = load_beta(p_beta, rows + more * S.C, S)
         b_next_start, b_next_end, next_last = load_factors(p_sums, i_c - i - more, S)
@@ -579,15 +589,14 @@ def _state_gradients(
         b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e)
-        b_t, b_t_low = load_triangle(p_inverse, i_c - i, True, S)
         if STORE:
             p_tile = p_states + _tile(i_x - i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         b_u = dot(b_k, b_s, S) * b_end[:, None]
-        b_s = add_dot(tl.trans(b_q), b_d.to(tl.float32) * (b_start * scale)[:, None], b_s * last, S)
         b_pair = dot(b_k, tl.trans(b_q), S) * (between(b_high, b_low, True, S) * scale)
         b_pair, b_pair_low = halves(b_pair, S)
         b_u = halves_dot(b_pair, b_pair_low, b_d.to(S.DOT), None, b_u, S)
+        b_s = add_dot(tl.trans(b_q), b_d.to(tl.float32) * (b_start * scale)[:, None], b_s * last, S)
         b_u, b_u_low = halves(b_u, S)
         b_z = halves_dot(b_t, b_t_low, b_u, b_u_low, zeros(S.C, S.BE), S)
         if STORE:
@@ -659,6 +668,12 @@ def _inner_product(p_x, p_y, i_x, S: tl.constexpr):
     return tl.sum(b_sum)
 
 
+@triton.jit
+def _row_products(p_x, STRIDE: tl.constexpr, rows, b_y, S: tl.constexpr):
+    """x_i · y_i (C,) of a chunk's rows."""
+    return tl.sum(load_rows(p_x, STRIDE, rows, S.D, S.BD, S, 0, True).to(tl.float32) * b_y, 1)
+
+
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_delta_backward_kernel(
     p_q, p_k, p_beta, p_sums, p_d_out, p_states, p_d_states, p_u,
@@ -704,8 +719,8 @@ def gated_delta_backward_kernel(
     b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
     b_d_sum = zeros(S.C)
     if S.GATED:
-        b_pairs = b_d_pair * dot(b_q, tl.trans(b_k), S) + b_d_l * dot(b_k, tl.trans(b_k), S)
-        b_d_sum = tl.sum(b_pairs, 1) - tl.sum(b_pairs, 0)
+        b_x = b_d_pair * dot(b_q, tl.trans(b_k), S) + b_d_l * dot(b_k, tl.trans(b_k), S)
+        b_d_sum = tl.sum(b_x, 1) - tl.sum(b_x, 0)
     b_pair, b_pair_low = halves(b_d_pair, S)
     b_l = (b_d_l + tl.trans(b_d_l)).to(S.DOT)
     b_d_q = zeros(S.C, S.BD)
@@ -715,30 +730,27 @@ def gated_delta_backward_kernel(
         b_d_q = add_dot(b_d, tl.trans(b_s), b_d_q, S)
     b_d_q *= (b_start * scale)[:, None]
     if S.GATED:
-        b_d_sum += tl.sum(b_q.to(tl.float32) * b_d_q, 1)
+        b_d_sum += _row_products(p_q, S.STRIDE_Q, rows, b_d_q, S)
     b_d_q = halves_dot(b_pair, b_pair_low, b_k.to(S.DOT), None, b_d_q, S)
     store_rows(p_d_q + i_token * S.D, S.H * S.D, rows, b_d_q, S.D, S.BD, S)
-    b_d_k = zeros(S.C, S.BD)
+    b_d_k = dot(tl.trans(b_pair), b_q, S)
+    b_d_k = add_dot(b_l, b_k, b_d_k, S)
+    b_pairs = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_s = tl.load(p_states + _tile(i_x, i_e, S), eviction_policy="evict_first")
-        b_z = load_rows(p_d_v, S.H * S.E, rows, S.E, S.BE, S, i_e, True)
-        b_d_k = add_dot(b_z, tl.trans(b_s), b_d_k, S)
-        store_rows(p_d_v, S.H * S.E, rows, b_z.to(tl.float32) * b_beta[:, None], S.E, S.BE, S, i_e)
-    b_d_k *= -(b_start * b_beta)[:, None]
-    b_in = zeros(S.C)
-    if S.GATED:
-        b_in = tl.sum(b_k.to(tl.float32) * b_d_k, 1)
+        b_z = load_rows(p_d_v, S.H * S.E, rows, S.E, S.BE, S, i_e, True).to(tl.float32) * b_beta[:, None]
+        store_rows(p_d_v, S.H * S.E, rows, b_z, S.E, S.BE, S, i_e)
+        b_d_k = add_dot(b_z * -b_start[:, None], tl.trans(b_s), b_d_k, S)
+    b_ins = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_u = load_rows(p_u, S.STRIDE_U, rows, S.E, S.BE, S, i_e, True)
         b_d_s = tl.load(p_d_states + _tile(i_x, i_e, S))
         b_d_k = add_dot(b_u.to(tl.float32) * b_end[:, None], tl.trans(b_d_s), b_d_k, S)
     if S.GATED:
-        b_ends = tl.sum(b_k.to(tl.float32) * b_d_k, 1) - b_in
+        b_ends = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S) - b_ins
         end = tl.sum(b_ends) + last * _inner_product(p_states, p_d_states, i_x, S)
-        b_d_sum += b_in - b_ends + tl.where(i_t == S.C - 1, end, 0.0)
+        b_d_sum += b_ins - b_pairs - b_ends + tl.where(i_t == S.C - 1, end, 0.0)
         tl.store(p_d_decay + i_token + i_t * S.H, tl.cumsum(b_d_sum, 0, reverse=True), mask=i_t < rows)
-    b_d_k = add_dot(tl.trans(b_pair), b_q, b_d_k, S)
-    b_d_k = add_dot(b_l, b_k, b_d_k, S)
     tl.debug_barrier()
     store_rows(p_d_k + i_token * S.D, S.H * S.D, rows, b_d_k, S.D, S.BD, S)
 
