@@ -60,5 +60,7 @@ class DeltaAttention(GatedMechanism):
         return GateActivation("time_step", "sigmoid", self.time_step.A_log, self.time_step.dt_bias, strength)
 
     def _keys(self, x: Tensor) -> Tensor:
-        x = x.to(sum_dtype(x))
-        return x * (x.square().sum(-1, keepdim=True) + KEY_EPSILON).rsqrt()
+        y = x.to(sum_dtype(x))
+        y = y * (y.square().sum(-1, keepdim=True) + KEY_EPSILON).rsqrt()
+        # The kernels take queries, keys and values of one dtype.
+        return y.to(x.dtype) if x.is_cuda else y

@@ -1,4 +1,4 @@
-"""The delta rule with no decay or one per head (DeltaNet, Gated DeltaNet): triangular inverses, then states in registers.
+"""The delta rule with no decay or one per head (DeltaNet, Gated DeltaNet): triangular inverses, states in registers.
 
 With G_i = Σ_{s ≤ i} log α_s from the chunk's first token on, S the state before the chunk and T = (I + L)⁻¹,
 L_ij = β_i k_i · k_j e^{G_i − G_j} for j < i, a chunk writes
@@ -6,13 +6,13 @@ L_ij = β_i k_i · k_j e^{G_i − G_j} for j < i, a chunk writes
     u = T (β ∘ x),   x = v − e^G ∘ (k S),        o = e^G ∘ (q S) + tril(q kᵀ ∘ e^{G_i − G_j}) u,
     S' = e^{G_C} S + kᵀ (e^{G_C − G} ∘ u).
 
-A first kernel computes T of all chunks at once. A second goes through the chunks of a sequence with a tile of the
-state's columns in registers and writes the outputs; no state goes to memory. Factors of rows stand beside results of
-products, in float32: q, k and v enter products as they are.
+A first kernel computes T and the matrix of o's last product of all chunks at once. A second goes through the chunks of a
+sequence with a tile of the state's columns in registers and writes the outputs; no state goes to memory. Factors of
+rows stand beside results of products, in float32: q, k and v enter products as they are.
 
-Where sequences times tiles are fewer than multiprocessors, a sequence is divided into segments. A segment maps the state
-before it to P S + Δ: Δ is what it makes of a zero state, P of D columns that begin as the identity and into which no
-value is written. A scan over the segments' maps gives the state before each.
+Where sequences times tiles are fewer than multiprocessors, a sequence is divided into segments. A segment maps the
+state before it to P S + Δ: Δ is what it makes of a zero state, P of D columns that begin as the identity and into which
+no value is written. A scan over the segments' maps gives the state before each.
 
 Backward, with dS' the gradient of the state after a chunk and z = Tᵀ du:
 
@@ -228,7 +228,16 @@ def _rows(p_x, STRIDE: tl.constexpr, rows, i_x, SIZE: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def load_rows(p_x, STRIDE: tl.constexpr, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr, i_x=0, AGAIN: tl.constexpr = False):
+def load_rows(
+    p_x,
+    STRIDE: tl.constexpr,
+    rows,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    S: tl.constexpr,
+    i_x=0,
+    AGAIN: tl.constexpr = False,
+):
     """Load the first rows of the (C, WIDTH) block at p_x, the i_x-th of SIZE columns; zeros elsewhere.
 
     AGAIN: The compiler does not merge the load with an earlier one, which frees registers.
@@ -514,8 +523,8 @@ def _first_state(p_state, p_totals, i_state, i_x, i_s, segments, i_e, BACK: tl.c
 
 @triton.jit(do_not_specialize=["T", "segments", "run", "chunks", "scale"])
 def gated_delta_forward_kernel(
-    p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_pairs, p_state, p_totals, p_out, p_after, T, segments, run, chunks, scale,
-    q, k, v, beta, S: tl.constexpr, STAGES: tl.constexpr
+    p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_pairs, p_state, p_totals, p_out, p_after,
+    T, segments, run, chunks, scale, q, k, v, beta, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Outputs of one segment, for one tile of values, and the state after the last segment."""
     i_h, i_kv, i_e, i_s, i_b = _segment(tl.program_id(0), segments, S)
@@ -632,8 +641,8 @@ def gated_delta_backward_states_kernel(
         b_s = _first_state(p_state, p_totals, i_y, i_x, i_s, segments, i_e, False, S)
         i_u = (i_b * T + i_first * S.C) * S.STRIDE_U + i_h * (S.STRIDE_U // S.H)
         _states(
-            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u + i_u, T, i_b, i_kv, i_e, i_x * chunks + i_first,
-            i_first * S.C, i_y * chunks + i_first, count, 1, k, v, beta, S, True, STAGES
+            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u + i_u, T, i_b, i_kv, i_e,
+            i_x * chunks + i_first, i_first * S.C, i_y * chunks + i_first, count, 1, k, v, beta, S, True, STAGES
         )  # fmt: skip
     else:
         i_last = i_first + count - 1
@@ -772,10 +781,8 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> t
     return out, after, saved
 
 
-def backward(
-    saved: GatedSaved, x: GatedInputs, problem: GatedProblem
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Return the gradients of q, k, v, log_decay, beta and of the state before the first token."""
+def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, v, log_decay, beta and of the state before the first token, if there are any."""
     q, k, v, decay, beta, state = _dense(x)
     d_out, d_after = dense_rows(saved.d_out), dense(saved.d_state)
     plan = _DeltaBackward.of((q, k, v, decay, beta, state, d_out, d_after, saved.starts), problem)
@@ -798,9 +805,20 @@ def backward(
             plan.scan(maps, d_totals)
         plan.states(*inputs)
         plan.read(q, k, beta, sums, d_out, states, d_states, u, d_q, d_k, d_v, d_decay, d_beta)
-    grads = d_k, d_v, None if d_decay is None else d_decay[..., None], d_beta
-    grads = tuple(plan.over_groups(y, kind) for y, kind in zip(grads, (k, v, decay, beta), strict=True))
-    return d_q, *grads, d_state if plan.group == 1 else d_state.unflatten(1, (-1, plan.group)).sum(2)
+    if d_decay is not None:
+        d_decay = d_decay[..., None]
+    if plan.group > 1:
+        d_k, d_v, d_decay, d_beta, d_state = (
+            None if y is None else y.unflatten(dim, (-1, plan.group)).sum(dim + 1).to(like.dtype)
+            for y, like, dim in (
+                (d_k, k, 2),
+                (d_v, v, 2),
+                (d_decay, decay, 2),
+                (d_beta, beta, 2),
+                (d_state, d_state, 1),
+            )
+        )
+    return d_q, d_k, d_v, d_decay, d_beta, None if state is None else d_state
 
 
 def saved_size(x: GatedInputs, problem: GatedProblem) -> int:
@@ -900,12 +918,6 @@ class _DeltaBackward(_DeltaPlan):
         return self.delta_launch(
             *(gated_delta_backward_states_kernel, programs + first, scalars, "q k v beta d", warps, stages), STORE=store
         )
-
-    def over_groups(self, d: Tensor | None, like: Tensor | None) -> Tensor | None:
-        """The gradient (B, T, H, ·) of a tensor that query heads share, added up over them."""
-        if d is None or like is None or self.group == 1:
-            return d
-        return d.unflatten(2, (-1, self.group)).sum(3).to(like.dtype)
 
 
 def _tiling(dtype: torch.dtype, D: int, E: int) -> tuple[int, int, int, int]:

@@ -1,0 +1,88 @@
+"""The Triton kernels of the delta rule with one decay per head on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gated_cases import NAMES, Case, arguments, by_kernels, check, errors
+
+from longspan import build_mechanism
+from longspan.ops.gated import GatedInputs, choose_algorithm, gated_linear
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+DELTA = Case(T=517, B=1, H=2, Hkv=2, D=64, E=64, delta=True)
+
+CASES = [
+    *(replace(DELTA, T=T, D=16, E=16) for T in (2, 63, 64, 65, 129, 1031)),
+    *(replace(DELTA, D=dim, E=dim) for dim in (32, 128, 256)),
+    replace(DELTA, T=1024, H=4, D=128, E=128, strength=0.02),
+    replace(DELTA, T=1031, Hkv=1, E=128, beta=False, state=False),
+    replace(DELTA, H=6, D=70, E=40, decay=None),
+    replace(DELTA, strided=True, strength=2.0, forgets=(-104.0, -20.0, 0.0)),
+    replace(DELTA, T=256, B=16, H=8, Hkv=8, state=False),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels(case: Case, dtype: torch.dtype) -> None:
+    check(case, arguments(case, dtype, "cuda"), dtype)
+
+
+def test_a_long_sequence_of_few_heads() -> None:
+    case = replace(DELTA, T=16384, H=1, Hkv=1, D=128, E=128)
+    check(case, arguments(case, torch.bfloat16, "cuda"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("noise", "names"), [(0.3, NAMES), (0.05, ["out", "state", "d_v", "d_start"])])
+def test_nearly_parallel_keys_that_reflect(noise: float, names: list[str], dtype: torch.dtype) -> None:
+    case = replace(DELTA, decay=None)
+    d_out, d_state, x = arguments(case, dtype, "cuda")
+    k = torch.randn(64) + noise * torch.randn(x.k.shape)
+    k = (k / k.norm(dim=-1, keepdim=True)).to("cuda", dtype)
+    x = x._replace(k=k, beta=torch.full_like(x.beta, 2.0))
+    for name, (error, allowed) in errors(case, (d_out, d_state, x), dtype).items():
+        assert name not in names or error <= allowed, f"{name}: {error:.3g} from the truth, {allowed:.3g} allowed"
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_same_bits_twice(dim: int) -> None:
+    case = replace(DELTA, T=2111, H=4, D=dim, E=dim)
+    given = arguments(case, torch.bfloat16, "cuda")
+    for name, first, second in zip(NAMES, by_kernels(case, given), by_kernels(case, given), strict=True):
+        assert torch.equal(first, second), name
+
+
+def test_compiled_and_eager_calls_agree() -> None:
+    d_out, d_state, x = arguments(replace(DELTA, T=130), torch.bfloat16, "cuda")
+    assert choose_algorithm(x, True) == "delta"
+    named = dict(zip(GatedInputs._fields, (y.requires_grad_() for y in x), strict=True))
+    results = []
+    for call in (gated_linear, torch.compile(gated_linear)):
+        out, state = call(**named, delta=True)
+        results.append((out, state, *torch.autograd.grad((out, state), list(named.values()), (d_out, d_state))))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("gate", ["none", "head"])
+def test_the_mechanism_runs_on_the_kernels(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan.ops import gated
+
+    used = []
+    kernels = gated._kernels
+    monkeypatch.setattr(gated, "_kernels", lambda algorithm: used.append(algorithm) or kernels(algorithm))
+    mechanism = build_mechanism("delta", 2, 64, gate=gate).cuda()
+    q, k, v = torch.randn(3, 1, 130, 2, 64, device="cuda").bfloat16()
+    gates = torch.randn(1, 130, 2, mechanism.num_gates, device="cuda")
+    out = mechanism(q, k, v, causal=True, gates=gates)
+    assert used == ["delta"]
+    near = mechanism.cpu()(q.cpu(), k.cpu(), v.cpu(), causal=True, gates=gates.cpu())
+    assert (out.cpu() - near).abs().max() <= 0.02 * near.abs().max()

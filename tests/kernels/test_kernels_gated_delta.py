@@ -1,0 +1,101 @@
+"""The Triton kernels of the delta rule with one decay per head under Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gated_cases import Case, arguments, by_kernels, check, errors
+from interpreter import bfloat16, interpreted  # noqa: F401
+
+from longspan.ops import gated
+from longspan.ops.common import dispatch
+from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
+
+DELTA = Case(B=1, H=1, Hkv=1, delta=True)
+CASES = [
+    replace(DELTA, T=2, B=2),
+    replace(DELTA, T=63, H=4, Hkv=2, E=3),
+    replace(DELTA, T=65, beta=False, state=False, strided=True),
+    replace(DELTA, T=64, H=2, Hkv=2, decay=None),
+    replace(DELTA, T=131, strength=2.0, forgets=(-104.0, -20.0, 0.0)),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels(case: Case, dtype: torch.dtype) -> None:
+    if dtype == torch.float16 and CASES.index(case) % 2:
+        pytest.skip("every other case will do")
+    check(case, arguments(case, dtype, "cpu"), dtype)
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("case", [*CASES, replace(DELTA, T=67, D=130, E=70)], ids=str)
+def test_bfloat16(case: Case) -> None:
+    check(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
+
+
+@interpreted
+@pytest.mark.parametrize("state", [True, False])
+def test_segments(state: bool) -> None:
+    case = replace(DELTA, T=32 * 13 + 5, state=state)
+    check(case, arguments(case, torch.float32, "cpu"), torch.float32)
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize(("noise", "names"), [(0.3, None), (0.05, ("out", "state", "d_v", "d_start"))])
+def test_nearly_parallel_keys_that_reflect(noise: float, names: tuple[str, ...] | None) -> None:
+    """β = 2: the entries of the triangular inverse alternate, and what is written is a small difference."""
+    case = replace(DELTA, T=131, D=64, E=16, decay=None)
+    d_out, d_state, x = arguments(case, torch.bfloat16, "cpu")
+    k = torch.randn(64) + noise * torch.randn(1, 131, 1, 64)
+    x = x._replace(k=(k / k.norm(dim=-1, keepdim=True)).bfloat16(), beta=torch.full((1, 131, 1), 2.0))
+    for name, (error, allowed) in errors(case, (d_out, d_state, x), torch.bfloat16).items():
+        if names is None or name in names:
+            assert error <= allowed, f"{name}: {error:.3g} from the truth, {allowed:.3g} allowed"
+
+
+@interpreted
+def test_tokens_that_write_nothing_have_gradients() -> None:
+    case = replace(DELTA, T=37)
+    d_out, d_state, x = arguments(case, torch.float32, "cpu")
+    assert x.beta is not None
+    x.beta[:, ::3] = 0
+    check(case, (d_out, d_state, x), torch.float32)
+    assert by_kernels(case, (d_out, d_state, x))[6][:, ::3].abs().min() > 0
+
+
+@interpreted
+def test_backward_uses_what_is_saved_and_leaves_it() -> None:
+    d_out, d_state, x = arguments(replace(DELTA, T=70), torch.float32, "cpu")
+    problem, kernels = GatedProblem(True, 0.7, "delta"), gated._kernels("delta")
+    saved = kernels.forward(x, problem)[2]
+    before = saved.clone()
+    first, second = (kernels.backward(GatedSaved(d_out, d_state, saved), x, problem) for _ in range(2))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+    torch.testing.assert_close(saved, before, rtol=0, atol=0, equal_nan=True)
+    assert not torch.equal(kernels.backward(GatedSaved(d_out, d_state, saved.zero_()), x, problem)[0], first[0])
+
+
+@interpreted
+def test_direct_and_traced_calls_agree() -> None:
+    d_out, d_state, x = arguments(replace(DELTA, T=37), torch.float32, "cpu")
+    results = []
+    for call in (gated._GatedLinear.direct, gated._GatedLinear.traced):
+        leaves = GatedInputs(*(y.detach().requires_grad_() for y in x))
+        out, state = call(*leaves, *GatedProblem(True, 0.7, "delta"))[:2]
+        results.append((out, state, *torch.autograd.grad((out, state), leaves, (d_out, d_state))))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+def test_the_dispatch_knows_the_delta_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
+    _, _, x = arguments(DELTA, torch.bfloat16, "cpu")
+    assert gated.why_not_triton(x, True) is None
+    assert gated.triton_algorithm(x, True) == "delta"
+    assert gated.triton_algorithm(x._replace(log_decay=None), True) == "delta"
