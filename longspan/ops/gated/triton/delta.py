@@ -6,8 +6,8 @@ L_ij = β_i k_i · k_j e^{G_i − G_j} for j < i, a chunk writes
     u = T (β ∘ x),   x = v − e^G ∘ (k S),        o = e^G ∘ (q S) + tril(q kᵀ ∘ e^{G_i − G_j}) u,
     S' = e^{G_C} S + kᵀ (e^{G_C − G} ∘ u).
 
-A first kernel computes T and the matrix of o's last product of all chunks at once. A second goes through the chunks of a
-sequence with a tile of the state's columns in registers and writes the outputs; no state goes to memory. Factors of
+A first kernel computes T and the matrix of o's last product of all chunks at once. A second goes through the chunks of
+a sequence with a tile of the state's columns in registers and writes the outputs; no state goes to memory. Factors of
 rows stand beside results of products, in float32: q, k and v enter products as they are.
 
 Where sequences times tiles are fewer than multiprocessors, a sequence is divided into segments. A segment maps the
@@ -377,16 +377,15 @@ def gated_delta_inverse_kernel(
 
 
 @triton.jit
-def _writes(b_s, b_k, b_v, b_t, b_t_low, b_beta, b_start, S: tl.constexpr):
-    """x and u (C, BE) of a chunk after state S.
+def _writes(b_x, b_v, b_t, b_t_low, b_beta, b_start, S: tl.constexpr):
+    """u (C, BE) of a chunk. b_x: k S.
 
     Where keys are nearly parallel and β is near 2, T's entries alternate around ±2 and those of β x are nearly equal:
     u is far smaller than the terms that add up to it, and a product of bfloat16 numbers would leave it few digits.
     """
-    b_x = dot(b_k, b_s, S)
     b_x = b_v.to(tl.float32) - b_x * b_start[:, None]
     b_high, b_low = halves(b_x * b_beta[:, None], S)
-    return b_x, halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
+    return halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
 
 
 @triton.jit
@@ -426,7 +425,7 @@ def _states(
         if STORE:
             p_tile = p_states + _tile(i_x + i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
-        _, b_u = _writes(b_s, b_k, b_v.to(tl.float32) * values, b_t, b_t_low, b_beta, b_start, S)
+        b_u = _writes(dot(b_k, b_s, S), b_v.to(tl.float32) * values, b_t, b_t_low, b_beta, b_start, S)
         if STORE:
             store_rows(p_u, S.STRIDE_U, rows, b_u, S.E, S.BE, S, i_e)
             p_u += S.C * S.STRIDE_U
@@ -550,8 +549,9 @@ def gated_delta_forward_kernel(
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
         b_t, b_t_low = load_triangle(p_inverse, i_y + i, False, S)
+        b_x = dot(b_k, b_s, S)
         b_out = dot(b_q, b_s, S)
-        _, b_u = _writes(b_s, b_k, b_v, b_t, b_t_low, b_beta, b_start, S)
+        b_u = _writes(b_x, b_v, b_t, b_t_low, b_beta, b_start, S)
         b_pair, b_pair_low = load_triangle(p_pairs, i_x + i, False, S)
         b_high, b_low = halves(b_u, S)
         b_out = halves_dot(b_pair, b_pair_low, b_high, b_low, b_out * (b_start * scale)[:, None], S)
