@@ -163,17 +163,13 @@ class ContextParallel(nn.Module):
         *,
         causal: bool | None = None,
         start: Tensor | None = None,
-        **call: int,
+        labels_given: bool = False,
     ) -> Shard:
         if causal is None:
             causal = (self.model.decoder if isinstance(self.model, EncoderDecoder) else self.model).config.causal
-        numbers = {
-            "method": _METHODS.index(method),
-            "width": x.shape[2] if x.ndim == 3 else 0,
-            "training": self.model.training,
-        }
-        numbers |= {"gradients_are_on": torch.is_grad_enabled(), **call}
-        return Shard(self.group, x, key_mask, packing, causal=causal, start=start, **numbers)
+        call = {"width": x.shape[2] if x.ndim == 3 else 0, "labels_given": labels_given}
+        call |= {"training": self.model.training, "gradients_are_on": torch.is_grad_enabled()}
+        return Shard(self.group, x, key_mask, packing, causal=causal, start=start, method=method, **call)
 
     def _context(self, context: Tensor | None, mask: Tensor | None, packing: Packing | None) -> dict[str, Any]:
         """Return the arguments of a model for this rank's piece of a context."""
@@ -201,9 +197,6 @@ class ContextParallel(nn.Module):
         mean = vectors.sum(1) / shard.counts.sum(0).clamp(min=1)[:, None].to(vectors.dtype)
         head = model.to_classes
         return all_reduce(nn.functional.linear(mean, head.weight, head.bias / shard.ranks), self.group)
-
-
-_METHODS = ("forward", "loss", "extend", "context", "source")
 
 
 def context_parallel(model: Any, group: dist.ProcessGroup | DeviceMesh) -> Any:

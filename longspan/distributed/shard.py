@@ -28,6 +28,7 @@ from longspan.protocol import Mechanism, State
 
 S = TypeVar("S", bound=State)
 Queries = Callable[[], Tensor]
+METHODS = ("forward", "loss", "extend", "context", "source")
 
 
 class Run(NamedTuple):
@@ -50,7 +51,8 @@ class Shard:
         packing: The packing of the whole sequence.
         causal: Whether positions count real tokens only, or slots.
         start: (B,) the position of the first token of all ranks; 0 unless given.
-        call: Numbers by name that must be equal on all ranks, such as which method was called.
+        method: The method that was called, one of `METHODS`.
+        call: Further numbers by name that must be equal on all ranks.
 
     Raises:
         ValueError: On every rank, if the ranks' pieces do not fit together.
@@ -65,11 +67,12 @@ class Shard:
         *,
         causal: bool,
         start: Tensor | None = None,
+        method: str = "forward",
         **call: int,
     ) -> None:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self.packing, self.causal, self.start = packing, causal, start
-        lengths = self._check(x, key_mask, packing, call)
+        lengths = self._check(x, key_mask, packing, {"method": METHODS.index(method), **call})
         self.ends = torch.tensor(lengths).cumsum(0).tolist()
         self.lows = [end - length for end, length in zip(self.ends, lengths, strict=True)]
         self.lengths, self.offset, self.total = lengths, self.lows[self.rank], self.ends[-1]
@@ -103,7 +106,8 @@ class Shard:
             raise ValueError("packing and key_mask exclude each other: a packed row has no padding; leave key_mask out")
         for name, numbers in zip(call, calls, strict=True):
             if len(set(numbers)) > 1:
-                raise ValueError(f"the ranks must make the same call: {name.replace('_', ' ')} is {numbers}")
+                got = [METHODS[number] for number in numbers] if name == "method" else numbers
+                raise ValueError(f"the ranks must make the same call: {name.replace('_', ' ')} is {got}")
         return lengths
 
     def layout(self, x: Tensor, key_mask: Tensor | None) -> TokenLayout:
@@ -209,11 +213,19 @@ class Shard:
             recent = merge_latest(recent, piece, held)
         return recent
 
+    def following(self, labels: Tensor) -> Tensor:
+        """Return the label after each (B, T), that of the next piece included; −100 after the last."""
+        there = torch.ones_like(labels)
+        moved = self._start_halo(torch.stack([labels, there], -1), 0, 1)()[:, 1:]
+        return moved[..., 0].masked_fill(moved[..., 1] == 0, IGNORE_INDEX)
+
     def next_tokens(self, tokens: Tensor, layout: TokenLayout) -> Tensor:
         """Return the token after each (B, T), that of the next piece included; −100 where there is none."""
-        visible = torch.ones_like(tokens) if layout.key_mask is None else layout.key_mask.to(tokens.dtype)
-        following = self._start_halo(torch.stack([tokens, visible], -1), 0, 1)()[:, 1:]
-        labels = following[..., 0].masked_fill((following[..., 1] * visible) == 0, IGNORE_INDEX)
+        if layout.key_mask is None:
+            labels = self.following(tokens)
+        else:
+            labels = self.following(tokens.masked_fill(~layout.key_mask, IGNORE_INDEX))
+            labels = labels.masked_fill(~layout.key_mask, IGNORE_INDEX)
         return labels if self.packing is None else labels.masked_fill(layout.position == layout.last, IGNORE_INDEX)
 
     def share(self, tensors: list[Tensor]) -> None:

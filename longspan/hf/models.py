@@ -23,6 +23,7 @@ from transformers.utils import can_return_tuple
 
 from longspan.hf.cache import StateCache
 from longspan.hf.config import LongspanConfig
+from longspan.hf.context_parallel import LongspanContextParallel
 from longspan.hf.generate import LongspanGenerationMixin
 from longspan.layout import Packing
 from longspan.models.checkpoint import CONFIG, describe, digests
@@ -43,6 +44,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     gradient_checkpointing = False
     _no_split_modules = ("ResidualBranch",)
+    context_parallel_type = LongspanContextParallel
     _is_stateful = True  # assisted generation, which crops a cache, is refused
     model: LanguageModel | EncoderDecoder | Classifier
 
@@ -172,6 +174,7 @@ class LongspanPreTrainedModel(PreTrainedModel):
 class LongspanModel(LongspanPreTrainedModel):
     """A language model without its output layer."""
 
+    output_type = BaseModelOutputWithPast
     model: LanguageModel
     _keys_to_ignore_on_load_unexpected = (r"to_logits\.", r"from_dim\.")
 
@@ -208,6 +211,7 @@ class LongspanModel(LongspanPreTrainedModel):
 class LongspanForCausalLM(LongspanPreTrainedModel, LongspanGenerationMixin):
     """A causal language model. `generate` decodes from a state; see `LongspanGenerationMixin`."""
 
+    output_type = CausalLMOutputWithPast
     model: LanguageModel
 
     def _build(self, config: LongspanConfig) -> LanguageModel:
@@ -253,6 +257,7 @@ class LongspanForCausalLM(LongspanPreTrainedModel, LongspanGenerationMixin):
 class LongspanForMaskedLM(LongspanPreTrainedModel):
     """A bidirectional language model that predicts masked tokens."""
 
+    output_type = MaskedLMOutput
     model: LanguageModel
 
     def _build(self, config: LongspanConfig) -> LanguageModel:
@@ -290,6 +295,7 @@ class LongspanForMaskedLM(LongspanPreTrainedModel):
 class LongspanForSequenceClassification(LongspanPreTrainedModel):
     """A classifier of the mean over real tokens. A language model's checkpoint loads into its body."""
 
+    output_type = SequenceClassifierOutput
     model: Classifier
     _keys_to_ignore_on_load_unexpected = (r"to_logits\.", r"from_dim\.")
 
