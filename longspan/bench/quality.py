@@ -32,8 +32,8 @@ from longspan.utils import choose, printable
 HELD_OUT, SCORED = 2_000_000, 1_048_576  # bytes
 DEVICES = ("cpu", "cuda")
 Settings = dict[str, Any]
-# The layers of Gated DeltaNet and Kimi Linear: a convolution on q, k and v, and a normalized, gated output.
-_GATED_LAYER = {"conv_size": 4, "out_norm": True, "out_gate": "silu"}
+# The outputs of Gated DeltaNet and Kimi Linear. Their convolution is left out: the presets shift tokens already.
+_GATED_LAYER = {"out_norm": True, "out_gate": "silu"}
 
 
 def candidates(num_heads: int, context: int) -> dict[str, Settings]:
@@ -41,7 +41,7 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
 
     Names with "+" divide the heads of every layer, names with "/" the layers; "head" and "channel" are gates. Gated
     DeltaNet and Samba alternate memories with windows, Kimi Linear and Jamba have a softmax layer after several
-    memories; "plain" has neither convolution nor output gate, which the preset's token shift partly replaces.
+    memories. All gated memories have a normalized, gated output, and "conv" a convolution on q, k and v too.
 
     Args:
         num_heads: Heads of a layer.
@@ -61,7 +61,7 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
         "local+linear": {"mechanism": "split"},
         "local+delta-head": model(half_local(num_heads, window, delta), **_GATED_LAYER),
         "local+decay-head": model(half_local(num_heads, window, decay), **_GATED_LAYER),
-        "local+delta-head-plain": model(half_local(num_heads, window, delta)),
+        "local+delta-head-conv": model(half_local(num_heads, window, delta), conv_size=4, **_GATED_LAYER),
         "delta-head/local": model([delta, local], **_GATED_LAYER),
         "3delta-head/local": model([delta, delta, delta, local], **_GATED_LAYER),
         "3delta-channel/softmax": model([kda, kda, kda, {"mechanism": "softmax"}], **_GATED_LAYER),

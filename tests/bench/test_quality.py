@@ -54,7 +54,7 @@ def test_candidates_are_settings_of_a_model(name: str) -> None:
     settings = resolve({**candidates(8, 4096)[name], "preset": "small", "data": ("x",), "out": "y"})
     attention = settings.complete(256, 0).attention
     assert ("linear" in str(attention.mechanism)) == (name == "local+linear")
-    assert (attention.conv_size == 4) == (name not in ("softmax", "local+linear", "local+delta-head-plain"))
+    assert (attention.conv_size, attention.out_norm) == (4 * ("conv" in name), name not in ("softmax", "local+linear"))
     assert ("window" in str(attention.mechanism)) == ("local" in name)
 
 
