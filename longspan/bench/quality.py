@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -41,7 +41,7 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
 
     Names with "+" divide the heads of every layer, names with "/" the layers; "head" and "channel" are gates. Gated
     DeltaNet and Samba alternate memories with windows, Kimi Linear and Jamba have a softmax layer after several
-    memories. All gated memories have a normalized, gated output, and "conv" a convolution on q, k and v too.
+    memories. Gated memories have a normalized, gated output, as "gated" ones do, and "conv" a convolution on q, k, v.
 
     Args:
         num_heads: Heads of a layer.
@@ -53,12 +53,13 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
     decay = {"mechanism": "decay", "gate": "head"}
 
     def model(mechanism: Any, **layer: Any) -> Settings:
-        attention = {"mechanism": mechanism, "rotary": {"softmax": "halves", "local": "halves"}, **layer}
-        return {f"model.attention.{name}": value for name, value in attention.items()}
+        return _attention({"mechanism": mechanism, "rotary": {"softmax": "halves", "local": "halves"}, **layer})
 
     return {
         "softmax": {"mechanism": "softmax"},
+        "softmax-gated": {"mechanism": "softmax", **_attention(_GATED_LAYER)},
         "local+linear": {"mechanism": "split"},
+        "local+linear-gated": {"mechanism": "split", **_attention(_GATED_LAYER)},
         "local+delta-head": model(half_local(num_heads, window, delta), **_GATED_LAYER),
         "local+decay-head": model(half_local(num_heads, window, decay), **_GATED_LAYER),
         "local+delta-head-conv": model(half_local(num_heads, window, delta), conv_size=4, **_GATED_LAYER),
@@ -66,6 +67,10 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
         "3delta-head/local": model([delta, delta, delta, local], **_GATED_LAYER),
         "3delta-channel/softmax": model([kda, kda, kda, {"mechanism": "softmax"}], **_GATED_LAYER),
     }
+
+
+def _attention(values: Mapping[str, Any]) -> Settings:
+    return {f"model.attention.{name}": value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
