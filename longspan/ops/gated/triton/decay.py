@@ -412,10 +412,10 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
 
 
 def saved_size(x: GatedInputs, problem: GatedProblem) -> int:
-    """Return the number of float32 elements that `forward` saves; it does not depend on the length."""
-    (B, _, Hkv, D), E, device = x.k.shape, x.v.shape[3], x.q.device.index if x.q.is_cuda else -1
-    least = 64 if x.q.dtype == torch.bfloat16 else 16
-    return _saved(device, B * Hkv, padded(D, least), padded(E, least)).size
+    """Return the number of float32 elements that `forward` saves."""
+    (B, T, Hkv, D), E, device = x.k.shape, x.v.shape[3], x.q.device.index if x.q.is_cuda else -1
+    chunk, least = _chunk(x.q.dtype)
+    return _saved(device, B * Hkv, -(-T // chunk), padded(D, least), padded(E, least)).size
 
 
 class _DecayPlan(Plan):
@@ -430,19 +430,19 @@ class _DecayPlan(Plan):
         self.bf16 = self.dtype == torch.bfloat16
         self.heads, self.group = self.B * self.Hkv, self.H // self.Hkv
         self.out_shape, self.state_shape = (self.B, self.T, self.H, self.E), (self.B, self.Hkv, self.D, self.E)
-        self.chunk = CHUNK if self.bf16 else CHUNK // 2
-        self.BD, self.BE = (padded(size, 64 if self.bf16 else 16) for size in (self.D, self.E))
+        self.chunk, least = _chunk(self.dtype)
+        self.BD, self.BE = padded(self.D, least), padded(self.E, least)
         self.num_chunks = -(-self.T // self.chunk)
         self.tiles = {"D": self.BD // self.tile(self.BD, self.BE), "E": self.BE // self.tile(self.BE, self.BD)}
         programs = _resident_programs(device, self.BD, self.BE) // max(self.tiles.values())
-        segments = max(1, min(programs // self.heads, self.num_chunks // 2))
+        segments = _segments(self.heads, programs, self.num_chunks)
         run = -(-self.num_chunks // segments)
         # Segments that precede others are summed in pieces where these are too few for the device, which runs twice as
         # many of these small programs.
         self.pieces = max(1, min(2 * programs // (self.heads * max(1, segments - 1)), run // PIECE))
         self.run = -(-run // self.pieces) * self.pieces
         self.segments = -(-self.num_chunks // self.run)
-        self.saved = _saved(device, self.heads, self.BD, self.BE)
+        self.saved = _saved(device, self.heads, self.num_chunks, self.BD, self.BE)
         self.check = CHECK if self.bf16 else 1
         self.decay, self.beta = log_decay is not None, beta is not None
 
@@ -555,6 +555,26 @@ def _resident_programs(device: int, BD: int, BE: int) -> int:
     return processors * (2 if BD * BE <= 64 * 64 else 1)
 
 
-def _saved(device: int, heads: int, BD: int, BE: int) -> Workspace:
-    """States of each segment. The size is an upper bound for any length: under torch.compile it is not known."""
-    return Workspace(((heads + _resident_programs(device, BD, BE)) * BD * BE, torch.float32))
+def _segments(heads: int, programs: int, chunks: int) -> int:
+    """Return the number of segments, of two chunks at least, that takes the least time.
+
+    The device runs `programs` at once: walks take as many rounds as are needed, each as long as a segment and the start
+    of a program. All segments but one are also summed, which takes about a sixth of the time.
+    """
+
+    def cost(number: int) -> float:
+        rounds = -(-heads * number // programs)
+        return rounds * (chunks / number + 2) + chunks * heads / programs * (1 - 1 / number) / 6
+
+    return min(range(1, max(1, min(2 * programs // heads, chunks // 2)) + 1), key=cost)
+
+
+def _chunk(dtype: torch.dtype) -> tuple[int, int]:
+    """Return the number of tokens in a chunk and the least width of a block."""
+    return (CHUNK, 64) if dtype == torch.bfloat16 else (CHUNK // 2, 16)
+
+
+def _saved(device: int, heads: int, chunks: int, BD: int, BE: int) -> Workspace:
+    """States of each segment. The size is an upper bound: under torch.compile the length may be a symbol."""
+    most = torch.sym_min(heads * (chunks // 2 + 1), heads + 2 * _resident_programs(device, BD, BE))
+    return Workspace((most * BD * BE, torch.float32))
