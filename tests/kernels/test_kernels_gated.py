@@ -65,7 +65,7 @@ def test_long_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(decay, "CHECK", 2)
     monkeypatch.setattr(decay, "PIECE", 2)
-    monkeypatch.setattr(decay, "_resident_programs", lambda *_: 2)
+    monkeypatch.setattr(decay, "_programs", lambda *_: 2)
     case = Case(T=64 * 8 + 3, B=1, H=1, Hkv=1, strength=0.02)
     given = arguments(case, torch.bfloat16, "cpu")
     plan = decay._DecayForward.of((*given[2],), GatedProblem(False, 0.7, "decay"))
@@ -105,10 +105,9 @@ def test_direct_and_traced_calls_agree(bare: bool) -> None:
 @interpreted
 @pytest.mark.usefixtures("bfloat16")
 def test_the_kernels_are_a_proper_operator() -> None:
-    _, _, x = arguments(Case(T=67, B=1, H=2, Hkv=1), torch.bfloat16, "cpu")
+    _, _, x = arguments(Case(T=3, B=1, H=1, Hkv=1), torch.bfloat16, "cpu")
     leaves = [y.requires_grad_() for y in x]
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.longspan.gated_linear.default, (*leaves, False, 0.5, "decay"), test_utils=tests)
+    torch.library.opcheck(torch.ops.longspan.gated_linear.default, (*leaves, False, 0.5, "decay"))
 
 
 @interpreted

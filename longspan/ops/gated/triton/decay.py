@@ -378,7 +378,7 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tu
     plan = _DecayForward.of((q, k, v, x.log_decay, x.beta, state), problem)
     out = v.new_empty(plan.out_shape)
     last = q.new_empty(plan.state_shape, dtype=torch.float32)
-    saved = plan.saved.allocate(q, zeroed=zeroed)
+    saved = q.new_zeros(saved_size(x, problem), dtype=torch.float32) if zeroed else plan.saved.allocate(q)
     work = plan.workspace.allocate(q)
     (states,) = plan.pointers(plan.saved, saved)
     gates, totals, pieces = plan.pointers(plan.workspace, work)
@@ -412,10 +412,14 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
 
 
 def saved_size(x: GatedInputs, problem: GatedProblem) -> int:
-    """Return the number of float32 elements that `forward` saves."""
-    (B, T, Hkv, D), E, device = x.k.shape, x.v.shape[3], x.q.device.index if x.q.is_cuda else -1
-    chunk, least = _chunk(x.q.dtype)
-    return _saved(device, B * Hkv, -(-T // chunk), padded(D, least), padded(E, least)).size
+    """Return the number of float32 elements for `backward`, an upper bound: the length may be a symbol."""
+    (B, T, Hkv, D), E, dtype = x.k.shape, x.v.shape[3], x.q.dtype
+    chunk, least = _chunk(dtype)
+    BD, BE = padded(D, least), padded(E, least)
+    programs = _programs(x.q.device.index if x.q.is_cuda else -1, BD, BE, dtype)
+    heads = B * Hkv
+    most: int = torch.sym_min(heads * (T // chunk // 2 + 1), heads + 2 * programs)
+    return most * BD * BE
 
 
 class _DecayPlan(Plan):
@@ -433,8 +437,11 @@ class _DecayPlan(Plan):
         self.chunk, least = _chunk(self.dtype)
         self.BD, self.BE = padded(self.D, least), padded(self.E, least)
         self.num_chunks = -(-self.T // self.chunk)
-        self.tiles = {"D": self.BD // self.tile(self.BD, self.BE), "E": self.BE // self.tile(self.BE, self.BD)}
-        programs = _resident_programs(device, self.BD, self.BE) // max(self.tiles.values())
+        self.tiles = {
+            "D": self.BD // _tile(self.BD, self.BE, self.dtype),
+            "E": self.BE // _tile(self.BE, self.BD, self.dtype),
+        }
+        programs = _programs(device, self.BD, self.BE, self.dtype)
         segments = _segments(self.heads, programs, self.num_chunks)
         run = -(-self.num_chunks // segments)
         # Segments that precede others are summed in pieces where these are too few for the device, which runs twice as
@@ -442,15 +449,9 @@ class _DecayPlan(Plan):
         self.pieces = max(1, min(2 * programs // (self.heads * max(1, segments - 1)), run // PIECE))
         self.run = -(-run // self.pieces) * self.pieces
         self.segments = -(-self.num_chunks // self.run)
-        self.saved = _saved(device, self.heads, self.num_chunks, self.BD, self.BE)
+        self.saved = Workspace((self.heads * self.segments * self.BD * self.BE, torch.float32))
         self.check = CHECK if self.bf16 else 1
         self.decay, self.beta = log_decay is not None, beta is not None
-
-    def tile(self, values: int, width: int) -> int:
-        """Return the number of values in a tile, given the padded number of values and the width of rows."""
-        if self.bf16:
-            return min(values, 128 if width <= 128 else 64)
-        return min(values, max(16, 4096 // width))
 
     @property
     def buffers(self) -> list[tuple[int, torch.dtype]]:
@@ -475,7 +476,7 @@ class _DecayPlan(Plan):
             rows: Whether to add up results by row.
         """
         V, A, BV, BA = (self.D, self.E, self.BD, self.BE) if values == "D" else (self.E, self.D, self.BE, self.BD)
-        read, tile = names[0] != "-", self.tile(BV, BA)
+        read, tile = names[0] != "-", _tile(BV, BA, self.dtype)
         given = [self.tensors[name] if name != "-" else None for name in names]
         strides = [Strides(0, 0, 0) if x is None else Strides.of(x) for x in given]
         sizes = WalkSizes(
@@ -496,9 +497,8 @@ class _DecayPlan(Plan):
 
     def scan_launch(self, *, back: bool) -> Launch:
         sizes = ScanSizes(self.D, self.E, self.BD, self.BE, 16, self.decay, back)
-        return self.launch(
-            gated_decay_scan_kernel, (self.heads, self.BE // 16), (self.segments, self.pieces), {"S": sizes}
-        )
+        grid, scalars = (self.heads, self.BE // sizes.TILE), (self.segments, self.pieces)
+        return self.launch(gated_decay_scan_kernel, grid, scalars, {"S": sizes})
 
 
 class _DecayForward(_DecayPlan):
@@ -546,13 +546,27 @@ def _nothing(*_: Any) -> None:
     """In place of a launch that has nothing to do."""
 
 
-def _resident_programs(device: int, BD: int, BE: int) -> int:
-    """How many programs the device runs at once: two per multiprocessor, or one with a large state.
+def _chunk(dtype: torch.dtype) -> tuple[int, int]:
+    """Return the number of tokens in a chunk and the least width of a block."""
+    return (CHUNK, 64) if dtype == torch.bfloat16 else (CHUNK // 2, 16)
+
+
+def _tile(values: int, width: int, dtype: torch.dtype) -> int:
+    """Return the number of values in a tile, given the padded number of values and the width of rows."""
+    if dtype == torch.bfloat16:
+        return min(values, 128 if width <= 128 else 64)
+    return min(values, max(16, 4096 // width))
+
+
+def _programs(device: int, BD: int, BE: int, dtype: torch.dtype) -> int:
+    """How many walks over all tiles the device runs at once: two per multiprocessor, or one with a large state.
 
     Triton's interpreter runs one after the other.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
-    return processors * (2 if BD * BE <= 64 * 64 else 1)
+    tile_D, tile_E = _tile(BD, BE, dtype), _tile(BE, BD, dtype)
+    each = 2 if max(tile_D * BE, tile_E * BD) <= 64 * 64 else 1
+    return max(1, processors * each // max(BD // tile_D, BE // tile_E))
 
 
 def _segments(heads: int, programs: int, chunks: int) -> int:
@@ -567,14 +581,3 @@ def _segments(heads: int, programs: int, chunks: int) -> int:
         return rounds * (chunks / number + 2) + chunks * heads / programs * (1 - 1 / number) / 6
 
     return min(range(1, max(1, min(2 * programs // heads, chunks // 2)) + 1), key=cost)
-
-
-def _chunk(dtype: torch.dtype) -> tuple[int, int]:
-    """Return the number of tokens in a chunk and the least width of a block."""
-    return (CHUNK, 64) if dtype == torch.bfloat16 else (CHUNK // 2, 16)
-
-
-def _saved(device: int, heads: int, chunks: int, BD: int, BE: int) -> Workspace:
-    """States of each segment. The size is an upper bound: under torch.compile the length may be a symbol."""
-    most = torch.sym_min(heads * (chunks // 2 + 1), heads + 2 * _resident_programs(device, BD, BE))
-    return Workspace((most * BD * BE, torch.float32))
