@@ -67,43 +67,42 @@ WalkSizes = namedtuple(
 # Compile-time constants of the scan: D, E, padded widths, values per program, the direction.
 ScanSizes = namedtuple("ScanSizes", "D E BD BE TILE DECAY BACK")
 
-# Compile-time constants of the gates' kernels: key heads, query heads of each, tokens in a chunk, chunks per program,
-# tiles of D and of E.
-GateSizes = namedtuple("GateSizes", "HKV GROUP C N TILES_D TILES_E DECAY BETA")
+# Compile-time constants of the gates' kernels: key heads, query heads of each, tokens in a chunk, tiles of D and of E.
+GateSizes = namedtuple("GateSizes", "HKV GROUP C TILES_D TILES_E DECAY BETA CHECK", defaults=(0,))
 
 
 @triton.jit(do_not_specialize=["T", "scale"])
 def gated_decay_gates_kernel(p_decay, p_beta, p_gates, T, scale, g, b, S: tl.constexpr):
-    """Gates of N chunks of one head. p_gates: (B, Hkv, chunks, GATES, C); beyond T nothing decays and β is 0.
+    """Gates of one chunk of one head. p_gates: (B, Hkv, chunks, GATES, C); beyond T nothing decays and β is 0.
 
     Sums are taken in float64 and stored as two numbers: differences behind a token that forgets everything keep their
     digits.
     """
-    i_h, i_n, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    i_c, i_t = i_n * S.N + tl.arange(0, S.N)[:, None], tl.arange(0, S.C)[None, :]
+    i_h, i_c, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_t = tl.arange(0, S.C)
     i_token = (i_c * S.C + i_t).to(tl.int64)
-    m_t, m_c = i_token < T, i_c * S.C < T
-    p_gates += ((i_b * S.HKV + i_h) * tl.cdiv(T, S.C) + i_c) * (GATES * S.C) + i_t
-    b_beta = zeros(S.N, S.C) + 1
+    m_t = i_token < T
+    p_gates += ((i_b * S.HKV + i_h) * tl.num_programs(1) + i_c) * (GATES * S.C) + i_t
+    b_beta = zeros(S.C) + 1
     b_start, b_end = b_beta, b_beta
     if S.BETA:
         b_beta = tl.load(p_beta + i_b * b.b + i_token * b.t + i_h * b.h, mask=m_t, other=0.0)
     if S.DECAY:
         b_g = tl.load(p_decay + i_b * g.b + i_token * g.t + i_h * g.h, mask=m_t, other=0.0).to(tl.float64)
-        b_last = tl.sum(b_g, 1)[:, None]
-        b_g = tl.cumsum(b_g, 1)
-        b_log2e = tl.full((S.N, S.C), LOG2E, tl.float64)
-        b_end = exp2(((b_last - b_g) * b_log2e).to(tl.float32))
+        last = tl.sum(b_g)
+        b_g = tl.cumsum(b_g, 0)
+        b_log2e = tl.full((S.C,), LOG2E, tl.float64)
+        b_end = exp2(((last - b_g) * b_log2e).to(tl.float32))
         b_g *= b_log2e
         b_high = b_g.to(tl.float32)
         b_start = exp2(b_high)
-        tl.store(p_gates, b_high, mask=m_c)
-        tl.store(p_gates + S.C, (b_g - b_high.to(tl.float64)).to(tl.float32), mask=m_c)
-    tl.store(p_gates + 2 * S.C, b_start * scale, mask=m_c)
-    tl.store(p_gates + 3 * S.C, b_end * b_beta, mask=m_c)
-    tl.store(p_gates + 4 * S.C, b_beta * scale, mask=m_c)
-    tl.store(p_gates + 5 * S.C, b_end, mask=m_c)
-    tl.store(p_gates + 6 * S.C, b_beta, mask=m_c)
+        tl.store(p_gates, b_high)
+        tl.store(p_gates + S.C, (b_g - b_high.to(tl.float64)).to(tl.float32))
+    tl.store(p_gates + 2 * S.C, b_start * scale)
+    tl.store(p_gates + 3 * S.C, b_end * b_beta)
+    tl.store(p_gates + 4 * S.C, b_beta * scale)
+    tl.store(p_gates + 5 * S.C, b_end)
+    tl.store(p_gates + 6 * S.C, b_beta)
 
 
 @triton.jit
@@ -208,14 +207,13 @@ def gated_decay_walk_kernel(
 
     p_states: (B, Hkv, segments, ·) the state at which a walk begins; unless READ (B, Hkv, pieces, ·), which gets the
     state at its end, and p_totals (B, Hkv, pieces) log₂ of its decay. p_rows: (tiles, B, Hkv, chunks, rows' heads, C).
-    p_checks, p_cross: (B, Hkv, segments, checks, ·) states, and ⟨dS, S⟩ of each tile. p_last: (B, Hkv, D, E) the state
-    at the end, or None.
+    p_checks, p_cross: (B, Hkv, segments, checks, tiles, ·) states and ⟨dS, S⟩. p_last: (B, Hkv, D, E) the state at the
+    end, or None.
     """
     ROWS: tl.constexpr = 1 if S.BACK else S.GROUP
     COLUMNS: tl.constexpr = S.GROUP if S.BACK else 1
     STEP: tl.constexpr = -S.C if S.BACK else S.C
     STRIDE: tl.constexpr = S.HKV * ROWS * S.V
-    SIZE: tl.constexpr = S.BA * S.BV * S.TILES
     pid = tl.program_id(0)
     i_h, i_v = pid % S.HKV, (pid // S.HKV) % S.TILES
     i_s = (pid // (S.HKV * S.TILES)) % segments
@@ -232,8 +230,8 @@ def gated_decay_walk_kernel(
     p_c = _pointer(p_c, c, S.STRIDE_C, i_b, i_0, i_h * COLUMNS, i_v * S.BV)
     total_chunks = tl.cdiv(T, S.C)
     p_gates += (i_x * total_chunks + i_c) * (GATES * S.C)
-    i_tile = i_v * S.BV * S.STATE_V
-    p_states = _state(p_states + i_segment * SIZE + i_tile, S.STATE_A, S.STATE_V, S)
+    p_states += i_segment * (S.BA * S.BV * S.TILES) + i_v * S.BV * S.STATE_V
+    p_states = _state(p_states, S.STATE_A, S.STATE_V, S)
     if S.READ:
         p_a = _pointer(p_a, a, S.STRIDE_A, i_b, i_0, i_h * ROWS)
         p_out += ((i_b * T + i_0) * (S.HKV * ROWS) + i_h * ROWS) * S.V + i_v * S.BV
@@ -245,7 +243,7 @@ def gated_decay_walk_kernel(
         programs = tl.num_programs(0) // (segments * S.TILES)
         p_rows += ((i_v.to(tl.int64) * programs + i_x) * total_chunks + i_c) * (ROWS * S.C)
     if S.CHECK > 0:
-        i_check = i_segment * tl.cdiv(chunks, S.CHECK)
+        i_check = i_segment * tl.cdiv(chunks, S.CHECK) * S.TILES + i_v
     total = 0.0
     for i in tl.range(count, num_stages=STAGES):
         last = 0.0
@@ -254,9 +252,9 @@ def gated_decay_walk_kernel(
         if S.CHECK > 0 and S.BACK:
             done = count - i
             if (done % S.CHECK == 0) | (i == 0):
-                i_o = i_check + (done - 1) // S.CHECK
-                b_then = tl.load(_state(p_checks + i_o * SIZE + i_tile, S.STATE_A, S.STATE_V, S)).to(tl.float32)
-                tl.store(p_cross + i_o * S.TILES + i_v, tl.sum(tl.sum(b_then * b_s, 1)))
+                i_o = i_check + (done - 1) // S.CHECK * S.TILES
+                b_then = tl.load(_state(p_checks + i_o * (S.BA * S.BV), 1, S.BA, S)).to(tl.float32)
+                tl.store(p_cross + i_o, tl.sum(tl.sum(b_then * b_s, 1)))
         if S.READ and not S.BACK:
             b_b = _load(p_b, S.STRIDE_B, left, S.A, S.A, S.BA, S)
             b_c = _load(p_c, S.STRIDE_C, left, columns, S.V, S.BV, S)
@@ -287,8 +285,8 @@ def gated_decay_walk_kernel(
                 _put(p_out, p_x, p_rows, b_o, p_gates, x, 0, left, columns, STRIDE, S)
         if S.CHECK > 0 and not S.BACK:
             if ((i + 1) % S.CHECK == 0) | (i == count - 1):
-                p_o = p_checks + (i_check + i // S.CHECK) * SIZE + i_tile
-                tl.store(_state(p_o, S.STATE_A, S.STATE_V, S), b_s.to(p_checks.dtype.element_ty))
+                p_o = p_checks + (i_check + i // S.CHECK * S.TILES) * (S.BA * S.BV)
+                tl.store(_state(p_o, 1, S.BA, S), b_s.to(p_checks.dtype.element_ty))
         total += last
         if S.READ:
             p_a += STEP * S.STRIDE_A
@@ -341,35 +339,42 @@ def gated_decay_scan_kernel(p_pieces, p_totals, p_enter, p_states, segments, pie
 def gated_decay_gate_gradients_kernel(
     p_queries, p_keys, p_values, p_cross, p_d_decay, p_d_beta, T, segments, chunks, S: tl.constexpr
 ):
-    """Gradients of the gates of one head's tokens in N chunks, from one ⟨dS, S⟩ to the next.
+    """Gradients of the gates of one head's tokens from one ⟨dS, S⟩ to the next.
 
     p_queries, p_keys, p_values: q · dq, k · dk and v · dv / β by row, as walks store them.
     """
-    i_x, i_s, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    checks = tl.cdiv(chunks, S.CHECK)
+    i_x, i_s, i_g = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    i_t = tl.arange(0, S.C)
     total_chunks = tl.cdiv(T, S.C)
-    i_t = tl.arange(0, S.N * S.C)
-    i_c, i_row = i_s * chunks + i_n * S.N + i_t // S.C, i_t % S.C
-    m_c = i_c < tl.minimum((i_s + 1) * chunks, total_chunks)
-    i_token = i_c * S.C + i_row
-    i_o = (i_x // S.HKV * T + i_token) * S.HKV + i_x % S.HKV
-    sequences = tl.num_programs(0).to(tl.int64)
-    b_d, b_cross = zeros(S.N * S.C), zeros(S.N * S.C)
-    if S.DECAY:
+    first = i_s * chunks + i_g * S.CHECK
+    end = tl.minimum(tl.minimum(first + S.CHECK, (i_s + 1) * chunks), total_chunks)
+    programs = tl.num_programs(0).to(tl.int64)
+    i_b, i_h = i_x // S.HKV, i_x % S.HKV
+    after = 0.0
+    if S.DECAY and first < end:
         for i_v in range(S.TILES_D):
-            i_chunk = (i_v * sequences + i_x) * total_chunks + i_c
-            b_d -= tl.load(p_keys + i_chunk * S.C + i_row, mask=m_c, other=0.0)
-            for g in range(S.GROUP):
-                b_d += tl.load(p_queries + (i_chunk * S.GROUP + g) * S.C + i_row, mask=m_c, other=0.0)
-        p_cross += ((i_x * segments + i_s) * tl.cdiv(chunks, S.N) + i_n) * S.TILES_E
-        for i_v in range(S.TILES_E):
-            b_cross += tl.load(p_cross + i_v + 0 * i_t, mask=m_c, other=0.0)
-        tl.store(p_d_decay + i_o, tl.cumsum(b_d, 0, reverse=True) + b_cross, mask=m_c & (i_token < T))
-    if S.BETA:
-        b_d = zeros(S.N * S.C)
-        for i_v in range(S.TILES_E):
-            i_chunk = (i_v * sequences + i_x) * total_chunks + i_c
-            b_d += tl.load(p_values + i_chunk * S.C + i_row, mask=m_c, other=0.0)
-        tl.store(p_d_beta + i_o, b_d, mask=m_c & (i_token < T))
+            p_o = p_cross + ((i_x * segments + i_s) * checks + i_g) * S.TILES_D + i_v
+            after += tl.load(p_o)
+    for i in range(end - first):
+        i_c = end - 1 - i
+        i_token = i_c * S.C + i_t
+        m_t = i_token < T
+        p_o = (i_b * T + i_token) * S.HKV + i_h
+        if S.DECAY:
+            b_d = zeros(S.C)
+            for i_v in range(S.TILES_D):
+                i_o = (i_v * programs + i_x) * total_chunks + i_c
+                b_d -= tl.load(p_keys + i_o * S.C + i_t)
+                for g in range(S.GROUP):
+                    b_d += tl.load(p_queries + (i_o * S.GROUP + g) * S.C + i_t)
+            tl.store(p_d_decay + p_o, tl.cumsum(b_d, 0, reverse=True) + after, mask=m_t)
+            after += tl.sum(b_d)
+        if S.BETA:
+            b_d = zeros(S.C)
+            for i_v in range(S.TILES_E):
+                b_d += tl.load(p_values + ((i_v * programs + i_x) * total_chunks + i_c) * S.C + i_t)
+            tl.store(p_d_beta + p_o, b_d, mask=m_t)
 
 
 def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -405,8 +410,8 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
         plan.sums(None, q, d, None, gates, pieces, totals, None, None, None, None, None)
         plan.scan(pieces, totals, d_state, d_states)
         plan.queries(d, v, k, q, gates, states, None, d_q, queries, checks, None, None)
-        plan.keys(v, d, q, k, gates, d_states, None, d_k, keys, None, None, d_start)
-        plan.values(k, q, d, v, gates, d_states, None, d_v, values, checks, cross, None)
+        plan.keys(v, d, q, k, gates, d_states, None, d_k, keys, checks, cross, d_start)
+        plan.values(k, q, d, v, gates, d_states, None, d_v, values, None, None, None)
         plan.gate_gradients(queries, keys, values, cross, d_decay, d_beta)
     return d_q, d_k, d_v, d_decay, d_beta, d_start
 
@@ -460,10 +465,10 @@ class _DecayPlan(Plan):
         return [(size, torch.float32) for size in (tokens * GATES.value, pieces, pieces * self.BD * self.BE)]
 
     def gates_launch(self) -> Launch:
-        sizes = GateSizes(self.Hkv, 0, self.chunk, 8, 0, 0, self.decay, self.beta)
+        sizes = GateSizes(self.Hkv, 0, self.chunk, 0, 0, self.decay, self.beta)
         strides = [Strides(0, 0, 0) if x is None else Strides.of(x) for x in (self.tensors["g"], self.tensors["b"])]
-        grid = self.Hkv, -(-self.num_chunks // sizes.N), self.B
-        return self.launch(gated_decay_gates_kernel, grid, (self.T, self.scale, *strides), {"S": sizes})
+        grid, constants = (self.Hkv, self.num_chunks, self.B), {"S": sizes, "num_warps": 1}
+        return self.launch(gated_decay_gates_kernel, grid, (self.T, self.scale, *strides), constants)
 
     def walk(self, names: str, *, back: bool, values: str, check: int = 0, rows: bool = False) -> Any:
         """Create the launch of a walk.
@@ -523,23 +528,23 @@ class _DecayBackward(_DecayPlan):
             *self.buffers,
             *[(size, torch.float32) for size in (self.saved.size, rows * self.group, rows, values)],
             (checks * self.BD * self.BE, self.dtype if self.bf16 else torch.float32),
-            (checks * self.tiles["E"], torch.float32),
+            (checks * self.tiles["D"], torch.float32),
         )
         self.gates = self.gates_launch()
         self.sums = self.walk("-qd-", back=True, values="E")
         self.scan = self.scan_launch(back=True)
         self.queries = self.walk("dvkq", back=False, values="D", check=check, rows=self.decay)
-        self.keys = self.walk("vdqk", back=True, values="D", rows=self.decay)
-        self.values = self.walk("kqdv", back=True, values="E", check=check, rows=self.beta)
+        self.keys = self.walk("vdqk", back=True, values="D", check=check, rows=self.decay)
+        self.values = self.walk("kqdv", back=True, values="E", rows=self.beta)
         self.gate_gradients = self.gate_gradients_launch()
 
     def gate_gradients_launch(self) -> Any:
         if not (self.decay or self.beta):
             return _nothing
         tiles = self.tiles["D"], self.tiles["E"]
-        sizes = GateSizes(self.Hkv, self.group, self.chunk, self.check, *tiles, self.decay, self.beta)
+        sizes = GateSizes(self.Hkv, self.group, self.chunk, *tiles, self.decay, self.beta, self.check)
         grid, scalars = (self.heads, self.segments, -(-self.run // self.check)), (self.T, self.segments, self.run)
-        return self.launch(gated_decay_gate_gradients_kernel, grid, scalars, {"S": sizes})
+        return self.launch(gated_decay_gate_gradients_kernel, grid, scalars, {"S": sizes, "num_warps": 1})
 
 
 def _nothing(*_: Any) -> None:
