@@ -493,8 +493,7 @@ class _DecayPlan(Plan):
         walks = self.segments if read else (self.segments - 1) * self.pieces
         if not walks:
             return _nothing
-        warps = 8 if self.bf16 and tile * BA > 64 * 64 else 4
-        stages = STAGES if self.bf16 else 1
+        stages, warps = STAGES if self.bf16 else 1, _warps(tile * BA, self.dtype)
         constants = {"S": sizes, "PRECISION": PRECISION[self.dtype], "STAGES": stages, "num_warps": warps}
         run, first = (self.run, 0) if read else (self.run // self.pieces, self.run if back else 0)
         scalars = self.T, walks, run, first, self.scale, *strides
@@ -563,14 +562,19 @@ def _tile(values: int, width: int, dtype: torch.dtype) -> int:
     return min(values, max(16, 4096 // width))
 
 
+def _warps(size: int, dtype: torch.dtype) -> int:
+    """Return the number of warps of a walk whose state has this many elements in a tile."""
+    return 4 if size <= 64 * 64 and dtype != torch.float32 else 8
+
+
 def _programs(device: int, BD: int, BE: int, dtype: torch.dtype) -> int:
-    """How many walks over all tiles the device runs at once: two per multiprocessor, or one with a large state.
+    """How many walks over all tiles the device runs at once; a multiprocessor has registers for eight warps.
 
     Triton's interpreter runs one after the other.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
     tile_D, tile_E = _tile(BD, BE, dtype), _tile(BE, BD, dtype)
-    each = 2 if max(tile_D * BE, tile_E * BD) <= 64 * 64 else 1
+    each = 8 // _warps(max(tile_D * BE, tile_E * BD), dtype)
     return max(1, processors * each // max(BD // tile_D, BE // tile_E))
 
 
