@@ -63,7 +63,7 @@ def evaluate_held_out(
                 correct += int(objective.correct(batch).sum())
     objective.train(training)
     ranks = objective.ranks_per_batch  # Each has summed its part of the losses and counted all targets.
-    sums = torch.tensor([total, count / ranks, correct], dtype=torch.float64, device=accelerator.device)
+    sums = torch.tensor([total, count / ranks, correct / ranks], dtype=torch.float64, device=accelerator.device)
     total, count, correct = (accelerator.reduce(sums) if accelerator.num_processes > 1 else sums).tolist()
     loss = total / max(count, 1)
     found = {"eval_loss": loss, "eval_tokens": int(count)}

@@ -26,11 +26,24 @@ class Objective(nn.Module):
         model: The model to train.
         context: Length of the longest sequence inside a packed batch.
         chunk_length: Train sequences in pieces of so many tokens (`chunked_loss`). None: whole.
+        cp: The ranks over which sequences are divided; every rank gets the whole batch and takes its piece of it.
     """
 
-    def __init__(self, model: LanguageModel | Classifier, context: int, chunk_length: int | None = None) -> None:
+    def __init__(
+        self,
+        model: LanguageModel | Classifier,
+        context: int,
+        chunk_length: int | None = None,
+        cp: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__()
         self.model, self.context, self.chunk_length = model, context, chunk_length
+        self.cp = None if cp is None or dist.get_world_size(cp) == 1 else cp
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """The number of ranks that share a batch."""
+        return 1 if self.cp is None else dist.get_world_size(self.cp)
 
     def forward(
         self,
@@ -54,81 +67,42 @@ class Objective(nn.Module):
         """
         model = self.model
         assert isinstance(model, LanguageModel)
+        tokens, targets, key_mask = self._piece(tokens), self._piece(targets), self._piece(key_mask)
         if self.chunk_length is not None:
             given: dict[str, Any] = {"chunk_length": self.chunk_length, "key_mask": key_mask}
             loss, after = chunked_loss(model, tokens, targets, state=state, **given)
             return loss, None if state is None else after
+        divided = None if self.cp is None else ContextParallel(model, self.cp)
         if state is None:
-            return model.loss(tokens, targets, key_mask=key_mask, packing=self._packing(offsets)), None
-        logits, state = model.extend(tokens, state, key_mask=key_mask)
+            run = model if divided is None else divided
+            return run.loss(tokens, targets, key_mask=key_mask, packing=self._packing(offsets)), None
+        logits, state = (model if divided is None else divided).extend(tokens, state, key_mask=key_mask)
         total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        return total / (targets != IGNORE_INDEX).sum().clamp(min=1), state
+        mean = total / (targets != IGNORE_INDEX).sum().clamp(min=1)
+        return mean if divided is None else divided.mean(mean, targets), state
 
     def losses(self, batch: Batch) -> Tensor:
-        """Return the loss of each target, (B, T), 0 where it is IGNORE_INDEX."""
+        """Return the loss of each target, (B, T), 0 where it is IGNORE_INDEX; of those in this rank's piece."""
         model = self.model
         assert isinstance(model, LanguageModel)
         if self.chunk_length is not None and batch.offsets is None:
             given: dict[str, Any] = {"chunk_length": self.chunk_length, "key_mask": batch.key_mask}
             return chunked_losses(model, batch.tokens, batch.targets, **given)
-        logits = model(batch.tokens, key_mask=batch.key_mask, packing=self._packing(batch.offsets))
-        losses = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="none")
-        return losses.view_as(batch.targets)
-
-    @property
-    def ranks_per_batch(self) -> int:
-        """The number of ranks that share a batch."""
-        return 1
+        run = model if self.cp is None else ContextParallel(model, self.cp)
+        tokens, targets, key_mask = self._piece(batch.tokens), self._piece(batch.targets), self._piece(batch.key_mask)
+        logits = run(tokens, key_mask=key_mask, packing=self._packing(batch.offsets))
+        losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+        return losses.view_as(targets)
 
     def _packing(self, offsets: Tensor | None) -> Packing | None:
         return None if offsets is None else Packing(offsets, self.context)
 
-
-class ContextParallelObjective(Objective):
-    """The objective of a language model whose sequences are divided over ranks; every rank gets the whole batch.
-
-    Args:
-        model: The model to train.
-        context: Length of the longest sequence inside a packed batch.
-        group: The ranks, in the order of their pieces.
-    """
-
-    def __init__(self, model: LanguageModel | Classifier, context: int, group: dist.ProcessGroup) -> None:
-        super().__init__(model, context)
-        self.group = group
-
-    @property
-    def ranks_per_batch(self) -> int:
-        return dist.get_world_size(self.group)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        offsets: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        state: StackState | None = None,
-    ) -> tuple[Tensor, StackState | None]:
-        """Compute the mean loss over the targets of all ranks."""
-        assert state is None
-        tokens, targets, key_mask = self._piece(tokens, targets, key_mask)
-        return self._divided().loss(tokens, targets, key_mask=key_mask, packing=self._packing(offsets)), None
-
-    def losses(self, batch: Batch) -> Tensor:
-        """Return the loss of each target in this rank's piece."""
-        tokens, targets, key_mask = self._piece(batch.tokens, batch.targets, batch.key_mask)
-        logits = self._divided()(tokens, key_mask=key_mask, packing=self._packing(batch.offsets))
-        losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
-        return losses.view_as(targets)
-
-    def _divided(self) -> ContextParallel:
-        assert isinstance(self.model, LanguageModel)
-        return ContextParallel(self.model, self.group)
-
-    def _piece(self, tokens: Tensor, targets: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        rank, ranks, length = dist.get_rank(self.group), self.ranks_per_batch, tokens.shape[1]
-        piece = slice(rank * length // ranks, (rank + 1) * length // ranks)
-        return tokens[:, piece], targets[:, piece], None if key_mask is None else key_mask[:, piece]
+    def _piece(self, x: Any) -> Any:
+        """Return this rank's piece of x (B, T); None for None."""
+        if x is None or self.cp is None:
+            return x
+        rank, ranks, length = dist.get_rank(self.cp), self.ranks_per_batch, x.shape[1]
+        return x[:, rank * length // ranks : (rank + 1) * length // ranks]
 
 
 class Classification(Objective):
@@ -148,8 +122,9 @@ class Classification(Objective):
         return F.cross_entropy(self._logits(tokens, key_mask), targets), None
 
     def losses(self, batch: Batch) -> Tensor:
-        """Return the loss of each document, (B,)."""
-        return F.cross_entropy(self._logits(batch.tokens, batch.key_mask), batch.targets, reduction="none")
+        """Return this rank's share of the loss of each document, (B,)."""
+        losses = F.cross_entropy(self._logits(batch.tokens, batch.key_mask), batch.targets, reduction="none")
+        return losses / self.ranks_per_batch
 
     def correct(self, batch: Batch) -> Tensor:
         """Return whether each document is classified correctly, (B,)."""
@@ -157,24 +132,17 @@ class Classification(Objective):
 
     def _logits(self, tokens: Tensor, key_mask: Tensor | None) -> Tensor:
         assert isinstance(self.model, Classifier)
-        return self.model(tokens, key_mask=key_mask).float()
+        run = self.model if self.cp is None else ContextParallel(self.model, self.cp)
+        logits: Tensor = run(self._piece(tokens), key_mask=self._piece(key_mask))
+        return logits.float()
 
 
 def wrap_model(
-    model: nn.Module, context: int, cp: dist.ProcessGroup | None = None, chunk_length: int | None = None
+    model: nn.Module, context: int, chunk_length: int | None = None, cp: dist.ProcessGroup | None = None
 ) -> Objective:
-    """Return the objective of a model: `Classification` for a classifier, otherwise `Objective`.
-
-    Args:
-        model: The model.
-        context: Length of the longest sequence inside a packed batch.
-        cp: The ranks that each hold a piece of every sequence, if there are several.
-        chunk_length: Train sequences in pieces of so many tokens.
-    """
+    """Return the objective of a model: `Classification` for a classifier, otherwise `Objective`."""
     assert isinstance(model, LanguageModel | Classifier)
-    if cp is not None and dist.get_world_size(cp) > 1:
-        return ContextParallelObjective(model, context, cp)
-    return Classification(model, context) if isinstance(model, Classifier) else Objective(model, context, chunk_length)
+    return (Classification if isinstance(model, Classifier) else Objective)(model, context, chunk_length, cp)
 
 
 def mask_tokens(batch: Batch, rate: float, mask_token: int, seeds: Sequence[int]) -> Batch:

@@ -114,9 +114,7 @@ def make_mesh(train: TrainConfig, accelerator: Accelerator) -> Mesh | None:
         )
     if shape.cp > 1:
         for name, used in (
-            ("--carry-state", train.carry_state),
             ("--chunk-length", train.chunk_length is not None),
-            ("--objective classify", train.objective == "classify"),
             ("--compile on", train.compile == "on"),
         ):
             if used:

@@ -139,7 +139,7 @@ class Trainer:
         if model is None:
             model = (Classifier if config.objective == "classify" else LanguageModel)(model_config)
         cp = None if self.mesh is None else self.mesh.cp
-        self.objective = wrap_model(model, config.context, cp, config.chunk_length)
+        self.objective = wrap_model(model, config.context, config.chunk_length, cp)
         self.metadata |= {"parameters": sum(p.numel() for p in self.objective.parameters()), "compiled": compiled}
         self.redraws = setup.RedrawSchedule(self.model, config.seed)
         self.sharded = self.mesh is not None or uses_fsdp(self.accelerator)
@@ -507,7 +507,7 @@ class Trainer:
             "sharded": self.sharded,
             "scaler": None if scaler is None else scaler.state_dict(),
             "random": gather_object([run_checkpoint.random_states(self.device)]),
-            "carried": gather_object([states]),
+            "carried": gather_object([states])[:: self.objective.ranks_per_batch],
             "score": self._score,
         }
 

@@ -203,7 +203,7 @@ def test_a_mesh_fits_the_processes() -> None:
 
 def test_options_that_cannot_divide_sequences_are_refused() -> None:
     accelerator = SimpleNamespace(num_processes=2, distributed_type="MULTI_CPU", mixed_precision="no")
-    for given in ({"carry_state": True}, {"chunk_length": 5}, {"objective": "classify"}, {"compile": "on"}):
+    for given in ({"chunk_length": 5}, {"compile": "on"}):
         settings = resolve({"data": ["x"], "out": "y", "mesh": "cp=2", **given}).train
         with pytest.raises(ValueError, match=r"cannot be combined with --mesh cp=2: use cp=1"):
             make_mesh(settings, accelerator)
@@ -249,6 +249,8 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "carried pieces": ({"carry_state": True, "chunk_length": 17}, "dp=2"),
     "masked": ({"objective": "masked"}, "cp=2"),
     "windows": ({"packing": "off"}, "cp=2"),
+    "carried and divided": ({"carry_state": True}, "cp=2"),
+    "classes": ({"objective": "classify", "held_out": 0.3}, "cp=2"),
 }
 
 
@@ -256,6 +258,11 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_runs_match_one_process(corpus: Path, tmp_path: Path, case: str) -> None:
     changes, mesh = OTHERS[case]
+    if case == "classes":
+        for i, path in enumerate(sorted(write_corpus(tmp_path / "text").iterdir())):
+            (tmp_path / "classes" / str(i % 2)).mkdir(parents=True, exist_ok=True)
+            path.rename(tmp_path / "classes" / str(i % 2) / path.name)
+        corpus = tmp_path / "classes"
     trained(corpus, tmp_path / "one", **SETTINGS, **changes, batch_size=4)
     size = 4 if mesh == "cp=2" else 2
     run_ranks(2, corpus, tmp_path / "two", **SETTINGS, **changes, batch_size=size, mesh=mesh)
