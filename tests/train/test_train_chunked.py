@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -151,10 +153,16 @@ def test_a_run_in_pieces_has_the_losses_of_the_whole(tmp_path: Path) -> None:
     for one, other in zip(whole, pieces, strict=True):
         for name in {"loss", "eval_loss"} & set(one):
             assert other[name] == pytest.approx(one[name], rel=2e-6)
-    carried = [trained(corpus, tmp_path / f"carried{n}", steps=3, carry_state=True, chunk_length=n) for n in (17, None)]
-    assert [r["loss"] for r in carried[0] if "loss" in r] == pytest.approx(
-        [r["loss"] for r in carried[1] if "loss" in r], rel=2e-6
-    )
+
+
+@pytest.mark.slow
+def test_a_run_carries_states_through_pieces(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "text")
+    losses = []
+    for length in (17, None):
+        records = trained(corpus, tmp_path / f"run{length}", steps=3, carry_state=True, chunk_length=length)
+        losses.append([record["loss"] for record in records if "loss" in record])
+    assert losses[0] == pytest.approx(losses[1], rel=2e-6)
 
 
 def test_the_objective_runs_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,3 +199,28 @@ def test_what_cannot_be_combined_is_refused() -> None:
     config = ModelConfig(dim=16, depth=1, vocab_size=V, attention=AttentionConfig(num_heads=4))
     with pytest.raises(ValueError, match="only a causal model"):
         chunked_loss(LanguageModel(config), torch.zeros(1, 3, dtype=torch.int64), chunk_length=2)
+
+
+MEMORY = """
+import resource, sys, torch
+from longspan import AttentionConfig, LanguageModel, ModelConfig
+from longspan.train.chunked import chunked_loss
+torch.set_num_threads(1)
+attention = AttentionConfig(num_heads=2, mechanism="linear")
+model = LanguageModel(ModelConfig(dim=16, depth=2, causal=True, vocab_size=11, attention=attention))
+for length in (8, 64):
+    tokens = torch.randint(11, (1, 2048 * length))
+    (chunked_loss(model, tokens, chunk_length=2048)[0] if sys.argv[1] == "pieces" else model.loss(tokens)).backward()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_sequence() -> None:
+    growth = {}
+    for how in ("pieces", "whole"):
+        done = subprocess.run([sys.executable, "-c", MEMORY, how], capture_output=True, text=True, check=True)
+        few, many = map(float, done.stdout.split())
+        growth[how] = many - few
+    assert growth["whole"] > 100  # MiB, for 8 times the tokens
+    assert growth["pieces"] < 0.15 * growth["whole"], growth

@@ -27,6 +27,7 @@ from longspan.models.checkpoint import load
 from longspan.models.sharded import ShardReader
 from longspan.train.config import resolve
 from longspan.train.data.batches import BatchShape
+from longspan.train.run_folder import check_shared
 from longspan.train.setup import make_mesh
 
 RUN = Path(__file__).parent.parent / "guards" / "fixtures" / "run" / "out"
@@ -76,12 +77,10 @@ def test_a_mesh_matches_one_process_and_its_checkpoint_fits_other_meshes(corpus:
     stopped = tmp_path / "four" / "checkpoint"
     assert sorted(path.name for path in stopped.glob("*.distcp")) == [f"__{rank}_0.distcp" for rank in range(4)]
     assert json.loads((tmp_path / "four" / "run.json").read_text())["processes"] == 4
-    for name in ("alone", "two"):
-        shutil.copytree(tmp_path / "four", tmp_path / name)
-    run_ranks(4, corpus, tmp_path / "four", **settings, batch_size=2, mesh="fsdp=-1,cp=2")
-    run_ranks(2, corpus, tmp_path / "two", **settings, batch_size=2, mesh="fsdp=2")
+    shutil.copytree(tmp_path / "four", tmp_path / "alone")
+    run_ranks(2, corpus, tmp_path / "four", **settings, batch_size=2, mesh="fsdp=-1")
     trained(corpus, tmp_path / "alone", **settings, batch_size=4)
-    for name in ("four", "two", "alone"):
+    for name in ("four", "alone"):
         assert_same_losses(tmp_path / name, tmp_path / "one")
         assert len((tmp_path / name / "samples.jsonl").read_text().splitlines()) == 2
     done = longspan("export", tmp_path / "four", tmp_path / "exported", log=tmp_path / "log")
@@ -141,9 +140,7 @@ def test_ten_random_kills(corpus: Path, tmp_path: Path) -> None:
 
 WRONG: list[tuple[str, dict[str, Any], dict[str, Any], bool, str]] = [
     ("world", {"mesh": "dp=2,cp=2"}, {}, False, "--mesh dp=2,cp=2 needs 4 processes, and there are 2"),
-    ("context", {"mesh": "cp=2", "context": 1}, {}, False, "over 2 ranks, more than the 1 tokens of --context"),
     ("settings", {"mesh": "cp=2"}, {"seed": 7}, False, "different settings (train.seed: 0 and 7)"),
-    ("disks", {"mesh": "cp=2"}, {}, True, "is not visible on"),
     ("data", {}, {}, True, "processes 0 and 1 have different data or checkpoints (data: "),
     ("model", {"mesh": "fsdp=2", "batch_size": 1}, {}, False, "is a run with other settings"),
 ]
@@ -207,6 +204,8 @@ def test_options_that_cannot_divide_sequences_are_refused() -> None:
         settings = resolve({"data": ["x"], "out": "y", "mesh": "cp=2", **given}).train
         with pytest.raises(ValueError, match=r"cannot be combined with --mesh cp=2: use cp=1"):
             make_mesh(settings, accelerator)
+    with pytest.raises(ValueError, match="over 2 ranks, more than the 1 tokens of --context: use a longer --context"):
+        make_mesh(resolve({"data": ["x"], "out": "y", "mesh": "cp=2", "context": 1}).train, accelerator)
     accelerator.mixed_precision = "fp16"
     with pytest.raises(ValueError, match="--mesh cannot be combined with --precision fp16"):
         make_mesh(resolve({"data": ["x"], "out": "y", "mesh": "dp=2"}).train, accelerator)
@@ -218,6 +217,14 @@ def test_every_process_evaluates_as_many_batches() -> None:
         shapes = [BatchShape(31, 3, processes=4, process=i) for i in range(4)]
         counts = [len(range(shape.process, number, 4)) + shape.has_spare_batch(number) for shape in shapes]
         assert len(set(counts)) == 1
+
+
+def test_a_folder_that_a_process_does_not_see_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"of the main process is not visible on .* that all nodes share"):
+        check_shared(tmp_path, main=False)
+    check_shared(tmp_path, main=True)
+    (tmp_path / ".lock").touch()
+    check_shared(tmp_path, main=False)
 
 
 def test_metadata_that_would_run_code_is_refused(tmp_path: Path) -> None:
@@ -252,6 +259,23 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "carried and divided": ({"carry_state": True}, "cp=2"),
     "classes": ({"objective": "classify", "held_out": 0.3}, "cp=2"),
 }
+
+
+@pytest.mark.slow
+def test_a_checkpoint_fits_another_mesh_of_as_many_processes(corpus: Path, tmp_path: Path) -> None:
+    trained(corpus, tmp_path / "one", **SETTINGS, batch_size=4)
+    run_ranks(4, corpus, tmp_path / "four", status=143, before=STOP, **SETTINGS, batch_size=1, mesh="dp=2,fsdp=2")
+    run_ranks(4, corpus, tmp_path / "four", **SETTINGS, batch_size=2, mesh="fsdp=-1,cp=2")
+    assert_same_losses(tmp_path / "four", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_a_run_of_one_process_goes_on_with_a_mesh(corpus: Path, tmp_path: Path) -> None:
+    trained(corpus, tmp_path / "one", **SETTINGS, batch_size=4)
+    words = arguments(corpus, tmp_path / "two", **SETTINGS, batch_size=4)
+    assert longspan(*words, log=tmp_path / "log", before=STOP).status == 143
+    run_ranks(2, corpus, tmp_path / "two", **SETTINGS, batch_size=2, mesh="fsdp=2")
+    assert_same_losses(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.slow
