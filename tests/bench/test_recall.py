@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -253,7 +255,23 @@ import runpy
 runpy.run_module("longspan.bench.recall", run_name="__main__")
 """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    assert len(results.read(tmp_path / "out.jsonl")) == 2 * 4
+    assert len(results.read(tmp_path / "out.jsonl")) == 2 * 3
+
+
+@pytest.mark.slow
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    values = {"tasks": ["parity"], "mechanisms": ["delta"], "length": 31, "dim": 16, "steps": 10**6, "lrs": [1e-3]}
+    values |= {"batch_tokens": 155, "train_tokens": 620, "score_sequences": 7, "threads": 1}
+    values |= {"out": str(tmp_path / "out.jsonl"), "cache": str(tmp_path / "cache")}
+    process = subprocess.Popen([sys.executable, "-m", "longspan.bench.recall", json.dumps(values)])
+    workers: list[psutil.Process] = []
+    while not any(worker.cpu_times().user > 3 for worker in workers):
+        time.sleep(0.2)
+        workers = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
 
 
 def test_the_time_budget_ends_a_run(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -11,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Thread
@@ -329,7 +330,8 @@ class _Worker:
 
 
 def _work(connection: Connection, options: RecallOptions, threads: int) -> None:
-    """Execute the runs that arrive, until the connection closes."""
+    """Execute the runs that arrive, until the connection closes or the process that started this one ends."""
+    Thread(target=_end_with_parent, daemon=True).start()
     warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
     device = torch.device(options.device)
@@ -351,6 +353,13 @@ def _work(connection: Connection, options: RecallOptions, threads: int) -> None:
             status = "out of memory" if is_out_of_memory(one_line(error)) else "error"
             row = {"status": status, "message": one_line(error)}
         connection.send(row)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _line(row: Row) -> str:
