@@ -148,6 +148,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def fingerprint(model: nn.Module) -> str:
     """Return a digest of the names, shapes and values of a model's parameters, the same on any device."""
     parameters = {name: x.detach() for name, x in model.named_parameters()}
+    parameters |= {name: x for name, x in model.named_buffers() if x.dtype == torch.int8}  # quantized weights
     # Sums of integers do not depend on their order.
     sums = [x.contiguous().view(_BITS[x.element_size()]).sum(dtype=torch.int64) for x in parameters.values()]
     values = torch.stack(sums).tolist() if sums else []
