@@ -55,11 +55,13 @@ def arguments(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     decay = beta = None
     if case.decay is not None:
         decay = -2 * case.strength * torch.rand(B, T, Hkv, 1 if case.decay == "head" else D)
-        for i, value in enumerate(case.forgets):
-            decay[torch.rand(B, T, Hkv) * 2 * len(case.forgets) < 1 + 0 * i] = value
+        for value in case.forgets:
+            decay[torch.rand(B, T, Hkv) * 2 * len(case.forgets) < 1] = value
         decay = decay.to(device)
     if case.beta:
-        beta = torch.rand(B, T, Hkv).to(device)
+        beta = torch.rand(B, T, Hkv)
+        beta[:, 1::5] = 0  # Tokens that write nothing have a gradient too.
+        beta = beta.to(device)
     state, d_state = (torch.randn(B, Hkv, D, E).to(device) if case.state else None for _ in range(2))
     return d_out, d_state, GatedInputs(q, k, v, decay, beta, state)
 
