@@ -9,8 +9,9 @@ with Ṽ_t another one with queries p, keys f and values v. Bidirectional attent
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,14 @@ class LinformerState(State):
         if self.pending or later.pending:
             raise ValueError("states of a decode loop cannot be merged: call finish_decode first")
         return replace(self, k=self.k + later.k, v=self.v + later.v)
+
+
+class _Scores(NamedTuple):
+    """Causal scores on compressed prefixes."""
+
+    query: Tensor  # (B, T, H, D), scaled
+    scores: Tensor  # (B, T, H, R)
+    sums: Tensor  # (B, Hkv, D, R) the compressed keys after the last token
 
 
 class LinformerAttention(Mechanism):
@@ -347,6 +356,31 @@ class LinformerAttention(Mechanism):
         length = state.length + (k.shape[1] if lengths is None else lengths)
         return out, replace(state, length=length, k=keys, v=values)
 
+    def _defer(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        gates: Tensor | None,
+        lengths: Tensor | None,
+        start: Tensor | None,
+    ) -> Callable[[State], Tensor]:
+        """Compute the scores of the new tokens; those of the past are added to them before the softmax."""
+        begin = torch.zeros_like(q[:, 0, 0, 0], dtype=torch.int64) if start is None else start
+        self._check_end(begin, k.shape[1], lengths)
+        empty = self._new_state(len(q), None, q[:0], None, False)
+        scored = self._scores(empty, begin, q, k)
+
+        def finish(past: State) -> Tensor:
+            assert isinstance(past, LinformerState)
+            query = scored.query.unflatten(2, (self.num_kv_heads, -1)).to(past.k.dtype)
+            more = torch.einsum("bthgd,bhrd->bthgr", query, past.k).flatten(2, 3)
+            scores = scored._replace(scores=scored.scores + more.to(scored.scores.dtype))
+            return self._weigh(past, begin, scores, v)[0].to(q.dtype)
+
+        return finish
+
     def _from_prefixes(
         self, state: LinformerState, position: Tensor | None, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -354,28 +388,42 @@ class LinformerAttention(Mechanism):
 
         position: (B,) of the first new token; None is 0.
         """
+        scored = self._scores(state, position, q, k)
+        out, sums_v = self._weigh(state, position, scored, v)
+        return out.to(q.dtype), scored.sums.mT, sums_v
+
+    def _scores(self, state: LinformerState, position: Tensor | None, q: Tensor, k: Tensor) -> _Scores:
+        """Compute the scores of queries on the compressed prefixes of k after those of a state."""
         # The kernels sum bfloat16 in float32 and round their results to bfloat16.
-        given, dtype = q.dtype, q.dtype if q.is_cuda and q.dtype == torch.bfloat16 else state.k.dtype
+        dtype = q.dtype if q.is_cuda and q.dtype == torch.bfloat16 else state.k.dtype
         e, keys = self.keys.factors(k.to(dtype), position)
-        f, values = self.values.factors(v.to(dtype), position)
-        e, f = (x.expand(*k.shape[:3], -1) for x in (e, f))
+        e = e.expand(*k.shape[:3], -1)
         q = q.to(dtype) * self.head_dim**-0.5
-        length = state.length[:, None] + torch.arange(1, q.shape[1] + 1, device=q.device)  # (B, T)
-        start = None if state.start is None else state.start[:, None]
-        periods = (length if start is None else start + length)[:, :, None, None]
         # Queries and outputs are narrower than the R scores, so the factors of tokens are applied to them.
-        scores, sums_k = _prefix_products(self.keys.averaged(q, periods), keys, e, state.k.mT)
+        query = self.keys.averaged(q, _periods(position, q))
+        scores, sums = _prefix_products(query, keys, e, state.k.mT)
         if self.keys.bias is not None:
             scores = scores + torch.einsum("bthd,hrd->bthr", q, self.keys.constant(q.shape[2], self.head_dim).to(dtype))
+        return _Scores(query, scores, sums)
+
+    def _weigh(
+        self, state: LinformerState, position: Tensor | None, scored: _Scores, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Weigh the compressed prefixes of v after those of a state; also return the values after the last token."""
+        scores, dtype = scored.scores, scored.query.dtype
+        f, values = self.values.factors(v.to(dtype), position)
+        f = f.expand(*v.shape[:3], -1)
         if self.keys.kind == "convolution":
             # A query sees at least itself, so one compressed key is live.
+            length = state.length[:, None] + torch.arange(1, scores.shape[1] + 1, device=v.device)  # (B, T)
+            start = None if state.start is None else state.start[:, None]
             scores = scores.masked_fill(~self.keys.live(length, start)[:, :, None], float("-inf"))
         p = F.dropout(scores.softmax(-1), self.dropout, self.training)
-        out, sums_v = _prefix_products(p, f, values, state.v)
-        out = self.values.averaged(out, periods)
+        out, sums = _prefix_products(p, f, values, state.v)
+        out = self.values.averaged(out, _periods(position, v))
         if self.values.bias is not None:
-            out = out + torch.einsum("bthr,hre->bthe", p, self.values.constant(q.shape[2], self.value_dim).to(dtype))
-        return out.to(given), sums_k.mT, sums_v
+            out = out + torch.einsum("bthr,hre->bthe", p, self.values.constant(p.shape[2], self.value_dim).to(dtype))
+        return out, sums
 
     def _softmax_over(self, q: Tensor, k: Tensor, v: Tensor, live: Tensor | None, length: Tensor | None) -> Tensor:
         """Attend over compressed k (B, Hkv, R, D), v (B, Hkv, R, E), of which live (B, R) hold a token.
@@ -405,6 +453,12 @@ class LinformerAttention(Mechanism):
         if torch.compiler.is_compiling() or position.device.type != "cpu" or position.numel() == 0:
             return  # Reading lengths would synchronize with the device; `new_state(max_length=…)` checks beforehand.
         self.check_length(int((position + (tokens if lengths is None else lengths)).max()))
+
+
+def _periods(position: Tensor | None, x: Tensor) -> Tensor:
+    """Return the number of positions up to each token of x (B, T, ·, ·), the first at `position` (B,): (B, T, 1, 1)."""
+    length = torch.arange(1, x.shape[1] + 1, device=x.device)[None]
+    return (length if position is None else position[:, None] + length)[:, :, None, None]
 
 
 def _reach(key_mask: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def spawn_apart(function: Any, ranks: int, folder: Path, *rest: Any, timeout: fl
 
 def _prepare() -> int:
     """Have a server import once what all processes need; return a free port."""
-    multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "longspan.distributed", "pytest"])
+    multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "longspan.hf", "pytest"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]

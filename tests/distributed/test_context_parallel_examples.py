@@ -49,8 +49,9 @@ def run(rank: int, ranks: int, name: str) -> None:
     assert error < 1e-5, f"{losses} are not {expected}"
 
 
-def test_fsdp_in_a_loop_of_your_own() -> None:
-    spawn(run, 4, "context_parallel")
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_fsdp_in_a_loop_of_your_own(ranks: int) -> None:
+    spawn(run, ranks, "context_parallel")
 
 
 @pytest.mark.slow

@@ -23,6 +23,8 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "linear-blind": {"blind_spot": 4},
     "performer": {"num_features": 7},
     "linformer": {"rank": 3, "max_length": 128},
+    "linformer-periodic": {"rank": 3, "max_length": 17, "periodic": True, "bias": True},
+    "linformer-convolution": {"rank": 9, "max_length": 128, "projection": "convolution"},
     "decay": {},
     "decay-fixed": {"gate": "fixed"},
     "decay-channel": {"gate": "channel"},
