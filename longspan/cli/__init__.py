@@ -20,6 +20,7 @@ from longspan.utils import choose, is_disk_full, is_out_of_memory, printable
 COMMANDS = {
     "train": ("train", "Train a model on files, folders or globs; resumes interrupted runs."),
     "eval": ("evaluate", "Evaluate a model by position in the context, or mechanisms on synthetic tasks."),
+    "predict": ("predict", "Predict classes, numbers or labels with a trained model, CSV in, CSV out."),
     "report": ("report", "Write an HTML report of one or several training runs."),
     "generate": ("generate", "Generate text with a saved model."),
     "run": ("run", "Run an unmodified script of an older library with longspan in its place."),

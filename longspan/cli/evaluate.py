@@ -18,6 +18,8 @@ from longspan.utils import printable
 class EvalFlags:
     """Evaluate a language model: bits per byte and perplexity, overall and by position in the context.
 
+    Of a classifier: accuracy, F1 and a confusion matrix; of numbers: mean absolute error and R².
+
     With --task, train a small model of each mechanism on a synthetic task and report its accuracy.
     """
 
@@ -35,6 +37,10 @@ class EvalFlags:
     """How to read files; bytes: as they are, whatever they contain."""
     text_field: str | None = None
     """Column of text, tokens or messages in tables; guessed by default."""
+    label_field: tuple[str, ...] = ()
+    """Columns of labels in tables; those of the run, or guessed, by default."""
+    file_field: str | None = None
+    """Column of files to read, such as images; relative to the table."""
     extensions: tuple[str, ...] = ()
     """Extensions to read in folders, such as .py,.md."""
     task: tuple[str, ...] | None = None
@@ -63,7 +69,11 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(EvalFlags, argv, "eval")
     if flags.task is not None:
         reason = "for evaluating a saved model; --task trains models of its own: leave it out"
-        _refuse(flags, ("model", "data", "context", "max_tokens", "extensions", "text_field"), reason)
+        _refuse(
+            flags,
+            ("model", "data", "context", "max_tokens", "extensions", "text_field", "label_field", "file_field"),
+            reason,
+        )
         _run_tasks(flags, flags.task)
         return
     reason = "for training on a synthetic task: give --task too, or leave it out"
@@ -71,21 +81,49 @@ def main(argv: Sequence[str]) -> None:
     if flags.model is None or not flags.data:
         raise ValueError("give --model and --data to evaluate a saved model, or --task to compare mechanisms on a task")
     from longspan.train.data.readers import ReadOptions
-    from longspan.train.evaluation import evaluate_checkpoint, print_evaluation, write_evaluation
+    from longspan.train.evaluation import (
+        evaluate_checkpoint,
+        print_evaluation,
+        run_context,
+        run_settings,
+        write_evaluation,
+    )
+    from longspan.train.prediction import evaluate_task, load_task_model, print_task, write_task
 
+    run = run_settings(flags.model)
+    options = ReadOptions(
+        flags.extensions,
+        image_size=run.get("image_size"),
+        format=flags.format,
+        text_field=flags.text_field,
+        label_field=flags.label_field,
+        file_field=flags.file_field or run.get("file_field"),
+    )
+    found = load_task_model(flags.model, flags.device)
+    if found is not None:
+        sizes = {"batch_size": flags.batch_size or 16, "max_tokens": flags.max_tokens or 2**24}
+        result = evaluate_task(found, flags.data, options, context=flags.context or run_context(flags.model), **sizes)
+        print_task(result)
+        _written(write_task(result, flags.out) if flags.out is not None else [])
+        return
+    if flags.label_field or flags.file_field:
+        raise ValueError("--label-field and --file-field are for models that predict labels: leave them out")
     result = evaluate_checkpoint(
         flags.model,
         flags.data,
         context=flags.context,
         batch_size=flags.batch_size or 4,
         max_tokens=flags.max_tokens or 2**20,
-        options=ReadOptions(flags.extensions, format=flags.format, text_field=flags.text_field),
+        options=options,
         device=flags.device,
     )
     print_evaluation(result)
-    if flags.out is not None:
-        for path in write_evaluation(result, flags.out):
-            print(f"written: {printable(str(path))}", file=sys.stderr)
+    _written(write_evaluation(result, flags.out) if flags.out is not None else [])
+
+
+def _written(paths: Sequence[Path]) -> None:
+    for path in paths:
+        print(f"written: {printable(str(path))}", file=sys.stderr)
 
 
 def _run_tasks(flags: EvalFlags, tasks: tuple[str, ...]) -> None:

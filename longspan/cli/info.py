@@ -12,11 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from longspan import __version__
+from longspan.cli import worded
 from longspan.cli.arguments import parse
-from longspan.cli.generate import format_bytes, load_model
+from longspan.cli.generate import format_bytes
 from longspan.mechanisms import list_mechanisms, mechanism_options
+from longspan.models.checkpoint import CONFIG, find_checkpoint, load, read_committed
+from longspan.models.transformer import Classifier, EncoderDecoder, LanguageModel
 from longspan.ops.common.dispatch import KERNELS, why_no_triton
-from longspan.utils import printable
+from longspan.utils import printable, read_json
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,29 @@ def main(argv: Sequence[str]) -> None:
         table.add_row(name, "yes" if cls.supports_causal else "no", "yes" if cls.supports_cross else "no", options)
     console.print(table)
     if flags.model is not None:
-        model = load_model(flags.model)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        console.print(f"{printable(str(flags.model))}: {type(model).__name__} with {parameters:,} parameters")
-        if model.config.causal:
-            console.print(f"state of one sequence: {format_bytes(model.state_size())}")
+        _describe(flags.model, console)
+
+
+def _describe(folder: Path, console: Console) -> None:
+    """Print the size of a model, and what it reads and predicts."""
+    found = find_checkpoint(folder)
+    try:
+        model = load(found)
+        task = read_committed(found, lambda path: read_json(path / CONFIG)).get("task")
+    except OSError as error:
+        raise ValueError(worded(error)) from None
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    console.print(f"{printable(str(folder))}: {type(model).__name__} with {parameters:,} parameters")
+    if isinstance(model, EncoderDecoder):
+        sides = model.encoder.config, model.decoder.config
+        console.print(f"reads {sides[0].vocab_size} tokens, writes {sides[1].vocab_size}")
+        return
+    config = model.config
+    width = f"vectors of {config.input_dim or config.dim}"
+    console.print(f"reads {width if config.vocab_size is None else f'{config.vocab_size} tokens'}")
+    if isinstance(model, Classifier):
+        names = [] if task is None else [printable(str(name)) for name in task["names"]]
+        shown = f": {', '.join(names[:20])}{', …' if len(names) > 20 else ''}" if names else ""
+        console.print(f"predicts {config.num_classes} outputs ({'classify' if task is None else task['kind']}){shown}")
+    elif config.causal and isinstance(model, LanguageModel):
+        console.print(f"state of one sequence: {format_bytes(model.state_size())}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -83,7 +83,26 @@ def read_settings(argv: Sequence[str]) -> tuple[Settings, bool]:
         given[name] = value
     for name in ("config", "dry_run"):
         given.pop(name, None)
+    if given.get("label_field") and "objective" not in given:
+        given["objective"] = _guess_objective(given)
     return resolve(given), parsed.dry_run
+
+
+def _guess_objective(given: dict[str, Any]) -> str:
+    """Return the task that the label columns of the first table are for."""
+    from longspan.train.data.containers import open_entries
+    from longspan.train.data.readers import ReadOptions, find_source
+    from longspan.train.data.tables import read_rows, table_kind
+    from longspan.train.data.tasks import guess_task
+
+    for text in given.get("data", ()):
+        for path in find_source(text, ReadOptions(given.get("extensions", ()), given.get("exclude", ()))).files:
+            with closing(open_entries(path, lambda name: True)) as entries:
+                for entry in entries:
+                    kind = table_kind(entry)
+                    if kind is not None:
+                        return guess_task(read_rows(entry, kind), given["label_field"])
+    raise ValueError("--label-field is for tables, and there is none in the data: leave it out")
 
 
 def _print_help(brief: bool) -> None:

@@ -75,15 +75,20 @@ def check_savable(model: nn.Module) -> None:
     _check_survives_json(_arguments(model))
 
 
-def write(model: Model, folder: Path) -> dict[str, str]:
+def write(model: Model, folder: Path, more: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Write the two files of a checkpoint into an existing folder, such as that of `replace_folder`.
+
+    Args:
+        model: The model.
+        folder: The folder.
+        more: Entries to add to `config.json`.
 
     Returns:
         The SHA-256 of the tensor file, by its name.
     """
     save_file(_stored(model)[0], folder / TENSORS, metadata={"format": "pt"})
     digest = file_digest(folder / TENSORS)
-    description = describe(model) | {"sha256": digest}
+    description = describe(model) | {"sha256": digest, **(more or {})}
     (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     shutil.copymode(folder / CONFIG, folder / TENSORS)  # safetensors creates files that only their owner can read.
     return {TENSORS: digest}

@@ -21,6 +21,7 @@ NormPosition = Literal["pre", "post", "rezero"]
 Residual = Literal["single", "double", "hyper"]
 Execution = Literal["keep", "recompute", "recompute_heads", "reverse"]
 Positions = Literal["none", "learned", "sinusoidal", "axial"]
+Pooling = Literal["mean", "none"]
 OutGate = Literal["none", "sigmoid", "silu"]
 
 
@@ -217,13 +218,19 @@ class ModelConfig:
     embed_dropout: float = 0.0
     """Dropout of the embeddings."""
     num_classes: int | None = None
-    """Number of classes of a `Classifier`."""
+    """Number of outputs of a `Classifier`: classes, or numbers to predict."""
+    pooling: Pooling = "mean"
+    """Outputs of a `Classifier`: one for the mean of all tokens, or one for each token."""
+    input_dim: int | None = None
+    """Width of the vectors that a `Classifier` reads instead of tokens, and projects to dim."""
     legacy: LegacyConfig = field(default_factory=LegacyConfig)
     """Options that only checkpoints of the older packages need."""
 
     def __post_init__(self) -> None:
         _freeze(self, "axial_shape", "token_shift")
-        _check_positive(self, "dim", "depth", "max_length", "num_streams", "vocab_size", "embed_dim", "num_classes")
+        _check_positive(
+            self, "dim", "depth", "max_length", "num_streams", "vocab_size", "embed_dim", "num_classes", "input_dim"
+        )
         check_fields(self)
         if not isinstance(self.legacy, LegacyConfig):
             raise ValueError(f"legacy must be a LegacyConfig, got {self.legacy!r}")
@@ -241,6 +248,8 @@ class ModelConfig:
             raise ValueError(f"token_shift has {len(self.token_shift)} parts, more than dim ({self.dim})")
         if self.tie_embeddings and self.vocab_size is None:
             raise ValueError("tie_embeddings needs vocab_size")
+        if self.input_dim is not None and self.vocab_size is not None:
+            raise ValueError("a model reads tokens or vectors: set vocab_size or input_dim, not both")
         self._check_legacy()
 
     def _check_positions(self) -> None:

@@ -439,23 +439,53 @@ class EncoderDecoder(nn.Module):
         return vectors if self.encoder.from_dim is None else self.encoder.from_dim(vectors), source_mask
 
 
+class VectorProjection(nn.Module):
+    """Vectors of a data set, normalized per feature and projected: (B, T, input_dim) -> (B, T, dim).
+
+    Attributes:
+        mean: (input_dim,), subtracted first.
+        std: (input_dim,), the divisor.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, input_dim: int, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(input_dim))
+        self.register_buffer("std", torch.ones(input_dim))
+        self.to_dim = nn.Linear(input_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize and project x."""
+        _check_vectors(x, len(self.mean))
+        return self.to_dim((x - self.mean) / self.std)
+
+
 class Classifier(nn.Module):
-    """Sequence classification: (B, T) tokens, or (B, T, dim) vectors without a vocabulary -> (B, num_classes)."""
+    """Sequence classification, regression and labelling.
+
+    (B, T) tokens, (B, T, input_dim) vectors, or (B, T, dim) vectors without a vocabulary -> (B, num_classes); with
+    `pooling="none"` (B, T, num_classes).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if config.num_classes is None:
             raise ValueError("a classifier needs num_classes")
         self.config = config
+        self.project = None if config.input_dim is None else VectorProjection(config.input_dim, config.dim)
         self.body = Transformer(config) if config.vocab_size is None else LanguageModel(config)
         if isinstance(self.body, LanguageModel):
             self.body.to_logits = self.body.from_dim = self.body.narrow_norm = None
         self.to_classes = nn.Linear(config.dim, config.num_classes)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-        """Compute logits (B, num_classes) of the mean over real tokens."""
+        """Compute logits (B, num_classes) of the mean over real tokens, or with `pooling="none"` of each token."""
         hidden = self.body.hidden if isinstance(self.body, LanguageModel) else self.body
-        vectors = hidden(x, key_mask=key_mask)
+        vectors = hidden(x if self.project is None else self.project(x), key_mask=key_mask)
+        if self.config.pooling == "none":
+            return self.to_classes(vectors)
         if key_mask is None:
             return self.to_classes(vectors.sum(1) / max(vectors.shape[1], 1))
         total = vectors.masked_fill(~key_mask[..., None], 0).sum(1)

@@ -12,10 +12,11 @@ from typing import Any, Literal
 from tyro.conf import UseAppendAction
 
 from longspan.models.config import AttentionConfig, ModelConfig, check_fields
+from longspan.train.data.tasks import PER_TOKEN, TASKS
 from longspan.train.presets import PRESETS, Values, named_mechanism
 from longspan.utils import choose, nearest
 
-Objective = Literal["causal", "masked", "classify"]
+Objective = Literal["causal", "masked", "classify", "multilabel", "regress", "tag", "forecast"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Switch = Literal["auto", "on", "off"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -36,7 +37,7 @@ class TrainConfig:
     mechanism: str = "split"
     """Name, or options as JSON; split: local and linear heads."""
     objective: Objective = "causal"
-    """What to predict; classes are folders of files or in a CSV file."""
+    """What to predict: tokens, classes, numbers, or next vectors."""
     context: int = 4096
     """Context length."""
     batch_size: int = 16
@@ -73,8 +74,10 @@ class TrainConfig:
     """How to read files; bytes: as they are, whatever they contain."""
     text_field: str | None = None
     """Column of text, tokens or messages in tables; guessed by default."""
-    label_field: str | None = None
-    """Column of labels in tables; guessed by default."""
+    label_field: tuple[str, ...] = ()
+    """Columns of labels in tables; without --objective, they tell it."""
+    file_field: str | None = None
+    """Column of files to read, such as images; relative to the table."""
     extensions: tuple[str, ...] = ()
     """Extensions to read in folders, such as .py,.md."""
     exclude: tuple[str, ...] = ()
@@ -143,10 +146,10 @@ class TrainConfig:
             raise ValueError("give --steps or --minutes: how long to train")
         if self.carry_state and self.objective != "causal":
             raise ValueError(f"--carry-state is for --objective causal, got {self.objective}")
-        if self.label_field is not None and self.objective != "classify":
-            raise ValueError("--label-field is for --objective classify: leave it out")
-        if self.format == "bytes" and (self.text_field, self.label_field) != (None, None):
-            raise ValueError("--format bytes reads no columns: leave --text-field and --label-field out")
+        if self.label_field and self.objective not in ("classify", "multilabel", "regress", "tag"):
+            raise ValueError(f"--label-field is for classes and numbers: leave it out for --objective {self.objective}")
+        if self.format == "bytes" and (self.text_field, self.file_field, self.label_field) != (None, None, ()):
+            raise ValueError("--format bytes reads no columns: leave --text-field, --file-field and --label-field out")
         if self.carry_state and self.packing == "on":
             raise ValueError("--carry-state reads one document at a time in each sequence: leave --packing out")
         if self.chunk_length is not None:
@@ -173,19 +176,28 @@ class Settings:
     model: Values
     chosen: frozenset[str]
 
-    def complete(self, vocab_size: int, num_classes: int) -> ModelConfig:
-        """Return the configuration of the model for a vocabulary and a number of classes."""
+    def complete_for(self, data: Mapping[str, Any]) -> ModelConfig:
+        """Return the configuration of the model for data, as `store.json` describes it."""
+        outputs = len(data["task"]["names"]) if data.get("task") else len(data["labels"])
+        return self.complete(data["vocab_size"], outputs, data.get("channels"))
+
+    def complete(self, vocab_size: int, num_classes: int, channels: int | None = None) -> ModelConfig:
+        """Return the configuration of the model for a vocabulary, or vectors, and a number of outputs."""
         values = copy.deepcopy(self.model)
-        causal = self.train.objective == "causal"
-        inferred = {"causal": causal, "vocab_size": vocab_size + (self.train.objective == "masked")}
-        if self.train.objective == "classify":
-            inferred["num_classes"] = num_classes
+        objective = self.train.objective
+        inferred: Values = {"causal": objective in ("causal", "forecast")}
+        inferred |= (
+            {"vocab_size": vocab_size + (objective == "masked")} if channels is None else {"input_dim": channels}
+        )
+        if objective in TASKS:
+            inferred |= {"num_classes": num_classes, "pooling": "none" if objective in PER_TOKEN else "mean"}
         for name, value in inferred.items():
             if name not in self.chosen:
                 values[name] = value
-            elif name == "causal" and values[name] != value and self.train.objective != "classify":
-                raise ValueError(f"--objective {self.train.objective} needs a model with causal={value}")
-            elif name != "causal" and values[name] < value:
+            elif name in ("causal", "pooling", "input_dim"):
+                if values[name] != value and not (name == "causal" and objective in TASKS and objective != "forecast"):
+                    raise ValueError(f"--objective {objective} needs a model with {name}={value}")
+            elif values[name] < value:
                 raise ValueError(f"--model.{name} is {values[name]}, and the data needs {value} at least")
         if values.get("positions") in ("learned", "axial") and "max_length" not in self.chosen:
             values["max_length"] = self.train.context

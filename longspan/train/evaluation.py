@@ -51,6 +51,7 @@ def evaluate_held_out(
     training = objective.training
     objective.eval()
     classify = isinstance(objective, Classification)
+    classes = isinstance(objective, Classification) and objective.task.kind in ("classify", "multilabel", "tag")
     batches = labeled_evaluation_batches if classify else evaluation_batches
     with torch.no_grad(), accelerator.autocast():
         for number, batch in enumerate(batches(store, store.held_out, shape, train.eval_tokens)):
@@ -59,7 +60,7 @@ def evaluate_held_out(
             batch = batch.to(accelerator.device)
             total += float(objective.losses(batch).double().sum())
             count += batch.num_targets
-            if isinstance(objective, Classification):
+            if isinstance(objective, Classification) and classes:
                 correct += int(objective.correct(batch).sum())
     objective.train(training)
     ranks = objective.ranks_per_batch  # Each has summed its part of the losses and counted all targets.
@@ -68,7 +69,7 @@ def evaluate_held_out(
     loss = total / max(count, 1)
     found = {"eval_loss": loss, "eval_tokens": int(count)}
     if classify:
-        return found | {"eval_accuracy": correct / count}
+        return found | ({"eval_accuracy": correct / max(count, 1)} if classes else {})
     found["eval_perplexity"] = math.exp(min(loss, 700))
     bits = store.bits_per_byte(loss)
     return found if bits is None or train.objective != "causal" else found | {"eval_bits_per_byte": bits}
@@ -151,7 +152,7 @@ def evaluate_checkpoint(
     loaded = load(folder, device=where)
     if not isinstance(loaded, LanguageModel) or not loaded.config.causal:
         raise ValueError(f"{folder} is a {type(loaded).__name__}; bits per byte require a causal language model")
-    context = context or _run_context(folder)
+    context = context or run_context(model)
     tokenizer = read_committed(folder, lambda path: path / TOKENIZER if (path / TOKENIZER).exists() else None)
     options = options or ReadOptions()
     with tempfile.TemporaryDirectory() as temporary:
@@ -209,10 +210,16 @@ def write_evaluation(result: Record, out: Path) -> list[Path]:
     return [out, plot]
 
 
-def _run_context(folder: Path) -> int:
-    """Return the context length of the run that a checkpoint belongs to; 4096 if there is none."""
+def run_settings(model: Path) -> Record:
+    """Return the training settings of the run that a checkpoint belongs to; empty if there is none."""
     try:
-        context = read_json(folder.resolve().parent / RUN)["settings"]["train"]["context"]
+        found = read_json(find_checkpoint(model).resolve().parent / RUN)["settings"]["train"]
     except (OSError, KeyError, TypeError, ValueError):
-        return 4096
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def run_context(model: Path) -> int:
+    """Return the context length of the run that a checkpoint belongs to; 4096 if there is none."""
+    context = run_settings(model).get("context")
     return context if isinstance(context, int) and context > 1 else 4096

@@ -17,6 +17,7 @@ from longspan.models.transformer import Classifier, LanguageModel
 from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.chunked import chunked_loss, chunked_losses
 from longspan.train.data.batches import Batch
+from longspan.train.data.tasks import Task
 
 
 class Objective(nn.Module):
@@ -106,7 +107,22 @@ class Objective(nn.Module):
 
 
 class Classification(Objective):
-    """Cross-entropy of the class of a document."""
+    """The loss of a supervised task: cross-entropy of classes, or squared error of normalized numbers.
+
+    Args:
+        model: The model to train.
+        context: Length of the longest sequence.
+        task: The task.
+        cp: The ranks that each hold a piece of every sequence, if there are several.
+    """
+
+    def __init__(
+        self, model: LanguageModel | Classifier, context: int, task: Task, cp: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__(model, context, cp=cp)
+        self.task = task
+        if cp is not None and (task.per_token or model.config.input_dim is not None):
+            raise ValueError(f"--mesh with cp divides sequences of tokens, with one output: not {task.kind} or vectors")
 
     def forward(
         self,
@@ -116,33 +132,65 @@ class Classification(Objective):
         key_mask: Tensor | None = None,
         state: StackState | None = None,
     ) -> tuple[Tensor, StackState | None]:
-        """Compute the mean loss of `targets`, (B,); classification neither packs nor carries a state."""
+        """Compute the mean loss of `targets`; supervised tasks neither pack nor carry a state."""
         assert offsets is None
         assert state is None
-        return F.cross_entropy(self._logits(tokens, key_mask), targets), None
+        outputs = self._outputs(tokens, key_mask)
+        if self.task.kind == "classify":
+            return F.cross_entropy(outputs, targets), None
+        losses = self._losses(outputs, targets)
+        return losses.sum() / _known(targets, self.task).sum().clamp(min=1), None
 
     def losses(self, batch: Batch) -> Tensor:
-        """Return this rank's share of the loss of each document, (B,)."""
-        losses = F.cross_entropy(self._logits(batch.tokens, batch.key_mask), batch.targets, reduction="none")
-        return losses / self.ranks_per_batch
+        """Return this rank's share of the loss of each document, (B,), or token, (B, T), 0 where there is no target."""
+        return self._losses(self._outputs(batch.tokens, batch.key_mask), batch.targets) / self.ranks_per_batch
 
     def correct(self, batch: Batch) -> Tensor:
-        """Return whether each document is classified correctly, (B,)."""
-        return self._logits(batch.tokens, batch.key_mask).argmax(1) == batch.targets
+        """Return whether each document or token is classified correctly."""
+        outputs = self._outputs(batch.tokens, batch.key_mask)
+        if self.task.kind == "multilabel":
+            return ((outputs > 0) == (batch.targets > 0.5)).all(1)
+        return outputs.argmax(-1) == batch.targets
 
-    def _logits(self, tokens: Tensor, key_mask: Tensor | None) -> Tensor:
+    def _outputs(self, tokens: Tensor, key_mask: Tensor | None) -> Tensor:
         assert isinstance(self.model, Classifier)
         run = self.model if self.cp is None else ContextParallel(self.model, self.cp)
         logits: Tensor = run(self._piece(tokens), key_mask=self._piece(key_mask))
         return logits.float()
 
+    def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        kind = self.task.kind
+        if kind == "classify":
+            return F.cross_entropy(outputs, targets, reduction="none")
+        if kind == "multilabel":
+            return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").mean(1)
+        if kind == "tag":
+            losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
+            return losses.view_as(targets)
+        known = _known(targets, self.task)
+        errors = (outputs - targets.nan_to_num()).square().mean(-1)
+        return errors.masked_fill(~known, 0)
+
+
+def _known(targets: Tensor, task: Task) -> Tensor:
+    """Return which documents or tokens have a target."""
+    if task.kind == "tag":
+        return targets != IGNORE_INDEX
+    return ~targets[..., 0].isnan() if targets.ndim > 1 else torch.ones_like(targets, dtype=torch.bool)
+
 
 def wrap_model(
-    model: nn.Module, context: int, chunk_length: int | None = None, cp: dist.ProcessGroup | None = None
+    model: nn.Module,
+    context: int,
+    chunk_length: int | None = None,
+    cp: dist.ProcessGroup | None = None,
+    task: Task | None = None,
 ) -> Objective:
-    """Return the objective of a model: `Classification` for a classifier, otherwise `Objective`."""
+    """Return the objective of a model: `Classification`, of a class unless a task is given, or `Objective`."""
     assert isinstance(model, LanguageModel | Classifier)
-    return (Classification if isinstance(model, Classifier) else Objective)(model, context, chunk_length, cp)
+    if isinstance(model, Classifier):
+        return Classification(model, context, task or Task("classify", ()), cp)
+    return Objective(model, context, chunk_length, cp)
 
 
 def mask_tokens(batch: Batch, rate: float, mask_token: int, seeds: Sequence[int]) -> Batch:

@@ -50,7 +50,15 @@ TRAINING = "training.pt"
 _NAMES = (TENSORS, CONFIG, TRAINING, TOKENIZER, CHECKSUMS, METADATA, "*.distcp")
 
 
-def save(run: Path, model: Model, training: dict[str, Any], tokenizer: Path | None, *, keep: bool = True) -> None:
+def save(
+    run: Path,
+    model: Model,
+    training: dict[str, Any],
+    tokenizer: Path | None,
+    *,
+    keep: bool = True,
+    more: Mapping[str, Any] | None = None,
+) -> None:
     """Write a checkpoint. If this fails, the last one remains.
 
     Args:
@@ -59,12 +67,13 @@ def save(run: Path, model: Model, training: dict[str, Any], tokenizer: Path | No
         training: The rest of the state.
         tokenizer: The tokenizer file of the run, to copy with the settings beside it.
         keep: Keep the last checkpoint as the previous one. False: replace it.
+        more: Entries to add to `config.json`.
     """
     beside = [] if tokenizer is None else [tokenizer.parent / name for name in TOKENIZER_SETTINGS]
     settings = [path for path in beside if path.is_file()]
     names = (*_NAMES, *(path.name for path in settings))
     with replace_folder(run / LAST, names, mark=TRAINING, keep=keep) as partial:
-        known = write(model, partial)
+        known = write(model, partial, more)
         torch.save(training, partial / TRAINING)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / TOKENIZER)

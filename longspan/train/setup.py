@@ -19,6 +19,7 @@ from longspan.distributed.mesh import Mesh, MeshShape
 from longspan.distributed.rendezvous import init_process_group
 from longspan.mechanisms.performer import random_feature_mechanisms
 from longspan.models.config import ModelConfig
+from longspan.models.transformer import Classifier
 from longspan.train.config import Settings, TrainConfig, described, differences
 from longspan.train.data.batches import (
     Batches,
@@ -29,6 +30,7 @@ from longspan.train.data.batches import (
     derive_seed,
 )
 from longspan.train.data.readers import DataSource, ReadOptions, find_source
+from longspan.train.data.tasks import PER_TOKEN, TASKS
 from longspan.train.data.token_store import StoreSpec, TokenStore, open_store, unigram_bits
 from longspan.train.fsdp import uses_fsdp
 from longspan.train.loggers import Logger, Record
@@ -115,6 +117,7 @@ def make_mesh(train: TrainConfig, accelerator: Accelerator) -> Mesh | None:
     if shape.cp > 1:
         for name, used in (
             ("--chunk-length", train.chunk_length is not None),
+            (f"--objective {train.objective}", train.objective in PER_TOKEN),
             ("--compile on", train.compile == "on"),
         ):
             if used:
@@ -195,9 +198,8 @@ def open_data(
         ValueError: The data cannot be read, has changed, is too small for the settings, or contains --out.
         FileNotFoundError: A source or the tokenizer file does not exist.
     """
-    labeled = train.objective == "classify"
-    columns = (train.format, train.text_field, train.label_field)
-    options = ReadOptions(train.extensions, train.exclude, train.bin_dtype, train.image_size, labeled, *columns)
+    labeled = train.objective in TASKS
+    options = read_options(train)
 
     def open_first() -> TokenStore:
         sources, eval_sources = (tuple(find_source(text, options) for text in d) for d in (train.data, train.eval_data))
@@ -220,9 +222,29 @@ def open_data(
             f"--context {train.context} is longer than any document to train on: the longest has {longest} tokens, all "
             f"have {total}; use --context {longest} or less, or data with longer documents"
         )
-    if labeled and len(store.labels) < 2:
+    if train.objective in ("classify", "tag") and len(store.labels) < 2:
         raise ValueError(f"classification requires at least two labels, the data has {store.labels}")
     return store
+
+
+def read_options(train: TrainConfig) -> ReadOptions:
+    """Return how the data of a run is read."""
+    task = train.objective if train.objective in TASKS and train.objective != "classify" else None
+    labeled = train.objective in TASKS and train.objective != "forecast"
+    return ReadOptions(
+        *(train.extensions, train.exclude, train.bin_dtype, train.image_size, labeled, train.format),
+        *(train.text_field, train.label_field, train.file_field, task),
+    )
+
+
+def make_classifier(config: ModelConfig, store: TokenStore) -> Classifier:
+    """Return a new model for a supervised task; vectors are normalized as the training data."""
+    model = Classifier(config)
+    if model.project is not None:
+        statistics = store.metadata["input"]
+        model.project.mean.copy_(torch.tensor(statistics["mean"]))
+        model.project.std.copy_(torch.tensor(statistics["std"]))
+    return model
 
 
 def _check_apart(out: Path, source: DataSource) -> None:
@@ -243,7 +265,7 @@ def _check_apart(out: Path, source: DataSource) -> None:
 
 def is_packed(train: TrainConfig, store: TokenStore) -> bool:
     """Return whether sequences are packed. auto: if over 1 % of tokens are in documents too short for a window."""
-    if train.carry_state or train.chunk_length is not None or train.objective == "classify":
+    if train.carry_state or train.chunk_length is not None or train.objective in TASKS:
         return False
     lengths = store.train.length
     if train.packing == "auto":
@@ -258,7 +280,7 @@ def is_packed(train: TrainConfig, store: TokenStore) -> bool:
 
 def is_compiled(train: TrainConfig, packed: bool, device: torch.device, mesh: Mesh | None = None) -> bool:
     """Return whether the model is compiled. auto: on a GPU without a mesh, if all batches have the same shape."""
-    same_shape = not packed and not train.carry_state and train.chunk_length is None and train.objective != "classify"
+    same_shape = not packed and not train.carry_state and train.chunk_length is None and train.objective not in TASKS
     automatic = device.type == "cuda" and same_shape and mesh is None
     return train.compile == "on" or (train.compile == "auto" and automatic)
 
@@ -275,7 +297,7 @@ def make_batches(train: TrainConfig, store: TokenStore, shape: BatchShape, packe
             f"the tokens of a step need {required / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f}: "
             f"lower --batch-size ({train.batch_size}), --accumulate ({train.accumulate}) or --context ({train.context})"
         )
-    if train.objective == "classify":
+    if train.objective in TASKS:
         return LabeledBatches(store, shape, seed=train.seed)
     if train.carry_state:
         return StatefulBatches(store, shape, seed=train.seed)
@@ -331,13 +353,13 @@ def run_metadata(
     settings: Settings, config: ModelConfig, store: TokenStore, accelerator: Accelerator, shape: BatchShape
 ) -> Record:
     """Return the contents of run.json: settings, data, versions and hardware."""
-    names = ("tokens", "bytes", "documents", "sha256", "vocab_size", "labels", "sources")
+    names = ("tokens", "bytes", "documents", "sha256", "vocab_size", "labels", "sources", "task", "channels", "input")
     device = accelerator.device
     cpu = f"{device.type} ({platform.machine()}, {os.cpu_count()} cores)"
     return {
         "settings": described(settings, config),
         "data": {
-            **{name: store.metadata[name] for name in names},
+            **{name: store.metadata[name] for name in names if name in store.metadata},
             "train_tokens": store.train.total,
             "held_out_tokens": store.held_out.total,
             "unigram_bits_per_byte": unigram_bits(store),

@@ -125,21 +125,25 @@ class Trainer:
             return None
         model, self._saved = checkpoint
         about = self._saved["about"]
-        now = described(settings, settings.complete(about["data"]["vocab_size"], len(about["data"]["labels"])))
+        now = described(settings, settings.complete_for(about["data"]))
         self._changes = run_checkpoint.check_settings(self.folder, about, now, self.shape.processes)
         assert isinstance(model, LanguageModel | Classifier | None)
         return model
 
     def _build_model(self, settings: Settings, model: LanguageModel | Classifier | None, compiled: bool) -> None:
         config = self.config
-        model_config = settings.complete(self.store.vocab_size, len(self.store.labels))
+        model_config = settings.complete_for(self.store.metadata)
         setup.check_model(config, model_config)
         self.metadata = setup.run_metadata(settings, model_config, self.store, self.accelerator, self.shape)
         torch.manual_seed(config.seed)
         if model is None:
-            model = (Classifier if config.objective == "classify" else LanguageModel)(model_config)
+            model = (
+                LanguageModel(model_config)
+                if self.store.task is None
+                else setup.make_classifier(model_config, self.store)
+            )
         cp = None if self.mesh is None else self.mesh.cp
-        self.objective = wrap_model(model, config.context, config.chunk_length, cp)
+        self.objective = wrap_model(model, config.context, config.chunk_length, cp, self.store.task)
         self.metadata |= {"parameters": sum(p.numel() for p in self.objective.parameters()), "compiled": compiled}
         self.redraws = setup.RedrawSchedule(self.model, config.seed)
         self.sharded = self.mesh is not None or uses_fsdp(self.accelerator)
@@ -158,10 +162,13 @@ class Trainer:
 
     def _shard_model(self, mesh: Mesh) -> tuple[Any, Any]:
         """Return the objective with sharded weights, and its optimizer."""
-        self._saver, self._description = AsyncSaver(), describe(self.model)
+        self._saver, self._description = AsyncSaver(), describe(self.model) | self._task_description()
         wrapped: Any = self.objective.to(self.device)
         shard_weights(wrapped, mesh)
         return wrapped, self.accelerator.prepare_optimizer(setup.make_optimizer(self.config, wrapped))
+
+    def _task_description(self) -> Record:
+        return {} if self.store.task is None else self.store.task.description()
 
     @property
     def model(self) -> LanguageModel | Classifier:
@@ -467,7 +474,8 @@ class Trainer:
         state = gather_optimizer(self.objective, optimizer) if self.sharded else optimizer.state_dict()
         training = self._training_state() | {"optimizer": state}
         if self.accelerator.is_main_process:
-            run_checkpoint.save(self.folder, model, training, self._tokenizer, keep=keep)
+            more = self._task_description()
+            run_checkpoint.save(self.folder, model, training, self._tokenizer, keep=keep, more=more)
         self.accelerator.wait_for_everyone()
 
     def _save_sharded(self, keep: bool) -> None:

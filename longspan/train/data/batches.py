@@ -37,8 +37,9 @@ class Batch:
     """Tokens and targets of one forward pass.
 
     Args:
-        tokens: (B, T); (1, B · T) if packed.
-        targets: Same shape, the next token or IGNORE_INDEX; (B,) class indices for classification.
+        tokens: (B, T); (1, B · T) if packed; vectors (B, T, C).
+        targets: Same shape, the next token, a class or IGNORE_INDEX; (B,) class indices for classification;
+            (B, outputs) numbers for regression, 0 and 1 for several classes; (B, T, C) the next vector, NaN for none.
         num_targets: Number of targets that are not IGNORE_INDEX.
         offsets: (N + 1,), boundaries of the packed sequences.
         key_mask: (B, T), True for tokens, False for padding. None: no padding.
@@ -306,6 +307,8 @@ def packed_batch(store: TokenStore, spans: Sequence[Span]) -> Batch:
 
 def padded_batch(store: TokenStore, spans: Sequence[Span], context: int) -> Batch:
     """Put one span into each sequence, padded on the right with zeros."""
+    if store.channels is not None:
+        return _vector_batch(store, spans, context)
     tokens = np.zeros((len(spans), context), np.int64)
     targets = np.full((len(spans), context), IGNORE_INDEX, np.int64)
     for i, span in enumerate(spans):
@@ -318,7 +321,40 @@ def labeled_batch(store: TokenStore, items: Sequence[tuple[Span, int]]) -> Batch
     """Pad spans to the longest of them; the targets are their labels."""
     spans = [span for span, _ in items]
     batch = padded_batch(store, spans, max(span.length for span in spans))
-    return replace(batch, targets=torch.tensor([label for _, label in items]), num_targets=len(items))
+    task = store.task
+    if task is not None and task.per_token:
+        return batch
+    labels: Any = [label for _, label in items]
+    if store.values is not None and task is not None:
+        values = store.values[labels]
+        labels = (
+            (values - np.array(task.mean, np.float32)) / np.array(task.std, np.float32)
+            if task.kind == "regress"
+            else values
+        )
+    return replace(batch, targets=torch.as_tensor(labels), num_targets=len(items))
+
+
+def _vector_batch(store: TokenStore, spans: Sequence[Span], context: int) -> Batch:
+    """Put one span of vectors into each sequence; targets are classes or the next vectors, normalized."""
+    vectors = np.zeros((len(spans), context, store.channels or 0), np.float32)
+    labels = np.full((len(spans), context), IGNORE_INDEX, np.int64)
+    following = np.full(vectors.shape, np.nan, np.float32)
+    task = store.task
+    assert task is not None
+    for i, (start, length, has_next) in enumerate(spans):
+        vectors[i, :length] = store.tokens[start : start + length]
+        if store.targets is not None:
+            labels[i, :length] = store.targets[start : start + length]
+        elif task.kind == "forecast":
+            known = length if has_next else length - 1
+            following[i, :known] = store.tokens[start + 1 : start + 1 + known]
+    mask = np.arange(context) < np.array([[span.length] for span in spans])
+    forecast = task.kind == "forecast"
+    targets = (following - np.array(task.mean, np.float32)) / np.array(task.std, np.float32) if forecast else labels
+    count = int((~np.isnan(targets[..., 0])).sum()) if forecast else int((labels != IGNORE_INDEX).sum())
+    key_mask = None if mask.all() else torch.from_numpy(mask)
+    return Batch(torch.from_numpy(vectors), torch.from_numpy(targets), count, key_mask=key_mask)
 
 
 def _copy_span(store: TokenStore, span: Span, tokens: TokenArray, targets: TokenArray) -> None:
@@ -369,6 +405,9 @@ def evaluation_batches(store: TokenStore, segments: Segments, shape: BatchShape,
 
 def labeled_evaluation_batches(store: TokenStore, segments: Segments, shape: BatchShape, limit: int) -> Iterator[Batch]:
     """Yield this process's share of the labeled documents, each from its start, at most `limit` tokens in total."""
+    task = store.task
+    if task is not None and task.per_token:
+        segments = _windows(segments, shape.context, 1 if task.kind == "forecast" else 0)
     lengths = np.minimum(segments.length, shape.context)
     number = max(1, int(np.searchsorted(lengths.cumsum(), limit, side="right")))
     columns = segments.start[:number].tolist(), lengths[:number].tolist(), segments.label[:number].tolist()
@@ -382,6 +421,19 @@ def labeled_evaluation_batches(store: TokenStore, segments: Segments, shape: Bat
 
 def _without_targets(batch: Batch) -> Batch:
     return replace(batch, targets=torch.full_like(batch.targets, IGNORE_INDEX), num_targets=0)
+
+
+def _windows(segments: Segments, context: int, overlap: int) -> Segments:
+    """Cut segments into windows of the context; each starts `overlap` tokens before the end of the one before."""
+    rows = [
+        (begin, min(context, start + length - begin), source, label)
+        for start, length, source, label in zip(
+            *(column.tolist() for column in (segments.start, segments.length, segments.source, segments.label)),
+            strict=True,
+        )
+        for begin in range(start, max(start + 1, start + length - overlap), max(1, context - overlap))
+    ]
+    return Segments(*np.array(rows, np.int64).reshape(-1, 4).T)
 
 
 def permute_index(index: int, count: int, seed: int) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, cast
 
@@ -25,11 +26,13 @@ from longspan.train.data import tables
 from longspan.train.data.chat import read_messages
 from longspan.train.data.containers import CHUNK, COMPRESSED, Entry, UnreadableError, open_entries, refusal
 from longspan.train.data.containers import open_decompressed as open_decompressed
+from longspan.train.data.tasks import read_label
 
 Tokens = NDArray[Any]
 
 FASTA = (".fa", ".fasta", ".fna", ".faa", ".ffn")
 FASTQ = (".fq", ".fastq")
+CONLL = (".conll", ".conllu", ".iob", ".bio")
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _BOMS = (b"\xff\xfe", b"\xfe\xff")
 _IMAGE_MAGIC = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"II*\0", b"MM\0*")
@@ -43,10 +46,21 @@ class Chat(NamedTuple):
     messages: list[dict[str, Any]]
 
 
-class DocumentChunk(NamedTuple):
-    """A consecutive part of a document; `last` marks the end of the document."""
+class Tagged(NamedTuple):
+    """A text with a class for some of its characters: from, to (excluded), and the class."""
 
-    content: bytes | Tokens | Chat
+    text: str
+    spans: list[tuple[int, int, str]]
+
+
+class DocumentChunk(NamedTuple):
+    """A consecutive part of a document; `last` marks the end of the document.
+
+    content: Bytes, tokens (T,), vectors (T, C) as float32, a conversation, or a text with classes.
+    label: The label of the document as `read_label` returns it; of vectors, a class for each of them.
+    """
+
+    content: bytes | Tokens | Chat | Tagged
     last: bool
     label: Any = None
 
@@ -72,7 +86,9 @@ class ReadOptions:
         labeled: Read a label with each document: the name of its class folder, or a column of a table.
         format: "auto", or "bytes" to read the bytes of every file as they are.
         text_field: Column of a table with the text, the tokens or the messages. None: guess.
-        label_field: Column of a table with the label. None: guess.
+        label_field: Columns of a table with the labels. Empty: guess.
+        file_field: Column of a table that names files to read, relative to the table. None: rows are documents.
+        task: The supervised task, if it is another one than classification.
     """
 
     extensions: tuple[str, ...] = ()
@@ -82,11 +98,18 @@ class ReadOptions:
     labeled: bool = False
     format: str = "auto"
     text_field: str | None = None
-    label_field: str | None = None
+    label_field: tuple[str, ...] = ()
+    file_field: str | None = None
+    task: str | None = None
+
+    @property
+    def objective(self) -> str | None:
+        """The supervised task."""
+        return self.task or ("classify" if self.labeled else None)
 
     def identity(self) -> dict[str, Any]:
         """Return the options that data is identified by; those that were added later only if they are set."""
-        added = ("format", "text_field", "label_field")
+        added = ("format", "text_field", "label_field", "file_field", "task")
         defaults = ReadOptions()
         return {name: x for name, x in vars(self).items() if name not in added or x != getattr(defaults, name)}
 
@@ -135,12 +158,16 @@ class DocumentReader:
     Attributes:
         kinds: What documents were read as, with their number.
         skipped: Why files were not read, one line for each.
+        label_columns: The columns of labels in the last table.
+        channels: The names of the columns that were read as vectors.
     """
 
     def __init__(self, options: ReadOptions) -> None:
         self.options = options
         self.kinds: Counter[str] = Counter()
         self.skipped: list[str] = []
+        self.label_columns: tuple[str, ...] = ()
+        self.channels: tuple[str, ...] = ()
 
     def read(self, path: Path, root: Path | None) -> Generator[DocumentChunk]:
         """Yield the documents of a file or archive in chunks of at most a few megabytes.
@@ -170,16 +197,30 @@ class DocumentReader:
     def _read_entry(self, entry: Entry, relative: Path | None) -> Iterator[DocumentChunk]:
         table = None if self.options.format == "bytes" else _table_kind(entry)
         kind, chunks = self._read_file(entry) if table is None else self._read_table(entry, table)
-        label = _folder_label(entry, relative) if self.options.labeled and table is None else None
+        by_folder = self.options.labeled and self.options.objective != "tag"
         for chunk in chunks:
-            yield chunk if label is None else chunk._replace(label=label)
+            if by_folder and chunk.label is None:
+                chunk = chunk._replace(label=self._folder_label(entry, relative))
+            yield chunk
             self.kinds[kind] += chunk.last
+
+    def _folder_label(self, entry: Entry, relative: Path | None) -> Any:
+        label = _folder_label(entry, relative)
+        if self.options.objective == "regress":
+            return read_label("regress", [label], ["the name of the folder"])
+        return (label,) if self.options.objective == "multilabel" else label
 
     def _read_file(self, entry: Entry) -> tuple[str, Iterator[DocumentChunk]]:
         """Return what a file is, and its documents."""
         options, head, suffix = self.options, entry.head, entry.suffix
+        if suffix == ".npz" and options.objective is not None:
+            return "arrays", _read_arrays(entry, options)
+        if suffix == ".npy" and options.objective is not None and _is_vectors(entry, options):
+            return "vectors", _read_vectors(np.load(entry.seekable(), allow_pickle=False), entry.name)
         if suffix in (".npy", ".bin"):
             return "tokens", _read_array(entry) if suffix == ".npy" else _read_bin(entry, options.bin_dtype)
+        if suffix in CONLL and options.objective == "tag":
+            return "CoNLL", _read_conll(entry)
         if suffix in IMAGES or (head.startswith(_IMAGE_MAGIC) and options.format == "auto"):
             return "images", iter([DocumentChunk(_read_pixels(entry, options.image_size), True)])
         if suffix in FASTA:
@@ -200,20 +241,124 @@ class DocumentReader:
         if kind == "JSON":  # It may turn out to be a file of settings, which is text.
             entry = replace(entry, stream=entry.seekable())
         rows = tables.read_rows(entry, kind)
-        columns, rows = tables.choose_columns(rows, entry.name, options.text_field, whole=kind == "JSON")
-        if columns is None and kind == "JSON" and not options.labeled:
+        if options.objective == "forecast":
+            return self._read_series(entry, kind, rows, ())
+        labels: tuple[str, ...] = ()
+        if options.labeled:
+            labels, rows = tables.choose_labels(rows, entry.name, options.label_field, required=options.task == "tag")
+            self.label_columns = labels
+        if options.file_field is not None:
+            return f'{kind}, files in field "{options.file_field}"', self._read_files(rows, labels, entry)
+        tagged = options.objective == "tag"
+        columns, rows = tables.choose_columns(
+            rows, entry.name, options.text_field, whole=kind == "JSON", words=tagged, others=labels
+        )
+        if columns is None and options.objective in ("classify", "multilabel", "regress", "tag"):
+            return self._read_series(entry, kind, rows, labels)
+        if columns is None and kind == "JSON":
             entry.stream.seek(0)
             return "text", _read_bytes(entry)
         if columns is None:
             raise UnreadableError(
-                f"{entry.name} has no field of text, tokens or messages: name it with --text-field, or train on the "
-                "bytes of the file with --format bytes"
+                f"{entry.name} has no field of text, tokens or messages: name it with --text-field, train on the "
+                "bytes of the file with --format bytes, or on numbers with --objective forecast"
             )
-        label, classes = None, None
-        if options.labeled:
-            label, rows = tables.choose_label(rows, entry.name, options.label_field)
-            classes = None if entry.path is None else tables.class_names(entry.path.parent).get(label)
-        return f"{kind}, {columns}", _read_rows(rows, columns, label, classes, entry.name)
+        classes = None
+        if entry.path is not None and len(labels) == 1:
+            classes = tables.class_names(entry.path.parent).get(labels[0])
+        return f"{kind}, {columns}", self._read_rows(rows, columns, labels, classes, entry.name)
+
+    def _read_series(
+        self, entry: Entry, kind: str, rows: Iterator[tables.Row], labels: Sequence[str]
+    ) -> tuple[str, Iterator[DocumentChunk]]:
+        """Return a table of numbers as one document: a vector in each row."""
+        if labels and self.options.objective != "tag":
+            raise UnreadableError(
+                f"{entry.name} has labels in {', '.join(labels)}, and no text beside them: name it with --text-field, "
+                "or the column of files with --file-field"
+            )
+        channels, rows = tables.choose_channels(rows, entry.name, self.options.text_field, labels)
+        self.channels = tuple(channels)
+        shown = ", ".join(f'"{name}"' for name in channels[:8]) + (", …" if len(channels) > 8 else "")
+        return f"{kind}, vectors of {shown}", _read_series(rows, channels, labels, entry.name)
+
+    def _read_rows(
+        self,
+        rows: Iterator[tables.Row],
+        columns: tables.Columns,
+        labels: Sequence[str],
+        classes: Sequence[str] | None,
+        name: str,
+    ) -> Iterator[DocumentChunk]:
+        for number, row in enumerate(rows, 1):
+            values = [row.get(column) for column in columns.names]
+            if any(value is None or value == "" or value == [] for value in values):
+                continue
+            try:
+                label = self._label(row, labels, classes)
+                if labels and label is None:
+                    continue
+                if self.options.objective == "tag":
+                    yield DocumentChunk(_tagged(values[0], label), True, ())
+                else:
+                    yield DocumentChunk(_row_content(values, columns.kind), True, label)
+            except (AttributeError, TypeError, ValueError, OverflowError) as error:
+                raise ValueError(f"{name}, row {number}: {error}") from None
+
+    def contents(self, entry: Entry, kind: str) -> Iterator[tuple[tables.Row, bytes | Tokens | str]] | None:
+        """Return the rows of a table with what a model reads of each, labels aside; None for a table of vectors."""
+        rows = tables.read_rows(entry, kind)
+        if self.options.file_field is not None:
+            return self._file_contents(rows, entry)
+        others = self.options.label_field
+        tagged = self.options.objective == "tag"
+        columns, rows = tables.choose_columns(rows, entry.name, self.options.text_field, words=tagged, others=others)
+        return None if columns is None else self._row_contents(rows, columns)
+
+    def _row_contents(
+        self, rows: Iterator[tables.Row], columns: tables.Columns
+    ) -> Iterator[tuple[tables.Row, bytes | Tokens | str]]:
+        for row in rows:
+            value = row.get(columns.names[0])
+            if self.options.objective == "tag":
+                yield row, " ".join(value) if isinstance(value, list) else value or ""
+            else:
+                content = _row_content([value or ""], columns.kind)
+                assert isinstance(content, bytes | np.ndarray)
+                yield row, content
+
+    def _file_contents(
+        self, rows: Iterator[tables.Row], table: Entry
+    ) -> Iterator[tuple[tables.Row, bytes | Tokens | str]]:
+        for row in rows:
+            parts: list[Any] = [chunk.content for chunk in self._read_files(iter([row]), (), table)]
+            yield row, b"".join(parts) if parts and isinstance(parts[0], bytes) else np.concatenate(parts)
+
+    def _label(self, row: tables.Row, labels: Sequence[str], classes: Sequence[str] | None = None) -> Any:
+        if not labels:
+            return None
+        values = [row.get(column) for column in labels]
+        if classes is not None:
+            values = [classes[x] if type(x) is int and 0 <= x < len(classes) else x for x in values]
+        return read_label(self.options.objective or "classify", values, labels)
+
+    def _read_files(self, rows: Iterator[tables.Row], labels: Sequence[str], table: Entry) -> Iterator[DocumentChunk]:
+        """Yield the documents of the files that a table names."""
+        if table.path is None:
+            raise ValueError(f"{table.name}: --file-field needs a table outside of archives")
+        for number, row in enumerate(rows, 1):
+            value = row.get(cast("str", self.options.file_field))
+            path = table.path.parent / str(value or "")
+            if not path.is_file():
+                raise ValueError(f"{table.name}, row {number}: {self.options.file_field} is {value!r}, not a file")
+            try:
+                label = self._label(row, labels)
+            except ValueError as error:
+                raise ValueError(f"{table.name}, row {number}: {error}") from None
+            with closing(open_entries(path, lambda name: False)) as entries:
+                for entry in entries:
+                    for chunk in self._read_file(entry)[1]:
+                        yield chunk._replace(label=label)
 
 
 def read_documents(path: Path, root: Path | None, options: ReadOptions) -> Iterator[DocumentChunk]:
@@ -324,7 +469,9 @@ def _suffixes(path: Path | PurePosixPath) -> set[str]:
 
 
 def _table_kind(entry: Entry) -> str | None:
-    return None if entry.suffix in (".npy", ".bin", *FASTA, *FASTQ, *IMAGES) else tables.table_kind(entry)
+    return (
+        None if entry.suffix in (".npy", ".npz", ".bin", *FASTA, *FASTQ, *IMAGES, *CONLL) else tables.table_kind(entry)
+    )
 
 
 def _folder_label(entry: Entry, relative: Path | None) -> str:
@@ -356,21 +503,107 @@ def _read_utf16(entry: Entry) -> Iterator[DocumentChunk]:
     yield DocumentChunk(entry.stream.read().decode("utf-16").encode(), True)
 
 
-def _read_rows(
-    rows: Iterator[tables.Row], columns: tables.Columns, label: str | None, classes: Sequence[str] | None, name: str
+def _tagged(value: Any, labels: Sequence[str]) -> Tagged:
+    """Return a text with a class for each word, if it is a list of words or there are as many, or each character."""
+    words = value if isinstance(value, list) else value.split() if len(value) != len(labels) else list(value)
+    if len(words) != len(labels):
+        length = "" if isinstance(value, list) else f" and {len(value)} characters"
+        raise ValueError(f"{len(labels)} labels do not fit {len(words)} words{length}")
+    spans, text, gap = [], "", "" if isinstance(value, str) and len(value) == len(labels) else " "
+    for word, label in zip(words, labels, strict=True):
+        text += gap if text else ""
+        spans.append((len(text), len(text) + len(word), str(label)))
+        text += word
+    return Tagged(text, spans)
+
+
+def _read_conll(entry: Entry) -> Iterator[DocumentChunk]:
+    """Yield the sentences of a CoNLL file: a word and its columns in each line, the class last; empty lines between."""
+    words: list[str] = []
+    labels: list[str] = []
+    for line in chain(entry.stream, [b""]):
+        parts = line.decode().split()
+        if len(parts) > 1 and parts[0] != "-DOCSTART-":
+            words.append(parts[0])
+            labels.append(parts[-1])
+        elif words and not parts:
+            yield DocumentChunk(_tagged(words, labels), True, ())
+            words, labels = [], []
+
+
+def _is_vectors(entry: Entry, options: ReadOptions) -> bool:
+    """Return whether an array is vectors: of numbers that cannot be tokens, or of more than two dimensions."""
+    array: Any = load_array(entry.path) if entry.path is not None else np.load(entry.seekable(), allow_pickle=False)
+    if entry.path is None:
+        entry.seekable().seek(0)
+    return bool(
+        array.dtype.kind == "f"
+        or array.ndim == 3
+        or options.objective == "forecast"
+        or (array.size and array.min() < 0)
+    )
+
+
+def _read_vectors(array: Tokens, name: str, labels: Sequence[Any] | None = None) -> Iterator[DocumentChunk]:
+    """Yield (N, T, C) as N documents; (T, C) and (T,) as one."""
+    if array.ndim not in (1, 2, 3) or array.dtype.kind not in "fiu":
+        raise ValueError(
+            f"{name} must be numbers (T, channels) or (documents, T, channels), got {array.dtype} {array.shape}"
+        )
+    documents = array if array.ndim == 3 else [array if array.ndim == 2 else array[:, None]]
+    for i, document in enumerate(documents):
+        yield DocumentChunk(np.asarray(document, np.float32), True, None if labels is None else labels[i])
+
+
+def _read_arrays(entry: Entry, options: ReadOptions) -> Iterator[DocumentChunk]:
+    """Yield the documents of an .npz file: x, and their labels: y."""
+    with np.load(entry.seekable(), allow_pickle=False) as file:
+        names = {name.lower(): name for name in file.files}
+        x, y = (
+            next((file[names[name]] for name in known if name in names), None)
+            for known in (("x", "data", "inputs"), ("y", "labels", "label", "targets"))
+        )
+    if x is None or x.ndim not in (2, 3):
+        raise ValueError(f"{entry.name} must have an array x of shape (documents, T, channels), got {', '.join(names)}")
+    labels = None
+    if options.labeled:
+        count = len(x) if x.ndim == 3 else 1
+        if y is None or (len(y) != count and x.ndim == 3):
+            raise ValueError(f"{entry.name} must have an array y with a label for each of {count} documents")
+        rows = y.tolist() if x.ndim == 3 else [y.tolist()]
+        labels = [_array_label(options.objective or "", row) for row in rows]
+    yield from _read_vectors(x, entry.name, labels)
+
+
+def _array_label(kind: str, value: Any) -> Any:
+    values = value if isinstance(value, list) else [value]
+    if kind == "tag":
+        return [str(x) for x in values]
+    names = [str(i) for i in range(len(values))]
+    return read_label(kind, values if kind in ("regress", "multilabel") and len(values) > 1 else [value], names)
+
+
+def _read_series(
+    rows: Iterator[tables.Row], channels: Sequence[str], labels: Sequence[str], name: str
 ) -> Iterator[DocumentChunk]:
+    block: list[list[float]] = []
+    classes: list[str] = []
+    waiting = None
     for number, row in enumerate(rows, 1):
-        values = [row.get(column) for column in columns.names]
-        given = None if label is None else row.get(label)
-        if any(value is None or value == "" or value == [] for value in values) or (label and given in (None, "")):
-            continue
         try:
-            content = _row_content(values, columns.kind)
-        except (AttributeError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{name}, row {number}: {error}") from None
-        if classes is not None and type(given) is int and 0 <= given < len(classes):
-            given = classes[given]
-        yield DocumentChunk(content, True, None if given is None else str(given))
+            block.append([float(row[channel]) for channel in channels])
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{name}, row {number}: {', '.join(channels)} must be numbers") from None
+        classes += [str(row[label]) for label in labels]
+        if len(block) == 1 << 16:
+            if waiting is not None:
+                yield waiting
+            waiting = DocumentChunk(np.array(block, np.float32), False, list(classes) if labels else None)
+            block, classes = [], []
+    if waiting is not None:
+        yield waiting._replace(last=not block)
+    if block:
+        yield DocumentChunk(np.array(block, np.float32), True, list(classes) if labels else None)
 
 
 def _row_content(values: Sequence[Any], kind: str) -> bytes | Tokens | Chat:

@@ -24,6 +24,7 @@ TEXTS = ("text", "content", "document", "body", "article", "sentence", "sequence
 TOKENS = ("input_ids", "token_ids")
 PROMPTS = ("prompt", "instruction", "question", "input")
 ANSWERS = ("completion", "response", "answer", "output", "chosen")
+TIMES = ("", "time", "timestamp", "date", "datetime", "index", "id", "step")
 LABELS = ("label", "labels", "class", "target", "category", "y")
 _NUMBER = re.compile(r"\s*[-+]?(\d[\d_,]*\.?\d*|\.\d+)([eE][-+]?\d+)?\s*|\s*(nan|inf|true|false)\s*", re.IGNORECASE)
 _MAX_VALUE = 1 << 30  # characters of one JSON value
@@ -91,7 +92,13 @@ def read_rows(entry: Entry, kind: str) -> Iterator[Row]:
 
 
 def choose_columns(
-    rows: Iterator[Row], name: str, text_field: str | None, *, whole: bool = False
+    rows: Iterator[Row],
+    name: str,
+    text_field: str | None,
+    *,
+    whole: bool = False,
+    words: bool = False,
+    others: Sequence[str] = (),
 ) -> tuple[Columns | None, Iterator[Row]]:
     """Choose the columns of documents by the first rows.
 
@@ -100,6 +107,8 @@ def choose_columns(
         name: The name of the file, for errors.
         text_field: The column that the user named, if any.
         whole: Whether a single row, without a column of a usual name, is no table.
+        words: Whether lists of words are text too.
+        others: Columns that are no documents.
 
     Returns:
         The columns, None if no column holds text, and all rows again.
@@ -109,34 +118,86 @@ def choose_columns(
     """
     first = list(islice(rows, SAMPLE))
     every = chain(first, rows)
-    columns = list(dict.fromkeys(column for row in first for column in row))
+    columns = list(dict.fromkeys(column for row in first for column in row if column not in others))
     if text_field is not None:
         if first and text_field not in columns:
             shown = ", ".join(columns) or "none"
             raise ValueError(f"{name} has no field {text_field!r}; it has {shown}{nearest(text_field, columns)}")
         found = _kind([row.get(text_field) for row in first])
-        if first and found is None:
+        found = "text" if found == "words" and words else found
+        if first and found in (None, "words"):
             raise ValueError(f"field {text_field!r} of {name} is neither text, nor tokens, nor a list of messages")
         return Columns(cast("Any", found or "text"), (text_field,), False), every
+    if words:
+        found = next((c for c in columns if _kind([row.get(c) for row in first]) == "words"), None)
+        if found is not None:
+            return Columns("text", (found,), True), every
     return _guess(first, columns, any_name=not whole or len(first) > 1), every
 
 
-def choose_label(rows: Iterator[Row], name: str, label_field: str | None) -> tuple[str, Iterator[Row]]:
-    """Choose the column of labels by the first row; return it and all rows again.
+def choose_labels(
+    rows: Iterator[Row], name: str, given: Sequence[str], *, required: bool
+) -> tuple[tuple[str, ...], Iterator[Row]]:
+    """Choose the columns of labels by the first row.
+
+    Args:
+        rows: The rows of a table.
+        name: The name of the file, for errors.
+        given: The columns that the user named, if any.
+        required: Whether folders cannot be the labels instead.
+
+    Returns:
+        The columns, none if there is no column of a usual name, and all rows again.
 
     Raises:
         ValueError: There is no such column.
     """
     first = list(islice(rows, 1))
     columns = list(first[0]) if first else []
-    if label_field is None:
+    every = chain(first, rows)
+    if not given:
         by_name = {column.lower(): column for column in columns}
-        label_field = next((by_name[known] for known in LABELS if known in by_name), None)
-    if label_field is None or (first and label_field not in columns):
-        given = "a column of labels" if label_field is None else f"a field {label_field!r}"
-        shown = ", ".join(columns) or "nothing"
-        raise ValueError(f"{name} must have {given}, got {shown}: name it with --label-field")
-    return label_field, chain(first, rows)
+        found = next((by_name[known] for known in (*LABELS, "tags", "ner_tags") if known in by_name), None)
+        if found is None and (required or "text" in by_name):
+            shown = ", ".join(columns) or "nothing"
+            raise ValueError(f"{name} has no column of labels among {shown}: name it with --label-field")
+        return (() if found is None else (found,)), every
+    for column in given:
+        if first and column not in columns:
+            raise ValueError(f"{name} has no field {column!r}; it has {', '.join(columns)}{nearest(column, columns)}")
+    return tuple(given), every
+
+
+def choose_channels(
+    rows: Iterator[Row], name: str, given: str | None, others: Sequence[str]
+) -> tuple[list[str], Iterator[Row]]:
+    """Choose the columns that are the channels of a series: those named, or all numbers but times and labels.
+
+    Raises:
+        ValueError: There is no such column.
+    """
+    first = list(islice(rows, SAMPLE))
+    columns = list(first[0]) if first else []
+    if given is not None:
+        found = [column.strip() for column in given.split(",")]
+        missing = [column for column in found if column not in columns]
+        if missing:
+            raise ValueError(f"{name} has no field {missing[0]!r}; it has {', '.join(columns)}")
+    else:
+        found = [
+            column
+            for column in columns
+            if column.lower() not in TIMES
+            and column not in others
+            and all(_is_numeric(row.get(column)) for row in first)
+        ]
+    if not found:
+        raise ValueError(f"{name} has no column of numbers among {', '.join(columns) or 'nothing'}")
+    return found, chain(first, rows)
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, str) and value != "" and _is_number(value))
 
 
 def _guess(rows: Sequence[Row], columns: Sequence[str], *, any_name: bool) -> Columns | None:
@@ -174,6 +235,8 @@ def _kind(values: Sequence[Any]) -> str | None:
     items = [item for value in present for item in value]
     if items and all(isinstance(item, dict) for item in items):
         return "chat"
+    if items and all(isinstance(item, str) for item in items):
+        return "words"
     return "tokens" if items and all(type(item) is int for item in items) else None
 
 

@@ -2,6 +2,7 @@
 
     tokens.bin      the tokens of all documents, concatenated; missing where large files are read in place
     targets.bin     int32, what to predict at each token, −100 for nothing; missing where it is the next token
+    values.npy      (documents, outputs) float32, the numbers or classes to predict; missing for other tasks
     segments.npy    (N, 5) int64: start, length, source, label, held out; each segment is read as one document
     store.json      description of the store
     SHA256SUMS      digests of these files, verified when a run is resumed
@@ -21,10 +22,10 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,12 +42,14 @@ from longspan.train.data.readers import (
     DocumentReader,
     MappedFile,
     ReadOptions,
+    Tagged,
     Tokens,
     load_array,
     map_file,
 )
+from longspan.train.data.tasks import Task, TaskKind, check_classes
 
-TOKENS, TARGETS, SEGMENTS, STORE = "tokens.bin", "targets.bin", "segments.npy", "store.json"
+TOKENS, TARGETS, VALUES, SEGMENTS, STORE = "tokens.bin", "targets.bin", "values.npy", "segments.npy", "store.json"
 FORMAT = 1
 _BLOCK = 1 << 16  # length of the blocks that a long document is split into
 _COUNT_CHUNK = 1 << 22
@@ -103,6 +106,7 @@ class TokenStore:
         held_out: Segments to evaluate on.
         metadata: Contents of `store.json`.
         targets: What to predict at each token, memory-mapped. None: the next token.
+        values: What to predict for documents, (N, outputs); the label of a segment is its row. None: a class or tokens.
     """
 
     tokens: Tokens
@@ -110,6 +114,19 @@ class TokenStore:
     held_out: Segments
     metadata: dict[str, Any]
     targets: Tokens | None = None
+    values: NDArray[np.float32] | None = None
+
+    @property
+    def task(self) -> Task | None:
+        """The supervised task; None for a language model."""
+        if "task" in self.metadata:
+            return Task.from_dict(self.metadata["task"])
+        return Task("classify", tuple(self.labels)) if self.labels else None  # a store of an earlier version
+
+    @property
+    def channels(self) -> int | None:
+        """The width of vectors; None for tokens."""
+        return self.metadata.get("channels")
 
     @property
     def vocab_size(self) -> int:
@@ -156,6 +173,7 @@ class StoreSpec:
         tokenizer: A Hugging Face tokenizer file. None: tokens are bytes.
         context: Context length of the run, which sets the smallest block that may be held out.
         held_out: Share of `sources` to hold out.
+        labels: Classes that are numbered first, in this order.
     """
 
     sources: tuple[DataSource, ...]
@@ -164,6 +182,7 @@ class StoreSpec:
     tokenizer: Path | None
     context: int
     held_out: float
+    labels: tuple[str, ...] = ()
 
     def key(self) -> str:
         """Return a hash of everything that the content of the store depends on."""
@@ -201,14 +220,16 @@ def open_store(
     """
     key = spec.key()
     if not _is_store(folder, key):
-        names = (TOKENS, TARGETS, SEGMENTS, STORE, CHECKSUMS)
+        names = (TOKENS, TARGETS, VALUES, SEGMENTS, STORE, CHECKSUMS)
         with replace_folder(folder, names, mark=STORE, what="a token store") as partial:
             metadata = _build(partial, spec, progress) | {"key": key}
             _check_digest(metadata, sha256)
             (partial / STORE).write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
             write_checksums(partial)
     elif verify:
-        found = [name for name in (TOKENS, TARGETS, SEGMENTS, STORE) if name == STORE or (folder / name).exists()]
+        found = [
+            name for name in (TOKENS, TARGETS, VALUES, SEGMENTS, STORE) if name == STORE or (folder / name).exists()
+        ]
         verify_checksums(folder, found, f"remove {folder}, and the data is read again")
     store = _open(folder)
     _check_digest(store.metadata, sha256)
@@ -252,11 +273,14 @@ def _open(folder: Path) -> TokenStore:
     metadata = json.loads((folder / STORE).read_text())
     mapped = [MappedFile(*file) for file in metadata.get("mapped", [])]
     tokens: Any = _MappedTokens(mapped) if mapped else np.memmap(folder / TOKENS, dtype=metadata["dtype"], mode="r")
+    if metadata.get("channels"):
+        tokens = tokens.reshape(-1, metadata["channels"])
     targets = np.memmap(folder / TARGETS, np.int32, mode="r") if (folder / TARGETS).exists() else None
+    values = np.load(folder / VALUES) if (folder / VALUES).exists() else None
     table = np.load(folder / SEGMENTS, mmap_mode="r")
     held_out = np.asarray(table[:, 4], dtype=bool)
     train, evaluation = (Segments(*(np.array(table[side, i]) for i in range(4))) for side in (~held_out, held_out))
-    return TokenStore(tokens, train, evaluation, metadata, targets)
+    return TokenStore(tokens, train, evaluation, metadata, targets, values)
 
 
 class _MappedTokens:
@@ -275,9 +299,10 @@ class _MappedTokens:
 def _build(folder: Path, spec: StoreSpec, progress: Callable[[str], None]) -> dict[str, Any]:
     """Write tokens and segments; return the description of the store."""
     sources = (*spec.sources, *spec.eval_sources)
-    encoder = _DocumentEncoder(spec.tokenizer)
-    mapped = _mapped_files(spec)
-    writer = _TokenWriter(folder, _token_dtype(spec, encoder.vocab_size), copy=not mapped)
+    mapped, kind = _mapped_files(spec), spec.options.objective
+    writer = _TokenWriter(folder, kind, spec.labels, copy=not mapped)
+    encoder = DocumentEncoder(spec.tokenizer, writer.labels)
+    writer.dtype = _token_dtype(spec, encoder.vocab_size)
     with writer:
         described = [_add_source(writer, encoder, spec.options, *pair, progress) for pair in enumerate(sources)]
     kinds = encoder.kinds
@@ -286,15 +311,22 @@ def _build(folder: Path, spec: StoreSpec, progress: Callable[[str], None]) -> di
             "token files (.npy, .bin) and other files are mixed, which assigns two meanings to each token: "
             "give the --tokenizer that the token files were made with, or remove one kind"
         )
+    if kind == "classify":
+        check_classes(list(writer.labels))
     tokens: Any = _MappedTokens(mapped) if mapped else np.memmap(folder / TOKENS, dtype=writer.dtype, mode="r")
+    tokens = tokens if writer.channels is None else tokens.reshape(-1, writer.channels)
     table = _split(tokens, writer, spec)
     np.save(folder / SEGMENTS, table)
     counts = [int(table[table[:, 2] == i, 1].sum()) for i in range(len(sources))]
+    about_task = {} if kind is None else _describe_task(folder, spec, writer, tokens, table, described)
+    names = ("label_columns", "channels")
+    described = [{name: x for name, x in source.items() if name not in names} for source in described]
     return {
         "format": FORMAT,
         "dtype": str(writer.dtype),
         **({"mapped": mapped} if mapped else {}),
         "vocab_size": encoder.vocab_size or max(writer.largest + 1, 1 if kinds == {True} else 256),
+        **about_task,
         "labels": list(writer.labels),
         "tokens": writer.position,
         "bytes": 0 if True in kinds else writer.num_bytes,
@@ -307,7 +339,7 @@ def _build(folder: Path, spec: StoreSpec, progress: Callable[[str], None]) -> di
 
 def _add_source(
     writer: _TokenWriter,
-    encoder: _DocumentEncoder,
+    encoder: DocumentEncoder,
     options: ReadOptions,
     index: int,
     source: DataSource,
@@ -340,10 +372,65 @@ def _add_source(
         "skipped": len(reader.skipped),
         "reason": reader.skipped[0] if reader.skipped else "",
         "first": first,
+        "label_columns": reader.label_columns,
+        "channels": reader.channels,
     }
 
 
-def _with_template(kind: str, encoder: _DocumentEncoder) -> str:
+def _describe_task(
+    folder: Path,
+    spec: StoreSpec,
+    writer: _TokenWriter,
+    tokens: Tokens,
+    table: NDArray[np.int64],
+    sources: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """Write the values of documents; return the task and the statistics of vectors."""
+    kind, options, found = cast("TaskKind", writer.kind), spec.options, dict[str, Any]()
+    names, mean, std = tuple(writer.labels), np.zeros(0), np.zeros(0)
+    if writer.values:
+        values = np.zeros(
+            (len(writer.values), len(names) if kind == "multilabel" else len(writer.values[0])), np.float32
+        )
+        for row, value in zip(values, writer.values, strict=True):
+            if kind == "multilabel":
+                row[list(value)] = 1
+            else:
+                row[:] = value
+        np.save(folder / VALUES, values)
+        if kind == "regress":
+            trained = values[table[(table[:, 4] == 0), 3]].astype(np.float64)
+            mean, std = trained.mean(0), trained.std(0)
+            columns = options.label_field or sources[0]["label_columns"]
+            names = tuple(columns) if len(columns) == len(mean) else tuple(f"output {i}" for i in range(len(mean)))
+    if writer.channels is not None:
+        first, second = _moments(tokens, table[table[:, 4] == 0])
+        deviation = np.sqrt(np.maximum(second - first**2, 0))
+        deviation[deviation < 1e-12] = 1
+        found = {"channels": writer.channels, "input": {"mean": first.tolist(), "std": deviation.tolist()}}
+        if kind == "forecast":
+            mean, std = first, deviation
+            columns = sources[0]["channels"]
+            names = tuple(columns or (f"channel {i}" for i in range(writer.channels)))
+    elif kind == "forecast":
+        raise ValueError("--objective forecast needs vectors: a table of numbers, or an array (T, channels)")
+    std = np.where(std < 1e-12, 1.0, std)
+    labels = options.label_field or tuple(sources[0]["label_columns"])
+    task = Task(kind, names, tuple(mean.tolist()), tuple(std.tolist()), options.text_field, labels)
+    return found | {"task": asdict(task)}
+
+
+def _moments(tokens: Tokens, table: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the means of vectors and of their squares."""
+    first, second, count = np.zeros(tokens.shape[1]), np.zeros(tokens.shape[1]), 0
+    for start, length in table[:, :2].tolist():
+        for begin in range(start, start + length, 1 << 16):
+            block = np.asarray(tokens[begin : min(begin + (1 << 16), start + length)], np.float64)
+            first, second, count = first + block.sum(0), second + (block**2).sum(0), count + len(block)
+    return first / max(count, 1), second / max(count, 1)
+
+
+def _with_template(kind: str, encoder: DocumentEncoder) -> str:
     is_chat = "conversations in" in kind or "prompts and answers in" in kind
     return f"{kind}, {encoder.template.name}, loss on the answers" if is_chat else kind
 
@@ -361,6 +448,8 @@ def _mapped_files(spec: StoreSpec) -> list[MappedFile]:
     if len(files) > _MAX_MAPPED or sum(path.stat().st_size for path in files) < _IN_PLACE:
         return []
     found = [map_file(path, spec.options, text=spec.tokenizer is None) for path in files]
+    if spec.options.objective in ("tag", "forecast"):
+        return []
     return [] if None in found else [file for file in found if file is not None and file.size]
 
 
@@ -391,16 +480,19 @@ class _TokenWriter:
 
     Args:
         folder: The folder of the store.
-        dtype: The type of the tokens.
+        kind: The supervised task, if there is one.
+        labels: Classes that are numbered first.
         copy: Write the tokens. False: only record them, because their files are read in place.
     """
 
-    def __init__(self, folder: Path, dtype: np.dtype[Any], *, copy: bool = True) -> None:
-        self.folder, self.dtype = folder, dtype
+    def __init__(self, folder: Path, kind: str | None, labels: Sequence[str] = (), *, copy: bool = True) -> None:
+        self.folder, self.dtype, self.kind = folder, np.dtype("uint8"), kind
+        self.channels: int | None = None
+        self.values: list[tuple[Any, ...]] = []
         self.position = self.num_bytes = self.largest = 0
         self.num_targets: int | None = None
         self.documents: list[_Block] = []
-        self.labels: dict[str, int] = {}
+        self.labels: dict[str, int] = {name: i for i, name in enumerate(labels)}
         self.digest = hashlib.sha256()
         self._start, self._hash = 0, hashlib.blake2b(digest_size=8)
         self._file = open(folder / TOKENS, "wb") if copy else None  # noqa: SIM115
@@ -414,15 +506,12 @@ class _TokenWriter:
             if file is not None:
                 file.close()
 
-    def add(self, part: _Encoded, source: int, label: str | None) -> None:
+    def add(self, part: _Encoded, source: int, label: Any) -> None:
         tokens = part.tokens
         if part.targets is not None and self._targets is None:
             self._start_targets()
         if len(tokens):
-            smallest, largest, limit = int(tokens.min()), int(tokens.max()), np.iinfo(self.dtype).max
-            if smallest < 0 or largest > limit:
-                raise ValueError(f"tokens must be in the range 0 to {limit}, got {smallest} to {largest}")
-            self.largest = max(self.largest, largest)
+            self._check(tokens)
             raw = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()
             if self._file is not None:
                 self._file.write(raw)
@@ -434,6 +523,21 @@ class _TokenWriter:
             self._add_targets(part)
         if part.last and self.position > self._start:
             self._end_document(source, label)
+
+    def _check(self, tokens: Tokens) -> None:
+        if (self.dtype.kind == "f") != (tokens.ndim == 2):
+            raise ValueError("vectors and tokens are mixed: give data of one kind")
+        if tokens.ndim == 2:
+            self.channels = tokens.shape[1] if self.channels is None else self.channels
+            if tokens.shape[1] != self.channels:
+                raise ValueError(f"all vectors must have as many channels, got {self.channels} and {tokens.shape[1]}")
+            if not np.isfinite(tokens).all():
+                raise ValueError("vectors must be finite: fill or drop the values that are missing")
+            return
+        smallest, largest, limit = int(tokens.min()), int(tokens.max()), np.iinfo(self.dtype).max
+        if smallest < 0 or largest > limit:
+            raise ValueError(f"tokens must be in the range 0 to {limit}, got {smallest} to {largest}")
+        self.largest = max(self.largest, largest)
 
     def _start_targets(self) -> None:
         """Create the file of targets; those of the documents so far are the next tokens."""
@@ -459,24 +563,32 @@ class _TokenWriter:
         self._targets.write(np.ascontiguousarray(targets, np.int32).tobytes())
         self.num_targets += int((targets != IGNORE_INDEX).sum())
 
-    def _end_document(self, source: int, label: str | None) -> None:
+    def _end_document(self, source: int, label: Any) -> None:
         digest = int.from_bytes(self._hash.digest(), "big")
-        index = -1 if label is None else self.labels.setdefault(label, len(self.labels))
+        index = -1
+        if self.kind in ("multilabel", "regress"):
+            multiple = self.kind == "multilabel"
+            known = [self.labels.setdefault(name, len(self.labels)) for name in label] if multiple else label
+            self.values.append(tuple(known))
+            index = len(self.values) - 1
+            self.digest.update(repr(label).encode())
+        elif self.kind == "classify" and label is not None:
+            index = self.labels.setdefault(label, len(self.labels))
         length = self.position - self._start
         self.documents.append(_Block(len(self.documents), self._start, length, digest, source, index))
         self.digest.update(b"\0end")
         self._start, self._hash = self.position, hashlib.blake2b(digest_size=8)
 
 
-class _DocumentEncoder:
+class DocumentEncoder:
     """Converts documents to tokens chunk by chunk; with a tokenizer, text is cut at line ends.
 
     Attributes:
         kinds: Whether documents were tokens, for those seen so far.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
+    def __init__(self, path: Path | None, labels: dict[str, int] | None = None) -> None:
+        self.path, self.labels = path, {} if labels is None else labels
         self.tokenizer = None if path is None else load_tokenizer(path)
         self.vocab_size = None if self.tokenizer is None else int(self.tokenizer.get_vocab_size())
         self.kinds: set[bool] = set()
@@ -505,11 +617,19 @@ class _DocumentEncoder:
                 raise ValueError(f"{path}: {error}") from None
             for text, answers in documents:
                 yield self._encode_answers(text, answers)
+        elif isinstance(content, Tagged):
+            yield self._encode_tags(content)
         elif isinstance(content, bytes):
             tokens = self._encode_text(path, content, chunk.last)
             yield _Encoded(tokens, chunk.last, num_bytes=len(content), text=content)
         else:
-            yield _Encoded(content, chunk.last, num_bytes=content.nbytes)
+            targets = None
+            if isinstance(chunk.label, list):  # a class for each vector
+                if len(chunk.label) != len(content):
+                    raise ValueError(f"{path}: {len(chunk.label)} labels do not fit {len(content)} vectors")
+                numbers = [self.labels.setdefault(name, len(self.labels)) for name in chunk.label]
+                targets = np.array(numbers, np.int32)
+            yield _Encoded(content, chunk.last, targets, content.nbytes)
 
     def _encode_answers(self, text: str, answers: Sequence[tuple[int, int]]) -> _Encoded:
         """Return the tokens of a conversation; targets are the tokens of the answers."""
@@ -530,6 +650,25 @@ class _DocumentEncoder:
         targets[:-1] = np.where(answered[1:], tokens[1:], IGNORE_INDEX)
         size = sum(len(text[start:end].encode("utf-8", "replace")) for start, end in answers)
         return _Encoded(tokens, True, targets, len(raw), size, raw)
+
+    def _encode_tags(self, content: Tagged) -> _Encoded:
+        """Return the tokens of a text; targets are the classes of the characters that they start at."""
+        raw = content.text.encode("utf-8", "replace")
+        classes = np.full(len(content.text) + 1, IGNORE_INDEX, np.int32)
+        for start, end, label in content.spans:
+            classes[start:end] = self.labels.setdefault(label, len(self.labels))
+        tokens, first = self.encode_with_starts(content.text)
+        return _Encoded(tokens, True, classes[first], len(raw), len(raw), raw)
+
+    def encode_with_starts(self, text: str) -> tuple[Tokens, NDArray[np.int64]]:
+        """Return the tokens of a text, and the character that each starts at, after a space before its word."""
+        if self.tokenizer is None:
+            sizes = [len(character.encode("utf-8", "replace")) for character in text]
+            tokens = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
+            return tokens, np.repeat(np.arange(len(text)), sizes).astype(np.int64)
+        encoded = self.tokenizer.encode(text, add_special_tokens=False)
+        first = [min(a + (text[a : a + 1] == " "), b) for a, b in encoded.offsets]
+        return np.asarray(encoded.ids, np.int64), np.asarray(first, np.int64)
 
     def _encode_text(self, path: Path, content: bytes, last: bool) -> Tokens:
         if self.tokenizer is None:
@@ -553,27 +692,37 @@ class _DocumentEncoder:
 
 def _token_dtype(spec: StoreSpec, vocab_size: int | None) -> np.dtype[Any]:
     """Return the narrowest type for all tokens; `vocab_size` is that of the tokenizer, if there is one."""
-    if vocab_size is not None:
+    if vocab_size is not None and spec.options.objective != "forecast":
         return np.dtype("uint16" if vocab_size <= 1 << 16 else "uint32")
     widest = np.dtype("uint8")
+    if spec.options.objective is not None and _first_is(spec.sources[0], spec.options, "f"):
+        return np.dtype("float32")
     for path in (path for source in (*spec.sources, *spec.eval_sources) for path in source.files):
         suffix, name = path.suffix.lower(), "uint8"
         if suffix == ".npy":
             name = str(load_array(path).dtype)
         elif ".bin" in path.suffixes[-2:]:
             name = spec.options.bin_dtype
-        elif suffix in _CONTAINERS and spec.options.format == "auto" and _holds_tokens(path, spec.options):
+        elif (
+            suffix in _CONTAINERS
+            and spec.options.format == "auto"
+            and _first_is(DataSource(str(path), (path,)), spec.options, "iu")
+        ):
             name = "uint32"
         dtype = np.dtype(name if name in ("uint8", "uint16") else "uint32")
         widest = max(widest, dtype, key=lambda d: d.itemsize)
     return widest
 
 
-def _holds_tokens(path: Path, options: ReadOptions) -> bool:
-    """Return whether the first document of a table or archive is tokens."""
-    with closing(DocumentReader(replace(options, labeled=False)).read(path, None)) as documents:
-        first = next(documents, None)
-    return first is not None and isinstance(first.content, np.ndarray)
+def _first_is(source: DataSource, options: ReadOptions, kinds: str) -> bool:
+    """Return whether the first document of a source is an array of one of some kinds of numbers."""
+    root = Path(source.name).expanduser()
+    for path in source.files:
+        with closing(DocumentReader(options).read(path, root if root.is_dir() else None)) as documents:
+            first = next(documents, None)
+        if first is not None:
+            return isinstance(first.content, np.ndarray) and first.content.dtype.kind in kinds
+    return False
 
 
 def _split(tokens: Tokens, writer: _TokenWriter, spec: StoreSpec) -> NDArray[np.int64]:
@@ -583,7 +732,8 @@ def _split(tokens: Tokens, writer: _TokenWriter, spec: StoreSpec) -> NDArray[np.
         size = min(size, max(writer.position // 64, 2 * spec.context))
     blocks: list[_Block] = []
     for document in writer.documents:
-        if spec.options.labeled or document.source >= len(spec.sources) or document.length < 2 * size:
+        whole = spec.options.labeled and spec.options.objective != "tag"
+        if whole or document.source >= len(spec.sources) or document.length < 2 * size:
             blocks.append(document)
             continue
         end = document.start + document.length

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
@@ -79,6 +80,28 @@ def plot_depths(depths: Mapping[str, Sequence[Record]], chance: float, length: i
     axes.set_xlim(0, 100)
     axes.set_ylim(0, 102)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return to_png(figure)
+
+
+def plot_confusion(confusion: Sequence[Sequence[int]], names: Sequence[str]) -> bytes:
+    """Plot a confusion matrix: rows are the actual classes, columns the predicted ones, shades shares of a row."""
+    figure, axes = new_figure()
+    counts = np.array(confusion)
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    axes.grid(False)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    labels = [plain_label(name) for name in names]
+    if len(names) <= 40:
+        axes.set_xticks(range(len(names)), labels, rotation=45, ha="right")
+        axes.set_yticks(range(len(names)), labels)
+    if len(names) <= 20:
+        for i, row in enumerate(counts.tolist()):
+            for j, number in enumerate(row):
+                axes.text(
+                    j, i, f"{number:,}", ha="center", va="center", color="white" if shares[i, j] > 0.5 else "black"
+                )
+    axes.set_xlabel("predicted")
+    axes.set_ylabel("actual")
     return to_png(figure)
 
 
