@@ -241,7 +241,7 @@ def test_compile_is_asked_for(corpus: Path, tmp_path: Path) -> None:
 # divergence, bin_dtype, image_size and tokenizer have tests of their own, beside what they change.
 ELSEWHERE = {"data", "out", "prompt", "sample_tokens", "save_every", "tensorboard", "device", "eval_data", "minutes"}
 ELSEWHERE |= {"mask_rate", "compile", "divergence", "bin_dtype", "image_size", "tokenizer", "format"}
-ELSEWHERE |= {"text_field", "label_field"}
+ELSEWHERE |= {"text_field", "label_field", "file_field", "mesh"}
 
 
 def test_no_setting_is_without_a_test() -> None:
@@ -265,7 +265,7 @@ def test_no_setting_is_without_a_test() -> None:
         ({"betas": "0.9"}, "--betas are two numbers"),
         (
             {"objective": "causl"},
-            "unknown --objective 'causl'; there is causal, masked, classify (did you mean 'causal'?)",
+            "unknown --objective 'causl'; there is causal, masked, classify, multilabel, regress, tag, forecast (did",
         ),
         ({"preset": "huge"}, "unknown --preset 'huge'; there is tiny, small, base"),
         ({"mechanism": "lokal"}, "unknown mechanism 'lokal'"),

@@ -300,9 +300,9 @@ def _build(folder: Path, spec: StoreSpec, progress: Callable[[str], None]) -> di
     """Write tokens and segments; return the description of the store."""
     sources = (*spec.sources, *spec.eval_sources)
     mapped, kind = _mapped_files(spec), spec.options.objective
-    writer = _TokenWriter(folder, kind, spec.labels, copy=not mapped)
-    encoder = DocumentEncoder(spec.tokenizer, writer.labels)
-    writer.dtype = _token_dtype(spec, encoder.vocab_size)
+    labels = {name: i for i, name in enumerate(spec.labels)}
+    encoder = DocumentEncoder(spec.tokenizer, labels)
+    writer = _TokenWriter(folder, _token_dtype(spec, encoder.vocab_size), kind, labels, copy=not mapped)
     with writer:
         described = [_add_source(writer, encoder, spec.options, *pair, progress) for pair in enumerate(sources)]
     kinds = encoder.kinds
@@ -480,19 +480,21 @@ class _TokenWriter:
 
     Args:
         folder: The folder of the store.
+        dtype: The type of the tokens.
         kind: The supervised task, if there is one.
-        labels: Classes that are numbered first.
+        labels: The numbers of classes; new ones are added.
         copy: Write the tokens. False: only record them, because their files are read in place.
     """
 
-    def __init__(self, folder: Path, kind: str | None, labels: Sequence[str] = (), *, copy: bool = True) -> None:
-        self.folder, self.dtype, self.kind = folder, np.dtype("uint8"), kind
+    def __init__(
+        self, folder: Path, dtype: np.dtype[Any], kind: str | None, labels: dict[str, int], *, copy: bool = True
+    ) -> None:
+        self.folder, self.dtype, self.kind, self.labels = folder, dtype, kind, labels
         self.channels: int | None = None
         self.values: list[tuple[Any, ...]] = []
         self.position = self.num_bytes = self.largest = 0
         self.num_targets: int | None = None
         self.documents: list[_Block] = []
-        self.labels: dict[str, int] = {name: i for i, name in enumerate(labels)}
         self.digest = hashlib.sha256()
         self._start, self._hash = 0, hashlib.blake2b(digest_size=8)
         self._file = open(folder / TOKENS, "wb") if copy else None  # noqa: SIM115
