@@ -93,6 +93,7 @@ MODEL_VALUES: dict[str, tuple[str, Any]] = {
     "model.execution": ("recompute", "recompute"),
     "model.embed_dim": ("24", 24),
     "model.num_classes": ("7", 7),
+    "model.pooling": ("none", "none"),
     "model.attention.mechanism": ("linear", "linear"),
     "model.attention.rotary": ("interleaved", "interleaved"),
     "model.attention.num_qk_heads": ("1", 1),
