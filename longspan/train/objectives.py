@@ -121,7 +121,7 @@ class Classification(Objective):
     ) -> None:
         super().__init__(model, context, cp=cp)
         self.task = task
-        if cp is not None and (task.per_token or model.config.input_dim is not None):
+        if self.cp is not None and (task.per_token or model.config.input_dim is not None):
             raise ValueError(f"--mesh with cp divides sequences of tokens, with one output: not {task.kind} or vectors")
 
     def forward(
