@@ -44,7 +44,9 @@ CASES = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels(case: Case, dtype: torch.dtype) -> None:
-    check(case, arguments(case, dtype, "cuda"), dtype)
+    draws = 4 if dtype == torch.float32 and case.feature_map == "favor" else 1
+    first, *more = (arguments(case, dtype, "cuda") for _ in range(draws))
+    check(case, first, dtype, *more)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -13,7 +13,7 @@ from longspan.mechanisms.performer import random_feature_mechanisms
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_model_redraws_without_compiling_again(mode: str) -> None:
     torch._dynamo.reset()
