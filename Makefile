@@ -4,11 +4,13 @@ VENV   ?= .venv
 # An exact pin: an open range may pull a build with several gigabytes of CUDA packages.
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
+# Tests run in a process for each core, with one thread each.
+PARALLEL ?= -n auto --dist worksteal
 
 .PHONY: test parity test-kernels test-slow test-mindspore test-gpu lint format bench tables demo docs clean
 
 test: $(VENV)/.dev parity lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 	$(MAKE) --no-print-directory test-kernels
 	@if [ -d $(VENV)-mindspore ] || [ -n "$(WITH_MINDSPORE)" ]; then $(MAKE) --no-print-directory test-mindspore; else \
 		echo "MindSpore's tests were not run: make test-mindspore downloads 800 MB and runs them"; fi
@@ -29,16 +31,16 @@ format: $(VENV)/.dev
 
 # The Triton kernels on the CPU, by Triton's interpreter.
 test-kernels: $(VENV)/.dev
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels tests/ops/test_compressed.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PARALLEL) tests/kernels tests/ops/test_compressed.py
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest $(PARALLEL) -m slow
 
 # No environment has both frameworks: PyTorch's half writes what it computes, MindSpore's compares, and the other way.
 test-mindspore: $(VENV)/.dev $(VENV)-mindspore/.dev
 	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
 	$(BIN)/python tests/mindspore/torch_side.py write "$$folder" && \
-	LONGSPAN_PARITY="$$folder" $(VENV)-mindspore/bin/python -m pytest --confcutdir tests/mindspore tests/mindspore && \
+	LONGSPAN_PARITY="$$folder" $(VENV)-mindspore/bin/python -m pytest $(PARALLEL) --confcutdir tests/mindspore tests/mindspore && \
 	$(BIN)/python tests/mindspore/torch_side.py check "$$folder"
 
 # Runs with whatever Python already has torch with CUDA: nothing is installed.
@@ -87,7 +89,7 @@ $(VENV)/.docs: $(VENV)/.dev
 # Without torch; tyro and rich are for the command line.
 $(VENV)-mindspore/.dev: pyproject.toml
 	test -d $(VENV)-mindspore || $(PYTHON) -m venv $(VENV)-mindspore
-	$(VENV)-mindspore/bin/pip install --quiet "mindspore==2.10.0" "numpy<2" pytest safetensors tyro rich
+	$(VENV)-mindspore/bin/pip install --quiet "mindspore==2.10.0" "numpy<2" pytest pytest-xdist safetensors tyro rich
 	$(VENV)-mindspore/bin/pip install --quiet --no-deps --editable .
 	touch $@
 

@@ -82,7 +82,9 @@ DEFINITIONS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "weights"), DEFINITIONS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "options", "weights"), DEFINITIONS, ids=lambda x: x.__name__ if callable(x) else str(x)
+)
 def test_every_gate_obeys_the_laws_and_its_definition(name: str, options: dict, weights) -> None:
     built: list[Mechanism] = []
 
