@@ -189,9 +189,13 @@ def exchange_bytes(mechanism: Mechanism, context: int, cp: int, *, causal: bool)
     if isinstance(mechanism, SplitAttention):
         parts: Sequence[Any] = list(mechanism.parts)
         return sum(exchange_bytes(part, context, cp, causal=causal) for part in parts)
-    if isinstance(mechanism, SoftmaxAttention) or not (causal or mechanism.supports_cross):
-        width = mechanism.num_kv_heads * (mechanism.head_dim + mechanism.value_dim)
-        return -(-context // cp) * width * _BF16
+    width, length = mechanism.num_kv_heads * (mechanism.head_dim + mechanism.value_dim), -(-context // cp)
+    if isinstance(mechanism, SoftmaxAttention):
+        return float(length * width * _BF16)
+    if isinstance(mechanism, LocalAttention) and not causal:
+        return float(min(length, sum(mechanism.window.reach)) * width * _BF16)
+    if not causal and not mechanism.supports_cross:  # a state of the tokens before, and one of those after
+        return 2.0 * state_bytes(mechanism)
     return float(state_bytes(mechanism))
 
 

@@ -12,8 +12,17 @@ import pytest
 from longspan import AttentionConfig, FeedForwardConfig, ModelConfig
 from longspan.cli import main
 from longspan.cli.estimate import parse_tokens
-from longspan.distributed.estimate import Hardware, TrainingLoad, collect, estimate, load_figures, meshes
+from longspan.distributed.estimate import (
+    Hardware,
+    TrainingLoad,
+    collect,
+    estimate,
+    exchange_bytes,
+    load_figures,
+    meshes,
+)
 from longspan.distributed.mesh import MeshShape
+from longspan.mechanisms import build_mechanism
 
 sys.path.append(str(Path(__file__).parent.parent))
 from training import ranks
@@ -103,6 +112,23 @@ def test_traffic_of_states_does_not_grow_with_the_context_and_that_of_softmax_do
     softmax = estimate(workload("softmax", 1000), shape, HARDWARE, FIGURES)
     pairs = 250 * (1000 - 125)  # of the last rank
     assert softmax.compute == pytest.approx(2e-14 * PARAMETERS * 250 + 3 * 2 * 2 * 5e-12 * pairs)
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "expected"),
+    [
+        ({"mechanism": "local", "window": 7}, 12 * 2 * (8 + 8) * 2),
+        ({"mechanism": "softmax"}, 250 * 2 * (8 + 8) * 2),
+        ({"mechanism": "decay"}, 2 * 4 * 2 * (8 * 8 + 1)),
+        ({"mechanism": "linear"}, STATE),
+    ],
+    ids=lambda x: x["mechanism"] if isinstance(x, dict) else "",
+)
+def test_what_a_rank_of_a_bidirectional_model_passes_on(mechanism: dict[str, Any], expected: int) -> None:
+    options = {name: value for name, value in mechanism.items() if name != "mechanism"}
+    built = build_mechanism(mechanism["mechanism"], 2, 8, **options)
+    assert exchange_bytes(built, 1000, 4, causal=False) == expected
+    assert exchange_bytes(built, 1000, 1, causal=False) == 0
 
 
 def test_parts_of_a_split_and_pieces() -> None:
