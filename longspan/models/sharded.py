@@ -18,8 +18,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 METADATA = ".metadata"
 MODEL, OPTIMIZER = "model", "optimizer"  # the parts of a checkpoint
-_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_CLASSES = "torch.distributed.checkpoint.metadata"
 _NAMES = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
     ("torch", "Size"),
     ("torch", "device"),
     ("torch.serialization", "_get_layout"),
@@ -58,8 +60,11 @@ class ShardReader(FileSystemReader):
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if dtype or module in _MODULES or (module, name) in _NAMES:
+        if dtype or (module, name) in _NAMES:
             return super().find_class(module, name)
+        found = super().find_class(module, name) if module == _CLASSES and "." not in name else None
+        if isinstance(found, type) and found.__module__ == module:
+            return found
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into it")
 
 

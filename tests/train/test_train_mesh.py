@@ -232,10 +232,15 @@ def test_metadata_that_would_run_code_is_refused(tmp_path: Path) -> None:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "made"),)
 
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful()))
-    with pytest.raises(ValueError, match=r"\.metadata is damaged: posix\.mkdir does not belong into it"):
-        ShardReader(str(tmp_path)).read_metadata()
-    assert not (tmp_path / "made").exists()
+    # A dotted name reaches what a module imports: here os.mkdir, by way of a module of DCP.
+    module, folder = b"torch.distributed.checkpoint.filesystem", str(tmp_path / "made").encode()
+    words = b"".join(b"\x8c" + bytes([len(word)]) + word for word in (module, b"os.mkdir"))
+    dotted = b"\x80\x04" + words + b"\x93\x8c" + bytes([len(folder)]) + folder + b"\x85R."
+    for contents, name in ((pickle.dumps(Harmful()), "posix.mkdir"), (dotted, "os.mkdir")):
+        (tmp_path / ".metadata").write_bytes(contents)
+        with pytest.raises(ValueError, match=rf"\.metadata is damaged: .*{name} does not belong into it"):
+            ShardReader(str(tmp_path)).read_metadata()
+        assert not (tmp_path / "made").exists()
 
 
 def test_processes_of_an_attempt_agree_apart_from_those_before() -> None:
