@@ -272,6 +272,10 @@ def test_a_checkpoint_fits_another_mesh_of_as_many_processes(corpus: Path, tmp_p
     run_ranks(4, corpus, tmp_path / "four", status=143, before=STOP, **SETTINGS, batch_size=1, mesh="dp=2,fsdp=2")
     run_ranks(4, corpus, tmp_path / "four", **SETTINGS, batch_size=2, mesh="fsdp=-1,cp=2")
     assert_same_losses(tmp_path / "four", tmp_path / "one")
+    generate = ("generate", "--model", tmp_path / "four", "--prompt", "the", "--max-tokens", "3")
+    for words in (("report", tmp_path / "four"), generate):
+        done = longspan(*words, log=tmp_path / "log")
+        assert done.status == 0, done.stderr
 
 
 @pytest.mark.slow
