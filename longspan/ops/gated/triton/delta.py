@@ -47,8 +47,6 @@ from longspan.ops.common.launch import (
 from longspan.ops.common.tiles import padded, product, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 
-# Rows of a block of a triangular matrix that is inverted by exact products.
-BLOCK = tl.constexpr(16)
 # β of this or less counts as this: what such a token writes is lost beside anything else.
 LEAST_BETA = tl.constexpr(1e-30)
 # Precision of products: bfloat16 has no choice.
@@ -134,27 +132,14 @@ def power(b_x, S: tl.constexpr):
 def triangular_inverse(b_l, S: tl.constexpr):
     """(I + L)⁻¹ (C, C) of a strictly lower triangular L in float32.
 
-    Pairs of blocks are merged, [[X, 0], [−Y L X, Y]], beginning with single rows. Inside blocks of BLOCK rows products
-    are exact. Powers of L would need fewer products, but where keys are nearly parallel they are larger than their sum
-    by many orders.
+    Pairs of blocks are merged, [[X, 0], [−Y L X, Y]], beginning with single rows. Powers of L would need fewer
+    products, but where keys are nearly parallel they are larger than their sum by many orders.
     """
-    C: tl.constexpr = S.C
-    N: tl.constexpr = C // BLOCK
-    i_n, i_r = tl.arange(0, N), tl.arange(0, BLOCK)
-    m_own = (i_n[:, None] == i_n[None, :])[:, None, :, None]
-    b_blocks = tl.sum(tl.where(m_own, tl.reshape(b_l, (N, BLOCK, N, BLOCK)), 0.0), 2)
-    b_t = tl.where((i_r[:, None] == i_r[None, :])[None, :, :], 1.0, 0.0)
-    b_t = b_t - tl.where(_below(i_r, 1)[None, :, :], b_blocks, 0.0)
-    for level in tl.static_range(1, 4):
-        b_part = tl.where(_below(i_r, 1 << level)[None, :, :], b_blocks, 0.0)
-        b_part = tl.dot(b_part, b_t, input_precision="ieee")
-        b_t -= tl.dot(b_t, b_part, input_precision="ieee")
-    b_t = tl.reshape(tl.where(m_own, b_t[:, :, None, :], 0.0), (C, C))
-    i_t = tl.arange(0, C)
-    if C > BLOCK:
-        b_t -= exact_dot(b_t, exact_dot(tl.where(_below(i_t, BLOCK), b_l, 0.0), b_t, S), S)
-    if C > 2 * BLOCK:
-        b_t -= exact_dot(b_t, exact_dot(tl.where(_below(i_t, 2 * BLOCK), b_l, 0.0), b_t, S), S)
+    i_t = tl.arange(0, S.C)
+    b_t = tl.where(i_t[:, None] == i_t[None, :], 1.0, tl.where(_below(i_t, 1), -b_l, 0.0))
+    for level in tl.static_range(1, 6):
+        if 1 << level < S.C:
+            b_t -= exact_dot(b_t, exact_dot(tl.where(_below(i_t, 1 << level), b_l, 0.0), b_t, S), S)
     return b_t
 
 
@@ -480,24 +465,28 @@ def gated_delta_scan_kernel(p_maps, p_totals, segments, S: tl.constexpr, BACK: t
     i_d, i_c = tl.arange(0, N), i_e * S.BE + tl.arange(0, S.BE)
     i_tile, i_map = i_d[:, None] * COLUMNS + i_c[None, :], i_d[:, None] * S.BD + i_d[None, :]
     step = -1 if BACK else 1
-    for i in range(1, segments - 1):
-        i_s = i_x * segments + (segments - 1 - i if BACK else i)
-        p_map, p_own = p_maps + i_s * (S.BD * S.BD), p_totals + i_s * (S.BD * COLUMNS)
-        p_last = p_own - step * (S.BD * COLUMNS)
-        for row in tl.static_range(0, D, N):
-            b_s = tl.load(p_own + row * COLUMNS + i_tile)
-            for column in tl.static_range(0, D, N):
-                b_last = tl.load(p_last + column * COLUMNS + i_tile)
-                if BACK:
-                    b_map = tl.trans(tl.load(p_map + column * S.BD + row + i_map))
-                else:
-                    b_map = tl.load(p_map + row * S.BD + column + i_map)
-                if S.PRECISION == "ieee":
-                    b_s += product(b_map, b_last, "ieee")
-                else:
-                    b_s = tl.dot(b_map, b_last, b_s, input_precision="tf32x3")
-            tl.store(p_own + row * COLUMNS + i_tile, b_s)
-        tl.debug_barrier()
+    first = i_x * segments + (segments - 1 if BACK else 0)
+    if D == N:
+        b_s = tl.load(p_totals + first * (D * COLUMNS) + i_tile)
+        for i in tl.range(1, segments - 1, num_stages=2):
+            b_map = tl.load(p_maps + (first + step * i) * (D * D) + i_map)
+            p_own = p_totals + (first + step * i) * (D * COLUMNS) + i_tile
+            b_s = exact_dot(tl.trans(b_map) if BACK else b_map, b_s, S) + tl.load(p_own)
+            tl.store(p_own, b_s)
+    else:
+        for i in range(1, segments - 1):
+            p_map, p_own = p_maps + (first + step * i) * (D * D), p_totals + (first + step * i) * (D * COLUMNS)
+            for row in tl.static_range(0, D, N):
+                b_s = tl.load(p_own + row * COLUMNS + i_tile)
+                for column in tl.static_range(0, D, N):
+                    b_last = tl.load(p_own - step * (D * COLUMNS) + column * COLUMNS + i_tile)
+                    if BACK:
+                        b_map = tl.trans(tl.load(p_map + column * D + row + i_map))
+                    else:
+                        b_map = tl.load(p_map + row * D + column + i_map)
+                    b_s += exact_dot(b_map, b_last, S)
+                tl.store(p_own + row * COLUMNS + i_tile, b_s)
+            tl.debug_barrier()
 
 
 @triton.jit
@@ -907,7 +896,7 @@ class _DeltaBackward(_DeltaPlan):
             self.scan = self.scan_launch(back=True)
         self.states = self.states_launch(states=self.segments == 1, store=True)
         scalars = self.T, self.chunks, self.scale
-        self.read = self.delta_launch(gated_delta_backward_kernel, X * self.chunks, scalars, "q k beta d", 4, 2)
+        self.read = self.delta_launch(gated_delta_backward_kernel, X * self.chunks, scalars, "q k beta d", 4, 3)
 
     def states_launch(self, *, states: bool, store: bool) -> Launch:
         """Create a launch that computes gradients of states, and in other programs the states."""
