@@ -19,9 +19,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 DELTA = Case(T=517, B=1, H=2, Hkv=2, D=64, E=64, delta=True)
 
 CASES = [
-    *(replace(DELTA, T=T, D=16, E=16) for T in (2, 63, 64, 65, 129, 1031)),
-    *(replace(DELTA, D=dim, E=dim) for dim in (32, 128, 256)),
-    replace(DELTA, T=1024, H=4, D=128, E=128, strength=0.02),
+    *(replace(DELTA, T=T, D=16, E=16) for T in (2, 64, 1031)),
+    *(replace(DELTA, D=dim, E=dim) for dim in (128, 256)),
     replace(DELTA, T=1031, Hkv=1, E=128, beta=False, state=False),
     replace(DELTA, H=6, D=70, E=40, decay=None),
     replace(DELTA, strided=True, strength=2.0, forgets=(-104.0, -20.0, 0.0)),
@@ -52,7 +51,7 @@ def test_nearly_parallel_keys_that_reflect(noise: float, names: list[str], dtype
         assert name not in names or error <= allowed, f"{name}: {error:.3g} from the truth, {allowed:.3g} allowed"
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128])
 def test_the_same_bits_twice(dim: int) -> None:
     case = replace(DELTA, T=2111, H=4, D=dim, E=dim)
     given = arguments(case, torch.bfloat16, "cuda")
