@@ -47,6 +47,8 @@ from longspan.ops.common.launch import (
 from longspan.ops.common.tiles import padded, product, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 
+# Rows of a triangular matrix that are solved one by one; larger blocks are merged by products.
+BLOCK = tl.constexpr(16)
 # β of this or less counts as this: what such a token writes is lost beside anything else.
 LEAST_BETA = tl.constexpr(1e-30)
 # Precision of products: bfloat16 has no choice.
@@ -132,14 +134,26 @@ def power(b_x, S: tl.constexpr):
 def triangular_inverse(b_l, S: tl.constexpr):
     """(I + L)⁻¹ (C, C) of a strictly lower triangular L in float32.
 
-    Pairs of blocks are merged, [[X, 0], [−Y L X, Y]], beginning with single rows. Powers of L would need fewer
-    products, but where keys are nearly parallel they are larger than their sum by many orders.
+    Blocks of BLOCK rows by substitution, all at once; then pairs of blocks are merged, [[X, 0], [−Y L X, Y]]. Powers of
+    L would be exact too, but where keys are nearly parallel they are larger than their sum by many orders.
     """
-    i_t = tl.arange(0, S.C)
-    b_t = tl.where(i_t[:, None] == i_t[None, :], 1.0, tl.where(_below(i_t, 1), -b_l, 0.0))
-    for level in tl.static_range(1, 6):
-        if 1 << level < S.C:
-            b_t -= exact_dot(b_t, exact_dot(tl.where(_below(i_t, 1 << level), b_l, 0.0), b_t, S), S)
+    C: tl.constexpr = S.C
+    N: tl.constexpr = C // BLOCK
+    i_n, i_r = tl.arange(0, N), tl.arange(0, BLOCK)
+    m_own = (i_n[:, None] == i_n[None, :])[:, None, :, None]
+    b_blocks = tl.sum(tl.where(m_own, tl.reshape(b_l, (N, BLOCK, N, BLOCK)), 0.0), 2)
+    b_blocks = tl.permute(b_blocks, (0, 2, 1))  # (block, column, row)
+    b_t = tl.where((i_r[:, None] == i_r[None, :])[None, :, :], 1.0, tl.zeros((N, BLOCK, BLOCK), tl.float32))
+    for i in range(1, BLOCK):
+        b_row = tl.sum(tl.where((i_r == i)[None, None, :], b_blocks, 0.0), 2)
+        b_sum = tl.sum(b_row[:, :, None] * b_t, 1)
+        b_t = tl.where((i_r == i)[None, :, None], b_t - b_sum[:, None, :], b_t)
+    b_t = tl.reshape(tl.where(m_own, b_t[:, :, None, :], 0.0), (C, C))
+    i_t = tl.arange(0, C)
+    if C > BLOCK:
+        b_t -= exact_dot(b_t, exact_dot(tl.where(_below(i_t, BLOCK), b_l, 0.0), b_t, S), S)
+    if C > 2 * BLOCK:
+        b_t -= exact_dot(b_t, exact_dot(tl.where(_below(i_t, 2 * BLOCK), b_l, 0.0), b_t, S), S)
     return b_t
 
 
@@ -268,7 +282,7 @@ def _square(i_x, S: tl.constexpr):
 
 
 @triton.jit
-def store_triangle(p_x, i_x, b_t, S: tl.constexpr):
+def store_inverse(p_x, i_x, b_t, S: tl.constexpr):
     """Store a triangular matrix; of bfloat16 halves the low one lies transposed above the diagonal.
 
     On the diagonal there is the high one alone: that of T is 1.
@@ -281,8 +295,8 @@ def store_triangle(p_x, i_x, b_t, S: tl.constexpr):
 
 
 @triton.jit
-def load_triangle(p_x, i_x, TRANSPOSED: tl.constexpr, S: tl.constexpr):
-    """The halves of what `store_triangle` stores, or of its transpose."""
+def load_inverse(p_x, i_x, TRANSPOSED: tl.constexpr, S: tl.constexpr):
+    """The halves of what `store_inverse` stores, or of its transpose."""
     return triangle(tl.load(p_x + _square(i_x, S)), TRANSPOSED, S)
 
 
@@ -354,11 +368,11 @@ def gated_delta_inverse_kernel(
     for i in range(GROUP):
         b_q = load_rows(p_q + i * q.h, S.STRIDE_Q, rows, S.D, S.BD, S)
         b_pair = dot(b_q, tl.trans(b_k), S) * b_between * scale
-        store_triangle(p_pairs, ((i_b * S.HKV + i_h) * GROUP + i) * chunks + i_c, b_pair, S)
+        store_inverse(p_pairs, ((i_b * S.HKV + i_h) * GROUP + i) * chunks + i_c, b_pair, S)
     b_beta = load_beta(pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_h) if S.SCALED else p_k, rows, S)
     b_l = dot(b_k, tl.trans(b_k), S) * b_between * b_beta[:, None]
     b_l = tl.where(i_t[:, None] > i_t[None, :], b_l, 0.0)
-    store_triangle(p_inverse, i_x, triangular_inverse(b_l, S), S)
+    store_inverse(p_inverse, i_x, triangular_inverse(b_l, S), S)
 
 
 @triton.jit
@@ -465,28 +479,24 @@ def gated_delta_scan_kernel(p_maps, p_totals, segments, S: tl.constexpr, BACK: t
     i_d, i_c = tl.arange(0, N), i_e * S.BE + tl.arange(0, S.BE)
     i_tile, i_map = i_d[:, None] * COLUMNS + i_c[None, :], i_d[:, None] * S.BD + i_d[None, :]
     step = -1 if BACK else 1
-    first = i_x * segments + (segments - 1 if BACK else 0)
-    if D == N:
-        b_s = tl.load(p_totals + first * (D * COLUMNS) + i_tile)
-        for i in tl.range(1, segments - 1, num_stages=2):
-            b_map = tl.load(p_maps + (first + step * i) * (D * D) + i_map)
-            p_own = p_totals + (first + step * i) * (D * COLUMNS) + i_tile
-            b_s = exact_dot(tl.trans(b_map) if BACK else b_map, b_s, S) + tl.load(p_own)
-            tl.store(p_own, b_s)
-    else:
-        for i in range(1, segments - 1):
-            p_map, p_own = p_maps + (first + step * i) * (D * D), p_totals + (first + step * i) * (D * COLUMNS)
-            for row in tl.static_range(0, D, N):
-                b_s = tl.load(p_own + row * COLUMNS + i_tile)
-                for column in tl.static_range(0, D, N):
-                    b_last = tl.load(p_own - step * (D * COLUMNS) + column * COLUMNS + i_tile)
-                    if BACK:
-                        b_map = tl.trans(tl.load(p_map + column * D + row + i_map))
-                    else:
-                        b_map = tl.load(p_map + row * D + column + i_map)
-                    b_s += exact_dot(b_map, b_last, S)
-                tl.store(p_own + row * COLUMNS + i_tile, b_s)
-            tl.debug_barrier()
+    for i in range(1, segments - 1):
+        i_s = i_x * segments + (segments - 1 - i if BACK else i)
+        p_map, p_own = p_maps + i_s * (D * D), p_totals + i_s * (D * COLUMNS)
+        p_last = p_own - step * (D * COLUMNS)
+        for row in tl.static_range(0, D, N):
+            b_s = tl.load(p_own + row * COLUMNS + i_tile)
+            for column in tl.static_range(0, D, N):
+                b_last = tl.load(p_last + column * COLUMNS + i_tile)
+                if BACK:
+                    b_map = tl.trans(tl.load(p_map + column * D + row + i_map))
+                else:
+                    b_map = tl.load(p_map + row * D + column + i_map)
+                if S.PRECISION == "ieee":
+                    b_s += product(b_map, b_last, "ieee")
+                else:
+                    b_s = tl.dot(b_map, b_last, b_s, input_precision="tf32x3")
+            tl.store(p_own + row * COLUMNS + i_tile, b_s)
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -537,11 +547,11 @@ def gated_delta_forward_kernel(
         b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
-        b_t, b_t_low = load_triangle(p_inverse, i_y + i, False, S)
+        b_t, b_t_low = load_inverse(p_inverse, i_y + i, False, S)
         b_x = dot(b_k, b_s, S)
         b_out = dot(b_q, b_s, S)
         b_u = _writes(b_x, b_v, b_t, b_t_low, b_beta, b_start, S)
-        b_pair, b_pair_low = load_triangle(p_pairs, i_x + i, False, S)
+        b_pair, b_pair_low = load_inverse(p_pairs, i_x + i, False, S)
         b_high, b_low = halves(b_u, S)
         b_out = halves_dot(b_pair, b_pair_low, b_high, b_low, b_out * (b_start * scale)[:, None], S)
         store_rows(p_out, S.H * S.E, rows, b_out, S.E, S.BE, S, i_e)
@@ -570,23 +580,14 @@ def _state_gradients(
     p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k
     p_z += (i_b * T + i_0) * (S.H * S.E) + i_h * S.E
     rows = T - i_0
-    b_next_beta = load_beta(p_beta, rows, S)
-    b_next_start, b_next_end, next_last = load_factors(p_sums, i_c, S)
-    b_next_high, b_next_low = load_sums(p_sums, i_c, S)
-    b_next = tl.load(p_inverse + _square(i_c, S))
     for i in tl.range(count, num_stages=STAGES):
-        b_beta, b_start, b_end, last = b_next_beta, b_next_start, b_next_end, next_last
-        b_high, b_low = b_next_high, b_next_low
-        b_t, b_t_low = triangle(b_next, True, S)
-        more = tl.where(i + 1 < count, 1, 0)
-        b_next = tl.load(p_inverse + _square(i_c - i - more, S))
-        p_beta -= more * S.C * S.STRIDE_BETA
-        b_next_beta = load_beta(p_beta, rows + more * S.C, S)
-        b_next_start, b_next_end, next_last = load_factors(p_sums, i_c - i - more, S)
-        b_next_high, b_next_low = load_sums(p_sums, i_c - i - more, S)
         b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e)
+        b_t, b_t_low = load_inverse(p_inverse, i_c - i, True, S)
+        b_beta = load_beta(p_beta, rows, S)
+        b_start, b_end, last = load_factors(p_sums, i_c - i, S)
+        b_high, b_low = load_sums(p_sums, i_c - i, S)
         if STORE:
             p_tile = p_states + _tile(i_x - i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
@@ -604,6 +605,7 @@ def _state_gradients(
         p_q -= S.C * S.STRIDE_Q
         p_k -= S.C * S.STRIDE_K
         p_d_out -= S.C * S.STRIDE_D
+        p_beta -= S.C * S.STRIDE_BETA
         p_z -= S.C * S.H * S.E
         rows += S.C
     return b_s
@@ -901,7 +903,7 @@ class _DeltaBackward(_DeltaPlan):
     def states_launch(self, *, states: bool, store: bool) -> Launch:
         """Create a launch that computes gradients of states, and in other programs the states."""
         programs = self.B * self.H * self.sizes.TILES * self.segments
-        warps, stages = (4, 2) if self.bf16 and self.sizes.BD <= 128 else (8, 1) if self.bf16 else (4, 1)
+        warps, stages = (4, 3) if self.bf16 and self.sizes.BD <= 128 else (8, 1) if self.bf16 else (4, 1)
         first = programs if states else 0
         scalars = *self.segmentation, self.scale, first
         return self.delta_launch(
