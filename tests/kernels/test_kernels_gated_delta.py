@@ -40,7 +40,7 @@ def test_bfloat16(case: Case) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("state", [True, False])
+@pytest.mark.parametrize("state", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_segments(state: bool) -> None:
     case = replace(DELTA, T=32 * 13 + 5, state=state)
     check(case, arguments(case, torch.float32, "cpu"), torch.float32)

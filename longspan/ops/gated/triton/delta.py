@@ -735,22 +735,34 @@ def gated_delta_backward_kernel(
     store_rows(p_d_q + i_token * S.D, S.H * S.D, rows, b_d_q, S.D, S.BD, S)
     b_d_k = dot(tl.trans(b_pair), b_q, S)
     b_d_k = add_dot(b_l, b_k, b_d_k, S)
-    b_pairs = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S)
+    # Parts of dk whose products with k are needed: one after the other, or each from zero, which keeps more digits.
+    b_pairs, b_sum = zeros(S.C), b_d_k
+    if tl.bfloat16 == S.DOT:
+        b_pairs = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S)
+    else:
+        b_d_k = zeros(S.C, S.BD)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_s = tl.load(p_states + _tile(i_x, i_e, S), eviction_policy="evict_first")
         b_z = load_rows(p_d_v, S.H * S.E, rows, S.E, S.BE, S, i_e, True).to(tl.float32) * b_beta[:, None]
         store_rows(p_d_v, S.H * S.E, rows, b_z, S.E, S.BE, S, i_e)
         b_d_k = add_dot(b_z * -b_start[:, None], tl.trans(b_s), b_d_k, S)
     b_ins = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S)
+    b_both = b_ins
+    if tl.bfloat16 != S.DOT:
+        b_both = zeros(S.C)
+        b_sum += b_d_k
+        b_d_k = zeros(S.C, S.BD)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_u = load_rows(p_u, S.STRIDE_U, rows, S.E, S.BE, S, i_e, True)
         b_d_s = tl.load(p_d_states + _tile(i_x, i_e, S))
         b_d_k = add_dot(b_u.to(tl.float32) * b_end[:, None], tl.trans(b_d_s), b_d_k, S)
     if S.GATED:
-        b_ends = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S) - b_ins
+        b_ends = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S) - b_both
         end = tl.sum(b_ends) + last * _inner_product(p_states, p_d_states, i_x, S)
         b_d_sum += b_ins - b_pairs - b_ends + tl.where(i_t == S.C - 1, end, 0.0)
         tl.store(p_d_decay + i_token + i_t * S.H, tl.cumsum(b_d_sum, 0, reverse=True), mask=i_t < rows)
+    if tl.bfloat16 != S.DOT:
+        b_d_k += b_sum
     tl.debug_barrier()
     store_rows(p_d_k + i_token * S.D, S.H * S.D, rows, b_d_k, S.D, S.BD, S)
 
