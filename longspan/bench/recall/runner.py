@@ -48,7 +48,7 @@ class RecallOptions(LayerOptions):
     length: int | None = None
     """Tokens of a sequence. By default 1024; 256 for parity, 2000 for listops."""
     steps: int | None = None
-    """Steps of a run. By default 1000 to 3000; a quarter of them to choose a learning rate."""
+    """Steps of a run. By default 1200 or 3000; a quarter of them to choose a learning rate."""
     batch_tokens: int | None = None
     """Tokens of a step. By default 16384; 5120 for parity, 64000 for listops."""
     train_tokens: int | None = None
