@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from longspan.bench.recall import results as recall_results
 from longspan.bench.report import TextTable, three_digits
 from longspan.utils import choose
 
@@ -58,6 +59,8 @@ def table(name: str, results: Path) -> TextTable:
     """Return one of `TABLES`, generated from the results in a folder."""
     if choose("table", name, TABLES) == "ratios":
         return _ratios(results)
+    if name == "cpu-recall":
+        return recall_results.table(recall_results.read(results / f"{name}.jsonl"))
     file, columns = _COLUMNS[name]
     return TextTable(list(columns), [[cell(row) for cell in columns.values()] for row in _rows(results, file)])
 
@@ -169,7 +172,7 @@ _COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
     "cpu-generate": ("cpu-generate", _GENERATION),
     "cpu-decode": ("cpu-decode", _NAME | {"batch × prompt": _batch, "ms per token": _with_ratio("token_ms")}),
 }
-TABLES = ("ratios", *_COLUMNS)
+TABLES = ("ratios", *_COLUMNS, "cpu-recall")
 
 
 if __name__ == "__main__":
