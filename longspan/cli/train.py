@@ -15,7 +15,7 @@ from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Suppress
 
 from longspan.cli.arguments import flags, parse, to_text
 from longspan.models.config import FeedForwardConfig, ModelConfig
-from longspan.train.config import Settings, TrainConfig, resolve
+from longspan.train.config import Settings, TrainConfig, resolve, saved_settings
 from longspan.train.presets import PRESETS
 from longspan.utils import nearest
 
@@ -38,8 +38,8 @@ class ModelFlags(ModelConfig):
 class TrainFlags(TrainConfig):
     """Train a model on text, chats, code, DNA, images, audio or tokens.
 
-    Re-run the same command to resume an interrupted run. --data, --eval-data: repeat for several sources. Defaults are
-    those of --preset small. --help-all also lists the fields of the model, such as --model.dim and --model.depth.
+    Re-run the same command, or give --out alone, to resume a run. --data, --eval-data: repeat for several sources.
+    Defaults are those of --preset small. --help-all also lists the fields of the model, such as --model.dim.
     """
 
     config: Path | None = None
@@ -83,6 +83,9 @@ def read_settings(argv: Sequence[str]) -> tuple[Settings, bool]:
         given[name] = value
     for name in ("config", "dry_run"):
         given.pop(name, None)
+    saved = saved_settings(given)
+    if saved is not None:
+        return saved, parsed.dry_run
     if given.get("label_field") and "objective" not in given:
         given["objective"] = _guess_objective(given)
     return resolve(given), parsed.dry_run

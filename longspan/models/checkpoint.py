@@ -95,13 +95,13 @@ def write(model: Model, folder: Path, more: Mapping[str, Any] | None = None) -> 
 
 
 def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = None) -> Model:
-    """Load a model from a checkpoint folder, in the dtypes it was saved in and in training mode.
+    """Load a model from a checkpoint folder or a run's folder, in the dtypes it was saved in and in training mode.
 
     Nothing in the folder is executed, and the random state is not changed. Mechanisms that are not installed as
     plug-ins must be registered first.
 
     Args:
-        folder: The checkpoint folder.
+        folder: The checkpoint folder, or the folder of a run, whose last checkpoint is loaded.
         device: Where to put the model; the CPU by default.
 
     Raises:
@@ -112,8 +112,9 @@ def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = 
         target = None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device must be a device such as cpu or cuda:0, got {device!r}: {error}") from None
+    folder = find_checkpoint(Path(folder))
     description, tensors = read_committed(folder, _read)
-    where = Path(folder) / CONFIG
+    where = folder / CONFIG
     cls = CLASSES[choose(f"class in {where}", description["class"], CLASSES)]
     try:
         arguments: dict[str, Any] = {

@@ -7,19 +7,22 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from tyro.conf import UseAppendAction
 
+from longspan.models.checkpoint import CONFIG, find_checkpoint
 from longspan.models.config import AttentionConfig, ModelConfig, check_fields
 from longspan.train.data.tasks import PER_TOKEN, TASKS
 from longspan.train.presets import PRESETS, Values, named_mechanism
-from longspan.utils import choose, nearest
+from longspan.utils import choose, nearest, read_json
 
 Objective = Literal["causal", "masked", "classify", "multilabel", "regress", "tag", "forecast"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Switch = Literal["auto", "on", "off"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
+_OUTPUTS = ("num_classes", "pooling", "input_dim")
 Format = Literal["auto", "bytes"]
 BinDtype = Literal["uint8", "uint16", "int32", "uint32", "int64"]
 
@@ -32,6 +35,10 @@ class TrainConfig:
     """File, folder, glob or weight=path to train on."""
     out: str = ""
     """Folder of the run."""
+    init: str | None = None
+    """Checkpoint or run to start from; its model is the default."""
+    freeze: tuple[str, ...] = ()
+    """Parameters not to train, such as body or *.embedding*."""
     preset: str = "small"
     """Defaults of the other options: tiny, small or base."""
     mechanism: str = "split"
@@ -223,20 +230,48 @@ def resolve(given: Mapping[str, Any]) -> Settings:
         values["steps"] = None
     train = TrainConfig(**values)
     chosen = {name.removeprefix("model."): value for name, value in given.items() if name.startswith("model.")}
-    model = copy.deepcopy(preset.model)
+    model = copy.deepcopy(preset.model) if train.init is None else _initial_model(train.init)
     for name, value in chosen.items():
         *path, last = name.split(".")
         group = model
         for part in path:
             group = group.setdefault(part, {})
         group[last] = value
-    if "attention.mechanism" not in chosen:
+    named = train.init is None or "mechanism" in given
+    if "attention.mechanism" not in chosen and named:
         model["attention"] |= {
             name: value for name, value in _attention(train, model).items() if f"attention.{name}" not in chosen
         }
-    elif "mechanism" in given:
+    elif "mechanism" in given and "attention.mechanism" in chosen:
         raise ValueError("--mechanism and --model.attention.mechanism are the same option: give one of them")
     return Settings(train, model, frozenset(chosen))
+
+
+def _initial_model(folder: str) -> Values:
+    """Return the fields of a saved model's configuration that do not follow from the data and the objective."""
+    path = find_checkpoint(Path(folder).expanduser()) / CONFIG
+    try:
+        saved = ModelConfig.from_dict(read_json(path)["arguments"]["config"]).to_dict()
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"--init {folder} is no checkpoint of a model that can be trained: {error}") from None
+    return {name: x for name, x in saved.items() if name not in ("causal", "vocab_size", *_OUTPUTS)}
+
+
+def saved_settings(given: Mapping[str, Any]) -> Settings | None:
+    """Return the settings of the run in `out` if nothing else is given that starts a run, with given changes.
+
+    Raises:
+        ValueError: A field of the model is given.
+    """
+    path = Path(given.get("out") or "") / "run.json"
+    if given.get("data") or not given.get("out") or not path.is_file():
+        return None
+    fields = [name for name in given if name.startswith("model.")]
+    if fields:
+        raise ValueError(f"--{fields[0]} cannot change in a run that is resumed: leave it out")
+    saved = read_json(path)["settings"]
+    values = {name: tuple(x) if isinstance(x, list) else x for name, x in saved["train"].items()}
+    return Settings(TrainConfig(**{**values, **given}), saved["model"], frozenset())
 
 
 def _attention(train: TrainConfig, model: Values) -> Values:

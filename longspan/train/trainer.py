@@ -142,6 +142,9 @@ class Trainer:
                 if self.store.task is None
                 else setup.make_classifier(model_config, self.store)
             )
+            if config.init is not None and self._saved is None:
+                self.logger.info(setup.start_from(model, config.init))
+        setup.freeze(model, config.freeze)
         cp = None if self.mesh is None else self.mesh.cp
         self.objective = wrap_model(model, config.context, config.chunk_length, cp, self.store.task)
         self.metadata |= {"parameters": sum(p.numel() for p in self.objective.parameters()), "compiled": compiled}

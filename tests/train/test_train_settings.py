@@ -242,7 +242,7 @@ def test_compile_is_asked_for(corpus: Path, tmp_path: Path) -> None:
 # divergence, bin_dtype, image_size and tokenizer have tests of their own, beside what they change.
 ELSEWHERE = {"data", "out", "prompt", "sample_tokens", "save_every", "tensorboard", "device", "eval_data", "minutes"}
 ELSEWHERE |= {"mask_rate", "compile", "divergence", "bin_dtype", "image_size", "tokenizer", "format"}
-ELSEWHERE |= {"text_field", "label_field", "file_field", "mesh"}
+ELSEWHERE |= {"text_field", "label_field", "file_field", "mesh", "init", "freeze", "chunk_length"}
 
 
 def test_no_setting_is_without_a_test() -> None:
