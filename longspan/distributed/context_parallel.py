@@ -137,7 +137,8 @@ class ContextParallel(nn.Module):
             key_mask: (B, T) bool, True for real tokens of the piece.
 
         Returns:
-            The logits or vectors of the piece, and the state after the tokens of all ranks, on every rank.
+            The logits or vectors of the piece, and the state after the tokens of all ranks, on every rank. A rank's
+            gradient of `state` is that of its piece: they add up.
         """
         model = self.model
         if not isinstance(model, Transformer | LanguageModel) or not model.config.causal:

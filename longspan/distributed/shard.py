@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.distributed.collectives import gather, start_all_to_all, start_gather
-from longspan.layout import Packing, TokenLayout, close_holes
+from longspan.layout import Packing, TokenLayout, check_key_mask, close_holes
 from longspan.mechanisms.split import SplitAttention
 from longspan.models.layers import merge_latest
 from longspan.ops.loss import IGNORE_INDEX
@@ -89,12 +89,22 @@ class Shard:
 
     def _check(self, x: Tensor, key_mask: Tensor | None, packing: Packing | None, call: dict[str, int]) -> list[int]:
         """Return the lengths of all pieces, or raise ValueError where the ranks contradict each other."""
+        wrong = None
+        if key_mask is not None:
+            try:
+                check_key_mask(key_mask, x, packing)
+            except (TypeError, ValueError) as error:  # raised once the other ranks know
+                wrong = error
         digest = 0 if packing is None else zlib.crc32(packing.offsets.cpu().numpy().tobytes())
         total = 0 if packing is None else int(packing.offsets[-1])
-        own = [*x.shape[:2], key_mask is not None, total, digest, *call.values()]
-        batches, lengths, masked, packed, digests, *calls = gather(
-            torch.tensor(own, device=x.device), self.group
-        ).T.tolist()
+        own = [*x.shape[:2], key_mask is not None, wrong is not None, total, digest, *call.values()]
+        every = gather(torch.tensor(own, device=x.device), self.group).T.tolist()
+        batches, lengths, masked, refused, packed, digests, *calls = every
+        if wrong is not None:
+            raise wrong
+        if any(refused):
+            others = [rank for rank, number in enumerate(refused) if number]
+            raise ValueError(f"key_mask does not fit the pieces of ranks {others}, whose errors say why")
         self.masked = any(masked)
         if len(set(batches)) > 1:
             raise ValueError(f"the ranks must hold pieces of the same sequences, got batch sizes {batches}")
@@ -102,8 +112,6 @@ class Shard:
             raise ValueError(f"packing must be that of the whole sequence, of {sum(lengths)} tokens, got {packed}")
         if len(set(digests)) > 1:
             raise ValueError(f"packing must be equal on all ranks, got offsets with checksums {digests}")
-        if packing is not None and self.masked:
-            raise ValueError("packing and key_mask exclude each other: a packed row has no padding; leave key_mask out")
         for name, numbers in zip(call, calls, strict=True):
             if len(set(numbers)) > 1:
                 got = [METHODS[number] for number in numbers] if name == "method" else numbers
@@ -151,7 +159,7 @@ class Shard:
             key_mask: (B, S) bool, True = keep.
         """
         if self.masked and getattr(mechanism, "keep_slots", False):
-            raise ValueError("keep_slots=True with key_mask cannot be divided over ranks: pass packed or equal rows")
+            raise ValueError("keep_slots=True with key_mask cannot be divided over ranks: pass rows without padding")
         if causal:
             return self._attend_causal(mechanism, queries, k, v, gates, key_mask, None)[0]
         if mechanism.supports_cross:

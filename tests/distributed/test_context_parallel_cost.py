@@ -108,6 +108,7 @@ def check_events(rank: int, ranks: int) -> None:
         with seen.wrap("_scatter_sum"), seen.note(chunks, "backward"):
             out.square().sum().backward()
         assert_between(seen.events, "_scatter_sum", mechanism)
+        assert seen.sent[-1] == ranks * seen.sent[0], f"{mechanism}: {seen.sent}"
 
 
 def assert_between(events: list[str], collective: str, mechanism: dict[str, Any]) -> None:

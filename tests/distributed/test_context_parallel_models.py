@@ -232,8 +232,15 @@ def check_refusals(rank: int) -> None:
         divided(x, key_mask=mask if rank == 1 else None)
     with pytest.raises(ValueError, match="packing and key_mask exclude each other"):
         divided(x, key_mask=mask, packing=Packing.from_lengths([12]))
+    match = "key_mask must be bool, True = keep" if rank == 2 else r"key_mask does not fit the pieces of ranks \[2\]"
+    with pytest.raises(ValueError, match=match):
+        divided(x, key_mask=torch.ones(1, 4) if rank == 2 else None)
     with pytest.raises(ValueError, match="packing must be equal on all ranks, got offsets with checksums"):
         divided(x, packing=Packing.from_lengths([6 + rank, 6 - rank]))
+    slots = {"mechanism": "linformer", "rank": 2, "max_length": 16, "keep_slots": True}
+    by_slot = context_parallel(LanguageModel(config(slots, causal=False)), dist.group.WORLD)
+    with pytest.raises(ValueError, match="keep_slots=True with key_mask cannot be divided over ranks"):
+        by_slot(x, key_mask=mask)
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "cp"))
     with pytest.raises(ValueError, match=r'a mesh of one dimension, such as mesh\["cp"\]'):
         context_parallel(LanguageModel(config()), mesh)
