@@ -23,8 +23,9 @@ LinearLayers = namedtuple(
 
 
 # BK columns of x and BN rows of a weight per block. N output columns; ROWS of each layer's weight, its first output
-# column and its first program. NORM: 0 none, 1 LayerNorm, 2 RMSNorm. OFFSETS of token shift, over equal parts of x.
-LayerSizes = namedtuple("LayerSizes", "K N ROWS COLUMNS PROGRAMS BK BN NORM ACTIVATION OFFSETS")
+# column and its first program. NORM: 0 none, 1 LayerNorm, 2 RMSNorm. OFFSETS of token shift, over equal parts of x, and
+# the SLOTS of its ring buffer.
+LayerSizes = namedtuple("LayerSizes", "K N ROWS COLUMNS PROGRAMS BK BN NORM ACTIVATION OFFSETS SLOTS")
 
 
 def decode_linear_layers(
@@ -54,7 +55,7 @@ def decode_linear_layers(
         BB, BN, BK = 16 if B <= 16 else 64 if wide else 32, 64 if wide else 32, max(16, min(BK, 32 if fp32 else 512))
     programs = [-(-n // BN) for n in rows]
     starts = (tuple(accumulate(numbers[:-1], initial=0)) for numbers in (rows, programs))
-    sizes = LayerSizes(K, N, rows, *starts, BK, BN, kind, activation, offsets)
+    sizes = LayerSizes(K, N, rows, *starts, BK, BN, kind, activation, offsets, max(offsets, default=0) + 1)
     grid = sum(programs), -(-B // BB)
     with on_device(x):
         if B == 1:
@@ -119,15 +120,14 @@ def shift_columns(b_x, layers, position, i_b, i_k, m_x, write, W: tl.constexpr):
     """Replace parts of normalized x (…, BK) by those of earlier tokens; one program per row writes x to its slot."""
     COUNT: tl.constexpr = len(W.OFFSETS)
     if COUNT > 0:
-        SLOTS: tl.constexpr = max(W.OFFSETS) + 1
         SIZE: tl.constexpr = W.K // COUNT
-        p_rows = layers.p_recent + i_b * (SLOTS * W.K) + i_k
+        p_rows = layers.p_recent + i_b * (W.SLOTS * W.K) + i_k
         if write:
-            tl.store(p_rows + position % SLOTS * W.K, b_x, mask=m_x)
+            tl.store(p_rows + position % W.SLOTS * W.K, b_x, mask=m_x)
         for i in tl.static_range(COUNT):
             if W.OFFSETS[i] > 0:
                 m_part = m_x & (i_k >= i * SIZE) & (i_k < (i + 1) * SIZE)
-                b_old = tl.load(p_rows + (position + SLOTS - W.OFFSETS[i]) % SLOTS * W.K, mask=m_part, other=0.0)
+                b_old = tl.load(p_rows + (position + W.SLOTS - W.OFFSETS[i]) % W.SLOTS * W.K, mask=m_part, other=0.0)
                 b_x = tl.where(m_part, b_old, b_x)
     return b_x
 
