@@ -14,7 +14,15 @@ from torch import Tensor
 
 from longspan.ops.common.launch import on_device
 from longspan.ops.decode.torch import KEY_EPSILON, GateActivation
-from longspan.ops.decode.triton.token import Inputs, load_key, load_rotated, load_value, token_arguments
+from longspan.ops.decode.triton.token import (
+    Inputs,
+    await_previous,
+    dependent_launch,
+    load_key,
+    load_rotated,
+    load_value,
+    token_arguments,
+)
 
 _COLUMNS = 16  # of the state in a program
 _EPSILON = tl.constexpr(KEY_EPSILON)
@@ -46,7 +54,7 @@ def decode_gated(
     with on_device(out):
         grid = (len(out) * sizes.HKV * -(-sizes.E // _COLUMNS),)
         arguments = token, pointers, *state, scale, activation.strength
-        decode_gated_kernel[grid](*arguments, S=sizes, A=options, num_warps=4)
+        decode_gated_kernel[grid](*arguments, S=sizes, A=options, num_warps=4, **dependent_launch(out))
     return out
 
 
@@ -101,8 +109,15 @@ def unit_length(b_x, A: tl.constexpr):
 
 
 @triton.jit
-def decode_gated_kernel(token, gates, p_kv, p_log_decay, scale, strength, S: tl.constexpr, A: tl.constexpr):
-    """One program per batch row, key/value head and BE columns of its state (D, E)."""
+def decode_gated_kernel(
+    token, gates, p_kv, p_log_decay, scale, strength, S: tl.constexpr, A: tl.constexpr, PDL: tl.constexpr
+):
+    """One program per batch row, key/value head and BE columns of its state (D, E).
+
+    p_log_decay: Σ log α, one number or one per channel, written by the program of a head's first columns.
+    """
+    await_previous(PDL)
+    WIDTH: tl.constexpr = S.D if A.CHANNELS > 1 else 1
     TILES: tl.constexpr = (S.E + S.BE - 1) // S.BE
     pid = tl.program_id(0)
     i_x = (pid // TILES).to(tl.int64)
@@ -112,6 +127,9 @@ def decode_gated_kernel(token, gates, p_kv, p_log_decay, scale, strength, S: tl.
     p_tile = p_kv + i_x * (S.D * S.E) + i_d[:, None] * S.E + i_e[None, :]
     m_tile = m_d[:, None] & m_e[None, :]
     b_kv = tl.load(p_tile, mask=m_tile, other=0.0)
+    if p_log_decay is not None:
+        p_log_decay += i_x * WIDTH + i_d
+        b_total = tl.load(p_log_decay, mask=i_d < WIDTH, other=0.0)
     b_k = load_key(token, i_b, i_kv, i_d, S)
     b_v = load_value(token, i_b, i_kv, i_e, S)
     p_heads = token.p_q + i_b * token.q_b + i_kv * S.G * token.q_h
@@ -130,9 +148,5 @@ def decode_gated_kernel(token, gates, p_kv, p_log_decay, scale, strength, S: tl.
         p_row = token.p_out + i_b * token.out_b + (i_kv * S.G + i_g) * S.E
         tl.store(p_row + i_e, b_out.to(p_row.dtype.element_ty), mask=m_e)
     if p_log_decay is not None:
-        # Σ log α, one number or one per channel; the programs of a head's other columns leave it alone.
-        WIDTH: tl.constexpr = S.D if A.CHANNELS > 1 else 1
         if pid % TILES == 0:
-            p_total = p_log_decay + i_x * WIDTH + i_d
-            b_total = tl.load(p_total, mask=i_d < WIDTH, other=0.0)
-            tl.store(p_total, b_total + b_log, mask=i_d < WIDTH)
+            tl.store(p_log_decay, b_total + b_log, mask=i_d < WIDTH)

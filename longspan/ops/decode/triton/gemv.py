@@ -14,6 +14,9 @@ from torch import Tensor
 
 from longspan.ops.common.launch import on_device
 from longspan.ops.decode.torch import TokenShift
+from longspan.ops.decode.triton.token import await_previous, dependent_launch
+
+WIDE_ROWS, ROWS, WARPS = 16, 4, 4
 
 # Pointers to x (B, K), norm, the weights (N, K) and biases of the layers, shifted tokens and their positions, residual
 # and output.
@@ -48,7 +51,7 @@ def decode_linear_layers(
     fp32, wide, BK = x.dtype == torch.float32, N > 1024, triton.next_power_of_2(K)
     if B == 1:
         # Enough programs for every multiprocessor, each with at most 16,384 weights.
-        BB, BN = 1, max(1, min(16 if wide else 4, 16384 // BK))
+        BB, BN = 1, max(1, min(WIDE_ROWS if wide else ROWS, 16384 // BK))
     else:
         # As many columns at once as fit, so that loads do not wait for one another.
         wide = wide and not fp32
@@ -59,10 +62,16 @@ def decode_linear_layers(
     grid = sum(programs), -(-B // BB)
     with on_device(x):
         if B == 1:
-            decode_gemv_kernel[grid](layers, W=sizes, num_warps=4)
+            decode_gemv_kernel[grid](layers, W=sizes, num_warps=WARPS, **dependent_launch(x))
         else:
             strides = x.stride(0), 0 if residual is None else residual.stride(0)
-            constants = {"W": sizes, "BB": BB, "num_warps": 8 if BB == 64 else 4, "num_stages": 3}
+            constants = {
+                "W": sizes,
+                "BB": BB,
+                "num_warps": 8 if BB == 64 else 4,
+                "num_stages": 3,
+                **dependent_launch(x),
+            }
             decode_gemm_kernel[grid](layers, B, *strides, **constants)
     return out
 
@@ -143,13 +152,14 @@ def scale_normed(b_x, layers, i_k, m_k):
 
 
 @triton.jit
-def decode_gemv_kernel(layers, W: tl.constexpr):
+def decode_gemv_kernel(layers, W: tl.constexpr, PDL: tl.constexpr):
     """residual + activation(shift(norm(x)) Wᵀ + b) of a vector x (K,)."""
     p_weight, i_n, m_n, b_bias, column = select_layer(layers, W)
     i_k = tl.arange(0, W.BK)
     m_k = i_k < W.K
-    # Issue the loads of the weight before the norm needs x.
+    # Issue the loads of the weight before x is there.
     b_w = tl.load(p_weight + i_n[:, None] * W.K + i_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)
+    await_previous(PDL)
     b_x = tl.load(layers.p_x + i_k, mask=m_k, other=0.0)
     if W.NORM > 0:
         b_n = b_x.to(tl.float32)
@@ -164,8 +174,9 @@ def decode_gemv_kernel(layers, W: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["B"])
-def decode_gemm_kernel(layers, B, stride_x, stride_residual, W: tl.constexpr, BB: tl.constexpr):
+def decode_gemm_kernel(layers, B, stride_x, stride_residual, W: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr):
     """residual + activation(shift(norm(x)) Wᵀ + b) of BB rows of x (B, K)."""
+    await_previous(PDL)
     PRECISION: tl.constexpr = "ieee" if layers.p_x.dtype.element_ty == tl.float32 else "tf32"
     p_weight, i_n, m_n, b_bias, column = select_layer(layers, W)
     i_b = tl.program_id(1).to(tl.int64) * BB + tl.arange(0, BB)

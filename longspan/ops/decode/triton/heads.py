@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longspan.ops.common.launch import on_device
 from longspan.ops.common.tiles import padded
+from longspan.ops.decode.triton.token import await_previous, dependent_launch
 
 # D columns per program of N; the first Q blocks are queries, the next K keys. SIZE of the convolution, 0 for none.
 HeadSizes = namedtuple("HeadSizes", "N D BD Q K SIZE NORM")
@@ -33,18 +34,21 @@ def decode_heads(
     sizes = HeadSizes(N, D, padded(D, 16), Q, K, 0 if weight is None else len(weight), norms is not None)
     with on_device(q):
         grid, strides = (-(-N // D), B), (q.stride(0), kv.stride(0))
-        decode_heads_kernel[grid](q, kv, weight, recent, q_norm, k_norm, out, *strides, eps, W=sizes, num_warps=1)
+        arguments = q, kv, weight, recent, q_norm, k_norm, out, *strides, eps
+        decode_heads_kernel[grid](*arguments, W=sizes, num_warps=1, **dependent_launch(q))
     return out
 
 
 @triton.jit
 def decode_heads_kernel(
-    p_q, p_kv, p_conv, p_recent, p_q_norm, p_k_norm, p_out, stride_q, stride_kv, eps, W: tl.constexpr
-):
+    p_q, p_kv, p_conv, p_recent, p_q_norm, p_k_norm, p_out, stride_q, stride_kv, eps,
+    W: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """One head of queries, keys or values: silu(Σ_j w_j ∘ x_{t−j}), then the RMS norm of queries and keys.
 
     p_recent: (B, SIZE − 1, N) the tokens before this one, oldest first; this one takes the place of the oldest.
     """
+    await_previous(PDL)
     i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_d = tl.arange(0, W.BD)
     i_n = i_h * W.D + i_d
@@ -87,15 +91,18 @@ def decode_output(
     strides = [0 if y is None else y.stride(0) for y in (x, gates, head_gates)]
     sizes = OutputSizes(H, E, padded(E, 16), activation)
     with on_device(x):
-        decode_output_kernel[(H, B)](x, weight, gates, head_gates, out, *strides, eps, W=sizes, num_warps=1)
+        arguments = x, weight, gates, head_gates, out, *strides, eps
+        decode_output_kernel[(H, B)](*arguments, W=sizes, num_warps=1, **dependent_launch(x))
     return out
 
 
 @triton.jit
 def decode_output_kernel(
-    p_x, p_norm, p_gates, p_head_gates, p_out, stride, stride_gates, stride_heads, eps, W: tl.constexpr
-):
+    p_x, p_norm, p_gates, p_head_gates, p_out, stride, stride_gates, stride_heads, eps,
+    W: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """norm(x) ∘ activation(gate) · σ(head gate) of one head; rounded after each, as separate operations would."""
+    await_previous(PDL)
     i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_e = tl.arange(0, W.BE)
     m_e, i_n = i_e < W.E, i_h * W.E + i_e

@@ -5,14 +5,37 @@ Kernels update the state in place, so that a CUDA graph can capture a decode ste
 
 from __future__ import annotations
 
+import os
 from collections import namedtuple
+from functools import lru_cache
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from longspan.ops.common.tiles import padded
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+
+    @triton.jit
+    def await_previous(PDL: tl.constexpr):
+        """Nothing: the interpreter runs one kernel after the other."""
+else:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    @triton.jit
+    def await_previous(PDL: tl.constexpr):
+        """Wait for the kernel before this one, then let the next one begin: it waits in its turn.
+
+        Programmatic dependent launch: what a kernel does before, such as loading weights, overlaps with the one before
+        it. Only what no kernel writes may be loaded then.
+        """
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+
 
 # q, k, v, rotary (cos, sin, interleaved, …) or None, output or None.
 Inputs = tuple[Tensor, Tensor, Tensor, tuple[Any, ...] | None, Tensor | None]
@@ -24,6 +47,17 @@ Token = namedtuple("Token", "p_q p_k p_v p_cos p_sin p_out q_b q_h k_b k_h v_b v
 # G query heads per key/value head, HKV of them; B*: padded to powers of two.
 # ROTARY: 0 none, 1 pairs (i, i + D/2), 2 pairs (2i, 2i + 1).
 TokenSizes = namedtuple("TokenSizes", "G HKV D E BG BD BE ROTARY")
+
+
+def dependent_launch(x: Tensor) -> dict[str, bool]:
+    """Return the launch options of a kernel that calls `await_previous`; devices before Hopper do not have it."""
+    possible = x.is_cuda and _has_dependent_launch(x.get_device())
+    return {"PDL": possible, "launch_pdl": possible} if possible else {"PDL": False}
+
+
+@lru_cache
+def _has_dependent_launch(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def token_arguments(inputs: Inputs) -> tuple[Tensor, Token, TokenSizes]:
