@@ -1,0 +1,622 @@
+"""Gated linear attention and the delta rule with a decay per channel (GLA, KDA): decays by products with 0/1 matrices.
+
+The decay between two tokens is 2 to the sum of log₂ α over the tokens between them. For a chunk such sums are M g, with
+g (C, D) and a matrix M of zeros and ones that selects the tokens of each sum: exact, never positive, and without
+differences of larger sums, whatever the gates are.
+
+    A_ij = Σ_d a_id b_jd e^{G_id − G_jd}
+
+is computed in log₂ C levels. On the level of blocks of 2h tokens, rows are in the second half of a block, columns in
+its first, and the exponent is split between them: from the middle to the row, and from the column to the middle. One
+array of factors serves both sides; the product of all rows and columns is masked to pairs of one block.
+
+Per chunk, with q_in = σ q e^G, k_in = k e^G, k_out = k e^{G_C − G}, S the state before it and T = (I + β A^kk)⁻¹:
+
+    u = β v, or u = T (β (v − k_in S)) with the delta rule,      o = q_in S + A^qk u,      S' = e^{G_C} ∘ S + k_outᵀ u
+
+A first kernel computes what does not depend on S, for all chunks at once; a second goes through the chunks of a
+sequence with a tile of the state's columns in registers and writes S and u; a third computes the outputs. The backward
+pass runs the first one again, then one launch whose programs compute the states and, backwards, their gradients
+
+    du = A^qkᵀ do + k_out dS',      y = Tᵀ du,      dv = β y,      dS = e^{G_C} ∘ dS' + q_inᵀ do − k_inᵀ (β y),
+
+then the gradients of q, k and g for each chunk and tile of channels, by the same levels. README.md derives them.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspan.ops.common.exp import LOG2E, exp2
+from longspan.ops.common.launch import Launch, Plan, Signature, Strides, Workspace, dense, dense_rows, on_device
+from longspan.ops.common.tiles import load_column, load_rows, padded, product, store_rows, token_pointer, zeros
+from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
+from longspan.ops.gated.triton.delta import halves, halves_dot, load_triangle, store_triangle, triangular_inverse
+from longspan.ops.linear.triton import PRECISION
+
+# Compile-time constants: query and key heads, dimensions, padded D, channels and values per tile, tiles of values,
+# tokens in a chunk and their binary logarithm. DELTA: the delta rule. SCALED: there is a beta. DOT: dtype of products.
+ChannelSizes = namedtuple("ChannelSizes", "H HKV D E BD BK BE TILES C LEVELS DELTA SCALED DOT PRECISION")
+
+
+@triton.jit
+def _dot(b_x, b_y, S: tl.constexpr):
+    """x·y in the precision of the inputs."""
+    if S.PRECISION == "ieee":
+        b_xy = product(b_x.to(S.DOT), b_y.to(S.DOT), "ieee")
+    else:
+        b_xy = tl.dot(b_x.to(S.DOT), b_y.to(S.DOT), input_precision=S.PRECISION)
+    return b_xy
+
+
+@triton.jit
+def _add_dot(b_x, b_y, b_sum, S: tl.constexpr):
+    """sum + x·y."""
+    if S.PRECISION == "ieee":
+        b_sum += product(b_x.to(S.DOT), b_y.to(S.DOT), "ieee")
+    else:
+        b_sum = tl.dot(b_x.to(S.DOT), b_y.to(S.DOT), b_sum, input_precision=S.PRECISION)
+    return b_sum
+
+
+@triton.jit
+def _program(chunks, HEADS: tl.constexpr):
+    """Head, chunk and batch index of a program."""
+    pid = tl.program_id(0)
+    return pid % HEADS, (pid // HEADS) % chunks, (pid // HEADS // chunks).to(tl.int64)
+
+
+@triton.jit
+def _load_decay(p_decay, stride, rows, i_d, S: tl.constexpr):
+    """log₂ α (C, BK) as `halves`."""
+    return halves(load_rows(p_decay, stride, rows, S.D, S.C, S.BK, i_d) * LOG2E, S)
+
+
+@triton.jit
+def _decay(m_s, b_high, b_low, S: tl.constexpr):
+    """α of the tokens that m_s (C, C) selects for each row, multiplied: (C, BK)."""
+    b_m = tl.where(m_s, 1.0, 0.0).to(S.DOT)
+    if tl.bfloat16 == S.DOT:
+        b_x = tl.dot(b_m, b_low)
+        b_x = tl.dot(b_m, b_high, b_x)
+    else:
+        b_x = _dot(b_m, b_high, S)
+    return exp2(b_x)
+
+
+@triton.jit
+def _between(i_t, level):
+    """The tokens between a token and the middle of its block of 2 · 2^level tokens."""
+    i_middle = ((i_t >> level) | 1) << level  # the first one of the second half
+    m_after = i_t[None, :] >= tl.minimum(i_t + 1, i_middle)[:, None]
+    return m_after & (i_t[None, :] < tl.maximum(i_t + 1, i_middle)[:, None])
+
+
+@triton.jit
+def _pairs(i_t, level):
+    """Rows in the second half of a block of 2 · 2^level tokens and columns in its first half: numbers whose binary
+    digits differ first at this level.
+    """
+    i_half = i_t >> level
+    return (i_half[:, None] == (i_half | 1)[None, :]) & (i_half[None, :] % 2 == 0)
+
+
+@triton.jit
+def _square(i_x, S: tl.constexpr):
+    """Offsets of matrix i_x of a stack of (C, C)."""
+    i_t = tl.arange(0, S.C)
+    return tl.cast(i_x, tl.int64) * (S.C * S.C) + i_t[:, None] * S.C + i_t[None, :]
+
+
+@triton.jit
+def _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S: tl.constexpr):
+    """β (C,); 0 beyond the last token."""
+    if S.SCALED:
+        return load_column(token_pointer(p_beta, beta, i_b, i_0, i_h), beta.t, rows, S.C, 0.0)
+    return tl.where(tl.arange(0, S.C) < rows, 1.0, 0.0)
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "scale"])
+def gated_channel_pairs_kernel(
+    p_q, p_k, p_decay, p_beta, p_q_in, p_k_in, p_k_out, p_last, p_pair, p_inverse, T, chunks, scale,
+    q, k, decay, beta, S: tl.constexpr
+):  # fmt: skip
+    """What a chunk does not take from the state: q_in, k_in, k_out, e^{G_C}, A^qk and T.
+
+    One program per query head; the first of a group computes what belongs to its key head.
+    """
+    i_h, i_c, i_b = _program(chunks, S.H)
+    i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
+    own = i_h % (S.H // S.HKV) == 0
+    rows = T - i_0
+    i_t = tl.arange(0, S.C)
+    p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_h), token_pointer(p_k, k, i_b, i_0, i_kv)
+    p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv)
+    p_q_in += ((i_b * T + i_0) * S.H + i_h) * S.D
+    i_row = ((i_b * T + i_0) * S.HKV + i_kv) * S.D
+    i_y = (i_b * S.HKV + i_kv) * chunks + i_c
+    b_pair, b_l, b_own = zeros(S.C, S.C), zeros(S.C, S.C), zeros(S.C)
+    for i_d in range(S.BD // S.BK):
+        c = i_d * S.BK
+        b_q = load_rows(p_q + c, q.t, rows, S.D, S.C, S.BK, i_d)
+        b_k = load_rows(p_k + c, k.t, rows, S.D, S.C, S.BK, i_d)
+        b_high, b_low = _load_decay(p_decay + c, decay.t, rows, i_d, S)
+        b_own += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+        b_start = _decay(i_t[None, :] <= i_t[:, None], b_high, b_low, S)
+        store_rows(p_q_in + c, S.H * S.D, rows, b_q * b_start * scale, S.D, S.C, S.BK, i_d)
+        if own:
+            b_end = _decay(i_t[None, :] > i_t[:, None], b_high, b_low, S)
+            store_rows(p_k_out + i_row + c, S.HKV * S.D, rows, b_k * b_end, S.D, S.C, S.BK, i_d)
+            if S.DELTA:
+                store_rows(p_k_in + i_row + c, S.HKV * S.D, rows, b_k * b_start, S.D, S.C, S.BK, i_d)
+            b_last = tl.sum(tl.where((i_t == S.C - 1)[:, None], b_start, 0.0), 0)
+            tl.store(p_last + i_y * S.BD + c + tl.arange(0, S.BK), b_last)
+        for level in range(S.LEVELS):
+            b_high, b_low = _load_decay(p_decay + c, decay.t, rows, i_d, S)
+            b_q = load_rows(p_q + c, q.t, rows, S.D, S.C, S.BK, i_d)
+            b_k = load_rows(p_k + c, k.t, rows, S.D, S.C, S.BK, i_d)
+            b_x = _decay(_between(i_t, level), b_high, b_low, S)
+            b_column = (b_k * b_x).to(S.DOT)
+            m_pairs = _pairs(i_t, level)
+            b_pair += tl.where(m_pairs, _dot(b_q * b_x, tl.trans(b_column), S), 0.0)
+            if S.DELTA:
+                b_l += tl.where(m_pairs, _dot(b_column, tl.trans(b_column), S), 0.0)
+    b_pair = tl.where(i_t[:, None] == i_t[None, :], b_own[:, None], b_pair) * scale
+    p_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
+    tl.store(p_pair, b_pair.to(p_pair.dtype.element_ty))
+    if S.DELTA:
+        if own:
+            b_l *= _load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S)[:, None]
+            store_triangle(p_inverse, i_y, triangular_inverse(b_l, S), S)
+
+
+@triton.jit
+def _tile(i_x, i_e, S: tl.constexpr):
+    """Offsets of tile i_e (BD, BE) of matrix i_x of a stack of (BD, TILES · BE)."""
+    COLUMNS: tl.constexpr = S.BE * S.TILES
+    i_d, i_c = tl.arange(0, S.BD), tl.arange(0, S.BE)
+    return tl.cast(i_x, tl.int64) * (S.BD * COLUMNS) + i_e * S.BE + i_d[:, None] * COLUMNS + i_c[None, :]
+
+
+@triton.jit
+def _state(i_x, i_e, S: tl.constexpr):
+    """Offsets and mask of tile i_e of state i_x of (B, Hkv, D, E)."""
+    i_d, i_c = tl.arange(0, S.BD), i_e * S.BE + tl.arange(0, S.BE)
+    return i_x * (S.D * S.E) + i_d[:, None] * S.E + i_c[None, :], (i_d < S.D)[:, None] & (i_c < S.E)[None, :]
+
+
+@triton.jit
+def _load_state(p_state, i_x, i_e, S: tl.constexpr):
+    """A tile of a given state; zeros without one."""
+    b_s = zeros(S.BD, S.BE)
+    if p_state is not None:
+        i_tile, m_tile = _state(i_x, i_e, S)
+        b_s = tl.load(p_state + i_tile, mask=m_tile, other=0.0)
+    return b_s
+
+
+@triton.jit
+def _states(
+    p_v, p_beta, p_k_in, p_k_out, p_last, p_inverse, p_state, p_states, p_u, p_after, i_x, i_e, T, chunks,
+    v, beta, S: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """Write the states before all chunks of sequence i_x and, with the delta rule, u; the state after them if asked."""
+    i_b, i_h = i_x // S.HKV, i_x % S.HKV
+    b_s = _load_state(p_state, i_x, i_e, S)
+    for i_c in tl.range(chunks, num_stages=STAGES):
+        i_0, i_y = i_c * S.C, i_x * chunks + i_c
+        rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
+        b_v = load_rows(token_pointer(p_v, v, i_b, i_0, i_h, i_e * S.BE), v.t, rows, S.E, S.C, S.BE, i_e)
+        b_out = load_rows(p_k_out + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
+        b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)
+        b_last = tl.load(p_last + i_y * S.BD + tl.arange(0, S.BD))
+        p_tile = p_states + _tile(i_y, i_e, S)
+        tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
+        if S.DELTA:
+            b_in = load_rows(p_k_in + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
+            b_t, b_t_low = load_triangle(p_inverse, i_y, False, S)
+            b_x = b_v.to(tl.float32) - _dot(b_in, b_s, S)
+            b_high, b_low = halves(b_x * b_beta[:, None], S)
+            b_u = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
+            p_row = p_u + i_row * S.E + i_e * S.BE
+            store_rows(p_row, S.HKV * S.E, rows, b_u, S.E, S.C, S.BE, i_e)
+        else:
+            b_u = b_v.to(tl.float32) * b_beta[:, None]
+        b_s = _add_dot(tl.trans(b_out), b_u, b_s * b_last[:, None], S)
+    if p_after is not None:
+        i_tile, m_tile = _state(i_x, i_e, S)
+        tl.store(p_after + i_tile, b_s, mask=m_tile)
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def gated_channel_states_kernel(
+    p_v, p_beta, p_k_in, p_k_out, p_last, p_inverse, p_state, p_states, p_u, p_after, T, chunks,
+    v, beta, S: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """The states before all chunks of one sequence and tile of values, and the state after them."""
+    i_x, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _states(
+        p_v, p_beta, p_k_in, p_k_out, p_last, p_inverse, p_state, p_states, p_u, p_after, i_x, i_e, T, chunks,
+        v, beta, S, STAGES
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_h, i_e, T, S: tl.constexpr):
+    """u (C, BE) of a chunk."""
+    rows = T - i_0
+    if S.DELTA:
+        p_u += ((i_b * T + i_0) * S.HKV + i_h) * S.E + i_e * S.BE
+        b_u = load_rows(p_u, S.HKV * S.E, rows, S.E, S.C, S.BE, i_e)
+    else:
+        b_u = load_rows(token_pointer(p_v, v, i_b, i_0, i_h, i_e * S.BE), v.t, rows, S.E, S.C, S.BE, i_e)
+        if S.SCALED:
+            b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)
+            b_u = (b_u.to(tl.float32) * b_beta[:, None]).to(S.DOT)
+    return b_u
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def gated_channel_forward_kernel(
+    p_v, p_beta, p_q_in, p_pair, p_states, p_u, p_out, T, chunks, v, beta, S: tl.constexpr
+):
+    """Outputs of one chunk of one query head, for one tile of values."""
+    i_h, i_c, i_b = _program(chunks, S.H)
+    i_e = tl.program_id(1)
+    i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
+    rows, i_row = T - i_0, (i_b * T + i_0) * S.H + i_h
+    b_q = load_rows(p_q_in + i_row * S.D, S.H * S.D, rows, S.D, S.C, S.BD)
+    b_s = tl.load(p_states + _tile((i_b * S.HKV + i_kv) * chunks + i_c, i_e, S))
+    b_pair = tl.load(p_pair + _square((i_b * S.H + i_h) * chunks + i_c, S))
+    b_u = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_kv, i_e, T, S)
+    b_out = _dot(b_q, b_s, S)
+    b_out = _add_dot(b_pair, b_u, b_out, S)
+    store_rows(p_out + i_row * S.E + i_e * S.BE, S.H * S.E, rows, b_out, S.E, S.C, S.BE, i_e)
+
+
+@triton.jit
+def _state_gradients(
+    p_v, p_beta, p_d_out, p_q_in, p_k_in, p_k_out, p_last, p_pair, p_inverse, p_d_after, p_d_states, p_y, p_d_v,
+    p_d_beta, p_d_state, i_x, i_e, T, chunks, v, beta, d, S: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """Write the gradients of the states after all chunks of sequence i_x, y, dv, the tile's part of y · v, and the
+    gradient of the state before them.
+    """
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_b, i_h = i_x // S.HKV, i_x % S.HKV
+    i_t = tl.arange(0, S.C)
+    b_s = _load_state(p_d_after, i_x, i_e, S)
+    for i in tl.range(chunks, num_stages=STAGES):
+        i_c = chunks - 1 - i
+        i_0, i_y = i_c * S.C, i_x * chunks + i_c
+        rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
+        b_out = load_rows(p_k_out + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
+        b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)
+        b_last = tl.load(p_last + i_y * S.BD + tl.arange(0, S.BD))
+        p_tile = p_d_states + _tile(i_y, i_e, S)
+        tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
+        b_y = _dot(b_out, b_s, S)
+        b_s *= b_last[:, None]
+        for g in range(GROUP):
+            i_q = i_h * GROUP + g
+            i_row_q = (i_b * T + i_0) * S.H + i_q
+            b_d = load_rows(token_pointer(p_d_out, d, i_b, i_0, i_q, i_e * S.BE), d.t, rows, S.E, S.C, S.BE, i_e)
+            b_q = load_rows(p_q_in + i_row_q * S.D, S.H * S.D, rows, S.D, S.C, S.BD)
+            b_pair = tl.load(p_pair + _square((i_b * S.H + i_q) * chunks + i_c, S))
+            b_y = _add_dot(tl.trans(b_pair), b_d, b_y, S)
+            b_s = _add_dot(tl.trans(b_q), b_d, b_s, S)
+        p_row = i_row * S.E + i_e * S.BE
+        if S.DELTA:
+            b_t, b_t_low = load_triangle(p_inverse, i_y, True, S)
+            b_high, b_low = halves(b_y, S)
+            b_y = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
+            store_rows(p_y + p_row, S.HKV * S.E, rows, b_y, S.E, S.C, S.BE, i_e)
+            b_in = load_rows(p_k_in + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
+            b_s = _add_dot(tl.trans(b_in), b_y * -b_beta[:, None], b_s, S)
+        store_rows(p_d_v + p_row, S.HKV * S.E, rows, b_y * b_beta[:, None], S.E, S.C, S.BE, i_e)
+        if S.SCALED:
+            b_v = load_rows(token_pointer(p_v, v, i_b, i_0, i_h, i_e * S.BE), v.t, rows, S.E, S.C, S.BE, i_e)
+            i_beta = i_e.to(tl.int64) * (tl.num_programs(0) // 2) * T + i_row + i_t * S.HKV
+            tl.store(p_d_beta + i_beta, tl.sum(b_y * b_v.to(tl.float32), 1), mask=i_t < rows)
+    if p_d_state is not None:
+        i_tile, m_tile = _state(i_x, i_e, S)
+        tl.store(p_d_state + i_tile, b_s, mask=m_tile)
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def gated_channel_backward_states_kernel(
+    p_v, p_beta, p_d_out, p_q_in, p_k_in, p_k_out, p_last, p_pair, p_inverse, p_state, p_d_after,
+    p_states, p_u, p_d_states, p_y, p_d_v, p_d_beta, p_d_state, T, chunks,
+    v, beta, d, S: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """Half of the programs compute the states of a sequence and a tile of values, the others their gradients."""
+    first = tl.num_programs(0) // 2
+    i_x, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if i_x < first:
+        _state_gradients(
+            p_v, p_beta, p_d_out, p_q_in, p_k_in, p_k_out, p_last, p_pair, p_inverse, p_d_after, p_d_states, p_y,
+            p_d_v, p_d_beta, p_d_state, i_x, i_e, T, chunks, v, beta, d, S, STAGES
+        )  # fmt: skip
+    else:
+        _states(
+            p_v, p_beta, p_k_in, p_k_out, p_last, p_inverse, p_state, p_states, p_u, None, i_x - first, i_e, T, chunks,
+            v, beta, S, STAGES
+        )  # fmt: skip
+
+
+@triton.jit
+def _row_tile(i_x, i_d, i_e, S: tl.constexpr):
+    """Offsets of channels i_d (BK) and values i_e (BE) of matrix i_x of a stack of (BD, TILES · BE)."""
+    COLUMNS: tl.constexpr = S.BE * S.TILES
+    i_k, i_c = tl.arange(0, S.BK), tl.arange(0, S.BE)
+    i_x = tl.cast(i_x, tl.int64) * (S.BD * COLUMNS) + i_d * (S.BK * COLUMNS) + i_e * S.BE
+    return i_x + i_k[:, None] * COLUMNS + i_c[None, :]
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "scale"])
+def gated_channel_backward_pairs_kernel(
+    p_v, p_beta, p_d_out, p_u, p_y, p_d_pair, p_d_l, T, chunks, scale, v, beta, d, S: tl.constexpr
+):
+    """Gradients of A^qk and of β A^kk, without β, for one chunk of one query head; not masked."""
+    i_h, i_c, i_b = _program(chunks, S.H)
+    i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
+    b_pair, b_l = zeros(S.C, S.C), zeros(S.C, S.C)
+    for i_e in range(S.TILES):
+        c = i_e * S.BE
+        b_u = tl.trans(_load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_kv, i_e, T, S))
+        b_d = load_rows(token_pointer(p_d_out, d, i_b, i_0, i_h, c), d.t, T - i_0, S.E, S.C, S.BE, i_e)
+        b_pair = _add_dot(b_d, b_u, b_pair, S)
+        if S.DELTA:
+            p_row = p_y + ((i_b * T + i_0) * S.HKV + i_kv) * S.E + c
+            b_y = load_rows(p_row, S.HKV * S.E, T - i_0, S.E, S.C, S.BE, i_e)
+            b_l = _add_dot(b_y, b_u, b_l, S)
+    tl.store(p_d_pair + _square((i_b * S.H + i_h) * chunks + i_c, S), (b_pair * scale).to(S.DOT))
+    if S.DELTA:
+        if i_h % (S.H // S.HKV) == 0:
+            tl.store(p_d_l + _square((i_b * S.HKV + i_kv) * chunks + i_c, S), (-b_l).to(S.DOT))
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "scale"])
+def gated_channel_backward_kernel(
+    p_q, p_k, p_v, p_decay, p_beta, p_d_out, p_states, p_d_states, p_u, p_y, p_d_pair, p_d_l,
+    p_d_q, p_d_k, p_d_decay, p_d_beta, T, chunks, scale, q, k, v, decay, beta, d, S: tl.constexpr
+):  # fmt: skip
+    """dq, dk and dg of one chunk of one query head and one tile of channels, and the tile's part of dβ.
+
+    What comes from the key head alone is added by the first query head of a group. p_d_k, p_d_decay: (B, T, H, D).
+    p_d_beta: (tiles, B, T, H).
+    """
+    i_h, i_c, i_b = _program(chunks, S.H)
+    i_d = tl.program_id(1)
+    i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
+    own = (i_h % (S.H // S.HKV) == 0).to(tl.int32)
+    rows = T - i_0
+    i_t, i_y = tl.arange(0, S.C), (i_b * S.HKV + i_kv) * chunks + i_c
+    b_d_q, b_d_row, b_d_column, b_d_last = zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.BK)
+    for i_e in range(S.TILES):
+        c = i_e * S.BE
+        b_s = tl.load(p_states + _row_tile(i_y, i_d, i_e, S))
+        b_d_s = tl.load(p_d_states + _row_tile(i_y, i_d, i_e, S))
+        b_d_last += tl.sum(b_s.to(tl.float32) * b_d_s.to(tl.float32), 1)
+        b_d = load_rows(token_pointer(p_d_out, d, i_b, i_0, i_h, c), d.t, rows, S.E, S.C, S.BE, i_e)
+        b_d_q = _add_dot(b_d, tl.trans(b_s), b_d_q, S)
+        b_u = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_kv, i_e, T, S)
+        b_d_column = _add_dot(b_u, tl.trans(b_d_s), b_d_column, S)
+        if S.DELTA:
+            p_row = p_y + ((i_b * T + i_0) * S.HKV + i_kv) * S.E + c
+            b_y = load_rows(p_row, S.HKV * S.E, rows, S.E, S.C, S.BE, i_e)
+            b_d_row = _add_dot(b_y, tl.trans(b_s), b_d_row, S)
+    c = i_d * S.BK
+    p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_h, c), token_pointer(p_k, k, i_b, i_0, i_kv, c)
+    p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv, c)
+    p_d_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
+    p_d_l += _square(i_y, S)
+    b_q = load_rows(p_q, q.t, rows, S.D, S.C, S.BK, i_d)
+    b_k = load_rows(p_k, k.t, rows, S.D, S.C, S.BK, i_d)
+    b_high, b_low = _load_decay(p_decay, decay.t, rows, i_d, S)
+    b_beta = _load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S)
+    b_start = _decay(i_t[None, :] <= i_t[:, None], b_high, b_low, S)
+    b_d_last *= tl.sum(tl.where((i_t == S.C - 1)[:, None], b_start, 0.0), 0) * own
+    b_d_q *= b_start * scale
+    b_d_row *= b_start * -own
+    b_d_column *= _decay(i_t[None, :] > i_t[:, None], b_high, b_low, S) * own
+    b_d_last += tl.sum(b_k * b_d_column, 0)
+    m_own = i_t[:, None] == i_t[None, :]
+    b_own = tl.sum(tl.load(p_d_pair, mask=m_own, other=0.0).to(tl.float32), 1)[:, None]
+    b_d_column += b_own * b_q
+    b_d_q += b_own * b_k
+    for level in range(S.LEVELS):
+        # What is loaded again comes from the cache, and frees registers.
+        b_high, b_low = _load_decay(p_decay, decay.t, rows, i_d, S)
+        b_x = _decay(_between(i_t, level), b_high, b_low, S)
+        b_q = load_rows(p_q, q.t, rows, S.D, S.C, S.BK, i_d)
+        b_k = load_rows(p_k, k.t, rows, S.D, S.C, S.BK, i_d)
+        b_column = (b_k * b_x).to(S.DOT)
+        m_pairs = _pairs(i_t, level)
+        b_p = tl.load(p_d_pair, mask=m_pairs, other=0.0)
+        b_d_q += b_x * _dot(b_p, b_column, S)
+        b_sum = _dot(tl.trans(b_p), b_q * b_x, S)
+        if S.DELTA:
+            b_p = tl.load(p_d_l, mask=m_pairs & (i_t < own * S.C)[:, None], other=0.0)
+            b_d_row += b_x * _dot(b_p, b_column, S)
+            b_sum = _add_dot(tl.trans(b_p), b_k * b_x * b_beta[:, None], b_sum, S)
+        b_d_column += b_x * b_sum
+    b_q = load_rows(p_q, q.t, rows, S.D, S.C, S.BK, i_d)
+    b_k = load_rows(p_k, k.t, rows, S.D, S.C, S.BK, i_d)
+    i_row = ((i_b * T + i_0) * S.H + i_h) * S.D + c
+    store_rows(p_d_q + i_row, S.H * S.D, rows, b_d_q, S.D, S.C, S.BK, i_d)
+    b_d_g = b_q * b_d_q - b_k * b_d_column
+    if S.DELTA:
+        if S.SCALED:
+            i_beta = i_d.to(tl.int64) * (tl.num_programs(0) // chunks) * T + (i_b * T + i_0) * S.H + i_h + i_t * S.H
+            tl.store(p_d_beta + i_beta, tl.sum(b_k * b_d_row, 1), mask=i_t < rows)
+            b_d_row *= b_beta[:, None]
+        b_d_g += b_k * b_d_row
+        b_d_column += b_d_row
+    store_rows(p_d_k + i_row, S.H * S.D, rows, b_d_column, S.D, S.C, S.BK, i_d)
+    b_d_g += tl.where((i_t == S.C - 1)[:, None], b_d_last[None, :], 0.0)
+    b_d_g = tl.cumsum(b_d_g, 0, reverse=True)
+    store_rows(p_d_decay + i_row, S.H * S.D, rows, b_d_g, S.D, S.C, S.BK, i_d)
+
+
+def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out, the state after the last token, and an empty tensor: `backward` needs the inputs alone."""
+    q, k, v, decay, beta, state = tensors = _dense(x)
+    plan = _ChannelForward.of(tensors, problem)
+    out, after = v.new_empty(plan.out_shape), q.new_empty(plan.state_shape, dtype=torch.float32)
+    work = plan.workspace.allocate(q)
+    pair, inverse, last, states, u, q_in, k_in, k_out = plan.pointers(plan.workspace, work)
+    with on_device(q):
+        plan.pairs(q, k, decay, beta, q_in, k_in, k_out, last, pair, inverse)
+        plan.states(v, beta, k_in, k_out, last, inverse, state, states, u, after)
+        plan.read(v, beta, q_in, pair, states, u, out)
+    return out, after, q.new_empty(0, dtype=torch.float32)
+
+
+def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, v, log_decay, beta and of the state before the first token."""
+    q, k, v, decay, beta, state = tensors = _dense(x)
+    d_out, d_after = dense_rows(saved.d_out), dense(saved.d_state)
+    plan = _ChannelBackward.of((*tensors, d_out, d_after), problem)
+    (B, T, H, D), group = q.shape, plan.group
+    # Query heads of a group have gradients of their own for what they share, in float32 because they are added up.
+    d_q, d_v = q.new_empty(q.shape), v.new_empty(v.shape)
+    d_k = k.new_empty((B, T, H, D), dtype=k.dtype if group == 1 else torch.float32)
+    d_decay = decay.new_empty((B, T, H, D))
+    d_state = None if state is None else torch.empty_like(state)
+    work = plan.workspace.allocate(q)
+    pair, inverse, last, states, u, d_states, y, by_value, by_channel, *rows = plan.pointers(plan.workspace, work)
+    # What the last kernel does not read is stored where it will write gradients.
+    q_in, k_in, k_out = rows or (d_q, d_k.view(q.dtype), d_decay.view(q.dtype))
+    with on_device(q):
+        plan.pairs(q, k, decay, beta, q_in, k_in, k_out, last, pair, inverse)
+        kept = q_in, k_in, k_out, last, pair, inverse
+        plan.states(v, beta, d_out, *kept, state, d_after, states, u, d_states, y, d_v, by_value, d_state)
+        # A^qk and T are not needed any more.
+        plan.pair_gradients(v, beta, d_out, u, y, pair, inverse)
+        inputs = q, k, v, decay, beta, d_out, states, d_states, u, y, pair, inverse
+        plan.read(*inputs, d_q, d_k, d_decay, by_channel)
+    d_beta = None if beta is None else plan.sum_beta(work)
+    if group > 1:
+        d_k, d_decay = (z.unflatten(2, (-1, group)).sum(3) for z in (d_k, d_decay))
+    return d_q, d_k.to(k.dtype), d_v, d_decay, d_beta, d_state
+
+
+def saved_size(x: GatedInputs, problem: GatedProblem) -> int:
+    """Return 0: the backward pass computes everything again."""
+    return 0
+
+
+class _ChannelPlan(Plan):
+    def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
+        super().__init__(device)
+        self.tensors = dict(zip(("q", "k", "v", "decay", "beta", "state", "d"), key, strict=False))
+        q, v = self.tensors["q"], self.tensors["v"]
+        (self.B, self.T, self.H, D), (Hkv, E), dtype = q[0], v[0][2:], q[2]
+        self.group, self.heads, self.scale = self.H // Hkv, self.B * Hkv, problem.scale
+        self.out_shape, self.state_shape = (self.B, self.T, self.H, E), (self.B, Hkv, D, E)
+        self.bf16 = dtype == torch.bfloat16
+        C, tile = (64, 64) if self.bf16 else (32, 16)
+        BD, beta = padded(D, tile), self.tensors["beta"] is not None
+        sizes = self.H, Hkv, D, E, BD, tile, tile, -(-E // tile), C, C.bit_length() - 1
+        dot = tl.bfloat16 if self.bf16 else tl.float32
+        self.sizes = ChannelSizes(*sizes, problem.delta, beta, dot, PRECISION[dtype])
+        self.chunks = -(-self.T // C)
+        self.kind = torch.bfloat16 if self.bf16 else torch.float32
+        # float16 does not have the range of products of decays.
+        self.in_place = self.kind == dtype
+        scalars = self.T, self.chunks, self.scale
+        self.pairs = self.channel_launch(gated_channel_pairs_kernel, (self.programs,), scalars, "q k decay beta")
+
+    @property
+    def programs(self) -> int:
+        return self.B * self.H * self.chunks
+
+    def buffers(self) -> list[tuple[int, torch.dtype]]:
+        """A^qk, T, e^{G_C}, the states before all chunks, u."""
+        S, delta = self.sizes, self.sizes.DELTA
+        chunks, square = self.heads * self.chunks, S.C * S.C
+        return [
+            (self.programs * square, self.kind),
+            (chunks * square if delta else 0, self.kind),
+            (chunks * S.BD, torch.float32),
+            self.state_buffer,
+            (self.heads * self.T * S.E if delta else 0, self.kind),
+        ]
+
+    @property
+    def row_buffers(self) -> list[tuple[int, torch.dtype]]:
+        """q_in, k_in, k_out."""
+        S = self.sizes
+        return [(self.B * self.T * heads * S.D, self.kind) for heads in (self.H, S.HKV if S.DELTA else 0, S.HKV)]
+
+    @property
+    def state_buffer(self) -> tuple[int, torch.dtype]:
+        S = self.sizes
+        return self.heads * self.chunks * S.BD * S.BE * S.TILES, self.kind
+
+    def channel_launch(
+        self, kernel: Any, grid: tuple[int, ...], scalars: tuple[Any, ...], strided: str, *, scan: bool = False
+    ) -> Launch:
+        """Create a launch. strided: tensors whose strides the kernel takes. scan: it goes through all chunks."""
+        # Eight warps where they are not needed for a wide state were slower.
+        warps, stages = 8 if scan and self.sizes.BD > 128 else 4, 2 if scan and self.bf16 else 1
+        given = [self.tensors[name] for name in strided.split()]
+        strides = [Strides(0, 0, 0) if x is None else Strides.of(x) for x in given]
+        constants = {"S": self.sizes, "STAGES": stages, "num_warps": warps, "num_stages": stages}
+        return self.launch(kernel, grid, (*scalars, *strides), constants)
+
+
+class _ChannelForward(_ChannelPlan):
+    def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
+        super().__init__(device, key, problem)
+        S = self.sizes
+        self.workspace = Workspace(*self.buffers(), *self.row_buffers)
+        grid, scalars = (self.heads, S.TILES), (self.T, self.chunks)
+        self.states = self.channel_launch(gated_channel_states_kernel, grid, scalars, "v beta", scan=True)
+        grid = self.programs, S.TILES
+        self.read = self.channel_launch(gated_channel_forward_kernel, grid, scalars, "v beta")
+
+
+class _ChannelBackward(_ChannelPlan):
+    def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
+        super().__init__(device, key, problem)
+        S = self.sizes
+        tokens = self.B * self.T * S.HKV
+        tiles = S.TILES if S.SCALED else 0, S.BD // S.BK if S.SCALED and S.DELTA else 0
+        self.workspace = Workspace(
+            *self.buffers(),
+            self.state_buffer,
+            (tokens * S.E if S.DELTA else 0, self.kind),
+            (tokens * tiles[0], torch.float32),
+            (self.B * self.T * self.H * tiles[1], torch.float32),
+            *([] if self.in_place else self.row_buffers),
+        )
+        self.tiles = tiles
+        grid = 2 * self.heads, S.TILES
+        self.states = self.channel_launch(
+            gated_channel_backward_states_kernel, grid, (self.T, self.chunks), "v beta d", scan=True
+        )
+        grid, scalars = (self.programs, S.BD // S.BK), (self.T, self.chunks, self.scale)
+        self.pair_gradients = self.channel_launch(gated_channel_backward_pairs_kernel, grid[:1], scalars, "v beta d")
+        self.read = self.channel_launch(gated_channel_backward_kernel, grid, scalars, "q k v decay beta d")
+
+    def sum_beta(self, work: Tensor) -> Tensor:
+        """dβ (B, T, Hkv) from the parts of tiles of values and of channels."""
+        by_value, by_channel = self.workspace.pointers(work, False)[7:9]
+        total = by_value.view(self.tiles[0], self.B, self.T, -1).sum(0)
+        if self.sizes.DELTA:
+            part = by_channel.view(self.tiles[1], self.B, self.T, -1, self.group)
+            total += part.sum((0, 4))
+        return total
+
+
+def _dense(x: GatedInputs) -> tuple[Any, ...]:
+    """The tensors as the kernels take them."""
+    return dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense_rows(x.log_decay), x.beta, dense(x.state)
