@@ -104,7 +104,8 @@ def out_of_memory_message(error: BaseException, train: TrainConfig) -> str:
         half = train.batch_size // 2
         accumulate = -(-train.batch_size * train.accumulate // half)
         return f"{start}--batch-size {half} --accumulate {accumulate}, the same step in half the memory"
+    half, eighth = max(1, train.context // 2), max(1, train.context // 8)
     return (
-        f"{start}--context {max(1, train.context // 2)}, or --model.execution recompute, which saves one activation "
-        "per layer and runs a second forward pass"
+        f"{start}--context {half}; or, for a second forward pass, --model.execution recompute, which saves one "
+        f"activation per layer, or --chunk-length {eighth}, which saves the activations of a piece"
     )

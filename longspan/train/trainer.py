@@ -203,6 +203,8 @@ class Trainer:
                 self._save_if_changed()
                 self._finish_saving()
         except StoppedError:
+            with contextlib.suppress(Exception):
+                self._finish_saving()
             raise
         except Exception as error:
             if self._between_steps and self.processes == 1:

@@ -255,6 +255,32 @@ def test_processes_of_an_attempt_agree_apart_from_those_before() -> None:
         agree_on_prefix(dist.HashStore(), 0, 2, 0.05)
 
 
+# A loss that diverges while a checkpoint is being written, slowly.
+DIVERGE = """
+import time
+from longspan.train.run_checkpoint import ShardedCheckpoint
+from longspan.train.trainer import Trainer
+finish, after = ShardedCheckpoint.finish, Trainer._after_step
+def slowly(self, *rest):
+    time.sleep(1)
+    finish(self, *rest)
+def diverge(self):
+    after(self)
+    if self.step == 2:
+        self._save()
+        raise self._bad_batch(2, "the loss has diverged")
+ShardedCheckpoint.finish, Trainer._after_step = slowly, diverge
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_stops_completes_its_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    run_ranks(2, corpus, tmp_path / "run", status=3, before=DIVERGE, **SETTINGS, mesh="cp=2")
+    saved = torch.load(tmp_path / "run" / "checkpoint" / "training.pt", weights_only=True)
+    assert saved["step"] == 2
+    assert not (tmp_path / "run" / ".checkpoint.partial").exists()
+
+
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "pieces": ({"packing": "off", "chunk_length": 17}, "fsdp=2"),
     "carried": ({"carry_state": True}, "fsdp=2"),

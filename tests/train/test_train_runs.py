@@ -239,6 +239,7 @@ def test_out_of_memory_message(corpus: Path, tmp_path: Path) -> None:
     done = longspan(*arguments(corpus, tmp_path / "run", batch_size=1), log=tmp_path / "log", before=MEMORY)
     assert "--context 30" in done.stderr
     assert "--model.execution recompute" in done.stderr
+    assert "--chunk-length 7" in done.stderr
 
 
 BAD: list[tuple[str, dict[str, Any], list[str], int]] = [
