@@ -17,7 +17,7 @@ from longspan.models.transformer import Classifier, LanguageModel
 from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.chunked import chunked_loss, chunked_losses
 from longspan.train.data.batches import Batch
-from longspan.train.data.tasks import Task
+from longspan.train.data.tasks import SupervisedTask
 
 
 class Objective(nn.Module):
@@ -117,7 +117,7 @@ class Classification(Objective):
     """
 
     def __init__(
-        self, model: LanguageModel | Classifier, context: int, task: Task, cp: dist.ProcessGroup | None = None
+        self, model: LanguageModel | Classifier, context: int, task: SupervisedTask, cp: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(model, context, cp=cp)
         self.task = task
@@ -172,7 +172,7 @@ class Classification(Objective):
         return errors.masked_fill(~known, 0)
 
 
-def _known(targets: Tensor, task: Task) -> Tensor:
+def _known(targets: Tensor, task: SupervisedTask) -> Tensor:
     """Return which documents or tokens have a target."""
     if task.kind == "tag":
         return targets != IGNORE_INDEX
@@ -184,12 +184,12 @@ def wrap_model(
     context: int,
     chunk_length: int | None = None,
     cp: dist.ProcessGroup | None = None,
-    task: Task | None = None,
+    task: SupervisedTask | None = None,
 ) -> Objective:
     """Return the objective of a model: `Classification`, of a class unless a task is given, or `Objective`."""
     assert isinstance(model, LanguageModel | Classifier)
     if isinstance(model, Classifier):
-        return Classification(model, context, task or Task("classify", ()), cp)
+        return Classification(model, context, task or SupervisedTask("classify", ()), cp)
     return Objective(model, context, chunk_length, cp)
 
 

@@ -26,7 +26,7 @@ from longspan.train.data import tables
 from longspan.train.data.batches import BatchShape, labeled_evaluation_batches
 from longspan.train.data.containers import open_entries
 from longspan.train.data.readers import DocumentReader, ReadOptions, Tagged, find_source
-from longspan.train.data.tasks import Task
+from longspan.train.data.tasks import SupervisedTask
 from longspan.train.data.token_store import DocumentEncoder, StoreSpec, open_store
 from longspan.train.loggers import Record
 from longspan.utils import choose_device, read_json, write_atomically
@@ -46,7 +46,7 @@ class TaskModel:
     """
 
     model: Classifier
-    task: Task
+    task: SupervisedTask
     tokenizer: Path | None
     device: torch.device
 
@@ -64,9 +64,9 @@ def load_task_model(folder: Path, device: str | None = None) -> TaskModel | None
     model = load(found, device=where).eval()
     assert isinstance(model, Classifier)
     outputs = model.config.num_classes or 0
-    values = description.get("task") or asdict(Task("classify", tuple(map(str, range(outputs)))))
+    values = description.get("task") or asdict(SupervisedTask("classify", tuple(map(str, range(outputs)))))
     tokenizer = read_committed(found, lambda path: path / TOKENIZER if (path / TOKENIZER).exists() else None)
-    return TaskModel(model, Task.from_dict(values), tokenizer, where)
+    return TaskModel(model, SupervisedTask.from_dict(values), tokenizer, where)
 
 
 def evaluate_task(
@@ -112,7 +112,7 @@ def evaluate_task(
     return {"task": task.kind, "data": list(data), "sha256": store.metadata["sha256"], "context": context, **metrics}
 
 
-def task_options(task: Task, options: ReadOptions, *, labeled: bool) -> ReadOptions:
+def task_options(task: SupervisedTask, options: ReadOptions, *, labeled: bool) -> ReadOptions:
     """Return how to read data for a task, with the columns of the run where none are named."""
     return replace(
         options,
@@ -129,13 +129,13 @@ def _outputs(found: TaskModel, tokens: torch.Tensor, key_mask: torch.Tensor | No
         return found.model(tokens.to(found.device), key_mask=mask).double().cpu().numpy()
 
 
-def _known(task: Task, targets: Array) -> Array:
+def _known(task: SupervisedTask, targets: Array) -> Array:
     if task.kind == "tag":
         return targets != IGNORE_INDEX
     return ~np.isnan(targets[..., 0]) if task.kind == "forecast" else np.ones(len(targets), bool)
 
 
-def _metrics(task: Task, outputs: NDArray[np.float64], targets: Array) -> Record:
+def _metrics(task: SupervisedTask, outputs: NDArray[np.float64], targets: Array) -> Record:
     if task.kind in ("classify", "tag"):
         return _class_metrics(task.names, outputs.argmax(1), targets)
     if task.kind == "multilabel":
@@ -348,7 +348,7 @@ def _encode(found: TaskModel, content: Any, encoder: DocumentEncoder) -> tuple[A
     return tokens, units[first]
 
 
-def _described(task: Task, output: NDArray[np.float64], units: Array | None) -> Record:
+def _described(task: SupervisedTask, output: NDArray[np.float64], units: Array | None) -> Record:
     """Return the columns of a prediction."""
     if task.kind == "classify":
         chances = np.exp(output - output.max())

@@ -26,7 +26,7 @@ _SAMPLE = 1000  # rows by which a task is guessed
 
 
 @dataclass(frozen=True)
-class Task:
+class SupervisedTask:
     """A supervised task, as it is stored in `store.json` and in the `config.json` of a checkpoint.
 
     Args:
@@ -61,7 +61,7 @@ class Task:
         return found
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Task:
+    def from_dict(cls, values: Mapping[str, Any]) -> SupervisedTask:
         """Return the task that `asdict` described."""
         given: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
         return cls(**given)

@@ -47,7 +47,7 @@ from longspan.train.data.readers import (
     load_array,
     map_file,
 )
-from longspan.train.data.tasks import Task, TaskKind, check_classes
+from longspan.train.data.tasks import SupervisedTask, TaskKind, check_classes
 
 TOKENS, TARGETS, VALUES, SEGMENTS, STORE = "tokens.bin", "targets.bin", "values.npy", "segments.npy", "store.json"
 FORMAT = 1
@@ -117,11 +117,11 @@ class TokenStore:
     values: NDArray[np.float32] | None = None
 
     @property
-    def task(self) -> Task | None:
+    def task(self) -> SupervisedTask | None:
         """The supervised task; None for a language model."""
         if "task" in self.metadata:
-            return Task.from_dict(self.metadata["task"])
-        return Task("classify", tuple(self.labels)) if self.labels else None  # a store of an earlier version
+            return SupervisedTask.from_dict(self.metadata["task"])
+        return SupervisedTask("classify", tuple(self.labels)) if self.labels else None  # a store of an earlier version
 
     @property
     def channels(self) -> int | None:
@@ -416,7 +416,7 @@ def _describe_task(
         raise ValueError("--objective forecast needs vectors: a table of numbers, or an array (T, channels)")
     std = np.where(std < 1e-12, 1.0, std)
     labels = options.label_field or tuple(sources[0]["label_columns"])
-    task = Task(kind, names, tuple(mean.tolist()), tuple(std.tolist()), options.text_field, labels)
+    task = SupervisedTask(kind, names, tuple(mean.tolist()), tuple(std.tolist()), options.text_field, labels)
     return found | {"task": asdict(task)}
 
 
