@@ -16,6 +16,7 @@ from longspan.ops.common.launch import on_device
 from longspan.ops.decode.torch import TokenShift
 from longspan.ops.decode.triton.token import await_previous, dependent_launch
 
+# Rows of a weight per program of a matrix–vector product, with more than 1024 rows in all and with fewer; warps.
 WIDE_ROWS, ROWS, WARPS = 16, 4, 4
 
 # Pointers to x (B, K), norm, the weights (N, K) and biases of the layers, shifted tokens and their positions, residual
