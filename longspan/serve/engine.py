@@ -595,14 +595,13 @@ class Engine:
 
     def _step(self) -> None:
         """Launch decode steps of every running choice, and take the tokens of those that were launched before."""
-        # On a GPU the next steps run while the host takes the tokens of the last ones.
         ahead = 0
-        if any(choice.steps_left > 0 for choice in self._running.values()):
-            ahead = 1 if self.device.type == "cuda" and self.speculation is None else 0
-            if self.speculation is None or not self._speculate():
-                begun = time.perf_counter()
-                self._launch()
-                self._pace.add_step(time.perf_counter() - begun)
+        if self._running and (self.speculation is None or not self._speculate()):
+            # On a GPU the next steps run while the host takes the tokens of the last ones.
+            ahead = 1 if self.device.type == "cuda" and not self._step_by_step else 0
+            begun = time.perf_counter()
+            self._launch()
+            self._pace.add_step(time.perf_counter() - begun)
         while len(self._launched) > ahead:
             self._take(self._launched.popleft())
 
@@ -644,11 +643,19 @@ class Engine:
         pairs = [(row, choice.guesser) for row, choice in self._running.items()]
         return {row: guesser.guess(limits[row]) for row, guesser in pairs if guesser is not None}
 
+    @property
+    def _step_by_step(self) -> bool:
+        """Whether each token is looked at before the next step: a state to be kept must not run on."""
+        kept = any(choice.job.request.keep_state for choice in self._running.values())
+        return kept or self.speculation is not None
+
     def _launch(self) -> None:
         running = list(self._running.items())
         numbers = [choice.job.request.logprobs for _, choice in running]
         number = max((number for number in numbers if number is not None), default=None)
-        steps = min(self._steps_per_look, max(choice.steps_left for _, choice in running))
+        steps = 1 if self._step_by_step else min(self._steps_per_look, max(choice.steps_left for _, choice in running))
+        if self.max_length is not None:  # A row runs on after its last token, but not beyond its capacity.
+            steps = min(steps, self.max_length + 1 - max(choice.start + choice.steps for _, choice in running))
         tokens, logs = [], []
         for _ in range(steps):
             self._refresh_idle()
@@ -772,21 +779,15 @@ class Engine:
         self._loop.put(row, self._empty, 0)
         self._idle[row] = 0
 
-    def _session(self, choice: _Choice) -> Session | None:
+    def _session(self, choice: _Choice) -> Session:
         """Return the state after all tokens of a running choice, to be continued."""
         assert choice.row is not None
-        state, logits = self._loop.take(choice.row)
-        recent = self._loop.sampler.recent[choice.row]
-        before = len(choice.tokens) - 1  # tokens of the choice that the state holds if no step was launched since
-        held = int(state.length) - choice.start
-        if held > before + 1:
-            return None
-        if held == before:
-            token = torch.tensor([[choice.tokens[-1]]], device=self.device)
-            out, state = self.model.extend(token, state)
-            logits, recent = out[:, -1], torch.cat([recent, token[0]])
+        state, _ = self._loop.take(choice.row)
+        token = torch.tensor([[choice.tokens[-1]]], device=self.device)
+        logits, state = self.model.extend(token, state)
+        recent = torch.cat([self._loop.sampler.recent[choice.row], token[0]])
         with torch.inference_mode(False):  # Tensors that may be used outside this thread.
-            return Session(state.clone(), logits.clone(), recent[None, -64:].clone(), self.model)
+            return Session(state.clone(), logits[:, -1].clone(), recent[None, -64:].clone(), self.model)
 
     def _end_job(self, generation: Generation, reason: str) -> None:
         """End every choice of a request, wherever it is."""

@@ -32,7 +32,7 @@ def requests(number, seed):
 def test_batch_invariance_on_a_gpu(name, dtype):
     model = language_model(MECHANISMS[name], dtype=dtype).cuda()
     given = list(requests(60, 5))
-    options = {"slots": 13, "chunk": 16, "max_length": 97}
+    options = {"slots": 13, "chunk": 16, "max_length": 129}
     with Engine(model, max_queue=100, **options) as engine, ThreadPoolExecutor(16) as pool:
         together = list(pool.map(lambda request: answers(engine.submit(request).result()), given))
         assert engine.stats().cache.hits > 5
