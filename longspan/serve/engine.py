@@ -33,7 +33,7 @@ from longspan.serve.disk_store import DiskStore
 from longspan.serve.prefix_cache import CacheStats, PrefixCache, token_tensors
 from longspan.serve.request import Delta, Generation, Request
 from longspan.serve.slots import REPETITION_WINDOW, SlotLoop, join_rows
-from longspan.serve.speculation import MAX_GUESS, Draft, Guesser, Pace
+from longspan.serve.speculation import BYTES_NGRAM, MAX_GUESS, NGRAM, Draft, Guesser, Pace
 from longspan.serve.state_codec import StateCodec
 from longspan.utils import check_integer, choose
 
@@ -587,7 +587,7 @@ class Engine:
         if self._draft is not None:
             self._draft.put(row, before[:-1], last)
         elif self.speculation is not None:
-            choice.guesser = Guesser(before.tolist())
+            choice.guesser = Guesser(before.tolist(), BYTES_NGRAM if self.model.config.vocab_size == 256 else NGRAM)
         self._running[row] = choice
         choice.running = True
         if all(other.running or other.finished for other in job.choices):

@@ -10,44 +10,54 @@ from torch import Tensor
 from longspan.models.transformer import LanguageModel
 from longspan.serve.slots import SlotLoop
 
-NGRAM = 3  # tokens that must have occurred before
+NGRAM, BYTES_NGRAM = 3, 6  # tokens, or bytes, that must have occurred before
 MAX_GUESS = 16  # tokens guessed at a time
 _HISTORY = 1 << 14  # tokens of a prompt that are searched
 _DRAFT_CONTEXT = 512  # tokens of a prompt that a draft model reads
-_LOSS = 0.02  # fraction of the time that guesses may cost
+_LOSS, _CREDIT = 0.03, 8  # fraction of the time that guesses may cost, and the steps that they may cost at first
 
 
 class Guesser:
     """Guesses the next tokens of one sequence: those that followed the last occurrence of its last tokens.
 
+    It guesses only after as many tokens again came as it expected, which costs nothing to see.
+
     Args:
         tokens: The prompt.
+        ngram: How many tokens must have occurred before.
     """
 
-    def __init__(self, tokens: Sequence[int]) -> None:
+    def __init__(self, tokens: Sequence[int], ngram: int = NGRAM) -> None:
+        self._ngram = ngram
         self._tokens: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}  # where the tokens after an n-gram begin
-        self._before: dict[tuple[int, ...], int] = {}  # the same of its occurrence before the last one
-        self.size = 4  # how many tokens to guess
+        self._next: int | None = None  # where the token that is expected next is
+        self._right = 0  # tokens in a row that were expected
+        self.size = MAX_GUESS  # how many tokens to guess: reading many takes little longer than reading few
         self.extend(tokens[-_HISTORY:])
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
         for token in tokens:
+            expected = self._next is not None and self._tokens[self._next] == token
             self._tokens.append(token)
-            gram = tuple(self._tokens[-NGRAM:])
-            if gram in self._after:
-                self._before[gram] = self._after[gram]
+            gram = tuple(self._tokens[-self._ngram :])
+            if expected and self._next is not None:
+                self._next, self._right = self._next + 1, self._right + 1
+            else:
+                self._next, self._right = self._after.get(gram), 0
             self._after[gram] = len(self._tokens)
 
     def guess(self, limit: int) -> list[int]:
-        """Return up to `limit` tokens, none if the last ones have not occurred before."""
-        start = self._before.get(tuple(self._tokens[-NGRAM:]))
-        return [] if start is None else self._tokens[start : start + min(limit, self.size)]
+        """Return up to `limit` tokens, none if the last ones were not expected."""
+        if self._next is None or self._right < self._ngram:
+            return []
+        own, number = self._tokens[self._next :], min(limit, self.size)
+        return (own * -(-number // len(own)))[:number]  # What repeats itself goes on doing so.
 
     def learn(self, guessed: int, right: int) -> None:
         """Guess more after all guesses were right, fewer otherwise."""
-        self.size = min(2 * self.size, MAX_GUESS) if guessed == right else max(2, right + 1)
+        self.size = min(2 * self.size, MAX_GUESS) if guessed == right else max(4, 2 * right)
 
 
 class Pace:
@@ -65,12 +75,14 @@ class Pace:
     @property
     def worthwhile(self) -> bool:
         """Whether to try a round of guesses."""
-        return self._steps >= 4 and self._gain >= -_LOSS * self._elapsed
+        if self._step is None or self._steps < 4:
+            return False
+        return self._gain >= -_LOSS * self._elapsed - _CREDIT * self._step
 
     def add_step(self, seconds: float) -> None:
         """Count a plain step."""
         self._steps += 1
-        self._step = seconds if self._step is None else min(seconds, 0.9 * self._step + 0.1 * seconds)
+        self._step = seconds if self._step is None else 0.9 * self._step + 0.1 * seconds
         self._elapsed += seconds
 
     def add_round(self, seconds: float, tokens: int, sequences: int) -> None:

@@ -31,7 +31,7 @@ def requests(vocab_size):
     rng = random.Random(8)
     for i in range(5):
         period = [rng.randrange(vocab_size) for _ in range(rng.choice([3, 7]))]
-        prompt = (period * 9)[: rng.choice([5, 17, 33])]
+        prompt = (period * 9)[: rng.choice([17, 31, 33])]
         logprobs = rng.choice([None, 2])
         yield Request(prompt, rng.randrange(9, 23), sampling=SAMPLINGS[i % 3], seed=i, logprobs=logprobs, stop=[1])
 
@@ -102,14 +102,20 @@ def test_random_numbers_last_over_several_blocks(always, monkeypatch):
 
 def test_guesser():
     guesser = Guesser([1, 2, 3, 4, 5, 1, 2, 3])
-    assert guesser.guess(9) == [4, 5, 1, 2]
-    assert guesser.guess(1) == [4]
+    assert guesser.guess(9) == []  # seen once before, but nothing expected has come yet
+    guesser.extend([4, 5, 1])
+    assert guesser.guess(9) == [2, 3, 4, 5, 1, 2, 3, 4, 5]
+    assert guesser.guess(1) == [2]
+    guesser.learn(9, 3)
+    assert guesser.guess(9) == [2, 3, 4, 5, 1, 2]
+    guesser.learn(6, 0)
+    assert guesser.guess(9) == [2, 3, 4, 5]
     guesser.learn(4, 4)
-    assert guesser.guess(9) == [4, 5, 1, 2, 3]
-    guesser.learn(5, 0)
-    assert guesser.guess(9) == [4, 5]
+    assert len(guesser.guess(9)) == 8
     guesser.extend([9])
     assert guesser.guess(9) == []
+    assert Guesser([1, 2, 3] * 3, 4).guess(2) == []
+    assert Guesser([1, 2, 3] * 4, 4).guess(2) == [1, 2]
 
 
 def test_guesses_that_are_wrong_cost_little():
