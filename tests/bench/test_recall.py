@@ -17,8 +17,8 @@ import torch
 
 from longspan.bench.jsonl import append
 from longspan.bench.recall import RecallOptions, results, run, training
-from longspan.bench.recall.runner import Plan
-from longspan.bench.recall.training import Run, execute
+from longspan.bench.recall.runner import RecallPlan
+from longspan.bench.recall.training import RecallRun, execute
 from longspan.bench.recall.variants import FIRST, RECIPES, LayerOptions, Recipe, mechanisms, model_config
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.train.synthetic import datasets
@@ -46,18 +46,22 @@ def test_every_mechanism_trains_on_tokens_and_classes(name: str) -> None:
     for score in (Needle(17), ListOps(17))[: 1 if "+" in name else 2]:
         recipe = Recipe(score, (score,), steps=1, batch_tokens=51)
         data = make_dataset(score, "train", 0, 3)
-        run_ = Run(score.name, name, mechanisms(2, 8, 17)[name], "final", 1e-3, 0, 1, layer, recipe)
+        run_ = RecallRun(score.name, name, mechanisms(2, 8, 17)[name], "final", 1e-3, 0, 1, layer, recipe)
         found = execute(run_, [data], data, CPU)
         assert (found["steps"], found["stopped"], found["answers"]) == (1, "steps", 3)
         assert (found["state_numbers"] is None) == (score.name == "listops")
 
 
-def small(**options: Any) -> tuple[Run, list[Dataset], Dataset]:
+def small(**options: Any) -> tuple[RecallRun, list[Dataset], Dataset]:
     score = Recall(32, 2, 21)
     recipe = Recipe(score, (score,), steps=4, batch_tokens=160)
     data = make_dataset(score, "train", 0, 64), make_dataset(score, "score", 0, 11)
     spec = mechanisms(2, 8, 32)["delta-head"]
-    return Run("mqar", "delta-head", spec, "final", 1e-2, 0, 4, TINY, replace(recipe, **options)), [data[0]], data[1]
+    return (
+        RecallRun("mqar", "delta-head", spec, "final", 1e-2, 0, 4, TINY, replace(recipe, **options)),
+        [data[0]],
+        data[1],
+    )
 
 
 def test_runs_are_reproducible_and_depend_on_seed_rate_and_options() -> None:
@@ -94,7 +98,7 @@ def test_parity_is_scored_by_length_and_needles_by_depth() -> None:
     recipe = RECIPES["parity"][0](256)
     assert (recipe.train[0].length, recipe.score) == (40, Parity(256, first=40))
     data = make_dataset(recipe.score, "score", 0, 3)
-    run_ = Run("parity", "linear", mechanisms(2, 8, 256)["linear"], "final", 1e-3, 0, 1, TINY, recipe)
+    run_ = RecallRun("parity", "linear", mechanisms(2, 8, 256)["linear"], "final", 1e-3, 0, 1, TINY, recipe)
     run_ = replace(run_, recipe=replace(recipe, batch_tokens=256))
     found = execute(run_, [make_dataset(recipe.train[0], "train", 0, 5)], data, CPU)
     assert list(found["lengths"]) == ["40", "64", "96", "128", "192", "256"]
@@ -140,13 +144,13 @@ def options(folder: Path, **changes: Any) -> RecallOptions:
     return RecallOptions(**{**values, **changes})
 
 
-def row(run_: Run, accuracy: float, **values: Any) -> dict[str, Any]:
+def row(run_: RecallRun, accuracy: float, **values: Any) -> dict[str, Any]:
     found = {"status": "ok", "accuracy": accuracy, "train_loss": 1.0, "chance": 0.5, "stopped": "steps"}
     return {**results.identify(run_), **found, "state_numbers": 512, **values}
 
 
 def test_sweeps_come_before_seeds_and_the_most_telling_pairs_first(tmp_path: Path) -> None:
-    plan = Plan(options(tmp_path), [])
+    plan = RecallPlan(options(tmp_path), [])
     everything = ("parity", "needle")
     first = [plan.next(everything) for _ in range(8)]
     assert plan.next(everything) is None, "final runs need the results of the sweep"
@@ -166,9 +170,9 @@ def test_sweeps_come_before_seeds_and_the_most_telling_pairs_first(tmp_path: Pat
 
 
 def test_what_exists_is_not_run_again_and_failures_are(tmp_path: Path) -> None:
-    one = Plan(options(tmp_path, mechanisms=("local",), tasks=("needle",)), []).open
+    one = RecallPlan(options(tmp_path, mechanisms=("local",), tasks=("needle",)), []).open
     failed = {**row(one[1], 0.0), "status": "error"}
-    plan = Plan(options(tmp_path, mechanisms=("local",), tasks=("needle",)), [row(one[0], 0.5), failed])
+    plan = RecallPlan(options(tmp_path, mechanisms=("local",), tasks=("needle",)), [row(one[0], 0.5), failed])
     assert [r.lr for r in plan.open] == [1e-2]
     plan.finish(failed)
     assert [(r.stage, r.lr) for r in plan.open] == [("final", 1e-3)] * 2, "not tried twice in one call"
@@ -176,14 +180,14 @@ def test_what_exists_is_not_run_again_and_failures_are(tmp_path: Path) -> None:
     assert plan.open == []
     for change in ({"dim": 32}, {"steps": 8}, {"conv_size": 0}, {"length": 37}, {"batch_tokens": 310}):
         done = [row(r, 0.5) for r in one]
-        again = Plan(options(tmp_path, mechanisms=("local",), tasks=("needle",), **change), done)
+        again = RecallPlan(options(tmp_path, mechanisms=("local",), tasks=("needle",), **change), done)
         assert [r.stage for r in again.open] == ["sweep", "sweep"], change
-    single = Plan(options(tmp_path, mechanisms=("local",), tasks=("needle",), lrs=(1e-3,)), [])
+    single = RecallPlan(options(tmp_path, mechanisms=("local",), tasks=("needle",), lrs=(1e-3,)), [])
     assert [(r.stage, r.lr) for r in single.open] == [("final", 1e-3)] * 2
 
 
 def test_the_best_rate_has_the_highest_accuracy_then_the_lowest_loss(tmp_path: Path) -> None:
-    runs = Plan(options(tmp_path, lrs=(1e-3, 3e-3, 1e-2)), []).open[:3]
+    runs = RecallPlan(options(tmp_path, lrs=(1e-3, 3e-3, 1e-2)), []).open[:3]
     assert results.best_lr([row(runs[0], 0.5), row(runs[1], 0.9), row(runs[2], 0.8)]) == 3e-3
     losses = (0.4, None, 0.3)
     assert results.best_lr([row(r, 0.5, train_loss=x) for r, x in zip(runs, losses, strict=True)]) == 1e-2
@@ -207,7 +211,7 @@ def test_results_are_appended_by_several_processes_and_survive_a_kill(tmp_path: 
 
 
 def test_the_table_has_means_ranges_and_marks(tmp_path: Path) -> None:
-    runs = Plan(options(tmp_path, lrs=(1e-3,), mechanisms=("local", "linear")), []).open
+    runs = RecallPlan(options(tmp_path, lrs=(1e-3,), mechanisms=("local", "linear")), []).open
     accuracies = {("parity", "local"): (0.5, 0.504), ("parity", "linear"): (0.5, 0.9), ("needle", "local"): (1, 1)}
     rows = [
         row(r, accuracies[r.task, r.mechanism][r.seed > 0], stopped="time" if r.task == "needle" else "steps")

@@ -10,12 +10,12 @@ from rich.console import Console
 
 from longspan import list_mechanisms
 from longspan.train.synthetic.evaluation import NUM_SCORED, TrialConfig, TrialProgress, model_for, run_trial
-from longspan.train.synthetic.tasks import DEPTHS, Copy, Needle, Recall, Task
+from longspan.train.synthetic.tasks import DEPTHS, Copy, Needle, Recall, SyntheticTask
 
 LINEAR = {"mechanism": "linear"}
 
 
-def trial(task: Task, mechanism: dict[str, Any], steps: int) -> dict[str, Any]:
+def trial(task: SyntheticTask, mechanism: dict[str, Any], steps: int) -> dict[str, Any]:
     """Train and evaluate a small model of two layers."""
     effort, show = TrialConfig(steps=steps), TrialProgress(1, steps, Console(quiet=True))
     return run_trial(task, model_for(task, mechanism), effort, torch.device("cpu"), show)

@@ -35,7 +35,7 @@ from longspan.train.synthetic.tasks import (
     Parity,
     Recall,
     SelectiveCopy,
-    Task,
+    SyntheticTask,
     accuracy_by_depth,
     in_score_split,
 )
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 SHORT = {"copy": 22, "selective-copy": 59, "mqar": 79, "needle": 29, "parity": 61, "listops": 53}
 
 
-def examples(task: Task, number: int, side: str = "train", seed: int = 3) -> Examples:
+def examples(task: SyntheticTask, number: int, side: str = "train", seed: int = 3) -> Examples:
     return task.examples(side, seed, 5, number)
 
 
@@ -253,7 +253,7 @@ def test_short_lengths_are_refused(name: str) -> None:
         TASKS[name](least - 1)
 
 
-def trial(task: Task, mechanism: dict[str, Any], **effort: Any) -> dict[str, Any]:
+def trial(task: SyntheticTask, mechanism: dict[str, Any], **effort: Any) -> dict[str, Any]:
     show = TrialProgress(1, 1, Console(quiet=True))
     return run_trial(task, model_for(task, mechanism), TrialConfig(**effort), CPU, show)
 

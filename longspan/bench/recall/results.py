@@ -10,7 +10,7 @@ from typing import Any
 
 from longspan.bench import jsonl
 from longspan.bench.jsonl import Row
-from longspan.bench.recall.training import Run
+from longspan.bench.recall.training import RecallRun
 from longspan.bench.recall.variants import RECIPES, described
 from longspan.bench.report import TextTable
 from longspan.utils import write_atomically
@@ -21,7 +21,7 @@ IDENTITY = (
 )
 
 
-def identify(run: Run) -> Row:
+def identify(run: RecallRun) -> Row:
     """Return what distinguishes a run from others, as JSON values."""
     recipe = run.recipe
     return {

@@ -23,11 +23,11 @@ import torch
 from longspan.bench.environment import cores, environment
 from longspan.bench.jsonl import Row, append, prepare
 from longspan.bench.recall.results import best_lr, identify, key, plot, read, table
-from longspan.bench.recall.training import Run, execute
+from longspan.bench.recall.training import RecallRun, execute
 from longspan.bench.recall.variants import FIRST, RECIPES, LayerOptions, Recipe, mechanisms, model_config
 from longspan.bench.subjects.base import is_out_of_memory, one_line
 from longspan.train.synthetic.datasets import Dataset, cached_dataset
-from longspan.train.synthetic.tasks import Task
+from longspan.train.synthetic.tasks import SyntheticTask
 from longspan.utils import choose, printable
 
 DEVICES = ("cpu", "cuda")
@@ -136,7 +136,7 @@ def run(options: RecallOptions) -> list[Row]:
     started = time.monotonic()
     deadline = None if options.minutes is None else started + 60 * options.minutes
     prepare(options.out)
-    plan = Plan(options, read(options.out))
+    plan = RecallPlan(options, read(options.out))
     if plan.open:
         _run_plan(plan, options, deadline)
     rows = read(options.out)
@@ -150,7 +150,7 @@ def run(options: RecallOptions) -> list[Row]:
     return rows
 
 
-class Plan:
+class RecallPlan:
     """The runs in order of importance: for each task and mechanism a sweep of learning rates, then several seeds.
 
     Args:
@@ -165,7 +165,7 @@ class Plan:
         self._pairs = list(_pairs(options))
         self._sweeps = {pair: self._sweep(*pair) for pair in self._pairs}
 
-    def next(self, tasks: Container[str]) -> Run | None:
+    def next(self, tasks: Container[str]) -> RecallRun | None:
         """Return the first run of one of the tasks, and count it as started; None if there is none."""
         for name, run in self._open():
             if run.task in tasks:
@@ -178,11 +178,11 @@ class Plan:
         self._ended[key(row)] = row
 
     @property
-    def open(self) -> list[Run]:
+    def open(self) -> list[RecallRun]:
         """The runs that could start now."""
         return [run for _, run in self._open()]
 
-    def _open(self) -> Iterator[tuple[str, Run]]:
+    def _open(self) -> Iterator[tuple[str, RecallRun]]:
         for pair in self._pairs:
             sweep = self._sweeps[pair]
             found = sweep
@@ -194,20 +194,20 @@ class Plan:
                 found = self._named([self._run(*pair, "final", lr, seed) for seed in self._options.seeds])
             yield from ((name, run) for name, run in found.items() if name not in self._started | self._ended.keys())
 
-    def _sweep(self, task: str, mechanism: str) -> dict[str, Run]:
+    def _sweep(self, task: str, mechanism: str) -> dict[str, RecallRun]:
         lrs = self._options.recipe(task).lrs
         return self._named([self._run(task, mechanism, "sweep", lr, 0) for lr in lrs if len(lrs) > 1])
 
-    def _run(self, task: str, mechanism: str, stage: str, lr: float, seed: int) -> Run:
+    def _run(self, task: str, mechanism: str, stage: str, lr: float, seed: int) -> RecallRun:
         options, recipe = self._options, self._options.recipe(task)
         spec = mechanisms(options.heads, options.dim // options.heads, recipe.score.length)[mechanism]
         steps, seconds = recipe.steps, options.run_seconds
         if stage == "sweep":
             steps, seconds = max(1, steps // 4), None if seconds is None else seconds / 4
-        return Run(task, mechanism, spec, stage, lr, seed, steps, options.layer, recipe, seconds)
+        return RecallRun(task, mechanism, spec, stage, lr, seed, steps, options.layer, recipe, seconds)
 
     @staticmethod
-    def _named(runs: Sequence[Run]) -> dict[str, Run]:
+    def _named(runs: Sequence[RecallRun]) -> dict[str, RecallRun]:
         return {key(identify(run)): run for run in runs}
 
 
@@ -221,7 +221,7 @@ def _pairs(options: RecallOptions) -> Iterator[tuple[str, str]]:
     yield from rest
 
 
-def _run_plan(plan: Plan, options: RecallOptions, deadline: float | None) -> None:
+def _run_plan(plan: RecallPlan, options: RecallOptions, deadline: float | None) -> None:
     threads = options.threads or max(1, cores() // options.jobs)
     about = environment(options.device)
     workers = [_Worker(options, threads) for _ in range(options.jobs)]
@@ -289,7 +289,7 @@ def _datasets(
     """The data sets of a task: those to train on, and the one to score."""
     recipe = options.recipe(task)
 
-    def load(which: Task, split: str, size: int) -> Dataset:
+    def load(which: SyntheticTask, split: str, size: int) -> Dataset:
         return cached_dataset(which, split, 0, max(1, size), options.cache, pool)
 
     train = [load(each, "train", recipe.train_tokens // each.length) for each in recipe.train]
@@ -305,9 +305,9 @@ class _Worker:
         self._process = context.Process(target=_work, args=(other, options, threads), daemon=True)
         self._process.start()
         other.close()
-        self.run: Run | None = None
+        self.run: RecallRun | None = None
 
-    def start(self, run: Run) -> None:
+    def start(self, run: RecallRun) -> None:
         """Execute a run; its result makes the connection ready."""
         self.run = run
         self.connection.send(run)

@@ -24,7 +24,7 @@ _SCORED_AT = (40, 64, 96, 128, 192, 256)  # lengths at which parity is reported
 
 
 @dataclass(frozen=True)
-class Run:
+class RecallRun:
     """A model to train on a task.
 
     Attributes:
@@ -52,7 +52,7 @@ class Run:
     seconds: float | None = None
 
 
-def execute(run: Run, train: Sequence[Dataset], score: Dataset, device: torch.device) -> dict[str, Any]:
+def execute(run: RecallRun, train: Sequence[Dataset], score: Dataset, device: torch.device) -> dict[str, Any]:
     """Train a new model and score it.
 
     Args:
@@ -83,7 +83,7 @@ def execute(run: Run, train: Sequence[Dataset], score: Dataset, device: torch.de
     }
 
 
-def _train(model: nn.Module, run: Run, data: Sequence[Dataset], device: torch.device) -> tuple[int, float, str]:
+def _train(model: nn.Module, run: RecallRun, data: Sequence[Dataset], device: torch.device) -> tuple[int, float, str]:
     """Return the number of steps, the mean loss of the last block, and why training ended."""
     model.train()
     total, rate = torch.zeros((), device=device), torch.tensor(0.0, device=device)
@@ -123,7 +123,7 @@ def _train(model: nn.Module, run: Run, data: Sequence[Dataset], device: torch.de
 class _Feed:
     """Takes training steps on random sequences of one data set, from a CUDA graph after the first ones."""
 
-    def __init__(self, data: Dataset, run: Run, step: Callable[[Dataset], None], seed: int) -> None:
+    def __init__(self, data: Dataset, run: RecallRun, step: Callable[[Dataset], None], seed: int) -> None:
         self._data, self._step = data, step
         self._size = max(1, run.recipe.batch_tokens // data.tokens.shape[1])
         self._random = torch.Generator().manual_seed(seed)
@@ -181,7 +181,7 @@ def _logits(model: nn.Module, recipe: Recipe, batch: Dataset) -> Tensor:
 
 
 @torch.no_grad()
-def _score(model: nn.Module, run: Run, data: Dataset) -> dict[str, Any]:
+def _score(model: nn.Module, run: RecallRun, data: Dataset) -> dict[str, Any]:
     """Return the accuracy; by depth for needles, by length for parity."""
     model.eval()
     size = max(1, run.recipe.batch_tokens // data.tokens.shape[1])

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
 from longspan.train.presets import half_local
-from longspan.train.synthetic.tasks import ListOps, Needle, Parity, Recall, SelectiveCopy, Task
+from longspan.train.synthetic.tasks import ListOps, Needle, Parity, Recall, SelectiveCopy, SyntheticTask
 
 Spec = dict[str, Any]
 _DELTA_NEGATIVE = {"mechanism": "delta", "negative_eigenvalues": True}
@@ -87,8 +87,8 @@ class Recipe:
         precision: "bf16" by autocast on a GPU, or "fp32".
     """
 
-    score: Task
-    train: tuple[Task, ...]
+    score: SyntheticTask
+    train: tuple[SyntheticTask, ...]
     steps: int
     batch_tokens: int = 16_384
     train_tokens: int = 2**24
@@ -104,7 +104,7 @@ def _mqar(length: int) -> Recipe:
     return Recipe(score, (*train, score), steps=1200)
 
 
-def _with_shorter(make: Callable[[int], Task]) -> Callable[[int], Recipe]:
+def _with_shorter(make: Callable[[int], SyntheticTask]) -> Callable[[int], Recipe]:
     """A task that is also trained on a sixteenth, an eighth and a quarter of its length."""
 
     def recipe(length: int) -> Recipe:
@@ -152,7 +152,7 @@ FIRST: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def model_config(score: Task, spec: Spec, layer: LayerOptions) -> ModelConfig:
+def model_config(score: SyntheticTask, spec: Spec, layer: LayerOptions) -> ModelConfig:
     """Return the model of a run.
 
     Token models are causal, without positions, and tie their embeddings, as the models of Arora et al. (2023);
@@ -182,6 +182,6 @@ def model_config(score: Task, spec: Spec, layer: LayerOptions) -> ModelConfig:
     )
 
 
-def described(task: Task) -> dict[str, Any]:
+def described(task: SyntheticTask) -> dict[str, Any]:
     """Return a task as JSON values."""
     return {"task": task.name, **asdict(task)}

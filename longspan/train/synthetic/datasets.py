@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longspan.ops.loss import IGNORE_INDEX
-from longspan.train.synthetic.tasks import PADDING, Draw, Task
+from longspan.train.synthetic.tasks import PADDING, Draw, SyntheticTask
 
 _BLOCK = 512  # sequences of one call of the generator
 _FORMAT = 1  # of cached files; increase it where a task's sequences change
@@ -59,7 +59,7 @@ class Dataset:
         return self.tokens != PADDING if self.positions is None else None
 
 
-def make_dataset(task: Task, split: str, seed: int, size: int, pool: Executor | None = None) -> Dataset:
+def make_dataset(task: SyntheticTask, split: str, seed: int, size: int, pool: Executor | None = None) -> Dataset:
     """Generate a data set.
 
     Args:
@@ -73,7 +73,9 @@ def make_dataset(task: Task, split: str, seed: int, size: int, pool: Executor | 
     return _join(map(_block, blocks) if pool is None else pool.map(_block, blocks))
 
 
-def cached_dataset(task: Task, split: str, seed: int, size: int, folder: Path, pool: Executor | None = None) -> Dataset:
+def cached_dataset(
+    task: SyntheticTask, split: str, seed: int, size: int, folder: Path, pool: Executor | None = None
+) -> Dataset:
     """Return `make_dataset`, stored in a folder: the first call generates it, later ones read it.
 
     Args:
@@ -95,7 +97,7 @@ def cached_dataset(task: Task, split: str, seed: int, size: int, folder: Path, p
     return Dataset(**torch.load(path, weights_only=True))
 
 
-def _block(arguments: tuple[Task, str, int, int, int]) -> Draw:
+def _block(arguments: tuple[SyntheticTask, str, int, int, int]) -> Draw:
     task, split, seed, index, size = arguments
     tokens, labels, depth = task.arrays(split, seed, index, size)
     return _narrow(tokens, task.vocab_size), labels, depth

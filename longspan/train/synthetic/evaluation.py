@@ -27,7 +27,7 @@ from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.loggers import Record
 from longspan.train.presets import half_local
 from longspan.train.report.plots import plot_depths
-from longspan.train.synthetic.tasks import TASKS, Task, accuracy_by_depth
+from longspan.train.synthetic.tasks import TASKS, SyntheticTask, accuracy_by_depth
 from longspan.utils import choose, choose_device, commit, printable, write_atomically
 
 NUM_HEADS = 4
@@ -104,7 +104,7 @@ def mechanism_for(name: str, length: int) -> Record:
     return options.get(name, {"mechanism": name})
 
 
-def model_for(task: Task, mechanism: Record) -> ModelConfig:
+def model_for(task: SyntheticTask, mechanism: Record) -> ModelConfig:
     """Return the model of all trials: 2 layers, width 64, 4 heads, learned positions, token shift."""
     return ModelConfig(
         dim=64,
@@ -121,7 +121,7 @@ def model_for(task: Task, mechanism: Record) -> ModelConfig:
 
 
 def run_trial(
-    task: Task, config: ModelConfig, trial: TrialConfig, device: torch.device, progress: TrialProgress
+    task: SyntheticTask, config: ModelConfig, trial: TrialConfig, device: torch.device, progress: TrialProgress
 ) -> Record:
     """Train a new model on a task and evaluate it. The global random state is restored."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -145,7 +145,7 @@ def run_trial(
 
 
 def _train(
-    model: torch.nn.Module, task: Task, trial: TrialConfig, device: torch.device, progress: TrialProgress
+    model: torch.nn.Module, task: SyntheticTask, trial: TrialConfig, device: torch.device, progress: TrialProgress
 ) -> tuple[int, float]:
     """Return the number of steps, and the mean loss of the last 20."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=trial.lr, betas=(0.9, 0.98), weight_decay=0.0)
@@ -169,7 +169,7 @@ def _train(
     return step + 1, fmean(recent)
 
 
-def _evaluate(model: torch.nn.Module, task: Task, trial: TrialConfig, device: torch.device) -> Record:
+def _evaluate(model: torch.nn.Module, task: SyntheticTask, trial: TrialConfig, device: torch.device) -> Record:
     """Return the accuracy on the score split, and by depth if the task has depths."""
     answers, correct, depths = [], [], []
     model.eval()

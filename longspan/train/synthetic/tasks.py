@@ -51,7 +51,7 @@ Draw = tuple[IntArray, IntArray, NDArray[np.float64] | None]
 
 
 @dataclass(frozen=True)
-class Task(ABC):
+class SyntheticTask(ABC):
     """A task with sequences of at most `length` tokens."""
 
     length: int
@@ -129,7 +129,7 @@ def accuracy_by_depth(hits: Tensor, depth: Tensor) -> list[dict[str, Any]]:
     return found
 
 
-class Copy(Task):
+class Copy(SyntheticTask):
     """Repeat n symbols after a separator: 2n tokens, n answers, each n tokens after its source.
 
     Tokens: 0 separator, 1–16 symbols. From the separator on, the label of a token is the next symbol to repeat.
@@ -159,7 +159,7 @@ class Copy(Task):
         return tokens, labels, None
 
 
-class SelectiveCopy(Task):
+class SelectiveCopy(SyntheticTask):
     """Repeat symbols that lie at random positions among blanks (Jing et al. 2019, Gu and Dao 2023).
 
     Tokens: 0 blank, 1–16 symbols, 17 query. There are 16 symbols, or a quarter of the length if that is less, and as
@@ -198,7 +198,7 @@ class SelectiveCopy(Task):
 
 
 @dataclass(frozen=True)
-class Recall(Task):
+class Recall(SyntheticTask):
     """Multi-query associative recall (Arora et al. 2023): key-value pairs, then queries of all keys.
 
     Tokens: 0 blank, then as many keys as values. A sequence starts with pairs of distinct keys. Every key is then
@@ -273,7 +273,7 @@ def _distinct(rng: np.random.Generator, size: int, limit: int, count: int) -> In
 
 
 @dataclass(frozen=True)
-class Parity(Task):
+class Parity(SyntheticTask):
     """Tell after every bit whether the number of ones so far is odd.
 
         tokens  1 0 1 1
@@ -309,7 +309,7 @@ class Parity(Task):
         return tokens, labels, None
 
 
-class Needle(Task):
+class Needle(SyntheticTask):
     """Find one marked symbol in noise, at any depth.
 
     Tokens: 0 marker, 1 query, 2–17 symbols. The last token queries the symbol after the marker; all other tokens are
@@ -346,7 +346,7 @@ OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 WORDS = ("", *"0123456789", *OPERATORS, "]")
 
 
-class ListOps(Task):
+class ListOps(SyntheticTask):
     """Classify nested list operations by their value, as in Long Range Arena (Tay et al. 2021).
 
     Tokens: 0 padding, 1–10 the digits 0–9, 11–14 [MIN [MAX [MED [SM (median rounded down, sum modulo ten), 15 the
@@ -464,4 +464,6 @@ def _write(levels: list[_Level], rows: IntArray, tokens: IntArray) -> None:
         rows, first = rows[level.is_operation], first[level.is_operation]
 
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Copy, SelectiveCopy, Recall, Needle, Parity, ListOps)}
+TASKS: dict[str, type[SyntheticTask]] = {
+    task.name: task for task in (Copy, SelectiveCopy, Recall, Needle, Parity, ListOps)
+}
