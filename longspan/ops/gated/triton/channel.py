@@ -37,7 +37,7 @@ from longspan.ops.common.exp import LOG2E, exp2
 from longspan.ops.common.launch import Launch, Plan, Signature, Strides, Workspace, dense, dense_rows, on_device
 from longspan.ops.common.tiles import load_column, load_rows, padded, product, store_rows, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
-from longspan.ops.gated.triton.delta import halves, halves_dot, load_triangle, store_triangle, triangular_inverse
+from longspan.ops.gated.triton.delta import halves, halves_dot, load_inverse, store_inverse, triangular_inverse
 from longspan.ops.linear.triton import PRECISION
 
 # Compile-time constants: query and key heads, dimensions, padded D, channels and values per tile, tiles of values,
@@ -173,7 +173,7 @@ def gated_channel_pairs_kernel(
     if S.DELTA:
         if own:
             b_l *= _load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S)[:, None]
-            store_triangle(p_inverse, i_y, triangular_inverse(b_l, S), S)
+            store_inverse(p_inverse, i_y, triangular_inverse(b_l, S), S)
 
 
 @triton.jit
@@ -220,7 +220,7 @@ def _states(
         tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         if S.DELTA:
             b_in = load_rows(p_k_in + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
-            b_t, b_t_low = load_triangle(p_inverse, i_y, False, S)
+            b_t, b_t_low = load_inverse(p_inverse, i_y, False, S)
             b_x = b_v.to(tl.float32) - _dot(b_in, b_s, S)
             b_high, b_low = halves(b_x * b_beta[:, None], S)
             b_u = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
@@ -313,7 +313,7 @@ def _state_gradients(
             b_s = _add_dot(tl.trans(b_q), b_d, b_s, S)
         p_row = i_row * S.E + i_e * S.BE
         if S.DELTA:
-            b_t, b_t_low = load_triangle(p_inverse, i_y, True, S)
+            b_t, b_t_low = load_inverse(p_inverse, i_y, True, S)
             b_high, b_low = halves(b_y, S)
             b_y = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
             store_rows(p_y + p_row, S.HKV * S.E, rows, b_y, S.E, S.C, S.BE, i_e)
