@@ -163,7 +163,7 @@ class Engine:
         state_dtype: "exact", or "bfloat16" or "int8" for states in the prefix cache that take a half or a quarter of
             the bytes. States are then rounded at every chunk boundary, cached or not, so that a hit changes no bit.
         read_rows: The number of prompts whose chunks are read together; 1 on a CPU and up to 8 on a GPU unless given.
-        steps_per_look: Decode steps between two looks at their tokens; 1 on a CPU and 4 on a GPU unless given.
+        steps_per_sync: Decode steps launched before their tokens are read back; 1 on a CPU and 4 on a GPU unless given.
         speculation: "ngram" guesses tokens from the prompt and what was generated; a causal language model guesses
             them itself. Guesses are checked together, only where that saves time. The distribution of the output is
             unchanged; its rounding, and so a tie, may depend on what else runs.
@@ -187,7 +187,7 @@ class Engine:
         disk_bytes: int = 1 << 34,
         state_dtype: str = "exact",
         read_rows: int | None = None,
-        steps_per_look: int | None = None,
+        steps_per_sync: int | None = None,
         speculation: str | LanguageModel | None = None,
         threads: int | None = None,
     ) -> None:
@@ -219,7 +219,7 @@ class Engine:
         self._read_rows = read_rows or (min(slots, 8) if on_gpu else 1)
         if not on_gpu and self._read_rows > 1 and self.chunk % 4:
             raise ValueError(f"read_rows above 1 needs a chunk that is a multiple of 4 on a CPU, got {self.chunk}")
-        self._steps_per_look = steps_per_look or (4 if on_gpu and speculation is None else 1)
+        self._steps_per_sync = steps_per_sync or (4 if on_gpu and speculation is None else 1)
         self.speculation, self._pace = _check_speculation(speculation, model), Pace()
         # What the bits of a state depend on.
         salt = f"{self.fingerprint}:{model.config}:{self.chunk}:{self.max_length}:{state_dtype}"
@@ -653,7 +653,7 @@ class Engine:
         running = list(self._running.items())
         numbers = [choice.job.request.logprobs for _, choice in running]
         number = max((number for number in numbers if number is not None), default=None)
-        steps = 1 if self._step_by_step else min(self._steps_per_look, max(choice.steps_left for _, choice in running))
+        steps = 1 if self._step_by_step else min(self._steps_per_sync, max(choice.steps_left for _, choice in running))
         if self.max_length is not None:  # A row runs on after its last token, but not beyond its capacity.
             steps = min(steps, self.max_length + 1 - max(choice.start + choice.steps for _, choice in running))
         tokens, logs = [], []

@@ -86,7 +86,7 @@ class Pace:
         self._elapsed += seconds
 
     def add_round(self, seconds: float, tokens: int, sequences: int) -> None:
-        """Count a round that gave so many tokens to so many sequences."""
+        """Count the tokens and sequences of a round."""
         assert self._step is not None
         self._gain += tokens / sequences * self._step - seconds
         self._elapsed += seconds

@@ -70,7 +70,7 @@ class TrainConfig:
     carry_state: bool = False
     """Carry states over to the next sequence (truncated BPTT)."""
     chunk_length: int | None = None
-    """Train sequences in pieces of so many tokens: less memory, same gradients."""
+    """Train sequences in chunks of this many tokens, with states carried: less memory, same gradients."""
     packing: Switch = "auto"
     """Pack documents into sequences; auto: if they are short."""
     mask_rate: float = 0.15

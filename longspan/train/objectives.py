@@ -26,7 +26,7 @@ class Objective(nn.Module):
     Args:
         model: The model to train.
         context: Length of the longest sequence inside a packed batch.
-        chunk_length: Train sequences in pieces of so many tokens (`chunked_loss`). None: whole.
+        chunk_length: Train sequences in chunks of this many tokens (`chunked_loss`); None: whole.
         cp: The ranks over which sequences are divided; every rank gets the whole batch and takes its piece of it.
     """
 

@@ -225,7 +225,7 @@ def test_a_mindspore_script_runs_where_torch_and_tyro_are_missing(tmp_path):
         (["run", "--device"], "longspan: --device needs a value: cpu or cuda\n"),
         (["run", "--devise", "cpu", script], "unknown flag --devise (did you mean '--device'?)"),
         (["run", tmp_path / "none.py"], "script not found"),
-        (["rum", script], "unknown command 'rum'; there is train, eval, report"),
+        (["rum", script], "unknown command 'rum'; there is train, eval, predict, report"),
     ):
         done = without_torch(*words)
         assert done.returncode == 2
@@ -241,7 +241,7 @@ def test_every_command_has_help_and_refuses_unknown_flags_in_one_line(name, caps
     out = capsys.readouterr().out
     assert f"usage: longspan {name}" in out
     positional = {"convert": ["a", "b", "--from", "c", "--config", "d"], "report": ["a"], "generate": ["--model", "a"]}
-    positional["export"] = ["a", "b"]
+    positional |= {"export": ["a", "b"], "predict": ["--model", "a", "--data", "b"]}
     with pytest.raises(SystemExit) as stopped:
         main([name, *positional.get(name, []), "--modek", "x"])
     assert stopped.value.code == 2

@@ -92,7 +92,7 @@ def test_batch_invariance(model):
 
 
 def test_batch_invariance_with_several_prompts_and_steps_at_a_time(model):
-    check_invariance(model, 40, 4, slots=4, chunk=8, read_rows=3, steps_per_look=3)
+    check_invariance(model, 40, 4, slots=4, chunk=8, read_rows=3, steps_per_sync=3)
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_batch_invariance_of_a_thousand_requests(name):
 def test_generates_as_generate_does(name):
     model = language_model(MECHANISMS[name], vocab_size=29, dtype=torch.float64)
     rng = random.Random(name)
-    with Engine(model, slots=3, chunk=4, max_length=61, read_rows=2, steps_per_look=2) as engine:
+    with Engine(model, slots=3, chunk=4, max_length=61, read_rows=2, steps_per_sync=2) as engine:
         for sampling in SAMPLINGS:
             prompts = [[rng.randrange(29) for _ in range(size)] for size in (1, 5, 6, 23)]
             given = [
@@ -309,7 +309,7 @@ def test_lengths_are_limited():
         with pytest.raises(ValueError, match="50 tokens of prompt and 12 to generate are more than the 61 that fit"):
             engine.submit(Request(bytes(50), 12))
         assert len(engine.submit(Request(bytes(50), 11)).result()[0].tokens) == 11
-    with Engine(model, slots=2, chunk=8, steps_per_look=5) as engine:  # No step goes beyond the limit.
+    with Engine(model, slots=2, chunk=8, steps_per_sync=5) as engine:  # No step goes beyond the limit.
         short, long = engine.submit(Request(bytes(50), 11)), engine.submit(Request(bytes(3), 58))
         assert [len(generation.result()[0].tokens) for generation in (short, long)] == [11, 58]
     with pytest.raises(ValueError, match="max_length must be at most 61, the model's limit, got 62"):
@@ -337,7 +337,7 @@ def test_sessions_continue(model, engine, tmp_path):
 def test_sessions_of_every_mechanism(name):
     model = language_model(MECHANISMS[name], vocab_size=29, dtype=torch.float64)
     greedy = Sampling(temperature=0)
-    with Engine(model, slots=3, chunk=5, max_length=61, steps_per_look=3) as engine:
+    with Engine(model, slots=3, chunk=5, max_length=61, steps_per_sync=3) as engine:
         first = engine.submit(Request([1, 2, 3, 4, 5, 6, 7], 5, sampling=greedy, keep_state=True)).result()[0]
         for more in ([], [3], [1, 4, 1, 5, 9, 2]):
             given = Request(more, 6, sampling=greedy, previous_state=first.session)

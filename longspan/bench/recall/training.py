@@ -18,7 +18,7 @@ from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.synthetic.datasets import Dataset
 from longspan.train.synthetic.tasks import accuracy_by_depth
 
-BLOCK = 50  # steps between two looks at the loss
+BLOCK = 50  # steps between two reads of the loss
 _EAGER_STEPS = 2  # of each data set, before its step is captured in a CUDA graph
 _SCORED_AT = (40, 64, 96, 128, 192, 256)  # lengths at which parity is reported
 
