@@ -138,7 +138,7 @@ def test_dtypes_and_random_features_survive(tmp_path: Path) -> None:
     model = MODELS["tied"]().to(torch.bfloat16)
     model.embedding.double()
     for _ in range(3):
-        model.transformer._redraw_features()
+        model.transformer._redraw_features(None)
     save(model, tmp_path / "model")
     loaded = load(tmp_path / "model", device="cpu")
     assert_identical(loaded, model)
