@@ -277,8 +277,8 @@ class Mechanism(nn.Module, ABC):
     A subclass sets `state_type` and implements `_new_state`, `_attend`, `_extend`, `_write` and `_read`. Where it has
     faster forms it also overrides `_attend_causal`, `_attend_ragged`, `attend_layer`, `decode_state`, `_decode_step`
     and `finish_decode`; where it is limited in length, `check_length`; for sequences divided over processes `_defer`,
-    `reach` or `_defer_between`. Hooks never see a left-padded row, a packed row (but for `_attend_ragged`) or a hidden
-    slot that is not zero.
+    `reach` or `_defer_bidirectional`. Hooks never see a left-padded row, a packed row (but for `_attend_ragged`) or a
+    hidden slot that is not zero.
 
     Without gradients `extend`, `write` and `step` may reuse the memory of the state they are given: continue with the
     one they return.
@@ -291,7 +291,7 @@ class Mechanism(nn.Module, ABC):
             projects them from its input, and the mechanism applies its own activation.
         heads_alike: Whether any subset of the heads can be computed apart from the others, all in the same way.
         sums_directions: Whether bidirectional attention is that of both directions added, so that all it needs of the
-            tokens on either side is a state; see `_defer_between`.
+            tokens on either side is a state; see `_defer_bidirectional`.
     """
 
     state_type: ClassVar[type[State]] = State
@@ -689,7 +689,7 @@ class Mechanism(nn.Module, ABC):
 
         return finish
 
-    def _defer_between(
+    def _defer_bidirectional(
         self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None
     ) -> Callable[[State, State], Tensor]:
         """Begin bidirectional attention of T ≥ 1 tokens that are part of a sequence, for `sums_directions`.
@@ -697,7 +697,7 @@ class Mechanism(nn.Module, ABC):
         Returns:
             A function of the states of the tokens before, and of those after, written from the last to the first.
         """
-        raise NotImplementedError(f"{type(self).__name__} has sums_directions but not _defer_between")
+        raise NotImplementedError(f"{type(self).__name__} has sums_directions but not _defer_bidirectional")
 
     @abstractmethod
     def _extend(

@@ -45,7 +45,7 @@ class EstimateFlags:
     execution: Literal["keep", "recompute"] = "keep"
     """Keep activations, or recompute them in the backward pass."""
     chunk_length: str | None = None
-    """Train in pieces of so many tokens, as --context."""
+    """Train in chunks of this many tokens (`longspan train --chunk-length`); 128k and 1M are understood."""
     gpus_per_node: int = 8
     """GPUs of a node."""
     memory: float = 141.0

@@ -171,7 +171,7 @@ class Shard:
         if mechanism.reach is not None:
             return self._attend_window(mechanism, queries, k, v, gates, key_mask)
         if mechanism.sums_directions:
-            return self._attend_between(mechanism, queries, k, v, gates, key_mask)
+            return self._attend_both_directions(mechanism, queries, k, v, gates, key_mask)
         return self._attend_gathered(mechanism, queries(), k, v, gates, key_mask)
 
     def extend(
@@ -276,7 +276,7 @@ class Shard:
         key_mask: Tensor | None,
     ) -> Tensor:
         """Merge the states of all ranks and read them."""
-        runs = self._both_ends
+        runs = self._end_runs
         wait = self._start_states([self._write(mechanism, runs, k, v, gates, key_mask)], [runs])
         q = queries()
         middle = self._middle(mechanism, q, k, v, gates)
@@ -291,7 +291,7 @@ class Shard:
             outs.append(mechanism.read(merged, mine) if some else mine.new_zeros(*mine.shape[:3], mechanism.value_dim))
         return torch.cat([outs[0], *middle, *outs[1:]], 1) + anchor
 
-    def _attend_between(
+    def _attend_both_directions(
         self,
         mechanism: Mechanism,
         queries: Queries,
@@ -300,24 +300,26 @@ class Shard:
         gates: Tensor | None,
         key_mask: Tensor | None,
     ) -> Tensor:
-        """Take a state of the tokens before, and one of those after, written backwards."""
-        runs, turned = self._both_ends, self._both_ends_turned
+        """Take a state of the tokens before, and one of those after, written in reverse order."""
+        runs, reversed_runs = self._end_runs, self._end_runs_reversed
         written = self._write(mechanism, runs, k, v, gates, key_mask, ordered=False)
-        backwards = self._write(mechanism, turned, k, v, gates, key_mask, ordered=False, backwards=True)
-        wait = self._start_states([written, backwards], [runs, turned])
+        written_reversed = self._write(mechanism, reversed_runs, k, v, gates, key_mask, ordered=False, reverse=True)
+        wait = self._start_states([written, written_reversed], [runs, reversed_runs])
         q = queries()
         middle = self._middle(mechanism, q, k, v, gates)
         finishes = []
         for run in runs[self.rank]:
             mask = None if key_mask is None else key_mask[:, run.slots]
             mine = q[:, run.slots], k[:, run.slots], v[:, run.slots], None if gates is None else gates[:, run.slots]
-            finishes.append(_defer_between(mechanism, *mine, mask))
-        (states, mirrored), anchor = wait()
+            finishes.append(_defer_bidirectional(mechanism, *mine, mask))
+        (states, reversed_states), anchor = wait()
         outs = []
-        for run, back, finish in zip(runs[self.rank], turned[self.rank], finishes, strict=True):
+        for run, reversed_run, finish in zip(runs[self.rank], reversed_runs[self.rank], finishes, strict=True):
             empty = self._empty(mechanism, k, run.starts.new_zeros(len(run.starts)))
             before = self._merged(empty, states, runs, run.sequence, slice(0, self.rank))
-            after = self._merged(empty, mirrored, turned, back.sequence, slice(None, self.rank, -1))
+            after = self._merged(
+                empty, reversed_states, reversed_runs, reversed_run.sequence, slice(None, self.rank, -1)
+            )
             outs.append(finish(before, after))
         return torch.cat([outs[0], *middle, *outs[1:]], 1) + anchor
 
@@ -340,7 +342,7 @@ class Shard:
         middle = self._middle(mechanism, q, k, v, gates)
         wide = wait()
         outs = []
-        for run in self._both_ends[self.rank]:
+        for run in self._end_runs[self.rank]:
             begin, end = run.slots.start, run.slots.stop + back + ahead
             slot = torch.arange(self.offset + begin - back, self.offset + end - back, device=k.device)
             # In front of it hidden slots, so that blocks begin where they do in the whole sequence.
@@ -388,7 +390,7 @@ class Shard:
         key_mask: Tensor | None,
         *,
         ordered: bool = True,
-        backwards: bool = False,
+        reverse: bool = False,
     ) -> State:
         """Return a state with a row for each of this rank's runs, written from the first token or from the last.
 
@@ -400,7 +402,7 @@ class Shard:
 
         def rows(x: Tensor) -> Tensor:
             """States that hold tokens have one size on all ranks."""
-            parts = [x[:, run.slots].flip(1) if backwards else x[:, run.slots] for run in mine]
+            parts = [x[:, run.slots].flip(1) if reverse else x[:, run.slots] for run in mine]
             padded = [F.pad(x, (*[0, 0] * (x.ndim - 2), 0, longest - x.shape[1])) for x in parts]
             return padded[0] if len(padded) == 1 else torch.cat(padded)
 
@@ -488,7 +490,7 @@ class Shard:
         """Compute the sequences of a packed piece that lie inside it, between its first and its last."""
         if self.packing is None:
             return []
-        head, tail = self._both_ends[self.rank]
+        head, tail = self._end_runs[self.rank]
         return self._packed(mechanism, q, k, v, gates, head.slots.stop, tail.slots.start, causal=False)
 
     def _packed(
@@ -533,7 +535,7 @@ class Shard:
         return self._tails[self.rank][0] if self.packing is None else self._first_run(self.rank)
 
     @cached_property
-    def _both_ends(self) -> list[list[Run]]:
+    def _end_runs(self) -> list[list[Run]]:
         """The runs of each rank's first and last sequence; if they are one, the last has it."""
         if self.packing is None:
             return self._whole(self.counts.cumsum(0) - self.counts)
@@ -545,13 +547,13 @@ class Shard:
         return found
 
     @cached_property
-    def _both_ends_turned(self) -> list[list[Run]]:
-        """As `_both_ends`, with positions counted from the end."""
+    def _end_runs_reversed(self) -> list[list[Run]]:
+        """As `_end_runs`, with positions counted from the end."""
         if self.packing is None:
             return self._whole(self.counts.sum(0) - self.counts.cumsum(0))
         return [
             [run._replace(starts=run.bounds[1] - run.bounds[0] - run.starts - run.counts) for run in there]
-            for there in self._both_ends
+            for there in self._end_runs
         ]
 
     def _whole(self, starts: Tensor) -> list[list[Run]]:
@@ -591,7 +593,7 @@ class Shard:
         return mechanism.new_state(len(start), start=start, transition=transition, **options)
 
 
-def _defer_between(
+def _defer_bidirectional(
     mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, key_mask: Tensor | None
 ) -> Callable[[State, State], Tensor]:
     if 0 in q.shape[:2]:
@@ -601,7 +603,7 @@ def _defer_between(
         k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
         gates = None if gates is None else gates.masked_fill(hidden, 0)
     with torch.autocast(q.device.type, enabled=False):
-        return mechanism._defer_between(q, k, v, gates=gates, key_mask=key_mask)
+        return mechanism._defer_bidirectional(q, k, v, gates=gates, key_mask=key_mask)
 
 
 def _filled(state: State, parts: Iterator[Tensor]) -> State:

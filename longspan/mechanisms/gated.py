@@ -104,10 +104,10 @@ class GatedMechanism(Mechanism):
         log_decay, beta = (None if x is None else x.flip(1) for x in (log_decay, beta))
         back = gated_linear(q, k, v, log_decay=log_decay, beta=beta, delta=self.delta, scale=self._scale)[0]
         if not self.delta:
-            back = back - self._own(q, k, v, beta)
+            back = back - self._diagonal(q, k, v, beta)
         return (out + back.flip(1)).to(dtype)
 
-    def _own(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> Tensor:
+    def _diagonal(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> Tensor:
         """Return what each token reads of itself (B, T, H, E), which both directions without the delta rule include."""
         group = q.shape[2] // k.shape[2]
         own = (q * k.repeat_interleave(group, 2)).sum(-1, dtype=sum_dtype(k), keepdim=True) * self._scale
@@ -124,31 +124,31 @@ class GatedMechanism(Mechanism):
         lengths: Tensor | None,
         start: Tensor | None,
     ) -> Callable[[State], Tensor]:
-        out, readers = self._apart(
+        out, queries = self._from_empty_state(
             self._keys(q), self._keys(k), v, *self._visible_gates(gates, k, _visible(lengths, k))
         )
-        return lambda past: (out + self._read_memory(past, readers)).to(v.dtype)
+        return lambda past: (out + self._read_memory(past, queries)).to(v.dtype)
 
-    def _defer_between(
+    def _defer_bidirectional(
         self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None
     ) -> Callable[[State, State], Tensor]:
         found, dtype = self._visible_gates(gates, k, key_mask), v.dtype
         q, k, v = (x.to(sum_dtype(x)) for x in (self._keys(q), self._keys(k), v))
-        out, readers = self._apart(q, k, v, *found)
-        turned = (None if x is None else x.flip(1) for x in found)
-        back, back_readers = self._apart(q.flip(1), k.flip(1), v.flip(1), *turned)
-        own = 0 if self.delta else self._own(q, k, v, found.beta)
+        out, queries = self._from_empty_state(q, k, v, *found)
+        flipped = (None if x is None else x.flip(1) for x in found)
+        back, back_queries = self._from_empty_state(q.flip(1), k.flip(1), v.flip(1), *flipped)
+        diagonal = 0 if self.delta else self._diagonal(q, k, v, found.beta)
 
         def finish(before: State, after: State) -> Tensor:
-            ahead = (back + self._read_memory(after, back_readers)).flip(1)
-            return (out + self._read_memory(before, readers) + ahead - own).to(dtype)
+            ahead = (back + self._read_memory(after, back_queries)).flip(1)
+            return (out + self._read_memory(before, queries) + ahead - diagonal).to(dtype)
 
         return finish
 
-    def _apart(
+    def _from_empty_state(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the outputs after an empty memory, and vectors (B, T, H, D) that read what another memory adds."""
+        """Return the outputs after an empty memory, and queries (B, T, H, D) that read what a state before adds."""
         B, T, H, D = q.shape
         dtype = sum_dtype(k)
         if self.delta:
@@ -165,9 +165,9 @@ class GatedMechanism(Mechanism):
         faded = log_decay.double().cumsum(1).exp().to(dtype).repeat_interleave(H // k.shape[2], 2)
         return out.to(dtype), q.to(dtype) * faded * self._scale
 
-    def _read_memory(self, state: State, readers: Tensor) -> Tensor:
+    def _read_memory(self, state: State, queries: Tensor) -> Tensor:
         assert isinstance(state, GatedState)
-        rows = readers.unflatten(2, (self.num_kv_heads, -1))
+        rows = queries.unflatten(2, (self.num_kv_heads, -1))
         return torch.einsum("bthgd,bhde->bthge", rows, state.kv).flatten(2, 3)
 
     def _extend(

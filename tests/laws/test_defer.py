@@ -90,7 +90,7 @@ def test_a_state_from_either_side_is_all_that_both_directions_need(name: str) ->
     turned = [None if y is None else y.flip(1) for y in pieces[2]]
     after = mechanism.write(after, *turned[1:3], gates=turned[3])
     q, k, v, gates = pieces[1]
-    out = mechanism._defer_between(q, k, v, gates=gates, key_mask=None)(before, after)
+    out = mechanism._defer_bidirectional(q, k, v, gates=gates, key_mask=None)(before, after)
     expected = mechanism(*x[:3], gates=x[3])[:, 11:18]
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
 
