@@ -37,7 +37,15 @@ from longspan.ops.common.exp import LOG2E, exp2
 from longspan.ops.common.launch import Launch, Plan, Signature, Strides, Workspace, dense, dense_rows, on_device
 from longspan.ops.common.tiles import load_column, load_rows, padded, product, store_rows, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
-from longspan.ops.gated.triton.delta import halves, halves_dot, load_inverse, store_inverse, triangular_inverse
+from longspan.ops.gated.triton.delta import (
+    halves,
+    halves_dot,
+    load_inverse,
+    state_offsets,
+    store_inverse,
+    tile_offsets,
+    triangular_inverse,
+)
 from longspan.ops.linear.triton import PRECISION
 
 # Compile-time constants: query and key heads, dimensions, padded D, channels and values per tile, tiles of values,
@@ -177,26 +185,11 @@ def gated_channel_pairs_kernel(
 
 
 @triton.jit
-def _tile(i_x, i_e, S: tl.constexpr):
-    """Offsets of tile i_e (BD, BE) of matrix i_x of a stack of (BD, TILES · BE)."""
-    COLUMNS: tl.constexpr = S.BE * S.TILES
-    i_d, i_c = tl.arange(0, S.BD), tl.arange(0, S.BE)
-    return tl.cast(i_x, tl.int64) * (S.BD * COLUMNS) + i_e * S.BE + i_d[:, None] * COLUMNS + i_c[None, :]
-
-
-@triton.jit
-def _state(i_x, i_e, S: tl.constexpr):
-    """Offsets and mask of tile i_e of state i_x of (B, Hkv, D, E)."""
-    i_d, i_c = tl.arange(0, S.BD), i_e * S.BE + tl.arange(0, S.BE)
-    return i_x * (S.D * S.E) + i_d[:, None] * S.E + i_c[None, :], (i_d < S.D)[:, None] & (i_c < S.E)[None, :]
-
-
-@triton.jit
 def _load_state(p_state, i_x, i_e, S: tl.constexpr):
     """A tile of a given state; zeros without one."""
     b_s = zeros(S.BD, S.BE)
     if p_state is not None:
-        i_tile, m_tile = _state(i_x, i_e, S)
+        i_tile, m_tile = state_offsets(i_x, i_e, S)
         b_s = tl.load(p_state + i_tile, mask=m_tile, other=0.0)
     return b_s
 
@@ -216,7 +209,7 @@ def _states(
         b_out = load_rows(p_k_out + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
         b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)
         b_last = tl.load(p_last + i_y * S.BD + tl.arange(0, S.BD))
-        p_tile = p_states + _tile(i_y, i_e, S)
+        p_tile = p_states + tile_offsets(i_y, i_e, S)
         tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         if S.DELTA:
             b_in = load_rows(p_k_in + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
@@ -230,7 +223,7 @@ def _states(
             b_u = b_v.to(tl.float32) * b_beta[:, None]
         b_s = _add_dot(tl.trans(b_out), b_u, b_s * b_last[:, None], S)
     if p_after is not None:
-        i_tile, m_tile = _state(i_x, i_e, S)
+        i_tile, m_tile = state_offsets(i_x, i_e, S)
         tl.store(p_after + i_tile, b_s, mask=m_tile)
 
 
@@ -272,7 +265,7 @@ def gated_channel_forward_kernel(
     i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
     rows, i_row = T - i_0, (i_b * T + i_0) * S.H + i_h
     b_q = load_rows(p_q_in + i_row * S.D, S.H * S.D, rows, S.D, S.C, S.BD)
-    b_s = tl.load(p_states + _tile((i_b * S.HKV + i_kv) * chunks + i_c, i_e, S))
+    b_s = tl.load(p_states + tile_offsets((i_b * S.HKV + i_kv) * chunks + i_c, i_e, S))
     b_pair = tl.load(p_pair + _square((i_b * S.H + i_h) * chunks + i_c, S))
     b_u = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_kv, i_e, T, S)
     b_out = _dot(b_q, b_s, S)
@@ -299,7 +292,7 @@ def _state_gradients(
         b_out = load_rows(p_k_out + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
         b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)
         b_last = tl.load(p_last + i_y * S.BD + tl.arange(0, S.BD))
-        p_tile = p_d_states + _tile(i_y, i_e, S)
+        p_tile = p_d_states + tile_offsets(i_y, i_e, S)
         tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         b_y = _dot(b_out, b_s, S)
         b_s *= b_last[:, None]
@@ -325,7 +318,7 @@ def _state_gradients(
             i_beta = i_e.to(tl.int64) * (tl.num_programs(0) // 2) * T + i_row + i_t * S.HKV
             tl.store(p_d_beta + i_beta, tl.sum(b_y * b_v.to(tl.float32), 1), mask=i_t < rows)
     if p_d_state is not None:
-        i_tile, m_tile = _state(i_x, i_e, S)
+        i_tile, m_tile = state_offsets(i_x, i_e, S)
         tl.store(p_d_state + i_tile, b_s, mask=m_tile)
 
 

@@ -315,7 +315,7 @@ def triangle(b_t, TRANSPOSED: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def _tile(i_x, i_e, S: tl.constexpr):
+def tile_offsets(i_x, i_e, S: tl.constexpr):
     """Offsets of tile i_e (BD, BE) of matrix i_x of a stack of (BD, TILES · BE)."""
     COLUMNS: tl.constexpr = S.BE * S.TILES
     i_d, i_c = tl.arange(0, S.BD), tl.arange(0, S.BE)
@@ -323,7 +323,7 @@ def _tile(i_x, i_e, S: tl.constexpr):
 
 
 @triton.jit
-def _state(i_x, i_e, S: tl.constexpr):
+def state_offsets(i_x, i_e, S: tl.constexpr):
     """Offsets and mask of tile i_e of state i_x of (B, Hkv, D, E)."""
     i_d, i_c = tl.arange(0, S.BD), i_e * S.BE + tl.arange(0, S.BE)
     return i_x * (S.D * S.E) + i_d[:, None] * S.E + i_c[None, :], (i_d < S.D)[:, None] & (i_c < S.E)[None, :]
@@ -422,7 +422,7 @@ def _states(
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
         if STORE:
-            p_tile = p_states + _tile(i_x + i, i_e, S)
+            p_tile = p_states + tile_offsets(i_x + i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         b_u = _writes(dot(b_k, b_s, S), b_v.to(tl.float32) * values, b_t, b_t_low, b_beta, b_start, S)
         if STORE:
@@ -452,7 +452,7 @@ def gated_delta_maps_kernel(
     i_kv, i_x = i_h // (S.H // S.HKV), i_b * S.H + i_h
     if i_p < S.TILES:
         b_s = _given_state(p_state, tl.where(i_s == 0, i_b * S.HKV + i_kv, -1), i_p, S)
-        p_tile = p_totals + _tile(i_x * segments + i_s, i_p, S)
+        p_tile = p_totals + tile_offsets(i_x * segments + i_s, i_p, S)
     else:
         i_d, i_c = tl.arange(0, S.BD), (i_p - S.TILES) * S.BE + tl.arange(0, S.BE)
         b_s = tl.where(i_d[:, None] == i_c[None, :], 1.0, zeros(S.BD, S.BE))
@@ -504,7 +504,7 @@ def _given_state(p_state, i_state, i_e, S: tl.constexpr):
     """Tile (BD, BE) of a state of (B, Hkv, D, E); zeros if there is none or the index is negative."""
     b_s = zeros(S.BD, S.BE)
     if p_state is not None:
-        i_tile, m_tile = _state(tl.maximum(i_state, 0), i_e, S)
+        i_tile, m_tile = state_offsets(tl.maximum(i_state, 0), i_e, S)
         b_s = tl.where(i_state >= 0, tl.load(p_state + i_tile, mask=m_tile, other=0.0), 0.0)
     return b_s
 
@@ -515,7 +515,7 @@ def _first_state(p_state, p_totals, i_state, i_x, i_s, segments, i_e, BACK: tl.c
     if i_s == (segments - 1 if BACK else 0):
         b_s = _given_state(p_state, i_state, i_e, S)
     else:
-        b_s = tl.load(p_totals + _tile(i_x * segments + (i_s + 1 if BACK else i_s - 1), i_e, S))
+        b_s = tl.load(p_totals + tile_offsets(i_x * segments + (i_s + 1 if BACK else i_s - 1), i_e, S))
     return b_s
 
 
@@ -562,7 +562,7 @@ def gated_delta_forward_kernel(
         p_out += S.C * S.H * S.E
         rows -= S.C
     if (i_s == segments - 1) & (i_h % (S.H // S.HKV) == 0):
-        i_state, m_state = _state(i_b * S.HKV + i_kv, i_e, S)
+        i_state, m_state = state_offsets(i_b * S.HKV + i_kv, i_e, S)
         tl.store(p_after + i_state, b_s, mask=m_state)
 
 
@@ -589,7 +589,7 @@ def _state_gradients(
         b_start, b_end, last = load_factors(p_sums, i_c - i, S)
         b_high, b_low = load_sums(p_sums, i_c - i, S)
         if STORE:
-            p_tile = p_states + _tile(i_x - i, i_e, S)
+            p_tile = p_states + tile_offsets(i_x - i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         b_u = dot(b_k, b_s, S) * b_end[:, None]
         b_pair = dot(b_k, tl.trans(b_q), S) * (between(b_high, b_low, True, S) * scale)
@@ -650,9 +650,9 @@ def gated_delta_backward_states_kernel(
             count if STORE else tl.where(i_s > 0, count, 0), q, k, beta, d, S, STORE, STAGES
         )  # fmt: skip
         if not STORE:
-            tl.store(p_d_totals + _tile(i_x * segments + i_s, i_e, S), b_s)
+            tl.store(p_d_totals + tile_offsets(i_x * segments + i_s, i_e, S), b_s)
         elif i_s == 0:
-            i_tile, m_tile = _state(i_x, i_e, S)
+            i_tile, m_tile = state_offsets(i_x, i_e, S)
             tl.store(p_d_state + i_tile, b_s, mask=m_tile)
 
 
@@ -725,7 +725,7 @@ def gated_delta_backward_kernel(
     b_l = (b_d_l + tl.trans(b_d_l)).to(S.DOT)
     b_d_q = zeros(S.C, S.BD)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
-        b_s = tl.load(p_states + _tile(i_x, i_e, S))
+        b_s = tl.load(p_states + tile_offsets(i_x, i_e, S))
         b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e, True)
         b_d_q = add_dot(b_d, tl.trans(b_s), b_d_q, S)
     b_d_q *= (b_start * scale)[:, None]
@@ -742,7 +742,7 @@ def gated_delta_backward_kernel(
     else:
         b_d_k = zeros(S.C, S.BD)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
-        b_s = tl.load(p_states + _tile(i_x, i_e, S), eviction_policy="evict_first")
+        b_s = tl.load(p_states + tile_offsets(i_x, i_e, S), eviction_policy="evict_first")
         b_z = load_rows(p_d_v, S.H * S.E, rows, S.E, S.BE, S, i_e, True).to(tl.float32) * b_beta[:, None]
         store_rows(p_d_v, S.H * S.E, rows, b_z, S.E, S.BE, S, i_e)
         b_d_k = add_dot(b_z * -b_start[:, None], tl.trans(b_s), b_d_k, S)
@@ -754,7 +754,7 @@ def gated_delta_backward_kernel(
         b_d_k = zeros(S.C, S.BD)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_u = load_rows(p_u, S.STRIDE_U, rows, S.E, S.BE, S, i_e, True)
-        b_d_s = tl.load(p_d_states + _tile(i_x, i_e, S))
+        b_d_s = tl.load(p_d_states + tile_offsets(i_x, i_e, S))
         b_d_k = add_dot(b_u.to(tl.float32) * b_end[:, None], tl.trans(b_d_s), b_d_k, S)
     if S.GATED:
         b_ends = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S) - b_both
