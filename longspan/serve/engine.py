@@ -195,13 +195,12 @@ class Engine:
             raise TypeError(f"model must be a LanguageModel, got a {type(model).__name__}")
         if not model.config.causal:
             raise ValueError("only a causal model can generate: build it with causal=True")
-        limits = {"slots": (slots, 1), "max_queue": (max_queue, 0), "cache_bytes": (cache_bytes, 0)}
-        limits["disk_bytes"] = disk_bytes, 0
-        limits |= {
-            name: (x, 1) for name, x in (("chunk", chunk), ("max_length", max_length), ("threads", threads)) if x
-        }
-        for name, (value, minimum) in limits.items():
-            check_integer(name, value, minimum)
+        for name, limit in (("max_queue", max_queue), ("cache_bytes", cache_bytes), ("disk_bytes", disk_bytes)):
+            check_integer(name, limit, 0)
+        counts = {"slots": slots, "chunk": chunk, "max_length": max_length, "threads": threads}
+        for name, number in {**counts, "read_rows": read_rows, "steps_per_sync": steps_per_sync}.items():
+            if number is not None:
+                check_integer(name, number, 1)
         if codec is not None and not codec.fits(model.config.vocab_size):
             raise ValueError(f"codec does not fit the {model.config.vocab_size} tokens of the model")
         if codec is None and model.config.vocab_size == 256:

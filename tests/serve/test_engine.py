@@ -343,3 +343,9 @@ def test_sessions_of_every_mechanism(name):
             given = Request(more, 6, sampling=greedy, previous_state=first.session)
             expected = generate(model, [1, 2, 3, 4, 5, 6, 7, *first.tokens, *more], 6, sampling=greedy)
             assert engine.submit(given).result()[0].tokens == expected.tokens[0]
+
+
+@pytest.mark.parametrize("name", ["slots", "chunk", "max_length", "threads", "read_rows", "steps_per_sync"])
+def test_counts_of_an_engine_are_positive(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be .*, got 0"):
+        Engine(language_model(), **{name: 0})
