@@ -164,6 +164,17 @@ _COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
             "tokens/s": _number("tokens_per_second", ".2f", 1e6, " M"),
         },
     ),
+    "long-sequences": (
+        "h200-long-sequences",
+        _NAME
+        | {
+            "parameters": _number("parameters", ".1f", 1e6, " M"),
+            "tokens": _number("length"),
+            "tokens in a piece": lambda row: "at once" if row["chunk_length"] is None else f"{row['chunk_length']:,}",
+            "tokens/s": _number("tokens_per_second", ".2f", 1e6, " M"),
+            "peak memory, GiB": _number("peak_gib", ".1f"),
+        },
+    ),
     "generate": ("h200-generate", _GENERATION),
     "cpu": (
         "cpu-causal-8192",
