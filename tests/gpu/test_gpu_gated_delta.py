@@ -80,7 +80,7 @@ def test_the_mechanism_runs_on_the_kernels(gate: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(gated, "_kernels", lambda algorithm: used.append(algorithm) or kernels(algorithm))
     mechanism = build_mechanism("delta", 2, 64, gate=gate).cuda()
     q, k, v = torch.randn(3, 1, 130, 2, 64, device="cuda").bfloat16()
-    gates = torch.randn(1, 130, 2, mechanism.num_gates, device="cuda")
+    gates = torch.randn(1, 130, 2, mechanism.num_gates, device="cuda").bfloat16()
     out = mechanism(q, k, v, causal=True, gates=gates)
     assert used == ["delta"]
     near = mechanism.cpu()(q.cpu(), k.cpu(), v.cpu(), causal=True, gates=gates.cpu())

@@ -15,7 +15,7 @@ from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 
 DELTA = Case(B=1, H=1, Hkv=1, delta=True)
 CASES = [
-    replace(DELTA, T=2, B=2),
+    replace(DELTA, T=2, B=2, E=5),
     replace(DELTA, T=63, H=4, Hkv=2, E=3),
     replace(DELTA, T=65, beta=False, state=False, strided=True),
     replace(DELTA, T=64, H=2, Hkv=2, decay=None),

@@ -793,7 +793,8 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
     # Query heads of a group have gradients of their own for what they share, in float32 because they are added up.
     kind = q.dtype if plan.group == 1 else torch.float32
     d_q, d_k = q.new_empty(q.shape), k.new_empty((B, T, H, k.shape[3]), dtype=kind)
-    d_v = v.new_empty((B, T, H, v.shape[3]), dtype=kind)
+    # z lies here first, which float16 does not have the range for.
+    d_v = v.new_empty((B, T, H, v.shape[3]), dtype=torch.float32 if kind == torch.float16 else kind)
     d_decay, d_beta = (None if y is None else y.new_empty((B, T, H)) for y in (decay, beta))
     d_state = q.new_empty((B, H, *plan.state_shape[2:]), dtype=torch.float32)
     work = plan.workspace.allocate(q)
@@ -821,7 +822,7 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
                 (d_state, d_state, 1),
             )
         )
-    return d_q, d_k, d_v, d_decay, d_beta, None if state is None else d_state
+    return d_q, d_k, d_v.to(v.dtype), d_decay, d_beta, None if state is None else d_state
 
 
 def saved_size(x: GatedInputs, problem: GatedProblem) -> int:
@@ -899,8 +900,8 @@ class _DeltaBackward(_DeltaPlan):
         kind = torch.bfloat16 if self.bf16 else torch.float32
         size = X * S.BD * S.BE * S.TILES
         totals = size * self.segments if self.segments > 1 else 0
-        # Where it is large enough, u lies where the gradient of k will.
-        self.shared = self.group == 1 and S.E <= S.D
+        # Where it is large enough, u lies where the gradient of k will; float16 does not have the range of u.
+        self.shared = self.group == 1 and S.E <= S.D and self.tensors["q"][2] != torch.float16
         writes = 0 if self.shared else X * self.T * S.E
         buffers = (size * self.chunks, kind), (size * self.chunks, kind), (totals, torch.float32)
         self.workspace = Workspace(*buffers, (writes, kind))
