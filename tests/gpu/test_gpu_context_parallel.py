@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,33 +45,43 @@ def test_defer_is_forward_with_past(spec: dict[str, Any], dtype: torch.dtype) ->
     torch.testing.assert_close(finish(past), expected, rtol=limit, atol=limit)
 
 
-def test_one_rank_of_nccl() -> None:
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[None]:
+    """A process group of one rank, which needs no network."""
+    device = torch.device("cuda", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCL_SOCKET_IFNAME", "lo")
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+        yield
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("spec", MECHANISMS, ids=str)
+def test_one_rank_of_nccl(spec: dict[str, Any], causal: bool) -> None:
     """All collectives and their gradients, forward, loss and extend; the numbers of the model alone."""
     torch.manual_seed(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     tokens = torch.randint(97, (1, 131), device="cuda")
-    for spec in MECHANISMS:
-        for causal in (True, False):
-            attention = AttentionConfig(num_heads=4, mechanism=spec, conv_size=4)
-            shift = (0, 1) if causal else (1, -1)
-            config = ModelConfig(dim=64, depth=2, causal=causal, vocab_size=97, attention=attention, token_shift=shift)
-            model = LanguageModel(config).cuda()
-            divided = context_parallel(model, dist.group.WORLD)
-            for given in ({}, {"packing": Packing.from_lengths([50, 81], device="cuda")}):
-                torch.testing.assert_close(divided(tokens, **given), model(tokens, **given), rtol=1e-3, atol=1e-3)
-                model.zero_grad()
-                loss = divided.loss(tokens, **given)
-                loss.backward()
-                divided.reduce_gradients()
-                found = [p.grad.clone() for p in model.parameters()]
-                model.zero_grad()
-                expected = model.loss(tokens, **given)
-                expected.backward()
-                torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
-                for gradient, p in zip(found, model.parameters(), strict=True):
-                    if p.grad is not None:
-                        torch.testing.assert_close(gradient, p.grad, rtol=1e-2, atol=1e-3)
-            if causal:
-                out, _ = divided.extend(tokens, model.new_state(1))
-                torch.testing.assert_close(out, model.extend(tokens, model.new_state(1))[0], rtol=1e-3, atol=1e-3)
-    dist.destroy_process_group()
+    attention = AttentionConfig(num_heads=4, mechanism=spec, conv_size=4)
+    shift = (0, 1) if causal else (1, -1)
+    config = ModelConfig(dim=64, depth=2, causal=causal, vocab_size=97, attention=attention, token_shift=shift)
+    model = LanguageModel(config).cuda()
+    divided = context_parallel(model, dist.group.WORLD)
+    for given in ({}, {"packing": Packing.from_lengths([50, 81], device="cuda")}):
+        torch.testing.assert_close(divided(tokens, **given), model(tokens, **given), rtol=1e-3, atol=1e-3)
+        model.zero_grad()
+        loss = divided.loss(tokens, **given)
+        loss.backward()
+        divided.reduce_gradients()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        expected = model.loss(tokens, **given)
+        expected.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+        for gradient, p in zip(found, model.parameters(), strict=True):
+            if p.grad is not None:
+                torch.testing.assert_close(gradient, p.grad, rtol=1e-2, atol=1e-3)
+    if causal:
+        out, _ = divided.extend(tokens, model.new_state(1))
+        torch.testing.assert_close(out, model.extend(tokens, model.new_state(1))[0], rtol=1e-3, atol=1e-3)
