@@ -24,7 +24,7 @@ from longspan.hf.models import (
     LongspanForSequenceClassification,
     LongspanModel,
 )
-from longspan.hf.swap import SwappedConfig, SwappedForCausalLM, load_swapped, swap_attention
+from longspan.hf.swap import SwappedConfig, SwappedPreTrainedModel, load_swapped, swap_attention
 from longspan.hf.tokenizer import ByteTokenizer
 
 __all__ = [
@@ -43,7 +43,8 @@ AutoConfig.register("longspan", LongspanConfig)
 AutoModel.register(LongspanConfig, LongspanModel)
 AutoModelForCausalLM.register(LongspanConfig, LongspanForCausalLM)
 AutoConfig.register("longspan_swap", SwappedConfig)
-AutoModelForCausalLM.register(SwappedConfig, SwappedForCausalLM)
+for opener in SwappedPreTrainedModel.__subclasses__():
+    opener.auto_class.register(SwappedConfig, opener)
 AutoModelForMaskedLM.register(LongspanConfig, LongspanForMaskedLM)
 AutoModelForSequenceClassification.register(LongspanConfig, LongspanForSequenceClassification)
 AutoModelForSeq2SeqLM.register(LongspanConfig, LongspanForSeq2SeqLM)

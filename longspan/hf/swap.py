@@ -1,4 +1,4 @@
-"""Replace the self-attention of a pretrained decoder by a longspan mechanism."""
+"""Replace the self-attention of a pretrained model by a longspan mechanism."""
 
 from __future__ import annotations
 
@@ -6,29 +6,112 @@ import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
-from safetensors.torch import load_file
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import CacheLayerMixin
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from longspan.mechanisms.local import LocalAttention
 from longspan.models.checkpoint import CONFIG
 from longspan.models.layers import mechanism_from
 from longspan.protocol import Mechanism, State
 from longspan.utils import write_atomically
 
-FAMILIES = ("llama", "mistral", "qwen2", "gpt2")
+MECHANISMS = "mechanisms.safetensors"
+_MECHANISM = ".mechanism."
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where the models of a type keep their self-attention, and how it projects.
+
+    Attributes:
+        layers: Path from the base model to its list of layers.
+        attention: Path from a layer to its self-attention.
+        projections: Names of the projections to queries, keys and values, or the name of one to all three.
+        per_head: Whether one projection gives q, k and v head by head instead of one after the other.
+        norms: Names of the norms of queries and keys, head by head; a layer may lack them.
+        output: Name of the output projection, None if it is outside of the self-attention.
+        output_dropout: Name of the dropout after it.
+        dropout: Name of the dropout of the attention weights, a number or a module.
+        head_dim: Name of the attribute that holds the head dimension.
+    """
+
+    layers: str = "layers"
+    attention: str = "self_attn"
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    per_head: bool = False
+    norms: tuple[str, str] = ("q_norm", "k_norm")
+    output: str | None = "o_proj"
+    output_dropout: str | None = None
+    dropout: str = "attention_dropout"
+    head_dim: str = "head_dim"
+
+
+_LLAMA = Family()
+_BERT = Family(
+    layers="encoder.layer",
+    attention="attention.self",
+    projections=("query", "key", "value"),
+    output=None,
+    dropout="dropout",
+    head_dim="attention_head_size",
+)
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gemma": _LLAMA,
+    "gemma2": _LLAMA,
+    "gemma3_text": _LLAMA,
+    "granite": _LLAMA,
+    "phi": Family(norms=("q_layernorm", "k_layernorm"), output="dense"),
+    "phi3": Family(projections=("qkv_proj",)),
+    "gpt2": Family(
+        layers="h",
+        attention="attn",
+        projections=("c_attn",),
+        output="c_proj",
+        output_dropout="resid_dropout",
+        dropout="attn_dropout",
+    ),
+    "gpt_neox": Family(
+        attention="attention", projections=("query_key_value",), per_head=True, output="dense", head_dim="head_size"
+    ),
+    "bert": _BERT,
+    "roberta": _BERT,
+    "vit": Family(attention="attention"),
+}
 
 
 def swap_attention(model: Any, mechanism: str | Mapping[str, Any], layers: Sequence[int] | None = None) -> Any:
-    """Replace the self-attention of a decoder, in place.
+    """Replace the self-attention of a pretrained model, in place.
 
-    The projections of queries, keys, values and outputs keep their weights and names; rotary positions and grouped
-    heads stay too. In the replaced layers a generation cache holds the mechanism's state.
+    The projections of queries, keys, values and outputs keep their weights and names; norms of queries and keys, rotary
+    positions, the scale of the scores and grouped heads stay too. In the replaced layers of a decoder a generation
+    cache holds the mechanism's state.
 
     Args:
         model: A transformers model of one of `FAMILIES`.
@@ -39,26 +122,24 @@ def swap_attention(model: Any, mechanism: str | Mapping[str, Any], layers: Seque
         The same model.
 
     Raises:
-        ValueError: If the model is of another family, has sliding windows or attention dropout that the mechanism does
-            not have, or the mechanism cannot be causal or needs gates.
+        ValueError: If the model is of another family, has sliding windows, attention dropout or capped scores that the
+            mechanism does not have, or the mechanism cannot be causal or bidirectional as the model is, or needs gates.
     """
     config = model.config
-    family = getattr(config, "model_type", None)
-    if family not in FAMILIES:
-        raise ValueError(f"swap_attention supports {', '.join(FAMILIES)}; this model is of type {family!r}")
-    if getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None) is not None:
-        raise ValueError(
-            f"this model has a sliding window of {config.sliding_window}: swap_attention needs full attention"
-        )
-    blocks = model.base_model.h if family == "gpt2" else model.base_model.layers
+    name = str(getattr(config, "model_type", None))
+    family = FAMILIES.get(name)
+    if family is None:
+        raise ValueError(f"swap_attention supports {', '.join(FAMILIES)}; this model is of type {name!r}")
+    blocks = model.base_model.get_submodule(family.layers)
     chosen = list(range(len(blocks))) if layers is None else sorted(set(layers))
     if any(not 0 <= i < len(blocks) for i in chosen):
         raise ValueError(f"layers must be from 0 to {len(blocks) - 1}, got {chosen}")
-    place = "attn" if family == "gpt2" else "self_attn"
-    for i in chosen:
-        old = getattr(blocks[i], place)
-        new = (_GPT2 if family == "gpt2" else _Llama)(old, mechanism)
-        setattr(blocks[i], place, new.to(next(old.parameters()).device).train(old.training))
+    old = [blocks[i].get_submodule(family.attention) for i in chosen]
+    if any(isinstance(layer, SwappedAttention) for layer in old):
+        raise ValueError(f"attention of one of the layers {chosen} was replaced before: start from the original model")
+    built = [SwappedAttention(layer, mechanism, family, i) for i, layer in zip(chosen, old, strict=True)]
+    for i, new in zip(chosen, built, strict=True):
+        blocks[i].set_submodule(family.attention, new)
     spec = mechanism if isinstance(mechanism, str) else dict(mechanism)
     config.longspan_swap = [*getattr(config, "longspan_swap", []), {"mechanism": spec, "layers": chosen}]
     model.save_pretrained = functools.partial(_save_swapped, model)
@@ -66,9 +147,16 @@ def swap_attention(model: Any, mechanism: str | Mapping[str, Any], layers: Seque
 
 
 def _save_swapped(model: Any, save_directory: Any, **options: Any) -> None:
-    """Write a checkpoint under a model type of its own: transformers alone would load it with softmax attention."""
-    type(model).save_pretrained(model, save_directory, **options)
+    """Write a checkpoint under a model type of its own: transformers alone would load it with softmax attention.
+
+    The mechanisms' tensors are in a file of their own, so that transformers finds in its files what it expects.
+    """
+    tensors = options.pop("state_dict", None) or model.state_dict()
+    own = {name: x.contiguous() for name, x in tensors.items() if _MECHANISM in name}
+    others = {name: x for name, x in tensors.items() if name not in own}
+    type(model).save_pretrained(model, save_directory, state_dict=others, **options)
     if options.get("is_main_process", True):
+        save_file(own, Path(save_directory) / MECHANISMS, {"format": "pt"})
         path = Path(save_directory) / CONFIG
         config = json.loads(path.read_text(encoding="utf-8"))
         config |= {"model_type": SwappedConfig.model_type, "base_model_type": config["model_type"]}
@@ -81,138 +169,224 @@ class SwappedConfig(PreTrainedConfig):
     model_type = "longspan_swap"
 
 
-class SwappedForCausalLM(PreTrainedModel):
-    """What AutoModelForCausalLM calls for such a checkpoint; the loaded model is of its original class."""
+class SwappedPreTrainedModel(PreTrainedModel):
+    """What an Auto class calls for such a checkpoint; the loaded model is of a class of the original's type."""
 
     config_class = SwappedConfig
+    auto_class: Any
 
     @classmethod
     def from_pretrained(cls, folder: Any, *_: Any, config: Any = None, **options: Any) -> Any:
         """Load the model; see `load_swapped`."""
-        return load_swapped(folder, **options)
+        return load_swapped(folder, cls.auto_class, config=config, **options)
 
 
-def load_swapped(folder: str | os.PathLike[str], **options: Any) -> Any:
+class SwappedModel(SwappedPreTrainedModel):
+    """For AutoModel."""
+
+    auto_class = AutoModel
+
+
+class SwappedForCausalLM(SwappedPreTrainedModel):
+    """For AutoModelForCausalLM."""
+
+    auto_class = AutoModelForCausalLM
+
+
+class SwappedForMaskedLM(SwappedPreTrainedModel):
+    """For AutoModelForMaskedLM."""
+
+    auto_class = AutoModelForMaskedLM
+
+
+class SwappedForSequenceClassification(SwappedPreTrainedModel):
+    """For AutoModelForSequenceClassification."""
+
+    auto_class = AutoModelForSequenceClassification
+
+
+class SwappedForTokenClassification(SwappedPreTrainedModel):
+    """For AutoModelForTokenClassification."""
+
+    auto_class = AutoModelForTokenClassification
+
+
+class SwappedForQuestionAnswering(SwappedPreTrainedModel):
+    """For AutoModelForQuestionAnswering."""
+
+    auto_class = AutoModelForQuestionAnswering
+
+
+class SwappedForImageClassification(SwappedPreTrainedModel):
+    """For AutoModelForImageClassification."""
+
+    auto_class = AutoModelForImageClassification
+
+
+_HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision")
+
+
+def load_swapped(folder: str | os.PathLike[str], auto_class: Any = None, *, config: Any = None, **options: Any) -> Any:
     """Load a model that `swap_attention` changed and `save_pretrained` wrote.
 
     Args:
-        folder: The checkpoint folder.
+        folder: The checkpoint folder, or the name of a repository on the Hub.
+        auto_class: The Auto class that chooses the model's class; by default it is the class that was saved.
+        config: The checkpoint's configuration, if it was loaded or changed before.
         **options: Those of `from_pretrained`.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: If the checkpoint is not of such a model.
+        ValueError: If the checkpoint is not of such a model, or lacks tensors of a mechanism.
     """
-    described, _ = PreTrainedConfig.get_config_dict(folder)
-    if described.get("model_type") == SwappedConfig.model_type:
-        values = {name: value for name, value in described.items() if name not in ("model_type", "base_model_type")}
-        options["config"] = AutoConfig.for_model(described["base_model_type"], **values)
-    model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-    swaps = getattr(model.config, "longspan_swap", None)
+    if not os.path.isdir(folder):
+        hub = {name: options.pop(name) for name in _HUB if name in options}
+        folder = huggingface_hub.snapshot_download(str(folder), **hub)
+    described = PreTrainedConfig.get_config_dict(folder)[0] if config is None else config.to_dict()
+    swaps = described.pop("longspan_swap", None)
     if not swaps:
         raise ValueError(f"{folder} does not hold a model that swap_attention changed: load it as usual")
-    model.config.longspan_swap = []
+    own = ("model_type", "base_model_type", "auto_map")
+    values = {name: value for name, value in described.items() if name not in own}
+    base = type(AutoConfig.for_model(described.get("base_model_type", described["model_type"])))
+    config, options = base.from_dict(values, return_unused_kwargs=True, **options)
+    loader = auto_class or getattr(transformers, described["architectures"][0])
+    model = loader.from_pretrained(folder, config=config, **options)
     for swap in swaps:
         swap_attention(model, **swap)
-    # The mechanisms' own tensors are in the files too; before the swap there was nothing to load them into.
-    remaining = {
-        name: tensor
-        for path in sorted(Path(folder).glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-        if name in found["unexpected_keys"]
-    }
-    unknown = model.load_state_dict(remaining, strict=False).unexpected_keys
-    if unknown:
-        raise ValueError(f"{folder} holds tensors that the swapped model does not have: {', '.join(unknown)}")
+    _load_mechanisms(model, Path(folder))
     return model
 
 
+def _load_mechanisms(model: Any, folder: Path) -> None:
+    """Load the mechanisms' own tensors: before the swap there was nothing to load them into."""
+    prefix = f"{model.base_model_prefix}."
+    bare: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            names = [name for name in file.keys() if _MECHANISM in name]  # noqa: SIM118  not a dict
+            bare |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    wanted = [name for name in model.state_dict() if _MECHANISM in name]
+    missing = sorted(name for name in wanted if name.removeprefix(prefix) not in bare)
+    if missing:
+        raise ValueError(f"{folder} lacks tensors of the swapped layers: {', '.join(missing)}")
+    model.load_state_dict({name: bare[name.removeprefix(prefix)] for name in wanted}, strict=False)
+
+
 class SwappedAttention(nn.Module):
-    """The projections of the replaced layer around a mechanism."""
+    """The projections of the replaced layer around a mechanism.
+
+    Args:
+        old: The replaced layer.
+        spec: The mechanism: a name, or {"mechanism": name, **options}.
+        family: Where the layer keeps its projections.
+        index: Which layer of the model it is.
+    """
 
     mechanism: Mechanism
 
-    def __init__(self, old: Any, spec: str | Mapping[str, Any], num_heads: int, num_kv_heads: int, dropout: float):
+    def __init__(self, old: Any, spec: str | Mapping[str, Any], family: Family, index: int) -> None:
         super().__init__()
-        self.layer_idx = old.layer_idx
+        self.family, self.layer_idx, self.causal = family, index, bool(getattr(old, "is_causal", True))
         for name, child in old.named_children():
             self.add_module(name, child)
-        self.mechanism = mechanism_from(spec, num_heads, old.head_dim, num_kv_heads)
-        if self.mechanism.num_gates:
+        heads, head_dim = old.config.num_attention_heads, getattr(old, family.head_dim)
+        built = mechanism_from(spec, heads, head_dim, heads // getattr(old, "num_key_value_groups", 1))
+        self.mechanism = built.to(next(old.parameters()).device).train(old.training)
+        self.training = old.training
+        self.sliding_window = getattr(old if hasattr(old, "sliding_window") else old.config, "sliding_window", None)
+        self._check(old, spec)
+        own = getattr(self.mechanism, "scale", None)
+        if own is not None and abs(own - old.scaling) > 1e-9:
+            raise ValueError(f"this model scales its scores by {old.scaling}: leave out scale={own}, or give that")
+        self.query_scale = 1.0 if own is not None else old.scaling * head_dim**0.5
+
+    def _check(self, old: Any, spec: str | Mapping[str, Any]) -> None:
+        """Refuse a mechanism that lacks something of the replaced layer, or needs what it does not have."""
+        mechanism = self.mechanism
+        if mechanism.num_gates:
             raise ValueError(
                 f"{spec!r} needs gates, for which the layer it would replace has no projection: use a mechanism without"
             )
-        if not self.mechanism.supports_causal:
+        if self.causal and not mechanism.supports_causal:
             raise ValueError(f"a decoder needs causal attention, which {spec!r} does not support")
-        scale = getattr(self.mechanism, "scale", None)
-        if abs(old.scaling - old.head_dim**-0.5) > 1e-9 and scale != old.scaling:
-            raise ValueError(f"this model scales its scores by {old.scaling}: give the mechanism scale={old.scaling}")
-        if dropout and getattr(self.mechanism, "dropout", None) != dropout:
+        config, window = old.config, self.sliding_window
+        if window is not None and not (isinstance(mechanism, LocalAttention) and mechanism.reach[0] + 1 == window):
             raise ValueError(
-                f"this model drops attention out by {dropout}: give the mechanism dropout={dropout}, or set it to 0"
+                f"layer {self.layer_idx} has a sliding window of {window}: give it "
+                f'{{"mechanism": "local", "window": {window}}}, or name the other layers in `layers`'
+            )
+        if getattr(config, "attn_logit_softcapping", None) is not None:
+            raise ValueError(
+                f"this model caps its scores at {config.attn_logit_softcapping}, which no mechanism does: set "
+                "config.attn_logit_softcapping to None to replace its attention by one without"
+            )
+        dropout = getattr(old, self.family.dropout)
+        rate = dropout.p if isinstance(dropout, nn.Dropout) else dropout
+        if rate and getattr(mechanism, "dropout", None) != rate:
+            raise ValueError(
+                f"this model drops attention out by {rate}: give the mechanism dropout={rate}, or set it to 0"
             )
 
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
         past_key_values: Any = None,
+        layer_past: Any = None,
+        output_attentions: bool | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Compute what the replaced layer would; attention weights are None."""
-        q, k, v = self._heads(hidden_states, position_embeddings)
-        key_mask = _key_mask(attention_mask, q.shape[1])
-        if past_key_values is None:
-            out = self.mechanism(q, k, v, causal=True, key_mask=key_mask)
+        if output_attentions:
+            raise ValueError("a swapped layer has no attention weights to return: leave out output_attentions")
+        q, k, v = self.heads(hidden_states, position_embeddings)
+        key_mask = _key_mask(attention_mask, q.shape[1], self.causal, self.sliding_window)
+        cache = layer_past if past_key_values is None else past_key_values
+        if cache is None:
+            out = self.mechanism(q, k, v, causal=self.causal, key_mask=key_mask)
         else:
-            out = _state_layer(past_key_values, self.layer_idx).extend(self.mechanism, q, k, v, key_mask)
-        return self._output(out.flatten(2)), None
+            out = _state_layer(cache, self.layer_idx).extend(self.mechanism, q, k, v, key_mask)
+        return self.output(out.flatten(2)), None
 
-    def _heads(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        raise NotImplementedError
-
-    def _output(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class _Llama(SwappedAttention):
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    o_proj: nn.Linear
-
-    def __init__(self, old: Any, spec: str | Mapping[str, Any]) -> None:
-        heads, kv_heads = (layer.out_features // old.head_dim for layer in (old.q_proj, old.k_proj))
-        super().__init__(old, spec, heads, kv_heads, old.attention_dropout)
-
-    def _heads(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        size = (-1, self.mechanism.head_dim)
-        q, k, v = (layer(x).unflatten(2, size) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        assert position_embeddings is not None
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
+    def heads(
+        self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries (B, T, H, D), keys and values (B, T, Hkv, D), rotated and scaled."""
+        H, Hkv, D = self.mechanism.num_heads, self.mechanism.num_kv_heads, self.mechanism.head_dim
+        projected = [self.get_submodule(name)(x) for name in self.family.projections]
+        if self.family.per_head:
+            q, k, v = projected[0].unflatten(2, (H, 3, D)).unbind(3)
+        else:
+            if len(projected) == 1:
+                projected = list(projected[0].split([H * D, Hkv * D, Hkv * D], 2))
+            q, k, v = (part.unflatten(2, (-1, D)) for part in projected)
+        q_norm, k_norm = (self._modules.get(name) for name in self.family.norms)
+        q, k = q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k)
+        if position_embeddings is not None:
+            q, k = _rotate(q, k, *position_embeddings)
+        if abs(self.query_scale - 1) > 1e-9:
+            q = q * self.query_scale
         return q, k, v
 
-    def _output(self, x: Tensor) -> Tensor:
-        return self.o_proj(x)
+    def output(self, x: Tensor) -> Tensor:
+        """Project the heads' outputs (B, T, H·D)."""
+        for name in (self.family.output, self.family.output_dropout):
+            x = x if name is None else self.get_submodule(name)(x.contiguous())
+        return x
 
 
-class _GPT2(SwappedAttention):
-    c_attn: nn.Module
-    c_proj: nn.Module
-    resid_dropout: nn.Dropout
-
-    def __init__(self, old: Any, spec: str | Mapping[str, Any]) -> None:
-        super().__init__(old, spec, old.num_heads, old.num_heads, old.attn_dropout.p)
-
-    def _heads(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (part.unflatten(2, (-1, self.mechanism.head_dim)) for part in self.c_attn(x).chunk(3, 2))
-        return q, k, v
-
-    def _output(self, x: Tensor) -> Tensor:
-        return self.resid_dropout(self.c_proj(x.contiguous()))
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate the first features of each head, as many as there are angles."""
+    n = cos.shape[-1]
+    rotated = apply_rotary_pos_emb(q[..., :n], k[..., :n], cos, sin, unsqueeze_dim=2)
+    if n < q.shape[-1]:
+        rotated = (torch.cat([part, x[..., n:]], -1) for part, x in zip(rotated, (q, k), strict=True))
+    q, k = rotated
+    return q, k
 
 
 class StateLayer(CacheLayerMixin):
@@ -269,6 +443,7 @@ class StateLayer(CacheLayerMixin):
 
 def _state_layer(cache: Any, index: int) -> StateLayer:
     """Return a layer of the cache, created on first use."""
+    cache = getattr(cache, "self_attention_cache", cache)
     while len(cache.layers) <= index:
         cache.layers.append(StateLayer() if len(cache.layers) == index else cache.layer_class_to_replicate())
     layer = cache.layers[index]
@@ -281,15 +456,17 @@ def _state_layer(cache: Any, index: int) -> StateLayer:
     return layer
 
 
-def _key_mask(mask: Tensor | None, T: int) -> Tensor | None:
+def _key_mask(mask: Tensor | None, T: int, causal: bool, window: int | None) -> Tensor | None:
     """Return (B, T), which of the new tokens are real, from the (B, 1, T, S) mask that transformers makes."""
-    if mask is None or T == 1:
+    if mask is None or (causal and T == 1):
         return None
     if mask.ndim == 2:
         return mask[:, -T:].bool()
-    seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
-    real = seen[:, -1, -T:]  # (B, T)
-    own = torch.diagonal(seen[:, :, -T:], dim1=1, dim2=2)
-    if bool((own & ~real).any()):
+    seen = (mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0)[:, :, -T:]
+    real = torch.diagonal(seen, dim1=1, dim2=2)  # (B, T)
+    expected = real[:, None].expand_as(seen)
+    expected = expected.tril() if causal else expected
+    expected = expected if window is None else expected.triu(1 - window)
+    if bool(((seen != expected) & real[:, :, None]).any()):
         raise ValueError("a swapped layer supports padding, not masks between tokens: packed sequences are refused")
     return None if bool(real.all()) else real
