@@ -12,6 +12,7 @@ import torch
 
 from longspan.bench.environment import cores
 from longspan.bench.subjects.base import Case, MeasurementConfig, Subject
+from longspan.bench.subjects.gated import gated_subjects
 from longspan.bench.subjects.generation import decode_subjects, generate_subjects
 from longspan.bench.subjects.layers import layer_subjects
 from longspan.bench.subjects.mechanisms import mechanism_subjects
@@ -26,7 +27,7 @@ COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune-no-cudagraph
 
 # Subjects, and what each one runs on.
 SUBJECTS = {
-    "mechanisms": "standard normal q, k, v; forward without gradients; gradients of q, k, v and parameters",
+    "mechanisms": "standard normal q, k, v; forward without gradients; gradients of q, k, v, gates and parameters",
     "layers": "standard normal x; forward without gradients; gradients of x and parameters",
     "train": "random bytes; loss, backward and AdamW; half precision by autocast",
     "generate": "random bytes; greedy tokens after a prompt; older packages read the prompt again for each token",
@@ -154,7 +155,11 @@ class Section(NamedTuple):
         """Return what is compared: longspan's subjects first, then peers."""
         peers, mode = self.options.peers, self.options.compile
         builders: dict[str, Callable[[], list[list[Subject]]]] = {
-            "mechanisms": lambda: [mechanism_subjects(mechanism, case, peers)],
+            "mechanisms": lambda: (
+                gated_subjects(mechanism, case, peers)
+                if case.causal and mechanism in ("decay", "delta")
+                else [mechanism_subjects(mechanism, case, peers)]
+            ),
             "layers": lambda: layer_subjects(mechanism, mode, self.options.autocast, peers),
             "train": lambda: [train_subjects(mechanism, mode, peers)],
             "generate": lambda: [generate_subjects(mechanism, peers)],
@@ -212,6 +217,9 @@ def _gpu_suite(options: BenchOptions) -> list[Section]:
         "linformer": [(1, 8, 65536, 64)],
     }
     local = {"local": [(4, 8, 8192, 64), (4, 16, 8192, 128), (1, 8, 65536, 64)]}
+    few_heads, long = (4, 8, 8192, 128), (1, 8, 65536, 128)
+    gated = {"decay": [(4, 16, 8192, 64), (4, 16, 8192, 128), few_heads, long]}
+    gated["delta"] = gated["decay"][1:]
     layers = {"linformer": [(1, 8, 65536, 64), (4, 8, 4096, 64)]}
     prompts = (1, 8, 512, 64), (256, 8, 512, 64), (1, 8, 65536, 64), (1, 8, 1_000_000, 64)
     mode = "reduce-overhead" if options.compile == "off" else options.compile
@@ -219,6 +227,7 @@ def _gpu_suite(options: BenchOptions) -> list[Section]:
         ("causal", "mechanisms", True, attention, {}),
         ("bidirectional", "mechanisms", False, attention, {}),
         ("local", "mechanisms", True, local, {}),
+        ("gated", "mechanisms", True, gated, {}),
         ("layers", "layers", False, layers, {}),
         ("layers-autocast", "layers", False, layers, {"autocast": True}),
         ("train", "train", True, dict.fromkeys(MODELS, ((8, 8, 4096, 64), (1, 8, 65536, 64))), {"compile": mode}),

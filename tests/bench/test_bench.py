@@ -173,10 +173,11 @@ def test_a_peer_computes_what_longspan_does(name: str, causal: bool) -> None:
     assert check.error <= check.tolerance
 
 
-@pytest.mark.parametrize("mechanism", [*VARIANTS, "softmax"])
+@pytest.mark.parametrize("mechanism", [*VARIANTS, "softmax", "decay", "delta"])
 def test_every_variant_agrees_with_itself_in_float64(mechanism: str) -> None:
-    for subject in mechanism_subjects(mechanism, Case(64), with_peers=False):
-        check = subject.check(Case(64))
+    case = Case(64, causal=mechanism not in ("decay", "delta"))
+    for subject in mechanism_subjects(mechanism, case, with_peers=False):
+        check = subject.check(case)
         assert check.error <= check.tolerance, subject.name
 
 

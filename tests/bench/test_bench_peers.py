@@ -6,19 +6,21 @@ import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from longspan.bench.subjects import layers, peers
+from longspan.bench.subjects import gated, layers, peers
 from longspan.bench.subjects.base import Case
 from longspan.bench.subjects.layers import LayerSubject, PeerLayerSubject, layer_subjects, layer_workload
 from longspan.bench.subjects.mechanisms import TOLERANCES, MechanismSubject, PeerSubject
 from longspan.bench.subjects.models import PeerTrainSubject
 from longspan.bench.subjects.peers import LAYER_PEERS, MODEL_PEERS
 from longspan.cli import main
+from longspan.ops.gated import gated_linear
 
 TINY = Case(64, num_heads=2, head_dim=8)
 SIZES = ["--lengths=64", "--heads=2", "--head-dim=8", "--rounds=1", "--repeats=2", "--threads=1"]
@@ -175,3 +177,29 @@ def test_flash_linear_attention_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(peers, "installed_version", lambda package: None)
     message = "flash-linear-attention is not installed: pip install flash-linear-attention"
     assert subject.unavailable(replace(TINY, device="cuda")) == ("not installed", message)
+
+
+@pytest.mark.parametrize("name", gated.VARIANTS)
+def test_gated_memories_beside_their_peers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant, calls = gated.VARIANTS[name], []
+    (ours, peer) = next(c for c in gated.gated_subjects(variant.mechanism, TINY, True) if c[0].name == name)
+    check = ours.check(TINY)
+    assert 0 < check.error <= check.tolerance == TOLERANCES["float32"]
+    assert set(ours.workload(TINY).steps) == {"forward", "forward_backward"}
+    gates = {"decay": 4, "delta": 5}[variant.mechanism] - (variant.gate == "none")
+    assert len(ours.workload(TINY).heaviest.run()) == 1 + gates
+
+    def function(q: Any, k: Any, v: Any, scale: float, g: Any = None, beta: Any = None) -> Any:
+        calls.append((None if g is None else g.ndim, None if beta is None else beta.dtype))
+        log_decay = g[..., None] if variant.gate == "head" else g
+        beta = None if beta is None else beta.float()
+        return gated_linear(q, k, v, log_decay=log_decay, beta=beta, delta=variant.mechanism == "delta", scale=scale)
+
+    module, attribute = variant.peer
+    monkeypatch.setattr(gated, "import_module", {f"fla.ops.{module}": SimpleNamespace(**{attribute: function})}.get)
+    assert peer.package == "flash-linear-attention"
+    assert peer.unavailable(TINY) == ("not supported", "flash-linear-attention has no CPU path")
+    check = peer.check(TINY)
+    assert 0 < check.error <= check.tolerance == TOLERANCES["bfloat16"]
+    half = torch.bfloat16 if variant.mechanism == "delta" else None
+    assert calls == [({"none": None, "head": 3, "channel": 4}[variant.gate], half)]

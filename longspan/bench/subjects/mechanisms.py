@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from longspan.bench.subjects.base import (
     AccuracyCheck,
@@ -79,24 +80,37 @@ class MechanismSubject(Subject):
 
     def workload(self, case: Case) -> Workload:
         mechanism = self.build(case).to(case.device, case.torch_dtype)
-        leaves = [x.requires_grad_() for x in random_qkv(case)]
+        leaves = [x.requires_grad_() for x in _inputs(mechanism, case)]
         gradient = torch.randn_like(leaves[2])
         return attention_workload(
-            lambda: [mechanism(*leaves, causal=case.causal)], [*leaves, *trainable(mechanism)], [gradient]
+            lambda: [_attend(mechanism, leaves, case)], [*leaves, *trainable(mechanism)], [gradient]
         )
 
     def check(self, case: Case) -> AccuracyCheck:
         """Compare output and gradients, in the measured dtype, with the same mechanism in float64."""
         case = small_case(case)
         mechanism = self.build(case).to(case.device, case.torch_dtype)
-        inputs, d_out = random_qkv(case), random_qkv(case)[0]
+        inputs, d_out = _inputs(mechanism, case), random_qkv(case)[0]
         results = []
         for each, dtype in ((mechanism, case.torch_dtype), (copy.deepcopy(mechanism).double(), torch.float64)):
             leaves = [x.to(dtype).requires_grad_() for x in inputs]
-            out = each(*leaves, causal=case.causal)
+            out = _attend(each, leaves, case)
             leaves += trainable(each)
             results.append([out, *torch.autograd.grad(out, leaves, d_out.to(dtype), materialize_grads=True)])
         return AccuracyCheck(relative_error(*results), TOLERANCES[case.dtype], "itself in float64")
+
+
+def _inputs(mechanism: Mechanism, case: Case) -> list[Tensor]:
+    """Return standard normal q, k and v, and raw gates where the mechanism has them."""
+    inputs = random_qkv(case)
+    if mechanism.num_gates:
+        inputs.append(torch.randn(*inputs[0].shape[:-1], mechanism.num_gates, device=case.device).to(inputs[0].dtype))
+    return inputs
+
+
+def _attend(mechanism: Mechanism, inputs: Sequence[Tensor], case: Case) -> Tensor:
+    q, k, v, *gates = inputs
+    return mechanism(q, k, v, causal=case.causal, gates=gates[0] if gates else None)
 
 
 @dataclass(frozen=True)
