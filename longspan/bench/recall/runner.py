@@ -48,15 +48,15 @@ class RecallOptions(LayerOptions):
     length: int | None = None
     """Tokens of a sequence. By default 1024; 256 for parity, 2000 for listops."""
     steps: int | None = None
-    """Steps of a run. By default 1200 or 3000; a quarter of them to choose a learning rate."""
+    """Steps of a run. By default 4000 for mqar, 3000 for parity and listops, else 1200; a quarter for each sweep."""
     batch_tokens: int | None = None
     """Tokens of a step. By default 16384; 5120 for parity, 64000 for listops."""
     train_tokens: int | None = None
-    """Tokens of a training set. By default 16 million; for parity 4, for listops 96,000 sequences."""
+    """Tokens of a training set. By default 67 million for mqar, 4 for parity, 96,000 sequences for listops, else 17."""
     score_sequences: int = 1024
     """Sequences to score."""
     lrs: tuple[float, ...] = ()
-    """Learning rates to choose from on seed 0; a single one is used as it is. By default 0.003 and 0.01."""
+    """Learning rates to choose from on seed 0; a single one is used as it is. By default two of each task."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of the final runs."""
     run_seconds: float | None = None

@@ -101,7 +101,7 @@ def _mqar(length: int) -> Recipe:
     score = Recall(length, length // 16, 8192)
     shorter = [(length // 16, 16), (length // 8, 16), (length // 4, 16), (length // 4, 4)]
     train = [Recall(n, n // ratio, 8192) for n, ratio in shorter if n >= 64]
-    return Recipe(score, (*train, score), steps=1200)
+    return Recipe(score, (*train, score), steps=4000, train_tokens=2**26)
 
 
 def _with_shorter(make: Callable[[int], SyntheticTask]) -> Callable[[int], Recipe]:
@@ -122,6 +122,7 @@ def _parity(length: int) -> Recipe:
         steps=3000,
         batch_tokens=5120,
         train_tokens=2**22,
+        lrs=(1e-2, 3e-2),
         solved=0.0,  # errors too small to matter at 40 bits add up over 256
         precision="fp32",
     )
