@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from longspan.cli.examples import examples
 from longspan.utils import choose, nearest, printable
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ def parse(cls: type[T], argv: Sequence[str], command: str, default: T | None = N
     except SystemExit as stop:
         if stop.code:
             raise ValueError(_one_line(errors.getvalue())) from None
+        print(examples(command))
         raise
     if unknown:
         raise ValueError(_unknown(unknown[0], flags(cls), command))

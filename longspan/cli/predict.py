@@ -17,7 +17,7 @@ from longspan.utils import printable
 class PredictFlags:
     """Predict classes, numbers, labels of words or next vectors with a trained model, and write them as CSV.
 
-    Rows of tables keep their columns. Example: longspan predict --model runs/reviews --data new.csv --out predicted.csv
+    Rows of tables keep their columns.
     """
 
     model: Path

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longspan.cli import fail
+from longspan.cli.examples import examples
 from longspan.compat import import_hook
 from longspan.utils import nearest
 
@@ -14,9 +15,10 @@ HELP = """usage: longspan run [--device {cpu,cuda}] [--faithful] [--replace] SCR
 Run an unmodified script with the five older libraries replaced by longspan. Arguments after SCRIPT are the script's.
 
 options:
-  --device {cpu,cuda}  cpu: use the CPU even if there is a GPU; cuda: require a GPU
-  --faithful           compute what the older libraries do, known defects included
+  --device {cpu,cuda}  cpu: use the CPU even if there is a GPU; cuda: require a GPU (default: the script's choice)
+  --faithful           compute what the older libraries do, known defects included (default: false)
   --replace            replace a project's own copies of the older libraries too, not only installed ones
+                       (default: false)
 """
 SWITCHES = ("--faithful", "--replace")
 
@@ -27,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
     while words and words[0].startswith("-"):
         flag, equals, value = words.pop(0).partition("=")
         if flag in ("--help", "-h"):
-            print(HELP, end="")
+            print(HELP, examples("run"), sep="\n")
             return
         if flag in switches and not equals:
             switches[flag] = True
