@@ -54,7 +54,7 @@ bench: $(VENV)/.parity
 tables: $(VENV)/.dev
 	$(BIN)/longspan bench tables
 
-docs: $(VENV)/.docs
+docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict
 
 # From nothing to a model that writes, in about three minutes on two cores: everything is in runs/demo afterwards.
@@ -70,7 +70,7 @@ $(VENV)/bin/python:
 	$(BIN)/pip install --quiet "$(TORCH)"
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml
-	$(BIN)/pip install --quiet --editable ".[dev,triton,train,data,hf]"
+	$(BIN)/pip install --quiet --editable ".[dev,docs,triton,train,data,hf]"
 	touch $@
 
 $(VENV)/.train: $(VENV)/bin/python pyproject.toml
@@ -80,10 +80,6 @@ $(VENV)/.train: $(VENV)/bin/python pyproject.toml
 $(VENV)/.parity: $(VENV)/.dev
 	$(BIN)/pip install --quiet --editable ".[parity]"
 	$(BIN)/pip install --quiet --no-deps "fla-core==0.6.0"
-	touch $@
-
-$(VENV)/.docs: $(VENV)/.dev
-	$(BIN)/pip install --quiet --editable ".[docs]"
 	touch $@
 
 # Without torch; tyro and rich are for the command line.

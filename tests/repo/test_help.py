@@ -1,43 +1,18 @@
 """The help of every command: each flag with its type, default and meaning, and examples that parse."""
 
-import re
 import shlex
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 
 import pytest
+from command_help import entries, help_text
 
 from longspan.cli import COMMANDS, main
 from longspan.cli.arguments import parse
 from longspan.cli.examples import EXAMPLES
 from longspan.compat import import_hook
 
-FLAG = re.compile(r"(?:-h, )?(--[a-z][\w.-]*)(?:, --no-[\w.-]+)?(?: ([A-Z{]\S*(?: [A-Z.]+)?))?(?:  |$)")
 SWITCH = ("default: false", "default: true")
-HELP = {command: ["--help"] for command in EXAMPLES} | {"train": ["--help-all"]}
-
-
-def help_of(command, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    with suppress(SystemExit):
-        main([*command.split(), *HELP[command]])
-    return capsys.readouterr().out
-
-
-def entries(text):
-    """The type and the description of every flag that a help text lists."""
-    found = {}
-    for line in text.partition("\nexamples:")[0].splitlines():
-        line = line.strip("│| ")
-        match = FLAG.match(line)
-        if match:
-            name = match[1]
-            found[name] = [match[2], line[match.end() :].strip()]
-        elif found and not line.startswith(("╭", "╰", "─", "+", "-")):
-            found[name][1] += f" {line}"
-    found.pop("--help", None)
-    return found
 
 
 def test_every_command_has_examples():
@@ -46,16 +21,16 @@ def test_every_command_has_examples():
 
 def lacking(text):
     """The flags of a help text without type, default or meaning."""
-    for flag, (kind, description) in entries(text).items():
-        known = re.search(r"\((default: \S.*|required|repeatable)\)", description)
-        meaning = description.replace(known[0], "") if known else description
-        if not known or len(meaning.split()) < 2 or not (kind or known[1].lower() in SWITCH):
-            yield flag
+    for entry in entries(text):
+        typed = entry.kind or not entry.name.startswith("--") or entry.default.lower() in SWITCH
+        if not (typed and entry.default and len(entry.meaning.split()) > 1):
+            yield entry.name
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
-def test_help_gives_type_default_and_meaning_of_every_flag_and_ends_with_examples(command, capsys, monkeypatch):
-    text = help_of(command, capsys, monkeypatch)
+def test_help_gives_type_default_and_meaning_of_every_flag_and_ends_with_examples(command):
+    text = help_text(command)
+    assert entries(text)
     assert list(lacking(text)) == []  # a docstring below the field of a dataclass is its help text
     assert text.rstrip().endswith(EXAMPLES[command][-1])
 
@@ -73,7 +48,9 @@ class Flags:
 def test_a_flag_without_help_is_noticed(capsys):
     with pytest.raises(SystemExit):
         parse(Flags, ["--help"], "info")
-    assert list(lacking(capsys.readouterr().out)) == ["--bare", "--switch"]
+    text = capsys.readouterr().out
+    assert [entry.name for entry in entries(text)] == ["--described", "--bare", "--switch", "--described-switch"]
+    assert list(lacking(text)) == ["--bare", "--switch"]
 
 
 class ParsedError(Exception):
