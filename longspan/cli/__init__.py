@@ -23,6 +23,7 @@ COMMANDS = {
     "predict": ("predict", "Predict classes, numbers or labels with a trained model, CSV in, CSV out."),
     "report": ("report", "Write an HTML report of one or several training runs."),
     "generate": ("generate", "Generate text with a saved model."),
+    "serve": ("serve", "Serve a model over HTTP, with OpenAI's API and a playground page."),
     "run": ("run", "Run an unmodified script of an older library with longspan in its place."),
     "convert": ("convert", "Convert a checkpoint of an older library."),
     "estimate": ("estimate", "Estimate time, memory and traffic of training on many GPUs."),
@@ -117,7 +118,8 @@ def worded(error: Exception) -> str:
     if hasattr(error, "status"):
         return text
     if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed: pip install 'longspan[train]' installs what the commands need"
+        extra = "serve" if error.name in ("fastapi", "uvicorn", "httptools") else "train"
+        return f"{error.name} is not installed: pip install 'longspan[{extra}]' installs what the commands need"
     if is_disk_full(error):
         where = getattr(error, "filename", None)
         return (

@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(GenerateFlags, argv, "generate")
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.min_p, flags.repetition_penalty)
     model = load_model(flags.model, choose_device(flags.device))
-    codec = _load_codec(flags.model, model)
+    codec = load_codec(flags.model, model)
     session = _prefill(flags, model, codec)
     _check_batch(flags.batch, session)
     rows = torch.zeros(flags.batch, dtype=torch.int64)
@@ -132,7 +132,12 @@ def _check_batch(batch: int, session: Session) -> None:
         )
 
 
-def _load_codec(folder: Path, model: LanguageModel) -> TextCodec:
+def load_codec(folder: Path, model: LanguageModel) -> TextCodec:
+    """Load what encodes the text of a checkpoint or run folder.
+
+    Raises:
+        ValueError: If there is nothing that fits the model.
+    """
     folder = find_checkpoint(folder)
     codec = read_committed(folder, TextCodec.from_checkpoint)
     if not codec.fits(model.config.vocab_size):

@@ -86,27 +86,29 @@ class Session:
         if self.model is not None and self.model is not model and fingerprint(self.model) != fingerprint(model):
             raise ValueError(_OTHER_MODEL)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, model_fingerprint: str | None = None) -> None:
         """Write a safetensors file, atomically.
 
         Args:
             path: The file to create or replace.
+            model_fingerprint: The `fingerprint` of the model, where it is known, to save computing it.
         """
         tensors = {f"state.{name}": x for name, x in self.state.tensors().items()}
         tensors |= {"logits": self.logits, "recent": self.recent}
         metadata = {name: json.dumps(value) for name, value in state_values(self.state, "state").items()}
         if self.model is not None:
-            metadata["model"] = fingerprint(self.model)
+            metadata["model"] = model_fingerprint or fingerprint(self.model)
         copies = {name: x.contiguous().clone() for name, x in tensors.items()}
         write_atomically(Path(path), save(copies, {"format": "longspan", **metadata}))
 
     @classmethod
-    def load(cls, path: str | Path, model: LanguageModel) -> Session:
+    def load(cls, path: str | Path, model: LanguageModel, *, model_fingerprint: str | None = None) -> Session:
         """Read a file that `save` wrote.
 
         Args:
             path: The file.
             model: The model whose session was saved. The tensors are put on its device.
+            model_fingerprint: The `fingerprint` of the model, where it is known, to save computing it.
 
         Raises:
             ValueError: If the file is not a session, or one of another model.
@@ -122,7 +124,8 @@ class Session:
             raise ValueError(f"{path} is not a saved session: {error}") from None
         if metadata.get("format") != "longspan" or not {"logits", "recent"} <= set(tensors):
             raise ValueError(f"{path} is a safetensors file, but not a saved session")
-        if metadata.get("model", (own := fingerprint(model))) != own:
+        own = model_fingerprint or fingerprint(model)
+        if metadata.get("model", own) != own:
             raise ValueError(f"{path}: {_OTHER_MODEL}")
         logits, recent = tensors["logits"], tensors["recent"]
         if logits.ndim != 2 or logits.shape[1] != model.config.vocab_size or not logits.is_floating_point():

@@ -53,6 +53,15 @@ class TextCodec:
         tokenizer = folder / TOKENIZER
         return cls(tokenizer if tokenizer.exists() else None)
 
+    @property
+    def is_bytes(self) -> bool:
+        """Whether tokens are bytes."""
+        return self._tokenizer is None
+
+    def find_token(self, text: str) -> int | None:
+        """Return the token that a name such as "</s>" stands for; None if there is none."""
+        return None if self._tokenizer is None else self._tokenizer.token_to_id(text)
+
     def fits(self, vocab_size: int | None) -> bool:
         """Return whether a model with this vocabulary can read any text, and text can show all it generates."""
         if vocab_size is None or self._tokenizer is None:

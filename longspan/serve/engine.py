@@ -246,6 +246,11 @@ class Engine:
         self._mean_seconds = 1.0
         self._start_thread()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread runs: it has neither failed nor been closed."""
+        return self._thread.is_alive()
+
     def submit(self, request: Request) -> Generation:
         """Queue a request.
 

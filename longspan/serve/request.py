@@ -173,6 +173,14 @@ class Generation:
                 self._waiter = loop, waiting
             await waiting
 
+    async def batches(self) -> AsyncIterator[list[Delta]]:
+        """Iterate over deltas as `async for` does, several at a time where several have come."""
+        async for delta in self:
+            found = [delta]
+            while self._left and not self._queue.empty():
+                found.append(self._received(self._queue.get()))
+            yield found
+
     def result(self) -> list[Completion]:
         """Wait for the end and return the choices, of the deltas that nobody has taken yet."""
         choices = [Completion() for _ in range(self._choices)]

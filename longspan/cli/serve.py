@@ -1,0 +1,271 @@
+"""`longspan serve`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from tyro.conf import UseAppendAction
+
+from longspan.cli.arguments import check_at_least, parse
+from longspan.cli.generate import format_bytes, load_codec, load_model
+from longspan.generation.tokenization import TextCodec
+from longspan.models.checkpoint import find_checkpoint
+from longspan.models.transformer import LanguageModel
+from longspan.serve.engine import Engine
+from longspan.utils import choose_device, printable
+
+if TYPE_CHECKING:
+    from longspan.serve.serving_completion import ServedModel
+
+KEY_VARIABLE = "LONGSPAN_API_KEY"
+_MEASURED = 4096  # tokens that the loss is measured on
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{unit}i": 2 ** (10 * i) for i, unit in enumerate("KMGT", 1)}
+
+
+@dataclass(frozen=True)
+class ServeFlags:
+    """Serve a model over HTTP: OpenAI's API at /v1, metrics at /metrics, a playground page at /.
+
+    longspan serve --model runs/demo
+    longspan serve --model runs/demo --slots 32 --cache 2GiB --cache-dir cache --state-dir states
+    longspan serve --model runs/demo --host 0.0.0.0 --api-key-file key.txt
+    """
+
+    model: Path
+    """Checkpoint folder, or the folder of a run."""
+    name: str | None = None
+    """Name of the model in the API; the folder's name by default."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all of them."""
+    port: int = 8000
+    """Port to listen on; 0 for any that is free."""
+    api_key: UseAppendAction[tuple[str, ...]] = ()
+    """Key that clients must send; may be repeated. Others on this machine can see it: prefer LONGSPAN_API_KEY."""
+    api_key_file: Path | None = None
+    """File with keys, one on each line."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names that clients may use, such as example.org; by default localhost, or any if --host is public."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses of reverse proxies whose X-Forwarded-For is believed."""
+    slots: int = 8
+    """Number of choices decoded together."""
+    max_queue: int = 256
+    """The most choices that wait for a slot; more are refused with 429."""
+    max_length: int | None = None
+    """The most tokens of a prompt and its continuation; the model's limit by default, 4096 with softmax layers."""
+    max_prompt: int = 1 << 20
+    """The most tokens of a prompt."""
+    max_tokens: int = 4096
+    """The most tokens to generate for each choice."""
+    max_body: str = "8MiB"
+    """The most bytes of a request."""
+    max_streams: int = 64
+    """The most requests of one client at a time."""
+    max_connections: int = 1024
+    """The most connections."""
+    timeout: float | None = None
+    """Seconds after which a request ends with what it has got."""
+    read_timeout: float = 20.0
+    """Seconds that a client may take to send its headers, or to take what is sent."""
+    drain_timeout: float = 30.0
+    """Seconds that requests get to finish after SIGTERM."""
+    chunk: int | None = None
+    """Tokens per chunk of a prompt and between cached states; 64 or 512, by the size of the model."""
+    cache: str = "1GiB"
+    """Memory of the prefix cache; 0 for none."""
+    cache_dir: Path | None = None
+    """Folder of a prefix cache on disk, which survives a restart."""
+    cache_disk: str = "16GiB"
+    """The most bytes of that folder."""
+    state_dir: Path | None = None
+    """Folder of saved states; by default a temporary one, removed at the end."""
+    state_disk: str = "4GiB"
+    """The most bytes of that folder."""
+    state_dtype: Literal["exact", "bfloat16", "int8"] = "exact"
+    """Type of cached states; the loss is measured and printed."""
+    quantize: Literal["none", "int8"] = "none"
+    """Type of the weights on a CPU; the loss is measured and printed."""
+    quantize_text: Path | None = None
+    """Text to measure the loss on; by default one that the model writes itself."""
+    speculation: str | None = None
+    """ngram to guess tokens from the text so far, or the folder of a small draft model."""
+    chat_template: Path | None = None
+    """Jinja file with another chat template than the tokenizer's."""
+    threads: int | None = None
+    """Number of PyTorch threads on a CPU."""
+    log_prompts: bool = False
+    """Whether prompts are logged."""
+    device: str | None = None
+    """cpu or cuda; cuda by default if there is a GPU."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, slots=self.slots, max_length=self.max_length, max_prompt=self.max_prompt, chunk=self.chunk)
+        check_at_least(1, max_tokens=self.max_tokens, max_streams=self.max_streams, threads=self.threads)
+        check_at_least(1, max_connections=self.max_connections)
+        check_at_least(0, max_queue=self.max_queue, port=self.port)
+        if self.port > 65535:
+            raise ValueError(f"--port must be at most 65535, got {self.port}")
+        for name in ("timeout", "read_timeout", "drain_timeout"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1e6:
+                raise ValueError(f"--{name.replace('_', '-')} must be a positive number of seconds, got {value}")
+        for name in ("max_body", "cache", "cache_disk", "state_disk"):
+            parse_bytes(f"--{name.replace('_', '-')}", getattr(self, name))
+        if "" in self.api_key:
+            raise ValueError("--api-key is empty: give a key")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command."""
+    flags = parse(ServeFlags, argv, "serve")
+    from longspan.serve.api_server import APIServer, ServerOptions
+
+    keys = _keys(flags)
+    model = load_model(flags.model, choose_device(flags.device))
+    codec = load_codec(flags.model, model)
+    options = ServerOptions(
+        host=flags.host,
+        port=flags.port,
+        api_keys=keys,
+        allowed_hosts=tuple(name.lower() for name in flags.allowed_hosts),
+        trusted_proxies=flags.trusted_proxies,
+        max_body=parse_bytes("--max-body", flags.max_body),
+        max_streams=flags.max_streams,
+        max_connections=flags.max_connections,
+        read_timeout=flags.read_timeout,
+        drain_timeout=flags.drain_timeout,
+        log_prompts=flags.log_prompts,
+    )
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("longspan.serve").setLevel(logging.INFO)
+    with ExitStack() as stack:
+        engine = stack.enter_context(_engine(flags, model, codec))
+        if flags.quantize != "none" or flags.state_dtype != "exact":
+            _print_loss(flags, model, engine)
+        folder = flags.state_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longspan-states-")))
+        server = APIServer(_served(flags, engine, folder), options)
+        _announce(server.port, flags, engine, bool(keys))
+        server.run()
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """Return the number of bytes that a text such as 2GiB, 500MB or 4096 stands for.
+
+    Raises:
+        ValueError: If it is no such text.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) > 2**62:
+        raise ValueError(f"{name} must be a number of bytes such as 2GiB or 500MB, got {text!r}")
+    unit = (match[2] or "").upper().replace("I", "i")
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def _keys(flags: ServeFlags) -> tuple[str, ...]:
+    """Return the keys of all sources."""
+    keys = list(flags.api_key)
+    if flags.api_key_file is not None:
+        try:
+            lines = flags.api_key_file.read_text(encoding="utf-8").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--api-key-file {flags.api_key_file} cannot be read: {error}") from None
+        if not lines:
+            raise ValueError(f"--api-key-file {flags.api_key_file} is empty: write a key on each line")
+        keys += lines
+    if os.environ.get(KEY_VARIABLE):
+        keys.append(os.environ[KEY_VARIABLE])
+    return tuple(keys)
+
+
+def _engine(flags: ServeFlags, model: LanguageModel, codec: TextCodec) -> Engine:
+    if flags.quantize == "int8":
+        from longspan.serve.quantize import quantize_weights
+
+        model = quantize_weights(model)
+    draft = flags.speculation
+    return Engine(
+        model,
+        codec=codec,
+        slots=flags.slots,
+        max_queue=flags.max_queue,
+        chunk=flags.chunk,
+        max_length=flags.max_length,
+        cache_bytes=parse_bytes("--cache", flags.cache),
+        cache_dir=flags.cache_dir,
+        disk_bytes=parse_bytes("--cache-disk", flags.cache_disk),
+        state_dtype=flags.state_dtype,
+        speculation=draft if draft in (None, "ngram") else load_model(Path(draft), choose_device(flags.device)),
+        threads=flags.threads,
+    )
+
+
+def _print_loss(flags: ServeFlags, original: LanguageModel, engine: Engine) -> None:
+    """Print the bits per token that fewer bits of weights and states cost."""
+    import torch
+
+    from longspan.generation.generate import generate
+    from longspan.serve.quantize import bits_per_token
+
+    codec, longest = engine.codec, _MEASURED if engine.max_length is None else min(_MEASURED, engine.max_length)
+    assert codec is not None
+    if flags.quantize_text is not None:
+        try:
+            found = codec.encode(flags.quantize_text.read_bytes()[: 16 * _MEASURED])[:longest]
+        except OSError as error:
+            raise ValueError(f"--quantize-text {flags.quantize_text} cannot be read: {error}") from None
+        where = printable(flags.quantize_text.name)
+    else:
+        found = generate(original, codec.encode(b"\n"), longest - 1).tokens[0]
+        where = "a text that the model wrote"
+    if len(found) < 2:
+        raise ValueError(f"--quantize-text {flags.quantize_text} must have at least two tokens")
+    tokens = torch.tensor(found)
+    before = bits_per_token(original, tokens)
+    after = bits_per_token(engine.model, tokens, state_dtype=flags.state_dtype)
+    unit = "byte" if codec.is_bytes else "token"
+    print(
+        f"{before:.4f} bits per {unit} on {where}; {after:.4f} with --quantize {flags.quantize} "
+        f"--state-dtype {flags.state_dtype}: {100 * (after / before - 1):+.2f} %",
+        file=sys.stderr,
+    )
+
+
+def _served(flags: ServeFlags, engine: Engine, states: Path) -> ServedModel:
+    from longspan.serve.chat_template import ChatTemplate, end_tokens
+    from longspan.serve.metrics import Metrics
+    from longspan.serve.serving_completion import Limits, ServedModel
+    from longspan.serve.state_store import StateStore
+
+    assert engine.codec is not None
+    folder = find_checkpoint(flags.model)
+    return ServedModel(
+        engine,
+        flags.name or flags.model.resolve().name,
+        ChatTemplate.from_folder(folder, flags.chat_template),
+        end_tokens(folder, engine.codec),
+        Limits(flags.max_prompt, flags.max_tokens, flags.timeout),
+        StateStore(states, engine, parse_bytes("--state-disk", flags.state_disk)),
+        Metrics(),
+    )
+
+
+def _announce(port: int, flags: ServeFlags, engine: Engine, has_keys: bool) -> None:
+    host = f"[{flags.host}]" if ":" in flags.host else flags.host
+    print(
+        f"serving {printable(str(flags.model))} at http://{host}:{port} with {engine.slots} slots on {engine.device}; "
+        f"state of one sequence: {format_bytes(engine.model.state_size())}",
+        file=sys.stderr,
+        flush=True,
+    )
+    if not has_keys and flags.host not in ("127.0.0.1", "localhost", "::1"):
+        print("anybody who reaches this address can use it: set --api-key-file", file=sys.stderr, flush=True)

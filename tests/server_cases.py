@@ -1,0 +1,45 @@
+"""What tests of the HTTP server share."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+
+from longspan.serve import Engine
+from longspan.serve.api_server import APIServer, ServerOptions
+from longspan.serve.chat_template import ChatTemplate
+from longspan.serve.metrics import Metrics
+from longspan.serve.serving_completion import Limits, ServedModel
+from longspan.serve.state_store import StateStore
+
+
+@contextmanager
+def serving(model, states: Path, *, template=None, ends=None, limits=None, budget=1 << 30, engine=None, **options):
+    """Serve a model from a thread; yields the server, its engine, its address and a client."""
+    made = Engine(model, **(engine or {}))
+    served = ServedModel(
+        made,
+        "tiny",
+        template or ChatTemplate(),
+        ends or {},
+        limits or Limits(),
+        StateStore(states, made, budget),
+        Metrics(),
+    )
+    server = APIServer(served, ServerOptions(port=0, **options))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    url = f"http://127.0.0.1:{server.port}"
+    try:
+        with httpx.Client(base_url=url, timeout=60) as client:
+            while client.get("/health").status_code not in (200, 401):
+                pass
+            yield SimpleNamespace(server=server, served=served, engine=made, url=url, client=client, thread=thread)
+    finally:
+        server.stop(timeout=0)
+        thread.join(30)
+        assert not thread.is_alive()
