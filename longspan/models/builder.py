@@ -32,7 +32,7 @@ def build_stack(config: ModelConfig) -> Stack:
         sum_streams=config.legacy.sum_streams,
         execution=config.execution,
     )
-    _initialize(stack)
+    _initialize(stack, config.zero_init_residual)
     return stack
 
 
@@ -158,9 +158,14 @@ def _each_part(spec: Any, num_heads: int, change: Callable[[dict[str, Any], int]
     return options
 
 
-def _initialize(stack: Stack) -> None:
-    """Draw weights of order 1/√fan-in; output projections are divided by the square root of the number of branches."""
-    scale = len(stack.branches) ** -0.5
+def _initialize(stack: Stack, zero: bool) -> None:
+    """Draw weights of order 1/√fan-in; output projections are divided by the square root of the number of branches.
+
+    Args:
+        stack: The layers.
+        zero: Set the output projections to zero instead.
+    """
+    scale = 0.0 if zero else len(stack.branches) ** -0.5
     for branch in stack.branches:
         for name, parameter in branch.named_parameters():
             if name.endswith("bias") and parameter.ndim == 1:

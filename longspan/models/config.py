@@ -217,6 +217,14 @@ class ModelConfig:
     """Compute logits with the token embeddings."""
     embed_dropout: float = 0.0
     """Dropout of the embeddings."""
+    ngrams: tuple[int, ...] = ()
+    """Lengths of n-grams whose hashed embeddings are added to those of the tokens, such as 2,3,4."""
+    ngram_buckets: int = 16_384
+    """Rows of each table of n-gram embeddings."""
+    logit_softcap: float | None = None
+    """Limit logits to ± this number by a tanh; None for no limit."""
+    zero_init_residual: bool = False
+    """Initialize the output projections of all layers to zero."""
     num_classes: int | None = None
     """Number of outputs of a `Classifier`: classes, or numbers to predict."""
     pooling: Pooling = "mean"
@@ -227,10 +235,11 @@ class ModelConfig:
     """Options that only checkpoints of the older packages need."""
 
     def __post_init__(self) -> None:
-        _freeze(self, "axial_shape", "token_shift")
+        _freeze(self, "axial_shape", "token_shift", "ngrams")
         _check_positive(
             self, "dim", "depth", "max_length", "num_streams", "vocab_size", "embed_dim", "num_classes", "input_dim"
         )
+        _check_positive(self, "ngram_buckets")
         check_fields(self)
         if not isinstance(self.legacy, LegacyConfig):
             raise ValueError(f"legacy must be a LegacyConfig, got {self.legacy!r}")
@@ -248,6 +257,10 @@ class ModelConfig:
             raise ValueError(f"token_shift has {len(self.token_shift)} parts, more than dim ({self.dim})")
         if self.tie_embeddings and self.vocab_size is None:
             raise ValueError("tie_embeddings needs vocab_size")
+        if len(set(self.ngrams)) < len(self.ngrams) or any(n < 2 for n in self.ngrams):
+            raise ValueError(f"ngrams must be different lengths of at least 2, such as 2,3, got {self.ngrams}")
+        if self.logit_softcap is not None and not self.logit_softcap > 0:
+            raise ValueError(f"logit_softcap must be above 0, or None for no limit, got {self.logit_softcap}")
         if self.input_dim is not None and self.vocab_size is not None:
             raise ValueError("a model reads tokens or vectors: set vocab_size or input_dim, not both")
         self._check_legacy()

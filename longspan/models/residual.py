@@ -88,9 +88,10 @@ class BranchState(State):
 
 @dataclass
 class StackState(State):
-    """The states of the branches, in order."""
+    """The states of the branches, in order, and the codes of the tokens that n-grams still need."""
 
     branches: tuple[BranchState, ...] = ()
+    recent: Tensor | None = None  # (B, s, 1) int64
 
     def select(self, index: Index) -> StackState:
         """Return the rows at `index`, as copies."""
@@ -106,7 +107,10 @@ class StackState(State):
 
     def _merge(self, later: StackState) -> StackState:
         pairs = zip(self.branches, later.branches, strict=True)
-        return replace(self, branches=tuple(branch.merge(other) for branch, other in pairs))
+        merged = replace(self, branches=tuple(branch.merge(other) for branch, other in pairs))
+        if self.recent is None or later.recent is None:
+            return merged
+        return replace(merged, recent=merge_latest(self.recent, later.recent, later.length))
 
 
 class ResidualBranch(nn.Module):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from longspan.layout import Packing, PaddedSpan, SequenceShard, TokenLayout
 from longspan.models.builder import build_stack
 from longspan.models.config import ModelConfig
-from longspan.models.layers import NORMS, Attention
+from longspan.models.layers import NORMS, Attention, latest_tokens
+from longspan.models.ngrams import NgramEmbedding
 from longspan.models.positions import (
     AbsolutePositions,
     AxialPositions,
@@ -21,7 +22,7 @@ from longspan.models.positions import (
 )
 from longspan.models.residual import ResidualBranch, StackState
 from longspan.ops.decode import fused_linear
-from longspan.ops.loss import IGNORE_INDEX, cross_entropy
+from longspan.ops.loss import IGNORE_INDEX, cap_logits, cross_entropy
 from longspan.protocol import StateOptions
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ class LanguageModel(nn.Module):
         width = config.embed_dim or config.dim
         self.embedding = nn.Embedding(config.vocab_size, width)
         nn.init.normal_(self.embedding.weight, std=0.02)
+        self.ngrams = NgramEmbedding(width, config.ngrams, config.ngram_buckets) if config.ngrams else None
         self.positions = _positions(config, width)
         self.dropout = nn.Dropout(config.embed_dropout)
         self.to_dim = nn.Linear(width, config.dim) if width != config.dim else None
@@ -225,7 +227,8 @@ class LanguageModel(nn.Module):
         """Compute logits (B, T, vocab_size) of vectors (B, T, dim) from `hidden`."""
         narrow = hidden if self.from_dim is None else self.from_dim(hidden)
         narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
-        return F.linear(narrow, self.embedding.weight) if self.to_logits is None else self.to_logits(narrow)
+        logits = F.linear(narrow, self.embedding.weight) if self.to_logits is None else self.to_logits(narrow)
+        return cap_logits(logits, self.config.logit_softcap)
 
     def loss(
         self,
@@ -266,14 +269,18 @@ class LanguageModel(nn.Module):
         narrow = narrow if self.narrow_norm is None else self.narrow_norm(narrow)
         weight = self.embedding.weight if self.to_logits is None else self.to_logits.weight
         bias = None if self.to_logits is None else self.to_logits.bias
-        return cross_entropy(narrow.flatten(0, 1), weight, bias, labels.flatten())
+        return cross_entropy(narrow.flatten(0, 1), weight, bias, labels.flatten(), self.config.logit_softcap)
 
     def new_state(self, batch_size: int, **options: Unpack[ModelStateOptions]) -> StackState:
         """Return an empty state; see `Transformer.new_state`."""
         longest = options.get("max_length")
         if longest is not None and self.positions is not None:
             self.positions.check(longest)
-        return self.transformer.new_state(batch_size, **options)
+        state = self.transformer.new_state(batch_size, **options)
+        if self.ngrams is None:
+            return state
+        recent = torch.zeros(batch_size, self.ngrams.reach, 1, dtype=torch.int64, device=state.length.device)
+        return replace(state, recent=recent)
 
     def extend(
         self, tokens: Tensor, state: StackState, *, key_mask: Tensor | None = None, _layout: TokenLayout | None = None
@@ -293,14 +300,21 @@ class LanguageModel(nn.Module):
             raise ValueError(
                 f"the state holds {len(state.length)} sequences, the input {len(tokens)}: tokens need a row for each"
             )
+        span = None
+        if self.ngrams is not None and key_mask is not None and _layout is None and tokens.shape[1]:
+            span = PaddedSpan.of(key_mask)
+            tokens = span.roll(tokens[:, :, None, None])[0][:, :, 0, 0]
+            key_mask = torch.arange(tokens.shape[1], device=tokens.device) < span.lengths[:, None]
         layout = _layout
         if layout is None:
             layout = TokenLayout.of(tokens, causal=True, key_mask=key_mask, start=state.end)
         longest = 0
         if self.positions is not None and self.positions.reach is not None and tokens.device.type == "cpu":
             longest = int(layout.position.max()) + 1 if layout.position.numel() else 0
-        x = self._embed(tokens, layout, longest)
-        return self.transformer.extend(x, state, key_mask=key_mask, _layout=_layout)
+        x, recent = self._embed(tokens, layout, longest, state.recent)
+        out, state = self.transformer.extend(x, state, key_mask=key_mask, _layout=_layout)
+        out = out if span is None else span.unroll(out[:, :, None])[:, :, 0]
+        return out, state if recent is None else replace(state, recent=recent)
 
     def decode_step(self, tokens: Tensor, state: StackState) -> tuple[Tensor, StackState]:
         """Compute logits (B, V) of one token (B,) of a decode loop, unchecked, without gradients, updating the state.
@@ -308,6 +322,9 @@ class LanguageModel(nn.Module):
         All lengths in the state must be one tensor (`Stack.share_length`), which is advanced here.
         """
         x = self.embedding(tokens)[:, None]
+        if self.ngrams is not None:
+            assert state.recent is not None
+            x = x + self.ngrams.step(tokens, state.recent)[:, None]
         if self.positions is not None:
             x = x + self.positions(state.length[:, None]).to(x.dtype)
         x = x if self.to_dim is None else self.to_dim(x)
@@ -316,7 +333,8 @@ class LanguageModel(nn.Module):
         if self.from_dim is not None or self.narrow_norm is not None:
             return self.logits(self.transformer.normalize(out))[:, 0], state
         last = self.embedding.weight if self.to_logits is None else self.to_logits
-        return fused_linear(out, last, norm=self.transformer.norm)[0][:, 0], state
+        logits = fused_linear(out, last, norm=self.transformer.norm)[0][:, 0]
+        return cap_logits(logits, self.config.logit_softcap), state
 
     def state_size(self) -> int:
         """Return the bytes of one sequence's state; for `softmax`, which stores every token, of an empty one."""
@@ -351,7 +369,7 @@ class LanguageModel(nn.Module):
             longest = int(layout.position.max()) + 1  # padding has no position
         given: dict[str, Any] = {"context": context, "context_mask": context_mask, "context_packing": context_packing}
         given |= {"_layout": layout, "_context_layout": context_layout}
-        return self.transformer(self._embed(tokens, layout, longest), **given)
+        return self.transformer(self._embed(tokens, layout, longest)[0], **given)
 
     def _look_up(self, tokens: Tensor) -> Tensor:
         try:
@@ -374,13 +392,20 @@ class LanguageModel(nn.Module):
             if len(wrong):
                 raise ValueError(f"labels must be from 0 to {vocab_size - 1}, or {IGNORE_INDEX}, got {int(wrong[0])}")
 
-    def _embed(self, tokens: Tensor, layout: TokenLayout, longest: int) -> Tensor:
+    def _embed(
+        self, tokens: Tensor, layout: TokenLayout, longest: int, recent: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the vectors of tokens, and the codes that n-grams need next, if those before were given."""
         x = self.embedding(tokens) if torch.compiler.is_compiling() else self._look_up(tokens)
+        if self.ngrams is not None:
+            codes = self.ngrams.encode(tokens, layout)
+            x = x + self.ngrams(codes, layout, recent)
+            recent = None if recent is None else latest_tokens(recent, codes, layout)
         if self.positions is not None:
             self.positions.check(longest)
             x = x + self.positions(layout.position).to(x.dtype)
         x = self.dropout(x)
-        return x if self.to_dim is None else self.to_dim(x)
+        return x if self.to_dim is None else self.to_dim(x), recent
 
 
 class EncoderDecoder(nn.Module):

@@ -12,7 +12,14 @@ IGNORE_INDEX = -100
 MAX_LOGITS = 2**25  # per chunk
 
 
-def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return softcap · tanh(logits / softcap); the logits themselves without a softcap."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softcap: float | None = None
+) -> Tensor:
     """Return the mean of −log softmax(hidden Wᵀ + b)[label] over labels that are not IGNORE_INDEX; 0 if there are none.
 
     Softmax and sums are float32 whatever the inputs. More than MAX_LOGITS logits are computed in chunks, and again in
@@ -23,21 +30,22 @@ def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: T
         weight: (V, dim).
         bias: (V,).
         labels: (N,), −100 where there is none.
+        softcap: The limit of the logits; see `cap_logits`.
     """
     rows = max(1, MAX_LOGITS // len(weight))
     count = (labels != IGNORE_INDEX).sum()
     if len(labels) <= rows:
-        return _sum(hidden, weight, bias, labels) / count.clamp(min=1)
+        return _sum(hidden, weight, bias, labels, softcap) / count.clamp(min=1)
     chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
     if torch.is_grad_enabled():
-        sums = [recompute(_sum, h, weight, bias, y) for h, y in chunks]
+        sums = [recompute(_sum, h, weight, bias, y, softcap) for h, y in chunks]
     else:
-        sums = [_sum(h, weight, bias, y) for h, y in chunks]
+        sums = [_sum(h, weight, bias, y, softcap) for h, y in chunks]
     return torch.stack(sums).sum() / count.clamp(min=1)
 
 
-def _sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+def _sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softcap: float | None) -> Tensor:
     logits = F.linear(hidden, weight, bias)
     # When compiled, the float32 copy stays in registers.
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = cap_logits(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
     return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")

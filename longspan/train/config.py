@@ -21,6 +21,8 @@ from longspan.utils import choose, nearest, read_json
 Objective = Literal["causal", "masked", "classify", "multilabel", "regress", "tag", "forecast"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Switch = Literal["auto", "on", "off"]
+Optimizer = Literal["adamw", "muon"]
+DecayType = Literal["cosine", "linear"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 _OUTPUTS = ("num_classes", "pooling", "input_dim")
 Format = Literal["auto", "bytes"]
@@ -51,6 +53,8 @@ class TrainConfig:
     """Sequences per batch and process."""
     accumulate: int = 1
     """Batches whose gradients are accumulated for one step."""
+    ramp_up: float = 0.0
+    """First fraction of the run in which a step grows from one batch to --accumulate."""
     steps: int | None = None
     """Number of training steps."""
     minutes: float | None = None
@@ -60,7 +64,15 @@ class TrainConfig:
     warmup: int = 200
     """Warmup steps."""
     min_lr: float = 0.0
-    """Final learning rate as a fraction of --lr (cosine decay)."""
+    """Final learning rate as a fraction of --lr."""
+    decay_type: DecayType = "cosine"
+    """How the learning rate decays to --min-lr: cosine or linear."""
+    decay_ratio: float = 1.0
+    """Last fraction of the run in which it decays; below 1: warmup, stable, decay."""
+    optimizer: Optimizer = "adamw"
+    """adamw, or muon for the matrices of the layers and AdamW for the rest."""
+    muon_lr: float | None = None
+    """Peak learning rate of Muon, whose steps are as large as AdamW's; --lr by default."""
     weight_decay: float = 0.1
     """Weight decay (matrices only)."""
     betas: tuple[float, ...] = (0.9, 0.95)
@@ -136,7 +148,7 @@ class TrainConfig:
                 raise ValueError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
         if not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"--seed must be an integer of 64 bits, got {self.seed}")
-        for name in ("steps", "minutes", "image_size", "lr", "chunk_length"):
+        for name in ("steps", "minutes", "image_size", "lr", "muon_lr", "chunk_length"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{_flag(name)} must be above 0, got {value}")
@@ -145,6 +157,14 @@ class TrainConfig:
                 raise ValueError(f"{_flag(name)} must be 0 or more, got {getattr(self, name)}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"--betas are two numbers in [0, 1), as 0.9,0.95, got {self.betas}")
+        if not 0 < self.decay_ratio <= 1 or not 0 <= self.ramp_up <= 1:
+            raise ValueError(
+                f"--decay-ratio must be in (0, 1] and --ramp-up in [0, 1], got {self.decay_ratio} and {self.ramp_up}"
+            )
+        if self.ramp_up and self.accumulate == 1:
+            raise ValueError("--ramp-up grows a step to --accumulate batches: give --accumulate 2 or more")
+        if self.muon_lr is not None and self.optimizer != "muon":
+            raise ValueError(f"--muon-lr is for --optimizer muon, got {self.optimizer}")
         if not 0 <= self.held_out < 1 or not 0 < self.mask_rate < 1:
             raise ValueError(
                 f"--held-out must be in [0, 1) and --mask-rate in (0, 1), got {self.held_out} and {self.mask_rate}"

@@ -37,6 +37,7 @@ from longspan.train.data.tasks import PER_TOKEN, TASKS
 from longspan.train.data.token_store import StoreSpec, TokenStore, open_store, unigram_bits
 from longspan.train.fsdp import uses_fsdp
 from longspan.train.loggers import Logger, Record
+from longspan.train.muon import MuonAdamW, layer_matrices
 
 T = TypeVar("T")
 # Files of a run, one of each kind, which a glob must not match.
@@ -367,19 +368,28 @@ def make_batches(train: TrainConfig, store: TokenStore, shape: BatchShape, packe
     return ShuffledBatches(store, shape, packed=packed, seed=train.seed)
 
 
-def make_optimizer(train: TrainConfig, module: torch.nn.Module) -> torch.optim.AdamW:
-    """Return fused AdamW with weight decay on matrices only."""
+def make_optimizer(train: TrainConfig, module: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return fused AdamW with weight decay on matrices only; with --optimizer muon, Muon for those of the layers.
+
+    A group's `lr_ratio` is its learning rate as a multiple of --lr.
+    """
     trained = [p for p in module.parameters() if p.requires_grad]
+    muon = {id(p) for p in layer_matrices(module)} if train.optimizer == "muon" else set()
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in trained if p.ndim >= 2 and id(p) not in muon], "weight_decay": train.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     betas = (train.betas[0], train.betas[1])
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=betas, fused=True)
+    if train.optimizer == "adamw":
+        return torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=betas, fused=True)
+    matrices = {"params": [p for p in trained if id(p) in muon], "weight_decay": train.weight_decay, "muon": True}
+    ratio = 1.0 if train.muon_lr is None else train.muon_lr / train.lr
+    own = [{**g, "lr_ratio": ratio if g is matrices else 1.0} for g in (matrices, *groups) if g["params"]]
+    return MuonAdamW(own, lr=train.lr, betas=betas)
 
 
 def learning_rate(train: TrainConfig, step: int, done: float) -> float:
-    """Return the learning rate: linear warmup times a cosine over the run.
+    """Return the learning rate: linear warmup times a decay over the last --decay-ratio of the run.
 
     Args:
         train: The settings of the run.
@@ -390,8 +400,16 @@ def learning_rate(train: TrainConfig, step: int, done: float) -> float:
     if train.steps is None:  # A slow machine may not reach `warmup` steps: end it after 10 % of the time.
         warmup = max(warmup, done / 0.1)
     warmup = min(1.0, warmup)
-    cosine = train.min_lr + (1 - train.min_lr) * (1 + math.cos(math.pi * min(1.0, done))) / 2
-    return train.lr * warmup * cosine
+    decayed = max(0.0, (min(1.0, done) - (1 - train.decay_ratio)) / train.decay_ratio)
+    left = 1 - decayed if train.decay_type == "linear" else (1 + math.cos(math.pi * decayed)) / 2
+    return train.lr * warmup * (train.min_lr + (1 - train.min_lr) * left)
+
+
+def batches_per_step(train: TrainConfig, done: float) -> int:
+    """Return the number of batches of a step: from 1 to --accumulate over the first --ramp-up of the run."""
+    if done >= train.ramp_up:
+        return train.accumulate
+    return 1 + int((train.accumulate - 1) * done / train.ramp_up)
 
 
 def check_model(train: TrainConfig, config: ModelConfig) -> None:

@@ -290,13 +290,13 @@ class Trainer:
             self.accelerator.clip_grad_norm_(self.objective.parameters(), self.config.clip)
         self.lr = setup.learning_rate(self.config, self.step, self.done)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr
+            group["lr"] = self.lr * group.get("lr_ratio", 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.processes > 1:
             total = self.accelerator.reduce(total) / self.objective.ranks_per_batch
         self.step += 1
-        self.tokens += self.shape.num_sequences * self.config.context
+        self.tokens += len(batches) * self.shape.batch_size * self.shape.processes * self.config.context
         self.read_loss()
         self._pending = self.step, total / num_targets
         if self.device.type != "cuda":  # On a GPU, reading this loss now would wait for the step to finish.
@@ -311,7 +311,7 @@ class Trainer:
         return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
     def _next_batches(self) -> list[Batch]:
-        batches = self.batches.next_step()
+        batches = self.batches.next_step(setup.batches_per_step(self.config, self.done))
         if self.config.objective != "masked":
             return batches
         masked = []

@@ -101,6 +101,7 @@ MODEL_VALUES: dict[str, tuple[str, Any]] = {
     "model.attention.out_gate": ("silu", "silu"),
     "model.attention.dropout": ("0.1", 0.1),
     "model.embed_dropout": ("0.1", 0.1),
+    "model.ngrams": ("2,3", (2, 3)),
     "model.feed_forward.activation": ("gelu", "gelu"),
     "model.feed_forward.dropout": ("0.1", 0.1),
     "model.legacy.out_dropout": ("0.1", 0.1),
@@ -173,6 +174,9 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "lr": {"lr": 0.001},
     "warmup": {"warmup": 5},
     "min_lr": {"min_lr": 0.5},
+    "decay_type": {"decay_type": "linear"},
+    "decay_ratio": {"decay_ratio": 0.5},
+    "optimizer": {"optimizer": "muon"},
     "weight_decay": {"weight_decay": 0.9},
     "betas": {"betas": "0.5,0.6"},
     "clip": {"clip": 0.01},
@@ -242,6 +246,7 @@ def test_compile_is_asked_for(corpus: Path, tmp_path: Path) -> None:
 # divergence, bin_dtype, image_size and tokenizer have tests of their own, beside what they change.
 ELSEWHERE = {"data", "out", "prompt", "sample_tokens", "save_every", "tensorboard", "device", "eval_data", "minutes"}
 ELSEWHERE |= {"mask_rate", "compile", "divergence", "bin_dtype", "image_size", "tokenizer", "format"}
+ELSEWHERE |= {"muon_lr", "ramp_up"}  # test_recipe.py
 ELSEWHERE |= {"text_field", "label_field", "file_field", "mesh", "init", "freeze", "chunk_length"}
 
 
@@ -264,6 +269,10 @@ def test_no_setting_is_without_a_test() -> None:
         ({"mechanism": "-1"}, "unknown mechanism '-1'"),
         ({"batch_size": "0"}, "--batch-size must be at least 1, got 0"),
         ({"betas": "0.9"}, "--betas are two numbers"),
+        ({"decay_ratio": "0"}, "--decay-ratio must be in (0, 1] and --ramp-up in [0, 1], got 0.0 and 0.0"),
+        ({"ramp_up": "0.5"}, "--ramp-up grows a step to --accumulate batches: give --accumulate 2 or more"),
+        ({"muon_lr": "0.1"}, "--muon-lr is for --optimizer muon, got adamw"),
+        ({"optimizer": "moun"}, "unknown --optimizer 'moun'; there is adamw, muon (did you mean 'muon'?)"),
         (
             {"objective": "causl"},
             "unknown --objective 'causl'; there is causal, masked, classify, multilabel, regress, tag, forecast (did",

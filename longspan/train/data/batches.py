@@ -110,10 +110,11 @@ class Batches(ABC, Generic[Item]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position that `state_dict` returned."""
 
-    def next_step(self) -> list[Batch]:
-        """Return this process's micro-batches of the next step."""
-        items = [self._next(index) for index in range(self.shape.num_sequences)]
-        return [self._collate(items[self.shape.micro_batch(i)]) for i in range(self.shape.accumulate)]
+    def next_step(self, number: int | None = None) -> list[Batch]:
+        """Return this process's micro-batches of the next step: `number` of them, or all."""
+        number = self.shape.accumulate if number is None else number
+        items = [self._next(index) for index in range(number * self.shape.batch_size * self.shape.processes)]
+        return [self._collate(items[self.shape.micro_batch(i)]) for i in range(number)]
 
     @abstractmethod
     def _next(self, index: int) -> Item: ...

@@ -1,0 +1,145 @@
+"""Options of the recipe: Muon, the decay of the learning rate, steps that grow; alone, resumed and on a mesh."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training import arguments, curve, longspan, metrics, ranks, trained, write_corpus
+
+from longspan import AttentionConfig, LanguageModel, ModelConfig
+from longspan.train.config import TrainConfig
+from longspan.train.muon import MuonAdamW, layer_matrices, orthogonalize
+from longspan.train.setup import batches_per_step, learning_rate, make_optimizer
+
+# Everything that the options add to the state of a run.
+RECIPE: dict[str, Any] = {
+    "optimizer": "muon",
+    "muon_lr": 0.02,
+    "accumulate": 3,
+    "ramp_up": 0.8,
+    "decay_type": "linear",
+    "decay_ratio": 0.5,
+    "model.ngrams": "2,3",
+    "model.ngram_buckets": 61,
+    "model.logit_softcap": 11,
+    "model.zero_init_residual": "true",
+}
+
+
+def train_config(**options: Any) -> TrainConfig:
+    return TrainConfig(data=("x",), out="y", **{"steps": 100, **options})
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
+
+
+def test_orthogonal_factors() -> None:
+    torch.manual_seed(0)
+    for shape in ((3, 31, 17), (2, 17, 31), (1, 1, 7)):
+        matrices = torch.randn(shape)
+        found = orthogonalize(matrices)
+        assert found.dtype == torch.bfloat16
+        values = torch.linalg.svdvals(found.float())
+        assert 0.6 < values.min() <= values.max() < 1.3
+        u, _, v = torch.linalg.svd(matrices, full_matrices=False)
+        assert torch.cosine_similarity((u @ v).flatten(1), found.float().flatten(1)).min() > 0.97
+    assert not orthogonalize(torch.zeros(1, 3, 5)).any()
+
+
+def test_muon_takes_the_steps_of_pytorch() -> None:
+    """Batched by shape, with AdamW beside it in one optimizer."""
+    torch.manual_seed(0)
+    shapes = [(7, 13), (13, 7), (7, 13), (5,)]
+    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    for parameter, other in zip(ours, theirs, strict=True):
+        torch.nn.init.normal_(parameter)
+        other.data.copy_(parameter.data)
+    groups = [{"params": ours[:3], "weight_decay": 0.3, "muon": True}, {"params": ours[3:], "weight_decay": 0.0}]
+    one = MuonAdamW(groups, lr=0.05, betas=(0.9, 0.95))
+    muon = torch.optim.Muon(theirs[:3], lr=0.05, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(theirs[3:], lr=0.05, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    for _ in range(3):
+        for parameter, other in zip(ours, theirs, strict=True):
+            parameter.grad = torch.randn_like(parameter)
+            other.grad = parameter.grad.clone()
+        for optimizer in (one, muon, adamw):
+            optimizer.step()
+    assert torch.equal(ours[3], theirs[3])
+    for parameter, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(parameter, other, atol=2e-3, rtol=0)  # bfloat16, in another order
+    assert set(one.state[ours[0]]) == {"momentum_buffer"}
+    assert len(one.param_groups) == 2
+
+
+def test_muon_gets_the_matrices_of_the_layers() -> None:
+    attention = AttentionConfig(num_heads=4, mechanism="delta", out_gate="silu", conv_size=4, value_gates=True)
+    config = ModelConfig(dim=16, depth=2, causal=True, vocab_size=11, attention=attention, ngrams=(2,), ngram_buckets=7)
+    model = LanguageModel(config)
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {names[id(p)].split(".layer.")[1] for p in layer_matrices(model)}
+    assert found == {f"{name}.weight" for name in ("to_q", "to_kv", "to_out", "to_out_gate", "to_hidden")}
+    optimizer = make_optimizer(train_config(optimizer="muon", muon_lr=0.03, lr=0.01), model)
+    assert [(g["muon"], g["lr_ratio"], g["weight_decay"]) for g in optimizer.param_groups] == [
+        (True, 3.0, 0.1),
+        (False, 1.0, 0.1),
+        (False, 1.0, 0.0),
+    ]
+    assert len(optimizer.param_groups[0]["params"]) == 12
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(names)
+
+
+def test_the_learning_rate_decays_as_asked() -> None:
+    def rates(**options: Any) -> list[float]:
+        config = train_config(lr=2.0, warmup=10, **options)
+        return [learning_rate(config, step, step / 100) for step in (0, 9, 25, 50, 75, 100)]
+
+    assert rates()[:2] == [0.2, pytest.approx(1 + math.cos(math.pi * 0.09))]
+    np.testing.assert_allclose(rates(decay_type="linear")[2:], [1.5, 1.0, 0.5, 0.0])
+    np.testing.assert_allclose(rates(decay_type="linear", decay_ratio=0.5)[1:], [2, 2, 2, 1, 0])
+    np.testing.assert_allclose(rates(decay_ratio=0.5, min_lr=0.5)[3:], [2, 1.5, 1])
+
+
+def test_steps_grow() -> None:
+    config = train_config(accumulate=5, ramp_up=0.4)
+    assert [batches_per_step(config, done / 10) for done in range(6)] == [1, 2, 3, 3, 5, 5]
+    assert batches_per_step(train_config(accumulate=5), 0.0) == 5
+
+
+def test_a_run_with_everything_is_resumed_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
+    expected = curve(trained(corpus, tmp_path / "whole", **RECIPE))
+    assert [r["tokens"] for r in metrics(tmp_path / "whole") if "loss" in r][:2] == [183, 366]  # one batch at first
+    assert [r["tokens"] for r in metrics(tmp_path / "whole") if "loss" in r][-1] < 12 * 3 * 183
+    stop = """
+from longspan.train.trainer import Trainer
+after = Trainer._after_step
+def stop(self):
+    after(self)
+    self.signals.received = 15 if self.step == 7 else 0
+Trainer._after_step = stop
+"""
+    words = arguments(corpus, tmp_path / "stopped", **RECIPE)
+    assert longspan(*words, log=tmp_path / "log", before=stop).status == 143
+    assert longspan(*words, log=tmp_path / "log").status == 0
+    assert curve(metrics(tmp_path / "stopped")) == expected
+    files = [(tmp_path / name / "checkpoint" / "model.safetensors").read_bytes() for name in ("whole", "stopped")]
+    assert files[0] == files[1]
+
+
+@pytest.mark.slow
+def test_a_mesh_takes_the_steps_of_one_process(corpus: Path, tmp_path: Path) -> None:
+    """Sharded weights and divided sequences: matrices are gathered, n-grams reach into the piece before."""
+    settings = {**RECIPE, "steps": 5, "save_every": 3}
+    trained(corpus, tmp_path / "one", **settings, batch_size=4)
+    for name, mesh, size in (("shards", "fsdp=2", 2), ("pieces", "cp=2", 4)):
+        words = arguments(corpus, tmp_path / name, **settings, batch_size=size, mesh=mesh)
+        done = ranks(2, words, tmp_path / f"{name}-log")
+        assert [result.status for result in done] == [0, 0], done
+        found, wanted = ([r["loss"] for r in metrics(tmp_path / x) if "loss" in r] for x in (name, "one"))
+        np.testing.assert_allclose(found, wanted, rtol=2e-3)  # bfloat16 rounds sums of another order
