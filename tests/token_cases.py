@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from longspan.generation.sampling import Sampling, SeededSampler
+from longspan.generation.sampling import Sampling, SeededSampler, SlotSampler
 from longspan.models.layers import ShortConvolution, shift_token
 from longspan.ops import decode
 from longspan.ops.rotary import cos_sin
@@ -207,3 +208,25 @@ def compare_samples(name: str, device: str, vocabulary: int = 131, rows: int = 5
         assert torch.equal(ours.answer[0], eager.answer[0])
         torch.testing.assert_close(ours.answer[1], eager.answer[1], rtol=1e-5, atol=1e-5)
     assert eager._ended.any() or not (tokens[1][:, None] == eager._stop).any()
+
+
+def compare_slot_samples(device: str, vocabulary: int = 131) -> None:
+    """Assert that the kernel chooses the same tokens as eager PyTorch where each row has options of its own."""
+    rows = len(SAMPLINGS) + 1  # One row has not begun.
+    logits = (torch.randn(rows, vocabulary) * 3).to(device)
+    logits[:, 3] = logits[:, 5] = logits[:, 4]  # ties
+    samplers = [SlotSampler(rows, vocabulary, 11, logits.dtype, logits.device) for _ in range(2)]
+    tokens = [torch.zeros(rows, dtype=torch.int64, device=device) for _ in samplers]
+    options = [replace(own, repetition_window=1 + i) for i, own in enumerate(SAMPLINGS.values())]
+    recent = [torch.randint(vocabulary, (n,)) for n in range(0, 2 * len(options), 2)]
+    for sampler, fused in zip(samplers, (True, False), strict=True):
+        sampler.capturable = fused
+        sampler.put(range(1, rows), options, range(rows - 1), recent)
+    for append in (False, True, True):
+        for sampler, token in zip(samplers, tokens, strict=True):
+            sampler.prepare()
+            sampler.sample(logits, token, append=append)
+        assert torch.equal(*tokens)
+        assert torch.equal(samplers[0].recent, samplers[1].recent)
+        assert torch.equal(samplers[0]._index, samplers[1]._index)
+    assert len(set(tokens[0].tolist())) > 3

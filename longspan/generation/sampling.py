@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.ops.decode import sample, why_not_triton_sample
+from longspan.ops.decode import sample, sample_slots, why_not_triton_sample
 from longspan.utils import check_integer
 
 _BLOCK = 1024  # random numbers drawn at a time for each sequence
@@ -284,7 +285,8 @@ class SlotSampler(Sampler):
     """Draws tokens of rows that begin and end at different times, each with its own `Sampling` and seed.
 
     A filter that no row uses is skipped, and one that a row does not use leaves its probabilities as they are, so that
-    a row's tokens do not depend on the others. A seed gives the same uniform numbers as in `SeededSampler`.
+    a row's tokens do not depend on the others. A seed gives the same uniform numbers as in `SeededSampler`. On a GPU
+    one kernel does all of `sample`.
 
     Args:
         batch_size: Number of rows.
@@ -296,43 +298,56 @@ class SlotSampler(Sampler):
 
     def __init__(self, batch_size: int, vocab_size: int, window: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(torch.full((batch_size, window), -1, dtype=torch.int64, device=device))
-        self._sampling = [Sampling(temperature=0)] * batch_size
+        self.capturable = why_not_triton_sample(torch.empty(1, vocab_size, dtype=dtype, device=device)) is None
         self._vocab_size, self._dtype = vocab_size, torch.promote_types(dtype, torch.float32)
         self._generators = [torch.Generator()] * batch_size
         self._uniform = torch.zeros(batch_size, _BLOCK, dtype=torch.float64, device=device)
         self._index = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self._drawn = [0] * batch_size  # uniform numbers of the block that a row has used
+        self._drawn = np.zeros(batch_size, dtype=np.int64)  # uniform numbers of the block that a row has used
+        # Options by row: temperature, top_k, min_p, top_p, penalty, window.
+        self._host_options = np.tile(self._row_of(Sampling(temperature=0)), (batch_size, 1))
+        self._row_options = torch.zeros(batch_size, 6, dtype=torch.float32, device=device)
         self._options: dict[str, Tensor | None] = {}
         self._changed = True
 
-    def put(self, row: int, sampling: Sampling, seed: int, recent: Tensor) -> None:
-        """Begin a row.
+    def put(
+        self, rows: Sequence[int], sampling: Sequence[Sampling], seeds: Sequence[int], recent: list[Tensor]
+    ) -> None:
+        """Begin rows.
 
         Args:
-            row: The row.
-            sampling: Its options.
-            seed: Seed of its random numbers.
-            recent: (n,) the tokens before the pending one.
+            rows: The rows.
+            sampling: Their options.
+            seeds: Seeds of their random numbers.
+            recent: (n,) of each, the tokens before the pending one.
         """
         window = self.recent.shape[1]
-        self._sampling[row], self._changed = sampling, True
-        self.recent[row] = -1
-        last = recent[-window:]
-        self.recent[row, window - len(last) :] = last.to(self.recent.device)
-        self._generators[row] = torch.Generator().manual_seed(seed)
-        self._refill(row)
+        before = torch.full((len(rows), window), -1, dtype=torch.int64)
+        for i, (row, own, seed, tokens) in enumerate(zip(rows, sampling, seeds, recent, strict=True)):
+            last = tokens[-window:]
+            before[i, window - len(last) :] = last
+            self._host_options[row] = self._row_of(own)
+            self._generators[row] = torch.Generator().manual_seed(seed)
+        self._changed = True
+        self.recent.index_copy_(0, self._to_device(torch.tensor(rows)), self._to_device(before))
+        self._refill(rows)
 
     def release(self, row: int) -> None:
         """End a row: what it draws from now on does not matter."""
-        self._sampling[row], self._changed = Sampling(temperature=0), True
+        self._host_options[row], self._changed = self._row_of(Sampling(temperature=0)), True
 
     def prepare(self) -> None:
-        for row, number in enumerate(self._drawn):
-            if number == _BLOCK:
-                self._refill(row)
-            self._drawn[row] += 1
-        if self._changed:
-            self._options, self._changed = self._row_options(), False
+        if self._drawn.max() >= _BLOCK:
+            self._refill(np.flatnonzero(self._drawn >= _BLOCK).tolist())
+        self._drawn += 1
+        self._update_options()
+
+    def sample(self, logits: Tensor, token: Tensor, *, append: bool) -> None:
+        if self.capturable:
+            buffers = self.recent, token, self._uniform, self._index, self._row_options
+            sample_slots(logits, *buffers, append=append)
+        else:
+            super().sample(logits, token, append=append)
 
     def choose(self, logits: Tensor) -> Tensor:
         options = self._options
@@ -352,7 +367,7 @@ class SlotSampler(Sampler):
 
     def has_draws(self, number: int) -> bool:
         """Return whether every row has this many random numbers left, as `choose_several` needs."""
-        return max(self._drawn) + number <= _BLOCK
+        return int(self._drawn.max()) + number <= _BLOCK
 
     def choose_several(self, logits: Tensor, tokens: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Choose tokens at several positions, as steps would as long as what they choose is what comes next.
@@ -366,7 +381,9 @@ class SlotSampler(Sampler):
             Tokens (B, T), and how many of them (B,) steps would have chosen, up to the first that is not the guess.
         """
         recent, index = self.recent.clone(), self._index.clone()
-        self._options, self._changed = self._row_options() if self._changed else self._options, False
+        self._update_options()
+        if self.capturable:
+            self._options = self._columns(torch.from_numpy(self._host_options))
         chosen = []
         for i in range(logits.shape[1]):
             self.append(tokens[:, i])
@@ -375,39 +392,57 @@ class SlotSampler(Sampler):
         place = torch.arange(1, logits.shape[1], device=logits.device)
         right = (found[:, :-1] == tokens[:, 1:]) & (place < sizes[:, None])
         number = 1 + right.cumprod(1).sum(1)
-        if self._options["greedy"] is not None:
-            self._index.copy_((index + number) % _BLOCK)
+        self._index.copy_((index + number) % _BLOCK)
         window = torch.arange(recent.shape[1], device=logits.device)
         self.recent.copy_(torch.cat([recent, tokens], 1).gather(1, number[:, None] + window))
-        self._drawn = [drawn + new for drawn, new in zip(self._drawn, number.tolist(), strict=True)]
+        self._drawn += number.cpu().numpy()
         return found, number
 
-    def _refill(self, row: int) -> None:
-        self._uniform[row] = torch.rand(_BLOCK, generator=self._generators[row], dtype=torch.float64)
-        self._index[row] = 0
-        self._drawn[row] = 0
+    def _refill(self, rows: Sequence[int]) -> None:
+        """Draw the next block of random numbers of rows."""
+        blocks = [torch.rand(_BLOCK, generator=self._generators[row], dtype=torch.float64) for row in rows]
+        where = self._to_device(torch.tensor(rows))
+        self._uniform.index_copy_(0, where, self._to_device(torch.stack(blocks)))
+        self._index.index_fill_(0, where, 0)
+        self._drawn[rows] = 0
 
-    def _row_options(self) -> dict[str, Tensor | None]:
+    def _row_of(self, x: Sampling) -> tuple[float, ...]:
+        V, top_p = self._vocab_size, math.inf if x.top_p is None else x.top_p
+        return (
+            *(x.temperature, min(x.top_k or V, V), x.min_p or 0.0, top_p),
+            *(x.repetition_penalty, min(x.repetition_window, self.recent.shape[1])),
+        )
+
+    def _to_device(self, x: Tensor) -> Tensor:
+        """Copy a tensor of the host, without waiting for the device."""
+        return x.pin_memory().to(self.recent.device, non_blocking=True) if self.recent.is_cuda else x
+
+    def _update_options(self) -> None:
+        """Copy the options of rows to the device, if they have changed."""
+        if not self._changed:
+            return
+        self._changed, host = False, torch.from_numpy(self._host_options)
+        if self.capturable:
+            self._row_options.copy_(self._to_device(host.float()), non_blocking=True)
+        else:
+            self._options = self._columns(host)
+
+    def _columns(self, host: Tensor) -> dict[str, Tensor | None]:
         """Return the options as (B, 1) tensors, None where no row uses one; greedy (B,) is None if all rows are."""
-        V, rows = self._vocab_size, self._sampling
 
-        def column(values: list[Any], unused: Any, dtype: torch.dtype = self._dtype) -> Tensor | None:
-            if all(value == unused for value in values):
-                return None
-            return torch.tensor(values, dtype=dtype, device=self.recent.device)[:, None]
+        def column(values: Tensor, unused: float, dtype: torch.dtype = self._dtype) -> Tensor | None:
+            return None if bool((values == unused).all()) else self._to_device(values[:, None].to(dtype))
 
-        draws = [x.temperature != 0 for x in rows]
-        greedy = None
-        if any(draws):
-            greedy = torch.tensor([not draw for draw in draws], device=self.recent.device)
-        filtered = [draw and (x.min_p is not None or x.top_p is not None) for x, draw in zip(rows, draws, strict=True)]
+        temperature, top_k, min_p, top_p, penalty, window = host.unbind(1)
+        greedy = temperature == 0
+        filtered = ~greedy & ((min_p > 0) | (top_p < math.inf))
         return {
-            "greedy": greedy,
-            "temperature": column([x.temperature or 1.0 for x in rows], 1.0),
-            "top_k": column([min(x.top_k or V, V) for x in rows], V, torch.int64),
-            "min_p": column([x.min_p or 0.0 for x in rows], 0.0),
-            "top_p": column([math.inf if x.top_p is None else x.top_p for x in rows], math.inf),
+            "greedy": None if bool(greedy.all()) else self._to_device(greedy),
+            "temperature": column(temperature.masked_fill(greedy, 1), 1),
+            "top_k": column(top_k, self._vocab_size, torch.int64),
+            "min_p": column(min_p, 0),
+            "top_p": column(top_p, math.inf),
             "renormalize": column(filtered, False, torch.bool),
-            "penalty": column([x.repetition_penalty for x in rows], 1.0),
-            "window": column([x.repetition_window for x in rows], None, torch.int64),
+            "penalty": column(penalty, 1),
+            "window": column(window, -1, torch.int64),
         }

@@ -115,11 +115,15 @@ class StreamDecoder:
 
     def push(self, token: int) -> str:
         """Return the text that a token adds, empty while a character is incomplete."""
+        return self.extend([token])
+
+    def extend(self, tokens: Sequence[int]) -> str:
+        """Return the text that tokens add, without the last character while it is incomplete."""
         if self._tokenizer is None:
-            piece = self._decoder.decode(bytes([token]))
+            piece = self._decoder.decode(bytes(tokens))
         else:
-            self._tokens.append(token)
-            piece = self._stream.step(self._tokenizer, token) or ""
+            self._tokens += tokens
+            piece = "".join(self._stream.step(self._tokenizer, token) or "" for token in tokens)
         self.text += piece
         return piece
 

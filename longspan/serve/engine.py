@@ -1,8 +1,11 @@
 """The engine: continuous batching over a fixed number of slots, from one thread that owns the device.
 
-The thread alternates between reading one chunk of a prompt and one decode step of all slots, so that no stream waits
-longer than a chunk takes. Every call has the same shapes whatever else runs, and rows do not mix: with the number of
-slots fixed, the tokens and log-probabilities of a request are the same bits alone and among any others.
+The thread alternates between reading chunks of prompts and decode steps of all slots, so that no stream waits longer
+than a few chunks take. Every call has the same shapes whatever else runs, and rows do not mix: with the number of slots
+fixed, the tokens and log-probabilities of a request are the same bits alone and among any others.
+
+On a GPU a chunk of several prompts, a step with its sampling, and the beginning of several rows are one CUDA graph
+each. Steps are launched in blocks, and the host takes the tokens of a block while the next one runs.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -21,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +36,7 @@ from longspan.models.transformer import LanguageModel
 from longspan.serve.disk_store import DiskStore
 from longspan.serve.prefix_cache import CacheStats, PrefixCache, token_tensors
 from longspan.serve.request import Delta, Generation, Request
-from longspan.serve.slots import REPETITION_WINDOW, SlotLoop, join_rows
+from longspan.serve.slots import REPETITION_WINDOW, PromptReader, SlotLoop, StateLayout
 from longspan.serve.speculation import BYTES_NGRAM, MAX_GUESS, NGRAM, Draft, Guesser, Pace
 from longspan.serve.state_codec import StateCodec
 from longspan.utils import check_integer, choose
@@ -42,6 +46,9 @@ _SMALL_MODEL = 1 << 22  # parameters up to which the smaller chunk is used
 _MAX_LENGTH = 4096  # default capacity of a slot, for models that store every token
 _LONGEST = 1 << 31
 _DRAFT_GUESS = 4  # tokens that a draft model guesses at a time
+_READ_TOKENS, _READ_BYTES = 4096, 1 << 30  # tokens, and bytes of states, that are read together on a GPU
+_BLOCK_SECONDS, _BLOCK_STEPS = 0.008, 32  # steps on a GPU are launched in blocks of about this time
+_STEPS_PER_CHUNK = 4  # steps in a block for each chunk that is read before it
 
 
 class QueueFullError(RuntimeError):
@@ -104,7 +111,7 @@ class _Reading:
         self.tokens = request.tokens[:-1]
         self.keys, self.own = keys, []  # type: tuple[list[bytes], list[bytes]]
         self.position = 0
-        self.state: StackState | None = None
+        self.state: Tensor | None = None  # packed
         self.logits: Tensor | None = None  # of a session that nothing is read after
         self.logs: list[tuple[float, dict[int, float]]] = []  # of the prompt's tokens from the second on
 
@@ -121,7 +128,6 @@ class _Choice:
         self.row: int | None = None
         self.tokens: list[int] = []
         self.steps = 0  # that were launched for it
-        self.start = 0
         self.guesser: Guesser | None = None
         self.held = ""  # text that may be the beginning of a stop string
         self.running = self.finished = self.stopped = False
@@ -135,8 +141,9 @@ class _Choice:
 class _Job:
     """A request with its stream and its choices."""
 
-    def __init__(self, request: Request, generation: Generation, reading: _Reading, deadline: float) -> None:
-        self.request, self.generation, self.reading, self.deadline = request, generation, reading, deadline
+    def __init__(self, request: Request, generation: Generation, reading: _Reading, held: int) -> None:
+        self.request, self.generation, self.reading = request, generation, reading
+        self.length = held + len(request.tokens)  # of the prompt, with what a session holds
         self.choices: list[_Choice] = []
         self.stop = frozenset(to_tokens("stop", request.stop).tolist())
         self.started = 0.0
@@ -162,8 +169,10 @@ class Engine:
         disk_bytes: Budget of that folder.
         state_dtype: "exact", or "bfloat16" or "int8" for states in the prefix cache that take a half or a quarter of
             the bytes. States are then rounded at every chunk boundary, cached or not, so that a hit changes no bit.
-        read_rows: The number of prompts whose chunks are read together; 1 on a CPU and up to 8 on a GPU unless given.
-        steps_per_sync: Decode steps launched before their tokens are read back; 1 on a CPU and 4 on a GPU unless given.
+        read_rows: The number of prompts whose chunks are read together; unless given 1 on a CPU, and on a GPU as many
+            as have 4096 tokens.
+        steps_per_sync: Decode steps launched before their tokens are read back. Unless given 1 on a CPU, and on a GPU
+            as many as take about 8 ms, at most 32.
         speculation: "ngram" guesses tokens from the prompt and what was generated; a causal language model guesses
             them itself. Guesses are checked together, only where that saves time. The distribution of the output is
             unchanged; its rounding, and so a tie, may depend on what else runs.
@@ -211,20 +220,23 @@ class Engine:
         self.chunk = (_SMALL_CHUNK if small else _CHUNK) if chunk is None else chunk
         self.max_length = self._find_limit(max_length)
         self.fingerprint = fingerprint(model)
+        self._layout = StateLayout(self._new_state())
         self.state_codec = StateCodec(state_dtype)
         disk = None if cache_dir is None else DiskStore(Path(cache_dir), disk_bytes)
-        self._rows, self._threads = self._layout(threads)
+        self._rows, self._threads = self._rows_and_threads(threads)
         on_gpu = self.device.type == "cuda"
-        self._read_rows = read_rows or (min(slots, 8) if on_gpu else 1)
+        most = min(slots, _READ_TOKENS // self.chunk, _READ_BYTES // self._layout.bytes) if on_gpu else 1
+        self._read_rows = read_rows or max(1, most)
         if not on_gpu and self._read_rows > 1 and self.chunk % 4:
             raise ValueError(f"read_rows above 1 needs a chunk that is a multiple of 4 on a CPU, got {self.chunk}")
-        self._steps_per_sync = steps_per_sync or (4 if on_gpu and speculation is None else 1)
+        self._steps_per_sync = steps_per_sync or (None if on_gpu and speculation is None else 1)
+        self._step_seconds, self._taken = _BLOCK_SECONDS / 4, 0.0
         self.speculation, self._pace = _check_speculation(speculation, model), Pace()
         # What the bits of a state depend on.
         salt = f"{self.fingerprint}:{model.config}:{self.chunk}:{self.max_length}:{state_dtype}"
         salt += f":{self._read_rows}:{self.device}:{self._threads}:{torch.__version__}"
         self.cache = PrefixCache(
-            self._new_state, self.chunk, cache_bytes, salt.encode(), codec=self.state_codec, disk=disk
+            self._layout, self.chunk, cache_bytes, salt.encode(), codec=self.state_codec, disk=disk
         )
         self._wake = threading.Condition()
         self._waiting: OrderedDict[str, deque[_Choice]] = OrderedDict()  # by client
@@ -235,6 +247,7 @@ class Engine:
         self._number = count()
         self._free = list(range(slots))[::-1]
         self._reading: deque[_Job] = deque()
+        self._starting: list[_Choice] = []
         self._running: dict[int, _Choice] = {}
         self._launched: deque[_Launched] = deque()
         self._wakeups: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
@@ -262,14 +275,14 @@ class Engine:
             QueueFullError: If too many choices are waiting.
             EngineClosedError: If the engine was closed.
         """
-        self._check(request)
+        held = self._check(request)
         deadline = math.inf if request.timeout is None else time.monotonic() + request.timeout
         session = request.previous_state
         # Log-probabilities of the prompt need all of it to be read.
         cached = session is None and not (request.echo and request.logprobs is not None) and self.cache.budget > 0
         reading = _Reading(request, self.cache.keys(request.tokens[:-1]) if cached else [])
         generation = Generation(request, self._cancel)
-        job = _Job(request, generation, reading, deadline)
+        job = _Job(request, generation, reading, held)
         for i in range(request.n):
             job.choices.append(_Choice(job, i, None if self.codec is None else self.codec.stream_decoder()))
         with self._wake:
@@ -297,7 +310,7 @@ class Engine:
                 running=len(self._running),
                 slots=self.slots,
                 cache=replace(self.cache.stats, disk_bytes=0 if disk is None else disk.size()),
-                state_bytes=sum(x.numel() * x.element_size() for x in self._new_state().tensors().values()),
+                state_bytes=self._layout.bytes,
                 **self._counts,
             )
 
@@ -326,8 +339,8 @@ class Engine:
     ) -> None:
         self.close(drain=error is None)
 
-    def _check(self, request: Request) -> None:
-        """Raise ValueError unless the model can answer a request."""
+    def _check(self, request: Request) -> int:
+        """Raise ValueError unless the model can answer a request; return the tokens that its session holds."""
         if not isinstance(request, Request):
             raise TypeError(f"request must be a Request, got a {type(request).__name__}")
         check_tokens("prompt", request.tokens, self.model)
@@ -350,6 +363,7 @@ class Engine:
                 f"{held + len(request.tokens)} tokens of prompt and {request.max_tokens} to generate are more than the "
                 f"{self.max_length} that fit: shorten the prompt, or lower max_tokens"
             )
+        return held
 
     def _find_limit(self, max_length: int | None) -> int | None:
         """Return the most tokens of a sequence, None for any number."""
@@ -378,7 +392,7 @@ class Engine:
             return False
         return True
 
-    def _layout(self, threads: int | None) -> tuple[int, int]:
+    def _rows_and_threads(self, threads: int | None) -> tuple[int, int]:
         """Return the number of rows of a step, and of PyTorch threads."""
         default = torch.get_num_threads()
         if self.device.type != "cpu":
@@ -418,25 +432,23 @@ class Engine:
                 ready.set()
             while self._wait():
                 self._read()
+                self._start_all()
                 self._step()
                 self._notify()
         except BaseException as error:
             self._fail(error)
 
     def _prepare(self) -> None:
-        """Allocate the slots, and run the steps that a CUDA graph is captured after."""
+        """Allocate the slots, and capture what runs on a GPU."""
         torch.set_num_threads(self._threads)
         rows = self._rows
-        self._loop = SlotLoop(self.model, rows, self.max_length)
-        for _ in range(5 if self.device.type == "cuda" else 1):
-            self._loop.step()
+        self._loop = SlotLoop(self.model, rows, self._layout)
+        self._loop.warm_up()
+        self._reader = PromptReader(self.model, self._layout, self._read_rows, self.chunk)
         self._draft: Draft | None = None
         if isinstance(self.speculation, LanguageModel):
             self._draft = Draft(self.speculation, rows, self.max_length)
-        self._empty = self._new_state()
-        self._idle = [0] * rows  # steps since a row was emptied
-        for row in range(rows):
-            self._loop.put(row, self._empty, 0)
+        self._lengths = np.zeros(rows, dtype=np.int64)  # tokens that each row holds after the steps launched so far
 
     def _wait(self) -> bool:
         """Wait for work and take it; return False at the end."""
@@ -480,7 +492,7 @@ class Engine:
         """Set the state that a prompt is read from: empty, from the cache, or that of a session."""
         reading, session = job.reading, job.request.previous_state
         if session is not None:
-            reading.state = self._fit(session.state)
+            reading.state = self._layout.pack(self._fit(session.state))[0]
             if not len(job.request.tokens):
                 reading.logits = session.logits.to(self.device)
         elif job.request.max_tokens or job.request.echo:
@@ -491,7 +503,7 @@ class Engine:
         else:
             reading.position = len(reading.tokens)
         if reading.state is None:
-            reading.state = self._new_state()
+            reading.state = self._layout.empty.clone()
         if not reading.done:
             self._reading.append(job)
 
@@ -507,20 +519,23 @@ class Engine:
         return fitted
 
     def _read(self) -> None:
-        """Read a chunk of each of the first prompts; prompts take turns."""
-        jobs = [self._reading.popleft() for _ in range(min(self._read_rows, len(self._reading)))]
-        behind = [job for job in jobs if not self._skip(job.reading)]
-        if behind:
-            self._read_chunks(behind)
-        for job in jobs:
-            if not job.reading.done:
-                self._reading.append(job)
-                continue
-            if job.reading.keys:
-                self.cache.persist(job.reading.keys[-1])
-            for choice in job.choices:
-                if choice.row is not None and not choice.finished:
-                    self._start(choice)
+        """Read a chunk of each of the first prompts; on a GPU several, before a block of steps. Prompts take turns."""
+        for _ in range(max(1, self._block_steps() // _STEPS_PER_CHUNK)):
+            if not self._reading:
+                return
+            jobs = [self._reading.popleft() for _ in range(min(self._read_rows, len(self._reading)))]
+            behind = [job for job in jobs if not self._skip(job.reading)]
+            if behind:
+                self._read_chunks(behind)
+            for job in jobs:
+                if not job.reading.done:
+                    self._reading.append(job)
+                    continue
+                if job.reading.keys:
+                    self.cache.persist(job.reading.keys[-1])
+                for choice in job.choices:
+                    if choice.row is not None and not choice.finished:
+                        self._start(choice)
 
     def _skip(self, reading: _Reading) -> bool:
         """Go on from the cache, if another prompt has been read further than this one meanwhile."""
@@ -533,25 +548,14 @@ class Engine:
 
     def _read_chunks(self, jobs: list[_Job]) -> None:
         """Read a chunk of each of up to `_read_rows` prompts."""
-        C, rows = self.chunk, self._read_rows
         readings = [job.reading for job in jobs]
-        stops = [min(reading.position + C, len(reading.tokens)) for reading in readings]
-        tokens = torch.zeros(rows, C, dtype=torch.int64)
-        for i, (reading, stop) in enumerate(zip(readings, stops, strict=True)):
-            tokens[i, : stop - reading.position] = reading.tokens[reading.position : stop]
-        sizes = [stop - reading.position for reading, stop in zip(readings, stops, strict=True)]
-        sizes += [0] * (rows - len(jobs))
-        mask = None
-        if rows > 1 or sizes[0] < C:
-            mask = (torch.arange(C) < torch.tensor(sizes)[:, None]).to(self.device)
-        states = [reading.state for reading in readings if reading.state is not None]
-        states += [self._empty] * (rows - len(jobs))
-        hidden, after = self.model.extend_hidden(tokens.to(self.device), join_rows(states), key_mask=mask)
+        pieces = [reading.tokens[reading.position : reading.position + self.chunk] for reading in readings]
+        hidden, after = self._reader.read(pieces, [x.state for x in readings if x.state is not None])
         self._counts["chunks"] += len(jobs)
-        self._counts["prompt_tokens"] += sum(sizes)
-        for i, (job, stop) in enumerate(zip(jobs, stops, strict=True)):
-            job.reading.state = after if rows == 1 else after.select([i])
-            self._chunk_read(job, hidden[i, : sizes[i]], stop)
+        self._counts["prompt_tokens"] += sum(map(len, pieces))
+        for i, (job, piece) in enumerate(zip(jobs, pieces, strict=True)):
+            job.reading.state = after[i]
+            self._chunk_read(job, hidden[i, : len(piece)], job.reading.position + len(piece))
 
     def _chunk_read(self, job: _Job, hidden: Tensor, stop: int) -> None:
         """Take what was read of a prompt up to `stop`, with the last layer's vectors (n, dim)."""
@@ -561,41 +565,57 @@ class Engine:
         if job.request.echo and number is not None:
             logs = self.model.logits(hidden[None])[0].float().log_softmax(1)
             found = _top_logs(logs, job.request.tokens[start + 1 : stop + 1].to(self.device), number)
-            reading.logs += found.rows(number)
+            lists = found.lists()
+            reading.logs += [lists.row(i, number) for i in range(stop - start)]
         if stop % self.chunk == 0:
-            self.state_codec.round(reading.state)
+            if self.state_codec.kind != "exact":
+                self.state_codec.round(self._layout.view(reading.state[None]))
             if reading.keys:
                 self.cache.insert(reading.keys, stop // self.chunk, reading.state, reading.own)
 
     def _start(self, choice: _Choice) -> None:
         """Put a choice whose prompt has been read into its slot."""
-        job, row = choice.job, choice.row
-        request, reading = job.request, job.reading
+        row, request = choice.row, choice.job.request
         assert row is not None
-        assert reading.state is not None
         if request.echo:
             self._echo(choice)
         if not request.max_tokens:
             self._finish(choice, "length")
             return
-        before = (
-            request.tokens
-            if request.previous_state is None
-            else torch.cat([x[x >= 0] for x in (request.previous_state.recent[0].cpu(), request.tokens)])
-        )
-        self._loop.sampler.put(row, request.sampling, request.seed + choice.index, before[:-1])
-        last = int(before[-1]) if len(before) else 0
-        # Tokens that the state holds before the first generated one.
-        choice.start = int(reading.state.length) + (reading.logits is None)
-        self._loop.put(row, reading.state, last, reading.logits)
-        if self._draft is not None:
-            self._draft.put(row, before[:-1], last)
-        elif self.speculation is not None:
-            choice.guesser = Guesser(before.tolist(), BYTES_NGRAM if self.model.config.vocab_size == 256 else NGRAM)
+        self._starting.append(choice)
         self._running[row] = choice
         choice.running = True
-        if all(other.running or other.finished for other in job.choices):
-            reading.state = None
+
+    def _start_all(self) -> None:
+        """Write the states of choices that start to their slots."""
+        started, self._starting = self._starting, []
+        if not started:
+            return
+        rows = [choice.row for choice in started if choice.row is not None]
+        before = [_history(choice.job.request) for choice in started]
+        requests = [choice.job.request for choice in started]
+        seeds = [choice.job.request.seed + choice.index for choice in started]
+        recent = [tokens[:-1] for tokens in before]
+        self._loop.sampler.put(rows, [request.sampling for request in requests], seeds, recent)
+        last = [int(tokens[-1]) if len(tokens) else 0 for tokens in before]
+        ready: list[tuple[int, Tensor, int]] = []
+        for choice, row, tokens, token in zip(started, rows, before, last, strict=True):
+            reading = choice.job.reading
+            assert reading.state is not None
+            self._lengths[row] = choice.job.length - 1
+            if reading.logits is None:
+                ready.append((row, reading.state, token))
+            else:
+                self._loop.put_late(row, reading.state, reading.logits)
+            if self._draft is not None:
+                self._draft.put(row, tokens[:-1], token)
+            elif self.speculation is not None:
+                choice.guesser = Guesser(tokens.tolist(), BYTES_NGRAM if self.model.config.vocab_size == 256 else NGRAM)
+        if ready:
+            self._loop.put(*zip(*ready, strict=True))
+        for choice in started:
+            if all(other.running or other.finished for other in choice.job.choices):
+                choice.job.reading.state = None
 
     def _step(self) -> None:
         """Launch decode steps of every running choice, and take the tokens of those that were launched before."""
@@ -618,7 +638,9 @@ class Engine:
         if not any(guesses.values()):
             return False
         running = list(self._running.items())
+        self._clear_full(MAX_GUESS + 1)
         tokens, logits = self._loop.verify(guesses)
+        self._lengths += np.array([len(own) for own in tokens])
         if self._draft is not None:
             self._draft.follow(tokens)
         self._counts["steps"] += 1
@@ -632,7 +654,8 @@ class Engine:
             number, logs = choice.job.request.logprobs, []
             if number is not None:
                 every = logits[row, : len(new)].float().log_softmax(1)
-                logs = _top_logs(every, torch.tensor(new, device=self.device), number).rows(number)
+                lists = _top_logs(every, torch.tensor(new, device=self.device), number).lists()
+                logs = [lists.row(i, number) for i in range(len(new))]
             choice.steps += len(new)
             self._emit(choice, new, logs)
         return True
@@ -657,16 +680,18 @@ class Engine:
         running = list(self._running.items())
         numbers = [choice.job.request.logprobs for _, choice in running]
         number = max((number for number in numbers if number is not None), default=None)
-        steps = 1 if self._step_by_step else min(self._steps_per_sync, max(choice.steps_left for _, choice in running))
+        steps = 1 if self._step_by_step else min(self._block_steps(), max(choice.steps_left for _, choice in running))
         if self.max_length is not None:  # A row runs on after its last token, but not beyond its capacity.
-            steps = min(steps, self.max_length + 1 - max(choice.start + choice.steps for _, choice in running))
+            longest = max(choice.job.length + choice.steps for _, choice in running)
+            steps = min(steps, self.max_length + 1 - longest)
+        self._clear_full(steps)
         tokens, logs = [], []
         for _ in range(steps):
-            self._refresh_idle()
             self._loop.step()
             tokens.append(self._loop.token.clone())
             if number is not None:
                 logs.append(_top_logs(self._loop.logits.float().log_softmax(1), self._loop.token, number))
+        self._lengths += steps
         self._counts["steps"] += steps
         self._launched.append(_Launched.of(running, tokens, logs))
         for row, choice in running:
@@ -674,74 +699,73 @@ class Engine:
             if choice.steps_left <= 0 and not choice.job.request.keep_state:
                 self._release(row)  # Its last token is known to be among these.
 
+    def _block_steps(self) -> int:
+        """Return the number of steps that are launched together."""
+        if self._steps_per_sync is not None:
+            return self._steps_per_sync
+        return min(_BLOCK_STEPS, max(1, round(_BLOCK_SECONDS / self._step_seconds)))
+
     def _take(self, launched: _Launched) -> None:
         """Send the tokens of launched steps."""
         columns, logs = launched.results()
+        now = time.perf_counter()
+        if self._launched:  # The device has not been idle since the last block.
+            self._step_seconds += 0.2 * ((now - self._taken) / len(launched.tokens) - self._step_seconds)
+        self._taken = now
         for row, choice in launched.running:
             if choice.finished:
                 continue
             number = choice.job.request.logprobs
-            own = [] if number is None else [step.rows(number, row)[0] for step in logs]
-            self._emit(choice, columns[row], own)
+            self._emit(choice, columns[row], [] if number is None else [step.row(row, number) for step in logs])
 
-    def _refresh_idle(self) -> None:
-        """Empty rows that idle, before their lengths, which grow with each step, exceed what the model can hold."""
+    def _clear_full(self, steps: int) -> None:
+        """Empty rows that nothing runs in, before steps would make them longer than the model can hold."""
         if self.max_length is None:
             return
-        for row, steps in enumerate(self._idle):
-            if row not in self._running:
-                self._idle[row] = steps + 1
-                if steps + 1 > self.max_length:
-                    self._loop.put(row, self._empty, 0)
-                    self._idle[row] = 1
+        full = [row for row in np.flatnonzero(self._lengths + steps > self.max_length) if row not in self._running]
+        if full:
+            self._loop.clear([int(row) for row in full])
+            self._lengths[full] = 0
 
     def _emit(self, choice: _Choice, tokens: list[int], logs: list[tuple[float, dict[int, float]]]) -> None:
         """Send tokens of a choice, and end it at its last one."""
-        job, texts, reason = choice.job, [], None
+        job, reason = choice.job, None
         if choice.guesser is not None:
             choice.guesser.extend(tokens)
-        new, limit = 0, job.request.max_tokens
-        for token in tokens:
-            choice.tokens.append(token)
-            if token in job.stop:
-                reason = "stop"
-                break
-            new += 1
-            texts.append(self._text(choice, token))
-            if choice.stopped:
-                reason = "stop"
-                break
-            if len(choice.tokens) == limit:
-                reason = "length"
-                break
+        left = job.request.max_tokens - len(choice.tokens)
+        if len(tokens) >= left:
+            tokens, reason = tokens[:left], "length"
+        new = next((i for i, token in enumerate(tokens) if token in job.stop), None) if job.stop else None
+        choice.tokens += tokens if new is None else tokens[: new + 1]
+        if new is None:
+            new = len(tokens)
+        else:
+            reason = "stop"
+        text, read = self._text(choice, tokens[:new])
+        if choice.stopped:
+            reason, new = "stop", read
         job.generation.completion_tokens += new
         self._counts["completion_tokens"] += new
         values, top = [log for log, _ in logs[:new]], [top for _, top in logs[:new]]
-        delta = Delta(choice.index, tokens[:new], "".join(texts), values, top)
+        delta = Delta(choice.index, tokens[:new], text, values, top)
         if reason is None:
             self._push(choice, delta)
         else:
             self._finish(choice, reason, delta)
 
-    def _text(self, choice: _Choice, token: int) -> str:
-        """Return the text that a token makes certain; note whether a stop string ends it."""
+    def _text(self, choice: _Choice, tokens: list[int]) -> tuple[str, int]:
+        """Return the text that tokens make certain, and how many were needed: note whether a stop string ends it."""
         if choice.decoder is None:
-            return ""
-        text = choice.held + choice.decoder.push(token)
+            return "", len(tokens)
         stops = choice.job.request.stop_strings
         if not stops:
-            return text
-        found = [place for place in (text.find(stop) for stop in stops) if place >= 0]
-        if found:
-            choice.held, choice.stopped = "", True
-            return text[: min(found)]
-        longest = max(len(stop) for stop in stops) - 1
-        for start in range(max(0, len(text) - longest), len(text)):
-            if any(stop.startswith(text[start:]) for stop in stops):
-                choice.held = text[start:]
-                return text[:start]
-        choice.held = ""
-        return text
+            return choice.decoder.extend(tokens), len(tokens)
+        texts = []
+        for i, token in enumerate(tokens):
+            texts.append(_until_stop(choice, choice.held + choice.decoder.extend([token]), stops))
+            if choice.stopped:
+                return "".join(texts), i + 1
+        return "".join(texts), len(tokens)
 
     def _echo(self, choice: _Choice) -> None:
         request, logs = choice.job.request, choice.job.reading.logs
@@ -775,13 +799,11 @@ class Engine:
                 self._jobs.pop(choice.job.generation, None)
 
     def _release(self, row: int) -> None:
-        """Empty the row of a choice that needs no further step."""
+        """Free the row of a choice that needs no further step."""
         with self._wake:
             del self._running[row]
             self._free.append(row)
         self._loop.sampler.release(row)
-        self._loop.put(row, self._empty, 0)
-        self._idle[row] = 0
 
     def _session(self, choice: _Choice) -> Session:
         """Return the state after all tokens of a running choice, to be continued."""
@@ -845,6 +867,28 @@ def _check_speculation(given: object, model: LanguageModel) -> str | LanguageMod
     return None if given is None else choose("speculation", given, ("ngram",))
 
 
+def _until_stop(choice: _Choice, text: str, stops: Sequence[str]) -> str:
+    """Return the part of a choice's next text that is certain; hold back what may begin a stop string."""
+    found = [place for place in (text.find(stop) for stop in stops) if place >= 0]
+    if found:
+        choice.held, choice.stopped = "", True
+        return text[: min(found)]
+    longest = max(len(stop) for stop in stops) - 1
+    for start in range(max(0, len(text) - longest), len(text)):
+        if any(stop.startswith(text[start:]) for stop in stops):
+            choice.held = text[start:]
+            return text[:start]
+    choice.held = ""
+    return text
+
+
+def _history(request: Request) -> Tensor:
+    """Return the prompt, after what a session remembers of the tokens before it."""
+    if request.previous_state is None:
+        return request.tokens
+    return torch.cat([x[x >= 0] for x in (request.previous_state.recent[0].cpu(), request.tokens)])
+
+
 class _TopLogs(NamedTuple):
     """Log-probabilities of tokens (n,), and of the likeliest tokens (n, number)."""
 
@@ -852,12 +896,21 @@ class _TopLogs(NamedTuple):
     tokens: Tensor
     values: Tensor
 
-    def rows(self, number: int, row: int | None = None) -> list[tuple[float, dict[int, float]]]:
-        """Return the log-probability of each row, or of one, and its `number` likeliest tokens with theirs."""
-        where = slice(None) if row is None else slice(row, row + 1)
-        own, *best = (x[where].tolist() for x in (self.own, self.tokens[:, :number], self.values[:, :number]))
-        pairs = zip(own, *best, strict=True)
-        return [(log, dict(zip(names, values, strict=True))) for log, names, values in pairs]
+    def lists(self) -> _TopLists:
+        return _TopLists(self.own.tolist(), self.tokens.tolist(), self.values.tolist())
+
+
+class _TopLists(NamedTuple):
+    """`_TopLogs` as lists."""
+
+    own: list[float]
+    tokens: list[list[int]]
+    values: list[list[float]]
+
+    def row(self, row: int, number: int) -> tuple[float, dict[int, float]]:
+        """Return the log-probability of a row's token, and its `number` likeliest tokens with theirs."""
+        best = zip(self.tokens[row][:number], self.values[row][:number], strict=True)
+        return self.own[row], dict(best)
 
 
 def _top_logs(logs: Tensor, tokens: Tensor, number: int) -> _TopLogs:
@@ -886,11 +939,11 @@ class _Launched:
         event.record()
         return cls(running, found, host, event)
 
-    def results(self) -> tuple[list[list[int]], list[_TopLogs]]:
+    def results(self) -> tuple[list[list[int]], list[_TopLists]]:
         """Wait for the steps and return the tokens of each row, and the log-probabilities of each step."""
         if self.event is not None:
             self.event.synchronize()
-        return self.tokens.T.tolist(), self.logs
+        return self.tokens.T.tolist(), [step.lists() for step in self.logs]
 
 
 def _resolve(futures: list[asyncio.Future[None]]) -> None:

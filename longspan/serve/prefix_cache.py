@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
-from longspan.models.residual import StackState
 from longspan.protocol import State
 from longspan.serve.disk_store import DiskStore
+from longspan.serve.slots import StateLayout
 from longspan.serve.state_codec import StateCodec
 
 _SHARE = 4  # one prompt takes at most this fraction of the budget, so that a long one does not evict all others
 _STATE, _SEGMENT = "state.", "segment."  # prefixes of names in a file
+_PACKED = "packed"  # the name of a whole row of a `StateLayout`
 
 
 @dataclass
@@ -68,7 +69,7 @@ class PrefixCache:
     With a disk, the last boundary of each prompt and those that were hit are also written to files.
 
     Args:
-        new_state: Returns an empty state of one sequence.
+        layout: The layout of single states.
         chunk: Tokens per chunk.
         budget: The most bytes to hold in memory.
         salt: What the digests begin with: what other states than these differ in, as the model's fingerprint.
@@ -78,7 +79,7 @@ class PrefixCache:
 
     def __init__(
         self,
-        new_state: Callable[[], StackState],
+        layout: StateLayout,
         chunk: int,
         budget: int,
         salt: bytes = b"",
@@ -88,8 +89,8 @@ class PrefixCache:
     ) -> None:
         self.stats, self.chunk, self.budget = CacheStats(), chunk, budget
         self.codec, self.disk = codec or StateCodec(), disk
-        self._new_state, self._salt = new_state, hashlib.sha256(salt).digest()
-        self._token_tensors = frozenset(token_tensors(new_state(), ""))
+        self._layout, self._salt = layout, hashlib.sha256(salt).digest()
+        self._token_tensors = frozenset(token_tensors(layout.view(layout.empty[None]), ""))
         self._nodes: dict[bytes, _Node] = {}
         self._recent: OrderedDict[bytes, _Node] = OrderedDict()  # nodes with a state, the least recently used first
 
@@ -102,12 +103,9 @@ class PrefixCache:
             found.append(digest)
         return found
 
-    def find(self, keys: Sequence[bytes], after: int = 0) -> tuple[int, StackState | None]:
-        """Return the last boundary with a state beyond the first `after` chunks: its number of chunks, and the state.
-
-        The state is a copy. Without one, (after, None) is returned.
-        """
-        for depth in range(len(keys), after, -1):
+    def find(self, keys: Sequence[bytes]) -> tuple[int, Tensor | None]:
+        """Return the last boundary with a state: its number of chunks, and a copy of the packed state; or (0, None)."""
+        for depth in range(len(keys), 0, -1):
             node = self._nodes.get(keys[depth - 1])
             if node is None or node.state is None:
                 node = self._load(keys[:depth])
@@ -117,7 +115,7 @@ class PrefixCache:
                 self.persist(node.key)
                 self._shrink()
                 return depth, state
-        return after, None
+        return 0, None
 
     def has(self, key: bytes) -> bool:
         """Return whether there is a state in memory at a boundary."""
@@ -130,13 +128,13 @@ class PrefixCache:
         self.stats.query_tokens += tokens
         self.stats.hit_tokens += found
 
-    def insert(self, keys: Sequence[bytes], depth: int, state: StackState, own: list[bytes]) -> None:
+    def insert(self, keys: Sequence[bytes], depth: int, packed: Tensor, own: list[bytes]) -> None:
         """Store a copy of the state after `depth` chunks, if the chunks before it are there.
 
         Args:
             keys: What `keys` returned for the prompt.
             depth: Number of chunks that the state holds.
-            state: The state of one sequence.
+            packed: (size,), the packed state.
             own: The boundaries that this prompt has stored so far; updated. If they take too much of the budget, every
                 second one is dropped.
         """
@@ -146,7 +144,7 @@ class PrefixCache:
             return
         if depth > 1 and parent is None and self._token_tensors:
             return
-        tensors, start = state.tensors(), (depth - 1) * self.chunk
+        tensors, start = self._tensors(packed), (depth - 1) * self.chunk
         segment = {name: tensors.pop(name)[:, :, start : start + self.chunk] for name in self._token_tensors}
         node = self._add(keys[depth - 1], parent, depth, self.codec.encode(segment), self.codec.encode(tensors))
         assert node.state is not None
@@ -192,13 +190,12 @@ class PrefixCache:
         """Return the node of the last of these boundaries from disk, with the segments before it, if they are there."""
         if self.disk is None or keys[-1] not in self.disk:
             return None
-        expected = self._new_state()
         contents: list[tuple[int, dict[str, Tensor]]] = []
         for depth in range(len(keys), 0, -1):
             if keys[depth - 1] in self._nodes and contents:
                 break
-            content = self.disk.read(keys[depth - 1], expected.length.device)
-            if content is None or not self._fits(content, expected, state=not contents):
+            content = self.disk.read(keys[depth - 1], self._layout.empty.device)
+            if content is None or not self._fits(content, state=not contents):
                 return None
             contents.append((depth, content))
             if not self._token_tensors:
@@ -212,9 +209,10 @@ class PrefixCache:
         self.stats.disk_hits += 1
         return node
 
-    def _fits(self, content: dict[str, Tensor], expected: StackState, *, state: bool) -> bool:
+    def _fits(self, content: dict[str, Tensor], *, state: bool) -> bool:
         """Return whether a file holds what a node of this model holds; `state`: whether it needs a state."""
-        shapes = {name: x.shape for name, x in expected.tensors().items() if name not in self._token_tensors}
+        expected = self._tensors(self._layout.empty)
+        shapes = {name: x.shape for name, x in expected.items() if name not in self._token_tensors}
         decoded = self.codec.decode({name[len(_STATE) :]: x for name, x in content.items() if name.startswith(_STATE)})
         segment = {name for name in content if name.startswith(_SEGMENT)}
         whole = {_SEGMENT + name for name in self._token_tensors} <= segment
@@ -235,11 +233,11 @@ class PrefixCache:
         while self.stats.bytes > self.budget and self._recent:
             self._evict(next(iter(self._recent.values())))
 
-    def _restore(self, node: _Node) -> StackState:
-        """Return a copy of the state at a node."""
+    def _restore(self, node: _Node) -> Tensor:
+        """Return a copy of the packed state at a node."""
         assert node.state is not None
-        state = self._new_state()
-        tensors = state.tensors()
+        packed = self._layout.empty.clone()
+        tensors = self._tensors(packed)
         for name, x in self.codec.decode(node.state).items():
             tensors[name].copy_(x)
         at: _Node | None = node
@@ -248,7 +246,13 @@ class PrefixCache:
             for name, x in self.codec.decode(at.segment).items():
                 tensors[name][:, :, start:stop].copy_(x)
             at = at.parent
-        return state
+        return packed
+
+    def _tensors(self, packed: Tensor) -> dict[str, Tensor]:
+        """Return what is stored of a state: all of it in one tensor, unless parts of it are stored in other ways."""
+        if self.codec.kind == "exact" and not self._token_tensors:
+            return {_PACKED: packed}
+        return self._layout.view(packed[None]).tensors()
 
     def _evict(self, node: _Node) -> None:
         assert node.state is not None

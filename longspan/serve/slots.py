@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -13,6 +15,66 @@ from longspan.models.residual import StackState
 from longspan.models.transformer import LanguageModel
 
 REPETITION_WINDOW = 256  # the longest window of a request's repetition penalty
+_WORD = 8  # bytes
+_PUT_ROWS = 16  # rows that are begun in one CUDA graph
+_BUFFER_BYTES = 1 << 28  # the most bytes of states in the buffers of a CUDA graph
+
+
+class StateLayout:
+    """States of single sequences as rows of one int64 tensor, so that many are copied in few operations.
+
+    Args:
+        state: An empty state of one sequence.
+
+    Attributes:
+        size: Words of a row.
+        empty: (size,), the row of the empty state.
+    """
+
+    def __init__(self, state: StackState) -> None:
+        self._template = state
+        self._pieces: list[tuple[int, int, torch.dtype, torch.Size]] = []  # first word, words, dtype and shape
+        self._repeated: list[bool] = []
+        self.size = 0
+        for name, x in state.tensors().items():
+            # Layers without a fold hold as many tokens as the stack does, whose length comes first.
+            repeated = self.size > 0 and name.endswith(".length") and len(x) == 1
+            words = -(-x.numel() * x.element_size() // (2 * _WORD)) * 2
+            self._pieces.append((0 if repeated else self.size, words, x.dtype, x.shape))
+            self._repeated.append(repeated)
+            self.size += 0 if repeated else words
+        self.empty = torch.zeros(self.size, dtype=torch.int64, device=state.length.device)
+        self.write(self.empty[None], state)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a row."""
+        return self.size * _WORD
+
+    def view(self, rows: Tensor) -> StackState:
+        """Return rows (B, size) as a state of B sequences, in the same memory but for folded layers."""
+        pieces = iter(self._flat(rows))
+
+        def shaped(x: Tensor) -> Tensor:
+            return next(pieces).reshape(len(rows) * x.shape[0], *x.shape[1:])
+
+        return self._template._map(shaped)
+
+    def write(self, rows: Tensor, state: StackState) -> None:
+        """Copy a state of B sequences to rows (B, size), but for what is there already."""
+        for own, x, repeated in zip(self._flat(rows), state.tensors().values(), self._repeated, strict=True):
+            if not repeated and x.data_ptr() != own.data_ptr():
+                own.copy_(x.reshape(len(rows), -1))
+
+    def pack(self, state: StackState) -> Tensor:
+        """Return a state of B sequences as rows (B, size)."""
+        rows = self.empty.repeat(len(state.length), 1)
+        self.write(rows, state)
+        return rows
+
+    def _flat(self, rows: Tensor) -> Iterator[Tensor]:
+        for start, words, dtype, shape in self._pieces:
+            yield rows[:, start : start + words].view(dtype)[:, : shape.numel()]
 
 
 class SlotLoop(DecodeLoop):
@@ -24,17 +86,31 @@ class SlotLoop(DecodeLoop):
     Args:
         model: A causal model in eval mode.
         slots: Number of rows.
-        max_length: Capacity of a row, for mechanisms that store all tokens.
+        layout: The layout of single states.
     """
 
-    def __init__(self, model: LanguageModel, slots: int, max_length: int | None) -> None:
+    def __init__(self, model: LanguageModel, slots: int, layout: StateLayout) -> None:
         weight, size = next(model.parameters()), model.config.vocab_size
         assert size is not None
+        self.layout = layout
         self.sampler = SlotSampler(slots, size, REPETITION_WINDOW, weight.dtype, weight.device)
         logits = torch.zeros(slots, size, dtype=weight.dtype, device=weight.device)
-        super().__init__(model, model.new_state(slots, max_length=max_length), logits, self.sampler)
+        super().__init__(model, layout.view(layout.empty.repeat(slots, 1)), logits, self.sampler)
         self._pending = True
-        self._late: list[tuple[int, StackState, Tensor]] = []
+        self._late: list[tuple[int, Tensor, Tensor]] = []
+        self._put_graph: CapturedCall | None = None
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run the steps that a CUDA graph is captured after, capture `put`, and empty all rows."""
+        slots, layout, device = len(self.token), self.layout, self.token.device
+        for _ in range(5 if device.type == "cuda" else 1):
+            self.step()
+        if self._graph is not None:  # Tensors of the state keep their addresses.
+            rows = max(1, min(_PUT_ROWS, slots, _BUFFER_BYTES // layout.bytes))
+            numbers = torch.zeros(2, rows, dtype=torch.int64, device=device)
+            self._put_graph = CapturedCall(self._write, (*numbers, layout.empty.repeat(rows, 1)))
+        self.clear(range(slots))
 
     @property
     def logits(self) -> Tensor:
@@ -42,25 +118,50 @@ class SlotLoop(DecodeLoop):
         return self._logits
 
     @torch.inference_mode()
-    def put(self, row: int, state: StackState, token: int, logits: Tensor | None = None) -> None:
-        """Begin a row. The sampler's row is set apart.
+    def put(self, rows: Sequence[int], states: Sequence[Tensor], tokens: Sequence[int]) -> None:
+        """Begin rows. The sampler's rows are set apart.
 
         Args:
-            row: The row.
-            state: The state of one sequence, before `token`.
-            token: The pending token.
-            logits: (1, V), if the state already holds the token: the next step chooses from them.
+            rows: The rows.
+            states: (size,) of each: the packed state of one sequence, before its token.
+            tokens: The pending tokens.
         """
-        self.token[row] = token
-        if logits is None:
-            self._write(row, state)
-        else:
-            self._late.append((row, state, logits))
+        left = iter(zip(rows, states, tokens, strict=True))
+        size = len(rows) if self._put_graph is None else len(self._put_graph.inputs[0])
+        while items := list(islice(left, max(size, 1))):
+            items += items[-1:] * (size - len(items))  # Written twice, a row is the same.
+            numbers = to_device(torch.tensor([[row for row, *_ in items], [token for *_, token in items]]), self.token)
+            packed = [state for _, state, _ in items]
+            if self._put_graph is None:
+                self._write(numbers[0], numbers[1], torch.stack(packed))
+                continue
+            for buffer, x in zip(self._put_graph.inputs, numbers, strict=False):
+                buffer.copy_(x)
+            torch.stack(packed, out=self._put_graph.inputs[2])
+            self._put_graph()
+
+    @torch.inference_mode()
+    def put_late(self, row: int, state: Tensor, logits: Tensor) -> None:
+        """Begin a row whose packed state holds all tokens: the next step chooses from its logits (1, V)."""
+        self._late.append((row, state, logits))
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Empty rows that nothing runs in."""
+        self.put(rows, [self.layout.empty] * len(rows), [0] * len(rows))
 
     @torch.inference_mode()
     def take(self, row: int) -> tuple[StackState, Tensor]:
         """Return copies of a row's state, without the pending token, and of its logits (1, V)."""
         return self._stack.finish_decode(self._state.select([row])), self._logits[row : row + 1].clone()
+
+    def step(self) -> Tensor:
+        """Write the pending tokens and choose the next ones; see `DecodeLoop.step`."""
+        if not self._late:
+            return super().step()
+        graph, self._graph = self._graph, None  # It would choose before the logits are there.
+        super().step()
+        self._graph = graph
+        return self.token
 
     @torch.inference_mode()
     def verify(self, guesses: Mapping[int, Sequence[int]]) -> tuple[list[list[int]], Tensor]:
@@ -122,17 +223,22 @@ class SlotLoop(DecodeLoop):
         mask = torch.arange(tokens.shape[1], device=tokens.device) < number[:, None]
         return self._model.extend(tokens, state, key_mask=mask)
 
-    def _write(self, row: int, state: StackState) -> None:
+    def _write(self, rows: Tensor, tokens: Tensor, packed: Tensor) -> None:
+        """Write packed states (n, size) and pending tokens (n,) to rows (n,)."""
+        self.token.index_copy_(0, rows, tokens)
+        state = self.layout.view(packed)
         if not self._in_place:
-            self._state = self._state.put([row], state)
+            self._state = self._state.put(rows, state)
             return
-        rows = self._stack.decode_state(state, next(self._model.parameters()).dtype).tensors()
-        for name, x in self._state.tensors().items():
-            x[row].copy_(rows[name][0])
+        new = self._stack.decode_state(state, next(self._model.parameters()).dtype).tensors()
+        own = self._state.tensors()
+        for name in {x.data_ptr(): name for name, x in own.items()}.values():  # Layers share one length.
+            own[name].index_copy_(0, rows, new[name])
 
     def _sample(self) -> None:
         for row, state, logits in self._late:
-            self._write(row, state)
+            place, token = to_device(torch.tensor([[row], [0]]), self.token)
+            self._write(place, token, state[None])
             self._logits[row].copy_(logits[0])
         self._late.clear()
         super()._sample()
@@ -141,7 +247,102 @@ class SlotLoop(DecodeLoop):
         """Lengths are checked when a request is submitted."""
 
 
-def join_rows(states: list[StackState]) -> StackState:
-    """Return one state of the rows of several, in order; a single one is returned as it is."""
-    first, *others = states
-    return first._map(lambda *xs: torch.cat(xs), *others) if others else first
+class PromptReader:
+    """Reads a chunk of each of a fixed number of prompts, so that shapes never change.
+
+    Args:
+        model: A causal model in eval mode.
+        layout: The layout of single states.
+        rows: Number of prompts.
+        chunk: Tokens per chunk.
+    """
+
+    def __init__(self, model: LanguageModel, layout: StateLayout, rows: int, chunk: int) -> None:
+        self._model, self._layout, self.rows, self._chunk = model, layout, rows, chunk
+        self._graph: CapturedCall | None = None
+        if layout.empty.is_cuda:
+            tokens, sizes = torch.zeros(rows, chunk, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+            inputs = *(x.to(layout.empty.device) for x in (tokens, sizes)), layout.empty.repeat(rows, 1)
+            self._graph = CapturedCall(self._read, inputs)
+
+    @torch.inference_mode()
+    def read(self, tokens: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Extend packed states (size,) by up to a chunk of tokens each; the states may be overwritten.
+
+        Returns:
+            The last layer's vectors (rows, chunk, dim), and the packed states (rows, size).
+        """
+        padded = torch.zeros(self.rows, self._chunk, dtype=torch.int64)
+        for i, own in enumerate(tokens):
+            padded[i, : len(own)] = own
+        missing = self.rows - len(tokens)
+        sizes = torch.tensor([len(own) for own in tokens] + [0] * missing)
+        if self.rows == 1 and self._graph is None:
+            packed, full = states[0][None], len(tokens[0]) == self._chunk
+            return self._read(padded.to(packed.device), None if full else sizes.to(packed.device), packed)
+        given = [*states, *[self._layout.empty] * missing]
+        if self._graph is None:
+            return self._read(padded, sizes, torch.stack(given))
+        for buffer, x in zip(self._graph.inputs, (padded, sizes), strict=False):
+            buffer.copy_(x.pin_memory(), non_blocking=True)
+        torch.stack(given, out=self._graph.inputs[2])
+        hidden, after = self._graph()
+        return hidden, after.clone()
+
+    def _read(self, tokens: Tensor, sizes: Tensor | None, packed: Tensor) -> tuple[Tensor, Tensor]:
+        mask = None
+        if sizes is not None:
+            mask = torch.arange(self._chunk, device=tokens.device) < sizes[:, None]
+        state = self._layout.view(packed)._map(Tensor.contiguous)
+        hidden, after = self._model.extend_hidden(tokens, state, key_mask=mask)
+        self._layout.write(packed, after)
+        return hidden, packed
+
+
+class CapturedCall:
+    """A function of tensors with fixed addresses on a GPU, as a replayed CUDA graph where it can be captured.
+
+    What waits for the device cannot be captured, and is called.
+
+    Args:
+        function: What to call.
+        inputs: Its arguments; fill them before each call.
+    """
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...] | None], inputs: tuple[Tensor, ...]) -> None:
+        self.inputs, self._function = inputs, function
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._outputs: tuple[Tensor, ...] | None = None
+        function(*inputs)  # Kernels are compiled and libraries loaded.
+        try:
+            with _no_synchronization():
+                function(*inputs)
+        except RuntimeError:
+            return
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._outputs = function(*inputs)
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        """Run the function; the next call overwrites what is returned."""
+        if self._graph is None:
+            return self._function(*self.inputs) or ()
+        self._graph.replay()
+        return self._outputs or ()
+
+
+@contextmanager
+def _no_synchronization() -> Iterator[None]:
+    """Raise RuntimeError where PyTorch waits for the device."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def to_device(x: Tensor, like: Tensor) -> Tensor:
+    """Copy a tensor of the host to the device of another one, without waiting for it."""
+    return x.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else x

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longspan.models.transformer import LanguageModel
-from longspan.serve.slots import SlotLoop
+from longspan.serve.slots import SlotLoop, StateLayout
 
 NGRAM, BYTES_NGRAM = 3, 6  # tokens, or bytes, that must have occurred before
 MAX_GUESS = 16  # tokens guessed at a time
@@ -105,7 +105,7 @@ class Draft:
 
     def __init__(self, model: LanguageModel, slots: int, max_length: int | None) -> None:
         self.model, self._max_length = model.eval(), max_length
-        self.loop = SlotLoop(model, slots, max_length)
+        self.loop = SlotLoop(model, slots, StateLayout(model.new_state(1, max_length=max_length)))
 
     def put(self, row: int, tokens: Tensor, pending: int) -> None:
         """Begin a row after tokens (T,), with a pending one."""
@@ -113,7 +113,7 @@ class Draft:
         last = tokens[-_DRAFT_CONTEXT:].to(state.length.device)
         if len(last):
             state = self.model.extend_hidden(last[None], state)[1]
-        self.loop.put(row, state, pending)
+        self.loop.put([row], [*self.loop.layout.pack(state)], [pending])
 
     def guess(self, number: int) -> Tensor:
         """Return (slots, number) guesses, and leave the state as it was."""

@@ -17,6 +17,7 @@ from token_cases import (
     compare_outputs,
     compare_rotary,
     compare_samples,
+    compare_slot_samples,
 )
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig, Sampling, generate, stream
@@ -94,6 +95,11 @@ def test_rotary() -> None:
 @pytest.mark.parametrize("vocabulary", [131, 5003])
 def test_samples(name: str, vocabulary: int) -> None:
     compare_samples(name, "cuda", vocabulary, 37)
+
+
+@pytest.mark.parametrize("vocabulary", [131, 257, 32000])
+def test_samples_of_slots(vocabulary: int) -> None:
+    compare_slot_samples("cuda", vocabulary)
 
 
 @by_model

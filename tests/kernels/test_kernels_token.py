@@ -15,6 +15,7 @@ from token_cases import (
     compare_outputs,
     compare_rotary,
     compare_samples,
+    compare_slot_samples,
 )
 from torch import nn
 
@@ -66,6 +67,12 @@ def test_rotary() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_samples(name: str) -> None:
     compare_samples(name, "cpu")
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_samples_of_slots() -> None:
+    compare_slot_samples("cpu")
 
 
 @pytest.mark.usefixtures("kernels_on_the_cpu")

@@ -16,6 +16,7 @@ from serve_cases import MECHANISMS, answers, language_model
 from longspan.serve import Engine, Request
 from longspan.serve.disk_store import DiskStore
 from longspan.serve.prefix_cache import PrefixCache
+from longspan.serve.slots import StateLayout
 from longspan.serve.state_codec import StateCodec
 
 PROMPT = [(7 * i * i + i) % 29 for i in range(23)]
@@ -75,13 +76,13 @@ def states_of(model, cache, prompt):
         for depth in range(1, len(keys) + 1):
             piece = torch.tensor([prompt[(depth - 1) * 5 : depth * 5]])
             state = model.extend_hidden(piece, state)[1]
-            cache.insert(keys, depth, state, own)
+            cache.insert(keys, depth, cache._layout.pack(state)[0], own)
     return keys
 
 
 def test_keys_and_values_are_stored_once():
     model = language_model("softmax")
-    cache = PrefixCache(lambda: model.new_state(1, max_length=1000), 5, 1 << 30)
+    cache = PrefixCache(StateLayout(model.new_state(1, max_length=1000)), 5, 1 << 30)
     states_of(model, cache, [1, 2, 3, 4, 5] * 20)
     # 100 tokens, 2 layers, keys and values of 32 numbers; lengths beside them.
     tokens = 100 * 2 * 2 * 32 * 4
@@ -93,8 +94,8 @@ def test_keys_and_values_are_stored_once():
 
 def test_eviction_drops_the_least_recently_used():
     model = language_model("linear")
-    size = sum(x.numel() * x.element_size() for x in model.new_state(1).tensors().values())
-    cache = PrefixCache(lambda: model.new_state(1), 5, 8 * size)
+    size = StateLayout(model.new_state(1)).bytes
+    cache = PrefixCache(StateLayout(model.new_state(1)), 5, 8 * size)
     first = states_of(model, cache, [1] * 10)
     second = states_of(model, cache, [2] * 10)
     assert cache.find(first)[0] == 2  # now used more recently than the second prompt
@@ -108,8 +109,8 @@ def test_eviction_drops_the_least_recently_used():
 
 def test_a_long_prompt_does_not_evict_the_others():
     model = language_model("linear")
-    size = sum(x.numel() * x.element_size() for x in model.new_state(1).tensors().values())
-    cache = PrefixCache(lambda: model.new_state(1), 5, 40 * size)
+    size = StateLayout(model.new_state(1)).bytes
+    cache = PrefixCache(StateLayout(model.new_state(1)), 5, 40 * size)
     short = states_of(model, cache, [1] * 10)
     long = states_of(model, cache, [2, 3] * 500)
     assert cache.find(short)[0] == 2
@@ -120,7 +121,7 @@ def test_a_long_prompt_does_not_evict_the_others():
 
 def test_budget_below_one_state():
     model = language_model("softmax")
-    cache = PrefixCache(lambda: model.new_state(1, max_length=1000), 5, 1)
+    cache = PrefixCache(StateLayout(model.new_state(1, max_length=1000)), 5, 1)
     keys = states_of(model, cache, [1] * 20)
     assert cache.find(keys) == (0, None)
     assert (cache.stats.bytes, cache.stats.states) == (0, 0)

@@ -376,6 +376,20 @@ def sample(logits: Tensor, *buffers: Tensor, append: bool, sampling: Any) -> Non
     kernels("sample").decode_sample(logits, *buffers, append=append, sampling=sampling)
 
 
+def sample_slots(logits: Tensor, *buffers: Tensor, append: bool) -> None:
+    """Sample the next token of rows that have options of their own, as `sample` does for rows that share them.
+
+    Args:
+        logits: (B, V).
+        *buffers: Tensors of the decode loop, updated in place but for the options: recent tokens (B, window), −1 where
+            none; tokens (B,); uniform numbers (B, block) float64; index (B,) of the next number, which starts again at
+            the end of the block; options (B, 6) float32: temperature, 0 for the likeliest token; top_k, at most V;
+            min_p, 0 for none; top_p, above 1 for none; repetition penalty; repetition window.
+        append: Append the current token to the recent ones first.
+    """
+    kernels("sample").decode_slot_sample(logits, *buffers, append=append)
+
+
 def why_not_triton_sample(logits: Tensor) -> str | None:
     """Return why tokens are sampled in eager PyTorch; None if the kernel supports these logits."""
     why = why_not_triton(logits)
