@@ -444,7 +444,8 @@ class Engine:
         rows = self._rows
         self._loop = SlotLoop(self.model, rows, self._layout)
         self._loop.warm_up()
-        self._reader = PromptReader(self.model, self._layout, self._read_rows, self.chunk)
+        most = max(self._read_rows, min(self.slots, _READ_BYTES // self._layout.bytes))
+        self._reader = PromptReader(self.model, self._layout, self._read_rows, self.chunk, most)
         self._draft: Draft | None = None
         if isinstance(self.speculation, LanguageModel):
             self._draft = Draft(self.speculation, rows, self.max_length)
@@ -523,7 +524,7 @@ class Engine:
         for _ in range(max(1, self._block_steps() // _STEPS_PER_CHUNK)):
             if not self._reading:
                 return
-            jobs = [self._reading.popleft() for _ in range(min(self._read_rows, len(self._reading)))]
+            jobs = self._next_jobs()
             behind = [job for job in jobs if not self._skip(job.reading)]
             if behind:
                 self._read_chunks(behind)
@@ -536,6 +537,16 @@ class Engine:
                 for choice in job.choices:
                     if choice.row is not None and not choice.finished:
                         self._start(choice)
+
+    def _next_jobs(self) -> list[_Job]:
+        """Take the first prompt from the queue, and others whose next chunk can be read with its."""
+        sizes = {job: min(self.chunk, len(job.reading.tokens) - job.reading.position) for job in self._reading}
+        first = sizes[self._reading[0]]
+        same = [job for job, size in sizes.items() if self._reader.padded_size(size) == self._reader.padded_size(first)]
+        jobs = same[: self._reader.rows(first)]
+        for job in jobs:
+            self._reading.remove(job)
+        return jobs
 
     def _skip(self, reading: _Reading) -> bool:
         """Go on from the cache, if another prompt has been read further than this one meanwhile."""

@@ -16,6 +16,7 @@ from longspan.models.transformer import LanguageModel
 
 REPETITION_WINDOW = 256  # the longest window of a request's repetition penalty
 _WORD = 8  # bytes
+_SMALLEST_READ = 32  # tokens that the end of a prompt is padded to at least on a GPU
 _PUT_ROWS = 16  # rows that are begun in one CUDA graph
 _BUFFER_BYTES = 1 << 28  # the most bytes of states in the buffers of a CUDA graph
 
@@ -248,51 +249,70 @@ class SlotLoop(DecodeLoop):
 
 
 class PromptReader:
-    """Reads a chunk of each of a fixed number of prompts, so that shapes never change.
+    """Reads chunks of prompts in shapes that depend on nothing but the number of tokens of each.
+
+    On a CPU chunks are read one by one, or `rows` of them padded to the whole size; on a GPU they are padded to one of
+    few sizes, and those of one size are read together, as many as have the tokens of `rows` whole chunks.
 
     Args:
         model: A causal model in eval mode.
         layout: The layout of single states.
-        rows: Number of prompts.
+        rows: Number of whole chunks that are read together.
         chunk: Tokens per chunk.
+        most: The most chunks of any size that are read together.
     """
 
-    def __init__(self, model: LanguageModel, layout: StateLayout, rows: int, chunk: int) -> None:
-        self._model, self._layout, self.rows, self._chunk = model, layout, rows, chunk
-        self._graph: CapturedCall | None = None
-        if layout.empty.is_cuda:
-            tokens, sizes = torch.zeros(rows, chunk, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
-            inputs = *(x.to(layout.empty.device) for x in (tokens, sizes)), layout.empty.repeat(rows, 1)
-            self._graph = CapturedCall(self._read, inputs)
+    def __init__(self, model: LanguageModel, layout: StateLayout, rows: int, chunk: int, most: int) -> None:
+        self._model, self._layout, self._chunk = model, layout, chunk
+        self._rows = {chunk: rows}
+        self._graphs: dict[int, CapturedCall] = {}
+        if not layout.empty.is_cuda:
+            return
+        size = chunk // 2
+        while size >= _SMALLEST_READ:
+            self._rows[size] = min(most, rows * chunk // size)
+            size //= 2
+        for size, number in self._rows.items():
+            numbers = torch.zeros(number, size, dtype=torch.int64), torch.zeros(number, dtype=torch.int64)
+            inputs = *(x.to(layout.empty.device) for x in numbers), layout.empty.repeat(number, 1)
+            self._graphs[size] = CapturedCall(self._read, inputs)
+
+    def padded_size(self, tokens: int) -> int:
+        """Return the size that so many tokens are padded to."""
+        return min(size for size in self._rows if size >= tokens)
+
+    def rows(self, tokens: int) -> int:
+        """Return how many chunks of the padded size of so many tokens are read together."""
+        return self._rows[self.padded_size(tokens)]
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Extend packed states (size,) by up to a chunk of tokens each; the states may be overwritten.
+        """Extend packed states (size,) by tokens of one padded size; the states may be overwritten.
 
         Returns:
-            The last layer's vectors (rows, chunk, dim), and the packed states (rows, size).
+            The last layer's vectors (rows, size, dim), and the packed states (rows, size of a row).
         """
-        padded = torch.zeros(self.rows, self._chunk, dtype=torch.int64)
+        size, rows = self.padded_size(len(tokens[0])), self.rows(len(tokens[0]))
+        if rows == 1 and not self._graphs:
+            return self._read(tokens[0][None], None, states[0][None])
+        padded, missing = torch.zeros(rows, size, dtype=torch.int64), rows - len(tokens)
         for i, own in enumerate(tokens):
             padded[i, : len(own)] = own
-        missing = self.rows - len(tokens)
         sizes = torch.tensor([len(own) for own in tokens] + [0] * missing)
-        if self.rows == 1 and self._graph is None:
-            packed, full = states[0][None], len(tokens[0]) == self._chunk
-            return self._read(padded.to(packed.device), None if full else sizes.to(packed.device), packed)
         given = [*states, *[self._layout.empty] * missing]
-        if self._graph is None:
+        if not self._graphs:
             return self._read(padded, sizes, torch.stack(given))
-        for buffer, x in zip(self._graph.inputs, (padded, sizes), strict=False):
+        graph = self._graphs[size]
+        for buffer, x in zip(graph.inputs, (padded, sizes), strict=False):
             buffer.copy_(x.pin_memory(), non_blocking=True)
-        torch.stack(given, out=self._graph.inputs[2])
-        hidden, after = self._graph()
+        torch.stack(given, out=graph.inputs[2])
+        hidden, after = graph()
         return hidden, after.clone()
 
     def _read(self, tokens: Tensor, sizes: Tensor | None, packed: Tensor) -> tuple[Tensor, Tensor]:
         mask = None
         if sizes is not None:
-            mask = torch.arange(self._chunk, device=tokens.device) < sizes[:, None]
+            mask = torch.arange(tokens.shape[1], device=tokens.device) < sizes[:, None]
         state = self._layout.view(packed)._map(Tensor.contiguous)
         hidden, after = self._model.extend_hidden(tokens, state, key_mask=mask)
         self._layout.write(packed, after)
