@@ -32,6 +32,20 @@ from longspan.utils import choose, printable
 HELD_OUT, SCORED = 2_000_000, 1_048_576  # bytes
 DEVICES = ("cpu", "cuda")
 Settings = dict[str, Any]
+SEPARATOR = "@"  # between a candidate and its recipe
+_MUON = {"optimizer": "muon", "muon_lr": 5e-3}
+_NGRAMS = {"model.ngrams": [2, 3, 4], "model.ngram_buckets": 32_768}
+# Settings of `longspan train` for any candidate: each alone, and all that help together.
+RECIPES: dict[str, Settings] = {
+    "muon": _MUON,
+    "ngrams": _NGRAMS,
+    "zero-init": {"model.zero_init_residual": True},
+    "softcap": {"model.logit_softcap": 15.0},
+    "linear-decay": {"decay_type": "linear"},
+    "all": {**_MUON, **_NGRAMS, "model.zero_init_residual": True, "decay_type": "linear"},
+    "all-fast": {**_MUON, **_NGRAMS, "model.zero_init_residual": True, "decay_type": "linear", "muon_lr": 1e-2},
+    "no-ngrams": {**_MUON, "model.zero_init_residual": True, "decay_type": "linear"},
+}
 # The outputs of Gated DeltaNet and Kimi Linear. Their convolution is left out: the presets shift tokens already.
 _GATED_LAYER = {"out_norm": True, "out_gate": "silu"}
 
@@ -69,6 +83,13 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
     }
 
 
+def _settings(name: str, num_heads: int, context: int) -> Settings:
+    """Return the settings of a candidate and its recipe, by their name."""
+    model, _, recipe = name.partition(SEPARATOR)
+    known = candidates(num_heads, context)
+    return {**known[choose("candidate", model, known)], **(RECIPES[choose("recipe", recipe, RECIPES)] if recipe else {})}
+
+
 def _attention(values: Mapping[str, Any]) -> Settings:
     return {f"model.attention.{name}": value for name, value in values.items()}
 
@@ -83,7 +104,8 @@ class QualityOptions:
     data: str = ""
     """The text: a file, compressed or not."""
     candidates: tuple[str, ...] = ()
-    """Models to train, such as softmax,local+delta-head,delta-head/local. By default all of them."""
+    """Models to train, such as softmax,local+delta-head,delta-head/local@muon: a recipe may follow an @. By default all
+    models, with the recipe of the preset."""
     contexts: tuple[int, ...] = (4096, 32768)
     """Context lengths."""
     batch_sizes: tuple[int, ...] = (16, 1)
@@ -123,7 +145,7 @@ class QualityOptions:
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value:g}")
         for name in self.candidates:
-            choose("candidate", name, candidates(8, 4096))
+            _settings(name, 8, 4096)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("this PyTorch finds no CUDA device; use device cpu")
 
@@ -135,7 +157,7 @@ class QualitySubject(Subject):
     Attributes:
         data: The text: a file, compressed or not.
         seconds: Training time, compilation excluded.
-        candidate: One of `candidates`.
+        candidate: One of `candidates`, alone or followed by @ and one of `RECIPES`.
         seed: Seed of weights and data order.
         preset: The preset of `longspan train`; context and batch size come from the case.
         held_out: Bytes at the end of the text that are not trained on; the first half of them is scored.
@@ -192,7 +214,7 @@ class QualitySubject(Subject):
         never = 10**9
         num_heads = PRESETS[self.preset].model["attention"]["num_heads"]
         return {
-            **candidates(num_heads, case.length)[self.candidate],
+            **_settings(self.candidate, num_heads, case.length),
             "seed": self.seed,
             "preset": self.preset,
             "context": case.length,
@@ -343,4 +365,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # A worker imports the classes by the module's name, not as __main__.
+    from longspan.bench import quality
+
+    quality.main()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,9 @@ import pytest
 
 from longspan.bench import quality
 from longspan.bench.jsonl import append
-from longspan.bench.quality import QualityOptions, QualitySubject, candidates, run
+from longspan.bench.quality import RECIPES, QualityOptions, QualitySubject, candidates, run
 from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig
-from longspan.train.config import resolve
+from longspan.train.config import described, differences, resolve
 
 QUICK = MeasurementConfig(rounds=1, repeats=2)
 
@@ -47,6 +50,25 @@ def test_seed_and_candidate_reach_the_trainer(text: Path, tmp_path: Path) -> Non
     flags = subject(text, candidate="softmax", seed=5)._flags(Case(16, batch_size=3), tmp_path)
     settings = resolve(flags).train
     assert (settings.seed, settings.mechanism, settings.context, settings.batch_size) == (5, "softmax", 16, 3)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_changes_the_settings_of_a_candidate(text: Path, tmp_path: Path, recipe: str) -> None:
+    case, given = Case(16, batch_size=3), {"data": ("x",), "out": "y"}
+    plain, changed = (
+        resolve({**subject(text, candidate=name)._flags(case, tmp_path), **given})
+        for name in ("softmax", f"softmax@{recipe}")
+    )
+    found = differences(described(plain, plain.complete(256, 0)), described(changed, changed.complete(256, 0)))
+    assert {name.removeprefix("train.") for name in found} == set(RECIPES[recipe])
+
+
+def test_options_as_json_run_in_processes_of_their_own(text: Path, tmp_path: Path) -> None:
+    values = {"data": str(text), "candidates": ["local+linear@muon"], "contexts": [64], "batch_sizes": [2], "seeds": [0]}
+    values |= {"seconds": 0.1, "preset": "tiny", "held_out": 500, "out": str(tmp_path / "out.jsonl")}
+    subprocess.run([sys.executable, "-m", "longspan.bench.quality", json.dumps(values)], check=True)
+    (row,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert (row["status"], row["candidate"]) == ("ok", "local+linear@muon"), row["message"]
 
 
 @pytest.mark.parametrize("name", candidates(8, 4096))
@@ -140,6 +162,7 @@ def test_a_damaged_file_is_refused(text: Path) -> None:
     [
         ({"data": ""}, "give its file as data"),
         ({"preset": "smal"}, "unknown preset 'smal'"),
+        ({"candidates": ("softmax@muonn",)}, "unknown recipe 'muonn'.*did you mean 'muon'"),
         ({"candidates": ("softmx",)}, "unknown candidate 'softmx'.*did you mean 'softmax'"),
         ({"contexts": (64,)}, "one batch size for each context"),
         ({"contexts": (0, 1)}, r"contexts must be positive, got \(0, 1\)"),
