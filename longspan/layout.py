@@ -224,6 +224,7 @@ class TokenLayout:
         packing: The packing of the row; None if it holds one sequence.
         rotary: cos and sin (B or 1, T, D / 2) by (D, base), computed once for all layers.
         shard: The exchange with other ranks, if each of them has a piece of every sequence.
+        tokens: (B, T) int64, for layers that embed them.
     """
 
     position: Tensor
@@ -232,6 +233,7 @@ class TokenLayout:
     packing: Packing | None = None
     rotary: Mapping[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)
     shard: SequenceShard | None = None
+    tokens: Tensor | None = None
 
     @classmethod
     def of(

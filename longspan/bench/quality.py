@@ -87,7 +87,10 @@ def _settings(name: str, num_heads: int, context: int) -> Settings:
     """Return the settings of a candidate and its recipe, by their name."""
     model, _, recipe = name.partition(SEPARATOR)
     known = candidates(num_heads, context)
-    return {**known[choose("candidate", model, known)], **(RECIPES[choose("recipe", recipe, RECIPES)] if recipe else {})}
+    return {
+        **known[choose("candidate", model, known)],
+        **(RECIPES[choose("recipe", recipe, RECIPES)] if recipe else {}),
+    }
 
 
 def _attention(values: Mapping[str, Any]) -> Settings:

@@ -68,6 +68,7 @@ def _layer(config: ModelConfig, i: int, own: list[Mechanism], cross: list[Mechan
         return [branch(layer, width, token_shift=config.token_shift if place == 0 else (), **change)]
 
     options: dict[str, Any] = {"causal": config.causal, "mid_features": legacy.out_dim}
+    options["vocab_size"] = config.vocab_size
     attention = Attention(width, config.attention, mechanism=own[0], **options)
     attentions = [branch(attention, width, token_shift=config.token_shift)]
     if legacy.axial_stride is not None:

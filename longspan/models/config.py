@@ -53,6 +53,8 @@ class AttentionConfig:
     """Base of the rotary frequencies."""
     conv_size: int = 0
     """Width of a causal convolution with SiLU over queries, keys and values, 4 in the literature; 0 for none."""
+    value_embedding: bool = False
+    """Add an embedding of the token, one for each layer, to the values."""
     value_gates: bool = False
     """Multiply each head's output by a sigmoid gate computed from the input."""
     out_norm: bool = False
@@ -81,6 +83,8 @@ class AttentionConfig:
                 )
             if self.num_kv_heads is not None or self.shared_kv:
                 raise ValueError("num_qk_heads excludes num_kv_heads and shared_kv: each value head has its own memory")
+        if self.value_embedding and self.shared_kv:
+            raise ValueError("value_embedding adds to values, and shared_kv has none of its own: leave one of them out")
         if self.dynamic_bias < 0:
             raise ValueError(f"dynamic_bias must be 0 (none) or more, got {self.dynamic_bias}")
         if not isinstance(self.rotary, str | Mapping | Sequence):
@@ -261,6 +265,10 @@ class ModelConfig:
             raise ValueError(f"ngrams must be different lengths of at least 2, such as 2,3, got {self.ngrams}")
         if self.logit_softcap is not None and not self.logit_softcap > 0:
             raise ValueError(f"logit_softcap must be above 0, or None for no limit, got {self.logit_softcap}")
+        if self.attention.value_embedding and self.legacy.axial_stride is not None:
+            raise ValueError("value_embedding cannot be combined with axial_stride: leave one of them out")
+        if self.cross is not None and self.cross.value_embedding:
+            raise ValueError("value_embedding is for self-attention: set it in attention, not in cross")
         if self.input_dim is not None and self.vocab_size is not None:
             raise ValueError("a model reads tokens or vectors: set vocab_size or input_dim, not both")
         self._check_legacy()

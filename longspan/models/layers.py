@@ -132,6 +132,7 @@ class Attention(nn.Module):
         context_dim: Width of the context, dim unless given.
         mid_features: Width of an extra linear layer before the output projection.
         out_features: Width of the output, dim unless given.
+        vocab_size: Number of tokens, for value embeddings.
 
     Raises:
         ValueError: If the mechanism cannot be causal or serve cross-attention, or options contradict each other.
@@ -148,6 +149,7 @@ class Attention(nn.Module):
         context_dim: int | None = None,
         mid_features: int | None = None,
         out_features: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         super().__init__()
         config = AttentionConfig() if config is None else config
@@ -180,6 +182,12 @@ class Attention(nn.Module):
         if cross and self.rotary:
             raise ValueError(f'cross-attention is never rotated: set rotary="none" for it, got {config.rotary!r}')
         self.to_gates = nn.Linear(dim, mechanism.num_heads) if config.value_gates else None
+        self.value_embedding = None
+        if config.value_embedding:
+            if vocab_size is None:
+                raise ValueError("value_embedding embeds tokens: build a LanguageModel, or set vocab_size")
+            self.value_embedding = nn.Embedding(vocab_size, inner_v)
+            nn.init.zeros_(self.value_embedding.weight)
         if cross and config.conv_size:
             raise ValueError(f"conv_size ({config.conv_size}) is for self-attention: set it to 0 for cross-attention")
         self.conv = ShortConvolution(inner_q + inner_k + inner_v, config.conv_size) if config.conv_size else None
@@ -260,7 +268,7 @@ class Attention(nn.Module):
 
     def _attend_layer(self, x: Tensor, source: Tensor, key_mask: Tensor | None) -> Tensor | None:
         """Return the output if the mechanism computes the whole layer at once; see `Mechanism.attend_layer`."""
-        if self.causal or self.head_groups > 1 or self.conv is not None:
+        if self.causal or self.head_groups > 1 or self.conv is not None or self.value_embedding is not None:
             return None
         return self.mechanism.attend_layer(self, x, source, key_mask=key_mask)
 
@@ -344,6 +352,7 @@ class Attention(nn.Module):
         norm: nn.Module | None = None,
         add: Tensor | None = None,
         shift: TokenShift | None = None,
+        tokens: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """Extend by one token x (B, 1, dim), in eval mode; see `Mechanism.decode_step`.
 
@@ -354,6 +363,7 @@ class Attention(nn.Module):
             norm: Applied to x first.
             add: A residual added to the output.
             shift: Token shift of what is normalized.
+            tokens: (B, 1), for value embeddings.
         """
         mechanism, own = self.mechanism, (self.to_mechanism_gates, self.to_out_gate, self.to_gates)
         layers = [self.to_q, *([] if self.cross else [self.to_kv]), *(x for x in own if x is not None)]
@@ -364,6 +374,7 @@ class Attention(nn.Module):
             out = mechanism._read(state, self._split_queries(q))
         else:
             q, k, v = self._decode_heads(q, kv, state)
+            v = v if self.value_embedding is None else self._embed_values(v, tokens)
             angles = [rotary[r.kind].paired(r.interleaved) if isinstance(r, Rotary) else None for r in self.rotary]
             one = angles if len(angles) > 1 else angles[0] if angles else None
             held = self.mechanism_state(state)
@@ -479,7 +490,16 @@ class Attention(nn.Module):
         k, v = self._split_heads(kv)
         if self.rotary and layout is not None:
             k = self._rotate(k, layout, self.mechanism.num_kv_heads)
+        if self.value_embedding is not None:
+            v = self._embed_values(v, None if layout is None else layout.tokens)
         return k, v, None if self.to_mechanism_gates is None else self._project_gates(x)
+
+    def _embed_values(self, v: Tensor, tokens: Tensor | None) -> Tensor:
+        """Add the embeddings of tokens (B, T) to v (B, T, Hkv, E)."""
+        if tokens is None:
+            raise ValueError("value_embedding embeds tokens, and the layer got vectors alone: call a LanguageModel")
+        assert self.value_embedding is not None
+        return v + self.value_embedding(tokens).view(v.shape).to(v.dtype)
 
     def _rotate_queries(self, q: Tensor, layout: TokenLayout | None) -> Tensor:
         return self._rotate(q, layout, self.mechanism.num_heads) if self.rotary and layout is not None else q

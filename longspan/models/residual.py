@@ -176,9 +176,14 @@ class ResidualBranch(nn.Module):
         return out, replace(state, inner=(inner,))
 
     def decode_step(
-        self, x: Tensor, state: BranchState, rotary: RotaryCache, add: Tensor | None = None
+        self,
+        x: Tensor,
+        state: BranchState,
+        rotary: RotaryCache,
+        add: Tensor | None = None,
+        tokens: Tensor | None = None,
     ) -> tuple[Tensor, BranchState]:
-        """Extend by one token in eval mode; see `Mechanism.decode_step`. add: a residual added to the output."""
+        """Extend by one token in eval mode; see `Attention.decode_step`. add: a residual added to the output."""
         layer, norm, shift = self.layer, self.norm if self.norm_position == "pre" else None, None
         if state.recent is not None:
             if state.recent.shape[1] > max(self.token_shift):
@@ -186,7 +191,7 @@ class ResidualBranch(nn.Module):
             else:
                 x, norm = shift_token(self.apply_norm(x), self.token_shift, state.recent), None
         if isinstance(layer, Attention):
-            out, inner = layer.decode_step(x, state.inner[0], rotary, norm=norm, add=add, shift=shift)
+            out, inner = layer.decode_step(x, state.inner[0], rotary, norm=norm, add=add, shift=shift, tokens=tokens)
             return out, state if inner is state.inner[0] else replace(state, inner=(inner,))
         if isinstance(layer, FeedForward):
             return layer.decode_step(x, norm=norm, add=add, shift=shift), state
@@ -421,17 +426,17 @@ class Stack(nn.Module):
         branches = tuple(replace(branch, length=length) for branch in after)
         return out, replace(state, length=length, branches=branches)
 
-    def decode_step(self, x: Tensor, state: StackState) -> tuple[Tensor, StackState]:
-        """Extend by one token x (B, 1, dim) of a decode loop; lengths are not advanced. See `Mechanism.decode_step`."""
+    def decode_step(self, x: Tensor, state: StackState, tokens: Tensor | None = None) -> tuple[Tensor, StackState]:
+        """Extend by one token x (B, 1, dim) of a decode loop; lengths are not advanced. See `Attention.decode_step`."""
         branches, after = self._branches(), list(state.branches)
         rotary = RotaryCache(state.length, _full_precision(x))
         if self.topology == "single" and all(branch.is_pre_norm for branch in branches):
             for i, branch in enumerate(branches):
-                x, after[i] = branch.decode_step(x, after[i], rotary, add=x)
+                x, after[i] = branch.decode_step(x, after[i], rotary, x, tokens)
             return x, replace(state, branches=tuple(after))
 
         def apply(i: int, x: Tensor) -> Tensor:
-            y, after[i] = branches[i].decode_step(x, after[i], rotary)
+            y, after[i] = branches[i].decode_step(x, after[i], rotary, None, tokens)
             return y
 
         return self._run(x, apply), replace(state, branches=tuple(after))

@@ -301,7 +301,7 @@ class LanguageModel(nn.Module):
                 f"the state holds {len(state.length)} sequences, the input {len(tokens)}: tokens need a row for each"
             )
         span = None
-        if self.ngrams is not None and key_mask is not None and _layout is None and tokens.shape[1]:
+        if self._embeds_inside and key_mask is not None and _layout is None and tokens.shape[1]:
             span = PaddedSpan.of(key_mask)
             tokens = span.roll(tokens[:, :, None, None])[0][:, :, 0, 0]
             key_mask = torch.arange(tokens.shape[1], device=tokens.device) < span.lengths[:, None]
@@ -312,6 +312,8 @@ class LanguageModel(nn.Module):
         if self.positions is not None and self.positions.reach is not None and tokens.device.type == "cpu":
             longest = int(layout.position.max()) + 1 if layout.position.numel() else 0
         x, recent = self._embed(tokens, layout, longest, state.recent)
+        if self._embeds_inside:
+            _layout = replace(layout, tokens=tokens)
         out, state = self.transformer.extend(x, state, key_mask=key_mask, _layout=_layout)
         out = out if span is None else span.unroll(out[:, :, None])[:, :, 0]
         return out, state if recent is None else replace(state, recent=recent)
@@ -328,7 +330,7 @@ class LanguageModel(nn.Module):
         if self.positions is not None:
             x = x + self.positions(state.length[:, None]).to(x.dtype)
         x = x if self.to_dim is None else self.to_dim(x)
-        out, state = self.transformer.stack.decode_step(x, state)
+        out, state = self.transformer.stack.decode_step(x, state, tokens[:, None])
         state.length.add_(1)
         if self.from_dim is not None or self.narrow_norm is not None:
             return self.logits(self.transformer.normalize(out))[:, 0], state
@@ -368,8 +370,15 @@ class LanguageModel(nn.Module):
         if reach is not None and longest > reach and key_mask is not None:
             longest = int(layout.position.max()) + 1  # padding has no position
         given: dict[str, Any] = {"context": context, "context_mask": context_mask, "context_packing": context_packing}
+        if self.config.attention.value_embedding:
+            layout = replace(layout, tokens=tokens)
         given |= {"_layout": layout, "_context_layout": context_layout}
         return self.transformer(self._embed(tokens, layout, longest)[0], **given)
+
+    @property
+    def _embeds_inside(self) -> bool:
+        """Whether more than the embedding of each token depends on the tokens, so that they move with their vectors."""
+        return self.ngrams is not None or self.config.attention.value_embedding
 
     def _look_up(self, tokens: Tensor) -> Tensor:
         try:

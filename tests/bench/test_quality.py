@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -63,14 +63,6 @@ def test_a_recipe_changes_the_settings_of_a_candidate(text: Path, tmp_path: Path
     assert {name.removeprefix("train.") for name in found} == set(RECIPES[recipe])
 
 
-def test_options_as_json_run_in_processes_of_their_own(text: Path, tmp_path: Path) -> None:
-    values = {"data": str(text), "candidates": ["local+linear@muon"], "contexts": [64], "batch_sizes": [2], "seeds": [0]}
-    values |= {"seconds": 0.1, "preset": "tiny", "held_out": 500, "out": str(tmp_path / "out.jsonl")}
-    subprocess.run([sys.executable, "-m", "longspan.bench.quality", json.dumps(values)], check=True)
-    (row,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
-    assert (row["status"], row["candidate"]) == ("ok", "local+linear@muon"), row["message"]
-
-
 @pytest.mark.parametrize("name", candidates(8, 4096))
 def test_candidates_are_settings_of_a_model(name: str) -> None:
     settings = resolve({**candidates(8, 4096)[name], "preset": "small", "data": ("x",), "out": "y"})
@@ -114,6 +106,24 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
     FakeWorker.started, FakeWorker.finished, FakeWorker.killed = [], [], 0
     monkeypatch.setattr(quality, "WorkerProcess", FakeWorker)
     return FakeWorker
+
+
+def test_options_as_json(text: Path, workers: type[FakeWorker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classes are those that a worker imports, not those of __main__."""
+    values = {
+        "data": str(text),
+        "candidates": ["local+linear@muon"],
+        "seeds": [5],
+        "contexts": [64],
+        "batch_sizes": [2],
+    }
+    values["out"] = str(text.with_name("out.jsonl"))
+    monkeypatch.setattr(sys, "argv", ["quality", json.dumps(values)])
+    with pytest.warns(RuntimeWarning, match="found in sys.modules"):
+        runpy.run_module("longspan.bench.quality", run_name="__main__")
+    ((each, case),) = workers.started
+    assert type(each) is QualitySubject
+    assert (each.candidate, each.seed, case.length) == ("local+linear@muon", 5, 64)
 
 
 def test_candidates_take_turns_and_what_exists_is_not_run_again(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,30 @@ def check_vectors(rank: int) -> None:
         one, model = twins(LanguageModel, config(positions=positions, max_length=T))
         divided = context_parallel(model, dist.group.WORLD)
         agree(backward(divided.loss(tokens(2, T)[:, piece]), one.loss(tokens(2, T)), divided, one), positions)
+
+
+def check_ngrams(rank: int) -> None:
+    """N-grams reach over empty pieces, after a state, and not into a packed sequence before."""
+    piece, _ = pieces(rank)
+    options: dict[str, Any] = {"ngrams": (2, 4), "ngram_buckets": 31, "logit_softcap": 2.0}
+    given = config("linear", **options)
+    given = replace(given, attention=replace(given.attention, value_embedding=True))
+    one, model = twins(LanguageModel, given)
+    divided = context_parallel(model, dist.group.WORLD)
+    x, packing = tokens(1, T), Packing.from_lengths([3, 14, 6])
+    agree(backward(divided.loss(x[:, piece]), one.loss(x), divided, one), "n-grams")
+    loss = divided.loss(x[:, piece], packing=packing)
+    agree([(loss, one.loss(x, packing=packing))], "packed n-grams")
+    mask = torch.arange(T) >= torch.tensor([[0], [12]])  # left-padded
+    state = one.extend(tokens(2, 5), one.new_state(2))[1]
+    for how, part in (({}, {}), ({"key_mask": mask}, {"key_mask": mask[:, piece]})):
+        (out, after), (expected, end) = (
+            divided.extend(tokens(2, T)[:, piece], state, **part),
+            one.extend(tokens(2, T), state, **how),
+        )
+        seen = mask[:, piece, None] if how else 1
+        pairs = [(out * seen, expected[:, piece] * seen), (after.recent.double(), end.recent.double())]
+        agree(pairs, f"n-grams after a state, {list(how)}")
 
 
 def check_redraw(rank: int) -> None:
@@ -263,6 +288,7 @@ CHECKS = {
         check_classifier,
         check_execution,
         check_vectors,
+        check_ngrams,
         check_redraw,
         check_plugin,
         check_short,

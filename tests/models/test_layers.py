@@ -101,7 +101,7 @@ ATTENTION: dict[str, list[dict[str, Any]]] = {
     "rotary_base": [{"rotary": "halves", "rotary_base": 7.0}],
     "value_gates": [{"value_gates": True}, {"value_gates": True, "num_kv_heads": 1}],
 }
-APART = {"mechanism", "dropout", "dynamic_bias", "share_projection"}
+APART = {"value_embedding", "mechanism", "dropout", "dynamic_bias", "share_projection"}
 APART |= {"num_qk_heads", "conv_size", "out_norm", "out_gate"}  # in test_convolution.py
 
 

@@ -1,7 +1,8 @@
-"""Hashed n-gram embeddings, capped logits and output projections that begin at zero."""
+"""Hashed n-gram and value embeddings, capped logits and output projections that begin at zero."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan import AttentionConfig, LanguageModel, ModelConfig, Packing, Sampling, generate, load, save
+from longspan import Attention, AttentionConfig, LanguageModel, ModelConfig, Packing, Sampling, generate, load, save
 from longspan.generation.session import Session
 from longspan.layout import TokenLayout
+from longspan.models.config import LegacyConfig
 from longspan.models.ngrams import NgramEmbedding
 from longspan.ops.loss import cap_logits, cross_entropy
 from longspan.train.chunked import chunked_loss
@@ -26,7 +28,7 @@ SPLIT = {
 
 def build(**options: Any) -> LanguageModel:
     torch.manual_seed(0)
-    attention = AttentionConfig(num_heads=2, mechanism=SPLIT)
+    attention = AttentionConfig(num_heads=2, mechanism=SPLIT, value_embedding=True)
     given: dict[str, Any] = {"ngrams": (2, 4), "ngram_buckets": BUCKETS, "logit_softcap": 1.5, "token_shift": (0, 1)}
     given |= {"depth": 2, **options}
     config = ModelConfig(dim=10, causal=True, vocab_size=V, attention=attention, **given)
@@ -106,6 +108,21 @@ def test_the_embedding_of_a_token_depends_on_its_ngrams_alone() -> None:
     assert out.shape == (2, T, 5)
 
 
+def test_values_are_those_of_the_projection_and_of_the_token() -> None:
+    model, tokens = build(depth=1, ngrams=()), torch.randint(V, (2, T))
+    (_, layer), x = model.transformer.stack.attention_layers()[0], torch.randn(2, T, 10, dtype=F64)
+    layout = TokenLayout.of(tokens, causal=True)
+    embedded = layer.project(x, replace(layout, tokens=tokens))[2]
+    table, layer.value_embedding = layer.value_embedding, None
+    assert table is not None
+    same(embedded, layer.project(x, layout)[2] + table(tokens).unflatten(2, (2, -1)))
+    layer.value_embedding = table
+    with pytest.raises(ValueError, match="value_embedding embeds tokens, and the layer got vectors alone"):
+        layer.project(x, layout)
+    with pytest.raises(ValueError, match="build a LanguageModel, or set vocab_size"):
+        Attention(10, AttentionConfig(num_heads=2, value_embedding=True))
+
+
 def test_capped_logits_have_one_loss_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = build(), torch.randint(V, (2, T))
     plain = build(logit_softcap=None)
@@ -140,6 +157,11 @@ def test_output_projections_begin_at_zero() -> None:
     ("options", "message"),
     [
         ({"ngrams": (1, 2)}, r"ngrams must be different lengths of at least 2, such as 2,3, got \(1, 2\)"),
+        (
+            {"attention": AttentionConfig(value_embedding=True), "legacy": LegacyConfig(axial_stride=3)},
+            "value_embedding cannot be combined with axial_stride",
+        ),
+        ({"cross": AttentionConfig(value_embedding=True)}, "value_embedding is for self-attention"),
         ({"ngrams": (3, 3)}, "ngrams must be different lengths"),
         ({"ngram_buckets": 0}, "ngram_buckets must be a positive integer, got 0"),
         ({"logit_softcap": 0.0}, "logit_softcap must be above 0, or None for no limit, got 0.0"),
