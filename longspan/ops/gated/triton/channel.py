@@ -48,6 +48,14 @@ from longspan.ops.gated.triton.delta import (
 )
 from longspan.ops.linear.triton import PRECISION
 
+# Gates are mild where each half of a chunk keeps more than 2^−RANGE of every channel.
+RANGE = tl.constexpr(54.0)
+# β of this or less counts as this in z = β y: its gradient is a quotient by β.
+LEAST_BETA = tl.constexpr(1e-10)
+
+PAIR_WARPS, GRAD_WARPS, INVERSE_WARPS, SCAN_WARPS, SCAN_STAGES = 8, 8, 4, 4, 2
+MAXNREG = {}
+
 # Compile-time constants: query and key heads, dimensions, padded D, channels and values per tile, tiles of values,
 # tokens in a chunk and their binary logarithm. DELTA: the delta rule. SCALED: there is a beta. DOT: dtype of products.
 ChannelSizes = namedtuple("ChannelSizes", "H HKV D E BD BK BE TILES C LEVELS DELTA SCALED DOT PRECISION")
@@ -87,15 +95,33 @@ def _load_decay(p_decay, stride, rows, i_d, S: tl.constexpr):
 
 
 @triton.jit
-def _decay(m_s, b_high, b_low, S: tl.constexpr):
-    """α of the tokens that m_s (C, C) selects for each row, multiplied: (C, BK)."""
+def _sums(m_s, b_high, b_low, S: tl.constexpr):
+    """log₂ α of the tokens that m_s (C, C) selects for each row, added up: (C, BK)."""
     b_m = tl.where(m_s, 1.0, 0.0).to(S.DOT)
     if tl.bfloat16 == S.DOT:
         b_x = tl.dot(b_m, b_low)
         b_x = tl.dot(b_m, b_high, b_x)
     else:
         b_x = _dot(b_m, b_high, S)
-    return exp2(b_x)
+    return b_x
+
+
+@triton.jit
+def _decay(m_s, b_high, b_low, S: tl.constexpr):
+    """α of the tokens that m_s (C, C) selects for each row, multiplied: (C, BK)."""
+    return exp2(_sums(m_s, b_high, b_low, S))
+
+
+@triton.jit
+def _from_middle(b_g, S: tl.constexpr):
+    """log₂ of what each token keeps since the middle of the chunk (C, BK), positive before it, and of what the chunk's
+    first and second half keep (BK,).
+    """
+    m_first = tl.arange(0, S.C) < S.C // 2
+    b_first = tl.sum(tl.where(m_first[:, None], b_g, 0.0), 0)
+    b_second = tl.sum(tl.where(m_first[:, None], 0.0, b_g), 0)
+    b_x = tl.cumsum(b_g, 0) - b_first[None, :]
+    return tl.minimum(tl.maximum(b_x, -RANGE), RANGE), b_first, b_second
 
 
 @triton.jit
@@ -123,6 +149,15 @@ def _square(i_x, S: tl.constexpr):
 
 
 @triton.jit
+def _mild(p_strong, i_y):
+    """Whether chunk i_y is not marked; False without marks."""
+    mild = False
+    if p_strong is not None:
+        mild = tl.load(p_strong + i_y) == 0
+    return mild
+
+
+@triton.jit
 def _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S: tl.constexpr):
     """β (C,); 0 beyond the last token."""
     if S.SCALED:
@@ -131,16 +166,18 @@ def _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
-def gated_channel_pairs_kernel(
-    p_q, p_k, p_decay, p_beta, p_q_in, p_k_in, p_k_out, p_last, p_pair, p_inverse, T, chunks, scale,
+def gated_channel_mild_pairs_kernel(
+    p_q, p_k, p_decay, p_beta, p_q_in, p_k_in, p_k_out, p_last, p_pair, p_inverse, p_strong, T, chunks, scale,
     q, k, decay, beta, S: tl.constexpr
 ):  # fmt: skip
-    """What a chunk does not take from the state: q_in, k_in, k_out, e^{G_C}, A^qk and T.
+    """What a chunk does not take from the state: q_in, k_in, k_out, e^{G_C}, A^qk and L, right for mild gates; chunks
+    with others are marked in p_strong.
 
     One program per query head; the first of a group computes what belongs to its key head.
     """
     i_h, i_c, i_b = _program(chunks, S.H)
     i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
+    i_y = (i_b * S.HKV + i_kv) * chunks + i_c
     own = i_h % (S.H // S.HKV) == 0
     rows = T - i_0
     i_t = tl.arange(0, S.C)
@@ -148,7 +185,59 @@ def gated_channel_pairs_kernel(
     p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv)
     p_q_in += ((i_b * T + i_0) * S.H + i_h) * S.D
     i_row = ((i_b * T + i_0) * S.HKV + i_kv) * S.D
+    b_pair, b_l, b_least = zeros(S.C, S.C), zeros(S.C, S.C), zeros(S.BK)
+    for i_d in range(S.BD // S.BK):
+        c = i_d * S.BK
+        b_g = load_rows(p_decay + c, decay.t, rows, S.D, S.C, S.BK, i_d) * LOG2E
+        b_x, b_first, b_second = _from_middle(b_g, S)
+        b_least = tl.minimum(b_least, tl.minimum(b_first, b_second))
+        b_k = load_rows(p_k + c, k.t, rows, S.D, S.C, S.BK, i_d).to(tl.float32)
+        b_column = b_k * exp2(-b_x)
+        b_x = exp2(b_x)
+        b_row = b_k * b_x
+        if own:
+            b_last = exp2(b_second)
+            store_rows(p_k_out + i_row + c, S.HKV * S.D, rows, b_column * b_last[None, :], S.D, S.C, S.BK, i_d)
+            tl.store(p_last + i_y * S.BD + c + tl.arange(0, S.BK), exp2(b_first) * b_last)
+            if S.DELTA:
+                b_in = b_row * exp2(b_first)[None, :]
+                store_rows(p_k_in + i_row + c, S.HKV * S.D, rows, b_in, S.D, S.C, S.BK, i_d)
+        b_column = tl.trans(b_column.to(S.DOT))
+        if S.DELTA:
+            b_l = _add_dot(b_row, b_column, b_l, S)
+        b_row = load_rows(p_q + c, q.t, rows, S.D, S.C, S.BK, i_d).to(tl.float32) * b_x
+        b_pair = _add_dot(b_row, b_column, b_pair, S)
+        b_in = b_row * (exp2(b_first) * scale)[None, :]
+        store_rows(p_q_in + c, S.H * S.D, rows, b_in, S.D, S.C, S.BK, i_d)
+    b_pair = tl.where(i_t[:, None] >= i_t[None, :], b_pair, 0.0) * scale
+    p_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
+    tl.store(p_pair, b_pair.to(p_pair.dtype.element_ty))
+    if own:
+        tl.store(p_strong + i_y, (tl.min(b_least) <= -RANGE).to(tl.int32))
+        if S.DELTA:
+            b_l = tl.where(i_t[:, None] > i_t[None, :], b_l, 0.0)
+            b_l *= _load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S)[:, None]
+            store_inverse(p_inverse, i_y, b_l, S)
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "scale"])
+def gated_channel_pairs_kernel(
+    p_q, p_k, p_decay, p_beta, p_q_in, p_k_in, p_k_out, p_last, p_pair, p_inverse, p_strong, T, chunks, scale,
+    q, k, decay, beta, S: tl.constexpr
+):  # fmt: skip
+    """The same for any gates: for the marked chunks, or without marks for all."""
+    i_h, i_c, i_b = _program(chunks, S.H)
+    i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
     i_y = (i_b * S.HKV + i_kv) * chunks + i_c
+    if _mild(p_strong, i_y):
+        return
+    own = i_h % (S.H // S.HKV) == 0
+    rows = T - i_0
+    i_t = tl.arange(0, S.C)
+    p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_h), token_pointer(p_k, k, i_b, i_0, i_kv)
+    p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv)
+    p_q_in += ((i_b * T + i_0) * S.H + i_h) * S.D
+    i_row = ((i_b * T + i_0) * S.HKV + i_kv) * S.D
     b_pair, b_l, b_own = zeros(S.C, S.C), zeros(S.C, S.C), zeros(S.C)
     for i_d in range(S.BD // S.BK):
         c = i_d * S.BK
@@ -181,7 +270,17 @@ def gated_channel_pairs_kernel(
     if S.DELTA:
         if own:
             b_l *= _load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S)[:, None]
-            store_inverse(p_inverse, i_y, triangular_inverse(b_l, S), S)
+            store_inverse(p_inverse, i_y, b_l, S)
+
+
+@triton.jit
+def gated_channel_inverse_kernel(p_inverse, S: tl.constexpr):
+    """T = (I + L)⁻¹ of one chunk, in place of L."""
+    i_y = tl.program_id(0)
+    b_l, b_low = load_inverse(p_inverse, i_y, False, S)
+    if tl.bfloat16 == S.DOT:
+        b_l = b_l.to(tl.float32) + b_low.to(tl.float32)
+    store_inverse(p_inverse, i_y, triangular_inverse(b_l, S), S)
 
 
 @triton.jit
@@ -274,12 +373,18 @@ def gated_channel_forward_kernel(
 
 
 @triton.jit
+def _not_zero(b_beta):
+    """β, in magnitude at least LEAST_BETA."""
+    return tl.where(tl.abs(b_beta) < LEAST_BETA, LEAST_BETA, b_beta)
+
+
+@triton.jit
 def _state_gradients(
-    p_v, p_beta, p_d_out, p_q_in, p_k_in, p_k_out, p_last, p_pair, p_inverse, p_d_after, p_d_states, p_y, p_d_v,
+    p_v, p_beta, p_d_out, p_q_in, p_k_in, p_k_out, p_last, p_pair, p_inverse, p_d_after, p_d_states, p_z,
     p_d_beta, p_d_state, i_x, i_e, T, chunks, v, beta, d, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """Write the gradients of the states after all chunks of sequence i_x, y, dv, the tile's part of y · v, and the
-    gradient of the state before them.
+    """Write the gradients of the states after all chunks of sequence i_x, z = β y, which is dv, the tile's part of
+    y · v, and the gradient of the state before them.
     """
     GROUP: tl.constexpr = S.H // S.HKV
     i_b, i_h = i_x // S.HKV, i_x % S.HKV
@@ -309,10 +414,10 @@ def _state_gradients(
             b_t, b_t_low = load_inverse(p_inverse, i_y, True, S)
             b_high, b_low = halves(b_y, S)
             b_y = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
-            store_rows(p_y + p_row, S.HKV * S.E, rows, b_y, S.E, S.C, S.BE, i_e)
             b_in = load_rows(p_k_in + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
             b_s = _add_dot(tl.trans(b_in), b_y * -b_beta[:, None], b_s, S)
-        store_rows(p_d_v + p_row, S.HKV * S.E, rows, b_y * b_beta[:, None], S.E, S.C, S.BE, i_e)
+            b_beta = _not_zero(b_beta)
+        store_rows(p_z + p_row, S.HKV * S.E, rows, b_y * b_beta[:, None], S.E, S.C, S.BE, i_e)
         if S.SCALED:
             b_v = load_rows(token_pointer(p_v, v, i_b, i_0, i_h, i_e * S.BE), v.t, rows, S.E, S.C, S.BE, i_e)
             i_beta = i_e.to(tl.int64) * (tl.num_programs(0) // 2) * T + i_row + i_t * S.HKV
@@ -325,7 +430,7 @@ def _state_gradients(
 @triton.jit(do_not_specialize=["T", "chunks"])
 def gated_channel_backward_states_kernel(
     p_v, p_beta, p_d_out, p_q_in, p_k_in, p_k_out, p_last, p_pair, p_inverse, p_state, p_d_after,
-    p_states, p_u, p_d_states, p_y, p_d_v, p_d_beta, p_d_state, T, chunks,
+    p_states, p_u, p_d_states, p_z, p_d_beta, p_d_state, T, chunks,
     v, beta, d, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Half of the programs compute the states of a sequence and a tile of values, the others their gradients."""
@@ -333,8 +438,8 @@ def gated_channel_backward_states_kernel(
     i_x, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if i_x < first:
         _state_gradients(
-            p_v, p_beta, p_d_out, p_q_in, p_k_in, p_k_out, p_last, p_pair, p_inverse, p_d_after, p_d_states, p_y,
-            p_d_v, p_d_beta, p_d_state, i_x, i_e, T, chunks, v, beta, d, S, STAGES
+            p_v, p_beta, p_d_out, p_q_in, p_k_in, p_k_out, p_last, p_pair, p_inverse, p_d_after, p_d_states, p_z,
+            p_d_beta, p_d_state, i_x, i_e, T, chunks, v, beta, d, S, STAGES
         )  # fmt: skip
     else:
         _states(
@@ -354,9 +459,9 @@ def _row_tile(i_x, i_d, i_e, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_channel_backward_pairs_kernel(
-    p_v, p_beta, p_d_out, p_u, p_y, p_d_pair, p_d_l, T, chunks, scale, v, beta, d, S: tl.constexpr
+    p_v, p_beta, p_d_out, p_u, p_z, p_d_pair, p_d_l, T, chunks, scale, v, beta, d, S: tl.constexpr
 ):
-    """Gradients of A^qk and of β A^kk, without β, for one chunk of one query head; not masked."""
+    """Gradients of A^qk, and of A^kk as part of L, for one chunk of one query head; not masked."""
     i_h, i_c, i_b = _program(chunks, S.H)
     i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
     b_pair, b_l = zeros(S.C, S.C), zeros(S.C, S.C)
@@ -366,21 +471,32 @@ def gated_channel_backward_pairs_kernel(
         b_d = load_rows(token_pointer(p_d_out, d, i_b, i_0, i_h, c), d.t, T - i_0, S.E, S.C, S.BE, i_e)
         b_pair = _add_dot(b_d, b_u, b_pair, S)
         if S.DELTA:
-            p_row = p_y + ((i_b * T + i_0) * S.HKV + i_kv) * S.E + c
-            b_y = load_rows(p_row, S.HKV * S.E, T - i_0, S.E, S.C, S.BE, i_e)
-            b_l = _add_dot(b_y, b_u, b_l, S)
+            p_row = p_z + ((i_b * T + i_0) * S.HKV + i_kv) * S.E + c
+            b_z = load_rows(p_row, S.HKV * S.E, T - i_0, S.E, S.C, S.BE, i_e)
+            b_l = _add_dot(b_z, b_u, b_l, S)
     tl.store(p_d_pair + _square((i_b * S.H + i_h) * chunks + i_c, S), (b_pair * scale).to(S.DOT))
     if S.DELTA:
         if i_h % (S.H // S.HKV) == 0:
             tl.store(p_d_l + _square((i_b * S.HKV + i_kv) * chunks + i_c, S), (-b_l).to(S.DOT))
 
 
+@triton.jit
+def _add_rows(p_x, stride, p_states, i_y, i_d, rows, S: tl.constexpr):
+    """x Sᵀ (C, BK): rows x (C, E) times tile i_d of the channels of matrix i_y."""
+    b_sum = zeros(S.C, S.BK)
+    for i_e in range(S.TILES):
+        b_x = load_rows(p_x + i_e * S.BE, stride, rows, S.E, S.C, S.BE, i_e)
+        b_s = tl.load(p_states + _row_tile(i_y, i_d, i_e, S))
+        b_sum = _add_dot(b_x, tl.trans(b_s), b_sum, S)
+    return b_sum
+
+
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
-def gated_channel_backward_kernel(
-    p_q, p_k, p_v, p_decay, p_beta, p_d_out, p_states, p_d_states, p_u, p_y, p_d_pair, p_d_l,
+def gated_channel_mild_backward_kernel(
+    p_q, p_k, p_v, p_decay, p_beta, p_d_out, p_states, p_d_states, p_u, p_z, p_d_pair, p_d_l, p_strong,
     p_d_q, p_d_k, p_d_decay, p_d_beta, T, chunks, scale, q, k, v, decay, beta, d, S: tl.constexpr
 ):  # fmt: skip
-    """dq, dk and dg of one chunk of one query head and one tile of channels, and the tile's part of dβ.
+    """dq, dk and dg of one chunk with mild gates, one query head and one tile of channels, and the tile's part of dβ.
 
     What comes from the key head alone is added by the first query head of a group. p_d_k, p_d_decay: (B, T, H, D).
     p_d_beta: (tiles, B, T, H).
@@ -388,9 +504,75 @@ def gated_channel_backward_kernel(
     i_h, i_c, i_b = _program(chunks, S.H)
     i_d = tl.program_id(1)
     i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
+    i_t, i_y = tl.arange(0, S.C), (i_b * S.HKV + i_kv) * chunks + i_c
+    if not _mild(p_strong, i_y):
+        return
+    own = (i_h % (S.H // S.HKV) == 0).to(tl.int32)
+    rows, c = T - i_0, i_d * S.BK
+    i_row = ((i_b * T + i_0) * S.H + i_h) * S.D + c
+    m_pairs = i_t[:, None] > i_t[None, :]
+    p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv, c)
+    p_d_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
+    b_own = tl.sum(tl.load(p_d_pair, mask=i_t[:, None] == i_t[None, :], other=0.0).to(tl.float32), 1)[:, None]
+    b_p = tl.load(p_d_pair, mask=m_pairs, other=0.0)
+    b_g = load_rows(p_decay, decay.t, rows, S.D, S.C, S.BK, i_d) * LOG2E
+    b_x, b_first, b_second = _from_middle(b_g, S)
+    b_k = load_rows(token_pointer(p_k, k, i_b, i_0, i_kv, c), k.t, rows, S.D, S.C, S.BK, i_d)
+    b_q = load_rows(token_pointer(p_q, q, i_b, i_0, i_h, c), q.t, rows, S.D, S.C, S.BK, i_d)
+    b_x_column = exp2(-b_x)
+    b_x_row = exp2(b_x)
+    b_column = (b_k * b_x_column).to(S.DOT)
+
+    b_sum = _add_rows(token_pointer(p_d_out, d, i_b, i_0, i_h), d.t, p_states, i_y, i_d, rows, S)
+    b_sum = _add_dot(b_p, b_column, b_sum * (exp2(b_first) * scale)[None, :], S)
+    b_sum = b_sum * b_x_row + b_own * b_k
+    store_rows(p_d_q + i_row, S.H * S.D, rows, b_sum, S.D, S.C, S.BK, i_d)
+    b_d_g = b_q * b_sum
+
+    b_d_last, b_sum = zeros(S.BK), zeros(S.C, S.BK)
+    for i_e in range(S.TILES):
+        b_u = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_kv, i_e, T, S)
+        b_s = tl.load(p_d_states + _row_tile(i_y, i_d, i_e, S))
+        b_sum = _add_dot(b_u, tl.trans(b_s), b_sum, S)
+        b_d_last += tl.sum(b_s.to(tl.float32) * tl.load(p_states + _row_tile(i_y, i_d, i_e, S)).to(tl.float32), 1)
+    b_sum *= (exp2(b_second) * own)[None, :]
+    b_d_last = b_d_last * exp2(b_first + b_second) * own + tl.sum(b_k * b_x_column * b_sum, 0)
+    b_sum = _add_dot(tl.trans(b_p), b_q * b_x_row, b_sum, S)
+    if S.DELTA:
+        b_p = tl.load(p_d_l + _square(i_y, S), mask=m_pairs & (i_t < own * S.C)[:, None], other=0.0)
+        b_sum = _add_dot(tl.trans(b_p), b_k * b_x_row, b_sum, S)
+    b_d_k = b_sum * b_x_column + b_own * b_q
+    b_d_g += tl.where((i_t == S.C - 1)[:, None], b_d_last[None, :], 0.0) - b_k * b_d_k
+
+    if S.DELTA:
+        p_z += ((i_b * T + i_0) * S.HKV + i_kv) * S.E
+        b_sum = _add_rows(p_z, S.HKV * S.E, p_states, i_y, i_d, rows, S)
+        b_sum = _add_dot(b_p, b_column, b_sum * (exp2(b_first) * -own)[None, :], S) * b_x_row
+        b_d_k += b_sum
+        b_sum *= b_k
+        b_d_g += b_sum
+        if S.SCALED:
+            i_beta = i_d.to(tl.int64) * (tl.num_programs(0) // chunks) * T + (i_b * T + i_0) * S.H + i_h + i_t * S.H
+            b_beta = _not_zero(_load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S))
+            tl.store(p_d_beta + i_beta, tl.sum(b_sum, 1) / b_beta, mask=i_t < rows)
+    store_rows(p_d_k + i_row, S.H * S.D, rows, b_d_k, S.D, S.C, S.BK, i_d)
+    store_rows(p_d_decay + i_row, S.H * S.D, rows, tl.cumsum(b_d_g, 0, reverse=True), S.D, S.C, S.BK, i_d)
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "scale"])
+def gated_channel_backward_kernel(
+    p_q, p_k, p_v, p_decay, p_beta, p_d_out, p_states, p_d_states, p_u, p_z, p_d_pair, p_d_l, p_strong,
+    p_d_q, p_d_k, p_d_decay, p_d_beta, T, chunks, scale, q, k, v, decay, beta, d, S: tl.constexpr
+):  # fmt: skip
+    """The same for any gates: for the marked chunks, or without marks for all."""
+    i_h, i_c, i_b = _program(chunks, S.H)
+    i_d = tl.program_id(1)
+    i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
+    i_t, i_y = tl.arange(0, S.C), (i_b * S.HKV + i_kv) * chunks + i_c
+    if _mild(p_strong, i_y):
+        return
     own = (i_h % (S.H // S.HKV) == 0).to(tl.int32)
     rows = T - i_0
-    i_t, i_y = tl.arange(0, S.C), (i_b * S.HKV + i_kv) * chunks + i_c
     b_d_q, b_d_row, b_d_column, b_d_last = zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.BK)
     for i_e in range(S.TILES):
         c = i_e * S.BE
@@ -402,9 +584,9 @@ def gated_channel_backward_kernel(
         b_u = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_kv, i_e, T, S)
         b_d_column = _add_dot(b_u, tl.trans(b_d_s), b_d_column, S)
         if S.DELTA:
-            p_row = p_y + ((i_b * T + i_0) * S.HKV + i_kv) * S.E + c
-            b_y = load_rows(p_row, S.HKV * S.E, rows, S.E, S.C, S.BE, i_e)
-            b_d_row = _add_dot(b_y, tl.trans(b_s), b_d_row, S)
+            p_row = p_z + ((i_b * T + i_0) * S.HKV + i_kv) * S.E + c
+            b_z = load_rows(p_row, S.HKV * S.E, rows, S.E, S.C, S.BE, i_e)
+            b_d_row = _add_dot(b_z, tl.trans(b_s), b_d_row, S)
     c = i_d * S.BK
     p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_h, c), token_pointer(p_k, k, i_b, i_0, i_kv, c)
     p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv, c)
@@ -413,7 +595,6 @@ def gated_channel_backward_kernel(
     b_q = load_rows(p_q, q.t, rows, S.D, S.C, S.BK, i_d)
     b_k = load_rows(p_k, k.t, rows, S.D, S.C, S.BK, i_d)
     b_high, b_low = _load_decay(p_decay, decay.t, rows, i_d, S)
-    b_beta = _load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S)
     b_start = _decay(i_t[None, :] <= i_t[:, None], b_high, b_low, S)
     b_d_last *= tl.sum(tl.where((i_t == S.C - 1)[:, None], b_start, 0.0), 0) * own
     b_d_q *= b_start * scale
@@ -438,7 +619,7 @@ def gated_channel_backward_kernel(
         if S.DELTA:
             b_p = tl.load(p_d_l, mask=m_pairs & (i_t < own * S.C)[:, None], other=0.0)
             b_d_row += b_x * _dot(b_p, b_column, S)
-            b_sum = _add_dot(tl.trans(b_p), b_k * b_x * b_beta[:, None], b_sum, S)
+            b_sum = _add_dot(tl.trans(b_p), b_column, b_sum, S)
         b_d_column += b_x * b_sum
     b_q = load_rows(p_q, q.t, rows, S.D, S.C, S.BK, i_d)
     b_k = load_rows(p_k, k.t, rows, S.D, S.C, S.BK, i_d)
@@ -448,8 +629,8 @@ def gated_channel_backward_kernel(
     if S.DELTA:
         if S.SCALED:
             i_beta = i_d.to(tl.int64) * (tl.num_programs(0) // chunks) * T + (i_b * T + i_0) * S.H + i_h + i_t * S.H
-            tl.store(p_d_beta + i_beta, tl.sum(b_k * b_d_row, 1), mask=i_t < rows)
-            b_d_row *= b_beta[:, None]
+            b_beta = _not_zero(_load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S))
+            tl.store(p_d_beta + i_beta, tl.sum(b_k * b_d_row, 1) / b_beta, mask=i_t < rows)
         b_d_g += b_k * b_d_row
         b_d_column += b_d_row
     store_rows(p_d_k + i_row, S.H * S.D, rows, b_d_column, S.D, S.C, S.BK, i_d)
@@ -464,9 +645,12 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tu
     plan = _ChannelForward.of(tensors, problem)
     out, after = v.new_empty(plan.out_shape), q.new_empty(plan.state_shape, dtype=torch.float32)
     work = plan.workspace.allocate(q)
-    pair, inverse, last, states, u, q_in, k_in, k_out = plan.pointers(plan.workspace, work)
+    strong, pair, inverse, last, states, u, q_in, k_in, k_out = plan.pointers(plan.workspace, work)
     with on_device(q):
-        plan.pairs(q, k, decay, beta, q_in, k_in, k_out, last, pair, inverse)
+        for pairs in plan.pairs:
+            pairs(q, k, decay, beta, q_in, k_in, k_out, last, pair, inverse, strong if plan.bf16 else None)
+        if problem.delta:
+            plan.invert(inverse)
         plan.states(v, beta, k_in, k_out, last, inverse, state, states, u, after)
         plan.read(v, beta, q_in, pair, states, u, out)
     return out, after, q.new_empty(0, dtype=torch.float32)
@@ -479,26 +663,30 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
     plan = _ChannelBackward.of((*tensors, d_out, d_after), problem)
     (B, T, H, D), group = q.shape, plan.group
     # Query heads of a group have gradients of their own for what they share, in float32 because they are added up.
-    d_q, d_v = q.new_empty(q.shape), v.new_empty(v.shape)
+    d_q, z = q.new_empty(q.shape), v.new_empty(v.shape, dtype=plan.kind if problem.delta else v.dtype)
     d_k = k.new_empty((B, T, H, D), dtype=k.dtype if group == 1 else torch.float32)
     d_decay = decay.new_empty((B, T, H, D))
     d_state = None if state is None else torch.empty_like(state)
     work = plan.workspace.allocate(q)
-    pair, inverse, last, states, u, d_states, y, by_value, by_channel, *rows = plan.pointers(plan.workspace, work)
+    strong, pair, inverse, last, states, u, d_states, by_value, by_channel, *rows = plan.pointers(plan.workspace, work)
     # What the last kernel does not read is stored where it will write gradients.
     q_in, k_in, k_out = rows or (d_q, d_k.view(q.dtype), d_decay.view(q.dtype))
     with on_device(q):
-        plan.pairs(q, k, decay, beta, q_in, k_in, k_out, last, pair, inverse)
+        for pairs in plan.pairs:
+            pairs(q, k, decay, beta, q_in, k_in, k_out, last, pair, inverse, strong if plan.bf16 else None)
+        if problem.delta:
+            plan.invert(inverse)
         kept = q_in, k_in, k_out, last, pair, inverse
-        plan.states(v, beta, d_out, *kept, state, d_after, states, u, d_states, y, d_v, by_value, d_state)
+        plan.states(v, beta, d_out, *kept, state, d_after, states, u, d_states, z, by_value, d_state)
         # A^qk and T are not needed any more.
-        plan.pair_gradients(v, beta, d_out, u, y, pair, inverse)
-        inputs = q, k, v, decay, beta, d_out, states, d_states, u, y, pair, inverse
-        plan.read(*inputs, d_q, d_k, d_decay, by_channel)
+        plan.pair_gradients(v, beta, d_out, u, z, pair, inverse)
+        inputs = q, k, v, decay, beta, d_out, states, d_states, u, z, pair, inverse, strong if plan.bf16 else None
+        for read in plan.read:
+            read(*inputs, d_q, d_k, d_decay, by_channel)
     d_beta = None if beta is None else plan.sum_beta(work)
     if group > 1:
         d_k, d_decay = (z.unflatten(2, (-1, group)).sum(3) for z in (d_k, d_decay))
-    return d_q, d_k.to(k.dtype), d_v, d_decay, d_beta, d_state
+    return d_q, d_k.to(k.dtype), z.to(v.dtype), d_decay, d_beta, d_state
 
 
 def saved_size(x: GatedInputs, problem: GatedProblem) -> int:
@@ -525,17 +713,21 @@ class _ChannelPlan(Plan):
         # float16 does not have the range of products of decays.
         self.in_place = self.kind == dtype
         scalars = self.T, self.chunks, self.scale
-        self.pairs = self.channel_launch(gated_channel_pairs_kernel, (self.programs,), scalars, "q k decay beta")
+        kernels = gated_channel_mild_pairs_kernel, gated_channel_pairs_kernel
+        self.pairs = self.by_strength(kernels, (self.programs,), scalars, "q k decay beta", warps=PAIR_WARPS)
+        if problem.delta:
+            self.invert = self.channel_launch(gated_channel_inverse_kernel, (self.heads * self.chunks,), (), "", warps=INVERSE_WARPS)
 
     @property
     def programs(self) -> int:
         return self.B * self.H * self.chunks
 
     def buffers(self) -> list[tuple[int, torch.dtype]]:
-        """A^qk, T, e^{G_C}, the states before all chunks, u."""
+        """Marks of strong gates, A^qk, T, e^{G_C}, the states before all chunks, u."""
         S, delta = self.sizes, self.sizes.DELTA
         chunks, square = self.heads * self.chunks, S.C * S.C
         return [
+            (chunks if self.bf16 else 0, torch.int32),
             (self.programs * square, self.kind),
             (chunks * square if delta else 0, self.kind),
             (chunks * S.BD, torch.float32),
@@ -554,15 +746,25 @@ class _ChannelPlan(Plan):
         S = self.sizes
         return self.heads * self.chunks * S.BD * S.BE * S.TILES, self.kind
 
+    def by_strength(self, kernels: tuple[Any, ...], *args: Any, warps: int) -> list[Launch]:
+        """Create the launches for mild and for other gates; where products take float32, the second alone."""
+        return [
+            self.channel_launch(kernel, *args, warps=w)
+            for kernel, w in list(zip(kernels, (warps, 4)))[0 if self.bf16 else 1 :]
+        ]
+
     def channel_launch(
-        self, kernel: Any, grid: tuple[int, ...], scalars: tuple[Any, ...], strided: str, *, scan: bool = False
+        self, kernel: Any, grid: tuple[int, ...], scalars: tuple[Any, ...], strided: str, *, scan: bool = False, warps: int = 4
     ) -> Launch:
         """Create a launch. strided: tensors whose strides the kernel takes. scan: it goes through all chunks."""
         # Eight warps where they are not needed for a wide state were slower.
-        warps, stages = 8 if scan and self.sizes.BD > 128 else 4, 2 if scan and self.bf16 else 1
+        stages = 1
+        if scan:
+            warps, stages = SCAN_WARPS if self.sizes.BD <= 128 else 8, SCAN_STAGES if self.bf16 else 1
         given = [self.tensors[name] for name in strided.split()]
         strides = [Strides(0, 0, 0) if x is None else Strides.of(x) for x in given]
         constants = {"S": self.sizes, "STAGES": stages, "num_warps": warps, "num_stages": stages}
+        if kernel.__name__ in MAXNREG: constants["maxnreg"] = MAXNREG[kernel.__name__]
         return self.launch(kernel, grid, (*scalars, *strides), constants)
 
 
@@ -586,7 +788,6 @@ class _ChannelBackward(_ChannelPlan):
         self.workspace = Workspace(
             *self.buffers(),
             self.state_buffer,
-            (tokens * S.E if S.DELTA else 0, self.kind),
             (tokens * tiles[0], torch.float32),
             (self.B * self.T * self.H * tiles[1], torch.float32),
             *([] if self.in_place else self.row_buffers),
@@ -598,7 +799,8 @@ class _ChannelBackward(_ChannelPlan):
         )
         grid, scalars = (self.programs, S.BD // S.BK), (self.T, self.chunks, self.scale)
         self.pair_gradients = self.channel_launch(gated_channel_backward_pairs_kernel, grid[:1], scalars, "v beta d")
-        self.read = self.channel_launch(gated_channel_backward_kernel, grid, scalars, "q k v decay beta d")
+        kernels = gated_channel_mild_backward_kernel, gated_channel_backward_kernel
+        self.read = self.by_strength(kernels, grid, scalars, "q k v decay beta d", warps=GRAD_WARPS)
 
     def sum_beta(self, work: Tensor) -> Tensor:
         """dβ (B, T, Hkv) from the parts of tiles of values and of channels."""
