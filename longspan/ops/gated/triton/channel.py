@@ -53,7 +53,7 @@ RANGE = tl.constexpr(54.0)
 # β of this or less counts as this in z = β y: its gradient is a quotient by β.
 LEAST_BETA = tl.constexpr(1e-10)
 
-PAIR_WARPS, GRAD_WARPS, INVERSE_WARPS, SCAN_WARPS, SCAN_STAGES = 8, 8, 4, 4, 2
+PAIR_WARPS, GRAD_WARPS, INVERSE_WARPS, SCAN_WARPS, SCAN_STAGES, BP_WARPS = 8, 8, 4, 4, 2, 4
 MAXNREG = {}
 
 # Compile-time constants: query and key heads, dimensions, padded D, channels and values per tile, tiles of values,
@@ -274,13 +274,50 @@ def gated_channel_pairs_kernel(
 
 
 @triton.jit
-def gated_channel_inverse_kernel(p_inverse, S: tl.constexpr):
-    """T = (I + L)⁻¹ of one chunk, in place of L."""
-    i_y = tl.program_id(0)
+def _read_back(p_pair, p_d_out, d, i_b, i_0, i_c, i_h, i_e, T, chunks, S: tl.constexpr):
+    """A^qkᵀ do (C, BE), added up over the query heads of key head i_h."""
+    GROUP: tl.constexpr = S.H // S.HKV
+    b_sum = zeros(S.C, S.BE)
+    for g in range(GROUP):
+        i_q = i_h * GROUP + g
+        p_d = token_pointer(p_d_out, d, i_b, i_0, i_q, i_e * S.BE)
+        b_d = load_rows(p_d, d.t, T - i_0, S.E, S.C, S.BE, i_e)
+        b_pair = tl.load(p_pair + _square((i_b * S.H + i_q) * chunks + i_c, S))
+        b_sum = _add_dot(tl.trans(b_pair), b_d, b_sum, S)
+    return b_sum
+
+
+@triton.jit(do_not_specialize=["T", "chunks"])
+def gated_channel_writes_kernel(
+    p_v, p_beta, p_d_out, p_w, p_pair, p_inverse, p_u, p_z, T, chunks, v, beta, d, S: tl.constexpr
+):
+    """−W in place of k_in, and U₀, of one chunk; for the backward pass also T in place of L, and A^qkᵀ do."""
+    i_h, i_c, i_b = _program(chunks, S.HKV)
+    i_0, i_y = i_c * S.C, (i_b * S.HKV + i_h) * chunks + i_c
+    rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
     b_l, b_low = load_inverse(p_inverse, i_y, False, S)
     if tl.bfloat16 == S.DOT:
         b_l = b_l.to(tl.float32) + b_low.to(tl.float32)
-    store_inverse(p_inverse, i_y, triangular_inverse(b_l, S), S)
+    b_l = triangular_inverse(b_l, S)
+    if p_z is not None:
+        store_inverse(p_inverse, i_y, b_l, S)
+    b_t, b_t_low = halves(b_l, S)
+    b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)[:, None]
+    for i_d in range(S.BD // S.BK):
+        p_row = p_w + i_row * S.D + i_d * S.BK
+        b_k = load_rows(p_row, S.HKV * S.D, rows, S.D, S.C, S.BK, i_d)
+        b_high, b_low = halves(b_k * -b_beta, S)
+        b_w = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BK), S)
+        store_rows(p_row, S.HKV * S.D, rows, b_w, S.D, S.C, S.BK, i_d)
+    for i_e in range(S.TILES):
+        b_v = load_rows(token_pointer(p_v, v, i_b, i_0, i_h, i_e * S.BE), v.t, rows, S.E, S.C, S.BE, i_e)
+        b_high, b_low = halves(b_v * b_beta, S)
+        b_u = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
+        i_value = i_row * S.E + i_e * S.BE
+        store_rows(p_u + i_value, S.HKV * S.E, rows, b_u, S.E, S.C, S.BE, i_e)
+        if p_z is not None:
+            b_z = _read_back(p_pair, p_d_out, d, i_b, i_0, i_c, i_h, i_e, T, chunks, S)
+            store_rows(p_z + i_value, S.HKV * S.E, rows, b_z, S.E, S.C, S.BE, i_e)
 
 
 @triton.jit
@@ -295,31 +332,32 @@ def _load_state(p_state, i_x, i_e, S: tl.constexpr):
 
 @triton.jit
 def _states(
-    p_v, p_beta, p_k_in, p_k_out, p_last, p_inverse, p_state, p_states, p_u, p_after, i_x, i_e, T, chunks,
+    p_v, p_beta, p_w, p_k_out, p_last, p_state, p_states, p_u, p_after, i_x, i_e, T, chunks,
     v, beta, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """Write the states before all chunks of sequence i_x and, with the delta rule, u; the state after them if asked."""
+    """Write the states before all chunks of sequence i_x and, with the delta rule, u in place of U₀; the state after
+    them if asked.
+    """
     i_b, i_h = i_x // S.HKV, i_x % S.HKV
     b_s = _load_state(p_state, i_x, i_e, S)
+    p_last += i_x * chunks * S.BD + tl.arange(0, S.BD)
+    # What no product takes directly is loaded one chunk ahead.
+    b_next_last = tl.load(p_last)
+    b_next = _load_writes(p_u, p_v, p_beta, v, beta, i_b, 0, i_h, i_e, T, S)
     for i_c in tl.range(chunks, num_stages=STAGES):
         i_0, i_y = i_c * S.C, i_x * chunks + i_c
         rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
-        b_v = load_rows(token_pointer(p_v, v, i_b, i_0, i_h, i_e * S.BE), v.t, rows, S.E, S.C, S.BE, i_e)
+        b_last, b_u = b_next_last, b_next
+        i_next = tl.minimum(i_c + 1, chunks - 1)
+        b_next_last = tl.load(p_last + i_next * S.BD)
+        b_next = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_next * S.C, i_h, i_e, T, S)
         b_out = load_rows(p_k_out + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
-        b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)
-        b_last = tl.load(p_last + i_y * S.BD + tl.arange(0, S.BD))
         p_tile = p_states + tile_offsets(i_y, i_e, S)
         tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         if S.DELTA:
-            b_in = load_rows(p_k_in + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
-            b_t, b_t_low = load_inverse(p_inverse, i_y, False, S)
-            b_x = b_v.to(tl.float32) - _dot(b_in, b_s, S)
-            b_high, b_low = halves(b_x * b_beta[:, None], S)
-            b_u = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
-            p_row = p_u + i_row * S.E + i_e * S.BE
-            store_rows(p_row, S.HKV * S.E, rows, b_u, S.E, S.C, S.BE, i_e)
-        else:
-            b_u = b_v.to(tl.float32) * b_beta[:, None]
+            b_w = load_rows(p_w + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
+            b_u = _add_dot(b_w, b_s, b_u.to(tl.float32), S)
+            store_rows(p_u + i_row * S.E + i_e * S.BE, S.HKV * S.E, rows, b_u, S.E, S.C, S.BE, i_e)
         b_s = _add_dot(tl.trans(b_out), b_u, b_s * b_last[:, None], S)
     if p_after is not None:
         i_tile, m_tile = state_offsets(i_x, i_e, S)
@@ -328,15 +366,21 @@ def _states(
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def gated_channel_states_kernel(
-    p_v, p_beta, p_k_in, p_k_out, p_last, p_inverse, p_state, p_states, p_u, p_after, T, chunks,
+    p_v, p_beta, p_w, p_k_out, p_last, p_state, p_states, p_u, p_after, T, chunks,
     v, beta, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """The states before all chunks of one sequence and tile of values, and the state after them."""
     i_x, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _states(
-        p_v, p_beta, p_k_in, p_k_out, p_last, p_inverse, p_state, p_states, p_u, p_after, i_x, i_e, T, chunks,
-        v, beta, S, STAGES
-    )  # fmt: skip
+        p_v, p_beta, p_w, p_k_out, p_last, p_state, p_states, p_u, p_after, i_x, i_e, T, chunks, v, beta, S, STAGES
+    )
+
+
+@triton.jit
+def _load_written(p_u, i_b, i_0, i_h, i_e, T, S: tl.constexpr):
+    """Rows (C, BE) of a chunk and a tile of values of a contiguous tensor (B, T, Hkv, E)."""
+    p_u += ((i_b * T + i_0) * S.HKV + i_h) * S.E + i_e * S.BE
+    return load_rows(p_u, S.HKV * S.E, T - i_0, S.E, S.C, S.BE, i_e)
 
 
 @triton.jit
@@ -344,8 +388,7 @@ def _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_h, i_e, T, S: tl.constex
     """u (C, BE) of a chunk."""
     rows = T - i_0
     if S.DELTA:
-        p_u += ((i_b * T + i_0) * S.HKV + i_h) * S.E + i_e * S.BE
-        b_u = load_rows(p_u, S.HKV * S.E, rows, S.E, S.C, S.BE, i_e)
+        b_u = _load_written(p_u, i_b, i_0, i_h, i_e, T, S)
     else:
         b_u = load_rows(token_pointer(p_v, v, i_b, i_0, i_h, i_e * S.BE), v.t, rows, S.E, S.C, S.BE, i_e)
         if S.SCALED:
@@ -380,48 +423,43 @@ def _not_zero(b_beta):
 
 @triton.jit
 def _state_gradients(
-    p_v, p_beta, p_d_out, p_q_in, p_k_in, p_k_out, p_last, p_pair, p_inverse, p_d_after, p_d_states, p_z,
-    p_d_beta, p_d_state, i_x, i_e, T, chunks, v, beta, d, S: tl.constexpr, STAGES: tl.constexpr
+    p_d_out, p_q_in, p_w, p_k_out, p_last, p_d_after, p_d_states, p_z, p_d_state, i_x, i_e, T, chunks,
+    d, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """Write the gradients of the states after all chunks of sequence i_x, z = β y, which is dv, the tile's part of
-    y · v, and the gradient of the state before them.
+    """Write the gradients of the states after all chunks of sequence i_x and, with the delta rule, du in place of
+    A^qkᵀ do; the gradient of the state before them if asked.
     """
     GROUP: tl.constexpr = S.H // S.HKV
     i_b, i_h = i_x // S.HKV, i_x % S.HKV
-    i_t = tl.arange(0, S.C)
     b_s = _load_state(p_d_after, i_x, i_e, S)
+    p_last += i_x * chunks * S.BD + tl.arange(0, S.BD)
+    b_next_last = tl.load(p_last + (chunks - 1) * S.BD)
+    if S.DELTA:
+        b_next = _load_written(p_z, i_b, (chunks - 1) * S.C, i_h, i_e, T, S)
     for i in tl.range(chunks, num_stages=STAGES):
         i_c = chunks - 1 - i
         i_0, i_y = i_c * S.C, i_x * chunks + i_c
         rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
-        b_out = load_rows(p_k_out + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
-        b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)
-        b_last = tl.load(p_last + i_y * S.BD + tl.arange(0, S.BD))
+        b_last = b_next_last
+        i_next = tl.maximum(i_c - 1, 0)
+        b_next_last = tl.load(p_last + i_next * S.BD)
         p_tile = p_d_states + tile_offsets(i_y, i_e, S)
         tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
-        b_y = _dot(b_out, b_s, S)
+        if S.DELTA:
+            b_z = b_next.to(tl.float32)
+            b_next = _load_written(p_z, i_b, i_next * S.C, i_h, i_e, T, S)
+            b_out = load_rows(p_k_out + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
+            b_z = _add_dot(b_out, b_s, b_z, S)
+            store_rows(p_z + i_row * S.E + i_e * S.BE, S.HKV * S.E, rows, b_z, S.E, S.C, S.BE, i_e)
         b_s *= b_last[:, None]
         for g in range(GROUP):
             i_q = i_h * GROUP + g
-            i_row_q = (i_b * T + i_0) * S.H + i_q
             b_d = load_rows(token_pointer(p_d_out, d, i_b, i_0, i_q, i_e * S.BE), d.t, rows, S.E, S.C, S.BE, i_e)
-            b_q = load_rows(p_q_in + i_row_q * S.D, S.H * S.D, rows, S.D, S.C, S.BD)
-            b_pair = tl.load(p_pair + _square((i_b * S.H + i_q) * chunks + i_c, S))
-            b_y = _add_dot(tl.trans(b_pair), b_d, b_y, S)
+            b_q = load_rows(p_q_in + ((i_b * T + i_0) * S.H + i_q) * S.D, S.H * S.D, rows, S.D, S.C, S.BD)
             b_s = _add_dot(tl.trans(b_q), b_d, b_s, S)
-        p_row = i_row * S.E + i_e * S.BE
         if S.DELTA:
-            b_t, b_t_low = load_inverse(p_inverse, i_y, True, S)
-            b_high, b_low = halves(b_y, S)
-            b_y = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
-            b_in = load_rows(p_k_in + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
-            b_s = _add_dot(tl.trans(b_in), b_y * -b_beta[:, None], b_s, S)
-            b_beta = _not_zero(b_beta)
-        store_rows(p_z + p_row, S.HKV * S.E, rows, b_y * b_beta[:, None], S.E, S.C, S.BE, i_e)
-        if S.SCALED:
-            b_v = load_rows(token_pointer(p_v, v, i_b, i_0, i_h, i_e * S.BE), v.t, rows, S.E, S.C, S.BE, i_e)
-            i_beta = i_e.to(tl.int64) * (tl.num_programs(0) // 2) * T + i_row + i_t * S.HKV
-            tl.store(p_d_beta + i_beta, tl.sum(b_y * b_v.to(tl.float32), 1), mask=i_t < rows)
+            b_w = load_rows(p_w + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
+            b_s = _add_dot(tl.trans(b_w), b_z, b_s, S)
     if p_d_state is not None:
         i_tile, m_tile = state_offsets(i_x, i_e, S)
         tl.store(p_d_state + i_tile, b_s, mask=m_tile)
@@ -429,21 +467,20 @@ def _state_gradients(
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def gated_channel_backward_states_kernel(
-    p_v, p_beta, p_d_out, p_q_in, p_k_in, p_k_out, p_last, p_pair, p_inverse, p_state, p_d_after,
-    p_states, p_u, p_d_states, p_z, p_d_beta, p_d_state, T, chunks,
-    v, beta, d, S: tl.constexpr, STAGES: tl.constexpr
+    p_v, p_beta, p_d_out, p_q_in, p_w, p_k_out, p_last, p_state, p_d_after, p_states, p_u, p_d_states, p_z, p_d_state,
+    T, chunks, v, beta, d, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Half of the programs compute the states of a sequence and a tile of values, the others their gradients."""
     first = tl.num_programs(0) // 2
     i_x, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if i_x < first:
         _state_gradients(
-            p_v, p_beta, p_d_out, p_q_in, p_k_in, p_k_out, p_last, p_pair, p_inverse, p_d_after, p_d_states, p_z,
-            p_d_beta, p_d_state, i_x, i_e, T, chunks, v, beta, d, S, STAGES
+            p_d_out, p_q_in, p_w, p_k_out, p_last, p_d_after, p_d_states, p_z, p_d_state, i_x, i_e, T, chunks,
+            d, S, STAGES
         )  # fmt: skip
     else:
         _states(
-            p_v, p_beta, p_k_in, p_k_out, p_last, p_inverse, p_state, p_states, p_u, None, i_x - first, i_e, T, chunks,
+            p_v, p_beta, p_w, p_k_out, p_last, p_state, p_states, p_u, None, i_x - first, i_e, T, chunks,
             v, beta, S, STAGES
         )  # fmt: skip
 
@@ -459,25 +496,49 @@ def _row_tile(i_x, i_d, i_e, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_channel_backward_pairs_kernel(
-    p_v, p_beta, p_d_out, p_u, p_z, p_d_pair, p_d_l, T, chunks, scale, v, beta, d, S: tl.constexpr
-):
-    """Gradients of A^qk, and of A^kk as part of L, for one chunk of one query head; not masked."""
-    i_h, i_c, i_b = _program(chunks, S.H)
-    i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
-    b_pair, b_l = zeros(S.C, S.C), zeros(S.C, S.C)
-    for i_e in range(S.TILES):
-        c = i_e * S.BE
-        b_u = tl.trans(_load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_kv, i_e, T, S))
-        b_d = load_rows(token_pointer(p_d_out, d, i_b, i_0, i_h, c), d.t, T - i_0, S.E, S.C, S.BE, i_e)
-        b_pair = _add_dot(b_d, b_u, b_pair, S)
-        if S.DELTA:
-            p_row = p_z + ((i_b * T + i_0) * S.HKV + i_kv) * S.E + c
-            b_z = load_rows(p_row, S.HKV * S.E, T - i_0, S.E, S.C, S.BE, i_e)
-            b_l = _add_dot(b_z, b_u, b_l, S)
-    tl.store(p_d_pair + _square((i_b * S.H + i_h) * chunks + i_c, S), (b_pair * scale).to(S.DOT))
+    p_v, p_beta, p_d_out, p_k_out, p_d_states, p_u, p_z, p_pair, p_inverse, p_d_beta, T, chunks, scale,
+    v, beta, d, S: tl.constexpr
+):  # fmt: skip
+    """z = β y, which is dv, for one chunk, and y · v; the gradients of A^qk in its place and, with the delta rule, that
+    of A^kk as part of L in place of T; not masked.
+    """
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_h, i_c, i_b = _program(chunks, S.HKV)
+    i_0, i_y = i_c * S.C, (i_b * S.HKV + i_h) * chunks + i_c
+    rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
+    b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)
+    b_l, b_d_beta = zeros(S.C, S.C), zeros(S.C)
     if S.DELTA:
-        if i_h % (S.H // S.HKV) == 0:
-            tl.store(p_d_l + _square((i_b * S.HKV + i_kv) * chunks + i_c, S), (-b_l).to(S.DOT))
+        b_t, b_t_low = load_inverse(p_inverse, i_y, True, S)
+        b_beta = _not_zero(b_beta)
+    for i_e in range(S.TILES):
+        if S.DELTA:
+            b_z = _load_written(p_z, i_b, i_0, i_h, i_e, T, S)
+            b_y = halves_dot(b_t, b_t_low, b_z, None, zeros(S.C, S.BE), S)
+        else:
+            b_out = load_rows(p_k_out + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
+            b_y = _read_back(p_pair, p_d_out, d, i_b, i_0, i_c, i_h, i_e, T, chunks, S)
+            b_y = _add_dot(b_out, tl.load(p_d_states + tile_offsets(i_y, i_e, S)), b_y, S)
+        b_z = b_y * b_beta[:, None]
+        store_rows(p_z + i_row * S.E + i_e * S.BE, S.HKV * S.E, rows, b_z, S.E, S.C, S.BE, i_e)
+        if S.SCALED:
+            b_v = load_rows(token_pointer(p_v, v, i_b, i_0, i_h, i_e * S.BE), v.t, rows, S.E, S.C, S.BE, i_e)
+            b_d_beta += tl.sum(b_y * b_v.to(tl.float32), 1)
+        if S.DELTA:
+            b_l = _add_dot(b_z, tl.trans(_load_written(p_u, i_b, i_0, i_h, i_e, T, S)), b_l, S)
+    if S.SCALED:
+        i_t = tl.arange(0, S.C)
+        tl.store(p_d_beta + i_row + i_t * S.HKV, b_d_beta, mask=i_t < rows)
+    if S.DELTA:
+        tl.store(p_inverse + _square(i_y, S), (-b_l).to(S.DOT))
+    for g in range(GROUP):
+        i_q = i_h * GROUP + g
+        b_pair = zeros(S.C, S.C)
+        for i_e in range(S.TILES):
+            b_u = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_h, i_e, T, S)
+            b_d = load_rows(token_pointer(p_d_out, d, i_b, i_0, i_q, i_e * S.BE), d.t, rows, S.E, S.C, S.BE, i_e)
+            b_pair = _add_dot(b_d, tl.trans(b_u), b_pair, S)
+        tl.store(p_pair + _square((i_b * S.H + i_q) * chunks + i_c, S), (b_pair * scale).to(S.DOT))
 
 
 @triton.jit
@@ -510,11 +571,9 @@ def gated_channel_mild_backward_kernel(
     own = (i_h % (S.H // S.HKV) == 0).to(tl.int32)
     rows, c = T - i_0, i_d * S.BK
     i_row = ((i_b * T + i_0) * S.H + i_h) * S.D + c
-    m_pairs = i_t[:, None] > i_t[None, :]
     p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv, c)
     p_d_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
-    b_own = tl.sum(tl.load(p_d_pair, mask=i_t[:, None] == i_t[None, :], other=0.0).to(tl.float32), 1)[:, None]
-    b_p = tl.load(p_d_pair, mask=m_pairs, other=0.0)
+    b_p = tl.load(p_d_pair, mask=i_t[:, None] >= i_t[None, :], other=0.0)
     b_g = load_rows(p_decay, decay.t, rows, S.D, S.C, S.BK, i_d) * LOG2E
     b_x, b_first, b_second = _from_middle(b_g, S)
     b_k = load_rows(token_pointer(p_k, k, i_b, i_0, i_kv, c), k.t, rows, S.D, S.C, S.BK, i_d)
@@ -525,7 +584,7 @@ def gated_channel_mild_backward_kernel(
 
     b_sum = _add_rows(token_pointer(p_d_out, d, i_b, i_0, i_h), d.t, p_states, i_y, i_d, rows, S)
     b_sum = _add_dot(b_p, b_column, b_sum * (exp2(b_first) * scale)[None, :], S)
-    b_sum = b_sum * b_x_row + b_own * b_k
+    b_sum *= b_x_row
     store_rows(p_d_q + i_row, S.H * S.D, rows, b_sum, S.D, S.C, S.BK, i_d)
     b_d_g = b_q * b_sum
 
@@ -539,9 +598,10 @@ def gated_channel_mild_backward_kernel(
     b_d_last = b_d_last * exp2(b_first + b_second) * own + tl.sum(b_k * b_x_column * b_sum, 0)
     b_sum = _add_dot(tl.trans(b_p), b_q * b_x_row, b_sum, S)
     if S.DELTA:
-        b_p = tl.load(p_d_l + _square(i_y, S), mask=m_pairs & (i_t < own * S.C)[:, None], other=0.0)
+        m_pairs = (i_t[:, None] > i_t[None, :]) & (i_t < own * S.C)[:, None]
+        b_p = tl.load(p_d_l + _square(i_y, S), mask=m_pairs, other=0.0)
         b_sum = _add_dot(tl.trans(b_p), b_k * b_x_row, b_sum, S)
-    b_d_k = b_sum * b_x_column + b_own * b_q
+    b_d_k = b_sum * b_x_column
     b_d_g += tl.where((i_t == S.C - 1)[:, None], b_d_last[None, :], 0.0) - b_k * b_d_k
 
     if S.DELTA:
@@ -650,8 +710,8 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tu
         for pairs in plan.pairs:
             pairs(q, k, decay, beta, q_in, k_in, k_out, last, pair, inverse, strong if plan.bf16 else None)
         if problem.delta:
-            plan.invert(inverse)
-        plan.states(v, beta, k_in, k_out, last, inverse, state, states, u, after)
+            plan.writes(v, beta, None, k_in, pair, inverse, u, None)
+        plan.states(v, beta, k_in, k_out, last, state, states, u, after)
         plan.read(v, beta, q_in, pair, states, u, out)
     return out, after, q.new_empty(0, dtype=torch.float32)
 
@@ -675,11 +735,10 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
         for pairs in plan.pairs:
             pairs(q, k, decay, beta, q_in, k_in, k_out, last, pair, inverse, strong if plan.bf16 else None)
         if problem.delta:
-            plan.invert(inverse)
-        kept = q_in, k_in, k_out, last, pair, inverse
-        plan.states(v, beta, d_out, *kept, state, d_after, states, u, d_states, z, by_value, d_state)
-        # A^qk and T are not needed any more.
-        plan.pair_gradients(v, beta, d_out, u, z, pair, inverse)
+            plan.writes(v, beta, d_out, k_in, pair, inverse, u, z)
+        kept = q_in, k_in, k_out, last
+        plan.states(v, beta, d_out, *kept, state, d_after, states, u, d_states, z, d_state)
+        plan.pair_gradients(v, beta, d_out, k_out, d_states, u, z, pair, inverse, by_value)
         inputs = q, k, v, decay, beta, d_out, states, d_states, u, z, pair, inverse, strong if plan.bf16 else None
         for read in plan.read:
             read(*inputs, d_q, d_k, d_decay, by_channel)
@@ -716,7 +775,8 @@ class _ChannelPlan(Plan):
         kernels = gated_channel_mild_pairs_kernel, gated_channel_pairs_kernel
         self.pairs = self.by_strength(kernels, (self.programs,), scalars, "q k decay beta", warps=PAIR_WARPS)
         if problem.delta:
-            self.invert = self.channel_launch(gated_channel_inverse_kernel, (self.heads * self.chunks,), (), "", warps=INVERSE_WARPS)
+            grid = (self.heads * self.chunks,)
+            self.writes = self.channel_launch(gated_channel_writes_kernel, grid, scalars[:2], "v beta d", warps=INVERSE_WARPS)
 
     @property
     def programs(self) -> int:
@@ -761,7 +821,7 @@ class _ChannelPlan(Plan):
         stages = 1
         if scan:
             warps, stages = SCAN_WARPS if self.sizes.BD <= 128 else 8, SCAN_STAGES if self.bf16 else 1
-        given = [self.tensors[name] for name in strided.split()]
+        given = [self.tensors.get(name) for name in strided.split()]
         strides = [Strides(0, 0, 0) if x is None else Strides.of(x) for x in given]
         constants = {"S": self.sizes, "STAGES": stages, "num_warps": warps, "num_stages": stages}
         if kernel.__name__ in MAXNREG: constants["maxnreg"] = MAXNREG[kernel.__name__]
@@ -784,31 +844,31 @@ class _ChannelBackward(_ChannelPlan):
         super().__init__(device, key, problem)
         S = self.sizes
         tokens = self.B * self.T * S.HKV
-        tiles = S.TILES if S.SCALED else 0, S.BD // S.BK if S.SCALED and S.DELTA else 0
+        self.tiles = S.BD // S.BK if S.SCALED and S.DELTA else 0
         self.workspace = Workspace(
             *self.buffers(),
             self.state_buffer,
-            (tokens * tiles[0], torch.float32),
-            (self.B * self.T * self.H * tiles[1], torch.float32),
+            (tokens if S.SCALED else 0, torch.float32),
+            (self.B * self.T * self.H * self.tiles, torch.float32),
             *([] if self.in_place else self.row_buffers),
         )
-        self.tiles = tiles
         grid = 2 * self.heads, S.TILES
         self.states = self.channel_launch(
             gated_channel_backward_states_kernel, grid, (self.T, self.chunks), "v beta d", scan=True
         )
         grid, scalars = (self.programs, S.BD // S.BK), (self.T, self.chunks, self.scale)
-        self.pair_gradients = self.channel_launch(gated_channel_backward_pairs_kernel, grid[:1], scalars, "v beta d")
+        self.pair_gradients = self.channel_launch(
+            gated_channel_backward_pairs_kernel, (self.heads * self.chunks,), scalars, "v beta d", warps=BP_WARPS
+        )
         kernels = gated_channel_mild_backward_kernel, gated_channel_backward_kernel
         self.read = self.by_strength(kernels, grid, scalars, "q k v decay beta d", warps=GRAD_WARPS)
 
     def sum_beta(self, work: Tensor) -> Tensor:
-        """dβ (B, T, Hkv) from the parts of tiles of values and of channels."""
+        """dβ (B, T, Hkv) from the part of the values and those of the tiles of channels."""
         by_value, by_channel = self.workspace.pointers(work, False)[7:9]
-        total = by_value.view(self.tiles[0], self.B, self.T, -1).sum(0)
+        total = by_value.view(self.B, self.T, -1)
         if self.sizes.DELTA:
-            part = by_channel.view(self.tiles[1], self.B, self.T, -1, self.group)
-            total += part.sum((0, 4))
+            total = total + by_channel.view(self.tiles, self.B, self.T, -1, self.group).sum((0, 4))
         return total
 
 
