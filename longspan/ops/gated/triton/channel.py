@@ -6,21 +6,26 @@ differences of larger sums, whatever the gates are.
 
     A_ij = Σ_d a_id b_jd e^{G_id − G_jd}
 
-is computed in log₂ C levels. On the level of blocks of 2h tokens, rows are in the second half of a block, columns in
-its first, and the exponent is split between them: from the middle to the row, and from the column to the middle. One
-array of factors serves both sides; the product of all rows and columns is masked to pairs of one block.
+is one product where gates are mild: where each half of a chunk keeps more than 2^−RANGE of every channel, the exponent
+is split at the chunk's middle, and factors above 1 stay far from overflow. Chunks with other gates are marked, and
+computed by a second launch in log₂ C levels. On the level of blocks of 2h tokens, rows are in the second half of a
+block, columns in its first, and the exponent is split between them: from the middle to the row, and from the column to
+the middle. One array of factors serves both sides; the product of all rows and columns is masked to pairs of one block.
 
-Per chunk, with q_in = σ q e^G, k_in = k e^G, k_out = k e^{G_C − G}, S the state before it and T = (I + β A^kk)⁻¹:
+Per chunk, with q_in = σ q e^G, k_in = k e^G, k_out = k e^{G_C − G}, S the state before it and T = (I + L)⁻¹, L = β A^kk
+below the diagonal:
 
-    u = β v, or u = T (β (v − k_in S)) with the delta rule,      o = q_in S + A^qk u,      S' = e^{G_C} ∘ S + k_outᵀ u
+    u = β v, or u = T β v − W S, W = T β k_in, with the delta rule,      o = q_in S + A^qk u,
+    S' = e^{G_C} ∘ S + k_outᵀ u
 
-A first kernel computes what does not depend on S, for all chunks at once; a second goes through the chunks of a
+First what does not depend on S is computed, for all chunks at once. A second kernel goes through the chunks of a
 sequence with a tile of the state's columns in registers and writes S and u; a third computes the outputs. The backward
-pass runs the first one again, then one launch whose programs compute the states and, backwards, their gradients
+pass runs the first ones again, then one launch whose programs compute the states and, backwards, their gradients
 
-    du = A^qkᵀ do + k_out dS',      y = Tᵀ du,      dv = β y,      dS = e^{G_C} ∘ dS' + q_inᵀ do − k_inᵀ (β y),
+    du = A^qkᵀ do + k_out dS',      dS = e^{G_C} ∘ dS' + q_inᵀ do − Wᵀ du,
 
-then the gradients of q, k and g for each chunk and tile of channels, by the same levels. README.md derives them.
+then y = Tᵀ du, dv = β y and the gradients of A^qk and L, and last those of q, k and g for each chunk and tile of
+channels, by one product or by levels. README.md derives them.
 """
 
 from __future__ import annotations
@@ -52,9 +57,6 @@ from longspan.ops.linear.triton import PRECISION
 RANGE = tl.constexpr(54.0)
 # β of this or less counts as this in z = β y: its gradient is a quotient by β.
 LEAST_BETA = tl.constexpr(1e-10)
-
-PAIR_WARPS, GRAD_WARPS, INVERSE_WARPS, SCAN_WARPS, SCAN_STAGES, BP_WARPS = 8, 8, 4, 4, 2, 4
-MAXNREG = {}
 
 # Compile-time constants: query and key heads, dimensions, padded D, channels and values per tile, tiles of values,
 # tokens in a chunk and their binary logarithm. DELTA: the delta rule. SCALED: there is a beta. DOT: dtype of products.
@@ -371,9 +373,7 @@ def gated_channel_states_kernel(
 ):  # fmt: skip
     """The states before all chunks of one sequence and tile of values, and the state after them."""
     i_x, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _states(
-        p_v, p_beta, p_w, p_k_out, p_last, p_state, p_states, p_u, p_after, i_x, i_e, T, chunks, v, beta, S, STAGES
-    )
+    _states(p_v, p_beta, p_w, p_k_out, p_last, p_state, p_states, p_u, p_after, i_x, i_e, T, chunks, v, beta, S, STAGES)
 
 
 @triton.jit
@@ -573,7 +573,9 @@ def gated_channel_mild_backward_kernel(
     i_row = ((i_b * T + i_0) * S.H + i_h) * S.D + c
     p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv, c)
     p_d_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
-    b_p = tl.load(p_d_pair, mask=i_t[:, None] >= i_t[None, :], other=0.0)
+    m_pairs = i_t[:, None] > i_t[None, :]
+    b_own = tl.sum(tl.load(p_d_pair, mask=i_t[:, None] == i_t[None, :], other=0.0).to(tl.float32), 1)[:, None]
+    b_p = tl.load(p_d_pair, mask=m_pairs, other=0.0)
     b_g = load_rows(p_decay, decay.t, rows, S.D, S.C, S.BK, i_d) * LOG2E
     b_x, b_first, b_second = _from_middle(b_g, S)
     b_k = load_rows(token_pointer(p_k, k, i_b, i_0, i_kv, c), k.t, rows, S.D, S.C, S.BK, i_d)
@@ -584,7 +586,7 @@ def gated_channel_mild_backward_kernel(
 
     b_sum = _add_rows(token_pointer(p_d_out, d, i_b, i_0, i_h), d.t, p_states, i_y, i_d, rows, S)
     b_sum = _add_dot(b_p, b_column, b_sum * (exp2(b_first) * scale)[None, :], S)
-    b_sum *= b_x_row
+    b_sum = b_sum * b_x_row + b_own * b_k
     store_rows(p_d_q + i_row, S.H * S.D, rows, b_sum, S.D, S.C, S.BK, i_d)
     b_d_g = b_q * b_sum
 
@@ -598,10 +600,9 @@ def gated_channel_mild_backward_kernel(
     b_d_last = b_d_last * exp2(b_first + b_second) * own + tl.sum(b_k * b_x_column * b_sum, 0)
     b_sum = _add_dot(tl.trans(b_p), b_q * b_x_row, b_sum, S)
     if S.DELTA:
-        m_pairs = (i_t[:, None] > i_t[None, :]) & (i_t < own * S.C)[:, None]
-        b_p = tl.load(p_d_l + _square(i_y, S), mask=m_pairs, other=0.0)
+        b_p = tl.load(p_d_l + _square(i_y, S), mask=m_pairs & (i_t < own * S.C)[:, None], other=0.0)
         b_sum = _add_dot(tl.trans(b_p), b_k * b_x_row, b_sum, S)
-    b_d_k = b_sum * b_x_column
+    b_d_k = b_sum * b_x_column + b_own * b_q
     b_d_g += tl.where((i_t == S.C - 1)[:, None], b_d_last[None, :], 0.0) - b_k * b_d_k
 
     if S.DELTA:
@@ -705,10 +706,11 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tu
     plan = _ChannelForward.of(tensors, problem)
     out, after = v.new_empty(plan.out_shape), q.new_empty(plan.state_shape, dtype=torch.float32)
     work = plan.workspace.allocate(q)
-    strong, pair, inverse, last, states, u, q_in, k_in, k_out = plan.pointers(plan.workspace, work)
+    marks, pair, inverse, last, states, u, q_in, k_in, k_out = plan.pointers(plan.workspace, work)
+    marks = marks if plan.bf16 else None
     with on_device(q):
         for pairs in plan.pairs:
-            pairs(q, k, decay, beta, q_in, k_in, k_out, last, pair, inverse, strong if plan.bf16 else None)
+            pairs(q, k, decay, beta, q_in, k_in, k_out, last, pair, inverse, marks)
         if problem.delta:
             plan.writes(v, beta, None, k_in, pair, inverse, u, None)
         plan.states(v, beta, k_in, k_out, last, state, states, u, after)
@@ -728,18 +730,19 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
     d_decay = decay.new_empty((B, T, H, D))
     d_state = None if state is None else torch.empty_like(state)
     work = plan.workspace.allocate(q)
-    strong, pair, inverse, last, states, u, d_states, by_value, by_channel, *rows = plan.pointers(plan.workspace, work)
+    marks, pair, inverse, last, states, u, d_states, by_value, by_channel, *rows = plan.pointers(plan.workspace, work)
+    marks = marks if plan.bf16 else None
     # What the last kernel does not read is stored where it will write gradients.
     q_in, k_in, k_out = rows or (d_q, d_k.view(q.dtype), d_decay.view(q.dtype))
     with on_device(q):
         for pairs in plan.pairs:
-            pairs(q, k, decay, beta, q_in, k_in, k_out, last, pair, inverse, strong if plan.bf16 else None)
+            pairs(q, k, decay, beta, q_in, k_in, k_out, last, pair, inverse, marks)
         if problem.delta:
             plan.writes(v, beta, d_out, k_in, pair, inverse, u, z)
         kept = q_in, k_in, k_out, last
         plan.states(v, beta, d_out, *kept, state, d_after, states, u, d_states, z, d_state)
         plan.pair_gradients(v, beta, d_out, k_out, d_states, u, z, pair, inverse, by_value)
-        inputs = q, k, v, decay, beta, d_out, states, d_states, u, z, pair, inverse, strong if plan.bf16 else None
+        inputs = q, k, v, decay, beta, d_out, states, d_states, u, z, pair, inverse, marks
         for read in plan.read:
             read(*inputs, d_q, d_k, d_decay, by_channel)
     d_beta = None if beta is None else plan.sum_beta(work)
@@ -773,10 +776,10 @@ class _ChannelPlan(Plan):
         self.in_place = self.kind == dtype
         scalars = self.T, self.chunks, self.scale
         kernels = gated_channel_mild_pairs_kernel, gated_channel_pairs_kernel
-        self.pairs = self.by_strength(kernels, (self.programs,), scalars, "q k decay beta", warps=PAIR_WARPS)
+        self.pairs = self.by_strength(kernels, (self.programs,), scalars, "q k decay beta")
         if problem.delta:
             grid = (self.heads * self.chunks,)
-            self.writes = self.channel_launch(gated_channel_writes_kernel, grid, scalars[:2], "v beta d", warps=INVERSE_WARPS)
+            self.writes = self.channel_launch(gated_channel_writes_kernel, grid, scalars[:2], "v beta d")
 
     @property
     def programs(self) -> int:
@@ -806,26 +809,33 @@ class _ChannelPlan(Plan):
         S = self.sizes
         return self.heads * self.chunks * S.BD * S.BE * S.TILES, self.kind
 
-    def by_strength(self, kernels: tuple[Any, ...], *args: Any, warps: int) -> list[Launch]:
+    def by_strength(self, kernels: tuple[Any, Any], *args: Any) -> list[Launch]:
         """Create the launches for mild and for other gates; where products take float32, the second alone."""
-        return [
-            self.channel_launch(kernel, *args, warps=w)
-            for kernel, w in list(zip(kernels, (warps, 4)))[0 if self.bf16 else 1 :]
-        ]
+        mild, strong = kernels
+        first = [self.channel_launch(mild, *args, warps=8)] if self.bf16 else []
+        return [*first, self.channel_launch(strong, *args)]
 
     def channel_launch(
-        self, kernel: Any, grid: tuple[int, ...], scalars: tuple[Any, ...], strided: str, *, scan: bool = False, warps: int = 4
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        scalars: tuple[Any, ...],
+        strided: str,
+        *,
+        warps: int = 4,
+        stages: int = 1,
     ) -> Launch:
-        """Create a launch. strided: tensors whose strides the kernel takes. scan: it goes through all chunks."""
-        # Eight warps where they are not needed for a wide state were slower.
-        stages = 1
-        if scan:
-            warps, stages = SCAN_WARPS if self.sizes.BD <= 128 else 8, SCAN_STAGES if self.bf16 else 1
+        """Create a launch. strided: tensors whose strides the kernel takes."""
         given = [self.tensors.get(name) for name in strided.split()]
         strides = [Strides(0, 0, 0) if x is None else Strides.of(x) for x in given]
         constants = {"S": self.sizes, "STAGES": stages, "num_warps": warps, "num_stages": stages}
-        if kernel.__name__ in MAXNREG: constants["maxnreg"] = MAXNREG[kernel.__name__]
         return self.launch(kernel, grid, (*scalars, *strides), constants)
+
+    def scan(self, kernel: Any, sequences: int, strided: str) -> Launch:
+        """Create a launch whose programs go through all chunks of a sequence, for one tile of values."""
+        # Eight warps where they are not needed for a wide state were slower.
+        options = {"warps": 8 if self.sizes.BD > 128 else 4, "stages": 2 if self.bf16 else 1}
+        return self.channel_launch(kernel, (sequences, self.sizes.TILES), (self.T, self.chunks), strided, **options)
 
 
 class _ChannelForward(_ChannelPlan):
@@ -833,9 +843,8 @@ class _ChannelForward(_ChannelPlan):
         super().__init__(device, key, problem)
         S = self.sizes
         self.workspace = Workspace(*self.buffers(), *self.row_buffers)
-        grid, scalars = (self.heads, S.TILES), (self.T, self.chunks)
-        self.states = self.channel_launch(gated_channel_states_kernel, grid, scalars, "v beta", scan=True)
-        grid = self.programs, S.TILES
+        self.states = self.scan(gated_channel_states_kernel, self.heads, "v beta")
+        grid, scalars = (self.programs, S.TILES), (self.T, self.chunks)
         self.read = self.channel_launch(gated_channel_forward_kernel, grid, scalars, "v beta")
 
 
@@ -852,16 +861,13 @@ class _ChannelBackward(_ChannelPlan):
             (self.B * self.T * self.H * self.tiles, torch.float32),
             *([] if self.in_place else self.row_buffers),
         )
-        grid = 2 * self.heads, S.TILES
-        self.states = self.channel_launch(
-            gated_channel_backward_states_kernel, grid, (self.T, self.chunks), "v beta d", scan=True
-        )
+        self.states = self.scan(gated_channel_backward_states_kernel, 2 * self.heads, "v beta d")
         grid, scalars = (self.programs, S.BD // S.BK), (self.T, self.chunks, self.scale)
         self.pair_gradients = self.channel_launch(
-            gated_channel_backward_pairs_kernel, (self.heads * self.chunks,), scalars, "v beta d", warps=BP_WARPS
+            gated_channel_backward_pairs_kernel, (self.heads * self.chunks,), scalars, "v beta d"
         )
         kernels = gated_channel_mild_backward_kernel, gated_channel_backward_kernel
-        self.read = self.by_strength(kernels, grid, scalars, "q k v decay beta d", warps=GRAD_WARPS)
+        self.read = self.by_strength(kernels, grid, scalars, "q k v decay beta d")
 
     def sum_beta(self, work: Tensor) -> Tensor:
         """dβ (B, T, Hkv) from the part of the values and those of the tiles of channels."""
