@@ -22,6 +22,11 @@ EXAMPLES = {
         "longspan generate --model runs/mine --prompt-file book.txt --state book.safetensors",
         "longspan generate --model runs/mine --resume book.safetensors --seed 7",
     ),
+    "serve": (
+        "longspan serve --model runs/mine",
+        "longspan serve --model runs/mine --slots 32 --cache 2GiB --cache-dir cache --state-dir states",
+        "longspan serve --model runs/mine --host 0.0.0.0 --api-key-file key.txt",
+    ),
     "run": ("longspan run train.py --epochs 3", "longspan run --device cpu --faithful train.py"),
     "convert": ("longspan convert model.pt converted/ --from performer-pytorch --config arguments.json",),
     "estimate": (

@@ -34,12 +34,7 @@ _UNITS |= {f"{unit}i": 2 ** (10 * i) for i, unit in enumerate("KMGT", 1)}
 
 @dataclass(frozen=True)
 class ServeFlags:
-    """Serve a model over HTTP: OpenAI's API at /v1, metrics at /metrics, a playground page at /.
-
-    longspan serve --model runs/demo
-    longspan serve --model runs/demo --slots 32 --cache 2GiB --cache-dir cache --state-dir states
-    longspan serve --model runs/demo --host 0.0.0.0 --api-key-file key.txt
-    """
+    """Serve a model over HTTP: OpenAI's API at /v1, metrics at /metrics, a playground page at /."""
 
     model: Path
     """Checkpoint folder, or the folder of a run."""
