@@ -16,6 +16,7 @@ from longspan.cli import worded
 from longspan.cli.arguments import parse
 from longspan.cli.generate import format_bytes
 from longspan.mechanisms import list_mechanisms, mechanism_options
+from longspan.models.adapter import ADAPTER_CONFIG, read_adapter
 from longspan.models.checkpoint import CONFIG, find_checkpoint, load, read_committed
 from longspan.models.transformer import Classifier, EncoderDecoder, LanguageModel
 from longspan.ops.common.dispatch import KERNELS, why_no_triton
@@ -54,10 +55,17 @@ def _describe(folder: Path, console: Console) -> None:
     try:
         model = load(found)
         task = read_committed(found, lambda path: read_json(path / CONFIG)).get("task")
+        adapter = read_adapter(found) if (found / ADAPTER_CONFIG).exists() else None
     except OSError as error:
         raise ValueError(worded(error)) from None
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(f"{printable(str(folder))}: {type(model).__name__} with {parameters:,} parameters")
+    if adapter is not None:
+        settings, tensors = adapter
+        layers, numbers = len(settings["target_modules"]), sum(x.numel() for x in tensors.values())
+        console.print(
+            f"LoRA of rank {settings['r']} in {layers} layers, {numbers:,} parameters, merged when it is read"
+        )
     if isinstance(model, EncoderDecoder):
         sides = model.encoder.config, model.decoder.config
         console.print(f"reads {sides[0].vocab_size} tokens, writes {sides[1].vocab_size}")

@@ -39,10 +39,15 @@ def convert_file(checkpoint: Path, folder: Path, library: str, config: Path) -> 
     Raises:
         ValueError: If a file cannot be read or the weights do not fit the model.
     """
+    save(read_converted(checkpoint, library, config), folder)
+
+
+def read_converted(checkpoint: Path, library: str, config: Path) -> Model:
+    """Return the longspan model for a file written by `torch.save`; see `convert_file`."""
     arguments = read_json(config, regular=False)
     if not isinstance(arguments, dict):
         raise ValueError(f'{config} must contain {{"argument": value, …}}, got a {type(arguments).__name__}')
-    save(convert_weights(read_weights(checkpoint), library, arguments), folder)
+    return convert_weights(read_weights(checkpoint), library, arguments)
 
 
 def convert_weights(weights: Mapping[str, Tensor], library: str, arguments: Mapping[str, Any]) -> Model:

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from longspan import __version__
+from longspan.models.adapter import ADAPTER_CONFIG, merge_adapter
 from longspan.models.config import ModelConfig
 from longspan.models.transformer import Classifier, EncoderDecoder, LanguageModel, Transformer
 from longspan.utils import choose, read_json
@@ -94,7 +95,7 @@ def write(model: Model, folder: Path, more: Mapping[str, Any] | None = None) -> 
     return {TENSORS: digest}
 
 
-def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = None) -> Model:
+def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = None, adapter: bool = True) -> Model:
     """Load a model from a checkpoint folder or a run's folder, in the dtypes it was saved in and in training mode.
 
     Nothing in the folder is executed, and the random state is not changed. Mechanisms that are not installed as
@@ -103,6 +104,7 @@ def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = 
     Args:
         folder: The checkpoint folder, or the folder of a run, whose last checkpoint is loaded.
         device: Where to put the model; the CPU by default.
+        adapter: Whether to merge a LoRA adapter that is beside the model into its weights.
 
     Raises:
         FileNotFoundError: If there is no checkpoint.
@@ -113,7 +115,7 @@ def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = 
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device must be a device such as cpu or cuda:0, got {device!r}: {error}") from None
     folder = find_checkpoint(Path(folder))
-    description, tensors = read_committed(folder, _read)
+    description, tensors = read_committed(folder, _read_merged if adapter else _read)
     where = folder / CONFIG
     cls = CLASSES[choose(f"class in {where}", description["class"], CLASSES)]
     try:
@@ -135,6 +137,12 @@ def load(folder: str | os.PathLike[str], *, device: torch.device | str | None = 
         raise ValueError(f"cannot build the {cls.__name__} that {where} describes: {error}") from error
     _fill(model, tensors, description["ties"])
     return model.to(target)
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint by name, tied ones under each of theirs, with a LoRA adapter merged."""
+    description, tensors = read_committed(find_checkpoint(folder), _read_merged)
+    return _with_ties(tensors, description["ties"])
 
 
 def describe(model: Model) -> dict[str, Any]:
@@ -412,6 +420,22 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     for name, expected in ({TENSORS: digest} if isinstance(digest, str) else digest).items():
         tensors |= _read_tensors(folder / name, expected)
+    return description, tensors
+
+
+def _read_merged(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the description and the tensors of a checkpoint, after its LoRA adapter is merged, if it has one."""
+    base = folder
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).exists():
+        name = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        base = Path(name) if isinstance(name, str) else folder
+        if not (base / CONFIG).exists():
+            raise FileNotFoundError(f"{folder} is an adapter of {name!r}, where there is no checkpoint: restore it")
+    description, tensors = _read(base)
+    if (folder / ADAPTER_CONFIG).is_file():
+        merge_adapter(tensors, description["ties"], folder)
+    elif description.get("adapter"):
+        raise FileNotFoundError(f"{folder} has no {ADAPTER_CONFIG}: restore it from the save that wrote {CONFIG}")
     return description, tensors
 
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from tyro.conf import UseAppendAction
 
-from longspan.models.checkpoint import CONFIG, find_checkpoint
 from longspan.models.config import AttentionConfig, ModelConfig, check_fields
 from longspan.train.data.tasks import PER_TOKEN, TASKS
+from longspan.train.initial import Initial
 from longspan.train.presets import PRESETS, Values, named_mechanism
 from longspan.utils import choose, nearest, read_json
 
@@ -39,8 +39,20 @@ class TrainConfig:
     """Folder of the run."""
     init: str | None = None
     """Checkpoint or run to start from; its model is the default."""
+    init_from: str | None = None
+    """Older library that wrote --init, such as performer-pytorch."""
+    init_config: str | None = None
+    """JSON file with the arguments of the model in that library."""
     freeze: tuple[str, ...] = ()
     """Parameters not to train, such as body or *.embedding*."""
+    lora_rank: int | None = None
+    """Train LoRA matrices of this rank instead of the weights of --init."""
+    lora_alpha: float | None = None
+    """LoRA scale times the rank; 2 · rank by default."""
+    lora_dropout: float = 0.0
+    """Dropout of the inputs of LoRA."""
+    lora_targets: tuple[str, ...] = ()
+    """Linear layers with LoRA, such as to_q,to_kv; all by default."""
     preset: str = "small"
     """Defaults of the other options: tiny, small or base."""
     mechanism: str = "split"
@@ -171,6 +183,7 @@ class TrainConfig:
             )
         if self.steps is None and self.minutes is None:
             raise ValueError("give --steps or --minutes: how long to train")
+        self._check_initial()
         if self.carry_state and self.objective != "causal":
             raise ValueError(f"--carry-state is for --objective causal, got {self.objective}")
         if self.label_field and self.objective not in ("classify", "multilabel", "regress", "tag"):
@@ -187,6 +200,30 @@ class TrainConfig:
             ):
                 if used:
                     raise ValueError(f"--chunk-length cannot be combined with {flag}: leave one of them out")
+
+    def _check_initial(self) -> None:
+        if (self.init_from is None) != (self.init_config is None) or (self.init_from and not self.init):
+            raise ValueError("--init, --init-from and --init-config together describe a checkpoint of an older library")
+        given = [name for name in ("lora_alpha", "lora_dropout", "lora_targets") if getattr(self, name)]
+        if self.lora_rank is None:
+            if given:
+                raise ValueError(f"{_flag(given[0])} is for LoRA: give --lora-rank too, such as 8")
+            return
+        if self.init is None:
+            raise ValueError("--lora-rank adapts a trained model: give --init, its checkpoint")
+        if self.lora_rank < 1 or (self.lora_alpha is not None and not self.lora_alpha > 0):
+            raise ValueError(
+                f"--lora-rank must be at least 1 and --lora-alpha above 0, got {self.lora_rank} and {self.lora_alpha}"
+            )
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"--lora-dropout must be in [0, 1), got {self.lora_dropout}")
+        if self.mesh is not None:
+            raise ValueError("--lora-rank cannot be combined with --mesh: leave one of them out")
+
+    @property
+    def initial(self) -> Initial | None:
+        """The checkpoint of --init."""
+        return None if self.init is None else Initial(self.init, self.init_from, self.init_config)
 
 
 @dataclass(frozen=True)
@@ -250,7 +287,7 @@ def resolve(given: Mapping[str, Any]) -> Settings:
         values["steps"] = None
     train = TrainConfig(**values)
     chosen = {name.removeprefix("model."): value for name, value in given.items() if name.startswith("model.")}
-    model = copy.deepcopy(preset.model) if train.init is None else _initial_model(train.init)
+    model = copy.deepcopy(preset.model) if train.initial is None else _initial_model(train.initial)
     for name, value in chosen.items():
         *path, last = name.split(".")
         group = model
@@ -267,14 +304,9 @@ def resolve(given: Mapping[str, Any]) -> Settings:
     return Settings(train, model, frozenset(chosen))
 
 
-def _initial_model(folder: str) -> Values:
+def _initial_model(initial: Initial) -> Values:
     """Return the fields of a saved model's configuration that do not follow from the data and the objective."""
-    path = find_checkpoint(Path(folder).expanduser()) / CONFIG
-    try:
-        saved = ModelConfig.from_dict(read_json(path)["arguments"]["config"]).to_dict()
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"--init {folder} is no checkpoint of a model that can be trained: {error}") from None
-    return {name: x for name, x in saved.items() if name not in ("causal", "vocab_size", *_OUTPUTS)}
+    return {name: x for name, x in initial.model_config().items() if name not in ("causal", "vocab_size", *_OUTPUTS)}
 
 
 def saved_settings(given: Mapping[str, Any]) -> Settings | None:

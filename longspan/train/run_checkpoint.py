@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from longspan.generation.session import fill_state, state_values
 from longspan.generation.tokenization import TOKENIZER, TOKENIZER_SETTINGS
+from longspan.models.adapter import ADAPTER, ADAPTER_CONFIG, read_adapter
 from longspan.models.checkpoint import (
     CHECKSUMS,
     CONFIG,
@@ -47,7 +48,7 @@ from longspan.models.sharded import METADATA, is_sharded, shard_files
 from longspan.train.config import FREE, TrainConfig, differences
 
 TRAINING = "training.pt"
-_NAMES = (TENSORS, CONFIG, TRAINING, TOKENIZER, CHECKSUMS, METADATA, "*.distcp")
+_NAMES = (TENSORS, CONFIG, TRAINING, TOKENIZER, CHECKSUMS, METADATA, "*.distcp", ADAPTER, ADAPTER_CONFIG)
 
 
 def save(
@@ -58,6 +59,7 @@ def save(
     *,
     keep: bool = True,
     more: Mapping[str, Any] | None = None,
+    adapter: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a checkpoint. If this fails, the last one remains.
 
@@ -68,6 +70,7 @@ def save(
         tokenizer: The tokenizer file of the run, to copy with the settings beside it.
         keep: Keep the last checkpoint as the previous one. False: replace it.
         more: Entries to add to `config.json`.
+        adapter: Writes the LoRA adapter of the model into a folder.
     """
     beside = [] if tokenizer is None else [tokenizer.parent / name for name in TOKENIZER_SETTINGS]
     settings = [path for path in beside if path.is_file()]
@@ -75,6 +78,8 @@ def save(
     with replace_folder(run / LAST, names, mark=TRAINING, keep=keep) as partial:
         known = write(model, partial, more)
         torch.save(training, partial / TRAINING)
+        if adapter is not None:
+            adapter(partial)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / TOKENIZER)
         for path in settings:
@@ -150,7 +155,8 @@ def _load(path: Path, folder: Path, share: slice) -> tuple[Model | None, dict[st
         raise ValueError(f"{folder} has no {TRAINING}, so that no run can be resumed from it: {advice}")
     sharded = is_sharded(path)
     names = [*(shard_files(path)[share] if sharded else [TENSORS]), CONFIG, TRAINING]
-    verify_checksums(path, [*names, *([TOKENIZER] if (path / TOKENIZER).exists() else [])], advice)
+    names += [name for name in (TOKENIZER, ADAPTER, ADAPTER_CONFIG) if (path / name).exists()]
+    verify_checksums(path, names, advice)
     try:
         # weights_only: nothing in the file is executed.
         training = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
@@ -163,7 +169,9 @@ def _load(path: Path, folder: Path, share: slice) -> tuple[Model | None, dict[st
     defaults = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
     settings["train"] = json.loads(json.dumps(defaults)) | settings["train"]
     settings["model"] = json.loads(json.dumps(ModelConfig.from_dict(settings["model"]).to_dict()))
-    return None if sharded else load_model(path), training
+    if settings["train"]["lora_rank"] is not None:
+        training["adapter"] = read_adapter(path)[1]
+    return None if sharded else load_model(path, adapter=False), training
 
 
 def check_settings(run: Path, before: dict[str, Any], settings: dict[str, Any], processes: int) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -20,9 +19,8 @@ from longspan import __version__
 from longspan.distributed.mesh import Mesh, MeshShape
 from longspan.distributed.rendezvous import init_process_group
 from longspan.mechanisms.performer import random_feature_mechanisms
-from longspan.models.checkpoint import load
 from longspan.models.config import ModelConfig
-from longspan.models.transformer import Classifier, LanguageModel
+from longspan.models.transformer import Classifier
 from longspan.train.config import Settings, TrainConfig, described, differences
 from longspan.train.data.batches import (
     Batches,
@@ -239,44 +237,6 @@ def read_options(train: TrainConfig) -> ReadOptions:
         *(train.extensions, train.exclude, train.bin_dtype, train.image_size, labeled, train.format),
         *(train.text_field, train.label_field, train.file_field, task),
     )
-
-
-def start_from(model: LanguageModel | Classifier, folder: str) -> str:
-    """Copy the weights of a checkpoint into a new model, where names and shapes agree.
-
-    The body of a classifier takes the weights of a language model, and the other way. Of embeddings and positions with
-    another number of rows, the rows that both have are copied.
-
-    Args:
-        model: The new model.
-        folder: A checkpoint, or the folder of a run.
-
-    Returns:
-        What was taken over, and what was not.
-
-    Raises:
-        ValueError: No tensor fits.
-    """
-    found = load(Path(folder).expanduser()).state_dict()
-    if isinstance(model, Classifier) and not any(name.startswith("body.") for name in found):
-        found = {f"body.{name}": x for name, x in found.items()}
-    elif isinstance(model, LanguageModel):
-        found = {name.removeprefix("body."): x for name, x in found.items()}
-    own, taken = model.state_dict(), []
-    with torch.no_grad():
-        for name, tensor in own.items():
-            other = found.get(name)
-            if other is None or other.shape[1:] != tensor.shape[1:] or other.ndim == 0:
-                continue
-            rows = min(len(other), len(tensor))
-            if len(other) == len(tensor) or re.search(r"(embedding|to_logits|positions)\b", name):
-                tensor[:rows].copy_(other[:rows])
-                taken.append(name)
-    if not taken:
-        raise ValueError(f"--init {folder}: no tensor of it fits this model; see longspan info --model {folder}")
-    new, left = sorted(set(own) - set(taken)), sorted(set(found) - set(taken))
-    lists = [f"; {what}: {', '.join(names)}" for what, names in (("new", new), ("not taken over", left)) if names]
-    return f"{len(taken)} of {len(own)} tensors are from {folder}{''.join(lists)}"
 
 
 def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ from longspan.generation.tokenization import TextCodec
 from longspan.models.checkpoint import LAST, committed_folder, describe, find_checkpoint, previous_folder
 from longspan.models.residual import StackState
 from longspan.models.transformer import Classifier, LanguageModel
-from longspan.train import run_checkpoint, run_folder, setup
+from longspan.train import lora, run_checkpoint, run_folder, setup
 from longspan.train.config import Settings, described
 from longspan.train.data.batches import Batch, BatchShape, derive_seed
 from longspan.train.evaluation import evaluate_held_out
@@ -37,6 +37,7 @@ from longspan.train.fsdp import (
     register_methods,
     uses_fsdp,
 )
+from longspan.train.initial import start_from
 from longspan.train.loggers import Logger, Record, memory_used, truncate_records
 from longspan.train.objectives import mask_tokens, wrap_model
 from longspan.train.signals import (
@@ -119,6 +120,7 @@ class Trainer:
     def _load_checkpoint(self, settings: Settings) -> LanguageModel | Classifier | None:
         """Return the model of the last checkpoint, if there is one and the settings are those of its run."""
         self._saved: Record | None = None
+        self._trained: list[str] = []  # parameters that are trained as a whole beside LoRA
         self._changes: list[str] = []
         checkpoint = run_checkpoint.load(self.folder, self.process, self.processes)
         if checkpoint is None:
@@ -142,8 +144,12 @@ class Trainer:
                 if self.store.task is None
                 else setup.make_classifier(model_config, self.store)
             )
-            if config.init is not None and self._saved is None:
-                self.logger.info(setup.start_from(model, config.init))
+            if config.initial is not None and self._saved is None:
+                found = start_from(model, config.initial)
+                self._trained = [*found.new, *found.partly]
+                self.logger.info(str(found))
+        if config.lora_rank is not None:
+            self._add_lora(model)
         setup.freeze(model, config.freeze)
         cp = None if self.mesh is None else self.mesh.cp
         self.objective = wrap_model(model, config.context, config.chunk_length, cp, self.store.task)
@@ -162,6 +168,20 @@ class Trainer:
             # CUDA graphs overwrite the gradients of the previous micro-batch, so that they cannot accumulate.
             graphs = self.device.type == "cuda" and config.accumulate == 1
             self.wrapped = torch.compile(self.wrapped, dynamic=False, mode="reduce-overhead" if graphs else None)
+
+    def _add_lora(self, model: LanguageModel | Classifier) -> None:
+        """Put LoRA beside the layers of the model: new, or that of the checkpoint."""
+        if uses_fsdp(self.accelerator):
+            raise ValueError("--lora-rank cannot be combined with FSDP of accelerate: leave one of them out")
+        names = dict(model.named_parameters())
+        self._trained = [name for name in self._trained if name in names]
+        if self._saved is not None:
+            self._trained = self._saved["trained"]
+        about = lora.add_lora(model, self.config, self._trained)
+        if self._saved is None:
+            self.logger.info(about)
+        else:
+            lora.load_lora(model, self._saved["adapter"])
 
     def _shard_model(self, mesh: Mesh) -> tuple[Any, Any]:
         """Return the objective with sharded weights, and its optimizer."""
@@ -480,8 +500,26 @@ class Trainer:
         training = self._training_state() | {"optimizer": state}
         if self.accelerator.is_main_process:
             more = self._task_description()
-            run_checkpoint.save(self.folder, model, training, self._tokenizer, keep=keep, more=more)
+            if self.config.lora_rank is None:
+                run_checkpoint.save(self.folder, model, training, self._tokenizer, keep=keep, more=more)
+            else:
+                self._save_with_adapter(model, training | {"trained": self._trained}, keep)
         self.accelerator.wait_for_everyone()
+
+    def _save_with_adapter(self, model: LanguageModel | Classifier, training: Record, keep: bool) -> None:
+        """Write the model without LoRA, and the adapter beside it."""
+        adapter = lora.adapter_tensors(model, self._trained)
+        more = self._task_description() | {"adapter": True}
+        with lora.without_lora(model):
+            run_checkpoint.save(
+                self.folder,
+                model,
+                training,
+                self._tokenizer,
+                keep=keep,
+                more=more,
+                adapter=lambda folder: lora.write_adapter(adapter, self.config, self._trained, folder),
+            )
 
     def _save_sharded(self, keep: bool) -> None:
         """Start to write a checkpoint in all processes."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from training import WORDS, arguments, curve, longspan, metrics, trained, write_corpus
 
 from longspan import load
@@ -48,11 +49,7 @@ def test_a_run_starts_from_another_with_a_longer_context(base: Path, tmp_path: P
 
 
 def test_a_language_model_becomes_a_classifier_with_a_frozen_body(base: Path, tmp_path: Path) -> None:
-    draw = random.Random(1)
-    data = tmp_path / "x.csv"
-    with data.open("w", newline="") as file:
-        rows = [(" ".join(draw.choices(WORDS, k=9)), draw.choice("ab")) for _ in range(40)]
-        csv.writer(file).writerows([("text", "label"), *rows])
+    data = write_labels(tmp_path / "x.csv")
     before = load(base).state_dict()
     after, said = start(data, tmp_path / "run", init=base, objective="classify", freeze="body", steps=3)
     body = [name for name in after if name.startswith("body.")]
@@ -68,6 +65,140 @@ def test_init_refuses_what_is_no_checkpoint(base: Path, tmp_path: Path) -> None:
     done = longspan(*arguments(base.parent / "text", tmp_path / "run", init=tmp_path), log=tmp_path / "log")
     assert done.status == 2
     assert f"--init {tmp_path} is no checkpoint of a model that can be trained" in done.stderr
+
+
+def write_labels(path: Path) -> Path:
+    draw = random.Random(1)
+    with path.open("w", newline="") as file:
+        rows = [(" ".join(draw.choices(WORDS, k=9)), draw.choice("ab")) for _ in range(40)]
+        csv.writer(file).writerows([("text", "label"), *rows])
+    return path
+
+
+def test_a_run_starts_from_a_file_of_an_older_library(base: Path, tmp_path: Path) -> None:
+    from longspan.compat.performer_pytorch import PerformerLM
+
+    torch.manual_seed(5)
+    options = {"num_tokens": 256, "max_seq_len": 61, "dim": 24, "depth": 2, "heads": 3, "dim_head": 8, "causal": True}
+    older = PerformerLM(**options)
+    torch.save({"state_dict": older.state_dict()}, tmp_path / "old.pt")
+    (tmp_path / "old.json").write_text(json.dumps(options))
+    flags = {"init": tmp_path / "old.pt", "init_from": "performer-pytorch", "init_config": tmp_path / "old.json"}
+    data = base.parent / "text"
+    after, said = start(data, tmp_path / "run", **flags, lr=1e-12, weight_decay=0)
+    before = older.to_longspan().state_dict()
+    assert after.keys() == before.keys()
+    torch.testing.assert_close(after["embedding.weight"], before["embedding.weight"], rtol=0, atol=1e-6)
+    assert f"{len(before)} of {len(before)} tensors are from {tmp_path / 'old.pt'}" in said
+    labeled, said = start(write_labels(tmp_path / "x.csv"), tmp_path / "labels", **flags, objective="classify")
+    assert "new: to_classes.bias, to_classes.weight; not taken over: body." in said
+    done = longspan(*arguments(data, tmp_path / "no", init=tmp_path / "old.pt"), log=tmp_path / "log")
+    assert done.status == 2
+    assert "--init-from performer-pytorch --init-config arguments.json" in done.stderr
+    done = longspan(*arguments(data, tmp_path / "no", init_from="linformer"), log=tmp_path / "log")
+    assert "--init, --init-from and --init-config together" in done.stderr
+
+
+def test_a_run_starts_from_folders_of_transformers(base: Path, tmp_path: Path) -> None:
+    hf = pytest.importorskip("longspan.hf")
+    data, config = base.parent / "text", load(base).config
+    model = hf.LongspanForCausalLM(hf.LongspanConfig(config))
+    model.save_pretrained(tmp_path / "lm")
+    after, said = start(data, tmp_path / "run", init=tmp_path / "lm", lr=1e-12, weight_decay=0)
+    torch.testing.assert_close(after["embedding.weight"], model.model.embedding.weight, rtol=0, atol=1e-6)
+    assert f"{len(after)} of {len(after)} tensors" in said
+    hf.LongspanModel(hf.LongspanConfig(config)).save_pretrained(tmp_path / "body")
+    _, said = start(data, tmp_path / "second", init=tmp_path / "body")
+    assert "new: to_logits.bias, to_logits.weight" in said
+
+
+def test_lora_trains_an_adapter_apart(base: Path, tmp_path: Path) -> None:
+    """Resumed bit by bit; the frozen weights stay; loaded, exported and merged it gives the same model."""
+    data, before = base.parent / "text", load(base).state_dict()
+    flags = {"init": base, "lora_rank": 3, "lora_alpha": 7, "lora_targets": "to_q,to_kv", "lora_dropout": 0.2}
+    merged, said = start(data, tmp_path / "whole", steps=6, **flags, min_lr=1)
+    assert "LoRA of rank 3 in 4 layers" in said
+    start(data, tmp_path / "half", steps=3, **flags, min_lr=1)
+    again, _ = start(data, tmp_path / "half", steps=6, **flags, min_lr=1)
+    assert all(equal(merged, again, merged))
+    one, two = (load_file(tmp_path / name / "checkpoint/adapter_model.safetensors") for name in ("whole", "half"))
+    assert one.keys() == two.keys()
+    assert all(equal(one, two, one))
+    changed = {name for name in before if not torch.equal(before[name], merged[name])}
+    assert changed == {name for name in before if name.endswith(("to_q.weight", "to_kv.weight"))}
+    frozen = load(tmp_path / "whole", adapter=False).state_dict()
+    assert all(equal(before, frozen, before))
+    name = next(iter(sorted(changed)))
+    down, up = (
+        one[f"base_model.model.model.{name.replace('weight', part)}"] for part in ("lora_A.weight", "lora_B.weight")
+    )
+    assert down.shape[0] == 3
+    torch.testing.assert_close(merged[name], before[name] + 7 / 3 * up @ down)
+    for merge in (True, False):
+        out = tmp_path / f"merged-{merge}"
+        done = longspan(
+            "export", str(tmp_path / "whole"), str(out), *(["--merge"] if merge else []), log=tmp_path / "l"
+        )
+        assert done.status == 0, done.stderr
+        assert (out / "adapter_model.safetensors").exists() is not merge
+        assert all(equal(merged, load(out).state_dict(), merged))
+    done = longspan("export", str(base), str(tmp_path / "no"), "--merge", log=tmp_path / "log")
+    assert "has no LoRA adapter: leave --merge out" in done.stderr
+    run = str(tmp_path / "whole")
+    done = longspan("info", "--model", run, log=tmp_path / "log")
+    assert "LoRA of rank 3 in 4 layers" in done.stdout
+    for command in (["generate", "--model", run, "--prompt", "the ", "--max-tokens", "3"], ["eval", "--model", run]):
+        extra = ["--data", str(data)] if command[0] == "eval" else []
+        done = longspan(*command, *extra, log=tmp_path / "log")
+        assert done.status == 0, done.stderr
+    (tmp_path / "whole/checkpoint/adapter_config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no adapter_config\.json"):
+        load(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_lora_trains_a_new_head_as_a_whole_and_peft_opens_it(base: Path, tmp_path: Path) -> None:
+    hf, peft = pytest.importorskip("longspan.hf"), pytest.importorskip("peft")
+    data = write_labels(tmp_path / "x.csv")
+    flags = {"init": base, "lora_rank": 2, "objective": "classify", "min_lr": 1}
+    after, said = start(data, tmp_path / "whole", steps=4, **flags)
+    assert "and to_classes.bias, to_classes.weight" in said
+    start(data, tmp_path / "half", steps=2, **flags)
+    again, _ = start(data, tmp_path / "half", steps=4, **flags)
+    assert all(equal(after, again, after))
+    assert after["to_classes.bias"].abs().max() > 0
+    folder, x = tmp_path / "whole/checkpoint", torch.arange(14).view(2, 7)
+    wanted = load(folder).eval()(x)
+    found = hf.LongspanForSequenceClassification.from_pretrained(folder).eval()
+    torch.testing.assert_close(found(x).logits, wanted)
+    config = hf.LongspanConfig.from_pretrained(folder)  # bidirectional, unlike the language model
+    plain = hf.LongspanForSequenceClassification.from_pretrained(base / "checkpoint", config=config)
+    torch.testing.assert_close(peft.PeftModel.from_pretrained(plain, folder).eval()(x).logits, wanted)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"lora_rank": 3}, "--lora-rank adapts a trained model: give --init"),
+        ({"lora_alpha": 3}, "--lora-alpha is for LoRA: give --lora-rank too"),
+        ({"init": "{base}", "lora_rank": 0}, "--lora-rank must be at least 1"),
+        ({"init": "{base}", "lora_rank": 2, "lora_dropout": 1}, "--lora-dropout must be in [0, 1), got 1.0"),
+        ({"init": "{base}", "lora_rank": 2, "lora_targets": "query"}, "--lora-targets query is no linear layer inside"),
+        ({"init": "{base}", "lora_rank": 2, "mesh": "dp=2"}, "--lora-rank cannot be combined with --mesh"),
+    ],
+)
+def test_what_lora_refuses(base: Path, tmp_path: Path, flags: dict[str, Any], message: str) -> None:
+    flags = {name: base if value == "{base}" else value for name, value in flags.items()}
+    done = longspan(*arguments(base.parent / "text", tmp_path / "run", **flags), log=tmp_path / "log")
+    assert done.status == 2
+    assert message in done.stderr
+
+
+def test_lora_without_peft_names_what_to_install(base: Path, tmp_path: Path) -> None:
+    words = arguments(base.parent / "text", tmp_path / "run", init=base, lora_rank=2)
+    done = longspan(*words, log=tmp_path / "log", before="import sys; sys.modules['peft'] = None")
+    assert done.status == 2
+    assert "--lora-rank requires peft: pip install 'longspan[hf]'" in done.stderr
 
 
 def test_the_folder_alone_resumes_a_run(base: Path, tmp_path: Path) -> None:

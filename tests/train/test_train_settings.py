@@ -248,6 +248,7 @@ ELSEWHERE = {"data", "out", "prompt", "sample_tokens", "save_every", "tensorboar
 ELSEWHERE |= {"mask_rate", "compile", "divergence", "bin_dtype", "image_size", "tokenizer", "format"}
 ELSEWHERE |= {"muon_lr", "ramp_up"}  # test_recipe.py
 ELSEWHERE |= {"text_field", "label_field", "file_field", "mesh", "init", "freeze", "chunk_length"}
+ELSEWHERE |= {"init_from", "init_config", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets"}
 
 
 def test_no_setting_is_without_a_test() -> None:
