@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -75,29 +75,35 @@ class MuonAdamW(torch.optim.Optimizer):
             fused=True,
         )
 
-    def _step_matrices(self, group: dict[str, Any], trained: list[Tensor]) -> None:
-        by_shape: dict[Any, list[Tensor]] = {}
-        for parameter in trained:
-            by_shape.setdefault((parameter.shape, parameter.device), []).append(parameter)
-        for parameters in by_shape.values():
-            updates = [self._direction(parameter, group["momentum"]) for parameter in parameters]
-            whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in updates]
-            scale = 0.2 * max(parameters[0].shape) ** 0.5
-            for parameter, update in zip(parameters, orthogonalize(torch.stack(whole)).unbind(), strict=True):
-                step = update.to(parameter.dtype)
-                if isinstance(parameter, DTensor):
-                    step = distribute_tensor(step, parameter.device_mesh, parameter.placements, src_data_rank=None)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(step, alpha=-group["lr"] * scale)
+    def _step_matrices(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        steps = _orthogonal_steps(torch._foreach_lerp(gradients, buffers, group["momentum"]))
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(parameters, steps, alpha=-group["lr"])
 
-    def _direction(self, parameter: Tensor, momentum: float) -> Tensor:
-        """Update the momentum of a parameter, and return the direction that is to be orthogonalized."""
-        state = self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        gradient = parameter.grad
-        assert gradient is not None
-        buffer: Tensor = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        return gradient.lerp(buffer, momentum)
+
+def _orthogonal_steps(directions: Sequence[Tensor]) -> list[Tensor]:
+    """Return the orthogonal factors of matrices as large as AdamW's steps, sharded as the matrices are."""
+    steps: dict[int, Tensor] = {}
+    by_shape: dict[Any, list[int]] = {}
+    for i, direction in enumerate(directions):
+        by_shape.setdefault((direction.shape, direction.device), []).append(i)
+    for (shape, _), members in by_shape.items():
+        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in (directions[i] for i in members)]
+        found = orthogonalize(torch.stack(whole)).to(whole[0].dtype) * (0.2 * max(shape) ** 0.5)
+        steps |= dict(zip(members, found.unbind(), strict=True))
+    return [_sharded_as(steps[i], direction) for i, direction in enumerate(directions)]
+
+
+def _sharded_as(x: Tensor, other: Tensor) -> Tensor:
+    if not isinstance(other, DTensor):
+        return x
+    return distribute_tensor(x, other.device_mesh, other.placements, src_data_rank=None)
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
