@@ -11,9 +11,7 @@ import httpx
 
 from longspan.serve import Engine
 from longspan.serve.api_server import APIServer, ServerOptions
-from longspan.serve.chat_template import ChatTemplate
-from longspan.serve.metrics import Metrics
-from longspan.serve.serving_completion import Limits, ServedModel
+from longspan.serve.serving_completion import ServedModel
 from longspan.serve.state_store import StateStore
 
 
@@ -21,15 +19,7 @@ from longspan.serve.state_store import StateStore
 def serving(model, states: Path, *, template=None, ends=None, limits=None, budget=1 << 30, engine=None, **options):
     """Serve a model from a thread; yields the server, its engine, its address and a client."""
     made = Engine(model, **(engine or {}))
-    served = ServedModel(
-        made,
-        "tiny",
-        template or ChatTemplate(),
-        ends or {},
-        limits or Limits(),
-        StateStore(states, made, budget),
-        Metrics(),
-    )
+    served = ServedModel(made, "tiny", StateStore(states, made, budget), template=template, ends=ends, limits=limits)
     server = APIServer(served, ServerOptions(port=0, **options))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -25,7 +25,7 @@ EXAMPLES = {
     "serve": (
         "longspan serve --model runs/mine",
         "longspan serve --model runs/mine --slots 32 --cache 2GiB --cache-dir cache --state-dir states",
-        "longspan serve --model runs/mine --host 0.0.0.0 --api-key-file key.txt",
+        "longspan serve --model runs/mine --host 0.0.0.0 --api-key-file keys.txt --quantize int8",
     ),
     "run": ("longspan run train.py --epochs 3", "longspan run --device cpu --faithful train.py"),
     "convert": ("longspan convert model.pt converted/ --from performer-pytorch --config arguments.json",),

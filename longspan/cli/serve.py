@@ -7,8 +7,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -17,13 +17,15 @@ from tyro.conf import UseAppendAction
 
 from longspan.cli.arguments import check_at_least, parse
 from longspan.cli.generate import format_bytes, load_codec, load_model
-from longspan.generation.tokenization import TextCodec
+from longspan.generation.tokenization import TOKENIZER, TextCodec
 from longspan.models.checkpoint import find_checkpoint
 from longspan.models.transformer import LanguageModel
 from longspan.serve.engine import Engine
 from longspan.utils import choose_device, printable
 
 if TYPE_CHECKING:
+    from longspan.generation.chat_template import ChatTemplate
+    from longspan.serve.api_server import APIServer
     from longspan.serve.serving_completion import ServedModel
 
 KEY_VARIABLE = "LONGSPAN_API_KEY"
@@ -123,15 +125,26 @@ class ServeFlags:
 def main(argv: Sequence[str]) -> None:
     """Run the command."""
     flags = parse(ServeFlags, argv, "serve")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("longspan.serve").setLevel(logging.INFO)
+    with build_server(flags) as server:
+        _announce(server, flags)
+        server.run()
+
+
+@contextmanager
+def build_server(flags: ServeFlags) -> Iterator[APIServer]:
+    """Yield the server that flags describe, which listens but does not answer yet.
+
+    Raises:
+        ValueError: If a flag does not fit the model, or the address cannot be listened on.
+    """
     from longspan.serve.api_server import APIServer, ServerOptions
 
-    keys = _keys(flags)
-    model = load_model(flags.model, choose_device(flags.device))
-    codec = load_codec(flags.model, model)
     options = ServerOptions(
         host=flags.host,
         port=flags.port,
-        api_keys=keys,
+        api_keys=_keys(flags),
         allowed_hosts=tuple(name.lower() for name in flags.allowed_hosts),
         trusted_proxies=flags.trusted_proxies,
         max_body=parse_bytes("--max-body", flags.max_body),
@@ -141,16 +154,14 @@ def main(argv: Sequence[str]) -> None:
         drain_timeout=flags.drain_timeout,
         log_prompts=flags.log_prompts,
     )
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
-    logging.getLogger("longspan.serve").setLevel(logging.INFO)
+    model = load_model(flags.model, choose_device(flags.device))
+    codec = load_codec(flags.model, model)
     with ExitStack() as stack:
         engine = stack.enter_context(_engine(flags, model, codec))
         if flags.quantize != "none" or flags.state_dtype != "exact":
             _print_loss(flags, model, engine)
         folder = flags.state_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longspan-states-")))
-        server = APIServer(_served(flags, engine, folder), options)
-        _announce(server.port, flags, engine, bool(keys))
-        server.run()
+        yield APIServer(_served(flags, engine, folder), options)
 
 
 def parse_bytes(name: str, text: str) -> int:
@@ -236,8 +247,7 @@ def _print_loss(flags: ServeFlags, original: LanguageModel, engine: Engine) -> N
 
 
 def _served(flags: ServeFlags, engine: Engine, states: Path) -> ServedModel:
-    from longspan.serve.chat_template import ChatTemplate, end_tokens
-    from longspan.serve.metrics import Metrics
+    from longspan.generation.chat_template import end_tokens
     from longspan.serve.serving_completion import Limits, ServedModel
     from longspan.serve.state_store import StateStore
 
@@ -246,21 +256,32 @@ def _served(flags: ServeFlags, engine: Engine, states: Path) -> ServedModel:
     return ServedModel(
         engine,
         flags.name or flags.model.resolve().name,
-        ChatTemplate.from_folder(folder, flags.chat_template),
-        end_tokens(folder, engine.codec),
-        Limits(flags.max_prompt, flags.max_tokens, flags.timeout),
         StateStore(states, engine, parse_bytes("--state-disk", flags.state_disk)),
-        Metrics(),
+        template=_template(flags, folder),
+        ends=end_tokens(folder, engine.codec),
+        limits=Limits(flags.max_prompt, flags.max_tokens, flags.timeout),
     )
 
 
-def _announce(port: int, flags: ServeFlags, engine: Engine, has_keys: bool) -> None:
-    host = f"[{flags.host}]" if ":" in flags.host else flags.host
+def _template(flags: ServeFlags, folder: Path) -> ChatTemplate:
+    from longspan.generation.chat_template import ChatTemplate
+
+    tokenizer = folder / TOKENIZER
+    try:
+        return ChatTemplate(tokenizer if tokenizer.exists() else None, flags.chat_template)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--chat-template {flags.chat_template} cannot be read: {error}") from None
+
+
+def _announce(server: APIServer, flags: ServeFlags) -> None:
+    from longspan.serve.api_server import is_loopback
+
+    engine, host = server.model.engine, f"[{flags.host}]" if ":" in flags.host else flags.host
     print(
-        f"serving {printable(str(flags.model))} at http://{host}:{port} with {engine.slots} slots on {engine.device}; "
-        f"state of one sequence: {format_bytes(engine.model.state_size())}",
+        f"serving {printable(str(flags.model))} at http://{host}:{server.port} with {engine.slots} slots on "
+        f"{engine.device}; state of one sequence: {format_bytes(engine.model.state_size())}",
         file=sys.stderr,
         flush=True,
     )
-    if not has_keys and flags.host not in ("127.0.0.1", "localhost", "::1"):
+    if not server.options.api_keys and not is_loopback(flags.host):
         print("anybody who reaches this address can use it: set --api-key-file", file=sys.stderr, flush=True)

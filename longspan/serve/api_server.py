@@ -371,8 +371,7 @@ class _Guard:
     def __init__(self, app: Any, options: ServerOptions, metrics: Metrics) -> None:
         self.app, self._metrics = app, metrics
         self._keys = [hashlib.sha256(key.encode()).digest() for key in options.api_keys]
-        local = options.host == "localhost" or _is_loopback(options.host)
-        self._hosts = options.allowed_hosts or (_LOOPBACK if local else ())
+        self._hosts = options.allowed_hosts or (_LOOPBACK if is_loopback(options.host) else ())
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -442,9 +441,10 @@ def _headers(scope: Mapping[str, Any]) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach an address."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 

@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from longspan.generation.chat_template import ChatTemplate
 from longspan.generation.sampling import Sampling
 from longspan.generation.session import Session
 from longspan.generation.tokenization import StreamDecoder, TextCodec
-from longspan.serve.chat_template import ChatTemplate
 from longspan.serve.engine import Engine, EngineClosedError, QueueFullError
 from longspan.serve.metrics import Metrics
 from longspan.serve.openai_protocol import APIError, ChatBody, CompletionBody
@@ -49,26 +49,30 @@ class ServedModel:
     Args:
         engine: The engine; it needs a codec.
         name: Name of the model.
-        template: How messages become a text.
+        states: Saved states.
+        template: How messages become a text; ChatML unless given.
         ends: Tokens that end a text, with their names.
         limits: The most that a request may ask for.
-        states: Saved states.
-        metrics: Where times are counted.
+
+    Raises:
+        ValueError: If the engine has no codec.
     """
 
     def __init__(
         self,
         engine: Engine,
         name: str,
-        template: ChatTemplate,
-        ends: dict[int, str],
-        limits: Limits,
         states: StateStore,
-        metrics: Metrics,
+        *,
+        template: ChatTemplate | None = None,
+        ends: dict[int, str] | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        assert engine.codec is not None
-        self.engine, self.name, self.template, self.ends = engine, name, template, ends
-        self.codec, self.limits, self.states, self.metrics = engine.codec, limits, states, metrics
+        if engine.codec is None:
+            raise ValueError("text needs a codec: give the engine one")
+        self.engine, self.name, self.states, self.codec = engine, name, states, engine.codec
+        self.template, self.ends, self.limits = template or ChatTemplate(), ends or {}, limits or Limits()
+        self.metrics = Metrics()
         self.created = int(time.time())
 
     def check_name(self, name: str | None) -> None:
@@ -138,7 +142,7 @@ class ServedModel:
             "max_model_len": self.engine.max_length,
             "state_bytes": self.engine.model.state_size(),
             "fingerprint": self.engine.fingerprint,
-            "chat_template": "plain" if self.template.is_plain else "own",
+            "chat_template": self.template.name,
         }
 
     def _request(
@@ -163,7 +167,7 @@ class ServedModel:
             seed=secrets.randbits(62) if body.seed is None else body.seed,
             n=n,
             stop=[*ends, *(body.stop_token_ids or [])],
-            stop_strings=[*stop, *(self.template.stop if chat and not body.ignore_eos else ())],
+            stop_strings=[*stop, *(self.template.ends if chat and not body.ignore_eos else ())],
             logprobs=_logprobs(body),
             echo=isinstance(body, CompletionBody) and bool(body.echo),
             timeout=self._timeout(body.timeout),
@@ -191,10 +195,10 @@ class ServedModel:
             messages.append({"role": role, "content": message.text, **named})
         try:
             if state is None:
-                return self._encode(self.template.render(messages), "messages")
+                return self._encode(self.template.render(messages, add_generation_prompt=True), "messages")
             recent = self.codec.decode([token for token in state.recent[0].tolist() if token >= 0])
-            ends = (*self.ends.values(), *self.template.stop)
-            return self._encode(self.template.render_after(messages, recent, ends), "messages")
+            text = self.template.render_after(messages, recent, [*self.ends.values()])
+            return self._encode(text, "messages")
         except ValueError as error:
             raise APIError(400, str(error), param="messages") from None
 

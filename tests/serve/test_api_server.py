@@ -147,8 +147,8 @@ def test_chat_is_the_template(api):
         {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
     ]
     chat = post(api, "chat/completions", messages=messages, max_tokens=9, seed=1).json()
-    text = "System: Be brief.\n\nUser: Hi\n\nAssistant: "
-    plain = post(api, prompt=text, max_tokens=9, seed=1, stop="\n\nUser:").json()
+    text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    plain = post(api, prompt=text, max_tokens=9, seed=1, stop="<|im_end|>").json()
     assert chat["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
     assert chat["usage"]["prompt_tokens"] == len(text)
 

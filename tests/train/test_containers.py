@@ -20,10 +20,10 @@ import pytest
 import torch
 from training import arguments, longspan, trained, write_corpus
 
+from longspan.generation.chat_template import ChatTemplate
 from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.data import token_store
 from longspan.train.data.batches import BatchShape, ShuffledBatches
-from longspan.train.data.chat import ChatTemplate
 from longspan.train.data.readers import ReadOptions, find_source
 from longspan.train.data.token_store import StoreSpec, TokenStore, open_store
 

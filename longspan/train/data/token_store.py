@@ -30,10 +30,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from longspan.generation.chat_template import ChatTemplate
 from longspan.generation.tokenization import load_tokenizer
 from longspan.models.checkpoint import CHECKSUMS, replace_folder, verify_checksums, write_checksums
 from longspan.ops.loss import IGNORE_INDEX
-from longspan.train.data.chat import ChatTemplate
 from longspan.train.data.containers import ARCHIVES, COMPRESSED
 from longspan.train.data.readers import (
     Chat,
