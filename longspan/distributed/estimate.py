@@ -141,7 +141,9 @@ def estimate(work: TrainingLoad, shape: MeshShape, hardware: Hardware, figures: 
     mechanisms = _mechanisms(model)
     length = -(-work.context // shape.cp)  # of a piece
     parameters = sum(p.numel() for p in model.parameters())
-    dense = figures["dense"]["seconds"] * parameters * B * length
+    # Of a table of n-grams a token reads a few rows.
+    tables = 0 if model.ngrams is None else sum(p.numel() for p in model.ngrams.parameters())
+    dense = figures["dense"]["seconds"] * (parameters - tables) * B * length
     attention = sum(_attention_seconds(m, work, shape.cp, figures) for m in mechanisms)
     compute = (dense + attention) * (4 / 3 if work.recompute or work.chunk_length else 1)
     exchanged = sum(exchange_bytes(m, work.context, shape.cp, causal=config.causal) for m in mechanisms) * B

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 
 import torch
@@ -145,6 +146,8 @@ def _projected(
     with torch.no_grad():
         layout = TokenLayout.of(x, causal=layer.causal, key_mask=None if layer.cross else key_mask)
         x = layout.zero_fill(x)
+        if layer.value_embedding is not None:  # Weights do not depend on values: any tokens will do.
+            layout = replace(layout, tokens=torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device))
         if context is None:
             q, k, v, gates, _ = layer.project(x, layout)
         else:

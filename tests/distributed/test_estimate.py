@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,14 @@ def test_the_figures_are_those_of_the_results() -> None:
     config = ModelConfig(dim=512, depth=6, causal=True, vocab_size=256, attention=attention)
     step = estimate(TrainingLoad(config, 65536), MeshShape(), Hardware(), load_figures())
     assert 1e3 * step.seconds == pytest.approx(row["step_ms"], rel=0.02)  # The figures come from this row.
+
+
+def test_tables_of_ngrams_take_memory_and_no_time() -> None:
+    plain = workload(batch_size=5)
+    tables = replace(plain, config=replace(plain.config, ngrams=(2, 3), ngram_buckets=701))
+    one, other = (estimate(work, MeshShape(), HARDWARE, FIGURES) for work in (plain, tables))
+    assert other.seconds == one.seconds
+    assert other.weights == one.weights + 16 * 2 * 701 * 16
 
 
 def test_one_gpu() -> None:

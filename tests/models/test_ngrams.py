@@ -13,6 +13,7 @@ from torch import Tensor
 from longspan import Attention, AttentionConfig, LanguageModel, ModelConfig, Packing, Sampling, generate, load, save
 from longspan.generation.session import Session
 from longspan.layout import TokenLayout
+from longspan.models.attention_maps import attention_map
 from longspan.models.config import LegacyConfig
 from longspan.models.ngrams import NgramEmbedding
 from longspan.ops.loss import cap_logits, cross_entropy
@@ -116,6 +117,10 @@ def test_values_are_those_of_the_projection_and_of_the_token() -> None:
     table, layer.value_embedding = layer.value_embedding, None
     assert table is not None
     same(embedded, layer.project(x, layout)[2] + table(tokens).unflatten(2, (2, -1)))
+    layer.value_embedding = table
+    weights = attention_map(layer, x, [3, 17])
+    layer.value_embedding = None
+    same(attention_map(layer, x, [3, 17]), weights)
     layer.value_embedding = table
     with pytest.raises(ValueError, match="value_embedding embeds tokens, and the layer got vectors alone"):
         layer.project(x, layout)
