@@ -332,6 +332,9 @@ def make_optimizer(train: TrainConfig, module: torch.nn.Module) -> torch.optim.O
     """Return fused AdamW with weight decay on matrices only; with --optimizer muon, Muon for those of the layers.
 
     A group's `lr_ratio` is its learning rate as a multiple of --lr.
+
+    Raises:
+        ValueError: Muon has nothing to train.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     muon = {id(p) for p in layer_matrices(module)} if train.optimizer == "muon" else set()
@@ -343,6 +346,11 @@ def make_optimizer(train: TrainConfig, module: torch.nn.Module) -> torch.optim.O
     if train.optimizer == "adamw":
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=betas, fused=True)
     matrices = {"params": [p for p in trained if id(p) in muon], "weight_decay": train.weight_decay, "muon": True}
+    if not matrices["params"]:
+        raise ValueError(
+            "--optimizer muon trains matrices of attention and feed-forward layers, and this run trains none: use "
+            "--optimizer adamw"
+        )
     ratio = 1.0 if train.muon_lr is None else train.muon_lr / train.lr
     own = [{**g, "lr_ratio": ratio if g is matrices else 1.0} for g in (matrices, *groups) if g["params"]]
     return MuonAdamW(own, lr=train.lr, betas=betas)

@@ -93,6 +93,9 @@ def test_muon_gets_the_matrices_of_the_layers() -> None:
     ]
     assert len(optimizer.param_groups[0]["params"]) == 12
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(names)
+    model.transformer.requires_grad_(False)
+    with pytest.raises(ValueError, match="and this run trains none: use --optimizer adamw"):
+        make_optimizer(train_config(optimizer="muon"), model)
 
 
 def test_the_learning_rate_decays_as_asked() -> None:
