@@ -18,7 +18,7 @@ from tyro.conf import UseAppendAction
 from longspan.cli.arguments import check_at_least, parse
 from longspan.cli.generate import format_bytes, load_codec, load_model
 from longspan.generation.tokenization import TOKENIZER, TextCodec
-from longspan.models.checkpoint import find_checkpoint
+from longspan.models.checkpoint import find_checkpoint, read_committed
 from longspan.models.transformer import LanguageModel
 from longspan.serve.engine import Engine
 from longspan.utils import choose_device, printable
@@ -251,14 +251,17 @@ def _served(flags: ServeFlags, engine: Engine, states: Path) -> ServedModel:
     from longspan.serve.serving_completion import Limits, ServedModel
     from longspan.serve.state_store import StateStore
 
-    assert engine.codec is not None
-    folder = find_checkpoint(flags.model)
+    codec = engine.codec
+    assert codec is not None
+    template, ends = read_committed(
+        find_checkpoint(flags.model), lambda folder: (_template(flags, folder), end_tokens(folder, codec))
+    )
     return ServedModel(
         engine,
         flags.name or flags.model.resolve().name,
         StateStore(states, engine, parse_bytes("--state-disk", flags.state_disk)),
-        template=_template(flags, folder),
-        ends=end_tokens(folder, engine.codec),
+        template=template,
+        ends=ends,
         limits=Limits(flags.max_prompt, flags.max_tokens, flags.timeout),
     )
 
@@ -270,7 +273,7 @@ def _template(flags: ServeFlags, folder: Path) -> ChatTemplate:
     try:
         return ChatTemplate(tokenizer if tokenizer.exists() else None, flags.chat_template)
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--chat-template {flags.chat_template} cannot be read: {error}") from None
+        raise ValueError(f"the chat template cannot be read: {error}") from None
 
 
 def _announce(server: APIServer, flags: ServeFlags) -> None:
@@ -279,7 +282,7 @@ def _announce(server: APIServer, flags: ServeFlags) -> None:
     engine, host = server.model.engine, f"[{flags.host}]" if ":" in flags.host else flags.host
     print(
         f"serving {printable(str(flags.model))} at http://{host}:{server.port} with {engine.slots} slots on "
-        f"{engine.device}; state of one sequence: {format_bytes(engine.model.state_size())}",
+        f"{engine.device}; state of one sequence: {format_bytes(server.model.state_bytes)}",
         file=sys.stderr,
         flush=True,
     )

@@ -85,8 +85,8 @@ class ChatTemplate:
             raise ValueError(f"{self.name} drops earlier answers: a state cannot be continued, send all messages")
         text = text.partition(_MARK)[2]
         for end in (*self.ends, *ends):
-            if before.endswith(end) and text.startswith(end):
-                return text[len(end) :]
+            if before.endswith(end) and text.lstrip().startswith(end):
+                return text.lstrip()[len(end) :]
         return text
 
     def documents(self, messages: Sequence[Message]) -> list[tuple[str, Spans]]:

@@ -72,7 +72,7 @@ class ServedModel:
             raise ValueError("text needs a codec: give the engine one")
         self.engine, self.name, self.states, self.codec = engine, name, states, engine.codec
         self.template, self.ends, self.limits = template or ChatTemplate(), ends or {}, limits or Limits()
-        self.metrics = Metrics()
+        self.metrics, self.state_bytes = Metrics(), engine.model.state_size()
         self.created = int(time.time())
 
     def check_name(self, name: str | None) -> None:
@@ -140,7 +140,7 @@ class ServedModel:
             "created": self.created,
             "owned_by": "longspan",
             "max_model_len": self.engine.max_length,
-            "state_bytes": self.engine.model.state_size(),
+            "state_bytes": self.state_bytes,
             "fingerprint": self.engine.fingerprint,
             "chat_template": self.template.name,
         }
@@ -160,9 +160,12 @@ class ServedModel:
         chat = isinstance(body, ChatBody)
         ends = [] if body.ignore_eos else [*self.ends]
         held = 0 if state is None else int(state.state.length)
+        max_tokens = self._max_tokens(body, held + len(prompt))
+        if body.keep_state and not max_tokens:
+            raise ValueError("keep_state saves the state after an answer: max_tokens must be at least 1, got 0")
         return Request(
             prompt if isinstance(prompt, bytes) else list(prompt),
-            self._max_tokens(body, held + len(prompt)),
+            max_tokens,
             sampling,
             seed=secrets.randbits(62) if body.seed is None else body.seed,
             n=n,
@@ -220,7 +223,7 @@ class ServedModel:
             if given is None:
                 left = math.inf if self.engine.max_length is None else self.engine.max_length - held
                 return max(1, int(min(room, left)))
-        given = _COMPLETION_TOKENS if given is None else given
+        given = min(_COMPLETION_TOKENS, room) if given is None else given
         if not 0 <= given <= room:
             raise ValueError(f"max_tokens must be from 0 to {room}, got {given}")
         return given
@@ -261,7 +264,7 @@ def _refusal(error: Exception) -> Exception:
     if isinstance(error, EngineClosedError):
         failed = error.__cause__ is not None
         return draining() if not failed else APIError(500, "the engine failed", kind="server_error", code="failed")
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError | TypeError | OverflowError):
         code = "context_length_exceeded" if "to generate are more than" in str(error) else None
         return APIError(400, str(error), code=code)
     return error

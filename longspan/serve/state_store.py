@@ -103,6 +103,7 @@ class StateStore:
     def copy(self, source: str, name: str | None = None) -> StateInfo:
         """Copy a state, under a new name unless one is given."""
         with self.new_file() as path:
+            os.utime(self.path(source))
             shutil.copyfile(self.path(source), path)
             return self._commit(path, name)
 

@@ -161,7 +161,10 @@ def test_budget(tmp_path):
         assert names[-1] in kept
         assert names[0] not in kept
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 30_000
-        last = {"source": names[-1]}
-        codes = [api.client.post("/v1/states", json={**last, "name": f"n{i}"}).status_code for i in range(5)]
-        assert codes == [200, 200, 200, 507, 507]
-        assert "delete some" in api.client.post("/v1/states", json={**last, "name": "n9"}).text
+        for i in range(4):
+            source = "n0" if i else names[-1]
+            assert api.client.post("/v1/states", json={"source": source, "name": f"n{i}"}).status_code == 200
+        full = api.client.post("/v1/states", json={"source": "n0", "name": "n4"})
+        assert full.status_code == 507
+        assert "delete some" in full.json()["error"]["message"]
+        assert {item["id"] for item in api.client.get("/v1/states").json()["data"]} == {"n0", "n1", "n2", "n3"}
