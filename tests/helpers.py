@@ -122,6 +122,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"blind_spot": 2, "feature_map": "elu", "normalize": "none", "first_bucket": "zero"},
         {"blind_spot": 5, "feature_map": ScaledExp(), "normalize": "feature"},
         {"feature_map": "elu", **GROUPED},
+        {"feature_map": "hedgehog", **GROUPED},
     ],
     "performer": [
         {},
@@ -208,6 +209,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
             ],
         },
     ],
+    "mixture": [{"window": 5, **GROUPED}, {"window": 3, "memory": "delta", **GROUPED}],
 }
 
 

@@ -12,6 +12,7 @@ B, T, S, H, D, E = 2, 17, 19, 3, 5, 7
 
 OPTIONS = {
     "local": {"window": 4},
+    "mixture": {"window": 4},
     "linformer": {"rank": 3, "max_length": 41},
     "decay": {"gate": "fixed"},
     "split": {

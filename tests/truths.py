@@ -91,7 +91,9 @@ def _linear(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor
     if causal:
         buckets = reference.blind_spot_visibility(o.get("blind_spot", 1), o.get("first_bucket", "causal"), q.shape[1])
         visible = visible & buckets
-    if isinstance(kind, FeatureMap):
+    if kind == "hedgehog":
+        query, key = _hedgehog(q, m.feature_map.query_weight), _hedgehog(k, m.feature_map.key_weight)
+    elif isinstance(kind, FeatureMap):
         f, scale = m.feature_map.key(k)
         query, key = m.feature_map.query(q), f if scale is None else f * scale[..., None].exp()
     else:
@@ -99,6 +101,26 @@ def _linear(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor
         query, key = of_query(q), of_key(k)
     out = reference.linear_attention(query, key, v, visible, o.get("normalize", "query"))
     return out * o.get("output_scale", 1.0)
+
+
+def _hedgehog(x: Tensor, weight: Tensor) -> Tensor:
+    projected = torch.stack([x[:, :, h] @ weight[h].T for h in range(x.shape[2])], 2)
+    return torch.cat([projected.softmax(-1), (-projected).softmax(-1)], -1)
+
+
+def _mixture(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
+    """Softmax weights inside the window, hedgehog's outside it, one normalizer for both."""
+    group, window, phi = q.shape[2] // k.shape[2], case.options["window"], m.memory.feature_map
+    near = window_reference.window_visibility(window - 1, window - 1, q.shape[1])
+    fk = _hedgehog(k, phi.key_weight).repeat_interleave(group, 2)
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[3] ** -0.5
+    far = torch.einsum("bthf,bshf->bhts", _hedgehog(q, phi.query_weight), fk)
+    mix = torch.einsum("bthd,hd->bht", q, m.mix_weight) + m.mix_bias[:, None]
+    top = scores.masked_fill(~near, float("-inf")).amax(-1, keepdim=True)
+    weights = torch.where(near, (scores - top).exp(), far * (mix[..., None] - top).exp()) * visible
+    total = weights.sum(-1, keepdim=True)
+    return torch.einsum("bhts,bshe->bthe", weights / total.masked_fill(total == 0, 1), v)
 
 
 def _performer(case: Case, m: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, causal: bool) -> Tensor:
@@ -187,4 +209,5 @@ _TRUTHS = {
     "linformer": _linformer,
     "decay": _decay,
     "split": _split,
+    "mixture": _mixture,
 }

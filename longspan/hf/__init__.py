@@ -24,6 +24,7 @@ from longspan.hf.models import (
     LongspanForSequenceClassification,
     LongspanModel,
 )
+from longspan.hf.native import to_language_model
 from longspan.hf.swap import SwappedConfig, SwappedPreTrainedModel, load_swapped, swap_attention
 from longspan.hf.tokenizer import ByteTokenizer
 
@@ -37,6 +38,7 @@ __all__ = [
     "LongspanModel",
     "load_swapped",
     "swap_attention",
+    "to_language_model",
 ]
 
 AutoConfig.register("longspan", LongspanConfig)

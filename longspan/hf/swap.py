@@ -38,7 +38,7 @@ from longspan.protocol import Mechanism, State
 from longspan.utils import write_atomically
 
 MECHANISMS = "mechanisms.safetensors"
-_MECHANISM = ".mechanism."
+_ADDED = (".mechanism.", ".to_mechanism_gates.")  # in the names of tensors that the original model does not have
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,9 @@ def swap_attention(model: Any, mechanism: str | Mapping[str, Any], layers: Seque
     """Replace the self-attention of a pretrained model, in place.
 
     The projections of queries, keys, values and outputs keep their weights and names; norms of queries and keys, rotary
-    positions, the scale of the scores and grouped heads stay too. In the replaced layers of a decoder a generation
-    cache holds the mechanism's state.
+    positions, the scale of the scores and grouped heads stay too. A mechanism with gates (`decay`, `delta`) gets a
+    projection for them that starts at zero. In the replaced layers of a decoder a generation cache holds the mechanism's
+    state.
 
     Args:
         model: A transformers model of one of `FAMILIES`.
@@ -123,7 +124,7 @@ def swap_attention(model: Any, mechanism: str | Mapping[str, Any], layers: Seque
 
     Raises:
         ValueError: If the model is of another family, has sliding windows, attention dropout or capped scores that the
-            mechanism does not have, or the mechanism cannot be causal or bidirectional as the model is, or needs gates.
+            mechanism does not have, or the mechanism cannot be causal or bidirectional as the model is.
     """
     config = model.config
     name = str(getattr(config, "model_type", None))
@@ -152,7 +153,7 @@ def _save_swapped(model: Any, save_directory: Any, **options: Any) -> None:
     The mechanisms' tensors are in a file of their own, so that transformers finds in its files what it expects.
     """
     tensors = options.pop("state_dict", None) or model.state_dict()
-    own = {name: x.contiguous() for name, x in tensors.items() if _MECHANISM in name}
+    own = {name: x.contiguous() for name, x in tensors.items() if _is_added(name)}
     others = {name: x for name, x in tensors.items() if name not in own}
     type(model).save_pretrained(model, save_directory, state_dict=others, **options)
     if options.get("is_main_process", True):
@@ -266,7 +267,7 @@ def _load_mechanisms(model: Any, folder: Path) -> None:
     bare: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if _MECHANISM in name]  # noqa: SIM118  not a dict
+            names = [name for name in file.keys() if _is_added(name)]  # noqa: SIM118  not a dict
             bare |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     wanted = [name for name in model.state_dict() if _MECHANISM in name]
     missing = sorted(name for name in wanted if name.removeprefix(prefix) not in bare)
@@ -286,6 +287,7 @@ class SwappedAttention(nn.Module):
     """
 
     mechanism: Mechanism
+    to_mechanism_gates: nn.Linear | None
 
     def __init__(self, old: Any, spec: str | Mapping[str, Any], family: Family, index: int) -> None:
         super().__init__()
@@ -295,7 +297,12 @@ class SwappedAttention(nn.Module):
         heads, head_dim = old.config.num_attention_heads, getattr(old, family.head_dim)
         built = mechanism_from(spec, heads, head_dim, heads // getattr(old, "num_key_value_groups", 1))
         self.mechanism = built.to(next(old.parameters()).device).train(old.training)
-        self.training = old.training
+        self.training, self.to_mechanism_gates = old.training, None
+        if built.num_gates:
+            weight, width = next(old.parameters()), built.num_kv_heads * built.num_gates
+            self.to_mechanism_gates = nn.Linear(old.config.hidden_size, width).to(weight)
+            nn.init.zeros_(self.to_mechanism_gates.weight)
+            nn.init.zeros_(self.to_mechanism_gates.bias)
         self.sliding_window = getattr(old if hasattr(old, "sliding_window") else old.config, "sliding_window", None)
         self._check(old, spec)
         own = getattr(self.mechanism, "scale", None)
@@ -306,10 +313,6 @@ class SwappedAttention(nn.Module):
     def _check(self, old: Any, spec: str | Mapping[str, Any]) -> None:
         """Refuse a mechanism that lacks something of the replaced layer, or needs what it does not have."""
         mechanism = self.mechanism
-        if mechanism.num_gates:
-            raise ValueError(
-                f"{spec!r} needs gates, for which the layer it would replace has no projection: use a mechanism without"
-            )
         if self.causal and not mechanism.supports_causal:
             raise ValueError(f"a decoder needs causal attention, which {spec!r} does not support")
         config, window = old.config, self.sliding_window
@@ -344,12 +347,15 @@ class SwappedAttention(nn.Module):
         if output_attentions:
             raise ValueError("a swapped layer has no attention weights to return: leave out output_attentions")
         q, k, v = self.heads(hidden_states, position_embeddings)
+        gates = None
+        if self.to_mechanism_gates is not None:
+            gates = self.to_mechanism_gates(hidden_states).unflatten(2, (k.shape[2], -1))
         key_mask = _key_mask(attention_mask, q.shape[1], self.causal, self.sliding_window)
         cache = layer_past if past_key_values is None else past_key_values
         if cache is None:
-            out = self.mechanism(q, k, v, causal=self.causal, key_mask=key_mask)
+            out = self.mechanism(q, k, v, gates=gates, causal=self.causal, key_mask=key_mask)
         else:
-            out = _state_layer(cache, self.layer_idx).extend(self.mechanism, q, k, v, key_mask)
+            out = _state_layer(cache, self.layer_idx).extend(self.mechanism, q, k, v, gates, key_mask)
         return self.output(out.flatten(2)), None
 
     def heads(
@@ -379,6 +385,11 @@ class SwappedAttention(nn.Module):
         return x
 
 
+def _is_added(name: str) -> bool:
+    """Whether a tensor is of a mechanism or of its gates."""
+    return any(part in name for part in _ADDED)
+
+
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate the first features of each head, as many as there are angles."""
     n = cos.shape[-1]
@@ -397,14 +408,16 @@ class StateLayer(CacheLayerMixin):
         self.state: State | None = None
         self.seen_tokens = 0
 
-    def extend(self, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    def extend(
+        self, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, key_mask: Tensor | None
+    ) -> Tensor:
         """Attend to new tokens and those before, and write the new ones to the state."""
         if self.state is None:
             self.state = mechanism.new_state(len(q), device=q.device, dtype=q.dtype)
         if q.shape[1] == 1 and self.seen_tokens:
-            out, self.state = mechanism.step(self.state, q, k, v)
+            out, self.state = mechanism.step(self.state, q, k, v, gates=gates)
         else:
-            out, self.state = mechanism.extend(self.state, q, k, v, key_mask=key_mask)
+            out, self.state = mechanism.extend(self.state, q, k, v, gates=gates, key_mask=key_mask)
         self.seen_tokens += q.shape[1]
         return out
 

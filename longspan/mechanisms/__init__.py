@@ -17,6 +17,7 @@ from longspan.mechanisms.delta import DeltaAttention
 from longspan.mechanisms.linear import LinearAttention
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.mechanisms.local import LocalAttention
+from longspan.mechanisms.mixture import MixtureAttention
 from longspan.mechanisms.performer import PerformerAttention
 from longspan.mechanisms.softmax import SoftmaxAttention
 from longspan.mechanisms.split import SplitAttention
@@ -34,6 +35,7 @@ _REGISTRY: dict[str, type[Mechanism]] = {
     "decay": DecayAttention,
     "delta": DeltaAttention,
     "split": SplitAttention,
+    "mixture": MixtureAttention,
 }
 
 

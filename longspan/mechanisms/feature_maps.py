@@ -188,6 +188,37 @@ class GeneralizedExp(Generalized):
         return softmax_over_keys(torch.logaddexp(logits, torch.full_like(logits[:1], self.floor).log()), visible)
 
 
+class Hedgehog(FeatureMap):
+    """[softmax(Wx), softmax(−Wx)] with a learned W per head (Zhang et al., 2024), which starts as the identity.
+
+    Args:
+        num_heads: Query heads, each with a W of its own.
+        num_kv_heads: Key heads, likewise.
+        head_dim: D; a token has 2·D features.
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        identity = torch.eye(head_dim)
+        self.query_weight = nn.Parameter(identity.repeat(num_heads, 1, 1))
+        self.key_weight = nn.Parameter(identity.repeat(num_kv_heads, 1, 1))
+
+    def num_features(self, head_dim: int) -> int:
+        return 2 * head_dim
+
+    def query(self, q: Tensor) -> Tensor:
+        return _hedgehog(q, self.query_weight)
+
+    def key(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        return _hedgehog(k, self.key_weight), None
+
+
+def _hedgehog(x: Tensor, weight: Tensor) -> Tensor:
+    """Map x (B, T, heads, D) by a weight (heads, D, D) to (B, T, heads, 2·D)."""
+    projected = torch.einsum("bthd,hfd->bthf", x, weight.to(x.dtype))
+    return torch.cat([projected.softmax(-1), (-projected).softmax(-1)], -1)
+
+
 FEATURE_MAPS: dict[str, type[FusedMap]] = {"elu": Elu, "relu": Relu, "identity": Identity, "softmax": Softmax}
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

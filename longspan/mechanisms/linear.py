@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longspan.layout import Packing
-from longspan.mechanisms.feature_maps import FEATURE_MAPS, Favor, FusedMap
+from longspan.mechanisms.feature_maps import FEATURE_MAPS, Favor, FusedMap, Hedgehog
 from longspan.mechanisms.write_buffer import FEATURE_SLOTS, PendingFeatures, pending_slots
 from longspan.ops.common import dispatch
 from longspan.ops.decode import CosSin, linear_decode_step, why_not_triton
@@ -83,7 +83,7 @@ class LinearAttention(Mechanism):
         head_dim: D.
         num_kv_heads: Hkv, shared by groups of query heads; H unless given.
         value_dim: E; D unless given.
-        feature_map: "elu", "softmax", "relu", "identity" or a `FeatureMap`.
+        feature_map: "elu", "softmax", "relu", "identity", "hedgehog" (learned, see `Hedgehog`) or a `FeatureMap`.
         normalize: "query" divides as above; "feature" makes each feature's weights over the keys sum to one (Efficient
             Attention); "none" does not divide.
         output_scale: Factor of the output.
@@ -111,8 +111,11 @@ class LinearAttention(Mechanism):
         phantom: float = 0.0,
     ) -> None:
         super().__init__(num_heads, head_dim, num_kv_heads=num_kv_heads, value_dim=value_dim)
-        if not isinstance(feature_map, FeatureMap):
-            feature_map = FEATURE_MAPS[choose("feature_map", feature_map, FEATURE_MAPS)]()
+        if feature_map == "hedgehog":
+            feature_map = Hedgehog(num_heads, self.num_kv_heads, head_dim)
+            self.heads_alike = False
+        elif not isinstance(feature_map, FeatureMap):
+            feature_map = FEATURE_MAPS[choose("feature_map", feature_map, (*FEATURE_MAPS, "hedgehog"))]()
         self.feature_map = feature_map
         self.num_features = feature_map.num_features(head_dim)
         self.normalize = choose("normalize", normalize, ("query", "feature", "none"))

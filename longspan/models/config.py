@@ -14,7 +14,7 @@ from longspan.utils import choose, nearest
 
 Spec = str | Mapping[str, Any]  # a mechanism's name, or {"mechanism": name, **options}
 
-Activation = Literal["gelu", "relu", "silu", "tanh", "sigmoid", "relu2", "identity"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh", "sigmoid", "relu2", "identity"]
 RotaryStyle = Literal["none", "halves", "interleaved"]
 Norm = Literal["layer", "rms", "scale"]
 NormPosition = Literal["pre", "post", "rezero"]
@@ -193,6 +193,8 @@ class ModelConfig:
     """Feed-forward layer after each attention; None for no feed-forward layers."""
     norm: Norm = "layer"
     """Normalization: layer norm, RMS norm, or ScaleNorm."""
+    norm_eps: float | None = None
+    """Epsilon of the layer and RMS norms, 1e-5 and 1e-6 by default; pretrained models bring their own."""
     norm_position: NormPosition = "pre"
     """Pre-norm, post-norm, or ReZero."""
     final_norm: bool | Norm = True
@@ -248,6 +250,8 @@ class ModelConfig:
         if not isinstance(self.legacy, LegacyConfig):
             raise ValueError(f"legacy must be a LegacyConfig, got {self.legacy!r}")
         _check_fraction(self, "embed_dropout")
+        if self.norm_eps is not None and self.norm_eps <= 0:
+            raise ValueError(f"norm_eps must be positive, got {self.norm_eps}")
         if not isinstance(self.final_norm, bool):
             choose("final_norm", self.final_norm, get_args(Norm))
         for name, group in (*_GROUPS.items(), ("legacy", LegacyConfig)):

@@ -31,9 +31,14 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 # Named functions, so that layers can be pickled.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
     "relu": F.relu,
     "silu": F.silu,
     "tanh": torch.tanh,

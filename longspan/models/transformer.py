@@ -38,6 +38,10 @@ class Transformer(nn.Module):
         self.stack = build_stack(config)
         last = config.norm if config.final_norm is True else config.final_norm
         self.norm = NORMS[last](config.dim) if last else None
+        if config.norm_eps is not None:
+            for module in self.modules():
+                if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                    module.eps = config.norm_eps
 
     def forward(
         self,

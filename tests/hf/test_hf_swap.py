@@ -26,7 +26,6 @@ from transformers import (
 
 from longspan.hf import load_swapped, swap_attention
 from longspan.hf.swap import StateLayer, SwappedAttention
-from longspan.mechanisms.linear import LinearAttention
 
 LLAMA = {
     "vocab_size": 97,
@@ -193,10 +192,6 @@ def test_what_cannot_be_swapped_is_said(tmp_path):
         swap_attention(built("llama"), "linear", layers=[3])
     with pytest.raises(ValueError, match=r"unknown mechanism 'liner'; .* \(did you mean 'linear'\?\)"):
         swap_attention(built("llama"), "liner")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LinearAttention, "num_gates", 1)
-        with pytest.raises(ValueError, match="'linear' needs gates"):
-            swap_attention(built("llama"), "linear")
     sliding = MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=8))
     with pytest.raises(ValueError, match=r"layer 1 has a sliding window of 8: give it .*\"local\", \"window\": 8"):
         swap_attention(sliding, "linear", layers=[1])

@@ -132,7 +132,7 @@ def sums_to_one(case: Case) -> bool:
     o = case.options
     if case.name == "split":
         return all(sums_to_one(Case(part["mechanism"], part)) for part in o["parts"])
-    if case.name in ("linformer", "decay", "delta") or o.get("output_scale", 1.0) != 1:
+    if case.name in ("linformer", "decay", "delta") or o.get("memory") == "delta" or o.get("output_scale", 1.0) != 1:
         return False
     if o.get("normalize", "query") == "feature":
         return o.get("feature_map") != "elu"

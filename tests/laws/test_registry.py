@@ -47,7 +47,12 @@ def test_list_mechanisms_returns_a_copy() -> None:
 def test_flags() -> None:
     built = {name: build_mechanism(name, H, D) for name in BUILT_IN if name != "split"}
     assert all(mechanism.supports_causal for mechanism in built.values())
-    assert [name for name, mechanism in built.items() if not mechanism.supports_cross] == ["local", "decay", "delta"]
+    assert [name for name, mechanism in built.items() if not mechanism.supports_cross] == [
+        "local",
+        "decay",
+        "delta",
+        "mixture",
+    ]
     assert split_of("linear", "performer", "softmax").supports_cross
     assert split_of("linear", "performer", "linformer").supports_causal
     assert not split_of("linear", "local").supports_cross
@@ -92,7 +97,7 @@ def test_wrong_name(given: str, meant: str) -> None:
 
 
 def test_a_name_like_nothing_gets_no_guess() -> None:
-    with pytest.raises(ValueError, match=r"unknown mechanism 'zzz'; there is softmax.*split$"):
+    with pytest.raises(ValueError, match=r"unknown mechanism 'zzz'; there is softmax.*mixture$"):
         build_mechanism("zzz", H, D)
 
 
@@ -125,7 +130,7 @@ def test_wrong_option_inside_a_split() -> None:
         (
             "linear",
             {"feature_map": "elu1"},
-            "unknown feature_map 'elu1'; there is elu, relu, identity, softmax (did",
+            "unknown feature_map 'elu1'; there is elu, relu, identity, softmax, hedgehog (did",
         ),
         ("linear", {"normalize": "querys"}, "unknown normalize 'querys'; there is query, feature, none (did you mean"),
         (

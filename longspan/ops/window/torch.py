@@ -12,6 +12,7 @@ from torch import Tensor
 from longspan.ops.rotary import angles, rotate, xpos_scale
 from longspan.ops.softmax import attend
 
+BLIND = -1e30  # log-sum-exp of no scores: finite, so that its gradients are
 MAX_TILE = 512  # keeps masks small compared to keys and values
 XPOS_TILE = 32  # largest tile of xPos in units of its scale base, whose scales inside a tile are then at most e^20
 
@@ -132,6 +133,48 @@ def tiled_window_attention(
         parts.append(attend_tiles(slice(before, n - tail), interior=True))
         out = torch.cat(parts + ([attend_tiles(slice(n - tail, n), interior=False)] if tail else []), 1)
     return out.flatten(1, 2)[:, :T].to(given)
+
+
+def window_attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, window: Window, *, key_mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute attention in an exact window, and the log-sum-exp of its scores, with gradients of both.
+
+    Args:
+        q: Queries (B, T, H, D), which belong to the last T keys.
+        k: Keys (B, S, Hkv, D).
+        v: Values (B, S, Hkv, E).
+        window: Which keys a query sees; block_size is 0.
+        key_mask: (B, S), True for keys that are visible.
+        scale: Scale of the scores.
+
+    Returns:
+        (B, T, H, E) and (B, T, H), in the dtype of the inputs or float32, whichever is wider. A query that sees no key
+        gets zeros and `BLIND`.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    (T, H), (S, Hkv), offset = q.shape[1:3], k.shape[1:3], k.shape[1] - q.shape[1]
+    tile, before, after = _tiling(window, T, S, aligned=False)
+    n = -(-T // tile)
+    # Query heads that share a key/value head become rows of one matrix.
+    queries = F.pad(q.to(dtype) * scale, (0, 0, 0, 0, 0, n * tile - T)).unflatten(1, (n, tile)).unflatten(3, (Hkv, -1))
+    queries = queries.permute(0, 1, 3, 4, 2, 5).flatten(3, 4)  # (B, n, Hkv, G·tile, D)
+    pads = (0, 0, 0, 0, before * tile - offset, offset + (n + after) * tile - S)
+    keys, values = (
+        _neighbors(F.pad(x.to(dtype), pads).unflatten(1, (-1, tile)), n).transpose(2, 3) for x in (k, v)
+    )  # (B, n, Hkv, Kw, ·)
+    i = offset + torch.arange(n * tile, device=q.device).view(n, tile, 1)
+    j = offset + tile * (torch.arange(n, device=q.device)[:, None, None] - before)
+    j = j + torch.arange(keys.shape[3], device=q.device)  # (n, 1, Kw)
+    visible = window.contains(i, j) & (j >= 0) & (j < S)
+    visible = visible if key_mask is None else visible & key_mask[:, j.clamp(0, S - 1)]
+    hidden = ~visible.reshape(-1, n, 1, 1, *visible.shape[-2:])  # ([B,] n, Hkv, G, tile, Kw)
+    scores = (queries @ keys.mT).unflatten(3, (H // Hkv, tile)).masked_fill(hidden, BLIND)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().masked_fill(hidden, 0).flatten(3, 4)
+    out = (weights @ values).unflatten(3, (H // Hkv, tile)).permute(0, 1, 4, 2, 3, 5)
+    lse = lse.permute(0, 1, 4, 2, 3).masked_fill(hidden.all(-1).permute(0, 1, 4, 2, 3), BLIND)
+    return out.flatten(3, 4).flatten(1, 2)[:, :T], lse.flatten(3, 4).flatten(1, 2)[:, :T]
 
 
 def _tiling(window: Window, largest: int, S: int, aligned: bool) -> tuple[int, int, int]:

@@ -1,0 +1,336 @@
+"""A window and a memory in every head: softmax over the last keys, a state of constant size for all before them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from longspan.mechanisms.gated import GatedMechanism, GatedState
+from longspan.mechanisms.linear import LinearAttention, LinearState
+from longspan.mechanisms.local import LocalAttention, LocalState
+from longspan.mechanisms.split import SplitState
+from longspan.ops.gated import gated_linear
+from longspan.ops.linear import accumulate, attend_sums, causal_linear, sum_dtype
+from longspan.ops.window.torch import BLIND, Window, window_attention_with_lse
+from longspan.protocol import Mechanism, State
+
+HEDGEHOG = {"mechanism": "linear", "feature_map": "hedgehog"}
+
+
+class Tokens(NamedTuple):
+    """Keys, values and raw gates, of which `visible` (B, S) are real."""
+
+    k: Tensor
+    v: Tensor
+    gates: Tensor | None
+    visible: Tensor | None
+
+
+@dataclass
+class MixtureState(SplitState):
+    """The states of the window, which also stores gates, and of the memory of the tokens before it.
+
+    Attributes:
+        mechanism: The mechanism, which writes the tokens that leave the window when states are merged.
+    """
+
+    mechanism: MixtureAttention = field(repr=False)
+
+    def _merge(self, later: SplitState) -> MixtureState:
+        (local, memory), (later_local, later_memory) = _parts(self), _parts(later)
+        slot = torch.arange(self.mechanism.window, device=later.length.device)
+        visible = self.mechanism._filled(local) & (slot < later.length[:, None])
+        memory = self.mechanism._remember(memory, self.mechanism._ordered(local)._replace(visible=visible))
+        return replace(self, parts=(local.merge(later_local), memory._merge(later_memory)))
+
+
+class MixtureAttention(Mechanism):
+    """Softmax over the last W keys, with a memory of all keys before them as one more key of the softmax.
+
+        out_i = (Σ_{i−W < j ≤ i} exp(s_ij) v_j + exp(m_i) r_i) / (Σ_{i−W < j ≤ i} exp(s_ij) + exp(m_i))
+
+    r_i is what the memory of the keys j ≤ i − W returns. m_i is the logarithm of its normalizer where it has one
+    (`linear`), plus a learned function of the query: mix_weight·q_i + mix_bias. With the map "hedgehog" this is the
+    attention of LoLCATs (Zhang et al., 2024). The first W tokens see softmax attention alone. What memories without a
+    normalizer return (`decay`, `delta`) is normalized (RMS norm with a learned scale). Bidirectional attention has a
+    memory of the tokens before the window and one of those after it.
+
+    Args:
+        num_heads: H.
+        head_dim: D.
+        num_kv_heads: Hkv, shared by groups of query heads; H unless given.
+        value_dim: E; D unless given.
+        window: W keys including the query's own.
+        memory: {"mechanism": "linear", "decay" or "delta", **options}. Feature maps of `linear` whose keys have a log
+            scale ("softmax") are not supported, nor are blind spots.
+        scale: Of the scores, 1/√D unless given.
+    """
+
+    state_type = MixtureState
+    supports_cross = False
+    heads_alike = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        value_dim: int | None = None,
+        window: int = 64,
+        memory: str | Mapping[str, Any] = HEDGEHOG,
+        scale: float | None = None,
+    ) -> None:
+        from longspan.mechanisms import build_mechanism
+
+        super().__init__(num_heads, head_dim, num_kv_heads=num_kv_heads, value_dim=value_dim)
+        if not isinstance(window, int) or window < 1:
+            raise ValueError(f"window counts the query's own key and must be at least 1, got {window!r}")
+        self.window, self.scale = window, scale
+        options: dict[str, Any] = {"mechanism": memory} if isinstance(memory, str) else dict(memory)
+        if "mechanism" not in options:
+            raise ValueError(f'memory is a name or {{"mechanism": name, **options}}, got {memory!r}')
+        shape = {"num_kv_heads": self.num_kv_heads, "value_dim": self.value_dim}
+        built = build_mechanism(options.pop("mechanism"), num_heads, head_dim, **shape, **options)
+        self._check_memory(built)
+        self.memory, self.num_gates = built, built.num_gates
+        # The ring buffer of the window stores gates beside the values.
+        width = self.value_dim + self.num_gates
+        self.local = LocalAttention(num_heads, head_dim, num_kv_heads=num_kv_heads, value_dim=width, window=window)
+        self.mix_weight = nn.Parameter(torch.zeros(num_heads, head_dim))
+        self.mix_bias = nn.Parameter(torch.zeros(num_heads))
+        if isinstance(built, GatedMechanism):
+            self.memory_norm = nn.Parameter(torch.ones(num_heads, self.value_dim))
+
+    @property
+    def _scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @staticmethod
+    def _check_memory(memory: Mechanism) -> None:
+        if isinstance(memory, GatedMechanism):
+            return
+        if not isinstance(memory, LinearAttention):
+            raise ValueError(f"the memory must be linear, decay or delta, got {type(memory).__name__}")
+        plain = memory.normalize == "query" and memory.output_scale == 1 and memory.blind_spot == 1
+        if not plain or memory.phantom or memory.feature_map.unbounded or memory.feature_map.epsilon:
+            raise ValueError(
+                'a linear memory needs normalize="query", no output_scale, blind_spot or phantom, and a feature map '
+                "without log scale or epsilon: elu, relu or hedgehog"
+            )
+
+    def _new_state(
+        self, batch_size: int, start: Tensor | None, like: Tensor, max_length: int | None, transition: bool
+    ) -> MixtureState:
+        options: dict[str, Any] = {"start": start, "device": like.device, "dtype": like.dtype}
+        local = self.local.new_state(batch_size, **options)
+        memory = self.memory.new_state(batch_size, transition=transition, **options)
+        return MixtureState.empty(batch_size, start, like.device, parts=(local, memory), mechanism=self)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        parts = [self._attend_window(q, k, v, key_mask, causal=False)]
+        if q.shape[1] > self.window:
+            parts.append(self._attend_memory(q, Tokens(k, v, gates, key_mask)))
+            flipped = Tokens(*(None if x is None else x.flip(1) for x in (k, v, gates, key_mask)))  # type: ignore[arg-type]
+            parts.append(tuple(x.flip(1) for x in self._attend_memory(q.flip(1), flipped)))  # type: ignore[arg-type]
+        return _join(parts).to(q.dtype)
+
+    def _attend_causal(
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
+    ) -> Tensor:
+        parts = [self._attend_window(q, k, v, None, causal=True)]
+        if q.shape[1] > self.window:
+            visible = None if lengths is None else torch.arange(q.shape[1], device=q.device) < lengths[:, None]
+            parts.append(self._attend_memory(q, Tokens(k, v, gates, visible)))
+        return _join(parts).to(q.dtype)
+
+    def _extend(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
+    ) -> tuple[Tensor, MixtureState]:
+        local, memory, T, W = *_parts(state), q.shape[1], self.window
+        held = self._ordered(local)
+        # Slot t of both together leaves the window of new token t.
+        keys, values = torch.cat([held.k.to(k.dtype), k], 1), torch.cat([held.v.to(v.dtype), v], 1)
+        joined = None if gates is None or held.gates is None else torch.cat([held.gates.to(gates.dtype), gates], 1)
+        slot = torch.arange(W + T, device=q.device)
+        visible = slot >= W - state.length[:, None]
+        window = self._attend_window(q, keys, values, visible, causal=True)
+        number = T if lengths is None else lengths[:, None]
+        leaving = Tokens(
+            keys[:, :T], values[:, :T], None if joined is None else joined[:, :T], (visible & (slot < number))[:, :T]
+        )
+        read, score, memory = self._scan(memory, q, leaving, remembers=state.length > W)
+        out = _join([window, (read, score)]).to(q.dtype)
+        return out, self._updated(state, self._write_local(local, k, v, gates, lengths), memory, T, lengths)
+
+    def _write(
+        self, state: State, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
+    ) -> MixtureState:
+        local, memory, T, W = *_parts(state), k.shape[1], self.window
+        held = self._ordered(local)
+        slot = torch.arange(W + T, device=k.device)
+        number = T if lengths is None else lengths[:, None]
+        visible = ((slot >= W - state.length[:, None]) & (slot < number))[:, :T]
+        joined = None if gates is None or held.gates is None else torch.cat([held.gates, gates.to(held.gates.dtype)], 1)
+        leaving = Tokens(
+            torch.cat([held.k, k.to(held.k.dtype)], 1)[:, :T],
+            torch.cat([held.v, v.to(held.v.dtype)], 1)[:, :T],
+            None if joined is None else joined[:, :T],
+            visible,
+        )
+        memory = self._remember(memory, leaving)
+        return self._updated(state, self._write_local(local, k, v, gates, lengths), memory, T, lengths)
+
+    def _read(self, state: State, q: Tensor) -> Tensor:
+        local, memory = _parts(state)
+        held, dtype = self._ordered(local), sum_dtype(q)
+        queries = (q.to(dtype) * self._scale).unflatten(2, (self.num_kv_heads, -1))
+        hidden = ~self._filled(local)[:, None, None, None]
+        scores = torch.einsum("bthgd,bshd->bthgs", queries, held.k.to(dtype)).masked_fill(hidden, BLIND)
+        weights = scores.softmax(-1).masked_fill(hidden, 0)
+        out = torch.einsum("bthgs,bshe->bthge", weights, held.v.to(dtype)).flatten(2, 3)
+        empty = (state.length == 0)[:, None, None]
+        window = out, scores.logsumexp(-1).flatten(2, 3).masked_fill(empty, BLIND)
+        score, seen = self._mix(q), (state.length > self.window)[:, None, None]
+        if isinstance(memory, LinearState):
+            assert isinstance(self.memory, LinearAttention)
+            query = self.memory._query(q.to(memory.kv.dtype))
+            read = attend_sums(query, memory.sums, "query")
+            mass = torch.einsum("bthgm,bhm->bthg", query.unflatten(2, (self.num_kv_heads, -1)), memory.z).flatten(2)
+            score, seen = score + _log(mass), seen & (mass > 0)
+        else:
+            read = self._normalized(self.memory._read(memory, q.to(sum_dtype(q))))
+        return _join([window, (read, score.masked_fill(~seen, BLIND))]).to(q.dtype)
+
+    def _attend_window(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        window = Window(0, self.window - 1, 0 if causal else self.window - 1, causal, False)
+        return window_attention_with_lse(q, k, v, window, key_mask=visible, scale=self._scale)
+
+    def _attend_memory(self, q: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Return what each query (B, T > W, H, D) reads of the tokens before its window, and its score."""
+        T, W = q.shape[1], self.window
+        memory = self.memory.new_state(len(q), device=q.device, dtype=q.dtype)
+        leaving = Tokens(*(None if x is None else x[:, : T - W] for x in tokens))  # type: ignore[arg-type]
+        read, score, _ = self._scan(memory, q[:, W:], leaving, remembers=None)
+        early = read.new_zeros(len(q), W, *read.shape[2:])
+        return torch.cat([early, read], 1), torch.cat([torch.full_like(early[..., 0], BLIND), score], 1)
+
+    def _scan(self, memory: State, q: Tensor, tokens: Tokens, remembers: Tensor | None) -> tuple[Tensor, Tensor, State]:
+        """Read after every token: what query t (B, T, H, D) reads of the memory and tokens 0 … t, and its score.
+
+        Args:
+            memory: The memory before them.
+            q: The queries, as many as tokens.
+            tokens: The tokens that leave the window.
+            remembers: (B,) whether the memory holds a token; None: it is empty.
+
+        Returns:
+            (B, T, H, E) and (B, T, H) in the dtype of the sums, and the memory after the tokens.
+        """
+        k, v, gates, visible = tokens
+        score, dtype = self._mix(q), sum_dtype(q)
+        if isinstance(memory, LinearState):
+            assert isinstance(self.memory, LinearAttention)
+            query = self.memory._query(q.to(dtype))
+            f, _, v = self.memory._keys(k, v, visible, dtype)
+            narrow = q.dtype if q.is_cuda else dtype  # The kernels are fastest in half precision.
+            out, sums = causal_linear(query.to(narrow), f.to(narrow), v.to(narrow), sums=memory.sums)
+            z = memory.z[:, None] + f.cumsum(1)  # (B, T, Hkv, M)
+            mass = (query.unflatten(2, (self.num_kv_heads, -1)) * z[:, :, :, None]).sum(-1).flatten(2)
+            score = (score + _log(mass)).masked_fill(mass <= 0, BLIND)
+            return out.to(dtype), score, replace(memory, kv=sums.kv, z=sums.z, shift=sums.shift)
+        seen = torch.ones_like(k[:, :, 0, 0], dtype=torch.bool) if visible is None else visible
+        seen = seen.cumsum(1) > 0
+        seen = seen if remembers is None else seen | remembers[:, None]
+        out, memory = self._write_gated(memory, q, tokens)
+        return self._normalized(out.to(dtype)), score.masked_fill(~seen[:, :, None], BLIND), memory
+
+    def _remember(self, memory: State, tokens: Tokens) -> State:
+        """Return the memory after these tokens."""
+        k, v, gates, visible = tokens
+        if isinstance(memory, LinearState):
+            assert isinstance(self.memory, LinearAttention)
+            f, _, v = self.memory._keys(k, v, visible, memory.kv.dtype)
+            sums = accumulate(memory.sums, f, v, None)
+            return replace(memory, kv=sums.kv, z=sums.z)
+        return self._write_gated(memory, k, tokens)[1]
+
+    def _write_gated(self, memory: State, q: Tensor, tokens: Tokens) -> tuple[Tensor, State]:
+        """Return what `q` reads after each token of a memory with decay, and the memory after all."""
+        assert isinstance(memory, GatedState)
+        assert isinstance(self.memory, GatedMechanism)
+        k, v, gates, visible = tokens
+        if visible is not None:
+            k, v = (x.masked_fill(~visible[:, :, None, None], 0) for x in (k, v))
+        log_decay, beta = self.memory._visible_gates(gates, k, visible)
+        contents, values = self.memory._with_transition(memory, v)
+        # What is read may exceed the range of float16 before it is normalized.
+        dtype = torch.bfloat16 if q.is_cuda and q.dtype == torch.bfloat16 else sum_dtype(q)
+        keys = self.memory._keys(k)
+        queries = self.memory._keys(q) if q.shape[2] == self.num_heads else keys
+        out, contents = gated_linear(
+            *(x.to(dtype) for x in (queries, keys, values)),
+            log_decay=log_decay,
+            beta=beta,
+            delta=self.memory.delta,
+            scale=self.memory._scale,
+            state=contents,
+        )
+        memory = replace(self.memory._updated(memory, contents, log_decay, k, None), length=memory.length)
+        return out[..., : self.value_dim], memory
+
+    def _normalized(self, x: Tensor) -> Tensor:
+        """Apply the RMS norm to what a memory without a normalizer returns (B, T, H, E)."""
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.memory_norm.to(x.dtype)
+
+    def _mix(self, q: Tensor) -> Tensor:
+        """Return mix_weight·q + mix_bias (B, T, H) in the dtype of the sums."""
+        dtype = sum_dtype(q)
+        return (q.to(dtype) * self.mix_weight.to(dtype)).sum(-1) + self.mix_bias.to(dtype)
+
+    def _ordered(self, local: LocalState) -> Tokens:
+        """Return the tokens of the window in order (B, W, ·), the last in the last slot."""
+        ring = local.k.shape[2]
+        index = (local.end[:, None] + torch.arange(ring, device=local.end.device)) % ring
+        k, v = (torch.take_along_dim(x, index[:, None, :, None], 2).transpose(1, 2) for x in (local.k, local.v))
+        v, gates = v.split([self.value_dim, self.num_gates], -1)
+        return Tokens(k, v, gates if self.num_gates else None, None)
+
+    def _filled(self, local: LocalState) -> Tensor:
+        """Return (B, W), which slots of `_ordered` hold a token."""
+        return torch.arange(self.window, device=local.end.device) >= self.window - local.length[:, None]
+
+    def _write_local(
+        self, local: LocalState, k: Tensor, v: Tensor, gates: Tensor | None, lengths: Tensor | None
+    ) -> LocalState:
+        v = v if gates is None else torch.cat([v, gates], -1)
+        return self.local._write(local, k, v, gates=None, lengths=lengths)
+
+    def _updated(self, state: State, local: LocalState, memory: State, T: int, lengths: Tensor | None) -> MixtureState:
+        assert isinstance(state, MixtureState)
+        length = state.length + (T if lengths is None else lengths)
+        return replace(state, length=length, parts=(local, replace(memory, length=length)))
+
+
+def _parts(state: State) -> tuple[LocalState, State]:
+    assert isinstance(state, MixtureState)
+    local, memory = state.parts
+    assert isinstance(local, LocalState)
+    return local, memory
+
+
+def _join(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the mean of outputs (B, T, H, E), weighted by exp of their scores (B, T, H); zero if all are `BLIND`."""
+    weights = torch.stack([score for _, score in parts]).softmax(0)
+    return (weights[..., None] * torch.stack([out for out, _ in parts])).sum(0)
+
+
+def _log(mass: Tensor) -> Tensor:
+    """Return the logarithm, finite where the mass is 0."""
+    return mass.masked_fill(mass <= 0, 1).log()

@@ -1,0 +1,79 @@
+"""Options of `mixture`, and what a window with a memory is where one of them sees nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from option_cases import B, D, E, H, T, build, checks, differ, inputs, option_test, positions, same, softmax_attention
+
+from longspan import build_mechanism
+from longspan.mechanisms.decay import DecayAttention
+from longspan.mechanisms.mixture import MixtureAttention
+from longspan.ops.window.torch import BLIND
+
+
+@checks("mixture", "window")
+def _() -> None:
+    q, k, v = inputs()
+    i, j = positions()
+    small, large = build("mixture", window=5), build("mixture", window=T)
+    same(large(q, k, v, causal=True), softmax_attention(q, k, v, i >= j))
+    same(small(q, k, v, causal=True)[:, :5], softmax_attention(q, k, v, i >= j)[:, :5])
+    differ(small(q, k, v, causal=True)[:, 5:], large(q, k, v, causal=True)[:, 5:])
+    small.mix_bias.data.fill_(BLIND)
+    same(small(q, k, v, causal=True), softmax_attention(q, k, v, (i >= j) & (i - j < 5)))
+    with pytest.raises(ValueError, match="window counts the query's own key and must be at least 1, got 0"):
+        build("mixture", window=0)
+
+
+@checks("mixture", "scale")
+def _() -> None:
+    q, k, v = inputs()
+    i, j = positions()
+    same(build("mixture", scale=0.9)(q, k, v, causal=True), softmax_attention(q, k, v, i >= j, scale=0.9))
+
+
+@checks("mixture", "memory")
+def _() -> None:
+    """A large mix_bias leaves the memory alone: that of the tokens before the window."""
+    q, k, v = inputs()
+    for memory in (
+        "linear",
+        {"mechanism": "linear", "feature_map": "hedgehog"},
+        {"mechanism": "decay", "gate": "fixed"},
+    ):
+        mixture = build("mixture", window=3, memory=memory)
+        mixture.mix_bias.data.fill_(1e4)
+        alone = mixture.memory(q[:, 3:], k[:, :-3], v[:, :-3], causal=True)
+        if isinstance(mixture.memory, DecayAttention):
+            alone = alone / (alone.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        same(mixture(q, k, v, causal=True)[:, 3:], alone)
+    for wrong, says in (
+        ("softmax", "the memory must be linear, decay or delta, got SoftmaxAttention"),
+        ({"mechanism": "linear", "feature_map": "softmax"}, "a feature map without log scale or epsilon"),
+        ({"mechanism": "linear", "blind_spot": 2}, "no output_scale, blind_spot or phantom"),
+        ({"feature_map": "elu"}, "memory is a name or"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            build("mixture", memory=wrong)
+
+
+test_option = option_test(__name__)
+
+
+def test_scores_of_the_memory_are_learned() -> None:
+    mixture = build_mechanism("mixture", H, D, value_dim=E, window=3)
+    assert isinstance(mixture, MixtureAttention)
+    mixture(*(x.float() for x in inputs()), causal=True).square().sum().backward()
+    for name, parameter in mixture.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_a_state_does_not_grow() -> None:
+    mixture = build("mixture", window=5, memory="delta")
+    state = mixture.new_state(B, dtype=torch.float64)
+    size = {name: x.shape for name, x in state.tensors().items()}
+    gates = torch.randn(B, T, H, mixture.num_gates, dtype=torch.float64)
+    _, state = mixture.extend(state, *inputs(), gates=gates)
+    assert {name: x.shape for name, x in state.tensors().items()} == size
