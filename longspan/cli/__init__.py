@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": ("generate", "Generate text with a saved model."),
     "serve": ("serve", "Serve a model over HTTP, with OpenAI's API and a playground page."),
     "run": ("run", "Run an unmodified script of an older library with longspan in its place."),
+    "linearize": ("linearize", "Turn a pretrained softmax model into one with a state of constant size."),
     "convert": ("convert", "Convert a checkpoint of an older library."),
     "estimate": ("estimate", "Estimate time, memory and traffic of training on many GPUs."),
     "export": ("export", "Write the model of a run, sharded or not, to a safetensors folder."),
@@ -92,7 +93,7 @@ def _run(words: Sequence[str], debug: bool) -> None:
         return
     name, *rest = words
     choose("command", name, COMMANDS)
-    if not debug and name in ("train", "eval", "report"):
+    if not debug and name in ("train", "eval", "report", "linearize"):
         warnings.simplefilter("ignore")
     import_module(f"longspan.cli.{COMMANDS[name][0]}").main(rest)
 

@@ -63,7 +63,7 @@ def to_language_model(model: Any) -> LanguageModel:
     return native.eval()
 
 
-class _Llama:
+class _LlamaForm:
     """Llama, Mistral, Qwen2 and Qwen3: RMS norms, gated feed-forward layers, rotary positions, grouped heads."""
 
     @staticmethod
@@ -118,7 +118,7 @@ class _Llama:
         return found
 
 
-class _GPT2:
+class _GPT2Form:
     """GPT-2: layer norms, learned positions, biases everywhere."""
 
     @staticmethod
@@ -167,7 +167,10 @@ class _GPT2:
         return found
 
 
-_CONVERTERS: dict[str, Any] = {"llama": _Llama, "mistral": _Llama, "qwen2": _Llama, "qwen3": _Llama, "gpt2": _GPT2}
+_CONVERTERS: dict[str, Any] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LlamaForm),
+    "gpt2": _GPT2Form,
+}
 
 
 def _mechanisms(model: Any, depth: int) -> list[str | Mapping[str, Any]]:

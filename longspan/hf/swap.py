@@ -269,7 +269,7 @@ def _load_mechanisms(model: Any, folder: Path) -> None:
         with safe_open(path, "pt") as file:
             names = [name for name in file.keys() if _is_added(name)]  # noqa: SIM118  not a dict
             bare |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-    wanted = [name for name in model.state_dict() if _MECHANISM in name]
+    wanted = [name for name in model.state_dict() if _is_added(name)]
     missing = sorted(name for name in wanted if name.removeprefix(prefix) not in bare)
     if missing:
         raise ValueError(f"{folder} lacks tensors of the swapped layers: {', '.join(missing)}")

@@ -1,0 +1,113 @@
+"""The settings of `longspan linearize`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+STAGES = ("transfer", "distill", "long")
+# What may differ between a command and the run that it resumes.
+FREE = (
+    *("out", "minutes", "save_minutes", "tensorboard", "device", "dry_run", "memory_gb"),
+    *("eval_tokens", "report", "report_lengths", "report_batch"),
+)
+
+
+@dataclass(frozen=True)
+class LinearizeConfig:
+    """Replace the attention of a pretrained model by mechanisms of linear time, and train it to keep its quality."""
+
+    model: Path
+    """Folder of a transformers model with its tokenizer, or a GGUF file."""
+    data: tuple[str, ...]
+    """Files, folders or globs with text to train on."""
+    out: Path
+    """Folder of the run; its `checkpoint` is the new model."""
+    mechanism: str | Mapping[str, Any] = "mixture"
+    """Mechanism of the replaced layers: a name, or JSON such as {"mechanism": "mixture", "window": 32}."""
+    keep_layers: tuple[int, ...] = ()
+    """Layers, counted from 0, that keep their softmax attention, whose state grows."""
+    eval_data: tuple[str, ...] = ()
+    """Text to evaluate on; by default a share of --data is held out."""
+    transfer_steps: int = 300
+    """Steps of the first stage: each layer learns to reproduce the output of the teacher's layer. 0 skips it."""
+    distill_steps: int = 1200
+    """Steps of the second stage: the whole model learns the teacher's logits and the next token. 0 skips it."""
+    long_steps: int = 0
+    """Steps of the third stage: the second with sequences of --long-context tokens."""
+    minutes: float | None = None
+    """Training time, divided among the stages in proportion to their steps; by default the steps decide."""
+    context: int = 1024
+    """Tokens of a sequence; documents are concatenated."""
+    long_context: int = 8192
+    """Tokens of a sequence of the third stage."""
+    batch_size: int = 8
+    """Sequences of a step; the third stage has as many tokens in a step."""
+    transfer_lr: float = 0.01
+    """Learning rate of the first stage, which trains what the mechanisms add."""
+    lr: float = 0.0001
+    """Learning rate of the second and third stages."""
+    train: Literal["all", "lora"] = "all"
+    """What the second and third stages train: all weights, or low-rank adapters and what the mechanisms add."""
+    lora_rank: int = 8
+    """Rank of the adapters."""
+    adapters: Literal["merged", "separate"] = "merged"
+    """Add the adapters to the weights at the end, or store them apart, in the folder `adapter`."""
+    next_token: float = 0.1
+    """Weight of the loss of the next token (or of masked tokens, for an encoder), beside that of the logits."""
+    attention_rows: float = 1.0
+    """Weight of the attention weights in the first stage, beside the layers' outputs; for mixtures and linear."""
+    mask_rate: float = 0.15
+    """Share of tokens that are masked, for an encoder."""
+    memory_gb: float = 8.0
+    """Budget for activations: batches are divided so that no more is needed."""
+    held_out: float = 0.01
+    """Share of --data to hold out where there is no --eval-data."""
+    eval_tokens: int = 32768
+    """Tokens to evaluate on."""
+    report: Literal["full", "quick"] = "full"
+    """Measure everything for the report, or only perplexity."""
+    report_lengths: tuple[int, ...] = (1024, 2048, 8192, 32768)
+    """Context lengths at which speed, memory and retrieval are measured; the longest is that of perplexity."""
+    report_batch: int = 64
+    """Sequences that are decoded together when throughput is measured."""
+    save_minutes: float = 5.0
+    """Minutes between checkpoints."""
+    device: str | None = None
+    """cpu or cuda; cuda by default if there is a GPU."""
+    seed: int = 0
+    """Seed of the order of the data and of new weights."""
+    tensorboard: bool = False
+    """Write TensorBoard event files too."""
+    dry_run: bool = False
+    """Describe the run, check data and model, and write nothing."""
+
+    def __post_init__(self) -> None:
+        for name in ("context", "long_context", "batch_size", "lora_rank", "eval_tokens", "report_batch"):
+            _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        for name in ("transfer_steps", "distill_steps", "long_steps", "next_token", "attention_rows"):
+            _check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
+        for name in ("transfer_lr", "lr", "memory_gb", "save_minutes"):
+            _check(name, getattr(self, name), getattr(self, name) > 0, "positive")
+        for name in ("held_out", "mask_rate"):
+            _check(name, getattr(self, name), 0 < getattr(self, name) < 1, "between 0 and 1")
+        if self.minutes is not None and self.minutes <= 0:
+            raise ValueError(f"--minutes must be positive, got {self.minutes}")
+        if not self.data:
+            raise ValueError("--data is missing: give files, folders or globs with text")
+        if not self.report_lengths or min(self.report_lengths) < 2:
+            raise ValueError(f"--report-lengths must be numbers of at least 2, got {self.report_lengths}")
+        if self.adapters == "separate" and self.train != "lora":
+            raise ValueError("--adapters separate goes with --train lora: all weights are trained otherwise")
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """The steps of each stage."""
+        return {"transfer": self.transfer_steps, "distill": self.distill_steps, "long": self.long_steps}
+
+
+def _check(name: str, value: float, holds: bool, allowed: str) -> None:
+    if not holds:
+        raise ValueError(f"--{name.replace('_', '-')} must be {allowed}, got {value}")

@@ -1,0 +1,448 @@
+"""The run: stages one after another, checkpoints to resume from, the new model and the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from longspan.generation.tokenization import TOKENIZER
+from longspan.hf.native import to_language_model, why_not_native
+from longspan.models.checkpoint import LAST, replace_folder, verify_checksums, write_checksums
+from longspan.models.checkpoint import write as write_model
+from longspan.train.config import differences
+from longspan.train.data.batches import derive_seed
+from longspan.train.data.token_store import TokenStore
+from longspan.train.linearize.config import FREE, STAGES, LinearizeConfig
+from longspan.train.linearize.data import Windows, concatenated, mask_tokens, next_tokens, read_texts
+from longspan.train.linearize.evaluation import evaluate, perplexity
+from longspan.train.linearize.stages import AttentionTransfer, Distillation
+from longspan.train.linearize.student import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    add_adapters,
+    added_parameters,
+    build_student,
+    remove_adapters,
+    save_adapters,
+    swapped_layers,
+)
+from longspan.train.linearize.teacher import Teacher, load_teacher
+from longspan.train.loggers import Logger, Record, RunLogger, format_duration, memory_used, truncate_records
+from longspan.train.run_folder import DATA, RUN, locked
+from longspan.train.signals import SignalHandler, StoppedError
+from longspan.utils import choose_device, write_atomically
+
+RESUME, STUDENT, TRAINING, REPORT = "resume", "student.safetensors", "training.pt", "report.html"
+LOG_STEPS = 10
+
+
+def linearize(settings: LinearizeConfig) -> None:
+    """Run the command.
+
+    Raises:
+        ValueError: The model, the data or the settings are wrong; nothing was written.
+        StoppedError: A signal ended the run, which can be resumed.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("longspan linearize runs in one process: start it without torchrun or accelerate launch")
+    device = choose_device(settings.device)
+    teacher = load_teacher(settings.model)
+    torch.manual_seed(settings.seed)
+    student = build_student(teacher.model, settings.mechanism, settings.keep_layers)
+    logger = RunLogger(settings.out, tensorboard=settings.tensorboard and not settings.dry_run)
+    with ExitStack() as stack:
+        stack.callback(logger.close)
+        if settings.dry_run:
+            out = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        else:
+            stack.enter_context(locked(settings.out, logger.info))
+            out = settings.out
+        tokenizer = out / DATA / TOKENIZER
+        tokenizer.parent.mkdir(parents=True, exist_ok=True)
+        teacher.tokenizer.save_pretrained(tokenizer.parent)
+        store = read_texts(settings, tokenizer, out / DATA / "tokens", logger)
+        run = LinearizeRun(settings, out, teacher, student, store, logger, device)
+        for line in run.describe():
+            logger.info(line)
+        if not settings.dry_run:
+            run.run()
+
+
+class LinearizeRun:
+    """A run and what it resumes from.
+
+    Args:
+        settings: The settings.
+        out: The folder of the run.
+        teacher: The teacher.
+        student: The student, new.
+        store: The text.
+        logger: Receives messages and metrics.
+        device: Where both models run.
+    """
+
+    def __init__(
+        self,
+        settings: LinearizeConfig,
+        out: Path,
+        teacher: Teacher,
+        student: Any,
+        store: TokenStore,
+        logger: Logger,
+        device: torch.device,
+    ) -> None:
+        self.settings, self.out, self.logger, self.device = settings, out, logger, device
+        self.teacher, self.student, self.encoder = teacher, student.to(device), teacher.encoder
+        teacher.model.to(device)
+        self.text, self.held_out = concatenated(store, store.train), concatenated(store, store.held_out)
+        self.store, self.signals = store, SignalHandler()
+        # What a checkpoint holds beside the student's weights and the optimizer.
+        self.stage, self.step = 0, 0
+        self.seconds, self.tokens = dict.fromkeys(STAGES, 0.0), dict.fromkeys(STAGES, 0)
+        self.teacher_perplexity: float | None = None
+
+    def describe(self) -> Iterator[str]:
+        """Yield lines about the models, the data and the stages."""
+        layers, steps = swapped_layers(self.student), self.settings.steps
+        first = next(iter(layers.values())).mechanism
+        new = sum(x.numel() for x in added_parameters(self.student).values())
+        total = sum(x.numel() for x in self.teacher.model.parameters())
+        name = self.teacher.model.config.model_type
+        yield f"teacher: {name}, {total:,} parameters; {len(layers)} layers get {first.__class__.__name__} (+{new:,})"
+        sizes = [x.numel() * x.element_size() for x in first.new_state(1).tensors().values()]
+        key_values = 2 * first.num_kv_heads * first.head_dim * 4
+        yield (
+            f"state of one replaced layer and sequence: {sum(sizes) / 1024:,.0f} KiB; softmax attention stores that "
+            f"for {sum(sizes) // key_values:,} tokens"
+        )
+        yield f"data: {len(self.text):,} tokens to train on, {len(self.held_out):,} to evaluate on"
+        for stage, number in steps.items():
+            if number:
+                rows, context = self._shape(stage)
+                time = "" if self.settings.minutes is None else f", {format_duration(60 * self._share(stage))}"
+                micro, recompute = self._micro_batch(stage)
+                yield (
+                    f"{stage}: {number:,} steps of {rows} × {context:,} tokens{time}, {micro} sequences at a time"
+                    + (", activations recomputed" if recompute else "")
+                )
+
+    def run(self) -> None:
+        """Run or resume all stages, then write the model and the report."""
+        self._check_settings()
+        if (self.out / RUN).exists() and not (self.out / RESUME).exists() and (self.out / LAST).exists():
+            self.logger.info(f"{self.out} is complete: {self.out / LAST} is the model")
+            return
+        self._write_metadata()
+        with self.signals.installed():
+            state = self._load()
+            resumed = self.stage
+            self.teacher_perplexity = self._perplexity(self.teacher.model)
+            for index, stage in enumerate(STAGES):
+                if index >= self.stage and self.settings.steps[stage]:
+                    self._run_stage(index, stage, state if index == resumed else None)
+        self._finish()
+
+    def _run_stage(self, index: int, stage: str, optimizer_state: Any) -> None:
+        settings = self.settings
+        if index != self.stage:
+            self.stage, self.step = index, 0
+        parameters = self._trainable(stage)
+        lr = settings.transfer_lr if stage == "transfer" else settings.lr
+        optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        if optimizer_state is not None:
+            optimizer.load_state_dict(optimizer_state)
+        rows, context = self._shape(stage)
+        windows = Windows(self.text, context, derive_seed(settings.seed, index))
+        micro, recompute = self._micro_batch(stage)
+        if recompute:
+            self.student.gradient_checkpointing_enable({"use_reentrant": False})
+            self.student.train()  # transformers recomputes in training mode only; no layer drops out
+        losses, saved = _Mean(), time.perf_counter()
+        while (done := self._progress(stage)) < 1:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min(1.0, (self.step + 1) / 20) * (1 - done)
+            begun = time.perf_counter()
+            tokens = windows.batch(self.step * rows, rows)
+            losses.add(self._gradients(stage, tokens, micro))
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            self.step += 1
+            self.seconds[stage] += time.perf_counter() - begun
+            self.tokens[stage] += tokens.numel()
+            if self.step % LOG_STEPS == 0 or self.step == 1:
+                self._log(stage, losses.take())
+            if self.signals.received:
+                self._save(optimizer)
+                raise StoppedError(
+                    f"stopped by a signal: the same command resumes {self.out}", 128 + self.signals.received
+                )
+            if time.perf_counter() - saved > 60 * settings.save_minutes:
+                self._save(optimizer)
+                saved = time.perf_counter()
+        self.student.eval()
+        if recompute:
+            self.student.gradient_checkpointing_disable()
+        self._evaluate(stage)
+        self.stage, self.step = index + 1, 0
+        self._save(None)
+
+    def _gradients(self, stage: str, tokens: Tensor, micro: int) -> Tensor:
+        """Compute the gradients of a step, a few sequences at a time; return its losses."""
+        total: Tensor | None = None
+        seed = derive_seed(self.settings.seed, self.stage, self.step)
+        generator = torch.Generator().manual_seed(seed)
+        for number, part in enumerate(tokens.split(micro)):
+            share = len(part) / len(tokens)
+            with self._autocast():
+                if stage == "transfer":
+                    transfer = AttentionTransfer(self.teacher.model, self.student, self.settings.attention_rows)
+                    found = transfer.backward(part.to(self.device), share, generator).mean()[None]
+                else:
+                    inputs, targets = part, next_tokens(part)
+                    if self.encoder:
+                        mask = self.teacher.tokenizer.mask_token_id
+                        inputs, targets = mask_tokens(part, mask, self.settings.mask_rate, seed + number)
+                    distillation = Distillation(self.teacher.model, self.student, self.settings.next_token)
+                    found = distillation.backward(inputs.to(self.device), targets.to(self.device), share)
+            total = share * found if total is None else total + share * found
+        assert total is not None
+        return total
+
+    def _trainable(self, stage: str) -> list[torch.nn.Parameter]:
+        """Return what a stage trains; only that has gradients."""
+        self.student.requires_grad_(False)
+        if stage == "transfer":
+            chosen = list(added_parameters(self.student).values())
+        elif self.settings.train == "all":
+            chosen = list(self.student.parameters())
+        else:
+            if not any(name.endswith("lora_A") for name, _ in self.student.named_parameters()):
+                torch.manual_seed(self.settings.seed)
+                add_adapters(self.student, self.settings.lora_rank)
+            adapters = [x for name, x in self.student.named_parameters() if name.endswith(("lora_A", "lora_B"))]
+            chosen = [*adapters, *added_parameters(self.student).values()]
+        for parameter in chosen:
+            parameter.requires_grad_(True)
+        if not chosen:
+            raise ValueError(
+                f"the mechanism {self.settings.mechanism!r} adds no parameters, so that there is nothing to train in "
+                "the first stage: use --transfer-steps 0"
+            )
+        return chosen
+
+    def _shape(self, stage: str) -> tuple[int, int]:
+        """Return the number of sequences of a step, and their tokens."""
+        settings = self.settings
+        if stage != "long":
+            return settings.batch_size, settings.context
+        return max(1, settings.batch_size * settings.context // settings.long_context), settings.long_context
+
+    def _share(self, stage: str) -> float:
+        """Return the minutes of a stage, its share of --minutes."""
+        assert self.settings.minutes is not None
+        return self.settings.minutes * self.settings.steps[stage] / sum(self.settings.steps.values())
+
+    def _progress(self, stage: str) -> float:
+        """Return the fraction of a stage that is done."""
+        if self.settings.minutes is not None:
+            return self.seconds[stage] / (60 * self._share(stage))
+        return self.step / self.settings.steps[stage]
+
+    def _micro_batch(self, stage: str) -> tuple[int, bool]:
+        """Return how many sequences fit into --memory-gb at a time, and whether activations must be recomputed."""
+        rows, context = self._shape(stage)
+        config = self.student.config.get_text_config()
+        depth, width = config.num_hidden_layers, config.hidden_size
+        inner = getattr(config, "intermediate_size", None) or 4 * width
+        # Inputs of the linear layers and norms, q, k, v, and the scores and weights of windows of 64 or so, float32.
+        layer = 4 * (12 * width + 4 * inner + 4 * 128 * config.num_attention_heads)
+        budget = self.settings.memory_gb * 2**30 / context
+        whole = layer if stage == "transfer" else depth * layer
+        if budget >= whole:
+            return min(rows, int(budget / whole)), False
+        again = layer + 4 * depth * width
+        if budget >= again and stage != "transfer":
+            return min(rows, int(budget / again)), True
+        raise ValueError(
+            f"--memory-gb {self.settings.memory_gb:g} is too little for one sequence of {context:,} tokens: use "
+            f"--memory-gb {math.ceil(10 * min(whole, again) * context / 2**30) / 10:g}, or shorter sequences"
+        )
+
+    def _autocast(self) -> Any:
+        if self.device.type != "cuda":
+            return nullcontext()
+        return torch.autocast("cuda", torch.bfloat16)
+
+    def _log(self, stage: str, losses: list[float]) -> None:
+        done = sum(self.seconds.values())
+        shares = {name: self.settings.steps[name] for name in STAGES}
+        finished = sum(shares[name] for name in STAGES[: self.stage]) + shares[stage] * min(1.0, self._progress(stage))
+        fraction = finished / sum(shares.values())
+        record: Record = {"step": self._total_steps(), "stage": stage, "loss": sum(losses)}
+        if stage == "transfer":
+            record["transfer_loss"] = losses[0]
+        else:
+            record |= {"divergence": losses[0], "text_loss": losses[1], "loss": losses[0]}
+        record |= {
+            "tokens": sum(self.tokens.values()),
+            "seconds": done,
+            "tokens_per_second": self.tokens[stage] / max(self.seconds[stage], 1e-9),
+            "memory": memory_used(self.device),
+            "eta": done * (1 - fraction) / max(fraction, 1e-9),
+        }
+        self.logger.log_metrics(record)
+        self.logger.progress(fraction, record)
+
+    def _total_steps(self) -> int:
+        """Return the number of steps of all stages so far."""
+        return sum(self.tokens[name] // math.prod(self._shape(name)) for name in STAGES)
+
+    def _evaluate(self, stage: str) -> None:
+        found = self._perplexity(self.student)
+        record: Record = {"step": self._total_steps(), "stage": stage, "eval_loss": math.log(found)}
+        record |= {"eval_perplexity": found, "tokens": sum(self.tokens.values()), "seconds": sum(self.seconds.values())}
+        self.logger.log_metrics(record)
+        self.logger.info(f"{stage}: perplexity {found:.3f}, teacher {self.teacher_perplexity:.3f}")
+
+    def _perplexity(self, model: Any) -> float:
+        tokens = torch.from_numpy(self.held_out[: self.settings.eval_tokens])
+        mask = (self.teacher.tokenizer.mask_token_id, self.settings.mask_rate) if self.encoder else None
+        with self._autocast():
+            return perplexity(model, tokens, self.settings.context, mask=mask)
+
+    def _described(self) -> dict[str, Any]:
+        return dict(json.loads(json.dumps(dataclasses.asdict(self.settings), default=str)))
+
+    def _check_settings(self) -> None:
+        path = self.out / RUN
+        if not path.exists():
+            return
+        before = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        changed = {k: v for k, v in differences(before, self._described()).items() if k.split(".")[0] not in FREE}
+        if changed:
+            shown = ", ".join(f"{name} {old!r} → {new!r}" for name, (old, new) in list(changed.items())[:4])
+            raise ValueError(
+                f"{self.out} is a run with other settings ({shown}): use the same settings to resume it, or another "
+                "--out"
+            )
+
+    def _write_metadata(self) -> None:
+        metadata = {
+            "settings": self._described(),
+            "data": {name: self.store.metadata.get(name) for name in ("sha256", "tokens", "bytes")},
+            "parameters": sum(x.numel() for x in self.student.parameters()),
+            "device": str(self.device),
+            "precision": "bf16" if self.device.type == "cuda" else "fp32",
+        }
+        write_atomically(self.out / RUN, json.dumps(metadata, indent=1) + "\n")
+
+    def _save(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Write what the run is resumed from; if this fails, or the process is killed, the last one remains."""
+        training = {"stage": self.stage, "step": self.step, "seconds": self.seconds, "tokens": self.tokens}
+        training["total_steps"] = self._total_steps()
+        training["optimizer"] = None if optimizer is None else optimizer.state_dict()
+        with replace_folder(self.out / RESUME, (STUDENT, TRAINING, "SHA256SUMS"), mark=TRAINING) as partial:
+            tensors, seen = {}, set()
+            for name, x in self.student.state_dict(keep_vars=True).items():
+                if id(x) not in seen:  # Tied weights are stored once.
+                    seen.add(id(x))
+                    tensors[name] = x.detach().cpu().contiguous()
+            save_file(tensors, partial / STUDENT)
+            torch.save(training, partial / TRAINING)
+            write_checksums(partial)
+
+    def _load(self) -> Any:
+        """Load the last checkpoint, if there is one; return the state of the optimizer."""
+        folder = self.out / RESUME
+        if not folder.exists():
+            return None
+        verify_checksums(folder, (STUDENT, TRAINING), f"remove {folder}, and the run starts again")
+        training = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
+        tensors = load_file(folder / STUDENT)
+        if any(name.endswith("lora_A") for name in tensors):
+            add_adapters(self.student, self.settings.lora_rank)
+        self.student.load_state_dict(tensors, strict=False)
+        self.stage, self.step = training["stage"], training["step"]
+        self.seconds, self.tokens = training["seconds"], training["tokens"]
+        truncate_records(self.out, training["total_steps"])
+        where = "the end" if self.stage == len(STAGES) else f"step {self.step} of {STAGES[self.stage]}"
+        self.logger.info(f"resumed at {where}")
+        return training["optimizer"]
+
+    def _finish(self) -> None:
+        """Write the model and the report, then remove what the run was resumed from."""
+        self.student.eval().requires_grad_(False)
+        if self.settings.adapters == "separate" and self.settings.distill_steps + self.settings.long_steps:
+            with replace_folder(self.out / "adapter", (ADAPTER, ADAPTER_CONFIG), what="an adapter") as partial:
+                save_adapters(self.student, partial, self.out / LAST)
+            merged, native = False, False
+        else:
+            merged, native = True, why_not_native(self.student) is None and not self.encoder
+        results = self._measure()
+        remove_adapters(self.student, merge=merged)
+        model = self.student.cpu()
+        model.config.use_cache = True
+        model.generation_config = self.teacher.model.generation_config
+        with replace_folder(self.out / LAST, ("*",), what="a model") as partial:
+            if native:
+                converted = to_language_model(model)
+                write_model(converted, partial)
+            else:
+                model.save_pretrained(partial)
+            self.teacher.tokenizer.save_pretrained(partial)
+        if not native and not self.encoder and merged:
+            self.logger.info(f"the model is a transformers folder: {why_not_native(model)}")
+        from longspan.train.linearize.report import write_linearize_report  # matplotlib, which nothing before needs
+
+        write_linearize_report(self.out, results, self.out / REPORT)
+        shutil.rmtree(self.out / RESUME, ignore_errors=True)
+        self.logger.info(f"model: {self.out / LAST}; report: {self.out / REPORT}")
+
+    def _measure(self) -> dict[str, Any]:
+        with self._autocast():
+            results = evaluate(
+                {"teacher": self.teacher.model, "student": self.student},
+                self.teacher.tokenizer,
+                torch.from_numpy(self.held_out),
+                self.settings,
+                encoder=self.encoder,
+                notify=self.logger.info,
+            )
+        results["stages"] = [
+            {"stage": name, "tokens": self.tokens[name], "seconds": self.seconds[name]}
+            for name in STAGES
+            if self.settings.steps[name]
+        ]
+        write_atomically(self.out / "results.json", json.dumps(results, indent=1) + "\n")
+        return results
+
+
+class _Mean:
+    """The mean of the losses since it was last taken."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self.count = 0
+
+    def add(self, losses: Tensor) -> None:
+        self.total, self.count = losses if self.total is None else self.total + losses, self.count + 1
+
+    def take(self) -> list[float]:
+        assert self.total is not None
+        found: list[float] = (self.total / self.count).tolist()
+        self.total, self.count = None, 0
+        return found

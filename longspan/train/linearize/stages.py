@@ -1,0 +1,148 @@
+"""The losses of the stages: layer by layer from the teacher's activations, and end to end from its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longspan.hf.swap import SwappedAttention
+from longspan.mechanisms.linear import LinearAttention
+from longspan.mechanisms.mixture import MixtureAttention
+from longspan.ops.loss import IGNORE_INDEX
+from longspan.train.linearize.student import swapped_layers
+
+LOGITS_CHUNK = 2048  # tokens whose logits are in memory at once
+
+
+class AttentionTransfer:
+    """The first stage: replaced layers learn, all at once, to reproduce the teacher's layers from the same inputs.
+
+    The teacher runs once. As soon as a layer of it has computed its output, the student's layer does, and its loss is
+    differentiated: the activations of one layer are in memory at a time. The loss is the squared error of the output,
+    relative to its square, and that of the attention weights, estimated without computing them: the difference of two
+    sets of weights, applied to random values, has on average the square of their difference.
+
+    Args:
+        teacher: The teacher.
+        student: The student, whose other weights are the teacher's.
+        rows: Weight of the attention weights.
+    """
+
+    def __init__(self, teacher: Any, student: Any, rows: float) -> None:
+        self.teacher, self.rows = teacher, rows
+        self.layers = {name: (teacher.get_submodule(name), layer) for name, layer in swapped_layers(student).items()}
+
+    def backward(self, tokens: Tensor, share: float, generator: torch.Generator) -> Tensor:
+        """Add the gradients of a batch (B, T), multiplied by `share`; return the loss of each layer."""
+        losses: list[Tensor] = []
+
+        def hook(layer: SwappedAttention) -> Callable[..., None]:
+            def compare(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+                target = output[0] if isinstance(output, tuple) else output
+                with torch.enable_grad():
+                    loss = self._loss(layer, args, kwargs, target, generator)
+                    (share * loss).backward()
+                losses.append(loss.detach())
+
+            return compare
+
+        handles = [old.register_forward_hook(hook(new), with_kwargs=True) for old, new in self.layers.values()]
+        try:
+            with torch.no_grad():
+                self.teacher.base_model(input_ids=tokens, use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return torch.stack(losses)
+
+    def _loss(
+        self, layer: SwappedAttention, args: Any, kwargs: dict[str, Any], target: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        found = layer(*args, **kwargs)[0]
+        loss = _relative_error(found, target)
+        if self.rows and _has_rows(layer):
+            loss = loss + self.rows * _rows_error(layer, args, kwargs, generator)
+        return loss
+
+
+def _has_rows(layer: SwappedAttention) -> bool:
+    """Whether what the mechanism computes is a mean of the values, with weights that sum to one."""
+    mechanism = layer.mechanism
+    memory = mechanism.memory if isinstance(mechanism, MixtureAttention) else mechanism
+    return isinstance(memory, LinearAttention) and memory.normalize == "query"
+
+
+def _rows_error(layer: SwappedAttention, args: Any, kwargs: dict[str, Any], generator: torch.Generator) -> Tensor:
+    hidden = args[0] if args else kwargs["hidden_states"]
+    q, k, v = layer._heads(hidden, kwargs.get("position_embeddings"))
+    values = torch.randn(v.shape, generator=generator).to(v)
+    found = layer.mechanism(q, k, values, causal=layer.causal)
+    with torch.no_grad():
+        queries, keys, randoms = (x.transpose(1, 2) for x in (q, k, values))
+        grouped = q.shape[2] > k.shape[2]
+        target = F.scaled_dot_product_attention(
+            queries, keys, randoms, is_causal=layer.causal, scale=layer.scaling, enable_gqa=grouped
+        )
+    return _relative_error(found, target.transpose(1, 2))
+
+
+def _relative_error(found: Tensor, target: Tensor) -> Tensor:
+    found, target = found.float(), target.detach().float()
+    return (found - target).square().mean() / target.square().mean().clamp(min=1e-12)
+
+
+class Distillation:
+    """The second and third stages: the teacher's distribution of every token, and the next token of the text.
+
+    Args:
+        teacher: The teacher.
+        student: The student.
+        next_token: Weight of the text's own tokens.
+    """
+
+    def __init__(self, teacher: Any, student: Any, next_token: float) -> None:
+        self.teacher, self.student, self.next_token = teacher, student, next_token
+
+    def backward(self, tokens: Tensor, targets: Tensor, share: float) -> Tensor:
+        """Add the gradients of a batch (B, T), multiplied by `share`; return the mean divergence and text loss.
+
+        Args:
+            tokens: The inputs.
+            targets: The text's token at each output, IGNORE_INDEX where there is none.
+            share: Factor of the gradients.
+        """
+        with torch.no_grad():
+            theirs = self.teacher.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        ours = self.student.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        number, known = targets.numel(), max(1, int((targets != IGNORE_INDEX).sum()))
+        leaf = ours.detach().requires_grad_()
+        total = torch.zeros(2, device=tokens.device)
+        chunks = (x.flatten(0, 1).split(LOGITS_CHUNK) for x in (leaf, theirs, targets[..., None]))
+        for mine, their, target in zip(*chunks, strict=True):
+            divergence, text = self._losses(mine, their, target[:, 0])
+            divergence, text = divergence / number, text / known
+            (share * (divergence + self.next_token * text)).backward()
+            total += torch.stack([divergence, text]).detach()
+        # The logits of all tokens are never in memory: chunk by chunk they gave the gradients of the hidden states.
+        ours.backward(leaf.grad)
+        return total
+
+    def _losses(self, mine: Tensor, theirs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the summed divergence of the teacher's distribution, and the summed loss of the text."""
+        student = output_logits(self.student, mine).float().log_softmax(-1)
+        with torch.no_grad():
+            teacher = output_logits(self.teacher, theirs).float().log_softmax(-1)
+        divergence = F.kl_div(student, teacher, log_target=True, reduction="sum")
+        return divergence, F.nll_loss(student, targets, reduction="sum", ignore_index=IGNORE_INDEX)
+
+
+def output_logits(model: Any, hidden: Tensor) -> Tensor:
+    """Return the logits of the last layer's hidden states."""
+    head = getattr(model, "cls", None) or model.get_output_embeddings()
+    logits: Tensor = head(hidden)
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -1,0 +1,441 @@
+"""`longspan linearize` on random teachers of two layers."""
+
+import copy
+import json
+import math
+import struct
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+import longspan
+import longspan.hf
+from longspan.cli import main
+from longspan.mechanisms.mixture import MixtureAttention
+from longspan.models.transformer import LanguageModel
+from longspan.train.linearize.config import LinearizeConfig
+from longspan.train.linearize.data import Windows, mask_tokens, next_tokens
+from longspan.train.linearize.evaluation import losses_by_position, perplexity
+from longspan.train.linearize.runner import LinearizeRun, linearize
+from longspan.train.linearize.stages import AttentionTransfer, Distillation
+from longspan.train.linearize.student import (
+    LoraLinear,
+    add_adapters,
+    added_parameters,
+    build_student,
+    remove_adapters,
+    without_memory,
+)
+from longspan.train.linearize.teacher import load_teacher
+from longspan.train.loggers import read_records
+from longspan.train.signals import StoppedError
+
+SIZES = {
+    "vocab_size": 260,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+MIXTURE = {"mechanism": "mixture", "window": 5}
+FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=260, n_embd=24, n_layer=2, n_head=4, attn_pdrop=0.0)),
+}
+
+
+def built(family="llama"):
+    torch.manual_seed(5)
+    model = FAMILIES[family]().eval()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and "embed" not in name:
+            parameter.data.mul_(5)  # far enough from zero for attention to matter
+    return model
+
+
+def byte_tokenizer():
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.fixture
+def teacher(tmp_path):
+    folder = tmp_path / "teacher"
+    built().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i} times {i + 3} is {i * (i + 3)}. " for i in range(1500)))
+    return path
+
+
+def settings(teacher, text, out, **changes):
+    quick = {"mechanism": MIXTURE, "transfer_steps": 12, "distill_steps": 6, "context": 48, "batch_size": 2}
+    quick |= {"eval_tokens": 192, "held_out": 0.03, "report": "quick", "device": "cpu"}
+    return LinearizeConfig(model=teacher, data=(str(text),), out=out, **(quick | changes))
+
+
+def run(teacher, text, out, **changes):
+    linearize(settings(teacher, text, out, **changes))
+    return read_records(out / "metrics.jsonl")
+
+
+def weights(folder):
+    return load_file(folder / "checkpoint" / "model.safetensors")
+
+
+def test_the_command(teacher, text, tmp_path, capsys):
+    out = tmp_path / "run"
+    flags = {"transfer-steps": 60, "distill-steps": 20, "long-steps": 3, "context": 48, "long-context": 96}
+    flags |= {"batch-size": 4, "eval-tokens": 192, "held-out": 0.03, "report-lengths": "64,96", "report-batch": 3}
+    flags |= {"mechanism": json.dumps(MIXTURE), "lr": 0.001, "next-token": 0}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    main(["linearize", "--model", str(teacher), "--data", str(text), "--out", str(out), "--device", "cpu", *words])
+    records = read_records(out / "metrics.jsonl")
+    transfer = [r["transfer_loss"] for r in records if "transfer_loss" in r]
+    assert transfer[-1] < 0.7 * transfer[0]
+    assert [r["stage"] for r in records if "eval_loss" in r] == ["transfer", "distill", "long"]
+    divergence = [r["divergence"] for r in records if r.get("stage") == "distill" and "divergence" in r]
+    assert divergence[-1] < divergence[0]
+    assert "ETA" in capsys.readouterr().err
+    results = json.loads((out / "results.json").read_text())
+    assert set(results["perplexity"]) == {"teacher", "student"}
+    assert results["perplexity_without_memory"] != results["perplexity"]["student"]
+    assert [x["length"] for x in results["decode"]["student"]] == [64, 96]
+    teacher_bytes, student_bytes = ([x["bytes"] for x in results["decode"][n]] for n in ("teacher", "student"))
+    assert student_bytes[0] == student_bytes[1]
+    assert teacher_bytes[0] < teacher_bytes[1]
+    assert results["throughput"]["student"]["batch"] == 3
+    assert [(x["stage"], x["tokens"]) for x in results["stages"]] == [
+        ("transfer", 60 * 4 * 48),
+        ("distill", 20 * 4 * 48),
+        ("long", 3 * 2 * 96),
+    ]
+    page = (out / "report.html").read_text()
+    assert f"{results['perplexity']['student']:.3f}" in page
+    assert page.count("data:image/png") == 4
+    assert not (out / "resume").exists()
+    model = longspan.load(out / "checkpoint").eval()
+    assert isinstance(model, LanguageModel)
+    again = AutoModelForCausalLM.from_pretrained(out / "checkpoint")
+    tokens = torch.randint(256, (2, 31))
+    torch.testing.assert_close(again(tokens).logits, model(tokens))
+    main(["generate", "--model", str(out), "--prompt", "3 times", "--max-tokens", "3", "--device", "cpu"])
+    with pytest.raises(SystemExit):
+        main(["linearize", "--model", str(teacher), "--data", str(text), "--out", str(out), "--lr", "0.5"])
+    assert "is a run with other settings" in capsys.readouterr().err
+
+
+def test_a_dry_run_writes_nothing(teacher, text, tmp_path, capsys):
+    linearize(settings(teacher, text, tmp_path / "run", dry_run=True, minutes=6.0))
+    shown = capsys.readouterr().err
+    assert "2 layers get MixtureAttention" in shown
+    assert "transfer: 12 steps of 2 × 48 tokens, 4:00" in shown
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("train", ["all", "lora"])
+def test_a_killed_run_resumes_with_the_same_result(train, teacher, text, tmp_path, monkeypatch):
+    changes = {"save_minutes": 1e-9, "train": train, "transfer_steps": 4, "distill_steps": 5}
+    run(teacher, text, tmp_path / "whole", **changes)
+    step = LinearizeRun._gradients
+
+    def dies(self, stage, tokens, micro):
+        if (stage, self.step) in moments:
+            moments.remove((stage, self.step))
+            raise KeyboardInterrupt
+        return step(self, stage, tokens, micro)
+
+    moments = [("transfer", 2), ("distill", 3)]
+    monkeypatch.setattr(LinearizeRun, "_gradients", dies)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run(teacher, text, tmp_path / "killed", **changes)
+    run(teacher, text, tmp_path / "killed", **changes)
+    first, second = weights(tmp_path / "whole"), weights(tmp_path / "killed")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    steps = [r["step"] for r in read_records(tmp_path / "killed" / "metrics.jsonl")]
+    assert steps == sorted(steps)
+
+
+def test_a_signal_stops_after_a_checkpoint(teacher, text, tmp_path, monkeypatch):
+    step = LinearizeRun._gradients
+
+    def signalled(self, stage, tokens, micro):
+        self.signals.received = 15
+        return step(self, stage, tokens, micro)
+
+    monkeypatch.setattr(LinearizeRun, "_gradients", signalled)
+    with pytest.raises(StoppedError, match="the same command resumes") as caught:
+        run(teacher, text, tmp_path / "run")
+    assert caught.value.status == 143
+    assert (tmp_path / "run" / "resume" / "student.safetensors").exists()
+
+
+def test_minutes_end_the_stages(teacher, text, tmp_path):
+    records = run(teacher, text, tmp_path / "run", minutes=0.02, transfer_steps=10**6, distill_steps=10**6)
+    assert {r["stage"] for r in records} == {"transfer", "distill"}
+    assert max(r["step"] for r in records) < 10**5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family):
+    teacher, tokens = built(family), torch.randint(256, (2, 29))
+    same = build_student(teacher, "softmax", [])
+    torch.testing.assert_close(same(tokens).logits, teacher(tokens).logits, atol=1e-4, rtol=1e-4)
+    student = build_student(teacher, MIXTURE, [1])
+    assert [isinstance(m, MixtureAttention) for m in student.modules()].count(True) == 1
+    losses = [train_transfer(teacher, student, tokens) for _ in range(12)]
+    assert losses[-1] < losses[0]
+    losses = train_distill(teacher, student, tokens, 8)
+    assert losses[-1] < losses[0]
+    torch.testing.assert_close(
+        longspan.hf.to_language_model(student)(tokens), student(tokens).logits, atol=1e-4, rtol=1e-4
+    )
+
+
+def train_transfer(teacher, student, tokens, rows=1.0):
+    parameters = added_parameters(student).values()
+    loss = AttentionTransfer(teacher, student, rows).backward(tokens, 1.0, torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter -= 0.05 * parameter.grad
+            parameter.grad = None
+    return float(loss.mean())
+
+
+def train_distill(teacher, student, tokens, steps):
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
+    distillation, losses = Distillation(teacher, student, 0.0), []
+    for _ in range(steps):
+        losses.append(float(distillation.backward(tokens, next_tokens(tokens), 1.0)[0]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_the_losses_of_transfer():
+    """Outputs of each layer on the teacher's inputs; the weights by random values."""
+    teacher, tokens = built(), torch.randint(256, (2, 29))
+    student = build_student(teacher, MIXTURE, [])
+    hidden = teacher(tokens, output_hidden_states=True).hidden_states
+    block, rotary = teacher.model.layers[1], teacher.model.rotary_emb(hidden[1], torch.arange(29)[None])
+    x = block.input_layernorm(hidden[1])
+    target = block.self_attn(x, position_embeddings=rotary, attention_mask=None)[0]
+    found = student.model.layers[1].self_attn(x, position_embeddings=rotary)[0]
+    expected = (found - target).square().mean() / target.square().mean()
+    generator = torch.Generator().manual_seed(0)
+    plain = AttentionTransfer(teacher, student, 0.0).backward(tokens, 1.0, generator)
+    torch.testing.assert_close(plain[1], expected.detach())
+    assert (AttentionTransfer(teacher, student, 1.0).backward(tokens, 1.0, generator) > plain).all()
+    exact = build_student(teacher, {"mechanism": "mixture", "window": 29}, [])
+    assert AttentionTransfer(teacher, exact, 1.0).backward(tokens, 1.0, generator).max() < 1e-9
+
+
+def test_the_losses_of_distillation(monkeypatch):
+    monkeypatch.setattr("longspan.train.linearize.stages.LOGITS_CHUNK", 7)
+    teacher, tokens = built(), torch.randint(256, (2, 13))
+    student = build_student(teacher, MIXTURE, [])
+    targets = next_tokens(tokens)
+    found = Distillation(teacher, student, 0.5).backward(tokens, targets, 2.0)
+    gradients = {name: x.grad.clone() for name, x in student.named_parameters()}
+    student.zero_grad()
+    ours, theirs = student(tokens).logits.log_softmax(-1), teacher(tokens).logits.log_softmax(-1)
+    divergence = (theirs.exp() * (theirs - ours)).sum(-1).mean()
+    text = torch.nn.functional.cross_entropy(ours[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(found, torch.stack([divergence, text]).detach())
+    (2 * (divergence + 0.5 * text)).backward()
+    for name, x in student.named_parameters():
+        torch.testing.assert_close(gradients[name], x.grad, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_adapters(family):
+    teacher, tokens = built(family), torch.randint(256, (2, 13))
+    student = build_student(teacher, MIXTURE, [])
+    before = student(tokens).logits
+    adapters = add_adapters(student, 3)
+    assert all(len(adapter.lora_A) == 3 for adapter in adapters.values())
+    assert torch.equal(student(tokens).logits, before)
+    for adapter in adapters.values():
+        adapter.lora_B.data.normal_(std=0.3)
+    changed = student(tokens).logits
+    assert (changed - before).abs().max() > 0.01
+    bare = copy.deepcopy(student)
+    remove_adapters(bare, merge=False)
+    assert torch.equal(bare(tokens).logits, before)
+    remove_adapters(student, merge=True)
+    torch.testing.assert_close(student(tokens).logits, changed, atol=1e-4, rtol=1e-4)
+    assert not any(isinstance(module, LoraLinear) for module in student.modules())
+
+
+def test_separate_adapters(teacher, text, tmp_path):
+    peft = pytest.importorskip("peft")
+    out = tmp_path / "run"
+    run(teacher, text, out, train="lora", adapters="separate", lora_rank=3, lr=0.01)
+    run(teacher, text, tmp_path / "merged", train="lora", lora_rank=3, lr=0.01)
+    base = AutoModelForCausalLM.from_pretrained(out / "checkpoint").eval()
+    tokens = torch.randint(256, (2, 13))
+    alone = base(tokens).logits
+    adapted = peft.PeftModel.from_pretrained(base, out / "adapter").eval()
+    merged = longspan.load(tmp_path / "merged" / "checkpoint").eval()
+    assert (adapted(tokens).logits - alone).abs().max() > 1e-3
+    torch.testing.assert_close(adapted(tokens).logits, merged(tokens), atol=1e-4, rtol=1e-4)
+
+
+def test_memory_bounds_the_batch(teacher, text, tmp_path):
+    """Smaller parts of a batch, and recomputed layers, give the same weights."""
+    parts = {}
+    for name, memory in (("whole", 8.0), ("parts", 0.0012), ("recomputed", 0.0006)):
+        linear = settings(teacher, text, tmp_path / name, memory_gb=memory, attention_rows=0.0, distill_steps=3)
+        loaded = load_teacher(teacher)
+        student = build_student(loaded.model, MIXTURE, [])
+        sizes = LinearizeRun._micro_batch
+        probe = object.__new__(LinearizeRun)
+        probe.settings, probe.student = linear, student
+        parts[name] = [sizes(probe, stage) for stage in ("transfer", "distill")]
+        linearize(linear)
+    assert parts["whole"] == [(2, False), (2, False)]
+    assert parts["parts"][1] == (1, False)
+    assert parts["recomputed"][1] == (1, True)
+    first = weights(tmp_path / "whole")
+    for other in ("parts", "recomputed"):
+        second = weights(tmp_path / other)
+        assert all(torch.allclose(first[name], second[name], atol=1e-3) for name in first)
+    with pytest.raises(
+        ValueError, match=r"--memory-gb 1e-06 is too little for one sequence of 48 tokens: use --memory"
+    ):
+        linearize(settings(teacher, text, tmp_path / "tiny", memory_gb=1e-6))
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_perplexity_and_positions():
+    model, tokens = built(), torch.randint(256, (101,))
+    with torch.no_grad():
+        logits = model(tokens[None, :100].view(2, 50)).logits
+        losses = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), tokens[:100].view(2, 50)[:, 1:].flatten()
+        )
+        late = torch.nn.functional.cross_entropy(model(tokens[None, :-1]).logits[0, 64:], tokens[65:])
+    assert perplexity(model, tokens, 50) == pytest.approx(math.exp(losses), rel=1e-4)
+    buckets = losses_by_position(model, tokens)
+    assert [(b["from"], b["to"]) for b in buckets][:3] == [(0, 0), (1, 1), (2, 3)]
+    assert buckets[-1]["to"] == 99
+    assert buckets[-1]["loss"] == pytest.approx(float(late), rel=1e-4)
+    student = build_student(model, MIXTURE, [])
+    plain = perplexity(student, tokens, 50)
+    with without_memory(student) as any_memory:
+        assert any_memory
+        local = build_student(model, {"mechanism": "local", "window": 5}, [])
+        assert perplexity(student, tokens, 50) == pytest.approx(perplexity(local, tokens, 50), rel=1e-4)
+    assert perplexity(student, tokens, 50) == plain != perplexity(local, tokens, 50)
+
+
+def test_windows_are_a_permutation():
+    import numpy as np
+
+    windows = Windows(np.arange(100), 7, seed=3)
+    epoch = windows.batch(0, 14)
+    assert sorted(epoch[:, 0].tolist()) == list(range(0, 98, 7))
+    assert torch.equal(windows.batch(5, 4), epoch[5:9])
+    assert not torch.equal(windows.batch(14, 14), epoch)
+    assert not torch.equal(Windows(np.arange(100), 7, seed=4).batch(0, 14), epoch)
+    inputs, targets = mask_tokens(torch.arange(1, 1001)[None], 0, 0.3, seed=1)
+    assert ((inputs == 0) == (targets != -100)).all()
+    assert 0.2 < (inputs == 0).float().mean() < 0.4
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"context": 0}, "--context must be at least 1, got 0"),
+        ({"transfer_steps": -1}, "--transfer-steps must be 0 or more, got -1"),
+        ({"lr": 0.0}, "--lr must be positive, got 0"),
+        ({"held_out": 1.5}, "--held-out must be between 0 and 1, got 1.5"),
+        ({"minutes": 0.0}, "--minutes must be positive"),
+        ({"adapters": "separate"}, "--adapters separate goes with --train lora"),
+        ({"report_lengths": (1,)}, "--report-lengths must be numbers of at least 2"),
+        ({"keep_layers": (2,)}, "--keep-layers must be from 0 to 1, got 2"),
+        ({"keep_layers": (0, 1)}, "nothing is left to replace"),
+        ({"mechanism": "mixtur"}, "did you mean 'mixture'"),
+        ({"context": 10**6}, "too small to hold out a part of it.*lower --context, add data, or give --eval-data"),
+        ({"long_steps": 1, "long_context": 10**6}, "fewer than one sequence of --long-context 1,000,000"),
+    ],
+)
+def test_wrong_settings(change, says, teacher, text, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        linearize(settings(teacher, text, tmp_path / "run", **change))
+    assert not (tmp_path / "run").exists()
+
+
+def test_wrong_models(teacher, text, tmp_path):
+    def refused(folder, says):
+        with pytest.raises(ValueError, match=says):
+            linearize(settings(folder, text, tmp_path / "run"))
+        assert not (tmp_path / "run").exists()
+
+    refused(tmp_path / "nowhere", "there is no such folder or file")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "has no config.json")
+    (tmp_path / "a.gguf").write_bytes(b"not one")
+    refused(tmp_path / "a.gguf", "is no GGUF file")
+    (tmp_path / "b.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 5, 5) + bytes(99))
+    refused(tmp_path / "b.gguf", r"b\.gguf.*(cannot be read|pip install gguf)")
+    path = teacher / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name: x for name, x in tensors.items() if "layers.1.mlp.up" not in name}, path, {"format": "pt"})
+    refused(teacher, r"lacks weights \(model\.layers\.1\.mlp\.up_proj\.weight\)")
+    path.write_bytes(path.read_bytes()[:500])
+    refused(teacher, "the model cannot be read.*damaged or incomplete")
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps(config | {"model_type": "nothing"}))
+    refused(teacher, "an architecture that transformers does not know")
+    (teacher / "config.json").write_text(json.dumps(config))
+    (teacher / "tokenizer.json").unlink()
+    refused(teacher, "tokenizer")
+
+
+def test_a_tokenizer_that_does_not_fit(tmp_path, text):
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 100})).save_pretrained(tmp_path / "small")
+    byte_tokenizer().save_pretrained(tmp_path / "small")
+    with pytest.raises(ValueError, match="the tokenizer has 256 tokens and the model 100"):
+        linearize(settings(tmp_path / "small", text, tmp_path / "run"))
+    MistralForCausalLM(MistralConfig(**SIZES, sliding_window=9)).save_pretrained(tmp_path / "sliding")
+    byte_tokenizer().save_pretrained(tmp_path / "sliding")
+    with pytest.raises(ValueError, match="sliding window of 9"):
+        linearize(settings(tmp_path / "sliding", text, tmp_path / "run"))
+
+
+def test_several_processes_are_refused(teacher, text, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="runs in one process"):
+        linearize(settings(teacher, text, tmp_path / "run"))
