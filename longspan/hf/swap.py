@@ -111,8 +111,8 @@ def swap_attention(model: Any, mechanism: str | Mapping[str, Any], layers: Seque
 
     The projections of queries, keys, values and outputs keep their weights and names; norms of queries and keys, rotary
     positions, the scale of the scores and grouped heads stay too. A mechanism with gates (`decay`, `delta`) gets a
-    projection for them that starts at zero. In the replaced layers of a decoder a generation cache holds the mechanism's
-    state.
+    projection for them that starts at zero. In the replaced layers of a decoder a generation cache holds the
+    mechanism's state.
 
     Args:
         model: A transformers model of one of `FAMILIES`.

@@ -78,14 +78,14 @@ def _has_rows(layer: SwappedAttention) -> bool:
 
 def _rows_error(layer: SwappedAttention, args: Any, kwargs: dict[str, Any], generator: torch.Generator) -> Tensor:
     hidden = args[0] if args else kwargs["hidden_states"]
-    q, k, v = layer._heads(hidden, kwargs.get("position_embeddings"))
+    q, k, v = layer.heads(hidden, kwargs.get("position_embeddings"))
     values = torch.randn(v.shape, generator=generator).to(v)
     found = layer.mechanism(q, k, values, causal=layer.causal)
     with torch.no_grad():
         queries, keys, randoms = (x.transpose(1, 2) for x in (q, k, values))
-        grouped = q.shape[2] > k.shape[2]
+        grouped, scale = q.shape[2] > k.shape[2], getattr(layer.mechanism, "scale", None)
         target = F.scaled_dot_product_attention(
-            queries, keys, randoms, is_causal=layer.causal, scale=layer.scaling, enable_gqa=grouped
+            queries, keys, randoms, is_causal=layer.causal, scale=scale, enable_gqa=grouped
         )
     return _relative_error(found, target.transpose(1, 2))
 
