@@ -396,7 +396,8 @@ class LinearizeRun:
         remove_adapters(self.student, merge=merged)
         model = self.student.cpu()
         model.config.use_cache = True
-        model.generation_config = self.teacher.model.generation_config
+        if not self.encoder:
+            model.generation_config = self.teacher.model.generation_config
         with replace_folder(self.out / LAST, ("*",), what="a model") as partial:
             if native:
                 converted = to_language_model(model)
