@@ -261,12 +261,15 @@ def test_an_encoder(mechanism, text, tmp_path):
     torch.manual_seed(5)
     sizes = NEOX | {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
     teacher = BertForMaskedLM(BertConfig(**sizes)).eval()
+    for name, parameter in teacher.named_parameters():
+        if "attention" in name and parameter.ndim > 1:
+            parameter.data.mul_(20)
     folder, out = tmp_path / "teacher", tmp_path / "run"
     teacher.save_pretrained(folder)
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"mask_token": "<mask>"})
     tokenizer.save_pretrained(folder)
-    changes = {"mechanism": mechanism, "transfer_steps": 10, "distill_steps": 10, "lr": 1e-3}
+    changes = {"mechanism": mechanism, "transfer_steps": 10, "distill_steps": 20, "next_token": 0.0, "lr": 3e-3}
     records = run(folder, text, out, **changes)
     divergence = [r["divergence"] for r in records if "divergence" in r]
     assert divergence[-1] < divergence[0]
