@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -206,7 +207,7 @@ class DecodeLoop:
         if before != self._addresses():
             return
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with capturing(self._graph):
             self._advance()
             if self._sampler.capturable:
                 self._sample()
@@ -224,6 +225,22 @@ class DecodeLoop:
 
     def _addresses(self) -> dict[str, int]:
         return {name: x.data_ptr() for name, x in self._state.tensors().items()}
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Capture a CUDA graph, whatever other threads do on the device meanwhile.
+
+    The garbage collector waits: a graph that it destroyed here would end the capture.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

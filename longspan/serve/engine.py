@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -520,10 +520,9 @@ class Engine:
         return fitted
 
     def _read(self) -> None:
-        """Read a chunk of each of the first prompts; on a GPU several, before a block of steps. Prompts take turns."""
-        for _ in range(max(1, self._block_steps() // _STEPS_PER_CHUNK)):
-            if not self._reading:
-                return
+        """Read chunks of prompts, which take turns: no more tokens than running streams may wait for."""
+        left = self.chunk * self._read_rows * max(1, self._block_steps() // _STEPS_PER_CHUNK)
+        while self._reading and (left := left - self._reader.cost(self._next_size(self._reading[0]))) >= 0:
             jobs = self._next_jobs()
             behind = [job for job in jobs if not self._skip(job.reading)]
             if behind:
@@ -540,13 +539,16 @@ class Engine:
 
     def _next_jobs(self) -> list[_Job]:
         """Take the first prompt from the queue, and others whose next chunk can be read with its."""
-        sizes = {job: min(self.chunk, len(job.reading.tokens) - job.reading.position) for job in self._reading}
-        first = sizes[self._reading[0]]
-        same = [job for job, size in sizes.items() if self._reader.padded_size(size) == self._reader.padded_size(first)]
-        jobs = same[: self._reader.rows(first)]
+        size = self._reader.padded_size(self._next_size(self._reading[0]))
+        same = (job for job in self._reading if self._reader.padded_size(self._next_size(job)) == size)
+        jobs = list(islice(same, self._reader.rows(size)))
         for job in jobs:
             self._reading.remove(job)
         return jobs
+
+    def _next_size(self, job: _Job) -> int:
+        """Return the number of tokens of the next chunk of a prompt."""
+        return min(self.chunk, len(job.reading.tokens) - job.reading.position)
 
     def _skip(self, reading: _Reading) -> bool:
         """Go on from the cache, if another prompt has been read further than this one meanwhile."""
@@ -796,7 +798,7 @@ class Engine:
         if choice.decoder is not None and not choice.stopped:
             text += choice.held + choice.decoder.flush()
         choice.finished = True
-        self._push(choice, replace(delta, text=text, finish_reason=reason, session=session))
+        self._push(choice, delta._replace(text=text, finish_reason=reason, session=session))
         with self._wake:
             self._finished[reason] = self._finished.get(reason, 0) + 1
             if choice.running:

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -89,8 +90,7 @@ class Request:
         return self.prompt
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """The next tokens of a choice: one on a CPU, on a GPU those of several steps, none if it ends without another one.
 
     Attributes:
@@ -104,7 +104,7 @@ class Delta:
         prompt: Whether the tokens are those of the prompt (`echo`).
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # A tuple has a method of this name.
     tokens: Sequence[int] = ()
     text: str = ""
     log_probabilities: Sequence[float | None] = ()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from longspan.generation.decode import DecodeLoop
+from longspan.generation.decode import DecodeLoop, capturing
 from longspan.generation.sampling import SlotSampler
 from longspan.models.residual import StackState
 from longspan.models.transformer import LanguageModel
@@ -19,6 +19,8 @@ _WORD = 8  # bytes
 _SMALLEST_READ = 32  # tokens that the end of a prompt is padded to at least on a GPU
 _PUT_ROWS = 16  # rows that are begun in one CUDA graph
 _BUFFER_BYTES = 1 << 28  # the most bytes of states in the buffers of a CUDA graph
+
+logger = logging.getLogger(__name__)
 
 
 class StateLayout:
@@ -264,7 +266,7 @@ class PromptReader:
 
     def __init__(self, model: LanguageModel, layout: StateLayout, rows: int, chunk: int, most: int) -> None:
         self._model, self._layout, self._chunk = model, layout, chunk
-        self._rows = {chunk: rows}
+        self._rows, self._alone = {chunk: rows}, rows == 1 and not layout.empty.is_cuda
         self._graphs: dict[int, CapturedCall] = {}
         if not layout.empty.is_cuda:
             return
@@ -285,6 +287,10 @@ class PromptReader:
         """Return how many chunks of the padded size of so many tokens are read together."""
         return self._rows[self.padded_size(tokens)]
 
+    def cost(self, tokens: int) -> int:
+        """Return the number of tokens, padding included, of a call that reads so many of a prompt."""
+        return tokens if self._alone else self.padded_size(tokens) * self.rows(tokens)
+
     @torch.inference_mode()
     def read(self, tokens: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Extend packed states (size,) by tokens of one padded size; the states may be overwritten.
@@ -293,7 +299,7 @@ class PromptReader:
             The last layer's vectors (rows, size, dim), and the packed states (rows, size of a row).
         """
         size, rows = self.padded_size(len(tokens[0])), self.rows(len(tokens[0]))
-        if rows == 1 and not self._graphs:
+        if self._alone:
             return self._read(tokens[0][None], None, states[0][None])
         padded, missing = torch.zeros(rows, size, dtype=torch.int64), rows - len(tokens)
         for i, own in enumerate(tokens):
@@ -333,16 +339,17 @@ class CapturedCall:
         self.inputs, self._function = inputs, function
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: tuple[Tensor, ...] | None = None
-        function(*inputs)  # Kernels are compiled and libraries loaded.
-        try:
-            with _no_synchronization():
-                function(*inputs)
-        except RuntimeError:
-            return
+        for _ in range(2):  # Kernels are compiled and libraries loaded.
+            function(*inputs)
+        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._outputs = function(*inputs)
+        try:
+            with capturing(graph):
+                self._outputs = function(*inputs)
+            self._graph = graph
+        except RuntimeError as error:
+            logger.warning("a step of the engine cannot be captured in a CUDA graph: %s", error)
+            torch.cuda.synchronize()
 
     def __call__(self) -> tuple[Tensor, ...]:
         """Run the function; the next call overwrites what is returned."""
@@ -350,17 +357,6 @@ class CapturedCall:
             return self._function(*self.inputs) or ()
         self._graph.replay()
         return self._outputs or ()
-
-
-@contextmanager
-def _no_synchronization() -> Iterator[None]:
-    """Raise RuntimeError where PyTorch waits for the device."""
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 def to_device(x: Tensor, like: Tensor) -> Tensor:
