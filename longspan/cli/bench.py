@@ -25,7 +25,8 @@ class BenchFlags(BenchOptions):
 
     subject: Annotated[str, Positional, tyro.conf.arg(metavar="SUBJECT")] = "mechanisms"
     """mechanisms, layers, train, generate or decode; all: all of these; gpu: the GPU suite; tables: update the tables
-    in the documents from results. `longspan bench quality` and `longspan bench recall` have options of their own."""
+    in the documents from results. `longspan bench quality`, `longspan bench recall` and `longspan bench serve` have
+    options of their own."""
     causal: FlagCreatePairsOff[bool] = False
     """Causal attention, the default; the suite "all" measures both."""
     bidirectional: FlagCreatePairsOff[bool] = False
@@ -41,6 +42,9 @@ def main(argv: Sequence[str]) -> None:
     """Run the command."""
     if argv and argv[0] in ("quality", "recall"):
         _train_and_score(argv[0], argv[1:])
+        return
+    if argv and argv[0] == "serve":
+        _serve(argv[1:])
         return
     flags = parse(BenchFlags, _with_compile_mode(argv), "bench")
     if flags.subject == "tables":
@@ -70,6 +74,14 @@ def _train_and_score(subject: str, argv: Sequence[str]) -> None:
     except KeyboardInterrupt:
         print("longspan: interrupted; the results of finished runs are written", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def _serve(argv: Sequence[str]) -> None:
+    from longspan.bench import serve
+
+    result = serve.run(parse(serve.ServeBenchOptions, argv, "bench serve"))
+    if result.lost or result.wrong:
+        raise SystemExit(1)
 
 
 def _with_compile_mode(argv: Sequence[str]) -> list[str]:

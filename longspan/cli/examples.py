@@ -41,6 +41,10 @@ EXAMPLES = {
     ),
     "bench quality": ("longspan bench quality --data book.txt --candidates softmax,local+linear --seconds 60",),
     "bench recall": ("longspan bench recall --tasks mqar,parity --mechanisms linear,delta-head --length 256",),
+    "bench serve": (
+        "longspan bench serve --model runs/mine",
+        "longspan bench serve --model runs/mine --slots 256 --requests 10000 --device cuda",
+    ),
     "info": ("longspan info", "longspan info --model runs/mine"),
 }
 
