@@ -558,9 +558,10 @@ class _Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._head_bytes += len(data)
-        if self._head_timer is None and self._is_idle:
-            self._head_timer = self.loop.call_later(self.read_timeout, self.transport.abort)
+        if self._is_idle:
+            self._head_bytes += len(data)
+            if self._head_timer is None:
+                self._head_timer = self.loop.call_later(self.read_timeout, self.transport.abort)
         super().data_received(data)
         if self._is_idle and self._head_bytes > _MAX_HEADERS and not self.transport.is_closing():
             self.send_400_response("The headers are too large.")

@@ -361,17 +361,20 @@ class ResponseWriter:
         """Iterate over server-sent events, several at a time where several have come."""
         options = self.body.stream_options
         with_usage = options is not None and bool(options.include_usage)
-        extra = {"usage": None} if with_usage else {}
+        # All chunks begin and end alike: only what is between is encoded for each.
+        begin, end = f'data: {_encode(self.head)[:-1]},"choices":[', "]" + ',"usage":null' * with_usage + "}\n\n"
         if self.chat:
             opening = [self._stream_choice(i, {"role": "assistant", "content": ""}) for i in range(self.n)]
-            yield b"".join(_event({**self.head, "choices": [choice], **extra}) for choice in opening)
+            yield "".join(begin + _encode(choice) + end for choice in opening).encode()
         try:
             async for batch in self.deltas():
                 parts = []
                 for prompt, delta in _joined(batch):
-                    choice = await self._chunk(prompt * self.n + delta.index, delta)
-                    parts.append(_event({**self.head, "choices": [choice], **extra}))
-                yield b"".join(parts)
+                    choice = self._chunk(prompt * self.n + delta.index, delta)
+                    if delta.session is not None:
+                        choice |= await self._state(delta.session)
+                    parts.append(begin + _encode(choice) + end)
+                yield "".join(parts).encode()
         except APIError as error:
             yield _event(error.body())
             return
@@ -413,14 +416,12 @@ class ResponseWriter:
             raise draining()
         return batch
 
-    async def _chunk(self, index: int, delta: Delta) -> dict[str, Any]:
+    def _chunk(self, index: int, delta: Delta) -> dict[str, Any]:
         logs = self._logs(index, delta.tokens, delta.log_probabilities, delta.top)
         if self.chat:
             content = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
-            choice = self._stream_choice(index, content, logs, delta.finish_reason)
-        else:
-            choice = {"index": index, "text": delta.text, "logprobs": logs, "finish_reason": delta.finish_reason}
-        return choice | await self._state(delta.session) if delta.session is not None else choice
+            return self._stream_choice(index, content, logs, delta.finish_reason)
+        return {"index": index, "text": delta.text, "logprobs": logs, "finish_reason": delta.finish_reason}
 
     @staticmethod
     def _stream_choice(

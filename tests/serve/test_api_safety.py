@@ -122,6 +122,20 @@ def test_slow_headers_and_bodies_are_closed(api):
     assert time.monotonic() - begun < 10
 
 
+def test_headers_in_pieces_after_a_large_body(tmp_path):
+    with serving(language_model(), tmp_path) as api, raw(api) as connection:
+        for _ in range(2):
+            content = message(prompt="x" * 100_000, max_tokens=1, n=0)
+            connection.sendall(content[:20])
+            time.sleep(0.05)
+            connection.sendall(content[20:])
+            found = b""
+            while b"n must give 1 to 128 choices" not in found:
+                received = connection.recv(1 << 16)
+                assert received
+                found += received
+
+
 def test_endless_headers_are_refused(api):
     connection = raw(api)
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
