@@ -19,9 +19,9 @@ from longspan.generation.generate import Stream, prefill, stream
 from longspan.generation.sampling import Sampling
 from longspan.generation.session import Session
 from longspan.generation.tokenization import TextCodec
-from longspan.models.checkpoint import find_checkpoint, load, read_committed
+from longspan.models.checkpoint import CONFIG, find_checkpoint, load, read_committed
 from longspan.models.transformer import LanguageModel
-from longspan.utils import choose_device, printable
+from longspan.utils import choose_device, printable, read_json
 
 MAX_PROMPT = 1 << 28  # bytes
 
@@ -98,18 +98,40 @@ def main(argv: Sequence[str]) -> None:
 
 
 def load_model(folder: Path, device: torch.device | None = None) -> LanguageModel:
-    """Load the language model of a checkpoint or run folder.
+    """Load the language model of a checkpoint or run folder, or of a decoder that transformers wrote.
 
     Raises:
         ValueError: If there is none.
     """
     try:
-        model = load(find_checkpoint(folder), device=device)
+        found = find_checkpoint(folder)
+        model = _load_decoder(found, device) if _is_decoder(found) else load(found, device=device)
     except OSError as error:
         raise ValueError(worded(error)) from None
     if not isinstance(model, LanguageModel):
         raise ValueError(f"{folder} contains a {type(model).__name__}; this command needs a LanguageModel")
     return model.eval()
+
+
+def _is_decoder(folder: Path) -> bool:
+    """Return whether a folder is of another model than longspan's, such as one that `swap_attention` changed."""
+    path = folder / CONFIG
+    described = read_json(path) if path.is_file() else {}
+    return isinstance(described, dict) and described.get("model_type", "longspan") != "longspan"
+
+
+def _load_decoder(folder: Path, device: torch.device | None) -> LanguageModel:
+    try:
+        from transformers import AutoModelForCausalLM
+
+        import longspan.hf  # noqa: F401  registers swapped models
+        from longspan.hf.native import to_language_model
+    except ImportError as error:
+        raise ValueError(
+            f"{folder} is a folder of transformers: pip install 'longspan[hf]' to open it ({error})"
+        ) from None
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    return to_language_model(model).to(device)
 
 
 def format_bytes(number: int) -> str:
