@@ -74,7 +74,7 @@ def test_keys(tmp_path):
 
 
 def test_full_queue_and_streams_per_client(api):
-    with httpx.Client(base_url=api.url, timeout=60) as client:
+    with httpx.Client(base_url=api.url, timeout=60, verify=False) as client:
         streams = [client.stream("POST", "/v1/completions", json=LONG) for _ in range(4)]
         for stream in streams:
             assert stream.__enter__().status_code == 200
@@ -188,7 +188,7 @@ def test_drain(tmp_path):
             next(lines)
             api.server.stop()
             for path in ("/health", "/v1/completions"):
-                with httpx.Client(base_url=api.url) as other:
+                with httpx.Client(base_url=api.url, verify=False) as other:
                     call = other.get(path) if path == "/health" else other.post(path, json={"prompt": "x"})
                 assert call.status_code == 503
                 assert call.json()["error"]["code"] == "shutting_down"

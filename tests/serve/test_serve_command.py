@@ -40,7 +40,7 @@ def started(*words):
         thread = threading.Thread(target=server.run)
         thread.start()
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
+            with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=60, verify=False) as client:
                 yield client, server
         finally:
             server.stop(timeout=0)
@@ -225,7 +225,7 @@ def process(*words):
     line = child.stderr.readline()
     address = re.search(r"at (http://127\.0\.0\.1:\d+) with 8 slots on cpu; state of one sequence: ", line)
     assert address, line + child.stderr.read()
-    return child, httpx.Client(base_url=address[1], timeout=60)
+    return child, httpx.Client(base_url=address[1], timeout=60, verify=False)
 
 
 def test_sigterm_drains_and_ends_with_status_0(tmp_path):
