@@ -354,6 +354,7 @@ def test_adapters(family):
     assert not any(isinstance(module, LoraLinear) for module in student.modules())
 
 
+@pytest.mark.slow
 def test_separate_adapters(teacher, text, tmp_path):
     peft = pytest.importorskip("peft")
     out = tmp_path / "run"
@@ -368,6 +369,7 @@ def test_separate_adapters(teacher, text, tmp_path):
     torch.testing.assert_close(adapted(tokens).logits, merged(tokens), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_memory_bounds_the_batch(teacher, text, tmp_path):
     """Smaller parts of a batch, and recomputed layers, give the same losses."""
     parts = {}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from longspan.generation.tokenization import TOKENIZER
 from longspan.hf.native import to_language_model, why_not_native
+from longspan.models.adapter import ADAPTER, ADAPTER_CONFIG
 from longspan.models.checkpoint import LAST, replace_folder, verify_checksums, write_checksums
 from longspan.models.checkpoint import write as write_model
 from longspan.train.config import differences
@@ -30,8 +31,6 @@ from longspan.train.linearize.data import Windows, concatenated, mask_tokens, ne
 from longspan.train.linearize.evaluation import evaluate, perplexity
 from longspan.train.linearize.stages import AttentionTransfer, Distillation
 from longspan.train.linearize.student import (
-    ADAPTER,
-    ADAPTER_CONFIG,
     add_adapters,
     added_parameters,
     build_student,
@@ -204,7 +203,7 @@ class LinearizeRun:
         """Compute the gradients of a step, a few sequences at a time; return its losses."""
         total: Tensor | None = None
         seed = derive_seed(self.settings.seed, self.stage, self.step)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(self.device).manual_seed(seed)
         for number, part in enumerate(tokens.split(micro)):
             share = len(part) / len(tokens)
             with self._autocast():

@@ -79,7 +79,7 @@ def _has_rows(layer: SwappedAttention) -> bool:
 def _rows_error(layer: SwappedAttention, args: Any, kwargs: dict[str, Any], generator: torch.Generator) -> Tensor:
     hidden = args[0] if args else kwargs["hidden_states"]
     q, k, v = layer.heads(hidden, kwargs.get("position_embeddings"))
-    values = torch.randn(v.shape, generator=generator).to(v)
+    values = torch.randn(v.shape, generator=generator, device=v.device).to(v)
     found = layer.mechanism(q, k, values, causal=layer.causal)
     with torch.no_grad():
         queries, keys, randoms = (x.transpose(1, 2) for x in (q, k, values))

@@ -16,9 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from longspan.hf.swap import SwappedAttention, swap_attention
 from longspan.mechanisms.mixture import MixtureAttention
+from longspan.models.adapter import ADAPTER, ADAPTER_CONFIG
 from longspan.ops.window.torch import BLIND
-
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def build_student(teacher: Any, mechanism: str | Mapping[str, Any], keep_layers: Sequence[int]) -> Any:
