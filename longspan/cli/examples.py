@@ -28,6 +28,10 @@ EXAMPLES = {
         "longspan serve --model runs/mine --host 0.0.0.0 --api-key-file keys.txt --quantize int8",
     ),
     "run": ("longspan run train.py --epochs 3", "longspan run --device cpu --faithful train.py"),
+    "linearize": (
+        "longspan linearize --model SmolLM2-135M --data books/ --out runs/smol --minutes 10",
+        "longspan linearize --model model.gguf --data books/ --out runs/hybrid --keep-layers 0,9,19,29",
+    ),
     "convert": ("longspan convert model.pt converted/ --from performer-pytorch --config arguments.json",),
     "estimate": (
         "longspan estimate --gpus 64 --context 1M --preset base",

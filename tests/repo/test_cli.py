@@ -242,6 +242,7 @@ def test_every_command_has_help_and_refuses_unknown_flags_in_one_line(name, caps
     assert f"usage: longspan {name}" in out
     positional = {"convert": ["a", "b", "--from", "c", "--config", "d"], "report": ["a"], "generate": ["--model", "a"]}
     positional |= {"export": ["a", "b"], "serve": ["--model", "a"], "predict": ["--model", "a", "--data", "b"]}
+    positional["linearize"] = ["--model", "a", "--data", "b", "--out", "c"]
     with pytest.raises(SystemExit) as stopped:
         main([name, *positional.get(name, []), "--modek", "x"])
     assert stopped.value.code == 2
