@@ -30,6 +30,16 @@ RECIPE: dict[str, Any] = {
     "model.zero_init_residual": "true",
 }
 
+# Stop by a signal after a step, as a scheduler would: all processes save.
+STOP = """
+from longspan.train.trainer import Trainer
+after = Trainer._after_step
+def stop(self):
+    after(self)
+    self.signals.received = 15 if self.step == 3 else 0
+Trainer._after_step = stop
+"""
+
 
 def train_config(**options: Any) -> TrainConfig:
     return TrainConfig(data=("x",), out="y", **{"steps": 100, **options})
@@ -119,16 +129,8 @@ def test_a_run_with_everything_is_resumed_bit_for_bit(corpus: Path, tmp_path: Pa
     expected = curve(trained(corpus, tmp_path / "whole", **RECIPE))
     assert [r["tokens"] for r in metrics(tmp_path / "whole") if "loss" in r][:2] == [183, 366]  # one batch at first
     assert [r["tokens"] for r in metrics(tmp_path / "whole") if "loss" in r][-1] < 12 * 3 * 183
-    stop = """
-from longspan.train.trainer import Trainer
-after = Trainer._after_step
-def stop(self):
-    after(self)
-    self.signals.received = 15 if self.step == 7 else 0
-Trainer._after_step = stop
-"""
     words = arguments(corpus, tmp_path / "stopped", **RECIPE)
-    assert longspan(*words, log=tmp_path / "log", before=stop).status == 143
+    assert longspan(*words, log=tmp_path / "log", before=STOP).status == 143
     assert longspan(*words, log=tmp_path / "log").status == 0
     assert curve(metrics(tmp_path / "stopped")) == expected
     files = [(tmp_path / name / "checkpoint" / "model.safetensors").read_bytes() for name in ("whole", "stopped")]
@@ -137,12 +139,20 @@ Trainer._after_step = stop
 
 @pytest.mark.slow
 def test_a_mesh_takes_the_steps_of_one_process(corpus: Path, tmp_path: Path) -> None:
-    """Sharded weights and divided sequences: matrices are gathered, n-grams reach into the piece before."""
-    settings = {**RECIPE, "steps": 5, "save_every": 3}
+    """Sharded weights and divided sequences: matrices are gathered, n-grams reach into the piece before.
+
+    Runs are stopped and resumed: on the same mesh, and by one process.
+    """
+    settings = {**RECIPE, "steps": 5}
     trained(corpus, tmp_path / "one", **settings, batch_size=4)
     for name, mesh, size in (("shards", "fsdp=2", 2), ("pieces", "cp=2", 4)):
         words = arguments(corpus, tmp_path / name, **settings, batch_size=size, mesh=mesh)
-        done = ranks(2, words, tmp_path / f"{name}-log")
-        assert [result.status for result in done] == [0, 0], done
+        done = ranks(2, words, tmp_path / f"{name}-log", before=STOP)
+        assert [result.status for result in done] == [143, 143], done
+        if name == "shards":
+            done = ranks(2, words, tmp_path / f"{name}-log")
+            assert [result.status for result in done] == [0, 0], done
+        else:
+            trained(corpus, tmp_path / name, **settings, batch_size=4)
         found, wanted = ([r["loss"] for r in metrics(tmp_path / x) if "loss" in r] for x in (name, "one"))
         np.testing.assert_allclose(found, wanted, rtol=2e-3)  # bfloat16 rounds sums of another order
