@@ -40,9 +40,20 @@ def test_a_long_sequence_of_few_heads() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("noise", "names"), [(0.3, NAMES), (0.05, ["out", "state", "d_v", "d_start"])])
-def test_nearly_parallel_keys_that_reflect(noise: float, names: list[str], dtype: torch.dtype) -> None:
-    case = replace(DELTA, decay=None)
+@pytest.mark.parametrize(
+    ("decay", "noise", "names"),
+    [
+        (None, 0.3, NAMES),
+        (None, 0.05, ["out", "state", "d_v", "d_start"]),
+        ("head", 0.1, NAMES),
+    ],
+)
+def test_nearly_parallel_keys_that_reflect(
+    decay: str | None, noise: float, names: list[str], dtype: torch.dtype
+) -> None:
+    case = replace(DELTA, decay=decay, strength=0.1)
+    if dtype == torch.bfloat16:  # The gradient of log_decay is a small difference of products with rounded u and z.
+        names = [name for name in names if name != "d_log_decay"]
     d_out, d_state, x = arguments(case, dtype, "cuda")
     k = torch.randn(64) + noise * torch.randn(x.k.shape)
     k = (k / k.norm(dim=-1, keepdim=True)).to("cuda", dtype)

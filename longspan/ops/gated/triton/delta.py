@@ -51,6 +51,8 @@ from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 BLOCK = tl.constexpr(16)
 # β of this or less counts as this: what such a token writes is lost beside anything else.
 LEAST_BETA = tl.constexpr(1e-30)
+# Columns of the states of segments per program of the scan: its steps follow each other, and few are faster.
+SCAN_WIDTH = tl.constexpr(32)
 # Precision of products: bfloat16 has no choice.
 PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
 
@@ -476,7 +478,7 @@ def gated_delta_scan_kernel(p_maps, p_totals, segments, S: tl.constexpr, BACK: t
     N: tl.constexpr = min(S.BD, 128)
     COLUMNS: tl.constexpr = S.BE * S.TILES
     i_x, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i_d, i_c = tl.arange(0, N), i_e * S.BE + tl.arange(0, S.BE)
+    i_d, i_c = tl.arange(0, N), i_e * SCAN_WIDTH + tl.arange(0, SCAN_WIDTH)
     i_tile, i_map = i_d[:, None] * COLUMNS + i_c[None, :], i_d[:, None] * S.BD + i_d[None, :]
     step = -1 if BACK else 1
     for i in range(1, segments - 1):
@@ -863,7 +865,7 @@ class _DeltaPlan(Plan):
 
     def scan_launch(self, *, back: bool) -> Launch:
         constants = {"S": self.sizes, "BACK": back, "num_warps": 8}
-        grid = self.B * self.H, self.sizes.TILES
+        grid = self.B * self.H, self.sizes.TILES * self.sizes.BE // SCAN_WIDTH.value
         return self.launch(gated_delta_scan_kernel, grid, (self.segments,), constants)
 
     @property
