@@ -70,7 +70,7 @@ $(VENV)/bin/python:
 	$(BIN)/pip install --quiet "$(TORCH)"
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml
-	$(BIN)/pip install --quiet --editable ".[dev,docs,triton,train,data,hf,serve]"
+	$(BIN)/pip install --quiet --editable ".[dev,docs,triton,train,data,hf,serve,export]"
 	touch $@
 
 $(VENV)/.train: $(VENV)/bin/python pyproject.toml

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from longspan.layout import (
     repack,
     zero_fill,
 )
+from longspan.ops.common.torch_private import register_pytree
 from longspan.ops.decode import CosSin, apply_rotary, copy_out
 from longspan.ops.linear.torch import FLOOR, safe_divide
 
@@ -64,6 +66,10 @@ class State:
     length: Tensor
     start: Tensor | None = field(default=None, kw_only=True)
     draw: int | None = field(default=0, kw_only=True)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        register_pytree(cls, _flatten_state, partial(_unflatten_state, cls))
 
     @classmethod
     def empty(cls: type[S], batch_size: int, start: Tensor | None, device: torch.device, **contents: Any) -> S:
@@ -190,6 +196,17 @@ class State:
             elif any(value != other for other in rest):
                 raise ValueError(f"these states differ in {item.name}: {value} and {rest[0]}")
         return replace(self, **changed)
+
+
+def _flatten_state(state: State) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
+    """Return tensors and nested states by name, and the other fields."""
+    values = {item.name: getattr(state, item.name) for item in fields(state)}
+    children = {name: value for name, value in values.items() if isinstance(value, Tensor | tuple)}
+    return children, tuple((name, value) for name, value in values.items() if name not in children)
+
+
+def _unflatten_state(cls: type[S], children: dict[str, Any], rest: tuple[tuple[str, Any], ...]) -> S:
+    return cls(**children, **dict(rest))
 
 
 class FeatureMap(nn.Module, ABC):

@@ -28,7 +28,7 @@ from longspan.ops.linear import (
     sum_dtype,
     why_not_triton_bidirectional,
 )
-from longspan.ops.linear.torch import safe_divide
+from longspan.ops.linear.torch import running_max, safe_divide
 from longspan.ops.shift import shift_left, shift_right
 from longspan.protocol import FeatureMap, Mechanism, Rotation, State
 from longspan.utils import choose
@@ -289,7 +289,7 @@ class LinearAttention(Mechanism):
         f, scale = self.feature_map.key(k)
         assert scale is not None
         mass, _ = causal_linear(query, f, ones, log_scale=scale, lengths=lengths, normalize=False)
-        return query, mass, scale.cummax(1).values.repeat_interleave(q.shape[2] // k.shape[2], 2)[..., None]
+        return query, mass, running_max(scale).repeat_interleave(q.shape[2] // k.shape[2], 2)[..., None]
 
     def _op_arguments(self, like: Tensor) -> dict[str, Any]:
         """Return the options of `causal_linear`, the projection in the dtype of the sums."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.utils import _pytree
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,3 +52,29 @@ def compiling_dynamic() -> bool:
 def direct_apply(function: type[torch.autograd.Function]) -> Any:
     """Return `function.apply` without its search for functorch transforms, of which the caller knows there are none."""
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
+
+
+def register_pytree(
+    cls: type, flatten: Callable[[Any], tuple[dict[str, Any], Any]], unflatten: Callable[[dict[str, Any], Any], Any]
+) -> None:
+    """Make a class a node of pytrees, which torch.export takes and returns.
+
+    Args:
+        cls: The class.
+        flatten: Returns the children of an object by name, and what else there is, which must be hashable.
+        unflatten: Returns the object of children and the rest.
+    """
+
+    def children(value: Any) -> tuple[list[Any], Any]:
+        named, rest = flatten(value)
+        return list(named.values()), (tuple(named), rest)
+
+    def children_with_keys(value: Any) -> tuple[list[Any], Any]:
+        named, rest = flatten(value)
+        return [(_pytree.GetAttrKey(name), child) for name, child in named.items()], (tuple(named), rest)
+
+    def rebuild(values: Any, context: Any) -> Any:
+        names, rest = context
+        return unflatten(dict(zip(names, values, strict=True)), rest)
+
+    _pytree.register_pytree_node(cls, children, rebuild, flatten_with_keys_fn=children_with_keys)

@@ -137,7 +137,7 @@ class _Chunks(NamedTuple):
             lower = kk if beta is None else beta * kk
             k_in = decay.from_start(k)
             both = torch.cat([u, k_in if beta is None else beta * k_in], -1)
-            solved = torch.linalg.solve_triangular(lower, both, upper=False, unitriangular=True)
+            solved = _solve_unit_lower(lower, both)
             u, w = solved.split([v.shape[3], k.shape[3]], -1)
         q_in, k_out = decay.from_start(q), decay.to_end(k)
         return cls(q, k, v, beta, decay, pair, u, w, lower, kk, q_in, k_out, decay.last, problem.scale)
@@ -340,3 +340,16 @@ def _heads(x: GatedInputs) -> tuple[int, int]:
 
 def _dtype(x: GatedInputs) -> torch.dtype:
     return torch.float64 if x.k.dtype == torch.float64 else torch.float32
+
+
+def _solve_unit_lower(lower: Tensor, x: Tensor) -> Tensor:
+    """Solve (1 + lower) y = x for a strictly lower triangular matrix."""
+    if not torch.compiler.is_exporting():
+        return torch.linalg.solve_triangular(lower, x, upper=False, unitriangular=True)
+    # By products, which other runtimes know: forward substitution by halves.
+    half = lower.shape[-1] // 2
+    if not half:
+        return x
+    first = _solve_unit_lower(lower[..., :half, :half], x[..., :half, :])
+    rest = x[..., half:, :] - lower[..., half:, :half] @ first
+    return torch.cat([first, _solve_unit_lower(lower[..., half:, half:], rest)], -2)

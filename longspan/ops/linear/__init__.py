@@ -25,7 +25,7 @@ from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
 from longspan.ops.common.torch_private import forward_ad_level
 from longspan.ops.linear import torch as torch_chunk
-from longspan.ops.linear.torch import FLOOR, is_zero, safe_divide
+from longspan.ops.linear.torch import FLOOR, is_zero, running_max, safe_divide
 from longspan.ops.linear.triton import FEATURE_MAPS
 
 __all__ = [
@@ -292,7 +292,7 @@ def attend_prefixes(
             return out
         read = attend_sums(query[:, bucket:], Sums(pending, pending[..., 0], sums.shift), "none")
         if log_scale is not None:
-            reference = maximum(log_scale.cummax(1).values, sums.shift[:, None])[:, bucket:]
+            reference = maximum(running_max(log_scale), sums.shift[:, None])[:, bucket:]
             factor = (sums.shift[:, None] - reference).exp().repeat_interleave(query.shape[2] // f.shape[2], 2)
             read = read * factor[..., None]
         return cat([out[:, :bucket], out[:, bucket:] + read], 1)

@@ -211,7 +211,7 @@ class _Group(NamedTuple):
         if beta is None:
             passing = earlier.expand(len(c), -1, -1)
             return cls(k, f, v, hidden, seen, None, None, None, passing, c)
-        reference = torch.maximum(beta.view(len(c), -1).cummax(1).values, c[:, None])  # (B Hkv, N C)
+        reference = torch.maximum(running_max(beta.view(len(c), -1)), c[:, None])  # (B Hkv, N C)
         bounds = torch.cat([c[:, None], reference[:, size - 1 :: size]], 1)  # (B Hkv, N + 1)
         rows = reference.view(-1, size)
         before, after = bounds[:, :-1].reshape(-1, 1), bounds[:, 1:].reshape(-1, 1)
@@ -259,11 +259,22 @@ class _Group(NamedTuple):
         return keys if self.end is None else keys * self.end
 
 
+def running_max(x: Tensor) -> Tensor:
+    """Return the largest value up to each one along the second dimension."""
+    if not torch.compiler.is_exporting():
+        return x.cummax(1).values
+    shift = 1  # By doubling: other runtimes than PyTorch have no cummax.
+    while shift < x.shape[1]:
+        x = torch.cat([x[:, :shift], torch.maximum(x[:, shift:], x[:, :-shift])], 1)
+        shift *= 2
+    return x
+
+
 def _factor(x: Tensor) -> Tensor:
     """Return exp(x), in place, with x clamped: above 0, where the pair is masked, to 1, and far below 0 to the smallest
     normal number, because `exp` is slow for denormal results.
     """
-    return x.clamp_(min=math.log(torch.finfo(x.dtype).tiny), max=0).exp_()
+    return x.clamp_(min=math.log(torch.finfo(x.dtype).tiny), max=0.0).exp_()
 
 
 # (x (..., D), weight) -> features (..., M) and their log scale (...).
