@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from longspan.ops.common import dispatch
 from longspan.ops.decode import CosSin, GateActivation, apply_rotary, copy_out, gated_decode_step, why_not_triton
 from longspan.ops.decode.torch import gated_step
-from longspan.ops.gated import LOG_UNDERFLOW, gated_linear
+from longspan.ops.gated import LOG_UNDERFLOW, GatedInputs, choose_algorithm, gated_linear
 from longspan.ops.linear import sum_dtype
 from longspan.protocol import Mechanism, Rotation, State
 
@@ -96,16 +96,18 @@ class GatedMechanism(Mechanism):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
         log_decay, beta = self._visible_gates(gates, k, key_mask)
-        dtype = v.dtype
-        # In float32: the parts of a sum may overflow where the sum does not.
-        q, k, v = (x.to(sum_dtype(x)) for x in (self._keys(q), self._keys(k), v))
+        q, k, dtype = self._keys(q), self._keys(k), v.dtype
+        inputs = GatedInputs(q, k, v, log_decay, beta, None)
+        if dtype != torch.bfloat16 or choose_algorithm(inputs, self.delta) == "torch":
+            # In float32: the parts of a sum may overflow where the sum does not.
+            q, k, v = (x.to(sum_dtype(x)) for x in (q, k, v))
         out = gated_linear(q, k, v, log_decay=log_decay, beta=beta, delta=self.delta, scale=self._scale)[0]
         q, k, v = (x.flip(1) for x in (q, k, v))
         log_decay, beta = (None if x is None else x.flip(1) for x in (log_decay, beta))
         back = gated_linear(q, k, v, log_decay=log_decay, beta=beta, delta=self.delta, scale=self._scale)[0]
         if not self.delta:
             back = back - self._diagonal(q, k, v, beta)
-        return (out + back.flip(1)).to(dtype)
+        return (out.to(sum_dtype(out)) + back.flip(1)).to(dtype)
 
     def _diagonal(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> Tensor:
         """Return what each token reads of itself (B, T, H, E), which both directions without the delta rule include."""

@@ -9,6 +9,8 @@ from option_cases import B, D, E, H, T, build, checks, inputs, option_test, same
 from torch import Tensor
 
 from longspan import Mechanism
+from longspan.mechanisms import gated
+from longspan.ops.gated import gated_linear
 from longspan.testing import check_mechanism
 
 Weights = tuple[Tensor, Tensor]  # α (B, T, Hkv, 1 or D) and the strength of the write (B, T, Hkv)
@@ -96,6 +98,30 @@ def test_every_gate_obeys_the_laws_and_its_definition(name: str, options: dict, 
         return definition(name, built[-1], weights)(*args, **options)
 
     check_mechanism(factory, reference=reference)
+
+
+@pytest.mark.parametrize(("name", "gate"), [("decay", "channel"), ("delta", "head")])
+def test_both_directions_take_bfloat16_where_kernels_run(name: str, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float16 has too little range for the parts of a sum, and eager PyTorch gains nothing."""
+    taken = []
+
+    def record(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+        taken.append(v.dtype)
+        return gated_linear(q, k, v, **options)
+
+    m = build(name, gate=gate)
+    x = {key: y.bfloat16() for key, y in gated_inputs(m).items()}
+    truth = m(**{key: y.double() for key, y in x.items()})
+    m.float()
+    monkeypatch.setattr(gated, "gated_linear", record)
+    eager = m(**x)
+    monkeypatch.setattr(gated, "choose_algorithm", lambda *_: "channel")
+    found = m(**x)
+    m(**{key: y.half() for key, y in x.items()})
+    assert taken == [torch.float32] * 2 + [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert found.dtype == torch.bfloat16
+    allowed = 2 * (eager - truth).abs().max() + truth.abs().max() * torch.finfo(torch.bfloat16).eps
+    assert (found - truth).abs().max() <= allowed
 
 
 def gated_inputs(m: Mechanism) -> dict[str, Tensor]:
