@@ -297,9 +297,9 @@ def gated_channel_writes_kernel(
     i_h, i_c, i_b = _program(chunks, S.HKV)
     i_0, i_y = i_c * S.C, (i_b * S.HKV + i_h) * chunks + i_c
     rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
-    b_l, b_low = load_inverse(p_inverse, i_y, False, S)
+    b_l, b_l_low = load_inverse(p_inverse, i_y, False, S)
     if tl.bfloat16 == S.DOT:
-        b_l = b_l.to(tl.float32) + b_low.to(tl.float32)
+        b_l = b_l.to(tl.float32) + b_l_low.to(tl.float32)
     b_l = triangular_inverse(b_l, S)
     if p_z is not None:
         store_inverse(p_inverse, i_y, b_l, S)
