@@ -258,7 +258,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def is_small(model: LanguageModel, batch_size: int, elements: int) -> bool:
     """Return whether a step on a CPU, with states of `elements` numbers in all, is faster in one thread."""
-    products = sum(x.weight.numel() for x in model.modules() if isinstance(x, nn.Linear))
+    weights = [getattr(x, "weight", None) for x in model.modules()]
+    matrices = [x for x in weights if isinstance(x, Tensor) and x.dtype == torch.int8]
+    matrices += [x.weight for x in model.modules() if isinstance(x, nn.Linear)]
+    products = sum(x.numel() for x in matrices)
     return batch_size * products + elements <= _SMALL
 
 

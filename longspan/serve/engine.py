@@ -230,7 +230,7 @@ class Engine:
         if not on_gpu and self._read_rows > 1 and self.chunk % 4:
             raise ValueError(f"read_rows above 1 needs a chunk that is a multiple of 4 on a CPU, got {self.chunk}")
         self._steps_per_sync = steps_per_sync or (None if on_gpu and speculation is None else 1)
-        self._step_seconds, self._taken = _BLOCK_SECONDS / 4, 0.0
+        self._step_seconds = _BLOCK_SECONDS / 4
         self.speculation, self._pace = _check_speculation(speculation, model), Pace()
         # What the bits of a state depend on.
         salt = f"{self.fingerprint}:{model.config}:{self.chunk}:{self.max_length}:{state_dtype}"
@@ -698,7 +698,7 @@ class Engine:
             longest = max(choice.job.length + choice.steps for _, choice in running)
             steps = min(steps, self.max_length + 1 - longest)
         self._clear_full(steps)
-        tokens, logs = [], []
+        tokens, logs, begun = [], [], _event(self.device)
         for _ in range(steps):
             self._loop.step()
             tokens.append(self._loop.token.clone())
@@ -706,7 +706,7 @@ class Engine:
                 logs.append(_top_logs(self._loop.logits.float().log_softmax(1), self._loop.token, number))
         self._lengths += steps
         self._counts["steps"] += steps
-        self._launched.append(_Launched.of(running, tokens, logs))
+        self._launched.append(_Launched.of(running, tokens, logs, begun))
         for row, choice in running:
             choice.steps += steps
             if choice.steps_left <= 0 and not choice.job.request.keep_state:
@@ -721,10 +721,10 @@ class Engine:
     def _take(self, launched: _Launched) -> None:
         """Send the tokens of launched steps."""
         columns, logs = launched.results()
-        now = time.perf_counter()
-        if self._launched:  # The device has not been idle since the last block.
-            self._step_seconds += 0.2 * ((now - self._taken) / len(launched.tokens) - self._step_seconds)
-        self._taken = now
+        if launched.events is not None:
+            begun, ended = launched.events
+            seconds = begun.elapsed_time(ended) / 1e3 / len(launched.tokens)
+            self._step_seconds += 0.2 * (seconds - self._step_seconds)
         for row, choice in launched.running:
             if choice.finished:
                 continue
@@ -938,25 +938,40 @@ class _Launched:
     running: list[tuple[int, _Choice]]
     tokens: Tensor
     logs: list[_TopLogs]
-    event: torch.cuda.Event | None
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # before and after, on a GPU
 
     @classmethod
-    def of(cls, running: list[tuple[int, _Choice]], tokens: list[Tensor], logs: list[_TopLogs]) -> _Launched:
+    def of(
+        cls,
+        running: list[tuple[int, _Choice]],
+        tokens: list[Tensor],
+        logs: list[_TopLogs],
+        begun: torch.cuda.Event | None,
+    ) -> _Launched:
         """Begin to copy the results of steps to the host."""
         every = torch.stack(tokens)
-        if not every.is_cuda:
+        if begun is None:
             return cls(running, every, logs, None)
-        event = torch.cuda.Event()
         found = every.to("cpu", non_blocking=True)
         host = [_TopLogs(*(x.to("cpu", non_blocking=True) for x in step)) for step in logs]
-        event.record()
-        return cls(running, found, host, event)
+        ended = _event(every.device)
+        assert ended is not None
+        return cls(running, found, host, (begun, ended))
 
     def results(self) -> tuple[list[list[int]], list[_TopLists]]:
         """Wait for the steps and return the tokens of each row, and the log-probabilities of each step."""
-        if self.event is not None:
-            self.event.synchronize()
+        if self.events is not None:
+            self.events[1].synchronize()
         return self.tokens.T.tolist(), [step.lists() for step in self.logs]
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    """Record an event on a GPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _resolve(futures: list[asyncio.Future[None]]) -> None:

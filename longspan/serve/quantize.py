@@ -38,10 +38,10 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x (…, in_features) to (…, out_features)."""
         rows = x.reshape(-1, x.shape[-1]).float()
-        largest = rows.abs().amax(1, keepdim=True).clamp_(min=_TINY)
-        rounded = (rows / largest).mul_(127).round_().to(torch.int8)
-        out = torch._int_mm(rounded, self.weight.T).float().mul_(largest).mul_(self.scale)
-        out = out if self.bias is None else out.add_(self.bias)
+        largest = torch.linalg.vector_norm(rows, math.inf, 1, keepdim=True).clamp_(min=_TINY)
+        rounded = (rows * (127 / largest)).round_().to(torch.int8)
+        out = torch._int_mm(rounded, self.weight.T) * largest
+        out = out.mul_(self.scale) if self.bias is None else torch.addcmul(self.bias, out, self.scale)
         return out.to(x.dtype).view(*x.shape[:-1], -1)
 
 
