@@ -29,6 +29,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from longspan.serve.metrics import CONTENT_TYPE, Metrics
 from longspan.serve.openai_protocol import APIError, ChatBody, CompletionBody, StateBody, parse_body
+from longspan.serve.request import Request
 from longspan.serve.serving_completion import ResponseWriter, ServedModel, draining
 from longspan.utils import printable
 
@@ -42,7 +43,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _PUBLIC = ("/", "/health")  # paths that need no key
 _MAX_HEADERS = 1 << 16  # bytes
 _SLOWEST = 1 << 14  # bytes per second of a body
-_INLINE = 1 << 14  # bytes of a body that is prepared on the event loop: tokenizing more takes a thread
+_INLINE = 1 << 14  # bytes of a body that is prepared on the event loop; more of them take a thread
 _CLOSED_REQUEST = 499  # as nginx names a client that went away
 
 
@@ -180,12 +181,11 @@ def _add_completions(app: FastAPI, model: ServedModel, options: ServerOptions, g
     async def answer(request: HTTPRequest, cls: type[CompletionBody] | type[ChatBody]) -> Response:
         async with gate.pass_through(request) as ticket:
             content = await _read_body(request, options)
-            body = parse_body(cls, content)
             client = request.client.host if request.client is not None else ""
-            if len(content) > _INLINE or body.previous_state is not None:
-                requests = await asyncio.to_thread(model.prepare, body, client)
+            if len(content) > _INLINE or b"previous_state" in content:
+                body, requests = await asyncio.to_thread(_prepare, model, cls, content, client)
             else:
-                requests = model.prepare(body, client)
+                body, requests = _prepare(model, cls, content, client)
             writer = ResponseWriter(model, body, requests, model.submit(requests))
             _note(request, writer, content if options.log_prompts else None)
             if body.stream:
@@ -250,6 +250,13 @@ def _add_states(app: FastAPI, model: ServedModel, options: ServerOptions) -> Non
     async def delete_state(name: str) -> Any:
         states.delete(name)
         return {"id": name, "object": "state", "deleted": True}
+
+
+def _prepare(
+    model: ServedModel, cls: type[CompletionBody] | type[ChatBody], content: bytes, client: str
+) -> tuple[CompletionBody | ChatBody, list[Request]]:
+    body = parse_body(cls, content)
+    return body, model.prepare(body, client)
 
 
 class EventStream(Response):

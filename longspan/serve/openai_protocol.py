@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, Literal, NoReturn, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, ValidationError, field_validator, model_validator
 
 from longspan.utils import nearest
 
 B = TypeVar("B", bound=BaseModel)
+
+
+class _FirstError(FailFast):
+    """Ends the check of a list at its first error: a long list of wrong things must not take long to refuse."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)  # A member of a union must have one.
+
+
+Texts = Annotated[list[str], _FirstError()]
+Tokens = Annotated[list[int], _FirstError()]
 
 IGNORED = (
     "user", "safety_identifier", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention"
@@ -93,8 +105,8 @@ class _GenerationBody(_Body):
     repetition_penalty: float | None = None
     seed: int | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Tokens | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -130,7 +142,7 @@ class _GenerationBody(_Body):
 class CompletionBody(_GenerationBody):
     """The body of `POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Texts | Tokens | Annotated[list[Tokens], _FirstError()]
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -146,8 +158,18 @@ class ChatMessage(_Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
+    content: str | Annotated[list[ContentPart], _FirstError()]
     name: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _refuse_media(cls, content: Any) -> Any:
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                text = f"messages.content of type {_shorten(kind)!r} is not supported: models read text only"
+                raise APIError(400, text, param="messages", code="unsupported_option")
+        return content
 
     @property
     def text(self) -> str:
@@ -158,7 +180,7 @@ class ChatMessage(_Body):
 class ChatBody(_GenerationBody):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], _FirstError()]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -215,20 +237,25 @@ def _worded(cls: type[BaseModel], error: ValidationError) -> APIError:
         return APIError(400, text, param=given, code="unknown_option")
     if first["type"] == "missing":
         return APIError(400, f"{name} is missing", param=name)
-    field = cls.model_fields.get(path[0]) if path else None
-    if field is not None and len(path) > 1 and not path[1].isdigit() and path[1] != "content":
-        name = path[0]  # The rest names an alternative of a union.
-    expected = "" if field is None else f" must be {_expected(field.annotation)}"
-    message = f"{name}{expected}, got {_kind(first['input'])}: {first['msg'].lower()}"
-    return APIError(400, message, param=name)
+    if path and path[0] in ("prompt", "stop", "stop_token_ids"):
+        path = path[:1]  # The rest names an alternative of a union.
+    field = cls.model_fields.get(path[0]) if len(path) == 1 else None
+    got = _kind(first["input"])
+    if field is None:
+        return APIError(400, f"{name}: {first['msg'].lower()}, got {got}", param=name)
+    return APIError(400, f"{path[0]} must be {_expected(field.annotation)}, got {got}", param=path[0])
 
 
 def _expected(annotation: Any) -> str:
-    """Return the names of the types of a field, as JSON has them."""
-    text = str(annotation).replace("<class '", "").replace("'>", "").replace("longspan.serve.openai_protocol.", "")
-    for python, name in (("str", "text"), ("int", "integer"), ("float", "number"), ("bool", "true or false")):
-        text = text.replace(python, name)
-    return text.replace(" | None", "").replace(" | ", ", or ").replace("list[", "a list of ").replace("]", "")
+    """Return the type of a field in words, as JSON has it."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _expected(arguments[0])
+    if origin is list:
+        return f"a list of {_expected(arguments[0])}"
+    if origin in (Union, UnionType):
+        return ", or ".join(_expected(one) for one in arguments if one is not type(None))
+    return {str: "text", int: "integer", float: "number", bool: "true or false"}.get(annotation, "an object")
 
 
 def _kind(value: object) -> str:

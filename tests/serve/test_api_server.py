@@ -9,11 +9,13 @@ import time
 import openai
 import pytest
 import torch
+from pydantic import ValidationError
 from serve_cases import language_model
 from server_cases import serving
 
 from longspan import Sampling
 from longspan.serve import Request
+from longspan.serve.openai_protocol import APIError, CompletionBody, parse_body
 from longspan.serve.serving_completion import Limits
 
 HELLO = {"messages": [{"role": "user", "content": "x"}]}
@@ -188,7 +190,7 @@ def test_chat_is_the_template(api):
     ("completions", {"prompt": "x", "model": "other"}, 404, "does not exist"),
     ("chat/completions", {"messages": []}, 400, "at least one message"),
     ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
-    ("chat/completions", IMAGE, 400, "messages.0.content"),
+    ("chat/completions", IMAGE, 400, "type 'image_url' is not supported: models read text only"),
     ("chat/completions", HELLO | {"tools": [{}]}, 400, "tools are not supported"),
     ("chat/completions", HELLO | {"top_logprobs": 1}, 400, "needs logprobs"),
     ("chat/completions", HELLO | {"max_tokens": 1, "max_completion_tokens": 2},
@@ -214,6 +216,15 @@ def test_refusals_say_what_to_do(api, path, body, status, text):
 def test_malformed_bodies(api, content, text):
     response = api.client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert re.search(text, error(response, 400)["message"])
+
+
+@pytest.mark.parametrize("prompt", [[{}] * 30_000, ["x", 1] * 30_000, [[1, "x"]] * 30_000, [1.5] * 30_000])
+def test_long_wrong_lists_end_at_the_first_error(prompt):
+    with pytest.raises(APIError, match="prompt must be text, or a list of text"):
+        parse_body(CompletionBody, json.dumps({"prompt": prompt}).encode())
+    with pytest.raises(ValidationError) as caught:
+        CompletionBody.model_validate({"prompt": prompt})
+    assert caught.value.error_count() < 10
 
 
 def test_other_refusals(api):
