@@ -13,9 +13,11 @@ from torch import Tensor
 
 from longspan import Mechanism
 from longspan.layout import TokenLayout
+from longspan.mechanisms.gated import GatedMechanism
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.mechanisms.local import LocalAttention
 from longspan.mechanisms.softmax import SoftmaxAttention
+from longspan.mechanisms.mixture import MixtureAttention
 from longspan.mechanisms.split import SplitAttention
 from longspan.models.attention_maps import attention_map, compressed_map, plot_attention
 from longspan.models.config import AttentionConfig
@@ -33,6 +35,8 @@ def refused(*parts: str):
 
 
 def mixes_features(m: Mechanism) -> bool:
+    if isinstance(m, MixtureAttention):
+        return isinstance(m.memory, GatedMechanism)  # what such a memory returns is normalized
     parts = m.parts if isinstance(m, SplitAttention) else [m]
     return any(isinstance(part, LinformerAttention) and part.values.kind == "convolution" for part in parts)
 

@@ -30,6 +30,7 @@ B, T, H, D, E = 2, 17, 3, 5, 7
 
 OPTIONS: dict[str, dict] = {
     "local": {"window": 4},
+    "mixture": {"window": 4},
     "linformer": {"rank": 3, "max_length": 41},
     "decay": {"gate": "fixed"},
     "split": {
