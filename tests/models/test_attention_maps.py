@@ -16,8 +16,8 @@ from longspan.layout import TokenLayout
 from longspan.mechanisms.gated import GatedMechanism
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.mechanisms.local import LocalAttention
-from longspan.mechanisms.softmax import SoftmaxAttention
 from longspan.mechanisms.mixture import MixtureAttention
+from longspan.mechanisms.softmax import SoftmaxAttention
 from longspan.mechanisms.split import SplitAttention
 from longspan.models.attention_maps import attention_map, compressed_map, plot_attention
 from longspan.models.config import AttentionConfig
