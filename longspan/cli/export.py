@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> None:
     from longspan.generation.tokenization import TOKENIZER, TOKENIZER_SETTINGS
     from longspan.models.adapter import ADAPTER, ADAPTER_CONFIG
     from longspan.models.checkpoint import CONFIG, TENSORS, describe, find_checkpoint, load, replace_folder, write
+    from longspan.models.hub import LONGSPAN_MAP, STUB, write_stub
 
     if flags.format == "onnx":
         _write_onnx(flags)
@@ -57,8 +58,9 @@ def main(argv: Sequence[str]) -> None:
     more = {n: x for n, x in read_json(checkpoint / CONFIG).items() if n not in (*describe(model), "sha256")}
     if flags.merge:
         more.pop("adapter", None)
-    with replace_folder(flags.folder, (TENSORS, CONFIG, *beside)) as partial:
-        write(model, partial, more)
+    with replace_folder(flags.folder, (TENSORS, CONFIG, STUB, *beside)) as partial:
+        write(model, partial, more | {"auto_map": LONGSPAN_MAP})
+        write_stub(partial)
         for name in beside:
             if (checkpoint / name).exists():
                 shutil.copyfile(checkpoint / name, partial / name)

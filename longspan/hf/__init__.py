@@ -11,8 +11,10 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
 )
 
@@ -20,8 +22,10 @@ from longspan.hf.config import LongspanConfig
 from longspan.hf.models import (
     LongspanForCausalLM,
     LongspanForMaskedLM,
+    LongspanForQuestionAnswering,
     LongspanForSeq2SeqLM,
     LongspanForSequenceClassification,
+    LongspanForTokenClassification,
     LongspanModel,
 )
 from longspan.hf.native import to_language_model
@@ -33,8 +37,10 @@ __all__ = [
     "LongspanConfig",
     "LongspanForCausalLM",
     "LongspanForMaskedLM",
+    "LongspanForQuestionAnswering",
     "LongspanForSeq2SeqLM",
     "LongspanForSequenceClassification",
+    "LongspanForTokenClassification",
     "LongspanModel",
     "load_swapped",
     "swap_attention",
@@ -49,5 +55,7 @@ for opener in SwappedPreTrainedModel.__subclasses__():
     opener.auto_class.register(SwappedConfig, opener)
 AutoModelForMaskedLM.register(LongspanConfig, LongspanForMaskedLM)
 AutoModelForSequenceClassification.register(LongspanConfig, LongspanForSequenceClassification)
+AutoModelForTokenClassification.register(LongspanConfig, LongspanForTokenClassification)
+AutoModelForQuestionAnswering.register(LongspanConfig, LongspanForQuestionAnswering)
 AutoModelForSeq2SeqLM.register(LongspanConfig, LongspanForSeq2SeqLM)
 AutoTokenizer.register(LongspanConfig, slow_tokenizer_class=ByteTokenizer)

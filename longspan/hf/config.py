@@ -57,6 +57,10 @@ class LongspanConfig(PreTrainedConfig):
         options.setdefault("is_encoder_decoder", "encoder" in self.arguments)
         super().__init__(**options)
 
+    @classmethod
+    def register_for_auto_class(cls, *_: Any, **__: Any) -> None:
+        """Do nothing: a saved folder has a stub that imports longspan, not a copy of this file."""
+
     @property
     def model(self) -> ModelConfig:
         """The language model's configuration; of an encoder with a decoder, the decoder's."""

@@ -16,8 +16,10 @@ from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
     MaskedLMOutput,
+    QuestionAnsweringModelOutput,
     Seq2SeqLMOutput,
     SequenceClassifierOutput,
+    TokenClassifierOutput,
 )
 from transformers.utils import can_return_tuple
 
@@ -27,6 +29,7 @@ from longspan.hf.context_parallel import LongspanContextParallel
 from longspan.hf.generate import LongspanGenerationMixin
 from longspan.layout import Packing
 from longspan.models.checkpoint import CONFIG, describe, digests
+from longspan.models.hub import LONGSPAN_MAP, write_stub
 from longspan.models.residual import Stack
 from longspan.models.transformer import Classifier, EncoderDecoder, LanguageModel
 from longspan.utils import write_atomically
@@ -94,8 +97,13 @@ class LongspanPreTrainedModel(PreTrainedModel):
         if not adapters and options.get("is_main_process", True):
             path = Path(save_directory) / CONFIG
             config = json.loads(path.read_text(encoding="utf-8"))
-            config |= describe(self.model) | {"sha256": digests(path.parent)}
+            config |= describe(self.model) | {"sha256": digests(path.parent), "auto_map": LONGSPAN_MAP}
+            write_stub(path.parent)
             write_atomically(path, json.dumps(config, indent=2) + "\n")
+
+    @classmethod
+    def register_for_auto_class(cls, *_: Any, **__: Any) -> None:
+        """Do nothing: a saved folder has a stub that imports longspan, not a copy of this file."""
 
     def get_parameter(self, target: str) -> Any:
         """Return a parameter, or a buffer: transformers marks tied tensors, and layers may share a random table."""
@@ -340,6 +348,80 @@ class LongspanForSequenceClassification(LongspanPreTrainedModel):
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+class LongspanForTokenClassification(LongspanForSequenceClassification):
+    """A classifier of each token. A language model's checkpoint loads into its body."""
+
+    output_type = TokenClassifierOutput
+
+    def _build(self, config: LongspanConfig) -> Classifier:
+        return Classifier(replace(config.model, num_classes=config.num_labels, pooling="none"))
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **given: Any,
+    ) -> Any:
+        """Compute logits (B, T, num_labels), and the loss if labels are given.
+
+        Args:
+            input_ids: (B, T).
+            attention_mask: (B, T), 0 for padding.
+            labels: (B, T), −100 for tokens to ignore.
+            **given: Refused unless None or False.
+
+        Returns:
+            A `TokenClassifierOutput`, or a tuple with return_dict=False.
+        """
+        logits = self._token_logits(input_ids, attention_mask, given)
+        loss = None if labels is None else self.loss_function(logits, labels, self.config)
+        return TokenClassifierOutput(loss=loss, logits=logits)
+
+    def _token_logits(self, input_ids: Tensor | None, attention_mask: Tensor | None, given: dict[str, Any]) -> Tensor:
+        _refuse_unknown(given)
+        if input_ids is None:
+            raise ValueError("input_ids is required; inputs_embeds is not supported by longspan models")
+        return self.model(input_ids, key_mask=None if attention_mask is None else attention_mask.bool())
+
+
+class LongspanForQuestionAnswering(LongspanForTokenClassification):
+    """Scores of each token as the start and the end of an answer. A language model's checkpoint loads into its body."""
+
+    output_type = QuestionAnsweringModelOutput
+
+    def _build(self, config: LongspanConfig) -> Classifier:
+        return Classifier(replace(config.model, num_classes=2, pooling="none"))
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **given: Any,
+    ) -> Any:
+        """Compute start_logits and end_logits (B, T), and the loss if both positions are given.
+
+        Args:
+            input_ids: (B, T).
+            attention_mask: (B, T), 0 for padding.
+            start_positions: (B,), the first token of each answer.
+            end_positions: (B,), the last token of each answer.
+            **given: Refused unless None or False.
+
+        Returns:
+            A `QuestionAnsweringModelOutput`, or a tuple with return_dict=False.
+        """
+        start, end = self._token_logits(input_ids, attention_mask, given).unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start, end, start_positions, end_positions)
+        return QuestionAnsweringModelOutput(loss=loss, start_logits=start, end_logits=end)
 
 
 class LongspanForSeq2SeqLM(LongspanPreTrainedModel, LongspanGenerationMixin):

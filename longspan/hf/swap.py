@@ -33,6 +33,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from longspan.mechanisms.local import LocalAttention
 from longspan.models.checkpoint import CONFIG
+from longspan.models.hub import SWAPPED_MAP, write_stub
 from longspan.models.layers import mechanism_from
 from longspan.protocol import Mechanism, State
 from longspan.utils import write_atomically
@@ -161,6 +162,8 @@ def _save_swapped(model: Any, save_directory: Any, **options: Any) -> None:
         path = Path(save_directory) / CONFIG
         config = json.loads(path.read_text(encoding="utf-8"))
         config |= {"model_type": SwappedConfig.model_type, "base_model_type": config["model_type"]}
+        config["auto_map"] = SWAPPED_MAP
+        write_stub(path.parent)
         write_atomically(path, json.dumps(config, indent=2) + "\n")
 
 
@@ -169,12 +172,20 @@ class SwappedConfig(PreTrainedConfig):
 
     model_type = "longspan_swap"
 
+    @classmethod
+    def register_for_auto_class(cls, *_: Any, **__: Any) -> None:
+        """Do nothing: a saved folder has a stub that imports longspan, not a copy of this file."""
+
 
 class SwappedPreTrainedModel(PreTrainedModel):
     """What an Auto class calls for such a checkpoint; the loaded model is of a class of the original's type."""
 
     config_class = SwappedConfig
     auto_class: Any
+
+    @classmethod
+    def register_for_auto_class(cls, *_: Any, **__: Any) -> None:
+        """Do nothing, as for `SwappedConfig`."""
 
     @classmethod
     def from_pretrained(cls, folder: Any, *_: Any, config: Any = None, **options: Any) -> Any:

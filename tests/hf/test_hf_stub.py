@@ -1,0 +1,85 @@
+"""Folders open with trust_remote_code where longspan.hf was not imported, and refuse where longspan is missing."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassification, LlamaConfig, LlamaForCausalLM
+
+from longspan import AttentionConfig, ModelConfig
+from longspan.hf import LongspanConfig, LongspanForCausalLM, swap_attention
+
+OPEN = """
+import sys
+from transformers import AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    assert "longspan" not in sys.modules or folder != sys.argv[1]
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    print(type(model).__name__, model.dtype)
+    model.save_pretrained(folder + "-again")
+"""
+BLOCKED = "import sys; sys.modules['longspan'] = None\n"
+
+
+def language_model():
+    torch.manual_seed(1)
+    attention = AttentionConfig(num_heads=4, mechanism="linear")
+    model = ModelConfig(dim=24, depth=1, causal=True, vocab_size=31, attention=attention)
+    return LongspanForCausalLM(LongspanConfig(model)).eval()
+
+
+def run(code, *folders, home):
+    environment = {**os.environ, "HF_MODULES_CACHE": str(home), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code, *map(str, folders)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_folders_open_with_remote_code(tmp_path):
+    language_model().save_pretrained(tmp_path / "own")
+    sizes = {"vocab_size": 31, "hidden_size": 24, "intermediate_size": 7, "num_hidden_layers": 1}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
+    swap_attention(llama, "linear").save_pretrained(tmp_path / "swapped")
+    stub = (tmp_path / "own/modeling_longspan.py").read_text()
+    assert len(stub.splitlines()) < 40
+    done = run(OPEN, tmp_path / "own", tmp_path / "swapped", home=tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[::2] == ["LongspanForCausalLM", "LlamaForCausalLM"]
+    for name in ("own-again", "swapped-again"):
+        assert [path.name for path in (tmp_path / name).glob("*.py")] == ["modeling_longspan.py"]
+        assert (tmp_path / name / "modeling_longspan.py").read_text() == stub
+    done = run(BLOCKED + OPEN.replace("assert", "0 and"), tmp_path / "own", home=tmp_path / "home2")
+    assert done.returncode == 1
+    assert "this model needs longspan: pip install 'longspan[hf]'" in done.stderr
+
+
+def test_heads_of_each_token(tmp_path):
+    model, x = language_model(), torch.arange(14).view(2, 7)
+    mask = torch.ones_like(x)
+    mask[1, 5:] = 0
+    model.save_pretrained(tmp_path)
+    tagger = AutoModelForTokenClassification.from_pretrained(tmp_path, num_labels=3).eval()
+    labels = torch.where(mask.bool(), x % 3, -100)
+    found = tagger(x, attention_mask=mask, labels=labels)
+    assert found.logits.shape == (2, 7, 3)
+    wanted = torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(found.loss, wanted)
+    assert torch.equal(tagger.model.body.hidden(x), model.model.hidden(x))
+    tagger.save_pretrained(tmp_path / "tags")
+    again = AutoModelForTokenClassification.from_pretrained(tmp_path / "tags").eval()
+    assert torch.equal(again(x, attention_mask=mask).logits, found.logits)
+    reader = AutoModelForQuestionAnswering.from_pretrained(tmp_path).eval()
+    places = torch.tensor([1, 2]), torch.tensor([3, 4])
+    found = reader(x, attention_mask=mask, start_positions=places[0], end_positions=places[1])
+    assert found.start_logits.shape == found.end_logits.shape == (2, 7)
+    losses = [
+        torch.nn.functional.cross_entropy(*pair)
+        for pair in zip((found.start_logits, found.end_logits), places, strict=True)
+    ]
+    torch.testing.assert_close(found.loss, sum(losses) / 2)
+    with pytest.raises(ValueError, match="do not take output_attentions"):
+        tagger(x, output_attentions=True)
