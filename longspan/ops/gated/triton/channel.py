@@ -12,17 +12,20 @@ computed by a second launch in log₂ C levels. On the level of blocks of 2h tok
 block, columns in its first, and the exponent is split between them: from the middle to the row, and from the column to
 the middle. One array of factors serves both sides; the product of all rows and columns is masked to pairs of one block.
 
-Per chunk, with q_in = σ q e^G, k_in = k e^G, k_out = k e^{G_C − G}, S the state before it and T = (I + L)⁻¹, L = β A^kk
-below the diagonal:
+With m the middle of a chunk, rows are q_in = σ q e^{G − G_m} and k_in = k e^{G − G_m}, columns k_out = k e^{G_m − G},
+and the state before the chunk enters as R = e^{G_m} ∘ S. With T = (I + L)⁻¹, L = β A^kk below the diagonal:
 
-    u = β v, or u = T β v − W S, W = T β k_in, with the delta rule,      o = q_in S + A^qk u,
-    S' = e^{G_C} ∘ S + k_outᵀ u
+    u = β v, or u = T β v − W R, W = T β k_in, with the delta rule,      o = q_in R + A^qk u,
+    S' = e^{G_C − G_m} ∘ (R + k_outᵀ u)
+
+Levels have e^G and e^{G_C − G} as factors of rows and columns, R = S, and S' = e^{G_C} ∘ R + k_outᵀ u. For both, three
+factors per chunk and channel say R = read ∘ S and S' = written ∘ (kept ∘ R + k_outᵀ u).
 
 First what does not depend on S is computed, for all chunks at once. A second kernel goes through the chunks of a
-sequence with a tile of the state's columns in registers and writes S and u; a third computes the outputs. The backward
-pass runs the first ones again, then one launch whose programs compute the states and, backwards, their gradients
+sequence with a tile of the state's columns in registers and writes R and u; a third computes the outputs. The backward
+pass runs the first ones again, then one launch whose programs compute R and, backwards, dR = written ∘ dS',
 
-    du = A^qkᵀ do + k_out dS',      dS = e^{G_C} ∘ dS' + q_inᵀ do − Wᵀ du,
+    du = A^qkᵀ do + k_out dR,      dS = read ∘ (kept ∘ dR + q_inᵀ do − Wᵀ du),
 
 then y = Tᵀ du, dv = β y and the gradients of A^qk and L, and last those of q, k and g for each chunk and tile of
 channels, by one product or by levels. README.md derives them.
@@ -43,18 +46,20 @@ from longspan.ops.common.launch import Launch, Plan, Signature, Strides, Workspa
 from longspan.ops.common.tiles import load_column, load_rows, padded, product, store_rows, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 from longspan.ops.gated.triton.delta import (
+    dot_halves,
     halves,
     halves_dot,
     load_inverse,
     state_offsets,
     store_inverse,
     tile_offsets,
-    triangular_inverse,
 )
 from longspan.ops.linear.triton import PRECISION
 
-# Gates are mild where each half of a chunk keeps more than 2^−RANGE of every channel.
+# Gates are mild where each half of a chunk keeps more than 2^−RANGE of every channel, and factors times keys or queries
+# stay below LARGE.
 RANGE = tl.constexpr(54.0)
+LARGE = tl.constexpr(2.0**60)
 # β of this or less counts as this in z = β y: its gradient is a quotient by β.
 LEAST_BETA = tl.constexpr(1e-10)
 
@@ -116,14 +121,34 @@ def _decay(m_s, b_high, b_low, S: tl.constexpr):
 
 @triton.jit
 def _from_middle(b_g, S: tl.constexpr):
-    """log₂ of what each token keeps since the middle of the chunk (C, BK), positive before it, and of what the chunk's
-    first and second half keep (BK,).
-    """
-    m_first = tl.arange(0, S.C) < S.C // 2
-    b_first = tl.sum(tl.where(m_first[:, None], b_g, 0.0), 0)
-    b_second = tl.sum(tl.where(m_first[:, None], 0.0, b_g), 0)
-    b_x = tl.cumsum(b_g, 0) - b_first[None, :]
-    return tl.minimum(tl.maximum(b_x, -RANGE), RANGE), b_first, b_second
+    """log₂ of what each token keeps since the middle of the chunk (C, BK), positive before it."""
+    i_t, i_s = tl.arange(0, S.C)[:, None], tl.arange(0, S.C)[None, :]
+    MIDDLE: tl.constexpr = S.C // 2
+    b_m = tl.where((i_s >= MIDDLE) & (i_s <= i_t), 1.0, tl.where((i_s < MIDDLE) & (i_s > i_t), -1.0, 0.0)).to(S.DOT)
+    b_high, b_low = halves(b_g, S)
+    return dot_halves(b_m, b_high, b_low, zeros(S.C, S.BK), S)
+
+
+@triton.jit
+def _bounded(b_x):
+    """x from −RANGE to RANGE: what is beyond is not used."""
+    return tl.minimum(tl.maximum(b_x, -RANGE), RANGE)
+
+
+@triton.jit
+def _store_factors(p_factors, i_y, c, b_read, b_kept, b_written, S: tl.constexpr):
+    """Store what `_load_factors` loads, for BK channels from c on."""
+    p_factors += i_y * (3 * S.BD) + c + tl.arange(0, S.BK)
+    tl.store(p_factors, b_read)
+    tl.store(p_factors + S.BD, b_kept)
+    tl.store(p_factors + 2 * S.BD, b_written)
+
+
+@triton.jit
+def _load_factors(p_factors, i_y, S: tl.constexpr):
+    """Factors (BD,) with which chunk i_y reads the state, keeps what it reads, and passes on what it keeps and adds."""
+    p_factors += i_y * (3 * S.BD) + tl.arange(0, S.BD)
+    return tl.load(p_factors), tl.load(p_factors + S.BD), tl.load(p_factors + 2 * S.BD)
 
 
 @triton.jit
@@ -169,10 +194,10 @@ def _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_channel_mild_pairs_kernel(
-    p_q, p_k, p_decay, p_beta, p_q_in, p_k_in, p_k_out, p_last, p_pair, p_inverse, p_strong, T, chunks, scale,
+    p_q, p_k, p_decay, p_beta, p_q_in, p_k_in, p_k_out, p_factors, p_pair, p_inverse, p_strong, T, chunks, scale,
     q, k, decay, beta, S: tl.constexpr
 ):  # fmt: skip
-    """What a chunk does not take from the state: q_in, k_in, k_out, e^{G_C}, A^qk and L, right for mild gates; chunks
+    """What a chunk does not take from the state: q_in, k_in, k_out, factors, A^qk and L, right for mild gates; chunks
     with others are marked in p_strong.
 
     One program per query head; the first of a group computes what belongs to its key head.
@@ -187,35 +212,44 @@ def gated_channel_mild_pairs_kernel(
     p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv)
     p_q_in += ((i_b * T + i_0) * S.H + i_h) * S.D
     i_row = ((i_b * T + i_0) * S.HKV + i_kv) * S.D
-    b_pair, b_l, b_least = zeros(S.C, S.C), zeros(S.C, S.C), zeros(S.BK)
+    b_pair, b_l, least, largest = zeros(S.C, S.C), zeros(S.C, S.C), 0.0, 0.0
     for i_d in range(S.BD // S.BK):
         c = i_d * S.BK
         b_g = load_rows(p_decay + c, decay.t, rows, S.D, S.C, S.BK, i_d) * LOG2E
-        b_x, b_first, b_second = _from_middle(b_g, S)
-        b_least = tl.minimum(b_least, tl.minimum(b_first, b_second))
-        b_k = load_rows(p_k + c, k.t, rows, S.D, S.C, S.BK, i_d).to(tl.float32)
+        m_first = (i_t < S.C // 2)[:, None]
+        b_first, b_second = tl.sum(tl.where(m_first, b_g, 0.0), 0), tl.sum(tl.where(m_first, 0.0, b_g), 0)
+        if own:
+            b_one = tl.full((S.BK,), 1.0, tl.float32)
+            _store_factors(p_factors, i_y, c, exp2(b_first), b_one, exp2(b_second), S)
+        least = tl.minimum(least, tl.min(tl.minimum(b_first, b_second)))
+        # What `_from_middle` returns; sums are faster where nothing else is computed in the layout of its products.
+        b_x = _bounded(tl.cumsum(b_g, 0) - b_first[None, :])
+        b_k = load_rows(p_k + c, k.t, rows, S.D, S.C, S.BK, i_d)
         b_column = b_k * exp2(-b_x)
         b_x = exp2(b_x)
-        b_row = b_k * b_x
-        if own:
-            b_last = exp2(b_second)
-            store_rows(p_k_out + i_row + c, S.HKV * S.D, rows, b_column * b_last[None, :], S.D, S.C, S.BK, i_d)
-            tl.store(p_last + i_y * S.BD + c + tl.arange(0, S.BK), exp2(b_first) * b_last)
-            if S.DELTA:
-                b_in = b_row * exp2(b_first)[None, :]
-                store_rows(p_k_in + i_row + c, S.HKV * S.D, rows, b_in, S.D, S.C, S.BK, i_d)
-        b_column = tl.trans(b_column.to(S.DOT))
+        b_large = tl.abs(b_column)
+        b_column = b_column.to(S.DOT)
         if S.DELTA:
-            b_l = _add_dot(b_row, b_column, b_l, S)
-        b_row = load_rows(p_q + c, q.t, rows, S.D, S.C, S.BK, i_d).to(tl.float32) * b_x
-        b_pair = _add_dot(b_row, b_column, b_pair, S)
-        b_in = b_row * (exp2(b_first) * scale)[None, :]
-        store_rows(p_q_in + c, S.H * S.D, rows, b_in, S.D, S.C, S.BK, i_d)
-    b_pair = tl.where(i_t[:, None] >= i_t[None, :], b_pair, 0.0) * scale
+            b_row = b_k * b_x
+            b_large = tl.maximum(b_large, tl.abs(b_row))
+            b_row = b_row.to(S.DOT)
+            b_l = _add_dot(b_row, tl.trans(b_column), b_l, S)
+            if own:
+                store_rows(p_k_in + i_row + c, S.HKV * S.D, rows, b_row, S.D, S.C, S.BK, i_d)
+        if own:
+            store_rows(p_k_out + i_row + c, S.HKV * S.D, rows, b_column, S.D, S.C, S.BK, i_d)
+        b_row = load_rows(p_q + c, q.t, rows, S.D, S.C, S.BK, i_d) * (b_x * scale)
+        if S.H == S.HKV:
+            b_large = tl.maximum(b_large, tl.abs(b_row))
+        largest = tl.maximum(largest, tl.max(b_large))
+        b_row = b_row.to(S.DOT)
+        b_pair = _add_dot(b_row, tl.trans(b_column), b_pair, S)
+        store_rows(p_q_in + c, S.H * S.D, rows, b_row, S.D, S.C, S.BK, i_d)
+    b_pair = tl.where(i_t[:, None] >= i_t[None, :], b_pair, 0.0)
     p_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
     tl.store(p_pair, b_pair.to(p_pair.dtype.element_ty))
     if own:
-        tl.store(p_strong + i_y, (tl.min(b_least) <= -RANGE).to(tl.int32))
+        tl.store(p_strong + i_y, ((least <= -RANGE) | (largest >= LARGE)).to(tl.int32))
         if S.DELTA:
             b_l = tl.where(i_t[:, None] > i_t[None, :], b_l, 0.0)
             b_l *= _load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S)[:, None]
@@ -224,7 +258,7 @@ def gated_channel_mild_pairs_kernel(
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_channel_pairs_kernel(
-    p_q, p_k, p_decay, p_beta, p_q_in, p_k_in, p_k_out, p_last, p_pair, p_inverse, p_strong, T, chunks, scale,
+    p_q, p_k, p_decay, p_beta, p_q_in, p_k_in, p_k_out, p_factors, p_pair, p_inverse, p_strong, T, chunks, scale,
     q, k, decay, beta, S: tl.constexpr
 ):  # fmt: skip
     """The same for any gates: for the marked chunks, or without marks for all."""
@@ -255,7 +289,8 @@ def gated_channel_pairs_kernel(
             if S.DELTA:
                 store_rows(p_k_in + i_row + c, S.HKV * S.D, rows, b_k * b_start, S.D, S.C, S.BK, i_d)
             b_last = tl.sum(tl.where((i_t == S.C - 1)[:, None], b_start, 0.0), 0)
-            tl.store(p_last + i_y * S.BD + c + tl.arange(0, S.BK), b_last)
+            b_one = tl.full((S.BK,), 1.0, tl.float32)
+            _store_factors(p_factors, i_y, c, b_one, b_last, b_one, S)
         for level in range(S.LEVELS):
             b_high, b_low = _load_decay(p_decay + c, decay.t, rows, i_d, S)
             b_q = load_rows(p_q + c, q.t, rows, S.D, S.C, S.BK, i_d)
@@ -289,21 +324,39 @@ def _read_back(p_pair, p_d_out, d, i_b, i_0, i_c, i_h, i_e, T, chunks, S: tl.con
     return b_sum
 
 
+@triton.jit
+def _inverse(b_l, b_l_low, S: tl.constexpr):
+    """(I + L)⁻¹ (C, C), with L strictly lower triangular as `halves` returns it.
+
+    Blocks of one row are 1; pairs of blocks are merged, [[X, 0], [−Y L X, Y]], until one is left.
+    """
+    i_t = tl.arange(0, S.C)
+    b_t = b_l.to(tl.float32)
+    if tl.bfloat16 == S.DOT:
+        b_t += b_l_low.to(tl.float32)
+    b_t = tl.where(i_t[:, None] == i_t[None, :], 1.0, tl.where(_pairs(i_t, 0), -b_t, 0.0))
+    for level in range(1, S.LEVELS):
+        m_pairs = _pairs(i_t, level)
+        b_high, b_low = halves(b_t, S)
+        b_x, b_x_low = tl.where(m_pairs, b_l, 0.0), tl.where(m_pairs, b_l_low, 0.0)
+        b_x, b_x_low = halves(halves_dot(b_x, b_x_low, b_high, b_low, zeros(S.C, S.C), S), S)
+        b_t -= halves_dot(b_high, b_low, b_x, b_x_low, zeros(S.C, S.C), S)
+    return b_t
+
+
 @triton.jit(do_not_specialize=["T", "chunks"])
 def gated_channel_writes_kernel(
-    p_v, p_beta, p_d_out, p_w, p_pair, p_inverse, p_u, p_z, T, chunks, v, beta, d, S: tl.constexpr
+    p_v, p_beta, p_w, p_inverse, p_u, T, chunks, v, beta, S: tl.constexpr, BACKWARD: tl.constexpr
 ):
-    """−W in place of k_in, and U₀, of one chunk; for the backward pass also T in place of L, and A^qkᵀ do."""
+    """−W in place of k_in, and U₀, of one chunk; for the backward pass also T in place of L."""
     i_h, i_c, i_b = _program(chunks, S.HKV)
     i_0, i_y = i_c * S.C, (i_b * S.HKV + i_h) * chunks + i_c
     rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
     b_l, b_l_low = load_inverse(p_inverse, i_y, False, S)
-    if tl.bfloat16 == S.DOT:
-        b_l = b_l.to(tl.float32) + b_l_low.to(tl.float32)
-    b_l = triangular_inverse(b_l, S)
-    if p_z is not None:
-        store_inverse(p_inverse, i_y, b_l, S)
-    b_t, b_t_low = halves(b_l, S)
+    b_inverse = _inverse(b_l, b_l_low, S)
+    if BACKWARD:
+        store_inverse(p_inverse, i_y, b_inverse, S)
+    b_t, b_t_low = halves(b_inverse, S)
     b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)[:, None]
     for i_d in range(S.BD // S.BK):
         p_row = p_w + i_row * S.D + i_d * S.BK
@@ -315,11 +368,7 @@ def gated_channel_writes_kernel(
         b_v = load_rows(token_pointer(p_v, v, i_b, i_0, i_h, i_e * S.BE), v.t, rows, S.E, S.C, S.BE, i_e)
         b_high, b_low = halves(b_v * b_beta, S)
         b_u = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
-        i_value = i_row * S.E + i_e * S.BE
-        store_rows(p_u + i_value, S.HKV * S.E, rows, b_u, S.E, S.C, S.BE, i_e)
-        if p_z is not None:
-            b_z = _read_back(p_pair, p_d_out, d, i_b, i_0, i_c, i_h, i_e, T, chunks, S)
-            store_rows(p_z + i_value, S.HKV * S.E, rows, b_z, S.E, S.C, S.BE, i_e)
+        store_rows(p_u + i_row * S.E + i_e * S.BE, S.HKV * S.E, rows, b_u, S.E, S.C, S.BE, i_e)
 
 
 @triton.jit
@@ -334,7 +383,7 @@ def _load_state(p_state, i_x, i_e, S: tl.constexpr):
 
 @triton.jit
 def _states(
-    p_v, p_beta, p_w, p_k_out, p_last, p_state, p_states, p_u, p_after, i_x, i_e, T, chunks,
+    p_v, p_beta, p_w, p_k_out, p_factors, p_state, p_states, p_u, p_after, i_x, i_e, T, chunks,
     v, beta, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Write the states before all chunks of sequence i_x and, with the delta rule, u in place of U₀; the state after
@@ -342,25 +391,25 @@ def _states(
     """
     i_b, i_h = i_x // S.HKV, i_x % S.HKV
     b_s = _load_state(p_state, i_x, i_e, S)
-    p_last += i_x * chunks * S.BD + tl.arange(0, S.BD)
     # What no product takes directly is loaded one chunk ahead.
-    b_next_last = tl.load(p_last)
+    b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks, S)
     b_next = _load_writes(p_u, p_v, p_beta, v, beta, i_b, 0, i_h, i_e, T, S)
     for i_c in tl.range(chunks, num_stages=STAGES):
         i_0, i_y = i_c * S.C, i_x * chunks + i_c
         rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
-        b_last, b_u = b_next_last, b_next
+        b_read, b_kept, b_written, b_u = b_next_read, b_next_kept, b_next_written, b_next
         i_next = tl.minimum(i_c + 1, chunks - 1)
-        b_next_last = tl.load(p_last + i_next * S.BD)
+        b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + i_next, S)
         b_next = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_next * S.C, i_h, i_e, T, S)
         b_out = load_rows(p_k_out + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
+        b_s *= b_read[:, None]
         p_tile = p_states + tile_offsets(i_y, i_e, S)
         tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         if S.DELTA:
             b_w = load_rows(p_w + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
             b_u = _add_dot(b_w, b_s, b_u.to(tl.float32), S)
             store_rows(p_u + i_row * S.E + i_e * S.BE, S.HKV * S.E, rows, b_u, S.E, S.C, S.BE, i_e)
-        b_s = _add_dot(tl.trans(b_out), b_u, b_s * b_last[:, None], S)
+        b_s = _add_dot(tl.trans(b_out), b_u, b_s * b_kept[:, None], S) * b_written[:, None]
     if p_after is not None:
         i_tile, m_tile = state_offsets(i_x, i_e, S)
         tl.store(p_after + i_tile, b_s, mask=m_tile)
@@ -368,12 +417,14 @@ def _states(
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def gated_channel_states_kernel(
-    p_v, p_beta, p_w, p_k_out, p_last, p_state, p_states, p_u, p_after, T, chunks,
+    p_v, p_beta, p_w, p_k_out, p_factors, p_state, p_states, p_u, p_after, T, chunks,
     v, beta, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """The states before all chunks of one sequence and tile of values, and the state after them."""
     i_x, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _states(p_v, p_beta, p_w, p_k_out, p_last, p_state, p_states, p_u, p_after, i_x, i_e, T, chunks, v, beta, S, STAGES)
+    _states(
+        p_v, p_beta, p_w, p_k_out, p_factors, p_state, p_states, p_u, p_after, i_x, i_e, T, chunks, v, beta, S, STAGES
+    )
 
 
 @triton.jit
@@ -423,43 +474,43 @@ def _not_zero(b_beta):
 
 @triton.jit
 def _state_gradients(
-    p_d_out, p_q_in, p_w, p_k_out, p_last, p_d_after, p_d_states, p_z, p_d_state, i_x, i_e, T, chunks,
+    p_d_out, p_q_in, p_w, p_k_out, p_factors, p_pair, p_d_after, p_d_states, p_z, p_d_state, i_x, i_e, T, chunks,
     d, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """Write the gradients of the states after all chunks of sequence i_x and, with the delta rule, du in place of
-    A^qkᵀ do; the gradient of the state before them if asked.
+    """Write the gradients of the states after all chunks of sequence i_x and, with the delta rule, du; the
+    gradient of the state before them if asked.
     """
     GROUP: tl.constexpr = S.H // S.HKV
     i_b, i_h = i_x // S.HKV, i_x % S.HKV
     b_s = _load_state(p_d_after, i_x, i_e, S)
-    p_last += i_x * chunks * S.BD + tl.arange(0, S.BD)
-    b_next_last = tl.load(p_last + (chunks - 1) * S.BD)
-    if S.DELTA:
-        b_next = _load_written(p_z, i_b, (chunks - 1) * S.C, i_h, i_e, T, S)
+    b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + chunks - 1, S)
     for i in tl.range(chunks, num_stages=STAGES):
         i_c = chunks - 1 - i
         i_0, i_y = i_c * S.C, i_x * chunks + i_c
         rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
-        b_last = b_next_last
+        b_read, b_kept, b_written = b_next_read, b_next_kept, b_next_written
         i_next = tl.maximum(i_c - 1, 0)
-        b_next_last = tl.load(p_last + i_next * S.BD)
+        b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + i_next, S)
+        b_s *= b_written[:, None]
         p_tile = p_d_states + tile_offsets(i_y, i_e, S)
         tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         if S.DELTA:
-            b_z = b_next.to(tl.float32)
-            b_next = _load_written(p_z, i_b, i_next * S.C, i_h, i_e, T, S)
             b_out = load_rows(p_k_out + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
-            b_z = _add_dot(b_out, b_s, b_z, S)
-            store_rows(p_z + i_row * S.E + i_e * S.BE, S.HKV * S.E, rows, b_z, S.E, S.C, S.BE, i_e)
-        b_s *= b_last[:, None]
+            b_z = _dot(b_out, b_s, S)
+        b_s *= b_kept[:, None]
         for g in range(GROUP):
             i_q = i_h * GROUP + g
             b_d = load_rows(token_pointer(p_d_out, d, i_b, i_0, i_q, i_e * S.BE), d.t, rows, S.E, S.C, S.BE, i_e)
             b_q = load_rows(p_q_in + ((i_b * T + i_0) * S.H + i_q) * S.D, S.H * S.D, rows, S.D, S.C, S.BD)
             b_s = _add_dot(tl.trans(b_q), b_d, b_s, S)
+            if S.DELTA:
+                b_pair = tl.load(p_pair + _square((i_b * S.H + i_q) * chunks + i_c, S))
+                b_z = _add_dot(tl.trans(b_pair), b_d, b_z, S)
         if S.DELTA:
+            store_rows(p_z + i_row * S.E + i_e * S.BE, S.HKV * S.E, rows, b_z, S.E, S.C, S.BE, i_e)
             b_w = load_rows(p_w + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
             b_s = _add_dot(tl.trans(b_w), b_z, b_s, S)
+        b_s *= b_read[:, None]
     if p_d_state is not None:
         i_tile, m_tile = state_offsets(i_x, i_e, S)
         tl.store(p_d_state + i_tile, b_s, mask=m_tile)
@@ -467,20 +518,20 @@ def _state_gradients(
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def gated_channel_backward_states_kernel(
-    p_v, p_beta, p_d_out, p_q_in, p_w, p_k_out, p_last, p_state, p_d_after, p_states, p_u, p_d_states, p_z, p_d_state,
-    T, chunks, v, beta, d, S: tl.constexpr, STAGES: tl.constexpr
+    p_v, p_beta, p_d_out, p_q_in, p_w, p_k_out, p_factors, p_pair, p_state, p_d_after, p_states, p_u, p_d_states,
+    p_z, p_d_state, T, chunks, v, beta, d, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Half of the programs compute the states of a sequence and a tile of values, the others their gradients."""
     first = tl.num_programs(0) // 2
     i_x, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if i_x < first:
         _state_gradients(
-            p_d_out, p_q_in, p_w, p_k_out, p_last, p_d_after, p_d_states, p_z, p_d_state, i_x, i_e, T, chunks,
-            d, S, STAGES
+            p_d_out, p_q_in, p_w, p_k_out, p_factors, p_pair, p_d_after, p_d_states, p_z, p_d_state, i_x, i_e, T,
+            chunks, d, S, STAGES
         )  # fmt: skip
     else:
         _states(
-            p_v, p_beta, p_w, p_k_out, p_last, p_state, p_states, p_u, None, i_x - first, i_e, T, chunks,
+            p_v, p_beta, p_w, p_k_out, p_factors, p_state, p_states, p_u, None, i_x - first, i_e, T, chunks,
             v, beta, S, STAGES
         )  # fmt: skip
 
@@ -573,22 +624,18 @@ def gated_channel_mild_backward_kernel(
     i_row = ((i_b * T + i_0) * S.H + i_h) * S.D + c
     p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv, c)
     p_d_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
-    m_pairs = i_t[:, None] > i_t[None, :]
-    b_own = tl.sum(tl.load(p_d_pair, mask=i_t[:, None] == i_t[None, :], other=0.0).to(tl.float32), 1)[:, None]
-    b_p = tl.load(p_d_pair, mask=m_pairs, other=0.0)
-    b_g = load_rows(p_decay, decay.t, rows, S.D, S.C, S.BK, i_d) * LOG2E
-    b_x, b_first, b_second = _from_middle(b_g, S)
+    b_p = tl.load(p_d_pair, mask=i_t[:, None] >= i_t[None, :], other=0.0)
+    b_x = _bounded(_from_middle(load_rows(p_decay, decay.t, rows, S.D, S.C, S.BK, i_d) * LOG2E, S))
     b_k = load_rows(token_pointer(p_k, k, i_b, i_0, i_kv, c), k.t, rows, S.D, S.C, S.BK, i_d)
     b_q = load_rows(token_pointer(p_q, q, i_b, i_0, i_h, c), q.t, rows, S.D, S.C, S.BK, i_d)
-    b_x_column = exp2(-b_x)
-    b_x_row = exp2(b_x)
-    b_column = (b_k * b_x_column).to(S.DOT)
+    b_x_row, b_x_column = exp2(b_x), exp2(-b_x)
+    # Rounded as in the products, so that pairs cancel in dg.
+    b_row, b_column = (b_q * b_x_row).to(S.DOT), (b_k * b_x_column).to(S.DOT)
 
     b_sum = _add_rows(token_pointer(p_d_out, d, i_b, i_0, i_h), d.t, p_states, i_y, i_d, rows, S)
-    b_sum = _add_dot(b_p, b_column, b_sum * (exp2(b_first) * scale)[None, :], S)
-    b_sum = b_sum * b_x_row + b_own * b_k
-    store_rows(p_d_q + i_row, S.H * S.D, rows, b_sum, S.D, S.C, S.BK, i_d)
-    b_d_g = b_q * b_sum
+    b_sum = _add_dot(b_p, b_column, b_sum * scale, S)
+    b_d_g = b_row * b_sum
+    store_rows(p_d_q + i_row, S.H * S.D, rows, b_sum * b_x_row, S.D, S.C, S.BK, i_d)
 
     b_d_last, b_sum = zeros(S.BK), zeros(S.C, S.BK)
     for i_e in range(S.TILES):
@@ -596,28 +643,32 @@ def gated_channel_mild_backward_kernel(
         b_s = tl.load(p_d_states + _row_tile(i_y, i_d, i_e, S))
         b_sum = _add_dot(b_u, tl.trans(b_s), b_sum, S)
         b_d_last += tl.sum(b_s.to(tl.float32) * tl.load(p_states + _row_tile(i_y, i_d, i_e, S)).to(tl.float32), 1)
-    b_sum *= (exp2(b_second) * own)[None, :]
-    b_d_last = b_d_last * exp2(b_first + b_second) * own + tl.sum(b_k * b_x_column * b_sum, 0)
-    b_sum = _add_dot(tl.trans(b_p), b_q * b_x_row, b_sum, S)
+    b_sum *= own
+    b_d_last = b_d_last * own + tl.sum(b_column * b_sum, 0)
+    b_sum = _add_dot(tl.trans(b_p), b_row, b_sum, S)
     if S.DELTA:
-        b_p = tl.load(p_d_l + _square(i_y, S), mask=m_pairs & (i_t < own * S.C)[:, None], other=0.0)
-        b_sum = _add_dot(tl.trans(b_p), b_k * b_x_row, b_sum, S)
-    b_d_k = b_sum * b_x_column + b_own * b_q
-    b_d_g += tl.where((i_t == S.C - 1)[:, None], b_d_last[None, :], 0.0) - b_k * b_d_k
+        m_pairs = (i_t[:, None] > i_t[None, :]) & (i_t < own * S.C)[:, None]
+        b_p = tl.load(p_d_l + _square(i_y, S), mask=m_pairs, other=0.0)
+        b_row = (b_k * b_x_row).to(S.DOT)
+        b_sum = _add_dot(tl.trans(b_p), b_row, b_sum, S)
+    b_d_g -= b_column * b_sum
+    b_d_k = b_sum * b_x_column
 
     if S.DELTA:
         p_z += ((i_b * T + i_0) * S.HKV + i_kv) * S.E
         b_sum = _add_rows(p_z, S.HKV * S.E, p_states, i_y, i_d, rows, S)
-        b_sum = _add_dot(b_p, b_column, b_sum * (exp2(b_first) * -own)[None, :], S) * b_x_row
-        b_d_k += b_sum
-        b_sum *= b_k
+        b_sum = _add_dot(b_p, b_column, b_sum * -own, S)
+        b_d_k += b_sum * b_x_row
+        b_sum *= b_row
         b_d_g += b_sum
         if S.SCALED:
             i_beta = i_d.to(tl.int64) * (tl.num_programs(0) // chunks) * T + (i_b * T + i_0) * S.H + i_h + i_t * S.H
             b_beta = _not_zero(_load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S))
             tl.store(p_d_beta + i_beta, tl.sum(b_sum, 1) / b_beta, mask=i_t < rows)
     store_rows(p_d_k + i_row, S.H * S.D, rows, b_d_k, S.D, S.C, S.BK, i_d)
-    store_rows(p_d_decay + i_row, S.H * S.D, rows, tl.cumsum(b_d_g, 0, reverse=True), S.D, S.C, S.BK, i_d)
+    b_high, b_low = halves(b_d_g, S)
+    b_d_g = _sums(i_t[None, :] >= i_t[:, None], b_high, b_low, S) + b_d_last[None, :]
+    store_rows(p_d_decay + i_row, S.H * S.D, rows, b_d_g, S.D, S.C, S.BK, i_d)
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
@@ -706,14 +757,14 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tu
     plan = _ChannelForward.of(tensors, problem)
     out, after = v.new_empty(plan.out_shape), q.new_empty(plan.state_shape, dtype=torch.float32)
     work = plan.workspace.allocate(q)
-    marks, pair, inverse, last, states, u, q_in, k_in, k_out = plan.pointers(plan.workspace, work)
+    marks, pair, inverse, factors, states, u, q_in, k_in, k_out = plan.pointers(plan.workspace, work)
     marks = marks if plan.bf16 else None
     with on_device(q):
         for pairs in plan.pairs:
-            pairs(q, k, decay, beta, q_in, k_in, k_out, last, pair, inverse, marks)
+            pairs(q, k, decay, beta, q_in, k_in, k_out, factors, pair, inverse, marks)
         if problem.delta:
-            plan.writes(v, beta, None, k_in, pair, inverse, u, None)
-        plan.states(v, beta, k_in, k_out, last, state, states, u, after)
+            plan.writes(v, beta, k_in, inverse, u)
+        plan.states(v, beta, k_in, k_out, factors, state, states, u, after)
         plan.read(v, beta, q_in, pair, states, u, out)
     return out, after, q.new_empty(0, dtype=torch.float32)
 
@@ -730,16 +781,18 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
     d_decay = decay.new_empty((B, T, H, D))
     d_state = None if state is None else torch.empty_like(state)
     work = plan.workspace.allocate(q)
-    marks, pair, inverse, last, states, u, d_states, by_value, by_channel, *rows = plan.pointers(plan.workspace, work)
+    marks, pair, inverse, factors, states, u, d_states, by_value, by_channel, *rows = plan.pointers(
+        plan.workspace, work
+    )
     marks = marks if plan.bf16 else None
     # What the last kernel does not read is stored where it will write gradients.
     q_in, k_in, k_out = rows or (d_q, d_k.view(q.dtype), d_decay.view(q.dtype))
     with on_device(q):
         for pairs in plan.pairs:
-            pairs(q, k, decay, beta, q_in, k_in, k_out, last, pair, inverse, marks)
+            pairs(q, k, decay, beta, q_in, k_in, k_out, factors, pair, inverse, marks)
         if problem.delta:
-            plan.writes(v, beta, d_out, k_in, pair, inverse, u, z)
-        kept = q_in, k_in, k_out, last
+            plan.writes(v, beta, k_in, inverse, u)
+        kept = q_in, k_in, k_out, factors, pair
         plan.states(v, beta, d_out, *kept, state, d_after, states, u, d_states, z, d_state)
         plan.pair_gradients(v, beta, d_out, k_out, d_states, u, z, pair, inverse, by_value)
         inputs = q, k, v, decay, beta, d_out, states, d_states, u, z, pair, inverse, marks
@@ -776,10 +829,14 @@ class _ChannelPlan(Plan):
         self.in_place = self.kind == dtype
         scalars = self.T, self.chunks, self.scale
         kernels = gated_channel_mild_pairs_kernel, gated_channel_pairs_kernel
-        self.pairs = self.by_strength(kernels, (self.programs,), scalars, "q k decay beta")
+        # Three programs per multiprocessor are faster than two with all registers they would take.
+        self.pairs = self.by_strength(kernels, (self.programs,), scalars, "q k decay beta", maxnreg=168)
         if problem.delta:
             grid = (self.heads * self.chunks,)
-            self.writes = self.channel_launch(gated_channel_writes_kernel, grid, scalars[:2], "v beta d")
+            backward = isinstance(self, _ChannelBackward)
+            self.writes = self.channel_launch(
+                gated_channel_writes_kernel, grid, scalars[:2], "v beta", BACKWARD=backward
+            )
 
     @property
     def programs(self) -> int:
@@ -793,7 +850,7 @@ class _ChannelPlan(Plan):
             (chunks if self.bf16 else 0, torch.int32),
             (self.programs * square, self.kind),
             (chunks * square if delta else 0, self.kind),
-            (chunks * S.BD, torch.float32),
+            (chunks * 3 * S.BD, torch.float32),
             self.state_buffer,
             (self.heads * self.T * S.E if delta else 0, self.kind),
         ]
@@ -809,10 +866,12 @@ class _ChannelPlan(Plan):
         S = self.sizes
         return self.heads * self.chunks * S.BD * S.BE * S.TILES, self.kind
 
-    def by_strength(self, kernels: tuple[Any, Any], *args: Any) -> list[Launch]:
-        """Create the launches for mild and for other gates; where products take float32, the second alone."""
+    def by_strength(self, kernels: tuple[Any, Any], *args: Any, **options: Any) -> list[Launch]:
+        """Create the launches for mild and for other gates; where products take float32, the second alone. options: of
+        the first.
+        """
         mild, strong = kernels
-        first = [self.channel_launch(mild, *args, warps=8)] if self.bf16 else []
+        first = [self.channel_launch(mild, *args, **options)] if self.bf16 else []
         return [*first, self.channel_launch(strong, *args)]
 
     def channel_launch(
@@ -824,18 +883,22 @@ class _ChannelPlan(Plan):
         *,
         warps: int = 4,
         stages: int = 1,
+        **options: Any,
     ) -> Launch:
         """Create a launch. strided: tensors whose strides the kernel takes."""
         given = [self.tensors.get(name) for name in strided.split()]
         strides = [Strides(0, 0, 0) if x is None else Strides.of(x) for x in given]
-        constants = {"S": self.sizes, "STAGES": stages, "num_warps": warps, "num_stages": stages}
+        constants = {"S": self.sizes, "STAGES": stages, "num_warps": warps, "num_stages": stages, **options}
         return self.launch(kernel, grid, (*scalars, *strides), constants)
 
     def scan(self, kernel: Any, sequences: int, strided: str) -> Launch:
         """Create a launch whose programs go through all chunks of a sequence, for one tile of values."""
-        # Eight warps where they are not needed for a wide state were slower.
-        options = {"warps": 8 if self.sizes.BD > 128 else 4, "stages": 2 if self.bf16 else 1}
-        return self.channel_launch(kernel, (sequences, self.sizes.TILES), (self.T, self.chunks), strided, **options)
+        S = self.sizes
+        warps, stages = 8 if S.BD > 128 else 4, 2 if self.bf16 else 1
+        if self.bf16 and S.BD == 128:
+            warps, stages = 4 if S.DELTA else 8, 3
+        grid, scalars = (sequences, S.TILES), (self.T, self.chunks)
+        return self.channel_launch(kernel, grid, scalars, strided, warps=warps, stages=stages)
 
 
 class _ChannelForward(_ChannelPlan):
