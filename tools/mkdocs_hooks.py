@@ -13,9 +13,8 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 COMMANDS = "<!-- commands -->"
-FORMULA = re.compile(
-    r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL
-)  # as pymdownx.arithmatex writes them
+# As pymdownx.arithmatex writes them.
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 FIGURE = re.compile(r'<img alt="([^"]*)" src="([^"]*figures/[\w-]+\.svg)" ?/?>')
 
 
@@ -29,8 +28,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the flags of the commands in the place that is marked for them."""
-    return markdown if COMMANDS not in markdown else markdown.replace(COMMANDS, command_reference())
+    """Put the flags of the commands in the place that is marked for them, and link to the pages of notebooks."""
+    if COMMANDS in markdown:
+        markdown = markdown.replace(COMMANDS, command_reference())
+    return re.sub(r"\]\(([\w/.-]+)\.ipynb\)(?!\{)", r"](\1.md)", markdown)
 
 
 def on_page_content(content: str, page: Any, config: Any, **_: Any) -> str:
@@ -68,7 +69,7 @@ def notebook_to_markdown(notebook: dict[str, Any], name: str) -> str:
         language, code = ("sh", re.sub(r"^!", "", source, flags=re.MULTILINE)) if shell else ("python", source)
         parts.append(f"```{language}\n{code}\n```")
         parts += [_output(output) for output in cell["outputs"]]
-    parts.append(f"[Download this page as a notebook]({name}){{ download }}")
+    parts.append(f"[Download this page as a notebook]({name}){{: download }}")
     return "\n\n".join(parts)
 
 

@@ -52,5 +52,5 @@ def figure_to_svg(figure: Figure, name: str, data: Any = None) -> str:
     text = text[text.index("<svg") :].replace(_TEXT, "currentColor")
     for pattern, replacement in _SHORTER.items():
         text = re.sub(pattern, replacement, text, flags=re.DOTALL)
-    text = re.sub(r'(id="|url\(#|href="#)', rf"\1{name}-", text)
+    text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", text)
     return text if data is None else text.replace(">", f">\n<metadata>{json.dumps(data)}</metadata>", 1)

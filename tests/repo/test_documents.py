@@ -26,7 +26,8 @@ def test_a_mechanism_s_page_names_its_options_and_no_others(name):
 
 def test_every_page_can_be_reached():
     listed = set(re.findall(r"[\w/-]+\.md", (DOCS.parent / "mkdocs.yml").read_text()))
-    assert listed == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    pages = [*DOCS.rglob("*.md"), *(path.with_suffix(".md") for path in DOCS.rglob("*.ipynb"))]
+    assert listed == {str(path.relative_to(DOCS)) for path in pages}
 
 
 def test_links_lead_somewhere():

@@ -1,0 +1,169 @@
+"""Draw the figures of the documentation from the code and from benchmarks/results, into docs/figures.
+
+    python tools/figures.py
+
+What a figure shows is in the metadata of its SVG file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from matplotlib.figure import Figure
+from svg_style import COLORS, STYLE, figure_to_svg
+
+from longspan import build_mechanism
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+FIGURES = ROOT / "docs" / "figures"
+TOKENS = 24
+# Small windows and ranks, so that 24 tokens show them.
+SEEN: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "local": {"window": 6},
+    "linear": {},
+    "performer": {"num_features": 64},
+    "linformer": {"rank": 4, "max_length": TOKENS},
+    "decay": {"gate": "fixed"},
+    "delta": {"gate": "none"},
+}
+LENGTHS = [2**power for power in range(4, 15)]
+Data = dict[str, Any]
+
+
+def weights(name: str) -> Data:
+    """How much every query (row) takes from every key (column): outputs for values that are unit vectors."""
+    torch.manual_seed(0)
+    mechanism = build_mechanism(name, 1, 16, value_dim=TOKENS, **SEEN[name]).double().eval()
+    q, k = torch.randn(2, 1, TOKENS, 1, 16, dtype=torch.float64)
+    v = torch.eye(TOKENS, dtype=torch.float64)[None, :, None]
+    gates = torch.zeros(1, TOKENS, 1, mechanism.num_gates, dtype=torch.float64) if mechanism.num_gates else None
+    with torch.no_grad():
+        found = mechanism(q, k, v, gates=gates, causal=True)[0, :, 0].abs()
+    return {"weights": [[round(x, 3) for x in row] for row in (found / found.amax(1, keepdim=True)).tolist()]}
+
+
+def draw_weights(data: Data, figure: Figure) -> None:
+    """A square per pair of query and key, transparent where nothing is taken."""
+    figure.set_size_inches(2, 2)
+    axes = figure.add_subplot()
+    color = matplotlib.colors.to_rgb(COLORS[0])
+    axes.imshow([[(*color, value) for value in row] for row in data["weights"]], interpolation="none")
+    axes.set(xticks=[], yticks=[], xlabel="keys", ylabel="queries")
+
+
+def state_sizes() -> Data:
+    """Numbers in the state of a head after n tokens, with the default options."""
+    found: Data = {"lengths": LENGTHS}
+    for name in SEEN:
+        mechanism = build_mechanism(name, 1, 64, **({"max_length": LENGTHS[-1]} if name == "linformer" else {}))
+        state, sizes, written = mechanism.new_state(1), [], 0
+        for length in LENGTHS:
+            new = length - written
+            k = torch.zeros(1, new, 1, 64)
+            gates = torch.zeros(1, new, 1, mechanism.num_gates) if mechanism.num_gates else None
+            with torch.no_grad():
+                state = mechanism.write(state, k, k, gates=gates)
+            written = length
+            sizes.append(sum(x.numel() for x in state.tensors().values() if x.is_floating_point()))
+        found[name] = sizes
+    return found
+
+
+def draw_lines(data: Data, figure: Figure, y_label: str) -> None:
+    """A line per name over the lengths, on logarithmic axes; lines below others are thicker."""
+    axes = figure.add_subplot()
+    names = [name for name in data if name != "lengths"]
+    for i, name in enumerate(names):
+        points = [(x, y) for x, y in zip(data["lengths"], data[name], strict=True) if y is not None]
+        kind = name.split(",")[0].replace("PyTorch SDPA", "softmax")
+        style = {"color": COLORS[list(SEEN).index(kind)], "linewidth": 1.5 + 0.7 * (len(names) - i - 1)}
+        axes.plot(*zip(*points, strict=True), "o-", markersize=4, label=name, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(data["lengths"][:: max(1, len(data["lengths"]) // 5)])
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_yscale("log")
+    axes.set_ylim(10 ** math.floor(math.log10(axes.get_ylim()[0])))
+    axes.yaxis.set_major_formatter("{x:,.10g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.set(xlabel="tokens", ylabel=y_label)
+    figure.legend(loc="outside lower center", ncols=4 if len(names) > 4 else 2, fontsize=9)
+
+
+def rows(file: str) -> list[dict[str, Any]]:
+    """The successful rows of a results file."""
+    found = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["rows"]
+    return [row for row in found if row["status"] == "ok"]
+
+
+def step_times(file: str, names: tuple[str, ...]) -> Data:
+    """Nanoseconds of forward and backward for a token of a head, by the length; level lines are linear time."""
+    measured: dict[tuple[str, int], float] = {}
+    for row in rows(file):
+        case = row["case"]
+        if row["name"] in names and case["head_dim"] == 64 and row.get("forward_backward_ms"):
+            tokens = case["batch_size"] * case["num_heads"] * case["length"]
+            measured.setdefault((row["name"], case["length"]), round(row["forward_backward_ms"] * 1e6 / tokens, 3))
+    lengths = sorted({length for _, length in measured})
+    return {"lengths": lengths, **{n: [measured.get((n, length)) for length in lengths] for n in names}}
+
+
+def decode_speeds() -> Data:
+    """Tokens per second of one sequence after a short and a very long prompt."""
+    found: Data = {}
+    for row in rows("h200-generate"):
+        if row["case"]["batch_size"] == 1 and row.get("state_bytes") and row.get("token_tokens_per_second"):
+            speed = round(row["token_tokens_per_second"])
+            found.setdefault(row["name"], {})[str(row["case"]["length"])] = speed
+    return found
+
+
+def draw_speeds(data: Data, figure: Figure) -> None:
+    """Two bars per model."""
+    figure.set_size_inches(5, 3.4)
+    axes = figure.add_subplot()
+    lengths = list(next(iter(data.values())))
+    for i, length in enumerate(lengths):
+        places = [y + 0.4 * i for y in range(len(data))]
+        label = f"after {int(length):,} tokens"
+        axes.barh(places, [speeds.get(length, 0) for speeds in data.values()], 0.38, color=COLORS[i], label=label)
+    axes.set_yticks([y + 0.2 for y in range(len(data))], list(data))
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens per second")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
+
+
+H200 = ("PyTorch SDPA", "linear, softmax map", "performer, 256 features")
+CPU = ("linear, softmax map", "performer, 256 features", "local, 256 keys", "linformer, rank 256")
+TIME = "ns per token and head"
+PLOTS: dict[str, tuple[Callable[[], Data], Callable[[Data, Figure], None]]] = {
+    **{f"sees-{name}": (lambda name=name: weights(name), draw_weights) for name in SEEN},
+    "state": (state_sizes, lambda data, figure: draw_lines(data, figure, "numbers in the state of a head")),
+    "time-h200": (lambda: step_times("h200-causal", H200), lambda data, figure: draw_lines(data, figure, TIME)),
+    "time-cpu": (lambda: step_times("cpu-causal-growth", CPU), lambda data, figure: draw_lines(data, figure, TIME)),
+    "decode-h200": (decode_speeds, draw_speeds),
+}
+
+
+def main() -> None:
+    """Draw all figures."""
+    FIGURES.mkdir(exist_ok=True)
+    for name, (collect, draw) in PLOTS.items():
+        data = collect()
+        with matplotlib.rc_context(STYLE):
+            figure = Figure()
+            draw(data, figure)
+            text = figure_to_svg(figure, name, data)
+        (FIGURES / f"{name}.svg").write_text(text, encoding="utf-8")
+        print(f"docs/figures/{name}.svg", f"{len(text) / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()
