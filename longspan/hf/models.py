@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,35 @@ class LongspanPreTrainedModel(PreTrainedModel):
         """Raise ValueError: the vocabulary is fixed."""
         raise ValueError("the vocabulary is part of ModelConfig: build a model with another vocab_size")
 
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> nn.Module:
+        """Change the vocabulary: rows of the embedding and of the output layer are kept, new ones are initialized.
+
+        Args:
+            new_num_tokens: The new number of tokens; None changes nothing.
+
+        Returns:
+            The token embedding.
+        """
+        model = _language_model(self.model)
+        if isinstance(self.model, EncoderDecoder):
+            raise ValueError("an encoder with a decoder has two vocabularies: build a model with other configurations")
+        if new_num_tokens is None or new_num_tokens == model.config.vocab_size:
+            return model.embedding
+        wider = LanguageModel(replace(model.config, vocab_size=new_num_tokens)).to(self.device, self.dtype)
+        rows = min(new_num_tokens, len(model.embedding.weight))
+        with torch.no_grad():
+            for name in ("embedding", "to_logits"):
+                old, new = getattr(model, name), getattr(wider, name)
+                if old is None:
+                    continue
+                new.weight[:rows] = old.weight[:rows]
+                if getattr(old, "bias", None) is not None:
+                    new.bias[:rows] = old.bias[:rows]
+                setattr(model, name, new.requires_grad_(old.weight.requires_grad))
+        model.config = self.model.config = replace(self.model.config, vocab_size=new_num_tokens)
+        self.config.arguments = {"config": self.model.config.to_dict()}
+        return model.embedding
+
     def get_output_embeddings(self) -> nn.Module | None:
         """Return None: the output layer is not replaceable."""
         return None
@@ -158,9 +188,12 @@ class LongspanPreTrainedModel(PreTrainedModel):
         **given: Any,
     ) -> tuple[Tensor, StateCache | None]:
         """Return hidden states (B, T, dim), and a cache if one is requested or given."""
+        model, inputs_embeds = _language_model(self.model), given.pop("inputs_embeds", None)
+        if inputs_embeds is not None:
+            with _embedded(model, input_ids, inputs_embeds) as tokens:
+                return self._hidden(tokens, attention_mask, past, use_cache, **given)
         if input_ids is None:
-            raise ValueError("input_ids is required; inputs_embeds is not supported by longspan models")
-        model = _language_model(self.model)
+            raise ValueError("input_ids or inputs_embeds is required")
         packing = _packing(input_ids, attention_mask, given)
         if past is not None or (use_cache and model.config.causal):
             if packing is not None:
@@ -249,8 +282,8 @@ class LongspanForCausalLM(LongspanPreTrainedModel, LongspanGenerationMixin):
             use_cache: Whether to return a cache.
             logits_to_keep: How many logits at the end to compute, or which; 0 for all.
             num_items_in_batch: The divisor of the loss, by default the number of labels.
-            **given: position_ids or cu_seq_lens_q and max_length_q of packed sequences, as
-                `DataCollatorWithFlattening` makes them.
+            **given: inputs_embeds, in place of input_ids; position_ids or cu_seq_lens_q and max_length_q of packed
+                sequences, as `DataCollatorWithFlattening` makes them.
 
         Returns:
             A `CausalLMOutputWithPast`, or a tuple with return_dict=False.
@@ -335,19 +368,27 @@ class LongspanForSequenceClassification(LongspanPreTrainedModel):
             input_ids: (B, T).
             attention_mask: (B, T), 0 for padding.
             labels: (B,), or as num_labels and problem_type say.
-            **given: Refused unless None or False.
+            **given: inputs_embeds, in place of input_ids; others are refused unless None or False.
 
         Returns:
             A `SequenceClassifierOutput`, or a tuple with return_dict=False.
         """
-        _refuse_unknown(given)
-        if input_ids is None:
-            raise ValueError("input_ids is required; inputs_embeds is not supported by longspan models")
-        logits = self.model(input_ids, key_mask=None if attention_mask is None else attention_mask.bool())
+        logits = self._class_logits(input_ids, attention_mask, given)
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits)
+
+    def _class_logits(self, input_ids: Tensor | None, attention_mask: Tensor | None, given: dict[str, Any]) -> Tensor:
+        """Return what the classifier computes of tokens, or of inputs_embeds among the other arguments."""
+        inputs_embeds = given.pop("inputs_embeds", None)
+        if inputs_embeds is not None:
+            with _embedded(_language_model(self.model), input_ids, inputs_embeds) as tokens:
+                return self._class_logits(tokens, attention_mask, given)
+        _refuse_unknown(given)
+        if input_ids is None:
+            raise ValueError("input_ids or inputs_embeds is required")
+        return self.model(input_ids, key_mask=None if attention_mask is None else attention_mask.bool())
 
 
 class LongspanForTokenClassification(LongspanForSequenceClassification):
@@ -377,15 +418,9 @@ class LongspanForTokenClassification(LongspanForSequenceClassification):
         Returns:
             A `TokenClassifierOutput`, or a tuple with return_dict=False.
         """
-        logits = self._token_logits(input_ids, attention_mask, given)
+        logits = self._class_logits(input_ids, attention_mask, given)
         loss = None if labels is None else self.loss_function(logits, labels, self.config)
         return TokenClassifierOutput(loss=loss, logits=logits)
-
-    def _token_logits(self, input_ids: Tensor | None, attention_mask: Tensor | None, given: dict[str, Any]) -> Tensor:
-        _refuse_unknown(given)
-        if input_ids is None:
-            raise ValueError("input_ids is required; inputs_embeds is not supported by longspan models")
-        return self.model(input_ids, key_mask=None if attention_mask is None else attention_mask.bool())
 
 
 class LongspanForQuestionAnswering(LongspanForTokenClassification):
@@ -417,7 +452,7 @@ class LongspanForQuestionAnswering(LongspanForTokenClassification):
         Returns:
             A `QuestionAnsweringModelOutput`, or a tuple with return_dict=False.
         """
-        start, end = self._token_logits(input_ids, attention_mask, given).unbind(-1)
+        start, end = self._class_logits(input_ids, attention_mask, given).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(start, end, start_positions, end_positions)
@@ -524,6 +559,23 @@ class _Encoder:
     ) -> BaseModelOutput:
         _refuse_unknown(given)
         return self.forward(input_ids, attention_mask)
+
+
+@contextmanager
+def _embedded(model: LanguageModel, input_ids: Tensor | None, vectors: Tensor) -> Iterator[Tensor]:
+    """Let the token embedding return `vectors` (B, T, embed_dim); yields tokens of that shape."""
+    if input_ids is not None:
+        raise ValueError("input_ids and inputs_embeds exclude each other: give one of them")
+    if model.ngrams is not None or model.config.attention.value_embedding:
+        raise ValueError("this model needs the tokens beside their embeddings: give input_ids, not inputs_embeds")
+    width = model.embedding.embedding_dim
+    if vectors.ndim != 3 or vectors.shape[2] != width:
+        raise ValueError(f"inputs_embeds must be (B, T, {width}), got {tuple(vectors.shape)}")
+    hook = model.embedding.register_forward_hook(lambda *_: vectors)
+    try:
+        yield torch.zeros(vectors.shape[:2], dtype=torch.int64, device=vectors.device)
+    finally:
+        hook.remove()
 
 
 def _language_model(model: LanguageModel | EncoderDecoder | Classifier) -> LanguageModel:

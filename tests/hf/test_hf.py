@@ -323,8 +323,10 @@ def test_what_cannot_be_is_said():
         model(x, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match="do not take output_attentions"):
         model(x, output_attentions=True)
-    with pytest.raises(ValueError, match="inputs_embeds is not supported"):
-        model(inputs_embeds=torch.zeros(1, 3, 24))
+    with pytest.raises(ValueError, match=r"inputs_embeds must be \(B, T, 24\), got \(1, 3, 23\)"):
+        model(inputs_embeds=torch.zeros(1, 3, 23))
+    with pytest.raises(ValueError, match="input_ids and inputs_embeds exclude each other"):
+        model(tokens(1, 3), inputs_embeds=torch.zeros(1, 3, 24))
     model(x, position_ids=torch.arange(6)[None])
     with pytest.raises(ValueError, match="position_ids must count the real tokens"):
         model(x, position_ids=torch.arange(6)[None] + 1)

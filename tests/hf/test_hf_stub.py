@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassification, LlamaConfig, LlamaForCausalLM
 
 from longspan import AttentionConfig, ModelConfig
-from longspan.hf import LongspanConfig, LongspanForCausalLM, swap_attention
+from longspan.hf import LongspanConfig, LongspanForCausalLM, LongspanForSequenceClassification, swap_attention
 
 OPEN = """
 import sys
@@ -83,3 +83,27 @@ def test_heads_of_each_token(tmp_path):
     torch.testing.assert_close(found.loss, sum(losses) / 2)
     with pytest.raises(ValueError, match="do not take output_attentions"):
         tagger(x, output_attentions=True)
+
+
+def test_embeddings_as_inputs_and_other_vocabularies(tmp_path):
+    model, x = language_model(), torch.arange(14).view(2, 7)
+    mask = torch.ones_like(x)
+    mask[1, :3] = 0
+    vectors = model.get_input_embeddings()(x).detach().requires_grad_()
+    wanted = model(x, attention_mask=mask).logits
+    got = model(inputs_embeds=vectors, attention_mask=mask).logits
+    assert torch.equal(got, wanted)
+    got.sum().backward()
+    assert vectors.grad.abs().sum() > 0
+    assert torch.equal(model(x, attention_mask=mask).logits, wanted)
+    classifier = LongspanForSequenceClassification(LongspanConfig(model.config.model, num_labels=3)).eval()
+    embedded = classifier.get_input_embeddings()(x)
+    assert torch.equal(classifier(inputs_embeds=embedded).logits, classifier(x).logits)
+    for size in (37, 29):
+        model.resize_token_embeddings(size)
+        assert model.config.vocab_size == size
+        logits = model(x, attention_mask=mask).logits
+        assert logits.shape == (2, 7, size)
+        torch.testing.assert_close(logits[..., :29], wanted[..., :29])
+    model.save_pretrained(tmp_path)
+    assert torch.equal(LongspanForCausalLM.from_pretrained(tmp_path).eval()(x).logits, model(x).logits)
