@@ -31,7 +31,7 @@ from longspan.hf.generate import LongspanGenerationMixin
 from longspan.layout import Packing
 from longspan.models.checkpoint import CONFIG, describe, digests
 from longspan.models.hub import LONGSPAN_MAP, write_stub
-from longspan.models.residual import Stack
+from longspan.models.residual import ResidualBranch, Stack
 from longspan.models.transformer import Classifier, EncoderDecoder, LanguageModel
 from longspan.utils import write_atomically
 
@@ -245,8 +245,10 @@ class LongspanModel(LongspanPreTrainedModel):
         Returns:
             A `BaseModelOutputWithPast`, or a tuple with return_dict=False.
         """
-        hidden, cache = self._hidden(input_ids, attention_mask, past_key_values, use_cache, **given)
-        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
+        with _layer_inputs(self.model, given, past_key_values, use_cache) as layers:
+            hidden, cache = self._hidden(input_ids, attention_mask, past_key_values, use_cache, **given)
+        states = None if layers is None else (*layers, hidden)
+        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache, hidden_states=states)
 
 
 class LongspanForCausalLM(LongspanPreTrainedModel, LongspanGenerationMixin):
@@ -282,17 +284,20 @@ class LongspanForCausalLM(LongspanPreTrainedModel, LongspanGenerationMixin):
             use_cache: Whether to return a cache.
             logits_to_keep: How many logits at the end to compute, or which; 0 for all.
             num_items_in_batch: The divisor of the loss, by default the number of labels.
-            **given: inputs_embeds, in place of input_ids; position_ids or cu_seq_lens_q and max_length_q of packed
-                sequences, as `DataCollatorWithFlattening` makes them.
+            **given: inputs_embeds, in place of input_ids; output_hidden_states, for the inputs of all layers and the
+                output of the last; position_ids or cu_seq_lens_q and max_length_q of packed sequences, as
+                `DataCollatorWithFlattening` makes them.
 
         Returns:
             A `CausalLMOutputWithPast`, or a tuple with return_dict=False.
         """
-        hidden, cache = self._hidden(input_ids, attention_mask, past_key_values, use_cache, **given)
+        with _layer_inputs(self.model, given, past_key_values, use_cache) as layers:
+            hidden, cache = self._hidden(input_ids, attention_mask, past_key_values, use_cache, **given)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.logits(hidden[:, kept])
         loss = self._token_loss(logits, labels, num_items_in_batch)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        states = None if layers is None else (*layers, hidden)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
 
 
 class LongspanForMaskedLM(LongspanPreTrainedModel):
@@ -327,10 +332,12 @@ class LongspanForMaskedLM(LongspanPreTrainedModel):
         Returns:
             A `MaskedLMOutput`, or a tuple with return_dict=False.
         """
-        hidden, _ = self._hidden(input_ids, attention_mask, None, False, **given)
+        with _layer_inputs(self.model, given) as layers:
+            hidden, _ = self._hidden(input_ids, attention_mask, None, False, **given)
         logits = self.model.logits(hidden)
         loss = self._token_loss(logits, labels, num_items_in_batch)
-        return MaskedLMOutput(loss=loss, logits=logits)
+        states = None if layers is None else (*layers, hidden)
+        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=states)
 
 
 class LongspanForSequenceClassification(LongspanPreTrainedModel):
@@ -559,6 +566,32 @@ class _Encoder:
     ) -> BaseModelOutput:
         _refuse_unknown(given)
         return self.forward(input_ids, attention_mask)
+
+
+@contextmanager
+def _layer_inputs(
+    model: LanguageModel, given: dict[str, Any], past: StateCache | None = None, use_cache: bool | None = None
+) -> Iterator[list[Tensor] | None]:
+    """Yield a list that the input of each layer is added to if output_hidden_states is among the arguments, or None."""
+    if not given.pop("output_hidden_states", None):
+        yield None
+        return
+    stack = model.transformer.stack
+    if past is not None or use_cache:
+        raise ValueError("output_hidden_states is for calls without a cache: leave out use_cache and past_key_values")
+    if stack.topology != "single":
+        raise ValueError(f"output_hidden_states needs one residual stream, this model has residual={stack.topology!r}")
+    inputs: list[Tensor] = []
+    branches = [module for module in stack.branches if isinstance(module, ResidualBranch)]
+    hooks = [
+        branch.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+        for branch in branches[:: len(branches) // model.config.depth]
+    ]
+    try:
+        yield inputs
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

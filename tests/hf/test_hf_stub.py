@@ -12,7 +12,14 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassification, LlamaConfig, LlamaForCausalLM
 
 from longspan import AttentionConfig, ModelConfig
-from longspan.hf import LongspanConfig, LongspanForCausalLM, LongspanForSequenceClassification, swap_attention
+from longspan.hf import (
+    LongspanConfig,
+    LongspanForCausalLM,
+    LongspanForMaskedLM,
+    LongspanForSequenceClassification,
+    swap_attention,
+)
+from longspan.layout import TokenLayout
 
 OPEN = """
 import sys
@@ -107,3 +114,33 @@ def test_embeddings_as_inputs_and_other_vocabularies(tmp_path):
         torch.testing.assert_close(logits[..., :29], wanted[..., :29])
     model.save_pretrained(tmp_path)
     assert torch.equal(LongspanForCausalLM.from_pretrained(tmp_path).eval()(x).logits, model(x).logits)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_hidden_states_of_every_layer(causal):
+    torch.manual_seed(1)
+    attention = AttentionConfig(num_heads=4, mechanism="linear")
+    model = ModelConfig(dim=24, depth=3, causal=causal, vocab_size=31, attention=attention)
+    model = (LongspanForCausalLM if causal else LongspanForMaskedLM)(LongspanConfig(model)).eval()
+    x = torch.arange(14).view(2, 7)
+    found = model(x, output_hidden_states=True)
+    assert len(found.hidden_states) == 4
+    torch.testing.assert_close(found.hidden_states[0], model.get_input_embeddings()(x))
+    torch.testing.assert_close(found.hidden_states[-1], model.model.hidden(x))
+    assert torch.equal(found.logits, model(x).logits)
+    assert model(x).hidden_states is None
+    layer, inner = model.model.transformer.stack.branches[2:4], found.hidden_states[1]
+    torch.testing.assert_close(_run(layer, inner), found.hidden_states[2])
+    with pytest.raises(ValueError, match="do not take output_attentions"):
+        model(x, output_attentions=True)
+    if causal:
+        with pytest.raises(ValueError, match="output_hidden_states is for calls without a cache"):
+            model(x, output_hidden_states=True, use_cache=True)
+
+
+def _run(branches, x):
+    position = torch.arange(x.shape[1])[None]
+    layout = TokenLayout(position, torch.full_like(position, x.shape[1] - 1))
+    for branch in branches:
+        x = branch.merge(x, branch(x, layout, None, None))
+    return x
