@@ -54,9 +54,10 @@ def decode_linear_layers(
         # Enough programs for every multiprocessor, each with at most 16,384 weights.
         BB, BN = 1, max(1, min(WIDE_ROWS if wide else ROWS, 16384 // BK))
     else:
-        # As many columns at once as fit, so that loads do not wait for one another.
+        # As many columns at once as fit, so that loads do not wait for one another. A loop has three in flight.
         wide = wide and not fp32
-        BB, BN, BK = 16 if B <= 16 else 64 if wide else 32, 64 if wide else 32, max(16, min(BK, 32 if fp32 else 512))
+        BB, BN = 16 if B <= 16 else 64 if wide else 32, 64 if wide else 32
+        BK = max(16, min(BK, 32 if fp32 else 128 if BB == 64 and BK > 512 else 512))
     programs = [-(-n // BN) for n in rows]
     starts = (tuple(accumulate(numbers[:-1], initial=0)) for numbers in (rows, programs))
     sizes = LayerSizes(K, N, rows, *starts, BK, BN, kind, activation, offsets, max(offsets, default=0) + 1)
