@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib import pyplot
 from svg_style import STYLE, figure_to_svg
 
 Run = Callable[[list[str]], str]
@@ -55,19 +56,19 @@ def execute(notebook: dict[str, Any], folder: Path, run: Run = run_command) -> d
                 count += 1
                 cell["outputs"] = list(_outputs("".join(cell["source"]), namespace, run, count))
                 cell["execution_count"] = count
+    pyplot.close("all")
     notebook["metadata"]["longspan"] = {"digest": digest(notebook)}
     return namespace
 
 
 def digest(notebook: dict[str, Any]) -> str:
-    """Return a digest of the sources of all cells, which tells whether outputs are theirs."""
-    sources = ["".join(cell["source"]) for cell in notebook["cells"]]
+    """Return a digest of the code of all cells, which tells whether outputs are theirs."""
+    sources = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     return hashlib.sha256(json.dumps(sources).encode()).hexdigest()
 
 
 def _outputs(source: str, namespace: dict[str, Any], run: Run, count: int) -> Iterator[dict[str, Any]]:
-    from matplotlib import pyplot
-
+    pyplot.close("all")
     if source.startswith("!"):
         text = "".join(run(shlex.split(line[1:], comments=True)) for line in source.splitlines())
         value = None
@@ -86,7 +87,6 @@ def _outputs(source: str, namespace: dict[str, Any], run: Run, count: int) -> It
         )
         data = {"image/svg+xml": svg.splitlines(keepends=True)}
         yield {"output_type": "display_data", "data": data, "metadata": {}}
-    pyplot.close("all")
 
 
 def _evaluate(source: str, namespace: dict[str, Any]) -> Any:
