@@ -22,13 +22,14 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, is_peft_available
 
 from longspan.hf.cache import StateCache
 from longspan.hf.config import LongspanConfig
 from longspan.hf.context_parallel import LongspanContextParallel
 from longspan.hf.generate import LongspanGenerationMixin
 from longspan.layout import Packing
+from longspan.models.adapter import ADAPTER_CONFIG
 from longspan.models.checkpoint import CONFIG, describe, digests
 from longspan.models.hub import LONGSPAN_MAP, write_stub
 from longspan.models.residual import ResidualBranch, Stack
@@ -101,6 +102,17 @@ class LongspanPreTrainedModel(PreTrainedModel):
             config |= describe(self.model) | {"sha256": digests(path.parent), "auto_map": LONGSPAN_MAP}
             write_stub(path.parent)
             write_atomically(path, json.dumps(config, indent=2) + "\n")
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *arguments: Any, **options: Any) -> Any:
+        """Load a model as transformers does; a LoRA adapter beside it needs PEFT.
+
+        Raises:
+            ValueError: There is an adapter, and PEFT is not installed: transformers would leave it out.
+        """
+        if name is not None and (Path(name) / ADAPTER_CONFIG).is_file() and not is_peft_available():
+            raise ValueError(f"{name} has a LoRA adapter, which needs peft: pip install 'longspan[hf]'")
+        return super().from_pretrained(name, *arguments, **options)
 
     @classmethod
     def register_for_auto_class(cls, *_: Any, **__: Any) -> None:

@@ -9,7 +9,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from longspan import AttentionConfig, ModelConfig
 from longspan.hf import (
@@ -144,3 +150,26 @@ def _run(branches, x):
     for branch in branches:
         x = branch.merge(x, branch(x, layout, None, None))
     return x
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "performer", "delta"])
+def test_devices_and_precisions(tmp_path, mechanism):
+    torch.manual_seed(1)
+    attention = AttentionConfig(num_heads=4, mechanism=mechanism)
+    config = ModelConfig(dim=24, depth=2, causal=True, vocab_size=31, attention=attention)
+    model, x = LongspanForCausalLM(LongspanConfig(config)).eval(), torch.arange(14).view(2, 7)
+    model.save_pretrained(tmp_path)
+    placed = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="auto").eval()
+    assert torch.equal(placed(x.to(placed.device)).logits.cpu(), model(x).logits)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    assert half.dtype == torch.bfloat16
+    assert 0 < (half(x).logits - model(x).logits).abs().max() < 0.1
+    assert half.generate(x, max_new_tokens=3, do_sample=False).shape == (2, 10)
+
+
+def test_an_adapter_is_not_left_out_without_peft(tmp_path, monkeypatch):
+    language_model().save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    monkeypatch.setattr("longspan.hf.models.is_peft_available", lambda: False)
+    with pytest.raises(ValueError, match=r"has a LoRA adapter, which needs peft: pip install 'longspan\[hf\]'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
