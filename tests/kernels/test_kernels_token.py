@@ -41,6 +41,19 @@ def test_layers(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
 
 
 @interpreted
+@pytest.mark.parametrize("shared_kb", [227, 163, 99])
+@pytest.mark.parametrize(("BB", "BN"), [(16, 32), (16, 64), (32, 32), (64, 64)])
+def test_blocks_of_columns_fit_into_shared_memory(BB: int, BN: int, shared_kb: int) -> None:
+    columns = decode.kernels("gemv")._columns
+    assert [columns(K, BB, BN, shared_kb) for K in (5, 64)] == [16, 64]
+    for K in (512, 1536):
+        in_flight = 1 if columns(K, BB, BN, shared_kb) >= K else 3 if BB == 64 else 2
+        sizes = [in_flight * (BB + BN) * columns(K, BB, BN, shared_kb) * bytes_ for bytes_ in (2, 4)]
+        assert sizes[0] <= (shared_kb - 19) * 1024
+        assert sizes[1] > (shared_kb - 19) * 1024 or columns(K, BB, BN, shared_kb) == 512
+
+
+@interpreted
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.usefixtures("kernels_on_the_cpu")

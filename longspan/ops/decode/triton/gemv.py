@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.launch import on_device
+from longspan.ops.common.launch import on_device, shared_memory_kb
 from longspan.ops.decode.torch import TokenShift
 from longspan.ops.decode.triton.token import await_previous, dependent_launch
 
@@ -54,10 +55,9 @@ def decode_linear_layers(
         # Enough programs for every multiprocessor, each with at most 16,384 weights.
         BB, BN = 1, max(1, min(WIDE_ROWS if wide else ROWS, 16384 // BK))
     else:
-        # As many columns at once as fit, so that loads do not wait for one another. A loop has three in flight.
         wide = wide and not fp32
         BB, BN = 16 if B <= 16 else 64 if wide else 32, 64 if wide else 32
-        BK = max(16, min(BK, 32 if fp32 else 128 if BB == 64 and BK > 512 else 512))
+        BK = max(16, min(BK, 32)) if fp32 else _columns(K, BB, BN, shared_memory_kb(x.get_device()))
     programs = [-(-n // BN) for n in rows]
     starts = (tuple(accumulate(numbers[:-1], initial=0)) for numbers in (rows, programs))
     sizes = LayerSizes(K, N, rows, *starts, BK, BN, kind, activation, offsets, max(offsets, default=0) + 1)
@@ -76,6 +76,18 @@ def decode_linear_layers(
             }
             decode_gemm_kernel[grid](layers, B, *strides, **constants)
     return out
+
+
+@cache
+def _columns(K: int, BB: int, BN: int, shared_kb: int) -> int:
+    """As many columns of half precision at once as fit, so that loads do not wait for one another.
+
+    A loop has two blocks in flight, with the instructions of Hopper for 64 rows three; about 18 KB are other data.
+    """
+    BK = max(16, min(triton.next_power_of_2(K), 512))
+    while (1 if BK >= K else 3 if BB == 64 else 2) * (BB + BN) * BK * 2 > (shared_kb - 19) * 1024:
+        BK //= 2
+    return BK
 
 
 @triton.jit
