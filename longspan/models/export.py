@@ -20,7 +20,7 @@ from longspan.models.transformer import LanguageModel
 EXTEND, STEP, STATE, DESCRIPTION = "extend.onnx", "step.onnx", "state.safetensors", "graphs.json"
 
 
-class Extend(nn.Module):
+class ExtendGraph(nn.Module):
     """`LanguageModel.extend`: tokens (B, C), key_mask (B, C) and a state to logits (B, C, V) and the state after."""
 
     def __init__(self, model: LanguageModel) -> None:
@@ -31,7 +31,7 @@ class Extend(nn.Module):
         return self.model.extend(tokens, state, key_mask=key_mask)
 
 
-class Step(nn.Module):
+class StepGraph(nn.Module):
     """One token (B,) and a state to logits (B, V) and the state after."""
 
     def __init__(self, model: LanguageModel) -> None:
@@ -46,11 +46,11 @@ class Step(nn.Module):
 def export_programs(
     model: LanguageModel, *, chunk: int, batch_size: int = 1, max_length: int | None = None
 ) -> tuple[Any, Any]:
-    """Return `torch.export` programs of `Extend` and `Step`, in PyTorch's own operations.
+    """Return `torch.export` programs of `ExtendGraph` and `StepGraph`, in PyTorch's own operations.
 
     Args:
         model: A causal language model on the CPU.
-        chunk: Number of tokens C that `Extend` reads; key_mask hides the end of a shorter chunk.
+        chunk: Number of tokens C that `ExtendGraph` reads; key_mask hides the end of a shorter chunk.
         batch_size: B.
         max_length: Number of tokens that the state can hold; needed by `softmax`, whose state has a slot for each.
 
@@ -68,9 +68,9 @@ def export_programs(
     try:
         with torch.no_grad():
             state = model.new_state(batch_size, max_length=max_length)
-            extend = torch.export.export(Extend(model), (tokens, torch.ones_like(tokens, dtype=torch.bool), state))
+            extend = torch.export.export(ExtendGraph(model), (tokens, torch.ones_like(tokens, dtype=torch.bool), state))
             state = model.new_state(batch_size, max_length=max_length)
-            step = torch.export.export(Step(model), (tokens[:, 0].clone(), state))
+            step = torch.export.export(StepGraph(model), (tokens[:, 0].clone(), state))
     finally:
         model.train(training)
     return extend, step

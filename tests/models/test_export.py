@@ -10,7 +10,7 @@ import torch
 from training import longspan
 
 from longspan import AttentionConfig, Classifier, EncoderDecoder, LanguageModel, ModelConfig, save
-from longspan.models.export import Extend, Step, export_programs, write_onnx
+from longspan.models.export import ExtendGraph, StepGraph, export_programs, write_onnx
 
 SPLIT = [{"mechanism": "local", "num_heads": 2, "window": 7}, {"mechanism": "linear", "num_heads": 2}]
 MECHANISMS = {
@@ -54,11 +54,11 @@ def test_torch_export_gives_eager_s_answers(name: str) -> None:
     with torch.no_grad():
         ours, theirs = (model.new_state(2, max_length=41) for _ in range(2))
         for x, seen in zip(tokens, mask, strict=True):
-            wanted, ours = Extend(model)(x, seen, ours)
+            wanted, ours = ExtendGraph(model)(x, seen, ours)
             got, theirs = extend.module()(x, seen, theirs)
             torch.testing.assert_close(got[seen], wanted[seen], rtol=1e-5, atol=1e-5)
         for x in tokens[0].T:
-            wanted, ours = Step(model)(x, ours)
+            wanted, ours = StepGraph(model)(x, ours)
             got, theirs = step.module()(x, theirs)
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     assert theirs.length.tolist() == ours.length.tolist() == [14 + 3 + 7, 14 + 4 + 7]
