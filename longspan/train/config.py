@@ -84,7 +84,7 @@ class TrainConfig:
     optimizer: Optimizer = "adamw"
     """adamw, or muon for the matrices of the layers and AdamW for the rest."""
     muon_lr: float | None = None
-    """Peak learning rate of Muon, whose steps are as large as AdamW's; --lr by default."""
+    """Peak learning rate of Muon; --lr by default."""
     weight_decay: float = 0.1
     """Weight decay (matrices only)."""
     betas: tuple[float, ...] = (0.9, 0.95)

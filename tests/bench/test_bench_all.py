@@ -173,7 +173,7 @@ def test_the_gpu_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     options = BenchOptions("gpu", device="cuda")
     suite = {section.name: section for section in sections(options)}
     assert list(suite) == [
-        *("causal", "bidirectional", "local", "layers", "layers-autocast", "train", "generate", "longest")
+        *("causal", "bidirectional", "local", "gated", "layers", "layers-autocast", "train", "generate", "longest")
     ]
     for section in suite.values():
         assert {(case.device, case.dtype) for _, case in section.plan} == {("cuda", "bfloat16")}
@@ -181,8 +181,9 @@ def test_the_gpu_suite(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(subjects) >= len(section.plan)
     assert [section.name for section in sections(replace(options, sections=("train",)))] == ["train"]
     # Full attention is measured in every comparison of mechanisms.
-    for mechanism, case in suite["causal"].plan:
-        assert suite["causal"].subjects(mechanism, case)[0][-1].name == "PyTorch SDPA"
+    for name in ("causal", "gated"):
+        for mechanism, case in suite[name].plan:
+            assert all(group[-1].name == "PyTorch SDPA" for group in suite[name].subjects(mechanism, case))
     assert suite["train"].subjects("linear", Case(64))[0][0].compile == "reduce-overhead"
     assert suite["layers-autocast"].subjects("linformer", Case(64))[0][0].autocast
     assert options.measurement_config().rounds == 1

@@ -303,4 +303,4 @@ def test_transformers_alone_refuses_a_swapped_folder(tmp_path):
     code = "from transformers import AutoModelForCausalLM as A; import sys; A.from_pretrained(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "model type `longspan_swap`" in done.stderr
+    assert "trust_remote_code=True" in done.stderr

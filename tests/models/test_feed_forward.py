@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -37,6 +38,7 @@ def feed_forward_by_definition(layer: FeedForward, config: FeedForwardConfig, x:
 
 ACTIVATION_FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
+    "gelu_tanh": lambda x: x / 2 * (1 + ((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()),
     "relu": lambda x: x.clamp(min=0),
     "silu": lambda x: x / (1 + (-x).exp()),
     "tanh": lambda x: (1 - (-2 * x).exp()) / (1 + (-2 * x).exp()),

@@ -85,7 +85,7 @@ def test_a_mesh_matches_one_process_and_its_checkpoint_fits_other_meshes(corpus:
         assert len((tmp_path / name / "samples.jsonl").read_text().splitlines()) == 2
     done = longspan("export", tmp_path / "four", tmp_path / "exported", log=tmp_path / "log")
     assert done.status == 0, done.stderr
-    assert sorted(os.listdir(tmp_path / "exported")) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "exported")) == ["config.json", "model.safetensors", "modeling_longspan.py"]
     one, four = (load(tmp_path / name).state_dict() for name in ("one/checkpoint", "exported"))
     assert (tmp_path / "one" / "checkpoint" / "model.safetensors").exists()
     for name, x in one.items():
