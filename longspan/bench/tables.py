@@ -144,6 +144,7 @@ _COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
     "causal": ("h200-causal", _ATTENTION),
     "bidirectional": ("h200-bidirectional", _ATTENTION),
     "local": ("h200-local", _ATTENTION),
+    "gated": ("h200-gated", dict(list(_ATTENTION.items())[:4])),
     "layers": ("h200-layers", _ATTENTION),
     "train": (
         "h200-train",

@@ -16,6 +16,7 @@ import torch
 
 from longspan.distributed.mesh import MeshShape
 from longspan.mechanisms import list_mechanisms
+from longspan.mechanisms.gated import GatedMechanism
 from longspan.mechanisms.linformer import LinformerAttention
 from longspan.mechanisms.local import LocalAttention
 from longspan.mechanisms.performer import PerformerAttention
@@ -220,13 +221,19 @@ def _attention_seconds(mechanism: Mechanism, work: TrainingLoad, cp: int, figure
         parts: Sequence[Any] = list(mechanism.parts)
         return sum(_attention_seconds(part, work, cp, figures) for part in parts)
     name = next(name for name, cls in list_mechanisms().items() if cls is type(mechanism))
-    known = figures["mechanisms"].get(f"{name}{'' if work.config.causal else ', bidirectional'}")
+    passes = 1
+    if isinstance(mechanism, GatedMechanism):
+        name = f"{name}, gate per channel" if getattr(mechanism, "gate", None) == "channel" else name
+        passes = 1 if work.config.causal else 2  # The sum of both directions.
+    elif not work.config.causal:
+        name = f"{name}, bidirectional"
+    known = figures["mechanisms"].get(name)
     if known is None:
         measured = ", ".join(figures["mechanisms"])
         raise ValueError(f"there is no measured figure for the mechanism {name!r}; there are figures for {measured}")
     width = min(known["head_dims"], key=lambda d: abs(int(d) - mechanism.head_dim))
     rate = known["head_dims"][width] * mechanism.head_dim / int(width)
-    return rate * work.batch_size * mechanism.num_heads * _units(mechanism, work, cp)
+    return passes * rate * work.batch_size * mechanism.num_heads * _units(mechanism, work, cp)
 
 
 def _units(mechanism: Mechanism, work: TrainingLoad, cp: int) -> float:
@@ -275,6 +282,8 @@ _ROWS: tuple[tuple[str, str, str, int], ...] = (
     ("linformer", "h200-causal", "linformer, rank 256", 256),
     ("linformer, bidirectional", "h200-bidirectional", "linformer, rank 256", 256),
     ("local", "h200-local", "local, 256 keys", 256),
+    ("decay", "h200-gated", "decay, gate per head", 1),
+    ("delta", "h200-gated", "delta, gate per head", 1),
     ("softmax", "h200-causal", "PyTorch SDPA", 0),
     ("softmax, bidirectional", "h200-bidirectional", "PyTorch SDPA", 0),
 )

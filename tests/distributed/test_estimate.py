@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from longspan import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan import AttentionConfig, FeedForwardConfig, LanguageModel, ModelConfig
 from longspan.cli import main
 from longspan.cli.estimate import parse_tokens
 from longspan.distributed.estimate import (
@@ -123,6 +123,15 @@ def test_traffic_of_states_does_not_grow_with_the_context_and_that_of_softmax_do
     assert softmax.compute == pytest.approx(2e-14 * PARAMETERS * 250 + 3 * 2 * 2 * 5e-12 * pairs)
 
 
+def test_a_bidirectional_memory_reads_twice() -> None:
+    figures = {**FIGURES, "mechanisms": {**FIGURES["mechanisms"], "delta": {"head_dims": {"8": 7e-9}}}}
+    load = workload("delta", 1000)
+    both = replace(load, config=replace(load.config, causal=False))
+    dense = 2e-14 * sum(p.numel() for p in LanguageModel(load.config).parameters()) * 1000
+    times = [estimate(each, MeshShape(), HARDWARE, figures).compute - dense for each in (load, both)]
+    assert times == pytest.approx([3 * 2 * 7e-9 * 1000, 2 * 3 * 2 * 7e-9 * 1000])
+
+
 @pytest.mark.parametrize(
     ("mechanism", "expected"),
     [
@@ -182,7 +191,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--gpus", "3", "--mesh", "cp=2"], "--mesh cp=2 needs 2 processes, and there are 3"),
         (["--context", "many"], "--context must be a number of tokens such as 131072, 128k or 1M, got 'many'"),
-        (["--mechanism", "delta"], "there is no measured figure for the mechanism 'delta'"),
+        (
+            ["--mechanism", '{"mechanism": "delta", "gate": "channel"}'],
+            "there is no measured figure for the mechanism 'delta, gate per channel'",
+        ),
         (["--memory", "0"], "--memory must be above 0, got 0"),
         (["--latency", "-1"], "--latency must be 0 or more, got -1"),
         (["--gpus", "0"], "--gpus must be at least 1, got 0"),
