@@ -169,21 +169,11 @@ def differentiable_op(
         backward.register_fake(op.backward_fake)
         backward.register_autograd(refuse_double_backward)
         forward.register_autograd(partial(op.differentiate, backward), setup_context=op.save)
-        op.traced, op.traced_backward = staticmethod(_traced(op, forward)), staticmethod(backward)
+        op.traced, op.traced_backward = staticmethod(forward), staticmethod(backward)
         op.direct = staticmethod(_direct(op, differentiable))
         return cls
 
     return decorate
-
-
-def _traced(op: Any, custom_op: Callable[..., Any]) -> Callable[..., Any]:
-    def traced(*args: Any) -> Any:
-        # A graph of torch.export on the CPU holds PyTorch's own operations, which other runtimes know.
-        if torch.compiler.is_exporting() and not any(isinstance(x, Tensor) and x.is_cuda for x in args):
-            return op.forward(*args)
-        return custom_op(*args)
-
-    return traced
 
 
 def _direct(op: Any, differentiable: int) -> Callable[..., Any]:

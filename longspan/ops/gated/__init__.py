@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from torch import Tensor, float32, float64
+from torch.compiler import is_exporting
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
@@ -91,7 +92,9 @@ def gated_linear(
     if problem.algorithm != "torch" and dispatch.eager_untraced(q):
         out, after = _GatedLinear.direct(*x, *problem)
         return out, after
-    return _GatedLinear.traced(*refuse_forward_mode(*x), *problem)[:2]
+    # In torch.export PyTorch's own operations, which other runtimes know.
+    plain = problem.algorithm == "torch" and is_exporting()
+    return (_GatedLinear.forward if plain else _GatedLinear.traced)(*refuse_forward_mode(*x), *problem)[:2]
 
 
 def choose_algorithm(x: GatedInputs, delta: bool) -> str:

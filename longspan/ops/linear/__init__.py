@@ -20,6 +20,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from torch import Tensor, bfloat16, cat, dtype, einsum, float32, float64, maximum
+from torch.compiler import is_exporting
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
@@ -156,7 +157,7 @@ def causal_linear(
         out, kv, shift = _CausalLinear.direct(*x, *problem)
     else:
         tensors = x if forward_ad_level() < 0 else refuse_forward_mode(*x)
-        out, kv, shift = _CausalLinear.traced(*tensors, *problem)[:3]
+        out, kv, shift = _traced(problem)(*tensors, *problem)[:3]
     return out, Sums(kv[..., :-1], kv[..., -1], shift) if normalize else Sums(kv, kv[..., 0], shift)
 
 
@@ -176,7 +177,12 @@ def causal_linear_out(
     if problem.algorithm != "torch" and dispatch.eager_untraced(q):
         return _CausalLinear.direct(*x, *problem)
     tensors = x if forward_ad_level() < 0 else refuse_forward_mode(*x)
-    return _CausalLinear.traced(*tensors, *problem)[0]
+    return _traced(problem)(*tensors, *problem)[0]
+
+
+def _traced(problem: LinearProblem) -> Any:
+    """The custom operation; in torch.export PyTorch's own operations, which other runtimes know."""
+    return _CausalLinear.forward if problem.algorithm == "torch" and is_exporting() else _CausalLinear.traced
 
 
 def bidirectional_linear(
