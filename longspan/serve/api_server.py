@@ -290,7 +290,7 @@ class EventStream(Response):
 
 
 class _DisconnectedError(Exception):
-    """The client went away: there is nobody to answer."""
+    """The client closed the connection before the response."""
 
 
 async def _until_disconnect(receive: Receive, work: Awaitable[T]) -> T:

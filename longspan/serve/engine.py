@@ -854,7 +854,7 @@ class Engine:
     def _notify(self) -> None:
         """Wake the event loops whose streams got deltas, each once."""
         for loop, futures in self._wakeups.items():
-            with suppress(RuntimeError):  # The loop was closed: nobody waits.
+            with suppress(RuntimeError):  # The event loop is closed.
                 loop.call_soon_threadsafe(_resolve, futures)
         self._wakeups = {}
 

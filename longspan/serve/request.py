@@ -182,7 +182,7 @@ class Generation:
             yield found
 
     def result(self) -> list[Completion]:
-        """Wait for the end and return the choices, of the deltas that nobody has taken yet."""
+        """Wait for the end and return the choices, made of the deltas that were not iterated over before."""
         choices = [Completion() for _ in range(self._choices)]
         for delta in self:
             choices[delta.index].add(delta)

@@ -280,15 +280,15 @@ class PromptReader:
             self._graphs[size] = CapturedCall(self._read, inputs)
 
     def padded_size(self, tokens: int) -> int:
-        """Return the size that so many tokens are padded to."""
+        """Return the captured chunk size to which a chunk of this length is padded."""
         return min(size for size in self._rows if size >= tokens)
 
     def rows(self, tokens: int) -> int:
-        """Return how many chunks of the padded size of so many tokens are read together."""
+        """Return the batch size of a call that reads chunks of this length."""
         return self._rows[self.padded_size(tokens)]
 
     def cost(self, tokens: int) -> int:
-        """Return the number of tokens, padding included, of a call that reads so many of a prompt."""
+        """Return the number of tokens, including padding, that a call computes for a chunk of this length."""
         return tokens if self._alone else self.padded_size(tokens) * self.rows(tokens)
 
     @torch.inference_mode()

@@ -24,7 +24,7 @@ from longspan.models.transformer import Classifier, EncoderDecoder, LanguageMode
 pytestmark = pytest.mark.slow
 
 MODELS = 40  # per seed
-COMPILED = 7  # one model in so many is compiled
+COMPILED = 7  # One of this many models is compiled.
 V, LONGEST = 11, 67
 GREEDY = Sampling(temperature=0)
 OWN = ["local", "decay", "delta"]  # without cross-attention
