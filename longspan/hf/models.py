@@ -432,7 +432,7 @@ class LongspanForTokenClassification(LongspanForSequenceClassification):
             input_ids: (B, T).
             attention_mask: (B, T), 0 for padding.
             labels: (B, T), −100 for tokens to ignore.
-            **given: Refused unless None or False.
+            **given: As in `LongspanForSequenceClassification.forward`.
 
         Returns:
             A `TokenClassifierOutput`, or a tuple with return_dict=False.
@@ -466,7 +466,7 @@ class LongspanForQuestionAnswering(LongspanForTokenClassification):
             attention_mask: (B, T), 0 for padding.
             start_positions: (B,), the first token of each answer.
             end_positions: (B,), the last token of each answer.
-            **given: Refused unless None or False.
+            **given: As in `LongspanForSequenceClassification.forward`.
 
         Returns:
             A `QuestionAnsweringModelOutput`, or a tuple with return_dict=False.
