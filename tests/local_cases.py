@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from longspan.layout import Packing
 from longspan.ops.softmax import attend
-from longspan.ops.window import Window, WindowProblem, kernels, reference
+from longspan.ops.window import Window, WindowProblem, WindowSaved, _WindowLse, kernels, reference
+from longspan.ops.window.torch import tiled_window_attention_with_lse
 
 NAMES = ["out", "d_q", "d_k", "d_v"]
 
@@ -129,7 +131,7 @@ def by_definition(case: Case, d_out: Tensor, problem: WindowProblem, dtype: torc
 
 def by_kernels(d_out: Tensor, problem: WindowProblem) -> list[Tensor]:
     out, lse = kernels().forward(problem)
-    return [out, *kernels().backward(d_out, out, lse, problem)]
+    return [out, *kernels().backward(WindowSaved(d_out, None, out, lse), problem)]
 
 
 def check(case: Case, dtype: torch.dtype, device: str) -> None:
@@ -140,6 +142,26 @@ def check(case: Case, dtype: torch.dtype, device: str) -> None:
     d_out, problem = arguments(case, dtype, device)
     truth = by_definition(case, d_out, problem, torch.float64)
     no_further(by_kernels(d_out, problem), by_definition(case, d_out, problem, dtype), truth, dtype)
+
+
+def check_lse(case: Case, dtype: torch.dtype, device: str, call: str) -> None:
+    """Assert the same of the gradients of out and lse together, with `tiled_window_attention_with_lse` as the truth."""
+    d_out, problem = arguments(case, dtype, device)
+    d_lse = torch.randn(d_out.shape[:3], device=device)
+
+    def by_torch(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.detach().cpu().to(dtype).requires_grad_() for x in problem[:3]]
+        mask = None if problem.key_mask is None else problem.key_mask.cpu()
+        found = tiled_window_attention_with_lse(*leaves, case.window, key_mask=mask, scale=problem.scale)
+        grads = torch.autograd.grad(found, leaves, [x.cpu().to(found[0].dtype) for x in (d_out, d_lse)])
+        return [x.detach() for x in (found[0], *grads)]
+
+    leaves = [x.detach().requires_grad_() for x in problem[:3]]
+    out, lse = getattr(_WindowLse, call)(*leaves, *problem[3:])
+    assert (lse[..., 0].isinf().transpose(1, 2) == (out == 0).all(-1)).all()
+    d_lse2 = (math.log(2) * d_lse).transpose(1, 2)[..., None].expand_as(lse)
+    found = [out.detach(), *torch.autograd.grad((out, lse), leaves, (d_out, d_lse2))]
+    no_further(found, by_torch(dtype), by_torch(torch.float64), dtype)
 
 
 def no_further(found: list[Tensor], eager: list[Tensor], truth: list[Tensor], dtype: torch.dtype) -> None:

@@ -215,7 +215,8 @@ class Hedgehog(FeatureMap):
 
 def _hedgehog(x: Tensor, weight: Tensor) -> Tensor:
     """Map x (B, T, heads, D) by a weight (heads, D, D) to (B, T, heads, 2·D)."""
-    projected = torch.einsum("bthd,hfd->bthf", x, weight.to(x.dtype))
+    with torch.autocast("cuda", enabled=False):  # Exponentials of rounded logits would be inexact.
+        projected = torch.einsum("bthd,hfd->bthf", x, weight.to(x.dtype))
     return torch.cat([projected.softmax(-1), (-projected).softmax(-1)], -1)
 
 

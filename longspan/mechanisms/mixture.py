@@ -15,7 +15,7 @@ from longspan.mechanisms.local import LocalAttention, LocalState
 from longspan.mechanisms.split import SplitState
 from longspan.ops.gated import gated_linear
 from longspan.ops.linear import accumulate, attend_sums, causal_linear, sum_dtype
-from longspan.ops.window.torch import BLIND, Window, window_attention_with_lse
+from longspan.ops.window import BLIND, Window, window_attention_with_lse
 from longspan.protocol import Mechanism, State
 
 HEDGEHOG = {"mechanism": "linear", "feature_map": "hedgehog"}

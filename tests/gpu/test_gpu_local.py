@@ -6,7 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from local_cases import CASES, Case, arguments, by_definition, by_kernels, check, dropped, no_further, visible
+from local_cases import (
+    CASES,
+    Case,
+    arguments,
+    by_definition,
+    by_kernels,
+    check,
+    check_lse,
+    dropped,
+    no_further,
+    visible,
+)
 
 from longspan import Packing, build_mechanism
 from longspan.ops.window import Window, WindowProblem, _Window, kernels, reference, why_not_triton, window_attention
@@ -38,6 +49,12 @@ LARGER = [
 @pytest.mark.parametrize("case", [*CASES, *LARGER], ids=str)
 def test_kernels(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("call", ["direct", "traced"])
+def test_gradients_of_the_log_sum_exp(call: str, dtype: torch.dtype) -> None:
+    check_lse(Case(T=517, H=6, Hkv=2, D=64, E=64, back=63, causal=True, masked=True), dtype, "cuda", call)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

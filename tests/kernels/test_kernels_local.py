@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from interpreter import interpreted
-from local_cases import CASES, Case, arguments, by_kernels, check, dropped, visible
+from local_cases import CASES, Case, arguments, by_kernels, check, check_lse, dropped, visible
 
 from longspan.layout import Packing
 from longspan.ops.window import _Window, kernels, reference, why_not_triton, why_unsupported
@@ -79,6 +79,21 @@ def test_the_op_has_the_gradients_of_the_kernels(call: str) -> None:
     found = [out, *torch.autograd.grad(out, leaves, d_out)]
     for ours, expected in zip(found, by_kernels(d_out, problem), strict=True):
         assert torch.equal(ours, expected)
+
+
+@interpreted
+@quiet
+@pytest.mark.parametrize(
+    ("case", "dtype", "call"),
+    [
+        (Case(T=65, causal=True, H=4, Hkv=2), torch.float32, "direct"),
+        (Case(T=65, causal=True, masked=True, past=19), torch.float16, "direct"),
+        (Case(T=37, masked=True, B=1), torch.float32, "traced"),
+    ],
+    ids=str,
+)
+def test_gradients_of_the_log_sum_exp(case: Case, dtype: torch.dtype, call: str) -> None:
+    check_lse(case, dtype, "cpu", call)
 
 
 def test_reasons() -> None:

@@ -8,16 +8,35 @@ The README beside this file derives the tiled forward and backward passes.
 from __future__ import annotations
 
 import importlib
+import math
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from torch import Tensor, float32, randint
+from torch import Tensor, float32, promote_types, randint
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
-from longspan.ops.window.torch import Bias, Window, table_bias, tiled_window_attention, xpos_rotate
+from longspan.ops.window.torch import (
+    BLIND,
+    Bias,
+    Window,
+    table_bias,
+    tiled_window_attention,
+    tiled_window_attention_with_lse,
+    xpos_rotate,
+)
 
-__all__ = ["Bias", "Window", "WindowProblem", "table_bias", "why_not_triton", "window_attention", "xpos_rotate"]
+__all__ = [
+    "BLIND",
+    "Bias",
+    "Window",
+    "WindowProblem",
+    "table_bias",
+    "why_not_triton",
+    "window_attention",
+    "window_attention_with_lse",
+    "xpos_rotate",
+]
 
 
 def window_attention(
@@ -66,6 +85,34 @@ def window_attention(
     return _Window.traced(*refuse_forward_mode(*arguments))[0]
 
 
+def window_attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, window: Window, *, key_mask: Tensor | None = None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend to the keys inside an exact window; also return the log-sum-exp of the scores. Both have gradients.
+
+    Args:
+        q: Queries (B, T, H, D), which belong to the last T keys.
+        k: Keys (B, S, Hkv, D).
+        v: Values (B, S, Hkv, E).
+        window: Which keys a query sees; block_size is 0.
+        key_mask: (B, S), True for keys that are visible.
+        scale: Scale of the scores.
+
+    Returns:
+        (B, T, H, E) and (B, T, H), in the dtype of the inputs or float32, whichever is wider. A query that sees no key
+        gets zeros and `BLIND`.
+    """
+    if why_not_triton(q, k, v) is not None:
+        return tiled_window_attention_with_lse(q, k, v, window, key_mask=key_mask, scale=scale)
+    arguments = WindowProblem(q, k, v, key_mask, None, None, None, *window, scale, 0.0)
+    if dispatch.eager_untraced(q):
+        out, lse = _WindowLse.direct(*arguments)
+    else:
+        out, lse = _WindowLse.traced(*refuse_forward_mode(*arguments))
+    lse = math.log(2) * lse.sum(-1).transpose(1, 2)
+    return out.to(promote_types(q.dtype, float32)), lse.masked_fill(lse.isinf(), BLIND)
+
+
 class WindowProblem(NamedTuple):
     """The arguments of the Triton kernels: tensors, window, options. seed: (1,) int64, of dropout."""
 
@@ -102,6 +149,7 @@ class WindowSaved(NamedTuple):
     """What the backward pass takes beside the problem."""
 
     d_out: Tensor
+    d_lse: Tensor | None
     out: Tensor
     lse: Tensor
 
@@ -124,16 +172,33 @@ class _Window(DifferentiableOp):
 
     @staticmethod
     def differentiate(backward: Any, ctx: Any, d_out: Tensor, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        grads = backward(*refuse_forward_mode(d_out, *ctx.saved_tensors), *ctx.options)
-        return *grads, *[None] * (len(WindowProblem._fields) - len(grads))
+        return _differentiate(backward, ctx, d_out, None)
 
     @staticmethod
     def backward(*arguments: Any, traced: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        return kernels().backward(*arguments[:3], WindowProblem(*arguments[3:]))
+        return kernels().backward(WindowSaved(*arguments[:4]), WindowProblem(*arguments[4:]))
 
     @staticmethod
-    def backward_fake(d_out: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(x.new_empty(x.shape) for x in arguments[:3])
+    def backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(x.new_empty(x.shape) for x in arguments[4:7])
+
+
+@differentiable_op(
+    "longspan::window_attention_with_lse", (WindowProblem,), (WindowSaved,), outputs=2, grads=3, differentiable=2
+)
+class _WindowLse(_Window):
+    @staticmethod
+    def visible(outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return outputs
+
+    @staticmethod
+    def differentiate(backward: Any, ctx: Any, d_out: Tensor, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        return _differentiate(backward, ctx, d_out, d_lse)
+
+
+def _differentiate(backward: Any, ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    grads = backward(*refuse_forward_mode(d_out, d_lse, *ctx.saved_tensors), *ctx.options)
+    return *grads, *[None] * (len(WindowProblem._fields) - len(grads))
 
 
 def kernels() -> ModuleType:

@@ -135,23 +135,10 @@ def tiled_window_attention(
     return out.flatten(1, 2)[:, :T].to(given)
 
 
-def window_attention_with_lse(
+def tiled_window_attention_with_lse(
     q: Tensor, k: Tensor, v: Tensor, window: Window, *, key_mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention in an exact window, and the log-sum-exp of its scores, with gradients of both.
-
-    Args:
-        q: Queries (B, T, H, D), which belong to the last T keys.
-        k: Keys (B, S, Hkv, D).
-        v: Values (B, S, Hkv, E).
-        window: Which keys a query sees; block_size is 0.
-        key_mask: (B, S), True for keys that are visible.
-        scale: Scale of the scores.
-
-    Returns:
-        (B, T, H, E) and (B, T, H), in the dtype of the inputs or float32, whichever is wider. A query that sees no key
-        gets zeros and `BLIND`.
-    """
+    """Compute `ops.window.window_attention_with_lse` tile by tile."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     (T, H), (S, Hkv), offset = q.shape[1:3], k.shape[1:3], k.shape[1] - q.shape[1]
     tile, before, after = _tiling(window, T, S, aligned=False)

@@ -6,8 +6,9 @@ last query's last key, and masks pairs only outside the range that all its queri
 
     P = exp2(S − lse),   D_i = Σ_e dout_ie out_ie,   dS = P ∘ (dout Vᵀ − D),   dq = dS K,   dk = dSᵀ q,   dv = Pᵀ dout
 
-The backward pass recomputes P from the saved lse. One kernel iterates over the keys of each query for dq and D, a
-second over the queries of each key for dk and dv: without atomic additions, results are deterministic.
+The gradient of the log-sum-exp is subtracted from D, since ∂lse_i/∂S_ij = P_ij. The backward pass recomputes P from
+the saved lse. One kernel iterates over the keys of each query for dq and D, a second over the queries of each key for
+dk and dv: without atomic additions, results are deterministic.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from longspan.ops.common.tiles import (
     token_pointer,
     zeros,
 )
-from longspan.ops.window import WindowProblem
+from longspan.ops.window import WindowProblem, WindowSaved
 
 # With shared queries and keys, the score of a query's own key: below every other score, above −∞.
 LAST_RESORT = tl.constexpr(-1e30)
@@ -70,14 +71,15 @@ def forward(problem: WindowProblem) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def backward(d_out: Tensor, out: Tensor, lse: Tensor, problem: WindowProblem) -> tuple[Tensor, Tensor, Tensor]:
+def backward(saved: WindowSaved, problem: WindowProblem) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
-    inputs, d_out, out = _inputs(problem), dense_rows(d_out), out.contiguous()
-    plan = WindowPlan.of((*inputs, d_out, out, lse), *problem.options)
+    inputs, d_out, out, lse = _inputs(problem), dense_rows(saved.d_out), saved.out.contiguous(), saved.lse
+    d_lse = None if saved.d_lse is None else saved.d_lse[..., 0].contiguous()
+    plan = WindowPlan.of((*inputs, d_out, out, lse, d_lse), *problem.options)
     d_q, d_k, d_v = (new_like(x) for x in inputs[:3])
     delta = torch.empty_like(lse)
     with on_device(out):
-        plan.d_queries(inputs, out, lse, d_out, d_q, delta)
+        plan.d_queries(inputs, out, lse, d_out, d_lse, d_q, delta)
         plan.d_keys(inputs, lse, d_out, delta, d_k, d_v)
     return d_q, d_k, d_v
 
@@ -288,9 +290,9 @@ def window_forward_kernel(inputs, p_out, p_lse, T, S, scale, dropout, strides, W
 
 @triton.jit(do_not_specialize=["T", "S"])
 def window_backward_queries_kernel(
-    inputs, p_out, p_lse, p_d_out, p_d_q, p_delta, T, S, scale, dropout, score_scale, strides, W: tl.constexpr
+    inputs, p_out, p_lse, p_d_out, p_d_lse, p_d_q, p_delta, T, S, scale, dropout, score_scale, strides, W: tl.constexpr
 ):
-    """Compute dq of BT queries of one head, and D. score_scale: that of the scores without log₂ e."""
+    """Compute dq of BT queries of one head, and D − dlse. score_scale: that of the scores without log₂ e."""
     PRECISION: tl.constexpr = W.PRECISION
     p_q, p_k, p_v, p_mask, p_start, p_bounds, p_seed = inputs
     q, k, v, d_out = strides
@@ -305,9 +307,12 @@ def window_backward_queries_kernel(
     b_delta = tl.sum(b_d_out.to(tl.float32) * b_out.to(tl.float32), 1)
     i_lse = (i_b * W.H + i_h) * T + i_t
     b_lse, b_rest = load_lse(p_lse, i_lse, i_t < T, W)
+    b_error = zeros(W.BT)
+    if p_d_lse is not None:
+        b_error -= tl.load(p_d_lse + i_lse, mask=i_t < T, other=0.0) * LOG2E
+        b_delta += b_error
     b_q = load_rows(p_q, q.t, T - i_0, W.D, W.BT, W.BD)
     b_d_q = zeros(W.BT, W.BD)
-    b_error = zeros(W.BT)
     b_mean = zeros(W.BT, W.BD)
     for s_0 in range(begin, end, W.BS):
         i_s = s_0 + tl.arange(0, W.BS)
@@ -331,7 +336,7 @@ def window_backward_queries_kernel(
             b_error += tl.sum(b_d_s, 1)
             b_mean = add_product(b_p, b_k, b_mean, PRECISION)
     if W.PRECISION == "ieee":
-        # Σ_j dS_ij is 0 but for the rounding error of D, which matters where few keys are visible.
+        # Σ_j dS_ij is dlse_i but for the rounding error of D, which matters where few keys are visible.
         b_d_q -= b_error[:, None] * b_mean
         b_delta += b_error
     tl.store(p_delta + i_lse, b_delta, mask=i_t < T)
