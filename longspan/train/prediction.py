@@ -24,7 +24,7 @@ from longspan.models.transformer import Classifier
 from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.data import tables
 from longspan.train.data.batches import BatchShape, labeled_evaluation_batches
-from longspan.train.data.containers import open_entries
+from longspan.train.data.containers import Entry, open_entries
 from longspan.train.data.readers import DocumentReader, ReadOptions, Tagged, find_source
 from longspan.train.data.tasks import SupervisedTask
 from longspan.train.data.token_store import DocumentEncoder, StoreSpec, open_store
@@ -117,7 +117,7 @@ def task_options(task: SupervisedTask, options: ReadOptions, *, labeled: bool) -
     return replace(
         options,
         labeled=labeled,
-        task=None if task.kind == "classify" else task.kind,
+        task=task.kind,
         text_field=options.text_field or task.text_field,
         label_field=options.label_field or task.label_field,
     )
@@ -235,7 +235,7 @@ def predict(
         data: Files, folders or globs.
         options: How to read them; columns that are not named are those of the run.
         file: Where to write.
-        context: Documents are cut to this length.
+        context: Documents are cut to this length; labels of tokens are predicted in windows of it.
         batch_size: Documents per forward pass.
 
     Returns:
@@ -249,7 +249,7 @@ def predict(
         if writer is None:
             writer = csv.DictWriter(file, list(row), extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
-        writer.writerow(row)
+        writer.writerow({name: json.dumps(x) if isinstance(x, list | dict) else x for name, x in row.items()})
         number += 1
     if number == 0:
         raise ValueError(f"there is nothing to predict in {', '.join(data)}")
@@ -257,50 +257,53 @@ def predict(
 
 
 def _rows(found: TaskModel, path: Path, options: ReadOptions, context: int, batch_size: int) -> Iterator[Record]:
-    """Yield the rows of the result for one file."""
-    encoder, reader = DocumentEncoder(found.tokenizer), DocumentReader(options)
-    inputs: Iterator[tuple[Record, Any]] | None = None
+    """Yield the rows of the result for one file, or for what an archive contains."""
+    encoder, reader, number = DocumentEncoder(found.tokenizer), DocumentReader(options), 0
     with closing(open_entries(path, lambda name: True)) as entries:
         for entry in entries:
+            inputs: Iterator[tuple[Record, Any]] | None = None
             kind = None if options.format == "bytes" or found.task.kind == "forecast" else tables.table_kind(entry)
-            if kind is None:
-                break
-            inputs = reader.contents(entry, kind)
-            if inputs is None:
-                yield from _series_rows(found, path, options, context)
-                return
-            yield from _batches(found, inputs, encoder, context, batch_size)
-            return
-    yield from _batches(found, _documents(reader, path), encoder, context, batch_size)
+            if kind is not None:
+                entry = replace(entry, stream=entry.seekable())
+                inputs = reader.contents(entry, kind)
+                if inputs is None:
+                    entry.stream.seek(0)
+            if inputs is not None:
+                rows = _batches(found, inputs, encoder, context, batch_size)
+            elif kind is not None and found.task.kind == "tag":
+                rows = _series_rows(found, entry, kind, options, context)
+            else:
+                rows = _batches(found, _documents(reader, entry), encoder, context, batch_size)
+            for row in rows:
+                yield row
+                number += 1
+    if number == 0 and reader.skipped:
+        raise ValueError(reader.skipped[0])
 
 
-def _documents(reader: DocumentReader, path: Path) -> Iterator[tuple[Record, Any]]:
+def _documents(reader: DocumentReader, entry: Entry) -> Iterator[tuple[Record, Any]]:
     """Yield the documents of a file, with its name and their number."""
     parts: list[Any] = []
     number = 0
-    for chunk in reader.read(path, None):
+    for chunk in reader.read_entry(entry, None):
         parts.append(chunk.content.text if isinstance(chunk.content, Tagged) else chunk.content)
         if chunk.last:
             content = parts[0]
             if len(parts) > 1:
                 content = b"".join(parts) if isinstance(parts[0], bytes) else np.concatenate(parts)
-            yield {"file": str(path), "document": number}, content
+            yield {"file": entry.name, "document": number}, content
             parts, number = [], number + 1
-    if number == 0 and reader.skipped:
-        raise ValueError(reader.skipped[0])
 
 
-def _series_rows(found: TaskModel, path: Path, options: ReadOptions, context: int) -> Iterator[Record]:
+def _series_rows(found: TaskModel, entry: Entry, kind: str, options: ReadOptions, context: int) -> Iterator[Record]:
     """Yield each row of a table of vectors with its own prediction, computed in windows of the context."""
-    with closing(open_entries(path, lambda name: True)) as entries:
-        entry = next(entries)
-        rows = tables.read_rows(entry, str(tables.table_kind(entry)))
-        channels, rows = tables.choose_channels(rows, entry.name, options.text_field, options.label_field)
-        while block := list(islice(rows, context)):
-            vectors = torch.tensor([[float(row[channel]) for channel in channels] for row in block])
-            _check_channels(found, vectors.shape[1])
-            for row, output in zip(block, _outputs(found, vectors[None], None)[0], strict=True):
-                yield {**row, "prediction": found.task.names[int(output.argmax())]}
+    rows = tables.read_rows(entry, kind)
+    channels, rows = tables.choose_channels(rows, entry.name, options.text_field, options.label_field)
+    while block := list(islice(rows, context)):
+        vectors = torch.tensor([[float(row[channel]) for channel in channels] for row in block])
+        _check_channels(found, vectors.shape[1])
+        for row, output in zip(block, _outputs(found, vectors[None], None)[0], strict=True):
+            yield {**row, "prediction": found.task.names[int(output.argmax())]}
 
 
 def _check_channels(found: TaskModel, channels: int) -> None:
@@ -312,23 +315,35 @@ def _check_channels(found: TaskModel, channels: int) -> None:
 def _batches(
     found: TaskModel, inputs: Iterator[tuple[Record, Any]], encoder: DocumentEncoder, context: int, batch_size: int
 ) -> Iterator[Record]:
-    task, vectors = found.task, found.model.config.input_dim is not None
     while block := list(islice(inputs, batch_size)):
         encoded = [_encode(found, content, encoder) for _, content in block]
-        cut = slice(-context, None) if task.kind == "forecast" else slice(context)
-        sequences = [tokens[cut] for tokens, _ in encoded]
-        longest = max(1, *map(len, sequences))
-        width = (found.model.config.input_dim or 0,) if vectors else ()
-        batch: Array = np.zeros((len(sequences), longest, *width), np.float32 if vectors else np.int64)
-        for row, tokens in zip(batch, sequences, strict=True):
-            row[: len(tokens)] = tokens
-        lengths = np.array([len(tokens) for tokens in sequences])
-        mask = torch.from_numpy(np.arange(longest) < lengths[:, None])
-        outputs = _outputs(found, torch.from_numpy(batch), None if bool(mask.all()) else mask)
-        for i, (columns, _) in enumerate(block):
-            output = outputs[i, : lengths[i]] if task.per_token else outputs[i]
-            units = encoded[i][1]
-            yield {**columns, **_described(task, output, None if units is None else units[: lengths[i]])}
+        windows = [_windows(found.task, tokens, context) for tokens, _ in encoded]
+        flat = [window for each in windows for window in each]
+        outputs = iter([x for i in range(0, len(flat), batch_size) for x in _run(found, flat[i : i + batch_size])])
+        for (columns, _), (_, units), each in zip(block, encoded, windows, strict=True):
+            output = [next(outputs) for _ in each]
+            yield {**columns, **_described(found.task, np.concatenate(output) if len(each) > 1 else output[0], units)}
+
+
+def _windows(task: SupervisedTask, tokens: Array, context: int) -> list[Array]:
+    """Return what is read of a document: its start, its end for a forecast, all of it to label tokens."""
+    if task.kind == "forecast":
+        return [tokens[-context:]]
+    stop = max(1, len(tokens)) if task.kind == "tag" else 1
+    return [tokens[start : start + context] for start in range(0, stop, context)]
+
+
+def _run(found: TaskModel, sequences: Sequence[Array]) -> list[NDArray[np.float64]]:
+    """Return the outputs of a batch: of each sequence, or of each of its tokens."""
+    vectors, longest = found.model.config.input_dim is not None, max(1, *map(len, sequences))
+    width = (found.model.config.input_dim or 0,) if vectors else ()
+    batch: Array = np.zeros((len(sequences), longest, *width), np.float32 if vectors else np.int64)
+    for row, tokens in zip(batch, sequences, strict=True):
+        row[: len(tokens)] = tokens
+    lengths = np.array([len(tokens) for tokens in sequences])
+    mask = torch.from_numpy(np.arange(longest) < lengths[:, None])
+    outputs = _outputs(found, torch.from_numpy(batch), None if bool(mask.all()) else mask)
+    return [x[:length] if found.task.per_token else x for x, length in zip(outputs, lengths, strict=True)]
 
 
 def _encode(found: TaskModel, content: Any, encoder: DocumentEncoder) -> tuple[Array, Array | None]:

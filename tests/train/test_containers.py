@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import lzma
+import struct
 import tarfile
 import wave
 import zipfile
@@ -278,9 +279,58 @@ def test_recordings_are_read_as_samples(width: int, tmp_path: Path) -> None:
     found = store(tmp_path, tmp_path / "x.wav").tokens
     expected = 127.5 * (1 + np.sign(levels) * np.log(1 + 255 * np.abs(levels)) / np.log(256))
     assert np.abs(found - expected).max() <= (1.1 if width == 1 else 0.51)
-    (tmp_path / "y.wav").write_bytes((tmp_path / "x.wav").read_bytes()[:20] + bytes([3, 0]) + bytes(30))
-    with pytest.raises(ValueError, match=r"y\.wav is not a recording of integer samples .*ffmpeg"):
+    raw = (tmp_path / "x.wav").read_bytes()
+    (tmp_path / "y.wav").write_bytes(raw[:20] + bytes([7, 0]) + raw[22:])
+    with pytest.raises(
+        ValueError, match=rf"y\.wav is not a recording .*its format is 7, with {8 * width} bits.*ffmpeg"
+    ):
         store(tmp_path, tmp_path / "y.wav")
+    (tmp_path / "y.wav").write_bytes(raw[:30])
+    with pytest.raises(ValueError, match=r"y\.wav is not a recording .*ffmpeg"):
+        store(tmp_path, tmp_path / "y.wav")
+
+
+@pytest.mark.parametrize("extensible", [False, True])
+def test_recordings_of_floats(extensible: bool, tmp_path: Path) -> None:
+    levels = np.array([-1.5, -0.25, 0.0, 0.25, 0.999], "<f4")
+    form = struct.pack("<HHIIHH", 0xFFFE if extensible else 3, 1, 8000, 32000, 4, 32)
+    form += struct.pack("<HHIH14s", 22, 32, 0, 3, bytes(14)) if extensible else b""
+    parts = ((b"fmt ", form), (b"LIST", b"odd"), (b"data", levels.tobytes()))
+    body = b"".join(name + struct.pack("<I", len(x)) + x + bytes(len(x) % 2) for name, x in parts)
+    (tmp_path / "x.wav").write_bytes(b"RIFF" + struct.pack("<I", 4 + len(body)) + b"WAVE" + body)
+    expected = 127.5 * (1 + np.sign(levels) * np.log(1 + 255 * np.abs(levels.clip(-1, 1))) / np.log(256))
+    assert np.abs(store(tmp_path, tmp_path / "x.wav").tokens - expected).max() <= 0.51
+
+
+def test_tables_in_compressed_archives(tmp_path: Path) -> None:
+    rows = [{"id": f"{i}", "body": text} for i, text in enumerate(TEXTS)]
+    for name in ("x.csv", "x.jsonl", "x.parquet"):
+        WRITERS[name](tmp_path / name, rows)
+        with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as archive:
+            archive.add(tmp_path / name, name)
+        assert texts(store(tmp_path, tmp_path / "x.tar.gz")) == TEXTS
+
+
+def test_rows_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    rows = [{"text": text, "label": "a" if i else ""} for i, text in enumerate(TEXTS)]
+    write_csv(tmp_path / "x.csv", [*rows, {"text": "", "label": "b"}])
+    (line,) = store(tmp_path, tmp_path / "x.csv", labeled=True).describe_sources()
+    assert "6 documents" in line
+    assert "; 2 rows without text or label left out; first: " in line
+    write_csv(tmp_path / "x.csv", [{"text": "", "label": "b"}] * 3)
+    with pytest.raises(ValueError, match="none of its 3 rows has both text and label"):
+        store(tmp_path, tmp_path / "x.csv", labeled=True)
+
+
+def test_what_an_instruction_is_about_belongs_to_the_prompt(tmp_path: Path) -> None:
+    rows = [{"instruction": "add", "input": "1 2" if i else "", "output": f"{i}"} for i in range(2)]
+    write_json(tmp_path / "x.json", rows)
+    found = store(tmp_path, tmp_path / "x.json")
+    assert 'fields "instruction", "input" and "output" (guessed), ChatML' in found.describe_sources()[0]
+    prompts = [text.split("<|im_end|>")[0] for text in texts(found)]
+    assert prompts == ["<|im_start|>user\nadd", "<|im_start|>user\nadd\n\n1 2"]
+    write_json(tmp_path / "y.json", [{"prompt": "what?", "chosen": CHAT, "rejected": CHAT[:1]}] * 2)
+    assert 'conversations in field "chosen" (guessed)' in store(tmp_path, tmp_path / "y.json").describe_sources()[0]
 
 
 CHAT = [

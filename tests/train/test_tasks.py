@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import random
+import zipfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from training import arguments, curve, longspan, trained
 
-from longspan import load
+from longspan import AttentionConfig, Classifier, ModelConfig, load
+from longspan.models.checkpoint import write
 from longspan.train.data.readers import ReadOptions, find_source
-from longspan.train.data.tasks import guess_task, read_label
+from longspan.train.data.tasks import SupervisedTask, guess_task, read_label
 from longspan.train.data.token_store import StoreSpec, open_store
+from longspan.train.prediction import TaskModel, load_task_model, predict
 
 WORDS = ["stone", "river", "field", "birds", "trees", "light"]
 SMALL = {
@@ -266,6 +271,111 @@ def test_files_that_a_table_names(tmp_path: Path) -> None:
 def test_the_task_follows_from_the_labels(values: list[list[Any]], columns: int, kind: str) -> None:
     names = [f"c{i}" for i in range(columns)]
     assert guess_task((dict(zip(names, row, strict=True)) for row in values), names) == kind
+
+
+def test_lists_as_long_as_the_words_are_their_labels() -> None:
+    rows = [{"tokens": ["a"] * n, "ner_tags": [0] * n, "ids": [7, 8]} for n in (3, 5)]
+    assert guess_task(iter(rows), ["ner_tags"]) == "tag"
+    assert guess_task(iter([*rows, {"tokens": ["a"], "ner_tags": [0, 1]}]), ["ner_tags"]) == "multilabel"
+
+
+def test_no_class_is_a_label_of_several_classes(tmp_path: Path) -> None:
+    assert read_label("multilabel", [""], ["tags"]) == ()
+    assert read_label("multilabel", [None], ["tags"]) is None
+    assert read_label("multilabel", ["", "1"], ["a", "b"]) is None
+    rows = [{"text": f"text {i}", "tags": "a|b" if i % 2 else ""} for i in range(5)]
+    options = ReadOptions(labeled=True, task="multilabel", label_field=("tags",))
+    source = find_source(str(write_rows(tmp_path / "x.csv", rows)), options)
+    found = open_store(tmp_path / "s", StoreSpec((source,), (), options, None, 31, 0.0))
+    assert found.values is not None
+    assert found.values.tolist() == [[i % 2, i % 2] for i in range(5)]
+
+
+def saved_task(folder: Path, task: SupervisedTask, **model: Any) -> TaskModel:
+    """A model with random weights and its task, as a run saves it."""
+    torch.manual_seed(3)
+    attention = AttentionConfig(num_heads=2, mechanism="linear")
+    pooling = "none" if task.per_token else "mean"
+    config = ModelConfig(dim=14, depth=1, attention=attention, num_classes=len(task.names), pooling=pooling, **model)
+    folder.mkdir()
+    write(Classifier(config), folder, task.description())
+    found = load_task_model(folder, "cpu")
+    assert found is not None
+    return found
+
+
+def answers_for(found: TaskModel, data: Path, context: int = 61, **options: Any) -> list[dict[str, str]]:
+    file = io.StringIO()
+    predict(found, [str(data)], ReadOptions(**options), file, context=context, batch_size=3)
+    file.seek(0)
+    return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("kind", ["classify", "regress"])
+def test_predictions_of_vectors_from_every_kind_of_file(kind: Any, tmp_path: Path) -> None:
+    names = ("n", "p") if kind == "classify" else ("y",)
+    scale = () if kind == "classify" else (1.0,)
+    found = saved_task(tmp_path / "model", SupervisedTask(kind, names, scale, scale), input_dim=3)
+    x = np.random.default_rng(5).normal(size=(5, 17, 3)).astype(np.float32)
+    (tmp_path / "files").mkdir()
+    for i, document in enumerate(x):
+        np.save(tmp_path / f"files/{i}.npy", document)
+        write_rows(tmp_path / f"{i}.csv", [dict(zip("abc", map(float, row), strict=True)) for row in document])
+    np.savez(tmp_path / "x.npz", x=x)
+    np.save(tmp_path / "x.npy", x)
+    write_rows(tmp_path / "list.csv", [{"file": f"{i}.csv"} for i in range(5)])
+    write_rows(tmp_path / "arrays.csv", [{"file": f"files/{i}.npy"} for i in range(5)])
+    with torch.no_grad():
+        outputs = found.model(torch.from_numpy(x)).numpy()
+    expected = [names[i] for i in outputs.argmax(1)] if kind == "classify" else (outputs[:, 0] + 1).tolist()
+    for data, options in (
+        ("x.npz", {}),
+        ("x.npy", {}),
+        ("files", {}),
+        ("[0-4].csv", {}),
+        ("list.csv", {"file_field": "file"}),
+        ("arrays.csv", {"file_field": "file"}),
+    ):
+        answers: list[Any] = [row["prediction"] for row in answers_for(found, tmp_path / data, **options)]
+        if kind == "regress":
+            np.testing.assert_allclose([float(x) for x in answers], expected, atol=1e-5)
+        else:
+            assert answers == expected, data
+
+
+def test_a_table_of_series_trains_on_vectors(tmp_path: Path) -> None:
+    for i in range(3):
+        write_rows(tmp_path / f"{i}.csv", [{"time": 5, "a": i, "b": 2.5}] * 7)
+    rows = [{"file": f"{i}.csv", "label": "up" if i else "down"} for i in range(3)]
+    options = ReadOptions(labeled=True, file_field="file")
+    source = find_source(str(write_rows(tmp_path / "list.csv", rows)), options)
+    found = open_store(tmp_path / "s", StoreSpec((source,), (), options, None, 31, 0.0))
+    assert found.channels == 2
+    assert found.tokens[::7].tolist() == [[i, 2.5] for i in range(3)]
+
+
+def test_labels_of_all_words_of_a_long_document(tmp_path: Path) -> None:
+    found = saved_task(tmp_path / "model", SupervisedTask("tag", ("A", "B", "C")), vocab_size=256)
+    words = [f"{'xyz'[i % 3]}{i}" for i in range(41)]
+    (row,) = answers_for(found, write_rows(tmp_path / "x.jsonl", [{"words": words}]), context=29)
+    assert json.loads(row["words"]) == words
+    tokens = np.frombuffer(" ".join(words).encode(), np.uint8).astype(np.int64)
+    with torch.no_grad():
+        parts = [found.model(torch.from_numpy(tokens[None, i : i + 29]))[0] for i in range(0, len(tokens), 29)]
+    outputs, spaces = torch.cat(parts), torch.from_numpy(tokens == 32)
+    votes = torch.zeros(41, 3).index_add(0, spaces.cumsum(0)[~spaces], outputs[~spaces])
+    assert row["prediction"].split() == ["ABC"[i] for i in votes.argmax(1)]
+
+
+def test_predictions_for_every_table_of_an_archive(tmp_path: Path) -> None:
+    found = saved_task(tmp_path / "model", SupervisedTask("classify", ("n", "p")), vocab_size=256)
+    rows = [{"text": f"document {i}"} for i in range(7)]
+    whole = answers_for(found, write_rows(tmp_path / "x.csv", rows))
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.write(write_rows(tmp_path / "a.csv", rows[:3]), "a.csv")
+        archive.write(write_rows(tmp_path / "b.jsonl", rows[3:]), "b.jsonl")
+    assert answers_for(found, tmp_path / "x.zip") == whole
+    assert len(whole) == 7
 
 
 def test_labels_of_the_wrong_kind(tmp_path: Path) -> None:

@@ -173,9 +173,9 @@ class _Budget:
 
 
 class _LimitedReader(io.RawIOBase):
-    """A decompressed stream of at least `size` bytes, and of at most what is left of a budget."""
+    """A stream of at least `size` bytes, and of at most what is left of a budget, if there is one."""
 
-    def __init__(self, file: Any, name: str, budget: _Budget, size: int = 0) -> None:
+    def __init__(self, file: Any, name: str, budget: _Budget | None, size: int = 0) -> None:
         self._file, self._name, self._budget, self._size, self._read = file, name, budget, size, 0
 
     def readable(self) -> bool:
@@ -189,7 +189,8 @@ class _LimitedReader(io.RawIOBase):
         self._read += len(block)
         if not block and self._read < self._size:
             raise ValueError(f"{self._name} cannot be read: it ends after {self._read:,} of {self._size:,} bytes")
-        self._budget.spend(len(block))
+        if self._budget is not None:
+            self._budget.spend(len(block))
         buffer[: len(block)] = block
         return len(block)
 
@@ -277,8 +278,9 @@ def _tar_members(entry: Entry) -> Iterator[tuple[str, Any]]:
         with tarfile.open(fileobj=entry.stream, mode="r|") as archive:
             for info in archive:
                 opened = archive.extractfile(info) if info.isreg() else None
-                if opened is not None:
-                    yield info.name, opened
+                if opened is not None:  # Of a compressed archive, the stream is limited already.
+                    name = f"{entry.name}!/{info.name}"
+                    yield info.name, io.BufferedReader(_LimitedReader(opened, name, None, info.size), CHUNK)
     except tarfile.TarError as error:
         raise ValueError(f"{entry.name} cannot be read: {error}") from None
 

@@ -8,8 +8,8 @@ import io
 import math
 import os
 import re
+import struct
 import warnings
-import wave
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
@@ -158,6 +158,7 @@ class DocumentReader:
     Attributes:
         kinds: What documents were read as, with their number.
         skipped: Why files were not read, one line for each.
+        incomplete: How many rows of tables were left out because they have no text or no label.
         label_columns: The columns of labels in the last table.
         channels: The names of the columns that were read as vectors.
     """
@@ -166,6 +167,7 @@ class DocumentReader:
         self.options = options
         self.kinds: Counter[str] = Counter()
         self.skipped: list[str] = []
+        self.incomplete = 0
         self.label_columns: tuple[str, ...] = ()
         self.channels: tuple[str, ...] = ()
 
@@ -183,26 +185,35 @@ class DocumentReader:
         try:
             with closing(open_entries(path, lambda name: _is_included(name, self.options))) as entries:
                 for entry in entries:
-                    try:
-                        yield from self._read_entry(entry, relative)
-                    except UnreadableError as error:
-                        self.skipped.append(str(error))
-                    except UnicodeDecodeError as error:
-                        raise ValueError(f"{entry.name} is not UTF-8 text: {error}") from None
+                    yield from self.read_entry(entry, relative)
         except (FileNotFoundError, PermissionError):
             raise
         except (OSError, csv.Error) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
 
-    def _read_entry(self, entry: Entry, relative: Path | None) -> Iterator[DocumentChunk]:
-        table = None if self.options.format == "bytes" else _table_kind(entry)
-        kind, chunks = self._read_file(entry) if table is None else self._read_table(entry, table)
-        by_folder = self.options.labeled and self.options.objective != "tag"
-        for chunk in chunks:
-            if by_folder and chunk.label is None:
-                chunk = chunk._replace(label=self._folder_label(entry, relative))
-            yield chunk
-            self.kinds[kind] += chunk.last
+    def read_entry(self, entry: Entry, relative: Path | None) -> Iterator[DocumentChunk]:
+        """Yield the documents of a file or of a member of an archive, as `read` does; what cannot be read is skipped.
+
+        Args:
+            entry: The file or member.
+            relative: The path of the file or archive in the folder it was found in.
+
+        Raises:
+            ValueError: The file is damaged, or a label is missing.
+        """
+        try:
+            table = None if self.options.format == "bytes" else _table_kind(entry)
+            kind, chunks = self._read_file(entry) if table is None else self._read_table(entry, table)
+            by_folder = self.options.labeled and self.options.objective != "tag"
+            for chunk in chunks:
+                if by_folder and chunk.label is None:
+                    chunk = chunk._replace(label=self._folder_label(entry, relative))
+                yield chunk
+                self.kinds[kind] += chunk.last
+        except UnreadableError as error:
+            self.skipped.append(str(error))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{entry.name} is not UTF-8 text: {error}") from None
 
     def _folder_label(self, entry: Entry, relative: Path | None) -> Any:
         label = _folder_label(entry, relative)
@@ -292,11 +303,11 @@ class DocumentReader:
     ) -> Iterator[DocumentChunk]:
         for number, row in enumerate(rows, 1):
             values = [row.get(column) for column in columns.names]
-            if any(value is None or value == "" or value == [] for value in values):
-                continue
             try:
-                label = self._label(row, labels, classes)
-                if labels and label is None:
+                empty = any(values[i] in (None, "", []) for i in (0, -1))
+                label: Any = None if empty else self._label(row, labels, classes)
+                if empty or (labels and label is None):
+                    self.incomplete += 1
                     continue
                 if self.options.objective == "tag":
                     yield DocumentChunk(_tagged(values[0], label), True, ())
@@ -357,8 +368,15 @@ class DocumentReader:
                 raise ValueError(f"{table.name}, row {number}: {error}") from None
             with closing(open_entries(path, lambda name: False)) as entries:
                 for entry in entries:
-                    for chunk in self._read_file(entry)[1]:
+                    for chunk in self._read_named(entry):
                         yield chunk._replace(label=label)
+
+    def _read_named(self, entry: Entry) -> Iterator[DocumentChunk]:
+        """Yield the document of a file that a table names; a table of numbers is a series of vectors."""
+        kind = _table_kind(entry)
+        if kind in (None, "JSON", "JSON lines"):
+            return self._read_file(entry)[1]
+        return self._read_series(entry, str(kind), tables.read_rows(entry, str(kind)), ())[1]
 
 
 def read_documents(path: Path, root: Path | None, options: ReadOptions) -> Iterator[DocumentChunk]:
@@ -614,8 +632,9 @@ def _row_content(values: Sequence[Any], kind: str) -> bytes | Tokens | Chat:
     if kind == "tokens":
         return np.array(values[0], np.int64)
     if kind == "pair":
-        prompt, answer = values
-        return Chat([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}])
+        *prompt, answer = values
+        question = "\n\n".join(filter(None, prompt))
+        return Chat([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
     return Chat(read_messages(values[0]))
 
 
@@ -640,7 +659,8 @@ def _read_array(entry: Entry) -> Iterator[DocumentChunk]:
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
         raise ValueError(
             f"{entry.name} must be an integer array with 1 dimension, or with 2 (one document per row), "
-            f"got {array.dtype} of shape {array.shape}"
+            f"got {array.dtype} of shape {array.shape}; vectors of numbers are for --objective forecast, classify, "
+            "multilabel, regress and tag"
         )
     for document in np.atleast_2d(array) if array.size else ():
         for start in range(0, len(document), CHUNK):
@@ -662,24 +682,48 @@ def _read_bin(entry: Entry, name: str) -> Iterator[DocumentChunk]:
 def _read_wav(entry: Entry) -> bytes:
     """Return 8-bit μ-law samples of one channel, the mean of all."""
     try:
-        with wave.open(io.BytesIO(entry.stream.read(_MAX_AUDIO)), "rb") as file:
-            width, channels, raw = file.getsampwidth(), file.getnchannels(), file.readframes(file.getnframes())
-    except (wave.Error, EOFError) as error:
+        form, channels, bits, raw = _wav_samples(entry.stream.read(_MAX_AUDIO))
+        mono = _wav_numbers(form, bits, raw).reshape(-1, channels).mean(1)
+    except (struct.error, ValueError, ZeroDivisionError) as error:
         raise UnreadableError(
-            f"{entry.name} is not a recording of integer samples (PCM) that can be read: {error}; convert it with "
+            f"{entry.name} is not a recording of plain samples (PCM) that can be read: {error}; convert it with "
             "`ffmpeg -i FILE -c:a pcm_s16le out.wav`"
         ) from None
-    raw = raw[: len(raw) // (width * channels) * width * channels]
-    if width == 1:
-        samples: Any = np.frombuffer(raw, np.uint8).astype(np.float32) / 128 - 1
-    elif width == 3:
-        parts = np.frombuffer(raw, np.uint8).reshape(-1, 3).astype(np.int32)
-        samples = ((parts << np.array([8, 16, 24])).sum(1).astype(np.int32) / 2.0**31).astype(np.float32)
-    else:
-        samples = np.frombuffer(raw, f"<i{width}").astype(np.float32) / 2.0 ** (8 * width - 1)
-    mono = samples.reshape(-1, channels).mean(1)
+    mono = np.clip(np.nan_to_num(mono), -1, 1)
     compressed = np.sign(mono) * np.log1p(255 * np.abs(mono)) / math.log(256)
     return np.clip(np.round((compressed + 1) * 127.5), 0, 255).astype(np.uint8).tobytes()
+
+
+def _wav_samples(content: bytes) -> tuple[int, int, int, bytes]:
+    """Return the format of a WAV file (1: integers, 3: floats), its channels, bits per sample and whole frames."""
+    described, position = None, 12
+    while position + 8 <= len(content):
+        name, size = struct.unpack_from("<4sI", content, position)
+        start, position = position + 8, position + 8 + size + size % 2
+        if name == b"fmt ":
+            form, channels, _, _, frame, bits = struct.unpack_from("<HHIIHH", content, start)
+            if form == 0xFFFE:  # extensible: the format is in the first bytes of a GUID
+                (form,) = struct.unpack_from("<H", content, start + 24)
+            described = form, channels, 8 * frame // channels, frame
+        elif name == b"data" and described is not None:
+            form, channels, bits, frame = described
+            raw = content[start : start + size]
+            return form, channels, bits, raw[: len(raw) // frame * frame]
+    raise ValueError("it ends before its samples")
+
+
+def _wav_numbers(form: int, bits: int, raw: bytes) -> NDArray[np.float32]:
+    """Return samples as numbers from −1 to 1."""
+    if (form, bits) in ((3, 32), (3, 64)):
+        return np.frombuffer(raw, f"<f{bits // 8}").astype(np.float32)
+    if form != 1 or bits not in (8, 16, 24, 32):
+        raise ValueError(f"its format is {form}, with {bits} bits")
+    if bits == 8:
+        return np.frombuffer(raw, np.uint8).astype(np.float32) / np.float32(128) - np.float32(1)
+    if bits == 24:
+        parts = np.frombuffer(raw, np.uint8).reshape(-1, 3).astype(np.int32)
+        return ((parts << np.array([8, 16, 24])).sum(1).astype(np.int32) / 2.0**31).astype(np.float32)
+    return np.frombuffer(raw, f"<i{bits // 8}").astype(np.float32) * np.float32(2.0 ** (1 - bits))
 
 
 def _read_fasta(entry: Entry) -> Iterator[DocumentChunk]:

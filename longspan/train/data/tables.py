@@ -19,10 +19,11 @@ from longspan.utils import nearest, read_json
 
 Row = dict[str, Any]
 SAMPLE = 100  # rows by which columns are chosen
-CHATS = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue")
+CHATS = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue", "chosen")
 TEXTS = ("text", "content", "document", "body", "article", "sentence", "sequence", "seq", "code", "story", "review")
 TOKENS = ("input_ids", "token_ids")
 PROMPTS = ("prompt", "instruction", "question", "input")
+INPUTS = ("input", "context")  # beside an instruction, what it is about; may be empty
 ANSWERS = ("completion", "response", "answer", "output", "chosen")
 TIMES = ("", "time", "timestamp", "date", "datetime", "index", "id", "step")
 LABELS = ("label", "labels", "class", "target", "category", "y")
@@ -36,7 +37,7 @@ class Columns:
 
     Args:
         kind: What a document is: text, tokens, a chat (a list of messages), or a pair of prompt and answer.
-        names: The column, or those of prompt and answer.
+        names: The column, or those of prompt, what it is about if there is one, and answer.
         guessed: Whether they were guessed.
     """
 
@@ -45,7 +46,8 @@ class Columns:
     guessed: bool
 
     def __str__(self) -> str:
-        names = " and ".join(f'"{name}"' for name in self.names)
+        *others, last = (f'"{name}"' for name in self.names)
+        names = f"{', '.join(others)} and {last}" if others else last
         what = {"chat": "conversations in ", "pair": "prompts and answers in ", "tokens": "tokens in "}.get(
             self.kind, ""
         )
@@ -212,7 +214,9 @@ def _guess(rows: Sequence[Row], columns: Sequence[str], *, any_name: bool) -> Co
         for names in (PROMPTS, ANSWERS)
     )
     if prompt is not None and answer is not None:
-        return Columns("pair", (prompt, answer), True)
+        about = [by_name[name] for name in INPUTS if name in by_name and kinds[by_name[name]] == "text"]
+        about = about[:1] if prompt.lower() == "instruction" else []
+        return Columns("pair", (prompt, *about, answer), True)
     for column in (by_name[name] for name in TOKENS if name in by_name):
         if kinds[column] == "tokens":
             return Columns("tokens", (column,), True)

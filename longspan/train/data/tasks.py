@@ -85,7 +85,7 @@ def read_label(kind: str, values: Sequence[Any], columns: Sequence[str]) -> Any:
     Raises:
         ValueError: A value is not of the kind that the task needs.
     """
-    if any(value is None or value == "" for value in values):
+    if any(value is None or (value == "" and (kind != "multilabel" or len(values) > 1)) for value in values):
         return None
     if kind == "regress":
         return tuple(map(_number, values, columns))
@@ -125,10 +125,11 @@ def _is_true(value: Any) -> bool:
 
 def guess_task(rows: Iterator[Mapping[str, Any]], columns: Sequence[str]) -> TaskKind:
     """Return what the label columns of a table are for, by its first rows."""
-    values = [row.get(column) for row in islice(rows, _SAMPLE) for column in columns]
+    first = list(islice(rows, _SAMPLE))
+    values = [row.get(column) for row in first for column in columns]
     values = [value for value in values if value is not None and value != ""]
     if any(isinstance(value, list) for value in values):
-        return "multilabel"
+        return "tag" if len(columns) == 1 and _fits_words(first, columns[0]) else "multilabel"
     numbers = [x for x in map(_as_number, values) if x is not None]
     if len(numbers) < len(values) or not numbers:
         return "classify"
@@ -136,6 +137,20 @@ def guess_task(rows: Iterator[Mapping[str, Any]], columns: Sequence[str]) -> Tas
         return "multilabel"
     fractions = any(isinstance(value, float) or "." in str(value) for value in values)
     return "regress" if fractions or len(columns) > 1 or len(set(numbers)) > _MAX_CLASSES else "classify"
+
+
+def _fits_words(rows: Sequence[Mapping[str, Any]], column: str) -> bool:
+    """Return whether the lists of a column are as long as lists of words in another one."""
+    others = {name for row in rows for name, value in row.items() if name != column and isinstance(value, list)}
+    return any(
+        all(
+            isinstance(row.get(name), list)
+            and len(row[name]) == len(row.get(column) or ())
+            and all(isinstance(word, str) for word in row[name])
+            for row in rows
+        )
+        for name in others
+    )
 
 
 def check_classes(names: Sequence[str]) -> None:

@@ -158,6 +158,8 @@ class TokenStore:
             line = f"{source['name']}: {kinds}; {source['documents']:,} documents, {source['bytes']:,} bytes"
             if source["skipped"]:
                 line += f"; {source['skipped']:,} files skipped: {source['reason']}"
+            if source.get("incomplete"):
+                line += f"; {source['incomplete']:,} rows without text or label left out"
             lines.append(f"{line}; first: {source['first']!r}")
         return lines
 
@@ -361,6 +363,8 @@ def _add_source(
     if writer.position == before:
         if reader.skipped:
             raise ValueError(reader.skipped[0])
+        if reader.incomplete:
+            raise ValueError(f"--data {source.name}: none of its {reader.incomplete:,} rows has both text and label")
         raise ValueError(f"--data {source.name} is empty: 0 bytes in {len(source.files)} files")
     return {
         "name": source.name,
@@ -371,6 +375,7 @@ def _add_source(
         "bytes": size,
         "skipped": len(reader.skipped),
         "reason": reader.skipped[0] if reader.skipped else "",
+        "incomplete": reader.incomplete,
         "first": first,
         "label_columns": reader.label_columns,
         "channels": reader.channels,
