@@ -387,7 +387,7 @@ class SwappedAttention(nn.Module):
             q, k = _rotate(q, k, *position_embeddings)
         if abs(self.query_scale - 1) > 1e-9:
             q = q * self.query_scale
-        return q, k, v
+        return q.to(v.dtype), k.to(v.dtype), v  # Under autocast norms and rotary embeddings return float32.
 
     def output(self, x: Tensor) -> Tensor:
         """Project the heads' outputs (B, T, H·D)."""

@@ -44,7 +44,7 @@ from longspan.models.transformer import LanguageModel
 from longspan.train.linearize.config import LinearizeConfig
 from longspan.train.linearize.data import Windows, mask_tokens, next_tokens
 from longspan.train.linearize.evaluation import losses_by_position, perplexity
-from longspan.train.linearize.runner import LinearizeRun, linearize
+from longspan.train.linearize.runner import LinearizeRun, _even, linearize
 from longspan.train.linearize.stages import AttentionTransfer, Distillation
 from longspan.train.linearize.student import (
     LoraLinear,
@@ -215,6 +215,20 @@ def test_a_signal_stops_after_a_checkpoint(teacher, text, tmp_path, monkeypatch)
         run(teacher, text, tmp_path / "run")
     assert caught.value.status == 143
     assert (tmp_path / "run" / "resume" / "student.safetensors").exists()
+
+
+def test_half_precision(teacher, text, tmp_path, monkeypatch):
+    """As on a GPU: under autocast rotary embeddings return float32, and projections do not."""
+    monkeypatch.setattr(LinearizeRun, "_autocast", lambda self: torch.autocast("cpu", torch.bfloat16))
+    measured = {"report": "full", "report_lengths": (64,), "report_batch": 2}
+    records = run(teacher, text, tmp_path / "run", transfer_steps=2, distill_steps=2, **measured)
+    assert all(math.isfinite(r["loss"]) for r in records if "loss" in r)
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["perplexity"]["student"] == pytest.approx(results["perplexity"]["teacher"], rel=0.2)
+
+
+def test_batches_are_divided_evenly():
+    assert [_even(32, most) for most in (40, 32, 29, 16, 11, 1)] == [32, 32, 16, 16, 11, 1]
 
 
 def test_minutes_end_the_stages(teacher, text, tmp_path):

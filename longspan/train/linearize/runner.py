@@ -272,10 +272,10 @@ class LinearizeRun:
         budget = self.settings.memory_gb * 2**30 / context
         whole = layer if stage == "transfer" else depth * layer
         if budget >= whole:
-            return min(rows, int(budget / whole)), False
+            return _even(rows, int(budget / whole)), False
         again = layer + 4 * depth * width
         if budget >= again and stage != "transfer":
-            return min(rows, int(budget / again)), True
+            return _even(rows, int(budget / again)), True
         raise ValueError(
             f"--memory-gb {self.settings.memory_gb:g} is too little for one sequence of {context:,} tokens: use "
             f"--memory-gb {math.ceil(10 * min(whole, again) * context / 2**30) / 10:g}, or shorter sequences"
@@ -429,6 +429,11 @@ class LinearizeRun:
         ]
         write_atomically(self.out / "results.json", json.dumps(results, indent=1) + "\n")
         return results
+
+
+def _even(rows: int, most: int) -> int:
+    """Return the size of the fewest parts of at most `most` rows, about equal."""
+    return -(-rows // -(-rows // most))
 
 
 class _Mean:
