@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from longspan.bench import sweep
 from longspan.bench.options import BenchOptions
 from longspan.bench.suite import failed, run
 
@@ -16,6 +17,9 @@ def main() -> None:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     if "out" in values:
         values["out"] = Path(values["out"])
+    if values.get("subject") == "sweep":
+        sweep.run(sweep.SweepOptions(**{name: value for name, value in values.items() if name != "subject"}))
+        return
     sys.exit(failed(run(BenchOptions(**values))))
 
 

@@ -16,7 +16,7 @@ from longspan.bench.subjects.gated import gated_subjects
 from longspan.bench.subjects.generation import decode_subjects, generate_subjects
 from longspan.bench.subjects.layers import layer_subjects
 from longspan.bench.subjects.mechanisms import mechanism_subjects
-from longspan.bench.subjects.models import MODELS, train_subjects
+from longspan.bench.subjects.models import MODELS, compile_subjects, train_subjects
 from longspan.bench.subjects.peers import LAYER_PEERS, MODEL_PEERS
 from longspan.mechanisms import list_mechanisms
 from longspan.utils import choose
@@ -32,10 +32,11 @@ SUBJECTS = {
     "train": "random bytes; loss, backward and AdamW; half precision by autocast",
     "generate": "random bytes; greedy tokens after a prompt; older packages read the prompt again for each token",
     "decode": "random bytes; greedy tokens after a prompt, by three APIs with the same model",
+    "compile": "random bytes; loss, backward and AdamW, with each mode of torch.compile and without it",
 }
 SUITES = ("all", "gpu")
 _LENGTHS = {"decode": [64]}
-CAUSAL_ONLY = ("train", "generate", "decode")
+CAUSAL_ONLY = ("train", "generate", "decode", "compile")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class BenchOptions:
     """Options of `longspan bench`, `longspan.bench.run` and `python -m longspan.bench`."""
 
     subject: str = "mechanisms"
-    """mechanisms, layers, train, generate or decode; "all" for all of them, "gpu" for the GPU suite."""
+    """mechanisms, layers, train, generate, decode or compile; "all" for all of them, "gpu" for the GPU suite."""
     mechanisms: tuple[str, ...] = ()
     """Mechanisms to measure. By default those that have peers."""
     lengths: tuple[int, ...] = ()
@@ -164,6 +165,7 @@ class Section(NamedTuple):
             "train": lambda: [train_subjects(mechanism, mode, peers)],
             "generate": lambda: [generate_subjects(mechanism, peers)],
             "decode": lambda: decode_subjects(mechanism),
+            "compile": lambda: [compile_subjects(mechanism)],
         }
         return builders[self.subject]()
 
@@ -179,7 +181,9 @@ def sections(options: BenchOptions) -> list[Section]:
 def _sections(options: BenchOptions) -> list[Section]:
     """The section of a subject, or all of them, causal and bidirectional where neither is chosen."""
     found = []
-    subjects = list(SUBJECTS) if options.subject == "all" else [options.subject]
+    # On a CPU compilation would take most of the time of the suite, and there are no CUDA graphs to compare.
+    all_subjects = [name for name in SUBJECTS if name != "compile" or options.device == "cuda"]
+    subjects = all_subjects if options.subject == "all" else [options.subject]
     for subject in subjects:
         modes = [True, False] if options.subject == "all" and options.causal is None else [options.causal is not False]
         chosen = _chosen(options, subject)
@@ -231,6 +235,7 @@ def _gpu_suite(options: BenchOptions) -> list[Section]:
         ("layers", "layers", False, layers, {}),
         ("layers-autocast", "layers", False, layers, {"autocast": True}),
         ("train", "train", True, dict.fromkeys(MODELS, ((8, 8, 4096, 64), (1, 8, 65536, 64))), {"compile": mode}),
+        ("compile", "compile", True, dict.fromkeys(("linear", "softmax"), ((8, 8, 4096, 64),)), {}),
         ("generate", "generate", True, dict.fromkeys([name for name in MODELS if name != "softmax"], prompts), {}),
         ("longest", "mechanisms", True, {"linear": [(1, 16, 4_194_304, 64)]}, {"peers": False}),
     ]

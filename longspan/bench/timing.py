@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-_WARM_UP_SECONDS = 0.2
 _L2_FLUSH_BYTES = 1 << 28  # larger than any L2 cache
 # On the CPU the call that measures peak memory also warms up.
 _WARM_UP_CALLS = {"cpu": 1, "cuda": 3}
 
 
-def sample_ms(step: Callable[[], Any], device: str, repeats: int, seconds: float) -> list[float]:
+def sample_ms(step: Callable[[], Any], device: str, repeats: int, seconds: float, warm_up: float = 0.2) -> list[float]:
     """Time a step repeatedly, after warm-up.
 
     Args:
@@ -22,6 +21,7 @@ def sample_ms(step: Callable[[], Any], device: str, repeats: int, seconds: float
         device: "cpu" or "cuda".
         repeats: Number of samples.
         seconds: Time budget: fewer samples are taken when `repeats` would exceed it, but at least one.
+        warm_up: Seconds for which the step is called on CUDA first.
 
     Returns:
         The samples in milliseconds.
@@ -37,7 +37,7 @@ def sample_ms(step: Callable[[], Any], device: str, repeats: int, seconds: float
             sample(1)
             elapsed = time.perf_counter() - started
     if device == "cuda":
-        warm_up_cuda(step)
+        warm_up_cuda(step, warm_up)
     return sample(max(1, min(repeats, int(seconds / elapsed))))
 
 
@@ -50,10 +50,10 @@ def cpu_ms(step: Callable[[], Any]) -> float:
     return elapsed * 1e3
 
 
-def warm_up_cuda(step: Callable[[], Any]) -> None:
-    """Call a step for 0.2 s, so that GPU clocks and the host reach steady state."""
+def warm_up_cuda(step: Callable[[], Any], seconds: float = 0.2) -> None:
+    """Call a step for some time, so that GPU clocks and the host reach steady state."""
     started, calls = time.perf_counter(), 0
-    while time.perf_counter() - started < _WARM_UP_SECONDS:
+    while time.perf_counter() - started < seconds:
         step()
         calls += 1
         if calls % 8 == 0:  # bound the launch queue

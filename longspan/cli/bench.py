@@ -24,9 +24,9 @@ class BenchFlags(BenchOptions):
     """
 
     subject: Annotated[str, Positional, tyro.conf.arg(metavar="SUBJECT")] = "mechanisms"
-    """mechanisms, layers, train, generate or decode; all: all of these; gpu: the GPU suite; tables: update the tables
-    in the documents from results. `longspan bench quality`, `longspan bench recall` and `longspan bench serve` have
-    options of their own."""
+    """mechanisms, layers, train, generate, decode or compile; all: all of these; gpu: the GPU suite; tables: update
+    the tables in the documents from results. `longspan bench sweep`, `longspan bench quality`, `longspan bench recall`
+    and `longspan bench serve` have options of their own."""
     causal: FlagCreatePairsOff[bool] = False
     """Causal attention, the default; the suite "all" measures both."""
     bidirectional: FlagCreatePairsOff[bool] = False
@@ -40,8 +40,8 @@ class BenchFlags(BenchOptions):
 
 def main(argv: Sequence[str]) -> None:
     """Run the command."""
-    if argv and argv[0] in ("quality", "recall"):
-        _train_and_score(argv[0], argv[1:])
+    if argv and argv[0] in ("quality", "recall", "sweep"):
+        _append_results(argv[0], argv[1:])
         return
     if argv and argv[0] == "serve":
         _serve(argv[1:])
@@ -63,16 +63,18 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(1)
 
 
-def _train_and_score(subject: str, argv: Sequence[str]) -> None:
-    from longspan.bench import quality, recall
+def _append_results(subject: str, argv: Sequence[str]) -> None:
+    from longspan.bench import quality, recall, sweep
 
     try:
         if subject == "quality":
             quality.run(parse(quality.QualityOptions, argv, "bench quality"))
-        else:
+        elif subject == "recall":
             recall.run(parse(recall.RecallOptions, argv, "bench recall"))
+        else:
+            sweep.run(parse(sweep.SweepOptions, argv, "bench sweep"))
     except KeyboardInterrupt:
-        print("longspan: interrupted; the results of finished runs are written", file=sys.stderr)
+        print("longspan: interrupted; the results measured before are written", file=sys.stderr)
         raise SystemExit(130) from None
 
 

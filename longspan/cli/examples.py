@@ -45,6 +45,10 @@ EXAMPLES = {
     ),
     "bench quality": ("longspan bench quality --data book.txt --candidates softmax,local+linear --seconds 60",),
     "bench recall": ("longspan bench recall --tasks mqar,parity --mechanisms linear,delta-head --length 256",),
+    "bench sweep": (
+        "longspan bench sweep --minutes 8",
+        "longspan bench sweep --device cuda --mechanisms local,performer --head-dims 64,128 --minutes 9",
+    ),
     "bench serve": (
         "longspan bench serve --model runs/mine",
         "longspan bench serve --model runs/mine --slots 256 --requests 10000 --device cuda",

@@ -173,7 +173,8 @@ def test_the_gpu_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     options = BenchOptions("gpu", device="cuda")
     suite = {section.name: section for section in sections(options)}
     assert list(suite) == [
-        *("causal", "bidirectional", "local", "gated", "layers", "layers-autocast", "train", "generate", "longest")
+        *("causal", "bidirectional", "local", "gated", "layers", "layers-autocast", "train", "compile", "generate"),
+        "longest",
     ]
     for section in suite.values():
         assert {(case.device, case.dtype) for _, case in section.plan} == {("cuda", "bfloat16")}
@@ -185,5 +186,7 @@ def test_the_gpu_suite(monkeypatch: pytest.MonkeyPatch) -> None:
         for mechanism, case in suite[name].plan:
             assert all(group[-1].name == "PyTorch SDPA" for group in suite[name].subjects(mechanism, case))
     assert suite["train"].subjects("linear", Case(64))[0][0].compile == "reduce-overhead"
+    modes = [subject.compile for subject in suite["compile"].subjects("linear", Case(64))[0]]
+    assert modes == ["reduce-overhead", "default", "off"]
     assert suite["layers-autocast"].subjects("linformer", Case(64))[0][0].autocast
     assert options.measurement_config().rounds == 1

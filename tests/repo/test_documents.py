@@ -59,7 +59,7 @@ def test_commands_in_documents_exist_with_their_flags():
     assert len(found) >= 10
     for where, (name, *words) in found:
         assert name in COMMANDS, f"{where}: longspan {name}"
-        flags = listed(name, words[0]) if words[:1] in (["quality"], ["recall"]) else listed(name)
+        flags = listed(name, words[0]) if words[:1] in (["quality"], ["recall"], ["sweep"]) else listed(name)
         if name == "run":
             words = words[: 2 if words[0].startswith("--") else 0]  # the rest is the script's
         for word in words:

@@ -22,7 +22,7 @@ from longspan.bench.subjects.base import (
     small_case,
     trainable,
 )
-from longspan.bench.subjects.peers import MECHANISM_PEERS, SDPA, unavailable
+from longspan.bench.subjects.peers import MECHANISM_PEERS, SDPA, MechanismPeer, unavailable
 from longspan.mechanisms import build_mechanism
 from longspan.protocol import Mechanism
 from longspan.train.presets import half_local
@@ -37,9 +37,9 @@ def _softmax_map(case: Case) -> dict[str, Any]:
     return {"feature_map": "softmax", "normalize": "feature", "output_scale": case.head_dim**-0.5}
 
 
-def _half_local(case: Case) -> dict[str, Any]:
-    split = half_local(case.num_heads, 256, {"mechanism": "performer", "num_features": 256})
-    return {"parts": split["parts"]}
+def half_local_parts(case: Case) -> Any:
+    """Return the parts of a split: half of the heads local, half FAVOR+."""
+    return half_local(case.num_heads, 256, {"mechanism": "performer", "num_features": 256})["parts"]
 
 
 # Options by mechanism and name of the variant. Ratios of peers refer to the first variant; None: not in this mode.
@@ -61,7 +61,7 @@ VARIANTS: dict[str, dict[str, Callable[[Case], dict[str, Any] | None]]] = {
         "local, blocks of 256": lambda case: {"window": 256, "look_back": 1},
     },
     "linformer": {"linformer, rank 256": lambda case: {"rank": 256, "max_length": case.length}},
-    "split": {"split, half local, half performer": _half_local},
+    "split": {"split, half local, half performer": lambda case: {"parts": half_local_parts(case)}},
 }
 
 
@@ -118,16 +118,21 @@ class PeerSubject(Subject):
     """A peer by its name in `MECHANISM_PEERS`."""
 
     @property
+    def peer(self) -> type[MechanismPeer]:
+        """The adapter of the peer."""
+        return MECHANISM_PEERS[self.name]
+
+    @property
     def package(self) -> str:
-        return MECHANISM_PEERS[self.name].package
+        return self.peer.package
 
     def unavailable(self, case: Case) -> tuple[Status, str] | None:
-        peer = MECHANISM_PEERS[self.name]
+        peer = self.peer
         return unavailable(peer.package, case, not_causal=peer.not_causal, not_on_cpu=peer.not_on_cpu)
 
     def workload(self, case: Case) -> Workload:
         with torch.device(case.device):
-            peer = MECHANISM_PEERS[self.name](case).to(case.torch_dtype)
+            peer = self.peer(case).to(case.torch_dtype)
             leaves = [x.detach().requires_grad_() for x in peer.arrange(*random_qkv(case))]
             gradient = torch.randn(*peer.out_shape(leaves)).to(case.torch_dtype)
         return attention_workload(lambda: [peer(*leaves)], [*leaves, *trainable(peer)], [gradient])
@@ -135,7 +140,7 @@ class PeerSubject(Subject):
     def check(self, case: Case) -> AccuracyCheck:
         """Compare the output in float32 with the equivalent mechanism in float64, with the peer's weights."""
         case = small_case(replace(case, dtype="float32"))
-        peer = MECHANISM_PEERS[self.name](case)
+        peer = self.peer(case)
         mechanism = peer.equivalent().double().eval().to(case.device)
         peer = peer.to(case.device)
         q, k, v = random_qkv(case)

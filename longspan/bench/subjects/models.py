@@ -143,6 +143,11 @@ def train_subjects(mechanism: str, compile_mode: str, with_peers: bool) -> list[
     return subjects + [PeerTrainSubject(name) for name in peer_models(mechanism)] * with_peers
 
 
+def compile_subjects(mechanism: str) -> list[Subject]:
+    """Return the first model of a mechanism with each mode of torch.compile that the trainer chooses, and without."""
+    return [TrainSubject(MODELS[mechanism][0], mode) for mode in ("reduce-overhead", "default", "off")]
+
+
 def peer_models(mechanism: str) -> list[str]:
     """Return the names of a mechanism's peers in `MODEL_PEERS`."""
     return [name for name, peer in MODEL_PEERS.items() if peer.mechanism == mechanism]

@@ -234,10 +234,11 @@ class FlexAttentionPeer(MechanismPeer):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
+        window = self.options["window"]
         flex = import_module("torch.nn.attention.flex_attention")
 
         def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return (i >= j) & (i - j < 257) if case.causal else (i - j).abs() < 257
+            return (i >= j) & (i - j < window) if case.causal else (i - j).abs() < window
 
         compiled = case.device == "cuda"
         # Without compilation create_block_mask materializes the n² mask.

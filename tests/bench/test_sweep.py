@@ -1,0 +1,313 @@
+"""The sweep: the order of its cells, results that grow, cliffs that are found, and the heat map."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from longspan.bench import __main__ as by_json
+from longspan.bench import sweep
+from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig, Workload
+from longspan.bench.subjects.peers import SDPA
+from longspan.bench.subjects.sweep import SweepSubject
+from longspan.bench.sweep import Cell, SweepOptions, SweepWorker, plan, run
+from longspan.bench.sweep_report import cliff_table, draw, find_cliffs, ratios
+from longspan.mechanisms import _REGISTRY, list_mechanisms, register_mechanism
+from longspan.mechanisms.linear import LinearAttention
+
+TINY: dict[str, Any] = {"lengths": (67, 131), "head_dims": (8, 24), "heads": (2,), "modes": ("causal",), "tokens": 131}
+CPU = {"cpu": "a processor", "gpu": None}
+
+
+class InProcess:
+    """A `SweepWorker` without a process of its own, so that mechanisms of a test can be measured."""
+
+    def __init__(self, config: MeasurementConfig) -> None:
+        self.config, self.checked, self.asked = config, {}, []
+
+    def ask(self, what: str, cell: Cell) -> None:
+        self.asked.append((what, cell))
+
+    def answer(self, deadline: float | None) -> Measurement:
+        what, cell = self.asked.pop(0)
+        if deadline is not None and time.monotonic() > deadline:
+            return Measurement("skipped")
+        if what == "prepare":
+            return sweep._prepare(cell.subject, cell.case, self.checked)
+        return cell.subject.measure(cell.case, self.config)
+
+    def kill(self) -> None: ...
+
+
+class SlowAttention(LinearAttention):
+    """Linear attention with a cliff at head dimension 24."""
+
+    def forward(self, q: Tensor, *args: Any, **options: Any) -> Tensor:
+        if q.shape[3] == 24 and q.shape[1] < 512:  # not in the check
+            time.sleep(0.02)
+        return super().forward(q, *args, **options)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sweep, "SweepWorker", InProcess)
+    register_mechanism("slow", SlowAttention)
+    yield
+    del _REGISTRY["slow"]
+
+
+def row(name: str, ms: float, *, size: int | None = None, status: str = "ok", **case: Any) -> dict[str, Any]:
+    """A result of a mechanism, or of SDPA, whose backward pass takes as long as its forward pass."""
+    named = {"name": name, "mechanism": None if name == SDPA else name, "size": size, "case": asdict(Case(**case))}
+    times = {"forward_ms": ms, "forward_backward_ms": 2 * ms} if status == "ok" else {}
+    return {**named, "status": status, "message": "why", "machine": CPU, **times}
+
+
+def cells(**changes: Any) -> list[Cell]:
+    return plan(SweepOptions(**{**TINY, **changes}))
+
+
+def test_a_first_part_of_the_plan_covers_the_grid_coarsely() -> None:
+    whole = plan(SweepOptions())
+    assert len(whole) == len(set(whole)) > 500
+    own = [cell for cell in whole if isinstance(cell.subject, SweepSubject)]
+    names = [name for name in list_mechanisms() if name != "softmax"]
+    first = {(cell.case.length, cell.case.head_dim, cell.case.num_heads) for cell in own[: len(names)]}
+    assert first == {(2048, 64, 4)}
+    assert {cell.subject.name.partition(",")[0] for cell in own[: len(names)]} == set(names)
+    early = own[: 20 * len(names)]
+    assert {512, 2048, 8192} <= {cell.case.length for cell in early}
+    assert {32, 64, 128} <= {cell.case.head_dim for cell in early}
+    assert {cell.case.causal for cell in early} == {True, False}
+    assert {cell.case.length for cell in own} == {256, 512, 1024, 2048, 4096, 8192, 16384}
+    assert {cell.case.head_dim for cell in own} == {32, 64, 80, 96, 128, 192, 256}
+    for cell in own:
+        first_size = cell.subject.size in (None, 256)
+        assert cell.case.num_heads == 4 or first_size  # of heads, size and dtype at most one is not the first
+
+
+def test_full_attention_is_measured_once_for_all_mechanisms_of_a_shape() -> None:
+    found = cells(mechanisms=("linear", "local"))
+    full = [cell.case for cell in found if cell.subject.name == SDPA]
+    assert len(full) == len(set(full)) == 4
+    assert full[0] == found[1].case  # right before the mechanisms
+    assert all(cell.subject.name != SDPA for cell in cells(peers=False))
+
+
+@pytest.mark.parametrize(
+    ("changes", "values"),
+    [
+        ({"mechanisms": ("delta",)}, {"name": {"delta"}}),
+        ({"lengths": (63, 65)}, {"length": {63, 65}}),
+        ({"head_dims": (5, 7)}, {"head_dim": {5, 7}}),
+        ({"heads": (3,)}, {"num_heads": {3}}),
+        ({"modes": ("bidirectional",)}, {"causal": {False}}),
+        ({"modes": ("causal", "bidirectional")}, {"causal": {True, False}}),
+        ({"dtypes": ("bfloat16",)}, {"dtype": {"bfloat16"}}),
+        ({"tokens": 17 * 131}, {"batch_size": {17, 17 * 131 // 67}}),
+        ({"mechanisms": ("performer",), "num_features": (31, 37)}, {"size": {31, 37}}),
+        ({"mechanisms": ("local",), "windows": (13,)}, {"size": {13}}),
+        ({"mechanisms": ("linformer",), "ranks": (11,)}, {"size": {11}}),
+    ],
+)
+def test_options_choose_the_cells(changes: dict[str, Any], values: dict[str, set[Any]]) -> None:
+    found = cells(peers=False, **changes)
+    for name, expected in values.items():
+        assert {{**asdict(cell.case), **cell.row}[name] for cell in found} == expected
+
+
+def test_options_reach_the_measurement() -> None:
+    config = SweepOptions(repeats=3, threads=1, timeout=7.0).config()
+    assert (config.repeats, config.threads, config.timeout, config.check) == (3, 1, 7.0, False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"mechanisms": ("lineer",)}, "unknown mechanism 'lineer'.*did you mean 'linear'"),
+        ({"modes": ()}, "modes must name one of causal, bidirectional"),
+        ({"modes": ("both",)}, "unknown mode 'both'"),
+        ({"dtypes": ("float8",)}, "unknown dtype 'float8'"),
+        ({"lengths": (0,)}, r"lengths must be positive, got \(0,\)"),
+        ({"minutes": -1.0}, "minutes must be positive, got -1"),
+        ({"device": "tpu"}, "unknown device 'tpu'"),
+    ],
+)
+def test_wrong_options_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SweepOptions(**wrong)
+
+
+def test_the_size_reaches_the_mechanism() -> None:
+    case = Case(67, num_heads=2, head_dim=8)
+    assert SweepSubject("", "performer", 31).build(case).num_features == 31
+    assert SweepSubject("", "local", 13).build(case).window.reach[0] == 12
+    linformer = SweepSubject("", "linformer", 11).build(case)
+    assert (linformer.rank, linformer.keys.table.shape[1]) == (11, 67)
+    assert [type(part).__name__ for part in SweepSubject("", "split").build(case).parts] == [
+        "LocalAttention",
+        "PerformerAttention",
+    ]
+
+
+def test_a_cell_slower_than_full_attention_is_a_cliff_from_2048_tokens_up() -> None:
+    rows = [
+        *(row(SDPA, 1.0, length=1024), row("linear", 3.0, length=1024)),
+        *(row(SDPA, 4.0, length=2048), row("linear", 4.4, length=2048)),
+        *(row(SDPA, 16.0, length=4096), row("linear", 8.0, length=4096)),
+        *(row(SDPA, 99.0, length=4096, head_dim=128), row("linear", 98.0, length=4096, head_dim=128)),
+    ]
+    found = [cliff for cliff in find_cliffs(rows) if cliff.than == SDPA]
+    assert [(cliff.row["case"]["length"], cliff.step) for cliff in found] == [
+        (2048, "forward_ms"),
+        (2048, "forward_backward_ms"),
+    ]
+    assert [round(cliff.factor, 3) for cliff in found] == [1.1, 1.1]
+    assert sorted(round(ratio["forward_ms"], 3) for ratio in ratios(rows).values()) == [0.5, 0.99, 1.1, 3.0]
+
+
+def test_a_cell_twice_as_slow_as_a_neighbor_per_element_is_a_cliff() -> None:
+    dims = {64: 1.0, 80: 3.0, 96: 1.5, 128: 2.0}  # 80: 2.4 times 64's cost per element, 2.4 times 96's
+    found = find_cliffs([row("local", ms, length=128, head_dim=dim, size=7) for dim, ms in dims.items()])
+    assert {(cliff.row["case"]["head_dim"], cliff.step) for cliff in found} == {
+        (80, "forward_ms"),
+        (80, "forward_backward_ms"),
+    }
+    assert all(cliff.factor == pytest.approx(2.4) and "per element" in cliff.than for cliff in found)
+    # A batch of the same tokens has as many elements at every length.
+    lengths = [row("linear", 1.0, length=2**n, batch_size=2 ** (10 - n)) for n in (8, 9, 10)]
+    assert find_cliffs(lengths) == []
+    lengths[1] |= {"forward_ms": 2.3}
+    lengths[0] |= {"forward_ms": 1.1}
+    assert [(cliff.row["case"]["length"], cliff.than) for cliff in find_cliffs(lengths)] == [
+        (512, "length 1024, per element")
+    ]
+
+
+def test_twice_the_size_may_take_twice_as_long() -> None:
+    fair = [row("performer", ms, length=128, size=size) for size, ms in ((64, 1.0), (128, 2.2), (256, 4.0))]
+    assert find_cliffs(fair) == []
+    over = [*fair, row("performer", 30.0, length=128, size=266)]
+    assert {(cliff.row["size"], cliff.than) for cliff in find_cliffs(over)} == {(266, "size 256, per element")}
+
+
+def test_failures_are_cliffs_and_the_steepest_comes_first() -> None:
+    rows = [
+        *(row(SDPA, 1.0, length=2048), row("linear", 1.5, length=2048), row("local", 1.2, length=2048, size=7)),
+        row("decay", 0.0, length=2048, status="wrong"),
+    ]
+    rows[1]["implementation"] = "eager PyTorch: a reason"
+    table = cliff_table(find_cliffs(rows))
+    assert [cells[0] for cells in table.rows] == ["decay", "linear", "linear", "local", "local"]
+    assert "wrong: why" in table.rows[0]
+    assert table.rows[1][4:] == ["forward", "1.50", "1.50", SDPA, "eager PyTorch: a reason"]
+
+
+def test_a_planted_slow_cell_is_measured_and_listed(
+    slow: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "sweep.jsonl"
+    options = SweepOptions(**{**TINY, "lengths": (67,)}, mechanisms=("slow",), repeats=3, threads=1, out=out)
+    rows = run(options)
+    assert len(rows) == 4
+    assert all(each["status"] == "ok" and each["check"]["error"] <= each["check"]["tolerance"] for each in rows)
+    assert all({"commit", "machine", "versions", "date", "threads"} <= each.keys() for each in rows)
+    steep = {cliff.row["case"]["head_dim"] for cliff in find_cliffs(rows) if cliff.factor > 3}
+    assert steep == {24}
+    shown = capsys.readouterr()
+    assert "cliffs" in shown.out
+    assert "| slow " in shown.out
+    assert "[4/4]" in shown.err
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert run(options) == rows  # nothing is measured again
+    assert "[1/" not in capsys.readouterr().err
+
+
+def test_a_killed_run_continues(slow: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "sweep.jsonl"
+    options = SweepOptions(
+        lengths=(67,), head_dims=(8,), heads=(1,), modes=("causal",), tokens=67, mechanisms=("slow",), out=out
+    )
+    rows = run(replace(options, repeats=1))
+    lines = out.read_text().splitlines()
+    out.write_text(lines[0] + "\n" + lines[1][:50])
+    again = run(replace(options, repeats=1))
+    assert [each["name"] for each in again] == [each["name"] for each in rows] == [SDPA, "slow"]
+    assert len(out.read_text().splitlines()) == 2
+    capsys.readouterr()
+    out.write_text("")
+    assert run(replace(options, minutes=1e-9)) == []
+    assert "2 cells are left to the next call" in capsys.readouterr().err
+
+
+def test_jobs_is_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[InProcess] = []
+
+    class Counting(InProcess):
+        def __init__(self, config: MeasurementConfig) -> None:
+            super().__init__(config)
+            started.append(self)
+
+        def answer(self, deadline: float | None) -> Measurement:
+            self.asked.pop(0)
+            return Measurement("ok", check={"error": 0.0})
+
+    monkeypatch.setattr(sweep, "SweepWorker", Counting)
+    for jobs in (1, 3):
+        started.clear()
+        found = list(sweep._measure(cells(), SweepOptions(jobs=jobs), None))
+        assert len(started) == jobs
+        assert [cell for cell, _ in found] == cells()
+        assert all(measured.check == {"error": 0.0} for _, measured in found)
+
+
+def test_the_heat_map_has_a_panel_for_each_mechanism_and_mode(tmp_path: Path) -> None:
+    path = tmp_path / "map.png"
+    assert not draw(path, [row("linear", 1.0, length=64)])
+    rows = [row(name, 1.0, length=n, causal=c) for name in (SDPA, "a", "b") for n in (64, 128) for c in (True, False)]
+    assert draw(path, rows)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@dataclass(frozen=True)
+class Crashing(SweepSubject):
+    """Ends its process in the first length, and hangs in the second."""
+
+    def workload(self, case: Case) -> Workload:
+        if case.length == 7:
+            os._exit(3)
+        time.sleep(60)
+        raise AssertionError
+
+
+def test_a_process_that_crashes_or_hangs_is_a_result() -> None:
+    worker = SweepWorker(SweepOptions(timeout=20.0, threads=1).config())
+    try:
+        cell = Cell(Crashing("x", "linear"), Case(7, num_heads=1, head_dim=3))
+        worker.ask("time", cell)
+        worker.ask("time", cell._replace(case=replace(cell.case, length=11)))
+        assert worker.answer(None) == Measurement("crashed", "the process ended with exit status 3")
+        assert worker.answer(time.monotonic() + 0.1).status == "skipped"
+        worker._config = replace(worker._config, timeout=0.1)
+        assert worker.answer(None) == Measurement("timed out", "no result within 0.1 s")
+        assert worker._asked == []
+    finally:
+        worker.kill()
+
+
+def test_options_can_be_given_as_json(slow: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "sweep.jsonl"
+    values = {"subject": "sweep", "lengths": [67], "head_dims": [8], "heads": [1], "mechanisms": ["slow"]}
+    values |= {"modes": ["causal"], "tokens": 67, "repeats": 1, "peers": False, "out": str(out)}
+    monkeypatch.setattr(sys, "argv", ["bench", json.dumps(values)])
+    by_json.main()
+    assert [json.loads(line)["name"] for line in out.read_text().splitlines()] == ["slow"]
