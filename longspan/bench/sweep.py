@@ -218,12 +218,18 @@ def run(options: SweepOptions) -> list[Row]:
     prepare(options.out)
     rows = read(options.out, *KEY, "status")
     about = environment(options.device)
-    about["threads"], done = options.threads or cores(), {cell_key(row) for row in rows}
+    about["threads"], done, missing = options.threads or cores(), {cell_key(row) for row in rows}, set()
     load = about["machine"]["load"]
     if load > cores() / 2:
         print(f"this machine is busy (load {load:g} on {cores()} cores): times will be noisy", file=sys.stderr)
-    cells = [cell for cell in plan(options) if cell_key({**cell.row, **about}) not in done]
-    measured = 0
+    cells, measured = [], 0
+    for cell in plan(options):
+        if (why := cell.subject.unavailable(cell.case)) is not None:
+            missing.add(why[1])
+        elif cell_key({**cell.row, **about}) not in done:
+            cells.append(cell)
+    for message in sorted(missing):
+        print(f"left out: {message}", file=sys.stderr)
     for cell, found in _measure(cells, options, deadline):
         measured += 1
         result = {**cell.row, **_figures(found), **about}
@@ -315,15 +321,12 @@ class SweepWorker:
         self._send(what, cell)
 
     def _send(self, what: str, cell: Cell) -> None:
-        if cell.subject.unavailable(cell.case) is None:
-            with suppress(BrokenPipeError):  # `answer` finds that the process has ended.
-                self._connection.send((what, cell.subject, cell.case))
+        with suppress(BrokenPipeError):  # `answer` finds that the process has ended.
+            self._connection.send((what, cell.subject, cell.case))
 
     def answer(self, deadline: float | None) -> Measurement:
         """Return the result of the first request without an answer; "skipped" at the deadline."""
-        _, cell = self._asked[0]
-        unavailable = cell.subject.unavailable(cell.case)
-        found = self._receive(deadline) if unavailable is None else Measurement(*unavailable)
+        found = self._receive(deadline)
         if found.status != "skipped":
             self._asked.pop(0)
             self._since = time.monotonic()
