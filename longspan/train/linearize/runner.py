@@ -180,10 +180,12 @@ class LinearizeRun:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             self.step += 1
-            self.seconds[stage] += time.perf_counter() - begun
             self.tokens[stage] += tokens.numel()
-            if self.step % LOG_STEPS == 0 or self.step == 1:
-                self._log(stage, losses.take())
+            # A GPU is behind: taking the losses waits for it.
+            taken = losses.take() if self.step % LOG_STEPS == 0 or self.step == 1 else None
+            self.seconds[stage] += time.perf_counter() - begun
+            if taken is not None:
+                self._log(stage, taken)
             if self.signals.received:
                 self._save(optimizer)
                 raise StoppedError(

@@ -118,7 +118,7 @@ class Distillation:
         with torch.no_grad():
             theirs = self.teacher.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         ours = self.student.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        number, known = targets.numel(), max(1, int((targets != IGNORE_INDEX).sum()))
+        number, known = targets.numel(), (targets != IGNORE_INDEX).sum().clamp(min=1)
         leaf = ours.detach().requires_grad_()
         total = torch.zeros(2, device=tokens.device)
         chunks = (x.flatten(0, 1).split(LOGITS_CHUNK) for x in (leaf, theirs, targets[..., None]))
