@@ -10,7 +10,13 @@ from torch import Tensor
 from longspan.layout import Packing
 from longspan.mechanisms.feature_maps import Favor
 from longspan.mechanisms.linear import LinearAttention
-from longspan.ops.linear import BidirectionalInputs, BidirectionalProblem, _kernels
+from longspan.ops.linear import (
+    BidirectionalInputs,
+    BidirectionalProblem,
+    BidirectionalSaved,
+    _kernels,
+    bidirectional_algorithm,
+)
 
 NAMES = ["out", "d_q", "d_k", "d_v"]
 
@@ -116,9 +122,10 @@ def by_torch(case: Case, given: Given, dtype: torch.dtype) -> list[Tensor]:
 def by_kernels(case: Case, given: Given) -> list[Tensor]:
     offsets = [None if packing is None else packing.offsets for packing in (given.packing, given.key_packing)]
     x = BidirectionalInputs(given.q, given.k, given.v, given.weight, given.key_mask, *offsets)
-    problem = BidirectionalProblem(case.feature_map, case.normalize)
-    out, saved = _kernels("bidirectional").forward(x, problem)
-    return [out, *_kernels("bidirectional").backward(given.d_out, saved, x, problem)]
+    problem = BidirectionalProblem(case.feature_map, case.normalize, bidirectional_algorithm(x.q, case.feature_map))
+    kernels = _kernels(problem.algorithm)
+    out, saved = kernels.forward(x, problem)
+    return [out, *kernels.backward(BidirectionalSaved(given.d_out, out, saved), x, problem)]
 
 
 def check(case: Case, given: Given, dtype: torch.dtype) -> None:

@@ -55,9 +55,10 @@ def test_kernels(case: Case, dtype: torch.dtype) -> None:
     check(case, arguments(case, dtype, "cuda"), dtype)
 
 
-@pytest.mark.parametrize("number", [128, 256])
-def test_wide_projections(number: int) -> None:
-    case = Case(**LARGE, feature_map="favor", D=384 - number, E=64, num_features=number, weight=torch.bfloat16)
+@pytest.mark.parametrize(("dim", "number"), [(64, 266), (64, 1024), (128, 256), (128, 621), (160, 70), (256, 266)])
+@pytest.mark.parametrize("normalize", ["query", "feature"])
+def test_many_features_and_wide_heads(dim: int, number: int, normalize: str) -> None:
+    case = Case(**LARGE, feature_map="favor", D=dim, E=dim, num_features=number, normalize=normalize)
     check(case, arguments(case, torch.bfloat16, "cuda"), torch.bfloat16)
 
 
@@ -137,7 +138,9 @@ def test_gradients_are_taken_once(direct: bool) -> None:
     if direct:
         out = bidirectional_linear(q, k, v, feature_map="elu")
     else:
-        out = torch.ops.longspan.bidirectional_linear(q, k, v, None, None, None, None, "elu", "query")[0]
+        out = torch.ops.longspan.bidirectional_linear(q, k, v, None, None, None, None, "elu", "query", "bidirectional")[
+            0
+        ]
     (d_q,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=r"gradients of gradients .* longspan\.ops\.\*\.reference"):
         (d_q.square().sum() + q.sum()).backward()
@@ -170,15 +173,19 @@ def test_opcheck(packed: bool) -> None:
     offsets = [None if packing is None else packing.offsets for packing in (given.packing, given.key_packing)]
     x = [t.nan_to_num().requires_grad_() for t in (given.q, given.k, given.v)]
     op = torch.ops.longspan.bidirectional_linear.default
-    torch.library.opcheck(op, (*x, None, given.key_mask, *offsets, "softmax", "query"))
+    torch.library.opcheck(op, (*x, None, given.key_mask, *offsets, "softmax", "query", "bidirectional"))
 
 
-def test_memory_stays_near_the_tensors() -> None:
-    given = [torch.randn(4, 8192, 16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+@pytest.mark.parametrize("feature_map", ["softmax", "favor"])
+def test_memory_stays_near_the_tensors(feature_map: str) -> None:
+    shape, weight = (4, 8192, 16, 64), None
+    if feature_map == "favor":
+        shape, weight = (4, 8192, 8, 128), torch.randn(256, 128, device="cuda")
+    given = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     d_out = torch.randn_like(given[0])
     own = 4 * d_out.numel() * d_out.element_size()
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        torch.autograd.grad(bidirectional_linear(*given, feature_map="softmax"), given, d_out)
+        torch.autograd.grad(bidirectional_linear(*given, feature_map=feature_map, weight=weight), given, d_out)
     assert torch.cuda.max_memory_allocated() - before + own <= 1.5 * 2 * own

@@ -30,6 +30,12 @@ CASES = [
     replace(FAVOR, T=130, D=16, E=16, num_features=19),
     replace(FAVOR, T=7, D=16, E=16, num_features=33),
     replace(FAVOR, T=300, D=16, E=128, num_features=19),
+    *(replace(FAVOR, T=300, num_features=number) for number in (266, 320, 513, 1024)),
+    replace(FAVOR, T=300, D=128, E=128, num_features=256, H=4),
+    replace(FAVOR, T=300, D=128, E=128, num_features=621),
+    replace(FAVOR, T=300, D=16, E=130, num_features=266),
+    replace(FAVOR, T=300, D=256, E=256, num_features=266),
+    replace(FAVOR, T=130, D=160, E=192, num_features=1024, lengths=(99,)),
 ]
 
 
@@ -130,7 +136,7 @@ def test_compiled_whole_and_for_any_length() -> None:
                 assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(("batch", "heads", "dim"), [(1, 16, 64), (4, 8, 64), (2, 8, 32), (1, 8, 128)])
+@pytest.mark.parametrize(("batch", "heads", "dim"), [(1, 16, 64), (4, 8, 64), (2, 8, 32), (4, 8, 128)])
 def test_memory_stays_near_the_tensors(batch: int, heads: int, dim: int) -> None:
     weight = orthogonal_rows(256, dim, unit=False).cuda()
     shape = batch, 8192, heads, dim
@@ -154,11 +160,8 @@ def test_opcheck(state: bool) -> None:
     torch.library.opcheck(torch.ops.longspan.causal_linear.default, (*x, *rest, *problem))
 
 
-def test_other_shapes_run_on_the_chunk_kernels() -> None:
-    case = replace(FAVOR, D=16, E=130, T=130, num_features=19)
-    given = arguments(case, torch.bfloat16, "cuda")
-    assert kernel_problem(case, given[2]).algorithm == "chunk"
-    check(case, given, torch.bfloat16)
+def test_a_mechanism_with_its_own_features_runs_on_the_kernels() -> None:
     q = torch.zeros(1, 5, 2, 64, dtype=torch.bfloat16, device="cuda")
-    inputs = LinearInputs(q, q, q, torch.zeros(16, 64, device="cuda"), *[None] * 4)
-    assert choose_algorithm(inputs, "favor", True, 1) == "favor"
+    for number in (16, 266, 1024):
+        inputs = LinearInputs(q, q, q, torch.zeros(number, 64, device="cuda"), *[None] * 4)
+        assert choose_algorithm(inputs, "favor", True, 1) == "favor"

@@ -248,9 +248,14 @@ def test_reasons_about_projections() -> None:
         return linear.why_unsupported(inputs(q, weight=torch.empty(M, D, device="meta")), "favor", 1)
 
     assert why(64, 256, torch.float32) is None
-    assert why(128, 256, torch.bfloat16) is None
-    for D, dtype in ((65, torch.float32), (65, torch.float16), (129, torch.bfloat16)):
-        assert "padded, is over 16384" in str(why(D, 256, dtype))
+    assert why(256, 1024, torch.bfloat16) is None
+    assert why(64, 1025, torch.bfloat16) == "the number of features (1025) is over 1024"
+    assert why(64, 257, torch.float16) == "the number of features (257) is over 256"
+    for dtype in (torch.float32, torch.float16):
+        assert "padded, is over 16384" in str(why(65, 256, dtype))
+    q = torch.empty(1, 4, 2, 64, dtype=torch.bfloat16, device="meta")
+    x = inputs(q, weight=torch.empty(266, 64, device="meta"))
+    assert "over 256" in str(linear.why_unsupported(x, "favor", 1, normalize=False))
 
 
 @pytest.mark.parametrize("shared", [99, 163, 227])
@@ -278,8 +283,9 @@ def test_devices_with_little_shared_memory(shared: int, monkeypatch: pytest.Monk
         assert taken(64, dtype) == (True, True, True)
         assert taken(128, dtype) == (True, exact or shared > 99, True)
         assert taken(256, dtype) == (True, exact or shared > 99, dtype == torch.float32 or shared > 99)
-        assert taken(32, dtype, 64) == (shared > 163 or not exact, shared > 163)
-    assert taken(128, torch.bfloat16, 64) == (shared > 99, shared > 163)
+        assert taken(32, dtype, 64) == (shared > 163 or not exact,) * 2
+    assert taken(128, torch.bfloat16, 64) == (shared > 99,) * 2
+    assert taken(129, torch.bfloat16, 64) == (shared > 163,) * 2
 
 
 def test_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,8 +297,8 @@ def test_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
         assert algorithm(64) == "fused_chunk"
         assert algorithm(128) == ("fused_chunk" if shared > 99 else "chunk")
         assert algorithm(129) == algorithm(64, torch.float16) == algorithm(64, normalize=False) == "chunk"
-        assert algorithm(128, name="favor") == "favor"
-        assert algorithm(129, name="favor") == algorithm(64, torch.float32, "favor") == "chunk"
+        assert algorithm(256, name="favor") == "favor"
+        assert algorithm(64, torch.float32, "favor") == algorithm(64, name="favor", normalize=False) == "chunk"
     scaled = inputs(torch.empty(1, 4, 2, 8, dtype=torch.bfloat16), log_scale=torch.empty(1, 4, 2))
     assert linear.triton_algorithm(scaled, "identity", True) == "chunk"
 

@@ -39,6 +39,12 @@ BFLOAT16 = [
     for i, case in enumerate(CASES)
     if i % 2 or case.num_features or case.packed or case.D > 64
 ]
+# Tiles of features, and wide heads.
+BFLOAT16 += [
+    Case(B=1, H=2, Hkv=1, feature_map="favor", num_features=131, exact=True),
+    Case(B=1, H=1, Hkv=1, S=131, feature_map="favor", num_features=266, normalize="feature", exact=True),
+    Case(B=1, H=1, Hkv=1, D=131, E=70, feature_map="favor", num_features=70, mask=True),
+]
 
 
 @interpreted
@@ -98,7 +104,8 @@ def test_ones_come_back(feature_map: str) -> None:
         if normalize == "feature" and feature_map in ("elu", "relu"):
             continue  # There weights sum to one over keys, not over a query's features.
         x = BidirectionalInputs(given.q, given.k, torch.ones_like(given.v), given.weight, None, None, None)
-        out = linear._kernels("bidirectional").forward(x, BidirectionalProblem(feature_map, normalize))[0]
+        problem = BidirectionalProblem(feature_map, normalize, "bidirectional")
+        out = linear._kernels("bidirectional").forward(x, problem)[0]
         torch.testing.assert_close(out, torch.ones_like(out), rtol=1e-5, atol=1e-5)
 
 
@@ -124,7 +131,7 @@ def test_opcheck(packed: bool) -> None:
     offsets = [None if packing is None else packing.offsets for packing in (given.packing, given.key_packing)]
     x = [t.nan_to_num().requires_grad_() for t in (given.q, given.k, given.v)]
     op = torch.ops.longspan.bidirectional_linear.default
-    torch.library.opcheck(op, (*x, None, given.key_mask, *offsets, "softmax", "query"))
+    torch.library.opcheck(op, (*x, None, given.key_mask, *offsets, "softmax", "query", "bidirectional"))
 
 
 @interpreted
@@ -177,16 +184,12 @@ def test_reasons() -> None:
     wide = torch.zeros(1, 4, 2, 257)
     assert "over 256" in str(linear.why_unsupported_bidirectional(q, q, wide, None, "elu"))
     assert "empty" in str(linear.why_unsupported_bidirectional(q[:, :0], q, q, None, "elu"))
-    x, halves = torch.zeros(1, 4, 2, 129), torch.bfloat16
-    for inputs, number, weight, fits in (
-        (halves, 128, halves, True),
-        (halves, 129, halves, False),
-        (halves, 128, torch.float32, False),
-        (halves, 64, torch.float32, True),
-        (torch.float32, 32, torch.float32, True),
-        (torch.float32, 33, torch.float32, False),
+    for dtype, number, expected in (
+        (torch.bfloat16, 1024, "None"),
+        (torch.bfloat16, 1025, "number of features (1025) is over 1024"),
+        (torch.float32, 32, "None"),
+        (torch.float32, 33, "a projection of 33 × 129 elements, padded, is over 8192"),
+        (torch.float16, 257, "number of features (257) is over 256"),
     ):
-        x = x.to(inputs)
-        why = linear.why_unsupported_bidirectional(x, x, x, torch.zeros(number, 129, dtype=weight), "favor")
-        assert (why is None) is fits
-        assert fits or "projection" in str(why)
+        x = torch.zeros(1, 4, 2, 129, dtype=dtype)
+        assert expected in str(linear.why_unsupported_bidirectional(x, x, x, torch.zeros(number, 129), "favor"))

@@ -21,6 +21,12 @@ CASES = [
     Case(T=65, B=1, H=4, Hkv=2, feature_map="favor", num_features=19),
     Case(T=193, B=2, H=1, Hkv=1, D=33, E=20, feature_map="favor", num_features=19, lengths=(0, 150)),
     Case(T=300, B=1, H=1, Hkv=1, feature_map="favor", num_features=19, size=4),
+    Case(T=65, B=1, H=1, Hkv=1, feature_map="favor", num_features=131, lengths=(61,)),
+]
+# Wider, and of more features than one program holds at once.
+LARGE = [
+    Case(T=65, B=1, H=1, Hkv=1, feature_map="favor", num_features=266, state=False),
+    Case(T=65, B=1, H=1, Hkv=1, D=131, E=70, feature_map="favor", num_features=19),
 ]
 
 
@@ -44,11 +50,20 @@ def test_kernels(case: Case, exact: bool) -> None:
 @interpreted
 @quiet
 @pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_many_features_and_wide_heads(case: Case) -> None:
+    check(case, given(case), torch.bfloat16)
+
+
+@interpreted
+@quiet
+@pytest.mark.usefixtures("bfloat16")
 def test_segments_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     from longspan.ops.linear.triton import favor
 
-    for name in ("SCALES", "SUMS"):
-        monkeypatch.setattr(favor, name, getattr(favor, name)._replace(programs=2))
+    tilings = favor.TILINGS[64]
+    few = {name: getattr(tilings, name)._replace(programs=2) for name in ("scales", "sums")}
+    monkeypatch.setitem(favor.TILINGS, 64, tilings._replace(**few))
     case = Case(T=389, B=1, H=1, Hkv=1, feature_map="favor", num_features=19, size=2)
     check(case, given(case), torch.bfloat16)
 
@@ -134,7 +149,7 @@ def test_a_projection_is_two_bfloat16_matrices() -> None:
     for weight, exact in ((torch.randn(19, 5), False), (orthogonal_rows(19, 5, unit=False), True)):
         high, low = torch.full((2, 64, 16), float("nan"), dtype=torch.bfloat16)
         flag = torch.full((1,), float("nan"))
-        linear_favor_forward_weight_kernel[(1,)](weight, high, low, flag, D=5, M=19, BD=16, BM=64)
+        linear_favor_forward_weight_kernel[(1,)](weight, high, low, flag, D=5, M=19, BD=16, BM=64, TILE=16)
         both = high.double() + low.double()
         torch.testing.assert_close(both[:19, :5], weight.double(), atol=0, rtol=2**-15)
         assert not both[19:].any()

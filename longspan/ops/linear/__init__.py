@@ -46,6 +46,10 @@ __all__ = [
 ]
 
 
+# Features of a projection that the kernels process in tiles.
+MOST_FEATURES = 1024
+
+
 class Sums(NamedTuple):
     """The state of linear attention: kv = Σ φ(k)vᵀ (B, Hkv, M, E) and z = Σ φ(k) (B, Hkv, M), both divided by
     exp(shift), with shift (B, Hkv) the largest log scale so far.
@@ -105,16 +109,18 @@ class BidirectionalInputs(NamedTuple):
 
 
 class BidirectionalProblem(NamedTuple):
-    """Options of `longspan::bidirectional_linear`."""
+    """Options of `longspan::bidirectional_linear` and the module of `triton` that computes it."""
 
     feature_map: str
     normalize: str
+    algorithm: str
 
 
 class BidirectionalSaved(NamedTuple):
     """What `longspan::bidirectional_linear_backward` takes before the inputs."""
 
     d_out: Tensor
+    out: Tensor | None
     saved: Tensor
 
 
@@ -217,7 +223,8 @@ def bidirectional_linear(
     Returns:
         The result (B, T, H, E) in q's dtype.
     """
-    args = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalize
+    algorithm = bidirectional_algorithm(q, feature_map)
+    args = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalize, algorithm
     if dispatch.eager_untraced(q):
         return _Bidirectional.direct(*args)
     return _Bidirectional.traced(*refuse_forward_mode(*args))[0]
@@ -335,7 +342,7 @@ def divide(num: Tensor, den: Tensor, log_largest: float = 0.0) -> Tensor:
 
 def choose_algorithm(x: LinearInputs, feature_map: str, normalize: bool, bucket: int) -> str:
     """Return the algorithm that computes `longspan::causal_linear`: "torch" or a module of `triton`."""
-    if not x.q.is_cuda or why_not_triton(x, feature_map, bucket) is not None:
+    if not x.q.is_cuda or why_not_triton(x, feature_map, bucket, normalize=normalize) is not None:
         return "torch"
     return triton_algorithm(x, feature_map, normalize)
 
@@ -343,26 +350,27 @@ def choose_algorithm(x: LinearInputs, feature_map: str, normalize: bool, bucket:
 def triton_algorithm(x: LinearInputs, feature_map: str, normalize: bool) -> str:
     """Return the Triton module for inputs that the kernels take: "fused_chunk", "favor" or "chunk"."""
     size = max(x.q.shape[3], x.v.shape[3])
-    if x.q.dtype != bfloat16 or not normalize or x.log_scale is not None or size > 128:
+    if x.q.dtype != bfloat16 or not normalize or x.log_scale is not None:
         return "chunk"
     if feature_map == "favor":
         return "favor"
-    return "fused_chunk" if size <= 64 or dispatch.insufficient_shared_memory(x.q, 163) is None else "chunk"
+    fits = size <= 64 or (size <= 128 and dispatch.insufficient_shared_memory(x.q, 163) is None)
+    return "fused_chunk" if fits else "chunk"
 
 
-def why_not_triton(x: LinearInputs, feature_map: str, bucket: int) -> str | None:
+def why_not_triton(x: LinearInputs, feature_map: str, bucket: int, *, normalize: bool = True) -> str | None:
     """Return why causal linear attention of these inputs runs in eager PyTorch; None if it runs on the kernels."""
-    why = dispatch.unavailable(x.q) or why_unsupported(x, feature_map, bucket)
+    why = dispatch.unavailable(x.q) or why_unsupported(x, feature_map, bucket, normalize=normalize)
     if why is not None or x.weight is None:
         return why
-    wide = max(x.q.shape[3], x.v.shape[3]) > 64
-    return dispatch.insufficient_shared_memory(x.q, 227 if x.q.dtype != bfloat16 else 163 if wide else 99)
+    return dispatch.insufficient_shared_memory(x.q, _shared_memory(x.q, x.v))
 
 
-def why_unsupported(x: LinearInputs, feature_map: str, bucket: int) -> str | None:
+def why_unsupported(x: LinearInputs, feature_map: str, bucket: int, *, normalize: bool = True) -> str | None:
     """Return what the kernels do not support about these inputs, whatever the device."""
     q, v, weight = x.q, x.v, x.weight
-    if (why := _unsupported_inputs(q, x.k, v, weight, feature_map)) is not None:
+    tiled = q.dtype == bfloat16 and normalize
+    if (why := _unsupported_inputs(q, x.k, v, weight, feature_map, tiled=tiled)) is not None:
         return why
     if x.kv is not None and x.kv.dtype != float32:
         return f"the sums are {str(x.kv.dtype).removeprefix('torch.')}; the kernels take float32"
@@ -374,9 +382,8 @@ def why_unsupported(x: LinearInputs, feature_map: str, bucket: int) -> str | Non
         return f"log scales given beside the feature map {feature_map!r}"
     if (weight is not None and not weight.numel()) or not q.numel() or not v.numel():
         return "an empty tensor"
-    # A part of the projection stays in shared memory while a program runs.
-    limit = 32768 if q.dtype == bfloat16 and max(q.shape[3], v.shape[3]) <= 128 else 16384
-    return _large_projection(weight, limit)
+    # `chunk` holds the whole projection in shared memory, `favor` one tile of it.
+    return None if tiled else _large_projection(weight, 16384)
 
 
 def why_not_triton_bidirectional(
@@ -387,7 +394,12 @@ def why_not_triton_bidirectional(
     wide = q.dtype == bfloat16 and max(q.shape[3], v.shape[3]) > 64
     if why is not None or not (wide or weight is not None):
         return why
-    return dispatch.insufficient_shared_memory(q, 163 if weight is None else 227)
+    return dispatch.insufficient_shared_memory(q, 163 if weight is None else _shared_memory(q, v))
+
+
+def bidirectional_algorithm(q: Tensor, feature_map: str) -> str:
+    """Return the Triton module for inputs that the kernels take: "favor_bidirectional" or "bidirectional"."""
+    return "favor_bidirectional" if feature_map == "favor" and q.dtype == bfloat16 else "bidirectional"
 
 
 def why_unsupported_bidirectional(
@@ -396,25 +408,39 @@ def why_unsupported_bidirectional(
     """Return what the kernels do not support about these inputs, whatever the device."""
     if epsilon:
         return f"an epsilon ({epsilon}) added to the features"
-    if (why := _unsupported_inputs(q, k, v, weight, feature_map)) is not None:
+    tiled = q.dtype == bfloat16
+    if (why := _unsupported_inputs(q, k, v, weight, feature_map, tiled=tiled)) is not None:
         return why
-    # The projection, padded to powers of two, stays in shared memory: in bfloat16, as two such matrices, or in float32.
-    exact = weight is not None and weight.dtype == bfloat16
-    if (why := _large_projection(weight, 8192 if q.dtype != bfloat16 else 32768 if exact else 16384)) is not None:
+    # `bidirectional` holds the projection, padded to powers of two, in shared memory.
+    if not tiled and (why := _large_projection(weight, 8192)) is not None:
         return why
     return None if q.numel() and v.numel() else "an empty tensor"
 
 
-def _unsupported_inputs(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, feature_map: str) -> str | None:
-    """Return a reason if the kernels do not support the map, the dtypes or the dimensions."""
+def _unsupported_inputs(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, feature_map: str, *, tiled: bool
+) -> str | None:
+    """Return a reason if the kernels do not support the map, the dtypes or the dimensions.
+
+    tiled: Whether the kernels go through the features of a projection in tiles.
+    """
     if feature_map not in FEATURE_MAPS:
         return f"the feature map {feature_map!r}; the kernels implement {', '.join(FEATURE_MAPS)}"
     if (why := dispatch.unsupported_dtypes(q, k, v)) is not None:
         return why
-    D, M, E = q.shape[3], q.shape[3] if weight is None else len(weight), v.shape[3]
-    if max(D, M, E) > dispatch.LARGEST:
-        return f"head, feature or value dimension ({D}, {M}, {E}) is over {dispatch.LARGEST}"
+    D, E = q.shape[3], v.shape[3]
+    if max(D, E) > dispatch.LARGEST:
+        return f"head or value dimension ({D}, {E}) is over {dispatch.LARGEST}"
+    most = MOST_FEATURES if tiled else dispatch.LARGEST
+    if weight is not None and len(weight) > most:
+        return f"the number of features ({len(weight)}) is over {most}"
     return None
+
+
+def _shared_memory(q: Tensor, v: Tensor) -> int:
+    """Return the shared memory in KB that programs need with a projection; in bfloat16 they hold one tile of it."""
+    size = max(q.shape[3], v.shape[3])
+    return 227 if q.dtype != bfloat16 or size > 128 else 163 if size > 64 else 99
 
 
 def _large_projection(weight: Tensor | None, limit: int) -> str | None:
@@ -542,31 +568,36 @@ class _Bidirectional(DifferentiableOp):
 
     @staticmethod
     def forward(*args: Any, traced: bool = True) -> tuple[Tensor, Tensor]:
-        return _kernels("bidirectional").forward(*_bidirectional_problem(args), zeroed=traced)
+        x, problem = _bidirectional_problem(args)
+        return _kernels(problem.algorithm).forward(x, problem, zeroed=traced)
 
     @staticmethod
     def fake(*args: Any) -> tuple[Tensor, Tensor]:
         x, problem = _bidirectional_problem(args)
-        size = _kernels("bidirectional").saved_size(x, problem)
+        size = _kernels(problem.algorithm).saved_size(x, problem)
         return x.v.new_empty(*x.q.shape[:3], x.v.shape[3]), x.q.new_empty(size, dtype=float32)
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         count = len(BidirectionalInputs._fields)
-        ctx.save_for_backward(output[1], *inputs[:count])
-        ctx.problem = inputs[count:]
+        ctx.problem = BidirectionalProblem(*inputs[count:])
+        out = output[0] if ctx.problem.algorithm == "favor_bidirectional" else None
+        ctx.save_for_backward(out, output[1], *inputs[:count])
 
     @staticmethod
     def differentiate(backward: Any, ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return *backward(*refuse_forward_mode(d_out, *ctx.saved_tensors), *ctx.problem), *[None] * 6
+        return *backward(*refuse_forward_mode(d_out, *ctx.saved_tensors), *ctx.problem), *[None] * 7
 
     @staticmethod
     def backward(*args: Any, traced: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        return _kernels("bidirectional").backward(*args[:2], *_bidirectional_problem(args[2:]))
+        count = len(BidirectionalSaved._fields)
+        saved, (x, problem) = BidirectionalSaved(*args[:count]), _bidirectional_problem(args[count:])
+        return _kernels(problem.algorithm).backward(saved, x, problem)
 
     @staticmethod
     def backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = args[2:5]
+        count = len(BidirectionalSaved._fields)
+        q, k, v = args[count : count + 3]
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

@@ -53,7 +53,7 @@ from longspan.ops.common.tiles import (
     token_pointer,
     zeros,
 )
-from longspan.ops.linear import BidirectionalInputs, BidirectionalProblem
+from longspan.ops.linear import BidirectionalInputs, BidirectionalProblem, BidirectionalSaved
 from longspan.ops.linear.triton import PRECISION, check_feature_map
 
 EXPONENTIAL_MAPS = ("softmax", "favor")
@@ -668,7 +668,7 @@ def linear_bidirectional_backward_keys_kernel(
 
 def forward(x: BidirectionalInputs, problem: BidirectionalProblem, *, zeroed: bool = True) -> tuple[Tensor, Tensor]:
     """Return out (B, T, H, E), and the workspace for `backward`."""
-    tensors = _dense(x)
+    tensors = dense_inputs(x)
     q, k, v, weight, key_mask, offsets, key_offsets = tensors
     plan = _BidirectionalForward.of(tensors, problem)
     out, saved, work = v.new_empty(plan.out_shape), plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
@@ -687,14 +687,14 @@ def forward(x: BidirectionalInputs, problem: BidirectionalProblem, *, zeroed: bo
 
 
 def backward(
-    d_out: Tensor, saved: Tensor, x: BidirectionalInputs, problem: BidirectionalProblem
+    saved: BidirectionalSaved, x: BidirectionalInputs, problem: BidirectionalProblem
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v. saved: the workspace that `forward` returns."""
-    tensors, d_out = _dense(x), dense_rows(d_out)
+    """Return the gradients of q, k and v."""
+    tensors, d_out = dense_inputs(x), dense_rows(saved.d_out)
     q, k, v, weight, key_mask, offsets, key_offsets = tensors
-    plan = _BidirectionalBackward.of((*tensors, d_out, saved), problem)
+    plan = _BidirectionalBackward.of((*tensors, d_out, saved.saved), problem)
     d_q, d_k, d_v, work = new_like(q), new_like(k), new_like(v), plan.workspace.allocate(q)
-    scale, kv, z, c, rounded, rest = plan.pointers(plan.saved, saved)
+    scale, kv, z, c, rounded, rest = plan.pointers(plan.saved, saved.saved)
     d_kv, d_z, parts, parts_z = plan.pointers(plan.workspace, work)
     weights = plan.weights(weight, rounded, rest)
     with on_device(q):
@@ -845,7 +845,7 @@ def _saved(rows: int, heads: int, D: int, M: int | None, E: int, bf16: bool) -> 
     return Workspace((rows, torch.float32), kv, *[(heads * BM, torch.float32)] * 2, *projection)
 
 
-def _dense(x: BidirectionalInputs) -> tuple[Any, ...]:
+def dense_inputs(x: BidirectionalInputs) -> tuple[Any, ...]:
     """The tensors as the kernels take them."""
     mask = None if x.key_mask is None else x.key_mask.contiguous().view(torch.uint8)
     return dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense(x.weight), mask, x.offsets, x.key_offsets

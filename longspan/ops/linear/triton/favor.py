@@ -1,5 +1,5 @@
-"""Causal FAVOR+ in bfloat16, normalized: features are computed in tiles, because a few hundred do not fit into
-registers.
+"""Causal FAVOR+ in bfloat16, normalized, with any number of features: they are computed in tiles, because a few hundred
+do not fit into registers.
 
 With n_j the binary logarithm of key j's largest feature, rounded up, and r_i the largest n_j that query i has seen,
 
@@ -57,14 +57,37 @@ from longspan.ops.linear.triton.scan import CausalPlan, ScanSizes
 # Features in a tile, warps, pipeline stages, the register limit per thread, and the largest number of programs that go
 # through segments: as many as a large GPU runs at once.
 FavorTiling = namedtuple("FavorTiling", "tile warps stages registers programs", defaults=(None, 0))
+FavorTilings = namedtuple("FavorTilings", "scales sums read delta queries keys")
 
 CHUNK = 64
-SCALES = FavorTiling(0, 4, 3, None, 264)
-SUMS = FavorTiling(64, 4, 3, 168, 396)
-READ = FavorTiling(64, 4, 1, 168)
-DELTA = FavorTiling(0, 4, 1)
-QUERIES = FavorTiling(64, 4, 1)
-KEYS = FavorTiling(64, 4, 1)
+TILE = 64
+# For head and value dimensions, padded, up to 64, 128 and 256. The tile of `scales` is the largest one.
+TILINGS = {
+    64: FavorTilings(
+        scales=FavorTiling(256, 4, 3, None, 264),
+        sums=FavorTiling(TILE, 4, 3, 168, 396),
+        read=FavorTiling(TILE, 4, 1, 168),
+        delta=FavorTiling(0, 4, 1),
+        queries=FavorTiling(TILE, 4, 1),
+        keys=FavorTiling(TILE, 4, 1),
+    ),
+    128: FavorTilings(
+        scales=FavorTiling(64, 4, 3, None, 264),
+        sums=FavorTiling(TILE, 4, 2, None, 264),
+        read=FavorTiling(TILE, 4, 1),
+        delta=FavorTiling(0, 4, 1),
+        queries=FavorTiling(TILE, 4, 1),
+        keys=FavorTiling(TILE, 4, 1),
+    ),
+    256: FavorTilings(
+        scales=FavorTiling(64, 4, 2, None, 264),
+        sums=FavorTiling(TILE, 8, 2, None, 132),
+        read=FavorTiling(TILE, 8, 1),
+        delta=FavorTiling(0, 8, 1),
+        queries=FavorTiling(TILE, 8, 1),
+        keys=FavorTiling(TILE, 8, 1),
+    ),
+}
 # The sums before all chunks of all sequences are four times the size of an input or more. Sequences are processed in
 # several parts if those sums would exceed SMALL bytes and these shares of the bytes of q, k, v and out: for the
 # results, for the gradients of queries, and for those of keys, when three gradients are allocated already.
@@ -124,6 +147,15 @@ def project_transposed(b_x, b_high, p_low, flag, i_f, S: tl.constexpr):
     if flag != 0:
         b_l = tl.dot(load_projection(p_low, i_f, S), tl.trans(b_x), b_l)
     return b_l
+
+
+@triton.jit
+def largest_logit(b_x, b_high, p_low, flag, i_f, S: tl.constexpr):
+    """The largest w·x (C,) of a tile of features."""
+    b_l = project(b_x, b_high, p_low, flag, i_f, S)
+    if S.BM != S.M:
+        b_l = tl.where((i_f < S.M)[None, :], b_l, FLOOR)
+    return tl.max(b_l, 1)
 
 
 @triton.jit
@@ -189,19 +221,24 @@ def pair_scales_transposed(b_scale, b_reference, S: tl.constexpr):
 
 @triton.jit
 def linear_favor_forward_weight_kernel(
-    p_weight, p_high, p_low, p_flag, D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr
-):
+    p_weight, p_high, p_low, p_flag,
+    D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     """Write the projection (M, D) as the sum of two bfloat16 (BM, BD), and the largest element of the second.
 
     That is 0 for projections that longspan draws; products with the second are then skipped.
     """
-    i_m, i_d = tl.arange(0, BM)[:, None], tl.arange(0, BD)[None, :]
-    b_weight = tl.load(p_weight + i_m * D + i_d, mask=(i_m < M) & (i_d < D), other=0.0).to(tl.float32)
-    b_high = b_weight.to(tl.bfloat16)
-    b_low = (b_weight - b_high.to(tl.float32)).to(tl.bfloat16)
-    tl.store(p_high + i_m * BD + i_d, b_high)
-    tl.store(p_low + i_m * BD + i_d, b_low)
-    tl.store(p_flag, tl.max(tl.abs(b_low.to(tl.float32))))
+    i_d = tl.arange(0, BD)[None, :]
+    b_largest = zeros(TILE)
+    for i in range(0, BM, TILE):
+        i_m = i + tl.arange(0, TILE)[:, None]
+        b_weight = tl.load(p_weight + i_m * D + i_d, mask=(i_m < M) & (i_d < D), other=0.0).to(tl.float32)
+        b_high = b_weight.to(tl.bfloat16)
+        b_low = (b_weight - b_high.to(tl.float32)).to(tl.bfloat16)
+        tl.store(p_high + i_m * BD + i_d, b_high, mask=i_m < BM)
+        tl.store(p_low + i_m * BD + i_d, b_low, mask=i_m < BM)
+        b_largest = tl.maximum(b_largest, tl.max(tl.abs(b_low.to(tl.float32)), 1))
+    tl.store(p_flag, tl.max(b_largest))
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks"])
@@ -220,14 +257,20 @@ def linear_favor_forward_scales_kernel(
     i_t = tl.arange(0, S.C)
     i_c = (i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_s * chunks
     p_x = token_pointer(p_x, x, i_b, i_0, i_h)
-    b_high = load_projection(p_high, tl.arange(0, S.BM), S)
+    i_f = tl.arange(0, S.TILE)
+    if S.TILE == S.BM:
+        b_high = load_projection(p_high, i_f, S)
     flag = tl.load(p_flag)
     for _ in range(tl.minimum(chunks, tl.cdiv(T - i_0, S.C))):
         b_x = load_inputs(p_x, x.t, rows, S)
-        b_l = project(b_x, b_high, p_low, flag, tl.arange(0, S.BM), S)
-        if S.BM != S.M:
-            b_l = tl.where((tl.arange(0, S.BM) < S.M)[None, :], b_l, FLOOR)
-        b_beta = tl.max(b_l, 1) * (S.D**-0.25 * LOG2E)
+        if S.TILE == S.BM:
+            b_beta = largest_logit(b_x, b_high, p_low, flag, i_f, S)
+        else:
+            b_beta = tl.full((S.C,), FLOOR, tl.float32)
+            for i_m in range(0, S.BM, S.TILE):
+                b_tile = load_projection(p_high, i_m + i_f, S)
+                b_beta = tl.maximum(b_beta, largest_logit(b_x, b_tile, p_low, flag, i_m + i_f, S))
+        b_beta *= S.D**-0.25 * LOG2E
         i_o = i_c * S.C + i_t
         if S.KEY:
             b_x = b_x.to(tl.float32)
@@ -605,6 +648,11 @@ def backward(
     return d_q, d_k, d_v, d_start
 
 
+def feature_block(num_features: int) -> int:
+    """Return the number of features, padded to whole tiles."""
+    return -(-int(num_features) // TILE) * TILE
+
+
 def saved_size(x: LinearInputs, problem: LinearProblem) -> int:
     """Return the number of float32 elements that `forward` saves: four per token and head, and the projection."""
     B, T, H, D = x.q.shape
@@ -619,8 +667,9 @@ class _FavorPlan(CausalPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
         super().__init__(device, key, problem, num_features=key[3][0][0])
         self.chunks = -(-self.T // CHUNK)
-        blocks = padded(self.D), padded(self.M), padded(self.E)
+        blocks = padded(self.D), feature_block(self.M), padded(self.E)
         self.S = FavorSizes(self.H, self.Hkv, self.D, self.M, self.E, CHUNK, *blocks)
+        self.tilings = TILINGS[max(self.S.BD, self.S.BE)]
         self.saved = _saved(self.B, self.T, self.H, self.Hkv, self.D, self.M)
 
     def split(self, share: float) -> list[_Part]:
@@ -632,7 +681,7 @@ class _FavorPlan(CausalPlan):
         return [self.part(first, size) for first in range(0, self.heads, size)]
 
     def part(self, first: int, size: int) -> _Part:
-        segments, run = self.segment(SUMS, size * (self.S.BM // SUMS.tile))
+        segments, run = self.segment(self.tilings.sums, size * (self.S.BM // TILE))
         return _Part(first, min(size, self.heads - first), segments, run)
 
     def stack(self, part: _Part) -> list[tuple[int, torch.dtype]]:
@@ -672,10 +721,10 @@ class _FavorPlan(CausalPlan):
         sums, inputs, unused = linear_favor_forward_sums_kernel, "kv", {"H": 0}
         if back:
             sums, inputs, unused = linear_favor_backward_sums_kernel, "qd", {}
-        tiles = self.S.BM // SUMS.tile
+        tiles = self.S.BM // TILE
         return [
             (
-                self.of_part(sums, SUMS, part, part.segments * tiles, inputs, **unused),
+                self.of_part(sums, self.tilings.sums, part, part.segments * tiles, inputs, **unused),
                 self.scan_part(part, back=back),
                 self.of_part(kernel, tiling, part, programs, strided),
             )
@@ -694,17 +743,20 @@ class _FavorForward(_FavorPlan):
         super().__init__(device, key, problem)
         parts = self.split(READ_SHARE)
         self.workspace = Workspace(*self.stack(parts[0]), (self.heads * self.chunks, torch.float32))
-        self.weight = self.launch(linear_favor_forward_weight_kernel, (1,), (), {**self.S._asdict(), "num_warps": 16})
+        sizes = self.S._replace(TILE=min(padded(self.M), 16384 // self.S.BD))
+        self.weight = self.launch(linear_favor_forward_weight_kernel, (1,), (), {**sizes._asdict(), "num_warps": 16})
         self.query_scales = self.scales_launch("q", self.H, key=False)
         self.key_scales = self.scales_launch("k", self.Hkv, key=True)
         programs = self.H // self.Hkv * self.chunks
-        self.parts = self.part_launches(parts, linear_favor_forward_kernel, READ, programs, "qkv")
+        self.parts = self.part_launches(parts, linear_favor_forward_kernel, self.tilings.read, programs, "qkv")
 
     def scales_launch(self, name: str, heads: int, *, key: bool) -> Launch:
-        segments, run = self.segment(SCALES, self.B * heads)
-        other = {"H": heads, "HKV": 0, "E": 0, "BE": 0, "TILE": self.S.BM, "KEY": key}
+        tiling = self.tilings.scales
+        segments, run = self.segment(tiling, self.B * heads)
+        tile = min(tiling.tile, self.S.BM & -self.S.BM)  # a power of two that divides BM
+        other = {"H": heads, "HKV": 0, "E": 0, "BE": 0, "TILE": tile, "KEY": key}
         programs = self.B * heads * segments
-        return self.tiled(linear_favor_forward_scales_kernel, SCALES, programs, (segments, run), name, **other)
+        return self.tiled(linear_favor_forward_scales_kernel, tiling, programs, (segments, run), name, **other)
 
 
 class _FavorBackward(_FavorPlan):
@@ -716,16 +768,16 @@ class _FavorBackward(_FavorPlan):
         self.rows = Workspace((rows * CHUNK, torch.float32), (rows * CHUNK, torch.float32))
         self.query_stack, self.key_stack = Workspace(*self.stack(queries[0])), Workspace(*self.stack(keys[0]))
         unused = {"HKV": 0, "D": 0, "M": 0, "BD": 0, "BM": 0}
-        self.delta = self.tiled(linear_favor_backward_delta_kernel, DELTA, rows, (), "d", **unused)
+        self.delta = self.tiled(linear_favor_backward_delta_kernel, self.tilings.delta, rows, (), "d", **unused)
         kernel, programs = linear_favor_backward_queries_kernel, self.H // self.Hkv * self.chunks
-        self.query_parts = self.part_launches(queries, kernel, QUERIES, programs, "qkvd")
+        self.query_parts = self.part_launches(queries, kernel, self.tilings.queries, programs, "qkvd")
         kernel = linear_favor_backward_keys_kernel
-        self.key_parts = self.part_launches(keys, kernel, KEYS, self.chunks, "qkvd", back=True)
+        self.key_parts = self.part_launches(keys, kernel, self.tilings.keys, self.chunks, "qkvd", back=True)
 
 
 def _saved(B: int, T: int, H: int, Hkv: int, D: int, M: int) -> Workspace:
     """The projection as two matrices and the flag; scales of queries and of keys; references before each chunk."""
-    size, chunks = padded(D) * padded(M), (T + CHUNK - 1) // CHUNK
+    size, chunks = padded(D) * feature_block(M), (T + CHUNK - 1) // CHUNK
     projection = (size, torch.bfloat16), (size, torch.bfloat16), (1, torch.float32)
     tokens = [(B * heads * chunks * CHUNK, torch.float32) for heads in (H, Hkv, Hkv, Hkv)]
     return Workspace(*projection, *tokens, (B * Hkv * (chunks + 1), torch.float32))

@@ -1,0 +1,461 @@
+"""Bidirectional FAVOR+ in bfloat16 with any number of features, which are computed in tiles.
+
+The passes are those of `bidirectional`, with c_m the largest logit of feature m over the keys. A tile of features has
+its own programs where sums over tokens are computed. Where tokens read sums, a program goes through the tiles as an
+attention kernel goes through keys: features are the keys, w_m and the sums kv_m their keys and values, and the largest
+logit of a query is a running one.
+
+Backward, Δ_i = d_i · out_i is computed from the rounded result first; the pass over queries adds Σ_m p_im dφ(q_i)_m,
+which would be 0 without rounding, to the Δ that gradients of the sums are computed with.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspan.ops.common.exp import LOG2E, exp2, widen
+from longspan.ops.common.launch import (
+    Launch,
+    Plan,
+    Signature,
+    Strides,
+    Workspace,
+    dense_rows,
+    new_like,
+    on_device,
+)
+from longspan.ops.common.tiles import (
+    FLOOR,
+    ZERO_NORMALIZER,
+    inverse,
+    load_block,
+    padded,
+    store_block,
+    token_pointer,
+    zeros,
+)
+from longspan.ops.linear import BidirectionalInputs, BidirectionalProblem, BidirectionalSaved
+from longspan.ops.linear.triton.bidirectional import (
+    BidirectionalSizes,
+    block_index,
+    dense_inputs,
+    linear_bidirectional_backward_combine_kernel,
+    linear_bidirectional_forward_combine_kernel,
+    visible_rows,
+)
+from longspan.ops.linear.triton.favor import (
+    feature_block,
+    linear_favor_forward_weight_kernel,
+    load_projection,
+    project,
+    project_transposed,
+)
+
+# One kernel: tokens in a chunk, features in a tile at most, the approximate number of programs (0: one per chunk),
+# warps, pipeline stages, and the register limit per thread.
+TiledTiling = namedtuple("TiledTiling", "chunk tile programs warps stages registers", defaults=(None,))
+TiledTilings = namedtuple("TiledTilings", "sums read queries d_sums keys")
+
+# For head and value dimensions, padded, up to 64, 128 and 256.
+TILINGS = {
+    64: TiledTilings(
+        sums=TiledTiling(64, 128, 264, 4, 3),
+        read=TiledTiling(128, 64, 0, 8, 2),
+        queries=TiledTiling(64, 64, 0, 4, 2),
+        d_sums=TiledTiling(64, 128, 264, 4, 3),
+        keys=TiledTiling(64, 64, 0, 4, 2),
+    ),
+    128: TiledTilings(
+        sums=TiledTiling(64, 128, 264, 8, 3),
+        read=TiledTiling(128, 64, 0, 8, 2),
+        queries=TiledTiling(64, 64, 0, 4, 1),
+        d_sums=TiledTiling(64, 128, 264, 8, 3),
+        keys=TiledTiling(64, 64, 0, 4, 1),
+    ),
+    256: TiledTilings(
+        sums=TiledTiling(64, 64, 132, 8, 2),
+        read=TiledTiling(64, 64, 0, 8, 1),
+        queries=TiledTiling(64, 64, 0, 8, 1),
+        d_sums=TiledTiling(64, 64, 132, 8, 2),
+        keys=TiledTiling(64, 64, 0, 8, 1),
+    ),
+}
+
+# Compile-time constants, as in `BidirectionalSizes`; BM: all features, padded to whole tiles. TILE: features in a tile.
+TiledSizes = namedtuple("TiledSizes", "H HKV D M E BD BM BE FEATURE C TILE", defaults=(0, 0))
+
+
+@triton.jit
+def logits(b_p, S: tl.constexpr):
+    """Binary logarithms of features from projections; those of keys still contain ‖k‖²/2."""
+    return b_p * (S.D**-0.25 * LOG2E)
+
+
+@triton.jit
+def half_norm(b_x, S: tl.constexpr):
+    """‖x‖²/2 (C,), in units of ln 2."""
+    b_x = b_x.to(tl.float32)
+    return tl.sum(b_x * b_x, 1) * (0.5 * S.D**-0.5 * LOG2E)
+
+
+@triton.jit
+def load_scales(p_z, p_c, i_x, i_f, S: tl.constexpr):
+    """Each feature's share of the normalizer, and what is added to its logits; FLOOR beyond M features."""
+    m_f = i_f < S.M
+    if S.FEATURE:
+        b_z, b_c = tl.where(m_f, 1.0, 0.0), tl.where(m_f, 0.0, FLOOR)
+    else:
+        b_z = tl.load(p_z + i_x * S.BM + i_f, mask=m_f, other=0.0)
+        b_c = tl.load(p_c + i_x * S.BM + i_f, mask=m_f, other=FLOOR)
+    return b_z, b_c
+
+
+@triton.jit
+def load_sums(p_x, i_x, i_f, S: tl.constexpr):
+    """Rows i_f of matrix i_x of a stack of (BM, 2 BE): two bfloat16 blocks (TILE, BE) that add up to the sums."""
+    p_x += i_x * (S.BM * 2 * S.BE) + i_f[:, None] * (2 * S.BE) + tl.arange(0, S.BE)[None, :]
+    return tl.load(p_x), tl.load(p_x + S.BE)
+
+
+@triton.jit
+def store_part(p_kv, p_z, i_o, i_f, b_kv, b_z, S: tl.constexpr):
+    """Store rows i_f of the sums of one block and head."""
+    tl.store(p_kv + i_o * (S.BM * S.BE) + i_f[:, None] * S.BE + tl.arange(0, S.BE)[None, :], b_kv)
+    tl.store(p_z + i_o * S.BM + i_f, b_z)
+
+
+@triton.jit(do_not_specialize=["tokens", "length", "sequences"])
+def linear_favor_bidirectional_forward_sums_kernel(
+    p_high, p_low, p_flag, p_k, p_v, p_mask, p_offsets, p_kv, p_z, p_c,
+    tokens, length, sequences, k, v, S: tl.constexpr
+):  # fmt: skip
+    """kv, z and c of one block and one tile of features."""
+    found = block_index(p_offsets, None, tokens, length, sequences, S.HKV, S.BM // S.TILE, S)
+    i_h, i_m, i_s, i_n, i_b, i_0, rows = found
+    if rows <= 0:
+        return
+    p_k, p_v = token_pointer(p_k, k, i_b, i_0, i_h), token_pointer(p_v, v, i_b, i_0, i_h)
+    if p_mask is not None:
+        p_mask += i_b * tokens + i_0
+    i_f = i_m * S.TILE + tl.arange(0, S.TILE)
+    b_high, flag = load_projection(p_high, i_f, S), tl.load(p_flag)
+    b_kv = zeros(S.TILE, S.BE)
+    b_z = zeros(S.TILE)
+    b_c = tl.full((S.TILE,), FLOOR, tl.float32)
+    for _ in range(tl.cdiv(tl.minimum(rows, length), S.C)):
+        m_t = visible_rows(p_mask, rows, S)
+        b_k = load_block(p_k, k.t, m_t, S.D, S.C, S.BD)
+        b_v = load_block(p_v, v.t, m_t, S.E, S.C, S.BE)
+        b_l = logits(project_transposed(b_k, b_high, p_low, flag, i_f, S), S) - half_norm(b_k, S)[None, :]
+        b_l = tl.where(m_t[None, :], b_l, FLOOR)
+        b_new = tl.maximum(b_c, tl.max(b_l, 1))
+        b_decay = exp2(b_c - b_new)
+        b_c = b_new
+        # Before the first visible key c is FLOOR, like the logits of hidden keys.
+        b_f = exp2(b_l - tl.where(b_c == FLOOR, 0, b_c)[:, None]).to(tl.bfloat16)
+        b_z = b_z * b_decay + tl.sum(widen(b_f), 1)
+        b_kv = tl.dot(b_f, b_v, b_kv * b_decay[:, None])
+        p_k += S.C * k.t
+        p_v += S.C * v.t
+        if p_mask is not None:
+            p_mask += S.C
+        rows -= S.C
+    i_o = i_s.to(tl.int64) * S.HKV + i_h
+    store_part(p_kv, p_z, i_o, i_f, b_kv, b_z, S)
+    tl.store(p_c + i_o * S.BM + i_f, b_c)
+
+
+@triton.jit(do_not_specialize=["tokens", "length", "sequences"])
+def linear_favor_bidirectional_forward_kernel(
+    p_high, p_low, p_flag, p_q, p_offsets, p_kv, p_z, p_c, p_out, p_scale,
+    tokens, length, sequences, q, S: tl.constexpr
+):  # fmt: skip
+    """One chunk of one head's queries. p_scale: (B, T, H) the logarithm of each normalizer."""
+    i_h, _, _, i_n, i_b, i_0, rows = block_index(p_offsets, None, tokens, length, sequences, S.H, 1, S)
+    if rows <= 0:
+        return
+    i_x = i_n.to(tl.int64) * S.HKV + i_h // (S.H // S.HKV)
+    i_row = (i_b * tokens + i_0) * S.H + i_h
+    i_t = tl.arange(0, S.C)
+    m_t = i_t < rows
+    b_q = load_block(token_pointer(p_q, q, i_b, i_0, i_h), q.t, m_t, S.D, S.C, S.BD)
+    flag = tl.load(p_flag)
+    b_top = tl.full((S.C,), 2 * FLOOR, tl.float32)
+    b_den = zeros(S.C)
+    b_out = zeros(S.C, S.BE)
+    for i_m in range(0, S.BM, S.TILE):
+        i_f = i_m + tl.arange(0, S.TILE)
+        b_high = load_projection(p_high, i_f, S)
+        b_kv, b_kv_low = load_sums(p_kv, i_x, i_f, S)
+        b_z, b_c = load_scales(p_z, p_c, i_x, i_f, S)
+        b_f = logits(project(b_q, b_high, p_low, flag, i_f, S), S) + b_c[None, :]
+        b_new = tl.maximum(b_top, tl.max(b_f, 1))
+        b_decay = exp2(b_top - b_new)
+        b_top = b_new
+        b_f = exp2(b_f - b_top[:, None])
+        b_den = b_den * b_decay + tl.sum(b_f * b_z[None, :], 1)
+        b_out = tl.dot(b_f.to(tl.bfloat16), b_kv, b_out * b_decay[:, None])
+    b_out *= inverse(b_den)[:, None]
+    m_none = b_den < ZERO_NORMALIZER
+    b_scale = tl.where(m_none, -2 * FLOOR, b_top + tl.log2(tl.where(m_none, 1.0, b_den)))
+    tl.store(p_scale + i_row + i_t * S.H, b_scale, mask=m_t)
+    store_block(p_out + i_row * S.E, S.H * S.E, m_t, b_out, S.E, S.C, S.BE)
+
+
+@triton.jit(do_not_specialize=["tokens", "length", "sequences"])
+def linear_favor_bidirectional_backward_queries_kernel(
+    p_high, p_low, p_flag, p_q, p_out, p_d_out, p_offsets, p_kv, p_z, p_c, p_scale, p_d_q, p_delta,
+    tokens, length, sequences, q, d_out, S: tl.constexpr
+):  # fmt: skip
+    """dq and Δ (B, T, H) of one chunk of one head's queries."""
+    i_h, _, _, i_n, i_b, i_0, rows = block_index(p_offsets, None, tokens, length, sequences, S.H, 1, S)
+    if rows <= 0:
+        return
+    i_x = i_n.to(tl.int64) * S.HKV + i_h // (S.H // S.HKV)
+    i_row = (i_b * tokens + i_0) * S.H + i_h
+    i_t = tl.arange(0, S.C)
+    m_t = i_t < rows
+    b_q = load_block(token_pointer(p_q, q, i_b, i_0, i_h), q.t, m_t, S.D, S.C, S.BD)
+    b_d = load_block(token_pointer(p_d_out, d_out, i_b, i_0, i_h), d_out.t, m_t, S.E, S.C, S.BE)
+    b_out = load_block(p_out + i_row * S.E, S.H * S.E, m_t, S.E, S.C, S.BE)
+    b_delta = tl.sum(b_out.to(tl.float32) * b_d.to(tl.float32), 1)
+    b_scale = tl.load(p_scale + i_row + i_t * S.H, mask=m_t, other=-2 * FLOOR)
+    flag = tl.load(p_flag)
+    b_rest = zeros(S.C)
+    b_d_q = zeros(S.C, S.BD)
+    for i_m in range(0, S.BM, S.TILE):
+        i_f = i_m + tl.arange(0, S.TILE)
+        b_high = load_projection(p_high, i_f, S)
+        b_kv, b_kv_low = load_sums(p_kv, i_x, i_f, S)
+        b_z, b_c = load_scales(p_z, p_c, i_x, i_f, S)
+        b_p = logits(project(b_q, b_high, p_low, flag, i_f, S), S) + b_c[None, :]
+        b_p = exp2(b_p - b_scale[:, None])
+        b_g = tl.dot(b_d, tl.trans(b_kv), -b_delta[:, None] * b_z[None, :])
+        b_g = tl.dot(b_d, tl.trans(b_kv_low), b_g) * b_p
+        b_rest += tl.sum(b_g, 1)
+        b_d_q = tl.dot(b_g.to(tl.bfloat16), b_high, b_d_q)
+    tl.store(p_delta + i_row + i_t * S.H, b_delta + b_rest, mask=m_t)
+    store_block(p_d_q + i_row * S.D, S.H * S.D, m_t, b_d_q * S.D**-0.25, S.D, S.C, S.BD)
+
+
+@triton.jit(do_not_specialize=["tokens", "length", "sequences"])
+def linear_favor_bidirectional_backward_sums_kernel(
+    p_high, p_low, p_flag, p_q, p_d_out, p_offsets, p_c, p_scale, p_delta, p_d_kv, p_d_z,
+    tokens, length, sequences, q, d_out, S: tl.constexpr
+):  # fmt: skip
+    """One block's part of dkv and dz, for one query head and one tile of features."""
+    found = block_index(p_offsets, None, tokens, length, sequences, S.H, S.BM // S.TILE, S)
+    i_h, i_m, i_s, i_n, i_b, i_0, rows = found
+    if rows <= 0:
+        return
+    i_x = i_n.to(tl.int64) * S.HKV + i_h // (S.H // S.HKV)
+    p_q, p_d_out = token_pointer(p_q, q, i_b, i_0, i_h), token_pointer(p_d_out, d_out, i_b, i_0, i_h)
+    i_row = (i_b * tokens + i_0) * S.H + i_h
+    i_t, i_f = tl.arange(0, S.C), i_m * S.TILE + tl.arange(0, S.TILE)
+    b_high, flag = load_projection(p_high, i_f, S), tl.load(p_flag)
+    _, b_c = load_scales(p_c, p_c, i_x, i_f, S)
+    b_d_kv = zeros(S.TILE, S.BE)
+    b_d_z = zeros(S.TILE)
+    for _ in range(tl.cdiv(tl.minimum(rows, length), S.C)):
+        m_t = i_t < rows
+        b_q = load_block(p_q, q.t, m_t, S.D, S.C, S.BD)
+        b_d = load_block(p_d_out, d_out.t, m_t, S.E, S.C, S.BE)
+        b_scale = tl.load(p_scale + i_row + i_t * S.H, mask=m_t, other=-2 * FLOOR)
+        b_delta = tl.load(p_delta + i_row + i_t * S.H, mask=m_t, other=0.0)
+        b_p = logits(project_transposed(b_q, b_high, p_low, flag, i_f, S), S) + b_c[:, None]
+        b_p = exp2(b_p - b_scale[None, :]).to(tl.bfloat16)
+        b_d_kv = tl.dot(b_p, b_d, b_d_kv)
+        # Rounded as in d_kv: the two cancel in the gradients of keys.
+        b_d_z -= tl.sum(widen(b_p) * b_delta[None, :], 1)
+        p_q += S.C * q.t
+        p_d_out += S.C * d_out.t
+        i_row += S.C * S.H
+        rows -= S.C
+    store_part(p_d_kv, p_d_z, i_s.to(tl.int64) * S.H + i_h, i_f, b_d_kv, b_d_z, S)
+
+
+@triton.jit(do_not_specialize=["tokens", "length", "sequences"])
+def linear_favor_bidirectional_backward_keys_kernel(
+    p_high, p_low, p_flag, p_k, p_v, p_mask, p_offsets, p_c, p_d_kv, p_d_z, p_d_k, p_d_v,
+    tokens, length, sequences, k, v, S: tl.constexpr
+):  # fmt: skip
+    """dk and dv of one chunk of one head's keys."""
+    i_h, _, _, i_n, i_b, i_0, rows = block_index(p_offsets, None, tokens, length, sequences, S.HKV, 1, S)
+    if rows <= 0:
+        return
+    i_x = i_n.to(tl.int64) * S.HKV + i_h
+    i_row = (i_b * tokens + i_0) * S.HKV + i_h
+    if p_mask is not None:
+        p_mask += i_b * tokens + i_0
+    m_t, m_exists = visible_rows(p_mask, rows, S), tl.arange(0, S.C) < rows
+    b_k = load_block(token_pointer(p_k, k, i_b, i_0, i_h), k.t, m_t, S.D, S.C, S.BD)
+    b_v = load_block(token_pointer(p_v, v, i_b, i_0, i_h), v.t, m_t, S.E, S.C, S.BE)
+    b_half = tl.where(m_t, half_norm(b_k, S), -2 * FLOOR)
+    flag = tl.load(p_flag)
+    b_total = zeros(S.C)
+    b_d_k = zeros(S.C, S.BD)
+    b_d_v = zeros(S.C, S.BE)
+    for i_m in range(0, S.BM, S.TILE):
+        i_f = i_m + tl.arange(0, S.TILE)
+        b_high = load_projection(p_high, i_f, S)
+        b_d_kv, b_d_kv_low = load_sums(p_d_kv, i_x, i_f, S)
+        b_d_z = tl.load(p_d_z + i_x * S.BM + i_f)
+        b_c = tl.load(p_c + i_x * S.BM + i_f)
+        b_f = logits(project(b_k, b_high, p_low, flag, i_f, S), S) - tl.where(b_c == FLOOR, 0, b_c)[None, :]
+        b_f = exp2(b_f - b_half[:, None])
+        b_d_v = tl.dot(b_f.to(tl.bfloat16), b_d_kv, b_d_v)
+        b_g = tl.dot(b_v, tl.trans(b_d_kv), tl.broadcast_to(b_d_z[None, :], (S.C, S.TILE)))
+        b_g = tl.dot(b_v, tl.trans(b_d_kv_low), b_g) * b_f
+        b_total += tl.sum(b_g, 1)
+        b_d_k = tl.dot(b_g.to(tl.bfloat16), b_high, b_d_k)
+    b_d_k = b_d_k * S.D**-0.25 - b_k.to(tl.float32) * (b_total * S.D**-0.5)[:, None]
+    store_block(p_d_k + i_row * S.D, S.HKV * S.D, m_exists, b_d_k, S.D, S.C, S.BD)
+    store_block(p_d_v + i_row * S.E, S.HKV * S.E, m_exists, b_d_v, S.E, S.C, S.BE)
+
+
+def forward(x: BidirectionalInputs, problem: BidirectionalProblem, *, zeroed: bool = True) -> tuple[Tensor, Tensor]:
+    """Return out (B, T, H, E), and the workspace for `backward`."""
+    tensors = dense_inputs(x)
+    q, k, v, weight, key_mask, offsets, key_offsets = tensors
+    plan = _TiledForward.of(tensors, problem)
+    out, saved, work = v.new_empty(plan.out_shape), plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
+    *w, scale, kv, z, c = plan.pointers(plan.saved, saved)
+    parts, parts_z, parts_c = plan.pointers(plan.workspace, work)
+    with on_device(q):
+        plan.weight(weight, *w)
+        plan.sums(*w, k, v, key_mask, key_offsets, parts, parts_z, parts_c)
+        plan.combine(parts, parts_z, parts_c, key_offsets, kv, z, c)
+        plan.read(*w, q, offsets, kv, z, c, out, scale)
+    return out, saved
+
+
+def backward(
+    saved: BidirectionalSaved, x: BidirectionalInputs, problem: BidirectionalProblem
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    assert saved.out is not None
+    tensors, d_out, out = dense_inputs(x), dense_rows(saved.d_out), saved.out.contiguous()
+    q, k, v, _, key_mask, offsets, key_offsets = tensors
+    plan = _TiledBackward.of((*tensors, d_out, out, saved.saved), problem)
+    d_q, d_k, d_v, work = new_like(q), new_like(k), new_like(v), plan.workspace.allocate(q)
+    *w, scale, kv, z, c = plan.pointers(plan.saved, saved.saved)
+    delta, d_kv, d_z, parts, parts_z = plan.pointers(plan.workspace, work)
+    with on_device(q):
+        plan.queries(*w, q, out, d_out, offsets, kv, z, c, scale, d_q, delta)
+        plan.d_sums(*w, q, d_out, offsets, c, scale, delta, parts, parts_z)
+        plan.combine(parts, parts_z, offsets, kv, z, d_kv, d_z)
+        plan.keys(*w, k, v, key_mask, key_offsets, c, d_kv, d_z, d_k, d_v)
+    return d_q, d_k, d_v
+
+
+def saved_size(x: BidirectionalInputs, problem: BidirectionalProblem) -> int:
+    """Return the number of float32 elements that `forward` saves."""
+    assert x.weight is not None
+    N = x.k.shape[0] if x.key_offsets is None else len(x.key_offsets) - 1
+    B, T, H, D = x.q.shape
+    return _saved(B * T * H, N * x.k.shape[2], D, len(x.weight), x.v.shape[3]).size
+
+
+# Tokens and heads of q or k, in blocks of `length` tokens; packed, of `sequences` sequences.
+_Blocks = namedtuple("_Blocks", "tiling tokens heads length number sequences")
+
+
+class _TiledPlan(Plan):
+    def __init__(self, device: int, key: Signature, problem: BidirectionalProblem) -> None:
+        super().__init__(device)
+        q, k, v, weight, _, offsets, key_offsets, *_ = key
+        (B, T, H, D), (Hkv, E), M = q[0], v[0][2:], weight[0][0]
+        self.out_shape, self.N = (B, T, H, E), B if key_offsets is None else key_offsets[0][0] - 1
+        self.tensors, self.offsets = {"q": q, "k": k, "v": v}, {"q": offsets, "k": key_offsets}
+        blocks = padded(D), feature_block(M), padded(E)
+        self.S = TiledSizes(H, Hkv, D, M, E, *blocks, problem.normalize == "feature")
+        self.tilings = TILINGS[max(self.S.BD, self.S.BE)]
+        self.saved = _saved(B * T * H, self.N * Hkv, D, M, E)
+
+    def blocks(self, tiling: TiledTiling, name: str) -> _Blocks:
+        """Divide q or k into blocks; a packed sequence may need one more than its share."""
+        (B, T, heads, _), offsets = self.tensors[name][0], self.offsets[name]
+        length = tiling.chunk
+        if tiling.programs:
+            wanted = max(1, tiling.programs // (B * heads * (self.S.BM // self.tile(tiling))))
+            length *= -(-T // (wanted * tiling.chunk))
+        sequences = 0 if offsets is None else offsets[0][0] - 1
+        number = B * -(-T // length) if offsets is None else T // length + sequences
+        return _Blocks(tiling, T, heads, length, number, sequences)
+
+    def tile(self, tiling: TiledTiling) -> int:
+        """Return the features per tile: a power of two that divides BM."""
+        return min(tiling.tile, self.S.BM & -self.S.BM)
+
+    def parts(self, blocks: _Blocks, vectors: int) -> list[tuple[int, torch.dtype]]:
+        """Return the buffers for the sums of each block and head: a matrix, and this number of vectors."""
+        number = blocks.number * blocks.heads * self.S.BM
+        return [(number * self.S.BE, torch.float32), *[(number, torch.float32)] * vectors]
+
+    def tiled(self, kernel: Any, blocks: _Blocks, strided: str, *, sums: bool, **other: Any) -> Launch:
+        """One program per block and head and, for sums over tokens, per tile of features.
+
+        other: constants that differ from the plan's; 0 for those that the kernel does not use, so that it is not
+        compiled again.
+        """
+        tiling, tile = blocks.tiling, self.tile(blocks.tiling)
+        strides = [Strides.of(self.tensors[name]) for name in strided]
+        scalars = blocks.tokens, blocks.length, blocks.sequences, *strides
+        grid = (blocks.number * blocks.heads * (self.S.BM // tile if sums else 1),)
+        options = {"num_warps": tiling.warps, "num_stages": tiling.stages, "maxnreg": tiling.registers}
+        sizes = self.S._replace(C=tiling.chunk, TILE=tile, **other)
+        return self.launch(kernel, grid, scalars, {**options, "S": sizes})
+
+    def combining(self, kernel: Any, blocks: _Blocks, **other: Any) -> Launch:
+        """One program per sequence, key head and some rows of the sums. other: as in `tiled`."""
+        rows, S = max(1, 512 // self.S.BE), self.S
+        sizes = BidirectionalSizes(
+            *(S.H, S.HKV, 0, 0, 0, 0, S.BM, S.BE, "", True, True, S.FEATURE, tl.bfloat16, ""), C=rows
+        )
+        grid = self.N * S.HKV, S.BM // rows
+        return self.launch(kernel, grid, (blocks.tokens, blocks.length), {"S": sizes._replace(**other)})
+
+
+class _TiledForward(_TiledPlan):
+    def __init__(self, device: int, key: Signature, problem: BidirectionalProblem) -> None:
+        super().__init__(device, key, problem)
+        keys = self.blocks(self.tilings.sums, "k")
+        self.workspace = Workspace(*self.parts(keys, 2))
+        sizes = self.S._replace(TILE=min(padded(self.S.M), 16384 // self.S.BD))
+        self.weight = self.launch(linear_favor_forward_weight_kernel, (1,), (), {**sizes._asdict(), "num_warps": 16})
+        kernel = linear_favor_bidirectional_forward_sums_kernel
+        self.sums = self.tiled(kernel, keys, "kv", sums=True, H=0, M=0, FEATURE=False)
+        self.combine = self.combining(linear_bidirectional_forward_combine_kernel, keys, H=0, DIVIDE=0)
+        queries = self.blocks(self.tilings.read, "q")
+        self.read = self.tiled(linear_favor_bidirectional_forward_kernel, queries, "q", sums=False)
+
+
+class _TiledBackward(_TiledPlan):
+    def __init__(self, device: int, key: Signature, problem: BidirectionalProblem) -> None:
+        super().__init__(device, key, problem)
+        self.tensors["d"] = key[7]
+        queries, d_sums = self.blocks(self.tilings.queries, "q"), self.blocks(self.tilings.d_sums, "q")
+        rows, (kv, z) = self.saved.buffers[3], self.saved.buffers[4:6]
+        self.workspace = Workspace(rows, kv, z, *self.parts(d_sums, 1))
+        kernel = linear_favor_bidirectional_backward_queries_kernel
+        self.queries = self.tiled(kernel, queries, "qd", sums=False)
+        self.d_sums = self.tiled(linear_favor_bidirectional_backward_sums_kernel, d_sums, "qd", sums=True)
+        self.combine = self.combining(linear_bidirectional_backward_combine_kernel, d_sums, EXPONENTIAL=0)
+        kernel, keys = linear_favor_bidirectional_backward_keys_kernel, self.blocks(self.tilings.keys, "k")
+        self.keys = self.tiled(kernel, keys, "kv", sums=False, H=0, M=0, FEATURE=False)
+
+
+def _saved(rows: int, heads: int, D: int, M: int, E: int) -> Workspace:
+    """The projection as two matrices and the flag; each query's normalizer; the sums as two bfloat16 matrices (BM, BE)
+    side by side; z and c (BM,).
+    """
+    BD, BM, BE = padded(D), feature_block(M), padded(E)
+    projection = (BD * BM, torch.bfloat16), (BD * BM, torch.bfloat16), (1, torch.float32)
+    vectors = [(heads * BM, torch.float32)] * 2
+    return Workspace(*projection, (rows, torch.float32), (heads * BM * 2 * BE, torch.bfloat16), *vectors)
