@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
@@ -907,9 +908,13 @@ def _copy_into(state: State, after: State) -> State:
     return replace(after, **kept)
 
 
-def _full_precision(x: Tensor) -> torch.autocast:
+_NO_CHANGE = nullcontext()
+
+
+def _full_precision(x: Tensor) -> AbstractContextManager[Any]:
     """Disable autocast inside a mechanism: it would round sums over the sequence."""
-    return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
+    device_type = "cpu" if x.is_meta else x.device.type
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NO_CHANGE
 
 
 def _batch_size(x: Tensor, packing: Packing | None) -> int:

@@ -141,6 +141,9 @@ class LinearAttention(Mechanism):
                 f"{type(feature_map).__name__} features without an epsilon have no fixed scale that a phantom of "
                 f"{phantom} could have"
             )
+        # Whether `linear_decode_step` computes a step, and `causal_linear` causal attention of many tokens.
+        self._one_step = isinstance(feature_map, FusedMap) and not feature_map.epsilon and blind_spot == 1
+        self._one_pass = self._one_step and normalize != "feature"
         # A bidirectional query sees neither, but one that reads what was written does.
         self.supports_cross = blind_spot == 1 and not phantom
 
@@ -333,16 +336,6 @@ class LinearAttention(Mechanism):
             out=out,
         )
         return found if self.output_scale == 1 else found.mul_(self.output_scale), state
-
-    @property
-    def _one_pass(self) -> bool:
-        """Whether `causal_linear` computes causal attention of many tokens."""
-        return self._one_step and self.normalize != "feature"
-
-    @property
-    def _one_step(self) -> bool:
-        """Whether `linear_decode_step` computes a step."""
-        return isinstance(self.feature_map, FusedMap) and not self.feature_map.epsilon and self.blind_spot == 1
 
     def decode_state(self, state: State, dtype: torch.dtype) -> State:
         """Return the state with a write buffer beside its sums, where the kernels take it."""

@@ -54,6 +54,38 @@ def test_bfloat16(case: Case) -> None:
 @interpreted
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(T=257, B=1, stateless=True),
+        Case(T=128, B=1, H=2, Hkv=1, stateless=True, feature_map="softmax"),
+        Case(T=150, H=2, Hkv=1, stateless=True, feature_map="softmax", lengths=(101, 0), jump=60.0),
+        Case(T=200, B=1, H=1, Hkv=1, stateless=True, feature_map="softmax", jump=-60.0, strided=True),
+        Case(T=129, B=1, H=1, Hkv=1, D=67, E=71, stateless=True, feature_map="relu"),
+    ],
+    ids=str,
+)
+def test_short_sequences_in_one_launch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan.ops.common.launch import Launch
+
+    launched, call = [], Launch.__call__
+
+    def counted(self: Launch, *pointers: object) -> None:
+        launched.append(self.kernel.fn.__name__)
+        call(self, *pointers)
+
+    monkeypatch.setattr(Launch, "__call__", counted)
+    check(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
+    assert [name.removeprefix("linear_fused_chunk_") for name in launched] == [
+        "forward_kernel",
+        "backward_queries_kernel",
+        "backward_keys_kernel",
+    ]
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("T", "jump", "seed"), [(70, 0.0, 4), (70, 0.0, 12), (150, 60.0, 1), (150, 60.0, 13)])
 def test_gradients_of_queries_do_not_depend_on_luck(T: int, jump: float, seed: int) -> None:
     # With these numbers a result's own rounding alone brings d q over the limit.

@@ -16,6 +16,7 @@ from longspan.ops.common.torch_private import current_stream
 
 # Since Triton 3.5 a compiled kernel takes all arguments, compile-time constants included.
 _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 5)
+_RUNTIME = triton.knobs.runtime
 
 # Shape, strides, dtype and 16-byte alignment of a tensor: all that a kernel is compiled for.
 TensorSignature = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
@@ -63,18 +64,28 @@ class Launch:
         taken = {*kernel.arg_names, "num_warps", "num_stages", "maxnreg"}
         self.constants = {name: value for name, value in constants.items() if name in taken}
         self.compiled: Any = None
+        self._run: Any = None
+        self._leading: tuple[Any, ...] = ()
         self._trailing: tuple[Any, ...] = ()
 
     def __call__(self, *pointers: Any) -> None:
         """Launch the kernel. Integers are accepted as pointers only once `compiled` is set."""
-        if self.compiled is not None:
-            _run(self.compiled, self.grid, self.device, (*pointers, *self._trailing))
-            return
+        if self.compiled is None:
+            self._first(pointers)
+        elif _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls:
+            self.compiled[self.grid](*pointers, *self._trailing)
+        else:
+            self._run(*self.grid, current_stream(self.device), *self._leading, *pointers, *self._trailing)
+
+    def _first(self, pointers: tuple[Any, ...]) -> None:
+        """Compile and launch; from then on launch at half of the host overhead of Triton's own `kernel[grid]`."""
         compiled = _compile(self.kernel, self.grid, (*pointers, *self.scalars), self.constants)
-        if compiled is not None and _DIRECT:
-            constants = [self.constants[name] for name in self.kernel.arg_names if name in self.constants]
-            self._trailing = *self.scalars, *constants
-            self.compiled = compiled
+        if compiled is None or not _DIRECT:
+            return
+        constants = [self.constants[name] for name in self.kernel.arg_names if name in self.constants]
+        self._trailing = *self.scalars, *constants
+        self._run, self._leading = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+        self.compiled = compiled
 
 
 def _compile(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
@@ -95,16 +106,6 @@ def _compile(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], con
                 f"{kernel.__name__} needs {error.required} of {error.name}, this device has {error.limit}: "
                 "use bfloat16, or smaller head, feature or value dimensions"
             ) from error
-
-
-def _run(compiled: Any, grid: tuple[int, ...], device: int, arguments: tuple[Any, ...]) -> None:
-    """Triton's `compiled[grid](*arguments)` at half of its host overhead, unless launch hooks are installed."""
-    runtime = triton.knobs.runtime
-    if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-        compiled[grid](*arguments)
-        return
-    stream = current_stream(device)
-    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
 class Workspace:
@@ -179,6 +180,13 @@ class Plan:
     def pointers(self, workspace: Workspace, allocation: Tensor) -> list[Any]:
         return workspace.pointers(allocation, self.compiled)
 
+    def addresses(self, *tensors: Tensor | None) -> Sequence[Any]:
+        """Return the tensors as addresses if all kernels are compiled: Triton looks up every tensor it is given.
+
+        The caller holds on to the tensors until the last launch.
+        """
+        return [None if x is None else x.data_ptr() for x in tensors] if self.compiled else tensors
+
 
 @lru_cache(maxsize=8192)
 def _cached_plan(cls: type[Any], device: int, key: Signature, options: tuple[Hashable, ...]) -> Any:
@@ -193,10 +201,13 @@ def shared_memory_kb(device: int) -> int:
     return 227 if capability[0] in (9, 10) else 163 if capability in ((8, 0), (8, 7)) else 99
 
 
+_NO_CHANGE = contextlib.nullcontext()
+
+
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Make the device of x the current one, if it is not."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return contextlib.nullcontext()
+        return _NO_CHANGE
     return torch.cuda.device(x.device)
 
 

@@ -31,10 +31,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def current_stream(device: int) -> Any:
-    """Return the handle of the current CUDA stream, without creating a `torch.cuda.Stream`."""
-    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return torch.cuda.current_stream(device).cuda_stream if raw is None else raw(device)
+def _current_stream(device: int) -> Any:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+# Returns the handle of the current CUDA stream of a device, without creating a `torch.cuda.Stream`.
+current_stream: Callable[[int], Any] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 
 
 def assume_constant(function: F) -> F:

@@ -31,13 +31,14 @@ from torch import Tensor
 from longspan.ops.common.exp import LOG2E, add, exp2, log2, round_once, same_layout
 from longspan.ops.common.feature_maps import pointwise_features, pointwise_gradient
 from longspan.ops.common.launch import Launch, Signature, Strides, Workspace, dense, dense_rows, new_like, on_device
-from longspan.ops.common.tiles import FLOOR, ZERO_NORMALIZER, inverse, padded, running_maximum
+from longspan.ops.common.tiles import FLOOR, ZERO_NORMALIZER, inverse, padded, running_maximum, zeros
 from longspan.ops.linear import LinearInputs, LinearProblem, LinearSaved
 from longspan.ops.linear.triton.scan import CausalPlan, ScanSizes, reference
 
 CHUNK = 64
 STAGES = 3  # With fewer, no chunk is loaded while another is in use.
 FEATURES = 16  # per program of the scan
+SHORT = 8  # Chunks that one program takes no longer for than three launches do.
 
 # Features may exceed their reference by 2 to this power before references must rise per row.
 SLACK = tl.constexpr(32.0)
@@ -138,6 +139,16 @@ def load_sums(p_x, i_x, S: tl.constexpr):
 def store_sums(p_x, i_x, b_x, S: tl.constexpr):
     """Store what `load_sums` loads."""
     tl.store(p_x + i_x * (S.BD * S.BE) + tl.arange(0, S.BE)[:, None] * S.BD + tl.arange(0, S.BD)[None, :], b_x)
+
+
+@triton.jit
+def load_state(p_kv, p_z, i_x, S: tl.constexpr):
+    """Matrix i_x of a stack of (BE, BD), and vector i_x of one of (BD,) as a row; zeros if there are none."""
+    if p_kv is None:
+        b_kv, b_z = zeros(S.BE, S.BD), zeros(1, S.BD)
+    else:
+        b_kv, b_z = load_sums(p_kv, i_x, S), tl.load(p_z + i_x * S.BD + tl.arange(0, S.BD))[None, :]
+    return b_kv, b_z
 
 
 @triton.jit
@@ -291,6 +302,25 @@ def _sum_keys(p_k, p_v, c, rows, count, S: tl.constexpr, PER_ROW: tl.constexpr, 
     return b_kv, tl.sum(b_z, 0), c, tl.max(tl.max(b_top, 1))
 
 
+@triton.jit
+def _first_reference(p_k, rows, S: tl.constexpr):
+    """Reference of the first key; FLOOR if it is hidden."""
+    one = tl.minimum(rows, 1)
+    b_largest = key_logits(load_rows(p_k, S.STRIDE_K, one, S.D, S.BD, S, True), one, S, True)
+    return reference(tl.max(tl.max(b_largest, 1)))
+
+
+@triton.jit
+def _largest_logit(p_k, rows, count, S: tl.constexpr):
+    """Logarithm of the largest feature of a segment's keys."""
+    b_top = tl.full((S.C, S.BD), FLOOR, tl.float32)
+    for _ in tl.range(count, num_stages=2):
+        b_top = tl.maximum(b_top, key_logits(load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S), rows, S))
+        p_k += S.C * S.STRIDE_K
+        rows -= S.C
+    return tl.max(tl.max(b_top, 1))
+
+
 @triton.jit(do_not_specialize=["T", "segments", "chunks"])
 def linear_fused_chunk_forward_sums_kernel(
     p_k, p_v, p_lengths, p_kv, p_z, p_scales, T, segments, chunks, k, v, S: tl.constexpr, STAGES: tl.constexpr
@@ -306,9 +336,7 @@ def linear_fused_chunk_forward_sums_kernel(
     count = chunks_in(i_s, T, chunks, S)
     first = tl.full((), FLOOR, tl.float32)
     if S.SCALED:
-        one = tl.minimum(rows, 1)
-        b_largest = key_logits(load_rows(p_k, S.STRIDE_K, one, S.D, S.BD, S, True), one, S, True)
-        first = reference(tl.max(tl.max(b_largest, 1)))
+        first = _first_reference(p_k, rows, S)
     b_kv, b_z, c, top = _sum_keys(p_k, p_v, first, rows, count, S, False, STAGES)
     if S.SCALED:
         if reference(top) > first + SLACK:
@@ -403,7 +431,10 @@ def linear_fused_chunk_forward_kernel(
     p_q, p_k, p_v, p_lengths, p_kv, p_z, p_scales, p_reference, p_out, p_den,
     T, segments, chunks, q, k, v, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """One segment of one key head and its query heads. p_den: (B, T, H), at the reference of its row."""
+    """One segment of one key head and its query heads. p_den: (B, T, H), at the reference of its row.
+
+    p_kv, p_z: None for a sequence of one segment; then the scales and references are computed here.
+    """
     GROUP: tl.constexpr = S.H // S.HKV
     i_b, i_h, i_x, i_s, i_c, i_0, left, rows = segment_index(p_lengths, T, segments, chunks, False, S)
     p_q = _pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h * GROUP)
@@ -414,9 +445,17 @@ def linear_fused_chunk_forward_kernel(
     p_den += i_row
     count = chunks_in(i_s, T, chunks, S)
     i_o = i_x * segments + i_s
-    c_before, c, use_per_row = segment_references(p_reference, p_scales, i_x, i_s, segments, S)
-    b_kv = load_sums(p_kv, i_o, S)
-    b_z = tl.load(p_z + i_o * S.BD + tl.arange(0, S.BD))[None, :]
+    if p_kv is None and S.SCALED:
+        c_before, c = tl.full((), FLOOR, tl.float32), _first_reference(p_k, rows, S)
+        top = _largest_logit(p_k, rows, count, S)
+        use_per_row = (reference(top) > c + SLACK).to(tl.int32)
+        tl.store(p_scales + i_o * SCALES + 1, c)
+        tl.store(p_scales + i_o * SCALES + 2, top)
+        tl.store(p_reference + i_x * 2, c_before)
+        tl.store(p_reference + i_x * 2 + 1, top)
+    else:
+        c_before, c, use_per_row = segment_references(p_reference, p_scales, i_x, i_s, segments, S)
+    b_kv, b_z = load_state(p_kv, p_z, i_o, S)
     b_z = tl.where(tl.arange(0, R)[:, None] == 0, b_z, 0)
     for per_row in tl.static_range(2 if S.SCALED else 1):
         if use_per_row == per_row:
@@ -504,23 +543,44 @@ def linear_fused_chunk_backward_sums_kernel(
 
 
 @triton.jit
+def _row_scales(p_out, p_den, b_q, b_d, left, S: tl.constexpr):
+    """δ (C,) of one query head, and what `normalized_queries` takes."""
+    b_out = load_rows(p_out, S.H * S.E, left, S.E, S.BE, S)
+    b_largest = zeros(S.C)
+    if S.MAP == "softmax":
+        b_largest = tl.max(_logits(b_q, S), 1)
+    b_scale = query_scale(load_column(p_den, S.H, left, S), b_largest, S)
+    return tl.sum(b_d.to(tl.float32) * b_out.to(tl.float32), 1), b_scale
+
+
+@triton.jit
 def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.constexpr, STAGES: tl.constexpr):
     """dq of one segment. b_kv (BE, BD), b_z (C, BD), with equal rows: the sums before it at reference c.
 
     PER_ROW: each row at its own reference.
     """
-    p_q, p_k, p_v, p_d_out, p_queries, p_d_q, b_kv, b_z, c = start
+    p_q, p_k, p_v, p_out, p_den, p_d_out, p_queries, p_starts, p_d_q, b_kv, b_z, c = start
     left, rows, count = counts
     i_t = tl.arange(0, S.C)
     for _ in tl.range(count, num_stages=1 if PER_ROW else STAGES):
         b_v, b_f, b_end, b_n, b_reference, c_last = _load_keys(p_k, p_v, c, rows, S, PER_ROW)
+        if p_out is not None and PER_ROW:
+            tl.store(p_starts, c)
+            p_starts += 1
         b_f = round_once(b_f)
         b_end = b_end.to(tl.bfloat16) if PER_ROW else b_f
         m_seen = i_t[None, :] <= i_t[:, None]
         for g in range(S.H // S.HKV):
             b_d = load_rows(p_d_out + g * d.h, S.STRIDE_D, left, S.E, S.BE, S)
             b_d_p = tl.dot(b_d, tl.trans(b_v))
-            b_delta = tl.load(p_queries + (2 * g) * S.C + i_t)
+            b_q = load_rows(p_q + g * q.h, S.STRIDE_Q, left, S.D, S.BD, S)
+            if p_out is None:
+                b_delta = tl.load(p_queries + (2 * g) * S.C + i_t)
+                b_scale = tl.load(p_queries + (2 * g + 1) * S.C + i_t)
+            else:
+                b_delta, b_scale = _row_scales(p_out + g * S.E, p_den + g, b_q, b_d, left, S)
+                tl.store(p_queries + (2 * g) * S.C + i_t, b_delta)
+                tl.store(p_queries + (2 * g + 1) * S.C + i_t, b_scale)
             b_d_p -= b_delta[:, None]
             if PER_ROW:
                 b_d_p *= exp2(tl.where(m_seen, b_n[None, :] - b_reference[:, None], FLOOR))
@@ -530,8 +590,7 @@ def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.con
             b_g -= b_delta[:, None] * b_z
             if PER_ROW:
                 b_g *= exp2(c - b_reference)[:, None]
-            b_q = load_rows(p_q + g * q.h, S.STRIDE_Q, left, S.D, S.BD, S)
-            b_slope = query_slopes(b_q, tl.load(p_queries + (2 * g + 1) * S.C + i_t), S)
+            b_slope = query_slopes(b_q, b_scale, S)
             b_g = add(b_g, tl.dot(b_d_p.to(tl.bfloat16), b_f)) * b_slope
             if S.MAP == "softmax":
                 # A constant added to q changes nothing, so dq sums to 0: remove what the rounding of δ adds.
@@ -549,6 +608,9 @@ def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.con
         p_k += S.C * S.STRIDE_K
         p_v += S.C * S.STRIDE_V
         p_d_out += S.C * S.STRIDE_D
+        if p_out is not None:
+            p_out += S.C * S.H * S.E
+            p_den += S.C * S.H
         p_d_q += S.C * S.H * S.D
         p_queries += 2 * S.C * (S.H // S.HKV)
         left -= S.C
@@ -557,10 +619,14 @@ def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.con
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks"])
 def linear_fused_chunk_backward_queries_kernel(
-    p_q, p_k, p_v, p_lengths, p_kv, p_z, p_scales, p_reference, p_d_out, p_queries, p_d_q,
+    p_q, p_k, p_v, p_lengths, p_kv, p_z, p_scales, p_reference, p_starts, p_out, p_den, p_d_out, p_queries, p_d_q,
     T, segments, chunks, q, k, v, d, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """dq of one segment of one key head's query heads."""
+    """dq of one segment of one key head's query heads.
+
+    p_kv, p_z: None for a sequence of one segment. Then p_out and p_den are given, and what
+    `linear_fused_chunk_backward_sums_kernel` writes to p_queries and p_starts is written here.
+    """
     C: tl.constexpr = S.C
     BD: tl.constexpr = S.BD
     GROUP: tl.constexpr = S.H // S.HKV
@@ -570,18 +636,24 @@ def linear_fused_chunk_backward_queries_kernel(
     p_v = _pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_h)
     p_d_out = _pointer(p_d_out, d, S.STRIDE_D, i_b, i_0, i_h * GROUP)
     i_row = (i_b * T + i_0) * S.H + i_h * GROUP
+    if p_out is not None:
+        p_out += i_row * S.E
+        p_den += i_row
     p_queries += (i_x * tl.cdiv(T, S.C) + i_c) * (2 * S.C * GROUP)
+    p_starts += i_x * tl.cdiv(T, S.C) + i_c
     p_d_q += i_row * S.D
     count = chunks_in(i_s, T, chunks, S)
     i_o = i_x * segments + i_s
     c_before, c, use_per_row = segment_references(p_reference, p_scales, i_x, i_s, segments, S)
-    b_kv = load_sums(p_kv, i_o, S)
-    b_z = tl.load(p_z + i_o * S.BD + tl.arange(0, S.BD))[None, :] + tl.zeros((C, BD), tl.float32)
+    b_kv, b_z = load_state(p_kv, p_z, i_o, S)
+    b_z += tl.zeros((C, BD), tl.float32)
     for per_row in tl.static_range(2 if S.SCALED else 1):
         if use_per_row == per_row:
             c_0 = c_before if per_row else c
             factor = exp2(c_before - c_0)
-            start = p_q, p_k, p_v, p_d_out, p_queries, p_d_q, b_kv * factor, b_z * factor, c_0
+            start = (
+                p_q, p_k, p_v, p_out, p_den, p_d_out, p_queries, p_starts, p_d_q, b_kv * factor, b_z * factor, c_0
+            )  # fmt: skip
             _differentiate_queries(start, (left, rows, count), q, d, S, per_row, STAGES)
 
 
@@ -691,8 +763,8 @@ def linear_fused_chunk_backward_keys_kernel(
     c_after = c
     if S.SCALED:
         c_after = reference(tl.load(p_reference + i_x * (segments + 1) + i_s + 1))
-    b_d_kv = load_sums(p_d_kv, i_o, S)
-    b_d_z = tl.load(p_d_z + i_o * S.BD + tl.arange(0, S.BD))[None, :] + tl.zeros((C, BD), tl.float32)
+    b_d_kv, b_d_z = load_state(p_d_kv, p_d_z, i_o, S)
+    b_d_z += tl.zeros((C, BD), tl.float32)
     for per_row in tl.static_range(2 if S.SCALED else 1):
         if use_per_row == per_row:
             c_0 = c_after if per_row else c
@@ -707,12 +779,16 @@ def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> 
     kv, shift = dense(x.kv), dense(x.shift)
     plan = _FusedChunkForward.of((q, k, v, x.lengths, kv, shift), problem)
     out, den, kv_out, shift_out = plan.results(x)
-    saved = plan.saved.allocate(q, zeroed=zeroed)
-    sums, z, scales, references = plan.pointers(plan.saved, saved)
+    saved = plan.saved.allocate(q, zeroed=True) if zeroed else plan.used.allocate(q)
+    scales, references, sums, z = plan.pointers(plan.saved, saved)
+    p_q, p_k, p_v, p_lengths, p_out, p_den = plan.addresses(q, k, v, x.lengths, out, den)
     with on_device(q):
-        plan.sums(k, v, x.lengths, sums, z, scales)
-        plan.scan(sums, z, sums, scales, references, kv, shift, kv_out, shift_out)
-        plan.read(q, k, v, x.lengths, sums, z, scales, references, out, den)
+        if plan.one:
+            plan.read(p_q, p_k, p_v, p_lengths, None, None, scales, references, p_out, p_den)
+        else:
+            plan.sums(p_k, p_v, p_lengths, sums, z, scales)
+            plan.scan(sums, z, sums, scales, references, kv, shift, kv_out, shift_out)
+            plan.read(p_q, p_k, p_v, p_lengths, sums, z, scales, references, p_out, p_den)
     return out, kv_out, shift_out, den, saved
 
 
@@ -721,18 +797,24 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, k, v and of the sums before, if there are any."""
     q, k, v, d_out = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense_rows(saved.d_out)
-    d_kv, out, den, sums = dense(saved.d_kv), saved.out.contiguous(), saved.den, saved.starts
-    plan = _FusedChunkBackward.of((q, k, v, x.lengths, d_out, d_kv, out, den, sums, x.kv), problem)
+    d_kv, out, den = dense(saved.d_kv), saved.out.contiguous(), saved.den
+    plan = _FusedChunkBackward.of((q, k, v, x.lengths, d_out, d_kv, out, den, saved.starts, x.kv), problem)
     d_q, d_k, d_v = new_like(q), new_like(k), new_like(v)
     d_start = None if x.kv is None else x.kv.new_empty(x.kv.shape)
     work = plan.workspace.allocate(q)
-    sums, z, scales, references = plan.pointers(plan.saved, sums)
-    d_sums, d_z, starts, queries = plan.pointers(plan.workspace, work)
+    scales, references, sums, z = plan.pointers(plan.saved, saved.starts)
+    starts, queries, d_sums, d_z = plan.pointers(plan.workspace, work)
+    inputs = p_q, p_k, p_v, p_lengths = plan.addresses(q, k, v, x.lengths)
+    p_out, p_den, p_d, p_d_q, p_d_k, p_d_v = plan.addresses(out, den, d_out, d_q, d_k, d_v)
     with on_device(q):
-        plan.sums(q, k, x.lengths, scales, references, starts, out, den, d_out, queries, d_sums, d_z)
-        plan.scan(d_sums, d_z, d_sums, None, references, d_kv, None, d_start, None)
-        plan.queries(q, k, v, x.lengths, sums, z, scales, references, d_out, queries, d_q)
-        plan.keys(q, k, v, x.lengths, d_sums, d_z, scales, references, starts, d_out, queries, d_k, d_v)
+        if plan.one:
+            rows, sums, z, d_sums, d_z = (p_out, p_den), None, None, None, None
+        else:
+            rows = None, None
+            plan.sums(p_q, p_k, p_lengths, scales, references, starts, p_out, p_den, p_d, queries, d_sums, d_z)
+            plan.scan(d_sums, d_z, d_sums, None, references, d_kv, None, d_start, None)
+        plan.queries(*inputs, sums, z, scales, references, starts, *rows, p_d, queries, p_d_q)
+        plan.keys(*inputs, d_sums, d_z, scales, references, starts, p_d, queries, p_d_k, p_d_v)
     return d_q, d_k, d_v, d_start
 
 
@@ -743,15 +825,19 @@ def saved_size(x: LinearInputs, problem: LinearProblem) -> int:
 
 
 class _FusedChunkPlan(CausalPlan):
-    def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
+    """`one`: no state before or after, and one segment: chunks read what their own program has summed."""
+
+    def __init__(self, device: int, key: Signature, problem: LinearProblem, *, stateless: bool) -> None:
         super().__init__(device, key, problem)
         self.BD, self.BE = padded(self.D), padded(self.E)
         chunks = -(-self.T // CHUNK)
         # As many segments as fill the device, but none of a single chunk.
         segments = max(1, min(_resident_programs(device, self.BD, self.BE) // self.heads, chunks // 2))
-        self.run = -(-chunks // segments)
+        self.one = stateless and not self.final and (segments == 1 or chunks <= SHORT)
+        self.run = chunks if self.one else -(-chunks // segments)
         self.segments = -(-chunks // self.run)
         self.saved = _saved(device, self.heads, self.BD, self.BE)
+        self.used = Workspace(*self.saved.buffers[:2]) if self.one else self.saved
         full = key[3] is None and self.T % CHUNK == 0
         scaled = problem.feature_map == "softmax"
         sizes = self.H, self.Hkv, self.D, self.E, CHUNK, self.BD, self.BE
@@ -775,22 +861,25 @@ class _FusedChunkPlan(CausalPlan):
 
 class _FusedChunkForward(_FusedChunkPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
-        super().__init__(device, key, problem)
-        self.sums = self.segments_launch(linear_fused_chunk_forward_sums_kernel, "kv")
-        self.scan = self.scan_segments(back=False)
+        super().__init__(device, key, problem, stateless=key[4] is None)
+        if not self.one:
+            self.sums = self.segments_launch(linear_fused_chunk_forward_sums_kernel, "kv")
+            self.scan = self.scan_segments(back=False)
         self.read = self.segments_launch(linear_fused_chunk_forward_kernel, "qkv")
 
 
 class _FusedChunkBackward(_FusedChunkPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
-        super().__init__(device, key, problem)
+        super().__init__(device, key, problem, stateless=key[9] is None)
         self.tensors["d"] = key[4]
         X = self.heads * self.segments
         queries = X * self.run * 2 * CHUNK * (self.H // self.Hkv)
-        sizes = X * self.BD * self.BE, X * self.BD, X * self.run, queries
+        sums = 0 if self.one else X * self.BD
+        sizes = X * self.run, queries, sums * self.BE, sums
         self.workspace = Workspace(*[(size, torch.float32) for size in sizes])
-        self.sums = self.segments_launch(linear_fused_chunk_backward_sums_kernel, "qkd")
-        self.scan = self.scan_segments(back=True)
+        if not self.one:
+            self.sums = self.segments_launch(linear_fused_chunk_backward_sums_kernel, "qkd")
+            self.scan = self.scan_segments(back=True)
         self.queries = self.segments_launch(linear_fused_chunk_backward_queries_kernel, "qkvd")
         self.keys = self.segments_launch(linear_fused_chunk_backward_keys_kernel, "qkvd")
 
@@ -805,9 +894,9 @@ def _resident_programs(device: int, BD: int, BE: int) -> int:
 
 
 def _saved(device: int, heads: int, BD: int, BE: int) -> Workspace:
-    """Sums, z and scales of each segment, references of each segment and head.
+    """Scales of each segment, references of each segment and head, sums and z of each segment.
 
     The size is an upper bound for any length: under torch.compile the length is not known.
     """
     X = heads + _resident_programs(device, BD, BE)
-    return Workspace(*[(size, torch.float32) for size in (X * BD * BE, X * BD, X * SCALES.value, X + heads)])
+    return Workspace(*[(size, torch.float32) for size in (X * SCALES.value, X + heads, X * BD * BE, X * BD)])
