@@ -49,7 +49,7 @@ class Kernel:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: f"stream of {device}", raising=False)
+    monkeypatch.setattr(launch, "current_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(launch, "_DIRECT", True)
     return []
 
