@@ -342,7 +342,7 @@ def divide(num: Tensor, den: Tensor, log_largest: float = 0.0) -> Tensor:
 
 def choose_algorithm(x: LinearInputs, feature_map: str, normalize: bool, bucket: int) -> str:
     """Return the algorithm that computes `longspan::causal_linear`: "torch" or a module of `triton`."""
-    if not x.q.is_cuda or why_not_triton(x, feature_map, bucket, normalize=normalize) is not None:
+    if why_not_triton(x, feature_map, bucket, normalize=normalize) is not None:
         return "torch"
     return triton_algorithm(x, feature_map, normalize)
 

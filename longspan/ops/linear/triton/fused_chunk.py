@@ -3,7 +3,7 @@
 A sequence is divided into segments of several chunks, about as many segments as the device runs programs at once. One
 kernel sums each segment's keys and values, `scan` computes the sums before each segment from these, and a third kernel
 processes the chunks of a segment in order, with the sums in registers: a chunk's queries read them, and see the chunk's
-own keys as masked products.
+own keys as masked products. A short sequence without a state is one segment: the third kernel alone computes it.
 
 A key's features are f · 2ⁿ with an integer n, its reference: changing a reference changes no digit of f. Pointwise maps
 have none. Keys mostly have similar scales: then one reference, the larger of that of the sums before a segment and that
@@ -15,7 +15,7 @@ Backward, with d the gradient of out, δ_i = d_i · out_i, and S, z the sums bef
     dφ(q_i) = (S d_i − δ_i z + Σ_{j ≤ i} (d_i · v_j − δ_i) f_j) / den_i,      dS = Σ_i φ(q_i) / den_i d_iᵀ
 
 dS is summed from the end as the forward pass sums S from the start. Gradients of queries go through a segment forwards
-with S in registers, those of keys and values backwards with dS.
+with S in registers, those of keys and values backwards with dS. With one segment, no sums are computed beforehand.
 """
 
 from __future__ import annotations
