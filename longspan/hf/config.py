@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from longspan import __version__
-from longspan.models.checkpoint import FORMAT
+from longspan.models.checkpoint import FORMAT, committed_folder, find_checkpoint
 from longspan.models.config import ModelConfig
 
 
@@ -90,6 +91,12 @@ class LongspanConfig(PreTrainedConfig):
     def num_attention_heads(self) -> int:
         """The number of attention heads."""
         return self.model.attention.num_heads
+
+
+def checkpoint_of(name: Any) -> Any:
+    """Return the last checkpoint if `name` is the folder of a run; anything else as it is."""
+    found = None if name is None else find_checkpoint(Path(name))
+    return name if found is None or found == Path(name) else str(committed_folder(found.resolve()))
 
 
 def _to_json(config: ModelConfig | Mapping[str, Any]) -> dict[str, Any]:

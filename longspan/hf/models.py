@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,14 +26,15 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple, is_peft_available
 
 from longspan.hf.cache import StateCache
-from longspan.hf.config import LongspanConfig
+from longspan.hf.config import LongspanConfig, checkpoint_of
 from longspan.hf.context_parallel import LongspanContextParallel
 from longspan.hf.generate import LongspanGenerationMixin
-from longspan.layout import Packing
+from longspan.layout import Packing, PaddedSpan
 from longspan.models.adapter import ADAPTER_CONFIG
 from longspan.models.checkpoint import CONFIG, describe, digests
 from longspan.models.hub import LONGSPAN_MAP, write_stub
 from longspan.models.residual import ResidualBranch, Stack
+from longspan.models.sharded import is_sharded
 from longspan.models.transformer import Classifier, EncoderDecoder, LanguageModel
 from longspan.utils import write_atomically
 
@@ -105,13 +107,17 @@ class LongspanPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name: Any, *arguments: Any, **options: Any) -> Any:
-        """Load a model as transformers does; a LoRA adapter beside it needs PEFT.
+        """Load a model as transformers does, also from the folder of a run; a LoRA adapter beside it needs PEFT.
 
         Raises:
-            ValueError: There is an adapter, and PEFT is not installed: transformers would leave it out.
+            ValueError: There is an adapter, and PEFT is not installed: transformers would leave it out. Or the
+                checkpoint is sharded.
         """
+        name = checkpoint_of(name)
         if name is not None and (Path(name) / ADAPTER_CONFIG).is_file() and not is_peft_available():
             raise ValueError(f"{name} has a LoRA adapter, which needs peft: pip install 'longspan[hf]'")
+        if name is not None and is_sharded(Path(name)):
+            raise ValueError(f"{name} is a checkpoint in shards: `longspan export {name} FOLDER` writes one to open")
         return super().from_pretrained(name, *arguments, **options)
 
     @classmethod
@@ -177,9 +183,15 @@ class LongspanPreTrainedModel(PreTrainedModel):
                 module.execution = "recompute" if enable else self.config.model.execution
 
     def _extend(
-        self, model: LanguageModel, input_ids: Tensor, mask: Tensor | None, cache: StateCache | None, **context: Any
+        self,
+        model: LanguageModel,
+        input_ids: Tensor,
+        mask: Tensor | None,
+        cache: StateCache | None,
+        layers: list[Tensor] | None,
+        **context: Any,
     ) -> tuple[Tensor, StateCache]:
-        """Return the hidden states of new tokens and the cache after them."""
+        """Return the hidden states of new tokens and the cache after them; `layers` has the inputs of layers then."""
         B, T = input_ids.shape
         if cache is None:
             cache = StateCache(model.config, model.new_state(B, **context))
@@ -189,32 +201,38 @@ class LongspanPreTrainedModel(PreTrainedModel):
         key_mask = None if mask is None or (T == 1 and cache.seen_tokens) else mask[:, -T:].bool()
         hidden, cache.state = model.extend_hidden(input_ids, cache.state, key_mask=key_mask)
         cache.seen_tokens += T
+        if layers is not None and key_mask is not None:
+            span = PaddedSpan.of(key_mask)
+            layers[:] = [span.unroll(x[:, :, None])[:, :, 0] for x in layers]
         return hidden, cache
 
     def _hidden(
         self,
         input_ids: Tensor | None,
         attention_mask: Tensor | None,
-        past: StateCache | None,
-        use_cache: bool | None,
+        past: StateCache | None = None,
+        use_cache: bool | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
         **given: Any,
-    ) -> tuple[Tensor, StateCache | None]:
-        """Return hidden states (B, T, dim), and a cache if one is requested or given."""
-        model, inputs_embeds = _language_model(self.model), given.pop("inputs_embeds", None)
-        if inputs_embeds is not None:
-            with _embedded(model, input_ids, inputs_embeds) as tokens:
-                return self._hidden(tokens, attention_mask, past, use_cache, **given)
-        if input_ids is None:
-            raise ValueError("input_ids or inputs_embeds is required")
-        packing = _packing(input_ids, attention_mask, given)
-        if past is not None or (use_cache and model.config.causal):
-            if packing is not None:
-                raise ValueError("packed sequences are for training, not for generation: pad them, with attention_mask")
-            return self._extend(model, input_ids, attention_mask, past)
-        mask = None if attention_mask is None else attention_mask.bool()
-        if packing is None:
-            _check_positions(given.get("position_ids"), mask)
-        return model.hidden(input_ids, key_mask=mask, packing=packing), None
+    ) -> tuple[Tensor, StateCache | None, tuple[Tensor, ...] | None]:
+        """Return hidden states (B, T, dim), a cache if one is requested or given, and those of all layers likewise."""
+        model = _language_model(self.model)
+        with _embedded(model, input_ids, inputs_embeds) as tokens, _recorded(model, output_hidden_states) as layers:
+            packing = _packing(tokens, attention_mask, given)
+            mask, cache = None if attention_mask is None else attention_mask.bool(), None
+            if past is not None or (use_cache and model.config.causal):
+                if packing is not None:
+                    raise ValueError(
+                        "packed sequences are for training, not for generation: pad them, with attention_mask"
+                    )
+                hidden, cache = self._extend(model, tokens, mask, past, layers)
+            else:
+                if packing is None:
+                    _check_positions(given.get("position_ids"), mask)
+                hidden = model.hidden(tokens, key_mask=mask, packing=packing)
+        return hidden, cache, None if layers is None else (*layers, hidden)
 
     def _token_loss(self, logits: Tensor, labels: Tensor | None, num_items_in_batch: Any) -> Tensor | None:
         """Return transformers' loss of this kind of model, None without labels."""
@@ -257,9 +275,7 @@ class LongspanModel(LongspanPreTrainedModel):
         Returns:
             A `BaseModelOutputWithPast`, or a tuple with return_dict=False.
         """
-        with _layer_inputs(self.model, given, past_key_values, use_cache) as layers:
-            hidden, cache = self._hidden(input_ids, attention_mask, past_key_values, use_cache, **given)
-        states = None if layers is None else (*layers, hidden)
+        hidden, cache, states = self._hidden(input_ids, attention_mask, past_key_values, use_cache, **given)
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache, hidden_states=states)
 
 
@@ -303,12 +319,10 @@ class LongspanForCausalLM(LongspanPreTrainedModel, LongspanGenerationMixin):
         Returns:
             A `CausalLMOutputWithPast`, or a tuple with return_dict=False.
         """
-        with _layer_inputs(self.model, given, past_key_values, use_cache) as layers:
-            hidden, cache = self._hidden(input_ids, attention_mask, past_key_values, use_cache, **given)
+        hidden, cache, states = self._hidden(input_ids, attention_mask, past_key_values, use_cache, **given)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.logits(hidden[:, kept])
         loss = self._token_loss(logits, labels, num_items_in_batch)
-        states = None if layers is None else (*layers, hidden)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
 
 
@@ -344,11 +358,9 @@ class LongspanForMaskedLM(LongspanPreTrainedModel):
         Returns:
             A `MaskedLMOutput`, or a tuple with return_dict=False.
         """
-        with _layer_inputs(self.model, given) as layers:
-            hidden, _ = self._hidden(input_ids, attention_mask, None, False, **given)
+        hidden, _, states = self._hidden(input_ids, attention_mask, **given)
         logits = self.model.logits(hidden)
         loss = self._token_loss(logits, labels, num_items_in_batch)
-        states = None if layers is None else (*layers, hidden)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=states)
 
 
@@ -368,7 +380,7 @@ class LongspanForSequenceClassification(LongspanPreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
-        """Load a classifier, or a language model's checkpoint under a new head; as in transformers."""
+        """Load a classifier, or a language model's checkpoint under a new head; as in the base class."""
         body = r"^(?:model\.)?(?=(?:embedding|positions|to_dim|transformer)\.)"
         options.setdefault("key_mapping", {body: "model.body."})
         return super().from_pretrained(*arguments, **options)
@@ -387,27 +399,25 @@ class LongspanForSequenceClassification(LongspanPreTrainedModel):
             input_ids: (B, T).
             attention_mask: (B, T), 0 for padding.
             labels: (B,), or as num_labels and problem_type say.
-            **given: inputs_embeds, in place of input_ids; others are refused unless None or False.
+            **given: inputs_embeds, in place of input_ids; output_hidden_states, for the inputs of all layers and the
+                output of the last; others are refused unless None or False.
 
         Returns:
             A `SequenceClassifierOutput`, or a tuple with return_dict=False.
         """
-        logits = self._class_logits(input_ids, attention_mask, given)
+        logits, states = self._class_logits(input_ids, attention_mask, given)
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutput(loss=loss, logits=logits)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=states)
 
-    def _class_logits(self, input_ids: Tensor | None, attention_mask: Tensor | None, given: dict[str, Any]) -> Tensor:
-        """Return what the classifier computes of tokens, or of inputs_embeds among the other arguments."""
-        inputs_embeds = given.pop("inputs_embeds", None)
-        if inputs_embeds is not None:
-            with _embedded(_language_model(self.model), input_ids, inputs_embeds) as tokens:
-                return self._class_logits(tokens, attention_mask, given)
-        _refuse_unknown(given)
-        if input_ids is None:
-            raise ValueError("input_ids or inputs_embeds is required")
-        return self.model(input_ids, key_mask=None if attention_mask is None else attention_mask.bool())
+    def _class_logits(
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, given: Mapping[str, Any]
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Return logits, and the hidden states of all layers if output_hidden_states is among the arguments."""
+        _refuse_unknown({name: x for name, x in given.items() if name not in ("inputs_embeds", "output_hidden_states")})
+        hidden, _, states = self._hidden(input_ids, attention_mask, **given)
+        return self.model.logits(hidden, key_mask=None if attention_mask is None else attention_mask.bool()), states
 
 
 class LongspanForTokenClassification(LongspanForSequenceClassification):
@@ -437,9 +447,9 @@ class LongspanForTokenClassification(LongspanForSequenceClassification):
         Returns:
             A `TokenClassifierOutput`, or a tuple with return_dict=False.
         """
-        logits = self._class_logits(input_ids, attention_mask, given)
+        logits, states = self._class_logits(input_ids, attention_mask, given)
         loss = None if labels is None else self.loss_function(logits, labels, self.config)
-        return TokenClassifierOutput(loss=loss, logits=logits)
+        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=states)
 
 
 class LongspanForQuestionAnswering(LongspanForTokenClassification):
@@ -471,11 +481,12 @@ class LongspanForQuestionAnswering(LongspanForTokenClassification):
         Returns:
             A `QuestionAnsweringModelOutput`, or a tuple with return_dict=False.
         """
-        start, end = self._class_logits(input_ids, attention_mask, given).unbind(-1)
+        logits, states = self._class_logits(input_ids, attention_mask, given)
+        start, end = logits.unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(start, end, start_positions, end_positions)
-        return QuestionAnsweringModelOutput(loss=loss, start_logits=start, end_logits=end)
+        return QuestionAnsweringModelOutput(loss=loss, start_logits=start, end_logits=end, hidden_states=states)
 
 
 class LongspanForSeq2SeqLM(LongspanPreTrainedModel, LongspanGenerationMixin):
@@ -512,6 +523,9 @@ class LongspanForSeq2SeqLM(LongspanPreTrainedModel, LongspanGenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         num_items_in_batch: Any = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
         **given: Any,
     ) -> Any:
         """Compute the decoder's logits, and the loss if labels are given.
@@ -526,6 +540,9 @@ class LongspanForSeq2SeqLM(LongspanPreTrainedModel, LongspanGenerationMixin):
             labels: (B, T), −100 for tokens to ignore; label t follows decoder_input_ids up to t.
             use_cache: Whether to return a cache.
             num_items_in_batch: The divisor of the loss, by default the number of labels.
+            inputs_embeds: (B, S, embed_dim), in place of input_ids.
+            decoder_inputs_embeds: (B, T, embed_dim), in place of decoder_input_ids.
+            output_hidden_states: Whether to return the inputs of all layers of encoder and decoder, and their outputs.
             **given: Refused unless None or False.
 
         Returns:
@@ -533,30 +550,35 @@ class LongspanForSeq2SeqLM(LongspanPreTrainedModel, LongspanGenerationMixin):
         """
         _refuse_unknown(given)
         if encoder_outputs is None:
-            if input_ids is None:
-                raise ValueError("input_ids or encoder_outputs is required")
-            encoder_outputs = self.get_encoder()(input_ids, attention_mask)
-        if decoder_input_ids is None:
+            encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds, output_hidden_states)
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
             if labels is None:
-                raise ValueError("decoder_input_ids or labels is required")
+                raise ValueError("decoder_input_ids, decoder_inputs_embeds or labels is required")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         context = {
             "context": encoder_outputs[0],
             "context_mask": None if attention_mask is None else attention_mask.bool(),
         }
         decoder, cache = self.model.decoder, None
-        if past_key_values is not None or use_cache:
-            hidden, cache = self._extend(decoder, decoder_input_ids, decoder_attention_mask, past_key_values, **context)
-        else:
-            mask = None if decoder_attention_mask is None else decoder_attention_mask.bool()
-            hidden = decoder.hidden(decoder_input_ids, key_mask=mask, **context)
+        mask = None if decoder_attention_mask is None else decoder_attention_mask.bool()
+        embedded = _embedded(decoder, decoder_input_ids, decoder_inputs_embeds)
+        with embedded as tokens, _recorded(decoder, output_hidden_states) as layers:
+            if past_key_values is not None or use_cache:
+                hidden, cache = self._extend(decoder, tokens, mask, past_key_values, layers, **context)
+            else:
+                hidden = decoder.hidden(tokens, key_mask=mask, **context)
         logits = decoder.logits(hidden)
         loss = None
         if labels is not None:
             total = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
             loss = total / ((labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
         return Seq2SeqLMOutput(
-            loss=loss, logits=logits, past_key_values=cache, encoder_last_hidden_state=encoder_outputs[0]
+            loss=loss,
+            logits=logits,
+            past_key_values=cache,
+            decoder_hidden_states=None if layers is None else (*layers, hidden),
+            encoder_last_hidden_state=encoder_outputs[0],
+            encoder_hidden_states=encoder_outputs.hidden_states if output_hidden_states else None,
         )
 
 
@@ -568,47 +590,71 @@ class _Encoder:
     def __init__(self, model: EncoderDecoder) -> None:
         self.model = model
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> BaseModelOutput:
-        """Return the encoder's hidden states (B, S, dim)."""
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        return BaseModelOutput(last_hidden_state=self.model.encode(input_ids, mask.bool())[0])
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> BaseModelOutput:
+        """Return the encoder's hidden states (B, S, dim), and those of its layers if requested."""
+        encoder = self.model.encoder
+        with _embedded(encoder, input_ids, inputs_embeds) as tokens, _recorded(encoder, output_hidden_states) as layers:
+            mask = torch.ones_like(tokens) if attention_mask is None else attention_mask
+            hidden = self.model.encode(tokens, mask.bool())[0]
+        states = None if layers is None else (*layers, hidden)
+        return BaseModelOutput(last_hidden_state=hidden, hidden_states=states)
 
     def __call__(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, return_dict: bool = True, **given: Any
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        *,
+        return_dict: bool = True,
+        **given: Any,
     ) -> BaseModelOutput:
         _refuse_unknown(given)
-        return self.forward(input_ids, attention_mask)
+        return self.forward(input_ids, attention_mask, inputs_embeds, output_hidden_states)
 
 
 @contextmanager
-def _layer_inputs(
-    model: LanguageModel, given: dict[str, Any], past: StateCache | None = None, use_cache: bool | None = None
-) -> Iterator[list[Tensor] | None]:
-    """Yield a list that the input of each layer is added to if output_hidden_states is among the arguments, or None."""
-    if not given.pop("output_hidden_states", None):
+def _recorded(model: LanguageModel, wanted: bool | None) -> Iterator[list[Tensor] | None]:
+    """Yield a list that the input of each layer is added to if wanted, None otherwise."""
+    if not wanted:
         yield None
         return
     stack = model.transformer.stack
-    if past is not None or use_cache:
-        raise ValueError("output_hidden_states is for calls without a cache: leave out use_cache and past_key_values")
     if stack.topology != "single":
         raise ValueError(f"output_hidden_states needs one residual stream, this model has residual={stack.topology!r}")
     inputs: list[Tensor] = []
-    branches = [module for module in stack.branches if isinstance(module, ResidualBranch)]
-    hooks = [
-        branch.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
-        for branch in branches[:: len(branches) // model.config.depth]
-    ]
+    branches: list[Any] = [module for module in stack.branches if isinstance(module, ResidualBranch)]
+    first = branches[:: len(branches) // model.config.depth]
+    hooks = [branch.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0])) for branch in first]
+    for branch in first:
+        branch.extend = functools.partial(_record_extend, inputs, branch.extend)
     try:
         yield inputs
     finally:
-        for hook in hooks:
+        for hook, branch in zip(hooks, first, strict=True):
             hook.remove()
+            del branch.extend
+
+
+def _record_extend(inputs: list[Tensor], extend: Any, x: Tensor, *rest: Any) -> Any:
+    inputs.append(x)
+    return extend(x, *rest)
 
 
 @contextmanager
-def _embedded(model: LanguageModel, input_ids: Tensor | None, vectors: Tensor) -> Iterator[Tensor]:
-    """Let the token embedding return `vectors` (B, T, embed_dim); yields tokens of that shape."""
+def _embedded(model: LanguageModel, input_ids: Tensor | None, vectors: Tensor | None) -> Iterator[Tensor]:
+    """Yield the tokens; if vectors (B, T, embed_dim) are given, any tokens, whose embedding they are meanwhile."""
+    if vectors is None:
+        if input_ids is None:
+            raise ValueError("input_ids or inputs_embeds is required")
+        yield input_ids
+        return
     if input_ids is not None:
         raise ValueError("input_ids and inputs_embeds exclude each other: give one of them")
     if model.ngrams is not None or model.config.attention.value_embedding:

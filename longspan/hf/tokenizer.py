@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from longspan.generation.tokenization import TOKENIZER
+from longspan.hf.config import checkpoint_of
 
 _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
@@ -32,7 +33,8 @@ class ByteTokenizer(PreTrainedTokenizer):
 
     @classmethod
     def from_pretrained(cls, name: Any, *arguments: Any, **options: Any) -> Any:
-        """Load the tokenizer of a checkpoint: the one in its `tokenizer.json`, or this one if there is none."""
+        """Load the tokenizer of a checkpoint or run: the one in its `tokenizer.json`, or this one if there is none."""
+        name = checkpoint_of(name)
         found = {key: options[key] for key in _HUB if key in options}
         if cached_file(name, TOKENIZER, _raise_exceptions_for_missing_entries=False, **found) is not None:
             return PreTrainedTokenizerFast.from_pretrained(name, *arguments, **options)

@@ -521,7 +521,10 @@ class Classifier(nn.Module):
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """Compute logits (B, num_classes) of the mean over real tokens, or with `pooling="none"` of each token."""
         hidden = self.body.hidden if isinstance(self.body, LanguageModel) else self.body
-        vectors = hidden(x if self.project is None else self.project(x), key_mask=key_mask)
+        return self.logits(hidden(x if self.project is None else self.project(x), key_mask=key_mask), key_mask=key_mask)
+
+    def logits(self, vectors: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        """Compute logits of the body's vectors (B, T, dim), as `forward` does."""
         if self.config.pooling == "none":
             return self.to_classes(vectors)
         if key_mask is None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from tyro.conf import UseAppendAction
 
+from longspan.models.checkpoint import find_checkpoint
 from longspan.models.config import AttentionConfig, ModelConfig, check_fields
 from longspan.train.data.tasks import PER_TOKEN, TASKS
 from longspan.train.initial import Initial
@@ -282,18 +283,10 @@ def resolve(given: Mapping[str, Any]) -> Settings:
         if name not in names and not name.startswith("model."):
             raise ValueError(f"unknown setting {name}{nearest(name, names)}")
     preset = PRESETS[choose("--preset", given.get("preset", TrainConfig.preset), PRESETS)]
-    values = {**preset.train, **{name: value for name, value in given.items() if name in names}}
-    if given.get("minutes") is not None and given.get("steps") is None:
-        values["steps"] = None
-    train = TrainConfig(**values)
-    chosen = {name.removeprefix("model."): value for name, value in given.items() if name.startswith("model.")}
+    train = _train_config(preset.train, given)
+    chosen = _model_fields(given)
     model = copy.deepcopy(preset.model) if train.initial is None else _initial_model(train.initial)
-    for name, value in chosen.items():
-        *path, last = name.split(".")
-        group = model
-        for part in path:
-            group = group.setdefault(part, {})
-        group[last] = value
+    _set_fields(model, chosen)
     named = train.init is None or "mechanism" in given
     if "attention.mechanism" not in chosen and named:
         model["attention"] |= {
@@ -310,20 +303,54 @@ def _initial_model(initial: Initial) -> Values:
 
 
 def saved_settings(given: Mapping[str, Any]) -> Settings | None:
-    """Return the settings of the run in `out` if nothing else is given that starts a run, with given changes.
+    """Return the settings of the run in `out` that is resumed, with given changes; None if a run starts.
+
+    Without `data` the settings are those of the run. With it, a run that has a checkpoint is resumed: what is not given
+    is as in the run, even where the defaults are others now, and what is given is compared with the checkpoint later.
 
     Raises:
-        ValueError: A field of the model is given.
+        ValueError: `run.json` is damaged, or a field of the model has another value than in the run.
     """
-    path = Path(given.get("out") or "") / "run.json"
-    if given.get("data") or not given.get("out") or not path.is_file():
+    out = Path(given.get("out") or "")
+    path = out / "run.json"
+    if not given.get("out") or not path.is_file() or (given.get("data") and find_checkpoint(out) == out):
         return None
-    fields = [name for name in given if name.startswith("model.")]
-    if fields:
-        raise ValueError(f"--{fields[0]} cannot change in a run that is resumed: leave it out")
-    saved = read_json(path)["settings"]
-    values = {name: tuple(x) if isinstance(x, list) else x for name, x in saved["train"].items()}
-    return Settings(TrainConfig(**{**values, **given}), saved["model"], frozenset())
+    try:
+        saved = read_json(path)["settings"]
+        values = {name: tuple(x) if isinstance(x, list) else x for name, x in saved["train"].items()}
+        before = ModelConfig.from_dict(saved["model"]).to_dict()
+    except (AttributeError, KeyError, TypeError, ValueError):
+        if given.get("data"):
+            return None  # The checkpoint has the settings too, and a damaged file is written again.
+        raise ValueError(f"{path} is damaged: give all settings of the run again, --data among them") from None
+    fields, model = _model_fields(given), copy.deepcopy(before)
+    _set_fields(model, fields)
+    if not given.get("data") and json.dumps(ModelConfig.from_dict(model).to_dict()) != json.dumps(before):
+        raise ValueError(f"--model.{next(iter(fields))} cannot change in a run that is resumed: leave it out")
+    return Settings(_train_config(values, given), model, frozenset(model))
+
+
+def _model_fields(given: Mapping[str, Any]) -> Values:
+    return {name.removeprefix("model."): value for name, value in given.items() if name.startswith("model.")}
+
+
+def _train_config(defaults: Values, given: Mapping[str, Any]) -> TrainConfig:
+    """Return the configuration of given values over others; --steps replaces --minutes, and the other way."""
+    values = defaults | {name: value for name, value in given.items() if not name.startswith("model.")}
+    for name, other in (("steps", "minutes"), ("minutes", "steps")):
+        if given.get(name) is not None and given.get(other) is None:
+            values[other] = None
+    return TrainConfig(**values)
+
+
+def _set_fields(model: Values, fields: Mapping[str, Any]) -> None:
+    """Set fields of a model's configuration, by their dotted names."""
+    for name, value in fields.items():
+        *path, last = name.split(".")
+        group = model
+        for part in path:
+            group = group.setdefault(part, {})
+        group[last] = value
 
 
 def _attention(train: TrainConfig, model: Values) -> Values:

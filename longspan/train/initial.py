@@ -48,8 +48,13 @@ class Initial:
                     "--init-from performer-pytorch --init-config arguments.json"
                 )
             described = read_json(find_checkpoint(where) / CONFIG)
-            if described.get("model_type") == "longspan_swap":
-                raise ValueError("it is a transformers model with swapped attention: train it with transformers")
+            kind = described.get("model_type")
+            if kind != "longspan" and "arguments" not in described:
+                what = "with swapped attention" if kind == "longspan_swap" else f"of type {kind}"
+                raise ValueError(
+                    f"it is a transformers model {what}: train it with transformers, or convert a decoder with "
+                    "longspan.hf.to_language_model and longspan.save"
+                )
             return ModelConfig.from_dict(described["arguments"]["config"]).to_dict()
         except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
             text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error

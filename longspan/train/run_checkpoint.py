@@ -3,8 +3,9 @@
     checkpoint/             the last one, replaced atomically
     checkpoint-previous/    the one before it
 
-`model.safetensors` and `config.json` are the model, as `longspan.load` reads it. `training.pt` contains the optimizer,
-the position in the data, random states and carried recurrent states. `SHA256SUMS` has the digest of each file.
+`model.safetensors` and `config.json` are the model, as `longspan.load` reads it; the folder of the run has a copy of
+`config.json` for transformers. `training.pt` contains the optimizer, the position in the data, random states and
+carried recurrent states. `SHA256SUMS` has the digest of each file.
 
 A run with --mesh writes sharded checkpoints (`longspan.models.sharded`): `*.distcp` files in place of
 `model.safetensors` and of the optimizer in `training.pt`.
@@ -16,7 +17,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from longspan.models.config import ModelConfig
 from longspan.models.residual import StackState
 from longspan.models.sharded import METADATA, is_sharded, shard_files
 from longspan.train.config import FREE, TrainConfig, differences
+from longspan.utils import read_json, write_atomically
 
 TRAINING = "training.pt"
 _NAMES = (TENSORS, CONFIG, TRAINING, TOKENIZER, CHECKSUMS, METADATA, "*.distcp", ADAPTER, ADAPTER_CONFIG)
@@ -85,6 +87,15 @@ def save(
         for path in settings:
             shutil.copyfile(path, partial / path.name)
         write_checksums(partial, known)
+    _copy_description(run)
+
+
+def _copy_description(run: Path) -> None:
+    """Copy `config.json` to the folder of a run, so that transformers opens it; that of somebody else stays."""
+    path = run / CONFIG
+    with suppress(OSError, ValueError, AttributeError):
+        if not path.exists() or read_json(path).get("model_type") == "longspan":
+            write_atomically(path, (run / LAST / CONFIG).read_text(encoding="utf-8"))
 
 
 class ShardedCheckpoint:
@@ -125,6 +136,7 @@ class ShardedCheckpoint:
             if tokenizer is not None:
                 shutil.copyfile(tokenizer, self.folder / TOKENIZER)
             write_checksums(self.folder, digests)
+        _copy_description(self._run)
 
 
 def load(run: Path, process: int = 0, processes: int = 1) -> tuple[Model | None, dict[str, Any]] | None:

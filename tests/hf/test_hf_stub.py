@@ -22,7 +22,10 @@ from longspan.hf import (
     LongspanConfig,
     LongspanForCausalLM,
     LongspanForMaskedLM,
+    LongspanForQuestionAnswering,
+    LongspanForSeq2SeqLM,
     LongspanForSequenceClassification,
+    LongspanForTokenClassification,
     swap_attention,
 )
 from longspan.layout import TokenLayout
@@ -139,9 +142,91 @@ def test_hidden_states_of_every_layer(causal):
     torch.testing.assert_close(_run(layer, inner), found.hidden_states[2])
     with pytest.raises(ValueError, match="do not take output_attentions"):
         model(x, output_attentions=True)
-    if causal:
-        with pytest.raises(ValueError, match="output_hidden_states is for calls without a cache"):
-            model(x, output_hidden_states=True, use_cache=True)
+
+
+@pytest.mark.parametrize("shift", [(), (0, 1)])
+def test_hidden_states_beside_a_cache(shift):
+    torch.manual_seed(1)
+    attention = AttentionConfig(num_heads=4, mechanism="linear")
+    model = ModelConfig(dim=24, depth=3, causal=True, vocab_size=31, attention=attention, token_shift=shift)
+    model, x = LongspanForCausalLM(LongspanConfig(model)).eval().double(), torch.arange(14).view(2, 7)
+    mask = torch.ones_like(x)
+    mask[1, :3] = 0
+    whole = model(x, attention_mask=mask, output_hidden_states=True).hidden_states
+    first = model(x[:, :5], attention_mask=mask[:, :5], use_cache=True, output_hidden_states=True)
+    rest = model(x[:, 5:], attention_mask=mask, past_key_values=first.past_key_values, output_hidden_states=True)
+    assert len(first.hidden_states) == len(rest.hidden_states) == 4
+    for wanted, *parts in zip(whole, first.hidden_states, rest.hidden_states, strict=True):
+        found = torch.cat(parts, 1)
+        torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()])
+    assert model(x, use_cache=True).hidden_states is None
+    how = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
+    found = model.generate(x, attention_mask=mask, output_hidden_states=True, **how)
+    longer = torch.nn.functional.pad(mask, (0, 3), value=1)
+    whole = model(found.sequences, attention_mask=longer, output_hidden_states=True).hidden_states
+    for step, states in enumerate(found.hidden_states):
+        torch.testing.assert_close(states[2][:, -1], whole[2][:, 6 + step])
+
+
+def test_hidden_states_of_classifiers():
+    config = language_model().config.model
+    x, mask = torch.arange(14).view(2, 7), torch.ones(2, 7, dtype=torch.int64)
+    mask[1, 5:] = 0
+    for head in (LongspanForSequenceClassification, LongspanForTokenClassification, LongspanForQuestionAnswering):
+        model = head(LongspanConfig(config, num_labels=3)).eval()
+        found = model(x, attention_mask=mask, output_hidden_states=True)
+        assert len(found.hidden_states) == 2
+        hidden = model.model.body.hidden(x, key_mask=mask.bool())
+        torch.testing.assert_close(found.hidden_states[-1][mask.bool()], hidden[mask.bool()])
+        assert model(x, attention_mask=mask).hidden_states is None
+
+
+def test_sequence_to_sequence_takes_embeddings_and_gives_hidden_states():
+    torch.manual_seed(1)
+    attention = AttentionConfig(num_heads=4, mechanism="linear")
+    sizes = {"dim": 24, "vocab_size": 31, "attention": attention}
+    decoder = ModelConfig(depth=3, causal=True, cross=AttentionConfig(4), **sizes)
+    config = LongspanConfig(decoder, encoder=ModelConfig(depth=2, **sizes), tie_embeddings=True)
+    model = LongspanForSeq2SeqLM(config).eval().double()
+    source, target = torch.arange(1, 15).view(2, 7), torch.arange(1, 11).view(2, 5)
+    mask = torch.ones_like(source)
+    mask[1, 4:] = 0
+    given = {"input_ids": source, "attention_mask": mask, "decoder_input_ids": target}
+    wanted = model(**given, output_hidden_states=True)
+    assert torch.equal(wanted.logits, model(**given).logits)
+    assert (len(wanted.encoder_hidden_states), len(wanted.decoder_hidden_states)) == (3, 4)
+    assert torch.equal(wanted.encoder_hidden_states[-1], wanted.encoder_last_hidden_state)
+    torch.testing.assert_close(model.model.decoder.logits(wanted.decoder_hidden_states[-1]), wanted.logits)
+    assert torch.equal(wanted.decoder_hidden_states[0], model.model.decoder.embedding(target))
+    cached = model(**given, use_cache=True, output_hidden_states=True)
+    for one, two in zip(cached.decoder_hidden_states, wanted.decoder_hidden_states, strict=True):
+        torch.testing.assert_close(one, two)
+    embedding = model.get_input_embeddings()
+    vectors = {"inputs_embeds": embedding(source), "decoder_inputs_embeds": embedding(target)}
+    assert torch.equal(model(attention_mask=mask, **vectors).logits, wanted.logits)
+    how = {"max_new_tokens": 6, "decoder_start_token_id": 1, "pad_token_id": 0, "do_sample": False}
+    tokens = model.generate(source, attention_mask=mask, **how)
+    assert torch.equal(model.generate(inputs_embeds=embedding(source), attention_mask=mask, **how), tokens)
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds is required"):
+        model(decoder_input_ids=target)
+    with pytest.raises(ValueError, match="decoder_input_ids, decoder_inputs_embeds or labels is required"):
+        model(input_ids=source)
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "performer", "delta", "softmax"])
+def test_generation_from_embeddings(mechanism):
+    torch.manual_seed(1)
+    attention = AttentionConfig(num_heads=4, mechanism=mechanism)
+    config = ModelConfig(dim=24, depth=2, causal=True, vocab_size=31, attention=attention, positions="sinusoidal")
+    model, x = LongspanForCausalLM(LongspanConfig(config)).eval().double(), torch.arange(14).view(2, 7)
+    torch.nn.init.normal_(model.get_input_embeddings().weight)
+    mask = torch.ones_like(x)
+    mask[1, :3] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(x, **how)[:, 7:]
+    vectors = model.get_input_embeddings()(x)
+    assert torch.equal(model.generate(inputs_embeds=vectors, **how), wanted)
+    assert not torch.equal(model.generate(inputs_embeds=-vectors, **how), wanted)
 
 
 def _run(branches, x):

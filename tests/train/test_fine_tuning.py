@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,72 @@ def test_a_run_starts_from_folders_of_transformers(base: Path, tmp_path: Path) -
     assert "new: to_logits.bias, to_logits.weight" in said
 
 
+def test_init_refuses_a_model_with_swapped_attention(base: Path, tmp_path: Path) -> None:
+    hf, transformers = pytest.importorskip("longspan.hf"), pytest.importorskip("transformers")
+    sizes = {"vocab_size": 31, "hidden_size": 24, "intermediate_size": 7, "num_hidden_layers": 1}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4))
+    hf.swap_attention(llama, "linear").save_pretrained(tmp_path / "swapped")
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4))
+    llama.save_pretrained(tmp_path / "llama")
+    for name, message in (
+        ("swapped", "it is a transformers model with swapped attention: train it with transformers, or"),
+        ("llama", "it is a transformers model of type llama: "),
+    ):
+        flags = arguments(base.parent / "text", tmp_path / "run", init=tmp_path / name)
+        done = longspan(*flags, log=tmp_path / "log")
+        assert done.status == 2
+        assert f"--init {tmp_path / name} is no checkpoint of a model that can be trained: {message}" in done.stderr
+        assert not (tmp_path / "run").exists()
+
+
+def test_the_folder_of_a_run_opens_in_transformers(base: Path, tmp_path: Path) -> None:
+    hf, transformers = pytest.importorskip("longspan.hf"), pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
+    tokens = torch.arange(14).view(2, 7)
+    assert torch.equal(model(tokens).logits, load(base).eval()(tokens))
+    assert isinstance(transformers.AutoTokenizer.from_pretrained(base), hf.ByteTokenizer)
+    body = transformers.AutoModel.from_pretrained(base).eval()
+    assert torch.equal(body(tokens).last_hidden_state, model.model.hidden(tokens))
+    run = tmp_path / "run"
+    shutil.copytree(base, run)
+    write_words(run / "checkpoint" / "tokenizer.json")
+    assert transformers.AutoTokenizer.from_pretrained(run)("two one")["input_ids"] == [1, 0]
+    assert transformers.pipeline("text-generation", model=str(run))("two", max_new_tokens=1)
+    (run / "checkpoint" / ".metadata").touch()
+    with pytest.raises(ValueError, match=r"is a checkpoint in shards: `longspan export .*checkpoint FOLDER` writes"):
+        transformers.AutoModelForCausalLM.from_pretrained(run)
+
+
+def test_somebody_s_configuration_in_the_folder_of_a_run_stays(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"mine": 1}')
+    trained(base.parent / "text", tmp_path, steps=1)
+    assert (tmp_path / "config.json").read_text() == '{"mine": 1}'
+
+
+def test_the_tokenizer_of_an_exported_folder(base: Path, tmp_path: Path) -> None:
+    transformers, hf = pytest.importorskip("transformers"), pytest.importorskip("longspan.hf")
+    done = longspan("export", base, tmp_path / "bytes", log=tmp_path / "log")
+    assert done.status == 0, done.stderr
+    assert isinstance(transformers.AutoTokenizer.from_pretrained(tmp_path / "bytes"), hf.ByteTokenizer)
+    write_words(tmp_path / "tokenizer.json")
+    trained(base.parent / "text", tmp_path / "run", tokenizer=tmp_path / "tokenizer.json", steps=1, context=13)
+    done = longspan("export", tmp_path / "run", tmp_path / "words", log=tmp_path / "log")
+    assert done.status == 0, done.stderr
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "words")
+    assert found("two one three")["input_ids"] == [1, 0, 2]
+    assert found.decode([1, 0]) == "two one"
+
+
+def write_words(path: Path) -> None:
+    """Write a tokenizer of whole words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["one", "two", "three", "<unk>", *sorted(set(WORDS) - {"one"})]
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path))
+
+
 def test_lora_trains_an_adapter_apart(base: Path, tmp_path: Path) -> None:
     """Resumed bit by bit; the frozen weights stay; loaded, exported and merged it gives the same model."""
     data, before = base.parent / "text", load(base).state_dict()
@@ -211,10 +278,50 @@ def test_the_folder_alone_resumes_a_run(base: Path, tmp_path: Path) -> None:
     losses = [{r["step"]: r["loss"] for r in records if "loss" in r} for records in (whole, metrics(tmp_path / "run"))]
     assert losses[0] == losses[1]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["settings"]["train"]["steps"] == 12
+    done = longspan("train", "--out", tmp_path / "run", "--model.dim", "24", log=tmp_path / "log")
+    assert done.status == 0, done.stderr
     done = longspan("train", "--out", tmp_path / "run", "--model.dim", "9", log=tmp_path / "log")
     assert "--model.dim cannot change in a run that is resumed" in done.stderr
     done = longspan("train", "--out", tmp_path / "nothing", log=tmp_path / "log")
     assert "there is nothing to train on: give --data" in done.stderr
+
+
+OTHER_PRESET = """
+from longspan.train.presets import PRESETS
+PRESETS["tiny"].train.update(lr=0.5, warmup=1)
+PRESETS["tiny"].model.update(norm="layer")
+"""
+
+
+def test_a_run_keeps_the_defaults_that_it_started_with(base: Path, tmp_path: Path) -> None:
+    data, how = base.parent / "text", {"warmup": None, "min_lr": 1, "model.vocab_size": 263}
+    whole = trained(data, tmp_path / "whole", steps=12, **how)
+    trained(data, tmp_path / "run", steps=7, **how)
+    flags = arguments(data, tmp_path / "run", steps=9, **how)
+    done = longspan(*flags, log=tmp_path / "log", before=OTHER_PRESET)
+    assert done.status == 0, done.stderr
+    done = longspan("train", "--out", tmp_path / "run", "--steps", "12", log=tmp_path / "log", before=OTHER_PRESET)
+    assert done.status == 0, done.stderr
+    losses = [{r["step"]: r["loss"] for r in records if "loss" in r} for records in (whole, metrics(tmp_path / "run"))]
+    assert losses[0] == losses[1]
+    assert load(tmp_path / "run").config.vocab_size == 263
+    done = longspan(*flags, "--lr", "0.4", log=tmp_path / "log", before=OTHER_PRESET)
+    assert done.status == 2
+    assert "train.lr 0.004 → 0.4" in done.stderr
+    (tmp_path / "run/run.json").write_text("{")
+    done = longspan("train", "--out", tmp_path / "run", log=tmp_path / "log")
+    assert done.status == 2
+    assert "run.json is damaged: give all settings of the run again, --data among them" in done.stderr
+
+
+def test_minutes_replace_the_steps_of_a_run(base: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(base, run)
+    done = longspan("train", "--out", run, "--minutes", "0.0001", log=tmp_path / "log")
+    assert done.status == 0, done.stderr
+    assert json.loads((run / "run.json").read_text())["settings"]["train"]["steps"] is None
+    done = longspan("train", "--out", run, "--steps", "14", log=tmp_path / "log")
+    assert json.loads((run / "run.json").read_text())["settings"]["train"]["minutes"] is None
 
 
 def test_a_run_is_loaded_by_its_folder(base: Path) -> None:

@@ -160,7 +160,7 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_contains_a_model_and_no_temporary_files(finished: Path) -> None:
     assert load(finished / "checkpoint").config.dim == 24
-    names = {"checkpoint", "checkpoint-previous", "data", "metrics.jsonl", "run.json", "samples.jsonl"}
+    names = {"checkpoint", "checkpoint-previous", "config.json", "data", "metrics.jsonl", "run.json", "samples.jsonl"}
     assert {p.name for p in finished.iterdir()} == names
 
 
