@@ -306,7 +306,8 @@ def saved_settings(given: Mapping[str, Any]) -> Settings | None:
     """Return the settings of the run in `out` that is resumed, with given changes; None if a run starts.
 
     Without `data` the settings are those of the run. With it, a run that has a checkpoint is resumed: what is not given
-    is as in the run, even where the defaults are others now, and what is given is compared with the checkpoint later.
+    is as in the run, even where the defaults are others now, but for what belongs to a machine; what is given is
+    compared with the checkpoint later.
 
     Raises:
         ValueError: `run.json` is damaged, or a field of the model has another value than in the run.
@@ -323,6 +324,8 @@ def saved_settings(given: Mapping[str, Any]) -> Settings | None:
         if given.get("data"):
             return None  # The checkpoint has the settings too, and a damaged file is written again.
         raise ValueError(f"{path} is damaged: give all settings of the run again, --data among them") from None
+    if given.get("data"):
+        values = {name: value for name, value in values.items() if name not in ("device", "mesh", "compile")}
     fields, model = _model_fields(given), copy.deepcopy(before)
     _set_fields(model, fields)
     if not given.get("data") and json.dumps(ModelConfig.from_dict(model).to_dict()) != json.dumps(before):
