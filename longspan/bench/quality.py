@@ -187,7 +187,7 @@ class QualitySubject(Subject):
         logger, started = _logger(wait, case.device), time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             settings = resolve(self._flags(case, Path(folder)))
-            trainer = Trainer(settings, logger, make_accelerator(settings.train))
+            trainer = Trainer(settings, logger, make_accelerator(settings.train.device, settings.train.precision))
             score = trainer.run()
         last = next(record for record in reversed(logger.records) if "loss" in record)
         metrics = {

@@ -169,7 +169,7 @@ def _train(settings: Settings) -> None:
     from longspan.train.setup import check_equal, in_every_process, main_process_first, make_accelerator, make_mesh
 
     run = Path(settings.train.out)
-    accelerator = make_accelerator(settings.train)
+    accelerator = make_accelerator(settings.train.device, settings.train.precision)
     check_equal(accelerator, {"train": vars(settings.train), "model": settings.model}, "settings")
     mesh = in_every_process(accelerator, lambda: make_mesh(settings.train, accelerator))
     main = accelerator.is_main_process
@@ -218,7 +218,7 @@ def _dry_run(settings: Settings) -> None:
     from longspan.train.setup import make_accelerator, make_mesh
     from longspan.train.trainer import Trainer
 
-    accelerator = make_accelerator(settings.train)
+    accelerator = make_accelerator(settings.train.device, settings.train.precision)
     mesh = make_mesh(settings.train, accelerator)
     with tempfile.TemporaryDirectory() as folder:
         for text in estimate(Trainer(settings, Logger(), accelerator, mesh, Path(folder) / "data")):

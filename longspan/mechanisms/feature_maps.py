@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from longspan.ops.hedgehog import hedgehog_features
 from longspan.ops.linear.torch import FAVOR_LARGEST, MAPS, favor_projection
 from longspan.protocol import FeatureMap
 
@@ -207,17 +208,10 @@ class Hedgehog(FeatureMap):
         return 2 * head_dim
 
     def query(self, q: Tensor) -> Tensor:
-        return _hedgehog(q, self.query_weight)
+        return hedgehog_features(q, self.query_weight)
 
     def key(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        return _hedgehog(k, self.key_weight), None
-
-
-def _hedgehog(x: Tensor, weight: Tensor) -> Tensor:
-    """Map x (B, T, heads, D) by a weight (heads, D, D) to (B, T, heads, 2·D)."""
-    with torch.autocast("cuda", enabled=False):  # Exponentials of rounded logits would be inexact.
-        projected = torch.einsum("bthd,hfd->bthf", x, weight.to(x.dtype))
-    return torch.cat([projected.softmax(-1), (-projected).softmax(-1)], -1)
+        return hedgehog_features(k, self.key_weight), None
 
 
 FEATURE_MAPS: dict[str, type[FusedMap]] = {"elu": Elu, "relu": Relu, "identity": Identity, "softmax": Softmax}

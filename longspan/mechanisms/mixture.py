@@ -14,7 +14,8 @@ from longspan.mechanisms.linear import LinearAttention, LinearState
 from longspan.mechanisms.local import LocalAttention, LocalState
 from longspan.mechanisms.split import SplitState
 from longspan.ops.gated import gated_linear
-from longspan.ops.linear import accumulate, attend_sums, causal_linear, sum_dtype
+from longspan.ops.linear import Sums, accumulate, attend_sums, causal_linear, sum_dtype
+from longspan.ops.linear.torch import safe_divide
 from longspan.ops.window import BLIND, Window, window_attention_with_lse
 from longspan.protocol import Mechanism, State
 
@@ -237,14 +238,18 @@ class MixtureAttention(Mechanism):
         score, dtype = self._mix(q), sum_dtype(q)
         if isinstance(memory, LinearState):
             assert isinstance(self.memory, LinearAttention)
-            query = self.memory._query(q.to(dtype))
-            f, _, v = self.memory._keys(k, v, visible, dtype)
-            narrow = q.dtype if q.is_cuda else dtype  # The kernels are fastest in half precision.
-            out, sums = causal_linear(query.to(narrow), f.to(narrow), v.to(narrow), sums=memory.sums)
-            z = memory.z[:, None] + f.cumsum(1)  # (B, T, Hkv, M)
-            mass = (query.unflatten(2, (self.num_kv_heads, -1)) * z[:, :, :, None]).sum(-1).flatten(2)
+            narrow = _kernel_dtype(q)
+            query = self.memory._query(q.to(narrow))
+            f, _, v = self.memory._keys(k, v, visible, narrow)
+            # A last column of ones, whose result is the normalizer.
+            before = Sums(torch.cat([memory.kv, memory.z[..., None]], -1), memory.z, memory.shift)
+            v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+            out, sums = causal_linear(query, f, v, sums=before, normalize=False)
+            out = out.to(dtype)
+            mass = out[..., -1]
             score = (score + _log(mass)).masked_fill(mass <= 0, BLIND)
-            return out.to(dtype), score, replace(memory, kv=sums.kv, z=sums.z, shift=sums.shift)
+            memory = replace(memory, kv=sums.kv[..., :-1], z=sums.kv[..., -1], shift=sums.shift)
+            return safe_divide(out[..., :-1], mass[..., None]), score, memory
         seen = torch.ones_like(k[:, :, 0, 0], dtype=torch.bool) if visible is None else visible
         seen = seen.cumsum(1) > 0
         seen = seen if remembers is None else seen | remembers[:, None]
@@ -270,8 +275,7 @@ class MixtureAttention(Mechanism):
             k, v = (x.masked_fill(~visible[:, :, None, None], 0) for x in (k, v))
         log_decay, beta = self.memory._visible_gates(gates, k, visible)
         contents, values = self.memory._with_transition(memory, v)
-        # What is read may exceed the range of float16 before it is normalized.
-        dtype = torch.bfloat16 if q.is_cuda and q.dtype == torch.bfloat16 else sum_dtype(q)
+        dtype = _kernel_dtype(q)
         keys = self.memory._keys(k)
         queries = self.memory._keys(q) if q.shape[2] == self.num_heads else keys
         out, contents = gated_linear(
@@ -329,6 +333,11 @@ def _join(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Return the mean of outputs (B, T, H, E), weighted by exp of their scores (B, T, H); zero if all are `BLIND`."""
     weights = torch.stack([score for _, score in parts]).softmax(0)
     return (weights[..., None] * torch.stack([out for out, _ in parts])).sum(0)
+
+
+def _kernel_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype for the kernels, fastest in bfloat16; float16 has too small a range before normalizing."""
+    return torch.bfloat16 if x.is_cuda and x.dtype == torch.bfloat16 else sum_dtype(x)
 
 
 def _log(mass: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -46,6 +46,11 @@ def register_methods(wrapped: Any) -> None:
             register_fsdp_forward_method(wrapped, name)
 
 
+def is_sharded(x: Tensor) -> bool:
+    """Return whether a tensor is divided among processes."""
+    return isinstance(x, DTensor)
+
+
 def local_part(x: Tensor) -> Tensor:
     """Return the shard of a tensor in this process; a tensor that is not sharded as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
@@ -61,12 +66,12 @@ def gather_model(objective: Objective) -> LanguageModel | Classifier:
     return model
 
 
-def gather_optimizer(objective: Objective, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def gather_optimizer(objective: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the optimizer state by parameter name in the main process. Every process must call this."""
     return dict(get_optimizer_state_dict(objective, optimizer, options=_FULL))
 
 
-def load_optimizer(objective: Objective, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def load_optimizer(objective: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load the state that `gather_optimizer` or the optimizer itself returned; each process keeps its shard."""
     names = {id(p): name for name, p in objective.named_parameters()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]

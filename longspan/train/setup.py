@@ -65,24 +65,23 @@ class RedrawSchedule:
         return redrawn
 
 
-def make_accelerator(train: TrainConfig) -> Accelerator:
+def make_accelerator(device: str, precision: str) -> Accelerator:
     """Create the accelerator for --device and --precision.
 
     Raises:
         ValueError: The device is not available, or does not support the precision.
     """
     launched = int(os.environ.get("WORLD_SIZE", 1))
-    cpu = train.device == "cpu" or (train.device == "auto" and launched > 1 and not _has_distributed_accelerator())
-    if train.device == "cuda" and not torch.cuda.is_available():
+    cpu = device == "cpu" or (device == "auto" and launched > 1 and not _has_distributed_accelerator())
+    if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: no CUDA device is available; remove --device, or use --device cpu")
-    if train.device == "mps" and not torch.backends.mps.is_available():
+    if device == "mps" and not torch.backends.mps.is_available():
         raise ValueError("--device mps: MPS is not available; remove --device, or use --device cpu")
-    if train.device == "mps" and launched > 1:
+    if device == "mps" and launched > 1:
         raise ValueError(f"--device mps runs one process, and {launched} were started: use --device cpu")
     gpu = torch.cuda.is_available() and not cpu
     if launched > 1 and "TORCHELASTIC_RESTART_COUNT" in os.environ and (cpu or gpu):
         init_process_group("nccl" if gpu else "gloo")
-    precision = train.precision
     if precision == "auto" and "ACCELERATE_MIXED_PRECISION" in os.environ:
         return Accelerator(cpu=cpu)  # `accelerate launch` has set the precision.
     if precision == "auto":

@@ -3,10 +3,12 @@
 import copy
 import json
 import math
+import shutil
 import struct
 
 import pytest
 import torch
+from training import ranks
 
 pytest.importorskip("transformers")
 
@@ -44,6 +46,7 @@ from longspan.models.transformer import LanguageModel
 from longspan.train.linearize.config import LinearizeConfig
 from longspan.train.linearize.data import Windows, mask_tokens, next_tokens
 from longspan.train.linearize.evaluation import losses_by_position, perplexity
+from longspan.train.linearize.processes import Processes
 from longspan.train.linearize.runner import LinearizeRun, _even, linearize
 from longspan.train.linearize.stages import AttentionTransfer, Distillation
 from longspan.train.linearize.student import (
@@ -322,7 +325,7 @@ def test_the_losses_of_transfer():
     x = block.input_layernorm(hidden[1])
     target = block.self_attn(x, position_embeddings=rotary, attention_mask=None)[0]
     found = student.model.layers[1].self_attn(x, position_embeddings=rotary)[0]
-    expected = (found - target).square().mean() / target.square().mean()
+    expected = ((found - target).square().mean((1, 2)) / target.square().mean((1, 2))).mean()
     generator = torch.Generator().manual_seed(0)
     plain = AttentionTransfer(teacher, student, 0.0).backward(tokens, 1.0, generator)
     torch.testing.assert_close(plain[1], expected.detach())
@@ -403,7 +406,7 @@ def test_memory_bounds_the_batch(teacher, text, tmp_path):
     for other in ("parts", "recomputed"):
         for ours, theirs in zip(logged[other], logged["whole"], strict=True):
             for name in {"transfer_loss", "divergence", "text_loss", "eval_loss"} & set(theirs):
-                assert ours[name] == pytest.approx(theirs[name], rel=0.02)
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-3)
     with pytest.raises(
         ValueError, match=r"--memory-gb 1e-06 is too little for one sequence of 48 tokens: use --memory"
     ):
@@ -509,7 +512,69 @@ def test_a_tokenizer_that_does_not_fit(tmp_path, text):
         linearize(settings(tmp_path / "sliding", text, tmp_path / "run"))
 
 
-def test_several_processes_are_refused(teacher, text, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="runs in one process"):
-        linearize(settings(teacher, text, tmp_path / "run"))
+STOP = """
+from longspan.train.linearize.processes import Processes
+from longspan.train.linearize.runner import LinearizeRun
+step = LinearizeRun._gradients
+def signalled(self, stage, tokens, micro):
+    self.signals.received = 15 * (stage == "distill" and self.step == 1 and self.processes.rank == 1)
+    return step(self, stage, tokens, micro)
+LinearizeRun._gradients = signalled
+"""
+
+
+def flags(given):
+    words = {"model": given.model, "data": given.data[0], "out": given.out, "mechanism": json.dumps(given.mechanism)}
+    names = ("transfer_steps", "distill_steps", "long_steps", "context", "long_context", "batch_size", "eval_tokens")
+    words |= {n: getattr(given, n) for n in (*names, "held_out", "report", "device", "train", "memory_gb")}
+    return ["linearize", *(str(word) for n, x in words.items() for word in (f"--{n.replace('_', '-')}", x))]
+
+
+def assert_same_weights(found, expected):
+    one, two = weights(expected), weights(found)
+    for name, x in one.items():
+        torch.testing.assert_close(two[name], x, rtol=1e-3, atol=1e-5)
+
+
+def test_several_processes(teacher, text, tmp_path):
+    """Weights sharded over two processes are those of one process."""
+    changes = {"batch_size": 4, "transfer_steps": 2, "distill_steps": 2}
+    expected = run(teacher, text, tmp_path / "one", **changes)
+    done = ranks(2, flags(settings(teacher, text, tmp_path / "two", **changes)), tmp_path / "log")
+    assert [result.status for result in done] == [0, 0], done
+    assert done[1].stderr == ""
+    found = read_records(tmp_path / "two" / "metrics.jsonl")
+    assert [(r["stage"], r["step"], r["tokens"]) for r in found] == [
+        (r["stage"], r["step"], r["tokens"]) for r in expected
+    ]
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in {"transfer_loss", "divergence", "text_loss", "eval_loss"} & set(theirs):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
+    assert_same_weights(tmp_path / "two", tmp_path / "one")
+    assert json.loads((tmp_path / "two" / "run.json").read_text())["processes"] == 2
+    assert "perplexity" in (tmp_path / "two" / "report.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", ["all", "lora"])
+def test_several_processes_resume(train, teacher, text, tmp_path):
+    """Stopped by a signal to one of them, they continue together, or in one process."""
+    changes = {"batch_size": 4, "transfer_steps": 3, "distill_steps": 3, "long_steps": 2, "long_context": 96}
+    changes["train"] = train
+    run(teacher, text, tmp_path / "one", **changes)
+    words = flags(settings(teacher, text, tmp_path / "two", **changes))
+    stopped = ranks(2, words, tmp_path / "log", before=STOP)
+    assert [result.status for result in stopped] == [143, 143], stopped
+    shutil.copytree(tmp_path / "two", tmp_path / "alone")
+    done = ranks(2, words, tmp_path / "again")
+    assert [result.status for result in done] == [0, 0], done
+    run(teacher, text, tmp_path / "alone", **changes)
+    for name in ("two", "alone"):
+        assert_same_weights(tmp_path / name, tmp_path / "one")
+
+
+def test_batches_that_processes_cannot_share(teacher, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(Processes, "number", 2)
+    with pytest.raises(ValueError, match="--batch-size 3 cannot be divided among 2 processes: use a multiple"):
+        linearize(settings(teacher, text, tmp_path / "run", batch_size=3))
+    assert not (tmp_path / "run").exists()

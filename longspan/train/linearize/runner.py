@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
-import os
 import shutil
 import tempfile
 import time
@@ -23,12 +23,15 @@ from longspan.hf.native import to_language_model, why_not_native
 from longspan.models.adapter import ADAPTER, ADAPTER_CONFIG
 from longspan.models.checkpoint import LAST, replace_folder, verify_checksums, write_checksums
 from longspan.models.checkpoint import write as write_model
+from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.config import differences
 from longspan.train.data.batches import derive_seed
 from longspan.train.data.token_store import TokenStore
+from longspan.train.fsdp import gather_optimizer, is_sharded, load_optimizer
 from longspan.train.linearize.config import FREE, STAGES, LinearizeConfig
 from longspan.train.linearize.data import Windows, concatenated, mask_tokens, next_tokens, read_texts
 from longspan.train.linearize.evaluation import evaluate, perplexity
+from longspan.train.linearize.processes import Processes, whole_tensors
 from longspan.train.linearize.stages import AttentionTransfer, Distillation
 from longspan.train.linearize.student import (
     add_adapters,
@@ -40,9 +43,9 @@ from longspan.train.linearize.student import (
 )
 from longspan.train.linearize.teacher import Teacher, load_teacher
 from longspan.train.loggers import Logger, Record, RunLogger, format_duration, memory_used, truncate_records
-from longspan.train.run_folder import DATA, RUN, locked
+from longspan.train.run_folder import DATA, RUN, check_shared, cleaned, locked
 from longspan.train.signals import SignalHandler, StoppedError
-from longspan.utils import choose_device, write_atomically
+from longspan.utils import write_atomically
 
 RESUME, STUDENT, TRAINING, REPORT = "resume", "student.safetensors", "training.pt", "report.html"
 LOG_STEPS = 10
@@ -55,29 +58,47 @@ def linearize(settings: LinearizeConfig) -> None:
         ValueError: The model, the data or the settings are wrong; nothing was written.
         StoppedError: A signal ended the run, which can be resumed.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("longspan linearize runs in one process: start it without torchrun or accelerate launch")
-    device = choose_device(settings.device)
-    teacher = load_teacher(settings.model)
+    processes = Processes(settings.device)
+    processes.check_equal(vars(settings), "settings")
+    if settings.batch_size % processes.number:
+        raise ValueError(
+            f"--batch-size {settings.batch_size} cannot be divided among {processes.number} processes: use a multiple"
+        )
+    teacher = processes.in_every(lambda: load_teacher(settings.model))
     torch.manual_seed(settings.seed)
     student = build_student(teacher.model, settings.mechanism, settings.keep_layers)
-    logger = RunLogger(settings.out, tensorboard=settings.tensorboard and not settings.dry_run)
+    tensorboard = settings.tensorboard and not settings.dry_run
+    logger = RunLogger(settings.out, tensorboard=tensorboard) if processes.main else Logger()
     with ExitStack() as stack:
         stack.callback(logger.close)
-        if settings.dry_run:
-            out = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        else:
-            stack.enter_context(locked(settings.out, logger.info))
-            out = settings.out
-        tokenizer = out / DATA / TOKENIZER
-        tokenizer.parent.mkdir(parents=True, exist_ok=True)
-        teacher.tokenizer.save_pretrained(tokenizer.parent)
-        store = read_texts(settings, tokenizer, out / DATA / "tokens", logger)
-        run = LinearizeRun(settings, out, teacher, student, store, logger, device)
+        out = processes.main_first(lambda: _open_folder(settings, processes, stack, logger))
+        store = processes.main_first(lambda: _read(settings, teacher, out, processes, logger))
+        run = LinearizeRun(settings, out, teacher, student, store, logger, processes)
         for line in run.describe():
             logger.info(line)
         if not settings.dry_run:
             run.run()
+    processes.end()
+
+
+def _open_folder(settings: LinearizeConfig, processes: Processes, stack: ExitStack, logger: Logger) -> Path:
+    """Return the folder to write to, locked by the main process; for a dry run a temporary one of each process."""
+    if settings.dry_run:
+        return Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    if processes.main:
+        stack.enter_context(locked(settings.out, logger.info))
+    else:
+        check_shared(settings.out, main=False)
+        stack.enter_context(cleaned(settings.out))
+    return settings.out
+
+
+def _read(settings: LinearizeConfig, teacher: Teacher, out: Path, processes: Processes, logger: Logger) -> TokenStore:
+    tokenizer = out / DATA / TOKENIZER
+    if processes.main or settings.dry_run:
+        tokenizer.parent.mkdir(parents=True, exist_ok=True)
+        teacher.tokenizer.save_pretrained(tokenizer.parent)
+    return read_texts(settings, tokenizer, out / DATA / "tokens", logger)
 
 
 class LinearizeRun:
@@ -90,7 +111,7 @@ class LinearizeRun:
         student: The student, new.
         store: The text.
         logger: Receives messages and metrics.
-        device: Where both models run.
+        processes: Those that run together, and their devices.
     """
 
     def __init__(
@@ -101,17 +122,28 @@ class LinearizeRun:
         student: Any,
         store: TokenStore,
         logger: Logger,
-        device: torch.device,
+        processes: Processes,
     ) -> None:
-        self.settings, self.out, self.logger, self.device = settings, out, logger, device
-        self.teacher, self.student, self.encoder = teacher, student.to(device), teacher.encoder
-        teacher.model.to(device)
+        self.settings, self.out, self.logger = settings, out, logger
+        self.processes, self.device = processes, processes.device
+        self.teacher, self.encoder = teacher, teacher.encoder
+        # Models in one piece on the CPU, for the report, where those in use are sharded.
+        self.whole: dict[str, Any] = {}
+        self.student = student.to(self.device)
+        self._place("teacher", teacher.model)
         self.text, self.held_out = concatenated(store, store.train), concatenated(store, store.held_out)
         self.store, self.signals = store, SignalHandler()
         # What a checkpoint holds beside the student's weights and the optimizer.
         self.stage, self.step = 0, 0
         self.seconds, self.tokens = dict.fromkeys(STAGES, 0.0), dict.fromkeys(STAGES, 0)
         self.teacher_perplexity: float | None = None
+
+    def _place(self, name: str, model: Any) -> None:
+        """Move a model to the device; where there are several processes, shard it, and store it in the main one."""
+        if self.processes.number > 1:
+            self.whole[name] = copy.deepcopy(model).cpu() if self.processes.main else None
+            self.processes.shard_layers(model.to(self.device))
+        model.to(self.device)
 
     def describe(self) -> Iterator[str]:
         """Yield lines about the models, the data and the stages."""
@@ -144,7 +176,8 @@ class LinearizeRun:
         if (self.out / RUN).exists() and not (self.out / RESUME).exists() and (self.out / LAST).exists():
             self.logger.info(f"{self.out} is complete: {self.out / LAST} is the model")
             return
-        self._write_metadata()
+        if self.processes.main:
+            self._write_metadata()
         with self.signals.installed():
             state = self._load()
             resumed = self.stage
@@ -160,23 +193,25 @@ class LinearizeRun:
             self.stage, self.step = index, 0
         parameters = self._trainable(stage)
         lr = settings.transfer_lr if stage == "transfer" else settings.lr
-        optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        optimizer = torch.optim.AdamW(_groups(parameters), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         if optimizer_state is not None:
-            optimizer.load_state_dict(optimizer_state)
+            load_optimizer(self.student, optimizer, optimizer_state)
         rows, context = self._shape(stage)
         windows = Windows(self.text, context, derive_seed(settings.seed, index))
         micro, recompute = self._micro_batch(stage)
         if recompute:
             self.student.gradient_checkpointing_enable({"use_reentrant": False})
             self.student.train()  # transformers recomputes in training mode only; no layer drops out
-        losses, saved = _Mean(), time.perf_counter()
-        while (done := self._progress(stage)) < 1:
+        losses, saved = _Mean(self.processes), time.perf_counter()
+        (done,) = self.processes.largest(self._progress(stage))
+        while done < 1:
             for group in optimizer.param_groups:
                 group["lr"] = lr * min(1.0, (self.step + 1) / 20) * (1 - done)
             begun = time.perf_counter()
             tokens = windows.batch(self.step * rows, rows)
             losses.add(self._gradients(stage, tokens, micro))
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            self.processes.average_gradients(parameters)
+            self.processes.clip_gradients(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             self.step += 1
@@ -186,14 +221,13 @@ class LinearizeRun:
             self.seconds[stage] += time.perf_counter() - begun
             if taken is not None:
                 self._log(stage, taken)
-            if self.signals.received:
-                self._save(optimizer)
-                raise StoppedError(
-                    f"stopped by a signal: the same command resumes {self.out}", 128 + self.signals.received
-                )
-            if time.perf_counter() - saved > 60 * settings.save_minutes:
+            late = time.perf_counter() - saved > 60 * settings.save_minutes
+            done, signal, due = self.processes.largest(self._progress(stage), self.signals.received, late)
+            if signal or due:
                 self._save(optimizer)
                 saved = time.perf_counter()
+            if signal:
+                raise StoppedError(f"stopped by a signal: the same command resumes {self.out}", 128 + int(signal))
         self.student.eval()
         if recompute:
             self.student.gradient_checkpointing_disable()
@@ -202,25 +236,26 @@ class LinearizeRun:
         self._save(None)
 
     def _gradients(self, stage: str, tokens: Tensor, micro: int) -> Tensor:
-        """Compute the gradients of a step, a few sequences at a time; return its losses."""
-        total: Tensor | None = None
-        seed = derive_seed(self.settings.seed, self.stage, self.step)
-        generator = torch.Generator(self.device).manual_seed(seed)
-        for number, part in enumerate(tokens.split(micro)):
-            share = len(part) / len(tokens)
+        """Compute the gradients of this process's part of a step, a few sequences at a time; return its losses."""
+        seed, total = derive_seed(self.settings.seed, self.stage, self.step), torch.zeros(1, device=self.device)
+        inputs, targets = tokens, next_tokens(tokens)
+        if self.encoder and stage != "transfer":
+            mask = self.teacher.tokenizer.mask_token_id
+            inputs, targets = mask_tokens(tokens, mask, self.settings.mask_rate, seed)
+        known = int((targets != IGNORE_INDEX).sum()) / len(tokens)
+        parts = zip(*(self.processes.part(x).split(micro) for x in (inputs, targets)), strict=True)
+        for part, target in parts:
+            share = len(part) * self.processes.number / len(tokens)
             with self._autocast():
                 if stage == "transfer":
                     transfer = AttentionTransfer(self.teacher.model, self.student, self.settings.attention_rows)
+                    generator = torch.Generator(self.device).manual_seed(seed)
                     found = transfer.backward(part.to(self.device), share, generator).mean()[None]
                 else:
-                    inputs, targets = part, next_tokens(part)
-                    if self.encoder:
-                        mask = self.teacher.tokenizer.mask_token_id
-                        inputs, targets = mask_tokens(part, mask, self.settings.mask_rate, seed + number)
                     distillation = Distillation(self.teacher.model, self.student, self.settings.next_token)
-                    found = distillation.backward(inputs.to(self.device), targets.to(self.device), share)
-            total = share * found if total is None else total + share * found
-        assert total is not None
+                    given = part.to(self.device), target.to(self.device)
+                    found = distillation.backward(*given, share, max(1e-9, known * len(part)))
+            total = total + share * found
         return total
 
     def _trainable(self, stage: str) -> list[torch.nn.Parameter]:
@@ -238,6 +273,9 @@ class LinearizeRun:
             chosen = [*adapters, *added_parameters(self.student).values()]
         for parameter in chosen:
             parameter.requires_grad_(True)
+        if self.processes.number > 1 and stage != "transfer" and "student" not in self.whole:
+            self._place("student", self.student)
+            chosen = [x for x in self.student.parameters() if x.requires_grad]
         if not chosen:
             raise ValueError(
                 f"the mechanism {self.settings.mechanism!r} adds no parameters, so that there is nothing to train in "
@@ -250,7 +288,8 @@ class LinearizeRun:
         settings = self.settings
         if stage != "long":
             return settings.batch_size, settings.context
-        return max(1, settings.batch_size * settings.context // settings.long_context), settings.long_context
+        each = settings.batch_size * settings.context // (settings.long_context * self.processes.number)
+        return max(1, each) * self.processes.number, settings.long_context
 
     def _share(self, stage: str) -> float:
         """Return the minutes of a stage, its share of --minutes."""
@@ -266,6 +305,7 @@ class LinearizeRun:
     def _micro_batch(self, stage: str) -> tuple[int, bool]:
         """Return how many sequences fit into --memory-gb at a time, and whether activations must be recomputed."""
         rows, context = self._shape(stage)
+        rows //= self.processes.number
         config = self.student.config.get_text_config()
         depth, width = config.num_hidden_layers, config.hidden_size
         inner = getattr(config, "intermediate_size", None) or 4 * width
@@ -347,6 +387,7 @@ class LinearizeRun:
             "data": {name: self.store.metadata.get(name) for name in ("sha256", "tokens", "bytes")},
             "parameters": sum(x.numel() for x in self.student.parameters()),
             "device": str(self.device),
+            "processes": self.processes.number,
             "precision": "bf16" if self.device.type == "cuda" else "fp32",
         }
         write_atomically(self.out / RUN, json.dumps(metadata, indent=1) + "\n")
@@ -355,13 +396,11 @@ class LinearizeRun:
         """Write what the run is resumed from; if this fails, or the process is killed, the last one remains."""
         training = {"stage": self.stage, "step": self.step, "seconds": self.seconds, "tokens": self.tokens}
         training["total_steps"] = self._total_steps()
-        training["optimizer"] = None if optimizer is None else optimizer.state_dict()
+        training["optimizer"] = None if optimizer is None else gather_optimizer(self.student, optimizer)
+        tensors = whole_tensors(self.student)
+        if not self.processes.main:
+            return
         with replace_folder(self.out / RESUME, (STUDENT, TRAINING, "SHA256SUMS"), mark=TRAINING) as partial:
-            tensors, seen = {}, set()
-            for name, x in self.student.state_dict(keep_vars=True).items():
-                if id(x) not in seen:  # Tied weights are stored once.
-                    seen.add(id(x))
-                    tensors[name] = x.detach().cpu().contiguous()
             save_file(tensors, partial / STUDENT)
             torch.save(training, partial / TRAINING)
             write_checksums(partial)
@@ -379,13 +418,22 @@ class LinearizeRun:
         self.student.load_state_dict(tensors, strict=False)
         self.stage, self.step = training["stage"], training["step"]
         self.seconds, self.tokens = training["seconds"], training["tokens"]
-        truncate_records(self.out, training["total_steps"])
+        if self.processes.main:
+            truncate_records(self.out, training["total_steps"])
         where = "the end" if self.stage == len(STAGES) else f"step {self.step} of {STAGES[self.stage]}"
         self.logger.info(f"resumed at {where}")
         return training["optimizer"]
 
     def _finish(self) -> None:
         """Write the model and the report, then remove what the run was resumed from."""
+        tensors = whole_tensors(self.student) if "student" in self.whole else {}
+        if not self.processes.main:
+            return
+        if self.processes.number > 1:
+            self.teacher = self.teacher._replace(model=self.whole["teacher"].to(self.device))
+        if tensors:
+            self.student = self.whole["student"].to(self.device)
+            self.student.load_state_dict(tensors, strict=False)
         self.student.eval().requires_grad_(False)
         if self.settings.adapters == "separate" and self.settings.distill_steps + self.settings.long_steps:
             with replace_folder(self.out / "adapter", (ADAPTER, ADAPTER_CONFIG), what="an adapter") as partial:
@@ -433,15 +481,22 @@ class LinearizeRun:
         return results
 
 
+def _groups(parameters: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
+    """Return sharded parameters and others as groups of an optimizer, which does not update both kinds at once."""
+    kinds = ([x for x in parameters if is_sharded(x) is sharded] for sharded in (False, True))
+    return [{"params": kind} for kind in kinds if kind]
+
+
 def _even(rows: int, most: int) -> int:
     """Return the size of the fewest parts of at most `most` rows, about equal."""
     return -(-rows // -(-rows // most))
 
 
 class _Mean:
-    """The mean of the losses since it was last taken."""
+    """The mean of the losses since it was last taken, over all processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, processes: Processes) -> None:
+        self.processes = processes
         self.total: Tensor | None = None
         self.count = 0
 
@@ -450,6 +505,6 @@ class _Mean:
 
     def take(self) -> list[float]:
         assert self.total is not None
-        found: list[float] = (self.total / self.count).tolist()
+        found: list[float] = self.processes.mean(self.total / self.count).tolist()
         self.total, self.count = None, 0
         return found

@@ -22,9 +22,9 @@ class AttentionTransfer:
     """The first stage: replaced layers learn, all at once, to reproduce the teacher's layers from the same inputs.
 
     The teacher runs once. As soon as a layer of it has computed its output, the student's layer does, and its loss is
-    differentiated: the activations of one layer are in memory at a time. The loss is the squared error of the output,
-    relative to its square, and that of the attention weights, estimated without computing them: the difference of two
-    sets of weights, applied to random values, has on average the square of their difference.
+    differentiated: the activations of one layer are in memory at a time. The loss is the squared error of a sequence's
+    output, relative to its square, and that of the attention weights, estimated without computing them: the difference
+    of two sets of weights, applied to random values, has on average the square of their difference.
 
     Args:
         teacher: The teacher.
@@ -79,7 +79,8 @@ def _has_rows(layer: SwappedAttention) -> bool:
 def _rows_error(layer: SwappedAttention, args: Any, kwargs: dict[str, Any], generator: torch.Generator) -> Tensor:
     hidden = args[0] if args else kwargs["hidden_states"]
     q, k, v = layer.heads(hidden, kwargs.get("position_embeddings"))
-    values = torch.randn(v.shape, generator=generator, device=v.device).to(v)
+    # The same for all sequences, so that the loss does not depend on how a batch is divided.
+    values = torch.randn(v[:1].shape, generator=generator, device=v.device).to(v).expand_as(v)
     found = layer.mechanism(q, k, values, causal=layer.causal)
     with torch.no_grad():
         queries, keys, randoms = (x.transpose(1, 2) for x in (q, k, values))
@@ -91,8 +92,9 @@ def _rows_error(layer: SwappedAttention, args: Any, kwargs: dict[str, Any], gene
 
 
 def _relative_error(found: Tensor, target: Tensor) -> Tensor:
-    found, target = found.float(), target.detach().float()
-    return (found - target).square().mean() / target.square().mean().clamp(min=1e-12)
+    """Return the squared error of each sequence (B, ...) relative to its square, averaged over sequences."""
+    found, target = found.float().flatten(1), target.detach().float().flatten(1)
+    return ((found - target).square().mean(1) / target.square().mean(1).clamp(min=1e-12)).mean()
 
 
 class Distillation:
@@ -107,18 +109,19 @@ class Distillation:
     def __init__(self, teacher: Any, student: Any, next_token: float) -> None:
         self.teacher, self.student, self.next_token = teacher, student, next_token
 
-    def backward(self, tokens: Tensor, targets: Tensor, share: float) -> Tensor:
+    def backward(self, tokens: Tensor, targets: Tensor, share: float, known: float | None = None) -> Tensor:
         """Add the gradients of a batch (B, T), multiplied by `share`; return the mean divergence and text loss.
 
         Args:
             tokens: The inputs.
             targets: The text's token at each output, IGNORE_INDEX where there is none.
             share: Factor of the gradients.
+            known: By which the loss of the text is divided; the number of targets unless given.
         """
         with torch.no_grad():
             theirs = self.teacher.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         ours = self.student.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        number, known = targets.numel(), (targets != IGNORE_INDEX).sum().clamp(min=1)
+        number, known = targets.numel(), known or max(1, int((targets != IGNORE_INDEX).sum()))
         leaf = ours.detach().requires_grad_()
         total = torch.zeros(2, device=tokens.device)
         chunks = (x.flatten(0, 1).split(LOGITS_CHUNK) for x in (leaf, theirs, targets[..., None]))
