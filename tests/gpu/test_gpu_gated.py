@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -25,7 +26,7 @@ CASES = [
     Case(T=517, B=1, H=2, Hkv=1, D=128, E=64, decay=None),
     Case(T=517, B=1, H=6, Hkv=2, D=70, E=40, decay=None, beta=False),
     Case(T=517, D=64, E=64, strided=True, strength=2.0),
-    Case(T=1031, D=64, E=64, forgets=(-104.0, -20.0, 0.0)),
+    Case(T=1031, D=64, E=64, forgets=(-math.inf, -1e30, -104.0, -20.0, 0.0)),
     Case(T=1024, B=1, D=128, E=128, forgets=(-104.0, -20.0, 0.0), state=False),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -15,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 Channel = partial(Case, decay="channel")
-EXTREMES = (-104.0, -20.0, 0.0)
+EXTREMES = (-math.inf, -1e30, -104.0, -20.0, 0.0)
 CASES = [
     *(Channel(T=T, D=16, E=16) for T in (2, 63, 64, 65, 129)),
     *(Channel(T=261, B=1, H=2, Hkv=2, D=dim, E=dim) for dim in (32, 64, 128, 256)),
@@ -44,6 +45,14 @@ def test_any_pattern_of_gates(dim: int, delta: bool) -> None:
     which = torch.rand(x.log_decay.shape, device="cuda")
     for share, value in ((0.6, 0.0), (0.4, -20.0), (0.3, -104.0)):
         x.log_decay[which < share] = value
+    check(case, (d_out, d_state, x), torch.bfloat16)
+
+
+@deltas
+def test_large_queries_of_one_head_of_a_group(delta: bool) -> None:
+    case = Channel(T=129, H=2, Hkv=1, D=64, E=64, strength=0.8, delta=delta)
+    d_out, d_state, x = arguments(case, torch.bfloat16, "cuda")
+    x.q[:, :, 1] *= 1e25
     check(case, (d_out, d_state, x), torch.bfloat16)
 
 

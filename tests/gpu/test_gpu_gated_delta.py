@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -23,7 +24,7 @@ CASES = [
     *(replace(DELTA, D=dim, E=dim) for dim in (128, 256)),
     replace(DELTA, T=1031, Hkv=1, E=128, beta=False, state=False),
     replace(DELTA, H=6, D=70, E=40, decay=None),
-    replace(DELTA, strided=True, strength=2.0, forgets=(-104.0, -20.0, 0.0)),
+    replace(DELTA, strided=True, strength=2.0, forgets=(-math.inf, -1e30, -104.0, -20.0, 0.0)),
     replace(DELTA, T=256, B=16, H=8, Hkv=8, state=False),
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from gated_cases import Case, arguments, by_kernels, check
@@ -17,7 +19,7 @@ CASES = [
     Case(T=65, B=1, H=1, Hkv=1, beta=False, state=False, strided=True),
     Case(T=129, B=1, H=2, Hkv=2, decay=None),
     Case(T=67, B=1, H=1, Hkv=1, decay=None, beta=False),
-    Case(T=259, B=1, H=2, Hkv=1, strength=2.0, forgets=(-104.0, -20.0, 0.0)),
+    Case(T=259, B=1, H=2, Hkv=1, strength=2.0, forgets=(-math.inf, -1e30, -104.0, -20.0, 0.0)),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from longspan.ops.common import dispatch
 from longspan.ops.gated import GatedInputs
 
 Channel = partial(Case, decay="channel", B=1, H=1, Hkv=1)
-EXTREMES = (-104.0, -20.0, 0.0)
+EXTREMES = (-math.inf, -1e30, -104.0, -20.0, 0.0)
 CASES = [
     Channel(T=2),
     Channel(T=33, H=2, strength=2.0),
@@ -58,7 +59,7 @@ def test_channels_that_forget_everything_cost_no_digits(delta: bool, dtype: torc
     d_out, d_state, x = arguments(case, dtype, "cpu")
     assert x.log_decay is not None
     which = torch.rand(x.log_decay.shape)
-    for share, value in ((0.6, 0.0), (0.4, -20.0), (0.3, -104.0)):
+    for share, value in ((0.6, 0.0), (0.4, -20.0), (0.3, -104.0), (0.1, -1e30)):
         x.log_decay[which < share] = value
     check(case, (d_out, d_state, x), dtype)
     x.log_decay[:, -1] = -104
@@ -77,6 +78,18 @@ def test_mild_and_strong_gates_in_one_sequence(value: float) -> None:
     d_out, d_state, x = arguments(case, torch.bfloat16, "cpu")
     assert x.log_decay is not None
     x.log_decay[:, 64 if value < -2 else slice(64, 128), :, 1] = value
+    check(case, (d_out, d_state, x), torch.bfloat16)
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+@pytest.mark.parametrize("delta", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_large_queries_of_one_head_of_a_group(delta: bool) -> None:
+    """Queries of 1e25 times a factor above 1 would be infinite."""
+    case = Channel(T=65, H=2, strength=0.8, delta=delta)
+    d_out, d_state, x = arguments(case, torch.bfloat16, "cpu")
+    x.q[:, :, 1] *= 1e25
     check(case, (d_out, d_state, x), torch.bfloat16)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ CASES = [
     replace(DELTA, T=63, H=4, Hkv=2, E=3),
     replace(DELTA, T=65, beta=False, state=False, strided=True),
     replace(DELTA, T=64, H=2, Hkv=2, decay=None),
-    replace(DELTA, T=131, strength=2.0, forgets=(-104.0, -20.0, 0.0)),
+    replace(DELTA, T=131, strength=2.0, forgets=(-math.inf, -1e30, -104.0, -20.0, 0.0)),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ F64 = torch.float64
 
 
 def draw(T: int, *, width: int | None, delta: bool, beta: bool = True, dtype: torch.dtype = F64) -> dict[str, Any]:
-    """q, k, v, log_decay (of this width), beta and a state, with one token that forgets nearly everything."""
+    """q, k, v, log_decay (of this width), beta and a state, with tokens that forget all or nearly everything."""
     k = torch.randn(B, T, Hkv, D, dtype=dtype)
     x: dict[str, Any] = {
         "q": torch.randn(B, T, H, D, dtype=dtype),
@@ -29,6 +30,7 @@ def draw(T: int, *, width: int | None, delta: bool, beta: bool = True, dtype: to
     if width is not None:
         x["log_decay"] = -2 * torch.rand(B, T, Hkv, width, dtype=dtype)
         x["log_decay"][:, T // 2] = -100
+        x["log_decay"][:, T // 3] = -1e30
     return x
 
 
@@ -60,7 +62,8 @@ def test_chunks_equal_the_recurrence(T: int, width: int | None, delta: bool) -> 
 def test_strong_decay_costs_no_accuracy(width: int, delta: bool) -> None:
     """In float32, after tokens that forget everything; the recurrence itself is as far from the truth."""
     x = draw(130, width=width, delta=delta, dtype=torch.float32)
-    x["log_decay"][:, ::3] = -104
+    for step, value in ((3, -104), (7, -1e30), (11, -math.inf)):
+        x["log_decay"][:, ::step] = value
     exact = reference.gated_linear(*(y.double() for y in list(x.values())[:5]), delta=delta, state=x["state"].double())
     for got, plain, truth in zip(gated_linear(**x, delta=delta), _plain(x, delta), exact, strict=True):
         error, plain_error = ((y.double() - truth).abs().max().item() for y in (got, plain))

@@ -22,12 +22,10 @@ from torch.compiler import is_exporting
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
 from longspan.ops.gated import torch as torch_chunk
+from longspan.ops.gated.torch import LOG_UNDERFLOW
 from longspan.ops.gated.triton import ALGORITHMS
 
 __all__ = ["LOG_UNDERFLOW", "gated_linear", "why_not_triton"]
-
-# exp of less than this is 0 in float32 and float64.
-LOG_UNDERFLOW = {float32: -104.0, float64: -746.0}
 
 
 class GatedInputs(NamedTuple):
@@ -79,6 +77,7 @@ def gated_linear(
         k: Keys (B, T, Hkv, D). The delta rule is stable for keys of norm 1 at most and beta from 0 to 2.
         v: Values (B, T, Hkv, E).
         log_decay: log α, (B, T, Hkv, 1) or (B, T, Hkv, D) float32 (float64 if k is), not positive; None for α = 1.
+            -inf, or any number whose exponential is 0, forgets everything.
         beta: The strength of a write, (B, T, Hkv) in the dtype of log_decay; None for 1.
         delta: Whether to follow the delta rule.
         scale: Factor of the queries.

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 CHUNK = 64
 GROUP = 8
+# exp of less than this is 0 in float32 and float64.
+LOG_UNDERFLOW = {torch.float32: -104.0, torch.float64: -746.0}
 BLOCK = 16  # Pairs inside a block of a chunk are computed one by one where the decay differs between channels.
 
 
@@ -204,7 +206,8 @@ class _Decay(NamedTuple):
     def of(cls, g: Tensor | None, size: int) -> _Decay:
         if g is None:
             return cls(None, None, None, None, size)
-        sums = g.double().cumsum(2)
+        # A sum with −1e30 would have no digits left for the tokens behind it.
+        sums = g.clamp(min=LOG_UNDERFLOW[g.dtype]).double().cumsum(2)
         start, end = sums.to(g.dtype).exp(), (sums[:, :, -1:] - sums).to(g.dtype).exp()
         between = None
         if g.shape[-1] == 1:

@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.exp import LOG2E, exp2
+from longspan.ops.common.exp import LOG2E, UNDERFLOW, exp2
 from longspan.ops.common.launch import Launch, Plan, Signature, Strides, Workspace, dense, dense_rows, on_device
 from longspan.ops.common.tiles import load_column, load_rows, padded, product, store_rows, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
@@ -96,9 +96,15 @@ def _program(chunks, HEADS: tl.constexpr):
 
 
 @triton.jit
+def _load_log2(p_decay, stride, rows, i_d, S: tl.constexpr):
+    """log₂ α (C, BK)."""
+    return tl.maximum(load_rows(p_decay, stride, rows, S.D, S.C, S.BK, i_d), UNDERFLOW) * LOG2E
+
+
+@triton.jit
 def _load_decay(p_decay, stride, rows, i_d, S: tl.constexpr):
     """log₂ α (C, BK) as `halves`."""
-    return halves(load_rows(p_decay, stride, rows, S.D, S.C, S.BK, i_d) * LOG2E, S)
+    return halves(_load_log2(p_decay, stride, rows, i_d, S), S)
 
 
 @triton.jit
@@ -215,7 +221,7 @@ def gated_channel_mild_pairs_kernel(
     b_pair, b_l, least, largest = zeros(S.C, S.C), zeros(S.C, S.C), 0.0, 0.0
     for i_d in range(S.BD // S.BK):
         c = i_d * S.BK
-        b_g = load_rows(p_decay + c, decay.t, rows, S.D, S.C, S.BK, i_d) * LOG2E
+        b_g = _load_log2(p_decay + c, decay.t, rows, i_d, S)
         m_first = (i_t < S.C // 2)[:, None]
         b_first, b_second = tl.sum(tl.where(m_first, b_g, 0.0), 0), tl.sum(tl.where(m_first, 0.0, b_g), 0)
         if own:
@@ -239,8 +245,12 @@ def gated_channel_mild_pairs_kernel(
         if own:
             store_rows(p_k_out + i_row + c, S.HKV * S.D, rows, b_column, S.D, S.C, S.BK, i_d)
         b_row = load_rows(p_q + c, q.t, rows, S.D, S.C, S.BK, i_d) * (b_x * scale)
-        if S.H == S.HKV:
-            b_large = tl.maximum(b_large, tl.abs(b_row))
+        b_large = tl.maximum(b_large, tl.abs(b_row))
+        # The mark is that of all query heads of the group.
+        if S.H > S.HKV:
+            for g in range(1, tl.where(own, S.H // S.HKV, 1)):
+                b_q = load_rows(p_q + g * q.h + c, q.t, rows, S.D, S.C, S.BK, i_d)
+                b_large = tl.maximum(b_large, tl.abs(b_q * (b_x * scale)))
         largest = tl.maximum(largest, tl.max(b_large))
         b_row = b_row.to(S.DOT)
         b_pair = _add_dot(b_row, tl.trans(b_column), b_pair, S)
@@ -625,7 +635,7 @@ def gated_channel_mild_backward_kernel(
     p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv, c)
     p_d_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
     b_p = tl.load(p_d_pair, mask=i_t[:, None] >= i_t[None, :], other=0.0)
-    b_x = _bounded(_from_middle(load_rows(p_decay, decay.t, rows, S.D, S.C, S.BK, i_d) * LOG2E, S))
+    b_x = _bounded(_from_middle(_load_log2(p_decay, decay.t, rows, i_d, S), S))
     b_k = load_rows(token_pointer(p_k, k, i_b, i_0, i_kv, c), k.t, rows, S.D, S.C, S.BK, i_d)
     b_q = load_rows(token_pointer(p_q, q, i_b, i_0, i_h, c), q.t, rows, S.D, S.C, S.BK, i_d)
     b_x_row, b_x_column = exp2(b_x), exp2(-b_x)

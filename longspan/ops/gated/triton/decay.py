@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.exp import LOG2E, add, exp2
+from longspan.ops.common.exp import LOG2E, UNDERFLOW, add, exp2
 from longspan.ops.common.launch import (
     Launch,
     Plan,
@@ -88,7 +88,8 @@ def gated_decay_gates_kernel(p_decay, p_beta, p_gates, T, scale, g, b, S: tl.con
     if S.BETA:
         b_beta = tl.load(p_beta + i_b * b.b + i_token * b.t + i_h * b.h, mask=m_t, other=0.0)
     if S.DECAY:
-        b_g = tl.load(p_decay + i_b * g.b + i_token * g.t + i_h * g.h, mask=m_t, other=0.0).to(tl.float64)
+        b_g = tl.load(p_decay + i_b * g.b + i_token * g.t + i_h * g.h, mask=m_t, other=0.0)
+        b_g = tl.maximum(b_g, UNDERFLOW).to(tl.float64)
         last = tl.sum(b_g)
         b_g = tl.cumsum(b_g, 0)
         b_log2e = tl.full((S.C,), LOG2E, tl.float64)

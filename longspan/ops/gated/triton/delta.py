@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.exp import exact_exp, exp
+from longspan.ops.common.exp import UNDERFLOW, exact_exp, exp
 from longspan.ops.common.launch import (
     Launch,
     Plan,
@@ -358,7 +358,7 @@ def gated_delta_inverse_kernel(
     b_high, b_low = zeros(S.C), zeros(S.C)
     if S.GATED:
         b_g = tl.load(token_pointer(p_decay, decay, i_b, i_0, i_h) + i_t * decay.t, mask=i_t < rows, other=0.0)
-        b_high, b_low = running_sums(b_g)
+        b_high, b_low = running_sums(tl.maximum(b_g, UNDERFLOW))
         m_last = i_t == S.C - 1
         b_end = tl.sum(tl.where(m_last, b_high, 0.0)) - b_high + (tl.sum(tl.where(m_last, b_low, 0.0)) - b_low)
         p_sums += i_x * (4 * S.C) + i_t
