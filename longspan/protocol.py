@@ -825,13 +825,8 @@ class Mechanism(nn.Module, ABC):
         if gates is not None or self.num_gates:
             self._check_gates(gates, k)
         first = k if q is None else q
-        for name, x in (("k", k), ("v", v), ("gates", gates)):
-            if x is None:
-                continue
-            if x.dtype != first.dtype:
-                raise ValueError(f"q, k and v must have one dtype, got {name} of {x.dtype} beside {first.dtype}")
-            if x.device != first.device:
-                raise ValueError(f"q, k and v must be on one device, got {name} on {x.device} beside {first.device}")
+        if gates is not None or not (first.dtype == k.dtype == v.dtype and first.device == k.device == v.device):
+            _check_alike(first, {"k": k, "v": v, "gates": gates})
         if k.shape[:2] != v.shape[:2]:
             raise ValueError(
                 f"k and v must agree in batch and length, got k {tuple(k.shape[:2])} and v {tuple(v.shape[:2])}"
@@ -972,6 +967,16 @@ def _check_tensor(name: str, x: Tensor, shape: str, heads: int, dim: int) -> Non
             f"{name} must be {shape} with {heads} heads of {dim}, got {tuple(x.shape)}{hint}; "
             "heads come third, after the sequence"
         )
+
+
+def _check_alike(first: Tensor, others: dict[str, Tensor | None]) -> None:
+    for name, x in others.items():
+        if x is None:
+            continue
+        if x.dtype != first.dtype:
+            raise ValueError(f"q, k and v must have one dtype, got {name} of {x.dtype} beside {first.dtype}")
+        if x.device != first.device:
+            raise ValueError(f"q, k and v must be on one device, got {name} on {x.device} beside {first.device}")
 
 
 def _check_key_packing(packing: Packing | None, key_packing: Packing, k: Tensor) -> None:

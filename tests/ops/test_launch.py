@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,23 @@ def test_a_kernel_is_compiled_once(calls: Calls) -> None:
     assert calls == [
         ("run", 7, 5, 1, "stream of 3", "function", "metadata", None, None, None, 17, None, 11, 13, 64, True)
     ]
+
+
+def test_tritons_launcher_is_skipped_where_its_arguments_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Launcher:
+        global_scratch_size = profile_scratch_size = 0
+        launch_cooperative_grid, launch_pdl = False, True
+        launch = len  # any function written in C
+
+    compiled = SimpleNamespace(run=Launcher(), function="function", packed_metadata="metadata")
+    through = "function", "metadata", None, None, None
+    monkeypatch.setattr(launch, "_VERSION", (3, 6))
+    assert launch._launcher(compiled) == (len, ("function", False, True, None, None, "metadata", None, None, None))
+    monkeypatch.setattr(Launcher, "global_scratch_size", 8)  # Only Triton's launcher allocates it.
+    assert launch._launcher(compiled) == (compiled.run, through)
+    monkeypatch.setattr(Launcher, "global_scratch_size", 0)
+    monkeypatch.setattr(launch, "_VERSION", (3, 7))
+    assert launch._launcher(compiled) == (compiled.run, through)
 
 
 @pytest.mark.parametrize("stages", ["STAGES", "num_stages"])

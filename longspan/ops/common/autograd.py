@@ -129,6 +129,7 @@ def differentiable_op(
     *,
     outputs: int,
     grads: int,
+    leaves: tuple[int, ...] | None = None,
     differentiable: int = 1,
 ) -> Callable[[T], T]:
     """Decorate a `DifferentiableOp` of static functions: add the callables that run it.
@@ -156,6 +157,7 @@ def differentiable_op(
         saved: The same for what `backward` takes before the arguments.
         outputs: Number of tensors that `forward` returns.
         grads: Number of tensors that `backward` returns.
+        leaves: Indices of the arguments with gradients, by default the first `grads`.
         differentiable: Number of visible results with gradients.
     """
 
@@ -170,16 +172,18 @@ def differentiable_op(
         backward.register_autograd(refuse_double_backward)
         forward.register_autograd(partial(op.differentiate, backward), setup_context=op.save)
         op.traced, op.traced_backward = staticmethod(forward), staticmethod(backward)
-        op.direct = staticmethod(_direct(op, differentiable))
+        op.direct = staticmethod(_direct(op, leaves or tuple(range(grads)), differentiable))
         return cls
 
     return decorate
 
 
-def _direct(op: Any, differentiable: int) -> Callable[..., Any]:
+def _direct(op: Any, leaves: tuple[int, ...], differentiable: int) -> Callable[..., Any]:
     class Direct(torch.autograd.Function):
+        """PyTorch inspects each argument: only those with gradients are given one by one."""
+
         @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
+        def forward(ctx: Any, args: tuple[Any, ...], *_: Tensor | None) -> Any:
             outputs = op.forward(*args, traced=False)
             op.save(ctx, args, outputs)
             visible = op.visible(outputs)
@@ -190,12 +194,15 @@ def _direct(op: Any, differentiable: int) -> Callable[..., Any]:
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-            return op.differentiate(backward, ctx, *grad_outputs)
+            grads = op.differentiate(backward, ctx, *grad_outputs)
+            return None, *[grads[i] for i in leaves]
 
     backward, apply = partial(op.backward, traced=False), direct_apply(Direct)
 
     def direct(*args: Any) -> Any:
-        return apply(*args) if torch.is_grad_enabled() else op.visible(op.forward(*args, traced=False))
+        if not torch.is_grad_enabled():
+            return op.visible(op.forward(*args, traced=False))
+        return apply(args, *[args[i] for i in leaves])
 
     return direct
 

@@ -477,6 +477,7 @@ def _linear_problem(args: tuple[Any, ...]) -> tuple[LinearInputs, LinearProblem]
     (LinearSaved,),
     outputs=6,
     grads=4,
+    leaves=(0, 1, 2, 6),
     differentiable=2,
 )
 class _CausalLinear(DifferentiableOp):

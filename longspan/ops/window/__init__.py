@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -166,9 +167,8 @@ class _Window(DifferentiableOp):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        problem = WindowProblem(*inputs)
-        ctx.save_for_backward(*output, *problem.tensors)
-        ctx.options = problem.options
+        ctx.save_for_backward(*output, *inputs[:7])
+        ctx.options = inputs[7:]
 
     @staticmethod
     def differentiate(backward: Any, ctx: Any, d_out: Tensor, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -201,6 +201,7 @@ def _differentiate(backward: Any, ctx: Any, d_out: Tensor, d_lse: Tensor | None)
     return *grads, *[None] * (len(WindowProblem._fields) - len(grads))
 
 
+@cache
 def kernels() -> ModuleType:
     """Import the Triton kernels on first use."""
     return importlib.import_module("longspan.ops.window.triton.window")

@@ -38,7 +38,7 @@ from longspan.ops.linear.triton.scan import CausalPlan, ScanSizes, reference
 CHUNK = 64
 STAGES = 3  # With fewer, no chunk is loaded while another is in use.
 FEATURES = 16  # per program of the scan
-SHORT = 8  # Chunks that one program takes no longer for than three launches do.
+SHORT = 4  # Chunks of a sequence that one program computes as fast as three launches with more programs.
 
 # Features may exceed their reference by 2 to this power before references must rise per row.
 SLACK = tl.constexpr(32.0)
@@ -833,7 +833,9 @@ class _FusedChunkPlan(CausalPlan):
         chunks = -(-self.T // CHUNK)
         # As many segments as fill the device, but none of a single chunk.
         segments = max(1, min(_resident_programs(device, self.BD, self.BE) // self.heads, chunks // 2))
-        self.one = stateless and not self.final and (segments == 1 or chunks <= SHORT)
+        # Two segments gain less than three launches cost, unless each has many keys to go through twice.
+        short = chunks <= SHORT or segments <= (1 if problem.feature_map == "softmax" and chunks > 2 * SHORT else 2)
+        self.one = short and stateless and not self.final
         self.run = chunks if self.one else -(-chunks // segments)
         self.segments = -(-chunks // self.run)
         self.saved = _saved(device, self.heads, self.BD, self.BE)

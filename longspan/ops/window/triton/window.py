@@ -67,7 +67,7 @@ def forward(problem: WindowProblem) -> tuple[Tensor, Tensor]:
     plan = WindowPlan.of(inputs, *problem.options)
     out, lse = problem.empty_outputs()
     with on_device(out):
-        plan.forward(inputs, out, lse)
+        plan.forward(plan.addresses(*inputs), *plan.addresses(out, lse))
     return out, lse
 
 
@@ -76,18 +76,20 @@ def backward(saved: WindowSaved, problem: WindowProblem) -> tuple[Tensor, Tensor
     inputs, d_out, out, lse = _inputs(problem), dense_rows(saved.d_out), saved.out.contiguous(), saved.lse
     d_lse = None if saved.d_lse is None else saved.d_lse[..., 0].contiguous()
     plan = WindowPlan.of((*inputs, d_out, out, lse, d_lse), *problem.options)
-    d_q, d_k, d_v = (new_like(x) for x in inputs[:3])
-    delta = torch.empty_like(lse)
+    d_q, d_k, d_v, delta = new_like(inputs[0]), new_like(inputs[1]), new_like(inputs[2]), torch.empty_like(lse)
+    p_out, p_lse, p_d, p_d_lse, p_delta = plan.addresses(out, lse, d_out, d_lse, delta)
+    p_inputs, p_d_q, p_d_k, p_d_v = plan.addresses(*inputs), *plan.addresses(d_q, d_k, d_v)
     with on_device(out):
-        plan.d_queries(inputs, out, lse, d_out, d_lse, d_q, delta)
-        plan.d_keys(inputs, lse, d_out, delta, d_k, d_v)
+        plan.d_queries(p_inputs, p_out, p_lse, p_d, p_d_lse, p_d_q, p_delta)
+        plan.d_keys(p_inputs, p_lse, p_d, p_delta, p_d_k, p_d_v)
     return d_q, d_k, d_v
 
 
 def _inputs(problem: WindowProblem) -> tuple[Any, ...]:
     """Return the tensors as kernels take them: q, k, v, mask, start, bounds, seed."""
     q, k, v, mask, *rest = problem.tensors
-    return *(dense_rows(x) for x in (q, k, v)), None if mask is None else mask.contiguous().view(torch.uint8), *rest
+    mask = None if mask is None else mask.contiguous().view(torch.uint8)
+    return dense_rows(q), dense_rows(k), dense_rows(v), mask, *rest
 
 
 class WindowPlan(Plan):
