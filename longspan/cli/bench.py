@@ -82,7 +82,7 @@ def _serve(argv: Sequence[str]) -> None:
     from longspan.bench import serve
 
     result = serve.run(parse(serve.ServeBenchOptions, argv, "bench serve"))
-    if result.lost or result.wrong:
+    if result.failed:
         raise SystemExit(1)
 
 

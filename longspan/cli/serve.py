@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from longspan.serve.serving_completion import ServedModel
 
 KEY_VARIABLE = "LONGSPAN_API_KEY"
+_SWITCH_SECONDS = 0.0005  # that the engine's thread waits for the interpreter while events are encoded
 _MEASURED = 4096  # tokens that the loss is measured on
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}i": 2 ** (10 * i) for i, unit in enumerate("KMGT", 1)}
@@ -127,6 +128,7 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(ServeFlags, argv, "serve")
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("longspan.serve").setLevel(logging.INFO)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     with build_server(flags) as server:
         _announce(server, flags)
         server.run()
@@ -154,8 +156,12 @@ def build_server(flags: ServeFlags) -> Iterator[APIServer]:
         drain_timeout=flags.drain_timeout,
         log_prompts=flags.log_prompts,
     )
-    model = load_model(flags.model, choose_device(flags.device))
+    device = choose_device(flags.device)
+    _say(f"loading {flags.model}")
+    model = load_model(flags.model, device)
     codec = load_codec(flags.model, model)
+    if device.type == "cuda":
+        _say(f"preparing {flags.slots} slots; the first start on a machine compiles kernels")
     with ExitStack() as stack:
         engine = stack.enter_context(_engine(flags, model, codec))
         if flags.quantize != "none" or flags.state_dtype != "exact":
@@ -216,7 +222,7 @@ def _engine(flags: ServeFlags, model: LanguageModel, codec: TextCodec) -> Engine
 
 
 def _print_loss(flags: ServeFlags, original: LanguageModel, engine: Engine) -> None:
-    """Print the bits per token that fewer bits of weights and states cost."""
+    """Print the bits per byte that fewer bits of weights and states cost."""
     import torch
 
     from longspan.generation.generate import generate
@@ -235,14 +241,13 @@ def _print_loss(flags: ServeFlags, original: LanguageModel, engine: Engine) -> N
         where = "a text that the model wrote"
     if len(found) < 2:
         raise ValueError(f"--quantize-text {flags.quantize_text} must have at least two tokens")
-    tokens = torch.tensor(found)
-    before = bits_per_token(original, tokens)
-    after = bits_per_token(engine.model, tokens, state_dtype=flags.state_dtype)
-    unit = "byte" if codec.is_bytes else "token"
-    print(
-        f"{before:.4f} bits per {unit} on {where}; {after:.4f} with --quantize {flags.quantize} "
-        f"--state-dtype {flags.state_dtype}: {100 * (after / before - 1):+.2f} %",
-        file=sys.stderr,
+    tokens, number = torch.tensor(found), len(found) - 1
+    per_byte = 1.0 if codec.is_bytes else number / max(1, len(codec.decode(found[1:]).encode()))
+    before = per_byte * bits_per_token(original, tokens)
+    after = per_byte * bits_per_token(engine.model, tokens, state_dtype=flags.state_dtype)
+    _say(
+        f"{before:.4f} bits per byte on {where}; {after:.4f} with --quantize {flags.quantize} "
+        f"--state-dtype {flags.state_dtype}: {100 * (after / before - 1):+.2f} %"
     )
 
 
@@ -280,11 +285,13 @@ def _announce(server: APIServer, flags: ServeFlags) -> None:
     from longspan.serve.api_server import is_loopback
 
     engine, host = server.model.engine, f"[{flags.host}]" if ":" in flags.host else flags.host
-    print(
-        f"serving {printable(str(flags.model))} at http://{host}:{server.port} with {engine.slots} slots on "
-        f"{engine.device}; state of one sequence: {format_bytes(server.model.state_bytes)}",
-        file=sys.stderr,
-        flush=True,
+    _say(
+        f"serving {flags.model} at http://{host}:{server.port} with {engine.slots} slots on "
+        f"{engine.device}; state of one sequence: {format_bytes(server.model.state_bytes)}"
     )
     if not server.options.api_keys and not is_loopback(flags.host):
-        print("anybody who reaches this address can use it: set --api-key-file", file=sys.stderr, flush=True)
+        _say("anybody who reaches this address can use it: set --api-key-file")
+
+
+def _say(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)

@@ -60,7 +60,7 @@ class ServerOptions:
         trusted_proxies: Addresses of reverse proxies whose X-Forwarded-For is believed.
         max_body: The most bytes of a request's body.
         max_streams: The most requests of one client at a time.
-        max_connections: The most connections.
+        max_connections: The most connections; at the limit, the oldest one without a request is closed for a new one.
         read_timeout: Seconds within which headers must arrive, and a client must take what was sent.
         drain_timeout: Seconds that running requests get to finish after SIGTERM.
         log_prompts: Whether prompts are logged.
@@ -99,7 +99,12 @@ class APIServer:
         self.app = create_app(model, options)
         self._socket = _listen(options.host, options.port)
         self.port: int = self._socket.getsockname()[1]
-        connection = type("_LimitedConnection", (_Connection,), {"read_timeout": options.read_timeout})
+        limits = {
+            "read_timeout": options.read_timeout,
+            "max_connections": options.max_connections,
+            "gate": self.app.state.gate,
+        }
+        connection = type("_LimitedConnection", (_Connection,), limits)
         config = uvicorn.Config(
             self.app,
             http=connection,
@@ -107,7 +112,6 @@ class APIServer:
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=options.max_connections,
             timeout_graceful_shutdown=5,
             timeout_keep_alive=int(max(1, options.read_timeout)),
             proxy_headers=bool(options.trusted_proxies),
@@ -141,7 +145,7 @@ def create_app(model: ServedModel, options: ServerOptions) -> FastAPI:
     """
     app = FastAPI(title="longspan", docs_url=None, redoc_url=None)
     app.state.gate = gate = _Gate(options.max_streams)
-    app.add_middleware(_Guard, options=options, metrics=model.metrics)
+    app.add_middleware(_Guard, options=options, metrics=model.metrics, gate=gate)
     app.add_exception_handler(HTTPException, _http_error)
     _add_completions(app, model, options, gate)
     _add_states(app, model, options)
@@ -156,6 +160,7 @@ def create_app(model: ServedModel, options: ServerOptions) -> FastAPI:
         model.check_name(name)
         return model.card()
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Any:
         if gate.draining:
@@ -170,6 +175,7 @@ def create_app(model: ServedModel, options: ServerOptions) -> FastAPI:
         held = len(saved), sum(info.bytes for info in saved)
         return Response(model.metrics.render(model.engine.stats(), gate.active, held), media_type=CONTENT_TYPE)
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def playground() -> Response:
         return Response(page, media_type="text/html; charset=utf-8", headers={"Content-Security-Policy": policy})
@@ -316,10 +322,11 @@ class _Gate:
 
     Attributes:
         draining: Whether no more are taken.
+        crowded: Whether there are more connections than the server takes.
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.draining = limit, False
+        self.limit, self.draining, self.crowded = limit, False, False
         self._clients: Counter[str] = Counter()
 
     @property
@@ -375,8 +382,8 @@ class _Ticket:
 class _Guard:
     """ASGI middleware around everything: hosts, keys, errors in OpenAI's shape, headers, counters and the log."""
 
-    def __init__(self, app: Any, options: ServerOptions, metrics: Metrics) -> None:
-        self.app, self._metrics = app, metrics
+    def __init__(self, app: Any, options: ServerOptions, metrics: Metrics, gate: _Gate) -> None:
+        self.app, self._metrics, self._gate = app, metrics, gate
         self._keys = [hashlib.sha256(key.encode()).digest() for key in options.api_keys]
         self._hosts = options.allowed_hosts or (_LOOPBACK if is_loopback(options.host) else ())
 
@@ -413,6 +420,9 @@ class _Guard:
 
     def _check(self, path: str, headers: Mapping[str, str]) -> None:
         """Raise APIError unless a client may call a path."""
+        if self._gate.crowded:
+            text = "the server has as many connections as it takes: try again later"
+            raise APIError(503, text, kind="server_error", code="too_many_connections", headers={"Retry-After": "1"})
         host = headers.get("host", "")
         name = host.lower() if host.endswith("]") else re.sub(r":\d*$", "", host.lower())
         if self._hosts and name not in self._hosts:
@@ -486,7 +496,8 @@ async def _read_body(
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     length = request.headers.get("content-length", "")
     if given != kind and (given or length not in ("", "0")):
-        raise APIError(415, f"the body must be {kind}, got {given[:80] or 'no Content-Type'}")
+        text = f"the body must be {kind}, got {given[:80] or 'no Content-Type'}: send the header Content-Type: {kind}"
+        raise APIError(415, text)
     if "content-encoding" in request.headers:
         raise APIError(415, "compressed bodies are not supported: send it as it is")
     too_large = APIError(413, f"the body has more than {limit} bytes, which is the limit", code="body_too_large")
@@ -550,10 +561,19 @@ def _playground() -> tuple[str, str]:
 class _Connection(HttpToolsProtocol):
     """A connection that is closed when its client sends headers, or takes what is sent, too slowly."""
 
-    read_timeout = 20.0
+    read_timeout: float
+    max_connections: int
+    gate: _Gate
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= self.max_connections:
+            idle = [other for other in self.connections if isinstance(other, _Connection) and other._is_idle]
+            for other in sorted(idle, key=lambda other: other._since)[:1]:
+                other.transport.abort()
+                self.connections.discard(other)
         super().connection_made(transport)
+        self.gate.crowded = len(self.connections) > self.max_connections
+        self._since = self.loop.time()
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(self.read_timeout, transport.abort)
         self._write_timer: asyncio.TimerHandle | None = None
@@ -563,6 +583,7 @@ class _Connection(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        self.gate.crowded = len(self.connections) > self.max_connections
 
     def data_received(self, data: bytes) -> None:
         if self._is_idle:

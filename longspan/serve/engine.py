@@ -35,7 +35,7 @@ from longspan.models.residual import StackState
 from longspan.models.transformer import LanguageModel
 from longspan.serve.disk_store import DiskStore
 from longspan.serve.prefix_cache import CacheStats, PrefixCache, token_tensors
-from longspan.serve.request import Delta, Generation, Request
+from longspan.serve.request import Delta, Generation, Request, Waiter
 from longspan.serve.slots import REPETITION_WINDOW, PromptReader, SlotLoop, StateLayout
 from longspan.serve.speculation import BYTES_NGRAM, MAX_GUESS, NGRAM, Draft, Guesser, Pace
 from longspan.serve.state_codec import StateCodec
@@ -49,6 +49,7 @@ _DRAFT_GUESS = 4  # tokens that a draft model guesses at a time
 _READ_TOKENS, _READ_BYTES = 4096, 1 << 30  # tokens, and bytes of states, that are read together on a GPU
 _BLOCK_SECONDS, _BLOCK_STEPS = 0.008, 32  # steps on a GPU are launched in blocks of about this time
 _STEPS_PER_CHUNK = 4  # steps in a block for each chunk that is read before it
+_WAKE_SECONDS, _WAKE_SECONDS_PER_STREAM = 0.01, 0.0002  # between wake-ups of event loops for further tokens
 
 
 class QueueFullError(RuntimeError):
@@ -250,7 +251,9 @@ class Engine:
         self._starting: list[_Choice] = []
         self._running: dict[int, _Choice] = {}
         self._launched: deque[_Launched] = deque()
-        self._wakeups: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        self._wakeups: dict[Generation, Waiter] = {}  # streams with deltas that an event loop waits for
+        self._urgent: set[Generation] = set()  # those with a first or last delta
+        self._notified = 0.0  # when all of them were woken last
         self._closing = False
         self._error: BaseException | None = None
         counted = "requests prompt_tokens completion_tokens steps chunks guessed_tokens accepted_tokens"
@@ -847,16 +850,31 @@ class Engine:
             self._reading.remove(job)
 
     def _push(self, choice: _Choice, item: Delta | BaseException) -> None:
-        waiter = choice.job.generation.push(item)
+        generation = choice.job.generation
+        waiter = generation.push(item)
         if waiter is not None:
-            self._wakeups.setdefault(waiter[0], []).append(waiter[1])
+            self._wakeups[generation] = waiter
+        if not isinstance(item, Delta) or item.finish_reason is not None or len(item.tokens) == len(choice.tokens):
+            self._urgent.add(generation)
 
     def _notify(self) -> None:
-        """Wake the event loops whose streams got deltas, each once."""
-        for loop, futures in self._wakeups.items():
+        """Wake the event loops whose streams got deltas, each once.
+
+        First and last deltas are sent at once, others several together: an event takes a server longer than a token
+        takes a GPU, and the threads share one interpreter.
+        """
+        now, interval = time.monotonic(), max(_WAKE_SECONDS, _WAKE_SECONDS_PER_STREAM * len(self._running))
+        if now - self._notified >= interval:
+            chosen, self._wakeups, self._notified = self._wakeups, {}, now
+        else:
+            chosen = {stream: self._wakeups.pop(stream) for stream in self._urgent if stream in self._wakeups}
+        self._urgent.clear()
+        by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        for loop, future in chosen.values():
+            by_loop.setdefault(loop, []).append(future)
+        for loop, futures in by_loop.items():
             with suppress(RuntimeError):  # The event loop is closed.
                 loop.call_soon_threadsafe(_resolve, futures)
-        self._wakeups = {}
 
     def _fail(self, error: BaseException) -> None:
         with self._wake:

@@ -246,16 +246,18 @@ def _worded(cls: type[BaseModel], error: ValidationError) -> APIError:
     return APIError(400, f"{path[0]} must be {_expected(field.annotation)}, got {got}", param=path[0])
 
 
-def _expected(annotation: Any) -> str:
+def _expected(annotation: Any, *, several: bool = False) -> str:
     """Return the type of a field in words, as JSON has it."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _expected(arguments[0])
+        return _expected(arguments[0], several=several)
     if origin is list:
-        return f"a list of {_expected(arguments[0])}"
+        return f"{'lists' if several else 'a list'} of {_expected(arguments[0], several=True)}"
     if origin in (Union, UnionType):
-        return ", or ".join(_expected(one) for one in arguments if one is not type(None))
-    return {str: "text", int: "integer", float: "number", bool: "true or false"}.get(annotation, "an object")
+        return ", or ".join(_expected(one, several=several) for one in arguments if one is not type(None))
+    names = {str: ("text", "texts"), int: ("an integer", "integers"), float: ("a number", "numbers")}
+    names[bool] = ("true or false", "true or false")
+    return names.get(annotation, ("an object", "objects"))[several]
 
 
 def _kind(value: object) -> str:

@@ -17,6 +17,7 @@ from longspan.generation.session import Session, to_tokens
 from longspan.utils import check_integer
 
 MAX_LOGPROBS = 20
+Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]  # a coroutine that waits for deltas
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class Generation:
         self.prompt_tokens, self.cached_tokens, self.completion_tokens = len(request.tokens), 0, 0
         self._choices, self._left, self._cancel = request.n, request.n, cancel
         self._queue: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._waiter: Waiter | None = None
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[Delta]:
@@ -192,7 +193,7 @@ class Generation:
         """End all choices within one step. Their last delta says so; what came before can still be read."""
         self._cancel(self)
 
-    def push(self, item: Delta | BaseException) -> tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None:
+    def push(self, item: Delta | BaseException) -> Waiter | None:
         """Add a delta, or an error to raise. Called by the engine, which wakes the event loop that is returned."""
         with self._lock:
             self._queue.put(item)

@@ -277,6 +277,7 @@ class PromptReader:
         for size, number in self._rows.items():
             numbers = torch.zeros(number, size, dtype=torch.int64), torch.zeros(number, dtype=torch.int64)
             inputs = *(x.to(layout.empty.device) for x in numbers), layout.empty.repeat(number, 1)
+            logger.info("preparing to read %d chunks of up to %d tokens", number, size)
             self._graphs[size] = CapturedCall(self._read, inputs)
 
     def padded_size(self, tokens: int) -> int:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig
 from longspan.bench import serve
-from longspan.bench.serve import Answer, ServeBenchOptions
+from longspan.bench.serve import ServeBenchOptions, latency, load
+from longspan.bench.serve.client import Address, Answer, running_server
 from longspan.models.checkpoint import save
 
 
@@ -28,16 +31,18 @@ class Stub:
     """A server that echoes sums of the prompt, in chunked events; `fault` decides what goes wrong, by request."""
 
     def __init__(self, fault=lambda number: None):
-        self.fault, self.number, self.paths = fault, 0, []
+        self.fault, self.number, self.paths, self.bodies = fault, 0, [], []
 
     async def answer(self, reader, writer):
         head = await reader.readuntil(b"\r\n\r\n")
         self.paths.append(head.split()[1])
         size = int(head.lower().split(b"content-length: ")[1].split()[0])
         body = json.loads(await reader.readexactly(size))
+        self.bodies.append(body)
         fault, self.number = self.fault(self.number), self.number + 1
-        texts = [f"{sum(body['prompt']) + body['seed']}-", f"{body['max_tokens']}" if fault != "wrong" else "other"]
-        usage = {"completion_tokens": body["max_tokens"]}
+        prompt = body["prompt"].encode() if isinstance(body["prompt"], str) else body["prompt"]
+        texts = [f"{sum(prompt) + body.get('seed', 0)}-", f"{body['max_tokens']}" if fault != "wrong" else "other"]
+        usage = {"completion_tokens": body["max_tokens"], "prompt_tokens_details": {"cached_tokens": 64}}
         if fault == "refused":
             content = json.dumps({"error": {"message": "too many"}}).encode()
             writer.write(b"HTTP/1.1 429 No\r\ncontent-length: %d\r\n\r\n" % len(content) + content)
@@ -58,76 +63,141 @@ class Stub:
         writer.close()
 
 
-def run_against(stub, options, monkeypatch):
-    """Run a load against a stub, in the event loops of the benchmark."""
+@contextmanager
+def listening(stub):
+    """Run a stub in a thread."""
+    started, found = threading.Event(), {}
 
-    async def within(work):
+    async def main():
         server = await asyncio.start_server(stub.answer, "127.0.0.1", 0)
+        found.update(port=server.sockets[0].getsockname()[1], loop=asyncio.get_running_loop(), end=asyncio.Event())
+        started.set()
         async with server:
-            return await work("127.0.0.1", server.sockets[0].getsockname()[1])
+            await found["end"].wait()
 
-    ask_alone, load_run = serve._ask_alone, serve._load_run
-    monkeypatch.setattr(serve, "_ask_alone", lambda host, port, *more: within(lambda h, p: ask_alone(h, p, *more)))
-    monkeypatch.setattr(serve, "_load_run", lambda host, port, *more: within(lambda h, p: load_run(h, p, *more)))
-    seen = []
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    started.wait()
+    try:
+        yield Address("127.0.0.1", found["port"])
+    finally:
+        found["loop"].call_soon_threadsafe(found["end"].set)
+        thread.join()
+
+
+def run_against(stub, options, monkeypatch):
+    """Run a benchmark against a stub; return the result and the flags of the servers."""
+    started = []
 
     @contextmanager
-    def server(given, device):
-        seen.append((given, device))
-        yield "127.0.0.1", 0
+    def server(flags, arguments=()):
+        started.append((flags, arguments))
+        with listening(stub) as address:
+            yield address
 
-    monkeypatch.setattr(serve, "_server", server)
-    result = serve.run(options)
-    assert seen == [(options, "cpu")]
-    return result
+    for module in (load, latency):
+        monkeypatch.setattr(module, "running_server", server)
+    return serve.run(options), started
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_every_answer_is_checked(folder, tmp_path, monkeypatch, capsys, stream):
-    faults = {7: "wrong", 8: "refused", 9: "broken" if stream else "refused"}
+    faults = {7: "wrong", 8: "refused", 12: "broken" if stream else "refused"}
     options = ServeBenchOptions(
         folder,
+        sections=("load",),
         requests=13,
         distinct=5,
-        rate=1000,
+        slots=3,
+        loads=(0.5, 2),
         prompt_tokens=(3, 7),
         max_tokens=(2, 5),
         stream=stream,
+        serve_arguments=("--threads=1",),
+        cache="7MiB",
         device="cpu",
         out=tmp_path / "out.json",
     )
+    monkeypatch.setattr(load, "generate_rate", lambda *_: 1000.0)
     stub = Stub(faults.get)
-    result = run_against(stub, options, monkeypatch)
-    assert (result.requests, result.lost, result.wrong, stub.number) == (13, 2, 1, 18)
+    result, started = run_against(stub, options, monkeypatch)
+    assert [x.load for x in result.loads] == [0.5, 2]
+    assert result.loads[1].rate == 4 * result.loads[0].rate
+    assert [x.requests for x in result.loads] == [6, 7]
+    assert (sum(x.lost for x in result.loads), sum(x.wrong for x in result.loads), stub.number) == (2, 1, 18)
+    assert result.failed
     assert set(stub.paths) == {b"/v1/completions"}
-    assert "too many" in result.errors
-    assert ("EOFError: the stream broke off" in result.errors) == stream
-    assert 0 < result.first_token_ms[50] <= result.first_token_ms[99]
-    assert result.ratio == pytest.approx(result.tokens_per_second / result.generate_tokens_per_second)
+    ((flags, arguments),) = started
+    assert (flags["model"], flags["device"], flags["slots"], flags["cache"]) == (folder, "cpu", 3, "7MiB")
+    assert arguments == ("--threads=1",)
+    errors = {error for x in result.loads for error in x.errors}
+    assert "too many" in errors
+    assert ("EOFError: the stream broke off" in errors) == stream
+    assert 0 < result.loads[0].first_token_ms[50] <= result.loads[0].first_token_ms[99]
+    assert result.loads[1].ratio == pytest.approx(result.loads[1].tokens_per_second / 1000)
     written = json.loads((tmp_path / "out.json").read_text())
-    assert written["result"]["lost"] == 2
+    assert [row["requests"] for row in written["rows"]] == [6, 7]
     assert written["options"]["model"] == "small"
+    assert written["parameters"] > 100
     assert (tmp_path / "out.png").stat().st_size > 1000
     shown = capsys.readouterr()
-    assert "| requests, lost, wrong |" in shown.out
-    assert "under load: 13 of 13" in shown.err
+    assert "| requests |" in shown.out
+    assert "under load: 7 of 7" in shown.err
+
+
+def test_single_streams(folder, tmp_path, monkeypatch, capsys):
+    options = ServeBenchOptions(
+        folder, sections=("prefix", "speculation"), prefix_tokens=97, device="cpu", out=tmp_path / "out.json"
+    )
+    stub = Stub()
+    result, started = run_against(stub, options, monkeypatch)
+    assert len(stub.bodies) == 10 + 2 * 3 * 10
+    assert {len(body["prompt"]) for body in stub.bodies[:10]} == {97}
+    assert {body["max_tokens"] for body in stub.bodies[:10]} == {1}
+    assert [flags.get("speculation") for flags, _ in started] == [None, None, "ngram"]
+    assert result.prefix.same
+    assert not result.failed
+    assert result.prefix.cached_tokens == 64
+    assert 0 < result.prefix.hit_ms <= result.prefix.worst_hit_ms
+    assert [x.same for x in result.speculation] == [True, True, True]
+    assert all(x.ratio > 0 for x in result.speculation)
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["prefix"]["prompt_tokens"] == 97
+    assert written["speculation"][0]["text"] == "repeated line, greedy"
+    assert not (tmp_path / "out.png").exists()
+    shown = capsys.readouterr().out
+    assert "first token, cached, ms" in shown
+    assert "with speculation" in shown
+    result, _ = run_against(Stub({5: "wrong"}.get), replace(options, sections=("prefix",)), monkeypatch)
+    assert result.failed
+
+
+def test_a_rate_replaces_the_loads(folder):
+    options = ServeBenchOptions(folder, requests=11, rate=3.0)
+    assert load._numbers(options) == [(1.0, 11)]
+    assert [n for _, n in load._numbers(replace(options, rate=None))] == [4, 3, 4]
+    assert load._numbers(replace(options, rate=None, rounds=2, loads=(0.5, 1)))[2:] == [(0.5, 2), (1, 3)]
 
 
 def test_requests_differ_in_length(folder):
     options = ServeBenchOptions(folder, distinct=50, prompt_tokens=(3, 11), max_tokens=(5, 7))
-    bodies = serve._bodies(options, serve._load(folder, torch.device("cpu")))
+    bodies = load.make_bodies(options, serve._load(folder, torch.device("cpu")))
     assert {len(body["prompt"]) for body in bodies} == set(range(3, 12))
     assert {body["max_tokens"] for body in bodies} == {5, 6, 7}
     assert len({body["seed"] for body in bodies}) == 50
-    assert bodies == serve._bodies(options, serve._load(folder, torch.device("cpu")))
+    assert bodies == load.make_bodies(options, serve._load(folder, torch.device("cpu")))
+    assert load.generate_rate(serve._load(folder, torch.device("cpu")), bodies, options) > 0
 
 
 def test_percentiles():
-    assert serve._percentiles(range(1, 101)) == {50: 50, 95: 95, 99: 99}
-    assert serve._percentiles([3.0]) == {50: 3.0, 95: 3.0, 99: 3.0}
+    assert load.percentiles(range(1, 101)) == {50: 50, 95: 95, 99: 99}
+    assert load.percentiles([3.0]) == {50: 3.0, 95: 3.0, 99: 3.0}
     answers = [Answer("a", 5, arrived=1.0, first=0.1, seconds=0.5), Answer("b", 1, arrived=2.0, first=0.2, seconds=0.2)]
-    result = serve._result(answers, [Answer("a", 5), Answer("b", 1)], raw=10.0, rate=1.0)
-    assert (result.tokens, result.seconds) == (6, pytest.approx(1.2))
+    alone = [Answer("a", 5), Answer("b", 1)]
+    rounds = [load.Round(answers, alone, raw, 1.0) for raw in (10.0, 20.0, 40.0)]
+    result = load.summarize(0.3, rounds)
+    assert (result.tokens, result.seconds) == (18, pytest.approx(3.6))
+    assert (result.ratio, result.generate_tokens_per_second) == (pytest.approx(5 / 20), 20)
     assert result.token_ms[50] == pytest.approx(100)
 
 
@@ -138,14 +208,23 @@ def test_wrong_options(folder, tmp_path):
         ServeBenchOptions(folder, max_tokens=(7,))
     with pytest.raises(ValueError, match="rate must be a positive number of requests per second, got 0"):
         ServeBenchOptions(folder, rate=0)
+    with pytest.raises(ValueError, match=r"loads must be positive numbers, got 0\.5, -1"):
+        ServeBenchOptions(folder, loads=(0.5, -1))
+    with pytest.raises(ValueError, match="requests must be at least 3, one for each round of each load, got 2"):
+        ServeBenchOptions(folder, requests=2)
+    with pytest.raises(ValueError, match=r"unknown section 'prefixes'; there is load, prefix, speculation"):
+        ServeBenchOptions(folder, sections=("prefixes",))
     with pytest.raises(ValueError, match="nothing"):
         serve.run(ServeBenchOptions(tmp_path / "nothing"))
 
 
 @pytest.mark.slow
 def test_a_server_that_does_not_start(folder):
-    options = ServeBenchOptions(folder, serve_arguments=("--no-such-flag",))
-    with pytest.raises(ValueError, match=r"the server did not start: .*no-such-flag"), serve._server(options, "cpu"):
+    arguments = ("--no-such-flag",)
+    with (
+        pytest.raises(ValueError, match=r"the server did not start: .*no-such-flag"),
+        running_server({"model": folder}, arguments),
+    ):
         pass
 
 
@@ -157,8 +236,11 @@ def test_the_real_server(folder, tmp_path):
         distinct=7,
         prompt_tokens=(1, 65),
         max_tokens=(1, 17),
+        prefix_tokens=1009,
         device="cpu",
         out=tmp_path / "x.json",
     )
     result = serve.run(options)
-    assert (result.requests, result.lost, result.wrong) == (300, 0, 0)
+    assert not result.failed
+    assert sum(x.requests for x in result.loads) == 300
+    assert result.prefix.cached_tokens == 15 * 64

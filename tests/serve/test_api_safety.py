@@ -122,6 +122,26 @@ def test_slow_headers_and_bodies_are_closed(api):
     assert time.monotonic() - begun < 10
 
 
+def test_idle_connections_make_room_for_new_ones(tmp_path):
+    with serving(language_model(), tmp_path, limits=Limits(tokens=1 << 20), max_connections=3) as api:
+        silent = [raw(api) for _ in range(7)]
+        with httpx.Client(base_url=api.url, verify=False) as client:
+            assert client.get("/health").status_code == 200
+            assert finish(silent[0]) == b""
+            with client.stream("POST", "/v1/completions", json=LONG), raw(api) as second, raw(api) as third:
+                for connection in (second, third):  # All three are used: none makes room.
+                    connection.sendall(message(**LONG))
+                    assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+                refused = httpx.get(f"{api.url}/health", verify=False)
+                assert refused.status_code == 503
+                assert refused.json()["error"]["code"] == "too_many_connections"
+                assert refused.headers["retry-after"] == "1"
+            until(lambda: api.engine.stats().running == 0)
+            assert httpx.get(f"{api.url}/health", verify=False).status_code == 200
+        for connection in silent:
+            connection.close()
+
+
 def test_headers_in_pieces_after_a_large_body(tmp_path):
     with serving(language_model(), tmp_path) as api, raw(api) as connection:
         for _ in range(2):

@@ -165,9 +165,9 @@ def test_chat_is_the_template(api):
     ("completions", {"prompt": "x" * 978}, 400, "978 tokens, and the most is 977"),
     ("completions", {"prompt": "\ud800"}, 400, "half a pair"),
     ("completions", {"prompt": "x", "max_tokens": 524}, 400, "max_tokens must be from 0 to 523"),
-    ("completions", {"prompt": "x", "max_tokens": True}, 400, "max_tokens must be integer, got true"),
+    ("completions", {"prompt": "x", "max_tokens": True}, 400, "max_tokens must be an integer, got true"),
     ("completions", {"prompt": "x", "temperature": -1}, 400, "temperature must be 0"),
-    ("completions", {"prompt": "x", "temperature": "1"}, 400, 'temperature must be number, got "1"'),
+    ("completions", {"prompt": "x", "temperature": "1"}, 400, 'temperature must be a number, got "1"'),
     ("completions", {"prompt": "x", "top_p": 0}, 400, r"top_p must be in \(0, 1\]"),
     ("completions", {"prompt": "x", "n": 0}, 400, "n must give 1 to 128 choices, got 0"),
     ("completions", {"prompt": ["x"] * 7, "n": 2}, 400, "holds 12 choices"),
@@ -220,7 +220,7 @@ def test_malformed_bodies(api, content, text):
 
 @pytest.mark.parametrize("prompt", [[{}] * 30_000, ["x", 1] * 30_000, [[1, "x"]] * 30_000, [1.5] * 30_000])
 def test_long_wrong_lists_end_at_the_first_error(prompt):
-    with pytest.raises(APIError, match="prompt must be text, or a list of text"):
+    with pytest.raises(APIError, match="prompt must be text, or a list of texts"):
         parse_body(CompletionBody, json.dumps({"prompt": prompt}).encode())
     with pytest.raises(ValidationError) as caught:
         CompletionBody.model_validate({"prompt": prompt})
@@ -229,7 +229,9 @@ def test_long_wrong_lists_end_at_the_first_error(prompt):
 
 def test_other_refusals(api):
     client = api.client
-    assert error(client.post("/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"}), 415)
+    other = error(client.post("/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"}), 415)
+    assert "send the header Content-Type: application/json" in other["message"]
+    assert [client.head(path).status_code for path in ("/", "/health")] == [200, 200]
     zipped = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     assert "compressed" in error(client.post("/v1/completions", content=b"{}", headers=zipped), 415)["message"]
     assert error(client.get("/v1/completions"), 405)

@@ -270,6 +270,21 @@ def test_asyncio(model, engine):
         assert tokens == engine.submit(Request(b"async", 9, seed=seed)).result()[0].tokens
 
 
+def test_first_and_last_tokens_wake_an_event_loop_at_once(model, monkeypatch):
+    monkeypatch.setattr("longspan.serve.engine._WAKE_SECONDS", 1e6)
+
+    async def follow(engine):
+        engine._notified = time.monotonic()
+        stream = engine.submit(Request(b"abc", max_tokens=67))
+        return [[len(delta.tokens) for delta in batch] async for batch in stream.batches()]
+
+    with Engine(model, slots=2) as engine:
+        first, *others = asyncio.run(asyncio.wait_for(follow(engine), 60))
+    assert first[0] == 1
+    assert sum(map(sum, [first, *others])) == 67
+    assert len(others) <= 2
+
+
 def test_failing_steps_end_all_streams(model, monkeypatch):
     engine = Engine(model, slots=2)
     monkeypatch.setattr(engine._loop, "step", lambda: 1 / 0)

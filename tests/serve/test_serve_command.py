@@ -19,13 +19,14 @@ import transformers
 from serve_cases import language_model
 
 import longspan
-from longspan import Sampling, save
+from longspan import Sampling, load, save
 from longspan.cli import main
 from longspan.cli.arguments import parse
 from longspan.cli.serve import ServeFlags, build_server, parse_bytes
 from longspan.compat.local_attention import LocalTransformer
 from longspan.generation.generate import generate
 from longspan.models.transformer import LanguageModel
+from longspan.serve.quantize import bits_per_token
 
 LOCAL = {"num_tokens": 256, "max_seq_len": 97, "dim": 12, "depth": 1, "heads": 2, "dim_head": 4}
 LOCAL |= {"local_attn_window_size": 5}
@@ -171,7 +172,23 @@ def test_flags_reach_the_server(tmp_path, monkeypatch, capsys):
     assert list((tmp_path / "cache").glob("*.safetensors"))
     assert list((tmp_path / "states").glob("*.safetensors"))
     said = capsys.readouterr().err
+    assert f"loading {tmp_path / 'model'}\n" in said
     assert re.search(r"[\d.]+ bits per byte on text; [\d.]+ with --quantize int8 --state-dtype bfloat16: [+-]", said)
+
+
+def test_the_loss_of_a_model_with_a_tokenizer_is_per_byte(tmp_path, capsys):
+    torch.manual_seed(0)
+    save(language_model(vocab_size=len(WORDS)), tmp_path / "words")
+    write_tokenizer(tmp_path / "words")
+    text = "hello world " * 53
+    (tmp_path / "text").write_text(text)
+    words = ["--model", tmp_path / "words", "--quantize", "int8", "--quantize-text", tmp_path / "text"]
+    with started(*words) as (_, server):
+        codec = server.model.codec
+        model = load(tmp_path / "words")
+    tokens = codec.encode(text.encode())
+    bits = bits_per_token(model, torch.tensor(tokens)) * (len(tokens) - 1) / len(codec.decode(tokens[1:]).encode())
+    assert f"{bits:.4f} bits per byte on text; " in capsys.readouterr().err
 
 
 def test_draft_model(tmp_path):
@@ -222,9 +239,9 @@ def process(*words):
     command = [sys.executable, "-m", "longspan", "serve", "--port", "0", *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    line = child.stderr.readline()
-    address = re.search(r"at (http://127\.0\.0\.1:\d+) with 8 slots on cpu; state of one sequence: ", line)
-    assert address, line + child.stderr.read()
+    said = child.stderr.readline() + child.stderr.readline()
+    address = re.search(r"at (http://127\.0\.0\.1:\d+) with 8 slots on cpu; state of one sequence: ", said)
+    assert address, said + child.stderr.read()
     return child, httpx.Client(base_url=address[1], timeout=60, verify=False)
 
 

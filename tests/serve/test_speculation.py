@@ -70,6 +70,24 @@ def test_guesses_do_not_change_the_tokens(name, draft, always):
     assert stats.steps < sum(len(tokens) for tokens, *_ in expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_tokens_differ_at_ties_within_rounding_only(dtype, always):
+    model = language_model(vocab_size=13, dtype=dtype)
+    exact = copy.deepcopy(model).double()
+    given = [Request(([i, 3, 5 + i] * 9)[:23], 61, sampling=Sampling(temperature=0)) for i in range(5)]
+    with Engine(model, slots=3) as engine:
+        expected = run(engine, given)
+    with Engine(model, slots=3, speculation="ngram") as engine:
+        found = run(engine, given)
+        assert engine.stats().accepted_tokens > 0
+    for request, (tokens, *_), (other, *_) in zip(given, expected, found, strict=True):
+        first = next((i for i, (a, b) in enumerate(zip(tokens, other, strict=True)) if a != b), None)
+        if first is not None:
+            before = torch.cat([request.tokens, torch.tensor(tokens[:first], dtype=torch.int64)])
+            logits = exact(before[None])[0, -1]
+            assert abs(logits[tokens[first]] - logits[other[first]]) < 16 * torch.finfo(dtype).eps * logits.abs().max()
+
+
 def test_a_perfect_draft_is_always_right(always):
     model = language_model("linear", vocab_size=13, dtype=torch.float64)
     with Engine(model, slots=1, speculation=model) as engine:

@@ -1,0 +1,171 @@
+"""A server process and requests to it, on connections of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import IO, Any, NamedTuple
+
+from longspan.utils import printable
+
+_ADDRESS = re.compile(r" at http://([^ ]+):(\d+) with ")
+_START_SECONDS, _ANSWER_SECONDS = 300.0, 600.0
+
+
+class Address(NamedTuple):
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+
+@dataclass
+class Answer:
+    """What came back for a request.
+
+    Attributes:
+        text: The whole text.
+        tokens: Tokens generated.
+        cached: Tokens of the prompt that the prefix cache had.
+        arrived: Seconds at which the request was sent, from the beginning of the load.
+        first: Seconds until the first text.
+        seconds: Seconds until the end.
+        error: What went wrong, empty if nothing did.
+    """
+
+    text: str = ""
+    tokens: int = 0
+    cached: int = 0
+    arrived: float = 0.0
+    first: float | None = None
+    seconds: float = 0.0
+    error: str = ""
+
+
+@contextmanager
+def running_server(flags: Mapping[str, object], arguments: Sequence[str] = ()) -> Iterator[Address]:
+    """Run `longspan serve` on a free port; end it, and wait, afterwards.
+
+    Args:
+        flags: Its flags, without dashes, and their values.
+        arguments: More arguments.
+
+    Raises:
+        ValueError: If it does not start.
+    """
+    command = [sys.executable, "-m", "longspan", "serve", "--port=0"]
+    command += [f"--{name}={value}" for name, value in flags.items()]
+    say("starting the server")
+    # A file, because a thread that read a pipe would change the number of PyTorch threads of `generate`.
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([*command, *arguments], stderr=log)
+        try:
+            yield _address(process, log)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            process.kill()
+            process.wait()
+
+
+def _address(process: subprocess.Popen[bytes], log: IO[bytes]) -> Address:
+    """Return where a server listens, from what it writes."""
+    deadline, text = time.monotonic() + _START_SECONDS, ""
+    while time.monotonic() < deadline:
+        ended = process.poll() is not None
+        text = os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace")
+        match = _ADDRESS.search(text)
+        if match is not None:
+            return Address(match[1].strip("[]"), int(match[2]))
+        if ended:
+            break
+        time.sleep(0.05)
+    said = " ".join(text.split("\n")[-5:]).strip()
+    raise ValueError(f"the server did not start: {printable(said or 'it wrote nothing')}")
+
+
+async def ask(address: Address, body: Mapping[str, Any], *, stream: bool = True) -> Answer:
+    """Send a request to /v1/completions and read its answer."""
+    answer, begun = Answer(), time.perf_counter()
+    try:
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+
+        async def receive() -> None:
+            async for event in _post(address, "/v1/completions", {**body, **options}):
+                _add(answer, event, time.perf_counter() - begun)
+
+        await asyncio.wait_for(receive(), _ANSWER_SECONDS)
+    except (OSError, ValueError, EOFError, TimeoutError, asyncio.TimeoutError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    answer.seconds = time.perf_counter() - begun
+    return answer
+
+
+def _add(answer: Answer, event: dict[str, Any], now: float) -> None:
+    """Add an event of a stream, or a whole answer."""
+    if "error" in event:
+        answer.error = str(event["error"].get("message", event["error"]))
+        return
+    for choice in event["choices"]:
+        answer.text += choice["text"]
+        if choice["text"] and answer.first is None:
+            answer.first = now
+    if event.get("usage"):
+        answer.tokens = event["usage"]["completion_tokens"]
+        answer.cached = event["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0)
+
+
+async def _post(address: Address, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """Post JSON; iterate over the events of the answer, or its one JSON object."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {address.host}:{address.port}\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        writer.write(head.encode() + content)
+        await writer.drain()
+        status = (await reader.readline()).split()
+        headers = (await reader.readuntil(b"\r\n\r\n")).lower()
+        parts = _chunks(reader) if b"transfer-encoding: chunked" in headers else _rest(reader)
+        if status[1:2] != [b"200"] or b"text/event-stream" not in headers:
+            yield json.loads(b"".join([part async for part in parts]))
+            return
+        left, ended = b"", False
+        async for part in parts:
+            *events, left = (left + part).split(b"\n\n")
+            for event in events:
+                ended = ended or event == b"data: [DONE]"
+                if event.startswith(b"data: {"):
+                    yield json.loads(event.removeprefix(b"data: "))
+        if not ended:
+            raise EOFError("the stream broke off")
+    finally:
+        writer.close()
+
+
+async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Iterate over the chunks of a body with chunked transfer encoding."""
+    while size := int(await reader.readline(), 16):
+        yield await reader.readexactly(size)
+        await reader.readexactly(2)
+
+
+async def _rest(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    yield await reader.read()
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print progress; over itself on a terminal, otherwise not too often."""
+    if end == "\n" or os.isatty(2):
+        print(f"\x1b[K{text}" if os.isatty(2) else text, end=end, file=sys.stderr, flush=True)

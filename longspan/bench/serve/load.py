@@ -1,0 +1,251 @@
+"""Requests at random times (Poisson) and of mixed lengths, with a check of every answer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from longspan.bench.report import TextTable
+from longspan.bench.serve.client import Address, Answer, ask, running_server, say
+from longspan.generation.generate import generate
+from longspan.models.transformer import LanguageModel
+
+if TYPE_CHECKING:
+    from longspan.bench.serve import ServeBenchOptions
+
+PERCENTILES = (50, 95, 99)
+Body = dict[str, Any]
+
+
+@dataclass
+class LoadResult:
+    """What was measured at one load.
+
+    Attributes:
+        load: Requests offered, relative to what `generate` could answer.
+        rate: Requests offered per second.
+        requests: Requests sent.
+        lost: Requests without a whole answer.
+        wrong: Answers that are not the one that the same request got alone.
+        seconds: From the first request to the last answer, of all rounds.
+        tokens: Tokens generated.
+        tokens_per_second: Of all answers together.
+        generate_tokens_per_second: Of `generate` with as many prompts as slots, of mean length, reading them included;
+            measured before each round, the median.
+        ratio: The one relative to the other in the same round, the median.
+        first_token_ms: Time to the first token, by percentile.
+        token_ms: Time per further token, by percentile.
+        errors: Different errors.
+    """
+
+    load: float
+    rate: float
+    requests: int
+    lost: int
+    wrong: int
+    seconds: float
+    tokens: int
+    tokens_per_second: float
+    generate_tokens_per_second: float
+    ratio: float
+    first_token_ms: dict[int, float] = field(default_factory=dict)
+    token_ms: dict[int, float] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+
+
+class Round(NamedTuple):
+    """Answers under load, what the same requests got alone, and what was measured and offered before.
+
+    Attributes:
+        answers: The answers.
+        alone: What the same requests got alone.
+        raw: Tokens per second of `generate`.
+        rate: Requests per second that were offered.
+    """
+
+    answers: list[Answer]
+    alone: list[Answer]
+    raw: float
+    rate: float
+
+    @property
+    def seconds(self) -> float:
+        """From the first request to the last answer."""
+        ends = (answer.arrived + answer.seconds for answer in self.answers)
+        return max(ends) - min(answer.arrived for answer in self.answers)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of whole answers."""
+        return sum(answer.tokens for answer in self.answers if not answer.error)
+
+
+def measure(options: ServeBenchOptions, model: LanguageModel) -> list[LoadResult]:
+    """Ask different requests alone, then offer each load; `generate` is measured before each.
+
+    Raises:
+        ValueError: If the server does not start, or does not answer a request that nothing runs beside.
+    """
+    bodies = make_bodies(options, model)
+    mean = fmean(body["max_tokens"] for body in bodies)
+    most = options.requests + options.distinct
+    limits = {"max-queue": most, "max-streams": most, "max-connections": most + 8}
+    flags = {**options.server_flags(model), "slots": options.slots, "cache": options.cache, **limits}
+    rounds: dict[float, list[Round]] = {}
+    with running_server(flags, options.serve_arguments) as address:
+        alone = asyncio.run(ask_alone(address, bodies))
+        for i, (load, requests) in enumerate(_numbers(options)):
+            raw = generate_rate(model, bodies, options)
+            rate = options.rate or load * raw / mean
+            say(f"generate, {options.slots} prompts together: {raw:,.0f} tokens/s; offering {rate:,.2f} requests/s")
+            order = _order(len(bodies), requests, options.seed + i)
+            answers = asyncio.run(send(address, [bodies[j] for j in order], rate, options, options.seed + i))
+            rounds.setdefault(load, []).append(Round(answers, [alone[j] for j in order], raw, rate))
+    return [summarize(load, found) for load, found in rounds.items()]
+
+
+def make_bodies(options: ServeBenchOptions, model: LanguageModel) -> list[Body]:
+    """Return the different requests: random tokens, lengths, temperatures and seeds."""
+    rng, size = random.Random(options.seed), model.config.vocab_size
+    assert size is not None
+
+    def length(low: int, high: int) -> int:
+        return min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
+
+    bodies = []
+    for _ in range(options.distinct):
+        prompt = [rng.randrange(size) for _ in range(length(*options.prompt_tokens))]
+        chosen = {"temperature": rng.choice([0, 0.7, 1]), "seed": rng.randrange(1 << 31)}
+        bodies.append({"prompt": prompt, "max_tokens": length(*options.max_tokens), **chosen})
+    return bodies
+
+
+def generate_rate(model: LanguageModel, bodies: Sequence[Body], options: ServeBenchOptions) -> float:
+    """Return the tokens per second of `generate` at a batch of `slots`, the best of three runs after one."""
+    prompt = round(fmean(len(body["prompt"]) for body in bodies))
+    tokens = round(fmean(body["max_tokens"] for body in bodies))
+    generator = torch.Generator().manual_seed(options.seed)
+    prompts = torch.randint(int(model.config.vocab_size or 0), (options.slots, prompt), generator=generator)
+    best = 0.0
+    for _ in range(4):
+        begun = time.perf_counter()
+        generate(model, prompts, tokens)
+        best = max(best, options.slots * tokens / (time.perf_counter() - begun))
+    return best
+
+
+async def ask_alone(address: Address, bodies: Sequence[Body]) -> list[Answer]:
+    """Return the answers to requests that nothing runs beside."""
+    answers = []
+    for i, body in enumerate(bodies):
+        say(f"alone: {i + 1} of {len(bodies)}", end="\r")
+        answers.append(await ask(address, body))
+        if answers[-1].error:
+            raise ValueError(f"the server did not answer a request that nothing ran beside: {answers[-1].error}")
+    say(f"alone: {len(bodies)} of {len(bodies)}")
+    return answers
+
+
+async def send(
+    address: Address, bodies: Sequence[Body], rate: float, options: ServeBenchOptions, seed: int
+) -> list[Answer]:
+    """Send requests at random times, `rate` of them per second; return the answers."""
+    rng, begun, done = random.Random(seed + 1), time.perf_counter(), 0
+
+    async def ask_at(arrival: float, body: Body) -> Answer:
+        nonlocal done
+        await asyncio.sleep(arrival - (time.perf_counter() - begun))
+        arrived = time.perf_counter() - begun
+        answer = await ask(address, body, stream=options.stream)
+        answer.arrived, done = arrived, done + 1
+        return answer
+
+    async def report() -> None:
+        while True:
+            await asyncio.sleep(1)
+            say(f"under load: {done} of {len(bodies)}", end="\r")
+
+    arrival, tasks = 0.0, []
+    for body in bodies:
+        tasks.append(asyncio.create_task(ask_at(arrival, body)))
+        arrival += rng.expovariate(rate)
+    reporter = asyncio.create_task(report())
+    answers = await asyncio.gather(*tasks)
+    reporter.cancel()
+    say(f"under load: {done} of {len(bodies)}")
+    return answers
+
+
+def summarize(load: float, rounds: Sequence[Round]) -> LoadResult:
+    """Return what the rounds of one load amount to."""
+    answers = [answer for round in rounds for answer in round.answers]
+    alone = [answer for round in rounds for answer in round.alone]
+    whole = [answer for answer in answers if not answer.error]
+    wrong = sum(
+        not answer.error and (answer.text, answer.tokens) != (own.text, own.tokens)
+        for answer, own in zip(answers, alone, strict=True)
+    )
+    seconds, tokens = sum(x.seconds for x in rounds), sum(x.tokens for x in rounds)
+    first = [1e3 * answer.first for answer in whole if answer.first is not None]
+    later = [
+        1e3 * (answer.seconds - answer.first) / (answer.tokens - 1)
+        for answer in whole
+        if answer.first is not None and answer.tokens > 1
+    ]
+    return LoadResult(
+        load=load,
+        rate=median(x.rate for x in rounds),
+        requests=len(answers),
+        lost=len(answers) - len(whole),
+        wrong=wrong,
+        seconds=seconds,
+        tokens=tokens,
+        tokens_per_second=tokens / seconds,
+        generate_tokens_per_second=median(x.raw for x in rounds),
+        ratio=median(x.tokens / x.seconds / x.raw for x in rounds),
+        first_token_ms=percentiles(first),
+        token_ms=percentiles(later),
+        errors=sorted({answer.error for answer in answers if answer.error})[:10],
+    )
+
+
+def percentiles(values: Sequence[float]) -> dict[int, float]:
+    """Return percentiles by the nearest rank."""
+    ordered = sorted(values)
+    return {p: ordered[math.ceil(p / 100 * len(ordered)) - 1] for p in PERCENTILES if ordered}
+
+
+def table(results: Sequence[LoadResult]) -> TextTable:
+    """Return a row for each load."""
+    header = ["load", "requests/s", "requests", "lost", "wrong", "tokens/s", "of generate"]
+    header += [f"{name}, p{p}" for name in ("ms to first token", "ms per token") for p in PERCENTILES]
+    rows = []
+    for x in results:
+        found = [f"{x.load:.2f}", f"{x.rate:,.1f}", str(x.requests), str(x.lost), str(x.wrong)]
+        found += [f"{x.tokens_per_second:,.0f}", f"{100 * x.ratio:.0f} %"]
+        for times in (x.first_token_ms, x.token_ms):
+            found += [f"{times[p]:,.1f}" if p in times else "–" for p in PERCENTILES]
+        rows.append(found)
+    return TextTable(header, rows)
+
+
+def _numbers(options: ServeBenchOptions) -> list[tuple[float, int]]:
+    """Return the load of each round, and how many requests it gets; the same number but for one."""
+    loads = ((1.0,) if options.rate is not None else options.loads) * options.rounds
+    bounds = [round(i * options.requests / len(loads)) for i in range(len(loads) + 1)]
+    return [(load, bounds[i + 1] - bounds[i]) for i, load in enumerate(loads)]
+
+
+def _order(distinct: int, requests: int, seed: int) -> list[int]:
+    """Return which of the different requests are sent, in a random order."""
+    order = [i % distinct for i in range(requests)]
+    random.Random(seed).shuffle(order)
+    return order
