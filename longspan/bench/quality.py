@@ -33,21 +33,25 @@ HELD_OUT, SCORED = 2_000_000, 1_048_576  # bytes
 DEVICES = ("cpu", "cuda")
 Settings = dict[str, Any]
 SEPARATOR = "@"  # between a candidate and its recipe
+_NONE = {"optimizer": "adamw", "decay_type": "cosine", "model.ngrams": [], "model.zero_init_residual": False}
 _MUON = {"optimizer": "muon", "muon_lr": 5e-3}
 _NGRAMS = {"model.ngrams": [2, 3, 4], "model.ngram_buckets": 32_768}
-# Settings of `longspan train` for any candidate: each alone, and all that help together.
+_ZERO_INIT, _LINEAR = {"model.zero_init_residual": True}, {"decay_type": "linear"}
+# Settings of `longspan train` for any candidate, instead of the preset's: each alone, and all that help together.
 RECIPES: dict[str, Settings] = {
-    "muon": _MUON,
-    "ngrams": _NGRAMS,
-    "zero-init": {"model.zero_init_residual": True},
-    "softcap": {"model.logit_softcap": 15.0},
-    "linear-decay": {"decay_type": "linear"},
-    "all": {**_MUON, **_NGRAMS, "model.zero_init_residual": True, "decay_type": "linear"},
-    "all-fast": {**_MUON, **_NGRAMS, "model.zero_init_residual": True, "decay_type": "linear", "muon_lr": 1e-2},
-    "no-ngrams": {**_MUON, "model.zero_init_residual": True, "decay_type": "linear"},
+    "none": _NONE,
+    "muon": _NONE | _MUON,
+    "ngrams": _NONE | _NGRAMS,
+    "zero-init": _NONE | _ZERO_INIT,
+    "softcap": _NONE | {"model.logit_softcap": 15.0},
+    "linear-decay": _NONE | _LINEAR,
+    "all": _NONE | _MUON | _NGRAMS | _ZERO_INIT | _LINEAR,
+    "all-fast": _NONE | _MUON | _NGRAMS | _ZERO_INIT | _LINEAR | {"muon_lr": 1e-2},
+    "no-ngrams": _NONE | _MUON | _ZERO_INIT | _LINEAR,
 }
 # The outputs of Gated DeltaNet and Kimi Linear. Their convolution is left out: the presets shift tokens already.
 _GATED_LAYER = {"out_norm": True, "out_gate": "silu"}
+_PLAIN_LAYER = {"out_norm": False, "out_gate": "none"}
 
 
 def candidates(num_heads: int, context: int) -> dict[str, Settings]:
@@ -70,9 +74,9 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
         return _attention({"mechanism": mechanism, "rotary": {"softmax": "halves", "local": "halves"}, **layer})
 
     return {
-        "softmax": {"mechanism": "softmax"},
+        "softmax": {"mechanism": "softmax", **_attention(_PLAIN_LAYER)},
         "softmax-gated": {"mechanism": "softmax", **_attention(_GATED_LAYER)},
-        "local+linear": {"mechanism": "split"},
+        "local+linear": {"mechanism": "split", **_attention(_PLAIN_LAYER)},
         "local+linear-gated": {"mechanism": "split", **_attention(_GATED_LAYER)},
         "local+delta-head": model(half_local(num_heads, window, delta), **_GATED_LAYER),
         "local+decay-head": model(half_local(num_heads, window, decay), **_GATED_LAYER),
@@ -253,7 +257,7 @@ def run(options: QualityOptions) -> list[Row]:
         raise ValueError(f"data {options.data}: there is no such file")
     deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     prepare(options.out)
-    rows = _read(options.out)
+    rows = read_results(options.out)
     done = [_identity(row) for row in rows if row["status"] == "ok"]
     waiting = [pair for pair in _subjects(options) if _identity(_described(*pair)) not in done]
     about, pairs, total, number = environment(options.device), iter(waiting), len(waiting), 0
@@ -272,7 +276,7 @@ def run(options: QualityOptions) -> list[Row]:
             row = {**about, **_described(*pair), "status": found.status, "message": found.message}
             append(options.out, {**row, "peak_mb": found.peak_mb, **found.metrics})
             print(printable(_line(found)), file=sys.stderr, flush=True)
-    rows = _read(options.out)
+    rows = read_results(options.out)
     print(table(rows).markdown(), flush=True)
     print(printable(f"written to {options.out}"), file=sys.stderr)
     return rows
@@ -327,7 +331,8 @@ def _identity(row: Row) -> list[Any]:
     return [row.get(name) for name in ("candidate", "context", "batch_size", "seed", "seconds", "preset", "held_out")]
 
 
-def _read(path: Path) -> list[Row]:
+def read_results(path: Path) -> list[Row]:
+    """Return the rows of a results file."""
     return read(path, "candidate", "context", "seed", "seconds", "status")
 
 

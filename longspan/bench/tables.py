@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from longspan.bench import quality
 from longspan.bench.recall import results as recall_results
 from longspan.bench.report import TextTable, three_digits
 from longspan.utils import choose
@@ -59,8 +60,9 @@ def table(name: str, results: Path) -> TextTable:
     """Return one of `TABLES`, generated from the results in a folder."""
     if choose("table", name, TABLES) == "ratios":
         return _ratios(results)
-    if name == "cpu-recall":
-        return recall_results.table(recall_results.read(results / f"{name}.jsonl"))
+    if name in _JSONL:
+        read, make = _JSONL[name]
+        return make(read(results / f"{name}.jsonl"))
     file, columns = _COLUMNS[name]
     return TextTable(list(columns), [[cell(row) for cell in columns.values()] for row in _rows(results, file)])
 
@@ -184,7 +186,13 @@ _COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
     "cpu-generate": ("cpu-generate", _GENERATION),
     "cpu-decode": ("cpu-decode", _NAME | {"batch × prompt": _batch, "ms per token": _with_ratio("token_ms")}),
 }
-TABLES = ("ratios", *_COLUMNS, "cpu-recall")
+# Tables of results that grow: how a file is read, and how its table is made.
+_JSONL: dict[str, tuple[Callable[[Path], list[Row]], Callable[[list[Row]], TextTable]]] = {
+    "h200-recipe": (quality.read_results, quality.table),
+    "h200-recall": (recall_results.read, recall_results.table),
+    "cpu-recall": (recall_results.read, recall_results.table),
+}
+TABLES = ("ratios", *_COLUMNS, *_JSONL)
 
 
 if __name__ == "__main__":

@@ -264,6 +264,8 @@ class Settings:
                     raise ValueError(f"--objective {objective} needs a model with {name}={value}")
             elif values[name] < value:
                 raise ValueError(f"--model.{name} is {values[name]}, and the data needs {value} at least")
+        if channels is not None and "ngrams" not in self.chosen:
+            values["ngrams"] = ()  # Vectors have none.
         if values.get("positions") in ("learned", "axial") and "max_length" not in self.chosen:
             values["max_length"] = self.train.context
         return ModelConfig.from_dict(values)
@@ -283,7 +285,7 @@ def resolve(given: Mapping[str, Any]) -> Settings:
         if name not in names and not name.startswith("model."):
             raise ValueError(f"unknown setting {name}{nearest(name, names)}")
     preset = PRESETS[choose("--preset", given.get("preset", TrainConfig.preset), PRESETS)]
-    train = _train_config(preset.train, given)
+    train = _train_config(_without_muon(preset.train, given), given)
     chosen = _model_fields(given)
     model = copy.deepcopy(preset.model) if train.initial is None else _initial_model(train.initial)
     _set_fields(model, chosen)
@@ -295,6 +297,13 @@ def resolve(given: Mapping[str, Any]) -> Settings:
     elif "mechanism" in given and "attention.mechanism" in chosen:
         raise ValueError("--mechanism and --model.attention.mechanism are the same option: give one of them")
     return Settings(train, model, frozenset(chosen))
+
+
+def _without_muon(values: Values, given: Mapping[str, Any]) -> Values:
+    """Leave Muon of a preset out where another optimizer is given, or a trained model, which AdamW fine-tunes."""
+    if given.get("optimizer", "adamw" if given.get("init") else "muon") == "muon":
+        return values
+    return {name: value for name, value in values.items() if name not in ("optimizer", "muon_lr")}
 
 
 def _initial_model(initial: Initial) -> Values:

@@ -16,16 +16,21 @@ class Preset:
     train: Values
 
 
-def _model(dim: int, depth: int, num_heads: int) -> Values:
+def _model(dim: int, depth: int, num_heads: int, **attention: Any) -> Values:
     return {
         "dim": dim,
         "depth": depth,
-        "attention": {"num_heads": num_heads, "qk_norm": True, "out_bias": False},
+        "attention": {"num_heads": num_heads, "qk_norm": True, "out_bias": False, **attention},
         "feed_forward": {"mult": 4, "activation": "relu2", "bias": False},
         "norm": "rms",
         "token_shift": [0, 1],
     }
 
+
+# What `longspan bench quality` found best: docs/benchmarks.md.
+_GATED_OUTPUT = {"out_norm": True, "out_gate": "silu"}
+_MODEL_RECIPE = {"ngrams": [2, 3, 4], "ngram_buckets": 32_768, "zero_init_residual": True}
+_TRAIN_RECIPE = {"optimizer": "muon", "muon_lr": 5e-3, "decay_type": "linear"}
 
 PRESETS = {
     "tiny": Preset(
@@ -33,12 +38,14 @@ PRESETS = {
         {"context": 512, "batch_size": 8, "steps": 1000, "lr": 4e-3, "warmup": 50, "eval_tokens": 65_536},
     ),
     "small": Preset(
-        _model(512, 6, 8),
-        {"context": 4096, "batch_size": 16, "steps": 5000, "lr": 2e-3, "warmup": 200, "eval_tokens": 524_288},
+        _model(512, 6, 8, **_GATED_OUTPUT) | _MODEL_RECIPE,
+        {"context": 4096, "batch_size": 16, "steps": 5000, "lr": 2e-3, "warmup": 200, "eval_tokens": 524_288}
+        | _TRAIN_RECIPE,
     ),
     "base": Preset(
-        _model(768, 12, 12),
-        {"context": 8192, "batch_size": 8, "steps": 20_000, "lr": 1e-3, "warmup": 500, "eval_tokens": 1_048_576},
+        _model(768, 12, 12, **_GATED_OUTPUT) | _MODEL_RECIPE,
+        {"context": 8192, "batch_size": 8, "steps": 20_000, "lr": 1e-3, "warmup": 500, "eval_tokens": 1_048_576}
+        | _TRAIN_RECIPE,
     ),
 }
 

@@ -64,8 +64,11 @@ def test_presets_are_hybrids_that_can_be_built(name: str) -> None:
 
 def test_the_small_preset_has_the_size_of_the_measurements() -> None:
     _, model = resolved(preset="small")
-    number = sum(p.numel() for p in LanguageModel(model).parameters())
-    assert 18e6 < number < 20e6
+    built = LanguageModel(model)
+    assert built.ngrams is not None
+    tables = sum(p.numel() for p in built.ngrams.parameters())
+    assert tables == 3 * 32_768 * 512
+    assert 20e6 < sum(p.numel() for p in built.parameters()) - tables < 22e6
 
 
 @pytest.mark.parametrize("name", list_mechanisms())
@@ -98,7 +101,7 @@ MODEL_VALUES: dict[str, tuple[str, Any]] = {
     "model.attention.rotary": ("interleaved", "interleaved"),
     "model.attention.num_qk_heads": ("1", 1),
     "model.attention.conv_size": ("4", 4),
-    "model.attention.out_gate": ("silu", "silu"),
+    "model.attention.out_gate": ("sigmoid", "sigmoid"),
     "model.attention.dropout": ("0.1", 0.1),
     "model.embed_dropout": ("0.1", 0.1),
     "model.ngrams": ("2,3", (2, 3)),
@@ -272,7 +275,7 @@ def test_no_setting_is_without_a_test() -> None:
         ({"betas": "0.9"}, "--betas are two numbers"),
         ({"decay_ratio": "0"}, "--decay-ratio must be in (0, 1] and --ramp-up in [0, 1], got 0.0 and 0.0"),
         ({"ramp_up": "0.5"}, "--ramp-up grows a step to --accumulate batches: give --accumulate 2 or more"),
-        ({"muon_lr": "0.1"}, "--muon-lr is for --optimizer muon, got adamw"),
+        ({"muon_lr": "0.1", "optimizer": "adamw"}, "--muon-lr is for --optimizer muon, got adamw"),
         ({"optimizer": "moun"}, "unknown --optimizer 'moun'; there is adamw, muon (did you mean 'muon'?)"),
         (
             {"objective": "causl"},
