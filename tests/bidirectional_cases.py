@@ -45,6 +45,7 @@ class Case:
     strided: bool = False
     weight: torch.dtype = torch.float32
     exact: bool = False
+    epsilon: float = 0.0
 
     def __str__(self) -> str:
         default = Case()
@@ -96,7 +97,7 @@ def arguments(case: Case, dtype: torch.dtype, device: str) -> Given:
 def mechanism(case: Case, given: Given) -> LinearAttention:
     feature_map: str | Favor = case.feature_map
     if given.weight is not None:
-        feature_map = Favor(case.D, len(given.weight), row_norms="sampled", epsilon=0.0)
+        feature_map = Favor(case.D, len(given.weight), row_norms="sampled", epsilon=case.epsilon)
         feature_map.projection = given.weight.cpu()
     return LinearAttention(
         case.H, case.D, num_kv_heads=case.Hkv, value_dim=case.E, feature_map=feature_map, normalize=case.normalize
@@ -122,7 +123,8 @@ def by_torch(case: Case, given: Given, dtype: torch.dtype) -> list[Tensor]:
 def by_kernels(case: Case, given: Given) -> list[Tensor]:
     offsets = [None if packing is None else packing.offsets for packing in (given.packing, given.key_packing)]
     x = BidirectionalInputs(given.q, given.k, given.v, given.weight, given.key_mask, *offsets)
-    problem = BidirectionalProblem(case.feature_map, case.normalize, bidirectional_algorithm(x.q, case.feature_map))
+    algorithm = bidirectional_algorithm(x.q, case.feature_map)
+    problem = BidirectionalProblem(case.feature_map, case.normalize, algorithm, case.epsilon)
     kernels = _kernels(problem.algorithm)
     out, saved = kernels.forward(x, problem)
     return [out, *kernels.backward(BidirectionalSaved(given.d_out, out, saved), x, problem)]

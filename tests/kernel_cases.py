@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from longspan.mechanisms.performer import PerformerAttention
 from longspan.ops.linear import (
     FLOOR,
     LinearInputs,
@@ -92,10 +93,11 @@ def by_torch(case: Case, given: Arguments, dtype: torch.dtype, scale: Tensor | N
     d_out, d_kv, tensors = given
     tensors = tuple(to(x, dtype if i < 3 else sums) for i, x in enumerate(tensors))
     problem = LinearProblem(case.feature_map, case.normalize, 1, True, "torch")
+    tensors = LinearInputs(*tensors)
     out, after, shift, den, *starts = _CausalLinear.traced(*tensors, *problem)
     d_kv = d_kv if scale is None else _at(scale.cpu(), d_kv.cpu(), shift)
     d = _CausalLinear.traced_backward(to(d_out, dtype), to(d_kv, sums), out, den, *starts, *tensors, *problem)
-    return out, den, after, shift, *d
+    return out, den, after, shift, *d[:4]
 
 
 def kernel_problem(case: Case, tensors: tuple[Tensor | None, ...], *, final: bool = True) -> LinearProblem:
@@ -115,7 +117,7 @@ def backward(case: Case, given: Arguments, out: Tensor, den: Tensor, saved: Tens
     d_out, d_kv, tensors = given
     problem = kernel_problem(case, tensors)
     for_backward = LinearSaved(d_out, d_kv, out, den, saved, None)
-    return _kernels(problem.algorithm).backward(for_backward, LinearInputs(*tensors), problem)
+    return _kernels(problem.algorithm).backward(for_backward, LinearInputs(*tensors), problem)[:4]
 
 
 def by_kernels(case: Case, given: Arguments) -> tuple[Tensor, ...]:
@@ -165,6 +167,50 @@ def _errors(case: Case, given: Arguments, dtype: torch.dtype) -> dict[str, tuple
         ulp = exact.abs().max().item() * torch.finfo(dtype).eps
         errors[name] = (ours - exact).abs().max().item(), (near - exact).abs().max().item(), ulp
     return errors
+
+
+def check_epsilon(case: Case, epsilon: float, dtype: torch.dtype, device: str) -> None:
+    """`check` of causal FAVOR+ with an epsilon, against `PerformerAttention` with a state that holds a phantom key."""
+    mechanism = PerformerAttention(
+        *(case.H, case.D), num_kv_heads=case.Hkv, value_dim=case.E, num_features=case.num_features, epsilon=epsilon
+    )
+    d_out, d_kv, (q, k, v, _, _, lengths, kv, shift) = arguments(case, dtype, device)
+    hidden = torch.zeros(case.B, case.T, 1, 1, dtype=torch.bool, device=device)
+    if lengths is not None:
+        hidden = (torch.arange(case.T, device=device) >= lengths[:, None])[..., None, None]
+    v, d_out = v.masked_fill(hidden, 0), d_out.masked_fill(hidden, 0)  # What a mechanism is given.
+    total = torch.randn(case.B, case.Hkv, case.E + 1, device=device).abs()
+    weight = mechanism.feature_map.weight.to(device)
+    x = LinearInputs(q, k, v, weight, None, lengths, kv, shift, total)
+    problem = LinearProblem("favor", True, 1, True, "favor", epsilon)
+    out, after, shift_out, den, saved = _kernels("favor").forward(x, problem)
+    grads = _kernels("favor").backward(LinearSaved(d_out, d_kv, out, den, saved, None), x, problem)
+    found = [y.cpu().double() for y in (out.masked_fill(hidden, 0), after, shift_out, *grads)]
+
+    def eager(dtype: torch.dtype) -> list[Tensor]:
+        sums = torch.float64 if dtype == torch.float64 else torch.float32
+        inputs = [y.cpu().to(dtype).requires_grad_() for y in (q, k, v)]
+        before = [y.cpu().to(sums).requires_grad_() for y in (kv, total)]
+        kv_before, z_before = before[0][..., :-1], before[0][..., -1]
+        state = mechanism.new_state(case.B, dtype=dtype)
+        state = replace(state, kv=kv_before, z=z_before, shift=shift.cpu().to(sums), total=before[1])
+        out, state = mechanism._extend(state, *inputs, gates=None, lengths=None if lengths is None else lengths.cpu())
+        after = torch.cat([state.kv, state.z[..., None]], -1)
+        d = d_out.cpu().to(dtype), d_kv.cpu().to(sums)
+        grads = torch.autograd.grad([out, after], [*inputs, *before], d)
+        out = out.masked_fill(hidden.cpu(), 0)
+        return [y.detach().double() for y in (out, after, state.shift, *grads)]
+
+    truth, near = eager(torch.float64), eager(dtype)
+    names = ["out", "kv", "shift", "d_q", "d_k", "d_v", "d_start", "d_total"]
+    for name, exact, theirs, ours in zip(names, truth, near, found, strict=True):
+        assert ours.shape == exact.shape, name
+        if name == "shift":
+            torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
+            continue
+        allowed = 2 * (theirs - exact).abs().max() + exact.abs().max() * torch.finfo(dtype).eps
+        error = (ours - exact).abs().max()
+        assert error <= allowed, f"{name}: {error:.3g} from the truth, {allowed:.3g} allowed"
 
 
 def _at(shift: Tensor, kv: Tensor, own: Tensor) -> Tensor:

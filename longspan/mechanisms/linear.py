@@ -17,6 +17,7 @@ from longspan.ops.common import dispatch
 from longspan.ops.decode import CosSin, linear_decode_step, why_not_triton
 from longspan.ops.linear import (
     FLOOR,
+    LinearInputs,
     Sums,
     accumulate,
     attend_prefixes,
@@ -24,6 +25,7 @@ from longspan.ops.linear import (
     bidirectional_linear,
     causal_linear,
     causal_linear_out,
+    choose_algorithm,
     no_sums,
     sum_dtype,
     why_not_triton_bidirectional,
@@ -210,8 +212,8 @@ class LinearAttention(Mechanism):
     def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, **layout: Tensor | None) -> Tensor:
         phi = self.feature_map
         assert isinstance(phi, FusedMap)
-        out = bidirectional_linear(q, k, v, feature_map=phi.kind, weight=phi.weight, normalize=self.normalize, **layout)
-        return self._scaled(out)
+        options: dict[str, Any] = {"normalize": self.normalize, "epsilon": phi.epsilon, **layout}
+        return self._scaled(bidirectional_linear(q, k, v, feature_map=phi.kind, weight=phi.weight, **options))
 
     def _read(self, state: State, q: Tensor) -> Tensor:
         assert isinstance(state, LinearState)
@@ -243,9 +245,16 @@ class LinearAttention(Mechanism):
     def _attend_causal(
         self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
-        if not self._one_pass or self.phantom or q.shape[1] == 1:
+        if self._one_pass and not self.phantom and q.shape[1] > 1:
+            return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments(q)))
+        if not self._fused_epsilon(q, k, v):
             return super()._attend_causal(q, k, v, gates=None, lengths=lengths)
-        return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments(q)))
+        total = None
+        if self.phantom:
+            total = q.new_zeros(q.shape[0], self.num_kv_heads, self.value_dim + 1, dtype=sum_dtype(q))
+            total[..., -1] = self.phantom / self.feature_map.epsilon
+        options = self._op_arguments(q) | {"epsilon": self.feature_map.epsilon, "total": total}
+        return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **options))
 
     def _defer(
         self,
@@ -314,6 +323,12 @@ class LinearAttention(Mechanism):
             return self._scaled(out), _updated(state, length, sums, None)
         visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
         dtype = state.kv.dtype
+        if state.total is not None and self._fused_epsilon(q, k, v, state.kv):
+            options = self._op_arguments(state.kv) | {"epsilon": self.feature_map.epsilon, "total": state.total}
+            out, sums = causal_linear(q, k, v, lengths=lengths, sums=state.sums, **options)
+            length = state.length + (k.shape[1] if lengths is None else lengths)
+            total = state.total + self._with_count(v.to(dtype), visible).sum(1)
+            return self._scaled(out), _updated(state, length, sums, total)
         out = self._from_prefixes(state, self._query(q.to(dtype)), *self._keys(k, v, visible, dtype))
         return self._scaled(out.to(q.dtype)), self._write(state, k, v, gates=None, lengths=lengths)
 
@@ -336,6 +351,14 @@ class LinearAttention(Mechanism):
             out=out,
         )
         return found if self.output_scale == 1 else found.mul_(self.output_scale), state
+
+    def _fused_epsilon(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None) -> bool:
+        """Whether there is an epsilon, and the kernels of `causal_linear` add it to these inputs' features."""
+        phi = self.feature_map
+        if not isinstance(phi, Favor) or not phi.epsilon or not q.is_cuda:
+            return False
+        x = LinearInputs(q, k, v, phi.weight, None, None, kv, None)
+        return choose_algorithm(x, phi.kind, True, 1, phi.epsilon) != "torch"
 
     def decode_state(self, state: State, dtype: torch.dtype) -> State:
         """Return the state with a write buffer beside its sums, where the kernels take it."""

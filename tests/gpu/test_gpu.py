@@ -113,9 +113,8 @@ def test_gradients_are_taken_once(dtype: torch.dtype, direct: bool) -> None:
         out = causal_linear(q, k, v, feature_map="elu")[0]
     else:
         algorithm = choose_algorithm(LinearInputs(q, k, v, *[None] * 5), "elu", True, 1)
-        out = torch.ops.longspan.causal_linear(q, k, v, None, None, None, None, None, "elu", True, 1, True, algorithm)[
-            0
-        ]
+        options = "elu", True, 1, True, algorithm, 0.0
+        out = torch.ops.longspan.causal_linear(q, k, v, *[None] * 6, *options)[0]
     (d_q,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=r"gradients of gradients .* longspan\.ops\.\*\.reference"):
         (d_q.square().sum() + q.sum()).backward()
@@ -147,7 +146,7 @@ def test_opcheck(state: bool) -> None:
         rest[3:] = [None, None]
     given = [x.requires_grad_() for x in (q, k, v)]
     problem = kernel_problem(case, (q, k, v, *rest))
-    torch.library.opcheck(torch.ops.longspan.causal_linear.default, (*given, *rest, *problem))
+    torch.library.opcheck(torch.ops.longspan.causal_linear.default, (*given, *rest, None, *problem))
 
 
 @pytest.mark.parametrize("feature_map", ["softmax", "favor", "identity"])

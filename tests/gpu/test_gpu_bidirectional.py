@@ -62,6 +62,13 @@ def test_many_features_and_wide_heads(dim: int, number: int, normalize: str) -> 
     check(case, arguments(case, torch.bfloat16, "cuda"), torch.bfloat16)
 
 
+@pytest.mark.parametrize("epsilon", [1e-4, 1e-2])
+@pytest.mark.parametrize("how", [{"mask": True}, {"packed": PACKED}, {"T": 130, "S": 517, "D": 128, "E": 128}])
+def test_epsilon(how: dict, epsilon: float) -> None:
+    case = Case(**{**FAVOR, "num_features": 266, "H": 4, "Hkv": 2, "epsilon": epsilon, **how})
+    check(case, arguments(case, torch.bfloat16, "cuda"), torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normalize", ["query", "feature"])
 @pytest.mark.parametrize("feature_map", ["elu", "softmax", "favor"])
@@ -173,7 +180,7 @@ def test_opcheck(packed: bool) -> None:
     offsets = [None if packing is None else packing.offsets for packing in (given.packing, given.key_packing)]
     x = [t.nan_to_num().requires_grad_() for t in (given.q, given.k, given.v)]
     op = torch.ops.longspan.bidirectional_linear.default
-    torch.library.opcheck(op, (*x, None, given.key_mask, *offsets, "softmax", "query", "bidirectional"))
+    torch.library.opcheck(op, (*x, None, given.key_mask, *offsets, "softmax", "query", "bidirectional", 0.0))
 
 
 @pytest.mark.parametrize("feature_map", ["softmax", "favor"])

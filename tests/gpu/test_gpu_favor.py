@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import NAMES, Arguments, Case, arguments, by_kernels, check, forward, kernel_problem
+from kernel_cases import NAMES, Arguments, Case, arguments, by_kernels, check, check_epsilon, forward, kernel_problem
 
+from longspan import build_mechanism
 from longspan.mechanisms.feature_maps import orthogonal_rows
 from longspan.ops.linear import LinearInputs, causal_linear, choose_algorithm
 
@@ -58,6 +60,32 @@ def test_kernels(case: Case) -> None:
 @pytest.mark.parametrize("case", [FAVOR, replace(FAVOR, T=65, H=4)], ids=str)
 def test_a_projection_that_needs_two_products(case: Case) -> None:
     check(case, given(case, exact=False), torch.bfloat16)
+
+
+@pytest.mark.parametrize("epsilon", [1e-4, 1e-2])
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(FAVOR, H=4, num_features=266),
+        replace(FAVOR, T=300, B=2, D=128, E=128, lengths=(0, 250), state=False),
+        replace(FAVOR, T=130, D=16, E=200, num_features=19),
+    ],
+    ids=str,
+)
+def test_epsilon(case: Case, epsilon: float) -> None:
+    check_epsilon(case, epsilon, torch.bfloat16, "cuda")
+
+
+def test_a_mechanism_with_an_epsilon_and_a_phantom() -> None:
+    mechanism = build_mechanism("performer", 2, 64, num_features=266, epsilon=1e-2, phantom=0.5)
+    x = [torch.randn(2, 300, 2, 64, dtype=torch.bfloat16) for _ in range(3)]
+    key_mask = torch.arange(300) < torch.tensor([[300], [131]])
+    for causal in (True, False):
+        expected = mechanism(*x, causal=causal, key_mask=key_mask)
+        there = copy.deepcopy(mechanism).cuda()
+        assert there._fused_epsilon(*(t.cuda() for t in x))
+        out = there(*(t.cuda() for t in x), causal=causal, key_mask=key_mask.cuda())
+        torch.testing.assert_close(out.cpu(), expected, rtol=2**-6, atol=2**-6)
 
 
 def test_the_second_product_counts() -> None:
@@ -157,7 +185,7 @@ def test_opcheck(state: bool) -> None:
         rest[3:] = [None, None]
     problem = kernel_problem(FAVOR, (q, k, v, *rest))
     x = [t.requires_grad_() for t in (q, k, v)]
-    torch.library.opcheck(torch.ops.longspan.causal_linear.default, (*x, *rest, *problem))
+    torch.library.opcheck(torch.ops.longspan.causal_linear.default, (*x, *rest, None, *problem))
 
 
 def test_a_mechanism_with_its_own_features_runs_on_the_kernels() -> None:

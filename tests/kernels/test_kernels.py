@@ -150,7 +150,7 @@ def test_direct_and_traced_calls_agree(case: Case, state: bool) -> None:
     results = []
     for call in (linear._CausalLinear.direct, linear._CausalLinear.traced):
         leaves = [x.detach().requires_grad_() for x in (*tensors[:3], *([tensors[6]] if state else []))]
-        inputs = *leaves[:3], *tensors[3:6], leaves[3] if state else None, tensors[7]
+        inputs = *leaves[:3], *tensors[3:6], leaves[3] if state else None, tensors[7], None
         found = call(*inputs, *problem)
         outputs = found[:2] if state else (found if isinstance(found, torch.Tensor) else found[0],)
         grads = torch.autograd.grad(outputs, leaves, (d_out, d_kv)[: len(outputs)])
@@ -288,6 +288,11 @@ def test_reasons_about_projections() -> None:
     q = torch.empty(1, 4, 2, 64, dtype=torch.bfloat16, device="meta")
     x = inputs(q, weight=torch.empty(266, 64, device="meta"))
     assert "over 256" in str(linear.why_unsupported(x, "favor", 1, normalize=False))
+    assert linear.why_unsupported(x, "favor", 1, epsilon=0.1) is None
+    x = inputs(q.float(), weight=torch.empty(19, 64, device="meta"))
+    assert "an epsilon (0.1) added to features 'favor' of float32" in str(
+        linear.why_unsupported(x, "favor", 1, epsilon=0.1)
+    )
 
 
 @pytest.mark.parametrize("shared", [99, 163, 227])

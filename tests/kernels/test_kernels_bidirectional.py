@@ -44,6 +44,8 @@ BFLOAT16 += [
     Case(B=1, H=2, Hkv=1, feature_map="favor", num_features=131, exact=True),
     Case(B=1, H=1, Hkv=1, S=131, feature_map="favor", num_features=266, normalize="feature", exact=True),
     Case(B=1, H=1, Hkv=1, D=131, E=70, feature_map="favor", num_features=70, mask=True),
+    Case(B=2, H=2, Hkv=1, feature_map="favor", num_features=70, mask=True, exact=True, epsilon=1e-2),
+    Case(packed=PACKED, H=1, Hkv=1, feature_map="favor", num_features=19, exact=True, epsilon=1e-4),
 ]
 
 
@@ -131,7 +133,7 @@ def test_opcheck(packed: bool) -> None:
     offsets = [None if packing is None else packing.offsets for packing in (given.packing, given.key_packing)]
     x = [t.nan_to_num().requires_grad_() for t in (given.q, given.k, given.v)]
     op = torch.ops.longspan.bidirectional_linear.default
-    torch.library.opcheck(op, (*x, None, given.key_mask, *offsets, "softmax", "query", "bidirectional"))
+    torch.library.opcheck(op, (*x, None, given.key_mask, *offsets, "softmax", "query", "bidirectional", 0.0))
 
 
 @interpreted
@@ -181,6 +183,9 @@ def test_reasons() -> None:
     assert "CUDA" in str(linear.why_not_triton_bidirectional(q, q, q, None, "elu"))
     assert "float64" in str(linear.why_unsupported_bidirectional(q.double(), q, q, None, "elu"))
     assert "epsilon (0.1)" in str(linear.why_unsupported_bidirectional(q, q, q, None, "elu", 0.1))
+    weight, halves = torch.zeros(19, 8), q.bfloat16()
+    assert "of float32; the kernels take" in str(linear.why_unsupported_bidirectional(q, q, q, weight, "favor", 0.1))
+    assert linear.why_unsupported_bidirectional(halves, halves, halves, weight, "favor", 0.1) is None
     wide = torch.zeros(1, 4, 2, 257)
     assert "over 256" in str(linear.why_unsupported_bidirectional(q, q, wide, None, "elu"))
     assert "empty" in str(linear.why_unsupported_bidirectional(q[:, :0], q, q, None, "elu"))

@@ -5,11 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from interpreter import bfloat16, interpreted  # noqa: F401
-from kernel_cases import NAMES, Arguments, Case, arguments, backward, by_kernels, check, forward, kernel_problem
+from kernel_cases import (
+    NAMES,
+    Arguments,
+    Case,
+    arguments,
+    backward,
+    by_kernels,
+    check,
+    check_epsilon,
+    forward,
+    kernel_problem,
+)
 from torch import Tensor
 
 from longspan import build_mechanism
 from longspan.mechanisms.feature_maps import orthogonal_rows
+from longspan.ops import linear
 from longspan.ops.linear import causal_linear
 
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of exponentials in slots that are then masked
@@ -27,6 +39,10 @@ CASES = [
 LARGE = [
     Case(T=65, B=1, H=1, Hkv=1, feature_map="favor", num_features=266, state=False),
     Case(T=65, B=1, H=1, Hkv=1, D=131, E=70, feature_map="favor", num_features=19),
+]
+EPSILON = [
+    Case(T=65, B=1, H=2, Hkv=1, feature_map="favor", num_features=19),
+    Case(T=67, B=2, H=1, Hkv=1, feature_map="favor", num_features=70, lengths=(0, 65), state=False),
 ]
 
 
@@ -53,6 +69,37 @@ def test_kernels(case: Case, exact: bool) -> None:
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_many_features_and_wide_heads(case: Case) -> None:
     check(case, given(case), torch.bfloat16)
+
+
+@interpreted
+@quiet
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("epsilon", [1e-4, 1e-2])
+@pytest.mark.parametrize("case", EPSILON, ids=str)
+def test_epsilon(case: Case, epsilon: float) -> None:
+    check_epsilon(case, epsilon, torch.bfloat16, "cpu")
+
+
+@interpreted
+@quiet
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("phantom", [0.0, 0.5])
+def test_a_mechanism_with_an_epsilon(phantom: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    mechanism = build_mechanism("performer", 2, 5, num_features=19, num_kv_heads=1, epsilon=1e-2, phantom=phantom)
+    x = [torch.randn(1, 67, heads, 5, dtype=torch.bfloat16) for heads in (2, 1, 1)]
+
+    def attend() -> list[Tensor]:
+        first, state = mechanism.extend(mechanism.new_state(1), *(t[:, :65] for t in x))
+        second, state = mechanism.extend(state, *(t[:, 65:] for t in x))
+        return [mechanism(*x, causal=True), first, second, state.kv, state.z, state.total]
+
+    eager = attend()
+    called = []
+    monkeypatch.setattr(linear, "choose_algorithm", lambda *_: called.append(1) or "favor")
+    monkeypatch.setattr(type(mechanism), "_fused_epsilon", lambda *_: True)
+    for ours, theirs in zip(attend(), eager, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-6)
+    assert len(called) == 3
 
 
 @interpreted

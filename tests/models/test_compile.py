@@ -166,7 +166,7 @@ def operator_inputs(feature_map: str, normalize: bool, grad: bool = True, dtype:
     kv = torch.rand(B, H, features, width, dtype=dtype, requires_grad=grad)
     shift = torch.full((B, H), FLOOR if feature_map == "favor" else 0.0, dtype=dtype)
     kv = (kv.detach() * 0).requires_grad_(grad) if feature_map == "favor" else kv
-    return q, k, v, weight, None, torch.tensor([T, 11]), kv, shift, feature_map, normalize, 1, True, "torch"
+    return q, k, v, weight, None, torch.tensor([T, 11]), kv, shift, None, feature_map, normalize, 1, True, "torch", 0.0
 
 
 @pytest.mark.parametrize(("feature_map", "normalize"), [("elu", True), ("favor", True), ("identity", False)])

@@ -61,7 +61,11 @@ class Sums(NamedTuple):
 
 
 class LinearInputs(NamedTuple):
-    """Tensors of `longspan::causal_linear`. kv: (B, Hkv, M, E), with z as one more column if normalized."""
+    """Tensors of `longspan::causal_linear`.
+
+    kv: (B, Hkv, M, E), with z as one more column if normalized. total: (B, Hkv, E + 1) Σ[v, 1] before the first token,
+    which an epsilon needs.
+    """
 
     q: Tensor
     k: Tensor
@@ -71,16 +75,21 @@ class LinearInputs(NamedTuple):
     lengths: Tensor | None
     kv: Tensor | None
     shift: Tensor | None
+    total: Tensor | None = None
 
 
 class LinearProblem(NamedTuple):
-    """Options of `longspan::causal_linear` and the algorithm that computes it: "torch" or a module of `triton`."""
+    """Options of `longspan::causal_linear` and the algorithm that computes it: "torch" or a module of `triton`.
+
+    epsilon: Added to the features of FAVOR+; only "favor" knows it.
+    """
 
     feature_map: str
     normalize: bool
     bucket: int
     output_final_state: bool
     algorithm: str
+    epsilon: float = 0.0
 
 
 class LinearSaved(NamedTuple):
@@ -114,6 +123,7 @@ class BidirectionalProblem(NamedTuple):
     feature_map: str
     normalize: str
     algorithm: str
+    epsilon: float = 0.0
 
 
 class BidirectionalSaved(NamedTuple):
@@ -136,6 +146,8 @@ def causal_linear(
     sums: Sums | None = None,
     normalize: bool = True,
     bucket: int = 1,
+    epsilon: float = 0.0,
+    total: Tensor | None = None,
 ) -> tuple[Tensor, Sums]:
     """Causal linear attention, num_i / den_i or num_i alone, and the sums after it. O(T·M·E) time.
 
@@ -150,6 +162,9 @@ def causal_linear(
         sums: The state before the first token.
         normalize: Divide by the normalizer.
         bucket: If greater than 1, hide from a query its own bucket of this many tokens and all later ones.
+        epsilon: Added to the features of the map "favor", as `feature_maps.Favor` does. The arguments must pass
+            `why_not_triton`: elsewhere `attend_prefixes` computes the same.
+        total: (B, Hkv, E + 1) Σ[v, 1] over the keys before the first token, if there is an epsilon.
 
     Returns:
         The result (B, T, H, E) in q's dtype, and the state after the last token.
@@ -157,8 +172,10 @@ def causal_linear(
     kv, shift = None, None
     if sums is not None:
         kv, shift = cat([sums.kv, sums.z[..., None]], -1) if normalize else sums.kv, sums.shift
-    x = LinearInputs(q, k, v, weight, log_scale, lengths, kv, shift)
-    problem = LinearProblem(feature_map, normalize, bucket, True, choose_algorithm(x, feature_map, normalize, bucket))
+    x = LinearInputs(q, k, v, weight, log_scale, lengths, kv, shift, total)
+    algorithm = choose_algorithm(x, feature_map, normalize, bucket, epsilon)
+    assert not epsilon or algorithm == "favor"
+    problem = LinearProblem(feature_map, normalize, bucket, True, algorithm, epsilon)
     if problem.algorithm != "torch" and dispatch.eager_untraced(q):
         out, kv, shift = _CausalLinear.direct(*x, *problem)
     else:
@@ -176,10 +193,14 @@ def causal_linear_out(
     weight: Tensor | None = None,
     lengths: Tensor | None = None,
     normalize: bool = True,
+    epsilon: float = 0.0,
+    total: Tensor | None = None,
 ) -> Tensor:
     """`causal_linear` without a state before or after it, which takes a third less time on the host."""
-    x = LinearInputs(q, k, v, weight, None, lengths, None, None)
-    problem = LinearProblem(feature_map, normalize, 1, False, choose_algorithm(x, feature_map, normalize, 1))
+    x = LinearInputs(q, k, v, weight, None, lengths, None, None, total)
+    algorithm = choose_algorithm(x, feature_map, normalize, 1, epsilon)
+    assert not epsilon or algorithm == "favor"
+    problem = LinearProblem(feature_map, normalize, 1, False, algorithm, epsilon)
     if problem.algorithm != "torch" and dispatch.eager_untraced(q):
         return _CausalLinear.direct(*x, *problem)
     tensors = x if forward_ad_level() < 0 else refuse_forward_mode(*x)
@@ -202,6 +223,7 @@ def bidirectional_linear(
     offsets: Tensor | None = None,
     key_offsets: Tensor | None = None,
     normalize: str = "query",
+    epsilon: float = 0.0,
 ) -> Tensor:
     """Linear attention of every query to every key by the Triton kernels. O((T + S)·M·E) time.
 
@@ -219,12 +241,13 @@ def bidirectional_linear(
         offsets: (N + 1,) int32, where the queries of packed sequences begin.
         key_offsets: The same for keys.
         normalize: "query", "feature" (each feature's weights over the keys sum to one) or "none".
+        epsilon: Added to the features of the map "favor", as `feature_maps.Favor` does.
 
     Returns:
         The result (B, T, H, E) in q's dtype.
     """
     algorithm = bidirectional_algorithm(q, feature_map)
-    args = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalize, algorithm
+    args = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalize, algorithm, epsilon
     if dispatch.eager_untraced(q):
         return _Bidirectional.direct(*args)
     return _Bidirectional.traced(*refuse_forward_mode(*args))[0]
@@ -340,9 +363,9 @@ def divide(num: Tensor, den: Tensor, log_largest: float = 0.0) -> Tensor:
     return safe_divide(num, den[..., None], log_largest)
 
 
-def choose_algorithm(x: LinearInputs, feature_map: str, normalize: bool, bucket: int) -> str:
+def choose_algorithm(x: LinearInputs, feature_map: str, normalize: bool, bucket: int, epsilon: float = 0.0) -> str:
     """Return the algorithm that computes `longspan::causal_linear`: "torch" or a module of `triton`."""
-    if why_not_triton(x, feature_map, bucket, normalize=normalize) is not None:
+    if why_not_triton(x, feature_map, bucket, normalize=normalize, epsilon=epsilon) is not None:
         return "torch"
     return triton_algorithm(x, feature_map, normalize)
 
@@ -358,18 +381,24 @@ def triton_algorithm(x: LinearInputs, feature_map: str, normalize: bool) -> str:
     return "fused_chunk" if fits else "chunk"
 
 
-def why_not_triton(x: LinearInputs, feature_map: str, bucket: int, *, normalize: bool = True) -> str | None:
+def why_not_triton(
+    x: LinearInputs, feature_map: str, bucket: int, *, normalize: bool = True, epsilon: float = 0.0
+) -> str | None:
     """Return why causal linear attention of these inputs runs in eager PyTorch; None if it runs on the kernels."""
-    why = dispatch.unavailable(x.q) or why_unsupported(x, feature_map, bucket, normalize=normalize)
+    why = dispatch.unavailable(x.q) or why_unsupported(x, feature_map, bucket, normalize=normalize, epsilon=epsilon)
     if why is not None or x.weight is None:
         return why
     return dispatch.insufficient_shared_memory(x.q, _shared_memory(x.q, x.v))
 
 
-def why_unsupported(x: LinearInputs, feature_map: str, bucket: int, *, normalize: bool = True) -> str | None:
+def why_unsupported(
+    x: LinearInputs, feature_map: str, bucket: int, *, normalize: bool = True, epsilon: float = 0.0
+) -> str | None:
     """Return what the kernels do not support about these inputs, whatever the device."""
     q, v, weight = x.q, x.v, x.weight
     tiled = q.dtype == bfloat16 and normalize
+    if epsilon and (why := _unsupported_epsilon(epsilon, q, feature_map)) is not None:
+        return why
     if (why := _unsupported_inputs(q, x.k, v, weight, feature_map, tiled=tiled)) is not None:
         return why
     if x.kv is not None and x.kv.dtype != float32:
@@ -406,8 +435,8 @@ def why_unsupported_bidirectional(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, feature_map: str, epsilon: float = 0.0
 ) -> str | None:
     """Return what the kernels do not support about these inputs, whatever the device."""
-    if epsilon:
-        return f"an epsilon ({epsilon}) added to the features"
+    if epsilon and (why := _unsupported_epsilon(epsilon, q, feature_map)) is not None:
+        return why
     tiled = q.dtype == bfloat16
     if (why := _unsupported_inputs(q, k, v, weight, feature_map, tiled=tiled)) is not None:
         return why
@@ -415,6 +444,14 @@ def why_unsupported_bidirectional(
     if not tiled and (why := _large_projection(weight, 8192)) is not None:
         return why
     return None if q.numel() and v.numel() else "an empty tensor"
+
+
+def _unsupported_epsilon(epsilon: float, q: Tensor, feature_map: str) -> str | None:
+    """Return a reason if the kernels do not add an epsilon to these features."""
+    if feature_map == "favor" and q.dtype == bfloat16:
+        return None
+    dtype = str(q.dtype).removeprefix("torch.")
+    return f"an epsilon ({epsilon}) added to features {feature_map!r} of {dtype}; the kernels take favor and bfloat16"
 
 
 def _unsupported_inputs(
@@ -476,8 +513,8 @@ def _linear_problem(args: tuple[Any, ...]) -> tuple[LinearInputs, LinearProblem]
     (LinearInputs, LinearProblem),
     (LinearSaved,),
     outputs=6,
-    grads=4,
-    leaves=(0, 1, 2, 6),
+    grads=5,
+    leaves=(0, 1, 2, 6, 8),
     differentiable=2,
 )
 class _CausalLinear(DifferentiableOp):
@@ -534,27 +571,30 @@ class _CausalLinear(DifferentiableOp):
             d_out = x.v.new_zeros(*x.q.shape[:3], x.v.shape[3])
         saved = d_out, d_kv, out, den, starts, references, *x
         saved = saved if forward_ad_level() < 0 else refuse_forward_mode(*saved)
-        d_q, d_k, d_v, d_start = backward(*saved, *ctx.problem)
-        d_start = None if x.kv is None else d_start
-        return d_q, d_k, d_v, None, None, None, d_start, None, *[None] * len(ctx.problem)
+        d_q, d_k, d_v, d_start, d_total = backward(*saved, *ctx.problem)
+        d_start, d_total = None if x.kv is None else d_start, None if x.total is None else d_total
+        return d_q, d_k, d_v, None, None, None, d_start, None, d_total, *[None] * len(ctx.problem)
 
     @staticmethod
     def backward(*args: Any, traced: bool = True) -> tuple[Any, ...]:
-        """Return the gradients of q, k, v and of kv."""
+        """Return the gradients of q, k, v, kv and total."""
         count = len(LinearSaved._fields)
         saved, (x, problem) = LinearSaved(*args[:count]), _linear_problem(args[count:])
         run = torch_chunk.backward if problem.algorithm == "torch" else _kernels(problem.algorithm).backward
-        d_q, d_k, d_v, d_start = run(saved, x, problem)
+        d_q, d_k, d_v, d_start, *rest = run(saved, x, problem)
+        d_total = rest[0] if rest else None
         if traced and args[count + LinearInputs._fields.index("kv")] is None:
             d_start = saved.den.new_empty(0)
-        return d_q, d_k, d_v, d_start
+        if traced and d_total is None:
+            d_total = saved.den.new_empty(0)
+        return d_q, d_k, d_v, d_start, d_total
 
     @staticmethod
-    def backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def backward_fake(*args: Any) -> tuple[Tensor, ...]:
         count = len(LinearSaved._fields)
         den, x = args[LinearSaved._fields.index("den")], LinearInputs(*args[count : count + len(LinearInputs._fields)])
-        d_start = den.new_empty(0) if x.kv is None else x.kv.new_empty(x.kv.shape)
-        return x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape), d_start
+        d_state = [den.new_empty(0) if y is None else y.new_empty(y.shape) for y in (x.kv, x.total)]
+        return x.q.new_empty(x.q.shape), x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape), *d_state
 
 
 @differentiable_op(
@@ -587,7 +627,7 @@ class _Bidirectional(DifferentiableOp):
 
     @staticmethod
     def differentiate(backward: Any, ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return *backward(*refuse_forward_mode(d_out, *ctx.saved_tensors), *ctx.problem), *[None] * 7
+        return *backward(*refuse_forward_mode(d_out, *ctx.saved_tensors), *ctx.problem), *[None] * 8
 
     @staticmethod
     def backward(*args: Any, traced: bool = True) -> tuple[Tensor, Tensor, Tensor]:

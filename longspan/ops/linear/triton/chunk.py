@@ -741,4 +741,4 @@ class _ChunkBackward(_ChunkPlan):
 
 def _dense(x: LinearInputs) -> tuple[Any, ...]:
     """The tensors as the kernels take them."""
-    return dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), *[dense(other) for other in x[3:]]
+    return dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), *[dense(other) for other in x[3:8]]

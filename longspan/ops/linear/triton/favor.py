@@ -18,6 +18,14 @@ and dS and dz the gradients of those after it at the scale e of its end,
     df_j = Σ_{i ≥ j} a_ij q̂_i + 2^(n_j − e) (dS v_j + dz),
     dv_j = Σ_{i ≥ j} 2^(n_j − r_i) (q̂_i · f_j) d_i + 2^(n_j − e) dSᵀ f_j.
 
+With an epsilon ε, φ(q_i) is 2^(w·q_i − ‖q_i‖²/2 − max_m w_m·q_i) + ε, n_j is of the largest w·k_j alone, and with c_i
+the largest of those so far, not rounded, every visible key weighs
+
+    e_i = ε 2^(c_i − r_i) Σ_m φ(q_i)_m
+
+more: num_i contains e_i Σ_{j ≤ i} v_j, dφ(q_i) den_i contains ε 2^(c_i − r_i) Σ_{j ≤ i} (d_i · v_j − Δ_i), the same for
+all features, and dv_j contains Σ_{i ≥ j} e_i d_i / den_i. Sums of all chunks before, or after, have their own scan.
+
 Gradients of queries need the sums before a chunk, those of keys the gradients of the sums after it: in two kernels they
 need fewer registers, and only one of the two stacks of sums is in memory at a time.
 """
@@ -96,8 +104,8 @@ READ_SHARE, QUERIES_SHARE, KEYS_SHARE = 1.75, 1.25, 0.625
 
 
 # Compile-time constants: heads, dimensions, features, values, tokens in a chunk, padded dimensions, features per tile,
-# 0 where a kernel does not use them. KEY: scales are those of keys.
-FavorSizes = namedtuple("FavorSizes", "H HKV D M E C BD BM BE TILE KEY", defaults=(0, False))
+# 0 where a kernel does not use them. KEY: scales are those of keys. EPSILON: added to the features; 0: none.
+FavorSizes = namedtuple("FavorSizes", "H HKV D M E C BD BM BE EPSILON TILE KEY", defaults=(0, False))
 
 
 @triton.jit
@@ -159,9 +167,11 @@ def largest_logit(b_x, b_high, p_low, flag, i_f, S: tl.constexpr):
 
 
 @triton.jit
-def features(b_l, b_offset, i_f, S: tl.constexpr):
-    """2^(w·x·D^−¼ − offset); 0 beyond M features."""
+def features(b_l, b_offset, i_f, S: tl.constexpr, b_more=0.0):
+    """2^(w·x·D^−¼ − offset), with an epsilon + more; 0 beyond M features."""
     b_f = exp2(b_l * (S.D**-0.25 * LOG2E) - b_offset)
+    if S.EPSILON > 0:
+        b_f += b_more
     if S.M != S.BM:
         b_f = tl.where(i_f < S.M, b_f, 0)
     return b_f
@@ -203,6 +213,36 @@ def load_sums(p_far, p_far_z, i_far, p_near, p_near_z, i_near, factor, i_f, S: t
 def load_reference(p_x, i_x):
     """A reference, rounded up."""
     return tl.ceil(tl.load(p_x + i_x))
+
+
+@triton.jit
+def query_references(p_peak, p_reference, i_p, i_c, S: tl.constexpr):
+    """r_i (C,) and, with an epsilon, ε 2^(c_i − r_i), of chunk i_c of a sequence, i_p among all."""
+    b_c = tl.maximum(tl.load(p_peak + i_p * S.C + tl.arange(0, S.C)), tl.load(p_reference + i_c))
+    b_reference = tl.ceil(b_c)
+    return b_reference, S.EPSILON * exp2(b_c - b_reference)
+
+
+@triton.jit
+def visible_pairs(rows, S: tl.constexpr):
+    """(C, C) whether query i sees key j, of which the first `rows` are visible."""
+    i_t = tl.arange(0, S.C)
+    return (i_t[None, :] <= i_t[:, None]) & (i_t < rows)[None, :]
+
+
+@triton.jit
+def visible_pairs_transposed(rows, S: tl.constexpr):
+    """`visible_pairs` with a row for each key."""
+    i_t = tl.arange(0, S.C)
+    return (i_t[:, None] <= i_t[None, :]) & (i_t < rows)[:, None]
+
+
+@triton.jit
+def load_values_sum(p_x, i_x, i_c, T, S: tl.constexpr):
+    """Row i_c (BE,) of sequence i_x of what `linear_favor_values_kernel` writes, and the last element of that row."""
+    i_e = tl.arange(0, S.BE)
+    p_x += (i_x * (tl.cdiv(T, S.C) + 1) + i_c) * (S.E + 1)
+    return tl.load(p_x + i_e, mask=i_e < S.E, other=0.0), tl.load(p_x + S.E)
 
 
 @triton.jit
@@ -248,8 +288,8 @@ def linear_favor_forward_scales_kernel(
     """Offsets and scales of tokens, which depend on all of their features, all (B, H, chunks, C).
 
     p_offset: for queries the logarithm of the largest feature; for keys ‖k‖²/2, and for hidden ones a number that
-    makes their features 0. p_scale, p_peak: for keys the logarithm of the largest feature, rounded up, and the largest
-    of those so far in the chunk. p_largest: (B, H, chunks) the chunk's, not rounded.
+    makes their features 0. p_scale: for keys the logarithm of the largest feature, rounded up. p_peak: the largest of
+    those so far in the chunk, not rounded. p_largest: (B, H, chunks) the chunk's.
     """
     i_h, _, i_s, i_b = program_index(segments, S.H)
     i_0 = i_s * chunks * S.C
@@ -272,20 +312,54 @@ def linear_favor_forward_scales_kernel(
                 b_beta = tl.maximum(b_beta, largest_logit(b_x, b_tile, p_low, flag, i_m + i_f, S))
         b_beta *= S.D**-0.25 * LOG2E
         i_o = i_c * S.C + i_t
-        if S.KEY:
+        if S.KEY or S.EPSILON > 0:
             b_x = b_x.to(tl.float32)
             b_half = tl.sum(b_x * b_x, 1) * (0.5 * S.D**-0.5 * LOG2E)
-            b_beta = tl.where(i_t < rows, b_beta - b_half, FLOOR)
-            b_scale = tl.ceil(b_beta)
+        if S.KEY:
+            if S.EPSILON == 0:
+                b_beta -= b_half
+            b_beta = tl.where(i_t < rows, b_beta, FLOOR)
             tl.store(p_offset + i_o, tl.where(i_t < rows, b_half, -2 * FLOOR))
-            tl.store(p_scale + i_o, b_scale)
-            tl.store(p_peak + i_o, running_maximum(b_scale))
+            tl.store(p_scale + i_o, tl.ceil(b_beta))
+            tl.store(p_peak + i_o, running_maximum(b_beta))
             tl.store(p_largest + i_c, tl.max(b_beta))
         else:
+            if S.EPSILON > 0:
+                b_beta += b_half
             tl.store(p_offset + i_o, b_beta)
         p_x += S.C * x.t
         i_c += 1
         rows -= S.C
+
+
+@triton.jit(do_not_specialize=["T"])
+def linear_favor_values_kernel(p_x, p_lengths, p_mass, p_delta, p_sums, T, x, S: tl.constexpr):
+    """Σ_i e_i [x_i, −Δ_i] of one chunk and key head, in row chunks − i_c of p_sums (B · Hkv, chunks + 1, E + 1).
+
+    Without p_mass Σ_j [x_j, 1] over the visible keys, in row i_c + 1. Row 0 is what is there before.
+    """
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_kv, _, i_c, i_b = program_index(tl.cdiv(T, S.C), S.HKV)
+    i_0, i_row = i_c * S.C, i_c + 1
+    i_t, i_e = tl.arange(0, S.C), tl.arange(0, S.BE)
+    b_sum = zeros(S.BE)
+    last = 0.0
+    if p_mass is None:
+        rows = visible_length(p_lengths, i_b, T) - i_0
+        b_sum = tl.sum(load_values(token_pointer(p_x, x, i_b, i_0, i_kv), x.t, rows, S).to(tl.float32), 0)
+        last = tl.minimum(tl.maximum(rows, 0), S.C).to(tl.float32)
+    else:
+        i_row = tl.cdiv(T, S.C) - i_c
+        for g in range(GROUP):
+            i_h = i_kv * GROUP + g
+            b_x = load_values(token_pointer(p_x, x, i_b, i_0, i_h), x.t, T - i_0, S).to(tl.float32)
+            i_o = ((i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_c) * S.C + i_t
+            b_mass = tl.load(p_mass + i_o)
+            b_sum += tl.sum(b_x * b_mass[:, None], 0)
+            last -= tl.sum(b_mass * tl.load(p_delta + i_o))
+    p_sums += ((i_b * S.HKV + i_kv) * (tl.cdiv(T, S.C) + 1) + i_row) * (S.E + 1)
+    tl.store(p_sums + i_e, b_sum, mask=i_e < S.E)
+    tl.store(p_sums + S.E, last)
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
@@ -355,7 +429,7 @@ def linear_favor_forward_sums_kernel(
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
 def linear_favor_forward_kernel(
     p_q, p_k, p_v, p_high, p_low, p_flag, p_lengths, p_query_offset, p_offset, p_scale, p_peak, p_reference,
-    p_before, p_before_z, p_prefix, p_prefix_z, p_out, p_den,
+    p_before, p_before_z, p_prefix, p_prefix_z, p_values, p_out, p_den,
     T, segments, chunks, first, sequences, q, k, v, S: tl.constexpr
 ):  # fmt: skip
     """One chunk of one query head, of the sequences in the workspace."""
@@ -378,22 +452,34 @@ def linear_favor_forward_kernel(
     b_p = zeros(S.C, S.C)
     b_out = zeros(S.C, S.BE)
     b_den = zeros(S.C, 8)
+    b_mass = zeros(S.C)
     for i_m in range(0, S.BM, S.TILE):
         i_f = i_m + tl.arange(0, S.TILE)
         b_high = load_projection(p_high, i_f, S)
         b_kv, b_z = load_sums(p_before, p_before_z, i_far, p_prefix, p_prefix_z, i_near, old, i_f, S)
         b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_f, S)
-        b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
+        b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S, S.EPSILON)
+        if S.EPSILON > 0:
+            b_mass += tl.sum(b_query, 1)
+        b_query = b_query.to(tl.bfloat16)
         b_f = features(b_f, b_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
         b_p = tl.dot(b_query, tl.trans(b_f), b_p)
         b_out = tl.dot(b_query, b_kv, b_out)
         b_den = tl.dot(b_query, column(b_z), b_den)
-    b_reference = tl.maximum(tl.load(p_peak + i_p * S.C + i_t), c)
+    b_reference, b_epsilon = query_references(p_peak, p_reference, i_p, i_c, S)
     b_p *= pair_scales(tl.load(p_scale + i_p * S.C + i_t), b_reference, S)
     b_row = exp2(c - b_reference)
-    b_sum = tl.sum(b_den, 1) * b_row + tl.sum(b_p, 1)
+    b_sum = tl.sum(b_den, 1) * b_row
+    b_out *= b_row[:, None]
+    if S.EPSILON > 0:
+        b_mass *= b_epsilon
+        b_before, count = load_values_sum(p_values, i_x, i_c, T, S)
+        b_p += tl.where(visible_pairs(rows, S), b_mass[:, None], 0.0)
+        b_sum += b_mass * count
+        b_out += b_mass[:, None] * b_before[None, :]
+    b_sum += tl.sum(b_p, 1)
     b_v = load_values(p_v, v.t, rows, S)
-    b_out = tl.dot(b_p.to(tl.bfloat16), b_v, b_out * b_row[:, None]) * inverse(b_sum)[:, None]
+    b_out = tl.dot(b_p.to(tl.bfloat16), b_v, b_out) * inverse(b_sum)[:, None]
     i_row = (i_b * T + i_0) * S.H + i_h
     tl.store(p_den + i_row + i_t * S.H, b_sum, mask=i_t < left)
     store_values(p_out + i_row * S.E, S.H * S.E, left, b_out, S)
@@ -401,9 +487,9 @@ def linear_favor_forward_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def linear_favor_backward_delta_kernel(
-    p_out, p_den, p_d_out, p_query_offset, p_normalized_offset, p_delta, T, d, S: tl.constexpr
+    p_out, p_den, p_d_out, p_query_offset, p_normalized_offset, p_delta, p_floor, T, d, S: tl.constexpr
 ):
-    """Δ (B, H, chunks, C), and offsets of queries that include den, so that their features are q̂."""
+    """Δ (B, H, chunks, C), and offsets of queries that include den, so that their features are q̂; p_floor: ε / den."""
     i_h, _, i_c, i_b = program_index(tl.cdiv(T, S.C), S.H)
     i_0 = i_c * S.C
     left = T - i_0
@@ -417,12 +503,14 @@ def linear_favor_backward_delta_kernel(
     b_offset = tl.load(p_query_offset + i_o) + tl.log2(tl.where(m_zero, 1.0, b_den))
     tl.store(p_normalized_offset + i_o, tl.where(m_zero, -2 * FLOOR, b_offset))
     tl.store(p_delta + i_o, tl.sum(b_d * b_out, 1))
+    if S.EPSILON > 0:
+        tl.store(p_floor + i_o, S.EPSILON * inverse(b_den))
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
 def linear_favor_backward_sums_kernel(
-    p_q, p_d_out, p_high, p_low, p_flag, p_query_offset, p_delta, p_peak, p_reference, p_d_total, p_d_total_z,
-    p_suffix, p_suffix_z,
+    p_q, p_d_out, p_high, p_low, p_flag, p_query_offset, p_delta, p_floor, p_peak, p_reference, p_d_total,
+    p_d_total_z, p_suffix, p_suffix_z,
     T, segments, chunks, first, sequences, q, d, S: tl.constexpr
 ):  # fmt: skip
     """dS and dz of one segment and one tile of features, summed over the query heads of a group, at its start's scale.
@@ -454,14 +542,17 @@ def linear_favor_backward_sums_kernel(
         decay = exp2(c - c_last)
         b_d_kv *= decay
         b_d_z *= decay
-        b_back = tl.maximum(tl.load(p_peak + i_c * S.C + i_t), c) - c
+        b_back = tl.maximum(tl.ceil(tl.load(p_peak + i_c * S.C + i_t)), c) - c
         for g in range(GROUP):
             b_q = load_inputs(p_q + g * q.h, q.t, left, S)
             b_d = load_values(p_d_out + g * d.h, d.t, left, S)
             i_o = (i_q + g * tl.cdiv(T, S.C)) * S.C + i_t
             b_offset, b_delta = tl.load(p_query_offset + i_o) + b_back, tl.load(p_delta + i_o)
             b_query = project_transposed(b_q, b_high, p_low, flag, i_f, S)
-            b_query = features(b_query, b_offset[None, :], i_f[:, None], S)
+            b_floor = 0.0
+            if S.EPSILON > 0:
+                b_floor = (tl.load(p_floor + i_o) * exp2(-b_back))[None, :]
+            b_query = features(b_query, b_offset[None, :], i_f[:, None], S, b_floor)
             b_d_kv = tl.dot(b_query.to(tl.bfloat16), b_d, b_d_kv)
             b_d_z -= tl.sum(b_query * b_delta[None, :], 1)
         c_last = c
@@ -476,14 +567,14 @@ def linear_favor_backward_sums_kernel(
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
 def linear_favor_backward_queries_kernel(
-    p_q, p_k, p_v, p_d_out, p_high, p_low, p_flag, p_lengths, p_query_offset, p_delta, p_offset, p_scale, p_peak,
-    p_reference, p_before, p_before_z, p_prefix, p_prefix_z, p_d_q,
+    p_q, p_k, p_v, p_d_out, p_high, p_low, p_flag, p_lengths, p_query_offset, p_delta, p_floor, p_mass, p_offset,
+    p_scale, p_peak, p_reference, p_before, p_before_z, p_prefix, p_prefix_z, p_values, p_d_q,
     T, segments, chunks, first, sequences, q, k, v, d, S: tl.constexpr
 ):  # fmt: skip
     """dq of one chunk of one query head, of the sequences in the workspace.
 
     p_delta: Δ, computed from the rounded `out`; replaced by Δ of the sums that `out` was computed from, which makes
-    φ(q)·dφ(q) zero.
+    φ(q)·dφ(q) zero. p_mass: with an epsilon, e_i / den_i is written here.
     """
     GROUP: tl.constexpr = S.H // S.HKV
     i_g, i_c, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, GROUP, S)
@@ -505,9 +596,17 @@ def linear_favor_backward_queries_kernel(
     b_query_offset, b_delta = tl.load(p_query_offset + i_o), tl.load(p_delta + i_o)
     b_scale = tl.load(p_scale + i_p * S.C + i_t)
     b_offset = tl.load(p_offset + i_p * S.C + i_t) + b_scale
-    b_reference = tl.maximum(tl.load(p_peak + i_p * S.C + i_t), c)
+    b_reference, b_epsilon = query_references(p_peak, p_reference, i_p, i_c, S)
     b_row = exp2(c - b_reference)
     b_a = tl.dot(b_d, tl.trans(b_v)) - b_delta[:, None]
+    b_mass = zeros(S.C)
+    b_total = zeros(S.C)
+    if S.EPSILON > 0:
+        b_before, count = load_values_sum(p_values, i_x, i_c, T, S)
+        b_all = tl.sum(tl.where(visible_pairs(rows, S), b_a, 0.0), 1)
+        b_all += tl.sum(b_d.to(tl.float32) * b_before[None, :], 1) - b_delta * count
+        b_all *= b_epsilon
+        b_floor = tl.load(p_floor + i_o)
     b_a = (b_a * pair_scales(b_scale, b_reference, S)).to(tl.bfloat16)
     # Products with powers of two are exact.
     b_d, b_delta = (b_d * b_row[:, None]).to(tl.bfloat16), -b_delta * b_row
@@ -521,18 +620,29 @@ def linear_favor_backward_queries_kernel(
         b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S)
         b_kv, b_z = load_sums(p_before, p_before_z, i_far, p_prefix, p_prefix_z, i_near, old, i_f, S)
         b_g = tl.dot(b_d, tl.trans(b_kv), b_delta[:, None] * b_z[None, :])
-        b_g = tl.dot(b_a, b_f, b_g) * b_query
-        b_rest += tl.sum(b_g, 1)
+        b_g = tl.dot(b_a, b_f, b_g)
+        if S.EPSILON > 0:
+            m_f = (i_f < S.M)[None, :]
+            b_g += b_all[:, None]
+            b_rest += tl.sum(tl.where(m_f, b_g * b_floor[:, None], 0.0), 1)
+            b_mass += tl.sum(tl.where(m_f, b_query + b_floor[:, None], 0.0), 1)
+        b_g *= b_query
+        b_total += tl.sum(b_g, 1)
         b_d_q = tl.dot(b_g.to(tl.bfloat16), b_high, b_d_q)
-    tl.store(p_delta + i_o, tl.load(p_delta + i_o) + b_rest)
+    tl.store(p_delta + i_o, tl.load(p_delta + i_o) + b_total + b_rest)
+    b_d_q *= S.D**-0.25
+    if S.EPSILON > 0:
+        tl.store(p_mass + i_o, b_mass * b_epsilon)
+        b_q = reload_rows(p_q, q.t, left, S.D, S.C, S.BD).to(tl.float32)
+        b_d_q -= b_q * (b_total * S.D**-0.5)[:, None]
     i_row = (i_b * T + i_0) * S.H + i_h
-    store_inputs(p_d_q + i_row * S.D, S.H * S.D, left, b_d_q * S.D**-0.25, S)
+    store_inputs(p_d_q + i_row * S.D, S.H * S.D, left, b_d_q, S)
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
 def linear_favor_backward_keys_kernel(
-    p_q, p_k, p_v, p_d_out, p_high, p_low, p_flag, p_lengths, p_query_offset, p_delta, p_offset, p_scale, p_peak,
-    p_reference, p_after, p_after_z, p_suffix, p_suffix_z, p_d_k, p_d_v,
+    p_q, p_k, p_v, p_d_out, p_high, p_low, p_flag, p_lengths, p_query_offset, p_delta, p_floor, p_mass, p_offset,
+    p_scale, p_peak, p_reference, p_after, p_after_z, p_suffix, p_suffix_z, p_values, p_d_k, p_d_v,
     T, segments, chunks, first, sequences, q, k, v, d, S: tl.constexpr
 ):  # fmt: skip
     """dk and dv of one chunk of a sequence in the workspace; keys are rows and queries columns."""
@@ -555,7 +665,7 @@ def linear_favor_backward_keys_kernel(
     b_offset = tl.load(p_offset + i_p * S.C + i_t) + b_scale
     b_end = exp2(b_scale - c_last)
     b_v_end = (b_v * b_end[:, None]).to(tl.bfloat16)  # exact: powers of two
-    b_reference = tl.maximum(tl.load(p_peak + i_p * S.C + i_t), c)
+    b_reference = tl.maximum(tl.ceil(tl.load(p_peak + i_p * S.C + i_t)), c)
     b_d_k = zeros(S.C, S.BD)
     b_d_v = zeros(S.C, S.BE)
     b_total = zeros(S.C)
@@ -571,7 +681,10 @@ def linear_favor_backward_keys_kernel(
             i_f = i_m + tl.arange(0, S.TILE)
             b_high = load_projection(p_high, i_f, S)
             b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_f, S)
-            b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
+            b_floor = 0.0
+            if S.EPSILON > 0:
+                b_floor = tl.load(p_floor + i_o)[:, None]
+            b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S, b_floor).to(tl.bfloat16)
             b_f = features(b_f, b_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
             b_p = tl.dot(b_f, tl.trans(b_query), b_p)
             b_g = zeros(S.C, S.TILE)
@@ -587,7 +700,12 @@ def linear_favor_backward_keys_kernel(
         # Loading both again is cheaper than holding them in registers.
         b_d = reload_rows(p_d_out + g * d.h, d.t, left, S.E, S.C, S.BE)
         b_p *= pair_scales_transposed(tl.load(p_scale + i_p * S.C + i_t, eviction_policy="evict_first"), b_reference, S)
+        if S.EPSILON > 0:
+            b_p += tl.where(visible_pairs_transposed(rows, S), tl.load(p_mass + i_o)[None, :], 0.0)
         b_d_v = tl.dot(b_p.to(tl.bfloat16), b_d, b_d_v)
+    if S.EPSILON > 0:
+        b_later, _ = load_values_sum(p_values, i_x, tl.cdiv(T, S.C) - 1 - i_c, T, S)
+        b_d_v += tl.where((i_t < rows)[:, None], b_later[None, :], 0.0)
     i_row = (i_b * T + i_0) * S.HKV + i_kv
     b_k = reload_rows(p_k, k.t, rows, S.D, S.C, S.BD).to(tl.float32)
     b_d_k = b_d_k * S.D**-0.25 - b_k * (b_total * S.D**-0.5)[:, None]
@@ -608,44 +726,49 @@ def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> 
         plan.weight(weight, *w)
         plan.query_scales(q, *w, None, query_offset, None, None, None)
         plan.key_scales(k, *w, lengths, offset, scale, peak, largest)
+        values = plan.scan_values(v, lengths, x.total)
         for sums, scan, read in plan.parts:
             sums(k, v, *w, lengths, offset, largest, shift, total, total_z, prefix, prefix_z, references)
             scan(total, total_z, before, None, references, kv, None, kv_out, shift_out)
-            sums_before = before, total_z, prefix, prefix_z
+            sums_before = before, total_z, prefix, prefix_z, values
             read(q, k, v, *w, lengths, query_offset, offset, scale, peak, references, *sums_before, out, den)
     return out, kv_out, shift_out, den, saved
 
 
 def backward(
     saved: LinearSaved, x: LinearInputs, problem: LinearProblem
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and of the sums before, if there are any."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of q, k, v and of the sums and the total before, if there are any."""
     q, k, v, d_out, lengths = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense_rows(saved.d_out), x.lengths
     kv, d_kv, out, den, scales = dense(x.kv), dense(saved.d_kv), saved.out.contiguous(), saved.den, saved.starts
     plan = _FavorBackward.of((q, k, v, x.weight, lengths, kv, d_out, d_kv, out, den, scales), problem)
     *w, query_offset, offset, scale, peak, references = plan.pointers(plan.saved, scales)
     rows = plan.rows.allocate(q)
-    normalized_offset, delta = plan.pointers(plan.rows, rows)
+    normalized_offset, delta, floor, mass = plan.pointers(plan.rows, rows)
     stack = plan.query_stack.allocate(q)
     total, total_z, prefix, prefix_z, before = plan.pointers(plan.query_stack, stack)
     d_q = new_like(q)
     d_start = None if kv is None else kv.new_empty(kv.shape)
     with on_device(q):
-        plan.delta(out, den, d_out, query_offset, normalized_offset, delta)
-        given = q, k, v, d_out, *w, lengths, normalized_offset, delta, offset, scale, peak, references
+        plan.delta(out, den, d_out, query_offset, normalized_offset, delta, floor)
+        rest = floor, mass, offset, scale, peak, references
+        given = q, k, v, d_out, *w, lengths, normalized_offset, delta, *rest
+        values = plan.scan_values(v, lengths, x.total)
         for sums, scan, queries in plan.query_parts:
             sums(k, v, *w, lengths, offset, None, None, total, total_z, prefix, prefix_z, references)
             scan(total, total_z, before, None, references, kv, None, None, None)
-            queries(*given, before, total_z, prefix, prefix_z, d_q)
+            queries(*given, before, total_z, prefix, prefix_z, values, d_q)
         del stack, total, total_z, prefix, prefix_z, before  # The next stack takes their memory.
         stack = plan.key_stack.allocate(q)
         total, total_z, suffix, suffix_z, after = plan.pointers(plan.key_stack, stack)
         d_k, d_v = new_like(k), new_like(v)
+        d_values = plan.scan_values_back(d_out, mass, delta)
         for sums, scan, keys in plan.key_parts:
-            sums(q, d_out, *w, normalized_offset, delta, peak, references, total, total_z, suffix, suffix_z)
+            sums(q, d_out, *w, normalized_offset, delta, floor, peak, references, total, total_z, suffix, suffix_z)
             scan(total, total_z, after, None, references, d_kv, None, d_start, None)
-            keys(*given, after, total_z, suffix, suffix_z, d_k, d_v)
-    return d_q, d_k, d_v, d_start
+            keys(*given, after, total_z, suffix, suffix_z, d_values, d_k, d_v)
+    d_total = None if x.total is None else d_values[:, -1].reshape(x.total.shape)
+    return d_q, d_k, d_v, d_start, d_total
 
 
 def feature_block(num_features: int) -> int:
@@ -668,9 +791,10 @@ class _FavorPlan(CausalPlan):
         super().__init__(device, key, problem, num_features=key[3][0][0])
         self.chunks = -(-self.T // CHUNK)
         blocks = padded(self.D), feature_block(self.M), padded(self.E)
-        self.S = FavorSizes(self.H, self.Hkv, self.D, self.M, self.E, CHUNK, *blocks)
+        self.S = FavorSizes(self.H, self.Hkv, self.D, self.M, self.E, CHUNK, *blocks, problem.epsilon)
         self.tilings = TILINGS[max(self.S.BD, self.S.BE)]
         self.saved = _saved(self.B, self.T, self.H, self.Hkv, self.D, self.M)
+        self.values = self.values_launch("v")
 
     def split(self, share: float) -> list[_Part]:
         """Divide the sequences into parts whose sums take about `share` times the bytes of q, k, v and out."""
@@ -714,11 +838,28 @@ class _FavorPlan(CausalPlan):
         sizes = part.segments, part.run, part.first, part.sequences
         return self.tiled(kernel, tiling, part.sequences * programs, sizes, strided, **other)
 
+    def values_launch(self, name: str) -> Launch | None:
+        """The sums of v, or of the gradient "d", of each chunk, which only an epsilon needs."""
+        if not self.S.EPSILON:
+            return None
+        other = {"D": 0, "M": 0, "BD": 0, "BM": 0, "EPSILON": 0.0}
+        return self.tiled(linear_favor_values_kernel, self.tilings.delta, self.heads * self.chunks, (), name, **other)
+
+    def values_scan(self, launch: Launch | None, total: Tensor | None, *pointers: Any) -> Tensor | None:
+        """Return (B · Hkv, chunks + 1, E + 1), the sums of the launch's rows before each one, from `total` on."""
+        if launch is None:
+            return None
+        x = pointers[0]
+        sums = x.new_empty(self.heads, self.chunks + 1, self.E + 1, dtype=torch.float32)
+        sums[:, 0] = 0 if total is None else total.flatten(0, 1)
+        launch(*pointers, sums)
+        return sums.cumsum_(1)
+
     def part_launches(
         self, parts: list[_Part], kernel: Any, tiling: FavorTiling, programs: int, strided: str, *, back: bool = False
     ) -> list[tuple[Launch, Launch, Launch]]:
         """Return the launches for each part: sums of its segments, the scan, and the kernel of its chunks."""
-        sums, inputs, unused = linear_favor_forward_sums_kernel, "kv", {"H": 0}
+        sums, inputs, unused = linear_favor_forward_sums_kernel, "kv", {"H": 0, "EPSILON": 0.0}
         if back:
             sums, inputs, unused = linear_favor_backward_sums_kernel, "qd", {}
         tiles = self.S.BM // TILE
@@ -730,6 +871,10 @@ class _FavorPlan(CausalPlan):
             )
             for part in parts
         ]
+
+    def scan_values(self, v: Tensor, lengths: Tensor | None, total: Tensor | None) -> Tensor | None:
+        """Σ [v, 1] over the visible keys before each chunk, with an epsilon."""
+        return self.values_scan(self.values, total, v, lengths, None, None)
 
     def scan_part(self, part: _Part, *, back: bool) -> Launch:
         BM, BE = self.S.BM, self.S.BE
@@ -765,14 +910,20 @@ class _FavorBackward(_FavorPlan):
         self.tensors["d"] = key[6]
         queries, keys = self.split(QUERIES_SHARE), self.split(KEYS_SHARE)
         rows = self.B * self.chunks * self.H
-        self.rows = Workspace((rows * CHUNK, torch.float32), (rows * CHUNK, torch.float32))
+        tokens, more = (rows * CHUNK, torch.float32), (rows * CHUNK if self.S.EPSILON else 0, torch.float32)
+        self.rows = Workspace(tokens, tokens, more, more)
         self.query_stack, self.key_stack = Workspace(*self.stack(queries[0])), Workspace(*self.stack(keys[0]))
         unused = {"HKV": 0, "D": 0, "M": 0, "BD": 0, "BM": 0}
         self.delta = self.tiled(linear_favor_backward_delta_kernel, self.tilings.delta, rows, (), "d", **unused)
+        self.d_values = self.values_launch("d")
         kernel, programs = linear_favor_backward_queries_kernel, self.H // self.Hkv * self.chunks
         self.query_parts = self.part_launches(queries, kernel, self.tilings.queries, programs, "qkvd")
         kernel = linear_favor_backward_keys_kernel
         self.key_parts = self.part_launches(keys, kernel, self.tilings.keys, self.chunks, "qkvd", back=True)
+
+    def scan_values_back(self, d_out: Tensor, mass: Any, delta: Any) -> Tensor | None:
+        """Σ e_i [d_i, −Δ_i] / den_i after each chunk, from the last one on, with an epsilon."""
+        return self.values_scan(self.d_values, None, d_out, None, mass, delta)
 
 
 def _saved(B: int, T: int, H: int, Hkv: int, D: int, M: int) -> Workspace:

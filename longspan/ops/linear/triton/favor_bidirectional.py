@@ -7,6 +7,11 @@ logit of a query is a running one.
 
 Backward, Δ_i = d_i · out_i is computed from the rounded result first; the pass over queries adds Σ_m p_im dφ(q_i)_m,
 which would be 0 without rounding, to the Δ that gradients of the sums are computed with.
+
+An epsilon ε is added to the features of keys relative to C, the largest w·k of all keys and features, and to those of
+queries relative to their own largest w·q. c_m is of w·k alone then. The sums are brought to the scale C, and ε Σ_j v_j
+and ε times the number of keys added to every row; a query's result is that of its exponentials plus ε times the sum of
+all rows.
 """
 
 from __future__ import annotations
@@ -44,12 +49,16 @@ from longspan.ops.linear import BidirectionalInputs, BidirectionalProblem, Bidir
 from longspan.ops.linear.triton.bidirectional import (
     BidirectionalSizes,
     block_index,
+    blocks_of,
     dense_inputs,
     linear_bidirectional_backward_combine_kernel,
     linear_bidirectional_forward_combine_kernel,
+    load_sum_rows,
+    store_sums,
     visible_rows,
 )
 from longspan.ops.linear.triton.favor import (
+    TILE,
     feature_block,
     linear_favor_forward_weight_kernel,
     load_projection,
@@ -88,7 +97,8 @@ TILINGS = {
 }
 
 # Compile-time constants, as in `BidirectionalSizes`; BM: all features, padded to whole tiles. TILE: features in a tile.
-TiledSizes = namedtuple("TiledSizes", "H HKV D M E BD BM BE FEATURE C TILE", defaults=(0, 0))
+# EPSILON: added to the features; 0: none.
+TiledSizes = namedtuple("TiledSizes", "H HKV D M E BD BM BE FEATURE EPSILON DOT C TILE", defaults=(tl.bfloat16, 0, 0))
 
 
 @triton.jit
@@ -108,11 +118,11 @@ def half_norm(b_x, S: tl.constexpr):
 def load_scales(p_z, p_c, i_x, i_f, S: tl.constexpr):
     """Each feature's share of the normalizer, and what is added to its logits; FLOOR beyond M features."""
     m_f = i_f < S.M
-    if S.FEATURE:
-        b_z, b_c = tl.where(m_f, 1.0, 0.0), tl.where(m_f, 0.0, FLOOR)
-    else:
+    b_z, b_c = tl.where(m_f, 1.0, 0.0), tl.where(m_f, 0.0, FLOOR)
+    if not S.FEATURE:
         b_z = tl.load(p_z + i_x * S.BM + i_f, mask=m_f, other=0.0)
-        b_c = tl.load(p_c + i_x * S.BM + i_f, mask=m_f, other=FLOOR)
+        if S.EPSILON == 0:
+            b_c = tl.load(p_c + i_x * S.BM + i_f, mask=m_f, other=FLOOR)
     return b_z, b_c
 
 
@@ -132,10 +142,10 @@ def store_part(p_kv, p_z, i_o, i_f, b_kv, b_z, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
 def linear_favor_bidirectional_forward_sums_kernel(
-    p_high, p_low, p_flag, p_k, p_v, p_mask, p_offsets, p_kv, p_z, p_c,
+    p_high, p_low, p_flag, p_k, p_v, p_mask, p_offsets, p_kv, p_z, p_c, p_total,
     tokens, length, sequences, k, v, S: tl.constexpr
 ):  # fmt: skip
-    """kv, z and c of one block and one tile of features."""
+    """kv, z and c of one block and one tile of features. p_total: with an epsilon, Σ [v, 1] of each block."""
     found = block_index(p_offsets, None, tokens, length, sequences, S.HKV, S.BM // S.TILE, S)
     i_h, i_m, i_s, i_n, i_b, i_0, rows = found
     if rows <= 0:
@@ -148,13 +158,21 @@ def linear_favor_bidirectional_forward_sums_kernel(
     b_kv = zeros(S.TILE, S.BE)
     b_z = zeros(S.TILE)
     b_c = tl.full((S.TILE,), FLOOR, tl.float32)
+    b_total = zeros(S.BE)
+    count = 0.0
     for _ in range(tl.cdiv(tl.minimum(rows, length), S.C)):
         m_t = visible_rows(p_mask, rows, S)
         b_k = load_block(p_k, k.t, m_t, S.D, S.C, S.BD)
         b_v = load_block(p_v, v.t, m_t, S.E, S.C, S.BE)
-        b_l = logits(project_transposed(b_k, b_high, p_low, flag, i_f, S), S) - half_norm(b_k, S)[None, :]
+        b_l = logits(project_transposed(b_k, b_high, p_low, flag, i_f, S), S)
+        if S.EPSILON == 0:
+            b_l -= half_norm(b_k, S)[None, :]
         b_l = tl.where(m_t[None, :], b_l, FLOOR)
         b_new = tl.maximum(b_c, tl.max(b_l, 1))
+        if S.EPSILON > 0:
+            b_l -= half_norm(b_k, S)[None, :]
+            b_total += tl.sum(b_v.to(tl.float32), 0)
+            count += tl.sum(m_t.to(tl.float32))
         b_decay = exp2(b_c - b_new)
         b_c = b_new
         # Before the first visible key c is FLOOR, like the logits of hidden keys.
@@ -169,14 +187,53 @@ def linear_favor_bidirectional_forward_sums_kernel(
     i_o = i_s.to(tl.int64) * S.HKV + i_h
     store_part(p_kv, p_z, i_o, i_f, b_kv, b_z, S)
     tl.store(p_c + i_o * S.BM + i_f, b_c)
+    if S.EPSILON > 0:
+        if i_m == 0:
+            tl.store(p_total + i_o * (S.BE + 1) + tl.arange(0, S.BE), b_total)
+            tl.store(p_total + i_o * (S.BE + 1) + S.BE, count)
+
+
+@triton.jit(do_not_specialize=["tokens", "length"])
+def linear_favor_bidirectional_forward_epsilon_kernel(
+    p_total, p_offsets, p_kv, p_z, p_c, p_top, tokens, length, S: tl.constexpr
+):
+    """Bring some rows of one head's sums to the scale C, add the epsilon, and write C to p_top (sequences · Hkv)."""
+    i_x = tl.program_id(0).to(tl.int64)
+    i_n, i_h = i_x // S.HKV, i_x % S.HKV
+    i_m, i_e = tl.program_id(1) * S.C + tl.arange(0, S.C), tl.arange(0, S.BE)
+    b_top = tl.full((S.TILE,), FLOOR, tl.float32)
+    for i in range(0, S.BM, S.TILE):
+        i_f = i + tl.arange(0, S.TILE)
+        b_top = tl.maximum(b_top, tl.load(p_c + i_x * S.BM + i_f, mask=i_f < S.M, other=FLOOR))
+    top = tl.max(b_top)
+    b_total = zeros(S.BE)
+    count = 0.0
+    first, number = blocks_of(p_offsets, i_n, tokens, length)
+    p_total += (first.to(tl.int64) * S.HKV + i_h) * (S.BE + 1)
+    for _ in range(number):
+        b_total += tl.load(p_total + i_e)
+        count += tl.load(p_total + S.BE)
+        p_total += S.HKV * (S.BE + 1)
+    m_m = i_m < S.M
+    b_factor = tl.where(m_m, exp2(tl.load(p_c + i_x * S.BM + i_m, mask=m_m, other=FLOOR) - top), 0.0)
+    b_epsilon = tl.where(m_m, S.EPSILON, 0.0)
+    b_kv = load_sum_rows(p_kv, i_x * S.BM + i_m, S) * b_factor[:, None] + b_epsilon[:, None] * b_total[None, :]
+    store_sums(p_kv, i_x * S.BM + i_m, b_kv, S)
+    p_z += i_x * S.BM + i_m
+    tl.store(p_z, tl.load(p_z) * b_factor + b_epsilon * count)
+    if tl.program_id(1) == 0:
+        tl.store(p_top + i_x, top)
 
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
 def linear_favor_bidirectional_forward_kernel(
-    p_high, p_low, p_flag, p_q, p_offsets, p_kv, p_z, p_c, p_out, p_scale,
+    p_high, p_low, p_flag, p_q, p_offsets, p_kv, p_z, p_c, p_out, p_scale, p_floor,
     tokens, length, sequences, q, S: tl.constexpr
 ):  # fmt: skip
-    """One chunk of one head's queries. p_scale: (B, T, H) the logarithm of each normalizer."""
+    """One chunk of one head's queries.
+
+    p_scale: (B, T, H) the logarithm of each normalizer. p_floor: (B, T, H) the epsilon divided by it.
+    """
     i_h, _, _, i_n, i_b, i_0, rows = block_index(p_offsets, None, tokens, length, sequences, S.H, 1, S)
     if rows <= 0:
         return
@@ -189,6 +246,8 @@ def linear_favor_bidirectional_forward_kernel(
     b_top = tl.full((S.C,), 2 * FLOOR, tl.float32)
     b_den = zeros(S.C)
     b_out = zeros(S.C, S.BE)
+    b_rows = zeros(S.BE)
+    mass = 0.0
     for i_m in range(0, S.BM, S.TILE):
         i_f = i_m + tl.arange(0, S.TILE)
         b_high = load_projection(p_high, i_f, S)
@@ -201,6 +260,16 @@ def linear_favor_bidirectional_forward_kernel(
         b_f = exp2(b_f - b_top[:, None])
         b_den = b_den * b_decay + tl.sum(b_f * b_z[None, :], 1)
         b_out = tl.dot(b_f.to(tl.bfloat16), b_kv, b_out * b_decay[:, None])
+        if S.EPSILON > 0:
+            b_rows += tl.sum(b_kv.to(tl.float32) + b_kv_low.to(tl.float32), 0)
+            mass += tl.sum(b_z)
+    if S.EPSILON > 0:
+        b_half = half_norm(b_q, S)
+        b_row = exp2(-b_half)
+        b_top += b_half
+        b_out = b_out * b_row[:, None] + S.EPSILON * b_rows[None, :]
+        b_den = b_den * b_row + S.EPSILON * mass
+        tl.store(p_floor + i_row + i_t * S.H, S.EPSILON * inverse(b_den), mask=m_t)
     b_out *= inverse(b_den)[:, None]
     m_none = b_den < ZERO_NORMALIZER
     b_scale = tl.where(m_none, -2 * FLOOR, b_top + tl.log2(tl.where(m_none, 1.0, b_den)))
@@ -210,7 +279,7 @@ def linear_favor_bidirectional_forward_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
 def linear_favor_bidirectional_backward_queries_kernel(
-    p_high, p_low, p_flag, p_q, p_out, p_d_out, p_offsets, p_kv, p_z, p_c, p_scale, p_d_q, p_delta,
+    p_high, p_low, p_flag, p_q, p_out, p_d_out, p_offsets, p_kv, p_z, p_c, p_scale, p_floor, p_d_q, p_delta,
     tokens, length, sequences, q, d_out, S: tl.constexpr
 ):  # fmt: skip
     """dq and Δ (B, T, H) of one chunk of one head's queries."""
@@ -227,7 +296,10 @@ def linear_favor_bidirectional_backward_queries_kernel(
     b_delta = tl.sum(b_out.to(tl.float32) * b_d.to(tl.float32), 1)
     b_scale = tl.load(p_scale + i_row + i_t * S.H, mask=m_t, other=-2 * FLOOR)
     flag = tl.load(p_flag)
+    b_total = zeros(S.C)
     b_rest = zeros(S.C)
+    if S.EPSILON > 0:
+        b_floor = tl.load(p_floor + i_row + i_t * S.H, mask=m_t, other=0.0)
     b_d_q = zeros(S.C, S.BD)
     for i_m in range(0, S.BM, S.TILE):
         i_f = i_m + tl.arange(0, S.TILE)
@@ -237,16 +309,22 @@ def linear_favor_bidirectional_backward_queries_kernel(
         b_p = logits(project(b_q, b_high, p_low, flag, i_f, S), S) + b_c[None, :]
         b_p = exp2(b_p - b_scale[:, None])
         b_g = tl.dot(b_d, tl.trans(b_kv), -b_delta[:, None] * b_z[None, :])
-        b_g = tl.dot(b_d, tl.trans(b_kv_low), b_g) * b_p
-        b_rest += tl.sum(b_g, 1)
+        b_g = tl.dot(b_d, tl.trans(b_kv_low), b_g)
+        if S.EPSILON > 0:
+            b_rest += tl.sum(b_g, 1) * b_floor
+        b_g *= b_p
+        b_total += tl.sum(b_g, 1)
         b_d_q = tl.dot(b_g.to(tl.bfloat16), b_high, b_d_q)
-    tl.store(p_delta + i_row + i_t * S.H, b_delta + b_rest, mask=m_t)
-    store_block(p_d_q + i_row * S.D, S.H * S.D, m_t, b_d_q * S.D**-0.25, S.D, S.C, S.BD)
+    tl.store(p_delta + i_row + i_t * S.H, b_delta + b_total + b_rest, mask=m_t)
+    b_d_q *= S.D**-0.25
+    if S.EPSILON > 0:
+        b_d_q -= b_q.to(tl.float32) * (b_total * S.D**-0.5)[:, None]
+    store_block(p_d_q + i_row * S.D, S.H * S.D, m_t, b_d_q, S.D, S.C, S.BD)
 
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
 def linear_favor_bidirectional_backward_sums_kernel(
-    p_high, p_low, p_flag, p_q, p_d_out, p_offsets, p_c, p_scale, p_delta, p_d_kv, p_d_z,
+    p_high, p_low, p_flag, p_q, p_d_out, p_offsets, p_c, p_scale, p_floor, p_delta, p_d_kv, p_d_z,
     tokens, length, sequences, q, d_out, S: tl.constexpr
 ):  # fmt: skip
     """One block's part of dkv and dz, for one query head and one tile of features."""
@@ -269,7 +347,11 @@ def linear_favor_bidirectional_backward_sums_kernel(
         b_scale = tl.load(p_scale + i_row + i_t * S.H, mask=m_t, other=-2 * FLOOR)
         b_delta = tl.load(p_delta + i_row + i_t * S.H, mask=m_t, other=0.0)
         b_p = logits(project_transposed(b_q, b_high, p_low, flag, i_f, S), S) + b_c[:, None]
-        b_p = exp2(b_p - b_scale[None, :]).to(tl.bfloat16)
+        b_p = exp2(b_p - b_scale[None, :])
+        if S.EPSILON > 0:
+            b_floor = tl.load(p_floor + i_row + i_t * S.H, mask=m_t, other=0.0)
+            b_p = tl.where((i_f < S.M)[:, None], b_p + b_floor[None, :], 0.0)
+        b_p = b_p.to(tl.bfloat16)
         b_d_kv = tl.dot(b_p, b_d, b_d_kv)
         # Rounded as in d_kv: the two cancel in the gradients of keys.
         b_d_z -= tl.sum(widen(b_p) * b_delta[None, :], 1)
@@ -285,7 +367,7 @@ def linear_favor_bidirectional_backward_keys_kernel(
     p_high, p_low, p_flag, p_k, p_v, p_mask, p_offsets, p_c, p_d_kv, p_d_z, p_d_k, p_d_v,
     tokens, length, sequences, k, v, S: tl.constexpr
 ):  # fmt: skip
-    """dk and dv of one chunk of one head's keys."""
+    """dk and dv of one chunk of one head's keys. p_c: with an epsilon, C."""
     i_h, _, _, i_n, i_b, i_0, rows = block_index(p_offsets, None, tokens, length, sequences, S.HKV, 1, S)
     if rows <= 0:
         return
@@ -296,7 +378,10 @@ def linear_favor_bidirectional_backward_keys_kernel(
     m_t, m_exists = visible_rows(p_mask, rows, S), tl.arange(0, S.C) < rows
     b_k = load_block(token_pointer(p_k, k, i_b, i_0, i_h), k.t, m_t, S.D, S.C, S.BD)
     b_v = load_block(token_pointer(p_v, v, i_b, i_0, i_h), v.t, m_t, S.E, S.C, S.BE)
-    b_half = tl.where(m_t, half_norm(b_k, S), -2 * FLOOR)
+    b_half = half_norm(b_k, S)
+    if S.EPSILON > 0:
+        b_half += tl.load(p_c + i_x)
+    b_half = tl.where(m_t, b_half, -2 * FLOOR)
     flag = tl.load(p_flag)
     b_total = zeros(S.C)
     b_d_k = zeros(S.C, S.BD)
@@ -306,10 +391,15 @@ def linear_favor_bidirectional_backward_keys_kernel(
         b_high = load_projection(p_high, i_f, S)
         b_d_kv, b_d_kv_low = load_sums(p_d_kv, i_x, i_f, S)
         b_d_z = tl.load(p_d_z + i_x * S.BM + i_f)
-        b_c = tl.load(p_c + i_x * S.BM + i_f)
-        b_f = logits(project(b_k, b_high, p_low, flag, i_f, S), S) - tl.where(b_c == FLOOR, 0, b_c)[None, :]
+        b_f = logits(project(b_k, b_high, p_low, flag, i_f, S), S)
+        if S.EPSILON == 0:
+            b_c = tl.load(p_c + i_x * S.BM + i_f)
+            b_f -= tl.where(b_c == FLOOR, 0, b_c)[None, :]
         b_f = exp2(b_f - b_half[:, None])
-        b_d_v = tl.dot(b_f.to(tl.bfloat16), b_d_kv, b_d_v)
+        b_weight = b_f
+        if S.EPSILON > 0:
+            b_weight = tl.where(m_t[:, None], b_f + S.EPSILON, 0.0)
+        b_d_v = tl.dot(b_weight.to(tl.bfloat16), b_d_kv, b_d_v)
         b_g = tl.dot(b_v, tl.trans(b_d_kv), tl.broadcast_to(b_d_z[None, :], (S.C, S.TILE)))
         b_g = tl.dot(b_v, tl.trans(b_d_kv_low), b_g) * b_f
         b_total += tl.sum(b_g, 1)
@@ -325,13 +415,15 @@ def forward(x: BidirectionalInputs, problem: BidirectionalProblem, *, zeroed: bo
     q, k, v, weight, key_mask, offsets, key_offsets = tensors
     plan = _TiledForward.of(tensors, problem)
     out, saved, work = v.new_empty(plan.out_shape), plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
-    *w, scale, kv, z, c = plan.pointers(plan.saved, saved)
-    parts, parts_z, parts_c = plan.pointers(plan.workspace, work)
+    *w, scale, kv, z, c, floor, top = plan.pointers(plan.saved, saved)
+    parts, parts_z, parts_c, parts_total = plan.pointers(plan.workspace, work)
     with on_device(q):
         plan.weight(weight, *w)
-        plan.sums(*w, k, v, key_mask, key_offsets, parts, parts_z, parts_c)
+        plan.sums(*w, k, v, key_mask, key_offsets, parts, parts_z, parts_c, parts_total)
         plan.combine(parts, parts_z, parts_c, key_offsets, kv, z, c)
-        plan.read(*w, q, offsets, kv, z, c, out, scale)
+        if plan.epsilon is not None:
+            plan.epsilon(parts_total, key_offsets, kv, z, c, top)
+        plan.read(*w, q, offsets, kv, z, c, out, scale, floor)
     return out, saved
 
 
@@ -344,13 +436,13 @@ def backward(
     q, k, v, _, key_mask, offsets, key_offsets = tensors
     plan = _TiledBackward.of((*tensors, d_out, out, saved.saved), problem)
     d_q, d_k, d_v, work = new_like(q), new_like(k), new_like(v), plan.workspace.allocate(q)
-    *w, scale, kv, z, c = plan.pointers(plan.saved, saved.saved)
+    *w, scale, kv, z, c, floor, top = plan.pointers(plan.saved, saved.saved)
     delta, d_kv, d_z, parts, parts_z = plan.pointers(plan.workspace, work)
     with on_device(q):
-        plan.queries(*w, q, out, d_out, offsets, kv, z, c, scale, d_q, delta)
-        plan.d_sums(*w, q, d_out, offsets, c, scale, delta, parts, parts_z)
+        plan.queries(*w, q, out, d_out, offsets, kv, z, c, scale, floor, d_q, delta)
+        plan.d_sums(*w, q, d_out, offsets, c, scale, floor, delta, parts, parts_z)
         plan.combine(parts, parts_z, offsets, kv, z, d_kv, d_z)
-        plan.keys(*w, k, v, key_mask, key_offsets, c, d_kv, d_z, d_k, d_v)
+        plan.keys(*w, k, v, key_mask, key_offsets, top if problem.epsilon else c, d_kv, d_z, d_k, d_v)
     return d_q, d_k, d_v
 
 
@@ -359,7 +451,7 @@ def saved_size(x: BidirectionalInputs, problem: BidirectionalProblem) -> int:
     assert x.weight is not None
     N = x.k.shape[0] if x.key_offsets is None else len(x.key_offsets) - 1
     B, T, H, D = x.q.shape
-    return _saved(B * T * H, N * x.k.shape[2], D, len(x.weight), x.v.shape[3]).size
+    return _saved(B * T * H, N * x.k.shape[2], D, len(x.weight), x.v.shape[3], problem.epsilon).size
 
 
 # Tokens and heads of q or k, in blocks of `length` tokens; packed, of `sequences` sequences.
@@ -374,9 +466,9 @@ class _TiledPlan(Plan):
         self.out_shape, self.N = (B, T, H, E), B if key_offsets is None else key_offsets[0][0] - 1
         self.tensors, self.offsets = {"q": q, "k": k, "v": v}, {"q": offsets, "k": key_offsets}
         blocks = padded(D), feature_block(M), padded(E)
-        self.S = TiledSizes(H, Hkv, D, M, E, *blocks, problem.normalize == "feature")
+        self.S = TiledSizes(H, Hkv, D, M, E, *blocks, problem.normalize == "feature", problem.epsilon)
         self.tilings = TILINGS[max(self.S.BD, self.S.BE)]
-        self.saved = _saved(B * T * H, self.N * Hkv, D, M, E)
+        self.saved = _saved(B * T * H, self.N * Hkv, D, M, E, problem.epsilon)
 
     def blocks(self, tiling: TiledTiling, name: str) -> _Blocks:
         """Divide q or k into blocks; a packed sequence may need one more than its share."""
@@ -414,24 +506,31 @@ class _TiledPlan(Plan):
 
     def combining(self, kernel: Any, blocks: _Blocks, **other: Any) -> Launch:
         """One program per sequence, key head and some rows of the sums. other: as in `tiled`."""
-        rows, S = max(1, 512 // self.S.BE), self.S
-        sizes = BidirectionalSizes(
-            *(S.H, S.HKV, 0, 0, 0, 0, S.BM, S.BE, "", True, True, S.FEATURE, tl.bfloat16, ""), C=rows
-        )
-        grid = self.N * S.HKV, S.BM // rows
-        return self.launch(kernel, grid, (blocks.tokens, blocks.length), {"S": sizes._replace(**other)})
+        S = self.S
+        sizes = BidirectionalSizes(S.H, S.HKV, 0, 0, 0, 0, S.BM, S.BE, "", True, True, S.FEATURE, S.DOT, "")
+        return self.of_rows(kernel, blocks, sizes._replace(**other))
+
+    def of_rows(self, kernel: Any, blocks: _Blocks, sizes: Any) -> Launch:
+        rows = max(1, 512 // self.S.BE)
+        grid, scalars = (self.N * self.S.HKV, self.S.BM // rows), (blocks.tokens, blocks.length)
+        return self.launch(kernel, grid, scalars, {"S": sizes._replace(C=rows)})
 
 
 class _TiledForward(_TiledPlan):
     def __init__(self, device: int, key: Signature, problem: BidirectionalProblem) -> None:
         super().__init__(device, key, problem)
         keys = self.blocks(self.tilings.sums, "k")
-        self.workspace = Workspace(*self.parts(keys, 2))
+        totals = keys.number * keys.heads * (self.S.BE + 1) if self.S.EPSILON else 0
+        self.workspace = Workspace(*self.parts(keys, 2), (totals, torch.float32))
         sizes = self.S._replace(TILE=min(padded(self.S.M), 16384 // self.S.BD))
         self.weight = self.launch(linear_favor_forward_weight_kernel, (1,), (), {**sizes._asdict(), "num_warps": 16})
         kernel = linear_favor_bidirectional_forward_sums_kernel
         self.sums = self.tiled(kernel, keys, "kv", sums=True, H=0, M=0, FEATURE=False)
         self.combine = self.combining(linear_bidirectional_forward_combine_kernel, keys, H=0, DIVIDE=0)
+        self.epsilon = None
+        if self.S.EPSILON:
+            sizes = self.S._replace(TILE=TILE, H=0, D=0, E=0, BD=0)
+            self.epsilon = self.of_rows(linear_favor_bidirectional_forward_epsilon_kernel, keys, sizes)
         queries = self.blocks(self.tilings.read, "q")
         self.read = self.tiled(linear_favor_bidirectional_forward_kernel, queries, "q", sums=False)
 
@@ -451,11 +550,12 @@ class _TiledBackward(_TiledPlan):
         self.keys = self.tiled(kernel, keys, "kv", sums=False, H=0, M=0, FEATURE=False)
 
 
-def _saved(rows: int, heads: int, D: int, M: int, E: int) -> Workspace:
+def _saved(rows: int, heads: int, D: int, M: int, E: int, epsilon: float) -> Workspace:
     """The projection as two matrices and the flag; each query's normalizer; the sums as two bfloat16 matrices (BM, BE)
-    side by side; z and c (BM,).
+    side by side; z and c (BM,); with an epsilon, that divided by each query's normalizer, and C.
     """
     BD, BM, BE = padded(D), feature_block(M), padded(E)
     projection = (BD * BM, torch.bfloat16), (BD * BM, torch.bfloat16), (1, torch.float32)
     vectors = [(heads * BM, torch.float32)] * 2
-    return Workspace(*projection, (rows, torch.float32), (heads * BM * 2 * BE, torch.bfloat16), *vectors)
+    more = [(size if epsilon else 0, torch.float32) for size in (rows, heads)]
+    return Workspace(*projection, (rows, torch.float32), (heads * BM * 2 * BE, torch.bfloat16), *vectors, *more)
