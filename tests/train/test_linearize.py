@@ -154,6 +154,8 @@ def test_the_command(teacher, text, tmp_path, capsys):
     assert student_bytes[0] == student_bytes[1]
     assert teacher_bytes[0] < teacher_bytes[1]
     assert results["throughput"]["student"]["batch"] == 3
+    assert set(results["needle"]["student"]) == {"96"}  # 64 tokens have no room for it
+    assert set(results["samples"][0]) == {"prompt", "teacher", "student"}
     assert [(x["stage"], x["tokens"]) for x in results["stages"]] == [
         ("transfer", 60 * 4 * 48),
         ("distill", 20 * 4 * 48),
@@ -396,7 +398,7 @@ def test_memory_bounds_the_batch(teacher, text, tmp_path):
         student = build_student(loaded.model, MIXTURE, [])
         sizes = LinearizeRun._micro_batch
         probe = object.__new__(LinearizeRun)
-        probe.settings, probe.student = linear, student
+        probe.settings, probe.student, probe.processes = linear, student, Processes("cpu")
         parts[name] = [sizes(probe, stage) for stage in ("transfer", "distill")]
         linearize(linear)
     assert parts["whole"] == [(2, False), (2, False)]

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspan.generation.generate import generate, prefill, stream
+from longspan.generation.sampling import Sampling
+from longspan.hf.native import to_language_model, why_not_native
 from longspan.hf.swap import StateLayer
+from longspan.models.transformer import LanguageModel
 from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.linearize.config import LinearizeConfig
 from longspan.train.linearize.data import mask_tokens
-from longspan.train.linearize.student import without_memory
+from longspan.train.linearize.student import LoraLinear, without_memory
 
-CHUNK = 512  # tokens that are read at once
-STEPS = 16  # tokens that are timed
+CHUNK = 2048  # tokens of a sequence that are read at once
+READ = 65536  # tokens of all sequences that are in memory together
+WARM_UP, STEPS = 8, 24  # tokens that are decoded before, and that are timed
 SAMPLE = 64  # tokens of a sample
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 NEEDLE = " The secret number of the lighthouse is 48213."
@@ -70,17 +77,23 @@ def losses_by_position(model: Any, tokens: Tensor) -> list[dict[str, float]]:
 
 
 @torch.no_grad()
-def needle_accuracy(model: Any, tokenizer: Any, text: Tensor, length: int) -> float:
-    """Return the share of depths at which a number hidden in `length` tokens of text is recalled, token by token."""
+def needle_accuracy(model: Any, tokenizer: Any, text: Tensor, length: int) -> float | None:
+    """Return the share of depths at which a number hidden in `length` tokens of text is recalled, token by token.
+
+    None if there is no room for it.
+    """
     needle, question, answer = (
         torch.tensor(tokenizer(words, add_special_tokens=False)["input_ids"]) for words in (NEEDLE, QUESTION, ANSWER)
     )
-    room, right = length - len(needle) - len(question) - len(answer), 0
-    for depth in DEPTHS:
-        place = int(depth * room)
-        prompt = torch.cat([text[:place], needle, text[place:room], question, answer])
-        logits = _read(model, prompt[None])[0]
-        right += int(bool((logits[-len(answer) - 1 : -1].argmax(-1).cpu() == answer).all()))
+    room = length - len(needle) - len(question) - len(answer)
+    if room < 0:
+        return None
+    places = [int(depth * room) for depth in DEPTHS]
+    prompts = torch.stack([torch.cat([text[:x], needle, text[x:room], question, answer]) for x in places])
+    right = 0
+    for part in prompts.split(max(1, READ // length)):
+        found = _read(model, part)[:, -len(answer) - 1 : -1].argmax(-1).cpu()
+        right += int((found == answer).all(1).sum())
     return right / len(DEPTHS)
 
 
@@ -89,34 +102,58 @@ def _read(model: Any, tokens: Tensor) -> Tensor:
     device, cache = next(model.parameters()).device, None
     pieces = list(tokens.to(device).tensor_split(max(1, tokens.shape[1] // CHUNK), 1))
     for piece in pieces:
-        out = model(input_ids=piece, past_key_values=cache, use_cache=True)
+        last = {} if piece is pieces[-1] else {"logits_to_keep": 1}
+        out = model(input_ids=piece, past_key_values=cache, use_cache=True, **last)
         cache = out.past_key_values
     return out.logits
+
+
+def fastest_form(model: Any) -> Any:
+    """Return a copy to time: a longspan model where there is such a form; in bfloat16 on a GPU."""
+    device = next(model.parameters()).device
+    adapted = any(isinstance(module, LoraLinear) for module in model.modules())
+    found = copy.deepcopy(model) if adapted or why_not_native(model) is not None else to_language_model(model)
+    return found.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 @torch.no_grad()
 def decode_cost(model: Any, text: Tensor, length: int, batch: int) -> dict[str, float]:
     """Return milliseconds per step after `length` tokens, tokens per second, and bytes of one sequence's cache."""
-    device, cache = next(model.parameters()).device, None
-    tokens = text[:length].repeat(batch, 1).to(device)
-    for piece in tokens.split(CHUNK, 1):
-        cache = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
-    token, times = tokens[:, -1:], []
+    tokens = text[:length].repeat(batch, 1).to(next(model.parameters()).device)
+    steps = _native_steps if isinstance(model, LanguageModel) else _transformers_steps
+    step, size = steps(model, tokens)
+    for _ in range(WARM_UP):
+        step()
+    times = []
     for _ in range(STEPS):
-        _synchronize(device)
         begun = time.perf_counter()
-        out = model(input_ids=token, past_key_values=cache, use_cache=True)
-        token = out.logits[:, -1:].argmax(-1)
-        _synchronize(device)
+        step()
         times.append(time.perf_counter() - begun)
     median = sorted(times)[len(times) // 2]
-    return {
-        "length": length,
-        "batch": batch,
-        "ms": 1000 * median,
-        "tokens_per_second": batch / median,
-        "bytes": cache_bytes(cache) / batch,
-    }
+    found = {"length": length, "batch": batch, "ms": 1000 * median}
+    return found | {"tokens_per_second": batch / median, "bytes": size / batch}
+
+
+def _native_steps(model: LanguageModel, tokens: Tensor) -> tuple[Callable[[], Any], int]:
+    """Read tokens (B, T); return a function that decodes the next one, and the bytes of the state."""
+    session = prefill(model, list(tokens), max_tokens=WARM_UP + STEPS)
+    size = sum(x.numel() * x.element_size() for x in session.state.tensors().values())
+    steps = stream(model, session, WARM_UP + STEPS, sampling=Sampling(temperature=0))
+    return lambda: steps.take(1), size
+
+
+def _transformers_steps(model: Any, tokens: Tensor) -> tuple[Callable[[], Any], int]:
+    """The same for a model of transformers."""
+    cache, token = None, tokens[:, -1:]
+    for piece in tokens.split(CHUNK, 1):
+        cache = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+
+    def step() -> None:
+        nonlocal token
+        token = model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        token.tolist()  # Wait for the GPU.
+
+    return step, cache_bytes(cache)
 
 
 def cache_bytes(cache: Any) -> int:
@@ -137,6 +174,7 @@ def evaluate(
     settings: LinearizeConfig,
     *,
     encoder: bool,
+    autocast: Callable[[], AbstractContextManager[Any]],
     notify: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measure the models for the report.
@@ -147,54 +185,56 @@ def evaluate(
         text: (N,) text that neither was trained on.
         settings: What to measure.
         encoder: Whether they are bidirectional.
+        autocast: Makes a context in which quality is measured; time and memory are measured by `fastest_form`.
         notify: Called with a message before each measurement.
 
     Returns:
         Values that JSON can hold; lengths for which the text is too short are left out.
     """
     mask = (tokenizer.mask_token_id, settings.mask_rate) if encoder else None
-    part = text[: settings.eval_tokens]
+    part, student = text[: settings.eval_tokens], models["student"]
     found: dict[str, Any] = {"eval_tokens": len(part), "context": settings.context}
-    found["perplexity"] = {name: perplexity(model, part, settings.context, mask=mask) for name, model in models.items()}
-    with without_memory(models["student"]) as has_memory:
-        if has_memory:
-            found["perplexity_without_memory"] = perplexity(models["student"], part, settings.context, mask=mask)
+    with autocast():
+        found["perplexity"] = {name: perplexity(x, part, settings.context, mask=mask) for name, x in models.items()}
+        with without_memory(student) as has_memory:
+            if has_memory:
+                found["perplexity_without_memory"] = perplexity(student, part, settings.context, mask=mask)
     if settings.report == "quick" or encoder:
         return found
     lengths = [length for length in settings.report_lengths if length <= len(text)]
     limit = getattr(models["teacher"].config, "n_positions", None)  # learned positions, which end somewhere
-    lengths = [length for length in lengths if limit is None or length + STEPS <= limit]
-    found["positions"], found["needle"], found["decode"], found["throughput"] = {}, {}, {}, {}
+    lengths = [length for length in lengths if limit is None or length + WARM_UP + STEPS <= limit]
+    found |= {"positions": {}, "needle": {}, "decode": {}, "throughput": {}}
+    prompts = [text[start : start + 32] for start in range(0, min(len(text) - 31, 3 * 997), 997)]
+    samples = {}
     for name, model in models.items():
         notify(f"measuring the {name}")
+        with autocast():
+            if lengths:
+                found["positions"][name] = losses_by_position(model, text[: max(lengths)])
+            needles = ((n, needle_accuracy(model, tokenizer, text, n)) for n in lengths)
+            found["needle"][name] = {n: share for n, share in needles if share is not None}
+        fast = fastest_form(model)
+        found["decode"][name] = [decode_cost(fast, text, length, 1) for length in lengths]
         if lengths:
-            found["positions"][name] = losses_by_position(model, text[: max(lengths)])
-        found["needle"][name] = {n: needle_accuracy(model, tokenizer, text, n) for n in lengths if n >= 64}
-        found["decode"][name] = [decode_cost(model, text, length, 1) for length in lengths]
-        if lengths:
-            found["throughput"][name] = decode_cost(model, text, min(lengths), settings.report_batch)
-    found["samples"] = _samples(models, tokenizer, text)
+            found["throughput"][name] = decode_cost(fast, text, min(lengths), settings.report_batch)
+        samples[name] = [tokenizer.decode(tokens) for tokens in continuations(fast, prompts)]
+    shown = [tokenizer.decode(prompt.tolist()) for prompt in prompts]
+    rows = zip(shown, *samples.values(), strict=True)
+    found["samples"] = [dict(zip(("prompt", *samples), row, strict=True)) for row in rows]
     return found
 
 
 @torch.no_grad()
-def _samples(models: Mapping[str, Any], tokenizer: Any, text: Tensor) -> list[dict[str, str]]:
-    """Return greedy continuations of the same prompts."""
-    found = []
-    for start in range(0, min(len(text), 3 * 997), 997):
-        prompt = text[start : start + 32]
-        row = {"prompt": tokenizer.decode(prompt.tolist())}
-        for name, model in models.items():
-            cache, token, written = None, prompt[None].to(next(model.parameters()).device), []
-            for _ in range(SAMPLE):
-                out = model(input_ids=token, past_key_values=cache, use_cache=True)
-                cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
-                written.append(int(token))
-            row[name] = tokenizer.decode(written)
-        found.append(row)
+def continuations(model: Any, prompts: Sequence[Tensor]) -> list[list[int]]:
+    """Return greedy continuations of prompts of one length."""
+    tokens = torch.stack(list(prompts)).to(next(model.parameters()).device)
+    if isinstance(model, LanguageModel):
+        return generate(model, list(tokens), SAMPLE, sampling=Sampling(temperature=0)).tokens
+    cache, written = None, []
+    for _ in range(SAMPLE):
+        out = model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        cache, tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        written.append(tokens)
+    found: list[list[int]] = torch.cat(written, 1).tolist()
     return found
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

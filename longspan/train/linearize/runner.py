@@ -463,15 +463,15 @@ class LinearizeRun:
         self.logger.info(f"model: {self.out / LAST}; report: {self.out / REPORT}")
 
     def _measure(self) -> dict[str, Any]:
-        with self._autocast():
-            results = evaluate(
-                {"teacher": self.teacher.model, "student": self.student},
-                self.teacher.tokenizer,
-                torch.from_numpy(self.held_out),
-                self.settings,
-                encoder=self.encoder,
-                notify=self.logger.info,
-            )
+        results = evaluate(
+            {"teacher": self.teacher.model, "student": self.student},
+            self.teacher.tokenizer,
+            torch.from_numpy(self.held_out),
+            self.settings,
+            encoder=self.encoder,
+            autocast=self._autocast,
+            notify=self.logger.info,
+        )
         results["stages"] = [
             {"stage": name, "tokens": self.tokens[name], "seconds": self.seconds[name]}
             for name in STAGES
