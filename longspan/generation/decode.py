@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from longspan.generation.sampling import Sampler
 from longspan.models.residual import StackState
 from longspan.models.transformer import LanguageModel
+from longspan.protocol import Mechanism
 
 # Multiplications plus state elements of a step. Below this, threads on a CPU cost more than they save.
 _SMALL = 1 << 23
@@ -71,6 +72,9 @@ class DecodeLoop:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._snapshot: _Snapshot | None = None
         self._stack, self._layers, self._prompt_length = stack, stack.attention_layers(), int(state.end.max())
+        mechanisms = [module for module in stack.modules() if isinstance(module, Mechanism)]
+        self._drawn = [mechanism for mechanism in mechanisms if type(mechanism).draw is not Mechanism.draw]
+        self._draws: list[int | None] | None = None  # with which the states were checked last
 
     @contextmanager
     def single_thread(self) -> Iterator[None]:
@@ -217,11 +221,19 @@ class DecodeLoop:
         length = self._prompt_length + self._steps
         if self._model.positions is not None:
             self._model.positions.check(length)
+        draws = [mechanism.draw for mechanism in self._drawn]
+        if draws != self._draws:
+            self._check_states()
+            self._draws = draws
+        for i, layer in self._layers:
+            branch = self._state.branches[i]
+            if not branch.cross and branch.stride == 1:  # with a stride a table covers as many times the tokens
+                layer.mechanism.check_length(length)
+
+    def _check_states(self) -> None:
         for i, layer in self._layers:
             branch = self._state.branches[i]
             layer.mechanism.check_state(layer.mechanism_state(branch.inner[0]), len(self.token) * branch.stride)
-            if not branch.cross and branch.stride == 1:  # with a stride a table covers as many times the tokens
-                layer.mechanism.check_length(length)
 
     def _addresses(self) -> dict[str, int]:
         return {name: x.data_ptr() for name, x in self._state.tensors().items()}

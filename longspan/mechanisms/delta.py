@@ -50,7 +50,8 @@ class DeltaAttention(GatedMechanism):
     def _gates(self, gates: Tensor | None, k: Tensor) -> Gates:
         assert gates is not None
         gates = gates.to(sum_dtype(k))
-        beta = gates[..., 0].sigmoid() * (2 if self.negative_eigenvalues else 1)
+        beta = gates[..., 0].sigmoid()
+        beta = 2 * beta if self.negative_eigenvalues else beta
         return Gates(self.time_step(gates[..., 1:])[1] if self.gate != "none" else None, beta)
 
     def _gate_activation(self) -> GateActivation:

@@ -213,10 +213,12 @@ class GatedMechanism(Mechanism):
             return gated_decode_step(q, k, v, gates, memory, how, rotary=rotary, out=out, **options), state
         q, k = apply_rotary(rotary, q, k)
         log_decay, beta = self._visible_gates(gates, k, None)
-        found = gated_step(self._keys(q), self._keys(k), v, log_decay, beta, state.kv, **options)
+        # Queries and keys in one tensor, for half the calls.
+        q, k = self._keys(torch.cat([q, k], 2)).split_with_sizes([q.shape[2], k.shape[2]], 2) if self.delta else (q, k)
+        found = gated_step(q, k, v, log_decay, beta, state.kv, **options)
         if state.log_decay is not None and log_decay is not None:
             state.log_decay.add_(log_decay.squeeze(1))
-        return copy_out(found.to(q.dtype), out), state
+        return copy_out(found.to(v.dtype), out), state
 
     def _run(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, lengths: Tensor | None

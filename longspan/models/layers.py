@@ -511,7 +511,7 @@ class Attention(nn.Module):
 
     def _split_queries(self, q: Tensor, *, norm: bool = True) -> Tensor:
         """Split the output of to_q into heads (B, T, H, D), not yet rotated; norm: they are not normalized yet."""
-        q = q.unflatten(2, (self.num_heads, -1))
+        q = q.view(*q.shape[:2], self.num_heads, q.shape[2] // self.num_heads)
         q = self.q_norm(q) if norm and self.q_norm is not None else q
         return self._repeat(q, self.mechanism.num_heads)
 

@@ -81,7 +81,7 @@ def attend(
 
 def _needs_exact_float32(q: Tensor) -> bool:
     """Return whether products must be exact float32, which PyTorch's fused kernel does not compute."""
-    if torch.compiler.is_compiling() or not q.is_cuda or q.dtype != torch.float32:
+    if not q.is_cuda or q.dtype != torch.float32 or torch.compiler.is_compiling():
         return False
     return torch.get_float32_matmul_precision() == "highest"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -25,6 +25,9 @@ from longspan.ops.decode.torch import compressed_step, has_no_hooks, linear_laye
 from longspan.ops.linear.triton import FEATURE_MAPS
 from longspan.ops.rotary import rotate
 from longspan.ops.window import Window
+
+
+ANGLE_BLOCK = 64  # positions whose rotary angles are computed at once on a CPU
 
 
 class CosSin(NamedTuple):
@@ -62,13 +65,29 @@ def apply_rotary(rotary: CosSin | None, *xs: Tensor) -> tuple[Tensor, ...]:
 
 def cos_sin_at(position: Tensor, kind: tuple[int, float], dtype: DType) -> CosSin:
     """Return the rotary angles of positions (B,) for a kind, (D, base), in pairs (i, i + D / 2)."""
-    frequencies = _frequencies(*kind, position.device)
+    if position.device.type == "cpu" and len(position) == 1:
+        block, i = divmod(int(position), ANGLE_BLOCK)
+        cos, sin, *doubled = (x[i : i + 1] for x in _cos_sin_block(block, kind, dtype))
+        return CosSin(cos, sin, False, (doubled[0], doubled[1]))
     if not position.is_cuda or dtype != float32 or dispatch.why_no_triton() is not None:
-        angle = (position[:, None, None] * frequencies).remainder_(2 * math.pi).to(dtype)
-        cos, sin = angle.cos(), angle.sin()
-        return CosSin(cos, sin, False, (cat([cos, cos], -1)[:, None], cat([-sin, sin], -1)[:, None]))
-    cos, sin = kernels("rotary").decode_rotary(position, frequencies)
+        cos, sin, *doubled = _cos_sin(position, kind, dtype)
+        return CosSin(cos, sin, False, (doubled[0], doubled[1]))
+    cos, sin = kernels("rotary").decode_rotary(position, _frequencies(*kind, position.device))
     return CosSin(cos, sin, False)
+
+
+def _cos_sin(position: Tensor, kind: tuple[int, float], dtype: DType) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return cos and sin (B, 1, D / 2), [cos, cos] and [−sin, sin] (B, 1, 1, D)."""
+    angle = (position[:, None, None] * _frequencies(*kind, position.device)).remainder_(2 * math.pi).to(dtype)
+    cos, sin = angle.cos(), angle.sin()
+    return cos, sin, cat([cos, cos], -1)[:, None], cat([-sin, sin], -1)[:, None]
+
+
+@lru_cache(maxsize=32)
+def _cos_sin_block(block: int, kind: tuple[int, float], dtype: DType) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return `_cos_sin` of `ANGLE_BLOCK` positions on a CPU, where one position costs as many calls as a block."""
+    with inference_mode(False):  # The cache outlives the decode loop that fills it.
+        return _cos_sin(arange(block * ANGLE_BLOCK, (block + 1) * ANGLE_BLOCK), kind, dtype)
 
 
 class RotaryCache(dict[tuple[int, float], CosSin]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.ops.linear.torch import FAVOR_LARGEST, MAPS, is_zero, safe_divide
+from longspan.ops.linear.torch import FAVOR_LARGEST, MAPS, is_zero, safe_divide, smallest_normalizer
 from longspan.ops.softmax import attend
 
 # The activations that the Triton kernel implements.
@@ -110,7 +111,10 @@ def linear_step(
     out = query @ kv
     if normalize == "query":
         denominator = query @ column
-        out.div_(denominator).masked_fill_(is_zero(denominator), 0)
+        out.div_(denominator)
+        # On a CPU one comparison tells that no normalizer is zero; NaN is compared element by element.
+        if kv.is_cuda or not float(torch.linalg.vector_norm(denominator, -math.inf)) >= smallest_normalizer(kv.dtype):
+            out.masked_fill_(is_zero(denominator), 0)
     return out.view(B, 1, -1, E)
 
 

@@ -122,7 +122,12 @@ def _inverse(z: Tensor, log_largest: float) -> Tensor:
 
 def is_zero(z: Tensor, log_largest: float = 0.0) -> Tensor:
     """Return where a normalizer counts as zero: gradients, features up to exp(log_largest) over z, would overflow."""
-    return z.abs() < 1e6 * math.exp(log_largest) * torch.finfo(z.dtype).tiny
+    return z.abs() < smallest_normalizer(z.dtype, log_largest)
+
+
+def smallest_normalizer(dtype: torch.dtype, log_largest: float = 0.0) -> float:
+    """Return the smallest normalizer that does not count as zero."""
+    return 1e6 * math.exp(log_largest) * torch.finfo(dtype).tiny
 
 
 class _Span(NamedTuple):
