@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from longspan.layout import Packing
 from longspan.mechanisms.feature_maps import FEATURE_MAPS, Favor, FusedMap, Hedgehog
 from longspan.mechanisms.write_buffer import FEATURE_SLOTS, PendingFeatures, pending_slots
 from longspan.ops.common import dispatch
+from longspan.ops.common.torch_private import functorch_active
 from longspan.ops.decode import CosSin, linear_decode_step, why_not_triton
 from longspan.ops.linear import (
     FLOOR,
@@ -34,6 +36,10 @@ from longspan.ops.linear.torch import running_max, safe_divide
 from longspan.ops.shift import shift_left, shift_right
 from longspan.protocol import FeatureMap, Mechanism, Rotation, State
 from longspan.utils import choose
+
+# Features of queries per span of tokens on a CPU, where tensors that leave the cache cost page faults as well; a span
+# is a multiple of MIN_SPAN tokens.
+MAX_FEATURES, MIN_SPAN = 1 << 20, 512
 
 
 @dataclass
@@ -321,6 +327,31 @@ class LinearAttention(Mechanism):
             out, sums = causal_linear(q, k, v, lengths=lengths, sums=state.sums, **self._op_arguments(state.kv))
             length = state.length + (k.shape[1] if lengths is None else lengths)
             return self._scaled(out), _updated(state, length, sums, None)
+        span = self._span(q)
+        if q.shape[1] <= span:
+            return self._extend_features(state, q, k, v, lengths)
+        # In spans whose features stay in cache, recomputed in the backward pass.
+        recomputed, outs, after = torch.is_grad_enabled(), [], state
+        for i, piece in enumerate(zip(*(x.split(span, 1) for x in (q, k, v)), strict=True)):
+            inputs = after, *piece, None if lengths is None else (lengths - i * span).clamp(0, span)
+            if recomputed:
+                out, after = checkpoint(self._extend_features, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                out, after = self._extend_features(*inputs)
+            outs.append(out)
+        return torch.cat(outs, 1), after
+
+    def _span(self, q: Tensor) -> int:
+        """Return how many tokens `_extend` processes at once by features in full."""
+        if q.device.type != "cpu" or torch.compiler.is_compiling() or functorch_active():
+            return q.shape[1]
+        tokens = MAX_FEATURES // max(1, len(q) * self.num_heads * self.num_features)
+        return max(1, tokens // MIN_SPAN) * MIN_SPAN
+
+    def _extend_features(
+        self, state: LinearState, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+    ) -> tuple[Tensor, LinearState]:
+        """`_extend` by features in full, for maps and normalizers that `causal_linear` does not implement."""
         visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
         dtype = state.kv.dtype
         if state.total is not None and self._fused_epsilon(q, k, v, state.kv):

@@ -26,7 +26,6 @@ from longspan.ops.linear.triton import FEATURE_MAPS
 from longspan.ops.rotary import rotate
 from longspan.ops.window import Window
 
-
 ANGLE_BLOCK = 64  # positions whose rotary angles are computed at once on a CPU
 
 

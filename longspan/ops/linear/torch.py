@@ -317,7 +317,7 @@ def _identity_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Te
 
 def _elu(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
     # Not elu(x) + 1, which cancels where x is negative.
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp()), None
+    return F.relu(x) + x.clamp(max=0).exp(), None
 
 
 def _elu_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
