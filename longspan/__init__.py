@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from longspan.models.config import FeedForwardConfig as FeedForwardConfig
     from longspan.models.config import LegacyConfig as LegacyConfig
     from longspan.models.config import ModelConfig as ModelConfig
+    from longspan.models.explain import explain as explain
     from longspan.models.layers import Attention as Attention
     from longspan.models.transformer import Classifier as Classifier
     from longspan.models.transformer import EncoderDecoder as EncoderDecoder
@@ -44,6 +45,7 @@ _NAMES = {
     "models.attention_maps": "attention_map plot_attention",
     "models.checkpoint": "load save",
     "models.config": "AttentionConfig FeedForwardConfig LegacyConfig ModelConfig",
+    "models.explain": "explain",
     "models.layers": "Attention",
     "models.transformer": "Classifier EncoderDecoder LanguageModel Transformer",
     "models.vision": "ImageAttention",

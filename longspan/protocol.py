@@ -29,6 +29,7 @@ from longspan.layout import (
     repack,
     zero_fill,
 )
+from longspan.ops.common import dispatch
 from longspan.ops.common.torch_private import register_pytree
 from longspan.ops.decode import CosSin, apply_rotary, copy_out
 from longspan.ops.linear.torch import FLOOR, safe_divide
@@ -741,6 +742,8 @@ class Mechanism(nn.Module, ABC):
         self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rotary: Rotation, out: Tensor | None
     ) -> tuple[Tensor, State]:
         """Write a token and read with its query, in place; rotary is applied to q and k."""
+        if dispatch.recording is not None:
+            dispatch.record("decode step", dispatch.TORCH, f"{type(self).__name__} with its options has no kernel")
         assert rotary is None or isinstance(rotary, CosSin)
         q, k = apply_rotary(rotary, q, k)
         after = self._write(state, k, v, gates=gates, lengths=None)

@@ -37,6 +37,7 @@ from longspan.bench.subjects.base import (
 from longspan.bench.subjects.sweep import SIZES, FlexWindowSubject, SweepSubject, sweep_subjects
 from longspan.bench.sweep_report import KEY, cell_key, cliff_table, draw, find_cliffs
 from longspan.mechanisms import list_mechanisms
+from longspan.models.explain import explain
 from longspan.utils import choose, printable
 
 MODES = ("causal", "bidirectional")
@@ -286,7 +287,8 @@ def _measure(
             for (cell, worker), found in zip(batch, checks, strict=True):
                 if found.status == "ok":
                     worker.ask("time", cell)
-                    found = replace(worker.answer(deadline), check=found.check)
+                    timed = worker.answer(deadline)
+                    found = replace(timed, check=found.check, metrics={**timed.metrics, **found.metrics})
                 if found.status == "skipped":
                     return
                 yield cell, found
@@ -391,4 +393,14 @@ def _prepare(subject: Subject, case: Case, checked: dict[tuple[Subject, Case], M
     if checked[subject, small].status == "ok" and case.device == "cuda":
         subject.workload(case).heaviest.run()
         torch.cuda.synchronize()
-    return checked[subject, small]
+    own = isinstance(subject, SweepSubject)
+    return replace(checked[subject, small], metrics={"implementation": _implementation(subject, case)} if own else {})
+
+
+def _implementation(subject: SweepSubject, case: Case) -> str:
+    """Return the kernels that run a case, and why others do not."""
+    mechanism = subject.build(replace(case, device="cpu"))
+    shape = case.batch_size, case.length
+    found = explain(mechanism, *shape, causal=case.causal, dtype=case.torch_dtype, device=case.device)
+    names = (d.algorithm if d.why is None else f"eager PyTorch ({d.why})" for d in found.decisions)
+    return ", ".join(names)

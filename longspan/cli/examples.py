@@ -53,7 +53,12 @@ EXAMPLES = {
         "longspan bench serve --model runs/mine",
         "longspan bench serve --model runs/mine --slots 256 --requests 10000 --device cuda",
     ),
-    "info": ("longspan info", "longspan info --model runs/mine"),
+    "info": (
+        "longspan info",
+        "longspan info --model runs/mine",
+        "longspan info runs/mine --why --batch 8 --length 4096",
+        "longspan info --why --mechanisms performer --options '{\"num_features\": 512}' --head-dim 128 --device cuda",
+    ),
 }
 
 

@@ -208,6 +208,8 @@ class GatedMechanism(Mechanism):
             return super()._decode_step(state, q, k, v, gates, rotary, out)
         options: dict[str, Any] = {"delta": self.delta, "scale": self._scale}
         large = max(self.head_dim, self.value_dim) > dispatch.LARGEST
+        if large and dispatch.recording is not None:
+            dispatch.record("decode step", dispatch.TORCH, f"a dimension over {dispatch.LARGEST}")
         if not large and why_not_triton(q, k, v, state.kv) is None:
             memory, how = (state.kv, state.log_decay), self._gate_activation()
             return gated_decode_step(q, k, v, gates, memory, how, rotary=rotary, out=out, **options), state

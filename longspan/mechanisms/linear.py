@@ -150,7 +150,7 @@ class LinearAttention(Mechanism):
                 f"{phantom} could have"
             )
         # Whether `linear_decode_step` computes a step, and `causal_linear` causal attention of many tokens.
-        self._one_step = isinstance(feature_map, FusedMap) and not feature_map.epsilon and blind_spot == 1
+        self._one_step = self._why_in_full() is None
         self._one_pass = self._one_step and normalize != "feature"
         # A bidirectional query sees neither, but one that reads what was written does.
         self.supports_cross = blind_spot == 1 and not phantom
@@ -211,9 +211,12 @@ class LinearAttention(Mechanism):
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         phi = self.feature_map
-        if not isinstance(phi, FusedMap):
-            return False
-        return why_not_triton_bidirectional(q, k, v, phi.weight, phi.kind, phi.epsilon) is None
+        why: str | None = f"the feature map {type(phi).__name__}, which is not one of the kernels'"
+        if isinstance(phi, FusedMap):
+            why = why_not_triton_bidirectional(q, k, v, phi.weight, phi.kind, phi.epsilon)
+        if dispatch.recording is not None and why is not None:
+            dispatch.record("bidirectional linear attention", dispatch.TORCH, why)
+        return why is None
 
     def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, **layout: Tensor | None) -> Tensor:
         phi = self.feature_map
@@ -360,6 +363,9 @@ class LinearAttention(Mechanism):
             length = state.length + (k.shape[1] if lengths is None else lengths)
             total = state.total + self._with_count(v.to(dtype), visible).sum(1)
             return self._scaled(out), _updated(state, length, sums, total)
+        if dispatch.recording is not None:
+            why = self._why_in_full() or "normalization by feature"
+            dispatch.record("the feature map of causal linear attention", dispatch.TORCH, why)
         out = self._from_prefixes(state, self._query(q.to(dtype)), *self._keys(k, v, visible, dtype))
         return self._scaled(out.to(q.dtype)), self._write(state, k, v, gates=None, lengths=lengths)
 
@@ -391,6 +397,15 @@ class LinearAttention(Mechanism):
         x = LinearInputs(q, k, v, phi.weight, None, None, kv, None)
         return choose_algorithm(x, phi.kind, True, 1, phi.epsilon) != "torch"
 
+    def _why_in_full(self) -> str | None:
+        """Return why causal attention computes all features first, in eager PyTorch; None if the operations do."""
+        phi = self.feature_map
+        if not isinstance(phi, FusedMap):
+            return f"the feature map {type(phi).__name__}, which is not one of the kernels'"
+        if phi.epsilon:
+            return f"an epsilon ({phi.epsilon}) added to the features"
+        return f"a blind spot ({self.blind_spot})" if self.blind_spot > 1 else None
+
     def decode_state(self, state: State, dtype: torch.dtype) -> State:
         """Return the state with a write buffer beside its sums, where the kernels take it."""
         assert isinstance(state, LinearState)
@@ -398,6 +413,9 @@ class LinearAttention(Mechanism):
         large = max(self.head_dim, *kv.shape[2:]) > dispatch.LARGEST
         phi = self.feature_map
         if large or not self._one_step or not isinstance(phi, FusedMap) or kv.dtype == torch.float64:
+            if dispatch.recording is not None and self._one_step:
+                sizes = f"dimensions over {dispatch.LARGEST}" if large else "float64"
+                dispatch.record("decode step", dispatch.TORCH, f"{sizes}; the kernels have no such step")
             return state
         if why_not_triton(kv, feature_map=phi.kind) is not None:
             return state

@@ -198,7 +198,7 @@ class LinformerAttention(Mechanism):
     def _fused_layer(self, layer: AttentionLayer, x: Tensor) -> Tensor | None:
         """Compute a self-attention layer of plain projections in one kernel, or return None where it does not apply."""
         table = self.keys
-        if not dispatch.eager_untraced(x) or table is not self.values or not self._is_table_product:
+        if table is not self.values or not self._is_table_product:
             return None
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
         queries, keys, out = (map.weight for map in (layer.to_q, layer.to_kv, layer.to_out))
@@ -241,6 +241,9 @@ class LinformerAttention(Mechanism):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
         self.check_length(k.shape[1])
         eager = key_mask is not None or not self._is_table_product or not q.dtype == k.dtype == v.dtype
+        if eager and dispatch.recording is not None:
+            why = "a mask, a convolution, a bias, a periodic table, dropout or mixed dtypes"
+            dispatch.record("compression of keys and values", dispatch.TORCH, why)
         if not eager and compressed.why_not_triton(q, q.dtype, self._problem()) is None:
             return linformer_attention(q, k, v, self.keys.table, self.values.table)
         key_mask, k, v = self._number_tokens(key_mask, k, v)

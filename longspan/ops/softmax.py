@@ -13,12 +13,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from longspan.ops.common import dispatch
+
 # Attention weights per block of queries where PyTorch would save all; smaller blocks fragment glibc's heap.
 MAX_WEIGHTS = 1 << 24
 
 # PyTorch's backward kernels run one program per 64 keys of a head. For few keys, queries are divided among more batch
 # rows, for up to 256 programs with at least 512 queries each.
 KEYS_PER_PROGRAM, MAX_PROGRAMS, MIN_QUERIES = 64, 256, 512
+
+
+EXACT = "float32 by products that are exact, because torch.get_float32_matmul_precision() is 'highest'"
 
 
 class _Options(NamedTuple):
@@ -65,6 +70,10 @@ def attend(
         (B, H, T, E).
     """
     options = _Options(blind, causal, grouped, scale, dropout)
+    if dispatch.recording is not None:
+        exact = _needs_exact_float32(q) and not dropout
+        dispatch.record("softmax attention", "sdpa", EXACT if exact else None)
+        return q.new_empty(*q.shape[:3], v.shape[3])
     if _needs_exact_float32(q) and not dropout:
         return _exact(q, k, v, mask, bias, options)
     if dropout and not causal and q.device.type == "cpu" and not torch.compiler.is_compiling():

@@ -220,6 +220,9 @@ def test_a_planted_slow_cell_is_measured_and_listed(
     rows = run(options)
     assert len(rows) == 4
     assert all(each["status"] == "ok" and each["check"]["error"] <= each["check"]["tolerance"] for each in rows)
+    assert [each.get("implementation") for each in rows] == [
+        *(None, "eager PyTorch (the tensors are on cpu; the kernels need CUDA)") * 2
+    ]
     assert all({"commit", "machine", "versions", "date", "threads"} <= each.keys() for each in rows)
     steep = {cliff.row["case"]["head_dim"] for cliff in find_cliffs(rows) if cliff.factor > 3}
     assert steep == {24}

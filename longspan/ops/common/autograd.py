@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from longspan.ops.common import dispatch
 from longspan.ops.common.torch_private import compiling_dynamic, direct_apply, forward_ad_level, functorch_active
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
@@ -200,6 +201,8 @@ def _direct(op: Any, leaves: tuple[int, ...], differentiable: int) -> Callable[.
     backward, apply = partial(op.backward, traced=False), direct_apply(Direct)
 
     def direct(*args: Any) -> Any:
+        if dispatch.recording is not None:
+            return op.visible(op.fake(*args))
         if not torch.is_grad_enabled():
             return op.visible(op.forward(*args, traced=False))
         return apply(args, *[args[i] for i in leaves])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,47 @@ KERNELS = (
 )
 LARGEST = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TORCH = "torch"
+# Shared memory in KB of the GPU that `longspan.explain` assumes where there is none: compute capability 9.0.
+HOPPER_SHARED_MEMORY = 227
+
+
+class Decision(NamedTuple):
+    """What runs an operation.
+
+    Attributes:
+        operation: The operation.
+        algorithm: "torch" for eager PyTorch, "sdpa" for PyTorch's own kernels, otherwise a module of Triton kernels.
+        why: Why no Triton kernel runs it; None if one does.
+    """
+
+    operation: str
+    algorithm: str
+    why: str | None
+
+
+class Recording:
+    """The decisions of calls whose kernels are not launched, for `longspan.explain`.
+
+    Args:
+        hypothetical: Whether to assume a Hopper GPU with Triton instead of the device of this machine.
+    """
+
+    def __init__(self, hypothetical: bool) -> None:
+        self.hypothetical = hypothetical
+        self.decisions: list[Decision] = []
+
+
+# Operations record their decisions here, and compute nothing on kernels, while it is set.
+recording: Recording | None = None
+
+
+def record(operation: str, algorithm: str, why: str | None) -> None:
+    """Record a decision once; call it if `recording` is set."""
+    assert recording is not None
+    decision = Decision(operation, TORCH if why is not None else algorithm, why)
+    if decision not in recording.decisions:
+        recording.decisions.append(decision)
 
 
 def unsupported_dtypes(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -51,6 +93,8 @@ _found: dict[torch.device, str | None] = {}
 @assume_constant
 def triton_missing(device: torch.device) -> str | None:
     """Return why no kernel runs on this CUDA device; None if they do."""
+    if recording is not None and recording.hypothetical:
+        return None
     if device not in _found:
         _found[device] = _find_missing(device)
     return _found[device]
@@ -64,6 +108,8 @@ def insufficient_shared_memory(q: Tensor, needed: int) -> str | None:
 
 @assume_constant
 def _shared_memory_kb(device: torch.device) -> int:
+    if recording is not None and recording.hypothetical:
+        return HOPPER_SHARED_MEMORY
     from longspan.ops.common.launch import shared_memory_kb
 
     return shared_memory_kb(-1 if device.index is None else device.index)
@@ -84,4 +130,6 @@ def _find_missing(device: torch.device) -> str | None:
 
 def why_no_triton() -> str | None:
     """Return why no operation can run on the Triton kernels; None if some can."""
-    return triton_missing(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"
+    if torch.cuda.is_available() or recording is not None:
+        return triton_missing(torch.device("cuda"))
+    return "there is no CUDA device"

@@ -26,6 +26,8 @@ def compressed_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Returns:
         (B, T, H, E).
     """
+    if dispatch.recording is not None:
+        return q.new_empty(*q.shape[:3], v.shape[3])
     if is_grad_enabled():
         return fused.attention(q, k, v)
     return fused.kernels().forward(q, k, v, q.shape[3] ** -0.5)[0]
@@ -44,6 +46,8 @@ def linformer_attention(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -
     Returns:
         (B, T, H, E).
     """
+    if dispatch.recording is not None:
+        return q.new_empty(*q.shape[:3], v.shape[3])
     return fused.projected_attention(q, k, v, e, f)
 
 
@@ -75,6 +79,8 @@ def linformer_layer(
         (B, T, ·) in `dtype`.
     """
     weights = w_q, w_kv, table, w_out, bias, problem, dtype
+    if dispatch.recording is not None:
+        return x.new_empty(*x.shape[:2], len(w_out), dtype=dtype)
     if not is_autocast_enabled("cuda"):
         return fused.layer(x, *weights)
     with autocast("cuda", enabled=False):
@@ -83,6 +89,13 @@ def linformer_layer(
 
 def why_not_triton(x: Tensor, dtype: DType, problem: CompressedProblem) -> str | None:
     """Return why attention of tokens x (B, T, …) in this dtype runs in eager PyTorch; None if kernels support it."""
+    why = _why_not_triton(x, dtype, problem)
+    if dispatch.recording is not None:
+        dispatch.record("attention to compressed keys", "compressed", why)
+    return why
+
+
+def _why_not_triton(x: Tensor, dtype: DType, problem: CompressedProblem) -> str | None:
     if not dispatch.eager_untraced(x):
         return "the tensors are not on CUDA, or a tracer is active (torch.compile, torch.func, tensor subclass)"
     if dtype not in (bfloat16, float16) or not HAS_FLOAT32_RESULTS:

@@ -139,6 +139,8 @@ def linear_decode_step(
         (B, 1, H, E) in the dtype of q.
     """
     if pending is not None:
+        if dispatch.recording is not None:
+            return q.new_empty(*q.shape[:3], v.shape[3])
         inputs = q, k, v, rotary, out
         return kernels("linear").decode_linear(inputs, state, pending, feature_map, weight, normalize)
     dtype = q.dtype
@@ -175,6 +177,8 @@ def window_decode_step(
     Returns:
         (B, 1, H, E) in the dtype of q.
     """
+    if dispatch.recording is not None:
+        return q.new_empty(*q.shape[:3], v.shape[3])
     return kernels("window").decode_window((q, k, v, rotary, out), length, ring, window, scale)
 
 
@@ -212,6 +216,8 @@ def compressed_decode_step(
         (B, 1, H, E) in the dtype of q.
     """
     if pending is not None:
+        if dispatch.recording is not None:
+            return q.new_empty(*q.shape[:3], v.shape[3])
         inputs = q, k, v, rotary, out
         return kernels("compressed").decode_compressed(inputs, length, state, pending, tables, biases, periodic)
     q, k = apply_rotary(rotary, q, k)
@@ -248,6 +254,8 @@ def gated_decode_step(
     Returns:
         (B, 1, H, E) in the dtype of q.
     """
+    if dispatch.recording is not None:
+        return q.new_empty(*q.shape[:3], v.shape[3])
     return kernels("gated").decode_gated((q, k, v, rotary, out), gates, activation, state, delta, scale)
 
 
@@ -423,6 +431,13 @@ def kernels(name: str) -> ModuleType:
 
 def why_not_triton(*tensors: Tensor, feature_map: str = "identity") -> str | None:
     """Return why a step of these tensors, q, k, v and the state, runs in eager PyTorch; None if kernels support it."""
+    why = _why_not_triton(tensors, feature_map)
+    if dispatch.recording is not None:
+        dispatch.record("decode step", "decode", why)
+    return why
+
+
+def _why_not_triton(tensors: tuple[Tensor, ...], feature_map: str) -> str | None:
     q = tensors[0]
     if not q.is_cuda:
         return "the tensors are not on a GPU; the kernels need CUDA"  # without formatting: called for every layer

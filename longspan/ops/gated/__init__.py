@@ -98,9 +98,13 @@ def gated_linear(
 
 def choose_algorithm(x: GatedInputs, delta: bool) -> str:
     """Return the algorithm that computes `longspan::gated_linear`: "torch" or a module of `triton`."""
-    if not x.q.is_cuda or why_not_triton(x, delta) is not None:
+    if not x.q.is_cuda and dispatch.recording is None:
         return "torch"
-    return triton_algorithm(x, delta)
+    why = why_not_triton(x, delta)
+    algorithm = "torch" if why is not None else triton_algorithm(x, delta)
+    if dispatch.recording is not None:
+        dispatch.record("gated linear attention", algorithm, why)
+    return algorithm
 
 
 def triton_algorithm(x: GatedInputs, delta: bool) -> str:
@@ -164,6 +168,8 @@ class _GatedLinear(DifferentiableOp):
         state = x.k.new_empty(B, Hkv, D, E, dtype=float64 if x.k.dtype == float64 else float32)
         if problem.algorithm == "torch":
             starts = torch_chunk.new_starts(x)
+        elif dispatch.recording is not None:  # The kernels are not launched.
+            starts = state.new_empty(0)
         else:
             starts = state.new_empty(_kernels(problem.algorithm).saved_size(x, problem))
         return x.v.new_empty(*x.q.shape[:3], E), state, starts

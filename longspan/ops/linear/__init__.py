@@ -247,6 +247,8 @@ def bidirectional_linear(
         The result (B, T, H, E) in q's dtype.
     """
     algorithm = bidirectional_algorithm(q, feature_map)
+    if dispatch.recording is not None:
+        dispatch.record("bidirectional linear attention", algorithm, None)
     args = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalize, algorithm, epsilon
     if dispatch.eager_untraced(q):
         return _Bidirectional.direct(*args)
@@ -365,9 +367,11 @@ def divide(num: Tensor, den: Tensor, log_largest: float = 0.0) -> Tensor:
 
 def choose_algorithm(x: LinearInputs, feature_map: str, normalize: bool, bucket: int, epsilon: float = 0.0) -> str:
     """Return the algorithm that computes `longspan::causal_linear`: "torch" or a module of `triton`."""
-    if why_not_triton(x, feature_map, bucket, normalize=normalize, epsilon=epsilon) is not None:
-        return "torch"
-    return triton_algorithm(x, feature_map, normalize)
+    why = why_not_triton(x, feature_map, bucket, normalize=normalize, epsilon=epsilon)
+    algorithm = "torch" if why is not None else triton_algorithm(x, feature_map, normalize)
+    if dispatch.recording is not None:
+        dispatch.record("causal linear attention", algorithm, why)
+    return algorithm
 
 
 def triton_algorithm(x: LinearInputs, feature_map: str, normalize: bool) -> str:
@@ -496,6 +500,11 @@ def _kernels(algorithm: str) -> Any:
     return import_module(f"longspan.ops.linear.triton.{algorithm}")
 
 
+def _saved_size(x: Any, problem: Any) -> int:
+    """Return how many numbers the kernels save for the backward pass; none where they are not launched."""
+    return 0 if dispatch.recording is not None else _kernels(problem.algorithm).saved_size(x, problem)
+
+
 def _linear_problem(args: tuple[Any, ...]) -> tuple[LinearInputs, LinearProblem]:
     """Return inputs and options of `longspan::causal_linear`; for `torch` with zeros for a state that was not given."""
     count = len(LinearInputs._fields)
@@ -540,7 +549,7 @@ class _CausalLinear(DifferentiableOp):
         if problem.algorithm == "torch":
             starts, references = torch_chunk.new_starts(x, problem)
         else:
-            starts, references = sums.new_empty(_kernels(problem.algorithm).saved_size(x, problem)), sums.new_empty(0)
+            starts, references = sums.new_empty(_saved_size(x, problem)), sums.new_empty(0)
         kv, shift = sums.new_empty(0), sums.new_empty(0)
         if problem.output_final_state:
             M = x.k.shape[3] if x.weight is None else len(x.weight)
@@ -551,7 +560,7 @@ class _CausalLinear(DifferentiableOp):
 
     @staticmethod
     def visible(outputs: tuple[Any, ...]) -> Any:
-        return outputs[0] if outputs[1] is None else outputs[:3]
+        return outputs[0] if outputs[1] is None or not outputs[1].numel() else outputs[:3]
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -615,7 +624,7 @@ class _Bidirectional(DifferentiableOp):
     @staticmethod
     def fake(*args: Any) -> tuple[Tensor, Tensor]:
         x, problem = _bidirectional_problem(args)
-        size = _kernels(problem.algorithm).saved_size(x, problem)
+        size = _saved_size(x, problem)
         return x.v.new_empty(*x.q.shape[:3], x.v.shape[3]), x.q.new_empty(size, dtype=float32)
 
     @staticmethod

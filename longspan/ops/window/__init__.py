@@ -40,6 +40,9 @@ __all__ = [
 ]
 
 
+OPERATION = "windowed attention"
+
+
 def window_attention(
     q: Tensor,
     k: Tensor,
@@ -73,7 +76,10 @@ def window_attention(
     Returns:
         (B, T, H, E) in the dtype of q; zeros for queries that see no key.
     """
-    if why_not_triton(q, k, v, bias=bias is not None, xpos=xpos is not None) is not None:
+    why = why_not_triton(q, k, v, bias=bias is not None, xpos=xpos is not None)
+    if dispatch.recording is not None:
+        dispatch.record(OPERATION, "window", why)
+    if why is not None:
         assert bounds is None
         return tiled_window_attention(
             q, k, v, window, key_mask=key_mask, start=start, bias=bias, xpos=xpos, scale=scale, dropout=dropout
@@ -103,7 +109,10 @@ def window_attention_with_lse(
         (B, T, H, E) and (B, T, H), in the dtype of the inputs or float32, whichever is wider. A query that sees no key
         gets zeros and `BLIND`.
     """
-    if why_not_triton(q, k, v) is not None:
+    why = why_not_triton(q, k, v)
+    if dispatch.recording is not None:
+        dispatch.record(OPERATION, "window", why)
+    if why is not None:
         return tiled_window_attention_with_lse(q, k, v, window, key_mask=key_mask, scale=scale)
     arguments = WindowProblem(q, k, v, key_mask, None, None, None, *window, scale, 0.0)
     if dispatch.eager_untraced(q):
