@@ -393,8 +393,8 @@ def _prepare(subject: Subject, case: Case, checked: dict[tuple[Subject, Case], M
     if checked[subject, small].status == "ok" and case.device == "cuda":
         subject.workload(case).heaviest.run()
         torch.cuda.synchronize()
-    own = isinstance(subject, SweepSubject)
-    return replace(checked[subject, small], metrics={"implementation": _implementation(subject, case)} if own else {})
+    ran = {"implementation": _implementation(subject, case)} if isinstance(subject, SweepSubject) else {}
+    return replace(checked[subject, small], metrics=ran)
 
 
 def _implementation(subject: SweepSubject, case: Case) -> str:
