@@ -13,7 +13,7 @@ import longspan
 from longspan import AttentionConfig, LanguageModel, ModelConfig, Packing, build_mechanism, explain
 from longspan.cli import main
 from longspan.models import explain as module
-from longspan.ops import compressed, gated, linear, window
+from longspan.ops import compressed, gated, hedgehog, linear, window
 from longspan.ops import decode as decode_op
 from longspan.ops.common import dispatch
 
@@ -23,8 +23,9 @@ PARTS = [{"mechanism": "local", "num_heads": 2, "window": 7}, {"mechanism": "del
 CASES: list[tuple[str, dict[str, Any], list[str], list[str], list[str]]] = [
     ("linear", {}, ["fused_chunk"], ["bidirectional"], ["decode"]),
     ("linear", {"feature_map": "softmax", "normalize": "feature"}, ["chunk"], ["bidirectional"], ["decode"]),
-    ("linear", {"feature_map": "hedgehog"}, ["chunk"], [], []),
+    ("linear", {"feature_map": "hedgehog"}, ["hedgehog", "chunk"], ["hedgehog"], ["hedgehog"]),
     ("performer", {"num_features": 31}, ["favor"], ["favor_bidirectional"], ["decode"]),
+    ("performer", {"num_features": 31, "epsilon": 0.1}, ["favor"], ["favor_bidirectional"], []),
     ("performer", {"num_features": 311}, ["favor"], ["favor_bidirectional"], []),
     ("local", {"window": 7}, ["window"], ["window"], ["decode"]),
     ("local", {"window": 7, "xpos": 4.0}, [], [], []),
@@ -83,6 +84,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     )
     monkeypatch.setattr(window, "kernels", lambda: Spy("window", reached, windowed))
     monkeypatch.setattr(compressed.fused, "kernels", lambda: Spy("compressed", reached, attention))
+    monkeypatch.setattr(hedgehog, "kernels", lambda: Spy("hedgehog", reached, hedgehog._Hedgehog.fake))
     monkeypatch.setattr(decode_op, "kernels", lambda name: Spy(name, reached))
     monkeypatch.setattr(dispatch, "triton_missing", lambda device: None)
     monkeypatch.setattr(dispatch, "why_no_triton", lambda: None)

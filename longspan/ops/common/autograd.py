@@ -202,7 +202,8 @@ def _direct(op: Any, leaves: tuple[int, ...], differentiable: int) -> Callable[.
 
     def direct(*args: Any) -> Any:
         if dispatch.recording is not None:
-            return op.visible(op.fake(*args))
+            outputs = op.fake(*args)
+            return op.visible((outputs,) if isinstance(outputs, Tensor) else outputs)
         if not torch.is_grad_enabled():
             return op.visible(op.forward(*args, traced=False))
         return apply(args, *[args[i] for i in leaves])

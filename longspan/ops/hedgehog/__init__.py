@@ -31,7 +31,10 @@ def hedgehog_features(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         (B, T, H, 2·F) in the dtype of x, computed in float32 or wider.
     """
-    if why_not_triton(x, weight) is not None:
+    why = why_not_triton(x, weight)
+    if dispatch.recording is not None:
+        dispatch.record("Hedgehog's features", "hedgehog", why)
+    if why is not None:
         with autocast("cuda", enabled=False):  # Exponentials of rounded logits would be inexact.
             y = einsum("bthd,hfd->bthf", x, weight.to(x.dtype))
         return cat([y.softmax(-1), (-y).softmax(-1)], -1)
