@@ -39,6 +39,7 @@ class Case:
     num_features: int | None = None
     size: float = 1.0
     strided: bool = False
+    bucket: int = 1
     stateless: bool = False  # No sums before, none after.
     jump: float = 0.0  # How much larger the later half of the keys is, or their log scales.
 
@@ -92,7 +93,7 @@ def by_torch(case: Case, given: Arguments, dtype: torch.dtype, scale: Tensor | N
 
     d_out, d_kv, tensors = given
     tensors = tuple(to(x, dtype if i < 3 else sums) for i, x in enumerate(tensors))
-    problem = LinearProblem(case.feature_map, case.normalize, 1, True, "torch")
+    problem = LinearProblem(case.feature_map, case.normalize, case.bucket, True, "torch")
     tensors = LinearInputs(*tensors)
     out, after, shift, den, *starts = _CausalLinear.traced(*tensors, *problem)
     d_kv = d_kv if scale is None else _at(scale.cpu(), d_kv.cpu(), shift)
@@ -103,7 +104,7 @@ def by_torch(case: Case, given: Arguments, dtype: torch.dtype, scale: Tensor | N
 def kernel_problem(case: Case, tensors: tuple[Tensor | None, ...], *, final: bool = True) -> LinearProblem:
     """The options of a case, with the kernels that take it."""
     algorithm = triton_algorithm(LinearInputs(*tensors), case.feature_map, case.normalize)
-    return LinearProblem(case.feature_map, case.normalize, 1, final and not case.stateless, algorithm)
+    return LinearProblem(case.feature_map, case.normalize, case.bucket, final and not case.stateless, algorithm)
 
 
 def forward(case: Case, tensors: tuple[Tensor | None, ...], *, final: bool = True) -> tuple[Tensor | None, ...]:

@@ -32,6 +32,7 @@ from longspan.ops.linear import (
     sum_dtype,
     why_not_triton_bidirectional,
 )
+from longspan.ops.linear import why_not_triton as why_not_triton_causal
 from longspan.ops.linear.torch import running_max, safe_divide
 from longspan.ops.shift import shift_left, shift_right
 from longspan.protocol import FeatureMap, Mechanism, Rotation, State
@@ -256,6 +257,8 @@ class LinearAttention(Mechanism):
     ) -> Tensor:
         if self._one_pass and not self.phantom and q.shape[1] > 1:
             return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments(q)))
+        if self.blind_spot > 1 and q.shape[1] > 1 and self._fused_buckets(q, k, v):
+            return self._attend_buckets(q, k, v, lengths)
         if not self._fused_epsilon(q, k, v):
             return super()._attend_causal(q, k, v, gates=None, lengths=lengths)
         total = None
@@ -264,6 +267,23 @@ class LinearAttention(Mechanism):
             total[..., -1] = self.phantom / self.feature_map.epsilon
         options = self._op_arguments(q) | {"epsilon": self.feature_map.epsilon, "total": total}
         return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **options))
+
+    def _fused_buckets(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether the kernels compute causal attention with this blind spot."""
+        phi = self.feature_map
+        if not isinstance(phi, FusedMap) or phi.weight is not None or self.normalize != "query":
+            return False
+        inputs = LinearInputs(q, k, v, None, None, None, None, None)
+        return why_not_triton_causal(inputs, phi.kind, self.blind_spot) is None
+
+    def _attend_buckets(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
+        bucket, options = self.blind_spot, self._op_arguments(q)
+        out = causal_linear_out(q, k, v, lengths=lengths, bucket=bucket, **options)
+        if self.first_bucket == "causal":
+            few = None if lengths is None else lengths.clamp(max=bucket)
+            first = causal_linear_out(q[:, :bucket], k[:, :bucket], v[:, :bucket], lengths=few, **options)
+            out = torch.cat([first, out[:, bucket:]], 1)
+        return self._scaled(out)
 
     def _defer(
         self,

@@ -41,6 +41,24 @@ CASES = [
 ]
 
 
+# One launch where there is no state, and blind spots: bfloat16 only.
+STATELESS = [
+    Case(T=1024, B=1, H=2, Hkv=2, D=64, E=64, stateless=True, feature_map="softmax"),
+    Case(T=192, B=1, H=4, Hkv=2, D=64, E=64, stateless=True),
+    Case(T=193, H=4, Hkv=2, D=64, E=64, stateless=True, feature_map="softmax", lengths=(193, 0)),
+    Case(T=193, D=64, E=64, stateless=True, feature_map="softmax", jump=60.0, strided=True),
+    Case(T=193, B=1, D=128, E=96, stateless=True, feature_map="relu"),
+    Case(T=1031, B=1, H=4, Hkv=2, D=64, E=64, bucket=64, stateless=True),
+    Case(T=1024, B=1, D=64, E=64, bucket=64, feature_map="softmax"),
+    Case(T=517, D=64, E=64, bucket=16, feature_map="softmax", jump=160.0, lengths=(517, 100)),
+]
+
+
+@pytest.mark.parametrize("case", STATELESS, ids=str)
+def test_short_sequences_and_blind_spots(case: Case) -> None:
+    check(case, arguments(case, torch.bfloat16, "cuda"), torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels(case: Case, dtype: torch.dtype) -> None:

@@ -7,10 +7,12 @@ import torch
 from interpreter import bfloat16, interpreted  # noqa: F401
 from kernel_cases import Case, arguments, backward, by_kernels, check, forward, kernel_problem
 
+from longspan.mechanisms.linear import LinearAttention
 from longspan.ops import linear
 from longspan.ops import window as window_op
 from longspan.ops.common import dispatch
 from longspan.ops.linear import LinearInputs
+from longspan.ops.linear import torch as torch_chunk
 from longspan.ops.linear.triton import FEATURE_MAPS
 
 CASES = [
@@ -49,6 +51,53 @@ def test_kernels(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bfloat16(case: Case) -> None:
     check(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(T=257, B=1, H=2, Hkv=1, bucket=64, stateless=True),
+        Case(T=129, H=2, Hkv=1, bucket=16, stateless=True, feature_map="softmax", lengths=(101, 0)),
+        Case(T=257, B=1, H=1, Hkv=1, bucket=64, stateless=True, feature_map="softmax", jump=160.0),
+        Case(T=65, B=1, H=2, Hkv=1, bucket=2, stateless=True, feature_map="softmax", jump=160.0),
+        Case(T=200, B=1, H=1, Hkv=1, bucket=32, feature_map="softmax", jump=60.0),
+        Case(T=640, B=1, H=1, Hkv=1, bucket=64, feature_map="relu"),
+    ],
+    ids=str,
+)
+def test_blind_spots(case: Case) -> None:
+    check(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("first_bucket", "T"), [("causal", 67), ("zero", 67), ("causal", 13)])
+def test_a_blind_spot_of_a_mechanism(first_bucket: str, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"num_kv_heads": 1, "value_dim": 7, "feature_map": "softmax", "blind_spot": 16, "output_scale": 3.0}
+    mechanism = LinearAttention(2, 5, first_bucket=first_bucket, **options)
+    inputs = torch.randn(2, T, 2, 5), torch.randn(2, T, 1, 5), torch.randn(2, T, 1, 7), torch.randn(2, T, 2, 7)
+    key_mask = torch.arange(T) < torch.tensor([[T], [11]])
+
+    def results(dtype: torch.dtype) -> list[torch.Tensor]:
+        q, k, v, d_out = (x.bfloat16().to(dtype) for x in inputs)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = mechanism(*leaves, causal=True, key_mask=key_mask)
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+    truth = results(torch.float64)
+    monkeypatch.setattr(LinearAttention, "_fused_buckets", lambda *_: True)
+    eager = results(torch.bfloat16)
+    torch.testing.assert_close(results(torch.float64), truth)  # The same by one operation, in eager PyTorch.
+    monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
+    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
+    monkeypatch.setattr(torch_chunk, "forward", None)  # The kernels take it.
+    for exact, near, ours in zip(truth, eager, results(torch.bfloat16), strict=True):
+        allowed = 2 * (near - exact).norm() + exact.norm() * torch.finfo(torch.bfloat16).eps
+        assert (ours - exact).norm() <= allowed
 
 
 @interpreted

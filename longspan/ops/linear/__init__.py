@@ -27,7 +27,7 @@ from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, re
 from longspan.ops.common.torch_private import forward_ad_level
 from longspan.ops.linear import torch as torch_chunk
 from longspan.ops.linear.torch import FLOOR, is_zero, running_max, safe_divide
-from longspan.ops.linear.triton import FEATURE_MAPS
+from longspan.ops.linear.triton import FEATURE_MAPS, FUSED_CHUNK
 
 __all__ = [
     "FLOOR",
@@ -193,14 +193,15 @@ def causal_linear_out(
     weight: Tensor | None = None,
     lengths: Tensor | None = None,
     normalize: bool = True,
+    bucket: int = 1,
     epsilon: float = 0.0,
     total: Tensor | None = None,
 ) -> Tensor:
     """`causal_linear` without a state before or after it, which takes a third less time on the host."""
     x = LinearInputs(q, k, v, weight, None, lengths, None, None, total)
-    algorithm = choose_algorithm(x, feature_map, normalize, 1, epsilon)
+    algorithm = choose_algorithm(x, feature_map, normalize, bucket, epsilon)
     assert not epsilon or algorithm == "favor"
-    problem = LinearProblem(feature_map, normalize, 1, False, algorithm, epsilon)
+    problem = LinearProblem(feature_map, normalize, bucket, False, algorithm, epsilon)
     if problem.algorithm != "torch" and dispatch.eager_untraced(q):
         return _CausalLinear.direct(*x, *problem)
     tensors = x if forward_ad_level() < 0 else refuse_forward_mode(*x)
@@ -407,8 +408,11 @@ def why_unsupported(
         return why
     if x.kv is not None and x.kv.dtype != float32:
         return f"the sums are {str(x.kv.dtype).removeprefix('torch.')}; the kernels take float32"
-    if bucket > 1:
-        return f"a blind spot ({bucket})"
+    if bucket > 1 and (FUSED_CHUNK % bucket or triton_algorithm(x, feature_map, normalize) != "fused_chunk"):
+        return (
+            f"a blind spot ({bucket}); the kernels take divisors of {FUSED_CHUNK}, with queries normalized, in "
+            "bfloat16, with heads of up to 128, without a projection"
+        )
     if q.shape[1] == 1:
         return "a single token"
     if x.log_scale is not None and feature_map != "identity":

@@ -33,9 +33,10 @@ from longspan.ops.common.feature_maps import pointwise_features, pointwise_gradi
 from longspan.ops.common.launch import Launch, Signature, Strides, Workspace, dense, dense_rows, new_like, on_device
 from longspan.ops.common.tiles import FLOOR, ZERO_NORMALIZER, inverse, padded, running_maximum, zeros
 from longspan.ops.linear import LinearInputs, LinearProblem, LinearSaved
+from longspan.ops.linear.triton import FUSED_CHUNK
 from longspan.ops.linear.triton.scan import CausalPlan, ScanSizes, reference
 
-CHUNK = 64
+CHUNK = FUSED_CHUNK
 STAGES = 3  # With fewer, no chunk is loaded while another is in use.
 FEATURES = 16  # per program of the scan
 SHORT = 4  # Chunks of a sequence that one program computes as fast as three launches with more programs.
@@ -49,11 +50,12 @@ R = tl.constexpr(16)
 
 
 # Compile-time constants: heads, dimensions, tokens in a chunk, padded dimensions, the map.
-# SCALED: keys carry log scales. FULL: every row of every chunk exists and is visible. STRIDE_*: strides along tokens of
-# q, k, v and the gradient of out; 0 if a kernel does not use them.
+# SCALED: keys carry log scales. FULL: every row of every chunk exists and is visible. BUCKET: tokens in a bucket of a
+# blind spot, a divisor of C; 1 is none. STRIDE_*: strides along tokens of q, k, v and the gradient of out; 0 if a
+# kernel does not use them.
 FusedChunkSizes = namedtuple(
     "FusedChunkSizes",
-    "H HKV D E C BD BE MAP SCALED FULL STRIDE_Q STRIDE_K STRIDE_V STRIDE_D",
+    "H HKV D E C BD BE MAP SCALED FULL BUCKET STRIDE_Q STRIDE_K STRIDE_V STRIDE_D",
     defaults=(0, 0, 0, 0),
 )
 
@@ -251,10 +253,22 @@ def key_logits(b_x, rows, S: tl.constexpr, MASKED: tl.constexpr = False):
 
 
 @triton.jit
+def sees(i_query, i_key, S: tl.constexpr):
+    """Which queries of a chunk see which of its keys."""
+    return i_key <= i_query if S.BUCKET == 1 else i_key // S.BUCKET < i_query // S.BUCKET
+
+
+@triton.jit
 def row_references(b_x, rows, c, S: tl.constexpr):
-    """Reference of each key, and of each row: the largest that it sees. c: the reference before the chunk."""
+    """Reference of each key, of each row: the largest that it sees, and after the chunk. c: that before the chunk."""
+    i_t = tl.arange(0, S.C)
     b_n = reference(tl.max(key_logits(b_x, rows, S, True), 1))
-    return b_n, running_maximum(b_n, c)
+    if S.BUCKET == 1:
+        b_reference = running_maximum(b_n, c)
+    else:
+        b_reference = tl.max(tl.where(sees(i_t[:, None], i_t[None, :], S), b_n[None, :], c), 1)
+        b_reference = tl.maximum(b_reference, c)
+    return b_n, b_reference, tl.maximum(tl.max(b_n), c)
 
 
 @triton.jit
@@ -362,8 +376,7 @@ def _load_keys(p_k, p_v, c, rows, S: tl.constexpr, PER_ROW: tl.constexpr):
     b_n = tl.zeros((C,), tl.float32) + c
     b_reference, c_last = b_n, c
     if PER_ROW:
-        b_n, b_reference = row_references(b_k, rows, c, S)
-        c_last = tl.max(b_reference)
+        b_n, b_reference, c_last = row_references(b_k, rows, c, S)
     b_f = key_features(b_k, b_n, rows, S)
     b_end = b_f
     if PER_ROW:
@@ -390,7 +403,7 @@ def _read_segment(start, counts, q, S: tl.constexpr, PER_ROW: tl.constexpr, STAG
         b_f = round_once(b_f)
         b_end = b_end.to(tl.bfloat16) if PER_ROW else b_f
         b_split = split_bfloat16(b_z, R, ROWS, S.BD)
-        m_seen = i_t[None, :] <= i_t[:, None]
+        m_seen = sees(i_t[:, None], i_t[None, :], S)
         for g in range(S.H // S.HKV):
             b_q = load_rows(p_q + g * q.h, S.STRIDE_Q, left, S.D, S.BD, S)
             b_query = query_features(b_q, S)[0].to(tl.bfloat16)
@@ -480,11 +493,11 @@ def _sum_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.constexpr, ST
     for _ in tl.range(count, num_stages=1 if PER_ROW else STAGES):
         if PER_ROW:
             b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
-            _, b_reference = row_references(b_k, rows, c, S)
+            _, b_reference, c_last = row_references(b_k, rows, c, S)
             b_row = exp2(c_start - b_reference)
             tl.store(p_starts, c)
             p_starts += 1
-            c = tl.max(b_reference)
+            c = c_last
         for g in range(S.H // S.HKV):
             b_q = load_rows(p_q + g * q.h, S.STRIDE_Q, left, S.D, S.BD, S)
             b_d = load_rows(p_d_out + g * d.h, S.STRIDE_D, left, S.E, S.BE, S)
@@ -569,7 +582,7 @@ def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.con
             p_starts += 1
         b_f = round_once(b_f)
         b_end = b_end.to(tl.bfloat16) if PER_ROW else b_f
-        m_seen = i_t[None, :] <= i_t[:, None]
+        m_seen = sees(i_t[:, None], i_t[None, :], S)
         for g in range(S.H // S.HKV):
             b_d = load_rows(p_d_out + g * d.h, S.STRIDE_D, left, S.E, S.BE, S)
             b_d_p = tl.dot(b_d, tl.trans(b_v))
@@ -680,12 +693,11 @@ def _differentiate_keys(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.conste
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S)
         b_n = tl.zeros((C,), tl.float32) + c
-        m_seen = i_t[:, None] <= i_t[None, :]
+        m_seen = sees(i_t[None, :], i_t[:, None], S)
         if PER_ROW:
             c_start = tl.load(p_starts)
             p_starts -= 1
-            b_n, b_reference = row_references(b_k, rows, c_start, S)
-            c_last = tl.max(b_reference)
+            b_n, b_reference, c_last = row_references(b_k, rows, c_start, S)
             # The gradients after the chunk are at the reference of its end.
             b_end = exp2(b_n - c_last)
             b_pair = exp2(tl.where(m_seen, b_n[:, None] - b_reference[None, :], FLOOR))
@@ -843,7 +855,7 @@ class _FusedChunkPlan(CausalPlan):
         full = key[3] is None and self.T % CHUNK == 0
         scaled = problem.feature_map == "softmax"
         sizes = self.H, self.Hkv, self.D, self.E, CHUNK, self.BD, self.BE
-        self.sizes = FusedChunkSizes(*sizes, problem.feature_map, scaled, full)
+        self.sizes = FusedChunkSizes(*sizes, problem.feature_map, scaled, full, problem.bucket)
 
     def segments_launch(self, kernel: Any, strided: str) -> Launch:
         """Create a launch of one program per segment. strided: tensors whose strides the kernel takes."""
