@@ -32,7 +32,6 @@ from longspan.ops.linear import (
     sum_dtype,
     why_not_triton_bidirectional,
 )
-from longspan.ops.linear import why_not_triton as why_not_triton_causal
 from longspan.ops.linear.torch import running_max, safe_divide
 from longspan.ops.shift import shift_left, shift_right
 from longspan.protocol import FeatureMap, Mechanism, Rotation, State
@@ -273,8 +272,8 @@ class LinearAttention(Mechanism):
         phi = self.feature_map
         if not isinstance(phi, FusedMap) or phi.weight is not None or self.normalize != "query":
             return False
-        inputs = LinearInputs(q, k, v, None, None, None, None, None)
-        return why_not_triton_causal(inputs, phi.kind, self.blind_spot) is None
+        x = LinearInputs(q, k, v, None, None, None, None, None)
+        return choose_algorithm(x, phi.kind, True, self.blind_spot) != "torch"
 
     def _attend_buckets(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
         bucket, options = self.blind_spot, self._op_arguments(q)
