@@ -382,6 +382,12 @@ class LinearAttention(Mechanism):
             length = state.length + (k.shape[1] if lengths is None else lengths)
             total = state.total + self._with_count(v.to(dtype), visible).sum(1)
             return self._scaled(out), _updated(state, length, sums, total)
+        if isinstance(self.feature_map, Hedgehog) and q.is_cuda and self.normalize == "query" and self.blind_spot == 1:
+            # The kernels of the features and of the sums take the dtype of the inputs.
+            f, _, values = self._keys(k, v, visible, q.dtype)
+            out, sums = causal_linear(self._query(q), f, values, sums=state.sums)
+            length = state.length + (k.shape[1] if lengths is None else lengths)
+            return self._scaled(out), _updated(state, length, sums, None)
         if dispatch.recording is not None:
             why = self._why_in_full() or "normalization by feature"
             dispatch.record("the feature map of causal linear attention", dispatch.TORCH, why)

@@ -27,18 +27,20 @@ def test_the_op(call: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_mixture(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["mixture", "linear"])
+def test_mechanisms(name: str, dtype: torch.dtype) -> None:
     """Results and gradients on the GPU are near those of float64 on the CPU."""
     torch.manual_seed(0)
-    mixture = build_mechanism("mixture", 6, 64, num_kv_heads=2, window=64)
+    options = {"window": 64} if name == "mixture" else {"feature_map": "hedgehog"}
+    mechanism = build_mechanism(name, 6, 64, num_kv_heads=2, **options)
     q, k, v = (torch.randn(2, 517, heads, 64).to(dtype) for heads in (6, 2, 2))
     d_out = torch.randn(2, 517, 6, 64).to(dtype)
     results = {}
     for device, kind in (("cpu", torch.float64), ("cpu", dtype), ("cuda", dtype)):
         leaves = [x.to(device, kind).requires_grad_() for x in (q, k, v)]
-        out = mixture.to(device, torch.float64 if kind == torch.float64 else torch.float32)(*leaves, causal=True)
+        out = mechanism.to(device, torch.float64 if kind == torch.float64 else torch.float32)(*leaves, causal=True)
         results[device, kind] = [out, *torch.autograd.grad(out, leaves, d_out.to(out))]
-        mixture.to(torch.float32)
+        mechanism.to(torch.float32)
     for truth, near, ours in zip(*results.values(), strict=True):
         allowed = 4 * (near.double() - truth).abs().max() + truth.abs().max() * torch.finfo(dtype).eps
         assert (ours.cpu().double() - truth).abs().max() <= allowed

@@ -465,6 +465,7 @@ def test_windows_are_a_permutation():
         ({"keep_layers": (2,)}, "--keep-layers must be from 0 to 1, got 2"),
         ({"keep_layers": (0, 1)}, "nothing is left to replace"),
         ({"mechanism": "mixtur"}, "did you mean 'mixture'"),
+        ({"mechanism": "mixture"}, r"--context 48 is not longer than the window of 64 tokens.*\"window\": 12"),
         ({"context": 10**6}, "too small to hold out a part of it.*lower --context, add data, or give --eval-data"),
         ({"long_steps": 1, "long_context": 10**6}, "fewer than one sequence of --long-context 1,000,000"),
     ],

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from longspan.generation.tokenization import TOKENIZER
 from longspan.hf.native import to_language_model, why_not_native
+from longspan.mechanisms.mixture import MixtureAttention
 from longspan.models.adapter import ADAPTER, ADAPTER_CONFIG
 from longspan.models.checkpoint import LAST, replace_folder, verify_checksums, write_checksums
 from longspan.models.checkpoint import write as write_model
@@ -67,6 +68,7 @@ def linearize(settings: LinearizeConfig) -> None:
     teacher = processes.in_every(lambda: load_teacher(settings.model))
     torch.manual_seed(settings.seed)
     student = build_student(teacher.model, settings.mechanism, settings.keep_layers)
+    _check_window(student, settings.context)
     tensorboard = settings.tensorboard and not settings.dry_run
     logger = RunLogger(settings.out, tensorboard=tensorboard) if processes.main else Logger()
     with ExitStack() as stack:
@@ -79,6 +81,17 @@ def linearize(settings: LinearizeConfig) -> None:
         if not settings.dry_run:
             run.run()
     processes.end()
+
+
+def _check_window(student: Any, context: int) -> None:
+    """Refuse sequences that a window covers: memories would learn nothing."""
+    window = max((m.window for m in student.modules() if isinstance(m, MixtureAttention)), default=0)
+    if context <= window:
+        raise ValueError(
+            f"--context {context} is not longer than the window of {window} tokens, so that memories would stay empty: "
+            f"use a longer --context, or a smaller window, as in --mechanism "
+            f'\'{{"mechanism": "mixture", "window": {max(1, context // 4)}}}\''
+        )
 
 
 def _open_folder(settings: LinearizeConfig, processes: Processes, stack: ExitStack, logger: Logger) -> Path:
