@@ -31,9 +31,8 @@ def add_lora(model: nn.Module, train: TrainConfig, trained: Iterable[str] = ()) 
         ValueError: PEFT is not installed, or a target is no linear layer of the model.
     """
     targets = find_targets(model, train.lora_targets)
-    config = _config(train, targets)
     whole = set(trained)
-    _peft().inject_adapter_in_model(config, model, _NAME)
+    inject_lora(model, _config(train, targets))
     for name, parameter in _base_names(model).items():
         if name in whole:
             parameter.requires_grad_(True)
@@ -41,6 +40,11 @@ def add_lora(model: nn.Module, train: TrainConfig, trained: Iterable[str] = ()) 
     total = sum(p.numel() for p in model.parameters())
     also = f" and {', '.join(sorted(whole))}" if whole else ""
     return f"LoRA of rank {train.lora_rank} in {len(targets)} layers{also}: {count:,} of {total:,} parameters trained"
+
+
+def inject_lora(model: nn.Module, config: Any) -> None:
+    """Put LoRA beside the layers that a configuration of PEFT names, in place, and freeze every other parameter."""
+    _peft().inject_adapter_in_model(config, model, _NAME)
 
 
 def find_targets(model: nn.Module, names: Iterable[str]) -> list[str]:
@@ -76,9 +80,8 @@ def adapter_tensors(model: nn.Module, trained: Iterable[str]) -> dict[str, Tenso
         model: A model that `add_lora` changed.
         trained: What `add_lora` was called with.
     """
-    tensors = {n.replace(f".{_NAME}.", "."): x for n, x in model.state_dict().items() if ".lora_" in n}
     names = _base_names(model)
-    return tensors | {name: names[name].detach() for name in trained}
+    return lora_tensors(model) | {name: names[name].detach() for name in trained}
 
 
 def write_adapter(tensors: Mapping[str, Tensor], train: TrainConfig, trained: Iterable[str], folder: Path) -> None:
@@ -100,14 +103,32 @@ def write_adapter(tensors: Mapping[str, Tensor], train: TrainConfig, trained: It
 @contextmanager
 def without_lora(model: nn.Module) -> Iterator[None]:
     """Put the frozen layers back in place of those with LoRA; afterwards the latter again."""
-    layers = [(name, module) for name, module in model.named_modules() if _is_lora(module)]
-    for name, module in layers:
+    layers = lora_layers(model)
+    for name, module in layers.items():
         model.set_submodule(name, module.base_layer)
     try:
         yield
     finally:
-        for name, module in layers:
+        for name, module in layers.items():
             model.set_submodule(name, module)
+
+
+def remove_lora(model: nn.Module, *, merge: bool) -> None:
+    """Put the layers themselves in place of those with LoRA, after adding it to their weights if `merge`."""
+    for name, module in lora_layers(model).items():
+        if merge:
+            module.merge()
+        model.set_submodule(name, module.base_layer)
+
+
+def lora_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers with LoRA by name."""
+    return {name: module for name, module in model.named_modules() if _is_lora(module)}
+
+
+def lora_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of LoRA, by the names that PEFT saves them under."""
+    return {n.replace(f".{_NAME}.", "."): x for n, x in model.state_dict().items() if ".lora_" in n}
 
 
 def _base_names(model: nn.Module) -> dict[str, Tensor]:
@@ -120,13 +141,13 @@ def _is_lora(module: nn.Module) -> bool:
 
 
 def _config(train: TrainConfig, targets: list[str]) -> Any:
-    rank = train.lora_rank or 0
-    return _peft().LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank if train.lora_alpha is None else train.lora_alpha,
-        lora_dropout=train.lora_dropout,
-        target_modules=targets,
-    )
+    return lora_config(train.lora_rank or 0, targets, lora_alpha=train.lora_alpha, lora_dropout=train.lora_dropout)
+
+
+def lora_config(rank: int, targets: list[str], *, lora_alpha: float | None = None, **options: Any) -> Any:
+    """Return PEFT's configuration; alpha is twice the rank unless given."""
+    alpha = 2 * rank if lora_alpha is None else lora_alpha
+    return _peft().LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, **options)
 
 
 def _peft() -> Any:

@@ -50,15 +50,14 @@ from longspan.train.linearize.processes import Processes
 from longspan.train.linearize.runner import LinearizeRun, _even, linearize
 from longspan.train.linearize.stages import AttentionTransfer, Distillation
 from longspan.train.linearize.student import (
-    LoraLinear,
     add_adapters,
     added_parameters,
     build_student,
-    remove_adapters,
     without_memory,
 )
 from longspan.train.linearize.teacher import load_teacher
 from longspan.train.loggers import read_records
+from longspan.train.lora import lora_layers, remove_lora
 from longspan.train.signals import StoppedError
 
 SIZES = {
@@ -358,19 +357,21 @@ def test_adapters(family):
     teacher, tokens = built(family), torch.randint(256, (2, 13))
     student = build_student(teacher, MIXTURE, [])
     before = student(tokens).logits
-    adapters = add_adapters(student, 3)
-    assert all(len(adapter.lora_A) == 3 for adapter in adapters.values())
+    add_adapters(student, 3)
+    adapters = lora_layers(student)
+    assert all(len(adapter.lora_A["default"].weight) == 3 for adapter in adapters.values())
+    assert not any(".mechanism" in name or name.endswith("lm_head") for name in adapters)
     assert torch.equal(student(tokens).logits, before)
     for adapter in adapters.values():
-        adapter.lora_B.data.normal_(std=0.3)
+        adapter.lora_B["default"].weight.data.normal_(std=0.1)
     changed = student(tokens).logits
     assert (changed - before).abs().max() > 0.01
     bare = copy.deepcopy(student)
-    remove_adapters(bare, merge=False)
+    remove_lora(bare, merge=False)
     assert torch.equal(bare(tokens).logits, before)
-    remove_adapters(student, merge=True)
+    remove_lora(student, merge=True)
     torch.testing.assert_close(student(tokens).logits, changed, atol=1e-4, rtol=1e-4)
-    assert not any(isinstance(module, LoraLinear) for module in student.modules())
+    assert not lora_layers(student)
 
 
 @pytest.mark.slow

@@ -21,7 +21,8 @@ from longspan.models.transformer import LanguageModel
 from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.linearize.config import LinearizeConfig
 from longspan.train.linearize.data import mask_tokens
-from longspan.train.linearize.student import LoraLinear, without_memory
+from longspan.train.linearize.student import without_memory
+from longspan.train.lora import lora_layers
 
 CHUNK = 2048  # tokens of a sequence that are read at once
 READ = 65536  # tokens of all sequences that are in memory together
@@ -111,8 +112,9 @@ def _read(model: Any, tokens: Tensor) -> Tensor:
 def fastest_form(model: Any) -> Any:
     """Return a copy to time: a longspan model where there is such a form; in bfloat16 on a GPU."""
     device = next(model.parameters()).device
-    adapted = any(isinstance(module, LoraLinear) for module in model.modules())
-    found = copy.deepcopy(model) if adapted or why_not_native(model) is not None else to_language_model(model)
+    found = (
+        copy.deepcopy(model) if lora_layers(model) or why_not_native(model) is not None else to_language_model(model)
+    )
     return found.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 

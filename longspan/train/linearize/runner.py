@@ -38,12 +38,12 @@ from longspan.train.linearize.student import (
     add_adapters,
     added_parameters,
     build_student,
-    remove_adapters,
     save_adapters,
     swapped_layers,
 )
 from longspan.train.linearize.teacher import Teacher, load_teacher
 from longspan.train.loggers import Logger, Record, RunLogger, format_duration, memory_used, truncate_records
+from longspan.train.lora import lora_layers, remove_lora
 from longspan.train.run_folder import DATA, RUN, check_shared, cleaned, locked
 from longspan.train.signals import SignalHandler, StoppedError
 from longspan.utils import write_atomically
@@ -279,10 +279,10 @@ class LinearizeRun:
         elif self.settings.train == "all":
             chosen = list(self.student.parameters())
         else:
-            if not any(name.endswith("lora_A") for name, _ in self.student.named_parameters()):
+            if not lora_layers(self.student):
                 torch.manual_seed(self.settings.seed)
                 add_adapters(self.student, self.settings.lora_rank)
-            adapters = [x for name, x in self.student.named_parameters() if name.endswith(("lora_A", "lora_B"))]
+            adapters = [x for name, x in self.student.named_parameters() if ".lora_" in name]
             chosen = [*adapters, *added_parameters(self.student).values()]
         for parameter in chosen:
             parameter.requires_grad_(True)
@@ -426,7 +426,7 @@ class LinearizeRun:
         verify_checksums(folder, (STUDENT, TRAINING), f"remove {folder}, and the run starts again")
         training = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
         tensors = load_file(folder / STUDENT)
-        if any(name.endswith("lora_A") for name in tensors):
+        if any(".lora_" in name for name in tensors):
             add_adapters(self.student, self.settings.lora_rank)
         self.student.load_state_dict(tensors, strict=False)
         self.stage, self.step = training["stage"], training["step"]
@@ -450,12 +450,12 @@ class LinearizeRun:
         self.student.eval().requires_grad_(False)
         if self.settings.adapters == "separate" and self.settings.distill_steps + self.settings.long_steps:
             with replace_folder(self.out / "adapter", (ADAPTER, ADAPTER_CONFIG), what="an adapter") as partial:
-                save_adapters(self.student, partial, self.out / LAST)
+                save_adapters(self.student, self.settings.lora_rank, partial, self.out / LAST)
             merged, native = False, False
         else:
             merged, native = True, why_not_native(self.student) is None and not self.encoder
         results = self._measure()
-        remove_adapters(self.student, merge=merged)
+        remove_lora(self.student, merge=merged)
         model = self.student.cpu()
         model.config.use_cache = True
         if not self.encoder:
