@@ -18,6 +18,12 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>',
 FIGURE = re.compile(r'<img alt="([^"]*)" src="([^"]*figures/[\w-]+\.svg)" ?/?>')
 
 
+def on_config(config: Any) -> Any:
+    """Leave out the page of an HTTP server for missing ones: its links need the address of the site."""
+    config.theme.static_templates.discard("404.html")
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add a page for every notebook; the notebook itself can be downloaded."""
     for path in sorted(Path(config.docs_dir).rglob("*.ipynb")):

@@ -1,9 +1,11 @@
 """longspan in transformers. Importing this module registers its models with the Auto classes.
 
+```python
 import longspan.hf
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained(folder)  # of `longspan train`, `longspan.save` or `save_pretrained`
+```
 """
 
 from transformers import (

@@ -340,8 +340,11 @@ class SwappedAttention(nn.Module):
         dropout = getattr(old, self.family.dropout)
         rate = dropout.p if isinstance(dropout, nn.Dropout) else dropout
         if rate and getattr(mechanism, "dropout", None) != rate:
+            known = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+            field = next((name for name in known if getattr(config, name, None)), "its attention dropout")
             raise ValueError(
-                f"this model drops attention out by {rate}: give the mechanism dropout={rate}, or set it to 0"
+                f"this model drops attention out by {rate}: give the mechanism dropout={rate}, if it takes that, or "
+                f"load the model without, as from_pretrained(…, {field}=0.0)"
             )
 
     def forward(

@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, browser
 
 mkdocs_build = pytest.importorskip("mkdocs.commands.build", reason="pip install 'longspan[docs]' installs mkdocs")
 hooks = pytest.importorskip("mkdocs_hooks", reason="pip install 'longspan[docs]' installs latex2mathml")
@@ -142,3 +143,29 @@ def test_the_whole_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
     assert external(folder) == []
     page = (folder / "reference" / "generation.html").read_text(encoding="utf-8")
     assert 'id="longspan.generate"' in page
+    if CHROMIUM is not None:
+        check_widths(folder, tmp_path / "browser")
+
+
+WIDTHS = """(() => {
+  const inside = [...document.querySelectorAll('.formulas')].filter((x) => x.scrollHeight > x.clientHeight + 1);
+  const loaded = performance.getEntriesByType('resource').map((x) => x.name);
+  return {
+    scrolls: document.documentElement.scrollWidth > innerWidth,
+    wide: innerWidth,
+    formulas: inside.length,
+    pictures: [...document.images].filter((x) => !x.naturalWidth).length,
+    elsewhere: loaded.filter((x) => /^(https?|wss?):/.test(x)),
+  };
+})()"""
+
+
+def check_widths(folder, profile):
+    """On a phone and on a desk, no page is wider than its window, and none loads anything from elsewhere."""
+    with browser(profile) as page:
+        for path in sorted(folder.rglob("*.html")):
+            for width in (375, 1280):
+                page.open(path.as_uri(), width)
+                expected = {"scrolls": False, "wide": width, "formulas": 0, "pictures": 0, "elsewhere": []}
+                assert page.run(WIDTHS) == expected, f"{path.name} at {width}"
+        assert page.log == []

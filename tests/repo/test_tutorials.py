@@ -41,6 +41,14 @@ def check_fine_tuning(folder, space):
     assert last_eval(folder, "whole")["eval_accuracy"] > 0.5
 
 
+def check_linearizing(folder, space):
+    found = space["results"]["perplexity"]
+    assert found["teacher"] < 1.3
+    assert found["student"] < 1.1 * found["teacher"]
+    assert space["results"]["perplexity_without_memory"] > found["student"]
+    assert space["model"].state_size() < 100 * space["cache"]
+
+
 def check_serving(folder, space):
     assert space["alone"] == space["together"][3]
     assert len(space["second"].tokens) == 8
@@ -57,12 +65,13 @@ CHECKS = {
     "dna": lambda folder, space: accuracy(folder, space) > 0.7,
     "eeg": lambda folder, space: accuracy(folder, space) > 0.9,
     "fine_tune": check_fine_tuning,
+    "linearize": check_linearizing,
     "serve": check_serving,
     "train_text": check_text,
 }
 
 
-LONG = {"dna", "fine_tune"}
+LONG = {"dna", "fine_tune", "linearize"}
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # cells leave the closing of files to Python, as notebooks do
