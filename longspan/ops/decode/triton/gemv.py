@@ -211,21 +211,26 @@ def decode_gemm_kernel(layers, B, stride_x, stride_residual, W: tl.constexpr, BB
             b_rstd += tl.sum(b_n * b_n, 1)
         b_rstd = tl.rsqrt(b_rstd / W.K + layers.eps)
     b_y = tl.full((BB, W.BN), 0.0, tl.float32)
-    for k_0 in range(0, W.K, W.BK):
-        m_k = k_0 + i_k < W.K
-        m_w = m_n[:, None] & m_k[None, :]
-        b_w = tl.load(p_weight + i_n[:, None] * W.K + (k_0 + i_k)[None, :], mask=m_w, other=0.0)
-        m_x = m_b[:, None] & m_k[None, :]
-        b_x = tl.load(p_x + (k_0 + i_k)[None, :], mask=m_x, other=0.0)
-        if W.NORM > 0:
-            b_n = scale_normed((b_x.to(tl.float32) - b_mean[:, None]) * b_rstd[:, None], layers, k_0 + i_k, m_k)
-            b_x = tl.where(m_k[None, :], b_n, 0.0).to(b_x.dtype)
-        if layers.p_length is not None:
-            position = tl.load(layers.p_length + i_b, mask=m_b, other=0)[:, None]
-            b_x = shift_columns(
-                b_x, layers, position, i_b[:, None], (k_0 + i_k)[None, :], m_x, tl.program_id(0) == 0, W
-            )
-        b_y = tl.dot(b_x, tl.trans(b_w), b_y, input_precision=PRECISION)
+    # Sums of float32 products would lose digits in one long chain.
+    SPAN: tl.constexpr = 8 * W.BK if layers.p_x.dtype.element_ty == tl.float32 else W.K
+    for start in range(0, W.K, SPAN):
+        b_part = tl.full((BB, W.BN), 0.0, tl.float32)
+        for k_0 in range(start, min(start + SPAN, W.K), W.BK):
+            m_k = k_0 + i_k < W.K
+            m_w = m_n[:, None] & m_k[None, :]
+            b_w = tl.load(p_weight + i_n[:, None] * W.K + (k_0 + i_k)[None, :], mask=m_w, other=0.0)
+            m_x = m_b[:, None] & m_k[None, :]
+            b_x = tl.load(p_x + (k_0 + i_k)[None, :], mask=m_x, other=0.0)
+            if W.NORM > 0:
+                b_n = scale_normed((b_x.to(tl.float32) - b_mean[:, None]) * b_rstd[:, None], layers, k_0 + i_k, m_k)
+                b_x = tl.where(m_k[None, :], b_n, 0.0).to(b_x.dtype)
+            if layers.p_length is not None:
+                position = tl.load(layers.p_length + i_b, mask=m_b, other=0)[:, None]
+                b_x = shift_columns(
+                    b_x, layers, position, i_b[:, None], (k_0 + i_k)[None, :], m_x, tl.program_id(0) == 0, W
+                )
+            b_part = tl.dot(b_x, tl.trans(b_w), b_part, input_precision=PRECISION)
+        b_y += b_part
     b_y += b_bias[None, :]
     m_y = m_b[:, None] & m_n[None, :]
     i_out = i_b[:, None] * W.N + column + i_n[None, :]
