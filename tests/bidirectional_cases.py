@@ -46,6 +46,7 @@ class Case:
     weight: torch.dtype = torch.float32
     exact: bool = False
     epsilon: float = 0.0
+    algorithm: str | None = None
 
     def __str__(self) -> str:
         default = Case()
@@ -123,7 +124,7 @@ def by_torch(case: Case, given: Given, dtype: torch.dtype) -> list[Tensor]:
 def by_kernels(case: Case, given: Given) -> list[Tensor]:
     offsets = [None if packing is None else packing.offsets for packing in (given.packing, given.key_packing)]
     x = BidirectionalInputs(given.q, given.k, given.v, given.weight, given.key_mask, *offsets)
-    algorithm = bidirectional_algorithm(x.q, case.feature_map)
+    algorithm = case.algorithm or bidirectional_algorithm(x.q, x.weight, case.feature_map, case.epsilon)
     problem = BidirectionalProblem(case.feature_map, case.normalize, algorithm, case.epsilon)
     kernels = _kernels(problem.algorithm)
     out, saved = kernels.forward(x, problem)

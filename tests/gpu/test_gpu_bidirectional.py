@@ -55,10 +55,13 @@ def test_kernels(case: Case, dtype: torch.dtype) -> None:
     check(case, arguments(case, dtype, "cuda"), dtype)
 
 
-@pytest.mark.parametrize(("dim", "number"), [(64, 266), (64, 1024), (128, 256), (128, 621), (160, 70), (256, 266)])
+@pytest.mark.parametrize(
+    ("dim", "number"), [(64, 256), (64, 266), (64, 1024), (128, 256), (128, 621), (160, 70), (256, 266)]
+)
 @pytest.mark.parametrize("normalize", ["query", "feature"])
 def test_many_features_and_wide_heads(dim: int, number: int, normalize: str) -> None:
-    case = Case(**LARGE, feature_map="favor", D=dim, E=dim, num_features=number, normalize=normalize)
+    options = {"feature_map": "favor", "normalize": normalize, "algorithm": "favor_bidirectional"}
+    case = Case(**LARGE, **options, D=dim, E=dim, num_features=number)
     check(case, arguments(case, torch.bfloat16, "cuda"), torch.bfloat16)
 
 

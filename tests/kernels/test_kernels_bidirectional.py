@@ -12,6 +12,7 @@ from interpreter import bfloat16, interpreted  # noqa: F401
 from longspan import Packing, build_mechanism
 from longspan.mechanisms import linear as mechanisms
 from longspan.ops import linear
+from longspan.ops.common import dispatch
 from longspan.ops.linear import BidirectionalInputs, BidirectionalProblem, bidirectional_linear
 
 PACKED = (11, 0, 1, 23, 5), (3, 7, 0, 41, 1)
@@ -40,10 +41,13 @@ BFLOAT16 = [
     if i % 2 or case.num_features or case.packed or case.D > 64
 ]
 # Tiles of features, and wide heads.
+TILED = {"feature_map": "favor", "algorithm": "favor_bidirectional"}
 BFLOAT16 += [
-    Case(B=1, H=2, Hkv=1, feature_map="favor", num_features=131, exact=True),
+    Case(B=1, H=2, Hkv=1, **TILED, num_features=131, exact=True),
+    Case(B=2, H=3, Hkv=1, **TILED, num_features=19, mask=True, strided=True),
+    Case(B=1, H=1, Hkv=1, **TILED, num_features=19, packed=PACKED),
     Case(B=1, H=1, Hkv=1, S=131, feature_map="favor", num_features=266, normalize="feature", exact=True),
-    Case(B=1, H=1, Hkv=1, D=131, E=70, feature_map="favor", num_features=70, mask=True),
+    Case(B=1, H=1, Hkv=1, D=131, E=70, **TILED, num_features=70, mask=True),
     Case(B=2, H=2, Hkv=1, feature_map="favor", num_features=70, mask=True, exact=True, epsilon=1e-2),
     Case(packed=PACKED, H=1, Hkv=1, feature_map="favor", num_features=19, exact=True, epsilon=1e-4),
 ]
@@ -175,6 +179,23 @@ def test_compiled_whole_and_for_any_length(how: str, monkeypatch: pytest.MonkeyP
             d = torch.randn_like(out)
             for ours, theirs in zip(torch.autograd.grad(out, x, d), torch.autograd.grad(plain, x, d), strict=True):
                 torch.testing.assert_close(ours, theirs)
+
+
+def test_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    def algorithm(D: int, M: int, dtype: torch.dtype = torch.bfloat16, **other: float) -> str:
+        weight = torch.empty(M, D, dtype=dtype)
+        return linear.bidirectional_algorithm(torch.empty(1, 4, 2, D, dtype=torch.bfloat16), weight, "favor", **other)
+
+    monkeypatch.setattr(dispatch, "_shared_memory_kb", lambda device: 227)
+    for found in (algorithm(64, 256, torch.float32), algorithm(128, 256)):
+        assert found == "bidirectional"
+    tiled = algorithm(64, 257), algorithm(128, 256, torch.float32), algorithm(129, 256), algorithm(64, 19, epsilon=0.1)
+    assert set(tiled) == {"favor_bidirectional"}
+    q = torch.empty(1, 4, 2, 64)
+    assert linear.bidirectional_algorithm(q, torch.empty(19, 64), "favor") == "bidirectional"
+    monkeypatch.setattr(dispatch, "_shared_memory_kb", lambda device: 163)
+    assert algorithm(64, 256) == "favor_bidirectional"
+    assert linear.bidirectional_algorithm(q.bfloat16(), None, "elu") == "bidirectional"
 
 
 def test_reasons() -> None:

@@ -81,6 +81,14 @@ def test_a_mechanism_is_known_by_its_name(name: str) -> None:
     assert resolved(mechanism=with_options)[1].attention.mechanism == {"mechanism": "local", "window": 5}
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_performer_by_name_has_whole_tiles_of_features(preset: str) -> None:
+    _, model = resolved(preset=preset, mechanism="performer")
+    assert model.attention.mechanism["num_features"] % 64 == 0
+    given = json.dumps({"mechanism": "performer"})
+    assert resolved(preset=preset, mechanism=given)[1].attention.mechanism == {"mechanism": "performer"}
+
+
 # Values for fields of a model whose own value does not suggest another.
 MODEL_VALUES: dict[str, tuple[str, Any]] = {
     "model.legacy.inner_dim": ("64", 64),

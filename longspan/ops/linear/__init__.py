@@ -247,7 +247,7 @@ def bidirectional_linear(
     Returns:
         The result (B, T, H, E) in q's dtype.
     """
-    algorithm = bidirectional_algorithm(q, feature_map)
+    algorithm = bidirectional_algorithm(q, weight, feature_map, epsilon)
     if dispatch.recording is not None:
         dispatch.record("bidirectional linear attention", algorithm, None)
     args = q, k, v, weight, key_mask, offsets, key_offsets, feature_map, normalize, algorithm, epsilon
@@ -434,9 +434,17 @@ def why_not_triton_bidirectional(
     return dispatch.insufficient_shared_memory(q, 163 if weight is None else _shared_memory(q, v))
 
 
-def bidirectional_algorithm(q: Tensor, feature_map: str) -> str:
-    """Return the Triton module for inputs that the kernels take: "favor_bidirectional" or "bidirectional"."""
-    return "favor_bidirectional" if feature_map == "favor" and q.dtype == bfloat16 else "bidirectional"
+def bidirectional_algorithm(q: Tensor, weight: Tensor | None, feature_map: str, epsilon: float = 0.0) -> str:
+    """Return the Triton module for inputs that the kernels take: "favor_bidirectional" or "bidirectional".
+
+    `bidirectional` holds the projection, padded to powers of two, in shared memory, as two matrices if it is not
+    bfloat16; `favor_bidirectional` holds a tile of it, and knows an epsilon.
+    """
+    if weight is None or feature_map != "favor" or q.dtype != bfloat16:
+        return "bidirectional"
+    large = len(weight) > dispatch.LARGEST or _large_projection(weight, 32768 if weight.dtype == bfloat16 else 16384)
+    tiled = epsilon or large or dispatch.insufficient_shared_memory(q, 227)
+    return "favor_bidirectional" if tiled else "bidirectional"
 
 
 def why_unsupported_bidirectional(
