@@ -200,8 +200,7 @@ class LocalAttention(Mechanism):
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the kernels take these tensors, and with them packed rows."""
-        with_bias, with_xpos = self.bias is not None, self.xpos is not None
-        return window_op.why_not_triton(q, k, v, bias=with_bias, xpos=with_xpos) is None
+        return window_op.why_not_triton(q, k, v, bias=self.bias is not None, xpos=self.xpos) is None
 
     def _defer(
         self,

@@ -175,3 +175,23 @@ def test_the_op_passes_opcheck() -> None:
     torch.library.opcheck(
         _Window.traced, (q, k, v, None, None, None, None, 0, 9, 0, True, False, 0.25, 0.0), atol=1e-5, rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_xpos(causal: bool, dtype: torch.dtype) -> None:
+    T = 517
+    mechanism = build_mechanism("local", 4, 64, num_kv_heads=2, window=99, xpos=100.0).cuda()
+    inputs = [torch.randn(2, T, heads, 64) for heads in (4, 2, 2, 4)]
+
+    def results(kind: torch.dtype, device: str) -> list[torch.Tensor]:
+        q, k, v, d_out = (x.to(dtype).to(device, kind) for x in inputs)
+        assert device == "cpu" or why_not_triton(q, k, v, xpos=100.0) is None
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = mechanism(*leaves, causal=causal)
+        return [x.detach().double().cpu() for x in (out, *torch.autograd.grad(out, leaves, d_out))]
+
+    kinds = (torch.float64, "cpu"), (dtype, "cpu"), (dtype, "cuda")
+    for exact, near, ours in zip(*(results(*kind) for kind in kinds), strict=True):
+        allowed = 2 * (near - exact).norm() + exact.norm() * torch.finfo(dtype).eps
+        assert (ours - exact).norm() <= allowed

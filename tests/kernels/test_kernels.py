@@ -59,12 +59,10 @@ def test_bfloat16(case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(T=257, B=1, H=2, Hkv=1, bucket=64, stateless=True),
-        Case(T=129, H=2, Hkv=1, bucket=16, stateless=True, feature_map="softmax", lengths=(101, 0)),
-        Case(T=257, B=1, H=1, Hkv=1, bucket=64, stateless=True, feature_map="softmax", jump=160.0),
-        Case(T=65, B=1, H=2, Hkv=1, bucket=2, stateless=True, feature_map="softmax", jump=160.0),
-        Case(T=200, B=1, H=1, Hkv=1, bucket=32, feature_map="softmax", jump=60.0),
-        Case(T=640, B=1, H=1, Hkv=1, bucket=64, feature_map="relu"),
+        Case(T=257, B=1, H=2, Hkv=1, bucket=64),
+        Case(T=129, B=1, H=2, Hkv=1, bucket=16, stateless=True, feature_map="softmax", lengths=(101,)),
+        Case(T=193, B=1, H=1, Hkv=1, bucket=64, stateless=True, feature_map="softmax", jump=160.0),
+        Case(T=150, B=1, H=1, Hkv=1, bucket=2, feature_map="softmax", jump=60.0),
     ],
     ids=str,
 )
@@ -75,7 +73,7 @@ def test_blind_spots(case: Case) -> None:
 @interpreted
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("first_bucket", "T"), [("causal", 67), ("zero", 67), ("causal", 13)])
+@pytest.mark.parametrize(("first_bucket", "T"), [("causal", 67), ("zero", 13)])
 def test_a_blind_spot_of_a_mechanism(first_bucket: str, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"num_kv_heads": 1, "value_dim": 7, "feature_map": "softmax", "blind_spot": 16, "output_scale": 3.0}
     mechanism = LinearAttention(2, 5, first_bucket=first_bucket, **options)
@@ -106,7 +104,7 @@ def test_a_blind_spot_of_a_mechanism(first_bucket: str, T: int, monkeypatch: pyt
 @pytest.mark.parametrize(
     "case",
     [
-        Case(T=257, B=1, stateless=True),
+        Case(T=257, B=1, H=1, Hkv=1, stateless=True),
         Case(T=128, B=1, H=2, Hkv=1, stateless=True, feature_map="softmax"),
         Case(T=150, H=2, Hkv=1, stateless=True, feature_map="softmax", lengths=(101, 0), jump=60.0),
         Case(T=200, B=1, H=1, Hkv=1, stateless=True, feature_map="softmax", jump=-60.0, strided=True),

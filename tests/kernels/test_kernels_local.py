@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from interpreter import interpreted
 from local_cases import CASES, Case, arguments, by_kernels, check, check_lse, dropped, visible
 
 from longspan.layout import Packing
+from longspan.mechanisms.local import LocalAttention
+from longspan.ops import window as window_op
+from longspan.ops.common import dispatch
+from longspan.ops.rotary import rotate
 from longspan.ops.window import _Window, kernels, reference, why_not_triton, why_unsupported
 
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of elements that are masked later
@@ -96,12 +102,60 @@ def test_gradients_of_the_log_sum_exp(case: Case, dtype: torch.dtype, call: str)
     check_lse(case, dtype, "cpu", call)
 
 
+@interpreted
+@quiet
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"window": 17}, torch.float16),
+        ({"window": 8, "look_back": 1, "look_ahead": 1, "shared_qk": True, "query_offset": 2}, torch.float32),
+    ],
+    ids=["exact", "blocks"],
+)
+def test_xpos(options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    B, T, causal = (2, 35, True) if dtype == torch.float16 else (1, 37, False)
+    mechanism = LocalAttention(2, 6, num_kv_heads=1, value_dim=7, xpos=7.0, **options)
+    inputs = [torch.randn(B, T, heads, dim) for heads, dim in ((2, 6), (1, 6), (1, 7), (2, 7))]
+    how: dict[str, Any] = {"key_mask": torch.arange(T) < torch.tensor([[T], [13]])}
+    if B == 1:
+        how = {"packing": Packing.from_lengths([20, 17])}
+
+    def results(kind: torch.dtype) -> list[torch.Tensor]:
+        q, k, v, d_out = (x.to(dtype).to(kind) for x in inputs)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = mechanism(*leaves, causal=causal, **how)
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+    truth, eager = results(torch.float64), results(dtype)
+    monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
+    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
+    monkeypatch.setattr(window_op, "tiled_window_attention", None)  # The kernels take it.
+    for exact, near, ours in zip(truth, eager, results(dtype), strict=True):
+        allowed = 2 * (near - exact).norm() + exact.norm() * torch.finfo(dtype).eps
+        assert (ours - exact).norm() <= allowed
+
+
+@interpreted
+def test_the_rotation_direct_and_traced() -> None:
+    x, cos, sin = torch.randn(2, 3, 35, 10)[..., :6].transpose(1, 2), torch.randn(35, 3), torch.randn(35, 3)
+    expected = rotate(x, cos[:, None], sin[:, None])
+    d_out = torch.randn_like(expected)
+    for call in (window_op._Rotate.direct, window_op._Rotate.traced):
+        leaf = x.detach().requires_grad_()
+        found = call(leaf, cos, sin)
+        torch.testing.assert_close(found.detach(), expected)
+        (d_x,) = torch.autograd.grad(found, leaf, d_out)
+        torch.testing.assert_close(d_x, rotate(d_out, cos[:, None], -sin[:, None]))
+
+
 def test_reasons() -> None:
     q = torch.zeros(1, 4, 2, 8)
     assert why_unsupported(q, q, q) is None
     assert "CUDA" in str(why_not_triton(q, q, q))
     assert "bias" in str(why_unsupported(q, q, q, bias=True))
-    assert "xPos" in str(why_unsupported(q, q, q, xpos=True))
+    assert why_unsupported(q, q, q, xpos=0.0625) is None
+    assert "xPos over 4 tokens" in str(why_unsupported(q, q, q, xpos=0.0624))
+    assert "over up to 3" in str(why_unsupported(q.half(), q.half(), q.half(), xpos=0.5))
     assert "float64" in str(why_unsupported(q.double(), q.double(), q.double()))
     assert "over 256" in str(why_unsupported(q, q, torch.zeros(1, 4, 2, 257)))
     assert "empty" in str(why_unsupported(q[:, :0], q[:, :0], q[:, :0]))

@@ -13,7 +13,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from torch import Tensor, float32, promote_types, randint
+from torch import Tensor, arange, bfloat16, float16, float32, promote_types, randint
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
@@ -24,6 +24,7 @@ from longspan.ops.window.torch import (
     table_bias,
     tiled_window_attention,
     tiled_window_attention_with_lse,
+    xpos_cos_sin,
     xpos_rotate,
 )
 
@@ -41,6 +42,11 @@ __all__ = [
 
 
 OPERATION = "windowed attention"
+
+
+# Tokens over which the kernels take xPos, in units of its scale base. Scales relative to the middle are then at most
+# e^40, and e^4 in float16.
+XPOS_SPAN = {bfloat16: 64, float32: 64, float16: 6}
 
 
 def window_attention(
@@ -69,14 +75,15 @@ def window_attention(
             None is 0.
         bounds: (2, T) int32, first and end index of the sequence of each token of a packed row. Triton only.
         bias: Added to the scores.
-        xpos: Scale base of xPos. Positions are relative to a tile, since absolute scales overflow.
+        xpos: Scale base of xPos. Positions are relative to a tile, in the kernels to the middle of the keys, since
+            absolute scales overflow.
         scale: Scale of the scores, 1/√D by default.
         dropout: Probability of dropping a weight.
 
     Returns:
         (B, T, H, E) in the dtype of q; zeros for queries that see no key.
     """
-    why = why_not_triton(q, k, v, bias=bias is not None, xpos=xpos is not None)
+    why = why_not_triton(q, k, v, bias=bias is not None, xpos=xpos)
     if dispatch.recording is not None:
         dispatch.record(OPERATION, "window", why)
     if why is not None:
@@ -84,12 +91,28 @@ def window_attention(
         return tiled_window_attention(
             q, k, v, window, key_mask=key_mask, start=start, bias=bias, xpos=xpos, scale=scale, dropout=dropout
         )
+    if xpos is not None:
+        q, k = _rotated(q, k, xpos)
     seed = randint(2**31 - 1, (1,), device=q.device) if dropout else None
     scale = q.shape[3] ** -0.5 if scale is None else scale
     arguments = WindowProblem(q, k, v, key_mask, start, bounds, seed, *window, scale, dropout)
     if dispatch.eager_untraced(q):
         return _Window.direct(*arguments)
     return _Window.traced(*refuse_forward_mode(*arguments))[0]
+
+
+def _rotated(q: Tensor, k: Tensor, xpos: float) -> tuple[Tensor, Tensor]:
+    """Return queries and keys rotated by xPos, relative to the middle of the keys."""
+    S = k.shape[1]
+    position = arange(S, device=k.device) - S // 2
+    found = []
+    for x, at, base in ((q, position[S - q.shape[1] :], xpos), (k, position, -xpos)):
+        tables = xpos_cos_sin(at, x.shape[3], base, float32)
+        if dispatch.eager_untraced(x):
+            found.append(_Rotate.direct(x, *tables))
+        else:
+            found.append(_Rotate.traced(*refuse_forward_mode(x, *tables)))
+    return found[0], found[1]
 
 
 def window_attention_with_lse(
@@ -210,25 +233,79 @@ def _differentiate(backward: Any, ctx: Any, d_out: Tensor, d_lse: Tensor | None)
     return *grads, *[None] * (len(WindowProblem._fields) - len(grads))
 
 
+class RotateInputs(NamedTuple):
+    """Arguments of `longspan::window_rotate`: x (B, T, H, D), cos and sin (T, D/2)."""
+
+    x: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+class RotateSaved(NamedTuple):
+    """What its backward pass takes beside them."""
+
+    d_out: Tensor
+
+
+@differentiable_op("longspan::window_rotate", (RotateInputs,), (RotateSaved,), outputs=1, grads=1)
+class _Rotate(DifferentiableOp):
+    @staticmethod
+    def forward(x: Tensor, cos: Tensor, sin: Tensor, traced: bool = True) -> Tensor:
+        return _rotate_kernels().rotate(x, cos, sin, back=False)
+
+    @staticmethod
+    def fake(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x.new_empty(x.shape)
+
+    @staticmethod
+    def visible(outputs: Any) -> Any:
+        return outputs
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def differentiate(backward: Any, ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        # The gradient of x needs only its shape, which is that of d_out.
+        return backward(*refuse_forward_mode(d_out, d_out, cos, sin)), None, None
+
+    @staticmethod
+    def backward(d_out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, traced: bool = True) -> Tensor:
+        return _rotate_kernels().rotate(d_out, cos, sin, back=True)
+
+    @staticmethod
+    def backward_fake(d_out: Tensor, *_: Tensor) -> Tensor:
+        return d_out.new_empty(d_out.shape)
+
+
+@cache
+def _rotate_kernels() -> ModuleType:
+    return importlib.import_module("longspan.ops.window.triton.rotate")
+
+
 @cache
 def kernels() -> ModuleType:
     """Import the Triton kernels on first use."""
     return importlib.import_module("longspan.ops.window.triton.window")
 
 
-def why_not_triton(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: bool = False) -> str | None:
+def why_not_triton(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: float | None = None) -> str | None:
     """Return why windowed attention of these arguments runs in eager PyTorch; None if the kernels support them."""
     why = dispatch.unavailable(q) or why_unsupported(q, k, v, bias=bias, xpos=xpos)
     large = q.dtype != float32 and max(q.shape[3], v.shape[3]) > 128
     return why or (dispatch.insufficient_shared_memory(q, 163) if large else None)
 
 
-def why_unsupported(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: bool = False) -> str | None:
+def why_unsupported(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: float | None = None) -> str | None:
     """Return what in the arguments themselves the kernels do not support; None if nothing."""
-    if bias or xpos:
-        return "a bias on the scores" if bias else "xPos, whose scales are relative to tiles"
+    if bias:
+        return "a bias on the scores"
     if (why := dispatch.unsupported_dtypes(q, k, v)) is not None:
         return why
+    if xpos is not None and k.shape[1] > (limit := XPOS_SPAN[q.dtype] * xpos):
+        return f"xPos over {k.shape[1]} tokens; in this dtype its scales are in range over up to {limit:g}"
     if max(q.shape[3], v.shape[3]) > dispatch.LARGEST:
         return f"head or value dimension ({q.shape[3]}, {v.shape[3]}) is over {dispatch.LARGEST}"
     if not q.numel() or not v.numel():

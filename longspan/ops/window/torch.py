@@ -71,9 +71,15 @@ def table_bias(table: Tensor, back: int) -> Bias:
 def xpos_rotate(x: Tensor, position: Tensor, scale_base: float) -> Tensor:
     """Rotate x (..., L, H, D) to positions (..., L) with the scale of xPos; for keys, scale_base is negative."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    angle = angles(position, x.shape[-1], 10000.0, dtype)[..., None, :]
-    scale = xpos_scale(position, x.shape[-1], scale_base, dtype)[..., None, :]
-    return rotate(x, angle.cos() * scale, angle.sin() * scale)
+    cos, sin = xpos_cos_sin(position, x.shape[-1], scale_base, dtype)
+    return rotate(x, cos[..., None, :], sin[..., None, :])
+
+
+def xpos_cos_sin(position: Tensor, dim: int, scale_base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cos and sin (..., dim / 2) of rotations to positions, times the scale of xPos."""
+    angle = angles(position, dim, 10000.0, dtype)
+    scale = xpos_scale(position, dim, scale_base, dtype)
+    return angle.cos() * scale, angle.sin() * scale
 
 
 def tiled_window_attention(
