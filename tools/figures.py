@@ -125,6 +125,25 @@ def decode_speeds() -> Data:
     return found
 
 
+def position_losses() -> Data:
+    """Mean loss of a linearized model and its teacher up to each length, from half of it on."""
+    found = json.loads((RESULTS / "h200-linearize.json").read_text(encoding="utf-8"))["positions"]
+    late = {name: [bucket for bucket in buckets if bucket["from"] >= 64] for name, buckets in found.items()}
+    lengths = [bucket["to"] + 1 for bucket in late["teacher"]]
+    return {"lengths": lengths, **{name: [bucket["loss"] for bucket in buckets] for name, buckets in late.items()}}
+
+
+def draw_losses(data: Data, figure: Figure) -> None:
+    """A line for each model over the positions."""
+    axes = figure.add_subplot()
+    for i, name in enumerate(name for name in data if name != "lengths"):
+        axes.plot(data["lengths"], data[name], "o-", markersize=4, label=name, color=COLORS[i])
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(data["lengths"][::2], [f"{length:,}" for length in data["lengths"][::2]])
+    axes.set(xlabel="position in the text, tokens", ylabel="loss of a token, nats", ylim=(0, None))
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
+
+
 def draw_speeds(data: Data, figure: Figure) -> None:
     """Two bars per model."""
     figure.set_size_inches(5, 3.4)
@@ -149,6 +168,7 @@ PLOTS: dict[str, tuple[Callable[[], Data], Callable[[Data, Figure], None]]] = {
     "time-h200": (lambda: step_times("h200-causal", H200), lambda data, figure: draw_lines(data, figure, TIME)),
     "time-cpu": (lambda: step_times("cpu-causal-growth", CPU), lambda data, figure: draw_lines(data, figure, TIME)),
     "decode-h200": (decode_speeds, draw_speeds),
+    "linearize-h200": (position_losses, draw_losses),
 }
 
 

@@ -1,4 +1,4 @@
-"""Generate the benchmark tables of README.md and docs/benchmarks.md from benchmarks/results.
+"""Generate the benchmark tables of README.md and the documentation from benchmarks/results.
 
 A table is the region from `<!-- table: name -->` to `<!-- end -->`. In a checkout, `longspan bench tables`,
 `python -m longspan.bench.tables` and `make tables` rewrite all of them.
@@ -18,7 +18,7 @@ from longspan.bench.report import TextTable, three_digits
 from longspan.utils import choose
 
 RESULTS = Path("benchmarks/results")
-DOCUMENTS = (Path("README.md"), Path("docs/benchmarks.md"))
+DOCUMENTS = (Path("README.md"), Path("docs/benchmarks.md"), Path("docs/linearize.md"))
 Row = dict[str, Any]
 Cell = Callable[[Row], str]
 
@@ -179,6 +179,18 @@ _COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
         },
     ),
     "generate": ("h200-generate", _GENERATION),
+    "linearize": (
+        "h200-linearize",
+        {
+            "text": lambda row: str(row["text"]),
+            "after": lambda row: str(row["stage"]),
+            "tokens": _number("tokens"),
+            "teacher": _number("teacher", ".2f"),
+            "student": _number("student", ".2f"),
+            "ratio": _number("ratio", ".3f"),
+            "without the memory": _number("without_memory", ".2f", 1, "×"),
+        },
+    ),
     "cpu": (
         "cpu-causal-8192",
         _NAME | {"batch × heads × tokens × head dim": _shape} | _TIMES | {"peak memory, MB": _with_ratio("peak_mb")},

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import struct
+import time
 
 import pytest
 import torch
@@ -219,6 +220,31 @@ def test_a_signal_stops_after_a_checkpoint(teacher, text, tmp_path, monkeypatch)
         run(teacher, text, tmp_path / "run")
     assert caught.value.status == 143
     assert (tmp_path / "run" / "resume" / "student.safetensors").exists()
+
+
+def test_compilation_does_not_count(teacher, text, tmp_path, monkeypatch):
+    step = LinearizeRun._gradients
+
+    def slow(self, stage, tokens, micro):
+        time.sleep(0.5 if self.step == 0 else 0)
+        return step(self, stage, tokens, micro)
+
+    monkeypatch.setattr(LinearizeRun, "_gradients", slow)
+    monkeypatch.setattr(LinearizeRun, "_compiles", True)
+    run(teacher, text, tmp_path / "run", transfer_steps=3, distill_steps=0)
+    (stage,) = json.loads((tmp_path / "run" / "results.json").read_text())["stages"]
+    assert 0 < stage["seconds"] < 0.5
+
+
+def test_the_rates_of_the_stages(teacher, text, tmp_path, monkeypatch):
+    """The largest rate of each stage, that of its only step: warm-up is 20 steps."""
+    rates = []
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: (rates.append(self.param_groups[0]["lr"]), step(self)))
+    changes = {"transfer_steps": 1, "distill_steps": 1, "long_steps": 1, "long_context": 96, "transfer_lr": 0.2}
+    run(teacher, text, tmp_path / "a", lr=0.04, **changes)
+    run(teacher, text, tmp_path / "b", lr=0.04, long_lr=0.06, **changes)
+    assert rates == pytest.approx([0.01, 0.002, 0.0002, 0.01, 0.002, 0.003])
 
 
 def test_half_precision(teacher, text, tmp_path, monkeypatch):
@@ -461,6 +487,7 @@ def test_windows_are_a_permutation():
         ({"lr": 0.0}, "--lr must be positive, got 0"),
         ({"held_out": 1.5}, "--held-out must be between 0 and 1, got 1.5"),
         ({"minutes": 0.0}, "--minutes must be positive"),
+        ({"long_lr": 0.0}, "--long-lr must be positive, got 0"),
         ({"adapters": "separate"}, "--adapters separate goes with --train lora"),
         ({"report_lengths": (1,)}, "--report-lengths must be numbers of at least 2"),
         ({"keep_layers": (2,)}, "--keep-layers must be from 0 to 1, got 2"),

@@ -38,7 +38,8 @@ class LinearizeConfig:
     long_steps: int = 0
     """Steps of the third stage: the second with sequences of --long-context tokens."""
     minutes: float | None = None
-    """Training time, divided among the stages in proportion to their steps; by default the steps decide."""
+    """Training time, divided among the stages in proportion to their steps; by default the steps decide. The first step
+    of a stage on a GPU, which compiles kernels, does not count."""
     context: int = 1024
     """Tokens of a sequence; documents are concatenated."""
     long_context: int = 8192
@@ -48,7 +49,9 @@ class LinearizeConfig:
     transfer_lr: float = 0.01
     """Learning rate of the first stage, which trains what the mechanisms add."""
     lr: float = 0.0001
-    """Learning rate of the second and third stages."""
+    """Learning rate of the second stage."""
+    long_lr: float | None = None
+    """Learning rate of the third stage; a tenth of --lr unless given."""
     train: Literal["all", "lora"] = "all"
     """What the second and third stages train: all weights, or low-rank adapters and what the mechanisms add."""
     lora_rank: int = 8
@@ -93,14 +96,21 @@ class LinearizeConfig:
             _check(name, getattr(self, name), getattr(self, name) > 0, "positive")
         for name in ("held_out", "mask_rate"):
             _check(name, getattr(self, name), 0 < getattr(self, name) < 1, "between 0 and 1")
-        if self.minutes is not None and self.minutes <= 0:
-            raise ValueError(f"--minutes must be positive, got {self.minutes}")
+        for name in ("minutes", "long_lr"):
+            value = getattr(self, name)
+            _check(name, value, value is None or value > 0, "positive")
         if not self.data:
             raise ValueError("--data is missing: give files, folders or globs with text")
         if not self.report_lengths or min(self.report_lengths) < 2:
             raise ValueError(f"--report-lengths must be numbers of at least 2, got {self.report_lengths}")
         if self.adapters == "separate" and self.train != "lora":
             raise ValueError("--adapters separate goes with --train lora: all weights are trained otherwise")
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The learning rate of each stage."""
+        long = self.lr / 10 if self.long_lr is None else self.long_lr
+        return {"transfer": self.transfer_lr, "distill": self.lr, "long": long}
 
     @property
     def steps(self) -> dict[str, int]:

@@ -205,7 +205,7 @@ class LinearizeRun:
         if index != self.stage:
             self.stage, self.step = index, 0
         parameters = self._trainable(stage)
-        lr = settings.transfer_lr if stage == "transfer" else settings.lr
+        lr = settings.rates[stage]
         optimizer = torch.optim.AdamW(_groups(parameters), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         if optimizer_state is not None:
             load_optimizer(self.student, optimizer, optimizer_state)
@@ -215,7 +215,7 @@ class LinearizeRun:
         if recompute:
             self.student.gradient_checkpointing_enable({"use_reentrant": False})
             self.student.train()  # transformers recomputes in training mode only; no layer drops out
-        losses, saved = _Mean(self.processes), time.perf_counter()
+        losses, saved, compiling = _Mean(self.processes), time.perf_counter(), self._compiles
         (done,) = self.processes.largest(self._progress(stage))
         while done < 1:
             for group in optimizer.param_groups:
@@ -231,7 +231,11 @@ class LinearizeRun:
             self.tokens[stage] += tokens.numel()
             # A GPU is behind: taking the losses waits for it.
             taken = losses.take() if self.step % LOG_STEPS == 0 or self.step == 1 else None
-            self.seconds[stage] += time.perf_counter() - begun
+            if not compiling:
+                self.seconds[stage] += time.perf_counter() - begun
+            elif self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            compiling = False
             if taken is not None:
                 self._log(stage, taken)
             late = time.perf_counter() - saved > 60 * settings.save_minutes
@@ -247,6 +251,11 @@ class LinearizeRun:
         self._evaluate(stage)
         self.stage, self.step = index + 1, 0
         self._save(None)
+
+    @property
+    def _compiles(self) -> bool:
+        """Whether the first step of a stage compiles kernels."""
+        return self.device.type == "cuda"
 
     def _gradients(self, stage: str, tokens: Tensor, micro: int) -> Tensor:
         """Compute the gradients of this process's part of a step, a few sequences at a time; return its losses."""
@@ -354,7 +363,7 @@ class LinearizeRun:
         record |= {
             "tokens": sum(self.tokens.values()),
             "seconds": done,
-            "tokens_per_second": self.tokens[stage] / max(self.seconds[stage], 1e-9),
+            "tokens_per_second": self.tokens[stage] / self.seconds[stage] if self.seconds[stage] else 0.0,
             "memory": memory_used(self.device),
             "eta": done * (1 - fraction) / max(fraction, 1e-9),
         }
