@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.exp import UNDERFLOW, exact_exp, exp
+from longspan.ops.common.exp import UNDERFLOW, exact_exp, exp, same_layout
 from longspan.ops.common.launch import (
     Launch,
     Plan,
@@ -150,7 +150,7 @@ def triangular_inverse(b_l, S: tl.constexpr):
         b_row = tl.sum(tl.where((i_r == i)[None, None, :], b_blocks, 0.0), 2)
         b_sum = tl.sum(b_row[:, :, None] * b_t, 1)
         b_t = tl.where((i_r == i)[None, :, None], b_t - b_sum[:, None, :], b_t)
-    b_t = tl.reshape(tl.where(m_own, b_t[:, :, None, :], 0.0), (C, C))
+    b_t = same_layout(tl.reshape(tl.where(m_own, b_t[:, :, None, :], 0.0), (C, C)), b_l)
     i_t = tl.arange(0, C)
     if C > BLOCK:
         b_t -= exact_dot(b_t, exact_dot(tl.where(_below(i_t, BLOCK), b_l, 0.0), b_t, S), S)
@@ -354,7 +354,10 @@ def gated_delta_inverse_kernel(
     rows = T - i_0
     i_t = tl.arange(0, S.C)
     p_q = pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h * GROUP)
-    b_k = load_rows(pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h), S.STRIDE_K, rows, S.D, S.BD, S)
+    p_k = pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h)
+    b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
+    b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
+    b_beta = load_beta(pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_h) if S.SCALED else p_k, rows, S)
     b_high, b_low = zeros(S.C), zeros(S.C)
     if S.GATED:
         b_g = tl.load(token_pointer(p_decay, decay, i_b, i_0, i_h) + i_t * decay.t, mask=i_t < rows, other=0.0)
@@ -366,14 +369,14 @@ def gated_delta_inverse_kernel(
         tl.store(p_sums + S.C, b_low)
         tl.store(p_sums + 2 * S.C, power(b_high, S))
         tl.store(p_sums + 3 * S.C, power(tl.minimum(b_end, 0.0), S))
-    b_between = between(b_high, b_low, False, S)
+    b_l = dot(b_k, tl.trans(b_k), S)
+    b_between = same_layout(between(b_high, b_low, False, S), b_l)
     for i in range(GROUP):
-        b_q = load_rows(p_q + i * q.h, S.STRIDE_Q, rows, S.D, S.BD, S)
         b_pair = dot(b_q, tl.trans(b_k), S) * b_between * scale
+        if i + 1 < GROUP:
+            b_q = load_rows(p_q + (i + 1) * q.h, S.STRIDE_Q, rows, S.D, S.BD, S)
         store_inverse(p_pairs, ((i_b * S.HKV + i_h) * GROUP + i) * chunks + i_c, b_pair, S)
-    b_beta = load_beta(pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_h) if S.SCALED else p_k, rows, S)
-    b_l = dot(b_k, tl.trans(b_k), S) * b_between * b_beta[:, None]
-    b_l = tl.where(i_t[:, None] > i_t[None, :], b_l, 0.0)
+    b_l = tl.where(i_t[:, None] > i_t[None, :], b_l * b_between * b_beta[:, None], 0.0)
     store_inverse(p_inverse, i_x, triangular_inverse(b_l, S), S)
 
 
@@ -880,8 +883,10 @@ class _DeltaForward(_DeltaPlan):
         warps, stages = (4, 3) if self.bf16 and S.BD <= 128 else (4, 2) if self.bf16 else (4, 1)
         self.workspace = Workspace((X * self.chunks * S.C * S.C, torch.bfloat16 if self.bf16 else torch.float32))
         scalars = self.T, self.chunks, self.scale
+        # Three programs per multiprocessor are faster than two with all registers they would take.
+        options = {"maxnreg": 168} if self.bf16 else {}
         self.inverse = self.delta_launch(
-            gated_delta_inverse_kernel, self.B * S.HKV * self.chunks, scalars, "q k decay beta", 4, 1
+            gated_delta_inverse_kernel, self.B * S.HKV * self.chunks, scalars, "q k decay beta", 4, 1, **options
         )
         if self.segments > 1:
             programs = X * (S.TILES + S.BD // S.BE) * self.segments
