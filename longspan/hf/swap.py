@@ -107,6 +107,10 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+class UnsupportedModelError(ValueError):
+    """A model whose attention cannot be replaced, or not by this mechanism."""
+
+
 def swap_attention(model: Any, mechanism: str | Mapping[str, Any], layers: Sequence[int] | None = None) -> Any:
     """Replace the self-attention of a pretrained model, in place.
 
@@ -124,14 +128,18 @@ def swap_attention(model: Any, mechanism: str | Mapping[str, Any], layers: Seque
         The same model.
 
     Raises:
-        ValueError: If the model is of another family, has sliding windows, attention dropout or capped scores that the
-            mechanism does not have, or the mechanism cannot be causal or bidirectional as the model is.
+        UnsupportedModelError: If the model is of another family, or has sliding windows, attention dropout or capped
+            scores that the mechanism does not have.
+        ValueError: If the mechanism cannot be causal or bidirectional as the model is.
     """
     config = model.config
     name = str(getattr(config, "model_type", None))
     family = FAMILIES.get(name)
     if family is None:
-        raise ValueError(f"swap_attention supports {', '.join(FAMILIES)}; this model is of type {name!r}")
+        raise UnsupportedModelError(
+            f"swap_attention supports {', '.join(FAMILIES)}; this model is of type {name!r}, which can be added to "
+            "longspan.hf.swap.FAMILIES"
+        )
     blocks = model.base_model.get_submodule(family.layers)
     chosen = list(range(len(blocks))) if layers is None else sorted(set(layers))
     if any(not 0 <= i < len(blocks) for i in chosen):
@@ -328,12 +336,12 @@ class SwappedAttention(nn.Module):
             raise ValueError(f"a decoder needs causal attention, which {spec!r} does not support")
         config, window = old.config, self.sliding_window
         if window is not None and not (isinstance(mechanism, LocalAttention) and mechanism.reach[0] + 1 == window):
-            raise ValueError(
+            raise UnsupportedModelError(
                 f"layer {self.layer_idx} has a sliding window of {window}: give it "
                 f'{{"mechanism": "local", "window": {window}}}, or name the other layers in `layers`'
             )
         if getattr(config, "attn_logit_softcapping", None) is not None:
-            raise ValueError(
+            raise UnsupportedModelError(
                 f"this model caps its scores at {config.attn_logit_softcapping}, which no mechanism does: set "
                 "config.attn_logit_softcapping to None to replace its attention by one without"
             )
@@ -342,7 +350,7 @@ class SwappedAttention(nn.Module):
         if rate and getattr(mechanism, "dropout", None) != rate:
             known = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
             field = next((name for name in known if getattr(config, name, None)), "its attention dropout")
-            raise ValueError(
+            raise UnsupportedModelError(
                 f"this model drops attention out by {rate}: give the mechanism dropout={rate}, if it takes that, or "
                 f"load the model without, as from_pretrained(…, {field}=0.0)"
             )

@@ -30,6 +30,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     PreTrainedTokenizerFast,
@@ -539,8 +541,17 @@ def test_a_tokenizer_that_does_not_fit(tmp_path, text):
         linearize(settings(tmp_path / "small", text, tmp_path / "run"))
     MistralForCausalLM(MistralConfig(**SIZES, sliding_window=9)).save_pretrained(tmp_path / "sliding")
     byte_tokenizer().save_pretrained(tmp_path / "sliding")
-    with pytest.raises(ValueError, match="sliding window of 9"):
+    with pytest.raises(ValueError, match=r"--model .*sliding: .*window of 9.*name such layers in --keep-layers"):
         linearize(settings(tmp_path / "sliding", text, tmp_path / "run"))
+
+
+def test_an_architecture_without_an_adapter(tmp_path, text):
+    sizes = {"vocab_size": 260, "hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    OPTForCausalLM(OPTConfig(**sizes)).save_pretrained(tmp_path / "opt")
+    byte_tokenizer().save_pretrained(tmp_path / "opt")
+    with pytest.raises(ValueError, match=r"--model .*opt: .*of type 'opt', which can be added to longspan.hf.swap.FAM"):
+        linearize(settings(tmp_path / "opt", text, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 STOP = """

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from longspan.generation.tokenization import TOKENIZER
 from longspan.hf.native import to_language_model, why_not_native
+from longspan.hf.swap import UnsupportedModelError
 from longspan.mechanisms.mixture import MixtureAttention
 from longspan.models.adapter import ADAPTER, ADAPTER_CONFIG
 from longspan.models.checkpoint import LAST, replace_folder, verify_checksums, write_checksums
@@ -67,7 +68,11 @@ def linearize(settings: LinearizeConfig) -> None:
         )
     teacher = processes.in_every(lambda: load_teacher(settings.model))
     torch.manual_seed(settings.seed)
-    student = build_student(teacher.model, settings.mechanism, settings.keep_layers)
+    try:
+        student = build_student(teacher.model, settings.mechanism, settings.keep_layers)
+    except UnsupportedModelError as error:
+        reason = str(error).replace("name the other layers in `layers`", "name such layers in --keep-layers")
+        raise ValueError(f"--model {settings.model}: {reason}") from None
     _check_window(student, settings.context)
     tensorboard = settings.tensorboard and not settings.dry_run
     logger = RunLogger(settings.out, tensorboard=tensorboard) if processes.main else Logger()
