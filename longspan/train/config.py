@@ -47,7 +47,7 @@ class TrainConfig:
     freeze: tuple[str, ...] = ()
     """Parameters not to train, such as body or *.embedding*."""
     lora_rank: int | None = None
-    """Train LoRA matrices of this rank instead of the weights of --init."""
+    """Train LoRA matrices of this rank, not the weights of --init."""
     lora_alpha: float | None = None
     """LoRA scale times the rank; 2 · rank by default."""
     lora_dropout: float = 0.0
@@ -59,7 +59,7 @@ class TrainConfig:
     mechanism: str = "split"
     """Name, or options as JSON; split: local and linear heads."""
     objective: Objective = "causal"
-    """What to predict: tokens, classes, numbers, or next vectors."""
+    """What to predict: tokens, classes, numbers, next vectors."""
     context: int = 4096
     """Context length."""
     batch_size: int = 16
@@ -67,7 +67,7 @@ class TrainConfig:
     accumulate: int = 1
     """Batches whose gradients are accumulated for one step."""
     ramp_up: float = 0.0
-    """First fraction of the run in which a step grows from one batch to --accumulate."""
+    """First share of the run, where steps grow to --accumulate."""
     steps: int | None = None
     """Number of training steps."""
     minutes: float | None = None
@@ -79,11 +79,11 @@ class TrainConfig:
     min_lr: float = 0.0
     """Final learning rate as a fraction of --lr."""
     decay_type: DecayType = "cosine"
-    """How the learning rate decays to --min-lr: cosine or linear."""
+    """Decay of the learning rate to --min-lr."""
     decay_ratio: float = 1.0
-    """Last fraction of the run in which it decays; below 1: warmup, stable, decay."""
+    """Last share of the run, where it decays; below 1: WSD."""
     optimizer: Optimizer = "adamw"
-    """adamw, or muon for the matrices of the layers and AdamW for the rest."""
+    """muon: for the matrices of layers, AdamW for the rest."""
     muon_lr: float | None = None
     """Peak learning rate of Muon; --lr by default."""
     weight_decay: float = 0.1
@@ -95,7 +95,7 @@ class TrainConfig:
     carry_state: bool = False
     """Carry states over to the next sequence (truncated BPTT)."""
     chunk_length: int | None = None
-    """Train sequences in chunks of this many tokens, with states carried: less memory, same gradients."""
+    """Train in chunks of this many tokens: same gradients, less memory."""
     packing: Switch = "auto"
     """Pack documents into sequences; auto: if they are short."""
     mask_rate: float = 0.15
@@ -103,13 +103,13 @@ class TrainConfig:
     tokenizer: str | None = None
     """Hugging Face tokenizer.json; bytes by default."""
     format: Format = "auto"
-    """How to read files; bytes: as they are, whatever they contain."""
+    """How to read files; bytes: as they are."""
     text_field: str | None = None
-    """Column of text, tokens or messages in tables; guessed by default."""
+    """Column of text, tokens or messages; guessed by default."""
     label_field: tuple[str, ...] = ()
-    """Columns of labels in tables; without --objective, they tell it."""
+    """Columns of labels in tables, which tell the objective."""
     file_field: str | None = None
-    """Column of files to read, such as images; relative to the table."""
+    """Column of files to read, relative to the table."""
     extensions: tuple[str, ...] = ()
     """Extensions to read in folders, such as .py,.md."""
     exclude: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ class TrainConfig:
     device: Device = "auto"
     """Device; auto: a GPU if there is one."""
     mesh: str | None = None
-    """Processes of torchrun by axis, as dp=2,fsdp=4,cp=2; -1: the rest."""
+    """Processes by axis, as dp=2,fsdp=4,cp=2; -1: the rest."""
     seed: int = 0
     """Seed of weights, data order and dropout."""
     log_every: int = 10

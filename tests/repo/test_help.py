@@ -35,6 +35,11 @@ def test_help_gives_type_default_and_meaning_of_every_flag_and_ends_with_example
     assert text.rstrip().endswith(EXAMPLES[command][-1])
 
 
+def test_the_help_of_train_is_short():
+    lines = help_text("train", brief=True).splitlines()
+    assert sum(-(-max(len(line), 1) // 100) for line in lines) <= 100
+
+
 @dataclass
 class Flags:
     described: int = 3
