@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> None:
     from longspan.models.adapter import ADAPTER, ADAPTER_CONFIG
     from longspan.models.checkpoint import CONFIG, TENSORS, describe, find_checkpoint, load, replace_folder, write
     from longspan.models.hub import LONGSPAN_MAP, STUB, write_stub
+    from longspan.models.transformer import Classifier
 
     if flags.format == "onnx":
         _write_onnx(flags)
@@ -65,7 +66,8 @@ def main(argv: Sequence[str]) -> None:
             if (checkpoint / name).exists():
                 shutil.copyfile(checkpoint / name, partial / name)
     parameters, name = sum(p.numel() for p in model.parameters()), show(flags.folder)
-    print(f"{name} written, {parameters:,} parameters; longspan generate --model {name} reads it")
+    command = "predict" if isinstance(model, Classifier) else "generate"
+    print(f"{name} written, {parameters:,} parameters; longspan {command} --model {name} reads it")
 
 
 def _write_onnx(flags: ExportFlags) -> None:

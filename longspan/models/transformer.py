@@ -313,7 +313,8 @@ class LanguageModel(nn.Module):
         if layout is None:
             layout = TokenLayout.of(tokens, causal=True, key_mask=key_mask, start=state.end)
         longest = 0
-        if self.positions is not None and self.positions.reach is not None and tokens.device.type == "cpu":
+        limited = self.positions is not None and self.positions.reach is not None
+        if limited and tokens.device.type == "cpu" and not torch.compiler.is_exporting():
             longest = int(layout.position.max()) + 1 if layout.position.numel() else 0
         x, recent = self._embed(tokens, layout, longest, state.recent)
         if self._embeds_inside:

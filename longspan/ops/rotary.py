@@ -18,7 +18,7 @@ def angles(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> Tenso
 
 def cos_sin(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cos and sin of `angles`, which all layers of a model share."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         # An opaque op: inductor would otherwise recompute the table inside every layer.
         return _cos_sin(position, dim, base, dtype)
     angle = angles(position, dim, base, dtype)

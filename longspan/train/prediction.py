@@ -348,8 +348,12 @@ def _run(found: TaskModel, sequences: Sequence[Array]) -> list[NDArray[np.float6
 
 def _encode(found: TaskModel, content: Any, encoder: DocumentEncoder) -> tuple[Array, Array | None]:
     """Return tokens or vectors, and for labels of text the word of each token, −1 for spaces between words."""
+    vectors = isinstance(content, np.ndarray) and content.ndim == 2
+    if vectors != (found.model.config.input_dim is not None):
+        kinds = ("text or tokens", "vectors") if vectors else ("vectors", "text or tokens")
+        raise ValueError(f"the model reads {kinds[0]}, and the data is {kinds[1]}: give data as it was trained on")
     if isinstance(content, np.ndarray):
-        if content.ndim == 2:
+        if vectors:
             _check_channels(found, content.shape[1])
         return content, None
     if found.task.kind != "tag":

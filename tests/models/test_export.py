@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from training import longspan
 
 from longspan import AttentionConfig, Classifier, EncoderDecoder, LanguageModel, ModelConfig, save
 from longspan.models.export import ExtendGraph, StepGraph, export_programs, write_onnx
+from longspan.train.presets import PRESETS, named_mechanism
 
 SPLIT = [{"mechanism": "local", "num_heads": 2, "window": 7}, {"mechanism": "linear", "num_heads": 2}]
 MECHANISMS = {
@@ -33,6 +35,29 @@ def built(mechanism: object = "linear", depth: int = 1) -> LanguageModel:
     return LanguageModel(ModelConfig(dim=24, depth=depth, causal=True, vocab_size=31, attention=attention)).eval()
 
 
+def of_a_preset() -> LanguageModel:
+    torch.manual_seed(3)
+    values = copy.deepcopy(PRESETS["tiny"].model)
+    values["attention"] |= named_mechanism("split", 4, 32)
+    return LanguageModel(
+        ModelConfig.from_dict({**values, "dim": 32, "depth": 2, "vocab_size": 31, "causal": True})
+    ).eval()
+
+
+def with_positions() -> LanguageModel:
+    torch.manual_seed(3)
+    attention = AttentionConfig(num_heads=4, mechanism="linear", rotary="interleaved")
+    sizes = {"dim": 24, "depth": 1, "vocab_size": 31, "positions": "learned", "max_length": 41}
+    return LanguageModel(ModelConfig(**sizes, causal=True, attention=attention)).eval()
+
+
+MODELS = {"preset": of_a_preset, "positions": with_positions}
+
+
+def model_of(name: str) -> LanguageModel:
+    return MODELS[name]() if name in MODELS else built(MECHANISMS[name])
+
+
 def chunks() -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(0, 31, (3, 2, 7), generator=torch.Generator().manual_seed(4))
     mask = torch.ones(3, 2, 7, dtype=torch.bool)
@@ -40,14 +65,14 @@ def chunks() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, mask
 
 
-def slow_but(kept: str) -> list[object]:
-    return [pytest.param(name, marks=() if name == kept else pytest.mark.slow) for name in MECHANISMS]
+def slow_but(*kept: str) -> list[object]:
+    return [pytest.param(name, marks=() if name in kept else pytest.mark.slow) for name in (*MECHANISMS, *MODELS)]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", slow_but("performer"))
+@pytest.mark.parametrize("name", slow_but("performer", "positions"))
 def test_torch_export_gives_eager_s_answers(name: str) -> None:
-    model, (tokens, mask) = built(MECHANISMS[name]), chunks()
+    model, (tokens, mask) = model_of(name), chunks()
     extend, step = export_programs(model, **SIZES)
     targets = {str(node.target) for program in (extend, step) for node in program.graph.nodes}
     assert not [target for target in targets if target.startswith("longspan")]
@@ -70,7 +95,7 @@ def test_onnx_runtime_gives_eager_s_answers(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="needs onnxscript: pip install 'longspan[export]'")
     from safetensors.torch import load_file
 
-    model, (tokens, mask) = built(MECHANISMS[name]), chunks()
+    model, (tokens, mask) = model_of(name), chunks()
     write_onnx(model, tmp_path, **SIZES)
     extend, step = (
         runtime.InferenceSession(tmp_path / f"{x}.onnx", providers=["CPUExecutionProvider"]) for x in ("extend", "step")

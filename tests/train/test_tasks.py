@@ -343,6 +343,21 @@ def test_predictions_of_vectors_from_every_kind_of_file(kind: Any, tmp_path: Pat
             assert answers == expected, data
 
 
+def test_data_of_another_kind_than_the_model_reads(tmp_path: Path) -> None:
+    text = write_rows(tmp_path / "x.csv", [{"text": "a river"}])
+    np.savez(tmp_path / "x.npz", x=np.zeros((2, 5, 3)))
+    vectors = saved_task(tmp_path / "vectors", SupervisedTask("classify", ("n", "p")), input_dim=3)
+    with pytest.raises(ValueError, match="the model reads vectors, and the data is text or tokens"):
+        answers_for(vectors, text)
+    words = saved_task(tmp_path / "words", SupervisedTask("classify", ("n", "p")), vocab_size=256)
+    with pytest.raises(ValueError, match="the model reads text or tokens, and the data is vectors"):
+        answers_for(words, tmp_path / "x.npz")
+    options = ReadOptions()
+    spec = StoreSpec((find_source(str(tmp_path / "x.npz"), options),), (), options, None, 31, 0.0)
+    with pytest.raises(ValueError, match=r"x\.npz has arrays of vectors, which are for --objective classify"):
+        open_store(tmp_path / "s", spec)
+
+
 def test_a_table_of_series_trains_on_vectors(tmp_path: Path) -> None:
     for i in range(3):
         write_rows(tmp_path / f"{i}.csv", [{"time": 5, "a": i, "b": 2.5}] * 7)

@@ -243,6 +243,8 @@ class DocumentReader:
         if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
             return "audio, as 8-bit μ-law samples", iter([DocumentChunk(_read_wav(entry), True)])
         why = refusal(entry)
+        if suffix == ".npz":
+            why = f"{entry.name} has arrays of vectors, which are for --objective classify, multilabel, regress and tag"
         if why is not None:
             raise UnreadableError(why)
         return "text", _read_utf16(entry) if head.startswith(_BOMS) else _read_bytes(entry)
