@@ -244,9 +244,9 @@ def test_the_rates_of_the_stages(teacher, text, tmp_path, monkeypatch):
     step = torch.optim.AdamW.step
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: (rates.append(self.param_groups[0]["lr"]), step(self)))
     changes = {"transfer_steps": 1, "distill_steps": 1, "long_steps": 1, "long_context": 96, "transfer_lr": 0.2}
-    run(teacher, text, tmp_path / "a", lr=0.04, **changes)
-    run(teacher, text, tmp_path / "b", lr=0.04, long_lr=0.06, **changes)
-    assert rates == pytest.approx([0.01, 0.002, 0.0002, 0.01, 0.002, 0.003])
+    run(teacher, text, tmp_path / "run", lr=0.04, long_lr=0.06, **changes)
+    assert rates == pytest.approx([0.01, 0.002, 0.003])
+    assert settings(teacher, text, tmp_path / "run", lr=0.04).rates["long"] == pytest.approx(0.004)
 
 
 def test_half_precision(teacher, text, tmp_path, monkeypatch):
