@@ -56,6 +56,14 @@ def test_continue_is_the_engines(api):
     assert complete(api, prompt="", previous_state=first["state"])["text"] != wanted.text
 
 
+def test_states_have_a_constant_size(api):
+    sizes = set()
+    for prompt, tokens in (("a", 1), ("a story " * 23, 67)):
+        name = complete(api, prompt=prompt, max_tokens=tokens, keep_state=True)["state"]
+        sizes.add(len(api.client.get(f"/v1/states/{name}/content").content))
+    assert len(sizes) == 1
+
+
 def test_download_upload_and_command_line(api, tmp_path):
     state = complete(api, prompt="Once upon", keep_state=True)["state"]
     response = api.client.get(f"/v1/states/{state}/content")

@@ -176,6 +176,16 @@ def test_cancelling_frees_the_slots(engine):
     assert engine.submit(Request(b"next", 2)).result()[0].finish_reason == "length"
 
 
+def test_cancelling_takes_one_step(engine):
+    stream = engine.submit(Request(b"long", 100_000))
+    for _ in range(7):
+        next(stream)
+    stream.cancel()
+    before = engine.stats().steps
+    stream.result()
+    assert engine.stats().steps <= before + 1
+
+
 def test_cancelling_while_the_prompt_is_read_or_waits(engine):
     reading = engine.submit(Request(b"x" * 200_000, 3))
     time.sleep(0.05)

@@ -118,6 +118,8 @@ def test_errors_are_shown(api, page, tmp_path):
     page.wait(f"{ENDED} && document.querySelector('.error:not([hidden])')?.textContent.includes('temperature must be')")
     send(page, "x", temperature="1", max_tokens="3")
     page.wait(f"{ENDED} && document.querySelectorAll('.figures')[1].textContent")
+    assert len(answers(page)) == 1
+    assert "1 read," in page.run("document.querySelectorAll('.figures')[1].textContent")  # without what failed
     for state in api.client.get("/v1/states").json()["data"]:
         api.client.delete(f"/v1/states/{state['id']}")
     send(page, "y", max_tokens="3")  # reads the text again, since the state is gone
