@@ -81,7 +81,11 @@ def _append_results(subject: str, argv: Sequence[str]) -> None:
 def _serve(argv: Sequence[str]) -> None:
     from longspan.bench import serve
 
-    result = serve.run(parse(serve.ServeBenchOptions, argv, "bench serve"))
+    try:
+        result = serve.run(parse(serve.ServeBenchOptions, argv, "bench serve"))
+    except KeyboardInterrupt:
+        print("longspan: interrupted; the results of finished rounds are written", file=sys.stderr)
+        raise SystemExit(130) from None
     if result.failed:
         raise SystemExit(1)
 

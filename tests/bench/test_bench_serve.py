@@ -172,6 +172,17 @@ def test_single_streams(folder, tmp_path, monkeypatch, capsys):
     assert result.failed
 
 
+def test_results_before_an_interruption_are_written(folder, tmp_path, monkeypatch):
+    options = ServeBenchOptions(
+        folder, sections=("load",), requests=4, distinct=2, loads=(5, 9), device="cpu", out=tmp_path / "out.json"
+    )
+    rates = iter([1e5])
+    monkeypatch.setattr(load, "generate_rate", lambda *_: next(rates))
+    with pytest.raises(RuntimeError):  # StopIteration in a generator
+        run_against(Stub(), options, monkeypatch)
+    assert [row["load"] for row in json.loads((tmp_path / "out.json").read_text())["rows"]] == [5]
+
+
 def test_a_rate_replaces_the_loads(folder):
     options = ServeBenchOptions(folder, requests=11, rate=3.0)
     assert load._numbers(options) == [(1.0, 11)]

@@ -135,15 +135,25 @@ def run(options: ServeBenchOptions) -> ServeResult:
         ValueError: If there is no such model, or a server does not start.
     """
     device = choose_device(options.device)
+    about = environment(device.type)
     model, result = _load(options.model, device), ServeResult()
+    for _ in _measure(options, model, result):
+        _save(options, result, {**about, **_about(model)})
+    _report(options, result)
+    return result
+
+
+def _measure(options: ServeBenchOptions, model: LanguageModel, result: ServeResult) -> Iterator[None]:
+    """Fill in the result; yield whenever there is more of it."""
     if "load" in options.sections:
-        result.loads = load.measure(options, model)
+        for result.loads in load.measure(options, model):
+            yield
     if "prefix" in options.sections:
         result.prefix = latency.measure_prefix(options, model)
+        yield
     if "speculation" in options.sections:
         result.speculation = latency.measure_speculation(options, model)
-    _write(options, result, {**environment(device.type), **_about(model)})
-    return result
+        yield
 
 
 def _load(folder: Path, device: torch.device) -> LanguageModel:
@@ -164,11 +174,8 @@ def _about(model: LanguageModel) -> dict[str, Any]:
     }
 
 
-def _write(options: ServeBenchOptions, result: ServeResult, about: dict[str, Any]) -> None:
-    """Print the tables; write the JSON file and the plot."""
-    print("\n".join(table.markdown() for table in result.tables()))
-    for error in sorted({error for x in result.loads for error in x.errors}):
-        print(printable(f"error: {error}"))
+def _save(options: ServeBenchOptions, result: ServeResult, about: dict[str, Any]) -> None:
+    """Write what was measured so far to the JSON file."""
     content = {
         "format": 2,
         **about,
@@ -179,6 +186,13 @@ def _write(options: ServeBenchOptions, result: ServeResult, about: dict[str, Any
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(options.out, json.dumps(content, indent=1).encode())
+
+
+def _report(options: ServeBenchOptions, result: ServeResult) -> None:
+    """Print the tables and draw the plot."""
+    print("\n".join(table.markdown() for table in result.tables()))
+    for error in sorted({error for x in result.loads for error in x.errors}):
+        print(printable(f"error: {error}"))
     written = str(options.out)
     if result.loads:
         try:

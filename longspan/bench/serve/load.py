@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,8 +88,11 @@ class Round(NamedTuple):
         return sum(answer.tokens for answer in self.answers if not answer.error)
 
 
-def measure(options: ServeBenchOptions, model: LanguageModel) -> list[LoadResult]:
+def measure(options: ServeBenchOptions, model: LanguageModel) -> Iterator[list[LoadResult]]:
     """Ask different requests alone, then offer each load; `generate` is measured before each.
+
+    Yields:
+        A result for each load, after every round.
 
     Raises:
         ValueError: If the server does not start, or does not answer a request that nothing runs beside.
@@ -109,7 +112,7 @@ def measure(options: ServeBenchOptions, model: LanguageModel) -> list[LoadResult
             order = _order(len(bodies), requests, options.seed + i)
             answers = asyncio.run(send(address, [bodies[j] for j in order], rate, options, options.seed + i))
             rounds.setdefault(load, []).append(Round(answers, [alone[j] for j in order], raw, rate))
-    return [summarize(load, found) for load, found in rounds.items()]
+            yield [summarize(load, found) for load, found in rounds.items()]
 
 
 def make_bodies(options: ServeBenchOptions, model: LanguageModel) -> list[Body]:
