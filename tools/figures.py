@@ -159,6 +159,37 @@ def draw_speeds(data: Data, figure: Figure) -> None:
     figure.legend(loc="outside lower center", ncols=2, fontsize=9)
 
 
+def loads(file: str) -> Data:
+    """Times to the first and to each further token of a server, by load and percentile."""
+    keys = ("first_token_ms", "token_ms")
+    return {
+        f"{row['load']:g}": {key: {p: round(ms, 2) for p, ms in row[key].items()} for key in keys} for row in rows(file)
+    }
+
+
+def draw_loads(data: Data, figure: Figure) -> None:
+    """A bar per load and percentile."""
+    figure.set_size_inches(6.4, 3)
+    for axes, (key, label) in zip(
+        figure.subplots(1, 2),
+        (("first_token_ms", "ms to the first token"), ("token_ms", "ms per further token")),
+        strict=True,
+    ):
+        for i, (load, found) in enumerate(data.items()):
+            places = [x + 0.8 * (i - (len(data) - 1) / 2) / len(data) for x in range(len(found[key]))]
+            axes.bar(
+                places,
+                found[key].values(),
+                0.72 / len(data),
+                color=COLORS[i],
+                label=f"load {load}" if axes.get_subplotspec().is_first_col() else None,
+            )
+        axes.set_xticks(range(len(found[key])), [f"p{p}" for p in found[key]])
+        axes.set(ylabel=label, yscale="log")
+        axes.yaxis.set_major_formatter("{x:,.10g}")
+    figure.legend(loc="outside lower center", ncols=len(data), fontsize=9)
+
+
 H200 = ("PyTorch SDPA", "linear, softmax map", "performer, 256 features")
 CPU = ("linear, softmax map", "performer, 256 features", "local, 256 keys", "linformer, rank 256")
 TIME = "ns per token and head"
@@ -169,6 +200,7 @@ PLOTS: dict[str, tuple[Callable[[], Data], Callable[[Data, Figure], None]]] = {
     "time-cpu": (lambda: step_times("cpu-causal-growth", CPU), lambda data, figure: draw_lines(data, figure, TIME)),
     "decode-h200": (decode_speeds, draw_speeds),
     "linearize-h200": (position_losses, draw_losses),
+    "serve-cpu": (lambda: loads("cpu-serve"), draw_loads),
 }
 
 

@@ -18,7 +18,7 @@ from longspan.bench.report import TextTable, three_digits
 from longspan.utils import choose
 
 RESULTS = Path("benchmarks/results")
-DOCUMENTS = (Path("README.md"), Path("docs/benchmarks.md"), Path("docs/linearize.md"))
+DOCUMENTS = tuple(map(Path, ("README.md", "docs/benchmarks.md", "docs/linearize.md", "docs/serving.md")))
 Row = dict[str, Any]
 Cell = Callable[[Row], str]
 
@@ -60,6 +60,8 @@ def table(name: str, results: Path) -> TextTable:
     """Return one of `TABLES`, generated from the results in a folder."""
     if choose("table", name, TABLES) == "ratios":
         return _ratios(results)
+    if name == "serve-streams":
+        return _streams(results)
     if name in _JSONL:
         read, make = _JSONL[name]
         return make(read(results / f"{name}.jsonl"))
@@ -92,8 +94,25 @@ def _ratios(results: Path) -> TextTable:
 
 
 def _rows(results: Path, file: str) -> list[Row]:
-    content = json.loads((results / f"{file}.json").read_text(encoding="utf-8"))
-    return [row for row in content["rows"] if row["status"] == "ok"]
+    return [row for row in _content(results, file)["rows"] if row["status"] == "ok"]
+
+
+def _content(results: Path, file: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((results / f"{file}.json").read_text(encoding="utf-8"))
+    return content
+
+
+def _streams(results: Path) -> TextTable:
+    """The first token of a cached prompt, and speculation."""
+    found = _content(results, "cpu-serve-streams")
+    prefix, rows = found["prefix"], []
+    prompt = f"first token of {prefix['prompt_tokens']:,} tokens, ms"
+    rows.append([f"{prompt}: read, cached", f"{prefix['cold_ms']:,.0f}", f"{prefix['hit_ms']:,.0f}"])
+    for x in found["speculation"]:
+        speeds = (x["plain_tokens_per_second"], x["tokens_per_second"])
+        name = f"tokens/s, {x['text']}: without, with speculation ({x['ratio']:.2f}×)"
+        rows.append([name, *(f"{speed:,.0f}" for speed in speeds)])
+    return TextTable(["one stream", "", ""], rows)
 
 
 def _shape(row: Row) -> str:
@@ -126,6 +145,20 @@ def _ms_per_token(row: Row) -> str:
     return "–" if rate is None else three_digits(1e3 * row["case"]["batch_size"] / rate)
 
 
+def _percentile(key: str, p: int) -> Cell:
+    return lambda row: f"{row[key][str(p)]:,.1f}"
+
+
+_LOADS: dict[str, Cell] = {
+    "load": _number("load", ".1f"),
+    "requests": _number("requests"),
+    "lost": _number("lost"),
+    "wrong": _number("wrong"),
+    "tokens/s": _number("tokens_per_second"),
+    "of generate": _number("ratio", ".0f", 0.01, " %"),
+    **{f"first token, p{p}, ms": _percentile("first_token_ms", p) for p in (50, 95, 99)},
+    **{f"per token, p{p}, ms": _percentile("token_ms", p) for p in (50, 95, 99)},
+}
 _NAME: dict[str, Cell] = {"": lambda row: row["name"]}
 _TIMES = {"forward, ms": _with_ratio("forward_ms"), "forward + backward, ms": _with_ratio("forward_backward_ms")}
 _ATTENTION = _NAME | {
@@ -196,6 +229,8 @@ _COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
         _NAME | {"batch × heads × tokens × head dim": _shape} | _TIMES | {"peak memory, MB": _with_ratio("peak_mb")},
     ),
     "cpu-generate": ("cpu-generate", _GENERATION),
+    "cpu-serve": ("cpu-serve", _LOADS),
+    "cpu-serve-10000": ("cpu-serve-10000", _LOADS),
     "cpu-decode": ("cpu-decode", _NAME | {"batch × prompt": _batch, "ms per token": _with_ratio("token_ms")}),
 }
 # Tables of results that grow: how a file is read, and how its table is made.
@@ -204,7 +239,7 @@ _JSONL: dict[str, tuple[Callable[[Path], list[Row]], Callable[[list[Row]], TextT
     "h200-recall": (recall_results.read, recall_results.table),
     "cpu-recall": (recall_results.read, recall_results.table),
 }
-TABLES = ("ratios", *_COLUMNS, *_JSONL)
+TABLES = ("ratios", *_COLUMNS, *_JSONL, "serve-streams")
 
 
 if __name__ == "__main__":
