@@ -160,34 +160,29 @@ def draw_speeds(data: Data, figure: Figure) -> None:
 
 
 def loads(file: str) -> Data:
-    """Times to the first and to each further token of a server, by load and percentile."""
-    keys = ("first_token_ms", "token_ms")
+    """Times to the first and to each further token of a server by percentile, for each load."""
+    labels = {"first_token_ms": "ms to the first token", "token_ms": "ms per further token"}
     return {
-        f"{row['load']:g}": {key: {p: round(ms, 2) for p, ms in row[key].items()} for key in keys} for row in rows(file)
+        f"{label}, load {row['load']:g}": {f"p{p}": round(ms, 2) for p, ms in row[key].items()}
+        for key, label in labels.items()
+        for row in rows(file)
     }
 
 
 def draw_loads(data: Data, figure: Figure) -> None:
-    """A bar per load and percentile."""
+    """A panel per kind of time, with a bar per load and percentile."""
     figure.set_size_inches(6.4, 3)
-    for axes, (key, label) in zip(
-        figure.subplots(1, 2),
-        (("first_token_ms", "ms to the first token"), ("token_ms", "ms per further token")),
-        strict=True,
-    ):
-        for i, (load, found) in enumerate(data.items()):
-            places = [x + 0.8 * (i - (len(data) - 1) / 2) / len(data) for x in range(len(found[key]))]
-            axes.bar(
-                places,
-                found[key].values(),
-                0.72 / len(data),
-                color=COLORS[i],
-                label=f"load {load}" if axes.get_subplotspec().is_first_col() else None,
-            )
-        axes.set_xticks(range(len(found[key])), [f"p{p}" for p in found[key]])
-        axes.set(ylabel=label, yscale="log")
-        axes.yaxis.set_major_formatter("{x:,.10g}")
-    figure.legend(loc="outside lower center", ncols=len(data), fontsize=9)
+    panels: dict[str, dict[str, Data]] = {}
+    for name, found in data.items():
+        label, load = name.split(", ")
+        panels.setdefault(label, {})[load] = found
+    for axes, (label, bars) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for i, (load, found) in enumerate(bars.items()):
+            places = [x + 0.8 * (i - (len(bars) - 1) / 2) / len(bars) for x in range(len(found))]
+            axes.bar(places, list(found.values()), 0.72 / len(bars), color=COLORS[i], label=load)
+            axes.set_xticks(range(len(found)), list(found))
+        axes.set_ylabel(label)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
 
 
 H200 = ("PyTorch SDPA", "linear, softmax map", "performer, 256 features")
