@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -372,7 +372,7 @@ class LongspanForSequenceClassification(LongspanPreTrainedModel):
     _keys_to_ignore_on_load_unexpected = (r"to_logits\.", r"from_dim\.")
 
     def _build(self, config: LongspanConfig) -> Classifier:
-        return Classifier(replace(config.model, num_classes=config.num_labels))
+        return _classifier(config, config.num_labels, "mean")
 
     def __init__(self, config: LongspanConfig) -> None:
         super().__init__(config)
@@ -426,7 +426,7 @@ class LongspanForTokenClassification(LongspanForSequenceClassification):
     output_type = TokenClassifierOutput
 
     def _build(self, config: LongspanConfig) -> Classifier:
-        return Classifier(replace(config.model, num_classes=config.num_labels, pooling="none"))
+        return _classifier(config, config.num_labels, "none")
 
     @can_return_tuple
     def forward(
@@ -458,7 +458,7 @@ class LongspanForQuestionAnswering(LongspanForTokenClassification):
     output_type = QuestionAnsweringModelOutput
 
     def _build(self, config: LongspanConfig) -> Classifier:
-        return Classifier(replace(config.model, num_classes=2, pooling="none"))
+        return _classifier(config, 2, "none")
 
     @can_return_tuple
     def forward(
@@ -667,6 +667,15 @@ def _embedded(model: LanguageModel, input_ids: Tensor | None, vectors: Tensor | 
         yield torch.zeros(vectors.shape[:2], dtype=torch.int64, device=vectors.device)
     finally:
         hook.remove()
+
+
+def _classifier(config: LongspanConfig, num_classes: int, pooling: Literal["mean", "none"]) -> Classifier:
+    if config.model.vocab_size is None:
+        raise ValueError(
+            "this model reads vectors, and the classes of transformers read tokens: open it with longspan.load, or "
+            "give its folder to longspan predict"
+        )
+    return Classifier(replace(config.model, num_classes=num_classes, pooling=pooling))
 
 
 def _language_model(model: LanguageModel | EncoderDecoder | Classifier) -> LanguageModel:

@@ -12,12 +12,13 @@ pytest.importorskip("transformers")
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
 )
 
-from longspan import AttentionConfig, ModelConfig
+from longspan import AttentionConfig, Classifier, ModelConfig, save
 from longspan.hf import (
     LongspanConfig,
     LongspanForCausalLM,
@@ -166,6 +167,22 @@ def test_hidden_states_beside_a_cache(shift):
     whole = model(found.sequences, attention_mask=longer, output_hidden_states=True).hidden_states
     for step, states in enumerate(found.hidden_states):
         torch.testing.assert_close(states[2][:, -1], whole[2][:, 6 + step])
+
+
+def test_classifiers_of_vectors_and_of_tokens(tmp_path):
+    attention = AttentionConfig(num_heads=4, mechanism="linear")
+    config = ModelConfig(dim=24, depth=1, attention=attention, input_dim=3, num_classes=2)
+    save(Classifier(config), tmp_path / "vectors")
+    with pytest.raises(
+        ValueError, match=r"this model reads vectors, .* open it with longspan\.load, or give its folder"
+    ):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "vectors")
+    config = ModelConfig(dim=24, depth=1, attention=attention, vocab_size=31, num_classes=2, pooling="none")
+    save(Classifier(config), tmp_path / "tags")
+    x = torch.arange(14).view(2, 7)
+    tags = AutoModelForTokenClassification.from_pretrained(tmp_path / "tags").eval()(x).logits
+    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "tags").eval()(x).logits
+    torch.testing.assert_close(tags.mean(1), whole)
 
 
 def test_hidden_states_of_classifiers():
