@@ -173,7 +173,9 @@ def check_cases(rank: int, ranks: int, cases: list[tuple[int, bool, str]]) -> No
 def test_ranks_equal_one_process() -> None:
     """Each mechanism, causal and not, in one of the layouts in turn, over three ranks of which one has nothing."""
     causal = [(number, True, CAUSAL[number % len(CAUSAL)]) for number in range(11)]
-    spawn(check_cases, 3, causal + [(number, False, BIDIRECTIONAL[number % len(BIDIRECTIONAL)]) for number in range(11)])
+    spawn(
+        check_cases, 3, causal + [(number, False, BIDIRECTIONAL[number % len(BIDIRECTIONAL)]) for number in range(11)]
+    )
 
 
 @pytest.mark.slow

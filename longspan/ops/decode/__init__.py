@@ -52,7 +52,8 @@ class CosSin(NamedTuple):
         """Rotate x (B, 1, H, D)."""
         if self.doubled is None or self.interleaved or x.dtype != self.cos.dtype:
             return rotate(x, self.cos[:, :, None], self.sin[:, :, None], interleaved=self.interleaved)
-        return addcmul(x * self.doubled[0], x.roll(x.shape[3] // 2, 3), self.doubled[1])
+        first, second = x.split(x.shape[3] // 2, 3)
+        return addcmul(x * self.doubled[0], cat([second, first], 3), self.doubled[1])
 
 
 def apply_rotary(rotary: CosSin | None, *xs: Tensor) -> tuple[Tensor, ...]:

@@ -108,9 +108,10 @@ def linear_step(
     if normalize == "feature":
         query = query / query.sum(-1, keepdim=True) if feature_map == "favor" else query
         query = safe_divide(query, z.unsqueeze(2))
-    out = query @ kv
+    query, memory = query.reshape(B * Hkv, -1, M), kv.view(B * Hkv, M, E)
+    out = torch.bmm(query, memory)  # one batch dimension: `matmul` costs more around it
     if normalize == "query":
-        denominator = query @ column
+        denominator = torch.bmm(query, column.view(B * Hkv, M, 1))
         out.div_(denominator)
         # On a CPU one comparison tells that no normalizer is zero; NaN is compared element by element.
         if kv.is_cuda or not float(torch.linalg.vector_norm(denominator, -math.inf)) >= smallest_normalizer(kv.dtype):
@@ -162,14 +163,16 @@ def gated_step(
     (B, Hkv, D, E), dtype = kv.shape, kv.dtype
     if v.dtype != dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    key, u = k.reshape(B, Hkv, 1, D), v.reshape(B, Hkv, 1, E)
+    # One batch dimension: `bmm` costs less than `matmul` around it.
+    heads, memory = B * Hkv, kv.view(B * Hkv, D, E)
+    key, u = k.reshape(heads, 1, D), v.reshape(heads, 1, E)
     if log_decay is not None:
-        kv.mul_(log_decay.squeeze(1).exp().unsqueeze(-1))
+        memory.mul_(log_decay.exp().reshape(heads, -1, 1))
     if delta:
-        u = u - key @ kv
-    u = u if beta is None else beta.view(B, Hkv, 1, 1) * u
-    kv.addcmul_(key.transpose(2, 3), u)
-    return ((q * scale).reshape(B, Hkv, -1, D) @ kv).view(B, 1, -1, E)
+        u = u - torch.bmm(key, memory)
+    u = u if beta is None else beta.reshape(heads, 1, 1) * u
+    memory.addcmul_(key.transpose(1, 2), u)
+    return torch.bmm((q * scale).reshape(heads, -1, D), memory).view(B, 1, -1, E)
 
 
 def compressed_step(
