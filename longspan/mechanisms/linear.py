@@ -237,13 +237,23 @@ class LinearAttention(Mechanism):
     ) -> LinearState:
         assert isinstance(state, LinearState)
         visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
-        f, scale, v = self._keys(k, v, visible, state.kv.dtype)
-        length = state.length + (k.shape[1] if lengths is None else lengths)
+        return self._write_features(state, *self._keys(k, v, visible, state.kv.dtype), visible, lengths)
+
+    def _write_features(
+        self,
+        state: LinearState,
+        f: Tensor,
+        scale: Tensor | None,
+        v: Tensor,
+        visible: Tensor | None,
+        lengths: Tensor | None,
+    ) -> LinearState:
+        length = state.length + (v.shape[1] if lengths is None else lengths)
         total = None if state.total is None else state.total + self._with_count(v, visible).sum(1)
         if state.open is None:
             return _updated(state, length, accumulate(state.sums, f, v, scale), total)
         # The bucket of the new last token stays open; it may be the one that is open already.
-        position = state.end[:, None] + torch.arange(k.shape[1], device=k.device)
+        position = state.end[:, None] + torch.arange(v.shape[1], device=v.device)
         last = (state.end - state.length + length - 1) // self.blind_spot
         in_last = (position // self.blind_spot == last[:, None])[:, :, None, None]
         closes = (state.end - 1) // self.blind_spot < last
@@ -357,9 +367,9 @@ class LinearAttention(Mechanism):
         for i, piece in enumerate(zip(*(x.split(span, 1) for x in (q, k, v)), strict=True)):
             inputs = after, *piece, None if lengths is None else (lengths - i * span).clamp(0, span)
             if recomputed:
-                out, after = checkpoint(self._extend_features, *inputs, use_reentrant=False, preserve_rng_state=False)
+                out, after = checkpoint(self._extend_span, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                out, after = self._extend_features(*inputs)
+                out, after = self._extend_span(*inputs)
             outs.append(out)
         return torch.cat(outs, 1), after
 
@@ -388,11 +398,25 @@ class LinearAttention(Mechanism):
             out, sums = causal_linear(self._query(q), f, values, sums=state.sums)
             length = state.length + (k.shape[1] if lengths is None else lengths)
             return self._scaled(out), _updated(state, length, sums, None)
+        self._record_in_full()
+        out = self._from_prefixes(state, self._query(q.to(dtype)), *self._keys(k, v, visible, dtype))
+        return self._scaled(out.to(q.dtype)), self._write(state, k, v, gates=None, lengths=lengths)
+
+    def _record_in_full(self) -> None:
         if dispatch.recording is not None:
             why = self._why_in_full() or "normalization by feature"
             dispatch.record("the feature map of causal linear attention", dispatch.TORCH, why)
-        out = self._from_prefixes(state, self._query(q.to(dtype)), *self._keys(k, v, visible, dtype))
-        return self._scaled(out.to(q.dtype)), self._write(state, k, v, gates=None, lengths=lengths)
+
+    def _extend_span(
+        self, state: LinearState, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+    ) -> tuple[Tensor, LinearState]:
+        """`_extend` by features in full, computed once for the output and the state."""
+        visible = None if lengths is None else torch.arange(k.shape[1], device=k.device) < lengths[:, None]
+        dtype = state.kv.dtype
+        self._record_in_full()
+        f, scale, v = self._keys(k, v, visible, dtype)
+        out = self._from_prefixes(state, self._query(q.to(dtype)), f, scale, v)
+        return self._scaled(out.to(q.dtype)), self._write_features(state, f, scale, v, visible, lengths)
 
     def _decode_step(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rotary: Rotation, out: Tensor | None
