@@ -38,8 +38,8 @@ from longspan.protocol import FeatureMap, Mechanism, Rotation, State
 from longspan.utils import choose
 
 # Features of queries per span of tokens on a CPU, where tensors that leave the cache cost page faults as well; a span
-# is a multiple of MIN_SPAN tokens.
-MAX_FEATURES, MIN_SPAN = 1 << 20, 512
+# is a multiple of MIN_SPAN tokens. More spans than MAX_SAVED are recomputed in the backward pass.
+MAX_FEATURES, MIN_SPAN, MAX_SAVED = 1 << 20, 512, 32
 
 
 @dataclass
@@ -362,8 +362,8 @@ class LinearAttention(Mechanism):
         span = self._span(q)
         if q.shape[1] <= span:
             return self._extend_features(state, q, k, v, lengths)
-        # In spans whose features stay in cache, recomputed in the backward pass.
-        recomputed, outs, after = torch.is_grad_enabled(), [], state
+        recomputed = torch.is_grad_enabled() and q.shape[1] > MAX_SAVED * span
+        outs, after = [], state
         for i, piece in enumerate(zip(*(x.split(span, 1) for x in (q, k, v)), strict=True)):
             inputs = after, *piece, None if lengths is None else (lengths - i * span).clamp(0, span)
             if recomputed:

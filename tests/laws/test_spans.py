@@ -22,9 +22,9 @@ B, T, H, HKV, D, E = 2, 61, 4, 2, 5, 7
     ],
     ids=["epsilon", "blind spot", "per feature"],
 )
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("masked", "saved"), [(False, 4), (True, 3), (False, 3)])
 def test_spans_of_features_change_no_number(
-    name: str, options: dict[str, Any], masked: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], masked: bool, saved: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mechanism = build_mechanism(name, H, D, num_kv_heads=HKV, value_dim=E, **options).double().eval()
     shapes = (B, T, H, D), (B, T, HKV, D), (B, T, HKV, E)
@@ -49,9 +49,10 @@ def test_spans_of_features_change_no_number(
     assert not sizes
     monkeypatch.setattr(linear, "MIN_SPAN", 17)
     monkeypatch.setattr(linear, "MAX_FEATURES", 1)
+    monkeypatch.setattr(linear, "MAX_SAVED", saved)
     sizes.clear()
     spans = run()
-    assert sorted(sizes) == sorted([17, 17, 17, 10] * 2)  # forward and recomputation
+    assert sorted(sizes) == sorted([17, 17, 17, 10] * (1 if saved == 4 else 2))  # twice: recomputed
     for one, other in zip(spans, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
     with torch.no_grad():
