@@ -43,6 +43,7 @@ LARGE = [
 EPSILON = [
     Case(T=65, B=1, H=2, Hkv=1, feature_map="favor", num_features=19),
     Case(T=67, B=2, H=1, Hkv=1, feature_map="favor", num_features=70, lengths=(0, 65), state=False),
+    Case(T=70, B=1, H=1, Hkv=1, feature_map="favor", num_features=19, state=False, size=3),
 ]
 
 

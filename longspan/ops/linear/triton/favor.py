@@ -429,10 +429,13 @@ def linear_favor_forward_sums_kernel(
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
 def linear_favor_forward_kernel(
     p_q, p_k, p_v, p_high, p_low, p_flag, p_lengths, p_query_offset, p_offset, p_scale, p_peak, p_reference,
-    p_before, p_before_z, p_prefix, p_prefix_z, p_values, p_out, p_den,
+    p_before, p_before_z, p_prefix, p_prefix_z, p_values, p_out, p_den, p_residual,
     T, segments, chunks, first, sequences, q, k, v, S: tl.constexpr
 ):  # fmt: skip
-    """One chunk of one query head, of the sequences in the workspace."""
+    """One chunk of one query head, of the sequences in the workspace.
+
+    p_residual: with an epsilon, what rounding takes from `out`: in gradients nearly everything cancels.
+    """
     GROUP: tl.constexpr = S.H // S.HKV
     i_g, i_c, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, GROUP, S)
     i_h, i_0 = i_kv * GROUP + i_g, i_c * S.C
@@ -471,23 +474,27 @@ def linear_favor_forward_kernel(
     b_row = exp2(c - b_reference)
     b_sum = tl.sum(b_den, 1) * b_row
     b_out *= b_row[:, None]
-    if S.EPSILON > 0:
-        b_mass *= b_epsilon
-        b_before, count = load_values_sum(p_values, i_x, i_c, T, S)
-        b_p += tl.where(visible_pairs(rows, S), b_mass[:, None], 0.0)
-        b_sum += b_mass * count
-        b_out += b_mass[:, None] * b_before[None, :]
     b_sum += tl.sum(b_p, 1)
     b_v = load_values(p_v, v.t, rows, S)
+    if S.EPSILON > 0:
+        # Not rounded with the products: the same error in all weights would be one of their mean.
+        b_mass *= b_epsilon
+        b_before, count = load_values_sum(p_values, i_x, i_c, T, S)
+        b_seen = tl.where(visible_pairs(rows, S), 1.0, 0.0)
+        b_sum += b_mass * (count + tl.sum(b_seen, 1))
+        b_out += b_mass[:, None] * (tl.dot(b_seen.to(tl.bfloat16), b_v) + b_before[None, :])
     b_out = tl.dot(b_p.to(tl.bfloat16), b_v, b_out) * inverse(b_sum)[:, None]
     i_row = (i_b * T + i_0) * S.H + i_h
     tl.store(p_den + i_row + i_t * S.H, b_sum, mask=i_t < left)
     store_values(p_out + i_row * S.E, S.H * S.E, left, b_out, S)
+    if S.EPSILON > 0:
+        b_out -= b_out.to(tl.bfloat16).to(tl.float32)
+        store_values(p_residual + i_row * S.E, S.H * S.E, left, b_out, S)
 
 
 @triton.jit(do_not_specialize=["T"])
 def linear_favor_backward_delta_kernel(
-    p_out, p_den, p_d_out, p_query_offset, p_normalized_offset, p_delta, p_floor, T, d, S: tl.constexpr
+    p_out, p_residual, p_den, p_d_out, p_query_offset, p_normalized_offset, p_delta, p_floor, T, d, S: tl.constexpr
 ):
     """Δ (B, H, chunks, C), and offsets of queries that include den, so that their features are q̂; p_floor: ε / den."""
     i_h, _, i_c, i_b = program_index(tl.cdiv(T, S.C), S.H)
@@ -497,6 +504,8 @@ def linear_favor_backward_delta_kernel(
     p_d_out = token_pointer(p_d_out, d, i_b, i_0, i_h)
     b_d = load_values(p_d_out, d.t, left, S).to(tl.float32)
     b_out = load_values(p_out + i_row * S.E, S.H * S.E, left, S).to(tl.float32)
+    if S.EPSILON > 0:
+        b_out += load_values(p_residual + i_row * S.E, S.H * S.E, left, S).to(tl.float32)
     b_den = load_column(p_den + i_row, S.H, left, S.C, 0.0)
     i_o = ((i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_c) * S.C + tl.arange(0, S.C)
     m_zero = b_den < ZERO_NORMALIZER
@@ -720,7 +729,7 @@ def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> 
     plan = _FavorForward.of((q, k, v, weight, lengths, kv, shift), problem)
     out, den, kv_out, shift_out = plan.results(x)
     saved, work = plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
-    *w, query_offset, offset, scale, peak, references = plan.pointers(plan.saved, saved)
+    *w, query_offset, offset, scale, peak, references, residual = plan.pointers(plan.saved, saved)
     total, total_z, prefix, prefix_z, before, largest = plan.pointers(plan.workspace, work)
     with on_device(q):
         plan.weight(weight, *w)
@@ -731,7 +740,8 @@ def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> 
             sums(k, v, *w, lengths, offset, largest, shift, total, total_z, prefix, prefix_z, references)
             scan(total, total_z, before, None, references, kv, None, kv_out, shift_out)
             sums_before = before, total_z, prefix, prefix_z, values
-            read(q, k, v, *w, lengths, query_offset, offset, scale, peak, references, *sums_before, out, den)
+            results = out, den, residual
+            read(q, k, v, *w, lengths, query_offset, offset, scale, peak, references, *sums_before, *results)
     return out, kv_out, shift_out, den, saved
 
 
@@ -742,7 +752,7 @@ def backward(
     q, k, v, d_out, lengths = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense_rows(saved.d_out), x.lengths
     kv, d_kv, out, den, scales = dense(x.kv), dense(saved.d_kv), saved.out.contiguous(), saved.den, saved.starts
     plan = _FavorBackward.of((q, k, v, x.weight, lengths, kv, d_out, d_kv, out, den, scales), problem)
-    *w, query_offset, offset, scale, peak, references = plan.pointers(plan.saved, scales)
+    *w, query_offset, offset, scale, peak, references, residual = plan.pointers(plan.saved, scales)
     rows = plan.rows.allocate(q)
     normalized_offset, delta, floor, mass = plan.pointers(plan.rows, rows)
     stack = plan.query_stack.allocate(q)
@@ -750,7 +760,7 @@ def backward(
     d_q = new_like(q)
     d_start = None if kv is None else kv.new_empty(kv.shape)
     with on_device(q):
-        plan.delta(out, den, d_out, query_offset, normalized_offset, delta, floor)
+        plan.delta(out, residual, den, d_out, query_offset, normalized_offset, delta, floor)
         rest = floor, mass, offset, scale, peak, references
         given = q, k, v, d_out, *w, lengths, normalized_offset, delta, *rest
         values = plan.scan_values(v, lengths, x.total)
@@ -779,7 +789,7 @@ def feature_block(num_features: int) -> int:
 def saved_size(x: LinearInputs, problem: LinearProblem) -> int:
     """Return the number of float32 elements that `forward` saves: four per token and head, and the projection."""
     B, T, H, D = x.q.shape
-    return _saved(B, T, H, x.k.shape[2], D, len(x.weight)).size
+    return _saved(B, T, H, x.k.shape[2], D, len(x.weight), x.v.shape[3] if problem.epsilon else 0).size
 
 
 # Sequences from `first` on, each in segments of `run` chunks.
@@ -793,7 +803,8 @@ class _FavorPlan(CausalPlan):
         blocks = padded(self.D), feature_block(self.M), padded(self.E)
         self.S = FavorSizes(self.H, self.Hkv, self.D, self.M, self.E, CHUNK, *blocks, problem.epsilon)
         self.tilings = TILINGS[max(self.S.BD, self.S.BE)]
-        self.saved = _saved(self.B, self.T, self.H, self.Hkv, self.D, self.M)
+        residuals = self.E if problem.epsilon else 0
+        self.saved = _saved(self.B, self.T, self.H, self.Hkv, self.D, self.M, residuals)
         self.values = self.values_launch("v")
 
     def split(self, share: float) -> list[_Part]:
@@ -926,9 +937,12 @@ class _FavorBackward(_FavorPlan):
         return self.values_scan(self.d_values, None, d_out, None, mass, delta)
 
 
-def _saved(B: int, T: int, H: int, Hkv: int, D: int, M: int) -> Workspace:
-    """The projection as two matrices and the flag; scales of queries and of keys; references before each chunk."""
+def _saved(B: int, T: int, H: int, Hkv: int, D: int, M: int, residuals: int) -> Workspace:
+    """The projection as two matrices and the flag; scales of queries and of keys; references before each chunk; this
+    number of residuals per token and head.
+    """
     size, chunks = padded(D) * feature_block(M), (T + CHUNK - 1) // CHUNK
     projection = (size, torch.bfloat16), (size, torch.bfloat16), (1, torch.float32)
     tokens = [(B * heads * chunks * CHUNK, torch.float32) for heads in (H, Hkv, Hkv, Hkv)]
-    return Workspace(*projection, *tokens, (B * Hkv * (chunks + 1), torch.float32))
+    references, residual = (B * Hkv * (chunks + 1), torch.float32), (B * T * H * residuals, torch.bfloat16)
+    return Workspace(*projection, *tokens, references, residual)

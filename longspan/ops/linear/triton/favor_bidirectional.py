@@ -5,8 +5,8 @@ its own programs where sums over tokens are computed. Where tokens read sums, a 
 attention kernel goes through keys: features are the keys, w_m and the sums kv_m their keys and values, and the largest
 logit of a query is a running one.
 
-Backward, Δ_i = d_i · out_i is computed from the rounded result first; the pass over queries adds Σ_m p_im dφ(q_i)_m,
-which would be 0 without rounding, to the Δ that gradients of the sums are computed with.
+Backward, Δ_i = d_i · out_i is computed from the result and what rounding took from it; the pass over queries adds
+Σ_m p_im dφ(q_i)_m, which would be 0 without rounding, to the Δ that gradients of the sums are computed with.
 
 An epsilon ε is added to the features of keys relative to C, the largest w·k of all keys and features, and to those of
 queries relative to their own largest w·q. c_m is of w·k alone then. The sums are brought to the scale C, and ε Σ_j v_j
@@ -134,6 +134,16 @@ def load_sums(p_x, i_x, i_f, S: tl.constexpr):
 
 
 @triton.jit
+def query_gradients(b_l, b_d, b_scale, b_delta, p_kv, p_z, p_c, i_x, i_f, S: tl.constexpr):
+    """Normalized exponentials p (C, TILE) from logits, and dφ(q) den = d · kv − Δ z."""
+    b_kv, b_kv_low = load_sums(p_kv, i_x, i_f, S)
+    b_z, b_c = load_scales(p_z, p_c, i_x, i_f, S)
+    b_g = tl.dot(b_d, tl.trans(b_kv), -b_delta[:, None] * b_z[None, :])
+    b_g = tl.dot(b_d, tl.trans(b_kv_low), b_g)
+    return exp2(b_l + b_c[None, :] - b_scale[:, None]), b_g
+
+
+@triton.jit
 def store_part(p_kv, p_z, i_o, i_f, b_kv, b_z, S: tl.constexpr):
     """Store rows i_f of the sums of one block and head."""
     tl.store(p_kv + i_o * (S.BM * S.BE) + i_f[:, None] * S.BE + tl.arange(0, S.BE)[None, :], b_kv)
@@ -227,12 +237,13 @@ def linear_favor_bidirectional_forward_epsilon_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
 def linear_favor_bidirectional_forward_kernel(
-    p_high, p_low, p_flag, p_q, p_offsets, p_kv, p_z, p_c, p_out, p_scale, p_floor,
+    p_high, p_low, p_flag, p_q, p_offsets, p_kv, p_z, p_c, p_out, p_residual, p_scale, p_floor,
     tokens, length, sequences, q, S: tl.constexpr
 ):  # fmt: skip
     """One chunk of one head's queries.
 
-    p_scale: (B, T, H) the logarithm of each normalizer. p_floor: (B, T, H) the epsilon divided by it.
+    p_residual: what rounding takes from `out`. p_scale: (B, T, H) the logarithm of each normalizer. p_floor: (B, T, H)
+    the epsilon divided by it.
     """
     i_h, _, _, i_n, i_b, i_0, rows = block_index(p_offsets, None, tokens, length, sequences, S.H, 1, S)
     if rows <= 0:
@@ -261,6 +272,7 @@ def linear_favor_bidirectional_forward_kernel(
         b_den = b_den * b_decay + tl.sum(b_f * b_z[None, :], 1)
         b_out = tl.dot(b_f.to(tl.bfloat16), b_kv, b_out * b_decay[:, None])
         if S.EPSILON > 0:
+            b_out = tl.dot(b_f.to(tl.bfloat16), b_kv_low, b_out)
             b_rows += tl.sum(b_kv.to(tl.float32) + b_kv_low.to(tl.float32), 0)
             mass += tl.sum(b_z)
     if S.EPSILON > 0:
@@ -275,12 +287,14 @@ def linear_favor_bidirectional_forward_kernel(
     b_scale = tl.where(m_none, -2 * FLOOR, b_top + tl.log2(tl.where(m_none, 1.0, b_den)))
     tl.store(p_scale + i_row + i_t * S.H, b_scale, mask=m_t)
     store_block(p_out + i_row * S.E, S.H * S.E, m_t, b_out, S.E, S.C, S.BE)
+    b_out -= b_out.to(tl.bfloat16).to(tl.float32)
+    store_block(p_residual + i_row * S.E, S.H * S.E, m_t, b_out, S.E, S.C, S.BE)
 
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
 def linear_favor_bidirectional_backward_queries_kernel(
-    p_high, p_low, p_flag, p_q, p_out, p_d_out, p_offsets, p_kv, p_z, p_c, p_scale, p_floor, p_d_q, p_delta,
-    tokens, length, sequences, q, d_out, S: tl.constexpr
+    p_high, p_low, p_flag, p_q, p_out, p_residual, p_d_out, p_offsets, p_kv, p_z, p_c, p_scale, p_floor, p_d_q,
+    p_delta, tokens, length, sequences, q, d_out, S: tl.constexpr
 ):  # fmt: skip
     """dq and Δ (B, T, H) of one chunk of one head's queries."""
     i_h, _, _, i_n, i_b, i_0, rows = block_index(p_offsets, None, tokens, length, sequences, S.H, 1, S)
@@ -292,24 +306,29 @@ def linear_favor_bidirectional_backward_queries_kernel(
     m_t = i_t < rows
     b_q = load_block(token_pointer(p_q, q, i_b, i_0, i_h), q.t, m_t, S.D, S.C, S.BD)
     b_d = load_block(token_pointer(p_d_out, d_out, i_b, i_0, i_h), d_out.t, m_t, S.E, S.C, S.BE)
-    b_out = load_block(p_out + i_row * S.E, S.H * S.E, m_t, S.E, S.C, S.BE)
-    b_delta = tl.sum(b_out.to(tl.float32) * b_d.to(tl.float32), 1)
+    b_out = load_block(p_out + i_row * S.E, S.H * S.E, m_t, S.E, S.C, S.BE).to(tl.float32)
+    b_out += load_block(p_residual + i_row * S.E, S.H * S.E, m_t, S.E, S.C, S.BE).to(tl.float32)
+    b_delta = tl.sum(b_out * b_d.to(tl.float32), 1)
     b_scale = tl.load(p_scale + i_row + i_t * S.H, mask=m_t, other=-2 * FLOOR)
     flag = tl.load(p_flag)
     b_total = zeros(S.C)
     b_rest = zeros(S.C)
     if S.EPSILON > 0:
         b_floor = tl.load(p_floor + i_row + i_t * S.H, mask=m_t, other=0.0)
+        # Nearly everything cancels where the epsilon is most of a feature: Δ has to be that of the sums.
+        for i_m in range(0, S.BM, S.TILE):
+            i_f = i_m + tl.arange(0, S.TILE)
+            b_p = logits(project(b_q, load_projection(p_high, i_f, S), p_low, flag, i_f, S), S)
+            b_p, b_g = query_gradients(b_p, b_d, b_scale, b_delta, p_kv, p_z, p_c, i_x, i_f, S)
+            b_rest += tl.sum(b_g * (b_p + b_floor[:, None]), 1)
+        b_delta += b_rest
+        b_rest = zeros(S.C)
     b_d_q = zeros(S.C, S.BD)
     for i_m in range(0, S.BM, S.TILE):
         i_f = i_m + tl.arange(0, S.TILE)
         b_high = load_projection(p_high, i_f, S)
-        b_kv, b_kv_low = load_sums(p_kv, i_x, i_f, S)
-        b_z, b_c = load_scales(p_z, p_c, i_x, i_f, S)
-        b_p = logits(project(b_q, b_high, p_low, flag, i_f, S), S) + b_c[None, :]
-        b_p = exp2(b_p - b_scale[:, None])
-        b_g = tl.dot(b_d, tl.trans(b_kv), -b_delta[:, None] * b_z[None, :])
-        b_g = tl.dot(b_d, tl.trans(b_kv_low), b_g)
+        b_p = logits(project(b_q, b_high, p_low, flag, i_f, S), S)
+        b_p, b_g = query_gradients(b_p, b_d, b_scale, b_delta, p_kv, p_z, p_c, i_x, i_f, S)
         if S.EPSILON > 0:
             b_rest += tl.sum(b_g, 1) * b_floor
         b_g *= b_p
@@ -415,7 +434,7 @@ def forward(x: BidirectionalInputs, problem: BidirectionalProblem, *, zeroed: bo
     q, k, v, weight, key_mask, offsets, key_offsets = tensors
     plan = _TiledForward.of(tensors, problem)
     out, saved, work = v.new_empty(plan.out_shape), plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
-    *w, scale, kv, z, c, floor, top = plan.pointers(plan.saved, saved)
+    *w, scale, kv, z, c, residual, floor, top = plan.pointers(plan.saved, saved)
     parts, parts_z, parts_c, parts_total = plan.pointers(plan.workspace, work)
     with on_device(q):
         plan.weight(weight, *w)
@@ -423,7 +442,7 @@ def forward(x: BidirectionalInputs, problem: BidirectionalProblem, *, zeroed: bo
         plan.combine(parts, parts_z, parts_c, key_offsets, kv, z, c)
         if plan.epsilon is not None:
             plan.epsilon(parts_total, key_offsets, kv, z, c, top)
-        plan.read(*w, q, offsets, kv, z, c, out, scale, floor)
+        plan.read(*w, q, offsets, kv, z, c, out, residual, scale, floor)
     return out, saved
 
 
@@ -436,10 +455,10 @@ def backward(
     q, k, v, _, key_mask, offsets, key_offsets = tensors
     plan = _TiledBackward.of((*tensors, d_out, out, saved.saved), problem)
     d_q, d_k, d_v, work = new_like(q), new_like(k), new_like(v), plan.workspace.allocate(q)
-    *w, scale, kv, z, c, floor, top = plan.pointers(plan.saved, saved.saved)
+    *w, scale, kv, z, c, residual, floor, top = plan.pointers(plan.saved, saved.saved)
     delta, d_kv, d_z, parts, parts_z = plan.pointers(plan.workspace, work)
     with on_device(q):
-        plan.queries(*w, q, out, d_out, offsets, kv, z, c, scale, floor, d_q, delta)
+        plan.queries(*w, q, out, residual, d_out, offsets, kv, z, c, scale, floor, d_q, delta)
         plan.d_sums(*w, q, d_out, offsets, c, scale, floor, delta, parts, parts_z)
         plan.combine(parts, parts_z, offsets, kv, z, d_kv, d_z)
         plan.keys(*w, k, v, key_mask, key_offsets, top if problem.epsilon else c, d_kv, d_z, d_k, d_v)
@@ -552,10 +571,12 @@ class _TiledBackward(_TiledPlan):
 
 def _saved(rows: int, heads: int, D: int, M: int, E: int, epsilon: float) -> Workspace:
     """The projection as two matrices and the flag; each query's normalizer; the sums as two bfloat16 matrices (BM, BE)
-    side by side; z and c (BM,); with an epsilon, that divided by each query's normalizer, and C.
+    side by side; z and c (BM,); what rounding takes from the result; with an epsilon, that divided by each query's
+    normalizer, and C.
     """
     BD, BM, BE = padded(D), feature_block(M), padded(E)
     projection = (BD * BM, torch.bfloat16), (BD * BM, torch.bfloat16), (1, torch.float32)
     vectors = [(heads * BM, torch.float32)] * 2
     more = [(size if epsilon else 0, torch.float32) for size in (rows, heads)]
-    return Workspace(*projection, (rows, torch.float32), (heads * BM * 2 * BE, torch.bfloat16), *vectors, *more)
+    sums, residual = (heads * BM * 2 * BE, torch.bfloat16), (rows * E, torch.bfloat16)
+    return Workspace(*projection, (rows, torch.float32), sums, *vectors, residual, *more)
