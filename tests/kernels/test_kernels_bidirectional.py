@@ -45,7 +45,6 @@ TILED = {"feature_map": "favor", "algorithm": "favor_bidirectional"}
 BFLOAT16 += [
     Case(B=1, H=2, Hkv=1, **TILED, num_features=131, exact=True),
     Case(B=2, H=3, Hkv=1, **TILED, num_features=19, mask=True, strided=True),
-    Case(B=1, H=1, Hkv=1, **TILED, num_features=19, packed=PACKED),
     Case(B=1, H=1, Hkv=1, S=131, feature_map="favor", num_features=266, normalize="feature", exact=True),
     Case(B=1, H=1, Hkv=1, D=131, E=70, **TILED, num_features=70, mask=True),
     Case(B=2, H=2, Hkv=1, feature_map="favor", num_features=70, mask=True, exact=True, epsilon=1e-2),
