@@ -105,7 +105,7 @@ def load_model(folder: Path, device: torch.device | None = None) -> LanguageMode
     """
     try:
         found = find_checkpoint(folder)
-        model = _load_decoder(found, device) if _is_decoder(found) else load(found, device=device)
+        model = _load_decoder(found, device) if is_decoder(found) else load(found, device=device)
     except OSError as error:
         raise ValueError(worded(error)) from None
     if not isinstance(model, LanguageModel):
@@ -113,7 +113,7 @@ def load_model(folder: Path, device: torch.device | None = None) -> LanguageMode
     return model.eval()
 
 
-def _is_decoder(folder: Path) -> bool:
+def is_decoder(folder: Path) -> bool:
     """Return whether a folder is of another model than longspan's, such as one that `swap_attention` changed."""
     path = folder / CONFIG
     described = read_json(path) if path.is_file() else {}

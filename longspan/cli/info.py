@@ -17,7 +17,7 @@ from tyro.conf import FlagCreatePairsOff
 from longspan import __version__
 from longspan.cli import worded
 from longspan.cli.arguments import parse
-from longspan.cli.generate import format_bytes
+from longspan.cli.generate import format_bytes, is_decoder, load_model
 from longspan.mechanisms import list_mechanisms, mechanism_options
 from longspan.models.adapter import ADAPTER_CONFIG, read_adapter
 from longspan.models.checkpoint import CONFIG, find_checkpoint, load, read_committed
@@ -144,7 +144,7 @@ def _describe(folder: Path, console: Console) -> None:
     """Print the size of a model, and what it reads and predicts."""
     found = find_checkpoint(folder)
     try:
-        model = load(found)
+        model = load_model(found) if is_decoder(found) else load(found)
         task = read_committed(found, lambda path: read_json(path / CONFIG)).get("task")
         adapter = read_adapter(found) if (found / ADAPTER_CONFIG).exists() else None
     except OSError as error:

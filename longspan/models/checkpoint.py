@@ -451,6 +451,11 @@ def _read_description(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise FileNotFoundError(f"{path.parent} has no {path.name}: it is not a checkpoint that save() wrote")
     description = read_json(path)
+    if isinstance(description, dict) and description.get("model_type", "longspan") != "longspan":
+        raise ValueError(
+            f"{path.parent} is a folder of transformers, of type {description['model_type']}: open it with "
+            "transformers, and a decoder with longspan generate, serve or info"
+        )
     if not isinstance(description, dict) or "format" not in description:
         raise ValueError(f"{path} has no format field: it is not a checkpoint that save() wrote")
     if description["format"] != FORMAT:

@@ -129,6 +129,13 @@ def test_init_refuses_a_model_with_swapped_attention(base: Path, tmp_path: Path)
         assert done.status == 2
         assert f"--init {tmp_path / name} is no checkpoint of a model that can be trained: {message}" in done.stderr
         assert not (tmp_path / "run").exists()
+        done = longspan("info", "--model", tmp_path / name, log=tmp_path / "log")
+        assert done.status == 0, done.stderr
+        assert "reads 31 tokens" in done.stdout
+        with pytest.raises(
+            ValueError, match=r"is a folder of transformers, of type .*longspan generate, serve or info"
+        ):
+            load(tmp_path / name)
 
 
 def test_the_folder_of_a_run_opens_in_transformers(base: Path, tmp_path: Path) -> None:
