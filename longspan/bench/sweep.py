@@ -277,7 +277,7 @@ def _measure(
     jobs = options.jobs or (8 if options.device == "cuda" else 1)
     config = options.config()
     workers = [SweepWorker(config) for _ in range(min(jobs, len(cells)))]
-    size = 4 * jobs if options.device == "cuda" else 1
+    size = 2 * jobs if options.device == "cuda" else 1
     try:
         for first in range(0, len(cells), size):
             batch = [(cell, workers[i % len(workers)]) for i, cell in enumerate(cells[first : first + size])]
