@@ -7,18 +7,22 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longspan.bench.jsonl import Row
 from longspan.bench.report import TextTable, three_digits
 from longspan.bench.subjects.peers import SDPA
 from longspan.utils import write_atomically
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 KEY = ("name", "size", "case", "machine")
 STEPS = {"forward_ms": "forward", "forward_backward_ms": "forward + backward"}
 SHORTEST = 2048  # tokens from which a mechanism must not be slower than full attention
 FACTOR = 2.0  # by which an element may cost more than in a neighboring cell
 # What neighboring cells differ in. A size may multiply the cost of an element, the others may not.
+_COLUMNS = 4  # panels of the heat map side by side
 _AXES = ("length", "head_dim", "num_heads", "size")
 
 
@@ -70,7 +74,7 @@ def find_cliffs(rows: Sequence[Row]) -> list[Cliff]:
             found.append(Cliff(row, "", math.inf, f"{row['status']}: {row['message']}"))
             continue
         for step, ratio in to_full.get(cell_key(row), {}).items():
-            if ratio > 1 and row["case"]["length"] >= SHORTEST:
+            if ratio > 1 and _is_long(row):
                 found.append(Cliff(row, step, ratio, SDPA))
     return found + _steeper([row for row in own if row["status"] == "ok"])
 
@@ -121,55 +125,109 @@ def cliff_table(cliffs: Sequence[Cliff]) -> TextTable:
     return TextTable(header, body, text_columns=len(header))
 
 
-def draw(path: Path, rows: Sequence[Row], step: str = "forward_backward_ms") -> bool:
-    """Draw the ratios to full attention over lengths and head dimensions, a panel per mechanism and mode.
+def summary_table(rows: Sequence[Row]) -> TextTable:
+    """Return a row for each mechanism and mode: its cells, the ratios to full attention, and its cliffs."""
+    found, cliffs = ratios(rows), find_cliffs(rows)
+    header = ["", "mode", "cells", "forward", "forward + backward", "slower than SDPA", "over 2× a neighbor", "fails"]
+    body = []
+    for name, causal in dict.fromkeys((row["name"], row["case"]["causal"]) for row in rows if row["mechanism"]):
+        own = [row for row in rows if (row["name"], row["case"]["causal"]) == (name, causal)]
+        steep = [cliff for cliff in cliffs if (cliff.row["name"], cliff.row["case"]["causal"]) == (name, causal)]
+        compared = [found[cell_key(row)] for row in own if cell_key(row) in found and _is_long(row)]
+        spans = [_span([ratio[step] for ratio in compared]) for step in STEPS]
+        kinds = [
+            [cliff for cliff in steep if cliff.than == SDPA],
+            [cliff for cliff in steep if cliff.than != SDPA and cliff.step],
+            [cliff for cliff in steep if not cliff.step],
+        ]
+        counts = [_worst(kind) for kind in kinds]
+        body.append([name, "causal" if causal else "bidirectional", str(len(own)), *spans, *counts])
+    return TextTable(header, body, text_columns=2)
 
-    Of the other axes a panel shows the values that most of its cells have. False if there are no ratios.
+
+def _is_long(row: Row) -> bool:
+    return row["case"]["length"] >= SHORTEST
+
+
+def _span(values: Sequence[float]) -> str:
+    return f"{min(values):.2g}–{max(values):.2g}" if values else "–"
+
+
+def _worst(cliffs: Sequence[Cliff]) -> str:
+    """The number of cells, and the tokens and head dimension of the steepest one."""
+    if not cliffs:
+        return "0"
+    worst = max(cliffs, key=lambda cliff: cliff.factor)
+    case, count = worst.row["case"], len({cell_key(cliff.row) for cliff in cliffs})
+    factor = f"{worst.factor:.2g}× at " if worst.step else ""
+    return f"{count}: {factor}{case['length']} × {case['head_dim']}"
+
+
+def panels(rows: Sequence[Row], step: str = "forward_backward_ms") -> dict[str, list[list[float]]]:
+    """Return for each mechanism and mode [tokens, head dimension, time relative to full attention] of its cells.
+
+    Of heads, sizes and dtypes a panel has the values of most of its cells.
+    """
+    found = ratios(rows)
+    groups: dict[tuple[str, bool], list[Row]] = {}
+    for row in rows:
+        if cell_key(row) in found:
+            groups.setdefault((row["mechanism"], row["case"]["causal"]), []).append(row)
+    shown = {}
+    for (_, causal), group in groups.items():
+        kept = _most_common(group)
+        title = f"{kept[0]['name']}, {'causal' if causal else 'bidirectional'}"
+        shown[title] = [
+            [row["case"]["length"], row["case"]["head_dim"], round(found[cell_key(row)][step], 3)] for row in kept
+        ]
+    return shown
+
+
+def draw(path: Path, rows: Sequence[Row]) -> bool:
+    """Draw the heat map of `panels` as PNG; False if there are none.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
-    from longspan.train.report.plots import plain_label, to_png
+    from longspan.train.report.plots import to_png
 
-    found = ratios(rows)
-    panels: dict[tuple[str, bool], list[Row]] = {}
-    for row in rows:
-        if row["mechanism"] is not None and cell_key(row) in found:
-            panels.setdefault((row["mechanism"], row["case"]["causal"]), []).append(row)
-    if not panels:
-        return False
-    names = list(dict.fromkeys(name for name, _ in panels))
-    modes = [causal for causal in (True, False) if any(mode == causal for _, mode in panels)]
-    kept = {key: _most_common(panel) for key, panel in panels.items()}
-    cells = [row for panel in kept.values() for row in panel]
-    lengths, dims = (sorted({row["case"][name] for row in cells}) for name in ("length", "head_dim"))
-    size = 1.6 + max(2.6, 0.42 * len(lengths) + 0.4) * len(modes), 0.8 + (0.26 * len(dims) + 0.5) * len(names)
-    figure = Figure(figsize=size, dpi=144, layout="constrained")
+    data = panels(rows)
+    if data:
+        figure = Figure(dpi=144, layout="constrained")
+        draw_panels(data, figure)
+        write_atomically(path, to_png(figure))
+    return bool(data)
+
+
+def draw_panels(data: Mapping[str, Sequence[Sequence[float]]], figure: Figure) -> None:
+    """Draw `panels`: a color and a number per cell, green where the mechanism takes less time."""
+    lengths, dims = (sorted({int(cell[i]) for cells in data.values() for cell in cells}) for i in (0, 1))
+    columns = min(len(data), _COLUMNS)
+    lines = -(-len(data) // columns)
+    figure.set_size_inches(
+        1.2 + max(1.7, 0.36 * len(lengths) + 0.2) * columns, 0.6 + max(1.1, 0.24 * len(dims) + 0.4) * lines
+    )
+    grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     image = None
-    for axes_row, name in zip(figure.subplots(len(names), len(modes), squeeze=False), names, strict=True):
-        for axes, causal in zip(axes_row, modes, strict=True):
-            values = {
-                (dims.index(row["case"]["head_dim"]), lengths.index(row["case"]["length"])): found[cell_key(row)][step]
-                for row in kept.get((name, causal), [])
-            }
-            grid = [[math.log2(values.get((i, j), math.nan)) for j in range(len(lengths))] for i in range(len(dims))]
-            image = axes.imshow(grid, cmap="RdYlGn_r", vmin=-3, vmax=3, aspect="auto", origin="lower")
-            for (i, j), value in values.items():
-                axes.text(j, i, f"{value:.2g}", ha="center", va="center", fontsize=5.5)
-            label = kept[name, causal][0]["name"] if (name, causal) in kept else name
-            axes.set_title(plain_label(f"{label}, {'causal' if causal else 'bidirectional'}"), fontsize=8)
-            axes.set_xticks(range(len(lengths)), [_short(n) for n in lengths], fontsize=6)
-            axes.set_yticks(range(len(dims)), [str(dim) for dim in dims], fontsize=6)
-    figure.supxlabel("tokens", fontsize=9)
-    figure.supylabel("head dimension", fontsize=9)
+    for axes, (title, cells) in zip(grid.flat, data.items(), strict=False):
+        values = {(dims.index(int(dim)), lengths.index(int(n))): ratio for n, dim, ratio in cells}
+        colors = [[math.log2(values.get((i, j), math.nan)) for j in range(len(lengths))] for i in range(len(dims))]
+        image = axes.imshow(colors, cmap="RdYlGn_r", vmin=-3, vmax=3, aspect="auto", origin="lower", alpha=0.8)
+        for (i, j), ratio in values.items():
+            axes.text(j, i, f"{ratio:.2g}", ha="center", va="center", fontsize=6, color="#202020")
+        axes.set_title(title.replace("_", " "), fontsize=7)
+        axes.set_xticks(range(len(lengths)), [_short(n) for n in lengths], fontsize=6)
+        axes.set_yticks(range(len(dims)), [str(dim) for dim in dims], fontsize=6)
+    for axes in grid.flat[len(data) :]:
+        axes.set_axis_off()
+    figure.supxlabel("tokens", fontsize=8)
+    figure.supylabel("head dimension", fontsize=8)
     assert image is not None
-    bar = figure.colorbar(image, ax=figure.axes, ticks=range(-3, 4), shrink=0.6)
+    bar = figure.colorbar(image, ax=figure.axes, ticks=range(-3, 4), shrink=0.8)
     bar.ax.set_yticklabels(["≤ 1/8", "1/4", "1/2", "1", "2", "4", "≥ 8"], fontsize=6)
-    bar.set_label(f"{STEPS[step]}: time relative to {SDPA}", fontsize=8)
-    write_atomically(path, to_png(figure))
-    return True
+    bar.set_label(f"time relative to {SDPA}", fontsize=7)
 
 
 def _most_common(rows: Sequence[Row]) -> list[Row]:

@@ -1,7 +1,7 @@
 """Generate the benchmark tables of README.md and the documentation from benchmarks/results.
 
-A table is the region from `<!-- table: name -->` to `<!-- end -->`. In a checkout, `longspan bench tables`,
-`python -m longspan.bench.tables` and `make tables` rewrite all of them.
+A table is the region from `<!-- table: name -->` to `<!-- end -->`, a sentence that from `<!-- sentence: name -->`.
+In a checkout, `longspan bench tables`, `python -m longspan.bench.tables` and `make tables` rewrite all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from longspan.bench import quality
+from longspan.bench import quality, sweep_report
+from longspan.bench.jsonl import read
 from longspan.bench.recall import results as recall_results
 from longspan.bench.report import TextTable, three_digits
 from longspan.utils import choose
@@ -48,12 +49,35 @@ def update(root: Path) -> list[Path]:
 
 
 def fill(text: str, results: Path) -> str:
-    """Return a document with every table generated from the results."""
+    """Return a document with every table and sentence generated from the results."""
 
     def region(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n{table(match[1], results).markdown()}<!-- end -->"
+        kind, name = match.groups()
+        content = table(name, results).markdown() if kind == "table" else f"{sentence(name, results)}\n"
+        return f"<!-- {kind}: {name} -->\n{content}<!-- end -->"
 
-    return re.sub(r"<!-- table: ([\w-]+) -->\n.*?<!-- end -->", region, text, flags=re.DOTALL)
+    return re.sub(r"<!-- (table|sentence): ([\w-]+) -->\n.*?<!-- end -->", region, text, flags=re.DOTALL)
+
+
+def sentence(name: str, results: Path) -> str:
+    """Return one of `SENTENCES`, generated from the results in a folder."""
+    return SENTENCES[choose("sentence", name, SENTENCES)](results)
+
+
+def _compile_modes(results: Path) -> str:
+    """How the modes of torch.compile compare in a training step, in the file of `longspan bench compile`."""
+    rows = {row["compile"]: row for row in _rows(results, "h200-compile")}
+    graphs = rows.pop("reduce-overhead")
+    speed = graphs["step_tokens_per_second"]
+    others = [
+        f"{row['step_tokens_per_second'] / 1e6:.2f} M ({speed / row['step_tokens_per_second']:.2f} times slower) "
+        + ("without `torch.compile`" if mode == "off" else f"in mode `{mode}`")
+        for mode, row in rows.items()
+    ]
+    return (
+        f"A training step of {_batch(graphs)} tokens with the model `{graphs['name']}` reads {speed / 1e6:.2f} M "
+        f"tokens/s with `torch.compile` in mode `reduce-overhead`, {' and '.join(others)}."
+    )
 
 
 def table(name: str, results: Path) -> TextTable:
@@ -238,8 +262,10 @@ _JSONL: dict[str, tuple[Callable[[Path], list[Row]], Callable[[list[Row]], TextT
     "h200-recipe": (quality.read_results, quality.table),
     "h200-recall": (recall_results.read, recall_results.table),
     "cpu-recall": (recall_results.read, recall_results.table),
+    "cpu-sweep": (read, sweep_report.summary_table),
 }
 TABLES = ("ratios", *_COLUMNS, *_JSONL, "serve-streams")
+SENTENCES: dict[str, Callable[[Path], str]] = {"compile": _compile_modes}
 
 
 if __name__ == "__main__":

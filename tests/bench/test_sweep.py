@@ -20,7 +20,7 @@ from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig, W
 from longspan.bench.subjects.peers import SDPA
 from longspan.bench.subjects.sweep import SweepSubject
 from longspan.bench.sweep import Cell, SweepOptions, SweepWorker, plan, run
-from longspan.bench.sweep_report import cliff_table, draw, find_cliffs, ratios
+from longspan.bench.sweep_report import cliff_table, draw, find_cliffs, panels, ratios, summary_table
 from longspan.mechanisms import _REGISTRY, list_mechanisms, register_mechanism
 from longspan.mechanisms.linear import LinearAttention
 
@@ -212,6 +212,20 @@ def test_failures_are_cliffs_and_the_steepest_comes_first() -> None:
     assert table.rows[1][4:] == ["forward", "1.50", "1.50", SDPA, "eager PyTorch: a reason"]
 
 
+def test_the_summary_counts_cliffs_of_each_mechanism_and_mode() -> None:
+    rows = [
+        *(row(SDPA, 4.0, length=2048), row("linear", 6.0, length=2048)),
+        *(row(SDPA, 16.0, length=4096), row("linear", 4.0, length=4096)),
+        *(row(SDPA, 4.0, length=512, causal=False), row("linear", 30.0, length=512, causal=False)),
+        row("decay", 0.0, length=2048, status="error"),
+    ]
+    assert summary_table(rows).rows == [
+        ["linear", "causal", "2", "0.25–1.5", "0.25–1.5", "1: 1.5× at 2048 × 64", "1: 3× at 2048 × 64", "0"],
+        ["linear", "bidirectional", "1", "–", "–", "0", "0", "0"],
+        ["decay", "causal", "1", "–", "–", "0", "0", "1: 2048 × 64"],
+    ]
+
+
 def test_a_planted_slow_cell_is_measured_and_listed(
     slow: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,6 +291,11 @@ def test_the_heat_map_has_a_panel_for_each_mechanism_and_mode(tmp_path: Path) ->
     path = tmp_path / "map.png"
     assert not draw(path, [row("linear", 1.0, length=64)])
     rows = [row(name, 1.0, length=n, causal=c) for name in (SDPA, "a", "b") for n in (64, 128) for c in (True, False)]
+    assert panels(rows) == {
+        f"{name}, {mode}": [[64, 64, 1.0], [128, 64, 1.0]]
+        for name in ("a", "b")
+        for mode in ("causal", "bidirectional")
+    }
     assert draw(path, rows)
     assert path.read_bytes().startswith(b"\x89PNG")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -49,6 +50,23 @@ def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_table_is_refused() -> None:
     with pytest.raises(ValueError, match=r"unknown table 'casual'; there is ratios, causal.*did you mean 'causal'"):
         fill("<!-- table: casual -->\n<!-- end -->", ROOT / RESULTS)
+
+
+def test_the_sentence_on_compilation_is_that_of_its_results(tmp_path: Path) -> None:
+    case = {"batch_size": 8, "length": 4096}
+    rows = [
+        {"name": "linear", "status": "ok", "case": case, "compile": mode, "step_tokens_per_second": speed}
+        for mode, speed in (("reduce-overhead", 2.5e6), ("default", 2e6), ("off", 1e6))
+    ]
+    (tmp_path / "h200-compile.json").write_text(json.dumps({"rows": rows}))
+    text = fill("<!-- sentence: compile -->\nold\n<!-- end -->", tmp_path)
+    assert text == (
+        "<!-- sentence: compile -->\nA training step of 8 × 4,096 tokens with the model `linear` reads 2.50 M tokens/s "
+        "with `torch.compile` in mode `reduce-overhead`, 2.00 M (1.25 times slower) in mode `default` and 1.00 M (2.50 "
+        "times slower) without `torch.compile`.\n<!-- end -->"
+    )
+    with pytest.raises(ValueError, match="unknown sentence 'compil'; there is compile"):
+        fill("<!-- sentence: compil -->\n<!-- end -->", tmp_path)
 
 
 def test_markdown_is_aligned() -> None:
