@@ -36,6 +36,7 @@ from longspan.bench.subjects.base import (
 )
 from longspan.bench.subjects.sweep import SIZES, FlexWindowSubject, SweepSubject, sweep_subjects
 from longspan.bench.sweep_report import KEY, cell_key, cliff_table, draw, find_cliffs
+from longspan.bench.timing import CLOCKS
 from longspan.mechanisms import list_mechanisms
 from longspan.models.explain import explain
 from longspan.utils import choose, printable
@@ -106,6 +107,8 @@ class SweepOptions:
     """Samples of each step."""
     threads: int | None = None
     """CPU threads. By default the number of cores."""
+    clock: str = "wall"
+    """wall, or processor: the processor time of one thread, which other processes on a busy machine do not change."""
     jobs: int | None = None
     """Processes that compile at the same time; cells are timed one after another. By default 1, on CUDA 8."""
     timeout: float = 120.0
@@ -123,6 +126,9 @@ class SweepOptions:
         ):
             for name in given:
                 choose(what, name, allowed)
+        choose("clock", self.clock, CLOCKS)
+        if self.clock == "processor" and (self.device != "cpu" or self.threads != 1):
+            raise ValueError("the clock processor is for one thread of a CPU: set threads to 1, or use the clock wall")
         if not self.modes:
             raise ValueError(f"modes must name one of {', '.join(MODES)}")
         for name in ("lengths", "head_dims", "heads", "num_features", "windows", "ranks"):
@@ -153,6 +159,7 @@ class SweepOptions:
             profile=False,
             check=False,
             warm_up=0.03,
+            clock=self.clock,
         )
 
 
@@ -219,7 +226,8 @@ def run(options: SweepOptions) -> list[Row]:
     prepare(options.out)
     rows = read(options.out, *KEY, "status")
     about = environment(options.device)
-    about["threads"], done, missing = options.threads or cores(), {cell_key(row) for row in rows}, set()
+    about |= {"threads": options.threads or cores(), "clock": options.clock}
+    done, missing = {cell_key(row) for row in rows}, set()
     load = about["machine"]["load"]
     if load > cores() / 2:
         print(f"this machine is busy (load {load:g} on {cores()} cores): times will be noisy", file=sys.stderr)

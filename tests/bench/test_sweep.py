@@ -21,6 +21,7 @@ from longspan.bench.subjects.peers import SDPA
 from longspan.bench.subjects.sweep import SweepSubject
 from longspan.bench.sweep import Cell, SweepOptions, SweepWorker, plan, run
 from longspan.bench.sweep_report import cliff_table, draw, find_cliffs, panels, ratios, summary_table
+from longspan.bench.timing import cpu_ms
 from longspan.mechanisms import _REGISTRY, list_mechanisms, register_mechanism
 from longspan.mechanisms.linear import LinearAttention
 
@@ -49,11 +50,11 @@ class InProcess:
 
 
 class SlowAttention(LinearAttention):
-    """Linear attention with a cliff at head dimension 24."""
+    """Linear attention with a cliff at head dimension 8."""
 
     def forward(self, q: Tensor, *args: Any, **options: Any) -> Tensor:
-        if q.shape[3] == 24 and q.shape[1] < 512:  # not in the check
-            time.sleep(0.02)
+        if q.shape[3] == 8 and q.shape[1] < 512:  # not in the check
+            time.sleep(0.2)
         return super().forward(q, *args, **options)
 
 
@@ -126,8 +127,10 @@ def test_options_choose_the_cells(changes: dict[str, Any], values: dict[str, set
 
 
 def test_options_reach_the_measurement() -> None:
-    config = SweepOptions(repeats=3, threads=1, timeout=7.0).config()
+    config = SweepOptions(repeats=3, threads=1, timeout=7.0, clock="processor").config()
     assert (config.repeats, config.threads, config.timeout, config.check) == (3, 1, 7.0, False)
+    # Waiting takes no processor time.
+    assert cpu_ms(lambda: time.sleep(0.05), config.clock) < 25 < 50 <= cpu_ms(lambda: time.sleep(0.05))
 
 
 @pytest.mark.parametrize(
@@ -139,6 +142,8 @@ def test_options_reach_the_measurement() -> None:
         ({"dtypes": ("float8",)}, "unknown dtype 'float8'"),
         ({"lengths": (0,)}, r"lengths must be positive, got \(0,\)"),
         ({"minutes": -1.0}, "minutes must be positive, got -1"),
+        ({"clock": "processor"}, "for one thread of a CPU: set threads to 1"),
+        ({"clock": "sun"}, "unknown clock 'sun'; there is wall, processor"),
         ({"device": "tpu"}, "unknown device 'tpu'"),
     ],
 )
@@ -230,7 +235,7 @@ def test_a_planted_slow_cell_is_measured_and_listed(
     slow: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "sweep.jsonl"
-    options = SweepOptions(**{**TINY, "lengths": (67,)}, mechanisms=("slow",), repeats=3, threads=1, out=out)
+    options = SweepOptions(**{**TINY, "lengths": (67,)}, mechanisms=("slow",), repeats=1, threads=1, out=out)
     rows = run(options)
     assert len(rows) == 4
     assert all(each["status"] == "ok" and each["check"]["error"] <= each["check"]["tolerance"] for each in rows)
@@ -239,7 +244,7 @@ def test_a_planted_slow_cell_is_measured_and_listed(
     ]
     assert all({"commit", "machine", "versions", "date", "threads"} <= each.keys() for each in rows)
     steep = {cliff.row["case"]["head_dim"] for cliff in find_cliffs(rows) if cliff.factor > 3}
-    assert steep == {24}
+    assert steep == {8}
     shown = capsys.readouterr()
     assert "cliffs" in shown.out
     assert "| slow " in shown.out
@@ -252,7 +257,7 @@ def test_a_planted_slow_cell_is_measured_and_listed(
 def test_a_killed_run_continues(slow: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "sweep.jsonl"
     options = SweepOptions(
-        lengths=(67,), head_dims=(8,), heads=(1,), modes=("causal",), tokens=67, mechanisms=("slow",), out=out
+        lengths=(67,), head_dims=(5,), heads=(1,), modes=("causal",), tokens=67, mechanisms=("slow",), out=out
     )
     rows = run(replace(options, repeats=1))
     lines = out.read_text().splitlines()
@@ -328,7 +333,7 @@ def test_a_process_that_crashes_or_hangs_is_a_result() -> None:
 
 def test_options_can_be_given_as_json(slow: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "sweep.jsonl"
-    values = {"subject": "sweep", "lengths": [67], "head_dims": [8], "heads": [1], "mechanisms": ["slow"]}
+    values = {"subject": "sweep", "lengths": [67], "head_dims": [5], "heads": [1], "mechanisms": ["slow"]}
     values |= {"modes": ["causal"], "tokens": 67, "repeats": 1, "peers": False, "out": str(out)}
     monkeypatch.setattr(sys, "argv", ["bench", json.dumps(values)])
     by_json.main()

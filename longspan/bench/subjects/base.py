@@ -59,6 +59,7 @@ class MeasurementConfig:
         profile: Record the time of each CUDA kernel of longspan's subjects.
         check: Check the accuracy first.
         warm_up: Seconds for which a step is called on CUDA before it is timed.
+        clock: "wall" or "processor", the time of a step on the CPU.
     """
 
     rounds: int = 3
@@ -71,6 +72,7 @@ class MeasurementConfig:
     profile: bool = True
     check: bool = True
     warm_up: float = 0.2
+    clock: str = "wall"
 
 
 class TimedStep(NamedTuple):
@@ -205,7 +207,9 @@ class Subject(ABC):
         release_freed()
         wait()
         for name, step in work.steps.items():
-            result.times[name] = sample_ms(step.run, case.device, config.repeats, config.seconds, config.warm_up)
+            result.times[name] = sample_ms(
+                step.run, case.device, config.repeats, config.seconds, config.warm_up, config.clock
+            )
             if step.tokens is not None:
                 result.tokens[name] = step.tokens
             if step.bytes is not None:
