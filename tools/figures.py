@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from svg_style import COLORS, STYLE, figure_to_svg
 
 from longspan import build_mechanism
+from longspan.bench import jsonl, sweep_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -196,6 +197,7 @@ PLOTS: dict[str, tuple[Callable[[], Data], Callable[[Data, Figure], None]]] = {
     "decode-h200": (decode_speeds, draw_speeds),
     "linearize-h200": (position_losses, draw_losses),
     "serve-cpu": (lambda: loads("cpu-serve"), draw_loads),
+    "sweep-cpu": (lambda: sweep_report.panels(jsonl.read(RESULTS / "cpu-sweep.jsonl")), sweep_report.draw_panels),
 }
 
 

@@ -58,12 +58,13 @@ def test_the_sentence_on_compilation_is_that_of_its_results(tmp_path: Path) -> N
         {"name": "linear", "status": "ok", "case": case, "compile": mode, "step_tokens_per_second": speed}
         for mode, speed in (("reduce-overhead", 2.5e6), ("default", 2e6), ("off", 1e6))
     ]
-    (tmp_path / "h200-compile.json").write_text(json.dumps({"rows": rows}))
+    rows.append({**rows[0], "name": "softmax", "step_tokens_per_second": 7e6})
+    (tmp_path / "h200-compile.json").write_text(json.dumps({"rows": rows, "versions": {"longspan": "9.9"}}))
     text = fill("<!-- sentence: compile -->\nold\n<!-- end -->", tmp_path)
     assert text == (
         "<!-- sentence: compile -->\nA training step of 8 × 4,096 tokens with the model `linear` reads 2.50 M tokens/s "
         "with `torch.compile` in mode `reduce-overhead`, 2.00 M (1.25 times slower) in mode `default` and 1.00 M (2.50 "
-        "times slower) without `torch.compile`.\n<!-- end -->"
+        "times slower) without `torch.compile`, measured with longspan 9.9.\n<!-- end -->"
     )
     with pytest.raises(ValueError, match="unknown sentence 'compil'; there is compile"):
         fill("<!-- sentence: compil -->\n<!-- end -->", tmp_path)
