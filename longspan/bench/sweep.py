@@ -411,4 +411,4 @@ def _implementation(subject: SweepSubject, case: Case) -> str:
     shape = case.batch_size, case.length
     found = explain(mechanism, *shape, causal=case.causal, dtype=case.torch_dtype, device=case.device)
     names = (d.algorithm if d.why is None else f"eager PyTorch ({d.why})" for d in found.decisions)
-    return ", ".join(names)
+    return ", ".join(dict.fromkeys(names))

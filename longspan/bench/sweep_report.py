@@ -217,7 +217,9 @@ def draw_panels(data: Mapping[str, Sequence[Sequence[float]]], figure: Figure) -
         image = axes.imshow(colors, cmap="RdYlGn_r", vmin=-3, vmax=3, aspect="auto", origin="lower", alpha=0.8)
         for (i, j), ratio in values.items():
             axes.text(j, i, f"{ratio:.2g}", ha="center", va="center", fontsize=6, color="#202020")
-        axes.set_title(title.replace("_", " "), fontsize=7)
+        axes.set_title(title.replace("_", " "), fontsize=6)
+        axes.tick_params(bottom=False, left=False)
+        axes.set_frame_on(False)
         axes.set_xticks(range(len(lengths)), [_short(n) for n in lengths], fontsize=6)
         axes.set_yticks(range(len(dims)), [str(dim) for dim in dims], fontsize=6)
     for axes in grid.flat[len(data) :]:

@@ -24,7 +24,7 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str], list[str]]] = [
     ("linear", {}, ["fused_chunk"], ["bidirectional"], ["decode"]),
     ("linear", {"feature_map": "softmax", "normalize": "feature"}, ["chunk"], ["bidirectional"], ["decode"]),
     ("linear", {"feature_map": "hedgehog"}, ["hedgehog", "fused_chunk"], ["hedgehog"], ["hedgehog"]),
-    ("performer", {"num_features": 31}, ["favor"], ["favor_bidirectional"], ["decode"]),
+    ("performer", {"num_features": 31}, ["favor"], ["bidirectional"], ["decode"]),
     ("performer", {"num_features": 31, "epsilon": 0.1}, ["favor"], ["favor_bidirectional"], []),
     ("performer", {"num_features": 311}, ["favor"], ["favor_bidirectional"], []),
     ("local", {"window": 7}, ["window"], ["window"], ["decode"]),
