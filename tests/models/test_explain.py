@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str], list[str]]] = [
     ("performer", {"num_features": 31, "epsilon": 0.1}, ["favor"], ["favor_bidirectional"], []),
     ("performer", {"num_features": 311}, ["favor"], ["favor_bidirectional"], []),
     ("local", {"window": 7}, ["window"], ["window"], ["decode"]),
-    ("local", {"window": 7, "xpos": 4.0}, [], [], []),
+    ("local", {"window": 7, "xpos": 128.0}, ["window"], ["window"], []),
     ("linformer", {"rank": 11, "max_length": 257}, ["chunk"], ["compressed"], ["decode"]),
     ("decay", {}, ["decay"], ["decay"], ["decode"]),
     ("decay", {"gate": "channel"}, ["channel"], ["channel"], ["decode"]),
@@ -84,6 +85,8 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     )
     monkeypatch.setattr(window, "kernels", lambda: Spy("window", reached, windowed))
     monkeypatch.setattr(compressed.fused, "kernels", lambda: Spy("compressed", reached, attention))
+    rotate = SimpleNamespace(rotate=lambda x, *args, **options: x.new_empty(x.shape))
+    monkeypatch.setattr(window, "_rotate_kernels", lambda: rotate)
     monkeypatch.setattr(hedgehog, "kernels", lambda: Spy("hedgehog", reached, hedgehog._Hedgehog.fake))
     monkeypatch.setattr(decode_op, "kernels", lambda name: Spy(name, reached))
     monkeypatch.setattr(dispatch, "triton_missing", lambda device: None)

@@ -203,7 +203,7 @@ def _direct(op: Any, leaves: tuple[int, ...], differentiable: int) -> Callable[.
     def direct(*args: Any) -> Any:
         if dispatch.recording is not None:
             outputs = op.fake(*args)
-            return op.visible((outputs,) if isinstance(outputs, Tensor) else outputs)
+            return outputs if isinstance(outputs, Tensor) else op.visible(outputs)
         if not torch.is_grad_enabled():
             return op.visible(op.forward(*args, traced=False))
         return apply(args, *[args[i] for i in leaves])
