@@ -74,7 +74,7 @@ def test_many_features_and_wide_heads(case: Case) -> None:
 @interpreted
 @quiet
 @pytest.mark.usefixtures("bfloat16")
-@pytest.mark.parametrize(("case", "epsilon"), zip(EPSILON, (1e-2, 1e-4, 1e-4), strict=True), ids=str)
+@pytest.mark.parametrize(("case", "epsilon"), list(zip(EPSILON, (1e-2, 1e-4, 1e-4), strict=True)), ids=str)
 def test_epsilon(case: Case, epsilon: float) -> None:
     check_epsilon(case, epsilon, torch.bfloat16, "cpu")
 
