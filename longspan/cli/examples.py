@@ -47,7 +47,7 @@ EXAMPLES = {
     "bench recall": ("longspan bench recall --tasks mqar,parity --mechanisms linear,delta-head --length 256",),
     "bench sweep": (
         "longspan bench sweep --minutes 8",
-        "longspan bench sweep --device cuda --mechanisms local,performer --head-dims 64,128 --minutes 9",
+        "longspan bench sweep --mechanisms local,performer --head-dims 64,128 --minutes 9",
     ),
     "bench serve": (
         "longspan bench serve --model runs/mine",
