@@ -610,17 +610,33 @@ def linear_favor_backward_queries_kernel(
     b_a = tl.dot(b_d, tl.trans(b_v)) - b_delta[:, None]
     b_mass = zeros(S.C)
     b_total = zeros(S.C)
+    b_rest = zeros(S.C)
     if S.EPSILON > 0:
         b_before, count = load_values_sum(p_values, i_x, i_c, T, S)
         b_all = tl.sum(tl.where(visible_pairs(rows, S), b_a, 0.0), 1)
         b_all += tl.sum(b_d.to(tl.float32) * b_before[None, :], 1) - b_delta * count
         b_all *= b_epsilon
         b_floor = tl.load(p_floor + i_o)
+        # Nearly everything cancels where the epsilon is most of a feature: Δ has to be that of the sums.
+        b_first = (b_a * pair_scales(b_scale, b_reference, S)).to(tl.bfloat16)
+        b_scaled = (b_d * b_row[:, None]).to(tl.bfloat16)
+        for i_m in range(0, S.BM, S.TILE):
+            i_f = i_m + tl.arange(0, S.TILE)
+            b_query, b_f = project_both(b_q, b_k, load_projection(p_high, i_f, S), p_low, flag, i_f, S)
+            b_f = features(b_f, b_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
+            b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S, b_floor[:, None])
+            b_kv, b_z = load_sums(p_before, p_before_z, i_far, p_prefix, p_prefix_z, i_near, old, i_f, S)
+            b_g = tl.dot(b_scaled, tl.trans(b_kv), (-b_delta * b_row)[:, None] * b_z[None, :])
+            b_g = tl.dot(b_first, b_f, b_g) + b_all[:, None]
+            b_rest += tl.sum(b_g * b_query, 1)
+        number = count + tl.sum(tl.where(visible_pairs(rows, S), 1.0, 0.0), 1)
+        b_a -= b_rest[:, None]
+        b_all -= b_rest * number * b_epsilon
+        b_delta += b_rest
     b_a = (b_a * pair_scales(b_scale, b_reference, S)).to(tl.bfloat16)
     # Products with powers of two are exact.
     b_d, b_delta = (b_d * b_row[:, None]).to(tl.bfloat16), -b_delta * b_row
     b_d_q = zeros(S.C, S.BD)
-    b_rest = zeros(S.C)
     for i_m in range(0, S.BM, S.TILE):
         i_f = i_m + tl.arange(0, S.TILE)
         b_high = load_projection(p_high, i_f, S)
