@@ -194,12 +194,13 @@ def test_a_classifier_learns(tmp_path: Path, form: str) -> None:
 
 
 def test_learning_rate_schedule() -> None:
-    train = resolve({"data": ["x"], "out": "y", "lr": 2, "warmup": 4, "min_lr": 0.1, "steps": 100}).train
+    given = {"data": ["x"], "out": "y", "lr": 2, "decay_type": "cosine"}
+    train = resolve({**given, "warmup": 4, "min_lr": 0.1, "steps": 100}).train
     rates = [learning_rate(train, step, step / 100) for step in range(100)]
     assert rates[:4] == pytest.approx([0.5, 1, 1.5, 2], rel=0.01)
     assert all(a > b for a, b in pairwise(rates[4:]))
     assert learning_rate(train, 100, 1.0) == pytest.approx(0.2)
-    slow = resolve({"data": ["x"], "out": "y", "lr": 2, "warmup": 400, "minutes": 1}).train
+    slow = resolve({**given, "warmup": 400, "minutes": 1}).train
     assert learning_rate(slow, 3, 0.05) == pytest.approx(1, rel=0.01)
     assert learning_rate(slow, 9, 0.5) == pytest.approx(1)
 
