@@ -156,7 +156,7 @@ def test_the_folder_of_a_run_opens_in_transformers(base: Path, tmp_path: Path) -
         transformers.AutoModelForCausalLM.from_pretrained(run)
 
 
-def test_somebody_s_configuration_in_the_folder_of_a_run_stays(base: Path, tmp_path: Path) -> None:
+def test_a_foreign_configuration_in_the_folder_of_a_run_stays(base: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"mine": 1}')
     trained(base.parent / "text", tmp_path, steps=1)
     assert (tmp_path / "config.json").read_text() == '{"mine": 1}'

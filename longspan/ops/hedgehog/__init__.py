@@ -33,7 +33,7 @@ def hedgehog_features(x: Tensor, weight: Tensor) -> Tensor:
     """
     why = why_not_triton(x, weight)
     if dispatch.recording is not None:
-        dispatch.record("Hedgehog's features", "hedgehog", why)
+        dispatch.record("Hedgehog feature map", "hedgehog", why)
     if why is not None:
         with autocast("cuda", enabled=False):  # Exponentials of rounded logits would be inexact.
             y = einsum("bthd,hfd->bthf", x, weight.to(x.dtype))
