@@ -168,11 +168,11 @@ class LocalAttention(Mechanism):
         assert isinstance(state, LocalState)
         assert rotary is None or isinstance(rotary, CosSin)
         special = self._dropout or self.query_offset or self.bias is not None or self.xpos is not None
-        if q.device.type == "cpu" and not (special or self.window.block_size or self.window.shared_qk):
+        if special or not self._fused(q, k, v) or why_not_triton(q, k, v, state.k, state.v) is not None:
+            if special or self.window.block_size or self.window.shared_qk or q.device.type != "cpu":
+                return super()._decode_step(state, q, k, v, gates, rotary, out)
             q, k = apply_rotary(rotary, q, k)
             return copy_out(self._step_exact(state, q, k, v), out), state
-        if special or not self._fused(q, k, v) or why_not_triton(q, k, v, state.k, state.v) is not None:
-            return super()._decode_step(state, q, k, v, gates, rotary, out)
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         ring, length = (state.k, state.v), state.length
         out = window_decode_step(q, k, v, ring, self.window, length=length, scale=scale, rotary=rotary, out=out)

@@ -91,7 +91,7 @@ def save(
 
 
 def _copy_description(run: Path) -> None:
-    """Copy `config.json` to the folder of a run, so that transformers opens it; a file that longspan did not write stays."""
+    """Copy `config.json` to the folder of a run, so that transformers opens it; a foreign file stays."""
     path = run / CONFIG
     with suppress(OSError, ValueError, AttributeError):
         if not path.exists() or read_json(path).get("model_type") == "longspan":
