@@ -290,7 +290,7 @@ def _announce(server: APIServer, flags: ServeFlags) -> None:
         f"{engine.device}; state of one sequence: {format_bytes(server.model.state_bytes)}"
     )
     if not server.options.api_keys and not is_loopback(flags.host):
-        _say("anybody who reaches this address can use it: set --api-key-file")
+        _say("every client that reaches this address can use the server: set --api-key-file")
 
 
 def _say(text: str) -> None:

@@ -156,7 +156,7 @@ def test_the_command(teacher, text, tmp_path, capsys):
     assert student_bytes[0] == student_bytes[1]
     assert teacher_bytes[0] < teacher_bytes[1]
     assert results["throughput"]["student"]["batch"] == 3
-    assert set(results["needle"]["student"]) == {"96"}  # 64 tokens have no room for it
+    assert set(results["needle"]["student"]) == {"96"}  # 64 tokens are too few for the needle
     assert set(results["samples"][0]) == {"prompt", "teacher", "student"}
     assert [(x["stage"], x["tokens"]) for x in results["stages"]] == [
         ("transfer", 60 * 4 * 48),

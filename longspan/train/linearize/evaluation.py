@@ -81,7 +81,7 @@ def losses_by_position(model: Any, tokens: Tensor) -> list[dict[str, float]]:
 def needle_accuracy(model: Any, tokenizer: Any, text: Tensor, length: int) -> float | None:
     """Return the share of depths at which a number hidden in `length` tokens of text is recalled, token by token.
 
-    None if there is no room for it.
+    None if `length` is shorter than the needle, the question and the answer together.
     """
     needle, question, answer = (
         torch.tensor(tokenizer(words, add_special_tokens=False)["input_ids"]) for words in (NEEDLE, QUESTION, ANSWER)
