@@ -37,7 +37,9 @@ _NONE = {"optimizer": "adamw", "decay_type": "cosine", "model.ngrams": [], "mode
 _MUON = {"optimizer": "muon", "muon_lr": 5e-3}
 _NGRAMS = {"model.ngrams": [2, 3, 4], "model.ngram_buckets": 32_768}
 _ZERO_INIT, _LINEAR = {"model.zero_init_residual": True}, {"decay_type": "linear"}
-# Settings of `longspan train` for any candidate, instead of the preset's: each alone, and all that help together.
+BATCH_FACTOR = "batch_factor"  # multiplies the batch size of the case
+# Settings of `longspan train` for any candidate, instead of the preset's: alone, all that help together, and changes of
+# the preset `small`, one at a time.
 RECIPES: dict[str, Settings] = {
     "none": _NONE,
     "muon": _NONE | _MUON,
@@ -48,6 +50,14 @@ RECIPES: dict[str, Settings] = {
     "all": _NONE | _MUON | _NGRAMS | _ZERO_INIT | _LINEAR,
     "all-fast": _NONE | _MUON | _NGRAMS | _ZERO_INIT | _LINEAR | {"muon_lr": 1e-2},
     "no-ngrams": _NONE | _MUON | _ZERO_INIT | _LINEAR,
+    "fast": {"muon_lr": 1e-2},
+    "lr-high": {"lr": 4e-3, "muon_lr": 5e-3},
+    "warmup-100": {"warmup": 100},
+    "half-batch": {BATCH_FACTOR: 0.5},
+    "batch-growth": {BATCH_FACTOR: 0.5, "accumulate": 2, "ramp_up": 0.3},
+    "ngrams-6": {"model.ngrams": [2, 3, 4, 5, 6], "model.ngram_buckets": 65_536},
+    "value-embedding": {"model.attention.value_embedding": True},
+    "value-gates": {"model.attention.value_gates": True},
 }
 # The outputs of Gated DeltaNet and Kimi Linear. Their convolution is left out: the presets shift tokens already.
 _GATED_LAYER = {"out_norm": True, "out_gate": "silu"}
@@ -88,13 +98,13 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
 
 
 def _settings(name: str, num_heads: int, context: int) -> Settings:
-    """Return the settings of a candidate and its recipe, by their name."""
-    model, _, recipe = name.partition(SEPARATOR)
+    """Return the settings of a candidate and its recipes, the last of which prevail, by their names."""
+    model, *recipes = name.split(SEPARATOR)
     known = candidates(num_heads, context)
-    return {
-        **known[choose("candidate", model, known)],
-        **(RECIPES[choose("recipe", recipe, RECIPES)] if recipe else {}),
-    }
+    settings = known[choose("candidate", model, known)]
+    for recipe in recipes:
+        settings = settings | RECIPES[choose("recipe", recipe, RECIPES)]
+    return settings
 
 
 def _attention(values: Mapping[str, Any]) -> Settings:
@@ -111,8 +121,8 @@ class QualityOptions:
     data: str = ""
     """The text: a file, compressed or not."""
     candidates: tuple[str, ...] = ()
-    """Models to train, such as softmax,local+delta-head,delta-head/local@muon: a recipe may follow an @. By default all
-    models, with the recipe of the preset."""
+    """Models to train, such as softmax,local+delta-head,delta-head/local@muon: recipes may follow, each after an @. By
+    default all models, with the recipe of the preset."""
     contexts: tuple[int, ...] = (4096, 32768)
     """Context lengths."""
     batch_sizes: tuple[int, ...] = (16, 1)
@@ -164,7 +174,7 @@ class QualitySubject(Subject):
     Attributes:
         data: The text: a file, compressed or not.
         seconds: Training time, compilation excluded.
-        candidate: One of `candidates`, alone or followed by @ and one of `RECIPES`.
+        candidate: One of `candidates`, alone or followed by some of `RECIPES`, each after an @.
         seed: Seed of weights and data order.
         preset: The preset of `longspan train`; context and batch size come from the case.
         held_out: Bytes at the end of the text that are not trained on; the first half of them is scored.
@@ -220,12 +230,13 @@ class QualitySubject(Subject):
         scored.write_bytes(text[-self.held_out :][: SCORED + 1])
         never = 10**9
         num_heads = PRESETS[self.preset].model["attention"]["num_heads"]
+        settings = _settings(self.candidate, num_heads, case.length)
         return {
-            **_settings(self.candidate, num_heads, case.length),
+            "batch_size": max(1, int(case.batch_size * settings.pop(BATCH_FACTOR, 1))),
+            **settings,
             "seed": self.seed,
             "preset": self.preset,
             "context": case.length,
-            "batch_size": case.batch_size,
             "minutes": self.seconds / 60,
             "data": [str(train)],
             "eval_data": [str(scored)],

@@ -14,7 +14,7 @@ import pytest
 
 from longspan.bench import quality
 from longspan.bench.jsonl import append
-from longspan.bench.quality import RECIPES, QualityOptions, QualitySubject, candidates, run
+from longspan.bench.quality import BATCH_FACTOR, RECIPES, QualityOptions, QualitySubject, candidates, run
 from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig
 from longspan.train.config import described, resolve
 
@@ -54,12 +54,23 @@ def test_seed_and_candidate_reach_the_trainer(text: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_changes_the_settings_of_a_candidate(text: Path, tmp_path: Path, recipe: str) -> None:
-    flags = subject(text, candidate=f"softmax@{recipe}", preset="small")._flags(Case(16, batch_size=3), tmp_path)
+    flags = subject(text, candidate=f"softmax@{recipe}", preset="small")._flags(Case(16, batch_size=5), tmp_path)
     settings = resolve({**flags, "data": ("x",), "out": "y"})
     found = described(settings, settings.complete(256, 0))
     for name, value in RECIPES[recipe].items():
-        group, _, field = name.rpartition(".")
-        assert found[group or "train"][field] == value
+        *groups, field = name.split(".")
+        if field == BATCH_FACTOR:
+            field, value = "batch_size", int(5 * value)
+        values = found if groups else found["train"]
+        for group in groups:
+            values = values[group]
+        assert values[field] == value
+
+
+def test_recipes_follow_each_other(text: Path, tmp_path: Path) -> None:
+    flags = subject(text, candidate="softmax@none@fast@half-batch@all", preset="small")._flags(Case(16, 5), tmp_path)
+    assert (flags["muon_lr"], flags["decay_type"], flags["batch_size"]) == (5e-3, "linear", 2)
+    assert subject(text, candidate="softmax@half-batch")._flags(Case(16, 1), tmp_path)["batch_size"] == 1
 
 
 @pytest.mark.parametrize("name", candidates(8, 4096))
