@@ -16,6 +16,7 @@ from longspan.mechanisms import build_mechanism, find_mechanism
 from longspan.models.config import AttentionConfig, FeedForwardConfig
 from longspan.models.positions import Rotary
 from longspan.ops.common.autograd import recompute
+from longspan.ops.convolution import short_convolution
 from longspan.ops.decode import FUSED_ACTIVATIONS, RotaryCache, TokenShift, fused_heads, fused_linear, gate_heads
 from longspan.protocol import Mechanism, State, StateOptions
 
@@ -93,6 +94,10 @@ class ShortConvolution(nn.Module):
             wide = layout.shard.halo(x, self.size - 1, 0, layout, recent)
             recent, x = wide.split([self.size - 1, x.shape[1]], 1)
             layout = replace(layout, shard=None)
+        if recent is None and layout.packing is None:
+            out = short_convolution(x, self.weight)
+            if out is not None:
+                return out
         total = x * self.weight[0]
         for offset in range(1, self.size):
             total = total + shift_tokens(x, (offset,), layout, recent) * self.weight[offset]
