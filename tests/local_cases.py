@@ -65,6 +65,8 @@ CASES = [
     Case(back=2**40, ahead=2**40, B=1),
     Case(block_size=16, back=2**40, ahead=0, B=1, causal=True),
     Case(D=130, E=140, B=1, H=1, Hkv=1, T=37),
+    Case(D=83, B=1, H=2, Hkv=1, T=37, causal=True, strided=True),
+    Case(E=67, B=1, H=2, Hkv=1, T=37, masked=True),
 ]
 
 

@@ -39,6 +39,8 @@ LARGER = [
     Case(T=517, B=1, H=2, Hkv=1, D=16, E=16, back=99, causal=True),
     Case(T=517, B=1, H=2, Hkv=1, D=32, E=32, back=99, ahead=50),
     Case(T=300, B=1, H=2, Hkv=2, D=256, E=256, back=70, causal=True),
+    *(Case(T=300, B=1, H=4, Hkv=2, D=D, E=D, back=70, causal=True) for D in (80, 96, 160, 192)),
+    Case(T=300, B=1, H=2, Hkv=2, D=83, E=161, back=70, ahead=9, masked=True),
     Case(T=300, B=2, H=6, Hkv=2, D=70, E=40, back=70, causal=True, past=71, start=(-71, 1000), strided=True),
     Case(T=600, B=1, H=2, Hkv=1, D=64, E=64, back=99, ahead=99, packed=(1, 0, 300, 128, 0, 171), causal=True),
     Case(*(600, 1, 2, 1, 64, 64), block_size=50, back=1, ahead=1, packed=(1, 0, 300, 128, 0, 171), shared_qk=True),

@@ -24,6 +24,16 @@ def padded(size: int, least: int = 64) -> int:
     return max(least, 1 << (int(size) - 1).bit_length())
 
 
+def columns(size: int) -> tuple[int, int]:
+    """Return the widths of one or two blocks for this many columns, at least 16 and powers of two; 0 for no second.
+
+    Two where one would be padded by a third or more, the first at least 64 wide: 80 are 64 and 16, 192 are 128 and 64.
+    """
+    one = padded(size, 16)
+    rest = padded(max(size - one // 2, 1), 16)
+    return (one // 2, rest) if one >= 128 and one // 2 + rest < one else (one, 0)
+
+
 @triton.jit
 def product(b_x, b_y, PRECISION: tl.constexpr):
     """x·y. "ieee": the sum of products over pieces of the shared axis, of 16 or of as many as registers allow.
@@ -111,6 +121,35 @@ def store_block(p_x, stride, m_t, b_x, SIZE: tl.constexpr, C: tl.constexpr, BLOC
 def load_rows(p_x, stride, rows, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, i_x=0):
     """`load_block` of the first `rows` rows."""
     return load_block(p_x, stride, tl.arange(0, C) < rows, SIZE, C, BLOCK, i_x)
+
+
+@triton.jit
+def load_columns(p_x, stride, rows, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
+    """`load_rows` as two blocks of BLOCK and REST columns; the first twice if REST is 0."""
+    b_x = load_rows(p_x, stride, rows, BLOCK if REST > 0 else SIZE, C, BLOCK)
+    b_rest = b_x
+    if REST > 0:
+        b_rest = load_rows(p_x + BLOCK, stride, rows, SIZE - BLOCK, C, REST)
+    return b_x, b_rest
+
+
+@triton.jit
+def store_columns(
+    p_x, stride, rows, b_x, b_rest, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr
+):
+    """Store what `load_columns` loads."""
+    store_rows(p_x, stride, rows, b_x, BLOCK if REST > 0 else SIZE, C, BLOCK)
+    if REST > 0:
+        store_rows(p_x + BLOCK, stride, rows, b_rest, SIZE - BLOCK, C, REST)
+
+
+@triton.jit
+def product_of_columns(b_x, b_x_rest, b_y, b_y_rest, REST: tl.constexpr, PRECISION: tl.constexpr):
+    """x·yᵀ of what `load_columns` loads."""
+    b_xy = product(b_x, tl.trans(b_y), PRECISION)
+    if REST > 0:
+        b_xy = add_product(b_x_rest, tl.trans(b_y_rest), b_xy, PRECISION)
+    return b_xy
 
 
 @triton.jit

@@ -26,11 +26,11 @@ from longspan.ops.common.exp import LOG2E, exact_exp2
 from longspan.ops.common.launch import Launch, Plan, Signature, Strides, dense_rows, new_like, on_device
 from longspan.ops.common.tiles import (
     add_product,
-    load_rows,
-    padded,
-    product,
+    columns,
+    load_columns,
+    product_of_columns,
     program_index,
-    store_rows,
+    store_columns,
     token_pointer,
     zeros,
 )
@@ -41,8 +41,9 @@ LAST_RESORT = tl.constexpr(-1e30)
 ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass BigCrush
 
 
-# Heads, dimensions, window, padded dimensions, queries (BT) and keys (BS) per tile.
-WindowSizes = namedtuple("WindowSizes", "H HKV D E BLOCK BACK AHEAD CAUSAL SHARED_QK BD BE PRECISION BT BS")
+# Heads, dimensions, window, queries (BT) and keys (BS) per tile.
+# BD, RD, BE, RE: the widths of a tile's blocks, see `columns`. Values named _rest are those of the second block.
+WindowSizes = namedtuple("WindowSizes", "H HKV D E BLOCK BACK AHEAD CAUSAL SHARED_QK BD RD BE RE PRECISION BT BS")
 
 
 # Queries and keys per tile, warps, pipeline stages.
@@ -100,11 +101,12 @@ class WindowPlan(Plan):
         block_size, back, ahead, causal, shared_qk, scale, dropout = options
         q, k, v, *_ = key
         (B, T, H, D), (S, Hkv), E = q[0], k[0][1:3], v[0][3]
-        BD, BE = (padded(dim, 16) for dim in (D, E))
+        BD, RD = columns(D)
+        BE, RE = columns(E)
         half_precision = q[2] != torch.float32
         limit = 2**30 // max(block_size, 1) - 1  # keeps key indices in int32
         window = block_size, min(back, limit), min(ahead, limit), causal, shared_qk
-        sizes = WindowSizes(H, Hkv, D, E, *window, BD, BE, "tf32" if half_precision else "ieee", 0, 0)
+        sizes = WindowSizes(H, Hkv, D, E, *window, BD, RD, BE, RE, "tf32" if half_precision else "ieee", 0, 0)
         scores = T, S, scale * math.log2(math.e), dropout
 
         def launch(kernel: Any, tiling: Tiling, blocks: int, *scalars: Any) -> Launch:
@@ -112,7 +114,7 @@ class WindowPlan(Plan):
             constants |= {"num_warps": tiling.warps, "num_stages": tiling.stages}
             return self.launch(kernel, (B * blocks,), (*scores, *scalars), constants)
 
-        first, d_queries, d_keys = tilings(max(BD, BE), half_precision)
+        first, d_queries, d_keys = tilings(max(BD + RD, BE + RE), half_precision)
         strides = tuple(Strides.of(x) for x in (q, k, v, *key[7:8]))
         if len(key) == 7:
             self.forward = launch(window_forward_kernel, first, -(-T // first.queries) * H, strides)
@@ -254,15 +256,16 @@ def window_forward_kernel(inputs, p_out, p_lse, T, S, scale, dropout, strides, W
     i_kv = i_h // (W.H // W.HKV)
     p_q = token_pointer(p_q, q, i_b, i_0, i_h)
 
-    b_q = load_rows(p_q, q.t, T - i_0, W.D, W.BT, W.BD)
+    b_q, b_q_rest = load_columns(p_q, q.t, T - i_0, W.D, W.BT, W.BD, W.RD)
     b_max = tl.full((W.BT,), float("-inf"), tl.float32)
     b_sum = zeros(W.BT)
     b_out = zeros(W.BT, W.BE)
+    b_out_rest = zeros(W.BT, W.RE if W.RE > 0 else 16)
     for s_0 in range(begin, end, W.BS):
         i_s = s_0 + tl.arange(0, W.BS)
-        b_k = load_rows(token_pointer(p_k, k, i_b, s_0, i_kv), k.t, S - s_0, W.D, W.BS, W.BD)
-        b_v = load_rows(token_pointer(p_v, v, i_b, s_0, i_kv), v.t, S - s_0, W.E, W.BS, W.BE)
-        b_s = product(b_q, tl.trans(b_k), PRECISION) * scale
+        b_k, b_k_rest = load_columns(token_pointer(p_k, k, i_b, s_0, i_kv), k.t, S - s_0, W.D, W.BS, W.BD, W.RD)
+        b_v, b_v_rest = load_columns(token_pointer(p_v, v, i_b, s_0, i_kv), v.t, S - s_0, W.E, W.BS, W.BE, W.RE)
+        b_s = product_of_columns(b_q, b_q_rest, b_k, b_k_rest, W.RD, PRECISION) * scale
         if W.SHARED_QK:
             b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], LAST_RESORT, b_s)
         if p_mask is not None:
@@ -275,19 +278,25 @@ def window_forward_kernel(inputs, p_out, p_lse, T, S, scale, dropout, strides, W
         b_decay = exp2_negative(b_max - b_base, W)
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
         b_out *= b_decay[:, None]
+        if W.RE > 0:
+            b_out_rest *= b_decay[:, None]
         if p_seed is not None:
             m_kept = dropout_mask(p_seed, i_b.to(tl.int32) * W.H + i_h, i_t[:, None], i_s[None, :], dropout)
             b_p = tl.where(m_kept, b_p / (1 - dropout), 0.0)
-        b_out = add_product(b_p.to(b_v.dtype), b_v, b_out, PRECISION)
+        b_p = b_p.to(b_v.dtype)
+        b_out = add_product(b_p, b_v, b_out, PRECISION)
+        if W.RE > 0:
+            b_out_rest = add_product(b_p, b_v_rest, b_out_rest, PRECISION)
         b_max = b_top
     b_sum = tl.where(b_sum == 0, 1.0, b_sum)
     # Approximate division is off by two ulps for all of a row, and the backward pass takes differences of outputs.
-    b_out *= tl.div_rn(1.0, b_sum)[:, None]
+    b_scale = tl.div_rn(1.0, b_sum)[:, None]
     # One Newton step: the hardware's logarithm is not correctly rounded, which would show in the recomputed weights.
     b_log = tl.log2(b_sum)
     b_log += (b_sum * exp2_negative(-b_log, W) - 1) * LOG2E
     store_lse(p_lse, (i_b * W.H + i_h) * T + i_t, i_t < T, b_max, b_log, W)
-    store_rows(p_out + ((i_b * T + i_0) * W.H + i_h) * W.E, W.H * W.E, T - i_0, b_out, W.E, W.BT, W.BE)
+    p_out += ((i_b * T + i_0) * W.H + i_h) * W.E
+    store_columns(p_out, W.H * W.E, T - i_0, b_out * b_scale, b_out_rest * b_scale, W.E, W.BT, W.BE, W.RE)
 
 
 @triton.jit(do_not_specialize=["T", "S"])
@@ -304,24 +313,26 @@ def window_backward_queries_kernel(
     p_d_out = token_pointer(p_d_out, d_out, i_b, i_0, i_h)
 
     i_row = (i_b * T + i_0) * W.H + i_h
-    b_d_out = load_rows(p_d_out, d_out.t, T - i_0, W.E, W.BT, W.BE)
-    b_out = load_rows(p_out + i_row * W.E, W.H * W.E, T - i_0, W.E, W.BT, W.BE)
+    b_d_out, b_d_out_rest = load_columns(p_d_out, d_out.t, T - i_0, W.E, W.BT, W.BE, W.RE)
+    b_out, b_out_rest = load_columns(p_out + i_row * W.E, W.H * W.E, T - i_0, W.E, W.BT, W.BE, W.RE)
     b_delta = tl.sum(b_d_out.to(tl.float32) * b_out.to(tl.float32), 1)
+    if W.RE > 0:
+        b_delta += tl.sum(b_d_out_rest.to(tl.float32) * b_out_rest.to(tl.float32), 1)
     i_lse = (i_b * W.H + i_h) * T + i_t
     b_lse, b_rest = load_lse(p_lse, i_lse, i_t < T, W)
     b_error = zeros(W.BT)
     if p_d_lse is not None:
         b_error -= tl.load(p_d_lse + i_lse, mask=i_t < T, other=0.0) * LOG2E
         b_delta += b_error
-    b_q = load_rows(p_q, q.t, T - i_0, W.D, W.BT, W.BD)
-    b_d_q = zeros(W.BT, W.BD)
-    b_mean = zeros(W.BT, W.BD)
+    b_q, b_q_rest = load_columns(p_q, q.t, T - i_0, W.D, W.BT, W.BD, W.RD)
+    b_d_q, b_d_q_rest = zeros(W.BT, W.BD), zeros(W.BT, W.RD if W.RD > 0 else 16)
+    b_mean, b_mean_rest = zeros(W.BT, W.BD), zeros(W.BT, W.RD if W.RD > 0 else 16)
     for s_0 in range(begin, end, W.BS):
         i_s = s_0 + tl.arange(0, W.BS)
-        b_k = load_rows(token_pointer(p_k, k, i_b, s_0, i_kv), k.t, S - s_0, W.D, W.BS, W.BD)
-        b_v = load_rows(token_pointer(p_v, v, i_b, s_0, i_kv), v.t, S - s_0, W.E, W.BS, W.BE)
-        b_s = product(b_q, tl.trans(b_k), PRECISION) * scale
-        b_d_p = product(b_d_out, tl.trans(b_v), PRECISION)
+        b_k, b_k_rest = load_columns(token_pointer(p_k, k, i_b, s_0, i_kv), k.t, S - s_0, W.D, W.BS, W.BD, W.RD)
+        b_v, b_v_rest = load_columns(token_pointer(p_v, v, i_b, s_0, i_kv), v.t, S - s_0, W.E, W.BS, W.BE, W.RE)
+        b_s = product_of_columns(b_q, b_q_rest, b_k, b_k_rest, W.RD, PRECISION) * scale
+        b_d_p = product_of_columns(b_d_out, b_d_out_rest, b_v, b_v_rest, W.RE, PRECISION)
         if W.SHARED_QK:
             b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], float("-inf"), b_s)
         if p_mask is not None:
@@ -333,16 +344,23 @@ def window_backward_queries_kernel(
             m_kept = dropout_mask(p_seed, i_b.to(tl.int32) * W.H + i_h, i_t[:, None], i_s[None, :], dropout)
             b_d_p = tl.where(m_kept, b_d_p / (1 - dropout), 0.0)
         b_d_s = b_p * (b_d_p - b_delta[:, None])
-        b_d_q = add_product(b_d_s.to(b_k.dtype), b_k, b_d_q, PRECISION)
+        b_rounded = b_d_s.to(b_k.dtype)
+        b_d_q = add_product(b_rounded, b_k, b_d_q, PRECISION)
+        if W.RD > 0:
+            b_d_q_rest = add_product(b_rounded, b_k_rest, b_d_q_rest, PRECISION)
         if W.PRECISION == "ieee":
             b_error += tl.sum(b_d_s, 1)
             b_mean = add_product(b_p, b_k, b_mean, PRECISION)
+            if W.RD > 0:
+                b_mean_rest = add_product(b_p, b_k_rest, b_mean_rest, PRECISION)
     if W.PRECISION == "ieee":
         # Σ_j dS_ij is dlse_i but for the rounding error of D, which matters where few keys are visible.
         b_d_q -= b_error[:, None] * b_mean
+        b_d_q_rest -= b_error[:, None] * b_mean_rest
         b_delta += b_error
     tl.store(p_delta + i_lse, b_delta, mask=i_t < T)
-    store_rows(p_d_q + i_row * W.D, W.H * W.D, T - i_0, b_d_q * score_scale, W.D, W.BT, W.BD)
+    b_d_q, b_d_q_rest = b_d_q * score_scale, b_d_q_rest * score_scale
+    store_columns(p_d_q + i_row * W.D, W.H * W.D, T - i_0, b_d_q, b_d_q_rest, W.D, W.BT, W.BD, W.RD)
 
 
 @triton.jit(do_not_specialize=["T", "S"])
@@ -363,10 +381,10 @@ def window_backward_keys_kernel(
     begin, _ = visible_queries(i_b, s_0, p_start, p_bounds, T, S, W)
     _, end = visible_queries(i_b, last, p_start, p_bounds, T, S, W)
 
-    b_k = load_rows(p_k, k.t, S - s_0, W.D, W.BS, W.BD)
-    b_v = load_rows(p_v, v.t, S - s_0, W.E, W.BS, W.BE)
-    b_d_k = zeros(W.BS, W.BD)
-    b_d_v = zeros(W.BS, W.BE)
+    b_k, b_k_rest = load_columns(p_k, k.t, S - s_0, W.D, W.BS, W.BD, W.RD)
+    b_v, b_v_rest = load_columns(p_v, v.t, S - s_0, W.E, W.BS, W.BE, W.RE)
+    b_d_k, b_d_k_rest = zeros(W.BS, W.BD), zeros(W.BS, W.RD if W.RD > 0 else 16)
+    b_d_v, b_d_v_rest = zeros(W.BS, W.BE), zeros(W.BS, W.RE if W.RE > 0 else 16)
     m_key = i_s < S
     if p_mask is not None:
         m_key = tl.load(p_mask + i_b * S + i_s, mask=m_key, other=0) != 0
@@ -375,12 +393,14 @@ def window_backward_keys_kernel(
         i_row = (i_b * W.H + i_h) * T
         for t_0 in range(begin, end, W.BT):
             i_t = t_0 + tl.arange(0, W.BT)
-            b_q = load_rows(token_pointer(p_q, q, i_b, t_0, i_h), q.t, T - t_0, W.D, W.BT, W.BD)
-            b_d_out = load_rows(token_pointer(p_d_out, d_out, i_b, t_0, i_h), d_out.t, T - t_0, W.E, W.BT, W.BE)
+            b_q, b_q_rest = load_columns(token_pointer(p_q, q, i_b, t_0, i_h), q.t, T - t_0, W.D, W.BT, W.BD, W.RD)
+            b_d_out, b_d_out_rest = load_columns(
+                token_pointer(p_d_out, d_out, i_b, t_0, i_h), d_out.t, T - t_0, W.E, W.BT, W.BE, W.RE
+            )
             b_lse, b_rest = load_lse(p_lse, i_row + i_t, i_t < T, W)
             b_delta = tl.load(p_delta + i_row + i_t, mask=i_t < T, other=0.0)
             low, high = visible_keys(i_b, i_t, p_start, p_bounds, T, S, W)
-            b_s = product(b_k, tl.trans(b_q), PRECISION) * scale
+            b_s = product_of_columns(b_k, b_k_rest, b_q, b_q_rest, W.RD, PRECISION) * scale
             m_own = (i_t + (S - T))[None, :] == i_s[:, None]
             if W.SHARED_QK:
                 b_s = tl.where(m_own, LAST_RESORT, b_s)
@@ -392,17 +412,24 @@ def window_backward_keys_kernel(
             if (s_0 < inner) | (s_0 + W.BS > outer):
                 b_s = tl.where(is_between(i_s[:, None], low[None, :], high[None, :]), b_s, float("-inf"))
             b_p = softmax_weights(b_s, b_lse[None, :], b_rest[None, :], W)
-            b_d_p = product(b_v, tl.trans(b_d_out), PRECISION)
+            b_d_p = product_of_columns(b_v, b_v_rest, b_d_out, b_d_out_rest, W.RE, PRECISION)
             b_dropped = b_p
             if p_seed is not None:
                 m_kept = dropout_mask(p_seed, i_b.to(tl.int32) * W.H + i_h, i_t[None, :], i_s[:, None], dropout)
                 b_dropped = tl.where(m_kept, b_p / (1 - dropout), 0.0)
                 b_d_p = tl.where(m_kept, b_d_p / (1 - dropout), 0.0)
-            b_d_v = add_product(b_dropped.to(b_d_out.dtype), b_d_out, b_d_v, PRECISION)
+            b_dropped = b_dropped.to(b_d_out.dtype)
+            b_d_v = add_product(b_dropped, b_d_out, b_d_v, PRECISION)
+            if W.RE > 0:
+                b_d_v_rest = add_product(b_dropped, b_d_out_rest, b_d_v_rest, PRECISION)
             b_d_s = b_p * (b_d_p - b_delta[None, :])
             if W.SHARED_QK:
                 b_d_s = tl.where(m_own, 0.0, b_d_s)
-            b_d_k = add_product(b_d_s.to(b_q.dtype), b_q, b_d_k, PRECISION)
+            b_d_s = b_d_s.to(b_q.dtype)
+            b_d_k = add_product(b_d_s, b_q, b_d_k, PRECISION)
+            if W.RD > 0:
+                b_d_k_rest = add_product(b_d_s, b_q_rest, b_d_k_rest, PRECISION)
     i_row = (i_b * S + s_0) * W.HKV + i_kv
-    store_rows(p_d_k + i_row * W.D, W.HKV * W.D, S - s_0, b_d_k * score_scale, W.D, W.BS, W.BD)
-    store_rows(p_d_v + i_row * W.E, W.HKV * W.E, S - s_0, b_d_v, W.E, W.BS, W.BE)
+    b_d_k, b_d_k_rest = b_d_k * score_scale, b_d_k_rest * score_scale
+    store_columns(p_d_k + i_row * W.D, W.HKV * W.D, S - s_0, b_d_k, b_d_k_rest, W.D, W.BS, W.BD, W.RD)
+    store_columns(p_d_v + i_row * W.E, W.HKV * W.E, S - s_0, b_d_v, b_d_v_rest, W.E, W.BS, W.BE, W.RE)
