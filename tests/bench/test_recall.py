@@ -26,6 +26,14 @@ from longspan.train.synthetic.datasets import Dataset, cached_dataset, make_data
 from longspan.train.synthetic.tasks import ListOps, Needle, Parity, Recall
 
 CPU = torch.device("cpu")
+
+
+def result_of(run_: RecallRun, train: list[Dataset], score: Dataset) -> dict[str, Any]:
+    ((ended, found),) = execute([run_], train, score, CPU)
+    assert ended == run_
+    return found
+
+
 TINY = LayerOptions(dim=16, heads=2)
 
 
@@ -47,7 +55,7 @@ def test_every_mechanism_trains_on_tokens_and_classes(name: str) -> None:
         recipe = Recipe(score, (score,), steps=1, batch_tokens=51)
         data = make_dataset(score, "train", 0, 3)
         run_ = RecallRun(score.name, name, mechanisms(2, 8, 17)[name], "final", 1e-3, 0, 1, layer, recipe)
-        found = execute(run_, [data], data, CPU)
+        found = result_of(run_, [data], data)
         assert (found["steps"], found["stopped"], found["answers"]) == (1, "steps", 3)
         assert (found["state_numbers"] is None) == (score.name == "listops")
 
@@ -66,20 +74,46 @@ def small(**options: Any) -> tuple[RecallRun, list[Dataset], Dataset]:
 
 def test_runs_are_reproducible_and_depend_on_seed_rate_and_options() -> None:
     run_, train, score = small()
-    loss = execute(run_, train, score, CPU)["train_loss"]
-    assert execute(run_, train, score, CPU)["train_loss"] == loss
+    loss = result_of(run_, train, score)["train_loss"]
+    assert result_of(run_, train, score)["train_loss"] == loss
     layers = [replace(TINY, **change) for change in ({"conv_size": 0}, {"out_norm": False}, {"out_gate": "none"})]
     others = [replace(run_, seed=1), replace(run_, lr=1e-3), *(replace(run_, layer=layer) for layer in layers)]
-    assert len({loss, *(execute(other, train, score, CPU)["train_loss"] for other in others)}) == 6
+    assert len({loss, *(result_of(other, train, score)["train_loss"] for other in others)}) == 6
+
+
+def test_runs_trained_together_are_those_trained_alone() -> None:
+    run_, train, score = small()
+    runs = [run_, replace(run_, seed=1), replace(run_, steps=2)]
+    together = list(execute(runs, [train[0], score], score, CPU))
+    assert [(each.seed, each.steps) for each, _ in together] == [(0, 2), (0, 4), (1, 4)], "the shortest ends first"
+    for each, found in together:
+        alone = result_of(each, [train[0], score], score)
+        assert {**alone, "seconds": 0} == {**found, "seconds": 0}
+        assert found["steps"] == each.steps, "a step on each data set in turn"
+
+
+def test_low_precision_keeps_weights_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes smaller than the precision of bfloat16 add up."""
+    monkeypatch.setattr(training, "_dtype", lambda *_: torch.bfloat16)
+    run_, data, _ = small()
+    trained = training._Training(replace(run_, lr=1e-5, steps=20), data, CPU)
+    before = [p.float() for p in trained.model.parameters()]
+    for _ in range(20):
+        trained.round()
+    assert all(p.dtype == torch.bfloat16 for p in trained.model.parameters())
+    changed = [(a - b).abs().max() for a, b in zip(trained.masters, before, strict=True)]
+    assert all(1e-5 < change < 2e-4 for change in changed), "from the rounded values on"
 
 
 def test_training_ends_when_solved_or_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "BLOCK", 2)
     run_, train, score = small(solved=100.0)
-    assert execute(run_, train, score, CPU)["stopped"] == "solved"
+    assert result_of(run_, train, score)["stopped"] == "solved"
     run_, train, score = small()
-    found = execute(replace(run_, steps=5, seconds=1e-6), train, score, CPU)
-    assert (found["stopped"], found["steps"]) == ("time", 2)
+    found = result_of(replace(run_, steps=7, seconds=1e-6), train, score)
+    assert (found["stopped"], found["steps"]) == ("time", 3), "one more step, with the last learning rate"
+    found = result_of(replace(run_, seconds=100), train, score)
+    assert (found["stopped"], found["steps"]) == ("steps", 4)
 
 
 def test_logits_are_those_of_the_answers() -> None:
@@ -100,19 +134,19 @@ def test_parity_is_scored_by_length_and_needles_by_depth() -> None:
     data = make_dataset(recipe.score, "score", 0, 3)
     run_ = RecallRun("parity", "linear", mechanisms(2, 8, 256)["linear"], "final", 1e-3, 0, 1, TINY, recipe)
     run_ = replace(run_, recipe=replace(recipe, batch_tokens=256))
-    found = execute(run_, [make_dataset(recipe.train[0], "train", 0, 5)], data, CPU)
+    found = result_of(run_, [make_dataset(recipe.train[0], "train", 0, 5)], data)
     assert list(found["lengths"]) == ["40", "64", "96", "128", "192", "256"]
     assert found["answers"] == 3 * 217
     needle = Recipe(Needle(29), (Needle(29),), steps=1, batch_tokens=87)
     data = make_dataset(Needle(29), "score", 0, 17)
-    found = execute(replace(run_, recipe=needle), [data], data, CPU)
+    found = result_of(replace(run_, recipe=needle), [data], data)
     assert sum(part["rows"] for part in found["depths"]) == 17
 
 
 def test_the_mixture_of_recall_reaches_the_scored_task() -> None:
     recipe = RECIPES["mqar"][0](1024)
     assert [(t.length, t.pairs, t.vocab_size) for t in recipe.train if isinstance(t, Recall)] == [
-        *((64, 4, 8192), (128, 8, 8192), (256, 16, 8192), (256, 64, 8192), (1024, 64, 8192))
+        *((64, 4, 8192), (256, 64, 8192), (1024, 64, 8192))
     ]
     assert recipe.score == Recall(1024, 64, 8192)
 
@@ -136,6 +170,17 @@ def test_datasets_do_not_depend_on_the_processes_and_are_cached(
     assert file.name.startswith("listops-29-train-3-17-")
 
 
+def test_buckets_by_length_have_less_padding() -> None:
+    data = make_dataset(ListOps(128), "train", 3, 17)
+    parts = data.by_length(3)
+    assert [len(part) for part in parts] == [6, 6, 5]
+    assert parts[0].tokens.shape[1] < parts[1].tokens.shape[1] < parts[2].tokens.shape[1] <= 128
+    padded = [row for part in parts for row in torch.nn.functional.pad(part.tokens, (0, 128))[:, :128].tolist()]
+    assert sorted(padded) == sorted(data.tokens.tolist())
+    assert sorted(torch.cat([part.answers for part in parts]).tolist()) == sorted(data.answers.tolist())
+    assert data.by_length(1) == [data]
+
+
 def options(folder: Path, **changes: Any) -> RecallOptions:
     values: dict[str, Any] = {"tasks": ("parity", "needle"), "mechanisms": ("local", "delta-negative"), "length": 31}
     values |= {"dim": 16, "steps": 4, "batch_tokens": 155, "train_tokens": 620, "score_sequences": 7}
@@ -152,19 +197,18 @@ def row(run_: RecallRun, accuracy: float, **values: Any) -> dict[str, Any]:
 def test_sweeps_come_before_seeds_and_the_most_telling_pairs_first(tmp_path: Path) -> None:
     plan = RecallPlan(options(tmp_path), [])
     everything = ("parity", "needle")
-    first = [plan.next(everything) for _ in range(8)]
-    assert plan.next(everything) is None, "final runs need the results of the sweep"
-    found = [(r.task, r.mechanism, r.stage, r.lr, r.seed, r.steps) for r in first if r is not None]
-    assert found[:2] == [("parity", "delta-negative", "sweep", lr, 0, 1) for lr in (1e-3, 1e-2)]
-    assert {pair[:2] for pair in found[2:]} == {("parity", "local"), ("needle", "local"), ("needle", "delta-negative")}
-    assert first[0] is not None
-    assert first[1] is not None
-    plan.finish(row(first[0], 0.7))
-    assert plan.next(everything) is None
-    plan.finish(row(first[1], 0.9))
-    assert plan.next(("needle",)) is None, "its data may not be ready"
-    final = [plan.next(everything) for _ in range(2)]
-    assert [(r.stage, r.lr, r.seed, r.steps) for r in final if r is not None] == [
+    groups = [plan.next(everything) for _ in range(4)]
+    assert plan.next(everything) == [], "final runs need the results of the sweep"
+    found = [[(r.task, r.mechanism, r.stage, r.lr, r.seed, r.steps) for r in runs] for runs in groups]
+    assert found[0] == [("parity", "delta-negative", "sweep", lr, 0, 1) for lr in (1e-3, 1e-2)]
+    assert [runs[0][:2] for runs in found[1:]] == [
+        *(("parity", "local"), ("needle", "local"), ("needle", "delta-negative"))
+    ]
+    plan.finish(row(groups[0][0], 0.7))
+    assert plan.next(everything) == []
+    plan.finish(row(groups[0][1], 0.9))
+    assert plan.next(("needle",)) == [], "its data may not be ready"
+    assert [(r.stage, r.lr, r.seed, r.steps) for r in plan.next(everything)] == [
         *(("final", 1e-2, 0, 4), ("final", 1e-2, 5, 4))
     ]
 
@@ -225,6 +269,8 @@ def test_the_table_has_means_ranges_and_marks(tmp_path: Path) -> None:
         ["local", "512", "50.2", "100.0*"],
         ["chance", "", "50.0", "50.0"],
     ]
+    older = [{**each, "max_steps": 2, "accuracy": 0.0} for each in rows]
+    assert results.table([*older, *rows]).rows == table.rows, "recipes are never mixed"
     assert results.plot(tmp_path / "a.png", rows)
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     assert not results.plot(tmp_path / "b.png", [])

@@ -17,7 +17,7 @@ from longspan.utils import write_atomically
 
 IDENTITY = (
     *("task", "mechanism", "stage", "lr", "seed", "max_steps", "max_seconds", "spec", "layer", "score", "train"),
-    *("batch_tokens", "train_tokens", "solved", "precision"),
+    *("batch_tokens", "train_tokens", "length_buckets", "solved", "precision"),
 )
 
 
@@ -38,6 +38,7 @@ def identify(run: RecallRun) -> Row:
         "train": [described(task) for task in recipe.train],
         "batch_tokens": recipe.batch_tokens,
         "train_tokens": recipe.train_tokens,
+        "length_buckets": recipe.length_buckets,
         "solved": recipe.solved,
         "precision": recipe.precision,
     }
@@ -50,7 +51,7 @@ def key(row: Mapping[str, Any]) -> str:
 
 def read(path: Path) -> list[Row]:
     """Return the results in a file."""
-    return jsonl.read(path, "task", "mechanism", "stage", "status")
+    return [{"length_buckets": 1, **row} for row in jsonl.read(path, "task", "mechanism", "stage", "status")]
 
 
 def best_lr(rows: Iterable[Row]) -> float:
@@ -64,9 +65,20 @@ def best_lr(rows: Iterable[Row]) -> float:
     return max(finished, key=quality)["lr"]
 
 
-def table(rows: Sequence[Row]) -> TextTable:
-    """Return the mean accuracy of the final runs of each mechanism on each task."""
+# What the runs of a task share that may be compared.
+_RECIPE = [name for name in IDENTITY if name not in ("mechanism", "lr", "seed", "spec")]
+
+
+def _final(rows: Iterable[Row]) -> list[Row]:
+    """The final runs, of each task those with the recipe of its last one."""
     final = [row for row in rows if row["stage"] == "final" and row["status"] == "ok"]
+    last = {row["task"]: row for row in final}
+    return [row for row in final if all(row.get(name) == last[row["task"]].get(name) for name in _RECIPE)]
+
+
+def table(rows: Sequence[Row]) -> TextTable:
+    """Return the mean accuracy of the final runs of each mechanism on each task, all with its last recipe."""
+    final = _final(rows)
     tasks = [task for task in RECIPES if any(row["task"] == task for row in final)]
     header, body = ["", "state, numbers"], []
     for task in tasks:
@@ -103,7 +115,7 @@ def plot(path: Path, rows: Sequence[Row]) -> bool:
 
     from longspan.train.report.plots import COLORS, plain_label, to_png
 
-    final = [row for row in rows if row["stage"] == "final" and row["status"] == "ok"]
+    final = _final(rows)
     tasks = [task for task in RECIPES if any(row["task"] == task for row in final)]
     if not tasks:
         return False

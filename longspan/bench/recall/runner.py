@@ -48,11 +48,11 @@ class RecallOptions(LayerOptions):
     length: int | None = None
     """Tokens of a sequence. By default 1024; 256 for parity, 2000 for listops."""
     steps: int | None = None
-    """Steps of a run. By default 4000 for mqar, 3000 for parity and listops, else 1200; a quarter for each sweep."""
+    """Steps of a run. By default 6000 for mqar, 3000 for parity, 12,000 for listops, else 1200; a quarter in sweeps."""
     batch_tokens: int | None = None
-    """Tokens of a step. By default 16384; 5120 for parity, 64000 for listops."""
+    """Tokens of a step, with padding. By default 8192; 5120 for parity, 64000 for listops."""
     train_tokens: int | None = None
-    """Tokens of a training set. By default 67 million for mqar, 4 for parity, 96,000 sequences for listops, else 17."""
+    """Tokens of a training set. By default 17 million, 4 for parity, 96,000 sequences for listops."""
     score_sequences: int = 1024
     """Sequences to score."""
     lrs: tuple[float, ...] = ()
@@ -60,9 +60,9 @@ class RecallOptions(LayerOptions):
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of the final runs."""
     run_seconds: float | None = None
-    """Longest training time of a run."""
+    """Longest training time of a run, a quarter in sweeps; the schedule of the learning rate is shortened to it."""
     jobs: int = 1
-    """Processes that share the device."""
+    """Processes that share the device; each trains the learning rates or seeds of one mechanism at the same time."""
     minutes: float | None = None
     """Time budget: what has not finished by then is left to the next call."""
     device: str = "cpu"
@@ -165,13 +165,13 @@ class RecallPlan:
         self._pairs = list(_pairs(options))
         self._sweeps = {pair: self._sweep(*pair) for pair in self._pairs}
 
-    def next(self, tasks: Container[str]) -> RecallRun | None:
-        """Return the first run of one of the tasks, and count it as started; None if there is none."""
-        for name, run in self._open():
-            if run.task in tasks:
-                self._started.add(name)
-                return run
-        return None
+    def next(self, tasks: Container[str]) -> list[RecallRun]:
+        """Return the runs of the first pair of one of the tasks that can start now, and count them as started."""
+        for runs in self._open():
+            if next(iter(runs.values())).task in tasks:
+                self._started |= runs.keys()
+                return list(runs.values())
+        return []
 
     def finish(self, row: Row) -> None:
         """Count a result; a run that failed is not tried again in this call."""
@@ -180,9 +180,9 @@ class RecallPlan:
     @property
     def open(self) -> list[RecallRun]:
         """The runs that could start now."""
-        return [run for _, run in self._open()]
+        return [run for runs in self._open() for run in runs.values()]
 
-    def _open(self) -> Iterator[tuple[str, RecallRun]]:
+    def _open(self) -> Iterator[dict[str, RecallRun]]:
         for pair in self._pairs:
             sweep = self._sweeps[pair]
             found = sweep
@@ -192,7 +192,9 @@ class RecallPlan:
                     continue
                 lr = best_lr(rows) if rows else self._options.recipe(pair[0]).lrs[0]
                 found = self._named([self._run(*pair, "final", lr, seed) for seed in self._options.seeds])
-            yield from ((name, run) for name, run in found.items() if name not in self._started | self._ended.keys())
+            found = {name: run for name, run in found.items() if name not in self._started | self._ended.keys()}
+            if found:
+                yield found
 
     def _sweep(self, task: str, mechanism: str) -> dict[str, RecallRun]:
         lrs = self._options.recipe(task).lrs
@@ -230,20 +232,21 @@ def _run_plan(plan: RecallPlan, options: RecallOptions, deadline: float | None) 
         while deadline is None or time.monotonic() < deadline:
             prepared = not data.is_alive()
             for worker in workers:
-                if worker.run is None and (run := plan.next(data.ready)) is not None:
-                    worker.start(run)
-            busy = {worker.connection: worker for worker in workers if worker.run is not None}
+                if not worker.runs and (runs := plan.next(data.ready)):
+                    worker.start(runs)
+            busy = {worker.connection: worker for worker in workers if worker.runs}
             if not busy and prepared:
                 break
             if not busy:
                 time.sleep(0.1)
             for connection in wait(list(busy), timeout=0.5):
                 worker = busy[connection]  # type: ignore[index]
-                row = about | worker.finish()
-                append(options.out, row)
-                plan.finish(row)
-                print(_line(row), file=sys.stderr, flush=True)
-                if row["status"] != "ok":  # A failed kernel leaves the CUDA context unusable.
+                rows = [about | row for row in worker.receive()]
+                for row in rows:
+                    append(options.out, row)
+                    plan.finish(row)
+                    print(_line(row), file=sys.stderr, flush=True)
+                if rows[0]["status"] != "ok":  # A failed kernel leaves the CUDA context unusable.
                     worker.stop()
                     workers[workers.index(worker)] = _Worker(options, threads)
     finally:
@@ -297,7 +300,11 @@ def _datasets(
 
 
 class _Worker:
-    """A process that executes runs."""
+    """A process that executes runs.
+
+    Attributes:
+        runs: Those that have not ended, by their identity.
+    """
 
     def __init__(self, options: RecallOptions, threads: int) -> None:
         context = get_context("spawn")
@@ -305,22 +312,22 @@ class _Worker:
         self._process = context.Process(target=_work, args=(other, options, threads), daemon=True)
         self._process.start()
         other.close()
-        self.run: RecallRun | None = None
+        self.runs: dict[str, RecallRun] = {}
 
-    def start(self, run: RecallRun) -> None:
-        """Execute a run; its result makes the connection ready."""
-        self.run = run
-        self.connection.send(run)
+    def start(self, runs: Sequence[RecallRun]) -> None:
+        """Execute runs of one task; a result makes the connection ready."""
+        self.runs = {key(identify(run)): run for run in runs}
+        self.connection.send(runs)
 
-    def finish(self) -> Row:
-        """Return the result of the run."""
-        assert self.run is not None
-        wanted, self.run = identify(self.run), None
+    def receive(self) -> list[Row]:
+        """Return the result of a run that ended, or of all where the process failed."""
         try:
-            return wanted | self.connection.recv()
+            name, row = self.connection.recv()
         except EOFError:
             self._process.join()
-            return wanted | {"status": "crashed", "message": f"exit status {self._process.exitcode}"}
+            name, row = None, {"status": "crashed", "message": f"exit status {self._process.exitcode}"}
+        ended = [name] if name is not None else list(self.runs)
+        return [identify(self.runs.pop(name)) | row for name in ended]
 
     def stop(self) -> None:
         """End the process."""
@@ -339,20 +346,21 @@ def _work(connection: Connection, options: RecallOptions, threads: int) -> None:
     @cache
     def load(task: str) -> tuple[list[Dataset], Dataset]:
         train, score = _datasets(options, task)
-        return [each.to(device) for each in train], score.to(device)
+        parts = [part for each in train for part in each.by_length(options.recipe(task).length_buckets)]
+        return [part.to(device) for part in parts], score.to(device)
 
     while True:
         try:
-            run = connection.recv()
+            runs = connection.recv()
         except EOFError:
             return
         try:
-            row = {"status": "ok", **execute(run, *load(run.task), device)}
+            for run, found in execute(runs, *load(runs[0].task), device):
+                connection.send((key(identify(run)), {"status": "ok", **found}))
         except Exception as error:
             traceback.print_exc()
             status = "out of memory" if is_out_of_memory(one_line(error)) else "error"
-            row = {"status": status, "message": one_line(error)}
-        connection.send(row)
+            connection.send((None, {"status": status, "message": one_line(error)}))
 
 
 def _end_with_parent() -> None:

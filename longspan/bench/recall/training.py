@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from longspan.train.synthetic.datasets import Dataset
 from longspan.train.synthetic.tasks import accuracy_by_depth
 
 BLOCK = 50  # steps between two reads of the loss
-_EAGER_STEPS = 2  # of each data set, before its step is captured in a CUDA graph
 _SCORED_AT = (40, 64, 96, 128, 192, 256)  # lengths at which parity is reported
 
 
@@ -52,105 +51,142 @@ class RecallRun:
     seconds: float | None = None
 
 
-def execute(run: RecallRun, train: Sequence[Dataset], score: Dataset, device: torch.device) -> dict[str, Any]:
-    """Train a new model and score it.
+def execute(
+    runs: Sequence[RecallRun], train: Sequence[Dataset], score: Dataset, device: torch.device
+) -> Iterator[tuple[RecallRun, dict[str, Any]]]:
+    """Train new models, each on a stream of its own, and score them.
+
+    A model of this size leaves most of a GPU idle; the steps of several models run there at the same time.
 
     Args:
-        run: The model, and how to train it.
+        runs: The models, and how to train them.
         train: The data set of each of the recipe's training tasks, on the device.
         score: The sequences to score, on the device.
         device: Where to train.
 
-    Returns:
-        Accuracy, loss, number of steps, seconds, parameters and size of the state.
+    Yields:
+        A run that ended, and its accuracy, loss, number of steps, seconds, parameters and size of the state.
     """
-    config = model_config(run.recipe.score, run.spec, run.layer)
-    torch.manual_seed(run.seed)
-    model = (LanguageModel if config.num_classes is None else Classifier)(config).to(device)
-    started = time.perf_counter()
-    steps, loss, why = _train(model, run, train, device)
-    seconds = time.perf_counter() - started
-    state = model.state_size() // 4 if isinstance(model, LanguageModel) else None
-    return {
-        **_score(model, run, score),
-        "steps": steps,
-        "stopped": why,
-        "train_loss": loss if math.isfinite(loss) else None,
-        "seconds": round(seconds, 3),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "state_numbers": state,
-        "peak_mb": torch.cuda.max_memory_allocated(device) / 1e6 if device.type == "cuda" else None,
-    }
+    trainings = [_Training(run, train, device) for run in runs]
+    while trainings:
+        for training in list(trainings):
+            with torch.cuda.stream(training.stream):
+                training.round()
+                if training.ended is not None:
+                    trainings.remove(training)
+                    yield training.run, training.result(score)
 
 
-def _train(model: nn.Module, run: RecallRun, data: Sequence[Dataset], device: torch.device) -> tuple[int, float, str]:
-    """Return the number of steps, the mean loss of the last block, and why training ended."""
-    model.train()
-    total, rate = torch.zeros((), device=device), torch.tensor(0.0, device=device)
-    capturable = device.type == "cuda"
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True, capturable=capturable
-    )
+class _Training:
+    """A model in training.
 
-    def step(batch: Dataset) -> None:
-        loss = _loss(model, run.recipe, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        total.add_(loss.detach())
+    Attributes:
+        run: The model, and how to train it.
+        stream: Where it is trained; None on a CPU.
+        masters: The weights in float32, which the optimizer changes.
+        ended: Why training ended; None before.
+    """
 
-    feeds = [_Feed(each, run, step, seed=run.seed * len(data) + i) for i, each in enumerate(data)]
-    rates = torch.tensor([run.lr * _schedule(i, run.steps) for i in range(run.steps)], device=device)
-    started, mean = time.perf_counter(), math.nan
-    for i in range(run.steps):
-        rate.copy_(rates[i])
-        feeds[i % len(feeds)].step()
-        done = i + 1
-        if done % BLOCK and done < run.steps:
-            continue
-        mean = float(total) / (done % BLOCK or BLOCK)
-        total.zero_()
-        if not math.isfinite(mean):
-            return done, mean, "not finite"
-        if mean < run.recipe.solved:
-            return done, mean, "solved"
-        if run.seconds is not None and time.perf_counter() - started > run.seconds and done < run.steps:
-            return done, mean, "time"
-    return run.steps, mean, "steps"
-
-
-class _Feed:
-    """Takes training steps on random sequences of one data set, from a CUDA graph after the first ones."""
-
-    def __init__(self, data: Dataset, run: RecallRun, step: Callable[[Dataset], None], seed: int) -> None:
-        self._data, self._step = data, step
-        self._size = max(1, run.recipe.batch_tokens // data.tokens.shape[1])
-        self._random = torch.Generator().manual_seed(seed)
-        self._rows = torch.zeros(self._size, dtype=torch.long, device=data.tokens.device)
-        self._block = torch.zeros(0, self._size, dtype=torch.long)
-        self._done = 0
+    def __init__(self, run: RecallRun, data: Sequence[Dataset], device: torch.device) -> None:
+        self.run, self._data = run, data
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.ended: str | None = None
+        config = model_config(run.recipe.score, run.spec, run.layer)
+        torch.manual_seed(run.seed)
+        self.model = (LanguageModel if config.num_classes is None else Classifier)(config)
+        self.model.to(device, _dtype(run.recipe, device))
+        self.masters = [p.detach().float().requires_grad_() for p in self.model.parameters()]
+        self._grads = [torch.zeros_like(master) for master in self.masters]
+        for master, grad in zip(self.masters, self._grads, strict=True):
+            master.grad = grad
+        self._lr = torch.tensor(0.0, device=device)
+        self._optimizer = torch.optim.AdamW(
+            self.masters, self._lr, (0.9, 0.98), weight_decay=0.0, fused=True, capturable=device.type == "cuda"
+        )
+        # A round is a step on each data set; what differs between rounds lies in tables that the device reads.
+        self._rounds = -(-run.steps // len(data))
+        self._lrs = self._schedule().to(device)
+        self._rows = [self._draw(each, run.seed * len(data) + i).to(device) for i, each in enumerate(data)]
+        self._index, self._total = torch.zeros(1, dtype=torch.long, device=device), torch.zeros((), device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._done, self._mean, self._started = 0, math.nan, time.perf_counter()
+        self._seconds = 0.0
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(device))
 
-    def step(self) -> None:
-        """Draw sequences and take a step."""
-        if self._done % BLOCK == 0:
-            drawn = torch.randint(len(self._data), (BLOCK, self._size), generator=self._random)
-            self._block = drawn.to(self._rows.device)
-        self._rows.copy_(self._block[self._done % BLOCK])
-        if self._rows.device.type == "cuda" and self._done == _EAGER_STEPS:
-            self._capture()
-        self._done += 1
-        if self._graph is None:
-            self._step(self._data.select(self._rows))
-        else:
+    def _schedule(self) -> Tensor:
+        """The learning rate of each round."""
+        return torch.tensor([self.run.lr * _schedule(i, self._rounds) for i in range(self._rounds)])
+
+    def _draw(self, data: Dataset, seed: int) -> Tensor:
+        """Random sequences of each round."""
+        longest = data.tokens.shape[1] if data.positions is not None else self.run.recipe.score.length
+        size = max(1, self.run.recipe.batch_tokens // longest)
+        return torch.randint(len(data), (self._rounds, size), generator=torch.Generator().manual_seed(seed))
+
+    def round(self) -> None:
+        """Take a step on each data set, from a CUDA graph after the first time; now and then look at the loss."""
+        if self._graph is not None:
             self._graph.replay()
+        elif self.stream is None or self._done == 0:
+            self._steps()
+        else:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=self.stream):
+                self._steps()
+            self._graph.replay()
+            self._started = time.perf_counter()  # Compilation does not count.
+        self._done += 1
+        block = max(1, BLOCK // len(self._data))
+        if self._done % block == 0 or self._done == self._rounds:
+            self._look(self._done % block or block)
 
-    def _capture(self) -> None:
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._step(self._data.select(self._rows))
+    def _steps(self) -> None:
+        self.model.train()
+        self._lr.copy_(self._lrs.index_select(0, self._index)[0])
+        for data, rows in zip(self._data, self._rows, strict=True):
+            loss = _loss(self.model, data.select(rows.index_select(0, self._index)[0]))
+            parameters: list[Tensor] = list(self.model.parameters())
+            torch._foreach_copy_(self._grads, torch.autograd.grad(loss, parameters))
+            nn.utils.clip_grad_norm_(self.masters, 1.0)
+            self._optimizer.step()
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, self.masters)
+            self._total.add_(loss.detach())
+        self._index.add_(1)
+
+    def _look(self, rounds: int) -> None:
+        """Read the loss of the last rounds, and decide whether training ends."""
+        self._mean = float(self._total) / (rounds * len(self._data))
+        self._total.zero_()
+        self._seconds = time.perf_counter() - self._started
+        if not math.isfinite(self._mean):
+            self.ended = "not finite"
+        elif self._mean < self.run.recipe.solved:
+            self.ended = "solved"
+        elif self._done == self._rounds:
+            self.ended = "steps" if len(self._lrs) == self._rounds else "time"
+        elif self.run.seconds is not None:
+            self._shorten(self.run.seconds)
+
+    def _shorten(self, limit: float) -> None:
+        """Take as many rounds as the time limit allows, with a schedule of the learning rate that ends with them."""
+        possible = int(self._done * limit / self._seconds)
+        self._rounds = min(len(self._lrs), max(self._done + 1, possible))
+        self._lrs[: self._rounds].copy_(self._schedule())
+
+    def result(self, score: Dataset) -> dict[str, Any]:
+        """Return the accuracy of the model, and how it was trained."""
+        model = self.model
+        return {
+            **_score(model, self.run, score),
+            "steps": self._done * len(self._data),
+            "stopped": self.ended,
+            "train_loss": self._mean if math.isfinite(self._mean) else None,
+            "seconds": round(self._seconds, 3),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "state_numbers": model.float().state_size() // 4 if isinstance(model, LanguageModel) else None,
+        }
 
 
 def _schedule(step: int, steps: int) -> float:
@@ -159,23 +195,24 @@ def _schedule(step: int, steps: int) -> float:
     return warmup * max(0.02, (1 + math.cos(math.pi * step / steps)) / 2)
 
 
-def _loss(model: nn.Module, recipe: Recipe, batch: Dataset) -> Tensor:
-    logits = _logits(model, recipe, batch)
+def _loss(model: nn.Module, batch: Dataset) -> Tensor:
+    logits = _logits(model, batch)
     return F.cross_entropy(logits.flatten(0, -2).float(), batch.answers.flatten(), ignore_index=IGNORE_INDEX)
 
 
-def _logits(model: nn.Module, recipe: Recipe, batch: Dataset) -> Tensor:
+def _dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if recipe.precision == "bf16-true" and device.type == "cuda" else torch.float32
+
+
+def _logits(model: nn.Module, batch: Dataset) -> Tensor:
     """Return the logits of the answers (B, A, V), or of the classes (B, V)."""
-    device = batch.tokens.device.type
-    enabled = recipe.precision == "bf16" and device == "cuda"
-    with torch.autocast(device, torch.bfloat16, enabled=enabled, cache_enabled=False):
-        if isinstance(model, LanguageModel):
-            assert batch.positions is not None
-            hidden = model.hidden(batch.tokens)
-            index = batch.positions[..., None].expand(-1, -1, hidden.shape[-1])
-            logits = model.logits(hidden.gather(1, index))
-        else:
-            logits = model(batch.tokens, key_mask=batch.key_mask)
+    if not isinstance(model, LanguageModel):
+        logits = model(batch.tokens, key_mask=batch.key_mask)
+    else:
+        assert batch.positions is not None
+        hidden = model.hidden(batch.tokens)
+        index = batch.positions[..., None].expand(-1, -1, hidden.shape[-1])
+        logits = model.logits(hidden.gather(1, index))
     assert isinstance(logits, Tensor)
     return logits
 
@@ -184,11 +221,11 @@ def _logits(model: nn.Module, recipe: Recipe, batch: Dataset) -> Tensor:
 def _score(model: nn.Module, run: RecallRun, data: Dataset) -> dict[str, Any]:
     """Return the accuracy; by depth for needles, by length for parity."""
     model.eval()
-    size = max(1, run.recipe.batch_tokens // data.tokens.shape[1])
+    size = max(1, 4 * run.recipe.batch_tokens // data.tokens.shape[1])
     hits = []
     for rows in torch.arange(len(data), device=data.tokens.device).split(size):
         batch = data.select(rows)
-        hits.append(_logits(model, run.recipe, batch).argmax(-1) == batch.answers)
+        hits.append(_logits(model, batch).argmax(-1) == batch.answers)
     right, answers = torch.cat(hits).cpu(), data.answers.cpu()
     asked = answers != IGNORE_INDEX
     task = run.recipe.score

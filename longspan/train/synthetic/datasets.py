@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,18 @@ class Dataset:
         positions = None if self.positions is None else self.positions.index_select(0, rows).long()
         depth = None if self.depth is None else self.depth.index_select(0, rows)
         return Dataset(tokens, positions, self.answers.index_select(0, rows).long(), depth)
+
+    def by_length(self, buckets: int) -> list[Dataset]:
+        """Return as many parts of equal size, from the shortest to the longest sequences, with less padding."""
+        if buckets == 1:
+            return [self]
+        lengths = (self.tokens != PADDING).sum(1)
+        parts = []
+        for rows in lengths.argsort(stable=True).tensor_split(buckets):
+            longest = -(-int(lengths[rows].max()) // 16) * 16  # a multiple that kernels like
+            part = self.select(rows)
+            parts.append(replace(part, tokens=part.tokens[:, :longest].to(self.tokens.dtype)))
+        return parts
 
     @property
     def key_mask(self) -> Tensor | None:
