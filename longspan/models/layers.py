@@ -716,18 +716,25 @@ def shift_tokens(x: Tensor, offsets: Sequence[int], layout: TokenLayout, recent:
     """
     size, T = x.shape[2] // len(offsets), x.shape[1]
     parts = list(x.split(size, 2))
-    history = 0 if recent is None else recent.shape[1]
+    history, wide = 0 if recent is None else recent.shape[1], x
     if layout.shard is not None:
         history = max(0, *offsets)
-        longer = layout.shard.halo(x, history, max(0, -min(offsets)), layout, recent)
-    else:
-        longer = x if recent is None else torch.cat([recent, x], 1)
+        wide, recent = layout.shard.halo(x, history, max(0, -min(offsets)), layout, recent), None
+    # Before and after a single sequence there are zeros; what is beside packed or hidden tokens must be hidden.
+    alone = layout.key_mask is None and layout.packing is None and layout.shard is None
     for i, offset in enumerate(offsets):
         if offset == 0:
             continue
-        piece = longer[..., i * size : (i + 1) * size]
-        moved = F.pad(piece, (0, 0, offset, -offset)) if abs(offset) <= piece.shape[1] else torch.zeros_like(piece)
-        parts[i] = moved[:, history : history + T].masked_fill(~layout.has_neighbor(offset)[..., None], 0)
+        own = slice(i * size, (i + 1) * size)
+        piece = wide[..., own] if recent is None else torch.cat([recent[..., own], wide[..., own]], 1)
+        begin = history - offset
+        if begin >= 0 and begin + T <= piece.shape[1]:
+            moved = piece[:, begin : begin + T]
+        elif abs(offset) <= piece.shape[1]:
+            moved = F.pad(piece, (0, 0, offset, -offset))[:, history : history + T]
+        else:
+            moved = torch.zeros_like(piece)[:, history : history + T]
+        parts[i] = moved if alone else moved.masked_fill(~layout.has_neighbor(offset)[..., None], 0)
     return torch.cat(parts, 2)
 
 

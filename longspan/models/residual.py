@@ -153,7 +153,7 @@ class ResidualBranch(nn.Module):
         self, x: Tensor, layout: TokenLayout, context: Tensor | None, context_layout: TokenLayout | None
     ) -> Tensor:
         """Compute f(x), to be merged with x by `merge`."""
-        x = self._prepare(x, layout, None)
+        x = self._shift(self._normalize(x, layout), layout, None)
         if not isinstance(self.layer, Attention):
             return self.layer(x)
         if self.stride > 1 and x.shape[1] > 0:
@@ -163,9 +163,9 @@ class ResidualBranch(nn.Module):
 
     def extend(self, x: Tensor, layout: TokenLayout, state: BranchState) -> tuple[Tensor, BranchState]:
         """Compute f of new tokens, right-padded if masked."""
-        prepared = self._prepare(x, layout, state.recent)
+        normed = self._normalize(x, layout)
+        prepared = self._shift(normed, layout, state.recent)
         if state.recent is not None:
-            normed = layout.zero_fill(self.apply_norm(x))
             state = replace(state, recent=latest_tokens(state.recent, normed, layout))
         if not isinstance(self.layer, Attention):
             return self.layer(prepared), state
@@ -239,10 +239,13 @@ class ResidualBranch(nn.Module):
         inner = self.layer.new_state(batch_size * self.stride, **options)
         return replace(state, inner=(inner,), cross=self.layer.cross)
 
-    def _prepare(self, x: Tensor, layout: TokenLayout, recent: Tensor | None) -> Tensor:
-        """Return what the layer takes: x normalized, and with shifted tokens."""
-        x = self.apply_norm(x if layout.key_mask is None else layout.zero_fill(x))
-        return shift_tokens(layout.zero_fill(x), self.token_shift, layout, recent) if self.token_shift else x
+    def _normalize(self, x: Tensor, layout: TokenLayout) -> Tensor:
+        """Return x normalized; hidden tokens are zero where tokens are shifted."""
+        x = self.apply_norm(layout.zero_fill(x))
+        return layout.zero_fill(x) if self.token_shift else x
+
+    def _shift(self, x: Tensor, layout: TokenLayout, recent: Tensor | None) -> Tensor:
+        return shift_tokens(x, self.token_shift, layout, recent) if self.token_shift else x
 
     def _extend_folded(self, x: Tensor, layout: TokenLayout, state: State) -> tuple[Tensor, State]:
         """Extend the `stride` rows of each sequence; a single token extends one of them."""

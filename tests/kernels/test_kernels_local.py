@@ -13,7 +13,7 @@ from longspan.layout import Packing
 from longspan.mechanisms.local import LocalAttention
 from longspan.ops import window as window_op
 from longspan.ops.common import dispatch
-from longspan.ops.rotary import rotate
+from longspan.ops.rotary import Rotate, rotate
 from longspan.ops.window import _Window, kernels, reference, why_not_triton, why_unsupported
 
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of elements that are masked later
@@ -140,12 +140,31 @@ def test_the_rotation_direct_and_traced() -> None:
     x, cos, sin = torch.randn(2, 3, 35, 10)[..., :6].transpose(1, 2), torch.randn(35, 3), torch.randn(35, 3)
     expected = rotate(x, cos[:, None], sin[:, None])
     d_out = torch.randn_like(expected)
-    for call in (window_op._Rotate.direct, window_op._Rotate.traced):
+    for call in (Rotate.direct, Rotate.traced):
         leaf = x.detach().requires_grad_()
         found = call(leaf, cos, sin)
         torch.testing.assert_close(found.detach(), expected)
         (d_x,) = torch.autograd.grad(found, leaf, d_out)
         torch.testing.assert_close(d_x, rotate(d_out, cos[:, None], -sin[:, None]))
+
+
+@interpreted
+def test_rotary_embeddings_without_gradients_take_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, cos, sin = torch.randn(2, 35, 3, 6), torch.randn(1, 35, 1, 3), torch.randn(1, 35, 1, 3)
+    expected = rotate(x, cos, sin)
+    monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
+    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
+    calls = []
+    direct = Rotate.direct
+    monkeypatch.setattr(Rotate, "direct", staticmethod(lambda *args: calls.append(1) or direct(*args)))
+    torch.testing.assert_close(rotate(x, cos, sin), expected)
+    assert calls == [1]
+    rotate(x.requires_grad_(), cos, sin)  # can be differentiated twice
+    for shape in ((2, 35, 1, 3), (1, 1, 1, 3)):  # angles of each row, and of one token
+        rotate(x.detach(), *torch.randn(2, *shape))
+    rotate(x.detach(), cos, sin, interleaved=True)
+    rotate(x.detach().double(), cos.double(), sin.double())
+    assert calls == [1]
 
 
 def test_reasons() -> None:

@@ -14,7 +14,7 @@ import longspan
 from longspan import AttentionConfig, LanguageModel, ModelConfig, Packing, build_mechanism, explain
 from longspan.cli import main
 from longspan.models import explain as module
-from longspan.ops import compressed, gated, hedgehog, linear, window
+from longspan.ops import compressed, gated, hedgehog, linear, rotary, window
 from longspan.ops import decode as decode_op
 from longspan.ops.common import dispatch
 
@@ -86,7 +86,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(window, "kernels", lambda: Spy("window", reached, windowed))
     monkeypatch.setattr(compressed.fused, "kernels", lambda: Spy("compressed", reached, attention))
     rotate = SimpleNamespace(rotate=lambda x, *args, **options: x.new_empty(x.shape))
-    monkeypatch.setattr(window, "_rotate_kernels", lambda: rotate)
+    monkeypatch.setattr(rotary, "_kernels", lambda: rotate)
     monkeypatch.setattr(hedgehog, "kernels", lambda: Spy("hedgehog", reached, hedgehog._Hedgehog.fake))
     monkeypatch.setattr(decode_op, "kernels", lambda name: Spy(name, reached))
     monkeypatch.setattr(dispatch, "triton_missing", lambda device: None)

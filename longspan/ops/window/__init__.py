@@ -17,6 +17,7 @@ from torch import Tensor, arange, bfloat16, float16, float32, promote_types, ran
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.rotary import Rotate
 from longspan.ops.window.torch import (
     BLIND,
     Bias,
@@ -109,9 +110,9 @@ def _rotated(q: Tensor, k: Tensor, xpos: float) -> tuple[Tensor, Tensor]:
     for x, at, base in ((q, position[S - q.shape[1] :], xpos), (k, position, -xpos)):
         tables = xpos_cos_sin(at, x.shape[3], base, float32)
         if dispatch.eager_untraced(x):
-            found.append(_Rotate.direct(x, *tables))
+            found.append(Rotate.direct(x, *tables))
         else:
-            found.append(_Rotate.traced(*refuse_forward_mode(x, *tables)))
+            found.append(Rotate.traced(*refuse_forward_mode(x, *tables)))
     return found[0], found[1]
 
 
@@ -231,58 +232,6 @@ class _WindowLse(_Window):
 def _differentiate(backward: Any, ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     grads = backward(*refuse_forward_mode(d_out, d_lse, *ctx.saved_tensors), *ctx.options)
     return *grads, *[None] * (len(WindowProblem._fields) - len(grads))
-
-
-class RotateInputs(NamedTuple):
-    """Arguments of `longspan::window_rotate`: x (B, T, H, D), cos and sin (T, D/2)."""
-
-    x: Tensor
-    cos: Tensor
-    sin: Tensor
-
-
-class RotateSaved(NamedTuple):
-    """What its backward pass takes beside them."""
-
-    d_out: Tensor
-
-
-@differentiable_op("longspan::window_rotate", (RotateInputs,), (RotateSaved,), outputs=1, grads=1)
-class _Rotate(DifferentiableOp):
-    @staticmethod
-    def forward(x: Tensor, cos: Tensor, sin: Tensor, traced: bool = True) -> Tensor:
-        return _rotate_kernels().rotate(x, cos, sin, back=False)
-
-    @staticmethod
-    def fake(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return x.new_empty(x.shape)
-
-    @staticmethod
-    def visible(outputs: Any) -> Any:
-        return outputs
-
-    @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def differentiate(backward: Any, ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        # The gradient of x needs only its shape, which is that of d_out.
-        return backward(*refuse_forward_mode(d_out, d_out, cos, sin)), None, None
-
-    @staticmethod
-    def backward(d_out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, traced: bool = True) -> Tensor:
-        return _rotate_kernels().rotate(d_out, cos, sin, back=True)
-
-    @staticmethod
-    def backward_fake(d_out: Tensor, *_: Tensor) -> Tensor:
-        return d_out.new_empty(d_out.shape)
-
-
-@cache
-def _rotate_kernels() -> ModuleType:
-    return importlib.import_module("longspan.ops.window.triton.rotate")
 
 
 @cache

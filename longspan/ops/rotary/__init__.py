@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from functools import cache
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from longspan.ops.common import dispatch
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
 
 
 def angles(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> Tensor:
@@ -37,6 +44,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     Returns:
         (..., D) in the dtype of x, computed in the dtype of cos.
     """
+    if _takes_kernel(x, cos, interleaved):
+        return Rotate.direct(x, cos[0, :, 0], sin[0, :, 0])
     y = x.to(cos.dtype)
     if interleaved:
         a, b = y[..., ::2], y[..., 1::2]
@@ -45,6 +54,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
         a, b = y.chunk(2, -1)
         rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
     return rotated.to(x.dtype)
+
+
+def _takes_kernel(x: Tensor, cos: Tensor, interleaved: bool) -> bool:
+    """Whether x (B, T, H, D) and angles that all rows share are rotated in one launch, where no gradient is needed."""
+    if torch.is_grad_enabled() and x.requires_grad:  # eager PyTorch can differentiate twice, and compilers fuse it
+        return False
+    shared = not interleaved and x.ndim == cos.ndim == 4 and cos.shape[0] == cos.shape[2] == 1
+    fits = shared and x.shape[1] == cos.shape[1] and x.shape[3] == 2 * cos.shape[3]
+    kinds = x.dtype in dispatch.DTYPES and cos.dtype == torch.float32 and x.numel() > 0
+    return fits and kinds and dispatch.eager_untraced(x) and dispatch.unavailable(x) is None
 
 
 def xpos_scale(position: Tensor, dim: int, scale_base: float, dtype: torch.dtype) -> Tensor:
@@ -67,3 +86,55 @@ def _cos_sin(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tup
 def _(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     shape = *position.shape, dim // 2
     return position.new_empty(shape, dtype=dtype), position.new_empty(shape, dtype=dtype)
+
+
+class RotateInputs(NamedTuple):
+    """Arguments of `longspan::rotate`: x (B, T, H, D), cos and sin (T, D/2)."""
+
+    x: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+class RotateSaved(NamedTuple):
+    """What its backward pass takes beside them."""
+
+    d_out: Tensor
+
+
+@differentiable_op("longspan::rotate", (RotateInputs,), (RotateSaved,), outputs=1, grads=1)
+class Rotate(DifferentiableOp):
+    @staticmethod
+    def forward(x: Tensor, cos: Tensor, sin: Tensor, traced: bool = True) -> Tensor:
+        return _kernels().rotate(x, cos, sin, back=False)
+
+    @staticmethod
+    def fake(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x.new_empty(x.shape)
+
+    @staticmethod
+    def visible(outputs: Any) -> Any:
+        return outputs
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def differentiate(backward: Any, ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        # The gradient of x needs only its shape, which is that of d_out.
+        return backward(*refuse_forward_mode(d_out, d_out, cos, sin)), None, None
+
+    @staticmethod
+    def backward(d_out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, traced: bool = True) -> Tensor:
+        return _kernels().rotate(d_out, cos, sin, back=True)
+
+    @staticmethod
+    def backward_fake(d_out: Tensor, *_: Tensor) -> Tensor:
+        return d_out.new_empty(d_out.shape)
+
+
+@cache
+def _kernels() -> ModuleType:
+    return importlib.import_module("longspan.ops.rotary.triton")

@@ -34,11 +34,11 @@ class _RotatePlan(Plan):
         B, T, H, D = key[0][0]
         sizes = RotateSizes(H, D // 2, padded(D // 2, 16), TOKENS, back)
         grid = (B * H * -(-T // TOKENS),)
-        self.rotate = self.launch(window_rotate_kernel, grid, (T, Strides.of(key[0])), {"W": sizes})
+        self.rotate = self.launch(rotate_kernel, grid, (T, Strides.of(key[0])), {"W": sizes})
 
 
 @triton.jit(do_not_specialize=["T"])
-def window_rotate_kernel(p_x, p_cos, p_sin, p_out, T, x, W: tl.constexpr):
+def rotate_kernel(p_x, p_cos, p_sin, p_out, T, x, W: tl.constexpr):
     """Some tokens of one head."""
     i_h, _, i_block, i_b = program_index(tl.cdiv(T, W.BT), W.H)
     i_0 = i_block * W.BT
