@@ -58,6 +58,8 @@ RECIPES: dict[str, Settings] = {
     "ngrams-6": {"model.ngrams": [2, 3, 4, 5, 6], "model.ngram_buckets": 65_536},
     "value-embedding": {"model.attention.value_embedding": True},
     "value-gates": {"model.attention.value_gates": True},
+    "bf16-residual": {"model.residual_in_fp32": False},
+    "fp8": {"precision": "fp8"},
 }
 # The outputs of Gated DeltaNet and Kimi Linear. Their convolution is left out: the presets shift tokens already.
 _GATED_LAYER = {"out_norm": True, "out_gate": "silu"}

@@ -213,6 +213,8 @@ class ModelConfig:
     """One residual stream, two, or hyper-connections."""
     num_streams: int = 4
     """Number of streams of hyper-connections."""
+    residual_in_fp32: bool = True
+    """Keep the residual stream of a language model in float32 under autocast; false: in autocast's dtype."""
     execution: Execution = "keep"
     """Keep, recompute or reverse activations in the backward pass."""
     vocab_size: int | None = None

@@ -18,6 +18,7 @@ from longspan.models.positions import Rotary
 from longspan.ops.common.autograd import recompute
 from longspan.ops.convolution import short_convolution
 from longspan.ops.decode import FUSED_ACTIVATIONS, RotaryCache, TokenShift, fused_heads, fused_linear, gate_heads
+from longspan.ops.float8 import Float8Linear, float8_linear
 from longspan.protocol import Mechanism, State, StateOptions
 
 if TYPE_CHECKING:
@@ -270,11 +271,12 @@ class Attention(nn.Module):
             return self.project_output(x, source_layout.shard.attend(self.mechanism, queries, k, v, gates, **options))
         if self.cross:
             q, (k, v, gates) = self.project_queries(x, layout), self._project_keys(source, None)
-        else:
-            q, k, v, gates, _ = self.project(x, layout)
-        key_packing = source_layout.packing if self.cross else None
-        out = self._mix(q, k, v, gates, key_mask=key_mask, packing=packing, key_packing=key_packing)
-        return self.project_output(x, out)
+            out = self._mix(q, k, v, gates, key_mask=key_mask, packing=packing, key_packing=source_layout.packing)
+            return self.project_output(x, out)
+        linear = self._linear(x)
+        q, k, v, gates, _ = self._project(linear, x, layout, None)
+        out = self._mix(q, k, v, gates, key_mask=key_mask, packing=packing, key_packing=None)
+        return self._project_output(linear, out)
 
     def _attend_layer(self, x: Tensor, source: Tensor, key_mask: Tensor | None) -> Tensor | None:
         """Return the output if the mechanism computes the whole layer at once; see `Mechanism.attend_layer`."""
@@ -342,12 +344,13 @@ class Attention(nn.Module):
             queries, k, v, gates, recent = self._project_lazily(x, x, _layout, recent)
             out, inner = _layout.shard.extend(self.mechanism, inner, queries, k, v, gates, key_mask=key_mask)
             return self.project_output(x, out), self._with_recent(inner, recent)
-        q, k, v, gates, recent = self.project(x, _layout, recent)
+        linear = self._linear(x)
+        q, k, v, gates, recent = self._project(linear, x, _layout, recent)
         if x.shape[1] == 1 and key_mask is None and packing is None:
             out, inner = self.mechanism.step(inner, q, k, v, gates=gates)
         else:
             out, inner = self.mechanism.extend(inner, q, k, v, gates=gates, key_mask=key_mask, packing=packing)
-        return self.project_output(x, out), self._with_recent(inner, recent)
+        return self._project_output(linear, out), self._with_recent(inner, recent)
 
     def _with_recent(self, inner: State, recent: Tensor | None) -> State:
         """Return the layer's state, given that of the mechanism and the tokens that a short convolution sees next."""
@@ -455,7 +458,12 @@ class Attention(nn.Module):
 
     def project_output(self, x: Tensor, out: Tensor) -> Tensor:
         """Project the mechanism's output (B, T, H, E) for x (B, T, dim) to (B, T, out_features)."""
-        out = self._gate_values(x, out).flatten(2)
+        return self._project_output(self._linear(x, joint=False), out)
+
+    def _project_output(self, linear: Callable[[str], Tensor], out: Tensor) -> Tensor:
+        names = ("to_out_gate", "to_gates")
+        out_gates, head_gates = (None if getattr(self, name) is None else linear(name) for name in names)
+        out = self._apply_gates(out, out_gates, head_gates).flatten(2)
         out = out if self.to_mid is None else self.to_mid(out)
         return self.dropout(self.to_out(out))
 
@@ -473,9 +481,32 @@ class Attention(nn.Module):
             q (B, T, H, D), k (B, T, Hkv, D), v (B, T, Hkv, E), gates (B, T, Hkv, G) or None, and the tokens that a
             short convolution sees next, if `recent` was given.
         """
+        return self._project(self._linear(x, joint=False), x, layout, recent)
+
+    def _linear(self, x: Tensor, *, joint: bool = True) -> Callable[[str], Tensor]:
+        """Return a function from the name of a linear layer to its output for x.
+
+        When compiled for a GPU, `joint` layers without a bias are one matrix product, which reads x once.
+        """
+        if not joint or not _compiled_for_gpu(x):
+            return lambda name: getattr(self, name)(x)
+        kind = type(self.to_q)
+        names = [name for name in ("to_q", "to_kv", "to_out_gate") if getattr(self, name) is not None]
+        layers = [getattr(self, name) for name in names]
+        if not all(_is_plain_linear(layer, kind) and layer.bias is None for layer in layers):
+            return lambda name: getattr(self, name)(x)
+        product = float8_linear if kind is Float8Linear and self.training else F.linear
+        found = product(x, torch.cat([layer.weight for layer in layers]))
+        outputs = dict(zip(names, found.split([layer.out_features for layer in layers], 2), strict=True))
+        return lambda name: outputs[name] if name in outputs else getattr(self, name)(x)
+
+    def _project(
+        self, linear: Callable[[str], Tensor], x: Tensor, layout: TokenLayout, recent: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        q, kv = linear("to_q"), linear("to_kv")
         if self.conv is None:
-            return self.project_queries(x, layout), *self._project_keys(x, layout), None
-        joined = layout.zero_fill(torch.cat([self.to_q(x), self.to_kv(x)], 2))
+            return self._rotate_queries(self._split_queries(q), layout), *self._rotate_keys(kv, x, layout), None
+        joined = layout.zero_fill(torch.cat([q, kv], 2))
         mixed = self.conv(joined, layout, recent).to(joined.dtype)  # Its weights are not cast by autocast.
         q, kv = mixed.split([self.to_q.out_features, self.to_kv.out_features], 2)
         k, v, gates = self._rotate_keys(kv, x, layout)
@@ -566,21 +597,22 @@ class Attention(nn.Module):
             outs.append(recompute(part, *heads, gates=own, causal=self.causal, **layout))
         return torch.cat(outs, 2)
 
-    def _gate_values(self, x: Tensor, out: Tensor) -> Tensor:
-        """Normalize and gate the mechanism's output (B, T, H, E) for x (B, T, dim)."""
-        out_gates, head_gates = (None if layer is None else layer(x) for layer in (self.to_out_gate, self.to_gates))
-        return self._apply_gates(out, out_gates, head_gates)
-
     def _apply_gates(self, out: Tensor, out_gates: Tensor | None, head_gates: Tensor | None) -> Tensor:
+        """Normalize and gate the mechanism's output (B, T, H, E)."""
         out = out if self.out_norm is None else self.out_norm(out)
         out = out if out_gates is None else out * self.out_gate(out_gates).view(out.shape)
         return out if head_gates is None else out * head_gates.sigmoid()[..., None]
 
 
-def _is_plain_linear(layer: nn.Module) -> bool:
-    """Whether a layer is an nn.Linear without hooks, so that its weight can be used in its place."""
+def _compiled_for_gpu(x: Tensor) -> bool:
+    return x.is_cuda and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+
+
+def _is_plain_linear(layer: nn.Module, kind: type = nn.Linear) -> bool:
+    """Whether a layer is of this kind and has no hooks, so that its weight can be used in its place."""
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not any(hooks)
+    known = type(layer) is kind and kind in (nn.Linear, Float8Linear)
+    return known and type(layer.weight) is nn.Parameter and not any(hooks)
 
 
 def head_shape(dim: int, config: AttentionConfig) -> tuple[int, int, int]:

@@ -67,12 +67,31 @@ class NgramEmbedding(nn.Module):
 
     def _look_up(self, window: list[Tensor]) -> Tensor:
         """Return the sum of the embeddings, given the codes of each token, of the one before it, and so on."""
-        hashed, parts = window[0], []
-        for size, code in enumerate(window[1:], 2):
-            hashed = (hashed * _MULTIPLIER + code) % _MODULUS
-            if size in self.sizes:
-                parts.append(self.tables[self.sizes.index(size)](hashed % self.buckets))
+        compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        # An opaque op: inductor would otherwise hash again for every element of the embeddings, in both passes.
+        sizes = sorted(self.sizes)
+        rows = (_hash_op if compiled else _hash)(window, sizes, self.buckets)
+        parts = [self.tables[self.sizes.index(size)](row) for size, row in zip(sizes, rows, strict=True)]
         total = parts[0]
         for part in parts[1:]:
             total = total + part
         return total
+
+
+def _hash(window: Sequence[Tensor], sizes: Sequence[int], buckets: int) -> list[Tensor]:
+    """Return the rows of the n-grams of each size, given the codes of each token, of the one before it, and so on."""
+    hashed, rows = window[0], {}
+    for size, code in enumerate(window[1:], 2):
+        hashed = (hashed * _MULTIPLIER + code) % _MODULUS
+        rows[size] = hashed % buckets
+    return [rows[size] for size in sizes]
+
+
+@torch.library.custom_op("longspan::hash_ngrams", mutates_args=())
+def _hash_op(window: Sequence[Tensor], sizes: Sequence[int], buckets: int) -> list[Tensor]:
+    return _hash(window, sizes, buckets)
+
+
+@_hash_op.register_fake
+def _(window: Sequence[Tensor], sizes: Sequence[int], buckets: int) -> list[Tensor]:
+    return [torch.empty_like(window[0]) for _ in sizes]

@@ -419,7 +419,10 @@ class LanguageModel(nn.Module):
             self.positions.check(longest)
             x = x + self.positions(layout.position).to(x.dtype)
         x = self.dropout(x)
-        return x if self.to_dim is None else self.to_dim(x), recent
+        x = x if self.to_dim is None else self.to_dim(x)
+        if not self.config.residual_in_fp32 and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return x, recent
 
 
 class EncoderDecoder(nn.Module):

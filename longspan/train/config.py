@@ -20,7 +20,7 @@ from longspan.train.presets import PRESETS, Values, named_mechanism
 from longspan.utils import choose, nearest, read_json
 
 Objective = Literal["causal", "masked", "classify", "multilabel", "regress", "tag", "forecast"]
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 Switch = Literal["auto", "on", "off"]
 Optimizer = Literal["adamw", "muon"]
 DecayType = Literal["cosine", "linear"]
@@ -123,7 +123,7 @@ class TrainConfig:
     eval_data: UseAppendAction[tuple[str, ...]] = ()
     """Data for evaluation instead of --held-out."""
     precision: Precision = "auto"
-    """Precision; auto: bf16 if the GPU supports it, else fp32."""
+    """Precision; auto: bf16 if the GPU has it, else fp32; fp8: products."""
     compile: Switch = "auto"
     """torch.compile; auto: on a GPU, without packing."""
     device: Device = "auto"
@@ -182,6 +182,8 @@ class TrainConfig:
             raise ValueError(
                 f"--held-out must be in [0, 1) and --mask-rate in (0, 1), got {self.held_out} and {self.mask_rate}"
             )
+        if self.precision == "fp8" and self.lora_rank is not None:
+            raise ValueError("--precision fp8 is for layers that are trained themselves: use bf16 with --lora-rank")
         if self.steps is None and self.minutes is None:
             raise ValueError("give --steps or --minutes: how long to train")
         self._check_initial()

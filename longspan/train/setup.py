@@ -33,6 +33,7 @@ from longspan.train.data.batches import (
 from longspan.train.data.readers import DataSource, ReadOptions, find_source
 from longspan.train.data.tasks import PER_TOKEN, TASKS
 from longspan.train.data.token_store import StoreSpec, TokenStore, open_store, unigram_bits
+from longspan.train.float8 import why_not_float8
 from longspan.train.fsdp import uses_fsdp
 from longspan.train.loggers import Logger, Record
 from longspan.train.muon import MuonAdamW, layer_matrices
@@ -88,7 +89,13 @@ def make_accelerator(device: str, precision: str) -> Accelerator:
         precision = "bf16" if gpu and torch.cuda.is_bf16_supported() else "fp32"
     if precision == "fp16" and not gpu:
         raise ValueError("--precision fp16 needs a CUDA device; use bf16 or fp32 on a CPU")
-    return Accelerator(cpu=cpu, mixed_precision="no" if precision == "fp32" else precision)
+    accelerator = Accelerator(cpu=cpu, mixed_precision={"fp32": "no", "fp8": "bf16"}.get(precision, precision))
+    if precision == "fp8" and (reason := why_not_float8(accelerator.device)) is not None:
+        raise ValueError(
+            f"--precision fp8 needs an NVIDIA GPU with FP8 products, of compute capability 8.9 or later, and {reason}: "
+            "use bf16"
+        )
+    return accelerator
 
 
 def _has_distributed_accelerator() -> bool:
@@ -419,5 +426,5 @@ def run_metadata(
         "threads": torch.get_num_threads(),
         "processes": accelerator.num_processes,
         "data_processes": shape.processes,
-        "precision": accelerator.mixed_precision.replace("no", "fp32"),
+        "precision": "fp8" if settings.train.precision == "fp8" else accelerator.mixed_precision.replace("no", "fp32"),
     }

@@ -29,6 +29,7 @@ from longspan.train import lora, run_checkpoint, run_folder, setup
 from longspan.train.config import Settings, described
 from longspan.train.data.batches import Batch, BatchShape, derive_seed
 from longspan.train.evaluation import evaluate_held_out
+from longspan.train.float8 import convert_to_float8_training
 from longspan.train.fsdp import (
     gather_model,
     gather_optimizer,
@@ -151,6 +152,9 @@ class Trainer:
         if config.lora_rank is not None:
             self._add_lora(model)
         setup.freeze(model, config.freeze)
+        if config.precision == "fp8":
+            number = convert_to_float8_training(model)
+            self.logger.info(f"{number} linear layers compute FP8 products")
         cp = None if self.mesh is None else self.mesh.cp
         self.objective = wrap_model(model, config.context, config.chunk_length, cp, self.store.task)
         self.metadata |= {"parameters": sum(p.numel() for p in self.objective.parameters()), "compiled": compiled}

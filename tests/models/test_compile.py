@@ -469,3 +469,38 @@ def test_a_gated_hybrid_with_convolutions_compiles() -> None:
     close(loss, eager)
     for got, want in zip(torch.autograd.grad(loss, list(model.parameters())), expected, strict=True):
         close(got, want)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"out_gate": "silu"}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({"conv_size": 3}, {"qkv_bias": True}))],
+    ids=str,
+)
+def test_projections_are_one_product(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a GPU: the same outputs and gradients from one product of x where layers have no bias."""
+    monkeypatch.setattr("longspan.models.layers._compiled_for_gpu", lambda x: torch.compiler.is_compiling())
+    attention = AttentionConfig(num_heads=2, mechanism="softmax", **options)
+    config = ModelConfig(dim=10, depth=1, causal=True, vocab_size=13, attention=attention, ngrams=(2, 3))
+    model, tokens = LanguageModel(config).double(), torch.randint(13, (2, T))
+    expected = model.loss(tokens)
+    grads = torch.autograd.grad(expected, list(model.parameters()))
+    graphs = CompileCounterWithBackend("aot_eager")
+    loss = compiled(model.loss, backend=graphs)(tokens)
+    torch.testing.assert_close(loss, expected, atol=1e-9, rtol=0)
+    for got, want in zip(torch.autograd.grad(loss, list(model.parameters())), grads, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-9, rtol=0)
+    inputs = [str(node.args[0]) for node in graphs.graphs[0].graph.nodes if "linear" in str(node.target)]
+    assert len(inputs) == (6 if "qkv_bias" in options else 5)
+    assert any("hash_ngrams" in str(node.target) for node in graphs.graphs[0].graph.nodes)
+
+
+@pytest.mark.parametrize("in_fp32", [True, False])
+def test_the_residual_stream_under_autocast(in_fp32: bool) -> None:
+    config = ModelConfig(dim=16, depth=2, vocab_size=13, residual_in_fp32=in_fp32)
+    model, found = LanguageModel(config), []
+    model.transformer.stack.branches[-1].register_forward_pre_hook(lambda layer, args: found.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(torch.arange(7)[None])
+    model(torch.arange(7)[None])
+    assert found == [torch.float32 if in_fp32 else torch.bfloat16, torch.float32]
+    assert out.dtype == torch.bfloat16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 from training import arguments, curve, longspan, metrics, ranks, trained, write_corpus
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig
-from longspan.train.config import TrainConfig
+from longspan.train.config import TrainConfig, resolve
+from longspan.train.loggers import RunLogger
 from longspan.train.muon import MuonAdamW, layer_matrices, orthogonalize
-from longspan.train.setup import batches_per_step, learning_rate, make_optimizer
+from longspan.train.setup import batches_per_step, learning_rate, make_accelerator, make_optimizer
+from longspan.train.trainer import Trainer
 
 # Everything that the options add to the state of a run.
 RECIPE: dict[str, Any] = {
@@ -135,6 +138,25 @@ def test_a_run_with_everything_is_resumed_bit_for_bit(corpus: Path, tmp_path: Pa
     assert curve(metrics(tmp_path / "stopped")) == expected
     files = [(tmp_path / name / "checkpoint" / "model.safetensors").read_bytes() for name in ("whole", "stopped")]
     assert files[0] == files[1]
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # by PyTorch, of norms under autocast
+def test_float8_products_train(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where PyTorch has FP8 products for tests, and `longspan train` refuses them."""
+    monkeypatch.setattr("longspan.train.setup.why_not_float8", lambda device: None)
+    given = {"model.dim": 32, "model.attention.num_heads": 2, "steps": 2, "context": 17, "batch_size": 3}
+    given |= {"preset": "tiny", "data": (str(corpus),), "sample_tokens": 0, "eval_tokens": 50}
+    losses = []
+    for precision in ("bf16", "fp8"):
+        settings = resolve({**given, "precision": precision, "out": str(tmp_path / precision)})
+        trainer = Trainer(settings, RunLogger(tmp_path / precision), make_accelerator("cpu", precision))
+        assert trainer.run()["eval_loss"] > 0
+        losses.append([record["loss"] for record in metrics(tmp_path / precision) if "loss" in record])
+        assert json.loads((tmp_path / precision / "run.json").read_text())["precision"] == precision
+    assert losses[0] != losses[1]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=0.01)
+    with pytest.raises(ValueError, match="--precision fp8 is for layers that are trained themselves: use bf16 with"):
+        train_config(precision="fp8", lora_rank=3, init="z")
 
 
 @pytest.mark.slow

@@ -259,6 +259,7 @@ BAD: list[tuple[str, dict[str, Any], list[str], int]] = [
     ("no labels", {"data": "TEXT", "objective": "classify"}, ["has no label"], 2),
     ("heads", {"data": "TEXT", "model.attention.num_heads": 5}, ["must be a multiple of num_heads"], 2),
     ("fp16", {"data": "TEXT", "precision": "fp16", "device": "cpu"}, ["fp16 needs a CUDA device"], 2),
+    ("fp8", {"data": "TEXT", "precision": "fp8", "device": "cpu"}, ["FP8 products", "cpu has none: use bf16"], 2),
     ("batch too large", {"data": "TEXT", "batch_size": 10**11}, ["tokens of a step need", "lower --batch-size"], 2),
     ("no config", {"data": "TEXT", "config": "none.toml"}, ["none.toml", "no such file"], 1),
     (
