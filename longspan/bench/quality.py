@@ -34,6 +34,7 @@ DEVICES = ("cpu", "cuda")
 Settings = dict[str, Any]
 SEPARATOR = "@"  # between a candidate and its recipe
 _NONE = {"optimizer": "adamw", "decay_type": "cosine", "model.ngrams": [], "model.zero_init_residual": False}
+_NONE |= {"model.residual_in_fp32": True}
 _MUON = {"optimizer": "muon", "muon_lr": 5e-3}
 _NGRAMS = {"model.ngrams": [2, 3, 4], "model.ngram_buckets": 32_768}
 _ZERO_INIT, _LINEAR = {"model.zero_init_residual": True}, {"decay_type": "linear"}
@@ -51,14 +52,15 @@ RECIPES: dict[str, Settings] = {
     "all-fast": _NONE | _MUON | _NGRAMS | _ZERO_INIT | _LINEAR | {"muon_lr": 1e-2},
     "no-ngrams": _NONE | _MUON | _ZERO_INIT | _LINEAR,
     "fast": {"muon_lr": 1e-2},
-    "lr-high": {"lr": 4e-3, "muon_lr": 5e-3},
+    "lr-high": {"lr": 4e-3},
     "warmup-100": {"warmup": 100},
     "half-batch": {BATCH_FACTOR: 0.5},
+    "double-batch": {BATCH_FACTOR: 2},
     "batch-growth": {BATCH_FACTOR: 0.5, "accumulate": 2, "ramp_up": 0.3},
     "ngrams-6": {"model.ngrams": [2, 3, 4, 5, 6], "model.ngram_buckets": 65_536},
     "value-embedding": {"model.attention.value_embedding": True},
     "value-gates": {"model.attention.value_gates": True},
-    "bf16-residual": {"model.residual_in_fp32": False},
+    "fp32-residual": {"model.residual_in_fp32": True},
     "fp8": {"precision": "fp8"},
 }
 # The outputs of Gated DeltaNet and Kimi Linear. Their convolution is left out: the presets shift tokens already.
@@ -127,7 +129,7 @@ class QualityOptions:
     default all models, with the recipe of the preset."""
     contexts: tuple[int, ...] = (4096, 32768)
     """Context lengths."""
-    batch_sizes: tuple[int, ...] = (16, 1)
+    batch_sizes: tuple[int, ...] = (8, 1)
     """Sequences per step for each context length."""
     seeds: tuple[int, ...] = (0, 1)
     """Seeds of weights and data order."""

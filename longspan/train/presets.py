@@ -29,8 +29,8 @@ def _model(dim: int, depth: int, num_heads: int, **attention: Any) -> Values:
 
 # What `longspan bench quality` found best: docs/benchmarks.md.
 _GATED_OUTPUT = {"out_norm": True, "out_gate": "silu"}
-_MODEL_RECIPE = {"ngrams": [2, 3, 4], "ngram_buckets": 32_768, "zero_init_residual": True}
-_TRAIN_RECIPE = {"optimizer": "muon", "muon_lr": 5e-3, "decay_type": "linear"}
+_MODEL_RECIPE = {"ngrams": [2, 3, 4], "ngram_buckets": 32_768, "zero_init_residual": True, "residual_in_fp32": False}
+_TRAIN_RECIPE = {"optimizer": "muon", "decay_type": "linear"}
 
 PRESETS = {
     "tiny": Preset(
@@ -39,12 +39,14 @@ PRESETS = {
     ),
     "small": Preset(
         _model(512, 6, 8, **_GATED_OUTPUT) | _MODEL_RECIPE,
-        {"context": 4096, "batch_size": 16, "steps": 5000, "lr": 2e-3, "warmup": 200, "eval_tokens": 524_288}
+        {"context": 4096, "batch_size": 8, "steps": 10_000, "lr": 2e-3, "warmup": 200, "eval_tokens": 524_288}
+        | {"muon_lr": 6e-3}
         | _TRAIN_RECIPE,
     ),
     "base": Preset(
         _model(768, 12, 12, **_GATED_OUTPUT) | _MODEL_RECIPE,
         {"context": 8192, "batch_size": 8, "steps": 20_000, "lr": 1e-3, "warmup": 500, "eval_tokens": 1_048_576}
+        | {"muon_lr": 4e-3}
         | _TRAIN_RECIPE,
     ),
 }
