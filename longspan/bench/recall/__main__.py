@@ -1,4 +1,4 @@
-"""`python -m longspan.bench.recall '{"device": "cuda", "jobs": 14, "minutes": 8}'`: options as JSON, no CLI needed."""
+"""`python -m longspan.bench.recall '{"device": "cuda", "jobs": 6, "minutes": 8}'`: options as JSON, no CLI needed."""
 
 from __future__ import annotations
 

@@ -272,8 +272,8 @@ class _Preparation(Thread):
     def run(self) -> None:
         """Generate what is not in the cache."""
         try:
-            jobs = self._options.jobs
-            with ProcessPoolExecutor(jobs, get_context("spawn")) if jobs > 1 else nullcontext() as pool:
+            several = self._options.jobs > 1
+            with ProcessPoolExecutor(cores(), get_context("spawn")) if several else nullcontext() as pool:
                 for task in self._tasks:
                     _datasets(self._options, task, pool)
                     self.ready.add(task)
