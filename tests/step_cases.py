@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longspan import Mechanism, build_mechanism
+from longspan.models.residual import _with_length
 from longspan.ops.decode import CosSin
 from longspan.ops.rotary import cos_sin
 
@@ -30,6 +31,10 @@ CASES: dict[str, tuple[str, dict]] = {
     "delta, no decay": ("delta", {"gate": "none", "negative_eigenvalues": True}),
     "delta": ("delta", {"value_dim": 17}),
     "delta by channel": ("delta", {"gate": "channel"}),
+    "mixture": ("mixture", {"window": 11}),
+    "mixture, window of one": ("mixture", {"window": 1, "value_dim": 17}),
+    "mixture, fixed features": ("mixture", {"window": 5, "memory": "linear", "scale": 0.3}),
+    "mixture, delta": ("mixture", {"window": 5, "memory": "delta"}),
     "linformer": ("linformer", {"rank": 13, "max_length": 61}),
     "linformer-by-head": ("linformer", {"rank": 3, "max_length": 61, "per_head": True, "share_projection": True}),
     "linformer, biases by head": ("linformer", {"rank": 3, "max_length": 61, "per_head": True, "bias": True}),
@@ -37,14 +42,15 @@ CASES: dict[str, tuple[str, dict]] = {
 }
 
 
-EAGER = {"performer-by-feature"}  # float64 sums, which the kernels do not take
+# Without a kernel: float64 sums, which the kernels do not take; gated memories of mixtures.
+EAGER = {"performer-by-feature", "mixture, delta"}
 
 
 def mechanism(name: str, device: str = "cpu") -> Mechanism:
     kind, options = CASES[name]
     built = build_mechanism(kind, H, D, num_kv_heads=HKV, **{"value_dim": E, **options}).eval().to(device)
     for name, parameter in built.named_parameters():
-        if name.endswith("bias"):  # zeros would hide them
+        if name.endswith(("bias", "mix_weight")):  # zeros would hide them
             torch.nn.init.normal_(parameter)
     return built
 
@@ -58,6 +64,7 @@ def gates(built: Mechanism, B: int, T: int, dtype: torch.dtype, device: str) -> 
     """Return raw gates, some of which forget everything."""
     if not built.num_gates:
         return None
+    built = getattr(built, "memory", built)
     found = 2 * torch.randn(B, T, HKV, built.num_gates)
     # The sum of log α would tell where float32 and float64 clamp it: without the delta rule α only comes close to 0.
     extreme = 1e4 if built.delta else -1500.0 if built.gate == "channel" else 3.0
@@ -91,10 +98,10 @@ def compare(name: str, dtype: torch.dtype, device: str, steps: int) -> None:
         states[0] = built.extend(states[0], *x, gates=raw, key_mask=mask.to(device))[1]
         *x, raw = (None if y is None else y.cpu().double() for y in (*x, raw))
         states[1] = exact.extend(states[1], *x, gates=raw, key_mask=mask)[1]
-    ours, truth = (state._map(lambda x: x.contiguous().clone()) for state in states)
-    eager = ours.clone()
+    ours, eager, truth = (state._map(lambda x: x.contiguous().clone()) for state in (states[0], *states))
+    ours, eager, truth = (_with_length(state, state.length) for state in (ours, eager, truth))
     ours = built.decode_state(ours, dtype)
-    assert CASES[name][0] in ("local", "decay", "delta") or name in EAGER or ours.pending
+    assert CASES[name][0] in ("local", "decay", "delta", "mixture") or name in EAGER or ours.pending
     found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
     for i in range(steps):
         q, k, v = inputs(name, B, 1, dtype, device)

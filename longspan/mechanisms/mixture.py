@@ -9,17 +9,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longspan.mechanisms.feature_maps import FusedMap, Hedgehog
 from longspan.mechanisms.gated import GatedMechanism, GatedState
 from longspan.mechanisms.linear import LinearAttention, LinearState
 from longspan.mechanisms.local import LocalAttention, LocalState
 from longspan.mechanisms.split import SplitState
+from longspan.ops.common import dispatch
+from longspan.ops.decode import CosSin, mixture_decode_step, why_not_triton
 from longspan.ops.gated import gated_linear
 from longspan.ops.linear import Sums, accumulate, attend_sums, causal_linear, sum_dtype
 from longspan.ops.linear.torch import safe_divide
 from longspan.ops.window import BLIND, Window, window_attention_with_lse
-from longspan.protocol import Mechanism, State
+from longspan.protocol import Mechanism, Rotation, State
 
 HEDGEHOG = {"mechanism": "linear", "feature_map": "hedgehog"}
+LARGEST = 128  # dimension of a head in the kernel of a decode step, which holds a memory in registers
 
 
 class Tokens(NamedTuple):
@@ -206,6 +210,41 @@ class MixtureAttention(Mechanism):
         else:
             read = self._normalized(self.memory._read(memory, q.to(sum_dtype(q))))
         return _join([window, (read, score.masked_fill(~seen, BLIND))]).to(q.dtype)
+
+    def _decode_step(
+        self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rotary: Rotation, out: Tensor | None
+    ) -> tuple[Tensor, State]:
+        assert rotary is None or isinstance(rotary, CosSin)
+        local, memory = _parts(state)
+        if not isinstance(memory, LinearState) or not self._fused_step(q, k, v, local, memory):
+            return super()._decode_step(state, q, k, v, gates, rotary, out)
+        assert isinstance(self.memory, LinearAttention)
+        phi = self.memory.feature_map
+        learned = (phi.query_weight, phi.key_weight) if isinstance(phi, Hedgehog) else (None, None)
+        out = mixture_decode_step(
+            *(q, k, v, (local.k, local.v), (memory.kv, memory.z)),
+            feature_map=phi.kind if isinstance(phi, FusedMap) else "hedgehog",
+            weights=learned,
+            mix=(self.mix_weight, self.mix_bias),
+            length=state.length,
+            scale=self._scale,
+            rotary=rotary,
+            out=out,
+        )
+        return out, state
+
+    def _fused_step(self, q: Tensor, k: Tensor, v: Tensor, local: LocalState, memory: LinearState) -> bool:
+        """Whether the kernel computes a decode step."""
+        assert isinstance(self.memory, LinearAttention)
+        phi, why = self.memory.feature_map, None
+        if not isinstance(phi, Hedgehog | FusedMap):
+            why = f"the feature map {type(phi).__name__}, which is not one of the kernels'"
+        elif max(self.head_dim, self.value_dim) > LARGEST or memory.kv.dtype == torch.float64:
+            sizes = f"a head of {self.head_dim} × {self.value_dim} in {memory.kv.dtype}"
+            why = f"{sizes}; the kernel takes {LARGEST} × {LARGEST} at most in float32"
+        if why is not None and dispatch.recording is not None:
+            dispatch.record("decode step", dispatch.TORCH, why)
+        return why is None and why_not_triton(q, k, v, local.k, local.v, memory.kv, memory.z) is None
 
     def _attend_window(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, causal: bool

@@ -8,12 +8,14 @@ from interpreter import interpreted
 from step_cases import CASES, EAGER, D, compare, gates, inputs, mechanism, rotary
 
 from longspan import AttentionConfig, FeedForwardConfig, LanguageModel, ModelConfig
-from longspan.mechanisms import gated, linear, linformer, local, write_buffer
+from longspan.mechanisms import gated, linear, linformer, local, mixture, write_buffer
 from longspan.models import residual
+from longspan.models.residual import _with_length
 from longspan.ops import decode
 from longspan.ops import window as window_op
 from longspan.ops.common import dispatch
 from longspan.ops.rotary import cos_sin
+from longspan.ops.window.torch import tiled_window_attention_with_lse
 from longspan.protocol import Mechanism
 
 by_name = pytest.mark.parametrize("name", CASES)
@@ -21,7 +23,7 @@ by_name = pytest.mark.parametrize("name", CASES)
 
 @pytest.fixture
 def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (decode, gated, linear, local, linformer, window_op):
+    for module in (decode, gated, linear, local, linformer, mixture, window_op):
         monkeypatch.setattr(module, "why_not_triton", lambda *_, **__: None)
 
 
@@ -35,10 +37,11 @@ def test_kernels(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(decode, "kernels", lambda name: used.append(name) or real(name))
     # Prompts are read in eager PyTorch.
     monkeypatch.setattr(local.LocalAttention, "_windowed", _eager_windowed)
+    monkeypatch.setattr(mixture, "window_attention_with_lse", tiled_window_attention_with_lse)
     # From 12 and 9 tokens on: enough steps to flush both batch rows' buffers, and one more.
     monkeypatch.setattr(linear, "FEATURE_SLOTS", 4)
     monkeypatch.setattr(write_buffer, "TOKEN_SLOTS", 16)  # the smallest size of a product
-    steps = {"local": 4, "linformer": 8}.get(CASES[name][0], 5)
+    steps = {"local": 4, "linformer": 8, "mixture": 3}.get(CASES[name][0], 5)
     compare(name, dtype, "cpu", steps)
     assert len(used) == (0 if name in EAGER else steps)
 
@@ -99,7 +102,7 @@ def test_an_eager_step_is_write_and_read(name: str, B: int, begun: int) -> None:
         options = {"gates": gates(built, B, begun, torch.float64, "cpu")}
         x = inputs(name, B, begun, torch.float64, "cpu")
         state = built.extend(built.new_state(B, dtype=torch.float64), *x, **options)[1]
-        ours = state.clone()
+        ours = _with_length(state.clone(), state.length.clone())
         for i in range(4):
             q, k, v = inputs(name, B, 1, torch.float64, "cpu")
             angles, raw = rotary(ours.length, i % 3), gates(built, B, 1, torch.float64, "cpu")

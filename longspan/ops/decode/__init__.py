@@ -260,6 +260,46 @@ def gated_decode_step(
     return kernels("gated").decode_gated((q, k, v, rotary, out), gates, activation, state, delta, scale)
 
 
+def mixture_decode_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring: tuple[Tensor, Tensor],
+    memory: tuple[Tensor, Tensor],
+    *,
+    feature_map: str,
+    weights: tuple[Tensor | None, Tensor | None],
+    mix: tuple[Tensor, Tensor],
+    length: Tensor,
+    scale: float,
+    rotary: CosSin | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Decode one token with a window and a linear memory of the tokens before it, by the Triton kernel.
+
+    Args:
+        q: Queries (B, 1, H, D).
+        k: Key (B, 1, Hkv, D).
+        v: Value (B, 1, Hkv, E).
+        ring: Ring buffers of the window's keys (B, Hkv, W, D) and values (B, Hkv, W, E), updated in place.
+        memory: kv (B, Hkv, M, E) and z (B, Hkv, M) of the tokens that left the window, float32, updated in place.
+        feature_map: "hedgehog", or a bounded one of `ops.linear.triton.FEATURE_MAPS`.
+        weights: Of the map "hedgehog": of queries (H, D, D) and keys (Hkv, D, D).
+        mix: Weight (H, D) and bias (H,) of the memory's score.
+        length: (B,) position of the token.
+        scale: Scale of the scores.
+        rotary: Rotary angles of the token.
+        out: Where to write the result.
+
+    Returns:
+        (B, 1, H, E) in the dtype of q.
+    """
+    if dispatch.recording is not None:
+        return q.new_empty(*q.shape[:3], v.shape[3])
+    tensors = *memory, *(None if x is None else x.contiguous() for x in (*weights, *mix))
+    return kernels("mixture").decode_mixture((q, k, v, rotary, out), length, ring, tensors, feature_map, scale)
+
+
 def copy_out(result: Tensor, out: Tensor | None) -> Tensor:
     """Return `result`, copied to `out` if that is given."""
     return result if out is None else out.copy_(result)
