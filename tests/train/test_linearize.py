@@ -1,12 +1,14 @@
 """`longspan linearize` on random teachers of two layers."""
 
 import copy
+import dataclasses
 import json
 import math
 import shutil
 import struct
 import time
 
+import numpy as np
 import pytest
 import torch
 from training import ranks
@@ -46,19 +48,21 @@ import longspan.hf
 from longspan.cli import main
 from longspan.mechanisms.mixture import MixtureAttention
 from longspan.models.transformer import LanguageModel
+from longspan.train.linearize import stages
 from longspan.train.linearize.config import LinearizeConfig
-from longspan.train.linearize.data import Windows, mask_tokens, next_tokens
+from longspan.train.linearize.data import MixedWindows, Windows, mask_tokens, next_tokens, repeat_passages
 from longspan.train.linearize.evaluation import losses_by_position, perplexity
 from longspan.train.linearize.processes import Processes
 from longspan.train.linearize.runner import LinearizeRun, _even, linearize
-from longspan.train.linearize.stages import AttentionTransfer, Distillation
+from longspan.train.linearize.sampling import OPENINGS, Openings, sample_text
+from longspan.train.linearize.stages import AttentionTransfer, Distillation, replacement_damage
 from longspan.train.linearize.student import (
     add_adapters,
     added_parameters,
     build_student,
     without_memory,
 )
-from longspan.train.linearize.teacher import load_teacher
+from longspan.train.linearize.teacher import Teacher, load_teacher
 from longspan.train.loggers import read_records
 from longspan.train.lora import lora_layers, remove_lora
 from longspan.train.signals import StoppedError
@@ -179,8 +183,10 @@ def test_the_command(teacher, text, tmp_path, capsys):
 
 
 def test_a_dry_run_writes_nothing(teacher, text, tmp_path, capsys):
-    linearize(settings(teacher, text, tmp_path / "run", dry_run=True, minutes=6.0))
+    linearize(settings(teacher, text, tmp_path / "run", dry_run=True, minutes=6.0, keep=1, sampled_tokens=500))
     shown = capsys.readouterr().err
+    assert "sample: 500 tokens that the teacher writes, at most 3:00; 50 % of the sequences are of these" in shown
+    assert "1 layers keep softmax attention, chosen after the first stage" in shown
     assert "2 layers get MixtureAttention" in shown
     assert "transfer: 12 steps of 2 × 48 tokens, 4:00" in shown
     assert not (tmp_path / "run").exists()
@@ -481,6 +487,245 @@ def test_windows_are_a_permutation():
     assert 0.2 < (inputs == 0).float().mean() < 0.4
 
 
+def sampled(family, folder, **changes):
+    given = Teacher(built(family).requires_grad_(False), byte_tokenizer(), False)
+    options = {"tokens": 600, "context": 31, "seed": 3, "device": torch.device("cpu"), "memory_gb": 0.0001}
+    options |= {"seconds": math.inf, "notify": lambda _: None}
+    return sample_text(given, np.full(67, 7), folder, **(options | changes))
+
+
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "phi"))])
+def test_sampled_text(family, tmp_path):
+    """phi has no form as a longspan model, and is sampled by transformers."""
+    lines = []
+    found, seconds = sampled(family, tmp_path / "one", notify=lines.append)
+    assert len(found) == 20 * 31
+    assert len(lines) == len(list((tmp_path / "one").iterdir())) > 1
+    assert "of 620 tokens" in lines[-1]
+    assert "ETA" in lines[-1]
+    again, same = sampled(family, tmp_path / "one")
+    assert np.array_equal(again, found)
+    assert same == seconds > 0
+    for path in sorted((tmp_path / "one").iterdir())[1:]:
+        path.unlink()
+    assert np.array_equal(sampled(family, tmp_path / "one")[0], found)
+    assert not np.array_equal(sampled(family, tmp_path / "two", seed=5)[0], found)
+    assert len(sampled(family, tmp_path / "three", seconds=0.0)[0]) < len(found)
+
+
+def test_sampled_text_follows_the_teacher(tmp_path):
+    """A teacher that predicts the next number, and nothing else, writes them in order."""
+    given = Teacher(built().requires_grad_(False), byte_tokenizer(), False)
+    given.model.lm_head.weight = torch.nn.Parameter(torch.zeros(260, 24), requires_grad=False)
+    vectors = torch.nn.functional.normalize(torch.randn(260, 24), dim=1)
+    given.model.model.embed_tokens.weight.data.copy_(vectors)
+    for layer in given.model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    given.model.lm_head.weight.data[(torch.arange(260) + 1) % 260] = 100 * vectors
+    options = {"seconds": math.inf, "notify": lambda _: None, "memory_gb": 1.0, "device": torch.device("cpu")}
+    found, _ = sample_text(given, np.arange(200), tmp_path, tokens=300, context=29, seed=1, **options)
+    rows = found.reshape(-1, 29)
+    assert ((rows[:, 17:] - rows[:, 16:-1]) % 260 == 1).all()
+
+
+def test_openings():
+    tokenizer = byte_tokenizer()
+    text = np.full(67, 7)
+    drawn = [tuple(Openings(Teacher(None, tokenizer, False), text).draw(seed)) for seed in range(300)]
+    assert all(1 <= len(x) <= 16 for x in drawn)
+    lists = {tuple(tokenizer(words)["input_ids"]) for words in OPENINGS}
+    assert len(lists & set(drawn)) > 20
+    assert {len(x) for x in drawn if set(x) == {7}} == set(range(1, 17))
+    assert len({x for x in drawn if len(x) == 1}) > 50
+    tokenizer.add_special_tokens({"eos_token": "<e>", "bos_token": "<b>"})
+    tokenizer.chat_template = "{% for m in messages %}<b>{{ m.role }}: {{ m.content }}<e>{% endfor %}"
+    openings = Openings(Teacher(None, tokenizer, False), text)
+    drawn = {tuple(openings.draw(seed)) for seed in range(300)}
+    chat = tuple(tokenizer("<b>user: ", add_special_tokens=False)["input_ids"])
+    assert {chat, (tokenizer.eos_token_id,)} <= drawn
+
+
+@pytest.mark.parametrize("share", [0.5, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_a_run_on_sampled_text(share, teacher, text, tmp_path, monkeypatch):
+    rows, step = [], LinearizeRun._gradients
+
+    def recorded(self, stage, tokens, micro):
+        rows.extend((self.sampled.reshape(-1, 48) == row.numpy()).all(1).any() for row in tokens)
+        return step(self, stage, tokens, micro)
+
+    monkeypatch.setattr(LinearizeRun, "_gradients", recorded)
+    options = {"transfer_steps": 3, "distill_steps": 2, "sampled_tokens": 500, "sampled_share": share}
+    run(teacher, text, tmp_path / "run", **options)
+    stages = json.loads((tmp_path / "run" / "results.json").read_text())["stages"]
+    assert [(x["stage"], x["tokens"]) for x in stages] == [("sample", 528), ("transfer", 288), ("distill", 192)]
+    assert stages[0]["seconds"] > 0
+    assert sum(rows) == share * len(rows)
+
+
+def test_sampling_takes_time_from_the_stages(teacher, text, tmp_path, monkeypatch):
+    def slow(*_, seconds, **__):
+        assert seconds == pytest.approx(0.6)
+        return np.arange(480) % 256, 0.5
+
+    monkeypatch.setattr("longspan.train.linearize.runner.sample_text", slow)
+    options = {"transfer_steps": 1, "distill_steps": 1, "sampled_tokens": 480, "minutes": 0.02}
+    run(teacher, text, tmp_path / "run", **options)
+    seconds = [x["seconds"] for x in json.loads((tmp_path / "run" / "results.json").read_text())["stages"]]
+    assert seconds[0] == 0.5
+    assert all(0.35 <= x < 0.55 for x in seconds[1:])
+
+
+def test_texts_are_mixed():
+    windows = Windows(np.arange(20), 5, 0), Windows(100 + np.arange(15), 5, 0)
+    for share, expected in ((0.0, 0), (0.5, 6), (0.25, 3), (1.0, 12)):
+        mixed = MixedWindows(windows, share)
+        rows = mixed.batch(0, 12)
+        assert int((rows[:, 0] >= 100).sum()) == expected
+        assert torch.equal(torch.cat([mixed.batch(0, 5), mixed.batch(5, 7)]), rows)
+    half = MixedWindows(windows, 0.5).batch(0, 6)
+    assert sorted(half[half[:, 0] >= 100][:, 0].tolist()) == [100, 105, 110]
+
+
+def test_passages_are_repeated():
+    tokens = torch.arange(3 * 257).reshape(3, 257)
+    assert torch.equal(repeat_passages(tokens, 0.0, 5), tokens)
+    found = repeat_passages(tokens, 1.0, 5)
+    assert found.tolist() != tokens.tolist()
+    assert torch.equal(repeat_passages(tokens, 1.0, 5), found)
+    assert not torch.equal(repeat_passages(tokens, 1.0, 6), found)
+    for before, after in zip(tokens.tolist(), found.tolist(), strict=True):
+        changed = [i for i, (x, y) in enumerate(zip(before, after, strict=True)) if x != y]
+        assert 8 <= len(changed) <= 3 * 64
+        assert all(after[i] - before[0] < i for i in changed)  # what stands there comes from before
+    assert repeat_passages(torch.arange(4).reshape(2, 2), 1.0, 0).tolist() == [[0, 0], [2, 2]]
+    share = sum(
+        not torch.equal(x, y)
+        for x, y in zip(repeat_passages(tokens.repeat(67, 1), 0.3, 1), tokens.repeat(67, 1), strict=True)
+    )
+    assert 30 < share < 90
+
+
+def test_a_run_with_repeated_passages(teacher, text, tmp_path, monkeypatch):
+    step = LinearizeRun._gradients
+
+    def compared(self, stage, tokens, micro):
+        assert not torch.equal(tokens, self._windows(stage).batch(0, 2))
+        return step(self, stage, tokens, micro)
+
+    monkeypatch.setattr(LinearizeRun, "_gradients", compared)
+    run(teacher, text, tmp_path / "run", transfer_steps=1, distill_steps=0, repeat_share=1.0)
+
+
+def test_the_layers_whose_replacement_hurts_most_are_kept(teacher, text, tmp_path, capsys):
+    out = tmp_path / "run"
+    run(teacher, text, out, keep=1, transfer_steps=4, distill_steps=2)
+    (kept,) = json.loads((out / "results.json").read_text())["kept_layers"]
+    shown = capsys.readouterr().err
+    assert f"layers ({kept},) keep softmax" in shown
+    mechanisms = [type(x.layer.mechanism).__name__ for _, x in _attention(longspan.load(out / "checkpoint"))]
+    assert mechanisms[kept] == "SoftmaxAttention"
+    assert mechanisms[1 - kept] == "MixtureAttention"
+
+
+def _attention(model):
+    stack = model.transformer.stack
+    return [(i, branch) for i, branch in enumerate(stack._branches()) if hasattr(branch.layer, "mechanism")]
+
+
+def test_damage():
+    teacher = built().requires_grad_(False)
+    teacher.model.layers[1].self_attn.o_proj.weight.data.mul_(1e-3)
+    tokens = torch.randint(256, (2, 67))
+    before = teacher(tokens).logits
+    found = replacement_damage(teacher, build_student(teacher, MIXTURE, []), tokens)
+    assert found[0] > 100 * found[1] > 0
+    assert torch.equal(teacher(tokens).logits, before)
+    assert replacement_damage(teacher, build_student(teacher, MIXTURE, [0]), tokens)[0] == 0
+
+
+@pytest.mark.slow
+def test_kept_layers_are_kept_after_a_kill(teacher, text, tmp_path, monkeypatch):
+    changes = {"save_minutes": 1e-9, "transfer_steps": 2, "distill_steps": 4, "keep": 1}
+    run(teacher, text, tmp_path / "whole", **changes)
+    step = LinearizeRun._gradients
+
+    def dies(self, stage, tokens, micro):
+        if (stage, self.step) == ("distill", 2):
+            raise KeyboardInterrupt
+        return step(self, stage, tokens, micro)
+
+    monkeypatch.setattr(LinearizeRun, "_gradients", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(teacher, text, tmp_path / "killed", **changes)
+    monkeypatch.setattr(LinearizeRun, "_gradients", step)
+    monkeypatch.setattr("longspan.train.linearize.runner.replacement_damage", None)
+    run(teacher, text, tmp_path / "killed", **changes)
+    first, second = weights(tmp_path / "whole"), weights(tmp_path / "killed")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow
+def test_a_run_begun_before_an_option_existed(teacher, text, tmp_path):
+    out = tmp_path / "run"
+    run(teacher, text, out, transfer_steps=1, distill_steps=0)
+    path = out / "run.json"
+    metadata = json.loads(path.read_text())
+    del metadata["settings"]["keep"], metadata["settings"]["sampled_share"]
+    path.write_text(json.dumps(metadata))
+    run(teacher, text, out, transfer_steps=1, distill_steps=0)
+    with pytest.raises(ValueError, match=r"is a run with other settings \(keep 0 → 1\)"):
+        run(teacher, text, out, transfer_steps=1, distill_steps=0, keep=1)
+
+
+def test_text_to_evaluate_on_is_not_trained_on(teacher, text, tmp_path, monkeypatch):
+    other = tmp_path / "other.txt"
+    other.write_text("".join(f"{i} squared is {i * i}. " for i in range(400)))
+    seen = []
+    step = LinearizeRun._gradients
+    monkeypatch.setattr(
+        LinearizeRun, "_gradients", lambda self, s, x, m: (seen.append(self.text), step(self, s, x, m))[1]
+    )
+    given = settings(teacher, text, tmp_path / "run", eval_data=(str(other),), transfer_steps=1, distill_steps=0)
+    linearize(dataclasses.replace(given, data=(str(text), str(other))))
+    words = byte_tokenizer().decode(seen[0])
+    assert "times" in words
+    assert "squared" not in words
+
+
+@pytest.mark.parametrize("works", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_compiled_layers(works, teacher, text, tmp_path, monkeypatch, capsys):
+    """What fails to compile runs without compilation, unless that was asked for."""
+    options = {"transfer_steps": 1, "distill_steps": 2}
+    run(teacher, text, tmp_path / "plain", **options)
+    compiled = []
+
+    def compile(function, *, dynamic, **_):
+        def run(*args, **kwargs):
+            if not works:
+                raise RuntimeError("no compiler here")
+            compiled.append(function)
+            return function(*args, **kwargs)
+
+        assert not dynamic
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    stages._compiled_losses.cache_clear()
+    if not works:
+        with pytest.raises(RuntimeError, match="no compiler here"):
+            run(teacher, text, tmp_path / "refused", compile="on", **options)
+        monkeypatch.setattr(LinearizeRun, "_is_compiled", lambda self, stage, recompute: stage != "transfer")
+    run(teacher, text, tmp_path / "run", compile="on" if works else "auto", **options)
+    stages._compiled_losses.cache_clear()
+    assert len(compiled) == (2 * (2 + 2 + 1) if works else 0)  # two layers of both models, and the losses, in each step
+    said = "torch.compile failed (RuntimeError: no compiler here): the stage runs without it"
+    assert (said in capsys.readouterr().err.replace("\n", " ")) is not works
+    first, second = weights(tmp_path / "plain"), weights(tmp_path / "run")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -492,6 +737,12 @@ def test_windows_are_a_permutation():
         ({"long_lr": 0.0}, "--long-lr must be positive, got 0"),
         ({"adapters": "separate"}, "--adapters separate goes with --train lora"),
         ({"report_lengths": (1,)}, "--report-lengths must be numbers of at least 2"),
+        ({"keep": -1}, "--keep must be 0 or more, got -1"),
+        ({"keep": 2}, "--keep 2 leaves nothing to replace: the model has 2 layers"),
+        ({"keep": 1, "keep_layers": (0,)}, "--keep chooses the layers that --keep-layers names: give one of them"),
+        ({"sampled_tokens": -1}, "--sampled-tokens must be 0 or more, got -1"),
+        ({"sampled_share": 1.5}, "--sampled-share must be from 0 to 1, got 1.5"),
+        ({"repeat_share": -0.5}, "--repeat-share must be from 0 to 1, got -0.5"),
         ({"keep_layers": (2,)}, "--keep-layers must be from 0 to 1, got 2"),
         ({"keep_layers": (0, 1)}, "nothing is left to replace"),
         ({"mechanism": "mixtur"}, "did you mean 'mixture'"),

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+Switch = Literal["auto", "on", "off"]
 STAGES = ("transfer", "distill", "long")
 # What may differ between a command and the run that it resumes.
 FREE = (
-    *("out", "minutes", "save_minutes", "tensorboard", "device", "dry_run", "memory_gb"),
+    *("out", "minutes", "save_minutes", "tensorboard", "device", "dry_run", "memory_gb", "compile"),
     *("eval_tokens", "report", "report_lengths", "report_batch"),
 )
+_COUNTS = ("keep", "sampled_tokens")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,15 @@ class LinearizeConfig:
     """Mechanism of the replaced layers: a name, or JSON such as {"mechanism": "mixture", "window": 32}."""
     keep_layers: tuple[int, ...] = ()
     """Layers, counted from 0, that keep their softmax attention, whose state grows."""
+    keep: int = 0
+    """Number of layers that keep it: those whose replacement hurts most, measured after the first stage."""
+    sampled_tokens: int = 0
+    """Tokens that the teacher writes before the first stage, to train on beside --data; they take at most half of
+    --minutes."""
+    sampled_share: float = 0.5
+    """Share of the sequences of a step that the teacher wrote, with --sampled-tokens."""
+    repeat_share: float = 0.0
+    """Share of the sequences in which passages are repeated, from which memories learn to recall."""
     eval_data: tuple[str, ...] = ()
     """Text to evaluate on; by default a share of --data is held out."""
     transfer_steps: int = 300
@@ -76,6 +87,8 @@ class LinearizeConfig:
     """Context lengths at which speed, memory and retrieval are measured; the longest is that of perplexity."""
     report_batch: int = 64
     """Sequences that are decoded together when throughput is measured."""
+    compile: Switch = "auto"
+    """torch.compile in the second and third stages; auto: on a GPU, in one process, where nothing is recomputed."""
     save_minutes: float = 5.0
     """Minutes between checkpoints."""
     device: str | None = None
@@ -90,15 +103,19 @@ class LinearizeConfig:
     def __post_init__(self) -> None:
         for name in ("context", "long_context", "batch_size", "lora_rank", "eval_tokens", "report_batch"):
             _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        for name in ("transfer_steps", "distill_steps", "long_steps", "next_token", "attention_rows"):
+        for name in ("transfer_steps", "distill_steps", "long_steps", "next_token", "attention_rows", *_COUNTS):
             _check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
         for name in ("transfer_lr", "lr", "memory_gb", "save_minutes"):
             _check(name, getattr(self, name), getattr(self, name) > 0, "positive")
         for name in ("held_out", "mask_rate"):
             _check(name, getattr(self, name), 0 < getattr(self, name) < 1, "between 0 and 1")
+        for name in ("sampled_share", "repeat_share"):
+            _check(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "from 0 to 1")
         for name in ("minutes", "long_lr"):
             value = getattr(self, name)
             _check(name, value, value is None or value > 0, "positive")
+        if self.keep and self.keep_layers:
+            raise ValueError("--keep chooses the layers that --keep-layers names: give one of them")
         if not self.data:
             raise ValueError("--data is missing: give files, folders or globs with text")
         if not self.report_lengths or min(self.report_lengths) < 2:

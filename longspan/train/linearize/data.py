@@ -16,6 +16,8 @@ from longspan.train.data.token_store import Segments, StoreSpec, TokenStore, ope
 from longspan.train.linearize.config import LinearizeConfig
 from longspan.train.loggers import Logger
 
+REPEAT_EVERY = 128  # tokens of a sequence for each passage that is repeated in it
+
 
 class Windows:
     """Sequences of a text in shuffled order; each is read once before any is repeated.
@@ -38,6 +40,45 @@ class Windows:
             start = permute_index(place, self.count, derive_seed(self.seed, epoch)) * self.context
             rows.append(self.tokens[start : start + self.context])
         return torch.from_numpy(np.stack(rows))
+
+
+class MixedWindows:
+    """Sequences of two texts, the second one's evenly among the first one's.
+
+    Args:
+        windows: Of the first and of the second.
+        share: Share of the second.
+    """
+
+    def __init__(self, windows: tuple[Windows, Windows], share: float) -> None:
+        self.windows, self.share = windows, share
+
+    def batch(self, first: int, number: int) -> Tensor:
+        """Return sequences first … first + number − 1 of the order: (number, context)."""
+        rows = []
+        for index in range(first, first + number):
+            before, after = int(index * self.share), int((index + 1) * self.share)
+            second = after > before
+            rows.append(self.windows[second].batch(before if second else index - before, 1))
+        return torch.cat(rows)
+
+
+def repeat_passages(tokens: Tensor, share: float, seed: int) -> Tensor:
+    """Return sequences (B, T), in a share of which a few passages stand a second time, later than the first.
+
+    Whoever reads such a passage can predict it from its beginning, with a memory that recalls.
+    """
+    tokens, generator = tokens.clone(), np.random.default_rng(seed)
+    T = tokens.shape[1]
+    for row in tokens:
+        if generator.random() >= share:
+            continue
+        for _ in range(-(-T // REPEAT_EVERY)):
+            size = int(generator.integers(min(8, T // 2), min(64, T // 2) + 1))
+            source = int(generator.integers(T - 2 * size + 1))
+            target = int(generator.integers(source + size, T - size + 1))
+            row[target : target + size] = row[source : source + size].clone()
+    return tokens
 
 
 def read_texts(settings: LinearizeConfig, tokenizer: Path, folder: Path, logger: Logger) -> TokenStore:

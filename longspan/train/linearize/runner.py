@@ -14,6 +14,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -31,10 +32,19 @@ from longspan.train.data.batches import derive_seed
 from longspan.train.data.token_store import TokenStore
 from longspan.train.fsdp import gather_optimizer, is_sharded, load_optimizer
 from longspan.train.linearize.config import FREE, STAGES, LinearizeConfig
-from longspan.train.linearize.data import Windows, concatenated, mask_tokens, next_tokens, read_texts
+from longspan.train.linearize.data import (
+    MixedWindows,
+    Windows,
+    concatenated,
+    mask_tokens,
+    next_tokens,
+    read_texts,
+    repeat_passages,
+)
 from longspan.train.linearize.evaluation import evaluate, perplexity
 from longspan.train.linearize.processes import Processes, whole_tensors
-from longspan.train.linearize.stages import AttentionTransfer, Distillation
+from longspan.train.linearize.sampling import sample_text
+from longspan.train.linearize.stages import AttentionTransfer, Distillation, compile_layers, replacement_damage
 from longspan.train.linearize.student import (
     add_adapters,
     added_parameters,
@@ -74,6 +84,11 @@ def linearize(settings: LinearizeConfig) -> None:
         reason = str(error).replace("name the other layers in `layers`", "name such layers in --keep-layers")
         raise ValueError(f"--model {settings.model}: {reason}") from None
     _check_window(student, settings.context)
+    depth = teacher.model.config.get_text_config().num_hidden_layers
+    if settings.keep >= depth:
+        raise ValueError(f"--keep {settings.keep} leaves nothing to replace: the model has {depth} layers")
+    if teacher.encoder and (settings.sampled_tokens or settings.repeat_share):
+        raise ValueError("an encoder neither writes nor recalls text: leave out --sampled-tokens and --repeat-share")
     tensorboard = settings.tensorboard and not settings.dry_run
     logger = RunLogger(settings.out, tensorboard=tensorboard) if processes.main else Logger()
     with ExitStack() as stack:
@@ -154,7 +169,10 @@ class LinearizeRun:
         # What a checkpoint holds beside the student's weights and the optimizer.
         self.stage, self.step = 0, 0
         self.seconds, self.tokens = dict.fromkeys(STAGES, 0.0), dict.fromkeys(STAGES, 0)
+        self.kept: tuple[int, ...] | None = None  # layers that --keep chose
+        self.sampled, self.sampled_seconds = np.zeros(0, np.int64), 0.0
         self.teacher_perplexity: float | None = None
+        self.compiled = False
 
     def _place(self, name: str, model: Any) -> None:
         """Move a model to the device; where there are several processes, shard it, and store it in the main one."""
@@ -177,7 +195,15 @@ class LinearizeRun:
             f"state of one replaced layer and sequence: {sum(sizes) / 1024:,.0f} KiB; softmax attention stores that "
             f"for {sum(sizes) // key_values:,} tokens"
         )
+        if self.settings.keep:
+            yield f"{self.settings.keep} layers keep softmax attention, chosen after the first stage"
         yield f"data: {len(self.text):,} tokens to train on, {len(self.held_out):,} to evaluate on"
+        if self.settings.sampled_tokens:
+            time = "" if self.settings.minutes is None else f", at most {format_duration(30 * self.settings.minutes)}"
+            yield (
+                f"sample: {self.settings.sampled_tokens:,} tokens that the teacher writes{time}; "
+                f"{100 * self.settings.sampled_share:.0f} % of the sequences are of these"
+            )
         for stage, number in steps.items():
             if number:
                 rows, context = self._shape(stage)
@@ -199,6 +225,7 @@ class LinearizeRun:
         with self.signals.installed():
             state = self._load()
             resumed = self.stage
+            self.processes.main_first(self._sample)
             self.teacher_perplexity = self._perplexity(self.teacher.model)
             for index, stage in enumerate(STAGES):
                 if index >= self.stage and self.settings.steps[stage]:
@@ -209,25 +236,45 @@ class LinearizeRun:
         settings = self.settings
         if index != self.stage:
             self.stage, self.step = index, 0
+        if settings.keep and self.kept is None and stage != "transfer":
+            self._keep_layers()
         parameters = self._trainable(stage)
-        lr = settings.rates[stage]
-        optimizer = torch.optim.AdamW(_groups(parameters), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        fused = self.device.type == "cuda" and self.processes.number == 1
+        optimizer = torch.optim.AdamW(
+            _groups(parameters), lr=settings.rates[stage], betas=(0.9, 0.95), weight_decay=0.0, fused=fused or None
+        )
         if optimizer_state is not None:
             load_optimizer(self.student, optimizer, optimizer_state)
-        rows, context = self._shape(stage)
-        windows = Windows(self.text, context, derive_seed(settings.seed, index))
         micro, recompute = self._micro_batch(stage)
         if recompute:
             self.student.gradient_checkpointing_enable({"use_reentrant": False})
             self.student.train()  # transformers recomputes in training mode only; no layer drops out
+        self._compile(self._is_compiled(stage, recompute))
+        self._train(stage, optimizer, parameters, micro)
+        self._compile(False)
+        self.student.eval()
+        if recompute:
+            self.student.gradient_checkpointing_disable()
+        self._evaluate(stage)
+        self.stage, self.step = index + 1, 0
+        self._save(None)
+
+    def _train(
+        self, stage: str, optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], micro: int
+    ) -> None:
+        """Run the steps of a stage that are left."""
+        settings, rows, windows = self.settings, self._shape(stage)[0], self._windows(stage)
         losses, saved, compiling = _Mean(self.processes), time.perf_counter(), self._compiles
         (done,) = self.processes.largest(self._progress(stage))
         while done < 1:
             for group in optimizer.param_groups:
-                group["lr"] = lr * min(1.0, (self.step + 1) / 20) * (1 - done)
+                group["lr"] = settings.rates[stage] * min(1.0, (self.step + 1) / 20) * (1 - done)
             begun = time.perf_counter()
             tokens = windows.batch(self.step * rows, rows)
-            losses.add(self._gradients(stage, tokens, micro))
+            if settings.repeat_share:
+                seed = derive_seed(settings.seed, self.stage, self.step, 1)
+                tokens = repeat_passages(tokens, settings.repeat_share, seed)
+            losses.add(self._gradients_or_eagerly(stage, tokens, micro))
             self.processes.average_gradients(parameters)
             self.processes.clip_gradients(parameters, 1.0)
             optimizer.step()
@@ -250,12 +297,79 @@ class LinearizeRun:
                 saved = time.perf_counter()
             if signal:
                 raise StoppedError(f"stopped by a signal: the same command resumes {self.out}", 128 + int(signal))
-        self.student.eval()
-        if recompute:
-            self.student.gradient_checkpointing_disable()
-        self._evaluate(stage)
-        self.stage, self.step = index + 1, 0
-        self._save(None)
+
+    def _windows(self, stage: str) -> Windows | MixedWindows:
+        """Return the sequences of a stage."""
+        (_, context), seed = self._shape(stage), derive_seed(self.settings.seed, STAGES.index(stage))
+        windows = Windows(self.text, context, seed)
+        if len(self.sampled) < context:
+            return windows
+        return MixedWindows((windows, Windows(self.sampled, context, seed)), self.settings.sampled_share)
+
+    def _sample(self) -> None:
+        """Let the teacher write text, or read what it wrote before."""
+        settings = self.settings
+        if not settings.sampled_tokens:
+            return
+        self.sampled, self.sampled_seconds = sample_text(
+            self.teacher._replace(model=self.whole.get("teacher") or self.teacher.model),
+            self.text,
+            self.out / DATA / "sampled",
+            tokens=settings.sampled_tokens,
+            context=settings.context,
+            seed=derive_seed(settings.seed, len(STAGES)),
+            device=self.device,
+            memory_gb=settings.memory_gb,
+            seconds=math.inf if settings.minutes is None else 30 * settings.minutes,
+            notify=self.logger.info,
+        )
+
+    def _keep_layers(self) -> None:
+        """Give the layers whose replacement hurts most their softmax attention back."""
+        tokens = self._windows("transfer").batch(0, self._micro_batch("transfer")[0]).to(self.device)
+        with self._autocast():
+            damages = replacement_damage(self.teacher.model, self.student, tokens)
+        damage = self.processes.mean(damages).tolist()
+        worst = sorted(range(len(damage)), key=lambda layer: -damage[layer])
+        self._restore(tuple(sorted(worst[: self.settings.keep])))
+        shown = ", ".join(f"{layer} ({damage[layer]:.3g})" for layer in worst)
+        self.logger.info(f"damage of each layer's replacement, in nats: {shown}; layers {self.kept} keep softmax")
+
+    def _restore(self, kept: tuple[int, ...]) -> None:
+        """Build the student anew, with softmax attention in these layers and its weights elsewhere."""
+        source = self.teacher.model if self.processes.number == 1 else load_teacher(self.settings.model).model
+        student = build_student(source, self.settings.mechanism, kept).to(self.device)
+        student.load_state_dict(self.student.state_dict(), strict=False)
+        self.student, self.kept = student, kept
+
+    def _is_compiled(self, stage: str, recompute: bool) -> bool:
+        """Whether --compile compiles the models in a stage."""
+        possible = stage != "transfer" and not recompute and self.processes.number == 1
+        automatic = self.settings.compile == "auto" and self.device.type == "cuda"
+        return possible and (automatic or self.settings.compile == "on")
+
+    def _compile(self, compiled: bool) -> None:
+        if compiled or self.compiled:
+            compile_layers((self.teacher.model, self.student), compiled)
+        self.compiled = compiled
+
+    def _gradients_or_eagerly(self, stage: str, tokens: Tensor, micro: int) -> Tensor:
+        """Compute gradients; if compiled models fail in the first step and --compile is auto, without compilation."""
+        try:
+            return self._gradients(stage, tokens, micro)
+        except Exception as error:
+            if (
+                not self.compiled
+                or self.settings.compile == "on"
+                or self.step
+                or isinstance(error, torch.OutOfMemoryError)
+            ):
+                raise
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            self.logger.info(f"torch.compile failed ({reason}): the stage runs without it")
+        self._compile(False)
+        self.student.zero_grad(set_to_none=True)
+        return self._gradients(stage, tokens, micro)
 
     @property
     def _compiles(self) -> bool:
@@ -279,7 +393,9 @@ class LinearizeRun:
                     generator = torch.Generator(self.device).manual_seed(seed)
                     found = transfer.backward(part.to(self.device), share, generator).mean()[None]
                 else:
-                    distillation = Distillation(self.teacher.model, self.student, self.settings.next_token)
+                    distillation = Distillation(
+                        self.teacher.model, self.student, self.settings.next_token, self.compiled
+                    )
                     given = part.to(self.device), target.to(self.device)
                     found = distillation.backward(*given, share, max(1e-9, known * len(part)))
             total = total + share * found
@@ -319,9 +435,13 @@ class LinearizeRun:
         return max(1, each) * self.processes.number, settings.long_context
 
     def _share(self, stage: str) -> float:
-        """Return the minutes of a stage, its share of --minutes."""
+        """Return the minutes of a stage, its share of --minutes without the time of sampling."""
         assert self.settings.minutes is not None
-        return self.settings.minutes * self.settings.steps[stage] / sum(self.settings.steps.values())
+        return (
+            (self.settings.minutes - self.sampled_seconds / 60)
+            * self.settings.steps[stage]
+            / sum(self.settings.steps.values())
+        )
 
     def _progress(self, stage: str) -> float:
         """Return the fraction of a stage that is done."""
@@ -400,7 +520,10 @@ class LinearizeRun:
         if not path.exists():
             return
         before = json.loads(path.read_text(encoding="utf-8"))["settings"]
-        changed = {k: v for k, v in differences(before, self._described()).items() if k.split(".")[0] not in FREE}
+        own = self._described()
+        # Options that are newer than the run have their defaults.
+        newer = {x.name: x.default for x in dataclasses.fields(self.settings) if x.name in own.keys() - before.keys()}
+        changed = {k: v for k, v in differences(before | newer, own).items() if k.split(".")[0] not in FREE}
         if changed:
             shown = ", ".join(f"{name} {old!r} → {new!r}" for name, (old, new) in list(changed.items())[:4])
             raise ValueError(
@@ -422,7 +545,7 @@ class LinearizeRun:
     def _save(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Write what the run is resumed from; if this fails, or the process is killed, the last one remains."""
         training = {"stage": self.stage, "step": self.step, "seconds": self.seconds, "tokens": self.tokens}
-        training["total_steps"] = self._total_steps()
+        training["total_steps"], training["kept"] = self._total_steps(), self.kept
         training["optimizer"] = None if optimizer is None else gather_optimizer(self.student, optimizer)
         tensors = whole_tensors(self.student)
         if not self.processes.main:
@@ -440,6 +563,8 @@ class LinearizeRun:
         verify_checksums(folder, (STUDENT, TRAINING), f"remove {folder}, and the run starts again")
         training = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
         tensors = load_file(folder / STUDENT)
+        if training.get("kept") is not None:
+            self._restore(tuple(training["kept"]))
         if any(".lora_" in name for name in tensors):
             add_adapters(self.student, self.settings.lora_rank)
         self.student.load_state_dict(tensors, strict=False)
@@ -499,7 +624,11 @@ class LinearizeRun:
             autocast=self._autocast,
             notify=self.logger.info,
         )
-        results["stages"] = [
+        if self.kept is not None:
+            results["kept_layers"] = list(self.kept)
+        sampled = {"stage": "sample", "tokens": len(self.sampled), "seconds": self.sampled_seconds}
+        results["stages"] = [sampled] if len(self.sampled) else []
+        results["stages"] += [
             {"stage": name, "tokens": self.tokens[name], "seconds": self.seconds[name]}
             for name in STAGES
             if self.settings.steps[name]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.hf.swap import SwappedAttention
+from longspan.hf.swap import FAMILIES, SwappedAttention
 from longspan.mechanisms.linear import LinearAttention
 from longspan.mechanisms.mixture import MixtureAttention
 from longspan.ops.loss import IGNORE_INDEX
@@ -104,10 +105,13 @@ class Distillation:
         teacher: The teacher.
         student: The student.
         next_token: Weight of the text's own tokens.
+        compiled: Whether to compile the losses.
     """
 
-    def __init__(self, teacher: Any, student: Any, next_token: float) -> None:
+    def __init__(self, teacher: Any, student: Any, next_token: float, compiled: bool = False) -> None:
         self.teacher, self.student, self.next_token = teacher, student, next_token
+        self._heads = OutputHead.of(student), OutputHead.of(teacher)
+        self._losses = _compiled_losses() if compiled else _losses
 
     def backward(self, tokens: Tensor, targets: Tensor, share: float, known: float | None = None) -> Tensor:
         """Add the gradients of a batch (B, T), multiplied by `share`; return the mean divergence and text loss.
@@ -126,7 +130,7 @@ class Distillation:
         total = torch.zeros(2, device=tokens.device)
         chunks = (x.flatten(0, 1).split(LOGITS_CHUNK) for x in (leaf, theirs, targets[..., None]))
         for mine, their, target in zip(*chunks, strict=True):
-            divergence, text = self._losses(mine, their, target[:, 0])
+            divergence, text = self._losses(self._heads, mine, their, target[:, 0])
             divergence, text = divergence / number, text / known
             (share * (divergence + self.next_token * text)).backward()
             total += torch.stack([divergence, text]).detach()
@@ -134,18 +138,73 @@ class Distillation:
         ours.backward(leaf.grad)
         return total
 
-    def _losses(self, mine: Tensor, theirs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the summed divergence of the teacher's distribution, and the summed loss of the text."""
-        student = output_logits(self.student, mine).float().log_softmax(-1)
-        with torch.no_grad():
-            teacher = output_logits(self.teacher, theirs).float().log_softmax(-1)
-        divergence = F.kl_div(student, teacher, log_target=True, reduction="sum")
-        return divergence, F.nll_loss(student, targets, reduction="sum", ignore_index=IGNORE_INDEX)
+
+class OutputHead(NamedTuple):
+    """What maps hidden states to logits: the last layer, and the bound of its outputs."""
+
+    layer: Any
+    cap: float | None
+
+    @classmethod
+    def of(cls, model: Any) -> OutputHead:
+        """Return that of a model of transformers."""
+        layer = getattr(model, "cls", None) or model.get_output_embeddings()
+        return cls(layer, getattr(model.config, "final_logit_softcapping", None))
+
+    def log_probabilities(self, hidden: Tensor) -> Tensor:
+        """Return log p of every token, in float32."""
+        logits: Tensor = self.layer(hidden)
+        logits = logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+        return logits.float().log_softmax(-1)
 
 
-def output_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Return the logits of the last layer's hidden states."""
-    head = getattr(model, "cls", None) or model.get_output_embeddings()
-    logits: Tensor = head(hidden)
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+def _losses(
+    heads: tuple[OutputHead, OutputHead], mine: Tensor, theirs: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the summed divergence of the teacher's distribution, and the summed loss of the text."""
+    found = heads[0].log_probabilities(mine)
+    with torch.no_grad():
+        wanted = heads[1].log_probabilities(theirs)
+    divergence = F.kl_div(found, wanted, log_target=True, reduction="sum")
+    return divergence, F.nll_loss(found, targets, reduction="sum", ignore_index=IGNORE_INDEX)
+
+
+@cache
+def _compiled_losses() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_losses, dynamic=False)
+
+
+def compile_layers(models: Sequence[Any], compiled: bool) -> None:
+    """Compile the layers of models, the same code for all of them, or undo that."""
+    for model in models:
+        for layer in model_layers(model):
+            if compiled:
+                layer.compile(dynamic=False)
+            else:
+                layer._compiled_call_impl = None
+
+
+def model_layers(model: Any) -> Any:
+    """Return the list of a model's layers."""
+    return model.base_model.get_submodule(FAMILIES[model.config.model_type].layers)
+
+
+@torch.no_grad()
+def replacement_damage(teacher: Any, student: Any, tokens: Tensor) -> Tensor:
+    """Return how far the teacher's distributions move (B, T) if one layer's attention is the student's, for each layer.
+
+    The measure is the mean Kullback-Leibler divergence of a token.
+    """
+    family, heads = FAMILIES[teacher.config.model_type], (OutputHead.of(teacher),) * 2
+    expected = teacher.base_model(input_ids=tokens, use_cache=False).last_hidden_state.flatten(0, 1)
+    unknown, damages = tokens.new_full((len(expected),), IGNORE_INDEX), []
+    for old, new in zip(model_layers(teacher), model_layers(student), strict=True):
+        attention = old.get_submodule(family.attention)
+        old.set_submodule(family.attention, new.get_submodule(family.attention))
+        try:
+            found = teacher.base_model(input_ids=tokens, use_cache=False).last_hidden_state.flatten(0, 1)
+        finally:
+            old.set_submodule(family.attention, attention)
+        chunks = (x.split(LOGITS_CHUNK) for x in (found, expected, unknown))
+        damages.append(sum(_losses(heads, *chunk)[0] for chunk in zip(*chunks, strict=True)) / len(expected))
+    return torch.stack(damages)  # type: ignore[arg-type]
