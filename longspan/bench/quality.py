@@ -39,8 +39,8 @@ _MUON = {"optimizer": "muon", "muon_lr": 5e-3}
 _NGRAMS = {"model.ngrams": [2, 3, 4], "model.ngram_buckets": 32_768}
 _ZERO_INIT, _LINEAR = {"model.zero_init_residual": True}, {"decay_type": "linear"}
 BATCH_FACTOR = "batch_factor"  # multiplies the batch size of the case
-# Settings of `longspan train` for any candidate, instead of the preset's: alone, all that help together, and changes of
-# the preset `small`, one at a time.
+# Settings of `longspan train` for any candidate, instead of the preset's: each alone over the recipe `none` and several
+# together, then changes of the preset, one at a time.
 RECIPES: dict[str, Settings] = {
     "none": _NONE,
     "muon": _NONE | _MUON,
@@ -50,7 +50,11 @@ RECIPES: dict[str, Settings] = {
     "linear-decay": _NONE | _LINEAR,
     "all": _NONE | _MUON | _NGRAMS | _ZERO_INIT | _LINEAR,
     "all-fast": _NONE | _MUON | _NGRAMS | _ZERO_INIT | _LINEAR | {"muon_lr": 1e-2},
-    "no-ngrams": _NONE | _MUON | _ZERO_INIT | _LINEAR,
+    "no-ngrams": {"model.ngrams": []},
+    "no-muon": {"optimizer": "adamw"},
+    "no-zero-init": {"model.zero_init_residual": False},
+    "cosine-decay": {"decay_type": "cosine"},
+    "logit-softcap": {"model.logit_softcap": 15.0},
     "fast": {"muon_lr": 1e-2},
     "lr-high": {"lr": 4e-3},
     "warmup-100": {"warmup": 100},
