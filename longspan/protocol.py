@@ -31,7 +31,7 @@ from longspan.layout import (
 )
 from longspan.ops.common import dispatch
 from longspan.ops.common.torch_private import register_pytree
-from longspan.ops.decode import CosSin, apply_rotary, copy_out
+from longspan.ops.decode import CosSin, DecodeFunction, RotaryKind, apply_rotary, copy_out
 from longspan.ops.linear.torch import FLOOR, safe_divide
 
 S = TypeVar("S", bound="State")
@@ -653,6 +653,20 @@ class Mechanism(nn.Module, ABC):
             The output (B, 1, H, E), and the state after the token.
         """
         return self._decode_step(state, q, k, v, gates, rotary, out)
+
+    def decode_function(self, state: State, rotary: Sequence[RotaryKind | None]) -> DecodeFunction | None:
+        """Return `decode_step` of one sequence on a CPU, with all that stays the same between tokens looked up.
+
+        Most of a small step on a CPU is the cost of Python between the operations.
+
+        Args:
+            state: A state from `decode_state` in the dtype of the inputs, updated in place by each call.
+            rotary: How q and k are rotated: one kind for all heads or, for a split, one for each part; None: not.
+
+        Returns:
+            The function, or None if there is none for these options: then `decode_step` is called.
+        """
+        return None
 
     def finish_decode(self, state: State) -> State:
         """Return a decode loop's state in the form that every other method takes."""

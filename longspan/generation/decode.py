@@ -62,10 +62,12 @@ class DecodeLoop:
         self._in_place = stack.supports_decode and state.start is None and not torch.is_autocast_enabled(device.type)
         self._capturing = self._in_place and device.type == "cuda"
         self._small = _is_small(model, state)
-        with self.single_thread():
+        # Views of inference tensors, of which a step makes many, record nothing for autograd.
+        with self.single_thread(), torch.inference_mode():
             self._state: StackState = state.clone()
             if self._in_place:
                 self._state = stack.decode_state(self._state, next(model.parameters()).dtype)
+            self._function = model.decode_function(self._state) if self._in_place and device.type == "cpu" else None
         self._logits = logits.clone()
         self.token = torch.zeros(len(logits), dtype=torch.int64, device=device)
         self._pending, self._steps = False, 0  # pending: `token` is not in the state yet
@@ -189,13 +191,16 @@ class DecodeLoop:
         else:
             clone = saved.state.clone()
             self._state = self._stack.share_length(clone) if self._in_place else clone
+            self._function = None if self._function is None else self._model.decode_function(self._state)
         self._logits.copy_(saved.logits)
         self.token.copy_(saved.token)
 
     @torch.inference_mode()
     def _advance(self) -> None:
         """Write the token to the state and compute the logits after it."""
-        if self._in_place:
+        if self._function is not None:
+            logits = self._function(self.token)
+        elif self._in_place:
             logits, self._state = self._model.decode_step(self.token, self._state)
         else:
             out, self._state = self._model.extend(self.token[:, None], self._state)

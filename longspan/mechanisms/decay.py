@@ -49,7 +49,7 @@ class DecayAttention(GatedMechanism):
         dtype = sum_dtype(k)
         if gates is None:
             head = torch.arange(self.num_kv_heads, dtype=dtype, device=k.device)
-            return Gates((-(-5 - head).exp2()).log1p()[:, None].expand(*k.shape[:3], 1), None)
+            return Gates((-(-5 - head).exp2()).log1p()[:, None].expand(*k.shape[:-1], 1), None)
         if self.gate == "head":
             step, log_decay = self.time_step(gates.to(dtype))
             return Gates(log_decay, step[..., 0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,7 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.ops.common import dispatch
-from longspan.ops.decode import CosSin, GateActivation, apply_rotary, copy_out, gated_decode_step, why_not_triton
+from longspan.ops.decode import (
+    CosSin,
+    CurrentToken,
+    DecodeFunction,
+    GateActivation,
+    RotaryKind,
+    apply_rotary,
+    copy_out,
+    gated_decode_step,
+    why_not_triton,
+)
 from longspan.ops.decode.torch import gated_step
 from longspan.ops.gated import LOG_UNDERFLOW, GatedInputs, choose_algorithm, gated_linear
 from longspan.ops.linear import sum_dtype
@@ -217,10 +227,30 @@ class GatedMechanism(Mechanism):
         log_decay, beta = self._visible_gates(gates, k, None)
         # Queries and keys in one tensor, for half the calls.
         q, k = self._keys(torch.cat([q, k], 2)).split_with_sizes([q.shape[2], k.shape[2]], 2) if self.delta else (q, k)
-        found = gated_step(q, k, v, log_decay, beta, state.kv, **options)
+        log_decay, beta = (None if x is None else x.squeeze(1) for x in (log_decay, beta))
+        found = gated_step(q.squeeze(1), k.squeeze(1), v.squeeze(1), log_decay, beta, state.kv, **options)
         if state.log_decay is not None and log_decay is not None:
-            state.log_decay.add_(log_decay.squeeze(1))
-        return copy_out(found.to(v.dtype), out), state
+            state.log_decay.add_(log_decay)
+        return copy_out(found.to(v.dtype).unsqueeze(1), out), state
+
+    def decode_function(self, state: State, rotary: Sequence[RotaryKind | None]) -> DecodeFunction | None:
+        """Return `decode_step` of one sequence on a CPU; see `Mechanism.decode_function`."""
+        assert isinstance(state, GatedState)
+        if state.transition is not None:
+            return None
+        kv, total, delta, scale, heads = state.kv, state.log_decay, self.delta, self._scale, self.num_heads
+        kind, sizes, activate, keys = rotary[0], [heads, self.num_kv_heads], self._visible_gates, self._keys
+
+        def step(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, token: CurrentToken) -> Tensor:
+            q, k = token.rotate(kind, q, k)
+            log_decay, beta = activate(gates, k, None)
+            if delta:
+                q, k = keys(torch.cat([q, k], 1)).split_with_sizes(sizes, 1)
+            if total is not None and log_decay is not None:
+                total.add_(log_decay)
+            return gated_step(q, k, v, log_decay, beta, kv, delta=delta, scale=scale)
+
+        return step
 
     def _run(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, lengths: Tensor | None

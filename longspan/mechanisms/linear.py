@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,15 @@ from longspan.mechanisms.feature_maps import FEATURE_MAPS, Favor, FusedMap, Hedg
 from longspan.mechanisms.write_buffer import FEATURE_SLOTS, PendingFeatures, pending_slots
 from longspan.ops.common import dispatch
 from longspan.ops.common.torch_private import functorch_active
-from longspan.ops.decode import CosSin, linear_decode_step, why_not_triton
+from longspan.ops.decode import (
+    CosSin,
+    CurrentToken,
+    DecodeFunction,
+    RotaryKind,
+    linear_decode_step,
+    linear_step,
+    why_not_triton,
+)
 from longspan.ops.linear import (
     FLOOR,
     LinearInputs,
@@ -437,6 +445,21 @@ class LinearAttention(Mechanism):
             out=out,
         )
         return found if self.output_scale == 1 else found.mul_(self.output_scale), state
+
+    def decode_function(self, state: State, rotary: Sequence[RotaryKind | None]) -> DecodeFunction | None:
+        """Return `decode_step` of one sequence on a CPU; see `Mechanism.decode_function`."""
+        assert isinstance(state, LinearState)
+        phi, kind, normalize, scale = self.feature_map, rotary[0], self.normalize, self.output_scale
+        if not self._one_step or not isinstance(phi, FusedMap):
+            return None
+        name, sums = phi.kind, state.sums
+
+        def step(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, token: CurrentToken) -> Tensor:
+            q, k = token.rotate(kind, q, k)
+            out = linear_step(q, k, v, sums, name, phi.weight, normalize)
+            return out if scale == 1 else out.mul_(scale)
+
+        return step
 
     def _fused_epsilon(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None = None) -> bool:
         """Whether there is an epsilon, and the kernels of `causal_linear` add it to these inputs' features."""

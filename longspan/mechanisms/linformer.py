@@ -9,7 +9,7 @@ with Ṽ_t another one with queries p, keys f and values v. Bidirectional attent
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,15 @@ from longspan.mechanisms.write_buffer import PendingTokens
 from longspan.ops import compressed
 from longspan.ops.common import dispatch
 from longspan.ops.compressed import CompressedProblem, compressed_attention, linformer_attention, linformer_layer
-from longspan.ops.decode import CosSin, compressed_decode_step, why_not_triton
+from longspan.ops.decode import (
+    CosSin,
+    CurrentToken,
+    DecodeFunction,
+    RotaryKind,
+    compressed_decode_step,
+    compressed_step,
+    why_not_triton,
+)
 from longspan.ops.linear import Sums, causal_linear, sum_dtype
 from longspan.ops.softmax import attend
 from longspan.protocol import AttentionLayer, Mechanism, Rotation, State
@@ -301,6 +309,22 @@ class LinformerAttention(Mechanism):
             out=out,
         )
         return out, state
+
+    def decode_function(self, state: State, rotary: Sequence[RotaryKind | None]) -> DecodeFunction | None:
+        """Return `decode_step` of one sequence on a CPU; see `Mechanism.decode_function`."""
+        assert isinstance(state, LinformerState)
+        if self._decodes_eagerly or self.keys.bias is not None:
+            return None
+        kind, compressed, check = rotary[0], (state.k, state.v), self.check_length
+        tables = self.keys.table, self.values.table
+
+        def step(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, token: CurrentToken) -> Tensor:
+            check(token.position + 1)
+            q, k = token.rotate(kind, q, k)
+            given = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+            return compressed_step(*given, compressed, tables, token.position).squeeze(1)
+
+        return step
 
     @property
     def _decodes_eagerly(self) -> bool:

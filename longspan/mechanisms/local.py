@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from longspan.layout import Packing
 from longspan.ops import window as window_op
-from longspan.ops.decode import CosSin, apply_rotary, copy_out, why_not_triton, window_decode_step
+from longspan.ops.decode import (
+    CosSin,
+    CurrentToken,
+    DecodeFunction,
+    RotaryKind,
+    apply_rotary,
+    copy_out,
+    why_not_triton,
+    window_decode_step,
+)
 from longspan.ops.softmax import attend
 from longspan.ops.window import Bias, Window, table_bias, window_attention, xpos_rotate
 from longspan.protocol import Mechanism, Rotation, State
@@ -197,6 +206,27 @@ class LocalAttention(Mechanism):
         grouped, queries = self.num_heads > self.num_kv_heads, q.transpose(1, 2).to(keys.dtype)
         out = attend(queries, keys, values, seen, blind=False, grouped=grouped, scale=self.scale)
         return out.transpose(1, 2).to(q.dtype)
+
+    def decode_function(self, state: State, rotary: Sequence[RotaryKind | None]) -> DecodeFunction | None:
+        """Return `decode_step` of one sequence on a CPU; see `Mechanism.decode_function`."""
+        assert isinstance(state, LocalState)
+        special = self._dropout or self.query_offset or self.bias is not None or self.xpos is not None
+        if special or self.window.block_size or self.window.shared_qk:
+            return None
+        keys, values, ring, kind, scale = state.k, state.v, state.k.shape[2], rotary[0], self.scale
+        grouped, heads = self.num_heads > self.num_kv_heads, self.num_heads
+
+        def step(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, token: CurrentToken) -> Tensor:
+            q, k = token.rotate(kind, q, k)
+            slot, seen_keys, seen_values = token.position % ring, keys, values
+            keys.select(2, slot).copy_(k)
+            values.select(2, slot).copy_(v)
+            if token.position < ring - 1:
+                seen_keys, seen_values = keys.narrow(2, 0, slot + 1), values.narrow(2, 0, slot + 1)
+            out = attend(q.unsqueeze(2), seen_keys, seen_values, None, blind=False, grouped=grouped, scale=scale)
+            return out.view(1, heads, -1)
+
+        return step
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the kernels take these tensors, and with them packed rows."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from longspan.ops.decode import CosSin
+from longspan.ops.decode import CosSin, CurrentToken, DecodeFunction, RotaryKind
 from longspan.protocol import Index, Mechanism, Rotation, State
 
 
@@ -172,6 +172,28 @@ class SplitAttention(Mechanism):
         after = tuple(held for _, held in done)
         unchanged = all(new is old for new, old in zip(after, state.parts, strict=True))
         return found, state if unchanged else replace(state, parts=after)
+
+    def decode_function(self, state: State, rotary: Sequence[RotaryKind | None]) -> DecodeFunction | None:
+        """Return `decode_step` of one sequence on a CPU; see `Mechanism.decode_function`."""
+        assert isinstance(state, SplitState)
+        kinds = rotary if len(rotary) > 1 else list(rotary) * len(self.sizes)
+        parts = zip(self._mechanisms(), state.parts, kinds, strict=True)
+        functions = [part.decode_function(held, [kind]) for part, held, kind in parts]
+        if self.num_kv_heads == 1 or any(function is None for function in functions):
+            return None
+        steps = cast("list[DecodeFunction]", functions)
+        sizes, kv_sizes, cat = self.sizes, self.kv_sizes, torch.cat
+        widths = [part.num_gates for part in self._mechanisms()]
+
+        def step(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, token: CurrentToken) -> Tensor:
+            own: Sequence[Tensor | None] = [None] * len(steps)
+            if gates is not None:
+                columns = zip(gates.split_with_sizes(kv_sizes, 1), widths, strict=True)
+                own = [x.narrow(2, 0, width) if width else None for x, width in columns]
+            heads = q.split_with_sizes(sizes, 1), k.split_with_sizes(kv_sizes, 1), v.split_with_sizes(kv_sizes, 1)
+            return cat([f(q, k, v, g, token) for f, q, k, v, g in zip(steps, *heads, own, strict=True)], 1)
+
+        return step
 
     def decode_state(self, state: State, dtype: torch.dtype) -> SplitState:
         """Return the parts' states as they decode with them."""

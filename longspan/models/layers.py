@@ -17,7 +17,16 @@ from longspan.models.config import AttentionConfig, FeedForwardConfig
 from longspan.models.positions import Rotary
 from longspan.ops.common.autograd import recompute
 from longspan.ops.convolution import short_convolution
-from longspan.ops.decode import FUSED_ACTIVATIONS, RotaryCache, TokenShift, fused_heads, fused_linear, gate_heads
+from longspan.ops.decode import (
+    FUSED_ACTIVATIONS,
+    CurrentToken,
+    RotaryCache,
+    TokenShift,
+    fused_heads,
+    fused_linear,
+    gate_heads,
+    module_function,
+)
 from longspan.ops.float8 import Float8Linear, float8_linear
 from longspan.protocol import Mechanism, State, StateOptions
 
@@ -105,10 +114,10 @@ class ShortConvolution(nn.Module):
         return F.silu(total)
 
     def step(self, x: Tensor, recent: Tensor) -> Tensor:
-        """Map one token x (B, 1, channels), and append it to `recent` in place."""
-        joined = torch.cat([recent, x], 1)
-        recent.copy_(joined[:, 1:])
-        return F.silu((joined * self.weight.flip(0)).sum(1, keepdim=True))
+        """Map one token x (..., 1, channels), and append it to `recent` (..., size − 1, channels) in place."""
+        joined = torch.cat([recent, x], -2)
+        recent.copy_(joined.narrow(-2, 1, recent.shape[-2]))
+        return F.silu(joined.mul_(self.weight.flip(0)).sum(-2, keepdim=True), inplace=True)
 
 
 @dataclass
@@ -400,6 +409,43 @@ class Attention(nn.Module):
         out = out.flatten(2)
         out = out if self.to_mid is None else fused_linear(out, self.to_mid)[0]
         return fused_linear(out, self.to_out, residual=add)[0], state
+
+    def decode_function(self, state: State, norm: nn.Module | None) -> Callable[[Tensor, CurrentToken], Tensor] | None:
+        """Return x + f(norm(x)) of one token x (1, dim); see `Mechanism.decode_function`."""
+        mechanism, held = self.mechanism, self.mechanism_state(state)
+        widths = self.num_heads * mechanism.head_dim, self.num_kv_heads * mechanism.head_dim
+        repeated = (self.num_heads, self.num_kv_heads) != (mechanism.num_heads, mechanism.num_kv_heads)
+        interleaved = any(isinstance(r, Rotary) and r.interleaved for r in self.rotary)
+        if self.cross or self.shared_kv or repeated or interleaved or self.to_mid is not None:
+            return None
+        kinds = [r.kind if isinstance(r, Rotary) else None for r in self.rotary]
+        attend = mechanism.decode_function(held, kinds or [None])
+        if attend is None:
+            return None
+        layers = norm, self.to_mechanism_gates, self.to_out_gate, self.to_gates, self.q_norm, self.k_norm, self.out_norm
+        to_q, to_kv, to_out = (module_function(layer) for layer in (self.to_q, self.to_kv, self.to_out))
+        norm_x, to_own, to_wide, to_narrow, norm_q, norm_k, norm_out = (x and module_function(x) for x in layers)
+        recent = state.recent[0] if isinstance(state, ConvolutionState) else None
+        conv, out_gate, embedding, heads = self.conv, self.out_gate, self.value_embedding, mechanism.num_heads
+        queries, keys = (1, heads, mechanism.head_dim), (1, mechanism.num_kv_heads, -1)
+        sizes = [*widths, mechanism.num_kv_heads * mechanism.value_dim]
+
+        def step(x: Tensor, token: CurrentToken) -> Tensor:
+            y = x if norm_x is None else norm_x(x)
+            if conv is None or recent is None:
+                q, (k, v) = to_q(y), to_kv(y).split_with_sizes(sizes[1:], 1)
+            else:
+                q, k, v = conv.step(torch.cat([to_q(y), to_kv(y)], 1), recent).split_with_sizes(sizes, 1)
+            q, k, v = q.view(queries), k.view(keys), v.view(keys)
+            q, k = q if norm_q is None else norm_q(q), k if norm_k is None else norm_k(k)
+            v = v if embedding is None else v + embedding(token.token).view(v.shape).to(v.dtype)
+            out = attend(q, k, v, None if to_own is None else to_own(y).view(keys), token)
+            out = out if norm_out is None else norm_out(out)
+            out = out if to_wide is None else out * out_gate(to_wide(y)).view(out.shape)
+            out = out if to_narrow is None else out * to_narrow(y).sigmoid().unsqueeze(-1)
+            return x + to_out(out.view(1, -1))
+
+        return step
 
     def _decode_heads(self, q: Tensor, kv: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor]:
         """Apply short convolution and norms to the projections of one token, and split them into heads."""
@@ -695,6 +741,16 @@ class FeedForward(nn.Module):
         activation = self.activation_name if fused else "identity"
         (hidden,) = fused_linear(x, self.to_hidden, norm=norm, activation=activation, shift=shift)
         return fused_linear(hidden if fused else self._activate(hidden), self.to_out, residual=add)[0]
+
+    def decode_function(self, norm: nn.Module | None) -> Callable[[Tensor, CurrentToken], Tensor]:
+        """Return x + f(norm(x)) of one token x (1, dim); see `Mechanism.decode_function`."""
+        to_hidden, to_out = module_function(self.to_hidden), module_function(self.to_out)
+        norm_x, activate = norm and module_function(norm), self._activate if self.gated else self.activation
+
+        def step(x: Tensor, token: CurrentToken) -> Tensor:
+            return x + to_out(activate(to_hidden(x if norm_x is None else norm_x(x))))
+
+        return step
 
     def _chunk(self, x: Tensor) -> Tensor:
         hidden = self._activate(self.to_hidden(x))

@@ -35,7 +35,7 @@ from longspan.models.layers import (
 from longspan.models.positions import with_rotary
 from longspan.ops.common.autograd import once_differentiable, recompute
 from longspan.ops.common.torch_private import forward_ad_level, functorch_active
-from longspan.ops.decode import RotaryCache, TokenShift, why_not_triton
+from longspan.ops.decode import CurrentToken, RotaryCache, TokenShift, why_not_triton
 from longspan.protocol import Index, Mechanism, State, StateOptions, start_positions
 from longspan.utils import choose
 
@@ -197,6 +197,14 @@ class ResidualBranch(nn.Module):
             return layer.decode_step(x, norm=norm, add=add, shift=shift), state
         y = layer(x if norm is None else norm(x))
         return y if add is None else add + y, state
+
+    def decode_function(self, state: BranchState) -> Callable[[Tensor, CurrentToken], Tensor] | None:
+        """Return x + f(norm(x)) of one token x (1, dim); see `Mechanism.decode_function`."""
+        if not self.is_pre_norm or state.recent is not None:
+            return None
+        if isinstance(self.layer, Attention):
+            return self.layer.decode_function(state.inner[0], self.norm)
+        return self.layer.decode_function(self.norm) if isinstance(self.layer, FeedForward) else None
 
     def takes_ring(self, recent: Tensor) -> bool:
         """Whether a decode step shifts tokens inside the kernel of a linear layer, with a `TokenShift` ring buffer."""
@@ -443,6 +451,22 @@ class Stack(nn.Module):
             return y
 
         return self._run(x, apply), replace(state, branches=tuple(after))
+
+    def decode_function(self, state: StackState) -> Callable[[Tensor, CurrentToken], Tensor] | None:
+        """Return `decode_step` of one token x (1, dim) of one sequence on a CPU; see `Mechanism.decode_function`."""
+        if self.topology != "single" or len(state.length) != 1 or state.length.is_cuda:
+            return None
+        found = [branch.decode_function(held) for branch, held in zip(self._branches(), state.branches, strict=True)]
+        functions = [function for function in found if function is not None]
+        if len(functions) < len(found):
+            return None
+
+        def step(x: Tensor, token: CurrentToken) -> Tensor:
+            for function in functions:
+                x = function(x, token)
+            return x
+
+        return step
 
     def share_length(self, state: StackState) -> StackState:
         """Return the state in contiguous tensors with one length tensor for all layers, as `decode_step` takes it."""

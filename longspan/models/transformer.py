@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +22,7 @@ from longspan.models.positions import (
     SinusoidalPositions,
 )
 from longspan.models.residual import ResidualBranch, StackState
-from longspan.ops.decode import fused_linear
+from longspan.ops.decode import CurrentToken, fused_linear, module_function
 from longspan.ops.loss import IGNORE_INDEX, cap_logits, cross_entropy
 from longspan.protocol import StateOptions
 
@@ -342,6 +343,42 @@ class LanguageModel(nn.Module):
         last = self.embedding.weight if self.to_logits is None else self.to_logits
         logits = fused_linear(out, last, norm=self.transformer.norm)[0][:, 0]
         return cap_logits(logits, self.config.logit_softcap), state
+
+    def decode_function(self, state: StackState) -> Callable[[Tensor], Tensor] | None:
+        """Return a function as fast as `decode_step` can be on a CPU: from one token (1,) to logits (1, V).
+
+        What stays the same between tokens is looked up here. Each call updates and advances the state in place.
+
+        Returns:
+            The function, or None where only `decode_step` will do: several sequences, half precision, a state that
+            grows, options that the layers have no such function for.
+        """
+        dtype = self.embedding.weight.dtype
+        held = {x.dtype for x in state.tensors().values() if x.is_floating_point()}
+        run = None
+        if dtype in (torch.float32, torch.float64) and held <= {dtype}:
+            run = self.transformer.stack.decode_function(state)
+        if run is None or self.from_dim is not None or self.narrow_norm is not None:
+            return None
+        layers = self.embedding, self.to_dim, self.transformer.norm, self.to_logits
+        embed, to_dim, norm, to_logits = (layer and module_function(layer) for layer in layers)
+        weight, length, recent, stack = self.embedding.weight, state.length, state.recent, run
+        ngrams, positions, softcap = self.ngrams, self.positions, self.config.logit_softcap
+        assert embed is not None
+
+        def step(token: Tensor) -> Tensor:
+            x = embed(token)
+            if ngrams is not None:
+                assert recent is not None
+                x = x + ngrams.step(token, recent)
+            if positions is not None:
+                x = x + positions(length[:, None])[:, 0].to(dtype)
+            x = stack(x if to_dim is None else to_dim(x), CurrentToken(token, int(length), dtype))
+            length.add_(1)
+            x = x if norm is None else norm(x)
+            return cap_logits(F.linear(x, weight) if to_logits is None else to_logits(x), softcap)
+
+        return step
 
     def state_size(self) -> int:
         """Return the bytes of one sequence's state; for `softmax`, which stores every token, of an empty one."""

@@ -226,6 +226,7 @@ class SlotLoop(DecodeLoop):
         mask = torch.arange(tokens.shape[1], device=tokens.device) < number[:, None]
         return self._model.extend(tokens, state, key_mask=mask)
 
+    @torch.inference_mode()
     def _write(self, rows: Tensor, tokens: Tensor, packed: Tensor) -> None:
         """Write packed states (n, size) and pending tokens (n,) to rows (n,)."""
         self.token.index_copy_(0, rows, tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,11 +21,15 @@ from longspan.ops.common import dispatch
 from longspan.ops.decode.torch import FUSED_ACTIVATIONS as FUSED_ACTIVATIONS
 from longspan.ops.decode.torch import GateActivation as GateActivation
 from longspan.ops.decode.torch import TokenShift as TokenShift
-from longspan.ops.decode.torch import compressed_step, has_no_hooks, linear_layers, linear_step
+from longspan.ops.decode.torch import compressed_step as compressed_step
+from longspan.ops.decode.torch import has_no_hooks, linear_layers
+from longspan.ops.decode.torch import linear_step as linear_step
+from longspan.ops.decode.torch import module_function as module_function
 from longspan.ops.linear.triton import FEATURE_MAPS
 from longspan.ops.rotary import rotate
 from longspan.ops.window import Window
 
+RotaryKind = tuple[int, float]  # what rotary angles depend on besides the position: D and base
 ANGLE_BLOCK = 64  # positions whose rotary angles are computed at once on a CPU
 
 
@@ -52,7 +56,8 @@ class CosSin(NamedTuple):
         """Rotate x (B, 1, H, D)."""
         if self.doubled is None or self.interleaved or x.dtype != self.cos.dtype:
             return rotate(x, self.cos[:, :, None], self.sin[:, :, None], interleaved=self.interleaved)
-        first, second = x.split(x.shape[3] // 2, 3)
+        half = x.shape[3] // 2
+        first, second = x.split_with_sizes([half, half], 3)
         return addcmul(x * self.doubled[0], cat([second, first], 3), self.doubled[1])
 
 
@@ -63,7 +68,7 @@ def apply_rotary(rotary: CosSin | None, *xs: Tensor) -> tuple[Tensor, ...]:
     return rotary.rotate(cat(xs, 2)).split_with_sizes([x.shape[2] for x in xs], 2)
 
 
-def cos_sin_at(position: Tensor, kind: tuple[int, float], dtype: DType) -> CosSin:
+def cos_sin_at(position: Tensor, kind: RotaryKind, dtype: DType) -> CosSin:
     """Return the rotary angles of positions (B,) for a kind, (D, base), in pairs (i, i + D / 2)."""
     if position.device.type == "cpu" and len(position) == 1:
         block, i = divmod(int(position), ANGLE_BLOCK)
@@ -76,7 +81,7 @@ def cos_sin_at(position: Tensor, kind: tuple[int, float], dtype: DType) -> CosSi
     return CosSin(cos, sin, False)
 
 
-def _cos_sin(position: Tensor, kind: tuple[int, float], dtype: DType) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _cos_sin(position: Tensor, kind: RotaryKind, dtype: DType) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return cos and sin (B, 1, D / 2), [cos, cos] and [−sin, sin] (B, 1, 1, D)."""
     angle = (position[:, None, None] * _frequencies(*kind, position.device)).remainder_(2 * math.pi).to(dtype)
     cos, sin = angle.cos(), angle.sin()
@@ -84,21 +89,54 @@ def _cos_sin(position: Tensor, kind: tuple[int, float], dtype: DType) -> tuple[T
 
 
 @lru_cache(maxsize=32)
-def _cos_sin_block(block: int, kind: tuple[int, float], dtype: DType) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _cos_sin_block(block: int, kind: RotaryKind, dtype: DType) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return `_cos_sin` of `ANGLE_BLOCK` positions on a CPU, where one position costs as many calls as a block."""
     with inference_mode(False):  # The cache outlives the decode loop that fills it.
         return _cos_sin(arange(block * ANGLE_BLOCK, (block + 1) * ANGLE_BLOCK), kind, dtype)
 
 
-class RotaryCache(dict[tuple[int, float], CosSin]):
+class RotaryCache(dict[RotaryKind, CosSin]):
     """`cos_sin_at` of each kind, computed on first use and shared by all layers."""
 
     def __init__(self, position: Tensor, dtype: DType) -> None:
         self._position, self._dtype = position, dtype
 
-    def __missing__(self, kind: tuple[int, float]) -> CosSin:
+    def __missing__(self, kind: RotaryKind) -> CosSin:
         self[kind] = cos_sin_at(self._position, kind, self._dtype)
         return self[kind]
+
+
+class CurrentToken:
+    """The token of a decode step of one sequence on a CPU: what its layers share.
+
+    Args:
+        token: (1,), or None if the sequence consists of vectors.
+        position: Its position.
+        dtype: The dtype of rotary angles.
+    """
+
+    __slots__ = ("_angles", "_dtype", "position", "token")
+
+    def __init__(self, token: Tensor | None, position: int, dtype: DType) -> None:
+        self.token, self.position, self._dtype = token, position, dtype
+        self._angles: dict[RotaryKind, tuple[Tensor, Tensor]] = {}
+
+    def rotate(self, kind: RotaryKind | None, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Rotate each x (1, heads, D), in pairs (i, i + D / 2), as `apply_rotary` does."""
+        if kind is None:
+            return xs
+        angles = self._angles.get(kind)
+        if angles is None:
+            block, i = divmod(self.position, ANGLE_BLOCK)
+            _, _, cos, sin = _cos_sin_block(block, kind, self._dtype)
+            angles = self._angles[kind] = cos[i], sin[i]
+        x, half = cat(xs, 1), kind[0] // 2
+        first, second = x.split_with_sizes([half, half], 2)
+        return addcmul(x * angles[0], cat([second, first], 2), angles[1]).split_with_sizes([x.shape[1] for x in xs], 1)
+
+
+# Maps q (1, H, D), k (1, Hkv, D), v (1, Hkv, E) and raw gates (1, Hkv, G) of a token to (1, H, E).
+DecodeFunction = Callable[[Tensor, Tensor, Tensor, Tensor | None, CurrentToken], Tensor]
 
 
 @cache
@@ -146,7 +184,7 @@ def linear_decode_step(
         return kernels("linear").decode_linear(inputs, state, pending, feature_map, weight, normalize)
     dtype = q.dtype
     q, k = apply_rotary(rotary, q, k)
-    result = linear_step(q, k, v, state, feature_map, weight, normalize)
+    result = linear_step(q.squeeze(1), k.squeeze(1), v.squeeze(1), state, feature_map, weight, normalize).unsqueeze(1)
     return copy_out(result if result.dtype == dtype else result.to(dtype), out)
 
 
@@ -326,6 +364,8 @@ def fused_linear(
     Returns:
         One result (B, 1, N) per layer.
     """
+    if x.is_cpu and dispatch.recording is None:
+        return linear_layers(x, layers, norm, activation, residual, shift)
     weights = None if why_not_triton(x) is not None else _layer_weights(x, layers, norm, residual)
     if weights is None:
         return linear_layers(x, layers, norm, activation, residual, shift)

@@ -88,13 +88,16 @@ class GateActivation(NamedTuple):
 def linear_step(
     q: Tensor, k: Tensor, v: Tensor, state: Sequence[Tensor], feature_map: str, weight: Tensor | None, normalize: str
 ) -> Tensor:
-    """Add one token to the state of linear attention and read it, in the dtype of the state: (B, 1, H, E)."""
+    """Add one token to the state of linear attention and read it, in the dtype of the state: (B, H, E).
+
+    q: (B, H, D), k: (B, Hkv, D), v: (B, Hkv, E).
+    """
     kv, z, shift = state
     B, Hkv, M, E = kv.shape
     if q.dtype != kv.dtype:
         q, k, v = q.to(kv.dtype), k.to(kv.dtype), v.to(kv.dtype)
     weight = None if weight is None else weight.to(kv.dtype)
-    query, f, new_shift = _features(q.squeeze(1), k.squeeze(1), shift, feature_map, weight)
+    query, f, new_shift = _features(q, k, shift, feature_map, weight)
     # On a CPU, skip the rescaling unless the maximum is new; on a GPU the comparison would synchronize.
     if new_shift is not None and (kv.is_cuda or not torch.equal(new_shift, shift)):
         decay = (shift - new_shift).exp_().unsqueeze(-1)
@@ -116,7 +119,7 @@ def linear_step(
         # On a CPU one comparison tells that no normalizer is zero; NaN is compared element by element.
         if kv.is_cuda or not float(torch.linalg.vector_norm(denominator, -math.inf)) >= smallest_normalizer(kv.dtype):
             out.masked_fill_(is_zero(denominator), 0)
-    return out.view(B, 1, -1, E)
+    return out.view(B, -1, E)
 
 
 def _features(
@@ -156,9 +159,9 @@ def gated_step(
     delta: bool,
     scale: float,
 ) -> Tensor:
-    """Decay the memory kv (B, Hkv, D, E), write one token and read it: (B, 1, H, E) in the dtype of the memory.
+    """Decay the memory kv (B, Hkv, D, E), write one token and read it: (B, H, E) in the dtype of the memory.
 
-    log_decay: (B, 1, Hkv, 1 or D). beta: (B, 1, Hkv).
+    q: (B, H, D). k: (B, Hkv, D). v: (B, Hkv, E). log_decay: (B, Hkv, 1 or D). beta: (B, Hkv).
     """
     (B, Hkv, D, E), dtype = kv.shape, kv.dtype
     if v.dtype != dtype:
@@ -172,7 +175,7 @@ def gated_step(
         u = u - torch.bmm(key, memory)
     u = u if beta is None else beta.reshape(heads, 1, 1) * u
     memory.addcmul_(key.transpose(1, 2), u)
-    return torch.bmm((q * scale).reshape(heads, -1, D), memory).view(B, 1, -1, E)
+    return torch.bmm((q * scale).reshape(heads, -1, D), memory).view(B, -1, E)
 
 
 def compressed_step(
@@ -204,9 +207,10 @@ def linear_layers(
     for layer in layers:
         if isinstance(layer, Tensor):
             y = F.linear(x, layer)
+        elif type(layer) is nn.Linear and has_no_hooks(layer):
+            y = F.linear(x, *_parameters(layer))  # around a small product, calling the module costs a quarter of it
         else:
-            # Around a small product, calling the module costs a quarter of it.
-            y = F.linear(x, *_parameters(layer)) if type(layer) is nn.Linear and has_no_hooks(layer) else layer(x)
+            y = layer(x)
         y = y if activation == "identity" else FUSED_ACTIVATIONS[activation](y)
         results.append(y if residual is None else residual + y)
     return tuple(results)
@@ -222,6 +226,26 @@ def _parameters(module: nn.Module) -> tuple[Any, Any]:
     """Return weight and bias; reading the dictionary is three times as fast as reading attributes."""
     own = module._parameters
     return (own["weight"], own["bias"]) if len(own) == 2 else (module.weight, module.bias)
+
+
+def module_function(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return a function that equals a module, without the cost of calling it where it is PyTorch's own."""
+    if not has_no_hooks(module):
+        return module
+    if type(module) is nn.Linear:
+        linear, weight, bias = F.linear, module.weight, module.bias
+        return lambda x: linear(x, weight, bias)
+    if type(module) is nn.LayerNorm:
+        layer_norm, scale, offset = torch.layer_norm, module.weight, module.bias
+        dims, eps = module.normalized_shape, module.eps
+        return lambda x: layer_norm(x, dims, scale, offset, eps)
+    if type(module) is nn.Embedding and module.max_norm is None:
+        embedding, table = torch.embedding, module.weight
+        return lambda x: embedding(table, x)
+    if type(module) is nn.RMSNorm:
+        rms_norm, weight, shape, epsilon = torch.rms_norm, module.weight, module.normalized_shape, module.eps
+        return lambda x: rms_norm(x, shape, weight, epsilon)
+    return module
 
 
 def has_no_hooks(module: nn.Module) -> bool:
