@@ -347,7 +347,8 @@ class LanguageModel(nn.Module):
     def decode_function(self, state: StackState) -> Callable[[Tensor], Tensor] | None:
         """Return a function as fast as `decode_step` can be on a CPU: from one token (1,) to logits (1, V).
 
-        What stays the same between tokens is looked up here. Each call updates and advances the state in place.
+        What stays the same between tokens is looked up here: layers replaced and hooks registered later have no effect.
+        Each call updates and advances the state in place.
 
         Returns:
             The function, or None where only `decode_step` will do: several sequences, half precision, a state that
@@ -360,14 +361,13 @@ class LanguageModel(nn.Module):
             run = self.transformer.stack.decode_function(state)
         if run is None or self.from_dim is not None or self.narrow_norm is not None:
             return None
-        layers = self.embedding, self.to_dim, self.transformer.norm, self.to_logits
-        embed, to_dim, norm, to_logits = (layer and module_function(layer) for layer in layers)
-        weight, length, recent, stack = self.embedding.weight, state.length, state.recent, run
+        layers = self.to_dim, self.transformer.norm, self.to_logits
+        to_dim, norm, to_logits = (layer and module_function(layer) for layer in layers)
+        embedding, length, recent, stack = self.embedding, state.length, state.recent, run
         ngrams, positions, softcap = self.ngrams, self.positions, self.config.logit_softcap
-        assert embed is not None
 
         def step(token: Tensor) -> Tensor:
-            x = embed(token)
+            x = embedding(token)
             if ngrams is not None:
                 assert recent is not None
                 x = x + ngrams.step(token, recent)
@@ -376,7 +376,7 @@ class LanguageModel(nn.Module):
             x = stack(x if to_dim is None else to_dim(x), CurrentToken(token, int(length), dtype))
             length.add_(1)
             x = x if norm is None else norm(x)
-            return cap_logits(F.linear(x, weight) if to_logits is None else to_logits(x), softcap)
+            return cap_logits(F.linear(x, embedding.weight) if to_logits is None else to_logits(x), softcap)
 
         return step
 

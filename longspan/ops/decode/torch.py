@@ -239,9 +239,6 @@ def module_function(module: nn.Module) -> Callable[[Tensor], Tensor]:
         layer_norm, scale, offset = torch.layer_norm, module.weight, module.bias
         dims, eps = module.normalized_shape, module.eps
         return lambda x: layer_norm(x, dims, scale, offset, eps)
-    if type(module) is nn.Embedding and module.max_norm is None:
-        embedding, table = torch.embedding, module.weight
-        return lambda x: embedding(table, x)
     if type(module) is nn.RMSNorm:
         rms_norm, weight, shape, epsilon = torch.rms_norm, module.weight, module.normalized_shape, module.eps
         return lambda x: rms_norm(x, shape, weight, epsilon)
