@@ -83,7 +83,6 @@ class _Training:
     Attributes:
         run: The model, and how to train it.
         stream: Where it is trained; None on a CPU.
-        masters: The weights in float32, which the optimizer changes.
         ended: Why training ended; None before.
     """
 
@@ -94,14 +93,11 @@ class _Training:
         config = model_config(run.recipe.score, run.spec, run.layer)
         torch.manual_seed(run.seed)
         self.model = (LanguageModel if config.num_classes is None else Classifier)(config)
-        self.model.to(device, _dtype(run.recipe, device))
-        self.masters = [p.detach().float().requires_grad_() for p in self.model.parameters()]
-        self._grads = [torch.zeros_like(master) for master in self.masters]
-        for master, grad in zip(self.masters, self._grads, strict=True):
-            master.grad = grad
+        self.model.to(device)
         self._lr = torch.tensor(0.0, device=device)
+        capturable = device.type == "cuda"
         self._optimizer = torch.optim.AdamW(
-            self.masters, self._lr, (0.9, 0.98), weight_decay=0.0, fused=True, capturable=device.type == "cuda"
+            self.model.parameters(), self._lr, (0.9, 0.98), weight_decay=0.0, fused=True, capturable=capturable
         )
         # A round is a step on each data set; what differs between rounds lies in tables that the device reads.
         self._rounds = -(-run.steps // len(data))
@@ -145,13 +141,11 @@ class _Training:
         self.model.train()
         self._lr.copy_(self._lrs.index_select(0, self._index)[0])
         for data, rows in zip(self._data, self._rows, strict=True):
-            loss = _loss(self.model, data.select(rows.index_select(0, self._index)[0]))
-            parameters: list[Tensor] = list(self.model.parameters())
-            torch._foreach_copy_(self._grads, torch.autograd.grad(loss, parameters))
-            nn.utils.clip_grad_norm_(self.masters, 1.0)
+            loss = _loss(self.model, self.run.recipe, data.select(rows.index_select(0, self._index)[0]))
+            self._optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self._optimizer.step()
-            with torch.no_grad():
-                torch._foreach_copy_(parameters, self.masters)
             self._total.add_(loss.detach())
         self._index.add_(1)
 
@@ -185,7 +179,7 @@ class _Training:
             "train_loss": self._mean if math.isfinite(self._mean) else None,
             "seconds": round(self._seconds, 3),
             "parameters": sum(p.numel() for p in model.parameters()),
-            "state_numbers": model.float().state_size() // 4 if isinstance(model, LanguageModel) else None,
+            "state_numbers": model.state_size() // 4 if isinstance(model, LanguageModel) else None,
         }
 
 
@@ -195,24 +189,23 @@ def _schedule(step: int, steps: int) -> float:
     return warmup * max(0.02, (1 + math.cos(math.pi * step / steps)) / 2)
 
 
-def _loss(model: nn.Module, batch: Dataset) -> Tensor:
-    logits = _logits(model, batch)
+def _loss(model: nn.Module, recipe: Recipe, batch: Dataset) -> Tensor:
+    logits = _logits(model, recipe, batch)
     return F.cross_entropy(logits.flatten(0, -2).float(), batch.answers.flatten(), ignore_index=IGNORE_INDEX)
 
 
-def _dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if recipe.precision == "bf16-true" and device.type == "cuda" else torch.float32
-
-
-def _logits(model: nn.Module, batch: Dataset) -> Tensor:
+def _logits(model: nn.Module, recipe: Recipe, batch: Dataset) -> Tensor:
     """Return the logits of the answers (B, A, V), or of the classes (B, V)."""
-    if not isinstance(model, LanguageModel):
-        logits = model(batch.tokens, key_mask=batch.key_mask)
-    else:
-        assert batch.positions is not None
-        hidden = model.hidden(batch.tokens)
-        index = batch.positions[..., None].expand(-1, -1, hidden.shape[-1])
-        logits = model.logits(hidden.gather(1, index))
+    device = batch.tokens.device.type
+    enabled = recipe.precision == "bf16" and device == "cuda"
+    with torch.autocast(device, torch.bfloat16, enabled=enabled, cache_enabled=False):
+        if isinstance(model, LanguageModel):
+            assert batch.positions is not None
+            hidden = model.hidden(batch.tokens)
+            index = batch.positions[..., None].expand(-1, -1, hidden.shape[-1])
+            logits = model.logits(hidden.gather(1, index))
+        else:
+            logits = model(batch.tokens, key_mask=batch.key_mask)
     assert isinstance(logits, Tensor)
     return logits
 
@@ -225,7 +218,7 @@ def _score(model: nn.Module, run: RecallRun, data: Dataset) -> dict[str, Any]:
     hits = []
     for rows in torch.arange(len(data), device=data.tokens.device).split(size):
         batch = data.select(rows)
-        hits.append(_logits(model, batch).argmax(-1) == batch.answers)
+        hits.append(_logits(model, run.recipe, batch).argmax(-1) == batch.answers)
     right, answers = torch.cat(hits).cpu(), data.answers.cpu()
     asked = answers != IGNORE_INDEX
     task = run.recipe.score

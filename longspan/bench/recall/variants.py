@@ -85,8 +85,7 @@ class Recipe:
         lrs: Learning rates to choose from.
         length_buckets: Batches are drawn from this many parts of a data set in turn, by length, to save padding.
         solved: Training ends when the mean loss of a block of steps is below this (nats per answer).
-        precision: "fp32", or "bf16-true": on a GPU, weights and activations are bfloat16, and the optimizer has a
-            copy of the weights in float32.
+        precision: "bf16" by autocast on a GPU, or "fp32".
     """
 
     score: SyntheticTask
@@ -97,7 +96,7 @@ class Recipe:
     lrs: tuple[float, ...] = (3e-3, 1e-2)
     length_buckets: int = 1
     solved: float = 0.005
-    precision: Literal["bf16-true", "fp32"] = "bf16-true"
+    precision: Literal["bf16", "fp32"] = "bf16"
 
 
 def _mqar(length: int) -> Recipe:
