@@ -209,7 +209,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
             ],
         },
     ],
-    "mixture": [{"window": 5, **GROUPED}, {"window": 3, "memory": "delta", **GROUPED}],
+    "mixture": [{"window": 5, **GROUPED}, {"window": 3, "memory": "delta", "sink": True, **GROUPED}],
 }
 
 

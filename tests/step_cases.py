@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "delta by channel": ("delta", {"gate": "channel"}),
     "mixture": ("mixture", {"window": 11}),
     "mixture, window of one": ("mixture", {"window": 1, "value_dim": 17}),
+    "mixture, sink": ("mixture", {"window": 5, "sink": True}),
     "mixture, fixed features": ("mixture", {"window": 5, "memory": "linear", "scale": 0.3}),
     "mixture, delta": ("mixture", {"window": 5, "memory": "delta"}),
     "linformer": ("linformer", {"rank": 13, "max_length": 61}),
@@ -50,7 +51,7 @@ def mechanism(name: str, device: str = "cpu") -> Mechanism:
     kind, options = CASES[name]
     built = build_mechanism(kind, H, D, num_kv_heads=HKV, **{"value_dim": E, **options}).eval().to(device)
     for name, parameter in built.named_parameters():
-        if name.endswith(("bias", "mix_weight")):  # zeros would hide them
+        if name.endswith(("bias", "mix_weight", "sink_weight", "sink_value")):  # zeros would hide them
             torch.nn.init.normal_(parameter)
     return built
 

@@ -64,6 +64,10 @@ class MixtureAttention(Mechanism):
     normalizer return (`decay`, `delta`) is normalized (RMS norm with a learned scale). Bidirectional attention has a
     memory of the tokens before the window and one of those after it.
 
+    Pretrained transformers attend to their first token where there is nothing to read (attention sinks, Xiao et al.,
+    2023). A learned sink is a key and a value for each head that takes its place once it has left the window: its score
+    is sink_weight·q_i + sink_bias.
+
     Args:
         num_heads: H.
         head_dim: D.
@@ -73,6 +77,7 @@ class MixtureAttention(Mechanism):
         memory: {"mechanism": "linear", "decay" or "delta", **options}. Feature maps of `linear` whose keys have a log
             scale ("softmax") are not supported, nor are blind spots.
         scale: Of the scores, 1/√D unless given.
+        sink: Whether there is a learned sink beside each memory.
     """
 
     state_type = MixtureState
@@ -89,6 +94,7 @@ class MixtureAttention(Mechanism):
         window: int = 64,
         memory: str | Mapping[str, Any] = HEDGEHOG,
         scale: float | None = None,
+        sink: bool = False,
     ) -> None:
         from longspan.mechanisms import build_mechanism
 
@@ -108,6 +114,11 @@ class MixtureAttention(Mechanism):
         self.local = LocalAttention(num_heads, head_dim, num_kv_heads=num_kv_heads, value_dim=width, window=window)
         self.mix_weight = nn.Parameter(torch.zeros(num_heads, head_dim))
         self.mix_bias = nn.Parameter(torch.zeros(num_heads))
+        self.sink = sink
+        if sink:
+            self.sink_weight = nn.Parameter(torch.zeros(num_heads, head_dim))
+            self.sink_bias = nn.Parameter(torch.zeros(num_heads))
+            self.sink_value = nn.Parameter(torch.zeros(num_heads, self.value_dim))
         if isinstance(built, GatedMechanism):
             self.memory_norm = nn.Parameter(torch.ones(num_heads, self.value_dim))
 
@@ -200,7 +211,7 @@ class MixtureAttention(Mechanism):
         out = torch.einsum("bthgs,bshe->bthge", weights, held.v.to(dtype)).flatten(2, 3)
         empty = (state.length == 0)[:, None, None]
         window = out, scores.logsumexp(-1).flatten(2, 3).masked_fill(empty, BLIND)
-        score, seen = self._mix(q), (state.length > self.window)[:, None, None]
+        score, seen = self._score(q, self.mix_weight, self.mix_bias), (state.length > self.window)[:, None, None]
         if isinstance(memory, LinearState):
             assert isinstance(self.memory, LinearAttention)
             query = self.memory._query(q.to(memory.kv.dtype))
@@ -209,7 +220,7 @@ class MixtureAttention(Mechanism):
             score, seen = score + _log(mass), seen & (mass > 0)
         else:
             read = self._normalized(self.memory._read(memory, q.to(sum_dtype(q))))
-        return _join([window, (read, score.masked_fill(~seen, BLIND))]).to(q.dtype)
+        return _join([window, self._with_sink(q, read, score, ~seen)]).to(q.dtype)
 
     def _decode_step(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rotary: Rotation, out: Tensor | None
@@ -226,6 +237,7 @@ class MixtureAttention(Mechanism):
             feature_map=phi.kind if isinstance(phi, FusedMap) else "hedgehog",
             weights=learned,
             mix=(self.mix_weight, self.mix_bias),
+            sink=(self.sink_weight, self.sink_bias, self.sink_value) if self.sink else None,
             length=state.length,
             scale=self._scale,
             rotary=rotary,
@@ -274,7 +286,7 @@ class MixtureAttention(Mechanism):
             (B, T, H, E) and (B, T, H) in the dtype of the sums, and the memory after the tokens.
         """
         k, v, gates, visible = tokens
-        score, dtype = self._mix(q), sum_dtype(q)
+        score, dtype = self._score(q, self.mix_weight, self.mix_bias), sum_dtype(q)
         if isinstance(memory, LinearState):
             assert isinstance(self.memory, LinearAttention)
             narrow = _kernel_dtype(q)
@@ -286,14 +298,14 @@ class MixtureAttention(Mechanism):
             out, sums = causal_linear(query, f, v, sums=before, normalize=False)
             out = out.to(dtype)
             mass = out[..., -1]
-            score = (score + _log(mass)).masked_fill(mass <= 0, BLIND)
+            read = safe_divide(out[..., :-1], mass[..., None])
             memory = replace(memory, kv=sums.kv[..., :-1], z=sums.kv[..., -1], shift=sums.shift)
-            return safe_divide(out[..., :-1], mass[..., None]), score, memory
+            return *self._with_sink(q, read, score + _log(mass), mass <= 0), memory
         seen = torch.ones_like(k[:, :, 0, 0], dtype=torch.bool) if visible is None else visible
         seen = seen.cumsum(1) > 0
         seen = seen if remembers is None else seen | remembers[:, None]
         out, memory = self._write_gated(memory, q, tokens)
-        return self._normalized(out.to(dtype)), score.masked_fill(~seen[:, :, None], BLIND), memory
+        return *self._with_sink(q, self._normalized(out.to(dtype)), score, ~seen[:, :, None]), memory
 
     def _remember(self, memory: State, tokens: Tokens) -> State:
         """Return the memory after these tokens."""
@@ -332,10 +344,18 @@ class MixtureAttention(Mechanism):
         """Apply the RMS norm to what a memory without a normalizer returns (B, T, H, E)."""
         return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.memory_norm.to(x.dtype)
 
-    def _mix(self, q: Tensor) -> Tensor:
-        """Return mix_weight·q + mix_bias (B, T, H) in the dtype of the sums."""
+    def _score(self, q: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return weight·q + bias (B, T, H) in the dtype of the sums."""
         dtype = sum_dtype(q)
-        return (q.to(dtype) * self.mix_weight.to(dtype)).sum(-1) + self.mix_bias.to(dtype)
+        return (q.to(dtype) * weight.to(dtype)).sum(-1) + bias.to(dtype)
+
+    def _with_sink(self, q: Tensor, read: Tensor, score: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a memory and the sink beside it return together, and their score, BLIND where hidden."""
+        if self.sink:
+            scores = torch.stack([score, self._score(q, self.sink_weight, self.sink_bias)])
+            weights, score = scores.softmax(0)[..., None], scores.logsumexp(0)
+            read = weights[0] * read + weights[1] * self.sink_value.to(read.dtype)
+        return read, score.masked_fill(hidden, BLIND)
 
     def _ordered(self, local: LocalState) -> Tokens:
         """Return the tokens of the window in order (B, W, ·), the last in the last slot."""

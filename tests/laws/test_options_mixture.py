@@ -58,12 +58,34 @@ def _() -> None:
             build("mixture", memory=wrong)
 
 
+@checks("mixture", "sink")
+def _() -> None:
+    """One more key and value of every head, for queries whose window has left the first token behind."""
+    q, k, v = inputs()
+    i, j = positions()
+    mixture = build("mixture", window=5, sink=True)
+    mixture.mix_bias.data.fill_(BLIND)
+    torch.nn.init.normal_(mixture.sink_weight)
+    torch.nn.init.normal_(mixture.sink_bias)
+    torch.nn.init.normal_(mixture.sink_value)
+    seen = (i >= j) & (i - j < 5)
+    scores = (torch.einsum("bthd,bshd->bhts", q, k) * D**-0.5).masked_fill(~seen, float("-inf"))
+    sink = torch.einsum("bthd,hd->bht", q, mixture.sink_weight) + mixture.sink_bias[:, None]
+    sink[:, :, :5] = float("-inf")
+    weights = torch.cat([scores, sink[..., None]], -1).softmax(-1)
+    expected = torch.einsum("bhts,bshe->bthe", weights[..., :-1], v)
+    expected += weights[..., -1].transpose(1, 2)[..., None] * mixture.sink_value
+    same(mixture(q, k, v, causal=True), expected)
+    differ(mixture(q, k, v, causal=True)[:, 5:], build("mixture", window=5)(q, k, v, causal=True)[:, 5:])
+
+
 test_option = option_test(__name__)
 
 
 def test_scores_of_the_memory_are_learned() -> None:
-    mixture = build_mechanism("mixture", H, D, value_dim=E, window=3)
+    mixture = build_mechanism("mixture", H, D, value_dim=E, window=3, sink=True)
     assert isinstance(mixture, MixtureAttention)
+    torch.nn.init.normal_(mixture.sink_value)
     mixture(*(x.float() for x in inputs()), causal=True).square().sum().backward()
     for name, parameter in mixture.named_parameters():
         assert parameter.grad is not None, name

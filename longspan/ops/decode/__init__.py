@@ -308,6 +308,7 @@ def mixture_decode_step(
     feature_map: str,
     weights: tuple[Tensor | None, Tensor | None],
     mix: tuple[Tensor, Tensor],
+    sink: tuple[Tensor, Tensor, Tensor] | None = None,
     length: Tensor,
     scale: float,
     rotary: CosSin | None = None,
@@ -324,6 +325,7 @@ def mixture_decode_step(
         feature_map: "hedgehog", or a bounded one of `ops.linear.triton.FEATURE_MAPS`.
         weights: Of the map "hedgehog": of queries (H, D, D) and keys (Hkv, D, D).
         mix: Weight (H, D) and bias (H,) of the memory's score.
+        sink: The same of the learned sink, and its value (H, E).
         length: (B,) position of the token.
         scale: Scale of the scores.
         rotary: Rotary angles of the token.
@@ -334,7 +336,8 @@ def mixture_decode_step(
     """
     if dispatch.recording is not None:
         return q.new_empty(*q.shape[:3], v.shape[3])
-    tensors = *memory, *(None if x is None else x.contiguous() for x in (*weights, *mix))
+    sink_tensors = (None, None, None) if sink is None else sink
+    tensors = *memory, *(None if x is None else x.contiguous() for x in (*weights, *mix, *sink_tensors))
     return kernels("mixture").decode_mixture((q, k, v, rotary, out), length, ring, tensors, feature_map, scale)
 
 

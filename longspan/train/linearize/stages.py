@@ -82,7 +82,12 @@ def _rows_error(layer: SwappedAttention, args: Any, kwargs: dict[str, Any], gene
     q, k, v = layer.heads(hidden, kwargs.get("position_embeddings"))
     # The same for all sequences, so that the loss does not depend on how a batch is divided.
     values = torch.randn(v[:1].shape, generator=generator, device=v.device).to(v).expand_as(v)
-    found = layer.mechanism(q, k, values, causal=layer.causal)
+    mechanism, own = layer.mechanism, {}
+    if isinstance(mechanism, MixtureAttention) and mechanism.sink:
+        # The sink takes the place of the first token: both have the value 0.
+        own["sink_value"] = torch.zeros_like(mechanism.sink_value)
+        values = torch.cat([torch.zeros_like(values[:, :1]), values[:, 1:]], 1)
+    found = torch.func.functional_call(mechanism, own, (q, k, values), {"causal": layer.causal})
     with torch.no_grad():
         queries, keys, randoms = (x.transpose(1, 2) for x in (q, k, values))
         grouped, scale = q.shape[2] > k.shape[2], getattr(layer.mechanism, "scale", None)

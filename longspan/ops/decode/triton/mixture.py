@@ -29,8 +29,11 @@ from longspan.ops.decode.triton.token import (
 from longspan.ops.decode.triton.window import Ring, reach_of, seen_slots
 
 # kv (B, HKV, M, E) and z (B, HKV, M); the feature weights of queries (H, D, D) and keys (HKV, D, D) or None; the weight
-# (H, D) and bias (H,) of the memory's score.
-MixturePointers = namedtuple("MixturePointers", "p_kv p_z p_query_weight p_key_weight p_mix_weight p_mix_bias")
+# (H, D) and bias (H,) of the memory's score; those of the sink and its value (H, E), or None.
+MixturePointers = namedtuple(
+    "MixturePointers",
+    "p_kv p_z p_query_weight p_key_weight p_mix_weight p_mix_bias p_sink_weight p_sink_bias p_sink_value",
+)
 
 
 def decode_mixture(
@@ -57,6 +60,13 @@ def hedgehog_halves(b_x, p_weight, i_d, S: tl.constexpr):
     b_n = exact_exp(tl.min(tl.where(m_f, b_y, float("inf")), 0) - b_y)
     b_p, b_n = tl.where(m_f, b_p, 0.0), tl.where(m_f, b_n, 0.0)
     return b_p / tl.sum(b_p, 0), b_n / tl.sum(b_n, 0)
+
+
+@triton.jit
+def learned_score(b_q, p_weight, p_bias, i_h, i_d, S: tl.constexpr):
+    """weight·q + bias of a head."""
+    b_weight = tl.load(p_weight + i_h * S.D + i_d, mask=i_d < S.D, other=0.0).to(tl.float32)
+    return tl.sum(b_q * b_weight, 0) + tl.load(p_bias + i_h).to(tl.float32)
 
 
 @triton.jit
@@ -114,18 +124,25 @@ def decode_mixture_kernel(
         else:
             b_f = map_features(b_q, m_d, MAP)
             b_read, mass = tl.sum(b_f[:, None] * b_kv, 0), tl.sum(b_f * b_z, 0)
-        b_mix = tl.load(memory.p_mix_weight + i_h * S.D + i_d, mask=m_d, other=0.0).to(tl.float32)
-        score = tl.sum(b_q * b_mix, 0) + tl.load(memory.p_mix_bias + i_h).to(tl.float32)
+        score = learned_score(b_q, memory.p_mix_weight, memory.p_mix_bias, i_h, i_d, S)
         known = (mass > 0) & leaves
         mass = tl.where(known, mass, 1.0)
         score = tl.where(known, score + tl.log(mass), float("-inf"))
+        b_read /= mass
+        if memory.p_sink_weight is not None:
+            sink = learned_score(b_q, memory.p_sink_weight, memory.p_sink_bias, i_h, i_d, S)
+            b_sink = tl.load(memory.p_sink_value + i_h * S.E + i_e, mask=m_e, other=0.0).to(tl.float32)
+            top = tl.maximum(tl.where(known, score, sink), sink)
+            first, second = tl.exp(tl.where(known, score, sink) - top), tl.exp(sink - top)
+            b_read = (first * b_read + second * b_sink) / (first + second)
+            score = tl.where(known, top + tl.log(first + second), float("-inf"))
         # The token itself is taken from registers, and is stored later.
         b_q *= scale
         own = tl.sum(b_q * b_k.to(tl.float32), 0)
         largest = tl.maximum(own, score)
         weight, seen = tl.exp(own - largest), tl.exp(score - largest)
         total = weight + seen
-        b_out = weight * b_v.to(tl.float32) + (seen / mass) * b_read
+        b_out = weight * b_v.to(tl.float32) + seen * b_read
         for s_0 in range(0, R.SLOTS, R.BS):
             i_s, m_s = seen_slots(s_0, slot, reach, R)
             b_keys = gather_rows(p_keys, i_s, m_s, i_d, S.D).to(tl.float32)
