@@ -99,6 +99,8 @@ def test_training_ends_when_solved_or_after_its_time(monkeypatch: pytest.MonkeyP
     run_, train, score = small()
     found = result_of(replace(run_, steps=7, seconds=1e-6), train, score)
     assert (found["stopped"], found["steps"]) == ("time", 3), "one more step, with the last learning rate"
+    ((_, found),) = execute([replace(run_, steps=7, seconds=100)], train, score, CPU, time.monotonic())
+    assert (found["stopped"], found["steps"]) == ("time", 3), "before the deadline of all runs"
     found = result_of(replace(run_, seconds=100), train, score)
     assert (found["stopped"], found["steps"]) == ("steps", 4)
 

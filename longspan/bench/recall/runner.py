@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -31,6 +32,7 @@ from longspan.train.synthetic.tasks import SyntheticTask
 from longspan.utils import choose, printable
 
 DEVICES = ("cpu", "cuda")
+_SCORING = 5.0  # seconds between the end of training and the end of the time budget
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class RecallOptions(LayerOptions):
     jobs: int = 1
     """Processes that share the device; each trains the learning rates or seeds of one mechanism at the same time."""
     minutes: float | None = None
-    """Time budget: what has not finished by then is left to the next call."""
+    """Time budget: what has not finished by then is left to the next call, but run_seconds are shortened to it."""
     device: str = "cpu"
     """cpu or cuda."""
     threads: int | None = None
@@ -226,7 +228,7 @@ def _pairs(options: RecallOptions) -> Iterator[tuple[str, str]]:
 def _run_plan(plan: RecallPlan, options: RecallOptions, deadline: float | None) -> None:
     threads = options.threads or max(1, cores() // options.jobs)
     about = environment(options.device)
-    workers = [_Worker(options, threads) for _ in range(options.jobs)]
+    workers = [_Worker(options, threads, deadline) for _ in range(options.jobs)]
     data = _Preparation(options, list(dict.fromkeys(run.task for run in plan.open)))
     try:
         while deadline is None or time.monotonic() < deadline:
@@ -248,7 +250,7 @@ def _run_plan(plan: RecallPlan, options: RecallOptions, deadline: float | None) 
                     print(_line(row), file=sys.stderr, flush=True)
                 if rows[0]["status"] != "ok":  # A failed kernel leaves the CUDA context unusable.
                     worker.stop()
-                    workers[workers.index(worker)] = _Worker(options, threads)
+                    workers[workers.index(worker)] = _Worker(options, threads, deadline)
     finally:
         for worker in workers:
             worker.stop()
@@ -272,8 +274,8 @@ class _Preparation(Thread):
     def run(self) -> None:
         """Generate what is not in the cache."""
         try:
-            several = self._options.jobs > 1
-            with ProcessPoolExecutor(cores(), get_context("spawn")) if several else nullcontext() as pool:
+            jobs = self._options.jobs
+            with ProcessPoolExecutor(jobs, get_context("spawn")) if jobs > 1 else nullcontext() as pool:
                 for task in self._tasks:
                     _datasets(self._options, task, pool)
                     self.ready.add(task)
@@ -306,10 +308,10 @@ class _Worker:
         runs: Those that have not ended, by their identity.
     """
 
-    def __init__(self, options: RecallOptions, threads: int) -> None:
+    def __init__(self, options: RecallOptions, threads: int, deadline: float | None) -> None:
         context = get_context("spawn")
         self.connection, other = context.Pipe()
-        self._process = context.Process(target=_work, args=(other, options, threads), daemon=True)
+        self._process = context.Process(target=_work, args=(other, options, threads, deadline), daemon=True)
         self._process.start()
         other.close()
         self.runs: dict[str, RecallRun] = {}
@@ -336,12 +338,13 @@ class _Worker:
         self.connection.close()
 
 
-def _work(connection: Connection, options: RecallOptions, threads: int) -> None:
+def _work(connection: Connection, options: RecallOptions, threads: int, deadline: float | None) -> None:
     """Execute the runs that arrive, until the connection closes or the process that started this one ends."""
     Thread(target=_end_with_parent, daemon=True).start()
     warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
     device = torch.device(options.device)
+    end = math.inf if deadline is None else deadline - _SCORING
 
     @cache
     def load(task: str) -> tuple[list[Dataset], Dataset]:
@@ -355,7 +358,7 @@ def _work(connection: Connection, options: RecallOptions, threads: int) -> None:
         except EOFError:
             return
         try:
-            for run, found in execute(runs, *load(runs[0].task), device):
+            for run, found in execute(runs, *load(runs[0].task), device, end):
                 connection.send((key(identify(run)), {"status": "ok", **found}))
         except Exception as error:
             traceback.print_exc()

@@ -52,7 +52,11 @@ class RecallRun:
 
 
 def execute(
-    runs: Sequence[RecallRun], train: Sequence[Dataset], score: Dataset, device: torch.device
+    runs: Sequence[RecallRun],
+    train: Sequence[Dataset],
+    score: Dataset,
+    device: torch.device,
+    deadline: float = math.inf,
 ) -> Iterator[tuple[RecallRun, dict[str, Any]]]:
     """Train new models, each on a stream of its own, and score them.
 
@@ -63,11 +67,12 @@ def execute(
         train: The data set of each of the recipe's training tasks, on the device.
         score: The sequences to score, on the device.
         device: Where to train.
+        deadline: When runs with a time limit end at the latest, as `time.monotonic` tells it.
 
     Yields:
         A run that ended, and its accuracy, loss, number of steps, seconds, parameters and size of the state.
     """
-    trainings = [_Training(run, train, device) for run in runs]
+    trainings = [_Training(run, train, device, deadline) for run in runs]
     while trainings:
         for training in list(trainings):
             with torch.cuda.stream(training.stream):
@@ -86,8 +91,8 @@ class _Training:
         ended: Why training ended; None before.
     """
 
-    def __init__(self, run: RecallRun, data: Sequence[Dataset], device: torch.device) -> None:
-        self.run, self._data = run, data
+    def __init__(self, run: RecallRun, data: Sequence[Dataset], device: torch.device, deadline: float) -> None:
+        self.run, self._data, self._deadline = run, data, deadline
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.ended: str | None = None
         config = model_config(run.recipe.score, run.spec, run.layer)
@@ -105,7 +110,7 @@ class _Training:
         self._rows = [self._draw(each, run.seed * len(data) + i).to(device) for i, each in enumerate(data)]
         self._index, self._total = torch.zeros(1, dtype=torch.long, device=device), torch.zeros((), device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._done, self._mean, self._started = 0, math.nan, time.perf_counter()
+        self._done, self._mean, self._started = 0, math.nan, time.monotonic()
         self._seconds = 0.0
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(device))
@@ -131,7 +136,7 @@ class _Training:
             with torch.cuda.graph(self._graph, stream=self.stream):
                 self._steps()
             self._graph.replay()
-            self._started = time.perf_counter()  # Compilation does not count.
+            self._started = time.monotonic()  # Compilation does not count.
         self._done += 1
         block = max(1, BLOCK // len(self._data))
         if self._done % block == 0 or self._done == self._rounds:
@@ -153,7 +158,7 @@ class _Training:
         """Read the loss of the last rounds, and decide whether training ends."""
         self._mean = float(self._total) / (rounds * len(self._data))
         self._total.zero_()
-        self._seconds = time.perf_counter() - self._started
+        self._seconds = time.monotonic() - self._started
         if not math.isfinite(self._mean):
             self.ended = "not finite"
         elif self._mean < self.run.recipe.solved:
@@ -161,7 +166,7 @@ class _Training:
         elif self._done == self._rounds:
             self.ended = "steps" if len(self._lrs) == self._rounds else "time"
         elif self.run.seconds is not None:
-            self._shorten(self.run.seconds)
+            self._shorten(min(self.run.seconds, self._deadline - self._started))
 
     def _shorten(self, limit: float) -> None:
         """Take as many rounds as the time limit allows, with a schedule of the learning rate that ends with them."""
