@@ -275,11 +275,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def is_small(model: LanguageModel, batch_size: int, elements: int) -> bool:
     """Return whether a step on a CPU, with states of `elements` numbers in all, is faster in one thread."""
+    return batch_size * multiplications(model) + elements <= _SMALL
+
+
+def multiplications(model: LanguageModel) -> int:
+    """Return the number of multiplications in the linear layers for one token."""
     weights = [getattr(x, "weight", None) for x in model.modules()]
     matrices = [x for x in weights if isinstance(x, Tensor) and x.dtype == torch.int8]
     matrices += [x.weight for x in model.modules() if isinstance(x, nn.Linear)]
-    products = sum(x.numel() for x in matrices)
-    return batch_size * products + elements <= _SMALL
+    return sum(x.numel() for x in matrices)
 
 
 def _is_small(model: LanguageModel, state: StackState) -> bool:

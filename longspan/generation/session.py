@@ -189,7 +189,8 @@ def check_tokens(name: str, tokens: Tensor, model: LanguageModel) -> None:
     """Raise ValueError if a token is not one of the model's."""
     size = model.config.vocab_size
     assert size is not None
-    if tokens.numel() and not 0 <= (worst := int(tokens.max() if tokens.min() >= 0 else tokens.min())) < size:
+    found = tokens.cpu().numpy()  # NumPy's own loops: threads of PyTorch take longer to start than this takes.
+    if found.size and not 0 <= (worst := int(found.max() if found.min() >= 0 else found.min())) < size:
         raise ValueError(f"{name} has the token {worst}, and this model has the tokens 0 to {size - 1}")
 
 

@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -36,7 +36,7 @@ from longspan.models.transformer import LanguageModel
 from longspan.serve.disk_store import DiskStore
 from longspan.serve.prefix_cache import CacheStats, PrefixCache, token_tensors
 from longspan.serve.request import Delta, Generation, Request, Waiter
-from longspan.serve.slots import REPETITION_WINDOW, PromptReader, SlotLoop, StateLayout
+from longspan.serve.slots import REPETITION_WINDOW, CapturedReader, ChunkShape, PromptReader, SlotLoop, StateLayout
 from longspan.serve.speculation import BYTES_NGRAM, MAX_GUESS, NGRAM, Draft, Guesser, Pace
 from longspan.serve.state_codec import StateCodec
 from longspan.utils import check_integer, choose
@@ -46,7 +46,8 @@ _SMALL_MODEL = 1 << 22  # parameters up to which the smaller chunk is used
 _MAX_LENGTH = 4096  # default capacity of a slot, for models that store every token
 _LONGEST = 1 << 31
 _DRAFT_GUESS = 4  # tokens that a draft model guesses at a time
-_READ_TOKENS, _READ_BYTES = 4096, 1 << 30  # tokens, and bytes of states, that are read together on a GPU
+_READ_TOKENS, _READ_CHUNKS = 1024, 8  # tokens that are read together on a GPU, and short chunks on a CPU
+_READ_BYTES, _MOST_AHEAD = 1 << 30, 64  # bytes of states, and choices, that are read together or ahead of free slots
 _BLOCK_SECONDS, _BLOCK_STEPS = 0.008, 32  # steps on a GPU are launched in blocks of about this time
 _STEPS_PER_CHUNK = 4  # steps in a block for each chunk that is read before it
 _WAKE_SECONDS, _WAKE_SECONDS_PER_STREAM = 0.01, 0.0002  # between wake-ups of event loops for further tokens
@@ -170,8 +171,8 @@ class Engine:
         disk_bytes: Budget of that folder.
         state_dtype: "exact", or "bfloat16" or "int8" for states in the prefix cache that take a half or a quarter of
             the bytes. States are then rounded at every chunk boundary, cached or not, so that a hit changes no bit.
-        read_rows: The number of prompts whose chunks are read together; unless given 1 on a CPU, and on a GPU as many
-            as have 4096 tokens.
+        read_rows: The number of prompts whose chunks are read together; unless given, on a GPU as many as have 1024
+            tokens, and on a CPU up to 8 if they are short.
         steps_per_sync: Decode steps launched before their tokens are read back. Unless given 1 on a CPU, and on a GPU
             as many as take about 8 ms, at most 32.
         speculation: "ngram" guesses tokens from the prompt and what was generated; a causal language model guesses
@@ -226,10 +227,10 @@ class Engine:
         disk = None if cache_dir is None else DiskStore(Path(cache_dir), disk_bytes)
         self._rows, self._threads = self._rows_and_threads(threads)
         on_gpu = self.device.type == "cuda"
-        most = min(slots, _READ_TOKENS // self.chunk, _READ_BYTES // self._layout.bytes) if on_gpu else 1
-        self._read_rows = read_rows or max(1, most)
-        if not on_gpu and self._read_rows > 1 and self.chunk % 4:
-            raise ValueError(f"read_rows above 1 needs a chunk that is a multiple of 4 on a CPU, got {self.chunk}")
+        held = max(1, _READ_BYTES // self._layout.bytes)  # states
+        most = min(slots, _READ_TOKENS // self.chunk) if on_gpu else _READ_CHUNKS
+        self._read_rows = read_rows or max(1, min(most, held))
+        self._most_ahead = min(_MOST_AHEAD, 2 * slots, held)
         self._steps_per_sync = steps_per_sync or (None if on_gpu and speculation is None else 1)
         self._step_seconds = _BLOCK_SECONDS / 4
         self.speculation, self._pace = _check_speculation(speculation, model), Pace()
@@ -247,6 +248,7 @@ class Engine:
         self._deadlines: list[tuple[float, int, Generation]] = []
         self._number = count()
         self._free = list(range(slots))[::-1]
+        self._ahead: list[_Choice] = []  # admitted, and without a slot
         self._reading: deque[_Job] = deque()
         self._starting: list[_Choice] = []
         self._running: dict[int, _Choice] = {}
@@ -447,12 +449,17 @@ class Engine:
         rows = self._rows
         self._loop = SlotLoop(self.model, rows, self._layout)
         self._loop.warm_up()
-        most = max(self._read_rows, min(self.slots, _READ_BYTES // self._layout.bytes))
-        self._reader = PromptReader(self.model, self._layout, self._read_rows, self.chunk, most)
+        self._reader = self._new_reader()
         self._draft: Draft | None = None
         if isinstance(self.speculation, LanguageModel):
             self._draft = Draft(self.speculation, rows, self.max_length)
         self._lengths = np.zeros(rows, dtype=np.int64)  # tokens that each row holds after the steps launched so far
+
+    def _new_reader(self) -> PromptReader:
+        if self.device.type != "cuda":
+            return PromptReader(self.model, self._layout, self._read_rows, self.chunk)
+        most = max(self._read_rows, min(self.slots, _READ_BYTES // self._layout.bytes))
+        return CapturedReader(self.model, self._layout, self._read_rows, self.chunk, most)
 
     def _wait(self) -> bool:
         """Wait for work and take it; return False at the end."""
@@ -469,27 +476,32 @@ class Engine:
             self._cancelled.clear()
             admitted = list(self._admissible())
         for choice in admitted:
-            self._admit(choice)
+            if not choice.job.started:
+                choice.job.started = time.monotonic()
+                self._begin(choice.job)
+        self._place()
         self._notify()
         return True
 
     def _admissible(self) -> Iterator[_Choice]:
-        """Give free slots to waiting choices; clients take turns."""
-        while self._free and self._waiting:
+        """Admit waiting choices, more than there are free slots, so that prompts are read ahead; clients take turns."""
+        while self._waiting and len(self._ahead) < len(self._free) + self._most_ahead:
             client, choices = self._waiting.popitem(last=False)
             choice = choices.popleft()
             if choices:
                 self._waiting[client] = choices
-            self._num_waiting -= 1
-            choice.row = self._free.pop()
+            self._ahead.append(choice)
             yield choice
 
-    def _admit(self, choice: _Choice) -> None:
-        job = choice.job
-        if not job.started:
-            job.started = time.monotonic()
-            self._begin(job)
-        if job.reading.done:
+    def _place(self) -> None:
+        """Give free slots to choices whose prompts have been read, in the order of their admission."""
+        if not self._free or not self._ahead:
+            return
+        for choice in [choice for choice in self._ahead if choice.job.reading.done][: len(self._free)]:
+            self._ahead.remove(choice)
+            with self._wake:
+                choice.row = self._free.pop()
+                self._num_waiting -= 1
             self._start(choice)
 
     def _begin(self, job: _Job) -> None:
@@ -501,7 +513,7 @@ class Engine:
                 reading.logits = session.logits.to(self.device)
         elif job.request.max_tokens or job.request.echo:
             depth, reading.state = self.cache.find(reading.keys)
-            reading.position = depth * self.chunk
+            reading.position = min(depth * self.chunk, len(reading.tokens))
             self.cache.count(len(reading.tokens), reading.position)
             job.generation.cached_tokens = reading.position
         else:
@@ -524,34 +536,45 @@ class Engine:
 
     def _read(self) -> None:
         """Read chunks of prompts, which take turns: no more tokens than running streams may wait for."""
-        left = self.chunk * self._read_rows * max(1, self._block_steps() // _STEPS_PER_CHUNK)
-        while self._reading and (left := left - self._reader.cost(self._next_size(self._reading[0]))) >= 0:
-            jobs = self._next_jobs()
+        left = self._reader.most_tokens * max(1, self._block_steps() // _STEPS_PER_CHUNK)
+        while jobs := self._next_jobs():
+            left -= self._reader.cost(len(jobs), self._shape(jobs[0]))
+            if left < 0:
+                return
+            for job in jobs:
+                self._reading.remove(job)
             behind = [job for job in jobs if not self._skip(job.reading)]
             if behind:
                 self._read_chunks(behind)
             for job in jobs:
                 if not job.reading.done:
                     self._reading.append(job)
-                    continue
-                if job.reading.keys:
-                    self.cache.persist(job.reading.keys[-1])
-                for choice in job.choices:
-                    if choice.row is not None and not choice.finished:
-                        self._start(choice)
+                elif (whole := len(job.reading.tokens) // self.chunk) and job.reading.keys:
+                    self.cache.persist(job.reading.keys[whole - 1])
+            self._place()
 
     def _next_jobs(self) -> list[_Job]:
-        """Take the first prompt from the queue, and others whose next chunk can be read with its."""
-        size = self._reader.padded_size(self._next_size(self._reading[0]))
-        same = (job for job in self._reading if self._reader.padded_size(self._next_size(job)) == size)
-        jobs = list(islice(same, self._reader.rows(size)))
-        for job in jobs:
-            self._reading.remove(job)
-        return jobs
+        """Return the first prompt of the queue, and others whose next chunk can be read with its.
 
-    def _next_size(self, job: _Job) -> int:
-        """Return the number of tokens of the next chunk of a prompt."""
-        return min(self.chunk, len(job.reading.tokens) - job.reading.position)
+        As long as no slot is free, the last chunks of prompts wait until as many can be read as fit into one call.
+        """
+        found: dict[ChunkShape, list[_Job]] = {}
+        for job in self._reading:
+            found.setdefault(self._shape(job), []).append(job)
+        for shape, jobs in found.items():
+            full, last = len(jobs) >= self._reader.rows(shape), all(self._left(job) <= self.chunk for job in jobs)
+            if full or self._free or not last:
+                return jobs[: self._reader.number(len(jobs), shape)]
+        return []
+
+    def _shape(self, job: _Job) -> ChunkShape:
+        """Return the shape that the next chunk of a prompt is read in."""
+        return self._reader.shape(min(self.chunk, self._left(job)))
+
+    @staticmethod
+    def _left(job: _Job) -> int:
+        """Return the number of tokens of a prompt that have not been read."""
+        return len(job.reading.tokens) - job.reading.position
 
     def _skip(self, reading: _Reading) -> bool:
         """Go on from the cache, if another prompt has been read further than this one meanwhile."""
@@ -559,7 +582,7 @@ class Engine:
         if depth >= len(reading.keys) or not self.cache.has(reading.keys[depth]):
             return False
         depth, reading.state = self.cache.find(reading.keys)
-        reading.position = depth * self.chunk
+        reading.position = min(depth * self.chunk, len(reading.tokens))
         return True
 
     def _read_chunks(self, jobs: list[_Job]) -> None:
@@ -588,6 +611,8 @@ class Engine:
                 self.state_codec.round(self._layout.view(reading.state[None]))
             if reading.keys:
                 self.cache.insert(reading.keys, stop // self.chunk, reading.state, reading.own)
+        elif stop // self.chunk < len(reading.keys):
+            self.cache.insert(reading.keys, len(reading.keys), reading.state, [])
 
     def _start(self, choice: _Choice) -> None:
         """Put a choice whose prompt has been read into its slot."""
@@ -841,7 +866,7 @@ class Engine:
             if choice.finished:
                 continue
             if choice.row is None:
-                waiting.remove(choice)
+                (self._ahead if choice in self._ahead else waiting).remove(choice)
                 self._num_waiting -= 1
             self._finish(choice, reason)
         if not waiting:

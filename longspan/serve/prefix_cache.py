@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
+import numpy as np
 from torch import Tensor
 
 from longspan.protocol import State
@@ -64,7 +65,8 @@ class PrefixCache:
     An edge of the tree is one chunk. A node is named by a digest of all tokens before it, so that looking up a prompt
     takes one hash per chunk. What a state holds of constant size is stored with its node and evicted when it was least
     recently used; keys and values that softmax layers hold for every token are stored once per chunk, as long as a
-    later boundary needs them.
+    later boundary needs them. Without such layers, and with exact states, the end of a prompt is a boundary too: the
+    same prompt needs no reading at all.
 
     With a disk, the last boundary of each prompt and those that were hit are also written to files.
 
@@ -91,14 +93,15 @@ class PrefixCache:
         self.codec, self.disk = codec or StateCodec(), disk
         self._layout, self._salt = layout, hashlib.sha256(salt).digest()
         self._token_tensors = frozenset(token_tensors(layout.view(layout.empty[None]), ""))
+        self._whole = self.codec.kind == "exact" and not self._token_tensors  # states are stored as packed rows
         self._nodes: dict[bytes, _Node] = {}
         self._recent: OrderedDict[bytes, _Node] = OrderedDict()  # nodes with a state, the least recently used first
 
     def keys(self, tokens: Tensor) -> list[bytes]:
-        """Return the digest of each chunk boundary of a prompt (T,)."""
-        data, size = tokens.numpy().tobytes(), 8 * self.chunk
+        """Return the digest of each boundary of a prompt (T,)."""
+        data, size = tokens.numpy().astype(np.int32).tobytes(), 4 * self.chunk
         found, digest = [], self._salt
-        for start in range(0, len(data) - size + 1, size):
+        for start in range(0, len(data) if self._whole else len(data) - size + 1, size):
             digest = hashlib.sha256(digest + data[start : start + size]).digest()
             found.append(digest)
         return found
@@ -250,7 +253,7 @@ class PrefixCache:
 
     def _tensors(self, packed: Tensor) -> dict[str, Tensor]:
         """Return what is stored of a state: all of it in one tensor, unless parts of it are stored in other ways."""
-        if self.codec.kind == "exact" and not self._token_tensors:
+        if self._whole:
             return {_PACKED: packed}
         return self._layout.view(packed[None]).tensors()
 

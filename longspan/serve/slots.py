@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longspan.generation.decode import DecodeLoop, capturing
+from longspan.generation.decode import DecodeLoop, capturing, multiplications
 from longspan.generation.sampling import SlotSampler
 from longspan.models.residual import StackState
 from longspan.models.transformer import LanguageModel
@@ -17,6 +18,8 @@ from longspan.models.transformer import LanguageModel
 REPETITION_WINDOW = 256  # the longest window of a request's repetition penalty
 _WORD = 8  # bytes
 _SMALLEST_READ = 32  # tokens that the end of a prompt is padded to at least on a GPU
+_PADDING, _ROWS = 16, 4  # tokens of chunks on a CPU: products of other numbers of rows may be summed in another order
+_SHORT_READ, _SHORT_TOKENS = 1 << 26, 512  # multiplications of a chunk, and tokens of several, that are read together
 _PUT_ROWS = 16  # rows that are begun in one CUDA graph
 _BUFFER_BYTES = 1 << 28  # the most bytes of states in the buffers of a CUDA graph
 
@@ -251,11 +254,96 @@ class SlotLoop(DecodeLoop):
         """Lengths are checked when a request is submitted."""
 
 
-class PromptReader:
-    """Reads chunks of prompts in shapes that depend on nothing but the number of tokens of each.
+class ChunkShape(NamedTuple):
+    """The shape that a chunk of a prompt is read in, which depends on nothing but its number of tokens.
 
-    On a CPU chunks are read one by one, or `rows` of them padded to the whole size; on a GPU they are padded to one of
-    few sizes, and those of one size are read together, as many as have the tokens of `rows` whole chunks.
+    Attributes:
+        size: Tokens, with padding.
+        masked: Whether padding is masked.
+    """
+
+    size: int
+    masked: bool
+
+
+class PromptReader:
+    """Reads chunks of prompts.
+
+    On a CPU a short chunk takes as long as its many small operations, however few tokens it has. Such chunks are padded
+    to a multiple of 16 tokens and read together. Their number must not change a bit: each number is first compared
+    with reading them one by one, and not used again if it gave other bits. Other chunks are read alone, as they are.
+
+    Args:
+        model: A causal model in eval mode.
+        layout: The layout of single states.
+        rows: The most chunks that are read together.
+        chunk: Tokens per chunk.
+
+    Attributes:
+        most_tokens: The most that one call costs.
+    """
+
+    def __init__(self, model: LanguageModel, layout: StateLayout, rows: int, chunk: int) -> None:
+        self._model, self._layout, self._chunk, self._most = model, layout, chunk, rows
+        short = min(_SHORT_READ // max(1, multiplications(model)), _SHORT_TOKENS // 2) if rows > 1 else 0
+        self._short = short // _PADDING * _PADDING  # tokens up to which chunks are read together
+        self.most_tokens = chunk
+        self._agree: dict[tuple[int, ChunkShape], bool] = {}  # whether a number of chunks gives the bits of one
+
+    def shape(self, tokens: int) -> ChunkShape:
+        """Return the shape that a chunk of this length is read in."""
+        if tokens > self._short or (tokens == self._chunk and not tokens % _ROWS):
+            return ChunkShape(tokens, False)
+        return ChunkShape(-(-tokens // _PADDING) * _PADDING, True)
+
+    def rows(self, shape: ChunkShape) -> int:
+        """Return the most chunks of a shape that are read together."""
+        if shape.size > self._short:
+            return 1
+        return _power_of_two(min(self._most, _SHORT_TOKENS // shape.size))
+
+    def number(self, chunks: int, shape: ChunkShape) -> int:
+        """Return how many of several chunks of a shape to read together: few numbers, which are compared first."""
+        return _power_of_two(min(chunks, self.rows(shape)))
+
+    def cost(self, chunks: int, shape: ChunkShape) -> int:
+        """Return how many tokens take as long as a call with chunks of a shape: short ones take that of a whole one."""
+        return self._chunk if shape.size <= self._short else shape.size
+
+    @torch.inference_mode()
+    def read(self, tokens: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Extend packed states (size,) by tokens of one shape; the states may be overwritten.
+
+        Returns:
+            The last layer's vectors (rows, size, dim), and the packed states (rows, size of a row).
+        """
+        shape = self.shape(len(tokens[0]))
+        if len(tokens) == 1:
+            return self._read(*_pad(tokens, 1, shape), states[0][None])
+        key = len(tokens), shape
+        hidden, after = self._read(*_pad(tokens, len(tokens), shape), torch.stack([*states]))
+        if self._agree.get(key):
+            return hidden, after
+        alone = [self._read(*_pad([own], 1, shape), state[None]) for own, state in zip(tokens, states, strict=True)]
+        if key not in self._agree:
+            self._agree[key] = all(
+                torch.equal(x[0, : len(own)], hidden[i, : len(own)]) and torch.equal(state[0], after[i])
+                for i, ((x, state), own) in enumerate(zip(alone, tokens, strict=True))
+            )
+        return torch.cat([x for x, _ in alone]), torch.cat([state for _, state in alone])
+
+    def _read(self, tokens: Tensor, sizes: Tensor | None, packed: Tensor) -> tuple[Tensor, Tensor]:
+        mask = None
+        if sizes is not None:
+            mask = torch.arange(tokens.shape[1], device=tokens.device) < sizes[:, None]
+        state = self._layout.view(packed)._map(Tensor.contiguous)
+        hidden, after = self._model.extend_hidden(tokens, state, key_mask=mask)
+        self._layout.write(packed, after)
+        return hidden, packed
+
+
+class CapturedReader(PromptReader):
+    """Reads chunks of prompts on a GPU, padded to one of few sizes, each with its own number of rows and CUDA graph.
 
     Args:
         model: A causal model in eval mode.
@@ -266,11 +354,9 @@ class PromptReader:
     """
 
     def __init__(self, model: LanguageModel, layout: StateLayout, rows: int, chunk: int, most: int) -> None:
-        self._model, self._layout, self._chunk = model, layout, chunk
-        self._rows, self._alone = {chunk: rows}, rows == 1 and not layout.empty.is_cuda
-        self._graphs: dict[int, CapturedCall] = {}
-        if not layout.empty.is_cuda:
-            return
+        super().__init__(model, layout, 1, chunk)
+        self.most_tokens = rows * chunk
+        self._rows, self._graphs = {chunk: rows}, {}  # type: tuple[dict[int, int], dict[int, CapturedCall]]
         size = chunk // 2
         while size >= _SMALLEST_READ:
             self._rows[size] = min(most, rows * chunk // size)
@@ -281,50 +367,43 @@ class PromptReader:
             logger.info("preparing to read %d chunks of up to %d tokens", number, size)
             self._graphs[size] = CapturedCall(self._read, inputs)
 
-    def padded_size(self, tokens: int) -> int:
-        """Return the captured chunk size to which a chunk of this length is padded."""
-        return min(size for size in self._rows if size >= tokens)
+    def shape(self, tokens: int) -> ChunkShape:
+        return ChunkShape(min(size for size in self._rows if size >= tokens), True)
 
-    def rows(self, tokens: int) -> int:
-        """Return the batch size of a call that reads chunks of this length."""
-        return self._rows[self.padded_size(tokens)]
+    def rows(self, shape: ChunkShape) -> int:
+        return self._rows[shape.size]
 
-    def cost(self, tokens: int) -> int:
-        """Return the number of tokens, including padding, that a call computes for a chunk of this length."""
-        return tokens if self._alone else self.padded_size(tokens) * self.rows(tokens)
+    def number(self, chunks: int, shape: ChunkShape) -> int:
+        return min(chunks, self.rows(shape))
+
+    def cost(self, chunks: int, shape: ChunkShape) -> int:
+        return shape.size * self.rows(shape)
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Extend packed states (size,) by tokens of one padded size; the states may be overwritten.
-
-        Returns:
-            The last layer's vectors (rows, size, dim), and the packed states (rows, size of a row).
-        """
-        size, rows = self.padded_size(len(tokens[0])), self.rows(len(tokens[0]))
-        if self._alone:
-            return self._read(tokens[0][None], None, states[0][None])
-        padded, missing = torch.zeros(rows, size, dtype=torch.int64), rows - len(tokens)
-        for i, own in enumerate(tokens):
-            padded[i, : len(own)] = own
-        sizes = torch.tensor([len(own) for own in tokens] + [0] * missing)
-        given = [*states, *[self._layout.empty] * missing]
-        if not self._graphs:
-            return self._read(padded, sizes, torch.stack(given))
-        graph = self._graphs[size]
-        for buffer, x in zip(graph.inputs, (padded, sizes), strict=False):
+        shape = self.shape(len(tokens[0]))
+        graph, rows = self._graphs[shape.size], self.rows(shape)
+        for buffer, x in zip(graph.inputs, _pad(tokens, rows, shape), strict=False):
+            assert x is not None
             buffer.copy_(x.pin_memory(), non_blocking=True)
-        torch.stack(given, out=graph.inputs[2])
+        torch.stack([*states, *[self._layout.empty] * (rows - len(states))], out=graph.inputs[2])
         hidden, after = graph()
         return hidden, after.clone()
 
-    def _read(self, tokens: Tensor, sizes: Tensor | None, packed: Tensor) -> tuple[Tensor, Tensor]:
-        mask = None
-        if sizes is not None:
-            mask = torch.arange(tokens.shape[1], device=tokens.device) < sizes[:, None]
-        state = self._layout.view(packed)._map(Tensor.contiguous)
-        hidden, after = self._model.extend_hidden(tokens, state, key_mask=mask)
-        self._layout.write(packed, after)
-        return hidden, packed
+
+def _pad(tokens: Sequence[Tensor], rows: int, shape: ChunkShape) -> tuple[Tensor, Tensor | None]:
+    """Return chunks as rows (rows, size), and their numbers of tokens (rows,) if these are masked."""
+    if not shape.masked:
+        return torch.stack([*tokens]), None
+    padded, sizes = torch.zeros(rows, shape.size, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+    for i, own in enumerate(tokens):
+        padded[i, : len(own)], sizes[i] = own, len(own)
+    return padded, sizes
+
+
+def _power_of_two(number: int) -> int:
+    """Return the largest power of two up to a number."""
+    return 1 << (number.bit_length() - 1)
 
 
 class CapturedCall:

@@ -309,7 +309,7 @@ def test_usage(engine):
     engine.submit(Request(prompt, 1)).result()
     generation = engine.submit(Request(prompt, 5, n=2))
     generation.result()
-    assert (generation.prompt_tokens, generation.cached_tokens, generation.completion_tokens) == (30, 28, 10)
+    assert (generation.prompt_tokens, generation.cached_tokens, generation.completion_tokens) == (30, 29, 10)
 
 
 def test_wrong_requests(engine):

@@ -38,7 +38,7 @@ def test_converted_checkpoints(library, tmp_path):
                 assert stream.result()[0].tokens == generate(model, prompt, 9, sampling=sampling, seed=3).tokens[0]
         again = engine.submit(Request(prompts[2], 9, sampling=Sampling(temperature=0)))
         assert again.result()[0].tokens == generate(model, prompts[2], 9, sampling=Sampling(temperature=0)).tokens[0]
-        assert again.cached_tokens == 20
+        assert again.cached_tokens == 22
 
 
 def test_models_of_transformers():
@@ -59,8 +59,8 @@ def test_a_hit_of_a_long_prompt_reads_its_end_only(size):
     with Engine(model, slots=2, chunk=64) as engine:
         keys = engine.cache.keys(prompt[:-1])
         with torch.no_grad():
-            state = model.extend_hidden(prompt[None, : 64 * len(keys)], model.new_state(1))[1]
-        engine.cache.insert(keys, len(keys), engine._layout.pack(state)[0], [])
+            state = model.extend_hidden(prompt[None, : size - 32], model.new_state(1))[1]
+        engine.cache.insert(keys, (size - 32) // 64, engine._layout.pack(state)[0], [])
         generation = engine.submit(Request(prompt, 3, sampling=Sampling(temperature=0)))
         found, stats = answers(generation.result()), engine.stats()
     assert (generation.cached_tokens, stats.chunks, stats.prompt_tokens) == (size - 32, 1, 31)

@@ -21,6 +21,7 @@ from longspan.serve.state_codec import StateCodec
 
 PROMPT = [(7 * i * i + i) % 29 for i in range(23)]
 KINDS = ["exact", "bfloat16", "int8"]
+STORES_TOKENS = ("softmax", "hybrid")
 
 
 def ask(engine, prompt):
@@ -39,14 +40,16 @@ def test_hits_give_the_same_bits(name, kind, tmp_path):
     assert [found for _, found in expected] == [0, 0]
     with Engine(model, cache_dir=tmp_path, **options) as engine:
         assert ask(engine, PROMPT) == (expected[0][0], 0)
-        assert ask(engine, PROMPT) == (expected[0][0], 20)
+        # Where states have a constant size and are exact, the end of a prompt is kept too.
+        ends = (22, 23) if kind == "exact" and name not in STORES_TOKENS else (20, 20)
+        assert ask(engine, PROMPT) == (expected[0][0], ends[0])
         assert ask(engine, other) == (expected[1][0], 10)
-        assert ask(engine, other) == (expected[1][0], 20)
+        assert ask(engine, other) == (expected[1][0], ends[1])
         stats = engine.stats().cache
-    assert (stats.queries, stats.hits, stats.hit_tokens, stats.disk_hits) == (4, 3, 50, 0)
+    assert (stats.queries, stats.hits, stats.hit_tokens, stats.disk_hits) == (4, 3, 10 + sum(ends), 0)
     with Engine(model, cache_dir=tmp_path, **options) as engine:
-        assert ask(engine, other) == (expected[1][0], 20)
-        assert ask(engine, PROMPT) == (expected[0][0], 20)
+        assert ask(engine, other) == (expected[1][0], ends[1])
+        assert ask(engine, PROMPT) == (expected[0][0], ends[0])
         assert engine.stats().cache.disk_hits > 0
 
 
@@ -166,7 +169,7 @@ def test_a_full_disk_ends_writing(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("longspan.serve.disk_store.write_atomically", full)
     with Engine(language_model(), slots=2, chunk=5, cache_dir=tmp_path) as engine:
         ask(engine, PROMPT)
-        assert ask(engine, PROMPT)[1] == 20
+        assert ask(engine, PROMPT)[1] == 22
     assert "the prefix cache is not written to disk any more" in caplog.text
 
 
