@@ -49,8 +49,9 @@ _DRAFT_GUESS = 4  # tokens that a draft model guesses at a time
 _READ_TOKENS, _READ_CHUNKS = 1024, 8  # tokens that are read together on a GPU, and short chunks on a CPU
 _READ_BYTES, _MOST_AHEAD = 1 << 30, 64  # bytes of states, and choices, that are read together or ahead of free slots
 _BLOCK_SECONDS, _BLOCK_STEPS = 0.008, 32  # steps on a GPU are launched in blocks of about this time
+_BLOCK_SECONDS_PER_STREAM = 0.00006  # with many streams: the host takes less time for the tokens of a block than this
 _STEPS_PER_CHUNK = 4  # steps in a block for each chunk that is read before it
-_WAKE_SECONDS, _WAKE_SECONDS_PER_STREAM = 0.01, 0.0002  # between wake-ups of event loops for further tokens
+_WAKE_SECONDS, _WAKE_SECONDS_PER_STREAM = (0.01, 0.1), 0.0025  # between wake-ups of event loops for further tokens
 
 
 class QueueFullError(RuntimeError):
@@ -744,7 +745,8 @@ class Engine:
         """Return the number of steps that are launched together."""
         if self._steps_per_sync is not None:
             return self._steps_per_sync
-        return min(_BLOCK_STEPS, max(1, round(_BLOCK_SECONDS / self._step_seconds)))
+        seconds = max(_BLOCK_SECONDS, _BLOCK_SECONDS_PER_STREAM * len(self._running))
+        return min(_BLOCK_STEPS, max(1, round(seconds / self._step_seconds)))
 
     def _take(self, launched: _Launched) -> None:
         """Send the tokens of launched steps."""
@@ -888,7 +890,9 @@ class Engine:
         First and last deltas are sent at once, others several together: an event takes a server longer than a token
         takes a GPU, and the threads share one interpreter.
         """
-        now, interval = time.monotonic(), max(_WAKE_SECONDS, _WAKE_SECONDS_PER_STREAM * len(self._running))
+        shortest, longest = _WAKE_SECONDS
+        interval = min(longest, max(shortest, _WAKE_SECONDS_PER_STREAM * len(self._running)))
+        now = time.monotonic()
         if now - self._notified >= interval:
             chosen, self._wakeups, self._notified = self._wakeups, {}, now
         else:

@@ -254,4 +254,4 @@ def test_the_real_server(folder, tmp_path):
     result = serve.run(options)
     assert not result.failed
     assert sum(x.requests for x in result.loads) == 300
-    assert result.prefix.cached_tokens == 15 * 64
+    assert result.prefix.cached_tokens == 1008

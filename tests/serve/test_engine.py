@@ -281,7 +281,7 @@ def test_asyncio(model, engine):
 
 
 def test_first_and_last_tokens_wake_an_event_loop_at_once(model, monkeypatch):
-    monkeypatch.setattr("longspan.serve.engine._WAKE_SECONDS", 1e6)
+    monkeypatch.setattr("longspan.serve.engine._WAKE_SECONDS", (1e6, 1e6))
 
     async def follow(engine):
         engine._notified = time.monotonic()

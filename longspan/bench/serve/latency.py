@@ -70,11 +70,11 @@ def measure_prefix(options: ServeBenchOptions, model: LanguageModel) -> PrefixRe
     with running_server(flags, options.serve_arguments) as address:
         say(f"a prompt of {options.prefix_tokens:,} tokens")
         cold, *hits = asyncio.run(_ask_in_turn([address], [body] * (1 + _REPEATS)))
-    times = [1e3 * answer.seconds for answer in hits]
+    times = [_first_ms(answer) for answer in hits]
     return PrefixResult(
         prompt_tokens=options.prefix_tokens,
         cached_tokens=min(answer.cached for answer in hits),
-        cold_ms=1e3 * cold.seconds,
+        cold_ms=_first_ms(cold),
         hit_ms=median(times),
         worst_hit_ms=max(times),
         same=all(answer.text == cold.text for answer in hits),
@@ -120,6 +120,11 @@ def speculation_table(results: list[SpeculationResult]) -> TextTable:
         [x.text, f"{x.plain_tokens_per_second:,.0f}", f"{x.tokens_per_second:,.0f}", f"{x.ratio:.2f}×"] for x in results
     ]
     return TextTable(header, rows)
+
+
+def _first_ms(answer: Answer) -> float:
+    """Return the time to the first token; a token that is no text of its own comes with the end."""
+    return 1e3 * (answer.seconds if answer.first is None else answer.first)
 
 
 async def _ask_in_turn(addresses: list[Address], bodies: list[dict[str, Any]]) -> list[Answer]:
