@@ -694,6 +694,28 @@ def test_text_to_evaluate_on_is_not_trained_on(teacher, text, tmp_path, monkeypa
     assert "squared" not in words
 
 
+def test_when_layers_are_compiled(teacher, text, tmp_path):
+    """By themselves on a GPU, where a stage is long enough."""
+
+    def compiled(stage, device, recompute=False, processes=1, **changes):
+        run = LinearizeRun.__new__(LinearizeRun)
+        run.settings = settings(teacher, text, tmp_path / "run", **changes)
+        run.device, run.sampled_seconds, run.processes = torch.device(device), 0.0, Processes("cpu")
+        run.processes.number = processes
+        return run._is_compiled(stage, recompute)
+
+    assert compiled("distill", "cuda", distill_steps=200)
+    assert compiled("distill", "cuda", minutes=1.5, transfer_steps=1, distill_steps=2)
+    assert compiled("distill", "cpu", compile="on")
+    assert not compiled("distill", "cuda", distill_steps=199)
+    assert not compiled("distill", "cuda", minutes=1.4, transfer_steps=1, distill_steps=2)
+    assert not compiled("distill", "cpu", distill_steps=200)
+    assert not compiled("distill", "cuda", distill_steps=200, compile="off")
+    assert not compiled("distill", "cuda", recompute=True, distill_steps=200, compile="on")
+    assert not compiled("distill", "cuda", processes=2, distill_steps=200, compile="on")
+    assert not compiled("transfer", "cuda", transfer_steps=200, compile="on")
+
+
 @pytest.mark.parametrize("works", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compiled_layers(works, teacher, text, tmp_path, monkeypatch, capsys):
     """What fails to compile runs without compilation, unless that was asked for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ class LinearizeConfig:
     """Files, folders or globs with text to train on."""
     out: Path
     """Folder of the run; its `checkpoint` is the new model."""
-    mechanism: str | Mapping[str, Any] = "mixture"
+    mechanism: str | Mapping[str, Any] = field(default_factory=lambda: {"mechanism": "mixture", "sink": True})
     """Mechanism of the replaced layers: a name, or JSON such as {"mechanism": "mixture", "window": 32}."""
     keep_layers: tuple[int, ...] = ()
     """Layers, counted from 0, that keep their softmax attention, whose state grows."""
@@ -57,7 +57,7 @@ class LinearizeConfig:
     """Tokens of a sequence of the third stage."""
     batch_size: int = 8
     """Sequences of a step; the third stage has as many tokens in a step."""
-    transfer_lr: float = 0.01
+    transfer_lr: float = 0.03
     """Learning rate of the first stage, which trains what the mechanisms add."""
     lr: float = 0.0001
     """Learning rate of the second stage."""
@@ -88,7 +88,8 @@ class LinearizeConfig:
     report_batch: int = 64
     """Sequences that are decoded together when throughput is measured."""
     compile: Switch = "auto"
-    """torch.compile in the second and third stages; auto: on a GPU, in one process, where nothing is recomputed."""
+    """torch.compile in the second and third stages, in one process, where nothing is recomputed; auto: on a GPU, in a
+    stage of a minute, or of 200 steps without --minutes."""
     save_minutes: float = 5.0
     """Minutes between checkpoints."""
     device: str | None = None

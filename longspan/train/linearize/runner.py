@@ -61,6 +61,7 @@ from longspan.utils import write_atomically
 
 RESUME, STUDENT, TRAINING, REPORT = "resume", "student.safetensors", "training.pt", "report.html"
 LOG_STEPS = 10
+COMPILED_STEPS = 200  # steps of a stage for which compilation pays, without --minutes
 
 
 def linearize(settings: LinearizeConfig) -> None:
@@ -343,10 +344,12 @@ class LinearizeRun:
         self.student, self.kept = student, kept
 
     def _is_compiled(self, stage: str, recompute: bool) -> bool:
-        """Whether --compile compiles the models in a stage."""
-        possible = stage != "transfer" and not recompute and self.processes.number == 1
-        automatic = self.settings.compile == "auto" and self.device.type == "cuda"
-        return possible and (automatic or self.settings.compile == "on")
+        """Whether --compile compiles the models in a stage; auto: if the stage is long enough for that."""
+        settings, possible = self.settings, stage != "transfer" and not recompute and self.processes.number == 1
+        if settings.compile != "auto":
+            return possible and settings.compile == "on"
+        pays = settings.steps[stage] >= COMPILED_STEPS if settings.minutes is None else self._share(stage) >= 1
+        return possible and pays and self.device.type == "cuda"
 
     def _compile(self, compiled: bool) -> None:
         if compiled or self.compiled:
