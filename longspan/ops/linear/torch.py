@@ -195,6 +195,7 @@ class _Group(NamedTuple):
     end: Tensor | None  # (Y, C, 1) to the chunk's end
     passing: Tensor  # (B Hkv, N + 1, N + 1) P
     last: Tensor  # (B Hkv,) the reference at the group's end
+    bucket: int  # tokens that do not see each other
 
     @classmethod
     def of(cls, x: LinearInputs, problem: LinearProblem, span: _Span, c: Tensor) -> _Group:
@@ -215,7 +216,7 @@ class _Group(NamedTuple):
         earlier = torch.ones(N + 1, N + 1, dtype=f.dtype, device=k.device).tril()
         if beta is None:
             passing = earlier.expand(len(c), -1, -1)
-            return cls(k, f, v, hidden, seen, None, None, None, passing, c)
+            return cls(k, f, v, hidden, seen, None, None, None, passing, c, bucket)
         reference = torch.maximum(running_max(beta.view(len(c), -1)), c[:, None])  # (B Hkv, N C)
         bounds = torch.cat([c[:, None], reference[:, size - 1 :: size]], 1)  # (B Hkv, N + 1)
         rows = reference.view(-1, size)
@@ -231,6 +232,7 @@ class _Group(NamedTuple):
             _factor(beta - after)[..., None],
             _factor(bounds[:, None] - bounds[:, :, None]).mul_(earlier),
             bounds[:, -1],
+            bucket,
         )
 
     def sums(self, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,7 +252,8 @@ class _Group(NamedTuple):
         assert self.seen is not None
         products = torch.bmm(rows, keys.mT)
         by_head = products.unflatten(1, (-1, len(self.seen)))
-        by_head.masked_fill_(~self.seen, 0)  # Filled, not multiplied: a product with a later key may overflow.
+        # Filled, not multiplied: a product with a later key may overflow. `tril_` writes the upper triangle alone.
+        by_head = by_head.tril_() if self.bucket == 1 else by_head.masked_fill_(~self.seen, 0)
         if self.pair is not None:
             by_head.mul_(self.pair[:, None])
         return products
@@ -321,7 +324,7 @@ def _elu(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
 
 
 def _elu_grad(g: Tensor, x: Tensor, f: Tensor, weight: Tensor | None) -> Tensor:
-    return g * f.clamp(max=1)
+    return f.clamp(max=1).mul_(g)
 
 
 def _relu(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
