@@ -563,6 +563,21 @@ def test_a_run_on_sampled_text(share, teacher, text, tmp_path, monkeypatch):
     assert sum(rows) == share * len(rows)
 
 
+@pytest.mark.slow
+def test_a_run_without_data(teacher, text, tmp_path):
+    given = settings(teacher, text, tmp_path / "run", eval_data=(str(text),), transfer_steps=1, distill_steps=1)
+    given = dataclasses.replace(given, data=(), sampled_tokens=480)
+    linearize(given)
+    assert (tmp_path / "run" / "checkpoint").exists()
+    for changes, says in (
+        ({"eval_data": ()}, "--data is missing: give files, folders or globs with text, or --sampled-tokens and"),
+        ({"sampled_tokens": 0}, "--data is missing"),
+        ({"long_steps": 1, "long_context": 500}, "--sampled-tokens 480 are fewer than one sequence of 500"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            dataclasses.replace(given, **changes)
+
+
 def test_sampling_takes_time_from_the_stages(teacher, text, tmp_path, monkeypatch):
     def slow(*_, seconds, **__):
         assert seconds == pytest.approx(0.6)

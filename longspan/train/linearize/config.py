@@ -23,10 +23,10 @@ class LinearizeConfig:
 
     model: Path
     """Folder of a transformers model with its tokenizer, or a GGUF file."""
-    data: tuple[str, ...]
-    """Files, folders or globs with text to train on."""
     out: Path
     """Folder of the run; its `checkpoint` is the new model."""
+    data: tuple[str, ...] = ()
+    """Files, folders or globs with text to train on; required but with --sampled-tokens and --eval-data."""
     mechanism: str | Mapping[str, Any] = field(default_factory=lambda: {"mechanism": "mixture", "sink": True})
     """Mechanism of the replaced layers: a name, or JSON such as {"mechanism": "mixture", "window": 32}."""
     keep_layers: tuple[int, ...] = ()
@@ -117,8 +117,13 @@ class LinearizeConfig:
             _check(name, value, value is None or value > 0, "positive")
         if self.keep and self.keep_layers:
             raise ValueError("--keep chooses the layers that --keep-layers names: give one of them")
-        if not self.data:
-            raise ValueError("--data is missing: give files, folders or globs with text")
+        if not self.data and not (self.sampled_tokens and self.eval_data):
+            raise ValueError(
+                "--data is missing: give files, folders or globs with text, or --sampled-tokens and --eval-data"
+            )
+        longest = self.long_context if self.long_steps else self.context
+        if not self.data and self.sampled_tokens < longest:
+            raise ValueError(f"--sampled-tokens {self.sampled_tokens:,} are fewer than one sequence of {longest:,}")
         if not self.report_lengths or min(self.report_lengths) < 2:
             raise ValueError(f"--report-lengths must be numbers of at least 2, got {self.report_lengths}")
         if self.adapters == "separate" and self.train != "lora":

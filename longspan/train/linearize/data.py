@@ -96,7 +96,7 @@ def read_texts(settings: LinearizeConfig, tokenizer: Path, folder: Path, logger:
     except ValueError as error:
         raise ValueError(str(error).replace("use --held-out 0", "give --eval-data")) from None
     needed = settings.long_context if settings.long_steps else settings.context
-    if store.train.total < needed:
+    if settings.data and store.train.total < needed:
         flag = "--long-context" if settings.long_steps else "--context"
         raise ValueError(
             f"--data has {store.train.total:,} tokens to train on, fewer than one sequence of {flag} {needed:,}: give "
@@ -110,7 +110,8 @@ def read_texts(settings: LinearizeConfig, tokenizer: Path, folder: Path, logger:
 def concatenated(store: TokenStore, segments: Segments) -> NDArray[np.int64]:
     """Return the tokens of some segments, one after another."""
     spans = zip(segments.start.tolist(), segments.length.tolist(), strict=True)
-    return np.concatenate([np.asarray(store.tokens[start : start + n], np.int64) for start, n in spans])
+    parts = [np.asarray(store.tokens[start : start + n], np.int64) for start, n in spans]
+    return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def mask_tokens(tokens: Tensor, mask_token: int, rate: float, seed: int) -> tuple[Tensor, Tensor]:

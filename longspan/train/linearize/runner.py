@@ -302,10 +302,10 @@ class LinearizeRun:
     def _windows(self, stage: str) -> Windows | MixedWindows:
         """Return the sequences of a stage."""
         (_, context), seed = self._shape(stage), derive_seed(self.settings.seed, STAGES.index(stage))
-        windows = Windows(self.text, context, seed)
-        if len(self.sampled) < context:
-            return windows
-        return MixedWindows((windows, Windows(self.sampled, context, seed)), self.settings.sampled_share)
+        own, sampled = (Windows(text, context, seed) for text in (self.text, self.sampled))
+        if not own.count or not sampled.count:
+            return own if own.count else sampled
+        return MixedWindows((own, sampled), self.settings.sampled_share)
 
     def _sample(self) -> None:
         """Let the teacher write text, or read what it wrote before."""

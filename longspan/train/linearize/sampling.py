@@ -44,7 +44,7 @@ class Openings:
 
     Args:
         teacher: The teacher.
-        text: The text to train on.
+        text: The text to train on; may be empty.
     """
 
     def __init__(self, teacher: Teacher, text: NDArray[np.int64]) -> None:
@@ -54,7 +54,9 @@ class Openings:
         self._start = [] if start is None else [int(start)]
         self._fixed = [self._start + self._encoded(tokenizer, words) for words in OPENINGS]
         kinds: list[Callable[[np.random.Generator], list[int]]]
-        kinds = [self._of_list, self._of_vocabulary, self._of_text]
+        kinds = [self._of_list, self._of_vocabulary]
+        if len(text):
+            kinds.append(self._of_text)
         if self._start:
             kinds.append(lambda _: self._start)
         chat = self._chat(tokenizer)
