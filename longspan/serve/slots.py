@@ -321,16 +321,22 @@ class PromptReader:
         if len(tokens) == 1:
             return self._read(*_pad(tokens, 1, shape), states[0][None])
         key = len(tokens), shape
+        if not self._agree.get(key, True):
+            return self._read_alone(tokens, states, shape)
         hidden, after = self._read(*_pad(tokens, len(tokens), shape), torch.stack([*states]))
-        if self._agree.get(key):
-            return hidden, after
-        alone = [self._read(*_pad([own], 1, shape), state[None]) for own, state in zip(tokens, states, strict=True)]
         if key not in self._agree:
-            self._agree[key] = all(
-                torch.equal(x[0, : len(own)], hidden[i, : len(own)]) and torch.equal(state[0], after[i])
-                for i, ((x, state), own) in enumerate(zip(alone, tokens, strict=True))
+            expected = self._read_alone(tokens, states, shape)
+            self._agree[key] = torch.equal(expected[1], after) and all(
+                torch.equal(expected[0][i, : len(own)], hidden[i, : len(own)]) for i, own in enumerate(tokens)
             )
-        return torch.cat([x for x, _ in alone]), torch.cat([state for _, state in alone])
+            return expected
+        return hidden, after
+
+    def _read_alone(
+        self, tokens: Sequence[Tensor], states: Sequence[Tensor], shape: ChunkShape
+    ) -> tuple[Tensor, Tensor]:
+        found = [self._read(*_pad([own], 1, shape), state[None]) for own, state in zip(tokens, states, strict=True)]
+        return torch.cat([hidden for hidden, _ in found]), torch.cat([after for _, after in found])
 
     def _read(self, tokens: Tensor, sizes: Tensor | None, packed: Tensor) -> tuple[Tensor, Tensor]:
         mask = None

@@ -14,13 +14,15 @@ NGRAM, BYTES_NGRAM = 3, 6  # tokens, or bytes, that must have occurred before
 MAX_GUESS = 16  # tokens guessed at a time
 _HISTORY = 1 << 14  # tokens of a prompt that are searched
 _DRAFT_CONTEXT = 512  # tokens of a prompt that a draft model reads
-_LOSS, _CREDIT = 0.03, 8  # fraction of the time that guesses may cost, and the steps that they may cost at first
+_MOST_NEEDED = 96  # tokens that must have been expected before a guess, after many wrong ones
+_LOSS, _CREDIT = 0.02, 4  # fraction of the time that guesses may cost, and the steps that they may cost at first
 
 
 class Guesser:
     """Guesses the next tokens of one sequence: those that followed the last occurrence of its last tokens.
 
-    It guesses only after as many tokens again came as it expected, which costs nothing to see.
+    It guesses only after some tokens came as it expected, which costs nothing to see: as many as an n-gram has, and
+    twice as many after each guess that was wrong from the first token on.
 
     Args:
         tokens: The prompt.
@@ -33,6 +35,7 @@ class Guesser:
         self._after: dict[tuple[int, ...], int] = {}  # where the tokens after an n-gram begin
         self._next: int | None = None  # where the token that is expected next is
         self._right = 0  # tokens in a row that were expected
+        self._needed = ngram  # of them, before a guess
         self.size = MAX_GUESS  # how many tokens to guess: reading many takes little longer than reading few
         self.extend(tokens[-_HISTORY:])
 
@@ -50,13 +53,14 @@ class Guesser:
 
     def guess(self, limit: int) -> list[int]:
         """Return up to `limit` tokens, none if the last ones were not expected."""
-        if self._next is None or self._right < self._ngram:
+        if self._next is None or self._right < self._needed:
             return []
         own, number = self._tokens[self._next :], min(limit, self.size)
         return (own * -(-number // len(own)))[:number]  # What repeats itself goes on doing so.
 
     def learn(self, guessed: int, right: int) -> None:
-        """Guess more after all guesses were right, fewer otherwise."""
+        """Guess more after all guesses were right, fewer otherwise, and less often after none was."""
+        self._needed = self._ngram if right else min(2 * self._needed, _MOST_NEEDED)
         self.size = min(2 * self.size, MAX_GUESS) if guessed == right else max(4, 2 * right)
 
 

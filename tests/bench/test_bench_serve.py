@@ -172,6 +172,18 @@ def test_single_streams(folder, tmp_path, monkeypatch, capsys):
     assert result.failed
 
 
+def test_int8_weights(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(latency, "_MEASURED", 67)
+    options = ServeBenchOptions(folder, sections=("quantize",), device="cpu", out=tmp_path / "out.json")
+    result, started = run_against(Stub(), options, monkeypatch)
+    assert [flags.get("quantize") for flags, _ in started] == [None, "int8"]
+    found = result.quantization
+    assert found.bits_per_token != found.quantized_bits_per_token
+    assert found.quantized_bits_per_token == pytest.approx(found.bits_per_token, rel=0.01)
+    assert json.loads((tmp_path / "out.json").read_text())["quantization"]["ratio"] == found.ratio > 0
+    assert "with int8 weights" in capsys.readouterr().out
+
+
 def test_results_before_an_interruption_are_written(folder, tmp_path, monkeypatch):
     options = ServeBenchOptions(
         folder, sections=("load",), requests=4, distinct=2, loads=(5, 9), device="cpu", out=tmp_path / "out.json"
@@ -223,7 +235,7 @@ def test_wrong_options(folder, tmp_path):
         ServeBenchOptions(folder, loads=(0.5, -1))
     with pytest.raises(ValueError, match="requests must be at least 3, one for each round of each load, got 2"):
         ServeBenchOptions(folder, requests=2)
-    with pytest.raises(ValueError, match=r"unknown section 'prefixes'; there is load, prefix, speculation"):
+    with pytest.raises(ValueError, match=r"unknown section 'prefixes'; there is load, prefix, speculation, quantize"):
         ServeBenchOptions(folder, sections=("prefixes",))
     with pytest.raises(ValueError, match="nothing"):
         serve.run(ServeBenchOptions(tmp_path / "nothing"))

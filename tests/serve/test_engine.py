@@ -16,6 +16,7 @@ from longspan import Sampling, generate
 from longspan.generation.generate import prefill
 from longspan.generation.session import Session
 from longspan.serve import Engine, EngineClosedError, QueueFullError, Request
+from longspan.serve.slots import PromptReader, StateLayout
 
 SAMPLINGS = [
     Sampling(),
@@ -278,6 +279,45 @@ def test_asyncio(model, engine):
 
     for seed, tokens in enumerate(asyncio.run(several())):
         assert tokens == engine.submit(Request(b"async", 9, seed=seed)).result()[0].tokens
+
+
+def test_prompts_are_read_together_ahead_of_free_slots(model):
+    prompts = [bytes(range(i, i + 20 + i)) for i in range(8)]
+    with Engine(model, slots=4, chunk=64, cache_bytes=0) as engine:
+        expected = [answers(engine.submit(Request(prompt, 5, seed=3, logprobs=1)).result()) for prompt in prompts]
+        streams = [engine.submit(Request(b"runs", 100_000)) for _ in range(4)]
+        for stream in streams:
+            next(stream)
+        before = engine.stats().chunks
+        waiting = [engine.submit(Request(prompt, 5, seed=3, logprobs=1)) for prompt in prompts]
+        while engine.stats().chunks < before + 8:
+            time.sleep(0.01)
+        assert engine.stats().waiting == 8
+        for stream in streams:
+            stream.cancel()
+        assert [answers(stream.result()) for stream in waiting] == expected
+        assert engine.stats().chunks == before + 8
+        assert engine._reader._agree[8, (32, True)]
+
+
+def test_chunks_that_differ_together_are_read_alone(model):
+    class Reader(PromptReader):
+        calls = 0
+
+        def _read(self, tokens, sizes, packed):
+            hidden, after = super()._read(tokens, sizes, packed)
+            self.calls += 1
+            return hidden, after + (len(tokens) > 1)
+
+    layout = StateLayout(model.new_state(1))
+    reader = Reader(model, layout, 8, 64)
+    chunks = [torch.arange(size) for size in (3, 16)]
+    for calls in (3, 5):
+        _, after = reader.read(chunks, [layout.empty.clone() for _ in chunks])
+        for chunk, state in zip(chunks, after, strict=True):
+            assert torch.equal(state, PromptReader(model, layout, 8, 64).read([chunk], [layout.empty.clone()])[1][0])
+        assert reader.calls == calls
+    assert [reader.rows(reader.shape(size)) for size in (1, 16, 17, 63, 64, 65)] == [8, 8, 8, 8, 8, 4]
 
 
 def test_first_and_last_tokens_wake_an_event_loop_at_once(model, monkeypatch):

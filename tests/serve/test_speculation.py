@@ -25,6 +25,7 @@ def always(monkeypatch):
     """Guess whether or not it saves time."""
     monkeypatch.setattr(Pace, "worthwhile", True)
     monkeypatch.setattr(Pace, "add_round", lambda *_: None)
+    monkeypatch.setattr("longspan.serve.speculation._MOST_NEEDED", 3)
 
 
 def requests(vocab_size):
@@ -127,7 +128,11 @@ def test_guesser():
     guesser.learn(9, 3)
     assert guesser.guess(9) == [2, 3, 4, 5, 1, 2]
     guesser.learn(6, 0)
-    assert guesser.guess(9) == [2, 3, 4, 5]
+    assert guesser.guess(9) == []  # six must come as expected after a wrong guess, and three have
+    guesser.extend([2, 3])
+    assert guesser.guess(9) == []
+    guesser.extend([4])
+    assert guesser.guess(9) == [5, 1, 2, 3]
     guesser.learn(4, 4)
     assert len(guesser.guess(9)) == 8
     guesser.extend([9])

@@ -3,7 +3,7 @@
 Sections: `load` sends requests at random times (Poisson) and of mixed lengths, beside `generate` at the same batch.
 Different ones are first asked alone; every answer under load must be the same text as the one alone, so that none is
 lost and none is another's. `prefix` times the first token of a long cached prompt, `speculation` one stream with and
-without guesses.
+without guesses, `quantize` one stream with and without int8 weights (on a CPU).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 from longspan.bench.environment import environment
 from longspan.bench.report import TextTable
 from longspan.bench.serve import latency, load
-from longspan.bench.serve.latency import PrefixResult, SpeculationResult
+from longspan.bench.serve.latency import PrefixResult, QuantizationResult, SpeculationResult
 from longspan.bench.serve.load import LoadResult
 from longspan.models.checkpoint import find_checkpoint
 from longspan.models.checkpoint import load as load_checkpoint
 from longspan.models.transformer import LanguageModel
 from longspan.utils import choose, choose_device, printable, write_atomically
 
-SECTIONS = ("load", "prefix", "speculation")
+SECTIONS = ("load", "prefix", "speculation", "quantize")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class ServeBenchOptions:
 
     model: Path
     """Checkpoint folder, or the folder of a run."""
-    sections: tuple[str, ...] = SECTIONS
-    """What to measure: load, prefix (the first token of a cached prompt), speculation."""
+    sections: tuple[str, ...] = SECTIONS[:3]
+    """What to measure: load, prefix (the first token of a cached prompt), speculation, quantize (int8 weights)."""
     requests: int = 300
     """Number of requests, of all loads together."""
     slots: int = 8
@@ -107,11 +107,13 @@ class ServeResult:
         loads: One for each load.
         prefix: Of a cached prompt.
         speculation: One for each text.
+        quantization: Of int8 weights.
     """
 
     loads: list[LoadResult] = field(default_factory=list)
     prefix: PrefixResult | None = None
     speculation: list[SpeculationResult] = field(default_factory=list)
+    quantization: QuantizationResult | None = None
 
     @property
     def failed(self) -> bool:
@@ -126,6 +128,8 @@ class ServeResult:
             yield latency.prefix_table(self.prefix)
         if self.speculation:
             yield latency.speculation_table(self.speculation)
+        if self.quantization is not None:
+            yield latency.quantization_table(self.quantization)
 
 
 def run(options: ServeBenchOptions) -> ServeResult:
@@ -153,6 +157,9 @@ def _measure(options: ServeBenchOptions, model: LanguageModel, result: ServeResu
         yield
     if "speculation" in options.sections:
         result.speculation = latency.measure_speculation(options, model)
+        yield
+    if "quantize" in options.sections:
+        result.quantization = latency.measure_quantization(options, model)
         yield
 
 
@@ -183,6 +190,7 @@ def _save(options: ServeBenchOptions, result: ServeResult, about: dict[str, Any]
         "rows": [{"status": "ok", **asdict(x)} for x in result.loads],
         "prefix": None if result.prefix is None else asdict(result.prefix),
         "speculation": [asdict(x) for x in result.speculation],
+        "quantization": None if result.quantization is None else asdict(result.quantization),
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(options.out, json.dumps(content, indent=1).encode())

@@ -1,22 +1,29 @@
-"""One stream at a time: the first token of a cached prompt, and the speed of speculation."""
+"""One stream at a time: the first token of a cached prompt, and the speed of speculation and of int8 weights."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from longspan.bench.report import TextTable
 from longspan.bench.serve.client import Address, Answer, ask, running_server, say
+from longspan.generation.generate import generate
 from longspan.models.transformer import LanguageModel
+from longspan.serve.quantize import bits_per_token, quantize_weights
 
 if TYPE_CHECKING:
     from longspan.bench.serve import ServeBenchOptions
 
 _REPEATS = 9
 _TOKENS = 400  # that speculation is timed over
+_MEASURED = 1024  # tokens that the loss of int8 weights is measured on
 _LINE = "    result[key] = transform(value, options=options)\n"
 
 
@@ -60,6 +67,25 @@ class SpeculationResult:
     same: bool
 
 
+@dataclass
+class QuantizationResult:
+    """The speed of one stream, and the bits of a text that the model wrote, with `--quantize int8` and without.
+
+    Attributes:
+        plain_tokens_per_second: Without.
+        tokens_per_second: With.
+        ratio: The one relative to the other: the median over pairs of runs, one after the other.
+        bits_per_token: Without.
+        quantized_bits_per_token: With.
+    """
+
+    plain_tokens_per_second: float
+    tokens_per_second: float
+    ratio: float
+    bits_per_token: float
+    quantized_bits_per_token: float
+
+
 def measure_prefix(options: ServeBenchOptions, model: LanguageModel) -> PrefixResult:
     """Ask for the first token of one long prompt again and again."""
     prompt: list[int] | str = _random_prompt(options, model)
@@ -83,27 +109,50 @@ def measure_prefix(options: ServeBenchOptions, model: LanguageModel) -> PrefixRe
 
 def measure_speculation(options: ServeBenchOptions, model: LanguageModel) -> list[SpeculationResult]:
     """Time one stream of two servers in turn, for texts that repeat themselves and others."""
-    flags = {**options.server_flags(model), "slots": 1, "cache": 0}
     results = []
-    with (
-        running_server(flags, options.serve_arguments) as plain,
-        running_server({**flags, "speculation": "ngram"}, options.serve_arguments) as guessing,
-    ):
+    with _two_servers(options, model, {"speculation": "ngram"}) as addresses:
         for name, body in _texts(options, model).items():
             say(f"speculation: {name}")
-            answers = asyncio.run(_ask_in_turn([plain, guessing], [body] * (1 + _REPEATS)))[2:]
-            speeds = [answer.tokens / answer.seconds for answer in answers]
-            pairs = list(zip(speeds[::2], speeds[1::2], strict=True))
-            results.append(
-                SpeculationResult(
-                    text=name,
-                    plain_tokens_per_second=median(speeds[::2]),
-                    tokens_per_second=median(speeds[1::2]),
-                    ratio=median(after / before for before, after in pairs),
-                    same=len({answer.text for answer in answers}) == 1,
-                )
-            )
+            answers, plain, fast, ratio = _compare(addresses, body)
+            same = len({answer.text for answer in answers}) == 1
+            results.append(SpeculationResult(name, plain, fast, ratio, same))
     return results
+
+
+def measure_quantization(options: ServeBenchOptions, model: LanguageModel) -> QuantizationResult:
+    """Time one stream of two servers in turn, one of which has int8 weights, and measure their loss.
+
+    Raises:
+        ValueError: If the model is not on a CPU.
+    """
+    quantized = quantize_weights(model)
+    tokens = torch.tensor(generate(model, [0], _MEASURED).tokens[0])
+    before, after = bits_per_token(model, tokens), bits_per_token(quantized, tokens)
+    with _two_servers(options, model, {"quantize": "int8"}) as addresses:
+        say("int8 weights")
+        _, plain, fast, ratio = _compare(addresses, _texts(options, model)["own text, temperature 0.7"])
+    return QuantizationResult(plain, fast, ratio, before, after)
+
+
+@contextmanager
+def _two_servers(
+    options: ServeBenchOptions, model: LanguageModel, flags: Mapping[str, object]
+) -> Iterator[list[Address]]:
+    """Run a server of one slot, and one with more flags."""
+    common = {**options.server_flags(model), "slots": 1, "cache": 0}
+    with (
+        running_server(common, options.serve_arguments) as plain,
+        running_server({**common, **flags}, options.serve_arguments) as other,
+    ):
+        yield [plain, other]
+
+
+def _compare(addresses: list[Address], body: dict[str, Any]) -> tuple[list[Answer], float, float, float]:
+    """Return the answers of two servers in turn, their tokens per second, and the ratio of these within pairs."""
+    answers = asyncio.run(_ask_in_turn(addresses, [body] * (1 + _REPEATS)))[2:]
+    speeds = [answer.tokens / answer.seconds for answer in answers]
+    pairs = zip(speeds[::2], speeds[1::2], strict=True)
+    return answers, median(speeds[::2]), median(speeds[1::2]), median(after / before for before, after in pairs)
 
 
 def prefix_table(x: PrefixResult) -> TextTable:
@@ -125,6 +174,15 @@ def speculation_table(results: list[SpeculationResult]) -> TextTable:
 def _first_ms(answer: Answer) -> float:
     """Return the time to the first token; a token that is no text of its own comes with the end."""
     return 1e3 * (answer.seconds if answer.first is None else answer.first)
+
+
+def quantization_table(x: QuantizationResult) -> TextTable:
+    """Return one row."""
+    loss = x.quantized_bits_per_token / x.bits_per_token - 1
+    header = ["one stream", "tokens/s", "with int8 weights", "ratio", "bits per token", "with int8", "loss"]
+    speeds = [f"{x.plain_tokens_per_second:,.0f}", f"{x.tokens_per_second:,.0f}", f"{x.ratio:.2f}×"]
+    bits = [f"{x.bits_per_token:.4f}", f"{x.quantized_bits_per_token:.4f}", f"{100 * loss:+.2f} %"]
+    return TextTable(header, [["own text", *speeds, *bits]])
 
 
 async def _ask_in_turn(addresses: list[Address], bodies: list[dict[str, Any]]) -> list[Answer]:
