@@ -59,7 +59,7 @@ def test_compiled_layers() -> None:
 
 
 def test_text_that_the_teacher_writes() -> None:
-    """It is likely: its loss under the teacher is that of the teacher's own samples, its entropy."""
+    """It is likely: its loss under the teacher is near the entropy, a little below it without unlikely tokens."""
     teacher = build()
     teacher.model.embed_tokens.weight.mul_(20)
     writer = _Writer(Teacher(teacher, None, False), 67, torch.device("cuda"))
@@ -70,7 +70,7 @@ def test_text_that_the_teacher_writes() -> None:
     logits = teacher(tokens).logits[:, 3:-1].log_softmax(-1)
     loss = -logits.gather(2, tokens[:, 4:, None]).mean()
     entropy = -(logits.exp() * logits).sum(-1).mean()
-    assert abs(loss - entropy) < 0.15 * max(1.0, float(entropy))
+    assert 0.7 * entropy < loss < 1.05 * entropy
 
 
 def test_the_student_decodes() -> None:

@@ -532,10 +532,12 @@ def test_sampled_text_follows_the_teacher(tmp_path):
 def test_openings():
     tokenizer = byte_tokenizer()
     text = np.full(67, 7)
-    drawn = [tuple(Openings(Teacher(None, tokenizer, False), text).draw(seed)) for seed in range(300)]
-    assert all(1 <= len(x) <= 16 for x in drawn)
+    drawn = [tuple(Openings(Teacher(None, tokenizer, False), text).draw(seed)) for seed in range(600)]
+    assert all(1 <= len(x) <= 48 for x in drawn)
     lists = {tuple(tokenizer(words)["input_ids"]) for words in OPENINGS}
-    assert len(lists & set(drawn)) > 20
+    assert len(lists & set(drawn)) > 15
+    assert len({x for x in drawn if tokenizer.decode(x).startswith("The history of ")}) > 1
+    assert "{" in {tokenizer.decode(x) for x in drawn}
     assert {len(x) for x in drawn if set(x) == {7}} == set(range(1, 17))
     assert len({x for x in drawn if len(x) == 1}) > 50
     tokenizer.add_special_tokens({"eos_token": "<e>", "bos_token": "<b>"})

@@ -23,24 +23,26 @@ from longspan.train.data.batches import derive_seed
 from longspan.train.linearize.teacher import Teacher
 from longspan.train.loggers import format_duration
 
+TOP_P = 0.95  # without unlikely tokens, after which a small model loses the thread
 MOST_ROWS = 2048  # sequences that are written together
-LONGEST_OPENING = 16  # tokens
+LONGEST_OPENING, LONGEST_QUOTE = 48, 16  # tokens of an opening, and of one that is taken from the text
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}"  # where the text of a user goes in a chat template
-# Beginnings of many kinds of text. The teacher chooses the subject.
+# Beginnings of many kinds of text, {} a word. None ends in a space, which tokens of words begin with.
 OPENINGS = (
-    *("The ", "A ", "In ", "In 1998, ", "When ", "This ", "He ", "She ", "It was ", "Once upon a time", "“", "Dear "),
-    *("# ", "## ", "### ", "= ", " = ", " = = ", "<h1>", "<p>", "**", "- ", "* ", "1. ", "| ", "> ", "```", "---\n"),
-    *("Abstract\n\n", "Introduction\n\n", "Chapter 1\n\n", "History\n\n", "Summary: ", "Question: ", "Q: ", "Title: "),
-    *("def ", "class ", "import ", "#include <", "function ", "SELECT ", "{", "// ", "$ ", "Theorem ", "Proof. "),
+    *("The", "A", "In", "In 1998,", "When", "This", "He", "She", "It was", "Once upon a time", "“", "Dear", "How to"),
+    *("{} is", "{} was", "{} (born", "The {} is a", "The history of {}", "{}, a", "What is {}?\n", "{}:", "{}\n\n"),
+    *("# {}\n\n", "## {}\n\n", "= {} =\n\n", " = {} = \n \n", "<h1>{}</h1>\n", "**{}**", "Title: {}\n", "<p>"),
+    *("Chapter 1\n\n", "Abstract\n\n", "Introduction\n\n", "Summary:", "Q:", "-", "*", "1.", "|", ">", "```\n"),
+    *("def", "class", "import", "#include <", "function", "SELECT", "{{", "//", "$", "Theorem", "Proof.", "---\n"),
 )
 
 
 class Openings:
     """The first tokens of sequences: of several kinds, equally often, for what one kind misses another has.
 
-    Nothing but the token that begins documents; one of `OPENINGS`; one token of the vocabulary, as LLM-QAT has; a few
-    tokens of the text to train on; for a chat model, the turn of a user up to what that user says (Magpie, Xu et al.,
-    2024).
+    Nothing but the token that ends documents, so that one begins; one of `OPENINGS`; one token of the vocabulary, as
+    LLM-QAT has; a few tokens of the text to train on; for a chat model, the turn of a user up to what that user says
+    (Magpie, Xu et al., 2024).
 
     Args:
         teacher: The teacher.
@@ -49,17 +51,16 @@ class Openings:
 
     def __init__(self, teacher: Teacher, text: NDArray[np.int64]) -> None:
         tokenizer = teacher.tokenizer
-        self._text, self._vocabulary = text, len(tokenizer)
+        self._text, self._tokenizer = text, tokenizer
         start = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         self._start = [] if start is None else [int(start)]
-        self._fixed = [self._start + self._encoded(tokenizer, words) for words in OPENINGS]
         kinds: list[Callable[[np.random.Generator], list[int]]]
         kinds = [self._of_list, self._of_vocabulary]
         if len(text):
             kinds.append(self._of_text)
         if self._start:
             kinds.append(lambda _: self._start)
-        chat = self._chat(tokenizer)
+        chat = self._chat()
         if chat:
             kinds.append(lambda _: chat)
         self._kinds = kinds
@@ -70,27 +71,28 @@ class Openings:
         return self._kinds[generator.integers(len(self._kinds))](generator)[:LONGEST_OPENING]
 
     def _of_list(self, generator: np.random.Generator) -> list[int]:
-        return self._fixed[generator.integers(len(self._fixed))]
+        template = OPENINGS[generator.integers(len(OPENINGS))]
+        word = self._tokenizer.decode([int(generator.integers(len(self._tokenizer)))]).strip()
+        return self._start + self._encoded(template.format(word))
 
     def _of_vocabulary(self, generator: np.random.Generator) -> list[int]:
-        return [*self._start, int(generator.integers(self._vocabulary))]
+        return [*self._start, int(generator.integers(len(self._tokenizer)))]
 
     def _of_text(self, generator: np.random.Generator) -> list[int]:
-        number = int(generator.integers(1, LONGEST_OPENING + 1))
+        number = int(generator.integers(1, LONGEST_QUOTE + 1))
         first = int(generator.integers(max(1, len(self._text) - number)))
         return [int(token) for token in self._text[first : first + number]]
 
-    @staticmethod
-    def _encoded(tokenizer: Any, words: str) -> list[int]:
-        return list(tokenizer(words, add_special_tokens=False)["input_ids"])
+    def _encoded(self, words: str) -> list[int]:
+        return list(self._tokenizer(words, add_special_tokens=False)["input_ids"])
 
-    def _chat(self, tokenizer: Any) -> list[int]:
-        if not getattr(tokenizer, "chat_template", None):
+    def _chat(self) -> list[int]:
+        if not getattr(self._tokenizer, "chat_template", None):
             return []
         turn = [{"role": "user", "content": MARK}]
-        words = tokenizer.apply_chat_template(turn, tokenize=False)
-        found = self._encoded(tokenizer, words[: words.find(MARK)])
-        return found if len(found) < LONGEST_OPENING else []
+        words = self._tokenizer.apply_chat_template(turn, tokenize=False)
+        found = self._encoded(words[: words.find(MARK)])
+        return found if len(found) <= LONGEST_OPENING else []
 
 
 def sample_text(
@@ -106,7 +108,7 @@ def sample_text(
     seconds: float,
     notify: Callable[[str], None],
 ) -> tuple[NDArray[np.int64], float]:
-    """Return text that the teacher wrote, sampled from its distribution, and the time that this took.
+    """Return text that the teacher wrote, sampled from its distribution (top-p), and the time that this took.
 
     Batches are written to `folder`; those that are there already are read.
 
@@ -134,7 +136,7 @@ def sample_text(
         if not path.exists():
             begun = time.perf_counter()
             seeds = [derive_seed(seed, index) for index in range(first, first + number)]
-            written = writer.write([openings.draw(x) for x in seeds], seeds)
+            written = writer.write([openings.draw(x)[: context // 2] for x in seeds], seeds)
             _save(path, written, time.perf_counter() - begun)
         with np.load(path) as found:
             parts.append(found["tokens"].astype(np.int64))
@@ -197,7 +199,7 @@ class _Writer:
 
     def _decode(self, openings: Sequence[Sequence[int]], seeds: Sequence[int], number: int) -> Tensor:
         session = prefill(self._model, openings)
-        sampler = SeededSampler(Sampling(), session.recent, (), seeds)
+        sampler = SeededSampler(Sampling(top_p=TOP_P), session.recent, (), seeds)
         loop = DecodeLoop(self._model, session.state.reserve(number), session.logits, sampler)
         return torch.stack([loop.step().clone() for _ in range(number)], 1)
 
@@ -209,7 +211,7 @@ class _Writer:
         tokens = torch.tensor([[0] * (longest - len(x)) + list(x) for x in openings], device=self._device)
         mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in openings], device=self._device)
         self._model.generation_config = GenerationConfig(
-            do_sample=True, top_k=0, top_p=1.0, max_new_tokens=number, pad_token_id=0, eos_token_id=None
+            do_sample=True, top_k=0, top_p=TOP_P, max_new_tokens=number, pad_token_id=0, eos_token_id=None
         )
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
