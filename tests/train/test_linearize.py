@@ -640,6 +640,7 @@ def test_the_layers_whose_replacement_hurts_most_are_kept(teacher, text, tmp_pat
     (kept,) = json.loads((out / "results.json").read_text())["kept_layers"]
     shown = capsys.readouterr().err
     assert f"layers ({kept},) keep softmax" in shown
+    assert "layers that keep softmax attention" in (out / "report.html").read_text()
     mechanisms = [type(x.layer.mechanism).__name__ for _, x in _attention(longspan.load(out / "checkpoint"))]
     assert mechanisms[kept] == "SoftmaxAttention"
     assert mechanisms[1 - kept] == "MixtureAttention"

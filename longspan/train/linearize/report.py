@@ -52,6 +52,8 @@ def _tables(results: Mapping[str, Any]) -> dict[str, list[list[str]]]:
     alone = results.get("perplexity_without_memory")
     if alone is not None:
         quality.append(["perplexity without the memory", "", f"{alone:.3f}", f"{alone / teacher:.3f}"])
+    if results.get("kept_layers"):
+        quality.append(["layers that keep softmax attention", "", ", ".join(map(str, results["kept_layers"])), ""])
     for length in results.get("needle", {}).get("teacher", {}):
         row = [results["needle"][name][length] for name in ("teacher", "student")]
         quality.append([f"needle recalled in {int(length):,} tokens", *(f"{100 * x:.0f} %" for x in row), ""])

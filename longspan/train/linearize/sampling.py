@@ -143,6 +143,8 @@ def sample_text(
             spent += float(found["seconds"])
         first += len(parts[-1])
         notify(_progress(first * context, needed * context, spent))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return np.concatenate([part.reshape(-1) for part in parts]), spent
 
 
@@ -169,12 +171,12 @@ class _Writer:
         self._model: Any = None
 
     def rows(self, memory_gb: float) -> int:
-        """Return how many sequences fit into memory with their keys, values and logits."""
+        """Return how many sequences fit into memory with two copies of their keys and values, and their logits."""
         config = self._teacher.model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         size = 4 if self._device.type == "cpu" else 2
-        each = 2 * heads * dim * config.num_hidden_layers * self._context * size + 16 * config.vocab_size
+        each = 4 * heads * dim * config.num_hidden_layers * self._context * size + 16 * config.vocab_size
         return max(1, min(MOST_ROWS, int(memory_gb * 2**30 / each)))
 
     def write(self, openings: Sequence[Sequence[int]], seeds: Sequence[int]) -> NDArray[np.int64]:
@@ -201,6 +203,7 @@ class _Writer:
         session = prefill(self._model, openings)
         sampler = SeededSampler(Sampling(top_p=TOP_P), session.recent, (), seeds)
         loop = DecodeLoop(self._model, session.state.reserve(number), session.logits, sampler)
+        del session  # The loop has a copy.
         return torch.stack([loop.step().clone() for _ in range(number)], 1)
 
     @torch.no_grad()
