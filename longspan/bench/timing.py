@@ -104,7 +104,7 @@ def kernel_ms(step: Callable[[], Any], calls: int = 3, limit: int = 24) -> dict[
     Returns:
         By kernel name [milliseconds, launches] per call, for the kernels that take the most time.
     """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         for _ in range(calls):
             step()
         torch.cuda.synchronize()

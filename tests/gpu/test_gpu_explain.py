@@ -43,7 +43,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def launched(call: Any) -> set[str]:
     """The algorithms of the kernels that a call launches, without what only maps features or copies."""
     call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         call()
         torch.cuda.synchronize()
     found = [KERNELS.match(event.key) for event in profile.key_averages()]
