@@ -107,7 +107,7 @@ class ShortConvolution(nn.Module):
         if recent is None and layout.packing is None:
             out = short_convolution(x, self.weight)
             if out is not None:
-                return out
+                return layout.zero_fill(out)  # The kernels go on after a sequence's end.
         total = x * self.weight[0]
         for offset in range(1, self.size):
             total = total + shift_tokens(x, (offset,), layout, recent) * self.weight[offset]

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan import Attention, AttentionConfig, LanguageModel, ModelConfig, Packing, Sampling, generate, load, save
+from longspan.layout import TokenLayout
+from longspan.models import layers
 from longspan.models.layers import ConvolutionState, ShortConvolution
 
 DIM, H, V, T = 16, 4, 11, 29
@@ -146,3 +148,19 @@ def test_options_that_contradict_are_refused(options: dict[str, Any], message: s
 def test_cross_attention_has_no_convolution() -> None:
     with pytest.raises(ValueError, match=r"conv_size \(4\) is for self-attention: set it to 0"):
         Attention(DIM, AttentionConfig(num_heads=H, conv_size=4), cross=True)
+
+
+def test_kernels_leave_padding_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernels compute, which know no padding, equals what masked shifts give, hidden slots included."""
+
+    def unmasked(x: Tensor, weight: Tensor) -> Tensor:
+        shifted = [F.pad(x, (0, 0, j, 0))[:, : x.shape[1]] * w for j, w in enumerate(weight)]
+        return F.silu(torch.stack(shifted).sum(0))
+
+    layer, x = ShortConvolution(5, 4).to(F64), torch.randn(3, 17, 5, dtype=F64)
+    mask = torch.arange(17) < torch.tensor([[17], [7], [0]])
+    mask[1, :2] = False
+    layout = TokenLayout.of(x, causal=True, key_mask=mask)
+    expected = layer(layout.zero_fill(x), layout)
+    monkeypatch.setattr(layers, "short_convolution", unmasked)
+    same(layer(layout.zero_fill(x), layout), expected)
