@@ -41,7 +41,9 @@ def test_float16(case: Case) -> None:
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize(
-    "sizes", [{"T": 67}, pytest.param({"T": 63, "D": 67, "E": 71, "H": 2}, marks=pytest.mark.slow)], ids=str
+    "sizes",
+    [{"T": 67}, {"T": 65, "D": 65}, pytest.param({"T": 63, "D": 67, "E": 71, "H": 2}, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_bfloat16(sizes: dict, delta: bool) -> None:
     case = Channel(**sizes, delta=delta)

@@ -50,9 +50,8 @@ from longspan.ops.gated.triton.delta import (
     halves,
     halves_dot,
     load_inverse,
-    state_offsets,
     store_inverse,
-    tile_offsets,
+    triangular_inverse,
 )
 from longspan.ops.linear.triton import PRECISION
 
@@ -65,7 +64,8 @@ LEAST_BETA = tl.constexpr(1e-10)
 
 # Compile-time constants: query and key heads, dimensions, padded D, channels and values per tile, tiles of values,
 # tokens in a chunk and their binary logarithm. DELTA: the delta rule. SCALED: there is a beta. DOT: dtype of products.
-ChannelSizes = namedtuple("ChannelSizes", "H HKV D E BD BK BE TILES C LEVELS DELTA SCALED DOT PRECISION")
+# BS: channels of the state in one program of a scan; the delta rule needs all of them.
+ChannelSizes = namedtuple("ChannelSizes", "H HKV D E BD BK BE TILES C LEVELS DELTA SCALED DOT PRECISION BS")
 
 
 @triton.jit
@@ -151,9 +151,9 @@ def _store_factors(p_factors, i_y, c, b_read, b_kept, b_written, S: tl.constexpr
 
 
 @triton.jit
-def _load_factors(p_factors, i_y, S: tl.constexpr):
-    """Factors (BD,) with which chunk i_y reads the state, keeps what it reads, and passes on what it keeps and adds."""
-    p_factors += i_y * (3 * S.BD) + tl.arange(0, S.BD)
+def _load_factors(p_factors, i_y, i_d, S: tl.constexpr):
+    """Factors (BS,) with which chunk i_y reads the state, keeps what it reads, and passes on what it keeps and adds."""
+    p_factors += i_y * (3 * S.BD) + i_d * S.BS + tl.arange(0, S.BS)
     return tl.load(p_factors), tl.load(p_factors + S.BD), tl.load(p_factors + 2 * S.BD)
 
 
@@ -334,26 +334,6 @@ def _read_back(p_pair, p_d_out, d, i_b, i_0, i_c, i_h, i_e, T, chunks, S: tl.con
     return b_sum
 
 
-@triton.jit
-def _inverse(b_l, b_l_low, S: tl.constexpr):
-    """(I + L)⁻¹ (C, C), with L strictly lower triangular as `halves` returns it.
-
-    Blocks of one row are 1; pairs of blocks are merged, [[X, 0], [−Y L X, Y]], until one is left.
-    """
-    i_t = tl.arange(0, S.C)
-    b_t = b_l.to(tl.float32)
-    if tl.bfloat16 == S.DOT:
-        b_t += b_l_low.to(tl.float32)
-    b_t = tl.where(i_t[:, None] == i_t[None, :], 1.0, tl.where(_pairs(i_t, 0), -b_t, 0.0))
-    for level in range(1, S.LEVELS):
-        m_pairs = _pairs(i_t, level)
-        b_high, b_low = halves(b_t, S)
-        b_x, b_x_low = tl.where(m_pairs, b_l, 0.0), tl.where(m_pairs, b_l_low, 0.0)
-        b_x, b_x_low = halves(halves_dot(b_x, b_x_low, b_high, b_low, zeros(S.C, S.C), S), S)
-        b_t -= halves_dot(b_high, b_low, b_x, b_x_low, zeros(S.C, S.C), S)
-    return b_t
-
-
 @triton.jit(do_not_specialize=["T", "chunks"])
 def gated_channel_writes_kernel(
     p_v, p_beta, p_w, p_inverse, p_u, T, chunks, v, beta, S: tl.constexpr, BACKWARD: tl.constexpr
@@ -363,7 +343,12 @@ def gated_channel_writes_kernel(
     i_0, i_y = i_c * S.C, (i_b * S.HKV + i_h) * chunks + i_c
     rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
     b_l, b_l_low = load_inverse(p_inverse, i_y, False, S)
-    b_inverse = _inverse(b_l, b_l_low, S)
+    if tl.bfloat16 == S.DOT:
+        # The sum of the halves, in the layout of products.
+        i_t = tl.arange(0, S.C)
+        b_one = tl.where(i_t[:, None] == i_t[None, :], 1.0, 0.0)
+        b_l = dot_halves(b_one, b_l, b_l_low, zeros(S.C, S.C), S)
+    b_inverse = triangular_inverse(b_l, S)
     if BACKWARD:
         store_inverse(p_inverse, i_y, b_inverse, S)
     b_t, b_t_low = halves(b_inverse, S)
@@ -382,46 +367,68 @@ def gated_channel_writes_kernel(
 
 
 @triton.jit
-def _load_state(p_state, i_x, i_e, S: tl.constexpr):
+def _tile(i_x, i_d, i_e, ROWS: tl.constexpr, S: tl.constexpr):
+    """Offsets of the i_d-th ROWS channels and values i_e (BE) of matrix i_x of a stack of (BD, TILES · BE)."""
+    COLUMNS: tl.constexpr = S.BE * S.TILES
+    i_k, i_c = tl.arange(0, ROWS), tl.arange(0, S.BE)
+    i_x = tl.cast(i_x, tl.int64) * (S.BD * COLUMNS) + i_d * (ROWS * COLUMNS) + i_e * S.BE
+    return i_x + i_k[:, None] * COLUMNS + i_c[None, :]
+
+
+@triton.jit
+def _given_tile(i_x, i_d, i_e, S: tl.constexpr):
+    """Offsets and mask of tile (i_d, i_e) of state i_x of (B, Hkv, D, E)."""
+    i_s, i_c = i_d * S.BS + tl.arange(0, S.BS), i_e * S.BE + tl.arange(0, S.BE)
+    return i_x * (S.D * S.E) + i_s[:, None] * S.E + i_c[None, :], (i_s < S.D)[:, None] & (i_c < S.E)[None, :]
+
+
+@triton.jit
+def _load_state(p_state, i_x, i_d, i_e, S: tl.constexpr):
     """A tile of a given state; zeros without one."""
-    b_s = zeros(S.BD, S.BE)
+    b_s = zeros(S.BS, S.BE)
     if p_state is not None:
-        i_tile, m_tile = state_offsets(i_x, i_e, S)
+        i_tile, m_tile = _given_tile(i_x, i_d, i_e, S)
         b_s = tl.load(p_state + i_tile, mask=m_tile, other=0.0)
     return b_s
 
 
 @triton.jit
+def _load_channels(p_x, i_row, heads, rows, i_d, S: tl.constexpr):
+    """Rows (C, BS) of a chunk that begins in row i_row of a contiguous tensor (B, T, heads, D)."""
+    return load_rows(p_x + i_row * S.D + i_d * S.BS, heads * S.D, rows, S.D, S.C, S.BS, i_d)
+
+
+@triton.jit
 def _states(
-    p_v, p_beta, p_w, p_k_out, p_factors, p_state, p_states, p_u, p_after, i_x, i_e, T, chunks,
+    p_v, p_beta, p_w, p_k_out, p_factors, p_state, p_states, p_u, p_after, i_x, i_d, i_e, T, chunks,
     v, beta, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Write the states before all chunks of sequence i_x and, with the delta rule, u in place of U₀; the state after
     them if asked.
     """
     i_b, i_h = i_x // S.HKV, i_x % S.HKV
-    b_s = _load_state(p_state, i_x, i_e, S)
+    b_s = _load_state(p_state, i_x, i_d, i_e, S)
     # What no product takes directly is loaded one chunk ahead.
-    b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks, S)
+    b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks, i_d, S)
     b_next = _load_writes(p_u, p_v, p_beta, v, beta, i_b, 0, i_h, i_e, T, S)
     for i_c in tl.range(chunks, num_stages=STAGES):
         i_0, i_y = i_c * S.C, i_x * chunks + i_c
         rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
         b_read, b_kept, b_written, b_u = b_next_read, b_next_kept, b_next_written, b_next
         i_next = tl.minimum(i_c + 1, chunks - 1)
-        b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + i_next, S)
+        b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + i_next, i_d, S)
         b_next = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_next * S.C, i_h, i_e, T, S)
-        b_out = load_rows(p_k_out + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
+        b_out = _load_channels(p_k_out, i_row, S.HKV, rows, i_d, S)
         b_s *= b_read[:, None]
-        p_tile = p_states + tile_offsets(i_y, i_e, S)
+        p_tile = p_states + _tile(i_y, i_d, i_e, S.BS, S)
         tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         if S.DELTA:
-            b_w = load_rows(p_w + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
+            b_w = _load_channels(p_w, i_row, S.HKV, rows, i_d, S)
             b_u = _add_dot(b_w, b_s, b_u.to(tl.float32), S)
             store_rows(p_u + i_row * S.E + i_e * S.BE, S.HKV * S.E, rows, b_u, S.E, S.C, S.BE, i_e)
         b_s = _add_dot(tl.trans(b_out), b_u, b_s * b_kept[:, None], S) * b_written[:, None]
     if p_after is not None:
-        i_tile, m_tile = state_offsets(i_x, i_e, S)
+        i_tile, m_tile = _given_tile(i_x, i_d, i_e, S)
         tl.store(p_after + i_tile, b_s, mask=m_tile)
 
 
@@ -430,11 +437,12 @@ def gated_channel_states_kernel(
     p_v, p_beta, p_w, p_k_out, p_factors, p_state, p_states, p_u, p_after, T, chunks,
     v, beta, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """The states before all chunks of one sequence and tile of values, and the state after them."""
-    i_x, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """The states before all chunks of one sequence and tile, and the state after them."""
+    i_x, i_e, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     _states(
-        p_v, p_beta, p_w, p_k_out, p_factors, p_state, p_states, p_u, p_after, i_x, i_e, T, chunks, v, beta, S, STAGES
-    )
+        p_v, p_beta, p_w, p_k_out, p_factors, p_state, p_states, p_u, p_after, i_x, i_d, i_e, T, chunks,
+        v, beta, S, STAGES
+    )  # fmt: skip
 
 
 @triton.jit
@@ -468,7 +476,7 @@ def gated_channel_forward_kernel(
     i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
     rows, i_row = T - i_0, (i_b * T + i_0) * S.H + i_h
     b_q = load_rows(p_q_in + i_row * S.D, S.H * S.D, rows, S.D, S.C, S.BD)
-    b_s = tl.load(p_states + tile_offsets((i_b * S.HKV + i_kv) * chunks + i_c, i_e, S))
+    b_s = tl.load(p_states + _tile((i_b * S.HKV + i_kv) * chunks + i_c, 0, i_e, S.BD, S))
     b_pair = tl.load(p_pair + _square((i_b * S.H + i_h) * chunks + i_c, S))
     b_u = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_kv, i_e, T, S)
     b_out = _dot(b_q, b_s, S)
@@ -484,7 +492,7 @@ def _not_zero(b_beta):
 
 @triton.jit
 def _state_gradients(
-    p_d_out, p_q_in, p_w, p_k_out, p_factors, p_pair, p_d_after, p_d_states, p_z, p_d_state, i_x, i_e, T, chunks,
+    p_d_out, p_q_in, p_w, p_k_out, p_factors, p_pair, p_d_after, p_d_states, p_z, p_d_state, i_x, i_d, i_e, T, chunks,
     d, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Write the gradients of the states after all chunks of sequence i_x and, with the delta rule, du; the
@@ -492,37 +500,37 @@ def _state_gradients(
     """
     GROUP: tl.constexpr = S.H // S.HKV
     i_b, i_h = i_x // S.HKV, i_x % S.HKV
-    b_s = _load_state(p_d_after, i_x, i_e, S)
-    b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + chunks - 1, S)
+    b_s = _load_state(p_d_after, i_x, i_d, i_e, S)
+    b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + chunks - 1, i_d, S)
     for i in tl.range(chunks, num_stages=STAGES):
         i_c = chunks - 1 - i
         i_0, i_y = i_c * S.C, i_x * chunks + i_c
         rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
         b_read, b_kept, b_written = b_next_read, b_next_kept, b_next_written
         i_next = tl.maximum(i_c - 1, 0)
-        b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + i_next, S)
+        b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + i_next, i_d, S)
         b_s *= b_written[:, None]
-        p_tile = p_d_states + tile_offsets(i_y, i_e, S)
+        p_tile = p_d_states + _tile(i_y, i_d, i_e, S.BS, S)
         tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         if S.DELTA:
-            b_out = load_rows(p_k_out + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
+            b_out = _load_channels(p_k_out, i_row, S.HKV, rows, i_d, S)
             b_z = _dot(b_out, b_s, S)
         b_s *= b_kept[:, None]
         for g in range(GROUP):
             i_q = i_h * GROUP + g
             b_d = load_rows(token_pointer(p_d_out, d, i_b, i_0, i_q, i_e * S.BE), d.t, rows, S.E, S.C, S.BE, i_e)
-            b_q = load_rows(p_q_in + ((i_b * T + i_0) * S.H + i_q) * S.D, S.H * S.D, rows, S.D, S.C, S.BD)
+            b_q = _load_channels(p_q_in, (i_b * T + i_0) * S.H + i_q, S.H, rows, i_d, S)
             b_s = _add_dot(tl.trans(b_q), b_d, b_s, S)
             if S.DELTA:
                 b_pair = tl.load(p_pair + _square((i_b * S.H + i_q) * chunks + i_c, S))
                 b_z = _add_dot(tl.trans(b_pair), b_d, b_z, S)
         if S.DELTA:
             store_rows(p_z + i_row * S.E + i_e * S.BE, S.HKV * S.E, rows, b_z, S.E, S.C, S.BE, i_e)
-            b_w = load_rows(p_w + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
+            b_w = _load_channels(p_w, i_row, S.HKV, rows, i_d, S)
             b_s = _add_dot(tl.trans(b_w), b_z, b_s, S)
         b_s *= b_read[:, None]
     if p_d_state is not None:
-        i_tile, m_tile = state_offsets(i_x, i_e, S)
+        i_tile, m_tile = _given_tile(i_x, i_d, i_e, S)
         tl.store(p_d_state + i_tile, b_s, mask=m_tile)
 
 
@@ -531,28 +539,19 @@ def gated_channel_backward_states_kernel(
     p_v, p_beta, p_d_out, p_q_in, p_w, p_k_out, p_factors, p_pair, p_state, p_d_after, p_states, p_u, p_d_states,
     p_z, p_d_state, T, chunks, v, beta, d, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """Half of the programs compute the states of a sequence and a tile of values, the others their gradients."""
+    """Half of the programs compute the states of a sequence and a tile, the others their gradients."""
     first = tl.num_programs(0) // 2
-    i_x, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_x, i_e, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     if i_x < first:
         _state_gradients(
-            p_d_out, p_q_in, p_w, p_k_out, p_factors, p_pair, p_d_after, p_d_states, p_z, p_d_state, i_x, i_e, T,
-            chunks, d, S, STAGES
+            p_d_out, p_q_in, p_w, p_k_out, p_factors, p_pair, p_d_after, p_d_states, p_z, p_d_state, i_x, i_d, i_e,
+            T, chunks, d, S, STAGES
         )  # fmt: skip
     else:
         _states(
-            p_v, p_beta, p_w, p_k_out, p_factors, p_state, p_states, p_u, None, i_x - first, i_e, T, chunks,
+            p_v, p_beta, p_w, p_k_out, p_factors, p_state, p_states, p_u, None, i_x - first, i_d, i_e, T, chunks,
             v, beta, S, STAGES
         )  # fmt: skip
-
-
-@triton.jit
-def _row_tile(i_x, i_d, i_e, S: tl.constexpr):
-    """Offsets of channels i_d (BK) and values i_e (BE) of matrix i_x of a stack of (BD, TILES · BE)."""
-    COLUMNS: tl.constexpr = S.BE * S.TILES
-    i_k, i_c = tl.arange(0, S.BK), tl.arange(0, S.BE)
-    i_x = tl.cast(i_x, tl.int64) * (S.BD * COLUMNS) + i_d * (S.BK * COLUMNS) + i_e * S.BE
-    return i_x + i_k[:, None] * COLUMNS + i_c[None, :]
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
@@ -579,7 +578,7 @@ def gated_channel_backward_pairs_kernel(
         else:
             b_out = load_rows(p_k_out + i_row * S.D, S.HKV * S.D, rows, S.D, S.C, S.BD)
             b_y = _read_back(p_pair, p_d_out, d, i_b, i_0, i_c, i_h, i_e, T, chunks, S)
-            b_y = _add_dot(b_out, tl.load(p_d_states + tile_offsets(i_y, i_e, S)), b_y, S)
+            b_y = _add_dot(b_out, tl.load(p_d_states + _tile(i_y, 0, i_e, S.BD, S)), b_y, S)
         b_z = b_y * b_beta[:, None]
         store_rows(p_z + i_row * S.E + i_e * S.BE, S.HKV * S.E, rows, b_z, S.E, S.C, S.BE, i_e)
         if S.SCALED:
@@ -600,17 +599,6 @@ def gated_channel_backward_pairs_kernel(
             b_d = load_rows(token_pointer(p_d_out, d, i_b, i_0, i_q, i_e * S.BE), d.t, rows, S.E, S.C, S.BE, i_e)
             b_pair = _add_dot(b_d, tl.trans(b_u), b_pair, S)
         tl.store(p_pair + _square((i_b * S.H + i_q) * chunks + i_c, S), (b_pair * scale).to(S.DOT))
-
-
-@triton.jit
-def _add_rows(p_x, stride, p_states, i_y, i_d, rows, S: tl.constexpr):
-    """x Sᵀ (C, BK): rows x (C, E) times tile i_d of the channels of matrix i_y."""
-    b_sum = zeros(S.C, S.BK)
-    for i_e in range(S.TILES):
-        b_x = load_rows(p_x + i_e * S.BE, stride, rows, S.E, S.C, S.BE, i_e)
-        b_s = tl.load(p_states + _row_tile(i_y, i_d, i_e, S))
-        b_sum = _add_dot(b_x, tl.trans(b_s), b_sum, S)
-    return b_sum
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
@@ -634,6 +622,18 @@ def gated_channel_mild_backward_kernel(
     i_row = ((i_b * T + i_0) * S.H + i_h) * S.D + c
     p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv, c)
     p_d_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
+    p_d_out = token_pointer(p_d_out, d, i_b, i_0, i_h)
+    b_d_row, b_d_column, b_d_k_row, b_d_last = zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.BK)
+    for i_e in range(S.TILES):
+        b_s = tl.load(p_states + _tile(i_y, i_d, i_e, S.BK, S))
+        b_d_s = tl.load(p_d_states + _tile(i_y, i_d, i_e, S.BK, S))
+        b_d = load_rows(p_d_out + i_e * S.BE, d.t, rows, S.E, S.C, S.BE, i_e)
+        b_u = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_kv, i_e, T, S)
+        b_d_row = _add_dot(b_d, tl.trans(b_s), b_d_row, S)
+        b_d_column = _add_dot(b_u, tl.trans(b_d_s), b_d_column, S)
+        if S.DELTA:
+            b_d_k_row = _add_dot(_load_written(p_z, i_b, i_0, i_kv, i_e, T, S), tl.trans(b_s), b_d_k_row, S)
+        b_d_last += tl.sum(b_s.to(tl.float32) * b_d_s.to(tl.float32), 1)
     b_p = tl.load(p_d_pair, mask=i_t[:, None] >= i_t[None, :], other=0.0)
     b_x = _bounded(_from_middle(_load_log2(p_decay, decay.t, rows, i_d, S), S))
     b_k = load_rows(token_pointer(p_k, k, i_b, i_0, i_kv, c), k.t, rows, S.D, S.C, S.BK, i_d)
@@ -642,18 +642,11 @@ def gated_channel_mild_backward_kernel(
     # Rounded as in the products, so that pairs cancel in dg.
     b_row, b_column = (b_q * b_x_row).to(S.DOT), (b_k * b_x_column).to(S.DOT)
 
-    b_sum = _add_rows(token_pointer(p_d_out, d, i_b, i_0, i_h), d.t, p_states, i_y, i_d, rows, S)
-    b_sum = _add_dot(b_p, b_column, b_sum * scale, S)
+    b_sum = _add_dot(b_p, b_column, b_d_row * scale, S)
     b_d_g = b_row * b_sum
     store_rows(p_d_q + i_row, S.H * S.D, rows, b_sum * b_x_row, S.D, S.C, S.BK, i_d)
 
-    b_d_last, b_sum = zeros(S.BK), zeros(S.C, S.BK)
-    for i_e in range(S.TILES):
-        b_u = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_kv, i_e, T, S)
-        b_s = tl.load(p_d_states + _row_tile(i_y, i_d, i_e, S))
-        b_sum = _add_dot(b_u, tl.trans(b_s), b_sum, S)
-        b_d_last += tl.sum(b_s.to(tl.float32) * tl.load(p_states + _row_tile(i_y, i_d, i_e, S)).to(tl.float32), 1)
-    b_sum *= own
+    b_sum = b_d_column * own
     b_d_last = b_d_last * own + tl.sum(b_column * b_sum, 0)
     b_sum = _add_dot(tl.trans(b_p), b_row, b_sum, S)
     if S.DELTA:
@@ -665,9 +658,7 @@ def gated_channel_mild_backward_kernel(
     b_d_k = b_sum * b_x_column
 
     if S.DELTA:
-        p_z += ((i_b * T + i_0) * S.HKV + i_kv) * S.E
-        b_sum = _add_rows(p_z, S.HKV * S.E, p_states, i_y, i_d, rows, S)
-        b_sum = _add_dot(b_p, b_column, b_sum * -own, S)
+        b_sum = _add_dot(b_p, b_column, b_d_k_row * -own, S)
         b_d_k += b_sum * b_x_row
         b_sum *= b_row
         b_d_g += b_sum
@@ -698,8 +689,8 @@ def gated_channel_backward_kernel(
     b_d_q, b_d_row, b_d_column, b_d_last = zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.BK)
     for i_e in range(S.TILES):
         c = i_e * S.BE
-        b_s = tl.load(p_states + _row_tile(i_y, i_d, i_e, S))
-        b_d_s = tl.load(p_d_states + _row_tile(i_y, i_d, i_e, S))
+        b_s = tl.load(p_states + _tile(i_y, i_d, i_e, S.BK, S))
+        b_d_s = tl.load(p_d_states + _tile(i_y, i_d, i_e, S.BK, S))
         b_d_last += tl.sum(b_s.to(tl.float32) * b_d_s.to(tl.float32), 1)
         b_d = load_rows(token_pointer(p_d_out, d, i_b, i_0, i_h, c), d.t, rows, S.E, S.C, S.BE, i_e)
         b_d_q = _add_dot(b_d, tl.trans(b_s), b_d_q, S)
@@ -832,7 +823,8 @@ class _ChannelPlan(Plan):
         BD, beta = padded(D, tile), self.tensors["beta"] is not None
         sizes = self.H, Hkv, D, E, BD, tile, tile, -(-E // tile), C, C.bit_length() - 1
         dot = tl.bfloat16 if self.bf16 else tl.float32
-        self.sizes = ChannelSizes(*sizes, problem.delta, beta, dot, PRECISION[dtype])
+        channels = tile if self.bf16 and not problem.delta else BD
+        self.sizes = ChannelSizes(*sizes, problem.delta, beta, dot, PRECISION[dtype], channels)
         self.chunks = -(-self.T // C)
         self.kind = torch.bfloat16 if self.bf16 else torch.float32
         # float16 does not have the range of products of decays.
@@ -844,8 +836,9 @@ class _ChannelPlan(Plan):
         if problem.delta:
             grid = (self.heads * self.chunks,)
             backward = isinstance(self, _ChannelBackward)
+            options = {"maxnreg": 168} if self.bf16 else {}
             self.writes = self.channel_launch(
-                gated_channel_writes_kernel, grid, scalars[:2], "v beta", BACKWARD=backward
+                gated_channel_writes_kernel, grid, scalars[:2], "v beta", BACKWARD=backward, **options
             )
 
     @property
@@ -902,12 +895,10 @@ class _ChannelPlan(Plan):
         return self.launch(kernel, grid, (*scalars, *strides), constants)
 
     def scan(self, kernel: Any, sequences: int, strided: str) -> Launch:
-        """Create a launch whose programs go through all chunks of a sequence, for one tile of values."""
+        """Create a launch whose programs go through all chunks of a sequence, for one tile of the state."""
         S = self.sizes
-        warps, stages = 8 if S.BD > 128 else 4, 2 if self.bf16 else 1
-        if self.bf16 and S.BD == 128:
-            warps, stages = 4 if S.DELTA else 8, 3
-        grid, scalars = (sequences, S.TILES), (self.T, self.chunks)
+        warps, stages = 8 if S.BS > 128 else 4, 1 if not self.bf16 else 3 if S.BS == 128 or not S.DELTA else 2
+        grid, scalars = (sequences, S.TILES, S.BD // S.BS), (self.T, self.chunks)
         return self.channel_launch(kernel, grid, scalars, strided, warps=warps, stages=stages)
 
 

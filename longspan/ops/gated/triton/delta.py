@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.exp import UNDERFLOW, exact_exp, exp, same_layout
+from longspan.ops.common.exp import UNDERFLOW, exact_exp, exp, same_layout, widen
 from longspan.ops.common.launch import (
     Launch,
     Plan,
@@ -58,10 +58,12 @@ PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ie
 
 # Compile-time constants: query and key heads, dimensions, padded D, values per tile, their number, tokens in a chunk.
 # GATED: there is a decay. SCALED: there is a beta. DOT: the dtype of products. FULL: every row of every chunk exists.
+# APART: the forward pass has its own T and A^qk, with halves apart: faster, if shared memory holds them.
 # STRIDE_*: strides along tokens of q, k, v, beta, the gradient of out and u; 0 if a kernel does not use them.
 DeltaSizes = namedtuple(
     "DeltaSizes",
-    "H HKV D E BD BE TILES C GATED SCALED DOT PRECISION FULL STRIDE_Q STRIDE_K STRIDE_V STRIDE_BETA STRIDE_D STRIDE_U",
+    "H HKV D E BD BE TILES C GATED SCALED DOT PRECISION FULL APART "
+    "STRIDE_Q STRIDE_K STRIDE_V STRIDE_BETA STRIDE_D STRIDE_U",
     defaults=(0, 0, 0, 0, 0, 0),
 )
 
@@ -87,7 +89,7 @@ def halves(b_x, S: tl.constexpr):
     """x as two bfloat16 numbers that add up to it, to 16 bits; itself and nothing where products take float32."""
     if tl.bfloat16 == S.DOT:
         b_high = b_x.to(tl.bfloat16)
-        b_low = (b_x - b_high.to(tl.float32)).to(tl.bfloat16)
+        b_low = (b_x - widen(b_high)).to(tl.bfloat16)
     else:
         b_high, b_low = b_x, b_x
     return b_high, b_low
@@ -146,7 +148,7 @@ def triangular_inverse(b_l, S: tl.constexpr):
     b_blocks = tl.sum(tl.where(m_own, tl.reshape(b_l, (N, BLOCK, N, BLOCK)), 0.0), 2)
     b_blocks = tl.permute(b_blocks, (0, 2, 1))  # (block, column, row)
     b_t = tl.where((i_r[:, None] == i_r[None, :])[None, :, :], 1.0, tl.zeros((N, BLOCK, BLOCK), tl.float32))
-    for i in range(1, BLOCK):
+    for i in tl.static_range(1, BLOCK):
         b_row = tl.sum(tl.where((i_r == i)[None, None, :], b_blocks, 0.0), 2)
         b_sum = tl.sum(b_row[:, :, None] * b_t, 1)
         b_t = tl.where((i_r == i)[None, :, None], b_t - b_sum[:, None, :], b_t)
@@ -317,11 +319,39 @@ def triangle(b_t, TRANSPOSED: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
+def store_halves(p_x, i_x, b_x, S: tl.constexpr):
+    """Store a triangular matrix for the forward pass: its halves apart, as products take them."""
+    if S.APART:
+        b_high, b_low = halves(b_x, S)
+        tl.store(p_x + _square(2 * i_x, S), b_high)
+        tl.store(p_x + _square(2 * i_x + 1, S), b_low)
+    else:
+        store_inverse(p_x, i_x, b_x, S)
+
+
+@triton.jit
+def load_halves(p_x, i_x, S: tl.constexpr):
+    """What `store_halves` stores, as `halves` returns it."""
+    if S.APART:
+        b_high, b_low = tl.load(p_x + _square(2 * i_x, S)), tl.load(p_x + _square(2 * i_x + 1, S))
+    else:
+        b_high, b_low = load_inverse(p_x, i_x, False, S)
+    return b_high, b_low
+
+
+@triton.jit
 def tile_offsets(i_x, i_e, S: tl.constexpr):
     """Offsets of tile i_e (BD, BE) of matrix i_x of a stack of (BD, TILES · BE)."""
     COLUMNS: tl.constexpr = S.BE * S.TILES
     i_d, i_c = tl.arange(0, S.BD), tl.arange(0, S.BE)
     return tl.cast(i_x, tl.int64) * (S.BD * COLUMNS) + i_e * S.BE + i_d[:, None] * COLUMNS + i_c[None, :]
+
+
+@triton.jit
+def total_offsets(i_x, i_e, S: tl.constexpr):
+    """Offsets of tile i_e (BD, BE) of matrix i_x of a stack of (BD, TILES · BE), which are stored transposed."""
+    i_x = tl.cast(i_x, tl.int64) * S.TILES + i_e
+    return i_x * (S.BE * S.BD) + tl.arange(0, S.BD)[:, None] + tl.arange(0, S.BE)[None, :] * S.BD
 
 
 @triton.jit
@@ -342,9 +372,12 @@ def _segment(pid, segments, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_delta_inverse_kernel(
-    p_q, p_k, p_decay, p_beta, p_inverse, p_sums, p_pairs, T, chunks, scale, q, k, decay, beta, S: tl.constexpr
+    p_q, p_k, p_decay, p_beta, p_inverse, p_sums, p_solve, p_pairs, T, chunks, scale, q, k, decay, beta, S: tl.constexpr
 ):  # fmt: skip
-    """T (C, C), G and its powers (4, C) of one chunk, and A^qk (C, C) of its query heads."""
+    """T (C, C), G and its powers (4, C) of one chunk, and A^qk (C, C) of its query heads.
+
+    p_inverse: T for the backward pass. p_solve, p_pairs: T, if it is stored apart, and A^qk for the forward pass.
+    """
     GROUP: tl.constexpr = S.H // S.HKV
     pid = tl.program_id(0)
     i_h, i_c = pid % S.HKV, (pid // S.HKV) % chunks
@@ -375,9 +408,12 @@ def gated_delta_inverse_kernel(
         b_pair = dot(b_q, tl.trans(b_k), S) * b_between * scale
         if i + 1 < GROUP:
             b_q = load_rows(p_q + (i + 1) * q.h, S.STRIDE_Q, rows, S.D, S.BD, S)
-        store_inverse(p_pairs, ((i_b * S.HKV + i_h) * GROUP + i) * chunks + i_c, b_pair, S)
+        store_halves(p_pairs, ((i_b * S.HKV + i_h) * GROUP + i) * chunks + i_c, b_pair, S)
     b_l = tl.where(i_t[:, None] > i_t[None, :], b_l * b_between * b_beta[:, None], 0.0)
-    store_inverse(p_inverse, i_x, triangular_inverse(b_l, S), S)
+    b_t = triangular_inverse(b_l, S)
+    store_inverse(p_inverse, i_x, b_t, S)
+    if S.APART:
+        store_halves(p_solve, i_x, b_t, S)
 
 
 @triton.jit
@@ -402,11 +438,12 @@ def _passed(b_s, b_k, b_u, b_end, last, S: tl.constexpr):
 @triton.jit
 def _states(
     b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u, T, i_b, i_h, i_e, i_x, i_0, i_c, count, values,
-    k, v, beta, S: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr
+    k, v, beta, S: tl.constexpr, STORE: tl.constexpr, APART: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """The state after `count` chunks, starting with chunk i_c of sequence i_x; STORE: write those before each, and u.
 
     values: 1, or 0 if no values are written: the columns then show what the chunks make of those they begin as.
+    APART: p_inverse is what `store_halves` stored.
     """
     p_k = pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h)
     p_v = pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_h)
@@ -415,12 +452,16 @@ def _states(
     # What no product takes directly is loaded one chunk ahead.
     b_next_beta = load_beta(p_beta, rows, S)
     b_next_start, b_next_end, next_last = load_factors(p_sums, i_c, S)
-    b_next = tl.load(p_inverse + _square(i_c, S))
+    if not APART:
+        b_next = tl.load(p_inverse + _square(i_c, S))
     for i in tl.range(count, num_stages=STAGES):
         b_beta, b_start, b_end, last = b_next_beta, b_next_start, b_next_end, next_last
-        b_t, b_t_low = triangle(b_next, False, S)
         more = tl.where(i + 1 < count, 1, 0)
-        b_next = tl.load(p_inverse + _square(i_c + i + more, S))
+        if APART:
+            b_t, b_t_low = load_halves(p_inverse, i_c + i, S)
+        else:
+            b_t, b_t_low = triangle(b_next, False, S)
+            b_next = tl.load(p_inverse + _square(i_c + i + more, S))
         p_beta += more * S.C * S.STRIDE_BETA
         b_next_beta = load_beta(p_beta, rows - more * S.C, S)
         b_next_start, b_next_end, next_last = load_factors(p_sums, i_c + i + more, S)
@@ -442,13 +483,13 @@ def _states(
 
 @triton.jit(do_not_specialize=["T", "segments", "run", "chunks"])
 def gated_delta_maps_kernel(
-    p_k, p_v, p_beta, p_inverse, p_sums, p_state, p_maps, p_totals, T, segments, run, chunks,
+    p_k, p_v, p_beta, p_solve, p_sums, p_state, p_maps, p_totals, T, segments, run, chunks,
     k, v, beta, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """P or Δ of one segment, for one tile of columns.
 
-    Δ of the first segment is the state after it, and needs no P. Neither is needed for the last one. p_maps: (B · H,
-    segments, BD, BD). p_totals: (B · H, segments, BD, TILES · BE).
+    Δ of the first segment is the state after it, and needs no P. Neither is needed for the last one. p_maps: Pᵀ (B · H,
+    segments, BD, BD). p_totals: Δᵀ (B · H, segments, TILES · BE, BD).
     """
     TILES: tl.constexpr = S.TILES + S.BD // S.BE
     pid = tl.program_id(0)
@@ -457,51 +498,56 @@ def gated_delta_maps_kernel(
     i_kv, i_x = i_h // (S.H // S.HKV), i_b * S.H + i_h
     if i_p < S.TILES:
         b_s = _given_state(p_state, tl.where(i_s == 0, i_b * S.HKV + i_kv, -1), i_p, S)
-        p_tile = p_totals + tile_offsets(i_x * segments + i_s, i_p, S)
+        p_tile = p_totals + ((i_x * segments + i_s) * S.TILES + i_p) * (S.BE * S.BD)
     else:
         i_d, i_c = tl.arange(0, S.BD), (i_p - S.TILES) * S.BE + tl.arange(0, S.BE)
         b_s = tl.where(i_d[:, None] == i_c[None, :], 1.0, zeros(S.BD, S.BE))
-        p_tile = p_maps + (i_x * segments + i_s) * (S.BD * S.BD) + i_d[:, None] * S.BD + i_c[None, :]
+        p_tile = p_maps + (i_x * segments + i_s) * (S.BD * S.BD) + (i_p - S.TILES) * (S.BE * S.BD)
     needed = (i_s < segments - 1) & ((i_p < S.TILES) | (i_s > 0))
     values = (i_p < S.TILES).to(tl.int32)
     i_c = (i_b * S.HKV + i_kv) * chunks + i_s * run
     b_s = _states(
-        b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x, i_s * run * S.C, i_c,
-        tl.where(needed, run, 0), values, k, v, beta, S, False, STAGES
+        b_s, p_k, p_v, p_beta, p_solve, p_sums, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x, i_s * run * S.C, i_c,
+        tl.where(needed, run, 0), values, k, v, beta, S, False, S.APART, STAGES
     )  # fmt: skip
-    tl.store(p_tile, b_s)
+    tl.store(p_tile + total_offsets(0, 0, S), b_s)
 
 
 @triton.jit(do_not_specialize=["segments"])
-def gated_delta_scan_kernel(p_maps, p_totals, segments, S: tl.constexpr, BACK: tl.constexpr):
+def gated_delta_scan_kernel(p_maps, p_totals, segments, S: tl.constexpr, BACK: tl.constexpr, STAGES: tl.constexpr):
     """The state after each segment but the last, in place of its Δ; BACK: gradients of the states before each segment
     but the first.
     """
     D: tl.constexpr = S.BD
     N: tl.constexpr = min(S.BD, 128)
-    COLUMNS: tl.constexpr = S.BE * S.TILES
+    SIZE: tl.constexpr = S.BE * S.TILES * D
     i_x, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_d, i_c = tl.arange(0, N), i_e * SCAN_WIDTH + tl.arange(0, SCAN_WIDTH)
-    i_tile, i_map = i_d[:, None] * COLUMNS + i_c[None, :], i_d[:, None] * S.BD + i_d[None, :]
+    i_tile, i_map = i_d[:, None] + i_c[None, :] * D, i_d[:, None] * D + i_d[None, :]
     step = -1 if BACK else 1
-    for i in range(1, segments - 1):
-        i_s = i_x * segments + (segments - 1 - i if BACK else i)
-        p_map, p_own = p_maps + i_s * (D * D), p_totals + i_s * (D * COLUMNS)
-        p_last = p_own - step * (D * COLUMNS)
+    i_first = i_x * segments + (segments - 1 if BACK else 0)
+    b_last = tl.load(p_totals + i_first * SIZE + i_tile)
+    for i in tl.range(1, segments - 1, num_stages=STAGES):
+        i_s = i_first + step * i
+        p_map, p_own = p_maps + i_s * (D * D), p_totals + i_s * SIZE
         for row in tl.static_range(0, D, N):
-            b_s = tl.load(p_own + row * COLUMNS + i_tile)
+            b_s = tl.load(p_own + row + i_tile)
             for column in tl.static_range(0, D, N):
-                b_last = tl.load(p_last + column * COLUMNS + i_tile)
+                if D > N:
+                    b_last = tl.load(p_own - step * SIZE + column + i_tile)
                 if BACK:
-                    b_map = tl.trans(tl.load(p_map + column * D + row + i_map))
-                else:
                     b_map = tl.load(p_map + row * D + column + i_map)
+                else:
+                    b_map = tl.trans(tl.load(p_map + column * D + row + i_map))
                 if S.PRECISION == "ieee":
                     b_s += product(b_map, b_last, "ieee")
                 else:
                     b_s = tl.dot(b_map, b_last, b_s, input_precision="tf32x3")
-            tl.store(p_own + row * COLUMNS + i_tile, b_s)
-        tl.debug_barrier()
+            tl.store(p_own + row + i_tile, b_s)
+            if D == N:
+                b_last = b_s
+        if D > N:
+            tl.debug_barrier()
 
 
 @triton.jit
@@ -520,13 +566,13 @@ def _first_state(p_state, p_totals, i_state, i_x, i_s, segments, i_e, BACK: tl.c
     if i_s == (segments - 1 if BACK else 0):
         b_s = _given_state(p_state, i_state, i_e, S)
     else:
-        b_s = tl.load(p_totals + tile_offsets(i_x * segments + (i_s + 1 if BACK else i_s - 1), i_e, S))
+        b_s = tl.load(p_totals + total_offsets(i_x * segments + (i_s + 1 if BACK else i_s - 1), i_e, S))
     return b_s
 
 
 @triton.jit(do_not_specialize=["T", "segments", "run", "chunks", "scale"])
 def gated_delta_forward_kernel(
-    p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_pairs, p_state, p_totals, p_out, p_after,
+    p_q, p_k, p_v, p_beta, p_solve, p_sums, p_pairs, p_state, p_totals, p_out, p_after,
     T, segments, run, chunks, scale, q, k, v, beta, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Outputs of one segment, for one tile of values, and the state after the last segment."""
@@ -552,11 +598,11 @@ def gated_delta_forward_kernel(
         b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
-        b_t, b_t_low = load_inverse(p_inverse, i_y + i, False, S)
+        b_t, b_t_low = load_halves(p_solve, i_y + i, S)
         b_x = dot(b_k, b_s, S)
         b_out = dot(b_q, b_s, S)
         b_u = _writes(b_x, b_v, b_t, b_t_low, b_beta, b_start, S)
-        b_pair, b_pair_low = load_inverse(p_pairs, i_x + i, False, S)
+        b_pair, b_pair_low = load_halves(p_pairs, i_x + i, S)
         b_high, b_low = halves(b_u, S)
         b_out = halves_dot(b_pair, b_pair_low, b_high, b_low, b_out * (b_start * scale)[:, None], S)
         store_rows(p_out, S.H * S.E, rows, b_out, S.E, S.BE, S, i_e)
@@ -585,28 +631,30 @@ def _state_gradients(
     p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k
     p_z += (i_b * T + i_0) * (S.H * S.E) + i_h * S.E
     rows = T - i_0
+    b_next = tl.load(p_inverse + _square(i_c, S))
     for i in tl.range(count, num_stages=STAGES):
         b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
-        b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e)
-        b_t, b_t_low = load_inverse(p_inverse, i_c - i, True, S)
-        b_beta = load_beta(p_beta, rows, S)
-        b_start, b_end, last = load_factors(p_sums, i_c - i, S)
-        b_high, b_low = load_sums(p_sums, i_c - i, S)
         if STORE:
             p_tile = p_states + tile_offsets(i_x - i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
-        b_u = dot(b_k, b_s, S) * b_end[:, None]
+        b_high, b_low = load_sums(p_sums, i_c - i, S)
         b_pair = dot(b_k, tl.trans(b_q), S) * (between(b_high, b_low, True, S) * scale)
         b_pair, b_pair_low = halves(b_pair, S)
+        b_start, b_end, last = load_factors(p_sums, i_c - i, S)
+        b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e)
+        b_u = dot(b_k, b_s, S) * b_end[:, None]
         b_u = halves_dot(b_pair, b_pair_low, b_d.to(S.DOT), None, b_u, S)
         b_s = add_dot(tl.trans(b_q), b_d.to(tl.float32) * (b_start * scale)[:, None], b_s * last, S)
         b_u, b_u_low = halves(b_u, S)
+        b_t, b_t_low = triangle(b_next, True, S)
         b_z = halves_dot(b_t, b_t_low, b_u, b_u_low, zeros(S.C, S.BE), S)
         if STORE:
             store_rows(p_z, S.H * S.E, rows, b_z, S.E, S.BE, S, i_e)
+        b_beta = load_beta(p_beta, rows, S)
         b_z, b_z_low = halves(b_z * -(b_start * b_beta)[:, None], S)
         b_s = dot_halves(tl.trans(b_k), b_z, b_z_low, b_s, S)
+        b_next = tl.load(p_inverse + _square(i_c - tl.minimum(i + 1, count - 1), S))
         p_q -= S.C * S.STRIDE_Q
         p_k -= S.C * S.STRIDE_K
         p_d_out -= S.C * S.STRIDE_D
@@ -638,7 +686,7 @@ def gated_delta_backward_states_kernel(
         i_u = (i_b * T + i_first * S.C) * S.STRIDE_U + i_h * (S.STRIDE_U // S.H)
         _states(
             b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u + i_u, T, i_b, i_kv, i_e,
-            i_x * chunks + i_first, i_first * S.C, i_y * chunks + i_first, count, 1, k, v, beta, S, True, STAGES
+            i_x * chunks + i_first, i_first * S.C, i_y * chunks + i_first, count, 1, k, v, beta, S, True, False, STAGES
         )  # fmt: skip
     else:
         i_last = i_first + count - 1
@@ -655,7 +703,7 @@ def gated_delta_backward_states_kernel(
             count if STORE else tl.where(i_s > 0, count, 0), q, k, beta, d, S, STORE, STAGES
         )  # fmt: skip
         if not STORE:
-            tl.store(p_d_totals + tile_offsets(i_x * segments + i_s, i_e, S), b_s)
+            tl.store(p_d_totals + total_offsets(i_x * segments + i_s, i_e, S), b_s)
         elif i_s == 0:
             i_tile, m_tile = state_offsets(i_x, i_e, S)
             tl.store(p_d_state + i_tile, b_s, mask=m_tile)
@@ -777,15 +825,16 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> t
     q, k, v, decay, beta, state = _dense(x)
     plan = _DeltaForward.of((q, k, v, decay, beta, state), problem)
     out, after = v.new_empty(plan.out_shape), v.new_empty(plan.state_shape, dtype=torch.float32)
-    saved, pairs = plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
+    saved, work = plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
     inverse, sums, maps, totals = plan.pointers(plan.saved, saved)
-    (pairs,) = plan.pointers(plan.workspace, pairs)
+    solve, pairs = plan.pointers(plan.workspace, work)
+    solve = solve if plan.sizes.APART else inverse
     with on_device(q):
-        plan.inverse(q, k, decay, beta, inverse, sums, pairs)
+        plan.inverse(q, k, decay, beta, inverse, sums, solve, pairs)
         if plan.segments > 1:
-            plan.maps(k, v, beta, inverse, sums, state, maps, totals)
+            plan.maps(k, v, beta, solve, sums, state, maps, totals)
             plan.scan(maps, totals)
-        plan.read(q, k, v, beta, inverse, sums, pairs, state, totals, out, after)
+        plan.read(q, k, v, beta, solve, sums, pairs, state, totals, out, after)
     return out, after, saved
 
 
@@ -848,7 +897,8 @@ class _DeltaPlan(Plan):
         gated, scaled = self.tensors["decay"] is not None, self.tensors["beta"] is not None
         dot = tl.bfloat16 if self.bf16 else tl.float32
         full = self.T % C == 0
-        self.sizes = DeltaSizes(self.H, Hkv, D, E, BD, BE, tiles, C, gated, scaled, dot, PRECISION[q[2]], full)
+        sizes = self.H, Hkv, D, E, BD, BE, tiles, C, gated, scaled, dot, PRECISION[q[2]], full
+        self.sizes = DeltaSizes(*sizes, APART=self.bf16 and BD <= 128)
         self.chunks = -(-self.T // C)
         # As many segments as fill the device, but none of fewer than four chunks.
         segments = max(1, min(_processors(device) // (self.B * self.H * tiles), self.chunks // 4))
@@ -867,7 +917,8 @@ class _DeltaPlan(Plan):
         return self.launch(kernel, (programs,), (*scalars, *strides.values()), constants)
 
     def scan_launch(self, *, back: bool) -> Launch:
-        constants = {"S": self.sizes, "BACK": back, "num_warps": 8}
+        # A wider P is in blocks, and a step loads what the one before stored: nothing may be loaded ahead.
+        constants = {"S": self.sizes, "BACK": back, "STAGES": 2 if self.sizes.BD <= 128 else 1, "num_warps": 8}
         grid = self.B * self.H, self.sizes.TILES * self.sizes.BE // SCAN_WIDTH.value
         return self.launch(gated_delta_scan_kernel, grid, (self.segments,), constants)
 
@@ -880,8 +931,10 @@ class _DeltaForward(_DeltaPlan):
     def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
         super().__init__(device, key, problem)
         S, X = self.sizes, self.B * self.H
-        warps, stages = (4, 3) if self.bf16 and S.BD <= 128 else (4, 2) if self.bf16 else (4, 1)
-        self.workspace = Workspace((X * self.chunks * S.C * S.C, torch.bfloat16 if self.bf16 else torch.float32))
+        warps, stages = 4, 2 if self.bf16 else 1
+        kind = torch.bfloat16 if self.bf16 else torch.float32
+        size = self.chunks * S.C * S.C * (2 if S.APART else 1)
+        self.workspace = Workspace((self.B * S.HKV * size if S.APART else 0, kind), (X * size, kind))
         scalars = self.T, self.chunks, self.scale
         # Three programs per multiprocessor are faster than two with all registers they would take.
         options = {"maxnreg": 168} if self.bf16 else {}
@@ -896,6 +949,7 @@ class _DeltaForward(_DeltaPlan):
             self.scan = self.scan_launch(back=False)
         scalars = *self.segmentation, self.scale
         programs = X * S.TILES * self.segments
+        stages = 3 if S.APART else stages
         self.read = self.delta_launch(gated_delta_forward_kernel, programs, scalars, "q k v beta", warps, stages)
 
 
@@ -923,7 +977,7 @@ class _DeltaBackward(_DeltaPlan):
     def states_launch(self, *, states: bool, store: bool) -> Launch:
         """Create a launch that computes gradients of states, and in other programs the states."""
         programs = self.B * self.H * self.sizes.TILES * self.segments
-        warps, stages = (4, 3) if self.bf16 and self.sizes.BD <= 128 else (8, 1) if self.bf16 else (4, 1)
+        warps, stages = (4, 2) if self.bf16 and self.sizes.BD <= 128 else (8, 1) if self.bf16 else (4, 1)
         first = programs if states else 0
         scalars = *self.segmentation, self.scale, first
         return self.delta_launch(
