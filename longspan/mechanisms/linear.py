@@ -46,7 +46,7 @@ from longspan.protocol import FeatureMap, Mechanism, Rotation, State
 from longspan.utils import choose
 
 # Features of queries per span of tokens on a CPU, where tensors that leave the cache cost page faults as well; a span
-# is a multiple of MIN_SPAN tokens. More spans than MAX_SAVED are recomputed in the backward pass.
+# is a multiple of MIN_SPAN tokens. All but the last MAX_SAVED spans are recomputed in the backward pass.
 MAX_FEATURES, MIN_SPAN, MAX_SAVED = 1 << 20, 512, 32
 
 
@@ -370,11 +370,11 @@ class LinearAttention(Mechanism):
         span = self._span(q)
         if q.shape[1] <= span:
             return self._extend_features(state, q, k, v, lengths)
-        recomputed = torch.is_grad_enabled() and q.shape[1] > MAX_SAVED * span
+        recomputed = -(-q.shape[1] // span) - MAX_SAVED if torch.is_grad_enabled() else 0
         outs, after = [], state
         for i, piece in enumerate(zip(*(x.split(span, 1) for x in (q, k, v)), strict=True)):
             inputs = after, *piece, None if lengths is None else (lengths - i * span).clamp(0, span)
-            if recomputed:
+            if i < recomputed:
                 out, after = checkpoint(self._extend_span, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 out, after = self._extend_span(*inputs)
