@@ -859,7 +859,8 @@ LinearizeRun._gradients = signalled
 def flags(given):
     words = {"model": given.model, "data": given.data[0], "out": given.out, "mechanism": json.dumps(given.mechanism)}
     names = ("transfer_steps", "distill_steps", "long_steps", "context", "long_context", "batch_size", "eval_tokens")
-    words |= {n: getattr(given, n) for n in (*names, "held_out", "report", "device", "train", "memory_gb")}
+    names += ("held_out", "report", "device", "train", "memory_gb", "keep", "sampled_tokens")
+    words |= {n: getattr(given, n) for n in names}
     return ["linearize", *(str(word) for n, x in words.items() for word in (f"--{n.replace('_', '-')}", x))]
 
 
@@ -870,8 +871,8 @@ def assert_same_weights(found, expected):
 
 
 def test_several_processes(teacher, text, tmp_path):
-    """Weights sharded over two processes are those of one process."""
-    changes = {"batch_size": 4, "transfer_steps": 2, "distill_steps": 2}
+    """Weights sharded over two processes are those of one process, with the text that the teacher wrote."""
+    changes = {"batch_size": 4, "transfer_steps": 2, "distill_steps": 2, "keep": 1, "sampled_tokens": 480}
     expected = run(teacher, text, tmp_path / "one", **changes)
     done = ranks(2, flags(settings(teacher, text, tmp_path / "two", **changes)), tmp_path / "log")
     assert [result.status for result in done] == [0, 0], done
@@ -884,6 +885,8 @@ def test_several_processes(teacher, text, tmp_path):
         for name in {"transfer_loss", "divergence", "text_loss", "eval_loss"} & set(theirs):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
     assert_same_weights(tmp_path / "two", tmp_path / "one")
+    results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")]
+    assert results[0]["kept_layers"] == results[1]["kept_layers"]
     assert json.loads((tmp_path / "two" / "run.json").read_text())["processes"] == 2
     assert "perplexity" in (tmp_path / "two" / "report.html").read_text()
 
