@@ -203,6 +203,7 @@ PLOTS: dict[str, tuple[Callable[[], Data], Callable[[Data, Figure], None]]] = {
     "decode-h200": (decode_speeds, draw_speeds),
     "linearize-h200": (position_losses, draw_losses),
     "serve-cpu": (lambda: loads("cpu-serve"), draw_loads),
+    "serve-h200": (lambda: loads("h200-serve"), draw_loads),
     "sweep-cpu": (causal_sweep, sweep_report.draw_panels),
 }
 

@@ -88,8 +88,8 @@ def table(name: str, results: Path) -> TextTable:
     """Return one of `TABLES`, generated from the results in a folder."""
     if choose("table", name, TABLES) == "ratios":
         return _ratios(results)
-    if name == "serve-streams":
-        return _streams(results)
+    if name in _STREAMS:
+        return _streams(_content(results, _STREAMS[name]))
     if name in _JSONL:
         read, make = _JSONL[name]
         return make(read(results / f"{name}.jsonl"))
@@ -130,9 +130,8 @@ def _content(results: Path, file: str) -> dict[str, Any]:
     return content
 
 
-def _streams(results: Path) -> TextTable:
-    """The first token of a cached prompt, and speculation."""
-    found = _content(results, "cpu-serve-streams")
+def _streams(found: dict[str, Any]) -> TextTable:
+    """The first token of a cached prompt, speculation and int8 weights."""
     prefix, rows = found["prefix"], []
     prompt = f"first token of {prefix['prompt_tokens']:,} tokens, ms"
     rows.append([f"{prompt}: read, cached", f"{prefix['cold_ms']:,.0f}", f"{prefix['hit_ms']:,.0f}"])
@@ -140,6 +139,11 @@ def _streams(results: Path) -> TextTable:
         speeds = (x["plain_tokens_per_second"], x["tokens_per_second"])
         name = f"tokens/s, {x['text']}: without, with speculation ({x['ratio']:.2f}×)"
         rows.append([name, *(f"{speed:,.0f}" for speed in speeds)])
+    if found.get("quantization"):
+        x = found["quantization"]
+        loss = 100 * (x["quantized_bits_per_token"] / x["bits_per_token"] - 1)
+        name = f"tokens/s, own text: float32, int8 weights ({x['ratio']:.2f}×, {loss:+.2f} % bits)"
+        rows.append([name, *(f"{x[key]:,.0f}" for key in ("plain_tokens_per_second", "tokens_per_second"))])
     return TextTable(["one stream", "", ""], rows)
 
 
@@ -257,6 +261,7 @@ _COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
         _NAME | {"batch × heads × tokens × head dim": _shape} | _TIMES | {"peak memory, MB": _with_ratio("peak_mb")},
     ),
     "cpu-generate": ("cpu-generate", _GENERATION),
+    "h200-serve": ("h200-serve", _LOADS),
     "cpu-serve": ("cpu-serve", _LOADS),
     "cpu-serve-10000": ("cpu-serve-10000", _LOADS),
     "cpu-decode": ("cpu-decode", _NAME | {"batch × prompt": _batch, "ms per token": _with_ratio("token_ms")}),
@@ -268,7 +273,8 @@ _JSONL: dict[str, tuple[Callable[[Path], list[Row]], Callable[[list[Row]], TextT
     "cpu-recall": (recall_results.read, recall_results.table),
     "cpu-sweep": (read, sweep_report.summary_table),
 }
-TABLES = ("ratios", *_COLUMNS, *_JSONL, "serve-streams")
+_STREAMS = {"serve-streams": "cpu-serve-streams", "h200-serve-streams": "h200-serve"}
+TABLES = ("ratios", *_COLUMNS, *_JSONL, *_STREAMS)
 SENTENCES: dict[str, Callable[[Path], str]] = {"compile": _compile_modes}
 
 

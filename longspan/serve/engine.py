@@ -48,6 +48,7 @@ _LONGEST = 1 << 31
 _DRAFT_GUESS = 4  # tokens that a draft model guesses at a time
 _READ_TOKENS, _READ_CHUNKS = 1024, 8  # tokens that are read together on a GPU, and short chunks on a CPU
 _READ_BYTES, _MOST_AHEAD = 1 << 30, 64  # bytes of states, and choices, that are read together or ahead of free slots
+_MOST_TURNS = 4096  # clients whose turns are remembered
 _BLOCK_SECONDS, _BLOCK_STEPS = 0.008, 32  # steps on a GPU are launched in blocks of about this time
 _BLOCK_SECONDS_PER_STREAM = 0.00006  # with many streams: the host takes less time for the tokens of a block than this
 _STEPS_PER_CHUNK = 4  # steps in a block for each chunk that is read before it
@@ -250,6 +251,7 @@ class Engine:
         self._number = count()
         self._free = list(range(slots))[::-1]
         self._ahead: list[_Choice] = []  # admitted, and without a slot
+        self._turns: dict[str, int] = {}  # when a client got a slot last
         self._reading: deque[_Job] = deque()
         self._starting: list[_Choice] = []
         self._running: dict[int, _Choice] = {}
@@ -495,15 +497,17 @@ class Engine:
             yield choice
 
     def _place(self) -> None:
-        """Give free slots to choices whose prompts have been read, in the order of their admission."""
-        if not self._free or not self._ahead:
-            return
-        for choice in [choice for choice in self._ahead if choice.job.reading.done][: len(self._free)]:
+        """Give free slots to choices whose prompts have been read; clients take turns here too."""
+        while self._free and (ready := [choice for choice in self._ahead if choice.job.reading.done]):
+            choice = min(ready, key=lambda choice: self._turns.get(choice.job.request.client, -1))
+            self._turns[choice.job.request.client] = next(self._number)
             self._ahead.remove(choice)
             with self._wake:
                 choice.row = self._free.pop()
                 self._num_waiting -= 1
             self._start(choice)
+        if len(self._turns) > _MOST_TURNS:
+            self._turns.clear()
 
     def _begin(self, job: _Job) -> None:
         """Set the state that a prompt is read from: empty, from the cache, or that of a session."""
@@ -557,14 +561,16 @@ class Engine:
     def _next_jobs(self) -> list[_Job]:
         """Return the first prompt of the queue, and others whose next chunk can be read with its.
 
-        As long as no slot is free, the last chunks of prompts wait until as many can be read as fit into one call.
+        The last chunks of prompts wait until as many can be read as fit into one call, if their client has other
+        prompts that have been read and wait for a slot.
         """
         found: dict[ChunkShape, list[_Job]] = {}
+        served = {choice.job.request.client for choice in self._ahead if choice.job.reading.done}
         for job in self._reading:
             found.setdefault(self._shape(job), []).append(job)
         for shape, jobs in found.items():
-            full, last = len(jobs) >= self._reader.rows(shape), all(self._left(job) <= self.chunk for job in jobs)
-            if full or self._free or not last:
+            can_wait = all(self._left(job) <= self.chunk and job.request.client in served for job in jobs)
+            if not can_wait or len(jobs) >= self._reader.rows(shape):
                 return jobs[: self._reader.number(len(jobs), shape)]
         return []
 

@@ -289,7 +289,8 @@ def test_prompts_are_read_together_ahead_of_free_slots(model):
         for stream in streams:
             next(stream)
         before = engine.stats().chunks
-        waiting = [engine.submit(Request(prompt, 5, seed=3, logprobs=1)) for prompt in prompts]
+        with engine._wake:  # so that they come at once
+            waiting = [engine.submit(Request(prompt, 5, seed=3, logprobs=1)) for prompt in prompts]
         while engine.stats().chunks < before + 8:
             time.sleep(0.01)
         assert engine.stats().waiting == 8
@@ -298,6 +299,18 @@ def test_prompts_are_read_together_ahead_of_free_slots(model):
         assert [answers(stream.result()) for stream in waiting] == expected
         assert engine.stats().chunks == before + 8
         assert engine._reader._agree[8, (32, True)]
+
+
+def test_a_client_does_not_wait_for_prompts_that_were_read_ahead(model):
+    with Engine(model, slots=4, chunk=64, cache_bytes=0) as engine:
+        with engine._wake:
+            many = [engine.submit(Request(bytes(range(i, 2 * i + 20)), 30, client="a")) for i in range(28)]
+        next(many[0])
+        engine.submit(Request(b"one", 1, client="b")).result()
+        before = engine.stats().finished["length"]
+        for stream in many:
+            stream.cancel()
+    assert before <= 13
 
 
 def test_chunks_that_differ_together_are_read_alone(model):
