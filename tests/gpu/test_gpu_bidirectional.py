@@ -148,9 +148,8 @@ def test_gradients_are_taken_once(direct: bool) -> None:
     if direct:
         out = bidirectional_linear(q, k, v, feature_map="elu")
     else:
-        out = torch.ops.longspan.bidirectional_linear(q, k, v, None, None, None, None, "elu", "query", "bidirectional")[
-            0
-        ]
+        settings = "elu", "query", "bidirectional", 0.0
+        out = torch.ops.longspan.bidirectional_linear(q, k, v, None, None, None, None, *settings)[0]
     (d_q,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=r"gradients of gradients .* longspan\.ops\.\*\.reference"):
         (d_q.square().sum() + q.sum()).backward()

@@ -12,6 +12,8 @@ from longspan.train.float8 import convert_to_float8_training, why_not_float8
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # PyTorch 2.11 warns of autograd functions that it traces, and of norms that it compiles without its own kernel.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:Mismatch dtype between input and weight"),
 ]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+pytest.importorskip("tyro")
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
