@@ -50,6 +50,7 @@ BFLOAT16 += [
     Case(B=2, H=2, Hkv=1, feature_map="favor", num_features=70, mask=True, exact=True, epsilon=1e-2),
     Case(packed=PACKED, H=1, Hkv=1, feature_map="favor", num_features=19, exact=True, epsilon=1e-4),
     Case(B=1, H=1, Hkv=1, feature_map="favor", num_features=19, size=3, epsilon=1e-4),
+    Case(B=1, H=1, Hkv=1, D=16, feature_map="favor", num_features=19, size=3, epsilon=1e-2),
     Case(B=1, H=1, Hkv=1, **TILED, num_features=70, size=3),
 ]
 

@@ -9,9 +9,10 @@ Backward, Δ_i = d_i · out_i is computed from the result and what rounding took
 Σ_m p_im dφ(q_i)_m, which would be 0 without rounding, to the Δ that gradients of the sums are computed with.
 
 An epsilon ε is added to the features of keys relative to C, the largest w·k of all keys and features, and to those of
-queries relative to their own largest w·q. c_m is of w·k alone then. The sums are brought to the scale C, and ε Σ_j v_j
-and ε times the number of keys added to every row; a query's result is that of its exponentials plus ε times the sum of
-all rows.
+queries relative to their own largest w·q. c_m is of w·k alone then. The sums are brought to the scale C; a query's
+result is that of its exponentials plus ε times the sum of all rows, and ε Σ_m φ(q)_m times Σ_j v_j and the number of
+keys. These are apart from the sums, whose differences between features would be lost beside them: the gradient of a
+query is made of those differences alone where the epsilon is most of a feature.
 """
 
 from __future__ import annotations
@@ -134,12 +135,21 @@ def load_sums(p_x, i_x, i_f, S: tl.constexpr):
 
 
 @triton.jit
-def query_gradients(b_l, b_d, b_scale, b_delta, p_kv, p_z, p_c, i_x, i_f, S: tl.constexpr):
-    """Normalized exponentials p (C, TILE) from logits, and dφ(q) den = d · kv − Δ z."""
+def load_values_sum(p_values, i_x, S: tl.constexpr):
+    """ε Σ_j v_j (BE,) over the keys of a head, and ε times their number."""
+    p_values += i_x * (S.BE + 1)
+    return tl.load(p_values + tl.arange(0, S.BE)), tl.load(p_values + S.BE)
+
+
+@triton.jit
+def query_gradients(b_l, b_d, b_scale, b_delta, b_all, p_kv, p_z, p_c, i_x, i_f, S: tl.constexpr):
+    """Normalized exponentials p (C, TILE) from logits, and dφ(q) den = d · kv − Δ z, plus `all` with an epsilon."""
     b_kv, b_kv_low = load_sums(p_kv, i_x, i_f, S)
     b_z, b_c = load_scales(p_z, p_c, i_x, i_f, S)
     b_g = tl.dot(b_d, tl.trans(b_kv), -b_delta[:, None] * b_z[None, :])
     b_g = tl.dot(b_d, tl.trans(b_kv_low), b_g)
+    if S.EPSILON > 0:
+        b_g = tl.where((i_f < S.M)[None, :], b_g + b_all[:, None], 0.0)
     return exp2(b_l + b_c[None, :] - b_scale[:, None]), b_g
 
 
@@ -205,9 +215,12 @@ def linear_favor_bidirectional_forward_sums_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "length"])
 def linear_favor_bidirectional_forward_epsilon_kernel(
-    p_total, p_offsets, p_kv, p_z, p_c, p_top, tokens, length, S: tl.constexpr
+    p_total, p_offsets, p_kv, p_z, p_c, p_top, p_values, tokens, length, S: tl.constexpr
 ):
-    """Bring some rows of one head's sums to the scale C, add the epsilon, and write C to p_top (sequences · Hkv)."""
+    """Bring some rows of one head's sums to the scale C, and write C to p_top (sequences · Hkv).
+
+    p_values: (sequences · Hkv, BE + 1) gets ε Σ_j v_j and ε times the number of keys.
+    """
     i_x = tl.program_id(0).to(tl.int64)
     i_n, i_h = i_x // S.HKV, i_x % S.HKV
     i_m, i_e = tl.program_id(1) * S.C + tl.arange(0, S.C), tl.arange(0, S.BE)
@@ -226,18 +239,18 @@ def linear_favor_bidirectional_forward_epsilon_kernel(
         p_total += S.HKV * (S.BE + 1)
     m_m = i_m < S.M
     b_factor = tl.where(m_m, exp2(tl.load(p_c + i_x * S.BM + i_m, mask=m_m, other=FLOOR) - top), 0.0)
-    b_epsilon = tl.where(m_m, S.EPSILON, 0.0)
-    b_kv = load_sum_rows(p_kv, i_x * S.BM + i_m, S) * b_factor[:, None] + b_epsilon[:, None] * b_total[None, :]
-    store_sums(p_kv, i_x * S.BM + i_m, b_kv, S)
+    store_sums(p_kv, i_x * S.BM + i_m, load_sum_rows(p_kv, i_x * S.BM + i_m, S) * b_factor[:, None], S)
     p_z += i_x * S.BM + i_m
-    tl.store(p_z, tl.load(p_z) * b_factor + b_epsilon * count)
+    tl.store(p_z, tl.load(p_z) * b_factor)
     if tl.program_id(1) == 0:
         tl.store(p_top + i_x, top)
+        tl.store(p_values + i_x * (S.BE + 1) + i_e, S.EPSILON * b_total)
+        tl.store(p_values + i_x * (S.BE + 1) + S.BE, S.EPSILON * count)
 
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
 def linear_favor_bidirectional_forward_kernel(
-    p_high, p_low, p_flag, p_q, p_offsets, p_kv, p_z, p_c, p_out, p_residual, p_scale, p_floor,
+    p_high, p_low, p_flag, p_q, p_offsets, p_kv, p_z, p_c, p_values, p_out, p_residual, p_scale, p_floor,
     tokens, length, sequences, q, S: tl.constexpr
 ):  # fmt: skip
     """One chunk of one head's queries.
@@ -259,6 +272,7 @@ def linear_favor_bidirectional_forward_kernel(
     b_out = zeros(S.C, S.BE)
     b_rows = zeros(S.BE)
     mass = 0.0
+    b_mass = zeros(S.C)
     for i_m in range(0, S.BM, S.TILE):
         i_f = i_m + tl.arange(0, S.TILE)
         b_high = load_projection(p_high, i_f, S)
@@ -275,12 +289,15 @@ def linear_favor_bidirectional_forward_kernel(
             b_out = tl.dot(b_f.to(tl.bfloat16), b_kv_low, b_out)
             b_rows += tl.sum(b_kv.to(tl.float32) + b_kv_low.to(tl.float32), 0)
             mass += tl.sum(b_z)
+            b_mass = b_mass * b_decay + tl.sum(b_f, 1)
     if S.EPSILON > 0:
         b_half = half_norm(b_q, S)
         b_row = exp2(-b_half)
         b_top += b_half
-        b_out = b_out * b_row[:, None] + S.EPSILON * b_rows[None, :]
-        b_den = b_den * b_row + S.EPSILON * mass
+        b_mass = b_mass * b_row + S.EPSILON * S.M
+        b_values, count = load_values_sum(p_values, i_x, S)
+        b_out = b_out * b_row[:, None] + S.EPSILON * b_rows[None, :] + b_mass[:, None] * b_values[None, :]
+        b_den = b_den * b_row + S.EPSILON * mass + b_mass * count
         tl.store(p_floor + i_row + i_t * S.H, S.EPSILON * inverse(b_den), mask=m_t)
     b_out *= inverse(b_den)[:, None]
     m_none = b_den < ZERO_NORMALIZER
@@ -293,8 +310,8 @@ def linear_favor_bidirectional_forward_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
 def linear_favor_bidirectional_backward_queries_kernel(
-    p_high, p_low, p_flag, p_q, p_out, p_residual, p_d_out, p_offsets, p_kv, p_z, p_c, p_scale, p_floor, p_d_q,
-    p_delta, tokens, length, sequences, q, d_out, S: tl.constexpr
+    p_high, p_low, p_flag, p_q, p_out, p_residual, p_d_out, p_offsets, p_kv, p_z, p_c, p_values, p_scale, p_floor,
+    p_d_q, p_delta, tokens, length, sequences, q, d_out, S: tl.constexpr
 ):  # fmt: skip
     """dq and Δ (B, T, H) of one chunk of one head's queries."""
     i_h, _, _, i_n, i_b, i_0, rows = block_index(p_offsets, None, tokens, length, sequences, S.H, 1, S)
@@ -313,14 +330,18 @@ def linear_favor_bidirectional_backward_queries_kernel(
     flag = tl.load(p_flag)
     b_total = zeros(S.C)
     b_rest = zeros(S.C)
+    b_all = zeros(S.C)
     if S.EPSILON > 0:
+        b_values, count = load_values_sum(p_values, i_x, S)
+        b_all = tl.sum(b_d.to(tl.float32) * b_values[None, :], 1) - b_delta * count
         b_floor = tl.load(p_floor + i_row + i_t * S.H, mask=m_t, other=0.0)
         # Nearly everything cancels where the epsilon is most of a feature: Δ has to be that of the sums.
         for i_m in range(0, S.BM, S.TILE):
             i_f = i_m + tl.arange(0, S.TILE)
             b_p = logits(project(b_q, load_projection(p_high, i_f, S), p_low, flag, i_f, S), S)
-            b_p, b_g = query_gradients(b_p, b_d, b_scale, b_delta, p_kv, p_z, p_c, i_x, i_f, S)
+            b_p, b_g = query_gradients(b_p, b_d, b_scale, b_delta, b_all, p_kv, p_z, p_c, i_x, i_f, S)
             b_rest += tl.sum(b_g * (b_p + b_floor[:, None]), 1)
+        b_all -= b_rest * count
         b_delta += b_rest
         b_rest = zeros(S.C)
     b_d_q = zeros(S.C, S.BD)
@@ -328,7 +349,7 @@ def linear_favor_bidirectional_backward_queries_kernel(
         i_f = i_m + tl.arange(0, S.TILE)
         b_high = load_projection(p_high, i_f, S)
         b_p = logits(project(b_q, b_high, p_low, flag, i_f, S), S)
-        b_p, b_g = query_gradients(b_p, b_d, b_scale, b_delta, p_kv, p_z, p_c, i_x, i_f, S)
+        b_p, b_g = query_gradients(b_p, b_d, b_scale, b_delta, b_all, p_kv, p_z, p_c, i_x, i_f, S)
         if S.EPSILON > 0:
             b_rest += tl.sum(b_g, 1) * b_floor
         b_g *= b_p
@@ -359,6 +380,8 @@ def linear_favor_bidirectional_backward_sums_kernel(
     _, b_c = load_scales(p_c, p_c, i_x, i_f, S)
     b_d_kv = zeros(S.TILE, S.BE)
     b_d_z = zeros(S.TILE)
+    b_values = zeros(S.BE)
+    rest = 0.0
     for _ in range(tl.cdiv(tl.minimum(rows, length), S.C)):
         m_t = i_t < rows
         b_q = load_block(p_q, q.t, m_t, S.D, S.C, S.BD)
@@ -368,8 +391,10 @@ def linear_favor_bidirectional_backward_sums_kernel(
         b_p = logits(project_transposed(b_q, b_high, p_low, flag, i_f, S), S) + b_c[:, None]
         b_p = exp2(b_p - b_scale[None, :])
         if S.EPSILON > 0:
+            # Apart from the exponentials, which would be rounded with it.
             b_floor = tl.load(p_floor + i_row + i_t * S.H, mask=m_t, other=0.0)
-            b_p = tl.where((i_f < S.M)[:, None], b_p + b_floor[None, :], 0.0)
+            b_values += tl.sum(b_floor[:, None] * b_d.to(tl.float32), 0)
+            rest -= tl.sum(b_floor * b_delta)
         b_p = b_p.to(tl.bfloat16)
         b_d_kv = tl.dot(b_p, b_d, b_d_kv)
         # Rounded as in d_kv: the two cancel in the gradients of keys.
@@ -378,6 +403,10 @@ def linear_favor_bidirectional_backward_sums_kernel(
         p_d_out += S.C * d_out.t
         i_row += S.C * S.H
         rows -= S.C
+    if S.EPSILON > 0:
+        m_f = i_f < S.M
+        b_d_kv += tl.where(m_f[:, None], b_values[None, :], 0.0)
+        b_d_z += tl.where(m_f, rest, 0.0)
     store_part(p_d_kv, p_d_z, i_s.to(tl.int64) * S.H + i_h, i_f, b_d_kv, b_d_z, S)
 
 
@@ -434,15 +463,15 @@ def forward(x: BidirectionalInputs, problem: BidirectionalProblem, *, zeroed: bo
     q, k, v, weight, key_mask, offsets, key_offsets = tensors
     plan = _TiledForward.of(tensors, problem)
     out, saved, work = v.new_empty(plan.out_shape), plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
-    *w, scale, kv, z, c, residual, floor, top = plan.pointers(plan.saved, saved)
+    *w, scale, kv, z, c, residual, floor, top, values = plan.pointers(plan.saved, saved)
     parts, parts_z, parts_c, parts_total = plan.pointers(plan.workspace, work)
     with on_device(q):
         plan.weight(weight, *w)
         plan.sums(*w, k, v, key_mask, key_offsets, parts, parts_z, parts_c, parts_total)
         plan.combine(parts, parts_z, parts_c, key_offsets, kv, z, c)
         if plan.epsilon is not None:
-            plan.epsilon(parts_total, key_offsets, kv, z, c, top)
-        plan.read(*w, q, offsets, kv, z, c, out, residual, scale, floor)
+            plan.epsilon(parts_total, key_offsets, kv, z, c, top, values)
+        plan.read(*w, q, offsets, kv, z, c, values, out, residual, scale, floor)
     return out, saved
 
 
@@ -455,10 +484,10 @@ def backward(
     q, k, v, _, key_mask, offsets, key_offsets = tensors
     plan = _TiledBackward.of((*tensors, d_out, out, saved.saved), problem)
     d_q, d_k, d_v, work = new_like(q), new_like(k), new_like(v), plan.workspace.allocate(q)
-    *w, scale, kv, z, c, residual, floor, top = plan.pointers(plan.saved, saved.saved)
+    *w, scale, kv, z, c, residual, floor, top, values = plan.pointers(plan.saved, saved.saved)
     delta, d_kv, d_z, parts, parts_z = plan.pointers(plan.workspace, work)
     with on_device(q):
-        plan.queries(*w, q, out, residual, d_out, offsets, kv, z, c, scale, floor, d_q, delta)
+        plan.queries(*w, q, out, residual, d_out, offsets, kv, z, c, values, scale, floor, d_q, delta)
         plan.d_sums(*w, q, d_out, offsets, c, scale, floor, delta, parts, parts_z)
         plan.combine(parts, parts_z, offsets, kv, z, d_kv, d_z)
         plan.keys(*w, k, v, key_mask, key_offsets, top if problem.epsilon else c, d_kv, d_z, d_k, d_v)
@@ -572,11 +601,11 @@ class _TiledBackward(_TiledPlan):
 def _saved(rows: int, heads: int, D: int, M: int, E: int, epsilon: float) -> Workspace:
     """The projection as two matrices and the flag; each query's normalizer; the sums as two bfloat16 matrices (BM, BE)
     side by side; z and c (BM,); what rounding takes from the result; with an epsilon, that divided by each query's
-    normalizer, and C.
+    normalizer, C, and epsilon times the sum of values and the number of keys.
     """
     BD, BM, BE = padded(D), feature_block(M), padded(E)
     projection = (BD * BM, torch.bfloat16), (BD * BM, torch.bfloat16), (1, torch.float32)
     vectors = [(heads * BM, torch.float32)] * 2
-    more = [(size if epsilon else 0, torch.float32) for size in (rows, heads)]
+    more = [(size if epsilon else 0, torch.float32) for size in (rows, heads, heads * (BE + 1))]
     sums, residual = (heads * BM * 2 * BE, torch.bfloat16), (rows * E, torch.bfloat16)
     return Workspace(*projection, (rows, torch.float32), sums, *vectors, residual, *more)
