@@ -270,6 +270,7 @@ _COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
 _JSONL: dict[str, tuple[Callable[[Path], list[Row]], Callable[[list[Row]], TextTable]]] = {
     "h200-recipe": (quality.read_results, quality.table),
     "h200-recall": (recall_results.read, recall_results.table),
+    "h200-recall-1200": (recall_results.read, recall_results.table),
     "cpu-recall": (recall_results.read, recall_results.table),
     "cpu-sweep": (read, sweep_report.summary_table),
 }

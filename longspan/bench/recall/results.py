@@ -66,18 +66,29 @@ def best_lr(rows: Iterable[Row]) -> float:
 
 
 # What the runs of a task share that may be compared.
-_RECIPE = [name for name in IDENTITY if name not in ("mechanism", "lr", "seed", "spec")]
+_RECIPE = [name for name in IDENTITY if name not in ("mechanism", "lr", "seed", "spec", "max_seconds")]
 
 
 def _final(rows: Iterable[Row]) -> list[Row]:
-    """The final runs, of each task those with the recipe of its last one."""
-    final = [row for row in rows if row["stage"] == "final" and row["status"] == "ok"]
+    """The final runs, of each task those with the recipe of its last one, and of each mechanism those at its best rate.
+
+    A run that was not finite has no result.
+    """
+    final = [row for row in rows if row["stage"] == "final" and row["status"] == "ok" and row["train_loss"] is not None]
     last = {row["task"]: row for row in final}
-    return [row for row in final if all(row.get(name) == last[row["task"]].get(name) for name in _RECIPE)]
+    final = [row for row in final if all(row.get(name) == last[row["task"]].get(name) for name in _RECIPE)]
+    found: dict[tuple[str, str], dict[float, list[Row]]] = {}
+    for row in final:
+        found.setdefault((row["task"], row["mechanism"]), {}).setdefault(row["lr"], []).append(row)
+    return [row for rates in found.values() for row in max(rates.values(), key=_mean_accuracy)]
+
+
+def _mean_accuracy(rows: Sequence[Row]) -> float:
+    return fmean(row["accuracy"] for row in rows)
 
 
 def table(rows: Sequence[Row]) -> TextTable:
-    """Return the mean accuracy of the final runs of each mechanism on each task, all with its last recipe."""
+    """Return the mean accuracy on each task, with its last recipe, of each mechanism at its best learning rate."""
     final = _final(rows)
     tasks = [task for task in RECIPES if any(row["task"] == task for row in final)]
     header, body = ["", "state, numbers"], []
