@@ -972,7 +972,8 @@ class _DeltaBackward(_DeltaPlan):
             self.scan = self.scan_launch(back=True)
         self.states = self.states_launch(states=self.segments == 1, store=True)
         scalars = self.T, self.chunks, self.scale
-        self.read = self.delta_launch(gated_delta_backward_kernel, X * self.chunks, scalars, "q k beta d", 4, 3)
+        stages = 3 if S.BD <= 128 else 1
+        self.read = self.delta_launch(gated_delta_backward_kernel, X * self.chunks, scalars, "q k beta d", 4, stages)
 
     def states_launch(self, *, states: bool, store: bool) -> Launch:
         """Create a launch that computes gradients of states, and in other programs the states."""
