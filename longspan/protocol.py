@@ -294,10 +294,10 @@ class Mechanism(nn.Module, ABC):
     """Attention as a memory: q (B, T, H, D), k (B, S, Hkv, D), v (B, S, Hkv, E) -> (B, T, H, E).
 
     A subclass sets `state_type` and implements `_new_state`, `_attend`, `_extend`, `_write` and `_read`. Where it has
-    faster forms it also overrides `_attend_causal`, `_attend_ragged`, `attend_layer`, `decode_state`, `_decode_step`
-    and `finish_decode`; where it is limited in length, `check_length`; for sequences divided over processes `_defer`,
-    `reach` or `_defer_bidirectional`. Hooks never see a left-padded row, a packed row (but for `_attend_ragged`) or a
-    hidden slot that is not zero.
+    faster forms it also overrides `_attend_causal`, `_attend_ragged`, `attend_layer`, `decode_state`, `_decode_step`,
+    `decode_function` and `finish_decode`; where it is limited in length, `check_length`; for sequences divided over
+    processes `_defer`, `reach` or `_defer_bidirectional`. Hooks never see a left-padded row, a packed row (but for
+    `_attend_ragged`) or a hidden slot that is not zero.
 
     Without gradients `extend`, `write` and `step` may reuse the memory of the state they are given: continue with the
     one they return.
@@ -319,6 +319,12 @@ class Mechanism(nn.Module, ABC):
     num_gates: int = 0
     heads_alike: bool = True
     sums_directions: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # A step of its own makes an inherited `decode_function` wrong.
+        if "_decode_step" in vars(cls) and "decode_function" not in vars(cls):
+            cls.decode_function = Mechanism.decode_function  # type: ignore[method-assign]
 
     def __init__(
         self, num_heads: int, head_dim: int, *, num_kv_heads: int | None = None, value_dim: int | None = None

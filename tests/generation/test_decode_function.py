@@ -7,6 +7,7 @@ from torch import nn
 from longspan import AttentionConfig, LanguageModel, ModelConfig
 from longspan.generation.decode import DecodeLoop
 from longspan.generation.sampling import Sampling, SeededSampler
+from longspan.mechanisms.linear import LinearAttention
 
 LOCAL = {"mechanism": "local", "window": 5}
 RANDOM = {"mechanism": "performer", "num_features": 11}
@@ -85,6 +86,19 @@ def test_is_none_for_several_sequences_and_for_half_precision():
     assert model.decode_function(after_prompt(model)) is not None
     assert model.decode_function(after_prompt(model, batch_size=2)) is None
     assert model.bfloat16().decode_function(after_prompt(model)) is None
+
+
+def test_a_subclass_with_a_step_of_its_own_does_not_inherit_the_function():
+    class Same(LinearAttention):
+        pass
+
+    class Other(LinearAttention):
+        def _decode_step(self, *args):
+            return super()._decode_step(*args)
+
+    state = LinearAttention(2, 5).new_state(1)
+    assert Same(2, 5).decode_function(state, [None]) is not None
+    assert Other(2, 5).decode_function(state, [None]) is None
 
 
 class Doubled(nn.Linear):
