@@ -244,6 +244,7 @@ _COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
         },
     ),
     "generate": ("h200-generate", _GENERATION),
+    "generate-small": ("h200-generate-small", _GENERATION),
     "linearize": (
         "h200-linearize",
         {
@@ -268,6 +269,7 @@ _COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
 }
 # Tables of results that grow: how a file is read, and how its table is made.
 _JSONL: dict[str, tuple[Callable[[Path], list[Row]], Callable[[list[Row]], TextTable]]] = {
+    "h200-quality-90s": (quality.read_results, quality.table),
     "h200-recipe": (quality.read_results, quality.table),
     "h200-recall": (recall_results.read, recall_results.table),
     "h200-recall-1200": (recall_results.read, recall_results.table),
