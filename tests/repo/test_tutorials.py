@@ -52,7 +52,7 @@ def check_linearizing(folder, space):
 def check_serving(folder, space):
     assert space["alone"] == space["together"][3]
     assert len(space["second"].tokens) == 8
-    assert space["stats"].cache.hits == 1
+    assert space["stats"].cache.hits == 2  # a prompt given again, and the beginning of two
     assert (folder / "story.safetensors").stat().st_size > 1000
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from training import arguments, curve, longspan, metrics, ranks, trained, write_corpus
 
 from longspan import AttentionConfig, LanguageModel, ModelConfig
@@ -147,12 +148,14 @@ def test_float8_products_train(corpus: Path, tmp_path: Path, monkeypatch: pytest
     given = {"model.dim": 32, "model.attention.num_heads": 2, "steps": 2, "context": 17, "batch_size": 3}
     given |= {"preset": "tiny", "data": (str(corpus),), "sample_tokens": 0, "eval_tokens": 50}
     losses = []
+    AcceleratorState._reset_state()  # of another precision, in the same process
     for precision in ("bf16", "fp8"):
         settings = resolve({**given, "precision": precision, "out": str(tmp_path / precision)})
         trainer = Trainer(settings, RunLogger(tmp_path / precision), make_accelerator("cpu", precision))
         assert trainer.run()["eval_loss"] > 0
         losses.append([record["loss"] for record in metrics(tmp_path / precision) if "loss" in record])
         assert json.loads((tmp_path / precision / "run.json").read_text())["precision"] == precision
+    AcceleratorState._reset_state()
     assert losses[0] != losses[1]
     np.testing.assert_allclose(losses[0], losses[1], rtol=0.01)
     with pytest.raises(ValueError, match="--precision fp8 is for layers that are trained themselves: use bf16 with"):
