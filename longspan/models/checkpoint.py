@@ -261,11 +261,16 @@ def read_committed(folder: str | os.PathLike[str], read: Callable[[Path], T]) ->
         try:
             found = read(path)
         except (OSError, ValueError):
-            if _identity(path) == before:
+            if _is_committed(folder, path, before):
                 raise
             continue
-        if _identity(path) == before:
+        if _is_committed(folder, path, before):
             return found
+
+
+def _is_committed(folder: Path, path: Path, identity: tuple[int, int] | None) -> bool:
+    """Whether `path` still holds the contents of a folder. Another process may be writing the next ones there."""
+    return committed_folder(folder) == path and _identity(path) == identity
 
 
 def previous_folder(folder: Path) -> Path:

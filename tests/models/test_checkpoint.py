@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from longspan import Mechanism, build_mechanism, register_mechanism
 from longspan import mechanisms as registry
 from longspan.mechanisms.linear import LinearAttention
+from longspan.models import checkpoint
 from longspan.models.checkpoint import CONFIG, TENSORS, committed_folder, load, replace_folder, save
 from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
 from longspan.models.transformer import Classifier, EncoderDecoder, LanguageModel, Transformer
@@ -432,6 +433,18 @@ while True:
     for model in models:
         save(model, sys.argv[1])
 """
+
+
+def test_contents_of_the_next_save_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new folder is found just before it takes the place of the old one, and read when the next save has begun."""
+    folder, new = tmp_path / "model", tmp_path / ".model.new"
+    for path in (folder, new):
+        path.mkdir()
+    (folder / "x").write_text("complete")
+    found = [new]
+    real = checkpoint.committed_folder
+    monkeypatch.setattr(checkpoint, "committed_folder", lambda path: found.pop() if found else real(path))
+    assert checkpoint.read_committed(folder, lambda path: (path / "x").read_text()) == "complete"
 
 
 def test_loading_while_another_process_saves(tmp_path: Path) -> None:
