@@ -367,8 +367,6 @@ def fused_linear(
     Returns:
         One result (B, 1, N) per layer.
     """
-    if x.is_cpu and dispatch.recording is None:
-        return linear_layers(x, layers, norm, activation, residual, shift)
     weights = None if why_not_triton(x) is not None else _layer_weights(x, layers, norm, residual)
     if weights is None:
         return linear_layers(x, layers, norm, activation, residual, shift)
