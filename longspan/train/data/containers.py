@@ -278,7 +278,7 @@ def _tar_members(entry: Entry) -> Iterator[tuple[str, Any]]:
         with tarfile.open(fileobj=entry.stream, mode="r|") as archive:
             for info in archive:
                 opened = archive.extractfile(info) if info.isreg() else None
-                if opened is not None:  # No budget: the reader of a compressed archive already limits its size.
+                if opened is not None:  # The size of a compressed archive is limited by its reader.
                     name = f"{entry.name}!/{info.name}"
                     yield info.name, io.BufferedReader(_LimitedReader(opened, name, None, info.size), CHUNK)
     except tarfile.TarError as error:
