@@ -116,7 +116,7 @@ def test_a_step_in_bfloat16(name: str, rows: int, monkeypatch: pytest.MonkeyPatc
                 monkeypatch.setattr(module, "why_not_triton", lambda *_, **__: "disabled")
         given = tokens.to(next(one.parameters()).device)
         state = stream(one, prefill(one, given[:, :7], max_tokens=6))._loop._state
-        with torch.no_grad():
+        with torch.inference_mode():
             logits[how] = []
             for i in range(7, 13):
                 out, state = one.decode_step(given[:, i], state)
