@@ -949,6 +949,7 @@ class _DeltaForward(_DeltaPlan):
             self.scan = self.scan_launch(back=False)
         scalars = *self.segmentation, self.scale
         programs = X * S.TILES * self.segments
+        stages = 3 if S.APART else stages
         self.read = self.delta_launch(gated_delta_forward_kernel, programs, scalars, "q k v beta", warps, stages)
 
 
