@@ -67,6 +67,7 @@ RECIPES: dict[str, Settings] = {
     "fp32-residual": {"model.residual_in_fp32": True},
     "fp8": {"precision": "fp8"},
 }
+NUM_FEATURES = (64, 128, 192, 256, 320)  # of the candidates that are performers
 # The outputs of Gated DeltaNet and Kimi Linear. Their convolution is left out: the presets shift tokens already.
 _GATED_LAYER = {"out_norm": True, "out_gate": "silu"}
 _PLAIN_LAYER = {"out_norm": False, "out_gate": "none"}
@@ -78,6 +79,7 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
     Names with "+" divide the heads of every layer, names with "/" the layers; "head" and "channel" are gates. Gated
     DeltaNet and Samba alternate memories with windows, Kimi Linear and Jamba have a softmax layer after several
     memories. Gated memories have a normalized, gated output, as "gated" ones do, and "conv" a convolution on q, k, v.
+    The number of a performer is that of its features.
 
     Args:
         num_heads: Heads of a layer.
@@ -94,6 +96,10 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
     return {
         "softmax": {"mechanism": "softmax", **_attention(_PLAIN_LAYER)},
         "softmax-gated": {"mechanism": "softmax", **_attention(_GATED_LAYER)},
+        **{
+            f"performer-{number}": model({"mechanism": "performer", "num_features": number}, **_GATED_LAYER)
+            for number in NUM_FEATURES
+        },
         "local+linear": {"mechanism": "split", **_attention(_PLAIN_LAYER)},
         "local+linear-gated": {"mechanism": "split", **_attention(_GATED_LAYER)},
         "local+delta-head": model(half_local(num_heads, window, delta), **_GATED_LAYER),
