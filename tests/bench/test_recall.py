@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -103,6 +104,29 @@ def test_training_ends_when_solved_or_after_its_time(monkeypatch: pytest.MonkeyP
     assert (found["stopped"], found["steps"]) == ("time", 3), "before the deadline of all runs"
     found = result_of(replace(run_, seconds=100), train, score)
     assert (found["stopped"], found["steps"]) == ("steps", 4)
+
+
+def test_a_step_that_is_not_finite_ends_training_and_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "BLOCK", 3)
+    run_, train, score = small()
+    trained = training._Training(run_, train, CPU, math.inf)
+    trained.round()
+    before = [p.clone() for p in trained.model.parameters()]
+    weight = trained.model.get_parameter("transformer.stack.branches.1.layer.to_out.weight")
+    hook = weight.register_hook(lambda grad: grad * math.inf)
+    trained.round()
+    assert all(torch.equal(p, q) for p, q in zip(trained.model.parameters(), before, strict=True)), "weights are kept"
+    trained.round()
+    found = trained.result(score)
+    assert (found["stopped"], found["steps"], found["train_loss"]) == ("not finite", 1, None)
+    assert found["not_finite"] == (
+        "step 2, 32 tokens: 1 gradients, the first of them that of transformer.stack.branches.1.layer.to_out.weight"
+    )
+    hook.remove()
+    assert trained._explain() == "step 2, 32 tokens: nothing, computed again"
+    with torch.no_grad():
+        weight[0, 0] = math.nan
+    assert trained._explain() == "step 2, 32 tokens: the output of transformer.stack.branches.1.layer.to_out"
 
 
 def test_logits_are_those_of_the_answers() -> None:

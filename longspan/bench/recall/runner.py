@@ -378,4 +378,5 @@ def _line(row: Row) -> str:
     if row["status"] != "ok":
         return printable(head + f"{row['status']}: {row['message']}")
     loss = "–" if row["train_loss"] is None else f"{row['train_loss']:.4f}"
-    return f"{head}{row['accuracy']:.1%}, loss {loss}, {row['steps']} steps ({row['stopped']}), {row['seconds']:.1f} s"
+    stopped = f"not finite: {row['not_finite']}" if row.get("not_finite") else row["stopped"]
+    return f"{head}{row['accuracy']:.1%}, loss {loss}, {row['steps']} steps ({stopped}), {row['seconds']:.1f} s"

@@ -109,6 +109,9 @@ class _Training:
         self._lrs = self._schedule().to(device)
         self._rows = [self._draw(each, run.seed * len(data) + i).to(device) for i, each in enumerate(data)]
         self._index, self._total = torch.zeros(1, dtype=torch.long, device=device), torch.zeros((), device=device)
+        # From the first step that is not finite, `found_inf` is 1 and the optimizer keeps the weights as they are.
+        self._optimizer.found_inf = self._broken = torch.zeros((), device=device)  # type: ignore[attr-defined]
+        self._finite, self._not_finite = torch.zeros((), device=device), ""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._done, self._mean, self._started = 0, math.nan, time.monotonic()
         self._seconds = 0.0
@@ -149,8 +152,10 @@ class _Training:
             loss = _loss(self.model, self.run.recipe, data.select(rows.index_select(0, self._index)[0]))
             self._optimizer.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self._broken.copy_(torch.maximum(self._broken, ~(norm + loss.detach()).isfinite()))
             self._optimizer.step()
+            self._finite.add_(1 - self._broken)
             self._total.add_(loss.detach())
         self._index.add_(1)
 
@@ -159,8 +164,8 @@ class _Training:
         self._mean = float(self._total) / (rounds * len(self._data))
         self._total.zero_()
         self._seconds = time.monotonic() - self._started
-        if not math.isfinite(self._mean):
-            self.ended = "not finite"
+        if self._broken:
+            self.ended, self._mean, self._not_finite = "not finite", math.nan, self._explain()
         elif self._mean < self.run.recipe.solved:
             self.ended = "solved"
         elif self._done == self._rounds:
@@ -174,13 +179,23 @@ class _Training:
         self._rounds = min(len(self._lrs), max(self._done + 1, possible))
         self._lrs[: self._rounds].copy_(self._schedule())
 
+    def _explain(self) -> str:
+        """Say what is not finite: the step is computed again, one module after another."""
+        done = int(self._finite)
+        data, rows = (each[done % len(self._data)] for each in (self._data, self._rows))
+        found = first_not_finite(self.model, self.run.recipe, data.select(rows[done // len(self._data)]))
+        if found is None:
+            found = "nothing, computed again" + ("" if self._graph is None else " without a CUDA graph")
+        return f"step {done + 1}, {data.tokens.shape[1]} tokens: {found}"
+
     def result(self, score: Dataset) -> dict[str, Any]:
         """Return the accuracy of the model, and how it was trained."""
         model = self.model
         return {
             **_score(model, self.run, score),
-            "steps": self._done * len(self._data),
+            "steps": int(self._finite),
             "stopped": self.ended,
+            **({"not_finite": self._not_finite} if self._not_finite else {}),
             "train_loss": self._mean if math.isfinite(self._mean) else None,
             "seconds": round(self._seconds, 3),
             "parameters": sum(p.numel() for p in model.parameters()),
@@ -192,6 +207,30 @@ def _schedule(step: int, steps: int) -> float:
     """Linear warmup over 5 % of the steps, at most 100, times a cosine that ends at 2 %."""
     warmup = min(1.0, (step + 1) / max(1, min(100, steps // 20)))
     return warmup * max(0.02, (1 + math.cos(math.pi * step / steps)) / 2)
+
+
+def first_not_finite(model: nn.Module, recipe: Recipe, batch: Dataset) -> str | None:
+    """Return the first module whose output is not finite, or else the parameters whose gradients are not; or None."""
+    found: list[str] = []
+
+    def check(name: str, output: object) -> None:
+        if isinstance(output, Tensor) and not output.isfinite().all():
+            found.append(f"the output of {name or 'the model'}")
+
+    hooks = [m.register_forward_hook(lambda _, __, out, name=n: check(name, out)) for n, m in model.named_modules()]
+    try:
+        loss = _loss(model, recipe, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not loss.isfinite():
+        found.append("the loss")
+    model.zero_grad()
+    loss.backward()
+    grads = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    if grads:  # Gradients are computed from the last parameter to the first.
+        found.append(f"{len(grads)} gradients, the first of them that of {grads[-1]}")
+    return found[0] if found else None
 
 
 def _loss(model: nn.Module, recipe: Recipe, batch: Dataset) -> Tensor:
