@@ -287,6 +287,8 @@ def test_the_table_has_means_ranges_and_marks(tmp_path: Path) -> None:
     worse = [{**each, "lr": 0.5, "accuracy": 0.3, "max_seconds": 1.0} for each in rows]
     assert results.table([*worse, *rows]).rows == table.rows, "nor learning rates"
     assert results.table([*rows, {**rows[0], "accuracy": 0.0, "train_loss": None}]).rows == table.rows
+    shorter = [{**each, "accuracy": 0.0, "max_seconds": 1.0, "stopped": "time"} for each in rows]
+    assert results.table([*shorter, *rows]).rows == table.rows, "what was repeated counts once"
     assert results.plot(tmp_path / "a.png", rows)
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     assert not results.plot(tmp_path / "b.png", [])

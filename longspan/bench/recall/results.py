@@ -77,6 +77,8 @@ def _final(rows: Iterable[Row]) -> list[Row]:
     final = [row for row in rows if row["stage"] == "final" and row["status"] == "ok" and row["train_loss"] is not None]
     last = {row["task"]: row for row in final}
     final = [row for row in final if all(row.get(name) == last[row["task"]].get(name) for name in _RECIPE)]
+    # A run that was repeated, with another time limit, counts once.
+    final = list({(row["task"], row["mechanism"], row["lr"], row["seed"]): row for row in final}.values())
     found: dict[tuple[str, str], dict[float, list[Row]]] = {}
     for row in final:
         found.setdefault((row["task"], row["mechanism"]), {}).setdefault(row["lr"], []).append(row)

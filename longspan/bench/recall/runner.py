@@ -50,7 +50,8 @@ class RecallOptions(LayerOptions):
     length: int | None = None
     """Tokens of a sequence. By default 1024; 256 for parity, 2000 for listops."""
     steps: int | None = None
-    """Steps of a run. By default 6000 for mqar, 3000 for parity, 12,000 for listops, else 1200; a quarter in sweeps."""
+    """Steps of a run. By default 6000 for mqar, 3000 for parity, 4000 for selective-copy, 1600 for needle, 12,000 for
+    listops; a quarter in sweeps."""
     batch_tokens: int | None = None
     """Tokens of a step, with padding. By default 8192; 5120 for parity, 64000 for listops."""
     train_tokens: int | None = None

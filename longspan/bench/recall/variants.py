@@ -106,12 +106,12 @@ def _mqar(length: int) -> Recipe:
     return Recipe(score, (*train, score), steps=6000)
 
 
-def _with_shorter(make: Callable[[int], SyntheticTask]) -> Callable[[int], Recipe]:
+def _with_shorter(make: Callable[[int], SyntheticTask], steps: int) -> Callable[[int], Recipe]:
     """A task that is also trained on a sixteenth, an eighth and a quarter of its length."""
 
     def recipe(length: int) -> Recipe:
         train = [make(length // part) for part in (16, 8, 4) if length // part >= 64]
-        return Recipe(make(length), (*train, make(length)), steps=1200)
+        return Recipe(make(length), (*train, make(length)), steps, lrs=(1e-3, 3e-3))
 
     return recipe
 
@@ -147,8 +147,8 @@ def _listops(length: int) -> Recipe:
 RECIPES: dict[str, tuple[Callable[[int], Recipe], int]] = {
     "mqar": (_mqar, 1024),
     "parity": (_parity, 256),
-    "selective-copy": (_with_shorter(SelectiveCopy), 1024),
-    "needle": (_with_shorter(Needle), 1024),
+    "selective-copy": (_with_shorter(SelectiveCopy, 4000), 1024),
+    "needle": (_with_shorter(Needle, 1600), 1024),
     "listops": (_listops, 2000),
 }
 

@@ -378,13 +378,14 @@ class ListOps(SyntheticTask):
         found = 0
         while found < size:
             levels = self._levels(rng, 4 * (size - found) + 16)
-            lengths, values = _evaluate(levels)
-            fits = np.flatnonzero((4 * lengths >= self.length) & (lengths <= self.length))[: size - found]
-            rows = np.full(len(lengths), -1)
-            rows[fits] = found + np.arange(len(fits))
-            _write(levels, rows, tokens)
-            labels[rows[fits]] = values[fits]
-            found += len(fits)
+            lengths = _lengths(levels)[0]
+            fits = (4 * lengths >= self.length) & (lengths <= self.length)
+            fits &= fits.cumsum() <= size - found
+            end = found + int(fits.sum())
+            levels = _select(levels, fits)
+            labels[found:end] = _values(levels)
+            _write(levels, tokens[found:end])
+            found = end
         return tokens, labels, None
 
     def _levels(self, rng: np.random.Generator, size: int) -> list[_Level]:
@@ -422,20 +423,12 @@ class _Level(NamedTuple):
         return np.cumsum(self.arguments) - self.arguments
 
 
-def _evaluate(levels: list[_Level]) -> tuple[IntArray, IntArray]:
-    """Return the number of tokens and the value of each tree."""
-    lengths = values = np.zeros(0, np.int64)
+def _lengths(levels: list[_Level]) -> list[IntArray]:
+    """Return the tokens of the operations of each level; those of the first are the trees."""
+    lengths = [np.zeros(0, np.int64)]
     for level in reversed(levels):
-        sizes, arguments = _argument_sizes(level, lengths), level.digits.copy()
-        arguments[level.is_operation] = values
-        starts, count = level.starts, level.arguments
-        lengths = 2 + np.add.reduceat(sizes, starts)
-        owner = np.repeat(np.arange(len(count)), count)
-        ordered = np.sort(10 * owner + arguments) % 10
-        median = (ordered[starts + (count - 1) // 2] + ordered[starts + count // 2]) // 2
-        total = np.add.reduceat(arguments, starts) % 10
-        values = np.choose(level.operators, [ordered[starts], ordered[starts + count - 1], median, total])
-    return lengths, values
+        lengths.append(2 + np.add.reduceat(_argument_sizes(level, lengths[-1]), level.starts))
+    return lengths[::-1]
 
 
 def _argument_sizes(level: _Level, lengths: IntArray) -> IntArray:
@@ -445,23 +438,47 @@ def _argument_sizes(level: _Level, lengths: IntArray) -> IntArray:
     return sizes
 
 
-def _write(levels: list[_Level], rows: IntArray, tokens: IntArray) -> None:
-    """Write tree i into row rows[i] of the tokens, unless that is negative."""
-    lengths: list[IntArray] = [np.zeros(0, np.int64)]
+def _select(levels: list[_Level], chosen: NDArray[np.bool_]) -> list[_Level]:
+    """Return some of the trees."""
+    selected = []
+    for level in levels:
+        own = np.repeat(chosen, level.arguments)
+        selected.append(
+            _Level(level.operators[chosen], level.arguments[chosen], level.is_operation[own], level.digits[own])
+        )
+        chosen = own[level.is_operation]
+    return [level for level in selected if len(level.operators)]
+
+
+def _values(levels: list[_Level]) -> IntArray:
+    """Return the value of each tree."""
+    values = np.zeros(0, np.int64)
     for level in reversed(levels):
-        lengths.append(2 + np.add.reduceat(_argument_sizes(level, lengths[-1]), level.starts))
-    first = np.zeros(len(rows), np.int64)
-    for level, own, below in zip(levels, reversed(lengths), list(reversed(lengths))[1:], strict=False):
-        kept = rows >= 0
-        tokens[rows[kept], first[kept]] = 1 + 10 + level.operators[kept]
-        tokens[rows[kept], (first + own - 1)[kept]] = len(WORDS) - 1
+        arguments = level.digits.copy()
+        arguments[level.is_operation] = values
+        starts, count = level.starts, level.arguments
+        owner = np.repeat(np.arange(len(count)), count)
+        ordered = np.sort(10 * owner + arguments) % 10
+        median = (ordered[starts + (count - 1) // 2] + ordered[starts + count // 2]) // 2
+        total = np.add.reduceat(arguments, starts) % 10
+        values = np.choose(level.operators, [ordered[starts], ordered[starts + count - 1], median, total])
+    return values
+
+
+def _write(levels: list[_Level], tokens: IntArray) -> None:
+    """Write tree i into row i of the tokens."""
+    lengths = _lengths(levels)
+    row, first = np.arange(len(tokens)), np.zeros(len(tokens), np.int64)
+    for level, own, below in zip(levels, lengths, lengths[1:], strict=False):
+        tokens[row, first] = 1 + 10 + level.operators
+        tokens[row, first + own - 1] = len(WORDS) - 1
         sizes, starts = _argument_sizes(level, below), level.starts
         before = np.cumsum(sizes) - sizes
         first = np.repeat(first + 1 - before[starts], level.arguments) + before
-        rows = np.repeat(rows, level.arguments)
-        kept = (rows >= 0) & ~level.is_operation
-        tokens[rows[kept], first[kept]] = 1 + level.digits[kept]
-        rows, first = rows[level.is_operation], first[level.is_operation]
+        row = np.repeat(row, level.arguments)
+        digit = ~level.is_operation
+        tokens[row[digit], first[digit]] = 1 + level.digits[digit]
+        row, first = row[level.is_operation], first[level.is_operation]
 
 
 TASKS: dict[str, type[SyntheticTask]] = {
