@@ -182,8 +182,9 @@ class _Training:
     def _explain(self) -> str:
         """Say what is not finite: the step is computed again, one module after another."""
         done = int(self._finite)
-        data, rows = (each[done % len(self._data)] for each in (self._data, self._rows))
-        found = first_not_finite(self.model, self.run.recipe, data.select(rows[done // len(self._data)]))
+        i_round, i_data = divmod(done, len(self._data))
+        data, rows = self._data[i_data], self._rows[i_data][i_round]
+        found = first_not_finite(self.model, self.run.recipe, data.select(rows))
         if found is None:
             found = "nothing, computed again" + ("" if self._graph is None else " without a CUDA graph")
         return f"step {done + 1}, {data.tokens.shape[1]} tokens: {found}"
