@@ -134,7 +134,7 @@ def _streams(found: dict[str, Any]) -> TextTable:
     """The first token of a cached prompt, speculation and int8 weights."""
     prefix, rows = found["prefix"], []
     prompt = f"first token of {prefix['prompt_tokens']:,} tokens, ms"
-    rows.append([f"{prompt}: read, cached", f"{prefix['cold_ms']:,.0f}", f"{prefix['hit_ms']:,.0f}"])
+    rows.append([f"{prompt}: read, cached", f"{prefix['cold_ms']:,.0f}", f"{prefix['hit_ms']:,.1f}"])
     for x in found["speculation"]:
         speeds = (x["plain_tokens_per_second"], x["tokens_per_second"])
         name = f"tokens/s, {x['text']}: without, with speculation ({x['ratio']:.2f}×)"
@@ -188,6 +188,10 @@ _LOADS: dict[str, Cell] = {
     "wrong": _number("wrong"),
     "tokens/s": _number("tokens_per_second"),
     "of generate": _number("ratio", ".0f", 0.01, " %"),
+    "steady, tokens/s": _number("steady_tokens_per_second"),
+    "steady, of generate": _number("steady_ratio", ".0f", 0.01, " %"),
+    "busy slots": _number("busy_slots", ".1f"),
+    "device idle": _number("idle_share", ".0f", 0.01, " %"),
     **{f"first token, p{p}, ms": _percentile("first_token_ms", p) for p in (50, 95, 99)},
     **{f"per token, p{p}, ms": _percentile("token_ms", p) for p in (50, 95, 99)},
 }

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from longspan.serve.serving_completion import ServedModel
 
 KEY_VARIABLE = "LONGSPAN_API_KEY"
-_SWITCH_SECONDS = 0.0005  # that the engine's thread waits for the interpreter while events are encoded
+_SWITCH_SECONDS = 0.0002  # that the engine's thread waits for the interpreter while events are encoded
 _MEASURED = 4096  # tokens that the loss is measured on
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}i": 2 ** (10 * i) for i, unit in enumerate("KMGT", 1)}

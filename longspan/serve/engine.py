@@ -52,7 +52,7 @@ _MOST_TURNS = 4096  # clients whose turns are remembered
 _BLOCK_SECONDS, _BLOCK_STEPS = 0.008, 32  # steps on a GPU are launched in blocks of about this time
 _BLOCK_SECONDS_PER_STREAM = 0.00006  # with many streams: the host takes less time for the tokens of a block than this
 _STEPS_PER_CHUNK = 4  # steps in a block for each chunk that is read before it
-_WAKE_SECONDS, _WAKE_SECONDS_PER_STREAM = (0.01, 0.1), 0.0025  # between wake-ups of event loops for further tokens
+_PACE_SECONDS, _PACE_SECONDS_PER_STREAM = (0.01, 0.1), 0.0025  # between wake-ups of an event loop by one choice
 
 
 class QueueFullError(RuntimeError):
@@ -88,6 +88,8 @@ class EngineStats:
         chunks: Chunks of prompts that were read.
         guessed_tokens: Tokens guessed by speculation.
         accepted_tokens: Guesses that were right.
+        decode_seconds: Time that the device has spent on decode steps.
+        prefill_seconds: Time that it has spent on chunks of prompts.
         cache: Counters of the prefix cache.
         state_bytes: Bytes of one slot's state.
     """
@@ -104,6 +106,8 @@ class EngineStats:
     chunks: int
     guessed_tokens: int
     accepted_tokens: int
+    decode_seconds: float
+    prefill_seconds: float
     cache: CacheStats
     state_bytes: int
 
@@ -113,6 +117,7 @@ class _Reading:
 
     def __init__(self, request: Request, keys: list[bytes]) -> None:
         self.tokens = request.tokens[:-1]
+        self.length = len(self.tokens)
         self.keys, self.own = keys, []  # type: tuple[list[bytes], list[bytes]]
         self.position = 0
         self.state: Tensor | None = None  # packed
@@ -121,7 +126,7 @@ class _Reading:
 
     @property
     def done(self) -> bool:
-        return self.position == len(self.tokens)
+        return self.position == self.length
 
 
 class _Choice:
@@ -134,6 +139,8 @@ class _Choice:
         self.steps = 0  # that were launched for it
         self.guesser: Guesser | None = None
         self.held = ""  # text that may be the beginning of a stop string
+        self.unsent: list[int] = []  # tokens that wait for others
+        self.due = 0.0  # when the next ones are sent
         self.running = self.finished = self.stopped = False
 
     @property
@@ -256,13 +263,14 @@ class Engine:
         self._starting: list[_Choice] = []
         self._running: dict[int, _Choice] = {}
         self._launched: deque[_Launched] = deque()
+        self._reads: deque[_Span] = deque()  # calls of the reader whose time has not been counted
         self._wakeups: dict[Generation, Waiter] = {}  # streams with deltas that an event loop waits for
-        self._urgent: set[Generation] = set()  # those with a first or last delta
-        self._notified = 0.0  # when all of them were woken last
+        self._due: set[Generation] = set()  # those to wake now
         self._closing = False
         self._error: BaseException | None = None
         counted = "requests prompt_tokens completion_tokens steps chunks guessed_tokens accepted_tokens"
         self._counts = dict.fromkeys(counted.split(), 0)
+        self._decode_seconds = self._prefill_seconds = 0.0
         self._finished: dict[str, int] = {}
         self._mean_seconds = 1.0
         self._start_thread()
@@ -319,6 +327,8 @@ class Engine:
                 slots=self.slots,
                 cache=replace(self.cache.stats, disk_bytes=0 if disk is None else disk.size()),
                 state_bytes=self._layout.bytes,
+                decode_seconds=self._decode_seconds,
+                prefill_seconds=self._prefill_seconds,
                 **self._counts,
             )
 
@@ -596,12 +606,20 @@ class Engine:
         """Read a chunk of each of up to `_read_rows` prompts."""
         readings = [job.reading for job in jobs]
         pieces = [reading.tokens[reading.position : reading.position + self.chunk] for reading in readings]
+        span = _Span(self.device)
         hidden, after = self._reader.read(pieces, [x.state for x in readings if x.state is not None])
+        self._reads.append(span.end())
+        self._count_reads()
         self._counts["chunks"] += len(jobs)
         self._counts["prompt_tokens"] += sum(map(len, pieces))
         for i, (job, piece) in enumerate(zip(jobs, pieces, strict=True)):
             job.reading.state = after[i]
             self._chunk_read(job, hidden[i, : len(piece)], job.reading.position + len(piece))
+
+    def _count_reads(self) -> None:
+        """Add up the time of reads that the device has done."""
+        while self._reads and self._reads[0].done:
+            self._prefill_seconds += self._reads.popleft().seconds
 
     def _chunk_read(self, job: _Job, hidden: Tensor, stop: int) -> None:
         """Take what was read of a prompt up to `stop`, with the last layer's vectors (n, dim)."""
@@ -669,10 +687,11 @@ class Engine:
         """Launch decode steps of every running choice, and take the tokens of those that were launched before."""
         ahead = 0
         if self._running and (self.speculation is None or not self._speculate()):
+            step_by_step = self._step_by_step
             # On a GPU the next steps run while the host takes the tokens of the last ones.
-            ahead = 1 if self.device.type == "cuda" and not self._step_by_step else 0
+            ahead = 1 if self.device.type == "cuda" and not step_by_step else 0
             begun = time.perf_counter()
-            self._launch()
+            self._launch(1 if step_by_step else self._block_steps())
             self._pace.add_step(time.perf_counter() - begun)
         while len(self._launched) > ahead:
             self._take(self._launched.popleft())
@@ -692,6 +711,7 @@ class Engine:
         if self._draft is not None:
             self._draft.follow(tokens)
         self._counts["steps"] += 1
+        self._decode_seconds += time.perf_counter() - begun
         self._pace.add_round(time.perf_counter() - begun, sum(len(tokens[row]) for row, _ in running), len(running))
         for row, choice in running:
             guessed, new = len(guesses.get(row, ())), tokens[row]
@@ -724,16 +744,17 @@ class Engine:
         kept = any(choice.job.request.keep_state for choice in self._running.values())
         return kept or self.speculation is not None
 
-    def _launch(self) -> None:
+    def _launch(self, steps: int) -> None:
+        """Launch up to this many decode steps."""
         running = list(self._running.items())
         numbers = [choice.job.request.logprobs for _, choice in running]
         number = max((number for number in numbers if number is not None), default=None)
-        steps = 1 if self._step_by_step else min(self._block_steps(), max(choice.steps_left for _, choice in running))
+        steps = min(steps, max(choice.steps_left for _, choice in running))
         if self.max_length is not None:  # A row runs on after its last token, but not beyond its capacity.
             longest = max(choice.job.length + choice.steps for _, choice in running)
             steps = min(steps, self.max_length + 1 - longest)
         self._clear_full(steps)
-        tokens, logs, begun = [], [], _event(self.device)
+        tokens, logs, span = [], [], _Span(self.device)
         for _ in range(steps):
             self._loop.step()
             tokens.append(self._loop.token.clone())
@@ -741,7 +762,7 @@ class Engine:
                 logs.append(_top_logs(self._loop.logits.float().log_softmax(1), self._loop.token, number))
         self._lengths += steps
         self._counts["steps"] += steps
-        self._launched.append(_Launched.of(running, tokens, logs, begun))
+        self._launched.append(_Launched.of(running, tokens, logs, span))
         for row, choice in running:
             choice.steps += steps
             if choice.steps_left <= 0 and not choice.job.request.keep_state:
@@ -757,15 +778,31 @@ class Engine:
     def _take(self, launched: _Launched) -> None:
         """Send the tokens of launched steps."""
         columns, logs = launched.results()
-        if launched.events is not None:
-            begun, ended = launched.events
-            seconds = begun.elapsed_time(ended) / 1e3 / len(launched.tokens)
-            self._step_seconds += 0.2 * (seconds - self._step_seconds)
+        self._decode_seconds += launched.span.seconds
+        self._step_seconds += 0.2 * (launched.span.seconds / len(launched.tokens) - self._step_seconds)
+        self._count_reads()
+        now = time.monotonic()
         for row, choice in launched.running:
             if choice.finished:
                 continue
+            if now < choice.due and self._can_wait(choice, columns[row]):
+                choice.unsent += columns[row]
+                continue
             number = choice.job.request.logprobs
             self._emit(choice, columns[row], [] if number is None else [step.row(row, number) for step in logs])
+
+    def _can_wait(self, choice: _Choice, tokens: list[int]) -> bool:
+        """Return whether tokens can be sent with later ones: not the first and last ones, nor what needs a look.
+
+        An event takes a server longer than its tokens take a GPU, and the threads share one interpreter.
+        """
+        job, request = choice.job, choice.job.request
+        if self.speculation is not None or not job.generation.is_async or not choice.tokens:
+            return False
+        if request.stop_strings or request.keep_state or request.logprobs is not None:
+            return False
+        number = len(choice.tokens) + len(choice.unsent) + len(tokens)
+        return number < request.max_tokens and job.stop.isdisjoint(tokens)
 
     def _clear_full(self, steps: int) -> None:
         """Empty rows that nothing runs in, before steps would make them longer than the model can hold."""
@@ -779,6 +816,7 @@ class Engine:
     def _emit(self, choice: _Choice, tokens: list[int], logs: list[tuple[float, dict[int, float]]]) -> None:
         """Send tokens of a choice, and end it at its last one."""
         job, reason = choice.job, None
+        tokens, choice.unsent = [*choice.unsent, *tokens], []
         if choice.guesser is not None:
             choice.guesser.extend(tokens)
         left = job.request.max_tokens - len(choice.tokens)
@@ -876,6 +914,8 @@ class Engine:
             if choice.row is None:
                 (self._ahead if choice in self._ahead else waiting).remove(choice)
                 self._num_waiting -= 1
+            if choice.unsent:
+                self._emit(choice, [], [])
             self._finish(choice, reason)
         if not waiting:
             self._waiting.pop(job.request.client, None)
@@ -883,30 +923,25 @@ class Engine:
             self._reading.remove(job)
 
     def _push(self, choice: _Choice, item: Delta | BaseException) -> None:
-        generation = choice.job.generation
+        """Add a delta to a stream; an event loop is woken for a first or last one at once, for others now and then."""
+        generation, now = choice.job.generation, time.monotonic()
         waiter = generation.push(item)
         if waiter is not None:
             self._wakeups[generation] = waiter
-        if not isinstance(item, Delta) or item.finish_reason is not None or len(item.tokens) == len(choice.tokens):
-            self._urgent.add(generation)
+        urgent = not isinstance(item, Delta) or item.finish_reason is not None or len(item.tokens) == len(choice.tokens)
+        if urgent or now >= choice.due:
+            shortest, longest = _PACE_SECONDS
+            choice.due = now + min(longest, max(shortest, _PACE_SECONDS_PER_STREAM * len(self._running)))
+            self._due.add(generation)
 
     def _notify(self) -> None:
-        """Wake the event loops whose streams got deltas, each once.
-
-        First and last deltas are sent at once, others several together: an event takes a server longer than a token
-        takes a GPU, and the threads share one interpreter.
-        """
-        shortest, longest = _WAKE_SECONDS
-        interval = min(longest, max(shortest, _WAKE_SECONDS_PER_STREAM * len(self._running)))
-        now = time.monotonic()
-        if now - self._notified >= interval:
-            chosen, self._wakeups, self._notified = self._wakeups, {}, now
-        else:
-            chosen = {stream: self._wakeups.pop(stream) for stream in self._urgent if stream in self._wakeups}
-        self._urgent.clear()
+        """Wake the event loops whose streams got deltas, each once."""
         by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-        for loop, future in chosen.values():
-            by_loop.setdefault(loop, []).append(future)
+        for generation in self._due:
+            waiter = self._wakeups.pop(generation, None)
+            if waiter is not None:
+                by_loop.setdefault(waiter[0], []).append(waiter[1])
+        self._due.clear()
         for loop, futures in by_loop.items():
             with suppress(RuntimeError):  # The event loop is closed.
                 loop.call_soon_threadsafe(_resolve, futures)
@@ -991,40 +1026,60 @@ class _Launched:
     running: list[tuple[int, _Choice]]
     tokens: Tensor
     logs: list[_TopLogs]
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # before and after, on a GPU
+    span: _Span
 
     @classmethod
     def of(
-        cls,
-        running: list[tuple[int, _Choice]],
-        tokens: list[Tensor],
-        logs: list[_TopLogs],
-        begun: torch.cuda.Event | None,
+        cls, running: list[tuple[int, _Choice]], tokens: list[Tensor], logs: list[_TopLogs], span: _Span
     ) -> _Launched:
         """Begin to copy the results of steps to the host."""
-        every = torch.stack(tokens)
-        if begun is None:
-            return cls(running, every, logs, None)
-        found = every.to("cpu", non_blocking=True)
+        found = torch.stack(tokens).to("cpu", non_blocking=True)
         host = [_TopLogs(*(x.to("cpu", non_blocking=True) for x in step)) for step in logs]
-        ended = _event(every.device)
-        assert ended is not None
-        return cls(running, found, host, (begun, ended))
+        return cls(running, found, host, span.end())
 
     def results(self) -> tuple[list[list[int]], list[_TopLists]]:
         """Wait for the steps and return the tokens of each row, and the log-probabilities of each step."""
-        if self.events is not None:
-            self.events[1].synchronize()
+        self.span.wait()
         return self.tokens.T.tolist(), [step.lists() for step in self.logs]
 
 
-def _event(device: torch.device) -> torch.cuda.Event | None:
-    """Record an event on a GPU."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+class _Span:
+    """Time on the device, from now until `end`: by events on a GPU, by the clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._begun = self._ended = self._mark()
+
+    def end(self) -> _Span:
+        """End it after what has been launched."""
+        self._ended = self._mark()
+        return self
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        if isinstance(self._ended, torch.cuda.Event):
+            self._ended.synchronize()
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has reached its end."""
+        return not isinstance(self._ended, torch.cuda.Event) or self._ended.query()
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        if isinstance(self._begun, torch.cuda.Event) and isinstance(self._ended, torch.cuda.Event):
+            return self._begun.elapsed_time(self._ended) / 1e3
+        assert isinstance(self._begun, float)
+        assert isinstance(self._ended, float)
+        return self._ended - self._begun
+
+    def _mark(self) -> torch.cuda.Event | float:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def _resolve(futures: list[asyncio.Future[None]]) -> None:

@@ -100,6 +100,8 @@ def _engine_metrics(stats: EngineStats) -> list[tuple[str, str, float, str]]:
         ("generation_tokens_total", "counter", stats.completion_tokens, "Tokens generated."),
         ("decode_steps_total", "counter", stats.steps, "Decode steps."),
         ("prefill_chunks_total", "counter", stats.chunks, "Chunks of prompts that were read."),
+        ("decode_seconds_total", "counter", stats.decode_seconds, "Time of the device in decode steps."),
+        ("prefill_seconds_total", "counter", stats.prefill_seconds, "Time of the device in chunks of prompts."),
         ("spec_decode_draft_tokens_total", "counter", stats.guessed_tokens, "Tokens guessed by speculation."),
         ("spec_decode_accepted_tokens_total", "counter", stats.accepted_tokens, "Guesses that were right."),
         ("state_bytes", "gauge", stats.state_bytes, "Bytes of one slot's state."),

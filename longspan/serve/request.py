@@ -92,7 +92,9 @@ class Request:
 
 
 class Delta(NamedTuple):
-    """The next tokens of a choice: one on a CPU, on a GPU those of several steps, none if it ends without another one.
+    """The next tokens of a choice: one on a CPU, those of several steps on a GPU or where an event loop reads them.
+
+    There are none if the choice ends without another one.
 
     Attributes:
         index: Number of the choice.
@@ -142,10 +144,12 @@ class Generation:
         prompt_tokens: Number of tokens of the prompt.
         cached_tokens: How many of them were found in the prefix cache; known with the first delta.
         completion_tokens: Number of tokens generated so far, of all choices.
+        is_async: Whether an event loop reads it, with `async for`. Tokens then come several at a time.
     """
 
     def __init__(self, request: Request, cancel: Callable[[Generation], None]) -> None:
         self.prompt_tokens, self.cached_tokens, self.completion_tokens = len(request.tokens), 0, 0
+        self.is_async = False
         self._choices, self._left, self._cancel = request.n, request.n, cancel
         self._queue: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
         self._waiter: Waiter | None = None
@@ -165,6 +169,7 @@ class Generation:
     async def __anext__(self) -> Delta:
         if not self._left:
             raise StopAsyncIteration
+        self.is_async = True
         while True:
             loop = asyncio.get_running_loop()
             with self._lock:

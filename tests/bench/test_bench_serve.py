@@ -36,6 +36,11 @@ class Stub:
     async def answer(self, reader, writer):
         head = await reader.readuntil(b"\r\n\r\n")
         self.paths.append(head.split()[1])
+        if self.paths[-1] == b"/metrics":
+            lines = ["# TYPE longspan_slots gauge", "longspan_slots 3", 'longspan_x_total{code="200"} 1']
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + "\n".join(lines).encode())
+            writer.close()
+            return
         size = int(head.lower().split(b"content-length: ")[1].split()[0])
         body = json.loads(await reader.readexactly(size))
         self.bodies.append(body)
@@ -126,7 +131,7 @@ def test_every_answer_is_checked(folder, tmp_path, monkeypatch, capsys, stream):
     assert [x.requests for x in result.loads] == [6, 7]
     assert (sum(x.lost for x in result.loads), sum(x.wrong for x in result.loads), stub.number) == (2, 1, 18)
     assert result.failed
-    assert set(stub.paths) == {b"/v1/completions"}
+    assert set(stub.paths) == {b"/v1/completions", b"/metrics"}
     ((flags, arguments),) = started
     assert (flags["model"], flags["device"], flags["slots"], flags["cache"]) == (folder, "cpu", 3, "7MiB")
     assert arguments == ("--threads=1",)
@@ -222,6 +227,28 @@ def test_percentiles():
     assert (result.tokens, result.seconds) == (18, pytest.approx(3.6))
     assert (result.ratio, result.generate_tokens_per_second) == (pytest.approx(5 / 20), 20)
     assert result.token_ms[50] == pytest.approx(100)
+
+
+def test_steady_time():
+    answers = [Answer("", 20, arrived=i, first=1.0, seconds=3.0) for i in range(7)]  # 10 tokens/s, for 2 seconds each
+    counted = [
+        load.Sample(t, {"decode_steps_total": 4 * t, "generation_tokens_total": 20 * t, "prefill_seconds_total": t / 8})
+        for t in (1, 2, 3, 5, 7)
+    ]
+    found = load.Round(answers, answers, raw=40.0, rate=1.0, samples=counted, client_seconds=1.8)
+    assert found.window == (2, 6)  # From the time of a stream after the first request to the last request.
+    assert (found.steady_seconds, found.steady_tokens) == (4, pytest.approx(10 * (1 + 2 + 2 + 2 + 1)))
+    result = load.summarize(1.0, [found])
+    assert (result.steady_tokens_per_second, result.steady_ratio) == (pytest.approx(20), pytest.approx(0.5))
+    assert (result.busy_slots, result.prefill_share) == (pytest.approx(5), pytest.approx(1 / 8))
+    assert result.decode_share is None
+    assert result.idle_share is None
+    counted = [load.Sample(x.time, {**x.counters, "decode_seconds_total": x.time / 2}) for x in counted]
+    assert load.summarize(1.0, [found._replace(samples=counted)]).idle_share == pytest.approx(3 / 8)
+    assert result.client_share == pytest.approx(0.2)
+    short = load.summarize(1.0, [load.Round(answers[:1], answers[:1], 40.0, 1.0)])
+    assert (short.steady_seconds, short.steady_tokens_per_second, short.busy_slots) == (0, None, None)
+    assert load.table([result, short]).rows[1][7:11] == ["–"] * 4
 
 
 def test_wrong_options(folder, tmp_path):

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -334,10 +335,9 @@ def test_chunks_that_differ_together_are_read_alone(model):
 
 
 def test_first_and_last_tokens_wake_an_event_loop_at_once(model, monkeypatch):
-    monkeypatch.setattr("longspan.serve.engine._WAKE_SECONDS", (1e6, 1e6))
+    monkeypatch.setattr("longspan.serve.engine._PACE_SECONDS", (1e6, 1e6))
 
     async def follow(engine):
-        engine._notified = time.monotonic()
         stream = engine.submit(Request(b"abc", max_tokens=67))
         return [[len(delta.tokens) for delta in batch] async for batch in stream.batches()]
 
@@ -346,6 +346,41 @@ def test_first_and_last_tokens_wake_an_event_loop_at_once(model, monkeypatch):
     assert first[0] == 1
     assert sum(map(sum, [first, *others])) == 67
     assert len(others) <= 2
+
+
+@pytest.mark.parametrize("kind", ["stop", "timeout", "logprobs", "stop_strings"])
+def test_an_event_loop_gets_several_tokens_at_a_time(model, monkeypatch, kind):
+    monkeypatch.setattr("longspan.serve.engine._PACE_SECONDS", (1e6, 1e6))
+
+    async def follow(stream):
+        return [delta async for delta in stream]
+
+    with Engine(model, slots=2) as engine:
+        request = Request(b"abc", max_tokens=67, seed=5)
+        (known,) = engine.submit(request).result()
+        last = next(i for i in range(11, 67) if known.tokens[i] not in known.tokens[:i])
+        changes = {
+            "stop": {"stop": [known.tokens[last]]},
+            "timeout": {"timeout": 0.3, "max_tokens": 10**6},
+            "logprobs": {"logprobs": 2},
+            "stop_strings": {"stop_strings": [known.text[11:13]]},
+        }
+        stream, before = engine.submit(replace(request, **changes[kind])), engine.stats().steps
+        deltas = asyncio.run(asyncio.wait_for(follow(stream), 60))
+        steps = engine.stats().steps - before
+    tokens, text = [token for delta in deltas for token in delta.tokens], "".join(delta.text for delta in deltas)
+    assert stream.completion_tokens == len(tokens)
+    if kind == "stop":
+        assert (tokens, len(deltas)) == (known.tokens[:last], 2)  # the first token and the others
+        assert steps == last + 1  # It ended at that token, not at the next event.
+    elif kind == "timeout":
+        assert tokens[:67] == known.tokens[: len(tokens)]
+        assert (len(deltas), deltas[-1].finish_reason) == (3, "timeout")
+    elif kind == "logprobs":
+        assert (tokens, len(deltas)) == (known.tokens, 67)
+    else:
+        assert text == known.text[: known.text.index(known.text[11:13])]
+        assert steps < 67
 
 
 def test_failing_steps_end_all_streams(model, monkeypatch):

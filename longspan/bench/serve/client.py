@@ -126,11 +126,32 @@ def _add(answer: Answer, event: dict[str, Any], now: float) -> None:
         answer.cached = event["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0)
 
 
+async def counters(address: Address) -> dict[str, float]:
+    """Return the numbers at /metrics that have no labels, by name; none if the server does not tell them."""
+    found = {}
+    with suppress(OSError, ValueError, EOFError):
+        reader, writer = await asyncio.open_connection(*address)
+        try:
+            writer.write(_head("GET", "/metrics", address).encode() + b"\r\n")
+            _, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        finally:
+            writer.close()
+        for line in body.decode().splitlines():
+            name, _, value = line.partition(" ")
+            if name.startswith("longspan_") and "{" not in name:
+                found[name.removeprefix("longspan_")] = float(value)
+    return found
+
+
+def _head(method: str, path: str, address: Address) -> str:
+    return f"{method} {path} HTTP/1.1\r\nHost: {address.host}:{address.port}\r\nConnection: close\r\n"
+
+
 async def _post(address: Address, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
     """Post JSON; iterate over the events of the answer, or its one JSON object."""
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: {address.host}:{address.port}\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+    head = _head("POST", path, address) + "Content-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
     reader, writer = await asyncio.open_connection(*address)
     try:
         writer.write(head.encode() + content)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from longspan.bench.report import TextTable
-from longspan.bench.serve.client import Address, Answer, ask, running_server, say
+from longspan.bench.serve.client import Address, Answer, ask, counters, running_server, say
 from longspan.generation.generate import generate
 from longspan.models.transformer import LanguageModel
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from longspan.bench.serve import ServeBenchOptions
 
 PERCENTILES = (50, 95, 99)
+_SAMPLE_SECONDS = 0.5  # between two looks at the server's counters
+_COUNTERS = ("decode_steps_total", "generation_tokens_total", "decode_seconds_total", "prefill_seconds_total")
 Body = dict[str, Any]
 
 
@@ -41,6 +43,15 @@ class LoadResult:
         generate_tokens_per_second: Of `generate` with as many prompts as slots, of mean length, reading them included;
             measured before each round, the median.
         ratio: The one relative to the other in the same round, the median.
+        steady_seconds: From as long after the first request as the longest stream takes, when slots have filled, until
+            the last request arrives, when they begin to empty; of all rounds. 0 if the load was too short for that.
+        steady_tokens_per_second: Within that time; the tokens of a stream are spread evenly over its time.
+        steady_ratio: The same relative to `generate` in the same round, the median.
+        busy_slots: Mean number of choices in a decode step of that time, by the server's counters.
+        decode_share: Share of that time that the device spent on decode steps.
+        prefill_share: Share that it spent on prompts.
+        idle_share: Share in which it had nothing to do, or waited for the host.
+        client_share: Share of one core that the client took, of the whole time.
         first_token_ms: Time to the first token, by percentile.
         token_ms: Time per further token, by percentile.
         errors: Different errors.
@@ -56,9 +67,32 @@ class LoadResult:
     tokens_per_second: float
     generate_tokens_per_second: float
     ratio: float
+    steady_seconds: float = 0.0
+    steady_tokens_per_second: float | None = None
+    steady_ratio: float | None = None
+    busy_slots: float | None = None
+    decode_share: float | None = None
+    prefill_share: float | None = None
+    idle_share: float | None = None
+    client_share: float | None = None
     first_token_ms: dict[int, float] = field(default_factory=dict)
     token_ms: dict[int, float] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
+
+
+class Sample(NamedTuple):
+    """The server's counters, at a time in seconds from the beginning of the load."""
+
+    time: float
+    counters: dict[str, float]
+
+
+class Sent(NamedTuple):
+    """What came back under load: answers, samples of the server's counters, and seconds of CPU time of the client."""
+
+    answers: list[Answer]
+    samples: list[Sample]
+    client_seconds: float
 
 
 class Round(NamedTuple):
@@ -69,12 +103,16 @@ class Round(NamedTuple):
         alone: What the same requests got alone.
         raw: Tokens per second of `generate`.
         rate: Requests per second that were offered.
+        samples: The server's counters under load.
+        client_seconds: CPU time of the client.
     """
 
     answers: list[Answer]
     alone: list[Answer]
     raw: float
     rate: float
+    samples: Sequence[Sample] = ()
+    client_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -86,6 +124,44 @@ class Round(NamedTuple):
     def tokens(self) -> int:
         """Tokens of whole answers."""
         return sum(answer.tokens for answer in self.answers if not answer.error)
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """When the load is steady, see `LoadResult.steady_seconds`; the end is not after the beginning if it never is.
+
+        With answers that are not streamed, the time of a stream is not known, and the load counts as never steady.
+        """
+        arrivals = [answer.arrived for answer in self.answers]
+        longest = max((x.seconds - x.first for x in self.answers if x.first is not None and not x.error), default=0.0)
+        return (min(arrivals) + longest, max(arrivals)) if longest else (0.0, 0.0)
+
+    @property
+    def steady_seconds(self) -> float:
+        """Length of the window."""
+        begin, end = self.window
+        return max(0.0, end - begin)
+
+    @property
+    def steady_tokens(self) -> float:
+        """Tokens within the window."""
+        begin, end = self.window
+        found = 0.0
+        for answer in self.answers:
+            if answer.error or answer.first is None:
+                continue
+            first, last = answer.arrived + answer.first, answer.arrived + answer.seconds
+            inside = max(0.0, min(last, end) - max(first, begin))
+            found += answer.tokens * inside / max(last - first, 1e-9)
+        return found
+
+    def change(self, name: str) -> float | None:
+        """Return how much a counter of the server grew within the window, None if that is not known."""
+        begin, end = self.window
+        inside = [sample for sample in self.samples if begin <= sample.time <= end and name in sample.counters]
+        if len(inside) < 2:
+            return None
+        grown = inside[-1].counters[name] - inside[0].counters[name]
+        return grown * (end - begin) / (inside[-1].time - inside[0].time)
 
 
 def measure(options: ServeBenchOptions, model: LanguageModel) -> Iterator[list[LoadResult]]:
@@ -110,8 +186,9 @@ def measure(options: ServeBenchOptions, model: LanguageModel) -> Iterator[list[L
             rate = options.rate or load * raw / mean
             say(f"generate, {options.slots} prompts together: {raw:,.0f} tokens/s; offering {rate:,.2f} requests/s")
             order = _order(len(bodies), requests, options.seed + i)
-            answers = asyncio.run(send(address, [bodies[j] for j in order], rate, options, options.seed + i))
-            rounds.setdefault(load, []).append(Round(answers, [alone[j] for j in order], raw, rate))
+            sent = asyncio.run(send(address, [bodies[j] for j in order], rate, options, options.seed + i))
+            found = Round(sent.answers, [alone[j] for j in order], raw, rate, sent.samples, sent.client_seconds)
+            rounds.setdefault(load, []).append(found)
             yield [summarize(load, found) for load, found in rounds.items()]
 
 
@@ -157,11 +234,10 @@ async def ask_alone(address: Address, bodies: Sequence[Body]) -> list[Answer]:
     return answers
 
 
-async def send(
-    address: Address, bodies: Sequence[Body], rate: float, options: ServeBenchOptions, seed: int
-) -> list[Answer]:
-    """Send requests at random times, `rate` of them per second; return the answers."""
-    rng, begun, done = random.Random(seed + 1), time.perf_counter(), 0
+async def send(address: Address, bodies: Sequence[Body], rate: float, options: ServeBenchOptions, seed: int) -> Sent:
+    """Send requests at random times, `rate` of them per second; return what came back."""
+    rng, begun, used, done = random.Random(seed + 1), time.perf_counter(), time.process_time(), 0
+    samples: list[Sample] = []
 
     async def ask_at(arrival: float, body: Body) -> Answer:
         nonlocal done
@@ -173,7 +249,8 @@ async def send(
 
     async def report() -> None:
         while True:
-            await asyncio.sleep(1)
+            samples.append(Sample(time.perf_counter() - begun, await counters(address)))
+            await asyncio.sleep(_SAMPLE_SECONDS)
             say(f"under load: {done} of {len(bodies)}", end="\r")
 
     arrival, tasks = 0.0, []
@@ -184,7 +261,7 @@ async def send(
     answers = await asyncio.gather(*tasks)
     reporter.cancel()
     say(f"under load: {done} of {len(bodies)}")
-    return answers
+    return Sent(answers, samples, time.process_time() - used)
 
 
 def summarize(load: float, rounds: Sequence[Round]) -> LoadResult:
@@ -203,6 +280,10 @@ def summarize(load: float, rounds: Sequence[Round]) -> LoadResult:
         for answer in whole
         if answer.first is not None and answer.tokens > 1
     ]
+    steady = [x for x in rounds if x.steady_seconds > 0]
+    steady_seconds = sum(x.steady_seconds for x in steady)
+    steps, new, decode, prefill = (_change(steady, name) for name in _COUNTERS)
+    idle = None if decode is None or prefill is None else max(0.0, 1 - (decode + prefill) / steady_seconds)
     return LoadResult(
         load=load,
         rate=median(x.rate for x in rounds),
@@ -214,10 +295,25 @@ def summarize(load: float, rounds: Sequence[Round]) -> LoadResult:
         tokens_per_second=tokens / seconds,
         generate_tokens_per_second=median(x.raw for x in rounds),
         ratio=median(x.tokens / x.seconds / x.raw for x in rounds),
+        steady_seconds=steady_seconds,
+        steady_tokens_per_second=sum(x.steady_tokens for x in steady) / steady_seconds if steady else None,
+        steady_ratio=median(x.steady_tokens / x.steady_seconds / x.raw for x in steady) if steady else None,
+        busy_slots=None if new is None or not steps else new / steps,
+        decode_share=None if decode is None else decode / steady_seconds,
+        prefill_share=None if prefill is None else prefill / steady_seconds,
+        idle_share=idle,
+        client_share=sum(x.client_seconds for x in rounds) / seconds,
         first_token_ms=percentiles(first),
         token_ms=percentiles(later),
         errors=sorted({answer.error for answer in answers if answer.error})[:10],
     )
+
+
+def _change(rounds: Sequence[Round], name: str) -> float | None:
+    """Return how much a counter grew in the windows of all rounds, None if that is not known."""
+    found = [round.change(name) for round in rounds]
+    known = [x for x in found if x is not None]
+    return sum(known) if known and len(known) == len(found) else None
 
 
 def percentiles(values: Sequence[float]) -> dict[int, float]:
@@ -228,16 +324,22 @@ def percentiles(values: Sequence[float]) -> dict[int, float]:
 
 def table(results: Sequence[LoadResult]) -> TextTable:
     """Return a row for each load."""
-    header = ["load", "requests/s", "requests", "lost", "wrong", "tokens/s", "of generate"]
+    header = ["load", "requests/s", "requests", "lost", "wrong", "tokens/s", "of generate", "steady tokens/s"]
+    header += ["of generate", "busy slots", "device idle"]
     header += [f"{name}, p{p}" for name in ("ms to first token", "ms per token") for p in PERCENTILES]
     rows = []
     for x in results:
         found = [f"{x.load:.2f}", f"{x.rate:,.1f}", str(x.requests), str(x.lost), str(x.wrong)]
-        found += [f"{x.tokens_per_second:,.0f}", f"{100 * x.ratio:.0f} %"]
+        found += [f"{x.tokens_per_second:,.0f}", f"{100 * x.ratio:.0f} %", _cell(x.steady_tokens_per_second, ",.0f")]
+        found += [_cell(x.steady_ratio, ".0%"), _cell(x.busy_slots, ".1f"), _cell(x.idle_share, ".0%")]
         for times in (x.first_token_ms, x.token_ms):
             found += [f"{times[p]:,.1f}" if p in times else "–" for p in PERCENTILES]
         rows.append(found)
     return TextTable(header, rows)
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form).replace("%", " %")
 
 
 def _numbers(options: ServeBenchOptions) -> list[tuple[float, int]]:
