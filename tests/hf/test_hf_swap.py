@@ -144,7 +144,15 @@ def test_a_linear_model_trains_saves_and_reopens(family, tmp_path):
     assert torch.equal(again(**inputs).logits, model(**inputs).logits)
 
 
-@pytest.mark.parametrize("mechanism", ["linear", "performer", {"mechanism": "local", "window": 5}], ids=str)
+STATES = [
+    "linear",
+    "performer",
+    {"mechanism": "local", "window": 5},
+    {"mechanism": "mixture", "window": 5, "sink": True},
+]
+
+
+@pytest.mark.parametrize("mechanism", STATES, ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_swapped_model_generates_from_states(family, mechanism):
     model, (x, mask) = built(family).double(), batch()

@@ -46,8 +46,10 @@ from transformers import (
 import longspan
 import longspan.hf
 from longspan.cli import main
+from longspan.generation.sampling import Sampling
 from longspan.mechanisms.mixture import MixtureAttention
 from longspan.models.transformer import LanguageModel
+from longspan.serve import Engine, Request
 from longspan.train.linearize import stages
 from longspan.train.linearize.config import LinearizeConfig
 from longspan.train.linearize.data import MixedWindows, Windows, mask_tokens, next_tokens, repeat_passages
@@ -144,7 +146,9 @@ def test_the_command(teacher, text, tmp_path, capsys):
     flags |= {"batch-size": 4, "eval-tokens": 192, "held-out": 0.03, "report-lengths": "64,96", "report-batch": 3}
     flags |= {"mechanism": json.dumps(MIXTURE), "lr": 0.001, "next-token": 0}
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    main(["linearize", "--model", str(teacher), "--data", str(text), "--out", str(out), "--device", "cpu", *words])
+    words += ["--device", "cpu", "--tensorboard"]
+    main(["linearize", "--model", str(teacher), "--data", str(text), "--out", str(out), *words])
+    assert list((out / "tensorboard").glob("events*"))
     records = read_records(out / "metrics.jsonl")
     transfer = [r["transfer_loss"] for r in records if "transfer_loss" in r]
     assert transfer[-1] < 0.7 * transfer[0]
@@ -176,10 +180,99 @@ def test_the_command(teacher, text, tmp_path, capsys):
     again = AutoModelForCausalLM.from_pretrained(out / "checkpoint")
     tokens = torch.randint(256, (2, 31))
     torch.testing.assert_close(again(tokens).logits, model(tokens))
+    greedy = again.generate(tokens[:1], max_new_tokens=5, do_sample=False)
+    with Engine(model, slots=2) as engine:
+        request = Request(tokens[0].tolist(), max_tokens=5, sampling=Sampling(temperature=0))
+        assert engine.submit(request).result()[0].tokens == greedy[0, 31:].tolist()
     main(["generate", "--model", str(out), "--prompt", "3 times", "--max-tokens", "3", "--device", "cpu"])
     with pytest.raises(SystemExit):
         main(["linearize", "--model", str(teacher), "--data", str(text), "--out", str(out), "--lr", "0.5"])
     assert "is a run with other settings" in capsys.readouterr().err
+
+
+def write_gguf(path, model):
+    """Write a Llama as llama.cpp does, which orders the rows of queries and keys by pairs that are rotated together."""
+    gguf = pytest.importorskip("gguf")
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*sorted(byte_tokenizer().get_vocab()), "12", "<s>", "</s>"])
+    writer.add_token_types([1] * 257 + [3] * 2)
+    writer.add_token_merges(["1 2"])
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(258)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, x in model.state_dict().items():
+        kind = name.split(".")[-2]
+        if kind in heads:
+            x = x.unflatten(0, (heads[kind], 2, -1)).transpose(1, 2).flatten(0, 2)
+        writer.add_tensor(names.get_name(name, (".weight",)), x.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file(text, tmp_path):
+    path, model, tokens = tmp_path / "a.gguf", built(), torch.randint(256, (2, 13))
+    write_gguf(path, model)
+    torch.testing.assert_close(load_teacher(path).model(tokens).logits, model(tokens).logits)
+    run(path, text, tmp_path / "run", transfer_steps=1, distill_steps=1)
+    assert isinstance(longspan.load(tmp_path / "run" / "checkpoint"), LanguageModel)
+    whole = path.read_bytes()
+    for size in (len(whole) // 2, len(whole) - 99):
+        path.write_bytes(whole[:size])
+        with pytest.raises(
+            ValueError, match=r"a\.gguf: the model cannot be read.*damaged or incomplete, download them"
+        ):
+            linearize(settings(path, text, tmp_path / "other"))
+        assert not (tmp_path / "other").exists()
+
+
+def test_tied_embeddings(text, tmp_path, monkeypatch):
+    """They stay tied, also after a kill."""
+    torch.manual_seed(5)
+    LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).save_pretrained(tmp_path / "teacher")
+    byte_tokenizer().save_pretrained(tmp_path / "teacher")
+    changes = {"transfer_steps": 2, "distill_steps": 4, "lr": 0.01}
+    run(tmp_path / "teacher", text, tmp_path / "whole", **changes)
+    with monkeypatch.context() as patch:
+        step = LinearizeRun._gradients
+
+        def signalled(self, stage, tokens, micro):
+            self.signals.received = 15 * (stage == "distill" and self.step == 1)
+            return step(self, stage, tokens, micro)
+
+        patch.setattr(LinearizeRun, "_gradients", signalled)
+        with pytest.raises(StoppedError):
+            run(tmp_path / "teacher", text, tmp_path / "run", **changes)
+    run(tmp_path / "teacher", text, tmp_path / "run", **changes)
+    first, second = weights(tmp_path / "whole"), weights(tmp_path / "run")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    model = longspan.load(tmp_path / "run" / "checkpoint")
+    assert model.config.tie_embeddings
+    before = load_teacher(tmp_path / "teacher").model.get_input_embeddings().weight
+    assert (model.embedding.weight - before).abs().max() > 5e-4
+
+
+def test_what_seed_and_sizes_of_texts_change(teacher, text, tmp_path, monkeypatch):
+    batches = []
+    step = LinearizeRun._gradients
+    monkeypatch.setattr(LinearizeRun, "_gradients", lambda *given: (batches.append(given[2]), step(*given))[1])
+    for seed, eval_tokens in ((1, 96), (2, 144)):
+        out = tmp_path / str(seed)
+        run(teacher, text, out, seed=seed, eval_tokens=eval_tokens, transfer_steps=1, distill_steps=0)
+        assert json.loads((out / "results.json").read_text())["eval_tokens"] == eval_tokens
+    assert not torch.equal(*batches)
 
 
 def test_a_dry_run_writes_nothing(teacher, text, tmp_path, capsys):
