@@ -145,6 +145,32 @@ def draw_losses(data: Data, figure: Figure) -> None:
     figure.legend(loc="outside lower center", ncols=2, fontsize=9)
 
 
+def decode_costs() -> Data:
+    """Milliseconds of a decoded token, and MiB of the cache, of a linearized model and its teacher by the length."""
+    found = json.loads((RESULTS / "h200-linearize.json").read_text(encoding="utf-8"))["decode"]
+    data: Data = {"lengths": [row["length"] for row in found["teacher"]]}
+    for label, key, unit in (("ms per token", "ms", 1), ("cache, MiB", "bytes", 2**20)):
+        data |= {f"{label}; {name}": [round(row[key] / unit, 2) for row in found[name]] for name in found}
+    return data
+
+
+def draw_costs(data: Data, figure: Figure) -> None:
+    """A panel per cost, with a line for each model over the lengths."""
+    figure.set_size_inches(6.4, 3)
+    panels: dict[str, dict[str, list[float]]] = {}
+    for name, values in data.items():
+        if name != "lengths":
+            label, model = name.split("; ")
+            panels.setdefault(label, {})[model] = values
+    for axes, (label, lines) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for i, (model, values) in enumerate(lines.items()):
+            axes.plot(data["lengths"], values, "o-", markersize=4, label=model, color=COLORS[i])
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(data["lengths"], [f"{length:,}" for length in data["lengths"]], rotation=30)
+        axes.set(xlabel="tokens before", ylabel=label, ylim=(0, None))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
+
+
 def draw_speeds(data: Data, figure: Figure) -> None:
     """Two bars per model."""
     figure.set_size_inches(5, 3.4)
@@ -202,6 +228,7 @@ PLOTS: dict[str, tuple[Callable[[], Data], Callable[[Data, Figure], None]]] = {
     "time-cpu": (lambda: step_times("cpu-causal-growth", CPU), lambda data, figure: draw_lines(data, figure, TIME)),
     "decode-h200": (decode_speeds, draw_speeds),
     "linearize-h200": (position_losses, draw_losses),
+    "linearize-decode-h200": (decode_costs, draw_costs),
     "serve-cpu": (lambda: loads("cpu-serve"), draw_loads),
     "serve-h200": (lambda: loads("h200-serve"), draw_loads),
     "sweep-cpu": (causal_sweep, sweep_report.draw_panels),
