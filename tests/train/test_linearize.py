@@ -387,6 +387,39 @@ def test_families(family, tmp_path):
     torch.testing.assert_close(again(tokens).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        {"mechanism": "mixture", "window": 5, "memory": "delta", "sink": True},
+        {"mechanism": "mixture", "window": 5, "memory": "decay"},
+        {"mechanism": "delta"},
+        {"mechanism": "linear", "feature_map": "hedgehog"},
+    ],
+    ids=str,
+)
+def test_other_mechanisms(mechanism):
+    """Gates start at zero, and both stages train them; a longspan model has the same logits."""
+    teacher, tokens = built(), torch.randint(256, (2, 29))
+    student = build_student(teacher, mechanism, [1])
+    before = copy.deepcopy(student.state_dict())
+    losses = [train_transfer(teacher, student, tokens) for _ in range(6)]
+    assert losses[-1] < losses[0]
+    assert all(not torch.equal(x, before[name]) for name, x in added_parameters(student).items())
+    losses = train_distill(teacher, student, tokens, 30)
+    assert losses[-1] < losses[0]
+    expected = student(tokens).logits
+    torch.testing.assert_close(longspan.hf.to_language_model(student)(tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_mechanism_without_parameters(teacher, text, tmp_path):
+    local = {"mechanism": "local", "window": 5}
+    with pytest.raises(ValueError, match=r"adds no parameters.*use --transfer-steps 0"):
+        run(teacher, text, tmp_path / "run", mechanism=local)
+    assert not (tmp_path / "run").exists()
+    run(teacher, text, tmp_path / "other", mechanism=local, transfer_steps=0, distill_steps=1)
+    assert (tmp_path / "other" / "checkpoint").exists()
+
+
 def test_a_family_without_a_native_form(text, tmp_path):
     """Its model is a transformers folder, which the Auto class opens."""
     folder = tmp_path / "teacher"

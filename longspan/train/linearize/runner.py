@@ -85,6 +85,11 @@ def linearize(settings: LinearizeConfig) -> None:
         reason = str(error).replace("name the other layers in `layers`", "name such layers in --keep-layers")
         raise ValueError(f"--model {settings.model}: {reason}") from None
     _check_window(student, settings.context)
+    if settings.transfer_steps and not added_parameters(student):
+        raise ValueError(
+            f"the mechanism {settings.mechanism!r} adds no parameters, so that there is nothing to train in the first "
+            "stage: use --transfer-steps 0"
+        )
     depth = teacher.model.config.get_text_config().num_hidden_layers
     if settings.keep >= depth:
         raise ValueError(f"--keep {settings.keep} leaves nothing to replace: the model has {depth} layers")
@@ -422,11 +427,6 @@ class LinearizeRun:
         if self.processes.number > 1 and stage != "transfer" and "student" not in self.whole:
             self._place("student", self.student)
             chosen = [x for x in self.student.parameters() if x.requires_grad]
-        if not chosen:
-            raise ValueError(
-                f"the mechanism {self.settings.mechanism!r} adds no parameters, so that there is nothing to train in "
-                "the first stage: use --transfer-steps 0"
-            )
         return chosen
 
     def _shape(self, stage: str) -> tuple[int, int]:
