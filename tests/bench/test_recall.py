@@ -124,6 +124,9 @@ def test_a_step_that_is_not_finite_ends_training_and_is_explained(monkeypatch: p
     )
     hook.remove()
     assert trained._explain() == "step 2, 32 tokens: nothing, computed again"
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "40")
+    assert trained._explain().endswith("again; unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE, which is 40")
+    monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
     with torch.no_grad():
         weight[0, 0] = math.nan
     assert trained._explain() == "step 2, 32 tokens: the output of transformer.stack.branches.1.layer.to_out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -187,7 +188,10 @@ class _Training:
         found = first_not_finite(self.model, self.run.recipe, data.select(rows))
         if found is None:
             found = "nothing, computed again" + ("" if self._graph is None else " without a CUDA graph")
-        return f"step {done + 1}, {data.tokens.shape[1]} tokens: {found}"
+        share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
+        # At 40, a linear layer's output was not finite on an H200 (PyTorch 2.11), for all mechanisms.
+        hint = "" if share == "100" else f"; unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE, which is {share}"
+        return f"step {done + 1}, {data.tokens.shape[1]} tokens: {found}{hint}"
 
     def result(self, score: Dataset) -> dict[str, Any]:
         """Return the accuracy of the model, and how it was trained."""
