@@ -13,12 +13,15 @@ from longspan.ops.softmax import attend
 from longspan.ops.window import Window, WindowProblem, WindowSaved, _WindowLse, kernels, reference
 from longspan.ops.window.torch import tiled_window_attention_with_lse
 
-NAMES = ["out", "d_q", "d_k", "d_v"]
+NAMES = ["out", "d_q", "d_k", "d_v", "d_bias"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes are distinct primes by default. past: keys before the queries. start: one position per batch row."""
+    """Sizes are distinct primes by default. past: keys before the queries. start: one position per batch row.
+
+    bias: the size of its blocks, 0 without.
+    """
 
     T: int = 71
     B: int = 2
@@ -38,6 +41,7 @@ class Case:
     scale: float | None = None
     large: float = 1.0
     strided: bool = False
+    bias: int = 0
 
     def __str__(self) -> str:
         plain = Case()
@@ -67,6 +71,12 @@ CASES = [
     Case(D=130, E=140, B=1, H=1, Hkv=1, T=37),
     Case(D=83, B=1, H=2, Hkv=1, T=37, causal=True, strided=True),
     Case(E=67, B=1, H=2, Hkv=1, T=37, masked=True),
+    Case(bias=13, causal=True, H=4, Hkv=2),
+    Case(bias=67, B=3, T=139, H=1, Hkv=1, masked=True, strided=True),
+    Case(bias=11, block_size=11, back=1, ahead=1, H=2, Hkv=1, shared_qk=True),
+    Case(bias=7, causal=True, past=19, start=(-19, 4)),
+    Case(bias=5, block_size=5, back=2, ahead=0, causal=True, past=13, start=(-13, 9), H=2, Hkv=1),
+    Case(bias=17, D=83, E=67, B=1, H=1, Hkv=1, T=37, back=5, ahead=0),
 ]
 
 
@@ -89,7 +99,26 @@ def arguments(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensor, Wind
     start = None if case.start is None else torch.tensor(case.start, device=device)
     bounds = None if case.packed is None else Packing.from_lengths(case.packed, device).bounds(T)
     scale = D**-0.5 if case.scale is None else case.scale
-    return inputs(T, H, E), WindowProblem(q, k, v, mask, start, bounds, None, *case.window, scale, 0.0)
+    bias = None
+    if case.bias:
+        bias = torch.randn(H, case.bias, (sum(case.window.blocks(case.bias)) + 1) * case.bias).to(device)
+    tensors = q, k, v, mask, start, bounds, None, bias
+    return inputs(T, H, E), WindowProblem(*tensors, *case.window, scale, 0.0, bool(case.bias))
+
+
+def by_pair(case: Case, table: Tensor) -> Tensor:
+    """Return the bias of each pair of positions, (B, H, T, S), by a loop over blocks of queries."""
+    T, S, P, K = case.T, case.T + case.past, case.bias, table.shape[2]
+    rows = []
+    for start in case.start or (0,) * case.B:
+        full = table.new_zeros(case.H, T, S)
+        for t in range(T):
+            position = start + case.past + t
+            first = (position // P - case.window.blocks(P)[0]) * P - start  # key of column 0
+            low, high = max(0, first), min(S, first + K)
+            full[:, t, low:high] = table[:, position % P, low - first : high - first]
+        rows.append(full)
+    return torch.stack(rows)
 
 
 def visible(case: Case, mask: Tensor | None) -> Tensor:
@@ -121,19 +150,22 @@ def visible(case: Case, mask: Tensor | None) -> Tensor:
 
 def by_definition(case: Case, d_out: Tensor, problem: WindowProblem, dtype: torch.dtype) -> list[Tensor]:
     """Return out and the gradients on the CPU: float64 by the definition, other dtypes by PyTorch's attention."""
-    q, k, v = (x.detach().cpu().to(dtype).requires_grad_() for x in problem[:3])
+    leaves = [x.detach().cpu().to(dtype).requires_grad_() for x in (*problem[:3], problem.bias) if x is not None]
+    q, k, v, *biases = leaves
     seen, scale = visible(case, problem.key_mask), problem.scale
+    bias = by_pair(case, biases[0]) if biases else None
     if dtype == torch.float64:
-        out = reference.softmax_attention(q, k, v, seen, scale=scale)
+        out = reference.softmax_attention(q, k, v, seen, bias=bias, scale=scale)
     else:
         keys, values = (reference.repeat_kv(x, case.H).transpose(1, 2) for x in (k, v))
-        out = attend(q.transpose(1, 2), keys, values, seen, scale=scale).transpose(1, 2)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), d_out.cpu().to(dtype))]
+        out = attend(q.transpose(1, 2), keys, values, seen, bias=bias, scale=scale).transpose(1, 2)
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out.cpu().to(dtype))]
 
 
 def by_kernels(d_out: Tensor, problem: WindowProblem) -> list[Tensor]:
     out, lse = kernels().forward(problem)
-    return [out, *kernels().backward(WindowSaved(d_out, None, out, lse), problem)]
+    *grads, d_bias = kernels().backward(WindowSaved(d_out, None, out, lse), problem)
+    return [out, *grads, *([] if d_bias is None else [d_bias])]
 
 
 def check(case: Case, dtype: torch.dtype, device: str) -> None:
@@ -168,9 +200,9 @@ def check_lse(case: Case, dtype: torch.dtype, device: str, call: str) -> None:
 
 def no_further(found: list[Tensor], eager: list[Tensor], truth: list[Tensor], dtype: torch.dtype) -> None:
     ulp = max(exact.abs().max().item() for exact in truth) * torch.finfo(dtype).eps
-    for name, exact, near, ours in zip(NAMES, truth, eager, found, strict=True):
+    for name, exact, near, ours in zip(NAMES[: len(truth)], truth, eager, found, strict=True):
         assert ours.shape == exact.shape, name
-        assert ours.dtype == dtype, name
+        assert ours.dtype == (torch.float32 if name == "d_bias" else dtype), name
         allowed = 2 * (near.double() - exact).abs().max().item() + ulp
         error = (ours.cpu().double() - exact).abs().max().item()
         assert error <= allowed, f"{name}: {error:.3g} from the truth, {allowed:.3g} allowed"

@@ -23,7 +23,7 @@ from longspan.ops.decode import (
     window_decode_step,
 )
 from longspan.ops.softmax import attend
-from longspan.ops.window import Bias, Window, table_bias, window_attention, xpos_rotate
+from longspan.ops.window import Window, table_bias, window_attention, xpos_rotate
 from longspan.protocol import Mechanism, Rotation, State
 
 
@@ -104,7 +104,7 @@ class LocalAttention(Mechanism):
         self.bias: nn.Module | Tensor | None
         if isinstance(bias, Tensor):
             size = self.window.block_size or (bias.shape[1] if bias.ndim == 3 else 1)
-            back, ahead = _blocks(self.window, size)
+            back, ahead = self.window.blocks(size)
             shape = num_heads, size, (back + 1 + ahead) * size
             if bias.shape != shape:
                 raise ValueError(
@@ -166,7 +166,7 @@ class LocalAttention(Mechanism):
         packing: Packing | None,
         key_packing: Packing | None,
     ) -> Tensor | None:
-        if packing is None or not self._fused(q, k, v):
+        if packing is None or self.bias is not None or not self._fused(q, k, v):
             return None
         bounds = packing.bounds(q.shape[1])
         return self._windowed(q, self._key(k), v, self.window._replace(causal=causal), bounds=bounds)
@@ -230,7 +230,7 @@ class LocalAttention(Mechanism):
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the kernels take these tensors, and with them packed rows."""
-        return window_op.why_not_triton(q, k, v, bias=self.bias is not None, xpos=self.xpos) is None
+        return window_op.why_not_triton(q, k, v, xpos=self.xpos) is None
 
     def _defer(
         self,
@@ -296,8 +296,8 @@ class LocalAttention(Mechanism):
         first = 0 if state.start is None else state.start[:, None, None]
         window = self.window._replace(causal=True)
         seen = window.hide_self(window.contains(i, j) & (j >= first), i, j)
-        bias = self._bias(q.device)
-        added = None if bias is None else bias(i, j).movedim(0, 1)  # (B, H, 1, ring)
+        table = self._bias_table(q.device)
+        added = None if table is None else table_bias(table, window, i, j).movedim(0, 1)  # (B, H, 1, ring)
         given, k, q = q.dtype, state.k, self._offset_queries(q.to(state.k.dtype))
         if self.xpos is not None:
             q = xpos_rotate(q, torch.zeros_like(i[:, :, 0]), self.xpos)
@@ -349,27 +349,19 @@ class LocalAttention(Mechanism):
             key_mask=key_mask,
             start=start,
             bounds=bounds,
-            bias=self._bias(q.device),
+            bias=self._bias_table(q.device),
             xpos=self.xpos,
             scale=self.scale,
             dropout=self._dropout,
         )
 
-    def _bias(self, device: torch.device) -> Bias | None:
-        if self.bias is None:
-            return None
-        if isinstance(self.bias, Tensor):
-            return table_bias(self.bias, _blocks(self.window, self.bias.shape[1])[0])
-        # Evaluated once for each distance, then looked up.
+    def _bias_table(self, device: torch.device) -> Tensor | None:
+        """Return the bias as a table (H, P, K); one of distances has P = 1."""
+        if self.bias is None or isinstance(self.bias, Tensor):
+            return self.bias
         back, ahead = self._ring - 1, self.window._replace(causal=False).reach[1]
-        distances = torch.arange(-ahead, back + 1, device=device)
-        by_distance = self.bias(distances)
-        return lambda i, j: by_distance[:, (i - j).clamp(-ahead, back) + ahead]
-
-
-def _blocks(window: Window, size: int) -> tuple[int, int]:
-    """Return the number of blocks of `size` before a query's own, and after it, with keys that it may see."""
-    return (window.back, window.ahead) if window.block_size else (-(-window.back // size), -(-window.ahead // size))
+        by_distance: Tensor = self.bias(torch.arange(-ahead, back + 1, device=device))
+        return by_distance.flip(1)[:, None]
 
 
 def _window(window: int | tuple[int, int], look_back: int | None, look_ahead: int | None, shared_qk: bool) -> Window:

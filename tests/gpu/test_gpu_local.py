@@ -113,7 +113,7 @@ def test_offsets_beyond_32_bits() -> None:
     d_out = torch.randn_like(out)
     found = [x[:, -last:].detach() for x in (out, *torch.autograd.grad(out, (q, k, v), d_out))]
     # The last tokens see, and are seen by, nothing before the last few.
-    tail = WindowProblem(*(x[:, -end:].detach() for x in (q, k, v)), *[None] * 4, *case.window, 64**-0.5, 0.0)
+    tail = WindowProblem(*(x[:, -end:].detach() for x in (q, k, v)), *[None] * 5, *case.window, 64**-0.5, 0.0, False)
     truth, eager = (
         [x[:, -last:] for x in by_definition(case, d_out[:, -end:], tail, dtype)]
         for dtype in (torch.float64, torch.bfloat16)
@@ -125,7 +125,7 @@ def test_offsets_beyond_32_bits() -> None:
 def test_gradients_are_taken_once(compiled: bool) -> None:
     q, k, v = (torch.randn(1, 70, 2, 16, device="cuda", requires_grad=True) for _ in range(3))
     if compiled:
-        out = _Window.traced(q, k, v, None, None, None, None, 0, 9, 0, True, False, 0.25, 0.0)[0]
+        out = _Window.traced(q, k, v, *[None] * 5, 0, 9, 0, True, False, 0.25, 0.0, False)[0]
     else:
         out = window_attention(q, k, v, Window(0, 9, 0, True, False))
     (d_q,) = torch.autograd.grad(out.sum(), q, create_graph=True)
@@ -175,7 +175,7 @@ def test_compiles_for_any_length() -> None:
 def test_the_op_passes_opcheck() -> None:
     q, k, v = (torch.randn(1, 70, 2, 16, device="cuda", requires_grad=True) for _ in range(3))
     torch.library.opcheck(
-        _Window.traced, (q, k, v, None, None, None, None, 0, 9, 0, True, False, 0.25, 0.0), atol=1e-5, rtol=1e-4
+        _Window.traced, (q, k, v, *[None] * 5, 0, 9, 0, True, False, 0.25, 0.0, False), atol=1e-5, rtol=1e-4
     )
 
 

@@ -135,6 +135,43 @@ def test_xpos(options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.M
         assert (ours - exact).norm() <= allowed
 
 
+class ByDistance(torch.nn.Module):
+    """A learned bias of distances up to 100 on either side."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(heads, 201))
+
+    def forward(self, distance: torch.Tensor) -> torch.Tensor:
+        return self.table[:, distance + 100]
+
+
+@interpreted
+@quiet
+@pytest.mark.parametrize(
+    ("options", "causal"),
+    [({"window": (70, 3)}, False), ({"window": 64, "look_back": 0, "look_ahead": 0}, True), ({"window": 5}, True)],
+    ids=["exact", "blocks", "short"],
+)
+def test_bias_by_distance(options: dict[str, Any], causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    mechanism = LocalAttention(2, 6, num_kv_heads=1, value_dim=7, bias=ByDistance(2), **options)
+    inputs = [torch.randn(1, 83, heads, dim) for heads, dim in ((2, 6), (1, 6), (1, 7), (2, 7))]
+
+    def results(dtype: torch.dtype) -> list[torch.Tensor]:
+        q, k, v, d_out = (x.to(dtype) for x in inputs)
+        leaves = [*(x.requires_grad_() for x in (q, k, v)), *mechanism.to(dtype).parameters()]
+        out = mechanism(*leaves[:3], causal=causal)
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+    truth, eager = results(torch.float64), results(torch.float32)
+    monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
+    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
+    monkeypatch.setattr(window_op, "tiled_window_attention", None)  # The kernels take it.
+    for exact, near, ours in zip(truth, eager, results(torch.float32), strict=True):
+        allowed = 2 * (near - exact).norm() + exact.norm() * torch.finfo(torch.float32).eps
+        assert (ours - exact).norm() <= allowed
+
+
 @interpreted
 def test_the_rotation_direct_and_traced() -> None:
     x, cos, sin = torch.randn(2, 3, 35, 10)[..., :6].transpose(1, 2), torch.randn(35, 3), torch.randn(35, 3)
@@ -171,7 +208,6 @@ def test_reasons() -> None:
     q = torch.zeros(1, 4, 2, 8)
     assert why_unsupported(q, q, q) is None
     assert "CUDA" in str(why_not_triton(q, q, q))
-    assert "bias" in str(why_unsupported(q, q, q, bias=True))
     assert why_unsupported(q, q, q, xpos=0.0625) is None
     assert "xPos over 4 tokens" in str(why_unsupported(q, q, q, xpos=0.0624))
     assert "over up to 3" in str(why_unsupported(q.half(), q.half(), q.half(), xpos=0.5))

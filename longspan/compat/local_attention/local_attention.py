@@ -18,7 +18,7 @@ from longspan.compat.local_attention.rotary import SinusoidalEmbeddings, apply_r
 from longspan.layout import zero_fill
 from longspan.mechanisms import build_mechanism
 from longspan.ops.rotary import rotate
-from longspan.ops.window import Window, table_bias, window_attention, xpos_rotate
+from longspan.ops.window import Window, window_attention, xpos_rotate
 from longspan.protocol import Mechanism
 
 TOKEN_SELF_ATTN_VALUE = -5e4  # the original's score of a token for itself with shared_qk
@@ -233,9 +233,7 @@ class LocalAttention(nn.Module):
         if mask is not None:
             k, v = zero_fill(~mask, k, v)
         k = l2norm(k) if self.shared_qk else k
-        bias = None
-        if attn_bias is not None:
-            bias = table_bias(attn_bias.repeat(num_heads // biases, 1, 1), self.look_backward)
+        bias = None if attn_bias is None else attn_bias.repeat(num_heads // biases, 1, 1)
         q, k, xpos = self._rotate(q, k, size)
         out = window_attention(
             q,

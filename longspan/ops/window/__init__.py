@@ -13,14 +13,14 @@ from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from torch import Tensor, arange, bfloat16, float16, float32, promote_types, randint
+from torch import Tensor, arange, bfloat16, float16, float32, is_grad_enabled, promote_types, randint
+from torch.nn.functional import pad
 
 from longspan.ops.common import dispatch
 from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
 from longspan.ops.rotary import Rotate
 from longspan.ops.window.torch import (
     BLIND,
-    Bias,
     Window,
     table_bias,
     tiled_window_attention,
@@ -31,7 +31,6 @@ from longspan.ops.window.torch import (
 
 __all__ = [
     "BLIND",
-    "Bias",
     "Window",
     "WindowProblem",
     "table_bias",
@@ -43,6 +42,7 @@ __all__ = [
 
 
 OPERATION = "windowed attention"
+BIAS_BLOCK = 64  # tokens in a block of a bias by distance, as the kernels take it
 
 
 # Tokens over which the kernels take xPos, in units of its scale base. Scales relative to the middle are then at most
@@ -59,7 +59,7 @@ def window_attention(
     key_mask: Tensor | None = None,
     start: Tensor | None = None,
     bounds: Tensor | None = None,
-    bias: Bias | None = None,
+    bias: Tensor | None = None,
     xpos: float | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
@@ -75,7 +75,8 @@ def window_attention(
         start: (B,) position of the first key, where batch rows differ; keys at negative positions are hidden.
             None is 0.
         bounds: (2, T) int32, first and end index of the sequence of each token of a packed row. Triton only.
-        bias: Added to the scores.
+        bias: Added to the scores: (H, P, (back + 1 + ahead)·P), by a query's place in its block of P tokens and a key's
+            place in that and the neighboring blocks, `Window.blocks(P)`; without `bounds`. P = 1: by distance, (H, 1, K).
         xpos: Scale base of xPos. Positions are relative to a tile, in the kernels to the middle of the keys, since
             absolute scales overflow.
         scale: Scale of the scores, 1/√D by default.
@@ -84,7 +85,7 @@ def window_attention(
     Returns:
         (B, T, H, E) in the dtype of q; zeros for queries that see no key.
     """
-    why = why_not_triton(q, k, v, bias=bias is not None, xpos=xpos)
+    why = why_not_triton(q, k, v, xpos=xpos)
     if dispatch.recording is not None:
         dispatch.record(OPERATION, "window", why)
     if why is not None:
@@ -96,10 +97,23 @@ def window_attention(
         q, k = _rotated(q, k, xpos)
     seed = randint(2**31 - 1, (1,), device=q.device) if dropout else None
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    arguments = WindowProblem(q, k, v, key_mask, start, bounds, seed, *window, scale, dropout)
+    assert bias is None or bounds is None
+    bias = _by_blocks(bias, window) if bias is not None and bias.shape[1] == 1 else bias
+    bias_grad = bias is not None and bias.requires_grad and is_grad_enabled()
+    arguments = WindowProblem(q, k, v, key_mask, start, bounds, seed, bias, *window, scale, dropout, bias_grad)
     if dispatch.eager_untraced(q):
         return _Window.direct(*arguments)
     return _Window.traced(*refuse_forward_mode(*arguments))[0]
+
+
+def _by_blocks(bias: Tensor, window: Window) -> Tensor:
+    """Return a bias by distance (H, 1, K) as one of blocks of `BIAS_BLOCK` tokens, whose rows are shifted copies."""
+    (back, ahead), before = window.blocks(BIAS_BLOCK), window.blocks(1)[0]
+    width = (back + 1 + ahead) * BIAS_BLOCK
+    # Row r is shifted by r. No query sees a key where the copies end.
+    first = before - back * BIAS_BLOCK - (BIAS_BLOCK - 1)
+    line = pad(bias[:, 0], (-first, max(0, first + width + BIAS_BLOCK - 1 - bias.shape[2])))
+    return line[:, : width + BIAS_BLOCK - 1].unfold(1, width, 1).flip(1)
 
 
 def _rotated(q: Tensor, k: Tensor, xpos: float) -> tuple[Tensor, Tensor]:
@@ -138,7 +152,7 @@ def window_attention_with_lse(
         dispatch.record(OPERATION, "window", why)
     if why is not None:
         return tiled_window_attention_with_lse(q, k, v, window, key_mask=key_mask, scale=scale)
-    arguments = WindowProblem(q, k, v, key_mask, None, None, None, *window, scale, 0.0)
+    arguments = WindowProblem(q, k, v, key_mask, None, None, None, None, *window, scale, 0.0, False)
     if dispatch.eager_untraced(q):
         out, lse = _WindowLse.direct(*arguments)
     else:
@@ -147,8 +161,18 @@ def window_attention_with_lse(
     return out.to(promote_types(q.dtype, float32)), lse.masked_fill(lse.isinf(), BLIND)
 
 
+LEAVES = (0, 1, 2, 7)  # fields of a WindowProblem with gradients
+TENSORS = 8  # of a WindowProblem, before its options
+
+
 class WindowProblem(NamedTuple):
-    """The arguments of the Triton kernels: tensors, window, options. seed: (1,) int64, of dropout."""
+    """The arguments of the Triton kernels: tensors, window, options.
+
+    Attributes:
+        seed: (1,) int64, of dropout.
+        bias: (H, P, K), see `window_attention`.
+        bias_grad: Whether the backward pass computes the gradient of the bias.
+    """
 
     q: Tensor
     k: Tensor
@@ -157,6 +181,7 @@ class WindowProblem(NamedTuple):
     start: Tensor | None
     bounds: Tensor | None
     seed: Tensor | None
+    bias: Tensor | None
     block_size: int
     back: int
     ahead: int
@@ -164,14 +189,15 @@ class WindowProblem(NamedTuple):
     shared_qk: bool
     scale: float
     dropout: float
+    bias_grad: bool
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return self[:7]
+        return self[:TENSORS]
 
     @property
     def options(self) -> tuple[Any, ...]:
-        return self[7:]
+        return self[TENSORS:]
 
     def empty_outputs(self) -> tuple[Tensor, Tensor]:
         """Return uninitialized out and lse, the log-sum-exp of the scores; that of float32 inputs has two parts."""
@@ -188,7 +214,7 @@ class WindowSaved(NamedTuple):
     lse: Tensor
 
 
-@differentiable_op("longspan::window_attention", (WindowProblem,), (WindowSaved,), outputs=2, grads=3)
+@differentiable_op("longspan::window_attention", (WindowProblem,), (WindowSaved,), outputs=2, grads=4, leaves=LEAVES)
 class _Window(DifferentiableOp):
     @staticmethod
     def forward(*arguments: Any, traced: bool = True) -> tuple[Tensor, Tensor]:
@@ -200,24 +226,36 @@ class _Window(DifferentiableOp):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*output, *inputs[:7])
-        ctx.options = inputs[7:]
+        ctx.save_for_backward(*output, *inputs[:TENSORS])
+        ctx.options = inputs[TENSORS:]
 
     @staticmethod
     def differentiate(backward: Any, ctx: Any, d_out: Tensor, d_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         return _differentiate(backward, ctx, d_out, None)
 
     @staticmethod
-    def backward(*arguments: Any, traced: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        return kernels().backward(WindowSaved(*arguments[:4]), WindowProblem(*arguments[4:]))
+    def backward(*arguments: Any, traced: bool = True) -> tuple[Tensor | None, ...]:
+        problem = WindowProblem(*arguments[4:])
+        *grads, d_bias = kernels().backward(WindowSaved(*arguments[:4]), problem)
+        # torch.library takes no None.
+        return *grads, problem.q.new_empty(0) if d_bias is None and traced else d_bias
 
     @staticmethod
     def backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(x.new_empty(x.shape) for x in arguments[4:7])
+        problem = WindowProblem(*arguments[4:])
+        bias = problem.bias if problem.bias_grad else None
+        d_bias = problem.q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+        return *(x.new_empty(x.shape) for x in problem[:3]), d_bias
 
 
 @differentiable_op(
-    "longspan::window_attention_with_lse", (WindowProblem,), (WindowSaved,), outputs=2, grads=3, differentiable=2
+    "longspan::window_attention_with_lse",
+    (WindowProblem,),
+    (WindowSaved,),
+    outputs=2,
+    grads=4,
+    leaves=LEAVES,
+    differentiable=2,
 )
 class _WindowLse(_Window):
     @staticmethod
@@ -230,8 +268,9 @@ class _WindowLse(_Window):
 
 
 def _differentiate(backward: Any, ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads = backward(*refuse_forward_mode(d_out, d_lse, *ctx.saved_tensors), *ctx.options)
-    return *grads, *[None] * (len(WindowProblem._fields) - len(grads))
+    *grads, d_bias = backward(*refuse_forward_mode(d_out, d_lse, *ctx.saved_tensors), *ctx.options)
+    d_bias = d_bias if ctx.options[-1] else None
+    return *grads, *[None] * (TENSORS - 4), d_bias, *[None] * len(ctx.options)
 
 
 @cache
@@ -240,17 +279,15 @@ def kernels() -> ModuleType:
     return importlib.import_module("longspan.ops.window.triton.window")
 
 
-def why_not_triton(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: float | None = None) -> str | None:
+def why_not_triton(q: Tensor, k: Tensor, v: Tensor, *, xpos: float | None = None) -> str | None:
     """Return why windowed attention of these arguments runs in eager PyTorch; None if the kernels support them."""
-    why = dispatch.unavailable(q) or why_unsupported(q, k, v, bias=bias, xpos=xpos)
+    why = dispatch.unavailable(q) or why_unsupported(q, k, v, xpos=xpos)
     large = q.dtype != float32 and max(q.shape[3], v.shape[3]) > 128
     return why or (dispatch.insufficient_shared_memory(q, 163) if large else None)
 
 
-def why_unsupported(q: Tensor, k: Tensor, v: Tensor, *, bias: bool = False, xpos: float | None = None) -> str | None:
+def why_unsupported(q: Tensor, k: Tensor, v: Tensor, *, xpos: float | None = None) -> str | None:
     """Return what in the arguments themselves the kernels do not support; None if nothing."""
-    if bias:
-        return "a bias on the scores"
     if (why := dispatch.unsupported_dtypes(q, k, v)) is not None:
         return why
     if xpos is not None and k.shape[1] > (limit := XPOS_SPAN[q.dtype] * xpos):

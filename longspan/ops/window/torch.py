@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ BLIND = -1e30  # log-sum-exp of no scores: finite, so that its gradients are
 MAX_TILE = 512  # keeps masks small compared to keys and values
 XPOS_TILE = 32  # largest tile of xPos in units of its scale base, whose scales inside a tile are then at most e^20
 
-Bias = Callable[[Tensor, Tensor], Tensor]  # positions i (..., T, 1) and j (..., 1, S) -> (H, ..., T, S)
 
 
 class Window(NamedTuple):
@@ -45,6 +43,13 @@ class Window(NamedTuple):
             back, ahead = (back + 1) * self.block_size - 1, (ahead + 1) * self.block_size - 1
         return back, 0 if self.causal else ahead
 
+    def blocks(self, size: int) -> tuple[int, int]:
+        """Return the number of blocks of `size` before a query's own, and after it, with keys that it may see."""
+        if self.block_size == size:
+            return self.back, self.ahead
+        back, ahead = self._replace(causal=False).reach
+        return -(-back // size), -(-ahead // size)
+
     def contains(self, i: Tensor, j: Tensor) -> Tensor:
         """Return whether the window of a query at position i ≥ 0 contains position j ≥ 0; broadcast."""
         size = self.block_size or 1
@@ -60,12 +65,13 @@ class Window(NamedTuple):
         return others | (visible & ~others.any(-1, keepdim=True))
 
 
-def table_bias(table: Tensor, back: int) -> Bias:
-    """Return the bias of a table (H, P, K), indexed by query position in its block of P, and by key position counted
-    from `back` blocks before it.
+def table_bias(table: Tensor, window: Window, i: Tensor, j: Tensor) -> Tensor:
+    """Return the bias of queries at positions i (..., T, 1) on keys at j (..., 1, S): (H, ..., T, S).
+
+    table: (H, P, K), by a query's place in its block of P, and by a key's place from the first block that it may see.
     """
     size, last = table.shape[1], table.shape[2] - 1
-    return lambda i, j: table[:, i % size, (j - (i // size - back) * size).clamp(0, last)]
+    return table[:, i % size, (j - (i // size - window.blocks(size)[0]) * size).clamp(0, last)]
 
 
 def xpos_rotate(x: Tensor, position: Tensor, scale_base: float) -> Tensor:
@@ -90,7 +96,7 @@ def tiled_window_attention(
     *,
     key_mask: Tensor | None,
     start: Tensor | None,
-    bias: Bias | None,
+    bias: Tensor | None,
     xpos: float | None,
     scale: float | None,
     dropout: float,
@@ -127,7 +133,9 @@ def tiled_window_attention(
             if key_mask is not None:
                 visible = visible & key_mask[:, kj.clamp(0, S - 1)]
         visible = window.hide_self(visible, qi, kj)  # ([B,] tiles, tile, Kw)
-        added = None if bias is None else bias(qi + first, kj + first).movedim(0, -3)  # ([B,] tiles, H, tile, Kw)
+        added = None
+        if bias is not None:
+            added = table_bias(bias, window, qi + first, kj + first).movedim(0, -3)  # ([B,] tiles, H, tile, Kw)
         options: dict[str, Any] = {"bias": added, "blind": not interior, "scale": scale, "dropout": dropout}
         return _attend(queries[:, tiles], keys[:, tiles], values[:, tiles], visible, **options)
 

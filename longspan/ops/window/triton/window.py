@@ -8,7 +8,8 @@ last query's last key, and masks pairs only outside the range that all its queri
 
 The gradient of the log-sum-exp is subtracted from D, since ∂lse_i/∂S_ij = P_ij. The backward pass recomputes P from
 the saved lse. One kernel iterates over the keys of each query for dq and D, a second over the queries of each key for
-dk and dv: without atomic additions, results are deterministic.
+dk and dv, a third over batch rows and blocks for the gradient of a bias: without atomic additions, results are
+deterministic.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.ops.common.exp import LOG2E, exact_exp2
-from longspan.ops.common.launch import Launch, Plan, Signature, Strides, dense_rows, new_like, on_device
+from longspan.ops.common.launch import Launch, Plan, Signature, Strides, dense, dense_rows, new_like, on_device
 from longspan.ops.common.tiles import (
     add_product,
     columns,
+    load_block,
     load_columns,
     product_of_columns,
     program_index,
@@ -34,7 +36,7 @@ from longspan.ops.common.tiles import (
     token_pointer,
     zeros,
 )
-from longspan.ops.window import WindowProblem, WindowSaved
+from longspan.ops.window import TENSORS, Window, WindowProblem, WindowSaved
 
 # With shared queries and keys, the score of a query's own key: below every other score, above −∞.
 LAST_RESORT = tl.constexpr(-1e30)
@@ -43,7 +45,11 @@ ROUNDS = tl.constexpr(7)  # of Philox: the fewest that pass BigCrush
 
 # Heads, dimensions, window, queries (BT) and keys (BS) per tile.
 # BD, RD, BE, RE: the widths of a tile's blocks, see `columns`. Values named _rest are those of the second block.
-WindowSizes = namedtuple("WindowSizes", "H HKV D E BLOCK BACK AHEAD CAUSAL SHARED_QK BD RD BE RE PRECISION BT BS")
+# P, K, FIRST: rows and columns of the bias of a head, and the number of its blocks before a query's own; 0 without.
+WindowSizes = namedtuple(
+    "WindowSizes", "H HKV D E BLOCK BACK AHEAD CAUSAL SHARED_QK BD RD BE RE P K FIRST PRECISION BT BS"
+)
+PROGRAMS = 1024  # least number of programs that compute the gradient of a bias, where there are as many blocks
 
 
 # Queries and keys per tile, warps, pipeline stages.
@@ -72,8 +78,8 @@ def forward(problem: WindowProblem) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def backward(saved: WindowSaved, problem: WindowProblem) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
+def backward(saved: WindowSaved, problem: WindowProblem) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of q, k, v and bias."""
     inputs, d_out, out, lse = _inputs(problem), dense_rows(saved.d_out), saved.out.contiguous(), saved.lse
     d_lse = None if saved.d_lse is None else saved.d_lse[..., 0].contiguous()
     plan = WindowPlan.of((*inputs, d_out, out, lse, d_lse), *problem.options)
@@ -83,14 +89,20 @@ def backward(saved: WindowSaved, problem: WindowProblem) -> tuple[Tensor, Tensor
     with on_device(out):
         plan.d_queries(p_inputs, p_out, p_lse, p_d, p_d_lse, p_d_q, p_delta)
         plan.d_keys(p_inputs, p_lse, p_d, p_delta, p_d_k, p_d_v)
-    return d_q, d_k, d_v
+        if not problem.bias_grad:
+            return d_q, d_k, d_v, None
+        bias = problem.bias
+        assert bias is not None
+        parts = delta.new_empty(plan.bias_parts, *bias.shape)
+        plan.d_bias(p_inputs, p_lse, p_d, p_delta, *plan.addresses(parts))
+    return d_q, d_k, d_v, parts.sum(0).to(bias.dtype)
 
 
 def _inputs(problem: WindowProblem) -> tuple[Any, ...]:
-    """Return the tensors as kernels take them: q, k, v, mask, start, bounds, seed."""
-    q, k, v, mask, *rest = problem.tensors
+    """Return the tensors as kernels take them: q, k, v, mask, start, bounds, seed, bias."""
+    q, k, v, mask, *rest, bias = problem.tensors
     mask = None if mask is None else mask.contiguous().view(torch.uint8)
-    return dense_rows(q), dense_rows(k), dense_rows(v), mask, *rest
+    return dense_rows(q), dense_rows(k), dense_rows(v), mask, *rest, dense(bias)
 
 
 class WindowPlan(Plan):
@@ -98,7 +110,8 @@ class WindowPlan(Plan):
 
     def __init__(self, device: int, key: Signature, *options: Any) -> None:
         super().__init__(device)
-        block_size, back, ahead, causal, shared_qk, scale, dropout = options
+        *given, scale, dropout, bias_grad = options
+        block_size, back, ahead, causal, shared_qk = given
         q, k, v, *_ = key
         (B, T, H, D), (S, Hkv), E = q[0], k[0][1:3], v[0][3]
         BD, RD = columns(D)
@@ -106,7 +119,10 @@ class WindowPlan(Plan):
         half_precision = q[2] != torch.float32
         limit = 2**30 // max(block_size, 1) - 1  # keeps key indices in int32
         window = block_size, min(back, limit), min(ahead, limit), causal, shared_qk
-        sizes = WindowSizes(H, Hkv, D, E, *window, BD, RD, BE, RE, "tf32" if half_precision else "ieee", 0, 0)
+        bias = key[TENSORS - 1]
+        table = (0, 0, 0) if bias is None else (*bias[0][1:], Window(*given).blocks(bias[0][1])[0])
+        widths, precision = (BD, RD, BE, RE), "tf32" if half_precision else "ieee"
+        sizes = WindowSizes(H, Hkv, D, E, *window, *widths, *table, precision, 0, 0)
         scores = T, S, scale * math.log2(math.e), dropout
 
         def launch(kernel: Any, tiling: Tiling, blocks: int, *scalars: Any) -> Launch:
@@ -115,13 +131,20 @@ class WindowPlan(Plan):
             return self.launch(kernel, (B * blocks,), (*scores, *scalars), constants)
 
         first, d_queries, d_keys = tilings(max(BD + RD, BE + RE), half_precision)
-        strides = tuple(Strides.of(x) for x in (q, k, v, *key[7:8]))
-        if len(key) == 7:
+        strides = tuple(Strides.of(x) for x in (q, k, v, *key[TENSORS : TENSORS + 1]))
+        if len(key) == TENSORS:
             self.forward = launch(window_forward_kernel, first, -(-T // first.queries) * H, strides)
         else:
             blocks = -(-T // d_queries.queries) * H, -(-S // d_keys.keys) * Hkv
             self.d_queries = launch(window_backward_queries_kernel, d_queries, blocks[0], scale, strides)
             self.d_keys = launch(window_backward_keys_kernel, d_keys, blocks[1], scale, strides)
+        if bias_grad and len(key) > TENSORS:
+            P, K, _ = table
+            tiles = H * -(-P // d_queries.queries) * -(-K // d_queries.keys)
+            self.bias_parts = min(-(-PROGRAMS // tiles), B * (S // P + 2))
+            constants = {"W": sizes._replace(BT=d_queries.queries, BS=d_queries.keys), "num_warps": d_queries.warps}
+            scalars = (*scores, B, self.bias_parts, strides)
+            self.d_bias = self.launch(window_backward_bias_kernel, (tiles * self.bias_parts,), scalars, constants)
 
 
 @triton.jit
@@ -201,6 +224,38 @@ def dropout_mask(p_seed, i_x, i_t, i_s, dropout):
 
 
 @triton.jit
+def bias_phase(i_b, p_start, W: tl.constexpr):
+    """Return the offset that aligns key indices with the blocks of the bias."""
+    phase = (i_b * 0).to(tl.int32)
+    if p_start is not None:
+        phase += ((tl.load(p_start + i_b) % W.P + W.P) % W.P).to(tl.int32)
+    return phase
+
+
+@triton.jit
+def add_bias(b_s, p_bias, i_h, i_q, i_s, phase, W: tl.constexpr):
+    """Add the bias to scores in base 2; i_q, i_s: key indices of the queries and of the keys, one a row, one a column."""
+    if p_bias is not None:
+        i_p = i_q + phase
+        i_column = i_s + phase - (i_p // W.P - W.FIRST) * W.P
+        p_bias += (i_h * W.P + i_p % W.P) * W.K + i_column
+        b_s += tl.load(p_bias, mask=(i_column >= 0) & (i_column < W.K), other=0.0).to(tl.float32) * LOG2E
+    return b_s
+
+
+@triton.jit
+def load_between(p_x, stride, i_0, end, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
+    """`load_columns` of rows i_0 on at p_x, zeros before row 0 and from `end` on."""
+    i_t = i_0 + tl.arange(0, C)
+    m_t = (i_t >= 0) & (i_t < end)
+    b_x = load_block(p_x, stride, m_t, BLOCK if REST > 0 else SIZE, C, BLOCK)
+    b_rest = b_x
+    if REST > 0:
+        b_rest = load_block(p_x + BLOCK, stride, m_t, SIZE - BLOCK, C, REST)
+    return b_x, b_rest
+
+
+@triton.jit
 def is_between(i, low, high):
     """low ≤ i < high in one comparison."""
     return (i - low).to(tl.uint32) < tl.maximum(high - low, 0).to(tl.uint32)
@@ -250,10 +305,11 @@ def softmax_weights(b_s, b_lse, b_rest, W: tl.constexpr):
 def window_forward_kernel(inputs, p_out, p_lse, T, S, scale, dropout, strides, W: tl.constexpr):
     """Compute BT queries of one head. scale: that of the scores times log₂ e. p_lse: base 2, see `store_lse`."""
     PRECISION: tl.constexpr = W.PRECISION
-    p_q, p_k, p_v, p_mask, p_start, p_bounds, p_seed = inputs
+    p_q, p_k, p_v, p_mask, p_start, p_bounds, p_seed, p_bias = inputs
     q, k, v = strides
     i_b, i_h, i_0, i_t, low, high, begin, end, inner, outer = program_queries(p_start, p_bounds, T, S, W)
     i_kv = i_h // (W.H // W.HKV)
+    phase = bias_phase(i_b, p_start, W) if p_bias is not None else 0
     p_q = token_pointer(p_q, q, i_b, i_0, i_h)
 
     b_q, b_q_rest = load_columns(p_q, q.t, T - i_0, W.D, W.BT, W.BD, W.RD)
@@ -266,6 +322,7 @@ def window_forward_kernel(inputs, p_out, p_lse, T, S, scale, dropout, strides, W
         b_k, b_k_rest = load_columns(token_pointer(p_k, k, i_b, s_0, i_kv), k.t, S - s_0, W.D, W.BS, W.BD, W.RD)
         b_v, b_v_rest = load_columns(token_pointer(p_v, v, i_b, s_0, i_kv), v.t, S - s_0, W.E, W.BS, W.BE, W.RE)
         b_s = product_of_columns(b_q, b_q_rest, b_k, b_k_rest, W.RD, PRECISION) * scale
+        b_s = add_bias(b_s, p_bias, i_h, (i_t + (S - T))[:, None], i_s[None, :], phase, W)
         if W.SHARED_QK:
             b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], LAST_RESORT, b_s)
         if p_mask is not None:
@@ -305,10 +362,11 @@ def window_backward_queries_kernel(
 ):
     """Compute dq of BT queries of one head, and D − dlse. score_scale: that of the scores without log₂ e."""
     PRECISION: tl.constexpr = W.PRECISION
-    p_q, p_k, p_v, p_mask, p_start, p_bounds, p_seed = inputs
+    p_q, p_k, p_v, p_mask, p_start, p_bounds, p_seed, p_bias = inputs
     q, k, v, d_out = strides
     i_b, i_h, i_0, i_t, low, high, begin, end, inner, outer = program_queries(p_start, p_bounds, T, S, W)
     i_kv = i_h // (W.H // W.HKV)
+    phase = bias_phase(i_b, p_start, W) if p_bias is not None else 0
     p_q = token_pointer(p_q, q, i_b, i_0, i_h)
     p_d_out = token_pointer(p_d_out, d_out, i_b, i_0, i_h)
 
@@ -332,6 +390,7 @@ def window_backward_queries_kernel(
         b_k, b_k_rest = load_columns(token_pointer(p_k, k, i_b, s_0, i_kv), k.t, S - s_0, W.D, W.BS, W.BD, W.RD)
         b_v, b_v_rest = load_columns(token_pointer(p_v, v, i_b, s_0, i_kv), v.t, S - s_0, W.E, W.BS, W.BE, W.RE)
         b_s = product_of_columns(b_q, b_q_rest, b_k, b_k_rest, W.RD, PRECISION) * scale
+        b_s = add_bias(b_s, p_bias, i_h, (i_t + (S - T))[:, None], i_s[None, :], phase, W)
         b_d_p = product_of_columns(b_d_out, b_d_out_rest, b_v, b_v_rest, W.RE, PRECISION)
         if W.SHARED_QK:
             b_s = tl.where((i_t + (S - T))[:, None] == i_s[None, :], float("-inf"), b_s)
@@ -370,13 +429,14 @@ def window_backward_keys_kernel(
     """Compute dk and dv of BS keys of one key/value head, summed over the query heads that share it."""
     G: tl.constexpr = W.H // W.HKV
     PRECISION: tl.constexpr = W.PRECISION
-    p_q, p_k, p_v, p_mask, p_start, p_bounds, p_seed = inputs
+    p_q, p_k, p_v, p_mask, p_start, p_bounds, p_seed, p_bias = inputs
     q, k, v, d_out = strides
     i_kv, _, i_block, i_b = program_index(tl.cdiv(S, W.BS), W.HKV)
     s_0 = i_block * W.BS
     p_k = token_pointer(p_k, k, i_b, s_0, i_kv)
     p_v = token_pointer(p_v, v, i_b, s_0, i_kv)
     i_s = s_0 + tl.arange(0, W.BS)
+    phase = bias_phase(i_b, p_start, W) if p_bias is not None else 0
     last = tl.minimum(s_0 + W.BS, S) - 1
     begin, _ = visible_queries(i_b, s_0, p_start, p_bounds, T, S, W)
     _, end = visible_queries(i_b, last, p_start, p_bounds, T, S, W)
@@ -401,6 +461,7 @@ def window_backward_keys_kernel(
             b_delta = tl.load(p_delta + i_row + i_t, mask=i_t < T, other=0.0)
             low, high = visible_keys(i_b, i_t, p_start, p_bounds, T, S, W)
             b_s = product_of_columns(b_k, b_k_rest, b_q, b_q_rest, W.RD, PRECISION) * scale
+            b_s = add_bias(b_s, p_bias, i_h, (i_t + (S - T))[None, :], i_s[:, None], phase, W)
             m_own = (i_t + (S - T))[None, :] == i_s[:, None]
             if W.SHARED_QK:
                 b_s = tl.where(m_own, LAST_RESORT, b_s)
@@ -433,3 +494,61 @@ def window_backward_keys_kernel(
     b_d_k, b_d_k_rest = b_d_k * score_scale, b_d_k_rest * score_scale
     store_columns(p_d_k + i_row * W.D, W.HKV * W.D, S - s_0, b_d_k, b_d_k_rest, W.D, W.BS, W.BD, W.RD)
     store_columns(p_d_v + i_row * W.E, W.HKV * W.E, S - s_0, b_d_v, b_d_v_rest, W.E, W.BS, W.BE, W.RE)
+
+
+@triton.jit(do_not_specialize=["T", "S", "B", "parts"])
+def window_backward_bias_kernel(
+    inputs, p_lse, p_d_out, p_delta, p_d_bias, T, S, scale, dropout, B, parts, strides, W: tl.constexpr
+):
+    """Compute BT × BS entries of the gradient of the bias of one head, Σ dS over every `parts`-th block of a batch row.
+
+    p_d_bias: (parts, H, P, K).
+    """
+    PRECISION: tl.constexpr = W.PRECISION
+    p_q, p_k, p_v, p_mask, p_start, p_bounds, p_seed, p_bias = inputs
+    q, k, v, d_out = strides
+    i_h, i_column, i_row, i_part = program_index(tl.cdiv(W.P, W.BT), W.H, (W.K + W.BS - 1) // W.BS)
+    i_kv = i_h // (W.H // W.HKV)
+    r_0, c_0 = i_row * W.BT, i_column * W.BS
+    i_r, i_c = r_0 + tl.arange(0, W.BT), c_0 + tl.arange(0, W.BS)
+    blocks = (S + W.P - 1) // W.P + 1
+    # Distances from the queries of the tile to its keys: none of them may be in the window.
+    nearest, farthest = c_0 - r_0 - W.BT + 1 - W.FIRST * W.P, c_0 + W.BS - 1 - r_0 - W.FIRST * W.P
+    hidden = nearest > 0 if W.CAUSAL else nearest > W.P + W.K
+    if W.BLOCK == 0:
+        hidden = hidden | (nearest > W.AHEAD) | (farthest < -W.BACK)
+    end = tl.where(hidden, 0, B * blocks)
+
+    b_d_bias = zeros(W.BT, W.BS)
+    for i_x in range(i_part.to(tl.int32), end, parts):
+        i_b, i_block = (i_x // blocks).to(tl.int64), i_x % blocks
+        phase = bias_phase(i_b, p_start, W)
+        t_0 = i_block * W.P + r_0 - phase - (S - T)
+        s_0 = (i_block - W.FIRST) * W.P + c_0 - phase
+        i_t, i_s = t_0 + tl.arange(0, W.BT), s_0 + tl.arange(0, W.BS)
+        m_t = (i_t >= 0) & (i_t < T) & (i_r < W.P)
+        b_q, b_q_rest = load_between(token_pointer(p_q, q, i_b, t_0, i_h), q.t, t_0, T, W.D, W.BT, W.BD, W.RD)
+        b_k, b_k_rest = load_between(token_pointer(p_k, k, i_b, s_0, i_kv), k.t, s_0, S, W.D, W.BS, W.BD, W.RD)
+        b_v, b_v_rest = load_between(token_pointer(p_v, v, i_b, s_0, i_kv), v.t, s_0, S, W.E, W.BS, W.BE, W.RE)
+        p_d = token_pointer(p_d_out, d_out, i_b, t_0, i_h)
+        b_d_out, b_d_out_rest = load_between(p_d, d_out.t, t_0, T, W.E, W.BT, W.BE, W.RE)
+        i_lse = (i_b * W.H + i_h) * T + i_t
+        b_lse, b_rest = load_lse(p_lse, i_lse, m_t, W)
+        b_delta = tl.load(p_delta + i_lse, mask=m_t, other=0.0)
+        b_s = product_of_columns(b_q, b_q_rest, b_k, b_k_rest, W.RD, PRECISION) * scale
+        b_s = add_bias(b_s, p_bias, i_h, (i_t + (S - T))[:, None], i_s[None, :], phase, W)
+        b_d_p = product_of_columns(b_d_out, b_d_out_rest, b_v, b_v_rest, W.RE, PRECISION)
+        low, high = visible_keys(i_b, i_t, p_start, p_bounds, T, S, W)
+        m_s = is_between(i_s[None, :], low[:, None], high[:, None]) & m_t[:, None]
+        if p_mask is not None:
+            m_key = tl.load(p_mask + i_b * S + i_s, mask=(i_s >= 0) & (i_s < S), other=0) != 0
+            m_s = m_s & m_key[None, :]
+        if W.SHARED_QK:
+            m_s = m_s & ((i_t + (S - T))[:, None] != i_s[None, :])
+        b_p = softmax_weights(tl.where(m_s, b_s, float("-inf")), b_lse[:, None], b_rest[:, None], W)
+        if p_seed is not None:
+            m_kept = dropout_mask(p_seed, i_b.to(tl.int32) * W.H + i_h, i_t[:, None], i_s[None, :], dropout)
+            b_d_p = tl.where(m_kept, b_d_p / (1 - dropout), 0.0)
+        b_d_bias += b_p * (b_d_p - b_delta[:, None])
+    p_d_bias += ((i_part * W.H + i_h) * W.P + i_r[:, None]) * W.K + i_c[None, :]
+    tl.store(p_d_bias, b_d_bias, mask=(i_r < W.P)[:, None] & (i_c < W.K)[None, :])
