@@ -34,6 +34,7 @@ from longspan.bench.subjects.base import (
     one_line,
     small_case,
 )
+from longspan.bench.subjects.peers import SDPA
 from longspan.bench.subjects.sweep import SIZES, FlexWindowSubject, SweepSubject, sweep_subjects
 from longspan.bench.sweep_report import KEY, cell_key, cliff_table, draw, find_cliffs
 from longspan.bench.timing import CLOCKS
@@ -44,6 +45,11 @@ from longspan.utils import choose, printable
 MODES = ("causal", "bidirectional")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("bfloat16", "float16", "float32")
+
+
+# Full attention of a cell with more operations is left out: forward + backward takes seconds on a fast GPU.
+MOST_OPERATIONS = 1.5e14
+LAST = 1000  # a place in the plan after all cells of mechanisms
 
 
 class Grid(NamedTuple):
@@ -158,7 +164,7 @@ class SweepOptions:
             threads=self.threads or cores(),
             profile=False,
             check=False,
-            warm_up=0.03,
+            warm_up=0.01,
             clock=self.clock,
         )
 
@@ -199,13 +205,23 @@ def plan(options: SweepOptions) -> list[Cell]:
             batch_size = max(1, (options.tokens or grid.tokens) // length)
             case = Case(length, batch_size, heads, head_dim, mode == "causal", dtype, options.device)
             for subject in sweep_subjects(name, size, case, options.peers):
+                if subject.name == SDPA and _operations(case) > MOST_OPERATIONS:
+                    continue
                 found.append(((sum(index) + _delay(subject), *index), Cell(subject, case)))
     return list(dict.fromkeys(cell for _, cell in sorted(found, key=lambda pair: pair[0])))
 
 
+def _operations(case: Case) -> float:
+    """Floating-point operations of the forward pass of full attention."""
+    pairs = case.batch_size * case.num_heads * case.length**2 / (2 if case.causal else 1)
+    return 4.0 * pairs * case.head_dim
+
+
 def _delay(subject: Subject) -> int:
-    """By how much later a peer comes than its mechanism: torch.compile and autotuning take most of the time."""
-    return 4 if isinstance(subject, FlexWindowSubject) else 0 if subject.package in ("longspan", "torch") else 2
+    """Peers other than full attention come last: torch.compile and autotuning take most of the time."""
+    return (
+        LAST + 1 if isinstance(subject, FlexWindowSubject) else 0 if subject.package in ("longspan", "torch") else LAST
+    )
 
 
 def run(options: SweepOptions) -> list[Row]:

@@ -189,6 +189,11 @@ class LinearAttention(Mechanism):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
         if self._fused(q, k, v):
             return self._attend_fused(q, k, v, key_mask=key_mask)
+        if self._feature_kernels(q):
+            query, key = self._query(q), self.feature_map.key(k)[0]
+            if self._why_not_bidirectional(query, key, v) is None:
+                options: dict[str, Any] = {"feature_map": "identity", "normalize": self.normalize}
+                return self._scaled(bidirectional_linear(query, key, v, key_mask=key_mask, **options))
         if self.normalize == "feature":
             weights = self.feature_map.shares(k.to(sum_dtype(k)), key_mask)
             kv = torch.einsum("bshm,bshe->bhme", weights, v.to(weights.dtype))
@@ -218,13 +223,26 @@ class LinearAttention(Mechanism):
         return self._attend_fused(q, k, v, key_mask=key_mask, offsets=offsets, key_offsets=key_offsets)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        phi = self.feature_map
-        why: str | None = f"the feature map {type(phi).__name__}, which is not one of the kernels'"
-        if isinstance(phi, FusedMap):
+        """Whether the kernels compute bidirectional attention, features included."""
+        if self._feature_kernels(q):
+            return False
+        return self._why_not_bidirectional(q, k, v, self.feature_map) is None
+
+    def _feature_kernels(self, q: Tensor) -> bool:
+        """Whether features have kernels of their own; those of the sums then take them, in the dtype of the inputs."""
+        return isinstance(self.feature_map, Hedgehog) and q.is_cuda
+
+    def _why_not_bidirectional(self, q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap | None = None) -> str | None:
+        """Return why the kernels do not compute bidirectional attention with a map, or with features q and k."""
+        if phi is None:
+            why = why_not_triton_bidirectional(q, k, v, None, "identity")
+        elif isinstance(phi, FusedMap):
             why = why_not_triton_bidirectional(q, k, v, phi.weight, phi.kind, phi.epsilon)
+        else:
+            why = f"the feature map {type(phi).__name__}, which is not one of the kernels'"
         if dispatch.recording is not None and why is not None:
             dispatch.record("bidirectional linear attention", dispatch.TORCH, why)
-        return why is None
+        return why
 
     def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, **layout: Tensor | None) -> Tensor:
         phi = self.feature_map
@@ -400,10 +418,9 @@ class LinearAttention(Mechanism):
             length = state.length + (k.shape[1] if lengths is None else lengths)
             total = state.total + self._with_count(v.to(dtype), visible).sum(1)
             return self._scaled(out), _updated(state, length, sums, total)
-        if isinstance(self.feature_map, Hedgehog) and q.is_cuda and self.normalize == "query" and self.blind_spot == 1:
-            # The kernels of the features and of the sums take the dtype of the inputs.
+        if self._feature_kernels(q) and self.normalize != "feature" and self.blind_spot == 1:
             f, _, values = self._keys(k, v, visible, q.dtype)
-            out, sums = causal_linear(self._query(q), f, values, sums=state.sums)
+            out, sums = causal_linear(self._query(q), f, values, sums=state.sums, normalize=self.normalize == "query")
             length = state.length + (k.shape[1] if lengths is None else lengths)
             return self._scaled(out), _updated(state, length, sums, None)
         self._record_in_full()

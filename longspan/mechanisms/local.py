@@ -166,7 +166,7 @@ class LocalAttention(Mechanism):
         packing: Packing | None,
         key_packing: Packing | None,
     ) -> Tensor | None:
-        if packing is None or self.bias is not None or not self._fused(q, k, v):
+        if packing is None or self.bias is not None or not self._fused(q, k, v, packed=True):
             return None
         bounds = packing.bounds(q.shape[1])
         return self._windowed(q, self._key(k), v, self.window._replace(causal=causal), bounds=bounds)
@@ -228,9 +228,9 @@ class LocalAttention(Mechanism):
 
         return step
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether the kernels take these tensors, and with them packed rows."""
-        return window_op.why_not_triton(q, k, v, xpos=self.xpos) is None
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, *, packed: bool = False) -> bool:
+        """Whether the kernels take these tensors."""
+        return window_op.why_not_triton(q, k, v, self.window, xpos=self.xpos, packed=packed) is None
 
     def _defer(
         self,

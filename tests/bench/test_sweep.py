@@ -104,6 +104,14 @@ def test_full_attention_is_measured_once_for_all_mechanisms_of_a_shape() -> None
     assert all(cell.subject.name != SDPA for cell in cells(peers=False))
 
 
+def test_full_attention_that_takes_seconds_is_left_out() -> None:
+    found = plan(SweepOptions(lengths=(65536, 262144), heads=(16,), head_dims=(64,), mechanisms=("linear",)))
+    own, full = ([c.case for c in found if (c.subject.name == SDPA) is peer] for peer in (False, True))
+    assert {(case.length, case.causal) for case in own} - {(case.length, case.causal) for case in full} == {
+        (262144, False)
+    }
+
+
 @pytest.mark.parametrize(
     ("changes", "values"),
     [

@@ -14,7 +14,7 @@ from longspan.mechanisms.local import LocalAttention
 from longspan.ops import window as window_op
 from longspan.ops.common import dispatch
 from longspan.ops.rotary import Rotate, rotate
-from longspan.ops.window import _Window, kernels, reference, why_not_triton, why_unsupported
+from longspan.ops.window import Window, _Window, kernels, reference, why_not_triton, why_unsupported
 
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of elements that are masked later
 
@@ -135,6 +135,34 @@ def test_xpos(options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.M
         assert (ours - exact).norm() <= allowed
 
 
+@interpreted
+@quiet
+@pytest.mark.parametrize("start", [None, (-4, 3)], ids=["causal", "bidirectional"])
+def test_xpos_over_more_tokens_than_its_scales(start: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries are computed in spans, here with 4 keys before the first query."""
+    window = Window(0, 7, 3, start is None, False)
+    inputs = [torch.randn(2, length, 1, 6) for length in (37, 41, 41, 37)]
+    how: dict[str, Any] = {"xpos": 0.5, "scale": 0.3}
+    if start is not None:
+        how |= {"start": torch.tensor(start), "key_mask": torch.rand(2, 41) < 0.8}
+        how["bias"] = torch.randn(1, 5, 20)
+
+    def results(dtype: torch.dtype) -> list[torch.Tensor]:
+        q, k, v, d_out = (x.to(dtype) for x in inputs)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        options = {**how, "bias": how["bias"].to(dtype)} if "bias" in how else how
+        out = window_op.window_attention(*leaves, window, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+    truth, eager = results(torch.float64), results(torch.float32)
+    monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
+    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
+    monkeypatch.setattr(window_op, "tiled_window_attention", None)  # The kernels take it.
+    for exact, near, ours in zip(truth, eager, results(torch.float32), strict=True):
+        allowed = 2 * (near - exact).norm() + exact.norm() * torch.finfo(torch.float32).eps
+        assert (ours - exact).norm() <= allowed
+
+
 class ByDistance(torch.nn.Module):
     """A learned bias of distances up to 100 on either side."""
 
@@ -208,9 +236,13 @@ def test_reasons() -> None:
     q = torch.zeros(1, 4, 2, 8)
     assert why_unsupported(q, q, q) is None
     assert "CUDA" in str(why_not_triton(q, q, q))
-    assert why_unsupported(q, q, q, xpos=0.0625) is None
-    assert "xPos over 4 tokens" in str(why_unsupported(q, q, q, xpos=0.0624))
-    assert "over up to 3" in str(why_unsupported(q.half(), q.half(), q.half(), xpos=0.5))
+    near = Window(0, 1, 0, False, False)
+    assert why_unsupported(q, q, q, near, xpos=0.0625, packed=True) is None
+    assert "xPos over 4 packed tokens" in str(why_unsupported(q, q, q, near, xpos=0.0624, packed=True))
+    assert why_unsupported(q, q, q, near, xpos=0.0625) is None
+    assert "a window of 2 keys; in this dtype its scales are in range for up to 1" in str(
+        why_unsupported(q.half(), q.half(), q.half(), near, xpos=0.4)
+    )
     assert "float64" in str(why_unsupported(q.double(), q.double(), q.double()))
     assert "over 256" in str(why_unsupported(q, q, torch.zeros(1, 4, 2, 257)))
     assert "empty" in str(why_unsupported(q[:, :0], q[:, :0], q[:, :0]))

@@ -11,9 +11,10 @@ import importlib
 import math
 from functools import cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor, arange, bfloat16, float16, float32, is_grad_enabled, promote_types, randint
+from torch import bool as bool_
 from torch.nn.functional import pad
 
 from longspan.ops.common import dispatch
@@ -76,7 +77,7 @@ def window_attention(
             None is 0.
         bounds: (2, T) int32, first and end index of the sequence of each token of a packed row. Triton only.
         bias: Added to the scores: (H, P, (back + 1 + ahead)·P), by a query's place in its block of P tokens and a key's
-            place in that and the neighboring blocks, `Window.blocks(P)`; without `bounds`. P = 1: by distance, (H, 1, K).
+            place in that and the neighboring blocks, as many as `Window.blocks(P)` says. Not with `bounds`.
         xpos: Scale base of xPos. Positions are relative to a tile, in the kernels to the middle of the keys, since
             absolute scales overflow.
         scale: Scale of the scores, 1/√D by default.
@@ -85,7 +86,7 @@ def window_attention(
     Returns:
         (B, T, H, E) in the dtype of q; zeros for queries that see no key.
     """
-    why = why_not_triton(q, k, v, xpos=xpos)
+    why = why_not_triton(q, k, v, window, xpos=xpos, packed=bounds is not None)
     if dispatch.recording is not None:
         dispatch.record(OPERATION, "window", why)
     if why is not None:
@@ -93,6 +94,10 @@ def window_attention(
         return tiled_window_attention(
             q, k, v, window, key_mask=key_mask, start=start, bias=bias, xpos=xpos, scale=scale, dropout=dropout
         )
+    if xpos is not None and (largest := _xpos_limit(q, xpos)) < k.shape[1]:
+        span = largest - sum(window.reach)
+        options: dict[str, Any] = {"bias": bias, "xpos": xpos, "scale": scale, "dropout": dropout}
+        return _attend_spans(q, k, v, window, span, key_mask, start, options)
     if xpos is not None:
         q, k = _rotated(q, k, xpos)
     seed = randint(2**31 - 1, (1,), device=q.device) if dropout else None
@@ -114,6 +119,41 @@ def _by_blocks(bias: Tensor, window: Window) -> Tensor:
     first = before - back * BIAS_BLOCK - (BIAS_BLOCK - 1)
     line = pad(bias[:, 0], (-first, max(0, first + width + BIAS_BLOCK - 1 - bias.shape[2])))
     return line[:, : width + BIAS_BLOCK - 1].unfold(1, width, 1).flip(1)
+
+
+def _xpos_limit(q: Tensor, xpos: float) -> int:
+    """Return the number of tokens over which scales of xPos are in range."""
+    return int(XPOS_SPAN[q.dtype] * xpos)
+
+
+def _attend_spans(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: Window,
+    span: int,
+    key_mask: Tensor | None,
+    start: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Compute `window_attention` of `span` queries and the keys that they see as one row of a larger batch."""
+    (B, T), S, (back, ahead) = q.shape[:2], k.shape[1], window.reach
+    n, first = -(-T // span), S - T - back  # first: the index of the first key of the first span
+
+    def spans(x: Tensor, before: int, size: int) -> Tensor:
+        """(B, ·, ...) -> (B·n, size, ...), `before` slots added in front."""
+        x = pad(x, (*[0] * (2 * x.ndim - 4), before, (n - 1) * span + size - x.shape[1] - before))
+        return x.unfold(1, size, span).movedim(-1, 2).flatten(0, 1)
+
+    queries = spans(q, 0, span + ahead)
+    keys, values = (spans(x, -first, back + span + ahead) for x in (k, v))
+    if not window.causal or start is not None or key_mask is not None:
+        present = key_mask if key_mask is not None else k.new_ones(B, S, dtype=bool_)
+        key_mask = spans(present, -first, back + span + ahead)
+    begin = first + span * arange(n, device=q.device)
+    start = (begin.expand(B, n) if start is None else start[:, None] + begin).flatten()
+    out = window_attention(queries, keys, values, window, key_mask=key_mask, start=start, **options)
+    return out[:, :span].unflatten(0, (B, n)).flatten(1, 2)[:, :T]
 
 
 def _rotated(q: Tensor, k: Tensor, xpos: float) -> tuple[Tensor, Tensor]:
@@ -162,7 +202,7 @@ def window_attention_with_lse(
 
 
 LEAVES = (0, 1, 2, 7)  # fields of a WindowProblem with gradients
-TENSORS = 8  # of a WindowProblem, before its options
+TENSORS: Final = 8  # of a WindowProblem, before its options
 
 
 class WindowProblem(NamedTuple):
@@ -234,7 +274,7 @@ class _Window(DifferentiableOp):
         return _differentiate(backward, ctx, d_out, None)
 
     @staticmethod
-    def backward(*arguments: Any, traced: bool = True) -> tuple[Tensor | None, ...]:
+    def backward(*arguments: Any, traced: bool = True) -> tuple[Any, ...]:
         problem = WindowProblem(*arguments[4:])
         *grads, d_bias = kernels().backward(WindowSaved(*arguments[:4]), problem)
         # torch.library takes no None.
@@ -245,7 +285,7 @@ class _Window(DifferentiableOp):
         problem = WindowProblem(*arguments[4:])
         bias = problem.bias if problem.bias_grad else None
         d_bias = problem.q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-        return *(x.new_empty(x.shape) for x in problem[:3]), d_bias
+        return *(x.new_empty(x.shape) for x in (problem.q, problem.k, problem.v)), d_bias
 
 
 @differentiable_op(
@@ -279,19 +319,29 @@ def kernels() -> ModuleType:
     return importlib.import_module("longspan.ops.window.triton.window")
 
 
-def why_not_triton(q: Tensor, k: Tensor, v: Tensor, *, xpos: float | None = None) -> str | None:
+def why_not_triton(
+    q: Tensor, k: Tensor, v: Tensor, window: Window | None = None, *, xpos: float | None = None, packed: bool = False
+) -> str | None:
     """Return why windowed attention of these arguments runs in eager PyTorch; None if the kernels support them."""
-    why = dispatch.unavailable(q) or why_unsupported(q, k, v, xpos=xpos)
+    why = dispatch.unavailable(q) or why_unsupported(q, k, v, window, xpos=xpos, packed=packed)
     large = q.dtype != float32 and max(q.shape[3], v.shape[3]) > 128
     return why or (dispatch.insufficient_shared_memory(q, 163) if large else None)
 
 
-def why_unsupported(q: Tensor, k: Tensor, v: Tensor, *, xpos: float | None = None) -> str | None:
+def why_unsupported(
+    q: Tensor, k: Tensor, v: Tensor, window: Window | None = None, *, xpos: float | None = None, packed: bool = False
+) -> str | None:
     """Return what in the arguments themselves the kernels do not support; None if nothing."""
     if (why := dispatch.unsupported_dtypes(q, k, v)) is not None:
         return why
-    if xpos is not None and k.shape[1] > (limit := XPOS_SPAN[q.dtype] * xpos):
-        return f"xPos over {k.shape[1]} tokens; in this dtype its scales are in range over up to {limit:g}"
+    if xpos is not None and k.shape[1] > (limit := _xpos_limit(q, xpos)):
+        seen = k.shape[1] if window is None else 1 + sum(window.reach)
+        if packed:
+            return f"xPos over {k.shape[1]} packed tokens; in this dtype its scales are in range over up to {limit}"
+        # A span of queries and the keys that they see is in range, the queries at least a third of it.
+        if 3 * seen > 2 * limit:
+            largest = 2 * limit // 3
+            return f"xPos in a window of {seen} keys; in this dtype its scales are in range for up to {largest}"
     if max(q.shape[3], v.shape[3]) > dispatch.LARGEST:
         return f"head or value dimension ({q.shape[3]}, {v.shape[3]}) is over {dispatch.LARGEST}"
     if not q.numel() or not v.numel():

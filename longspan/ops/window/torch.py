@@ -16,7 +16,6 @@ MAX_TILE = 512  # keeps masks small compared to keys and values
 XPOS_TILE = 32  # largest tile of xPos in units of its scale base, whose scales inside a tile are then at most e^20
 
 
-
 class Window(NamedTuple):
     """Which keys a query sees, by position.
 

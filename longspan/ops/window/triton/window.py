@@ -142,7 +142,8 @@ class WindowPlan(Plan):
             P, K, _ = table
             tiles = H * -(-P // d_queries.queries) * -(-K // d_queries.keys)
             self.bias_parts = min(-(-PROGRAMS // tiles), B * (S // P + 2))
-            constants = {"W": sizes._replace(BT=d_queries.queries, BS=d_queries.keys), "num_warps": d_queries.warps}
+            constants = {"W": sizes._replace(BT=d_queries.queries, BS=d_queries.keys)}
+            constants |= {"num_warps": d_queries.warps, "num_stages": 2}
             scalars = (*scores, B, self.bias_parts, strides)
             self.d_bias = self.launch(window_backward_bias_kernel, (tiles * self.bias_parts,), scalars, constants)
 
@@ -234,7 +235,7 @@ def bias_phase(i_b, p_start, W: tl.constexpr):
 
 @triton.jit
 def add_bias(b_s, p_bias, i_h, i_q, i_s, phase, W: tl.constexpr):
-    """Add the bias to scores in base 2; i_q, i_s: key indices of the queries and of the keys, one a row, one a column."""
+    """Add the bias to scores in base 2. i_q, i_s: key indices of queries and keys, one of them a row, one a column."""
     if p_bias is not None:
         i_p = i_q + phase
         i_column = i_s + phase - (i_p // W.P - W.FIRST) * W.P
