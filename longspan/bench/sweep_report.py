@@ -125,6 +125,25 @@ def cliff_table(cliffs: Sequence[Cliff]) -> TextTable:
     return TextTable(header, body, text_columns=len(header))
 
 
+def grouped_cliff_table(rows: Sequence[Row]) -> TextTable:
+    """Return the cliffs of each mechanism, mode and comparison as one row: where they are, and how steep."""
+    groups: dict[tuple[str, bool, str], list[Cliff]] = {}
+    for cliff in find_cliffs(rows):
+        kind = cliff.than if cliff.than == SDPA or not cliff.step else cliff.than.partition(" ")[0].replace("_", " ")
+        groups.setdefault((cliff.row["name"], cliff.row["case"]["causal"], kind), []).append(cliff)
+    header = ["", "mode", "compared with", "cells", "tokens", "head dims", "times", "ran on"]
+    body = []
+    for (name, causal, kind), found in groups.items():
+        cases = [cliff.row["case"] for cliff in found]
+        values = [sorted({case[axis] for case in cases}) for axis in ("length", "head_dim")]
+        cells = str(len({cell_key(cliff.row) for cliff in found}))
+        times = "–" if math.isinf(found[0].factor) else _span([cliff.factor for cliff in found])
+        ran = "; ".join(dict.fromkeys(cliff.row.get("implementation") or "–" for cliff in found))
+        listed = [", ".join(map(str, numbers)) for numbers in values]
+        body.append([name, "causal" if causal else "bidirectional", kind, cells, *listed, times, ran])
+    return TextTable(header, body, text_columns=len(header))
+
+
 def summary_table(rows: Sequence[Row]) -> TextTable:
     """Return a row for each mechanism and mode: its cells, the ratios to full attention, and its cliffs."""
     found, cliffs = ratios(rows), find_cliffs(rows)

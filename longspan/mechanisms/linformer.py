@@ -513,16 +513,21 @@ def _check_agrees(projection: Projection, asked: dict[str, int]) -> None:
             )
 
 
-def _prefix_products(q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ_{j ≤ i} (q_i·k_j) v_j (B, T, H, ·), given the sums Σ k vᵀ before, and the sums after the last token."""
-    most = dispatch.LARGEST
-    if q.is_cuda and v.shape[3] > most:  # The kernels take fewer columns.
-        pieces = zip(v.split(most, 3), before.split(most, 3), strict=True)
-        outs, sums = zip(*(_prefix_products(q, k, x, held) for x, held in pieces), strict=True)
+def _prefix_products(
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, largest: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return Σ_{j ≤ i} (q_i·k_j) v_j (B, T, H, ·), given the sums Σ k vᵀ before, and the sums after the last token.
+
+    largest: The number of columns that are computed at once; None is all, but on CUDA as many as kernels take.
+    """
+    most = largest or (dispatch.LARGEST if q.is_cuda else max(k.shape[3], v.shape[3]))
+    if v.shape[3] > most:
+        columns = zip(v.split(most, 3), before.split(most, 3), strict=True)
+        outs, sums = zip(*(_prefix_products(q, k, x, held, most) for x, held in columns), strict=True)
         return torch.cat(outs, 3), torch.cat(sums, 3)
-    if q.is_cuda and k.shape[3] > most:
-        parts = zip(q.split(most, 3), k.split(most, 3), before.split(most, 2), strict=True)
-        outs, sums = zip(*(_prefix_products(x, y, v, held) for x, y, held in parts), strict=True)
+    if k.shape[3] > most:
+        rows = zip(q.split(most, 3), k.split(most, 3), before.split(most, 2), strict=True)
+        outs, sums = zip(*(_prefix_products(x, y, v, held, most) for x, y, held in rows), strict=True)
         return torch.stack(outs).sum(0), torch.cat(sums, 2)
     given = Sums(before, before[..., 0], before[:, :, 0, 0])
     out, after = causal_linear(q, k, v, sums=given, normalize=False)

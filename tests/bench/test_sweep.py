@@ -20,7 +20,15 @@ from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig, W
 from longspan.bench.subjects.peers import SDPA
 from longspan.bench.subjects.sweep import SweepSubject
 from longspan.bench.sweep import Cell, SweepOptions, SweepWorker, plan, run
-from longspan.bench.sweep_report import cliff_table, draw, find_cliffs, panels, ratios, summary_table
+from longspan.bench.sweep_report import (
+    cliff_table,
+    draw,
+    find_cliffs,
+    grouped_cliff_table,
+    panels,
+    ratios,
+    summary_table,
+)
 from longspan.bench.timing import cpu_ms
 from longspan.mechanisms import _REGISTRY, list_mechanisms, register_mechanism
 from longspan.mechanisms.linear import LinearAttention
@@ -223,6 +231,20 @@ def test_failures_are_cliffs_and_the_steepest_comes_first() -> None:
     assert [cells[0] for cells in table.rows] == ["decay", "linear", "linear", "local", "local"]
     assert "wrong: why" in table.rows[0]
     assert table.rows[1][4:] == ["forward", "1.50", "1.50", SDPA, "eager PyTorch: a reason"]
+
+
+def test_cliffs_are_grouped_by_mechanism_mode_and_comparison() -> None:
+    rows = [
+        *(row(SDPA, 4.0, length=2048), row("linear", 6.0, length=2048)),
+        *(row(SDPA, 9.0, length=2048, head_dim=96), row("linear", 36.0, length=2048, head_dim=96)),
+        row("decay", 0.0, length=4096, status="wrong"),
+    ]
+    rows[1]["implementation"] = "chunk"
+    assert grouped_cliff_table(rows).rows == [
+        ["linear", "causal", SDPA, "2", "2048", "64, 96", "1.5–4", "chunk; –"],
+        ["decay", "causal", "wrong: why", "1", "4096", "64", "–", "–"],
+        ["linear", "causal", "head dim", "1", "2048", "96", "4–4", "–"],
+    ]
 
 
 def test_the_summary_counts_cliffs_of_each_mechanism_and_mode() -> None:

@@ -27,8 +27,9 @@ def test_the_op(call: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", ["mixture", "linear"])
-def test_mechanisms(name: str, dtype: torch.dtype) -> None:
+def test_mechanisms(name: str, causal: bool, dtype: torch.dtype) -> None:
     """Results and gradients on the GPU are near those of float64 on the CPU."""
     torch.manual_seed(0)
     options = {"window": 64} if name == "mixture" else {"feature_map": "hedgehog"}
@@ -38,7 +39,7 @@ def test_mechanisms(name: str, dtype: torch.dtype) -> None:
     results = {}
     for device, kind in (("cpu", torch.float64), ("cpu", dtype), ("cuda", dtype)):
         leaves = [x.to(device, kind).requires_grad_() for x in (q, k, v)]
-        out = mechanism.to(device, torch.float64 if kind == torch.float64 else torch.float32)(*leaves, causal=True)
+        out = mechanism.to(device, torch.float64 if kind == torch.float64 else torch.float32)(*leaves, causal=causal)
         results[device, kind] = [out, *torch.autograd.grad(out, leaves, d_out.to(out))]
         mechanism.to(torch.float32)
     for truth, near, ours in zip(*results.values(), strict=True):

@@ -44,6 +44,11 @@ LARGER = [
     Case(T=300, B=2, H=6, Hkv=2, D=70, E=40, back=70, causal=True, past=71, start=(-71, 1000), strided=True),
     Case(T=600, B=1, H=2, Hkv=1, D=64, E=64, back=99, ahead=99, packed=(1, 0, 300, 128, 0, 171), causal=True),
     Case(*(600, 1, 2, 1, 64, 64), block_size=50, back=1, ahead=1, packed=(1, 0, 300, 128, 0, 171), shared_qk=True),
+    Case(T=1031, B=2, H=4, Hkv=2, D=64, E=64, back=255, causal=True, bias=64),
+    Case(T=517, B=2, H=2, Hkv=2, D=128, E=128, back=200, ahead=200, bias=64),
+    Case(T=517, B=1, H=2, Hkv=1, D=64, E=64, block_size=128, back=1, ahead=0, causal=True, bias=128),
+    Case(T=300, B=2, H=2, Hkv=2, D=80, E=96, back=70, ahead=9, masked=True, bias=64),
+    Case(T=300, B=2, H=2, Hkv=1, D=256, E=256, back=70, causal=True, bias=64),
 ]
 
 
@@ -181,14 +186,15 @@ def test_the_op_passes_opcheck() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-def test_xpos(causal: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("window", "xpos"), [(99, 100.0), (7, 4.0)], ids=["at once", "in spans"])
+def test_xpos(window: int, xpos: float, causal: bool, dtype: torch.dtype) -> None:
     T = 517
-    mechanism = build_mechanism("local", 4, 64, num_kv_heads=2, window=99, xpos=100.0).cuda()
+    mechanism = build_mechanism("local", 4, 64, num_kv_heads=2, window=window, xpos=xpos).cuda()
     inputs = [torch.randn(2, T, heads, 64) for heads in (4, 2, 2, 4)]
 
     def results(kind: torch.dtype, device: str) -> list[torch.Tensor]:
         q, k, v, d_out = (x.to(dtype).to(device, kind) for x in inputs)
-        assert device == "cpu" or why_not_triton(q, k, v, xpos=100.0) is None
+        assert device == "cpu" or why_not_triton(q, k, v, mechanism.window, xpos=xpos) is None
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out = mechanism(*leaves, causal=causal)
         return [x.detach().double().cpu() for x in (out, *torch.autograd.grad(out, leaves, d_out))]
@@ -197,3 +203,19 @@ def test_xpos(causal: bool, dtype: torch.dtype) -> None:
     for exact, near, ours in zip(*(results(*kind) for kind in kinds), strict=True):
         allowed = 2 * (near - exact).norm() + exact.norm() * torch.finfo(dtype).eps
         assert (ours - exact).norm() <= allowed
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_learned_bias(compiled: bool) -> None:
+    """Its gradients are those of the CPU, in eager mode and compiled."""
+    table = torch.nn.Parameter(torch.randn(2, 17, 3 * 17))
+    local = build_mechanism("local", 2, 32, window=18, bias=table)
+    q, k, v = (torch.randn(2, 131, 2, 32, requires_grad=True) for _ in range(3))
+    out = local(q, k, v)
+    expected = torch.autograd.grad(out.square().sum(), (q, k, v, table))
+    there = build_mechanism("local", 2, 32, window=18, bias=torch.nn.Parameter(table.detach().cuda()))
+    leaves = [x.detach().cuda().requires_grad_() for x in (q, k, v)]
+    call = torch.compile(lambda *x: there(*x), fullgraph=True) if compiled else there
+    found = torch.autograd.grad(call(*leaves).square().sum(), (*leaves, there.bias))
+    for ours, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.cpu(), exact, rtol=1e-3, atol=1e-4)

@@ -25,6 +25,7 @@ from option_cases import (
 from torch import Tensor, nn
 
 from longspan import Projection, build_mechanism
+from longspan.mechanisms import linformer as linformer_module
 
 
 def linformer(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -> Tensor:
@@ -218,3 +219,14 @@ def _() -> None:
 
 
 test_option = option_test(__name__)
+
+
+def test_sums_wider_than_the_kernels_are_computed_in_parts() -> None:
+    q, k, v = torch.randn(2, 17, 3, 11), torch.randn(2, 17, 3, 11), torch.randn(2, 17, 3, 7)
+    before = torch.randn(2, 3, 11, 7)
+    for found, expected in zip(
+        linformer_module._prefix_products(q, k, v, before, 4),
+        linformer_module._prefix_products(q, k, v, before),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected)
