@@ -163,6 +163,7 @@ class SweepOptions:
             timeout=self.timeout,
             threads=self.threads or cores(),
             profile=False,
+            graphs=False,
             check=False,
             warm_up=0.01,
             clock=self.clock,

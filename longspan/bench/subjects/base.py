@@ -57,6 +57,7 @@ class MeasurementConfig:
         threads: CPU threads.
         memory_limit: GB that a process may allocate beyond its libraries; None for no limit.
         profile: Record the time of each CUDA kernel of longspan's subjects.
+        graphs: Also time steps replayed from CUDA graphs.
         check: Check the accuracy first.
         warm_up: Seconds for which a step is called on CUDA before it is timed.
         clock: "wall" or "processor", the time of a step on the CPU.
@@ -70,6 +71,7 @@ class MeasurementConfig:
     threads: int = 1
     memory_limit: float | None = None
     profile: bool = True
+    graphs: bool = True
     check: bool = True
     warm_up: float = 0.2
     clock: str = "wall"
@@ -224,7 +226,7 @@ def _measure_kernels(work: Workload, config: MeasurementConfig, result: Measurem
     if profile:
         result.kernels = kernel_ms(work.heaviest.run)
     for name, step in work.steps.items():
-        if not step.graph:
+        if not (step.graph and config.graphs):
             continue
         try:
             replay = cuda_graph(step.run)
