@@ -51,12 +51,28 @@ STATELESS = [
     Case(T=1031, B=1, H=4, Hkv=2, D=64, E=64, bucket=64, stateless=True),
     Case(T=1024, B=1, D=64, E=64, bucket=64, feature_map="softmax"),
     Case(T=517, D=64, E=64, bucket=16, feature_map="softmax", jump=160.0, lengths=(517, 100)),
+    Case(T=1031, B=2, H=4, Hkv=2, D=64, E=64, bucket=128, stateless=True),
+    Case(T=1024, B=1, D=64, E=64, bucket=256, feature_map="softmax"),
+    Case(T=517, D=64, E=64, bucket=128, feature_map="softmax", jump=160.0, lengths=(517, 100)),
+    Case(T=517, B=1, D=128, E=128, bucket=192),
+    Case(T=67, B=1, D=64, E=64, bucket=128, stateless=True, feature_map="softmax"),
 ]
 
 
 @pytest.mark.parametrize("case", STATELESS, ids=str)
 def test_short_sequences_and_blind_spots(case: Case) -> None:
     check(case, arguments(case, torch.bfloat16, "cuda"), torch.bfloat16)
+
+
+def test_a_blind_spot_of_many_tokens_compiles() -> None:
+    linear = build_mechanism("linear", 2, 64, blind_spot=128)
+    q, k, v = (torch.randn(2, 517, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    results = []
+    for attend in (linear, torch.compile(lambda *qkv, **options: linear(*qkv, **options), fullgraph=True)):
+        out = attend(q, k, v, causal=True)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

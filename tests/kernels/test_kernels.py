@@ -63,6 +63,9 @@ def test_bfloat16(case: Case) -> None:
         Case(T=129, B=1, H=2, Hkv=1, bucket=16, stateless=True, feature_map="softmax", lengths=(101,)),
         Case(T=193, B=1, H=1, Hkv=1, bucket=64, stateless=True, feature_map="softmax", jump=160.0),
         Case(T=150, B=1, H=1, Hkv=1, bucket=2, feature_map="softmax", jump=60.0),
+        Case(T=401, B=1, H=2, Hkv=1, bucket=128),
+        Case(T=271, B=1, H=1, Hkv=1, bucket=128, stateless=True, feature_map="softmax", lengths=(201,), jump=160.0),
+        Case(T=67, B=1, H=1, Hkv=1, bucket=128, stateless=True, feature_map="softmax"),
     ],
     ids=str,
 )

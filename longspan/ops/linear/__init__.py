@@ -408,10 +408,11 @@ def why_unsupported(
         return why
     if x.kv is not None and x.kv.dtype != float32:
         return f"the sums are {str(x.kv.dtype).removeprefix('torch.')}; the kernels take float32"
-    if bucket > 1 and (FUSED_CHUNK % bucket or triton_algorithm(x, feature_map, normalize) != "fused_chunk"):
+    other = FUSED_CHUNK % bucket and bucket % FUSED_CHUNK
+    if bucket > 1 and (other or triton_algorithm(x, feature_map, normalize) != "fused_chunk"):
         return (
-            f"a blind spot ({bucket}); the kernels take divisors of {FUSED_CHUNK}, with queries normalized, in "
-            "bfloat16, with heads of up to 128, without a projection"
+            f"a blind spot ({bucket}); the kernels take divisors and multiples of {FUSED_CHUNK}, with queries "
+            "normalized, in bfloat16, with heads of up to 128, without a projection"
         )
     if q.shape[1] == 1:
         return "a single token"

@@ -51,8 +51,8 @@ R = tl.constexpr(16)
 
 # Compile-time constants: heads, dimensions, tokens in a chunk, padded dimensions, the map.
 # SCALED: keys carry log scales. FULL: every row of every chunk exists and is visible. BUCKET: tokens in a bucket of a
-# blind spot, a divisor of C; 1 is none. STRIDE_*: strides along tokens of q, k, v and the gradient of out; 0 if a
-# kernel does not use them.
+# blind spot, a divisor of C; 1 is none. If it is a multiple of C, a segment is a bucket, whose queries see the sums
+# before it only. STRIDE_*: strides along tokens of q, k, v and the gradient of out; 0 if a kernel does not use them.
 FusedChunkSizes = namedtuple(
     "FusedChunkSizes",
     "H HKV D E C BD BE MAP SCALED FULL BUCKET STRIDE_Q STRIDE_K STRIDE_V STRIDE_D",
@@ -272,14 +272,19 @@ def row_references(b_x, rows, c, S: tl.constexpr):
 
 
 @triton.jit
-def segment_references(p_reference, p_scales, i_x, i_s, segments, S: tl.constexpr):
-    """Reference of the sums before a segment, the one for the segment, and 1 if references must rise per row."""
+def segment_references(p_reference, p_scales, i_x, i_s, segments, S: tl.constexpr, READS: tl.constexpr = True):
+    """Reference of the sums before a segment, the one for the segment, and 1 if references must rise per row.
+
+    READS: for queries, which may not see the segment's keys.
+    """
     c_before, c, use_per_row = 0.0, 0.0, 0
     if S.SCALED:
         i_o = i_x * segments + i_s
         c_before = reference(tl.load(p_reference + i_x * (segments + 1) + i_s))
         c = tl.maximum(c_before, tl.load(p_scales + i_o * SCALES + 1))
         use_per_row = (reference(tl.load(p_scales + i_o * SCALES + 2)) > c + SLACK).to(tl.int32)
+        if READS and S.BUCKET > S.C:
+            c, use_per_row = c_before, 0
     return c_before, c, use_per_row
 
 
@@ -398,38 +403,46 @@ def _read_segment(start, counts, q, S: tl.constexpr, PER_ROW: tl.constexpr, STAG
     left, rows, count = counts
     i_t = tl.arange(0, S.C)
     for _ in tl.range(count, num_stages=1 if PER_ROW else STAGES):
-        b_v, b_f, b_end, b_n, b_reference, c_last = _load_keys(p_k, p_v, c, rows, S, PER_ROW)
-        b_more_z = tl.sum(tl.reshape(b_end, (S.C // R, R, S.BD)), 0)
-        b_f = round_once(b_f)
-        b_end = b_end.to(tl.bfloat16) if PER_ROW else b_f
+        if S.BUCKET <= S.C:
+            b_v, b_f, b_end, b_n, b_reference, c_last = _load_keys(p_k, p_v, c, rows, S, PER_ROW)
+            b_more_z = tl.sum(tl.reshape(b_end, (S.C // R, R, S.BD)), 0)
+            b_f = round_once(b_f)
+            b_end = b_end.to(tl.bfloat16) if PER_ROW else b_f
         b_split = split_bfloat16(b_z, R, ROWS, S.BD)
         m_seen = sees(i_t[:, None], i_t[None, :], S)
         for g in range(S.H // S.HKV):
             b_q = load_rows(p_q + g * q.h, S.STRIDE_Q, left, S.D, S.BD, S)
             b_query = query_features(b_q, S)[0].to(tl.bfloat16)
-            b_p = tl.dot(b_query, tl.trans(b_f))
+            if S.BUCKET <= S.C:
+                b_p = tl.dot(b_query, tl.trans(b_f))
             b_before = tl.dot(b_query, tl.trans(b_split))
-            if PER_ROW:
-                b_p *= exp2(tl.where(m_seen, b_n[None, :] - b_reference[:, None], FLOOR))
-                b_before *= exp2(c - b_reference)[:, None]
-            else:
-                b_p = tl.where(m_seen, b_p, 0)
-            if WIDE:
-                b_p = same_layout(b_p, b_before)
-            b_den = tl.sum(b_p, 1) + tl.sum(b_before, 1)
+            b_den = zeros(S.C)
+            if S.BUCKET <= S.C:
+                if PER_ROW:
+                    b_p *= exp2(tl.where(m_seen, b_n[None, :] - b_reference[:, None], FLOOR))
+                    b_before *= exp2(c - b_reference)[:, None]
+                else:
+                    b_p = tl.where(m_seen, b_p, 0)
+                if WIDE:
+                    b_p = same_layout(b_p, b_before)
+                b_den = tl.sum(b_p, 1)
+            b_den += tl.sum(b_before, 1)
             tl.store(p_den + g + i_t * S.H, b_den, mask=i_t < left)
             b_out = tl.dot(b_query, tl.trans(b_kv.to(tl.bfloat16)))
             if PER_ROW:
                 b_out *= exp2(c - b_reference)[:, None]
-            b_out = add(b_out, tl.dot(b_p.to(tl.bfloat16), b_v)) * inverse(b_den)[:, None]
+            if S.BUCKET <= S.C:
+                b_out = add(b_out, tl.dot(b_p.to(tl.bfloat16), b_v))
+            b_out *= inverse(b_den)[:, None]
             store_rows(p_out + g * S.E, S.H * S.E, left, b_out, S.E, S.BE, S)
         if PER_ROW:
             decay = exp2(c - c_last)
             b_kv *= decay
             b_z *= decay
             c = c_last
-        b_kv = tl.dot(tl.trans(b_v), b_end, b_kv)
-        b_z += b_more_z
+        if S.BUCKET <= S.C:
+            b_kv = tl.dot(tl.trans(b_v), b_end, b_kv)
+            b_z += b_more_z
         p_q += S.C * S.STRIDE_Q
         p_k += S.C * S.STRIDE_K
         p_v += S.C * S.STRIDE_V
@@ -466,11 +479,13 @@ def linear_fused_chunk_forward_kernel(
         tl.store(p_scales + i_o * SCALES + 2, top)
         tl.store(p_reference + i_x * 2, c_before)
         tl.store(p_reference + i_x * 2 + 1, top)
+        if S.BUCKET > S.C:
+            c, use_per_row = c_before, 0
     else:
         c_before, c, use_per_row = segment_references(p_reference, p_scales, i_x, i_s, segments, S)
     b_kv, b_z = load_state(p_kv, p_z, i_o, S)
     b_z = tl.where(tl.arange(0, R)[:, None] == 0, b_z, 0)
-    for per_row in tl.static_range(2 if S.SCALED else 1):
+    for per_row in tl.static_range(2 if S.SCALED and S.BUCKET <= S.C else 1):
         if use_per_row == per_row:
             c_0 = c_before if per_row else c
             factor = exp2(c_before - c_0)
@@ -546,7 +561,7 @@ def linear_fused_chunk_backward_sums_kernel(
     count = chunks_in(i_s, T, chunks, S)
     i_o = i_x * segments + i_s
     c_before, c, use_per_row = segment_references(p_reference, p_scales, i_x, i_s, segments, S)
-    for per_row in tl.static_range(2 if S.SCALED else 1):
+    for per_row in tl.static_range(2 if S.SCALED and S.BUCKET <= S.C else 1):
         if use_per_row == per_row:
             c_0 = c_before if per_row else c
             start = p_q, p_k, p_out, p_den, p_d_out, p_queries, p_starts, c_0
@@ -576,16 +591,18 @@ def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.con
     left, rows, count = counts
     i_t = tl.arange(0, S.C)
     for _ in tl.range(count, num_stages=1 if PER_ROW else STAGES):
-        b_v, b_f, b_end, b_n, b_reference, c_last = _load_keys(p_k, p_v, c, rows, S, PER_ROW)
+        if S.BUCKET <= S.C:
+            b_v, b_f, b_end, b_n, b_reference, c_last = _load_keys(p_k, p_v, c, rows, S, PER_ROW)
+            b_f = round_once(b_f)
+            b_end = b_end.to(tl.bfloat16) if PER_ROW else b_f
         if p_out is not None and PER_ROW:
             tl.store(p_starts, c)
             p_starts += 1
-        b_f = round_once(b_f)
-        b_end = b_end.to(tl.bfloat16) if PER_ROW else b_f
         m_seen = sees(i_t[:, None], i_t[None, :], S)
         for g in range(S.H // S.HKV):
             b_d = load_rows(p_d_out + g * d.h, S.STRIDE_D, left, S.E, S.BE, S)
-            b_d_p = tl.dot(b_d, tl.trans(b_v))
+            if S.BUCKET <= S.C:
+                b_d_p = tl.dot(b_d, tl.trans(b_v))
             b_q = load_rows(p_q + g * q.h, S.STRIDE_Q, left, S.D, S.BD, S)
             if p_out is None:
                 b_delta = tl.load(p_queries + (2 * g) * S.C + i_t)
@@ -594,17 +611,20 @@ def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.con
                 b_delta, b_scale = _row_scales(p_out + g * S.E, p_den + g, b_q, b_d, left, S)
                 tl.store(p_queries + (2 * g) * S.C + i_t, b_delta)
                 tl.store(p_queries + (2 * g + 1) * S.C + i_t, b_scale)
-            b_d_p -= b_delta[:, None]
-            if PER_ROW:
-                b_d_p *= exp2(tl.where(m_seen, b_n[None, :] - b_reference[:, None], FLOOR))
-            else:
-                b_d_p = tl.where(m_seen, b_d_p, 0)
+            if S.BUCKET <= S.C:
+                b_d_p -= b_delta[:, None]
+                if PER_ROW:
+                    b_d_p *= exp2(tl.where(m_seen, b_n[None, :] - b_reference[:, None], FLOOR))
+                else:
+                    b_d_p = tl.where(m_seen, b_d_p, 0)
             b_g = tl.dot(b_d, b_kv.to(tl.bfloat16))
             b_g -= b_delta[:, None] * b_z
             if PER_ROW:
                 b_g *= exp2(c - b_reference)[:, None]
             b_slope = query_slopes(b_q, b_scale, S)
-            b_g = add(b_g, tl.dot(b_d_p.to(tl.bfloat16), b_f)) * b_slope
+            if S.BUCKET <= S.C:
+                b_g = add(b_g, tl.dot(b_d_p.to(tl.bfloat16), b_f))
+            b_g *= b_slope
             if S.MAP == "softmax":
                 # A constant added to q changes nothing, so dq sums to 0: remove what the rounding of δ adds.
                 b_total = tl.sum(same_layout(b_slope, b_g), 1)
@@ -615,8 +635,9 @@ def _differentiate_queries(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.con
             b_kv *= decay
             b_z *= decay
             c = c_last
-        b_kv = tl.dot(tl.trans(b_v), b_end, b_kv)
-        b_z = tl.dot(tl.full((S.C, S.C), 1.0, tl.bfloat16), b_end, b_z)
+        if S.BUCKET <= S.C:
+            b_kv = tl.dot(tl.trans(b_v), b_end, b_kv)
+            b_z = tl.dot(tl.full((S.C, S.C), 1.0, tl.bfloat16), b_end, b_z)
         p_q += S.C * S.STRIDE_Q
         p_k += S.C * S.STRIDE_K
         p_v += S.C * S.STRIDE_V
@@ -660,7 +681,7 @@ def linear_fused_chunk_backward_queries_kernel(
     c_before, c, use_per_row = segment_references(p_reference, p_scales, i_x, i_s, segments, S)
     b_kv, b_z = load_state(p_kv, p_z, i_o, S)
     b_z += tl.zeros((C, BD), tl.float32)
-    for per_row in tl.static_range(2 if S.SCALED else 1):
+    for per_row in tl.static_range(2 if S.SCALED and S.BUCKET <= S.C else 1):
         if use_per_row == per_row:
             c_0 = c_before if per_row else c
             factor = exp2(c_before - c_0)
@@ -694,7 +715,10 @@ def _differentiate_keys(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.conste
         b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S)
         b_n = tl.zeros((C,), tl.float32) + c
         m_seen = sees(i_t[None, :], i_t[:, None], S)
-        if PER_ROW:
+        if PER_ROW and S.BUCKET > S.C:
+            b_n = reference(tl.max(key_logits(b_k, rows, S, True), 1))
+            b_end = exp2(b_n - c)
+        elif PER_ROW:
             c_start = tl.load(p_starts)
             p_starts -= 1
             b_n, b_reference, c_last = row_references(b_k, rows, c_start, S)
@@ -705,38 +729,42 @@ def _differentiate_keys(start, counts, q, d, S: tl.constexpr, PER_ROW: tl.conste
         b_f = round_once(b_features)
         b_rounded = b_d_kv.to(tl.bfloat16)
         # Values first, then keys: computing both in one loop would need more registers.
-        b_query, b_d = _load_queries(p_q, p_queries, p_d_out, left, S)
+        if S.BUCKET <= S.C:
+            b_query, b_d = _load_queries(p_q, p_queries, p_d_out, left, S)
         b_d_v = tl.dot(b_f, tl.trans(b_rounded))
         if PER_ROW:
             b_d_v *= b_end[:, None]
-        for g in range(GROUP):
-            if GROUP > 1:
-                b_query, b_d = _load_queries(p_q + g * q.h, p_queries + 2 * g * S.C, p_d_out + g * d.h, left, S)
-            b_p = tl.dot(b_f, tl.trans(b_query))
-            b_p = b_p * b_pair if PER_ROW else tl.where(m_seen, b_p, 0)
-            b_d_v = add(b_d_v, tl.dot(b_p.to(tl.bfloat16), b_d))
+        if S.BUCKET <= S.C:
+            for g in range(GROUP):
+                if GROUP > 1:
+                    b_query, b_d = _load_queries(p_q + g * q.h, p_queries + 2 * g * S.C, p_d_out + g * d.h, left, S)
+                b_p = tl.dot(b_f, tl.trans(b_query))
+                b_p = b_p * b_pair if PER_ROW else tl.where(m_seen, b_p, 0)
+                b_d_v = add(b_d_v, tl.dot(b_p.to(tl.bfloat16), b_d))
         store_rows(p_d_v, S.HKV * S.E, left, b_d_v, S.E, S.BE, S)
         b_g = tl.dot(b_v, b_rounded)
         b_g += b_d_z
         if PER_ROW:
             b_g *= b_end[:, None]
+        if PER_ROW and S.BUCKET <= S.C:
             decay = exp2(c_start - c_last)
             b_d_kv *= decay
             b_d_z *= decay
-        for g in range(GROUP):
-            if GROUP > 1:
-                b_query, b_d = _load_queries(p_q + g * q.h, p_queries + 2 * g * S.C, p_d_out + g * d.h, left, S)
-            b_delta = tl.load(p_queries + 2 * g * S.C + i_t)
-            b_d_p = tl.dot(b_v, tl.trans(b_d))
-            b_d_p -= b_delta[None, :]
-            b_d_p = b_d_p * b_pair if PER_ROW else tl.where(m_seen, b_d_p, 0)
-            b_g = add(b_g, tl.dot(b_d_p.to(tl.bfloat16), b_query))
-            b_row = b_query
-            if PER_ROW:
-                b_row = (b_query * exp2(c_start - b_reference)[:, None]).to(tl.bfloat16)
-            b_d_kv = tl.dot(tl.trans(b_d), b_row, b_d_kv)
-            b_minus = tl.zeros((C, C), tl.float32) - b_delta[None, :]
-            b_d_z = tl.dot(b_minus.to(tl.bfloat16), b_row, b_d_z)
+        if S.BUCKET <= S.C:
+            for g in range(GROUP):
+                if GROUP > 1:
+                    b_query, b_d = _load_queries(p_q + g * q.h, p_queries + 2 * g * S.C, p_d_out + g * d.h, left, S)
+                b_delta = tl.load(p_queries + 2 * g * S.C + i_t)
+                b_d_p = tl.dot(b_v, tl.trans(b_d))
+                b_d_p -= b_delta[None, :]
+                b_d_p = b_d_p * b_pair if PER_ROW else tl.where(m_seen, b_d_p, 0)
+                b_g = add(b_g, tl.dot(b_d_p.to(tl.bfloat16), b_query))
+                b_row = b_query
+                if PER_ROW:
+                    b_row = (b_query * exp2(c_start - b_reference)[:, None]).to(tl.bfloat16)
+                b_d_kv = tl.dot(tl.trans(b_d), b_row, b_d_kv)
+                b_minus = tl.zeros((C, C), tl.float32) - b_delta[None, :]
+                b_d_z = tl.dot(b_minus.to(tl.bfloat16), b_row, b_d_z)
         b_g = _gradient(b_g, b_k, b_features, S)
         store_rows(p_d_k, S.HKV * S.D, left, b_g, S.D, S.BD, S)
         p_q -= S.C * S.STRIDE_Q
@@ -771,7 +799,7 @@ def linear_fused_chunk_backward_keys_kernel(
     p_queries += (i_x * tl.cdiv(T, S.C) + i_c) * (2 * S.C * GROUP)
     count = chunks_in(i_s, T, chunks, S)
     i_o = i_x * segments + i_s
-    _, c, use_per_row = segment_references(p_reference, p_scales, i_x, i_s, segments, S)
+    _, c, use_per_row = segment_references(p_reference, p_scales, i_x, i_s, segments, S, False)
     c_after = c
     if S.SCALED:
         c_after = reference(tl.load(p_reference + i_x * (segments + 1) + i_s + 1))
@@ -831,9 +859,10 @@ def backward(
 
 
 def saved_size(x: LinearInputs, problem: LinearProblem) -> int:
-    """Return the number of float32 elements that `forward` saves; it does not depend on the length."""
+    """Return the number of float32 elements that `forward` saves; it does not depend on the length without a bucket."""
     device = x.q.device.index if x.q.is_cuda else -1
-    return _saved(device, x.k.shape[0] * x.k.shape[2], padded(x.q.shape[3]), padded(x.v.shape[3])).size
+    buckets = -(-int(x.k.shape[1]) // problem.bucket) if problem.bucket > CHUNK else 0
+    return _saved(device, x.k.shape[0] * x.k.shape[2], padded(x.q.shape[3]), padded(x.v.shape[3]), buckets).size
 
 
 class _FusedChunkPlan(CausalPlan):
@@ -847,10 +876,11 @@ class _FusedChunkPlan(CausalPlan):
         segments = max(1, min(_resident_programs(device, self.BD, self.BE) // self.heads, chunks // 2))
         # Two segments gain less than three launches cost, unless each has many keys to go through twice.
         short = chunks <= SHORT or segments <= (1 if problem.feature_map == "softmax" and chunks > 2 * SHORT else 2)
-        self.one = short and stateless and not self.final
-        self.run = chunks if self.one else -(-chunks // segments)
+        by_bucket = problem.bucket > CHUNK
+        self.one = (problem.bucket >= self.T if by_bucket else short) and stateless and not self.final
+        self.run = problem.bucket // CHUNK if by_bucket else chunks if self.one else -(-chunks // segments)
         self.segments = -(-chunks // self.run)
-        self.saved = _saved(device, self.heads, self.BD, self.BE)
+        self.saved = _saved(device, self.heads, self.BD, self.BE, self.segments if by_bucket else 0)
         self.used = Workspace(*self.saved.buffers[:2]) if self.one else self.saved
         full = key[3] is None and self.T % CHUNK == 0
         scaled = problem.feature_map == "softmax"
@@ -907,10 +937,11 @@ def _resident_programs(device: int, BD: int, BE: int) -> int:
     return processors * (2 if BD * BE <= 64 * 64 else 1)
 
 
-def _saved(device: int, heads: int, BD: int, BE: int) -> Workspace:
+def _saved(device: int, heads: int, BD: int, BE: int, buckets: int) -> Workspace:
     """Scales of each segment, references of each segment and head, sums and z of each segment.
 
-    The size is an upper bound for any length: under torch.compile the length is not known.
+    The size is an upper bound for any length: under torch.compile the length is not known. buckets: the number of
+    segments where each is a bucket of a blind spot, otherwise 0.
     """
-    X = heads + _resident_programs(device, BD, BE)
+    X = heads * buckets or heads + _resident_programs(device, BD, BE)
     return Workspace(*[(size, torch.float32) for size in (X * SCALES.value, X + heads, X * BD * BE, X * BD)])
