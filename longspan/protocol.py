@@ -374,6 +374,11 @@ class Mechanism(nn.Module, ABC):
         Raises:
             ValueError: If shapes, dtypes, devices or options do not fit together.
         """
+        if gates is key_mask is packing is key_packing is past is None and self._fits(q, k, v, causal):
+            with _full_precision(q):
+                if causal:
+                    return self._attend_causal(q, k, v, gates=None, lengths=None)
+                return self._attend(q, k, v, gates=None, key_mask=None)
         self._check_query(q)
         self._check_inputs(q, k, v, gates, key_mask, packing)
         if past is not None and not causal:
@@ -833,6 +838,26 @@ class Mechanism(nn.Module, ABC):
         """Return zeros (B, T, H, E) for no queries or no keys, with autograd history."""
         out = q[..., :1].masked_fill(torch.ones_like(q[..., :1], dtype=torch.bool), 0)
         return out + (k.sum() + v.sum()) + q.new_zeros(self.value_dim)
+
+    def _fits(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+        """Whether q, k and v, without anything else, are right: most calls need no other check, which takes time."""
+        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+            return False
+        shape = q.shape
+        if len(shape) != 4 or self.num_gates or (causal and not self.supports_causal):
+            return False
+        B, T, H, D = shape
+        return (
+            B > 0
+            and T > 0
+            and H == self.num_heads
+            and D == self.head_dim
+            and k.shape == (B, T, self.num_kv_heads, D)
+            and v.shape == (B, T, self.num_kv_heads, self.value_dim)
+            and q.dtype == k.dtype == v.dtype
+            and q.is_floating_point()
+            and q.device == k.device == v.device
+        )
 
     def _check_inputs(
         self,

@@ -291,7 +291,8 @@ class LinearAttention(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
         if self._one_pass and not self.phantom and q.shape[1] > 1:
-            return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments(q)))
+            out = causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments(q))
+            return out if self.output_scale == 1 else out * self.output_scale
         if self.blind_spot > 1 and q.shape[1] > 1 and self._fused_buckets(q, k, v):
             return self._attend_buckets(q, k, v, lengths)
         if not self._fused_epsilon(q, k, v):
@@ -371,7 +372,9 @@ class LinearAttention(Mechanism):
         """Return the options of `causal_linear`, the projection in the dtype of the sums."""
         phi = self.feature_map
         assert isinstance(phi, FusedMap)
-        weight = None if phi.weight is None else phi.weight.to(sum_dtype(like))
+        weight = phi.weight
+        if weight is not None:
+            weight = weight.to(sum_dtype(like))
         return {"feature_map": phi.kind, "weight": weight, "normalize": self.normalize == "query"}
 
     def _extend(

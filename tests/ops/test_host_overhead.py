@@ -19,7 +19,7 @@ import longspan
 from longspan.mechanisms.linear import LinearAttention
 from longspan.mechanisms.local import LocalAttention
 from longspan.mechanisms.performer import PerformerAttention
-from longspan.ops.common import dispatch, launch
+from longspan.ops.common import dispatch, launch, plans
 from longspan.protocol import Mechanism
 
 PACKAGE = str(Path(longspan.__file__).parent)
@@ -53,9 +53,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(launch, "current_stream", lambda device: 0)
     monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
     monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
-    launch._cached_plan.cache_clear()
+    plans.clear()
     yield names
-    launch._cached_plan.cache_clear()
+    plans.clear()
 
 
 def python_calls(call: Callable[[], object]) -> int:

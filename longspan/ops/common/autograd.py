@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -209,6 +209,39 @@ def _direct(op: Any, leaves: tuple[int, ...], differentiable: int) -> Callable[.
         return apply(args, *[args[i] for i in leaves])
 
     return direct
+
+
+class EagerPlan(Protocol):
+    """What an eager call on a GPU does, for tensors of one signature: nothing is checked or chosen again."""
+
+    def forward(self, *tensors: Tensor | None) -> tuple[Any, ...]:
+        """Return the result, then the tensors that `backward` needs beside it, or None."""
+
+    def backward(self, d_out: Tensor, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the tensors. saved: what `forward` returned, then the tensors."""
+
+
+class _Planned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: EagerPlan, *tensors: Tensor | None) -> Any:
+        outputs = plan.forward(*tensors)
+        ctx.plan = plan
+        ctx.save_for_backward(*outputs, *tensors)
+        return outputs[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.plan.backward(*grad_outputs, *ctx.saved_tensors)
+
+
+_apply_planned = direct_apply(_Planned)
+
+
+def run_planned(plan: EagerPlan, *tensors: Tensor | None) -> Tensor:
+    """Run a plan, with gradients; for tensors that `dispatch.eager_untraced` accepts."""
+    result: Tensor = _apply_planned(plan, *tensors) if torch.is_grad_enabled() else plan.forward(*tensors)[0]
+    return result
 
 
 def _schema(types: tuple[type, ...], results: int) -> str:

@@ -13,23 +13,15 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from longspan.ops.common.torch_private import current_stream
+from longspan.ops.common.plans import Signature, TensorSignature, cached, signature
+from longspan.ops.common.torch_private import current_device, current_stream
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # Since Triton 3.5 a compiled kernel takes all arguments, compile-time constants included.
 _DIRECT = _VERSION >= (3, 5)
 _RUNTIME = triton.knobs.runtime
 
-# Shape, strides, dtype and 16-byte alignment of a tensor: all that a kernel is compiled for.
-TensorSignature = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
-Signature = tuple[TensorSignature | None, ...]
-
 P = TypeVar("P", bound="Plan")
-
-
-def signature(*tensors: Tensor | None) -> Signature:
-    """Return the cache key of a call with these tensors."""
-    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0) for x in tensors])
 
 
 class Strides(NamedTuple):
@@ -172,8 +164,8 @@ class Plan:
         """Return the plan for these tensors, the first of which names the device."""
         first = tensors[0]
         assert first is not None
-        cached: Any = _cached_plan
-        return cached(cls, first.get_device(), signature(*tensors), options)
+        device, key = first.get_device(), signature(*tensors)
+        return cached((cls, device, key, options), cls, device, key, *options)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], scalars: tuple[Any, ...], constants: dict[str, Any]) -> Launch:
         """Create a launch of this plan; missing axes of the grid are 1."""
@@ -200,12 +192,6 @@ class Plan:
         return tuple([None if x is None else x.data_ptr() for x in tensors]) if self.compiled else tensors
 
 
-@lru_cache(maxsize=8192)
-def _cached_plan(cls: type[Any], device: int, key: Signature, options: tuple[Hashable, ...]) -> Any:
-    """The one cache of launch plans."""
-    return cls(device, key, *options)
-
-
 @lru_cache
 def shared_memory_kb(device: int) -> int:
     """Shared memory per block in KB: sm_90 and sm_100 227, sm_80 and sm_87 163, others 99."""
@@ -218,7 +204,7 @@ _NO_CHANGE = contextlib.nullcontext()
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Make the device of x the current one, if it is not."""
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+    if not x.is_cuda or x.get_device() == current_device():
         return _NO_CHANGE
     return torch.cuda.device(x.device)
 

@@ -39,6 +39,10 @@ def _current_stream(device: int) -> Any:
 current_stream: Callable[[int], Any] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 
 
+# Returns the index of the current CUDA device, without asking whether CUDA is initialized.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
 def assume_constant(function: F) -> F:
     """`torch.compiler.assume_constant_result`, which would import the compiler, one second at every import."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]

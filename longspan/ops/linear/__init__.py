@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, bfloat16, cat, dtype, einsum, float32, float64, maximum
 from torch.compiler import is_exporting
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode, run_planned
+from longspan.ops.common.plans import cached, signature
 from longspan.ops.common.torch_private import forward_ad_level
 from longspan.ops.linear import torch as torch_chunk
 from longspan.ops.linear.torch import FLOOR, is_zero, running_max, safe_divide
@@ -197,7 +198,13 @@ def causal_linear_out(
     epsilon: float = 0.0,
     total: Tensor | None = None,
 ) -> Tensor:
-    """`causal_linear` without a state before or after it, which takes a third less time on the host."""
+    """`causal_linear` without a state before or after it, which takes half of the time on the host."""
+    if total is None and dispatch.recording is None and dispatch.eager_untraced(q):
+        tensors, options = (q, k, v, weight, lengths), (feature_map, normalize, bucket, epsilon)
+        key = _Stateless, q.get_device(), signature(*tensors), options
+        plan = cached(key, _eager_plan, tensors, *options)
+        if plan:
+            return run_planned(plan, *tensors)
     x = LinearInputs(q, k, v, weight, None, lengths, None, None, total)
     algorithm = choose_algorithm(x, feature_map, normalize, bucket, epsilon)
     assert not epsilon or algorithm == "favor"
@@ -206,6 +213,48 @@ def causal_linear_out(
         return _CausalLinear.direct(*x, *problem)
     tensors = x if forward_ad_level() < 0 else refuse_forward_mode(*x)
     return _traced(problem)(*tensors, *problem)[0]
+
+
+class _Stateless:
+    """Eager calls without a state of tensors of one signature, see `EagerPlan`."""
+
+    def __init__(self, x: LinearInputs, problem: LinearProblem) -> None:
+        self.problem, self.kernels = problem, _kernels(problem.algorithm)
+        self.read = self.kernels.forward_plan(x, problem)
+        self.differentiate: dict[Any, Any] = {}  # by the layout of the gradient, all that may differ
+
+    def forward(self, *tensors: Any) -> tuple[Any, ...]:
+        out, _, _, den, starts = self.read(_stateless(*tensors))
+        return out, den, starts
+
+    def backward(self, d_out: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
+        out, den, starts, *tensors = saved
+        x = _stateless(*tensors)
+        if d_out.stride(3) != 1:
+            d_out = d_out.contiguous()
+        found = LinearSaved(d_out, None, out, den, starts, None)
+        layout = d_out.stride(), d_out.data_ptr() & 15
+        plan = self.differentiate.get(layout)
+        if plan is None:
+            plan = self.differentiate[layout] = self.kernels.backward_plan(found, x, self.problem)
+        d_q, d_k, d_v, *_ = plan(found, x)
+        return d_q, d_k, d_v, None, None
+
+
+def _stateless(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, lengths: Tensor | None) -> LinearInputs:
+    return LinearInputs(q, k, v, weight, None, lengths, None, None)
+
+
+def _eager_plan(
+    tensors: tuple[Any, ...], feature_map: str, normalize: bool, bucket: int, epsilon: float
+) -> _Stateless | Literal[False]:
+    """Return the plan of a call without a state; False if there is none."""
+    x = _stateless(*tensors)
+    algorithm = choose_algorithm(x, feature_map, normalize, bucket, epsilon)
+    dense = all(y.stride(-1) == 1 for y in tensors[:3]) and (x.weight is None or x.weight.is_contiguous())
+    if algorithm not in ("fused_chunk", "favor") or not dense:
+        return False
+    return _Stateless(x, LinearProblem(feature_map, normalize, bucket, False, algorithm, epsilon))
 
 
 def _traced(problem: LinearProblem) -> Any:

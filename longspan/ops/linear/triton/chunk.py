@@ -585,7 +585,7 @@ def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> 
     """Return out, the sums and their shift after the last token or None, den, and None: nothing else is saved."""
     tensors = _dense(x)
     plan = _ChunkForward.of(tensors, problem)
-    out, den, kv_out, shift_out = plan.results(x)
+    out, den, kv_out, shift_out = plan.results(x.q, x.v)
     work = plan.workspace.allocate(x.q)
     with on_device(x.q):
         sums, scales = plan.sum(tensors, _Sums(*plan.pointers(plan.workspace, work)), kv_out, shift_out)

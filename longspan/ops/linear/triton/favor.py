@@ -740,61 +740,29 @@ def linear_favor_backward_keys_kernel(
 
 def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> tuple[Tensor | None, ...]:
     """Return out, the sums and their shift after the last token or None, den, and the workspace for `backward`."""
-    q, k, v, weight, lengths = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), x.weight.contiguous(), x.lengths
-    kv, shift = dense(x.kv), dense(x.shift)
-    plan = _FavorForward.of((q, k, v, weight, lengths, kv, shift), problem)
-    out, den, kv_out, shift_out = plan.results(x)
-    saved, work = plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
-    *w, query_offset, offset, scale, peak, references, residual = plan.pointers(plan.saved, saved)
-    total, total_z, prefix, prefix_z, before, largest = plan.pointers(plan.workspace, work)
-    with on_device(q):
-        plan.weight(weight, *w)
-        plan.query_scales(q, *w, None, query_offset, None, None, None)
-        plan.key_scales(k, *w, lengths, offset, scale, peak, largest)
-        values = plan.scan_values(v, lengths, x.total)
-        for sums, scan, read in plan.parts:
-            sums(k, v, *w, lengths, offset, largest, shift, total, total_z, prefix, prefix_z, references)
-            scan(total, total_z, before, None, references, kv, None, kv_out, shift_out)
-            sums_before = before, total_z, prefix, prefix_z, values
-            results = out, den, residual
-            read(q, k, v, *w, lengths, query_offset, offset, scale, peak, references, *sums_before, *results)
-    return out, kv_out, shift_out, den, saved
+    rows = {"q": dense_rows(x.q), "k": dense_rows(x.k), "v": dense_rows(x.v)}
+    x = x._replace(**rows, weight=dense(x.weight), kv=dense(x.kv), shift=dense(x.shift))
+    return forward_plan(x, problem)(x, zeroed=zeroed)
 
 
 def backward(
     saved: LinearSaved, x: LinearInputs, problem: LinearProblem
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of q, k, v and of the sums and the total before, if there are any."""
-    q, k, v, d_out, lengths = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense_rows(saved.d_out), x.lengths
-    kv, d_kv, out, den, scales = dense(x.kv), dense(saved.d_kv), saved.out.contiguous(), saved.den, saved.starts
-    plan = _FavorBackward.of((q, k, v, x.weight, lengths, kv, d_out, d_kv, out, den, scales), problem)
-    *w, query_offset, offset, scale, peak, references, residual = plan.pointers(plan.saved, scales)
-    rows = plan.rows.allocate(q)
-    normalized_offset, delta, floor, mass = plan.pointers(plan.rows, rows)
-    stack = plan.query_stack.allocate(q)
-    total, total_z, prefix, prefix_z, before = plan.pointers(plan.query_stack, stack)
-    d_q = new_like(q)
-    d_start = None if kv is None else kv.new_empty(kv.shape)
-    with on_device(q):
-        plan.delta(out, residual, den, d_out, query_offset, normalized_offset, delta, floor)
-        rest = floor, mass, offset, scale, peak, references
-        given = q, k, v, d_out, *w, lengths, normalized_offset, delta, *rest
-        values = plan.scan_values(v, lengths, x.total)
-        for sums, scan, queries in plan.query_parts:
-            sums(k, v, *w, lengths, offset, None, None, total, total_z, prefix, prefix_z, references)
-            scan(total, total_z, before, None, references, kv, None, None, None)
-            queries(*given, before, total_z, prefix, prefix_z, values, d_q)
-        del stack, total, total_z, prefix, prefix_z, before  # The next stack takes their memory.
-        stack = plan.key_stack.allocate(q)
-        total, total_z, suffix, suffix_z, after = plan.pointers(plan.key_stack, stack)
-        d_k, d_v = new_like(k), new_like(v)
-        d_values = plan.scan_values_back(d_out, mass, delta)
-        for sums, scan, keys in plan.key_parts:
-            sums(q, d_out, *w, normalized_offset, delta, floor, peak, references, total, total_z, suffix, suffix_z)
-            scan(total, total_z, after, None, references, d_kv, None, d_start, None)
-            keys(*given, after, total_z, suffix, suffix_z, d_values, d_k, d_v)
-    d_total = None if x.total is None else d_values[:, -1].reshape(x.total.shape)
-    return d_q, d_k, d_v, d_start, d_total
+    x = x._replace(q=dense_rows(x.q), k=dense_rows(x.k), v=dense_rows(x.v), kv=dense(x.kv))
+    saved = saved._replace(d_out=dense_rows(saved.d_out), d_kv=dense(saved.d_kv), out=dense(saved.out))
+    return backward_plan(saved, x, problem)(saved, x)
+
+
+def forward_plan(x: LinearInputs, problem: LinearProblem) -> _FavorForward:
+    """Return the plan of `forward` for inputs with dense rows."""
+    return _FavorForward.of((x.q, x.k, x.v, x.weight, x.lengths, x.kv, x.shift), problem)
+
+
+def backward_plan(saved: LinearSaved, x: LinearInputs, problem: LinearProblem) -> _FavorBackward:
+    """Return the plan of `backward` for inputs with dense rows."""
+    given = x.q, x.k, x.v, x.weight, x.lengths, x.kv, saved.d_out, saved.d_kv, saved.out, saved.den, saved.starts
+    return _FavorBackward.of(given, problem)
 
 
 def feature_block(num_features: int) -> int:
@@ -899,9 +867,9 @@ class _FavorPlan(CausalPlan):
             for part in parts
         ]
 
-    def scan_values(self, v: Tensor, lengths: Tensor | None, total: Tensor | None) -> Tensor | None:
+    def scan_values(self, x: LinearInputs) -> Tensor | None:
         """Σ [v, 1] over the visible keys before each chunk, with an epsilon."""
-        return self.values_scan(self.values, total, v, lengths, None, None)
+        return self.values_scan(self.values, x.total, x.v, x.lengths, None, None)
 
     def scan_part(self, part: _Part, *, back: bool) -> Launch:
         BM, BE = self.S.BM, self.S.BE
@@ -921,6 +889,27 @@ class _FavorForward(_FavorPlan):
         self.key_scales = self.scales_launch("k", self.Hkv, key=True)
         programs = self.H // self.Hkv * self.chunks
         self.parts = self.part_launches(parts, linear_favor_forward_kernel, self.tilings.read, programs, "qkv")
+
+    def __call__(self, x: LinearInputs, *, zeroed: bool = False) -> tuple[Tensor | None, ...]:
+        """Launch; see `forward`."""
+        out, den, kv_out, shift_out = self.results(x.q, x.v)
+        saved, work = self.saved.allocate(x.q, zeroed=zeroed), self.workspace.allocate(x.q)
+        *w, query_offset, offset, scale, peak, references, residual = self.pointers(self.saved, saved)
+        total, total_z, prefix, prefix_z, before, largest = self.pointers(self.workspace, work)
+        q, k, v, weight, lengths, kv, shift = self.addresses(x.q, x.k, x.v, x.weight, x.lengths, x.kv, x.shift)
+        p_out, p_den, p_kv, p_shift = self.addresses(out, den, kv_out, shift_out)
+        with on_device(x.q):
+            self.weight(weight, *w)
+            self.query_scales(q, *w, None, query_offset, None, None, None)
+            self.key_scales(k, *w, lengths, offset, scale, peak, largest)
+            values = self.scan_values(x)
+            for sums, scan, read in self.parts:
+                sums(k, v, *w, lengths, offset, largest, shift, total, total_z, prefix, prefix_z, references)
+                scan(total, total_z, before, None, references, kv, None, p_kv, p_shift)
+                sums_before = before, total_z, prefix, prefix_z, values
+                rows = query_offset, offset, scale, peak, references
+                read(q, k, v, *w, lengths, *rows, *sums_before, p_out, p_den, residual)
+        return out, kv_out, shift_out, den, saved
 
     def scales_launch(self, name: str, heads: int, *, key: bool) -> Launch:
         tiling = self.tilings.scales
@@ -947,6 +936,41 @@ class _FavorBackward(_FavorPlan):
         self.query_parts = self.part_launches(queries, kernel, self.tilings.queries, programs, "qkvd")
         kernel = linear_favor_backward_keys_kernel
         self.key_parts = self.part_launches(keys, kernel, self.tilings.keys, self.chunks, "qkvd", back=True)
+
+    def __call__(
+        self, saved: LinearSaved, x: LinearInputs
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Launch; see `backward`."""
+        *w, query_offset, offset, scale, peak, references, residual = self.pointers(self.saved, saved.starts)
+        rows = self.rows.allocate(x.q)
+        normalized_offset, delta, floor, mass = self.pointers(self.rows, rows)
+        stack = self.query_stack.allocate(x.q)
+        total, total_z, prefix, prefix_z, before = self.pointers(self.query_stack, stack)
+        d_q = new_like(x.q)
+        d_start = None if x.kv is None else x.kv.new_empty(x.kv.shape)
+        q, k, v, lengths, kv, p_d_q = self.addresses(x.q, x.k, x.v, x.lengths, x.kv, d_q)
+        out, den, d_out, d_kv, p_start = self.addresses(saved.out, saved.den, saved.d_out, saved.d_kv, d_start)
+        with on_device(x.q):
+            self.delta(out, residual, den, d_out, query_offset, normalized_offset, delta, floor)
+            rest = floor, mass, offset, scale, peak, references
+            given = q, k, v, d_out, *w, lengths, normalized_offset, delta, *rest
+            values = self.scan_values(x)
+            for sums, scan, queries in self.query_parts:
+                sums(k, v, *w, lengths, offset, None, None, total, total_z, prefix, prefix_z, references)
+                scan(total, total_z, before, None, references, kv, None, None, None)
+                queries(*given, before, total_z, prefix, prefix_z, values, p_d_q)
+            del stack, total, total_z, prefix, prefix_z, before  # The next stack takes their memory.
+            stack = self.key_stack.allocate(x.q)
+            total, total_z, suffix, suffix_z, after = self.pointers(self.key_stack, stack)
+            d_k, d_v = new_like(x.k), new_like(x.v)
+            p_d_k, p_d_v = self.addresses(d_k, d_v)
+            d_values = self.scan_values_back(saved.d_out, mass, delta)
+            for sums, scan, keys in self.key_parts:
+                sums(q, d_out, *w, normalized_offset, delta, floor, peak, references, total, total_z, suffix, suffix_z)
+                scan(total, total_z, after, None, references, d_kv, None, p_start, None)
+                keys(*given, after, total_z, suffix, suffix_z, d_values, p_d_k, p_d_v)
+        d_total = None if x.total is None else d_values[:, -1].reshape(x.total.shape)
+        return d_q, d_k, d_v, d_start, d_total
 
     def scan_values_back(self, d_out: Tensor, mass: Any, delta: Any) -> Tensor | None:
         """Σ e_i [d_i, −Δ_i] / den_i after each chunk, from the last one on, with an epsilon."""

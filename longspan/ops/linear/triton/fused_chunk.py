@@ -815,47 +815,28 @@ def linear_fused_chunk_backward_keys_kernel(
 
 def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> tuple[Tensor | None, ...]:
     """Return out, the sums and their shift after the last token or None, den, and the workspace for `backward`."""
-    q, k, v = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v)
-    kv, shift = dense(x.kv), dense(x.shift)
-    plan = _FusedChunkForward.of((q, k, v, x.lengths, kv, shift), problem)
-    out, den, kv_out, shift_out = plan.results(x)
-    saved = plan.saved.allocate(q, zeroed=True) if zeroed else plan.used.allocate(q)
-    scales, references, sums, z = plan.pointers(plan.saved, saved)
-    p_q, p_k, p_v, p_lengths, p_out, p_den = plan.addresses(q, k, v, x.lengths, out, den)
-    with on_device(q):
-        if plan.one:
-            plan.read(p_q, p_k, p_v, p_lengths, None, None, scales, references, p_out, p_den)
-        else:
-            plan.sums(p_k, p_v, p_lengths, sums, z, scales)
-            plan.scan(sums, z, sums, scales, references, kv, shift, kv_out, shift_out)
-            plan.read(p_q, p_k, p_v, p_lengths, sums, z, scales, references, p_out, p_den)
-    return out, kv_out, shift_out, den, saved
+    x = x._replace(q=dense_rows(x.q), k=dense_rows(x.k), v=dense_rows(x.v), kv=dense(x.kv), shift=dense(x.shift))
+    return forward_plan(x, problem)(x, zeroed=zeroed)
 
 
 def backward(
     saved: LinearSaved, x: LinearInputs, problem: LinearProblem
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, k, v and of the sums before, if there are any."""
-    q, k, v, d_out = dense_rows(x.q), dense_rows(x.k), dense_rows(x.v), dense_rows(saved.d_out)
-    d_kv, out, den = dense(saved.d_kv), saved.out.contiguous(), saved.den
-    plan = _FusedChunkBackward.of((q, k, v, x.lengths, d_out, d_kv, out, den, saved.starts, x.kv), problem)
-    d_q, d_k, d_v = new_like(q), new_like(k), new_like(v)
-    d_start = None if x.kv is None else x.kv.new_empty(x.kv.shape)
-    work = plan.workspace.allocate(q)
-    scales, references, sums, z = plan.pointers(plan.saved, saved.starts)
-    starts, queries, d_sums, d_z = plan.pointers(plan.workspace, work)
-    inputs = p_q, p_k, p_v, p_lengths = plan.addresses(q, k, v, x.lengths)
-    p_out, p_den, p_d, p_d_q, p_d_k, p_d_v = plan.addresses(out, den, d_out, d_q, d_k, d_v)
-    with on_device(q):
-        if plan.one:
-            rows, sums, z, d_sums, d_z = (p_out, p_den), None, None, None, None
-        else:
-            rows = None, None
-            plan.sums(p_q, p_k, p_lengths, scales, references, starts, p_out, p_den, p_d, queries, d_sums, d_z)
-            plan.scan(d_sums, d_z, d_sums, None, references, d_kv, None, d_start, None)
-        plan.queries(*inputs, sums, z, scales, references, starts, *rows, p_d, queries, p_d_q)
-        plan.keys(*inputs, d_sums, d_z, scales, references, starts, p_d, queries, p_d_k, p_d_v)
-    return d_q, d_k, d_v, d_start
+    x = x._replace(q=dense_rows(x.q), k=dense_rows(x.k), v=dense_rows(x.v))
+    saved = saved._replace(d_out=dense_rows(saved.d_out), d_kv=dense(saved.d_kv), out=dense(saved.out))
+    return backward_plan(saved, x, problem)(saved, x)
+
+
+def forward_plan(x: LinearInputs, problem: LinearProblem) -> _FusedChunkForward:
+    """Return the plan of `forward` for inputs with dense rows."""
+    return _FusedChunkForward.of((x.q, x.k, x.v, x.lengths, x.kv, x.shift), problem)
+
+
+def backward_plan(saved: LinearSaved, x: LinearInputs, problem: LinearProblem) -> _FusedChunkBackward:
+    """Return the plan of `backward` for inputs with dense rows."""
+    given = x.q, x.k, x.v, x.lengths, saved.d_out, saved.d_kv, saved.out, saved.den, saved.starts, x.kv
+    return _FusedChunkBackward.of(given, problem)
 
 
 def saved_size(x: LinearInputs, problem: LinearProblem) -> int:
@@ -881,11 +862,16 @@ class _FusedChunkPlan(CausalPlan):
         self.run = problem.bucket // CHUNK if by_bucket else chunks if self.one else -(-chunks // segments)
         self.segments = -(-chunks // self.run)
         self.saved = _saved(device, self.heads, self.BD, self.BE, self.segments if by_bucket else 0)
-        self.used = Workspace(*self.saved.buffers[:2]) if self.one else self.saved
-        full = key[3] is None and self.T % CHUNK == 0
         scaled = problem.feature_map == "softmax"
+        # What is written: a sequence of one segment has no sums, and pointwise maps no references.
+        self.used = None if self.one and not scaled else Workspace(*self.saved.buffers[: 2 if self.one else 4])
+        full = key[3] is None and self.T % CHUNK == 0
         sizes = self.H, self.Hkv, self.D, self.E, CHUNK, self.BD, self.BE
         self.sizes = FusedChunkSizes(*sizes, problem.feature_map, scaled, full, problem.bucket)
+
+    def saved_pointers(self, allocation: Tensor | None) -> list[Any]:
+        """Return scales, references, sums and z; None where nothing is saved."""
+        return [None] * 4 if self.used is None or allocation is None else self.pointers(self.saved, allocation)
 
     def segments_launch(self, kernel: Any, strided: str) -> Launch:
         """Create a launch of one program per segment. strided: tensors whose strides the kernel takes."""
@@ -911,6 +897,23 @@ class _FusedChunkForward(_FusedChunkPlan):
             self.scan = self.scan_segments(back=False)
         self.read = self.segments_launch(linear_fused_chunk_forward_kernel, "qkv")
 
+    def __call__(self, x: LinearInputs, *, zeroed: bool = False) -> tuple[Tensor | None, ...]:
+        """Launch; see `forward`."""
+        q, k, v, lengths = x.q, x.k, x.v, x.lengths
+        out, den, kv_out, shift_out = self.results(q, v)
+        used = self.saved if zeroed else self.used
+        saved = None if used is None else used.allocate(q, zeroed=zeroed)
+        scales, references, sums, z = self.saved_pointers(saved)
+        p_q, p_k, p_v, p_lengths, p_out, p_den = self.addresses(q, k, v, lengths, out, den)
+        with on_device(q):
+            if self.one:
+                self.read(p_q, p_k, p_v, p_lengths, None, None, scales, references, p_out, p_den)
+            else:
+                self.sums(p_k, p_v, p_lengths, sums, z, scales)
+                self.scan(sums, z, sums, scales, references, x.kv, x.shift, kv_out, shift_out)
+                self.read(p_q, p_k, p_v, p_lengths, sums, z, scales, references, p_out, p_den)
+        return out, kv_out, shift_out, den, saved
+
 
 class _FusedChunkBackward(_FusedChunkPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
@@ -926,6 +929,28 @@ class _FusedChunkBackward(_FusedChunkPlan):
             self.scan = self.scan_segments(back=True)
         self.queries = self.segments_launch(linear_fused_chunk_backward_queries_kernel, "qkvd")
         self.keys = self.segments_launch(linear_fused_chunk_backward_keys_kernel, "qkvd")
+
+    def __call__(self, saved: LinearSaved, x: LinearInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Launch; see `backward`."""
+        q, k, v, lengths = x.q, x.k, x.v, x.lengths
+        d_q, d_k, d_v = new_like(q), new_like(k), new_like(v)
+        d_start = None if x.kv is None else x.kv.new_empty(x.kv.shape)
+        work = self.workspace.allocate(q)
+        scales, references, sums, z = self.saved_pointers(saved.starts)
+        starts, queries, d_sums, d_z = self.pointers(self.workspace, work)
+        inputs = p_q, p_k, _, p_lengths = self.addresses(q, k, v, lengths)
+        tensors = saved.out, saved.den, saved.d_out, d_q, d_k, d_v
+        p_out, p_den, p_d, p_d_q, p_d_k, p_d_v = self.addresses(*tensors)
+        with on_device(q):
+            if self.one:
+                rows, sums, z, d_sums, d_z = (p_out, p_den), None, None, None, None
+            else:
+                rows = None, None
+                self.sums(p_q, p_k, p_lengths, scales, references, starts, p_out, p_den, p_d, queries, d_sums, d_z)
+                self.scan(d_sums, d_z, d_sums, None, references, saved.d_kv, None, d_start, None)
+            self.queries(*inputs, sums, z, scales, references, starts, *rows, p_d, queries, p_d_q)
+            self.keys(*inputs, d_sums, d_z, scales, references, starts, p_d, queries, p_d_k, p_d_v)
+        return d_q, d_k, d_v, d_start
 
 
 def _resident_programs(device: int, BD: int, BE: int) -> int:

@@ -62,12 +62,13 @@ class CausalPlan(Plan):
         self.den_shape = self.B, self.T, self.H if problem.normalize else 0
         self.kv_shape, self.shift_shape = (self.B, self.Hkv, self.M, self.E + problem.normalize), (self.B, self.Hkv)
 
-    def results(self, x: LinearInputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def results(self, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Allocate out, den, and the sums and shift after the last token, or None if they are not wanted."""
-        out, den = x.v.new_empty(self.out_shape), x.q.new_empty(self.den_shape, dtype=torch.float32)
+        out = v.new_empty(self.out_shape)
+        den = q.new_empty(self.den_shape, dtype=torch.float32)
         if not self.final:
             return out, den, None, None
-        kv, shift = (x.q.new_empty(shape, dtype=torch.float32) for shape in (self.kv_shape, self.shift_shape))
+        kv, shift = (q.new_empty(shape, dtype=torch.float32) for shape in (self.kv_shape, self.shift_shape))
         return out, den, kv, shift
 
     def scan_launch(
