@@ -374,7 +374,8 @@ class Mechanism(nn.Module, ABC):
         Raises:
             ValueError: If shapes, dtypes, devices or options do not fit together.
         """
-        if gates is key_mask is packing is key_packing is past is None and self._fits(q, k, v, causal):
+        alone = gates is None and key_mask is None and packing is None and key_packing is None and past is None
+        if alone and self._fits(q, k, v, causal):
             with _full_precision(q):
                 if causal:
                     return self._attend_causal(q, k, v, gates=None, lengths=None)
@@ -839,24 +840,21 @@ class Mechanism(nn.Module, ABC):
         out = q[..., :1].masked_fill(torch.ones_like(q[..., :1], dtype=torch.bool), 0)
         return out + (k.sum() + v.sum()) + q.new_zeros(self.value_dim)
 
-    def _fits(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-        """Whether q, k and v, without anything else, are right: most calls need no other check, which takes time."""
-        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+    def _fits(self, q: Any, k: Any, v: Any, causal: bool) -> bool:
+        """Whether q, k and v, with nothing beside them, are right: one look in place of all checks, which take time."""
+        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)) or q.ndim != 4:
             return False
-        shape = q.shape
-        if len(shape) != 4 or self.num_gates or (causal and not self.supports_causal):
-            return False
-        B, T, H, D = shape
+        B, T, heads, dim = q.shape
         return (
-            B > 0
-            and T > 0
-            and H == self.num_heads
-            and D == self.head_dim
-            and k.shape == (B, T, self.num_kv_heads, D)
+            0 not in (B, T)
+            and (heads, dim) == (self.num_heads, self.head_dim)
+            and k.shape == (B, T, self.num_kv_heads, dim)
             and v.shape == (B, T, self.num_kv_heads, self.value_dim)
             and q.dtype == k.dtype == v.dtype
-            and q.is_floating_point()
             and q.device == k.device == v.device
+            and q.is_floating_point()
+            and not self.num_gates
+            and (self.supports_causal or not causal)
         )
 
     def _check_inputs(

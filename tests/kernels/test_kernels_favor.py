@@ -33,6 +33,7 @@ CASES = [
     Case(T=65, B=1, H=4, Hkv=2, feature_map="favor", num_features=19),
     Case(T=193, B=2, H=1, Hkv=1, D=33, E=20, feature_map="favor", num_features=19, lengths=(0, 150)),
     Case(T=300, B=1, H=1, Hkv=1, feature_map="favor", num_features=19, size=4),
+    Case(T=65, B=1, H=2, Hkv=1, feature_map="favor", num_features=19, stateless=True, lengths=(64,)),
 ]
 # Wider, and of more features than one program holds at once.
 LARGE = [

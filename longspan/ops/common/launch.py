@@ -13,7 +13,8 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from longspan.ops.common.plans import Signature, TensorSignature, cached, signature
+from longspan.ops.common.plans import Signature as Signature
+from longspan.ops.common.plans import TensorSignature, cached, signature
 from longspan.ops.common.torch_private import current_device, current_stream
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])

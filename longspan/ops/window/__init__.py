@@ -11,14 +11,15 @@ import importlib
 import math
 from functools import cache
 from types import ModuleType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from torch import Tensor, arange, bfloat16, float16, float32, is_grad_enabled, promote_types, randint
 from torch import bool as bool_
 from torch.nn.functional import pad
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode
+from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode, run_planned
+from longspan.ops.common.plans import cached, signature
 from longspan.ops.rotary import Rotate
 from longspan.ops.window.torch import (
     BLIND,
@@ -86,6 +87,12 @@ def window_attention(
     Returns:
         (B, T, H, E) in the dtype of q; zeros for queries that see no key.
     """
+    plain = key_mask is None and start is None and bounds is None and bias is None and xpos is None and not dropout
+    if plain and dispatch.recording is None and dispatch.eager_untraced(q):
+        key = _Plain, q.get_device(), signature(q, k, v), window, scale
+        plan = cached(key, _eager_plan, q, k, v, window, scale)
+        if plan:
+            return run_planned(plan, q, k, v)
     why = why_not_triton(q, k, v, window, xpos=xpos, packed=bounds is not None)
     if dispatch.recording is not None:
         dispatch.record(OPERATION, "window", why)
@@ -109,6 +116,31 @@ def window_attention(
     if dispatch.eager_untraced(q):
         return _Window.direct(*arguments)
     return _Window.traced(*refuse_forward_mode(*arguments))[0]
+
+
+class _Plain:
+    """Eager calls of tensors of one signature without masks and other options, see `EagerPlan`."""
+
+    def __init__(self, window: Window, scale: float) -> None:
+        self.rest: Any = (None, None, None, None, None, *window, scale, 0.0, False)
+        self.kernels = kernels()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = self.kernels.forward(WindowProblem(q, k, v, *self.rest))
+        return found
+
+    def backward(self, d_out: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
+        out, lse, q, k, v = saved
+        problem = WindowProblem(q, k, v, *self.rest)
+        d_q, d_k, d_v, _ = self.kernels.backward(WindowSaved(d_out, None, out, lse), problem)
+        return d_q, d_k, d_v
+
+
+def _eager_plan(q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float | None) -> _Plain | Literal[False]:
+    """Return the plan of a call without other options; False if there is none."""
+    if why_not_triton(q, k, v, window) is not None:
+        return False
+    return _Plain(window, q.shape[3] ** -0.5 if scale is None else scale)
 
 
 def _by_blocks(bias: Tensor, window: Window) -> Tensor:

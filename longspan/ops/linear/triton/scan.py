@@ -22,7 +22,7 @@ from torch import Tensor
 from longspan.ops.common.exp import LOG2E, exact_exp, exp2
 from longspan.ops.common.launch import Launch, Plan, Signature
 from longspan.ops.common.tiles import FLOOR, zeros
-from longspan.ops.linear import LinearInputs, LinearProblem
+from longspan.ops.linear import LinearProblem
 from longspan.ops.linear.triton import check_feature_map
 
 # Compile-time constants of the scan.

@@ -1,0 +1,99 @@
+"""Eager calls that look their plan up once, under Triton's interpreter: the same bits as the custom operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from interpreter import bfloat16, interpreted  # noqa: F401
+from torch import Tensor
+
+from longspan.mechanisms.linear import LinearAttention
+from longspan.mechanisms.local import LocalAttention
+from longspan.mechanisms.performer import PerformerAttention
+from longspan.ops.common import autograd, dispatch, plans
+from longspan.protocol import Mechanism
+
+MECHANISMS: dict[str, Callable[[], Mechanism]] = {
+    "linear": lambda: LinearAttention(2, 16, num_kv_heads=1),
+    "softmax": lambda: LinearAttention(2, 16, num_kv_heads=1, feature_map="softmax"),
+    "performer": lambda: PerformerAttention(2, 16, num_kv_heads=1, num_features=19),
+    "local": lambda: LocalAttention(2, 16, num_kv_heads=1, window=3, scale=0.3),
+}
+
+
+def inputs(T: int = 5, *, strided: bool = False) -> list[Tensor]:
+    torch.manual_seed(T)
+    last = 19 if strided else 16
+    made = [torch.randn(1, T, heads, last).bfloat16()[..., :16] for heads in (2, 1, 1)]
+    return [x.detach().requires_grad_() for x in made]
+
+
+def results(mechanism: Mechanism, leaves: list[Tensor], d_out: Tensor) -> list[Tensor]:
+    out = mechanism(*leaves, causal=True)
+    return [out, *torch.autograd.grad(out, leaves, d_out)]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """CPU tensors run on the kernels; collects the plans that were run."""
+    found: list[object] = []
+    apply = autograd._apply_planned
+    monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
+    monkeypatch.setattr(autograd, "_apply_planned", lambda plan, *x: (found.append(plan), apply(plan, *x))[1])
+    plans.clear()
+    return found
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_the_same_bits_as_the_custom_operation(
+    name: str, planned: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mechanism, leaves = MECHANISMS[name](), inputs()
+    wide = torch.randn(1, 5, 2, 19).bfloat16()
+    gradients = wide[..., :16].contiguous(), wide[..., :16], wide[..., :1].expand(1, 5, 2, 16)
+    traced = [results(mechanism, leaves, d_out) for d_out in gradients]
+    assert not planned
+    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
+    for d_out, expected in zip(gradients, traced, strict=True):
+        for ours, theirs in zip(results(mechanism, leaves, d_out), expected, strict=True):
+            assert torch.equal(ours, theirs)
+    assert len(planned) == 3
+    assert len(set(planned)) == 1
+    with torch.no_grad():
+        assert torch.equal(mechanism(*leaves, causal=True), traced[0][0])
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("name", ["linear", "local"])
+def test_other_signatures_have_other_plans(name: str, planned: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    mechanism = MECHANISMS[name]()
+    cases = [inputs(), inputs(7), inputs(7, strided=True)]
+    expected = [mechanism(*leaves, causal=True) for leaves in cases]
+    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
+    for leaves, theirs in zip(cases, expected, strict=True):
+        assert torch.equal(mechanism(*leaves, causal=True), theirs)
+    assert len(set(planned)) == 3
+    other = LinearAttention(2, 16, num_kv_heads=1, feature_map="relu") if name == "linear" else None
+    other = other or LocalAttention(2, 16, num_kv_heads=1, window=2, scale=0.3)
+    assert not torch.equal(other(*cases[0], causal=True), expected[0])
+    # Columns that are not dense have no plan, and still the kernels' result.
+    transposed = [x.detach().transpose(2, 3).contiguous().transpose(2, 3) for x in cases[0]]
+    assert torch.equal(mechanism(*transposed, causal=True), expected[0])
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+def test_gradients_of_gradients_are_refused(planned: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
+    leaves = inputs(3)
+    out = MECHANISMS["linear"]()(*leaves, causal=True)
+    assert planned
+    with pytest.raises(RuntimeError, match="gradients of gradients were requested"):
+        torch.autograd.grad(torch.autograd.grad(out.sum(), leaves[0], create_graph=True)[0].sum(), leaves[0])
