@@ -291,8 +291,7 @@ class LinearAttention(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
         if self._one_pass and not self.phantom and q.shape[1] > 1:
-            out = causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments(q))
-            return out if self.output_scale == 1 else out * self.output_scale
+            return self._scaled(causal_linear_out(q, k, v, lengths=lengths, **self._op_arguments(q)))
         if self.blind_spot > 1 and q.shape[1] > 1 and self._fused_buckets(q, k, v):
             return self._attend_buckets(q, k, v, lengths)
         if not self._fused_epsilon(q, k, v):
@@ -372,9 +371,9 @@ class LinearAttention(Mechanism):
         """Return the options of `causal_linear`, the projection in the dtype of the sums."""
         phi = self.feature_map
         assert isinstance(phi, FusedMap)
-        weight = phi.weight
-        if weight is not None:
-            weight = weight.to(sum_dtype(like))
+        weight, dtype = phi.weight, sum_dtype(like)
+        if weight is not None and weight.dtype != dtype:
+            weight = weight.to(dtype)
         return {"feature_map": phi.kind, "weight": weight, "normalize": self.normalize == "query"}
 
     def _extend(

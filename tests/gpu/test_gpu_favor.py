@@ -22,6 +22,9 @@ FAVOR = Case(T=517, B=1, H=2, Hkv=2, D=64, E=64, feature_map="favor", num_featur
 CASES = [
     *(replace(FAVOR, T=T) for T in (2, 63, 64, 65, 127, 128, 129, 1031, 4099)),
     replace(FAVOR, T=1031, state=False),
+    *(replace(FAVOR, T=T, stateless=True) for T in (64, 65, 512, 513)),
+    replace(FAVOR, T=389, B=3, H=4, stateless=True, lengths=(0, 1, 300)),
+    replace(FAVOR, T=130, D=128, E=128, stateless=True),
     replace(FAVOR, B=3, lengths=(0, 1, 400)),
     replace(FAVOR, strided=True),
     replace(FAVOR, size=3.0),

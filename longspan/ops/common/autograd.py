@@ -212,13 +212,18 @@ def _direct(op: Any, leaves: tuple[int, ...], differentiable: int) -> Callable[.
 
 
 class EagerPlan(Protocol):
-    """What an eager call on a GPU does, for tensors of one signature: nothing is checked or chosen again."""
+    """What an eager call on a GPU does, for tensors of one signature: nothing is checked or chosen again.
 
-    def forward(self, *tensors: Tensor | None) -> tuple[Any, ...]:
-        """Return the result, then the tensors that `backward` needs beside it, or None."""
+    Attributes:
+        forward: Returns the result for the tensors, then what `backward` needs beside it, tensors or None.
+        backward: Returns the gradients of the tensors for that of the result, what `forward` returned, and the tensors.
+    """
 
-    def backward(self, d_out: Tensor, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the tensors. saved: what `forward` returned, then the tensors."""
+    @property
+    def forward(self) -> Callable[..., tuple[Any, ...]]: ...
+
+    @property
+    def backward(self) -> Callable[..., tuple[Tensor | None, ...]]: ...
 
 
 class _Planned(torch.autograd.Function):

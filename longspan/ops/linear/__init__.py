@@ -223,13 +223,13 @@ class _Stateless:
         self.read = self.kernels.forward_plan(x, problem)
         self.differentiate: dict[Any, Any] = {}  # by the layout of the gradient, all that may differ
 
-    def forward(self, *tensors: Any) -> tuple[Any, ...]:
-        out, _, _, den, starts = self.read(_stateless(*tensors))
+    def forward(self, q: Any, k: Any, v: Any, weight: Any, lengths: Any) -> tuple[Any, ...]:
+        out, _, _, den, starts = self.read(LinearInputs(q, k, v, weight, None, lengths, None, None))
         return out, den, starts
 
     def backward(self, d_out: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
-        out, den, starts, *tensors = saved
-        x = _stateless(*tensors)
+        out, den, starts, q, k, v, weight, lengths = saved
+        x = LinearInputs(q, k, v, weight, None, lengths, None, None)
         if d_out.stride(3) != 1:
             d_out = d_out.contiguous()
         found = LinearSaved(d_out, None, out, den, starts, None)
@@ -241,17 +241,14 @@ class _Stateless:
         return d_q, d_k, d_v, None, None
 
 
-def _stateless(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, lengths: Tensor | None) -> LinearInputs:
-    return LinearInputs(q, k, v, weight, None, lengths, None, None)
-
-
 def _eager_plan(
     tensors: tuple[Any, ...], feature_map: str, normalize: bool, bucket: int, epsilon: float
 ) -> _Stateless | Literal[False]:
     """Return the plan of a call without a state; False if there is none."""
-    x = _stateless(*tensors)
+    q, k, v, weight, lengths = tensors
+    x = LinearInputs(q, k, v, weight, None, lengths, None, None)
     algorithm = choose_algorithm(x, feature_map, normalize, bucket, epsilon)
-    dense = all(y.stride(-1) == 1 for y in tensors[:3]) and (x.weight is None or x.weight.is_contiguous())
+    dense = all(y.stride(-1) == 1 for y in (q, k, v)) and (weight is None or weight.is_contiguous())
     if algorithm not in ("fused_chunk", "favor") or not dense:
         return False
     return _Stateless(x, LinearProblem(feature_map, normalize, bucket, False, algorithm, epsilon))

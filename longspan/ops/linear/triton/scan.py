@@ -59,12 +59,13 @@ class CausalPlan(Plan):
         self.heads = self.B * self.Hkv
         self.final = problem.output_final_state
         self.out_shape = self.B, self.T, self.H, self.E
+        self.out_like_v = v[0] == self.out_shape and v[1] == (self.T * self.H * self.E, self.H * self.E, self.E, 1)
         self.den_shape = self.B, self.T, self.H if problem.normalize else 0
         self.kv_shape, self.shift_shape = (self.B, self.Hkv, self.M, self.E + problem.normalize), (self.B, self.Hkv)
 
     def results(self, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Allocate out, den, and the sums and shift after the last token, or None if they are not wanted."""
-        out = v.new_empty(self.out_shape)
+        out = torch.empty_like(v) if self.out_like_v else v.new_empty(self.out_shape)
         den = q.new_empty(self.den_shape, dtype=torch.float32)
         if not self.final:
             return out, den, None, None
