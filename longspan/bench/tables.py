@@ -216,6 +216,15 @@ _COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
     "bidirectional": ("h200-bidirectional", _ATTENTION),
     "local": ("h200-local", _ATTENTION),
     "gated": ("h200-gated", dict(list(_ATTENTION.items())[:4])),
+    "host": (
+        "h200-host",
+        _ATTENTION
+        | {
+            "host, forward, µs": _with_ratio("host_forward_us"),
+            "host, forward + backward, µs": _with_ratio("host_forward_backward_us"),
+            "in one thread, µs": _with_ratio("host_forward_backward_one_thread_us"),
+        },
+    ),
     "layers": ("h200-layers", _ATTENTION),
     "train": (
         "h200-train",

@@ -198,7 +198,7 @@ def causal_linear_out(
     epsilon: float = 0.0,
     total: Tensor | None = None,
 ) -> Tensor:
-    """`causal_linear` without a state before or after it, which takes half of the time on the host."""
+    """`causal_linear` without a state before or after it, which takes less time on the host."""
     if total is None and dispatch.recording is None and dispatch.eager_untraced(q):
         tensors, options = (q, k, v, weight, lengths), (feature_map, normalize, bucket, epsilon)
         key = _Stateless, q.get_device(), signature(*tensors), options
