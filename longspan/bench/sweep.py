@@ -36,7 +36,7 @@ from longspan.bench.subjects.base import (
 )
 from longspan.bench.subjects.peers import SDPA
 from longspan.bench.subjects.sweep import SIZES, FlexWindowSubject, SweepSubject, sweep_subjects
-from longspan.bench.sweep_report import KEY, cell_key, cliff_table, draw, find_cliffs
+from longspan.bench.sweep_report import KEY, cell_key, cliff_table, draw, find_cliffs, grouped_cliff_table
 from longspan.bench.timing import CLOCKS
 from longspan.mechanisms import list_mechanisms
 from longspan.models.explain import explain
@@ -275,7 +275,10 @@ def run(options: SweepOptions) -> list[Row]:
 
 def _show(rows: Sequence[Row], out: Path) -> None:
     found = find_cliffs(rows)
-    print(f"{len(found)} cliffs\n\n{cliff_table(found).markdown()}" if found else "no cliffs")
+    if found:
+        print(f"{len(found)} cliffs\n\n{cliff_table(found).markdown()}\n{grouped_cliff_table(rows).markdown()}")
+    else:
+        print("no cliffs")
     picture = out.with_suffix(".png")
     try:
         written = f"{out} and {picture}" if draw(picture, rows) else str(out)

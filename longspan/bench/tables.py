@@ -270,6 +270,7 @@ _COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
             "without the memory": _number("without_memory", ".2f", 1, "×"),
         },
     ),
+    "options": ("h200-options", _NAME | _TIMES),
     "cpu": (
         "cpu-causal-8192",
         _NAME | {"batch × heads × tokens × head dim": _shape} | _TIMES | {"peak memory, MB": _with_ratio("peak_mb")},
