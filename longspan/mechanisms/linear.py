@@ -34,6 +34,7 @@ from longspan.ops.linear import (
     attend_sums,
     bidirectional_linear,
     causal_linear,
+    causal_linear_buckets,
     causal_linear_out,
     choose_algorithm,
     no_sums,
@@ -312,13 +313,10 @@ class LinearAttention(Mechanism):
         return choose_algorithm(x, phi.kind, True, self.blind_spot) != "torch"
 
     def _attend_buckets(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> Tensor:
-        bucket, options = self.blind_spot, self._op_arguments(q)
-        out = causal_linear_out(q, k, v, lengths=lengths, bucket=bucket, **options)
-        if self.first_bucket == "causal":
-            few = None if lengths is None else lengths.clamp(max=bucket)
-            first = causal_linear_out(q[:, :bucket], k[:, :bucket], v[:, :bucket], lengths=few, **options)
-            out = torch.cat([first, out[:, bucket:]], 1)
-        return self._scaled(out)
+        phi = self.feature_map
+        assert isinstance(phi, FusedMap)
+        attend = causal_linear_buckets if self.first_bucket == "causal" else causal_linear_out
+        return self._scaled(attend(q, k, v, bucket=self.blind_spot, feature_map=phi.kind, lengths=lengths))
 
     def _defer(
         self,

@@ -76,10 +76,10 @@ def test_blind_spots(case: Case) -> None:
 @interpreted
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("first_bucket", "T"), [("causal", 67), ("zero", 13)])
-def test_a_blind_spot_of_a_mechanism(first_bucket: str, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"num_kv_heads": 1, "value_dim": 7, "feature_map": "softmax", "blind_spot": 16, "output_scale": 3.0}
-    mechanism = LinearAttention(2, 5, first_bucket=first_bucket, **options)
+@pytest.mark.parametrize(("first_bucket", "T", "size"), [("causal", 67, 16), ("zero", 13, 16), ("causal", 131, 128)])
+def test_a_blind_spot_of_a_mechanism(first_bucket: str, T: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"num_kv_heads": 1, "value_dim": 7, "feature_map": "softmax", "output_scale": 3.0}
+    mechanism = LinearAttention(2, 5, first_bucket=first_bucket, blind_spot=size, **options)
     inputs = torch.randn(2, T, 2, 5), torch.randn(2, T, 1, 5), torch.randn(2, T, 1, 7), torch.randn(2, T, 2, 7)
     key_mask = torch.arange(T) < torch.tensor([[T], [11]])
 

@@ -20,10 +20,17 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, bfloat16, cat, dtype, einsum, float32, float64, maximum
+from torch.autograd import Function
 from torch.compiler import is_exporting
 
 from longspan.ops.common import dispatch
-from longspan.ops.common.autograd import DifferentiableOp, differentiable_op, refuse_forward_mode, run_planned
+from longspan.ops.common.autograd import (
+    DifferentiableOp,
+    differentiable_op,
+    once_differentiable,
+    refuse_forward_mode,
+    run_planned,
+)
 from longspan.ops.common.plans import cached, signature
 from longspan.ops.common.torch_private import forward_ad_level
 from longspan.ops.linear import torch as torch_chunk
@@ -38,6 +45,7 @@ __all__ = [
     "attend_sums",
     "bidirectional_linear",
     "causal_linear",
+    "causal_linear_buckets",
     "causal_linear_out",
     "divide",
     "no_sums",
@@ -252,6 +260,75 @@ def _eager_plan(
     if algorithm not in ("fused_chunk", "favor") or not dense:
         return False
     return _Stateless(x, LinearProblem(feature_map, normalize, bucket, False, algorithm, epsilon))
+
+
+def causal_linear_buckets(
+    q: Tensor, k: Tensor, v: Tensor, *, bucket: int, feature_map: str, lengths: Tensor | None = None
+) -> Tensor:
+    """`causal_linear_out` with a blind spot of `bucket` tokens whose first bucket is causal.
+
+    Args:
+        q: Queries (B, T, H, D).
+        k: Keys (B, T, Hkv, D).
+        v: Values (B, T, Hkv, E).
+        bucket: Tokens in a bucket.
+        feature_map: A map without a projection.
+        lengths: (B,) number of tokens in each row; the rest is padding.
+
+    Returns:
+        (B, T, H, E) in the dtype of q.
+    """
+    x = LinearInputs(q, k, v, None, None, lengths, None, None)
+    problem = LinearProblem(feature_map, True, bucket, False, choose_algorithm(x, feature_map, True, bucket))
+    few = None if lengths is None else lengths.clamp(max=bucket)
+    head = _head(x, bucket, few)
+    first = LinearProblem(feature_map, True, 1, False, choose_algorithm(head, feature_map, True, 1))
+    direct = "torch" not in (problem.algorithm, first.algorithm) and dispatch.eager_untraced(q)
+    if direct and dispatch.recording is None:
+        apply: Any = _Buckets.apply
+        return apply(x, problem, few, first, q, k, v)
+    out = causal_linear_out(q, k, v, feature_map=feature_map, lengths=lengths, bucket=bucket)
+    inside = causal_linear_out(*head[:3], feature_map=feature_map, lengths=few)
+    return cat([inside, out[:, bucket:]], 1)
+
+
+class _Buckets(Function):
+    """A blind spot by the kernels, and its first bucket by a second call whose results replace, or are added to, those
+    of the first: gradients of slices would be as large as the inputs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: LinearInputs, problem: LinearProblem, few: Tensor | None, first: LinearProblem, *_: Tensor
+    ) -> Tensor:
+        head = _head(x, problem.bucket, few)
+        out, _kv, _shift, *saved = _kernels(problem.algorithm).forward(x, problem, zeroed=False)
+        inside, _kv, _shift, *more = _kernels(first.algorithm).forward(head, first, zeroed=False)
+        out[:, : problem.bucket] = inside
+        ctx.problem, ctx.first = problem, first
+        ctx.save_for_backward(out, *saved, inside, *more, few, *x)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *d_outs: Tensor | None) -> tuple[Tensor | None, ...]:
+        (d_out,) = d_outs
+        assert d_out is not None
+        out, den, saved, inside, inside_den, inside_saved, few, *inputs = ctx.saved_tensors
+        x, bucket = LinearInputs(*inputs), ctx.problem.bucket
+        # Queries of the first bucket see nothing in the first call: whatever their results are, they add nothing.
+        found = LinearSaved(d_out, None, out, den, saved, None)
+        grads = _kernels(ctx.problem.algorithm).backward(found, x, ctx.problem)[:3]
+        found = LinearSaved(d_out[:, :bucket], None, inside, inside_den, inside_saved, None)
+        more = _kernels(ctx.first.algorithm).backward(found, _head(x, bucket, few), ctx.first)[:3]
+        for d_x, part in zip(grads, more, strict=True):
+            d_x[:, :bucket] += part
+        return None, None, None, None, *grads
+
+
+def _head(x: LinearInputs, tokens: int, lengths: Tensor | None) -> LinearInputs:
+    """The first tokens of inputs without a state."""
+    return x._replace(q=x.q[:, :tokens], k=x.k[:, :tokens], v=x.v[:, :tokens], lengths=lengths)
 
 
 def _traced(problem: LinearProblem) -> Any:
