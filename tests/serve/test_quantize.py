@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from serve_cases import MECHANISMS, answers, language_model
@@ -48,6 +50,22 @@ def test_bits_of_quantized_models(name):
     if name not in ("delta", "decay"):
         for kind, tolerance in (("bfloat16", 0.01), ("int8", 0.02)):
             assert bits_per_token(model, tokens, chunk=5, state_dtype=kind) == pytest.approx(exact, rel=tolerance)
+
+
+def test_the_loss_of_a_trained_model_is_below_half_a_percent():
+    torch.manual_seed(0)
+    model = language_model()
+    text = torch.tensor(list(Path(__file__).read_bytes()))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for start in torch.randint(len(text) - 65, (61, 7)):
+        batch = torch.stack([text[i : i + 65] for i in start])
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
+        optimizer.step()
+    exact, quantized = bits_per_token(model.eval(), text[:1009]), quantize_weights(model)
+    assert exact < 5  # It has learned something: 8 bits are a guess.
+    for kind in ("exact", "bfloat16", "int8"):
+        assert bits_per_token(quantized, text[:1009], state_dtype=kind) == pytest.approx(exact, rel=0.005)
 
 
 def test_the_engine_serves_quantized_models():

@@ -22,7 +22,7 @@ import longspan
 from longspan import Sampling, load, save
 from longspan.cli import main
 from longspan.cli.arguments import parse
-from longspan.cli.serve import ServeFlags, build_server, parse_bytes
+from longspan.cli.serve import ServeFlags, _announce, build_server, parse_bytes
 from longspan.compat.local_attention import LocalTransformer
 from longspan.generation.generate import generate
 from longspan.models.transformer import LanguageModel
@@ -189,6 +189,19 @@ def test_the_loss_of_a_model_with_a_tokenizer_is_per_byte(tmp_path, capsys):
     tokens = codec.encode(text.encode())
     bits = bits_per_token(model, torch.tensor(tokens)) * (len(tokens) - 1) / len(codec.decode(tokens[1:]).encode())
     assert f"{bits:.4f} bits per byte on text; " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", [None, "0.0.0.0"])
+def test_other_machines_reach_the_server_only_if_told_so(tmp_path, capsys, host):
+    save(language_model(), tmp_path / "model")
+    flags = ServeFlags(tmp_path / "model", port=0, **({} if host is None else {"host": host}))
+    with build_server(flags) as server:
+        assert server._socket.getsockname()[0] == (host or "127.0.0.1")
+        _announce(server, flags)
+        server._socket.close()
+    assert ("every client that reaches this address can use" in capsys.readouterr().err) == (
+        host is not None
+    )
 
 
 def test_draft_model(tmp_path):
