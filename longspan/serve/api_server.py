@@ -43,7 +43,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _PUBLIC = ("/", "/health")  # paths that need no key
 _MAX_HEADERS = 1 << 16  # bytes
 _SLOWEST = 1 << 14  # bytes per second of a body
-_INLINE = 1 << 14  # bytes of a body that is prepared on the event loop; more of them take a thread
+_INLINE, _INLINE_BYTES = 1 << 14, 1 << 17  # bytes of a body prepared on the event loop: with a tokenizer, and without
 _CLOSED_REQUEST = 499  # as nginx names a client that went away
 
 
@@ -184,11 +184,13 @@ def create_app(model: ServedModel, options: ServerOptions) -> FastAPI:
 
 
 def _add_completions(app: FastAPI, model: ServedModel, options: ServerOptions, gate: _Gate) -> None:
+    inline = _INLINE_BYTES if model.codec.is_bytes else _INLINE
+
     async def answer(request: HTTPRequest, cls: type[CompletionBody] | type[ChatBody]) -> Response:
         async with gate.pass_through(request) as ticket:
             content = await _read_body(request, options)
             client = request.client.host if request.client is not None else ""
-            if len(content) > _INLINE or b"previous_state" in content:
+            if len(content) > inline or b"previous_state" in content:
                 body, requests = await asyncio.to_thread(_prepare, model, cls, content, client)
             else:
                 body, requests = _prepare(model, cls, content, client)

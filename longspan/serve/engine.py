@@ -50,7 +50,7 @@ _READ_TOKENS, _READ_CHUNKS = 1024, 8  # tokens that are read together on a GPU, 
 _READ_BYTES, _MOST_AHEAD = 1 << 30, 64  # bytes of states, and choices, that are read together or ahead of free slots
 _MOST_TURNS = 4096  # clients whose turns are remembered
 _BLOCK_SECONDS, _BLOCK_STEPS = 0.008, 32  # steps on a GPU are launched in blocks of about this time
-_BLOCK_SECONDS_PER_STREAM = 0.00006  # with many streams: the host takes less time for the tokens of a block than this
+_BLOCK_SECONDS_PER_STREAM = 0.00009  # with many streams: the host takes less time for the tokens of a block than this
 _STEPS_PER_CHUNK = 4  # steps in a block for each chunk that is read before it
 _PACE_SECONDS, _PACE_SECONDS_PER_STREAM = (0.01, 0.1), 0.0025  # between wake-ups of an event loop by one choice
 
@@ -181,7 +181,7 @@ class Engine:
         state_dtype: "exact", or "bfloat16" or "int8" for states in the prefix cache that take a half or a quarter of
             the bytes. States are then rounded at every chunk boundary, cached or not, so that a hit changes no bit.
         read_rows: The number of prompts whose chunks are read together; unless given, on a GPU as many as have 1024
-            tokens, and on a CPU up to 8 if they are short.
+            tokens, or 4096 where as many wait, and on a CPU up to 8 if they are short.
         steps_per_sync: Decode steps launched before their tokens are read back. Unless given 1 on a CPU, and on a GPU
             as many as take about 8 ms, at most 32.
         speculation: "ngram" guesses tokens from the prompt and what was generated; a causal language model guesses
@@ -239,6 +239,7 @@ class Engine:
         held = max(1, _READ_BYTES // self._layout.bytes)  # states
         most = min(slots, _READ_TOKENS // self.chunk) if on_gpu else _READ_CHUNKS
         self._read_rows = read_rows or max(1, min(most, held))
+        self._grow_reads = read_rows is None
         self._most_ahead = min(_MOST_AHEAD, 2 * slots, held)
         self._steps_per_sync = steps_per_sync or (None if on_gpu and speculation is None else 1)
         self._step_seconds = _BLOCK_SECONDS / 4
@@ -247,7 +248,13 @@ class Engine:
         salt = f"{self.fingerprint}:{model.config}:{self.chunk}:{self.max_length}:{state_dtype}"
         salt += f":{self._read_rows}:{self.device}:{self._threads}:{torch.__version__}"
         self.cache = PrefixCache(
-            self._layout, self.chunk, cache_bytes, salt.encode(), codec=self.state_codec, disk=disk
+            self._layout,
+            self.chunk,
+            cache_bytes,
+            salt.encode(),
+            vocab_size=model.config.vocab_size,
+            codec=self.state_codec,
+            disk=disk,
         )
         self._wake = threading.Condition()
         self._waiting: OrderedDict[str, deque[_Choice]] = OrderedDict()  # by client
@@ -472,7 +479,7 @@ class Engine:
         if self.device.type != "cuda":
             return PromptReader(self.model, self._layout, self._read_rows, self.chunk)
         most = max(self._read_rows, min(self.slots, _READ_BYTES // self._layout.bytes))
-        return CapturedReader(self.model, self._layout, self._read_rows, self.chunk, most)
+        return CapturedReader(self.model, self._layout, self._read_rows, self.chunk, most, grow=self._grow_reads)
 
     def _wait(self) -> bool:
         """Wait for work and take it; return False at the end."""
@@ -508,9 +515,11 @@ class Engine:
 
     def _place(self) -> None:
         """Give free slots to choices whose prompts have been read; clients take turns here too."""
-        while self._free and (ready := [choice for choice in self._ahead if choice.job.reading.done]):
+        ready = [choice for choice in self._ahead if choice.job.reading.done] if self._free else []
+        while self._free and ready:
             choice = min(ready, key=lambda choice: self._turns.get(choice.job.request.client, -1))
             self._turns[choice.job.request.client] = next(self._number)
+            ready.remove(choice)
             self._ahead.remove(choice)
             with self._wake:
                 choice.row = self._free.pop()

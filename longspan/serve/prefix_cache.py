@@ -77,6 +77,7 @@ class PrefixCache:
         salt: What the digests begin with: what other states than these differ in, as the model's fingerprint.
         codec: How states are stored.
         disk: Files that outlive the process.
+        vocab_size: Number of different tokens, if it is known: prompts of few are hashed in less time.
     """
 
     def __init__(
@@ -86,12 +87,14 @@ class PrefixCache:
         budget: int,
         salt: bytes = b"",
         *,
+        vocab_size: int | None = None,
         codec: StateCodec | None = None,
         disk: DiskStore | None = None,
     ) -> None:
         self.stats, self.chunk, self.budget = CacheStats(), chunk, budget
         self.codec, self.disk = codec or StateCodec(), disk
         self._layout, self._salt = layout, hashlib.sha256(salt).digest()
+        self._token_dtype = np.dtype(np.int32 if vocab_size is None else np.min_scalar_type(vocab_size - 1))
         self._token_tensors = frozenset(token_tensors(layout.view(layout.empty[None]), ""))
         self._whole = self.codec.kind == "exact" and not self._token_tensors  # states are stored as packed rows
         self._nodes: dict[bytes, _Node] = {}
@@ -99,7 +102,8 @@ class PrefixCache:
 
     def keys(self, tokens: Tensor) -> list[bytes]:
         """Return the digest of each boundary of a prompt (T,)."""
-        data, size = tokens.numpy().astype(np.int32).tobytes(), 4 * self.chunk
+        data = tokens.numpy().astype(self._token_dtype).tobytes()
+        size = self._token_dtype.itemsize * self.chunk
         found, digest = [], self._salt
         for start in range(0, len(data) if self._whole else len(data) - size + 1, size):
             digest = hashlib.sha256(digest + data[start : start + size]).digest()

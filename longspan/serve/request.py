@@ -196,7 +196,8 @@ class Generation:
 
     def cancel(self) -> None:
         """End all choices within one step. Their last delta says so; what came before can still be read."""
-        self._cancel(self)
+        if self._left:
+            self._cancel(self)
 
     def push(self, item: Delta | BaseException) -> Waiter | None:
         """Add a delta, or an error to raise. Called by the engine, which wakes the event loop that is returned."""

@@ -18,6 +18,7 @@ from longspan.models.transformer import LanguageModel
 REPETITION_WINDOW = 256  # the longest window of a request's repetition penalty
 _WORD = 8  # bytes
 _SMALLEST_READ = 32  # tokens that the end of a prompt is padded to at least on a GPU
+_GROWTH, _SMALLEST_GROWN = 4, 128  # more chunks that are read together where many wait, and their fewest tokens
 _PADDING, _ROWS = 16, 4  # tokens of chunks on a CPU: products of other numbers of rows may be summed in another order
 _SHORT_READ, _SHORT_TOKENS = 1 << 26, 512  # multiplications of a chunk, and tokens of several, that are read together
 _PUT_ROWS = 16  # rows that are begun in one CUDA graph
@@ -351,50 +352,102 @@ class PromptReader:
 class CapturedReader(PromptReader):
     """Reads chunks of prompts on a GPU, padded to one of few sizes, each with its own number of rows and CUDA graph.
 
+    A call takes long for its many small operations, however few tokens it has. Where many prompts wait, four times as
+    many chunks are read in little more than twice the time. Their number must not change a bit: the two are compared
+    first, and if they differ, all are read twice as many at a time.
+
     Args:
         model: A causal model in eval mode.
         layout: The layout of single states.
         rows: Number of whole chunks that are read together.
         chunk: Tokens per chunk.
         most: The most chunks of any size that are read together.
+        grow: Whether more are read where many wait.
     """
 
-    def __init__(self, model: LanguageModel, layout: StateLayout, rows: int, chunk: int, most: int) -> None:
+    def __init__(
+        self, model: LanguageModel, layout: StateLayout, rows: int, chunk: int, most: int, *, grow: bool = True
+    ) -> None:
         super().__init__(model, layout, 1, chunk)
-        self.most_tokens = rows * chunk
-        self._rows, self._graphs = {chunk: rows}, {}  # type: tuple[dict[int, int], dict[int, CapturedCall]]
-        size = chunk // 2
-        while size >= _SMALLEST_READ:
-            self._rows[size] = min(most, rows * chunk // size)
+        self._graphs: dict[int, list[CapturedCall]] = {}  # by size, the one with the fewest rows first
+        size, tokens = chunk, rows * chunk
+        while size == chunk or size >= _SMALLEST_READ:
+            number = min(most, tokens // size)
+            self._graphs[size] = [self._capture(number, size)]
+            if grow and size >= _SMALLEST_GROWN and _GROWTH * number <= most:
+                grown = self._capture(_GROWTH * number, size)
+                if self._same(self._graphs[size][0], grown):
+                    self._graphs[size].append(grown)
+                else:
+                    logger.info("chunks of %d tokens are read in one number: others give other bits", size)
+                    self._graphs[size] = [self._capture(2 * number, size)]
             size //= 2
-        for size, number in self._rows.items():
-            numbers = torch.zeros(number, size, dtype=torch.int64), torch.zeros(number, dtype=torch.int64)
-            inputs = *(x.to(layout.empty.device) for x in numbers), layout.empty.repeat(number, 1)
-            logger.info("preparing to read %d chunks of up to %d tokens", number, size)
-            self._graphs[size] = CapturedCall(self._read, inputs)
+        self.most_tokens = max(calls[-1].inputs[0].numel() for calls in self._graphs.values())
 
     def shape(self, tokens: int) -> ChunkShape:
-        return ChunkShape(min(size for size in self._rows if size >= tokens), True)
+        return ChunkShape(min(size for size in self._graphs if size >= tokens), True)
 
     def rows(self, shape: ChunkShape) -> int:
-        return self._rows[shape.size]
+        return len(self._graphs[shape.size][-1].inputs[0])
 
     def number(self, chunks: int, shape: ChunkShape) -> int:
         return min(chunks, self.rows(shape))
 
     def cost(self, chunks: int, shape: ChunkShape) -> int:
-        return shape.size * self.rows(shape)
+        large = self._call(chunks, shape).inputs[0].numel() > self.most_tokens // 2
+        return self.most_tokens if large else self.most_tokens // 2
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         shape = self.shape(len(tokens[0]))
-        graph, rows = self._graphs[shape.size], self.rows(shape)
+        graph = self._call(len(tokens), shape)
+        rows = len(graph.inputs[0])
         for buffer, x in zip(graph.inputs, _pad(tokens, rows, shape), strict=False):
             assert x is not None
             buffer.copy_(x.pin_memory(), non_blocking=True)
         torch.stack([*states, *[self._layout.empty] * (rows - len(states))], out=graph.inputs[2])
         hidden, after = graph()
         return hidden, after.clone()
+
+    def _call(self, chunks: int, shape: ChunkShape) -> CapturedCall:
+        """Return the call with the fewest rows that takes this many chunks."""
+        return next(call for call in self._graphs[shape.size] if len(call.inputs[0]) >= chunks)
+
+    def _capture(self, rows: int, size: int) -> CapturedCall:
+        logger.info("preparing to read %d chunks of up to %d tokens", rows, size)
+        numbers = torch.zeros(rows, size, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+        device = self._layout.empty.device
+        return CapturedCall(self._read, (*(x.to(device) for x in numbers), self._layout.empty.repeat(rows, 1)))
+
+    @torch.inference_mode()
+    def _same(self, few: CapturedCall, many: CapturedCall) -> bool:
+        """Return whether two calls give chunks the same bits, twice in a row: from empty states, then from others."""
+        (rows, size), (total, _) = few.inputs[0].shape, many.inputs[0].shape
+        rng = torch.Generator().manual_seed(0)
+        vocabulary = int(self._model.config.vocab_size or 1)
+        packed = self._layout.empty.repeat(total, 1)
+        for _ in range(2):
+            given = (
+                torch.randint(vocabulary, (total, size), generator=rng),
+                torch.randint(1, size + 1, (total,), generator=rng),
+                packed,
+            )
+            many_hidden, many_after = (x.clone() for x in _filled(many, given)())
+            for start in range(0, total, rows):
+                part = slice(start, start + rows)
+                hidden, after = _filled(few, [x[part] for x in given])()
+                mask = torch.arange(size) < given[1][part, None]
+                if not torch.equal(after, many_after[part]) or not torch.equal(hidden[mask], many_hidden[part][mask]):
+                    return False
+            packed = many_after
+        return True
+
+
+def _filled(call: CapturedCall, inputs: Sequence[Tensor]) -> CapturedCall:
+    """Return a call with these inputs."""
+    for buffer, x in zip(call.inputs, inputs, strict=True):
+        buffer.copy_(x)
+    return call
 
 
 def _pad(tokens: Sequence[Tensor], rows: int, shape: ChunkShape) -> tuple[Tensor, Tensor | None]:

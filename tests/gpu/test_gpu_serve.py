@@ -42,6 +42,19 @@ def test_batch_invariance_on_a_gpu(name, dtype):
             assert answers(engine.submit(request).result()) == found
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_how_many_prompts_wait(dtype):
+    model, rng = language_model(dtype=dtype).cuda(), random.Random(7)
+    given = [Request([rng.randrange(256) for _ in range(rng.randrange(65, 400))], 3, logprobs=1) for _ in range(97)]
+    with Engine(model, slots=37, chunk=128, max_queue=100) as engine:
+        streams = [engine.submit(request) for request in given]
+        together = [answers(stream.result()) for stream in streams]
+        numbers = {size: [len(call.inputs[0]) for call in calls] for size, calls in engine._reader._graphs.items()}
+    assert numbers[128] in ([8, 32], [16])
+    with Engine(model, slots=37, chunk=128, cache_bytes=0) as engine:
+        assert [answers(engine.submit(request).result()) for request in given] == together
+
+
 def test_sessions_on_a_gpu():
     model = language_model().cuda()
     greedy = Sampling(temperature=0)

@@ -17,7 +17,7 @@ from longspan import Sampling, generate
 from longspan.generation.generate import prefill
 from longspan.generation.session import Session
 from longspan.serve import Engine, EngineClosedError, QueueFullError, Request
-from longspan.serve.slots import PromptReader, StateLayout
+from longspan.serve.slots import CapturedReader, PromptReader, StateLayout
 
 SAMPLINGS = [
     Sampling(),
@@ -332,6 +332,44 @@ def test_chunks_that_differ_together_are_read_alone(model):
             assert torch.equal(state, PromptReader(model, layout, 8, 64).read([chunk], [layout.empty.clone()])[1][0])
         assert reader.calls == calls
     assert [reader.rows(reader.shape(size)) for size in (1, 16, 17, 63, 64, 65)] == [8, 8, 8, 8, 8, 4]
+
+
+class Call:
+    """A call that is not captured."""
+
+    def __init__(self, function, inputs):
+        self.inputs, self._function = inputs, function
+
+    def __call__(self):
+        return self._function(*self.inputs)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_more_chunks_are_read_together_where_many_wait(model, monkeypatch, same):
+    class Reader(CapturedReader):
+        def _read(self, tokens, sizes, packed):
+            rows.append(len(tokens))
+            packed += (tokens * (torch.arange(tokens.shape[1]) < sizes[:, None])).sum(1, keepdim=True)
+            packed += 0 if same else len(tokens)
+            return tokens[..., None].float(), packed
+
+    monkeypatch.setattr("longspan.serve.slots.CapturedCall", Call)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    rows, layout = [], StateLayout(model.new_state(1))
+    reader = Reader(model, layout, 2, 128, 64)
+    assert [reader.rows(reader.shape(size)) for size in (128, 65, 64, 33, 1)] == [8 if same else 4] * 2 + [4, 4, 8]
+    assert reader.most_tokens == (1024 if same else 512)
+    assert [reader.cost(n, reader.shape(101)) for n in (1, 2, 3)] == ([512, 512, 1024] if same else [512] * 3)
+    assert reader.cost(4, reader.shape(63)) == reader.most_tokens // 2
+    for number, expected in ((1, 2), (2, 2), (3, 8)):
+        rows.clear()
+        chunks = [torch.arange(i, i + 101) for i in range(number)]
+        hidden, after = reader.read(chunks, [layout.empty.clone() for _ in chunks])
+        assert rows == [expected if same else 4]
+        for i, chunk in enumerate(chunks):
+            assert torch.equal(hidden[i, :101, 0].long(), chunk)
+            assert torch.equal(after[i], layout.empty + chunk.sum() + (0 if same else 4))
+    assert CapturedReader(model, layout, 2, 128, 64, grow=False).rows(reader.shape(128)) == 2
 
 
 def test_first_and_last_tokens_wake_an_event_loop_at_once(model, monkeypatch):

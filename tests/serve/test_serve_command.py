@@ -199,9 +199,7 @@ def test_other_machines_reach_the_server_only_if_told_so(tmp_path, capsys, host)
         assert server._socket.getsockname()[0] == (host or "127.0.0.1")
         _announce(server, flags)
         server._socket.close()
-    assert ("every client that reaches this address can use" in capsys.readouterr().err) == (
-        host is not None
-    )
+    assert ("every client that reaches this address can use" in capsys.readouterr().err) == (host is not None)
 
 
 def test_draft_model(tmp_path):

@@ -38,7 +38,7 @@ class Answer:
         tokens: Tokens generated.
         cached: Tokens of the prompt that the prefix cache had.
         arrived: Seconds at which the request was sent, from the beginning of the load.
-        first: Seconds until the first text.
+        first: Seconds from opening the connection until the first text.
         seconds: Seconds until the end.
         error: What went wrong, empty if nothing did.
     """
@@ -97,12 +97,13 @@ def _address(process: subprocess.Popen[bytes], log: IO[bytes]) -> Address:
 
 async def ask(address: Address, body: Mapping[str, Any], *, stream: bool = True) -> Answer:
     """Send a request to /v1/completions and read its answer."""
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    content = json.dumps({**body, **options}).encode()
     answer, begun = Answer(), time.perf_counter()
     try:
-        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
 
         async def receive() -> None:
-            async for event in _post(address, "/v1/completions", {**body, **options}):
+            async for event in _post(address, "/v1/completions", content):
                 _add(answer, event, time.perf_counter() - begun)
 
         await asyncio.wait_for(receive(), _ANSWER_SECONDS)
@@ -147,9 +148,8 @@ def _head(method: str, path: str, address: Address) -> str:
     return f"{method} {path} HTTP/1.1\r\nHost: {address.host}:{address.port}\r\nConnection: close\r\n"
 
 
-async def _post(address: Address, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def _post(address: Address, path: str, content: bytes) -> AsyncIterator[dict[str, Any]]:
     """Post JSON; iterate over the events of the answer, or its one JSON object."""
-    content = json.dumps(body).encode()
     head = _head("POST", path, address) + "Content-Type: application/json\r\n"
     head += f"Content-Length: {len(content)}\r\n\r\n"
     reader, writer = await asyncio.open_connection(*address)
