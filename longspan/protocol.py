@@ -220,6 +220,7 @@ class FeatureMap(nn.Module, ABC):
         unbounded: Whether keys carry a log scale, so that only normalized attention is defined.
         wide: Whether the features of one key may differ by more than the range of float32: causal attention normalized
             by feature, which divides each of them, then sums in float64.
+        positive: Whether no feature is negative, so that normalizers of rounded features are near those of exact ones.
         log_largest: Logarithm of the largest feature of `scaled_query`, and of f of `key` where there is a log scale.
             More than 0 keeps products of small features in the range of float32.
     """
@@ -227,6 +228,7 @@ class FeatureMap(nn.Module, ABC):
     epsilon: float = 0.0
     unbounded: bool = False
     wide: bool = False
+    positive: bool = False
     log_largest: float = 0.0
 
     @abstractmethod

@@ -36,12 +36,14 @@ class Elu(FusedMap):
     """elu(x) + 1 (Katharopoulos et al., 2020): x + 1 for positive x, exp(x) for negative x."""
 
     kind = "elu"
+    positive = True
 
 
 class Relu(FusedMap):
     """relu(x) + 0.001: the constant makes every query's normalizer positive."""
 
     kind = "relu"
+    positive = True
 
 
 class Identity(FusedMap):
@@ -55,6 +57,7 @@ class Softmax(FusedMap):
 
     kind = "softmax"
     unbounded = True
+    positive = True
 
     def shares(self, k: Tensor, visible: Tensor | None) -> Tensor:
         return softmax_over_keys(k, visible)
@@ -133,6 +136,10 @@ class Favor(RandomFeatures, FusedMap):
         return softmax_over_keys(projected - half_norm, visible)
 
 
+POSITIVE = (torch.relu, nn.functional.relu, torch.sigmoid, nn.functional.sigmoid, nn.functional.softplus)
+POSITIVE_MODULES = (nn.ReLU, nn.Sigmoid, nn.Softplus)
+
+
 class Generalized(RandomFeatures):
     """activation(w·x) + epsilon, with the projection of `Favor`, or activation(x) + epsilon without one."""
 
@@ -147,6 +154,7 @@ class Generalized(RandomFeatures):
     ) -> None:
         super().__init__(head_dim, num_features, row_norms)
         self.activation, self.floor = activation, epsilon
+        self.positive = epsilon >= 0 and (activation in POSITIVE or isinstance(activation, POSITIVE_MODULES))
 
     def query(self, q: Tensor) -> Tensor:
         return self.activation(self._projected(q)) + self.floor
@@ -197,6 +205,8 @@ class Hedgehog(FeatureMap):
         num_kv_heads: Key heads, likewise.
         head_dim: D; a token has 2·D features.
     """
+
+    positive = True
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__()

@@ -191,7 +191,7 @@ class LinearAttention(Mechanism):
         if self._fused(q, k, v):
             return self._attend_fused(q, k, v, key_mask=key_mask)
         if self._feature_kernels(q):
-            query, key = self._query(q), self.feature_map.key(k)[0]
+            query, key = self._features(q, k)
             if self._why_not_bidirectional(query, key, v) is None:
                 options: dict[str, Any] = {"feature_map": "identity", "normalize": self.normalize}
                 return self._scaled(bidirectional_linear(query, key, v, key_mask=key_mask, **options))
@@ -230,8 +230,24 @@ class LinearAttention(Mechanism):
         return self._why_not_bidirectional(q, k, v, self.feature_map) is None
 
     def _feature_kernels(self, q: Tensor) -> bool:
-        """Whether features have kernels of their own; those of the sums then take them, in the dtype of the inputs."""
-        return isinstance(self.feature_map, Hedgehog) and q.is_cuda
+        """Whether the kernels of the sums take features that are computed first, in the dtype of the inputs."""
+        phi = self.feature_map
+        if isinstance(phi, FusedMap) or not q.is_cuda:
+            return False
+        few = self.num_features <= dispatch.LARGEST and q.dtype in (torch.bfloat16, torch.float16)
+        return isinstance(phi, Hedgehog) or (few and phi.positive and not (phi.unbounded or self.phantom))
+
+    def _features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return features in the dtype of the inputs; those without a kernel are computed in that of the sums."""
+        if isinstance(self.feature_map, Hedgehog):
+            return self._query(q), self.feature_map.key(k)[0]
+        query, key = self._query(q.to(sum_dtype(q))), self.feature_map.key(k.to(sum_dtype(k)))[0]
+        return query.to(q.dtype), key.to(k.dtype)
+
+    def _rounds_keys(self, q: Tensor) -> bool:
+        """Whether causal attention normalized by feature rounds keys to bfloat16: its kernels are many times faster."""
+        phi, usual = self.feature_map, self.normalize == "feature" and self.blind_spot == 1
+        return usual and phi.positive and not phi.wide and q.is_cuda and q.dtype == torch.bfloat16
 
     def _why_not_bidirectional(self, q: Tensor, k: Tensor, v: Tensor, phi: FeatureMap | None = None) -> str | None:
         """Return why the kernels do not compute bidirectional attention with a map, or with features q and k."""
@@ -419,12 +435,16 @@ class LinearAttention(Mechanism):
             total = state.total + self._with_count(v.to(dtype), visible).sum(1)
             return self._scaled(out), _updated(state, length, sums, total)
         if self._feature_kernels(q) and self.normalize != "feature" and self.blind_spot == 1:
-            f, _, values = self._keys(k, v, visible, q.dtype)
-            out, sums = causal_linear(self._query(q), f, values, sums=state.sums, normalize=self.normalize == "query")
+            query, f = self._features(q, k)
+            f = f if visible is None else f.masked_fill(~visible[:, :, None, None], 0)
+            out, sums = causal_linear(query, f, v.to(f.dtype), sums=state.sums, normalize=self.normalize == "query")
             length = state.length + (k.shape[1] if lengths is None else lengths)
             return self._scaled(out), _updated(state, length, sums, None)
         self._record_in_full()
-        out = self._from_prefixes(state, self._query(q.to(dtype)), *self._keys(k, v, visible, dtype))
+        query, (f, scale, values) = self._query(q.to(dtype)), self._keys(k, v, visible, dtype)
+        if self._rounds_keys(q):
+            f, values = f.to(q.dtype), values.to(q.dtype)
+        out = self._from_prefixes(state, query, f, scale, values)
         return self._scaled(out.to(q.dtype)), self._write(state, k, v, gates=None, lengths=lengths)
 
     def _record_in_full(self) -> None:

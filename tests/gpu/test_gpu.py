@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,35 @@ STATELESS = [
 @pytest.mark.parametrize("case", STATELESS, ids=str)
 def test_short_sequences_and_blind_spots(case: Case) -> None:
     check(case, arguments(case, torch.bfloat16, "cuda"), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "causal"),
+    [
+        ("linear", {"normalize": "feature"}, True),
+        ("linear", {"normalize": "feature", "feature_map": "softmax"}, True),
+        ("performer", {"kernel": "relu", "num_features": 256}, True),
+        ("performer", {"kernel": "relu", "num_features": 256}, False),
+        ("linear", {"blind_spot": 64}, True),
+        ("linear", {"blind_spot": 128, "feature_map": "softmax"}, True),
+    ],
+    ids=str,
+)
+def test_options_by_kernels_of_bfloat16(name: str, options: dict[str, Any], causal: bool) -> None:
+    """Errors are at most twice those of the CPU in bfloat16."""
+    mechanism = build_mechanism(name, 4, 64, num_kv_heads=2, **options).eval()
+    inputs = [torch.randn(2, 517, heads, 64).bfloat16() for heads in (4, 2, 2, 4)]
+
+    def results(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        q, k, v, d_out = (x.to(device, dtype) for x in inputs)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = mechanism.to(device, torch.promote_types(dtype, torch.float32))(*leaves, causal=causal)
+        return [x.detach().double().cpu() for x in (out, *torch.autograd.grad(out, leaves, d_out))]
+
+    kinds = ("cpu", torch.float64), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16)
+    for exact, near, ours in zip(*(results(*kind) for kind in kinds), strict=True):
+        allowed = 2 * (near - exact).norm() + exact.norm() * torch.finfo(torch.bfloat16).eps
+        assert (ours - exact).norm() <= allowed
 
 
 def test_a_blind_spot_of_many_tokens_compiles() -> None:

@@ -8,6 +8,7 @@ from interpreter import bfloat16, interpreted  # noqa: F401
 from kernel_cases import Case, arguments, backward, by_kernels, check, forward, kernel_problem
 
 from longspan.mechanisms.linear import LinearAttention
+from longspan.mechanisms.performer import PerformerAttention
 from longspan.ops import linear
 from longspan.ops import window as window_op
 from longspan.ops.common import dispatch
@@ -71,6 +72,41 @@ def test_bfloat16(case: Case) -> None:
 )
 def test_blind_spots(case: Case) -> None:
     check(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("mechanism", "causal", "route"),
+    [
+        (LinearAttention(2, 5, num_kv_heads=1, value_dim=7, normalize="feature"), True, "_rounds_keys"),
+        (LinearAttention(2, 5, num_kv_heads=1, feature_map="softmax", normalize="feature"), True, "_rounds_keys"),
+        (PerformerAttention(2, 5, num_kv_heads=1, kernel="relu", num_features=19), True, "_feature_kernels"),
+        (PerformerAttention(2, 5, num_kv_heads=1, kernel="sigmoid", num_features=19), False, "_feature_kernels"),
+    ],
+    ids=["per feature", "softmax per feature", "relu", "sigmoid"],
+)
+def test_kernels_take_features_rounded_to_bfloat16(
+    mechanism: LinearAttention, causal: bool, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    T, E = 131, mechanism.value_dim
+    inputs = torch.randn(1, T, 2, 5), torch.randn(1, T, 1, 5), torch.randn(1, T, 1, E), torch.randn(1, T, 2, E)
+
+    def results(dtype: torch.dtype) -> list[torch.Tensor]:
+        q, k, v, d_out = (x.bfloat16().to(dtype) for x in inputs)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = mechanism(*leaves, causal=causal)
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+    truth, eager = results(torch.float64), results(torch.bfloat16)
+    monkeypatch.setattr(LinearAttention, route, lambda *_: True)
+    monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
+    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
+    monkeypatch.setattr(torch_chunk, "forward", None)  # The kernels take it.
+    for exact, near, ours in zip(truth, eager, results(torch.bfloat16), strict=True):
+        allowed = 2 * (near - exact).norm() + exact.norm() * torch.finfo(torch.bfloat16).eps
+        assert (ours - exact).norm() <= allowed
 
 
 @interpreted

@@ -16,7 +16,7 @@ from longspan.cli import main
 from longspan.models import explain as module
 from longspan.ops import compressed, gated, hedgehog, linear, rotary, window
 from longspan.ops import decode as decode_op
-from longspan.ops.common import dispatch
+from longspan.ops.common import dispatch, plans
 
 H, D = 4, 16
 PARTS = [{"mechanism": "local", "num_heads": 2, "window": 7}, {"mechanism": "delta", "num_heads": 2}]
@@ -62,6 +62,9 @@ class Spy:
         assert self.fake is not None
         return self.fake(*args)
 
+    def forward_plan(self, _: Any, problem: Any) -> Callable[..., Any]:
+        return lambda x: self.forward(x, problem)
+
     def __getattr__(self, function: str) -> Callable[..., Tensor]:
         assert function.startswith("decode_")
 
@@ -88,6 +91,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def windowed(problem: window.WindowProblem) -> Any:
         return window._Window.fake(*problem)
 
+    monkeypatch.setattr(plans, "_plans", {})
     monkeypatch.setattr(linear, "_kernels", lambda name: Spy(name, reached, causal_or_not))
     monkeypatch.setattr(
         gated, "_kernels", lambda name: Spy(name, reached, lambda x, problem: gated._GatedLinear.fake(*x, *problem))

@@ -464,10 +464,10 @@ def attend_prefixes(
     if normalize == "feature":
         ones = f.new_ones(*f.shape[:3], 1)
         z = prefixes(ones, ones, f, sums.z[:, :, None], None if pending is None else pending.z[:, :, None])
-        z = z.repeat_interleave(query.shape[2] // f.shape[2], 2)
+        z = z.to(query.dtype).repeat_interleave(query.shape[2] // f.shape[2], 2)
         # In two steps, the second of which divides by z/z = 1: a gradient divided by z² would overflow.
         unit = z.detach()
-        query = safe_divide(query, unit) / (safe_divide(z, unit) + is_zero(unit))
+        query = (safe_divide(query, unit) / (safe_divide(z, unit) + is_zero(unit))).to(f.dtype)
         return prefixes(query, f, v, sums.kv, None if pending is None else pending.kv)
     v = cat([v, v.new_ones(*v.shape[:3], 1)], -1)
     with_z = [None if s is None else cat([s.kv, s.z[..., None]], -1) for s in (sums, pending)]
