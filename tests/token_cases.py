@@ -10,6 +10,7 @@ from torch import nn
 
 from longspan.generation.sampling import Sampling, SeededSampler, SlotSampler
 from longspan.models.layers import ShortConvolution, shift_token
+from longspan.models.ngrams import NgramEmbedding
 from longspan.ops import decode
 from longspan.ops.rotary import cos_sin
 
@@ -172,6 +173,24 @@ def compare_outputs(name: str, dtype: torch.dtype, device: str) -> None:
     allowed = 2 * (near - best).abs().max() + best.abs().max() * torch.finfo(dtype).eps
     assert found.shape == best.shape
     assert (found.cpu().double() - best).abs().max() <= allowed
+
+
+@torch.no_grad()
+def compare_embedding(dtype: torch.dtype, device: str) -> None:
+    """Compare embeddings of seven tokens and their n-grams with the modules: the same bits."""
+    B, vocabulary, dim = 3, 11, 37
+    embedding = nn.Embedding(vocabulary, dim).to(dtype)
+    ngrams = NgramEmbedding(dim, (4, 2, 5), 101).to(dtype)
+    recent = torch.zeros(B, ngrams.reach, 1, dtype=torch.int64)
+    ours = recent.to(device, copy=True)
+    own, tables = copy.deepcopy(embedding).to(device), copy.deepcopy(ngrams).to(device)
+    for tokens in torch.randint(0, vocabulary, (7, B)):
+        found = tables.step(tokens.to(device), ours, own)
+        codes = torch.cat([recent, tokens[:, None, None] + 1], 1)
+        window = list(codes[:, :, 0].flip(1).unbind(1))
+        recent = codes[:, 1:]
+        assert torch.equal(found.cpu(), embedding(tokens) + ngrams._look_up(window))
+        assert torch.equal(ours.cpu(), recent)
 
 
 def compare_rotary(device: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from longspan.layout import TokenLayout
 from longspan.models.layers import shift_tokens
+from longspan.ops.decode import fused_embedding
 
 # A polynomial hash: products stay below 2⁶³.
 _MULTIPLIER, _MODULUS = 1_000_003, 2**31 - 1
@@ -55,11 +56,16 @@ class NgramEmbedding(nn.Module):
         window = [codes, *(shift_tokens(codes, (offset,), layout, recent) for offset in range(1, self.reach + 1))]
         return self._look_up([x[..., 0] for x in window])
 
-    def step(self, tokens: Tensor, recent: Tensor) -> Tensor:
-        """Embed the n-grams of one token (B,) as (B, dim), and append its code to `recent` in place."""
+    def step(self, tokens: Tensor, recent: Tensor, embedding: nn.Module) -> Tensor:
+        """Embed one token (B,) and its n-grams as (B, dim), and append its code to `recent` in place."""
+        lengths = sorted(self.sizes)
+        tables = [self.tables[self.sizes.index(length)] for length in lengths]
+        fused = fused_embedding(tokens, recent, embedding, tables, lengths, (_MULTIPLIER, _MODULUS))
+        if fused is not None:
+            return fused
         joined = torch.cat([recent, tokens[:, None, None] + 1], 1)
         recent.copy_(joined[:, 1:])
-        return self._look_up(list(joined[:, :, 0].flip(1).unbind(1)))
+        return embedding(tokens) + self._look_up(list(joined[:, :, 0].flip(1).unbind(1)))
 
     def encode(self, tokens: Tensor, layout: TokenLayout) -> Tensor:
         """Return the codes (B, T, 1) of tokens (B, T): 0 for a hidden token."""

@@ -329,10 +329,11 @@ class LanguageModel(nn.Module):
 
         All lengths in the state must be one tensor (`Stack.share_length`), which is advanced here.
         """
-        x = self.embedding(tokens)[:, None]
-        if self.ngrams is not None:
+        if self.ngrams is None:
+            x = self.embedding(tokens)[:, None]
+        else:
             assert state.recent is not None
-            x = x + self.ngrams.step(tokens, state.recent)[:, None]
+            x = self.ngrams.step(tokens, state.recent, self.embedding)[:, None]
         if self.positions is not None:
             x = x + self.positions(state.length[:, None]).to(x.dtype)
         x = x if self.to_dim is None else self.to_dim(x)
@@ -367,10 +368,7 @@ class LanguageModel(nn.Module):
         ngrams, positions, softcap = self.ngrams, self.positions, self.config.logit_softcap
 
         def step(token: Tensor) -> Tensor:
-            x = embedding(token)
-            if ngrams is not None:
-                assert recent is not None
-                x = x + ngrams.step(token, recent)
+            x = embedding(token) if ngrams is None or recent is None else ngrams.step(token, recent, embedding)
             if positions is not None:
                 x = x + positions(length[:, None])[:, 0].to(dtype)
             x = stack(x if to_dim is None else to_dim(x), CurrentToken(token, int(length), dtype))

@@ -12,6 +12,7 @@ from token_cases import (
     LAYERS,
     OUTPUTS,
     SAMPLINGS,
+    compare_embedding,
     compare_heads,
     compare_layers,
     compare_outputs,
@@ -85,6 +86,11 @@ def test_heads(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_outputs(name: str, dtype: torch.dtype) -> None:
     compare_outputs(name, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_embedding(dtype: torch.dtype) -> None:
+    compare_embedding(dtype, "cuda")
 
 
 def test_rotary() -> None:

@@ -10,6 +10,7 @@ from token_cases import (
     LAYERS,
     OUTPUTS,
     SAMPLINGS,
+    compare_embedding,
     compare_heads,
     compare_layers,
     compare_outputs,
@@ -67,6 +68,16 @@ def test_heads(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("kernels_on_the_cpu")
 def test_outputs(name: str, dtype: torch.dtype) -> None:
     compare_outputs(name, dtype, "cpu")
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.usefixtures("kernels_on_the_cpu")
+def test_embedding(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    used, real = [], decode.kernels
+    monkeypatch.setattr(decode, "kernels", lambda name: used.append(name) or real(name))
+    compare_embedding(dtype, "cpu")
+    assert used == ["embedding"] * 7
 
 
 @interpreted

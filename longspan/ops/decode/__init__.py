@@ -403,6 +403,44 @@ def _layer_weights(
     return (weights, normed) if same_dtype and contiguous and x.shape[2] <= 8192 else None
 
 
+def fused_embedding(
+    tokens: Tensor,
+    recent: Tensor,
+    embedding: nn.Module,
+    tables: Sequence[nn.Module],
+    lengths: Sequence[int],
+    hashing: tuple[int, int],
+) -> Tensor | None:
+    """Embed one token and the n-grams that end with it, and append its code to `recent`, in one kernel.
+
+    Args:
+        tokens: (B,).
+        recent: The codes (B, reach, 1) before the tokens, updated in place: token + 1, or 0 for none.
+        embedding: Of tokens.
+        tables: Of n-grams, one per length.
+        lengths: Ascending, the last one reach + 1.
+        hashing: Multiplier and modulus of the hash h ← (h · multiplier + code) mod modulus, latest code first.
+
+    Returns:
+        The sum (B, dim), or None if no kernel supports these tensors and modules; then nothing is updated.
+    """
+    found = [_embedding_weight(module) for module in (embedding, *tables)]
+    weights = tuple(weight for weight in found if weight is not None)
+    if len(weights) < len(found) or why_not_triton(weights[0]) is not None:
+        return None
+    shapes = {weight.shape for weight in weights[1:]}
+    alike = len(shapes) == 1 and weights[1].shape[1] == weights[0].shape[1] <= 8192
+    contiguous = all(x.is_contiguous() for x in (tokens, recent, *weights))
+    if not alike or not contiguous or not _same_layout(weights) or tokens.dtype != recent.dtype:
+        return None
+    return kernels("embedding").decode_embedding(tokens, recent, weights, tuple(lengths), hashing)
+
+
+def _embedding_weight(module: nn.Module) -> Tensor | None:
+    """Return the weight of an embedding that a kernel can replace."""
+    return module.weight if type(module) is nn.Embedding and not module.max_norm and has_no_hooks(module) else None
+
+
 def fused_heads(
     q: Tensor,
     kv: Tensor,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.ops.common.launch import on_device
+from longspan.ops.decode.triton.token import await_previous, dependent_launch
 
 
 def decode_rotary(position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
@@ -16,13 +17,17 @@ def decode_rotary(position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = (frequency.new_empty((len(position), 1, half), dtype=torch.float32) for _ in range(2))
     with on_device(position):
         constants = {"HALF": half, "BLOCK": triton.next_power_of_2(half), "num_warps": 1}
+        constants |= dependent_launch(position)
         decode_rotary_kernel[(len(position),)](position, frequency, cos, sin, **constants)
     return cos, sin
 
 
 @triton.jit
-def decode_rotary_kernel(p_position, p_frequency, p_cos, p_sin, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def decode_rotary_kernel(
+    p_position, p_frequency, p_cos, p_sin, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """Compute cos and sin (HALF,) of one position, with angles in float64 as in `ops.rotary`."""
+    await_previous(PDL)
     i_b = tl.program_id(0)
     i_d = tl.arange(0, BLOCK)
     m_d = i_d < HALF

@@ -203,8 +203,8 @@ def gated_channel_mild_pairs_kernel(
     p_q, p_k, p_decay, p_beta, p_q_in, p_k_in, p_k_out, p_factors, p_pair, p_inverse, p_strong, T, chunks, scale,
     q, k, decay, beta, S: tl.constexpr
 ):  # fmt: skip
-    """What a chunk does not take from the state: q_in, k_in, k_out, factors, A^qk and, if p_inverse is given, L, right for
-    mild gates; chunks with others are marked in p_strong.
+    """What a chunk does not take from the state: q_in, k_in, k_out, factors, A^qk and, if p_inverse is given, L, right
+    for mild gates; chunks with others are marked in p_strong.
 
     One program per query head; the first of a group computes what belongs to its key head.
     """
