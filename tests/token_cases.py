@@ -11,7 +11,7 @@ from torch import nn
 from longspan.generation.sampling import Sampling, SeededSampler, SlotSampler
 from longspan.models.layers import ShortConvolution, shift_token
 from longspan.models.ngrams import NgramEmbedding
-from longspan.ops import decode
+from longspan.ops import decode, rms_norm
 from longspan.ops.rotary import cos_sin
 
 # Batch, input width, widths of the layers, norm, activation, whether there is a residual, offsets of token shift.
@@ -169,6 +169,34 @@ def compare_outputs(name: str, dtype: torch.dtype, device: str) -> None:
             y = y * (nn.functional.silu(raw) if activation == "silu" else raw.sigmoid()).view(y.shape)
         y = y if heads is None else y * heads.to(dt).sigmoid()[..., None]
         answers.append(y.flatten(2).double())
+    near, best = answers
+    allowed = 2 * (near - best).abs().max() + best.abs().max() * torch.finfo(dtype).eps
+    assert found.shape == best.shape
+    assert (found.cpu().double() - best).abs().max() <= allowed
+
+
+NORMS = {"norm": None, "silu": "silu", "sigmoid": "sigmoid"}  # activation of the gates
+
+
+@torch.no_grad()
+def compare_norms(name: str, dtype: torch.dtype, device: str) -> None:
+    """Compare norm and gates of the heads of a prompt with eager PyTorch, by the tolerance rule."""
+    activation, (B, T, H, D) = NORMS[name], (2, 67, 3, 5)
+    norm = nn.RMSNorm(D, eps=1e-6).to(dtype)
+    nn.init.normal_(norm.weight)
+    x = torch.randn(B, T + 1, H + 1, D).to(dtype)[:, 1:, 1:]  # not contiguous
+    gates = torch.randn(B, T, H * D + 2).to(dtype)[..., : H * D] if activation else None
+    given = None if gates is None else gates.to(device)
+    own = copy.deepcopy(norm).to(device)
+    found = rms_norm.rms_norm_heads(x.to(device), own, given, activation or "identity")
+    assert found is not None
+    answers = []
+    for dt in (dtype, torch.float64):
+        y = copy.deepcopy(norm).to(dt)(x.to(dt))
+        if gates is not None:
+            raw = gates.to(dt)
+            y = y * (nn.functional.silu(raw) if activation == "silu" else raw.sigmoid()).view(y.shape)
+        answers.append(y.double())
     near, best = answers
     allowed = 2 * (near - best).abs().max() + best.abs().max() * torch.finfo(dtype).eps
     assert found.shape == best.shape

@@ -28,6 +28,7 @@ from longspan.ops.decode import (
     module_function,
 )
 from longspan.ops.float8 import Float8Linear, float8_linear
+from longspan.ops.rms_norm import rms_norm_heads
 from longspan.protocol import Mechanism, State, StateOptions
 
 if TYPE_CHECKING:
@@ -594,7 +595,7 @@ class Attention(nn.Module):
     def _split_queries(self, q: Tensor, *, norm: bool = True) -> Tensor:
         """Split the output of to_q into heads (B, T, H, D), not yet rotated; norm: they are not normalized yet."""
         q = q.view(*q.shape[:2], self.num_heads, q.shape[2] // self.num_heads)
-        q = self.q_norm(q) if norm and self.q_norm is not None else q
+        q = _norm_heads(self.q_norm, q) if norm and self.q_norm is not None else q
         return self._repeat(q, self.mechanism.num_heads)
 
     def _repeat(self, x: Tensor, heads: int) -> Tensor:
@@ -616,7 +617,7 @@ class Attention(nn.Module):
         else:
             k, v = kv.split_with_sizes([width, kv.shape[2] - width], 2)
             k, v = k.unflatten(2, (self.num_kv_heads, -1)), v.unflatten(2, (heads, -1))
-        k = self.k_norm(k) if norm and self.k_norm is not None else k
+        k = _norm_heads(self.k_norm, k) if norm and self.k_norm is not None else k
         return self._repeat(k, heads), v
 
     def _rotate(self, x: Tensor, layout: TokenLayout, heads: int) -> Tensor:
@@ -645,9 +646,17 @@ class Attention(nn.Module):
 
     def _apply_gates(self, out: Tensor, out_gates: Tensor | None, head_gates: Tensor | None) -> Tensor:
         """Normalize and gate the mechanism's output (B, T, H, E)."""
-        out = out if self.out_norm is None else self.out_norm(out)
+        if self.out_norm is not None:
+            fused = rms_norm_heads(out, self.out_norm, out_gates, self.out_gate_name)
+            out, out_gates = (self.out_norm(out), out_gates) if fused is None else (fused, None)
         out = out if out_gates is None else out * self.out_gate(out_gates).view(out.shape)
         return out if head_gates is None else out * head_gates.sigmoid()[..., None]
+
+
+def _norm_heads(norm: nn.Module, x: Tensor) -> Tensor:
+    """Apply a norm to the heads of x (B, T, H, D)."""
+    fused = rms_norm_heads(x, norm)
+    return norm(x) if fused is None else fused
 
 
 def _compiled_for_gpu(x: Tensor) -> bool:

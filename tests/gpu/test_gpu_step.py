@@ -10,11 +10,13 @@ from step_cases import CASES, compare
 from token_cases import (
     HEADS,
     LAYERS,
+    NORMS,
     OUTPUTS,
     SAMPLINGS,
     compare_embedding,
     compare_heads,
     compare_layers,
+    compare_norms,
     compare_outputs,
     compare_rotary,
     compare_samples,
@@ -86,6 +88,12 @@ def test_heads(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_outputs(name: str, dtype: torch.dtype) -> None:
     compare_outputs(name, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(name: str, dtype: torch.dtype) -> None:
+    compare_norms(name, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

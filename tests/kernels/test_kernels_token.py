@@ -8,11 +8,13 @@ from interpreter import interpreted
 from token_cases import (
     HEADS,
     LAYERS,
+    NORMS,
     OUTPUTS,
     SAMPLINGS,
     compare_embedding,
     compare_heads,
     compare_layers,
+    compare_norms,
     compare_outputs,
     compare_rotary,
     compare_samples,
@@ -20,7 +22,7 @@ from token_cases import (
 )
 from torch import nn
 
-from longspan.ops import decode
+from longspan.ops import decode, rms_norm
 
 
 @pytest.fixture
@@ -68,6 +70,26 @@ def test_heads(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("kernels_on_the_cpu")
 def test_outputs(name: str, dtype: torch.dtype) -> None:
     compare_outputs(name, dtype, "cpu")
+
+
+@interpreted
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+def test_norms(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rms_norm, "_untraced", lambda x: True)
+    compare_norms(name, dtype, "cpu")
+
+
+@interpreted
+def test_norms_that_need_a_gradient_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, norm, gates = torch.randn(1, 5, 2, 3), nn.RMSNorm(3), torch.randn(1, 5, 6)
+    assert rms_norm.rms_norm_heads(x, norm.requires_grad_(False)) is None  # on a CPU
+    monkeypatch.setattr(rms_norm, "_untraced", lambda x: True)
+    assert rms_norm.rms_norm_heads(x, norm, gates) is not None
+    assert rms_norm.rms_norm_heads(x, norm, gates.clone().requires_grad_()) is None
+    assert rms_norm.rms_norm_heads(x, norm.requires_grad_()) is None
+    assert rms_norm.rms_norm_heads(x, nn.LayerNorm(3).requires_grad_(False)) is None
+    assert rms_norm.rms_norm_heads(x.double(), norm.double().requires_grad_(False)) is None
 
 
 @interpreted

@@ -463,7 +463,7 @@ def fused_heads(
     """
     if why_not_triton(q) is not None:
         return None
-    scales = [_rms_norm(norm, heads[2]) for norm in norms or ()]
+    scales = [rms_norm_scale(norm, heads[2]) for norm in norms or ()]
     known = [scale for scale in scales if scale is not None]
     tensors = [q, kv, *(convolution or ()), *(weight for weight, _ in known)]
     if len(known) < len(scales) or not _same_layout(tensors):
@@ -489,14 +489,14 @@ def gate_heads(
     """
     if why_not_triton(out) is not None:
         return None
-    scale = None if norm is None else _rms_norm(norm, out.shape[3])
+    scale = None if norm is None else rms_norm_scale(norm, out.shape[3])
     tensors = [out.flatten(2), *(x for x in (gates, head_gates) if x is not None), *(scale or ())[:1]]
     if (norm is not None and scale is None) or not _same_layout(tensors):
         return None
     return kernels("heads").decode_output(out, scale, gates, activation, head_gates)
 
 
-def _rms_norm(norm: nn.Module, dim: int) -> tuple[Tensor, float] | None:
+def rms_norm_scale(norm: nn.Module, dim: int) -> tuple[Tensor, float] | None:
     """Return weight and epsilon of an RMS norm that a kernel can replace."""
     if type(norm) is not nn.RMSNorm or norm.normalized_shape != (dim,) or not has_no_hooks(norm):
         return None
