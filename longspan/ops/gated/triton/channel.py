@@ -833,11 +833,12 @@ class _ChannelPlan(Plan):
         self.in_place = self.kind == dtype
         scalars = self.T, self.chunks, self.scale
         kernels = gated_channel_mild_pairs_kernel, gated_channel_pairs_kernel
-        # Three programs per multiprocessor are faster than two with all registers they would take.
-        self.pairs = self.by_strength(kernels, (self.programs,), scalars, "q k decay beta", maxnreg=168)
+        backward = isinstance(self, _ChannelBackward)
+        # Three programs per multiprocessor are faster than two with all registers they would take, except with L.
+        options = {} if problem.delta and not backward else {"maxnreg": 168}
+        self.pairs = self.by_strength(kernels, (self.programs,), scalars, "q k decay beta", **options)
         if problem.delta:
             grid = (self.heads * self.chunks,)
-            backward = isinstance(self, _ChannelBackward)
             options = {"maxnreg": 168} if self.bf16 else {}
             self.writes = self.channel_launch(
                 gated_channel_writes_kernel, grid, scalars[:2], "v beta", BACKWARD=backward, **options
