@@ -121,26 +121,35 @@ def window_attention(
 class _Plain:
     """Eager calls of tensors of one signature without masks and other options, see `EagerPlan`."""
 
-    def __init__(self, window: Window, scale: float) -> None:
-        self.rest: Any = (None, None, None, None, None, *window, scale, 0.0, False)
-        self.kernels = kernels()
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> None:
+        self.options = *window, scale, 0.0, False
+        self.plans = kernels().WindowPlan
+        self.attend = self.plans.of((q, k, v, *NO_OPTIONS), *self.options).attend
+        self.differentiate: dict[Any, Any] = {}  # by the layout of the gradient, all that may differ
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = self.kernels.forward(WindowProblem(q, k, v, *self.rest))
+        found: tuple[Any, ...] = self.attend(q, k, v, *NO_OPTIONS)
         return found
 
     def backward(self, d_out: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
-        out, lse, q, k, v = saved
-        problem = WindowProblem(q, k, v, *self.rest)
-        d_q, d_k, d_v, _ = self.kernels.backward(WindowSaved(d_out, None, out, lse), problem)
+        out, lse, *tensors = saved
+        if d_out.stride(3) != 1:
+            d_out = d_out.contiguous()
+        layout = d_out.stride(), d_out.data_ptr() & 15
+        differentiate = self.differentiate.get(layout)
+        if differentiate is None:
+            plan = self.plans.of((*tensors, *NO_OPTIONS, d_out, out, lse, None), *self.options)
+            differentiate = self.differentiate[layout] = plan.differentiate
+        d_q, d_k, d_v, _ = differentiate(d_out, None, out, lse, *tensors, *NO_OPTIONS)
         return d_q, d_k, d_v
 
 
 def _eager_plan(q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float | None) -> _Plain | Literal[False]:
     """Return the plan of a call without other options; False if there is none."""
-    if why_not_triton(q, k, v, window) is not None:
+    dense = all(x.stride(-1) == 1 for x in (q, k, v))
+    if not dense or why_not_triton(q, k, v, window) is not None:
         return False
-    return _Plain(window, q.shape[3] ** -0.5 if scale is None else scale)
+    return _Plain(q, k, v, window, q.shape[3] ** -0.5 if scale is None else scale)
 
 
 def _by_blocks(bias: Tensor, window: Window) -> Tensor:
@@ -235,6 +244,7 @@ def window_attention_with_lse(
 
 LEAVES = (0, 1, 2, 7)  # fields of a WindowProblem with gradients
 TENSORS: Final = 8  # of a WindowProblem, before its options
+NO_OPTIONS: Final = (None,) * (TENSORS - 3)  # q, k and v alone
 
 
 class WindowProblem(NamedTuple):

@@ -71,11 +71,7 @@ def tilings(dim: int, half_precision: bool) -> tuple[Tiling, Tiling, Tiling]:
 def forward(problem: WindowProblem) -> tuple[Tensor, Tensor]:
     """Return out (B, T, H, E) and lse (B, H, T, 1) in base 2; for float32 (B, H, T, 2), with its rounding error."""
     inputs = _inputs(problem)
-    plan = WindowPlan.of(inputs, *problem.options)
-    out, lse = problem.empty_outputs()
-    with on_device(out):
-        plan.forward(plan.addresses(*inputs), *plan.addresses(out, lse))
-    return out, lse
+    return WindowPlan.of(inputs, *problem.options).attend(*inputs)
 
 
 def backward(saved: WindowSaved, problem: WindowProblem) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -83,19 +79,7 @@ def backward(saved: WindowSaved, problem: WindowProblem) -> tuple[Tensor, Tensor
     inputs, d_out, out, lse = _inputs(problem), dense_rows(saved.d_out), saved.out.contiguous(), saved.lse
     d_lse = None if saved.d_lse is None else saved.d_lse[..., 0].contiguous()
     plan = WindowPlan.of((*inputs, d_out, out, lse, d_lse), *problem.options)
-    d_q, d_k, d_v, delta = new_like(inputs[0]), new_like(inputs[1]), new_like(inputs[2]), torch.empty_like(lse)
-    p_out, p_lse, p_d, p_d_lse, p_delta = plan.addresses(out, lse, d_out, d_lse, delta)
-    p_inputs, p_d_q, p_d_k, p_d_v = plan.addresses(*inputs), *plan.addresses(d_q, d_k, d_v)
-    with on_device(out):
-        plan.d_queries(p_inputs, p_out, p_lse, p_d, p_d_lse, p_d_q, p_delta)
-        plan.d_keys(p_inputs, p_lse, p_d, p_delta, p_d_k, p_d_v)
-        if not problem.bias_grad:
-            return d_q, d_k, d_v, None
-        bias = problem.bias
-        assert bias is not None
-        parts = delta.new_empty(plan.bias_parts, *bias.shape)
-        plan.d_bias(p_inputs, p_lse, p_d, p_delta, *plan.addresses(parts))
-    return d_q, d_k, d_v, parts.sum(0).to(bias.dtype)
+    return plan.differentiate(d_out, d_lse, out, lse, *inputs)
 
 
 def _inputs(problem: WindowProblem) -> tuple[Any, ...]:
@@ -124,6 +108,7 @@ class WindowPlan(Plan):
         widths, precision = (BD, RD, BE, RE), "tf32" if half_precision else "ieee"
         sizes = WindowSizes(H, Hkv, D, E, *window, *widths, *table, precision, 0, 0)
         scores = T, S, scale * math.log2(math.e), dropout
+        self.out_shape, self.lse_shape = (B, T, H, E), (B, H, T, 1 if half_precision else 2)
 
         def launch(kernel: Any, tiling: Tiling, blocks: int, *scalars: Any) -> Launch:
             constants = {"W": sizes._replace(BT=tiling.queries, BS=tiling.keys)}
@@ -138,6 +123,7 @@ class WindowPlan(Plan):
             blocks = -(-T // d_queries.queries) * H, -(-S // d_keys.keys) * Hkv
             self.d_queries = launch(window_backward_queries_kernel, d_queries, blocks[0], scale, strides)
             self.d_keys = launch(window_backward_keys_kernel, d_keys, blocks[1], scale, strides)
+        self.bias_parts = 0
         if bias_grad and len(key) > TENSORS:
             P, K, _ = table
             tiles = H * -(-P // d_queries.queries) * -(-K // d_queries.keys)
@@ -146,6 +132,31 @@ class WindowPlan(Plan):
             constants |= {"num_warps": d_queries.warps, "num_stages": 2}
             scalars = (*scores, B, self.bias_parts, strides)
             self.d_bias = self.launch(window_backward_bias_kernel, (tiles * self.bias_parts,), scalars, constants)
+
+    def attend(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """Launch; see `forward`. inputs: as `_inputs` returns them."""
+        q = inputs[0]
+        out, lse = q.new_empty(self.out_shape), q.new_empty(self.lse_shape, dtype=torch.float32)
+        with on_device(q):
+            self.forward(self.addresses(*inputs), *self.addresses(out, lse))
+        return out, lse
+
+    def differentiate(
+        self, d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *inputs: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Launch; see `backward`."""
+        d_q, d_k, d_v, delta = new_like(inputs[0]), new_like(inputs[1]), new_like(inputs[2]), torch.empty_like(lse)
+        p_out, p_lse, p_d, p_d_lse, p_delta = self.addresses(out, lse, d_out, d_lse, delta)
+        p_inputs, (p_d_q, p_d_k, p_d_v) = self.addresses(*inputs), self.addresses(d_q, d_k, d_v)
+        with on_device(out):
+            self.d_queries(p_inputs, p_out, p_lse, p_d, p_d_lse, p_d_q, p_delta)
+            self.d_keys(p_inputs, p_lse, p_d, p_delta, p_d_k, p_d_v)
+            if not self.bias_parts:
+                return d_q, d_k, d_v, None
+            bias = inputs[-1]
+            parts = delta.new_empty(self.bias_parts, *bias.shape)
+            self.d_bias(p_inputs, p_lse, p_d, p_delta, *self.addresses(parts))
+        return d_q, d_k, d_v, parts.sum(0).to(bias.dtype)
 
 
 @triton.jit
