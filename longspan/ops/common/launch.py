@@ -183,14 +183,16 @@ class Plan:
         return self._compiled
 
     def pointers(self, workspace: Workspace, allocation: Tensor) -> list[Any]:
-        return workspace.pointers(allocation, self.compiled)
+        return workspace.pointers(allocation, self._compiled or self.compiled)
 
     def addresses(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         """Return the tensors as addresses if all kernels are compiled: Triton looks up every tensor it is given.
 
         The caller holds on to the tensors until the last launch.
         """
-        return tuple([None if x is None else x.data_ptr() for x in tensors]) if self.compiled else tensors
+        if self._compiled or self.compiled:
+            return tuple([None if x is None else x.data_ptr() for x in tensors])
+        return tensors
 
 
 @lru_cache

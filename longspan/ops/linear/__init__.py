@@ -103,7 +103,7 @@ class LinearProblem(NamedTuple):
 
 class LinearSaved(NamedTuple):
     """What `longspan::causal_linear_backward` takes before the inputs. starts: the kernels' workspace, or the sums
-    before each span of `torch`, whose references follow.
+    before each span of `torch`, whose references follow. den: None where an eager call has it in the workspace.
     """
 
     d_out: Tensor

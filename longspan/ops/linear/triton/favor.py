@@ -746,7 +746,10 @@ def linear_favor_backward_keys_kernel(
 
 
 def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> tuple[Tensor | None, ...]:
-    """Return out, the sums and their shift after the last token or None, den, and the workspace for `backward`."""
+    """Return out, the sums and their shift after the last token or None, den, and the workspace for `backward`.
+
+    zeroed: Whether den is a tensor of its own and the workspace zeroed; otherwise den is None, and in the workspace.
+    """
     rows = {"q": dense_rows(x.q), "k": dense_rows(x.k), "v": dense_rows(x.v)}
     x = x._replace(**rows, weight=dense(x.weight), kv=dense(x.kv), shift=dense(x.shift))
     return forward_plan(x, problem)(x, zeroed=zeroed)
@@ -796,8 +799,15 @@ class _FavorPlan(CausalPlan):
         self.tilings = TILINGS[max(self.S.BD, self.S.BE)]
         residuals = self.E if problem.epsilon else 0
         self.saved = _saved(self.B, self.T, self.H, self.Hkv, self.D, self.M, residuals)
+        self.eager = Workspace(self.den_buffer, *self.saved.buffers)
         self.values = self.values_launch("v")
         self.stateless = key[5] is None and not self.final
+
+    def saved_pointers(self, saved: Tensor, den: Tensor | None) -> list[Any]:
+        """Return den and the buffers of `saved`, which holds den too if it is None."""
+        if den is None:
+            return self.pointers(self.eager, saved)
+        return [*self.addresses(den), *self.pointers(self.saved, saved)]
 
     def split(self, share: float) -> list[_Part]:
         """Divide the sequences into parts whose sums take about `share` times the bytes of q, k, v and out."""
@@ -905,12 +915,13 @@ class _FavorForward(_FavorPlan):
 
     def __call__(self, x: LinearInputs, *, zeroed: bool = False) -> tuple[Tensor | None, ...]:
         """Launch; see `forward`."""
-        out, den, kv_out, shift_out = self.results(x.q, x.v)
-        saved, work = self.saved.allocate(x.q, zeroed=zeroed), self.workspace.allocate(x.q)
-        *w, query_offset, offset, scale, peak, references, residual = self.pointers(self.saved, saved)
+        out, den, kv_out, shift_out = self.results(x.q, x.v, den=zeroed)
+        saved = (self.saved if zeroed else self.eager).allocate(x.q, zeroed=zeroed)
+        work = self.workspace.allocate(x.q)
+        p_den, *w, query_offset, offset, scale, peak, references, residual = self.saved_pointers(saved, den)
         total, total_z, prefix, prefix_z, before, largest = self.pointers(self.workspace, work)
         q, k, v, weight, lengths, kv, shift = self.addresses(x.q, x.k, x.v, x.weight, x.lengths, x.kv, x.shift)
-        p_out, p_den, p_kv, p_shift = self.addresses(out, den, kv_out, shift_out)
+        p_out, p_kv, p_shift = self.addresses(out, kv_out, shift_out)
         with on_device(x.q):
             self.weight(weight, *w)
             self.query_scales(q, *w, None, query_offset, None, None, None)
@@ -943,8 +954,10 @@ class _FavorBackward(_FavorPlan):
         queries, keys = self.split(QUERIES_SHARE), self.split(KEYS_SHARE)
         rows = self.B * self.chunks * self.H
         tokens, more = (rows * CHUNK, torch.float32), (rows * CHUNK if self.S.EPSILON else 0, torch.float32)
-        self.rows = Workspace(tokens, tokens, more, more)
         self.query_stack, self.key_stack = Workspace(*self.stack(queries[0])), Workspace(*self.stack(keys[0]))
+        # A small stack is allocated with the rows and used twice: allocations take the host time too.
+        small = self.query_stack.buffers if 4 * self.query_stack.size <= SMALL and queries == keys else ()
+        self.rows = Workspace(tokens, tokens, more, more, *small)
         unused = {"HKV": 0, "D": 0, "M": 0, "BD": 0, "BM": 0}
         self.delta = self.tiled(linear_favor_backward_delta_kernel, self.tilings.delta, rows, (), "d", **unused)
         self.d_values = self.values_launch("d")
@@ -957,15 +970,15 @@ class _FavorBackward(_FavorPlan):
         self, saved: LinearSaved, x: LinearInputs
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Launch; see `backward`."""
-        *w, query_offset, offset, scale, peak, references, residual = self.pointers(self.saved, saved.starts)
+        den, *w, query_offset, offset, scale, peak, references, residual = self.saved_pointers(saved.starts, saved.den)
         rows = self.rows.allocate(x.q)
-        normalized_offset, delta, floor, mass = self.pointers(self.rows, rows)
-        stack = self.query_stack.allocate(x.q)
-        total, total_z, prefix, prefix_z, before = self.pointers(self.query_stack, stack)
+        normalized_offset, delta, floor, mass, *small = self.pointers(self.rows, rows)
+        stack = None if small else self.query_stack.allocate(x.q)
+        total, total_z, prefix, prefix_z, before = small or self.pointers(self.query_stack, stack)
         d_q = new_like(x.q)
         d_start = None if x.kv is None else x.kv.new_empty(x.kv.shape)
         q, k, v, lengths, kv, p_d_q = self.addresses(x.q, x.k, x.v, x.lengths, x.kv, d_q)
-        out, den, d_out, d_kv, p_start = self.addresses(saved.out, saved.den, saved.d_out, saved.d_kv, d_start)
+        out, d_out, d_kv, p_start = self.addresses(saved.out, saved.d_out, saved.d_kv, d_start)
         with on_device(x.q):
             self.delta(out, residual, den, d_out, query_offset, normalized_offset, delta, floor)
             rest = floor, mass, offset, scale, peak, references
@@ -979,8 +992,8 @@ class _FavorBackward(_FavorPlan):
                     scan(total, total_z, before, None, references, kv, None, None, None)
                 queries(*given, before, total_z, prefix, prefix_z, values, p_d_q)
             del stack, total, total_z, prefix, prefix_z, before  # The next stack takes their memory.
-            stack = self.key_stack.allocate(x.q)
-            total, total_z, suffix, suffix_z, after = self.pointers(self.key_stack, stack)
+            stack = None if small else self.key_stack.allocate(x.q)
+            total, total_z, suffix, suffix_z, after = small or self.pointers(self.key_stack, stack)
             d_k, d_v = new_like(x.k), new_like(x.v)
             p_d_k, p_d_v = self.addresses(d_k, d_v)
             d_values = self.scan_values_back(saved.d_out, mass, delta)

@@ -814,7 +814,10 @@ def linear_fused_chunk_backward_keys_kernel(
 
 
 def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> tuple[Tensor | None, ...]:
-    """Return out, the sums and their shift after the last token or None, den, and the workspace for `backward`."""
+    """Return out, the sums and their shift after the last token or None, den, and the workspace for `backward`.
+
+    zeroed: Whether den is a tensor of its own and the workspace zeroed; otherwise den is None, and in the workspace.
+    """
     x = x._replace(q=dense_rows(x.q), k=dense_rows(x.k), v=dense_rows(x.v), kv=dense(x.kv), shift=dense(x.shift))
     return forward_plan(x, problem)(x, zeroed=zeroed)
 
@@ -864,14 +867,19 @@ class _FusedChunkPlan(CausalPlan):
         self.saved = _saved(device, self.heads, self.BD, self.BE, self.segments if by_bucket else 0)
         scaled = problem.feature_map == "softmax"
         # What is written: a sequence of one segment has no sums, and pointwise maps no references.
-        self.used = None if self.one and not scaled else Workspace(*self.saved.buffers[: 2 if self.one else 4])
+        self.written = self.saved.buffers[: 4 if not self.one else 2 if scaled else 0]
+        self.eager = Workspace(self.den_buffer, *self.written)
         full = key[3] is None and self.T % CHUNK == 0
         sizes = self.H, self.Hkv, self.D, self.E, CHUNK, self.BD, self.BE
         self.sizes = FusedChunkSizes(*sizes, problem.feature_map, scaled, full, problem.bucket)
 
-    def saved_pointers(self, allocation: Tensor | None) -> list[Any]:
-        """Return scales, references, sums and z; None where nothing is saved."""
-        return [None] * 4 if self.used is None or allocation is None else self.pointers(self.saved, allocation)
+    def saved_pointers(self, saved: Tensor, den: Tensor | None) -> list[Any]:
+        """Return den, scales, references, sums and z, None for what is not written; without den `saved` holds it."""
+        if den is None:
+            pointers = self.pointers(self.eager, saved)
+        else:
+            pointers = [*self.addresses(den), *self.pointers(self.saved, saved)[: len(self.written)]]
+        return pointers + [None] * (4 - len(self.written))
 
     def segments_launch(self, kernel: Any, strided: str) -> Launch:
         """Create a launch of one program per segment. strided: tensors whose strides the kernel takes."""
@@ -900,11 +908,10 @@ class _FusedChunkForward(_FusedChunkPlan):
     def __call__(self, x: LinearInputs, *, zeroed: bool = False) -> tuple[Tensor | None, ...]:
         """Launch; see `forward`."""
         q, k, v, lengths = x.q, x.k, x.v, x.lengths
-        out, den, kv_out, shift_out = self.results(q, v)
-        used = self.saved if zeroed else self.used
-        saved = None if used is None else used.allocate(q, zeroed=zeroed)
-        scales, references, sums, z = self.saved_pointers(saved)
-        p_q, p_k, p_v, p_lengths, p_out, p_den = self.addresses(q, k, v, lengths, out, den)
+        out, den, kv_out, shift_out = self.results(q, v, den=zeroed)
+        saved = self.saved.allocate(q, zeroed=True) if zeroed else self.eager.allocate(q)
+        p_den, scales, references, sums, z = self.saved_pointers(saved, den)
+        p_q, p_k, p_v, p_lengths, p_out = self.addresses(q, k, v, lengths, out)
         with on_device(q):
             if self.one:
                 self.read(p_q, p_k, p_v, p_lengths, None, None, scales, references, p_out, p_den)
@@ -936,11 +943,10 @@ class _FusedChunkBackward(_FusedChunkPlan):
         d_q, d_k, d_v = new_like(q), new_like(k), new_like(v)
         d_start = None if x.kv is None else x.kv.new_empty(x.kv.shape)
         work = self.workspace.allocate(q)
-        scales, references, sums, z = self.saved_pointers(saved.starts)
+        p_den, scales, references, sums, z = self.saved_pointers(saved.starts, saved.den)
         starts, queries, d_sums, d_z = self.pointers(self.workspace, work)
         inputs = p_q, p_k, _, p_lengths = self.addresses(q, k, v, lengths)
-        tensors = saved.out, saved.den, saved.d_out, d_q, d_k, d_v
-        p_out, p_den, p_d, p_d_q, p_d_k, p_d_v = self.addresses(*tensors)
+        p_out, p_d, p_d_q, p_d_k, p_d_v = self.addresses(saved.out, saved.d_out, d_q, d_k, d_v)
         with on_device(q):
             if self.one:
                 rows, sums, z, d_sums, d_z = (p_out, p_den), None, None, None, None

@@ -61,16 +61,19 @@ class CausalPlan(Plan):
         self.out_shape = self.B, self.T, self.H, self.E
         self.out_like_v = v[0] == self.out_shape and v[1] == (self.T * self.H * self.E, self.H * self.E, self.E, 1)
         self.den_shape = self.B, self.T, self.H if problem.normalize else 0
+        self.den_buffer = self.B * self.T * self.H, torch.float32
         self.kv_shape, self.shift_shape = (self.B, self.Hkv, self.M, self.E + problem.normalize), (self.B, self.Hkv)
 
-    def results(self, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Allocate out, den, and the sums and shift after the last token, or None if they are not wanted."""
+    def results(
+        self, q: Tensor, v: Tensor, *, den: bool = True
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Allocate out, den if it is not part of a workspace, and the sums and shift after the last token if wanted."""
         out = torch.empty_like(v) if self.out_like_v else v.new_empty(self.out_shape)
-        den = q.new_empty(self.den_shape, dtype=torch.float32)
+        normalizer = q.new_empty(self.den_shape, dtype=torch.float32) if den else None
         if not self.final:
-            return out, den, None, None
+            return out, normalizer, None, None
         kv, shift = (q.new_empty(shape, dtype=torch.float32) for shape in (self.kv_shape, self.shift_shape))
-        return out, den, kv, shift
+        return out, normalizer, kv, shift
 
     def scan_launch(
         self,
