@@ -65,6 +65,13 @@ class Spy:
     def forward_plan(self, _: Any, problem: Any) -> Callable[..., Any]:
         return lambda x: self.forward(x, problem)
 
+    @property
+    def WindowPlan(self) -> Any:  # noqa: N802
+        def of(_: Any, *options: Any) -> Any:
+            return SimpleNamespace(attend=lambda *tensors: self.forward(window.WindowProblem(*tensors, *options)))
+
+        return SimpleNamespace(of=of)
+
     def __getattr__(self, function: str) -> Callable[..., Tensor]:
         assert function.startswith("decode_")
 
