@@ -55,14 +55,14 @@ def test_the_same_bits_as_the_custom_operation(
 ) -> None:
     mechanism, leaves = MECHANISMS[name](), inputs()
     wide = torch.randn(1, 5, 2, 19).bfloat16()
-    gradients = wide[..., :16].contiguous(), wide[..., :16], wide[..., :1].expand(1, 5, 2, 16)
+    gradients = wide[..., :16], wide[..., :1].expand(1, 5, 2, 16)  # the second is made contiguous
     traced = [results(mechanism, leaves, d_out) for d_out in gradients]
     assert not planned
     monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
     for d_out, expected in zip(gradients, traced, strict=True):
         for ours, theirs in zip(results(mechanism, leaves, d_out), expected, strict=True):
             assert torch.equal(ours, theirs)
-    assert len(planned) == 3
+    assert len(planned) == 2
     assert len(set(planned)) == 1
     with torch.no_grad():
         assert torch.equal(mechanism(*leaves, causal=True), traced[0][0])
