@@ -132,9 +132,11 @@ def _content(results: Path, file: str) -> dict[str, Any]:
 
 def _streams(found: dict[str, Any]) -> TextTable:
     """The first token of a cached prompt, speculation and int8 weights."""
-    prefix, rows = found["prefix"], []
-    prompt = f"first token of {prefix['prompt_tokens']:,} tokens, ms"
-    rows.append([f"{prompt}: read, cached", f"{prefix['cold_ms']:,.0f}", f"{prefix['hit_ms']:,.1f}"])
+    rows = []
+    if found["prefix"]:
+        x = found["prefix"]
+        prompt = f"first token of {x['prompt_tokens']:,} tokens, ms"
+        rows.append([f"{prompt}: read, cached", f"{x['cold_ms']:,.0f}", f"{x['hit_ms']:,.1f}"])
     for x in found["speculation"]:
         speeds = (x["plain_tokens_per_second"], x["tokens_per_second"])
         name = f"tokens/s, {x['text']}: without, with speculation ({x['ratio']:.2f}×)"
