@@ -279,6 +279,7 @@ _COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
     ),
     "cpu-generate": ("cpu-generate", _GENERATION),
     "h200-serve": ("h200-serve", _LOADS),
+    "h200-serve-short": ("h200-serve-short", _LOADS),
     "cpu-serve": ("cpu-serve", _LOADS),
     "cpu-serve-10000": ("cpu-serve-10000", _LOADS),
     "cpu-decode": ("cpu-decode", _NAME | {"batch × prompt": _batch, "ms per token": _with_ratio("token_ms")}),
@@ -292,7 +293,7 @@ _JSONL: dict[str, tuple[Callable[[Path], list[Row]], Callable[[list[Row]], TextT
     "cpu-recall": (recall_results.read, recall_results.table),
     "cpu-sweep": (read, sweep_report.summary_table),
 }
-_STREAMS = {"serve-streams": "cpu-serve-streams", "h200-serve-streams": "h200-serve"}
+_STREAMS = {"serve-streams": "cpu-serve-streams", "h200-serve-streams": "h200-serve", "serve-int8": "cpu-serve-int8"}
 TABLES = ("ratios", *_COLUMNS, *_JSONL, *_STREAMS)
 SENTENCES: dict[str, Callable[[Path], str]] = {"compile": _compile_modes}
 
