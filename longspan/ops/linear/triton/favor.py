@@ -69,7 +69,6 @@ FavorTilings = namedtuple("FavorTilings", "scales sums read delta queries keys")
 
 CHUNK = 64
 TILE = 64
-SHORT = 8  # Chunks of a sequence without a state that are one segment: a scan takes longer than it saves.
 # For head and value dimensions, padded, up to 64, 128 and 256. The tile of `scales` is the largest one.
 TILINGS = {
     64: FavorTilings(
@@ -203,17 +202,11 @@ def store_sums(p_kv, p_z, i_x, i_f, b_kv, b_z, S: tl.constexpr):
 
 @triton.jit
 def load_sums(p_far, p_far_z, i_far, p_near, p_near_z, i_near, factor, i_f, S: tl.constexpr):
-    """Load what `store_sums` stores: the sums of a chunk's segment times factor, plus the chunk's own.
-
-    p_far: None where nothing is beyond the segment.
-    """
-    b_kv = tl.load(p_near + i_near * (S.BM * S.BE) + i_f[:, None] * S.BE + tl.arange(0, S.BE)[None, :])
-    b_z = tl.load(p_near_z + i_near * S.BM + i_f)
-    if p_far is not None:
-        b_far = tl.load(p_far + i_far * (S.BM * S.BE) + i_f[:, None] * S.BE + tl.arange(0, S.BE)[None, :])
-        b_kv = scaled_sum(b_far, factor, b_kv)
-        b_z += tl.load(p_far_z + i_far * S.BM + i_f) * factor
-    return b_kv, b_z
+    """Load what `store_sums` stores: the sums of a chunk's segment times factor, plus the chunk's own."""
+    b_far = tl.load(p_far + i_far * (S.BM * S.BE) + i_f[:, None] * S.BE + tl.arange(0, S.BE)[None, :])
+    b_near = tl.load(p_near + i_near * (S.BM * S.BE) + i_f[:, None] * S.BE + tl.arange(0, S.BE)[None, :])
+    b_kv = scaled_sum(b_far, factor, b_near)
+    return b_kv, tl.load(p_far_z + i_far * S.BM + i_f) * factor + tl.load(p_near_z + i_near * S.BM + i_f)
 
 
 @triton.jit
@@ -801,7 +794,6 @@ class _FavorPlan(CausalPlan):
         self.saved = _saved(self.B, self.T, self.H, self.Hkv, self.D, self.M, residuals)
         self.eager = Workspace(self.den_buffer, *self.saved.buffers)
         self.values = self.values_launch("v")
-        self.stateless = key[5] is None and not self.final
 
     def saved_pointers(self, saved: Tensor, den: Tensor | None) -> list[Any]:
         """Return den and the buffers of `saved`, which holds den too if it is None."""
@@ -819,8 +811,6 @@ class _FavorPlan(CausalPlan):
 
     def part(self, first: int, size: int) -> _Part:
         segments, run = self.segment(self.tilings.sums, size * (self.S.BM // TILE))
-        if self.stateless and self.chunks <= SHORT:
-            segments, run = 1, self.chunks
         return _Part(first, min(size, self.heads - first), segments, run)
 
     def stack(self, part: _Part) -> list[tuple[int, torch.dtype]]:
@@ -872,11 +862,8 @@ class _FavorPlan(CausalPlan):
 
     def part_launches(
         self, parts: list[_Part], kernel: Any, tiling: FavorTiling, programs: int, strided: str, *, back: bool = False
-    ) -> list[tuple[Launch, Launch | None, Launch]]:
-        """Return the launches for each part: sums of its segments, the scan, and the kernel of its chunks.
-
-        There is no scan where a segment is a whole sequence and has no state before or after it.
-        """
+    ) -> list[tuple[Launch, Launch, Launch]]:
+        """Return the launches for each part: sums of its segments, the scan, and the kernel of its chunks."""
         sums, inputs, unused = linear_favor_forward_sums_kernel, "kv", {"H": 0, "EPSILON": 0.0}
         if back:
             sums, inputs, unused = linear_favor_backward_sums_kernel, "qd", {}
@@ -884,7 +871,7 @@ class _FavorPlan(CausalPlan):
         return [
             (
                 self.of_part(sums, self.tilings.sums, part, part.segments * tiles, inputs, **unused),
-                None if part.segments == 1 and self.stateless else self.scan_part(part, back=back),
+                self.scan_part(part, back=back),
                 self.of_part(kernel, tiling, part, programs, strided),
             )
             for part in parts
@@ -929,10 +916,7 @@ class _FavorForward(_FavorPlan):
             values = self.scan_values(x)
             for sums, scan, read in self.parts:
                 sums(k, v, *w, lengths, offset, largest, shift, total, total_z, prefix, prefix_z, references)
-                if scan is None:
-                    before = None
-                else:
-                    scan(total, total_z, before, None, references, kv, None, p_kv, p_shift)
+                scan(total, total_z, before, None, references, kv, None, p_kv, p_shift)
                 sums_before = before, total_z, prefix, prefix_z, values
                 rows = query_offset, offset, scale, peak, references
                 read(q, k, v, *w, lengths, *rows, *sums_before, p_out, p_den, residual)
@@ -986,10 +970,7 @@ class _FavorBackward(_FavorPlan):
             values = self.scan_values(x)
             for sums, scan, queries in self.query_parts:
                 sums(k, v, *w, lengths, offset, None, None, total, total_z, prefix, prefix_z, references)
-                if scan is None:
-                    before = None
-                else:
-                    scan(total, total_z, before, None, references, kv, None, None, None)
+                scan(total, total_z, before, None, references, kv, None, None, None)
                 queries(*given, before, total_z, prefix, prefix_z, values, p_d_q)
             del stack, total, total_z, prefix, prefix_z, before  # The next stack takes their memory.
             stack = None if small else self.key_stack.allocate(x.q)
@@ -999,10 +980,7 @@ class _FavorBackward(_FavorPlan):
             d_values = self.scan_values_back(saved.d_out, mass, delta)
             for sums, scan, keys in self.key_parts:
                 sums(q, d_out, *w, normalized_offset, delta, floor, peak, references, total, total_z, suffix, suffix_z)
-                if scan is None:
-                    after = None
-                else:
-                    scan(total, total_z, after, None, references, d_kv, None, p_start, None)
+                scan(total, total_z, after, None, references, d_kv, None, p_start, None)
                 keys(*given, after, total_z, suffix, suffix_z, d_values, p_d_k, p_d_v)
         d_total = None if x.total is None else d_values[:, -1].reshape(x.total.shape)
         return d_q, d_k, d_v, d_start, d_total
