@@ -270,7 +270,7 @@ class Engine:
         self._starting: list[_Choice] = []
         self._running: dict[int, _Choice] = {}
         self._launched: deque[_Launched] = deque()
-        self._reads: deque[_Span] = deque()  # calls of the reader whose time has not been counted
+        self._reads: deque[_DeviceTimer] = deque()  # calls of the reader whose time has not been counted
         self._wakeups: dict[Generation, Waiter] = {}  # streams with deltas that an event loop waits for
         self._due: set[Generation] = set()  # those to wake now
         self._closing = False
@@ -615,9 +615,9 @@ class Engine:
         """Read a chunk of each of up to `_read_rows` prompts."""
         readings = [job.reading for job in jobs]
         pieces = [reading.tokens[reading.position : reading.position + self.chunk] for reading in readings]
-        span = _Span(self.device)
+        timer = _DeviceTimer(self.device)
         hidden, after = self._reader.read(pieces, [x.state for x in readings if x.state is not None])
-        self._reads.append(span.end())
+        self._reads.append(timer.end())
         self._count_reads()
         self._counts["chunks"] += len(jobs)
         self._counts["prompt_tokens"] += sum(map(len, pieces))
@@ -763,7 +763,7 @@ class Engine:
             longest = max(choice.job.length + choice.steps for _, choice in running)
             steps = min(steps, self.max_length + 1 - longest)
         self._clear_full(steps)
-        tokens, logs, span = [], [], _Span(self.device)
+        tokens, logs, timer = [], [], _DeviceTimer(self.device)
         for _ in range(steps):
             self._loop.step()
             tokens.append(self._loop.token.clone())
@@ -771,7 +771,7 @@ class Engine:
                 logs.append(_top_logs(self._loop.logits.float().log_softmax(1), self._loop.token, number))
         self._lengths += steps
         self._counts["steps"] += steps
-        self._launched.append(_Launched.of(running, tokens, logs, span))
+        self._launched.append(_Launched.of(running, tokens, logs, timer))
         for row, choice in running:
             choice.steps += steps
             if choice.steps_left <= 0 and not choice.job.request.keep_state:
@@ -787,8 +787,8 @@ class Engine:
     def _take(self, launched: _Launched) -> None:
         """Send the tokens of launched steps."""
         columns, logs = launched.results()
-        self._decode_seconds += launched.span.seconds
-        self._step_seconds += 0.2 * (launched.span.seconds / len(launched.tokens) - self._step_seconds)
+        self._decode_seconds += launched.timer.seconds
+        self._step_seconds += 0.2 * (launched.timer.seconds / len(launched.tokens) - self._step_seconds)
         self._count_reads()
         now = time.monotonic()
         for row, choice in launched.running:
@@ -1035,31 +1035,31 @@ class _Launched:
     running: list[tuple[int, _Choice]]
     tokens: Tensor
     logs: list[_TopLogs]
-    span: _Span
+    timer: _DeviceTimer
 
     @classmethod
     def of(
-        cls, running: list[tuple[int, _Choice]], tokens: list[Tensor], logs: list[_TopLogs], span: _Span
+        cls, running: list[tuple[int, _Choice]], tokens: list[Tensor], logs: list[_TopLogs], timer: _DeviceTimer
     ) -> _Launched:
         """Begin to copy the results of steps to the host."""
         found = torch.stack(tokens).to("cpu", non_blocking=True)
         host = [_TopLogs(*(x.to("cpu", non_blocking=True) for x in step)) for step in logs]
-        return cls(running, found, host, span.end())
+        return cls(running, found, host, timer.end())
 
     def results(self) -> tuple[list[list[int]], list[_TopLists]]:
         """Wait for the steps and return the tokens of each row, and the log-probabilities of each step."""
-        self.span.wait()
+        self.timer.wait()
         return self.tokens.T.tolist(), [step.lists() for step in self.logs]
 
 
-class _Span:
+class _DeviceTimer:
     """Time on the device, from now until `end`: by events on a GPU, by the clock elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._begun = self._ended = self._mark()
 
-    def end(self) -> _Span:
+    def end(self) -> _DeviceTimer:
         """End it after what has been launched."""
         self._ended = self._mark()
         return self
