@@ -230,7 +230,8 @@ def test_percentiles():
 
 
 def test_steady_time():
-    answers = [Answer("", 20, arrived=i, first=1.0, seconds=3.0) for i in range(7)]  # 10 tokens/s, for 2 seconds each
+    events = [(1.25, 3), (1.75, 3), (2.25, 3), (2.75, 3)]  # 5 tokens each
+    answers = [Answer("", 20, arrived=i, first=1.0, seconds=3.0, events=events) for i in range(7)]
     counted = [
         load.Sample(t, {"decode_steps_total": 4 * t, "generation_tokens_total": 20 * t, "prefill_seconds_total": t / 8})
         for t in (1, 2, 3, 5, 7)
@@ -238,6 +239,8 @@ def test_steady_time():
     found = load.Round(answers, answers, raw=40.0, rate=1.0, samples=counted, client_seconds=1.8)
     assert found.window == (2, 6)  # From the time of a stream after the first request to the last request.
     assert (found.steady_seconds, found.steady_tokens) == (4, pytest.approx(10 * (1 + 2 + 2 + 2 + 1)))
+    late = [replace(answer, events=[(1.0, 1), (2.9, 3)]) for answer in answers]
+    assert found._replace(answers=late).steady_tokens == pytest.approx(15 + 20 + 20 + 20 + 5 + 5)
     result = load.summarize(1.0, [found])
     assert (result.steady_tokens_per_second, result.steady_ratio) == (pytest.approx(20), pytest.approx(0.5))
     assert (result.busy_slots, result.prefill_share) == (pytest.approx(5), pytest.approx(1 / 8))

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 
 from longspan.utils import printable
@@ -41,6 +41,7 @@ class Answer:
         first: Seconds from opening the connection until the first text.
         seconds: Seconds until the end.
         error: What went wrong, empty if nothing did.
+        events: Seconds and characters of each event with text.
     """
 
     text: str = ""
@@ -50,6 +51,7 @@ class Answer:
     first: float | None = None
     seconds: float = 0.0
     error: str = ""
+    events: list[tuple[float, int]] = field(default_factory=list)
 
 
 @contextmanager
@@ -120,8 +122,9 @@ def _add(answer: Answer, event: dict[str, Any], now: float) -> None:
         return
     for choice in event["choices"]:
         answer.text += choice["text"]
-        if choice["text"] and answer.first is None:
-            answer.first = now
+        if choice["text"]:
+            answer.first = now if answer.first is None else answer.first
+            answer.events.append((now, len(choice["text"])))
     if event.get("usage"):
         answer.tokens = event["usage"]["completion_tokens"]
         answer.cached = event["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0)

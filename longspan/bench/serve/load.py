@@ -45,7 +45,7 @@ class LoadResult:
         ratio: The one relative to the other in the same round, the median.
         steady_seconds: From as long after the first request as the longest stream takes, when slots have filled, until
             the last request arrives, when they begin to empty; of all rounds. 0 if the load was too short for that.
-        steady_tokens_per_second: Within that time; the tokens of a stream are spread evenly over its time.
+        steady_tokens_per_second: Within that time; an event has as much of its stream's tokens as of its text.
         steady_ratio: The same relative to `generate` in the same round, the median.
         busy_slots: Mean number of choices in a decode step of that time, by the server's counters.
         decode_share: Share of that time that the device spent on decode steps.
@@ -147,11 +147,10 @@ class Round(NamedTuple):
         begin, end = self.window
         found = 0.0
         for answer in self.answers:
-            if answer.error or answer.first is None:
+            if answer.error or not answer.events:
                 continue
-            first, last = answer.arrived + answer.first, answer.arrived + answer.seconds
-            inside = max(0.0, min(last, end) - max(first, begin))
-            found += answer.tokens * inside / max(last - first, 1e-9)
+            inside = sum(size for after, size in answer.events if begin <= answer.arrived + after <= end)
+            found += answer.tokens * inside / sum(size for _, size in answer.events)
         return found
 
     def change(self, name: str) -> float | None:
