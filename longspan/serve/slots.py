@@ -18,7 +18,7 @@ from longspan.models.transformer import LanguageModel
 REPETITION_WINDOW = 256  # the longest window of a request's repetition penalty
 _WORD = 8  # bytes
 _SMALLEST_READ = 32  # tokens that the end of a prompt is padded to at least on a GPU
-_GROWTH, _SMALLEST_GROWN = 4, 128  # more chunks that are read together where many wait, and their fewest tokens
+_GROWTH, _SMALLEST_GROWN = (4, 2), 128  # times as many chunks are read where many wait, and their fewest tokens
 _PADDING, _ROWS = 16, 4  # tokens of chunks on a CPU: products of other numbers of rows may be summed in another order
 _SHORT_READ, _SHORT_TOKENS = 1 << 26, 512  # multiplications of a chunk, and tokens of several, that are read together
 _PUT_ROWS = 16  # rows that are begun in one CUDA graph
@@ -354,7 +354,7 @@ class CapturedReader(PromptReader):
 
     A call takes long for its many small operations, however few tokens it has. Where many prompts wait, four times as
     many chunks are read in little more than twice the time. Their number must not change a bit: the two are compared
-    first, and if they differ, all are read twice as many at a time.
+    first. If they differ, the same is tried with twice as many, which are always read together if that differs too.
 
     Args:
         model: A causal model in eval mode.
@@ -374,13 +374,8 @@ class CapturedReader(PromptReader):
         while size == chunk or size >= _SMALLEST_READ:
             number = min(most, tokens // size)
             self._graphs[size] = [self._capture(number, size)]
-            if grow and size >= _SMALLEST_GROWN and _GROWTH * number <= most:
-                grown = self._capture(_GROWTH * number, size)
-                if self._same(self._graphs[size][0], grown):
-                    self._graphs[size].append(grown)
-                else:
-                    logger.info("chunks of %d tokens are read in one number: others give other bits", size)
-                    self._graphs[size] = [self._capture(2 * number, size)]
+            if grow and size >= _SMALLEST_GROWN and _GROWTH[0] * number <= most:
+                self._grow(size, number)
             size //= 2
         self.most_tokens = max(calls[-1].inputs[0].numel() for calls in self._graphs.values())
 
@@ -408,6 +403,21 @@ class CapturedReader(PromptReader):
         torch.stack([*states, *[self._layout.empty] * (rows - len(states))], out=graph.inputs[2])
         hidden, after = graph()
         return hidden, after.clone()
+
+    def _grow(self, size: int, number: int) -> None:
+        """Add a call that reads more chunks of a size, or replace the one there is."""
+        calls = self._graphs[size]
+        for factor in _GROWTH:
+            grown = self._capture(factor * number, size)
+            if self._same(calls[0], grown):
+                calls.append(grown)
+                return
+        logger.info(
+            "chunks of up to %d tokens are always read %d together: other numbers give other bits",
+            size,
+            factor * number,
+        )
+        self._graphs[size] = [grown]
 
     def _call(self, chunks: int, shape: ChunkShape) -> CapturedCall:
         """Return the call with the fewest rows that takes this many chunks."""

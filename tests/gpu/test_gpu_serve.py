@@ -50,7 +50,7 @@ def test_bits_do_not_depend_on_how_many_prompts_wait(dtype):
         streams = [engine.submit(request) for request in given]
         together = [answers(stream.result()) for stream in streams]
         numbers = {size: [len(call.inputs[0]) for call in calls] for size, calls in engine._reader._graphs.items()}
-    assert numbers[128] in ([8, 32], [16])
+    assert numbers[128] in ([8, 32], [8, 16], [16])
     with Engine(model, slots=37, chunk=128, cache_bytes=0) as engine:
         assert [answers(engine.submit(request).result()) for request in given] == together
 

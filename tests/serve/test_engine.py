@@ -344,31 +344,32 @@ class Call:
         return self._function(*self.inputs)
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_more_chunks_are_read_together_where_many_wait(model, monkeypatch, same):
+@pytest.mark.parametrize(("alike", "numbers"), [(8, [2, 8]), (4, [2, 4]), (2, [4])])
+def test_more_chunks_are_read_together_where_many_wait(model, monkeypatch, alike, numbers):
     class Reader(CapturedReader):
         def _read(self, tokens, sizes, packed):
             rows.append(len(tokens))
             packed += (tokens * (torch.arange(tokens.shape[1]) < sizes[:, None])).sum(1, keepdim=True)
-            packed += 0 if same else len(tokens)
+            packed += len(tokens) > alike  # other bits
             return tokens[..., None].float(), packed
 
     monkeypatch.setattr("longspan.serve.slots.CapturedCall", Call)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     rows, layout = [], StateLayout(model.new_state(1))
     reader = Reader(model, layout, 2, 128, 64)
-    assert [reader.rows(reader.shape(size)) for size in (128, 65, 64, 33, 1)] == [8 if same else 4] * 2 + [4, 4, 8]
-    assert reader.most_tokens == (1024 if same else 512)
-    assert [reader.cost(n, reader.shape(101)) for n in (1, 2, 3)] == ([512, 512, 1024] if same else [512] * 3)
-    assert reader.cost(4, reader.shape(63)) == reader.most_tokens // 2
-    for number, expected in ((1, 2), (2, 2), (3, 8)):
+    assert [reader.rows(reader.shape(size)) for size in (128, 65, 64, 33, 1)] == [numbers[-1]] * 2 + [4, 4, 8]
+    assert reader.most_tokens == 128 * numbers[-1]
+    whole, half = reader.most_tokens, reader.most_tokens // 2
+    assert [reader.cost(n, reader.shape(101)) for n in (1, 2, 3)] == [half if len(numbers) > 1 else whole] * 2 + [whole]
+    assert reader.cost(4, reader.shape(63)) == half
+    for number in (1, 2, 3):
         rows.clear()
         chunks = [torch.arange(i, i + 101) for i in range(number)]
         hidden, after = reader.read(chunks, [layout.empty.clone() for _ in chunks])
-        assert rows == [expected if same else 4]
+        assert rows == [min(n for n in numbers if n >= number)]
         for i, chunk in enumerate(chunks):
             assert torch.equal(hidden[i, :101, 0].long(), chunk)
-            assert torch.equal(after[i], layout.empty + chunk.sum() + (0 if same else 4))
+            assert torch.equal(after[i], layout.empty + chunk.sum() + (rows[0] > alike))
     assert CapturedReader(model, layout, 2, 128, 64, grow=False).rows(reader.shape(128)) == 2
 
 
