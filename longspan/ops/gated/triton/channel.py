@@ -203,8 +203,8 @@ def gated_channel_mild_pairs_kernel(
     p_q, p_k, p_decay, p_beta, p_q_in, p_k_in, p_k_out, p_factors, p_pair, p_inverse, p_strong, T, chunks, scale,
     q, k, decay, beta, S: tl.constexpr
 ):  # fmt: skip
-    """What a chunk does not take from the state: q_in, k_in, k_out, factors, A^qk and, if p_inverse is given, L, right
-    for mild gates; chunks with others are marked in p_strong.
+    """What a chunk does not take from the state: q_in, k_in, k_out, factors, A^qk and L, right for mild gates; chunks
+    with others are marked in p_strong.
 
     One program per query head; the first of a group computes what belongs to its key head.
     """
@@ -239,8 +239,7 @@ def gated_channel_mild_pairs_kernel(
             b_row = b_k * b_x
             b_large = tl.maximum(b_large, tl.abs(b_row))
             b_row = b_row.to(S.DOT)
-            if p_inverse is not None:
-                b_l = _add_dot(b_row, tl.trans(b_column), b_l, S)
+            b_l = _add_dot(b_row, tl.trans(b_column), b_l, S)
             if own:
                 store_rows(p_k_in + i_row + c, S.HKV * S.D, rows, b_row, S.D, S.C, S.BK, i_d)
         if own:
@@ -261,7 +260,7 @@ def gated_channel_mild_pairs_kernel(
     tl.store(p_pair, b_pair.to(p_pair.dtype.element_ty))
     if own:
         tl.store(p_strong + i_y, ((least <= -RANGE) | (largest >= LARGE)).to(tl.int32))
-        if p_inverse is not None:
+        if S.DELTA:
             b_l = tl.where(i_t[:, None] > i_t[None, :], b_l, 0.0)
             b_l *= _load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S)[:, None]
             store_inverse(p_inverse, i_y, b_l, S)
@@ -310,12 +309,12 @@ def gated_channel_pairs_kernel(
             b_column = (b_k * b_x).to(S.DOT)
             m_pairs = _pairs(i_t, level)
             b_pair += tl.where(m_pairs, _dot(b_q * b_x, tl.trans(b_column), S), 0.0)
-            if p_inverse is not None:
+            if S.DELTA:
                 b_l += tl.where(m_pairs, _dot(b_column, tl.trans(b_column), S), 0.0)
     b_pair = tl.where(i_t[:, None] == i_t[None, :], b_own[:, None], b_pair) * scale
     p_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
     tl.store(p_pair, b_pair.to(p_pair.dtype.element_ty))
-    if p_inverse is not None:
+    if S.DELTA:
         if own:
             b_l *= _load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S)[:, None]
             store_inverse(p_inverse, i_y, b_l, S)
@@ -339,20 +338,20 @@ def _read_back(p_pair, p_d_out, d, i_b, i_0, i_c, i_h, i_e, T, chunks, S: tl.con
 def gated_channel_writes_kernel(
     p_v, p_beta, p_w, p_inverse, p_u, T, chunks, v, beta, S: tl.constexpr, BACKWARD: tl.constexpr
 ):
-    """−W in place of k_in, and U₀, of one chunk; T in place of L. BACKWARD: T is there already."""
+    """−W in place of k_in, and U₀, of one chunk; for the backward pass also T in place of L."""
     i_h, i_c, i_b = _program(chunks, S.HKV)
     i_0, i_y = i_c * S.C, (i_b * S.HKV + i_h) * chunks + i_c
     rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
-    b_t, b_t_low = load_inverse(p_inverse, i_y, False, S)
-    if not BACKWARD:
-        if tl.bfloat16 == S.DOT:
-            # The sum of the halves, in the layout of products.
-            i_t = tl.arange(0, S.C)
-            b_one = tl.where(i_t[:, None] == i_t[None, :], 1.0, 0.0)
-            b_t = dot_halves(b_one, b_t, b_t_low, zeros(S.C, S.C), S)
-        b_inverse = triangular_inverse(b_t, S)
+    b_l, b_l_low = load_inverse(p_inverse, i_y, False, S)
+    if tl.bfloat16 == S.DOT:
+        # The sum of the halves, in the layout of products.
+        i_t = tl.arange(0, S.C)
+        b_one = tl.where(i_t[:, None] == i_t[None, :], 1.0, 0.0)
+        b_l = dot_halves(b_one, b_l, b_l_low, zeros(S.C, S.C), S)
+    b_inverse = triangular_inverse(b_l, S)
+    if BACKWARD:
         store_inverse(p_inverse, i_y, b_inverse, S)
-        b_t, b_t_low = halves(b_inverse, S)
+    b_t, b_t_low = halves(b_inverse, S)
     b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)[:, None]
     for i_d in range(S.BD // S.BK):
         p_row = p_w + i_row * S.D + i_d * S.BK
@@ -557,11 +556,11 @@ def gated_channel_backward_states_kernel(
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_channel_backward_pairs_kernel(
-    p_v, p_beta, p_d_out, p_k_out, p_d_states, p_u, p_z, p_pair, p_inverse, p_d_l, p_d_beta, T, chunks, scale,
+    p_v, p_beta, p_d_out, p_k_out, p_d_states, p_u, p_z, p_pair, p_inverse, p_d_beta, T, chunks, scale,
     v, beta, d, S: tl.constexpr
 ):  # fmt: skip
     """z = β y, which is dv, for one chunk, and y · v; the gradients of A^qk in its place and, with the delta rule, that
-    of A^kk as part of L; not masked.
+    of A^kk as part of L in place of T; not masked.
     """
     GROUP: tl.constexpr = S.H // S.HKV
     i_h, i_c, i_b = _program(chunks, S.HKV)
@@ -591,7 +590,7 @@ def gated_channel_backward_pairs_kernel(
         i_t = tl.arange(0, S.C)
         tl.store(p_d_beta + i_row + i_t * S.HKV, b_d_beta, mask=i_t < rows)
     if S.DELTA:
-        tl.store(p_d_l + _square(i_y, S), (-b_l).to(S.DOT))
+        tl.store(p_inverse + _square(i_y, S), (-b_l).to(S.DOT))
     for g in range(GROUP):
         i_q = i_h * GROUP + g
         b_pair = zeros(S.C, S.C)
@@ -753,14 +752,13 @@ def gated_channel_backward_kernel(
     store_rows(p_d_decay + i_row, S.H * S.D, rows, b_d_g, S.D, S.C, S.BK, i_d)
 
 
-def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out, the state after the last token, and what `backward` needs: T of the delta rule."""
+def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out, the state after the last token, and an empty tensor: `backward` needs the inputs alone."""
     q, k, v, decay, beta, state = tensors = _dense(x)
     plan = _ChannelForward.of(tensors, problem)
     out, after = v.new_empty(plan.out_shape), q.new_empty(plan.state_shape, dtype=torch.float32)
-    saved, work = plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
-    inverse = plan.pointers(plan.saved, saved)[0] if problem.delta else None
-    marks, pair, factors, states, u, q_in, k_in, k_out = plan.pointers(plan.workspace, work)
+    work = plan.workspace.allocate(q)
+    marks, pair, inverse, factors, states, u, q_in, k_in, k_out = plan.pointers(plan.workspace, work)
     marks = marks if plan.bf16 else None
     with on_device(q):
         for pairs in plan.pairs:
@@ -769,7 +767,7 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> t
             plan.writes(v, beta, k_in, inverse, u)
         plan.states(v, beta, k_in, k_out, factors, state, states, u, after)
         plan.read(v, beta, q_in, pair, states, u, out)
-    return out, after, saved
+    return out, after, q.new_empty(0, dtype=torch.float32)
 
 
 def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[Tensor | None, ...]:
@@ -784,20 +782,21 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
     d_decay = decay.new_empty((B, T, H, D))
     d_state = None if state is None else torch.empty_like(state)
     work = plan.workspace.allocate(q)
-    inverse = plan.pointers(plan.saved, saved.starts)[0] if problem.delta else None
-    marks, pair, factors, states, u, d_states, d_l, by_value, by_channel, *rows = plan.pointers(plan.workspace, work)
+    marks, pair, inverse, factors, states, u, d_states, by_value, by_channel, *rows = plan.pointers(
+        plan.workspace, work
+    )
     marks = marks if plan.bf16 else None
     # What the last kernel does not read is stored where it will write gradients.
     q_in, k_in, k_out = rows or (d_q, d_k.view(q.dtype), d_decay.view(q.dtype))
     with on_device(q):
         for pairs in plan.pairs:
-            pairs(q, k, decay, beta, q_in, k_in, k_out, factors, pair, None, marks)
+            pairs(q, k, decay, beta, q_in, k_in, k_out, factors, pair, inverse, marks)
         if problem.delta:
             plan.writes(v, beta, k_in, inverse, u)
         kept = q_in, k_in, k_out, factors, pair
         plan.states(v, beta, d_out, *kept, state, d_after, states, u, d_states, z, d_state)
-        plan.pair_gradients(v, beta, d_out, k_out, d_states, u, z, pair, inverse, d_l, by_value)
-        inputs = q, k, v, decay, beta, d_out, states, d_states, u, z, pair, d_l, marks
+        plan.pair_gradients(v, beta, d_out, k_out, d_states, u, z, pair, inverse, by_value)
+        inputs = q, k, v, decay, beta, d_out, states, d_states, u, z, pair, inverse, marks
         for read in plan.read:
             read(*inputs, d_q, d_k, d_decay, by_channel)
     d_beta = None if beta is None else plan.sum_beta(work)
@@ -807,8 +806,8 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
 
 
 def saved_size(x: GatedInputs, problem: GatedProblem) -> int:
-    """Return the number of float32 elements that `forward` saves."""
-    return _saved(x.q.dtype, x.v.shape, problem).size
+    """Return 0: the backward pass computes everything again."""
+    return 0
 
 
 class _ChannelPlan(Plan):
@@ -820,25 +819,23 @@ class _ChannelPlan(Plan):
         self.group, self.heads, self.scale = self.H // Hkv, self.B * Hkv, problem.scale
         self.out_shape, self.state_shape = (self.B, self.T, self.H, E), (self.B, Hkv, D, E)
         self.bf16 = dtype == torch.bfloat16
-        C, tile = _tokens(dtype), 64 if self.bf16 else 16
+        C, tile = (64, 64) if self.bf16 else (32, 16)
         BD, beta = padded(D, tile), self.tensors["beta"] is not None
         sizes = self.H, Hkv, D, E, BD, tile, tile, -(-E // tile), C, C.bit_length() - 1
         dot = tl.bfloat16 if self.bf16 else tl.float32
         channels = tile if self.bf16 and not problem.delta else BD
         self.sizes = ChannelSizes(*sizes, problem.delta, beta, dot, PRECISION[dtype], channels)
         self.chunks = -(-self.T // C)
-        self.saved = _saved(dtype, v[0], problem)
         self.kind = torch.bfloat16 if self.bf16 else torch.float32
         # float16 does not have the range of products of decays.
         self.in_place = self.kind == dtype
         scalars = self.T, self.chunks, self.scale
         kernels = gated_channel_mild_pairs_kernel, gated_channel_pairs_kernel
-        backward = isinstance(self, _ChannelBackward)
-        # Three programs per multiprocessor are faster than two with all registers they would take, except with L.
-        options = {} if problem.delta and not backward else {"maxnreg": 168}
-        self.pairs = self.by_strength(kernels, (self.programs,), scalars, "q k decay beta", **options)
+        # Three programs per multiprocessor are faster than two with all registers they would take.
+        self.pairs = self.by_strength(kernels, (self.programs,), scalars, "q k decay beta", maxnreg=168)
         if problem.delta:
             grid = (self.heads * self.chunks,)
+            backward = isinstance(self, _ChannelBackward)
             options = {"maxnreg": 168} if self.bf16 else {}
             self.writes = self.channel_launch(
                 gated_channel_writes_kernel, grid, scalars[:2], "v beta", BACKWARD=backward, **options
@@ -849,14 +846,16 @@ class _ChannelPlan(Plan):
         return self.B * self.H * self.chunks
 
     def buffers(self) -> list[tuple[int, torch.dtype]]:
-        """Marks of strong gates, A^qk, factors, the states before all chunks, u."""
-        S, chunks = self.sizes, self.heads * self.chunks
+        """Marks of strong gates, A^qk, T, e^{G_C}, the states before all chunks, u."""
+        S, delta = self.sizes, self.sizes.DELTA
+        chunks, square = self.heads * self.chunks, S.C * S.C
         return [
             (chunks if self.bf16 else 0, torch.int32),
-            (self.programs * S.C * S.C, self.kind),
+            (self.programs * square, self.kind),
+            (chunks * square if delta else 0, self.kind),
             (chunks * 3 * S.BD, torch.float32),
             self.state_buffer,
-            (self.heads * self.T * S.E if S.DELTA else 0, self.kind),
+            (self.heads * self.T * S.E if delta else 0, self.kind),
         ]
 
     @property
@@ -922,7 +921,6 @@ class _ChannelBackward(_ChannelPlan):
         self.workspace = Workspace(
             *self.buffers(),
             self.state_buffer,
-            *self.saved.buffers,
             (tokens if S.SCALED else 0, torch.float32),
             (self.B * self.T * self.H * self.tiles, torch.float32),
             *([] if self.in_place else self.row_buffers),
@@ -942,19 +940,6 @@ class _ChannelBackward(_ChannelPlan):
         if self.sizes.DELTA:
             total = total + by_channel.view(self.tiles, self.B, self.T, -1, self.group).sum((0, 4))
         return total
-
-
-def _tokens(dtype: torch.dtype) -> int:
-    """Tokens in a chunk."""
-    return 64 if dtype == torch.bfloat16 else 32
-
-
-def _saved(dtype: torch.dtype, v: Any, problem: GatedProblem) -> Workspace:
-    """T of each chunk."""
-    B, T, Hkv, _ = v
-    C = _tokens(dtype)
-    chunks = B * Hkv * -(-T // C) if problem.delta else 0
-    return Workspace((chunks * C * C, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32))
 
 
 def _dense(x: GatedInputs) -> tuple[Any, ...]:
