@@ -48,6 +48,24 @@ def test_segments(state: bool) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("strength", [1.0, pytest.param(0.4, marks=pytest.mark.slow)])
+def test_segments_that_forget_the_state_before_them(strength: float) -> None:
+    """Four segments of five chunks: their states depend on the last four, or on two segments."""
+    case = replace(DELTA, T=32 * 17 + 5, strength=strength)
+    d_out, d_state, x = arguments(case, torch.float32, "cpu")
+    check(case, (d_out, d_state, x), torch.float32)
+
+
+@interpreted
+def test_segments_with_keys_that_undo_the_decay() -> None:
+    """Keys of norm 2 and β = 1 multiply one direction of the state by −3 at every token, and decays by 0.32."""
+    case = replace(DELTA, T=32 * 17 + 5, D=1, beta=False)
+    d_out, d_state, x = arguments(case, torch.float32, "cpu")
+    x = x._replace(k=torch.full_like(x.k, 2.0), log_decay=torch.full((1, case.T, 1, 1), math.log(0.32)))
+    check(case, (d_out, d_state, x), torch.float32)
+
+
+@interpreted
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.parametrize(
     ("decay", "noise", "names"),

@@ -12,7 +12,8 @@ rows stand beside results of products, in float32: q, k and v enter products as 
 
 Where sequences times tiles are fewer than multiprocessors, a sequence is divided into segments. A segment maps the
 state before it to P S + Δ: Δ is what it makes of a zero state, P of D columns that begin as the identity and into which
-no value is written. A scan over the segments' maps gives the state before each.
+no value is written. A scan over the segments' maps gives the state before each. ‖P‖ of a chunk is at most
+Π α max(1, |1 − β k·k|): where that underflows over the last chunks of a segment, P is 0 and Δ begins with those chunks.
 
 Backward, with dS' the gradient of the state after a chunk and z = Tᵀ du:
 
@@ -51,6 +52,8 @@ from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 BLOCK = tl.constexpr(16)
 # β of this or less counts as this: what such a token writes is lost beside anything else.
 LEAST_BETA = tl.constexpr(1e-30)
+# Chunks of a segment that are searched for those that forget everything before them.
+SEARCHED = tl.constexpr(256)
 # Columns of the states of segments per program of the scan: its steps follow each other, and few are faster.
 SCAN_WIDTH = tl.constexpr(32)
 # Precision of products: bfloat16 has no choice.
@@ -372,11 +375,13 @@ def _segment(pid, segments, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_delta_inverse_kernel(
-    p_q, p_k, p_decay, p_beta, p_inverse, p_sums, p_solve, p_pairs, T, chunks, scale, q, k, decay, beta, S: tl.constexpr
+    p_q, p_k, p_decay, p_beta, p_inverse, p_sums, p_norms, p_solve, p_pairs, T, chunks, scale,
+    q, k, decay, beta, S: tl.constexpr
 ):  # fmt: skip
     """T (C, C), G and its powers (4, C) of one chunk, and A^qk (C, C) of its query heads.
 
-    p_inverse: T for the backward pass. p_solve, p_pairs: T, if it is stored apart, and A^qk for the forward pass.
+    p_inverse: T for the backward pass. p_norms: Upper bounds of log ‖P‖ of all chunks, if there are segments. p_solve,
+    p_pairs: T, if it is stored apart, and A^qk for the forward pass.
     """
     GROUP: tl.constexpr = S.H // S.HKV
     pid = tl.program_id(0)
@@ -403,6 +408,11 @@ def gated_delta_inverse_kernel(
         tl.store(p_sums + 2 * S.C, power(b_high, S))
         tl.store(p_sums + 3 * S.C, power(tl.minimum(b_end, 0.0), S))
     b_l = dot(b_k, tl.trans(b_k), S)
+    if S.GATED:
+        if p_norms is not None:
+            b_own = tl.sum(tl.where(i_t[:, None] == i_t[None, :], b_l, 0.0), 1)
+            b_own = tl.log(tl.maximum(tl.abs(1.0 - b_own * b_beta), 1.0))
+            tl.store(p_norms + i_x, tl.sum(b_own) + tl.sum(tl.where(i_t == S.C - 1, b_high, 0.0)))
     b_between = same_layout(between(b_high, b_low, False, S), b_l)
     for i in range(GROUP):
         b_pair = dot(b_q, tl.trans(b_k), S) * b_between * scale
@@ -481,9 +491,23 @@ def _states(
     return b_s
 
 
+@triton.jit
+def _remembered(p_norms, count, BACK: tl.constexpr, S: tl.constexpr):
+    """Of `count` chunks from p_norms on, how many of the last ones the state after them depends on; all if it also
+    depends on the state before them. BACK: of the first ones, for the gradient of the state before them.
+    """
+    number = count
+    if S.GATED:
+        i_n = tl.arange(0, SEARCHED)
+        b_norm = tl.load(p_norms + (i_n if BACK else count - 1 - i_n), mask=i_n < count, other=0.0)
+        number = tl.sum(tl.where(tl.cumsum(b_norm, 0) <= UNDERFLOW, 0, 1)) + 1
+        number = tl.where(number > SEARCHED, count, tl.minimum(number, count))
+    return number
+
+
 @triton.jit(do_not_specialize=["T", "segments", "run", "chunks"])
 def gated_delta_maps_kernel(
-    p_k, p_v, p_beta, p_solve, p_sums, p_state, p_maps, p_totals, T, segments, run, chunks,
+    p_k, p_v, p_beta, p_solve, p_sums, p_norms, p_state, p_maps, p_totals, T, segments, run, chunks,
     k, v, beta, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """P or Δ of one segment, for one tile of columns.
@@ -496,19 +520,22 @@ def gated_delta_maps_kernel(
     i_h, i_p, i_s = pid % S.H, (pid // S.H) % TILES, (pid // (S.H * TILES)) % segments
     i_b = (pid // (S.H * TILES) // segments).to(tl.int64)
     i_kv, i_x = i_h // (S.H // S.HKV), i_b * S.H + i_h
+    i_y, i_c = i_b * S.HKV + i_kv, i_s * run
+    needed = (i_s < segments - 1) & ((i_p < S.TILES) | (i_s > 0))
+    count = _remembered(p_norms + i_y * chunks + i_c, tl.where(needed, run, 0), False, S)
     if i_p < S.TILES:
-        b_s = _given_state(p_state, tl.where(i_s == 0, i_b * S.HKV + i_kv, -1), i_p, S)
+        b_s = _given_state(p_state, tl.where((i_s == 0) & (count == run), i_y, -1), i_p, S)
         p_tile = p_totals + ((i_x * segments + i_s) * S.TILES + i_p) * (S.BE * S.BD)
     else:
-        i_d, i_c = tl.arange(0, S.BD), (i_p - S.TILES) * S.BE + tl.arange(0, S.BE)
-        b_s = tl.where(i_d[:, None] == i_c[None, :], 1.0, zeros(S.BD, S.BE))
+        i_d, i_column = tl.arange(0, S.BD), (i_p - S.TILES) * S.BE + tl.arange(0, S.BE)
+        count = tl.where(count == run, run, 0)
+        b_s = tl.where((i_d[:, None] == i_column[None, :]) & (count > 0), 1.0, zeros(S.BD, S.BE))
         p_tile = p_maps + (i_x * segments + i_s) * (S.BD * S.BD) + (i_p - S.TILES) * (S.BE * S.BD)
-    needed = (i_s < segments - 1) & ((i_p < S.TILES) | (i_s > 0))
     values = (i_p < S.TILES).to(tl.int32)
-    i_c = (i_b * S.HKV + i_kv) * chunks + i_s * run
+    i_c += tl.where(count > 0, run - count, 0)
     b_s = _states(
-        b_s, p_k, p_v, p_beta, p_solve, p_sums, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x, i_s * run * S.C, i_c,
-        tl.where(needed, run, 0), values, k, v, beta, S, False, S.APART, STAGES
+        b_s, p_k, p_v, p_beta, p_solve, p_sums, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x, i_c * S.C,
+        i_y * chunks + i_c, count, values, k, v, beta, S, False, S.APART, STAGES
     )  # fmt: skip
     tl.store(p_tile + total_offsets(0, 0, S), b_s)
 
@@ -666,7 +693,7 @@ def _state_gradients(
 
 @triton.jit(do_not_specialize=["T", "segments", "run", "chunks", "scale", "first"])
 def gated_delta_backward_states_kernel(
-    p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_state, p_totals, p_d_out, p_d_after, p_d_totals,
+    p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_norms, p_state, p_totals, p_d_out, p_d_after, p_d_totals,
     p_states, p_d_states, p_u, p_z, p_d_state, T, segments, run, chunks, scale, first,
     q, k, v, beta, d, S: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
@@ -689,18 +716,18 @@ def gated_delta_backward_states_kernel(
             i_x * chunks + i_first, i_first * S.C, i_y * chunks + i_first, count, 1, k, v, beta, S, True, False, STAGES
         )  # fmt: skip
     else:
-        i_last = i_first + count - 1
         # One query head of a group carries the gradient of the state that they share.
         i_state = tl.where(i_h % (S.H // S.HKV) == 0, i_y, -1)
         if STORE:
             b_s = _first_state(p_d_after, p_d_totals, i_state, i_x, i_s, segments, i_e, True, S)
         else:
-            i_state = tl.where(i_s == segments - 1, i_state, -1)
-            b_s = _given_state(p_d_after, i_state, i_e, S)
+            number = _remembered(p_norms + i_y * chunks + i_first, tl.where(i_s > 0, count, 0), True, S)
+            b_s = _given_state(p_d_after, tl.where((i_s == segments - 1) & (number == count), i_state, -1), i_e, S)
+            count = number
+        i_last = i_first + tl.maximum(count, 1) - 1
         b_s = _state_gradients(
             b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv, i_e,
-            i_x * chunks + i_last, i_last * S.C, i_y * chunks + i_last,
-            count if STORE else tl.where(i_s > 0, count, 0), q, k, beta, d, S, STORE, STAGES
+            i_x * chunks + i_last, i_last * S.C, i_y * chunks + i_last, count, q, k, beta, d, S, STORE, STAGES
         )  # fmt: skip
         if not STORE:
             tl.store(p_d_totals + total_offsets(i_x * segments + i_s, i_e, S), b_s)
@@ -826,13 +853,14 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> t
     plan = _DeltaForward.of((q, k, v, decay, beta, state), problem)
     out, after = v.new_empty(plan.out_shape), v.new_empty(plan.state_shape, dtype=torch.float32)
     saved, work = plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
-    inverse, sums, maps, totals = plan.pointers(plan.saved, saved)
+    inverse, sums, norms, maps, totals = plan.pointers(plan.saved, saved)
+    norms = norms if plan.segments > 1 else None
     solve, pairs = plan.pointers(plan.workspace, work)
     solve = solve if plan.sizes.APART else inverse
     with on_device(q):
-        plan.inverse(q, k, decay, beta, inverse, sums, solve, pairs)
+        plan.inverse(q, k, decay, beta, inverse, sums, norms, solve, pairs)
         if plan.segments > 1:
-            plan.maps(k, v, beta, solve, sums, state, maps, totals)
+            plan.maps(k, v, beta, solve, sums, norms, state, maps, totals)
             plan.scan(maps, totals)
         plan.read(q, k, v, beta, solve, sums, pairs, state, totals, out, after)
     return out, after, saved
@@ -852,11 +880,11 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
     d_decay, d_beta = (None if y is None else y.new_empty((B, T, H)) for y in (decay, beta))
     d_state = q.new_empty((B, H, *plan.state_shape[2:]), dtype=torch.float32)
     work = plan.workspace.allocate(q)
-    inverse, sums, maps, totals = plan.pointers(plan.saved, saved.starts)
+    inverse, sums, norms, maps, totals = plan.pointers(plan.saved, saved.starts)
     states, d_states, d_totals, u = plan.pointers(plan.workspace, work)
     u = d_k if plan.shared else u
     written = d_totals, states, d_states, u, d_v, d_state
-    inputs = q, k, v, beta, inverse, sums, state, totals, d_out, d_after, *written
+    inputs = q, k, v, beta, inverse, sums, norms, state, totals, d_out, d_after, *written
     with on_device(q):
         if plan.segments > 1:
             plan.totals(*inputs)
@@ -968,18 +996,18 @@ class _DeltaBackward(_DeltaPlan):
         self.workspace = Workspace(*buffers, (writes, kind))
         self.sizes = S = S._replace(STRIDE_U=self.H * (S.D if self.shared else S.E))
         if self.segments > 1:
-            self.totals = self.states_launch(states=True, store=False)
+            self.totals = self.states_launch(store=False)
             self.scan = self.scan_launch(back=True)
-        self.states = self.states_launch(states=self.segments == 1, store=True)
+        self.states = self.states_launch(store=True)
         scalars = self.T, self.chunks, self.scale
         stages = 3 if S.BD <= 128 else 1
         self.read = self.delta_launch(gated_delta_backward_kernel, X * self.chunks, scalars, "q k beta d", 4, stages)
 
-    def states_launch(self, *, states: bool, store: bool) -> Launch:
-        """Create a launch that computes gradients of states, and in other programs the states."""
+    def states_launch(self, *, store: bool) -> Launch:
+        """Create a launch that computes gradients of states and, if they are stored, in other programs the states."""
         programs = self.B * self.H * self.sizes.TILES * self.segments
         warps, stages = (4, 2) if self.bf16 and self.sizes.BD <= 128 else (8, 1) if self.bf16 else (4, 1)
-        first = programs if states else 0
+        first = programs if store else 0
         scalars = *self.segmentation, self.scale, first
         return self.delta_launch(
             *(gated_delta_backward_states_kernel, programs + first, scalars, "q k v beta d", warps, stages), STORE=store
@@ -998,7 +1026,7 @@ def _processors(device: int) -> int:
 
 
 def _saved(device: int, dtype: torch.dtype, q: Any, v: Any) -> Workspace:
-    """T and G of each chunk; P and Δ of each segment, as many as there can be: segments do not depend on the length."""
+    """T, G and ‖P‖ of each chunk; P and Δ of each segment, as many as there can be, whatever the length."""
     (B, T, H, D), (Hkv, E) = q, v[2:]
     C, BD, BE, tiles = _tiling(dtype, D, E)
     chunks, most = B * Hkv * -(-T // C), B * H + _processors(device) // tiles
@@ -1006,6 +1034,7 @@ def _saved(device: int, dtype: torch.dtype, q: Any, v: Any) -> Workspace:
     return Workspace(
         (chunks * C * C, kind),
         (chunks * C * 4, torch.float32),
+        (chunks, torch.float32),
         (most * BD * BD, torch.float32),
         (most * BD * BE * tiles, torch.float32),
     )
