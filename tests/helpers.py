@@ -292,6 +292,13 @@ def assert_close_to_truth(fast: Tensor, plain_same_dtype: Tensor, truth64: Tenso
     assert error <= 2 * plain_error + ulp, f"{error:.3g} from the truth, plain PyTorch {plain_error:.3g}, ulp {ulp:.3g}"
 
 
+def check_errors(truth: Sequence[Tensor], near: Sequence[Tensor], ours: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """`assert_close_to_truth` of several results, by their norms."""
+    for exact, plain, own in zip(truth, near, ours, strict=True):
+        allowed = 2 * (plain - exact).norm() + exact.norm() * torch.finfo(dtype).eps
+        assert (own - exact).norm() <= allowed
+
+
 def leaves(mechanism: nn.Module, **tensors: Tensor) -> dict[str, Tensor]:
     """Everything that may have a gradient, by name: the given tensors and the parameters."""
     return {**tensors, **dict(mechanism.named_parameters())}

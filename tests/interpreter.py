@@ -85,6 +85,15 @@ if INTERPRETED:
     check_addresses()
 
 
+def take_kernels(monkeypatch: pytest.MonkeyPatch, eager: Any, name: str) -> None:
+    """Let eager calls on a CPU run on the kernels; what they replace, `eager.name`, must not be called."""
+    from longspan.ops.common import dispatch
+
+    monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
+    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
+    monkeypatch.setattr(eager, name, None)
+
+
 @pytest.fixture
 def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 under the interpreter as on a GPU: exact products, sums in float32, rounding to nearest."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import check_errors
 from kernel_cases import NAMES, Case, arguments, by_kernels, check, forward, kernel_problem
 
 from longspan import build_mechanism
@@ -89,9 +90,7 @@ def test_options_by_kernels_of_bfloat16(name: str, options: dict[str, Any], caus
         return [x.detach().double().cpu() for x in (out, *torch.autograd.grad(out, leaves, d_out))]
 
     kinds = ("cpu", torch.float64), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16)
-    for exact, near, ours in zip(*(results(*kind) for kind in kinds), strict=True):
-        allowed = 2 * (near - exact).norm() + exact.norm() * torch.finfo(torch.bfloat16).eps
-        assert (ours - exact).norm() <= allowed
+    check_errors(*(results(*kind) for kind in kinds), torch.bfloat16)
 
 
 def test_a_blind_spot_of_many_tokens_compiles() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import check_errors
 from local_cases import (
     CASES,
     Case,
@@ -200,9 +201,7 @@ def test_xpos(window: int, xpos: float, causal: bool, dtype: torch.dtype) -> Non
         return [x.detach().double().cpu() for x in (out, *torch.autograd.grad(out, leaves, d_out))]
 
     kinds = (torch.float64, "cpu"), (dtype, "cpu"), (dtype, "cuda")
-    for exact, near, ours in zip(*(results(*kind) for kind in kinds), strict=True):
-        allowed = 2 * (near - exact).norm() + exact.norm() * torch.finfo(dtype).eps
-        assert (ours - exact).norm() <= allowed
+    check_errors(*(results(*kind) for kind in kinds), dtype)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

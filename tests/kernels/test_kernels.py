@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreter import bfloat16, interpreted  # noqa: F401
+from helpers import check_errors
+from interpreter import bfloat16, interpreted, take_kernels  # noqa: F401
 from kernel_cases import Case, arguments, backward, by_kernels, check, forward, kernel_problem
 
 from longspan.mechanisms.linear import LinearAttention
@@ -101,12 +102,8 @@ def test_kernels_take_features_rounded_to_bfloat16(
 
     truth, eager = results(torch.float64), results(torch.bfloat16)
     monkeypatch.setattr(LinearAttention, route, lambda *_: True)
-    monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
-    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
-    monkeypatch.setattr(torch_chunk, "forward", None)  # The kernels take it.
-    for exact, near, ours in zip(truth, eager, results(torch.bfloat16), strict=True):
-        allowed = 2 * (near - exact).norm() + exact.norm() * torch.finfo(torch.bfloat16).eps
-        assert (ours - exact).norm() <= allowed
+    take_kernels(monkeypatch, torch_chunk, "forward")
+    check_errors(truth, eager, results(torch.bfloat16), torch.bfloat16)
 
 
 @interpreted
@@ -129,12 +126,8 @@ def test_a_blind_spot_of_a_mechanism(first_bucket: str, T: int, size: int, monke
     monkeypatch.setattr(LinearAttention, "_fused_buckets", lambda *_: True)
     eager = results(torch.bfloat16)
     torch.testing.assert_close(results(torch.float64), truth)  # The same by one operation, in eager PyTorch.
-    monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
-    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
-    monkeypatch.setattr(torch_chunk, "forward", None)  # The kernels take it.
-    for exact, near, ours in zip(truth, eager, results(torch.bfloat16), strict=True):
-        allowed = 2 * (near - exact).norm() + exact.norm() * torch.finfo(torch.bfloat16).eps
-        assert (ours - exact).norm() <= allowed
+    take_kernels(monkeypatch, torch_chunk, "forward")
+    check_errors(truth, eager, results(torch.bfloat16), torch.bfloat16)
 
 
 @interpreted

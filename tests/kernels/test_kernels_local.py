@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import interpreted
+from helpers import check_errors
+from interpreter import interpreted, take_kernels
 from local_cases import CASES, Case, arguments, by_kernels, check, check_lse, dropped, visible
 
 from longspan.layout import Packing
@@ -127,12 +128,8 @@ def test_xpos(options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.M
         return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
     truth, eager = results(torch.float64), results(dtype)
-    monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
-    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
-    monkeypatch.setattr(window_op, "tiled_window_attention", None)  # The kernels take it.
-    for exact, near, ours in zip(truth, eager, results(dtype), strict=True):
-        allowed = 2 * (near - exact).norm() + exact.norm() * torch.finfo(dtype).eps
-        assert (ours - exact).norm() <= allowed
+    take_kernels(monkeypatch, window_op, "tiled_window_attention")
+    check_errors(truth, eager, results(dtype), dtype)
 
 
 @interpreted
@@ -155,12 +152,8 @@ def test_xpos_over_more_tokens_than_its_scales(start: tuple[int, ...] | None, mo
         return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
     truth, eager = results(torch.float64), results(torch.float32)
-    monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
-    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
-    monkeypatch.setattr(window_op, "tiled_window_attention", None)  # The kernels take it.
-    for exact, near, ours in zip(truth, eager, results(torch.float32), strict=True):
-        allowed = 2 * (near - exact).norm() + exact.norm() * torch.finfo(torch.float32).eps
-        assert (ours - exact).norm() <= allowed
+    take_kernels(monkeypatch, window_op, "tiled_window_attention")
+    check_errors(truth, eager, results(torch.float32), torch.float32)
 
 
 class ByDistance(torch.nn.Module):
@@ -192,12 +185,8 @@ def test_bias_by_distance(options: dict[str, Any], causal: bool, monkeypatch: py
         return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
     truth, eager = results(torch.float64), results(torch.float32)
-    monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
-    monkeypatch.setattr(dispatch, "eager_untraced", lambda q: True)
-    monkeypatch.setattr(window_op, "tiled_window_attention", None)  # The kernels take it.
-    for exact, near, ours in zip(truth, eager, results(torch.float32), strict=True):
-        allowed = 2 * (near - exact).norm() + exact.norm() * torch.finfo(torch.float32).eps
-        assert (ours - exact).norm() <= allowed
+    take_kernels(monkeypatch, window_op, "tiled_window_attention")
+    check_errors(truth, eager, results(torch.float32), torch.float32)
 
 
 @interpreted
