@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import (
     BaseModelOutput,
@@ -177,6 +178,8 @@ class LongspanPreTrainedModel(PreTrainedModel):
     ) -> None:
         if every_n_layers != 1:
             raise ValueError(f"every_n_layers must be 1, got {every_n_layers}: all layers are recomputed or none")
+        if getattr(gradient_checkpointing_func, "func", checkpoint) is not checkpoint:
+            raise ValueError("offload must be False: layers are recomputed from activations on the device")
         self.gradient_checkpointing = enable
         for module in self.modules():
             if isinstance(module, Stack) and module.execution in ("keep", "recompute"):

@@ -22,6 +22,7 @@ from transformers import (
     AutoTokenizer,
     DataCollatorWithFlattening,
     DynamicCache,
+    PreTrainedModel,
     Trainer,
     TrainingArguments,
     pipeline,
@@ -33,6 +34,8 @@ from longspan.hf import ByteTokenizer, LongspanConfig, LongspanForCausalLM, Long
 from longspan.hf.cache import StateCache
 from longspan.hf.models import LongspanForSequenceClassification
 
+# Older versions of transformers say "gradient".
+CHECKPOINTING = "activation" if hasattr(PreTrainedModel, "activation_checkpointing_enable") else "gradient"
 HYBRID = {
     "mechanism": "split",
     "parts": [{"mechanism": "local", "num_heads": 2, "window": 7}, {"mechanism": "linear", "num_heads": 2}],
@@ -250,15 +253,15 @@ def test_the_trainer_trains(tmp_path, recompute):
         disable_tqdm=True,
         logging_steps=5,
         use_cpu=True,
-        gradient_checkpointing=recompute,
         save_strategy="no",
+        **{f"{CHECKPOINTING}_checkpointing": recompute},
     )
     trainer = Trainer(model, arguments, train_dataset=data)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert model.model.transformer.stack.execution == ("recompute" if recompute else "keep")
     assert losses[-1] < 0.5 * losses[0]
-    model.gradient_checkpointing_disable()
+    getattr(model, f"{CHECKPOINTING}_checkpointing_disable")()
     assert model.model.transformer.stack.execution == "keep"
 
 
@@ -337,6 +340,9 @@ def test_what_cannot_be_is_said():
         other.crop(3)
     with pytest.raises(ValueError, match="every_n_layers must be 1, got 2"):
         model._set_gradient_checkpointing(every_n_layers=2)
+    if CHECKPOINTING == "activation":
+        with pytest.raises(ValueError, match="offload must be False"):
+            model.activation_checkpointing_enable(offload=True)
 
 
 def test_fsdp_gives_the_losses_of_one_process():

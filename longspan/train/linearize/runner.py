@@ -50,6 +50,7 @@ from longspan.train.linearize.student import (
     added_parameters,
     build_student,
     save_adapters,
+    set_checkpointing,
     swapped_layers,
 )
 from longspan.train.linearize.teacher import Teacher, load_teacher
@@ -253,14 +254,14 @@ class LinearizeRun:
             load_optimizer(self.student, optimizer, optimizer_state)
         micro, recompute = self._micro_batch(stage)
         if recompute:
-            self.student.gradient_checkpointing_enable({"use_reentrant": False})
+            set_checkpointing(self.student, True)
             self.student.train()  # transformers recomputes in training mode only; no layer drops out
         self._compile(self._is_compiled(stage, recompute))
         self._train(stage, optimizer, parameters, micro)
         self._compile(False)
         self.student.eval()
         if recompute:
-            self.student.gradient_checkpointing_disable()
+            set_checkpointing(self.student, False)
         self._evaluate(stage)
         self.stage, self.step = index + 1, 0
         self._save(None)

@@ -49,6 +49,16 @@ def added_parameters(student: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def set_checkpointing(student: Any, enabled: bool) -> None:
+    """Recompute the activations of layers in the backward pass, or save them."""
+    # Older versions of transformers say "gradient".
+    name = "activation" if hasattr(student, "activation_checkpointing_enable") else "gradient"
+    if enabled:
+        getattr(student, f"{name}_checkpointing_enable")({"use_reentrant": False})
+    else:
+        getattr(student, f"{name}_checkpointing_disable")()
+
+
 @contextmanager
 def without_memory(student: nn.Module) -> Iterator[bool]:
     """Hide the memories of all mixtures inside the block; yields whether there are any."""
