@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
+from helpers import within_tolerance
 from torch import Tensor
 
 from longspan.mechanisms.performer import PerformerAttention
@@ -126,16 +129,9 @@ def by_kernels(case: Case, given: Arguments) -> tuple[Tensor, ...]:
     return out, den, kv, shift, *backward(case, given, out, den, saved)
 
 
-def check(case: Case, given: Arguments, dtype: torch.dtype, *more: Arguments) -> None:
-    """No further from the float64 truth than twice eager PyTorch in the same dtype, plus an ulp of the largest value.
-
-    more: Further draws of the inputs. The largest error over one draw is a matter of chance: eager PyTorch's differs by
-    a factor of two between two CPUs.
-    """
-    rows = [_errors(case, draw, dtype) for draw in (given, *more)]
-    for name in rows[0]:
-        ours, eager, ulp = (max(values) for values in zip(*(row[name] for row in rows), strict=True))
-        assert ours <= 2 * eager + ulp, f"{name}: {ours:.3g} from the truth, {2 * eager + ulp:.3g} allowed"
+def check(case: Case, given: Arguments, dtype: torch.dtype, more: Iterable[Arguments] = ()) -> None:
+    """`within_tolerance` of all results. more: Further draws of the inputs."""
+    within_tolerance(_errors(case, draw, dtype) for draw in chain([given], more))
 
 
 def _errors(case: Case, given: Arguments, dtype: torch.dtype) -> dict[str, tuple[float, float, float]]:
@@ -172,8 +168,7 @@ def _errors(case: Case, given: Arguments, dtype: torch.dtype) -> dict[str, tuple
 
 def check_epsilon(case: Case, epsilon: float, dtype: torch.dtype, device: str) -> None:
     """`check` of causal FAVOR+ with an epsilon."""
-    for name, (ours, eager, ulp) in _epsilon_errors(case, epsilon, dtype, device).items():
-        assert ours <= 2 * eager + ulp, f"{name}: {ours:.3g} from the truth, {2 * eager + ulp:.3g} allowed"
+    within_tolerance([_epsilon_errors(case, epsilon, dtype, device)])
 
 
 def _epsilon_errors(

@@ -109,7 +109,7 @@ def test_a_blind_spot_of_many_tokens_compiles() -> None:
 def test_kernels(case: Case, dtype: torch.dtype) -> None:
     draws = 4 if dtype == torch.float32 and case.feature_map == "favor" else 1
     first, *more = (arguments(case, dtype, "cuda") for _ in range(draws))
-    check(case, first, dtype, *more)
+    check(case, first, dtype, more)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -44,7 +44,7 @@ CASES = [
 def test_kernels(case: Case, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and CASES.index(case) % 2:
         pytest.skip("every other case will do")
-    check(case, arguments(case, dtype, "cpu"), dtype)
+    check(case, arguments(case, dtype, "cpu"), dtype, (arguments(case, dtype, "cpu") for _ in range(3)))
 
 
 @interpreted
