@@ -158,9 +158,9 @@ def test_the_first_token_tells_the_class() -> None:
 
 
 def test_hybrids_by_layers_have_a_window_in_every_other_layer() -> None:
-    model = LanguageModel(model_config(Needle(64), mechanisms(2, 8, 64)["local/delta-head"], replace(TINY, depth=4)))
+    model = LanguageModel(model_config(Needle(64), mechanisms(2, 8, 64)["delta-head/local"], replace(TINY, depth=4)))
     found = [type(layer.mechanism).__name__ for layer in model.modules() if isinstance(layer, Attention)]
-    assert found == ["LocalAttention", "DeltaAttention"] * 2
+    assert found == ["DeltaAttention", "LocalAttention"] * 2
 
 
 def test_tasks_have_layers_of_their_own_unless_given(tmp_path: Path) -> None:

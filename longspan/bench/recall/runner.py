@@ -33,7 +33,7 @@ from longspan.train.synthetic.tasks import SyntheticTask
 from longspan.utils import choose, printable
 
 DEVICES = ("cpu", "cuda")
-_SCORING = 5.0  # seconds between the end of training and the end of the time budget
+_SCORING = 15.0  # seconds between the end of training and the end of the time budget
 
 
 @dataclass(frozen=True)

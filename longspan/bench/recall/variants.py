@@ -44,7 +44,7 @@ def mechanisms(num_heads: int, head_dim: int, length: int) -> dict[str, Spec]:
         "delta-head-negative": {**_DELTA_NEGATIVE, "gate": "head"},
     }
     layers = ("linear", "decay-head", "delta", "delta-head")
-    hybrids: dict[str, Spec] = {f"local/{name}": [single["local"], single[name]] for name in layers}
+    hybrids: dict[str, Spec] = {f"{name}/local": [single[name], single["local"]] for name in layers}
     if num_heads > 1:
         for name, spec in single.items():
             if name not in ("softmax", "local"):
@@ -171,11 +171,14 @@ RECIPES: dict[str, tuple[Callable[[int], Recipe], int]] = {
 
 # What is run first, by task; the rest follows in the order of the tables above.
 FIRST: Mapping[str, tuple[str, ...]] = {
-    "mqar": ("delta", "local+delta", "linear", "delta-head", "local+delta-head", "softmax", "decay-head", "local"),
+    "mqar": (
+        *("delta", "delta/local", "delta-head/local", "local+delta-head", "delta-head", "local+delta", "decay-head"),
+        *("linear", "softmax", "local", "performer", "linformer"),
+    ),
     "parity": ("delta-negative", "delta-head-negative", "delta", "delta-head", "linear", "softmax", "decay-head"),
     "selective-copy": ("delta-head", "decay-head", "linear", "softmax", "local+delta-head"),
     "needle": ("delta-head", "decay-head", "linear", "softmax", "local+delta-head"),
-    "listops": ("decay-head", "linear", "softmax", "decay-channel", "delta-head"),
+    "listops": ("decay-head", "delta-head", "decay-channel", "linear", "softmax"),
 }
 
 
