@@ -122,9 +122,11 @@ class GatedMechanism(Mechanism):
     def _diagonal(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> Tensor:
         """Return what each token reads of itself (B, T, H, E), which both directions without the delta rule include."""
         group = q.shape[2] // k.shape[2]
-        own = (q * k.repeat_interleave(group, 2)).sum(-1, dtype=sum_dtype(k), keepdim=True) * self._scale
-        own = own if beta is None else own * beta.repeat_interleave(group, 2)[..., None]
-        return own * v.repeat_interleave(group, 2)
+        if group > 1:
+            k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+            beta = None if beta is None else beta.repeat_interleave(group, 2)
+        own = (q * k).sum(-1, dtype=sum_dtype(k), keepdim=True) * self._scale
+        return (own if beta is None else own * beta[..., None]) * v
 
     def _defer(
         self,

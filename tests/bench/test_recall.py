@@ -21,6 +21,7 @@ from longspan.bench.recall import RecallOptions, results, run, training
 from longspan.bench.recall.runner import RecallPlan
 from longspan.bench.recall.training import RecallRun, execute
 from longspan.bench.recall.variants import FIRST, RECIPES, LayerOptions, Recipe, mechanisms, model_config
+from longspan.models.layers import Attention
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.train.synthetic import datasets
 from longspan.train.synthetic.datasets import Dataset, cached_dataset, make_dataset
@@ -51,8 +52,8 @@ def test_every_mechanism_has_a_state_of_equal_size() -> None:
 
 @pytest.mark.parametrize("name", mechanisms(2, 8, 17))
 def test_every_mechanism_trains_on_tokens_and_classes(name: str) -> None:
-    layer = replace(TINY, depth=1)
-    for score in (Needle(17), ListOps(17))[: 1 if "+" in name else 2]:
+    layer = TINY if "/" in name else replace(TINY, depth=1)
+    for score in (Needle(17), ListOps(17))[: 1 if "+" in name or "/" in name else 2]:
         recipe = Recipe(score, (score,), steps=1, batch_tokens=51)
         data = make_dataset(score, "train", 0, 3)
         run_ = RecallRun(score.name, name, mechanisms(2, 8, 17)[name], "final", 1e-3, 0, 1, layer, recipe)
@@ -142,6 +143,39 @@ def test_logits_are_those_of_the_answers() -> None:
             zip(positions, answers, strict=True)
         )
     assert torch.equal(data.tokens.long(), torch.from_numpy(arrays[0]))
+
+
+def test_the_first_token_tells_the_class() -> None:
+    """Only that of all outputs: the mean of a long list hides its root."""
+    task = ListOps(64)
+    data = make_dataset(task, "score", 0, 5)
+    recipe = Recipe(task, (task,), steps=1)
+    model = Classifier(model_config(task, mechanisms(2, 8, 64)["linear"], TINY))
+    outputs: list[torch.Tensor] = []
+    model.to_classes.register_forward_hook(lambda _, __, out: outputs.append(out))
+    logits = training._logits(model, recipe, data.select(torch.arange(5)))
+    assert torch.equal(logits, outputs[0][:, 0])
+
+
+def test_hybrids_by_layers_have_a_window_in_every_other_layer() -> None:
+    model = LanguageModel(model_config(Needle(64), mechanisms(2, 8, 64)["delta-head/local"], replace(TINY, depth=4)))
+    found = [type(layer.mechanism).__name__ for layer in model.modules() if isinstance(layer, Attention)]
+    assert found == ["DeltaAttention", "LocalAttention"] * 2
+
+
+def test_tasks_have_layers_of_their_own_unless_given(tmp_path: Path) -> None:
+    everything = tuple(RECIPES)
+    default = RecallOptions(tasks=everything)
+    assert {task: default.recipe(task).layer for task in everything} == {
+        **dict.fromkeys(everything, LayerOptions()),
+        "parity": LayerOptions(conv_size=0),
+        "listops": LayerOptions(depth=4, heads=4),
+    }
+    given = LayerOptions(dim=24, depth=3, heads=1, conv_size=3, out_norm=False, out_gate="sigmoid")
+    chosen = RecallOptions(tasks=everything, **vars(given))
+    assert {chosen.recipe(task).layer for task in everything} == {given}
+    (run_,) = RecallPlan(replace(chosen, tasks=("parity",), mechanisms=("local",), lrs=(1e-3,), seeds=(0,)), []).open
+    assert (run_.layer, run_.spec) == (given, {"mechanism": "local", "window": 12})
 
 
 def test_parity_is_scored_by_length_and_needles_by_depth() -> None:
@@ -359,6 +393,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"heads": 3}, r"dim \(16\) must be a multiple of heads \(3\)"),
     "length": ({"length": 3}, "too short"),
     "convolution": ({"conv_size": 1}, "conv_size must be 0"),
+    "gate": ({"out_gate": "relu"}, "unknown out_gate 'relu'"),
     "device": ({"device": "gpu"}, "unknown device 'gpu'"),
 }
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from longspan import list_mechanisms
 from longspan.train.synthetic.evaluation import NUM_SCORED, TrialConfig, TrialProgress, model_for, run_trial
-from longspan.train.synthetic.tasks import DEPTHS, Copy, Needle, Recall, SyntheticTask
+from longspan.train.synthetic.tasks import DEPTHS, Copy, ListOps, Needle, Recall, SyntheticTask
 
 LINEAR = {"mechanism": "linear"}
 
@@ -69,3 +69,9 @@ def test_recall_is_learned_by_a_hybrid_and_not_by_local_attention() -> None:
     assert local["guess"] == pytest.approx(1 / 3)
     assert local["accuracy"] < 0.5
     assert both["accuracy"] > 0.9
+
+
+def test_the_root_of_a_list_is_learned_first() -> None:
+    """A third of the values follows from it, the first token, which the mean of all tokens would hide."""
+    found = trial(ListOps(128), LINEAR, 60)
+    assert found["accuracy"] > found["guess"] + 0.05

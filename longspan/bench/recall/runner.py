@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
@@ -25,18 +25,19 @@ from longspan.bench.environment import cores, environment
 from longspan.bench.jsonl import Row, append, prepare
 from longspan.bench.recall.results import best_lr, identify, key, plot, read, table
 from longspan.bench.recall.training import RecallRun, execute
-from longspan.bench.recall.variants import FIRST, RECIPES, LayerOptions, Recipe, mechanisms, model_config
+from longspan.bench.recall.variants import FIRST, RECIPES, LayerOptions, Recipe, model_config
 from longspan.bench.subjects.base import is_out_of_memory, one_line
+from longspan.models.config import OutGate
 from longspan.train.synthetic.datasets import Dataset, cached_dataset
 from longspan.train.synthetic.tasks import SyntheticTask
 from longspan.utils import choose, printable
 
 DEVICES = ("cpu", "cuda")
-_SCORING = 5.0  # seconds between the end of training and the end of the time budget
+_SCORING = 15.0  # seconds between the end of training and the end of the time budget
 
 
 @dataclass(frozen=True)
-class RecallOptions(LayerOptions):
+class RecallOptions:
     """Train small models of every mechanism on synthetic tasks, with states of equal size, and report their accuracy.
 
     For each task and mechanism a learning rate is chosen on one seed in a quarter of the steps; then several seeds are
@@ -58,6 +59,18 @@ class RecallOptions(LayerOptions):
     """Tokens of a training set. By default 17 million, 4 for parity, 96,000 sequences for listops."""
     score_sequences: int = 1024
     """Sequences to score."""
+    dim: int | None = None
+    """Width of the models. By default 128."""
+    depth: int | None = None
+    """Number of layers. By default 2; 4 for listops."""
+    heads: int | None = None
+    """Number of heads. By default 2; 4 for listops."""
+    conv_size: int | None = None
+    """Width of the convolution over queries, keys and values, 0 for none. By default 4; 0 for parity."""
+    out_norm: bool | None = None
+    """Normalize each head's output. By default true."""
+    out_gate: OutGate | None = None
+    """Gate of the heads' outputs: none, sigmoid, silu. By default silu."""
     lrs: tuple[float, ...] = ()
     """Learning rates to choose from on seed 0; a single one is used as it is. By default two of each task."""
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -81,7 +94,6 @@ class RecallOptions(LayerOptions):
         for name in self.tasks:
             choose("task", name, RECIPES)
         choose("device", self.device, DEVICES)
-        choose("out_gate", self.out_gate, ("none", "sigmoid", "silu"))
         if not self.tasks or not self.seeds:
             raise ValueError("tasks and seeds must not be empty")
         for name in ("dim", "depth", "heads", "length", "steps", "batch_tokens", "train_tokens", "score_sequences"):
@@ -90,15 +102,14 @@ class RecallOptions(LayerOptions):
             _check_positive(name, getattr(self, name))
         if any(lr <= 0 for lr in self.lrs):
             raise ValueError(f"lrs must be positive, got {', '.join(map(str, self.lrs))}")
-        if self.dim % self.heads:
-            raise ValueError(f"dim ({self.dim}) must be a multiple of heads ({self.heads})")
-        known = mechanisms(self.heads, self.dim // self.heads, 64)
-        for name in self.mechanisms:
-            choose("mechanism", name, known)
         if any(seed < 0 for seed in self.seeds):
             raise ValueError(f"seeds must be 0 or more, got {', '.join(map(str, self.seeds))}")
         for task in self.tasks:
-            model_config(self.recipe(task).score, known["linear"], self.layer)
+            recipe = self.recipe(task)
+            known = recipe.mechanisms
+            for name in self.mechanisms:
+                choose("mechanism", name, known)
+            model_config(recipe.score, known["linear"], recipe.layer)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("this PyTorch finds no CUDA device; use device cpu")
 
@@ -109,12 +120,9 @@ class RecallOptions(LayerOptions):
         changes: dict[str, Any] = {"lrs": self.lrs or recipe.lrs, "steps": self.steps or recipe.steps}
         for name in ("batch_tokens", "train_tokens"):
             changes[name] = getattr(self, name) or getattr(recipe, name)
-        return replace(recipe, **changes)
-
-    @property
-    def layer(self) -> LayerOptions:
-        """Sizes and options of the models."""
-        return LayerOptions(self.dim, self.depth, self.heads, self.conv_size, self.out_norm, self.out_gate)
+        given = {each.name: getattr(self, each.name) for each in fields(LayerOptions)}
+        layer = replace(recipe.layer, **{name: value for name, value in given.items() if value is not None})
+        return replace(recipe, layer=layer, **changes)
 
 
 def _check_positive(name: str, value: float | None) -> None:
@@ -205,11 +213,11 @@ class RecallPlan:
 
     def _run(self, task: str, mechanism: str, stage: str, lr: float, seed: int) -> RecallRun:
         options, recipe = self._options, self._options.recipe(task)
-        spec = mechanisms(options.heads, options.dim // options.heads, recipe.score.length)[mechanism]
         steps, seconds = recipe.steps, options.run_seconds
         if stage == "sweep":
             steps, seconds = max(1, steps // 4), None if seconds is None else seconds / 4
-        return RecallRun(task, mechanism, spec, stage, lr, seed, steps, options.layer, recipe, seconds)
+        spec = recipe.mechanisms[mechanism]
+        return RecallRun(task, mechanism, spec, stage, lr, seed, steps, recipe.layer, recipe, seconds)
 
     @staticmethod
     def _named(runs: Sequence[RecallRun]) -> dict[str, RecallRun]:
@@ -218,10 +226,9 @@ class RecallPlan:
 
 def _pairs(options: RecallOptions) -> Iterator[tuple[str, str]]:
     """Tasks and mechanisms, the most telling ones first."""
-    known = list(mechanisms(options.heads, options.dim // options.heads, 64))
-    chosen = options.mechanisms or tuple(known)
-    first = [(task, name) for task in options.tasks for name in FIRST.get(task, ()) if name in chosen]
-    rest = [(task, name) for task in options.tasks for name in chosen if (task, name) not in first]
+    chosen = {task: options.mechanisms or tuple(options.recipe(task).mechanisms) for task in options.tasks}
+    first = [(task, name) for task in options.tasks for name in FIRST.get(task, ()) if name in chosen[task]]
+    rest = [(task, name) for task in options.tasks for name in chosen[task] if (task, name) not in first]
     yield from first
     yield from rest
 

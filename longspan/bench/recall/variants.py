@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConfig, OutGate
 from longspan.train.presets import half_local
 from longspan.train.synthetic.tasks import ListOps, Needle, Parity, Recall, SelectiveCopy, SyntheticTask
+from longspan.utils import choose
 
-Spec = dict[str, Any]
+Spec = dict[str, Any] | list[dict[str, Any]]  # as in AttentionConfig: of all layers, or of each
 _DELTA_NEGATIVE = {"mechanism": "delta", "negative_eigenvalues": True}
 
 
@@ -18,16 +19,16 @@ def mechanisms(num_heads: int, head_dim: int, length: int) -> dict[str, Spec]:
     """Return the mechanisms by name, as in AttentionConfig, with D·E numbers of state per head.
 
     A window of D/2 keys and values, D/2 compressed rows and D random features have as many; softmax, which stores
-    every token, is the reference.
+    every token, is the reference. `local+…` has a window in half of the heads, `local/…` in every other layer.
 
     Args:
-        num_heads: H; hybrids by heads use a window in half of them.
+        num_heads: H.
         head_dim: D, and E.
         length: Tokens of the longest sequence.
     """
     half = max(2, head_dim // 2)
     linformer = {"mechanism": "linformer", "rank": half, "max_length": length}
-    single: dict[str, Spec] = {
+    single: dict[str, dict[str, Any]] = {
         "softmax": {"mechanism": "softmax"},
         "local": {"mechanism": "local", "window": half},
         "linear": {"mechanism": "linear", "feature_map": "softmax"},
@@ -42,7 +43,8 @@ def mechanisms(num_heads: int, head_dim: int, length: int) -> dict[str, Spec]:
         "delta-negative": {**_DELTA_NEGATIVE, "gate": "none"},
         "delta-head-negative": {**_DELTA_NEGATIVE, "gate": "head"},
     }
-    hybrids: dict[str, Spec] = {}
+    layers = ("linear", "decay-head", "delta", "delta-head")
+    hybrids: dict[str, Spec] = {f"{name}/local": [single[name], single["local"]] for name in layers}
     if num_heads > 1:
         for name, spec in single.items():
             if name not in ("softmax", "local"):
@@ -50,7 +52,7 @@ def mechanisms(num_heads: int, head_dim: int, length: int) -> dict[str, Spec]:
         decay = {**single["decay-head"], "num_heads": num_heads // 2}
         delta = {**single["delta-head"], "num_heads": num_heads - num_heads // 2}
         hybrids["decay-head+delta-head"] = {"mechanism": "split", "parts": [decay, delta]}
-    return single | hybrids
+    return {**single, **hybrids}
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,13 @@ class LayerOptions:
     """Width of the convolution over queries, keys and values; 0 for none."""
     out_norm: bool = True
     """Normalize each head's output."""
-    out_gate: Literal["none", "sigmoid", "silu"] = "silu"
+    out_gate: OutGate = "silu"
     """Gate of the heads' outputs."""
+
+    def __post_init__(self) -> None:
+        choose("out_gate", self.out_gate, get_args(OutGate))
+        if self.dim % self.heads:
+            raise ValueError(f"dim ({self.dim}) must be a multiple of heads ({self.heads})")
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ class Recipe:
         length_buckets: Batches are drawn from this many parts of a data set in turn, by length, to save padding.
         solved: Training ends when the mean loss of a block of steps is below this (nats per answer).
         precision: "bf16" by autocast on a GPU, or "fp32".
+        layer: Sizes and options of the models.
     """
 
     score: SyntheticTask
@@ -97,6 +105,12 @@ class Recipe:
     length_buckets: int = 1
     solved: float = 0.005
     precision: Literal["bf16", "fp32"] = "bf16"
+    layer: LayerOptions = LayerOptions()
+
+    @property
+    def mechanisms(self) -> dict[str, Spec]:
+        """The mechanisms to compare, by name."""
+        return mechanisms(self.layer.heads, self.layer.dim // self.layer.heads, self.score.length)
 
 
 def _mqar(length: int) -> Recipe:
@@ -127,6 +141,8 @@ def _parity(length: int) -> Recipe:
         lrs=(1e-2, 3e-2),
         solved=0.0,  # errors too small to matter at 40 bits add up over 256
         precision="fp32",
+        # A convolution lets keys depend on the bits before: reflections along different axes add up to a rotation.
+        layer=LayerOptions(conv_size=0),
     )
 
 
@@ -139,7 +155,8 @@ def _listops(length: int) -> Recipe:
         batch_tokens=32 * length,
         train_tokens=96_000 * length,
         lrs=(1e-3, 3e-3),
-        length_buckets=4,
+        length_buckets=8,
+        layer=LayerOptions(depth=4, heads=4),
     )
 
 
@@ -154,11 +171,14 @@ RECIPES: dict[str, tuple[Callable[[int], Recipe], int]] = {
 
 # What is run first, by task; the rest follows in the order of the tables above.
 FIRST: Mapping[str, tuple[str, ...]] = {
-    "mqar": ("delta", "local+delta", "linear", "delta-head", "local+delta-head", "softmax", "decay-head", "local"),
+    "mqar": (
+        *("delta", "delta/local", "delta-head/local", "local+delta-head", "delta-head", "local+delta", "decay-head"),
+        *("linear", "softmax", "local", "performer", "linformer"),
+    ),
     "parity": ("delta-negative", "delta-head-negative", "delta", "delta-head", "linear", "softmax", "decay-head"),
     "selective-copy": ("delta-head", "decay-head", "linear", "softmax", "local+delta-head"),
     "needle": ("delta-head", "decay-head", "linear", "softmax", "local+delta-head"),
-    "listops": ("decay-head", "linear", "softmax", "decay-channel", "delta-head"),
+    "listops": ("decay-head", "delta-head", "decay-channel", "linear", "softmax"),
 }
 
 
@@ -166,7 +186,7 @@ def model_config(score: SyntheticTask, spec: Spec, layer: LayerOptions) -> Model
     """Return the model of a run.
 
     Token models are causal, without positions, and tie their embeddings, as the models of Arora et al. (2023);
-    classifiers are bidirectional, with learned positions.
+    classifiers are bidirectional, with learned positions, and read the class from the first token, as BERT does.
     """
     causal = score.num_classes is None
     attention = AttentionConfig(
@@ -189,6 +209,7 @@ def model_config(score: SyntheticTask, spec: Spec, layer: LayerOptions) -> Model
         vocab_size=score.vocab_size,
         tie_embeddings=causal,
         num_classes=score.num_classes,
+        pooling="none",
     )
 
 

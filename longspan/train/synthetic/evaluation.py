@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from torch import Tensor
 
 from longspan import __version__
 from longspan.mechanisms import list_mechanisms
@@ -27,7 +28,7 @@ from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.loggers import Record
 from longspan.train.presets import half_local
 from longspan.train.report.plots import plot_depths
-from longspan.train.synthetic.tasks import TASKS, SyntheticTask, accuracy_by_depth
+from longspan.train.synthetic.tasks import TASKS, Examples, SyntheticTask, accuracy_by_depth
 from longspan.utils import choose, choose_device, commit, printable, write_atomically
 
 NUM_HEADS = 4
@@ -117,6 +118,7 @@ def model_for(task: SyntheticTask, mechanism: Record) -> ModelConfig:
         causal=task.num_classes is None,
         vocab_size=task.vocab_size,
         num_classes=task.num_classes,
+        pooling="none",
     )
 
 
@@ -156,7 +158,7 @@ def _train(
         for group in optimizer.param_groups:
             group["lr"] = trial.lr * warmup * max(0.02, cosine)
         examples = task.examples("train", trial.seed, step, trial.batch_size).to(device)
-        logits = model(examples.tokens, key_mask=examples.key_mask)
+        logits = _logits(model, examples)
         loss = F.cross_entropy(logits.flatten(0, -2), examples.labels.flatten(), ignore_index=IGNORE_INDEX)
         optimizer.zero_grad()
         loss.backward()
@@ -169,6 +171,13 @@ def _train(
     return step + 1, fmean(recent)
 
 
+def _logits(model: torch.nn.Module, examples: Examples) -> Tensor:
+    """Return the logits of all tokens (B, T, V), or of the classes (B, V), which the first token tells."""
+    logits = model(examples.tokens, key_mask=examples.key_mask)
+    assert isinstance(logits, Tensor)
+    return logits if examples.labels.ndim > 1 else logits[:, 0]
+
+
 def _evaluate(model: torch.nn.Module, task: SyntheticTask, trial: TrialConfig, device: torch.device) -> Record:
     """Return the accuracy on the score split, and by depth if the task has depths."""
     answers, correct, depths = [], [], []
@@ -176,7 +185,7 @@ def _evaluate(model: torch.nn.Module, task: SyntheticTask, trial: TrialConfig, d
     with torch.no_grad():
         for index, first in enumerate(range(0, NUM_SCORED, trial.batch_size)):
             examples = task.examples("score", trial.seed, index, min(trial.batch_size, NUM_SCORED - first)).to(device)
-            predicted = model(examples.tokens, key_mask=examples.key_mask).argmax(-1)
+            predicted = _logits(model, examples).argmax(-1)
             has_label = examples.labels != IGNORE_INDEX
             answers.append(examples.labels[has_label].cpu())
             correct.append((predicted == examples.labels)[has_label].cpu())
