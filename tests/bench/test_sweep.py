@@ -9,13 +9,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
+import torch
 from torch import Tensor
 
 from longspan.bench import __main__ as by_json
 from longspan.bench import sweep
+from longspan.bench.jsonl import read
 from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig, Workload
 from longspan.bench.subjects.peers import SDPA
 from longspan.bench.subjects.sweep import SweepSubject
@@ -321,6 +324,52 @@ def test_jobs_is_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(started) == jobs
         assert [cell for cell, _ in found] == cells()
         assert all(measured.check == {"error": 0.0} for _, measured in found)
+
+
+class Recording(InProcess):
+    """Answers without measuring, and records what it was asked for in the order of the answers."""
+
+    log: ClassVar[list[tuple[str, Cell, Recording]]] = []
+
+    def answer(self, deadline: float | None) -> Measurement:
+        what, cell = self.asked.pop(0)
+        self.log.append((what, cell, self))
+        if what == "prepare":
+            return Measurement("ok", check={"error": 0.0}, metrics={"implementation": "kernels"})
+        return Measurement("ok", times={"forward": [1.0, 2.0, 9.0], "forward_backward": [4.0]}, peak_mb=5.0)
+
+
+def test_a_gpu_is_timed_after_all_processes_have_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sweep, "SweepWorker", Recording)
+    monkeypatch.setattr(sweep, "BATCH", 4)
+    monkeypatch.setattr(Recording, "log", [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(name="a GPU", total_memory=10**11)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    values = {"subject": "sweep", "device": "cuda", "lengths": [512, 2048, 8192], "head_dims": [64, 128]}
+    values |= {"heads": [8], "modes": ["causal"], "mechanisms": ["linear", "delta"], "dtypes": ["bfloat16"]}
+    values |= {"jobs": 2, "minutes": 2, "out": str(tmp_path / "sweep.jsonl")}
+    monkeypatch.setattr(sys, "argv", ["bench", json.dumps(values)])
+    by_json.main()
+    log = Recording.log
+    assert [what for what, _, _ in log][:16] == ["prepare"] * 8 + ["time"] * 8
+    assert sorted(map(str, (cell for what, cell, _ in log if what == "prepare"))) == sorted(
+        map(str, (cell for what, cell, _ in log if what == "time"))
+    )
+    kinds: dict[tuple[str, int], set[int]] = {}
+    for _, cell, worker in log:
+        kinds.setdefault((cell.subject.name, cell.case.head_dim), set()).add(id(worker))
+    assert {len(workers) for workers in kinds.values()} == {1}, "all lengths in the process that has their kernels"
+    assert len(set.union(*kinds.values())) == 2
+    rows = read(tmp_path / "sweep.jsonl")
+    assert len(rows) == len(log) // 2 >= 18
+    first = next(each for each in rows if each["mechanism"] == "linear")
+    assert (first["forward_ms"], first["peak_mb"], first["implementation"]) == (2.0, 5.0, "kernels")
+    assert first["machine"]["gpu"]["name"] == "a GPU"
+    assert first["case"]["batch_size"] * first["case"]["length"] == 32768
+    log.clear()
+    by_json.main()
+    assert log == [], "cells in the file are not measured again"
 
 
 def test_the_heat_map_has_a_panel_for_each_mechanism_and_mode(tmp_path: Path) -> None:
