@@ -57,6 +57,8 @@ RECIPES: dict[str, Settings] = {
     "logit-softcap": {"model.logit_softcap": 15.0},
     "fast": {"muon_lr": 1e-2},
     "lr-high": {"lr": 4e-3},
+    "embedding-fast": {"embedding_lr": 6e-3},
+    "stable-decay": {"decay_ratio": 0.6},
     "warmup-100": {"warmup": 100},
     "half-batch": {BATCH_FACTOR: 0.5},
     "double-batch": {BATCH_FACTOR: 2},
@@ -68,6 +70,7 @@ RECIPES: dict[str, Settings] = {
     "fp8": {"precision": "fp8"},
 }
 NUM_FEATURES = (64, 128, 192, 256, 320)  # of the candidates that are performers
+WINDOWS = (512, 1024)  # of the candidates with wider windows than the preset's
 # The outputs of Gated DeltaNet and Kimi Linear. Their convolution is left out: the presets shift tokens already.
 _GATED_LAYER = {"out_norm": True, "out_gate": "silu"}
 _PLAIN_LAYER = {"out_norm": False, "out_gate": "none"}
@@ -79,7 +82,7 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
     Names with "+" divide the heads of every layer, names with "/" the layers; "head" and "channel" are gates. Gated
     DeltaNet and Samba alternate memories with windows, Kimi Linear and Jamba have a softmax layer after several
     memories. Gated memories have a normalized, gated output, as "gated" ones do, and "conv" a convolution on q, k, v.
-    The number of a performer is that of its features.
+    The number of a performer is that of its features, that of a local one its window.
 
     Args:
         num_heads: Heads of a layer.
@@ -87,6 +90,7 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
     """
     window = max(2, min(256, context // 4))
     local = {"mechanism": "local", "window": window}
+    linear = {"mechanism": "linear", "feature_map": "softmax"}
     delta, kda = {"mechanism": "delta", "gate": "head"}, {"mechanism": "delta", "gate": "channel"}
     decay = {"mechanism": "decay", "gate": "head"}
 
@@ -102,6 +106,10 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
         },
         "local+linear": {"mechanism": "split", **_attention(_PLAIN_LAYER)},
         "local+linear-gated": {"mechanism": "split", **_attention(_GATED_LAYER)},
+        **{
+            f"local-{wide}+linear-gated": model(half_local(num_heads, min(wide, context), linear), **_GATED_LAYER)
+            for wide in WINDOWS
+        },
         "local+delta-head": model(half_local(num_heads, window, delta), **_GATED_LAYER),
         "local+decay-head": model(half_local(num_heads, window, decay), **_GATED_LAYER),
         "local+delta-head-conv": model(half_local(num_heads, window, delta), conv_size=4, **_GATED_LAYER),

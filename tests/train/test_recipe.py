@@ -24,6 +24,7 @@ from longspan.train.trainer import Trainer
 RECIPE: dict[str, Any] = {
     "optimizer": "muon",
     "muon_lr": 0.02,
+    "embedding_lr": 0.01,
     "accumulate": 3,
     "ramp_up": 0.8,
     "decay_type": "linear",
@@ -100,16 +101,32 @@ def test_muon_gets_the_matrices_of_the_layers() -> None:
     found = {names[id(p)].split(".layer.")[1] for p in layer_matrices(model)}
     assert found == {f"{name}.weight" for name in ("to_q", "to_kv", "to_out", "to_out_gate", "to_hidden")}
     optimizer = make_optimizer(train_config(optimizer="muon", muon_lr=0.03, lr=0.01), model)
-    assert [(g["muon"], g["lr_ratio"], g["weight_decay"]) for g in optimizer.param_groups] == [
+    assert [(g["muon"], g.get("lr_ratio"), g["weight_decay"]) for g in optimizer.param_groups] == [
         (True, 3.0, 0.1),
-        (False, 1.0, 0.1),
-        (False, 1.0, 0.0),
+        (False, None, 0.1),
+        (False, None, 0.0),
     ]
     assert len(optimizer.param_groups[0]["params"]) == 12
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(names)
     model.transformer.requires_grad_(False)
     with pytest.raises(ValueError, match="and this run trains none: use --optimizer adamw"):
         make_optimizer(train_config(optimizer="muon"), model)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_embeddings_have_a_rate_of_their_own(corpus: Path, tmp_path: Path, optimizer: str) -> None:
+    """The first step of AdamW moves every row that has a gradient by the rate."""
+    flags = {"optimizer": optimizer, "steps": 1, "warmup": 0, "weight_decay": 0.0, "lr": 1e-4, "embedding_lr": 3e-3}
+    words = {**flags, "model.ngrams": [2], "model.ngram_buckets": 61, "data": [str(corpus)], "eval_data": []}
+    settings = resolve({**words, "preset": "tiny", "context": 61, "batch_size": 3, "out": str(tmp_path / "run")})
+    trainer = Trainer(settings, RunLogger(tmp_path / "run"), make_accelerator("cpu", "fp32"))
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.run()
+    moved = {name: float((p.detach() - before[name]).abs().max()) for name, p in trainer.model.named_parameters()}
+    for name in ("embedding.weight", "ngrams.tables.0.weight"):
+        assert moved.pop(name) == pytest.approx(3e-3, rel=0.02)
+    assert max(moved.values()) < 1e-3
+    assert moved["to_logits.weight"] == pytest.approx(1e-4, rel=0.02)
 
 
 def test_the_learning_rate_decays_as_asked() -> None:
