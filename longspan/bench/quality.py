@@ -63,6 +63,7 @@ RECIPES: dict[str, Settings] = {
     "half-batch": {BATCH_FACTOR: 0.5},
     "double-batch": {BATCH_FACTOR: 2},
     "batch-growth": {BATCH_FACTOR: 0.5, "accumulate": 2, "ramp_up": 0.3},
+    "ngrams-5": {"model.ngrams": [2, 3, 4, 5], "model.ngram_buckets": 65_536},
     "ngrams-6": {"model.ngrams": [2, 3, 4, 5, 6], "model.ngram_buckets": 65_536},
     "value-embedding": {"model.attention.value_embedding": True},
     "value-gates": {"model.attention.value_gates": True},
@@ -70,7 +71,6 @@ RECIPES: dict[str, Settings] = {
     "fp8": {"precision": "fp8"},
 }
 NUM_FEATURES = (64, 128, 192, 256, 320)  # of the candidates that are performers
-WINDOWS = (512, 1024)  # of the candidates with wider windows than the preset's
 # The outputs of Gated DeltaNet and Kimi Linear. Their convolution is left out: the presets shift tokens already.
 _GATED_LAYER = {"out_norm": True, "out_gate": "silu"}
 _PLAIN_LAYER = {"out_norm": False, "out_gate": "none"}
@@ -82,7 +82,7 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
     Names with "+" divide the heads of every layer, names with "/" the layers; "head" and "channel" are gates. Gated
     DeltaNet and Samba alternate memories with windows, Kimi Linear and Jamba have a softmax layer after several
     memories. Gated memories have a normalized, gated output, as "gated" ones do, and "conv" a convolution on q, k, v.
-    The number of a performer is that of its features, that of a local one its window.
+    The number of a performer is that of its features, that of local heads their window.
 
     Args:
         num_heads: Heads of a layer.
@@ -106,10 +106,7 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
         },
         "local+linear": {"mechanism": "split", **_attention(_PLAIN_LAYER)},
         "local+linear-gated": {"mechanism": "split", **_attention(_GATED_LAYER)},
-        **{
-            f"local-{wide}+linear-gated": model(half_local(num_heads, min(wide, context), linear), **_GATED_LAYER)
-            for wide in WINDOWS
-        },
+        "local-512+linear-gated": model(half_local(num_heads, min(512, context), linear), **_GATED_LAYER),
         "local+delta-head": model(half_local(num_heads, window, delta), **_GATED_LAYER),
         "local+decay-head": model(half_local(num_heads, window, decay), **_GATED_LAYER),
         "local+delta-head-conv": model(half_local(num_heads, window, delta), conv_size=4, **_GATED_LAYER),

@@ -165,7 +165,7 @@ class SweepOptions:
             timeout=self.timeout,
             threads=self.threads or cores(),
             profile=False,
-            graphs=False,
+            longest_graph=20.0,
             check=False,
             warm_up=0.01,
             clock=self.clock,

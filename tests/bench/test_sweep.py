@@ -19,7 +19,8 @@ from torch import Tensor
 from longspan.bench import __main__ as by_json
 from longspan.bench import sweep
 from longspan.bench.jsonl import read
-from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig, Workload
+from longspan.bench.subjects import base
+from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig, TimedStep, Workload
 from longspan.bench.subjects.peers import SDPA
 from longspan.bench.subjects.sweep import SweepSubject
 from longspan.bench.sweep import Cell, SweepOptions, SweepWorker, plan, run
@@ -148,7 +149,7 @@ def test_options_choose_the_cells(changes: dict[str, Any], values: dict[str, set
 def test_options_reach_the_measurement() -> None:
     config = SweepOptions(repeats=3, threads=1, timeout=7.0, clock="processor").config()
     assert (config.repeats, config.threads, config.timeout) == (3, 1, 7.0)
-    assert (config.check, config.profile, config.graphs) == (False, False, False)
+    assert (config.check, config.profile, config.graphs, config.longest_graph) == (False, False, True, 20.0)
     # Waiting takes no processor time.
     assert cpu_ms(lambda: time.sleep(0.05), config.clock) < 25 < 50 <= cpu_ms(lambda: time.sleep(0.05))
 
@@ -324,6 +325,35 @@ def test_jobs_is_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(started) == jobs
         assert [cell for cell, _ in found] == cells()
         assert all(measured.check == {"error": 0.0} for _, measured in found)
+
+
+def test_long_steps_are_not_timed_from_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = TimedStep(list, graph=True)
+    monkeypatch.setattr(base, "cuda_graph", lambda call: call)
+    monkeypatch.setattr(base, "sample_ms", lambda *_: [1.5])
+    for longest, expected in ((20.0, {"forward"}), (40.0, {"forward", "forward_backward"})):
+        result = Measurement("ok", times={"forward": [1.0, 2.0, 90.0], "forward_backward": [30.0]})
+        config = MeasurementConfig(longest_graph=longest)
+        base._measure_kernels(Workload(dict.fromkeys(list(result.times), step)), config, result, profile=False)
+        assert {name for name in ("forward", "forward_backward") if f"{name}_graph" in result.times} == expected
+
+
+def test_times_of_cuda_graphs_are_compared_where_both_have_them() -> None:
+    def timed(name: str, called: float, graph: float | None, **case: Any) -> dict[str, Any]:
+        found = row(name, called, **case)
+        return found if graph is None else found | {"forward_graph_ms": graph, "forward_backward_graph_ms": 2 * graph}
+
+    rows = [timed(SDPA, 1.0, 0.5, length=2048), timed("linear", 3.0, 0.1, length=2048)]
+    assert list(ratios(rows).values()) == [{"forward_ms": 0.2, "forward_backward_ms": 0.2}]
+    assert find_cliffs(rows) == []
+    rows = [timed(SDPA, 1.0, None, length=2048), timed("linear", 3.0, 0.1, length=2048)]
+    assert [(cliff.factor, cliff.than) for cliff in find_cliffs(rows)] == [(3.0, SDPA)] * 2
+    rows = [timed("linear", 1.0, 0.1, length=2048, head_dim=64), timed("linear", 1.0, 0.5, length=2048, head_dim=128)]
+    (forward, _) = find_cliffs(rows)
+    assert (forward.factor, forward.than) == (2.5, "head_dim 64, per element")
+    assert "| 0.500 | 2.50  |" in cliff_table([forward]).markdown()
+    rows[0].pop("forward_graph_ms")
+    assert [cliff.step for cliff in find_cliffs(rows)] == ["forward_backward_ms"]
 
 
 class Recording(InProcess):
