@@ -436,7 +436,7 @@ def _prepare(subject: Subject, case: Case, checked: dict[tuple[Subject, Case], M
 
 def _implementation(subject: SweepSubject, case: Case) -> str:
     """Return the kernels that run a case, and why others do not."""
-    mechanism = subject.build(replace(case, device="cpu"))
+    mechanism = subject.build(replace(case, device="meta"))
     shape = case.batch_size, case.length
     found = explain(mechanism, *shape, causal=case.causal, dtype=case.torch_dtype, device=case.device)
     names = (d.algorithm if d.why is None else f"eager PyTorch ({d.why})" for d in found.decisions)

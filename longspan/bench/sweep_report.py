@@ -287,7 +287,7 @@ def _graph(step: str) -> str:
 
 
 def _ms(row: Row, step: str) -> float:
-    found: float = row.get(_graph(step), row[step])
+    found: float = row[_graph(step) if _graph(step) in row else step]
     return found
 
 
