@@ -364,7 +364,8 @@ def make_optimizer(train: TrainConfig, module: torch.nn.Module) -> torch.optim.O
             "--optimizer muon trains matrices of attention and feed-forward layers, and this run trains none: use "
             "--optimizer adamw"
         )
-    return MuonAdamW([g for g in (matrices, *groups) if g["params"]], lr=train.lr, betas=betas)
+    own = [{"lr_ratio": 1.0, **g} for g in (matrices, *groups) if g["params"]]
+    return MuonAdamW(own, lr=train.lr, betas=betas)
 
 
 def learning_rate(train: TrainConfig, step: int, done: float) -> float:

@@ -101,10 +101,10 @@ def test_muon_gets_the_matrices_of_the_layers() -> None:
     found = {names[id(p)].split(".layer.")[1] for p in layer_matrices(model)}
     assert found == {f"{name}.weight" for name in ("to_q", "to_kv", "to_out", "to_out_gate", "to_hidden")}
     optimizer = make_optimizer(train_config(optimizer="muon", muon_lr=0.03, lr=0.01), model)
-    assert [(g["muon"], g.get("lr_ratio"), g["weight_decay"]) for g in optimizer.param_groups] == [
+    assert [(g["muon"], g["lr_ratio"], g["weight_decay"]) for g in optimizer.param_groups] == [
         (True, 3.0, 0.1),
-        (False, None, 0.1),
-        (False, None, 0.0),
+        (False, 1.0, 0.1),
+        (False, 1.0, 0.0),
     ]
     assert len(optimizer.param_groups[0]["params"]) == 12
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(names)
