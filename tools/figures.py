@@ -212,9 +212,9 @@ def draw_loads(data: Data, figure: Figure) -> None:
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
 
 
-def causal_sweep() -> Data:
+def causal_sweep(file: str) -> Data:
     """Times of causal mechanisms relative to full attention, over lengths and head dimensions."""
-    found = sweep_report.panels(jsonl.read(RESULTS / "cpu-sweep.jsonl"))
+    found = sweep_report.panels(jsonl.read(RESULTS / f"{file}.jsonl"))
     return {title: cells for title, cells in found.items() if title.endswith(", causal")}
 
 
@@ -231,7 +231,7 @@ PLOTS: dict[str, tuple[Callable[[], Data], Callable[[Data, Figure], None]]] = {
     "linearize-decode-h200": (decode_costs, draw_costs),
     "serve-cpu": (lambda: loads("cpu-serve"), draw_loads),
     "serve-h200": (lambda: loads("h200-serve"), draw_loads),
-    "sweep-cpu": (causal_sweep, sweep_report.draw_panels),
+    "sweep-cpu": (lambda: causal_sweep("cpu-sweep"), sweep_report.draw_panels),
 }
 
 

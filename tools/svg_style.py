@@ -25,16 +25,22 @@ STYLE: dict[str, Any] = {
     "legend.frameon": False,
     **dict.fromkeys(["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"], _TEXT),
 }
-# What matplotlib writes and a page does not need: styles of the whole page, names of groups, far decimals.
+# What matplotlib writes and a page does not need: styles of the whole page, names of groups, far decimals of
+# coordinates, rotations by nothing, groups of one text, indentation.
 _SHORTER = {
     r"<metadata>.*?</metadata>\s*<defs>\s*<style.*?</style>\s*</defs>": "",
     r"<svg ": '<svg stroke-linejoin="round" ',
     r'<g id="[^"]*"': "<g",
     r"font-family: [^;\"]*": "font-family: inherit",
     r"font: ([\d.]+)px [^;\"]*": r"font-size: \1px; font-family: inherit",
-    r"(\d\.\d\d)\d+": r"\1",
+    r"(\d\.\d\d)\d+(?=[^<>]*>)": r"\1",
+    r' transform="rotate\(-?0 [^"]*\)"': "",
+    r"<g>\s*(<text[^>]*>[^<]*</text>)\s*</g>": r"\1",
     r" \n": " ",
+    r"\n +": "\n",
 }
+# Texts of one style that follow each other.
+_TEXTS = r'(?:<text style="([^"]*)"[^>]*>[^<]*</text>\s*)(?:<text style="\1"[^>]*>[^<]*</text>\s*)+'
 
 
 def figure_to_svg(figure: Figure, name: str, data: Any = None) -> str:
@@ -52,5 +58,10 @@ def figure_to_svg(figure: Figure, name: str, data: Any = None) -> str:
     text = text[text.index("<svg") :].replace(_TEXT, "currentColor")
     for pattern, replacement in _SHORTER.items():
         text = re.sub(pattern, replacement, text, flags=re.DOTALL)
+    text = re.sub(_TEXTS, lambda found: f'<g style="{found[1]}">{_without_style(found)}</g>', text)
     text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", text)
     return text if data is None else text.replace(">", f">\n<metadata>{json.dumps(data)}</metadata>", 1)
+
+
+def _without_style(found: re.Match[str]) -> str:
+    return found[0].replace(f' style="{found[1]}"', "")

@@ -57,10 +57,13 @@ RECIPES: dict[str, Settings] = {
     "logit-softcap": {"model.logit_softcap": 15.0},
     "fast": {"muon_lr": 1e-2},
     "lr-high": {"lr": 4e-3},
+    "embedding-fast": {"embedding_lr": 6e-3},
+    "stable-decay": {"decay_ratio": 0.6},
     "warmup-100": {"warmup": 100},
     "half-batch": {BATCH_FACTOR: 0.5},
     "double-batch": {BATCH_FACTOR: 2},
     "batch-growth": {BATCH_FACTOR: 0.5, "accumulate": 2, "ramp_up": 0.3},
+    "ngrams-5": {"model.ngrams": [2, 3, 4, 5], "model.ngram_buckets": 65_536},
     "ngrams-6": {"model.ngrams": [2, 3, 4, 5, 6], "model.ngram_buckets": 65_536},
     "value-embedding": {"model.attention.value_embedding": True},
     "value-gates": {"model.attention.value_gates": True},
@@ -79,7 +82,7 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
     Names with "+" divide the heads of every layer, names with "/" the layers; "head" and "channel" are gates. Gated
     DeltaNet and Samba alternate memories with windows, Kimi Linear and Jamba have a softmax layer after several
     memories. Gated memories have a normalized, gated output, as "gated" ones do, and "conv" a convolution on q, k, v.
-    The number of a performer is that of its features.
+    The number of a performer is that of its features, that of local heads their window.
 
     Args:
         num_heads: Heads of a layer.
@@ -87,6 +90,7 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
     """
     window = max(2, min(256, context // 4))
     local = {"mechanism": "local", "window": window}
+    linear = {"mechanism": "linear", "feature_map": "softmax"}
     delta, kda = {"mechanism": "delta", "gate": "head"}, {"mechanism": "delta", "gate": "channel"}
     decay = {"mechanism": "decay", "gate": "head"}
 
@@ -102,6 +106,7 @@ def candidates(num_heads: int, context: int) -> dict[str, Settings]:
         },
         "local+linear": {"mechanism": "split", **_attention(_PLAIN_LAYER)},
         "local+linear-gated": {"mechanism": "split", **_attention(_GATED_LAYER)},
+        "local-512+linear-gated": model(half_local(num_heads, min(512, context), linear), **_GATED_LAYER),
         "local+delta-head": model(half_local(num_heads, window, delta), **_GATED_LAYER),
         "local+decay-head": model(half_local(num_heads, window, decay), **_GATED_LAYER),
         "local+delta-head-conv": model(half_local(num_heads, window, delta), conv_size=4, **_GATED_LAYER),

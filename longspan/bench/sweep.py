@@ -8,6 +8,7 @@ cover the grid coarsely. `python -m longspan.bench '{"subject": "sweep"}'` takes
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import sys
 import time
@@ -50,6 +51,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 # Full attention of a cell with more operations is left out: forward + backward takes seconds on a fast GPU.
 MOST_OPERATIONS = 1.5e14
 LAST = 1000  # a place in the plan after all cells of mechanisms
+BATCH = 6  # cells of each process that are compiled on CUDA before they are timed
 
 
 class Grid(NamedTuple):
@@ -163,7 +165,7 @@ class SweepOptions:
             timeout=self.timeout,
             threads=self.threads or cores(),
             profile=False,
-            graphs=False,
+            longest_graph=20.0,
             check=False,
             warm_up=0.01,
             clock=self.clock,
@@ -300,15 +302,20 @@ def _measure(
     """Yield a measurement of each cell, in order, until the deadline.
 
     The cells of a batch are checked and compiled by several processes at the same time, and then timed one after
-    another, each in the process that has compiled it.
+    another, each in the process that has compiled it. All lengths of a cell are measured by the same process, which
+    checks it once and keeps its kernels.
     """
     jobs = options.jobs or (8 if options.device == "cuda" else 1)
     config = options.config()
     workers = [SweepWorker(config) for _ in range(min(jobs, len(cells)))]
-    size = 2 * jobs if options.device == "cuda" else 1
+    by_kind: dict[tuple[Subject, Case], SweepWorker] = {}
+    size = BATCH * jobs if options.device == "cuda" else 1
     try:
         for first in range(0, len(cells), size):
-            batch = [(cell, workers[i % len(workers)]) for i, cell in enumerate(cells[first : first + size])]
+            batch = [
+                (cell, by_kind.setdefault((cell.subject, small_case(cell.case)), workers[len(by_kind) % len(workers)]))
+                for cell in cells[first : first + size]
+            ]
             for cell, worker in batch:
                 worker.ask("prepare", cell)
             checks = [worker.answer(deadline) for _, worker in batch]
@@ -391,6 +398,7 @@ def _serve(connection: Connection, config: MeasurementConfig) -> None:
     """Answer the requests of a `SweepWorker` until its connection is closed."""
     warnings.simplefilter("ignore")  # deprecations inside peers
     torch.set_num_threads(config.threads)
+    gc.freeze()  # Each cell collects garbage, which need not visit the modules of the libraries.
     checked: dict[tuple[Subject, Case], Measurement] = {}
     while True:
         try:
@@ -403,6 +411,7 @@ def _serve(connection: Connection, config: MeasurementConfig) -> None:
             message = one_line(error)
             found = Measurement("out of memory" if is_out_of_memory(message) else "error", message)
         if case.device == "cuda":
+            torch.cuda.synchronize()  # raises after an illegal memory access: a new process measures the next cell
             torch.cuda.empty_cache()
         connection.send(found)
 
@@ -427,7 +436,7 @@ def _prepare(subject: Subject, case: Case, checked: dict[tuple[Subject, Case], M
 
 def _implementation(subject: SweepSubject, case: Case) -> str:
     """Return the kernels that run a case, and why others do not."""
-    mechanism = subject.build(replace(case, device="cpu"))
+    mechanism = subject.build(replace(case, device="meta"))
     shape = case.batch_size, case.length
     found = explain(mechanism, *shape, causal=case.causal, dtype=case.torch_dtype, device=case.device)
     names = (d.algorithm if d.why is None else f"eager PyTorch ({d.why})" for d in found.decisions)

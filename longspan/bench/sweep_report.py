@@ -50,14 +50,18 @@ def cell_key(row: Mapping[str, Any]) -> str:
 
 
 def ratios(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
-    """Return by `cell_key` of longspan's cells the time of each step, divided by that of full attention."""
+    """Return by `cell_key` of longspan's cells the time of each step, divided by that of full attention.
+
+    Of cells that were timed from CUDA graphs too, these times are compared, here and by `find_cliffs`: they do not
+    depend on the host.
+    """
     rows = list(rows)
     full = {_shape_key(row): row for row in rows if row["name"] == SDPA and row["status"] == "ok"}
     found = {}
     for row in rows:
         peer = full.get(_shape_key(row))
         if row["mechanism"] is not None and row["status"] == "ok" and peer is not None:
-            found[cell_key(row)] = {step: row[step] / peer[step] for step in STEPS}
+            found[cell_key(row)] = {step: _times_as_long(row, peer, step) for step in STEPS}
     return found
 
 
@@ -93,7 +97,7 @@ def _steeper(rows: Sequence[Row]) -> list[Cliff]:
             for row, other in [*neighbors, *(pair[::-1] for pair in neighbors)]:
                 allowed = max(1.0, _value(row, axis) / _value(other, axis)) if axis == "size" else 1.0
                 for step in STEPS:
-                    factor = _per_element(row, step) / _per_element(other, step) / allowed
+                    factor = _times_as_long(row, other, step) * _elements(other) / _elements(row) / allowed
                     key, than = (cell_key(row), step), f"{axis} {_value(other, axis)}, per element"
                     if factor > FACTOR and (key not in worst or worst[key].factor < factor):
                         worst[key] = Cliff(row, step, factor, than)
@@ -118,7 +122,7 @@ def cliff_table(cliffs: Sequence[Cliff]) -> TextTable:
         case, failed = cliff.row["case"], math.isinf(cliff.factor)
         shape = f"{case['batch_size']} × {case['num_heads']} × {case['length']} × {case['head_dim']}"
         mode = "causal" if case["causal"] else "bidirectional"
-        times = ["–", "–"] if failed else [three_digits(cliff.row[cliff.step]), f"{cliff.factor:.2f}"]
+        times = ["–", "–"] if failed else [three_digits(_ms(cliff.row, cliff.step)), f"{cliff.factor:.2f}"]
         step = STEPS.get(cliff.step, "–")
         ran = cliff.row.get("implementation") or "–"
         body.append([cliff.row["name"], shape, mode, case["dtype"], step, *times, cliff.than, ran])
@@ -277,7 +281,24 @@ def _shape_key(row: Row) -> str:
     return cell_key({**row, "name": "", "size": None})
 
 
-def _per_element(row: Row, step: str) -> float:
+def _graph(step: str) -> str:
+    """The key of the same step, replayed from a CUDA graph."""
+    return step.replace("_ms", "_graph_ms")
+
+
+def _ms(row: Row, step: str) -> float:
+    found: float = row[_graph(step) if _graph(step) in row else step]
+    return found
+
+
+def _times_as_long(row: Row, other: Row, step: str) -> float:
+    """The time of a step relative to that of another cell: from CUDA graphs if both were timed so."""
+    key = _graph(step) if _graph(step) in row and _graph(step) in other else step
+    ratio: float = row[key] / other[key]
+    return ratio
+
+
+def _elements(row: Row) -> int:
     case = row["case"]
-    elements = case["batch_size"] * case["length"] * case["num_heads"] * case["head_dim"]
-    return row[step] / elements
+    elements: int = case["batch_size"] * case["length"] * case["num_heads"] * case["head_dim"]
+    return elements

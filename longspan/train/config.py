@@ -86,6 +86,8 @@ class TrainConfig:
     """muon: for the matrices of layers, AdamW for the rest."""
     muon_lr: float | None = None
     """Peak learning rate of Muon; --lr by default."""
+    embedding_lr: float | None = None
+    """Peak learning rate of embeddings; --lr by default."""
     weight_decay: float = 0.1
     """Weight decay (matrices only)."""
     betas: tuple[float, ...] = (0.9, 0.95)
@@ -161,7 +163,7 @@ class TrainConfig:
                 raise ValueError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
         if not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"--seed must be an integer of 64 bits, got {self.seed}")
-        for name in ("steps", "minutes", "image_size", "lr", "muon_lr", "chunk_length"):
+        for name in ("steps", "minutes", "image_size", "lr", "muon_lr", "embedding_lr", "chunk_length"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{_flag(name)} must be above 0, got {value}")

@@ -337,28 +337,34 @@ def make_batches(train: TrainConfig, store: TokenStore, shape: BatchShape, packe
 def make_optimizer(train: TrainConfig, module: torch.nn.Module) -> torch.optim.Optimizer:
     """Return fused AdamW with weight decay on matrices only; with --optimizer muon, Muon for those of the layers.
 
-    A group's `lr_ratio` is its learning rate as a multiple of --lr.
+    A group's `lr_ratio` is its learning rate as a multiple of --lr. Embeddings are a group of their own if they have a
+    rate of their own.
 
     Raises:
         ValueError: Muon has nothing to train.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     muon = {id(p) for p in layer_matrices(module)} if train.optimizer == "muon" else set()
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2 and id(p) not in muon], "weight_decay": train.weight_decay},
+    embeddings = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)}
+    apart = muon if train.embedding_lr is None else muon | embeddings
+    decayed, betas = {"weight_decay": train.weight_decay}, (train.betas[0], train.betas[1])
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.ndim >= 2 and id(p) not in apart], **decayed},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    betas = (train.betas[0], train.betas[1])
+    if train.embedding_lr is not None:
+        rows = [p for p in trained if id(p) in embeddings]
+        groups.append({"params": rows, **decayed, "lr_ratio": train.embedding_lr / train.lr})
     if train.optimizer == "adamw":
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=betas, fused=True)
-    matrices = {"params": [p for p in trained if id(p) in muon], "weight_decay": train.weight_decay, "muon": True}
+    ratio = 1.0 if train.muon_lr is None else train.muon_lr / train.lr
+    matrices = {"params": [p for p in trained if id(p) in muon], **decayed, "muon": True, "lr_ratio": ratio}
     if not matrices["params"]:
         raise ValueError(
             "--optimizer muon trains matrices of attention and feed-forward layers, and this run trains none: use "
             "--optimizer adamw"
         )
-    ratio = 1.0 if train.muon_lr is None else train.muon_lr / train.lr
-    own = [{**g, "lr_ratio": ratio if g is matrices else 1.0} for g in (matrices, *groups) if g["params"]]
+    own = [{"lr_ratio": 1.0, **g} for g in (matrices, *groups) if g["params"]]
     return MuonAdamW(own, lr=train.lr, betas=betas)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import runpy
 import sys
 from dataclasses import replace
@@ -80,6 +81,10 @@ def test_candidates_are_settings_of_a_model(name: str) -> None:
     assert ("linear" in str(attention.mechanism)) == ("linear" in name)
     assert (attention.conv_size, attention.out_norm) == (4 * ("conv" in name), name not in ("softmax", "local+linear"))
     assert ("window" in str(attention.mechanism)) == ("local" in name)
+    window = re.search(r"local-(\d+)", name)
+    if "local" in name:
+        assert f"'window': {window[1] if window else 256}" in str(attention.mechanism)
+        assert "halves" in str(attention.rotary)
 
 
 def options(text: Path, **changes: Any) -> QualityOptions:

@@ -9,14 +9,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
+import torch
 from torch import Tensor
 
 from longspan.bench import __main__ as by_json
 from longspan.bench import sweep
-from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig, Workload
+from longspan.bench.jsonl import read
+from longspan.bench.subjects import base
+from longspan.bench.subjects.base import Case, Measurement, MeasurementConfig, TimedStep, Workload
 from longspan.bench.subjects.peers import SDPA
 from longspan.bench.subjects.sweep import SweepSubject
 from longspan.bench.sweep import Cell, SweepOptions, SweepWorker, plan, run
@@ -145,7 +149,7 @@ def test_options_choose_the_cells(changes: dict[str, Any], values: dict[str, set
 def test_options_reach_the_measurement() -> None:
     config = SweepOptions(repeats=3, threads=1, timeout=7.0, clock="processor").config()
     assert (config.repeats, config.threads, config.timeout) == (3, 1, 7.0)
-    assert (config.check, config.profile, config.graphs) == (False, False, False)
+    assert (config.check, config.profile, config.graphs, config.longest_graph) == (False, False, True, 20.0)
     # Waiting takes no processor time.
     assert cpu_ms(lambda: time.sleep(0.05), config.clock) < 25 < 50 <= cpu_ms(lambda: time.sleep(0.05))
 
@@ -321,6 +325,81 @@ def test_jobs_is_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(started) == jobs
         assert [cell for cell, _ in found] == cells()
         assert all(measured.check == {"error": 0.0} for _, measured in found)
+
+
+def test_long_steps_are_not_timed_from_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = TimedStep(list, graph=True)
+    monkeypatch.setattr(base, "cuda_graph", lambda call: call)
+    monkeypatch.setattr(base, "sample_ms", lambda *_: [1.5])
+    for longest, expected in ((20.0, {"forward"}), (40.0, {"forward", "forward_backward"})):
+        result = Measurement("ok", times={"forward": [1.0, 2.0, 90.0], "forward_backward": [30.0]})
+        config = MeasurementConfig(longest_graph=longest)
+        base._measure_kernels(Workload(dict.fromkeys(list(result.times), step)), config, result, profile=False)
+        assert {name for name in ("forward", "forward_backward") if f"{name}_graph" in result.times} == expected
+
+
+def test_times_of_cuda_graphs_are_compared_where_both_have_them() -> None:
+    def timed(name: str, called: float, graph: float | None, **case: Any) -> dict[str, Any]:
+        found = row(name, called, **case)
+        return found if graph is None else found | {"forward_graph_ms": graph, "forward_backward_graph_ms": 2 * graph}
+
+    rows = [timed(SDPA, 1.0, 0.5, length=2048), timed("linear", 3.0, 0.1, length=2048)]
+    assert list(ratios(rows).values()) == [{"forward_ms": 0.2, "forward_backward_ms": 0.2}]
+    assert find_cliffs(rows) == []
+    rows = [timed(SDPA, 1.0, None, length=2048), timed("linear", 3.0, 0.1, length=2048)]
+    assert [(cliff.factor, cliff.than) for cliff in find_cliffs(rows)] == [(3.0, SDPA)] * 2
+    rows = [timed("linear", 1.0, 0.1, length=2048, head_dim=64), timed("linear", 1.0, 0.5, length=2048, head_dim=128)]
+    (forward, _) = find_cliffs(rows)
+    assert (forward.factor, forward.than) == (2.5, "head_dim 64, per element")
+    assert "| 0.500 | 2.50  |" in cliff_table([forward]).markdown()
+    rows[0].pop("forward_graph_ms")
+    assert [cliff.step for cliff in find_cliffs(rows)] == ["forward_backward_ms"]
+
+
+class Recording(InProcess):
+    """Answers without measuring, and records what it was asked for in the order of the answers."""
+
+    log: ClassVar[list[tuple[str, Cell, Recording]]] = []
+
+    def answer(self, deadline: float | None) -> Measurement:
+        what, cell = self.asked.pop(0)
+        self.log.append((what, cell, self))
+        if what == "prepare":
+            return Measurement("ok", check={"error": 0.0}, metrics={"implementation": "kernels"})
+        return Measurement("ok", times={"forward": [1.0, 2.0, 9.0], "forward_backward": [4.0]}, peak_mb=5.0)
+
+
+def test_a_gpu_is_timed_after_all_processes_have_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sweep, "SweepWorker", Recording)
+    monkeypatch.setattr(sweep, "BATCH", 4)
+    monkeypatch.setattr(Recording, "log", [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(name="a GPU", total_memory=10**11)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    values = {"subject": "sweep", "device": "cuda", "lengths": [512, 2048, 8192], "head_dims": [64, 128]}
+    values |= {"heads": [8], "modes": ["causal"], "mechanisms": ["linear", "delta"], "dtypes": ["bfloat16"]}
+    values |= {"jobs": 2, "minutes": 2, "out": str(tmp_path / "sweep.jsonl")}
+    monkeypatch.setattr(sys, "argv", ["bench", json.dumps(values)])
+    by_json.main()
+    log = Recording.log
+    assert [what for what, _, _ in log][:16] == ["prepare"] * 8 + ["time"] * 8
+    assert sorted(map(str, (cell for what, cell, _ in log if what == "prepare"))) == sorted(
+        map(str, (cell for what, cell, _ in log if what == "time"))
+    )
+    kinds: dict[tuple[str, int], set[int]] = {}
+    for _, cell, worker in log:
+        kinds.setdefault((cell.subject.name, cell.case.head_dim), set()).add(id(worker))
+    assert {len(workers) for workers in kinds.values()} == {1}, "all lengths in the process that has their kernels"
+    assert len(set.union(*kinds.values())) == 2
+    rows = read(tmp_path / "sweep.jsonl")
+    assert len(rows) == len(log) // 2 >= 18
+    first = next(each for each in rows if each["mechanism"] == "linear")
+    assert (first["forward_ms"], first["peak_mb"], first["implementation"]) == (2.0, 5.0, "kernels")
+    assert first["machine"]["gpu"]["name"] == "a GPU"
+    assert first["case"]["batch_size"] * first["case"]["length"] == 32768
+    log.clear()
+    by_json.main()
+    assert log == [], "cells in the file are not measured again"
 
 
 def test_the_heat_map_has_a_panel_for_each_mechanism_and_mode(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from longspan.train.trainer import Trainer
 RECIPE: dict[str, Any] = {
     "optimizer": "muon",
     "muon_lr": 0.02,
+    "embedding_lr": 0.01,
     "accumulate": 3,
     "ramp_up": 0.8,
     "decay_type": "linear",
@@ -110,6 +111,22 @@ def test_muon_gets_the_matrices_of_the_layers() -> None:
     model.transformer.requires_grad_(False)
     with pytest.raises(ValueError, match="and this run trains none: use --optimizer adamw"):
         make_optimizer(train_config(optimizer="muon"), model)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_embeddings_have_a_rate_of_their_own(corpus: Path, tmp_path: Path, optimizer: str) -> None:
+    """The first step of AdamW moves every row that has a gradient by the rate."""
+    flags = {"optimizer": optimizer, "steps": 1, "warmup": 0, "weight_decay": 0.0, "lr": 1e-4, "embedding_lr": 3e-3}
+    words = {**flags, "model.ngrams": [2], "model.ngram_buckets": 61, "data": [str(corpus)], "eval_data": []}
+    settings = resolve({**words, "preset": "tiny", "context": 61, "batch_size": 3, "out": str(tmp_path / "run")})
+    trainer = Trainer(settings, RunLogger(tmp_path / "run"), make_accelerator("cpu", "fp32"))
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.run()
+    moved = {name: float((p.detach() - before[name]).abs().max()) for name, p in trainer.model.named_parameters()}
+    for name in ("embedding.weight", "ngrams.tables.0.weight"):
+        assert moved.pop(name) == pytest.approx(3e-3, rel=0.02)
+    assert max(moved.values()) < 1e-3
+    assert moved["to_logits.weight"] == pytest.approx(1e-4, rel=0.02)
 
 
 def test_the_learning_rate_decays_as_asked() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -58,6 +60,7 @@ class MeasurementConfig:
         memory_limit: GB that a process may allocate beyond its libraries; None for no limit.
         profile: Record the time of each CUDA kernel of longspan's subjects.
         graphs: Also time steps replayed from CUDA graphs.
+        longest_graph: Milliseconds of the longest step that is; longer ones do not depend on the host.
         check: Check the accuracy first.
         warm_up: Seconds for which a step is called on CUDA before it is timed.
         clock: "wall" or "processor", the time of a step on the CPU.
@@ -72,6 +75,7 @@ class MeasurementConfig:
     memory_limit: float | None = None
     profile: bool = True
     graphs: bool = True
+    longest_graph: float = math.inf
     check: bool = True
     warm_up: float = 0.2
     clock: str = "wall"
@@ -226,7 +230,7 @@ def _measure_kernels(work: Workload, config: MeasurementConfig, result: Measurem
     if profile:
         result.kernels = kernel_ms(work.heaviest.run)
     for name, step in work.steps.items():
-        if not (step.graph and config.graphs):
+        if not (step.graph and config.graphs) or median(result.times[name]) > config.longest_graph:
             continue
         try:
             replay = cuda_graph(step.run)
