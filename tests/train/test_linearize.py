@@ -348,6 +348,36 @@ def test_the_rates_of_the_stages(teacher, text, tmp_path, monkeypatch):
     assert settings(teacher, text, tmp_path / "run", lr=0.04).rates["long"] == pytest.approx(0.004)
 
 
+def test_the_rate_of_the_mechanisms(teacher, text, tmp_path, monkeypatch):
+    """It differs in the second and third stages, also of a run that was killed and resumed."""
+    rates, step, gradients = [], torch.optim.AdamW.step, LinearizeRun._gradients
+
+    def recorded(self, closure=None):
+        if self.param_groups[0]["lr"]:  # PyTorch steps with a rate of 0 before it loads a state
+            rates.append({x.numel(): group["lr"] for group in self.param_groups for x in group["params"]})
+        return step(self, closure)
+
+    def dies(self, stage, tokens, micro):
+        if (stage, self.step) in moments:
+            moments.clear()
+            raise KeyboardInterrupt
+        return gradients(self, stage, tokens, micro)
+
+    moments = [("distill", 1)]
+    monkeypatch.setattr(torch.optim.AdamW, "step", recorded)
+    monkeypatch.setattr(LinearizeRun, "_gradients", dies)
+    changes = {"transfer_steps": 1, "distill_steps": 2, "long_steps": 1, "long_context": 96, "save_minutes": 1e-9}
+    changes |= {"lr": 0.04, "mechanism_lr": 0.2, "transfer_lr": 0.06}
+    with pytest.raises(KeyboardInterrupt):
+        run(teacher, text, tmp_path / "run", **changes)
+    run(teacher, text, tmp_path / "run", **changes)
+    heads, hidden = 4, 24 * 40  # parameters of the bias of a mixture, and of a layer of the teacher
+    assert heads not in [x.numel() for x in built().parameters()]
+    assert [x[heads] for x in rates] == pytest.approx([0.003, 0.01, 0.01, 0.001])
+    assert hidden not in rates[0]
+    assert [x[hidden] for x in rates[1:]] == pytest.approx([0.002, 0.002, 0.0002])
+
+
 def test_half_precision(teacher, text, tmp_path, monkeypatch):
     """As on a GPU: under autocast rotary embeddings return float32, and projections do not."""
     monkeypatch.setattr(LinearizeRun, "_autocast", lambda self: torch.autocast("cpu", torch.bfloat16))
@@ -897,6 +927,7 @@ def test_compiled_layers(works, teacher, text, tmp_path, monkeypatch, capsys):
         ({"held_out": 1.5}, "--held-out must be between 0 and 1, got 1.5"),
         ({"minutes": 0.0}, "--minutes must be positive"),
         ({"long_lr": 0.0}, "--long-lr must be positive, got 0"),
+        ({"mechanism_lr": -1.0}, "--mechanism-lr must be positive, got -1"),
         ({"adapters": "separate"}, "--adapters separate goes with --train lora"),
         ({"report_lengths": (1,)}, "--report-lengths must be numbers of at least 2"),
         ({"keep": -1}, "--keep must be 0 or more, got -1"),
