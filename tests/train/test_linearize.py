@@ -861,6 +861,21 @@ def test_text_to_evaluate_on_is_not_trained_on(teacher, text, tmp_path, monkeypa
     assert "squared" not in seen[0]
 
 
+def test_token_files(teacher, text, tmp_path):
+    """Tokens of the teacher's tokenizer are trained on as the text is."""
+    other = tmp_path / "other.txt"
+    other.write_text("".join(f"{i} squared is {i * i}. " for i in range(400)))
+    for path in (text, other):
+        np.save(path.with_suffix(".npy"), np.array(byte_tokenizer()(path.read_text())["input_ids"], np.uint16))
+    for kind in (".txt", ".npy"):
+        out, files = tmp_path / f"run{kind}", [str(path.with_suffix(kind)) for path in (text, other)]
+        linearize(settings(teacher, files[0], out, eval_data=(files[1],), transfer_steps=2, distill_steps=2))
+    first, second = weights(tmp_path / "run.txt"), weights(tmp_path / "run.npy")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    found = [json.loads((tmp_path / f"run{kind}" / "results.json").read_text()) for kind in (".txt", ".npy")]
+    assert found[0]["perplexity"] == found[1]["perplexity"]
+
+
 def test_when_layers_are_compiled(teacher, text, tmp_path):
     """By themselves on a GPU, where a stage is long enough."""
 
@@ -987,6 +1002,7 @@ def test_a_tokenizer_that_does_not_fit(tmp_path, text):
     byte_tokenizer().save_pretrained(tmp_path / "sliding")
     with pytest.raises(ValueError, match=r"--model .*sliding: .*window of 9.*name such layers in --keep-layers"):
         linearize(settings(tmp_path / "sliding", text, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_architecture_without_an_adapter(tmp_path, text):
