@@ -348,6 +348,36 @@ def test_the_rates_of_the_stages(teacher, text, tmp_path, monkeypatch):
     assert settings(teacher, text, tmp_path / "run", lr=0.04).rates["long"] == pytest.approx(0.004)
 
 
+def test_the_rate_of_the_mechanisms(teacher, text, tmp_path, monkeypatch):
+    """It differs in the second and third stages, also of a run that was killed and resumed."""
+    rates, step, gradients = [], torch.optim.AdamW.step, LinearizeRun._gradients
+
+    def recorded(self, closure=None):
+        if self.param_groups[0]["lr"]:  # PyTorch steps with a rate of 0 before it loads a state
+            rates.append({x.numel(): group["lr"] for group in self.param_groups for x in group["params"]})
+        return step(self, closure)
+
+    def dies(self, stage, tokens, micro):
+        if (stage, self.step) in moments:
+            moments.clear()
+            raise KeyboardInterrupt
+        return gradients(self, stage, tokens, micro)
+
+    moments = [("distill", 1)]
+    monkeypatch.setattr(torch.optim.AdamW, "step", recorded)
+    monkeypatch.setattr(LinearizeRun, "_gradients", dies)
+    changes = {"transfer_steps": 1, "distill_steps": 2, "long_steps": 1, "long_context": 96, "save_minutes": 1e-9}
+    changes |= {"lr": 0.04, "mechanism_lr": 0.2, "transfer_lr": 0.06}
+    with pytest.raises(KeyboardInterrupt):
+        run(teacher, text, tmp_path / "run", **changes)
+    run(teacher, text, tmp_path / "run", **changes)
+    heads, hidden = 4, 24 * 40  # parameters of the bias of a mixture, and of a layer of the teacher
+    assert heads not in [x.numel() for x in built().parameters()]
+    assert [x[heads] for x in rates] == pytest.approx([0.003, 0.01, 0.01, 0.001])
+    assert hidden not in rates[0]
+    assert [x[hidden] for x in rates[1:]] == pytest.approx([0.002, 0.002, 0.0002])
+
+
 def test_half_precision(teacher, text, tmp_path, monkeypatch):
     """As on a GPU: under autocast rotary embeddings return float32, and projections do not."""
     monkeypatch.setattr(LinearizeRun, "_autocast", lambda self: torch.autocast("cpu", torch.bfloat16))
@@ -831,6 +861,21 @@ def test_text_to_evaluate_on_is_not_trained_on(teacher, text, tmp_path, monkeypa
     assert "squared" not in seen[0]
 
 
+def test_token_files(teacher, text, tmp_path):
+    """Tokens of the teacher's tokenizer are trained on as the text is."""
+    other = tmp_path / "other.txt"
+    other.write_text("".join(f"{i} squared is {i * i}. " for i in range(400)))
+    for path in (text, other):
+        np.save(path.with_suffix(".npy"), np.array(byte_tokenizer()(path.read_text())["input_ids"], np.uint16))
+    for kind in (".txt", ".npy"):
+        out, files = tmp_path / f"run{kind}", [str(path.with_suffix(kind)) for path in (text, other)]
+        linearize(settings(teacher, files[0], out, eval_data=(files[1],), transfer_steps=2, distill_steps=2))
+    first, second = weights(tmp_path / "run.txt"), weights(tmp_path / "run.npy")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    found = [json.loads((tmp_path / f"run{kind}" / "results.json").read_text()) for kind in (".txt", ".npy")]
+    assert found[0]["perplexity"] == found[1]["perplexity"]
+
+
 def test_when_layers_are_compiled(teacher, text, tmp_path):
     """By themselves on a GPU, where a stage is long enough."""
 
@@ -897,6 +942,7 @@ def test_compiled_layers(works, teacher, text, tmp_path, monkeypatch, capsys):
         ({"held_out": 1.5}, "--held-out must be between 0 and 1, got 1.5"),
         ({"minutes": 0.0}, "--minutes must be positive"),
         ({"long_lr": 0.0}, "--long-lr must be positive, got 0"),
+        ({"mechanism_lr": -1.0}, "--mechanism-lr must be positive, got -1"),
         ({"adapters": "separate"}, "--adapters separate goes with --train lora"),
         ({"report_lengths": (1,)}, "--report-lengths must be numbers of at least 2"),
         ({"keep": -1}, "--keep must be 0 or more, got -1"),
@@ -956,6 +1002,7 @@ def test_a_tokenizer_that_does_not_fit(tmp_path, text):
     byte_tokenizer().save_pretrained(tmp_path / "sliding")
     with pytest.raises(ValueError, match=r"--model .*sliding: .*window of 9.*name such layers in --keep-layers"):
         linearize(settings(tmp_path / "sliding", text, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_architecture_without_an_adapter(tmp_path, text):

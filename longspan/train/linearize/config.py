@@ -63,6 +63,9 @@ class LinearizeConfig:
     """Learning rate of the second stage."""
     long_lr: float | None = None
     """Learning rate of the third stage; a tenth of --lr unless given."""
+    mechanism_lr: float | None = None
+    """Learning rate, in the second stage, of what the mechanisms add; --lr unless given. The third stage lowers it as
+    --long-lr lowers --lr."""
     train: Literal["all", "lora"] = "all"
     """What the second and third stages train: all weights, or low-rank adapters and what the mechanisms add."""
     lora_rank: int = 8
@@ -112,7 +115,7 @@ class LinearizeConfig:
             _check(name, getattr(self, name), 0 < getattr(self, name) < 1, "between 0 and 1")
         for name in ("sampled_share", "repeat_share"):
             _check(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "from 0 to 1")
-        for name in ("minutes", "long_lr"):
+        for name in ("minutes", "long_lr", "mechanism_lr"):
             value = getattr(self, name)
             _check(name, value, value is None or value > 0, "positive")
         if self.keep and self.keep_layers:

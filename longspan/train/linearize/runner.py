@@ -9,7 +9,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -247,9 +247,9 @@ class LinearizeRun:
             self._keep_layers()
         parameters = self._trainable(stage)
         fused = self.device.type == "cuda" and self.processes.number == 1
-        optimizer = torch.optim.AdamW(
-            _groups(parameters), lr=settings.rates[stage], betas=(0.9, 0.95), weight_decay=0.0, fused=fused or None
-        )
+        groups = _groups(parameters, added_parameters(self.student).values(), self._mechanism_factor(stage))
+        factors = [group.pop("factor") for group in groups]
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=fused or None)
         if optimizer_state is not None:
             load_optimizer(self.student, optimizer, optimizer_state)
         micro, recompute = self._micro_batch(stage)
@@ -257,7 +257,7 @@ class LinearizeRun:
             set_checkpointing(self.student, True)
             self.student.train()  # transformers recomputes in training mode only; no layer drops out
         self._compile(self._is_compiled(stage, recompute))
-        self._train(stage, optimizer, parameters, micro)
+        self._train(stage, optimizer, factors, parameters, micro)
         self._compile(False)
         self.student.eval()
         if recompute:
@@ -267,15 +267,21 @@ class LinearizeRun:
         self._save(None)
 
     def _train(
-        self, stage: str, optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], micro: int
+        self,
+        stage: str,
+        optimizer: torch.optim.Optimizer,
+        factors: list[float],
+        parameters: list[torch.nn.Parameter],
+        micro: int,
     ) -> None:
-        """Run the steps of a stage that are left."""
+        """Run the steps of a stage that are left; `factors` of the rate, one for each group of the optimizer."""
         settings, rows, windows = self.settings, self._shape(stage)[0], self._windows(stage)
         losses, saved, compiling = _Mean(self.processes), time.perf_counter(), self._compiles
         (done,) = self.processes.largest(self._progress(stage))
         while done < 1:
-            for group in optimizer.param_groups:
-                group["lr"] = settings.rates[stage] * min(1.0, (self.step + 1) / 20) * (1 - done)
+            rate = settings.rates[stage] * min(1.0, (self.step + 1) / 20) * (1 - done)
+            for group, factor in zip(optimizer.param_groups, factors, strict=True):
+                group["lr"] = factor * rate
             begun = time.perf_counter()
             tokens = windows.batch(self.step * rows, rows)
             if settings.repeat_share:
@@ -429,6 +435,11 @@ class LinearizeRun:
             self._place("student", self.student)
             chosen = [x for x in self.student.parameters() if x.requires_grad]
         return chosen
+
+    def _mechanism_factor(self, stage: str) -> float:
+        """Return by which the rate of what the mechanisms add is higher than that of other weights."""
+        own = self.settings.mechanism_lr
+        return 1.0 if own is None or stage == "transfer" else own / self.settings.lr
 
     def _shape(self, stage: str) -> tuple[int, int]:
         """Return the number of sequences of a step, and their tokens."""
@@ -641,10 +652,18 @@ class LinearizeRun:
         return results
 
 
-def _groups(parameters: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
-    """Return sharded parameters and others as groups of an optimizer, which does not update both kinds at once."""
-    kinds = ([x for x in parameters if is_sharded(x) is sharded] for sharded in (False, True))
-    return [{"params": kind} for kind in kinds if kind]
+def _groups(
+    parameters: list[torch.nn.Parameter], added: Iterable[torch.nn.Parameter], factor: float
+) -> list[dict[str, Any]]:
+    """Return groups of an optimizer: what mechanisms add has a rate `factor` times as high.
+
+    Sharded parameters and others are apart, because an optimizer does not update both kinds at once.
+    """
+    new = {id(x) for x in added} if factor != 1 else set()
+    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+    for x in parameters:
+        groups.setdefault((id(x) in new, is_sharded(x)), []).append(x)
+    return [{"params": groups[kind], "factor": factor if kind[0] else 1.0} for kind in sorted(groups)]
 
 
 def _even(rows: int, most: int) -> int:
