@@ -22,7 +22,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 CASES = [
     *(Case(T=T, D=16, E=16, feature_map=map) for T in (2, 63, 64, 65, 129, 1031) for map in ("elu", "softmax")),
-    *(Case(T=517, B=1, H=2, Hkv=2, D=dim, E=dim, feature_map="softmax") for dim in (32, 64, 128, 256)),
+    *(Case(T=517, B=1, H=2, Hkv=2, D=dim, E=dim, feature_map="softmax") for dim in (32, 64, 80, 96, 128)),
+    *(Case(T=517, B=1, H=2, Hkv=2, D=dim, E=dim, feature_map="softmax") for dim in (160, 192, 256)),
     Case(T=1024, B=1, H=2, Hkv=2, D=64, E=64, feature_map="softmax", state=False),
     Case(T=1024, B=1, H=4, Hkv=2, D=128, E=128, feature_map="softmax"),
     Case(T=517, B=1, H=2, Hkv=1, D=64, E=128, feature_map="relu", state=False),

@@ -76,6 +76,20 @@ def test_blind_spots(case: Case) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize(("E", "tiles"), [(128, 2), (129, 3), (160, 3), (192, 3), (256, 4)])
+def test_no_tiles_of_padding(E: int, tiles: int) -> None:
+    from longspan.ops.linear.triton.chunk import _ChunkBackward, _ChunkForward
+
+    case = Case(T=70, B=1, H=1, Hkv=1, D=160, E=E)
+    d_out, d_kv, tensors = arguments(case, torch.bfloat16, "cpu")
+    problem, q = kernel_problem(case, tensors), tensors[0]
+    assert q is not None
+    assert _ChunkForward.of(tensors, problem).read.grid == (2 * tiles, 1, 1)
+    plan = _ChunkBackward.of((*tensors, d_out, d_kv, d_out, q), problem)
+    assert [launch.grid for launch in plan.chunks] == 3 * [(2 * tiles, 1, 1)]
+
+
+@interpreted
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(

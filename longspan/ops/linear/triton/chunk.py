@@ -642,6 +642,9 @@ class _ChunkPlan(CausalPlan):
         bf16 = dtype == torch.bfloat16
         BD, BM, BE = (padded(size, 64 if bf16 else 16) for size in (self.D, self.M, self.E))
         self.tiling = tilings(BM, BE, bf16)[backward]
+        # A tile of values is a power of two wide, their number need not be one: 160 values are three tiles of 64.
+        tile = min(BE, self.tiling.sums.tile // BM)
+        BE = -(-self.E // tile) * tile
         self.num_chunks = -(-self.T // self.tiling.chunk)
         self.run = -(-self.num_chunks // min(self.num_chunks, -(-self.tiling.programs // self.heads)))
         self.segments = -(-self.num_chunks // self.run)
@@ -684,7 +687,8 @@ class _ChunkPlan(CausalPlan):
 
     def scan_segments(self, *, back: bool) -> Launch:
         S = self.sizes
-        sizes = ScanSizes(S.M, S.E, S.BM, S.BE, min(S.BM, max(1, 512 // S.BE)), S.BE, 1, "e")
+        BE = padded(S.BE, 16)
+        sizes = ScanSizes(S.M, S.E, S.BM, S.BE, BE, min(S.BM, max(1, 512 // BE)), S.BE, 1, "e")
         sizes = sizes._replace(NORMALIZE=S.NORMALIZE, SCALED=S.SCALED, KNOWN=back, BACK=back)
         return self.scan_launch(self.heads, self.segments, sizes)
 

@@ -883,7 +883,7 @@ class _FavorPlan(CausalPlan):
 
     def scan_part(self, part: _Part, *, back: bool) -> Launch:
         BM, BE = self.S.BM, self.S.BE
-        sizes = ScanSizes(self.M, self.E, BM, BE, max(1, 512 // BE), BE, 1, "2", KNOWN=True, BACK=back)
+        sizes = ScanSizes(self.M, self.E, BM, BE, BE, max(1, 512 // BE), BE, 1, "2", KNOWN=True, BACK=back)
         where = {"chunks": part.run, "last": self.chunks, "first": part.first}
         return self.scan_launch(part.sequences, part.segments, sizes, **where)
 

@@ -892,7 +892,7 @@ class _FusedChunkPlan(CausalPlan):
         return self.launch(kernel, (self.heads * self.segments,), scalars, constants)
 
     def scan_segments(self, *, back: bool) -> Launch:
-        sizes = ScanSizes(self.D, self.E, self.BD, self.BE, FEATURES, 1, self.BD, "e2", SCALES.value)
+        sizes = ScanSizes(self.D, self.E, self.BD, self.BE, self.BE, FEATURES, 1, self.BD, "e2", SCALES.value)
         sizes = sizes._replace(SCALED=self.sizes.SCALED, KNOWN=back, BACK=back)
         return self.scan_launch(self.heads, self.segments, sizes)
 

@@ -26,15 +26,15 @@ from longspan.ops.linear import LinearProblem
 from longspan.ops.linear.triton import check_feature_map
 
 # Compile-time constants of the scan.
-# M, E: features and values of a state (B, Hkv, M, E), with one more column if NORMALIZE. BM, BE: padded sizes of the
-# totals. TILE: features per program. STRIDE_M, STRIDE_E: strides of a total.
+# M, E: features and values of a state (B, Hkv, M, E), with one more column if NORMALIZE. BM, WIDTH: features and values
+# of a total; BE: the power of two from WIDTH on. TILE: features per program. STRIDE_M, STRIDE_E: strides of a total.
 # BASE: "e": scales are natural logarithms. "2": binary logarithms, rounded up where they are applied. "e2": natural
 # logarithms, converted to binary ones and rounded up where they are applied.
 # SCALES: values stored for each segment: the scale of its total first, its largest natural logarithm last.
 # SCALED: keys carry log scales. KNOWN: the references exist already. BACK: from the last segment to the first.
 ScanSizes = namedtuple(
     "ScanSizes",
-    "M E BM BE TILE STRIDE_M STRIDE_E BASE SCALES NORMALIZE SCALED KNOWN BACK",
+    "M E BM WIDTH BE TILE STRIDE_M STRIDE_E BASE SCALES NORMALIZE SCALED KNOWN BACK",
     defaults=(1, True, True, False, False),
 )
 
@@ -141,16 +141,19 @@ def linear_scan_kernel(
 ):  # fmt: skip
     """Sums before each segment (BACK: gradients of the sums after each) from the segments' own.
 
-    p_total, p_sums: (sequences, segments, BM, BE), which may be the same. p_total_z: (sequences, segments, BM), in
+    p_total, p_sums: (sequences, segments, BM, WIDTH), which may be the same. p_total_z: (sequences, segments, BM), in
     place. p_scales: (sequences, segments, SCALES). p_reference: (B · Hkv, last + 1), written here unless KNOWN.
     p_enter, p_leave: (B, Hkv, M, E [+ 1]) the states on either side, or None. p_shift, p_shift_out: (B, Hkv).
     """
-    SIZE: tl.constexpr = S.BM * S.BE
+    SIZE: tl.constexpr = S.BM * S.WIDTH
     COLUMNS: tl.constexpr = S.E + 1 if S.NORMALIZE else S.E
     i_n, i_r = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_x = first + i_n
     i_m, i_e = i_r * S.TILE + tl.arange(0, S.TILE), tl.arange(0, S.BE)
     m_m = i_m < S.M
+    m_total = None
+    if S.WIDTH < S.BE:
+        m_total = (i_e < S.WIDTH)[None, :]
     m_kv = m_m[:, None] & (i_e < S.E)[None, :]
     i_state = (i_x * S.M + i_m) * COLUMNS
     p_reference += i_x * (last + 1)
@@ -175,8 +178,8 @@ def linear_scan_kernel(
     p_row = p_total_z + i_n * segments * S.BM + i_m
     for i in tl.range(segments, num_stages=4):
         i_s = segments - 1 - i if S.BACK else i
-        b_more = tl.load(p_total + i_tile + i_s * SIZE)
-        tl.store(p_sums + i_tile + i_s * SIZE, b_kv.to(p_sums.dtype.element_ty))
+        b_more = tl.load(p_total + i_tile + i_s * SIZE, mask=m_total)
+        tl.store(p_sums + i_tile + i_s * SIZE, b_kv.to(p_sums.dtype.element_ty), mask=m_total)
         decay, factor = 1.0, 1.0
         if S.SCALED:
             if S.BACK:
