@@ -53,6 +53,7 @@ _BLOCK_SECONDS, _BLOCK_STEPS = 0.008, 32  # steps on a GPU are launched in block
 _BLOCK_SECONDS_PER_STREAM = 0.00009  # with many streams: the host takes less time for the tokens of a block than this
 _STEPS_PER_CHUNK = 4  # steps in a block for each chunk that is read before it
 _PACE_SECONDS, _PACE_SECONDS_PER_STREAM = (0.01, 0.1), 0.0025  # between wake-ups of an event loop by one choice
+_WAKE_SECONDS = 0.02  # between wake-ups of an event loop by different choices: those that are due meanwhile wait
 
 
 class QueueFullError(RuntimeError):
@@ -188,6 +189,8 @@ class Engine:
             them itself. Guesses are checked together, only where that saves time. The distribution of the output is
             unchanged; its rounding, and so a tie, may depend on what else runs.
         threads: Number of PyTorch threads on a CPU: one for small models, otherwise PyTorch's own number.
+        warm_up: Whether reading several prompts together on a CPU is compared with reading them one by one before the
+            first request, which takes up to a second, and not when as many prompts come for the first time.
 
     Raises:
         ValueError: If the model is not causal, or an argument is out of range.
@@ -210,6 +213,7 @@ class Engine:
         steps_per_sync: int | None = None,
         speculation: str | LanguageModel | None = None,
         threads: int | None = None,
+        warm_up: bool = False,
     ) -> None:
         if not isinstance(model, LanguageModel):
             raise TypeError(f"model must be a LanguageModel, got a {type(model).__name__}")
@@ -240,7 +244,7 @@ class Engine:
         most = min(slots, _READ_TOKENS // self.chunk) if on_gpu else _READ_CHUNKS
         self._read_rows = read_rows or max(1, min(most, held))
         self._grow_reads = read_rows is None
-        self._most_ahead = min(_MOST_AHEAD, 2 * slots, held)
+        self._most_ahead = min(_MOST_AHEAD, held)
         self._steps_per_sync = steps_per_sync or (None if on_gpu and speculation is None else 1)
         self._step_seconds = _BLOCK_SECONDS / 4
         self.speculation, self._pace = _check_speculation(speculation, model), Pace()
@@ -267,6 +271,7 @@ class Engine:
         self._ahead: list[_Choice] = []  # admitted, and without a slot
         self._turns: dict[str, int] = {}  # when a client got a slot last
         self._reading: deque[_Job] = deque()
+        self._may_read = False  # whether anything has changed since no prompt was to be read
         self._starting: list[_Choice] = []
         self._running: dict[int, _Choice] = {}
         self._launched: deque[_Launched] = deque()
@@ -279,7 +284,7 @@ class Engine:
         self._counts = dict.fromkeys(counted.split(), 0)
         self._decode_seconds = self._prefill_seconds = 0.0
         self._finished: dict[str, int] = {}
-        self._mean_seconds = 1.0
+        self._mean_seconds, self._warm_up = 1.0, warm_up
         self._start_thread()
 
     @property
@@ -470,6 +475,8 @@ class Engine:
         self._loop = SlotLoop(self.model, rows, self._layout)
         self._loop.warm_up()
         self._reader = self._new_reader()
+        if self._warm_up:
+            self._reader.warm_up()
         self._draft: Draft | None = None
         if isinstance(self.speculation, LanguageModel):
             self._draft = Draft(self.speculation, rows, self.max_length)
@@ -521,6 +528,7 @@ class Engine:
             self._turns[choice.job.request.client] = next(self._number)
             ready.remove(choice)
             self._ahead.remove(choice)
+            self._may_read = True
             with self._wake:
                 choice.row = self._free.pop()
                 self._num_waiting -= 1
@@ -546,6 +554,7 @@ class Engine:
             reading.state = self._layout.empty.clone()
         if not reading.done:
             self._reading.append(job)
+            self._may_read = True
 
     def _fit(self, state: StackState) -> StackState:
         """Copy a state of one sequence to one of this engine's capacity."""
@@ -561,7 +570,11 @@ class Engine:
     def _read(self) -> None:
         """Read chunks of prompts, which take turns: no more tokens than running streams may wait for."""
         left = self._reader.most_tokens * max(1, self._block_steps() // _STEPS_PER_CHUNK)
-        while jobs := self._next_jobs():
+        while left > 0 and self._may_read:
+            jobs = self._next_jobs()
+            self._may_read = bool(jobs)
+            if not jobs:
+                return
             left -= self._reader.cost(len(jobs), self._shape(jobs[0]))
             if left < 0:
                 return
@@ -923,6 +936,7 @@ class Engine:
             if choice.row is None:
                 (self._ahead if choice in self._ahead else waiting).remove(choice)
                 self._num_waiting -= 1
+                self._may_read = True
             if choice.unsent:
                 self._emit(choice, [], [])
             self._finish(choice, reason)
@@ -940,7 +954,9 @@ class Engine:
         urgent = not isinstance(item, Delta) or item.finish_reason is not None or len(item.tokens) == len(choice.tokens)
         if urgent or now >= choice.due:
             shortest, longest = _PACE_SECONDS
-            choice.due = now + min(longest, max(shortest, _PACE_SECONDS_PER_STREAM * len(self._running)))
+            pace = min(longest, max(shortest, _PACE_SECONDS_PER_STREAM * len(self._running)))
+            grid = min(pace, _WAKE_SECONDS)
+            choice.due = (now // grid + round(pace / grid)) * grid
             self._due.add(generation)
 
     def _notify(self) -> None:

@@ -311,6 +311,18 @@ class PromptReader:
         """Return how many tokens take as long as a call with chunks of a shape: short ones take that of a whole one."""
         return self._chunk if shape.size <= self._short else shape.size
 
+    def warm_up(self) -> None:
+        """Compare every number of chunks that may be read together with reading them one by one."""
+        rng = torch.Generator().manual_seed(0)
+        # The longest chunk of each shape: one of `size` tokens may be read unmasked.
+        lengths = [size - less for size in range(_PADDING, self._short + 1, _PADDING) for less in (1, 0)]
+        for shape, length in {self.shape(length): length for length in lengths}.items():
+            number = self.rows(shape)
+            while number > 1:
+                tokens = torch.randint(int(self._model.config.vocab_size or 1), (number, length), generator=rng)
+                self.read([*tokens], [self._layout.empty.clone() for _ in range(number)])
+                number //= 2
+
     @torch.inference_mode()
     def read(self, tokens: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Extend packed states (size,) by tokens of one shape; the states may be overwritten.
