@@ -720,14 +720,14 @@ class Engine:
 
     def _speculate(self) -> bool:
         """Guess and check tokens, if that has been worthwhile; return whether."""
-        if not self._pace.worthwhile or not self._loop.sampler.has_draws(MAX_GUESS + 1):
+        if not self._pace.worthwhile:
             return False
         begun = time.perf_counter()
         guesses = self._guesses()
         if not any(guesses.values()):
             return False
         running = list(self._running.items())
-        self._clear_full(MAX_GUESS + 1)
+        self._clear_full(1 + max(map(len, guesses.values())))
         tokens, logits = self._loop.verify(guesses)
         self._lengths += np.array([len(own) for own in tokens])
         if self._draft is not None:
@@ -747,18 +747,21 @@ class Engine:
                 lists = _top_logs(every, torch.tensor(new, device=self.device), number).lists()
                 logs = [lists.row(i, number) for i in range(len(new))]
             choice.steps += len(new)
+            if choice.guesser is not None:
+                choice.guesser.extend(new)
             self._emit(choice, new, logs)
         return True
 
     def _guesses(self) -> dict[int, list[int]]:
         """Return guesses of the next tokens of running choices, by row."""
-        limits = {row: min(MAX_GUESS, choice.steps_left - 1) for row, choice in self._running.items()}
+        most = min(MAX_GUESS, self._loop.sampler.draws_left - 1)
+        limits = {row: min(most, choice.steps_left - 1) for row, choice in self._running.items()}
         if self._draft is not None:
             number = min(_DRAFT_GUESS, max(limits.values()))
             found = self._draft.guess(number).tolist() if number > 0 else [[]] * self._rows
-            return {row: found[row][:limit] for row, limit in limits.items()}
+            return {row: found[row][: max(0, limit)] for row, limit in limits.items()}
         pairs = [(row, choice.guesser) for row, choice in self._running.items()]
-        return {row: guesser.guess(limits[row]) for row, guesser in pairs if guesser is not None}
+        return {row: guesser.guess(limits[row]) for row, guesser in pairs if guesser is not None and limits[row] > 0}
 
     @property
     def _step_by_step(self) -> bool:
@@ -807,6 +810,8 @@ class Engine:
         for row, choice in launched.running:
             if choice.finished:
                 continue
+            if choice.guesser is not None:
+                choice.guesser.extend(columns[row])
             if now < choice.due and self._can_wait(choice, columns[row]):
                 choice.unsent += columns[row]
                 continue
@@ -819,7 +824,7 @@ class Engine:
         An event takes a server longer than its tokens take a GPU, and the threads share one interpreter.
         """
         job, request = choice.job, choice.job.request
-        if self.speculation is not None or not job.generation.is_async or not choice.tokens:
+        if not job.generation.is_async or not choice.tokens:
             return False
         if request.stop_strings or request.keep_state or request.logprobs is not None:
             return False
@@ -839,8 +844,6 @@ class Engine:
         """Send tokens of a choice, and end it at its last one."""
         job, reason = choice.job, None
         tokens, choice.unsent = [*choice.unsent, *tokens], []
-        if choice.guesser is not None:
-            choice.guesser.extend(tokens)
         left = job.request.max_tokens - len(choice.tokens)
         if len(tokens) >= left:
             tokens, reason = tokens[:left], "length"

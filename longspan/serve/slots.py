@@ -21,6 +21,7 @@ _SMALLEST_READ = 32  # tokens that the end of a prompt is padded to at least on 
 _GROWTH, _SMALLEST_GROWN = (4, 2), 128  # times as many chunks are read where many wait, and their fewest tokens
 _PADDING, _ROWS = 16, 4  # tokens of chunks on a CPU: products of other numbers of rows may be summed in another order
 _SHORT_READ, _SHORT_TOKENS = 1 << 26, 512  # multiplications of a chunk, and tokens of several, that are read together
+_FEW_STEPS = 4  # decode steps that take less time than reading as many tokens again after a wrong guess
 _PUT_ROWS = 16  # rows that are begun in one CUDA graph
 _BUFFER_BYTES = 1 << 28  # the most bytes of states in the buffers of a CUDA graph
 
@@ -195,10 +196,15 @@ class SlotLoop(DecodeLoop):
         tokens[:, 0] = self.token
         logits, after = self._extended(tokens, sizes)
         chosen, number = self.sampler.choose_several(logits, tokens, sizes)
-        if bool((number == 1).all()):
-            self._advance()  # No guess was right: a plain step takes less time than reading one token again.
+        fewest, most = (int(x) for x in number.aminmax())
+        if bool((number == sizes).all()):
+            self.follow(tokens, number, after)
+        elif fewest == most <= _FEW_STEPS:
+            for i in range(most):
+                self.token.copy_(tokens[:, i])
+                self._advance()
         else:
-            self.follow(tokens, number, after if bool((number == sizes).all()) else None)
+            self.follow(tokens, number)
         self.token.copy_(chosen.gather(1, number[:, None] - 1)[:, 0])
         return [own[:n] for own, n in zip(chosen.tolist(), number.tolist(), strict=True)], logits
 
@@ -228,7 +234,8 @@ class SlotLoop(DecodeLoop):
         """Return the logits and the state after the first `number` of tokens, without changing the loop's."""
         state = self._stack.finish_decode(self._state.clone())
         mask = torch.arange(tokens.shape[1], device=tokens.device) < number[:, None]
-        return self._model.extend(tokens, state, key_mask=mask)
+        # Without a mask, one sequence takes less time.
+        return self._model.extend(tokens, state, key_mask=None if len(tokens) == 1 and bool(mask.all()) else mask)
 
     @torch.inference_mode()
     def _write(self, rows: Tensor, tokens: Tensor, packed: Tensor) -> None:
