@@ -320,10 +320,10 @@ class PromptReader:
 
     def warm_up(self) -> None:
         """Compare every number of chunks that may be read together with reading them one by one."""
-        rng = torch.Generator().manual_seed(0)
-        # The longest chunk of each shape: one of `size` tokens may be read unmasked.
-        lengths = [size - less for size in range(_PADDING, self._short + 1, _PADDING) for less in (1, 0)]
-        for shape, length in {self.shape(length): length for length in lengths}.items():
+        rng, longest = torch.Generator().manual_seed(0), min(self._short, self._chunk)
+        # A whole chunk may be read without a mask.
+        lengths = [*range(_PADDING, longest, _PADDING), longest - 1, longest] if longest else []
+        for shape, length in {self.shape(length): length for length in lengths if length}.items():
             number = self.rows(shape)
             while number > 1:
                 tokens = torch.randint(int(self._model.config.vocab_size or 1), (number, length), generator=rng)
