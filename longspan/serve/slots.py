@@ -107,6 +107,12 @@ class SlotLoop(DecodeLoop):
         self._pending = True
         self._late: list[tuple[int, Tensor, Tensor]] = []
         self._put_graph: CapturedCall | None = None
+        # On a CPU, the views of one packed state are made once: making them takes longer than copying it.
+        self._buffer, self._views = layout.empty.clone()[None], None  # type: tuple[Tensor, dict[str, Tensor] | None]
+        if self._in_place and not self._buffer.is_cuda:
+            views, memory = self._decode_tensors(self._buffer), self._buffer.untyped_storage().data_ptr()
+            if all(x.untyped_storage().data_ptr() == memory for x in views.values()):
+                self._views = views
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -135,7 +141,8 @@ class SlotLoop(DecodeLoop):
             tokens: The pending tokens.
         """
         left = iter(zip(rows, states, tokens, strict=True))
-        size = len(rows) if self._put_graph is None else len(self._put_graph.inputs[0])
+        size = len(rows) if self._views is None else 1
+        size = size if self._put_graph is None else len(self._put_graph.inputs[0])
         while items := list(islice(left, max(size, 1))):
             items += items[-1:] * (size - len(items))  # Written twice, a row is the same.
             numbers = to_device(torch.tensor([[row for row, *_ in items], [token for *_, token in items]]), self.token)
@@ -241,14 +248,21 @@ class SlotLoop(DecodeLoop):
     def _write(self, rows: Tensor, tokens: Tensor, packed: Tensor) -> None:
         """Write packed states (n, size) and pending tokens (n,) to rows (n,)."""
         self.token.index_copy_(0, rows, tokens)
-        state = self.layout.view(packed)
         if not self._in_place:
-            self._state = self._state.put(rows, state)
+            self._state = self._state.put(rows, self.layout.view(packed))
             return
-        new = self._stack.decode_state(state, next(self._model.parameters()).dtype).tensors()
+        new = self._decode_tensors(packed)
         own = self._state.tensors()
         for name in {x.data_ptr(): name for name, x in own.items()}.values():  # Layers share one length.
             own[name].index_copy_(0, rows, new[name])
+
+    @torch.inference_mode()
+    def _decode_tensors(self, packed: Tensor) -> dict[str, Tensor]:
+        """Return packed states (n, size) as the tensors of a state in the decode layout; the next call may reuse them."""
+        if len(packed) == 1 and self._views is not None:
+            self._buffer.copy_(packed)
+            return self._views
+        return self._stack.decode_state(self.layout.view(packed), next(self._model.parameters()).dtype).tensors()
 
     def _sample(self) -> None:
         for row, state, logits in self._late:
