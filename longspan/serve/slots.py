@@ -258,7 +258,7 @@ class SlotLoop(DecodeLoop):
 
     @torch.inference_mode()
     def _decode_tensors(self, packed: Tensor) -> dict[str, Tensor]:
-        """Return packed states (n, size) as the tensors of a state in the decode layout; the next call may reuse them."""
+        """Return packed states (n, size) as tensors of the decode layout, which the next call may overwrite."""
         if len(packed) == 1 and self._views is not None:
             self._buffer.copy_(packed)
             return self._views

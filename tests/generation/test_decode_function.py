@@ -30,7 +30,7 @@ SUPPORTED = {
     "delta": ({"mechanism": "delta", "out_gate": "silu", "qk_norm": True, "rotary": "halves"}, {"ngrams": (2, 3)}),
     "channels": ({"mechanism": {"mechanism": "delta", "gate": "channel"}, "value_embedding": True}, {"embed_dim": 10}),
     "split": ({"mechanism": split(LOCAL, "delta"), "rotary": ("halves", "none"), "conv_size": 3}, {}),
-    "token shift": ({"mechanism": split(LOCAL, "linear"), "rotary": "halves"}, {"token_shift": (0, 1, 1), "norm": "rms"}),
+    "token shift": ({"mechanism": split(LOCAL, "linear"), "rotary": "halves"}, {"token_shift": (0, 1, 1)}),
     "split, two kinds": ({"mechanism": split(RANDOM, "decay"), "rotary": "halves", "out_bias": False}, {}),
 }
 UNSUPPORTED = {
