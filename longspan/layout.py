@@ -54,11 +54,19 @@ class Packing:
 
 
 class PaddedSpan(NamedTuple):
-    """The contiguous span of real tokens in each row of a causal key_mask; moves it to slot 0 and back."""
+    """The contiguous span of real tokens in each row of a causal key_mask; moves it to slot 0 and back.
+
+    Attributes:
+        mask: (B, T) bool, True for real tokens.
+        start: (B,) the first real slot.
+        lengths: (B,) the number of real tokens.
+        right_padded: Whether every span is known to be at slot 0 already: nothing moves.
+    """
 
     mask: Tensor
     start: Tensor
     lengths: Tensor
+    right_padded: bool
 
     @classmethod
     def of(cls, key_mask: Tensor) -> PaddedSpan:
@@ -69,14 +77,19 @@ class PaddedSpan(NamedTuple):
             "with causal or past, and to write what only causal queries read, each row of key_mask must be one run of "
             "True (left- or right-padded): drop the tokens in between, or use bidirectional attention"
         )
+        first, right_padded = key_mask.int().argmax(1), False
         if torch.compiler.is_compiling() or key_mask.device.type != "cpu":
             torch._assert_async(contiguous, message)
         elif not contiguous:
             raise ValueError(message)
-        return cls(key_mask, key_mask.int().argmax(1), key_mask.sum(1))
+        else:
+            right_padded = not bool(first.any())
+        return cls(key_mask, first, key_mask.sum(1), right_padded)
 
     def roll(self, *xs: Tensor | None) -> tuple[Any, ...]:
         """Move each row's span to slot 0 and zero-fill what follows. xs: (B, T, ·, ·) or None."""
+        if self.right_padded:
+            return zero_fill(~self.mask, *xs)
         slots = torch.arange(self.mask.shape[1], device=self.mask.device)
         index = (self.start[:, None] + slots).clamp(max=len(slots) - 1)
         rolled = [None if x is None else torch.take_along_dim(x, index[:, :, None, None], 1) for x in xs]
@@ -84,8 +97,9 @@ class PaddedSpan(NamedTuple):
 
     def unroll(self, out: Tensor) -> Tensor:
         """Move the outputs back to the tokens' slots; hidden slots are zero."""
-        index = torch.arange(self.mask.shape[1], device=self.mask.device) - self.start[:, None]
-        out = torch.take_along_dim(out, index.clamp(min=0)[:, :, None, None], 1)
+        if not self.right_padded:
+            index = torch.arange(self.mask.shape[1], device=self.mask.device) - self.start[:, None]
+            out = torch.take_along_dim(out, index.clamp(min=0)[:, :, None, None], 1)
         return out.masked_fill(~self.mask[:, :, None, None], 0)
 
 
@@ -103,6 +117,12 @@ def close_holes(key_mask: Tensor, *xs: Tensor | None) -> tuple[Any, ...]:
     moved = [None if x is None else torch.take_along_dim(x, order[:, :, None, None], 1) for x in xs]
     hidden = torch.arange(key_mask.shape[1], device=key_mask.device) >= lengths[:, None]
     return lengths, *zero_fill(hidden, *moved)
+
+
+def take_tokens(x: Tensor, index: Tensor) -> Tensor:
+    """Return the tokens of x (N, T, ...) at index (N, n), as (N, n, ...): whole rows, which a gather copies singly."""
+    rows = index + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]
+    return x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, index.shape)
 
 
 class LengthBucket(NamedTuple):

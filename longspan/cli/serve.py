@@ -221,6 +221,7 @@ def _engine(flags: ServeFlags, model: LanguageModel, codec: TextCodec) -> Engine
         state_dtype=flags.state_dtype,
         speculation=draft if draft in (None, "ngram") else load_model(Path(draft), choose_device(flags.device)),
         threads=flags.threads,
+        warm_up=True,
     )
 
 

@@ -350,24 +350,37 @@ class SlotSampler(Sampler):
             super().sample(logits, token, append=append)
 
     def choose(self, logits: Tensor) -> Tensor:
-        options = self._options
+        token = self._choose(logits, self._options, self.recent, self._index[:, None])
+        if self._options["greedy"] is not None:
+            self._index.add_(1).remainder_(_BLOCK)
+        return token
+
+    def _choose(self, logits: Tensor, options: dict[str, Tensor | None], recent: Tensor, index: Tensor) -> Tensor:
+        """Return the tokens (B · T,) of T positions of each row, given what they are chosen by.
+
+        Args:
+            logits: (B · T, V).
+            options: As `_columns` returns them, for each position.
+            recent: (B · T, window), the tokens before each position.
+            index: (B, T), which of a row's random numbers each position takes.
+        """
         logits = logits.to(self._dtype)
         penalty, window = options["penalty"], options["window"]
         if penalty is not None and window is not None:
-            place = torch.arange(self.recent.shape[1], 0, -1, device=logits.device)
-            logits = _penalize(logits, self.recent.masked_fill(place > window, -1), penalty)
+            place = torch.arange(recent.shape[1], 0, -1, device=logits.device)
+            logits = _penalize(logits, recent.masked_fill(place > window, -1), penalty)
         greedy, temperature = options["greedy"], options["temperature"]
         if greedy is None:
             return logits.argmax(1)
         filters = (options[name] for name in ("top_k", "min_p", "top_p", "renormalize"))
         probabilities = _filter(logits, 1 if temperature is None else temperature, *filters)
-        token = _pick(probabilities, self._uniform.gather(1, self._index[:, None])[:, 0])
-        self._index.add_(1).remainder_(_BLOCK)
+        token = _pick(probabilities, self._uniform.gather(1, index).flatten())
         return torch.where(greedy, logits.argmax(1), token)
 
-    def has_draws(self, number: int) -> bool:
-        """Return whether every row has this many random numbers left, as `choose_several` needs."""
-        return int(self._drawn.max()) + number <= _BLOCK
+    @property
+    def draws_left(self) -> int:
+        """The number of random numbers that every row has left: the most positions that `choose_several` takes."""
+        return _BLOCK - int(self._drawn.max())
 
     def choose_several(self, logits: Tensor, tokens: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Choose tokens at several positions, as steps would as long as what they choose is what comes next.
@@ -380,21 +393,18 @@ class SlotSampler(Sampler):
         Returns:
             Tokens (B, T), and how many of them (B,) steps would have chosen, up to the first that is not the guess.
         """
-        recent, index = self.recent.clone(), self._index.clone()
+        (B, T), window = tokens.shape, self.recent.shape[1]
         self._update_options()
-        if self.capturable:
-            self._options = self._columns(torch.from_numpy(self._host_options))
-        chosen = []
-        for i in range(logits.shape[1]):
-            self.append(tokens[:, i])
-            chosen.append(self.choose(logits[:, i]))
-        found = torch.stack(chosen, 1)
-        place = torch.arange(1, logits.shape[1], device=logits.device)
-        right = (found[:, :-1] == tokens[:, 1:]) & (place < sizes[:, None])
+        own = self._columns(torch.from_numpy(self._host_options)) if self.capturable else self._options
+        options = {name: None if x is None else x.repeat_interleave(T, 0) for name, x in own.items()}
+        place, joined = torch.arange(T, device=logits.device), torch.cat([self.recent, tokens], 1)
+        recent = joined.unfold(1, window, 1)[:, 1:].reshape(B * T, window)
+        index = (self._index[:, None] + place) % _BLOCK
+        found = self._choose(logits.flatten(0, 1), options, recent, index).view(B, T)
+        right = (found[:, :-1] == tokens[:, 1:]) & (place[1:] < sizes[:, None])
         number = 1 + right.cumprod(1).sum(1)
-        self._index.copy_((index + number) % _BLOCK)
-        window = torch.arange(recent.shape[1], device=logits.device)
-        self.recent.copy_(torch.cat([recent, tokens], 1).gather(1, number[:, None] + window))
+        self._index.copy_((self._index + number) % _BLOCK)
+        self.recent.copy_(joined.gather(1, number[:, None] + torch.arange(window, device=logits.device)))
         self._drawn += number.cpu().numpy()
         return found, number
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.layout import Packing
+from longspan.layout import Packing, take_tokens
 from longspan.ops import window as window_op
 from longspan.ops.decode import (
     CosSin,
@@ -258,7 +258,9 @@ class LocalAttention(Mechanism):
         ring, end, given = self._ring, state.end, q.dtype
         q, k, v = (x.to(state.k.dtype) for x in (q, k, v))
         index = (end[:, None] + torch.arange(ring, device=q.device)) % ring
-        recent = [torch.take_along_dim(x, index[:, None, :, None], 2).transpose(1, 2) for x in (state.k, state.v)]
+        heads = index.repeat_interleave(self.num_kv_heads, 0)
+        ordered = (take_tokens(x.flatten(0, 1), heads) for x in (state.k, state.v))
+        recent = [x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in ordered]
         keys, values = torch.cat([recent[0], self._key(k)], 1), torch.cat([recent[1], v], 1)
         key_mask = None
         if state.start is not None:  # Slots before the start are empty, though their positions are not negative.
@@ -282,9 +284,9 @@ class LocalAttention(Mechanism):
             )
             return replace(after, k=k, v=v)
         new = after.positions() - state.end[:, None]  # (B, ring): which new token each slot now holds
-        index = new.clamp(0, T - 1)[:, None, :, None]
+        index = new.clamp(0, T - 1)
         k, v = (
-            torch.where((new >= 0)[:, None, :, None], torch.take_along_dim(x, index, 2), old)
+            torch.where((new >= 0)[:, None, :, None], take_tokens(x.transpose(1, 2), index).transpose(1, 2), old)
             for old, x in zip((state.k, state.v), xs, strict=True)
         )
         return replace(after, k=k, v=v)

@@ -411,8 +411,10 @@ class Attention(nn.Module):
         out = out if self.to_mid is None else fused_linear(out, self.to_mid)[0]
         return fused_linear(out, self.to_out, residual=add)[0], state
 
-    def decode_function(self, state: State, norm: nn.Module | None) -> Callable[[Tensor, CurrentToken], Tensor] | None:
-        """Return x + f(norm(x)) of one token x (1, dim); see `Mechanism.decode_function`."""
+    def decode_function(
+        self, state: State, prepare: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor, CurrentToken], Tensor] | None:
+        """Return x + f(prepare(x)) of one token x (1, dim); see `Mechanism.decode_function`."""
         mechanism, held = self.mechanism, self.mechanism_state(state)
         widths = self.num_heads * mechanism.head_dim, self.num_kv_heads * mechanism.head_dim
         repeated = (self.num_heads, self.num_kv_heads) != (mechanism.num_heads, mechanism.num_kv_heads)
@@ -423,16 +425,16 @@ class Attention(nn.Module):
         attend = mechanism.decode_function(held, kinds or [None])
         if attend is None:
             return None
-        layers = norm, self.to_mechanism_gates, self.to_out_gate, self.to_gates, self.q_norm, self.k_norm, self.out_norm
+        layers = self.to_mechanism_gates, self.to_out_gate, self.to_gates, self.q_norm, self.k_norm, self.out_norm
         to_q, to_kv, to_out = (module_function(layer) for layer in (self.to_q, self.to_kv, self.to_out))
-        norm_x, to_own, to_wide, to_narrow, norm_q, norm_k, norm_out = (x and module_function(x) for x in layers)
+        to_own, to_wide, to_narrow, norm_q, norm_k, norm_out = (x and module_function(x) for x in layers)
         recent = state.recent[0] if isinstance(state, ConvolutionState) else None
         conv, out_gate, embedding, heads = self.conv, self.out_gate, self.value_embedding, mechanism.num_heads
         queries, keys = (1, heads, mechanism.head_dim), (1, mechanism.num_kv_heads, -1)
         sizes = [*widths, mechanism.num_kv_heads * mechanism.value_dim]
 
         def step(x: Tensor, token: CurrentToken) -> Tensor:
-            y = x if norm_x is None else norm_x(x)
+            y = prepare(x)
             if conv is None or recent is None:
                 q, (k, v) = to_q(y), to_kv(y).split_with_sizes(sizes[1:], 1)
             else:
@@ -751,13 +753,13 @@ class FeedForward(nn.Module):
         (hidden,) = fused_linear(x, self.to_hidden, norm=norm, activation=activation, shift=shift)
         return fused_linear(hidden if fused else self._activate(hidden), self.to_out, residual=add)[0]
 
-    def decode_function(self, norm: nn.Module | None) -> Callable[[Tensor, CurrentToken], Tensor]:
-        """Return x + f(norm(x)) of one token x (1, dim); see `Mechanism.decode_function`."""
+    def decode_function(self, prepare: Callable[[Tensor], Tensor]) -> Callable[[Tensor, CurrentToken], Tensor]:
+        """Return x + f(prepare(x)) of one token x (1, dim); see `Mechanism.decode_function`."""
         to_hidden, to_out = module_function(self.to_hidden), module_function(self.to_out)
-        norm_x, activate = norm and module_function(norm), self._activate if self.gated else self.activation
+        activate = self._activate if self.gated else self.activation
 
         def step(x: Tensor, token: CurrentToken) -> Tensor:
-            return x + to_out(activate(to_hidden(x if norm_x is None else norm_x(x))))
+            return x + to_out(activate(to_hidden(prepare(x))))
 
         return step
 
@@ -846,6 +848,24 @@ def shift_token(x: Tensor, offsets: tuple[int, ...], recent: Tensor) -> Tensor:
         parts[i] = joined[:, there : there + 1, i * size : (i + 1) * size] if offset else parts[i]
     recent.copy_(joined[:, 1:])
     return torch.cat(parts, 2)
+
+
+def shift_function(offsets: tuple[int, ...], recent: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Return `shift_token` of one token x (1, dim) on a CPU, or None unless `recent` (1, s, dim) is the last one."""
+    if recent.shape[:2] != (1, 1) or not set(offsets) <= {0, 1}:
+        return None
+    last, cat, size = recent[0], torch.cat, recent.shape[2] // len(offsets)
+    before = {i: last.narrow(1, i * size, size) for i, offset in enumerate(offsets) if offset}
+
+    def shift(x: Tensor) -> Tensor:
+        parts = list(x.split(size, 1))
+        for i, part in before.items():
+            parts[i] = part
+        shifted = cat(parts, 1)
+        last.copy_(x)
+        return shifted
+
+    return shift
 
 
 def merge_latest(earlier: Tensor, later: Tensor, new: Tensor) -> Tensor:

@@ -29,13 +29,14 @@ from longspan.models.layers import (
     FeedForward,
     latest_tokens,
     merge_latest,
+    shift_function,
     shift_token,
     shift_tokens,
 )
 from longspan.models.positions import with_rotary
 from longspan.ops.common.autograd import once_differentiable, recompute
 from longspan.ops.common.torch_private import forward_ad_level, functorch_active
-from longspan.ops.decode import CurrentToken, RotaryCache, TokenShift, why_not_triton
+from longspan.ops.decode import CurrentToken, RotaryCache, TokenShift, module_function, why_not_triton
 from longspan.protocol import Index, Mechanism, State, StateOptions, start_positions
 from longspan.utils import choose
 
@@ -200,11 +201,17 @@ class ResidualBranch(nn.Module):
 
     def decode_function(self, state: BranchState) -> Callable[[Tensor, CurrentToken], Tensor] | None:
         """Return x + f(norm(x)) of one token x (1, dim); see `Mechanism.decode_function`."""
-        if not self.is_pre_norm or state.recent is not None:
+        if not self.is_pre_norm or self.norm is None:
             return None
+        norm = prepare = module_function(self.norm)
+        if state.recent is not None:
+            shift = shift_function(self.token_shift, state.recent)
+            if shift is None:
+                return None
+            prepare = _in_turn(norm, shift)
         if isinstance(self.layer, Attention):
-            return self.layer.decode_function(state.inner[0], self.norm)
-        return self.layer.decode_function(self.norm) if isinstance(self.layer, FeedForward) else None
+            return self.layer.decode_function(state.inner[0], prepare)
+        return self.layer.decode_function(prepare) if isinstance(self.layer, FeedForward) else None
 
     def takes_ring(self, recent: Tensor) -> bool:
         """Whether a decode step shifts tokens inside the kernel of a linear layer, with a `TokenShift` ring buffer."""
@@ -268,6 +275,10 @@ class ResidualBranch(nn.Module):
         fold = AxialFold.of(layout, s, B, T)
         out, state = self.layer.extend(fold(x), state, _layout=fold.layout)
         return fold.back(out), state
+
+
+def _in_turn(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: second(first(x))
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ _BLOCK_SECONDS, _BLOCK_STEPS = 0.008, 32  # steps on a GPU are launched in block
 _BLOCK_SECONDS_PER_STREAM = 0.00009  # with many streams: the host takes less time for the tokens of a block than this
 _STEPS_PER_CHUNK = 4  # steps in a block for each chunk that is read before it
 _PACE_SECONDS, _PACE_SECONDS_PER_STREAM = (0.01, 0.1), 0.0025  # between wake-ups of an event loop by one choice
+_WAKE_SECONDS = 0.02  # between wake-ups of an event loop by different choices: those that are due meanwhile wait
 
 
 class QueueFullError(RuntimeError):
@@ -188,6 +189,8 @@ class Engine:
             them itself. Guesses are checked together, only where that saves time. The distribution of the output is
             unchanged; its rounding, and so a tie, may depend on what else runs.
         threads: Number of PyTorch threads on a CPU: one for small models, otherwise PyTorch's own number.
+        warm_up: Whether reading several prompts together on a CPU is compared with reading them one by one before the
+            first request, which takes up to a second, and not when as many prompts come for the first time.
 
     Raises:
         ValueError: If the model is not causal, or an argument is out of range.
@@ -210,6 +213,7 @@ class Engine:
         steps_per_sync: int | None = None,
         speculation: str | LanguageModel | None = None,
         threads: int | None = None,
+        warm_up: bool = False,
     ) -> None:
         if not isinstance(model, LanguageModel):
             raise TypeError(f"model must be a LanguageModel, got a {type(model).__name__}")
@@ -240,7 +244,7 @@ class Engine:
         most = min(slots, _READ_TOKENS // self.chunk) if on_gpu else _READ_CHUNKS
         self._read_rows = read_rows or max(1, min(most, held))
         self._grow_reads = read_rows is None
-        self._most_ahead = min(_MOST_AHEAD, 2 * slots, held)
+        self._most_ahead = min(_MOST_AHEAD, held)
         self._steps_per_sync = steps_per_sync or (None if on_gpu and speculation is None else 1)
         self._step_seconds = _BLOCK_SECONDS / 4
         self.speculation, self._pace = _check_speculation(speculation, model), Pace()
@@ -267,6 +271,7 @@ class Engine:
         self._ahead: list[_Choice] = []  # admitted, and without a slot
         self._turns: dict[str, int] = {}  # when a client got a slot last
         self._reading: deque[_Job] = deque()
+        self._may_read = False  # whether anything has changed since no prompt was to be read
         self._starting: list[_Choice] = []
         self._running: dict[int, _Choice] = {}
         self._launched: deque[_Launched] = deque()
@@ -279,7 +284,7 @@ class Engine:
         self._counts = dict.fromkeys(counted.split(), 0)
         self._decode_seconds = self._prefill_seconds = 0.0
         self._finished: dict[str, int] = {}
-        self._mean_seconds = 1.0
+        self._mean_seconds, self._warm_up = 1.0, warm_up
         self._start_thread()
 
     @property
@@ -470,6 +475,8 @@ class Engine:
         self._loop = SlotLoop(self.model, rows, self._layout)
         self._loop.warm_up()
         self._reader = self._new_reader()
+        if self._warm_up:
+            self._reader.warm_up()
         self._draft: Draft | None = None
         if isinstance(self.speculation, LanguageModel):
             self._draft = Draft(self.speculation, rows, self.max_length)
@@ -521,6 +528,7 @@ class Engine:
             self._turns[choice.job.request.client] = next(self._number)
             ready.remove(choice)
             self._ahead.remove(choice)
+            self._may_read = True
             with self._wake:
                 choice.row = self._free.pop()
                 self._num_waiting -= 1
@@ -546,6 +554,7 @@ class Engine:
             reading.state = self._layout.empty.clone()
         if not reading.done:
             self._reading.append(job)
+            self._may_read = True
 
     def _fit(self, state: StackState) -> StackState:
         """Copy a state of one sequence to one of this engine's capacity."""
@@ -561,7 +570,11 @@ class Engine:
     def _read(self) -> None:
         """Read chunks of prompts, which take turns: no more tokens than running streams may wait for."""
         left = self._reader.most_tokens * max(1, self._block_steps() // _STEPS_PER_CHUNK)
-        while jobs := self._next_jobs():
+        while left > 0 and self._may_read:
+            jobs = self._next_jobs()
+            self._may_read = bool(jobs)
+            if not jobs:
+                return
             left -= self._reader.cost(len(jobs), self._shape(jobs[0]))
             if left < 0:
                 return
@@ -707,14 +720,14 @@ class Engine:
 
     def _speculate(self) -> bool:
         """Guess and check tokens, if that has been worthwhile; return whether."""
-        if not self._pace.worthwhile or not self._loop.sampler.has_draws(MAX_GUESS + 1):
+        if not self._pace.worthwhile:
             return False
         begun = time.perf_counter()
         guesses = self._guesses()
         if not any(guesses.values()):
             return False
         running = list(self._running.items())
-        self._clear_full(MAX_GUESS + 1)
+        self._clear_full(1 + max(map(len, guesses.values())))
         tokens, logits = self._loop.verify(guesses)
         self._lengths += np.array([len(own) for own in tokens])
         if self._draft is not None:
@@ -734,18 +747,21 @@ class Engine:
                 lists = _top_logs(every, torch.tensor(new, device=self.device), number).lists()
                 logs = [lists.row(i, number) for i in range(len(new))]
             choice.steps += len(new)
+            if choice.guesser is not None:
+                choice.guesser.extend(new)
             self._emit(choice, new, logs)
         return True
 
     def _guesses(self) -> dict[int, list[int]]:
         """Return guesses of the next tokens of running choices, by row."""
-        limits = {row: min(MAX_GUESS, choice.steps_left - 1) for row, choice in self._running.items()}
+        most = min(MAX_GUESS, self._loop.sampler.draws_left - 1)
+        limits = {row: min(most, choice.steps_left - 1) for row, choice in self._running.items()}
         if self._draft is not None:
             number = min(_DRAFT_GUESS, max(limits.values()))
             found = self._draft.guess(number).tolist() if number > 0 else [[]] * self._rows
-            return {row: found[row][:limit] for row, limit in limits.items()}
+            return {row: found[row][: max(0, limit)] for row, limit in limits.items()}
         pairs = [(row, choice.guesser) for row, choice in self._running.items()]
-        return {row: guesser.guess(limits[row]) for row, guesser in pairs if guesser is not None}
+        return {row: guesser.guess(limits[row]) for row, guesser in pairs if guesser is not None and limits[row] > 0}
 
     @property
     def _step_by_step(self) -> bool:
@@ -794,6 +810,8 @@ class Engine:
         for row, choice in launched.running:
             if choice.finished:
                 continue
+            if choice.guesser is not None:
+                choice.guesser.extend(columns[row])
             if now < choice.due and self._can_wait(choice, columns[row]):
                 choice.unsent += columns[row]
                 continue
@@ -806,7 +824,7 @@ class Engine:
         An event takes a server longer than its tokens take a GPU, and the threads share one interpreter.
         """
         job, request = choice.job, choice.job.request
-        if self.speculation is not None or not job.generation.is_async or not choice.tokens:
+        if not job.generation.is_async or not choice.tokens:
             return False
         if request.stop_strings or request.keep_state or request.logprobs is not None:
             return False
@@ -826,8 +844,6 @@ class Engine:
         """Send tokens of a choice, and end it at its last one."""
         job, reason = choice.job, None
         tokens, choice.unsent = [*choice.unsent, *tokens], []
-        if choice.guesser is not None:
-            choice.guesser.extend(tokens)
         left = job.request.max_tokens - len(choice.tokens)
         if len(tokens) >= left:
             tokens, reason = tokens[:left], "length"
@@ -923,6 +939,7 @@ class Engine:
             if choice.row is None:
                 (self._ahead if choice in self._ahead else waiting).remove(choice)
                 self._num_waiting -= 1
+                self._may_read = True
             if choice.unsent:
                 self._emit(choice, [], [])
             self._finish(choice, reason)
@@ -940,7 +957,9 @@ class Engine:
         urgent = not isinstance(item, Delta) or item.finish_reason is not None or len(item.tokens) == len(choice.tokens)
         if urgent or now >= choice.due:
             shortest, longest = _PACE_SECONDS
-            choice.due = now + min(longest, max(shortest, _PACE_SECONDS_PER_STREAM * len(self._running)))
+            pace = min(longest, max(shortest, _PACE_SECONDS_PER_STREAM * len(self._running)))
+            grid = min(pace, _WAKE_SECONDS)
+            choice.due = (now // grid + round(pace / grid)) * grid
             self._due.add(generation)
 
     def _notify(self) -> None:

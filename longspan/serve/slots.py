@@ -21,6 +21,7 @@ _SMALLEST_READ = 32  # tokens that the end of a prompt is padded to at least on 
 _GROWTH, _SMALLEST_GROWN = (4, 2), 128  # times as many chunks are read where many wait, and their fewest tokens
 _PADDING, _ROWS = 16, 4  # tokens of chunks on a CPU: products of other numbers of rows may be summed in another order
 _SHORT_READ, _SHORT_TOKENS = 1 << 26, 512  # multiplications of a chunk, and tokens of several, that are read together
+_FEW_STEPS = 4  # decode steps that take less time than reading as many tokens again after a wrong guess
 _PUT_ROWS = 16  # rows that are begun in one CUDA graph
 _BUFFER_BYTES = 1 << 28  # the most bytes of states in the buffers of a CUDA graph
 
@@ -106,6 +107,12 @@ class SlotLoop(DecodeLoop):
         self._pending = True
         self._late: list[tuple[int, Tensor, Tensor]] = []
         self._put_graph: CapturedCall | None = None
+        # On a CPU, the views of one packed state are made once: making them takes longer than copying it.
+        self._buffer, self._views = layout.empty.clone()[None], None  # type: tuple[Tensor, dict[str, Tensor] | None]
+        if self._in_place and not self._buffer.is_cuda:
+            views, memory = self._decode_tensors(self._buffer), self._buffer.untyped_storage().data_ptr()
+            if all(x.untyped_storage().data_ptr() == memory for x in views.values()):
+                self._views = views
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -134,7 +141,8 @@ class SlotLoop(DecodeLoop):
             tokens: The pending tokens.
         """
         left = iter(zip(rows, states, tokens, strict=True))
-        size = len(rows) if self._put_graph is None else len(self._put_graph.inputs[0])
+        size = len(rows) if self._views is None else 1
+        size = size if self._put_graph is None else len(self._put_graph.inputs[0])
         while items := list(islice(left, max(size, 1))):
             items += items[-1:] * (size - len(items))  # Written twice, a row is the same.
             numbers = to_device(torch.tensor([[row for row, *_ in items], [token for *_, token in items]]), self.token)
@@ -195,10 +203,15 @@ class SlotLoop(DecodeLoop):
         tokens[:, 0] = self.token
         logits, after = self._extended(tokens, sizes)
         chosen, number = self.sampler.choose_several(logits, tokens, sizes)
-        if bool((number == 1).all()):
-            self._advance()  # No guess was right: a plain step takes less time than reading one token again.
+        fewest, most = (int(x) for x in number.aminmax())
+        if bool((number == sizes).all()):
+            self.follow(tokens, number, after)
+        elif fewest == most <= _FEW_STEPS:
+            for i in range(most):
+                self.token.copy_(tokens[:, i])
+                self._advance()
         else:
-            self.follow(tokens, number, after if bool((number == sizes).all()) else None)
+            self.follow(tokens, number)
         self.token.copy_(chosen.gather(1, number[:, None] - 1)[:, 0])
         return [own[:n] for own, n in zip(chosen.tolist(), number.tolist(), strict=True)], logits
 
@@ -228,20 +241,28 @@ class SlotLoop(DecodeLoop):
         """Return the logits and the state after the first `number` of tokens, without changing the loop's."""
         state = self._stack.finish_decode(self._state.clone())
         mask = torch.arange(tokens.shape[1], device=tokens.device) < number[:, None]
-        return self._model.extend(tokens, state, key_mask=mask)
+        # Without a mask, one sequence takes less time.
+        return self._model.extend(tokens, state, key_mask=None if len(tokens) == 1 and bool(mask.all()) else mask)
 
     @torch.inference_mode()
     def _write(self, rows: Tensor, tokens: Tensor, packed: Tensor) -> None:
         """Write packed states (n, size) and pending tokens (n,) to rows (n,)."""
         self.token.index_copy_(0, rows, tokens)
-        state = self.layout.view(packed)
         if not self._in_place:
-            self._state = self._state.put(rows, state)
+            self._state = self._state.put(rows, self.layout.view(packed))
             return
-        new = self._stack.decode_state(state, next(self._model.parameters()).dtype).tensors()
+        new = self._decode_tensors(packed)
         own = self._state.tensors()
         for name in {x.data_ptr(): name for name, x in own.items()}.values():  # Layers share one length.
             own[name].index_copy_(0, rows, new[name])
+
+    @torch.inference_mode()
+    def _decode_tensors(self, packed: Tensor) -> dict[str, Tensor]:
+        """Return packed states (n, size) as tensors of the decode layout, which the next call may overwrite."""
+        if len(packed) == 1 and self._views is not None:
+            self._buffer.copy_(packed)
+            return self._views
+        return self._stack.decode_state(self.layout.view(packed), next(self._model.parameters()).dtype).tensors()
 
     def _sample(self) -> None:
         for row, state, logits in self._late:
@@ -310,6 +331,18 @@ class PromptReader:
     def cost(self, chunks: int, shape: ChunkShape) -> int:
         """Return how many tokens take as long as a call with chunks of a shape: short ones take that of a whole one."""
         return self._chunk if shape.size <= self._short else shape.size
+
+    def warm_up(self) -> None:
+        """Compare every number of chunks that may be read together with reading them one by one."""
+        rng, longest = torch.Generator().manual_seed(0), min(self._short, self._chunk)
+        # A whole chunk may be read without a mask.
+        lengths = [*range(_PADDING, longest, _PADDING), longest - 1, longest] if longest else []
+        for shape, length in {self.shape(length): length for length in lengths if length}.items():
+            number = self.rows(shape)
+            while number > 1:
+                tokens = torch.randint(int(self._model.config.vocab_size or 1), (number, length), generator=rng)
+                self.read([*tokens], [self._layout.empty.clone() for _ in range(number)])
+                number //= 2
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,11 @@ from longspan.models.transformer import LanguageModel
 from longspan.serve.slots import SlotLoop, StateLayout
 
 NGRAM, BYTES_NGRAM = 3, 6  # tokens, or bytes, that must have occurred before
-MAX_GUESS = 16  # tokens guessed at a time
+FIRST_GUESS, MAX_GUESS = 16, 64  # tokens guessed at a time: at first, and at most
 _HISTORY = 1 << 14  # tokens of a prompt that are searched
 _DRAFT_CONTEXT = 512  # tokens of a prompt that a draft model reads
 _MOST_NEEDED = 96  # tokens that must have been expected before a guess, after many wrong ones
-_LOSS, _CREDIT = 0.02, 4  # fraction of the time that guesses may cost, and the steps that they may cost at first
+_LOSS, _CREDIT = 0.01, 4  # fraction of the time that guesses may cost, and the steps that they may cost at first
 
 
 class Guesser:
@@ -36,7 +36,7 @@ class Guesser:
         self._next: int | None = None  # where the token that is expected next is
         self._right = 0  # tokens in a row that were expected
         self._needed = ngram  # of them, before a guess
-        self.size = MAX_GUESS  # how many tokens to guess: reading many takes little longer than reading few
+        self.size = FIRST_GUESS  # how many tokens to guess: reading many takes little longer than reading few
         self.extend(tokens[-_HISTORY:])
 
     def extend(self, tokens: Sequence[int]) -> None:

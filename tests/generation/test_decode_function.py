@@ -30,6 +30,7 @@ SUPPORTED = {
     "delta": ({"mechanism": "delta", "out_gate": "silu", "qk_norm": True, "rotary": "halves"}, {"ngrams": (2, 3)}),
     "channels": ({"mechanism": {"mechanism": "delta", "gate": "channel"}, "value_embedding": True}, {"embed_dim": 10}),
     "split": ({"mechanism": split(LOCAL, "delta"), "rotary": ("halves", "none"), "conv_size": 3}, {}),
+    "token shift": ({"mechanism": split(LOCAL, "linear"), "rotary": "halves"}, {"token_shift": (0, 1, 1)}),
     "split, two kinds": ({"mechanism": split(RANDOM, "decay"), "rotary": "halves", "out_bias": False}, {}),
 }
 UNSUPPORTED = {
@@ -40,7 +41,7 @@ UNSUPPORTED = {
     "shared keys and values": ({"mechanism": "linear", "shared_kv": True}, {}),
     "blocks": ({"mechanism": {**LOCAL, "look_back": 1}}, {}),
     "a blind spot": ({"mechanism": {"mechanism": "linear", "blind_spot": 3}}, {}),
-    "token shift": ({"mechanism": "linear"}, {"token_shift": (0, 1)}),
+    "token shift by two": ({"mechanism": "linear"}, {"token_shift": (0, 2)}),
     "a norm after the layer": ({"mechanism": "linear"}, {"norm_position": "post"}),
     "two streams": ({"mechanism": "linear"}, {"residual": "double"}),
 }

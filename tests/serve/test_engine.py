@@ -302,6 +302,39 @@ def test_prompts_are_read_together_ahead_of_free_slots(model):
         assert engine._reader._agree[8, (32, True)]
 
 
+def test_warm_up_compares_every_shape_before_the_first_request(model):
+    with Engine(model, slots=4, chunk=64) as engine:
+        assert engine._reader._agree == {}
+    shapes = [(16, True), (32, True), (48, True), (64, True), (64, False)]
+    with Engine(model, slots=4, chunk=64, warm_up=True) as engine:
+        assert engine._reader._agree == {(number, shape): True for shape in shapes for number in (2, 4, 8)}
+        assert engine.stats().chunks == engine.stats().cache.states == 0
+
+
+def test_streams_wake_an_event_loop_together(model):
+    async def consume(engine, seed):
+        async for _ in engine.submit(Request(b"async", 100_000, seed=seed)):
+            pass
+
+    async def due_together(engine):
+        tasks = []
+        for seed in range(4):
+            tasks.append(asyncio.ensure_future(consume(engine, seed)))
+            await asyncio.sleep(0.013)  # They begin at different times.
+        found = False
+        for _ in range(2000):
+            running = [*engine._running.values()]
+            found = len(running) == 4 and len({choice.due for choice in running}) == 1
+            if found:
+                break
+            await asyncio.sleep(0.002)
+        await asyncio.to_thread(engine.close, drain=False)
+        await asyncio.gather(*tasks)
+        return found
+
+    assert asyncio.run(due_together(Engine(model, slots=4)))
+
+
 def test_a_client_does_not_wait_for_prompts_that_were_read_ahead(model):
     with Engine(model, slots=4, chunk=64, cache_bytes=0) as engine:
         with engine._wake:

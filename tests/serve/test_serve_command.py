@@ -99,6 +99,7 @@ def test_kinds_of_folders(make, tmp_path):
         body = {"prompt": "Once upon", "max_tokens": 13, "temperature": 0, "logprobs": 0}
         found = client.post("/v1/completions", json=body).json()
         assert client.get("/v1/models").json()["data"][0]["id"] == "model"
+        assert server.model.engine._reader._agree  # compared before the first request
     names = [chr(token) if token < 128 else f"bytes:\\x{token:02x}" for token in wanted]
     assert found["choices"][0]["logprobs"]["tokens"] == names
     assert found["choices"][0]["text"] == bytes(wanted).decode(errors="replace")

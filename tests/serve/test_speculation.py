@@ -71,6 +71,17 @@ def test_guesses_do_not_change_the_tokens(name, draft, always):
     assert stats.steps < sum(len(tokens) for tokens, *_ in expected)
 
 
+def test_guesses_of_one_stream_do_not_change_its_tokens(always):
+    """One sequence is read without a mask, and few right guesses are followed step by step."""
+    model = language_model(MECHANISMS["split"], vocab_size=13, dtype=torch.float64, token_shift=(0, 1))
+    with Engine(model, slots=1) as engine:
+        expected = run(engine, requests(13))
+    with Engine(model, slots=1, speculation="ngram") as engine:
+        found, stats = run(engine, requests(13)), engine.stats()
+    assert [(tokens, reason) for tokens, _, _, reason in found] == [(x, reason) for x, _, _, reason in expected]
+    assert 0 < stats.accepted_tokens < stats.guessed_tokens
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_greedy_tokens_differ_at_ties_within_rounding_only(dtype, always):
     model = language_model(vocab_size=13, dtype=dtype)
@@ -137,6 +148,10 @@ def test_guesser():
     assert len(guesser.guess(9)) == 8
     guesser.extend([9])
     assert guesser.guess(9) == []
+    sure = Guesser([1, 2, 3] * 9)
+    for number in (16, 32, 64, 64):
+        assert sure.guess(99) == ([1, 2, 3] * 22)[:number]
+        sure.learn(number, number)
     assert Guesser([1, 2, 3] * 3, 4).guess(2) == []
     assert Guesser([1, 2, 3] * 4, 4).guess(2) == [1, 2]
 
