@@ -69,6 +69,28 @@ def arguments(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     return d_out, d_state, GatedInputs(q, k, v, decay, beta, state)
 
 
+def with_keys(given: Arguments, keys: Tensor, beta: float) -> Arguments:
+    """The arguments with these keys, made of norm 1, and one β."""
+    d_out, d_state, x = given
+    assert x.beta is not None
+    k = (keys / keys.norm(dim=-1, keepdim=True)).to(x.k)
+    return d_out, d_state, x._replace(k=k, beta=torch.full_like(x.beta, beta))
+
+
+def grouped_keys(shape: torch.Size, size: int) -> Tensor:
+    """Keys in groups of this size that are nearly equal."""
+    keys = torch.randn(shape).repeat_interleave(size, 1)[:, : shape[1]]
+    return keys + 0.1 * torch.randn(shape)
+
+
+def partly_parallel(case: Case, given: Arguments, chunk: int = 64) -> Arguments:
+    """Nearly parallel keys and β = 1 everywhere; every other chunk, from the second on, forgets most of each token."""
+    d_out, d_state, x = with_keys(given, torch.randn(case.D) + 0.1 * torch.randn(given[2].k.shape), 1.0)
+    assert x.log_decay is not None
+    strong = torch.arange(case.T, device=x.k.device) // chunk % 2 == 1
+    return d_out, d_state, x._replace(log_decay=x.log_decay - strong[:, None, None].to(x.log_decay))
+
+
 def by_torch(case: Case, given: Arguments, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
     """All results of eager PyTorch on the CPU, with inputs in this dtype."""
     sums = torch.float64 if dtype == torch.float64 else torch.float32

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gated_cases import NAMES, Case, arguments, by_kernels, check, errors
+from gated_cases import NAMES, Case, arguments, by_kernels, check, errors, grouped_keys, partly_parallel, with_keys
 from helpers import within_tolerance
 
 from longspan import build_mechanism
@@ -56,12 +56,29 @@ def test_nearly_parallel_keys_that_reflect(
     case = replace(DELTA, decay=decay, strength=0.1)
     if dtype == torch.bfloat16:  # The gradient of log_decay is a small difference of products with rounded u and z.
         names = [name for name in names if name != "d_log_decay"]
-    d_out, d_state, x = arguments(case, dtype, "cuda")
-    k = torch.randn(64) + noise * torch.randn(x.k.shape)
-    k = (k / k.norm(dim=-1, keepdim=True)).to("cuda", dtype)
-    x = x._replace(k=k, beta=torch.full_like(x.beta, 2.0))
-    found = errors(case, (d_out, d_state, x), dtype)
+    given = arguments(case, dtype, "cuda")
+    given = with_keys(given, torch.randn(64) + noise * torch.randn(given[2].k.shape), 2.0)
+    found = errors(case, given, dtype)
     within_tolerance([{name: found[name] for name in names if name in found}])
+
+
+@pytest.mark.parametrize("T", [517, 8192])
+def test_some_chunks_of_nearly_parallel_keys(T: int) -> None:
+    """Chunks in turn need both halves of bfloat16 numbers and do with single ones, in one segment and in several."""
+    case = replace(DELTA, T=T, D=128, E=128, strength=0.05)
+    torch.full((1 << 26,), math.nan, device="cuda")  # What kernels do not write holds no number.
+    found = errors(case, partly_parallel(case, arguments(case, torch.bfloat16, "cuda")), torch.bfloat16)
+    within_tolerance([{name: found[name] for name in NAMES if name != "d_log_decay"}])
+
+
+@pytest.mark.parametrize("decay", [None, "head"])
+def test_chunks_that_are_nearly_mild(decay: str | None) -> None:
+    case = replace(DELTA, decay=decay, strength=0.1)
+    given = arguments(case, torch.bfloat16, "cuda")
+    for size in (2, 3):
+        check(case, with_keys(given, grouped_keys(given[2].k.shape, size), 1.0), torch.bfloat16)
+    d_out, d_state, x = given
+    check(case, (d_out, d_state, x._replace(beta=2 * x.beta)), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -7,13 +7,28 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gated_cases import NAMES, Arguments, Case, arguments, by_kernels, check, errors
+from gated_cases import (
+    NAMES,
+    Arguments,
+    Case,
+    arguments,
+    by_kernels,
+    check,
+    errors,
+    grouped_keys,
+    partly_parallel,
+    with_keys,
+)
 from helpers import within_tolerance
 from interpreter import bfloat16, interpreted  # noqa: F401
 
 from longspan.ops import gated
 from longspan.ops.common import dispatch
+from longspan.ops.common.launch import Workspace
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
+
+tl = pytest.importorskip("triton.language")
+delta = pytest.importorskip("longspan.ops.gated.triton.delta")
 
 DELTA = Case(B=1, H=1, Hkv=1, delta=True)
 CASES = [
@@ -80,14 +95,68 @@ def test_segments_with_keys_that_undo_the_decay() -> None:
         ("head", 0.1, [name for name in NAMES if name != "d_log_decay"]),
     ],
 )
-def test_nearly_parallel_keys_that_reflect(decay: str | None, noise: float, names: list[str]) -> None:
+def test_nearly_parallel_keys_that_reflect(
+    decay: str | None, noise: float, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """β = 2: the entries of the triangular inverse alternate, and what is written is a small difference."""
     case = replace(DELTA, T=131, D=64, E=16, decay=decay, strength=0.1)
-    d_out, d_state, x = arguments(case, torch.bfloat16, "cpu")
-    k = torch.randn(64) + noise * torch.randn(1, 131, 1, 64)
-    x = x._replace(k=(k / k.norm(dim=-1, keepdim=True)).bfloat16(), beta=torch.full((1, 131, 1), 2.0))
-    found = errors(case, (d_out, d_state, x), torch.bfloat16)
+    keys = torch.randn(64) + noise * torch.randn(1, 131, 1, 64)
+    given = with_keys(arguments(case, torch.bfloat16, "cpu"), keys, 2.0)
+    found = errors(case, given, torch.bfloat16)
     within_tolerance([{name: found[name] for name in names if name in found}])
+    # Single bfloat16 numbers would not do.
+    monkeypatch.setattr(delta, "MILD", tl.constexpr(math.inf))
+    found = errors(case, given, torch.bfloat16)
+    with pytest.raises(AssertionError, match="times as far"):
+        within_tolerance([{name: found[name] for name in names if name in found}])
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize(
+    "case", [replace(DELTA, T=64 * 4 + 3, D=64, E=16), replace(DELTA, T=64 * 17, D=16, E=16)], ids=str
+)
+def test_some_chunks_of_nearly_parallel_keys(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marked and mild chunks in turn, in one segment and in four; memory that is not written holds no number."""
+    case = replace(case, strength=0.05)
+    given = partly_parallel(case, arguments(case, torch.bfloat16, "cpu"))
+    monkeypatch.setattr(Workspace, "allocate", lambda self, like, **_: torch.full((self.size,), math.nan))
+    found = errors(case, given, torch.bfloat16)
+    within_tolerance([{name: found[name] for name in NAMES if name != "d_log_decay"}])
+    results = [by_kernels(case, given)]
+    for limit in (0.0, math.inf):  # All chunks are marked, and none.
+        monkeypatch.setattr(delta, "MILD", tl.constexpr(limit))
+        results.append(by_kernels(case, given))
+    assert not torch.equal(results[0][0], results[1][0])
+    assert not torch.equal(results[0][0], results[2][0])
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("decay", [None, "head"])
+def test_pairs_of_nearly_equal_keys_are_mild(decay: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(DELTA, T=131, D=128, E=16, decay=decay, strength=0.1)
+    given = arguments(case, torch.bfloat16, "cpu")
+    given = with_keys(given, grouped_keys(given[2].k.shape, 2), 1.0)
+    check(case, given, torch.bfloat16)
+    results = [by_kernels(case, given)]
+    for limit in (math.inf, 0.0):
+        monkeypatch.setattr(delta, "MILD", tl.constexpr(limit))
+        results.append(by_kernels(case, given))
+    usual, single, exact = ([y for y in result if y is not None] for result in results)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(usual, single, strict=True))
+    assert not torch.equal(usual[0], exact[0])
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+def test_chunks_that_are_nearly_mild() -> None:
+    """Groups of three nearly equal keys with β = 1, and independent keys with β up to 2."""
+    case = replace(DELTA, T=131, D=64, E=64, decay=None)
+    d_out, d_state, x = arguments(case, torch.bfloat16, "cpu")
+    assert x.beta is not None
+    check(case, with_keys((d_out, d_state, x), grouped_keys(x.k.shape, 3), 1.0), torch.bfloat16)
+    check(case, (d_out, d_state, x._replace(beta=2 * x.beta)), torch.bfloat16)
 
 
 @interpreted

@@ -10,6 +10,9 @@ A first kernel computes T and the matrix of o's last product of all chunks at on
 a sequence with a tile of the state's columns in registers and writes the outputs; no state goes to memory. Factors of
 rows stand beside results of products, in float32: q, k and v enter products as they are.
 
+bfloat16 numbers enter products in two halves where keys are nearly parallel: the first kernel marks chunks in which a
+row of L has a large sum of squares. A segment without such a chunk is computed with single bfloat16 numbers.
+
 Where sequences times tiles are fewer than multiprocessors, a sequence is divided into segments. A segment maps the
 state before it to P S + Δ: Δ is what it makes of a zero state, P of D columns that begin as the identity and into which
 no value is written. A scan over the segments' maps gives the state before each. ‖P‖ of a chunk is at most
@@ -48,25 +51,26 @@ from longspan.ops.common.launch import (
 from longspan.ops.common.tiles import padded, product, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 
-# Rows of a triangular matrix that are solved one by one; larger blocks are merged by products.
-BLOCK = tl.constexpr(16)
 # β of this or less counts as this: what such a token writes is lost beside anything else.
 LEAST_BETA = tl.constexpr(1e-30)
 # Chunks of a segment that are searched for those that forget everything before them.
 SEARCHED = tl.constexpr(256)
 # Columns of the states of segments per program of the scan: its steps follow each other, and few are faster.
 SCAN_WIDTH = tl.constexpr(32)
+# A chunk is mild if no row of L has a larger sum of squares: single bfloat16 numbers then do in its products. At twice
+# this the gradients of β and of log α are as inaccurate as they may be.
+MILD = tl.constexpr(2.0)
+# Chunks whose marks a program reads at once.
+MARKS = tl.constexpr(128)
 # Precision of products: bfloat16 has no choice.
 PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
 
 # Compile-time constants: query and key heads, dimensions, padded D, values per tile, their number, tokens in a chunk.
 # GATED: there is a decay. SCALED: there is a beta. DOT: the dtype of products. FULL: every row of every chunk exists.
-# APART: the forward pass has its own T and A^qk, with halves apart: faster, if shared memory holds them.
 # STRIDE_*: strides along tokens of q, k, v, beta, the gradient of out and u; 0 if a kernel does not use them.
 DeltaSizes = namedtuple(
     "DeltaSizes",
-    "H HKV D E BD BE TILES C GATED SCALED DOT PRECISION FULL APART "
-    "STRIDE_Q STRIDE_K STRIDE_V STRIDE_BETA STRIDE_D STRIDE_U",
+    "H HKV D E BD BE TILES C GATED SCALED DOT PRECISION FULL STRIDE_Q STRIDE_K STRIDE_V STRIDE_BETA STRIDE_D STRIDE_U",
     defaults=(0, 0, 0, 0, 0, 0),
 )
 
@@ -138,7 +142,7 @@ def power(b_x, S: tl.constexpr):
 
 
 @triton.jit
-def triangular_inverse(b_l, S: tl.constexpr):
+def triangular_inverse(b_l, S: tl.constexpr, EXACT: tl.constexpr = True, BLOCK: tl.constexpr = 16):
     """(I + L)⁻¹ (C, C) of a strictly lower triangular L in float32.
 
     Blocks of BLOCK rows by substitution, all at once; then pairs of blocks are merged, [[X, 0], [−Y L X, Y]]. Powers of
@@ -156,12 +160,26 @@ def triangular_inverse(b_l, S: tl.constexpr):
         b_sum = tl.sum(b_row[:, :, None] * b_t, 1)
         b_t = tl.where((i_r == i)[None, :, None], b_t - b_sum[:, None, :], b_t)
     b_t = same_layout(tl.reshape(tl.where(m_own, b_t[:, :, None, :], 0.0), (C, C)), b_l)
-    i_t = tl.arange(0, C)
     if C > BLOCK:
-        b_t -= exact_dot(b_t, exact_dot(tl.where(_below(i_t, BLOCK), b_l, 0.0), b_t, S), S)
+        b_t = _merged(b_t, b_l, BLOCK, EXACT, S)
     if C > 2 * BLOCK:
-        b_t -= exact_dot(b_t, exact_dot(tl.where(_below(i_t, 2 * BLOCK), b_l, 0.0), b_t, S), S)
+        b_t = _merged(b_t, b_l, 2 * BLOCK, EXACT, S)
+    if C > 4 * BLOCK:
+        b_t = _merged(b_t, b_l, 4 * BLOCK, EXACT, S)
+    if C > 8 * BLOCK:
+        b_t = _merged(b_t, b_l, 8 * BLOCK, EXACT, S)
     return b_t
+
+
+@triton.jit
+def _merged(b_t, b_l, WIDTH: tl.constexpr, EXACT: tl.constexpr, S: tl.constexpr):
+    """Inverses of blocks of 2 · WIDTH rows from those of blocks of WIDTH."""
+    b_l = tl.where(_below(tl.arange(0, S.C), WIDTH), b_l, 0.0)
+    if EXACT:
+        b_x = exact_dot(b_t, exact_dot(b_l, b_t, S), S)
+    else:
+        b_x = dot(b_t, dot(b_l, b_t, S), S)
+    return b_t - b_x
 
 
 @triton.jit
@@ -322,24 +340,53 @@ def triangle(b_t, TRANSPOSED: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def store_halves(p_x, i_x, b_x, S: tl.constexpr):
-    """Store a triangular matrix for the forward pass: its halves apart, as products take them."""
-    if S.APART:
-        b_high, b_low = halves(b_x, S)
-        tl.store(p_x + _square(2 * i_x, S), b_high)
-        tl.store(p_x + _square(2 * i_x + 1, S), b_low)
+def store_pair(p_pairs, i_x, b_q, b_k, b_between, scale, LOW: tl.constexpr, S: tl.constexpr):
+    """Store A^qk of chunk i_x: for bfloat16 its high or its low halves, apart; else itself."""
+    b_pair = dot(b_q, tl.trans(b_k), S) * b_between * scale
+    if tl.bfloat16 == S.DOT:
+        b_high, b_low = halves(b_pair, S)
+        tl.store(p_pairs + _square(2 * i_x + (1 if LOW else 0), S), b_low if LOW else b_high)
     else:
-        store_inverse(p_x, i_x, b_x, S)
+        tl.store(p_pairs + _square(i_x, S), b_pair)
 
 
 @triton.jit
-def load_halves(p_x, i_x, S: tl.constexpr):
-    """What `store_halves` stores, as `halves` returns it."""
-    if S.APART:
-        b_high, b_low = tl.load(p_x + _square(2 * i_x, S)), tl.load(p_x + _square(2 * i_x + 1, S))
+def load_pair(p_pairs, p_strong, i_x, EXACT: tl.constexpr, S: tl.constexpr):
+    """A^qk as `halves` returns it; not EXACT: the high half, twice. Mild chunks have no low half."""
+    if tl.bfloat16 == S.DOT:
+        b_high = tl.load(p_pairs + _square(2 * i_x, S))
+        b_low = b_high
+        if EXACT:
+            m_t = (tl.arange(0, S.C) < tl.load(p_strong) * S.C)[:, None]
+            b_low = tl.load(p_pairs + _square(2 * i_x + 1, S), mask=m_t, other=0.0)
     else:
-        b_high, b_low = load_inverse(p_x, i_x, False, S)
+        b_high = tl.load(p_pairs + _square(i_x, S))
+        b_low = b_high
     return b_high, b_low
+
+
+@triton.jit
+def any_strong(p_strong, i_c, count, S: tl.constexpr):
+    """Whether one of `count` chunks from i_c on is marked; True without marks."""
+    strong = 1
+    if tl.bfloat16 == S.DOT:
+        b_any = tl.zeros((MARKS,), tl.int32)
+        for i in range(0, count, MARKS):
+            i_n = i + tl.arange(0, MARKS)
+            b_any |= tl.load(p_strong + i_c + i_n, mask=i_n < count, other=0)
+        strong = tl.max(b_any)
+    return strong > 0
+
+
+@triton.jit
+def product_of(b_x_high, b_x_low, b_y, b_sum, EXACT: tl.constexpr, S: tl.constexpr):
+    """sum + x·y, y in float32, with all halves, or with the high ones alone."""
+    if EXACT:
+        b_high, b_low = halves(b_y, S)
+        b_sum = halves_dot(b_x_high, b_x_low, b_high, b_low, b_sum, S)
+    else:
+        b_sum = add_dot(b_x_high, b_y, b_sum, S)
+    return b_sum
 
 
 @triton.jit
@@ -375,13 +422,13 @@ def _segment(pid, segments, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_delta_inverse_kernel(
-    p_q, p_k, p_decay, p_beta, p_inverse, p_sums, p_norms, p_solve, p_pairs, T, chunks, scale,
+    p_q, p_k, p_decay, p_beta, p_inverse, p_sums, p_norms, p_strong, p_pairs, T, chunks, scale,
     q, k, decay, beta, S: tl.constexpr
 ):  # fmt: skip
     """T (C, C), G and its powers (4, C) of one chunk, and A^qk (C, C) of its query heads.
 
-    p_inverse: T for the backward pass. p_norms: Upper bounds of log ‖P‖ of all chunks, if there are segments. p_solve,
-    p_pairs: T, if it is stored apart, and A^qk for the forward pass.
+    p_norms: Upper bounds of log ‖P‖ of all chunks, if there are segments. p_strong: Marks of chunks that are not mild.
+    Mild ones have no low halves: those of T are zeros, those of A^qk are not written.
     """
     GROUP: tl.constexpr = S.H // S.HKV
     pid = tl.program_id(0)
@@ -415,45 +462,57 @@ def gated_delta_inverse_kernel(
             tl.store(p_norms + i_x, tl.sum(b_own) + tl.sum(tl.where(i_t == S.C - 1, b_high, 0.0)))
     b_between = same_layout(between(b_high, b_low, False, S), b_l)
     for i in range(GROUP):
-        b_pair = dot(b_q, tl.trans(b_k), S) * b_between * scale
+        store_pair(p_pairs, ((i_b * S.HKV + i_h) * GROUP + i) * chunks + i_c, b_q, b_k, b_between, scale, False, S)
         if i + 1 < GROUP:
             b_q = load_rows(p_q + (i + 1) * q.h, S.STRIDE_Q, rows, S.D, S.BD, S)
-        store_halves(p_pairs, ((i_b * S.HKV + i_h) * GROUP + i) * chunks + i_c, b_pair, S)
     b_l = tl.where(i_t[:, None] > i_t[None, :], b_l * b_between * b_beta[:, None], 0.0)
-    b_t = triangular_inverse(b_l, S)
-    store_inverse(p_inverse, i_x, b_t, S)
-    if S.APART:
-        store_halves(p_solve, i_x, b_t, S)
+    strong = True
+    if tl.bfloat16 == S.DOT:
+        strong = tl.max(tl.sum(b_l * b_l, 1)) > MILD
+        tl.store(p_strong + i_x, strong.to(tl.int32))
+    if strong:
+        store_inverse(p_inverse, i_x, triangular_inverse(b_l, S), S)
+        if tl.bfloat16 == S.DOT:
+            b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S, 0, True)
+            b_between = between(b_high, b_low, False, S)
+            for i in range(GROUP):
+                b_q = load_rows(p_q + i * q.h, S.STRIDE_Q, rows, S.D, S.BD, S, 0, True)
+                i_y = ((i_b * S.HKV + i_h) * GROUP + i) * chunks + i_c
+                store_pair(p_pairs, i_y, b_q, b_k, b_between, scale, True, S)
+    else:
+        tl.store(p_inverse + _square(i_x, S), triangular_inverse(b_l, S, False, 8).to(S.DOT))
 
 
 @triton.jit
-def _writes(b_x, b_v, b_t, b_t_low, b_beta, b_start, S: tl.constexpr):
+def _writes(b_x, b_v, b_t, b_t_low, b_beta, b_start, EXACT: tl.constexpr, S: tl.constexpr):
     """u (C, BE) of a chunk. b_x: k S.
 
     Where keys are nearly parallel and β is near 2, T's entries alternate around ±2 and those of β x are nearly equal:
     u is far smaller than the terms that add up to it, and a product of bfloat16 numbers would leave it few digits.
     """
     b_x = b_v.to(tl.float32) - b_x * b_start[:, None]
-    b_high, b_low = halves(b_x * b_beta[:, None], S)
-    return halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
+    return product_of(b_t, b_t_low, b_x * b_beta[:, None], zeros(S.C, S.BE), EXACT, S)
 
 
 @triton.jit
-def _passed(b_s, b_k, b_u, b_end, last, S: tl.constexpr):
-    """The state after a chunk."""
-    b_high, b_low = halves(b_u * b_end[:, None], S)
-    return dot_halves(tl.trans(b_k), b_high, b_low, b_s * last, S)
+def _added(b_s, b_k, b_u, EXACT: tl.constexpr, S: tl.constexpr):
+    """S + kᵀ u."""
+    if EXACT:
+        b_high, b_low = halves(b_u, S)
+        b_s = dot_halves(tl.trans(b_k), b_high, b_low, b_s, S)
+    else:
+        b_s = add_dot(tl.trans(b_k), b_u, b_s, S)
+    return b_s
 
 
 @triton.jit
 def _states(
     b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u, T, i_b, i_h, i_e, i_x, i_0, i_c, count, values,
-    k, v, beta, S: tl.constexpr, STORE: tl.constexpr, APART: tl.constexpr, STAGES: tl.constexpr
+    k, v, beta, S: tl.constexpr, STORE: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """The state after `count` chunks, starting with chunk i_c of sequence i_x; STORE: write those before each, and u.
 
     values: 1, or 0 if no values are written: the columns then show what the chunks make of those they begin as.
-    APART: p_inverse is what `store_halves` stored.
     """
     p_k = pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h)
     p_v = pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_h)
@@ -462,16 +521,16 @@ def _states(
     # What no product takes directly is loaded one chunk ahead.
     b_next_beta = load_beta(p_beta, rows, S)
     b_next_start, b_next_end, next_last = load_factors(p_sums, i_c, S)
-    if not APART:
-        b_next = tl.load(p_inverse + _square(i_c, S))
+    b_next = tl.load(p_inverse + _square(i_c, S))
     for i in tl.range(count, num_stages=STAGES):
         b_beta, b_start, b_end, last = b_next_beta, b_next_start, b_next_end, next_last
         more = tl.where(i + 1 < count, 1, 0)
-        if APART:
-            b_t, b_t_low = load_halves(p_inverse, i_c + i, S)
-        else:
+        if EXACT:
             b_t, b_t_low = triangle(b_next, False, S)
             b_next = tl.load(p_inverse + _square(i_c + i + more, S))
+        else:
+            b_t = tl.load(p_inverse + _square(i_c + i, S))
+            b_t_low = b_t
         p_beta += more * S.C * S.STRIDE_BETA
         b_next_beta = load_beta(p_beta, rows - more * S.C, S)
         b_next_start, b_next_end, next_last = load_factors(p_sums, i_c + i + more, S)
@@ -480,11 +539,11 @@ def _states(
         if STORE:
             p_tile = p_states + tile_offsets(i_x + i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
-        b_u = _writes(dot(b_k, b_s, S), b_v.to(tl.float32) * values, b_t, b_t_low, b_beta, b_start, S)
+        b_u = _writes(dot(b_k, b_s, S), b_v.to(tl.float32) * values, b_t, b_t_low, b_beta, b_start, EXACT, S)
         if STORE:
             store_rows(p_u, S.STRIDE_U, rows, b_u, S.E, S.BE, S, i_e)
             p_u += S.C * S.STRIDE_U
-        b_s = _passed(b_s, b_k, b_u, b_end, last, S)
+        b_s = _added(b_s * last, b_k, b_u * b_end[:, None], EXACT, S)
         p_k += S.C * S.STRIDE_K
         p_v += S.C * S.STRIDE_V
         rows -= S.C
@@ -507,7 +566,7 @@ def _remembered(p_norms, count, BACK: tl.constexpr, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "segments", "run", "chunks"])
 def gated_delta_maps_kernel(
-    p_k, p_v, p_beta, p_solve, p_sums, p_norms, p_state, p_maps, p_totals, T, segments, run, chunks,
+    p_k, p_v, p_beta, p_inverse, p_sums, p_norms, p_strong, p_state, p_maps, p_totals, T, segments, run, chunks,
     k, v, beta, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """P or Δ of one segment, for one tile of columns.
@@ -533,15 +592,23 @@ def gated_delta_maps_kernel(
         p_tile = p_maps + (i_x * segments + i_s) * (S.BD * S.BD) + (i_p - S.TILES) * (S.BE * S.BD)
     values = (i_p < S.TILES).to(tl.int32)
     i_c += tl.where(count > 0, run - count, 0)
-    b_s = _states(
-        b_s, p_k, p_v, p_beta, p_solve, p_sums, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x, i_c * S.C,
-        i_y * chunks + i_c, count, values, k, v, beta, S, False, S.APART, STAGES
-    )  # fmt: skip
+    if any_strong(p_strong, i_y * chunks + i_c, count, S):
+        b_s = _states(
+            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x, i_c * S.C,
+            i_y * chunks + i_c, count, values, k, v, beta, S, False, True, STAGES
+        )  # fmt: skip
+    else:
+        b_s = _states(
+            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x, i_c * S.C,
+            i_y * chunks + i_c, count, values, k, v, beta, S, False, False, STAGES
+        )  # fmt: skip
     tl.store(p_tile + total_offsets(0, 0, S), b_s)
 
 
-@triton.jit(do_not_specialize=["segments"])
-def gated_delta_scan_kernel(p_maps, p_totals, segments, S: tl.constexpr, BACK: tl.constexpr, STAGES: tl.constexpr):
+@triton.jit(do_not_specialize=["segments", "run", "chunks"])
+def gated_delta_scan_kernel(
+    p_norms, p_maps, p_totals, segments, run, chunks, S: tl.constexpr, BACK: tl.constexpr, STAGES: tl.constexpr
+):
     """The state after each segment but the last, in place of its Δ; BACK: gradients of the states before each segment
     but the first.
     """
@@ -551,6 +618,14 @@ def gated_delta_scan_kernel(p_maps, p_totals, segments, S: tl.constexpr, BACK: t
     i_x, i_e = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_d, i_c = tl.arange(0, N), i_e * SCAN_WIDTH + tl.arange(0, SCAN_WIDTH)
     i_tile, i_map = i_d[:, None] + i_c[None, :] * D, i_d[:, None] * D + i_d[None, :]
+    if S.GATED:
+        # Where all maps are zero, each Δ is the state already.
+        i_y = i_x // S.H * S.HKV + i_x % S.H // (S.H // S.HKV)
+        kept = 0
+        for i in range(1, segments - 1):
+            kept += (_remembered(p_norms + i_y * chunks + i * run, run, False, S) == run).to(tl.int32)
+        if kept == 0:
+            return
     step = -1 if BACK else 1
     i_first = i_x * segments + (segments - 1 if BACK else 0)
     b_last = tl.load(p_totals + i_first * SIZE + i_tile)
@@ -597,9 +672,45 @@ def _first_state(p_state, p_totals, i_state, i_x, i_s, segments, i_e, BACK: tl.c
     return b_s
 
 
+@triton.jit
+def _outputs(
+    b_s, p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_pairs, p_out, rows, scale, i_e, i_x, i_y, count,
+    S: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """Write the outputs of `count` chunks; returns the state after them."""
+    b_next_beta = load_beta(p_beta, rows, S)
+    b_next_start, b_next_end, next_last = load_factors(p_sums, i_y, S)
+    for i in tl.range(count, num_stages=STAGES):
+        b_beta, b_start, b_end, last = b_next_beta, b_next_start, b_next_end, next_last
+        more = tl.where(i + 1 < count, 1, 0)
+        p_beta += more * S.C * S.STRIDE_BETA
+        b_next_beta = load_beta(p_beta, rows - more * S.C, S)
+        b_next_start, b_next_end, next_last = load_factors(p_sums, i_y + i + more, S)
+        b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
+        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
+        b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
+        b_t = tl.load(p_inverse + _square(i_y + i, S))
+        b_t_low = b_t
+        if EXACT:
+            b_t, b_t_low = triangle(b_t, False, S)
+        b_pair, b_pair_low = load_pair(p_pairs, p_strong + i_y + i, i_x + i, EXACT, S)
+        b_x = dot(b_k, b_s, S)
+        b_out = dot(b_q, b_s, S)
+        b_u = _writes(b_x, b_v, b_t, b_t_low, b_beta, b_start, EXACT, S)
+        b_out = product_of(b_pair, b_pair_low, b_u, b_out * (b_start * scale)[:, None], EXACT, S)
+        store_rows(p_out, S.H * S.E, rows, b_out, S.E, S.BE, S, i_e)
+        b_s = _added(b_s * last, b_k, b_u * b_end[:, None], EXACT, S)
+        p_q += S.C * S.STRIDE_Q
+        p_k += S.C * S.STRIDE_K
+        p_v += S.C * S.STRIDE_V
+        p_out += S.C * S.H * S.E
+        rows -= S.C
+    return b_s
+
+
 @triton.jit(do_not_specialize=["T", "segments", "run", "chunks", "scale"])
 def gated_delta_forward_kernel(
-    p_q, p_k, p_v, p_beta, p_solve, p_sums, p_pairs, p_state, p_totals, p_out, p_after,
+    p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_pairs, p_state, p_totals, p_out, p_after,
     T, segments, run, chunks, scale, q, k, v, beta, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Outputs of one segment, for one tile of values, and the state after the last segment."""
@@ -614,31 +725,16 @@ def gated_delta_forward_kernel(
     rows = T - i_0
     i_y, i_x = i_y * chunks + i_s * run, (i_b * S.H + i_h) * chunks + i_s * run
     count = tl.minimum(run, chunks - i_s * run)
-    b_next_beta = load_beta(p_beta, rows, S)
-    b_next_start, b_next_end, next_last = load_factors(p_sums, i_y, S)
-    for i in tl.range(count, num_stages=STAGES):
-        b_beta, b_start, b_end, last = b_next_beta, b_next_start, b_next_end, next_last
-        more = tl.where(i + 1 < count, 1, 0)
-        p_beta += more * S.C * S.STRIDE_BETA
-        b_next_beta = load_beta(p_beta, rows - more * S.C, S)
-        b_next_start, b_next_end, next_last = load_factors(p_sums, i_y + i + more, S)
-        b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
-        b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
-        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
-        b_t, b_t_low = load_halves(p_solve, i_y + i, S)
-        b_x = dot(b_k, b_s, S)
-        b_out = dot(b_q, b_s, S)
-        b_u = _writes(b_x, b_v, b_t, b_t_low, b_beta, b_start, S)
-        b_pair, b_pair_low = load_halves(p_pairs, i_x + i, S)
-        b_high, b_low = halves(b_u, S)
-        b_out = halves_dot(b_pair, b_pair_low, b_high, b_low, b_out * (b_start * scale)[:, None], S)
-        store_rows(p_out, S.H * S.E, rows, b_out, S.E, S.BE, S, i_e)
-        b_s = _passed(b_s, b_k, b_u, b_end, last, S)
-        p_q += S.C * S.STRIDE_Q
-        p_k += S.C * S.STRIDE_K
-        p_v += S.C * S.STRIDE_V
-        p_out += S.C * S.H * S.E
-        rows -= S.C
+    if any_strong(p_strong, i_y, count, S):
+        b_s = _outputs(
+            b_s, p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_pairs, p_out, rows, scale, i_e, i_x, i_y, count,
+            S, True, STAGES
+        )  # fmt: skip
+    else:
+        b_s = _outputs(
+            b_s, p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_pairs, p_out, rows, scale, i_e, i_x, i_y, count,
+            S, False, STAGES
+        )  # fmt: skip
     if (i_s == segments - 1) & (i_h % (S.H // S.HKV) == 0):
         i_state, m_state = state_offsets(i_b * S.HKV + i_kv, i_e, S)
         tl.store(p_after + i_state, b_s, mask=m_state)
@@ -647,7 +743,7 @@ def gated_delta_forward_kernel(
 @triton.jit
 def _state_gradients(
     b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_d_out, p_states, p_z, T, scale, i_b, i_h, i_kv, i_e, i_x, i_0, i_c,
-    count, q, k, beta, d, S: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr
+    count, q, k, beta, d, S: tl.constexpr, STORE: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """The gradient of the state before `count` chunks, the last of which is chunk i_c and begins at token i_0, from
     that of the state after them. STORE: write that after each chunk, and z.
@@ -659,33 +755,45 @@ def _state_gradients(
     p_z += (i_b * T + i_0) * (S.H * S.E) + i_h * S.E
     rows = T - i_0
     b_next = tl.load(p_inverse + _square(i_c, S))
+    b_next_beta = load_beta(p_beta, rows, S)
+    b_next_start, b_next_end, next_last = load_factors(p_sums, i_c, S)
+    b_next_high, b_next_low = load_sums(p_sums, i_c, S)
     for i in tl.range(count, num_stages=STAGES):
+        b_beta, b_start, b_end, last = b_next_beta, b_next_start, b_next_end, next_last
+        more = tl.where(i + 1 < count, 1, 0)
+        p_beta -= more * S.C * S.STRIDE_BETA
+        b_next_beta = load_beta(p_beta, rows + more * S.C, S)
+        b_next_start, b_next_end, next_last = load_factors(p_sums, i_c - i - more, S)
+        b_high, b_low = b_next_high, b_next_low
+        b_next_high, b_next_low = load_sums(p_sums, i_c - i - more, S)
         b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         if STORE:
             p_tile = p_states + tile_offsets(i_x - i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
-        b_high, b_low = load_sums(p_sums, i_c - i, S)
         b_pair = dot(b_k, tl.trans(b_q), S) * (between(b_high, b_low, True, S) * scale)
-        b_pair, b_pair_low = halves(b_pair, S)
-        b_start, b_end, last = load_factors(p_sums, i_c - i, S)
         b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e)
         b_u = dot(b_k, b_s, S) * b_end[:, None]
-        b_u = halves_dot(b_pair, b_pair_low, b_d.to(S.DOT), None, b_u, S)
+        if EXACT:
+            b_pair, b_pair_low = halves(b_pair, S)
+            b_u = halves_dot(b_pair, b_pair_low, b_d.to(S.DOT), None, b_u, S)
+        else:
+            b_u = add_dot(b_pair, b_d, b_u, S)
         b_s = add_dot(tl.trans(b_q), b_d.to(tl.float32) * (b_start * scale)[:, None], b_s * last, S)
-        b_u, b_u_low = halves(b_u, S)
-        b_t, b_t_low = triangle(b_next, True, S)
-        b_z = halves_dot(b_t, b_t_low, b_u, b_u_low, zeros(S.C, S.BE), S)
+        if EXACT:
+            b_t, b_t_low = triangle(b_next, True, S)
+        else:
+            b_t = tl.trans(tl.load(p_inverse + _square(i_c - i, S)))
+            b_t_low = b_t
+        b_z = product_of(b_t, b_t_low, b_u, zeros(S.C, S.BE), EXACT, S)
         if STORE:
             store_rows(p_z, S.H * S.E, rows, b_z, S.E, S.BE, S, i_e)
-        b_beta = load_beta(p_beta, rows, S)
-        b_z, b_z_low = halves(b_z * -(b_start * b_beta)[:, None], S)
-        b_s = dot_halves(tl.trans(b_k), b_z, b_z_low, b_s, S)
-        b_next = tl.load(p_inverse + _square(i_c - tl.minimum(i + 1, count - 1), S))
+        b_s = _added(b_s, b_k, b_z * -(b_start * b_beta)[:, None], EXACT, S)
+        if EXACT:
+            b_next = tl.load(p_inverse + _square(i_c - tl.minimum(i + 1, count - 1), S))
         p_q -= S.C * S.STRIDE_Q
         p_k -= S.C * S.STRIDE_K
         p_d_out -= S.C * S.STRIDE_D
-        p_beta -= S.C * S.STRIDE_BETA
         p_z -= S.C * S.H * S.E
         rows += S.C
     return b_s
@@ -693,7 +801,7 @@ def _state_gradients(
 
 @triton.jit(do_not_specialize=["T", "segments", "run", "chunks", "scale", "first"])
 def gated_delta_backward_states_kernel(
-    p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_norms, p_state, p_totals, p_d_out, p_d_after, p_d_totals,
+    p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_norms, p_strong, p_state, p_totals, p_d_out, p_d_after, p_d_totals,
     p_states, p_d_states, p_u, p_z, p_d_state, T, segments, run, chunks, scale, first,
     q, k, v, beta, d, S: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
@@ -707,14 +815,21 @@ def gated_delta_backward_states_kernel(
     i_h, i_kv, i_e, i_s, i_b = _segment(pid % (tl.num_programs(0) - first), segments, S)
     i_y, i_x = i_b * S.HKV + i_kv, i_b * S.H + i_h
     i_first = i_s * run
+    i_c = i_y * chunks + i_first
     count = tl.minimum(run, chunks - i_first)
     if pid < first:
         b_s = _first_state(p_state, p_totals, i_y, i_x, i_s, segments, i_e, False, S)
         i_u = (i_b * T + i_first * S.C) * S.STRIDE_U + i_h * (S.STRIDE_U // S.H)
-        _states(
-            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u + i_u, T, i_b, i_kv, i_e,
-            i_x * chunks + i_first, i_first * S.C, i_y * chunks + i_first, count, 1, k, v, beta, S, True, False, STAGES
-        )  # fmt: skip
+        if any_strong(p_strong, i_c, count, S):
+            _states(
+                b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u + i_u, T, i_b, i_kv, i_e,
+                i_x * chunks + i_first, i_first * S.C, i_c, count, 1, k, v, beta, S, True, True, STAGES
+            )  # fmt: skip
+        else:
+            _states(
+                b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u + i_u, T, i_b, i_kv, i_e,
+                i_x * chunks + i_first, i_first * S.C, i_c, count, 1, k, v, beta, S, True, False, STAGES
+            )  # fmt: skip
     else:
         # One query head of a group carries the gradient of the state that they share.
         i_state = tl.where(i_h % (S.H // S.HKV) == 0, i_y, -1)
@@ -725,10 +840,17 @@ def gated_delta_backward_states_kernel(
             b_s = _given_state(p_d_after, tl.where((i_s == segments - 1) & (number == count), i_state, -1), i_e, S)
             count = number
         i_last = i_first + tl.maximum(count, 1) - 1
-        b_s = _state_gradients(
-            b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv, i_e,
-            i_x * chunks + i_last, i_last * S.C, i_y * chunks + i_last, count, q, k, beta, d, S, STORE, STAGES
-        )  # fmt: skip
+        i_y = i_y * chunks + i_last
+        if any_strong(p_strong, i_c, count, S):
+            b_s = _state_gradients(
+                b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv, i_e,
+                i_x * chunks + i_last, i_last * S.C, i_y, count, q, k, beta, d, S, STORE, True, STAGES
+            )  # fmt: skip
+        else:
+            b_s = _state_gradients(
+                b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv, i_e,
+                i_x * chunks + i_last, i_last * S.C, i_y, count, q, k, beta, d, S, STORE, False, STAGES
+            )  # fmt: skip
         if not STORE:
             tl.store(p_d_totals + total_offsets(i_x * segments + i_s, i_e, S), b_s)
         elif i_s == 0:
@@ -853,16 +975,15 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> t
     plan = _DeltaForward.of((q, k, v, decay, beta, state), problem)
     out, after = v.new_empty(plan.out_shape), v.new_empty(plan.state_shape, dtype=torch.float32)
     saved, work = plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
-    inverse, sums, norms, maps, totals = plan.pointers(plan.saved, saved)
+    inverse, sums, norms, strong, maps, totals = plan.pointers(plan.saved, saved)
     norms = norms if plan.segments > 1 else None
-    solve, pairs = plan.pointers(plan.workspace, work)
-    solve = solve if plan.sizes.APART else inverse
+    (pairs,) = plan.pointers(plan.workspace, work)
     with on_device(q):
-        plan.inverse(q, k, decay, beta, inverse, sums, norms, solve, pairs)
+        plan.inverse(q, k, decay, beta, inverse, sums, norms, strong, pairs)
         if plan.segments > 1:
-            plan.maps(k, v, beta, solve, sums, norms, state, maps, totals)
-            plan.scan(maps, totals)
-        plan.read(q, k, v, beta, solve, sums, pairs, state, totals, out, after)
+            plan.maps(k, v, beta, inverse, sums, norms, strong, state, maps, totals)
+            plan.scan(norms, maps, totals)
+        plan.read(q, k, v, beta, inverse, sums, strong, pairs, state, totals, out, after)
     return out, after, saved
 
 
@@ -880,15 +1001,15 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
     d_decay, d_beta = (None if y is None else y.new_empty((B, T, H)) for y in (decay, beta))
     d_state = q.new_empty((B, H, *plan.state_shape[2:]), dtype=torch.float32)
     work = plan.workspace.allocate(q)
-    inverse, sums, norms, maps, totals = plan.pointers(plan.saved, saved.starts)
+    inverse, sums, norms, strong, maps, totals = plan.pointers(plan.saved, saved.starts)
     states, d_states, d_totals, u = plan.pointers(plan.workspace, work)
     u = d_k if plan.shared else u
     written = d_totals, states, d_states, u, d_v, d_state
-    inputs = q, k, v, beta, inverse, sums, norms, state, totals, d_out, d_after, *written
+    inputs = q, k, v, beta, inverse, sums, norms, strong, state, totals, d_out, d_after, *written
     with on_device(q):
         if plan.segments > 1:
             plan.totals(*inputs)
-            plan.scan(maps, d_totals)
+            plan.scan(norms, maps, d_totals)
         plan.states(*inputs)
         plan.read(q, k, beta, sums, d_out, states, d_states, u, d_q, d_k, d_v, d_decay, d_beta)
     if d_decay is not None:
@@ -926,7 +1047,7 @@ class _DeltaPlan(Plan):
         dot = tl.bfloat16 if self.bf16 else tl.float32
         full = self.T % C == 0
         sizes = self.H, Hkv, D, E, BD, BE, tiles, C, gated, scaled, dot, PRECISION[q[2]], full
-        self.sizes = DeltaSizes(*sizes, APART=self.bf16 and BD <= 128)
+        self.sizes = DeltaSizes(*sizes)
         self.chunks = -(-self.T // C)
         # As many segments as fill the device, but none of fewer than four chunks.
         segments = max(1, min(_processors(device) // (self.B * self.H * tiles), self.chunks // 4))
@@ -948,7 +1069,7 @@ class _DeltaPlan(Plan):
         # A wider P is in blocks, and a step loads what the one before stored: nothing may be loaded ahead.
         constants = {"S": self.sizes, "BACK": back, "STAGES": 2 if self.sizes.BD <= 128 else 1, "num_warps": 8}
         grid = self.B * self.H, self.sizes.TILES * self.sizes.BE // SCAN_WIDTH.value
-        return self.launch(gated_delta_scan_kernel, grid, (self.segments,), constants)
+        return self.launch(gated_delta_scan_kernel, grid, (self.segments, self.run, self.chunks), constants)
 
     @property
     def segmentation(self) -> tuple[int, int, int, int]:
@@ -961,8 +1082,7 @@ class _DeltaForward(_DeltaPlan):
         S, X = self.sizes, self.B * self.H
         warps, stages = 4, 2 if self.bf16 else 1
         kind = torch.bfloat16 if self.bf16 else torch.float32
-        size = self.chunks * S.C * S.C * (2 if S.APART else 1)
-        self.workspace = Workspace((self.B * S.HKV * size if S.APART else 0, kind), (X * size, kind))
+        self.workspace = Workspace((X * self.chunks * S.C * S.C * (2 if self.bf16 else 1), kind))
         scalars = self.T, self.chunks, self.scale
         # Three programs per multiprocessor are faster than two with all registers they would take.
         options = {"maxnreg": 168} if self.bf16 else {}
@@ -977,7 +1097,7 @@ class _DeltaForward(_DeltaPlan):
             self.scan = self.scan_launch(back=False)
         scalars = *self.segmentation, self.scale
         programs = X * S.TILES * self.segments
-        stages = 3 if S.APART else stages
+        stages = 1 if not self.bf16 else 3 if S.BD <= 128 else 2
         self.read = self.delta_launch(gated_delta_forward_kernel, programs, scalars, "q k v beta", warps, stages)
 
 
@@ -1035,6 +1155,7 @@ def _saved(device: int, dtype: torch.dtype, q: Any, v: Any) -> Workspace:
         (chunks * C * C, kind),
         (chunks * C * 4, torch.float32),
         (chunks, torch.float32),
+        (chunks, torch.int32),
         (most * BD * BD, torch.float32),
         (most * BD * BE * tiles, torch.float32),
     )
