@@ -104,6 +104,7 @@ def _ratios(results: Path) -> TextTable:
         ("H200, causal", "h200-causal", "forward_graph_ms", "forward_backward_graph_ms"),
         ("H200, bidirectional", "h200-bidirectional", "forward_graph_ms", "forward_backward_graph_ms"),
         ("H200, causal", "h200-local", "forward_graph_ms", "forward_backward_graph_ms"),
+        ("H200, causal", "h200-gated", "forward_graph_ms", "forward_backward_graph_ms"),
         ("H200, layer", "h200-layers", "forward_ms", "forward_backward_ms"),
         ("H200, generation", "h200-generate", "", "", "token_ms"),
         ("CPU, causal", "cpu-causal-8192", "forward_ms", "forward_backward_ms"),
@@ -217,7 +218,7 @@ _COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
     "causal": ("h200-causal", _ATTENTION),
     "bidirectional": ("h200-bidirectional", _ATTENTION),
     "local": ("h200-local", _ATTENTION),
-    "gated": ("h200-gated", dict(list(_ATTENTION.items())[:4])),
+    "gated": ("h200-gated", {name.replace("CUDA graph", "GPU"): cell for name, cell in list(_ATTENTION.items())[:4]}),
     "host": (
         "h200-host",
         _ATTENTION
