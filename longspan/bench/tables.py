@@ -90,6 +90,8 @@ def table(name: str, results: Path) -> TextTable:
         return _ratios(results)
     if name in _STREAMS:
         return _streams(_content(results, _STREAMS[name]))
+    if name == "linearize-stages":
+        return _linearize_stages(_content(results, "h200-linearize"))
     if name in _JSONL:
         read, make = _JSONL[name]
         return make(read(results / f"{name}.jsonl"))
@@ -150,6 +152,19 @@ def _streams(found: dict[str, Any]) -> TextTable:
     return TextTable(["one stream", "", ""], rows)
 
 
+def _linearize_stages(found: dict[str, Any]) -> TextTable:
+    """What the time of a run of linearize is spent on, from the start of the process to the end of training."""
+    times = found["times"]
+    rows = [["loading", f"{times['loaded']:.0f}", "", ""]]
+    for x in found["stages"]:
+        rate = f"{x['tokens'] / x['seconds'] / 1e3:,.0f},000"
+        rows.append([x["stage"], f"{x['seconds']:.0f}", f"{x['tokens'] / 1e6:.1f} M", rate])
+    rest = times["training ended"] - times["loaded"] - sum(x["seconds"] for x in found["stages"])
+    rows.append(["compilation and evaluation", f"{rest:.0f}", "", ""])
+    rows.append(["total", f"{times['training ended']:.0f}", "", ""])
+    return TextTable(["", "seconds", "tokens", "tokens/s"], rows)
+
+
 def _shape(row: Row) -> str:
     case = row["case"]
     return f"{case['batch_size']} × {case['num_heads']} × {case['length']} × {case['head_dim']}"
@@ -197,6 +212,15 @@ _LOADS: dict[str, Cell] = {
     "device idle": _number("idle_share", ".0f", 0.01, " %"),
     **{f"first token, p{p}, ms": _percentile("first_token_ms", p) for p in (50, 95, 99)},
     **{f"per token, p{p}, ms": _percentile("token_ms", p) for p in (50, 95, 99)},
+}
+_PERPLEXITIES: dict[str, Cell] = {
+    "text": lambda row: str(row["text"]),
+    "after": lambda row: str(row["stage"]),
+    "tokens": _number("tokens"),
+    "teacher": _number("teacher", ".2f"),
+    "student": _number("student", ".2f"),
+    "ratio": _number("ratio", ".3f"),
+    "without the memory": _number("without_memory", ".2f", 1, "×"),
 }
 _NAME: dict[str, Cell] = {"": lambda row: row["name"]}
 _TIMES = {"forward, ms": _with_ratio("forward_ms"), "forward + backward, ms": _with_ratio("forward_backward_ms")}
@@ -261,18 +285,8 @@ _COLUMNS: dict[str, tuple[str, dict[str, Cell]]] = {
     ),
     "generate": ("h200-generate", _GENERATION),
     "generate-small": ("h200-generate-small", _GENERATION),
-    "linearize": (
-        "h200-linearize",
-        {
-            "text": lambda row: str(row["text"]),
-            "after": lambda row: str(row["stage"]),
-            "tokens": _number("tokens"),
-            "teacher": _number("teacher", ".2f"),
-            "student": _number("student", ".2f"),
-            "ratio": _number("ratio", ".3f"),
-            "without the memory": _number("without_memory", ".2f", 1, "×"),
-        },
-    ),
+    "linearize": ("h200-linearize", _PERPLEXITIES),
+    "linearize-keep": ("h200-linearize-keep", _PERPLEXITIES),
     "options": ("h200-options", _NAME | _TIMES),
     "cpu": (
         "cpu-causal-8192",
@@ -295,7 +309,7 @@ _JSONL: dict[str, tuple[Callable[[Path], list[Row]], Callable[[list[Row]], TextT
     "cpu-sweep": (read, sweep_report.summary_table),
 }
 _STREAMS = {"serve-streams": "cpu-serve-streams", "h200-serve-streams": "h200-serve", "serve-int8": "cpu-serve-int8"}
-TABLES = ("ratios", *_COLUMNS, *_JSONL, *_STREAMS)
+TABLES = ("ratios", *_COLUMNS, *_JSONL, *_STREAMS, "linearize-stages")
 SENTENCES: dict[str, Callable[[Path], str]] = {"compile": _compile_modes}
 
 
