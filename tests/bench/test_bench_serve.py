@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from longspan import AttentionConfig, LanguageModel, ModelConfig
 from longspan.bench import serve
 from longspan.bench.serve import ServeBenchOptions, latency, load
-from longspan.bench.serve.client import Address, Answer, running_server
+from longspan.bench.serve.client import Address, Answer, Client, running_server
 from longspan.models.checkpoint import save
 
 
@@ -31,15 +31,22 @@ class Stub:
     """A server that echoes sums of the prompt, in chunked events; `fault` decides what goes wrong, by request."""
 
     def __init__(self, fault=lambda number: None):
-        self.fault, self.number, self.paths, self.bodies = fault, 0, [], []
+        self.fault, self.number, self.paths, self.bodies, self.connections = fault, 0, [], [], 0
 
     async def answer(self, reader, writer):
+        self.connections += 1
+        with suppress(asyncio.IncompleteReadError):  # The client has closed the connection.
+            while True:
+                await self.answer_one(reader, writer)
+        writer.close()
+
+    async def answer_one(self, reader, writer):
         head = await reader.readuntil(b"\r\n\r\n")
         self.paths.append(head.split()[1])
         if self.paths[-1] == b"/metrics":
             lines = ["# TYPE longspan_slots gauge", "longspan_slots 3", 'longspan_x_total{code="200"} 1']
-            writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + "\n".join(lines).encode())
-            writer.close()
+            content = "\n".join(lines).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
             return
         size = int(head.lower().split(b"content-length: ")[1].split()[0])
         body = json.loads(await reader.readexactly(size))
@@ -65,7 +72,6 @@ class Stub:
             content = json.dumps({"choices": [{"text": "".join(texts)}], "usage": usage}).encode()
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
         await writer.drain()
-        writer.close()
 
 
 @contextmanager
@@ -103,6 +109,42 @@ def run_against(stub, options, monkeypatch):
     for module in (load, latency):
         monkeypatch.setattr(module, "running_server", server)
     return serve.run(options), started
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_connections_are_used_again(stream):
+    stub, body = Stub(lambda number: {1: "refused", 3: "broken"}.get(number)), {"prompt": [1, 2], "max_tokens": 3}
+
+    async def ask(address):
+        async with Client(address) as client:
+            answers = [await client.ask(body, stream=stream) for _ in range(5)]
+            assert await client.counters() == {"slots": 3}
+            return answers
+
+    with listening(stub) as address:
+        answers = asyncio.run(ask(address))
+    assert [bool(answer.error) for answer in answers] == [False, True, False, stream, False]
+    assert {answer.text for answer in answers if not answer.error} == {"3-3"}
+    assert stub.connections == (2 if stream else 1)  # What broke off is not used again.
+
+
+def test_a_connection_that_the_server_closed_is_not_used_again():
+    class Closing(Stub):
+        async def answer(self, reader, writer):
+            self.connections += 1
+            await self.answer_one(reader, writer)
+            writer.close()
+
+    async def ask(address):
+        async with Client(address) as client:
+            for _ in range(3):
+                assert not (await client.ask({"prompt": [1], "max_tokens": 3})).error
+                await asyncio.sleep(0.05)
+
+    stub = Closing()
+    with listening(stub) as address:
+        asyncio.run(ask(address))
+    assert stub.connections == 3
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -1,4 +1,4 @@
-"""A server process and requests to it, on connections of their own."""
+"""A server process and requests to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 
@@ -20,6 +20,7 @@ from longspan.utils import printable
 
 _ADDRESS = re.compile(r" at http://([^ ]+):(\d+) with ")
 _START_SECONDS, _ANSWER_SECONDS = 300.0, 600.0
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Address(NamedTuple):
@@ -38,7 +39,7 @@ class Answer:
         tokens: Tokens generated.
         cached: Tokens of the prompt that the prefix cache had.
         arrived: Seconds at which the request was sent, from the beginning of the load.
-        first: Seconds from opening the connection until the first text.
+        first: Seconds until the first text, with those of opening a connection where none is idle.
         seconds: Seconds until the end.
         error: What went wrong, empty if nothing did.
         events: Seconds and characters of each event with text.
@@ -97,22 +98,104 @@ def _address(process: subprocess.Popen[bytes], log: IO[bytes]) -> Address:
     raise ValueError(f"the server did not start: {printable(said or 'it wrote nothing')}")
 
 
-async def ask(address: Address, body: Mapping[str, Any], *, stream: bool = True) -> Answer:
-    """Send a request to /v1/completions and read its answer."""
-    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    content = json.dumps({**body, **options}).encode()
-    answer, begun = Answer(), time.perf_counter()
-    try:
+class Client:
+    """Asks one server, on connections that stay open for later requests, as those of most clients do.
 
-        async def receive() -> None:
-            async for event in _post(address, "/v1/completions", content):
-                _add(answer, event, time.perf_counter() - begun)
+    Args:
+        address: Where the server listens.
+    """
 
-        await asyncio.wait_for(receive(), _ANSWER_SECONDS)
-    except (OSError, ValueError, EOFError, TimeoutError, asyncio.TimeoutError) as error:
-        answer.error = f"{type(error).__name__}: {error}"
-    answer.seconds = time.perf_counter() - begun
-    return answer
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._idle: list[Connection] = []
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for _, writer in self._idle:
+            writer.close()
+
+    async def ask(self, body: Mapping[str, Any], *, stream: bool = True) -> Answer:
+        """Send a request to /v1/completions and read its answer."""
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        content = json.dumps({**body, **options}).encode()
+        answer, begun = Answer(), time.perf_counter()
+        try:
+
+            async def receive() -> None:
+                async for event in self._post("/v1/completions", content):
+                    _add(answer, event, time.perf_counter() - begun)
+
+            await asyncio.wait_for(receive(), _ANSWER_SECONDS)
+        except (OSError, ValueError, EOFError, TimeoutError, asyncio.TimeoutError) as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        answer.seconds = time.perf_counter() - begun
+        return answer
+
+    async def counters(self) -> dict[str, float]:
+        """Return the numbers at /metrics that have no labels, by name; none if the server does not tell them."""
+        found = {}
+        with suppress(OSError, ValueError, EOFError):
+            async with self._request(self._head("GET", "/metrics") + "\r\n") as (_, _, parts):
+                body = b"".join([part async for part in parts])
+            for line in body.decode().splitlines():
+                name, _, value = line.partition(" ")
+                if name.startswith("longspan_") and "{" not in name:
+                    found[name.removeprefix("longspan_")] = float(value)
+        return found
+
+    async def _post(self, path: str, content: bytes) -> AsyncIterator[dict[str, Any]]:
+        """Post JSON; iterate over the events of the answer, or its one JSON object."""
+        head = self._head("POST", path) + "Content-Type: application/json\r\n"
+        head += f"Content-Length: {len(content)}\r\n\r\n"
+        async with self._request(head, content) as (status, headers, parts):
+            if status != 200 or b"text/event-stream" not in headers:
+                yield json.loads(b"".join([part async for part in parts]))
+                return
+            left, ended = b"", False
+            async for part in parts:
+                *events, left = (left + part).split(b"\n\n")
+                for event in events:
+                    ended = ended or event == b"data: [DONE]"
+                    if event.startswith(b"data: {"):
+                        yield json.loads(event.removeprefix(b"data: "))
+            if not ended:
+                raise EOFError("the stream broke off")
+
+    @asynccontextmanager
+    async def _request(self, head: str, content: bytes = b"") -> AsyncIterator[tuple[int, bytes, AsyncIterator[bytes]]]:
+        """Send a request; yield the status, the headers and the parts of the body, which must be read to its end."""
+        reader, writer = await self._connection()
+        try:
+            writer.write(head.encode() + content)
+            await writer.drain()
+            status = int((await reader.readline()).split()[1])
+            headers = (await reader.readuntil(b"\r\n\r\n")).lower()
+            yield (
+                status,
+                headers,
+                _chunks(reader) if b"transfer-encoding: chunked" in headers else _whole(reader, headers),
+            )
+        except BaseException:
+            writer.close()
+            raise
+        if b"connection: close" in headers:
+            writer.close()
+        else:
+            self._idle.append((reader, writer))
+
+    async def _connection(self) -> Connection:
+        """Return a connection that nothing else uses, the one used last if the server has not closed it."""
+        while self._idle:
+            reader, writer = self._idle.pop()
+            if not reader.at_eof():
+                return reader, writer
+            writer.close()
+        return await asyncio.open_connection(*self._address)
+
+    def _head(self, method: str, path: str) -> str:
+        return f"{method} {path} HTTP/1.1\r\nHost: {self._address.host}:{self._address.port}\r\n"
 
 
 def _add(answer: Answer, event: dict[str, Any], now: float) -> None:
@@ -130,63 +213,20 @@ def _add(answer: Answer, event: dict[str, Any], now: float) -> None:
         answer.cached = event["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0)
 
 
-async def counters(address: Address) -> dict[str, float]:
-    """Return the numbers at /metrics that have no labels, by name; none if the server does not tell them."""
-    found = {}
-    with suppress(OSError, ValueError, EOFError):
-        reader, writer = await asyncio.open_connection(*address)
-        try:
-            writer.write(_head("GET", "/metrics", address).encode() + b"\r\n")
-            _, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        finally:
-            writer.close()
-        for line in body.decode().splitlines():
-            name, _, value = line.partition(" ")
-            if name.startswith("longspan_") and "{" not in name:
-                found[name.removeprefix("longspan_")] = float(value)
-    return found
-
-
-def _head(method: str, path: str, address: Address) -> str:
-    return f"{method} {path} HTTP/1.1\r\nHost: {address.host}:{address.port}\r\nConnection: close\r\n"
-
-
-async def _post(address: Address, path: str, content: bytes) -> AsyncIterator[dict[str, Any]]:
-    """Post JSON; iterate over the events of the answer, or its one JSON object."""
-    head = _head("POST", path, address) + "Content-Type: application/json\r\n"
-    head += f"Content-Length: {len(content)}\r\n\r\n"
-    reader, writer = await asyncio.open_connection(*address)
-    try:
-        writer.write(head.encode() + content)
-        await writer.drain()
-        status = (await reader.readline()).split()
-        headers = (await reader.readuntil(b"\r\n\r\n")).lower()
-        parts = _chunks(reader) if b"transfer-encoding: chunked" in headers else _rest(reader)
-        if status[1:2] != [b"200"] or b"text/event-stream" not in headers:
-            yield json.loads(b"".join([part async for part in parts]))
-            return
-        left, ended = b"", False
-        async for part in parts:
-            *events, left = (left + part).split(b"\n\n")
-            for event in events:
-                ended = ended or event == b"data: [DONE]"
-                if event.startswith(b"data: {"):
-                    yield json.loads(event.removeprefix(b"data: "))
-        if not ended:
-            raise EOFError("the stream broke off")
-    finally:
-        writer.close()
-
-
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """Iterate over the chunks of a body with chunked transfer encoding."""
     while size := int(await reader.readline(), 16):
         yield await reader.readexactly(size)
         await reader.readexactly(2)
+    await reader.readexactly(2)
 
 
-async def _rest(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    yield await reader.read()
+async def _whole(reader: asyncio.StreamReader, headers: bytes) -> AsyncIterator[bytes]:
+    """Iterate over the one part of a body whose size is in the headers."""
+    size = re.search(rb"content-length: *(\d+)", headers)
+    if size is None:
+        raise ValueError("the answer does not say how long it is")
+    yield await reader.readexactly(int(size[1]))
 
 
 def say(text: str, end: str = "\n") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from longspan.bench.report import TextTable
-from longspan.bench.serve.client import Address, Answer, ask, running_server, say
+from longspan.bench.serve.client import Address, Answer, Client, running_server, say
 from longspan.generation.generate import generate
 from longspan.models.transformer import LanguageModel
 from longspan.serve.quantize import bits_per_token, quantize_weights
@@ -192,11 +192,13 @@ async def _ask_in_turn(addresses: list[Address], bodies: list[dict[str, Any]]) -
         ValueError: If there is no answer.
     """
     answers = []
-    for body in bodies:
-        for address in addresses:
-            answers.append(await ask(address, body))
-            if answers[-1].error:
-                raise ValueError(f"the server did not answer: {answers[-1].error}")
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client(address)) for address in addresses]
+        for body in bodies:
+            for client in clients:
+                answers.append(await client.ask(body))
+                if answers[-1].error:
+                    raise ValueError(f"the server did not answer: {answers[-1].error}")
     return answers
 
 

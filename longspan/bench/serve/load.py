@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from longspan.bench.report import TextTable
-from longspan.bench.serve.client import Address, Answer, ask, counters, running_server, say
+from longspan.bench.serve.client import Address, Answer, Client, running_server, say
 from longspan.generation.generate import generate
 from longspan.models.transformer import LanguageModel
 
@@ -224,11 +224,12 @@ def generate_rate(model: LanguageModel, bodies: Sequence[Body], options: ServeBe
 async def ask_alone(address: Address, bodies: Sequence[Body]) -> list[Answer]:
     """Return the answers to requests that nothing runs beside."""
     answers = []
-    for i, body in enumerate(bodies):
-        say(f"alone: {i + 1} of {len(bodies)}", end="\r")
-        answers.append(await ask(address, body))
-        if answers[-1].error:
-            raise ValueError(f"the server did not answer a request that nothing ran beside: {answers[-1].error}")
+    async with Client(address) as client:
+        for i, body in enumerate(bodies):
+            say(f"alone: {i + 1} of {len(bodies)}", end="\r")
+            answers.append(await client.ask(body))
+            if answers[-1].error:
+                raise ValueError(f"the server did not answer a request that nothing ran beside: {answers[-1].error}")
     say(f"alone: {len(bodies)} of {len(bodies)}")
     return answers
 
@@ -242,23 +243,25 @@ async def send(address: Address, bodies: Sequence[Body], rate: float, options: S
         nonlocal done
         await asyncio.sleep(arrival - (time.perf_counter() - begun))
         arrived = time.perf_counter() - begun
-        answer = await ask(address, body, stream=options.stream)
+        answer = await client.ask(body, stream=options.stream)
         answer.arrived, done = arrived, done + 1
         return answer
 
     async def report() -> None:
         while True:
-            samples.append(Sample(time.perf_counter() - begun, await counters(address)))
+            samples.append(Sample(time.perf_counter() - begun, await client.counters()))
             await asyncio.sleep(_SAMPLE_SECONDS)
             say(f"under load: {done} of {len(bodies)}", end="\r")
 
-    arrival, tasks = 0.0, []
-    for body in bodies:
-        tasks.append(asyncio.create_task(ask_at(arrival, body)))
-        arrival += rng.expovariate(rate)
-    reporter = asyncio.create_task(report())
-    answers = await asyncio.gather(*tasks)
-    reporter.cancel()
+    async with Client(address) as client:
+        arrival, tasks = 0.0, []
+        for body in bodies:
+            tasks.append(asyncio.create_task(ask_at(arrival, body)))
+            arrival += rng.expovariate(rate)
+        reporter = asyncio.create_task(report())
+        answers = await asyncio.gather(*tasks)
+        reporter.cancel()
+        await asyncio.wait([reporter])
     say(f"under load: {done} of {len(bodies)}")
     return Sent(answers, samples, time.process_time() - used)
 
