@@ -136,7 +136,7 @@ def plot(path: Path, comparisons: Comparisons) -> bool:
         return False
     from matplotlib.figure import Figure
 
-    from longspan.train.report.plots import COLORS, plain_label, to_png
+    from longspan.train.plots import COLORS, plain_label, to_png
 
     names = quantities(comparisons)
     figure = Figure(figsize=(5.2 * len(names), 5.6), layout="constrained")

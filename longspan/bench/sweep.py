@@ -50,8 +50,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 # Full attention of a cell with more operations is left out: forward + backward takes seconds on a fast GPU.
 MOST_OPERATIONS = 1.5e14
-LAST = 1000  # a place in the plan after all cells of mechanisms
-BATCH = 6  # cells of each process that are compiled on CUDA before they are timed
+# Lengths, head dimensions, modes, heads, sizes and dtypes that are measured first, for all mechanisms.
+COARSE = (3, 2, 1, 1, 1, 1)
+BATCH = 4  # cells of each process, at most, that are compiled on CUDA before they are timed
 
 
 class Grid(NamedTuple):
@@ -67,7 +68,7 @@ class Grid(NamedTuple):
 GRIDS = {
     "cpu": Grid((2048, 512, 8192, 1024, 4096, 256, 16384), (64, 128, 32, 96, 256, 80, 192), (4, 8), ("float32",), 4096),
     "cuda": Grid(
-        (2048, 16384, 512, 131072, 8192, 1024, 65536, 4096, 32768, 256, 262144),
+        (2048, 16384, 65536, 512, 131072, 8192, 1024, 4096, 32768, 256, 262144),
         (64, 128, 96, 32, 192, 80, 256, 160),
         (8, 16, 32),
         DTYPES,
@@ -172,11 +173,19 @@ class SweepOptions:
         )
 
 
+Kind = tuple[Subject, Case]  # cells of all lengths, which are checked once and share kernels
+
+
 class Cell(NamedTuple):
     """What is measured in which case."""
 
     subject: Subject
     case: Case
+
+    @property
+    def kind(self) -> Kind:
+        """What it has in common with the cells of other lengths."""
+        return self.subject, small_case(self.case)
 
     @property
     def row(self) -> Row:
@@ -191,7 +200,8 @@ def plan(options: SweepOptions) -> list[Cell]:
     """Return the cells of a sweep, ordered so that any first part of them covers the grid coarsely.
 
     Lengths, head dimensions and modes are combined with each other, and with at most one value of heads, size or dtype
-    that is not its axis' first. A cell comes the earlier the nearer its values are to the beginnings of their axes.
+    that is not its axis' first. The cells of the `COARSE` grid come first, of all mechanisms. Then a cell comes the
+    earlier the nearer its values are to the beginnings of their axes.
     """
     grid = GRIDS[options.device]
     names = options.mechanisms or [name for name in list_mechanisms() if name != "softmax"]
@@ -210,7 +220,8 @@ def plan(options: SweepOptions) -> list[Cell]:
             for subject in sweep_subjects(name, size, case, options.peers):
                 if subject.name == SDPA and _operations(case) > MOST_OPERATIONS:
                     continue
-                found.append(((sum(index) + _delay(subject), *index), Cell(subject, case)))
+                fine = any(i >= count for i, count in zip(index, COARSE, strict=True))
+                found.append(((_rank(subject), fine, sum(index), *index), Cell(subject, case)))
     return list(dict.fromkeys(cell for _, cell in sorted(found, key=lambda pair: pair[0])))
 
 
@@ -220,11 +231,9 @@ def _operations(case: Case) -> float:
     return 4.0 * pairs * case.head_dim
 
 
-def _delay(subject: Subject) -> int:
+def _rank(subject: Subject) -> int:
     """Peers other than full attention come last: torch.compile and autotuning take most of the time."""
-    return (
-        LAST + 1 if isinstance(subject, FlexWindowSubject) else 0 if subject.package in ("longspan", "torch") else LAST
-    )
+    return 2 if isinstance(subject, FlexWindowSubject) else 0 if subject.package in ("longspan", "torch") else 1
 
 
 def run(options: SweepOptions) -> list[Row]:
@@ -258,6 +267,7 @@ def run(options: SweepOptions) -> list[Row]:
             cells.append(cell)
     for message in sorted(missing):
         print(f"left out: {message}", file=sys.stderr)
+    began = time.monotonic()
     for cell, found in _measure(cells, options, deadline):
         measured += 1
         result = {**cell.row, **_figures(found), **about}
@@ -268,7 +278,8 @@ def run(options: SweepOptions) -> list[Row]:
         case = cell.case
         shape = f"{case.batch_size} × {case.num_heads} × {case.length} × {case.head_dim}, {case.dtype}"
         mode = MODES[0] if case.causal else MODES[1]
-        print(f"[{measured}/{len(cells)}] {cell.subject.name}: {shape}, {mode}: {shown}", file=sys.stderr, flush=True)
+        place = f"[{measured}/{len(cells)}, {time.monotonic() - began:.0f} s]"
+        print(f"{place} {cell.subject.name}: {shape}, {mode}: {shown}", file=sys.stderr, flush=True)
     if measured < len(cells):
         print(f"{len(cells) - measured} cells are left to the next call", file=sys.stderr)
     _show(rows, options.out)
@@ -308,14 +319,10 @@ def _measure(
     jobs = options.jobs or (8 if options.device == "cuda" else 1)
     config = options.config()
     workers = [SweepWorker(config) for _ in range(min(jobs, len(cells)))]
-    by_kind: dict[tuple[Subject, Case], SweepWorker] = {}
-    size = BATCH * jobs if options.device == "cuda" else 1
+    by_kind: dict[Kind, SweepWorker] = {}
     try:
-        for first in range(0, len(cells), size):
-            batch = [
-                (cell, by_kind.setdefault((cell.subject, small_case(cell.case)), workers[len(by_kind) % len(workers)]))
-                for cell in cells[first : first + size]
-            ]
+        for together in _batches(cells, jobs) if options.device == "cuda" else ([cell] for cell in cells):
+            batch = [(cell, by_kind.setdefault(cell.kind, workers[len(by_kind) % len(workers)])) for cell in together]
             for cell, worker in batch:
                 worker.ask("prepare", cell)
             checks = [worker.answer(deadline) for _, worker in batch]
@@ -330,6 +337,26 @@ def _measure(
     finally:
         for worker in workers:
             worker.kill()
+
+
+def _batches(cells: Sequence[Cell], jobs: int) -> Iterator[list[Cell]]:
+    """Yield the cells in order, in batches with at most one new kind to compile and `BATCH` cells for each process.
+
+    SDPA needs no compilation.
+    """
+    known: set[Kind] = set()
+    batch: list[Cell] = []
+    new = 0
+    for cell in cells:
+        compiles = cell.kind not in known and cell.subject.name != SDPA
+        if len(batch) == BATCH * jobs or (compiles and new == jobs):
+            yield batch
+            batch, new = [], 0
+        new += compiles
+        known.add(cell.kind)
+        batch.append(cell)
+    if batch:
+        yield batch
 
 
 class SweepWorker:
@@ -399,12 +426,13 @@ def _serve(connection: Connection, config: MeasurementConfig) -> None:
     warnings.simplefilter("ignore")  # deprecations inside peers
     torch.set_num_threads(config.threads)
     gc.freeze()  # Each cell collects garbage, which need not visit the modules of the libraries.
-    checked: dict[tuple[Subject, Case], Measurement] = {}
+    checked: dict[Kind, Measurement] = {}
     while True:
         try:
             what, subject, case = connection.recv()
         except EOFError:
             return
+        began = time.monotonic()
         try:
             found = _prepare(subject, case, checked) if what == "prepare" else subject.measure(case, config)
         except Exception as error:
@@ -413,25 +441,28 @@ def _serve(connection: Connection, config: MeasurementConfig) -> None:
         if case.device == "cuda":
             torch.cuda.synchronize()  # raises after an illegal memory access: a new process measures the next cell
             torch.cuda.empty_cache()
+        found.metrics[f"{what}_s"] = round(time.monotonic() - began, 3)
         connection.send(found)
 
 
-def _prepare(subject: Subject, case: Case, checked: dict[tuple[Subject, Case], Measurement]) -> Measurement:
+def _prepare(subject: Subject, case: Case, checked: dict[Kind, Measurement]) -> Measurement:
     """Check the accuracy at a small size, once for all lengths, and compile what the case needs."""
     torch.manual_seed(0)
-    small = small_case(case)
-    if (subject, small) not in checked:
+    kind, metrics = Cell(subject, case).kind, dict[str, Any]()
+    if kind not in checked:
+        began = time.monotonic()
         check = subject.check(case)
+        metrics["check_s"] = round(time.monotonic() - began, 3)
         found = Measurement("ok", check=None if check is None else check._asdict())
-        if check is not None and not check.error <= check.tolerance:
-            message = f"error {check.error:.1e} against {check.reference}, allowed {check.tolerance:.0e}"
-            found = replace(found, status="wrong", message=message)
-        checked[subject, small] = found
-    if checked[subject, small].status == "ok" and case.device == "cuda":
+        if check is not None and check.failure is not None:
+            found = replace(found, status="wrong", message=check.failure)
+        checked[kind] = found
+    if checked[kind].status == "ok" and case.device == "cuda":
         subject.workload(case).heaviest.run()
         torch.cuda.synchronize()
-    ran = {"implementation": _implementation(subject, case)} if isinstance(subject, SweepSubject) else {}
-    return replace(checked[subject, small], metrics=ran)
+    if isinstance(subject, SweepSubject):
+        metrics["implementation"] = _implementation(subject, case)
+    return replace(checked[kind], metrics=metrics)
 
 
 def _implementation(subject: SweepSubject, case: Case) -> str:

@@ -214,7 +214,7 @@ def draw(path: Path, rows: Sequence[Row]) -> bool:
     """
     from matplotlib.figure import Figure
 
-    from longspan.train.report.plots import to_png
+    from longspan.train.plots import to_png
 
     data = panels(rows)
     if data:

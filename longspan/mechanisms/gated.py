@@ -119,6 +119,16 @@ class GatedMechanism(Mechanism):
             back = back - self._diagonal(q, k, v, beta)
         return (out.to(sum_dtype(out)) + back.flip(1)).to(dtype)
 
+    def _attend_causal(
+        self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None
+    ) -> Tensor:
+        if q.shape[1] == 1:
+            return super()._attend_causal(q, k, v, gates=gates, lengths=lengths)
+        # Without a state: zeros need not be filled, read and differentiated.
+        log_decay, beta = self._visible_gates(gates, k, _visible(lengths, k))
+        q, k = self._keys(q), self._keys(k)
+        return gated_linear(q, k, v, log_decay=log_decay, beta=beta, delta=self.delta, scale=self._scale)[0]
+
     def _diagonal(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> Tensor:
         """Return what each token reads of itself (B, T, H, E), which both directions without the delta rule include."""
         group = q.shape[2] // k.shape[2]

@@ -201,7 +201,7 @@ def print_evaluation(result: Record) -> None:
 
 def write_evaluation(result: Record, out: Path) -> list[Path]:
     """Write the result as JSON and a plot beside it; return both paths."""
-    from longspan.train.report.plots import plot_positions
+    from longspan.train.plots import plot_positions
 
     out.parent.mkdir(parents=True, exist_ok=True)
     plot = out.with_suffix(".png") if out.suffix != ".png" else out.with_name(f"{out.name}.png")

@@ -218,7 +218,7 @@ def write_task(result: Record, out: Path) -> list[Path]:
     write_atomically(out, json.dumps(result, indent=1) + "\n")
     if "confusion" not in result:
         return [out]
-    from longspan.train.report.plots import plot_confusion
+    from longspan.train.plots import plot_confusion
 
     plot = out.with_suffix(".png") if out.suffix != ".png" else out.with_name(f"{out.name}.png")
     write_atomically(plot, plot_confusion(result["confusion"], [row["name"] for row in result["classes"]]))

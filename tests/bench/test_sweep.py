@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ from longspan.bench.sweep_report import (
 )
 from longspan.bench.timing import cpu_ms
 from longspan.mechanisms import _REGISTRY, list_mechanisms, register_mechanism
+from longspan.mechanisms.decay import DecayAttention
 from longspan.mechanisms.linear import LinearAttention
 
 TINY: dict[str, Any] = {"lengths": (67, 131), "head_dims": (8, 24), "heads": (2,), "modes": ("causal",), "tokens": 131}
@@ -106,6 +108,25 @@ def test_a_first_part_of_the_plan_covers_the_grid_coarsely() -> None:
     for cell in own:
         first_size = cell.subject.size in (None, 256)
         assert cell.case.num_heads == 4 or first_size  # of heads, size and dtype at most one is not the first
+
+
+def test_the_coarse_grid_of_a_gpu_comes_first_and_is_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    whole = plan(SweepOptions(device="cuda"))
+    names = [name for name in list_mechanisms() if name != "softmax"]
+    wanted = {(n, dim) for n in (2048, 16384, 65536) for dim in (64, 128)}
+    first = whole[: len(wanted) * (len(names) + 1)]
+    found: dict[str, set[tuple[int, int]]] = {}
+    for cell in first:
+        assert (cell.case.causal, cell.case.dtype, cell.case.num_heads) == (True, "bfloat16", 8)
+        shapes = found.setdefault(cell.subject.name.partition(",")[0], set())
+        shapes.add((cell.case.length, cell.case.head_dim))
+    assert found == dict.fromkeys([SDPA, *names], wanted)
+    batches = list(sweep._batches(whole, 2 * len(names)))
+    assert batches[0][: len(first)] == first
+    assert all(cell.subject.name == SDPA for cell in batches[0][len(first) :])
+    assert [cell for batch in batches for cell in batch] == whole
+    assert max(map(len, batches)) == sweep.BATCH * 2 * len(names)
 
 
 def test_full_attention_is_measured_once_for_all_mechanisms_of_a_shape() -> None:
@@ -283,7 +304,7 @@ def test_a_planted_slow_cell_is_measured_and_listed(
     shown = capsys.readouterr()
     assert "cliffs" in shown.out
     assert "| slow " in shown.out
-    assert "[4/4]" in shown.err
+    assert "[4/4, " in shown.err
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert run(options) == rows  # nothing is measured again
     assert "[1/" not in capsys.readouterr().err
@@ -382,7 +403,8 @@ def test_a_gpu_is_timed_after_all_processes_have_compiled(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "argv", ["bench", json.dumps(values)])
     by_json.main()
     log = Recording.log
-    assert [what for what, _, _ in log][:16] == ["prepare"] * 8 + ["time"] * 8
+    # First one new kind for each process, and SDPA, which needs no compilation; then four cells for each.
+    assert [what for what, _, _ in log][:24] == ["prepare"] * 4 + ["time"] * 4 + ["prepare"] * 8 + ["time"] * 8
     assert sorted(map(str, (cell for what, cell, _ in log if what == "prepare"))) == sorted(
         map(str, (cell for what, cell, _ in log if what == "time"))
     )
@@ -439,6 +461,54 @@ def test_a_process_that_crashes_or_hangs_is_a_result() -> None:
         assert worker._asked == []
     finally:
         worker.kill()
+
+
+def test_a_process_reports_how_long_it_took() -> None:
+    worker = SweepWorker(SweepOptions(timeout=60.0, threads=1, repeats=1).config())
+    try:
+        for length, what in ((67, "prepare"), (67, "time"), (131, "prepare")):
+            worker.ask(what, Cell(SweepSubject("linear", "linear"), Case(length, num_heads=1, head_dim=3)))
+        first, timed, second = (worker.answer(None).metrics for _ in range(3))
+    finally:
+        worker.kill()
+    assert 0 < first["check_s"] <= first["prepare_s"]
+    assert timed["time_s"] > 0
+    assert second["prepare_s"] >= 0
+    assert "check_s" not in second, "one check for all lengths"
+
+
+class WrongGateAttention(DecayAttention):
+    """Decay with a wrong gradient of one parameter."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.time_step.A_log.register_hook(lambda d: d if d.dtype == torch.float64 else d * 1.1)
+
+
+def test_a_check_names_the_result_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Cell(SweepSubject("decay", "decay"), Case(67, num_heads=2, head_dim=8))
+    found = sweep._prepare(*cell, {})
+    assert (found.status, found.message) == ("ok", "")
+    monkeypatch.setitem(_REGISTRY, "decay", WrongGateAttention)
+    found = sweep._prepare(*cell, {})
+    assert found.status == "wrong"
+    assert found.message.startswith("error 1.0e-01 of the gradient of time_step.A_log against itself in float64")
+    assert found.check is not None
+    assert found.check["result"] == "the gradient of time_step.A_log"
+
+
+def test_drawing_needs_no_package_of_the_command_line(tmp_path: Path) -> None:
+    rows = [row(name, 1.0, length=64) for name in (SDPA, "linear")]
+    program = (
+        "import json, sys\n"
+        "sys.modules.update(dict.fromkeys(('tyro', 'rich')))\n"
+        "from pathlib import Path\n"
+        "from longspan.bench.sweep_report import draw\n"
+        "assert draw(Path(sys.argv[1]), json.loads(sys.argv[2]))\n"
+    )
+    path = tmp_path / "map.png"
+    subprocess.run([sys.executable, "-c", program, str(path), json.dumps(rows)], check=True)
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_options_can_be_given_as_json(slow: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

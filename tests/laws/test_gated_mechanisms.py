@@ -44,6 +44,15 @@ def test_a_closed_gate_forgets_everything(name: str, gate: str) -> None:
     )
 
 
+@each_case(GATED)
+def test_training_has_no_state_to_fill_and_differentiate(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    m = case.build(torch.float32)
+    x = draw_inputs(m, B, T, dtype=torch.float32)
+    wanted = m.extend(m.new_state(B, dtype=torch.float32), **x)[0]
+    monkeypatch.setattr(m, "new_state", None)
+    assert torch.equal(m(**x, causal=True), wanted)
+
+
 def test_merging_the_delta_rule_needs_a_transition() -> None:
     m = build_mechanism("delta", H, D).eval()
     x = without_queries(draw_inputs(m, B, T, dtype=torch.float32))

@@ -22,8 +22,8 @@ from longspan import AttentionConfig, LanguageModel, ModelConfig, load, save
 from longspan.models.checkpoint import CONFIG, TENSORS, digests
 from longspan.train.data.readers import ReadOptions, find_source, read_documents
 from longspan.train.evaluation import write_evaluation
+from longspan.train.plots import plot_losses
 from longspan.train.report import read_run, write_report
-from longspan.train.report.plots import plot_losses
 from longspan.utils import printable, read_json, write_atomically
 
 FIXTURES = Path(__file__).parents[1] / "guards" / "fixtures"

@@ -126,7 +126,7 @@ def plot(path: Path, rows: Sequence[Row]) -> bool:
     """
     from matplotlib.figure import Figure
 
-    from longspan.train.report.plots import COLORS, plain_label, to_png
+    from longspan.train.plots import COLORS, plain_label, to_png
 
     final = _final(rows)
     tasks = [task for task in RECIPES if any(row["task"] == task for row in final)]

@@ -116,11 +116,27 @@ class Workload(NamedTuple):
 
 
 class AccuracyCheck(NamedTuple):
-    """The largest error, relative to the largest reference value, and the largest error allowed."""
+    """The largest error, relative to the largest reference value, and the largest error allowed.
+
+    Attributes:
+        error: The worst of all results.
+        tolerance: What is allowed.
+        reference: What the results are compared with.
+        result: Which result is the worst; empty if only the output is compared.
+    """
 
     error: float
     tolerance: float
     reference: str
+    result: str = ""
+
+    @property
+    def failure(self) -> str | None:
+        """How the check fails; None if it does not."""
+        if self.error <= self.tolerance:
+            return None
+        of = f" of {self.result}" if self.result else ""
+        return f"error {self.error:.1e}{of} against {self.reference}, allowed {self.tolerance:.0e}"
 
 
 @dataclass
@@ -191,9 +207,8 @@ class Subject(ABC):
         torch.manual_seed(0)
         check = self.check(case) if config.check else None
         checked = None if check is None else check._asdict()
-        if check is not None and not check.error <= check.tolerance:
-            message = f"error {check.error:.1e} against {check.reference}, allowed {check.tolerance:.0e}"
-            return Measurement("wrong", message, check=checked)
+        if check is not None and check.failure is not None:
+            return Measurement("wrong", check.failure, check=checked)
         if case.device == "cpu":
             # Lazily loaded code and threads are not part of a subject's memory.
             self.workload(replace(case, length=min(case.length, _SHORT))).heaviest.run()
@@ -284,11 +299,16 @@ def trainable(module: torch.nn.Module) -> list[Tensor]:
 
 def relative_error(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
     """Return the largest difference relative to the largest reference value, the worst over all tensors."""
+    return float(relative_errors(outputs, reference).max())
+
+
+def relative_errors(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> Tensor:
+    """Return for each tensor the largest difference relative to the largest reference value."""
     errors = [
         (x.detach().double() - truth.detach()).abs().max() / truth.detach().abs().max()
         for x, truth in zip(outputs, reference, strict=True)
     ]
-    return float(torch.stack(errors).max())
+    return torch.stack(errors)
 
 
 def one_line(error: BaseException | str) -> str:

@@ -19,6 +19,7 @@ from longspan.bench.subjects.base import (
     attention_workload,
     random_qkv,
     relative_error,
+    relative_errors,
     small_case,
     trainable,
 )
@@ -97,7 +98,12 @@ class MechanismSubject(Subject):
             out = _attend(each, leaves, case)
             leaves += trainable(each)
             results.append([out, *torch.autograd.grad(out, leaves, d_out.to(dtype), materialize_grads=True)])
-        return AccuracyCheck(relative_error(*results), TOLERANCES[case.dtype], "itself in float64")
+        given = ("q", "k", "v", "gates")[: len(inputs)]
+        parameters = (name for name, each in mechanism.named_parameters() if each.requires_grad)
+        names = ["the output", *(f"the gradient of {name}" for name in (*given, *parameters))]
+        errors = relative_errors(*results)
+        worst = int(errors.argmax())
+        return AccuracyCheck(float(errors[worst]), TOLERANCES[case.dtype], "itself in float64", names[worst])
 
 
 def _inputs(mechanism: Mechanism, case: Case) -> list[Tensor]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from longspan.train.loggers import format_duration
+from longspan.train.plots import COLORS, new_figure, plot_positions, to_png
 from longspan.train.report import read_run
-from longspan.train.report.plots import COLORS, new_figure, plot_positions, to_png
 from longspan.utils import render_template, write_atomically
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from longspan.train.config import differences
 from longspan.train.loggers import METRICS, SAMPLES, Record, format_duration, read_records
-from longspan.train.report.plots import plot_losses
+from longspan.train.plots import plot_losses
 from longspan.train.run_folder import RUN
 from longspan.utils import printable, read_json, render_template, write_atomically
 

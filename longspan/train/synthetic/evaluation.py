@@ -26,8 +26,8 @@ from longspan.models.config import AttentionConfig, FeedForwardConfig, ModelConf
 from longspan.models.transformer import Classifier, LanguageModel
 from longspan.ops.loss import IGNORE_INDEX
 from longspan.train.loggers import Record
+from longspan.train.plots import plot_depths
 from longspan.train.presets import half_local
-from longspan.train.report.plots import plot_depths
 from longspan.train.synthetic.tasks import TASKS, Examples, SyntheticTask, accuracy_by_depth
 from longspan.utils import choose, choose_device, commit, printable, write_atomically
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from longspan.train.loggers import Record
 from longspan.utils import printable
+
+if TYPE_CHECKING:
+    from longspan.train.loggers import Record
 
 COLORS = ("#0b6e99", "#c4533a", "#4a8c3f", "#8a5aa8", "#b8860b", "#3f3f3f", "#2aa198", "#d33682")
 BASELINE_STYLE = {"color": "#777777", "linestyle": "--", "linewidth": 1}
