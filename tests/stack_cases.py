@@ -18,6 +18,7 @@ from longspan.models.transformer import Transformer
 B, T, S, DIM = 2, 9, 5, 12
 EXECUTIONS = {
     "single": ["keep", "recompute", "recompute_heads"],
+    "parallel": ["keep", "recompute", "recompute_heads"],
     "double": ["keep", "recompute", "recompute_heads", "reverse"],
     "hyper": ["keep", "recompute", "recompute_heads"],
 }

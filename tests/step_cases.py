@@ -74,10 +74,10 @@ def gates(built: Mechanism, B: int, T: int, dtype: torch.dtype, device: str) -> 
 
 
 def rotary(length: Tensor, kind: int) -> CosSin | None:
-    """Return the rotary angles of the next token: 0 none, 1 in halves, 2 interleaved."""
+    """Return the rotary angles of the next token: 0 none, 1 in halves, 2 interleaved, 3 and 4 of some features only."""
     if kind == 0:
         return None
-    return CosSin(*cos_sin(length[:, None], D, 100.0, torch.float32), kind == 2)
+    return CosSin(*cos_sin(length[:, None], D if kind < 3 else D - 2, 100.0, torch.float32), kind % 2 == 0)
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ def compare(name: str, dtype: torch.dtype, device: str, steps: int) -> None:
     found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
     for i in range(steps):
         q, k, v = inputs(name, B, 1, dtype, device)
-        kind, raw = i % 3, gates(built, B, 1, dtype, device)
+        kind, raw = i % 5, gates(built, B, 1, dtype, device)
         pointers = {key: x.data_ptr() for key, x in ours.tensors().items()}
         out, ours = built.decode_step(ours, q, k, v, gates=raw, rotary=rotary(ours.length, kind))
         assert {key: x.data_ptr() for key, x in ours.tensors().items()} == pointers

@@ -629,7 +629,7 @@ def _recorded(model: LanguageModel, wanted: bool | None) -> Iterator[list[Tensor
         yield None
         return
     stack = model.transformer.stack
-    if stack.topology != "single":
+    if stack.topology not in ("single", "parallel"):
         raise ValueError(f"output_hidden_states needs one residual stream, this model has residual={stack.topology!r}")
     inputs: list[Tensor] = []
     branches: list[Any] = [module for module in stack.branches if isinstance(module, ResidualBranch)]

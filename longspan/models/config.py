@@ -18,7 +18,7 @@ Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh", "sigmoid", "re
 RotaryStyle = Literal["none", "halves", "interleaved"]
 Norm = Literal["layer", "rms", "scale"]
 NormPosition = Literal["pre", "post", "rezero"]
-Residual = Literal["single", "double", "hyper"]
+Residual = Literal["single", "parallel", "double", "hyper"]
 Execution = Literal["keep", "recompute", "recompute_heads", "reverse"]
 Positions = Literal["none", "learned", "sinusoidal", "axial"]
 Pooling = Literal["mean", "none"]
@@ -51,6 +51,8 @@ class AttentionConfig:
     """Rotary embeddings: none, halves, interleaved; a list for the parts of a split, or a mapping by mechanism."""
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
+    rotary_dim: int | None = None
+    """Number of features of a head that are rotated, the first ones (partial rotary embedding); all by default."""
     conv_size: int = 0
     """Width of a causal convolution with SiLU over queries, keys and values, 4 in the literature; 0 for none."""
     value_embedding: bool = False
@@ -70,7 +72,7 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         _freeze(self, "mechanism", "rotary")
-        _check_positive(self, "num_heads", "head_dim", "num_kv_heads", "num_qk_heads")
+        _check_positive(self, "num_heads", "head_dim", "num_kv_heads", "num_qk_heads", "rotary_dim")
         check_fields(self)
         _check_fraction(self, "dropout")
         choose("out_gate", self.out_gate, get_args(OutGate))
@@ -90,10 +92,13 @@ class AttentionConfig:
         if not isinstance(self.rotary, str | Mapping | Sequence):
             raise ValueError(f"rotary must be a name, a mapping, or a list of names, got {self.rotary!r}")
         by_name = self.rotary if isinstance(self.rotary, Mapping) else {}
-        for style in [self.rotary] if isinstance(self.rotary, str) else list(by_name.values()) or self.rotary:
+        styles = [self.rotary] if isinstance(self.rotary, str) else list(by_name.values()) or list(self.rotary)
+        for style in styles:
             choose("rotary", style, get_args(RotaryStyle))
         for name in by_name:
             find_mechanism(name)
+        if self.rotary_dim is not None and set(styles) <= {"none"}:
+            raise ValueError(f"rotary_dim ({self.rotary_dim}) goes with rotary embeddings: set rotary, such as halves")
         if not isinstance(self.mechanism, str | Mapping | Sequence):
             raise ValueError(f"mechanism must be a name, a mapping, or a list of them, got {self.mechanism!r}")
         if not self.mechanism:
@@ -210,7 +215,7 @@ class ModelConfig:
     token_shift: tuple[int, ...] = ()
     """Offsets in tokens by which equal parts of the features are shifted."""
     residual: Residual = "single"
-    """One residual stream, two, or hyper-connections."""
+    """One residual stream, one that attention and feed-forward layers read in parallel, two, or hyper-connections."""
     num_streams: int = 4
     """Number of streams of hyper-connections."""
     residual_in_fp32: bool = True
@@ -261,6 +266,8 @@ class ModelConfig:
             if not isinstance(value, group) and (value is not None or name in ("attention", "legacy")):
                 raise ValueError(f"{name} must be a {group.__name__}, got {value!r}")
         self._check_positions()
+        if self.residual == "parallel" and self.feed_forward is None:
+            raise ValueError('residual="parallel" needs feed_forward, the layer that runs in parallel with attention')
         if self.causal and any(offset < 0 for offset in self.token_shift):
             raise ValueError(f"token_shift {self.token_shift} looks ahead; a causal model's offsets are 0 or more")
         if self.token_shift and self.dim < len(self.token_shift):

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+# Maps a token x (1, dim) and a residual (1, dim) to the residual plus a branch's output.
+ResidualFunction = Callable[[Tensor, Tensor, CurrentToken], Tensor]
+
+
 def _squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
@@ -413,8 +417,8 @@ class Attention(nn.Module):
 
     def decode_function(
         self, state: State, prepare: Callable[[Tensor], Tensor]
-    ) -> Callable[[Tensor, CurrentToken], Tensor] | None:
-        """Return x + f(prepare(x)) of one token x (1, dim); see `Mechanism.decode_function`."""
+    ) -> ResidualFunction | None:
+        """Return add + f(prepare(x)) of one token x and a residual (1, dim); see `Mechanism.decode_function`."""
         mechanism, held = self.mechanism, self.mechanism_state(state)
         widths = self.num_heads * mechanism.head_dim, self.num_kv_heads * mechanism.head_dim
         repeated = (self.num_heads, self.num_kv_heads) != (mechanism.num_heads, mechanism.num_kv_heads)
@@ -433,7 +437,7 @@ class Attention(nn.Module):
         queries, keys = (1, heads, mechanism.head_dim), (1, mechanism.num_kv_heads, -1)
         sizes = [*widths, mechanism.num_kv_heads * mechanism.value_dim]
 
-        def step(x: Tensor, token: CurrentToken) -> Tensor:
+        def step(x: Tensor, add: Tensor, token: CurrentToken) -> Tensor:
             y = prepare(x)
             if conv is None or recent is None:
                 q, (k, v) = to_q(y), to_kv(y).split_with_sizes(sizes[1:], 1)
@@ -446,7 +450,7 @@ class Attention(nn.Module):
             out = out if norm_out is None else norm_out(out)
             out = out if to_wide is None else out * out_gate(to_wide(y)).view(out.shape)
             out = out if to_narrow is None else out * to_narrow(y).sigmoid().unsqueeze(-1)
-            return x + to_out(out.view(1, -1))
+            return add + to_out(out.view(1, -1))
 
         return step
 
@@ -484,7 +488,7 @@ class Attention(nn.Module):
 
     @property
     def rotary_kinds(self) -> list[tuple[int, float]]:
-        """The kinds of rotary embedding of its queries and keys, (head_dim, base)."""
+        """The kinds of rotary embedding of its queries and keys, (rotary_dim, base)."""
         return [rotary.kind for rotary in self.rotary if isinstance(rotary, Rotary)]
 
     @property
@@ -704,10 +708,13 @@ def _rotary(config: AttentionConfig, mechanism: Mechanism) -> list[nn.Module]:
         raise ValueError(f"the parts share one key/value head, which is rotated in one way: got rotary {names}")
     if len(set(names)) == 1:
         names = names[:1]
+    rotary_dim = mechanism.head_dim if config.rotary_dim is None else config.rotary_dim
+    if rotary_dim > mechanism.head_dim:
+        raise ValueError(f"rotary_dim ({rotary_dim}) must be at most head_dim ({mechanism.head_dim})")
     return [
         nn.Identity()
         if name == "none"
-        else Rotary(mechanism.head_dim, config.rotary_base, interleaved=name == "interleaved")
+        else Rotary(rotary_dim, config.rotary_base, interleaved=name == "interleaved")
         for name in names
     ]
 
@@ -753,13 +760,13 @@ class FeedForward(nn.Module):
         (hidden,) = fused_linear(x, self.to_hidden, norm=norm, activation=activation, shift=shift)
         return fused_linear(hidden if fused else self._activate(hidden), self.to_out, residual=add)[0]
 
-    def decode_function(self, prepare: Callable[[Tensor], Tensor]) -> Callable[[Tensor, CurrentToken], Tensor]:
-        """Return x + f(prepare(x)) of one token x (1, dim); see `Mechanism.decode_function`."""
+    def decode_function(self, prepare: Callable[[Tensor], Tensor]) -> ResidualFunction:
+        """Return add + f(prepare(x)) of one token x and a residual (1, dim); see `Mechanism.decode_function`."""
         to_hidden, to_out = module_function(self.to_hidden), module_function(self.to_out)
         activate = self._activate if self.gated else self.activation
 
-        def step(x: Tensor, token: CurrentToken) -> Tensor:
-            return x + to_out(activate(to_hidden(prepare(x))))
+        def step(x: Tensor, add: Tensor, token: CurrentToken) -> Tensor:
+            return add + to_out(activate(to_hidden(prepare(x))))
 
         return step
 

@@ -92,19 +92,19 @@ class AxialPositions(AbsolutePositions):
 
 
 class Rotary(nn.Module):
-    """Rotary embedding: rotates pairs of features of queries and keys by position · base^(−2i/D) (Su et al., 2021).
+    """Rotary embedding: rotates pairs of features of queries and keys by position · base^(−2i/R) (Su et al., 2021).
 
     Args:
-        head_dim: D, even.
+        rotary_dim: R, even: the first R features of a head are rotated, the others stay.
         base: Of the frequencies.
-        interleaved: Whether pairs are neighbors (0, 1), (2, 3), …; otherwise feature i pairs with i + D / 2.
+        interleaved: Whether pairs are neighbors (0, 1), (2, 3), …; otherwise feature i pairs with i + R / 2.
     """
 
-    def __init__(self, head_dim: int, base: float = 10000.0, *, interleaved: bool = False) -> None:
+    def __init__(self, rotary_dim: int, base: float = 10000.0, *, interleaved: bool = False) -> None:
         super().__init__()
-        if head_dim % 2:
-            raise ValueError(f"rotary positions need an even head_dim, got {head_dim}")
-        self.head_dim, self.base, self.interleaved = head_dim, base, interleaved
+        if rotary_dim % 2:
+            raise ValueError(f"rotary_dim, which is head_dim unless given, must be even, got {rotary_dim}")
+        self.rotary_dim, self.base, self.interleaved = rotary_dim, base, interleaved
 
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
         """Rotate x (B, T, H, D) to positions (B or 1, T)."""
@@ -121,12 +121,12 @@ class Rotary(nn.Module):
 
     @property
     def kind(self) -> tuple[int, float]:
-        """What the angles depend on besides positions: (head_dim, base)."""
-        return self.head_dim, self.base
+        """What the angles depend on besides positions: (rotary_dim, base)."""
+        return self.rotary_dim, self.base
 
 
 def with_rotary(layout: TokenLayout, kinds: Iterable[tuple[int, float]], dtype: torch.dtype) -> TokenLayout:
-    """Return a layout with the cos and sin of these kinds of rotary embedding, (head_dim, base)."""
+    """Return a layout with the cos and sin of these kinds of rotary embedding, (rotary_dim, base)."""
     rotary = {kind: cos_sin(layout.position, *kind, dtype) for kind in kinds}
     return replace(layout, rotary=rotary) if rotary else layout
 

@@ -4,6 +4,7 @@ The topology of the streams is architecture; whether activations are kept, recom
 changes neither outputs nor gradients. A stack is a list of branches (attention, feed-forward, …) on streams x:
 
     single   x ← x + f(x)
+    parallel x ← x + f(x) + g(x), f attention and g its feed-forward layer (GPT-J, GPT-NeoX, PaLM)
     double   x₁ ← x₁ + f(x₂), then x₂ ← x₂ + g(x₁), in turn; the output is their mean, or their sum. Each step can be
              inverted, so activations need not be stored: `reverse` recomputes them in a second forward pass.
     hyper    n streams mixed by learned weights before and after each branch (Zhu et al., 2024)
@@ -27,6 +28,7 @@ from longspan.models.layers import (
     Attention,
     CenteredNorm,
     FeedForward,
+    ResidualFunction,
     latest_tokens,
     merge_latest,
     shift_function,
@@ -199,8 +201,8 @@ class ResidualBranch(nn.Module):
         y = layer(x if norm is None else norm(x))
         return y if add is None else add + y, state
 
-    def decode_function(self, state: BranchState) -> Callable[[Tensor, CurrentToken], Tensor] | None:
-        """Return x + f(norm(x)) of one token x (1, dim); see `Mechanism.decode_function`."""
+    def decode_function(self, state: BranchState) -> ResidualFunction | None:
+        """Return add + f(norm(x)) of one token x and a residual (1, dim); see `Mechanism.decode_function`."""
         if not self.is_pre_norm or self.norm is None:
             return None
         norm = prepare = module_function(self.norm)
@@ -373,7 +375,7 @@ class Stack(nn.Module):
     Args:
         branches: In the order in which they run.
         dim: Width of the streams.
-        topology: "single", "double" or "hyper".
+        topology: "single", "parallel", "double" or "hyper".
         num_streams: Number of hyper-connected streams.
         sum_streams: Whether double streams end as their sum, and not as their mean.
         execution: "keep", "recompute", "recompute_heads" or "reverse"; may be changed at any time.
@@ -398,6 +400,8 @@ class Stack(nn.Module):
         if topology != "single" and (posts or widths):
             what = "post-norm" if posts else "a changing width"
             raise ValueError(f'{what} needs residual="single": {topology} streams cannot pass through it')
+        if topology == "parallel" and len(branches) % 2:
+            raise ValueError(f'residual="parallel" needs pairs of branches, got {len(branches)}')
         if topology == "hyper" and num_streams < 1:
             raise ValueError(f"num_streams must be at least 1, got {num_streams}")
         count = len(branches) if topology == "hyper" else 0
@@ -452,10 +456,12 @@ class Stack(nn.Module):
         """Extend by one token x (B, 1, dim) of a decode loop; lengths are not advanced. See `Attention.decode_step`."""
         branches, after = self._branches(), list(state.branches)
         rotary = RotaryCache(state.length, _full_precision(x))
-        if self.topology == "single" and all(branch.is_pre_norm for branch in branches):
+        if self.topology in ("single", "parallel") and all(branch.is_pre_norm for branch in branches):
+            total = x
             for i, branch in enumerate(branches):
-                x, after[i] = branch.decode_step(x, after[i], rotary, x, tokens)
-            return x, replace(state, branches=tuple(after))
+                x = total if self._reads_sum(i) else x
+                total, after[i] = branch.decode_step(x, after[i], rotary, total, tokens)
+            return total, replace(state, branches=tuple(after))
 
         def apply(i: int, x: Tensor) -> Tensor:
             y, after[i] = branches[i].decode_step(x, after[i], rotary, None, tokens)
@@ -465,17 +471,21 @@ class Stack(nn.Module):
 
     def decode_function(self, state: StackState) -> Callable[[Tensor, CurrentToken], Tensor] | None:
         """Return `decode_step` of one token x (1, dim) of one sequence on a CPU; see `Mechanism.decode_function`."""
-        if self.topology != "single" or len(state.length) != 1 or state.length.is_cuda:
+        if self.topology not in ("single", "parallel") or len(state.length) != 1 or state.length.is_cuda:
             return None
         found = [branch.decode_function(held) for branch, held in zip(self._branches(), state.branches, strict=True)]
         functions = [function for function in found if function is not None]
         if len(functions) < len(found):
             return None
 
+        steps = [(function, self._reads_sum(i)) for i, function in enumerate(functions)]
+
         def step(x: Tensor, token: CurrentToken) -> Tensor:
-            for function in functions:
-                x = function(x, token)
-            return x
+            total = x
+            for function, reads_sum in steps:
+                x = total if reads_sum else x
+                total = function(x, total, token)
+            return total
 
         return step
 
@@ -540,10 +550,12 @@ class Stack(nn.Module):
 
     def _run(self, x: Tensor, apply: Callable[[int, Tensor], Tensor]) -> Tensor:
         branches = self._branches()
-        if self.topology == "single":
+        if self.topology in ("single", "parallel"):
+            total = x
             for i, branch in enumerate(branches):
-                x = branch.merge(x, apply(i, x))
-            return x
+                x = total if self._reads_sum(i) else x
+                total = branch.merge(total, apply(i, x))
+            return total
         if self.topology == "double":
             streams = [x, x]
             for i, branch in enumerate(branches):
@@ -556,6 +568,10 @@ class Stack(nn.Module):
             y = apply(i, into)
             many = connection.after(many, share, y if branch.weight is None else y * branch.weight)
         return many.sum(2)
+
+    def _reads_sum(self, i: int) -> bool:
+        """Whether branch i of one stream reads all branches before it; otherwise what the one before it read."""
+        return self.topology == "single" or i % 2 == 0
 
     def _with_rotary(self, layout: TokenLayout, x: Tensor) -> TokenLayout:
         """Compute the cos and sin of rotary embedding once for all layers."""

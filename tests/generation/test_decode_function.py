@@ -31,6 +31,8 @@ SUPPORTED = {
     "channels": ({"mechanism": {"mechanism": "delta", "gate": "channel"}, "value_embedding": True}, {"embed_dim": 10}),
     "split": ({"mechanism": split(LOCAL, "delta"), "rotary": ("halves", "none"), "conv_size": 3}, {}),
     "token shift": ({"mechanism": split(LOCAL, "linear"), "rotary": "halves"}, {"token_shift": (0, 1, 1)}),
+    "parallel": ({"mechanism": LOCAL, "rotary": "halves", "rotary_dim": 4}, {"residual": "parallel"}),
+    "partial": ({"mechanism": split("linear", "delta"), "rotary": ("none", "halves"), "rotary_dim": 2}, {}),
     "split, two kinds": ({"mechanism": split(RANDOM, "decay"), "rotary": "halves", "out_bias": False}, {}),
 }
 UNSUPPORTED = {

@@ -79,6 +79,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("unknown norm_position 'Pre'.*did you mean 'pre'", {"norm_position": "Pre"}),
     ("unknown positions 'learnt'.*did you mean 'learned'", {"positions": "learnt"}),
     ("unknown residual 'doubl'.*did you mean 'double'", {"residual": "doubl"}),
+    ('residual="parallel" needs feed_forward', {"residual": "parallel", "feed_forward": None}),
     ("unknown execution 'recomput'.*did you mean 'recompute'", {"execution": "recomput"}),
     ('positions="learned" needs max_length', {"positions": "learned"}),
     ('positions="axial" needs axial_shape', {"positions": "axial"}),

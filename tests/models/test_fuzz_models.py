@@ -93,6 +93,7 @@ def attention(pick: Pick, cross: bool = False) -> AttentionConfig:
     options |= maybe(pick, out_norm=[True], out_gate=["sigmoid", "silu"])
     if not cross:
         options |= maybe(pick, 0.4, rotary=["halves", "interleaved", {"local": "halves"}], rotary_base=[100.0])
+        options |= maybe(pick, 0.2, rotary_dim=[2, 4])
         options |= maybe(pick, 0.15, conv_size=[2, 4])
         if not options.keys() & {"num_kv_heads", "shared_kv"}:
             options |= maybe(pick, 0.15, num_qk_heads=[n for n in (1, 2) if heads % n == 0])
@@ -113,7 +114,7 @@ def feed_forward(pick: Pick) -> FeedForwardConfig:
 def config(pick: Pick, *, causal: bool, dim: int, **given: Any) -> ModelConfig:
     """A configuration that may contradict itself: then a ValueError says so."""
     depth = pick.choice([1, 2, 3])
-    residual = pick.choice(["single", "single", "double", "hyper"])
+    residual = pick.choice(["single", "single", "parallel", "double", "hyper"])
     legacy = maybe(pick, 0.1, axial_stride=[1, 2, 3], out_dim=[7], out_dropout=[0.2], position_base=[100.0])
     legacy |= maybe(pick, 0.1, product_keys=[(0,), (depth - 1,)], logits_bias=[False])
     if depth > 1 and residual == "single":

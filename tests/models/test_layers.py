@@ -62,7 +62,8 @@ def by_definition(layer: Attention, config: AttentionConfig, x: Tensor, causal: 
                 for name, y in (("q", qh), ("k", kh))
             )
         if config.rotary != "none":
-            qh, kh = (turned(y, config.rotary_base, config.rotary == "interleaved") for y in (qh, kh))
+            style = config.rotary_base, config.rotary == "interleaved", config.rotary_dim
+            qh, kh = turned(qh, *style), turned(kh, *style)
         scores = qh @ kh.mT / D**0.5
         if causal:
             scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
@@ -77,9 +78,11 @@ def by_definition(layer: Attention, config: AttentionConfig, x: Tensor, causal: 
     return linear("to_out", out, config.out_bias)
 
 
-def turned(x: Tensor, base: float, interleaved: bool) -> Tensor:
+def turned(x: Tensor, base: float, interleaved: bool, rotary_dim: int | None = None) -> Tensor:
     """Rotary positions as a product of complex numbers."""
     D = x.shape[-1]
+    if rotary_dim is not None and rotary_dim < D:
+        return torch.cat([turned(x[..., :rotary_dim], base, interleaved), x[..., rotary_dim:]], -1)
     pairs = torch.complex(x[..., ::2], x[..., 1::2]) if interleaved else torch.complex(*x.chunk(2, -1))
     angle = torch.arange(x.shape[-2])[:, None] * base ** (-2 * torch.arange(D // 2, dtype=torch.float64) / D)
     pairs = pairs * torch.polar(torch.ones_like(angle), angle)
@@ -99,6 +102,10 @@ ATTENTION: dict[str, list[dict[str, Any]]] = {
     "qk_norm": [{"qk_norm": True}, {"qk_norm": True, "head_dim": 6, "rotary": "interleaved"}],
     "rotary": [{"rotary": "halves"}, {"rotary": "interleaved"}],
     "rotary_base": [{"rotary": "halves", "rotary_base": 7.0}],
+    "rotary_dim": [
+        {"rotary": "halves", "rotary_dim": 4, "head_dim": 7},
+        {"rotary": "interleaved", "rotary_dim": 2, "qk_norm": True},
+    ],
     "value_gates": [{"value_gates": True}, {"value_gates": True, "num_kv_heads": 1}],
 }
 APART = {"value_embedding", "mechanism", "dropout", "dynamic_bias", "share_projection"}
@@ -158,10 +165,17 @@ def test_a_mechanism_object_brings_its_own_shape() -> None:
 def test_shapes_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match=r"dim \(12\) must be a multiple of num_heads \(5\)"):
         attention(num_heads=5)
-    with pytest.raises(ValueError, match="even head_dim, got 3"):
+    with pytest.raises(ValueError, match="must be even, got 3"):
         attention(head_dim=3, rotary="halves")
     with pytest.raises(ValueError, match=r"unknown rotary 'half'.*did you mean 'halves'"):
         attention(rotary="half")
+    with pytest.raises(ValueError, match=r"rotary_dim \(6\) must be at most head_dim \(4\)"):
+        attention(head_dim=4, rotary="halves", rotary_dim=6)
+    for none in ("none", ("none", "none"), {}):
+        with pytest.raises(ValueError, match=r"rotary_dim \(2\) goes with rotary embeddings: set rotary"):
+            attention(rotary=none, rotary_dim=2)
+    with pytest.raises(ValueError, match="rotary_dim must be a positive integer, got 0"):
+        attention(rotary="halves", rotary_dim=0)
     with pytest.raises(ValueError, match="rotary names 2 parts"):
         attention(rotary=("halves", "none"))
     with pytest.raises(ValueError, match="num_kv_heads must be a positive integer, got 0"):

@@ -25,12 +25,14 @@ POSITIONS: dict[str, dict[str, Any]] = {
     "axial": {"positions": "axial", "axial_shape": (4, 5)},
     "halves": {"rotary": "halves"},
     "interleaved": {"rotary": "interleaved", "rotary_base": 50.0},
+    "partial": {"rotary": "halves", "rotary_dim": 2},
 }
 SHIFTS: list[tuple[int, ...]] = [(), (0, 1), (2, 0, 1)]
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "single": {},
     "post": {"norm_position": "post", "norm": "rms"},
     "rezero": {"norm_position": "rezero"},
+    "parallel": {"residual": "parallel", "execution": "recompute"},
     "double": {"residual": "double", "execution": "reverse"},
     "hyper": {"residual": "hyper", "num_streams": 2, "execution": "recompute"},
 }

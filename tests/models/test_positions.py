@@ -34,14 +34,16 @@ def vectors(length: int = T, dtype: torch.dtype = torch.float64) -> Tensor:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("base", [10000.0, 50.0])
-def test_rotary_by_hand(interleaved: bool, base: float) -> None:
+@pytest.mark.parametrize("rotary_dim", [D, 6])
+def test_rotary_by_hand(interleaved: bool, base: float, rotary_dim: int) -> None:
     x, positions = vectors(4), [0, 3, 1, 500]
-    got = Rotary(D, base, interleaved=interleaved)(x, at(*positions))
+    got = Rotary(rotary_dim, base, interleaved=interleaved)(x, at(*positions))
+    assert torch.equal(got[..., rotary_dim:], x[..., rotary_dim:])
     for t, position in enumerate(positions):
-        for i in range(D // 2):
-            first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + D // 2)
+        for i in range(rotary_dim // 2):
+            first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + rotary_dim // 2)
             a, b = x[:, t, :, first], x[:, t, :, second]
-            angle = position * base ** (-2 * i / D)
+            angle = position * base ** (-2 * i / rotary_dim)
             assert_same(got[:, t, :, first], a * math.cos(angle) - b * math.sin(angle))
             assert_same(got[:, t, :, second], b * math.cos(angle) + a * math.sin(angle))
 
@@ -121,7 +123,7 @@ def test_sinusoids_by_hand_with_any_base() -> None:
 def test_odd_widths_are_refused() -> None:
     with pytest.raises(ValueError, match="even dim, got 7"):
         SinusoidalPositions(7)
-    with pytest.raises(ValueError, match="even head_dim, got 5"):
+    with pytest.raises(ValueError, match="must be even, got 5"):
         Rotary(5)
 
 

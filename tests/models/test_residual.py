@@ -98,6 +98,10 @@ def test_every_execution_is_the_same(
     ids=["grouped", "one-kv-head", "performer", "linformer", "rezero", "axial", "attention-only"],
 )
 def test_every_execution_of_every_block(topology: str, execution: str, options: dict[str, Any]) -> None:
+    if topology == "parallel" and options.get("feed_forward", True) is None:
+        with pytest.raises(ValueError, match='residual="parallel" needs feed_forward'):
+            transformer(topology, **options)
+        return
     model, given = transformer(topology, **options).train(), Given.make(masked=True)
     expected = given.run(model)
     model.stack.execution = execution

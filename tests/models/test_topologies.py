@@ -42,6 +42,25 @@ def test_norm_positions_by_hand(norm_position: str, norm: str) -> None:
     assert_same(Stack(branches, DIM)(x, TokenLayout.of(x, causal=False)), expected)
 
 
+@pytest.mark.parametrize("norm_position", ["pre", "rezero"])
+def test_parallel_branches_by_hand(norm_position: str) -> None:
+    branches, x = [linear_branch(norm_position) for _ in range(4)], tokens()
+    pre = norm_position == "pre"
+    f = [lambda y, b=b: b.layer(b.norm(y)) if pre else b.weight * b.layer(y) for b in branches]
+    middle = x + f[0](x) + f[1](x)
+    expected = middle + f[2](middle) + f[3](middle)
+    for execution in EXECUTIONS["parallel"]:
+        stack = Stack(branches, DIM, topology="parallel", execution=execution)
+        assert_same(stack(x, TokenLayout.of(x, causal=False)), expected)
+
+
+def test_what_parallel_branches_need() -> None:
+    with pytest.raises(ValueError, match='residual="parallel" needs pairs of branches, got 3'):
+        Stack([linear_branch() for _ in range(3)], DIM, topology="parallel")
+    with pytest.raises(ValueError, match='post-norm needs residual="single"'):
+        Stack([linear_branch("post") for _ in range(2)], DIM, topology="parallel")
+
+
 def test_two_streams_by_hand() -> None:
     branches, x = [linear_branch() for _ in range(5)], tokens()
     f = [lambda y, b=branch: b.layer(b.norm(y)) for branch in branches]
@@ -114,6 +133,7 @@ def test_hidden_nan_stays_out_of_every_gradient() -> None:
     mask = lengths_to_mask([T, 4], T)
     x = tokens().masked_fill(~mask[..., None], float("nan"))
     cases = [("single", "pre"), ("single", "post"), ("single", "rezero"), ("double", "pre"), ("hyper", "pre")]
+    cases += [("parallel", "pre"), ("parallel", "rezero")]
     for topology, norm_position in cases:
         model = transformer(topology, norm_position=norm_position, cross=None)
         out = model(x, key_mask=mask)

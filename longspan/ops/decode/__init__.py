@@ -29,7 +29,7 @@ from longspan.ops.linear.triton import FEATURE_MAPS
 from longspan.ops.rotary import rotate
 from longspan.ops.window import Window
 
-RotaryKind = tuple[int, float]  # what rotary angles depend on besides the position: D and base
+RotaryKind = tuple[int, float]  # what rotary angles depend on besides the position: R, the rotated features, and base
 ANGLE_BLOCK = 64  # positions whose rotary angles are computed at once on a CPU
 
 
@@ -37,10 +37,10 @@ class CosSin(NamedTuple):
     """Rotary angles of the next token, whose queries and keys are not rotated yet.
 
     Attributes:
-        cos: (B or 1, 1, D / 2).
-        sin: (B or 1, 1, D / 2).
-        interleaved: Rotate pairs (2i, 2i + 1); otherwise pairs (i, i + D / 2).
-        doubled: [cos, cos] and [−sin, sin] (B or 1, 1, 1, D), with which a rotation takes three operations.
+        cos: (B or 1, 1, R / 2), for the first R features of a head.
+        sin: (B or 1, 1, R / 2).
+        interleaved: Rotate pairs (2i, 2i + 1); otherwise pairs (i, i + R / 2).
+        doubled: [cos, cos] and [−sin, sin] (B or 1, 1, 1, R), with which a rotation takes three operations.
     """
 
     cos: Tensor
@@ -56,9 +56,19 @@ class CosSin(NamedTuple):
         """Rotate x (B, 1, H, D)."""
         if self.doubled is None or self.interleaved or x.dtype != self.cos.dtype:
             return rotate(x, self.cos[:, :, None], self.sin[:, :, None], interleaved=self.interleaved)
-        half = x.shape[3] // 2
-        first, second = x.split_with_sizes([half, half], 3)
-        return addcmul(x * self.doubled[0], cat([second, first], 3), self.doubled[1])
+        return _rotate_halves(x, *self.doubled)
+
+
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first R features of x (..., D) in pairs (i, i + R / 2), by [cos, cos] and [−sin, sin] (..., R)."""
+    rotary_dim, dim = cos.shape[-1], x.shape[-1]
+    half = rotary_dim // 2
+    if rotary_dim < dim:
+        first, second, rest = x.split_with_sizes([half, half, dim - rotary_dim], -1)
+        rotated = addcmul(x.narrow(-1, 0, rotary_dim) * cos, cat([second, first], -1), sin)
+        return cat([rotated, rest], -1)
+    first, second = x.split_with_sizes([half, half], -1)
+    return addcmul(x * cos, cat([second, first], -1), sin)
 
 
 def apply_rotary(rotary: CosSin | None, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -69,7 +79,7 @@ def apply_rotary(rotary: CosSin | None, *xs: Tensor) -> tuple[Tensor, ...]:
 
 
 def cos_sin_at(position: Tensor, kind: RotaryKind, dtype: DType) -> CosSin:
-    """Return the rotary angles of positions (B,) for a kind, (D, base), in pairs (i, i + D / 2)."""
+    """Return the rotary angles of positions (B,) for a kind, (R, base), in pairs (i, i + R / 2)."""
     if position.device.type == "cpu" and len(position) == 1:
         block, i = divmod(int(position), ANGLE_BLOCK)
         cos, sin, *doubled = (x[i : i + 1] for x in _cos_sin_block(block, kind, dtype))
@@ -82,7 +92,7 @@ def cos_sin_at(position: Tensor, kind: RotaryKind, dtype: DType) -> CosSin:
 
 
 def _cos_sin(position: Tensor, kind: RotaryKind, dtype: DType) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return cos and sin (B, 1, D / 2), [cos, cos] and [−sin, sin] (B, 1, 1, D)."""
+    """Return cos and sin (B, 1, R / 2), [cos, cos] and [−sin, sin] (B, 1, 1, R)."""
     angle = (position[:, None, None] * _frequencies(*kind, position.device)).remainder_(2 * math.pi).to(dtype)
     cos, sin = angle.cos(), angle.sin()
     return cos, sin, cat([cos, cos], -1)[:, None], cat([-sin, sin], -1)[:, None]
@@ -122,7 +132,7 @@ class CurrentToken:
         self._angles: dict[RotaryKind, tuple[Tensor, Tensor]] = {}
 
     def rotate(self, kind: RotaryKind | None, *xs: Tensor) -> tuple[Tensor, ...]:
-        """Rotate each x (1, heads, D), in pairs (i, i + D / 2), as `apply_rotary` does."""
+        """Rotate each x (1, heads, D), in pairs (i, i + R / 2), as `apply_rotary` does."""
         if kind is None:
             return xs
         angles = self._angles.get(kind)
@@ -130,9 +140,7 @@ class CurrentToken:
             block, i = divmod(self.position, ANGLE_BLOCK)
             _, _, cos, sin = _cos_sin_block(block, kind, self._dtype)
             angles = self._angles[kind] = cos[i], sin[i]
-        x, half = cat(xs, 1), kind[0] // 2
-        first, second = x.split_with_sizes([half, half], 2)
-        return addcmul(x * angles[0], cat([second, first], 2), angles[1]).split_with_sizes([x.shape[1] for x in xs], 1)
+        return _rotate_halves(cat(xs, 1), *angles).split_with_sizes([x.shape[1] for x in xs], 1)
 
 
 # Maps q (1, H, D), k (1, Hkv, D), v (1, Hkv, E) and raw gates (1, Hkv, G) of a token to (1, H, E).

@@ -33,19 +33,23 @@ def cos_sin(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tupl
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Multiply pair i of x (..., D), as a complex number, by cos_i + √−1 sin_i.
+    """Multiply pair i of the first R features of x (..., D), as a complex number, by cos_i + √−1 sin_i.
 
     Args:
         x: (..., D).
-        cos: (..., D / 2).
-        sin: (..., D / 2).
-        interleaved: Pairs are (2i, 2i + 1); otherwise (i, i + D / 2).
+        cos: (..., R / 2), where R ≤ D; other features are returned unchanged (partial rotary embedding).
+        sin: (..., R / 2).
+        interleaved: Pairs are (2i, 2i + 1); otherwise (i, i + R / 2).
 
     Returns:
         (..., D) in the dtype of x, computed in the dtype of cos.
     """
     if _takes_kernel(x, cos, interleaved):
         return Rotate.direct(x, cos[0, :, 0], sin[0, :, 0])
+    rotary_dim = 2 * cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        rotated = rotate(x[..., :rotary_dim], cos, sin, interleaved=interleaved)
+        return torch.cat([rotated, x[..., rotary_dim:]], -1)
     y = x.to(cos.dtype)
     if interleaved:
         a, b = y[..., ::2], y[..., 1::2]
@@ -61,7 +65,7 @@ def _takes_kernel(x: Tensor, cos: Tensor, interleaved: bool) -> bool:
     if torch.is_grad_enabled() and x.requires_grad:  # eager PyTorch can differentiate twice, and compilers fuse it
         return False
     shared = not interleaved and x.ndim == cos.ndim == 4 and cos.shape[0] == cos.shape[2] == 1
-    fits = shared and x.shape[1] == cos.shape[1] and x.shape[3] == 2 * cos.shape[3]
+    fits = shared and x.shape[1] == cos.shape[1] and x.shape[3] >= 2 * cos.shape[3]
     kinds = x.dtype in dispatch.DTYPES and cos.dtype == torch.float32 and x.numel() > 0
     return fits and kinds and dispatch.eager_untraced(x) and dispatch.unavailable(x) is None
 
@@ -89,7 +93,7 @@ def _(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tens
 
 
 class RotateInputs(NamedTuple):
-    """Arguments of `longspan::rotate`: x (B, T, H, D), cos and sin (T, D/2)."""
+    """Arguments of `longspan::rotate`: x (B, T, H, D), cos and sin (T, R/2), R ≤ D."""
 
     x: Tensor
     cos: Tensor

@@ -45,8 +45,8 @@ Tensors = tuple[Tensor, ...]
 Token = namedtuple("Token", "p_q p_k p_v p_cos p_sin p_out q_b q_h k_b k_h v_b v_h angle_b out_b")
 
 # G query heads per key/value head, HKV of them; B*: padded to powers of two.
-# ROTARY: 0 none, 1 pairs (i, i + D/2), 2 pairs (2i, 2i + 1).
-TokenSizes = namedtuple("TokenSizes", "G HKV D E BG BD BE ROTARY")
+# ROTARY: 0 none, 1 pairs (i, i + R/2), 2 pairs (2i, 2i + 1) of the first R features.
+TokenSizes = namedtuple("TokenSizes", "G HKV D E BG BD BE ROTARY R")
 
 
 def dependent_launch(x: Tensor) -> dict[str, bool]:
@@ -71,7 +71,8 @@ def token_arguments(inputs: Inputs) -> tuple[Tensor, Token, TokenSizes]:
     angle_b = 0 if cos is None or len(cos) == 1 else cos.stride(0)
     strides = (stride for x in (q, k, v) for stride in (x.stride(0), x.stride(2)))
     blocks = (padded(size, 16) for size in (H // Hkv, D, E))
-    sizes = TokenSizes(H // Hkv, Hkv, D, E, *blocks, 0 if cos is None else 2 if interleaved else 1)
+    rotary_dim = 0 if cos is None else 2 * cos.shape[2]
+    sizes = TokenSizes(H // Hkv, Hkv, D, E, *blocks, 0 if cos is None else 2 if interleaved else 1, rotary_dim)
     return out, Token(q, k, v, cos, sin, out, *strides, angle_b, out.stride(0)), sizes
 
 
@@ -95,15 +96,15 @@ def load_rotated(token, p_x, i_b, i_d, m_x, S: tl.constexpr):
     b_x = tl.load(p_x + i_d, mask=m_x, other=0.0).to(tl.float32)
     if S.ROTARY > 0:
         if S.ROTARY == 1:
-            m_first = i_d < S.D // 2
-            i_other = tl.where(m_first, i_d + S.D // 2, i_d - S.D // 2)
-            i_angle = tl.where(m_first, i_d, i_d - S.D // 2)
+            m_first = i_d < S.R // 2
+            i_other = tl.where(m_first, i_d + S.R // 2, i_d - S.R // 2)
+            i_angle = tl.where(m_first, i_d, i_d - S.R // 2)
         else:
             m_first = i_d % 2 == 0
             i_other, i_angle = i_d ^ 1, i_d // 2
-        b_other = tl.load(p_x + i_other, mask=m_x, other=0.0).to(tl.float32)
-        b_cos = tl.load(token.p_cos + i_b * token.angle_b + i_angle, mask=i_d < S.D, other=0.0)
-        b_sin = tl.load(token.p_sin + i_b * token.angle_b + i_angle, mask=i_d < S.D, other=0.0)
+        b_other = tl.load(p_x + i_other, mask=m_x & (i_d < S.R), other=0.0).to(tl.float32)
+        b_cos = tl.load(token.p_cos + i_b * token.angle_b + i_angle, mask=i_d < S.R, other=1.0)
+        b_sin = tl.load(token.p_sin + i_b * token.angle_b + i_angle, mask=i_d < S.R, other=0.0)
         b_x = b_x * b_cos + tl.where(m_first, -b_sin, b_sin) * b_other
         # Round as a separate rotary operation would.
         b_x = b_x.to(p_x.dtype.element_ty).to(tl.float32)
