@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from longspan.hf.swap import FAMILIES, SwappedAttention
 from longspan.models.config import AttentionConfig, FeedForwardConfig, LegacyConfig, ModelConfig
 from longspan.models.transformer import LanguageModel
 
@@ -18,33 +21,104 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+
+@dataclass(frozen=True)
+class DecoderForm:
+    """Where the decoders of a type keep what is not self-attention, for which see `swap.Family`.
+
+    Attributes:
+        embedding: Path from the base model to the token embedding.
+        positions: Path to the learned positions.
+        final_norm: Path to the norm after the last layer.
+        norms: Names in a layer of the norms before attention and before the feed-forward layer; one may be both.
+        hidden: Names in a layer of the projections to the hidden width; two of them, or one of both, are a gated unit.
+        gated: Whether the feed-forward layer is a gated unit.
+        out: Name of the feed-forward layer's output projection.
+        parallel: Whether attention and feed-forward layer read the same residual.
+        norm_offset: What a norm adds to its weight.
+    """
+
+    embedding: str = "embed_tokens"
+    positions: str | None = None
+    final_norm: str = "norm"
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    hidden: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    gated: bool = True
+    out: str = "mlp.down_proj"
+    parallel: bool = False
+    norm_offset: float = 0.0
+
+
+_LLAMA = DecoderForm()
+FORMS: dict[str, DecoderForm] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "granite": _LLAMA,
+    "gemma": DecoderForm(norm_offset=1.0),
+    "phi": DecoderForm(
+        final_norm="final_layernorm",
+        norms=("input_layernorm", "input_layernorm"),
+        hidden=("mlp.fc1",),
+        gated=False,
+        out="mlp.fc2",
+        parallel=True,
+    ),
+    "phi3": DecoderForm(hidden=("mlp.gate_up_proj",)),
+    "gpt2": DecoderForm(
+        embedding="wte",
+        positions="wpe",
+        final_norm="ln_f",
+        norms=("ln_1", "ln_2"),
+        hidden=("mlp.c_fc",),
+        gated=False,
+        out="mlp.c_proj",
+    ),
+    "gpt_neox": DecoderForm(
+        embedding="embed_in",
+        final_norm="final_layer_norm",
+        hidden=("mlp.dense_h_to_4h",),
+        gated=False,
+        out="mlp.dense_4h_to_h",
+        parallel=True,
+    ),
 }
 
 
 def why_not_native(model: Any) -> str | None:
     """Return why a transformers model cannot become a `LanguageModel`; None if it can."""
     config = model.config
-    family = getattr(config, "model_type", None)
-    if family not in _CONVERTERS:
-        return f"longspan models have no form for type {family!r}, only for {', '.join(_CONVERTERS)}"
+    kind = getattr(config, "model_type", None)
+    if kind not in FORMS:
+        return f"longspan models have no form for type {kind!r}, only for {', '.join(FORMS)}"
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("rope_type", "default") != "default":
         return f"its rotary embedding is of type {rope.get('rope_type')!r}, which longspan models do not have"
-    activation = getattr(config, "hidden_act", None) or getattr(config, "activation_function", None)
+    activation = _activation_name(config)
     if activation not in _ACTIVATIONS:
         return f"its activation {activation!r} is not one of {', '.join(_ACTIVATIONS)}"
-    if getattr(config, "mlp_bias", False) or getattr(config, "attention_bias", False):
-        return "its projections have biases that longspan models do not have"
-    if getattr(config, "layer_types", None) and set(config.layer_types) != {"full_attention"}:
-        return "some of its layers have sliding windows"
+    decoder = _Decoder(model)
+    if any(isinstance(norm, nn.LayerNorm) for norm in decoder.head_norms(decoder.attentions[0]).values()):
+        return "its queries and keys have layer norms, and those of longspan models are RMS norms"
+    factor = rope.get("partial_rotary_factor", 1.0)
+    if int(decoder.head_dim * factor) % 2 and int(decoder.head_dim * factor) > 1:
+        return f"it rotates {int(decoder.head_dim * factor)} features of a head, which is no even number"
     return None
 
 
 def to_language_model(model: Any) -> LanguageModel:
     """Convert a decoder of transformers, whose attention `swap_attention` may have replaced.
 
+    Constant factors of embeddings, residuals, scores and logits become part of the weights.
+
     Args:
-        model: A Llama, Mistral, Qwen2, Qwen3 or GPT-2 model for causal language modeling.
+        model: A model for causal language modeling of one of the types in `FORMS`: Llama, Mistral, Qwen2, Qwen3,
+            Granite, Gemma, Phi, Phi-3, GPT-2 or GPT-NeoX.
 
     Returns:
         A model with the same logits, in eval mode, which shares no memory with the given one.
@@ -55,159 +129,192 @@ def to_language_model(model: Any) -> LanguageModel:
     why = why_not_native(model)
     if why is not None:
         raise ValueError(f"this model cannot be converted: {why}; keep it as a transformers folder (save_pretrained)")
+    decoder = _Decoder(model)
     with torch.device("meta"):
-        native = LanguageModel(_CONVERTERS[model.config.model_type].config(model))
+        native = LanguageModel(decoder.config())
     native = native.to_empty(device="cpu").to(next(model.parameters()).dtype)
-    tensors = _CONVERTERS[model.config.model_type].tensors(model)
-    native.load_state_dict({name: x.detach().cpu().clone() for name, x in tensors.items()})
+    native.load_state_dict({name: x.detach().cpu().clone() for name, x in decoder.tensors().items()})
     return native.eval()
 
 
-class _LlamaForm:
-    """Llama, Mistral, Qwen2 and Qwen3: RMS norms, gated feed-forward layers, rotary positions, grouped heads."""
+class _Decoder:
+    """The parts of a transformers decoder, and the configuration and the tensors of the same `LanguageModel`."""
 
-    @staticmethod
-    def config(model: Any) -> ModelConfig:
-        config = model.config
-        first = model.base_model.layers[0].self_attn
-        rope = getattr(config, "rope_parameters", None) or {}
+    def __init__(self, model: Any) -> None:
+        kind = model.config.model_type
+        self.model, self.base, self.form, self.family = model, model.base_model, FORMS[kind], FAMILIES[kind]
+        self.layers = list(self.base.get_submodule(self.family.layers))
+        self.attentions = [layer.get_submodule(self.family.attention) for layer in self.layers]
+        first = self.attentions[0]
+        swapped = isinstance(first, SwappedAttention)
+        self.head_dim: int = first.mechanism.head_dim if swapped else getattr(first, self.family.head_dim)
+        self.num_heads: int = model.config.num_attention_heads
+        self.num_kv_heads: int = getattr(model.config, "num_key_value_heads", None) or self.num_heads
+        self.head = model.get_output_embeddings()
+        # A bias of the logits needs a layer of its own.
+        self.tied = bool(model.config.tie_word_embeddings) and self.head.bias is None
+
+    def config(self) -> ModelConfig:
+        config, form, first = self.model.config, self.form, self.attentions[0]
+        final = self.base.get_submodule(form.final_norm)
+        out, hidden = (self.layers[0].get_submodule(name) for name in (form.out, form.hidden[0]))
+        rope = getattr(config, "rope_parameters", None)
+        rotary: dict[str, Any] = {}
+        if rope is not None:
+            rotary = {"rotary": "halves", "rotary_base": float(rope["rope_theta"])}
+            if rope.get("partial_rotary_factor", 1.0) != 1:
+                # transformers rotates one pair at least.
+                rotary["rotary_dim"] = max(2, int(self.head_dim * rope["partial_rotary_factor"]))
         attention = AttentionConfig(
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=first.head_dim if hasattr(first, "head_dim") else first.mechanism.head_dim,
-            mechanism=_mechanisms(model, config.num_hidden_layers),
-            qkv_bias=first.q_proj.bias is not None,
-            out_bias=False,
-            qk_norm=hasattr(first, "q_norm"),
-            rotary="halves",
-            rotary_base=float(rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            mechanism=[self._mechanism(i) for i in range(len(self.layers))],
+            qkv_bias=first.get_submodule(self.family.projections[0]).bias is not None,
+            out_bias=self._attention_output(first).bias is not None,
+            qk_norm=bool(self.head_norms(first)),
+            **rotary,
         )
+        parallel = form.parallel and getattr(config, "use_parallel_residual", True)
         return ModelConfig(
             dim=config.hidden_size,
-            depth=config.num_hidden_layers,
+            depth=len(self.layers),
             attention=attention,
             feed_forward=FeedForwardConfig(
-                hidden=config.intermediate_size, activation=_activation(config.hidden_act), gated=True, bias=False
+                hidden=_matrix(out).shape[1],
+                activation=_ACTIVATIONS[_activation_name(config)],  # type: ignore[arg-type]
+                gated=form.gated,
+                bias=hidden.bias is not None,
             ),
-            norm="rms",
-            norm_eps=config.rms_norm_eps,
+            norm="layer" if isinstance(final, nn.LayerNorm) else "rms",
+            norm_eps=getattr(final, "eps", None) or final.variance_epsilon,
+            residual="parallel" if parallel else "single",
+            positions="none" if form.positions is None else "learned",
+            max_length=None if form.positions is None else len(self.base.get_submodule(form.positions).weight),
             causal=True,
             vocab_size=config.vocab_size,
-            tie_embeddings=bool(config.tie_word_embeddings),
-            legacy=LegacyConfig(logits_bias=False),
+            tie_embeddings=self.tied,
+            logit_softcap=getattr(config, "final_logit_softcapping", None),
+            legacy=LegacyConfig(logits_bias=self.head.bias is not None),
         )
 
-    @staticmethod
-    def tensors(model: Any) -> Tensors:
-        found = {"embedding.weight": model.base_model.embed_tokens.weight}
-        found["transformer.norm.weight"] = model.base_model.norm.weight
-        if not model.config.tie_word_embeddings:
-            found["to_logits.weight"] = model.lm_head.weight
-        for i, layer in enumerate(model.base_model.layers):
-            attention, mlp = layer.self_attn, layer.mlp
-            own = {"to_q": [attention.q_proj], "to_kv": [attention.k_proj, attention.v_proj]}
-            found |= _joined(f"{_branch(2 * i)}.layer", own | {"to_out": [attention.o_proj]})
-            for name in ("q_norm", "k_norm"):
-                if hasattr(attention, name):
-                    found[f"{_branch(2 * i)}.layer.{name}.weight"] = getattr(attention, name).weight
-            found |= _own_tensors(f"{_branch(2 * i)}.layer", attention)
-            feed_forward = {"to_hidden": [mlp.gate_proj, mlp.up_proj], "to_out": [mlp.down_proj]}
-            found |= _joined(f"{_branch(2 * i + 1)}.layer", feed_forward)
-            found[f"{_branch(2 * i)}.norm.weight"] = layer.input_layernorm.weight
-            found[f"{_branch(2 * i + 1)}.norm.weight"] = layer.post_attention_layernorm.weight
+    def tensors(self) -> Tensors:
+        config, form = self.model.config, self.form
+        embedding = self.base.get_submodule(form.embedding)
+        # Gemma and Granite multiply embeddings; Granite divides logits.
+        factor = float(getattr(embedding, "scalar_embed_scale", getattr(config, "embedding_multiplier", 1.0)))
+        logits = 1 / float(getattr(config, "logits_scaling", 1.0))
+        found = {"embedding.weight": _scaled(embedding.weight, factor)}
+        # Where the logits are computed with the multiplied embeddings, the norm before them takes the factor back.
+        norm = _norm(self.base.get_submodule(form.final_norm), form.norm_offset, logits / factor if self.tied else 1.0)
+        found |= _named("transformer.norm", norm)
+        if not self.tied:
+            found |= _named("to_logits", {name: _scaled(x, logits) for name, x in _linear(self.head).items()})
+        if form.positions is not None:
+            found["positions.table"] = self.base.get_submodule(form.positions).weight
+        residual = float(getattr(config, "residual_multiplier", 1.0))
+        for i, (layer, attention) in enumerate(zip(self.layers, self.attentions, strict=True)):
+            first, second = (f"transformer.stack.branches.{2 * i + branch}" for branch in range(2))
+            for branch, name in zip((first, second), form.norms, strict=True):
+                found |= _named(f"{branch}.norm", _norm(layer.get_submodule(name), form.norm_offset))
+            found |= _named(f"{first}.layer", self._attention(attention, residual))
+            hidden = _joined([_linear(layer.get_submodule(name)) for name in form.hidden])
+            out = {name: _scaled(x, residual) for name, x in _linear(layer.get_submodule(form.out)).items()}
+            found |= _named(f"{second}.layer.to_hidden", hidden) | _named(f"{second}.layer.to_out", out)
         return found
 
+    def head_norms(self, attention: Any) -> dict[str, Any]:
+        """Return the norms of queries and keys that a layer has."""
+        names = zip(("q_norm", "k_norm"), self.family.norms, strict=True)
+        found = {ours: attention._modules.get(theirs) for ours, theirs in names}
+        return {name: norm for name, norm in found.items() if norm is not None}
 
-class _GPT2Form:
-    """GPT-2: layer norms, learned positions, biases everywhere."""
+    def _attention_output(self, attention: Any) -> Any:
+        assert self.family.output is not None
+        return attention.get_submodule(self.family.output)
 
-    @staticmethod
-    def config(model: Any) -> ModelConfig:
-        config = model.config
-        return ModelConfig(
-            dim=config.n_embd,
-            depth=config.n_layer,
-            attention=AttentionConfig(
-                num_heads=config.n_head, mechanism=_mechanisms(model, config.n_layer), qkv_bias=True
-            ),
-            feed_forward=FeedForwardConfig(
-                hidden=config.n_inner or 4 * config.n_embd, activation=_activation(config.activation_function)
-            ),
-            norm_eps=config.layer_norm_epsilon,
-            positions="learned",
-            max_length=config.n_positions,
-            causal=True,
-            vocab_size=config.vocab_size,
-            tie_embeddings=bool(config.tie_word_embeddings),
-            legacy=LegacyConfig(logits_bias=False),
-        )
-
-    @staticmethod
-    def tensors(model: Any) -> Tensors:
-        base = model.base_model
-        found = {"embedding.weight": base.wte.weight, "positions.table": base.wpe.weight}
-        found |= _norm("transformer.norm", base.ln_f)
-        if not model.config.tie_word_embeddings:
-            found["to_logits.weight"] = model.lm_head.weight
-        for i, layer in enumerate(base.h):
-            attention, first, second = layer.attn, _branch(2 * i), _branch(2 * i + 1)
-            # A Conv1D stores its weight transposed.
-            q, kv = (x.T for x in attention.c_attn.weight.split([base.embed_dim, 2 * base.embed_dim], 1))
-            q_bias, kv_bias = attention.c_attn.bias.split([base.embed_dim, 2 * base.embed_dim])
-            found |= {f"{first}.layer.to_q.weight": q, f"{first}.layer.to_q.bias": q_bias}
-            found |= {f"{first}.layer.to_kv.weight": kv, f"{first}.layer.to_kv.bias": kv_bias}
-            for name, layer_of in (
-                (f"{first}.layer.to_out", attention.c_proj),
-                (f"{second}.layer.to_hidden", layer.mlp.c_fc),
-                (f"{second}.layer.to_out", layer.mlp.c_proj),
-            ):
-                found |= {f"{name}.weight": layer_of.weight.T, f"{name}.bias": layer_of.bias}
-            found |= _norm(f"{first}.norm", layer.ln_1) | _norm(f"{second}.norm", layer.ln_2)
-            found |= _own_tensors(f"{first}.layer", attention)
+    def _attention(self, attention: Any, residual: float) -> Tensors:
+        """Return the tensors of an attention layer, by their names in longspan's."""
+        norms = self.head_norms(attention)
+        # longspan's mechanisms divide scores by √D unless they are told another scale.
+        swapped = isinstance(attention, SwappedAttention)
+        factor = attention.query_scale if swapped else attention.scaling * self.head_dim**0.5
+        q, *kv = self._projections(attention)
+        if not norms:
+            q = {name: _scaled(x, factor) for name, x in q.items()}
+        found = _named("to_q", q) | _named("to_kv", _joined(kv))
+        out = _linear(self._attention_output(attention))
+        found |= _named("to_out", {name: _scaled(x, residual) for name, x in out.items()})
+        for name, norm in norms.items():
+            found |= _named(name, _norm(norm, self.form.norm_offset, factor if name == "q_norm" else 1.0))
+        if swapped:
+            found |= _named("mechanism", attention.mechanism.state_dict(keep_vars=True))
+            if attention.to_mechanism_gates is not None:
+                found |= _named("to_mechanism_gates", _linear(attention.to_mechanism_gates))
         return found
 
+    def _projections(self, attention: Any) -> Sequence[Tensors]:
+        """Return weights and biases of the projections to queries, keys and values."""
+        found = [_linear(attention.get_submodule(name)) for name in self.family.projections]
+        if len(found) == 3:
+            return found
+        (joint,) = found
+        parts: list[Tensors] = [{}, {}, {}]
+        sizes = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        for name, x in joint.items():
+            if self.family.per_head:
+                split = [part.flatten(0, 1) for part in x.unflatten(0, (self.num_heads, 3, -1)).unbind(1)]
+            else:
+                split = list(x.split(sizes))
+            for part, value in zip(parts, split, strict=True):
+                part[name] = value
+        return parts
 
-_CONVERTERS: dict[str, Any] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LlamaForm),
-    "gpt2": _GPT2Form,
-}
-
-
-def _mechanisms(model: Any, depth: int) -> list[str | Mapping[str, Any]]:
-    """Return the mechanism of each layer, "softmax" where none was swapped in."""
-    found: list[str | Mapping[str, Any]] = ["softmax"] * depth
-    for swap in getattr(model.config, "longspan_swap", None) or []:
-        for layer in swap["layers"]:
-            found[layer] = swap["mechanism"]
-    return found
-
-
-def _activation(name: str) -> Any:
-    return _ACTIVATIONS[name]
-
-
-def _branch(index: int) -> str:
-    return f"transformer.stack.branches.{index}"
-
-
-def _joined(prefix: str, layers: Mapping[str, list[nn.Linear]]) -> Tensors:
-    """Return the weights, and biases where there are any, of linear layers that become one."""
-    found = {f"{prefix}.{name}.weight": torch.cat([x.weight for x in parts]) for name, parts in layers.items()}
-    for name, parts in layers.items():
-        if parts[0].bias is not None:
-            found[f"{prefix}.{name}.bias"] = torch.cat([x.bias for x in parts])
-    return found
+    def _mechanism(self, i: int) -> str | Mapping[str, Any]:
+        """Return the mechanism of a layer; where none was swapped in, that of the original."""
+        for swap in getattr(self.model.config, "longspan_swap", None) or []:
+            if i in swap["layers"]:
+                return swap["mechanism"]
+        attention = self.attentions[i]
+        owner = attention if hasattr(attention, "sliding_window") else self.model.config
+        window = getattr(owner, "sliding_window", None)
+        return "softmax" if window is None else {"mechanism": "local", "window": window}
 
 
-def _norm(name: str, norm: nn.LayerNorm) -> Tensors:
-    return {f"{name}.weight": norm.weight, f"{name}.bias": norm.bias}
+def _activation_name(config: Any) -> Any:
+    return getattr(config, "hidden_act", None) or getattr(config, "activation_function", None)
 
 
-def _own_tensors(prefix: str, attention: Any) -> Tensors:
-    """Return what a swapped layer has and the original does not: the mechanism's tensors and its gates."""
-    if not hasattr(attention, "mechanism"):
-        return {}
-    found = {f"{prefix}.mechanism.{name}": x for name, x in attention.mechanism.state_dict(keep_vars=True).items()}
-    if getattr(attention, "to_mechanism_gates", None) is not None:
-        found |= _joined(prefix, {"to_mechanism_gates": [attention.to_mechanism_gates]})
-    return found
+def _matrix(layer: Any) -> Tensor:
+    """Return the weight (out, in) of a linear layer; a Conv1D stores it transposed."""
+    return layer.weight.T if isinstance(layer, Conv1D) else layer.weight
+
+
+def _linear(layer: Any) -> Tensors:
+    """Return the weight, and the bias where there is one."""
+    return {"weight": _matrix(layer)} | ({} if layer.bias is None else {"bias": layer.bias})
+
+
+def _joined(layers: Sequence[Tensors]) -> Tensors:
+    """Return the tensors of linear layers that become one."""
+    return {name: torch.cat([layer[name] for layer in layers]) for name in layers[0]}
+
+
+def _norm(norm: Any, offset: float, factor: float = 1.0) -> Tensors:
+    """Return the tensors of a norm whose output is multiplied by a factor."""
+    weight = norm.weight if offset == 0 else _wide(norm.weight) + offset
+    found = {"weight": weight} | ({"bias": norm.bias} if getattr(norm, "bias", None) is not None else {})
+    return {name: _scaled(x, factor) for name, x in found.items()}
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if abs(factor - 1) < 1e-9 else _wide(x) * factor
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return x in float32 at least, so that what is computed of a weight is rounded once."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _named(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
+    return {f"{prefix}.{name}": x for name, x in tensors.items()}
