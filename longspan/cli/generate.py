@@ -19,6 +19,7 @@ from longspan.generation.generate import Stream, prefill, stream
 from longspan.generation.sampling import Sampling
 from longspan.generation.session import Session
 from longspan.generation.tokenization import TextCodec
+from longspan.models.adapter import ADAPTER_CONFIG
 from longspan.models.checkpoint import CONFIG, find_checkpoint, load, read_committed
 from longspan.models.transformer import LanguageModel
 from longspan.utils import choose_device, printable, read_json
@@ -100,12 +101,18 @@ def main(argv: Sequence[str]) -> None:
 def load_model(folder: Path, device: torch.device | None = None) -> LanguageModel:
     """Load the language model of a checkpoint or run folder, or of a decoder that transformers wrote.
 
+    The adapters that `longspan linearize --adapters separate` writes beside the checkpoint of a run are merged.
+
     Raises:
         ValueError: If there is none.
     """
     try:
         found = find_checkpoint(folder)
-        model = _load_decoder(found, device) if is_decoder(found) else load(found, device=device)
+        if is_decoder(found):
+            adapter = folder / "adapter"
+            model = _load_decoder(found, device, adapter if (adapter / ADAPTER_CONFIG).is_file() else None)
+        else:
+            model = load(found, device=device)
     except OSError as error:
         raise ValueError(worded(error)) from None
     if not isinstance(model, LanguageModel):
@@ -120,7 +127,7 @@ def is_decoder(folder: Path) -> bool:
     return isinstance(described, dict) and described.get("model_type", "longspan") != "longspan"
 
 
-def _load_decoder(folder: Path, device: torch.device | None) -> LanguageModel:
+def _load_decoder(folder: Path, device: torch.device | None, adapter: Path | None) -> LanguageModel:
     try:
         from transformers import AutoModelForCausalLM
 
@@ -131,6 +138,10 @@ def _load_decoder(folder: Path, device: torch.device | None) -> LanguageModel:
             f"{folder} is a folder of transformers: pip install 'longspan[hf]' to open it ({error})"
         ) from None
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     return to_language_model(model).to(device)
 
 

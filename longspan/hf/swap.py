@@ -39,6 +39,8 @@ from longspan.protocol import Mechanism, State
 from longspan.utils import write_atomically
 
 MECHANISMS = "mechanisms.safetensors"
+# Fields of configurations: the share of attention weights that are dropped out.
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _ADDED = (".mechanism.", ".to_mechanism_gates.")  # in the names of tensors that the original model does not have
 
 
@@ -348,8 +350,7 @@ class SwappedAttention(nn.Module):
         dropout = getattr(old, self.family.dropout)
         rate = dropout.p if isinstance(dropout, nn.Dropout) else dropout
         if rate and getattr(mechanism, "dropout", None) != rate:
-            known = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-            field = next((name for name in known if getattr(config, name, None)), "its attention dropout")
+            field = next((name for name in ATTENTION_DROPOUT if getattr(config, name, None)), "its attention dropout")
             raise UnsupportedModelError(
                 f"this model drops attention out by {rate}: give the mechanism dropout={rate}, if it takes that, or "
                 f"load the model without, as from_pretrained(…, {field}=0.0)"

@@ -459,7 +459,7 @@ def _read_description(path: Path) -> dict[str, Any]:
     if isinstance(description, dict) and description.get("model_type", "longspan") != "longspan":
         raise ValueError(
             f"{path.parent} is a folder of transformers, of type {description['model_type']}: open it with "
-            "transformers, and a decoder with longspan generate, serve or info"
+            "transformers; longspan generate, serve and info open decoders that longspan.hf.to_language_model converts"
         )
     if not isinstance(description, dict) or "format" not in description:
         raise ValueError(f"{path} has no format field: it is not a checkpoint that save() wrote")

@@ -28,12 +28,18 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     PreTrainedTokenizerFast,
@@ -46,6 +52,7 @@ from transformers import (
 import longspan
 import longspan.hf
 from longspan.cli import main
+from longspan.cli.generate import load_model
 from longspan.generation.sampling import Sampling
 from longspan.mechanisms.mixture import MixtureAttention
 from longspan.models.transformer import LanguageModel
@@ -87,10 +94,12 @@ FAMILIES = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=10)),
     "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=10)),
     "phi": lambda: PhiForCausalLM(PhiConfig(**SIZES | {"hidden_size": 32})),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES, pad_token_id=0)),
+    "granite": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, attention_multiplier=0.3, logits_scaling=0.1)),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**NEOX, attention_dropout=0.0, hidden_dropout=0.0)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, sliding_window=None)),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=260, n_embd=24, n_layer=2, n_head=4, attn_pdrop=0.0)),
 }
-NATIVE = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
 def built(family="llama"):
@@ -410,7 +419,7 @@ def test_families(family, tmp_path):
     losses = train_distill(teacher, student, tokens, 8)
     assert losses[-1] < losses[0]
     expected = student(tokens).logits
-    if family in NATIVE:
+    if family != "mixtral":
         torch.testing.assert_close(longspan.hf.to_language_model(student)(tokens), expected, atol=1e-4, rtol=1e-4)
     student.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -453,11 +462,39 @@ def test_a_mechanism_without_parameters(teacher, text, tmp_path):
 def test_a_family_without_a_native_form(text, tmp_path):
     """Its model is a transformers folder, which the Auto class opens."""
     folder = tmp_path / "teacher"
-    built("phi").save_pretrained(folder)
+    built("mixtral").save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     run(folder, text, tmp_path / "run", transfer_steps=2, distill_steps=2)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint")
     assert sum(isinstance(module, MixtureAttention) for module in model.modules()) == 2
+    with pytest.raises(ValueError, match=r"cannot be converted: .*no form for type 'mixtral', only for llama, "):
+        load_model(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"a folder of transformers.*open decoders that .*to_language_model converts"):
+        longspan.load(tmp_path / "run")
+
+
+def test_logits_that_are_divided():
+    """Granite divides them: the losses are those of its own distributions."""
+    teacher, tokens = built("granite"), torch.randint(256, (2, 13))
+    student = build_student(teacher, MIXTURE, [])
+    found = Distillation(teacher, student, 0.5).backward(tokens, next_tokens(tokens), 1.0)
+    ours, theirs = student(tokens).logits.log_softmax(-1), teacher(tokens).logits.log_softmax(-1)
+    torch.testing.assert_close(found[0], (theirs.exp() * (theirs - ours)).sum(-1).mean().detach())
+
+
+def test_a_teacher_that_drops_out(text, tmp_path):
+    """GPT-2 as it is published: mechanisms have no dropout, and recomputed layers have none either."""
+    torch.manual_seed(5)
+    config = GPT2Config(vocab_size=260, n_embd=24, n_layer=2, n_head=4)
+    assert config.attn_pdrop == config.resid_pdrop == config.embd_pdrop == 0.1
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "teacher")
+    byte_tokenizer().save_pretrained(tmp_path / "teacher")
+    losses = []
+    for name, memory in (("whole", 8.0), ("recomputed", 0.0007)):
+        records = run(tmp_path / "teacher", text, tmp_path / name, memory_gb=memory, transfer_steps=0, distill_steps=2)
+        losses.append([r["divergence"] for r in records if "divergence" in r])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert isinstance(longspan.load(tmp_path / "whole"), LanguageModel)
 
 
 @pytest.mark.parametrize(
@@ -577,6 +614,8 @@ def test_separate_adapters(teacher, text, tmp_path):
     merged = longspan.load(tmp_path / "merged" / "checkpoint").eval()
     assert (adapted(tokens).logits - alone).abs().max() > 1e-3
     torch.testing.assert_close(adapted(tokens).logits, merged(tokens), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(load_model(out)(tokens), merged(tokens), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(load_model(out / "checkpoint")(tokens), alone, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -255,11 +255,9 @@ class LinearizeRun:
         micro, recompute = self._micro_batch(stage)
         if recompute:
             set_checkpointing(self.student, True)
-            self.student.train()  # transformers recomputes in training mode only; no layer drops out
         self._compile(self._is_compiled(stage, recompute))
         self._train(stage, optimizer, factors, parameters, micro)
         self._compile(False)
-        self.student.eval()
         if recompute:
             set_checkpointing(self.student, False)
         self._evaluate(stage)

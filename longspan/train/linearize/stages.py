@@ -145,20 +145,22 @@ class Distillation:
 
 
 class OutputHead(NamedTuple):
-    """What maps hidden states to logits: the last layer, and the bound of its outputs."""
+    """What maps hidden states to logits: the last layer, the divisor of its outputs, and their bound."""
 
     layer: Any
+    divisor: float
     cap: float | None
 
     @classmethod
     def of(cls, model: Any) -> OutputHead:
         """Return that of a model of transformers."""
         layer = getattr(model, "cls", None) or model.get_output_embeddings()
-        return cls(layer, getattr(model.config, "final_logit_softcapping", None))
+        divisor = getattr(model.config, "logits_scaling", 1.0)
+        return cls(layer, divisor, getattr(model.config, "final_logit_softcapping", None))
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         """Return log p of every token, in float32."""
-        logits: Tensor = self.layer(hidden)
+        logits: Tensor = self.layer(hidden) / self.divisor
         logits = logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
         return logits.float().log_softmax(-1)
 

@@ -50,13 +50,20 @@ def added_parameters(student: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def set_checkpointing(student: Any, enabled: bool) -> None:
-    """Recompute the activations of layers in the backward pass, or save them."""
+    """Recompute the activations of layers in the backward pass, or save them; no layer drops out.
+
+    transformers recomputes in training mode only.
+    """
     # Older versions of transformers say "gradient".
     name = "activation" if hasattr(student, "activation_checkpointing_enable") else "gradient"
     if enabled:
         getattr(student, f"{name}_checkpointing_enable")({"use_reentrant": False})
     else:
         getattr(student, f"{name}_checkpointing_disable")()
+    student.train(enabled)
+    for module in student.modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()
 
 
 @contextmanager

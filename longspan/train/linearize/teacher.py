@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from longspan.generation.tokenization import TOKENIZER
+from longspan.hf.swap import ATTENTION_DROPOUT
 
 MIN_GGUF = 24  # bytes of the header
 
@@ -29,7 +30,7 @@ class Teacher(NamedTuple):
 
 
 def load_teacher(path: Path) -> Teacher:
-    """Load a model and its tokenizer in float32.
+    """Load a model and its tokenizer in float32, without dropout of attention weights, which mechanisms do not have.
 
     Args:
         path: The folder, or a GGUF file.
@@ -56,7 +57,7 @@ def load_teacher(path: Path) -> Teacher:
     return Teacher(model.eval().requires_grad_(False), tokenizer, encoder)
 
 
-def _load_model(path: Path, where: dict[str, Any]) -> tuple[Any, bool]:
+def _load_model(path: Path, where: Mapping[str, Any]) -> tuple[Any, bool]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
     with _worded(path, "the model"):
@@ -66,7 +67,8 @@ def _load_model(path: Path, where: dict[str, Any]) -> tuple[Any, bool]:
         architectures = getattr(config, "architectures", None) or []
         encoder = any(name.endswith("ForMaskedLM") for name in architectures)
         cls = AutoModelForMaskedLM if encoder else AutoModelForCausalLM
-        model, found = cls.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
+        dropout = {name: 0.0 for name in ATTENTION_DROPOUT if getattr(config, name, None)}
+        model, found = cls.from_pretrained(**where, **dropout, dtype=torch.float32, output_loading_info=True)
     missing = sorted(set(found["missing_keys"]) - set(getattr(model, "_tied_weights_keys", None) or ()))
     if missing:
         shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
