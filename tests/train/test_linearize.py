@@ -22,6 +22,8 @@ from transformers import (
     AutoModelForMaskedLM,
     BertConfig,
     BertForMaskedLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
     GPT2Config,
@@ -1021,6 +1023,13 @@ def test_wrong_models(teacher, text, tmp_path):
     tensors = load_file(path)
     save_file({name: x for name, x in tensors.items() if "layers.1.mlp.up" not in name}, path, {"format": "pt"})
     refused(teacher, r"lacks weights \(model\.layers\.1\.mlp\.up_proj\.weight\)")
+    save_file({name: x for name, x in tensors.items() if name != "lm_head.weight"}, path, {"format": "pt"})
+    refused(teacher, r"lacks weights \(lm_head\.weight\)")  # not tied, so that it is not the embedding
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name][:31].clone()}, path, {"format": "pt"})
+    refused(teacher, rf"do not fit its config\.json \({name} \(31, 24\) instead of \(40, 24\)\): restore")
+    save_file(tensors | {name: tensors[name] / 0}, path, {"format": "pt"})
+    refused(teacher, rf"not finite \({name}\): restore")
     path.write_bytes(path.read_bytes()[:500])
     refused(teacher, "the model cannot be read.*damaged or incomplete")
     save_file(tensors, path, {"format": "pt"})
@@ -1030,6 +1039,26 @@ def test_wrong_models(teacher, text, tmp_path):
     (teacher / "config.json").write_text(json.dumps(config))
     (teacher / "tokenizer.json").unlink()
     refused(teacher, "tokenizer")
+    (teacher / "tokenizer_config.json").unlink()
+    refused(teacher, "tokenizer")
+
+
+def test_a_teacher_without_tokenizer(tmp_path, text):
+    """transformers builds an empty one for some types."""
+    built("phi").save_pretrained(tmp_path / "teacher")
+    with pytest.raises(ValueError, match=r"--model .*teacher.*tokenizer"):
+        linearize(settings(tmp_path / "teacher", text, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_that_caps_its_scores(tmp_path, text):
+    Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=10, layer_types=["full_attention"] * 2)).save_pretrained(
+        tmp_path / "teacher"
+    )
+    byte_tokenizer().save_pretrained(tmp_path / "teacher")
+    with pytest.raises(ValueError, match=r"caps its scores at 50.*set that to null in its config\.json"):
+        linearize(settings(tmp_path / "teacher", text, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_tokenizer_that_does_not_fit(tmp_path, text):

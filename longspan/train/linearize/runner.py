@@ -84,6 +84,7 @@ def linearize(settings: LinearizeConfig) -> None:
         student = build_student(teacher.model, settings.mechanism, settings.keep_layers)
     except UnsupportedModelError as error:
         reason = str(error).replace("name the other layers in `layers`", "name such layers in --keep-layers")
+        reason = reason.replace("set config.attn_logit_softcapping to None", "set that to null in its config.json")
         raise ValueError(f"--model {settings.model}: {reason}") from None
     _check_window(student, settings.context)
     if settings.transfer_steps and not added_parameters(student):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,11 +68,9 @@ def _load_model(path: Path, where: Mapping[str, Any]) -> tuple[Any, bool]:
         encoder = any(name.endswith("ForMaskedLM") for name in architectures)
         cls = AutoModelForMaskedLM if encoder else AutoModelForCausalLM
         dropout = {name: 0.0 for name in ATTENTION_DROPOUT if getattr(config, name, None)}
-        model, found = cls.from_pretrained(**where, **dropout, dtype=torch.float32, output_loading_info=True)
-    missing = sorted(set(found["missing_keys"]) - set(getattr(model, "_tied_weights_keys", None) or ()))
-    if missing:
-        shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
-        raise ValueError(f"--model {path} lacks weights ({shown}): restore its files, or download it again")
+        options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, found = cls.from_pretrained(**where, **dropout, **options)
+    _check_weights(path, model, found)
     # A dequantized GGUF file is an ordinary model, which transformers refuses to save while it is marked.
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         if hasattr(model, name):
@@ -80,6 +78,25 @@ def _load_model(path: Path, where: Mapping[str, Any]) -> tuple[Any, bool]:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model, encoder
+
+
+def _check_weights(path: Path, model: Any, found: Mapping[str, Any]) -> None:
+    """Raise ValueError if weights are missing, of other shapes than those of the configuration, or not finite."""
+    advice = "restore its files, or download it again"
+    tied = (getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else ()
+    missing = sorted(set(found["missing_keys"]) - set(tied))
+    if missing:
+        raise ValueError(f"--model {path} lacks weights ({_listed(missing)}): {advice}")
+    if found["mismatched_keys"]:
+        wrong = [f"{name} {tuple(stored)} instead of {tuple(own)}" for name, stored, own in found["mismatched_keys"]]
+        raise ValueError(f"--model {path} has weights that do not fit its config.json ({_listed(wrong)}): {advice}")
+    broken = [name for name, x in model.named_parameters() if not bool(x.isfinite().all())]
+    if broken:
+        raise ValueError(f"--model {path} has weights that are not finite ({_listed(broken)}): {advice}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _load_tokenizer(path: Path, where: dict[str, Any]) -> Any:
@@ -91,6 +108,8 @@ def _load_tokenizer(path: Path, where: dict[str, Any]) -> Any:
         raise ValueError(
             f"--model {path} has no {TOKENIZER}: convert its tokenizer with transformers, and save it there"
         )
+    if not tokenizer("text", add_special_tokens=False)["input_ids"]:  # what transformers builds where files are missing
+        raise ValueError(f"--model {path} has a tokenizer without tokens: restore {TOKENIZER}, or download it again")
     return tokenizer
 
 
