@@ -110,9 +110,8 @@ def load_model(folder: Path, device: torch.device | None = None) -> LanguageMode
         found = find_checkpoint(folder)
         if is_decoder(found):
             adapter = folder / "adapter"
-            model = _load_decoder(found, device, adapter if (adapter / ADAPTER_CONFIG).is_file() else None)
-        else:
-            model = load(found, device=device)
+            return _load_decoder(found, device, adapter if (adapter / ADAPTER_CONFIG).is_file() else None)
+        model = load(found, device=device)
     except OSError as error:
         raise ValueError(worded(error)) from None
     if not isinstance(model, LanguageModel):

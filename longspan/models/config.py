@@ -92,7 +92,7 @@ class AttentionConfig:
         if not isinstance(self.rotary, str | Mapping | Sequence):
             raise ValueError(f"rotary must be a name, a mapping, or a list of names, got {self.rotary!r}")
         by_name = self.rotary if isinstance(self.rotary, Mapping) else {}
-        styles = [self.rotary] if isinstance(self.rotary, str) else list(by_name.values()) or list(self.rotary)
+        styles = [self.rotary] if isinstance(self.rotary, str) else list(by_name.values() if by_name else self.rotary)
         for style in styles:
             choose("rotary", style, get_args(RotaryStyle))
         for name in by_name:

@@ -415,9 +415,7 @@ class Attention(nn.Module):
         out = out if self.to_mid is None else fused_linear(out, self.to_mid)[0]
         return fused_linear(out, self.to_out, residual=add)[0], state
 
-    def decode_function(
-        self, state: State, prepare: Callable[[Tensor], Tensor]
-    ) -> ResidualFunction | None:
+    def decode_function(self, state: State, prepare: Callable[[Tensor], Tensor]) -> ResidualFunction | None:
         """Return add + f(prepare(x)) of one token x and a residual (1, dim); see `Mechanism.decode_function`."""
         mechanism, held = self.mechanism, self.mechanism_state(state)
         widths = self.num_heads * mechanism.head_dim, self.num_kv_heads * mechanism.head_dim
@@ -712,9 +710,7 @@ def _rotary(config: AttentionConfig, mechanism: Mechanism) -> list[nn.Module]:
     if rotary_dim > mechanism.head_dim:
         raise ValueError(f"rotary_dim ({rotary_dim}) must be at most head_dim ({mechanism.head_dim})")
     return [
-        nn.Identity()
-        if name == "none"
-        else Rotary(rotary_dim, config.rotary_base, interleaved=name == "interleaved")
+        nn.Identity() if name == "none" else Rotary(rotary_dim, config.rotary_base, interleaved=name == "interleaved")
         for name in names
     ]
 

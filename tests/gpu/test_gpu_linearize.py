@@ -9,7 +9,14 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("tyro")
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
 
 from longspan.generation.generate import generate, prefill
 from longspan.generation.sampling import Sampling
@@ -32,6 +39,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
+NEOX = {"hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 6}
 
 
 def build() -> LlamaForCausalLM:
@@ -74,9 +82,22 @@ def test_text_that_the_teacher_writes() -> None:
     assert 0.7 * entropy < loss < 1.05 * entropy
 
 
-def test_the_student_decodes() -> None:
+TEACHERS = {
+    "llama": build,
+    "phi": lambda: PhiForCausalLM(PhiConfig(**{name: x for name, x in SIZES.items() if name != "head_dim"})),
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=509, intermediate_size=320, **NEOX)),
+}
+
+
+@pytest.mark.parametrize("family", TEACHERS)
+def test_the_student_decodes(family: str) -> None:
     """A step of the decode loop gives the logits that reading all tokens gives."""
-    native = to_language_model(build_student(build(), {"mechanism": "mixture", "sink": True}, [])).cuda()
+    torch.manual_seed(3)
+    teacher = TEACHERS[family]().eval().requires_grad_(False)
+    student = build_student(teacher, {"mechanism": "mixture", "sink": True}, []).cuda()
+    native = to_language_model(student).cuda()
+    tokens = torch.randint(509, (2, 131)).cuda()
+    torch.testing.assert_close(native(tokens), student(tokens).logits, rtol=1e-3, atol=1e-3)
     prompts = [torch.randint(509, (size,)).cuda() for size in (63, 131, 200)]
     greedy = Sampling(temperature=0)
     for prompt, tokens in zip(prompts, generate(native, prompts, 19, sampling=greedy).tokens, strict=True):

@@ -40,6 +40,7 @@ MODELS: dict[str, dict] = {
     "local": {"mechanism": LOCAL, "rotary": "halves"},
     "linformer": {"mechanism": {"mechanism": "linformer", "rank": 5, "max_length": 512}, "rotary": "interleaved"},
     "softmax": {"mechanism": "softmax", "rotary": "halves"},
+    "parallel": {"mechanism": LOCAL, "rotary": "halves", "rotary_dim": 10},
     "decay": {"mechanism": "decay", "num_kv_heads": 2, "qk_norm": True},
     "decay by channel": {"mechanism": {"mechanism": "decay", "gate": "channel"}, "out_norm": True},
     "delta": {"mechanism": "delta", "conv_size": 4, "qk_norm": True, "out_norm": True, "out_gate": "silu"},
@@ -62,7 +63,9 @@ by_model = pytest.mark.parametrize("name", MODELS)
 def model(name: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
     torch.manual_seed(3)
     attention = AttentionConfig(num_heads=4, **MODELS[name])
-    config = ModelConfig(dim=64, depth=2, causal=True, vocab_size=37, token_shift=(0, 1), attention=attention)
+    residual = "parallel" if name == "parallel" else "single"
+    sizes = {"dim": 64, "depth": 2, "vocab_size": 37, "token_shift": (0, 1), "residual": residual}
+    config = ModelConfig(causal=True, attention=attention, **sizes)
     return LanguageModel(config).eval().to("cuda", dtype)
 
 

@@ -13,7 +13,7 @@ from longspan.ops.common.tiles import padded, program_index, token_pointer
 
 TOKENS = 32  # per program
 
-# Heads, their dimension, half of the features that are rotated, padded, the others padded (0: none), tokens per program,
+# Heads, their dimension, half of the features that are rotated, padded, the others padded (0: none), tokens per program
 # and whether to rotate back.
 RotateSizes = namedtuple("RotateSizes", "H D HALF BH BREST BT BACK")
 
@@ -34,7 +34,7 @@ class _RotatePlan(Plan):
         assert key[0] is not None
         assert key[1] is not None
         (B, T, H, D), half = key[0][0], key[1][0][1]
-        rest = padded(D - 2 * half, 16) if D > 2 * half else 0
+        rest = padded(D - 2 * half, 16) if 2 * half < D else 0
         sizes = RotateSizes(H, D, half, padded(half, 16), rest, TOKENS, back)
         grid = (B * H * -(-T // TOKENS),)
         self.rotate = self.launch(rotate_kernel, grid, (T, Strides.of(key[0])), {"W": sizes})
