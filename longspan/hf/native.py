@@ -175,7 +175,7 @@ class _Decoder:
             qk_norm=bool(self.head_norms(first)),
             **rotary,
         )
-        parallel = form.parallel and getattr(config, "use_parallel_residual", True)
+        parallel = getattr(config, "use_parallel_residual", form.parallel)
         return ModelConfig(
             dim=config.hidden_size,
             depth=len(self.layers),
