@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,16 @@ from longspan.mechanisms.linear import LinearAttention, LinearState
 from longspan.mechanisms.local import LocalAttention, LocalState
 from longspan.mechanisms.split import SplitState
 from longspan.ops.common import dispatch
-from longspan.ops.decode import CosSin, mixture_decode_step, why_not_triton
+from longspan.ops.decode import (
+    CosSin,
+    CurrentToken,
+    DecodeFunction,
+    RotaryKind,
+    apply_rotary,
+    copy_out,
+    mixture_decode_step,
+    why_not_triton,
+)
 from longspan.ops.gated import gated_linear
 from longspan.ops.linear import Sums, accumulate, attend_sums, causal_linear, sum_dtype
 from longspan.ops.linear.torch import safe_divide
@@ -228,7 +237,12 @@ class MixtureAttention(Mechanism):
         assert rotary is None or isinstance(rotary, CosSin)
         local, memory = _parts(state)
         if not isinstance(memory, LinearState) or not self._fused_step(q, k, v, local, memory):
-            return super()._decode_step(state, q, k, v, gates, rotary, out)
+            alike = q.dtype == local.k.dtype == memory.kv.dtype if isinstance(memory, LinearState) else False
+            if not alike or len(q) > 1 or q.device.type != "cpu" or dispatch.recording is not None:
+                return super()._decode_step(state, q, k, v, gates, rotary, out)
+            q, k = apply_rotary(rotary, q, k)
+            found = self._step_one(state, int(state.length), *(x.squeeze(1) for x in (q, k, v)))
+            return copy_out(found.unsqueeze(1), out), state
         assert isinstance(self.memory, LinearAttention)
         phi = self.memory.feature_map
         learned = (phi.query_weight, phi.key_weight) if isinstance(phi, Hedgehog) else (None, None)
@@ -244,6 +258,51 @@ class MixtureAttention(Mechanism):
             out=out,
         )
         return out, state
+
+    def decode_function(self, state: State, rotary: Sequence[RotaryKind | None]) -> DecodeFunction | None:
+        """Return `decode_step` of one sequence on a CPU; see `Mechanism.decode_function`."""
+        kind = rotary[0]
+        if not isinstance(_parts(state)[1], LinearState):
+            return None
+
+        def step(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, token: CurrentToken) -> Tensor:
+            q, k = token.rotate(kind, q, k)
+            return self._step_one(state, token.position, q, k, v)
+
+        return step
+
+    def _step_one(self, state: State, position: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write the token of one sequence at a position, in place, and read with its query (1, H, D): (1, H, E)."""
+        local, memory = _parts(state)
+        assert isinstance(memory, LinearState)
+        assert isinstance(self.memory, LinearAttention)
+        keys, values, kv, z = local.k[0], local.v[0], memory.kv[0], memory.z[0]
+        slot, groups = position % self.window, (self.num_kv_heads, self.num_heads // self.num_kv_heads, -1)
+        if position >= self.window:  # The token in this slot leaves the window.
+            f = self.memory.feature_map.key(keys[None, None, :, slot])[0].view(self.num_kv_heads, -1)
+            kv.addcmul_(f.unsqueeze(2), values.narrow(1, slot, 1))
+            z.add_(f)
+        keys[:, slot].copy_(k[0])
+        values[:, slot].copy_(v[0])
+        if position < self.window - 1:
+            keys, values = keys.narrow(1, 0, slot + 1), values.narrow(1, 0, slot + 1)
+        scores = torch.matmul((q * self._scale).view(groups), keys.mT)  # (Hkv, G, W)
+        if position < self.window:
+            return torch.matmul(scores.softmax(-1), values).view(1, self.num_heads, -1)
+        features = self.memory._query(q.unsqueeze(1)).view(groups)
+        mass = torch.matmul(features, z.unsqueeze(2))
+        hidden = mass <= 0
+        read = [safe_divide(torch.matmul(features, kv), mass)]
+        learned = [self._score(q, self.mix_weight, self.mix_bias).view(groups) + _log(mass)]
+        if self.sink:
+            read.append(self.sink_value.view(groups))
+            learned.append(self._score(q, self.sink_weight, self.sink_bias).view(groups))
+        weights = torch.cat([scores, *(x.masked_fill(hidden, BLIND) for x in learned)], 2).softmax(2)
+        window, *others = weights.split_with_sizes([self.window, *(1 for _ in read)], 2)
+        out = torch.matmul(window, values)
+        for weight, x in zip(others, read, strict=True):
+            out.addcmul_(weight, x)
+        return out.view(1, self.num_heads, -1)
 
     def _fused_step(self, q: Tensor, k: Tensor, v: Tensor, local: LocalState, memory: LinearState) -> bool:
         """Whether the kernel computes a decode step."""

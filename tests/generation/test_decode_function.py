@@ -10,6 +10,7 @@ from longspan.generation.sampling import Sampling, SeededSampler
 from longspan.mechanisms.linear import LinearAttention
 
 LOCAL = {"mechanism": "local", "window": 5}
+MIXTURE = {"mechanism": "mixture", "window": 5}
 RANDOM = {"mechanism": "performer", "num_features": 11}
 WRAPPING = {"mechanism": "linformer", "rank": 3, "max_length": 7, "periodic": True}
 
@@ -33,6 +34,8 @@ SUPPORTED = {
     "token shift": ({"mechanism": split(LOCAL, "linear"), "rotary": "halves"}, {"token_shift": (0, 1, 1)}),
     "parallel": ({"mechanism": LOCAL, "rotary": "halves", "rotary_dim": 4}, {"residual": "parallel"}),
     "partial": ({"mechanism": split("linear", "delta"), "rotary": ("none", "halves"), "rotary_dim": 2}, {}),
+    "mixture": ({"mechanism": {**MIXTURE, "sink": True}, "rotary": "halves", "num_kv_heads": 1}, {}),
+    "mixture, elu": ({"mechanism": {**MIXTURE, "memory": "linear", "scale": 0.3}}, {"norm": "rms"}),
     "split, two kinds": ({"mechanism": split(RANDOM, "decay"), "rotary": "halves", "out_bias": False}, {}),
 }
 UNSUPPORTED = {
@@ -42,6 +45,7 @@ UNSUPPORTED = {
     "one key/value head of two parts": ({"mechanism": split(LOCAL, "linear"), "num_kv_heads": 1}, {}),
     "shared keys and values": ({"mechanism": "linear", "shared_kv": True}, {}),
     "blocks": ({"mechanism": {**LOCAL, "look_back": 1}}, {}),
+    "a gated mixture": ({"mechanism": {**MIXTURE, "memory": "delta"}}, {}),
     "a blind spot": ({"mechanism": {"mechanism": "linear", "blind_spot": 3}}, {}),
     "token shift by two": ({"mechanism": "linear"}, {"token_shift": (0, 2)}),
     "a norm after the layer": ({"mechanism": "linear"}, {"norm_position": "post"}),

@@ -121,8 +121,8 @@ def test_a_state_is_the_forward_pass(name):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_the_fast_decode_function(name):
-    """Of windows in all layers, which have one."""
-    native = to_language_model(swap_attention(built(name), {"mechanism": "local", "window": 5}))
+    """Of mixtures in all layers, which have one."""
+    native = to_language_model(swap_attention(built(name), {**MIXTURE, "sink": True}))
     tokens = torch.randint(97, (1, 13))
     with torch.inference_mode():
         expected = native(tokens)
