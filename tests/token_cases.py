@@ -26,6 +26,7 @@ LAYERS: dict[str, tuple] = {
     "wide, batch": (67, 131, (1031, 37), nn.LayerNorm, "gelu", False),
     "wide and long, batch": (67, 547, (1031,), None, "silu", True),
     "wide and aligned, batch": (67, 1536, (1031,), None, "silu", True),
+    "large batch": (128, 37, (41, 19), nn.RMSNorm, "silu", False, (0, 1)),
     "four layers": (1, 37, (41, 19, 13, 67), nn.RMSNorm, "relu2", False),
     "four layers, batch": (5, 37, (41, 19, 13, 67), nn.RMSNorm, "relu2", False),
     "shift": (1, 37, (41, 19), nn.RMSNorm, "identity", False, (0, 1)),

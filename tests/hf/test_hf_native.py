@@ -151,6 +151,9 @@ def test_swapped_layers_are_kept(name, spec, tmp_path):
     assert torch.equal(again(tokens), native(tokens))
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     torch.testing.assert_close(opened(tokens).logits, native(tokens))
+    ours, theirs = (x(tokens, output_hidden_states=True).hidden_states[:3] for x in (opened, swapped))
+    for found, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     swapped.generation_config.eos_token_id = None
     greedy = swapped.generate(tokens, max_new_tokens=9, do_sample=False, pad_token_id=0)
     likeliest = Sampling(temperature=0)

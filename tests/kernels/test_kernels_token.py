@@ -40,7 +40,7 @@ def test_layers(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
     used, real = [], decode.kernels
     monkeypatch.setattr(decode, "kernels", lambda name: used.append(name) or real(name))
     compare_layers(name, dtype, "cpu")
-    assert used == ["gemv"]
+    assert used == ([] if name == "large batch" else ["gemv"])
 
 
 @interpreted

@@ -30,6 +30,7 @@ from longspan.ops.rotary import rotate
 from longspan.ops.window import Window
 
 RotaryKind = tuple[int, float]  # what rotary angles depend on besides the position: R, the rotated features, and base
+LARGE_BATCH = 128  # batch rows from which PyTorch's matrix products are faster than the kernel of `fused_linear`
 ANGLE_BLOCK = 64  # positions whose rotary angles are computed at once on a CPU
 
 
@@ -362,7 +363,9 @@ def fused_linear(
     residual: Tensor | None = None,
     shift: TokenShift | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute residual + activation(layer(shift(norm(x)))) of one token for each layer, in one kernel if possible.
+    """Compute residual + activation(layer(shift(norm(x)))) of one token for each layer.
+
+    One kernel, which reads the weights once, does all of it where the batch is small.
 
     Args:
         x: One token (B, 1, dim).
@@ -375,7 +378,8 @@ def fused_linear(
     Returns:
         One result (B, 1, N) per layer.
     """
-    weights = None if why_not_triton(x) is not None else _layer_weights(x, layers, norm, residual)
+    large = len(x) >= LARGE_BATCH
+    weights = None if large or why_not_triton(x) is not None else _layer_weights(x, layers, norm, residual)
     if weights is None:
         return linear_layers(x, layers, norm, activation, residual, shift)
     out = kernels("gemv").decode_linear_layers(x, *weights, activation, residual, shift)
