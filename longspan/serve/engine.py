@@ -10,19 +10,17 @@ each. Steps are launched in blocks, and the host takes the tokens of a block whi
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import math
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +33,7 @@ from longspan.models.residual import StackState
 from longspan.models.transformer import LanguageModel
 from longspan.serve.disk_store import DiskStore
 from longspan.serve.prefix_cache import CacheStats, PrefixCache, token_tensors
-from longspan.serve.request import Delta, Generation, Request, Waiter
+from longspan.serve.request import Delta, Generation, Request, SavedState, Waiter, wake_all
 from longspan.serve.slots import REPETITION_WINDOW, CapturedReader, ChunkShape, PromptReader, SlotLoop, StateLayout
 from longspan.serve.speculation import BYTES_NGRAM, MAX_GUESS, NGRAM, Draft, Guesser, Pace
 from longspan.serve.state_codec import StateCodec
@@ -65,11 +63,18 @@ class QueueFullError(RuntimeError):
 
     def __init__(self, waiting: int, limit: int, retry_after: float) -> None:
         super().__init__(f"{waiting} requests are waiting, and the limit is {limit}: try again later")
-        self.retry_after = retry_after
+        self.waiting, self.limit, self.retry_after = waiting, limit, retry_after
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return QueueFullError, (self.waiting, self.limit, self.retry_after)
 
 
 class EngineClosedError(RuntimeError):
     """The engine takes no more requests, or failed."""
+
+
+class EngineFailedError(EngineClosedError):
+    """The engine failed."""
 
 
 @dataclass
@@ -276,7 +281,7 @@ class Engine:
         self._running: dict[int, _Choice] = {}
         self._launched: deque[_Launched] = deque()
         self._reads: deque[_DeviceTimer] = deque()  # calls of the reader whose time has not been counted
-        self._wakeups: dict[Generation, Waiter] = {}  # streams with deltas that an event loop waits for
+        self._wakeups: dict[Generation, Waiter] = {}  # streams with deltas that something waits for
         self._due: set[Generation] = set()  # those to wake now
         self._closing = False
         self._error: BaseException | None = None
@@ -292,6 +297,15 @@ class Engine:
         """Whether the engine's thread runs: it has neither failed nor been closed."""
         return self._thread.is_alive()
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of one sequence; where every token is stored, of an empty one."""
+        return self.model.state_size()
+
+    def wait(self) -> None:
+        """Wait until the engine fails or is closed."""
+        self._thread.join()
+
     def submit(self, request: Request) -> Generation:
         """Queue a request.
 
@@ -305,7 +319,7 @@ class Engine:
         """
         held = self._check(request)
         deadline = math.inf if request.timeout is None else time.monotonic() + request.timeout
-        session = request.previous_state
+        session = request.session
         # Log-probabilities of the prompt need all of it to be read.
         cached = session is None and not (request.echo and request.logprobs is not None) and self.cache.budget > 0
         reading = _Reading(request, self.cache.keys(request.tokens[:-1]) if cached else [])
@@ -314,8 +328,10 @@ class Engine:
         for i in range(request.n):
             job.choices.append(_Choice(job, i, None if self.codec is None else self.codec.stream_decoder()))
         with self._wake:
+            if self._error is not None:
+                raise EngineFailedError("the engine failed: it takes no more requests") from self._error
             if self._closing:
-                raise EngineClosedError("the engine is closed: it takes no more requests") from self._error
+                raise EngineClosedError("the engine is closed: it takes no more requests")
             if self._num_waiting + request.n > self.max_queue + len(self._free):
                 raise QueueFullError(self._num_waiting, self.max_queue, self._retry_after())
             self._jobs[generation] = job
@@ -381,12 +397,14 @@ class Engine:
             window = request.sampling.repetition_window
             raise ValueError(f"repetition_window must be at most {REPETITION_WINDOW} here, got {window}")
         held = 0
-        if request.previous_state is not None:
-            request.previous_state.check_model(self.model)
-            state = request.previous_state.state
+        if isinstance(request.previous_state, SavedState):
+            raise TypeError("previous_state must be a Session of this process, got a SavedState")
+        if request.session is not None:
+            request.session.check_model(self.model)
+            state = request.session.state
             if state.start is not None or [*state.tensors()] != [*self._new_state().tensors()]:
                 raise ValueError("previous_state does not fit this model: it is no state of it from position 0")
-            held = int(state.length)
+            held = request.session.length
         total = held + len(request.tokens) + request.max_tokens
         if self.max_length is not None and total > self.max_length:
             raise ValueError(
@@ -538,7 +556,7 @@ class Engine:
 
     def _begin(self, job: _Job) -> None:
         """Set the state that a prompt is read from: empty, from the cache, or that of a session."""
-        reading, session = job.reading, job.request.previous_state
+        reading, session = job.reading, job.request.session
         if session is not None:
             reading.state = self._layout.pack(self._fit(session.state))[0]
             if not len(job.request.tokens):
@@ -963,16 +981,12 @@ class Engine:
             self._due.add(generation)
 
     def _notify(self) -> None:
-        """Wake the event loops whose streams got deltas, each once."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-        for generation in self._due:
-            waiter = self._wakeups.pop(generation, None)
-            if waiter is not None:
-                by_loop.setdefault(waiter[0], []).append(waiter[1])
+        """Wake what waits for streams that got deltas."""
+        if not self._due:
+            return
+        found = [self._wakeups.pop(generation, None) for generation in self._due]
         self._due.clear()
-        for loop, futures in by_loop.items():
-            with suppress(RuntimeError):  # The event loop is closed.
-                loop.call_soon_threadsafe(_resolve, futures)
+        wake_all([waiter for waiter in found if waiter is not None])
 
     def _fail(self, error: BaseException) -> None:
         with self._wake:
@@ -980,7 +994,7 @@ class Engine:
             jobs = list(self._jobs.values())
             self._jobs.clear()
         for job in jobs:
-            failure = EngineClosedError(f"the engine failed: {error}")
+            failure = EngineFailedError(f"the engine failed: {error}")
             failure.__cause__ = error
             self._push(job.choices[0], failure)
         self._notify()
@@ -1013,9 +1027,9 @@ def _until_stop(choice: _Choice, text: str, stops: Sequence[str]) -> str:
 
 def _history(request: Request) -> Tensor:
     """Return the prompt, after what a session remembers of the tokens before it."""
-    if request.previous_state is None:
+    if request.session is None:
         return request.tokens
-    return torch.cat([x[x >= 0] for x in (request.previous_state.recent[0].cpu(), request.tokens)])
+    return torch.cat([x[x >= 0] for x in (request.session.recent[0].cpu(), request.tokens)])
 
 
 class _TopLogs(NamedTuple):
@@ -1108,9 +1122,3 @@ class _DeviceTimer:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-def _resolve(futures: list[asyncio.Future[None]]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)
