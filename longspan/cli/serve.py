@@ -134,7 +134,13 @@ def main(argv: Sequence[str]) -> None:
         gc.collect()
         gc.freeze()  # Collections stop all threads: they need not look at what was made before the first request.
         _announce(server, flags)
-        server.run()
+        try:
+            server.run()
+        except RuntimeError as error:
+            _say(str(error))
+            sys.exit(1)
+        finally:
+            gc.unfreeze()
 
 
 @contextmanager

@@ -104,7 +104,8 @@ class APIServer:
 
     Attributes:
         engine: The engine.
-        port: The port that the server listens on.
+        address: What the server listens on: host and port first.
+        port: The port.
 
     Raises:
         ValueError: If the address cannot be listened on.
@@ -115,7 +116,8 @@ class APIServer:
         assert isinstance(model.states, StateStore)
         self.model, self.options, self.engine = model, options, model.engine
         self._process = HTTPProcess(options) if process is None else process
-        self.port: int = self._process.address[1]
+        self.address = self._process.address
+        self.port: int = self.address[1]
         self._service = EngineService(model.engine, model.states, self._process.connection)
         self._setup = _Setup(
             options,
@@ -222,8 +224,9 @@ def answer_http(listening: int, connection: int) -> None:
     server = HTTPServer(model, setup.options, socket.socket(fileno=listening))
     engine.listen(lambda _, timeout: server.drain(timeout), partial(os._exit, 1))
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # Collections need not look at what was made before the first request.
     server.run()
+    gc.unfreeze()
 
 
 class HTTPServer:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -193,7 +194,9 @@ class Engine:
         speculation: "ngram" guesses tokens from the prompt and what was generated; a causal language model guesses
             them itself. Guesses are checked together, only where that saves time. The distribution of the output is
             unchanged; its rounding, and so a tie, may depend on what else runs.
-        threads: Number of PyTorch threads on a CPU: one for small models, otherwise PyTorch's own number.
+        threads: Number of PyTorch threads on a CPU. Unless given, one for small models; otherwise prompts are read with
+            PyTorch's own number, and steps have one less, if that is more than one. A step is many short operations,
+            each of which waits for its slowest thread, and an HTTP server and its clients need a core too.
         warm_up: Whether reading several prompts together on a CPU is compared with reading them one by one before the
             first request, which takes up to a second, and not when as many prompts come for the first time.
 
@@ -243,7 +246,7 @@ class Engine:
         self._layout = StateLayout(self._new_state())
         self.state_codec = StateCodec(state_dtype)
         disk = None if cache_dir is None else DiskStore(Path(cache_dir), disk_bytes)
-        self._rows, self._threads = self._rows_and_threads(threads)
+        self._rows, self._threads, self._read_threads = self._rows_and_threads(threads)
         on_gpu = self.device.type == "cuda"
         held = max(1, _READ_BYTES // self._layout.bytes)  # states
         most = min(slots, _READ_TOKENS // self.chunk) if on_gpu else _READ_CHUNKS
@@ -255,7 +258,7 @@ class Engine:
         self.speculation, self._pace = _check_speculation(speculation, model), Pace()
         # What the bits of a state depend on.
         salt = f"{self.fingerprint}:{model.config}:{self.chunk}:{self.max_length}:{state_dtype}"
-        salt += f":{self._read_rows}:{self.device}:{self._threads}:{torch.__version__}"
+        salt += f":{self._read_rows}:{self.device}:{self._read_threads}:{torch.__version__}"
         self.cache = PrefixCache(
             self._layout,
             self.chunk,
@@ -440,15 +443,17 @@ class Engine:
             return False
         return True
 
-    def _rows_and_threads(self, threads: int | None) -> tuple[int, int]:
-        """Return the number of rows of a step, and of PyTorch threads."""
+    def _rows_and_threads(self, threads: int | None) -> tuple[int, int, int]:
+        """Return the number of rows of a step, and of PyTorch threads in steps and in reading prompts."""
         default = torch.get_num_threads()
         if self.device.type != "cpu":
-            return self.slots, threads or default
+            return self.slots, threads or default, threads or default
         # In products of other numbers of rows than multiples of four, the last ones may be summed in another order.
         rows = self.slots if self.slots == 1 else -(-self.slots // 4) * 4
         elements = rows * sum(x.numel() for x in self._new_state().tensors().values())
-        return rows, threads or (1 if is_small(self.model, rows, elements) else default)
+        if threads is None and not is_small(self.model, rows, elements):
+            return rows, max(1, default - 1), default
+        return rows, threads or 1, threads or 1
 
     def _new_state(self) -> StackState:
         return self.model.new_state(1, max_length=self.max_length)
@@ -494,7 +499,8 @@ class Engine:
         self._loop.warm_up()
         self._reader = self._new_reader()
         if self._warm_up:
-            self._reader.warm_up()
+            with self._reading_threads():
+                self._reader.warm_up()
         self._draft: Draft | None = None
         if isinstance(self.speculation, LanguageModel):
             self._draft = Draft(self.speculation, rows, self.max_length)
@@ -647,7 +653,8 @@ class Engine:
         readings = [job.reading for job in jobs]
         pieces = [reading.tokens[reading.position : reading.position + self.chunk] for reading in readings]
         timer = _DeviceTimer(self.device)
-        hidden, after = self._reader.read(pieces, [x.state for x in readings if x.state is not None])
+        with self._reading_threads():
+            hidden, after = self._reader.read(pieces, [x.state for x in readings if x.state is not None])
         self._reads.append(timer.end())
         self._count_reads()
         self._counts["chunks"] += len(jobs)
@@ -655,6 +662,18 @@ class Engine:
         for i, (job, piece) in enumerate(zip(jobs, pieces, strict=True)):
             job.reading.state = after[i]
             self._chunk_read(job, hidden[i, : len(piece)], job.reading.position + len(piece))
+
+    @contextmanager
+    def _reading_threads(self) -> Iterator[None]:
+        """Use the number of PyTorch threads that prompts are read with."""
+        if self._read_threads == self._threads:
+            yield
+            return
+        torch.set_num_threads(self._read_threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self._threads)
 
     def _count_reads(self) -> None:
         """Add up the time of reads that the device has done."""
