@@ -226,7 +226,7 @@ def answer_http(listening: int, connection: int) -> None:
     gc.collect()
     gc.freeze()  # Collections need not look at what was made before the first request.
     server.run()
-    gc.unfreeze()
+    os._exit(0)  # Modules of PyTorch take longer to end than a client waits for a port.
 
 
 class HTTPServer:
