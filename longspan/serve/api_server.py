@@ -164,8 +164,9 @@ class HTTPProcess:
     """
 
     def __init__(self, options: ServerOptions) -> None:
+        listening = _listen(options.host, options.port)
         own, other = socket.socketpair()
-        with _listen(options.host, options.port) as listening, other:
+        with listening, other:
             self.address: tuple[Any, ...] = listening.getsockname()
             files = listening.fileno(), other.fileno()
             code = f"from longspan.serve.api_server import answer_http; answer_http{files}"

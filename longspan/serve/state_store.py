@@ -225,19 +225,21 @@ def _check_fits(session: Session, engine: Engine) -> None:
     if not 0 <= length <= (2**40 if engine.max_length is None else engine.max_length):
         raise ValueError(f"it holds {length} tokens, and the most is {engine.max_length}")
     for name, x in found.items():
-        _check_tensor(name, x, expected[name], length, name in growing)
+        # Codes of the latest tokens, for n-grams; other integers count tokens.
+        largest = engine.model.config.vocab_size or 0 if name == "recent" else length
+        _check_tensor(name, x, expected[name], length, largest, name in growing)
     _check_numbers("logits", session.logits)
 
 
-def _check_tensor(name: str, x: Tensor, expected: Tensor, length: int, grows: bool) -> None:
+def _check_tensor(name: str, x: Tensor, expected: Tensor, length: int, largest: int, grows: bool) -> None:
     shape, wanted = list(x.shape), list(expected.shape)
     if grows:  # The third dimension is a capacity.
         enough = len(shape) == len(wanted) and shape[2] >= length
         shape[2:3] = wanted[2:3] if enough else shape[2:3]
     if shape != wanted or x.dtype != expected.dtype:
         raise ValueError(f"{name} must be {tuple(wanted)} {expected.dtype}, got {tuple(x.shape)} {x.dtype}")
-    if not x.is_floating_point() and x.numel() and (int(x.max()) > length or int(x.min()) < -1):
-        raise ValueError(f"{name} has a number beyond the {length} tokens of the state")
+    if not x.is_floating_point() and x.numel() and not -1 <= int(x.min()) <= int(x.max()) <= largest:
+        raise ValueError(f"{name} must have numbers from -1 to {largest}, got {int(x.min())} to {int(x.max())}")
     _check_numbers(name, x)
 
 
