@@ -155,6 +155,10 @@ def test_pickles(tmp_path):
     request = Request([1, 2, 3], 5, Sampling(0.5), seed=3, stop=[7], stop_strings=["x"], client="me")
     again = pickle.loads(pickle.dumps(request))
     assert again.tokens.tolist() == [1, 2, 3]
+    assert len(pickle.dumps(Request(bytes(100_000), 1))) < 101_000
+    for tokens in ([0, 255], [256], [1 << 40, 0], [-5, 300], [-(1 << 40)], []):
+        given = Request(tokens, 1, previous_state=SavedState("x", 1, []))
+        assert pickle.loads(pickle.dumps(given)).tokens.equal(given.tokens)
     assert (again.sampling, again.stop, again.client) == (request.sampling, request.stop, request.client)
     (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
     template = pickle.loads(pickle.dumps(ChatTemplate(None, tmp_path / "own.jinja")))
