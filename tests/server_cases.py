@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,14 @@ def serving(model, states: Path, *, template=None, ends=None, limits=None, budge
         with httpx.Client(base_url=url, timeout=60, verify=False) as client:
             while client.get("/health").status_code not in (200, 401):
                 pass
-            yield SimpleNamespace(server=server, served=served, engine=made, url=url, client=client, thread=thread)
+
+            def active() -> int:
+                """Return the number of requests for completions that are being answered."""
+                return int(re.search(r"^longspan_num_requests_active (\d+)$", client.get("/metrics").text, re.M)[1])
+
+            yield SimpleNamespace(
+                server=server, served=served, engine=made, url=url, client=client, active=active, thread=thread
+            )
     finally:
         server.stop(timeout=0)
         thread.join(30)

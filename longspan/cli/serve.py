@@ -134,7 +134,13 @@ def main(argv: Sequence[str]) -> None:
         gc.collect()
         gc.freeze()  # Collections stop all threads: they need not look at what was made before the first request.
         _announce(server, flags)
-        server.run()
+        try:
+            server.run()
+        except RuntimeError as error:
+            _say(str(error))
+            sys.exit(1)
+        finally:
+            gc.unfreeze()
 
 
 @contextmanager
@@ -144,7 +150,7 @@ def build_server(flags: ServeFlags) -> Iterator[APIServer]:
     Raises:
         ValueError: If a flag does not fit the model, or the address cannot be listened on.
     """
-    from longspan.serve.api_server import APIServer, ServerOptions
+    from longspan.serve.api_server import APIServer, HTTPProcess, ServerOptions
 
     options = ServerOptions(
         host=flags.host,
@@ -160,17 +166,18 @@ def build_server(flags: ServeFlags) -> Iterator[APIServer]:
         log_prompts=flags.log_prompts,
     )
     device = choose_device(flags.device)
-    _say(f"loading {flags.model}")
-    model = load_model(flags.model, device)
-    codec = load_codec(flags.model, model)
-    if device.type == "cuda":
-        _say(f"preparing {flags.slots} slots; the first start on a machine compiles kernels")
     with ExitStack() as stack:
+        process = stack.enter_context(HTTPProcess(options))  # It starts while the model is loaded.
+        _say(f"loading {flags.model}")
+        model = load_model(flags.model, device)
+        codec = load_codec(flags.model, model)
+        if device.type == "cuda":
+            _say(f"preparing {flags.slots} slots; the first start on a machine compiles kernels")
         engine = stack.enter_context(_engine(flags, model, codec))
         if flags.quantize != "none" or flags.state_dtype != "exact":
             _print_loss(flags, model, engine)
         folder = flags.state_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longspan-states-")))
-        yield APIServer(_served(flags, engine, folder), options)
+        yield APIServer(_served(flags, engine, folder), options, process)
 
 
 def parse_bytes(name: str, text: str) -> int:
@@ -288,7 +295,7 @@ def _template(flags: ServeFlags, folder: Path) -> ChatTemplate:
 def _announce(server: APIServer, flags: ServeFlags) -> None:
     from longspan.serve.api_server import is_loopback
 
-    engine, host = server.model.engine, f"[{flags.host}]" if ":" in flags.host else flags.host
+    engine, host = server.engine, f"[{flags.host}]" if ":" in flags.host else flags.host
     _say(
         f"serving {flags.model} at http://{host}:{server.port} with {engine.slots} slots on "
         f"{engine.device}; state of one sequence: {format_bytes(server.model.state_bytes)}"

@@ -53,9 +53,17 @@ class ChatTemplate:
             own = template.read_text(encoding="utf-8")
         self.name = "ChatML" if own is None else "the tokenizer's template" if template is None else str(template)
         self.ends = (CHATML_END,) if own is None else ()
-        self._template = _compile(CHATML if own is None else own)
+        self._source: str = CHATML if own is None else own
+        self._template = _compile(self._source)
         special = {name: config.get(name) or "" for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         self._special = {name: x.get("content", "") if isinstance(x, dict) else x for name, x in special.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the source of the template in place of its code."""
+        return {**vars(self), "_template": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= {**state, "_template": _compile(state["_source"])}
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation; with `add_generation_prompt`, up to where an answer starts."""

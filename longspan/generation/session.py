@@ -41,6 +41,16 @@ class Session:
     recent: Tensor
     model: LanguageModel | None = dataclasses.field(default=None, repr=False, compare=False)
 
+    @property
+    def length(self) -> int:
+        """The number of tokens that the one sequence has."""
+        return int(self.state.length)
+
+    @property
+    def recent_tokens(self) -> list[int]:
+        """The latest tokens of the one sequence."""
+        return [token for token in self.recent[0].tolist() if token >= 0]
+
     def select(self, index: Sequence[int] | Tensor) -> Session:
         """Return a copy of the chosen sequences; an index may repeat, to continue one prompt several times.
 

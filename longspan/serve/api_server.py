@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import hashlib
 import hmac
 import ipaddress
 import logging
+import os
 import re
+import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
+from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import uvicorn
 from fastapi import FastAPI
@@ -27,10 +35,14 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from longspan.generation.chat_template import ChatTemplate
+from longspan.serve.engine import Engine
+from longspan.serve.engine_service import EngineInfo, EngineService, RemoteEngine, RemoteStates
 from longspan.serve.metrics import CONTENT_TYPE, Metrics
 from longspan.serve.openai_protocol import APIError, ChatBody, CompletionBody, StateBody, parse_body
 from longspan.serve.request import Request
-from longspan.serve.serving_completion import ResponseWriter, ServedModel, draining
+from longspan.serve.serving_completion import Limits, ResponseWriter, ServedModel, draining
+from longspan.serve.state_store import StateStore
 from longspan.utils import printable
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -45,6 +57,7 @@ _MAX_HEADERS = 1 << 16  # bytes
 _SLOWEST = 1 << 14  # bytes per second of a body
 _INLINE, _INLINE_BYTES = 1 << 14, 1 << 17  # bytes of a body prepared on the event loop: with a tokenizer, and without
 _CLOSED_REQUEST = 499  # as nginx names a client that went away
+_END_SECONDS = 30.0  # within which a process that has closed its connection ends
 
 
 @dataclass(frozen=True)
@@ -80,33 +93,162 @@ class ServerOptions:
 
 
 class APIServer:
-    """Serves a model over HTTP.
+    """Serves a model over HTTP, from a process of its own.
+
+    That process does all but decode: see `longspan.serve.engine_service`.
 
     Args:
-        model: The model.
+        model: The model; its engine is in this process.
         options: Options.
+        process: The process that listens, if it has been started already.
 
     Attributes:
-        app: The ASGI application.
-        port: The port that the server listens on.
+        engine: The engine.
+        address: What the server listens on: host and port first.
+        port: The port.
 
     Raises:
         ValueError: If the address cannot be listened on.
     """
 
-    def __init__(self, model: ServedModel, options: ServerOptions) -> None:
-        self.model, self.options = model, options
-        self.app = create_app(model, options)
-        self._socket = _listen(options.host, options.port)
-        self.port: int = self._socket.getsockname()[1]
+    def __init__(self, model: ServedModel, options: ServerOptions, process: HTTPProcess | None = None) -> None:
+        assert isinstance(model.engine, Engine)
+        assert isinstance(model.states, StateStore)
+        self.model, self.options, self.engine = model, options, model.engine
+        self._process = HTTPProcess(options) if process is None else process
+        self.address = self._process.address
+        self.port: int = self.address[1]
+        self._service = EngineService(model.engine, model.states, self._process.connection)
+        self._setup = _Setup(
+            options,
+            EngineInfo.of(model.engine, model.states),
+            (model.name, model.template, model.ends, model.limits),
+            logger.getEffectiveLevel(),
+        )
+
+    def run(self) -> None:
+        """Serve until `stop`, SIGTERM or SIGINT, and until the requests that were accepted are answered.
+
+        Raises:
+            RuntimeError: If the process that listens ended by itself.
+        """
+        with self._process, _forwarding_signals(lambda: self._service.send("drain", self.options.drain_timeout)):
+            self._service.send(self._setup)
+            self._service.run()
+            status = self._process.wait()
+        self.engine.close(drain=False)
+        if status:
+            raise RuntimeError(f"the process that answers HTTP ended with status {status}")
+
+    def stop(self, timeout: float | None = None) -> None:
+        """Take no more requests, and end when those that were accepted are answered; callable from any thread.
+
+        Args:
+            timeout: Seconds after which those left are cancelled; `drain_timeout` by default.
+        """
+        self._service.send("drain", self.options.drain_timeout if timeout is None else timeout)
+
+
+class HTTPProcess:
+    """A process that listens on an address, and answers once an `APIServer` tells it what.
+
+    Args:
+        options: Options.
+
+    Attributes:
+        address: What it listens on: host and port first.
+        connection: To the process.
+
+    Raises:
+        ValueError: If the address cannot be listened on.
+    """
+
+    def __init__(self, options: ServerOptions) -> None:
+        listening = _listen(options.host, options.port)
+        own, other = socket.socketpair()
+        with listening, other:
+            self.address: tuple[Any, ...] = listening.getsockname()
+            files = listening.fileno(), other.fileno()
+            code = f"from longspan.serve.api_server import answer_http; answer_http{files}"
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+            # In a session of its own, a terminal sends it no signals.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code], pass_fds=files, env=environment, start_new_session=True
+            )
+        self.connection: Connection = Connection(own.detach())
+
+    def __enter__(self) -> HTTPProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def wait(self) -> int:
+        """Wait for its end, which is near; return its status."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        self._process.kill()
+        return self._process.wait()
+
+
+class _Setup(NamedTuple):
+    """What `answer_http` needs."""
+
+    options: ServerOptions
+    info: EngineInfo
+    model: tuple[str, ChatTemplate, dict[int, str], Limits]
+    log_level: int
+
+
+def answer_http(listening: int, connection: int) -> None:
+    """Answer HTTP for an `APIServer`, until it or its process ends; what an `HTTPProcess` runs.
+
+    Args:
+        listening: File descriptor of the socket that clients connect to.
+        connection: File descriptor of the connection to the server.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # The other process gets them too, and tells.
+    to_engine = Connection(connection)
+    try:
+        (setup,) = to_engine.recv()
+    except (EOFError, OSError):
+        return
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logger.setLevel(setup.log_level)
+    engine = RemoteEngine(to_engine, setup.info)
+    name, template, ends, limits = setup.model
+    states = RemoteStates(engine, setup.info)
+    model = ServedModel(engine, name, states, template=template, ends=ends, limits=limits)
+    server = HTTPServer(model, setup.options, socket.socket(fileno=listening))
+    engine.listen(lambda _, timeout: server.drain(timeout), partial(os._exit, 1))
+    gc.collect()
+    gc.freeze()  # Collections need not look at what was made before the first request.
+    server.run()
+    os._exit(0)  # Modules of PyTorch take longer to end than a client waits for a port.
+
+
+class HTTPServer:
+    """Answers HTTP on a socket, in this process.
+
+    Args:
+        model: The model.
+        options: Options.
+        listening: The socket.
+    """
+
+    def __init__(self, model: ServedModel, options: ServerOptions, listening: socket.socket) -> None:
+        app = create_app(model, options)
         limits = {
             "read_timeout": options.read_timeout,
             "max_connections": options.max_connections,
-            "gate": self.app.state.gate,
+            "gate": app.state.gate,
         }
         connection = type("_LimitedConnection", (_Connection,), limits)
         config = uvicorn.Config(
-            self.app,
+            app,
             http=connection,
             ws="none",
             log_config=None,
@@ -117,23 +259,38 @@ class APIServer:
             proxy_headers=bool(options.trusted_proxies),
             forwarded_allow_ips=list(options.trusted_proxies),
         )
-        self._server = _DrainingServer(config, model, self.app.state.gate, options.drain_timeout)
+        self._socket, self._server = listening, _DrainingServer(config, model, app.state.gate)
 
     def run(self) -> None:
-        """Serve until `stop`, SIGTERM or SIGINT, and until the requests that were accepted are answered."""
-        try:
+        """Answer until `drain`, and until the requests that were accepted are answered."""
+        with self._socket:
             self._server.run(sockets=[self._socket])
-        finally:
-            self._socket.close()
-            self.model.engine.close(drain=False)
 
-    def stop(self, timeout: float | None = None) -> None:
-        """Take no more requests, and end when those that were accepted are answered; callable from any thread.
+    def drain(self, timeout: float) -> None:
+        """Take no more requests, and end when those that were accepted are answered; at once if called again.
 
         Args:
-            timeout: Seconds after which those left are cancelled; `drain_timeout` by default.
+            timeout: Seconds after which those left are cancelled.
         """
-        self._server.drain(self.options.drain_timeout if timeout is None else timeout)
+        self._server.drain(timeout)
+
+
+@contextmanager
+def _forwarding_signals(call: Callable[[], None]) -> Iterator[None]:
+    """Call a function at SIGTERM and SIGINT, if this is the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        threading.Thread(target=call).start()  # This one may be sending a message.
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def create_app(model: ServedModel, options: ServerOptions) -> FastAPI:
@@ -173,7 +330,8 @@ def create_app(model: ServedModel, options: ServerOptions) -> FastAPI:
     async def metrics() -> Response:
         saved = await asyncio.to_thread(model.states.list)
         held = len(saved), sum(info.bytes for info in saved)
-        return Response(model.metrics.render(model.engine.stats(), gate.active, held), media_type=CONTENT_TYPE)
+        stats = await asyncio.to_thread(model.engine.stats)
+        return Response(model.metrics.render(stats, gate.active, held), media_type=CONTENT_TYPE)
 
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
@@ -194,7 +352,7 @@ def _add_completions(app: FastAPI, model: ServedModel, options: ServerOptions, g
                 body, requests = await asyncio.to_thread(_prepare, model, cls, content, client)
             else:
                 body, requests = _prepare(model, cls, content, client)
-            writer = ResponseWriter(model, body, requests, model.submit(requests))
+            writer = ResponseWriter(model, body, requests, await model.submit(requests))
             _note(request, writer, content if options.log_prompts else None)
             if body.stream:
                 return EventStream(writer, ticket.keep())
@@ -628,23 +786,21 @@ class _Connection(HttpToolsProtocol):
 class _DrainingServer(uvicorn.Server):
     """A server that answers what it has accepted before it ends, and refuses what comes meanwhile with 503."""
 
-    def __init__(self, config: uvicorn.Config, model: ServedModel, gate: _Gate, timeout: float) -> None:
+    def __init__(self, config: uvicorn.Config, model: ServedModel, gate: _Gate) -> None:
         super().__init__(config)
-        self._model, self._gate, self._timeout = model, gate, timeout
-        self._deadline = 0.0
+        self._model, self._gate, self._deadline = model, gate, 0.0
 
     def drain(self, timeout: float) -> None:
-        """Begin to end, and cancel what has not ended after `timeout` seconds."""
-        self._deadline = time.monotonic() + timeout
+        """Begin to end, and cancel what has not ended after `timeout` seconds; at once if called again."""
+        if not self._gate.draining:
+            logger.info("draining: %d requests are being answered", self._gate.active)
+        self._deadline = time.monotonic() + (0 if self._gate.draining else timeout)
         self._gate.draining = True
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end at the first signal, and end at once at the second."""
-        if self._gate.draining:
-            self.drain(0)
-        else:
-            logger.info("draining: %d requests are being answered", self._gate.active)
-            self.drain(self._timeout)
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the process of the engine."""
+        yield
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to end."""

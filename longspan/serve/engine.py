@@ -10,19 +10,18 @@ each. Steps are launched in blocks, and the host takes the tokens of a block whi
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import math
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ from longspan.models.residual import StackState
 from longspan.models.transformer import LanguageModel
 from longspan.serve.disk_store import DiskStore
 from longspan.serve.prefix_cache import CacheStats, PrefixCache, token_tensors
-from longspan.serve.request import Delta, Generation, Request, Waiter
+from longspan.serve.request import Delta, Generation, Request, SavedState, Waiter, wake_all
 from longspan.serve.slots import REPETITION_WINDOW, CapturedReader, ChunkShape, PromptReader, SlotLoop, StateLayout
 from longspan.serve.speculation import BYTES_NGRAM, MAX_GUESS, NGRAM, Draft, Guesser, Pace
 from longspan.serve.state_codec import StateCodec
@@ -65,11 +64,18 @@ class QueueFullError(RuntimeError):
 
     def __init__(self, waiting: int, limit: int, retry_after: float) -> None:
         super().__init__(f"{waiting} requests are waiting, and the limit is {limit}: try again later")
-        self.retry_after = retry_after
+        self.waiting, self.limit, self.retry_after = waiting, limit, retry_after
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return QueueFullError, (self.waiting, self.limit, self.retry_after)
 
 
 class EngineClosedError(RuntimeError):
     """The engine takes no more requests, or failed."""
+
+
+class EngineFailedError(EngineClosedError):
+    """The engine failed."""
 
 
 @dataclass
@@ -188,7 +194,9 @@ class Engine:
         speculation: "ngram" guesses tokens from the prompt and what was generated; a causal language model guesses
             them itself. Guesses are checked together, only where that saves time. The distribution of the output is
             unchanged; its rounding, and so a tie, may depend on what else runs.
-        threads: Number of PyTorch threads on a CPU: one for small models, otherwise PyTorch's own number.
+        threads: Number of PyTorch threads on a CPU. Unless given, one for small models; otherwise prompts are read with
+            PyTorch's own number, and steps have one less, if that is more than one. A step is many short operations,
+            each of which waits for its slowest thread, and an HTTP server and its clients need a core too.
         warm_up: Whether reading several prompts together on a CPU is compared with reading them one by one before the
             first request, which takes up to a second, and not when as many prompts come for the first time.
 
@@ -238,7 +246,7 @@ class Engine:
         self._layout = StateLayout(self._new_state())
         self.state_codec = StateCodec(state_dtype)
         disk = None if cache_dir is None else DiskStore(Path(cache_dir), disk_bytes)
-        self._rows, self._threads = self._rows_and_threads(threads)
+        self._rows, self._threads, self._read_threads = self._rows_and_threads(threads)
         on_gpu = self.device.type == "cuda"
         held = max(1, _READ_BYTES // self._layout.bytes)  # states
         most = min(slots, _READ_TOKENS // self.chunk) if on_gpu else _READ_CHUNKS
@@ -250,7 +258,7 @@ class Engine:
         self.speculation, self._pace = _check_speculation(speculation, model), Pace()
         # What the bits of a state depend on.
         salt = f"{self.fingerprint}:{model.config}:{self.chunk}:{self.max_length}:{state_dtype}"
-        salt += f":{self._read_rows}:{self.device}:{self._threads}:{torch.__version__}"
+        salt += f":{self._read_rows}:{self.device}:{self._read_threads}:{torch.__version__}"
         self.cache = PrefixCache(
             self._layout,
             self.chunk,
@@ -276,7 +284,7 @@ class Engine:
         self._running: dict[int, _Choice] = {}
         self._launched: deque[_Launched] = deque()
         self._reads: deque[_DeviceTimer] = deque()  # calls of the reader whose time has not been counted
-        self._wakeups: dict[Generation, Waiter] = {}  # streams with deltas that an event loop waits for
+        self._wakeups: dict[Generation, Waiter] = {}  # streams with deltas that something waits for
         self._due: set[Generation] = set()  # those to wake now
         self._closing = False
         self._error: BaseException | None = None
@@ -292,6 +300,15 @@ class Engine:
         """Whether the engine's thread runs: it has neither failed nor been closed."""
         return self._thread.is_alive()
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of one sequence; where every token is stored, of an empty one."""
+        return self.model.state_size()
+
+    def wait(self) -> None:
+        """Wait until the engine fails or is closed."""
+        self._thread.join()
+
     def submit(self, request: Request) -> Generation:
         """Queue a request.
 
@@ -305,7 +322,7 @@ class Engine:
         """
         held = self._check(request)
         deadline = math.inf if request.timeout is None else time.monotonic() + request.timeout
-        session = request.previous_state
+        session = request.session
         # Log-probabilities of the prompt need all of it to be read.
         cached = session is None and not (request.echo and request.logprobs is not None) and self.cache.budget > 0
         reading = _Reading(request, self.cache.keys(request.tokens[:-1]) if cached else [])
@@ -314,8 +331,10 @@ class Engine:
         for i in range(request.n):
             job.choices.append(_Choice(job, i, None if self.codec is None else self.codec.stream_decoder()))
         with self._wake:
+            if self._error is not None:
+                raise EngineFailedError("the engine failed: it takes no more requests") from self._error
             if self._closing:
-                raise EngineClosedError("the engine is closed: it takes no more requests") from self._error
+                raise EngineClosedError("the engine is closed: it takes no more requests")
             if self._num_waiting + request.n > self.max_queue + len(self._free):
                 raise QueueFullError(self._num_waiting, self.max_queue, self._retry_after())
             self._jobs[generation] = job
@@ -381,12 +400,14 @@ class Engine:
             window = request.sampling.repetition_window
             raise ValueError(f"repetition_window must be at most {REPETITION_WINDOW} here, got {window}")
         held = 0
-        if request.previous_state is not None:
-            request.previous_state.check_model(self.model)
-            state = request.previous_state.state
+        if isinstance(request.previous_state, SavedState):
+            raise TypeError("previous_state must be a Session of this process, got a SavedState")
+        if request.session is not None:
+            request.session.check_model(self.model)
+            state = request.session.state
             if state.start is not None or [*state.tensors()] != [*self._new_state().tensors()]:
                 raise ValueError("previous_state does not fit this model: it is no state of it from position 0")
-            held = int(state.length)
+            held = request.session.length
         total = held + len(request.tokens) + request.max_tokens
         if self.max_length is not None and total > self.max_length:
             raise ValueError(
@@ -422,15 +443,17 @@ class Engine:
             return False
         return True
 
-    def _rows_and_threads(self, threads: int | None) -> tuple[int, int]:
-        """Return the number of rows of a step, and of PyTorch threads."""
+    def _rows_and_threads(self, threads: int | None) -> tuple[int, int, int]:
+        """Return the number of rows of a step, and of PyTorch threads in steps and in reading prompts."""
         default = torch.get_num_threads()
         if self.device.type != "cpu":
-            return self.slots, threads or default
+            return self.slots, threads or default, threads or default
         # In products of other numbers of rows than multiples of four, the last ones may be summed in another order.
         rows = self.slots if self.slots == 1 else -(-self.slots // 4) * 4
         elements = rows * sum(x.numel() for x in self._new_state().tensors().values())
-        return rows, threads or (1 if is_small(self.model, rows, elements) else default)
+        if threads is None and not is_small(self.model, rows, elements):
+            return rows, max(1, default - 1), default
+        return rows, threads or 1, threads or 1
 
     def _new_state(self) -> StackState:
         return self.model.new_state(1, max_length=self.max_length)
@@ -476,7 +499,8 @@ class Engine:
         self._loop.warm_up()
         self._reader = self._new_reader()
         if self._warm_up:
-            self._reader.warm_up()
+            with self._reading_threads():
+                self._reader.warm_up()
         self._draft: Draft | None = None
         if isinstance(self.speculation, LanguageModel):
             self._draft = Draft(self.speculation, rows, self.max_length)
@@ -538,7 +562,7 @@ class Engine:
 
     def _begin(self, job: _Job) -> None:
         """Set the state that a prompt is read from: empty, from the cache, or that of a session."""
-        reading, session = job.reading, job.request.previous_state
+        reading, session = job.reading, job.request.session
         if session is not None:
             reading.state = self._layout.pack(self._fit(session.state))[0]
             if not len(job.request.tokens):
@@ -629,7 +653,8 @@ class Engine:
         readings = [job.reading for job in jobs]
         pieces = [reading.tokens[reading.position : reading.position + self.chunk] for reading in readings]
         timer = _DeviceTimer(self.device)
-        hidden, after = self._reader.read(pieces, [x.state for x in readings if x.state is not None])
+        with self._reading_threads():
+            hidden, after = self._reader.read(pieces, [x.state for x in readings if x.state is not None])
         self._reads.append(timer.end())
         self._count_reads()
         self._counts["chunks"] += len(jobs)
@@ -637,6 +662,18 @@ class Engine:
         for i, (job, piece) in enumerate(zip(jobs, pieces, strict=True)):
             job.reading.state = after[i]
             self._chunk_read(job, hidden[i, : len(piece)], job.reading.position + len(piece))
+
+    @contextmanager
+    def _reading_threads(self) -> Iterator[None]:
+        """Use the number of PyTorch threads that prompts are read with."""
+        if self._read_threads == self._threads:
+            yield
+            return
+        torch.set_num_threads(self._read_threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self._threads)
 
     def _count_reads(self) -> None:
         """Add up the time of reads that the device has done."""
@@ -963,16 +1000,12 @@ class Engine:
             self._due.add(generation)
 
     def _notify(self) -> None:
-        """Wake the event loops whose streams got deltas, each once."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-        for generation in self._due:
-            waiter = self._wakeups.pop(generation, None)
-            if waiter is not None:
-                by_loop.setdefault(waiter[0], []).append(waiter[1])
+        """Wake what waits for streams that got deltas."""
+        if not self._due:
+            return
+        found = [self._wakeups.pop(generation, None) for generation in self._due]
         self._due.clear()
-        for loop, futures in by_loop.items():
-            with suppress(RuntimeError):  # The event loop is closed.
-                loop.call_soon_threadsafe(_resolve, futures)
+        wake_all([waiter for waiter in found if waiter is not None])
 
     def _fail(self, error: BaseException) -> None:
         with self._wake:
@@ -980,7 +1013,7 @@ class Engine:
             jobs = list(self._jobs.values())
             self._jobs.clear()
         for job in jobs:
-            failure = EngineClosedError(f"the engine failed: {error}")
+            failure = EngineFailedError(f"the engine failed: {error}")
             failure.__cause__ = error
             self._push(job.choices[0], failure)
         self._notify()
@@ -1013,9 +1046,9 @@ def _until_stop(choice: _Choice, text: str, stops: Sequence[str]) -> str:
 
 def _history(request: Request) -> Tensor:
     """Return the prompt, after what a session remembers of the tokens before it."""
-    if request.previous_state is None:
+    if request.session is None:
         return request.tokens
-    return torch.cat([x[x >= 0] for x in (request.previous_state.recent[0].cpu(), request.tokens)])
+    return torch.cat([x[x >= 0] for x in (request.session.recent[0].cpu(), request.tokens)])
 
 
 class _TopLogs(NamedTuple):
@@ -1108,9 +1141,3 @@ class _DeviceTimer:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-def _resolve(futures: list[asyncio.Future[None]]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)

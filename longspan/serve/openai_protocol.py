@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from types import UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
@@ -76,6 +77,12 @@ class APIError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.kind, self.param, self.code, self.headers = status, kind, param, code, headers or {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(APIError, kind=self.kind, param=self.param, code=self.code, headers=self.headers), (
+            self.status,
+            str(self),
+        )
 
     def body(self) -> dict[str, Any]:
         """Return the error as OpenAI writes it."""

@@ -6,9 +6,11 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from longspan.generation.generate import check_stop_strings
@@ -17,7 +19,58 @@ from longspan.generation.session import Session, to_tokens
 from longspan.utils import check_integer
 
 MAX_LOGPROBS = 20
-Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]  # a coroutine that waits for deltas
+
+
+class Waker(Protocol):
+    """Wakes what waits for deltas; one call for all streams that it waits for."""
+
+    def wake(self, waiting: list[Any]) -> None:
+        """Wake what was given with the waker in a `Waiter`."""
+
+
+Waiter = tuple[Waker, Any]  # what to wake, and by whom
+
+
+@dataclass(frozen=True)
+class EventLoop:
+    """Wakes coroutines."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def wake(self, waiting: list[asyncio.Future[None]]) -> None:
+        """Resolve futures of the loop, from another thread."""
+        with suppress(RuntimeError):  # The loop is closed.
+            self.loop.call_soon_threadsafe(_resolve, waiting)
+
+
+def _resolve(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
+
+
+def wake_all(waiters: list[Waiter]) -> None:
+    """Wake all of several waiters, each waker once."""
+    found: dict[Waker, list[Any]] = {}
+    for waker, waiting in waiters:
+        found.setdefault(waker, []).append(waiting)
+    for waker, several in found.items():
+        waker.wake(several)
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A saved session that another process holds.
+
+    Attributes:
+        name: Its name in that process' `StateStore`.
+        length: Tokens in it.
+        recent_tokens: The latest of them.
+    """
+
+    name: str
+    length: int
+    recent_tokens: list[int]
 
 
 @dataclass(frozen=True)
@@ -56,7 +109,7 @@ class Request:
     echo: bool = False
     timeout: float | None = None
     client: str = ""
-    previous_state: Session | None = None
+    previous_state: Session | SavedState | None = None
     keep_state: bool = False
 
     def __post_init__(self) -> None:
@@ -79,7 +132,7 @@ class Request:
             raise TypeError(f"stop_strings must be texts, got {self.stop_strings!r}")
         if not len(self.tokens) and self.previous_state is None:
             raise ValueError("every prompt must have at least one token: there is nothing to continue")
-        if self.previous_state is not None and len(self.previous_state.logits) != 1:
+        if isinstance(self.previous_state, Session) and len(self.previous_state.logits) != 1:
             raise ValueError(f"previous_state must hold one sequence, got {len(self.previous_state.logits)}")
         if self.previous_state is not None and self.echo:
             raise ValueError("echo gives back the prompt, and previous_state holds only a state: leave one of them out")
@@ -89,6 +142,27 @@ class Request:
         """The prompt as (T,) int64."""
         assert isinstance(self.prompt, Tensor)
         return self.prompt
+
+    @property
+    def session(self) -> Session | None:
+        """The session that the prompt continues, in the engine's process."""
+        assert not isinstance(self.previous_state, SavedState)
+        return self.previous_state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle it with the prompt as an array of few bytes, which takes less time than a tensor."""
+        _, *others = (getattr(self, field.name) for field in fields(self))
+        tokens = self.tokens.numpy()
+        smallest, largest = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
+        return _request, (
+            tokens.astype(np.min_scalar_type(min(smallest, -largest - 1) if smallest < 0 else largest)),
+            *others,
+        )
+
+
+def _request(tokens: np.ndarray[Any, Any], *others: Any) -> Request:
+    """Return a request that was pickled."""
+    return Request(tokens.astype(np.int64), *others)  # type: ignore[arg-type]
 
 
 class Delta(NamedTuple):
@@ -103,7 +177,8 @@ class Delta(NamedTuple):
         log_probabilities: Of the tokens, if asked for; None for the first token of a prompt.
         top: For each token the likeliest ones and their log-probabilities, if asked for.
         finish_reason: "stop", "length", "cancelled" or "timeout" in the last delta of a choice.
-        session: The state after the choice in its last delta, if asked for.
+        session: The state after the choice in its last delta, if asked for; from an engine of another process, the
+            name that it was saved under.
         prompt: Whether the tokens are those of the prompt (`echo`).
     """
 
@@ -113,7 +188,7 @@ class Delta(NamedTuple):
     log_probabilities: Sequence[float | None] = ()
     top: Sequence[dict[int, float]] = ()
     finish_reason: str | None = None
-    session: Session | None = None
+    session: Session | str | None = None
     prompt: bool = False
 
 
@@ -126,7 +201,7 @@ class Completion:
     log_probabilities: list[float | None] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
     finish_reason: str | None = None
-    session: Session | None = None
+    session: Session | str | None = None
 
     def add(self, delta: Delta) -> None:
         """Add what came next."""
@@ -144,7 +219,7 @@ class Generation:
         prompt_tokens: Number of tokens of the prompt.
         cached_tokens: How many of them were found in the prefix cache; known with the first delta.
         completion_tokens: Number of tokens generated so far, of all choices.
-        is_async: Whether an event loop reads it, with `async for`. Tokens then come several at a time.
+        is_async: Whether an event loop or another process reads it. Tokens then come several at a time.
     """
 
     def __init__(self, request: Request, cancel: Callable[[Generation], None]) -> None:
@@ -153,6 +228,7 @@ class Generation:
         self._choices, self._left, self._cancel = request.n, request.n, cancel
         self._queue: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
         self._waiter: Waiter | None = None
+        self._forwarded: Waiter | None = None
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[Delta]:
@@ -176,7 +252,7 @@ class Generation:
                 if not self._queue.empty():
                     return self._received(self._queue.get())
                 waiting: asyncio.Future[None] = loop.create_future()
-                self._waiter = loop, waiting
+                self._waiter = EventLoop(loop), waiting
             await waiting
 
     async def batches(self) -> AsyncIterator[list[Delta]]:
@@ -199,16 +275,45 @@ class Generation:
         if self._left:
             self._cancel(self)
 
+    async def accepted(self) -> None:
+        """Wait until the engine has taken the request; raises what `Engine.submit` does, if it has not."""
+
+    def forward(self, waker: Waker, number: int) -> None:
+        """Let a waker `take` what comes, instead of iterating over it.
+
+        Args:
+            waker: Is woken with (number, self).
+            number: Of this stream.
+        """
+        with self._lock:
+            self.is_async, self._forwarded = True, (waker, (number, self))
+        waker.wake([(number, self)])
+
+    def take(self) -> list[Delta | BaseException]:
+        """Return what has come, without waiting; may be called by one thread at a time."""
+        found: list[Delta | BaseException] = []
+        while not self._queue.empty():
+            found.append(self._queue.get())
+            self._count(found[-1])
+        return found
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of it has been read."""
+        return not self._left
+
     def push(self, item: Delta | BaseException) -> Waiter | None:
-        """Add a delta, or an error to raise. Called by the engine, which wakes the event loop that is returned."""
+        """Add a delta, or an error to raise. Called by the engine, which wakes what is returned."""
         with self._lock:
             self._queue.put(item)
             waiter, self._waiter = self._waiter, None
-        return waiter
+            return self._forwarded or waiter
 
     def _received(self, item: Delta | BaseException) -> Delta:
+        self._count(item)
         if isinstance(item, BaseException):
-            self._left = 0
             raise item
-        self._left -= item.finish_reason is not None
         return item
+
+    def _count(self, item: Delta | BaseException) -> None:
+        self._left = self._left - (item.finish_reason is not None) if isinstance(item, Delta) else 0

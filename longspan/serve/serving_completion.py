@@ -16,10 +16,11 @@ from longspan.generation.chat_template import ChatTemplate
 from longspan.generation.sampling import Sampling
 from longspan.generation.session import Session
 from longspan.generation.tokenization import StreamDecoder, TextCodec
-from longspan.serve.engine import Engine, EngineClosedError, QueueFullError
+from longspan.serve.engine import Engine, EngineClosedError, EngineFailedError, QueueFullError
+from longspan.serve.engine_service import RemoteEngine, RemoteStates
 from longspan.serve.metrics import Metrics
 from longspan.serve.openai_protocol import APIError, ChatBody, CompletionBody
-from longspan.serve.request import MAX_LOGPROBS, Completion, Delta, Generation, Request
+from longspan.serve.request import MAX_LOGPROBS, Completion, Delta, Generation, Request, SavedState
 from longspan.serve.state_store import StateStore
 
 _MAX_CHOICES = 128
@@ -47,7 +48,7 @@ class ServedModel:
     """A model that answers requests in OpenAI's format.
 
     Args:
-        engine: The engine; it needs a codec.
+        engine: The engine, of this process or another; it needs a codec.
         name: Name of the model.
         states: Saved states.
         template: How messages become a text; ChatML unless given.
@@ -60,9 +61,9 @@ class ServedModel:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | RemoteEngine,
         name: str,
-        states: StateStore,
+        states: StateStore | RemoteStates,
         *,
         template: ChatTemplate | None = None,
         ends: dict[int, str] | None = None,
@@ -72,7 +73,7 @@ class ServedModel:
             raise ValueError("text needs a codec: give the engine one")
         self.engine, self.name, self.states, self.codec = engine, name, states, engine.codec
         self.template, self.ends, self.limits = template or ChatTemplate(), ends or {}, limits or Limits()
-        self.metrics, self.state_bytes = Metrics(), engine.model.state_size()
+        self.metrics, self.state_bytes = Metrics(), engine.state_bytes
         self.created = int(time.time())
 
     def check_name(self, name: str | None) -> None:
@@ -116,7 +117,7 @@ class ServedModel:
         except (ValueError, TypeError, OverflowError) as error:
             raise APIError(400, str(error), param=_named_in(str(error), body)) from None
 
-    def submit(self, requests: Sequence[Request]) -> list[Generation]:
+    async def submit(self, requests: Sequence[Request]) -> list[Generation]:
         """Give requests to the engine: all of them, or none.
 
         Raises:
@@ -126,7 +127,9 @@ class ServedModel:
         try:
             for request in requests:
                 streams.append(self.engine.submit(request))
-        except Exception as error:
+            for stream in streams:
+                await stream.accepted()
+        except BaseException as error:
             for stream in streams:
                 stream.cancel()
             raise _refusal(error) from None
@@ -152,14 +155,14 @@ class ServedModel:
         sampling: Sampling,
         n: int,
         client: str,
-        state: Session | None,
+        state: Session | SavedState | None,
     ) -> Request:
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         if len(stop) > _MAX_STOP or any(len(text) > 1024 for text in stop):
             raise ValueError(f"stop must be at most {_MAX_STOP} texts of at most 1,024 characters")
         chat = isinstance(body, ChatBody)
         ends = [] if body.ignore_eos else [*self.ends]
-        held = 0 if state is None else int(state.state.length)
+        held = 0 if state is None else state.length
         max_tokens = self._max_tokens(body, held + len(prompt))
         if body.keep_state and not max_tokens:
             raise ValueError("keep_state saves the state after an answer: max_tokens must be at least 1, got 0")
@@ -188,7 +191,7 @@ class ServedModel:
             return [given]
         return [self._encode(item, "prompt") if isinstance(item, str) else item for item in given]
 
-    def _chat_prompt(self, body: ChatBody, state: Session | None) -> Sequence[int]:
+    def _chat_prompt(self, body: ChatBody, state: Session | SavedState | None) -> Sequence[int]:
         if not body.messages:
             raise APIError(400, "messages must have at least one message", param="messages")
         messages = []
@@ -199,8 +202,8 @@ class ServedModel:
         try:
             if state is None:
                 return self._encode(self.template.render(messages, add_generation_prompt=True), "messages")
-            recent = self.codec.decode([token for token in state.recent[0].tolist() if token >= 0])
-            text = self.template.render_after(messages, recent, [*self.ends.values()])
+            before = self.codec.decode(state.recent_tokens)
+            text = self.template.render_after(messages, before, [*self.ends.values()])
             return self._encode(text, "messages")
         except ValueError as error:
             raise APIError(400, str(error), param="messages") from None
@@ -256,14 +259,15 @@ def _named_in(text: str, body: CompletionBody | ChatBody) -> str | None:
     return first if first in type(body).model_fields else None
 
 
-def _refusal(error: Exception) -> Exception:
+def _refusal(error: BaseException) -> BaseException:
     """Return what to answer when the engine does not take a request."""
     if isinstance(error, QueueFullError):
         after = {"Retry-After": str(math.ceil(error.retry_after))}
         return APIError(429, str(error), kind="rate_limit_error", code="queue_full", headers=after)
+    if isinstance(error, EngineFailedError):
+        return APIError(500, "the engine failed", kind="server_error", code="failed")
     if isinstance(error, EngineClosedError):
-        failed = error.__cause__ is not None
-        return draining() if not failed else APIError(500, "the engine failed", kind="server_error", code="failed")
+        return draining()
     if isinstance(error, ValueError | TypeError | OverflowError):
         code = "context_length_exceeded" if "to generate are more than" in str(error) else None
         return APIError(400, str(error), code=code)
@@ -429,11 +433,11 @@ class ResponseWriter:
     ) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": logs, "finish_reason": reason}
 
-    async def _state(self, session: Session | None) -> dict[str, str]:
-        if session is None:
-            return {}
-        info = await asyncio.to_thread(self.model.states.save, session)
-        return {"state": info.name}
+    async def _state(self, session: Session | str | None) -> dict[str, str]:
+        if isinstance(session, Session):
+            assert isinstance(self.model.states, StateStore)
+            session = (await asyncio.to_thread(self.model.states.save, session)).name
+        return {} if session is None else {"state": session}
 
     def _logs(
         self, index: int, tokens: Sequence[int], values: Sequence[float | None], top: Sequence[dict[int, float]]

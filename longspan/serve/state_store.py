@@ -43,7 +43,61 @@ class StateInfo:
         return {"id": self.name, "object": "state", "bytes": self.bytes, "created_at": int(self.created)}
 
 
-class StateStore:
+class StateFiles:
+    """The files of saved states.
+
+    Args:
+        folder: The folder; created if there is none.
+        max_bytes: The most bytes of a file.
+
+    Raises:
+        OSError: If the folder cannot be created.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.folder, self.max_bytes = folder, max_bytes
+
+    def delete(self, name: str) -> None:
+        """Remove a state."""
+        self.path(name).unlink(missing_ok=True)
+
+    def info(self, name: str) -> StateInfo:
+        """Describe a state."""
+        status = self.path(name).stat()
+        return StateInfo(name, status.st_size, status.st_mtime)
+
+    def list(self) -> list[StateInfo]:
+        """Describe all states, the least recently used first."""
+        found = []
+        for entry in os.scandir(self.folder):
+            name = entry.name.removesuffix(_SUFFIX)
+            if entry.name.endswith(_SUFFIX) and _NAME.fullmatch(name) and entry.is_file():
+                found.append(StateInfo(name, entry.stat().st_size, entry.stat().st_mtime))
+        return sorted(found, key=lambda info: (info.created, info.name))
+
+    def path(self, name: str) -> Path:
+        """Return the file of a state.
+
+        Raises:
+            APIError: If there is none.
+        """
+        path = self.folder / (name + _SUFFIX)
+        if not _NAME.fullmatch(name) or not path.is_file():
+            raise APIError(404, f"there is no state {name[:80]!r}", kind="not_found_error", code="state_not_found")
+        return path
+
+    @contextmanager
+    def new_file(self) -> Iterator[Path]:
+        """Yield a path to write a state to, which is removed at the end unless it was moved."""
+        path = self.folder / f".{secrets.token_hex(16)}.upload"
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+
+class StateStore(StateFiles):
     """Sessions in a folder, one safetensors file each, as `longspan generate --state` writes them.
 
     States that no client named are removed, the least recently used first, where they exceed the budget.
@@ -61,12 +115,12 @@ class StateStore:
     """
 
     def __init__(self, folder: Path, engine: Engine, budget: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.folder, self.budget, self._engine = folder, budget, engine
-        self._lock = threading.Lock()
         empty = engine.model.new_state(1, max_length=engine.max_length)
         vocab_size = engine.model.config.vocab_size or 0
-        self.max_bytes = sum(x.numel() * x.element_size() for x in empty.tensors().values()) + 8 * vocab_size + _HEADER
+        size = sum(x.numel() * x.element_size() for x in empty.tensors().values())
+        super().__init__(folder, size + 8 * vocab_size + _HEADER)
+        self.budget, self._engine = budget, engine
+        self._lock = threading.Lock()
         for path in folder.glob(".*.upload"):
             path.unlink(missing_ok=True)  # of a process that was killed
 
@@ -106,44 +160,6 @@ class StateStore:
             os.utime(self.path(source))
             shutil.copyfile(self.path(source), path)
             return self._commit(path, name)
-
-    def delete(self, name: str) -> None:
-        """Remove a state."""
-        self.path(name).unlink(missing_ok=True)
-
-    def info(self, name: str) -> StateInfo:
-        """Describe a state."""
-        status = self.path(name).stat()
-        return StateInfo(name, status.st_size, status.st_mtime)
-
-    def list(self) -> list[StateInfo]:
-        """Describe all states, the least recently used first."""
-        found = []
-        for entry in os.scandir(self.folder):
-            name = entry.name.removesuffix(_SUFFIX)
-            if entry.name.endswith(_SUFFIX) and _NAME.fullmatch(name) and entry.is_file():
-                found.append(StateInfo(name, entry.stat().st_size, entry.stat().st_mtime))
-        return sorted(found, key=lambda info: (info.created, info.name))
-
-    def path(self, name: str) -> Path:
-        """Return the file of a state.
-
-        Raises:
-            APIError: If there is none.
-        """
-        path = self.folder / (name + _SUFFIX)
-        if not _NAME.fullmatch(name) or not path.is_file():
-            raise APIError(404, f"there is no state {name[:80]!r}", kind="not_found_error", code="state_not_found")
-        return path
-
-    @contextmanager
-    def new_file(self) -> Iterator[Path]:
-        """Yield a path to write a state to, which is removed at the end unless it was moved."""
-        path = self.folder / f".{secrets.token_hex(16)}.upload"
-        try:
-            yield path
-        finally:
-            path.unlink(missing_ok=True)
 
     def _commit(self, path: Path, name: str | None) -> StateInfo:
         if name is not None and (not _NAME.fullmatch(name) or name.startswith(_GENERATED)):
@@ -209,19 +225,21 @@ def _check_fits(session: Session, engine: Engine) -> None:
     if not 0 <= length <= (2**40 if engine.max_length is None else engine.max_length):
         raise ValueError(f"it holds {length} tokens, and the most is {engine.max_length}")
     for name, x in found.items():
-        _check_tensor(name, x, expected[name], length, name in growing)
+        # Codes of the latest tokens, for n-grams; other integers count tokens.
+        largest = engine.model.config.vocab_size or 0 if name == "recent" else length
+        _check_tensor(name, x, expected[name], length, largest, name in growing)
     _check_numbers("logits", session.logits)
 
 
-def _check_tensor(name: str, x: Tensor, expected: Tensor, length: int, grows: bool) -> None:
+def _check_tensor(name: str, x: Tensor, expected: Tensor, length: int, largest: int, grows: bool) -> None:
     shape, wanted = list(x.shape), list(expected.shape)
     if grows:  # The third dimension is a capacity.
         enough = len(shape) == len(wanted) and shape[2] >= length
         shape[2:3] = wanted[2:3] if enough else shape[2:3]
     if shape != wanted or x.dtype != expected.dtype:
         raise ValueError(f"{name} must be {tuple(wanted)} {expected.dtype}, got {tuple(x.shape)} {x.dtype}")
-    if not x.is_floating_point() and x.numel() and (int(x.max()) > length or int(x.min()) < -1):
-        raise ValueError(f"{name} has a number beyond the {length} tokens of the state")
+    if not x.is_floating_point() and x.numel() and not -1 <= int(x.min()) <= int(x.max()) <= largest:
+        raise ValueError(f"{name} must have numbers from -1 to {largest}, got {int(x.min())} to {int(x.max())}")
     _check_numbers(name, x)
 
 

@@ -104,5 +104,5 @@ def test_random_requests(number, tmp_path):
         assert found == wanted
         assert api.engine.is_alive
         assert api.engine.stats().running == api.engine.stats().waiting == 0
-        assert api.server.app.state.gate.active == 0
+        assert api.active() == 0
     assert {path.name for path in tmp_path.iterdir()} == {"states"}

@@ -19,10 +19,13 @@ AND = "<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
 HYBRID = ["softmax", {"mechanism": "linear", "feature_map": "softmax"}]
 
 
-@pytest.fixture(scope="module", params=["split", "hybrid"])
+MODELS = {"split": {}, "hybrid": {"mechanism": HYBRID}, "n-grams": {"ngrams": (2, 3)}}
+
+
+@pytest.fixture(scope="module", params=[*MODELS])
 def api(request, tmp_path_factory):
     torch.manual_seed(0)
-    model = language_model() if request.param == "split" else language_model(HYBRID)
+    model = language_model(**MODELS[request.param])
     with serving(model, tmp_path_factory.mktemp("states"), engine={"slots": 3, "max_length": 307}) as found:
         yield found
 
@@ -146,6 +149,9 @@ def test_uploads_are_checked(api, tmp_path):
     for name in length:
         for value in (2**62, 1000, -7):
             refused(save({**tensors, name: torch.tensor([value])}, metadata), "")
+    codes = tensors.get("state.recent", torch.empty(0))  # of the tokens before, for n-grams
+    for value in (257, 2**62, -2) if codes.numel() else ():
+        refused(save({**tensors, "state.recent": torch.full_like(codes, value)}, metadata), "recent")
     for name in metadata:
         if name.startswith("state.") and not name.endswith("max_length"):
             refused(save(tensors, metadata | {name: "77"}), "its options are not those of the model")

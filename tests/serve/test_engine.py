@@ -534,3 +534,31 @@ def test_sessions_of_every_mechanism(name):
 def test_counts_of_an_engine_are_positive(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be .*, got 0"):
         Engine(language_model(), **{name: 0})
+
+
+@pytest.mark.parametrize(("given", "small", "steps", "reads"), [
+    (None, False, 2, 3), (None, True, 1, 1), (1, False, 1, 1), (3, False, 3, 3), (2, True, 2, 2),
+])  # fmt: skip
+def test_threads(model, monkeypatch, given, small, steps, reads):
+    """Steps leave a core to the HTTP server, unless a number is given; small models have one thread."""
+    monkeypatch.setattr("longspan.serve.engine.is_small", lambda *_: small)
+    found = {}
+
+    def noted(name, function):
+        def call(*arguments):
+            found.setdefault(name, set()).add(torch.get_num_threads())
+            return function(*arguments)
+
+        return call
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with Engine(model, slots=2, threads=given) as engine:
+            monkeypatch.setattr(engine._loop, "step", noted("steps", engine._loop.step))
+            monkeypatch.setattr(engine._reader, "read", noted("reads", engine._reader.read))
+            engine.submit(Request(b"Once upon a time", 5)).result()
+        assert found == {"steps": {steps}, "reads": {reads}}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -197,9 +197,8 @@ def test_other_machines_reach_the_server_only_if_told_so(tmp_path, capsys, host)
     save(language_model(), tmp_path / "model")
     flags = ServeFlags(tmp_path / "model", port=0, **({} if host is None else {"host": host}))
     with build_server(flags) as server:
-        assert server._socket.getsockname()[0] == (host or "127.0.0.1")
+        assert server.address[0] == (host or "127.0.0.1")
         _announce(server, flags)
-        server._socket.close()
     assert ("every client that reaches this address can use" in capsys.readouterr().err) == (host is not None)
 
 
