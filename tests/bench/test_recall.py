@@ -381,6 +381,9 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
 
 def test_the_time_budget_ends_a_run(tmp_path: Path) -> None:
     assert run(options(tmp_path, minutes=1e-9)) == []
+    chosen = options(tmp_path, tasks=("needle",), mechanisms=("local",), lrs=(1e-2,), seeds=(0,), minutes=0.5)
+    assert run(replace(chosen, run_seconds=60)) == [], "after 15 s to score, less than half of its time is left"
+    assert [row["status"] for row in run(replace(chosen, run_seconds=20))] == ["ok"]
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -151,12 +151,12 @@ def _listops(length: int) -> Recipe:
     return Recipe(
         task,
         (task,),
-        steps=12_000,
-        batch_tokens=32 * length,
+        steps=24_000,
+        batch_tokens=16 * length,
         train_tokens=96_000 * length,
-        lrs=(1e-3, 3e-3),
+        lrs=(5e-4, 1e-3),
         length_buckets=8,
-        layer=LayerOptions(depth=4, heads=4),
+        layer=LayerOptions(depth=4, heads=4, conv_size=0),
     )
 
 
