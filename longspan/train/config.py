@@ -87,7 +87,7 @@ class TrainConfig:
     muon_lr: float | None = None
     """Peak learning rate of Muon; --lr by default."""
     embedding_lr: float | None = None
-    """Peak learning rate of embeddings; --lr by default."""
+    """Peak learning rate of embeddings, without weight decay; --lr by default."""
     weight_decay: float = 0.1
     """Weight decay (matrices only)."""
     betas: tuple[float, ...] = (0.9, 0.95)

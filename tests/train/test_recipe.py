@@ -108,6 +108,9 @@ def test_muon_gets_the_matrices_of_the_layers() -> None:
     ]
     assert len(optimizer.param_groups[0]["params"]) == 12
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(names)
+    optimizer = make_optimizer(train_config(optimizer="muon", embedding_lr=0.02, lr=0.01), model)
+    ((rows, decay),) = [(g["params"], g["weight_decay"]) for g in optimizer.param_groups if g["lr_ratio"] == 2.0]
+    assert (names[id(rows[0])], decay) == ("embedding.weight", 0.0)
     model.transformer.requires_grad_(False)
     with pytest.raises(ValueError, match="and this run trains none: use --optimizer adamw"):
         make_optimizer(train_config(optimizer="muon"), model)
