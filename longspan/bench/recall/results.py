@@ -78,7 +78,7 @@ def _final(rows: Iterable[Row]) -> list[Row]:
     final = [row for row in rows if row["stage"] == "final" and row["status"] == "ok" and row["train_loss"] is not None]
     last = {row["task"]: row for row in final}
     final = [row for row in final if all(row.get(name) == last[row["task"]].get(name) for name in _RECIPE)]
-    # Of a run that was repeated, with another time limit, the longest counts; of those that ended by themselves, the last.
+    # Of a run that was repeated, with another time limit, the longest counts, or the last that was not cut short.
     final.sort(key=lambda row: row["steps"] if row["stopped"] == "time" else math.inf)
     final = list({(row["task"], row["mechanism"], row["lr"], row["seed"]): row for row in final}.values())
     found: dict[tuple[str, str], dict[float, list[Row]]] = {}
