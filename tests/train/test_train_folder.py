@@ -224,7 +224,7 @@ def test_settings_that_may_change() -> None:
         return run_checkpoint.check_settings(Path("run"), before, described(**changes), processes)
 
     assert compare() == []
-    assert compare(lr=0.001, warmup=7) == ["--lr 0.003 → 0.001", "--warmup 3 → 7"]
+    assert compare(lr=0.001, warmup=7) == ["--lr 0.004 → 0.001", "--warmup 3 → 7"]
     for changes in ({"lr": 0.005}, {"warmup": 2}, {"batch_size": 3}, {"accumulate": 1}, {"data": ["b"]}):
         with pytest.raises(ValueError, match=f"other settings .train.{next(iter(changes))} "):
             compare(**changes)
