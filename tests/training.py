@@ -56,6 +56,9 @@ SMALL = {
     "eval-tokens": 500,
     "save-every": 5,
     "sample-tokens": 5,
+    # The recipe of the preset has tests of its own.
+    "optimizer": "adamw",
+    "decay_type": "cosine",
 }
 
 

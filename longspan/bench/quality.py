@@ -57,7 +57,7 @@ RECIPES: dict[str, Settings] = {
     "logit-softcap": {"model.logit_softcap": 15.0},
     "fast": {"muon_lr": 1e-2},
     "lr-high": {"lr": 4e-3},
-    "embedding-fast": {"embedding_lr": 6e-3},
+    "embedding-fast": {"embedding_lr": 1.2e-2},
     "stable-decay": {"decay_ratio": 0.6},
     "warmup-100": {"warmup": 100},
     "half-batch": {BATCH_FACTOR: 0.5},
@@ -154,6 +154,8 @@ class QualityOptions:
     """Preset of `longspan train`."""
     held_out: int = HELD_OUT
     """Bytes at the end of the text that are not trained on; the first half of them is scored."""
+    eval_every: int | None = None
+    """Steps between two scores during training, which takes no training time. By default the end alone is scored."""
     jobs: int = 4
     """Models that compile at the same time; they train one after another."""
     minutes: float | None = None
@@ -176,7 +178,7 @@ class QualityOptions:
         for name in ("contexts", "batch_sizes"):
             if any(value < 1 for value in getattr(self, name)):
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("seconds", "held_out", "jobs", "minutes"):
+        for name in ("seconds", "held_out", "eval_every", "jobs", "minutes"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value:g}")
@@ -197,6 +199,7 @@ class QualitySubject(Subject):
         seed: Seed of weights and data order.
         preset: The preset of `longspan train`; context and batch size come from the case.
         held_out: Bytes at the end of the text that are not trained on; the first half of them is scored.
+        eval_every: Steps between two scores during training; None: the end alone is scored.
     """
 
     data: str
@@ -205,6 +208,7 @@ class QualitySubject(Subject):
     seed: int = 0
     preset: str = "small"
     held_out: int = HELD_OUT
+    eval_every: int | None = None
 
     def workload(self, case: Case) -> Workload:
         raise NotImplementedError("a training run has no step to repeat: see `measure`")
@@ -234,7 +238,8 @@ class QualitySubject(Subject):
             "parameters": trainer.metadata["parameters"],
             "process_seconds": time.perf_counter() - started,
             "settings": trainer.metadata["settings"],
-            "curve": [[r["tokens"], r["seconds"], r["bits_per_byte"]] for r in logger.records if "loss" in r],
+            "curve": _curve(logger.records, "bits_per_byte"),
+            "held_out_curve": _curve(logger.records, "eval_bits_per_byte"),
         }
         peak = torch.cuda.max_memory_allocated() / 1e6 if case.device == "cuda" else None
         return Measurement("ok", peak_mb=peak, memory="torch.cuda.max_memory_allocated", metrics=metrics)
@@ -260,7 +265,7 @@ class QualitySubject(Subject):
             "data": [str(train)],
             "eval_data": [str(scored)],
             "out": str(folder / "run"),
-            "eval_every": never,
+            "eval_every": self.eval_every or never,
             "save_every": never,
             "sample_tokens": 0,
             "eval_tokens": SCORED,
@@ -340,9 +345,14 @@ def _subjects(options: QualityOptions) -> Iterator[tuple[QualitySubject, Case]]:
         for context, batch_size in zip(options.contexts, options.batch_sizes, strict=True):
             for name in names:
                 label = f"{name}, context {context}, seed {seed}"
-                settings = options.seconds, name, seed, options.preset, options.held_out
+                settings = options.seconds, name, seed, options.preset, options.held_out, options.eval_every
                 case = Case(context, batch_size, device=options.device)
                 yield QualitySubject(label, options.data, *settings), case
+
+
+def _curve(records: Sequence[Mapping[str, Any]], name: str) -> list[list[float]]:
+    """Return tokens, seconds and the figure `name` of the records that have it."""
+    return [[record["tokens"], record["seconds"], record[name]] for record in records if name in record]
 
 
 def _described(subject: QualitySubject, case: Case) -> Row:

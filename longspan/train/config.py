@@ -87,7 +87,7 @@ class TrainConfig:
     muon_lr: float | None = None
     """Peak learning rate of Muon; --lr by default."""
     embedding_lr: float | None = None
-    """Peak learning rate of embeddings; --lr by default."""
+    """Peak learning rate of embeddings, without weight decay; --lr by default."""
     weight_decay: float = 0.1
     """Weight decay (matrices only)."""
     betas: tuple[float, ...] = (0.9, 0.95)
@@ -304,10 +304,10 @@ def resolve(given: Mapping[str, Any]) -> Settings:
 
 
 def _without_muon(values: Values, given: Mapping[str, Any]) -> Values:
-    """Leave Muon of a preset out where another optimizer is given, or a trained model, which AdamW fine-tunes."""
+    """Leave Muon and its rates of a preset out where another optimizer is given, or a trained model, for AdamW."""
     if given.get("optimizer", "adamw" if given.get("init") else "muon") == "muon":
         return values
-    return {name: value for name, value in values.items() if name not in ("optimizer", "muon_lr")}
+    return {name: value for name, value in values.items() if name not in ("optimizer", "muon_lr", "embedding_lr")}
 
 
 def _initial_model(initial: Initial) -> Values:

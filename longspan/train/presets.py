@@ -34,8 +34,10 @@ _TRAIN_RECIPE = {"optimizer": "muon", "decay_type": "linear"}
 
 PRESETS = {
     "tiny": Preset(
-        _model(128, 4, 4),
-        {"context": 512, "batch_size": 8, "steps": 1000, "lr": 4e-3, "warmup": 50, "eval_tokens": 65_536},
+        _model(128, 4, 4, **_GATED_OUTPUT) | _MODEL_RECIPE | {"ngram_buckets": 4096},
+        {"context": 512, "batch_size": 8, "steps": 1000, "lr": 3e-3, "warmup": 50, "eval_tokens": 65_536}
+        | {"muon_lr": 1e-2, "embedding_lr": 2e-2}
+        | _TRAIN_RECIPE,
     ),
     "small": Preset(
         _model(512, 6, 8, **_GATED_OUTPUT) | _MODEL_RECIPE,

@@ -338,7 +338,7 @@ def make_optimizer(train: TrainConfig, module: torch.nn.Module) -> torch.optim.O
     """Return fused AdamW with weight decay on matrices only; with --optimizer muon, Muon for those of the layers.
 
     A group's `lr_ratio` is its learning rate as a multiple of --lr. Embeddings are a group of their own if they have a
-    rate of their own.
+    rate of their own, and do not decay then: rare rows would shrink more between two of their steps than they grow.
 
     Raises:
         ValueError: Muon has nothing to train.
@@ -354,7 +354,7 @@ def make_optimizer(train: TrainConfig, module: torch.nn.Module) -> torch.optim.O
     ]
     if train.embedding_lr is not None:
         rows = [p for p in trained if id(p) in embeddings]
-        groups.append({"params": rows, **decayed, "lr_ratio": train.embedding_lr / train.lr})
+        groups.append({"params": rows, "weight_decay": 0.0, "lr_ratio": train.embedding_lr / train.lr})
     if train.optimizer == "adamw":
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=train.lr, betas=betas, fused=True)
     ratio = 1.0 if train.muon_lr is None else train.muon_lr / train.lr

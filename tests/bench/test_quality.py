@@ -43,8 +43,19 @@ def test_a_candidate_trains_for_a_time_and_is_scored_on_the_end(text: Path) -> N
     assert (result.metrics["context"], result.metrics["scored"]) == (64, 4999)
     assert result.metrics["train_seconds"] >= 0.5
     assert result.metrics["tokens_per_second"] > 0
+    assert len(result.metrics["held_out_curve"]) == 1
     layers = result.metrics["settings"]["model"]["attention"]["mechanism"]
     assert [layer["mechanism"] for layer in layers] == ["delta", "local"]
+
+
+def test_the_curve_of_the_held_out_text(text: Path) -> None:
+    result = subject(text, seconds=0.5, eval_every=2).measure(Case(16, batch_size=2), QUICK)
+    scores = result.metrics["held_out_curve"]
+    steps = [tokens / 32 for tokens, _, _ in scores]
+    assert steps[:2] == [2, 4]
+    assert steps[-1] == result.metrics["steps"]
+    assert scores[-1][2] == result.metrics["bits_per_byte"]
+    assert result.metrics["curve"][-1][0] == scores[-1][0]
 
 
 def test_seed_and_candidate_reach_the_trainer(text: Path, tmp_path: Path) -> None:
@@ -192,6 +203,7 @@ def test_a_damaged_file_is_refused(text: Path) -> None:
         ({"contexts": (64,)}, "one batch size for each context"),
         ({"contexts": (0, 1)}, r"contexts must be positive, got \(0, 1\)"),
         ({"seconds": 0.0}, "seconds must be positive, got 0"),
+        ({"eval_every": 0}, "eval_every must be positive, got 0"),
         ({"device": "gpu"}, "unknown device 'gpu'"),
     ],
 )

@@ -240,7 +240,7 @@ def options(folder: Path, **changes: Any) -> RecallOptions:
 
 
 def row(run_: RecallRun, accuracy: float, **values: Any) -> dict[str, Any]:
-    found = {"status": "ok", "accuracy": accuracy, "train_loss": 1.0, "chance": 0.5, "stopped": "steps"}
+    found = {"status": "ok", "accuracy": accuracy, "train_loss": 1.0, "chance": 0.5, "stopped": "steps", "steps": 4}
     return {**results.identify(run_), **found, "state_numbers": 512, **values}
 
 
@@ -315,8 +315,8 @@ def test_the_table_has_means_ranges_and_marks(tmp_path: Path) -> None:
     table = results.table([*rows, {**rows[0], "status": "error"}, {**rows[0], "stage": "sweep", "accuracy": 0.0}])
     assert table.header == ["", "state, numbers", "parity 31", "needle 31"]
     assert table.rows == [
-        ["linear", "512", "70.0 (50–90)", "–"],
         ["local", "512", "50.2", "100.0*"],
+        ["linear", "512", "70.0 (50–90)", "–"],
         ["chance", "", "50.0", "50.0"],
     ]
     older = [{**each, "max_steps": 2, "accuracy": 0.0} for each in rows]
@@ -324,8 +324,11 @@ def test_the_table_has_means_ranges_and_marks(tmp_path: Path) -> None:
     worse = [{**each, "lr": 0.5, "accuracy": 0.3, "max_seconds": 1.0} for each in rows]
     assert results.table([*worse, *rows]).rows == table.rows, "nor learning rates"
     assert results.table([*rows, {**rows[0], "accuracy": 0.0, "train_loss": None}]).rows == table.rows
-    shorter = [{**each, "accuracy": 0.0, "max_seconds": 1.0, "stopped": "time"} for each in rows]
-    assert results.table([*shorter, *rows]).rows == table.rows, "what was repeated counts once"
+    shorter = [{**each, "accuracy": 0.0, "max_seconds": 1.0, "stopped": "time", "steps": 1} for each in rows]
+    for repeated in ([*shorter, *rows], [*rows, *shorter]):
+        assert results.table(repeated).rows == table.rows, "what was repeated counts once, the longest time"
+    again = [{**each, "accuracy": 0.25, "max_seconds": 9.0} for each in rows]
+    assert results.table([*rows, *again]).rows[0] == ["local", "512", "25.0", "25.0*"], "of equal ones the last"
     assert results.plot(tmp_path / "a.png", rows)
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     assert not results.plot(tmp_path / "b.png", [])
@@ -381,6 +384,9 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
 
 def test_the_time_budget_ends_a_run(tmp_path: Path) -> None:
     assert run(options(tmp_path, minutes=1e-9)) == []
+    chosen = options(tmp_path, tasks=("needle",), mechanisms=("local",), lrs=(1e-2,), seeds=(0,), minutes=0.5)
+    assert run(replace(chosen, run_seconds=60)) == [], "after 15 s to score, less than half of its time is left"
+    assert [row["status"] for row in run(replace(chosen, run_seconds=20))] == ["ok"]
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

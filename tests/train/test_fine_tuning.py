@@ -314,7 +314,7 @@ def test_a_run_keeps_the_defaults_that_it_started_with(base: Path, tmp_path: Pat
     assert load(tmp_path / "run").config.vocab_size == 263
     done = longspan(*flags, "--lr", "0.4", log=tmp_path / "log", before=OTHER_PRESET)
     assert done.status == 2
-    assert "train.lr 0.004 → 0.4" in done.stderr
+    assert "train.lr 0.003 → 0.4" in done.stderr
     (tmp_path / "run/run.json").write_text("{")
     done = longspan("train", "--out", tmp_path / "run", log=tmp_path / "log")
     assert done.status == 2

@@ -108,6 +108,9 @@ def test_muon_gets_the_matrices_of_the_layers() -> None:
     ]
     assert len(optimizer.param_groups[0]["params"]) == 12
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(names)
+    optimizer = make_optimizer(train_config(optimizer="muon", embedding_lr=0.02, lr=0.01), model)
+    ((rows, decay),) = [(g["params"], g["weight_decay"]) for g in optimizer.param_groups if g["lr_ratio"] == 2.0]
+    assert (names[id(rows[0])], decay) == ("embedding.weight", 0.0)
     model.transformer.requires_grad_(False)
     with pytest.raises(ValueError, match="and this run trains none: use --optimizer adamw"):
         make_optimizer(train_config(optimizer="muon"), model)
@@ -117,6 +120,7 @@ def test_muon_gets_the_matrices_of_the_layers() -> None:
 def test_embeddings_have_a_rate_of_their_own(corpus: Path, tmp_path: Path, optimizer: str) -> None:
     """The first step of AdamW moves every row that has a gradient by the rate."""
     flags = {"optimizer": optimizer, "steps": 1, "warmup": 0, "weight_decay": 0.0, "lr": 1e-4, "embedding_lr": 3e-3}
+    flags |= {"muon_lr": 1e-4} if optimizer == "muon" else {}
     words = {**flags, "model.ngrams": [2], "model.ngram_buckets": 61, "data": [str(corpus)], "eval_data": []}
     settings = resolve({**words, "preset": "tiny", "context": 61, "batch_size": 3, "out": str(tmp_path / "run")})
     trainer = Trainer(settings, RunLogger(tmp_path / "run"), make_accelerator("cpu", "fp32"))

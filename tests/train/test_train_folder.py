@@ -407,7 +407,7 @@ def test_only_finite_weights_are_saved_and_a_lower_rate_resumes(corpus: Path, tm
     assert torch.load(run / "bad-batch.pt", weights_only=True)["step"] == 10
     done = longspan(*arguments(corpus, run, lr=0.001, warmup=4), log=tmp_path / "log")
     assert done.status == 0, done.stderr
-    assert "resuming from step 5; --lr 0.004 → 0.001; --warmup 3 → 4" in done.stderr
+    assert "resuming from step 5; --lr 0.003 → 0.001; --warmup 3 → 4" in done.stderr
     assert json.loads((run / "run.json").read_text())["settings"]["train"]["lr"] == 0.001
     assert (saved_step(run / LAST), saved_step(run / PREVIOUS)) == (12, 10)
 

@@ -62,6 +62,16 @@ def test_presets_are_hybrids_that_can_be_built(name: str) -> None:
         LanguageModel(model)
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_adamw_has_no_rates_that_presets_set_for_muon(name: str) -> None:
+    preset = PRESETS[name].train
+    train, _ = resolved(preset=name)
+    rates = preset["muon_lr"], preset.get("embedding_lr")
+    assert (train.optimizer, train.muon_lr, train.embedding_lr) == ("muon", *rates)
+    train, _ = resolved(preset=name, optimizer="adamw")
+    assert (train.optimizer, train.muon_lr, train.embedding_lr) == ("adamw", None, None)
+
+
 def test_the_small_preset_has_the_size_of_the_measurements() -> None:
     _, model = resolved(preset="small")
     built = LanguageModel(model)

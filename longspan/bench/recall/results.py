@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +12,7 @@ from typing import Any
 from longspan.bench import jsonl
 from longspan.bench.jsonl import Row
 from longspan.bench.recall.training import RecallRun
-from longspan.bench.recall.variants import RECIPES, described
+from longspan.bench.recall.variants import RECIPES, described, mechanisms
 from longspan.bench.report import TextTable
 from longspan.utils import write_atomically
 
@@ -77,12 +78,19 @@ def _final(rows: Iterable[Row]) -> list[Row]:
     final = [row for row in rows if row["stage"] == "final" and row["status"] == "ok" and row["train_loss"] is not None]
     last = {row["task"]: row for row in final}
     final = [row for row in final if all(row.get(name) == last[row["task"]].get(name) for name in _RECIPE)]
-    # A run that was repeated, with another time limit, counts once.
+    # Of a run that was repeated, with another time limit, the longest counts, or the last that was not cut short.
+    final.sort(key=lambda row: row["steps"] if row["stopped"] == "time" else math.inf)
     final = list({(row["task"], row["mechanism"], row["lr"], row["seed"]): row for row in final}.values())
     found: dict[tuple[str, str], dict[float, list[Row]]] = {}
     for row in final:
         found.setdefault((row["task"], row["mechanism"]), {}).setdefault(row["lr"], []).append(row)
     return [row for rates in found.values() for row in max(rates.values(), key=_mean_accuracy)]
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    """The mechanisms of results, in the order of `mechanisms`."""
+    known, found = list(mechanisms(2, 2, 2)), {row["mechanism"] for row in rows}
+    return [name for name in known if name in found] + sorted(found.difference(known))
 
 
 def _mean_accuracy(rows: Sequence[Row]) -> float:
@@ -96,7 +104,7 @@ def table(rows: Sequence[Row]) -> TextTable:
     header, body = ["", "state, numbers"], []
     for task in tasks:
         header.append(f"{task} {next(row['score']['length'] for row in final if row['task'] == task):,}")
-    for mechanism in dict.fromkeys(row["mechanism"] for row in final):
+    for mechanism in _names(final):
         own = [row for row in final if row["mechanism"] == mechanism]
         sizes = [row["state_numbers"] for row in own if row["state_numbers"] is not None]
         state = "grows" if mechanism == "softmax" else f"{max(sizes):,}" if sizes else "–"
@@ -132,7 +140,7 @@ def plot(path: Path, rows: Sequence[Row]) -> bool:
     tasks = [task for task in RECIPES if any(row["task"] == task for row in final)]
     if not tasks:
         return False
-    names = list(dict.fromkeys(row["mechanism"] for row in final))
+    names = _names(final)
     figure = Figure(figsize=(2.4 * len(tasks) + 2, 0.26 * len(names) + 1.2), dpi=144, layout="constrained")
     panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
     for axes, task in zip(panels, tasks, strict=True):

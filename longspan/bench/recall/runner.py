@@ -51,10 +51,10 @@ class RecallOptions:
     length: int | None = None
     """Tokens of a sequence. By default 1024; 256 for parity, 2000 for listops."""
     steps: int | None = None
-    """Steps of a run. By default 6000 for mqar, 3000 for parity, 4000 for selective-copy, 1600 for needle, 12,000 for
+    """Steps of a run. By default 6000 for mqar, 3000 for parity, 4000 for selective-copy, 1600 for needle, 24,000 for
     listops; a quarter in sweeps."""
     batch_tokens: int | None = None
-    """Tokens of a step, with padding. By default 8192; 5120 for parity, 64000 for listops."""
+    """Tokens of a step, with padding. By default 8192; 5120 for parity, 32000 for listops."""
     train_tokens: int | None = None
     """Tokens of a training set. By default 17 million, 4 for parity, 96,000 sequences for listops."""
     score_sequences: int = 1024
@@ -80,7 +80,8 @@ class RecallOptions:
     jobs: int = 1
     """Processes that share the device; each trains the learning rates or seeds of one mechanism at the same time."""
     minutes: float | None = None
-    """Time budget: what has not finished by then is left to the next call, but run_seconds are shortened to it."""
+    """Time budget: what has not finished by then is left to the next call, but run_seconds are shortened to it where at
+    least half of them are left."""
     device: str = "cpu"
     """cpu or cuda."""
     threads: int | None = None
@@ -242,7 +243,7 @@ def _run_plan(plan: RecallPlan, options: RecallOptions, deadline: float | None) 
         while deadline is None or time.monotonic() < deadline:
             prepared = not data.is_alive()
             for worker in workers:
-                if not worker.runs and (runs := plan.next(data.ready)):
+                if not worker.runs and _time_for_a_run(options, deadline) and (runs := plan.next(data.ready)):
                     worker.start(runs)
             busy = {worker.connection: worker for worker in workers if worker.runs}
             if not busy and prepared:
@@ -263,6 +264,13 @@ def _run_plan(plan: RecallPlan, options: RecallOptions, deadline: float | None) 
         for worker in workers:
             worker.stop()
     data.check()
+
+
+def _time_for_a_run(options: RecallOptions, deadline: float | None) -> bool:
+    """Whether a run that starts now could train for half of its seconds: shorter ones tell nothing."""
+    if deadline is None or options.run_seconds is None:
+        return True
+    return deadline - _SCORING - time.monotonic() >= options.run_seconds / 2
 
 
 class _Preparation(Thread):

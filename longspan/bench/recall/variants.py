@@ -151,10 +151,10 @@ def _listops(length: int) -> Recipe:
     return Recipe(
         task,
         (task,),
-        steps=12_000,
-        batch_tokens=32 * length,
+        steps=24_000,
+        batch_tokens=16 * length,
         train_tokens=96_000 * length,
-        lrs=(1e-3, 3e-3),
+        lrs=(5e-4, 1e-3),
         length_buckets=8,
         layer=LayerOptions(depth=4, heads=4),
     )
@@ -185,8 +185,8 @@ FIRST: Mapping[str, tuple[str, ...]] = {
 def model_config(score: SyntheticTask, spec: Spec, layer: LayerOptions) -> ModelConfig:
     """Return the model of a run.
 
-    Token models are causal, without positions, and tie their embeddings, as the models of Arora et al. (2023);
-    classifiers are bidirectional, with learned positions, and read the class from the first token, as BERT does.
+    Token models are causal and tie their embeddings, as the models of Arora et al. (2023); classifiers are
+    bidirectional and read the class from the first token, as BERT does. None has embeddings of positions.
     """
     causal = score.num_classes is None
     attention = AttentionConfig(
@@ -203,8 +203,6 @@ def model_config(score: SyntheticTask, spec: Spec, layer: LayerOptions) -> Model
         depth=layer.depth,
         attention=attention,
         feed_forward=FeedForwardConfig(mult=2, bias=False),
-        positions="none" if causal else "learned",
-        max_length=None if causal else score.length,
         causal=causal,
         vocab_size=score.vocab_size,
         tie_embeddings=causal,
