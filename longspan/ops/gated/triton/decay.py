@@ -56,11 +56,11 @@ GATES = tl.constexpr(7)
 # BACK: from the end, with queries as columns. READ: there are rows; else only the state is computed. DECAY, BETA: there
 # are gates. FULL: every row of every chunk exists. ROWS: results times p_x are added up by row, before β if LAST_BETA,
 # in which β multiplies results. CHECK: chunks after which ⟨dS, S⟩ is computed, 0 for none. DOT: dtype of products.
-# LOW: G is taken as two numbers.
+# LOW: G is taken as two numbers. SPLIT: the state is read as two bfloat16 numbers.
 # STRIDE_*: strides along tokens, of a state along rows' width (STATE_A) and values (STATE_V), and of the last one.
 WalkSizes = namedtuple(
     "WalkSizes",
-    "HKV GROUP A V C BA BV TILES BACK READ DECAY BETA FULL ROWS LAST_BETA CHECK DOT LOW "
+    "HKV GROUP A V C BA BV TILES BACK READ DECAY BETA FULL ROWS LAST_BETA CHECK DOT LOW SPLIT "
     "STRIDE_A STRIDE_B STRIDE_C STRIDE_X STATE_A STATE_V LAST_A LAST_V",
 )
 
@@ -182,10 +182,28 @@ def _written(b_s, b_b, b_c, p_gates, S: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _read(b_s, b_a, p_gates, S: tl.constexpr, PRECISION: tl.constexpr):
-    """What a chunk's rows read from the state, (C, BV)."""
+def _read(b_high, b_low, b_a, p_gates, S: tl.constexpr, PRECISION: tl.constexpr):
+    """What a chunk's rows read from the state, (C, BV).
+
+    SPLIT: Rows are scaled and rounded as `_written` does with them as columns, and both halves of the state are read.
+    """
     b_read = tl.load(p_gates + ((5 if S.LAST_BETA else 3) if S.BACK else 2) * S.C + tl.arange(0, S.C))
-    return product(b_a.to(S.DOT), tl.trans(b_s.to(S.DOT)), PRECISION) * b_read[:, None]
+    if S.SPLIT:
+        b_a = (b_a.to(tl.float32) * b_read[:, None]).to(S.DOT)
+        b_o = add_product(b_a, tl.trans(b_high), product(b_a, tl.trans(b_low), PRECISION), PRECISION)
+    else:
+        b_o = product(b_a.to(S.DOT), tl.trans(b_high), PRECISION) * b_read[:, None]
+    return b_o
+
+
+@triton.jit
+def _halves(b_s, S: tl.constexpr):
+    """The state as products take it; SPLIT: as the sum of two numbers, otherwise the same one twice."""
+    b_high = b_s.to(S.DOT)
+    b_low = b_high
+    if S.SPLIT:
+        b_low = (b_s - b_high.to(tl.float32)).to(S.DOT)
+    return b_high, b_low
 
 
 @triton.jit
@@ -259,10 +277,10 @@ def gated_decay_walk_kernel(
         if S.READ and not S.BACK:
             b_b = _load(p_b, S.STRIDE_B, left, S.A, S.A, S.BA, S)
             b_c = _load(p_c, S.STRIDE_C, left, columns, S.V, S.BV, S)
-            b_before = b_s.to(S.DOT)
+            b_high, b_low = _halves(b_s, S)
             for g in range(ROWS):
                 b_a = _load(p_a + g * a.h, S.STRIDE_A, left, S.A, S.A, S.BA, S)
-                b_o = _read(b_before, b_a, p_gates, S, PRECISION)
+                b_o = _read(b_high, b_low, b_a, p_gates, S, PRECISION)
                 b_p = _see(b_a, b_b, p_gates, scale, S, PRECISION)
                 b_o = add(b_o, product(b_p, b_c.to(S.DOT), PRECISION))
                 _put(p_out, p_x, p_rows, b_o, p_gates, x, g, left, columns, STRIDE, S)
@@ -272,7 +290,8 @@ def gated_decay_walk_kernel(
         else:
             if S.READ:
                 b_a = _load(p_a, S.STRIDE_A, left, S.A, S.A, S.BA, S)
-                b_o = _read(b_s, b_a, p_gates, S, PRECISION)
+                b_high, b_low = _halves(b_s, S)
+                b_o = _read(b_high, b_low, b_a, p_gates, S, PRECISION)
             if S.DECAY:
                 b_s *= exp2(last)
             for g in range(COLUMNS):
@@ -488,7 +507,7 @@ class _DecayPlan(Plan):
         sizes = WalkSizes(
             *(self.Hkv, self.group, A, V, self.chunk, BA, tile, BV // tile, back, read, self.decay, self.beta),
             *(self.T % self.chunk == 0, rows, self.beta and back and values == "E", check),
-            *(tl.bfloat16 if self.bf16 else tl.float32, not self.bf16, *[x.t for x in strides]),
+            *(tl.bfloat16 if self.bf16 else tl.float32, not self.bf16, self.bf16 and check > 0, *[x.t for x in strides]),
             *((self.BD, 1, 1, self.E) if values == "D" else (1, self.BD, self.E, 1)),
         )
         walks = self.segments if read else (self.segments - 1) * self.pieces
@@ -527,7 +546,7 @@ class _DecayBackward(_DecayPlan):
         self.workspace = Workspace(
             *self.buffers,
             *[(size, torch.float32) for size in (self.saved.size, rows * self.group, rows, values)],
-            (checks * self.BD * self.BE, self.dtype if self.bf16 else torch.float32),
+            (checks * self.BD * self.BE, torch.float32),
             (checks * self.tiles["D"], torch.float32),
         )
         self.gates = self.gates_launch()
