@@ -103,18 +103,6 @@ def halves(b_x, S: tl.constexpr):
 
 
 @triton.jit
-def dot_halves(b_x, b_high, b_low, b_sum, S: tl.constexpr):
-    """sum + x·y, with y as `halves` returns it."""
-    if tl.bfloat16 == S.DOT:
-        b_x = b_x.to(tl.bfloat16)
-        b_sum = tl.dot(b_x, b_low, b_sum)
-        b_sum = tl.dot(b_x, b_high, b_sum)
-    else:
-        b_sum = add_dot(b_x, b_high, b_sum, S)
-    return b_sum
-
-
-@triton.jit
 def halves_dot(b_x_high, b_x_low, b_high, b_low, b_sum, S: tl.constexpr):
     """sum + x·y, with both as `halves` returns them; b_low None: y is exact."""
     if tl.bfloat16 == S.DOT:
@@ -285,6 +273,22 @@ def store_rows(p_x, STRIDE: tl.constexpr, rows, b_x, SIZE: tl.constexpr, WIDTH: 
 
 
 @triton.jit
+def load_columns(p_x, STRIDE: tl.constexpr, rows, i_e, S: tl.constexpr):
+    """Tile i_e of the rows at p_x, transposed: (BE, C)."""
+    i_t, i_c = tl.arange(0, S.C), tl.arange(0, S.BE)
+    p_x += i_e * S.BE + i_t[None, :] * STRIDE + i_c[:, None]
+    if S.FULL and S.E % S.BE == 0:
+        return tl.load(p_x)
+    return tl.load(p_x, mask=(i_t < rows)[None, :] & (i_c < S.E - i_e * S.BE)[:, None], other=0.0)
+
+
+@triton.jit
+def store_columns(p_x, STRIDE: tl.constexpr, rows, b_x, i_e, S: tl.constexpr):
+    """Store xᵀ (BE, C) as tile i_e of the rows at p_x."""
+    store_rows(p_x, STRIDE, rows, tl.trans(b_x.to(p_x.dtype.element_ty)), S.E, S.BE, S, i_e)
+
+
+@triton.jit
 def load_beta(p_beta, rows, S: tl.constexpr):
     """β (C,); 0 beyond the last token."""
     i_t = tl.arange(0, S.C)
@@ -320,18 +324,13 @@ def store_inverse(p_x, i_x, b_t, S: tl.constexpr):
 
 
 @triton.jit
-def load_inverse(p_x, i_x, TRANSPOSED: tl.constexpr, S: tl.constexpr):
-    """The halves of what `store_inverse` stores, or of its transpose."""
-    return triangle(tl.load(p_x + _square(i_x, S)), TRANSPOSED, S)
-
-
-@triton.jit
-def triangle(b_t, TRANSPOSED: tl.constexpr, S: tl.constexpr):
-    """The halves of a stored triangular matrix, or of its transpose."""
+def load_inverse(p_x, i_x, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, S: tl.constexpr):
+    """The halves of what `store_inverse` stores, or of its transpose; not EXACT: of a mild chunk's, the same twice."""
+    b_t = tl.load(p_x + _square(i_x, S))
     b_other = tl.trans(b_t)
     if TRANSPOSED:
         b_t, b_other = b_other, b_t
-    if tl.bfloat16 == S.DOT:
+    if EXACT and tl.bfloat16 == S.DOT:
         i_t = tl.arange(0, S.C)
         m_t = i_t[:, None] < i_t[None, :] if TRANSPOSED else i_t[:, None] > i_t[None, :]
         b_other = tl.where(m_t, b_other, 0.0)
@@ -379,36 +378,28 @@ def any_strong(p_strong, i_c, count, S: tl.constexpr):
 
 
 @triton.jit
-def product_of(b_x_high, b_x_low, b_y, b_sum, EXACT: tl.constexpr, S: tl.constexpr):
-    """sum + x·y, y in float32, with all halves, or with the high ones alone."""
+def product_of(b_x, b_high, b_low, b_sum, EXACT: tl.constexpr, S: tl.constexpr):
+    """sum + x·y, x in float32, with all halves, or with the high ones alone; b_low None: y is exact."""
     if EXACT:
-        b_high, b_low = halves(b_y, S)
+        b_x_high, b_x_low = halves(b_x, S)
         b_sum = halves_dot(b_x_high, b_x_low, b_high, b_low, b_sum, S)
     else:
-        b_sum = add_dot(b_x_high, b_y, b_sum, S)
+        b_sum = add_dot(b_x, b_high, b_sum, S)
     return b_sum
 
 
 @triton.jit
 def tile_offsets(i_x, i_e, S: tl.constexpr):
-    """Offsets of tile i_e (BD, BE) of matrix i_x of a stack of (BD, TILES · BE)."""
-    COLUMNS: tl.constexpr = S.BE * S.TILES
-    i_d, i_c = tl.arange(0, S.BD), tl.arange(0, S.BE)
-    return tl.cast(i_x, tl.int64) * (S.BD * COLUMNS) + i_e * S.BE + i_d[:, None] * COLUMNS + i_c[None, :]
-
-
-@triton.jit
-def total_offsets(i_x, i_e, S: tl.constexpr):
-    """Offsets of tile i_e (BD, BE) of matrix i_x of a stack of (BD, TILES · BE), which are stored transposed."""
+    """Offsets of tile i_e (BE, BD) of matrix i_x of a stack of Sᵀ (TILES · BE, BD)."""
     i_x = tl.cast(i_x, tl.int64) * S.TILES + i_e
-    return i_x * (S.BE * S.BD) + tl.arange(0, S.BD)[:, None] + tl.arange(0, S.BE)[None, :] * S.BD
+    return i_x * (S.BE * S.BD) + tl.arange(0, S.BE)[:, None] * S.BD + tl.arange(0, S.BD)[None, :]
 
 
 @triton.jit
 def state_offsets(i_x, i_e, S: tl.constexpr):
-    """Offsets and mask of tile i_e of state i_x of (B, Hkv, D, E)."""
+    """Offsets and mask of tile i_e (BE, BD) of state i_x of (B, Hkv, D, E)."""
     i_d, i_c = tl.arange(0, S.BD), i_e * S.BE + tl.arange(0, S.BE)
-    return i_x * (S.D * S.E) + i_d[:, None] * S.E + i_c[None, :], (i_d < S.D)[:, None] & (i_c < S.E)[None, :]
+    return i_x * (S.D * S.E) + i_d[None, :] * S.E + i_c[:, None], (i_d < S.D)[None, :] & (i_c < S.E)[:, None]
 
 
 @triton.jit
@@ -485,24 +476,13 @@ def gated_delta_inverse_kernel(
 
 @triton.jit
 def _writes(b_x, b_v, b_t, b_t_low, b_beta, b_start, EXACT: tl.constexpr, S: tl.constexpr):
-    """u (C, BE) of a chunk. b_x: k S.
+    """uᵀ (BE, C) of a chunk. b_x: (k S)ᵀ. b_v: vᵀ. b_t, b_t_low: Tᵀ.
 
     Where keys are nearly parallel and β is near 2, T's entries alternate around ±2 and those of β x are nearly equal:
     u is far smaller than the terms that add up to it, and a product of bfloat16 numbers would leave it few digits.
     """
-    b_x = b_v.to(tl.float32) - b_x * b_start[:, None]
-    return product_of(b_t, b_t_low, b_x * b_beta[:, None], zeros(S.C, S.BE), EXACT, S)
-
-
-@triton.jit
-def _added(b_s, b_k, b_u, EXACT: tl.constexpr, S: tl.constexpr):
-    """S + kᵀ u."""
-    if EXACT:
-        b_high, b_low = halves(b_u, S)
-        b_s = dot_halves(tl.trans(b_k), b_high, b_low, b_s, S)
-    else:
-        b_s = add_dot(tl.trans(b_k), b_u, b_s, S)
-    return b_s
+    b_x = (b_v.to(tl.float32) - b_x * b_start[None, :]) * b_beta[None, :]
+    return product_of(b_x, b_t, b_t_low, zeros(S.BE, S.C), EXACT, S)
 
 
 @triton.jit
@@ -518,34 +498,24 @@ def _states(
     p_v = pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_h)
     p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_h) if S.SCALED else p_k
     rows = T - i_0
-    # What no product takes directly is loaded one chunk ahead.
-    b_next_beta = load_beta(p_beta, rows, S)
-    b_next_start, b_next_end, next_last = load_factors(p_sums, i_c, S)
-    b_next = tl.load(p_inverse + _square(i_c, S))
     for i in tl.range(count, num_stages=STAGES):
-        b_beta, b_start, b_end, last = b_next_beta, b_next_start, b_next_end, next_last
-        more = tl.where(i + 1 < count, 1, 0)
-        if EXACT:
-            b_t, b_t_low = triangle(b_next, False, S)
-            b_next = tl.load(p_inverse + _square(i_c + i + more, S))
-        else:
-            b_t = tl.load(p_inverse + _square(i_c + i, S))
-            b_t_low = b_t
-        p_beta += more * S.C * S.STRIDE_BETA
-        b_next_beta = load_beta(p_beta, rows - more * S.C, S)
-        b_next_start, b_next_end, next_last = load_factors(p_sums, i_c + i + more, S)
+        b_beta = load_beta(p_beta, rows, S)
+        b_start, b_end, last = load_factors(p_sums, i_c + i, S)
+        b_t, b_t_low = load_inverse(p_inverse, i_c + i, True, EXACT, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
-        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
+        b_v = load_columns(p_v, S.STRIDE_V, rows, i_e, S)
         if STORE:
             p_tile = p_states + tile_offsets(i_x + i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
-        b_u = _writes(dot(b_k, b_s, S), b_v.to(tl.float32) * values, b_t, b_t_low, b_beta, b_start, EXACT, S)
+        b_v = b_v.to(tl.float32) * values
+        b_u = _writes(dot(b_s, tl.trans(b_k), S), b_v, b_t, b_t_low, b_beta, b_start, EXACT, S)
         if STORE:
-            store_rows(p_u, S.STRIDE_U, rows, b_u, S.E, S.BE, S, i_e)
+            store_columns(p_u, S.STRIDE_U, rows, b_u, i_e, S)
             p_u += S.C * S.STRIDE_U
-        b_s = _added(b_s * last, b_k, b_u * b_end[:, None], EXACT, S)
+        b_s = product_of(b_u * b_end[None, :], b_k, None, b_s * last, EXACT, S)
         p_k += S.C * S.STRIDE_K
         p_v += S.C * S.STRIDE_V
+        p_beta += S.C * S.STRIDE_BETA
         rows -= S.C
     return b_s
 
@@ -588,7 +558,7 @@ def gated_delta_maps_kernel(
     else:
         i_d, i_column = tl.arange(0, S.BD), (i_p - S.TILES) * S.BE + tl.arange(0, S.BE)
         count = tl.where(count == run, run, 0)
-        b_s = tl.where((i_d[:, None] == i_column[None, :]) & (count > 0), 1.0, zeros(S.BD, S.BE))
+        b_s = tl.where((i_column[:, None] == i_d[None, :]) & (count > 0), 1.0, zeros(S.BE, S.BD))
         p_tile = p_maps + (i_x * segments + i_s) * (S.BD * S.BD) + (i_p - S.TILES) * (S.BE * S.BD)
     values = (i_p < S.TILES).to(tl.int32)
     i_c += tl.where(count > 0, run - count, 0)
@@ -602,7 +572,7 @@ def gated_delta_maps_kernel(
             b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x, i_c * S.C,
             i_y * chunks + i_c, count, values, k, v, beta, S, False, False, STAGES
         )  # fmt: skip
-    tl.store(p_tile + total_offsets(0, 0, S), b_s)
+    tl.store(p_tile + tile_offsets(0, 0, S), b_s)
 
 
 @triton.jit(do_not_specialize=["segments", "run", "chunks"])
@@ -654,8 +624,8 @@ def gated_delta_scan_kernel(
 
 @triton.jit
 def _given_state(p_state, i_state, i_e, S: tl.constexpr):
-    """Tile (BD, BE) of a state of (B, Hkv, D, E); zeros if there is none or the index is negative."""
-    b_s = zeros(S.BD, S.BE)
+    """Tile (BE, BD) of a state of (B, Hkv, D, E); zeros if there is none or the index is negative."""
+    b_s = zeros(S.BE, S.BD)
     if p_state is not None:
         i_tile, m_tile = state_offsets(tl.maximum(i_state, 0), i_e, S)
         b_s = tl.where(i_state >= 0, tl.load(p_state + i_tile, mask=m_tile, other=0.0), 0.0)
@@ -668,7 +638,7 @@ def _first_state(p_state, p_totals, i_state, i_x, i_s, segments, i_e, BACK: tl.c
     if i_s == (segments - 1 if BACK else 0):
         b_s = _given_state(p_state, i_state, i_e, S)
     else:
-        b_s = tl.load(p_totals + total_offsets(i_x * segments + (i_s + 1 if BACK else i_s - 1), i_e, S))
+        b_s = tl.load(p_totals + tile_offsets(i_x * segments + (i_s + 1 if BACK else i_s - 1), i_e, S))
     return b_s
 
 
@@ -678,31 +648,24 @@ def _outputs(
     S: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Write the outputs of `count` chunks; returns the state after them."""
-    b_next_beta = load_beta(p_beta, rows, S)
-    b_next_start, b_next_end, next_last = load_factors(p_sums, i_y, S)
     for i in tl.range(count, num_stages=STAGES):
-        b_beta, b_start, b_end, last = b_next_beta, b_next_start, b_next_end, next_last
-        more = tl.where(i + 1 < count, 1, 0)
-        p_beta += more * S.C * S.STRIDE_BETA
-        b_next_beta = load_beta(p_beta, rows - more * S.C, S)
-        b_next_start, b_next_end, next_last = load_factors(p_sums, i_y + i + more, S)
+        b_beta = load_beta(p_beta, rows, S)
+        b_start, b_end, last = load_factors(p_sums, i_y + i, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
-        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
+        b_v = load_columns(p_v, S.STRIDE_V, rows, i_e, S)
         b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
-        b_t = tl.load(p_inverse + _square(i_y + i, S))
-        b_t_low = b_t
-        if EXACT:
-            b_t, b_t_low = triangle(b_t, False, S)
+        b_t, b_t_low = load_inverse(p_inverse, i_y + i, True, EXACT, S)
         b_pair, b_pair_low = load_pair(p_pairs, p_strong + i_y + i, i_x + i, EXACT, S)
-        b_x = dot(b_k, b_s, S)
-        b_out = dot(b_q, b_s, S)
+        b_x = dot(b_s, tl.trans(b_k), S)
+        b_out = dot(b_s, tl.trans(b_q), S) * (b_start * scale)[None, :]
         b_u = _writes(b_x, b_v, b_t, b_t_low, b_beta, b_start, EXACT, S)
-        b_out = product_of(b_pair, b_pair_low, b_u, b_out * (b_start * scale)[:, None], EXACT, S)
-        store_rows(p_out, S.H * S.E, rows, b_out, S.E, S.BE, S, i_e)
-        b_s = _added(b_s * last, b_k, b_u * b_end[:, None], EXACT, S)
+        b_s = product_of(b_u * b_end[None, :], b_k, None, b_s * last, EXACT, S)
+        b_out = product_of(b_u, tl.trans(b_pair), tl.trans(b_pair_low), b_out, EXACT, S)
+        store_columns(p_out, S.H * S.E, rows, b_out, i_e, S)
         p_q += S.C * S.STRIDE_Q
         p_k += S.C * S.STRIDE_K
         p_v += S.C * S.STRIDE_V
+        p_beta += S.C * S.STRIDE_BETA
         p_out += S.C * S.H * S.E
         rows -= S.C
     return b_s
@@ -754,46 +717,32 @@ def _state_gradients(
     p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k
     p_z += (i_b * T + i_0) * (S.H * S.E) + i_h * S.E
     rows = T - i_0
-    b_next = tl.load(p_inverse + _square(i_c, S))
-    b_next_beta = load_beta(p_beta, rows, S)
-    b_next_start, b_next_end, next_last = load_factors(p_sums, i_c, S)
-    b_next_high, b_next_low = load_sums(p_sums, i_c, S)
     for i in tl.range(count, num_stages=STAGES):
-        b_beta, b_start, b_end, last = b_next_beta, b_next_start, b_next_end, next_last
-        more = tl.where(i + 1 < count, 1, 0)
-        p_beta -= more * S.C * S.STRIDE_BETA
-        b_next_beta = load_beta(p_beta, rows + more * S.C, S)
-        b_next_start, b_next_end, next_last = load_factors(p_sums, i_c - i - more, S)
-        b_high, b_low = b_next_high, b_next_low
-        b_next_high, b_next_low = load_sums(p_sums, i_c - i - more, S)
+        b_beta = load_beta(p_beta, rows, S)
+        b_start, b_end, last = load_factors(p_sums, i_c - i, S)
+        b_high, b_low = load_sums(p_sums, i_c - i, S)
         b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         if STORE:
             p_tile = p_states + tile_offsets(i_x - i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
-        b_pair = dot(b_k, tl.trans(b_q), S) * (between(b_high, b_low, True, S) * scale)
-        b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e)
-        b_u = dot(b_k, b_s, S) * b_end[:, None]
-        if EXACT:
+        b_pair = dot(b_q, tl.trans(b_k), S) * (between(b_high, b_low, False, S) * scale)
+        b_d = load_columns(p_d_out, S.STRIDE_D, rows, i_e, S)
+        b_u = dot(b_s, tl.trans(b_k), S) * b_end[None, :]
+        if EXACT and tl.bfloat16 == S.DOT:
             b_pair, b_pair_low = halves(b_pair, S)
-            b_u = halves_dot(b_pair, b_pair_low, b_d.to(S.DOT), None, b_u, S)
-        else:
-            b_u = add_dot(b_pair, b_d, b_u, S)
-        b_s = add_dot(tl.trans(b_q), b_d.to(tl.float32) * (b_start * scale)[:, None], b_s * last, S)
-        if EXACT:
-            b_t, b_t_low = triangle(b_next, True, S)
-        else:
-            b_t = tl.trans(tl.load(p_inverse + _square(i_c - i, S)))
-            b_t_low = b_t
-        b_z = product_of(b_t, b_t_low, b_u, zeros(S.C, S.BE), EXACT, S)
+            b_u = add_dot(b_d, b_pair_low, b_u, S)
+        b_u = add_dot(b_d, b_pair, b_u, S)
+        b_s = add_dot(b_d.to(tl.float32) * (b_start * scale)[None, :], b_q, b_s * last, S)
+        b_t, b_t_low = load_inverse(p_inverse, i_c - i, False, EXACT, S)
+        b_z = product_of(b_u, b_t, b_t_low, zeros(S.BE, S.C), EXACT, S)
         if STORE:
-            store_rows(p_z, S.H * S.E, rows, b_z, S.E, S.BE, S, i_e)
-        b_s = _added(b_s, b_k, b_z * -(b_start * b_beta)[:, None], EXACT, S)
-        if EXACT:
-            b_next = tl.load(p_inverse + _square(i_c - tl.minimum(i + 1, count - 1), S))
+            store_columns(p_z, S.H * S.E, rows, b_z, i_e, S)
+        b_s = product_of(b_z * -(b_start * b_beta)[None, :], b_k, None, b_s, EXACT, S)
         p_q -= S.C * S.STRIDE_Q
         p_k -= S.C * S.STRIDE_K
         p_d_out -= S.C * S.STRIDE_D
+        p_beta -= S.C * S.STRIDE_BETA
         p_z -= S.C * S.H * S.E
         rows += S.C
     return b_s
@@ -852,7 +801,7 @@ def gated_delta_backward_states_kernel(
                 i_x * chunks + i_last, i_last * S.C, i_y, count, q, k, beta, d, S, STORE, False, STAGES
             )  # fmt: skip
         if not STORE:
-            tl.store(p_d_totals + total_offsets(i_x * segments + i_s, i_e, S), b_s)
+            tl.store(p_d_totals + tile_offsets(i_x * segments + i_s, i_e, S), b_s)
         elif i_s == 0:
             i_tile, m_tile = state_offsets(i_x, i_e, S)
             tl.store(p_d_state + i_tile, b_s, mask=m_tile)
@@ -929,7 +878,7 @@ def gated_delta_backward_kernel(
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_s = tl.load(p_states + tile_offsets(i_x, i_e, S))
         b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e, True)
-        b_d_q = add_dot(b_d, tl.trans(b_s), b_d_q, S)
+        b_d_q = add_dot(b_d, b_s, b_d_q, S)
     b_d_q *= (b_start * scale)[:, None]
     if S.GATED:
         b_d_sum += _row_products(p_q, S.STRIDE_Q, rows, b_d_q, S)
@@ -947,7 +896,7 @@ def gated_delta_backward_kernel(
         b_s = tl.load(p_states + tile_offsets(i_x, i_e, S), eviction_policy="evict_first")
         b_z = load_rows(p_d_v, S.H * S.E, rows, S.E, S.BE, S, i_e, True).to(tl.float32) * b_beta[:, None]
         store_rows(p_d_v, S.H * S.E, rows, b_z, S.E, S.BE, S, i_e)
-        b_d_k = add_dot(b_z * -b_start[:, None], tl.trans(b_s), b_d_k, S)
+        b_d_k = add_dot(b_z * -b_start[:, None], b_s, b_d_k, S)
     b_ins = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S)
     b_both = b_ins
     if tl.bfloat16 != S.DOT:
@@ -957,7 +906,7 @@ def gated_delta_backward_kernel(
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_u = load_rows(p_u, S.STRIDE_U, rows, S.E, S.BE, S, i_e, True)
         b_d_s = tl.load(p_d_states + tile_offsets(i_x, i_e, S))
-        b_d_k = add_dot(b_u.to(tl.float32) * b_end[:, None], tl.trans(b_d_s), b_d_k, S)
+        b_d_k = add_dot(b_u.to(tl.float32) * b_end[:, None], b_d_s, b_d_k, S)
     if S.GATED:
         b_ends = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S) - b_both
         end = tl.sum(b_ends) + last * _inner_product(p_states, p_d_states, i_x, S)
