@@ -14,6 +14,7 @@ from gated_cases import (
     arguments,
     by_kernels,
     check,
+    check_sums,
     errors,
     grouped_keys,
     partly_parallel,
@@ -54,6 +55,13 @@ def test_kernels(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", [*CASES, replace(DELTA, T=67, D=130, E=70), replace(DELTA, T=67, D=67, E=65)], ids=str)
 def test_bfloat16(case: Case) -> None:
     check(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+def test_gradients_of_gates_summed_over_tokens() -> None:
+    case = replace(DELTA, T=512, H=4, Hkv=4, D=64, E=64, state=False)
+    check_sums(case, arguments(case, torch.bfloat16, "cpu"), torch.bfloat16)
 
 
 @interpreted
