@@ -52,7 +52,7 @@ from longspan.ops.common.tiles import padded, product, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 
 # β of this or less counts as this: what such a token writes is lost beside anything else.
-LEAST_BETA = tl.constexpr(1e-30)
+LEAST_BETA = tl.constexpr(1e-10)
 # Chunks of a segment that are searched for those that forget everything before them.
 SEARCHED = tl.constexpr(256)
 # Columns of the states of segments per program of the scan: its steps follow each other, and few are faster.
@@ -298,7 +298,7 @@ def load_beta(p_beta, rows, S: tl.constexpr):
             b_beta = tl.load(p_beta + i_t * S.STRIDE_BETA)
         else:
             b_beta = tl.load(p_beta + i_t * S.STRIDE_BETA, mask=i_t < rows, other=0.0)
-        # Not 0: the gradient is z · u / β.
+        # Not 0: the gradient is z · u / β².
         b_beta = tl.where(tl.abs(b_beta) < LEAST_BETA, LEAST_BETA, b_beta)
     return b_beta
 
@@ -314,7 +314,7 @@ def _square(i_x, S: tl.constexpr):
 def store_inverse(p_x, i_x, b_t, S: tl.constexpr):
     """Store a triangular matrix; of bfloat16 halves the low one lies transposed above the diagonal.
 
-    On the diagonal there is the high one alone: that of T is 1.
+    On the diagonal there is the high one alone: T's is β.
     """
     if tl.bfloat16 == S.DOT:
         i_t = tl.arange(0, S.C)
@@ -324,7 +324,7 @@ def store_inverse(p_x, i_x, b_t, S: tl.constexpr):
 
 
 @triton.jit
-def load_inverse(p_x, i_x, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, S: tl.constexpr):
+def load_inverse(p_x, p_beta, p_strong, rows, i_x, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, S: tl.constexpr):
     """The halves of what `store_inverse` stores, or of its transpose; not EXACT: of a mild chunk's, the same twice."""
     b_t = tl.load(p_x + _square(i_x, S))
     b_other = tl.trans(b_t)
@@ -333,7 +333,8 @@ def load_inverse(p_x, i_x, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, S: tl.
     if EXACT and tl.bfloat16 == S.DOT:
         i_t = tl.arange(0, S.C)
         m_t = i_t[:, None] < i_t[None, :] if TRANSPOSED else i_t[:, None] > i_t[None, :]
-        b_other = tl.where(m_t, b_other, 0.0)
+        b_diagonal = halves(load_beta(p_beta, rows, S) * tl.load(p_strong + i_x), S)[1]
+        b_other = tl.where(i_t[:, None] == i_t[None, :], b_diagonal[:, None], tl.where(m_t, b_other, 0.0))
         b_t = tl.where(m_t | (i_t[:, None] == i_t[None, :]), b_t, 0.0)
     return b_t, b_other
 
@@ -462,7 +463,7 @@ def gated_delta_inverse_kernel(
         strong = tl.max(tl.sum(b_l * b_l, 1)) > MILD
         tl.store(p_strong + i_x, strong.to(tl.int32))
     if strong:
-        store_inverse(p_inverse, i_x, triangular_inverse(b_l, S), S)
+        store_inverse(p_inverse, i_x, triangular_inverse(b_l, S) * b_beta[None, :], S)
         if tl.bfloat16 == S.DOT:
             b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S, 0, True)
             b_between = between(b_high, b_low, False, S)
@@ -471,23 +472,24 @@ def gated_delta_inverse_kernel(
                 i_y = ((i_b * S.HKV + i_h) * GROUP + i) * chunks + i_c
                 store_pair(p_pairs, i_y, b_q, b_k, b_between, scale, True, S)
     else:
-        tl.store(p_inverse + _square(i_x, S), triangular_inverse(b_l, S, False, 8).to(S.DOT))
+        b_t = triangular_inverse(b_l, S, False, 8) * b_beta[None, :]
+        tl.store(p_inverse + _square(i_x, S), b_t.to(S.DOT))
 
 
 @triton.jit
-def _writes(b_x, b_v, b_t, b_t_low, b_beta, b_start, EXACT: tl.constexpr, S: tl.constexpr):
+def _writes(b_x, b_v, b_t, b_t_low, b_start, EXACT: tl.constexpr, S: tl.constexpr):
     """uᵀ (BE, C) of a chunk. b_x: (k S)ᵀ. b_v: vᵀ. b_t, b_t_low: Tᵀ.
 
     Where keys are nearly parallel and β is near 2, T's entries alternate around ±2 and those of β x are nearly equal:
     u is far smaller than the terms that add up to it, and a product of bfloat16 numbers would leave it few digits.
     """
-    b_x = (b_v.to(tl.float32) - b_x * b_start[None, :]) * b_beta[None, :]
+    b_x = b_v.to(tl.float32) - b_x * b_start[None, :]
     return product_of(b_x, b_t, b_t_low, zeros(S.BE, S.C), EXACT, S)
 
 
 @triton.jit
 def _states(
-    b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u, T, i_b, i_h, i_e, i_x, i_0, i_c, count, values,
+    b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_states, p_u, T, i_b, i_h, i_e, i_x, i_0, i_c, count, values,
     k, v, beta, S: tl.constexpr, STORE: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """The state after `count` chunks, starting with chunk i_c of sequence i_x; STORE: write those before each, and u.
@@ -499,16 +501,18 @@ def _states(
     p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_h) if S.SCALED else p_k
     rows = T - i_0
     for i in tl.range(count, num_stages=STAGES):
-        b_beta = load_beta(p_beta, rows, S)
         b_start, b_end, last = load_factors(p_sums, i_c + i, S)
-        b_t, b_t_low = load_inverse(p_inverse, i_c + i, True, EXACT, S)
+        b_t, b_t_low = load_inverse(p_inverse, p_beta, p_strong, rows, i_c + i, True, EXACT, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
-        b_v = load_columns(p_v, S.STRIDE_V, rows, i_e, S)
+        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
         if STORE:
             p_tile = p_states + tile_offsets(i_x + i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
-        b_v = b_v.to(tl.float32) * values
-        b_u = _writes(dot(b_s, tl.trans(b_k), S), b_v, b_t, b_t_low, b_beta, b_start, EXACT, S)
+        if EXACT:
+            b_u = _writes(dot(b_s, tl.trans(b_k), S), tl.trans(b_v).to(tl.float32) * values, b_t, b_t_low, b_start, EXACT, S)
+        else:
+            b_u = dot(tl.trans(b_v), b_t, S) * values
+            b_u = add_dot(dot(b_s, tl.trans(b_k), S) * -b_start[None, :], b_t, b_u, S)
         if STORE:
             store_columns(p_u, S.STRIDE_U, rows, b_u, i_e, S)
             p_u += S.C * S.STRIDE_U
@@ -564,12 +568,12 @@ def gated_delta_maps_kernel(
     i_c += tl.where(count > 0, run - count, 0)
     if any_strong(p_strong, i_y * chunks + i_c, count, S):
         b_s = _states(
-            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x, i_c * S.C,
+            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x, i_c * S.C,
             i_y * chunks + i_c, count, values, k, v, beta, S, False, True, STAGES
         )  # fmt: skip
     else:
         b_s = _states(
-            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x, i_c * S.C,
+            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x, i_c * S.C,
             i_y * chunks + i_c, count, values, k, v, beta, S, False, False, STAGES
         )  # fmt: skip
     tl.store(p_tile + tile_offsets(0, 0, S), b_s)
@@ -649,16 +653,19 @@ def _outputs(
 ):  # fmt: skip
     """Write the outputs of `count` chunks; returns the state after them."""
     for i in tl.range(count, num_stages=STAGES):
-        b_beta = load_beta(p_beta, rows, S)
         b_start, b_end, last = load_factors(p_sums, i_y + i, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
-        b_v = load_columns(p_v, S.STRIDE_V, rows, i_e, S)
+        b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
         b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
-        b_t, b_t_low = load_inverse(p_inverse, i_y + i, True, EXACT, S)
+        b_t, b_t_low = load_inverse(p_inverse, p_beta, p_strong, rows, i_y + i, True, EXACT, S)
         b_pair, b_pair_low = load_pair(p_pairs, p_strong + i_y + i, i_x + i, EXACT, S)
         b_x = dot(b_s, tl.trans(b_k), S)
         b_out = dot(b_s, tl.trans(b_q), S) * (b_start * scale)[None, :]
-        b_u = _writes(b_x, b_v, b_t, b_t_low, b_beta, b_start, EXACT, S)
+        if EXACT:
+            b_u = _writes(b_x, tl.trans(b_v), b_t, b_t_low, b_start, EXACT, S)
+        else:
+            b_u = dot(tl.trans(b_v), b_t, S)
+            b_u = add_dot(b_x * -b_start[None, :], b_t, b_u, S)
         b_s = product_of(b_u * b_end[None, :], b_k, None, b_s * last, EXACT, S)
         b_out = product_of(b_u, tl.trans(b_pair), tl.trans(b_pair_low), b_out, EXACT, S)
         store_columns(p_out, S.H * S.E, rows, b_out, i_e, S)
@@ -705,7 +712,7 @@ def gated_delta_forward_kernel(
 
 @triton.jit
 def _state_gradients(
-    b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_d_out, p_states, p_z, T, scale, i_b, i_h, i_kv, i_e, i_x, i_0, i_c,
+    b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_states, p_z, T, scale, i_b, i_h, i_kv, i_e, i_x, i_0, i_c,
     count, q, k, beta, d, S: tl.constexpr, STORE: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """The gradient of the state before `count` chunks, the last of which is chunk i_c and begins at token i_0, from
@@ -718,7 +725,6 @@ def _state_gradients(
     p_z += (i_b * T + i_0) * (S.H * S.E) + i_h * S.E
     rows = T - i_0
     for i in tl.range(count, num_stages=STAGES):
-        b_beta = load_beta(p_beta, rows, S)
         b_start, b_end, last = load_factors(p_sums, i_c - i, S)
         b_high, b_low = load_sums(p_sums, i_c - i, S)
         b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
@@ -734,11 +740,11 @@ def _state_gradients(
             b_u = add_dot(b_d, b_pair_low, b_u, S)
         b_u = add_dot(b_d, b_pair, b_u, S)
         b_s = add_dot(b_d.to(tl.float32) * (b_start * scale)[None, :], b_q, b_s * last, S)
-        b_t, b_t_low = load_inverse(p_inverse, i_c - i, False, EXACT, S)
+        b_t, b_t_low = load_inverse(p_inverse, p_beta, p_strong, rows, i_c - i, False, EXACT, S)
         b_z = product_of(b_u, b_t, b_t_low, zeros(S.BE, S.C), EXACT, S)
         if STORE:
             store_columns(p_z, S.H * S.E, rows, b_z, i_e, S)
-        b_s = product_of(b_z * -(b_start * b_beta)[None, :], b_k, None, b_s, EXACT, S)
+        b_s = product_of(b_z * -b_start[None, :], b_k, None, b_s, EXACT, S)
         p_q -= S.C * S.STRIDE_Q
         p_k -= S.C * S.STRIDE_K
         p_d_out -= S.C * S.STRIDE_D
@@ -771,12 +777,12 @@ def gated_delta_backward_states_kernel(
         i_u = (i_b * T + i_first * S.C) * S.STRIDE_U + i_h * (S.STRIDE_U // S.H)
         if any_strong(p_strong, i_c, count, S):
             _states(
-                b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u + i_u, T, i_b, i_kv, i_e,
+                b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_states, p_u + i_u, T, i_b, i_kv, i_e,
                 i_x * chunks + i_first, i_first * S.C, i_c, count, 1, k, v, beta, S, True, True, STAGES
             )  # fmt: skip
         else:
             _states(
-                b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u + i_u, T, i_b, i_kv, i_e,
+                b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_states, p_u + i_u, T, i_b, i_kv, i_e,
                 i_x * chunks + i_first, i_first * S.C, i_c, count, 1, k, v, beta, S, True, False, STAGES
             )  # fmt: skip
     else:
@@ -792,12 +798,12 @@ def gated_delta_backward_states_kernel(
         i_y = i_y * chunks + i_last
         if any_strong(p_strong, i_c, count, S):
             b_s = _state_gradients(
-                b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv, i_e,
+                b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv, i_e,
                 i_x * chunks + i_last, i_last * S.C, i_y, count, q, k, beta, d, S, STORE, True, STAGES
             )  # fmt: skip
         else:
             b_s = _state_gradients(
-                b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv, i_e,
+                b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv, i_e,
                 i_x * chunks + i_last, i_last * S.C, i_y, count, q, k, beta, d, S, STORE, False, STAGES
             )  # fmt: skip
         if not STORE:
@@ -827,7 +833,7 @@ def _row_products(p_x, STRIDE: tl.constexpr, rows, b_y, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_delta_backward_kernel(
-    p_q, p_k, p_beta, p_sums, p_d_out, p_states, p_d_states, p_u,
+    p_q, p_k, p_beta, p_sums, p_strong, p_d_out, p_states, p_d_states, p_u,
     p_d_q, p_d_k, p_d_v, p_d_decay, p_d_beta, T, chunks, scale, q, k, beta, d, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Gradients of the inputs of one chunk of one query head.
@@ -861,11 +867,13 @@ def gated_delta_backward_kernel(
         if S.SCALED:
             b_d_beta += tl.sum(b_z.to(tl.float32) * b_u.to(tl.float32), 1)
     if S.SCALED:
-        b_d_beta = tl.where(i_t < rows, b_d_beta / b_beta, 0.0)
+        if tl.bfloat16 == S.DOT:  # As it is on T's diagonal.
+            b_beta = tl.where(tl.load(p_strong + i_y) > 0, b_beta, widen(b_beta.to(tl.bfloat16)))
+        b_d_beta = tl.where(i_t < rows, b_d_beta / b_beta / b_beta, 0.0)
         tl.store(p_d_beta + i_token + i_t * S.H, b_d_beta, mask=i_t < rows)
     b_between = between(b_high, b_low, False, S)
     b_d_pair *= b_between * scale
-    b_d_l = tl.where(i_t[:, None] > i_t[None, :], b_d_l * b_between * -b_beta[:, None], 0.0)
+    b_d_l = tl.where(i_t[:, None] > i_t[None, :], -b_d_l * b_between, 0.0)
     b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
     b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
     b_d_sum = zeros(S.C)
@@ -894,8 +902,7 @@ def gated_delta_backward_kernel(
         b_d_k = zeros(S.C, S.BD)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_s = tl.load(p_states + tile_offsets(i_x, i_e, S), eviction_policy="evict_first")
-        b_z = load_rows(p_d_v, S.H * S.E, rows, S.E, S.BE, S, i_e, True).to(tl.float32) * b_beta[:, None]
-        store_rows(p_d_v, S.H * S.E, rows, b_z, S.E, S.BE, S, i_e)
+        b_z = load_rows(p_d_v, S.H * S.E, rows, S.E, S.BE, S, i_e, True).to(tl.float32)
         b_d_k = add_dot(b_z * -b_start[:, None], b_s, b_d_k, S)
     b_ins = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S)
     b_both = b_ins
@@ -960,7 +967,7 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
             plan.totals(*inputs)
             plan.scan(norms, maps, d_totals)
         plan.states(*inputs)
-        plan.read(q, k, beta, sums, d_out, states, d_states, u, d_q, d_k, d_v, d_decay, d_beta)
+        plan.read(q, k, beta, sums, strong, d_out, states, d_states, u, d_q, d_k, d_v, d_decay, d_beta)
     if d_decay is not None:
         d_decay = d_decay[..., None]
     if plan.group > 1:
