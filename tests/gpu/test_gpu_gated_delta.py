@@ -54,8 +54,6 @@ def test_nearly_parallel_keys_that_reflect(
     decay: str | None, noise: float, names: list[str], dtype: torch.dtype
 ) -> None:
     case = replace(DELTA, decay=decay, strength=0.1)
-    if dtype == torch.bfloat16:  # The gradient of log_decay is a small difference of products with rounded u and z.
-        names = [name for name in names if name != "d_log_decay"]
     given = arguments(case, dtype, "cuda")
     given = with_keys(given, torch.randn(64) + noise * torch.randn(given[2].k.shape), 2.0)
     found = errors(case, given, dtype)
@@ -67,8 +65,7 @@ def test_some_chunks_of_nearly_parallel_keys(T: int) -> None:
     """Chunks in turn need both halves of bfloat16 numbers and do with single ones, in one segment and in several."""
     case = replace(DELTA, T=T, D=128, E=128, strength=0.05)
     torch.full((1 << 26,), math.nan, device="cuda")  # What kernels do not write holds no number.
-    found = errors(case, partly_parallel(case, arguments(case, torch.bfloat16, "cuda")), torch.bfloat16)
-    within_tolerance([{name: found[name] for name in NAMES if name != "d_log_decay"}])
+    check(case, partly_parallel(case, arguments(case, torch.bfloat16, "cuda")), torch.bfloat16)
 
 
 @pytest.mark.parametrize("decay", [None, "head"])

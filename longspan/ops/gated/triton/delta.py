@@ -62,6 +62,8 @@ SCAN_WIDTH = tl.constexpr(32)
 MILD = tl.constexpr(2.0)
 # Chunks whose marks a program reads at once.
 MARKS = tl.constexpr(128)
+# Chunks in a program of the gradient of log α of marked ones: most programs find none.
+SHARE = tl.constexpr(16)
 # Precision of products: bfloat16 has no choice.
 PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
 
@@ -925,6 +927,68 @@ def gated_delta_backward_kernel(
     store_rows(p_d_k + i_token * S.D, S.H * S.D, rows, b_d_k, S.D, S.BD, S)
 
 
+@triton.jit(do_not_specialize=["T", "chunks", "scale"])
+def gated_delta_backward_decay_kernel(
+    p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_states, p_d_states, p_d_decay, T, chunks, scale,
+    q, k, v, beta, d, S: tl.constexpr
+):  # fmt: skip
+    """The gradient of log α of the marked ones among SHARE chunks of one query head, with u and z in float32.
+
+    Where keys are nearly parallel it is a small difference of products with u and z, which are bfloat16 in memory.
+    """
+    shares = tl.cdiv(chunks, SHARE)
+    pid = tl.program_id(0)
+    i_h, i_first = pid % S.H, (pid // S.H) % shares * SHARE
+    i_b = (pid // S.H // shares).to(tl.int64)
+    i_kv = i_h // (S.H // S.HKV)
+    i_y, i_x = (i_b * S.HKV + i_kv) * chunks, (i_b * S.H + i_h) * chunks
+    for i_c in range(i_first, tl.minimum(i_first + SHARE, chunks)):
+        if tl.load(p_strong + i_y + i_c) > 0:
+            i_0 = i_c * S.C
+            rows = T - i_0
+            b_d_sum = _decay_gradient(
+                pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h), pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_kv),
+                pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_kv), pointer(p_d_out, d, S.STRIDE_D, i_b, i_0, i_h),
+                pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k,
+                p_inverse, p_sums, p_strong, p_states, p_d_states, rows, scale, i_y + i_c, i_x + i_c, S
+            )  # fmt: skip
+            i_t = tl.arange(0, S.C)
+            p_o = p_d_decay + (i_b * T + i_0) * S.H + i_h + i_t * S.H
+            tl.store(p_o, tl.cumsum(b_d_sum, 0, reverse=True), mask=i_t < rows)
+
+
+@triton.jit
+def _decay_gradient(
+    p_q, p_k, p_v, p_d_out, p_beta, p_inverse, p_sums, p_strong, p_states, p_d_states, rows, scale, i_y, i_x,
+    S: tl.constexpr
+):  # fmt: skip
+    """The gradient of G (C,) of one chunk, from the states: o_i · do_i − v_i · dv_i, and at the end ⟨dS', S'⟩."""
+    i_t = tl.arange(0, S.C)
+    b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
+    b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
+    b_start, b_end, last = load_factors(p_sums, i_y, S)
+    b_high, b_low = load_sums(p_sums, i_y, S)
+    b_pair, b_pair_low = halves(dot(b_q, tl.trans(b_k), S) * (between(b_high, b_low, False, S) * scale), S)
+    b_d_sum, b_ends, b_cross = zeros(S.C), zeros(S.C), zeros(S.BD)
+    for i_e in tl.range(S.TILES, num_stages=1):
+        b_s = tl.load(p_states + tile_offsets(i_x, i_e, S))
+        b_d = load_columns(p_d_out, S.STRIDE_D, rows, i_e, S)
+        b_v = load_columns(p_v, S.STRIDE_V, rows, i_e, S)
+        b_t, b_t_low = load_inverse(p_inverse, p_beta, p_strong, rows, i_y, True, True, S)
+        b_u = _writes(dot(b_s, tl.trans(b_k), S), b_v, b_t, b_t_low, b_start, True, S)
+        b_out = dot(b_s, tl.trans(b_q), S) * (b_start * scale)[None, :]
+        b_out = product_of(b_u, tl.trans(b_pair), tl.trans(b_pair_low), b_out, True, S)
+        b_d_s = tl.load(p_d_states + tile_offsets(i_x, i_e, S))
+        b_d_u = dot(b_d_s, tl.trans(b_k), S) * b_end[None, :]
+        b_ends += tl.sum(b_u * b_d_u, 0)
+        b_cross += tl.sum(b_s.to(tl.float32) * b_d_s.to(tl.float32), 0)
+        b_d_u = add_dot(b_d, b_pair, add_dot(b_d, b_pair_low, b_d_u, S), S)
+        b_t, b_t_low = load_inverse(p_inverse, p_beta, p_strong, rows, i_y, False, True, S)
+        b_z = product_of(b_d_u, b_t, b_t_low, zeros(S.BE, S.C), True, S)
+        b_d_sum += tl.sum(b_d.to(tl.float32) * b_out - b_v.to(tl.float32) * b_z, 0)
+    return b_d_sum + tl.where(i_t == S.C - 1, tl.sum(b_ends) + last * tl.sum(b_cross), 0.0)
+
+
 def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, the state after the last token, and what `backward` needs."""
     q, k, v, decay, beta, state = _dense(x)
@@ -968,6 +1032,8 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
             plan.scan(norms, maps, d_totals)
         plan.states(*inputs)
         plan.read(q, k, beta, sums, strong, d_out, states, d_states, u, d_q, d_k, d_v, d_decay, d_beta)
+        if plan.bf16 and d_decay is not None:
+            plan.decay(q, k, v, beta, inverse, sums, strong, d_out, states, d_states, d_decay)
     if d_decay is not None:
         d_decay = d_decay[..., None]
     if plan.group > 1:
@@ -1078,6 +1144,11 @@ class _DeltaBackward(_DeltaPlan):
         scalars = self.T, self.chunks, self.scale
         stages = 3 if S.BD <= 128 else 1
         self.read = self.delta_launch(gated_delta_backward_kernel, X * self.chunks, scalars, "q k beta d", 4, stages)
+        if self.bf16 and S.GATED:
+            programs = X * -(-self.chunks // SHARE.value)
+            self.decay = self.delta_launch(
+                gated_delta_backward_decay_kernel, programs, scalars, "q k v beta d", 4 if S.BD <= 128 else 8, 1
+            )
 
     def states_launch(self, *, store: bool) -> Launch:
         """Create a launch that computes gradients of states and, if they are stored, in other programs the states."""
