@@ -13,7 +13,8 @@ segments of several chunks, about as many segments as the device runs programs a
 without rows computes the state at the end of each, and a scan the states between them.
 
 dg_t = Σ_{i ≥ t} (q_i · dq_i − k_i · dk_i) + ⟨dS, S⟩ after the last of these i. Both sums contain the same pairs of a
-chunk, rounded alike, so that these cancel. The rounding of states adds up: ⟨dS, S⟩ is taken anew every few chunks.
+chunk, rounded alike, so that these cancel. So must what chunks add to states: rows are rounded as the other walk writes
+them, and read both bfloat16 halves of a state. ⟨dS, S⟩ is taken anew every few chunks.
 """
 
 from __future__ import annotations
