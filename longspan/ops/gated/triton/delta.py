@@ -874,52 +874,44 @@ def gated_delta_backward_kernel(
         b_d_beta = tl.where(i_t < rows, b_d_beta / b_beta / b_beta, 0.0)
         tl.store(p_d_beta + i_token + i_t * S.H, b_d_beta, mask=i_t < rows)
     b_between = between(b_high, b_low, False, S)
-    b_d_pair *= b_between * scale
-    b_d_l = tl.where(i_t[:, None] > i_t[None, :], -b_d_l * b_between, 0.0)
+    b_pair = (b_d_pair * b_between * scale).to(S.DOT)
+    b_l = tl.where(i_t[:, None] > i_t[None, :], b_d_l * -b_between, 0.0).to(S.DOT)
     b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
-    b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
-    b_d_sum = zeros(S.C)
-    if S.GATED:
-        b_x = b_d_pair * dot(b_q, tl.trans(b_k), S) + b_d_l * dot(b_k, tl.trans(b_k), S)
-        b_d_sum = tl.sum(b_x, 1) - tl.sum(b_x, 0)
-    b_pair, b_pair_low = halves(b_d_pair, S)
-    b_l = (b_d_l + tl.trans(b_d_l)).to(S.DOT)
     b_d_q = zeros(S.C, S.BD)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_s = tl.load(p_states + tile_offsets(i_x, i_e, S))
         b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e, True)
         b_d_q = add_dot(b_d, b_s, b_d_q, S)
-    b_d_q *= (b_start * scale)[:, None]
+    b_d_q = add_dot(b_pair, b_k, b_d_q * (b_start * scale)[:, None], S)
+    store_rows(p_d_q + i_token * S.D, S.H * S.D, rows, b_d_q, S.D, S.BD, S)
+    b_d_sum = zeros(S.C)
     if S.GATED:
         b_d_sum += _row_products(p_q, S.STRIDE_Q, rows, b_d_q, S)
-    b_d_q = halves_dot(b_pair, b_pair_low, b_k.to(S.DOT), None, b_d_q, S)
-    store_rows(p_d_q + i_token * S.D, S.H * S.D, rows, b_d_q, S.D, S.BD, S)
-    b_d_k = dot(tl.trans(b_pair), b_q, S)
-    b_d_k = add_dot(b_l, b_k, b_d_k, S)
     # Parts of dk whose products with k are needed: one after the other, or each from zero, which keeps more digits.
-    b_pairs, b_sum = zeros(S.C), b_d_k
-    if tl.bfloat16 == S.DOT:
-        b_pairs = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S)
-    else:
-        b_d_k = zeros(S.C, S.BD)
+    b_d_k = dot(b_l, b_k, S)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_s = tl.load(p_states + tile_offsets(i_x, i_e, S), eviction_policy="evict_first")
         b_z = load_rows(p_d_v, S.H * S.E, rows, S.E, S.BE, S, i_e, True).to(tl.float32)
         b_d_k = add_dot(b_z * -b_start[:, None], b_s, b_d_k, S)
-    b_ins = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S)
-    b_both = b_ins
+    b_rows = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S)
+    b_before, b_sum = b_rows, b_d_k
     if tl.bfloat16 != S.DOT:
-        b_both = zeros(S.C)
+        b_before, b_d_k = zeros(S.C), zeros(S.C, S.BD)
+    b_d_k = add_dot(tl.trans(b_l), b_k, b_d_k, S)
+    b_d_k = add_dot(tl.trans(b_pair), load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S), b_d_k, S)
+    b_columns = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S)
+    b_pairs = b_columns - b_before
+    if tl.bfloat16 != S.DOT:
         b_sum += b_d_k
-        b_d_k = zeros(S.C, S.BD)
+        b_columns, b_d_k = zeros(S.C), zeros(S.C, S.BD)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_u = load_rows(p_u, S.STRIDE_U, rows, S.E, S.BE, S, i_e, True)
         b_d_s = tl.load(p_d_states + tile_offsets(i_x, i_e, S))
         b_d_k = add_dot(b_u.to(tl.float32) * b_end[:, None], b_d_s, b_d_k, S)
     if S.GATED:
-        b_ends = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S) - b_both
+        b_ends = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S) - b_columns
         end = tl.sum(b_ends) + last * _inner_product(p_states, p_d_states, i_x, S)
-        b_d_sum += b_ins - b_pairs - b_ends + tl.where(i_t == S.C - 1, end, 0.0)
+        b_d_sum += b_rows - b_pairs - b_ends + tl.where(i_t == S.C - 1, end, 0.0)
         tl.store(p_d_decay + i_token + i_t * S.H, tl.cumsum(b_d_sum, 0, reverse=True), mask=i_t < rows)
     if tl.bfloat16 != S.DOT:
         b_d_k += b_sum
