@@ -52,7 +52,7 @@ from longspan.ops.common.tiles import padded, product, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 
 # β of this or less counts as this: what such a token writes is lost beside anything else.
-LEAST_BETA = tl.constexpr(1e-10)
+LEAST_BETA = tl.constexpr(1e-30)
 # Chunks of a segment that are searched for those that forget everything before them.
 SEARCHED = tl.constexpr(256)
 # Columns of the states of segments per program of the scan: its steps follow each other, and few are faster.
@@ -300,7 +300,7 @@ def load_beta(p_beta, rows, S: tl.constexpr):
             b_beta = tl.load(p_beta + i_t * S.STRIDE_BETA)
         else:
             b_beta = tl.load(p_beta + i_t * S.STRIDE_BETA, mask=i_t < rows, other=0.0)
-        # Not 0: the gradient is z · u / β².
+        # Not 0: the gradient is z / β · u / β.
         b_beta = tl.where(tl.abs(b_beta) < LEAST_BETA, LEAST_BETA, b_beta)
     return b_beta
 
@@ -859,6 +859,11 @@ def gated_delta_backward_kernel(
     b_beta = load_beta(pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k, rows, S)
     b_start, b_end, last = load_factors(p_sums, i_y, S)
     b_high, b_low = load_sums(p_sums, i_y, S)
+    b_inverse = zeros(S.C)
+    if S.SCALED:
+        if tl.bfloat16 == S.DOT:  # As it is on the diagonal of T.
+            b_beta = tl.where(tl.load(p_strong + i_y) > 0, b_beta, widen(b_beta.to(tl.bfloat16)))
+        b_inverse = 1.0 / b_beta
     b_d_pair, b_d_l, b_d_beta = zeros(S.C, S.C), zeros(S.C, S.C), zeros(S.C)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_u = load_rows(p_u, S.STRIDE_U, rows, S.E, S.BE, S, i_e)
@@ -867,11 +872,9 @@ def gated_delta_backward_kernel(
         b_d_pair = add_dot(b_d, tl.trans(b_u), b_d_pair, S)
         b_d_l = add_dot(b_z, tl.trans(b_u), b_d_l, S)
         if S.SCALED:
-            b_d_beta += tl.sum(b_z.to(tl.float32) * b_u.to(tl.float32), 1)
+            b_z = b_z.to(tl.float32) * b_inverse[:, None]
+            b_d_beta += tl.sum(b_z * (b_u.to(tl.float32) * b_inverse[:, None]), 1)
     if S.SCALED:
-        if tl.bfloat16 == S.DOT:  # As it is on T's diagonal.
-            b_beta = tl.where(tl.load(p_strong + i_y) > 0, b_beta, widen(b_beta.to(tl.bfloat16)))
-        b_d_beta = tl.where(i_t < rows, b_d_beta / b_beta / b_beta, 0.0)
         tl.store(p_d_beta + i_token + i_t * S.H, b_d_beta, mask=i_t < rows)
     b_between = between(b_high, b_low, False, S)
     b_pair = (b_d_pair * b_between * scale).to(S.DOT)
