@@ -1,14 +1,18 @@
 """The delta rule with no decay or one per head (DeltaNet, Gated DeltaNet): triangular inverses, states in registers.
 
-With G_i = Σ_{s ≤ i} log α_s from the chunk's first token on, S the state before the chunk and T = (I + L)⁻¹,
+With G_i = Σ_{s ≤ i} log α_s from the chunk's first token on, S the state before the chunk and T = (I + L)⁻¹ Diag(β),
 L_ij = β_i k_i · k_j e^{G_i − G_j} for j < i, a chunk writes
 
-    u = T (β ∘ x),   x = v − e^G ∘ (k S),        o = e^G ∘ (q S) + tril(q kᵀ ∘ e^{G_i − G_j}) u,
+    u = T x,   x = v − e^G ∘ (k S),        o = e^G ∘ (q S) + tril(q kᵀ ∘ e^{G_i − G_j}) u,
     S' = e^{G_C} S + kᵀ (e^{G_C − G} ∘ u).
 
 A first kernel computes T and the matrix of o's last product of all chunks at once. A second goes through the chunks of
 a sequence with a tile of the state's columns in registers and writes the outputs; no state goes to memory. Factors of
 rows stand beside results of products, in float32: q, k and v enter products as they are.
+
+States and what depends on them are transposed: (k S)ᵀ = Sᵀ kᵀ, xᵀ, uᵀ = xᵀ Tᵀ and S'ᵀ = Sᵀ + uᵀ k are results of one
+product and first operands of the next, which tensor cores read from the registers they wrote. The chain from one state
+to the next does not pass through shared memory.
 
 bfloat16 numbers enter products in two halves where keys are nearly parallel: the first kernel marks chunks in which a
 row of L has a large sum of squares. A segment without such a chunk is computed with single bfloat16 numbers.
@@ -18,10 +22,10 @@ state before it to P S + Δ: Δ is what it makes of a zero state, P of D columns
 no value is written. A scan over the segments' maps gives the state before each. ‖P‖ of a chunk is at most
 Π α max(1, |1 − β k·k|): where that underflows over the last chunks of a segment, P is 0 and Δ begins with those chunks.
 
-Backward, with dS' the gradient of the state after a chunk and z = Tᵀ du:
+Backward, with dS' the gradient of the state after a chunk and z = Tᵀ du, which is dv:
 
     du = tril(q kᵀ ∘ e^{G_i − G_j})ᵀ do + e^{G_C − G} ∘ (k dS'),
-    dS = e^{G_C} dS' + qᵀ (e^G ∘ do) − kᵀ (e^G β ∘ z),        dv = β ∘ z,   dL = −tril(z uᵀ, −1).
+    dS = e^{G_C} dS' + qᵀ (e^G ∘ do) − kᵀ (e^G ∘ z),        d(k kᵀ) = −tril(z uᵀ ∘ e^{G_i − G_j}, −1).
 
 One launch computes the states before all chunks and, backwards, the gradients of those after them; from both, a program
 per chunk computes the gradients of the inputs.
