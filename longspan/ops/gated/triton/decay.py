@@ -46,7 +46,7 @@ from longspan.ops.linear.triton import PRECISION
 CHUNK = 64  # 32 for other dtypes than bfloat16, whose products take more registers
 STAGES = 3  # With fewer, no chunk is loaded while another is in use.
 PIECE = 8  # The fewest chunks in a piece of a segment
-CHECK = 8  # Chunks from one ⟨dS, S⟩ to the next; 1 for other dtypes than bfloat16
+CHECK = 16  # Chunks from one ⟨dS, S⟩ to the next; 1 for other dtypes than bfloat16
 
 # Values per token in p_gates, with G from the chunk's start: log₂ e^G as a sum of two numbers, the factors σ e^G,
 # β e^{G_C − G} and σ β, then e^{G_C − G} and β.
@@ -184,16 +184,16 @@ def _written(b_s, b_b, b_c, p_gates, S: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _read(b_high, b_low, b_a, p_gates, S: tl.constexpr, PRECISION: tl.constexpr):
-    """What a chunk's rows read from the state, (C, BV).
+    """What a chunk's rows read from the state, transposed: (BV, C).
 
     SPLIT: Rows are scaled and rounded as `_written` does with them as columns, and both halves of the state are read.
     """
     b_read = tl.load(p_gates + ((5 if S.LAST_BETA else 3) if S.BACK else 2) * S.C + tl.arange(0, S.C))
     if S.SPLIT:
-        b_a = (b_a.to(tl.float32) * b_read[:, None]).to(S.DOT)
-        b_o = add_product(b_a, tl.trans(b_high), product(b_a, tl.trans(b_low), PRECISION), PRECISION)
+        b_a = tl.trans((b_a.to(tl.float32) * b_read[:, None]).to(S.DOT))
+        b_o = add_product(b_high, b_a, product(b_low, b_a, PRECISION), PRECISION)
     else:
-        b_o = product(b_a.to(S.DOT), tl.trans(b_high), PRECISION) * b_read[:, None]
+        b_o = product(b_high, tl.trans(b_a.to(S.DOT)), PRECISION) * b_read[None, :]
     return b_o
 
 
@@ -209,7 +209,8 @@ def _halves(b_s, S: tl.constexpr):
 
 @triton.jit
 def _put(p_out, p_x, p_rows, b_o, p_gates, x, g, left, columns, STRIDE: tl.constexpr, S: tl.constexpr):
-    """Store a chunk's results (C, BV) of query head g, and if ROWS their products with x, added up by row."""
+    """Store a chunk's results, transposed (BV, C), of query head g, and if ROWS their products with x by row."""
+    b_o = tl.trans(b_o)
     if S.ROWS:
         b_x = _load(p_x + g * x.h, S.STRIDE_X, left, columns, S.V, S.BV, S)
         tl.store(p_rows + g * S.C + tl.arange(0, S.C), tl.sum(b_o * b_x.to(tl.float32), 1))
@@ -283,7 +284,7 @@ def gated_decay_walk_kernel(
                 b_a = _load(p_a + g * a.h, S.STRIDE_A, left, S.A, S.A, S.BA, S)
                 b_o = _read(b_high, b_low, b_a, p_gates, S, PRECISION)
                 b_p = _see(b_a, b_b, p_gates, scale, S, PRECISION)
-                b_o = add(b_o, product(b_p, b_c.to(S.DOT), PRECISION))
+                b_o = add(b_o, product(tl.trans(b_c.to(S.DOT)), tl.trans(b_p), PRECISION))
                 _put(p_out, p_x, p_rows, b_o, p_gates, x, g, left, columns, STRIDE, S)
             if S.DECAY:
                 b_s *= exp2(last)
@@ -300,7 +301,7 @@ def gated_decay_walk_kernel(
                 b_c = _load(p_c + g * c.h, S.STRIDE_C, left, columns, S.V, S.BV, S)
                 if S.READ:
                     b_p = _see(b_a, b_b, p_gates, scale, S, PRECISION)
-                    b_o = add(b_o, product(b_p, b_c.to(S.DOT), PRECISION))
+                    b_o = add(b_o, product(tl.trans(b_c.to(S.DOT)), tl.trans(b_p), PRECISION))
                 b_s = _written(b_s, b_b, b_c, p_gates, S, PRECISION)
             if S.READ:
                 _put(p_out, p_x, p_rows, b_o, p_gates, x, 0, left, columns, STRIDE, S)
