@@ -1151,13 +1151,19 @@ class _DeltaBackward(_DeltaPlan):
 
     def states_launch(self, *, store: bool) -> Launch:
         """Create a launch that computes gradients of states and, if they are stored, in other programs the states."""
+        S = self.sizes
+        warps, stages = (4, 2) if self.bf16 and S.BD <= 128 else (8, 1) if self.bf16 else (4, 1)
+        if store and self.bf16 and S.BD <= 128 and S.TILES % 2 == 0:
+            # Twice the values and warps: what does not depend on values is loaded and computed once.
+            self.sizes, warps, stages = S._replace(BE=2 * S.BE, TILES=S.TILES // 2), 8, 3
         programs = self.B * self.H * self.sizes.TILES * self.segments
-        warps, stages = (4, 2) if self.bf16 and self.sizes.BD <= 128 else (8, 1) if self.bf16 else (4, 1)
         first = programs if store else 0
         scalars = *self.segmentation, self.scale, first
-        return self.delta_launch(
+        launch = self.delta_launch(
             *(gated_delta_backward_states_kernel, programs + first, scalars, "q k v beta d", warps, stages), STORE=store
         )
+        self.sizes = S
+        return launch
 
 
 def _tiling(dtype: torch.dtype, D: int, E: int) -> tuple[int, int, int, int]:
