@@ -20,7 +20,7 @@ row of L has a large sum of squares. A segment without such a chunk is computed 
 Where sequences times tiles are fewer than multiprocessors, a sequence is divided into segments. A segment maps the
 state before it to P S + Δ: Δ is what it makes of a zero state, P of D columns that begin as the identity and into which
 no value is written. A scan over the segments' maps gives the state before each. ‖P‖ of a chunk is at most
-Π α max(1, |1 − β k·k|): where that underflows over the last chunks of a segment, P is 0 and Δ begins with those chunks.
+Π α max(1, |1 − β k·k|): where that is negligible over the last chunks of a segment, P is 0 and Δ begins with those chunks.
 
 Backward, with dS' the gradient of the state after a chunk and z = Tᵀ du, which is dv:
 
@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.exp import UNDERFLOW, exact_exp, exp, same_layout, widen
+from longspan.ops.common.exp import LOG2E, UNDERFLOW, exact_exp2, exp2, log2, prefetch, same_layout, widen
 from longspan.ops.common.launch import (
     Launch,
     Plan,
@@ -52,11 +52,13 @@ from longspan.ops.common.launch import (
     dense_rows,
     on_device,
 )
-from longspan.ops.common.tiles import padded, product, token_pointer, zeros
+from longspan.ops.common.tiles import FLOOR, padded, product, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 
 # β of this or less counts as this: what such a token writes is lost beside anything else.
 LEAST_BETA = tl.constexpr(1e-30)
+# log₂ ‖P‖ of chunks that forget everything before them: what is left, 2e-28 of it, is lost beside anything else.
+FORGOTTEN = tl.constexpr(-92.0)
 # Chunks of a segment that are searched for those that forget everything before them.
 SEARCHED = tl.constexpr(256)
 # Columns of the states of segments per program of the scan: its steps follow each other, and few are faster.
@@ -131,8 +133,8 @@ def exact_dot(b_x, b_y, S: tl.constexpr):
 
 @triton.jit
 def power(b_x, S: tl.constexpr):
-    """exp(x) of x ≤ 0."""
-    return exp(b_x) if tl.bfloat16 == S.DOT else exact_exp(b_x)
+    """2^x of x ≤ 0."""
+    return exp2(b_x) if tl.bfloat16 == S.DOT else exact_exp2(b_x)
 
 
 @triton.jit
@@ -185,35 +187,37 @@ def _below(i_t, WIDTH: tl.constexpr):
 
 @triton.jit
 def running_sums(b_g):
-    """Sums of g as two float32 numbers each: after a token that forgets everything one would have too few digits."""
-    b_sum = tl.cumsum(b_g.to(tl.float64), 0)
+    """log₂ e^G as two float32 numbers each: after a token that forgets everything one would have too few digits."""
+    b_sum = tl.cumsum(b_g.to(tl.float64), 0) * tl.full(b_g.shape, LOG2E, tl.float64)
     b_high = b_sum.to(tl.float32)
     return b_high, (b_sum - b_high.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
-def between(b_high, b_low, TRANSPOSED: tl.constexpr, S: tl.constexpr):
-    """e^{G_i − G_j} (C, C) for j ≤ i, zeros elsewhere; TRANSPOSED: rows are j."""
+def between(b_high, b_low, S: tl.constexpr):
+    """e^{G_i − G_j} (C, C) for j ≤ i, zeros elsewhere."""
     i_t = tl.arange(0, S.C)
-    m_t = i_t[:, None] <= i_t[None, :] if TRANSPOSED else i_t[:, None] >= i_t[None, :]
+    m_t = i_t[:, None] >= i_t[None, :]
     if S.GATED:
-        if TRANSPOSED:
-            b_high, b_low = -b_high, -b_low
-        b_x = (b_high[:, None] - b_high[None, :]) + (b_low[:, None] - b_low[None, :])
-        b_x = power(tl.minimum(b_x, 0.0), S)
+        b_x = b_high[:, None] - b_high[None, :]
+        if tl.bfloat16 != S.DOT:
+            b_x += b_low[:, None] - b_low[None, :]
+        b_x = power(tl.where(m_t, b_x, FLOOR), S)
     else:
-        b_x = tl.full((S.C, S.C), 1.0, tl.float32)
-    return tl.where(m_t, b_x, 0.0)
+        b_x = tl.where(m_t, 1.0, zeros(S.C, S.C))
+    return b_x
 
 
 @triton.jit
 def load_sums(p_sums, i_x, S: tl.constexpr):
-    """G (C,) of chunk i_x as `running_sums` returns it."""
+    """log₂ e^G (C,) of chunk i_x as `running_sums` returns it; in bfloat16 the first number is enough."""
     b_high = zeros(S.C)
     b_low = b_high
     if S.GATED:
         p_sums += i_x * (4 * S.C) + tl.arange(0, S.C)
-        b_high, b_low = tl.load(p_sums), tl.load(p_sums + S.C)
+        b_high = tl.load(p_sums)
+        if tl.bfloat16 != S.DOT:
+            b_low = tl.load(p_sums + S.C)
     return b_high, b_low
 
 
@@ -425,7 +429,7 @@ def gated_delta_inverse_kernel(
 ):  # fmt: skip
     """T (C, C), G and its powers (4, C) of one chunk, and A^qk (C, C) of its query heads.
 
-    p_norms: Upper bounds of log ‖P‖ of all chunks, if there are segments. p_strong: Marks of chunks that are not mild.
+    p_norms: Upper bounds of log₂ ‖P‖ of all chunks, if there are segments. p_strong: Marks of chunks that are not mild.
     Mild ones have no low halves: those of T are zeros, those of A^qk are not written.
     """
     GROUP: tl.constexpr = S.H // S.HKV
@@ -456,9 +460,9 @@ def gated_delta_inverse_kernel(
     if S.GATED:
         if p_norms is not None:
             b_own = tl.sum(tl.where(i_t[:, None] == i_t[None, :], b_l, 0.0), 1)
-            b_own = tl.log(tl.maximum(tl.abs(1.0 - b_own * b_beta), 1.0))
+            b_own = log2(tl.maximum(tl.abs(1.0 - b_own * b_beta), 1.0))
             tl.store(p_norms + i_x, tl.sum(b_own) + tl.sum(tl.where(i_t == S.C - 1, b_high, 0.0)))
-    b_between = same_layout(between(b_high, b_low, False, S), b_l)
+    b_between = same_layout(between(b_high, b_low, S), b_l)
     for i in range(GROUP):
         store_pair(p_pairs, ((i_b * S.HKV + i_h) * GROUP + i) * chunks + i_c, b_q, b_k, b_between, scale, False, S)
         if i + 1 < GROUP:
@@ -472,7 +476,7 @@ def gated_delta_inverse_kernel(
         store_inverse(p_inverse, i_x, triangular_inverse(b_l, S) * b_beta[None, :], S)
         if tl.bfloat16 == S.DOT:
             b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S, 0, True)
-            b_between = between(b_high, b_low, False, S)
+            b_between = between(b_high, b_low, S)
             for i in range(GROUP):
                 b_q = load_rows(p_q + i * q.h, S.STRIDE_Q, rows, S.D, S.BD, S, 0, True)
                 i_y = ((i_b * S.HKV + i_h) * GROUP + i) * chunks + i_c
@@ -539,7 +543,7 @@ def _remembered(p_norms, count, BACK: tl.constexpr, S: tl.constexpr):
     if S.GATED:
         i_n = tl.arange(0, SEARCHED)
         b_norm = tl.load(p_norms + (i_n if BACK else count - 1 - i_n), mask=i_n < count, other=0.0)
-        number = tl.sum(tl.where(tl.cumsum(b_norm, 0) <= UNDERFLOW, 0, 1)) + 1
+        number = tl.sum(tl.where(tl.cumsum(b_norm, 0) <= FORGOTTEN, 0, 1)) + 1
         number = tl.where(number > SEARCHED, count, tl.minimum(number, count))
     return number
 
@@ -738,7 +742,7 @@ def _state_gradients(
         if STORE:
             p_tile = p_states + tile_offsets(i_x - i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
-        b_pair = dot(b_q, tl.trans(b_k), S) * (between(b_high, b_low, False, S) * scale)
+        b_pair = dot(b_q, tl.trans(b_k), S) * (between(b_high, b_low, S) * scale)
         b_d = load_columns(p_d_out, S.STRIDE_D, rows, i_e, S)
         b_u = dot(b_s, tl.trans(b_k), S) * b_end[None, :]
         if EXACT and tl.bfloat16 == S.DOT:
@@ -820,13 +824,22 @@ def gated_delta_backward_states_kernel(
 
 
 @triton.jit
+def prefetch_state(p_x, i_x, S: tl.constexpr):
+    """Load matrix i_x of a stack of (TILES · BE, BD) into the L2 cache."""
+    SIZE: tl.constexpr = S.BE * S.TILES * S.BD
+    LINE: tl.constexpr = 64  # Elements of 128 bytes
+    if tl.bfloat16 == S.DOT:
+        prefetch(p_x + tl.cast(i_x, tl.int64) * SIZE + tl.arange(0, SIZE // LINE) * LINE)
+
+
+@triton.jit
 def _inner_product(p_x, p_y, i_x, S: tl.constexpr):
-    """Σ x ∘ y of matrices i_x of two stacks of (BD, TILES · BE), a few rows at a time."""
-    COLUMNS: tl.constexpr = S.BE * S.TILES
+    """Σ x ∘ y of matrices i_x of two stacks of (TILES · BE, BD), a few rows at a time."""
+    SIZE: tl.constexpr = S.BE * S.TILES * S.BD
     WIDTH: tl.constexpr = 1024
-    i_d = tl.cast(i_x, tl.int64) * (S.BD * COLUMNS) + tl.arange(0, WIDTH)
+    i_d = tl.cast(i_x, tl.int64) * SIZE + tl.arange(0, WIDTH)
     b_sum = tl.zeros((WIDTH,), tl.float32)
-    for i in range(S.BD * COLUMNS // WIDTH):
+    for i in range(SIZE // WIDTH):
         b_sum += tl.load(p_x + i_d + i * WIDTH).to(tl.float32) * tl.load(p_y + i_d + i * WIDTH).to(tl.float32)
     return tl.sum(b_sum)
 
@@ -854,6 +867,8 @@ def gated_delta_backward_kernel(
     i_0 = i_c * S.C
     rows = T - i_0
     i_t = tl.arange(0, S.C)
+    prefetch_state(p_states, i_x, S)
+    prefetch_state(p_d_states, i_x, S)
     i_token = (i_b * T + i_0) * S.H + i_h
     p_k = pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_kv)
     p_q = pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h)
@@ -880,7 +895,7 @@ def gated_delta_backward_kernel(
             b_d_beta += tl.sum(b_z * (b_u.to(tl.float32) * b_inverse[:, None]), 1)
     if S.SCALED:
         tl.store(p_d_beta + i_token + i_t * S.H, b_d_beta, mask=i_t < rows)
-    b_between = between(b_high, b_low, False, S)
+    b_between = between(b_high, b_low, S)
     b_pair = (b_d_pair * b_between * scale).to(S.DOT)
     b_l = tl.where(i_t[:, None] > i_t[None, :], b_d_l * -b_between, 0.0).to(S.DOT)
     b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
@@ -967,7 +982,7 @@ def _decay_gradient(
     b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
     b_start, b_end, last = load_factors(p_sums, i_y, S)
     b_high, b_low = load_sums(p_sums, i_y, S)
-    b_pair, b_pair_low = halves(dot(b_q, tl.trans(b_k), S) * (between(b_high, b_low, False, S) * scale), S)
+    b_pair, b_pair_low = halves(dot(b_q, tl.trans(b_k), S) * (between(b_high, b_low, S) * scale), S)
     b_d_sum, b_ends, b_cross = zeros(S.C), zeros(S.C), zeros(S.BD)
     for i_e in tl.range(S.TILES, num_stages=1):
         b_s = tl.load(p_states + tile_offsets(i_x, i_e, S))
