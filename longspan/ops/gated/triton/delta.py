@@ -896,15 +896,17 @@ def gated_delta_backward_kernel(
     if S.SCALED:
         tl.store(p_d_beta + i_token + i_t * S.H, b_d_beta, mask=i_t < rows)
     b_between = between(b_high, b_low, S)
-    b_pair = (b_d_pair * b_between * scale).to(S.DOT)
+    b_pair, b_pair_low = halves(b_d_pair * b_between * scale, S)
     b_l = tl.where(i_t[:, None] > i_t[None, :], b_d_l * -b_between, 0.0).to(S.DOT)
     b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
-    b_d_q = zeros(S.C, S.BD)
+    b_d_q = dot(b_pair, b_k, S)
+    if tl.bfloat16 == S.DOT:
+        if tl.load(p_strong + i_y) > 0:
+            b_d_q = add_dot(b_pair_low, b_k, b_d_q, S)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_s = tl.load(p_states + tile_offsets(i_x, i_e, S))
-        b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e, True)
-        b_d_q = add_dot(b_d, b_s, b_d_q, S)
-    b_d_q = add_dot(b_pair, b_k, b_d_q * (b_start * scale)[:, None], S)
+        b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e, True).to(tl.float32)
+        b_d_q = add_dot(b_d * (b_start * scale)[:, None], b_s, b_d_q, S)
     store_rows(p_d_q + i_token * S.D, S.H * S.D, rows, b_d_q, S.D, S.BD, S)
     b_d_sum = zeros(S.C)
     if S.GATED:
