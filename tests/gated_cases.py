@@ -145,12 +145,16 @@ def errors(case: Case, given: Arguments, dtype: torch.dtype) -> dict[str, tuple[
     return result
 
 
-def check_sums(case: Case, given: Arguments, dtype: torch.dtype) -> None:
+def check_sums(case: Case, draws: Iterable[Arguments], dtype: torch.dtype) -> None:
     """`within_tolerance` of the gradients of the gates times the gates, summed over tokens.
 
     Gates are usually multiplied by one parameter per head (A_log of Mamba-2), whose gradient this is. Rounding errors
     that tokens share add up.
     """
+    within_tolerance(_errors_of_sums(case, given, dtype) for given in draws)
+
+
+def _errors_of_sums(case: Case, given: Arguments, dtype: torch.dtype) -> dict[str, tuple[float, float, float]]:
     found, truth, eager = by_kernels(case, given), by_torch(case, given, torch.float64), by_torch(case, given, dtype)
     result = {}
     for name, gate in (("d_log_decay", given[2].log_decay), ("d_beta", given[2].beta)):
@@ -159,7 +163,7 @@ def check_sums(case: Case, given: Arguments, dtype: torch.dtype) -> None:
         ours, exact, near = ((y[i].cpu().double() * gate.cpu()).sum(1) for y in (found, truth, eager))
         own, plain = ((x - exact).abs().max().item() for x in (ours, near))
         result[f"sum of {name}"] = own, plain, exact.abs().max().item() * torch.finfo(dtype).eps
-    within_tolerance([result])
+    return result
 
 
 def check(case: Case, given: Arguments, dtype: torch.dtype, more: Iterable[Arguments] = ()) -> None:

@@ -509,7 +509,12 @@ class _DecayPlan(Plan):
         sizes = WalkSizes(
             *(self.Hkv, self.group, A, V, self.chunk, BA, tile, BV // tile, back, read, self.decay, self.beta),
             *(self.T % self.chunk == 0, rows, self.beta and back and values == "E", check),
-            *(tl.bfloat16 if self.bf16 else tl.float32, not self.bf16, self.bf16 and check > 0, *[x.t for x in strides]),
+            *(
+                tl.bfloat16 if self.bf16 else tl.float32,
+                not self.bf16,
+                self.bf16 and check > 0,
+                *[x.t for x in strides],
+            ),
             *((self.BD, 1, 1, self.E) if values == "D" else (1, self.BD, self.E, 1)),
         )
         walks = self.segments if read else (self.segments - 1) * self.pieces

@@ -68,7 +68,7 @@ SCAN_WIDTH = tl.constexpr(32)
 MILD = tl.constexpr(2.0)
 # Chunks whose marks a program reads at once.
 MARKS = tl.constexpr(128)
-# Chunks in a program of the gradient of log α of marked ones: most programs find none.
+# Chunks in a program that computes something for marked ones: most programs find none.
 SHARE = tl.constexpr(16)
 # Precision of products: bfloat16 has no choice.
 PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
@@ -429,8 +429,8 @@ def gated_delta_inverse_kernel(
 ):  # fmt: skip
     """T (C, C), G and its powers (4, C) of one chunk, and A^qk (C, C) of its query heads.
 
-    p_norms: Upper bounds of log₂ ‖P‖ of all chunks, if there are segments. p_strong: Marks of chunks that are not mild.
-    Mild ones have no low halves: those of T are zeros, those of A^qk are not written.
+    p_norms: Upper bounds of log₂ ‖P‖ of all chunks, if there are segments. p_strong: Marks of chunks that are not mild,
+    whose T and low halves of A^qk another kernel computes. Mild ones have no low halves: those of T are zeros.
     """
     GROUP: tl.constexpr = S.H // S.HKV
     pid = tl.program_id(0)
@@ -468,22 +468,43 @@ def gated_delta_inverse_kernel(
         if i + 1 < GROUP:
             b_q = load_rows(p_q + (i + 1) * q.h, S.STRIDE_Q, rows, S.D, S.BD, S)
     b_l = tl.where(i_t[:, None] > i_t[None, :], b_l * b_between * b_beta[:, None], 0.0)
-    strong = True
     if tl.bfloat16 == S.DOT:
         strong = tl.max(tl.sum(b_l * b_l, 1)) > MILD
         tl.store(p_strong + i_x, strong.to(tl.int32))
-    if strong:
+        if not strong:
+            b_t = triangular_inverse(b_l, S, False, 8) * b_beta[None, :]
+            tl.store(p_inverse + _square(i_x, S), b_t.to(S.DOT))
+    else:
         store_inverse(p_inverse, i_x, triangular_inverse(b_l, S) * b_beta[None, :], S)
-        if tl.bfloat16 == S.DOT:
-            b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S, 0, True)
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "scale"])
+def gated_delta_exact_inverse_kernel(
+    p_q, p_k, p_beta, p_inverse, p_sums, p_strong, p_pairs, T, chunks, scale, q, k, beta, S: tl.constexpr
+):
+    """T and the low halves of A^qk of the marked ones among SHARE chunks."""
+    GROUP: tl.constexpr = S.H // S.HKV
+    shares = tl.cdiv(chunks, SHARE)
+    pid = tl.program_id(0)
+    i_h, i_first = pid % S.HKV, (pid // S.HKV) % shares * SHARE
+    i_b = (pid // S.HKV // shares).to(tl.int64)
+    i_t = tl.arange(0, S.C)
+    for i_c in range(i_first, tl.minimum(i_first + SHARE, chunks)):
+        i_x = (i_b * S.HKV + i_h) * chunks + i_c
+        if tl.load(p_strong + i_x) > 0:
+            i_0 = i_c * S.C
+            rows = T - i_0
+            b_k = load_rows(pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h), S.STRIDE_K, rows, S.D, S.BD, S)
+            b_beta = load_beta(pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_h) if S.SCALED else p_k, rows, S)
+            b_high, b_low = load_sums(p_sums, i_x, S)
             b_between = between(b_high, b_low, S)
             for i in range(GROUP):
-                b_q = load_rows(p_q + i * q.h, S.STRIDE_Q, rows, S.D, S.BD, S, 0, True)
-                i_y = ((i_b * S.HKV + i_h) * GROUP + i) * chunks + i_c
-                store_pair(p_pairs, i_y, b_q, b_k, b_between, scale, True, S)
-    else:
-        b_t = triangular_inverse(b_l, S, False, 8) * b_beta[None, :]
-        tl.store(p_inverse + _square(i_x, S), b_t.to(S.DOT))
+                i_q = i_h * GROUP + i
+                b_q = load_rows(pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_q), S.STRIDE_Q, rows, S.D, S.BD, S)
+                store_pair(p_pairs, (i_b * S.H + i_q) * chunks + i_c, b_q, b_k, b_between, scale, True, S)
+            b_l = dot(b_k, tl.trans(b_k), S) * b_between * b_beta[:, None]
+            b_l = tl.where(i_t[:, None] > i_t[None, :], b_l, 0.0)
+            store_inverse(p_inverse, i_x, triangular_inverse(b_l, S) * b_beta[None, :], S)
 
 
 @triton.jit
@@ -519,7 +540,9 @@ def _states(
             p_tile = p_states + tile_offsets(i_x + i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         if EXACT:
-            b_u = _writes(dot(b_s, tl.trans(b_k), S), tl.trans(b_v).to(tl.float32) * values, b_t, b_t_low, b_start, EXACT, S)
+            b_u = _writes(
+                dot(b_s, tl.trans(b_k), S), tl.trans(b_v).to(tl.float32) * values, b_t, b_t_low, b_start, EXACT, S
+            )
         else:
             b_u = dot(tl.trans(b_v), b_t, S) * values
             b_u = add_dot(dot(b_s, tl.trans(b_k), S) * -b_start[None, :], b_t, b_u, S)
@@ -1016,6 +1039,8 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> t
     (pairs,) = plan.pointers(plan.workspace, work)
     with on_device(q):
         plan.inverse(q, k, decay, beta, inverse, sums, norms, strong, pairs)
+        if plan.bf16:
+            plan.exact_inverse(q, k, beta, inverse, sums, strong, pairs)
         if plan.segments > 1:
             plan.maps(k, v, beta, inverse, sums, norms, strong, state, maps, totals)
             plan.scan(norms, maps, totals)
@@ -1122,11 +1147,15 @@ class _DeltaForward(_DeltaPlan):
         kind = torch.bfloat16 if self.bf16 else torch.float32
         self.workspace = Workspace((X * self.chunks * S.C * S.C * (2 if self.bf16 else 1), kind))
         scalars = self.T, self.chunks, self.scale
-        # Three programs per multiprocessor are faster than two with all registers they would take.
-        options = {"maxnreg": 168} if self.bf16 else {}
+        heads = self.B * S.HKV
         self.inverse = self.delta_launch(
-            gated_delta_inverse_kernel, self.B * S.HKV * self.chunks, scalars, "q k decay beta", 4, 1, **options
+            gated_delta_inverse_kernel, heads * self.chunks, scalars, "q k decay beta", 4, 1
         )
+        if self.bf16:
+            programs = heads * -(-self.chunks // SHARE.value)
+            self.exact_inverse = self.delta_launch(
+                gated_delta_exact_inverse_kernel, programs, scalars, "q k beta", 4, 1
+            )
         if self.segments > 1:
             programs = X * (S.TILES + S.BD // S.BE) * self.segments
             self.maps = self.delta_launch(
