@@ -20,7 +20,7 @@ row of L has a large sum of squares. A segment without such a chunk is computed 
 Where sequences times tiles are fewer than multiprocessors, a sequence is divided into segments. A segment maps the
 state before it to P S + Δ: Δ is what it makes of a zero state, P of D columns that begin as the identity and into which
 no value is written. A scan over the segments' maps gives the state before each. ‖P‖ of a chunk is at most
-Π α max(1, |1 − β k·k|): where that is negligible over the last chunks of a segment, P is 0 and Δ begins with those chunks.
+Π α max(1, |1 − β k·k|): where that is negligible over the last chunks of a segment, P is 0 and Δ begins with these.
 
 Backward, with dS' the gradient of the state after a chunk and z = Tᵀ du, which is dv:
 
@@ -601,13 +601,13 @@ def gated_delta_maps_kernel(
     i_c += tl.where(count > 0, run - count, 0)
     if any_strong(p_strong, i_y * chunks + i_c, count, S):
         b_s = _states(
-            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x, i_c * S.C,
-            i_y * chunks + i_c, count, values, k, v, beta, S, False, True, STAGES
+            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x,
+            i_c * S.C, i_y * chunks + i_c, count, values, k, v, beta, S, False, True, STAGES
         )  # fmt: skip
     else:
         b_s = _states(
-            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x, i_c * S.C,
-            i_y * chunks + i_c, count, values, k, v, beta, S, False, False, STAGES
+            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x,
+            i_c * S.C, i_y * chunks + i_c, count, values, k, v, beta, S, False, False, STAGES
         )  # fmt: skip
     tl.store(p_tile + tile_offsets(0, 0, S), b_s)
 
@@ -745,8 +745,8 @@ def gated_delta_forward_kernel(
 
 @triton.jit
 def _state_gradients(
-    b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_states, p_z, T, scale, i_b, i_h, i_kv, i_e, i_x, i_0, i_c,
-    count, q, k, beta, d, S: tl.constexpr, STORE: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr
+    b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_states, p_z, T, scale, i_b, i_h, i_kv, i_e, i_x, i_0,
+    i_c, count, q, k, beta, d, S: tl.constexpr, STORE: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """The gradient of the state before `count` chunks, the last of which is chunk i_c and begins at token i_0, from
     that of the state after them. STORE: write that after each chunk, and z.
@@ -831,13 +831,13 @@ def gated_delta_backward_states_kernel(
         i_y = i_y * chunks + i_last
         if any_strong(p_strong, i_c, count, S):
             b_s = _state_gradients(
-                b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv, i_e,
-                i_x * chunks + i_last, i_last * S.C, i_y, count, q, k, beta, d, S, STORE, True, STAGES
+                b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv,
+                i_e, i_x * chunks + i_last, i_last * S.C, i_y, count, q, k, beta, d, S, STORE, True, STAGES
             )  # fmt: skip
         else:
             b_s = _state_gradients(
-                b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv, i_e,
-                i_x * chunks + i_last, i_last * S.C, i_y, count, q, k, beta, d, S, STORE, False, STAGES
+                b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv,
+                i_e, i_x * chunks + i_last, i_last * S.C, i_y, count, q, k, beta, d, S, STORE, False, STAGES
             )  # fmt: skip
         if not STORE:
             tl.store(p_d_totals + tile_offsets(i_x * segments + i_s, i_e, S), b_s)
