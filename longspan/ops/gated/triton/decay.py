@@ -56,7 +56,7 @@ GATES = tl.constexpr(7)
 # chunk, padded widths, tiles of values.
 # BACK: from the end, with queries as columns. READ: there are rows; else only the state is computed. DECAY, BETA: there
 # are gates. FULL: every row of every chunk exists. ROWS: results times p_x are added up by row, before β if LAST_BETA,
-# in which β multiplies results. CHECK: chunks after which ⟨dS, S⟩ is computed, 0 for none. DOT: dtype of products.
+# in which β multiplies results. CHECK: chunks after which states are stored for ⟨dS, S⟩, 0 for none. DOT: dtype of products.
 # LOW: G is taken as two numbers. SPLIT: the state is read as two bfloat16 numbers.
 # STRIDE_*: strides along tokens, of a state along rows' width (STATE_A) and values (STATE_V), and of the last one.
 WalkSizes = namedtuple(
@@ -68,8 +68,9 @@ WalkSizes = namedtuple(
 # Compile-time constants of the scan: D, E, padded widths, values per program, the direction.
 ScanSizes = namedtuple("ScanSizes", "D E BD BE TILE DECAY BACK")
 
-# Compile-time constants of the gates' kernels: key heads, query heads of each, tokens in a chunk, tiles of D and of E.
-GateSizes = namedtuple("GateSizes", "HKV GROUP C TILES_D TILES_E DECAY BETA CHECK", defaults=(0,))
+# Compile-time constants of the gates' kernels: key heads, query heads of each, tokens in a chunk, tiles of D and of E,
+# elements of a state in a tile of D.
+GateSizes = namedtuple("GateSizes", "HKV GROUP C TILES_D TILES_E DECAY BETA CHECK TILE SPLIT", defaults=(0, 0, False))
 
 
 @triton.jit(do_not_specialize=["T", "scale"])
@@ -219,17 +220,26 @@ def _put(p_out, p_x, p_rows, b_o, p_gates, x, g, left, columns, STRIDE: tl.const
     _store(p_out + g * S.V, STRIDE, left, columns, b_o, S)
 
 
+@triton.jit
+def _store_check(p_checks, i_o, b_s, S: tl.constexpr):
+    """Store tile i_o of the states for ⟨dS, S⟩: two halves if SPLIT."""
+    p_checks += i_o * ((2 if S.SPLIT else 1) * S.BA * S.BV)
+    b_high, b_low = _halves(b_s, S)
+    tl.store(_state(p_checks, 1, S.BA, S), b_high)
+    if S.SPLIT:
+        tl.store(_state(p_checks + S.BA * S.BV, 1, S.BA, S), b_low)
+
+
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "scale"])
 def gated_decay_walk_kernel(
-    p_a, p_b, p_c, p_x, p_gates, p_states, p_totals, p_out, p_rows, p_checks, p_cross, p_last,
+    p_a, p_b, p_c, p_x, p_gates, p_states, p_totals, p_out, p_rows, p_checks, p_last,
     T, segments, chunks, first, scale, a, b, c, x, S: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """One segment, or piece of one unless READ, of one key head and its query heads, and one tile of values.
 
     p_states: (B, Hkv, segments, ·) the state at which a walk begins; unless READ (B, Hkv, pieces, ·), which gets the
     state at its end, and p_totals (B, Hkv, pieces) log₂ of its decay. p_rows: (tiles, B, Hkv, chunks, rows' heads, C).
-    p_checks, p_cross: (B, Hkv, segments, checks, tiles, ·) states and ⟨dS, S⟩. p_last: (B, Hkv, D, E) the state at the
-    end, or None.
+    p_checks: (B, Hkv, segments, checks, tiles, halves, ·) states. p_last: (B, Hkv, D, E) the state at the end, or None.
     """
     ROWS: tl.constexpr = 1 if S.BACK else S.GROUP
     COLUMNS: tl.constexpr = S.GROUP if S.BACK else 1
@@ -273,9 +283,7 @@ def gated_decay_walk_kernel(
         if S.CHECK > 0 and S.BACK:
             done = count - i
             if (done % S.CHECK == 0) | (i == 0):
-                i_o = i_check + (done - 1) // S.CHECK * S.TILES
-                b_then = tl.load(_state(p_checks + i_o * (S.BA * S.BV), 1, S.BA, S)).to(tl.float32)
-                tl.store(p_cross + i_o, tl.sum(tl.sum(b_then * b_s, 1)))
+                _store_check(p_checks, i_check + (done - 1) // S.CHECK * S.TILES, b_s, S)
         if S.READ and not S.BACK:
             b_b = _load(p_b, S.STRIDE_B, left, S.A, S.A, S.BA, S)
             b_c = _load(p_c, S.STRIDE_C, left, columns, S.V, S.BV, S)
@@ -307,8 +315,7 @@ def gated_decay_walk_kernel(
                 _put(p_out, p_x, p_rows, b_o, p_gates, x, 0, left, columns, STRIDE, S)
         if S.CHECK > 0 and not S.BACK:
             if ((i + 1) % S.CHECK == 0) | (i == count - 1):
-                p_o = p_checks + (i_check + i // S.CHECK * S.TILES) * (S.BA * S.BV)
-                tl.store(_state(p_o, 1, S.BA, S), b_s.to(p_checks.dtype.element_ty))
+                _store_check(p_checks, i_check + i // S.CHECK * S.TILES, b_s, S)
         total += last
         if S.READ:
             p_a += STEP * S.STRIDE_A
@@ -357,13 +364,32 @@ def gated_decay_scan_kernel(p_pieces, p_totals, p_enter, p_states, segments, pie
     tl.store(p_states + (0 if S.BACK else segments - 1) * SIZE, b_s)
 
 
+@triton.jit
+def _inner_product(p_x, p_y, i_o, S: tl.constexpr):
+    """⟨x, y⟩ of states as `_store_check` stores their tiles, from tile i_o on."""
+    WIDTH: tl.constexpr = min(S.TILE, 2048)
+    HALVES: tl.constexpr = 2 if S.SPLIT else 1
+    b_sum = zeros(WIDTH)
+    i_o = i_o * (HALVES * S.TILE) + tl.arange(0, WIDTH)
+    for i_v in range(S.TILES_D):
+        for i in range(0, S.TILE, WIDTH):
+            i_p = i_o + i_v * HALVES * S.TILE + i
+            b_x, b_y = tl.load(p_x + i_p).to(tl.float32), tl.load(p_y + i_p).to(tl.float32)
+            if S.SPLIT:
+                b_x += tl.load(p_x + i_p + S.TILE).to(tl.float32)
+                b_y += tl.load(p_y + i_p + S.TILE).to(tl.float32)
+            b_sum += b_x * b_y
+    return tl.sum(b_sum)
+
+
 @triton.jit(do_not_specialize=["T", "segments", "chunks"])
 def gated_decay_gate_gradients_kernel(
-    p_queries, p_keys, p_values, p_cross, p_d_decay, p_d_beta, T, segments, chunks, S: tl.constexpr
+    p_queries, p_keys, p_values, p_checks, p_d_checks, p_d_decay, p_d_beta, T, segments, chunks, S: tl.constexpr
 ):
     """Gradients of the gates of one head's tokens from one ⟨dS, S⟩ to the next.
 
-    p_queries, p_keys, p_values: q · dq, k · dk and v · dv / β by row, as walks store them.
+    p_queries, p_keys, p_values: q · dq, k · dk and v · dv / β by row, as walks store them. p_checks, p_d_checks: S and
+    dS.
     """
     checks = tl.cdiv(chunks, S.CHECK)
     i_x, i_s, i_g = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -375,9 +401,8 @@ def gated_decay_gate_gradients_kernel(
     i_b, i_h = i_x // S.HKV, i_x % S.HKV
     after = 0.0
     if S.DECAY and first < end:
-        for i_v in range(S.TILES_D):
-            p_o = p_cross + ((i_x * segments + i_s) * checks + i_g) * S.TILES_D + i_v
-            after += tl.load(p_o)
+        i_o = ((i_x * segments + i_s) * checks + i_g) * S.TILES_D
+        after = _inner_product(p_checks, p_d_checks, i_o, S)
     for i in range(end - first):
         i_c = end - 1 - i
         i_token = i_c * S.C + i_t
@@ -411,9 +436,9 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tu
     gates, totals, pieces = plan.pointers(plan.workspace, work)
     with on_device(q):
         plan.gates(x.log_decay, x.beta, gates)
-        plan.sums(None, k, v, None, gates, pieces, totals, None, None, None, None, None)
+        plan.sums(None, k, v, None, gates, pieces, totals, None, None, None, None)
         plan.scan(pieces, totals, state, states)
-        plan.out(q, k, v, None, gates, states, None, out, None, None, None, last)
+        plan.out(q, k, v, None, gates, states, None, out, None, None, last)
     return out, last, saved
 
 
@@ -426,15 +451,15 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
     d_decay, d_beta, d_start = (None if y is None else new_like(y) for y in (x.log_decay, x.beta, x.state))
     work = plan.workspace.allocate(q)
     (states,) = plan.pointers(plan.saved, saved.starts)
-    gates, totals, pieces, d_states, queries, keys, values, checks, cross = plan.pointers(plan.workspace, work)
+    gates, totals, pieces, d_states, queries, keys, values, checks, d_checks = plan.pointers(plan.workspace, work)
     with on_device(q):
         plan.gates(x.log_decay, x.beta, gates)
-        plan.sums(None, q, d, None, gates, pieces, totals, None, None, None, None, None)
+        plan.sums(None, q, d, None, gates, pieces, totals, None, None, None, None)
         plan.scan(pieces, totals, d_state, d_states)
-        plan.queries(d, v, k, q, gates, states, None, d_q, queries, checks, None, None)
-        plan.keys(v, d, q, k, gates, d_states, None, d_k, keys, checks, cross, d_start)
-        plan.values(k, q, d, v, gates, d_states, None, d_v, values, None, None, None)
-        plan.gate_gradients(queries, keys, values, cross, d_decay, d_beta)
+        plan.queries(d, v, k, q, gates, states, None, d_q, queries, checks, None)
+        plan.keys(v, d, q, k, gates, d_states, None, d_k, keys, d_checks, d_start)
+        plan.values(k, q, d, v, gates, d_states, None, d_v, values, None, None)
+        plan.gate_gradients(queries, keys, values, checks, d_checks, d_decay, d_beta)
     return d_q, d_k, d_v, d_decay, d_beta, d_start
 
 
@@ -553,8 +578,7 @@ class _DecayBackward(_DecayPlan):
         self.workspace = Workspace(
             *self.buffers,
             *[(size, torch.float32) for size in (self.saved.size, rows * self.group, rows, values)],
-            (checks * self.BD * self.BE, torch.float32),
-            (checks * self.tiles["D"], torch.float32),
+            *[(checks * self.BD * self.BE * (2 if self.bf16 else 1), self.dtype if self.bf16 else torch.float32)] * 2,
         )
         self.gates = self.gates_launch()
         self.sums = self.walk("-qd-", back=True, values="E")
@@ -568,9 +592,10 @@ class _DecayBackward(_DecayPlan):
         if not (self.decay or self.beta):
             return _nothing
         tiles = self.tiles["D"], self.tiles["E"]
-        sizes = GateSizes(self.Hkv, self.group, self.chunk, *tiles, self.decay, self.beta, self.check)
+        size = self.BD * self.BE // self.tiles["D"]
+        sizes = GateSizes(self.Hkv, self.group, self.chunk, *tiles, self.decay, self.beta, self.check, size, self.bf16)
         grid, scalars = (self.heads, self.segments, -(-self.run // self.check)), (self.T, self.segments, self.run)
-        return self.launch(gated_decay_gate_gradients_kernel, grid, scalars, {"S": sizes, "num_warps": 1})
+        return self.launch(gated_decay_gate_gradients_kernel, grid, scalars, {"S": sizes, "num_warps": 4})
 
 
 def _nothing(*_: Any) -> None:
