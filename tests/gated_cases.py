@@ -69,6 +69,16 @@ def arguments(case: Case, dtype: torch.dtype, device: str) -> Arguments:
     return d_out, d_state, GatedInputs(q, k, v, decay, beta, state)
 
 
+def with_time_steps(given: Arguments) -> Arguments:
+    """The arguments with the gates of Mamba-2 as they are at first: β = Δ from 0.001 to 0.1, log α = −Δ A, A to 16."""
+    d_out, d_state, x = given
+    assert x.beta is not None
+    step = (0.001 * 100 ** torch.rand(x.beta.shape[2])) * 2 ** torch.randn(x.beta.shape)
+    rate = 1 + 15 * torch.rand(x.beta.shape[2])
+    gates = (y.to(x.beta.device) for y in (-(step * rate)[..., None], step))
+    return d_out, d_state, x._replace(**dict(zip(("log_decay", "beta"), gates, strict=True)))
+
+
 def with_keys(given: Arguments, keys: Tensor, beta: float) -> Arguments:
     """The arguments with these keys, made of norm 1, and one β."""
     d_out, d_state, x = given
@@ -132,6 +142,27 @@ def errors(case: Case, given: Arguments, dtype: torch.dtype) -> dict[str, tuple[
         assert ours.dtype == near.dtype, name
         own, plain = ((x.cpu().double() - exact).abs().max().item() for x in (ours, near))
         result[name] = own, plain, exact.abs().max().item() * torch.finfo(dtype).eps
+    return result
+
+
+def check_sums(case: Case, draws: Iterable[Arguments], dtype: torch.dtype) -> None:
+    """`within_tolerance` of the gradients of the gates times the gates, summed over tokens.
+
+    Gates are usually multiplied by one parameter per head (A_log of Mamba-2), whose gradient this is. Rounding errors
+    that tokens share add up.
+    """
+    within_tolerance(_errors_of_sums(case, given, dtype) for given in draws)
+
+
+def _errors_of_sums(case: Case, given: Arguments, dtype: torch.dtype) -> dict[str, tuple[float, float, float]]:
+    found, truth, eager = by_kernels(case, given), by_torch(case, given, torch.float64), by_torch(case, given, dtype)
+    result = {}
+    for name, gate in (("d_log_decay", given[2].log_decay), ("d_beta", given[2].beta)):
+        assert gate is not None
+        i = NAMES.index(name)
+        ours, exact, near = ((y[i].cpu().double() * gate.cpu()).sum(1) for y in (found, truth, eager))
+        own, plain = ((x - exact).abs().max().item() for x in (ours, near))
+        result[f"sum of {name}"] = own, plain, exact.abs().max().item() * torch.finfo(dtype).eps
     return result
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gated_cases import NAMES, Case, arguments, by_kernels, check
+from gated_cases import NAMES, Case, arguments, by_kernels, check, check_sums, with_time_steps
 
 from longspan.ops.gated import GatedInputs, choose_algorithm, gated_linear
 
@@ -41,6 +41,14 @@ def test_kernels(case: Case, dtype: torch.dtype) -> None:
 def test_gradients_of_the_decay_over_a_long_sequence(dim: int) -> None:
     case = Case(T=16384, B=1, H=1, Hkv=1, D=dim, E=dim, strength=0.1)
     check(case, arguments(case, torch.bfloat16, "cuda"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("T", [512, 8192])
+def test_gradients_of_gates_summed_over_tokens(T: int, dim: int) -> None:
+    case = Case(T=T, B=1, H=8, Hkv=8, D=dim, E=dim, state=False)
+    draws = (with_time_steps(arguments(case, torch.bfloat16, "cuda")) for _ in range(4))
+    check_sums(case, draws, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

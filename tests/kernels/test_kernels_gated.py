@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from gated_cases import Case, arguments, by_kernels, check
+from gated_cases import Case, arguments, by_kernels, check, check_sums, with_time_steps
 from interpreter import bfloat16, interpreted  # noqa: F401
 
 from longspan.ops import gated
@@ -57,6 +57,14 @@ def test_tokens_that_forget_everything_cost_no_digits(dtype: torch.dtype, reques
         assert result is not None
         assert result.isfinite().all()
     assert by_kernels(case, (d_out, d_state, x))[1].abs().max() < 1e3
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+def test_gradients_of_gates_summed_over_tokens() -> None:
+    case = Case(T=512, B=1, H=8, Hkv=8, D=64, E=64, state=False)
+    draws = (with_time_steps(arguments(case, torch.bfloat16, "cpu")) for _ in range(4))
+    check_sums(case, draws, torch.bfloat16)
 
 
 @interpreted

@@ -13,7 +13,8 @@ segments of several chunks, about as many segments as the device runs programs a
 without rows computes the state at the end of each, and a scan the states between them.
 
 dg_t = Σ_{i ≥ t} (q_i · dq_i − k_i · dk_i) + ⟨dS, S⟩ after the last of these i. Both sums contain the same pairs of a
-chunk, rounded alike, so that these cancel. The rounding of states adds up: ⟨dS, S⟩ is taken anew every few chunks.
+chunk, rounded alike, so that these cancel. So must what chunks add to states: rows are rounded as the other walk writes
+them, and read both bfloat16 halves of a state. ⟨dS, S⟩ is taken anew every few chunks.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from longspan.ops.linear.triton import PRECISION
 CHUNK = 64  # 32 for other dtypes than bfloat16, whose products take more registers
 STAGES = 3  # With fewer, no chunk is loaded while another is in use.
 PIECE = 8  # The fewest chunks in a piece of a segment
-CHECK = 8  # Chunks from one ⟨dS, S⟩ to the next; 1 for other dtypes than bfloat16
+CHECK = 16  # Chunks from one ⟨dS, S⟩ to the next; 1 for other dtypes than bfloat16
 
 # Values per token in p_gates, with G from the chunk's start: log₂ e^G as a sum of two numbers, the factors σ e^G,
 # β e^{G_C − G} and σ β, then e^{G_C − G} and β.
@@ -55,20 +56,21 @@ GATES = tl.constexpr(7)
 # chunk, padded widths, tiles of values.
 # BACK: from the end, with queries as columns. READ: there are rows; else only the state is computed. DECAY, BETA: there
 # are gates. FULL: every row of every chunk exists. ROWS: results times p_x are added up by row, before β if LAST_BETA,
-# in which β multiplies results. CHECK: chunks after which ⟨dS, S⟩ is computed, 0 for none. DOT: dtype of products.
-# LOW: G is taken as two numbers.
+# in which β multiplies results. CHECK: chunks after which states are stored for ⟨dS, S⟩, 0 for none. DOT: dtype of products.
+# LOW: G is taken as two numbers. SPLIT: the state is read as two bfloat16 numbers.
 # STRIDE_*: strides along tokens, of a state along rows' width (STATE_A) and values (STATE_V), and of the last one.
 WalkSizes = namedtuple(
     "WalkSizes",
-    "HKV GROUP A V C BA BV TILES BACK READ DECAY BETA FULL ROWS LAST_BETA CHECK DOT LOW "
+    "HKV GROUP A V C BA BV TILES BACK READ DECAY BETA FULL ROWS LAST_BETA CHECK DOT LOW SPLIT "
     "STRIDE_A STRIDE_B STRIDE_C STRIDE_X STATE_A STATE_V LAST_A LAST_V",
 )
 
 # Compile-time constants of the scan: D, E, padded widths, values per program, the direction.
 ScanSizes = namedtuple("ScanSizes", "D E BD BE TILE DECAY BACK")
 
-# Compile-time constants of the gates' kernels: key heads, query heads of each, tokens in a chunk, tiles of D and of E.
-GateSizes = namedtuple("GateSizes", "HKV GROUP C TILES_D TILES_E DECAY BETA CHECK", defaults=(0,))
+# Compile-time constants of the gates' kernels: key heads, query heads of each, tokens in a chunk, tiles of D and of E,
+# elements of a state in a tile of D.
+GateSizes = namedtuple("GateSizes", "HKV GROUP C TILES_D TILES_E DECAY BETA CHECK TILE SPLIT", defaults=(0, 0, False))
 
 
 @triton.jit(do_not_specialize=["T", "scale"])
@@ -182,15 +184,34 @@ def _written(b_s, b_b, b_c, p_gates, S: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _read(b_s, b_a, p_gates, S: tl.constexpr, PRECISION: tl.constexpr):
-    """What a chunk's rows read from the state, (C, BV)."""
+def _read(b_high, b_low, b_a, p_gates, S: tl.constexpr, PRECISION: tl.constexpr):
+    """What a chunk's rows read from the state, transposed: (BV, C).
+
+    SPLIT: Rows are scaled and rounded as `_written` does with them as columns, and both halves of the state are read.
+    """
     b_read = tl.load(p_gates + ((5 if S.LAST_BETA else 3) if S.BACK else 2) * S.C + tl.arange(0, S.C))
-    return product(b_a.to(S.DOT), tl.trans(b_s.to(S.DOT)), PRECISION) * b_read[:, None]
+    if S.SPLIT:
+        b_a = tl.trans((b_a.to(tl.float32) * b_read[:, None]).to(S.DOT))
+        b_o = add_product(b_high, b_a, product(b_low, b_a, PRECISION), PRECISION)
+    else:
+        b_o = product(b_high, tl.trans(b_a.to(S.DOT)), PRECISION) * b_read[None, :]
+    return b_o
+
+
+@triton.jit
+def _halves(b_s, S: tl.constexpr):
+    """The state as products take it; SPLIT: as the sum of two numbers, otherwise the same one twice."""
+    b_high = b_s.to(S.DOT)
+    b_low = b_high
+    if S.SPLIT:
+        b_low = (b_s - b_high.to(tl.float32)).to(S.DOT)
+    return b_high, b_low
 
 
 @triton.jit
 def _put(p_out, p_x, p_rows, b_o, p_gates, x, g, left, columns, STRIDE: tl.constexpr, S: tl.constexpr):
-    """Store a chunk's results (C, BV) of query head g, and if ROWS their products with x, added up by row."""
+    """Store a chunk's results, transposed (BV, C), of query head g, and if ROWS their products with x by row."""
+    b_o = tl.trans(b_o)
     if S.ROWS:
         b_x = _load(p_x + g * x.h, S.STRIDE_X, left, columns, S.V, S.BV, S)
         tl.store(p_rows + g * S.C + tl.arange(0, S.C), tl.sum(b_o * b_x.to(tl.float32), 1))
@@ -199,17 +220,26 @@ def _put(p_out, p_x, p_rows, b_o, p_gates, x, g, left, columns, STRIDE: tl.const
     _store(p_out + g * S.V, STRIDE, left, columns, b_o, S)
 
 
+@triton.jit
+def _store_check(p_checks, i_o, b_s, S: tl.constexpr):
+    """Store tile i_o of the states for ⟨dS, S⟩: two halves if SPLIT."""
+    p_checks += i_o * ((2 if S.SPLIT else 1) * S.BA * S.BV)
+    b_high, b_low = _halves(b_s, S)
+    tl.store(_state(p_checks, 1, S.BA, S), b_high)
+    if S.SPLIT:
+        tl.store(_state(p_checks + S.BA * S.BV, 1, S.BA, S), b_low)
+
+
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "scale"])
 def gated_decay_walk_kernel(
-    p_a, p_b, p_c, p_x, p_gates, p_states, p_totals, p_out, p_rows, p_checks, p_cross, p_last,
+    p_a, p_b, p_c, p_x, p_gates, p_states, p_totals, p_out, p_rows, p_checks, p_last,
     T, segments, chunks, first, scale, a, b, c, x, S: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """One segment, or piece of one unless READ, of one key head and its query heads, and one tile of values.
 
     p_states: (B, Hkv, segments, ·) the state at which a walk begins; unless READ (B, Hkv, pieces, ·), which gets the
     state at its end, and p_totals (B, Hkv, pieces) log₂ of its decay. p_rows: (tiles, B, Hkv, chunks, rows' heads, C).
-    p_checks, p_cross: (B, Hkv, segments, checks, tiles, ·) states and ⟨dS, S⟩. p_last: (B, Hkv, D, E) the state at the
-    end, or None.
+    p_checks: (B, Hkv, segments, checks, tiles, halves, ·) states. p_last: (B, Hkv, D, E) the state at the end, or None.
     """
     ROWS: tl.constexpr = 1 if S.BACK else S.GROUP
     COLUMNS: tl.constexpr = S.GROUP if S.BACK else 1
@@ -253,18 +283,16 @@ def gated_decay_walk_kernel(
         if S.CHECK > 0 and S.BACK:
             done = count - i
             if (done % S.CHECK == 0) | (i == 0):
-                i_o = i_check + (done - 1) // S.CHECK * S.TILES
-                b_then = tl.load(_state(p_checks + i_o * (S.BA * S.BV), 1, S.BA, S)).to(tl.float32)
-                tl.store(p_cross + i_o, tl.sum(tl.sum(b_then * b_s, 1)))
+                _store_check(p_checks, i_check + (done - 1) // S.CHECK * S.TILES, b_s, S)
         if S.READ and not S.BACK:
             b_b = _load(p_b, S.STRIDE_B, left, S.A, S.A, S.BA, S)
             b_c = _load(p_c, S.STRIDE_C, left, columns, S.V, S.BV, S)
-            b_before = b_s.to(S.DOT)
+            b_high, b_low = _halves(b_s, S)
             for g in range(ROWS):
                 b_a = _load(p_a + g * a.h, S.STRIDE_A, left, S.A, S.A, S.BA, S)
-                b_o = _read(b_before, b_a, p_gates, S, PRECISION)
+                b_o = _read(b_high, b_low, b_a, p_gates, S, PRECISION)
                 b_p = _see(b_a, b_b, p_gates, scale, S, PRECISION)
-                b_o = add(b_o, product(b_p, b_c.to(S.DOT), PRECISION))
+                b_o = add(b_o, product(tl.trans(b_c.to(S.DOT)), tl.trans(b_p), PRECISION))
                 _put(p_out, p_x, p_rows, b_o, p_gates, x, g, left, columns, STRIDE, S)
             if S.DECAY:
                 b_s *= exp2(last)
@@ -272,7 +300,8 @@ def gated_decay_walk_kernel(
         else:
             if S.READ:
                 b_a = _load(p_a, S.STRIDE_A, left, S.A, S.A, S.BA, S)
-                b_o = _read(b_s, b_a, p_gates, S, PRECISION)
+                b_high, b_low = _halves(b_s, S)
+                b_o = _read(b_high, b_low, b_a, p_gates, S, PRECISION)
             if S.DECAY:
                 b_s *= exp2(last)
             for g in range(COLUMNS):
@@ -280,14 +309,13 @@ def gated_decay_walk_kernel(
                 b_c = _load(p_c + g * c.h, S.STRIDE_C, left, columns, S.V, S.BV, S)
                 if S.READ:
                     b_p = _see(b_a, b_b, p_gates, scale, S, PRECISION)
-                    b_o = add(b_o, product(b_p, b_c.to(S.DOT), PRECISION))
+                    b_o = add(b_o, product(tl.trans(b_c.to(S.DOT)), tl.trans(b_p), PRECISION))
                 b_s = _written(b_s, b_b, b_c, p_gates, S, PRECISION)
             if S.READ:
                 _put(p_out, p_x, p_rows, b_o, p_gates, x, 0, left, columns, STRIDE, S)
         if S.CHECK > 0 and not S.BACK:
             if ((i + 1) % S.CHECK == 0) | (i == count - 1):
-                p_o = p_checks + (i_check + i // S.CHECK * S.TILES) * (S.BA * S.BV)
-                tl.store(_state(p_o, 1, S.BA, S), b_s.to(p_checks.dtype.element_ty))
+                _store_check(p_checks, i_check + i // S.CHECK * S.TILES, b_s, S)
         total += last
         if S.READ:
             p_a += STEP * S.STRIDE_A
@@ -336,13 +364,32 @@ def gated_decay_scan_kernel(p_pieces, p_totals, p_enter, p_states, segments, pie
     tl.store(p_states + (0 if S.BACK else segments - 1) * SIZE, b_s)
 
 
+@triton.jit
+def _inner_product(p_x, p_y, i_o, S: tl.constexpr):
+    """⟨x, y⟩ of states as `_store_check` stores their tiles, from tile i_o on."""
+    WIDTH: tl.constexpr = min(S.TILE, 2048)
+    HALVES: tl.constexpr = 2 if S.SPLIT else 1
+    b_sum = zeros(WIDTH)
+    i_o = i_o * (HALVES * S.TILE) + tl.arange(0, WIDTH)
+    for i_v in range(S.TILES_D):
+        for i in range(0, S.TILE, WIDTH):
+            i_p = i_o + i_v * HALVES * S.TILE + i
+            b_x, b_y = tl.load(p_x + i_p).to(tl.float32), tl.load(p_y + i_p).to(tl.float32)
+            if S.SPLIT:
+                b_x += tl.load(p_x + i_p + S.TILE).to(tl.float32)
+                b_y += tl.load(p_y + i_p + S.TILE).to(tl.float32)
+            b_sum += b_x * b_y
+    return tl.sum(b_sum)
+
+
 @triton.jit(do_not_specialize=["T", "segments", "chunks"])
 def gated_decay_gate_gradients_kernel(
-    p_queries, p_keys, p_values, p_cross, p_d_decay, p_d_beta, T, segments, chunks, S: tl.constexpr
+    p_queries, p_keys, p_values, p_checks, p_d_checks, p_d_decay, p_d_beta, T, segments, chunks, S: tl.constexpr
 ):
     """Gradients of the gates of one head's tokens from one ⟨dS, S⟩ to the next.
 
-    p_queries, p_keys, p_values: q · dq, k · dk and v · dv / β by row, as walks store them.
+    p_queries, p_keys, p_values: q · dq, k · dk and v · dv / β by row, as walks store them. p_checks, p_d_checks: S and
+    dS.
     """
     checks = tl.cdiv(chunks, S.CHECK)
     i_x, i_s, i_g = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -354,9 +401,8 @@ def gated_decay_gate_gradients_kernel(
     i_b, i_h = i_x // S.HKV, i_x % S.HKV
     after = 0.0
     if S.DECAY and first < end:
-        for i_v in range(S.TILES_D):
-            p_o = p_cross + ((i_x * segments + i_s) * checks + i_g) * S.TILES_D + i_v
-            after += tl.load(p_o)
+        i_o = ((i_x * segments + i_s) * checks + i_g) * S.TILES_D
+        after = _inner_product(p_checks, p_d_checks, i_o, S)
     for i in range(end - first):
         i_c = end - 1 - i
         i_token = i_c * S.C + i_t
@@ -390,9 +436,9 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tu
     gates, totals, pieces = plan.pointers(plan.workspace, work)
     with on_device(q):
         plan.gates(x.log_decay, x.beta, gates)
-        plan.sums(None, k, v, None, gates, pieces, totals, None, None, None, None, None)
+        plan.sums(None, k, v, None, gates, pieces, totals, None, None, None, None)
         plan.scan(pieces, totals, state, states)
-        plan.out(q, k, v, None, gates, states, None, out, None, None, None, last)
+        plan.out(q, k, v, None, gates, states, None, out, None, None, last)
     return out, last, saved
 
 
@@ -405,15 +451,15 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
     d_decay, d_beta, d_start = (None if y is None else new_like(y) for y in (x.log_decay, x.beta, x.state))
     work = plan.workspace.allocate(q)
     (states,) = plan.pointers(plan.saved, saved.starts)
-    gates, totals, pieces, d_states, queries, keys, values, checks, cross = plan.pointers(plan.workspace, work)
+    gates, totals, pieces, d_states, queries, keys, values, checks, d_checks = plan.pointers(plan.workspace, work)
     with on_device(q):
         plan.gates(x.log_decay, x.beta, gates)
-        plan.sums(None, q, d, None, gates, pieces, totals, None, None, None, None, None)
+        plan.sums(None, q, d, None, gates, pieces, totals, None, None, None, None)
         plan.scan(pieces, totals, d_state, d_states)
-        plan.queries(d, v, k, q, gates, states, None, d_q, queries, checks, None, None)
-        plan.keys(v, d, q, k, gates, d_states, None, d_k, keys, checks, cross, d_start)
-        plan.values(k, q, d, v, gates, d_states, None, d_v, values, None, None, None)
-        plan.gate_gradients(queries, keys, values, cross, d_decay, d_beta)
+        plan.queries(d, v, k, q, gates, states, None, d_q, queries, checks, None)
+        plan.keys(v, d, q, k, gates, d_states, None, d_k, keys, d_checks, d_start)
+        plan.values(k, q, d, v, gates, d_states, None, d_v, values, None, None)
+        plan.gate_gradients(queries, keys, values, checks, d_checks, d_decay, d_beta)
     return d_q, d_k, d_v, d_decay, d_beta, d_start
 
 
@@ -488,7 +534,12 @@ class _DecayPlan(Plan):
         sizes = WalkSizes(
             *(self.Hkv, self.group, A, V, self.chunk, BA, tile, BV // tile, back, read, self.decay, self.beta),
             *(self.T % self.chunk == 0, rows, self.beta and back and values == "E", check),
-            *(tl.bfloat16 if self.bf16 else tl.float32, not self.bf16, *[x.t for x in strides]),
+            *(
+                tl.bfloat16 if self.bf16 else tl.float32,
+                not self.bf16,
+                self.bf16 and check > 0,
+                *[x.t for x in strides],
+            ),
             *((self.BD, 1, 1, self.E) if values == "D" else (1, self.BD, self.E, 1)),
         )
         walks = self.segments if read else (self.segments - 1) * self.pieces
@@ -527,8 +578,7 @@ class _DecayBackward(_DecayPlan):
         self.workspace = Workspace(
             *self.buffers,
             *[(size, torch.float32) for size in (self.saved.size, rows * self.group, rows, values)],
-            (checks * self.BD * self.BE, self.dtype if self.bf16 else torch.float32),
-            (checks * self.tiles["D"], torch.float32),
+            *[(checks * self.BD * self.BE * (2 if self.bf16 else 1), self.dtype if self.bf16 else torch.float32)] * 2,
         )
         self.gates = self.gates_launch()
         self.sums = self.walk("-qd-", back=True, values="E")
@@ -542,9 +592,10 @@ class _DecayBackward(_DecayPlan):
         if not (self.decay or self.beta):
             return _nothing
         tiles = self.tiles["D"], self.tiles["E"]
-        sizes = GateSizes(self.Hkv, self.group, self.chunk, *tiles, self.decay, self.beta, self.check)
+        size = self.BD * self.BE // self.tiles["D"]
+        sizes = GateSizes(self.Hkv, self.group, self.chunk, *tiles, self.decay, self.beta, self.check, size, self.bf16)
         grid, scalars = (self.heads, self.segments, -(-self.run // self.check)), (self.T, self.segments, self.run)
-        return self.launch(gated_decay_gate_gradients_kernel, grid, scalars, {"S": sizes, "num_warps": 1})
+        return self.launch(gated_decay_gate_gradients_kernel, grid, scalars, {"S": sizes, "num_warps": 4})
 
 
 def _nothing(*_: Any) -> None:

@@ -1,14 +1,18 @@
 """The delta rule with no decay or one per head (DeltaNet, Gated DeltaNet): triangular inverses, states in registers.
 
-With G_i = Σ_{s ≤ i} log α_s from the chunk's first token on, S the state before the chunk and T = (I + L)⁻¹,
+With G_i = Σ_{s ≤ i} log α_s from the chunk's first token on, S the state before the chunk and T = (I + L)⁻¹ Diag(β),
 L_ij = β_i k_i · k_j e^{G_i − G_j} for j < i, a chunk writes
 
-    u = T (β ∘ x),   x = v − e^G ∘ (k S),        o = e^G ∘ (q S) + tril(q kᵀ ∘ e^{G_i − G_j}) u,
+    u = T x,   x = v − e^G ∘ (k S),        o = e^G ∘ (q S) + tril(q kᵀ ∘ e^{G_i − G_j}) u,
     S' = e^{G_C} S + kᵀ (e^{G_C − G} ∘ u).
 
 A first kernel computes T and the matrix of o's last product of all chunks at once. A second goes through the chunks of
 a sequence with a tile of the state's columns in registers and writes the outputs; no state goes to memory. Factors of
 rows stand beside results of products, in float32: q, k and v enter products as they are.
+
+States and what depends on them are transposed: (k S)ᵀ = Sᵀ kᵀ, xᵀ, uᵀ = xᵀ Tᵀ and S'ᵀ = Sᵀ + uᵀ k are results of one
+product and first operands of the next, which tensor cores read from the registers they wrote. The chain from one state
+to the next does not pass through shared memory.
 
 bfloat16 numbers enter products in two halves where keys are nearly parallel: the first kernel marks chunks in which a
 row of L has a large sum of squares. A segment without such a chunk is computed with single bfloat16 numbers.
@@ -16,12 +20,12 @@ row of L has a large sum of squares. A segment without such a chunk is computed 
 Where sequences times tiles are fewer than multiprocessors, a sequence is divided into segments. A segment maps the
 state before it to P S + Δ: Δ is what it makes of a zero state, P of D columns that begin as the identity and into which
 no value is written. A scan over the segments' maps gives the state before each. ‖P‖ of a chunk is at most
-Π α max(1, |1 − β k·k|): where that underflows over the last chunks of a segment, P is 0 and Δ begins with those chunks.
+Π α max(1, |1 − β k·k|): where that is negligible over the last chunks of a segment, P is 0 and Δ begins with these.
 
-Backward, with dS' the gradient of the state after a chunk and z = Tᵀ du:
+Backward, with dS' the gradient of the state after a chunk and z = Tᵀ du, which is dv:
 
     du = tril(q kᵀ ∘ e^{G_i − G_j})ᵀ do + e^{G_C − G} ∘ (k dS'),
-    dS = e^{G_C} dS' + qᵀ (e^G ∘ do) − kᵀ (e^G β ∘ z),        dv = β ∘ z,   dL = −tril(z uᵀ, −1).
+    dS = e^{G_C} dS' + qᵀ (e^G ∘ do) − kᵀ (e^G ∘ z),        d(k kᵀ) = −tril(z uᵀ ∘ e^{G_i − G_j}, −1).
 
 One launch computes the states before all chunks and, backwards, the gradients of those after them; from both, a program
 per chunk computes the gradients of the inputs.
@@ -37,7 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.exp import UNDERFLOW, exact_exp, exp, same_layout, widen
+from longspan.ops.common.exp import LOG2E, UNDERFLOW, exact_exp2, exp2, log2, prefetch, same_layout, widen
 from longspan.ops.common.launch import (
     Launch,
     Plan,
@@ -48,11 +52,13 @@ from longspan.ops.common.launch import (
     dense_rows,
     on_device,
 )
-from longspan.ops.common.tiles import padded, product, token_pointer, zeros
+from longspan.ops.common.tiles import FLOOR, padded, product, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
 
 # β of this or less counts as this: what such a token writes is lost beside anything else.
 LEAST_BETA = tl.constexpr(1e-30)
+# log₂ ‖P‖ of chunks that forget everything before them: what is left, 2e-28 of it, is lost beside anything else.
+FORGOTTEN = tl.constexpr(-92.0)
 # Chunks of a segment that are searched for those that forget everything before them.
 SEARCHED = tl.constexpr(256)
 # Columns of the states of segments per program of the scan: its steps follow each other, and few are faster.
@@ -62,6 +68,8 @@ SCAN_WIDTH = tl.constexpr(32)
 MILD = tl.constexpr(2.0)
 # Chunks whose marks a program reads at once.
 MARKS = tl.constexpr(128)
+# Chunks in a program that computes something for marked ones: most programs find none.
+SHARE = tl.constexpr(16)
 # Precision of products: bfloat16 has no choice.
 PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
 
@@ -103,18 +111,6 @@ def halves(b_x, S: tl.constexpr):
 
 
 @triton.jit
-def dot_halves(b_x, b_high, b_low, b_sum, S: tl.constexpr):
-    """sum + x·y, with y as `halves` returns it."""
-    if tl.bfloat16 == S.DOT:
-        b_x = b_x.to(tl.bfloat16)
-        b_sum = tl.dot(b_x, b_low, b_sum)
-        b_sum = tl.dot(b_x, b_high, b_sum)
-    else:
-        b_sum = add_dot(b_x, b_high, b_sum, S)
-    return b_sum
-
-
-@triton.jit
 def halves_dot(b_x_high, b_x_low, b_high, b_low, b_sum, S: tl.constexpr):
     """sum + x·y, with both as `halves` returns them; b_low None: y is exact."""
     if tl.bfloat16 == S.DOT:
@@ -137,8 +133,8 @@ def exact_dot(b_x, b_y, S: tl.constexpr):
 
 @triton.jit
 def power(b_x, S: tl.constexpr):
-    """exp(x) of x ≤ 0."""
-    return exp(b_x) if tl.bfloat16 == S.DOT else exact_exp(b_x)
+    """2^x of x ≤ 0."""
+    return exp2(b_x) if tl.bfloat16 == S.DOT else exact_exp2(b_x)
 
 
 @triton.jit
@@ -191,35 +187,37 @@ def _below(i_t, WIDTH: tl.constexpr):
 
 @triton.jit
 def running_sums(b_g):
-    """Sums of g as two float32 numbers each: after a token that forgets everything one would have too few digits."""
-    b_sum = tl.cumsum(b_g.to(tl.float64), 0)
+    """log₂ e^G as two float32 numbers each: after a token that forgets everything one would have too few digits."""
+    b_sum = tl.cumsum(b_g.to(tl.float64), 0) * tl.full(b_g.shape, LOG2E, tl.float64)
     b_high = b_sum.to(tl.float32)
     return b_high, (b_sum - b_high.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
-def between(b_high, b_low, TRANSPOSED: tl.constexpr, S: tl.constexpr):
-    """e^{G_i − G_j} (C, C) for j ≤ i, zeros elsewhere; TRANSPOSED: rows are j."""
+def between(b_high, b_low, S: tl.constexpr):
+    """e^{G_i − G_j} (C, C) for j ≤ i, zeros elsewhere."""
     i_t = tl.arange(0, S.C)
-    m_t = i_t[:, None] <= i_t[None, :] if TRANSPOSED else i_t[:, None] >= i_t[None, :]
+    m_t = i_t[:, None] >= i_t[None, :]
     if S.GATED:
-        if TRANSPOSED:
-            b_high, b_low = -b_high, -b_low
-        b_x = (b_high[:, None] - b_high[None, :]) + (b_low[:, None] - b_low[None, :])
-        b_x = power(tl.minimum(b_x, 0.0), S)
+        b_x = b_high[:, None] - b_high[None, :]
+        if tl.bfloat16 != S.DOT:
+            b_x += b_low[:, None] - b_low[None, :]
+        b_x = power(tl.where(m_t, b_x, FLOOR), S)
     else:
-        b_x = tl.full((S.C, S.C), 1.0, tl.float32)
-    return tl.where(m_t, b_x, 0.0)
+        b_x = tl.where(m_t, 1.0, zeros(S.C, S.C))
+    return b_x
 
 
 @triton.jit
 def load_sums(p_sums, i_x, S: tl.constexpr):
-    """G (C,) of chunk i_x as `running_sums` returns it."""
+    """log₂ e^G (C,) of chunk i_x as `running_sums` returns it; in bfloat16 the first number is enough."""
     b_high = zeros(S.C)
     b_low = b_high
     if S.GATED:
         p_sums += i_x * (4 * S.C) + tl.arange(0, S.C)
-        b_high, b_low = tl.load(p_sums), tl.load(p_sums + S.C)
+        b_high = tl.load(p_sums)
+        if tl.bfloat16 != S.DOT:
+            b_low = tl.load(p_sums + S.C)
     return b_high, b_low
 
 
@@ -285,6 +283,22 @@ def store_rows(p_x, STRIDE: tl.constexpr, rows, b_x, SIZE: tl.constexpr, WIDTH: 
 
 
 @triton.jit
+def load_columns(p_x, STRIDE: tl.constexpr, rows, i_e, S: tl.constexpr):
+    """Tile i_e of the rows at p_x, transposed: (BE, C)."""
+    i_t, i_c = tl.arange(0, S.C), tl.arange(0, S.BE)
+    p_x += i_e * S.BE + i_t[None, :] * STRIDE + i_c[:, None]
+    if S.FULL and S.E % S.BE == 0:
+        return tl.load(p_x)
+    return tl.load(p_x, mask=(i_t < rows)[None, :] & (i_c < S.E - i_e * S.BE)[:, None], other=0.0)
+
+
+@triton.jit
+def store_columns(p_x, STRIDE: tl.constexpr, rows, b_x, i_e, S: tl.constexpr):
+    """Store xᵀ (BE, C) as tile i_e of the rows at p_x."""
+    store_rows(p_x, STRIDE, rows, tl.trans(b_x.to(p_x.dtype.element_ty)), S.E, S.BE, S, i_e)
+
+
+@triton.jit
 def load_beta(p_beta, rows, S: tl.constexpr):
     """β (C,); 0 beyond the last token."""
     i_t = tl.arange(0, S.C)
@@ -294,7 +308,7 @@ def load_beta(p_beta, rows, S: tl.constexpr):
             b_beta = tl.load(p_beta + i_t * S.STRIDE_BETA)
         else:
             b_beta = tl.load(p_beta + i_t * S.STRIDE_BETA, mask=i_t < rows, other=0.0)
-        # Not 0: the gradient is z · u / β.
+        # Not 0: the gradient is z / β · u / β.
         b_beta = tl.where(tl.abs(b_beta) < LEAST_BETA, LEAST_BETA, b_beta)
     return b_beta
 
@@ -310,7 +324,7 @@ def _square(i_x, S: tl.constexpr):
 def store_inverse(p_x, i_x, b_t, S: tl.constexpr):
     """Store a triangular matrix; of bfloat16 halves the low one lies transposed above the diagonal.
 
-    On the diagonal there is the high one alone: that of T is 1.
+    On the diagonal there is the high one alone: T's is β.
     """
     if tl.bfloat16 == S.DOT:
         i_t = tl.arange(0, S.C)
@@ -320,21 +334,17 @@ def store_inverse(p_x, i_x, b_t, S: tl.constexpr):
 
 
 @triton.jit
-def load_inverse(p_x, i_x, TRANSPOSED: tl.constexpr, S: tl.constexpr):
-    """The halves of what `store_inverse` stores, or of its transpose."""
-    return triangle(tl.load(p_x + _square(i_x, S)), TRANSPOSED, S)
-
-
-@triton.jit
-def triangle(b_t, TRANSPOSED: tl.constexpr, S: tl.constexpr):
-    """The halves of a stored triangular matrix, or of its transpose."""
+def load_inverse(p_x, p_beta, p_strong, rows, i_x, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr, S: tl.constexpr):
+    """The halves of what `store_inverse` stores, or of its transpose; not EXACT: of a mild chunk's, the same twice."""
+    b_t = tl.load(p_x + _square(i_x, S))
     b_other = tl.trans(b_t)
     if TRANSPOSED:
         b_t, b_other = b_other, b_t
-    if tl.bfloat16 == S.DOT:
+    if EXACT and tl.bfloat16 == S.DOT:
         i_t = tl.arange(0, S.C)
         m_t = i_t[:, None] < i_t[None, :] if TRANSPOSED else i_t[:, None] > i_t[None, :]
-        b_other = tl.where(m_t, b_other, 0.0)
+        b_diagonal = halves(load_beta(p_beta, rows, S) * tl.load(p_strong + i_x), S)[1]
+        b_other = tl.where(i_t[:, None] == i_t[None, :], b_diagonal[:, None], tl.where(m_t, b_other, 0.0))
         b_t = tl.where(m_t | (i_t[:, None] == i_t[None, :]), b_t, 0.0)
     return b_t, b_other
 
@@ -379,36 +389,28 @@ def any_strong(p_strong, i_c, count, S: tl.constexpr):
 
 
 @triton.jit
-def product_of(b_x_high, b_x_low, b_y, b_sum, EXACT: tl.constexpr, S: tl.constexpr):
-    """sum + x·y, y in float32, with all halves, or with the high ones alone."""
+def product_of(b_x, b_high, b_low, b_sum, EXACT: tl.constexpr, S: tl.constexpr):
+    """sum + x·y, x in float32, with all halves, or with the high ones alone; b_low None: y is exact."""
     if EXACT:
-        b_high, b_low = halves(b_y, S)
+        b_x_high, b_x_low = halves(b_x, S)
         b_sum = halves_dot(b_x_high, b_x_low, b_high, b_low, b_sum, S)
     else:
-        b_sum = add_dot(b_x_high, b_y, b_sum, S)
+        b_sum = add_dot(b_x, b_high, b_sum, S)
     return b_sum
 
 
 @triton.jit
 def tile_offsets(i_x, i_e, S: tl.constexpr):
-    """Offsets of tile i_e (BD, BE) of matrix i_x of a stack of (BD, TILES · BE)."""
-    COLUMNS: tl.constexpr = S.BE * S.TILES
-    i_d, i_c = tl.arange(0, S.BD), tl.arange(0, S.BE)
-    return tl.cast(i_x, tl.int64) * (S.BD * COLUMNS) + i_e * S.BE + i_d[:, None] * COLUMNS + i_c[None, :]
-
-
-@triton.jit
-def total_offsets(i_x, i_e, S: tl.constexpr):
-    """Offsets of tile i_e (BD, BE) of matrix i_x of a stack of (BD, TILES · BE), which are stored transposed."""
+    """Offsets of tile i_e (BE, BD) of matrix i_x of a stack of Sᵀ (TILES · BE, BD)."""
     i_x = tl.cast(i_x, tl.int64) * S.TILES + i_e
-    return i_x * (S.BE * S.BD) + tl.arange(0, S.BD)[:, None] + tl.arange(0, S.BE)[None, :] * S.BD
+    return i_x * (S.BE * S.BD) + tl.arange(0, S.BE)[:, None] * S.BD + tl.arange(0, S.BD)[None, :]
 
 
 @triton.jit
 def state_offsets(i_x, i_e, S: tl.constexpr):
-    """Offsets and mask of tile i_e of state i_x of (B, Hkv, D, E)."""
+    """Offsets and mask of tile i_e (BE, BD) of state i_x of (B, Hkv, D, E)."""
     i_d, i_c = tl.arange(0, S.BD), i_e * S.BE + tl.arange(0, S.BE)
-    return i_x * (S.D * S.E) + i_d[:, None] * S.E + i_c[None, :], (i_d < S.D)[:, None] & (i_c < S.E)[None, :]
+    return i_x * (S.D * S.E) + i_d[None, :] * S.E + i_c[:, None], (i_d < S.D)[None, :] & (i_c < S.E)[:, None]
 
 
 @triton.jit
@@ -427,8 +429,8 @@ def gated_delta_inverse_kernel(
 ):  # fmt: skip
     """T (C, C), G and its powers (4, C) of one chunk, and A^qk (C, C) of its query heads.
 
-    p_norms: Upper bounds of log ‖P‖ of all chunks, if there are segments. p_strong: Marks of chunks that are not mild.
-    Mild ones have no low halves: those of T are zeros, those of A^qk are not written.
+    p_norms: Upper bounds of log₂ ‖P‖ of all chunks, if there are segments. p_strong: Marks of chunks that are not mild,
+    whose T and low halves of A^qk another kernel computes. Mild ones have no low halves: those of T are zeros.
     """
     GROUP: tl.constexpr = S.H // S.HKV
     pid = tl.program_id(0)
@@ -458,56 +460,67 @@ def gated_delta_inverse_kernel(
     if S.GATED:
         if p_norms is not None:
             b_own = tl.sum(tl.where(i_t[:, None] == i_t[None, :], b_l, 0.0), 1)
-            b_own = tl.log(tl.maximum(tl.abs(1.0 - b_own * b_beta), 1.0))
+            b_own = log2(tl.maximum(tl.abs(1.0 - b_own * b_beta), 1.0))
             tl.store(p_norms + i_x, tl.sum(b_own) + tl.sum(tl.where(i_t == S.C - 1, b_high, 0.0)))
-    b_between = same_layout(between(b_high, b_low, False, S), b_l)
+    b_between = same_layout(between(b_high, b_low, S), b_l)
     for i in range(GROUP):
         store_pair(p_pairs, ((i_b * S.HKV + i_h) * GROUP + i) * chunks + i_c, b_q, b_k, b_between, scale, False, S)
         if i + 1 < GROUP:
             b_q = load_rows(p_q + (i + 1) * q.h, S.STRIDE_Q, rows, S.D, S.BD, S)
     b_l = tl.where(i_t[:, None] > i_t[None, :], b_l * b_between * b_beta[:, None], 0.0)
-    strong = True
     if tl.bfloat16 == S.DOT:
         strong = tl.max(tl.sum(b_l * b_l, 1)) > MILD
         tl.store(p_strong + i_x, strong.to(tl.int32))
-    if strong:
-        store_inverse(p_inverse, i_x, triangular_inverse(b_l, S), S)
-        if tl.bfloat16 == S.DOT:
-            b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S, 0, True)
-            b_between = between(b_high, b_low, False, S)
-            for i in range(GROUP):
-                b_q = load_rows(p_q + i * q.h, S.STRIDE_Q, rows, S.D, S.BD, S, 0, True)
-                i_y = ((i_b * S.HKV + i_h) * GROUP + i) * chunks + i_c
-                store_pair(p_pairs, i_y, b_q, b_k, b_between, scale, True, S)
+        if not strong:
+            b_t = triangular_inverse(b_l, S, False, 8) * b_beta[None, :]
+            tl.store(p_inverse + _square(i_x, S), b_t.to(S.DOT))
     else:
-        tl.store(p_inverse + _square(i_x, S), triangular_inverse(b_l, S, False, 8).to(S.DOT))
+        store_inverse(p_inverse, i_x, triangular_inverse(b_l, S) * b_beta[None, :], S)
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "scale"])
+def gated_delta_exact_inverse_kernel(
+    p_q, p_k, p_beta, p_inverse, p_sums, p_strong, p_pairs, T, chunks, scale, q, k, beta, S: tl.constexpr
+):
+    """T and the low halves of A^qk of the marked ones among SHARE chunks."""
+    GROUP: tl.constexpr = S.H // S.HKV
+    shares = tl.cdiv(chunks, SHARE)
+    pid = tl.program_id(0)
+    i_h, i_first = pid % S.HKV, (pid // S.HKV) % shares * SHARE
+    i_b = (pid // S.HKV // shares).to(tl.int64)
+    i_t = tl.arange(0, S.C)
+    for i_c in range(i_first, tl.minimum(i_first + SHARE, chunks)):
+        i_x = (i_b * S.HKV + i_h) * chunks + i_c
+        if tl.load(p_strong + i_x) > 0:
+            i_0 = i_c * S.C
+            rows = T - i_0
+            b_k = load_rows(pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_h), S.STRIDE_K, rows, S.D, S.BD, S)
+            b_beta = load_beta(pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_h) if S.SCALED else p_k, rows, S)
+            b_high, b_low = load_sums(p_sums, i_x, S)
+            b_between = between(b_high, b_low, S)
+            for i in range(GROUP):
+                i_q = i_h * GROUP + i
+                b_q = load_rows(pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_q), S.STRIDE_Q, rows, S.D, S.BD, S)
+                store_pair(p_pairs, (i_b * S.H + i_q) * chunks + i_c, b_q, b_k, b_between, scale, True, S)
+            b_l = dot(b_k, tl.trans(b_k), S) * b_between * b_beta[:, None]
+            b_l = tl.where(i_t[:, None] > i_t[None, :], b_l, 0.0)
+            store_inverse(p_inverse, i_x, triangular_inverse(b_l, S) * b_beta[None, :], S)
 
 
 @triton.jit
-def _writes(b_x, b_v, b_t, b_t_low, b_beta, b_start, EXACT: tl.constexpr, S: tl.constexpr):
-    """u (C, BE) of a chunk. b_x: k S.
+def _writes(b_x, b_v, b_t, b_t_low, b_start, EXACT: tl.constexpr, S: tl.constexpr):
+    """uᵀ (BE, C) of a chunk. b_x: (k S)ᵀ. b_v: vᵀ. b_t, b_t_low: Tᵀ.
 
     Where keys are nearly parallel and β is near 2, T's entries alternate around ±2 and those of β x are nearly equal:
     u is far smaller than the terms that add up to it, and a product of bfloat16 numbers would leave it few digits.
     """
-    b_x = b_v.to(tl.float32) - b_x * b_start[:, None]
-    return product_of(b_t, b_t_low, b_x * b_beta[:, None], zeros(S.C, S.BE), EXACT, S)
-
-
-@triton.jit
-def _added(b_s, b_k, b_u, EXACT: tl.constexpr, S: tl.constexpr):
-    """S + kᵀ u."""
-    if EXACT:
-        b_high, b_low = halves(b_u, S)
-        b_s = dot_halves(tl.trans(b_k), b_high, b_low, b_s, S)
-    else:
-        b_s = add_dot(tl.trans(b_k), b_u, b_s, S)
-    return b_s
+    b_x = b_v.to(tl.float32) - b_x * b_start[None, :]
+    return product_of(b_x, b_t, b_t_low, zeros(S.BE, S.C), EXACT, S)
 
 
 @triton.jit
 def _states(
-    b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u, T, i_b, i_h, i_e, i_x, i_0, i_c, count, values,
+    b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_states, p_u, T, i_b, i_h, i_e, i_x, i_0, i_c, count, values,
     k, v, beta, S: tl.constexpr, STORE: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """The state after `count` chunks, starting with chunk i_c of sequence i_x; STORE: write those before each, and u.
@@ -518,34 +531,28 @@ def _states(
     p_v = pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_h)
     p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_h) if S.SCALED else p_k
     rows = T - i_0
-    # What no product takes directly is loaded one chunk ahead.
-    b_next_beta = load_beta(p_beta, rows, S)
-    b_next_start, b_next_end, next_last = load_factors(p_sums, i_c, S)
-    b_next = tl.load(p_inverse + _square(i_c, S))
     for i in tl.range(count, num_stages=STAGES):
-        b_beta, b_start, b_end, last = b_next_beta, b_next_start, b_next_end, next_last
-        more = tl.where(i + 1 < count, 1, 0)
-        if EXACT:
-            b_t, b_t_low = triangle(b_next, False, S)
-            b_next = tl.load(p_inverse + _square(i_c + i + more, S))
-        else:
-            b_t = tl.load(p_inverse + _square(i_c + i, S))
-            b_t_low = b_t
-        p_beta += more * S.C * S.STRIDE_BETA
-        b_next_beta = load_beta(p_beta, rows - more * S.C, S)
-        b_next_start, b_next_end, next_last = load_factors(p_sums, i_c + i + more, S)
+        b_start, b_end, last = load_factors(p_sums, i_c + i, S)
+        b_t, b_t_low = load_inverse(p_inverse, p_beta, p_strong, rows, i_c + i, True, EXACT, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
         if STORE:
             p_tile = p_states + tile_offsets(i_x + i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
-        b_u = _writes(dot(b_k, b_s, S), b_v.to(tl.float32) * values, b_t, b_t_low, b_beta, b_start, EXACT, S)
+        if EXACT:
+            b_u = _writes(
+                dot(b_s, tl.trans(b_k), S), tl.trans(b_v).to(tl.float32) * values, b_t, b_t_low, b_start, EXACT, S
+            )
+        else:
+            b_u = dot(tl.trans(b_v), b_t, S) * values
+            b_u = add_dot(dot(b_s, tl.trans(b_k), S) * -b_start[None, :], b_t, b_u, S)
         if STORE:
-            store_rows(p_u, S.STRIDE_U, rows, b_u, S.E, S.BE, S, i_e)
+            store_columns(p_u, S.STRIDE_U, rows, b_u, i_e, S)
             p_u += S.C * S.STRIDE_U
-        b_s = _added(b_s * last, b_k, b_u * b_end[:, None], EXACT, S)
+        b_s = product_of(b_u * b_end[None, :], b_k, None, b_s * last, EXACT, S)
         p_k += S.C * S.STRIDE_K
         p_v += S.C * S.STRIDE_V
+        p_beta += S.C * S.STRIDE_BETA
         rows -= S.C
     return b_s
 
@@ -559,7 +566,7 @@ def _remembered(p_norms, count, BACK: tl.constexpr, S: tl.constexpr):
     if S.GATED:
         i_n = tl.arange(0, SEARCHED)
         b_norm = tl.load(p_norms + (i_n if BACK else count - 1 - i_n), mask=i_n < count, other=0.0)
-        number = tl.sum(tl.where(tl.cumsum(b_norm, 0) <= UNDERFLOW, 0, 1)) + 1
+        number = tl.sum(tl.where(tl.cumsum(b_norm, 0) <= FORGOTTEN, 0, 1)) + 1
         number = tl.where(number > SEARCHED, count, tl.minimum(number, count))
     return number
 
@@ -588,21 +595,21 @@ def gated_delta_maps_kernel(
     else:
         i_d, i_column = tl.arange(0, S.BD), (i_p - S.TILES) * S.BE + tl.arange(0, S.BE)
         count = tl.where(count == run, run, 0)
-        b_s = tl.where((i_d[:, None] == i_column[None, :]) & (count > 0), 1.0, zeros(S.BD, S.BE))
+        b_s = tl.where((i_column[:, None] == i_d[None, :]) & (count > 0), 1.0, zeros(S.BE, S.BD))
         p_tile = p_maps + (i_x * segments + i_s) * (S.BD * S.BD) + (i_p - S.TILES) * (S.BE * S.BD)
     values = (i_p < S.TILES).to(tl.int32)
     i_c += tl.where(count > 0, run - count, 0)
     if any_strong(p_strong, i_y * chunks + i_c, count, S):
         b_s = _states(
-            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x, i_c * S.C,
-            i_y * chunks + i_c, count, values, k, v, beta, S, False, True, STAGES
+            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x,
+            i_c * S.C, i_y * chunks + i_c, count, values, k, v, beta, S, False, True, STAGES
         )  # fmt: skip
     else:
         b_s = _states(
-            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x, i_c * S.C,
-            i_y * chunks + i_c, count, values, k, v, beta, S, False, False, STAGES
+            b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_totals, p_v, T, i_b, i_kv, i_p * values, i_x,
+            i_c * S.C, i_y * chunks + i_c, count, values, k, v, beta, S, False, False, STAGES
         )  # fmt: skip
-    tl.store(p_tile + total_offsets(0, 0, S), b_s)
+    tl.store(p_tile + tile_offsets(0, 0, S), b_s)
 
 
 @triton.jit(do_not_specialize=["segments", "run", "chunks"])
@@ -654,8 +661,8 @@ def gated_delta_scan_kernel(
 
 @triton.jit
 def _given_state(p_state, i_state, i_e, S: tl.constexpr):
-    """Tile (BD, BE) of a state of (B, Hkv, D, E); zeros if there is none or the index is negative."""
-    b_s = zeros(S.BD, S.BE)
+    """Tile (BE, BD) of a state of (B, Hkv, D, E); zeros if there is none or the index is negative."""
+    b_s = zeros(S.BE, S.BD)
     if p_state is not None:
         i_tile, m_tile = state_offsets(tl.maximum(i_state, 0), i_e, S)
         b_s = tl.where(i_state >= 0, tl.load(p_state + i_tile, mask=m_tile, other=0.0), 0.0)
@@ -668,7 +675,7 @@ def _first_state(p_state, p_totals, i_state, i_x, i_s, segments, i_e, BACK: tl.c
     if i_s == (segments - 1 if BACK else 0):
         b_s = _given_state(p_state, i_state, i_e, S)
     else:
-        b_s = tl.load(p_totals + total_offsets(i_x * segments + (i_s + 1 if BACK else i_s - 1), i_e, S))
+        b_s = tl.load(p_totals + tile_offsets(i_x * segments + (i_s + 1 if BACK else i_s - 1), i_e, S))
     return b_s
 
 
@@ -678,31 +685,27 @@ def _outputs(
     S: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Write the outputs of `count` chunks; returns the state after them."""
-    b_next_beta = load_beta(p_beta, rows, S)
-    b_next_start, b_next_end, next_last = load_factors(p_sums, i_y, S)
     for i in tl.range(count, num_stages=STAGES):
-        b_beta, b_start, b_end, last = b_next_beta, b_next_start, b_next_end, next_last
-        more = tl.where(i + 1 < count, 1, 0)
-        p_beta += more * S.C * S.STRIDE_BETA
-        b_next_beta = load_beta(p_beta, rows - more * S.C, S)
-        b_next_start, b_next_end, next_last = load_factors(p_sums, i_y + i + more, S)
+        b_start, b_end, last = load_factors(p_sums, i_y + i, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         b_v = load_rows(p_v, S.STRIDE_V, rows, S.E, S.BE, S, i_e)
         b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
-        b_t = tl.load(p_inverse + _square(i_y + i, S))
-        b_t_low = b_t
-        if EXACT:
-            b_t, b_t_low = triangle(b_t, False, S)
+        b_t, b_t_low = load_inverse(p_inverse, p_beta, p_strong, rows, i_y + i, True, EXACT, S)
         b_pair, b_pair_low = load_pair(p_pairs, p_strong + i_y + i, i_x + i, EXACT, S)
-        b_x = dot(b_k, b_s, S)
-        b_out = dot(b_q, b_s, S)
-        b_u = _writes(b_x, b_v, b_t, b_t_low, b_beta, b_start, EXACT, S)
-        b_out = product_of(b_pair, b_pair_low, b_u, b_out * (b_start * scale)[:, None], EXACT, S)
-        store_rows(p_out, S.H * S.E, rows, b_out, S.E, S.BE, S, i_e)
-        b_s = _added(b_s * last, b_k, b_u * b_end[:, None], EXACT, S)
+        b_x = dot(b_s, tl.trans(b_k), S)
+        b_out = dot(b_s, tl.trans(b_q), S) * (b_start * scale)[None, :]
+        if EXACT:
+            b_u = _writes(b_x, tl.trans(b_v), b_t, b_t_low, b_start, EXACT, S)
+        else:
+            b_u = dot(tl.trans(b_v), b_t, S)
+            b_u = add_dot(b_x * -b_start[None, :], b_t, b_u, S)
+        b_s = product_of(b_u * b_end[None, :], b_k, None, b_s * last, EXACT, S)
+        b_out = product_of(b_u, tl.trans(b_pair), tl.trans(b_pair_low), b_out, EXACT, S)
+        store_columns(p_out, S.H * S.E, rows, b_out, i_e, S)
         p_q += S.C * S.STRIDE_Q
         p_k += S.C * S.STRIDE_K
         p_v += S.C * S.STRIDE_V
+        p_beta += S.C * S.STRIDE_BETA
         p_out += S.C * S.H * S.E
         rows -= S.C
     return b_s
@@ -742,8 +745,8 @@ def gated_delta_forward_kernel(
 
 @triton.jit
 def _state_gradients(
-    b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_d_out, p_states, p_z, T, scale, i_b, i_h, i_kv, i_e, i_x, i_0, i_c,
-    count, q, k, beta, d, S: tl.constexpr, STORE: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr
+    b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_states, p_z, T, scale, i_b, i_h, i_kv, i_e, i_x, i_0,
+    i_c, count, q, k, beta, d, S: tl.constexpr, STORE: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """The gradient of the state before `count` chunks, the last of which is chunk i_c and begins at token i_0, from
     that of the state after them. STORE: write that after each chunk, and z.
@@ -754,46 +757,31 @@ def _state_gradients(
     p_beta = pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k
     p_z += (i_b * T + i_0) * (S.H * S.E) + i_h * S.E
     rows = T - i_0
-    b_next = tl.load(p_inverse + _square(i_c, S))
-    b_next_beta = load_beta(p_beta, rows, S)
-    b_next_start, b_next_end, next_last = load_factors(p_sums, i_c, S)
-    b_next_high, b_next_low = load_sums(p_sums, i_c, S)
     for i in tl.range(count, num_stages=STAGES):
-        b_beta, b_start, b_end, last = b_next_beta, b_next_start, b_next_end, next_last
-        more = tl.where(i + 1 < count, 1, 0)
-        p_beta -= more * S.C * S.STRIDE_BETA
-        b_next_beta = load_beta(p_beta, rows + more * S.C, S)
-        b_next_start, b_next_end, next_last = load_factors(p_sums, i_c - i - more, S)
-        b_high, b_low = b_next_high, b_next_low
-        b_next_high, b_next_low = load_sums(p_sums, i_c - i - more, S)
+        b_start, b_end, last = load_factors(p_sums, i_c - i, S)
+        b_high, b_low = load_sums(p_sums, i_c - i, S)
         b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
         b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
         if STORE:
             p_tile = p_states + tile_offsets(i_x - i, i_e, S)
             tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
-        b_pair = dot(b_k, tl.trans(b_q), S) * (between(b_high, b_low, True, S) * scale)
-        b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e)
-        b_u = dot(b_k, b_s, S) * b_end[:, None]
-        if EXACT:
+        b_pair = dot(b_q, tl.trans(b_k), S) * (between(b_high, b_low, S) * scale)
+        b_d = load_columns(p_d_out, S.STRIDE_D, rows, i_e, S)
+        b_u = dot(b_s, tl.trans(b_k), S) * b_end[None, :]
+        if EXACT and tl.bfloat16 == S.DOT:
             b_pair, b_pair_low = halves(b_pair, S)
-            b_u = halves_dot(b_pair, b_pair_low, b_d.to(S.DOT), None, b_u, S)
-        else:
-            b_u = add_dot(b_pair, b_d, b_u, S)
-        b_s = add_dot(tl.trans(b_q), b_d.to(tl.float32) * (b_start * scale)[:, None], b_s * last, S)
-        if EXACT:
-            b_t, b_t_low = triangle(b_next, True, S)
-        else:
-            b_t = tl.trans(tl.load(p_inverse + _square(i_c - i, S)))
-            b_t_low = b_t
-        b_z = product_of(b_t, b_t_low, b_u, zeros(S.C, S.BE), EXACT, S)
+            b_u = add_dot(b_d, b_pair_low, b_u, S)
+        b_u = add_dot(b_d, b_pair, b_u, S)
+        b_s = add_dot(b_d.to(tl.float32) * (b_start * scale)[None, :], b_q, b_s * last, S)
+        b_t, b_t_low = load_inverse(p_inverse, p_beta, p_strong, rows, i_c - i, False, EXACT, S)
+        b_z = product_of(b_u, b_t, b_t_low, zeros(S.BE, S.C), EXACT, S)
         if STORE:
-            store_rows(p_z, S.H * S.E, rows, b_z, S.E, S.BE, S, i_e)
-        b_s = _added(b_s, b_k, b_z * -(b_start * b_beta)[:, None], EXACT, S)
-        if EXACT:
-            b_next = tl.load(p_inverse + _square(i_c - tl.minimum(i + 1, count - 1), S))
+            store_columns(p_z, S.H * S.E, rows, b_z, i_e, S)
+        b_s = product_of(b_z * -b_start[None, :], b_k, None, b_s, EXACT, S)
         p_q -= S.C * S.STRIDE_Q
         p_k -= S.C * S.STRIDE_K
         p_d_out -= S.C * S.STRIDE_D
+        p_beta -= S.C * S.STRIDE_BETA
         p_z -= S.C * S.H * S.E
         rows += S.C
     return b_s
@@ -822,12 +810,12 @@ def gated_delta_backward_states_kernel(
         i_u = (i_b * T + i_first * S.C) * S.STRIDE_U + i_h * (S.STRIDE_U // S.H)
         if any_strong(p_strong, i_c, count, S):
             _states(
-                b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u + i_u, T, i_b, i_kv, i_e,
+                b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_states, p_u + i_u, T, i_b, i_kv, i_e,
                 i_x * chunks + i_first, i_first * S.C, i_c, count, 1, k, v, beta, S, True, True, STAGES
             )  # fmt: skip
         else:
             _states(
-                b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_states, p_u + i_u, T, i_b, i_kv, i_e,
+                b_s, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_states, p_u + i_u, T, i_b, i_kv, i_e,
                 i_x * chunks + i_first, i_first * S.C, i_c, count, 1, k, v, beta, S, True, False, STAGES
             )  # fmt: skip
     else:
@@ -843,29 +831,38 @@ def gated_delta_backward_states_kernel(
         i_y = i_y * chunks + i_last
         if any_strong(p_strong, i_c, count, S):
             b_s = _state_gradients(
-                b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv, i_e,
-                i_x * chunks + i_last, i_last * S.C, i_y, count, q, k, beta, d, S, STORE, True, STAGES
+                b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv,
+                i_e, i_x * chunks + i_last, i_last * S.C, i_y, count, q, k, beta, d, S, STORE, True, STAGES
             )  # fmt: skip
         else:
             b_s = _state_gradients(
-                b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv, i_e,
-                i_x * chunks + i_last, i_last * S.C, i_y, count, q, k, beta, d, S, STORE, False, STAGES
+                b_s, p_q, p_k, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_d_states, p_z, T, scale, i_b, i_h, i_kv,
+                i_e, i_x * chunks + i_last, i_last * S.C, i_y, count, q, k, beta, d, S, STORE, False, STAGES
             )  # fmt: skip
         if not STORE:
-            tl.store(p_d_totals + total_offsets(i_x * segments + i_s, i_e, S), b_s)
+            tl.store(p_d_totals + tile_offsets(i_x * segments + i_s, i_e, S), b_s)
         elif i_s == 0:
             i_tile, m_tile = state_offsets(i_x, i_e, S)
             tl.store(p_d_state + i_tile, b_s, mask=m_tile)
 
 
 @triton.jit
+def prefetch_state(p_x, i_x, S: tl.constexpr):
+    """Load matrix i_x of a stack of (TILES · BE, BD) into the L2 cache."""
+    SIZE: tl.constexpr = S.BE * S.TILES * S.BD
+    LINE: tl.constexpr = 64  # Elements of 128 bytes
+    if tl.bfloat16 == S.DOT:
+        prefetch(p_x + tl.cast(i_x, tl.int64) * SIZE + tl.arange(0, SIZE // LINE) * LINE)
+
+
+@triton.jit
 def _inner_product(p_x, p_y, i_x, S: tl.constexpr):
-    """Σ x ∘ y of matrices i_x of two stacks of (BD, TILES · BE), a few rows at a time."""
-    COLUMNS: tl.constexpr = S.BE * S.TILES
+    """Σ x ∘ y of matrices i_x of two stacks of (TILES · BE, BD), a few rows at a time."""
+    SIZE: tl.constexpr = S.BE * S.TILES * S.BD
     WIDTH: tl.constexpr = 1024
-    i_d = tl.cast(i_x, tl.int64) * (S.BD * COLUMNS) + tl.arange(0, WIDTH)
+    i_d = tl.cast(i_x, tl.int64) * SIZE + tl.arange(0, WIDTH)
     b_sum = tl.zeros((WIDTH,), tl.float32)
-    for i in range(S.BD * COLUMNS // WIDTH):
+    for i in range(SIZE // WIDTH):
         b_sum += tl.load(p_x + i_d + i * WIDTH).to(tl.float32) * tl.load(p_y + i_d + i * WIDTH).to(tl.float32)
     return tl.sum(b_sum)
 
@@ -878,7 +875,7 @@ def _row_products(p_x, STRIDE: tl.constexpr, rows, b_y, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_delta_backward_kernel(
-    p_q, p_k, p_beta, p_sums, p_d_out, p_states, p_d_states, p_u,
+    p_q, p_k, p_beta, p_sums, p_strong, p_d_out, p_states, p_d_states, p_u,
     p_d_q, p_d_k, p_d_v, p_d_decay, p_d_beta, T, chunks, scale, q, k, beta, d, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """Gradients of the inputs of one chunk of one query head.
@@ -893,6 +890,8 @@ def gated_delta_backward_kernel(
     i_0 = i_c * S.C
     rows = T - i_0
     i_t = tl.arange(0, S.C)
+    prefetch_state(p_states, i_x, S)
+    prefetch_state(p_d_states, i_x, S)
     i_token = (i_b * T + i_0) * S.H + i_h
     p_k = pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_kv)
     p_q = pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h)
@@ -902,6 +901,11 @@ def gated_delta_backward_kernel(
     b_beta = load_beta(pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k, rows, S)
     b_start, b_end, last = load_factors(p_sums, i_y, S)
     b_high, b_low = load_sums(p_sums, i_y, S)
+    b_inverse = zeros(S.C)
+    if S.SCALED:
+        if tl.bfloat16 == S.DOT:  # As it is on the diagonal of T.
+            b_beta = tl.where(tl.load(p_strong + i_y) > 0, b_beta, widen(b_beta.to(tl.bfloat16)))
+        b_inverse = 1.0 / b_beta
     b_d_pair, b_d_l, b_d_beta = zeros(S.C, S.C), zeros(S.C, S.C), zeros(S.C)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_u = load_rows(p_u, S.STRIDE_U, rows, S.E, S.BE, S, i_e)
@@ -910,63 +914,118 @@ def gated_delta_backward_kernel(
         b_d_pair = add_dot(b_d, tl.trans(b_u), b_d_pair, S)
         b_d_l = add_dot(b_z, tl.trans(b_u), b_d_l, S)
         if S.SCALED:
-            b_d_beta += tl.sum(b_z.to(tl.float32) * b_u.to(tl.float32), 1)
+            b_z = b_z.to(tl.float32) * b_inverse[:, None]
+            b_d_beta += tl.sum(b_z * (b_u.to(tl.float32) * b_inverse[:, None]), 1)
     if S.SCALED:
-        b_d_beta = tl.where(i_t < rows, b_d_beta / b_beta, 0.0)
         tl.store(p_d_beta + i_token + i_t * S.H, b_d_beta, mask=i_t < rows)
-    b_between = between(b_high, b_low, False, S)
-    b_d_pair *= b_between * scale
-    b_d_l = tl.where(i_t[:, None] > i_t[None, :], b_d_l * b_between * -b_beta[:, None], 0.0)
+    b_between = between(b_high, b_low, S)
+    b_pair, b_pair_low = halves(b_d_pair * b_between * scale, S)
+    b_l = tl.where(i_t[:, None] > i_t[None, :], b_d_l * -b_between, 0.0).to(S.DOT)
     b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
-    b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
-    b_d_sum = zeros(S.C)
-    if S.GATED:
-        b_x = b_d_pair * dot(b_q, tl.trans(b_k), S) + b_d_l * dot(b_k, tl.trans(b_k), S)
-        b_d_sum = tl.sum(b_x, 1) - tl.sum(b_x, 0)
-    b_pair, b_pair_low = halves(b_d_pair, S)
-    b_l = (b_d_l + tl.trans(b_d_l)).to(S.DOT)
-    b_d_q = zeros(S.C, S.BD)
+    b_d_q = dot(b_pair, b_k, S)
+    if tl.bfloat16 == S.DOT:
+        if tl.load(p_strong + i_y) > 0:
+            b_d_q = add_dot(b_pair_low, b_k, b_d_q, S)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_s = tl.load(p_states + tile_offsets(i_x, i_e, S))
-        b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e, True)
-        b_d_q = add_dot(b_d, tl.trans(b_s), b_d_q, S)
-    b_d_q *= (b_start * scale)[:, None]
+        b_d = load_rows(p_d_out, S.STRIDE_D, rows, S.E, S.BE, S, i_e, True).to(tl.float32)
+        b_d_q = add_dot(b_d * (b_start * scale)[:, None], b_s, b_d_q, S)
+    store_rows(p_d_q + i_token * S.D, S.H * S.D, rows, b_d_q, S.D, S.BD, S)
+    b_d_sum = zeros(S.C)
     if S.GATED:
         b_d_sum += _row_products(p_q, S.STRIDE_Q, rows, b_d_q, S)
-    b_d_q = halves_dot(b_pair, b_pair_low, b_k.to(S.DOT), None, b_d_q, S)
-    store_rows(p_d_q + i_token * S.D, S.H * S.D, rows, b_d_q, S.D, S.BD, S)
-    b_d_k = dot(tl.trans(b_pair), b_q, S)
-    b_d_k = add_dot(b_l, b_k, b_d_k, S)
     # Parts of dk whose products with k are needed: one after the other, or each from zero, which keeps more digits.
-    b_pairs, b_sum = zeros(S.C), b_d_k
-    if tl.bfloat16 == S.DOT:
-        b_pairs = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S)
-    else:
-        b_d_k = zeros(S.C, S.BD)
+    b_d_k = dot(b_l, b_k, S)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_s = tl.load(p_states + tile_offsets(i_x, i_e, S), eviction_policy="evict_first")
-        b_z = load_rows(p_d_v, S.H * S.E, rows, S.E, S.BE, S, i_e, True).to(tl.float32) * b_beta[:, None]
-        store_rows(p_d_v, S.H * S.E, rows, b_z, S.E, S.BE, S, i_e)
-        b_d_k = add_dot(b_z * -b_start[:, None], tl.trans(b_s), b_d_k, S)
-    b_ins = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S)
-    b_both = b_ins
+        b_z = load_rows(p_d_v, S.H * S.E, rows, S.E, S.BE, S, i_e, True).to(tl.float32)
+        b_d_k = add_dot(b_z * -b_start[:, None], b_s, b_d_k, S)
+    b_rows = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S)
+    b_before, b_sum = b_rows, b_d_k
     if tl.bfloat16 != S.DOT:
-        b_both = zeros(S.C)
+        b_before, b_d_k = zeros(S.C), zeros(S.C, S.BD)
+    b_d_k = add_dot(tl.trans(b_l), b_k, b_d_k, S)
+    b_d_k = add_dot(tl.trans(b_pair), load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S), b_d_k, S)
+    b_columns = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S)
+    b_pairs = b_columns - b_before
+    if tl.bfloat16 != S.DOT:
         b_sum += b_d_k
-        b_d_k = zeros(S.C, S.BD)
+        b_columns, b_d_k = zeros(S.C), zeros(S.C, S.BD)
     for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_u = load_rows(p_u, S.STRIDE_U, rows, S.E, S.BE, S, i_e, True)
         b_d_s = tl.load(p_d_states + tile_offsets(i_x, i_e, S))
-        b_d_k = add_dot(b_u.to(tl.float32) * b_end[:, None], tl.trans(b_d_s), b_d_k, S)
+        b_d_k = add_dot(b_u.to(tl.float32) * b_end[:, None], b_d_s, b_d_k, S)
     if S.GATED:
-        b_ends = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S) - b_both
+        b_ends = _row_products(p_k, S.STRIDE_K, rows, b_d_k, S) - b_columns
         end = tl.sum(b_ends) + last * _inner_product(p_states, p_d_states, i_x, S)
-        b_d_sum += b_ins - b_pairs - b_ends + tl.where(i_t == S.C - 1, end, 0.0)
+        b_d_sum += b_rows - b_pairs - b_ends + tl.where(i_t == S.C - 1, end, 0.0)
         tl.store(p_d_decay + i_token + i_t * S.H, tl.cumsum(b_d_sum, 0, reverse=True), mask=i_t < rows)
     if tl.bfloat16 != S.DOT:
         b_d_k += b_sum
     tl.debug_barrier()
     store_rows(p_d_k + i_token * S.D, S.H * S.D, rows, b_d_k, S.D, S.BD, S)
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "scale"])
+def gated_delta_backward_decay_kernel(
+    p_q, p_k, p_v, p_beta, p_inverse, p_sums, p_strong, p_d_out, p_states, p_d_states, p_d_decay, T, chunks, scale,
+    q, k, v, beta, d, S: tl.constexpr
+):  # fmt: skip
+    """The gradient of log α of the marked ones among SHARE chunks of one query head, with u and z in float32.
+
+    Where keys are nearly parallel it is a small difference of products with u and z, which are bfloat16 in memory.
+    """
+    shares = tl.cdiv(chunks, SHARE)
+    pid = tl.program_id(0)
+    i_h, i_first = pid % S.H, (pid // S.H) % shares * SHARE
+    i_b = (pid // S.H // shares).to(tl.int64)
+    i_kv = i_h // (S.H // S.HKV)
+    i_y, i_x = (i_b * S.HKV + i_kv) * chunks, (i_b * S.H + i_h) * chunks
+    for i_c in range(i_first, tl.minimum(i_first + SHARE, chunks)):
+        if tl.load(p_strong + i_y + i_c) > 0:
+            i_0 = i_c * S.C
+            rows = T - i_0
+            b_d_sum = _decay_gradient(
+                pointer(p_q, q, S.STRIDE_Q, i_b, i_0, i_h), pointer(p_k, k, S.STRIDE_K, i_b, i_0, i_kv),
+                pointer(p_v, v, S.STRIDE_V, i_b, i_0, i_kv), pointer(p_d_out, d, S.STRIDE_D, i_b, i_0, i_h),
+                pointer(p_beta, beta, S.STRIDE_BETA, i_b, i_0, i_kv) if S.SCALED else p_k,
+                p_inverse, p_sums, p_strong, p_states, p_d_states, rows, scale, i_y + i_c, i_x + i_c, S
+            )  # fmt: skip
+            i_t = tl.arange(0, S.C)
+            p_o = p_d_decay + (i_b * T + i_0) * S.H + i_h + i_t * S.H
+            tl.store(p_o, tl.cumsum(b_d_sum, 0, reverse=True), mask=i_t < rows)
+
+
+@triton.jit
+def _decay_gradient(
+    p_q, p_k, p_v, p_d_out, p_beta, p_inverse, p_sums, p_strong, p_states, p_d_states, rows, scale, i_y, i_x,
+    S: tl.constexpr
+):  # fmt: skip
+    """The gradient of G (C,) of one chunk, from the states: o_i · do_i − v_i · dv_i, and at the end ⟨dS', S'⟩."""
+    i_t = tl.arange(0, S.C)
+    b_k = load_rows(p_k, S.STRIDE_K, rows, S.D, S.BD, S)
+    b_q = load_rows(p_q, S.STRIDE_Q, rows, S.D, S.BD, S)
+    b_start, b_end, last = load_factors(p_sums, i_y, S)
+    b_high, b_low = load_sums(p_sums, i_y, S)
+    b_pair, b_pair_low = halves(dot(b_q, tl.trans(b_k), S) * (between(b_high, b_low, S) * scale), S)
+    b_d_sum, b_ends, b_cross = zeros(S.C), zeros(S.C), zeros(S.BD)
+    for i_e in tl.range(S.TILES, num_stages=1):
+        b_s = tl.load(p_states + tile_offsets(i_x, i_e, S))
+        b_d = load_columns(p_d_out, S.STRIDE_D, rows, i_e, S)
+        b_v = load_columns(p_v, S.STRIDE_V, rows, i_e, S)
+        b_t, b_t_low = load_inverse(p_inverse, p_beta, p_strong, rows, i_y, True, True, S)
+        b_u = _writes(dot(b_s, tl.trans(b_k), S), b_v, b_t, b_t_low, b_start, True, S)
+        b_out = dot(b_s, tl.trans(b_q), S) * (b_start * scale)[None, :]
+        b_out = product_of(b_u, tl.trans(b_pair), tl.trans(b_pair_low), b_out, True, S)
+        b_d_s = tl.load(p_d_states + tile_offsets(i_x, i_e, S))
+        b_d_u = dot(b_d_s, tl.trans(b_k), S) * b_end[None, :]
+        b_ends += tl.sum(b_u * b_d_u, 0)
+        b_cross += tl.sum(b_s.to(tl.float32) * b_d_s.to(tl.float32), 0)
+        b_d_u = add_dot(b_d, b_pair, add_dot(b_d, b_pair_low, b_d_u, S), S)
+        b_t, b_t_low = load_inverse(p_inverse, p_beta, p_strong, rows, i_y, False, True, S)
+        b_z = product_of(b_d_u, b_t, b_t_low, zeros(S.BE, S.C), True, S)
+        b_d_sum += tl.sum(b_d.to(tl.float32) * b_out - b_v.to(tl.float32) * b_z, 0)
+    return b_d_sum + tl.where(i_t == S.C - 1, tl.sum(b_ends) + last * tl.sum(b_cross), 0.0)
 
 
 def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -980,6 +1039,8 @@ def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = False) -> t
     (pairs,) = plan.pointers(plan.workspace, work)
     with on_device(q):
         plan.inverse(q, k, decay, beta, inverse, sums, norms, strong, pairs)
+        if plan.bf16:
+            plan.exact_inverse(q, k, beta, inverse, sums, strong, pairs)
         if plan.segments > 1:
             plan.maps(k, v, beta, inverse, sums, norms, strong, state, maps, totals)
             plan.scan(norms, maps, totals)
@@ -1011,7 +1072,9 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
             plan.totals(*inputs)
             plan.scan(norms, maps, d_totals)
         plan.states(*inputs)
-        plan.read(q, k, beta, sums, d_out, states, d_states, u, d_q, d_k, d_v, d_decay, d_beta)
+        plan.read(q, k, beta, sums, strong, d_out, states, d_states, u, d_q, d_k, d_v, d_decay, d_beta)
+        if plan.bf16 and d_decay is not None:
+            plan.decay(q, k, v, beta, inverse, sums, strong, d_out, states, d_states, d_decay)
     if d_decay is not None:
         d_decay = d_decay[..., None]
     if plan.group > 1:
@@ -1084,11 +1147,15 @@ class _DeltaForward(_DeltaPlan):
         kind = torch.bfloat16 if self.bf16 else torch.float32
         self.workspace = Workspace((X * self.chunks * S.C * S.C * (2 if self.bf16 else 1), kind))
         scalars = self.T, self.chunks, self.scale
-        # Three programs per multiprocessor are faster than two with all registers they would take.
-        options = {"maxnreg": 168} if self.bf16 else {}
+        heads = self.B * S.HKV
         self.inverse = self.delta_launch(
-            gated_delta_inverse_kernel, self.B * S.HKV * self.chunks, scalars, "q k decay beta", 4, 1, **options
+            gated_delta_inverse_kernel, heads * self.chunks, scalars, "q k decay beta", 4, 1
         )
+        if self.bf16:
+            programs = heads * -(-self.chunks // SHARE.value)
+            self.exact_inverse = self.delta_launch(
+                gated_delta_exact_inverse_kernel, programs, scalars, "q k beta", 4, 1
+            )
         if self.segments > 1:
             programs = X * (S.TILES + S.BD // S.BE) * self.segments
             self.maps = self.delta_launch(
@@ -1122,16 +1189,27 @@ class _DeltaBackward(_DeltaPlan):
         scalars = self.T, self.chunks, self.scale
         stages = 3 if S.BD <= 128 else 1
         self.read = self.delta_launch(gated_delta_backward_kernel, X * self.chunks, scalars, "q k beta d", 4, stages)
+        if self.bf16 and S.GATED:
+            programs = X * -(-self.chunks // SHARE.value)
+            self.decay = self.delta_launch(
+                gated_delta_backward_decay_kernel, programs, scalars, "q k v beta d", 4 if S.BD <= 128 else 8, 1
+            )
 
     def states_launch(self, *, store: bool) -> Launch:
         """Create a launch that computes gradients of states and, if they are stored, in other programs the states."""
+        S = self.sizes
+        warps, stages = (4, 2) if self.bf16 and S.BD <= 128 else (8, 1) if self.bf16 else (4, 1)
+        if store and self.bf16 and S.BD <= 128 and S.TILES % 2 == 0:
+            # Twice the values and warps: what does not depend on values is loaded and computed once.
+            self.sizes, warps, stages = S._replace(BE=2 * S.BE, TILES=S.TILES // 2), 8, 3
         programs = self.B * self.H * self.sizes.TILES * self.segments
-        warps, stages = (4, 2) if self.bf16 and self.sizes.BD <= 128 else (8, 1) if self.bf16 else (4, 1)
         first = programs if store else 0
         scalars = *self.segmentation, self.scale, first
-        return self.delta_launch(
+        launch = self.delta_launch(
             *(gated_delta_backward_states_kernel, programs + first, scalars, "q k v beta d", warps, stages), STORE=store
         )
+        self.sizes = S
+        return launch
 
 
 def _tiling(dtype: torch.dtype, D: int, E: int) -> tuple[int, int, int, int]:
