@@ -87,6 +87,12 @@ class _GateBackward(_GatePlan):
 
 
 @triton.jit
+def _sigmoid(x):
+    b_exp = tl.exp(-tl.abs(x))
+    return tl.where(x < 0, b_exp, 1.0) / (1.0 + b_exp)
+
+
+@triton.jit
 def _rows(p_visible, i_b, i_0, T, W: tl.constexpr):
     """Which of BT tokens from i_0 on exist, and which are visible."""
     i_t = tl.arange(0, W.BT)
@@ -130,7 +136,7 @@ def gates_forward_kernel(
         i_out = i_t[:, None] * (W.H * W.CHANNELS) + i_d
         tl.store(p_log_decay + i_out, tl.where(m_seen[:, None], b_x, 0.0), mask=m_x)
     if W.WRITE == "sigmoid":
-        b_x = strength / (1.0 + tl.exp(-tl.load(p_gates + i_t * gates.t, mask=m_t, other=0.0).to(tl.float32)))
+        b_x = strength * _sigmoid(tl.load(p_gates + i_t * gates.t, mask=m_t, other=0.0).to(tl.float32))
         tl.store(p_beta + i_t * W.H, tl.where(m_seen, b_x, 0.0), mask=m_t)
 
 
@@ -164,15 +170,15 @@ def gates_backward_kernel(
                 b_d = tl.where(m_least, 0.0, b_d * rate)
                 if W.WRITE == "time_step":
                     b_d += b_d_beta[:, None]
-                b_d /= 1.0 + tl.exp(-b_x)
+                b_d *= _sigmoid(b_x)
             else:
-                b_d = tl.where(softplus(-b_x) / -16 < _LEAST, 0.0, b_d) / (16 * (1.0 + tl.exp(b_x)))
+                b_d = tl.where(softplus(-b_x) / -16 < _LEAST, 0.0, b_d) * _sigmoid(-b_x) / 16
             b_d_bias += tl.where(m_x, b_d, 0.0)
             i_out = i_t[:, None] * (W.H * W.G) + W.FIRST + i_d
             tl.store(p_d_rows + i_out, b_d.to(p_d_gates.dtype.element_ty), mask=m_x)
         if W.WRITE == "sigmoid":
-            b_x = 1.0 / (1.0 + tl.exp(-tl.load(p_rows + i_t * gates.t, mask=m_t, other=0.0).to(tl.float32)))
-            b_d = b_d_beta * (b_x * (1.0 - b_x) * strength)
+            b_x = tl.load(p_rows + i_t * gates.t, mask=m_t, other=0.0).to(tl.float32)
+            b_d = b_d_beta * (_sigmoid(b_x) * _sigmoid(-b_x) * strength)
             tl.store(p_d_rows + i_t * (W.H * W.G), b_d.to(p_d_gates.dtype.element_ty), mask=m_t)
     i_d = tl.arange(0, W.BD)
     if W.DECAY == "time_step":

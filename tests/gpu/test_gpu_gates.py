@@ -1,0 +1,64 @@
+"""The kernels around gated memories, L2 norms and the activation of gates, on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gate_cases import KINDS, NORMS, check_gates, check_norm
+
+from longspan import build_mechanism
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+kinds = pytest.mark.parametrize(("name", "options"), KINDS, ids=str)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [*NORMS, (2, 1031, 1031, 8, 2, 128)], ids=str)
+def test_norm(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_norm(size, dtype, "cuda")
+
+
+def test_traced_norm() -> None:
+    check_norm(NORMS[0], torch.bfloat16, "cuda", "traced")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@kinds
+def test_gates(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    for D, masked in ((5, True), (64, False), (128, True), (256, False)):
+        check_gates(name, options, dtype, "cuda", D=D, masked=masked, T=1031)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@kinds
+def test_mechanisms(name: str, options: dict[str, Any], causal: bool, dtype: torch.dtype) -> None:
+    """Results and gradients of a mechanism with a mask, on the GPU and compiled, are near those of float64."""
+    torch.manual_seed(0)
+    mechanism = build_mechanism(name, 2, 64, **options)
+    gates = torch.randn(2, 261, 2, mechanism.num_gates).to(dtype)
+    q, k, v, d_out = torch.randn(2, 261, 8, 64).to(dtype).split(2, 2)
+    mask = torch.arange(261) < torch.tensor([[261], [130]])
+    results = []
+    for device, kind, compiled in (
+        ("cpu", torch.float64, False),
+        ("cpu", dtype, False),
+        ("cuda", dtype, False),
+        ("cuda", dtype, True),
+    ):
+        own = mechanism.to(device, torch.float64 if kind == torch.float64 else torch.float32)
+        leaves = [*(x.to(device, kind).requires_grad_() for x in (q, k, v, gates)), *own.parameters()]
+        call = torch.compile(own, fullgraph=True) if compiled else own
+        out = call(*leaves[:3], gates=leaves[3], causal=causal, key_mask=mask.to(device))
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out))])
+    truth, near, *found = results
+    for ours in found:
+        for exact, eager, y in zip(truth, near, ours, strict=True):
+            allowed = 4 * (eager.double() - exact).abs().max() + exact.abs().max() * torch.finfo(dtype).eps
+            assert (y.cpu().double() - exact).abs().max() <= allowed
