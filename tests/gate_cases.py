@@ -33,14 +33,19 @@ def rows(size: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]
     Some rows are zeros.
     """
     B, T, S, H, Hkv, D = size
-    if (T, H) == (S, Hkv):
+    if (S, Hkv) == (T, H):
         q, k, _ = torch.randn(B, T, 3 * H * D).to(device, dtype).unflatten(2, (3 * H, D)).split(H, 2)
     else:
         q = torch.randn(B, H, T + 2, D).to(device, dtype).transpose(1, 2)[:, 1:-1]
         k = torch.randn(B, S, Hkv, D + 3).to(device, dtype)[..., :D]
     q[:, ::7] = 0
     k[:, ::5, -1] = 0
-    return [q, k, torch.randn(B, H, T, D).to(device, dtype).transpose(1, 2), torch.randn(B, S, Hkv, D).to(device, dtype)]
+    return [
+        q,
+        k,
+        torch.randn(B, H, T, D).to(device, dtype).transpose(1, 2),
+        torch.randn(B, S, Hkv, D).to(device, dtype),
+    ]
 
 
 def check_norm(size: tuple[int, ...], dtype: torch.dtype, device: str, call: str = "direct") -> None:
@@ -76,7 +81,14 @@ def activated(mechanism: GatedMechanism, gates: Tensor, visible: Tensor | None, 
 
 
 def check_gates(
-    name: str, options: dict[str, Any], dtype: torch.dtype, device: str, *, D: int = 5, masked: bool = True, T: int = 261
+    name: str,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    device: str,
+    *,
+    D: int = 5,
+    masked: bool = True,
+    T: int = 261,
 ) -> None:
     """`within_tolerance` of log α, β and the gradients of raw gates and parameters, in four draws at most."""
     mechanism = build_mechanism(name, 3, D, **options)
@@ -108,7 +120,9 @@ def _draw(mechanism: GatedMechanism, D: int, masked: bool, T: int, dtype: torch.
     return _errors([f"result {i}" for i in range(len(found))], found, near, truth, dtype)
 
 
-def _errors(names: list[str], found: list[Tensor], near: list[Tensor], truth: list[Tensor], dtype: torch.dtype) -> Errors:
+def _errors(
+    names: list[str], found: list[Tensor], near: list[Tensor], truth: list[Tensor], dtype: torch.dtype
+) -> Errors:
     """Largest errors of the kernels and of eager PyTorch, and an ulp of the largest value, for each result."""
     result = {}
     for name, ours, eager, exact in zip(names, found, near, truth, strict=True):

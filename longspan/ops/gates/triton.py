@@ -114,15 +114,17 @@ def _load_gate(p_gates, p_bias, stride, i_h, m_t, W: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "strength"])
-def gates_forward_kernel(
-    p_gates, p_A_log, p_bias, p_visible, p_log_decay, p_beta, T, strength, gates, W: tl.constexpr
-):
+def gates_forward_kernel(p_gates, p_A_log, p_bias, p_visible, p_log_decay, p_beta, T, strength, gates, W: tl.constexpr):
     """log α and β of BT tokens of one head."""
     i_h, _, i_block, i_b = program_index(tl.cdiv(T, W.BT), W.H)
     i_0, i_t = i_block * W.BT, tl.arange(0, W.BT)
     m_t, m_seen = _rows(p_visible, i_b, i_0, T, W)
     i_row = (i_b * T + i_0) * W.H + i_h
-    p_gates, p_log_decay, p_beta = token_pointer(p_gates, gates, i_b, i_0, i_h), p_log_decay + i_row * W.CHANNELS, p_beta + i_row
+    p_gates, p_log_decay, p_beta = (
+        token_pointer(p_gates, gates, i_b, i_0, i_h),
+        p_log_decay + i_row * W.CHANNELS,
+        p_beta + i_row,
+    )
     if W.CHANNELS > 0:
         b_x, m_x, i_d = _load_gate(p_gates, p_bias, gates.t, i_h, m_t, W)
         if W.DECAY == "time_step":

@@ -61,7 +61,12 @@ def _rows(p_x, x, i_b, i_h, i_t, T, HEADS: tl.constexpr, W: tl.constexpr):
     i_d = tl.arange(0, W.BD)[None, :]
     i_row = (i_b * T + i_t) * HEADS + i_h
     m_x = (i_t < T)[:, None] & (i_d < W.D)
-    return token_pointer(p_x, x, i_b, 0, i_h) + i_t.to(tl.int64)[:, None] * x.t + i_d, i_row[:, None] * W.D + i_d, m_x, i_row
+    return (
+        token_pointer(p_x, x, i_b, 0, i_h) + i_t.to(tl.int64)[:, None] * x.t + i_d,
+        i_row[:, None] * W.D + i_d,
+        m_x,
+        i_row,
+    )
 
 
 @triton.jit

@@ -235,9 +235,7 @@ def _tokens(b_x, S: tl.constexpr):
 
 
 @triton.jit
-def _write(
-    p_v, p_beta, p_w, p_u, b_t, b_t_low, i_b, i_0, i_h, T, v, beta, S: tl.constexpr, EXACT: tl.constexpr
-):
+def _write(p_v, p_beta, p_w, p_u, b_t, b_t_low, i_b, i_0, i_h, T, v, beta, S: tl.constexpr, EXACT: tl.constexpr):
     """−W in place of k_in, and U₀, of one chunk. b_t, b_t_low: T as `halves` returns it; EXACT: both are multiplied."""
     rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
     b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)[:, None]
