@@ -640,7 +640,7 @@ def gated_channel_backward_pairs_kernel(
     v, beta, d, S: tl.constexpr
 ):  # fmt: skip
     """z = β y, which is dv, for one chunk, and y · v; the gradients of A^qk and, with the delta rule, that of A^kk as
-    part of L; not masked.
+    part of L.
     """
     GROUP: tl.constexpr = S.H // S.HKV
     i_h, i_c, i_b = _program(tl.program_id(0), chunks, S.HKV)
@@ -666,11 +666,11 @@ def gated_channel_backward_pairs_kernel(
             b_d_beta += tl.sum(b_y * b_v.to(tl.float32), 1)
         if S.DELTA:
             b_l = _add_dot(b_z, tl.trans(_load_written(p_u, i_b, i_0, i_h, i_e, T, S)), b_l, S)
+    i_t = tl.arange(0, S.C)
     if S.SCALED:
-        i_t = tl.arange(0, S.C)
         tl.store(p_d_beta + i_row + i_t * S.HKV, b_d_beta, mask=i_t < rows)
     if S.DELTA:
-        tl.store(p_d_l + _square(i_y, S), (-b_l).to(S.DOT))
+        tl.store(p_d_l + _square(i_y, S), tl.where(i_t[:, None] > i_t[None, :], -b_l, 0.0).to(S.DOT))
     for g in range(GROUP):
         i_q = i_h * GROUP + g
         b_pair = zeros(S.C, S.C)
@@ -678,7 +678,8 @@ def gated_channel_backward_pairs_kernel(
             b_u = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_h, i_e, T, S)
             b_d = load_rows(token_pointer(p_d_out, d, i_b, i_0, i_q, i_e * S.BE), d.t, rows, S.E, S.C, S.BE, i_e)
             b_pair = _add_dot(b_d, tl.trans(b_u), b_pair, S)
-        tl.store(p_d_pair + _square((i_b * S.H + i_q) * chunks + i_c, S), (b_pair * scale).to(S.DOT))
+        b_pair = tl.where(i_t[:, None] >= i_t[None, :], b_pair * scale, 0.0)
+        tl.store(p_d_pair + _square((i_b * S.H + i_q) * chunks + i_c, S), b_pair.to(S.DOT))
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
@@ -714,7 +715,7 @@ def gated_channel_mild_backward_kernel(
         if S.DELTA:
             b_d_k_row = _add_dot(_load_written(p_z, i_b, i_0, i_kv, i_e, T, S), tl.trans(b_s), b_d_k_row, S)
         b_d_last += tl.sum(b_s.to(tl.float32) * b_d_s.to(tl.float32), 1)
-    b_p = tl.load(p_d_pair, mask=i_t[:, None] >= i_t[None, :], other=0.0)
+    b_p = tl.load(p_d_pair)
     b_x = _bounded(_from_middle(_load_log2(p_decay, decay.t, rows, i_d, S), S))
     b_k = load_rows(token_pointer(p_k, k, i_b, i_0, i_kv, c), k.t, rows, S.D, S.C, S.BK, i_d)
     b_q = load_rows(token_pointer(p_q, q, i_b, i_0, i_h, c), q.t, rows, S.D, S.C, S.BK, i_d)
@@ -730,8 +731,7 @@ def gated_channel_mild_backward_kernel(
     b_d_last = b_d_last * own + tl.sum(b_column * b_sum, 0)
     b_sum = _add_dot(tl.trans(b_p), b_row, b_sum, S)
     if S.DELTA:
-        m_pairs = (i_t[:, None] > i_t[None, :]) & (i_t < own * S.C)[:, None]
-        b_p = tl.load(p_d_l + _square(i_y, S), mask=m_pairs, other=0.0)
+        b_p = tl.load(p_d_l + _square(i_y, S), mask=(i_t < own * S.C)[:, None], other=0.0)
         b_row = (b_k * b_x_row).to(S.DOT)
         b_sum = _add_dot(tl.trans(b_p), b_row, b_sum, S)
     b_d_g -= b_column * b_sum
