@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.exp import LOG2E, UNDERFLOW, exp2
+from longspan.ops.common.exp import LOG2E, UNDERFLOW, exp2, same_layout
 from longspan.ops.common.launch import Launch, Plan, Signature, Strides, Workspace, dense, dense_rows, on_device
 from longspan.ops.common.tiles import load_column, load_rows, padded, product, store_rows, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
@@ -131,13 +131,15 @@ def _decay(m_s, b_high, b_low, S: tl.constexpr):
 
 
 @triton.jit
-def _from_middle(b_g, S: tl.constexpr):
-    """log₂ of what each token keeps since the middle of the chunk (C, BK), positive before it."""
+def _from_middle(b_g, b_like, S: tl.constexpr):
+    """log₂ of what each token keeps since the middle of the chunk (C, BK), positive before it. b_like: (C, C) in the
+    layout of products, in which 0/1 matrices need no shared memory.
+    """
     i_t, i_s = tl.arange(0, S.C)[:, None], tl.arange(0, S.C)[None, :]
     MIDDLE: tl.constexpr = S.C // 2
-    b_m = tl.where((i_s >= MIDDLE) & (i_s <= i_t), 1.0, tl.where((i_s < MIDDLE) & (i_s > i_t), -1.0, 0.0)).to(S.DOT)
+    b_m = tl.where((i_s >= MIDDLE) & (i_s <= i_t), 1.0, tl.where((i_s < MIDDLE) & (i_s > i_t), -1.0, 0.0))
     b_high, b_low = halves(b_g, S)
-    return dot_halves(b_m, b_high, b_low, zeros(S.C, S.BK), S)
+    return dot_halves(same_layout(b_m, b_like), b_high, b_low, zeros(S.C, S.BK), S)
 
 
 @triton.jit
@@ -716,7 +718,7 @@ def gated_channel_mild_backward_kernel(
             b_d_k_row = _add_dot(_load_written(p_z, i_b, i_0, i_kv, i_e, T, S), tl.trans(b_s), b_d_k_row, S)
         b_d_last += tl.sum(b_s.to(tl.float32) * b_d_s.to(tl.float32), 1)
     b_p = tl.load(p_d_pair)
-    b_x = _bounded(_from_middle(_load_log2(p_decay, decay.t, rows, i_d, S), S))
+    b_x = _bounded(_from_middle(_load_log2(p_decay, decay.t, rows, i_d, S), b_d_row, S))
     b_k = load_rows(token_pointer(p_k, k, i_b, i_0, i_kv, c), k.t, rows, S.D, S.C, S.BK, i_d)
     b_q = load_rows(token_pointer(p_q, q, i_b, i_0, i_h, c), q.t, rows, S.D, S.C, S.BK, i_d)
     b_x_row, b_x_column = exp2(b_x), exp2(-b_x)
@@ -748,7 +750,8 @@ def gated_channel_mild_backward_kernel(
             tl.store(p_d_beta + i_beta, tl.sum(b_sum, 1) / b_beta, mask=i_t < rows)
     store_rows(p_d_k + i_row, S.H * S.D, rows, b_d_k, S.D, S.C, S.BK, i_d)
     b_high, b_low = halves(b_d_g, S)
-    b_d_g = _sums(i_t[None, :] >= i_t[:, None], b_high, b_low, S) + b_d_last[None, :]
+    b_m = same_layout(tl.where(i_t[None, :] >= i_t[:, None], 1.0, zeros(S.C, S.C)), b_d_g)
+    b_d_g = dot_halves(b_m, b_high, b_low, zeros(S.C, S.BK), S) + b_d_last[None, :]
     store_rows(p_d_decay + i_row, S.H * S.D, rows, b_d_g, S.D, S.C, S.BK, i_d)
 
 
