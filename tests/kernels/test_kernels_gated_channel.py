@@ -130,6 +130,7 @@ def test_devices_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
     monkeypatch.setattr(dispatch, "_shared_memory_kb", lambda device: 99)
     x = arguments(Channel(D=131, delta=True), torch.bfloat16, "cpu")[2]
-    assert "120 KB of shared memory, this device has 99" in str(gated.why_not_triton(x, True))
-    assert gated.why_not_triton(x, False) is None
-    assert gated.why_not_triton(arguments(Channel(D=67), torch.bfloat16, "cpu")[2], True) is None
+    narrow = arguments(Channel(D=67), torch.bfloat16, "cpu")[2]
+    for delta in (False, True):
+        assert "120 KB of shared memory, this device has 99" in str(gated.why_not_triton(x, delta))
+        assert gated.why_not_triton(narrow, delta) is None

@@ -485,26 +485,25 @@ def _states(
 ):  # fmt: skip
     """Write the states before all chunks of sequence i_x and, with the delta rule, u in place of U₀."""
     i_b, i_h = i_x // S.HKV, i_x % S.HKV
-    b_s = _load_state(p_state, i_x, i_d, i_e, S)
     # What no product takes directly is loaded one chunk ahead.
-    b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks, i_d, S)
+    b_read, b_kept, b_written = _load_factors(p_factors, i_x * chunks, i_d, S)
+    b_s = _load_state(p_state, i_x, i_d, i_e, S) * b_read[:, None]
     b_next = _load_writes(p_u, p_v, p_beta, v, beta, i_b, 0, i_h, i_e, T, S)
     for i_c in tl.range(chunks, num_stages=STAGES):
         i_0, i_y = i_c * S.C, i_x * chunks + i_c
         rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
-        b_read, b_kept, b_written, b_u = b_next_read, b_next_kept, b_next_written, b_next
         i_next = tl.minimum(i_c + 1, chunks - 1)
-        b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + i_next, i_d, S)
-        b_next = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_next * S.C, i_h, i_e, T, S)
+        b_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + i_next, i_d, S)
+        b_u, b_next = b_next, _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_next * S.C, i_h, i_e, T, S)
         b_out = _load_channels(p_k_out, i_row, S.HKV, rows, i_d, S)
-        b_s *= b_read[:, None]
         p_tile = p_states + _tile(i_y, i_d, i_e, S.BS, S)
         tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         if S.DELTA:
             b_w = _load_channels(p_w, i_row, S.HKV, rows, i_d, S)
             b_u = _add_dot(b_w, b_s, b_u.to(tl.float32), S)
             store_rows(p_u + i_row * S.E + i_e * S.BE, S.HKV * S.E, rows, b_u, S.E, S.C, S.BE, i_e)
-        b_s = _add_dot(tl.trans(b_out), b_u, b_s * b_kept[:, None], S) * b_written[:, None]
+        b_s = _add_dot(tl.trans(b_out), b_u, b_s * b_kept[:, None], S) * (b_written * b_read)[:, None]
+        b_kept, b_written = b_next_kept, b_next_written
 
 
 @triton.jit
@@ -538,21 +537,20 @@ def gated_channel_forward_kernel(
     pid, i_e = tl.program_id(0), tl.program_id(1)
     i_b, i_h, i_kv = (pid // S.H).to(tl.int64), pid % S.H, pid % S.H // GROUP
     i_x = i_b * S.HKV + i_kv
-    b_s = _load_state(p_state, i_x, 0, i_e, S)
     # What no product takes directly is loaded one chunk ahead.
-    b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks, 0, S)
+    b_read, b_kept, b_written = _load_factors(p_factors, i_x * chunks, 0, S)
     b_next = _load_writes(p_u, p_v, p_beta, v, beta, i_b, 0, i_kv, i_e, T, S)
+    b_s = _load_state(p_state, i_x, 0, i_e, S) * b_read[:, None]
     for i_c in tl.range(chunks, num_stages=STAGES):
         i_0 = i_c * S.C
         rows, i_row, i_token = T - i_0, (i_b * T + i_0) * S.HKV + i_kv, (i_b * T + i_0) * S.H + i_h
-        b_read, b_kept, b_written, b_u = b_next_read, b_next_kept, b_next_written, b_next
         i_next = tl.minimum(i_c + 1, chunks - 1)
-        b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + i_next, 0, S)
-        b_next = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_next * S.C, i_kv, i_e, T, S)
+        b_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + i_next, 0, S)
+        b_written *= tl.where(i_next > i_c, b_read, 1.0)
+        b_u, b_next = b_next, _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_next * S.C, i_kv, i_e, T, S)
         b_k = _load_channels(p_k_out, i_row, S.HKV, rows, 0, S)
         b_q = _load_channels(p_q_in, i_token, S.H, rows, 0, S)
         b_pair = tl.load(p_pair + _square((i_b * S.H + i_h) * chunks + i_c, S))
-        b_s *= b_read[:, None]
         b_out = _dot(b_q, b_s, S)
         if S.DELTA:
             b_w = _load_channels(p_w, i_row, S.HKV, rows, 0, S)
@@ -560,6 +558,7 @@ def gated_channel_forward_kernel(
         b_u = b_u.to(S.DOT)
         b_out = _add_dot(b_pair, b_u, b_out, S)
         b_s = _add_dot(tl.trans(b_k), b_u, b_s * b_kept[:, None], S) * b_written[:, None]
+        b_kept, b_written = b_next_kept, b_next_written
         store_rows(p_out + i_token * S.E + i_e * S.BE, S.H * S.E, rows, b_out, S.E, S.C, S.BE, i_e)
     if i_h % GROUP == 0:
         i_tile, m_tile = _given_tile(i_x, 0, i_e, S)
@@ -582,16 +581,15 @@ def _state_gradients(
     """
     GROUP: tl.constexpr = S.H // S.HKV
     i_b, i_h = i_x // S.HKV, i_x % S.HKV
-    b_s = _load_state(p_d_after, i_x, i_d, i_e, S)
-    b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + chunks - 1, i_d, S)
+    b_read, b_kept, b_written = _load_factors(p_factors, i_x * chunks + chunks - 1, i_d, S)
+    b_s = _load_state(p_d_after, i_x, i_d, i_e, S) * b_written[:, None]
     for i in tl.range(chunks, num_stages=STAGES):
         i_c = chunks - 1 - i
         i_0, i_y = i_c * S.C, i_x * chunks + i_c
         rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
-        b_read, b_kept, b_written = b_next_read, b_next_kept, b_next_written
         i_next = tl.maximum(i_c - 1, 0)
-        b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + i_next, i_d, S)
-        b_s *= b_written[:, None]
+        b_next_read, b_next_kept, b_written = _load_factors(p_factors, i_x * chunks + i_next, i_d, S)
+        b_read *= tl.where(i_next < i_c, b_written, 1.0)
         p_tile = p_d_states + _tile(i_y, i_d, i_e, S.BS, S)
         tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         if S.DELTA:
@@ -611,6 +609,7 @@ def _state_gradients(
             b_w = _load_channels(p_w, i_row, S.HKV, rows, i_d, S)
             b_s = _add_dot(tl.trans(b_w), b_z, b_s, S)
         b_s *= b_read[:, None]
+        b_read, b_kept = b_next_read, b_next_kept
     if p_d_state is not None:
         i_tile, m_tile = _given_tile(i_x, i_d, i_e, S)
         tl.store(p_d_state + i_tile, b_s, mask=m_tile)
