@@ -70,8 +70,8 @@ LEAST_BETA = tl.constexpr(1e-10)
 
 # Compile-time constants: query and key heads, dimensions, padded D, channels and values per tile, tiles of values,
 # tokens in a chunk and their binary logarithm. DELTA: the delta rule. SCALED: there is a beta. DOT: dtype of products.
-# BS: channels of the state in one program of a scan; the delta rule needs all of them.
-ChannelSizes = namedtuple("ChannelSizes", "H HKV D E BD BK BE TILES C LEVELS DELTA SCALED DOT PRECISION BS")
+# BS: channels of the state in one program of a scan; the delta rule needs all of them. FULL: no chunk is shorter.
+ChannelSizes = namedtuple("ChannelSizes", "H HKV D E BD BK BE TILES C LEVELS DELTA SCALED DOT PRECISION BS FULL")
 
 
 @triton.jit
@@ -98,6 +98,15 @@ def _add_dot(b_x, b_y, b_sum, S: tl.constexpr):
 def _program(i_p, chunks, HEADS: tl.constexpr):
     """Head, chunk and batch index of program i_p."""
     return i_p % HEADS, (i_p // HEADS) % chunks, (i_p // HEADS // chunks).to(tl.int64)
+
+
+@triton.jit
+def _left(T, i_0, S: tl.constexpr):
+    """Tokens from i_0 on, or as many as a chunk has."""
+    rows = T - i_0
+    if S.FULL:
+        rows = tl.full((), S.C, tl.int32)
+    return rows
 
 
 @triton.jit
@@ -237,25 +246,49 @@ def _tokens(b_x, S: tl.constexpr):
 
 
 @triton.jit
-def _write(p_v, p_beta, p_w, p_u, b_t, b_t_low, i_b, i_0, i_h, T, v, beta, S: tl.constexpr, EXACT: tl.constexpr):
-    """−W in place of k_in, and U₀, of one chunk. b_t, b_t_low: T as `halves` returns it; EXACT: both are multiplied."""
-    rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
+def _write(p_v, p_beta, p_w, p_u, b_t, b_t_low, i_b, i_0, i_h, T, v, beta, S: tl.constexpr):
+    """−W in place of k_in, and U₀, of one chunk. b_t, b_t_low: T as `halves` returns it."""
+    rows, i_row = _left(T, i_0, S), (i_b * T + i_0) * S.HKV + i_h
     b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)[:, None]
     for i_d in range(S.BD // S.BK):
         p_row = p_w + i_row * S.D + i_d * S.BK
         b_k = load_rows(p_row, S.HKV * S.D, rows, S.D, S.C, S.BK, i_d)
-        b_w = product_of(b_t, b_t_low, b_k * -b_beta, zeros(S.C, S.BK), EXACT, S)
+        b_w = product_of(b_t, b_t_low, b_k * -b_beta, zeros(S.C, S.BK), True, S)
         store_rows(p_row, S.HKV * S.D, rows, b_w, S.D, S.C, S.BK, i_d)
     for i_e in range(S.TILES):
         b_v = load_rows(token_pointer(p_v, v, i_b, i_0, i_h, i_e * S.BE), v.t, rows, S.E, S.C, S.BE, i_e)
-        b_u = product_of(b_t, b_t_low, b_v * b_beta, zeros(S.C, S.BE), EXACT, S)
+        b_u = product_of(b_t, b_t_low, b_v * b_beta, zeros(S.C, S.BE), True, S)
         store_rows(p_u + i_row * S.E + i_e * S.BE, S.HKV * S.E, rows, b_u, S.E, S.C, S.BE, i_e)
+
+
+@triton.jit
+def _write_mild(p_v, p_beta, p_w, p_u, b_t, i_b, i_0, i_h, T, v, beta, S: tl.constexpr, STAGES: tl.constexpr):
+    """The same with single bfloat16 numbers: β belongs to the columns of T, and keys and values enter products as they
+    are, in tiles of one loop, which is pipelined.
+    """
+    TILES: tl.constexpr = S.BD // S.BK
+    rows, i_row = _left(T, i_0, S), (i_b * T + i_0) * S.HKV + i_h
+    b_t = (b_t * _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)[None, :]).to(S.DOT)
+    p_v = token_pointer(p_v, v, i_b, i_0, i_h)
+    p_w += i_row * S.D
+    p_u += i_row * S.E
+    i_t, i_c = tl.arange(0, S.C)[:, None], tl.arange(0, S.BK)[None, :]
+    for i in tl.range(TILES + S.TILES, num_stages=STAGES):
+        key = i < TILES
+        c = tl.where(key, i, i - TILES) * S.BK
+        m_x = i_t < rows
+        if S.D % S.BK != 0 or S.E % S.BE != 0:
+            m_x = m_x & (i_c < tl.where(key, S.D, S.E) - c)
+        p_x = tl.where(key, p_w, p_v) + c + i_t * tl.where(key, S.HKV * S.D, v.t) + i_c
+        b_x = tl.dot(b_t, tl.load(p_x, mask=m_x, other=0.0))
+        b_x = tl.where(key, -b_x, b_x).to(S.DOT)
+        tl.store(tl.where(key, p_w, p_u) + c + i_t * tl.where(key, S.HKV * S.D, S.HKV * S.E) + i_c, b_x, mask=m_x)
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_channel_mild_rows_kernel(
     p_q, p_k, p_v, p_decay, p_beta, p_q_in, p_w, p_k_out, p_u, p_factors, p_pair, p_inverse, p_strong, T, chunks,
-    scale, q, k, v, decay, beta, S: tl.constexpr, BACKWARD: tl.constexpr
+    scale, q, k, v, decay, beta, S: tl.constexpr, BACKWARD: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """What a chunk does not take from the state, for mild gates: q_in, k_out and, with the delta rule, −W and U₀.
 
@@ -269,7 +302,7 @@ def gated_channel_mild_rows_kernel(
         if not _mild(p_strong, i_y):
             return
     own = i_h % (S.H // S.HKV) == 0
-    rows = T - i_0
+    rows = _left(T, i_0, S)
     i_t, i_r = tl.arange(0, S.C), tl.arange(0, S.C // RUN)
     p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_h), token_pointer(p_k, k, i_b, i_0, i_kv)
     p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv)
@@ -323,7 +356,7 @@ def gated_channel_mild_rows_kernel(
             if own:
                 tl.debug_barrier()
                 b_t = tl.load(p_inverse + _square(i_y, S))
-                _write(p_v, p_beta, p_w, p_u, b_t, b_t, i_b, i_0, i_kv, T, v, beta, S, False)
+                _write_mild(p_v, p_beta, p_w, p_u, b_t, i_b, i_0, i_kv, T, v, beta, S, STAGES)
     else:
         b_pair = tl.where(i_t[:, None] >= i_t[None, :], b_pair, 0.0)
         p_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
@@ -335,10 +368,10 @@ def gated_channel_mild_rows_kernel(
                 b_l *= _load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S)[:, None]
                 strong = strong | (tl.max(tl.sum(b_l * b_l, 1)) > MILD)
                 if not strong:
-                    b_t = triangular_inverse(b_l, S, False, 8).to(S.DOT)
-                    tl.store(p_inverse + _square(i_y, S), b_t)
+                    b_t = triangular_inverse(b_l, S, False, 8)
+                    tl.store(p_inverse + _square(i_y, S), b_t.to(S.DOT))
                     tl.debug_barrier()
-                    _write(p_v, p_beta, p_w, p_u, b_t, b_t, i_b, i_0, i_kv, T, v, beta, S, False)
+                    _write_mild(p_v, p_beta, p_w, p_u, b_t, i_b, i_0, i_kv, T, v, beta, S, STAGES)
             tl.store(p_strong + i_y, strong.to(tl.int32))
 
 
@@ -380,7 +413,7 @@ def _rows(
     i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
     i_y = (i_b * S.HKV + i_kv) * chunks + i_c
     own = i_h % (S.H // S.HKV) == 0
-    rows = T - i_0
+    rows = _left(T, i_0, S)
     i_t = tl.arange(0, S.C)
     p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_h), token_pointer(p_k, k, i_b, i_0, i_kv)
     p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv)
@@ -429,7 +462,7 @@ def _rows(
                 store_inverse(p_inverse, i_y, b_t, S)
                 b_t, b_t_low = halves(b_t, S)
             tl.debug_barrier()
-            _write(p_v, p_beta, p_w, p_u, b_t, b_t_low, i_b, i_0, i_kv, T, v, beta, S, True)
+            _write(p_v, p_beta, p_w, p_u, b_t, b_t_low, i_b, i_0, i_kv, T, v, beta, S)
 
 
 @triton.jit
@@ -440,7 +473,7 @@ def _read_back(p_pair, p_d_out, d, i_b, i_0, i_c, i_h, i_e, T, chunks, S: tl.con
     for g in range(GROUP):
         i_q = i_h * GROUP + g
         p_d = token_pointer(p_d_out, d, i_b, i_0, i_q, i_e * S.BE)
-        b_d = load_rows(p_d, d.t, T - i_0, S.E, S.C, S.BE, i_e)
+        b_d = load_rows(p_d, d.t, _left(T, i_0, S), S.E, S.C, S.BE, i_e)
         b_pair = tl.load(p_pair + _square((i_b * S.H + i_q) * chunks + i_c, S))
         b_sum = _add_dot(tl.trans(b_pair), b_d, b_sum, S)
     return b_sum
@@ -485,16 +518,15 @@ def _states(
 ):  # fmt: skip
     """Write the states before all chunks of sequence i_x and, with the delta rule, u in place of U₀."""
     i_b, i_h = i_x // S.HKV, i_x % S.HKV
-    # What no product takes directly is loaded one chunk ahead.
-    b_read, b_kept, b_written = _load_factors(p_factors, i_x * chunks, i_d, S)
+    b_read, _, _ = _load_factors(p_factors, i_x * chunks, i_d, S)
     b_s = _load_state(p_state, i_x, i_d, i_e, S) * b_read[:, None]
-    b_next = _load_writes(p_u, p_v, p_beta, v, beta, i_b, 0, i_h, i_e, T, S)
     for i_c in tl.range(chunks, num_stages=STAGES):
         i_0, i_y = i_c * S.C, i_x * chunks + i_c
-        rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
+        rows, i_row = _left(T, i_0, S), (i_b * T + i_0) * S.HKV + i_h
         i_next = tl.minimum(i_c + 1, chunks - 1)
-        b_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + i_next, i_d, S)
-        b_u, b_next = b_next, _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_next * S.C, i_h, i_e, T, S)
+        _, b_kept, b_written = _load_factors(p_factors, i_y, i_d, S)
+        b_read, _, _ = _load_factors(p_factors, i_x * chunks + i_next, i_d, S)
+        b_u = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_h, i_e, T, S)
         b_out = _load_channels(p_k_out, i_row, S.HKV, rows, i_d, S)
         p_tile = p_states + _tile(i_y, i_d, i_e, S.BS, S)
         tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
@@ -503,20 +535,19 @@ def _states(
             b_u = _add_dot(b_w, b_s, b_u.to(tl.float32), S)
             store_rows(p_u + i_row * S.E + i_e * S.BE, S.HKV * S.E, rows, b_u, S.E, S.C, S.BE, i_e)
         b_s = _add_dot(tl.trans(b_out), b_u, b_s * b_kept[:, None], S) * (b_written * b_read)[:, None]
-        b_kept, b_written = b_next_kept, b_next_written
 
 
 @triton.jit
 def _load_written(p_u, i_b, i_0, i_h, i_e, T, S: tl.constexpr):
     """Rows (C, BE) of a chunk and a tile of values of a contiguous tensor (B, T, Hkv, E)."""
     p_u += ((i_b * T + i_0) * S.HKV + i_h) * S.E + i_e * S.BE
-    return load_rows(p_u, S.HKV * S.E, T - i_0, S.E, S.C, S.BE, i_e)
+    return load_rows(p_u, S.HKV * S.E, _left(T, i_0, S), S.E, S.C, S.BE, i_e)
 
 
 @triton.jit
 def _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_h, i_e, T, S: tl.constexpr):
     """u (C, BE) of a chunk."""
-    rows = T - i_0
+    rows = _left(T, i_0, S)
     if S.DELTA:
         b_u = _load_written(p_u, i_b, i_0, i_h, i_e, T, S)
     else:
@@ -539,15 +570,15 @@ def gated_channel_forward_kernel(
     i_x = i_b * S.HKV + i_kv
     # What no product takes directly is loaded one chunk ahead.
     b_read, b_kept, b_written = _load_factors(p_factors, i_x * chunks, 0, S)
-    b_next = _load_writes(p_u, p_v, p_beta, v, beta, i_b, 0, i_kv, i_e, T, S)
     b_s = _load_state(p_state, i_x, 0, i_e, S) * b_read[:, None]
     for i_c in tl.range(chunks, num_stages=STAGES):
         i_0 = i_c * S.C
-        rows, i_row, i_token = T - i_0, (i_b * T + i_0) * S.HKV + i_kv, (i_b * T + i_0) * S.H + i_h
+        rows, i_row, i_token = _left(T, i_0, S), (i_b * T + i_0) * S.HKV + i_kv, (i_b * T + i_0) * S.H + i_h
         i_next = tl.minimum(i_c + 1, chunks - 1)
-        b_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + i_next, 0, S)
+        _, b_kept, b_written = _load_factors(p_factors, i_x * chunks + i_c, 0, S)
+        b_read, _, _ = _load_factors(p_factors, i_x * chunks + i_next, 0, S)
         b_written *= tl.where(i_next > i_c, b_read, 1.0)
-        b_u, b_next = b_next, _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_next * S.C, i_kv, i_e, T, S)
+        b_u = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_kv, i_e, T, S)
         b_k = _load_channels(p_k_out, i_row, S.HKV, rows, 0, S)
         b_q = _load_channels(p_q_in, i_token, S.H, rows, 0, S)
         b_pair = tl.load(p_pair + _square((i_b * S.H + i_h) * chunks + i_c, S))
@@ -558,7 +589,6 @@ def gated_channel_forward_kernel(
         b_u = b_u.to(S.DOT)
         b_out = _add_dot(b_pair, b_u, b_out, S)
         b_s = _add_dot(tl.trans(b_k), b_u, b_s * b_kept[:, None], S) * b_written[:, None]
-        b_kept, b_written = b_next_kept, b_next_written
         store_rows(p_out + i_token * S.E + i_e * S.BE, S.H * S.E, rows, b_out, S.E, S.C, S.BE, i_e)
     if i_h % GROUP == 0:
         i_tile, m_tile = _given_tile(i_x, 0, i_e, S)
@@ -581,14 +611,15 @@ def _state_gradients(
     """
     GROUP: tl.constexpr = S.H // S.HKV
     i_b, i_h = i_x // S.HKV, i_x % S.HKV
-    b_read, b_kept, b_written = _load_factors(p_factors, i_x * chunks + chunks - 1, i_d, S)
+    _, _, b_written = _load_factors(p_factors, i_x * chunks + chunks - 1, i_d, S)
     b_s = _load_state(p_d_after, i_x, i_d, i_e, S) * b_written[:, None]
     for i in tl.range(chunks, num_stages=STAGES):
         i_c = chunks - 1 - i
         i_0, i_y = i_c * S.C, i_x * chunks + i_c
-        rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
+        rows, i_row = _left(T, i_0, S), (i_b * T + i_0) * S.HKV + i_h
         i_next = tl.maximum(i_c - 1, 0)
-        b_next_read, b_next_kept, b_written = _load_factors(p_factors, i_x * chunks + i_next, i_d, S)
+        b_read, b_kept, _ = _load_factors(p_factors, i_y, i_d, S)
+        _, _, b_written = _load_factors(p_factors, i_x * chunks + i_next, i_d, S)
         b_read *= tl.where(i_next < i_c, b_written, 1.0)
         p_tile = p_d_states + _tile(i_y, i_d, i_e, S.BS, S)
         tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
@@ -609,7 +640,6 @@ def _state_gradients(
             b_w = _load_channels(p_w, i_row, S.HKV, rows, i_d, S)
             b_s = _add_dot(tl.trans(b_w), b_z, b_s, S)
         b_s *= b_read[:, None]
-        b_read, b_kept = b_next_read, b_next_kept
     if p_d_state is not None:
         i_tile, m_tile = _given_tile(i_x, i_d, i_e, S)
         tl.store(p_d_state + i_tile, b_s, mask=m_tile)
@@ -646,7 +676,7 @@ def gated_channel_backward_pairs_kernel(
     GROUP: tl.constexpr = S.H // S.HKV
     i_h, i_c, i_b = _program(tl.program_id(0), chunks, S.HKV)
     i_0, i_y = i_c * S.C, (i_b * S.HKV + i_h) * chunks + i_c
-    rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
+    rows, i_row = _left(T, i_0, S), (i_b * T + i_0) * S.HKV + i_h
     b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)
     b_l, b_d_beta = zeros(S.C, S.C), zeros(S.C)
     if S.DELTA:
@@ -686,7 +716,7 @@ def gated_channel_backward_pairs_kernel(
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_channel_mild_backward_kernel(
     p_q, p_k, p_v, p_decay, p_beta, p_d_out, p_states, p_d_states, p_u, p_z, p_d_pair, p_d_l, p_strong,
-    p_d_q, p_d_k, p_d_decay, p_d_beta, T, chunks, scale, q, k, v, decay, beta, d, S: tl.constexpr
+    p_d_q, p_d_k, p_d_decay, p_d_beta, T, chunks, scale, q, k, v, decay, beta, d, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """dq, dk and dg of one chunk with mild gates, one query head and one tile of channels, and the tile's part of dβ.
 
@@ -700,13 +730,13 @@ def gated_channel_mild_backward_kernel(
     if not _mild(p_strong, i_y):
         return
     own = (i_h % (S.H // S.HKV) == 0).to(tl.int32)
-    rows, c = T - i_0, i_d * S.BK
+    rows, c = _left(T, i_0, S), i_d * S.BK
     i_row = ((i_b * T + i_0) * S.H + i_h) * S.D + c
     p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv, c)
     p_d_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
     p_d_out = token_pointer(p_d_out, d, i_b, i_0, i_h)
     b_d_row, b_d_column, b_d_k_row, b_d_last = zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.BK)
-    for i_e in range(S.TILES):
+    for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_s = tl.load(p_states + _tile(i_y, i_d, i_e, S.BK, S))
         b_d_s = tl.load(p_d_states + _tile(i_y, i_d, i_e, S.BK, S))
         b_d = load_rows(p_d_out + i_e * S.BE, d.t, rows, S.E, S.C, S.BE, i_e)
@@ -781,7 +811,7 @@ def _gradients(
     i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
     i_t, i_y = tl.arange(0, S.C), (i_b * S.HKV + i_kv) * chunks + i_c
     own = (i_h % (S.H // S.HKV) == 0).to(tl.int32)
-    rows = T - i_0
+    rows = _left(T, i_0, S)
     b_d_q, b_d_row, b_d_column, b_d_last = zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.BK)
     for i_e in range(S.TILES):
         c = i_e * S.BE
@@ -916,7 +946,7 @@ class _ChannelPlan(Plan):
         sizes = self.H, Hkv, D, E, BD, tile, tile, -(-E // tile), C, C.bit_length() - 1
         dot = tl.bfloat16 if self.bf16 else tl.float32
         channels = tile if self.bf16 and not problem.delta else BD
-        self.sizes = ChannelSizes(*sizes, problem.delta, beta, dot, PRECISION[dtype], channels)
+        self.sizes = ChannelSizes(*sizes, problem.delta, beta, dot, PRECISION[dtype], channels, self.T % C == 0)
         self.chunks = -(-self.T // C)
         self.kind = torch.bfloat16 if self.bf16 else torch.float32
         # float16 does not have the range of products of decays.
