@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 import torch
-from gated_cases import Case, arguments, by_kernels, check
+from gated_cases import Case, arguments, by_kernels, check, grouped_keys
 from interpreter import bfloat16, interpreted  # noqa: F401
 
 from longspan.ops import gated
 from longspan.ops.common import dispatch
-from longspan.ops.gated import GatedInputs
+from longspan.ops.gated import GatedInputs, GatedProblem
 
 Channel = partial(Case, decay="channel", B=1, H=1, Hkv=1)
 EXTREMES = (-math.inf, -1e30, -104.0, -20.0, 0.0)
@@ -92,6 +92,24 @@ def test_large_queries_of_one_head_of_a_group(delta: bool) -> None:
     case = Channel(T=65, H=2, strength=0.8, delta=delta)
     d_out, d_state, x = arguments(case, torch.bfloat16, "cpu")
     x.q[:, :, 1] *= 1e25
+    check(case, (d_out, d_state, x), torch.bfloat16)
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+def test_marked_chunks() -> None:
+    """Nearly parallel keys and strong gates are marked, and the results of a sequence with both are right."""
+    from longspan.ops.gated.triton import channel
+
+    case = Channel(T=192, D=64, delta=True, strength=0.01, state=False)
+    d_out, d_state, x = arguments(case, torch.bfloat16, "cpu")
+    assert x.log_decay is not None
+    keys = x.k.float()
+    keys[:, :64] = grouped_keys(keys[:, :64].shape, 16)
+    x = x._replace(k=(keys / keys.norm(dim=-1, keepdim=True)).to(x.k))
+    x.log_decay[:, 64:128, :, 3] = -2
+    saved = channel.forward(x, GatedProblem(True, 0.7, "channel"))[2]
+    assert saved.view(torch.int32)[:3].tolist() == [1, 1, 0]
     check(case, (d_out, d_state, x), torch.bfloat16)
 
 

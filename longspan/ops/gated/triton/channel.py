@@ -7,10 +7,11 @@ differences of larger sums, whatever the gates are.
     A_ij = Σ_d a_id b_jd e^{G_id − G_jd}
 
 is one product where gates are mild: where each half of a chunk keeps more than 2^−RANGE of every channel, the exponent
-is split at the chunk's middle, and factors above 1 stay far from overflow. Chunks with other gates are marked, and
-computed by a second launch in log₂ C levels. On the level of blocks of 2h tokens, rows are in the second half of a
-block, columns in its first, and the exponent is split between them: from the middle to the row, and from the column to
-the middle. One array of factors serves both sides; the product of all rows and columns is masked to pairs of one block.
+is split at the chunk's middle, and factors above 1 stay far from overflow. Chunks with other gates, or with nearly
+parallel keys, for which single bfloat16 numbers do not do, are marked, and computed by a second launch in log₂ C
+levels. On the level of blocks of 2h tokens, rows are in the second half of a block, columns in its first, and the
+exponent is split between them: from the middle to the row, and from the column to the middle. One array of factors
+serves both sides; the product of all rows and columns is masked to pairs of one block.
 
 With m the middle of a chunk, rows are q_in = σ q e^{G − G_m} and k_in = k e^{G − G_m}, columns k_out = k e^{G_m − G},
 and the state before the chunk enters as R = e^{G_m} ∘ S. With T = (I + L)⁻¹, L = β A^kk below the diagonal:
@@ -21,9 +22,10 @@ and the state before the chunk enters as R = e^{G_m} ∘ S. With T = (I + L)⁻�
 Levels have e^G and e^{G_C − G} as factors of rows and columns, R = S, and S' = e^{G_C} ∘ R + k_outᵀ u. For both, three
 factors per chunk and channel say R = read ∘ S and S' = written ∘ (kept ∘ R + k_outᵀ u).
 
-First what does not depend on S is computed, for all chunks at once. A second kernel goes through the chunks of a
-sequence with a tile of the state's columns in registers and writes R and u; a third computes the outputs. The backward
-pass runs the first ones again, then one launch whose programs compute R and, backwards, dR = written ∘ dS',
+First what does not depend on S is computed, for all chunks at once: rows, columns, A^qk, T, W and U₀ = T β v. A second
+kernel goes through the chunks of a sequence with a tile of the state's columns in registers and writes the outputs.
+A^qk and T are saved. The backward pass computes the rest again, then one launch whose programs compute R and,
+backwards, dR = written ∘ dS',
 
     du = A^qkᵀ do + k_out dR,      dS = read ∘ (kept ∘ dR + q_inᵀ do − Wᵀ du),
 
