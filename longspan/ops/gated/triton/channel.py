@@ -112,15 +112,9 @@ def _left(T, i_0, S: tl.constexpr):
 
 
 @triton.jit
-def _load_log2(p_decay, stride, rows, i_d, S: tl.constexpr):
-    """log₂ α (C, BK)."""
-    return tl.maximum(load_rows(p_decay, stride, rows, S.D, S.C, S.BK, i_d), UNDERFLOW) * LOG2E
-
-
-@triton.jit
 def _load_decay(p_decay, stride, rows, i_d, S: tl.constexpr):
     """log₂ α (C, BK) as `halves`."""
-    return halves(_load_log2(p_decay, stride, rows, i_d, S), S)
+    return halves(tl.maximum(load_rows(p_decay, stride, rows, S.D, S.C, S.BK, i_d), UNDERFLOW) * LOG2E, S)
 
 
 @triton.jit
@@ -151,12 +145,6 @@ def _from_middle(b_g, b_like, S: tl.constexpr):
     b_m = tl.where((i_s >= MIDDLE) & (i_s <= i_t), 1.0, tl.where((i_s < MIDDLE) & (i_s > i_t), -1.0, 0.0))
     b_high, b_low = halves(b_g, S)
     return dot_halves(same_layout(b_m, b_like), b_high, b_low, zeros(S.C, S.BK), S)
-
-
-@triton.jit
-def _bounded(b_x):
-    """x from −RANGE to RANGE: what is beyond is not used."""
-    return tl.minimum(tl.maximum(b_x, -RANGE), RANGE)
 
 
 @triton.jit
@@ -314,18 +302,22 @@ def gated_channel_mild_rows_kernel(
     b_least, b_largest = zeros(S.BK), zeros(S.C // RUN, S.BK)
     for i_d in range(S.BD // S.BK):
         c = i_d * S.BK
-        b_g = tl.maximum(_load_runs(p_decay + c, decay.t, rows, i_d, S), UNDERFLOW) * LOG2E
+        b_g = _load_runs(p_decay + c, decay.t, rows, i_d, S)
+        if not BACKWARD:
+            b_g = tl.maximum(b_g, UNDERFLOW)
+        b_g *= LOG2E
         b_total = tl.sum(b_g, 1)
         m_first = (i_r < S.C // RUN // 2)[:, None]
         b_first = tl.sum(tl.where(m_first, b_total, 0.0), 0)
+        b_x = tl.cumsum(b_g, 1) + (tl.cumsum(b_total, 0) - b_total - b_first[None, :])[:, None, :]
         if not BACKWARD:
+            # From −RANGE to RANGE: what is beyond is not used.
+            b_x = tl.minimum(tl.maximum(b_x, -RANGE), RANGE)
             b_second = tl.sum(tl.where(m_first, 0.0, b_total), 0)
             b_least = tl.minimum(b_least, tl.minimum(b_first, b_second))
             if own:
                 b_one = tl.full((S.BK,), 1.0, tl.float32)
                 _store_factors(p_factors, i_y, c, exp2(b_first), b_one, exp2(b_second), S)
-        b_total = tl.cumsum(b_total, 0) - b_total - b_first[None, :]
-        b_x = _bounded(tl.cumsum(b_g, 1) + b_total[:, None, :])
         b_k = _load_runs(p_k + c, k.t, rows, i_d, S)
         b_column = b_k * exp2(-b_x)
         b_x = exp2(b_x)
@@ -749,7 +741,7 @@ def gated_channel_mild_backward_kernel(
             b_d_k_row = _add_dot(_load_written(p_z, i_b, i_0, i_kv, i_e, T, S), tl.trans(b_s), b_d_k_row, S)
         b_d_last += tl.sum(b_s.to(tl.float32) * b_d_s.to(tl.float32), 1)
     b_p = tl.load(p_d_pair)
-    b_x = _bounded(_from_middle(_load_log2(p_decay, decay.t, rows, i_d, S), b_d_row, S))
+    b_x = _from_middle(load_rows(p_decay, decay.t, rows, S.D, S.C, S.BK, i_d) * LOG2E, b_d_row, S)
     b_k = load_rows(token_pointer(p_k, k, i_b, i_0, i_kv, c), k.t, rows, S.D, S.C, S.BK, i_d)
     b_q = load_rows(token_pointer(p_q, q, i_b, i_0, i_h, c), q.t, rows, S.D, S.C, S.BK, i_d)
     b_x_row, b_x_column = exp2(b_x), exp2(-b_x)
