@@ -15,8 +15,7 @@ from longspan.ops.decode.triton.gated import softplus
 from longspan.ops.gated.torch import LOG_UNDERFLOW
 from longspan.ops.gates import GateInputs, GateOptions
 
-ELEMENTS = 2048  # in a tile
-SPAN = 8  # tiles of a program, which adds up gradients of the parameters
+SPAN = 16  # tiles of a program of the backward pass, which adds up gradients of the parameters
 _LEAST = tl.constexpr(LOG_UNDERFLOW[torch.float32])
 
 # Heads, gates of a head, those of α: their number, padded, and the first of them; tokens in a tile; the activations.
@@ -51,6 +50,8 @@ def _bytes(visible: Tensor | None) -> Tensor | None:
 
 
 class _GatePlan(Plan):
+    elements, warps = 2048, 4  # of a tile and of a program
+
     def __init__(self, device: int, key: Signature, options: GateOptions) -> None:
         super().__init__(device)
         gates, _, bias, _, *d = key
@@ -58,7 +59,7 @@ class _GatePlan(Plan):
         (self.B, self.T, self.H, G), channels = gates[0], 0 if bias is None else bias[0][1]
         self.channels, BD = channels, padded(max(channels, 1), 1)
         first = 1 if options.write == "sigmoid" else 0
-        tokens = max(1, min(256, ELEMENTS // BD))
+        tokens = max(1, min(256, self.elements // BD))
         self.sizes = GateTiles(self.H, G, channels, BD, first, tokens, options.decay, options.write)
         self.strides = Strides.of(gates), *(Strides.of(x) if channels else Strides(0, 0, 0) for x in d if x is not None)
         self.strength = options.strength
@@ -67,7 +68,7 @@ class _GatePlan(Plan):
         """Create a launch whose programs take this many tokens of a head."""
         self.blocks = -(-self.T // tokens)
         grid, scalars = (self.B * self.H * self.blocks,), (self.T, self.strength, *self.strides)
-        self.activate = self.launch(kernel, grid, scalars, {"W": self.sizes, "SPAN": SPAN})
+        self.activate = self.launch(kernel, grid, scalars, {"W": self.sizes, "SPAN": SPAN, "num_warps": self.warps})
 
 
 class _GateForward(_GatePlan):
@@ -79,6 +80,8 @@ class _GateForward(_GatePlan):
 
 
 class _GateBackward(_GatePlan):
+    elements, warps = 1024, 8
+
     def __init__(self, device: int, key: Signature, options: GateOptions) -> None:
         super().__init__(device, key, options)
         self.gate_launch(gates_backward_kernel, self.sizes.BT * SPAN)

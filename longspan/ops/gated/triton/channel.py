@@ -47,16 +47,7 @@ from longspan.ops.common.exp import LOG2E, UNDERFLOW, exp2, same_layout
 from longspan.ops.common.launch import Launch, Plan, Signature, Strides, Workspace, dense, dense_rows, on_device
 from longspan.ops.common.tiles import load_column, load_rows, padded, product, store_rows, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
-from longspan.ops.gated.triton.delta import (
-    MILD,
-    dot_halves,
-    halves,
-    halves_dot,
-    load_inverse,
-    product_of,
-    store_inverse,
-    triangular_inverse,
-)
+from longspan.ops.gated.triton.delta import MILD, halves, halves_dot, store_inverse, triangular_inverse
 from longspan.ops.linear.triton import PRECISION
 
 # Gates are mild where each half of a chunk keeps more than 2^−RANGE of every channel, and factors times keys or queries
@@ -97,6 +88,18 @@ def _add_dot(b_x, b_y, b_sum, S: tl.constexpr):
 
 
 @triton.jit
+def _dot_halves(b_x, b_high, b_low, b_sum, S: tl.constexpr):
+    """sum + x·y, with y as `halves` returns it."""
+    if tl.bfloat16 == S.DOT:
+        b_x = b_x.to(tl.bfloat16)
+        b_sum = tl.dot(b_x, b_low, b_sum)
+        b_sum = tl.dot(b_x, b_high, b_sum)
+    else:
+        b_sum = _add_dot(b_x, b_high, b_sum, S)
+    return b_sum
+
+
+@triton.jit
 def _program(i_p, chunks, HEADS: tl.constexpr):
     """Head, chunk and batch index of program i_p."""
     return i_p % HEADS, (i_p // HEADS) % chunks, (i_p // HEADS // chunks).to(tl.int64)
@@ -118,21 +121,9 @@ def _load_decay(p_decay, stride, rows, i_d, S: tl.constexpr):
 
 
 @triton.jit
-def _sums(m_s, b_high, b_low, S: tl.constexpr):
-    """log₂ α of the tokens that m_s (C, C) selects for each row, added up: (C, BK)."""
-    b_m = tl.where(m_s, 1.0, 0.0).to(S.DOT)
-    if tl.bfloat16 == S.DOT:
-        b_x = tl.dot(b_m, b_low)
-        b_x = tl.dot(b_m, b_high, b_x)
-    else:
-        b_x = _dot(b_m, b_high, S)
-    return b_x
-
-
-@triton.jit
 def _decay(m_s, b_high, b_low, S: tl.constexpr):
     """α of the tokens that m_s (C, C) selects for each row, multiplied: (C, BK)."""
-    return exp2(_sums(m_s, b_high, b_low, S))
+    return exp2(_dot_halves(tl.where(m_s, 1.0, 0.0), b_high, b_low, zeros(S.C, S.BK), S))
 
 
 @triton.jit
@@ -144,7 +135,7 @@ def _from_middle(b_g, b_like, S: tl.constexpr):
     MIDDLE: tl.constexpr = S.C // 2
     b_m = tl.where((i_s >= MIDDLE) & (i_s <= i_t), 1.0, tl.where((i_s < MIDDLE) & (i_s > i_t), -1.0, 0.0))
     b_high, b_low = halves(b_g, S)
-    return dot_halves(same_layout(b_m, b_like), b_high, b_low, zeros(S.C, S.BK), S)
+    return _dot_halves(same_layout(b_m, b_like), b_high, b_low, zeros(S.C, S.BK), S)
 
 
 @triton.jit
@@ -186,7 +177,7 @@ def _by_halves(b_high, b_low, S: tl.constexpr):
     i_t, i_s = tl.arange(0, S.C)[:, None], tl.arange(0, S.C)[None, :]
     i_m = (i_t // (S.C // 2)) * (S.C // 2) + S.C // 4
     b_m = tl.where((i_s >= i_m) & (i_s <= i_t), 1.0, tl.where((i_s < i_m) & (i_s > i_t), -1.0, 0.0))
-    return dot_halves(b_m, b_high, b_low, zeros(S.C, S.BK), S)
+    return _dot_halves(b_m, b_high, b_low, zeros(S.C, S.BK), S)
 
 
 @triton.jit
@@ -216,6 +207,21 @@ def _square(i_x, S: tl.constexpr):
     """Offsets of matrix i_x of a stack of (C, C)."""
     i_t = tl.arange(0, S.C)
     return tl.cast(i_x, tl.int64) * (S.C * S.C) + i_t[:, None] * S.C + i_t[None, :]
+
+
+@triton.jit
+def _load_inverse(p_x, i_x, TRANSPOSED: tl.constexpr, S: tl.constexpr):
+    """The halves of what `store_inverse` stores, or of its transpose; the diagonal is 1."""
+    b_t = tl.load(p_x + _square(i_x, S))
+    b_other = tl.trans(b_t)
+    if TRANSPOSED:
+        b_t, b_other = b_other, b_t
+    if tl.bfloat16 == S.DOT:
+        i_t = tl.arange(0, S.C)
+        m_t = i_t[:, None] < i_t[None, :] if TRANSPOSED else i_t[:, None] > i_t[None, :]
+        b_other = tl.where(m_t, b_other, 0.0)
+        b_t = tl.where(m_t | (i_t[:, None] == i_t[None, :]), b_t, 0.0)
+    return b_t, b_other
 
 
 @triton.jit
@@ -274,11 +280,13 @@ def _write(p_v, p_beta, p_w, p_u, b_t, b_t_low, i_b, i_0, i_h, T, v, beta, S: tl
     for i_d in range(S.BD // S.BK):
         p_row = p_w + i_row * S.D + i_d * S.BK
         b_k = load_rows(p_row, S.HKV * S.D, rows, S.D, S.C, S.BK, i_d)
-        b_w = product_of(b_t, b_t_low, b_k * -b_beta, zeros(S.C, S.BK), True, S)
+        b_high, b_low = halves(b_k * -b_beta, S)
+        b_w = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BK), S)
         store_rows(p_row, S.HKV * S.D, rows, b_w, S.D, S.C, S.BK, i_d)
     for i_e in range(S.TILES):
         b_v = load_rows(token_pointer(p_v, v, i_b, i_0, i_h, i_e * S.BE), v.t, rows, S.E, S.C, S.BE, i_e)
-        b_u = product_of(b_t, b_t_low, b_v * b_beta, zeros(S.C, S.BE), True, S)
+        b_high, b_low = halves(b_v * b_beta, S)
+        b_u = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
         store_rows(p_u + i_row * S.E + i_e * S.BE, S.HKV * S.E, rows, b_u, S.E, S.C, S.BE, i_e)
 
 
@@ -489,7 +497,7 @@ def _rows(
     if S.DELTA:
         if own:
             if BACKWARD:
-                b_t, b_t_low = load_inverse(p_inverse, i_y, False, S)
+                b_t, b_t_low = _load_inverse(p_inverse, i_y, False, S)
             else:
                 b_l *= _load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S)[:, None]
                 b_t = triangular_inverse(b_l, S)
@@ -714,7 +722,7 @@ def gated_channel_backward_pairs_kernel(
     b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)
     b_l, b_d_beta = zeros(S.C, S.C), zeros(S.C)
     if S.DELTA:
-        b_t, b_t_low = load_inverse(p_inverse, i_y, True, S)
+        b_t, b_t_low = _load_inverse(p_inverse, i_y, True, S)
         b_beta = _not_zero(b_beta)
     for i_e in range(S.TILES):
         if S.DELTA:
@@ -814,7 +822,7 @@ def gated_channel_mild_backward_kernel(
     store_rows(p_d_k + i_row, S.H * S.D, rows, b_d_k, S.D, S.C, S.BK, i_d)
     b_high, b_low = halves(b_d_g, S)
     b_m = same_layout(tl.where(i_t[None, :] >= i_t[:, None], 1.0, zeros(S.C, S.C)), b_d_g)
-    b_d_g = dot_halves(b_m, b_high, b_low, zeros(S.C, S.BK), S) + b_d_last[None, :]
+    b_d_g = _dot_halves(b_m, b_high, b_low, zeros(S.C, S.BK), S) + b_d_last[None, :]
     store_rows(p_d_decay + i_row, S.H * S.D, rows, b_d_g, S.D, S.C, S.BK, i_d)
 
 
@@ -1001,8 +1009,9 @@ class _ChannelPlan(Plan):
         self.in_place = self.kind == dtype
         self.saved = _saved(dtype, q[0], k[0], problem.delta)
         kernels = gated_channel_mild_rows_kernel, gated_channel_rows_kernel
-        # Three programs per multiprocessor are faster than two with all registers they would take.
-        self.rows = self.by_strength(kernels, (), "q k v decay beta", BACKWARD=self.backward, maxnreg=168)
+        # Without the delta rule three programs per multiprocessor are faster than two that load ahead.
+        options = {"stages": 3} if problem.delta else {"maxnreg": 168}
+        self.rows = self.by_strength(kernels, (), "q k v decay beta", BACKWARD=self.backward, **options)
 
     @property
     def programs(self) -> int:
@@ -1074,8 +1083,12 @@ class _ChannelForward(_ChannelPlan):
     def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
         super().__init__(device, key, problem)
         self.workspace = Workspace(self.writes_buffer, *self.row_buffers)
-        self.sizes = self.sizes._replace(BS=self.sizes.BD)
-        self.read = self.scan(gated_channel_forward_kernel, self.B * self.H, "v beta")
+        sequences, tile = self.B * self.H, self.sizes.BE
+        # Tiles of half the size where programs would leave half of the multiprocessors idle.
+        if self.bf16 and 2 * sequences * self.sizes.TILES <= _processors(device):
+            tile //= 2
+        self.sizes = self.sizes._replace(BS=self.sizes.BD, BE=tile, TILES=-(-self.sizes.E // tile))
+        self.read = self.scan(gated_channel_forward_kernel, sequences, "v beta")
 
 
 class _ChannelBackward(_ChannelPlan):
@@ -1111,6 +1124,11 @@ class _ChannelBackward(_ChannelPlan):
         if self.sizes.DELTA:
             total = total + by_channel.view(self.tiles, self.B, self.T, -1, self.group).sum((0, 4))
         return total
+
+
+def _processors(device: int) -> int:
+    """Number of multiprocessors; Triton's interpreter runs one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
 
 
 def _tiling(dtype: torch.dtype) -> tuple[int, int]:
