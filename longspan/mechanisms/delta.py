@@ -6,7 +6,7 @@ from torch import Tensor
 
 from longspan.mechanisms.gated import GatedMechanism, Gates, TimeStep
 from longspan.ops.decode import GateActivation
-from longspan.ops.decode.torch import KEY_EPSILON
+from longspan.ops.l2_norm import l2_normalize, l2_normalize_torch
 from longspan.ops.linear import sum_dtype
 from longspan.utils import choose
 
@@ -61,7 +61,7 @@ class DeltaAttention(GatedMechanism):
         return GateActivation("time_step", "sigmoid", self.time_step.A_log, self.time_step.dt_bias, strength)
 
     def _keys(self, x: Tensor) -> Tensor:
-        y = x.to(sum_dtype(x))
-        y = y * (y.square().sum(-1, keepdim=True) + KEY_EPSILON).rsqrt()
-        # The kernels take queries, keys and values of one dtype.
-        return y.to(x.dtype) if x.is_cuda else y
+        return l2_normalize_torch(x)
+
+    def _queries_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return l2_normalize(q, k)

@@ -26,6 +26,8 @@ from longspan.ops.decode import (
 )
 from longspan.ops.decode.torch import gated_step
 from longspan.ops.gated import LOG_UNDERFLOW, GatedInputs, choose_algorithm, gated_linear
+from longspan.ops.gates import activate_gates
+from longspan.ops.gates import why_not_triton as why_not_activated
 from longspan.ops.linear import sum_dtype
 from longspan.protocol import Mechanism, Rotation, State
 
@@ -91,6 +93,10 @@ class GatedMechanism(Mechanism):
         """Return queries or keys as the memory takes them."""
         return x
 
+    def _queries_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `_keys` of both, in one launch where there is a kernel."""
+        return q, k
+
     def _new_state(
         self, batch_size: int, start: Tensor | None, like: Tensor, max_length: int | None, transition: bool
     ) -> GatedState:
@@ -106,7 +112,7 @@ class GatedMechanism(Mechanism):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None) -> Tensor:
         log_decay, beta = self._visible_gates(gates, k, key_mask)
-        q, k, dtype = self._keys(q), self._keys(k), v.dtype
+        (q, k), dtype = self._queries_and_keys(q, k), v.dtype
         inputs = GatedInputs(q, k, v, log_decay, beta, None)
         if dtype != torch.bfloat16 or choose_algorithm(inputs, self.delta) == "torch":
             # In float32: the parts of a sum may overflow where the sum does not.
@@ -126,7 +132,7 @@ class GatedMechanism(Mechanism):
             return super()._attend_causal(q, k, v, gates=gates, lengths=lengths)
         # Without a state: zeros need not be filled, read and differentiated.
         log_decay, beta = self._visible_gates(gates, k, _visible(lengths, k))
-        q, k = self._keys(q), self._keys(k)
+        q, k = self._queries_and_keys(q, k)
         return gated_linear(q, k, v, log_decay=log_decay, beta=beta, delta=self.delta, scale=self._scale)[0]
 
     def _diagonal(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None) -> Tensor:
@@ -149,7 +155,7 @@ class GatedMechanism(Mechanism):
         start: Tensor | None,
     ) -> Callable[[State], Tensor]:
         out, queries = self._from_empty_state(
-            self._keys(q), self._keys(k), v, *self._visible_gates(gates, k, _visible(lengths, k))
+            *self._queries_and_keys(q, k), v, *self._visible_gates(gates, k, _visible(lengths, k))
         )
         return lambda past: (out + self._read_memory(past, queries)).to(v.dtype)
 
@@ -157,7 +163,7 @@ class GatedMechanism(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, *, gates: Tensor | None, key_mask: Tensor | None
     ) -> Callable[[State, State], Tensor]:
         found, dtype = self._visible_gates(gates, k, key_mask), v.dtype
-        q, k, v = (x.to(sum_dtype(x)) for x in (self._keys(q), self._keys(k), v))
+        q, k, v = (x.to(sum_dtype(x)) for x in (*self._queries_and_keys(q, k), v))
         out, queries = self._from_empty_state(q, k, v, *found)
         flipped = (None if x is None else x.flip(1) for x in found)
         back, back_queries = self._from_empty_state(q.flip(1), k.flip(1), v.flip(1), *flipped)
@@ -200,11 +206,12 @@ class GatedMechanism(Mechanism):
         if q.shape[1] == 1:
             state = self._write(state, k, v, gates=gates, lengths=lengths)
             return self._read(state, q), state
-        return self._run(state, self._keys(q), k, v, gates, lengths)
+        return self._run(state, *self._queries_and_keys(q, k), v, gates, lengths)
 
     def _write(self, state: State, k: Tensor, v: Tensor, *, gates: Tensor | None, lengths: Tensor | None) -> GatedState:
         if k.shape[1] > 1:
-            return self._run(state, k, k, v, gates, lengths)[1]
+            key = self._keys(k)
+            return self._run(state, key, key, v, gates, lengths)[1]
         assert isinstance(state, GatedState)
         log_decay, beta = self._visible_gates(gates, k, _visible(lengths, k))
         memory, v = self._with_transition(state, v.to(state.kv.dtype))
@@ -267,11 +274,12 @@ class GatedMechanism(Mechanism):
     def _run(
         self, state: State, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, lengths: Tensor | None
     ) -> tuple[Tensor, GatedState]:
+        """Run the kernels or chunks. q, k: What `_queries_and_keys` returns."""
         assert isinstance(state, GatedState)
         log_decay, beta = self._visible_gates(gates, k, _visible(lengths, k))
         memory, values = self._with_transition(state, v)
         out, memory = gated_linear(
-            *(q, self._keys(k), values),
+            *(q, k, values),
             log_decay=log_decay,
             beta=beta,
             delta=self.delta,
@@ -298,6 +306,13 @@ class GatedMechanism(Mechanism):
 
     def _visible_gates(self, gates: Tensor | None, k: Tensor, visible: Tensor | None) -> Gates:
         """Activate gates; hidden tokens (B, S) neither fade the memory nor write."""
+        if gates is not None and (gates.is_cuda or dispatch.recording is not None):
+            activation = self._gate_activation()
+            why = why_not_activated(gates, k, activation)
+            if dispatch.recording is not None:
+                dispatch.record("gate activation", "gates", why)
+            if why is None:
+                return Gates(*activate_gates(gates, activation, visible))
         found = self._gates(gates, k)
         log_decay = None if found.log_decay is None else found.log_decay.clamp(min=LOG_UNDERFLOW[sum_dtype(k)])
         if visible is None:

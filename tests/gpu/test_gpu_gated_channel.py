@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from gated_cases import NAMES, Case, arguments, by_kernels, check
+from gated_cases import NAMES, Case, arguments, by_kernels, check, grouped_keys
 
 from longspan.ops.gated import GatedInputs, choose_algorithm, gated_linear
 
@@ -45,6 +45,17 @@ def test_any_pattern_of_gates(dim: int, delta: bool) -> None:
     which = torch.rand(x.log_decay.shape, device="cuda")
     for share, value in ((0.6, 0.0), (0.4, -20.0), (0.3, -104.0)):
         x.log_decay[which < share] = value
+    check(case, (d_out, d_state, x), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_keys_in_nearly_parallel_groups(dim: int) -> None:
+    """In every other chunk, which is marked."""
+    case = Channel(T=517, D=dim, E=dim, delta=True, strength=0.01)
+    d_out, d_state, x = arguments(case, torch.bfloat16, "cuda")
+    grouped = torch.arange(517) // 64 % 2 == 0
+    keys = torch.where(grouped[:, None, None], grouped_keys(x.k.shape, 16), x.k.cpu().float())
+    x = x._replace(k=(keys / keys.norm(dim=-1, keepdim=True)).to(x.k))
     check(case, (d_out, d_state, x), torch.bfloat16)
 
 

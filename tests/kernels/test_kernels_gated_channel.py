@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 import torch
-from gated_cases import Case, arguments, by_kernels, check
+from gated_cases import Case, arguments, by_kernels, check, grouped_keys
 from interpreter import bfloat16, interpreted  # noqa: F401
 
 from longspan.ops import gated
 from longspan.ops.common import dispatch
-from longspan.ops.gated import GatedInputs
+from longspan.ops.gated import GatedInputs, GatedProblem
 
 Channel = partial(Case, decay="channel", B=1, H=1, Hkv=1)
 EXTREMES = (-math.inf, -1e30, -104.0, -20.0, 0.0)
@@ -73,10 +73,13 @@ def test_channels_that_forget_everything_cost_no_digits(delta: bool, dtype: torc
 
 @interpreted
 @pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("value", [-104.0, -2.0])
-def test_mild_and_strong_gates_in_one_sequence(value: float) -> None:
-    """Chunks of 64 tokens take one pass or levels: here the second has a strong gate, alone at its first token."""
-    case = Channel(T=130, strength=0.1)
+def test_mild_and_strong_gates_in_one_sequence(value: float, delta: bool) -> None:
+    """Chunks of 64 tokens take one pass, one for each half, or levels: here the second has a strong gate, alone at its
+    first token, or in one channel of all of them.
+    """
+    case = Channel(T=130, strength=0.1, delta=delta)
     d_out, d_state, x = arguments(case, torch.bfloat16, "cpu")
     assert x.log_decay is not None
     x.log_decay[:, 64 if value < -2 else slice(64, 128), :, 1] = value
@@ -92,6 +95,24 @@ def test_large_queries_of_one_head_of_a_group(delta: bool) -> None:
     case = Channel(T=65, H=2, strength=0.8, delta=delta)
     d_out, d_state, x = arguments(case, torch.bfloat16, "cpu")
     x.q[:, :, 1] *= 1e25
+    check(case, (d_out, d_state, x), torch.bfloat16)
+
+
+@interpreted
+@pytest.mark.usefixtures("bfloat16")
+def test_marked_chunks() -> None:
+    """Nearly parallel keys and strong gates are marked, and the results of a sequence with both are right."""
+    from longspan.ops.gated.triton import channel
+
+    case = Channel(T=192, D=64, delta=True, strength=0.01, state=False)
+    d_out, d_state, x = arguments(case, torch.bfloat16, "cpu")
+    assert x.log_decay is not None
+    keys = x.k.float()
+    keys[:, :64] = grouped_keys(keys[:, :64].shape, 16)
+    x = x._replace(k=(keys / keys.norm(dim=-1, keepdim=True)).to(x.k))
+    x.log_decay[:, 64:128, :, 3] = -2
+    saved = channel.forward(x, GatedProblem(True, 0.7, "channel"))[2]
+    assert saved.view(torch.int32)[:3].tolist() == [1, 1, 0]
     check(case, (d_out, d_state, x), torch.bfloat16)
 
 
@@ -130,6 +151,7 @@ def test_devices_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(dispatch, "unavailable", lambda q: None)
     monkeypatch.setattr(dispatch, "_shared_memory_kb", lambda device: 99)
     x = arguments(Channel(D=131, delta=True), torch.bfloat16, "cpu")[2]
-    assert "120 KB of shared memory, this device has 99" in str(gated.why_not_triton(x, True))
-    assert gated.why_not_triton(x, False) is None
-    assert gated.why_not_triton(arguments(Channel(D=67), torch.bfloat16, "cpu")[2], True) is None
+    narrow = arguments(Channel(D=67), torch.bfloat16, "cpu")[2]
+    for delta in (False, True):
+        assert "120 KB of shared memory, this device has 99" in str(gated.why_not_triton(x, delta))
+        assert gated.why_not_triton(narrow, delta) is None

@@ -14,12 +14,13 @@ import longspan
 from longspan import AttentionConfig, LanguageModel, ModelConfig, Packing, build_mechanism, explain
 from longspan.cli import main
 from longspan.models import explain as module
-from longspan.ops import compressed, gated, hedgehog, linear, rotary, window
+from longspan.ops import compressed, gated, gates, hedgehog, l2_norm, linear, rotary, window
 from longspan.ops import decode as decode_op
 from longspan.ops.common import dispatch, plans
 
 H, D = 4, 16
 PARTS = [{"mechanism": "local", "num_heads": 2, "window": 7}, {"mechanism": "delta", "num_heads": 2}]
+DELTA = ["gates", "l2_norm", "delta"]
 # Mechanism, options, and the algorithms of causal attention, bidirectional attention and a decode step on a GPU.
 CASES: list[tuple[str, dict[str, Any], list[str], list[str], list[str]]] = [
     ("linear", {}, ["fused_chunk"], ["bidirectional"], ["decode"]),
@@ -40,11 +41,12 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str], list[str]]] = [
     ("local", {"window": 7, "xpos": 2.0}, ["window"], ["window"], []),
     ("local", {"window": 2, "bias": torch.zeros(4, 1, 3)}, ["window"], ["window"], []),
     ("linformer", {"rank": 11, "max_length": 257}, ["chunk"], ["compressed"], ["decode"]),
-    ("decay", {}, ["decay"], ["decay"], ["decode"]),
-    ("decay", {"gate": "channel"}, ["channel"], ["channel"], ["decode"]),
-    ("delta", {}, ["delta"], ["delta"], ["decode"]),
+    ("decay", {}, ["gates", "decay"], ["gates", "decay"], ["decode"]),
+    ("decay", {"gate": "fixed"}, ["decay"], ["decay"], ["decode"]),
+    ("decay", {"gate": "channel"}, ["gates", "channel"], ["gates", "channel"], ["decode"]),
+    ("delta", {}, DELTA, DELTA, ["decode"]),
     ("softmax", {}, [], [], []),
-    ("split", {"parts": PARTS}, ["window", "delta"], ["window", "delta"], ["decode"]),
+    ("split", {"parts": PARTS}, ["window", *DELTA], ["window", *DELTA], ["decode"]),
 ]
 
 
@@ -103,6 +105,9 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(
         gated, "_kernels", lambda name: Spy(name, reached, lambda x, problem: gated._GatedLinear.fake(*x, *problem))
     )
+    activate = Spy("gates", reached, lambda x, options: gates._ActivateGates.fake(*x, *options))
+    monkeypatch.setattr(gates, "_kernels", lambda: activate)
+    monkeypatch.setattr(l2_norm, "_kernels", lambda: Spy("l2_norm", reached, l2_norm._L2Norm.fake))
     monkeypatch.setattr(window, "kernels", lambda: Spy("window", reached, windowed))
     monkeypatch.setattr(compressed.fused, "kernels", lambda: Spy("compressed", reached, attention))
     rotate = SimpleNamespace(rotate=lambda x, *args, **options: x.new_empty(x.shape))
@@ -121,12 +126,12 @@ def call(mechanism: longspan.Mechanism, T: int, *, decode: bool = False, causal:
     assert isinstance(twin, longspan.Mechanism)
     with module._OnDevice(torch.device("cuda:0")), torch.no_grad():
         q, k, v = (torch.empty(1, T, H, D, dtype=torch.bfloat16, device="cuda") for _ in range(3))
-        gates = q.new_empty(1, T, H, twin.num_gates) if twin.num_gates else None
+        raw = q.new_empty(1, T, H, twin.num_gates) if twin.num_gates else None
         if decode:
             state = twin.decode_state(twin.new_state(1, device=q.device, dtype=q.dtype), q.dtype)
-            twin.decode_step(state, q, k, v, gates=gates)
+            twin.decode_step(state, q, k, v, gates=raw)
         else:
-            twin(q, k, v, gates=gates, causal=causal, **layout)
+            twin(q, k, v, gates=raw, causal=causal, **layout)
 
 
 def algorithms(found: longspan.models.explain.Explanation) -> list[str]:

@@ -12,8 +12,8 @@ from longspan.ops.common.torch_private import assume_constant, forward_ad_level,
 
 # The operations that have kernels, for `longspan info`.
 KERNELS = (
-    "causal and bidirectional linear attention and FAVOR+, Hedgehog features, gated linear attention, windows, "
-    "Linformer, short convolutions, decode steps"
+    "causal and bidirectional linear attention and FAVOR+, Hedgehog features, gated linear attention, its gates "
+    "and L2 norms, windows, Linformer, short convolutions, decode steps"
 )
 LARGEST = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -117,7 +117,7 @@ def triton_algorithm(x: GatedInputs, delta: bool) -> str:
 def why_not_triton(x: GatedInputs, delta: bool) -> str | None:
     """Return why these inputs run in eager PyTorch; None if they run on the kernels."""
     why = dispatch.unavailable(x.q) or why_unsupported(x, delta)
-    if why is None and delta and x.q.shape[3] > 128 and triton_algorithm(x, delta) == "channel":
+    if why is None and x.q.shape[3] > 128 and triton_algorithm(x, delta) == "channel":
         return dispatch.insufficient_shared_memory(x.q, 120)
     return why
 

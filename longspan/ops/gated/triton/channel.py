@@ -7,10 +7,11 @@ differences of larger sums, whatever the gates are.
     A_ij = Σ_d a_id b_jd e^{G_id − G_jd}
 
 is one product where gates are mild: where each half of a chunk keeps more than 2^−RANGE of every channel, the exponent
-is split at the chunk's middle, and factors above 1 stay far from overflow. Chunks with other gates are marked, and
-computed by a second launch in log₂ C levels. On the level of blocks of 2h tokens, rows are in the second half of a
-block, columns in its first, and the exponent is split between them: from the middle to the row, and from the column to
-the middle. One array of factors serves both sides; the product of all rows and columns is masked to pairs of one block.
+is split at the chunk's middle, and factors above 1 stay far from overflow. Chunks with other gates, or with nearly
+parallel keys, for which single bfloat16 numbers do not do, are marked, and computed by a second launch in log₂ C
+levels. On the level of blocks of 2h tokens, rows are in the second half of a block, columns in its first, and the
+exponent is split between them: from the middle to the row, and from the column to the middle. One array of factors
+serves both sides; the product of all rows and columns is masked to pairs of one block.
 
 With m the middle of a chunk, rows are q_in = σ q e^{G − G_m} and k_in = k e^{G − G_m}, columns k_out = k e^{G_m − G},
 and the state before the chunk enters as R = e^{G_m} ∘ S. With T = (I + L)⁻¹, L = β A^kk below the diagonal:
@@ -21,9 +22,10 @@ and the state before the chunk enters as R = e^{G_m} ∘ S. With T = (I + L)⁻�
 Levels have e^G and e^{G_C − G} as factors of rows and columns, R = S, and S' = e^{G_C} ∘ R + k_outᵀ u. For both, three
 factors per chunk and channel say R = read ∘ S and S' = written ∘ (kept ∘ R + k_outᵀ u).
 
-First what does not depend on S is computed, for all chunks at once. A second kernel goes through the chunks of a
-sequence with a tile of the state's columns in registers and writes R and u; a third computes the outputs. The backward
-pass runs the first ones again, then one launch whose programs compute R and, backwards, dR = written ∘ dS',
+First what does not depend on S is computed, for all chunks at once: rows, columns, A^qk, T, W and U₀ = T β v. A second
+kernel goes through the chunks of a sequence with a tile of the state's columns in registers and writes the outputs.
+A^qk and T are saved. The backward pass computes the rest again, then one launch whose programs compute R and,
+backwards, dR = written ∘ dS',
 
     du = A^qkᵀ do + k_out dR,      dS = read ∘ (kept ∘ dR + q_inᵀ do − Wᵀ du),
 
@@ -41,31 +43,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspan.ops.common.exp import LOG2E, UNDERFLOW, exp2
+from longspan.ops.common.exp import LOG2E, UNDERFLOW, exp2, same_layout
 from longspan.ops.common.launch import Launch, Plan, Signature, Strides, Workspace, dense, dense_rows, on_device
 from longspan.ops.common.tiles import load_column, load_rows, padded, product, store_rows, token_pointer, zeros
 from longspan.ops.gated import GatedInputs, GatedProblem, GatedSaved
-from longspan.ops.gated.triton.delta import (
-    dot_halves,
-    halves,
-    halves_dot,
-    load_inverse,
-    store_inverse,
-    triangular_inverse,
-)
+from longspan.ops.gated.triton.delta import MILD, halves, halves_dot, store_inverse, triangular_inverse
 from longspan.ops.linear.triton import PRECISION
 
 # Gates are mild where each half of a chunk keeps more than 2^−RANGE of every channel, and factors times keys or queries
 # stay below LARGE.
 RANGE = tl.constexpr(54.0)
 LARGE = tl.constexpr(2.0**60)
+# Tokens whose decays one thread adds up.
+RUN = tl.constexpr(4)
+# Chunks and heads whose marks a program for strong gates reads at once.
+MARKED = 8
 # β of this or less counts as this in z = β y: its gradient is a quotient by β.
 LEAST_BETA = tl.constexpr(1e-10)
 
 # Compile-time constants: query and key heads, dimensions, padded D, channels and values per tile, tiles of values,
 # tokens in a chunk and their binary logarithm. DELTA: the delta rule. SCALED: there is a beta. DOT: dtype of products.
-# BS: channels of the state in one program of a scan; the delta rule needs all of them.
-ChannelSizes = namedtuple("ChannelSizes", "H HKV D E BD BK BE TILES C LEVELS DELTA SCALED DOT PRECISION BS")
+# BS: channels of the state in one program of a scan; the delta rule needs all of them. FULL: no chunk is shorter.
+ChannelSizes = namedtuple("ChannelSizes", "H HKV D E BD BK BE TILES C LEVELS DELTA SCALED DOT PRECISION BS FULL")
 
 
 @triton.jit
@@ -89,56 +88,54 @@ def _add_dot(b_x, b_y, b_sum, S: tl.constexpr):
 
 
 @triton.jit
-def _program(chunks, HEADS: tl.constexpr):
-    """Head, chunk and batch index of a program."""
-    pid = tl.program_id(0)
-    return pid % HEADS, (pid // HEADS) % chunks, (pid // HEADS // chunks).to(tl.int64)
+def _dot_halves(b_x, b_high, b_low, b_sum, S: tl.constexpr):
+    """sum + x·y, with y as `halves` returns it."""
+    if tl.bfloat16 == S.DOT:
+        b_x = b_x.to(tl.bfloat16)
+        b_sum = tl.dot(b_x, b_low, b_sum)
+        b_sum = tl.dot(b_x, b_high, b_sum)
+    else:
+        b_sum = _add_dot(b_x, b_high, b_sum, S)
+    return b_sum
 
 
 @triton.jit
-def _load_log2(p_decay, stride, rows, i_d, S: tl.constexpr):
-    """log₂ α (C, BK)."""
-    return tl.maximum(load_rows(p_decay, stride, rows, S.D, S.C, S.BK, i_d), UNDERFLOW) * LOG2E
+def _program(i_p, chunks, HEADS: tl.constexpr):
+    """Head, chunk and batch index of program i_p."""
+    return i_p % HEADS, (i_p // HEADS) % chunks, (i_p // HEADS // chunks).to(tl.int64)
+
+
+@triton.jit
+def _left(T, i_0, S: tl.constexpr):
+    """Tokens from i_0 on, or as many as a chunk has."""
+    rows = T - i_0
+    if S.FULL:
+        rows = tl.full((), S.C, tl.int32)
+    return rows
 
 
 @triton.jit
 def _load_decay(p_decay, stride, rows, i_d, S: tl.constexpr):
     """log₂ α (C, BK) as `halves`."""
-    return halves(_load_log2(p_decay, stride, rows, i_d, S), S)
-
-
-@triton.jit
-def _sums(m_s, b_high, b_low, S: tl.constexpr):
-    """log₂ α of the tokens that m_s (C, C) selects for each row, added up: (C, BK)."""
-    b_m = tl.where(m_s, 1.0, 0.0).to(S.DOT)
-    if tl.bfloat16 == S.DOT:
-        b_x = tl.dot(b_m, b_low)
-        b_x = tl.dot(b_m, b_high, b_x)
-    else:
-        b_x = _dot(b_m, b_high, S)
-    return b_x
+    return halves(tl.maximum(load_rows(p_decay, stride, rows, S.D, S.C, S.BK, i_d), UNDERFLOW) * LOG2E, S)
 
 
 @triton.jit
 def _decay(m_s, b_high, b_low, S: tl.constexpr):
     """α of the tokens that m_s (C, C) selects for each row, multiplied: (C, BK)."""
-    return exp2(_sums(m_s, b_high, b_low, S))
+    return exp2(_dot_halves(tl.where(m_s, 1.0, 0.0), b_high, b_low, zeros(S.C, S.BK), S))
 
 
 @triton.jit
-def _from_middle(b_g, S: tl.constexpr):
-    """log₂ of what each token keeps since the middle of the chunk (C, BK), positive before it."""
+def _from_middle(b_g, b_like, S: tl.constexpr):
+    """log₂ of what each token keeps since the middle of the chunk (C, BK), positive before it. b_like: (C, C) in the
+    layout of products, in which 0/1 matrices need no shared memory.
+    """
     i_t, i_s = tl.arange(0, S.C)[:, None], tl.arange(0, S.C)[None, :]
     MIDDLE: tl.constexpr = S.C // 2
-    b_m = tl.where((i_s >= MIDDLE) & (i_s <= i_t), 1.0, tl.where((i_s < MIDDLE) & (i_s > i_t), -1.0, 0.0)).to(S.DOT)
+    b_m = tl.where((i_s >= MIDDLE) & (i_s <= i_t), 1.0, tl.where((i_s < MIDDLE) & (i_s > i_t), -1.0, 0.0))
     b_high, b_low = halves(b_g, S)
-    return dot_halves(b_m, b_high, b_low, zeros(S.C, S.BK), S)
-
-
-@triton.jit
-def _bounded(b_x):
-    """x from −RANGE to RANGE: what is beyond is not used."""
-    return tl.minimum(tl.maximum(b_x, -RANGE), RANGE)
+    return _dot_halves(same_layout(b_m, b_like), b_high, b_low, zeros(S.C, S.BK), S)
 
 
 @triton.jit
@@ -175,10 +172,56 @@ def _pairs(i_t, level):
 
 
 @triton.jit
+def _by_halves(b_high, b_low, S: tl.constexpr):
+    """log₂ of what each token keeps since the middle of its half of the chunk (C, BK), positive before it."""
+    i_t, i_s = tl.arange(0, S.C)[:, None], tl.arange(0, S.C)[None, :]
+    i_m = (i_t // (S.C // 2)) * (S.C // 2) + S.C // 4
+    b_m = tl.where((i_s >= i_m) & (i_s <= i_t), 1.0, tl.where((i_s < i_m) & (i_s > i_t), -1.0, 0.0))
+    return _dot_halves(b_m, b_high, b_low, zeros(S.C, S.BK), S)
+
+
+@triton.jit
+def _at_once(p_q, p_k, p_decay, q, k, decay, rows, i_d, S: tl.constexpr):
+    """Whether pairs of one half of a chunk can be multiplied at once: whether factors times keys or queries stay below
+    LARGE. Where products take float32 they are not, as levels lose no digits.
+    """
+    at_once = False
+    if tl.bfloat16 == S.DOT:
+        b_high, b_low = _load_decay(p_decay, decay.t, rows, i_d, S)
+        b_q = load_rows(p_q, q.t, rows, S.D, S.C, S.BK, i_d).to(tl.float32)
+        b_k = load_rows(p_k, k.t, rows, S.D, S.C, S.BK, i_d).to(tl.float32)
+        small = tl.max(tl.maximum(tl.abs(b_q), tl.abs(b_k))) < LARGE * exp2(-RANGE)
+        at_once = small & (tl.max(tl.abs(_by_halves(b_high, b_low, S))) < RANGE)
+    return at_once
+
+
+@triton.jit
+def _pairs_of_halves(i_t, S: tl.constexpr):
+    """Rows and earlier columns in the same half of a chunk."""
+    i_half = i_t // (S.C // 2)
+    return (i_half[:, None] == i_half[None, :]) & (i_t[:, None] > i_t[None, :])
+
+
+@triton.jit
 def _square(i_x, S: tl.constexpr):
     """Offsets of matrix i_x of a stack of (C, C)."""
     i_t = tl.arange(0, S.C)
     return tl.cast(i_x, tl.int64) * (S.C * S.C) + i_t[:, None] * S.C + i_t[None, :]
+
+
+@triton.jit
+def _load_inverse(p_x, i_x, TRANSPOSED: tl.constexpr, S: tl.constexpr):
+    """The halves of what `store_inverse` stores, or of its transpose; the diagonal is 1."""
+    b_t = tl.load(p_x + _square(i_x, S))
+    b_other = tl.trans(b_t)
+    if TRANSPOSED:
+        b_t, b_other = b_other, b_t
+    if tl.bfloat16 == S.DOT:
+        i_t = tl.arange(0, S.C)
+        m_t = i_t[:, None] < i_t[None, :] if TRANSPOSED else i_t[:, None] > i_t[None, :]
+        b_other = tl.where(m_t, b_other, 0.0)
+        b_t = tl.where(m_t | (i_t[:, None] == i_t[None, :]), b_t, 0.0)
+    return b_t, b_other
 
 
 @triton.jit
@@ -198,87 +241,212 @@ def _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S: tl.constexpr):
     return tl.where(tl.arange(0, S.C) < rows, 1.0, 0.0)
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "scale"])
-def gated_channel_mild_pairs_kernel(
-    p_q, p_k, p_decay, p_beta, p_q_in, p_k_in, p_k_out, p_factors, p_pair, p_inverse, p_strong, T, chunks, scale,
-    q, k, decay, beta, S: tl.constexpr
-):  # fmt: skip
-    """What a chunk does not take from the state: q_in, k_in, k_out, factors, A^qk and L, right for mild gates; chunks
-    with others are marked in p_strong.
-
-    One program per query head; the first of a group computes what belongs to its key head.
+@triton.jit
+def _runs(p_x, stride, rows, i_d, S: tl.constexpr):
+    """Pointers and mask of BK channels of a chunk as (C / RUN, RUN, BK): a thread has all tokens of a run, and sums
+    over them need no other thread.
     """
-    i_h, i_c, i_b = _program(chunks, S.H)
+    i_t = (tl.arange(0, S.C // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :])[:, :, None]
+    i_c = tl.arange(0, S.BK)[None, None, :]
+    m_x = i_t < rows
+    if S.D % S.BK != 0:
+        m_x = m_x & (i_c < S.D - i_d * S.BK)
+    return p_x + i_t * stride + i_c, m_x
+
+
+@triton.jit
+def _load_runs(p_x, stride, rows, i_d, S: tl.constexpr):
+    p_x, m_x = _runs(p_x, stride, rows, i_d, S)
+    return tl.load(p_x, mask=m_x, other=0.0)
+
+
+@triton.jit
+def _store_runs(p_x, stride, rows, b_x, i_d, S: tl.constexpr):
+    p_x, m_x = _runs(p_x, stride, rows, i_d, S)
+    tl.store(p_x, b_x.to(p_x.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def _tokens(b_x, S: tl.constexpr):
+    """Runs (C / RUN, RUN, BK) as tokens (C, BK)."""
+    return tl.reshape(b_x, (S.C, S.BK))
+
+
+@triton.jit
+def _write(p_v, p_beta, p_w, p_u, b_t, b_t_low, i_b, i_0, i_h, T, v, beta, S: tl.constexpr):
+    """−W in place of k_in, and U₀, of one chunk. b_t, b_t_low: T as `halves` returns it."""
+    rows, i_row = _left(T, i_0, S), (i_b * T + i_0) * S.HKV + i_h
+    b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)[:, None]
+    for i_d in range(S.BD // S.BK):
+        p_row = p_w + i_row * S.D + i_d * S.BK
+        b_k = load_rows(p_row, S.HKV * S.D, rows, S.D, S.C, S.BK, i_d)
+        b_high, b_low = halves(b_k * -b_beta, S)
+        b_w = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BK), S)
+        store_rows(p_row, S.HKV * S.D, rows, b_w, S.D, S.C, S.BK, i_d)
+    for i_e in range(S.TILES):
+        b_v = load_rows(token_pointer(p_v, v, i_b, i_0, i_h, i_e * S.BE), v.t, rows, S.E, S.C, S.BE, i_e)
+        b_high, b_low = halves(b_v * b_beta, S)
+        b_u = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
+        store_rows(p_u + i_row * S.E + i_e * S.BE, S.HKV * S.E, rows, b_u, S.E, S.C, S.BE, i_e)
+
+
+@triton.jit
+def _write_mild(p_v, p_beta, p_w, p_u, b_t, i_b, i_0, i_h, T, v, beta, S: tl.constexpr, STAGES: tl.constexpr):
+    """The same with single bfloat16 numbers: β belongs to the columns of T, and keys and values enter products as they
+    are, in tiles of one loop, which is pipelined.
+    """
+    TILES: tl.constexpr = S.BD // S.BK
+    rows, i_row = _left(T, i_0, S), (i_b * T + i_0) * S.HKV + i_h
+    b_t = (b_t * _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)[None, :]).to(S.DOT)
+    p_v = token_pointer(p_v, v, i_b, i_0, i_h)
+    p_w += i_row * S.D
+    p_u += i_row * S.E
+    i_t, i_c = tl.arange(0, S.C)[:, None], tl.arange(0, S.BK)[None, :]
+    for i in tl.range(TILES + S.TILES, num_stages=STAGES):
+        key = i < TILES
+        c = tl.where(key, i, i - TILES) * S.BK
+        m_x = i_t < rows
+        if S.D % S.BK != 0 or S.E % S.BE != 0:
+            m_x = m_x & (i_c < tl.where(key, S.D, S.E) - c)
+        p_x = tl.where(key, p_w, p_v) + c + i_t * tl.where(key, S.HKV * S.D, v.t) + i_c
+        b_x = tl.dot(b_t, tl.load(p_x, mask=m_x, other=0.0))
+        b_x = tl.where(key, -b_x, b_x).to(S.DOT)
+        tl.store(tl.where(key, p_w, p_u) + c + i_t * tl.where(key, S.HKV * S.D, S.HKV * S.E) + i_c, b_x, mask=m_x)
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "scale"])
+def gated_channel_mild_rows_kernel(
+    p_q, p_k, p_v, p_decay, p_beta, p_q_in, p_w, p_k_out, p_u, p_factors, p_pair, p_inverse, p_strong, T, chunks,
+    scale, q, k, v, decay, beta, S: tl.constexpr, BACKWARD: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """What a chunk does not take from the state, for mild gates: q_in, k_out and, with the delta rule, −W and U₀.
+
+    The forward pass also stores factors, A^qk, T and marks of chunks with other gates or nearly parallel keys, which
+    the backward pass takes. One program per query head; the first of a group computes what belongs to its key head.
+    """
+    i_h, i_c, i_b = _program(tl.program_id(0), chunks, S.H)
     i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
     i_y = (i_b * S.HKV + i_kv) * chunks + i_c
+    if BACKWARD:
+        if not _mild(p_strong, i_y):
+            return
     own = i_h % (S.H // S.HKV) == 0
-    rows = T - i_0
-    i_t = tl.arange(0, S.C)
+    rows = _left(T, i_0, S)
+    i_t, i_r = tl.arange(0, S.C), tl.arange(0, S.C // RUN)
     p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_h), token_pointer(p_k, k, i_b, i_0, i_kv)
     p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv)
     p_q_in += ((i_b * T + i_0) * S.H + i_h) * S.D
     i_row = ((i_b * T + i_0) * S.HKV + i_kv) * S.D
-    b_pair, b_l, least, largest = zeros(S.C, S.C), zeros(S.C, S.C), 0.0, 0.0
+    b_pair, b_l = zeros(S.C, S.C), zeros(S.C, S.C)
+    b_least, b_largest = zeros(S.BK), zeros(S.C // RUN, S.BK)
     for i_d in range(S.BD // S.BK):
         c = i_d * S.BK
-        b_g = _load_log2(p_decay + c, decay.t, rows, i_d, S)
-        m_first = (i_t < S.C // 2)[:, None]
-        b_first, b_second = tl.sum(tl.where(m_first, b_g, 0.0), 0), tl.sum(tl.where(m_first, 0.0, b_g), 0)
-        if own:
-            b_one = tl.full((S.BK,), 1.0, tl.float32)
-            _store_factors(p_factors, i_y, c, exp2(b_first), b_one, exp2(b_second), S)
-        least = tl.minimum(least, tl.min(tl.minimum(b_first, b_second)))
-        # What `_from_middle` returns; sums are faster where nothing else is computed in the layout of its products.
-        b_x = _bounded(tl.cumsum(b_g, 0) - b_first[None, :])
-        b_k = load_rows(p_k + c, k.t, rows, S.D, S.C, S.BK, i_d)
+        b_g = _load_runs(p_decay + c, decay.t, rows, i_d, S)
+        if not BACKWARD:
+            b_g = tl.maximum(b_g, UNDERFLOW)
+        b_g *= LOG2E
+        b_total = tl.sum(b_g, 1)
+        m_first = (i_r < S.C // RUN // 2)[:, None]
+        b_first = tl.sum(tl.where(m_first, b_total, 0.0), 0)
+        b_x = tl.cumsum(b_g, 1) + (tl.cumsum(b_total, 0) - b_total - b_first[None, :])[:, None, :]
+        if not BACKWARD:
+            # From −RANGE to RANGE: what is beyond is not used.
+            b_x = tl.minimum(tl.maximum(b_x, -RANGE), RANGE)
+            b_second = tl.sum(tl.where(m_first, 0.0, b_total), 0)
+            b_least = tl.minimum(b_least, tl.minimum(b_first, b_second))
+            if own:
+                b_one = tl.full((S.BK,), 1.0, tl.float32)
+                _store_factors(p_factors, i_y, c, exp2(b_first), b_one, exp2(b_second), S)
+        b_k = _load_runs(p_k + c, k.t, rows, i_d, S)
         b_column = b_k * exp2(-b_x)
         b_x = exp2(b_x)
-        b_large = tl.abs(b_column)
-        b_column = b_column.to(S.DOT)
-        if S.DELTA:
-            b_row = b_k * b_x
-            b_large = tl.maximum(b_large, tl.abs(b_row))
-            b_row = b_row.to(S.DOT)
-            b_l = _add_dot(b_row, tl.trans(b_column), b_l, S)
-            if own:
-                store_rows(p_k_in + i_row + c, S.HKV * S.D, rows, b_row, S.D, S.C, S.BK, i_d)
+        b_row = b_k * b_x
+        b_q = _load_runs(p_q + c, q.t, rows, i_d, S) * (b_x * scale)
+        if not BACKWARD:
+            b_large = tl.maximum(tl.abs(b_column), tl.abs(b_q))
+            if S.DELTA:
+                b_large = tl.maximum(b_large, tl.abs(b_row))
+            # The mark is that of all query heads of the group.
+            if S.H > S.HKV:
+                for g in range(1, tl.where(own, S.H // S.HKV, 1)):
+                    b_large = tl.maximum(
+                        b_large, tl.abs(_load_runs(p_q + g * q.h + c, q.t, rows, i_d, S) * (b_x * scale))
+                    )
+            b_largest = tl.maximum(b_largest, tl.max(b_large, 1))
+        b_column, b_row, b_q = b_column.to(S.DOT), b_row.to(S.DOT), b_q.to(S.DOT)
+        _store_runs(p_q_in + c, S.H * S.D, rows, b_q, i_d, S)
         if own:
-            store_rows(p_k_out + i_row + c, S.HKV * S.D, rows, b_column, S.D, S.C, S.BK, i_d)
-        b_row = load_rows(p_q + c, q.t, rows, S.D, S.C, S.BK, i_d) * (b_x * scale)
-        b_large = tl.maximum(b_large, tl.abs(b_row))
-        # The mark is that of all query heads of the group.
-        if S.H > S.HKV:
-            for g in range(1, tl.where(own, S.H // S.HKV, 1)):
-                b_q = load_rows(p_q + g * q.h + c, q.t, rows, S.D, S.C, S.BK, i_d)
-                b_large = tl.maximum(b_large, tl.abs(b_q * (b_x * scale)))
-        largest = tl.maximum(largest, tl.max(b_large))
-        b_row = b_row.to(S.DOT)
-        b_pair = _add_dot(b_row, tl.trans(b_column), b_pair, S)
-        store_rows(p_q_in + c, S.H * S.D, rows, b_row, S.D, S.C, S.BK, i_d)
-    b_pair = tl.where(i_t[:, None] >= i_t[None, :], b_pair, 0.0)
-    p_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
-    tl.store(p_pair, b_pair.to(p_pair.dtype.element_ty))
-    if own:
-        tl.store(p_strong + i_y, ((least <= -RANGE) | (largest >= LARGE)).to(tl.int32))
+            _store_runs(p_k_out + i_row + c, S.HKV * S.D, rows, b_column, i_d, S)
+            if S.DELTA:
+                _store_runs(p_w + i_row + c, S.HKV * S.D, rows, b_row, i_d, S)
+        if not BACKWARD:
+            b_column = tl.trans(_tokens(b_column, S))
+            b_pair = _add_dot(_tokens(b_q, S), b_column, b_pair, S)
+            if S.DELTA:
+                b_l = _add_dot(_tokens(b_row, S), b_column, b_l, S)
+    if BACKWARD:
         if S.DELTA:
-            b_l = tl.where(i_t[:, None] > i_t[None, :], b_l, 0.0)
-            b_l *= _load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S)[:, None]
-            store_inverse(p_inverse, i_y, b_l, S)
+            if own:
+                tl.debug_barrier()
+                b_t = tl.load(p_inverse + _square(i_y, S))
+                _write_mild(p_v, p_beta, p_w, p_u, b_t, i_b, i_0, i_kv, T, v, beta, S, STAGES)
+    else:
+        b_pair = tl.where(i_t[:, None] >= i_t[None, :], b_pair, 0.0)
+        p_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
+        tl.store(p_pair, b_pair.to(p_pair.dtype.element_ty))
+        if own:
+            strong = (tl.min(b_least) <= -RANGE) | (tl.max(b_largest) >= LARGE)
+            if S.DELTA:
+                b_l = tl.where(i_t[:, None] > i_t[None, :], b_l, 0.0)
+                b_l *= _load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S)[:, None]
+                strong = strong | (tl.max(tl.sum(b_l * b_l, 1)) > MILD)
+                if not strong:
+                    b_t = triangular_inverse(b_l, S, False, 8)
+                    tl.store(p_inverse + _square(i_y, S), b_t.to(S.DOT))
+                    tl.debug_barrier()
+                    _write_mild(p_v, p_beta, p_w, p_u, b_t, i_b, i_0, i_kv, T, v, beta, S, STAGES)
+            tl.store(p_strong + i_y, strong.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "scale"])
-def gated_channel_pairs_kernel(
-    p_q, p_k, p_decay, p_beta, p_q_in, p_k_in, p_k_out, p_factors, p_pair, p_inverse, p_strong, T, chunks, scale,
-    q, k, decay, beta, S: tl.constexpr
+@triton.jit
+def _marked(p_strong, i_p, programs, chunks, S: tl.constexpr):
+    """Whether program i_p of `gated_channel_mild_rows_kernel` left its chunk to the kernels for any gates; True
+    without marks. i_p: One or several.
+    """
+    marked = i_p < programs
+    if p_strong is not None:
+        i_h, i_c, i_b = _program(i_p, chunks, S.H)
+        i_y = (i_b * S.HKV + i_h // (S.H // S.HKV)) * chunks + i_c
+        marked = tl.load(p_strong + i_y, mask=marked, other=0) != 0
+    return marked
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "scale", "programs"])
+def gated_channel_rows_kernel(
+    p_q, p_k, p_v, p_decay, p_beta, p_q_in, p_w, p_k_out, p_u, p_factors, p_pair, p_inverse, p_strong, T, chunks,
+    scale, programs, q, k, v, decay, beta, S: tl.constexpr, BACKWARD: tl.constexpr, MARKS: tl.constexpr
 ):  # fmt: skip
-    """The same for any gates: for the marked chunks, or without marks for all."""
-    i_h, i_c, i_b = _program(chunks, S.H)
+    """The same for any gates: for the marked ones of MARKS chunks and heads, or without marks for all."""
+    i_p = tl.program_id(0) * MARKS
+    if tl.max(_marked(p_strong, i_p + tl.arange(0, MARKS), programs, chunks, S).to(tl.int32)) > 0:
+        for i in range(MARKS):
+            if _marked(p_strong, i_p + i, programs, chunks, S):
+                _rows(
+                    p_q, p_k, p_v, p_decay, p_beta, p_q_in, p_w, p_k_out, p_u, p_factors, p_pair, p_inverse, i_p + i,
+                    T, chunks, scale, q, k, v, decay, beta, S, BACKWARD
+                )  # fmt: skip
+
+
+@triton.jit
+def _rows(
+    p_q, p_k, p_v, p_decay, p_beta, p_q_in, p_w, p_k_out, p_u, p_factors, p_pair, p_inverse, i_p, T, chunks, scale,
+    q, k, v, decay, beta, S: tl.constexpr, BACKWARD: tl.constexpr
+):  # fmt: skip
+    i_h, i_c, i_b = _program(i_p, chunks, S.H)
     i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
     i_y = (i_b * S.HKV + i_kv) * chunks + i_c
-    if _mild(p_strong, i_y):
-        return
     own = i_h % (S.H // S.HKV) == 0
-    rows = T - i_0
+    rows = _left(T, i_0, S)
     i_t = tl.arange(0, S.C)
     p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_h), token_pointer(p_k, k, i_b, i_0, i_kv)
     p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv)
@@ -297,27 +465,46 @@ def gated_channel_pairs_kernel(
             b_end = _decay(i_t[None, :] > i_t[:, None], b_high, b_low, S)
             store_rows(p_k_out + i_row + c, S.HKV * S.D, rows, b_k * b_end, S.D, S.C, S.BK, i_d)
             if S.DELTA:
-                store_rows(p_k_in + i_row + c, S.HKV * S.D, rows, b_k * b_start, S.D, S.C, S.BK, i_d)
-            b_last = tl.sum(tl.where((i_t == S.C - 1)[:, None], b_start, 0.0), 0)
-            b_one = tl.full((S.BK,), 1.0, tl.float32)
-            _store_factors(p_factors, i_y, c, b_one, b_last, b_one, S)
-        for level in range(S.LEVELS):
-            b_high, b_low = _load_decay(p_decay + c, decay.t, rows, i_d, S)
-            b_q = load_rows(p_q + c, q.t, rows, S.D, S.C, S.BK, i_d)
-            b_k = load_rows(p_k + c, k.t, rows, S.D, S.C, S.BK, i_d)
-            b_x = _decay(_between(i_t, level), b_high, b_low, S)
-            b_column = (b_k * b_x).to(S.DOT)
-            m_pairs = _pairs(i_t, level)
-            b_pair += tl.where(m_pairs, _dot(b_q * b_x, tl.trans(b_column), S), 0.0)
-            if S.DELTA:
-                b_l += tl.where(m_pairs, _dot(b_column, tl.trans(b_column), S), 0.0)
-    b_pair = tl.where(i_t[:, None] == i_t[None, :], b_own[:, None], b_pair) * scale
-    p_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
-    tl.store(p_pair, b_pair.to(p_pair.dtype.element_ty))
+                store_rows(p_w + i_row + c, S.HKV * S.D, rows, b_k * b_start, S.D, S.C, S.BK, i_d)
+            if not BACKWARD:
+                b_last = tl.sum(tl.where((i_t == S.C - 1)[:, None], b_start, 0.0), 0)
+                b_one = tl.full((S.BK,), 1.0, tl.float32)
+                _store_factors(p_factors, i_y, c, b_one, b_last, b_one, S)
+        if not BACKWARD:
+            at_once = _at_once(p_q + c, p_k + c, p_decay + c, q, k, decay, rows, i_d, S)
+            if tl.bfloat16 == S.DOT:
+                if at_once:
+                    b_x = _by_halves(b_high, b_low, S)
+                    m_pairs, b_column = _pairs_of_halves(i_t, S), tl.trans((b_k * exp2(-b_x)).to(S.DOT))
+                    b_x = exp2(b_x)
+                    b_pair += tl.where(m_pairs, _dot(b_q * b_x, b_column, S), 0.0)
+                    if S.DELTA:
+                        b_l += tl.where(m_pairs, _dot(b_k * b_x, b_column, S), 0.0)
+            for level in range(tl.where(at_once, S.LEVELS - 1, 0), S.LEVELS):
+                b_high, b_low = _load_decay(p_decay + c, decay.t, rows, i_d, S)
+                b_q = load_rows(p_q + c, q.t, rows, S.D, S.C, S.BK, i_d)
+                b_k = load_rows(p_k + c, k.t, rows, S.D, S.C, S.BK, i_d)
+                b_x = _decay(_between(i_t, level), b_high, b_low, S)
+                b_column = (b_k * b_x).to(S.DOT)
+                m_pairs = _pairs(i_t, level)
+                b_pair += tl.where(m_pairs, _dot(b_q * b_x, tl.trans(b_column), S), 0.0)
+                if S.DELTA:
+                    b_l += tl.where(m_pairs, _dot(b_column, tl.trans(b_column), S), 0.0)
+    if not BACKWARD:
+        b_pair = tl.where(i_t[:, None] == i_t[None, :], b_own[:, None], b_pair) * scale
+        p_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
+        tl.store(p_pair, b_pair.to(p_pair.dtype.element_ty))
     if S.DELTA:
         if own:
-            b_l *= _load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S)[:, None]
-            store_inverse(p_inverse, i_y, b_l, S)
+            if BACKWARD:
+                b_t, b_t_low = _load_inverse(p_inverse, i_y, False, S)
+            else:
+                b_l *= _load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S)[:, None]
+                b_t = triangular_inverse(b_l, S)
+                store_inverse(p_inverse, i_y, b_t, S)
+                b_t, b_t_low = halves(b_t, S)
+            tl.debug_barrier()
+            _write(p_v, p_beta, p_w, p_u, b_t, b_t_low, i_b, i_0, i_kv, T, v, beta, S)
 
 
 @triton.jit
@@ -328,42 +515,10 @@ def _read_back(p_pair, p_d_out, d, i_b, i_0, i_c, i_h, i_e, T, chunks, S: tl.con
     for g in range(GROUP):
         i_q = i_h * GROUP + g
         p_d = token_pointer(p_d_out, d, i_b, i_0, i_q, i_e * S.BE)
-        b_d = load_rows(p_d, d.t, T - i_0, S.E, S.C, S.BE, i_e)
+        b_d = load_rows(p_d, d.t, _left(T, i_0, S), S.E, S.C, S.BE, i_e)
         b_pair = tl.load(p_pair + _square((i_b * S.H + i_q) * chunks + i_c, S))
         b_sum = _add_dot(tl.trans(b_pair), b_d, b_sum, S)
     return b_sum
-
-
-@triton.jit(do_not_specialize=["T", "chunks"])
-def gated_channel_writes_kernel(
-    p_v, p_beta, p_w, p_inverse, p_u, T, chunks, v, beta, S: tl.constexpr, BACKWARD: tl.constexpr
-):
-    """−W in place of k_in, and U₀, of one chunk; for the backward pass also T in place of L."""
-    i_h, i_c, i_b = _program(chunks, S.HKV)
-    i_0, i_y = i_c * S.C, (i_b * S.HKV + i_h) * chunks + i_c
-    rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
-    b_l, b_l_low = load_inverse(p_inverse, i_y, False, S)
-    if tl.bfloat16 == S.DOT:
-        # The sum of the halves, in the layout of products.
-        i_t = tl.arange(0, S.C)
-        b_one = tl.where(i_t[:, None] == i_t[None, :], 1.0, 0.0)
-        b_l = dot_halves(b_one, b_l, b_l_low, zeros(S.C, S.C), S)
-    b_inverse = triangular_inverse(b_l, S)
-    if BACKWARD:
-        store_inverse(p_inverse, i_y, b_inverse, S)
-    b_t, b_t_low = halves(b_inverse, S)
-    b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)[:, None]
-    for i_d in range(S.BD // S.BK):
-        p_row = p_w + i_row * S.D + i_d * S.BK
-        b_k = load_rows(p_row, S.HKV * S.D, rows, S.D, S.C, S.BK, i_d)
-        b_high, b_low = halves(b_k * -b_beta, S)
-        b_w = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BK), S)
-        store_rows(p_row, S.HKV * S.D, rows, b_w, S.D, S.C, S.BK, i_d)
-    for i_e in range(S.TILES):
-        b_v = load_rows(token_pointer(p_v, v, i_b, i_0, i_h, i_e * S.BE), v.t, rows, S.E, S.C, S.BE, i_e)
-        b_high, b_low = halves(b_v * b_beta, S)
-        b_u = halves_dot(b_t, b_t_low, b_high, b_low, zeros(S.C, S.BE), S)
-        store_rows(p_u + i_row * S.E + i_e * S.BE, S.HKV * S.E, rows, b_u, S.E, S.C, S.BE, i_e)
 
 
 @triton.jit
@@ -400,62 +555,41 @@ def _load_channels(p_x, i_row, heads, rows, i_d, S: tl.constexpr):
 
 @triton.jit
 def _states(
-    p_v, p_beta, p_w, p_k_out, p_factors, p_state, p_states, p_u, p_after, i_x, i_d, i_e, T, chunks,
+    p_v, p_beta, p_w, p_k_out, p_factors, p_state, p_states, p_u, i_x, i_d, i_e, T, chunks,
     v, beta, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """Write the states before all chunks of sequence i_x and, with the delta rule, u in place of U₀; the state after
-    them if asked.
-    """
+    """Write the states before all chunks of sequence i_x and, with the delta rule, u in place of U₀."""
     i_b, i_h = i_x // S.HKV, i_x % S.HKV
-    b_s = _load_state(p_state, i_x, i_d, i_e, S)
-    # What no product takes directly is loaded one chunk ahead.
-    b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks, i_d, S)
-    b_next = _load_writes(p_u, p_v, p_beta, v, beta, i_b, 0, i_h, i_e, T, S)
+    b_read, _, _ = _load_factors(p_factors, i_x * chunks, i_d, S)
+    b_s = _load_state(p_state, i_x, i_d, i_e, S) * b_read[:, None]
     for i_c in tl.range(chunks, num_stages=STAGES):
         i_0, i_y = i_c * S.C, i_x * chunks + i_c
-        rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
-        b_read, b_kept, b_written, b_u = b_next_read, b_next_kept, b_next_written, b_next
+        rows, i_row = _left(T, i_0, S), (i_b * T + i_0) * S.HKV + i_h
         i_next = tl.minimum(i_c + 1, chunks - 1)
-        b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + i_next, i_d, S)
-        b_next = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_next * S.C, i_h, i_e, T, S)
+        _, b_kept, b_written = _load_factors(p_factors, i_y, i_d, S)
+        b_read, _, _ = _load_factors(p_factors, i_x * chunks + i_next, i_d, S)
+        b_u = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_h, i_e, T, S)
         b_out = _load_channels(p_k_out, i_row, S.HKV, rows, i_d, S)
-        b_s *= b_read[:, None]
         p_tile = p_states + _tile(i_y, i_d, i_e, S.BS, S)
         tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         if S.DELTA:
             b_w = _load_channels(p_w, i_row, S.HKV, rows, i_d, S)
             b_u = _add_dot(b_w, b_s, b_u.to(tl.float32), S)
             store_rows(p_u + i_row * S.E + i_e * S.BE, S.HKV * S.E, rows, b_u, S.E, S.C, S.BE, i_e)
-        b_s = _add_dot(tl.trans(b_out), b_u, b_s * b_kept[:, None], S) * b_written[:, None]
-    if p_after is not None:
-        i_tile, m_tile = _given_tile(i_x, i_d, i_e, S)
-        tl.store(p_after + i_tile, b_s, mask=m_tile)
-
-
-@triton.jit(do_not_specialize=["T", "chunks"])
-def gated_channel_states_kernel(
-    p_v, p_beta, p_w, p_k_out, p_factors, p_state, p_states, p_u, p_after, T, chunks,
-    v, beta, S: tl.constexpr, STAGES: tl.constexpr
-):  # fmt: skip
-    """The states before all chunks of one sequence and tile, and the state after them."""
-    i_x, i_e, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    _states(
-        p_v, p_beta, p_w, p_k_out, p_factors, p_state, p_states, p_u, p_after, i_x, i_d, i_e, T, chunks,
-        v, beta, S, STAGES
-    )  # fmt: skip
+        b_s = _add_dot(tl.trans(b_out), b_u, b_s * b_kept[:, None], S) * (b_written * b_read)[:, None]
 
 
 @triton.jit
 def _load_written(p_u, i_b, i_0, i_h, i_e, T, S: tl.constexpr):
     """Rows (C, BE) of a chunk and a tile of values of a contiguous tensor (B, T, Hkv, E)."""
     p_u += ((i_b * T + i_0) * S.HKV + i_h) * S.E + i_e * S.BE
-    return load_rows(p_u, S.HKV * S.E, T - i_0, S.E, S.C, S.BE, i_e)
+    return load_rows(p_u, S.HKV * S.E, _left(T, i_0, S), S.E, S.C, S.BE, i_e)
 
 
 @triton.jit
 def _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_h, i_e, T, S: tl.constexpr):
     """u (C, BE) of a chunk."""
-    rows = T - i_0
+    rows = _left(T, i_0, S)
     if S.DELTA:
         b_u = _load_written(p_u, i_b, i_0, i_h, i_e, T, S)
     else:
@@ -468,20 +602,39 @@ def _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_h, i_e, T, S: tl.constex
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def gated_channel_forward_kernel(
-    p_v, p_beta, p_q_in, p_pair, p_states, p_u, p_out, T, chunks, v, beta, S: tl.constexpr
-):
-    """Outputs of one chunk of one query head, for one tile of values."""
-    i_h, i_c, i_b = _program(chunks, S.H)
-    i_e = tl.program_id(1)
-    i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
-    rows, i_row = T - i_0, (i_b * T + i_0) * S.H + i_h
-    b_q = load_rows(p_q_in + i_row * S.D, S.H * S.D, rows, S.D, S.C, S.BD)
-    b_s = tl.load(p_states + _tile((i_b * S.HKV + i_kv) * chunks + i_c, 0, i_e, S.BD, S))
-    b_pair = tl.load(p_pair + _square((i_b * S.H + i_h) * chunks + i_c, S))
-    b_u = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_kv, i_e, T, S)
-    b_out = _dot(b_q, b_s, S)
-    b_out = _add_dot(b_pair, b_u, b_out, S)
-    store_rows(p_out + i_row * S.E + i_e * S.BE, S.H * S.E, rows, b_out, S.E, S.C, S.BE, i_e)
+    p_v, p_beta, p_q_in, p_w, p_k_out, p_factors, p_pair, p_state, p_u, p_out, p_after, T, chunks,
+    v, beta, S: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """Outputs of one query head and tile of values, and the state after its last chunk; p_u: U₀."""
+    GROUP: tl.constexpr = S.H // S.HKV
+    pid, i_e = tl.program_id(0), tl.program_id(1)
+    i_b, i_h, i_kv = (pid // S.H).to(tl.int64), pid % S.H, pid % S.H // GROUP
+    i_x = i_b * S.HKV + i_kv
+    # What no product takes directly is loaded one chunk ahead.
+    b_read, b_kept, b_written = _load_factors(p_factors, i_x * chunks, 0, S)
+    b_s = _load_state(p_state, i_x, 0, i_e, S) * b_read[:, None]
+    for i_c in tl.range(chunks, num_stages=STAGES):
+        i_0 = i_c * S.C
+        rows, i_row, i_token = _left(T, i_0, S), (i_b * T + i_0) * S.HKV + i_kv, (i_b * T + i_0) * S.H + i_h
+        i_next = tl.minimum(i_c + 1, chunks - 1)
+        _, b_kept, b_written = _load_factors(p_factors, i_x * chunks + i_c, 0, S)
+        b_read, _, _ = _load_factors(p_factors, i_x * chunks + i_next, 0, S)
+        b_written *= tl.where(i_next > i_c, b_read, 1.0)
+        b_u = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_kv, i_e, T, S)
+        b_k = _load_channels(p_k_out, i_row, S.HKV, rows, 0, S)
+        b_q = _load_channels(p_q_in, i_token, S.H, rows, 0, S)
+        b_pair = tl.load(p_pair + _square((i_b * S.H + i_h) * chunks + i_c, S))
+        b_out = _dot(b_q, b_s, S)
+        if S.DELTA:
+            b_w = _load_channels(p_w, i_row, S.HKV, rows, 0, S)
+            b_u = _add_dot(b_w, b_s, b_u.to(tl.float32), S)
+        b_u = b_u.to(S.DOT)
+        b_out = _add_dot(b_pair, b_u, b_out, S)
+        b_s = _add_dot(tl.trans(b_k), b_u, b_s * b_kept[:, None], S) * b_written[:, None]
+        store_rows(p_out + i_token * S.E + i_e * S.BE, S.H * S.E, rows, b_out, S.E, S.C, S.BE, i_e)
+    if i_h % GROUP == 0:
+        i_tile, m_tile = _given_tile(i_x, 0, i_e, S)
+        tl.store(p_after + i_tile, b_s, mask=m_tile)
 
 
 @triton.jit
@@ -500,16 +653,16 @@ def _state_gradients(
     """
     GROUP: tl.constexpr = S.H // S.HKV
     i_b, i_h = i_x // S.HKV, i_x % S.HKV
-    b_s = _load_state(p_d_after, i_x, i_d, i_e, S)
-    b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + chunks - 1, i_d, S)
+    _, _, b_written = _load_factors(p_factors, i_x * chunks + chunks - 1, i_d, S)
+    b_s = _load_state(p_d_after, i_x, i_d, i_e, S) * b_written[:, None]
     for i in tl.range(chunks, num_stages=STAGES):
         i_c = chunks - 1 - i
         i_0, i_y = i_c * S.C, i_x * chunks + i_c
-        rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
-        b_read, b_kept, b_written = b_next_read, b_next_kept, b_next_written
+        rows, i_row = _left(T, i_0, S), (i_b * T + i_0) * S.HKV + i_h
         i_next = tl.maximum(i_c - 1, 0)
-        b_next_read, b_next_kept, b_next_written = _load_factors(p_factors, i_x * chunks + i_next, i_d, S)
-        b_s *= b_written[:, None]
+        b_read, b_kept, _ = _load_factors(p_factors, i_y, i_d, S)
+        _, _, b_written = _load_factors(p_factors, i_x * chunks + i_next, i_d, S)
+        b_read *= tl.where(i_next < i_c, b_written, 1.0)
         p_tile = p_d_states + _tile(i_y, i_d, i_e, S.BS, S)
         tl.store(p_tile, b_s.to(p_tile.dtype.element_ty))
         if S.DELTA:
@@ -549,27 +702,27 @@ def gated_channel_backward_states_kernel(
         )  # fmt: skip
     else:
         _states(
-            p_v, p_beta, p_w, p_k_out, p_factors, p_state, p_states, p_u, None, i_x - first, i_d, i_e, T, chunks,
+            p_v, p_beta, p_w, p_k_out, p_factors, p_state, p_states, p_u, i_x - first, i_d, i_e, T, chunks,
             v, beta, S, STAGES
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_channel_backward_pairs_kernel(
-    p_v, p_beta, p_d_out, p_k_out, p_d_states, p_u, p_z, p_pair, p_inverse, p_d_beta, T, chunks, scale,
+    p_v, p_beta, p_d_out, p_k_out, p_d_states, p_u, p_z, p_pair, p_inverse, p_d_pair, p_d_l, p_d_beta, T, chunks, scale,
     v, beta, d, S: tl.constexpr
 ):  # fmt: skip
-    """z = β y, which is dv, for one chunk, and y · v; the gradients of A^qk in its place and, with the delta rule, that
-    of A^kk as part of L in place of T; not masked.
+    """z = β y, which is dv, for one chunk, and y · v; the gradients of A^qk and, with the delta rule, that of A^kk as
+    part of L.
     """
     GROUP: tl.constexpr = S.H // S.HKV
-    i_h, i_c, i_b = _program(chunks, S.HKV)
+    i_h, i_c, i_b = _program(tl.program_id(0), chunks, S.HKV)
     i_0, i_y = i_c * S.C, (i_b * S.HKV + i_h) * chunks + i_c
-    rows, i_row = T - i_0, (i_b * T + i_0) * S.HKV + i_h
+    rows, i_row = _left(T, i_0, S), (i_b * T + i_0) * S.HKV + i_h
     b_beta = _load_beta(p_beta, beta, i_b, i_0, i_h, rows, S)
     b_l, b_d_beta = zeros(S.C, S.C), zeros(S.C)
     if S.DELTA:
-        b_t, b_t_low = load_inverse(p_inverse, i_y, True, S)
+        b_t, b_t_low = _load_inverse(p_inverse, i_y, True, S)
         b_beta = _not_zero(b_beta)
     for i_e in range(S.TILES):
         if S.DELTA:
@@ -586,11 +739,11 @@ def gated_channel_backward_pairs_kernel(
             b_d_beta += tl.sum(b_y * b_v.to(tl.float32), 1)
         if S.DELTA:
             b_l = _add_dot(b_z, tl.trans(_load_written(p_u, i_b, i_0, i_h, i_e, T, S)), b_l, S)
+    i_t = tl.arange(0, S.C)
     if S.SCALED:
-        i_t = tl.arange(0, S.C)
         tl.store(p_d_beta + i_row + i_t * S.HKV, b_d_beta, mask=i_t < rows)
     if S.DELTA:
-        tl.store(p_inverse + _square(i_y, S), (-b_l).to(S.DOT))
+        tl.store(p_d_l + _square(i_y, S), tl.where(i_t[:, None] > i_t[None, :], -b_l, 0.0).to(S.DOT))
     for g in range(GROUP):
         i_q = i_h * GROUP + g
         b_pair = zeros(S.C, S.C)
@@ -598,33 +751,34 @@ def gated_channel_backward_pairs_kernel(
             b_u = _load_writes(p_u, p_v, p_beta, v, beta, i_b, i_0, i_h, i_e, T, S)
             b_d = load_rows(token_pointer(p_d_out, d, i_b, i_0, i_q, i_e * S.BE), d.t, rows, S.E, S.C, S.BE, i_e)
             b_pair = _add_dot(b_d, tl.trans(b_u), b_pair, S)
-        tl.store(p_pair + _square((i_b * S.H + i_q) * chunks + i_c, S), (b_pair * scale).to(S.DOT))
+        b_pair = tl.where(i_t[:, None] >= i_t[None, :], b_pair * scale, 0.0)
+        tl.store(p_d_pair + _square((i_b * S.H + i_q) * chunks + i_c, S), b_pair.to(S.DOT))
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "scale"])
 def gated_channel_mild_backward_kernel(
     p_q, p_k, p_v, p_decay, p_beta, p_d_out, p_states, p_d_states, p_u, p_z, p_d_pair, p_d_l, p_strong,
-    p_d_q, p_d_k, p_d_decay, p_d_beta, T, chunks, scale, q, k, v, decay, beta, d, S: tl.constexpr
+    p_d_q, p_d_k, p_d_decay, p_d_beta, T, chunks, scale, q, k, v, decay, beta, d, S: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """dq, dk and dg of one chunk with mild gates, one query head and one tile of channels, and the tile's part of dβ.
 
     What comes from the key head alone is added by the first query head of a group. p_d_k, p_d_decay: (B, T, H, D).
     p_d_beta: (tiles, B, T, H).
     """
-    i_h, i_c, i_b = _program(chunks, S.H)
+    i_h, i_c, i_b = _program(tl.program_id(0), chunks, S.H)
     i_d = tl.program_id(1)
     i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
     i_t, i_y = tl.arange(0, S.C), (i_b * S.HKV + i_kv) * chunks + i_c
     if not _mild(p_strong, i_y):
         return
     own = (i_h % (S.H // S.HKV) == 0).to(tl.int32)
-    rows, c = T - i_0, i_d * S.BK
+    rows, c = _left(T, i_0, S), i_d * S.BK
     i_row = ((i_b * T + i_0) * S.H + i_h) * S.D + c
     p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv, c)
     p_d_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
     p_d_out = token_pointer(p_d_out, d, i_b, i_0, i_h)
     b_d_row, b_d_column, b_d_k_row, b_d_last = zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.BK)
-    for i_e in range(S.TILES):
+    for i_e in tl.range(S.TILES, num_stages=STAGES):
         b_s = tl.load(p_states + _tile(i_y, i_d, i_e, S.BK, S))
         b_d_s = tl.load(p_d_states + _tile(i_y, i_d, i_e, S.BK, S))
         b_d = load_rows(p_d_out + i_e * S.BE, d.t, rows, S.E, S.C, S.BE, i_e)
@@ -634,8 +788,8 @@ def gated_channel_mild_backward_kernel(
         if S.DELTA:
             b_d_k_row = _add_dot(_load_written(p_z, i_b, i_0, i_kv, i_e, T, S), tl.trans(b_s), b_d_k_row, S)
         b_d_last += tl.sum(b_s.to(tl.float32) * b_d_s.to(tl.float32), 1)
-    b_p = tl.load(p_d_pair, mask=i_t[:, None] >= i_t[None, :], other=0.0)
-    b_x = _bounded(_from_middle(_load_log2(p_decay, decay.t, rows, i_d, S), S))
+    b_p = tl.load(p_d_pair)
+    b_x = _from_middle(load_rows(p_decay, decay.t, rows, S.D, S.C, S.BK, i_d) * LOG2E, b_d_row, S)
     b_k = load_rows(token_pointer(p_k, k, i_b, i_0, i_kv, c), k.t, rows, S.D, S.C, S.BK, i_d)
     b_q = load_rows(token_pointer(p_q, q, i_b, i_0, i_h, c), q.t, rows, S.D, S.C, S.BK, i_d)
     b_x_row, b_x_column = exp2(b_x), exp2(-b_x)
@@ -650,8 +804,7 @@ def gated_channel_mild_backward_kernel(
     b_d_last = b_d_last * own + tl.sum(b_column * b_sum, 0)
     b_sum = _add_dot(tl.trans(b_p), b_row, b_sum, S)
     if S.DELTA:
-        m_pairs = (i_t[:, None] > i_t[None, :]) & (i_t < own * S.C)[:, None]
-        b_p = tl.load(p_d_l + _square(i_y, S), mask=m_pairs, other=0.0)
+        b_p = tl.load(p_d_l + _square(i_y, S), mask=(i_t < own * S.C)[:, None], other=0.0)
         b_row = (b_k * b_x_row).to(S.DOT)
         b_sum = _add_dot(tl.trans(b_p), b_row, b_sum, S)
     b_d_g -= b_column * b_sum
@@ -668,24 +821,42 @@ def gated_channel_mild_backward_kernel(
             tl.store(p_d_beta + i_beta, tl.sum(b_sum, 1) / b_beta, mask=i_t < rows)
     store_rows(p_d_k + i_row, S.H * S.D, rows, b_d_k, S.D, S.C, S.BK, i_d)
     b_high, b_low = halves(b_d_g, S)
-    b_d_g = _sums(i_t[None, :] >= i_t[:, None], b_high, b_low, S) + b_d_last[None, :]
+    b_m = same_layout(tl.where(i_t[None, :] >= i_t[:, None], 1.0, zeros(S.C, S.C)), b_d_g)
+    b_d_g = _dot_halves(b_m, b_high, b_low, zeros(S.C, S.BK), S) + b_d_last[None, :]
     store_rows(p_d_decay + i_row, S.H * S.D, rows, b_d_g, S.D, S.C, S.BK, i_d)
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "scale"])
+@triton.jit(do_not_specialize=["T", "chunks", "scale", "programs"])
 def gated_channel_backward_kernel(
     p_q, p_k, p_v, p_decay, p_beta, p_d_out, p_states, p_d_states, p_u, p_z, p_d_pair, p_d_l, p_strong,
-    p_d_q, p_d_k, p_d_decay, p_d_beta, T, chunks, scale, q, k, v, decay, beta, d, S: tl.constexpr
+    p_d_q, p_d_k, p_d_decay, p_d_beta, T, chunks, scale, programs, q, k, v, decay, beta, d,
+    S: tl.constexpr, MARKS: tl.constexpr
 ):  # fmt: skip
-    """The same for any gates: for the marked chunks, or without marks for all."""
-    i_h, i_c, i_b = _program(chunks, S.H)
+    """The same for any gates: for the marked ones of MARKS chunks and heads, or without marks for all."""
+    i_p = tl.program_id(0) * MARKS
+    if tl.max(_marked(p_strong, i_p + tl.arange(0, MARKS), programs, chunks, S).to(tl.int32)) > 0:
+        for i in range(MARKS):
+            if _marked(p_strong, i_p + i, programs, chunks, S):
+                _gradients(
+                    p_q, p_k, p_v, p_decay, p_beta, p_d_out, p_states, p_d_states, p_u, p_z, p_d_pair, p_d_l,
+                    p_d_q, p_d_k, p_d_decay, p_d_beta, i_p + i, T, chunks, scale, programs, q, k, v, decay, beta, d, S
+                )  # fmt: skip
+
+
+@triton.jit
+def _gradients(
+    p_q, p_k, p_v, p_decay, p_beta, p_d_out, p_states, p_d_states, p_u, p_z, p_d_pair, p_d_l,
+    p_d_q, p_d_k, p_d_decay, p_d_beta, i_p, T, chunks, scale, programs, q, k, v, decay, beta, d, S: tl.constexpr
+):  # fmt: skip
+    i_h, i_c, i_b = _program(i_p, chunks, S.H)
     i_d = tl.program_id(1)
     i_kv, i_0 = i_h // (S.H // S.HKV), i_c * S.C
     i_t, i_y = tl.arange(0, S.C), (i_b * S.HKV + i_kv) * chunks + i_c
-    if _mild(p_strong, i_y):
-        return
     own = (i_h % (S.H // S.HKV) == 0).to(tl.int32)
-    rows = T - i_0
+    rows, c = _left(T, i_0, S), i_d * S.BK
+    p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_h, c), token_pointer(p_k, k, i_b, i_0, i_kv, c)
+    p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv, c)
+    at_once = _at_once(p_q, p_k, p_decay, q, k, decay, rows, i_d, S)
     b_d_q, b_d_row, b_d_column, b_d_last = zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.C, S.BK), zeros(S.BK)
     for i_e in range(S.TILES):
         c = i_e * S.BE
@@ -701,8 +872,6 @@ def gated_channel_backward_kernel(
             b_z = load_rows(p_row, S.HKV * S.E, rows, S.E, S.C, S.BE, i_e)
             b_d_row = _add_dot(b_z, tl.trans(b_s), b_d_row, S)
     c = i_d * S.BK
-    p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_h, c), token_pointer(p_k, k, i_b, i_0, i_kv, c)
-    p_decay = token_pointer(p_decay, decay, i_b, i_0, i_kv, c)
     p_d_pair += _square((i_b * S.H + i_h) * chunks + i_c, S)
     p_d_l += _square(i_y, S)
     b_q = load_rows(p_q, q.t, rows, S.D, S.C, S.BK, i_d)
@@ -718,7 +887,20 @@ def gated_channel_backward_kernel(
     b_own = tl.sum(tl.load(p_d_pair, mask=m_own, other=0.0).to(tl.float32), 1)[:, None]
     b_d_column += b_own * b_q
     b_d_q += b_own * b_k
-    for level in range(S.LEVELS):
+    if tl.bfloat16 == S.DOT:
+        if at_once:
+            b_x, m_pairs = _by_halves(b_high, b_low, S), _pairs_of_halves(i_t, S)
+            b_p = tl.where(m_pairs, tl.load(p_d_pair), 0.0)
+            b_column = (b_k * exp2(-b_x)).to(S.DOT)
+            b_x = exp2(b_x)
+            b_d_q += b_x * _dot(b_p, b_column, S)
+            b_sum = _dot(tl.trans(b_p), b_q * b_x, S)
+            if S.DELTA:
+                b_p = tl.where(m_pairs & (i_t < own * S.C)[:, None], tl.load(p_d_l), 0.0)
+                b_d_row += b_x * _dot(b_p, b_column, S)
+                b_sum = _add_dot(tl.trans(b_p), b_k * b_x, b_sum, S)
+            b_d_column += b_sum / b_x
+    for level in range(tl.where(at_once, S.LEVELS - 1, 0), S.LEVELS):
         # What is loaded again comes from the cache, and frees registers.
         b_high, b_low = _load_decay(p_decay, decay.t, rows, i_d, S)
         b_x = _decay(_between(i_t, level), b_high, b_low, S)
@@ -741,7 +923,7 @@ def gated_channel_backward_kernel(
     b_d_g = b_q * b_d_q - b_k * b_d_column
     if S.DELTA:
         if S.SCALED:
-            i_beta = i_d.to(tl.int64) * (tl.num_programs(0) // chunks) * T + (i_b * T + i_0) * S.H + i_h + i_t * S.H
+            i_beta = i_d.to(tl.int64) * (programs // chunks) * T + (i_b * T + i_0) * S.H + i_h + i_t * S.H
             b_beta = _not_zero(_load_beta(p_beta, beta, i_b, i_0, i_kv, rows, S))
             tl.store(p_d_beta + i_beta, tl.sum(b_k * b_d_row, 1) / b_beta, mask=i_t < rows)
         b_d_g += b_k * b_d_row
@@ -753,28 +935,26 @@ def gated_channel_backward_kernel(
 
 
 def forward(x: GatedInputs, problem: GatedProblem, *, zeroed: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out, the state after the last token, and an empty tensor: `backward` needs the inputs alone."""
+    """Return out, the state after the last token, and what `backward` needs."""
     q, k, v, decay, beta, state = tensors = _dense(x)
     plan = _ChannelForward.of(tensors, problem)
     out, after = v.new_empty(plan.out_shape), q.new_empty(plan.state_shape, dtype=torch.float32)
-    work = plan.workspace.allocate(q)
-    marks, pair, inverse, factors, states, u, q_in, k_in, k_out = plan.pointers(plan.workspace, work)
+    saved, work = plan.saved.allocate(q, zeroed=zeroed), plan.workspace.allocate(q)
+    marks, factors, pair, inverse = plan.pointers(plan.saved, saved)
+    u, q_in, w, k_out = plan.pointers(plan.workspace, work)
     marks = marks if plan.bf16 else None
     with on_device(q):
-        for pairs in plan.pairs:
-            pairs(q, k, decay, beta, q_in, k_in, k_out, factors, pair, inverse, marks)
-        if problem.delta:
-            plan.writes(v, beta, k_in, inverse, u)
-        plan.states(v, beta, k_in, k_out, factors, state, states, u, after)
-        plan.read(v, beta, q_in, pair, states, u, out)
-    return out, after, q.new_empty(0, dtype=torch.float32)
+        for rows in plan.rows:
+            rows(q, k, v, decay, beta, q_in, w, k_out, u, factors, pair, inverse, marks)
+        plan.read(v, beta, q_in, w, k_out, factors, pair, state, u, out, after)
+    return out, after, saved
 
 
 def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v, log_decay, beta and of the state before the first token."""
     q, k, v, decay, beta, state = tensors = _dense(x)
     d_out, d_after = dense_rows(saved.d_out), dense(saved.d_state)
-    plan = _ChannelBackward.of((*tensors, d_out, d_after), problem)
+    plan = _ChannelBackward.of((*tensors, d_out, d_after, saved.starts), problem)
     (B, T, H, D), group = q.shape, plan.group
     # Query heads of a group have gradients of their own for what they share, in float32 because they are added up.
     d_q, z = q.new_empty(q.shape), v.new_empty(v.shape, dtype=plan.kind if problem.delta else v.dtype)
@@ -782,21 +962,17 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
     d_decay = decay.new_empty((B, T, H, D))
     d_state = None if state is None else torch.empty_like(state)
     work = plan.workspace.allocate(q)
-    marks, pair, inverse, factors, states, u, d_states, by_value, by_channel, *rows = plan.pointers(
-        plan.workspace, work
-    )
+    marks, factors, pair, inverse = plan.pointers(plan.saved, saved.starts)
+    states, u, d_states, d_pair, d_l, by_value, by_channel, *rows = plan.pointers(plan.workspace, work)
     marks = marks if plan.bf16 else None
     # What the last kernel does not read is stored where it will write gradients.
-    q_in, k_in, k_out = rows or (d_q, d_k.view(q.dtype), d_decay.view(q.dtype))
+    q_in, w, k_out = rows or (d_q, d_k.view(q.dtype), d_decay.view(q.dtype))
     with on_device(q):
-        for pairs in plan.pairs:
-            pairs(q, k, decay, beta, q_in, k_in, k_out, factors, pair, inverse, marks)
-        if problem.delta:
-            plan.writes(v, beta, k_in, inverse, u)
-        kept = q_in, k_in, k_out, factors, pair
-        plan.states(v, beta, d_out, *kept, state, d_after, states, u, d_states, z, d_state)
-        plan.pair_gradients(v, beta, d_out, k_out, d_states, u, z, pair, inverse, by_value)
-        inputs = q, k, v, decay, beta, d_out, states, d_states, u, z, pair, inverse, marks
+        for launch in plan.rows:
+            launch(q, k, v, decay, beta, q_in, w, k_out, u, factors, pair, inverse, marks)
+        plan.states(v, beta, d_out, q_in, w, k_out, factors, pair, state, d_after, states, u, d_states, z, d_state)
+        plan.pair_gradients(v, beta, d_out, k_out, d_states, u, z, pair, inverse, d_pair, d_l, by_value)
+        inputs = q, k, v, decay, beta, d_out, states, d_states, u, z, d_pair, d_l, marks
         for read in plan.read:
             read(*inputs, d_q, d_k, d_decay, by_channel)
     d_beta = None if beta is None else plan.sum_beta(work)
@@ -806,57 +982,45 @@ def backward(saved: GatedSaved, x: GatedInputs, problem: GatedProblem) -> tuple[
 
 
 def saved_size(x: GatedInputs, problem: GatedProblem) -> int:
-    """Return 0: the backward pass computes everything again."""
-    return 0
+    """Return the number of float32 elements that `forward` saves."""
+    return _saved(x.q.dtype, x.q.shape, x.k.shape, problem.delta).size
 
 
 class _ChannelPlan(Plan):
+    backward = False
+
     def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
         super().__init__(device)
         self.tensors = dict(zip(("q", "k", "v", "decay", "beta", "state", "d"), key, strict=False))
-        q, v = self.tensors["q"], self.tensors["v"]
+        q, k, v = self.tensors["q"], self.tensors["k"], self.tensors["v"]
         (self.B, self.T, self.H, D), (Hkv, E), dtype = q[0], v[0][2:], q[2]
         self.group, self.heads, self.scale = self.H // Hkv, self.B * Hkv, problem.scale
         self.out_shape, self.state_shape = (self.B, self.T, self.H, E), (self.B, Hkv, D, E)
         self.bf16 = dtype == torch.bfloat16
-        C, tile = (64, 64) if self.bf16 else (32, 16)
+        C, tile = _tiling(dtype)
         BD, beta = padded(D, tile), self.tensors["beta"] is not None
         sizes = self.H, Hkv, D, E, BD, tile, tile, -(-E // tile), C, C.bit_length() - 1
         dot = tl.bfloat16 if self.bf16 else tl.float32
         channels = tile if self.bf16 and not problem.delta else BD
-        self.sizes = ChannelSizes(*sizes, problem.delta, beta, dot, PRECISION[dtype], channels)
+        self.sizes = ChannelSizes(*sizes, problem.delta, beta, dot, PRECISION[dtype], channels, self.T % C == 0)
         self.chunks = -(-self.T // C)
         self.kind = torch.bfloat16 if self.bf16 else torch.float32
         # float16 does not have the range of products of decays.
         self.in_place = self.kind == dtype
-        scalars = self.T, self.chunks, self.scale
-        kernels = gated_channel_mild_pairs_kernel, gated_channel_pairs_kernel
-        # Three programs per multiprocessor are faster than two with all registers they would take.
-        self.pairs = self.by_strength(kernels, (self.programs,), scalars, "q k decay beta", maxnreg=168)
-        if problem.delta:
-            grid = (self.heads * self.chunks,)
-            backward = isinstance(self, _ChannelBackward)
-            options = {"maxnreg": 168} if self.bf16 else {}
-            self.writes = self.channel_launch(
-                gated_channel_writes_kernel, grid, scalars[:2], "v beta", BACKWARD=backward, **options
-            )
+        self.saved = _saved(dtype, q[0], k[0], problem.delta)
+        kernels = gated_channel_mild_rows_kernel, gated_channel_rows_kernel
+        # Without the delta rule three programs per multiprocessor are faster than two that load ahead.
+        options = {"stages": 3} if problem.delta else {"maxnreg": 168}
+        self.rows = self.by_strength(kernels, (), "q k v decay beta", BACKWARD=self.backward, **options)
 
     @property
     def programs(self) -> int:
         return self.B * self.H * self.chunks
 
-    def buffers(self) -> list[tuple[int, torch.dtype]]:
-        """Marks of strong gates, A^qk, T, e^{G_C}, the states before all chunks, u."""
-        S, delta = self.sizes, self.sizes.DELTA
-        chunks, square = self.heads * self.chunks, S.C * S.C
-        return [
-            (chunks if self.bf16 else 0, torch.int32),
-            (self.programs * square, self.kind),
-            (chunks * square if delta else 0, self.kind),
-            (chunks * 3 * S.BD, torch.float32),
-            self.state_buffer,
-            (self.heads * self.T * S.E if delta else 0, self.kind),
-        ]
+    @property
+    def writes_buffer(self) -> tuple[int, torch.dtype]:
+        """u."""
+        return self.heads * self.T * self.sizes.E if self.sizes.DELTA else 0, self.kind
 
     @property
     def row_buffers(self) -> list[tuple[int, torch.dtype]]:
@@ -869,13 +1033,26 @@ class _ChannelPlan(Plan):
         S = self.sizes
         return self.heads * self.chunks * S.BD * S.BE * S.TILES, self.kind
 
-    def by_strength(self, kernels: tuple[Any, Any], *args: Any, **options: Any) -> list[Launch]:
-        """Create the launches for mild and for other gates; where products take float32, the second alone. options: of
-        the first.
+    def by_strength(
+        self, kernels: tuple[Any, Any], grid: tuple[int, ...], strided: str, *, BACKWARD: bool = False, **options: Any
+    ) -> list[Launch]:
+        """Create the launches for mild and for other gates; where products take float32, the second alone.
+
+        Args:
+            kernels: For mild and for any gates.
+            grid: Programs along the second axis; the first is that of heads and chunks.
+            strided: Tensors whose strides the kernels take.
+            BACKWARD: A constant of the kernels.
+            options: Of the first launch.
         """
         mild, strong = kernels
-        first = [self.channel_launch(mild, *args, **options)] if self.bf16 else []
-        return [*first, self.channel_launch(strong, *args)]
+        scalars, first, marks = (self.T, self.chunks, self.scale), [], 1
+        if self.bf16:
+            marks = MARKED
+            args = (self.programs, *grid), scalars, strided
+            first.append(self.channel_launch(mild, *args, BACKWARD=BACKWARD, **options))
+        args = (-(-self.programs // marks), *grid), (*scalars, self.programs), strided
+        return [*first, self.channel_launch(strong, *args, BACKWARD=BACKWARD, MARKS=marks)]
 
     def channel_launch(
         self,
@@ -905,41 +1082,71 @@ class _ChannelPlan(Plan):
 class _ChannelForward(_ChannelPlan):
     def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
         super().__init__(device, key, problem)
-        S = self.sizes
-        self.workspace = Workspace(*self.buffers(), *self.row_buffers)
-        self.states = self.scan(gated_channel_states_kernel, self.heads, "v beta")
-        grid, scalars = (self.programs, S.TILES), (self.T, self.chunks)
-        self.read = self.channel_launch(gated_channel_forward_kernel, grid, scalars, "v beta")
+        self.workspace = Workspace(self.writes_buffer, *self.row_buffers)
+        sequences, tile = self.B * self.H, self.sizes.BE
+        # Tiles of half the size where programs would leave half of the multiprocessors idle.
+        if self.bf16 and 2 * sequences * self.sizes.TILES <= _processors(device):
+            tile //= 2
+        self.sizes = self.sizes._replace(BS=self.sizes.BD, BE=tile, TILES=-(-self.sizes.E // tile))
+        self.read = self.scan(gated_channel_forward_kernel, sequences, "v beta")
 
 
 class _ChannelBackward(_ChannelPlan):
+    backward = True
+
     def __init__(self, device: int, key: Signature, problem: GatedProblem) -> None:
         super().__init__(device, key, problem)
         S = self.sizes
-        tokens = self.B * self.T * S.HKV
+        tokens, square = self.B * self.T * S.HKV, S.C * S.C
         self.tiles = S.BD // S.BK if S.SCALED and S.DELTA else 0
         self.workspace = Workspace(
-            *self.buffers(),
             self.state_buffer,
+            self.writes_buffer,
+            self.state_buffer,
+            (self.programs * square, self.kind),
+            (self.heads * self.chunks * square if S.DELTA else 0, self.kind),
             (tokens if S.SCALED else 0, torch.float32),
             (self.B * self.T * self.H * self.tiles, torch.float32),
             *([] if self.in_place else self.row_buffers),
         )
         self.states = self.scan(gated_channel_backward_states_kernel, 2 * self.heads, "v beta d")
-        grid, scalars = (self.programs, S.BD // S.BK), (self.T, self.chunks, self.scale)
+        scalars = self.T, self.chunks, self.scale
         self.pair_gradients = self.channel_launch(
             gated_channel_backward_pairs_kernel, (self.heads * self.chunks,), scalars, "v beta d"
         )
         kernels = gated_channel_mild_backward_kernel, gated_channel_backward_kernel
-        self.read = self.by_strength(kernels, grid, scalars, "q k v decay beta d")
+        self.read = self.by_strength(kernels, (S.BD // S.BK,), "q k v decay beta d")
 
     def sum_beta(self, work: Tensor) -> Tensor:
         """dβ (B, T, Hkv) from the part of the values and those of the tiles of channels."""
-        by_value, by_channel = self.workspace.pointers(work, False)[7:9]
+        by_value, by_channel = self.workspace.pointers(work, False)[5:7]
         total = by_value.view(self.B, self.T, -1)
         if self.sizes.DELTA:
             total = total + by_channel.view(self.tiles, self.B, self.T, -1, self.group).sum((0, 4))
         return total
+
+
+def _processors(device: int) -> int:
+    """Number of multiprocessors; Triton's interpreter runs one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
+
+
+def _tiling(dtype: torch.dtype) -> tuple[int, int]:
+    """Tokens in a chunk, and channels or values in a tile."""
+    return (64, 64) if dtype == torch.bfloat16 else (32, 16)
+
+
+def _saved(dtype: torch.dtype, q: Any, k: Any, delta: bool) -> Workspace:
+    """Marks of strong gates, factors, A^qk and T of each chunk."""
+    (B, T, H, D), Hkv = q, k[2]
+    C, tile = _tiling(dtype)
+    chunks, kind = B * -(-T // C), torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    return Workspace(
+        (chunks * Hkv if kind == torch.bfloat16 else 0, torch.int32),
+        (chunks * Hkv * 3 * padded(D, tile), torch.float32),
+        (chunks * H * C * C, kind),
+        (chunks * Hkv * C * C if delta else 0, kind),
+    )
 
 
 def _dense(x: GatedInputs) -> tuple[Any, ...]:
