@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.bench.environment import environment
+from longspan.bench.options import DEVICES
 from longspan.bench.subjects.base import Case, random_qkv
 from longspan.bench.timing import cuda_graph, cuda_ms
 from longspan.mechanisms import build_mechanism
-from longspan.utils import write_atomically
+from longspan.utils import choose, write_atomically
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 SDPA = "PyTorch SDPA"
@@ -37,6 +38,8 @@ class HostOptions:
     """Number of heads."""
     head_dim: int = 64
     """Dimension of a head."""
+    device: str = "cuda"
+    """cpu or cuda."""
     turns: int = 20
     """Turns, in each of which everything is called; medians are over them."""
     calls: int = 10
@@ -59,7 +62,7 @@ class _Allocate(torch.autograd.Function):
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
-def subjects(heads: int, head_dim: int) -> dict[str, tuple[str, Attend]]:
+def subjects(case: Case) -> dict[str, tuple[str, Attend]]:
     """Return by name the mechanism and what is called, causal."""
     options: dict[str, tuple[str, dict[str, Any]]] = {
         "linear": ("linear", {}),
@@ -68,7 +71,9 @@ def subjects(heads: int, head_dim: int) -> dict[str, tuple[str, Attend]]:
     }
     found: dict[str, tuple[str, Attend]] = {}
     for name, (mechanism, given) in options.items():
-        built = build_mechanism(mechanism, heads, head_dim, **given).to("cuda", torch.bfloat16).eval()
+        built = (
+            build_mechanism(mechanism, case.num_heads, case.head_dim, **given).to(case.device, case.torch_dtype).eval()
+        )
         found[name] = mechanism, lambda q, k, v, built=built: built(q, k, v, causal=True)
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -81,12 +86,18 @@ def subjects(heads: int, head_dim: int) -> dict[str, tuple[str, Attend]]:
 
 
 def run(options: HostOptions) -> list[dict[str, Any]]:
-    """Measure on CUDA, write the results after each length, and return their rows.
+    """Measure in bfloat16, write the results after each length, and return their rows.
 
-    `host_*_us` is the time until the calls return, without waiting for the GPU; `*_ms` with waiting for the last one of
-    a turn; `*_graph_ms` that of a CUDA graph.
+    `host_*_us` is the time until the calls return, without waiting for a GPU; `*_ms` with waiting for the last one of a
+    turn; `*_graph_ms` that of a CUDA graph.
+
+    Raises:
+        ValueError: If there is no such device.
     """
-    about = {"format": 1, **environment("cuda"), "options": {**asdict(options), "out": None}}
+    choose("device", options.device, DEVICES)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("this PyTorch finds no CUDA device; use device cpu")
+    about = {"format": 1, **environment(options.device), "options": {**asdict(options), "out": None}}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for length in options.lengths:
@@ -99,15 +110,15 @@ def run(options: HostOptions) -> list[dict[str, Any]]:
 
 def _measure(length: int, options: HostOptions) -> list[dict[str, Any]]:
     sizes = {"batch_size": options.batch, "num_heads": options.heads, "head_dim": options.head_dim}
-    case = Case(length=length, causal=True, dtype="bfloat16", device="cuda", depth=1, **sizes)
+    case = Case(length, causal=True, dtype="bfloat16", device=options.device, **sizes)
     leaves = [x.requires_grad_() for x in random_qkv(case)]
     gradient = torch.randn_like(leaves[2])
-    measured = subjects(options.heads, options.head_dim)
+    measured = subjects(case)
     steps = {name: _steps(attend, leaves, gradient) for name, (_, attend) in measured.items()}
     times: dict[str, dict[str, list[float]]] = {name: {} for name in steps}
     for turn in range(-2, options.turns):  # the first two compile and warm up
         for name, timed in steps.items():
-            for key, microseconds in _turn(*timed, options.calls).items():
+            for key, microseconds in _turn(*timed, options).items():
                 if turn >= 0:
                     times[name].setdefault(key, []).append(microseconds)
     rows = []
@@ -115,7 +126,7 @@ def _measure(length: int, options: HostOptions) -> list[dict[str, Any]]:
         row = {"mechanism": mechanism, "ratio_to": SDPA, "name": name, "case": asdict(case), "status": "ok"}
         row["package"] = "torch" if name in (SDPA, NOTHING) else "longspan"
         row |= {key: round(statistics.median(values), 4) for key, values in times[name].items()}
-        if name != NOTHING:
+        if name != NOTHING and options.device == "cuda":
             forward, both = steps[name][1:]
             row["forward_graph_ms"] = round(statistics.median(cuda_ms(cuda_graph(forward), 20)), 4)
             row["forward_backward_graph_ms"] = round(statistics.median(cuda_ms(cuda_graph(both), 20)), 4)
@@ -140,25 +151,26 @@ def _steps(attend: Attend, leaves: list[Tensor], gradient: Tensor) -> tuple[Step
     return lambda: attend(*leaves), without, lambda: torch.autograd.grad(attend(*leaves), leaves, gradient)
 
 
-def _turn(forward: Step, without: Step, both: Step, calls: int) -> dict[str, float]:
+def _turn(forward: Step, without: Step, both: Step, options: HostOptions) -> dict[str, float]:
     """Time some calls of every kind."""
     found = {}
     for name, step in (("forward", forward), ("no_grad", without), ("forward_backward", both)):
-        host, total = _time(step, calls)
+        host, total = _time(step, options)
         found[f"host_{name}_us"] = host * 1e6
         if name != "no_grad":
             found[f"{name}_ms"] = total * 1e3
     with torch.autograd.set_multithreading_enabled(False):
-        found["host_forward_backward_one_thread_us"] = _time(both, calls)[0] * 1e6
+        found["host_forward_backward_one_thread_us"] = _time(both, options)[0] * 1e6
     return found
 
 
-def _time(step: Step, calls: int) -> tuple[float, float]:
+def _time(step: Step, options: HostOptions) -> tuple[float, float]:
     """Return the seconds of a call until it returns, and until the GPU is done."""
-    torch.cuda.synchronize()
+    wait = torch.cuda.synchronize if options.device == "cuda" else lambda: None
+    wait()
     started = time.perf_counter()
-    for _ in range(calls):
+    for _ in range(options.calls):
         step()
     returned = time.perf_counter()
-    torch.cuda.synchronize()
-    return (returned - started) / calls, (time.perf_counter() - started) / calls
+    wait()
+    return (returned - started) / options.calls, (time.perf_counter() - started) / options.calls
