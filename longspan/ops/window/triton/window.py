@@ -68,7 +68,7 @@ def tilings(dim: int, half_precision: bool) -> tuple[Tiling, Tiling, Tiling]:
     if dim <= 64:
         return Tiling(64, 64, 4, 3), Tiling(64, 32, 4, 3), Tiling(64, 64, 4, 2)
     if dim <= 128:
-        return Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2)
+        return Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)
     return Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 2), Tiling(32, 64, 4, 2)
 
 
@@ -116,6 +116,7 @@ class WindowPlan(Plan):
         by_distance = block_size == 0 and start is None and bounds is None
         scores = T, S, scale * math.log2(math.e), dropout
         self.out_shape, self.lse_shape = (B, T, H, E), (B, H, T, 1 if half_precision else 2)
+        self.pairs = B, H, T, 2
 
         def launch(kernel: Any, tiling: Tiling, blocks: int, *scalars: Any) -> Launch:
             even = T % tiling.queries == 0 and S % tiling.keys == 0
@@ -154,17 +155,17 @@ class WindowPlan(Plan):
         self, d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, *inputs: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Launch; see `backward`."""
-        d_q, d_k, d_v, delta = new_like(inputs[0]), new_like(inputs[1]), new_like(inputs[2]), torch.empty_like(lse)
-        p_out, p_lse, p_d, p_d_lse, p_delta = self.addresses(out, lse, d_out, d_lse, delta)
+        d_q, d_k, d_v, pairs = new_like(inputs[0]), new_like(inputs[1]), new_like(inputs[2]), lse.new_empty(self.pairs)
+        p_out, p_lse, p_d, p_d_lse, p_pairs = self.addresses(out, lse, d_out, d_lse, pairs)
         p_inputs, (p_d_q, p_d_k, p_d_v) = self.addresses(*inputs), self.addresses(d_q, d_k, d_v)
         with on_device(out):
-            self.d_queries(p_inputs, p_out, p_lse, p_d, p_d_lse, p_d_q, p_delta)
-            self.d_keys(p_inputs, p_lse, p_d, p_delta, p_d_k, p_d_v)
+            self.d_queries(p_inputs, p_out, p_lse, p_d, p_d_lse, p_d_q, p_pairs)
+            self.d_keys(p_inputs, p_lse, p_d, p_pairs, p_d_k, p_d_v)
             if not self.bias_parts:
                 return d_q, d_k, d_v, None
             bias = inputs[-1]
-            parts = delta.new_empty(self.bias_parts, *bias.shape)
-            self.d_bias(p_inputs, p_lse, p_d, p_delta, *self.addresses(parts))
+            parts = pairs.new_empty(self.bias_parts, *bias.shape)
+            self.d_bias(p_inputs, p_lse, p_d, p_pairs, *self.addresses(parts))
         return d_q, d_k, d_v, parts.sum(0).to(bias.dtype)
 
 
@@ -282,7 +283,7 @@ def load_tokens(
     W: tl.constexpr,
 ):
     """`load_columns` of tokens i_0 on of one batch row and head, zeros from `end` on. x: strides, the second STRIDE."""
-    p_x = token_pointer(p_x, x, i_b, i_0, i_h)
+    p_x = token_pointer(p_x, x, i_b, 0, i_h) + tl.cast(i_0, tl.int64) * STRIDE
     return load_columns(p_x, STRIDE, None if W.EVEN else end - i_0, SIZE, C, BLOCK, REST)
 
 
@@ -335,23 +336,34 @@ def store_lse(p_lse, i_row, m_row, b_max, b_log, W: tl.constexpr):
 
 
 @triton.jit
-def load_row(p_x, m_x, other, W: tl.constexpr):
-    """Load one number per token, `other` where m_x does not hold, which EVEN excludes."""
-    if W.EVEN:
-        return tl.load(p_x)
-    return tl.load(p_x, mask=m_x, other=other)
-
-
-@triton.jit
 def load_lse(p_lse, i_row, m_row, W: tl.constexpr):
     """Load what `store_lse` stored: lse and its rounding error."""
     if W.PRECISION == "ieee":
-        b_lse = load_row(p_lse + 2 * i_row, m_row, float("inf"), W)
-        b_rest = load_row(p_lse + 2 * i_row + 1, m_row, 0.0, W)
+        b_lse = tl.load(p_lse + 2 * i_row, mask=m_row, other=float("inf"))
+        b_rest = tl.load(p_lse + 2 * i_row + 1, mask=m_row, other=0.0)
     else:
-        b_lse = load_row(p_lse + i_row, m_row, float("inf"), W)
+        b_lse = tl.load(p_lse + i_row, mask=m_row, other=float("inf"))
         b_rest = b_lse  # unused
     return b_lse, b_rest
+
+
+@triton.jit
+def load_pairs(p_pairs, p_lse, i_row, t_0, T, W: tl.constexpr):
+    """Load lse, its rounding error and D − dlse of queries t_0 on; i_row is the first one of the head.
+
+    Triton loads a vector of fewer elements than threads many times over, a block of pairs once.
+    """
+    i_t = tl.arange(0, W.BT)
+    p_pairs += 2 * (i_row + t_0) + (2 * i_t[:, None] + tl.arange(0, 2)[None, :])
+    if W.EVEN:
+        b_lse, b_delta = tl.split(tl.load(p_pairs))
+    else:
+        b_lse, b_delta = tl.split(tl.load(p_pairs, mask=(i_t < T - t_0)[:, None], other=0.0))
+        b_lse = tl.where(i_t < T - t_0, b_lse, float("inf"))
+    b_rest = b_lse  # unused
+    if W.PRECISION == "ieee":
+        b_rest = tl.load(p_lse + 2 * (i_row + t_0 + i_t) + 1, mask=i_t < T - t_0, other=0.0)
+    return b_lse, b_rest, b_delta
 
 
 @triton.jit
@@ -419,9 +431,9 @@ def window_forward_kernel(inputs, p_out, p_lse, T, S, scale, dropout, strides, W
 
 @triton.jit(do_not_specialize=["T", "S"])
 def window_backward_queries_kernel(
-    inputs, p_out, p_lse, p_d_out, p_d_lse, p_d_q, p_delta, T, S, scale, dropout, score_scale, strides, W: tl.constexpr
+    inputs, p_out, p_lse, p_d_out, p_d_lse, p_d_q, p_pairs, T, S, scale, dropout, score_scale, strides, W: tl.constexpr
 ):
-    """Compute dq of BT queries of one head, and D − dlse. score_scale: that of the scores without log₂ e."""
+    """Compute dq of BT queries of one head, and pairs of lse and D − dlse. score_scale: without log₂ e."""
     PRECISION: tl.constexpr = W.PRECISION
     p_q, p_k, p_v, p_mask, p_start, p_bounds, p_seed, p_bias = inputs
     q, k, v, d_out = strides
@@ -441,8 +453,9 @@ def window_backward_queries_kernel(
     if p_d_lse is not None:
         b_error -= tl.load(p_d_lse + i_lse, mask=i_t < T, other=0.0) * LOG2E
         b_delta += b_error
+    tl.store(p_pairs + 2 * i_lse, b_lse, mask=i_t < T)
     if W.PRECISION != "ieee":
-        tl.store(p_delta + i_lse, b_delta, mask=i_t < T)
+        tl.store(p_pairs + 2 * i_lse + 1, b_delta, mask=i_t < T)
     b_q, b_q_rest = load_tokens(p_q, q, W.SQ, i_b, i_0, i_h, T, W.D, W.BT, W.BD, W.RD, W)
     b_d_q, b_d_q_rest = zeros(W.BT, W.BD), zeros(W.BT, W.RD if W.RD > 0 else 16)
     b_mean, b_mean_rest = zeros(W.BT, W.BD), zeros(W.BT, W.RD if W.RD > 0 else 16)
@@ -478,14 +491,14 @@ def window_backward_queries_kernel(
         # Σ_j dS_ij is dlse_i but for the rounding error of D, which matters where few keys are visible.
         b_d_q -= b_error[:, None] * b_mean
         b_d_q_rest -= b_error[:, None] * b_mean_rest
-        tl.store(p_delta + i_lse, b_delta + b_error, mask=i_t < T)
+        tl.store(p_pairs + 2 * i_lse + 1, b_delta + b_error, mask=i_t < T)
     b_d_q, b_d_q_rest = b_d_q * score_scale, b_d_q_rest * score_scale
     store_columns(p_d_q + i_row * W.D, W.H * W.D, T - i_0, b_d_q, b_d_q_rest, W.D, W.BT, W.BD, W.RD)
 
 
 @triton.jit(do_not_specialize=["T", "S"])
 def window_backward_keys_kernel(
-    inputs, p_lse, p_d_out, p_delta, p_d_k, p_d_v, T, S, scale, dropout, score_scale, strides, W: tl.constexpr
+    inputs, p_lse, p_d_out, p_pairs, p_d_k, p_d_v, T, S, scale, dropout, score_scale, strides, W: tl.constexpr
 ):
     """Compute dk and dv of BS keys of one key/value head, summed over the query heads that share it."""
     G: tl.constexpr = W.H // W.HKV
@@ -516,8 +529,7 @@ def window_backward_keys_kernel(
             i_t = t_0 + tl.arange(0, W.BT)
             b_q, b_q_rest = load_tokens(p_q, q, W.SQ, i_b, t_0, i_h, T, W.D, W.BT, W.BD, W.RD, W)
             b_d_out, b_d_out_rest = load_tokens(p_d_out, d_out, W.SD, i_b, t_0, i_h, T, W.E, W.BT, W.BE, W.RE, W)
-            b_lse, b_rest = load_lse(p_lse, i_row + i_t, i_t < T, W)
-            b_delta = load_row(p_delta + i_row + i_t, i_t < T, 0.0, W)
+            b_lse, b_rest, b_delta = load_pairs(p_pairs, p_lse, i_row, t_0, T, W)
             low, high = visible_keys(i_b, i_t, p_start, p_bounds, T, S, W)
             b_s = product_of_columns(b_k, b_k_rest, b_q, b_q_rest, W.RD, PRECISION) * scale
             b_s = add_bias(b_s, p_bias, i_h, (i_t + (S - T))[None, :], i_s[:, None], phase, W)
@@ -533,17 +545,16 @@ def window_backward_keys_kernel(
             if (s_0 < inner) | (s_0 + W.BS > outer):
                 b_s = hide(b_s, (i_t + (S - T))[None, :], i_s[:, None], low[None, :], high[None, :], W)
             b_p = exp2_negative(b_s, W)
+            b_d_p = product_of_columns(b_v, b_v_rest, b_d_out, b_d_out_rest, W.RE, PRECISION)
             b_dropped = b_p
             if p_seed is not None:
                 m_kept = dropout_mask(p_seed, i_b.to(tl.int32) * W.H + i_h, i_t[None, :], i_s[:, None], dropout)
                 b_dropped = tl.where(m_kept, b_p / (1 - dropout), 0.0)
+                b_d_p = tl.where(m_kept, b_d_p / (1 - dropout), 0.0)
             b_dropped = b_dropped.to(b_d_out.dtype)
             b_d_v = add_product(b_dropped, b_d_out, b_d_v, PRECISION)
             if W.RE > 0:
                 b_d_v_rest = add_product(b_dropped, b_d_out_rest, b_d_v_rest, PRECISION)
-            b_d_p = product_of_columns(b_v, b_v_rest, b_d_out, b_d_out_rest, W.RE, PRECISION)
-            if p_seed is not None:
-                b_d_p = tl.where(m_kept, b_d_p / (1 - dropout), 0.0)
             b_d_s = b_p * (b_d_p - b_delta[None, :])
             if W.SHARED_QK:
                 b_d_s = tl.where(m_own, 0.0, b_d_s)
@@ -559,7 +570,7 @@ def window_backward_keys_kernel(
 
 @triton.jit(do_not_specialize=["T", "S", "B", "parts"])
 def window_backward_bias_kernel(
-    inputs, p_lse, p_d_out, p_delta, p_d_bias, T, S, scale, dropout, B, parts, strides, W: tl.constexpr
+    inputs, p_lse, p_d_out, p_pairs, p_d_bias, T, S, scale, dropout, B, parts, strides, W: tl.constexpr
 ):
     """Compute BT × BS entries of the gradient of the bias of one head, Σ dS over every `parts`-th block of a batch row.
 
@@ -595,7 +606,7 @@ def window_backward_bias_kernel(
         b_d_out, b_d_out_rest = load_between(p_d, d_out.t, t_0, T, W.E, W.BT, W.BE, W.RE)
         i_lse = (i_b * W.H + i_h) * T + i_t
         b_lse, b_rest = load_lse(p_lse, i_lse, m_t, W)
-        b_delta = tl.load(p_delta + i_lse, mask=m_t, other=0.0)
+        b_delta = tl.load(p_pairs + 2 * i_lse + 1, mask=m_t, other=0.0)
         b_s = product_of_columns(b_q, b_q_rest, b_k, b_k_rest, W.RD, PRECISION) * scale
         b_s = add_bias(b_s, p_bias, i_h, (i_t + (S - T))[:, None], i_s[None, :], phase, W)
         b_d_p = product_of_columns(b_d_out, b_d_out_rest, b_v, b_v_rest, W.RE, PRECISION)
