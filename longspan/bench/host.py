@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from longspan.bench.timing import cuda_graph, cuda_ms
 from longspan.mechanisms import build_mechanism
 from longspan.utils import choose, write_atomically
 
+Row = dict[str, Any]
+Step = Callable[[], Any]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 SDPA = "PyTorch SDPA"
 NOTHING = "a function that only allocates"
@@ -71,10 +74,8 @@ def subjects(case: Case) -> dict[str, tuple[str, Attend]]:
     }
     found: dict[str, tuple[str, Attend]] = {}
     for name, (mechanism, given) in options.items():
-        built = (
-            build_mechanism(mechanism, case.num_heads, case.head_dim, **given).to(case.device, case.torch_dtype).eval()
-        )
-        found[name] = mechanism, lambda q, k, v, built=built: built(q, k, v, causal=True)
+        built = build_mechanism(mechanism, case.num_heads, case.head_dim, **given)
+        found[name] = mechanism, partial(built.to(case.device, case.torch_dtype).eval(), causal=True)
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -85,7 +86,7 @@ def subjects(case: Case) -> dict[str, tuple[str, Attend]]:
     return found
 
 
-def run(options: HostOptions) -> list[dict[str, Any]]:
+def run(options: HostOptions) -> list[Row]:
     """Measure in bfloat16, write the results after each length, and return their rows.
 
     `host_*_us` is the time until the calls return, without waiting for a GPU; `*_ms` with waiting for the last one of a
@@ -99,7 +100,7 @@ def run(options: HostOptions) -> list[dict[str, Any]]:
         raise ValueError("this PyTorch finds no CUDA device; use device cpu")
     about = {"format": 1, **environment(options.device), "options": {**asdict(options), "out": None}}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for length in options.lengths:
         rows += _measure(length, options)
         write_atomically(options.out, json.dumps({**about, "rows": rows}, indent=1) + "\n")
@@ -108,7 +109,7 @@ def run(options: HostOptions) -> list[dict[str, Any]]:
     return rows
 
 
-def _measure(length: int, options: HostOptions) -> list[dict[str, Any]]:
+def _measure(length: int, options: HostOptions) -> list[Row]:
     sizes = {"batch_size": options.batch, "num_heads": options.heads, "head_dim": options.head_dim}
     case = Case(length, causal=True, dtype="bfloat16", device=options.device, **sizes)
     leaves = [x.requires_grad_() for x in random_qkv(case)]
@@ -121,9 +122,9 @@ def _measure(length: int, options: HostOptions) -> list[dict[str, Any]]:
             for key, microseconds in _turn(*timed, options).items():
                 if turn >= 0:
                     times[name].setdefault(key, []).append(microseconds)
-    rows = []
+    rows: list[Row] = []
     for name, (mechanism, _) in measured.items():
-        row = {"mechanism": mechanism, "ratio_to": SDPA, "name": name, "case": asdict(case), "status": "ok"}
+        row: Row = {"mechanism": mechanism, "ratio_to": SDPA, "name": name, "case": asdict(case), "status": "ok"}
         row["package"] = "torch" if name in (SDPA, NOTHING) else "longspan"
         row |= {key: round(statistics.median(values), 4) for key, values in times[name].items()}
         if name != NOTHING and options.device == "cuda":
@@ -136,9 +137,6 @@ def _measure(length: int, options: HostOptions) -> list[dict[str, Any]]:
         keys = [key for key in row if key.endswith(("_us", "_ms")) and key in reference]
         row["ratios"] = {key: row[key] / reference[key] for key in keys}
     return rows
-
-
-Step = Callable[[], Any]
 
 
 def _steps(attend: Attend, leaves: list[Tensor], gradient: Tensor) -> tuple[Step, Step, Step]:
@@ -166,7 +164,7 @@ def _turn(forward: Step, without: Step, both: Step, options: HostOptions) -> dic
 
 def _time(step: Step, options: HostOptions) -> tuple[float, float]:
     """Return the seconds of a call until it returns, and until the GPU is done."""
-    wait = torch.cuda.synchronize if options.device == "cuda" else lambda: None
+    wait: Step = torch.cuda.synchronize if options.device == "cuda" else int
     wait()
     started = time.perf_counter()
     for _ in range(options.calls):
