@@ -8,8 +8,8 @@ last query's last key, and masks pairs only outside the range that all its queri
 
 The gradient of the log-sum-exp is subtracted from D, since ∂lse_i/∂S_ij = P_ij. The backward pass recomputes P from
 the saved lse. One kernel iterates over the keys of each query for dq and D, which it stores beside lse, a second over
-the queries of each key for dk and dv, a third over batch rows and blocks for the gradient of a bias: without atomic additions, results are
-deterministic.
+the queries of each key for dk and dv, a third over batch rows and blocks for the gradient of a bias: without atomic
+additions, results are deterministic.
 """
 
 from __future__ import annotations
