@@ -312,7 +312,7 @@ def hide(b_s, i_q, i_s, low, high, W: tl.constexpr):
         AHEAD: tl.constexpr = 0 if W.CAUSAL else W.AHEAD
         m_s = (i_q - i_s + AHEAD).to(tl.uint32) < tl.cast(W.BACK + AHEAD + 1, tl.uint32)
     else:
-        m_s = (i_s - low).to(tl.uint32) < tl.maximum(high - low, 0).to(tl.uint32)
+        m_s = is_between(i_s, low, high)
     return tl.where(m_s, b_s, float("-inf"))
 
 
