@@ -60,15 +60,24 @@ PROGRAMS = 1024  # least number of programs that compute the gradient of a bias,
 Tiling = namedtuple("Tiling", "queries keys warps stages")
 
 
-def tilings(dim: int, half_precision: bool) -> tuple[Tiling, Tiling, Tiling]:
-    """Return the tilings of the forward kernel, of that for dq and of that for dk and dv, for a padded dimension."""
+def tilings(dim: int, half_precision: bool, even: bool) -> tuple[Tiling, Tiling, Tiling]:
+    """Return the tilings of the forward kernel, of that for dq and of that for dk and dv.
+
+    Args:
+        dim: The padded dimension of a head.
+        half_precision: Whether the inputs are bfloat16 or float16.
+        even: Whether 64 divides the numbers of queries and keys, so that loads take no masks and fewer registers.
+    """
     if not half_precision:
         small = Tiling(32, 32, 4 if dim <= 64 else 8, 1) if dim <= 128 else Tiling(16, 32, 8, 1)
         return small, small, small
     if dim <= 64:
-        return Tiling(64, 64, 4, 3), Tiling(64, 32, 4, 3), Tiling(64, 64, 4, 2)
+        d_queries, d_keys = (
+            (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 3)) if even else (Tiling(64, 32, 4, 3), Tiling(64, 64, 4, 2))
+        )
+        return Tiling(64, 64, 4, 3), d_queries, d_keys
     if dim <= 128:
-        return Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2)
+        return Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64 if even else 32, 64, 4, 2)
     return Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 2), Tiling(32, 64, 4, 2)
 
 
@@ -125,7 +134,7 @@ class WindowPlan(Plan):
             constants |= {"num_warps": tiling.warps, "num_stages": tiling.stages}
             return self.launch(kernel, (B * blocks,), (*scores, *scalars), constants)
 
-        first, d_queries, d_keys = tilings(max(BD + RD, BE + RE), half_precision)
+        first, d_queries, d_keys = tilings(max(BD + RD, BE + RE), half_precision, T % 64 == 0 and S % 64 == 0)
         strides = tuple(Strides.of(x) for x in (q, k, v, *key[TENSORS : TENSORS + 1]))
         if len(key) == TENSORS:
             self.forward = launch(window_forward_kernel, first, -(-T // first.queries) * H, strides)
@@ -306,11 +315,26 @@ def is_between(i, low, high):
 
 
 @triton.jit
-def hide(b_s, i_q, i_s, low, high, W: tl.constexpr):
-    """Return scores with −∞ for keys i_s that queries do not see. i_q: their own keys. [low, high): what they see."""
+def tile_at_edge(i_b, t_0, s_0, p_start, p_bounds, T, S, W: tl.constexpr):
+    """Whether a query of the tile from t_0 on does not see all keys of that from s_0 on."""
+    if W.BY_DISTANCE:
+        inner = t_0 + (S - T) + (W.BT - 1 - W.BACK)
+        outer = t_0 + (S - T) + (1 if W.CAUSAL else W.AHEAD + 1)
+    else:
+        _, outer = visible_keys(i_b, t_0, p_start, p_bounds, T, S, W)
+        inner, _ = visible_keys(i_b, tl.minimum(t_0 + W.BT, T) - 1, p_start, p_bounds, T, S, W)
+    return (s_0 < inner) | (s_0 + W.BS > outer)
+
+
+@triton.jit
+def hide(b_s, distance, i_s, low, high, W: tl.constexpr):
+    """Return scores with −∞ for keys i_s that queries do not see. distance: from a key to the query's own.
+
+    low, high: the range of keys that a query sees.
+    """
     if W.BY_DISTANCE:
         AHEAD: tl.constexpr = 0 if W.CAUSAL else W.AHEAD
-        m_s = (i_q - i_s + AHEAD).to(tl.uint32) < tl.cast(W.BACK + AHEAD + 1, tl.uint32)
+        m_s = (distance + AHEAD).to(tl.uint32) < tl.cast(W.BACK + AHEAD + 1, tl.uint32)
     else:
         m_s = is_between(i_s, low, high)
     return tl.where(m_s, b_s, float("-inf"))
@@ -401,7 +425,8 @@ def window_forward_kernel(inputs, p_out, p_lse, T, S, scale, dropout, strides, W
         if p_mask is not None:
             b_s = tl.where((tl.load(p_mask + i_b * S + i_s, mask=i_s < S, other=0) != 0)[None, :], b_s, float("-inf"))
         if (s_0 < inner) | (s_0 + W.BS > outer):
-            b_s = hide(b_s, (i_t + (S - T))[:, None], i_s[None, :], low[:, None], high[:, None], W)
+            distance = (i_t + (S - T))[:, None] - i_s[None, :]
+            b_s = hide(b_s, distance, i_s[None, :], low[:, None], high[:, None], W)
         b_top = tl.maximum(b_max, tl.max(b_s, 1))
         b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
         b_p = exp2_negative(b_s - b_base[:, None], W)
@@ -426,7 +451,8 @@ def window_forward_kernel(inputs, p_out, p_lse, T, S, scale, dropout, strides, W
     b_log += (b_sum * exp2_negative(-b_log, W) - 1) * LOG2E
     store_lse(p_lse, (i_b * W.H + i_h) * T + i_t, i_t < T, b_max, b_log, W)
     p_out += ((i_b * T + i_0) * W.H + i_h) * W.E
-    store_columns(p_out, W.H * W.E, T - i_0, b_out * b_scale, b_out_rest * b_scale, W.E, W.BT, W.BE, W.RE)
+    rows = None if W.EVEN else T - i_0
+    store_columns(p_out, W.H * W.E, rows, b_out * b_scale, b_out_rest * b_scale, W.E, W.BT, W.BE, W.RE)
 
 
 @triton.jit(do_not_specialize=["T", "S"])
@@ -441,9 +467,9 @@ def window_backward_queries_kernel(
     i_kv = i_h // (W.H // W.HKV)
     phase = bias_phase(i_b, p_start, W) if p_bias is not None else 0
 
-    i_row = (i_b * T + i_0) * W.H + i_h
+    i_row, rows = (i_b * T + i_0) * W.H + i_h, None if W.EVEN else T - i_0
     b_d_out, b_d_out_rest = load_tokens(p_d_out, d_out, W.SD, i_b, i_0, i_h, T, W.E, W.BT, W.BE, W.RE, W)
-    b_out, b_out_rest = load_columns(p_out + i_row * W.E, W.H * W.E, None if W.EVEN else T - i_0, W.E, W.BT, W.BE, W.RE)
+    b_out, b_out_rest = load_columns(p_out + i_row * W.E, W.H * W.E, rows, W.E, W.BT, W.BE, W.RE)
     b_delta = tl.sum(b_d_out.to(tl.float32) * b_out.to(tl.float32), 1)
     if W.RE > 0:
         b_delta += tl.sum(b_d_out_rest.to(tl.float32) * b_out_rest.to(tl.float32), 1)
@@ -472,7 +498,8 @@ def window_backward_queries_kernel(
         if p_mask is not None:
             b_s = tl.where((tl.load(p_mask + i_b * S + i_s, mask=i_s < S, other=0) != 0)[None, :], b_s, float("-inf"))
         if (s_0 < inner) | (s_0 + W.BS > outer):
-            b_s = hide(b_s, (i_t + (S - T))[:, None], i_s[None, :], low[:, None], high[:, None], W)
+            distance = (i_t + (S - T))[:, None] - i_s[None, :]
+            b_s = hide(b_s, distance, i_s[None, :], low[:, None], high[:, None], W)
         b_p = exp2_negative(b_s, W)
         if p_seed is not None:
             m_kept = dropout_mask(p_seed, i_b.to(tl.int32) * W.H + i_h, i_t[:, None], i_s[None, :], dropout)
@@ -493,7 +520,7 @@ def window_backward_queries_kernel(
         b_d_q_rest -= b_error[:, None] * b_mean_rest
         tl.store(p_pairs + 2 * i_lse + 1, b_delta + b_error, mask=i_t < T)
     b_d_q, b_d_q_rest = b_d_q * score_scale, b_d_q_rest * score_scale
-    store_columns(p_d_q + i_row * W.D, W.H * W.D, T - i_0, b_d_q, b_d_q_rest, W.D, W.BT, W.BD, W.RD)
+    store_columns(p_d_q + i_row * W.D, W.H * W.D, rows, b_d_q, b_d_q_rest, W.D, W.BT, W.BD, W.RD)
 
 
 @triton.jit(do_not_specialize=["T", "S"])
@@ -539,11 +566,9 @@ def window_backward_keys_kernel(
                 b_s = tl.where(m_own, (LAST_RESORT.value - b_lse)[None, :], b_s)
             if p_mask is not None:
                 b_s = tl.where(m_key[:, None], b_s, float("-inf"))
-            t_last = tl.minimum(t_0 + W.BT, T) - 1
-            _, outer = visible_keys(i_b, t_0, p_start, p_bounds, T, S, W)
-            inner, _ = visible_keys(i_b, t_last, p_start, p_bounds, T, S, W)
-            if (s_0 < inner) | (s_0 + W.BS > outer):
-                b_s = hide(b_s, (i_t + (S - T))[None, :], i_s[:, None], low[None, :], high[None, :], W)
+            if tile_at_edge(i_b, t_0, s_0, p_start, p_bounds, T, S, W):
+                distance = i_t[None, :] - (i_s - (S - T))[:, None]
+                b_s = hide(b_s, distance, i_s[:, None], low[None, :], high[None, :], W)
             b_p = exp2_negative(b_s, W)
             b_d_p = product_of_columns(b_v, b_v_rest, b_d_out, b_d_out_rest, W.RE, PRECISION)
             b_dropped = b_p
@@ -562,10 +587,10 @@ def window_backward_keys_kernel(
             b_d_k = add_product(b_d_s, b_q, b_d_k, PRECISION)
             if W.RD > 0:
                 b_d_k_rest = add_product(b_d_s, b_q_rest, b_d_k_rest, PRECISION)
-    i_row = (i_b * S + s_0) * W.HKV + i_kv
+    i_row, rows = (i_b * S + s_0) * W.HKV + i_kv, None if W.EVEN else S - s_0
     b_d_k, b_d_k_rest = b_d_k * score_scale, b_d_k_rest * score_scale
-    store_columns(p_d_k + i_row * W.D, W.HKV * W.D, S - s_0, b_d_k, b_d_k_rest, W.D, W.BS, W.BD, W.RD)
-    store_columns(p_d_v + i_row * W.E, W.HKV * W.E, S - s_0, b_d_v, b_d_v_rest, W.E, W.BS, W.BE, W.RE)
+    store_columns(p_d_k + i_row * W.D, W.HKV * W.D, rows, b_d_k, b_d_k_rest, W.D, W.BS, W.BD, W.RD)
+    store_columns(p_d_v + i_row * W.E, W.HKV * W.E, rows, b_d_v, b_d_v_rest, W.E, W.BS, W.BE, W.RE)
 
 
 @triton.jit(do_not_specialize=["T", "S", "B", "parts"])
