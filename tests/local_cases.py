@@ -79,6 +79,15 @@ CASES = [
     Case(bias=7, T=11, H=1, Hkv=1, back=8, causal=True, past=9, start=(-9, 4)),
     Case(bias=5, T=11, H=2, Hkv=1, block_size=5, back=1, ahead=0, causal=True, past=6, start=(-6, 9)),
     Case(bias=17, D=83, E=67, B=1, H=1, Hkv=1, T=37, back=5, ahead=0),
+    # Tiles divide the tokens: loads without masks, and masks by distance.
+    Case(T=128, D=16, E=16, causal=True, H=2, Hkv=1, strided=True),
+    Case(T=128, D=16, E=16, B=1, H=2, Hkv=1),
+    Case(T=64, D=16, E=16, past=64, causal=True, back=70),
+    Case(T=64, D=16, E=16, past=64, causal=True, back=70, start=(-64, 3)),
+    Case(T=128, D=16, E=67, B=1, packed=(40, 1, 87), causal=True),
+    Case(T=64, D=16, E=16, B=1, block_size=11, back=1, ahead=1, masked=True),
+    Case(T=128, D=16, E=16, B=1, H=1, Hkv=1, causal=True, shared_qk=True, back=3, scale=-0.3),
+    Case(T=64, D=16, E=16, B=1, H=1, Hkv=1, bias=7, back=9, ahead=0),
 ]
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from longspan.bench import sweep
+from longspan.bench import host, sweep
 from longspan.bench.options import BenchOptions
 from longspan.bench.suite import failed, run
 
@@ -17,8 +17,13 @@ def main() -> None:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     if "out" in values:
         values["out"] = Path(values["out"])
-    if values.get("subject") == "sweep":
-        sweep.run(sweep.SweepOptions(**{name: value for name, value in values.items() if name != "subject"}))
+    subject = values.get("subject")
+    if subject in ("host", "sweep"):
+        del values["subject"]
+        if subject == "host":
+            host.run(host.HostOptions(**values))
+        else:
+            sweep.run(sweep.SweepOptions(**values))
         return
     sys.exit(failed(run(BenchOptions(**values))))
 

@@ -25,8 +25,8 @@ class BenchFlags(BenchOptions):
 
     subject: Annotated[str, Positional, tyro.conf.arg(metavar="SUBJECT")] = "mechanisms"
     """mechanisms, layers, train, generate, decode or compile; all: all of these; gpu: the GPU suite; tables: update
-    the tables in the documents from results. `longspan bench sweep`, `longspan bench quality`, `longspan bench recall`
-    and `longspan bench serve` have options of their own."""
+    the tables in the documents from results. `longspan bench sweep`, `longspan bench host`, `longspan bench quality`,
+    `longspan bench recall` and `longspan bench serve` have options of their own."""
     causal: FlagCreatePairsOff[bool] = False
     """Causal attention, the default; the suite "all" measures both."""
     bidirectional: FlagCreatePairsOff[bool] = False
@@ -40,7 +40,7 @@ class BenchFlags(BenchOptions):
 
 def main(argv: Sequence[str]) -> None:
     """Run the command."""
-    if argv and argv[0] in ("quality", "recall", "sweep"):
+    if argv and argv[0] in ("host", "quality", "recall", "sweep"):
         _append_results(argv[0], argv[1:])
         return
     if argv and argv[0] == "serve":
@@ -64,10 +64,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _append_results(subject: str, argv: Sequence[str]) -> None:
-    from longspan.bench import quality, recall, sweep
+    from longspan.bench import host, quality, recall, sweep
 
     try:
-        if subject == "quality":
+        if subject == "host":
+            host.run(parse(host.HostOptions, argv, "bench host"))
+        elif subject == "quality":
             quality.run(parse(quality.QualityOptions, argv, "bench quality"))
         elif subject == "recall":
             recall.run(parse(recall.RecallOptions, argv, "bench recall"))

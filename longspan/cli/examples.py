@@ -43,6 +43,7 @@ EXAMPLES = {
         "longspan bench generate --device cuda --dtype bfloat16",
         "longspan bench all --out runs/bench --minutes 30",
     ),
+    "bench host": ("longspan bench host --lengths 256,1024",),
     "bench quality": ("longspan bench quality --data book.txt --candidates softmax,local+linear --seconds 60",),
     "bench recall": ("longspan bench recall --tasks mqar,parity --mechanisms linear,delta-head --length 256",),
     "bench sweep": (

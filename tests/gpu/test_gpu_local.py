@@ -32,6 +32,13 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 LARGER = [
     *(Case(T=T, B=1, D=64, E=64, back=99, causal=True) for T in (63, 64, 65, 127, 129)),
     Case(T=1031, B=1, H=2, Hkv=2, D=64, E=64, back=255, causal=True),
+    # Tiles divide the tokens.
+    Case(T=1024, B=2, H=2, Hkv=1, D=64, E=64, back=255, causal=True),
+    Case(T=1024, B=1, H=2, Hkv=2, D=128, E=128, back=511, causal=True, strided=True),
+    Case(T=512, B=1, H=2, Hkv=1, D=128, E=64, back=200, ahead=90, masked=True),
+    Case(T=512, B=1, H=1, Hkv=1, D=128, E=128, past=256, back=300, causal=True),
+    Case(T=512, B=1, H=2, Hkv=1, D=128, E=128, packed=(65, 1, 200, 246), back=100, causal=True),
+    Case(T=256, B=1, H=1, Hkv=1, D=256, E=256, back=99, causal=True),
     Case(T=1031, B=1, H=4, Hkv=2, D=64, E=64, block_size=128, back=1, ahead=0, causal=True),
     Case(T=517, B=1, H=2, Hkv=1, D=64, E=128, back=100, ahead=50, masked=True),
     Case(T=517, B=1, H=2, Hkv=2, D=128, E=128, back=200, ahead=200),

@@ -119,8 +119,11 @@ def store_block(p_x, stride, m_t, b_x, SIZE: tl.constexpr, C: tl.constexpr, BLOC
 
 @triton.jit
 def load_rows(p_x, stride, rows, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, i_x=0):
-    """`load_block` of the first `rows` rows."""
-    return load_block(p_x, stride, tl.arange(0, C) < rows, SIZE, C, BLOCK, i_x)
+    """`load_block` of the first `rows` rows, or of all of them without a mask if `rows` is None."""
+    i_t = tl.arange(0, C)
+    if rows is None and SIZE % BLOCK == 0:
+        return tl.load(p_x + (i_t[:, None] * stride + tl.arange(0, BLOCK)[None, :]))
+    return load_block(p_x, stride, i_t >= 0 if rows is None else i_t < rows, SIZE, C, BLOCK, i_x)
 
 
 @triton.jit
@@ -163,7 +166,12 @@ def reload_rows(p_x, stride, rows, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: t
 @triton.jit
 def store_rows(p_x, stride, rows, b_x, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, i_x=0):
     """Store what `load_rows` loads."""
-    store_block(p_x, stride, tl.arange(0, C) < rows, b_x, SIZE, C, BLOCK, i_x)
+    i_t = tl.arange(0, C)
+    if rows is None and SIZE % BLOCK == 0:
+        p_x += i_t[:, None] * stride + tl.arange(0, BLOCK)[None, :]
+        tl.store(p_x, b_x.to(p_x.dtype.element_ty))
+    else:
+        store_block(p_x, stride, i_t >= 0 if rows is None else i_t < rows, b_x, SIZE, C, BLOCK, i_x)
 
 
 @triton.jit

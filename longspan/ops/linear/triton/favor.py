@@ -99,7 +99,7 @@ TILINGS = {
 # The sums before all chunks of all sequences are four times the size of an input or more. Sequences are processed in
 # several parts if those sums would exceed SMALL bytes and these shares of the bytes of q, k, v and out: for the
 # results, for the gradients of queries, and for those of keys, when three gradients are allocated already.
-SMALL = 1 << 24
+SMALL = 1 << 26
 READ_SHARE, QUERIES_SHARE, KEYS_SHARE = 1.75, 1.25, 0.625
 
 
