@@ -505,11 +505,8 @@ def triton_algorithm(x: LinearInputs, feature_map: str, normalize: bool) -> str:
         return "chunk"
     if feature_map == "favor":
         return "favor"
-    if size <= 64:
-        return "fused_chunk"
-    if dispatch.insufficient_shared_memory(x.q, 163) is not None:
-        return "chunk"
-    return "fused_chunk" if size <= 128 else "tiled_chunk"
+    fits = size <= 64 or (size <= 128 and dispatch.insufficient_shared_memory(x.q, 163) is None)
+    return "fused_chunk" if fits else "tiled_chunk"
 
 
 def why_not_triton(

@@ -41,7 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.ops.common.exp import LOG2E, exp2, scaled_sum, widen
-from longspan.ops.common.launch import Launch, Signature, Strides, Workspace, dense, dense_rows, new_like, on_device
+from longspan.ops.common.launch import Launch, Signature, Workspace, dense, dense_rows, new_like, on_device
 from longspan.ops.common.tiles import (
     FLOOR,
     ZERO_NORMALIZER,
@@ -60,7 +60,7 @@ from longspan.ops.common.tiles import (
     zeros,
 )
 from longspan.ops.linear import LinearInputs, LinearProblem, LinearSaved
-from longspan.ops.linear.triton.scan import SMALL, Part, StatesPlan
+from longspan.ops.linear.triton.scan import Part, StatesPlan, is_small
 
 # Features in a tile, warps, pipeline stages, the register limit per thread, and the largest number of programs that go
 # through segments: as many as a large GPU runs at once.
@@ -891,7 +891,7 @@ class _FavorBackward(_FavorPlan):
         tokens, more = (rows * CHUNK, torch.float32), (rows * CHUNK if self.S.EPSILON else 0, torch.float32)
         self.query_stack, self.key_stack = Workspace(*self.stack(queries[0])), Workspace(*self.stack(keys[0]))
         # A small stack is allocated with the rows and used twice: allocations take the host time too.
-        small = self.query_stack.buffers if 4 * self.query_stack.size <= SMALL and queries == keys else ()
+        small = self.query_stack.buffers if is_small(self.query_stack) and queries == keys else ()
         self.rows = Workspace(tokens, tokens, more, more, *small)
         unused = {"HKV": 0, "D": 0, "M": 0, "BD": 0, "BM": 0}
         self.delta = self.tiled(linear_favor_backward_delta_kernel, self.tilings.delta, rows, (), "d", **unused)

@@ -102,16 +102,21 @@ class CausalPlan(Plan):
 
 # Sequences from `first` on, each in segments of `run` chunks.
 Part = namedtuple("Part", "first sequences segments run")
-# Bytes of the sums of all sequences that are not worth processing the sequences in parts.
+# Bytes of sums, see `is_small`.
 SMALL = 1 << 24
+
+
+def is_small(sums: Workspace) -> bool:
+    """Whether these sums are not worth processing the sequences in parts."""
+    return 4 * sums.size <= SMALL
 
 
 class StatesPlan(CausalPlan):
     """Plans of algorithms that store the sums before every chunk, of all sequences or of a part at a time.
 
-    A subclass sets `S`, whose members `BM` and `BE` are the padded sizes of the sums; `tiles`, the programs that sum one
-    segment; and `programs`, how many of those a large GPU runs at once. A tiling has the members `tile`, `warps`,
-    `stages` and `registers`.
+    A subclass sets `S`, whose members `BM` and `BE` are the padded sizes of the sums; `tiles`, the programs that sum
+    one segment; and `programs`, how many of those a large GPU runs at once. A tiling has the members `warps`, `stages`
+    and `registers`.
 
     Args:
         device: Index of the CUDA device, -1 for the CPU.
@@ -134,8 +139,8 @@ class StatesPlan(CausalPlan):
     def split(self, share: float) -> list[Part]:
         """Divide the sequences into parts whose sums take about `share` times the bytes of q, k, v and out."""
         tensors = 2 * self.B * self.T * (self.H + self.Hkv) * (self.D + self.E)
-        bytes_of_all = 4 * Workspace(*self.stack(self.part(0, self.heads))).size
-        number = 1 if bytes_of_all <= SMALL else -(-bytes_of_all // int(share * tensors))
+        sums = Workspace(*self.stack(self.part(0, self.heads)))
+        number = 1 if is_small(sums) else -(-4 * sums.size // int(share * tensors))
         size = -(-self.heads // number)
         return [self.part(first, size) for first in range(0, self.heads, size)]
 

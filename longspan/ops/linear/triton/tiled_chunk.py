@@ -44,7 +44,6 @@ from longspan.ops.common.tiles import (
     reload_rows,
     running_maximum,
     store_columns,
-    store_rows,
     token_pointer,
     visible_length,
     zeros,
@@ -62,6 +61,8 @@ from longspan.ops.linear.triton.favor import (
 from longspan.ops.linear.triton.scan import Part, StatesPlan
 
 CHUNK = 64
+TILE = 64
+NARROWEST = 64
 # Warps, pipeline stages and the register limit per thread.
 TiledChunkTiling = namedtuple("TiledChunkTiling", "warps stages registers", defaults=(None,))
 TiledChunkTilings = namedtuple("TiledChunkTilings", "scales sums read queries keys values")
@@ -90,8 +91,9 @@ PROGRAMS = 264
 READ_SHARE, QUERIES_SHARE, KEYS_SHARE = 1.75, 1.25, 0.625
 
 # Compile-time constants: heads, dimensions, tokens in a chunk; features and values padded; the blocks D1 + D2 = BM and
-# E1 + E2 = BE, the second of which may be 0; tiles of features and of values; the map. SCALED: keys carry log scales.
-TiledChunkSizes = namedtuple("TiledChunkSizes", "H HKV D E C BM BE D1 D2 E1 E2 TD TE MAP SCALED")
+# E1 + E2 = BE, the second of which may be 0; features per program that sums; tiles of features and of values; the map.
+# SCALED: keys carry log scales.
+TiledChunkSizes = namedtuple("TiledChunkSizes", "H HKV D E C BM BE D1 D2 E1 E2 TM TD TE MAP SCALED")
 
 
 @triton.jit
@@ -114,7 +116,9 @@ def query_slopes(b_x, b_scale, first, S: tl.constexpr):
         b_f = query_features(b_x, b_scale, first, S)
     else:
         b_x = b_x.to(tl.float32)
-        b_f = pointwise_gradient(b_scale[:, None] + zeros(b_x.shape[0], b_x.shape[1]), b_x, pointwise_features(b_x, S), S)
+        b_f = pointwise_gradient(
+            b_scale[:, None] + zeros(b_x.shape[0], b_x.shape[1]), b_x, pointwise_features(b_x, S), S
+        )
     return b_f
 
 
@@ -178,10 +182,13 @@ def load_z(p_far, i_far, p_near, i_near, factor, i_m, S: tl.constexpr):
 def store_sums(p_kv, p_z, i_x, i_m, b_kv, b_rest, b_z, S: tl.constexpr):
     """Store rows i_m of matrix i_x of a stack of (BM, BE), in two blocks, and of one of (BM,)."""
     p_kv += i_x * (S.BM * S.BE) + i_m[:, None] * S.BE
-    tl.store(p_kv + tl.arange(0, S.E1)[None, :], b_kv.to(p_kv.dtype.element_ty))
+    m_m, m_kv = None, None
+    if S.BM % S.TM != 0:
+        m_m, m_kv = i_m < S.BM, (i_m < S.BM)[:, None]
+    tl.store(p_kv + tl.arange(0, S.E1)[None, :], b_kv.to(p_kv.dtype.element_ty), mask=m_kv)
     if S.E2 > 0:
-        tl.store(p_kv + _tile(S.E1, S.E2)[None, :], b_rest.to(p_kv.dtype.element_ty))
-    tl.store(p_z + i_x * S.BM + i_m, b_z)
+        tl.store(p_kv + _tile(S.E1, S.E2)[None, :], b_rest.to(p_kv.dtype.element_ty), mask=m_kv)
+    tl.store(p_z + i_x * S.BM + i_m, b_z, mask=m_m)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -211,8 +218,8 @@ def linear_tiled_chunk_forward_sums_kernel(
     p_reference: (B, Hkv, chunks + 1) the references before each chunk and after the last, computed here unless
     p_largest is None.
     """
-    i_m, i_s, i_x, i_n, i_b, i_h = sequence_index(first, sequences, S.BM // S.TD, S)
-    first_feature = i_m * S.TD
+    i_m, i_s, i_x, i_n, i_b, i_h = sequence_index(first, sequences, tl.cdiv(S.BM, S.TM), S)
+    first_feature = i_m * S.TM
     i_0 = i_s * chunks * S.C
     rows = visible_length(p_lengths, i_b, T) - i_0
     i_c = i_x * tl.cdiv(T, S.C)
@@ -231,15 +238,15 @@ def linear_tiled_chunk_forward_sums_kernel(
     i_c += i_s * chunks
     i_p = i_n * tl.cdiv(T, S.C) + i_s * chunks
     p_k, p_v = token_pointer(p_k, k, i_b, i_0, i_h, first_feature), token_pointer(p_v, v, i_b, i_0, i_h)
-    i_f = first_feature + tl.arange(0, S.TD)
-    b_kv = zeros(S.TD, S.E1)
+    i_f = first_feature + tl.arange(0, S.TM)
+    b_kv = zeros(S.TM, S.E1)
     b_rest = b_kv
     if S.E2 > 0:
-        b_rest = zeros(S.TD, S.E2)
-    b_z = zeros(S.TD)
+        b_rest = zeros(S.TM, S.E2)
+    b_z = zeros(S.TM)
     for _ in range(tl.minimum(chunks, tl.cdiv(T - i_0, S.C))):
         store_sums(p_prefix, p_prefix_z, i_p, i_f, b_kv, b_rest, b_z, S)
-        b_k = load_rows(p_k, k.t, rows, S.D, S.C, S.TD, i_m)
+        b_k = load_rows(p_k, k.t, rows, S.D, S.C, S.TM, i_m)
         b_v, b_v_rest = load_columns(p_v, v.t, rows, S.E, S.C, S.E1, S.E2)
         b_scale = zeros(S.C)
         if S.SCALED:
@@ -276,8 +283,8 @@ def linear_tiled_chunk_forward_sums_kernel(
 
 @triton.jit
 def chunk_scales(p_scale, p_peak, p_reference, i_x, i_p, i_c, chunks, T, S: tl.constexpr, BACK: tl.constexpr = False):
-    """Scales of a chunk: n_j and r_i (C,); those of the sums before it and after it; and the factor that brings the sums
-    before its segment to the first (BACK: the gradients of those after its segment to the second).
+    """Scales of a chunk: n_j and r_i (C,); those of the sums before it and after it; and the factor that brings the
+    sums before its segment to the first (BACK: the gradients of those after its segment to the second).
     """
     b_scale, b_reference = zeros(S.C), zeros(S.C)
     c, c_last, factor = 0.0, 0.0, tl.full((), 1.0, tl.float32)
@@ -466,8 +473,8 @@ def linear_tiled_chunk_backward_sums_kernel(
     end.
     """
     GROUP: tl.constexpr = S.H // S.HKV
-    i_m, i_s, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, S.BM // S.TD, S)
-    first_feature = i_m * S.TD
+    i_m, i_s, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, tl.cdiv(S.BM, S.TM), S)
+    first_feature = i_m * S.TM
     count = tl.minimum(chunks, tl.cdiv(T, S.C) - i_s * chunks)
     i_l = (i_s * chunks + count - 1) * S.C
     p_q = token_pointer(p_q, q, i_b, i_l, i_kv * GROUP, first_feature)
@@ -475,12 +482,12 @@ def linear_tiled_chunk_backward_sums_kernel(
     i_c = i_x * tl.cdiv(T, S.C) + i_s * chunks + count - 1
     i_p = i_n * tl.cdiv(T, S.C) + i_s * chunks + count - 1
     i_q = (i_b * S.H + i_kv * GROUP) * tl.cdiv(T, S.C) + i_s * chunks + count - 1
-    i_t, i_f = tl.arange(0, S.C), first_feature + tl.arange(0, S.TD)
-    b_d_kv = zeros(S.TD, S.E1)
+    i_t, i_f = tl.arange(0, S.C), first_feature + tl.arange(0, S.TM)
+    b_d_kv = zeros(S.TM, S.E1)
     b_rest = b_d_kv
     if S.E2 > 0:
-        b_rest = zeros(S.TD, S.E2)
-    b_d_z = zeros(S.TD)
+        b_rest = zeros(S.TM, S.E2)
+    b_d_z = zeros(S.TM)
     c_last = 0.0
     if S.SCALED:
         p_reference += i_x
@@ -500,7 +507,7 @@ def linear_tiled_chunk_backward_sums_kernel(
             c_last = c
         for g in range(GROUP):
             i_o = (i_q + g * tl.cdiv(T, S.C)) * S.C + i_t
-            b_q = load_rows(p_q + g * q.h, q.t, left, S.D, S.C, S.TD, i_m)
+            b_q = load_rows(p_q + g * q.h, q.t, left, S.D, S.C, S.TM, i_m)
             b_d, b_d_rest = load_columns(p_d_out + g * d.h, d.t, left, S.E, S.C, S.E1, S.E2)
             b_query = query_features(b_q, tl.load(p_normalized + i_o) + b_back, first_feature, S)
             b_d_z -= tl.sum(b_query * tl.load(p_delta + i_o)[:, None], 0)
@@ -532,9 +539,7 @@ def linear_tiled_chunk_backward_keys_kernel(
     p_v, p_d_out = token_pointer(p_v, v, i_b, i_0, i_kv), token_pointer(p_d_out, d, i_b, i_0, i_kv * GROUP)
     i_t = tl.arange(0, S.C)
     i_far, i_p, i_near = chunk_index(i_c, i_x, i_n, T, segments, chunks, S)
-    b_scale, b_reference, _, c_last, new = chunk_scales(
-        p_scale, p_peak, p_reference, i_x, i_p, i_c, chunks, T, S, True
-    )
+    b_scale, b_reference, _, c_last, new = chunk_scales(p_scale, p_peak, p_reference, i_x, i_p, i_c, chunks, T, S, True)
     b_end = tl.where(i_t < rows, exp2(b_scale - c_last), 0)
     b_g = zeros(S.C, S.D1)
     b_rest = b_g
@@ -599,17 +604,13 @@ def linear_tiled_chunk_backward_values_kernel(
     p_d_out = token_pointer(p_d_out, d, i_b, i_0, i_kv * GROUP)
     i_t = tl.arange(0, S.C)
     i_far, i_p, i_near = chunk_index(i_c, i_x, i_n, T, segments, chunks, S)
-    b_scale, b_reference, _, c_last, new = chunk_scales(
-        p_scale, p_peak, p_reference, i_x, i_p, i_c, chunks, T, S, True
-    )
+    b_scale, b_reference, _, c_last, new = chunk_scales(p_scale, p_peak, p_reference, i_x, i_p, i_c, chunks, T, S, True)
     b_d_v = zeros(S.C, S.E1)
     b_rest = b_d_v
     if S.E2 > 0:
         b_rest = zeros(S.C, S.E2)
     for g in range(GROUP):
-        b_normal = tl.load(
-            p_normalized + ((i_b * S.H + i_kv * GROUP + g) * tl.cdiv(T, S.C) + i_c) * S.C + i_t
-        )
+        b_normal = tl.load(p_normalized + ((i_b * S.H + i_kv * GROUP + g) * tl.cdiv(T, S.C) + i_c) * S.C + i_t)
         b_p = zeros(S.C, S.C)
         for i_m in range(0, S.BM, S.TD):
             i_f = i_m + tl.arange(0, S.TD)
@@ -679,10 +680,10 @@ class _TiledChunkPlan(StatesPlan):
         super().__init__(device, key, problem, CHUNK)
         (D1, D2), (E1, E2) = _blocks(self.D), _blocks(self.E)
         scaled = problem.feature_map == "softmax"
-        sizes = self.H, self.Hkv, self.D, self.E, CHUNK, D1 + D2, E1 + E2, D1, D2, E1, E2
+        sizes = self.H, self.Hkv, self.D, self.E, CHUNK, D1 + D2, E1 + E2, D1, D2, E1, E2, TILE
         self.S = TiledChunkSizes(*sizes, _tile_of(D1, D2), _tile_of(E1, E2), problem.feature_map, scaled)
         self.tilings = TILINGS[192 if max(self.S.BM, self.S.BE) <= 192 else 256]
-        self.tiles, self.programs = self.S.BM // self.S.TD, PROGRAMS
+        self.tiles, self.programs = -(-self.S.BM // TILE), PROGRAMS
         self.saved = _saved(self.B, self.T, self.H, self.Hkv, scaled)
         self.eager = Workspace(self.den_buffer, *self.saved.buffers)
 
@@ -692,12 +693,17 @@ class _TiledChunkPlan(StatesPlan):
             return self.pointers(self.eager, saved)
         return [*self.addresses(den), *self.pointers(self.saved, saved)]
 
-    def sums_launches(self, part: Part, *, back: bool) -> tuple[Launch, Launch]:
-        """Return the sums of a part's segments and their scan."""
+    def sums_launches(self, part: Part, *, back: bool, states: bool) -> tuple[Launch, Launch | None]:
+        """Return the sums of a part's segments and their scan; None where one segment needs none.
+
+        states: Whether there are sums before the first segment or after the last one, or gradients of them.
+        """
         kernel, inputs, unused = linear_tiled_chunk_forward_sums_kernel, "kv", {"H": 0}
         if back:
             kernel, inputs, unused = linear_tiled_chunk_backward_sums_kernel, "qd", {}
         sums = self.of_part(kernel, self.tilings.sums, part, part.segments * self.tiles, inputs, **unused)
+        if part.segments == 1 and not states:
+            return sums, None
         return sums, self.scan_part(part, back=back, SCALED=self.S.SCALED, BASE="2" if self.S.SCALED else "e")
 
 
@@ -712,7 +718,10 @@ class _TiledChunkForward(_TiledChunkPlan):
             self.scales = self.tiled(kernel, self.tilings.scales, programs, (), "k", **other)
         kernel, programs = linear_tiled_chunk_forward_kernel, self.H // self.Hkv * self.chunks
         read = [self.of_part(kernel, self.tilings.read, part, programs, "qkv") for part in parts]
-        self.parts = [(*self.sums_launches(part, back=False), own) for part, own in zip(parts, read, strict=True)]
+        states = key[4] is not None or self.final
+        self.parts = [
+            (*self.sums_launches(part, back=False, states=states), own) for part, own in zip(parts, read, strict=True)
+        ]
 
     def __call__(self, x: LinearInputs, *, zeroed: bool = False) -> tuple[Tensor | None, ...]:
         """Launch; see `forward`."""
@@ -728,8 +737,11 @@ class _TiledChunkForward(_TiledChunkPlan):
                 self.scales(k, lengths, scale, peak, largest)
             for sums, scan, read in self.parts:
                 sums(k, v, lengths, largest, shift, total, total_z, prefix, prefix_z, references)
-                scan(total, total_z, before, None, references, kv, None if self.S.SCALED else shift, p_kv, p_shift)
-                states = before, total_z, prefix, prefix_z
+                far = None, None
+                if scan is not None:
+                    scan(total, total_z, before, None, references, kv, None if self.S.SCALED else shift, p_kv, p_shift)
+                    far = before, total_z
+                states = *far, prefix, prefix_z
                 read(q, k, v, lengths, offset, scale, peak, references, *states, p_out, p_den)
         return out, kv_out, shift_out, den, saved
 
@@ -745,17 +757,14 @@ class _TiledChunkBackward(_TiledChunkPlan):
         kernel, programs = linear_tiled_chunk_backward_queries_kernel, self.H // self.Hkv * self.chunks
         own = [self.of_part(kernel, self.tilings.queries, part, programs, "qkvd") for part in queries]
         self.query_parts = [
-            (*self.sums_launches(part, back=False), launch) for part, launch in zip(queries, own, strict=True)
+            (*self.sums_launches(part, back=False, states=key[4] is not None), launch)
+            for part, launch in zip(queries, own, strict=True)
         ]
         self.key_parts = [
             (
-                *self.sums_launches(part, back=True),
-                self.of_part(
-                    linear_tiled_chunk_backward_keys_kernel, self.tilings.keys, part, self.chunks, "qkvd"
-                ),
-                self.of_part(
-                    linear_tiled_chunk_backward_values_kernel, self.tilings.values, part, self.chunks, "qkd"
-                ),
+                *self.sums_launches(part, back=True, states=key[4] is not None or key[6] is not None),
+                self.of_part(linear_tiled_chunk_backward_keys_kernel, self.tilings.keys, part, self.chunks, "qkvd"),
+                self.of_part(linear_tiled_chunk_backward_values_kernel, self.tilings.values, part, self.chunks, "qkd"),
             )
             for part in keys
         ]
@@ -775,34 +784,38 @@ class _TiledChunkBackward(_TiledChunkPlan):
         with on_device(x.q):
             for sums, scan, queries in self.query_parts:
                 sums(k, v, lengths, None, None, total, total_z, prefix, prefix_z, references)
-                scan(total, total_z, before, None, references, kv, None, None, None)
-                states = before, total_z, prefix, prefix_z
+                far = None, None
+                if scan is not None:
+                    scan(total, total_z, before, None, references, kv, None, None, None)
+                    far = before, total_z
+                states = *far, prefix, prefix_z
                 given = out, den, d_out, delta, normalized
                 queries(q, k, v, lengths, offset, *scales, *states, *given, p_d_q)
-            del stack, total, total_z, prefix, prefix_z, before, states  # The next stack takes their memory.
+            del stack, total, total_z, prefix, prefix_z, before, far, states  # The next stack takes their memory.
             stack = self.key_stack.allocate(x.q)
             total, total_z, suffix, suffix_z, after = self.pointers(self.key_stack, stack)
             d_k, d_v = new_like(x.k), new_like(x.v)
             p_d_k, p_d_v = self.addresses(d_k, d_v)
             for sums, scan, keys, values in self.key_parts:
                 sums(q, d_out, normalized, delta, peak, references, total, total_z, suffix, suffix_z)
-                scan(total, total_z, after, None, references, d_kv, None, p_start, None)
-                keys(
-                    *(q, k, v, lengths, *scales, after, total_z, suffix, suffix_z, d_out, delta, normalized), p_d_k
-                )
-                values(q, k, lengths, *scales, after, suffix, d_out, normalized, p_d_v)
+                far = None, None
+                if scan is not None:
+                    scan(total, total_z, after, None, references, d_kv, None, p_start, None)
+                    far = after, total_z
+                keys(q, k, v, lengths, *scales, *far, suffix, suffix_z, d_out, delta, normalized, p_d_k)
+                values(q, k, lengths, *scales, far[0], suffix, d_out, normalized, p_d_v)
         return d_q, d_k, d_v, d_start
 
 
 def _blocks(size: int) -> tuple[int, int]:
     """Return the widths of one or two blocks of at least 64 for this many columns; 0 for no second."""
-    first, rest = columns(max(size, 64))
-    return first, max(rest, 64) if rest else 0
+    first, rest = columns(max(size, TILE))
+    return first, max(rest, NARROWEST) if rest else 0
 
 
 def _tile_of(first: int, rest: int) -> int:
     """Return the width of tiles of such blocks."""
-    return min(64, rest or first)
+    return min(TILE, rest or first)
 
 
 def _saved(B: int, T: int, H: int, Hkv: int, scaled: bool) -> Workspace:
