@@ -15,6 +15,8 @@ CASES = [
     Case(T=130, B=3, H=2, Hkv=1, D=129, E=20, feature_map="softmax", stateless=True),
     Case(T=65, B=1, H=2, Hkv=1, D=70, E=131),
     Case(T=64, B=1, H=1, Hkv=1, D=160, E=64, feature_map="relu", strided=True),
+    Case(T=131, B=2, H=2, Hkv=1, D=64, E=160, feature_map="identity", normalize=False, lengths=(65, 130)),
+    Case(T=67, B=1, H=1, Hkv=1, D=160, E=20, normalize=False, stateless=True),
     Case(T=67, B=1, H=1, Hkv=1, D=64, E=160, feature_map="identity", lengths=(65,), stateless=True),
 ]
 

@@ -501,7 +501,8 @@ def choose_algorithm(x: LinearInputs, feature_map: str, normalize: bool, bucket:
 def triton_algorithm(x: LinearInputs, feature_map: str, normalize: bool) -> str:
     """Return the Triton module for inputs that the kernels take."""
     size = max(x.q.shape[3], x.v.shape[3])
-    if x.q.dtype != bfloat16 or not normalize or x.log_scale is not None:
+    wide = size > 128 and feature_map in ("identity", "elu", "relu")
+    if x.q.dtype != bfloat16 or not (normalize or wide) or x.log_scale is not None:
         return "chunk"
     if feature_map == "favor":
         return "favor"

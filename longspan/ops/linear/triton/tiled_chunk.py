@@ -93,7 +93,9 @@ READ_SHARE, QUERIES_SHARE, KEYS_SHARE = 1.75, 1.25, 0.625
 # Compile-time constants: heads, dimensions, tokens in a chunk; features and values padded; the blocks D1 + D2 = BM and
 # E1 + E2 = BE, the second of which may be 0; features per program that sums; tiles of features and of values; the map.
 # SCALED: keys carry log scales.
-TiledChunkSizes = namedtuple("TiledChunkSizes", "H HKV D E C BM BE D1 D2 E1 E2 TM TD TE MAP SCALED")
+TiledChunkSizes = namedtuple(
+    "TiledChunkSizes", "H HKV D E C BM BE D1 D2 E1 E2 TM TD TE MAP SCALED NORMALIZE", defaults=(True,)
+)
 
 
 @triton.jit
@@ -171,10 +173,12 @@ def load_sums(p_far, i_far, p_near, i_near, factor, i_m, i_e, S: tl.constexpr):
 
 @triton.jit
 def load_z(p_far, i_far, p_near, i_near, factor, i_m, S: tl.constexpr):
-    """`load_sums` of z, in float32."""
-    b_z = tl.load(p_near + i_near * S.BM + i_m)
-    if p_far is not None:
-        b_z += tl.load(p_far + i_far * S.BM + i_m) * factor
+    """`load_sums` of z, in float32; zeros without a normalizer."""
+    b_z = zeros(i_m.shape[0])
+    if S.NORMALIZE:
+        b_z = tl.load(p_near + i_near * S.BM + i_m)
+        if p_far is not None:
+            b_z += tl.load(p_far + i_far * S.BM + i_m) * factor
     return b_z
 
 
@@ -188,7 +192,8 @@ def store_sums(p_kv, p_z, i_x, i_m, b_kv, b_rest, b_z, S: tl.constexpr):
     tl.store(p_kv + tl.arange(0, S.E1)[None, :], b_kv.to(p_kv.dtype.element_ty), mask=m_kv)
     if S.E2 > 0:
         tl.store(p_kv + _tile(S.E1, S.E2)[None, :], b_rest.to(p_kv.dtype.element_ty), mask=m_kv)
-    tl.store(p_z + i_x * S.BM + i_m, b_z, mask=m_m)
+    if S.NORMALIZE:
+        tl.store(p_z + i_x * S.BM + i_m, b_z, mask=m_m)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -264,7 +269,8 @@ def linear_tiled_chunk_forward_sums_kernel(
             b_scale += tl.ceil(c_last)
             c = c_last
         b_f = key_features(b_k, b_scale, rows, first_feature, S)
-        b_z += tl.sum(b_f, 0)
+        if S.NORMALIZE:
+            b_z += tl.sum(b_f, 0)
         b_f = tl.trans(b_f.to(tl.bfloat16))
         b_kv = tl.dot(b_f, b_v, b_kv)
         if S.E2 > 0:
@@ -351,8 +357,9 @@ def linear_tiled_chunk_forward_kernel(
         b_k = load_rows(p_k + i_m, k.t, rows, S.D, S.C, S.TD, i_m // S.TD)
         b_query = query_features(b_q, b_offset, i_m, S).to(tl.bfloat16)
         b_f = key_features(b_k, b_scale, rows, i_m, S).to(tl.bfloat16)
-        b_z = load_z(p_before_z, i_far, p_prefix_z, i_near, old, i_f, S)
-        b_den += tl.sum(widen(b_query) * b_z[None, :], 1)
+        if S.NORMALIZE:
+            b_z = load_z(p_before_z, i_far, p_prefix_z, i_near, old, i_f, S)
+            b_den += tl.sum(widen(b_query) * b_z[None, :], 1)
         b_p = tl.dot(b_query, tl.trans(b_f), b_p)
         b_kv = load_sums(p_before, i_far, p_prefix, i_near, old, i_f, tl.arange(0, S.E1), S)
         b_out = tl.dot(b_query, b_kv, b_out)
@@ -366,21 +373,27 @@ def linear_tiled_chunk_forward_kernel(
         b_out *= b_row[:, None]
         if S.E2 > 0:
             b_rest *= b_row[:, None]
-    b_den += tl.sum(b_p, 1)
     b_v, b_v_rest = load_columns(p_v, v.t, rows, S.E, S.C, S.E1, S.E2)
-    b_p, b_inverse = b_p.to(tl.bfloat16), inverse(b_den)[:, None]
-    b_out = tl.dot(b_p, b_v, b_out) * b_inverse
+    b_rounded = b_p.to(tl.bfloat16)
+    b_out = tl.dot(b_rounded, b_v, b_out)
     if S.E2 > 0:
-        b_rest = tl.dot(b_p, b_v_rest, b_rest) * b_inverse
+        b_rest = tl.dot(b_rounded, b_v_rest, b_rest)
     i_row = (i_b * T + i_0) * S.H + i_h
-    tl.store(p_den + i_row + i_t * S.H, b_den, mask=i_t < left)
+    if S.NORMALIZE:
+        b_den += tl.sum(b_p, 1)
+        tl.store(p_den + i_row + i_t * S.H, b_den, mask=i_t < left)
+        b_den = inverse(b_den)
+        b_out *= b_den[:, None]
+        if S.E2 > 0:
+            b_rest *= b_den[:, None]
     store_columns(p_out + i_row * S.E, S.H * S.E, left, b_out, b_rest, S.E, S.C, S.E1, S.E2)
 
 
 @triton.jit
 def _read_gradient(b_g, b_a, b_slope, b_delta, b_row, b_f, b_z, S: tl.constexpr):
     """dφ(q) den times the slopes of a block of features, from g = S d."""
-    b_g -= b_delta[:, None] * b_z[None, :]
+    if S.NORMALIZE:
+        b_g -= b_delta[:, None] * b_z[None, :]
     if S.SCALED:
         b_g *= b_row[:, None]
     return tl.dot(b_a, b_f, b_g) * b_slope
@@ -403,19 +416,21 @@ def linear_tiled_chunk_backward_queries_kernel(
     p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_h), token_pointer(p_k, k, i_b, i_0, i_kv)
     p_v, p_d_out = token_pointer(p_v, v, i_b, i_0, i_kv), token_pointer(p_d_out, d, i_b, i_0, i_h)
     i_row = (i_b * T + i_0) * S.H + i_h
-    p_out += i_row * S.E
     i_t = tl.arange(0, S.C)
     i_far, i_p, i_near = chunk_index(i_c, i_x, i_n, T, segments, chunks, S)
     i_o = ((i_b * S.H + i_h) * tl.cdiv(T, S.C) + i_c) * S.C + i_t
     b_scale, b_reference, c, _, old = chunk_scales(p_scale, p_peak, p_reference, i_x, i_p, i_c, chunks, T, S)
-    b_den = load_column(p_den + i_row, S.H, left, S.C, 0.0)
-    if S.MAP == "softmax":
-        m_zero = b_den < ZERO_NORMALIZER
-        b_normal = tl.load(p_offset + i_o) + log2(tl.where(m_zero, 1.0, b_den))
-        b_normal = tl.where(m_zero, -2 * FLOOR, b_normal)
-    else:
-        b_normal = inverse(b_den)
-    tl.store(p_normalized + i_o, b_normal)
+    b_normal = tl.full((S.C,), 1.0, tl.float32)
+    if S.NORMALIZE:
+        p_out += i_row * S.E
+        b_den = load_column(p_den + i_row, S.H, left, S.C, 0.0)
+        if S.MAP == "softmax":
+            m_zero = b_den < ZERO_NORMALIZER
+            b_normal = tl.load(p_offset + i_o) + log2(tl.where(m_zero, 1.0, b_den))
+            b_normal = tl.where(m_zero, -2 * FLOOR, b_normal)
+        else:
+            b_normal = inverse(b_den)
+        tl.store(p_normalized + i_o, b_normal)
     b_a = zeros(S.C, S.C)
     b_delta = zeros(S.C)
     b_g = zeros(S.C, S.D1)
@@ -426,8 +441,9 @@ def linear_tiled_chunk_backward_queries_kernel(
         i_e = i + tl.arange(0, S.TE)
         b_d = load_rows(p_d_out + i, d.t, left, S.E, S.C, S.TE, i // S.TE)
         b_v = load_rows(p_v + i, v.t, rows, S.E, S.C, S.TE, i // S.TE)
-        b_out = load_rows(p_out + i, S.H * S.E, left, S.E, S.C, S.TE, i // S.TE)
-        b_delta += tl.sum(b_d.to(tl.float32) * b_out.to(tl.float32), 1)
+        if S.NORMALIZE:
+            b_out = load_rows(p_out + i, S.H * S.E, left, S.E, S.C, S.TE, i // S.TE)
+            b_delta += tl.sum(b_d.to(tl.float32) * b_out.to(tl.float32), 1)
         b_a = tl.dot(b_d, tl.trans(b_v), b_a)
         b_kv = load_sums(p_before, i_far, p_prefix, i_near, old, tl.arange(0, S.D1), i_e, S)
         b_g = tl.dot(b_d, tl.trans(b_kv), b_g)
@@ -458,8 +474,18 @@ def linear_tiled_chunk_backward_queries_kernel(
         b_g -= query_slopes(b_q, b_normal, 0, S) * b_total[:, None]
         if S.D2 > 0:
             b_rest -= b_slope * b_total[:, None]
-    tl.store(p_delta + i_o, b_delta)
+    if S.NORMALIZE:
+        tl.store(p_delta + i_o, b_delta)
     store_columns(p_d_q + i_row * S.D, S.H * S.D, left, b_g, b_rest, S.D, S.C, S.D1, S.D2)
+
+
+@triton.jit
+def load_normal(p_normalized, i_o, S: tl.constexpr):
+    """What makes φ(q) to q̂, see `query_features`."""
+    b_normal = tl.full((S.C,), 1.0, tl.float32)
+    if S.NORMALIZE:
+        b_normal = tl.load(p_normalized + i_o)
+    return b_normal
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
@@ -509,8 +535,9 @@ def linear_tiled_chunk_backward_sums_kernel(
             i_o = (i_q + g * tl.cdiv(T, S.C)) * S.C + i_t
             b_q = load_rows(p_q + g * q.h, q.t, left, S.D, S.C, S.TM, i_m)
             b_d, b_d_rest = load_columns(p_d_out + g * d.h, d.t, left, S.E, S.C, S.E1, S.E2)
-            b_query = query_features(b_q, tl.load(p_normalized + i_o) + b_back, first_feature, S)
-            b_d_z -= tl.sum(b_query * tl.load(p_delta + i_o)[:, None], 0)
+            b_query = query_features(b_q, load_normal(p_normalized, i_o, S) + b_back, first_feature, S)
+            if S.NORMALIZE:
+                b_d_z -= tl.sum(b_query * tl.load(p_delta + i_o)[:, None], 0)
             b_query = tl.trans(b_query.to(tl.bfloat16))
             b_d_kv = tl.dot(b_query, b_d, b_d_kv)
             if S.E2 > 0:
@@ -524,29 +551,33 @@ def linear_tiled_chunk_backward_sums_kernel(
     store_sums(p_d_total, p_d_total_z, i_n * segments + i_s, i_f, b_d_kv, b_rest, b_d_z, S)
 
 
-@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
-def linear_tiled_chunk_backward_keys_kernel(
-    p_q, p_k, p_v, p_lengths, p_scale, p_peak, p_reference, p_after, p_after_z, p_suffix, p_suffix_z, p_d_out,
-    p_delta, p_normalized, p_d_k,
-    T, segments, chunks, first, sequences, q, k, v, d, S: tl.constexpr
-):  # fmt: skip
-    """dk of one chunk of a sequence in the workspace; keys are rows and queries columns."""
+@triton.jit
+def _key_gradient(b_g, b_x, b_f, S: tl.constexpr):
+    """dk from df, k and f; scales are constants."""
+    if S.MAP == "softmax":
+        b_g = b_g * b_f
+    else:
+        b_g = pointwise_gradient(b_g, b_x, b_f, S)
+    return b_g
+
+
+@triton.jit
+def _differentiate_keys(inputs, states, scales, rows_of, index, p_d_k, T, q, k, v, d, S: tl.constexpr):
+    """dk of one chunk."""
     GROUP: tl.constexpr = S.H // S.HKV
-    _, i_c, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, 1, S)
-    i_0 = i_c * S.C
-    left, rows = T - i_0, visible_length(p_lengths, i_b, T) - i_0
-    p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_kv * GROUP), token_pointer(p_k, k, i_b, i_0, i_kv)
-    p_v, p_d_out = token_pointer(p_v, v, i_b, i_0, i_kv), token_pointer(p_d_out, d, i_b, i_0, i_kv * GROUP)
+    p_q, p_k, p_v, p_d_out = inputs
+    p_after, p_after_z, p_suffix, p_suffix_z, i_far, i_near = states
+    b_scale, b_reference, c_last, new = scales
+    p_delta, p_normalized, i_q = rows_of
+    left, rows = index
     i_t = tl.arange(0, S.C)
-    i_far, i_p, i_near = chunk_index(i_c, i_x, i_n, T, segments, chunks, S)
-    b_scale, b_reference, _, c_last, new = chunk_scales(p_scale, p_peak, p_reference, i_x, i_p, i_c, chunks, T, S, True)
     b_end = tl.where(i_t < rows, exp2(b_scale - c_last), 0)
     b_g = zeros(S.C, S.D1)
     b_rest = b_g
     if S.D2 > 0:
         b_rest = zeros(S.C, S.D2)
     for g in range(GROUP):
-        i_o = ((i_b * S.H + i_kv * GROUP + g) * tl.cdiv(T, S.C) + i_c) * S.C + i_t
+        i_o = i_q + g * tl.cdiv(T, S.C) * S.C + i_t
         b_a = zeros(S.C, S.C)
         for i in range(0, S.BE, S.TE):
             i_e = i + tl.arange(0, S.TE)
@@ -565,9 +596,10 @@ def linear_tiled_chunk_backward_keys_kernel(
             if S.D2 > 0:
                 b_d_z = load_z(p_after_z, i_far, p_suffix_z, i_near, new, _tile(S.D1, S.D2), S)
                 b_rest = (b_rest + b_d_z[None, :]) * b_end[:, None]
-        b_a -= tl.load(p_delta + i_o)[None, :]
+        if S.NORMALIZE:
+            b_a -= tl.load(p_delta + i_o)[None, :]
         b_a = scale_pairs_transposed(b_a, b_scale, b_reference, rows, S).to(tl.bfloat16)
-        b_normal = tl.load(p_normalized + i_o)
+        b_normal = load_normal(p_normalized, i_o, S)
         b_q, b_q_rest = load_columns(p_q + g * q.h, q.t, left, S.D, S.C, S.D1, S.D2)
         b_g = tl.dot(b_a, query_features(b_q, b_normal, 0, S).to(tl.bfloat16), b_g)
         if S.D2 > 0:
@@ -576,41 +608,26 @@ def linear_tiled_chunk_backward_keys_kernel(
     b_g = _key_gradient(b_g, b_k, key_features(b_k, b_scale, rows, 0, S), S)
     if S.D2 > 0:
         b_rest = _key_gradient(b_rest, b_k_rest, key_features(b_k_rest, b_scale, rows, S.D1, S), S)
-    i_row = (i_b * T + i_0) * S.HKV + i_kv
-    store_columns(p_d_k + i_row * S.D, S.HKV * S.D, left, b_g, b_rest, S.D, S.C, S.D1, S.D2)
+    store_columns(p_d_k, S.HKV * S.D, left, b_g, b_rest, S.D, S.C, S.D1, S.D2)
 
 
 @triton.jit
-def _key_gradient(b_g, b_x, b_f, S: tl.constexpr):
-    """dk from df, k and f; scales are constants."""
-    if S.MAP == "softmax":
-        b_g = b_g * b_f
-    else:
-        b_g = pointwise_gradient(b_g, b_x, b_f, S)
-    return b_g
-
-
-@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
-def linear_tiled_chunk_backward_values_kernel(
-    p_q, p_k, p_lengths, p_scale, p_peak, p_reference, p_after, p_suffix, p_d_out, p_normalized, p_d_v,
-    T, segments, chunks, first, sequences, q, k, d, S: tl.constexpr
-):  # fmt: skip
-    """dv of one chunk of a sequence in the workspace; keys are rows and queries columns."""
+def _differentiate_values(inputs, states, scales, rows_of, index, p_d_v, T, q, k, d, S: tl.constexpr):
+    """dv of one chunk."""
     GROUP: tl.constexpr = S.H // S.HKV
-    _, i_c, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, 1, S)
-    i_0 = i_c * S.C
-    left, rows = T - i_0, visible_length(p_lengths, i_b, T) - i_0
-    p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_kv * GROUP), token_pointer(p_k, k, i_b, i_0, i_kv)
-    p_d_out = token_pointer(p_d_out, d, i_b, i_0, i_kv * GROUP)
+    p_q, p_k, _, p_d_out = inputs
+    p_after, _, p_suffix, _, i_far, i_near = states
+    b_scale, b_reference, c_last, new = scales
+    _, p_normalized, i_q = rows_of
+    left, rows = index
     i_t = tl.arange(0, S.C)
-    i_far, i_p, i_near = chunk_index(i_c, i_x, i_n, T, segments, chunks, S)
-    b_scale, b_reference, _, c_last, new = chunk_scales(p_scale, p_peak, p_reference, i_x, i_p, i_c, chunks, T, S, True)
     b_d_v = zeros(S.C, S.E1)
     b_rest = b_d_v
     if S.E2 > 0:
         b_rest = zeros(S.C, S.E2)
     for g in range(GROUP):
-        b_normal = tl.load(p_normalized + ((i_b * S.H + i_kv * GROUP + g) * tl.cdiv(T, S.C) + i_c) * S.C + i_t)
+        i_o = i_q + g * tl.cdiv(T, S.C) * S.C + i_t
+        b_normal = load_normal(p_normalized, i_o, S)
         b_p = zeros(S.C, S.C)
         for i_m in range(0, S.BM, S.TD):
             i_f = i_m + tl.arange(0, S.TD)
@@ -636,8 +653,35 @@ def linear_tiled_chunk_backward_values_kernel(
         b_d_v = tl.dot(b_p, b_d, b_d_v)
         if S.E2 > 0:
             b_rest = tl.dot(b_p, b_d_rest, b_rest)
+    store_columns(p_d_v, S.HKV * S.E, left, b_d_v, b_rest, S.E, S.C, S.E1, S.E2)
+
+
+@triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
+def linear_tiled_chunk_backward_keys_kernel(
+    p_q, p_k, p_v, p_lengths, p_scale, p_peak, p_reference, p_after, p_after_z, p_suffix, p_suffix_z, p_d_out,
+    p_delta, p_normalized, p_d_k, p_d_v,
+    T, segments, chunks, first, sequences, q, k, v, d, S: tl.constexpr
+):  # fmt: skip
+    """dk or dv of one chunk of a sequence in the workspace; keys are rows and queries columns.
+
+    One program would need too many registers for both; two that run at the same time read the same memory once.
+    """
+    GROUP: tl.constexpr = S.H // S.HKV
+    i_program, i_c, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, 2, S)
+    i_0 = i_c * S.C
+    left, rows = T - i_0, visible_length(p_lengths, i_b, T) - i_0
+    p_q, p_k = token_pointer(p_q, q, i_b, i_0, i_kv * GROUP), token_pointer(p_k, k, i_b, i_0, i_kv)
+    p_v, p_d_out = token_pointer(p_v, v, i_b, i_0, i_kv), token_pointer(p_d_out, d, i_b, i_0, i_kv * GROUP)
+    i_far, i_p, i_near = chunk_index(i_c, i_x, i_n, T, segments, chunks, S)
+    b_scale, b_reference, _, c_last, new = chunk_scales(p_scale, p_peak, p_reference, i_x, i_p, i_c, chunks, T, S, True)
+    i_q = ((i_b * S.H + i_kv * GROUP) * tl.cdiv(T, S.C) + i_c) * S.C
     i_row = (i_b * T + i_0) * S.HKV + i_kv
-    store_columns(p_d_v + i_row * S.E, S.HKV * S.E, left, b_d_v, b_rest, S.E, S.C, S.E1, S.E2)
+    inputs, states = (p_q, p_k, p_v, p_d_out), (p_after, p_after_z, p_suffix, p_suffix_z, i_far, i_near)
+    scales, rows_of, index = (b_scale, b_reference, c_last, new), (p_delta, p_normalized, i_q), (left, rows)
+    if i_program == 0:
+        _differentiate_keys(inputs, states, scales, rows_of, index, p_d_k + i_row * S.D, T, q, k, v, d, S)
+    else:
+        _differentiate_values(inputs, states, scales, rows_of, index, p_d_v + i_row * S.E, T, q, k, d, S)
 
 
 def forward(x: LinearInputs, problem: LinearProblem, *, zeroed: bool = True) -> tuple[Tensor | None, ...]:
@@ -681,7 +725,8 @@ class _TiledChunkPlan(StatesPlan):
         (D1, D2), (E1, E2) = _blocks(self.D), _blocks(self.E)
         scaled = problem.feature_map == "softmax"
         sizes = self.H, self.Hkv, self.D, self.E, CHUNK, D1 + D2, E1 + E2, D1, D2, E1, E2, TILE
-        self.S = TiledChunkSizes(*sizes, _tile_of(D1, D2), _tile_of(E1, E2), problem.feature_map, scaled)
+        options = problem.feature_map, scaled, problem.normalize
+        self.S = TiledChunkSizes(*sizes, _tile_of(D1, D2), _tile_of(E1, E2), *options)
         self.tilings = TILINGS[192 if max(self.S.BM, self.S.BE) <= 192 else 256]
         self.tiles, self.programs = -(-self.S.BM // TILE), PROGRAMS
         self.saved = _saved(self.B, self.T, self.H, self.Hkv, scaled)
@@ -704,7 +749,9 @@ class _TiledChunkPlan(StatesPlan):
         sums = self.of_part(kernel, self.tilings.sums, part, part.segments * self.tiles, inputs, **unused)
         if part.segments == 1 and not states:
             return sums, None
-        return sums, self.scan_part(part, back=back, SCALED=self.S.SCALED, BASE="2" if self.S.SCALED else "e")
+        return sums, self.scan_part(
+            part, back=back, SCALED=self.S.SCALED, NORMALIZE=self.S.NORMALIZE, BASE="2" if self.S.SCALED else "e"
+        )
 
 
 class _TiledChunkForward(_TiledChunkPlan):
@@ -763,8 +810,7 @@ class _TiledChunkBackward(_TiledChunkPlan):
         self.key_parts = [
             (
                 *self.sums_launches(part, back=True, states=key[4] is not None or key[6] is not None),
-                self.of_part(linear_tiled_chunk_backward_keys_kernel, self.tilings.keys, part, self.chunks, "qkvd"),
-                self.of_part(linear_tiled_chunk_backward_values_kernel, self.tilings.values, part, self.chunks, "qkd"),
+                self.of_part(linear_tiled_chunk_backward_keys_kernel, self.tilings.keys, part, 2 * self.chunks, "qkvd"),
             )
             for part in keys
         ]
@@ -796,14 +842,13 @@ class _TiledChunkBackward(_TiledChunkPlan):
             total, total_z, suffix, suffix_z, after = self.pointers(self.key_stack, stack)
             d_k, d_v = new_like(x.k), new_like(x.v)
             p_d_k, p_d_v = self.addresses(d_k, d_v)
-            for sums, scan, keys, values in self.key_parts:
+            for sums, scan, keys in self.key_parts:
                 sums(q, d_out, normalized, delta, peak, references, total, total_z, suffix, suffix_z)
                 far = None, None
                 if scan is not None:
                     scan(total, total_z, after, None, references, d_kv, None, p_start, None)
                     far = after, total_z
-                keys(q, k, v, lengths, *scales, *far, suffix, suffix_z, d_out, delta, normalized, p_d_k)
-                values(q, k, lengths, *scales, far[0], suffix, d_out, normalized, p_d_v)
+                keys(q, k, v, lengths, *scales, *far, suffix, suffix_z, d_out, delta, normalized, p_d_k, p_d_v)
         return d_q, d_k, d_v, d_start
 
 
