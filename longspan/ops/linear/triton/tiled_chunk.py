@@ -86,15 +86,15 @@ TILINGS = {
     ),
 }
 # Programs that sum segments: as many as a large GPU runs at once.
-PROGRAMS = 264
+PROGRAMS = 660
 # As in `favor`: the shares of the bytes of q, k, v and out that the sums of a part may take.
 READ_SHARE, QUERIES_SHARE, KEYS_SHARE = 1.75, 1.25, 0.625
 
 # Compile-time constants: heads, dimensions, tokens in a chunk; features and values padded; the blocks D1 + D2 = BM and
-# E1 + E2 = BE, the second of which may be 0; features per program that sums; tiles of features and of values; the map.
+# E1 + E2 = BE, the second of which may be 0; features and values per program that sums; tiles of features and of values; the map.
 # SCALED: keys carry log scales.
 TiledChunkSizes = namedtuple(
-    "TiledChunkSizes", "H HKV D E C BM BE D1 D2 E1 E2 TM TD TE MAP SCALED NORMALIZE", defaults=(True,)
+    "TiledChunkSizes", "H HKV D E C BM BE D1 D2 E1 E2 TILE TD TE MAP SCALED NORMALIZE", defaults=(True,)
 )
 
 
@@ -148,7 +148,7 @@ def _existing(b_f, first, S: tl.constexpr):
 def largest_logit(p_x, stride, rows, S: tl.constexpr):
     """The binary logarithm of a token's largest feature (C,), of the map "softmax"."""
     b_largest = tl.full((S.C,), FLOOR, tl.float32)
-    for i_m in range(0, S.BM, S.TD):
+    for i_m in tl.static_range(0, S.BM, S.TD):  # all loads at once
         b_x = load_rows(p_x + i_m, stride, rows, S.D, S.C, S.TD, i_m // S.TD).to(tl.float32)
         if S.BM != S.D:
             b_x = tl.where((i_m + tl.arange(0, S.TD) < S.D)[None, :], b_x, FLOOR)
@@ -183,17 +183,26 @@ def load_z(p_far, i_far, p_near, i_near, factor, i_m, S: tl.constexpr):
 
 
 @triton.jit
-def store_sums(p_kv, p_z, i_x, i_m, b_kv, b_rest, b_z, S: tl.constexpr):
-    """Store rows i_m of matrix i_x of a stack of (BM, BE), in two blocks, and of one of (BM,)."""
-    p_kv += i_x * (S.BM * S.BE) + i_m[:, None] * S.BE
+def store_sums(p_kv, p_z, i_x, i_m, i_e, i_v, b_kv, b_z, S: tl.constexpr):
+    """Store rows i_m and columns i_e, the tile i_v, of matrix i_x of a stack of (BM, BE), and with the first tile rows
+    i_m of one of (BM,).
+    """
+    p_kv += i_x * (S.BM * S.BE) + i_m[:, None] * S.BE + i_e[None, :]
     m_m, m_kv = None, None
-    if S.BM % S.TM != 0:
-        m_m, m_kv = i_m < S.BM, (i_m < S.BM)[:, None]
-    tl.store(p_kv + tl.arange(0, S.E1)[None, :], b_kv.to(p_kv.dtype.element_ty), mask=m_kv)
-    if S.E2 > 0:
-        tl.store(p_kv + _tile(S.E1, S.E2)[None, :], b_rest.to(p_kv.dtype.element_ty), mask=m_kv)
+    if S.BM % S.TILE != 0 or S.BE % S.TILE != 0:
+        m_m, m_kv = i_m < S.BM, (i_m < S.BM)[:, None] & (i_e < S.BE)[None, :]
+    tl.store(p_kv, b_kv.to(p_kv.dtype.element_ty), mask=m_kv)
     if S.NORMALIZE:
-        tl.store(p_z + i_x * S.BM + i_m, b_z, mask=m_m)
+        if i_v == 0:
+            tl.store(p_z + i_x * S.BM + i_m, b_z, mask=m_m)
+
+
+@triton.jit
+def sums_index(first, sequences, S: tl.constexpr):
+    """Tile of features, tile of values, then as `sequence_index`, of a program that sums."""
+    TILES: tl.constexpr = tl.cdiv(S.BE, S.TILE)
+    i_tile, i_s, i_x, i_n, i_b, i_h = sequence_index(first, sequences, tl.cdiv(S.BM, S.TILE) * TILES, S)
+    return i_tile // TILES, i_tile % TILES, i_s, i_x, i_n, i_b, i_h
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -217,14 +226,14 @@ def linear_tiled_chunk_forward_sums_kernel(
     p_k, p_v, p_lengths, p_largest, p_shift, p_total, p_total_z, p_prefix, p_prefix_z, p_reference,
     T, segments, chunks, first, sequences, k, v, S: tl.constexpr
 ):  # fmt: skip
-    """Σ φ(k) vᵀ and Σ φ(k) of one segment and one tile of features, at the scale of the segment's end.
+    """Σ φ(k) vᵀ and Σ φ(k) of one segment, for one tile of features and of values, at the scale of the segment's end.
 
     p_prefix, p_prefix_z: (sequences, chunks, BM, ·) the segment's sums before each chunk, at the scale of that chunk.
     p_reference: (B, Hkv, chunks + 1) the references before each chunk and after the last, computed here unless
     p_largest is None.
     """
-    i_m, i_s, i_x, i_n, i_b, i_h = sequence_index(first, sequences, tl.cdiv(S.BM, S.TM), S)
-    first_feature = i_m * S.TM
+    i_m, i_v, i_s, i_x, i_n, i_b, i_h = sums_index(first, sequences, S)
+    first_feature, first_value = i_m * S.TILE, i_v * S.TILE
     i_0 = i_s * chunks * S.C
     rows = visible_length(p_lengths, i_b, T) - i_0
     i_c = i_x * tl.cdiv(T, S.C)
@@ -242,48 +251,42 @@ def linear_tiled_chunk_forward_sums_kernel(
                 c = tl.maximum(c, tl.max(b_largest))
     i_c += i_s * chunks
     i_p = i_n * tl.cdiv(T, S.C) + i_s * chunks
-    p_k, p_v = token_pointer(p_k, k, i_b, i_0, i_h, first_feature), token_pointer(p_v, v, i_b, i_0, i_h)
-    i_f = first_feature + tl.arange(0, S.TM)
-    b_kv = zeros(S.TM, S.E1)
-    b_rest = b_kv
-    if S.E2 > 0:
-        b_rest = zeros(S.TM, S.E2)
-    b_z = zeros(S.TM)
+    p_k = token_pointer(p_k, k, i_b, i_0, i_h, first_feature)
+    p_v = token_pointer(p_v, v, i_b, i_0, i_h, first_value)
+    i_f, i_e = first_feature + tl.arange(0, S.TILE), first_value + tl.arange(0, S.TILE)
+    b_kv = zeros(S.TILE, S.TILE)
+    b_z = zeros(S.TILE)
     for _ in range(tl.minimum(chunks, tl.cdiv(T - i_0, S.C))):
-        store_sums(p_prefix, p_prefix_z, i_p, i_f, b_kv, b_rest, b_z, S)
-        b_k = load_rows(p_k, k.t, rows, S.D, S.C, S.TM, i_m)
-        b_v, b_v_rest = load_columns(p_v, v.t, rows, S.E, S.C, S.E1, S.E2)
+        store_sums(p_prefix, p_prefix_z, i_p, i_f, i_e, i_v, b_kv, b_z, S)
+        b_k = load_rows(p_k, k.t, rows, S.D, S.C, S.TILE, i_m)
+        b_v = load_rows(p_v, v.t, rows, S.E, S.C, S.TILE, i_v)
         b_scale = zeros(S.C)
         if S.SCALED:
             if p_largest is None:
                 c_last = tl.load(p_reference + i_c + 1)
             else:
                 c_last = tl.maximum(c, tl.load(p_largest + i_c))
-                if i_m == 0:
+                if i_m + i_v == 0:
                     tl.store(p_reference + i_c, c)
             decay = exp2(tl.ceil(c) - tl.ceil(c_last))
             b_kv *= decay
             b_z *= decay
-            if S.E2 > 0:
-                b_rest *= decay
             b_scale += tl.ceil(c_last)
             c = c_last
         b_f = key_features(b_k, b_scale, rows, first_feature, S)
         if S.NORMALIZE:
-            b_z += tl.sum(b_f, 0)
-        b_f = tl.trans(b_f.to(tl.bfloat16))
-        b_kv = tl.dot(b_f, b_v, b_kv)
-        if S.E2 > 0:
-            b_rest = tl.dot(b_f, b_v_rest, b_rest)
+            if i_v == 0:
+                b_z += tl.sum(b_f, 0)
+        b_kv = tl.dot(tl.trans(b_f.to(tl.bfloat16)), b_v, b_kv)
         p_k += S.C * k.t
         p_v += S.C * v.t
         i_c += 1
         i_p += 1
         rows -= S.C
-    store_sums(p_total, p_total_z, i_n * segments + i_s, i_f, b_kv, b_rest, b_z, S)
+    store_sums(p_total, p_total_z, i_n * segments + i_s, i_f, i_e, i_v, b_kv, b_z, S)
     if S.SCALED:
         if p_largest is not None:
-            if i_m == 0:
+            if i_m + i_v == 0:
                 tl.store(p_reference + i_c, c)
 
 
@@ -493,62 +496,56 @@ def linear_tiled_chunk_backward_sums_kernel(
     p_q, p_d_out, p_normalized, p_delta, p_peak, p_reference, p_d_total, p_d_total_z, p_suffix, p_suffix_z,
     T, segments, chunks, first, sequences, q, d, S: tl.constexpr
 ):  # fmt: skip
-    """dS and dz of one segment and one tile of features, summed over the query heads of a group, at its start's scale.
+    """dS and dz of one segment, for one tile of features and of values, at its start's scale, summed over a group.
 
     p_suffix, p_suffix_z: (sequences, chunks, BM, ·) the part that comes after each chunk, at the scale of the chunk's
     end.
     """
     GROUP: tl.constexpr = S.H // S.HKV
-    i_m, i_s, i_x, i_n, i_b, i_kv = sequence_index(first, sequences, tl.cdiv(S.BM, S.TM), S)
-    first_feature = i_m * S.TM
+    i_m, i_v, i_s, i_x, i_n, i_b, i_kv = sums_index(first, sequences, S)
+    first_feature, first_value = i_m * S.TILE, i_v * S.TILE
     count = tl.minimum(chunks, tl.cdiv(T, S.C) - i_s * chunks)
     i_l = (i_s * chunks + count - 1) * S.C
     p_q = token_pointer(p_q, q, i_b, i_l, i_kv * GROUP, first_feature)
-    p_d_out = token_pointer(p_d_out, d, i_b, i_l, i_kv * GROUP)
+    p_d_out = token_pointer(p_d_out, d, i_b, i_l, i_kv * GROUP, first_value)
     i_c = i_x * tl.cdiv(T, S.C) + i_s * chunks + count - 1
     i_p = i_n * tl.cdiv(T, S.C) + i_s * chunks + count - 1
     i_q = (i_b * S.H + i_kv * GROUP) * tl.cdiv(T, S.C) + i_s * chunks + count - 1
-    i_t, i_f = tl.arange(0, S.C), first_feature + tl.arange(0, S.TM)
-    b_d_kv = zeros(S.TM, S.E1)
-    b_rest = b_d_kv
-    if S.E2 > 0:
-        b_rest = zeros(S.TM, S.E2)
-    b_d_z = zeros(S.TM)
+    i_t = tl.arange(0, S.C)
+    i_f, i_e = first_feature + tl.arange(0, S.TILE), first_value + tl.arange(0, S.TILE)
+    b_d_kv = zeros(S.TILE, S.TILE)
+    b_d_z = zeros(S.TILE)
     c_last = 0.0
     if S.SCALED:
         p_reference += i_x
         c_last = load_reference(p_reference, i_c + 1)
     left = T - i_l
     for _ in range(count):
-        store_sums(p_suffix, p_suffix_z, i_p, i_f, b_d_kv, b_rest, b_d_z, S)
+        store_sums(p_suffix, p_suffix_z, i_p, i_f, i_e, i_v, b_d_kv, b_d_z, S)
         b_back = zeros(S.C)
         if S.SCALED:
             c = load_reference(p_reference, i_c)
             decay = exp2(c - c_last)
             b_d_kv *= decay
             b_d_z *= decay
-            if S.E2 > 0:
-                b_rest *= decay
             b_back = tl.maximum(tl.ceil(tl.load(p_peak + i_c * S.C + i_t)), c) - c
             c_last = c
         for g in range(GROUP):
             i_o = (i_q + g * tl.cdiv(T, S.C)) * S.C + i_t
-            b_q = load_rows(p_q + g * q.h, q.t, left, S.D, S.C, S.TM, i_m)
-            b_d, b_d_rest = load_columns(p_d_out + g * d.h, d.t, left, S.E, S.C, S.E1, S.E2)
+            b_q = load_rows(p_q + g * q.h, q.t, left, S.D, S.C, S.TILE, i_m)
+            b_d = load_rows(p_d_out + g * d.h, d.t, left, S.E, S.C, S.TILE, i_v)
             b_query = query_features(b_q, load_normal(p_normalized, i_o, S) + b_back, first_feature, S)
             if S.NORMALIZE:
-                b_d_z -= tl.sum(b_query * tl.load(p_delta + i_o)[:, None], 0)
-            b_query = tl.trans(b_query.to(tl.bfloat16))
-            b_d_kv = tl.dot(b_query, b_d, b_d_kv)
-            if S.E2 > 0:
-                b_rest = tl.dot(b_query, b_d_rest, b_rest)
+                if i_v == 0:
+                    b_d_z -= tl.sum(b_query * tl.load(p_delta + i_o)[:, None], 0)
+            b_d_kv = tl.dot(tl.trans(b_query.to(tl.bfloat16)), b_d, b_d_kv)
         p_q -= S.C * q.t
         p_d_out -= S.C * d.t
         i_c -= 1
         i_p -= 1
         i_q -= 1
         left += S.C
-    store_sums(p_d_total, p_d_total_z, i_n * segments + i_s, i_f, b_d_kv, b_rest, b_d_z, S)
+    store_sums(p_d_total, p_d_total_z, i_n * segments + i_s, i_f, i_e, i_v, b_d_kv, b_d_z, S)
 
 
 @triton.jit
@@ -728,7 +725,7 @@ class _TiledChunkPlan(StatesPlan):
         options = problem.feature_map, scaled, problem.normalize
         self.S = TiledChunkSizes(*sizes, _tile_of(D1, D2), _tile_of(E1, E2), *options)
         self.tilings = TILINGS[192 if max(self.S.BM, self.S.BE) <= 192 else 256]
-        self.tiles, self.programs = -(-self.S.BM // TILE), PROGRAMS
+        self.tiles, self.programs = -(-self.S.BM // TILE) * -(-self.S.BE // TILE), PROGRAMS
         self.saved = _saved(self.B, self.T, self.H, self.Hkv, scaled)
         self.eager = Workspace(self.den_buffer, *self.saved.buffers)
 
