@@ -148,10 +148,11 @@ def _existing(b_f, first, S: tl.constexpr):
 def largest_logit(p_x, stride, rows, S: tl.constexpr):
     """The binary logarithm of a token's largest feature (C,), of the map "softmax"."""
     b_largest = tl.full((S.C,), FLOOR, tl.float32)
-    for i_m in tl.static_range(0, S.BM, S.TD):  # all loads at once
-        b_x = load_rows(p_x + i_m, stride, rows, S.D, S.C, S.TD, i_m // S.TD).to(tl.float32)
+    TILES: tl.constexpr = S.BM // S.TD
+    for i in tl.static_range(TILES):  # all loads at once
+        b_x = load_rows(p_x + i * S.TD, stride, rows, S.D, S.C, S.TD, i).to(tl.float32)
         if S.BM != S.D:
-            b_x = tl.where((i_m + tl.arange(0, S.TD) < S.D)[None, :], b_x, FLOOR)
+            b_x = tl.where((i * S.TD + tl.arange(0, S.TD) < S.D)[None, :], b_x, FLOOR)
         b_largest = tl.maximum(b_largest, tl.max(b_x, 1))
     return b_largest * LOG2E
 
