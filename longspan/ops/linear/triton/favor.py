@@ -103,9 +103,8 @@ READ_SHARE, QUERIES_SHARE, KEYS_SHARE = 1.75, 1.25, 0.625
 
 
 # Compile-time constants: heads, dimensions, features, values, tokens in a chunk, padded dimensions, features per tile,
-# 0 where a kernel does not use them. LAST, REST: after LAST features of BM comes a tile of REST of them; 0: all tiles
-# are whole. KEY: scales are those of keys. EPSILON: added to the features; 0: none.
-FavorSizes = namedtuple("FavorSizes", "H HKV D M E C BD BM BE LAST REST EPSILON TILE KEY", defaults=(0, False))
+# 0 where a kernel does not use them. KEY: scales are those of keys. EPSILON: added to the features; 0: none.
+FavorSizes = namedtuple("FavorSizes", "H HKV D M E C BD BM BE EPSILON TILE KEY", defaults=(0, False))
 
 
 @triton.jit
@@ -426,26 +425,6 @@ def linear_favor_forward_sums_kernel(
             tl.store(p_reference + i_c, c)
 
 
-@triton.jit
-def _read_tile(given, sums, results, i_f, S: tl.constexpr):
-    """Add features i_f of queries and keys to their products, to those with the sums, and to the queries' total."""
-    b_q, b_k, p_high, p_low, flag, b_query_offset, b_offset = given
-    p_before, p_before_z, i_far, p_prefix, p_prefix_z, i_near, old = sums
-    b_p, b_out, b_den, b_mass = results
-    b_high = load_projection(p_high, i_f, S)
-    b_kv, b_z = load_sums(p_before, p_before_z, i_far, p_prefix, p_prefix_z, i_near, old, i_f, S)
-    b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_f, S)
-    b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S, S.EPSILON)
-    if S.EPSILON > 0:
-        b_mass += tl.sum(b_query, 1)
-    b_query = b_query.to(tl.bfloat16)
-    b_f = features(b_f, b_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
-    b_p = tl.dot(b_query, tl.trans(b_f), b_p)
-    b_out = tl.dot(b_query, b_kv, b_out)
-    b_den = tl.dot(b_query, column(b_z), b_den)
-    return b_p, b_out, b_den, b_mass
-
-
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
 def linear_favor_forward_kernel(
     p_q, p_k, p_v, p_high, p_low, p_flag, p_lengths, p_query_offset, p_offset, p_scale, p_peak, p_reference,
@@ -476,14 +455,19 @@ def linear_favor_forward_kernel(
     b_out = zeros(S.C, S.BE)
     b_den = zeros(S.C, 8)
     b_mass = zeros(S.C)
-    given = b_q, b_k, p_high, p_low, flag, b_query_offset, b_offset
-    sums = p_before, p_before_z, i_far, p_prefix, p_prefix_z, i_near, old
-    results = b_p, b_out, b_den, b_mass
-    for i_m in range(0, S.LAST, S.TILE):
-        results = _read_tile(given, sums, results, i_m + tl.arange(0, S.TILE), S)
-    if S.REST > 0:
-        results = _read_tile(given, sums, results, S.LAST + tl.arange(0, S.REST), S)
-    b_p, b_out, b_den, b_mass = results
+    for i_m in range(0, S.BM, S.TILE):
+        i_f = i_m + tl.arange(0, S.TILE)
+        b_high = load_projection(p_high, i_f, S)
+        b_kv, b_z = load_sums(p_before, p_before_z, i_far, p_prefix, p_prefix_z, i_near, old, i_f, S)
+        b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_f, S)
+        b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S, S.EPSILON)
+        if S.EPSILON > 0:
+            b_mass += tl.sum(b_query, 1)
+        b_query = b_query.to(tl.bfloat16)
+        b_f = features(b_f, b_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
+        b_p = tl.dot(b_query, tl.trans(b_f), b_p)
+        b_out = tl.dot(b_query, b_kv, b_out)
+        b_den = tl.dot(b_query, column(b_z), b_den)
     b_reference, b_epsilon = query_references(p_peak, p_reference, i_p, i_c, S)
     b_p *= pair_scales(tl.load(p_scale + i_p * S.C + i_t), b_reference, S)
     b_row = exp2(c - b_reference)
@@ -589,31 +573,6 @@ def linear_favor_backward_sums_kernel(
     store_sums(p_d_total, p_d_total_z, i_n * segments + i_s, i_f, b_d_kv, b_d_z, S)
 
 
-@triton.jit
-def _differentiate_tile(given, sums, rows, results, i_f, S: tl.constexpr):
-    """Add what features i_f add to dq, to Σ φ(q) dφ(q), and with an epsilon to their total and to its share."""
-    b_q, b_k, p_high, p_low, flag, b_query_offset, b_offset = given
-    p_before, p_before_z, i_far, p_prefix, p_prefix_z, i_near, old = sums
-    b_d, b_delta, b_a, b_all, b_floor = rows
-    b_d_q, b_total, b_rest, b_mass = results
-    b_high = load_projection(p_high, i_f, S)
-    b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_f, S)
-    b_f = features(b_f, b_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
-    b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S)
-    b_kv, b_z = load_sums(p_before, p_before_z, i_far, p_prefix, p_prefix_z, i_near, old, i_f, S)
-    b_g = tl.dot(b_d, tl.trans(b_kv), b_delta[:, None] * b_z[None, :])
-    b_g = tl.dot(b_a, b_f, b_g)
-    if S.EPSILON > 0:
-        m_f = (i_f < S.M)[None, :]
-        b_g += b_all[:, None]
-        b_rest += tl.sum(tl.where(m_f, b_g * b_floor[:, None], 0.0), 1)
-        b_mass += tl.sum(tl.where(m_f, b_query + b_floor[:, None], 0.0), 1)
-    b_g *= b_query
-    b_total += tl.sum(b_g, 1)
-    b_d_q = tl.dot(b_g.to(tl.bfloat16), b_high, b_d_q)
-    return b_d_q, b_total, b_rest, b_mass
-
-
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
 def linear_favor_backward_queries_kernel(
     p_q, p_k, p_v, p_d_out, p_high, p_low, p_flag, p_lengths, p_query_offset, p_delta, p_floor, p_mass, p_offset,
@@ -651,8 +610,6 @@ def linear_favor_backward_queries_kernel(
     b_mass = zeros(S.C)
     b_total = zeros(S.C)
     b_rest = zeros(S.C)
-    b_all = b_rest
-    b_floor = b_rest
     if S.EPSILON > 0:
         b_before, count = load_values_sum(p_values, i_x, i_c, T, S)
         b_all = tl.sum(tl.where(visible_pairs(rows, S), b_a, 0.0), 1)
@@ -679,15 +636,23 @@ def linear_favor_backward_queries_kernel(
     # Products with powers of two are exact.
     b_d, b_delta = (b_d * b_row[:, None]).to(tl.bfloat16), -b_delta * b_row
     b_d_q = zeros(S.C, S.BD)
-    given = b_q, b_k, p_high, p_low, flag, b_query_offset, b_offset
-    sums = p_before, p_before_z, i_far, p_prefix, p_prefix_z, i_near, old
-    fixed = b_d, b_delta, b_a, b_all, b_floor
-    results = b_d_q, b_total, b_rest, b_mass
-    for i_m in range(0, S.LAST, S.TILE):
-        results = _differentiate_tile(given, sums, fixed, results, i_m + tl.arange(0, S.TILE), S)
-    if S.REST > 0:
-        results = _differentiate_tile(given, sums, fixed, results, S.LAST + tl.arange(0, S.REST), S)
-    b_d_q, b_total, b_rest, b_mass = results
+    for i_m in range(0, S.BM, S.TILE):
+        i_f = i_m + tl.arange(0, S.TILE)
+        b_high = load_projection(p_high, i_f, S)
+        b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_f, S)
+        b_f = features(b_f, b_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
+        b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S)
+        b_kv, b_z = load_sums(p_before, p_before_z, i_far, p_prefix, p_prefix_z, i_near, old, i_f, S)
+        b_g = tl.dot(b_d, tl.trans(b_kv), b_delta[:, None] * b_z[None, :])
+        b_g = tl.dot(b_a, b_f, b_g)
+        if S.EPSILON > 0:
+            m_f = (i_f < S.M)[None, :]
+            b_g += b_all[:, None]
+            b_rest += tl.sum(tl.where(m_f, b_g * b_floor[:, None], 0.0), 1)
+            b_mass += tl.sum(tl.where(m_f, b_query + b_floor[:, None], 0.0), 1)
+        b_g *= b_query
+        b_total += tl.sum(b_g, 1)
+        b_d_q = tl.dot(b_g.to(tl.bfloat16), b_high, b_d_q)
     tl.store(p_delta + i_o, tl.load(p_delta + i_o) + b_total + b_rest)
     b_d_q *= S.D**-0.25
     if S.EPSILON > 0:
@@ -696,34 +661,6 @@ def linear_favor_backward_queries_kernel(
         b_d_q -= b_q * (b_total * S.D**-0.5)[:, None]
     i_row = (i_b * T + i_0) * S.H + i_h
     store_inputs(p_d_q + i_row * S.D, S.H * S.D, left, b_d_q, S)
-
-
-@triton.jit
-def _differentiate_keys_tile(given, sums, rows, p_floor, i_o, g, results, i_f, S: tl.constexpr):
-    """Add features i_f to the products of keys and queries, to dk and to Σ f df; for the first query head g of a group
-    also what the sums after the chunk contribute to dk and dv.
-    """
-    b_q, b_k, p_high, p_low, flag, b_query_offset, b_offset = given
-    p_after, p_after_z, i_far, p_suffix, p_suffix_z, i_near, new = sums
-    b_v_end, b_end, b_a = rows
-    b_p, b_d_v, b_d_k, b_total = results
-    b_high = load_projection(p_high, i_f, S)
-    b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_f, S)
-    b_floor = 0.0
-    if S.EPSILON > 0:
-        b_floor = tl.load(p_floor + i_o)[:, None]
-    b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S, b_floor).to(tl.bfloat16)
-    b_f = features(b_f, b_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
-    b_p = tl.dot(b_f, tl.trans(b_query), b_p)
-    b_g = zeros(S.C, i_f.shape[0])
-    if g == 0:
-        b_d_kv, b_d_z = load_sums(p_after, p_after_z, i_far, p_suffix, p_suffix_z, i_near, new, i_f, S)
-        b_g = tl.dot(b_v_end, tl.trans(b_d_kv), b_end[:, None] * b_d_z[None, :])
-        b_d_v = tl.dot(b_f, b_d_kv, b_d_v)
-    b_g = tl.dot(b_a, b_query, b_g) * widen(b_f)
-    b_total += tl.sum(b_g, 1)
-    b_d_k = tl.dot(b_g.to(tl.bfloat16), b_high, b_d_k)
-    return b_p, b_d_v, b_d_k, b_total
 
 
 @triton.jit(do_not_specialize=["T", "segments", "chunks", "first", "sequences"])
@@ -756,7 +693,6 @@ def linear_favor_backward_keys_kernel(
     b_d_k = zeros(S.C, S.BD)
     b_d_v = zeros(S.C, S.BE)
     b_total = zeros(S.C)
-    sums = p_after, p_after_z, i_far, p_suffix, p_suffix_z, i_near, new
     for g in range(GROUP):
         b_q = load_inputs(p_q + g * q.h, q.t, left, S)
         b_d = load_values(p_d_out + g * d.h, d.t, left, S)
@@ -765,17 +701,24 @@ def linear_favor_backward_keys_kernel(
         b_a = tl.dot(b_v, tl.trans(b_d)) - tl.load(p_delta + i_o)[None, :]
         b_a = (b_a * pair_scales_transposed(b_scale, b_reference, S)).to(tl.bfloat16)
         b_p = zeros(S.C, S.C)
-        given = b_q, b_k, p_high, p_low, flag, b_query_offset, b_offset
-        results = b_p, b_d_v, b_d_k, b_total
-        for i_m in range(0, S.LAST, S.TILE):
-            results = _differentiate_keys_tile(
-                given, sums, (b_v_end, b_end, b_a), p_floor, i_o, g, results, i_m + tl.arange(0, S.TILE), S
-            )
-        if S.REST > 0:
-            results = _differentiate_keys_tile(
-                given, sums, (b_v_end, b_end, b_a), p_floor, i_o, g, results, S.LAST + tl.arange(0, S.REST), S
-            )
-        b_p, b_d_v, b_d_k, b_total = results
+        for i_m in range(0, S.BM, S.TILE):
+            i_f = i_m + tl.arange(0, S.TILE)
+            b_high = load_projection(p_high, i_f, S)
+            b_query, b_f = project_both(b_q, b_k, b_high, p_low, flag, i_f, S)
+            b_floor = 0.0
+            if S.EPSILON > 0:
+                b_floor = tl.load(p_floor + i_o)[:, None]
+            b_query = features(b_query, b_query_offset[:, None], i_f[None, :], S, b_floor).to(tl.bfloat16)
+            b_f = features(b_f, b_offset[:, None], i_f[None, :], S).to(tl.bfloat16)
+            b_p = tl.dot(b_f, tl.trans(b_query), b_p)
+            b_g = zeros(S.C, S.TILE)
+            if g == 0:
+                b_d_kv, b_d_z = load_sums(p_after, p_after_z, i_far, p_suffix, p_suffix_z, i_near, new, i_f, S)
+                b_g = tl.dot(b_v_end, tl.trans(b_d_kv), b_end[:, None] * b_d_z[None, :])
+                b_d_v = tl.dot(b_f, b_d_kv, b_d_v)
+            b_g = tl.dot(b_a, b_query, b_g) * widen(b_f)
+            b_total += tl.sum(b_g, 1)
+            b_d_k = tl.dot(b_g.to(tl.bfloat16), b_high, b_d_k)
         if g == 0:
             b_d_v *= b_end[:, None]
         # Loading both again is cheaper than holding them in registers.
@@ -829,13 +772,6 @@ def feature_block(num_features: int) -> int:
     return -(-int(num_features) // TILE) * TILE
 
 
-def _rest(num_features: int) -> tuple[int, int]:
-    """Return the number of features in whole tiles, and the width of a narrower last tile, or 0."""
-    rest = num_features % TILE
-    narrow = 0 < rest <= TILE // 2 and num_features > TILE
-    return (num_features - rest, padded(rest, 16)) if narrow else (feature_block(num_features), 0)
-
-
 def saved_size(x: LinearInputs, problem: LinearProblem) -> int:
     """Return the number of float32 elements that `forward` saves: four per token and head, and the projection."""
     B, T, H, D = x.q.shape
@@ -846,7 +782,7 @@ class _FavorPlan(StatesPlan):
     def __init__(self, device: int, key: Signature, problem: LinearProblem) -> None:
         super().__init__(device, key, problem, CHUNK, num_features=key[3][0][0])
         blocks = padded(self.D), feature_block(self.M), padded(self.E)
-        self.S = FavorSizes(self.H, self.Hkv, self.D, self.M, self.E, CHUNK, *blocks, *_rest(self.M), problem.epsilon)
+        self.S = FavorSizes(self.H, self.Hkv, self.D, self.M, self.E, CHUNK, *blocks, problem.epsilon)
         self.tilings = TILINGS[max(self.S.BD, self.S.BE)]
         self.tiles, self.programs = self.S.BM // TILE, self.tilings.sums.programs
         residuals = self.E if problem.epsilon else 0
